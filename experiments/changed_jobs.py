@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from dataclasses import fields, replace
 from typing import Any
 
-from stepsight.dataset.errors import JobError
-from stepsight.dataset.job import Job
-from stepsight.dataset.registry import did_you_mean
-from stepsight.dataset.specs import SECTIONS
+from stepsight.dataset.base.errors import JobError
+from stepsight.dataset.base.registry import did_you_mean
+from stepsight.dataset.job.job import Job
+from stepsight.dataset.job.specs import SECTIONS
 
 FABRIC_KEYS = tuple(
     f"cluster.fabric.{link}.{fact}"

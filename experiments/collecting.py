@@ -8,13 +8,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from stepsight.dataset.bounded import reason
-from stepsight.dataset.box_spec import HARDWARE, Box
-from stepsight.dataset.errors import CollectError
-from stepsight.dataset.files import check_writable, read_json, write_json
-from stepsight.dataset.hardware import find_hardware
+from stepsight.dataset.base.bounded import reason
+from stepsight.dataset.base.errors import CollectError
+from stepsight.dataset.base.files import check_writable, read_json, write_json
+from stepsight.dataset.hardware.hardware import find_hardware
 from stepsight.dataset.harness.plan import MOST_CPU, check_plan
-from stepsight.dataset.job import Job
+from stepsight.dataset.job.job import Job
+from stepsight.dataset.runs.box_spec import HARDWARE, Box
 from stepsight.simulator.lowering.lower import signatures
 from stepsight.training.measured.box_plans import SleepingLatency, box_plan
 from stepsight.training.measured.planning import collectable, make_plan

@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from stepsight.dataset.errors import StepsightError
+from stepsight.dataset.base.errors import StepsightError
 from stepsight.dataset.imported.imported_run import has_traces, is_imported, read_imported, run_folders, run_graphs
-from stepsight.dataset.job import Job
-from stepsight.dataset.run_manifest import read_manifest
+from stepsight.dataset.job.job import Job
+from stepsight.dataset.runs.run_manifest import read_manifest
 from stepsight.simulator.replay.causes import breakdown
 from stepsight.training.predictor.prediction import Prediction, predict
 

@@ -11,11 +11,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from stepsight.dataset.errors import CollectError
+from stepsight.dataset.base.errors import CollectError
 from stepsight.dataset.harness.plan_error import HarnessError
 from stepsight.dataset.harness.progress import Progress
 from stepsight.dataset.harness.scripts.script_launch import Ranks, run_ranks
-from stepsight.dataset.op import Collective
+from stepsight.dataset.kinds.op import Collective
 from stepsight.experiments.emulation_delays import Delay, telling
 from stepsight.experiments.reports.text_table import Number, table
 

@@ -12,11 +12,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from stepsight.dataset.errors import CollectError, StepsightError
-from stepsight.dataset.fabric import Fabric
+from stepsight.dataset.base.errors import CollectError, StepsightError
+from stepsight.dataset.hardware.fabric import Fabric
+from stepsight.dataset.hardware.physics import alpha_beta_seconds
 from stepsight.dataset.kinds import COLLECTIVE_KINDS
-from stepsight.dataset.op import Collective
-from stepsight.dataset.physics import alpha_beta_seconds
+from stepsight.dataset.kinds.op import Collective
 from stepsight.training.predictor.predictor import Predictor
 
 Delay = Callable[[Collective], float]

@@ -13,11 +13,11 @@ from typing import Any
 
 import numpy as np
 
-from stepsight.dataset.errors import StepsightError, TraceError
-from stepsight.dataset.hardware import HARDWARE, find_hardware
+from stepsight.dataset.base.errors import StepsightError, TraceError
+from stepsight.dataset.hardware.hardware import HARDWARE, find_hardware
 from stepsight.dataset.imported.rank_graph import RankGraph
-from stepsight.dataset.job import Job
-from stepsight.dataset.op import Collective, Op
+from stepsight.dataset.job.job import Job
+from stepsight.dataset.kinds.op import Collective, Op
 from stepsight.experiments.reports.text_table import Number, table
 from stepsight.experiments.trace_questions import latency_of
 from stepsight.simulator.latency_model import LatencyModel

@@ -12,15 +12,15 @@ from typing import Any
 
 import numpy as np
 
+from stepsight.dataset.base.errors import CollectError
+from stepsight.dataset.base.files import check_writable, write_json
 from stepsight.dataset.capture.captured import Captured
 from stepsight.dataset.capture.record_graph import COMPOSITE, CapturedRank
-from stepsight.dataset.errors import CollectError
-from stepsight.dataset.files import check_writable, write_json
-from stepsight.dataset.hardware import HARDWARE, Hardware
+from stepsight.dataset.hardware.hardware import HARDWARE, Hardware
+from stepsight.dataset.hardware.physics import roofline_seconds
 from stepsight.dataset.harness.plan import SCHEMA, check_plan
 from stepsight.dataset.imported.rank_graph import OP
-from stepsight.dataset.op import Op
-from stepsight.dataset.physics import roofline_seconds
+from stepsight.dataset.kinds.op import Op
 from stepsight.experiments.collecting import num_gpus, run_plan
 from stepsight.features.host_call_features import call_label
 from stepsight.training.predictor.predictor import Predictor

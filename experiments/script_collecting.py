@@ -7,8 +7,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from stepsight.dataset.errors import CollectError
-from stepsight.dataset.files import check_writable, digest, new_folder, read_json, write_json
+from stepsight.dataset.base.errors import CollectError
+from stepsight.dataset.base.files import check_writable, digest, new_folder, read_json, write_json
 from stepsight.dataset.harness.atomic_files import locked
 from stepsight.dataset.harness.plan import SCHEMA, check_plan
 from stepsight.dataset.harness.plan_error import HarnessError
@@ -17,7 +17,7 @@ from stepsight.dataset.harness.scripts.script_launch import Ranks, run_ranks
 from stepsight.dataset.imported.import_ranks import Imported, import_ranks
 from stepsight.dataset.imported.imported_run import read_imported, write_imported
 from stepsight.dataset.imported.rank_graph import OPAQUE
-from stepsight.dataset.op import Collective
+from stepsight.dataset.kinds.op import Collective
 from stepsight.experiments.collecting import available_ranks, collection_text, run_plan
 
 TRACED = "traced"  # folder in a collection: files that the script wrote

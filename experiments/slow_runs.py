@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from stepsight.dataset.errors import StepsightError
-from stepsight.dataset.fabric import Fabric
+from stepsight.dataset.base.errors import StepsightError
+from stepsight.dataset.hardware.fabric import Fabric
 from stepsight.dataset.imported.imported_run import has_traces, is_imported, read_imported, run_folders, run_graphs
 from stepsight.dataset.imported.rank_graph import RankGraph
-from stepsight.dataset.job import Job
-from stepsight.dataset.op import Collective
-from stepsight.dataset.run_manifest import read_manifest, read_object
+from stepsight.dataset.job.job import Job
+from stepsight.dataset.kinds.op import Collective
+from stepsight.dataset.runs.run_manifest import read_manifest, read_object
 from stepsight.simulator.replay.causes import COMMUNICATION, HOST_BOUND, LOADER, PEERS, breakdown
 from stepsight.training.predictor.prediction import predict
 

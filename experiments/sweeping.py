@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from itertools import product
 from typing import TYPE_CHECKING, Any
 
-from stepsight.dataset.errors import JobError, StepsightError
-from stepsight.dataset.job import Job
-from stepsight.dataset.registry import did_you_mean
+from stepsight.dataset.base.errors import JobError, StepsightError
+from stepsight.dataset.base.registry import did_you_mean
+from stepsight.dataset.job.job import Job
 from stepsight.experiments.changed_jobs import change_job, known_keys
 from stepsight.training.predictor.prediction import Prediction, predict
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from stepsight.dataset.errors import JobError, StepsightError
-from stepsight.dataset.hardware import (
+from stepsight.dataset.base.errors import JobError, StepsightError
+from stepsight.dataset.hardware.hardware import (
     FABRICS,
     HARDWARE,
     Fabric,
@@ -21,7 +21,7 @@ from stepsight.dataset.hardware import (
 )
 from stepsight.dataset.imported.imported_run import run_folders, run_graphs
 from stepsight.dataset.imported.rank_graph import RankGraph
-from stepsight.dataset.job import Job
+from stepsight.dataset.job.job import Job
 from stepsight.dataset.tables.device_names import device_name
 from stepsight.simulator.latency_model import LatencyModel, RooflineLatency
 from stepsight.simulator.replay import changes

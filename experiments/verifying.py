@@ -7,12 +7,12 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from stepsight.dataset.box_spec import Box
-from stepsight.dataset.errors import CollectError, JobError
-from stepsight.dataset.files import read_json
+from stepsight.dataset.base.errors import CollectError, JobError
+from stepsight.dataset.base.files import read_json
 from stepsight.dataset.harness.plan import MOST_CPU
-from stepsight.dataset.job import BatchSpec, Job, ParallelSpec
-from stepsight.dataset.run_folder import read_collection
+from stepsight.dataset.job.job import BatchSpec, Job, ParallelSpec
+from stepsight.dataset.runs.box_spec import Box
+from stepsight.dataset.runs.run_folder import read_collection
 from stepsight.experiments.collecting import available_ranks, plan_in_box, run_plan
 from stepsight.experiments.reports.text_table import table
 from stepsight.training.measured.planning import as_the_harness_runs, collectable, make_plan, run_name

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from stepsight.dataset.op import DTYPE_BYTES, Op
+from stepsight.dataset.kinds.op import DTYPE_BYTES, Op
 from stepsight.features.op_features import op_terms
 
 Array = NDArray[np.float64]

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from stepsight.dataset.errors import PredictorError
+from stepsight.dataset.base.errors import PredictorError
 
 FEATURE_VERSION = 1
 

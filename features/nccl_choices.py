@@ -17,8 +17,8 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from stepsight.dataset.hardware import Fabric
-from stepsight.dataset.op import Collective
+from stepsight.dataset.hardware.hardware import Fabric
+from stepsight.dataset.kinds.op import Collective
 
 Array = NDArray[np.float64]
 

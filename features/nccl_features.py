@@ -14,8 +14,8 @@ from math import ceil, log2
 import numpy as np
 from numpy.typing import NDArray
 
-from stepsight.dataset.hardware import Fabric
-from stepsight.dataset.op import Collective
+from stepsight.dataset.hardware.hardware import Fabric
+from stepsight.dataset.kinds.op import Collective
 from stepsight.features.collective_features import features_on_links, position_on_links, ring_steps, wire_bytes
 
 Array = NDArray[np.float64]

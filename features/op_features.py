@@ -10,11 +10,11 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from stepsight.dataset.caching import cached
-from stepsight.dataset.hardware import Hardware
+from stepsight.dataset.base.caching import cached
+from stepsight.dataset.hardware.hardware import Hardware
+from stepsight.dataset.hardware.physics import roofline_seconds
 from stepsight.dataset.kinds import kinds_version
-from stepsight.dataset.op import DTYPE_BYTES, OP_KINDS, Op
-from stepsight.dataset.physics import roofline_seconds
+from stepsight.dataset.kinds.op import DTYPE_BYTES, OP_KINDS, Op
 from stepsight.features.tiles import TILE_FEATURES, tile_features
 
 Array = NDArray[np.float64]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from math import log
 
-from stepsight.dataset.op import Op
+from stepsight.dataset.kinds.op import Op
 
 TILES = ((256, 128), (128, 256), (128, 128), (64, 64), (128, 64), (64, 128), (64, 256), (256, 64), (192, 128))
 TILE_FEATURES = (*(f"log_waste_{rows}x{columns}" for rows, columns in TILES), "log_tiles_per_processor")

@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from stepsight.dataset.errors import PredictorError
-from stepsight.dataset.files import read_json, write_json
-from stepsight.dataset.hardware import Hardware
-from stepsight.dataset.program import Program
+from stepsight.dataset.base.errors import PredictorError
+from stepsight.dataset.base.files import read_json, write_json
+from stepsight.dataset.graph.program import Program
+from stepsight.dataset.hardware.hardware import Hardware
 from stepsight.gnn.inference import CONFIG, MOST_BOUND, ContextWeights
 
 Array = NDArray[np.float64]

@@ -14,11 +14,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from stepsight.dataset.bounded import read_file
-from stepsight.dataset.errors import PredictorError
-from stepsight.dataset.files import read_json, write_json
-from stepsight.dataset.hardware import Hardware
-from stepsight.dataset.program import Program
+from stepsight.dataset.base.bounded import read_file
+from stepsight.dataset.base.errors import PredictorError
+from stepsight.dataset.base.files import read_json, write_json
+from stepsight.dataset.graph.program import Program
+from stepsight.dataset.hardware.hardware import Hardware
 from stepsight.features.graph_features import RELATIONS, Topology, check_node_features, node_features, topology
 from stepsight.features.named_columns import FEATURE_VERSION, check_version
 

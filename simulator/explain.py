@@ -6,8 +6,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from stepsight.dataset.errors import StepsightError
-from stepsight.dataset.op import Collective, Op
+from stepsight.dataset.base.errors import StepsightError
+from stepsight.dataset.kinds.op import Collective, Op
 from stepsight.simulator.simulate import Simulation, simulate_lowered
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from stepsight.dataset.op import Op
+from stepsight.dataset.kinds.op import Op
 from stepsight.simulator.clock.codes import RUN
 from stepsight.simulator.lowering.lower import Lowered
 from stepsight.simulator.lowering.passages import Passage

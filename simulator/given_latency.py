@@ -8,13 +8,13 @@ from typing import Any
 
 import numpy as np
 
-from stepsight.dataset.caching import cached
-from stepsight.dataset.errors import JobError, PredictorError, StepsightError
-from stepsight.dataset.hardware import Fabric, Hardware, find_hardware, unknown_hardware
-from stepsight.dataset.job import Job
-from stepsight.dataset.op import Collective, Op
-from stepsight.dataset.program import Program
-from stepsight.dataset.registry import Registry, check_takes
+from stepsight.dataset.base.caching import cached
+from stepsight.dataset.base.errors import JobError, PredictorError, StepsightError
+from stepsight.dataset.base.registry import Registry, check_takes
+from stepsight.dataset.graph.program import Program
+from stepsight.dataset.hardware.hardware import Fabric, Hardware, find_hardware, unknown_hardware
+from stepsight.dataset.job.job import Job
+from stepsight.dataset.kinds.op import Collective, Op
 from stepsight.simulator.latency_model import RooflineLatency, Seconds
 
 LatencyMaker = Callable[[Hardware, Fabric], Any]

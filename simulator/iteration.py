@@ -7,9 +7,9 @@ from functools import cached_property
 
 import numpy as np
 
-from stepsight.dataset.hardware import Hardware
-from stepsight.dataset.job import Job
-from stepsight.dataset.op import Collective, Op
+from stepsight.dataset.hardware.hardware import Hardware
+from stepsight.dataset.job.job import Job
+from stepsight.dataset.kinds.op import Collective, Op
 from stepsight.simulator.clock.codes import HOST, NUM_CLOCKS
 from stepsight.simulator.clock.engine import Floats, Ints, add_path
 from stepsight.simulator.clock.track_run import TrackRun, run_track, walk

@@ -8,11 +8,11 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from stepsight.dataset.caching import cached
-from stepsight.dataset.hardware import Fabric, Hardware, find_hardware
-from stepsight.dataset.op import Collective, Op
-from stepsight.dataset.physics import alpha_beta_seconds, roofline_seconds
-from stepsight.dataset.program import Program
+from stepsight.dataset.base.caching import cached
+from stepsight.dataset.graph.program import Program
+from stepsight.dataset.hardware.hardware import Fabric, Hardware, find_hardware
+from stepsight.dataset.hardware.physics import alpha_beta_seconds, roofline_seconds
+from stepsight.dataset.kinds.op import Collective, Op
 
 Seconds = NDArray[np.float64]
 

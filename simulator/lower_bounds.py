@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from stepsight.dataset.caching import cached
+from stepsight.dataset.base.caching import cached
 from stepsight.simulator.blocks.family import embedding_block, find_family, head_block, layer_block
 from stepsight.simulator.blocks.shape import RankShape
 from stepsight.simulator.blocks.step import Block

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from stepsight.dataset.kinds import COLLECTIVE_KINDS
-from stepsight.dataset.op import Collective, Op
+from stepsight.dataset.kinds.op import Collective, Op
 from stepsight.simulator.iteration import SimulatedIteration
 from stepsight.simulator.lowering.rank_layout import layout_of
 from stepsight.simulator.timeline import timeline_json

@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from stepsight.dataset.hardware import Hardware
-from stepsight.dataset.job import Job
+from stepsight.dataset.hardware.hardware import Hardware
+from stepsight.dataset.job.job import Job
 from stepsight.simulator.breakdown import break_down
 from stepsight.simulator.clock.engine import Floats
 from stepsight.simulator.clock.track_run import through, track_clocks

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from stepsight.dataset.job import Job
+from stepsight.dataset.job.job import Job
 from stepsight.simulator.clock.codes import NUM_CLOCKS
 from stepsight.simulator.clock.engine import Floats
 from stepsight.simulator.clock.track_run import Taken, many_clocks, through

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from stepsight.dataset.errors import StepsightError
+from stepsight.dataset.base.errors import StepsightError
 from stepsight.simulator.clock.codes import NUM_CLOCKS
 from stepsight.simulator.clock.engine import Floats
 from stepsight.simulator.iteration import Passing, SimulatedIteration

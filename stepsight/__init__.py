@@ -23,11 +23,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from stepsight.dataset.caching import clear_caches
-    from stepsight.dataset.configs.config_job import ConfigJob, read_configs
-    from stepsight.dataset.configs.drafts import Given
-    from stepsight.dataset.configs.writers import write_config
-    from stepsight.dataset.errors import (
+    from stepsight.dataset.base.caching import clear_caches
+    from stepsight.dataset.base.errors import (
         CaptureError,
         CollectError,
         JobError,
@@ -36,9 +33,12 @@ if TYPE_CHECKING:
         TableError,
         TraceError,
     )
+    from stepsight.dataset.configs.config_job import ConfigJob, read_configs
+    from stepsight.dataset.configs.drafts import Given
+    from stepsight.dataset.configs.writers import write_config
     from stepsight.dataset.harness.scripts.step_marks import step
-    from stepsight.dataset.job import BatchSpec, ClusterSpec, Job, ModelSpec, OptimizerSpec, ParallelSpec
-    from stepsight.dataset.specs import OtherDevices, SlowLink, Straggler
+    from stepsight.dataset.job.job import BatchSpec, ClusterSpec, Job, ModelSpec, OptimizerSpec, ParallelSpec
+    from stepsight.dataset.job.specs import OtherDevices, SlowLink, Straggler
     from stepsight.experiments.evaluation.calibrate_runs import CalibrationReport, calibrate
     from stepsight.experiments.evaluation.evaluate import Evaluation, evaluate
     from stepsight.experiments.search.choices import Choice, SearchResult
@@ -94,11 +94,11 @@ __all__ = [
 
 # Modules are imported when a name of theirs is first used, so that ``import stepsight`` takes milliseconds.
 _MODULES = {
-    "dataset.caching": ("clear_caches",),
+    "dataset.base.caching": ("clear_caches",),
     "dataset.configs.config_job": ("ConfigJob", "read_configs"),
     "dataset.configs.drafts": ("Given",),
     "dataset.configs.writers": ("write_config",),
-    "dataset.errors": (
+    "dataset.base.errors": (
         "CaptureError",
         "CollectError",
         "JobError",
@@ -108,8 +108,8 @@ _MODULES = {
         "TraceError",
     ),
     "dataset.harness.scripts.step_marks": ("step",),
-    "dataset.job": ("BatchSpec", "ClusterSpec", "Job", "ModelSpec", "OptimizerSpec", "ParallelSpec"),
-    "dataset.specs": ("OtherDevices", "SlowLink", "Straggler"),
+    "dataset.job.job": ("BatchSpec", "ClusterSpec", "Job", "ModelSpec", "OptimizerSpec", "ParallelSpec"),
+    "dataset.job.specs": ("OtherDevices", "SlowLink", "Straggler"),
     "experiments.evaluation.calibrate_runs": ("CalibrationReport", "calibrate"),
     "experiments.evaluation.evaluate": ("Evaluation", "evaluate"),
     "experiments.search.choices": ("Choice", "SearchResult"),
@@ -134,7 +134,7 @@ def __getattr__(name: str) -> Any:
             try:
                 value = globals()[name] = getattr(import_module(f"stepsight.{module}"), name)
             except ModuleNotFoundError as error:
-                from stepsight.dataset.extras import missing_extra
+                from stepsight.dataset.base.extras import missing_extra
 
                 raise ModuleNotFoundError(missing_extra(error) or str(error), name=error.name) from None
             return value

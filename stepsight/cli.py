@@ -9,8 +9,8 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from stepsight import __version__
-from stepsight.dataset.errors import StepsightError, shorten
-from stepsight.dataset.extras import missing_extra
+from stepsight.dataset.base.errors import StepsightError, shorten
+from stepsight.dataset.base.extras import missing_extra
 from stepsight.verbs import (
     asking,
     capturing,

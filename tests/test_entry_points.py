@@ -7,16 +7,16 @@ from pathlib import Path
 import pytest
 
 from stepsight import Job, predict
-from stepsight.dataset.caching import clear_caches
-from stepsight.dataset.errors import JobError
-from stepsight.dataset.frameworks import FRAMEWORKS, find_framework
-from stepsight.dataset.hardware import FABRICS, HARDWARE, find_hardware
+from stepsight.dataset.base.caching import clear_caches
+from stepsight.dataset.base.errors import JobError
+from stepsight.dataset.base.registry import Registry
+from stepsight.dataset.hardware.hardware import FABRICS, HARDWARE, find_hardware
+from stepsight.dataset.job.frameworks import FRAMEWORKS, find_framework
+from stepsight.dataset.job.specs import FAMILIES
 from stepsight.dataset.kinds import COLLECTIVE_KINDS, OP_KINDS
-from stepsight.dataset.op import Collective, Op
+from stepsight.dataset.kinds.op import Collective, Op
 from stepsight.dataset.readers.trace_formats import TRACE_READERS
-from stepsight.dataset.registry import Registry
 from stepsight.dataset.schedules import SCHEDULES
-from stepsight.dataset.specs import FAMILIES
 from stepsight.dataset.tables.formats import FORMATS
 
 REGISTRIES: dict[str, Registry[object]] = {
@@ -32,8 +32,8 @@ REGISTRIES: dict[str, Registry[object]] = {
 }  # type: ignore[dict-item]
 CODE = """
 from dataclasses import replace
-from stepsight.dataset.frameworks import find_framework
-from stepsight.dataset.hardware import find_fabric, find_hardware
+from stepsight.dataset.job.frameworks import find_framework
+from stepsight.dataset.hardware.hardware import find_fabric, find_hardware
 from stepsight.dataset.kinds import COLLECTIVE_KINDS, OP_KINDS
 from stepsight.dataset.schedules import SCHEDULES
 from stepsight.dataset.tables.formats import FORMATS

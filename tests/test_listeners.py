@@ -19,11 +19,11 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent / "dataset" / "harness"))
 import harness_jobs as jobs
 
-from stepsight.dataset.box_spec import HARDWARE, read_box
-from stepsight.dataset.hardware import find_hardware
+from stepsight.dataset.hardware.hardware import find_hardware
 from stepsight.dataset.harness.box.namespaces import SUBNET, check_possible
 from stepsight.dataset.harness.plan_error import HarnessError
-from stepsight.dataset.job import BatchSpec, ClusterSpec, Job, ModelSpec, ParallelSpec
+from stepsight.dataset.job.job import BatchSpec, ClusterSpec, Job, ModelSpec, ParallelSpec
+from stepsight.dataset.runs.box_spec import HARDWARE, read_box
 from stepsight.training.measured.box_plans import SleepingLatency, box_plan
 
 SECOND_ADDRESS = "198.51.100.77"  # of a range for documentation

@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from stepsight.dataset.errors import JobError, TraceError
-from stepsight.dataset.files import digest, read_json
-from stepsight.dataset.hardware import Fabric, Hardware, find_fabric, usual_fabric
+from stepsight.dataset.base.errors import JobError, TraceError
+from stepsight.dataset.base.files import digest, read_json
+from stepsight.dataset.hardware.hardware import Fabric, Hardware, find_fabric, usual_fabric
 from stepsight.training.collectives.collective_models import fit_collectives
 from stepsight.training.intervals.conformal import Intervals
 from stepsight.training.kernels.kernel_models import fit_kernels

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from stepsight.dataset.job import Job
+from stepsight.dataset.job.job import Job
 from stepsight.simulator.simulate import simulate
 from stepsight.training.calibration.constants import NAMES, Constants, prior_stds, resource_of
 from stepsight.training.calibration.corrections import MOST_WIDTH, Calibration

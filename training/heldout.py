@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from stepsight.dataset.errors import TraceError
+from stepsight.dataset.base.errors import TraceError
 from stepsight.training.measured.measured import MeasuredRun, read_runs
 from stepsight.training.measured.stand_in_runs import predict_run
 from stepsight.training.predictor.predictor import Predictor

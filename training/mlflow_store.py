@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from stepsight.dataset.errors import PredictorError, StepsightError
-from stepsight.dataset.files import check_output_file
+from stepsight.dataset.base.errors import PredictorError, StepsightError
+from stepsight.dataset.base.files import check_output_file
 
 PATIENCE_S = 5
 _PORTS = {"http": 80, "https": 443, "postgresql": 5432, "mysql": 3306, "mssql": 1433}

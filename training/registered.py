@@ -7,9 +7,9 @@ import re
 from pathlib import Path
 from typing import Any
 
-from stepsight.dataset.caching import cached
-from stepsight.dataset.errors import PredictorError
-from stepsight.dataset.hardware import canonical_hardware
+from stepsight.dataset.base.caching import cached
+from stepsight.dataset.base.errors import PredictorError
+from stepsight.dataset.hardware.hardware import canonical_hardware
 from stepsight.training.mlflow_store import check_exists, first_line, store_client
 from stepsight.training.predictor.predictor import Predictor
 from stepsight.training.predictor.predictor_manifest import MANIFEST, REGISTERED

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from stepsight.dataset.errors import JobError
-from stepsight.dataset.job import Job
+from stepsight.dataset.base.errors import JobError
+from stepsight.dataset.job.job import Job
 from stepsight.training.predictor.ask_many import predict_many
 from stepsight.training.predictor.predictor import Predictor
 

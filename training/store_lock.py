@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
-from stepsight.dataset.errors import StepsightError
+from stepsight.dataset.base.errors import StepsightError
 from stepsight.dataset.harness.atomic_files import locked
 
 _SERVER_LOCK = 0x7374657073696768  # number of the advisory lock; every PostgreSQL database has its own

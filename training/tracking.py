@@ -12,8 +12,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from stepsight.dataset.errors import PredictorError
-from stepsight.dataset.processes import is_gone, process_name
+from stepsight.dataset.base.errors import PredictorError
+from stepsight.dataset.base.processes import is_gone, process_name
 from stepsight.training.mlflow_store import check_store, database_file, first_line, impatient, store_client
 from stepsight.training.predictor.predictor import Predictor
 from stepsight.training.registered import ALIAS, ARTIFACT, download, model_name

@@ -14,9 +14,9 @@ from typing import Any
 
 import numpy as np
 
-from stepsight.dataset.errors import JobError, TableError
-from stepsight.dataset.files import digest
-from stepsight.dataset.hardware import canonical_hardware, find_fabric, usual_fabric
+from stepsight.dataset.base.errors import JobError, TableError
+from stepsight.dataset.base.files import digest
+from stepsight.dataset.hardware.hardware import canonical_hardware, find_fabric, usual_fabric
 from stepsight.dataset.tables import Measurements
 from stepsight.training.collectives.collective_models import label_of
 from stepsight.training.mlflow_store import check_store_to_write

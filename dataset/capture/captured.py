@@ -9,13 +9,13 @@ from typing import Any
 
 import numpy as np
 
-from stepsight.dataset.bounded import read_parquet
+from stepsight.dataset.base.bounded import read_parquet
+from stepsight.dataset.base.errors import CaptureError, StepsightError
+from stepsight.dataset.base.files import new_folder, read_json, write_json
 from stepsight.dataset.capture.record_graph import CapturedRank
-from stepsight.dataset.errors import CaptureError, StepsightError
-from stepsight.dataset.files import new_folder, read_json, write_json
 from stepsight.dataset.imported.graph_files import read_graph, write_graph
 from stepsight.dataset.imported.rank_graph import COLLECTIVE, HOST, OP, PHASES, RankGraph
-from stepsight.dataset.op import Collective, Op
+from stepsight.dataset.kinds.op import Collective, Op
 
 FORM = 1  # of the folder
 MANIFEST = "capture.json"

@@ -16,11 +16,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from stepsight.dataset.base.errors import CaptureError
+from stepsight.dataset.base.files import read_json
 from stepsight.dataset.capture.captured import Captured
 from stepsight.dataset.capture.collective_orders import Issued, check_orders, issued_by_group
 from stepsight.dataset.capture.record_graph import CapturedRank, graph_of_record
-from stepsight.dataset.errors import CaptureError
-from stepsight.dataset.files import read_json
 from stepsight.dataset.imported.rank_graph import COLLECTIVE
 
 PACKAGE = "stepsight.dataset.harness.capturing"

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from itertools import combinations, zip_longest
 from typing import Any
 
-from stepsight.dataset.errors import CaptureError
+from stepsight.dataset.base.errors import CaptureError
 
 Ranks = tuple[int, ...]
 Issued = tuple[str, str, int, str]  # group by torch's name, kind, bytes, line of the script

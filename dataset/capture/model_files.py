@@ -7,12 +7,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
 
+from stepsight.dataset.base.errors import CaptureError
 from stepsight.dataset.capture.captured import Captured
 from stepsight.dataset.capture.exported_program import read_exported
 from stepsight.dataset.capture.model_steps import ModelSteps, rank_of_model
 from stepsight.dataset.capture.onnx_model import read_onnx
-from stepsight.dataset.errors import CaptureError
-from stepsight.dataset.op import Op
+from stepsight.dataset.kinds.op import Op
 
 READERS = MappingProxyType({".onnx": read_onnx, ".pt2": read_exported})
 PRECISIONS = ("fp32", "bf16", "fp16")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from stepsight.dataset.op import Op
+from stepsight.dataset.kinds.op import Op
 
 
 def matrix_product(left: Sequence[int], right: Sequence[int], dtype: str, *, transposed: bool = False) -> Op | None:

@@ -13,7 +13,7 @@ from typing import Any
 
 from stepsight.dataset.capture.record_graph import COMPOSITE, FORM, CapturedRank, graph_of_record
 from stepsight.dataset.imported.rank_graph import COLLECTIVE, OP
-from stepsight.dataset.op import DTYPE_BYTES, OP_KINDS, Op
+from stepsight.dataset.kinds.op import DTYPE_BYTES, OP_KINDS, Op
 
 FORWARD, BACKWARD, OPTIMIZER = range(3)
 COMPUTE, REPLICAS = range(2)  # streams

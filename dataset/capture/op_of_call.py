@@ -9,7 +9,7 @@ from typing import Any
 
 from stepsight.dataset.kinds import OP_KINDS
 from stepsight.dataset.kinds.call_dims import count
-from stepsight.dataset.op import Op
+from stepsight.dataset.kinds.op import Op
 from stepsight.dataset.readers.classify import DTYPES, Scope, call_table, intern_op
 
 _FILLS = frozenset(

@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from stepsight.dataset.base.errors import CaptureError
 from stepsight.dataset.capture.op_of_call import op_of_call
-from stepsight.dataset.errors import CaptureError
+from stepsight.dataset.graph.program import Dependency
 from stepsight.dataset.imported.rank_graph import (
     COLLECTIVE,
     EDGE_COLUMNS,
@@ -19,8 +20,7 @@ from stepsight.dataset.imported.rank_graph import (
     WHY_NUMBER,
     RankGraph,
 )
-from stepsight.dataset.op import Collective, Op
-from stepsight.dataset.program import Dependency
+from stepsight.dataset.kinds.op import Collective, Op
 from stepsight.dataset.readers.classify import Scope, intern_op
 
 FORM = 1  # of records

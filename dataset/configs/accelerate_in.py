@@ -10,10 +10,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from stepsight.dataset.base.errors import JobError
 from stepsight.dataset.configs.deepspeed_in import read_deepspeed
 from stepsight.dataset.configs.documents import flat, read_tables
 from stepsight.dataset.configs.drafts import Draft, Settings
-from stepsight.dataset.errors import JobError
 
 PRECISIONS = {"bf16": "bf16", "fp16": "fp16", "fp8": "fp8", "no": "fp32"}
 # Names and numbers of torch's ShardingStrategy: ZeRO stage, and whether shards are copied from node to node.

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 
+from stepsight.dataset.base.errors import JobError
 from stepsight.dataset.configs.drafts import Draft, Given
-from stepsight.dataset.errors import JobError
-from stepsight.dataset.specs import SECTIONS
+from stepsight.dataset.job.specs import SECTIONS
 
 HARDWARE, DEVICES_PER_NODE = "h100-sxm-80gb", 8
 _MOST_TRIED = 1024  # numbers of devices

@@ -8,6 +8,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from stepsight.dataset.base.errors import JobError
+from stepsight.dataset.base.files import parse_json
 from stepsight.dataset.configs.accelerate_in import (
     is_accelerate,
     is_fsdp,
@@ -28,9 +30,7 @@ from stepsight.dataset.configs.nemo_in import is_nemo, read_nemo
 from stepsight.dataset.configs.shell_scripts import read_script
 from stepsight.dataset.configs.torchtitan_in import is_torchtitan, read_torchtitan
 from stepsight.dataset.configs.torchtitan_registry import read_registry
-from stepsight.dataset.errors import JobError
-from stepsight.dataset.files import parse_json
-from stepsight.dataset.job import Job
+from stepsight.dataset.job.job import Job
 
 Reader = Callable[[Path, Draft, Given], None]
 

@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from stepsight.dataset.base.errors import JobError
 from stepsight.dataset.configs.completion import apply_given, complete, missing_sizes
 from stepsight.dataset.configs.config_formats import reader_of
 from stepsight.dataset.configs.documents import toml_text
 from stepsight.dataset.configs.drafts import Draft, Given
-from stepsight.dataset.errors import JobError
-from stepsight.dataset.job import Job
+from stepsight.dataset.job.job import Job
 
 
 @dataclass(frozen=True, kw_only=True)

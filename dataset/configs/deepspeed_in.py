@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from stepsight.dataset.base.errors import JobError
 from stepsight.dataset.configs.documents import flat
 from stepsight.dataset.configs.drafts import Draft, Settings
-from stepsight.dataset.errors import JobError
 
 _ADAM = {"adam": "adam", "adamw": "adamw", "fusedadam": "adam"}
 _MARKS = ("zero_optimization", "train_micro_batch_size_per_gpu", "train_batch_size", "gradient_accumulation_steps")

@@ -9,9 +9,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from stepsight.dataset.bounded import read_text, read_toml, reason
-from stepsight.dataset.errors import JobError
-from stepsight.dataset.files import parse_json
+from stepsight.dataset.base.bounded import read_text, read_toml, reason
+from stepsight.dataset.base.errors import JobError
+from stepsight.dataset.base.files import parse_json
 
 MOST_CHARACTERS = 4 * 2**20
 MOST_VALUES = 100_000  # of a file's tables, each counted wherever it stands (YAML repeats by reference)

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from stepsight.dataset.errors import JobError, shorten
-from stepsight.dataset.rules import MOST_DEVICES
-from stepsight.dataset.specs import SECTIONS
+from stepsight.dataset.base.errors import JobError, shorten
+from stepsight.dataset.job.rules import MOST_DEVICES
+from stepsight.dataset.job.specs import SECTIONS
 
 MOST_NUMBER = 2**63
 # Keys that are filled in where they are 0, so that a configuration's own 0 must be refused before.

@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from stepsight.dataset.base.errors import JobError
 from stepsight.dataset.configs.documents import flat
 from stepsight.dataset.configs.drafts import Draft, Settings
 from stepsight.dataset.configs.megatron_model import expert_layers
-from stepsight.dataset.errors import JobError
 
 LONGEST_ASSUMED = 8192  # tokens of a training sequence, where a model takes more
 # By model_type: the closest family, whether embeddings are tied where the file does not say, and what differs.

@@ -8,9 +8,9 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from stepsight.dataset.base.errors import JobError
 from stepsight.dataset.configs.job_view import ConfigText, JobView
-from stepsight.dataset.errors import JobError
-from stepsight.dataset.job import Job
+from stepsight.dataset.job.job import Job
 
 _LLAMA = {
     "num_hidden_layers": "model.layers",

@@ -6,8 +6,8 @@ from dataclasses import MISSING, asdict, fields
 from typing import Any
 
 from stepsight.dataset.configs.documents import toml_text
-from stepsight.dataset.job import Job
-from stepsight.dataset.specs import SECTIONS
+from stepsight.dataset.job.job import Job
+from stepsight.dataset.job.specs import SECTIONS
 
 
 def job_toml(job: Job) -> str:

@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, fields
 from typing import Any
 
-from stepsight.dataset.errors import JobError, shorten
-from stepsight.dataset.job import Job
-from stepsight.dataset.models import MODELS
-from stepsight.dataset.specs import SECTIONS
+from stepsight.dataset.base.errors import JobError, shorten
+from stepsight.dataset.job.job import Job
+from stepsight.dataset.job.models import MODELS
+from stepsight.dataset.job.specs import SECTIONS
 
 # Facts about machines, frameworks and models' names, which no configuration of a framework states.
 _NOT_ASKED = (

@@ -9,10 +9,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from stepsight.dataset.base.errors import JobError
 from stepsight.dataset.configs.documents import flat, read_tables
 from stepsight.dataset.configs.drafts import Draft, Settings
-from stepsight.dataset.errors import JobError
-from stepsight.dataset.models import MODELS
+from stepsight.dataset.job.models import MODELS
 
 MODEL = {
     "base_emb_dim": "hidden",

@@ -9,7 +9,7 @@ from __future__ import annotations
 from stepsight.dataset.configs.drafts import Draft, Settings
 from stepsight.dataset.configs.megatron_model import read_model
 from stepsight.dataset.configs.megatron_stages import read_stages
-from stepsight.dataset.specs import RECOMPUTE_MODULES
+from stepsight.dataset.job.specs import RECOMPUTE_MODULES
 
 # The same meaning under another name.
 DIRECT = {

@@ -6,9 +6,9 @@ import ast
 import re
 from typing import Any
 
+from stepsight.dataset.base.errors import JobError
 from stepsight.dataset.configs.drafts import Draft, Settings
-from stepsight.dataset.errors import JobError
-from stepsight.dataset.rules import MOST_LAYERS
+from stepsight.dataset.job.rules import MOST_LAYERS
 
 DIRECT = {
     "num_layers": "model.layers",

@@ -6,7 +6,7 @@ import shlex
 from collections.abc import Iterator
 
 from stepsight.dataset.configs.job_view import ConfigText, JobView
-from stepsight.dataset.job import Job
+from stepsight.dataset.job.job import Job
 
 _PROGRAMS = {"bert": "pretrain_bert.py", "t5": "pretrain_t5.py", "vit": "pretrain_vision_classify.py"}
 _STRATEGIES = {2: "optim_grads", 3: "optim_grads_params"}

@@ -6,9 +6,9 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from stepsight.dataset.base.errors import JobError
 from stepsight.dataset.configs.drafts import Draft, Settings
 from stepsight.dataset.configs.shell_scripts import ShellScript
-from stepsight.dataset.errors import JobError
 
 # Flags that set another name to false (megatron/training/arguments.py, ``dest`` with ``store_false``).
 _SWITCHED_OFF = {

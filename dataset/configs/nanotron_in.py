@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from stepsight.dataset.base.errors import JobError
 from stepsight.dataset.configs.documents import flat
 from stepsight.dataset.configs.drafts import Draft, Settings
-from stepsight.dataset.errors import JobError
 
 MODEL = {
     "hidden_size": "hidden",

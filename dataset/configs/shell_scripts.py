@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
 
-from stepsight.dataset.bounded import read_text
+from stepsight.dataset.base.bounded import read_text
 from stepsight.dataset.configs.shell_syntax import Branches, Cases, Command, Function, Loop, Statement, shell_statements
 from stepsight.dataset.configs.shell_tokens import shell_tokens
 from stepsight.dataset.configs.shell_values import Variables, arithmetic

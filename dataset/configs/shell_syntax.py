@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
+from stepsight.dataset.base.errors import JobError
 from stepsight.dataset.configs.shell_tokens import Token
-from stepsight.dataset.errors import JobError
 
 MOST_DEPTH = 40  # of statements within statements
 

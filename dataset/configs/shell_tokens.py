@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from stepsight.dataset.errors import JobError
+from stepsight.dataset.base.errors import JobError
 
 MOST_TOKENS = 200_000
 _OPERATORS = ("&&", "||", ";;", "<<<", "<<", ">>", ">&", "<&", "&>", "|", "&", ";", "(", ")", "<", ">", "\n")

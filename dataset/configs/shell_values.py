@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from stepsight.dataset.errors import JobError
+from stepsight.dataset.base.errors import JobError
 
 LONGEST_VALUE = 2**20  # characters; a variable that holds itself twice doubles with every line
 MOST_NUMBER = 2**63

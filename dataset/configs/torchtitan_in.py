@@ -12,11 +12,11 @@ from collections.abc import Mapping
 from itertools import pairwise
 from typing import Any
 
+from stepsight.dataset.base.errors import JobError
 from stepsight.dataset.configs.documents import flat
 from stepsight.dataset.configs.drafts import Draft, Settings
 from stepsight.dataset.configs.torchtitan_flavors import FLAVORS, flavor_sizes
-from stepsight.dataset.errors import JobError
-from stepsight.dataset.rules import MOST_LAYERS
+from stepsight.dataset.job.rules import MOST_LAYERS
 
 # Torch's names of schedules, lower case without spaces: schedule, and virtual stages where none are stated.
 SCHEDULES = {

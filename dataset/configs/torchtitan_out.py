@@ -8,7 +8,7 @@ from stepsight.dataset.configs.documents import toml_text
 from stepsight.dataset.configs.job_view import ConfigText, JobView
 from stepsight.dataset.configs.torchtitan_flavors import FLAVORS
 from stepsight.dataset.configs.torchtitan_in import even_stages
-from stepsight.dataset.job import Job
+from stepsight.dataset.job.job import Job
 
 _SCHEDULES = {
     ("1f1b", False): "1F1B",

@@ -15,11 +15,11 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from stepsight.dataset.base.errors import JobError
 from stepsight.dataset.configs.documents import flat, read_python
 from stepsight.dataset.configs.drafts import Draft, Given, Settings
 from stepsight.dataset.configs.torchtitan_flavors import FLAVORS, flavor_sizes
 from stepsight.dataset.configs.torchtitan_in import read_settings
-from stepsight.dataset.errors import JobError
 
 MOST_DEPTH = 20  # of functions that build on each other
 _CALLED = "_called"  # key of a call's name in the table of its keyword arguments

@@ -6,13 +6,13 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from types import MappingProxyType
 
+from stepsight.dataset.base.errors import JobError
 from stepsight.dataset.configs.huggingface_out import write_accelerate, write_deepspeed, write_huggingface
 from stepsight.dataset.configs.job_view import ConfigText
 from stepsight.dataset.configs.megatron_out import write_megatron
 from stepsight.dataset.configs.torchtitan_out import write_torchtitan
 from stepsight.dataset.configs.yaml_out import write_maxtext, write_nanotron
-from stepsight.dataset.errors import JobError
-from stepsight.dataset.job import Job, JobLike
+from stepsight.dataset.job.job import Job, JobLike
 
 WRITERS: Mapping[str, Callable[[Job], ConfigText]] = MappingProxyType(
     {

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+from stepsight.dataset.base.errors import JobError
 from stepsight.dataset.configs.job_view import ConfigText, JobView
 from stepsight.dataset.configs.maxtext_in import LATENT
 from stepsight.dataset.configs.maxtext_in import MODEL as MAXTEXT_MODEL
 from stepsight.dataset.configs.nanotron_in import DTYPES
 from stepsight.dataset.configs.nanotron_in import MODEL as NANOTRON_MODEL
-from stepsight.dataset.errors import JobError
-from stepsight.dataset.job import Job
-from stepsight.dataset.specs import SPLIT_TP
+from stepsight.dataset.job.job import Job
+from stepsight.dataset.job.specs import SPLIT_TP
 
 _TORCH = {precision: dtype for dtype, precision in DTYPES.items()}
 _JAX = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp8": "bfloat16"}

@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from stepsight.dataset.graph.program import Dependency
 from stepsight.dataset.imported.event_columns import Interned
 from stepsight.dataset.imported.rank_graph import NODE_COLUMNS, WHY_NUMBER, RankGraph
 from stepsight.dataset.imported.step_bounds import Steps
-from stepsight.dataset.program import Dependency
-from stepsight.dataset.trace import Rendezvous
+from stepsight.dataset.runs.trace import Rendezvous
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]

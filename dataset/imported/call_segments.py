@@ -11,11 +11,11 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from stepsight.dataset.graph.program import Dependency, Node, Program
 from stepsight.dataset.imported.meetings import Meeting, meetings
 from stepsight.dataset.imported.rank_graph import COLLECTIVE, OP, PHASES, WHY, WHY_NUMBER, RankGraph
-from stepsight.dataset.op import Collective
-from stepsight.dataset.program import Dependency, Node, Program
-from stepsight.dataset.trace import TracedSegment
+from stepsight.dataset.kinds.op import Collective
+from stepsight.dataset.runs.trace import TracedSegment
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]

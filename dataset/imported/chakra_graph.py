@@ -17,16 +17,16 @@ from typing import Any
 
 import numpy as np
 
-from stepsight.dataset.errors import TraceError
+from stepsight.dataset.base.errors import TraceError
+from stepsight.dataset.graph.program import Dependency
 from stepsight.dataset.imported.assembly import Assembly
 from stepsight.dataset.imported.chakra_nodes import COMM, COMM_TYPES, COMP, RECEIVE, SEND, ChakraNode, read_nodes
 from stepsight.dataset.imported.kernel_kinds import named_kind
 from stepsight.dataset.imported.rank_graph import COLLECTIVE, HOST, OP, RankGraph
 from stepsight.dataset.imported.step_bounds import Steps
-from stepsight.dataset.op import COLLECTIVE_KINDS, OP_KINDS, Collective, Op
-from stepsight.dataset.program import Dependency
+from stepsight.dataset.kinds.op import COLLECTIVE_KINDS, OP_KINDS, Collective, Op
 from stepsight.dataset.readers.classify import Scope, call_table, classify, classify_unknown, intern_op
-from stepsight.dataset.trace import Rendezvous
+from stepsight.dataset.runs.trace import Rendezvous
 
 _PART = re.compile(r"\(\d+\)$")  # of a call that the converter split at its launches
 _MOST_TEXT = 100_000

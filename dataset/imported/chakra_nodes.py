@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from stepsight.dataset.bounded import read_unpacked
-from stepsight.dataset.errors import TraceError
+from stepsight.dataset.base.bounded import read_unpacked
+from stepsight.dataset.base.errors import TraceError
 
 COMP, COMM, SEND, RECEIVE = "COMP_NODE", "COMM_COLL_NODE", "COMM_SEND_NODE", "COMM_RECV_NODE"
 NODE_TYPES = ("INVALID_NODE", "METADATA_NODE", "MEM_LOAD_NODE", "MEM_STORE_NODE", COMP, SEND,

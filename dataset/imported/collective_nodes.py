@@ -14,12 +14,12 @@ from numpy.typing import NDArray
 
 from stepsight.dataset.imported.event_columns import Annotation, RankEvents
 from stepsight.dataset.imported.kernel_kinds import Launch
-from stepsight.dataset.op import Collective, Op
+from stepsight.dataset.kinds.op import Collective, Op
 from stepsight.dataset.readers.classify import intern_op
 from stepsight.dataset.readers.device_kernels import collective_of
 from stepsight.dataset.readers.placement import Placement
 from stepsight.dataset.readers.sweep import Call
-from stepsight.dataset.trace import Rendezvous
+from stepsight.dataset.runs.trace import Rendezvous
 
 _LIBRARIES = re.compile(
     r"^(void )?(nccl|rccl|mscclpp|mscclKernel|oneccl|ncclDev|nvshmem"

@@ -15,12 +15,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from stepsight.dataset.bounded import read_unpacked
-from stepsight.dataset.errors import TraceError
+from stepsight.dataset.base.bounded import read_unpacked
+from stepsight.dataset.base.errors import TraceError
+from stepsight.dataset.graph.program import Dependency
 from stepsight.dataset.imported.event_columns import RankEvents
 from stepsight.dataset.imported.event_structs import parse
 from stepsight.dataset.imported.rank_graph import HOST, RankGraph
-from stepsight.dataset.program import Dependency
 
 Ints = NDArray[np.int64]
 

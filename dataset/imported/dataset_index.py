@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from stepsight.dataset.errors import TraceError
-from stepsight.dataset.files import digest, digest_files, read_json
+from stepsight.dataset.base.errors import TraceError
+from stepsight.dataset.base.files import digest, digest_files, read_json
 from stepsight.dataset.imported.graph_files import read_graph
 from stepsight.dataset.imported.graph_parts import RankParts
 from stepsight.dataset.imported.graph_schema import DTYPES, WORK_TYPES, GraphPart, kind_names
@@ -17,8 +17,8 @@ from stepsight.dataset.imported.meetings import meetings
 from stepsight.dataset.imported.rank_graph import RankGraph
 from stepsight.dataset.imported.segment_files import read_segments
 from stepsight.dataset.imported.segment_parts import SegmentParts
-from stepsight.dataset.job import Job
-from stepsight.dataset.run_manifest import RunManifest
+from stepsight.dataset.job.job import Job
+from stepsight.dataset.runs.run_manifest import RunManifest
 
 _LEAST_TOLD = 8  # least number of nodes that identifies a graph
 INDEX = "runs.json"

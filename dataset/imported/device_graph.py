@@ -11,11 +11,11 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from stepsight.dataset.graph.program import Dependency
 from stepsight.dataset.imported.call_tree import CallTree
 from stepsight.dataset.imported.event_columns import Interned, RankEvents, Table
 from stepsight.dataset.imported.host_chain import HostCalls, chain
 from stepsight.dataset.imported.step_bounds import Steps
-from stepsight.dataset.program import Dependency
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]

@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from stepsight.dataset.bounded import unpacked_blocks
-from stepsight.dataset.errors import TraceError
+from stepsight.dataset.base.bounded import unpacked_blocks
+from stepsight.dataset.base.errors import TraceError
 from stepsight.dataset.imported.event_structs import Event, event_of, events_of, parse, tolerant
 
 BLOCK = 2**20  # bytes that are parsed at once

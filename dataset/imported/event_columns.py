@@ -11,7 +11,7 @@ import numpy as np
 from msgspec import UNSET
 from numpy.typing import NDArray
 
-from stepsight.dataset.errors import TraceError
+from stepsight.dataset.base.errors import TraceError
 from stepsight.dataset.imported.event_blocks import EventBlocks
 from stepsight.dataset.imported.event_structs import NO_TEXT, CallArgs, Event, KernelArgs, OpArgs, args_of
 

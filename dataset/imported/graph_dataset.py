@@ -7,8 +7,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from stepsight.dataset.errors import TraceError
-from stepsight.dataset.files import digest, new_folder, write_json, write_text
+from stepsight.dataset.base.errors import TraceError
+from stepsight.dataset.base.files import digest, new_folder, write_json, write_text
+from stepsight.dataset.base.uncollected import without_collection
 from stepsight.dataset.imported.call_segments import call_segments
 from stepsight.dataset.imported.dataset_index import FORM, INDEX, SCOPES, describe_own_run, describe_run
 from stepsight.dataset.imported.graph_files import write_graph
@@ -16,8 +17,7 @@ from stepsight.dataset.imported.graph_schema import DTYPES, EDGE_NUMBERS, NUMBER
 from stepsight.dataset.imported.imported_run import has_traces, is_imported, read_imported, run_folders, run_graphs
 from stepsight.dataset.imported.rank_graph import NODE_KINDS
 from stepsight.dataset.imported.segment_files import write_segments
-from stepsight.dataset.run_folder import read_run
-from stepsight.dataset.uncollected import without_collection
+from stepsight.dataset.runs.run_folder import read_run
 
 Progress = Callable[[int, int], None]
 

@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 
-from stepsight.dataset.bounded import read_parquet
-from stepsight.dataset.errors import TraceError
-from stepsight.dataset.files import new_file, read_json, write_json
+from stepsight.dataset.base.bounded import read_parquet
+from stepsight.dataset.base.errors import TraceError
+from stepsight.dataset.base.files import new_file, read_json, write_json
 from stepsight.dataset.imported.rank_graph import EDGE_COLUMNS, NODE_COLUMNS, NODE_KINDS, WHY, RankGraph
-from stepsight.dataset.op import Collective, Op
+from stepsight.dataset.kinds.op import Collective, Op
 
 FORM = 1  # of the files
 _SECONDS = ("start_s", "duration_s", "unrecorded_s")

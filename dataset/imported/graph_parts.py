@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from stepsight.dataset.graph_data import CONCURRENT
+from stepsight.dataset.graph.graph_data import CONCURRENT
 from stepsight.dataset.imported.graph_schema import (
     EDGE_NUMBERS,
     NUMBERS,

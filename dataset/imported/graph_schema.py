@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from stepsight.dataset.graph_data import CONCURRENT
+from stepsight.dataset.graph.graph_data import CONCURRENT
 from stepsight.dataset.imported.rank_graph import NODE_KINDS, PHASES
-from stepsight.dataset.op import COLLECTIVE_KINDS, DTYPE_BYTES, OP_KINDS, Collective, Op
+from stepsight.dataset.kinds.op import COLLECTIVE_KINDS, DTYPE_BYTES, OP_KINDS, Collective, Op
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]

@@ -12,9 +12,9 @@ import pyarrow.parquet as pq
 import torch
 from torch_geometric.data import HeteroData
 
-from stepsight.dataset.bounded import read_parquet
-from stepsight.dataset.errors import TraceError
-from stepsight.dataset.files import new_folder
+from stepsight.dataset.base.bounded import read_parquet
+from stepsight.dataset.base.errors import TraceError
+from stepsight.dataset.base.files import new_folder
 from stepsight.dataset.imported.graph_schema import EDGE_NUMBERS, NUMBERS, TARGETS, edge_types, signature_width
 from stepsight.dataset.imported.rank_graph import NODE_KINDS
 

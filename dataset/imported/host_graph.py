@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from stepsight.dataset.errors import TraceError
+from stepsight.dataset.base.errors import TraceError
+from stepsight.dataset.graph.program import Dependency
 from stepsight.dataset.imported.assembly import Assembly, Edges
 from stepsight.dataset.imported.call_tree import CallTree, annotated_phases
 from stepsight.dataset.imported.event_columns import Interned, RankEvents
@@ -17,8 +18,7 @@ from stepsight.dataset.imported.host_chain import HostCalls, chain
 from stepsight.dataset.imported.kernel_kinds import named_kind
 from stepsight.dataset.imported.rank_graph import COLLECTIVE, HOST, OP, RankGraph
 from stepsight.dataset.imported.step_bounds import Steps, find_steps
-from stepsight.dataset.op import OP_KINDS, Collective, Op
-from stepsight.dataset.program import Dependency
+from stepsight.dataset.kinds.op import OP_KINDS, Collective, Op
 from stepsight.dataset.readers.classify import intern_op
 from stepsight.dataset.readers.host import Wait, merge, overlap
 from stepsight.dataset.readers.kineto import host_works, main_thread

@@ -8,12 +8,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from stepsight.dataset.errors import TraceError
+from stepsight.dataset.base.errors import TraceError
+from stepsight.dataset.graph.program import Dependency
 from stepsight.dataset.imported.chakra_graph import read_chakra
 from stepsight.dataset.imported.meetings import meetings, numbered_alike
 from stepsight.dataset.imported.rank_graph import COLLECTIVE, RankGraph
 from stepsight.dataset.imported.read_rank import read_rank
-from stepsight.dataset.program import Dependency
 from stepsight.dataset.readers.placement import Placement
 
 _SUFFIXES = (".json", ".json.gz")

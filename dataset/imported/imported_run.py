@@ -11,14 +11,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from stepsight.dataset.errors import TraceError
-from stepsight.dataset.files import digest, new_folder, read_json, write_json
+from stepsight.dataset.base.errors import TraceError
+from stepsight.dataset.base.files import digest, new_folder, read_json, write_json
 from stepsight.dataset.imported.graph_files import read_graph, write_graph
 from stepsight.dataset.imported.rank_graph import RankGraph
 from stepsight.dataset.imported.read_rank import read_rank
-from stepsight.dataset.job import Job
+from stepsight.dataset.job.job import Job
 from stepsight.dataset.readers.placement import Placement
-from stepsight.dataset.run_manifest import SCHEMA, RunManifest, number, read_manifest
+from stepsight.dataset.runs.run_manifest import SCHEMA, RunManifest, number, read_manifest
 
 MANIFEST = "manifest.json"
 

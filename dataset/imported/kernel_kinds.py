@@ -10,7 +10,7 @@ from typing import Any
 from stepsight.dataset.imported.call_tree import CallTree, is_evaluation
 from stepsight.dataset.imported.event_columns import RankEvents
 from stepsight.dataset.imported.event_structs import parse
-from stepsight.dataset.op import OP_KINDS, Op
+from stepsight.dataset.kinds.op import OP_KINDS, Op
 from stepsight.dataset.readers.classify import (
     Scope,
     annotated_op,

@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from stepsight.dataset.graph.program import Dependency
 from stepsight.dataset.imported.busy_time import covered
 from stepsight.dataset.imported.device_graph import is_wait
 from stepsight.dataset.imported.rank_graph import COLLECTIVE, HOST, OP, WHY_NUMBER, RankGraph
-from stepsight.dataset.program import Dependency
 
 Floats = NDArray[np.float64]
 

@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from stepsight.dataset.graph.program import Dependency, Node, Program
 from stepsight.dataset.imported.graph_schema import WORK_TYPES, edge_types, work_of
 from stepsight.dataset.imported.trace_graphs import TraceGraphs
-from stepsight.dataset.op import Collective, Op
-from stepsight.dataset.program import Dependency, Node, Program
-from stepsight.dataset.trace import TracedSegment
+from stepsight.dataset.kinds.op import Collective, Op
+from stepsight.dataset.runs.trace import TracedSegment
 
 Ints = NDArray[np.int64]
 _WHY = {why.value: number for number, why in enumerate(Dependency)}

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from stepsight.dataset.imported.graph_schema import NUMBERS, WORK_TYPES, work_of
 from stepsight.dataset.imported.trace_graphs import TraceGraphs
-from stepsight.dataset.op import Collective, Op
+from stepsight.dataset.kinds.op import Collective, Op
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from stepsight.dataset.op import Collective, Op
-from stepsight.dataset.program import Dependency
+from stepsight.dataset.graph.program import Dependency
+from stepsight.dataset.kinds.op import Collective, Op
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]

@@ -8,7 +8,9 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from stepsight.dataset.errors import StepsightError, TraceError
+from stepsight.dataset.base.errors import StepsightError, TraceError
+from stepsight.dataset.base.uncollected import without_collection
+from stepsight.dataset.graph.program import Dependency
 from stepsight.dataset.imported.assembly import MICROSECOND, Assembly
 from stepsight.dataset.imported.busy_time import covered
 from stepsight.dataset.imported.call_tree import CallTree, call_tree
@@ -21,10 +23,8 @@ from stepsight.dataset.imported.kernel_kinds import KernelKinds, launches
 from stepsight.dataset.imported.rank_graph import COLLECTIVE, HOST, OP, WHY_NUMBER, RankGraph
 from stepsight.dataset.imported.step_bounds import Steps, find_steps
 from stepsight.dataset.imported.stream_waits import StreamWaits
-from stepsight.dataset.op import Collective
-from stepsight.dataset.program import Dependency
+from stepsight.dataset.kinds.op import Collective
 from stepsight.dataset.readers.placement import Placement
-from stepsight.dataset.uncollected import without_collection
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]

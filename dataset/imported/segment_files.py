@@ -8,13 +8,13 @@ from typing import Any
 
 import numpy as np
 
-from stepsight.dataset.bounded import read_parquet
-from stepsight.dataset.errors import TraceError
-from stepsight.dataset.files import new_file, read_json, write_json
+from stepsight.dataset.base.bounded import read_parquet
+from stepsight.dataset.base.errors import TraceError
+from stepsight.dataset.base.files import new_file, read_json, write_json
+from stepsight.dataset.graph.program import Dependency, Node, Program
 from stepsight.dataset.imported.graph_files import work_from_list, work_to_list
 from stepsight.dataset.imported.rank_graph import WHY, WHY_NUMBER
-from stepsight.dataset.program import Dependency, Node, Program
-from stepsight.dataset.trace import TracedSegment
+from stepsight.dataset.runs.trace import TracedSegment
 
 STEM = "segments"
 FORM = 1  # of the files

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from stepsight.dataset.graph_data import CONCURRENT, relation_pairs
+from stepsight.dataset.graph.graph_data import CONCURRENT, relation_pairs
+from stepsight.dataset.graph.program import Dependency, Program
 from stepsight.dataset.imported.busy_time import covered
 from stepsight.dataset.imported.graph_schema import (
     EDGE_NUMBERS,
@@ -23,9 +24,8 @@ from stepsight.dataset.imported.graph_schema import (
     work_numbers,
 )
 from stepsight.dataset.imported.rank_graph import OPAQUE, PHASES
-from stepsight.dataset.op import Op
-from stepsight.dataset.program import Dependency, Program
-from stepsight.dataset.trace import TracedSegment
+from stepsight.dataset.kinds.op import Op
+from stepsight.dataset.runs.trace import TracedSegment
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]

@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from stepsight.dataset.graph.program import Dependency
 from stepsight.dataset.imported.device_graph import _MOST_LEFT_US, Parts
 from stepsight.dataset.imported.event_columns import RankEvents
-from stepsight.dataset.program import Dependency
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]

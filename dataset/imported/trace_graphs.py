@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch_geometric.data import HeteroData, InMemoryDataset
 
-from stepsight.dataset.errors import StepsightError, TraceError
+from stepsight.dataset.base.errors import StepsightError, TraceError
 from stepsight.dataset.imported.dataset_index import INDEX, read_index, run_parts
 from stepsight.dataset.imported.graph_collation import collated, to_hetero_data
 from stepsight.dataset.imported.graph_tables import read_tables, write_tables

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from math import inf
 from typing import Any, Literal, get_args
 
-from stepsight.dataset.errors import StepsightError
+from stepsight.dataset.base.errors import StepsightError
 from stepsight.dataset.kinds.kind_checks import check_record
 from stepsight.dataset.kinds.kind_table import code_of
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from stepsight.dataset.caching import cached
+from stepsight.dataset.base.caching import cached
 from stepsight.dataset.kinds import COLLECTIVE_KINDS, kinds_version
 from stepsight.dataset.kinds.collective_kind import Side
 

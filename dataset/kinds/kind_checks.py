@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from math import inf
 from typing import Any, NoReturn, get_args
 
-from stepsight.dataset.errors import StepsightError, shorten
-from stepsight.dataset.registry import check_takes
+from stepsight.dataset.base.errors import StepsightError, shorten
+from stepsight.dataset.base.registry import check_takes
 
 _TRIED = (8, 3, 1)  # sizes of all dims with which a kind's functions are called once
 

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Protocol, TypeVar
 
-from stepsight.dataset.errors import StepsightError
-from stepsight.dataset.registry import Registry, instance_of
+from stepsight.dataset.base.errors import StepsightError
+from stepsight.dataset.base.registry import Registry, instance_of
 
 _FIRST_BY_NAME, _MOST_BY_NAME = 1000, 100_000  # with a half between them, codes keep within seven digits
 

@@ -12,10 +12,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from stepsight.dataset.caching import Memo, cached
+from stepsight.dataset.base.caching import Memo, cached
 from stepsight.dataset.kinds import kinds_version
 from stepsight.dataset.kinds.call_dims import Args, all_shapes, count, largest, literal_of, shape_of
-from stepsight.dataset.op import OP_KINDS, Op
+from stepsight.dataset.kinds.op import OP_KINDS, Op
 
 Signature = tuple[str, tuple[int, ...]]  # kind, dims
 

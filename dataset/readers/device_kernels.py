@@ -6,15 +6,15 @@ import json
 import math
 from typing import Any
 
+from stepsight.dataset.graph.program import Dependency
 from stepsight.dataset.kinds.call_dims import count
 from stepsight.dataset.kinds.collective_names import nccl_names
-from stepsight.dataset.op import Collective
-from stepsight.dataset.program import Dependency
+from stepsight.dataset.kinds.op import Collective
 from stepsight.dataset.readers.classify import ELEMENT_BYTES
 from stepsight.dataset.readers.kineto_events import Event
 from stepsight.dataset.readers.placement import Placement
 from stepsight.dataset.readers.sweep import Call, Swept, Work, orphan
-from stepsight.dataset.trace import Rendezvous
+from stepsight.dataset.runs.trace import Rendezvous
 
 StreamNames = dict[tuple[Any, Any], str]  # by device and stream
 _MOST_GAP_US = 3.0  # that a device leaves between kernels on its own account

@@ -10,10 +10,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stepsight.dataset.kinds.collective_names import gloo_spans
-from stepsight.dataset.op import Collective
+from stepsight.dataset.kinds.op import Collective
 from stepsight.dataset.readers.placement import Placement
 from stepsight.dataset.readers.sweep import Call, Swept, Work
-from stepsight.dataset.trace import Rendezvous
+from stepsight.dataset.runs.trace import Rendezvous
 
 Intervals = NDArray[np.float64]
 

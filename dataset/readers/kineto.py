@@ -20,16 +20,16 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from stepsight.dataset.errors import TraceError
-from stepsight.dataset.op import MOST_SIZE, Op
-from stepsight.dataset.program import Dependency, Node, Program
+from stepsight.dataset.base.errors import TraceError
+from stepsight.dataset.graph.program import Dependency, Node, Program
+from stepsight.dataset.kinds.op import MOST_SIZE, Op
 from stepsight.dataset.readers.device_kernels import device_work, event_waits, stream_names
 from stepsight.dataset.readers.host import Wait, host_collectives
 from stepsight.dataset.readers.kineto_events import Events, read_events
 from stepsight.dataset.readers.node_times import MICROSECOND, RankCalls, timed
 from stepsight.dataset.readers.placement import Placement
 from stepsight.dataset.readers.sweep import Swept, Work, on_host, sweep
-from stepsight.dataset.trace import RankTrace, Span
+from stepsight.dataset.runs.trace import RankTrace, Span
 
 MOST_RANKS = 2**20  # of a job that anybody traced
 

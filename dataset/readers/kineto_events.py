@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from stepsight.dataset.bounded import read_unpacked
-from stepsight.dataset.errors import TraceError
-from stepsight.dataset.uncollected import without_collection
+from stepsight.dataset.base.bounded import read_unpacked
+from stepsight.dataset.base.errors import TraceError
+from stepsight.dataset.base.uncollected import without_collection
 
 Event = dict[str, Any]
 

@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from stepsight.dataset.op import Op
-from stepsight.dataset.program import Program
+from stepsight.dataset.graph.program import Program
+from stepsight.dataset.kinds.op import Op
 from stepsight.dataset.readers.host import Intervals, Wait, merge, overlap, waited
 from stepsight.dataset.readers.sweep import Work
-from stepsight.dataset.trace import RankTrace, Span
+from stepsight.dataset.runs.trace import RankTrace, Span
 
 MICROSECOND = 1e-6  # in seconds
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from stepsight.dataset.kinds.call_dims import count
 from stepsight.dataset.kinds.collective_names import c10d_calls
-from stepsight.dataset.op import Collective, Op
+from stepsight.dataset.kinds.op import Collective, Op
 from stepsight.dataset.readers.classify import (
     ELEMENT_BYTES,
     Scope,
@@ -18,7 +18,7 @@ from stepsight.dataset.readers.classify import (
     intern_op,
 )
 from stepsight.dataset.readers.kineto_events import WEIGHTLESS, Event, Events, aten_names
-from stepsight.dataset.trace import Rendezvous, Span
+from stepsight.dataset.runs.trace import Rendezvous, Span
 
 _EVALUATE = "autograd::engine::evaluate_function: "
 _OURS = "stepsight::"

@@ -6,11 +6,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from stepsight.dataset.errors import StepsightError, TraceError
+from stepsight.dataset.base.errors import StepsightError, TraceError
+from stepsight.dataset.base.registry import Registry, check_takes
 from stepsight.dataset.readers.kineto import read_kineto
 from stepsight.dataset.readers.placement import Placement
-from stepsight.dataset.registry import Registry, check_takes
-from stepsight.dataset.trace import RankTrace
+from stepsight.dataset.runs.trace import RankTrace
 
 # Takes the path of one rank's file and the rank's place in its job, and returns its trace or raises ``TraceError``.
 # The name is that under which a run's manifest lists the file: ``"traces": {"0": {"kineto": "rank0.json.gz"}}``.

@@ -9,8 +9,8 @@ A schedule is declared once, as a ``ScheduleKind``: a built-in one in the table 
 
 from collections.abc import Callable
 
-from stepsight.dataset.errors import JobError
-from stepsight.dataset.registry import Registry, instance_of
+from stepsight.dataset.base.errors import JobError
+from stepsight.dataset.base.registry import Registry, instance_of
 from stepsight.dataset.schedules.base import Schedule, ScheduleKind
 from stepsight.dataset.schedules.single import LOOPED_SCHEDULES
 from stepsight.dataset.schedules.vee import V_SCHEDULES

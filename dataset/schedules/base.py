@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from stepsight.dataset.errors import JobError
-from stepsight.dataset.registry import check_takes
+from stepsight.dataset.base.errors import JobError
+from stepsight.dataset.base.registry import check_takes
 
 FORWARD, BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT = range(4)
 KIND_NAMES = ("F", "B", "I", "W")

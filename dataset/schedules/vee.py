@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from stepsight.dataset.errors import JobError
+from stepsight.dataset.base.errors import JobError
 from stepsight.dataset.schedules.base import (
     B,
     F,

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import defaultdict
 from statistics import median
 
-from stepsight.dataset.op import COLLECTIVE_KINDS, Collective
+from stepsight.dataset.kinds.op import COLLECTIVE_KINDS, Collective
 from stepsight.dataset.tables.rows import Rows, read_csv
 
 _COLUMNS = ("comm_type", "comm_group_size", "msg_size", "stage", "_elapsed_time")

@@ -12,9 +12,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from stepsight.dataset.bounded import parquet_rows, read_parquet, reason
+from stepsight.dataset.base.bounded import parquet_rows, read_parquet, reason
 from stepsight.dataset.kinds.collective_names import benchmark_names
-from stepsight.dataset.op import Collective, Op
+from stepsight.dataset.kinds.op import Collective, Op
 from stepsight.dataset.tables.device_names import device_name
 from stepsight.dataset.tables.rows import Rows
 

@@ -13,14 +13,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from stepsight.dataset.event_file import read_event_file
-from stepsight.dataset.files import digest_files
-from stepsight.dataset.op import Collective, Op
-from stepsight.dataset.run_folder import read_collection
-from stepsight.dataset.run_manifest import read_object
+from stepsight.dataset.base.files import digest_files
+from stepsight.dataset.kinds.op import Collective, Op
+from stepsight.dataset.runs.event_file import read_event_file
+from stepsight.dataset.runs.run_folder import read_collection
+from stepsight.dataset.runs.run_manifest import read_object
+from stepsight.dataset.runs.trace import Trace
 from stepsight.dataset.tables.device_names import device_name
 from stepsight.dataset.tables.measurements import Measurements, SourceFile
-from stepsight.dataset.trace import Trace
 
 _LICENCE = "unknown"
 _NO_SIZES = "the trace does not record the sizes of the op"

@@ -8,10 +8,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from stepsight.dataset.bounded import read_file
-from stepsight.dataset.errors import StepsightError, TableError
-from stepsight.dataset.files import check_output_file, digest_files
-from stepsight.dataset.registry import Registry, check_takes, instance_of
+from stepsight.dataset.base.bounded import read_file
+from stepsight.dataset.base.errors import StepsightError, TableError
+from stepsight.dataset.base.files import check_output_file, digest_files
+from stepsight.dataset.base.registry import Registry, check_takes, instance_of
 from stepsight.dataset.tables import aicb, aiconfigurator, nccl_tests, neusight, own_csv, simumax, vidur, vtrain
 from stepsight.dataset.tables.measurements import Measurements, SourceFile
 from stepsight.dataset.tables.rows import Rows

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from stepsight.dataset.bounded import read_parquet, reason
-from stepsight.dataset.errors import TableError
-from stepsight.dataset.files import new_file
-from stepsight.dataset.op import Collective, Op
+from stepsight.dataset.base.bounded import read_parquet, reason
+from stepsight.dataset.base.errors import TableError
+from stepsight.dataset.base.files import new_file
+from stepsight.dataset.kinds.op import Collective, Op
 
 if TYPE_CHECKING:
     import pyarrow as pa

@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from pathlib import PurePath
 from typing import NamedTuple
 
-from stepsight.dataset.bounded import check_unpacked, read_unpacked, reason
+from stepsight.dataset.base.bounded import check_unpacked, read_unpacked, reason
 from stepsight.dataset.kinds.collective_names import benchmark_names
-from stepsight.dataset.op import COLLECTIVE_KINDS, Collective
+from stepsight.dataset.kinds.op import COLLECTIVE_KINDS, Collective
 from stepsight.dataset.tables.device_names import device_name
 from stepsight.dataset.tables.rows import Line, Rows, read_csv, read_text
 

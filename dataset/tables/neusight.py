@@ -6,7 +6,7 @@ show (tiles of every row cover ``M x K``).
 
 from __future__ import annotations
 
-from stepsight.dataset.op import Op
+from stepsight.dataset.kinds.op import Op
 from stepsight.dataset.tables.device_names import device_name
 from stepsight.dataset.tables.rows import Line, Rows, read_csv
 

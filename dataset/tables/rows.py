@@ -11,9 +11,9 @@ from pathlib import Path
 
 import numpy as np
 
-from stepsight.dataset.bounded import read_unpacked, reason
-from stepsight.dataset.errors import TableError
-from stepsight.dataset.op import MOST_SIZE, Collective, Op
+from stepsight.dataset.base.bounded import read_unpacked, reason
+from stepsight.dataset.base.errors import TableError
+from stepsight.dataset.kinds.op import MOST_SIZE, Collective, Op
 from stepsight.dataset.tables.measurements import Measurements, SourceFile
 
 NO_TIME = "no time"

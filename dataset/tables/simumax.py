@@ -10,8 +10,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from stepsight.dataset.errors import TableError
-from stepsight.dataset.op import Op
+from stepsight.dataset.base.errors import TableError
+from stepsight.dataset.kinds.op import Op
 from stepsight.dataset.tables.device_names import device_name
 from stepsight.dataset.tables.rows import Rows, read_text
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 
-from stepsight.dataset.op import Collective
+from stepsight.dataset.kinds.op import Collective
 from stepsight.dataset.tables.device_names import device_name
 from stepsight.dataset.tables.rows import Rows, read_text
 

@@ -11,7 +11,7 @@ from typing import Any
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 
-from stepsight.dataset.specs import OPTIONAL, SECTIONS, OtherDevices, SlowLink, Straggler
+from stepsight.dataset.job.specs import OPTIONAL, SECTIONS, OtherDevices, SlowLink, Straggler
 
 JOB_FILES, COMMAND_LINE = "reference/job-files.md", "reference/command-line.md"
 NESTED = {"stragglers": Straggler, "slow_links": SlowLink, "mixed": OtherDevices}

@@ -8,8 +8,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from stepsight.dataset.errors import CollectError
-from stepsight.dataset.files import check_writable, write_json, write_text
+from stepsight.dataset.base.errors import CollectError
+from stepsight.dataset.base.files import check_writable, write_json, write_text
 from stepsight.experiments.collecting import available_ranks, run_plan
 from stepsight.experiments.demo.local_jobs import heldout_jobs, profile_only_jobs, search_job, train_jobs
 from stepsight.experiments.reports.plots import plot_predicted_against_measured, plot_search

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from importlib import resources
 from typing import Any
 
-from stepsight.dataset.caching import cached
+from stepsight.dataset.base.caching import cached
 
 DEGREES = ("tp", "pp", "vp", "ep", "micro_batch")
 FIRST = "25.11"  # release: before it, runs were with all-to-alls and limited capacity

@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from stepsight.dataset.errors import PredictorError, TableError
-from stepsight.dataset.files import digest
-from stepsight.dataset.hardware import Fabric
-from stepsight.dataset.op import Collective
+from stepsight.dataset.base.errors import PredictorError, TableError
+from stepsight.dataset.base.files import digest
+from stepsight.dataset.hardware.hardware import Fabric
+from stepsight.dataset.kinds.op import Collective
 from stepsight.dataset.tables import Measurements
 from stepsight.experiments.evaluation.calibrate_runs import LEAST_GAIN
 from stepsight.experiments.evaluation.error_metrics import Errors, errors

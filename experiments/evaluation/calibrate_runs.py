@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from stepsight.dataset.errors import PredictorError, TableError
-from stepsight.dataset.files import digest
+from stepsight.dataset.base.errors import PredictorError, TableError
+from stepsight.dataset.base.files import digest
 from stepsight.experiments.evaluation.calibration_gain import with_rows
 from stepsight.experiments.evaluation.calibration_split import split_by_size, without_copies
 from stepsight.experiments.evaluation.error_metrics import Errors, errors

@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from stepsight.dataset.errors import TraceError
-from stepsight.dataset.files import digest
-from stepsight.dataset.hardware import Hardware
+from stepsight.dataset.base.errors import TraceError
+from stepsight.dataset.base.files import digest
+from stepsight.dataset.hardware.hardware import Hardware
 from stepsight.dataset.imported.imported_run import MANIFEST, is_imported, read_imported, run_folders
-from stepsight.dataset.op import Op
+from stepsight.dataset.kinds.op import Op
 from stepsight.experiments.evaluation.error_metrics import Errors, errors
 from stepsight.experiments.reports.text_table import Number, table
 from stepsight.training.kernels.traced_corrections import fit_traced

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Hashable, Sequence
 
-from stepsight.dataset.errors import StepsightError
+from stepsight.dataset.base.errors import StepsightError
 from stepsight.experiments.evaluation.naive_references import series_of
 from stepsight.experiments.evaluation.scored_row import Scored
 

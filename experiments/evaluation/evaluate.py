@@ -12,9 +12,9 @@ from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
-from stepsight.dataset.errors import JobError, PredictorError, StepsightError, TableError
-from stepsight.dataset.frameworks import GENERIC, unknown_frameworks
-from stepsight.dataset.job import Job
+from stepsight.dataset.base.errors import JobError, PredictorError, StepsightError, TableError
+from stepsight.dataset.job.frameworks import GENERIC, unknown_frameworks
+from stepsight.dataset.job.job import Job
 from stepsight.experiments.evaluation.choice_groups import ChoiceGroup, choice_groups, mean_figures
 from stepsight.experiments.evaluation.error_metrics import Errors, errors, regret, share
 from stepsight.experiments.evaluation.naive_references import carried_forward, constant_mfu

@@ -15,8 +15,8 @@ from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 
-from stepsight.dataset.errors import StepsightError
-from stepsight.dataset.files import write_text
+from stepsight.dataset.base.errors import StepsightError
+from stepsight.dataset.base.files import write_text
 from stepsight.experiments.evaluation.evaluate import Evaluation, evaluate
 from stepsight.training.intervals.published_errors import PRESET, Off, Widths, likeness_of
 from stepsight.training.shipped.catalogue import shipped_predictor

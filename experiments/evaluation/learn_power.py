@@ -15,12 +15,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from stepsight.dataset.caching import cached
-from stepsight.dataset.errors import JobError, StepsightError
-from stepsight.dataset.files import write_text
-from stepsight.dataset.hardware import Hardware, find_hardware
-from stepsight.dataset.hardware_facts import power_type
-from stepsight.dataset.job import Job
+from stepsight.dataset.base.caching import cached
+from stepsight.dataset.base.errors import JobError, StepsightError
+from stepsight.dataset.base.files import write_text
+from stepsight.dataset.hardware.hardware import Hardware, find_hardware
+from stepsight.dataset.hardware.hardware_facts import power_type
+from stepsight.dataset.job.job import Job
 from stepsight.experiments.evaluation.row_jobs import jobs_of
 from stepsight.experiments.evaluation.runs_table import Row, read_runs_table
 from stepsight.training.predictor.prediction import predict

@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from stepsight.dataset.errors import JobError
-from stepsight.dataset.frameworks import Framework
-from stepsight.dataset.hardware import find_hardware
+from stepsight.dataset.base.errors import JobError
+from stepsight.dataset.hardware.hardware import find_hardware
+from stepsight.dataset.job.frameworks import Framework
 from stepsight.experiments.evaluation.runs_table import Row
 from stepsight.simulator.memory import estimate_memory
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from stepsight.dataset.hardware import fabric_names, find_fabric, find_hardware, hardware_names, usual_fabric
+from stepsight.dataset.hardware.hardware import fabric_names, find_fabric, find_hardware, hardware_names, usual_fabric
 from stepsight.experiments.evaluation.runs_table import Row, RowError, number_in
 
 # Words of a row's hardware, the usual size of its memory in GB, and the kind of preset; the first that fits.

@@ -15,12 +15,12 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
-from stepsight.dataset.files import digest
-from stepsight.dataset.frameworks import FRAMEWORKS, Framework, framework_in
-from stepsight.dataset.job import Job
-from stepsight.dataset.rules import MOST_LAYERS
-from stepsight.dataset.software import LIBRARIES, attention_of, plain_version, release_month
-from stepsight.dataset.specs import EARLY_STOP, MIXED, RECOMPUTE
+from stepsight.dataset.base.files import digest
+from stepsight.dataset.job.frameworks import FRAMEWORKS, Framework, framework_in
+from stepsight.dataset.job.job import Job
+from stepsight.dataset.job.rules import MOST_LAYERS
+from stepsight.dataset.job.software import LIBRARIES, attention_of, plain_version, release_month
+from stepsight.dataset.job.specs import EARLY_STOP, MIXED, RECOMPUTE
 from stepsight.experiments.evaluation.bridge_recipes import DEGREES, find_recipe
 from stepsight.experiments.evaluation.open_cells import MOST_OPEN, NOTHING_OPEN, Choice, Open, open_cells, possible
 from stepsight.experiments.evaluation.row_hardware import cluster_of

@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from stepsight.dataset.errors import TableError
+from stepsight.dataset.base.errors import TableError
 from stepsight.experiments.reports.text_table import table
 
 

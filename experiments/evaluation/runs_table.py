@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from stepsight.dataset.bounded import read_unpacked, reason
-from stepsight.dataset.errors import JobError, TableError
+from stepsight.dataset.base.bounded import read_unpacked, reason
+from stepsight.dataset.base.errors import JobError, TableError
 from stepsight.experiments.evaluation.run_columns import read_header
 
 MOST = 1e18  # of any number: larger ones are typing mistakes

@@ -6,8 +6,8 @@ from collections.abc import Collection, Hashable
 from dataclasses import dataclass, field
 from typing import Any
 
-from stepsight.dataset.frameworks import Framework
-from stepsight.dataset.job import Job
+from stepsight.dataset.job.frameworks import Framework
+from stepsight.dataset.job.job import Job
 from stepsight.experiments.evaluation.row_jobs import is_copy, run_digest
 from stepsight.experiments.evaluation.runs_table import Row
 from stepsight.training.predictor.software_used import SoftwareUsed

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from stepsight.dataset.errors import JobError, TableError
-from stepsight.dataset.hardware import FABRICS, Fabric, Hardware, find_fabric, find_hardware, usual_fabric
-from stepsight.dataset.op import DTYPE_BYTES, Collective, Op
+from stepsight.dataset.base.errors import JobError, TableError
+from stepsight.dataset.hardware.hardware import FABRICS, Fabric, Hardware, find_fabric, find_hardware, usual_fabric
+from stepsight.dataset.kinds.op import DTYPE_BYTES, Collective, Op
 from stepsight.dataset.tables import Measurements
 from stepsight.experiments.evaluation.error_metrics import Errors, errors
 from stepsight.experiments.evaluation.row_predictors import PredictorOf

@@ -6,18 +6,18 @@ import statistics
 from pathlib import Path
 from typing import Any
 
+from stepsight.dataset.base.errors import StepsightError, shorten
+from stepsight.dataset.base.files import check_output_file, set_aside
+from stepsight.dataset.base.registry import did_you_mean
 from stepsight.dataset.capture.captured import MANIFEST, read_captured
-from stepsight.dataset.errors import StepsightError, shorten
-from stepsight.dataset.event_file import read_event_file
-from stepsight.dataset.files import check_output_file, set_aside
 from stepsight.dataset.imported.event_blocks import is_trace
 from stepsight.dataset.imported.graph_files import read_steps
 from stepsight.dataset.imported.import_ranks import import_ranks
 from stepsight.dataset.imported.imported_run import ImportedRun, is_imported, read_imported, run_graphs
-from stepsight.dataset.job import Job
-from stepsight.dataset.registry import did_you_mean
-from stepsight.dataset.run_folder import read_collection, read_run
-from stepsight.dataset.run_manifest import RunManifest, read_object
+from stepsight.dataset.job.job import Job
+from stepsight.dataset.runs.event_file import read_event_file
+from stepsight.dataset.runs.run_folder import read_collection, read_run
+from stepsight.dataset.runs.run_manifest import RunManifest, read_object
 from stepsight.experiments.reports.capture_reports import capture_text
 from stepsight.experiments.reports.describe_facts import describe_facts_file, describe_preset, facts_names
 from stepsight.experiments.reports.text_table import Number, table

@@ -7,11 +7,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from stepsight.dataset.errors import JobError
-from stepsight.dataset.facts_file import is_facts_file, read_facts
-from stepsight.dataset.frameworks import FRAMEWORKS, Framework, find_framework
-from stepsight.dataset.hardware import FABRICS, HARDWARE, Fabric, Hardware, facts_in, find_fabric, usual_fabric
-from stepsight.dataset.specs import SECTIONS
+from stepsight.dataset.base.errors import JobError
+from stepsight.dataset.base.facts_file import is_facts_file, read_facts
+from stepsight.dataset.hardware.hardware import FABRICS, HARDWARE, Fabric, Hardware, facts_in, find_fabric, usual_fabric
+from stepsight.dataset.job.frameworks import FRAMEWORKS, Framework, find_framework
+from stepsight.dataset.job.specs import SECTIONS
 from stepsight.experiments.reports.text_table import table
 
 Thing = Hardware | Fabric | Framework

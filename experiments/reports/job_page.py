@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from stepsight.dataset.errors import StepsightError
+from stepsight.dataset.base.errors import StepsightError
 from stepsight.experiments.job_sensitivity import next_steps, tornado
 from stepsight.experiments.reports.svg_charts import bars, lines, tornado_bars
 from stepsight.experiments.reports.timeline_canvas import timeline_part

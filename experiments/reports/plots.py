@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from stepsight.dataset.files import new_file
+from stepsight.dataset.base.files import new_file
 
 FORMATS = (".png", ".svg", ".pdf")
 

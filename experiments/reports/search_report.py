@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from stepsight.dataset.job import Job
+from stepsight.dataset.job.job import Job
 from stepsight.experiments.reports.plots import plot_front, plot_search
 from stepsight.experiments.reports.text_table import Number, table
 from stepsight.experiments.search.front import cost_axis

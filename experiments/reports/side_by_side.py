@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 
-from stepsight.dataset.errors import TraceError
-from stepsight.dataset.hardware import HARDWARE, find_hardware
+from stepsight.dataset.base.errors import TraceError
+from stepsight.dataset.graph.program import Program
+from stepsight.dataset.hardware.hardware import HARDWARE, find_hardware
 from stepsight.dataset.imported.rank_graph import COLLECTIVE, OP, RankGraph
-from stepsight.dataset.job import Job
-from stepsight.dataset.op import COLLECTIVE_KINDS, OP_KINDS
-from stepsight.dataset.program import Program
+from stepsight.dataset.job.job import Job
+from stepsight.dataset.kinds.op import COLLECTIVE_KINDS, OP_KINDS
 from stepsight.simulator.lowering.lower import lower
 
 # Families of ops that a trace and its job must both have or both lack.

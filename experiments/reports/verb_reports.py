@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from stepsight.dataset.job import Job
-from stepsight.dataset.software import LIBRARIES
+from stepsight.dataset.job.job import Job
+from stepsight.dataset.job.software import LIBRARIES
 from stepsight.experiments.reports.text_table import Number, table
 from stepsight.training.predictor.prediction_views import seconds_text
 

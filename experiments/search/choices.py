@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from stepsight.dataset.errors import JobError
-from stepsight.dataset.job import Job
+from stepsight.dataset.base.errors import JobError
+from stepsight.dataset.job.job import Job
 from stepsight.experiments.search.objectives import Goal
 from stepsight.experiments.search.record import Seconds
 from stepsight.simulator.memory import Memory

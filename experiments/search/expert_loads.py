@@ -14,10 +14,10 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from stepsight.dataset.bounded import read_file, reason
-from stepsight.dataset.caching import cached
-from stepsight.dataset.errors import StepsightError
-from stepsight.dataset.job import Job
+from stepsight.dataset.base.bounded import read_file, reason
+from stepsight.dataset.base.caching import cached
+from stepsight.dataset.base.errors import StepsightError
+from stepsight.dataset.job.job import Job
 
 Placement = tuple[tuple[int, ...], ...]  # numbers of the experts of each rank
 MOST_LAYERS, MOST_EXPERTS = 4096, 16384

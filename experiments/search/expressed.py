@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from stepsight.dataset.configs.writers import write_config
-from stepsight.dataset.job import Job
+from stepsight.dataset.job.job import Job
 from stepsight.experiments.search.choices import Choice, SearchResult
 from stepsight.experiments.search.space import Space
 from stepsight.experiments.search.strategies import VARIED, strategies

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from stepsight.dataset.errors import JobError
-from stepsight.dataset.job import Job
+from stepsight.dataset.base.errors import JobError
+from stepsight.dataset.job.job import Job
 from stepsight.experiments.search.space import Space
 from stepsight.experiments.search.strategies import Degrees, build, choices_of, legal_degrees, options_of
 

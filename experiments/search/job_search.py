@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from stepsight.dataset.errors import StepsightError
-from stepsight.dataset.files import digest
-from stepsight.dataset.job import Job
+from stepsight.dataset.base.errors import StepsightError
+from stepsight.dataset.base.files import digest
+from stepsight.dataset.job.job import Job
 from stepsight.experiments.search.bounds import Bounds, grid_bounds
 from stepsight.experiments.search.choices import Choice, SearchResult
 from stepsight.experiments.search.choosers import BestFirst, InOrder, Tpe

@@ -7,10 +7,10 @@ from dataclasses import replace
 
 import numpy as np
 
-from stepsight.dataset.hardware import Hardware
-from stepsight.dataset.job import Job
-from stepsight.dataset.op import Collective, Op
-from stepsight.dataset.program import Program
+from stepsight.dataset.graph.program import Program
+from stepsight.dataset.hardware.hardware import Hardware
+from stepsight.dataset.job.job import Job
+from stepsight.dataset.kinds.op import Collective, Op
 from stepsight.simulator.latency_model import LatencyModel, Seconds, dispatch_calls
 from stepsight.simulator.lowering.distinct_pipelines import other_latency
 from stepsight.simulator.segment_timing import Timer

@@ -8,10 +8,10 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from stepsight.dataset.bounded import read_toml
-from stepsight.dataset.errors import StepsightError
-from stepsight.dataset.hardware import canonical_hardware, find_hardware
-from stepsight.dataset.job import Job
+from stepsight.dataset.base.bounded import read_toml
+from stepsight.dataset.base.errors import StepsightError
+from stepsight.dataset.hardware.hardware import canonical_hardware, find_hardware
+from stepsight.dataset.job.job import Job
 from stepsight.experiments.search.record import Seconds
 
 OBJECTIVES = ("iteration_time", "tokens_per_s_per_device", "training_time", "cost", "energy")

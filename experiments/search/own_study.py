@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from stepsight.dataset.job import Job, JobLike
+from stepsight.dataset.job.job import Job, JobLike
 from stepsight.experiments.search.bounds import Bounds, grid_bounds
 from stepsight.experiments.search.grid import Grid
 from stepsight.experiments.search.space import Space

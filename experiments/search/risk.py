@@ -15,7 +15,7 @@ from statistics import NormalDist
 import numpy as np
 from numpy.typing import NDArray
 
-from stepsight.dataset.op import Collective, Op
+from stepsight.dataset.kinds.op import Collective, Op
 from stepsight.experiments.search.choices import Choice, Rival
 
 Floats = NDArray[np.float64]

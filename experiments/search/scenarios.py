@@ -8,8 +8,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING
 
-from stepsight.dataset.errors import JobError, StepsightError
-from stepsight.dataset.job import ClusterSpec, Job
+from stepsight.dataset.base.errors import JobError, StepsightError
+from stepsight.dataset.job.job import ClusterSpec, Job
 from stepsight.experiments.search.choices import Choice, SearchResult
 from stepsight.experiments.search.job_search import Manner, search_job
 from stepsight.experiments.search.objectives import REGRET

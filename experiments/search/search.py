@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from stepsight.dataset.errors import StepsightError
-from stepsight.dataset.job import Job, JobLike
+from stepsight.dataset.base.errors import StepsightError
+from stepsight.dataset.job.job import Job, JobLike
 from stepsight.experiments.notebook_bar import NotebookBar
 from stepsight.experiments.search.choices import SearchResult
 from stepsight.experiments.search.expert_loads import ExpertLoads

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from stepsight.dataset.execution import semantics_of
-from stepsight.dataset.hardware import Hardware
+from stepsight.dataset.hardware.hardware import Hardware
+from stepsight.dataset.job.execution import semantics_of
 from stepsight.experiments.search.grid import Grid
 from stepsight.experiments.search.schedule_bounds import is_split
 from stepsight.simulator.blocks.family import find_family

@@ -14,9 +14,9 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from stepsight.dataset.bounded import read_file
-from stepsight.dataset.errors import StepsightError
-from stepsight.dataset.processes import is_gone, process_name
+from stepsight.dataset.base.bounded import read_file
+from stepsight.dataset.base.errors import StepsightError
+from stepsight.dataset.base.processes import is_gone, process_name
 from stepsight.experiments.search.database_trials import add_finished, count_trials
 from stepsight.experiments.search.grid import Grid
 from stepsight.experiments.search.journal import BatchedJournal

@@ -7,11 +7,11 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from stepsight.dataset.bounded import read_toml
-from stepsight.dataset.errors import StepsightError
-from stepsight.dataset.registry import did_you_mean
+from stepsight.dataset.base.bounded import read_toml
+from stepsight.dataset.base.errors import StepsightError
+from stepsight.dataset.base.registry import did_you_mean
+from stepsight.dataset.job.specs import AXES, RECOMPUTE
 from stepsight.dataset.schedules import SCHEDULES
-from stepsight.dataset.specs import AXES, RECOMPUTE
 
 MOST = 2**31
 

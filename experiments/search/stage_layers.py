@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from stepsight.dataset.errors import JobError
-from stepsight.dataset.job import Job
+from stepsight.dataset.base.errors import JobError
+from stepsight.dataset.job.job import Job
 from stepsight.experiments.search.choices import Choice, SearchResult
 from stepsight.simulator.clock.codes import NUM_CLOCKS
 from stepsight.simulator.clock.track_run import through

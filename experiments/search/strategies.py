@@ -9,10 +9,10 @@ from dataclasses import replace
 from math import isqrt
 from typing import Any, NamedTuple
 
-from stepsight.dataset.caching import cached
-from stepsight.dataset.errors import JobError
-from stepsight.dataset.job import Job
-from stepsight.dataset.rules import MOST_ACTIONS
+from stepsight.dataset.base.caching import cached
+from stepsight.dataset.base.errors import JobError
+from stepsight.dataset.job.job import Job
+from stepsight.dataset.job.rules import MOST_ACTIONS
 from stepsight.experiments.search.space import Space as Space
 from stepsight.simulator.schedules import find_schedule
 

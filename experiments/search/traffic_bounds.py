@@ -7,9 +7,9 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from stepsight.dataset.execution import COMPUTE_DTYPE, ExecutionSemantics
-from stepsight.dataset.job import Job
-from stepsight.dataset.op import DTYPE_BYTES
+from stepsight.dataset.job.execution import COMPUTE_DTYPE, ExecutionSemantics
+from stepsight.dataset.job.job import Job
+from stepsight.dataset.kinds.op import DTYPE_BYTES
 from stepsight.simulator.blocks.shape import Group
 from stepsight.simulator.clock.engine import Floats
 from stepsight.simulator.lowering.replicas import gathering_of

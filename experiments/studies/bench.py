@@ -15,9 +15,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from stepsight.dataset.caching import clear_caches
-from stepsight.dataset.files import write_json
-from stepsight.dataset.job import Job
+from stepsight.dataset.base.caching import clear_caches
+from stepsight.dataset.base.files import write_json
+from stepsight.dataset.job.job import Job
 from stepsight.experiments.reports.text_table import Number, table
 from stepsight.experiments.search.space import Space
 from stepsight.experiments.search.strategies import strategies

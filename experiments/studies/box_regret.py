@@ -14,10 +14,10 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from stepsight.dataset.box_spec import HARDWARE, Box, read_box
-from stepsight.dataset.errors import StepsightError
-from stepsight.dataset.files import check_writable, write_json
-from stepsight.dataset.job import BatchSpec, ClusterSpec, Job, ModelSpec, ParallelSpec
+from stepsight.dataset.base.errors import StepsightError
+from stepsight.dataset.base.files import check_writable, write_json
+from stepsight.dataset.job.job import BatchSpec, ClusterSpec, Job, ModelSpec, ParallelSpec
+from stepsight.dataset.runs.box_spec import HARDWARE, Box, read_box
 from stepsight.experiments.evaluation.error_metrics import errors
 from stepsight.experiments.search.choices import Choice
 from stepsight.experiments.search.search import search

@@ -22,8 +22,8 @@ import numpy as np
 
 from stepsight.dataset.capture.captured import Captured, collective_counts, compute_flops
 from stepsight.dataset.capture.capturing_run import CaptureRequest, capture
-from stepsight.dataset.job import Job
-from stepsight.dataset.op import Collective
+from stepsight.dataset.job.job import Job
+from stepsight.dataset.kinds.op import Collective
 from stepsight.experiments.reports.text_table import Number, table
 from stepsight.simulator.flops import segment_flops
 from stepsight.simulator.lowering.lower import Lowered

@@ -20,9 +20,9 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from stepsight.dataset.errors import StepsightError
-from stepsight.dataset.hardware import Fabric, Link, find_fabric
-from stepsight.dataset.op import Collective
+from stepsight.dataset.base.errors import StepsightError
+from stepsight.dataset.hardware.hardware import Fabric, Link, find_fabric
+from stepsight.dataset.kinds.op import Collective
 from stepsight.dataset.tables import Measurements, read_table
 from stepsight.experiments.evaluation.table_errors import group_of
 from stepsight.experiments.reports.text_table import Number, table

@@ -18,8 +18,8 @@ from typing import Any
 
 import numpy as np
 
-from stepsight.dataset.errors import CollectError, StepsightError
-from stepsight.dataset.files import write_json
+from stepsight.dataset.base.errors import CollectError, StepsightError
+from stepsight.dataset.base.files import write_json
 from stepsight.experiments.reports.text_table import Number, table
 from stepsight.simulator.clock.track import Track, find_track
 from stepsight.simulator.schedules import write_schedule

@@ -20,10 +20,10 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from stepsight.dataset.errors import StepsightError
-from stepsight.dataset.hardware import Hardware, find_hardware
-from stepsight.dataset.op import OP_KINDS, Op
-from stepsight.dataset.physics import roofline_seconds
+from stepsight.dataset.base.errors import StepsightError
+from stepsight.dataset.hardware.hardware import Hardware, find_hardware
+from stepsight.dataset.hardware.physics import roofline_seconds
+from stepsight.dataset.kinds.op import OP_KINDS, Op
 from stepsight.experiments.reports.text_table import Number, table
 from stepsight.training.kernels.derived_kinds import dtype_class
 from stepsight.training.kernels.kernel_models import fit_kernels, op_rows

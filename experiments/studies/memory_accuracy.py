@@ -21,9 +21,9 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from stepsight.dataset.errors import JobError
-from stepsight.dataset.hardware import Hardware, find_hardware
-from stepsight.dataset.job import Job
+from stepsight.dataset.base.errors import JobError
+from stepsight.dataset.hardware.hardware import Hardware, find_hardware
+from stepsight.dataset.job.job import Job
 from stepsight.experiments.evaluation.row_jobs import job_of
 from stepsight.experiments.evaluation.runs_table import Row as Run
 from stepsight.experiments.evaluation.runs_table import read_runs_table

@@ -18,9 +18,9 @@ from torch.distributed.pipelining import schedules as pipelines
 from torch.distributed.pipelining import stage as stages_of_pipelines
 from torch.testing._internal.distributed.fake_pg import FakeStore  # importing it registers the backend
 
-from stepsight.dataset.errors import JobError
+from stepsight.dataset.base.errors import JobError
 from stepsight.dataset.harness.models import parallel
-from stepsight.dataset.job import Job
+from stepsight.dataset.job.job import Job
 
 
 class _Tracker(MemTracker):

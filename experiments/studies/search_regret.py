@@ -14,9 +14,9 @@ from collections.abc import Sequence
 from random import Random
 from typing import Any
 
-from stepsight.dataset.caching import clear_caches
-from stepsight.dataset.errors import StepsightError
-from stepsight.dataset.job import Job
+from stepsight.dataset.base.caching import clear_caches
+from stepsight.dataset.base.errors import StepsightError
+from stepsight.dataset.job.job import Job
 from stepsight.experiments.reports.text_table import Number, table
 from stepsight.experiments.search.grid import Grid
 from stepsight.experiments.search.search import search

@@ -22,9 +22,9 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from stepsight.dataset.errors import StepsightError
-from stepsight.dataset.models import MODELS
-from stepsight.dataset.op import Op
+from stepsight.dataset.base.errors import StepsightError
+from stepsight.dataset.job.models import MODELS
+from stepsight.dataset.kinds.op import Op
 from stepsight.experiments.reports.plots import FORMATS, plot_error_curves
 from stepsight.experiments.reports.text_table import Number, table
 from stepsight.experiments.studies.transfer_accuracy import CASES, JUDGED, Case, products

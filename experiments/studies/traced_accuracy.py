@@ -20,12 +20,12 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from stepsight.dataset.errors import StepsightError
-from stepsight.dataset.hardware import Hardware, find_hardware
+from stepsight.dataset.base.errors import StepsightError
+from stepsight.dataset.hardware.hardware import Hardware, find_hardware
+from stepsight.dataset.hardware.physics import roofline_seconds
 from stepsight.dataset.imported.import_ranks import import_ranks
 from stepsight.dataset.imported.rank_graph import OP, RankGraph
-from stepsight.dataset.op import Op
-from stepsight.dataset.physics import roofline_seconds
+from stepsight.dataset.kinds.op import Op
 from stepsight.dataset.tables.device_names import device_name
 from stepsight.experiments.reports.text_table import Number, table
 from stepsight.training.kernels.kernel_models import fit_kernels

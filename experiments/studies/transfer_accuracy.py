@@ -19,9 +19,9 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from stepsight.dataset.errors import StepsightError
-from stepsight.dataset.hardware import find_hardware
-from stepsight.dataset.physics import roofline_seconds
+from stepsight.dataset.base.errors import StepsightError
+from stepsight.dataset.hardware.hardware import find_hardware
+from stepsight.dataset.hardware.physics import roofline_seconds
 from stepsight.dataset.tables import read_table
 from stepsight.experiments.reports.text_table import Number, table
 from stepsight.training.kernels.kernel_models import fit_kernels

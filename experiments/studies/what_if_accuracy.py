@@ -16,12 +16,12 @@ from typing import Any
 
 import numpy as np
 
-from stepsight.dataset.box_spec import HARDWARE, Box, read_box
-from stepsight.dataset.errors import StepsightError
-from stepsight.dataset.files import write_json
-from stepsight.dataset.job import BatchSpec, ClusterSpec, Job, ModelSpec, ParallelSpec
-from stepsight.dataset.run_manifest import RunManifest, read_manifest
-from stepsight.dataset.specs import Straggler
+from stepsight.dataset.base.errors import StepsightError
+from stepsight.dataset.base.files import write_json
+from stepsight.dataset.job.job import BatchSpec, ClusterSpec, Job, ModelSpec, ParallelSpec
+from stepsight.dataset.job.specs import Straggler
+from stepsight.dataset.runs.box_spec import HARDWARE, Box, read_box
+from stepsight.dataset.runs.run_manifest import RunManifest, read_manifest
 from stepsight.experiments.collecting import run_plan
 from stepsight.experiments.reports.text_table import Number, table
 from stepsight.experiments.studies.small_to_large.boxes import sleeping

@@ -10,7 +10,7 @@ attention, again before its backward, and their gradients are reduce-scattered.
 
 from __future__ import annotations
 
-from stepsight.dataset.op import Collective, Op
+from stepsight.dataset.kinds.op import Collective, Op
 from stepsight.simulator.blocks.heads import Heads
 from stepsight.simulator.blocks.shape import RankShape
 from stepsight.simulator.blocks.step import Comm, Item, Join

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from stepsight.dataset.specs import ModelSpec
+from stepsight.dataset.job.specs import ModelSpec
 from stepsight.simulator.blocks import vocabulary
 from stepsight.simulator.blocks.attention import attention
 from stepsight.simulator.blocks.layer_parts import norm, residual

@@ -7,7 +7,7 @@ Element by element in the activations' type, with the main type (fp32) in betwee
 
 from __future__ import annotations
 
-from stepsight.dataset.op import Op
+from stepsight.dataset.kinds.op import Op
 from stepsight.simulator.blocks.shape import RankShape
 
 Ops = tuple[Op, ...]

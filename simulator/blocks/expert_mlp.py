@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from stepsight.dataset.op import Op
+from stepsight.dataset.kinds.op import Op
 from stepsight.simulator.blocks.layer_parts import accumulated, cast, cast_again
 from stepsight.simulator.blocks.mlp import activation
 from stepsight.simulator.blocks.recomputed import in_module

@@ -9,10 +9,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, cast
 
-from stepsight.dataset.caching import cached
-from stepsight.dataset.errors import JobError, StepsightError
-from stepsight.dataset.registry import check_takes
-from stepsight.dataset.specs import FAMILIES, ModelSpec
+from stepsight.dataset.base.caching import cached
+from stepsight.dataset.base.errors import JobError, StepsightError
+from stepsight.dataset.base.registry import check_takes
+from stepsight.dataset.job.specs import FAMILIES, ModelSpec
 from stepsight.simulator.blocks import bert, dense, t5, vit
 from stepsight.simulator.blocks.offload import offloaded
 from stepsight.simulator.blocks.recomputed import recomputed

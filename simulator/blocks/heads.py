@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from stepsight.dataset.op import Op
+from stepsight.dataset.kinds.op import Op
 from stepsight.simulator.blocks.shape import RankShape
 
 _GENERATIONS = {"flash-1": "flash1_", "flash-2": "flash2_"}  # plain ``attention`` means the last one

@@ -13,9 +13,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from stepsight.dataset.caching import cached
-from stepsight.dataset.op import Op
-from stepsight.dataset.specs import SPLIT_TP, ModelSpec
+from stepsight.dataset.base.caching import cached
+from stepsight.dataset.job.specs import SPLIT_TP, ModelSpec
+from stepsight.dataset.kinds.op import Op
 from stepsight.simulator.blocks import eager
 from stepsight.simulator.blocks.shape import RankShape
 from stepsight.simulator.blocks.step import Block, Comm, Item, Join, Lost, Saved, Step

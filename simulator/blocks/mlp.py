@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from stepsight.dataset.op import Op
-from stepsight.dataset.specs import ModelSpec
+from stepsight.dataset.job.specs import ModelSpec
+from stepsight.dataset.kinds.op import Op
 from stepsight.simulator.blocks import eager
 from stepsight.simulator.blocks.layer_parts import column_linear, entered, left, row_linear
 from stepsight.simulator.blocks.shape import RankShape

@@ -23,7 +23,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import comb
 
-from stepsight.dataset.op import Op
+from stepsight.dataset.kinds.op import Op
 from stepsight.simulator.blocks.expert_mlp import local_experts
 from stepsight.simulator.blocks.layer_parts import enter, fork, kept, leave
 from stepsight.simulator.blocks.mlp import mlp

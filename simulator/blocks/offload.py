@@ -7,7 +7,7 @@ its own bytes from its first step to its last: as many transfers, one layer earl
 
 from __future__ import annotations
 
-from stepsight.dataset.op import DTYPE_BYTES, Op
+from stepsight.dataset.kinds.op import DTYPE_BYTES, Op
 from stepsight.simulator.blocks.step import Beside, Block, Join, Step
 
 

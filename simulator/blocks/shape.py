@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from stepsight.dataset.execution import COMPUTE_DTYPE, CORE_DTYPE, KernelSemantics
-from stepsight.dataset.hashed_once import hashed_once
-from stepsight.dataset.op import DTYPE_BYTES, Collective, Op
-from stepsight.dataset.specs import QUANTIZED, ModelSpec
+from stepsight.dataset.base.hashed_once import hashed_once
+from stepsight.dataset.job.execution import COMPUTE_DTYPE, CORE_DTYPE, KernelSemantics
+from stepsight.dataset.job.specs import QUANTIZED, ModelSpec
+from stepsight.dataset.kinds.op import DTYPE_BYTES, Collective, Op
 from stepsight.simulator.blocks.step import Comm
 
 

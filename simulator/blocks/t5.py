@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from stepsight.dataset.specs import ModelSpec
+from stepsight.dataset.job.specs import ModelSpec
 from stepsight.simulator.blocks import vocabulary
 from stepsight.simulator.blocks.attention import attention, core
 from stepsight.simulator.blocks.heads import Heads

@@ -8,9 +8,9 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from stepsight.dataset.caching import cached
-from stepsight.dataset.errors import JobError
-from stepsight.dataset.specs import RUNTIMES
+from stepsight.dataset.base.caching import cached
+from stepsight.dataset.base.errors import JobError
+from stepsight.dataset.job.specs import RUNTIMES
 from stepsight.simulator.clock.kernel import Steady
 from stepsight.simulator.compiling import compiled
 from stepsight.simulator.runtimes.entries import COMPUTE, POST, WAIT, Entries, find_messages

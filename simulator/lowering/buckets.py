@@ -9,8 +9,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from stepsight.dataset.caching import cached
-from stepsight.dataset.op import Collective
+from stepsight.dataset.base.caching import cached
+from stepsight.dataset.kinds.op import Collective
 from stepsight.simulator.clock.codes import DATA, RUN, SECOND, SEND
 from stepsight.simulator.compiling import compiled
 from stepsight.simulator.lowering.passages import GradientTable, Passage

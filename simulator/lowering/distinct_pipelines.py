@@ -13,10 +13,10 @@ from math import lcm
 
 import numpy as np
 
-from stepsight.dataset.caching import cached
-from stepsight.dataset.errors import JobError
-from stepsight.dataset.hardware import HARDWARE
-from stepsight.dataset.job import Job
+from stepsight.dataset.base.caching import cached
+from stepsight.dataset.base.errors import JobError
+from stepsight.dataset.hardware.hardware import HARDWARE
+from stepsight.dataset.job.job import Job
 from stepsight.simulator.clock.engine import Floats
 from stepsight.simulator.latency_model import LatencyModel, RooflineLatency, preset_latency
 from stepsight.simulator.lowering.lower import Lowered

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from stepsight.dataset.op import Collective, Op
-from stepsight.dataset.program import Dependency, Program, ProgramBuilder
+from stepsight.dataset.graph.program import Dependency, Program, ProgramBuilder
+from stepsight.dataset.kinds.op import Collective, Op
 from stepsight.simulator.blocks.step import Beside, Comm, Item, Join, Lost
 
 Work = Op | Collective

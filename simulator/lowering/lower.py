@@ -15,14 +15,14 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from stepsight.dataset.bounded import read_file
-from stepsight.dataset.caching import cached
-from stepsight.dataset.errors import JobError
-from stepsight.dataset.execution import ExecutionSemantics, semantics_of
-from stepsight.dataset.hardware import Hardware
-from stepsight.dataset.job import Job
-from stepsight.dataset.op import Collective, Op
-from stepsight.dataset.program import Program
+from stepsight.dataset.base.bounded import read_file
+from stepsight.dataset.base.caching import cached
+from stepsight.dataset.base.errors import JobError
+from stepsight.dataset.graph.program import Program
+from stepsight.dataset.hardware.hardware import Hardware
+from stepsight.dataset.job.execution import ExecutionSemantics, semantics_of
+from stepsight.dataset.job.job import Job
+from stepsight.dataset.kinds.op import Collective, Op
 from stepsight.simulator.blocks.shape import RankShape
 from stepsight.simulator.clock.track import Track, find_track
 from stepsight.simulator.clock.track import track as order_entries

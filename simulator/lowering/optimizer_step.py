@@ -6,10 +6,10 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from stepsight.dataset.caching import cached
-from stepsight.dataset.execution import StateSemantics
-from stepsight.dataset.hashed_once import HashedTuple
-from stepsight.dataset.op import DTYPE_BYTES, Op
+from stepsight.dataset.base.caching import cached
+from stepsight.dataset.base.hashed_once import HashedTuple
+from stepsight.dataset.job.execution import StateSemantics
+from stepsight.dataset.kinds.op import DTYPE_BYTES, Op
 from stepsight.simulator.blocks.shape import Group, RankShape
 from stepsight.simulator.clock.codes import DATA, SECOND
 from stepsight.simulator.lowering.part_units import part_units

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from stepsight.dataset.caching import cached
-from stepsight.dataset.hashed_once import HashedTuple
+from stepsight.dataset.base.caching import cached
+from stepsight.dataset.base.hashed_once import HashedTuple
 from stepsight.simulator.clock.codes import DATA, SECOND
 from stepsight.simulator.lowering.gathers import Gathers
 from stepsight.simulator.lowering.passages import WEIGHT

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from stepsight.dataset.caching import Memo, cached
+from stepsight.dataset.base.caching import Memo, cached
 from stepsight.simulator.blocks.family import embedding_block, head_block, layer_block
 from stepsight.simulator.blocks.layer_parts import arrivals
 from stepsight.simulator.blocks.shape import RankShape

@@ -8,9 +8,9 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from stepsight.dataset.caching import cached
-from stepsight.dataset.hashed_once import HashedTuple, hashed_once
-from stepsight.dataset.op import Collective
+from stepsight.dataset.base.caching import cached
+from stepsight.dataset.base.hashed_once import HashedTuple, hashed_once
+from stepsight.dataset.kinds.op import Collective
 from stepsight.simulator.blocks.shape import Group, RankShape
 from stepsight.simulator.clock.track import FIRST, LAST, Track
 from stepsight.simulator.lowering.optimizer_step import OptimizerHabits, optimizer_segment

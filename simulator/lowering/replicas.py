@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 
-from stepsight.dataset.caching import cached
-from stepsight.dataset.execution import ExecutionSemantics, OverlapSemantics
-from stepsight.dataset.hashed_once import hashed_once
-from stepsight.dataset.op import DTYPE_BYTES, Collective
-from stepsight.dataset.specs import ParallelSpec
+from stepsight.dataset.base.caching import cached
+from stepsight.dataset.base.hashed_once import hashed_once
+from stepsight.dataset.job.execution import ExecutionSemantics, OverlapSemantics
+from stepsight.dataset.job.specs import ParallelSpec
+from stepsight.dataset.kinds.op import DTYPE_BYTES, Collective
 from stepsight.simulator.blocks.shape import Group
 from stepsight.simulator.clock.codes import DATA, SECOND
 from stepsight.simulator.lowering.segment import SegmentBuilder

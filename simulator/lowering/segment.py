@@ -14,9 +14,9 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from stepsight.dataset.caching import cached
-from stepsight.dataset.op import Collective, Op
-from stepsight.dataset.program import Program
+from stepsight.dataset.base.caching import cached
+from stepsight.dataset.graph.program import Program
+from stepsight.dataset.kinds.op import Collective, Op
 from stepsight.simulator.blocks.step import Item
 from stepsight.simulator.clock.codes import BLOCK, COMPUTE, NUM_CLOCKS, ON_HOST, RUN, SECOND, SEND, WAIT
 from stepsight.simulator.lowering.issue_order import Issue, Work

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from stepsight.dataset.caching import cached
-from stepsight.dataset.execution import ExecutionSemantics, KernelSemantics, semantics_of
-from stepsight.dataset.hashed_once import HashedTuple, hashed_once
-from stepsight.dataset.job import Job
-from stepsight.dataset.specs import ModelSpec
+from stepsight.dataset.base.caching import cached
+from stepsight.dataset.base.hashed_once import HashedTuple, hashed_once
+from stepsight.dataset.job.execution import ExecutionSemantics, KernelSemantics, semantics_of
+from stepsight.dataset.job.job import Job
+from stepsight.dataset.job.specs import ModelSpec
 from stepsight.simulator.blocks.family import LayerKinds, find_family
 from stepsight.simulator.blocks.shape import Group, RankShape
 from stepsight.simulator.lowering.rank_layout import Layout, layout_of

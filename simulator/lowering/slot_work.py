@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from stepsight.dataset.caching import cached
-from stepsight.dataset.op import DTYPE_BYTES, Collective, Op
+from stepsight.dataset.base.caching import cached
+from stepsight.dataset.kinds.op import DTYPE_BYTES, Collective, Op
 from stepsight.simulator.blocks.shape import RankShape
 from stepsight.simulator.lowering.part_units import Unit
 from stepsight.simulator.lowering.passages import Passage, items_passage

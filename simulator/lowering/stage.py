@@ -1,8 +1,9 @@
 """The work of one pipeline stage for a micro-batch: forward and backward segments of its parts of the model.
 
-What an engine does beside the blocks is in ``dataset.execution``.  With autograd's accumulation, gradients are added by
-one ``add`` for each parameter tensor, and DDP scales each into its bucket (``copy``), which it sends once it holds
-``bucket_mbytes`` (an explicit size leaves no smaller first bucket).  All-gathers carry parameters in the training type.
+What an engine does beside the blocks is in ``dataset.job.execution``.  With autograd's accumulation, gradients are
+added by one ``add`` for each parameter tensor, and DDP scales each into its bucket (``copy``), which it sends once it
+holds ``bucket_mbytes`` (an explicit size leaves no smaller first bucket).  All-gathers carry parameters in the training
+type.
 """
 
 from __future__ import annotations
@@ -10,9 +11,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from stepsight.dataset.caching import Memo, cached
-from stepsight.dataset.execution import KernelSemantics
-from stepsight.dataset.hashed_once import hashed_once
+from stepsight.dataset.base.caching import Memo, cached
+from stepsight.dataset.base.hashed_once import hashed_once
+from stepsight.dataset.job.execution import KernelSemantics
 from stepsight.simulator.blocks.shape import RankShape
 from stepsight.simulator.lowering.buckets import BucketRun, Repeated, send_buckets
 from stepsight.simulator.lowering.part_plan import Duties, Patterns, backward_plan, forward_plan

@@ -7,9 +7,9 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from stepsight.dataset.caching import cached
-from stepsight.dataset.hashed_once import HashedTuple
-from stepsight.dataset.op import Collective
+from stepsight.dataset.base.caching import cached
+from stepsight.dataset.base.hashed_once import HashedTuple
+from stepsight.dataset.kinds.op import Collective
 from stepsight.simulator.blocks.shape import Group, RankShape
 from stepsight.simulator.clock.track import Track
 from stepsight.simulator.lowering.rank_layout import Layout

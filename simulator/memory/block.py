@@ -15,8 +15,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from math import prod
 
-from stepsight.dataset.caching import cached
-from stepsight.dataset.op import DTYPE_BYTES, Op
+from stepsight.dataset.base.caching import cached
+from stepsight.dataset.kinds.op import DTYPE_BYTES, Op
 from stepsight.simulator.blocks.family import embedding_block, find_family, head_block, layer_block
 from stepsight.simulator.blocks.shape import RankShape
 from stepsight.simulator.blocks.step import Block, Comm, Item, Step

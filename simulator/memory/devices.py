@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from stepsight.dataset.errors import JobError
-from stepsight.dataset.hardware import HARDWARE, Hardware, find_hardware
-from stepsight.dataset.job import Job
+from stepsight.dataset.base.errors import JobError
+from stepsight.dataset.hardware.hardware import HARDWARE, Hardware, find_hardware
+from stepsight.dataset.job.job import Job
 from stepsight.simulator.lowering.rank_layout import layout_of
 
 

@@ -10,11 +10,11 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from stepsight.dataset.caching import cached
-from stepsight.dataset.errors import JobError
-from stepsight.dataset.execution import semantics_of
-from stepsight.dataset.hardware import Hardware
-from stepsight.dataset.job import Job
+from stepsight.dataset.base.caching import cached
+from stepsight.dataset.base.errors import JobError
+from stepsight.dataset.hardware.hardware import Hardware
+from stepsight.dataset.job.execution import semantics_of
+from stepsight.dataset.job.job import Job
 from stepsight.simulator.blocks.shape import RankShape
 from stepsight.simulator.lowering.sizes import Parts, PartShape, boundary_bytes, groups_of, part_shapes, rank_shape
 from stepsight.simulator.memory.advice import advice

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-from stepsight.dataset.caching import cached
-from stepsight.dataset.hashed_once import hashed_once
+from stepsight.dataset.base.caching import cached
+from stepsight.dataset.base.hashed_once import hashed_once
 from stepsight.simulator.blocks.shape import RankShape
 from stepsight.simulator.lowering.replicas import Gathering
 from stepsight.simulator.lowering.sizes import PartShape

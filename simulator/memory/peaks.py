@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from stepsight.dataset.caching import cached
+from stepsight.dataset.base.caching import cached
 from stepsight.simulator.compiling import compiled
 from stepsight.simulator.schedules import Schedule
 

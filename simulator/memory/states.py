@@ -19,10 +19,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from stepsight.dataset.caching import cached
-from stepsight.dataset.execution import COMPUTE_DTYPE, ExecutionSemantics
-from stepsight.dataset.op import DTYPE_BYTES
-from stepsight.dataset.specs import QUANTIZED, ParallelSpec
+from stepsight.dataset.base.caching import cached
+from stepsight.dataset.job.execution import COMPUTE_DTYPE, ExecutionSemantics
+from stepsight.dataset.job.specs import QUANTIZED, ParallelSpec
+from stepsight.dataset.kinds.op import DTYPE_BYTES
 from stepsight.simulator.lowering.replicas import gathering_of
 from stepsight.simulator.lowering.sizes import Groups
 from stepsight.simulator.memory.block import Gradients

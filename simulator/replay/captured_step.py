@@ -13,11 +13,11 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from stepsight.dataset.errors import CaptureError, TraceError
-from stepsight.dataset.hardware import Hardware
+from stepsight.dataset.base.errors import CaptureError, TraceError
+from stepsight.dataset.graph.program import Dependency, Program, ProgramBuilder
+from stepsight.dataset.hardware.hardware import Hardware
 from stepsight.dataset.imported.rank_graph import COLLECTIVE, HOST, OP, PHASES, WHY, WHY_NUMBER, RankGraph
-from stepsight.dataset.op import Op
-from stepsight.dataset.program import Dependency, Program, ProgramBuilder
+from stepsight.dataset.kinds.op import Op
 from stepsight.simulator.latency_model import HostTimes, LatencyModel, host_times
 from stepsight.simulator.replay.joined import Joined, join
 from stepsight.simulator.replay.replay import Walk, walk

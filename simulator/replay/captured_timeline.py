@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from stepsight.dataset.files import new_file
+from stepsight.dataset.base.files import new_file
 from stepsight.dataset.imported.rank_graph import HOST, PHASES
 from stepsight.simulator.replay.captured_step import CapturedStep
 

@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from stepsight.dataset.graph.program import Dependency
 from stepsight.dataset.imported.meetings import meetings
 from stepsight.dataset.imported.rank_graph import COLLECTIVE, HOST, OP, WHY_NUMBER, RankGraph
 from stepsight.dataset.imported.read_rank import lateness
-from stepsight.dataset.op import OP_KINDS
-from stepsight.dataset.program import Dependency
+from stepsight.dataset.kinds.op import OP_KINDS
 from stepsight.dataset.readers.host import Intervals, merge, overlap
 from stepsight.simulator.replay.joined import join
 from stepsight.simulator.replay.replay import Walk, walk

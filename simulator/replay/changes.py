@@ -14,10 +14,10 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from stepsight.dataset.errors import StepsightError
+from stepsight.dataset.base.errors import StepsightError
+from stepsight.dataset.graph.program import Dependency
 from stepsight.dataset.imported.rank_graph import COLLECTIVE, HOST, OP, WHY_NUMBER, RankGraph
-from stepsight.dataset.op import COLLECTIVE_KINDS, OP_KINDS, Collective, Op
-from stepsight.dataset.program import Dependency
+from stepsight.dataset.kinds.op import COLLECTIVE_KINDS, OP_KINDS, Collective, Op
 from stepsight.simulator.latency_model import LatencyModel
 
 Floats = NDArray[np.float64]

@@ -7,10 +7,10 @@ from dataclasses import replace
 
 import numpy as np
 
-from stepsight.dataset.errors import StepsightError
+from stepsight.dataset.base.errors import StepsightError
 from stepsight.dataset.imported.meetings import meetings
 from stepsight.dataset.imported.rank_graph import RankGraph
-from stepsight.dataset.op import Collective
+from stepsight.dataset.kinds.op import Collective
 from stepsight.dataset.readers.host import merge
 from stepsight.simulator.latency_model import LatencyModel
 from stepsight.simulator.replay.changes import Floats, Tally, seconds_of

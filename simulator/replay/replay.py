@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from stepsight.dataset.errors import TraceError
+from stepsight.dataset.base.errors import TraceError
 from stepsight.dataset.imported.rank_graph import HOST, RankGraph
 from stepsight.dataset.imported.read_rank import lateness
 from stepsight.simulator.clock.engine import DelayedGraph, delayed_paths

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from stepsight.dataset.errors import JobError
+from stepsight.dataset.base.errors import JobError
 from stepsight.dataset.schedules.base import Ints
 from stepsight.simulator.compiling import compiled
 from stepsight.simulator.schedules.order import Order

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from stepsight.dataset.errors import JobError
+from stepsight.dataset.base.errors import JobError
 from stepsight.dataset.schedules.base import BACKWARD, Ints, Schedule
 from stepsight.simulator.runtimes.entries import (
     COMPUTE,

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from stepsight.dataset.errors import JobError
+from stepsight.dataset.base.errors import JobError
 from stepsight.dataset.schedules.base import BACKWARD, BACKWARD_WEIGHT, Ints, Schedule
 from stepsight.simulator.compiling import compiled
 from stepsight.simulator.runtimes.entries import COMPUTE, POST, RECEIVE, SEND, WAIT, Messages, RankLists

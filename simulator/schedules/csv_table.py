@@ -13,9 +13,9 @@ from pathlib import Path
 
 import numpy as np
 
-from stepsight.dataset.bounded import read_text, reason
-from stepsight.dataset.errors import JobError
-from stepsight.dataset.files import write_text
+from stepsight.dataset.base.bounded import read_text, reason
+from stepsight.dataset.base.errors import JobError
+from stepsight.dataset.base.files import write_text
 from stepsight.dataset.schedules.base import BACKWARD, FORWARD, KIND_NAMES, Actions, Schedule
 from stepsight.simulator.schedules.order import order_actions
 

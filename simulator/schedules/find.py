@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from stepsight.dataset.caching import cached
+from stepsight.dataset.base.caching import cached
 from stepsight.dataset.schedules import SCHEDULES
 from stepsight.dataset.schedules.base import Schedule
 from stepsight.dataset.schedules.single import alternate

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from stepsight.dataset.hardware import Hardware
-from stepsight.dataset.op import Collective, Op
-from stepsight.dataset.program import Program, ProgramBuilder
+from stepsight.dataset.graph.program import Program, ProgramBuilder
+from stepsight.dataset.hardware.hardware import Hardware
+from stepsight.dataset.kinds.op import Collective, Op
 from stepsight.simulator.latency_model import LatencyModel
 
 OPS = (

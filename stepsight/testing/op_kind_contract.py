@@ -18,7 +18,8 @@ from contextlib import AbstractContextManager, nullcontext
 from math import inf
 from typing import Any
 
-from stepsight.dataset.hardware import find_fabric, find_hardware
+from stepsight.dataset.hardware.hardware import find_fabric, find_hardware
+from stepsight.dataset.hardware.physics import alpha_beta_seconds, roofline_seconds
 from stepsight.dataset.kinds import (
     COLLECTIVE_KINDS,
     OP_KINDS,
@@ -27,8 +28,7 @@ from stepsight.dataset.kinds import (
     registered_collective_kind,
     registered_op_kind,
 )
-from stepsight.dataset.op import Collective, Op
-from stepsight.dataset.physics import alpha_beta_seconds, roofline_seconds
+from stepsight.dataset.kinds.op import Collective, Op
 from stepsight.features.collective_features import COLLECTIVE_TERMS, collective_terms
 from stepsight.features.nccl_features import NCCL_TERMS, nccl_terms
 from stepsight.features.op_features import OP_TERMS, op_features, op_position, op_terms

@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from stepsight.dataset.errors import TableError
-from stepsight.dataset.hardware import find_hardware
-from stepsight.dataset.op import Collective, Op
+from stepsight.dataset.base.errors import TableError
+from stepsight.dataset.hardware.hardware import find_hardware
+from stepsight.dataset.kinds.op import Collective, Op
 from stepsight.dataset.tables import Measurements, read_table
 
 

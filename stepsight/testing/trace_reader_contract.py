@@ -8,10 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from stepsight.dataset.errors import TraceError
-from stepsight.dataset.op import Collective, Op
-from stepsight.dataset.program import Dependency
-from stepsight.dataset.trace import RankTrace
+from stepsight.dataset.base.errors import TraceError
+from stepsight.dataset.graph.program import Dependency
+from stepsight.dataset.kinds.op import Collective, Op
+from stepsight.dataset.runs.trace import RankTrace
 
 
 class TraceReaderContract:

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from stepsight.dataset.errors import StepsightError
+from stepsight.dataset.base.errors import StepsightError
 from stepsight.verbs.capturing import predict_program
 from stepsight.verbs.chosen import check_chosen, write_chosen
 from stepsight.verbs.config_options import read_job
@@ -96,7 +96,7 @@ def predict_command(
         stepsight predict examples/llama3-70b-fsdp-512.toml --tokens 15e12 --prices prices.toml
         stepsight predict --program captured --hardware h100-sxm-80gb --fabric dgx-h100
     """
-    from stepsight.dataset.files import new_file
+    from stepsight.dataset.base.files import new_file
     from stepsight.experiments.reports.verb_reports import prediction_report
     from stepsight.simulator.schedules import write_schedule
     from stepsight.training.predictor.prediction import predict
@@ -321,7 +321,7 @@ def search_command(
         stepsight search examples/gpt3-175b-1024.toml --plot search.png
         stepsight search examples/llama3-70b-fsdp-512.toml --nodes 16,32,64 --tokens 1e12 --prices prices.toml
     """
-    from stepsight.dataset.files import write_text
+    from stepsight.dataset.base.files import write_text
     from stepsight.experiments.reports.search_report import plot_result, search_report
     from stepsight.experiments.search.mapped import local_map
     from stepsight.experiments.search.objectives import REGRET, Goal, read_prices

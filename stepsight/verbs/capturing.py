@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from stepsight.dataset.errors import StepsightError
+from stepsight.dataset.base.errors import StepsightError
 from stepsight.verbs.options import TIMELINE, Json, answer, check_result, load, path, progress
 from stepsight.verbs.script_arguments import rank_numbers
 
@@ -68,10 +68,10 @@ def capture_command(
 
         stepsight capture --world-size 16 --dims batch=8,seq=1024 --precision bf16 --out gpt2 gpt2.onnx
     """
+    from stepsight.dataset.base.files import check_writable
     from stepsight.dataset.capture.captured import check_capture_folder
     from stepsight.dataset.capture.capturing_run import CaptureRequest, capture
     from stepsight.dataset.capture.model_files import ModelRequest, is_model, read_model
-    from stepsight.dataset.files import check_writable
 
     if is_model(script):
         if arguments:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from stepsight.dataset.errors import StepsightError
+from stepsight.dataset.base.errors import StepsightError
 from stepsight.verbs.options import check_configuration, check_result
 
 if TYPE_CHECKING:
@@ -47,9 +47,9 @@ def write_chosen(
     space: Space | str | None = None,
 ) -> str:
     """Write the best strategy, or the best one that a format expresses; returns what to tell about it."""
+    from stepsight.dataset.base.files import write_text
     from stepsight.dataset.configs.job_toml import job_toml
     from stepsight.dataset.configs.writers import write_config
-    from stepsight.dataset.files import write_text
     from stepsight.experiments.reports.config_report import written_text
     from stepsight.experiments.search.expressed import best_expressed
 

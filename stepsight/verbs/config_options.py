@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from stepsight.dataset.errors import StepsightError
+from stepsight.dataset.base.errors import StepsightError
 
 if TYPE_CHECKING:
     from stepsight.dataset.configs.drafts import Given
-    from stepsight.dataset.job import Job
+    from stepsight.dataset.job.job import Job
 
 _TOLD = ("cluster.hardware", "cluster.nodes", "batch.global_batch", "model.seq_len", "model.vocab")
 
@@ -54,7 +54,7 @@ def read_job(path: Path, framework: str = "", hardware: str = "", nodes: int | N
     """
     from stepsight.dataset.configs.config_formats import is_job_file
     from stepsight.dataset.configs.config_job import read_configs
-    from stepsight.dataset.job import Job
+    from stepsight.dataset.job.job import Job
 
     refuse_program(path)
     if is_job_file(path):

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from stepsight.dataset.errors import StepsightError
+from stepsight.dataset.base.errors import StepsightError
 from stepsight.verbs.chosen import JOB_FILE
 from stepsight.verbs.options import Force, Json, answer, check_configuration, check_result, path
 
@@ -62,9 +62,9 @@ def job_command(
         stepsight job config.json ds_config.json --set model.seq_len=4096 --nodes 2
         stepsight job job.toml --to megatron-script --out train.sh
     """
+    from stepsight.dataset.base.files import write_text
     from stepsight.dataset.configs.config_job import read_configs
     from stepsight.dataset.configs.writers import write_config
-    from stepsight.dataset.files import write_text
     from stepsight.experiments.reports.config_report import config_text, written_text
     from stepsight.verbs.config_options import given_of, refuse_program
 

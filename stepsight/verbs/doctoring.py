@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from stepsight.dataset.errors import StepsightError
+from stepsight.dataset.base.errors import StepsightError
 from stepsight.verbs.config_options import read_job
 from stepsight.verbs.options import Json, PredictorPath, answer, load, path
 

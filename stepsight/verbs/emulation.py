@@ -81,7 +81,7 @@ def emulate_command(
         stepsight emulate --world-size 256 --ranks 0,8 --fabric dgx-h100 train.py --lr 0.1
         stepsight emulate --world-size 256 --delays my_delays.py --extra-ms all_reduce=5 --virtual train.py
     """
-    from stepsight.dataset.hardware import find_fabric
+    from stepsight.dataset.hardware.hardware import find_fabric
     from stepsight.experiments.emulating import Emulation, emulate
     from stepsight.experiments.emulation_delays import Extra, delays_of
     from stepsight.training.registered import load_predictor

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from stepsight.dataset.errors import StepsightError
+from stepsight.dataset.base.errors import StepsightError
 from stepsight.verbs.options import Json, PredictorPath, Runs, Source, answer, check_plot, load, path, progress
 
 
@@ -128,7 +128,7 @@ def _refuse(table: Path, options: dict[str, object]) -> None:
 
 def _evaluate_table(path: Path, predictor: Path | None, fabric: str | None, as_json: bool) -> None:
     """Compare predictions with measured ops and collectives."""
-    from stepsight.dataset.hardware import find_fabric
+    from stepsight.dataset.hardware.hardware import find_fabric
     from stepsight.dataset.tables import Measurements
     from stepsight.experiments.evaluation.row_predictors import predictor_by_hardware
     from stepsight.experiments.evaluation.table_errors import judge_table, table_errors_text
@@ -237,7 +237,7 @@ def _calibrate_links(
     path: Path, predictor: Path, fabric: str | None, out: Path, rows: dict[str, Any], as_json: bool
 ) -> None:
     """Correct a predictor by a table of collectives, of which ``rows`` says which are taken."""
-    from stepsight.dataset.hardware import find_fabric
+    from stepsight.dataset.hardware.hardware import find_fabric
     from stepsight.experiments.evaluation.calibrate_links import calibrate_links, links_text
     from stepsight.training.registered import load_predictor
 

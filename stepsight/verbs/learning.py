@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from stepsight.dataset.errors import StepsightError
+from stepsight.dataset.base.errors import StepsightError
 from stepsight.verbs.options import Json, answer, path, refuse_given
 
 _OF_TABLES = ("like", "software", "fabric", "samples")
@@ -132,9 +132,9 @@ def plan_profile_command(
     """
     from collections import Counter
 
-    from stepsight.dataset.files import check_output_file, write_json
-    from stepsight.dataset.hardware import canonical_hardware, find_hardware, unknown_hardware
-    from stepsight.dataset.job import Job
+    from stepsight.dataset.base.files import check_output_file, write_json
+    from stepsight.dataset.hardware.hardware import canonical_hardware, find_hardware, unknown_hardware
+    from stepsight.dataset.job.job import Job
     from stepsight.training.predictor.predictor import shipped_names, teacher_of
     from stepsight.training.transfer.profile_plan import profile_plan
 

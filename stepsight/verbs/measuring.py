@@ -8,8 +8,8 @@ from typing import Annotated, Any
 
 import typer
 
-from stepsight.dataset.errors import StepsightError
-from stepsight.dataset.extras import need
+from stepsight.dataset.base.errors import StepsightError
+from stepsight.dataset.base.extras import need
 from stepsight.verbs.options import Box, Json, answer, load, path, refuse_given
 from stepsight.verbs.script_arguments import WORDS
 from stepsight.verbs.tracing import TRACES, import_traces
@@ -120,7 +120,7 @@ def collect_command(
     refuse_given(context, ("nproc_per_node", "timeout_s"), "is for a script (--script)")
     if not jobs:
         raise StepsightError("collect takes job files, a plan, or --script with a training script; got none")
-    from stepsight.dataset.box_spec import read_box
+    from stepsight.dataset.runs.box_spec import read_box
     from stepsight.experiments.collecting import collect_jobs, is_plan
 
     if not plan_only:

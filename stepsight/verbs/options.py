@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from stepsight.dataset.errors import StepsightError
+from stepsight.dataset.base.errors import StepsightError
 
 if TYPE_CHECKING:
     from stepsight.training.predictor.predictor import Predictor
@@ -175,7 +175,7 @@ def load(path: Path | None, latency: str = "", context: typer.Context | None = N
 
 def check_configuration(out: Path, force: bool) -> None:
     """Refuse, before the work, to overwrite a configuration, which may be the user's own, unless it is forced."""
-    from stepsight.dataset.files import check_output_file
+    from stepsight.dataset.base.files import check_output_file
 
     check_output_file(out)
     if out.exists() and not force:
@@ -192,7 +192,7 @@ def check_plot(plot: Path | None) -> None:
     """Check, before the work, that the plot can be written."""
     if plot is None:
         return
-    from stepsight.dataset.files import check_output_file
+    from stepsight.dataset.base.files import check_output_file
     from stepsight.experiments.reports.plots import FORMATS
 
     if plot.suffix not in FORMATS:
@@ -207,7 +207,7 @@ STRATEGIES = (".csv", rb"tp,cp,pp,ep,dp,")
 
 def check_result(option: str, wanted: Path, kind: tuple[str, bytes]) -> None:
     """Refuse to overwrite a file of another type than ``kind``, which is a suffix and a pattern of the first bytes."""
-    from stepsight.dataset.files import check_output_file
+    from stepsight.dataset.base.files import check_output_file
 
     suffix, begins = kind
     if wanted.suffix != suffix:

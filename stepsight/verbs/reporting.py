@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from stepsight.dataset.errors import StepsightError
+from stepsight.dataset.base.errors import StepsightError
 from stepsight.verbs.config_options import read_job, refuse_program
 from stepsight.verbs.options import (
     FrameworkName,
@@ -66,7 +66,7 @@ def report_command(
         stepsight report examples/gpt3-175b-1024.toml --out gpt3.html
         stepsight report job.toml --search --tokens 15e12 --prices prices.toml --node-mtbf-hours 6000 --out job.html
     """
-    from stepsight.dataset.files import write_text
+    from stepsight.dataset.base.files import write_text
     from stepsight.experiments.comparing import compare_sides, predicted_side
     from stepsight.experiments.reports.job_page import job_facts, job_part, jobs_page
     from stepsight.experiments.search.search import search as search_strategies
@@ -184,7 +184,7 @@ def sweep_command(
         stepsight sweep examples/gpt3-175b-1024.toml --vary cluster.nodes=32..256 --plot nodes.png
         stepsight sweep job.toml --vary parallel.tp=1..8 --vary batch.micro_batch=1,2,4 --csv sweep.csv
     """
-    from stepsight.dataset.files import write_text
+    from stepsight.dataset.base.files import write_text
     from stepsight.experiments.reports.comparison_report import plot_sweep, sweep_csv, sweep_text
     from stepsight.experiments.sweeping import Axis, sweep
 

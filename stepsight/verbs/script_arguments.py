@@ -6,7 +6,7 @@ from typing import Any
 
 from typer.core import TyperCommand
 
-from stepsight.dataset.errors import StepsightError
+from stepsight.dataset.base.errors import StepsightError
 
 WORDS = "script_arguments"  # key of the script's own arguments in the context
 _KEPT = "--nproc-per-node"

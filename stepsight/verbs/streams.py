@@ -9,7 +9,7 @@ import sqlite3
 import sys
 from collections.abc import Iterator
 
-from stepsight.dataset.errors import StepsightError
+from stepsight.dataset.base.errors import StepsightError
 
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG}
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from stepsight.dataset.errors import StepsightError
+from stepsight.dataset.base.errors import StepsightError
 
 MOST_BYTES = 200e6  # of traces that are written without being asked for by stage
 BYTES_OF_KERNEL = 900  # its operator, launch, arrow and the kernel itself
@@ -24,7 +24,7 @@ def check_traces(folder: Path | None, num_jobs: int) -> None:
     """
     if folder is None:
         return
-    from stepsight.dataset.files import check_writable
+    from stepsight.dataset.base.files import check_writable
 
     if num_jobs != 1:
         raise StepsightError(f"--traces takes one job, got {num_jobs}")
@@ -45,7 +45,7 @@ def write_traces(prediction: Prediction, folder: Path, asked: str = "") -> None:
     Raises:
         StepsightError: If the job has no such stage.
     """
-    from stepsight.dataset.files import new_folder, write_json
+    from stepsight.dataset.base.files import new_folder, write_json
     from stepsight.simulator.profiler_traces import profiler_traces
     from stepsight.verbs.options import progress
 

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from stepsight.dataset.errors import StepsightError
+from stepsight.dataset.base.errors import StepsightError
 from stepsight.verbs.options import Json, answer, path, progress
 
 TRACES = ("kineto", "chakra")  # formats of traces; every other format is a table of measurements
@@ -17,10 +17,10 @@ def import_traces(
     format: str, paths: list[Path], out: Path | None, executions: list[Path], job: Path | None, as_json: bool
 ) -> None:
     """``stepsight import kineto``, and ``stepsight import chakra``."""
-    from stepsight.dataset.files import check_writable
+    from stepsight.dataset.base.files import check_writable
     from stepsight.dataset.imported.import_ranks import import_chakra, import_ranks, summary
     from stepsight.dataset.imported.imported_run import write_imported
-    from stepsight.dataset.job import Job
+    from stepsight.dataset.job.job import Job
     from stepsight.dataset.readers.placement import Placement
     from stepsight.experiments.reports.trace_reports import import_text
 
@@ -86,7 +86,7 @@ def replay_command(
 def _beside(run: Path, job: Path) -> tuple[dict[str, Any], str]:
     """Compare a run with the program of its job, as JSON and as text."""
     from stepsight.dataset.imported.imported_run import run_folders, run_graphs
-    from stepsight.dataset.job import Job
+    from stepsight.dataset.job.job import Job
     from stepsight.experiments.measured_program import compare, comparison_text
     from stepsight.experiments.reports.side_by_side import check_job
 

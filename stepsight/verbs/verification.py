@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from stepsight.dataset.errors import StepsightError
+from stepsight.dataset.base.errors import StepsightError
 from stepsight.verbs.config_options import read_job
 from stepsight.verbs.options import Box, Json, PredictorPath, answer, load, path
 
@@ -46,8 +46,8 @@ def verify_command(
         stepsight search job.toml --json > found.json
         stepsight verify job.toml --search found.json --top 3 --box 4x1@200mbit --out runs/verified
     """
-    from stepsight.dataset.box_spec import read_box
-    from stepsight.dataset.files import check_writable, read_json
+    from stepsight.dataset.base.files import check_writable, read_json
+    from stepsight.dataset.runs.box_spec import read_box
     from stepsight.experiments.verifying import strategies_of, verify
 
     held = None if box is None else read_box(box)

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from stepsight.dataset.op import Collective, Op
-from stepsight.dataset.program import Dependency
+from stepsight.dataset.graph.program import Dependency
+from stepsight.dataset.kinds.op import Collective, Op
 from stepsight.dataset.readers.kineto import read_kineto
-from stepsight.dataset.trace import RankTrace
+from stepsight.dataset.runs.trace import RankTrace
 from stepsight.testing import TraceReaderContract
 
 ROOT = Path(__file__).parents[2]

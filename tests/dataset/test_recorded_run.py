@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from stepsight.dataset.readers.kineto import read_kineto
-from stepsight.dataset.trace import RankTrace
+from stepsight.dataset.runs.trace import RankTrace
 from stepsight.testing import TraceReaderContract
 
 torch = pytest.importorskip("torch")

@@ -9,7 +9,7 @@ import pytest
 import typer
 
 from stepsight.cli import app
-from stepsight.dataset.specs import SECTIONS
+from stepsight.dataset.job.specs import SECTIONS
 
 pytest.importorskip("mkdocs", reason="the pages are made where mkdocs is installed (make setup)")
 HOOK = runpy.run_path(str(Path(__file__).parents[2] / "docs" / "hooks" / "reference_pages.py"))

@@ -9,7 +9,7 @@ import pytest
 
 from stepsight.dataset.capture.captured import Captured, compute_flops
 from stepsight.dataset.capture.capturing_run import CaptureRequest, capture
-from stepsight.dataset.op import Collective
+from stepsight.dataset.kinds.op import Collective
 
 SCRIPTS = Path(__file__).parents[2] / "examples" / "scripts"
 WORLD = 64

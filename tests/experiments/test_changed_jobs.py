@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from stepsight.dataset.errors import JobError
-from stepsight.dataset.job import Job
+from stepsight.dataset.base.errors import JobError
+from stepsight.dataset.job.job import Job
 from stepsight.experiments.changed_jobs import change_job
 from stepsight.training.predictor.prediction import predict
 

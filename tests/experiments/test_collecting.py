@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-from stepsight.dataset.box_spec import HARDWARE, read_box
-from stepsight.dataset.errors import CollectError, JobError
+from stepsight.dataset.base.errors import CollectError, JobError
 from stepsight.dataset.harness.box.namespaces import check_possible
 from stepsight.dataset.harness.plan_error import HarnessError
-from stepsight.dataset.job import Job
-from stepsight.dataset.op import OP_KINDS
+from stepsight.dataset.job.job import Job
+from stepsight.dataset.kinds.op import OP_KINDS
+from stepsight.dataset.runs.box_spec import HARDWARE, read_box
 from stepsight.experiments.collecting import collect_jobs, read_plan
 from stepsight.experiments.demo.local_jobs import LocalJob
 from stepsight.experiments.reports.describe import describe

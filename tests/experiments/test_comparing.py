@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from stepsight.dataset.errors import StepsightError
+from stepsight.dataset.base.errors import StepsightError
 from stepsight.dataset.imported.import_ranks import import_ranks
 from stepsight.dataset.imported.imported_run import write_imported
-from stepsight.dataset.job import Job
+from stepsight.dataset.job.job import Job
 from stepsight.experiments.changed_jobs import change_job
 from stepsight.experiments.comparing import compare_sides, predicted_side, run_side
 from stepsight.experiments.reports.comparison_report import comparison_text

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from stepsight.dataset.errors import CollectError
-from stepsight.dataset.hardware import find_fabric
+from stepsight.dataset.base.errors import CollectError
+from stepsight.dataset.hardware.hardware import find_fabric
+from stepsight.dataset.hardware.physics import alpha_beta_seconds
 from stepsight.dataset.harness.emulation.delays import AskedDelays
 from stepsight.dataset.harness.plan_error import HarnessError
-from stepsight.dataset.op import Collective
-from stepsight.dataset.physics import alpha_beta_seconds
+from stepsight.dataset.kinds.op import Collective
 from stepsight.experiments.emulation_delays import Extra, delays_of, telling
 
 SMALL = Collective("all_reduce", 1000, 16, 8)

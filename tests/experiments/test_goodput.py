@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from stepsight.dataset.errors import StepsightError
-from stepsight.dataset.job import Job
+from stepsight.dataset.base.errors import StepsightError
+from stepsight.dataset.job.job import Job
 from stepsight.experiments.goodput import Reliability
 from stepsight.experiments.search.objectives import Goal
 from stepsight.experiments.training_plan import training_plan

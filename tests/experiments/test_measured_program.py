@@ -9,12 +9,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from stepsight.dataset.errors import TraceError
-from stepsight.dataset.hardware import HARDWARE
+from stepsight.dataset.base.errors import TraceError
+from stepsight.dataset.hardware.hardware import HARDWARE
 from stepsight.dataset.imported.rank_graph import COLLECTIVE, OP, RankGraph
 from stepsight.dataset.imported.read_rank import read_rank
-from stepsight.dataset.job import Job
-from stepsight.dataset.op import Op
+from stepsight.dataset.job.job import Job
+from stepsight.dataset.kinds.op import Op
 from stepsight.experiments.measured_program import compare, comparison_text, lowered_works, stage_of
 from stepsight.experiments.reports.side_by_side import check_job
 from stepsight.simulator.lowering.lower import lower

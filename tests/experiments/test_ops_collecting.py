@@ -11,8 +11,8 @@ import torch
 
 from stepsight.dataset.capture.captured import Captured, read_captured, write_captured
 from stepsight.dataset.capture.capturing_run import CaptureRequest, capture
-from stepsight.dataset.event_file import read_event_file
-from stepsight.dataset.hardware import HARDWARE
+from stepsight.dataset.hardware.hardware import HARDWARE
+from stepsight.dataset.runs.event_file import read_event_file
 from stepsight.experiments.ops_collecting import collect_ops, heavy_calls
 
 SCRIPT = """

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from stepsight.cli import app
-from stepsight.dataset.errors import StepsightError
-from stepsight.dataset.fabric import Fabric, Link
+from stepsight.dataset.base.errors import StepsightError
+from stepsight.dataset.hardware.fabric import Fabric, Link
 from stepsight.dataset.imported.import_ranks import import_ranks
 from stepsight.dataset.imported.imported_run import write_imported
-from stepsight.dataset.op import Collective
+from stepsight.dataset.kinds.op import Collective
 from stepsight.experiments.machine_check import check_machine
 from stepsight.experiments.reports.doctor_report import diagnosis_text, machine_text
 from stepsight.experiments.slow_runs import _clock_causes, _message_causes, diagnose

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from stepsight.dataset.errors import StepsightError
-from stepsight.dataset.job import Job
+from stepsight.dataset.base.errors import StepsightError
+from stepsight.dataset.job.job import Job
 from stepsight.experiments.reports.comparison_report import sweep_csv, sweep_text
 from stepsight.experiments.sweeping import Axis, sweep
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from stepsight import Job
-from stepsight.dataset.box_spec import read_box
-from stepsight.dataset.errors import CollectError
+from stepsight.dataset.base.errors import CollectError
+from stepsight.dataset.runs.box_spec import read_box
 from stepsight.experiments import verifying
 from stepsight.experiments.search.search import search
 from stepsight.experiments.verifying import strategies_of, verify

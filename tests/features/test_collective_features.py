@@ -1,9 +1,9 @@
 import numpy as np
 import pytest
 
-from stepsight.dataset.box_spec import read_box
-from stepsight.dataset.hardware import find_fabric
-from stepsight.dataset.op import Collective
+from stepsight.dataset.hardware.hardware import find_fabric
+from stepsight.dataset.kinds.op import Collective
+from stepsight.dataset.runs.box_spec import read_box
 from stepsight.features.collective_features import (
     COLLECTIVE_FEATURES,
     COLLECTIVE_TERMS,

@@ -1,8 +1,8 @@
 import numpy as np
 
-from stepsight.dataset.hardware import find_hardware
-from stepsight.dataset.op import Collective, Op
-from stepsight.dataset.program import Dependency, ProgramBuilder
+from stepsight.dataset.graph.program import Dependency, ProgramBuilder
+from stepsight.dataset.hardware.hardware import find_hardware
+from stepsight.dataset.kinds.op import Collective, Op
 from stepsight.features.graph_features import RELATIONS, join, node_feature_names, node_features, topology
 
 HARDWARE = find_hardware("local-cpu")

@@ -1,6 +1,6 @@
 import pytest
 
-from stepsight.dataset.errors import PredictorError
+from stepsight.dataset.base.errors import PredictorError
 from stepsight.features.named_columns import FEATURE_VERSION, check_known, check_version, columns_of
 
 

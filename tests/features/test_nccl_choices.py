@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from stepsight.dataset.hardware import Fabric, Link, find_fabric
-from stepsight.dataset.op import COLLECTIVE_KINDS, Collective
+from stepsight.dataset.hardware.hardware import Fabric, Link, find_fabric
+from stepsight.dataset.kinds.op import COLLECTIVE_KINDS, Collective
 from stepsight.features.nccl_choices import CHOICE_TERMS, STEP_GROWTH, choice_terms, link_facts
 
 FABRIC = find_fabric("dgx-h100")  # 450 and 50 GB/s, 5 and 10 us

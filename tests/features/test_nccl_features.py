@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from stepsight.dataset.hardware import find_fabric
-from stepsight.dataset.op import Collective
+from stepsight.dataset.hardware.hardware import find_fabric
+from stepsight.dataset.kinds.op import Collective
 from stepsight.features.nccl_features import NCCL_TERMS, nccl_terms, tree_terms
 
 FABRIC = find_fabric("dgx-h100")  # 450 and 50 GB/s

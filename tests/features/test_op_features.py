@@ -1,8 +1,8 @@
 import numpy as np
 import pytest
 
-from stepsight.dataset.hardware import find_hardware
-from stepsight.dataset.op import OP_KINDS, Op
+from stepsight.dataset.hardware.hardware import find_hardware
+from stepsight.dataset.kinds.op import OP_KINDS, Op
 from stepsight.features.op_features import OP_TERMS, op_feature_names, op_features, op_position, op_terms
 
 HARDWARE = find_hardware("local-cpu")

@@ -2,7 +2,7 @@ from math import log
 
 import pytest
 
-from stepsight.dataset.op import OP_KINDS, Op
+from stepsight.dataset.kinds.op import OP_KINDS, Op
 from stepsight.features.tiles import TILE_FEATURES, output_grid, tile_features
 
 

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import numpy as np
 
-from stepsight.dataset.hardware import Hardware, find_fabric
-from stepsight.dataset.job import BatchSpec, ClusterSpec, Job, ModelSpec, ParallelSpec
-from stepsight.dataset.op import Collective, Op
-from stepsight.dataset.processes import process_name
+from stepsight.dataset.base.processes import process_name
+from stepsight.dataset.hardware.hardware import Hardware, find_fabric
+from stepsight.dataset.job.job import BatchSpec, ClusterSpec, Job, ModelSpec, ParallelSpec
+from stepsight.dataset.kinds.op import Collective, Op
 from stepsight.experiments.search.search import search
 from stepsight.training.calibration.corrections import Calibration
 from stepsight.training.collectives.collective_models import fit_collectives

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from stepsight.dataset.errors import StepsightError
+from stepsight.dataset.base.errors import StepsightError
 
 HANG_S = 20  # of computing: machines that are busy with other work are slower
 WAIT_S = 200  # of anything: a machine may be that busy, an input that blocks is not done then

@@ -6,10 +6,10 @@ import pytest
 import torch
 from safetensors.numpy import save_file
 
-from stepsight.dataset.errors import PredictorError
-from stepsight.dataset.hardware import find_hardware
-from stepsight.dataset.op import Collective, Op
-from stepsight.dataset.program import Dependency, Program, ProgramBuilder
+from stepsight.dataset.base.errors import PredictorError
+from stepsight.dataset.graph.program import Dependency, Program, ProgramBuilder
+from stepsight.dataset.hardware.hardware import find_hardware
+from stepsight.dataset.kinds.op import Collective, Op
 from stepsight.features.graph_features import RELATIONS, join, node_features, topology
 from stepsight.gnn.context_model import BOUND, LAYERS, ContextModel
 from stepsight.gnn.inference import ContextWeights

@@ -4,10 +4,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from stepsight.dataset.errors import PredictorError
-from stepsight.dataset.hardware import find_hardware
-from stepsight.dataset.op import Collective, Op
-from stepsight.dataset.program import Program, ProgramBuilder
+from stepsight.dataset.base.errors import PredictorError
+from stepsight.dataset.graph.program import Program, ProgramBuilder
+from stepsight.dataset.hardware.hardware import find_hardware
+from stepsight.dataset.kinds.op import Collective, Op
 from stepsight.gnn.context_model import ContextModel
 from stepsight.gnn.context_table import ContextTable, load_context
 

@@ -88,8 +88,8 @@ OPERATORS = (
 )  # fmt: skip
 # Imported once, before forking; nothing of the package that imports what is mutated.
 PRELOADED = (
-    "numpy", "numba", "hypothesis", "pytest", "pandas", "lightgbm", "torch", "stepsight.dataset.job",
-    "stepsight.dataset.program",
+    "numpy", "numba", "hypothesis", "pytest", "pandas", "lightgbm", "torch", "stepsight.dataset.job.job",
+    "stepsight.dataset.graph.program",
 )  # fmt: skip
 
 

@@ -8,10 +8,10 @@ from typing import Any
 from hypothesis import assume
 from hypothesis import strategies as st
 
-from stepsight.dataset.errors import JobError
-from stepsight.dataset.hardware import Fabric, Hardware, Link
-from stepsight.dataset.job import BatchSpec, ClusterSpec, Job, ModelSpec, OptimizerSpec, ParallelSpec
-from stepsight.dataset.specs import AXES, OtherDevices, SlowLink, Straggler
+from stepsight.dataset.base.errors import JobError
+from stepsight.dataset.hardware.hardware import Fabric, Hardware, Link
+from stepsight.dataset.job.job import BatchSpec, ClusterSpec, Job, ModelSpec, OptimizerSpec, ParallelSpec
+from stepsight.dataset.job.specs import AXES, OtherDevices, SlowLink, Straggler
 
 FABRIC = Fabric("toy", Link(1e11, 3e-6), Link(2e10, 1e-5))
 # Name, virtual stages, micro-batches for each stage at least.

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from stepsight.dataset.hardware import Fabric, Hardware, Link
-from stepsight.dataset.job import Job
+from stepsight.dataset.hardware.hardware import Fabric, Hardware, Link
+from stepsight.dataset.job.job import Job
 from stepsight.simulator.flops import iteration_flops
 from stepsight.simulator.latency_model import RooflineLatency
 from stepsight.simulator.simulate import Simulation, simulate

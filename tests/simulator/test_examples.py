@@ -2,8 +2,8 @@ from pathlib import Path
 
 import pytest
 
-from stepsight.dataset.hardware import find_hardware
-from stepsight.dataset.job import Job
+from stepsight.dataset.hardware.hardware import find_hardware
+from stepsight.dataset.job.job import Job
 from stepsight.simulator.latency_model import RooflineLatency
 from stepsight.simulator.simulate import simulate
 

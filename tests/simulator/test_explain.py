@@ -3,8 +3,8 @@
 import pytest
 from hypothesis import HealthCheck, given, settings
 
-from stepsight.dataset.hardware import Hardware
-from stepsight.dataset.job import Job
+from stepsight.dataset.hardware.hardware import Hardware
+from stepsight.dataset.job.job import Job
 from stepsight.simulator.explain import explain
 from stepsight.simulator.latency_model import RooflineLatency
 from stepsight.simulator.simulate import simulate

@@ -2,8 +2,8 @@
 
 import pytest
 
-from stepsight.dataset.hardware import Hardware
-from stepsight.dataset.op import Op
+from stepsight.dataset.hardware.hardware import Hardware
+from stepsight.dataset.kinds.op import Op
 from stepsight.simulator.flops import iteration_flops
 from stepsight.simulator.lowering.lower import lower
 from tests.simulator.any_job import LATENT

@@ -12,10 +12,10 @@ from typer.testing import CliRunner
 
 from stepsight import predict
 from stepsight.cli import app
-from stepsight.dataset.errors import PredictorError
-from stepsight.dataset.hardware import FABRICS, HARDWARE, Fabric, Hardware
-from stepsight.dataset.op import Op
-from stepsight.dataset.physics import roofline_seconds
+from stepsight.dataset.base.errors import PredictorError
+from stepsight.dataset.hardware.hardware import FABRICS, HARDWARE, Fabric, Hardware
+from stepsight.dataset.hardware.physics import roofline_seconds
+from stepsight.dataset.kinds.op import Op
 from stepsight.simulator.given_latency import LATENCIES, GivenLatency, named_latency
 
 GPU, LINKS = HARDWARE["a100-sxm-80gb"], FABRICS["dgx-a100"]

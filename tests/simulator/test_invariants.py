@@ -11,9 +11,9 @@ import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from stepsight.dataset.errors import JobError
-from stepsight.dataset.hardware import Fabric, Hardware, Link
-from stepsight.dataset.job import Job
+from stepsight.dataset.base.errors import JobError
+from stepsight.dataset.hardware.hardware import Fabric, Hardware, Link
+from stepsight.dataset.job.job import Job
 from stepsight.simulator.latency_model import RooflineLatency
 from stepsight.simulator.memory import estimate_memory
 from stepsight.simulator.simulate import simulate

@@ -1,6 +1,6 @@
 import pytest
 
-from stepsight.dataset.hardware import Hardware, find_fabric
+from stepsight.dataset.hardware.hardware import Hardware, find_fabric
 from stepsight.simulator.latency_model import LatencyModel, RooflineLatency
 from stepsight.testing import LatencyModelContract
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from stepsight.dataset.hardware import Fabric, Hardware, Link
+from stepsight.dataset.hardware.hardware import Fabric, Hardware, Link
 from stepsight.dataset.imported.import_ranks import import_ranks
 from stepsight.simulator.latency_model import RooflineLatency
 from stepsight.simulator.profiler_traces import num_kernels, profiler_traces

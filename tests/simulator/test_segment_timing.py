@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from stepsight.dataset.hardware import Fabric, Hardware, Link
-from stepsight.dataset.op import Collective, Op
-from stepsight.dataset.program import Program
+from stepsight.dataset.graph.program import Program
+from stepsight.dataset.hardware.hardware import Fabric, Hardware, Link
+from stepsight.dataset.kinds.op import Collective, Op
 from stepsight.simulator.blocks.step import Beside, Comm, Item, Join
 from stepsight.simulator.clock.codes import DATA
 from stepsight.simulator.latency_model import RooflineLatency

@@ -8,9 +8,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from stepsight.dataset.hardware import Fabric, Hardware, Link
-from stepsight.dataset.op import Collective, Op
-from stepsight.dataset.program import Program
+from stepsight.dataset.graph.program import Program
+from stepsight.dataset.hardware.hardware import Fabric, Hardware, Link
+from stepsight.dataset.kinds.op import Collective, Op
 from stepsight.simulator.clock import engine, event_run, kernel
 from stepsight.simulator.clock.codes import HOST, NUM_CLOCKS
 from stepsight.simulator.latency_model import RooflineLatency

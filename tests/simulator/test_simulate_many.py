@@ -5,8 +5,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from stepsight.dataset.hardware import Hardware
-from stepsight.dataset.job import Job
+from stepsight.dataset.hardware.hardware import Hardware
+from stepsight.dataset.job.job import Job
 from stepsight.simulator.latency_model import RooflineLatency
 from stepsight.simulator.lowering.issue_order import Work
 from stepsight.simulator.simulate import simulate

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stepsight.dataset.errors import StepsightError
-from stepsight.dataset.hardware import Fabric, Hardware, Link
-from stepsight.dataset.job import Job
+from stepsight.dataset.base.errors import StepsightError
+from stepsight.dataset.hardware.hardware import Fabric, Hardware, Link
+from stepsight.dataset.job.job import Job
 from stepsight.simulator.latency_model import RooflineLatency
 from stepsight.simulator.simulate import Simulation, simulate
 from stepsight.simulator.timeline import timeline_json

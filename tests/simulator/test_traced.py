@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from stepsight.dataset.hardware import Hardware
-from stepsight.dataset.job import BatchSpec, ClusterSpec, Job, ModelSpec, ParallelSpec
-from stepsight.dataset.op import Collective
-from stepsight.dataset.program import Program
-from stepsight.dataset.run_folder import read_run
+from stepsight.dataset.graph.program import Program
+from stepsight.dataset.hardware.hardware import Hardware
+from stepsight.dataset.job.job import BatchSpec, ClusterSpec, Job, ModelSpec, ParallelSpec
+from stepsight.dataset.kinds.op import Collective
+from stepsight.dataset.runs.run_folder import read_run
 from stepsight.experiments.demo.local_jobs import STRATEGIES
 from stepsight.simulator.lowering.lower import lower
 from stepsight.training.measured.planning import make_plan, stand_in_of

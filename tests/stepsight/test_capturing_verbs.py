@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from stepsight.cli import app
-from stepsight.dataset.errors import StepsightError
+from stepsight.dataset.base.errors import StepsightError
 
 pytest.importorskip("torch")
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from stepsight.dataset.errors import StepsightError
-from stepsight.dataset.job import Job
+from stepsight.dataset.base.errors import StepsightError
+from stepsight.dataset.job.job import Job
 from stepsight.experiments.search.choices import Choice, SearchResult
 from stepsight.experiments.search.expressed import MOST_LEGAL, best_expressed, expresses
 from stepsight.experiments.search.space import Space

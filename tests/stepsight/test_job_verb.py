@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 import stepsight
 from stepsight.cli import app
-from stepsight.dataset.job import Job
+from stepsight.dataset.job.job import Job
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from stepsight.cli import app
-from stepsight.dataset.errors import StepsightError
+from stepsight.dataset.base.errors import StepsightError
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 JOB, OTHER = str(EXAMPLES / "gpt3-175b-1024.toml"), str(EXAMPLES / "gpt3-175b-1024-zero-bubble.toml")

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from stepsight.cli import app
 from stepsight.dataset import TraceGraphs
-from stepsight.dataset.errors import StepsightError
+from stepsight.dataset.base.errors import StepsightError
 from tests.dataset.traced_jobs import GpuJob, two_ranks
 
 

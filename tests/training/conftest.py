@@ -7,8 +7,8 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from stepsight.dataset.hardware import Hardware, find_fabric
-from stepsight.dataset.op import Collective, Op
+from stepsight.dataset.hardware.hardware import Hardware, find_fabric
+from stepsight.dataset.kinds.op import Collective, Op
 from stepsight.training.collectives.collective_models import fit_collectives
 from stepsight.training.kernels.kernel_models import fit_kernels
 from stepsight.training.predictor.predictor import Predictor

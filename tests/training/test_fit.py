@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 from mlflow import MlflowClient
 
-from stepsight.dataset.errors import TraceError
-from stepsight.dataset.hardware import Hardware
-from stepsight.dataset.job import BatchSpec, ClusterSpec, Job, ModelSpec, ParallelSpec
-from stepsight.dataset.op import Collective, Op
-from stepsight.dataset.program import Program
+from stepsight.dataset.base.errors import TraceError
+from stepsight.dataset.graph.program import Program
+from stepsight.dataset.hardware.hardware import Hardware
+from stepsight.dataset.job.job import BatchSpec, ClusterSpec, Job, ModelSpec, ParallelSpec
+from stepsight.dataset.kinds.op import Collective, Op
 from stepsight.simulator.lowering.lower import signatures
 from stepsight.simulator.simulate import simulate
 from stepsight.training.fit import train

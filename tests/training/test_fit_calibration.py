@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from stepsight.dataset.job import BatchSpec, ClusterSpec, Job, ModelSpec, ParallelSpec
+from stepsight.dataset.job.job import BatchSpec, ClusterSpec, Job, ModelSpec, ParallelSpec
 from stepsight.training.calibration.constants import NAMES, RESOURCES, Constants
 from stepsight.training.calibration.corrections import Calibration
 from stepsight.training.fit_calibration import TimedJob, fit_calibration

@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from stepsight.dataset.hardware import find_hardware, launch_units
-from stepsight.dataset.job import BatchSpec, ClusterSpec, Job, ModelSpec, ParallelSpec
-from stepsight.dataset.op import Op
-from stepsight.dataset.physics import roofline_seconds
-from stepsight.dataset.run_folder import read_run
+from stepsight.dataset.hardware.hardware import find_hardware, launch_units
+from stepsight.dataset.hardware.physics import roofline_seconds
+from stepsight.dataset.job.job import BatchSpec, ClusterSpec, Job, ModelSpec, ParallelSpec
+from stepsight.dataset.kinds.op import Op
+from stepsight.dataset.runs.run_folder import read_run
 from stepsight.simulator.lowering.lower import lower
 from stepsight.training.fit import train
 from stepsight.training.heldout import evaluate_heldout

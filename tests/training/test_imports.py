@@ -12,7 +12,7 @@ from stepsight.training.predictor.predictor import Predictor
 
 SCRIPT = """
 import sys
-from stepsight.dataset.job import BatchSpec, ClusterSpec, Job, ModelSpec, ParallelSpec
+from stepsight.dataset.job.job import BatchSpec, ClusterSpec, Job, ModelSpec, ParallelSpec
 from stepsight.training.predictor.prediction import predict
 from stepsight.training.predictor.predictor import Predictor
 job = Job(

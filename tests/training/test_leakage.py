@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from stepsight.dataset.files import digest_files
+from stepsight.dataset.base.files import digest_files
 from stepsight.dataset.tables import read_table
 from stepsight.training.predictor.predictor import SHIPPED, shipped_names
 from stepsight.training.shipped import catalogue

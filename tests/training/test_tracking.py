@@ -10,10 +10,10 @@ import pytest
 from mlflow import MlflowClient
 from mlflow.exceptions import MlflowException
 
-from stepsight.dataset.errors import JobError, PredictorError
-from stepsight.dataset.job import Job
-from stepsight.dataset.op import Op
-from stepsight.dataset.processes import process_name
+from stepsight.dataset.base.errors import JobError, PredictorError
+from stepsight.dataset.base.processes import process_name
+from stepsight.dataset.job.job import Job
+from stepsight.dataset.kinds.op import Op
 from stepsight.training.predictor.prediction import predict
 from stepsight.training.predictor.predictor import Predictor
 from stepsight.training.registered import load_model_uri, load_predictor, load_registered

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from stepsight.dataset.job import Job
+from stepsight.dataset.job.job import Job
 from stepsight.training.calibration.constants import Constants
 from stepsight.training.calibration.residual import Residual
 from stepsight.training.intervals.conformal import MOST_LOG

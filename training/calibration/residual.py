@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from stepsight.dataset.job import Job
+from stepsight.dataset.job.job import Job
 from stepsight.training.calibration.similarity import UNLIKE, Likeness, covariance
 from stepsight.training.regression.fitted_physics import MOST_LOG
 from stepsight.training.regression.gaussian_process import GaussianProcess

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from stepsight.dataset.job import Job
+from stepsight.dataset.job.job import Job
 
 Array = NDArray[np.float64]
 

@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from stepsight.dataset.hardware import Fabric
-from stepsight.dataset.op import COLLECTIVE_KINDS, Collective
+from stepsight.dataset.hardware.hardware import Fabric
+from stepsight.dataset.kinds.op import COLLECTIVE_KINDS, Collective
 from stepsight.features.nccl_choices import CHOICE_TERMS, LINK_FACTS, OVERLAPPING, choice_terms, link_facts
 from stepsight.training.collectives.size_curves import KNOTS, never_falling, read_curve
 from stepsight.training.collectives.size_residuals import MOST, share_left, size_residual

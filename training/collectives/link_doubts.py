@@ -8,8 +8,8 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from stepsight.dataset.hardware import Fabric
-from stepsight.dataset.op import Collective
+from stepsight.dataset.hardware.hardware import Fabric
+from stepsight.dataset.kinds.op import Collective
 from stepsight.features.nccl_choices import CHOICE_TERMS
 from stepsight.training.collectives.between_nodes import UNFITTED, BetweenNodes
 

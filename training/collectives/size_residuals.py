@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from stepsight.dataset.op import Collective
+from stepsight.dataset.kinds.op import Collective
 from stepsight.training.collectives.size_curves import LOG_KNOTS
 
 Array = NDArray[np.float64]

@@ -8,11 +8,11 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from stepsight.dataset.errors import JobError
-from stepsight.dataset.hardware import find_fabric, usual_fabric
+from stepsight.dataset.base.errors import JobError
+from stepsight.dataset.graph.program import Node
+from stepsight.dataset.hardware.hardware import find_fabric, usual_fabric
 from stepsight.dataset.imported.rank_graph import OPAQUE
-from stepsight.dataset.op import Op
-from stepsight.dataset.program import Node
+from stepsight.dataset.kinds.op import Op
 from stepsight.gnn.context_table import Context
 from stepsight.simulator.latency_model import LatencyModel
 from stepsight.simulator.segment_timing import timer_of

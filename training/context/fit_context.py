@@ -10,9 +10,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from stepsight.dataset.hardware import Hardware
-from stepsight.dataset.op import Op
-from stepsight.dataset.program import Program
+from stepsight.dataset.graph.program import Program
+from stepsight.dataset.hardware.hardware import Hardware
+from stepsight.dataset.kinds.op import Op
 from stepsight.features.graph_features import Topology, join, node_features, topology
 from stepsight.gnn.context_model import BOUND, LAYERS, ContextModel
 from stepsight.gnn.context_table import Context

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from stepsight.dataset.program import Program
+from stepsight.dataset.graph.program import Program
 from stepsight.gnn.context_model import BOUND
 from stepsight.gnn.context_table import Cell, ContextTable
 from stepsight.gnn.loss import ITERATION_DELTA, NODE_DELTA

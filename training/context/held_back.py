@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from stepsight.dataset.hardware import Hardware
+from stepsight.dataset.hardware.hardware import Hardware
 from stepsight.gnn.context_model import LAYERS
 from stepsight.gnn.context_table import Context
 from stepsight.training.context.examples import Taught, iteration_times, make_examples

@@ -16,8 +16,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from stepsight.dataset.job import Job
-from stepsight.dataset.program import Program
+from stepsight.dataset.graph.program import Program
+from stepsight.dataset.job.job import Job
 from stepsight.simulator.clock.engine import add_path
 from stepsight.simulator.latency_model import LatencyModel, dispatch_calls
 from stepsight.simulator.lowering.distinct_pipelines import distinct_pipelines

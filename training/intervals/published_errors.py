@@ -22,10 +22,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from stepsight.dataset.caching import Memo, cached
-from stepsight.dataset.files import read_json
-from stepsight.dataset.job import Job
-from stepsight.dataset.specs import QUANTIZED
+from stepsight.dataset.base.caching import Memo, cached
+from stepsight.dataset.base.files import read_json
+from stepsight.dataset.job.job import Job
+from stepsight.dataset.job.specs import QUANTIZED
 from stepsight.training.intervals.conformal import COVERAGE, MOST_LOG, ROOFLINE_LOG, Intervals
 
 PRESET = Path(__file__).with_name("published_widths.json")

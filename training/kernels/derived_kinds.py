@@ -10,9 +10,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from stepsight.dataset.hardware import Hardware
+from stepsight.dataset.hardware.hardware import Hardware
 from stepsight.dataset.kinds import STREAMED
-from stepsight.dataset.op import DTYPE_BYTES, OP_KINDS, Op
+from stepsight.dataset.kinds.op import DTYPE_BYTES, OP_KINDS, Op
 
 # Kernels with less than half of their base's efficiency are ignored, and so are those faster than their base.
 MIN_LOG_RATIO, MAX_LOG_RATIO = -0.05, 0.7

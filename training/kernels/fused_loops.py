@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from stepsight.dataset.op import Op
+from stepsight.dataset.kinds.op import Op
 from stepsight.training.regression.fitted_physics import Bounds, Physics, fit_physics
 
 Array = NDArray[np.float64]

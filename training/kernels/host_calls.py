@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from stepsight.dataset.op import Op
+from stepsight.dataset.kinds.op import Op
 from stepsight.features.host_call_features import CALL_FEATURES, CALL_TERMS, call_features, call_label, call_terms
 from stepsight.training.kernels.fused_loops import BOUNDS as LOOP_BOUNDS
 from stepsight.training.kernels.fused_loops import FUSED, loop_seconds, usual_loops

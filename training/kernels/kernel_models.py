@@ -9,11 +9,11 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from stepsight.dataset.box_spec import HARDWARE as BOX
-from stepsight.dataset.errors import PredictorError
-from stepsight.dataset.hardware import Hardware
-from stepsight.dataset.op import OP_KINDS, Op, OpKind
-from stepsight.dataset.physics import roofline_seconds
+from stepsight.dataset.base.errors import PredictorError
+from stepsight.dataset.hardware.hardware import Hardware
+from stepsight.dataset.hardware.physics import roofline_seconds
+from stepsight.dataset.kinds.op import OP_KINDS, Op, OpKind
+from stepsight.dataset.runs.box_spec import HARDWARE as BOX
 from stepsight.features.op_features import OP_TERMS, op_feature_names, op_features, op_position, op_terms
 from stepsight.training.kernels.derived_kinds import Ratio, as_run, base_in_precision, base_of, least_seconds
 from stepsight.training.kernels.derived_kinds import label as label

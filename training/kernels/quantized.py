@@ -13,8 +13,8 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from stepsight.dataset.hardware import Hardware
-from stepsight.dataset.op import Op
+from stepsight.dataset.hardware.hardware import Hardware
+from stepsight.dataset.kinds.op import Op
 from stepsight.dataset.tables import Measurements
 
 Array = NDArray[np.float64]

@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from stepsight.dataset.hardware import Hardware
-from stepsight.dataset.op import Op
+from stepsight.dataset.hardware.hardware import Hardware
+from stepsight.dataset.kinds.op import Op
 from stepsight.features.op_features import op_position
 from stepsight.training.kernels.derived_kinds import label
 from stepsight.training.regression.neighbours import LENGTHS, Neighbours, fit_neighbours

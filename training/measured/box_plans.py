@@ -10,12 +10,12 @@ from typing import Any
 
 import numpy as np
 
-from stepsight.dataset.box_spec import Box
-from stepsight.dataset.errors import CollectError
+from stepsight.dataset.base.errors import CollectError
 from stepsight.dataset.harness.plan import SCHEMA, check_plan, sleeping_problems
 from stepsight.dataset.harness.plan_error import HarnessError
-from stepsight.dataset.job import Job
-from stepsight.dataset.op import Collective, Op
+from stepsight.dataset.job.job import Job
+from stepsight.dataset.kinds.op import Collective, Op
+from stepsight.dataset.runs.box_spec import Box
 from stepsight.simulator.blocks.step import Block, Comm, Item
 from stepsight.simulator.latency_model import LatencyModel, RooflineLatency, Seconds
 from stepsight.simulator.lowering.lower import lower

@@ -7,7 +7,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, NamedTuple
 
-from stepsight.dataset.trace import TracedSegment
+from stepsight.dataset.runs.trace import TracedSegment
 from stepsight.training.measured.host_steps import HostStep, host_step
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stepsight.dataset.imported.rank_graph import PHASES
-from stepsight.dataset.op import Op
+from stepsight.dataset.kinds.op import Op
 from stepsight.features.host_call_features import call_label
 from stepsight.training.kernels.fused_loops import FUSED, fit_loops, loop_terms
 from stepsight.training.kernels.host_calls import Alone, HostCalls, fit_host_calls

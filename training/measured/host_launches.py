@@ -11,9 +11,9 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from stepsight.dataset.hardware import launch_units
-from stepsight.dataset.op import Op
-from stepsight.dataset.overhead import MOST_PER_EVENT_S, USUAL_PER_EVENT_S
+from stepsight.dataset.hardware.hardware import launch_units
+from stepsight.dataset.kinds.op import Op
+from stepsight.dataset.runs.overhead import MOST_PER_EVENT_S, USUAL_PER_EVENT_S
 from stepsight.training.measured.measured import MeasuredRun
 
 Array = NDArray[np.float64]

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from stepsight.dataset.hardware import Hardware, launch_units
-from stepsight.dataset.op import Op
-from stepsight.dataset.overhead import USUAL_PER_EVENT_S
+from stepsight.dataset.hardware.hardware import Hardware, launch_units
+from stepsight.dataset.kinds.op import Op
+from stepsight.dataset.runs.overhead import USUAL_PER_EVENT_S
 
 if TYPE_CHECKING:
     from stepsight.dataset.imported.learning_steps import StepWorks

@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from stepsight.dataset.errors import TraceError
+from stepsight.dataset.base.errors import TraceError
 from stepsight.dataset.imported.imported_run import read_imported
-from stepsight.dataset.job import Job
-from stepsight.dataset.op import Collective, Op
+from stepsight.dataset.job.job import Job
+from stepsight.dataset.kinds.op import Collective, Op
+from stepsight.dataset.runs.trace import TracedSegment
 from stepsight.dataset.tables.device_names import PRESETS, device_name
-from stepsight.dataset.trace import TracedSegment
 from stepsight.training.measured.graph_segments import read_graphs
 
 if TYPE_CHECKING:

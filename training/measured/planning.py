@@ -8,13 +8,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
-from stepsight.dataset.errors import CollectError
-from stepsight.dataset.hardware import Hardware, find_hardware
+from stepsight.dataset.base.errors import CollectError
+from stepsight.dataset.hardware.hardware import Hardware, find_hardware
+from stepsight.dataset.hardware.physics import alpha_beta_seconds
 from stepsight.dataset.harness.plan import SCHEMA, check_plan, job_problems
 from stepsight.dataset.harness.plan_error import HarnessError
-from stepsight.dataset.job import Job
-from stepsight.dataset.op import Collective, Op
-from stepsight.dataset.physics import alpha_beta_seconds
+from stepsight.dataset.job.job import Job
+from stepsight.dataset.kinds.op import Collective, Op
 from stepsight.simulator.lowering.lower import signatures
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from stepsight.dataset.job import Job
+from stepsight.dataset.job.job import Job
 from stepsight.simulator.clock.engine import Floats, Ints
 from stepsight.simulator.clock.track import Track, find_track
 from stepsight.simulator.clock.track_run import TrackRun, run_track

@@ -12,12 +12,12 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from stepsight.dataset.hardware import Fabric
-from stepsight.dataset.job import Job
-from stepsight.dataset.op import Collective, Op
-from stepsight.dataset.physics import alpha_beta_seconds
-from stepsight.dataset.program import Program
-from stepsight.dataset.run_manifest import RunManifest
+from stepsight.dataset.graph.program import Program
+from stepsight.dataset.hardware.hardware import Fabric
+from stepsight.dataset.hardware.physics import alpha_beta_seconds
+from stepsight.dataset.job.job import Job
+from stepsight.dataset.kinds.op import Collective, Op
+from stepsight.dataset.runs.run_manifest import RunManifest
 from stepsight.simulator.clock.codes import HOST, NUM_CLOCKS
 from stepsight.simulator.clock.kernel import Durations
 from stepsight.simulator.clock.track import Track

@@ -16,8 +16,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from stepsight.dataset.errors import JobError
-from stepsight.dataset.job import Job, JobLike
+from stepsight.dataset.base.errors import JobError
+from stepsight.dataset.job.job import Job, JobLike
 from stepsight.simulator.given_latency import LATENCY, GivenLatency, latency_name, latency_of_job
 from stepsight.simulator.latency_model import LatencyModel
 from stepsight.simulator.memory import estimate_memory

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from stepsight.dataset.caching import Memo, cached
-from stepsight.dataset.errors import PredictorError
-from stepsight.dataset.hardware import Fabric, Hardware
-from stepsight.dataset.hardware_facts import power_type
-from stepsight.dataset.op import Collective, Op
-from stepsight.dataset.program import Program
+from stepsight.dataset.base.caching import Memo, cached
+from stepsight.dataset.base.errors import PredictorError
+from stepsight.dataset.graph.program import Program
+from stepsight.dataset.hardware.hardware import Fabric, Hardware
+from stepsight.dataset.hardware.hardware_facts import power_type
+from stepsight.dataset.kinds.op import Collective, Op
 from stepsight.training.calibration.constants import Constants
 from stepsight.training.collectives.collective_models import CollectiveModel
 from stepsight.training.kernels.host_calls import HostCalls

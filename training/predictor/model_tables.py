@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from stepsight.dataset.hardware import Hardware, hardware_from_dict
+from stepsight.dataset.hardware.hardware import Hardware, hardware_from_dict
 from stepsight.training.collectives.between_nodes import BetweenNodes
 from stepsight.training.collectives.collective_models import CollectiveModel
 from stepsight.training.kernels.derived_kinds import Ratio

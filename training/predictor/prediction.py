@@ -9,9 +9,9 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from stepsight.dataset.errors import JobError, PredictorError, StepsightError
-from stepsight.dataset.hardware import find_hardware, unknown_hardware
-from stepsight.dataset.job import Job, JobLike
+from stepsight.dataset.base.errors import JobError, PredictorError, StepsightError
+from stepsight.dataset.hardware.hardware import find_hardware, unknown_hardware
+from stepsight.dataset.job.job import Job, JobLike
 from stepsight.simulator.explain import Sensitivity, explain
 from stepsight.simulator.flops import iteration_flops
 from stepsight.simulator.given_latency import GivenLatency, latency_name, latency_of_job

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from html import escape
 from typing import TYPE_CHECKING, Any, Protocol
 
-from stepsight.dataset.job import Job
+from stepsight.dataset.job.job import Job
 from stepsight.simulator.memory import Memory
 
 if TYPE_CHECKING:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from stepsight.dataset.job import Job
+from stepsight.dataset.job.job import Job
 from stepsight.training.predictor.prediction_views import seconds_text
 from stepsight.training.predictor.predictor import Predictor
 from stepsight.training.predictor.software_used import SoftwareUsed

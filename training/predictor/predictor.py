@@ -23,13 +23,13 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from stepsight.dataset.caching import Memo, cached
-from stepsight.dataset.errors import PredictorError
-from stepsight.dataset.files import new_folder, set_aside, write_json
-from stepsight.dataset.hardware import Fabric, Hardware, canonical_hardware, hardware_from_dict
-from stepsight.dataset.hardware_facts import power_type
-from stepsight.dataset.job import Job
-from stepsight.dataset.op import COLLECTIVE_KINDS, OP_KINDS, Collective, Op
+from stepsight.dataset.base.caching import Memo, cached
+from stepsight.dataset.base.errors import PredictorError
+from stepsight.dataset.base.files import new_folder, set_aside, write_json
+from stepsight.dataset.hardware.hardware import Fabric, Hardware, canonical_hardware, hardware_from_dict
+from stepsight.dataset.hardware.hardware_facts import power_type
+from stepsight.dataset.job.job import Job
+from stepsight.dataset.kinds.op import COLLECTIVE_KINDS, OP_KINDS, Collective, Op
 from stepsight.features.collective_features import COLLECTIVE_AXES, COLLECTIVE_FEATURES, COLLECTIVE_TERMS
 from stepsight.features.nccl_features import NCCL_TERMS
 from stepsight.features.op_features import OP_TERMS, op_feature_names

@@ -10,9 +10,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-from stepsight.dataset.bounded import read_file, read_unpacked, reason
-from stepsight.dataset.errors import PredictorError, StepsightError
-from stepsight.dataset.files import check_writable, digest, read_json, write_json
+from stepsight.dataset.base.bounded import read_file, read_unpacked, reason
+from stepsight.dataset.base.errors import PredictorError, StepsightError
+from stepsight.dataset.base.files import check_writable, digest, read_json, write_json
 
 FORMAT = "stepsight-predictor"
 SCHEMA = 5

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from stepsight.dataset.errors import PredictorError
+from stepsight.dataset.base.errors import PredictorError
 from stepsight.dataset.kinds import CollectiveKind, OpKind
 from stepsight.features.named_columns import FEATURE_VERSION, check_version
 

@@ -6,7 +6,7 @@ import gzip
 from pathlib import Path
 from typing import Any
 
-from stepsight.dataset.files import write_json
+from stepsight.dataset.base.files import write_json
 from stepsight.features.host_call_features import CALL_FEATURES
 from stepsight.training.kernels.host_calls import HostCalls
 from stepsight.training.predictor.predictor_manifest import read_part, tree_text

@@ -7,11 +7,11 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from stepsight.dataset.errors import JobError, PredictorError
-from stepsight.dataset.frameworks import GENERIC, framework_in
-from stepsight.dataset.job import Job
-from stepsight.dataset.op import Collective, Op
-from stepsight.dataset.software import LIBRARIES, release_month, version_numbers
+from stepsight.dataset.base.errors import JobError, PredictorError
+from stepsight.dataset.job.frameworks import GENERIC, framework_in
+from stepsight.dataset.job.job import Job
+from stepsight.dataset.job.software import LIBRARIES, release_month, version_numbers
+from stepsight.dataset.kinds.op import Collective, Op
 from stepsight.training.kernels.kernel_models import KernelModel, label
 
 ROWWISE = "a scale for each row"  # in names of software whose 8-bit products include a conversion

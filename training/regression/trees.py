@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from stepsight.dataset.errors import PredictorError
+from stepsight.dataset.base.errors import PredictorError
 from stepsight.features.named_columns import check_known, columns_of
 from stepsight.simulator.compiling import compiled
 

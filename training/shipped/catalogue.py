@@ -17,11 +17,11 @@ from typing import Any
 
 import numpy as np
 
-from stepsight.dataset.caching import cached
-from stepsight.dataset.errors import PredictorError, StepsightError
-from stepsight.dataset.files import digest
-from stepsight.dataset.hardware import Hardware, find_hardware
-from stepsight.dataset.op import COLLECTIVE_KINDS, OP_KINDS
+from stepsight.dataset.base.caching import cached
+from stepsight.dataset.base.errors import PredictorError, StepsightError
+from stepsight.dataset.base.files import digest
+from stepsight.dataset.hardware.hardware import Hardware, find_hardware
+from stepsight.dataset.kinds.op import COLLECTIVE_KINDS, OP_KINDS
 from stepsight.dataset.tables import Measurements
 from stepsight.training.kernels.derived_kinds import Ratio, label
 from stepsight.training.kernels.kernel_models import same_chip

@@ -9,10 +9,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from stepsight.dataset.errors import TableError
-from stepsight.dataset.hardware import Fabric, Hardware, find_fabric
-from stepsight.dataset.op import Collective, Op
-from stepsight.dataset.physics import roofline_seconds
+from stepsight.dataset.base.errors import TableError
+from stepsight.dataset.hardware.hardware import Fabric, Hardware, find_fabric
+from stepsight.dataset.hardware.physics import roofline_seconds
+from stepsight.dataset.kinds.op import Collective, Op
 from stepsight.dataset.tables import Measurements
 from stepsight.training.collectives.between_nodes import fit_between_nodes
 from stepsight.training.collectives.collective_models import CollectiveModel, fit_collectives, label_of

@@ -18,9 +18,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from stepsight.dataset.caching import cached
-from stepsight.dataset.files import read_json
-from stepsight.dataset.hardware import Hardware
+from stepsight.dataset.base.caching import cached
+from stepsight.dataset.base.files import read_json
+from stepsight.dataset.hardware.hardware import Hardware
 
 PRESET = Path(__file__).with_name("product_power.json")
 LEAST_SOURCES = 1  # fewest for an estimate; one source counts as much as the prior

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from stepsight.dataset.errors import PredictorError
+from stepsight.dataset.base.errors import PredictorError
 
 Array = NDArray[np.float64]
 LONG_S = 50e-6  # launches and clocks blur shorter times

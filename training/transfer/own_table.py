@@ -10,9 +10,16 @@ from fnmatch import fnmatchcase
 import numpy as np
 from numpy.typing import NDArray
 
-from stepsight.dataset.errors import TableError
-from stepsight.dataset.hardware import FABRICS, Fabric, Hardware, canonical_hardware, find_fabric, find_hardware
-from stepsight.dataset.op import Collective, Op
+from stepsight.dataset.base.errors import TableError
+from stepsight.dataset.hardware.hardware import (
+    FABRICS,
+    Fabric,
+    Hardware,
+    canonical_hardware,
+    find_fabric,
+    find_hardware,
+)
+from stepsight.dataset.kinds.op import Collective, Op
 from stepsight.dataset.tables import Measurements
 from stepsight.training.collectives.collective_models import label_of
 from stepsight.training.kernels.kernel_models import label

@@ -14,13 +14,13 @@ from typing import Any
 
 import numpy as np
 
-from stepsight.dataset.errors import CollectError, StepsightError
-from stepsight.dataset.hardware import Hardware
+from stepsight.dataset.base.errors import CollectError, StepsightError
+from stepsight.dataset.hardware.hardware import Hardware
+from stepsight.dataset.hardware.physics import roofline_seconds
 from stepsight.dataset.harness.plan import SCHEMA, check_plan
-from stepsight.dataset.job import Job
-from stepsight.dataset.models import MODELS
-from stepsight.dataset.op import Op
-from stepsight.dataset.physics import roofline_seconds
+from stepsight.dataset.job.job import Job
+from stepsight.dataset.job.models import MODELS
+from stepsight.dataset.kinds.op import Op
 from stepsight.simulator.lowering.lower import signatures
 from stepsight.training.kernels.kernel_models import label
 from stepsight.training.transfer.fit_transfer import FEWEST

@@ -15,10 +15,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from stepsight.dataset.errors import PredictorError
-from stepsight.dataset.hardware import Hardware
-from stepsight.dataset.op import Op
-from stepsight.dataset.physics import roofline_seconds
+from stepsight.dataset.base.errors import PredictorError
+from stepsight.dataset.hardware.hardware import Hardware
+from stepsight.dataset.hardware.physics import roofline_seconds
+from stepsight.dataset.kinds.op import Op
 from stepsight.features.named_columns import columns_of
 from stepsight.features.op_features import op_feature_names, op_features
 from stepsight.training.kernels.kernel_models import OUTSIDE, KernelModel, label

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from stepsight.dataset.hardware import Hardware
-from stepsight.dataset.job import Job
-from stepsight.dataset.op import Op
+from stepsight.dataset.hardware.hardware import Hardware
+from stepsight.dataset.job.job import Job
+from stepsight.dataset.kinds.op import Op
 from stepsight.simulator.latency_model import RooflineLatency
 from stepsight.simulator.simulate import simulate
 

@@ -14,13 +14,13 @@ A plan is a JSON object::
 A plan with ``box`` is for a cluster in a box (``latency_ms`` is optional).  Each of its runs also has ``sleeps`` (see
 ``box.sleeping``), because its ranks sleep instead of computing.
 
-A job is what ``stepsight.dataset.job.Job.to_dict`` writes, with every key filled in.
+A job is what ``stepsight.dataset.job.job.Job.to_dict`` writes, with every key filled in.
 
 ====================  ==========================================================================
 ``plan_checks``       the rules of a whole plan; ``check_plan`` fills in its options
 ``plan_sizes``        ranks and micro-batches of a run
 ``form``              types and ranges of a job's values
-``parallel_rules``    the arithmetic that every job keeps; ``stepsight.dataset.rules`` uses it too
+``parallel_rules``    the arithmetic that every job keeps; ``stepsight.dataset.job.rules`` uses it too
 ``runnable_jobs``     what the harness can run
 ``sleeping_jobs``     what a box can run
 ``box_checks``        the rules of ``box``

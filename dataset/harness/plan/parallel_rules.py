@@ -1,7 +1,7 @@
 """Arithmetic rules of every job. Standard library only.
 
-``stepsight.dataset.rules`` checks a ``Job`` with these rules and many more.  The harness checks the jobs of a plan with
-them, because it runs where ``Job`` is not installed.
+``stepsight.dataset.job.rules`` checks a ``Job`` with these rules and many more.  The harness checks the jobs of a plan
+with them, because it runs where ``Job`` is not installed.
 """
 
 from __future__ import annotations

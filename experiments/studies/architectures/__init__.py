@@ -23,7 +23,7 @@ PARTS = ("collect", "capture", "measure", "judge")
 def main(arguments: Sequence[str] | None = None) -> int:
     """Command line; returns the exit code."""
     options = _options(arguments)
-    from stepsight.dataset.errors import StepsightError
+    from stepsight.dataset.base.errors import StepsightError
 
     try:
         left, rows = _run(options)

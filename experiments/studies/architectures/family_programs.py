@@ -8,9 +8,9 @@ from pathlib import Path
 
 from stepsight.dataset.capture.captured import MANIFEST, Captured, read_captured, write_captured
 from stepsight.dataset.capture.capturing_run import CaptureRequest, capture
-from stepsight.dataset.event_file import read_event_file
 from stepsight.dataset.harness.progress import Progress
-from stepsight.dataset.op import Op
+from stepsight.dataset.kinds.op import Op
+from stepsight.dataset.runs.event_file import read_event_file
 from stepsight.experiments.ops_collecting import collect_ops
 from stepsight.experiments.studies.architectures.family_runs import SCRIPT
 from stepsight.training.measured.measured import calls_alone

@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 
 from stepsight.dataset.capture.captured import MANIFEST
-from stepsight.dataset.hardware import HARDWARE, find_fabric, usual_fabric
+from stepsight.dataset.hardware.hardware import HARDWARE, find_fabric, usual_fabric
 from stepsight.dataset.imported.rank_graph import OP, RankGraph
-from stepsight.dataset.op import Op
+from stepsight.dataset.kinds.op import Op
 from stepsight.experiments.studies.architectures.family_programs import program_folder, read_alone, read_program
 from stepsight.experiments.studies.architectures.family_runs import CONFIGURATIONS, read_runs_of_families, steps_of
 from stepsight.simulator.latency_model import RooflineLatency

@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from stepsight.dataset.errors import StepsightError
+from stepsight.dataset.base.errors import StepsightError
 from stepsight.experiments.studies.context.benchmark import judge
 from stepsight.experiments.studies.context.benchmark_report import outcome_dict, outcome_text
 from stepsight.experiments.studies.context.cluster_task import cluster_task

@@ -7,9 +7,9 @@ import torch
 from numpy.typing import NDArray
 from torch_geometric.data import HeteroData
 
-from stepsight.dataset.hardware import Fabric
-from stepsight.dataset.job import Job
-from stepsight.dataset.op import Collective
+from stepsight.dataset.hardware.hardware import Fabric
+from stepsight.dataset.job.job import Job
+from stepsight.dataset.kinds.op import Collective
 from stepsight.simulator.lowering.rank_layout import layout_of
 from stepsight.training.context.through_simulator import Iteration
 

@@ -15,13 +15,13 @@ import torch
 from numpy.typing import NDArray
 from torch_geometric.data import HeteroData
 
-from stepsight.dataset.box_spec import HARDWARE
-from stepsight.dataset.errors import TraceError
-from stepsight.dataset.graph_data import relation_pairs
-from stepsight.dataset.hardware import Fabric
+from stepsight.dataset.base.errors import TraceError
+from stepsight.dataset.graph.graph_data import relation_pairs
+from stepsight.dataset.hardware.hardware import Fabric
 from stepsight.dataset.imported.graph_schema import kind_names
-from stepsight.dataset.op import COLLECTIVE_KINDS, Collective, Op
-from stepsight.dataset.run_manifest import RunManifest, read_manifest
+from stepsight.dataset.kinds.op import COLLECTIVE_KINDS, Collective, Op
+from stepsight.dataset.runs.box_spec import HARDWARE
+from stepsight.dataset.runs.run_manifest import RunManifest, read_manifest
 from stepsight.experiments.studies.context.cluster_links import add_links
 from stepsight.experiments.studies.context.cluster_waits import waited_seconds
 from stepsight.experiments.studies.context.context_task import ContextTask, Design

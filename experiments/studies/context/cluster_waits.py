@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from stepsight.dataset.files import read_json
-from stepsight.dataset.op import Collective
-from stepsight.dataset.run_manifest import RunManifest
+from stepsight.dataset.base.files import read_json
+from stepsight.dataset.kinds.op import Collective
+from stepsight.dataset.runs.run_manifest import RunManifest
 from stepsight.experiments.studies.small_to_large.box_results import Passes, measured_passes, predicted_passes
 from stepsight.simulator.lowering.distinct_pipelines import distinct_pipelines
 from stepsight.simulator.segment_timing import Timer

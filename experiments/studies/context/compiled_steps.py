@@ -15,9 +15,9 @@ from typing import Any
 
 import numpy as np
 
+from stepsight.dataset.base.errors import TraceError
 from stepsight.dataset.capture.captured import MANIFEST, read_captured, write_captured
 from stepsight.dataset.capture.capturing_run import CaptureRequest, capture
-from stepsight.dataset.errors import TraceError
 from stepsight.dataset.imported.rank_graph import RankGraph
 from stepsight.experiments.reports.text_table import Number, table
 from stepsight.experiments.studies.architectures.family_programs import read_alone

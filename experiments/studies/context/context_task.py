@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch_geometric.data import HeteroData
 
-from stepsight.dataset.errors import TraceError
+from stepsight.dataset.base.errors import TraceError
 
 Array = NDArray[np.float64]
 LEAST_GROUPS = 3

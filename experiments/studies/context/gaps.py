@@ -15,10 +15,10 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from stepsight.dataset.errors import TraceError
+from stepsight.dataset.base.errors import TraceError
+from stepsight.dataset.graph.program import Dependency
 from stepsight.dataset.imported.import_ranks import import_ranks
 from stepsight.dataset.imported.rank_graph import HOST, WHY_NUMBER, RankGraph
-from stepsight.dataset.program import Dependency
 from stepsight.experiments.studies.context.step_errors import StepTable, step_table
 from stepsight.simulator.replay.replay import replay
 

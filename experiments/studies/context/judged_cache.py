@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch_geometric.data import HeteroData
 
-from stepsight.dataset.files import digest, digest_files, read_json, write_json
+from stepsight.dataset.base.files import digest, digest_files, read_json, write_json
 from stepsight.experiments.studies.context.context_coverage import Residuals
 from stepsight.experiments.studies.context.context_task import ContextTask
 from stepsight.training.context import fit_typed

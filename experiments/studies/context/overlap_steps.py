@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from stepsight.dataset.errors import TraceError
+from stepsight.dataset.base.errors import TraceError
 from stepsight.experiments.studies.context.edgeless_models import MODELS, Fit, given, table
 from stepsight.experiments.studies.context.network_models import concurrency_networks, without_edges
 from stepsight.experiments.studies.context.overlap_formulas import FORMULAS

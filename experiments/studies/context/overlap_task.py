@@ -12,11 +12,11 @@ import torch
 from numpy.typing import NDArray
 from torch_geometric.data import HeteroData
 
-from stepsight.dataset.errors import TraceError
-from stepsight.dataset.hardware import find_hardware
+from stepsight.dataset.base.errors import TraceError
+from stepsight.dataset.hardware.hardware import find_hardware
 from stepsight.dataset.imported.import_ranks import import_ranks
 from stepsight.dataset.imported.rank_graph import OP, RankGraph
-from stepsight.dataset.op import Collective, Op
+from stepsight.dataset.kinds.op import Collective, Op
 from stepsight.experiments.studies.context.beside import BESIDE, CLASSES, Beside, class_of
 from stepsight.experiments.studies.context.context_task import ContextTask, Design
 from stepsight.experiments.studies.context.network_models import concurrency_networks

@@ -10,10 +10,10 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from stepsight.dataset.files import read_json
+from stepsight.dataset.base.files import read_json
 from stepsight.dataset.imported.import_ranks import import_ranks
 from stepsight.dataset.imported.rank_graph import COLLECTIVE, OP, RankGraph
-from stepsight.dataset.op import Op
+from stepsight.dataset.kinds.op import Op
 from stepsight.experiments.studies.context.beside import overlapping
 from stepsight.experiments.studies.pairs.pair_collecting import ALONE, PAIR, RESULT
 

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch_geometric.data import HeteroData
 
-from stepsight.dataset.errors import TraceError
+from stepsight.dataset.base.errors import TraceError
 from stepsight.dataset.imported.rank_graph import RankGraph
 from stepsight.experiments.studies.context.edgeless_models import MODELS, Answers, Fit, given
 from stepsight.experiments.studies.context.network_models import without_edges

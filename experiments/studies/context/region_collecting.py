@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from stepsight.dataset.errors import TraceError
-from stepsight.dataset.files import read_json, write_text
+from stepsight.dataset.base.errors import TraceError
+from stepsight.dataset.base.files import read_json, write_text
 from stepsight.dataset.harness.regions.fused_regions import run_regions
 from stepsight.dataset.harness.regions.region_record import Region
 from stepsight.experiments.studies.context.more_families import FAMILIES

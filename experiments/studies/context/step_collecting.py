@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from stepsight.dataset.errors import TraceError
-from stepsight.dataset.files import read_json, write_text
+from stepsight.dataset.base.errors import TraceError
+from stepsight.dataset.base.files import read_json, write_text
 from stepsight.dataset.harness.regions.fused_regions import SETTINGS, reading_backend
 from stepsight.dataset.harness.regions.region_record import Region
 from stepsight.experiments.studies.architectures.family_script import FAMILIES, optimizer_of

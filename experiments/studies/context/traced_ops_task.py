@@ -13,14 +13,14 @@ import torch
 from numpy.typing import NDArray
 from torch_geometric.data import HeteroData
 
-from stepsight.dataset.errors import TraceError
-from stepsight.dataset.files import digest, digest_files
-from stepsight.dataset.hardware import Hardware, find_hardware
+from stepsight.dataset.base.errors import TraceError
+from stepsight.dataset.base.files import digest, digest_files
+from stepsight.dataset.hardware.hardware import Hardware, find_hardware
+from stepsight.dataset.hardware.physics import roofline_seconds
 from stepsight.dataset.imported.graph_dataset import make_dataset
 from stepsight.dataset.imported.imported_run import has_traces, run_folders
 from stepsight.dataset.imported.trace_graphs import TraceGraphs
-from stepsight.dataset.op import Op
-from stepsight.dataset.physics import roofline_seconds
+from stepsight.dataset.kinds.op import Op
 from stepsight.experiments.studies.context.context_task import ContextTask, Design
 from stepsight.experiments.studies.context.edgeless_models import table, trees
 from stepsight.experiments.studies.context.neighbour_features import neighbour_features

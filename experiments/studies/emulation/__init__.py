@@ -24,7 +24,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--box", action="append", help="boxes of that part (default: 2x1@200mbit and 4x1@200mbit)")
     parser.add_argument("--json", action="store_true", help="print the figures as JSON")
     options = parser.parse_args(arguments)
-    from stepsight.dataset.errors import StepsightError
+    from stepsight.dataset.base.errors import StepsightError
     from stepsight.experiments.studies.emulation.delay_sweep import knee
 
     figures: dict[str, Any] = {}
@@ -44,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _figures(part: str, boxes: Sequence[str]) -> list[dict[str, Any]]:
-    from stepsight.dataset.box_spec import read_box
+    from stepsight.dataset.runs.box_spec import read_box
     from stepsight.experiments.studies.emulation.delay_sweep import sweep
     from stepsight.experiments.studies.emulation.truth import compare
 

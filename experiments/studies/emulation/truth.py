@@ -8,9 +8,9 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from stepsight.dataset.box_spec import Box
 from stepsight.dataset.harness.scripts.script_launch import Ranks, run_ranks
-from stepsight.dataset.op import Collective
+from stepsight.dataset.kinds.op import Collective
+from stepsight.dataset.runs.box_spec import Box
 from stepsight.experiments.emulating import Emulation, emulate
 
 FOLDER = Path(__file__).parent

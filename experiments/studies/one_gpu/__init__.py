@@ -42,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--json", action="store_true", help="print the figures as JSON")
     options = parser.parse_args(arguments)
-    from stepsight.dataset.errors import StepsightError
+    from stepsight.dataset.base.errors import StepsightError
     from stepsight.experiments.studies.one_gpu.study import StudyOptions, run_study, write_plans
 
     asked = StudyOptions(options.out.resolve(), options.device, options.minutes, options.tables, options.hardware)

@@ -9,8 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from stepsight.dataset.hardware import find_hardware, usual_fabric
-from stepsight.dataset.job import BatchSpec, ClusterSpec, Job, ModelSpec, ParallelSpec
+from stepsight.dataset.hardware.hardware import find_hardware, usual_fabric
+from stepsight.dataset.job.job import BatchSpec, ClusterSpec, Job, ModelSpec, ParallelSpec
 
 STAND_IN = "stand-in"  # role of a run of one rank of a large job
 CPU = "local-cpu"

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import numpy as np
 
-from stepsight.dataset.files import read_json
-from stepsight.dataset.op import Op
+from stepsight.dataset.base.files import read_json
+from stepsight.dataset.kinds.op import Op
 from stepsight.experiments.studies.one_gpu.judge import held_op_rows, op_errors
 from stepsight.training.calibration.corrections import Calibration
 from stepsight.training.kernels.kernel_models import fit_kernels

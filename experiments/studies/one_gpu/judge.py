@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from stepsight.dataset.event_file import read_event_file
-from stepsight.dataset.files import read_json
-from stepsight.dataset.hardware import Hardware
-from stepsight.dataset.op import Op
-from stepsight.dataset.run_folder import read_collection
+from stepsight.dataset.base.files import read_json
+from stepsight.dataset.hardware.hardware import Hardware
+from stepsight.dataset.kinds.op import Op
+from stepsight.dataset.runs.event_file import read_event_file
+from stepsight.dataset.runs.run_folder import read_collection
 from stepsight.dataset.tables import Measurements
 from stepsight.experiments.evaluation import error_metrics
 from stepsight.experiments.studies.kernel_accuracy import LONG_S

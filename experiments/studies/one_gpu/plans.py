@@ -11,12 +11,12 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from stepsight.dataset.errors import CollectError
-from stepsight.dataset.hardware import Hardware, find_hardware
+from stepsight.dataset.base.errors import CollectError
+from stepsight.dataset.hardware.hardware import Hardware, find_hardware
 from stepsight.dataset.harness.plan import SCHEMA, check_plan
 from stepsight.dataset.harness.plan_error import HarnessError
-from stepsight.dataset.job import Job
-from stepsight.dataset.op import Op
+from stepsight.dataset.job.job import Job
+from stepsight.dataset.kinds.op import Op
 from stepsight.experiments.studies.one_gpu import drawn_ops as sizes
 from stepsight.experiments.studies.one_gpu.cases import STAND_IN, StepCase, stand_ins, step_cases
 from stepsight.simulator.latency_model import preset_latency

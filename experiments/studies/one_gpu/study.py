@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from stepsight.dataset.errors import CollectError, TraceError
-from stepsight.dataset.files import check_writable, new_folder, write_json, write_text
-from stepsight.dataset.hardware import find_hardware, hardware_names
+from stepsight.dataset.base.errors import CollectError, TraceError
+from stepsight.dataset.base.files import check_writable, new_folder, write_json, write_text
+from stepsight.dataset.hardware.hardware import find_hardware, hardware_names
 from stepsight.dataset.harness.atomic_files import locked
-from stepsight.dataset.run_folder import read_collection
+from stepsight.dataset.runs.run_folder import read_collection
 from stepsight.dataset.tables.device_names import device_name
 from stepsight.experiments.collecting import read_plan, run_plan
 from stepsight.experiments.reports.plots import plot_error_against_minutes, plot_predicted_against_measured

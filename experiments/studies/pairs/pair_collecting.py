@@ -13,8 +13,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from stepsight.dataset.errors import CollectError
-from stepsight.dataset.files import write_json
+from stepsight.dataset.base.errors import CollectError
+from stepsight.dataset.base.files import write_json
 from stepsight.dataset.harness.plan_error import HarnessError
 from stepsight.dataset.harness.scripts.script_launch import Ranks, run_ranks
 from stepsight.experiments.emulation_delays import telling

@@ -44,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", action="store_true", help="print the figures as JSON")
     parser.add_argument("--list", action="store_true", help="print the names of the runs")
     options = parser.parse_args(arguments)
-    from stepsight.dataset.errors import StepsightError
+    from stepsight.dataset.base.errors import StepsightError
     from stepsight.experiments.studies.small_to_large.box_cases import UserCases
 
     asked = UserCases(options.model, options.box, options.micro_batches)
@@ -67,7 +67,7 @@ def run_halves(out: Path, only: str, asked: UserCases) -> dict[str, Any]:
     Raises:
         CollectError: If no run matches.
     """
-    from stepsight.dataset.errors import CollectError
+    from stepsight.dataset.base.errors import CollectError
     from stepsight.experiments.studies.small_to_large import box_study, whole_cores
 
     figures = {}
@@ -93,6 +93,6 @@ def _names(only: str, asked: UserCases) -> list[str]:
 
 def _computing(asked: UserCases) -> list[Path]:
     """Job files whose own strategy fits on whole cores."""
-    from stepsight.dataset.job import Job
+    from stepsight.dataset.job.job import Job
 
     return [path for path in asked.models if Job.from_file(path).cluster.num_devices <= 2]

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from stepsight.dataset.box_spec import HARDWARE
-from stepsight.dataset.hardware import Fabric, find_hardware
-from stepsight.dataset.job import Job
-from stepsight.dataset.op import Collective, Op
+from stepsight.dataset.hardware.hardware import Fabric, find_hardware
+from stepsight.dataset.job.job import Job
+from stepsight.dataset.kinds.op import Collective, Op
+from stepsight.dataset.runs.box_spec import HARDWARE
 from stepsight.simulator.latency_model import Seconds
 from stepsight.simulator.lowering.lower import lower
 from stepsight.simulator.lowering.segment import Segment

@@ -10,11 +10,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from stepsight.dataset.box_spec import HARDWARE, Box, read_box
-from stepsight.dataset.errors import JobError
-from stepsight.dataset.job import BatchSpec, ClusterSpec, Job, ModelSpec, ParallelSpec
-from stepsight.dataset.op import Collective, Op
-from stepsight.dataset.specs import Straggler
+from stepsight.dataset.base.errors import JobError
+from stepsight.dataset.job.job import BatchSpec, ClusterSpec, Job, ModelSpec, ParallelSpec
+from stepsight.dataset.job.specs import Straggler
+from stepsight.dataset.kinds.op import Collective, Op
+from stepsight.dataset.runs.box_spec import HARDWARE, Box, read_box
 
 MOST_TRAINING_RANKS = 4
 RATE = 100  # Mbit/s

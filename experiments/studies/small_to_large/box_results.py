@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from stepsight.dataset.errors import CollectError
-from stepsight.dataset.files import read_json
-from stepsight.dataset.run_manifest import RunManifest, read_manifest
+from stepsight.dataset.base.errors import CollectError
+from stepsight.dataset.base.files import read_json
+from stepsight.dataset.runs.run_manifest import RunManifest, read_manifest
 from stepsight.experiments.studies.small_to_large.box_cases import BoxCase
 from stepsight.experiments.studies.small_to_large.boxes import file_name, folder_of
 from stepsight.simulator.schedules import KIND_NAMES

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from stepsight.dataset.box_spec import read_box
+from stepsight.dataset.runs.box_spec import read_box
 from stepsight.experiments.studies.small_to_large.box_cases import (
     RATE,
     SEARCHED,

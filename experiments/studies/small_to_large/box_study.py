@@ -9,9 +9,9 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
-from stepsight.dataset.box_spec import HARDWARE
-from stepsight.dataset.errors import CollectError
-from stepsight.dataset.files import check_writable, digest, write_json, write_text
+from stepsight.dataset.base.errors import CollectError
+from stepsight.dataset.base.files import check_writable, digest, write_json, write_text
+from stepsight.dataset.runs.box_spec import HARDWARE
 from stepsight.experiments.reports.plots import plot_predicted_against_measured
 from stepsight.experiments.studies.small_to_large.box_cases import NOTHING, UserCases, box_cases
 from stepsight.experiments.studies.small_to_large.box_results import Compared, compare_all

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from stepsight.dataset.files import read_json
-from stepsight.dataset.run_manifest import read_manifest
+from stepsight.dataset.base.files import read_json
+from stepsight.dataset.runs.run_manifest import read_manifest
 from stepsight.experiments.evaluation.error_metrics import regret
 from stepsight.experiments.reports.text_table import Number, table
 from stepsight.experiments.studies.small_to_large import baselines

@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from stepsight.dataset.box_spec import HARDWARE, Box
-from stepsight.dataset.errors import CollectError
-from stepsight.dataset.hardware import find_hardware
+from stepsight.dataset.base.errors import CollectError
+from stepsight.dataset.hardware.hardware import find_hardware
+from stepsight.dataset.runs.box_spec import HARDWARE, Box
 from stepsight.experiments.collecting import run_plan
 from stepsight.experiments.studies.small_to_large.box_cases import (
     MOST_TRAINING_RANKS,
@@ -86,7 +86,7 @@ def training_folders(out: Path) -> list[Path]:
 
 
 def _ranks(folder: Path) -> int:
-    from stepsight.dataset.files import read_json
+    from stepsight.dataset.base.files import read_json
 
     return Box.from_dict(read_json(folder / "plan.json")["box"]).num_ranks
 

@@ -12,7 +12,7 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
-from stepsight.dataset.job import Job, ModelSpec
+from stepsight.dataset.job.job import Job, ModelSpec
 from stepsight.experiments.demo.local_jobs import STRATEGIES, job_of_strategy
 
 RUNTIMES: Mapping[str, Mapping[str, object]] = MappingProxyType(

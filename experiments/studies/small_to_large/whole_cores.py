@@ -24,10 +24,10 @@ from typing import Any
 
 import numpy as np
 
-from stepsight.dataset.errors import CollectError
-from stepsight.dataset.files import check_writable, digest, write_json, write_text
-from stepsight.dataset.job import Job
-from stepsight.dataset.run_folder import read_collection
+from stepsight.dataset.base.errors import CollectError
+from stepsight.dataset.base.files import check_writable, digest, write_json, write_text
+from stepsight.dataset.job.job import Job
+from stepsight.dataset.runs.run_folder import read_collection
 from stepsight.experiments.collecting import available_ranks, run_plan
 from stepsight.experiments.evaluation.error_metrics import regret
 from stepsight.experiments.reports.plots import plot_predicted_against_measured

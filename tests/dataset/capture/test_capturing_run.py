@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from stepsight.dataset.base.errors import CaptureError
 from stepsight.dataset.capture.captured import Captured, read_captured, write_captured
 from stepsight.dataset.capture.capturing_run import CaptureRequest, _line_of_stack, capture
-from stepsight.dataset.errors import CaptureError
 
 pytest.importorskip("torch")
 

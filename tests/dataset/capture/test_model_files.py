@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from stepsight.dataset.base.errors import CaptureError
 from stepsight.dataset.capture.captured import rank_summary
 from stepsight.dataset.capture.model_files import ModelRequest, read_model
-from stepsight.dataset.errors import CaptureError
 
 BATCH, WIDTH, INNER, OUT = 8, 16, 32, 4
 PRODUCTS = 2 * BATCH * (WIDTH * INNER + INNER * OUT)  # FLOP of the forward

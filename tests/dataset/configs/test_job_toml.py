@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 
 from stepsight.dataset.configs.job_toml import job_toml
-from stepsight.dataset.job import Job
+from stepsight.dataset.job.job import Job
 from tests.simulator.any_job import jobs
 
 EXAMPLES = sorted((Path(__file__).parents[3] / "examples").glob("*-*.toml"))

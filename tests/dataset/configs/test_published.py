@@ -11,7 +11,7 @@ import pytest
 
 from stepsight.dataset.configs.config_job import ConfigJob, read_configs
 from stepsight.dataset.configs.drafts import Given
-from stepsight.dataset.job import ModelSpec
+from stepsight.dataset.job.job import ModelSpec
 
 GPT3 = """#!/bin/bash
 GPUS_PER_NODE=8

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 
+from stepsight.dataset.base.errors import JobError
 from stepsight.dataset.configs.config_job import ConfigJob, read_configs
 from stepsight.dataset.configs.drafts import Given
 from stepsight.dataset.configs.writers import WRITERS, write_config
-from stepsight.dataset.errors import JobError
-from stepsight.dataset.job import Job, ModelSpec
-from stepsight.dataset.models import MODELS
+from stepsight.dataset.job.job import Job, ModelSpec
+from stepsight.dataset.job.models import MODELS
 from tests.simulator.any_job import jobs
 
 ROOT = Path(__file__).parents[3]

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from stepsight.dataset.base.errors import JobError
 from stepsight.dataset.configs.shell_scripts import read_script
-from stepsight.dataset.errors import JobError
 
 SCRIPT = r"""
 #!/bin/bash

@@ -9,7 +9,7 @@ import pytest
 
 from stepsight.dataset.harness.plan import check_plan, num_micro_batches, world_sizes
 from stepsight.dataset.harness.plan_error import HarnessError
-from stepsight.dataset.job import Job
+from stepsight.dataset.job.job import Job
 
 EVENTS = {
     "name": "e",

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from stepsight.dataset.errors import TraceError
+from stepsight.dataset.base.errors import TraceError
 from stepsight.dataset.imported.import_ranks import import_chakra, summary
 from stepsight.dataset.imported.meetings import meetings
-from stepsight.dataset.op import Collective, Op
+from stepsight.dataset.kinds.op import Collective, Op
 from stepsight.simulator.replay.replay import replay
 from tests.dataset.chakra_files import jsonized, protobuf, two_products, workload, write_ranks
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from stepsight.dataset.errors import TraceError
+from stepsight.dataset.base.errors import TraceError
 from stepsight.dataset.imported.event_blocks import EventBlocks
 from stepsight.dataset.imported.event_structs import event_of
 from tests.dataset.kineto_files import KinetoFile, tiny_step

@@ -8,7 +8,7 @@ import pytest
 
 from stepsight.dataset.imported.rank_graph import RankGraph
 from stepsight.dataset.imported.read_rank import lateness, read_rank
-from stepsight.dataset.op import Op
+from stepsight.dataset.kinds.op import Op
 from stepsight.simulator.replay.replay import replay
 from tests.dataset.kineto_files import MAIN, KinetoFile
 

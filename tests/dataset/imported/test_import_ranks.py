@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from stepsight.dataset.errors import TraceError
+from stepsight.dataset.base.errors import TraceError
 from stepsight.dataset.imported.import_ranks import import_ranks, summary
 from tests.dataset.kineto_files import KinetoFile
 from tests.dataset.traced_jobs import GpuJob, two_ranks

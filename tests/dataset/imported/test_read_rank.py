@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from stepsight.dataset.errors import TraceError
+from stepsight.dataset.base.errors import TraceError
 from stepsight.dataset.imported.graph_files import read_graph, write_graph
 from stepsight.dataset.imported.rank_graph import COLLECTIVE, HOST, WHY, RankGraph
 from stepsight.dataset.imported.read_rank import lateness, read_rank

@@ -8,10 +8,12 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
+from tests.dataset.test_graph_data import overlapped, programs
 from torch_geometric.data import Batch, InMemoryDataset
 
 from stepsight.dataset import TraceGraphs
-from stepsight.dataset.graph_data import CONCURRENT, RELATIONS
+from stepsight.dataset.graph.graph_data import CONCURRENT, RELATIONS
+from stepsight.dataset.graph.program import Program
 from stepsight.dataset.imported.call_segments import call_segments
 from stepsight.dataset.imported.graph_collation import collated, to_hetero_data
 from stepsight.dataset.imported.graph_dataset import make_dataset
@@ -20,12 +22,10 @@ from stepsight.dataset.imported.import_ranks import import_ranks
 from stepsight.dataset.imported.learning_segments import learning_segments
 from stepsight.dataset.imported.segment_files import read_segments, write_segments
 from stepsight.dataset.imported.segment_parts import SegmentParts
-from stepsight.dataset.op import Op
-from stepsight.dataset.program import Program
-from stepsight.dataset.run_folder import read_run
-from stepsight.dataset.trace import TracedSegment
+from stepsight.dataset.kinds.op import Op
+from stepsight.dataset.runs.run_folder import read_run
+from stepsight.dataset.runs.trace import TracedSegment
 from tests.dataset.run_folders import write_run
-from tests.dataset.test_graph_data import overlapped, programs
 from tests.dataset.traced_jobs import two_ranks
 
 

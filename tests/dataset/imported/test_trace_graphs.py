@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from stepsight.dataset import TraceGraphs
-from stepsight.dataset.errors import StepsightError, TraceError
+from stepsight.dataset.base.errors import StepsightError, TraceError
 from stepsight.dataset.imported.graph_dataset import make_dataset
 from stepsight.dataset.imported.import_ranks import import_ranks
 from stepsight.dataset.imported.imported_run import write_imported

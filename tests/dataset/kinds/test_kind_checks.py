@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from stepsight.dataset.errors import StepsightError
+from stepsight.dataset.base.errors import StepsightError
 from stepsight.dataset.kinds import COLLECTIVE_KINDS, OP_KINDS, OpKind, registered_op_kind
-from stepsight.dataset.op import Op
+from stepsight.dataset.kinds.op import Op
 
 SCAN: dict[str, Any] = {
     "name": "scan",

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from stepsight.dataset.errors import StepsightError
+from stepsight.dataset.base.errors import StepsightError
 from stepsight.dataset.kinds import (
     COLLECTIVE_KINDS,
     OP_KINDS,
@@ -16,7 +16,7 @@ from stepsight.dataset.kinds import (
     unregister_op_kind,
 )
 from stepsight.dataset.kinds.collective_kind import CollectiveKind
-from stepsight.dataset.op import Collective, Op
+from stepsight.dataset.kinds.op import Collective, Op
 
 
 def _kind(name: str = "scan", code: int = -1) -> OpKind:

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from stepsight.dataset.kinds.call_dims import count
-from stepsight.dataset.op import OP_KINDS
+from stepsight.dataset.kinds.op import OP_KINDS
 from stepsight.dataset.readers.classify import Scope, annotated_op, call_table, classify
 
 

@@ -5,12 +5,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from stepsight.dataset.errors import TraceError
-from stepsight.dataset.op import Collective, Op
-from stepsight.dataset.program import Dependency
+from stepsight.dataset.base.errors import TraceError
+from stepsight.dataset.graph.program import Dependency
+from stepsight.dataset.kinds.op import Collective, Op
 from stepsight.dataset.readers.kineto import read_kineto
 from stepsight.dataset.readers.placement import Placement
-from stepsight.dataset.trace import RankTrace
+from stepsight.dataset.runs.trace import RankTrace
 from stepsight.testing import TraceReaderContract
 from tests.dataset.kineto_files import MAIN, WORKER, KinetoFile, tiny_step
 

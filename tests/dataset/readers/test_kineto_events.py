@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from stepsight.dataset.errors import TraceError
+from stepsight.dataset.base.errors import TraceError
 from stepsight.dataset.readers.kineto_events import read_events
 from tests.dataset.kineto_files import KinetoFile, tiny_step
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from stepsight.dataset.errors import TraceError
+from stepsight.dataset.base.errors import TraceError
 from stepsight.dataset.readers.placement import Placement
 from stepsight.dataset.readers.trace_formats import TRACE_READERS, read_rank_trace
 

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from stepsight.dataset.errors import JobError
-from stepsight.dataset.job import Job
+from stepsight.dataset.base.errors import JobError
+from stepsight.dataset.job.job import Job
 from stepsight.dataset.schedules import SCHEDULES, register_schedule
 from stepsight.dataset.schedules.base import BACKWARD, FORWARD, Schedule, ScheduleKind, _count, loop_placement
 from stepsight.simulator.schedules import find_schedule

@@ -2,7 +2,7 @@
 
 import pytest
 
-from stepsight.dataset.op import Collective
+from stepsight.dataset.kinds.op import Collective
 from stepsight.dataset.tables import Measurements
 from stepsight.testing import TableReaderContract
 

@@ -8,8 +8,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from stepsight.dataset.errors import TableError
-from stepsight.dataset.op import Collective, Op
+from stepsight.dataset.base.errors import TableError
+from stepsight.dataset.kinds.op import Collective, Op
 from stepsight.dataset.tables import Measurements, read_table
 from stepsight.testing import TableReaderContract
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from stepsight.dataset.errors import TraceError
-from stepsight.dataset.op import Collective, Op
+from stepsight.dataset.base.errors import TraceError
+from stepsight.dataset.kinds.op import Collective, Op
 from stepsight.dataset.tables.collection_table import read_collection_table
 from stepsight.dataset.tables.measurements import Measurements
 from tests.dataset.kineto_files import KinetoFile

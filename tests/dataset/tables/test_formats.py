@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from stepsight.dataset.errors import TableError
+from stepsight.dataset.base.errors import TableError
 from stepsight.dataset.tables import (
     FORMATS,
     Measurements,

@@ -7,8 +7,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from stepsight.dataset.errors import TableError
-from stepsight.dataset.op import Collective, Op
+from stepsight.dataset.base.errors import TableError
+from stepsight.dataset.kinds.op import Collective, Op
 from stepsight.dataset.tables import Measurements, SourceFile
 
 GEMM, NORM = Op("linear", (8, 16, 32)), Op("layer_norm", (8, 16), "fp16")

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from stepsight.dataset.errors import TableError
-from stepsight.dataset.op import Collective
+from stepsight.dataset.base.errors import TableError
+from stepsight.dataset.kinds.op import Collective
 from stepsight.dataset.tables import Measurements, read_table
 from stepsight.testing import TableReaderContract
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from stepsight.dataset.op import Op
+from stepsight.dataset.kinds.op import Op
 from stepsight.dataset.tables import Measurements
 from stepsight.testing import TableReaderContract
 

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from stepsight.dataset.errors import TableError
-from stepsight.dataset.op import Collective, Op
+from stepsight.dataset.base.errors import TableError
+from stepsight.dataset.kinds.op import Collective, Op
 from stepsight.dataset.tables import Measurements, read_table
 from stepsight.testing import TableReaderContract
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from stepsight.dataset.hardware import find_hardware
-from stepsight.dataset.op import Collective, Op
+from stepsight.dataset.hardware.hardware import find_hardware
+from stepsight.dataset.kinds.op import Collective, Op
 from stepsight.dataset.tables import Measurements, read_table
 
 ROOT = Path(__file__).parents[3]

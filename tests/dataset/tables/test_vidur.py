@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from stepsight.dataset.op import Collective, Op
+from stepsight.dataset.kinds.op import Collective, Op
 from stepsight.dataset.tables import Measurements, read_table
 from stepsight.testing import TableReaderContract
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from stepsight.dataset.specs import DISPATCHERS, RECOMPUTE_MODULES
+from stepsight.dataset.job.specs import DISPATCHERS, RECOMPUTE_MODULES
 from stepsight.experiments.evaluation.bridge_recipes import Recipe, find_recipe, recipes
 
 

@@ -11,9 +11,9 @@ import pytest
 from typer.testing import CliRunner
 
 from stepsight.cli import app
-from stepsight.dataset.errors import TableError
-from stepsight.dataset.hardware import Link, find_fabric
-from stepsight.dataset.op import Collective
+from stepsight.dataset.base.errors import TableError
+from stepsight.dataset.hardware.hardware import Link, find_fabric
+from stepsight.dataset.kinds.op import Collective
 from stepsight.dataset.tables import Measurements, SourceFile
 from stepsight.experiments.evaluation.calibrate_links import LARGER, LAYOUTS, calibrate_links, links_text
 from stepsight.experiments.reports.predictor_summary import predictor_text

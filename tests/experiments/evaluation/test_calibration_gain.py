@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from stepsight.dataset.errors import PredictorError, StepsightError, TableError
+from stepsight.dataset.base.errors import PredictorError, StepsightError, TableError
 from stepsight.experiments.evaluation.calibrate_runs import COPY, LARGER, SIZES, calibrate, calibration_text, sure_gain
 from stepsight.experiments.evaluation.calibration_gain import FITTED_ON, SPLITS, calibrate_small
 from stepsight.experiments.evaluation.calibration_split import read_most_gpus, split_by_series, split_by_size

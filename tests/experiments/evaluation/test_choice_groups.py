@@ -6,7 +6,7 @@ from typing import Any, cast
 
 import pytest
 
-from stepsight.dataset.job import ParallelSpec
+from stepsight.dataset.job.job import ParallelSpec
 from stepsight.experiments.evaluation.choice_groups import ChoiceGroup, choice_groups, mean_figures
 from stepsight.experiments.evaluation.naive_references import constant_mfu
 from stepsight.experiments.evaluation.scored_row import Scored

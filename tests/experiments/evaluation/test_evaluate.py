@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from stepsight.dataset.errors import PredictorError, TableError
+from stepsight.dataset.base.errors import PredictorError, TableError
 from stepsight.experiments.evaluation.calibration_split import split_by_size
 from stepsight.experiments.evaluation.evaluate import evaluate, figures, score
 from stepsight.experiments.evaluation.evaluation_report import evaluation_text

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from stepsight.dataset.errors import JobError
-from stepsight.dataset.job import Job
+from stepsight.dataset.base.errors import JobError
+from stepsight.dataset.job.job import Job
 from stepsight.experiments.evaluation.row_jobs import framework_of, job_of, jobs_of, precision_of
 from stepsight.experiments.evaluation.runs_table import Row, RowError
 from tests.experiments.evaluation.run_tables import digest_of, run_row

@@ -8,7 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from stepsight.cli import app
-from stepsight.dataset.errors import TableError
+from stepsight.dataset.base.errors import TableError
 from stepsight.experiments.evaluation.run_columns import COLUMNS, read_header, template
 from stepsight.experiments.evaluation.runs_table import NEEDED, read_runs_table
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from stepsight.dataset.errors import TableError
+from stepsight.dataset.base.errors import TableError
 from stepsight.experiments.evaluation.runs_table import RowError, read_runs_table
 from tests.experiments.evaluation.run_tables import run_row, write_runs
 

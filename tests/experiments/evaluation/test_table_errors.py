@@ -10,10 +10,10 @@ import pytest
 from typer.testing import CliRunner
 
 from stepsight.cli import app
-from stepsight.dataset.errors import TableError
-from stepsight.dataset.hardware import find_fabric, find_hardware
-from stepsight.dataset.op import Collective, Op
-from stepsight.dataset.physics import alpha_beta_seconds, roofline_seconds
+from stepsight.dataset.base.errors import TableError
+from stepsight.dataset.hardware.hardware import find_fabric, find_hardware
+from stepsight.dataset.hardware.physics import alpha_beta_seconds, roofline_seconds
+from stepsight.dataset.kinds.op import Collective, Op
 from stepsight.dataset.tables import Measurements, SourceFile
 from stepsight.experiments.evaluation.table_errors import judge_table, table_errors_text
 

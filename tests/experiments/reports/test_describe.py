@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from stepsight.dataset.errors import StepsightError
+from stepsight.dataset.base.errors import StepsightError
 from stepsight.dataset.imported.import_ranks import import_ranks
 from stepsight.dataset.imported.imported_run import write_imported
 from stepsight.dataset.tables import read_table

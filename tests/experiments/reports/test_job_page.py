@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from matplotlib import pyplot
 
-from stepsight.dataset.job import Job
+from stepsight.dataset.job.job import Job
 from stepsight.experiments.reports.job_page import job_facts, job_part, jobs_page, memory_over_time
 from stepsight.experiments.search.objectives import Goal
 from stepsight.experiments.search.search import search

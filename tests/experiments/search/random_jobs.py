@@ -5,8 +5,8 @@ from __future__ import annotations
 from random import Random
 from typing import Any
 
-from stepsight.dataset.errors import JobError
-from stepsight.dataset.job import Job
+from stepsight.dataset.base.errors import JobError
+from stepsight.dataset.job.job import Job
 
 CLUSTERS = ("a100-sxm-80gb", "h100-sxm-80gb", "b200-sxm-180gb", "a100-pcie-40gb", "v100-sxm-32gb")
 LINKS = {

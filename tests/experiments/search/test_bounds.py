@@ -6,8 +6,8 @@ from random import Random
 import numpy as np
 import pytest
 
-from stepsight.dataset.errors import JobError
-from stepsight.dataset.job import Job
+from stepsight.dataset.base.errors import JobError
+from stepsight.dataset.job.job import Job
 from stepsight.experiments.search.bounds import grid_bounds, least_factor
 from stepsight.experiments.search.grid import Grid
 from stepsight.experiments.search.schedule_bounds import in_flight

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from stepsight.dataset.errors import StepsightError
-from stepsight.dataset.job import Job
+from stepsight.dataset.base.errors import StepsightError
+from stepsight.dataset.job.job import Job
 from stepsight.experiments.search.expert_loads import ExpertLoads
 from stepsight.experiments.search.search import exhaustive, search
 from stepsight.experiments.search.space import Space

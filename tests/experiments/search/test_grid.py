@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from stepsight.dataset.errors import StepsightError
-from stepsight.dataset.job import Job
+from stepsight.dataset.base.errors import StepsightError
+from stepsight.dataset.job.job import Job
 from stepsight.experiments.search.grid import Grid
 from stepsight.experiments.search.space import Space
 from stepsight.experiments.search.strategies import strategies

@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from stepsight.dataset.errors import StepsightError
-from stepsight.dataset.job import Job
+from stepsight.dataset.base.errors import StepsightError
+from stepsight.dataset.job.job import Job
 from stepsight.experiments.search.mapped import ask_mapped, local_map
 from stepsight.experiments.search.search import search
 from stepsight.experiments.search.strategies import strategies

@@ -3,7 +3,7 @@
 import optuna
 import pytest
 
-from stepsight.dataset.job import Job
+from stepsight.dataset.job.job import Job
 from stepsight.experiments.search.search import search
 from stepsight.experiments.search.space import Space
 from stepsight.optuna import LegalStrategies

@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from stepsight.dataset.job import Job
+from stepsight.dataset.job.job import Job
 from stepsight.experiments.reports.search_report import search_report
 from stepsight.experiments.search.choices import Choice, SearchResult
 from stepsight.experiments.search.objectives import Goal

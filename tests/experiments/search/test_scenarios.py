@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from stepsight.dataset.errors import StepsightError
-from stepsight.dataset.job import Job
+from stepsight.dataset.base.errors import StepsightError
+from stepsight.dataset.job.job import Job
 from stepsight.experiments.reports.search_report import plot_result, search_report
 from stepsight.experiments.search.choices import SearchResult
 from stepsight.experiments.search.front import pareto_front

@@ -9,8 +9,8 @@ from typing import Any
 import optuna
 import pytest
 
-from stepsight.dataset.errors import StepsightError
-from stepsight.dataset.job import Job
+from stepsight.dataset.base.errors import StepsightError
+from stepsight.dataset.job.job import Job
 from stepsight.experiments.reports.search_report import search_report
 from stepsight.experiments.search.grid import Grid
 from stepsight.experiments.search.job_search import _question

@@ -25,7 +25,7 @@ LEGAL = 92  # strategies of the space below
 SEARCH = """
 import json, os, sys
 from pathlib import Path
-from stepsight.dataset.job import Job
+from stepsight.dataset.job.job import Job
 from stepsight.experiments.search.search import search
 from stepsight.experiments.search.space import Space
 storage, trials, workers, sampler, out = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4], Path(sys.argv[5])

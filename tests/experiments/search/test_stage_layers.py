@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from stepsight import Job, OtherDevices, predict
-from stepsight.dataset.errors import JobError
+from stepsight.dataset.base.errors import JobError
 from stepsight.experiments.search.choices import Choice, SearchResult
 from stepsight.experiments.search.stage_layers import (
     best_stage_layers,

@@ -6,7 +6,7 @@ from typing import cast
 
 import pytest
 
-from stepsight.dataset.box_spec import read_box
+from stepsight.dataset.runs.box_spec import read_box
 from stepsight.experiments.search.choices import Choice
 from stepsight.experiments.search.grid import Grid
 from stepsight.experiments.studies import box_regret

@@ -7,8 +7,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from stepsight.dataset.hardware import find_fabric
-from stepsight.dataset.op import Collective
+from stepsight.dataset.hardware.hardware import find_fabric
+from stepsight.dataset.kinds.op import Collective
 from stepsight.experiments.studies import collective_accuracy as study
 from stepsight.training.collectives.between_nodes import BetweenNodes
 from stepsight.training.predictor.predictor import Predictor

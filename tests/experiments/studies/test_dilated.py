@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from stepsight.dataset.errors import CollectError
+from stepsight.dataset.base.errors import CollectError
 from stepsight.experiments.studies import dilated
 from stepsight.simulator.clock.track import Track, find_track
 from stepsight.simulator.schedules import KIND_NAMES

@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from stepsight.dataset.hardware import find_hardware
-from stepsight.dataset.op import Op
-from stepsight.dataset.physics import roofline_seconds
+from stepsight.dataset.hardware.hardware import find_hardware
+from stepsight.dataset.hardware.physics import roofline_seconds
+from stepsight.dataset.kinds.op import Op
 from stepsight.experiments.studies import kernel_accuracy
 from stepsight.training.shipped.from_tables import OpRows
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from stepsight.dataset.errors import JobError
+from stepsight.dataset.base.errors import JobError
 from stepsight.experiments.evaluation.runs_table import Row
 from stepsight.experiments.studies.memory_accuracy import (
     SOURCES,

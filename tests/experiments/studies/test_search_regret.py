@@ -5,7 +5,7 @@ from random import Random
 
 import pytest
 
-from stepsight.dataset.job import Job
+from stepsight.dataset.job.job import Job
 from stepsight.experiments.studies import search_regret
 
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from stepsight.dataset.hardware import find_hardware
-from stepsight.dataset.op import Op
+from stepsight.dataset.hardware.hardware import find_hardware
+from stepsight.dataset.kinds.op import Op
 from stepsight.experiments.reports.plots import plot_error_curves
 from stepsight.experiments.studies import selection_accuracy as study
 from stepsight.training.predictor.predictor import teacher_of

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from stepsight.dataset.execution import ENGINE_SEMANTICS, KernelSemantics, default_engine
-from stepsight.dataset.job import ModelSpec
-from stepsight.dataset.op import Collective, Op
+from stepsight.dataset.job.execution import ENGINE_SEMANTICS, KernelSemantics, default_engine
+from stepsight.dataset.job.job import ModelSpec
+from stepsight.dataset.kinds.op import Collective, Op
 from stepsight.simulator.blocks.shape import Group, RankShape
 from stepsight.simulator.blocks.step import Beside, Block, Comm, Item, Join
 

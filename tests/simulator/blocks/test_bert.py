@@ -1,6 +1,6 @@
 from dataclasses import replace
 
-from stepsight.dataset.op import Op
+from stepsight.dataset.kinds.op import Op
 from stepsight.simulator.blocks import bert
 from tests.simulator.blocks.shapes import parameters, small_shape, words
 

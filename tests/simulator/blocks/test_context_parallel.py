@@ -1,6 +1,6 @@
 import pytest
 
-from stepsight.dataset.op import Collective
+from stepsight.dataset.kinds.op import Collective
 from stepsight.simulator.blocks import bert, dense
 from tests.simulator.blocks.shapes import collectives, flops, items, small_shape, words
 

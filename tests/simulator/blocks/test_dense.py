@@ -1,6 +1,6 @@
 import pytest
 
-from stepsight.dataset.op import Collective, Op
+from stepsight.dataset.kinds.op import Collective, Op
 from stepsight.simulator.blocks.dense import embedding, head, layer, layer_kinds
 from tests.simulator.blocks.shapes import collectives, flops, items, parameters, small_model, small_shape, words
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from stepsight.dataset.op import Op
+from stepsight.dataset.kinds.op import Op
 from stepsight.simulator.blocks import dense, eager, layer_parts
 from stepsight.simulator.blocks.shape import RankShape
 from stepsight.simulator.blocks.step import Block

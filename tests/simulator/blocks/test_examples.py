@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from stepsight.dataset.job import Job
+from stepsight.dataset.job.job import Job
 from stepsight.simulator.blocks.family import embedding_block, find_family, head_block, layer_block
 from stepsight.simulator.lowering.sizes import rank_shape
 from tests.simulator.blocks.shapes import collectives, items

@@ -2,9 +2,9 @@ from typing import Any
 
 import pytest
 
-from stepsight.dataset import specs
-from stepsight.dataset.errors import JobError
-from stepsight.dataset.job import Job
+from stepsight.dataset.base.errors import JobError
+from stepsight.dataset.job import specs
+from stepsight.dataset.job.job import Job
 from stepsight.simulator.blocks import dense
 from stepsight.simulator.blocks.family import (
     Family,

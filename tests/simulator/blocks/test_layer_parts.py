@@ -1,4 +1,4 @@
-from stepsight.dataset.op import Op
+from stepsight.dataset.kinds.op import Op
 from stepsight.simulator.blocks.dense import head, layer
 from stepsight.simulator.blocks.layer_parts import column_linear
 from tests.simulator.blocks.shapes import items, ops, small_shape

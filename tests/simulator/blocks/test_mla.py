@@ -1,6 +1,6 @@
 import pytest
 
-from stepsight.dataset.op import Collective, Op
+from stepsight.dataset.kinds.op import Collective, Op
 from stepsight.simulator.blocks.dense import layer
 from stepsight.simulator.blocks.mla import latent_attention
 from stepsight.simulator.blocks.offload import kept_bytes

@@ -3,7 +3,7 @@ from typing import Any
 
 import pytest
 
-from stepsight.dataset.op import Collective, Op
+from stepsight.dataset.kinds.op import Collective, Op
 from stepsight.simulator.blocks.dense import layer
 from stepsight.simulator.blocks.moe import HIDDEN, experts, places_of_token, token_counts
 from stepsight.simulator.blocks.offload import kept_bytes

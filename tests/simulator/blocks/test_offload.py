@@ -1,4 +1,4 @@
-from stepsight.dataset.op import Op
+from stepsight.dataset.kinds.op import Op
 from stepsight.simulator.blocks.family import layer_block
 from stepsight.simulator.blocks.offload import kept_bytes, offloaded
 from stepsight.simulator.blocks.step import Beside, Saved, Step

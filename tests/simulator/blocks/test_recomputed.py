@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from stepsight.dataset.op import Op
+from stepsight.dataset.kinds.op import Op
 from stepsight.simulator.blocks.family import layer_block
 from stepsight.simulator.blocks.offload import kept_bytes
 from stepsight.simulator.blocks.shape import RankShape

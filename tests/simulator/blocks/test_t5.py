@@ -1,6 +1,6 @@
 from collections import Counter
 
-from stepsight.dataset.op import Op
+from stepsight.dataset.kinds.op import Op
 from stepsight.simulator.blocks import t5
 from tests.simulator.blocks.shapes import items, ops, parameters, small_model, small_shape, words
 

@@ -1,4 +1,4 @@
-from stepsight.dataset.op import Op
+from stepsight.dataset.kinds.op import Op
 from stepsight.simulator.blocks import vit
 from tests.simulator.blocks.shapes import items, small_shape, words
 

@@ -3,7 +3,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stepsight.dataset.errors import JobError
+from stepsight.dataset.base.errors import JobError
 from stepsight.simulator.clock.track import FIRST, LAST, MIDDLE, Track, find_track, steady_state
 from stepsight.simulator.runtimes.entries import COMPUTE, POST
 from stepsight.simulator.schedules import BACKWARD, BACKWARD_WEIGHT, FORWARD

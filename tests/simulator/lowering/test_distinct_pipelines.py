@@ -8,11 +8,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from stepsight.dataset.errors import JobError
-from stepsight.dataset.hardware import Hardware, find_hardware
-from stepsight.dataset.job import Job
-from stepsight.dataset.op import Collective
-from stepsight.dataset.specs import OtherDevices, SlowLink, Straggler
+from stepsight.dataset.base.errors import JobError
+from stepsight.dataset.hardware.hardware import Hardware, find_hardware
+from stepsight.dataset.job.job import Job
+from stepsight.dataset.job.specs import OtherDevices, SlowLink, Straggler
+from stepsight.dataset.kinds.op import Collective
 from stepsight.simulator.clock.track_run import run_track
 from stepsight.simulator.latency_model import RooflineLatency
 from stepsight.simulator.lowering.distinct_pipelines import Pipeline, distinct_pipelines

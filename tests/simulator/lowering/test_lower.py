@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 
-from stepsight.dataset.errors import JobError
-from stepsight.dataset.hardware import Hardware, find_fabric, find_hardware
-from stepsight.dataset.job import ExecutionSpec, Job
-from stepsight.dataset.op import Collective, Op
-from stepsight.dataset.program import Program
+from stepsight.dataset.base.errors import JobError
+from stepsight.dataset.graph.program import Program
+from stepsight.dataset.hardware.hardware import Hardware, find_fabric, find_hardware
+from stepsight.dataset.job.job import ExecutionSpec, Job
+from stepsight.dataset.kinds.op import Collective, Op
 from stepsight.simulator.latency_model import RooflineLatency
 from stepsight.simulator.lowering.lower import lower, signatures
 from stepsight.simulator.lowering.sizes import part_shapes

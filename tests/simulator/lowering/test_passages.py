@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stepsight.dataset.op import Op
+from stepsight.dataset.kinds.op import Op
 from stepsight.simulator.blocks.family import layer_block
 from stepsight.simulator.blocks.step import Block, Join
 from stepsight.simulator.lowering.passages import (

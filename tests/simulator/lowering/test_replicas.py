@@ -9,10 +9,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from stepsight.dataset.hardware import Fabric, Hardware, Link
-from stepsight.dataset.job import Job
-from stepsight.dataset.op import Collective
-from stepsight.dataset.program import Program
+from stepsight.dataset.graph.program import Program
+from stepsight.dataset.hardware.hardware import Fabric, Hardware, Link
+from stepsight.dataset.job.job import Job
+from stepsight.dataset.kinds.op import Collective
 from stepsight.simulator.latency_model import RooflineLatency
 from stepsight.simulator.lowering.lower import lower
 from stepsight.simulator.lowering.part_units import part_units

@@ -5,10 +5,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from stepsight.dataset.caching import clear_caches
-from stepsight.dataset.hardware import Hardware
-from stepsight.dataset.job import Job
-from stepsight.dataset.op import Collective, Op
+from stepsight.dataset.base.caching import clear_caches
+from stepsight.dataset.hardware.hardware import Hardware
+from stepsight.dataset.job.job import Job
+from stepsight.dataset.kinds.op import Collective, Op
 from stepsight.simulator.blocks.step import Item
 from stepsight.simulator.clock.codes import DATA, SECOND
 from stepsight.simulator.lowering.gathers import Gathers

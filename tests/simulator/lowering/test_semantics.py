@@ -13,12 +13,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from stepsight.dataset.hardware import Hardware, find_hardware
-from stepsight.dataset.job import ExecutionSpec, Job
-from stepsight.dataset.op import DTYPE_BYTES, Collective, Op
-from stepsight.dataset.program import Program
-from stepsight.dataset.run_folder import read_run
-from stepsight.dataset.specs import ENGINES, PRECISIONS
+from stepsight.dataset.graph.program import Program
+from stepsight.dataset.hardware.hardware import Hardware, find_hardware
+from stepsight.dataset.job.job import ExecutionSpec, Job
+from stepsight.dataset.job.specs import ENGINES, PRECISIONS
+from stepsight.dataset.kinds.op import DTYPE_BYTES, Collective, Op
+from stepsight.dataset.runs.run_folder import read_run
 from stepsight.experiments.studies.memory_accuracy import tracked_job, tracked_row
 from stepsight.simulator.lowering import lower as lowering
 from stepsight.simulator.lowering.lower import Lowered, lower, signatures

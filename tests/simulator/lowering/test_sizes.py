@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stepsight.dataset.specs import AXES
+from stepsight.dataset.job.specs import AXES
 from stepsight.simulator.blocks.shape import Group
 from stepsight.simulator.lowering.rank_layout import Layout
 from stepsight.simulator.lowering.sizes import boundary_bytes, groups_of, part_shapes, rank_shape

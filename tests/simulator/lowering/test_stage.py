@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
-from stepsight.dataset.hardware import Hardware
-from stepsight.dataset.job import Job
-from stepsight.dataset.op import Collective, Op
-from stepsight.dataset.specs import OptimizerSpec
+from stepsight.dataset.hardware.hardware import Hardware
+from stepsight.dataset.job.job import Job
+from stepsight.dataset.job.specs import OptimizerSpec
+from stepsight.dataset.kinds.op import Collective, Op
 from stepsight.simulator.latency_model import RooflineLatency
 from stepsight.simulator.lowering.lower import lower
 from stepsight.simulator.simulate import simulate

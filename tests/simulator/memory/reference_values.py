@@ -11,9 +11,9 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from stepsight.dataset.execution import semantics_of
-from stepsight.dataset.hardware import HARDWARE
-from stepsight.dataset.job import BatchSpec, ClusterSpec, Job, ModelSpec, OptimizerSpec, ParallelSpec
+from stepsight.dataset.hardware.hardware import HARDWARE
+from stepsight.dataset.job.execution import semantics_of
+from stepsight.dataset.job.job import BatchSpec, ClusterSpec, Job, ModelSpec, OptimizerSpec, ParallelSpec
 from stepsight.simulator.lowering.sizes import groups_of, part_shapes, rank_shape
 from stepsight.simulator.memory import estimate_memory
 from stepsight.simulator.memory.part import part_memory

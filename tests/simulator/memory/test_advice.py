@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from stepsight.dataset.hardware import Hardware
-from stepsight.dataset.job import Job
+from stepsight.dataset.hardware.hardware import Hardware
+from stepsight.dataset.job.job import Job
 from stepsight.simulator.memory import estimate_memory
 from stepsight.simulator.memory.advice import advice
 from tests.simulator.conftest import JobMaker

@@ -2,8 +2,8 @@
 
 import pytest
 
-from stepsight.dataset.op import Op
-from stepsight.dataset.specs import ModelSpec
+from stepsight.dataset.job.specs import ModelSpec
+from stepsight.dataset.kinds.op import Op
 from stepsight.simulator.blocks.shape import Group, RankShape
 from stepsight.simulator.blocks.step import Saved, Step
 from stepsight.simulator.memory.block import BlockMemory, Gradients, block_memory, layer_memory

@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
-from stepsight.dataset.errors import JobError
-from stepsight.dataset.hardware import HARDWARE, Hardware, find_hardware
-from stepsight.dataset.job import Job
-from stepsight.dataset.specs import OtherDevices
+from stepsight.dataset.base.errors import JobError
+from stepsight.dataset.hardware.hardware import HARDWARE, Hardware, find_hardware
+from stepsight.dataset.job.job import Job
+from stepsight.dataset.job.specs import OtherDevices
 from stepsight.simulator.memory import estimate_memory
 from stepsight.simulator.memory.devices import smallest_devices
 from tests.simulator.conftest import JobMaker

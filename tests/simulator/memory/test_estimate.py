@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from stepsight.dataset.errors import JobError
-from stepsight.dataset.hardware import HARDWARE, Hardware
-from stepsight.dataset.job import Job
+from stepsight.dataset.base.errors import JobError
+from stepsight.dataset.hardware.hardware import HARDWARE, Hardware
+from stepsight.dataset.job.job import Job
 from stepsight.simulator.memory import estimate_memory, estimate_moments
 from stepsight.simulator.memory.estimate import FIELDS
 from stepsight.simulator.schedules import find_schedule, write_schedule

@@ -1,4 +1,4 @@
-from stepsight.dataset.hardware import Hardware
+from stepsight.dataset.hardware.hardware import Hardware
 from stepsight.simulator.memory import estimate_memory
 from tests.simulator.conftest import JobMaker
 

@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from stepsight.dataset.execution import semantics_of
-from stepsight.dataset.hardware import Hardware
-from stepsight.dataset.job import ExecutionSpec, Job, OptimizerSpec
+from stepsight.dataset.hardware.hardware import Hardware
+from stepsight.dataset.job.execution import semantics_of
+from stepsight.dataset.job.job import ExecutionSpec, Job, OptimizerSpec
 from stepsight.simulator.lowering.sizes import groups_of
 from stepsight.simulator.memory import StageMemory, estimate_memory
 from stepsight.simulator.memory.states import States, states_of

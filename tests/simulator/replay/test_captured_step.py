@@ -7,7 +7,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from stepsight.dataset.hardware import find_fabric, find_hardware
+from stepsight.dataset.graph.program import Dependency
+from stepsight.dataset.hardware.hardware import find_fabric, find_hardware
 from stepsight.dataset.imported.rank_graph import (
     COLLECTIVE,
     EDGE_COLUMNS,
@@ -16,8 +17,7 @@ from stepsight.dataset.imported.rank_graph import (
     WHY_NUMBER,
     RankGraph,
 )
-from stepsight.dataset.op import Collective, Op
-from stepsight.dataset.program import Dependency
+from stepsight.dataset.kinds.op import Collective, Op
 from stepsight.simulator.latency_model import RooflineLatency
 from stepsight.simulator.replay.captured_step import time_captured
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from stepsight.dataset.errors import StepsightError
-from stepsight.dataset.hardware import HARDWARE, find_fabric
+from stepsight.dataset.base.errors import StepsightError
+from stepsight.dataset.hardware.hardware import HARDWARE, find_fabric
 from stepsight.dataset.imported.import_ranks import import_ranks
 from stepsight.dataset.imported.rank_graph import RankGraph
 from stepsight.simulator.latency_model import RooflineLatency

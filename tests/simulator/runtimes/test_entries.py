@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from stepsight.dataset.errors import JobError
+from stepsight.dataset.base.errors import JobError
 from stepsight.simulator.runtimes.entries import COMPUTE, POST, RECEIVE, SEND, WAIT, find_messages, interleaved
 from stepsight.simulator.schedules import Order, find_schedule, order_actions
 

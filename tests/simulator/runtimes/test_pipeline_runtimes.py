@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from stepsight.dataset.errors import JobError
+from stepsight.dataset.base.errors import JobError
 from stepsight.simulator.clock.track import Track, find_track, track
 from stepsight.simulator.runtimes.entries import COMPUTE, POST, WAIT
 from stepsight.simulator.schedules import BACKWARD, FORWARD, KIND_NAMES, Schedule, find_schedule, v_placement

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from stepsight.dataset.errors import JobError
+from stepsight.dataset.base.errors import JobError
 from stepsight.simulator.clock.track import track
 from stepsight.simulator.schedules import Schedule, find_schedule, read_schedule, write_schedule
 

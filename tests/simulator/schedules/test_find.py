@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stepsight.dataset.errors import JobError
+from stepsight.dataset.base.errors import JobError
 from stepsight.dataset.schedules import SCHEDULES
 from stepsight.simulator.schedules import KIND_NAMES, Schedule, find_schedule, order_actions
 

@@ -3,7 +3,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stepsight.dataset.errors import JobError
+from stepsight.dataset.base.errors import JobError
 from stepsight.simulator.schedules import (
     BACKWARD,
     BACKWARD_INPUT,

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from stepsight.dataset.errors import PredictorError
-from stepsight.dataset.hardware import Fabric, Link, find_fabric, usual_fabric
-from stepsight.dataset.op import COLLECTIVE_KINDS, Collective
+from stepsight.dataset.base.errors import PredictorError
+from stepsight.dataset.hardware.hardware import Fabric, Link, find_fabric, usual_fabric
+from stepsight.dataset.kinds.op import COLLECTIVE_KINDS, Collective
 from stepsight.training.collectives.between_nodes import FACTORS, BetweenNodes, fit_between_nodes
 from stepsight.training.predictor.predictor import Predictor, shipped_names
 from stepsight.training.shipped.catalogue import shipped_predictor

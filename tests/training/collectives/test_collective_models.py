@@ -4,9 +4,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from stepsight.dataset.hardware import Fabric, find_fabric
-from stepsight.dataset.op import Collective
-from stepsight.dataset.physics import alpha_beta_seconds
+from stepsight.dataset.hardware.hardware import Fabric, find_fabric
+from stepsight.dataset.hardware.physics import alpha_beta_seconds
+from stepsight.dataset.kinds.op import Collective
 from stepsight.features.nccl_features import nccl_terms
 from stepsight.training.collectives.collective_models import fit_collectives
 from stepsight.training.predictor.predictor import Predictor

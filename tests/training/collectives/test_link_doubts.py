@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from stepsight.dataset.hardware import Fabric, Link, find_fabric
-from stepsight.dataset.op import Collective
+from stepsight.dataset.hardware.hardware import Fabric, Link, find_fabric
+from stepsight.dataset.kinds.op import Collective
 from stepsight.training.collectives.between_nodes import UNFITTED
 from stepsight.training.collectives.link_doubts import link_doubts
 

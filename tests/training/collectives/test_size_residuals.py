@@ -7,8 +7,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from stepsight.dataset.hardware import find_fabric
-from stepsight.dataset.op import Collective
+from stepsight.dataset.hardware.hardware import find_fabric
+from stepsight.dataset.kinds.op import Collective
 from stepsight.training.collectives.between_nodes import UNFITTED, BetweenNodes, fit_site
 from stepsight.training.collectives.size_curves import KNOTS
 from stepsight.training.collectives.size_residuals import FADE, share_left, size_residual

@@ -1,9 +1,9 @@
 import numpy as np
 import pytest
 
-from stepsight.dataset.hardware import Hardware, find_fabric
-from stepsight.dataset.job import BatchSpec, ClusterSpec, Job, ModelSpec, ParallelSpec
-from stepsight.dataset.program import Program
+from stepsight.dataset.graph.program import Program
+from stepsight.dataset.hardware.hardware import Hardware, find_fabric
+from stepsight.dataset.job.job import BatchSpec, ClusterSpec, Job, ModelSpec, ParallelSpec
 from stepsight.training.context.fit_context import Example, Whole, fit_context, op_error
 from stepsight.training.context.fit_table import fit_table
 from stepsight.training.context.through_simulator import Iteration

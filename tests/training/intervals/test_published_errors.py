@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from stepsight.dataset.job import Job
+from stepsight.dataset.job.job import Job
 from stepsight.training.intervals.conformal import Intervals
 from stepsight.training.intervals.published_errors import (
     Likeness,

@@ -1,8 +1,8 @@
 import pytest
 
-from stepsight.dataset.hardware import find_hardware
-from stepsight.dataset.op import OP_KINDS, Op
-from stepsight.dataset.physics import roofline_seconds
+from stepsight.dataset.hardware.hardware import find_hardware
+from stepsight.dataset.hardware.physics import roofline_seconds
+from stepsight.dataset.kinds.op import OP_KINDS, Op
 from stepsight.training.kernels.derived_kinds import MAX_LOG_RATIO, Ratio, as_run, base_of, dtype_class, least_seconds
 
 GPU, CPU = find_hardware("a100-sxm-80gb"), find_hardware("local-cpu")

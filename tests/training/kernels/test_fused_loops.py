@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from stepsight.dataset.op import Op
+from stepsight.dataset.kinds.op import Op
 from stepsight.training.kernels.fused_loops import USUAL_S, fit_loops, loop_seconds, loop_terms, usual_loops
 from stepsight.training.kernels.host_calls import HostCalls, fit_host_calls
 from stepsight.training.measured.host_costs import learn_host_calls

@@ -9,10 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from stepsight.dataset.errors import PredictorError
-from stepsight.dataset.event_file import read_event_file
-from stepsight.dataset.op import Op
-from stepsight.dataset.run_manifest import SCHEMA
+from stepsight.dataset.base.errors import PredictorError
+from stepsight.dataset.kinds.op import Op
+from stepsight.dataset.runs.event_file import read_event_file
+from stepsight.dataset.runs.run_manifest import SCHEMA
 from stepsight.training.kernels.host_calls import HostCalls, fit_host_calls
 from stepsight.training.measured.measured import calls_alone
 from stepsight.training.predictor.saved_host_calls import FILE, load_host_calls, save_host_calls

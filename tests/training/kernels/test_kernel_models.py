@@ -4,9 +4,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from stepsight.dataset.box_spec import HARDWARE
-from stepsight.dataset.op import OP_KINDS, Op
-from stepsight.dataset.physics import roofline_seconds
+from stepsight.dataset.hardware.physics import roofline_seconds
+from stepsight.dataset.kinds.op import OP_KINDS, Op
+from stepsight.dataset.runs.box_spec import HARDWARE
 from stepsight.features.op_features import op_position
 from stepsight.training.predictor.predictor import Predictor
 from stepsight.training.regression.neighbours import Neighbours

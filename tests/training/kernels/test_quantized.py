@@ -7,8 +7,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from stepsight.dataset.hardware import find_hardware
-from stepsight.dataset.op import Op
+from stepsight.dataset.hardware.hardware import find_hardware
+from stepsight.dataset.kinds.op import Op
 from stepsight.dataset.tables import Measurements, SourceFile
 from stepsight.training.kernels.quantized import MOST_BYTES, conversion_seconds, products_alone
 

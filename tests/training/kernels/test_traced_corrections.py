@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from stepsight.dataset.hardware import HARDWARE
-from stepsight.dataset.op import Op
+from stepsight.dataset.hardware.hardware import HARDWARE
+from stepsight.dataset.kinds.op import Op
 from stepsight.training.kernels.traced_corrections import MOST_LOG, TracedKind, fit_traced, log_factors
 
 A100 = HARDWARE["a100-sxm-80gb"]

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from stepsight.dataset.box_spec import HARDWARE, Box, read_box
-from stepsight.dataset.errors import CollectError
-from stepsight.dataset.hardware import find_hardware
-from stepsight.dataset.job import BatchSpec, ClusterSpec, Job, ModelSpec, ParallelSpec
-from stepsight.dataset.op import Collective, Op
-from stepsight.dataset.specs import OptimizerSpec, Straggler
+from stepsight.dataset.base.errors import CollectError
+from stepsight.dataset.hardware.hardware import find_hardware
+from stepsight.dataset.job.job import BatchSpec, ClusterSpec, Job, ModelSpec, ParallelSpec
+from stepsight.dataset.job.specs import OptimizerSpec, Straggler
+from stepsight.dataset.kinds.op import Collective, Op
+from stepsight.dataset.runs.box_spec import HARDWARE, Box, read_box
 from stepsight.simulator.lowering.lower import signatures
 from stepsight.training.measured.box_plans import SHORTEST_BLOCK_S, SleepingLatency, box_plan, paces, sleeps_of
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from stepsight.dataset.op import Op
+from stepsight.dataset.kinds.op import Op
 from stepsight.training.kernels.host_calls import HostCalls
 from stepsight.training.measured.host_contention import learn_contention
 from stepsight.training.measured.host_costs import learn_host_calls

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from stepsight.dataset.errors import TraceError
+from stepsight.dataset.base.errors import TraceError
 from stepsight.training.measured.imported_ops import imported_times
 from stepsight.training.measured.measured import read_imported_runs, read_profiles, read_runs
 from tests.dataset.traced_jobs import GpuJob, imported_collection, two_ranks

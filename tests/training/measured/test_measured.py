@@ -5,13 +5,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from stepsight.dataset.box_spec import Box, read_box
-from stepsight.dataset.errors import TraceError
-from stepsight.dataset.hardware import find_fabric
-from stepsight.dataset.job import BatchSpec, ClusterSpec, Job, ModelSpec, ParallelSpec
-from stepsight.dataset.op import Collective, Op
-from stepsight.dataset.program import Program, ProgramBuilder
-from stepsight.dataset.trace import TracedSegment
+from stepsight.dataset.base.errors import TraceError
+from stepsight.dataset.graph.program import Program, ProgramBuilder
+from stepsight.dataset.hardware.hardware import find_fabric
+from stepsight.dataset.job.job import BatchSpec, ClusterSpec, Job, ModelSpec, ParallelSpec
+from stepsight.dataset.kinds.op import Collective, Op
+from stepsight.dataset.runs.box_spec import Box, read_box
+from stepsight.dataset.runs.trace import TracedSegment
 from stepsight.training.fit import train
 from stepsight.training.measured.measured import (
     MOST_TRAINING_RANKS,

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from stepsight.dataset.errors import CollectError
+from stepsight.dataset.base.errors import CollectError
+from stepsight.dataset.hardware.physics import alpha_beta_seconds
 from stepsight.dataset.harness.plan import check_plan
-from stepsight.dataset.job import BatchSpec, ClusterSpec, Job, ModelSpec, ParallelSpec
-from stepsight.dataset.op import Collective
-from stepsight.dataset.physics import alpha_beta_seconds
+from stepsight.dataset.job.job import BatchSpec, ClusterSpec, Job, ModelSpec, ParallelSpec
+from stepsight.dataset.kinds.op import Collective
 from stepsight.training.measured.planning import as_the_harness_runs, make_plan, stand_in_of
 
 

@@ -11,14 +11,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from stepsight.dataset.errors import TraceError
-from stepsight.dataset.hardware import Hardware, find_fabric
-from stepsight.dataset.job import BatchSpec, ClusterSpec, Job, ModelSpec, ParallelSpec
-from stepsight.dataset.op import Collective, Op
-from stepsight.dataset.physics import alpha_beta_seconds
-from stepsight.dataset.program import Program, ProgramBuilder
-from stepsight.dataset.run_manifest import RunManifest
-from stepsight.dataset.trace import TracedSegment
+from stepsight.dataset.base.errors import TraceError
+from stepsight.dataset.graph.program import Program, ProgramBuilder
+from stepsight.dataset.hardware.hardware import Hardware, find_fabric
+from stepsight.dataset.hardware.physics import alpha_beta_seconds
+from stepsight.dataset.job.job import BatchSpec, ClusterSpec, Job, ModelSpec, ParallelSpec
+from stepsight.dataset.kinds.op import Collective, Op
+from stepsight.dataset.runs.run_manifest import RunManifest
+from stepsight.dataset.runs.trace import TracedSegment
 from stepsight.simulator.latency_model import RooflineLatency
 from stepsight.simulator.lowering.lower import lower
 from stepsight.simulator.simulate import simulate

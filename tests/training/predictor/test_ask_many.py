@@ -4,9 +4,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from stepsight.dataset.errors import JobError
-from stepsight.dataset.job import BatchSpec, ClusterSpec, Job, ModelSpec, ParallelSpec
-from stepsight.dataset.specs import Straggler
+from stepsight.dataset.base.errors import JobError
+from stepsight.dataset.job.job import BatchSpec, ClusterSpec, Job, ModelSpec, ParallelSpec
+from stepsight.dataset.job.specs import Straggler
 from stepsight.experiments.search.strategies import strategies
 from stepsight.training.predictor.ask_many import Answers, ask_many, predict_many
 from stepsight.training.predictor.prediction import predict

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 import torch
 
-from stepsight.dataset.hardware import find_hardware
-from stepsight.dataset.job import BatchSpec, ClusterSpec, Job, ModelSpec, ParallelSpec
-from stepsight.dataset.op import Op
+from stepsight.dataset.hardware.hardware import find_hardware
+from stepsight.dataset.job.job import BatchSpec, ClusterSpec, Job, ModelSpec, ParallelSpec
+from stepsight.dataset.kinds.op import Op
 from stepsight.gnn.context_model import ContextModel
 from stepsight.testing import LatencyModelContract
 from stepsight.testing.latency_model_contract import small_program

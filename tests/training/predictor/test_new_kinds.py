@@ -11,12 +11,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from stepsight.dataset.errors import JobError, PredictorError
-from stepsight.dataset.hardware import find_fabric
-from stepsight.dataset.job import Job
+from stepsight.dataset.base.errors import JobError, PredictorError
+from stepsight.dataset.graph.program import ProgramBuilder
+from stepsight.dataset.hardware.hardware import find_fabric
+from stepsight.dataset.job.job import Job
 from stepsight.dataset.kinds import OP_KINDS, CollectiveKind, OpKind, registered_collective_kind, registered_op_kind
-from stepsight.dataset.op import Collective, Op
-from stepsight.dataset.program import ProgramBuilder
+from stepsight.dataset.kinds.op import Collective, Op
 from stepsight.features.graph_features import node_feature_names
 from stepsight.features.op_features import op_feature_names
 from stepsight.gnn.context_model import ContextModel

@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from stepsight.dataset.errors import JobError, PredictorError, StepsightError
-from stepsight.dataset.job import BatchSpec, ClusterSpec, Job, ModelSpec, ParallelSpec
+from stepsight.dataset.base.errors import JobError, PredictorError, StepsightError
+from stepsight.dataset.job.job import BatchSpec, ClusterSpec, Job, ModelSpec, ParallelSpec
 from stepsight.training.predictor.ask_many import ask_many, predict_many
 from stepsight.training.predictor.prediction import predict
 from stepsight.training.predictor.predictor import Predictor

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from stepsight.dataset.job import Job
+from stepsight.dataset.job.job import Job
 from stepsight.training.predictor.prediction import Prediction, predict
 from stepsight.training.predictor.prediction_views import interval_text, seconds_text
 

@@ -6,9 +6,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from stepsight.dataset.errors import PredictorError
-from stepsight.dataset.job import BatchSpec, ClusterSpec, Job, ModelSpec, ParallelSpec
-from stepsight.dataset.op import Collective, Op
+from stepsight.dataset.base.errors import PredictorError
+from stepsight.dataset.job.job import BatchSpec, ClusterSpec, Job, ModelSpec, ParallelSpec
+from stepsight.dataset.kinds.op import Collective, Op
 from stepsight.training.calibration.constants import Constants
 from stepsight.training.calibration.corrections import Calibration
 from stepsight.training.predictor.predictor import SHIPPED, Predictor

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from stepsight.dataset.caching import cache_entries, clear_caches
-from stepsight.dataset.hardware import find_fabric, find_hardware
-from stepsight.dataset.job import BatchSpec, ClusterSpec, Job, ModelSpec, ParallelSpec
-from stepsight.dataset.specs import Straggler
+from stepsight.dataset.base.caching import cache_entries, clear_caches
+from stepsight.dataset.hardware.hardware import find_fabric, find_hardware
+from stepsight.dataset.job.job import BatchSpec, ClusterSpec, Job, ModelSpec, ParallelSpec
+from stepsight.dataset.job.specs import Straggler
 from stepsight.simulator.latency_model import RooflineLatency
 from stepsight.simulator.segment_timing import MAX_PASSAGES, MAX_SEGMENTS, timer_of
 from stepsight.simulator.simulate import simulate

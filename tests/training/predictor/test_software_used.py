@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from stepsight.dataset.errors import PredictorError
-from stepsight.dataset.job import Job
+from stepsight.dataset.base.errors import PredictorError
+from stepsight.dataset.job.job import Job
 from stepsight.training.predictor.prediction import predict
 
 

@@ -4,7 +4,7 @@ import lightgbm
 import numpy as np
 import pytest
 
-from stepsight.dataset.errors import PredictorError
+from stepsight.dataset.base.errors import PredictorError
 from stepsight.training.regression.trees import Trees, descend, descend_together, fit_trees
 
 NAMES = ("a", "b", "c")

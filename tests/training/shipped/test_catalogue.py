@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from stepsight.dataset.errors import PredictorError, TableError
-from stepsight.dataset.hardware import find_fabric, usual_fabric
-from stepsight.dataset.job import Job
-from stepsight.dataset.op import Collective, Op
+from stepsight.dataset.base.errors import PredictorError, TableError
+from stepsight.dataset.hardware.hardware import find_fabric, usual_fabric
+from stepsight.dataset.job.job import Job
+from stepsight.dataset.kinds.op import Collective, Op
 from stepsight.training.predictor.prediction import ROOFLINE, predict
 from stepsight.training.predictor.predictor import SHIPPED, Predictor
 from stepsight.training.registered import load_predictor

@@ -7,10 +7,10 @@ import math
 import numpy as np
 import pytest
 
-from stepsight.dataset.errors import TableError
-from stepsight.dataset.hardware import find_hardware
-from stepsight.dataset.op import Op
-from stepsight.dataset.physics import roofline_seconds
+from stepsight.dataset.base.errors import TableError
+from stepsight.dataset.hardware.hardware import find_hardware
+from stepsight.dataset.hardware.physics import roofline_seconds
+from stepsight.dataset.kinds.op import Op
 from stepsight.dataset.tables import Measurements, SourceFile
 from stepsight.training.kernels.kernel_models import KernelModel
 from stepsight.training.shipped.from_tables import fit_table, lend, op_table

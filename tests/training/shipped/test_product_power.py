@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from stepsight.dataset.hardware import find_hardware
+from stepsight.dataset.hardware.hardware import find_hardware
 from stepsight.training.shipped.catalogue import chip_of, shipped_predictor
 from stepsight.training.shipped.product_power import (
     MOST_POWER_LOG,

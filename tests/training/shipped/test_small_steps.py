@@ -18,9 +18,9 @@ import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from stepsight.dataset.errors import JobError
-from stepsight.dataset.hardware import FABRICS, Link, find_fabric
-from stepsight.dataset.job import Job
+from stepsight.dataset.base.errors import JobError
+from stepsight.dataset.hardware.hardware import FABRICS, Link, find_fabric
+from stepsight.dataset.job.job import Job
 from stepsight.training.predictor.prediction import predict
 from stepsight.training.predictor.predictor import Predictor
 

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from stepsight.dataset.errors import CollectError
-from stepsight.dataset.hardware import find_hardware
+from stepsight.dataset.base.errors import CollectError
+from stepsight.dataset.hardware.hardware import find_hardware
 from stepsight.dataset.harness.plan import check_plan
 from stepsight.training.predictor.predictor import teacher_of
 from stepsight.training.transfer import profile_plan as planning

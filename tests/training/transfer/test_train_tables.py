@@ -11,10 +11,10 @@ import pytest
 from typer.testing import CliRunner
 
 from stepsight.cli import app
-from stepsight.dataset.errors import TableError
-from stepsight.dataset.hardware import find_fabric, find_hardware
-from stepsight.dataset.op import Collective, Op
-from stepsight.dataset.physics import alpha_beta_seconds, roofline_seconds
+from stepsight.dataset.base.errors import TableError
+from stepsight.dataset.hardware.hardware import find_fabric, find_hardware
+from stepsight.dataset.hardware.physics import alpha_beta_seconds, roofline_seconds
+from stepsight.dataset.kinds.op import Collective, Op
 from stepsight.dataset.tables import Measurements, SourceFile
 from stepsight.training.predictor.predictor import Predictor, teacher_of
 from stepsight.training.train_tables import few_rows
@@ -109,7 +109,7 @@ def test_the_device_of_a_table() -> None:
 
 def test_a_predictor_whose_teacher_changed_is_refused(trained: tuple[Path, Path]) -> None:
     """Its corrections are relative to the teachers that it was trained with."""
-    from stepsight.dataset.errors import PredictorError
+    from stepsight.dataset.base.errors import PredictorError
     from stepsight.training.transfer.transferred import Transfer
 
     transfer = Predictor.load(trained[1]).kernel.transfer

@@ -15,17 +15,17 @@ from typing import Any
 
 import pytest
 
-from stepsight.dataset.box_spec import HARDWARE, read_box
-from stepsight.dataset.hardware import find_hardware
+from stepsight.dataset.hardware.hardware import find_hardware
 from stepsight.dataset.harness.box import namespaces as boxes
 from stepsight.dataset.harness.box.namespaces import check_possible
 from stepsight.dataset.harness.plan import MOST_CPU, check_plan
 from stepsight.dataset.harness.plan_error import HarnessError
 from stepsight.dataset.harness.running import launch
 from stepsight.dataset.harness.running.collection import Collection
-from stepsight.dataset.job import BatchSpec, ClusterSpec, Job, ModelSpec, ParallelSpec
-from stepsight.dataset.op import Collective
-from stepsight.dataset.run_manifest import read_manifest
+from stepsight.dataset.job.job import BatchSpec, ClusterSpec, Job, ModelSpec, ParallelSpec
+from stepsight.dataset.kinds.op import Collective
+from stepsight.dataset.runs.box_spec import HARDWARE, read_box
+from stepsight.dataset.runs.run_manifest import read_manifest
 from stepsight.training.measured.box_plans import SleepingLatency, box_plan
 
 TWO = read_box("2x1@200mbit")

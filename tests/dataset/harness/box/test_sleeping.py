@@ -12,13 +12,13 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from stepsight.dataset.box_spec import HARDWARE, read_box
-from stepsight.dataset.hardware import find_hardware
+from stepsight.dataset.hardware.hardware import find_hardware
 from stepsight.dataset.harness import annotate
 from stepsight.dataset.harness.box.sleeping import SleepingTraining, _own
 from stepsight.dataset.harness.box.slept_blocks import Block, Device, Part, Rank
 from stepsight.dataset.harness.models.parallel import end_groups
-from stepsight.dataset.job import BatchSpec, ClusterSpec, Job, ModelSpec, ParallelSpec
+from stepsight.dataset.job.job import BatchSpec, ClusterSpec, Job, ModelSpec, ParallelSpec
+from stepsight.dataset.runs.box_spec import HARDWARE, read_box
 from stepsight.training.measured.box_plans import SleepingLatency, box_plan
 
 

@@ -9,7 +9,7 @@ from stepsight.dataset.harness.ops import composite, op_experts, op_narrow
 from stepsight.dataset.harness.ops.callables import op_call
 from stepsight.dataset.harness.ops.input_pool import Pool
 from stepsight.dataset.harness.plan_error import HarnessError
-from stepsight.dataset.op import OP_KINDS
+from stepsight.dataset.kinds.op import OP_KINDS
 
 DIMS = {
     "gemm": [8, 6, 4],

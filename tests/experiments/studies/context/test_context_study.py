@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch_geometric.data import HeteroData
 
-from stepsight.dataset.errors import TraceError
+from stepsight.dataset.base.errors import TraceError
 from stepsight.dataset.imported.rank_graph import COLLECTIVE, NODE_COLUMNS, OP, RankGraph
-from stepsight.dataset.op import Collective, Op
+from stepsight.dataset.kinds.op import Collective, Op
 from stepsight.experiments.studies.context import main, tuned_models
 from stepsight.experiments.studies.context.benchmark import judge, models_of
 from stepsight.experiments.studies.context.benchmark_report import outcome_text

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 import torch
 
-from stepsight.dataset.box_spec import HARDWARE, read_box
-from stepsight.dataset.hardware import find_hardware
-from stepsight.dataset.job import Job
-from stepsight.dataset.op import Op
-from stepsight.dataset.specs import ParallelSpec
+from stepsight.dataset.hardware.hardware import find_hardware
+from stepsight.dataset.job.job import Job
+from stepsight.dataset.job.specs import ParallelSpec
+from stepsight.dataset.kinds.op import Op
+from stepsight.dataset.runs.box_spec import HARDWARE, read_box
 from stepsight.experiments.studies.context.cluster_task import BoxRun, run_graph
 from stepsight.experiments.studies.context.context_coverage import Residuals, errors_of, residuals_of
 from stepsight.experiments.studies.context.context_task import ContextTask

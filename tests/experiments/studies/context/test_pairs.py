@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from stepsight.dataset.errors import TraceError
+from stepsight.dataset.base.errors import TraceError
+from stepsight.dataset.graph.program import Dependency
 from stepsight.dataset.imported.rank_graph import (
     COLLECTIVE,
     EDGE_COLUMNS,
@@ -20,8 +21,7 @@ from stepsight.dataset.imported.rank_graph import (
     WHY_NUMBER,
     RankGraph,
 )
-from stepsight.dataset.op import Collective, Op
-from stepsight.dataset.program import Dependency
+from stepsight.dataset.kinds.op import Collective, Op
 from stepsight.experiments.studies.context import main, network_models
 from stepsight.experiments.studies.context.beside import overlapping
 from stepsight.experiments.studies.context.edgeless_models import given

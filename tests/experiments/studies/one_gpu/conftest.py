@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from stepsight.dataset.hardware import find_hardware
-from stepsight.dataset.job import Job
-from stepsight.dataset.op import Op
-from stepsight.dataset.physics import roofline_seconds
+from stepsight.dataset.hardware.hardware import find_hardware
+from stepsight.dataset.hardware.physics import roofline_seconds
+from stepsight.dataset.job.job import Job
+from stepsight.dataset.kinds.op import Op
 from stepsight.experiments.studies.one_gpu.cases import STAND_IN
 from stepsight.experiments.studies.one_gpu.plans import Study, make_study
 from stepsight.simulator.latency_model import RooflineLatency

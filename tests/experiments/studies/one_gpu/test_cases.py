@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from stepsight.dataset.hardware import find_hardware
-from stepsight.dataset.job import Job
+from stepsight.dataset.hardware.hardware import find_hardware
+from stepsight.dataset.job.job import Job
 from stepsight.experiments.studies.one_gpu.cases import CPU, STAND_IN, StepCase, stand_ins, step_cases
 from stepsight.simulator.lowering.lower import signatures
 from stepsight.simulator.memory import estimate_memory

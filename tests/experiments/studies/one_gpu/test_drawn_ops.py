@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from stepsight.dataset.hardware import Hardware, find_hardware
-from stepsight.dataset.op import Op
-from stepsight.dataset.physics import roofline_seconds
+from stepsight.dataset.hardware.hardware import Hardware, find_hardware
+from stepsight.dataset.hardware.physics import roofline_seconds
+from stepsight.dataset.kinds.op import Op
 from stepsight.experiments.studies.one_gpu.cases import CPU as LOCAL
 from stepsight.experiments.studies.one_gpu.drawn_ops import CPU, GPU, OpSpace, draw, likeness, split
 

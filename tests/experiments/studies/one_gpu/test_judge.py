@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from stepsight.dataset.hardware import find_hardware
-from stepsight.dataset.op import Op
+from stepsight.dataset.hardware.hardware import find_hardware
+from stepsight.dataset.kinds.op import Op
 from stepsight.dataset.tables import Measurements
 from stepsight.dataset.tables.measurements import SourceFile
 from stepsight.experiments.studies.one_gpu import judge

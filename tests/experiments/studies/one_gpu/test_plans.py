@@ -6,9 +6,9 @@ import copy
 
 import pytest
 
-from stepsight.dataset.errors import CollectError
+from stepsight.dataset.base.errors import CollectError
 from stepsight.dataset.harness.plan import check_plan
-from stepsight.dataset.op import Op
+from stepsight.dataset.kinds.op import Op
 from stepsight.experiments.studies.one_gpu.cases import CPU, STAND_IN
 from stepsight.experiments.studies.one_gpu.drawn_ops import VARIANT_FAMILIES, likeness
 from stepsight.experiments.studies.one_gpu.plans import Study, make_study
@@ -42,8 +42,8 @@ def test_ops_that_teach_and_judge_differ(study: Study) -> None:
 
 
 def test_every_op_of_a_training_run_is_measured(study: Study) -> None:
-    from stepsight.dataset.hardware import find_hardware
-    from stepsight.dataset.job import Job
+    from stepsight.dataset.hardware.hardware import find_hardware
+    from stepsight.dataset.job.job import Job
     from stepsight.simulator.lowering.lower import signatures
 
     hardware = find_hardware("h200-sxm-141gb")

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from stepsight.dataset.box_spec import read_box
-from stepsight.dataset.job import Job
-from stepsight.dataset.specs import ParallelSpec
+from stepsight.dataset.job.job import Job
+from stepsight.dataset.job.specs import ParallelSpec
+from stepsight.dataset.runs.box_spec import read_box
 from stepsight.experiments.studies.small_to_large.baselines import formula, ideal, roofline
 from stepsight.experiments.studies.small_to_large.box_cases import MODELS, case
 

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from stepsight.dataset.box_spec import read_box
-from stepsight.dataset.errors import CollectError, JobError
-from stepsight.dataset.specs import ParallelSpec
+from stepsight.dataset.base.errors import CollectError, JobError
+from stepsight.dataset.job.specs import ParallelSpec
+from stepsight.dataset.runs.box_spec import read_box
 from stepsight.experiments.studies.small_to_large.box_cases import (
     MODELS,
     UserCases,

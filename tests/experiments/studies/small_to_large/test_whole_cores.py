@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from stepsight.dataset.errors import CollectError
+from stepsight.dataset.base.errors import CollectError
 from stepsight.dataset.harness.plan import job_problems
-from stepsight.dataset.job import Job
+from stepsight.dataset.job.job import Job
 from stepsight.experiments.studies.small_to_large import whole_cores
 from stepsight.experiments.studies.small_to_large.core_jobs import HELDOUT, TRAIN, profile_jobs
 from stepsight.experiments.studies.small_to_large.whole_cores import CoreCase, core_cases, plan_of, regret_on_all_ranks

@@ -1,0 +1,284 @@
+"""Read input files safely: only plain files, complete, and within a bounded number of bytes.
+
+A few kilobytes of gzip can unpack to gigabytes.  Every reader of files that users name or download reads through this
+module, so that one rule bounds them all: a file holds at most ``DEFAULT_GB`` gigabytes, packed or not, and no stretch
+of ``STRETCH`` unpacked bytes takes less than one ``MOST_RATIO``-th of that in the file.  Traces and tables that people
+share pack to 1/40 at most.  ``STEPSIGHT_MAX_DECOMPRESSED_GB`` replaces both limits by a size.
+"""
+
+from __future__ import annotations
+
+import errno
+import gzip
+import os
+import re
+import stat
+import tomllib
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO
+
+from stepsight.dataset.base.errors import StepsightError
+from stepsight.dataset.base.parquet_footer import read_footer
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+VARIABLE = "STEPSIGHT_MAX_DECOMPRESSED_GB"
+DEFAULT_GB = 4.0
+MOST_RATIO = 200
+STRETCH = 64 * 2**20  # unpacked bytes from which a compression ratio is checked; less is harmless
+MOST_TABLES = 2**20  # bytes of a file that people write, such as a job; parsing 10 MB of TOML takes 10 s and 1 GB
+MOST_KEY_PARTS = 32  # of a TOML key: a.b.c has three
+_KEY_PART = r"""(?:[\w-]++|"[^"]*+"|'[^']*+')[ \t]*+"""
+_LONG_KEY = re.compile(rf"(?<![\w-])(?:{_KEY_PART}\.[ \t]*+){{{MOST_KEY_PARTS}}}{_KEY_PART}")
+LONGEST_TEXT = 2**20  # bytes of one cell of a Parquet table
+_CHUNK = 4 * 2**20
+_GZIP = b"\x1f\x8b"
+_WORDS = {stat.S_IFIFO: "a FIFO", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device", stat.S_IFSOCK: "a socket"}
+
+
+class ReadError(OSError):
+    """A file that cannot be read; an ``OSError``, so that readers report it as they report a missing file."""
+
+    def __init__(self, path: Path, why: str) -> None:
+        super().__init__(errno.EINVAL, why, str(path))
+
+    def __str__(self) -> str:
+        return f"{self.filename}: {self.strerror}"
+
+
+def reason(error: Exception) -> str:
+    """The problem with a file, in one line and without its path, which the caller adds."""
+    text = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+    return (text.splitlines() or [type(error).__name__])[0]
+
+
+def read_file(path: Path) -> bytes:
+    """Bytes of a plain file, unchanged.
+
+    Raises:
+        OSError: If it is missing, no plain file, or larger than the limit (``ReadError``).
+    """
+    with _opened(path) as file:
+        return file.read()
+
+
+def read_text(path: Path, encoding: str = "utf-8", most: int | None = None) -> str:
+    """Text of a plain file with ``\n`` as line ends; otherwise like ``read_file``.
+
+    Args:
+        most: Bytes that the file may have, if that is less than the limit of every file.
+
+    Raises:
+        OSError: As ``read_file``.
+        UnicodeDecodeError: If it is no such text.
+    """
+    with _opened(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        if most is not None and size > most:
+            raise ReadError(path, f"must hold at most {_size(most)}, got {_size(size)}")
+        return _with_newlines(file.read().decode(encoding))
+
+
+def read_toml(path: Path, encoding: str = "utf-8") -> dict[str, Any]:
+    """Tables of a plain TOML file.
+
+    Raises:
+        OSError: As ``read_file``, or if it has more than ``MOST_TABLES`` bytes (``ReadError``).
+        ValueError: If it is no TOML, or a key has more than ``MOST_KEY_PARTS`` parts, which the parser takes hours for.
+    """
+    text = read_text(path, encoding, MOST_TABLES)
+    for number, line in enumerate(text.splitlines(), 1):
+        if line.count(".") >= MOST_KEY_PARTS and _LONG_KEY.search(line):
+            raise ValueError(f"a key must have at most {MOST_KEY_PARTS} parts, got more in line {number}")
+    return tomllib.loads(text)
+
+
+def read_unpacked(path: Path) -> bytes:
+    """Bytes of a plain file, unpacked if it is gzip.
+
+    Raises:
+        OSError: As ``read_file``; if it is broken gzip, or unpacks to more than the limits (``ReadError``).
+    """
+    with _opened(path) as file:
+        packed = file.read(2) == _GZIP
+        file.seek(0)
+        return _inflated(file, path) if packed else file.read()
+
+
+def unpacked_blocks(path: Path, size: int) -> Iterator[bytes]:
+    """Bytes of a plain file in blocks of at most ``size``, unpacked if it is gzip.
+
+    Raises:
+        OSError: As ``read_unpacked``.
+    """
+    with _opened(path) as file:
+        packed = file.read(2) == _GZIP
+        file.seek(0)
+        if packed:
+            yield from _inflated_parts(file, path, size)
+        else:
+            while part := file.read(size):
+                yield part
+
+
+def check_unpacked(num_bytes: int, packed_bytes: int, path: Path) -> None:
+    """Check a size that a file states before allocating that much memory.
+
+    Args:
+        num_bytes: Size in memory of what is to be read.
+        packed_bytes: Size of what holds it in the file.
+
+    Raises:
+        ReadError: If it is beyond the limits.
+    """
+    most, ratio = _limits()
+    if num_bytes > most:
+        raise ReadError(path, f"must hold at most {_size(most)}, got {_size(num_bytes)}: {_remedy()}")
+    if num_bytes > STRETCH and num_bytes > ratio * packed_bytes:
+        raise ReadError(path, _too_dense(num_bytes, packed_bytes))
+
+
+def read_parquet(path: Path) -> pa.Table:
+    """A Parquet table; its metadata is checked before anything is read.
+
+    Raises:
+        OSError: If it is missing, no plain or no whole Parquet file, or holds more than the limits (``ReadError``).
+    """
+    import pyarrow as pa
+
+    try:
+        with _opened(path) as source:
+            return _parquet_table(source, path)
+    except ReadError:
+        raise
+    except (pa.ArrowException, ValueError, TypeError, KeyError, OverflowError) as error:
+        raise ReadError(path, f"must be a whole Parquet file, got {reason(error):.200}") from None
+
+
+def parquet_rows(path: Path) -> int:
+    """Number of rows according to a Parquet file.
+
+    Raises:
+        OSError: As ``read_parquet``.
+    """
+    try:
+        with _opened(path) as source:
+            return read_footer(source).num_rows
+    except ValueError as error:
+        raise ReadError(path, f"must be a whole Parquet file, got {reason(error):.200}") from None
+
+
+def _parquet_table(source: BinaryIO, path: Path) -> pa.Table:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    stated = read_footer(source)
+    file = pq.ParquetFile(source)
+    schema = file.schema_arrow
+    cells = max(stated.num_rows * max(1, len(schema)), stated.num_values)
+    check_unpacked(max(8 * cells, stated.num_bytes), os.fstat(source.fileno()).st_size, path)
+    texts = [field.name for field in schema if pa.types.is_string(field.type) or pa.types.is_binary(field.type)]
+    # A text that millions of rows share is stored once, and stays so until it is known to be short.
+    table = pq.ParquetFile(source, read_dictionary=texts).read()
+    for index, field in enumerate(table.schema):
+        if pa.types.is_dictionary(field.type):
+            for chunk in table.column(index).chunks:
+                _check_texts(chunk.dictionary, path)
+            table = table.set_column(index, field.with_type(schema.field(index).type), _plain(table, index, schema))
+    return table.replace_schema_metadata(schema.metadata)
+
+
+def _check_texts(texts: Any, path: Path) -> None:
+    import pyarrow.compute as pc
+
+    longest = pc.max(pc.binary_length(texts)).as_py() or 0
+    if longest > LONGEST_TEXT:
+        raise ReadError(path, f"a text of a table must have at most {LONGEST_TEXT} bytes, got {longest}")
+
+
+def _plain(table: pa.Table, index: int, schema: pa.Schema) -> Any:
+    return table.column(index).cast(schema.field(index).type)
+
+
+def _opened(path: Path) -> BinaryIO:
+    """Open a plain file of at most the limit; a FIFO or device is an error, without waiting for it."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        status = os.fstat(descriptor)
+        if stat.S_ISDIR(status.st_mode):
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+        if not stat.S_ISREG(status.st_mode):
+            kind = _WORDS.get(stat.S_IFMT(status.st_mode), "something else")
+            raise ReadError(path, f"must be a plain file, got {kind}: save what it gives to a file first")
+        most = _limits()[0]
+        if status.st_size > most:
+            raise ReadError(path, f"must hold at most {_size(most)}, got {_size(status.st_size)}: {_remedy()}")
+        return os.fdopen(descriptor, "rb")
+    except BaseException:
+        os.close(descriptor)
+        raise
+
+
+def _inflated(file: BinaryIO, path: Path) -> bytes:
+    """Unpack a gzip file, up to a limit."""
+    return b"".join(_inflated_parts(file, path, _CHUNK))
+
+
+def _inflated_parts(file: BinaryIO, path: Path, size: int) -> Iterator[bytes]:
+    most, ratio = _limits()
+    total, judged, taken = 0, 0, 0
+    try:
+        with gzip.GzipFile(fileobj=file) as unpacked:
+            while part := unpacked.read(size):
+                total += len(part)
+                if total > most:
+                    raise ReadError(path, f"must unpack to at most {_size(most)}, got more: {_remedy()}")
+                if total - judged >= STRETCH:
+                    stretch, packed = total - judged, file.tell() - taken
+                    if stretch > ratio * max(packed, 1):
+                        raise ReadError(path, _too_dense(stretch, packed))
+                    judged, taken = total, file.tell()
+                yield part
+    except ReadError:
+        raise
+    except (EOFError, OSError, zlib.error) as error:
+        raise ReadError(path, f"must be a whole gzip file, got {error}") from None
+
+
+def _limits() -> tuple[float, float]:
+    """Limit of a file's bytes, and of the ratio of unpacked to packed bytes in a stretch."""
+    text = os.environ.get(VARIABLE, "")
+    if not text:
+        return DEFAULT_GB * 1e9, MOST_RATIO
+    try:
+        gigabytes = float(text)
+    except ValueError:
+        gigabytes = 0.0
+    if not 0 < gigabytes < 1e9:
+        raise StepsightError(f"{VARIABLE} must be a number of gigabytes > 0, got {text!r:.80}")
+    return gigabytes * 1e9, float("inf")
+
+
+def _too_dense(num_bytes: int, packed_bytes: int) -> str:
+    return (
+        f"must unpack to at most {MOST_RATIO} times its size, got {_size(num_bytes)} from {_size(packed_bytes)}: "
+        f"{_remedy()}"
+    )
+
+
+def _remedy() -> str:
+    return f"set {VARIABLE} to the gigabytes that you accept"
+
+
+def _size(num_bytes: float) -> str:
+    for unit, name in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
+        if num_bytes >= unit:
+            return f"{num_bytes / unit:.3g} {name}"
+    return f"{num_bytes:.0f} bytes"
+
+
+def _with_newlines(text: str) -> str:
+    return text.replace("\r\n", "\n").replace("\r", "\n") if "\r" in text else text

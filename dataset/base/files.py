@@ -1,0 +1,171 @@
+"""Files are complete or absent: they are written under a temporary name, then renamed."""
+
+from __future__ import annotations
+
+import glob
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from stepsight.dataset.base.bounded import read_file, read_text
+from stepsight.dataset.base.errors import StepsightError
+from stepsight.dataset.harness.atomic_files import parse_json  # it must stand alone
+
+__all__ = [
+    "check_output_file",
+    "check_writable",
+    "digest",
+    "digest_files",
+    "new_file",
+    "new_folder",
+    "parse_json",
+    "read_json",
+    "set_aside",
+    "write_json",
+    "write_text",
+]
+
+
+def check_output_file(path: Path) -> None:
+    """Check that a file can be written; called before long work.
+
+    Raises:
+        StepsightError: If something else than a plain file is there (a device or a folder is never replaced), or
+            nothing can be written beside it.
+    """
+    try:
+        path = path.resolve()  # follow a link instead of replacing it
+    except RuntimeError as error:  # a link to itself
+        raise StepsightError(f"an output must be a new or plain file, got {path}: {error}") from None
+    if path.exists() and not path.is_file():
+        raise StepsightError(f"an output must be a new or plain file, got {path}")
+    check_writable(path.parent)
+
+
+def check_writable(folder: Path) -> None:
+    """Check that a folder exists or can be created, and that files can be written into it.
+
+    Raises:
+        StepsightError: If not.
+    """
+    there = next(parent for parent in (folder, *folder.resolve().parents) if parent.exists())
+    try:
+        with tempfile.TemporaryFile(dir=there):
+            pass
+    except OSError as error:
+        raise StepsightError(
+            f"an output needs a folder that can be written to, got {there}: {error.strerror}"
+        ) from None
+
+
+@contextmanager
+def new_file(path: Path) -> Iterator[Path]:
+    """Yield a temporary file next to ``path``, which is renamed to ``path`` if the block succeeds."""
+    check_output_file(path)
+    path = path.resolve()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    os.close(handle)
+    temporary = Path(name)
+    try:
+        yield temporary
+        temporary.chmod(0o644)  # temporary files are readable only by their owner
+        temporary.replace(path)
+    except BaseException as error:
+        temporary.unlink(missing_ok=True)
+        _name_file(error, path)
+        raise
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file completely or not at all."""
+    with new_file(path) as temporary:
+        temporary.write_text(text, "utf-8")
+
+
+def read_json(path: Path) -> Any:
+    """Value of a JSON file; see ``bounded.read_text`` and ``parse_json``."""
+    return parse_json(read_text(path))
+
+
+def write_json(path: Path, value: Any, indent: int | None = 2) -> None:
+    """Write JSON whole or not at all; NaN is refused.  What no person reads is written in one line, in a tenth of the
+    time."""
+    write_text(path, json.dumps(value, indent=indent, allow_nan=False) + "\n")
+
+
+@contextmanager
+def new_folder(path: Path) -> Iterator[Path]:
+    """Yield a temporary folder next to ``path``, which is renamed to ``path`` if the block succeeds.
+
+    Raises:
+        StepsightError: If a link or something else than a folder is there.
+    """
+    if path.is_symlink() or (path.exists() and not path.is_dir()):
+        raise StepsightError(f"an output must be a new folder or an existing one of the same kind, got {path}")
+    path = path.resolve()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
+    temporary.chmod(0o755)
+    try:
+        yield temporary
+        _put(temporary, path)
+    except BaseException as error:
+        shutil.rmtree(temporary, ignore_errors=True)
+        _name_file(error, path)
+        raise
+
+
+def _name_file(error: BaseException, path: Path) -> None:
+    """Add the file's name to an error of a failed write, for example on a full disk."""
+    if isinstance(error, OSError) and error.filename is None:
+        error.filename = str(path)
+
+
+def _put(new: Path, path: Path) -> None:
+    """Rename a folder to ``path``; the old content is deleted only after that."""
+    if not path.exists():
+        new.replace(path)
+        return
+    aside = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
+    old = aside / path.name
+    try:
+        path.replace(old)
+        new.replace(path)
+    except BaseException:
+        if old.exists():
+            old.replace(path)  # if this fails too, the old folder stays in ``aside``, where ``set_aside`` finds it
+        aside.rmdir()
+        raise
+    shutil.rmtree(aside, ignore_errors=True)
+
+
+def set_aside(path: Path) -> Path | None:
+    """The old content of ``path`` after a replacement that was killed half-way (see ``_put``); None if there was
+    none.
+    """
+    if path.exists() or not path.parent.is_dir():
+        return None
+    path = path.resolve()
+    name = glob.escape(path.name)
+    return max(path.parent.glob(f".{name}.*/{name}"), key=lambda old: old.stat().st_mtime, default=None)
+
+
+def digest(*parts: bytes | str) -> str:
+    """Short SHA-256 of the parts, 16 hexadecimal digits."""
+    sha = hashlib.sha256()
+    for part in parts:
+        sha.update(part.encode() if isinstance(part, str) else part)
+        sha.update(b"\0")
+    return sha.hexdigest()[:16]
+
+
+def digest_files(paths: list[Path]) -> str:
+    """Digest of files by name and content, in the order of their names."""
+    return digest(*(part for path in sorted(paths) for part in (path.name, read_file(path))))

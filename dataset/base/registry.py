@@ -1,0 +1,291 @@
+"""Registries: named things that come with the package, that users register, or that other packages bring.
+
+A registry knows a thing from one of three places: the package itself, ``register``, or an entry point of an installed
+package in the registry's group (``[project.entry-points."stepsight.schedules"]``).  Installed packages are searched
+only for a name that is not known otherwise, and to list all names; an entry point's code runs when its name is asked
+for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, ItemsView, Iterable, Iterator, KeysView, Mapping, Sequence, ValuesView
+from contextlib import contextmanager
+from threading import RLock
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, cast, overload
+
+from stepsight.dataset.base.caching import cached, clear_caches
+from stepsight.dataset.base.errors import JobError, StepsightError
+
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
+
+T = TypeVar("T")
+Own = TypeVar("Own")
+
+
+class Registry(dict[str, T]):
+    """A mapping from names to things of one kind, to which users and other packages add.
+
+    ``registry[name]`` raises ``error`` for an unknown name, with the known ones; ``in`` and ``get`` do not.  Iterating
+    goes over what is known without searching installed packages; ``names`` searches them.
+
+    Args:
+        noun: What the things are, for messages: ``"hardware"``.
+        built_in: What comes with the package, or what returns it when it is first needed; it cannot be removed.
+        group: The entry points' group: ``"stepsight.hardware"``.
+        check: Takes a name and what was registered or loaded under it, and returns the thing; it raises a
+            ``StepsightError`` if it is none.
+        error: Raised for unknown, taken and broken names.
+        more: What else a user may write where a name is expected, for messages: ``"a .toml file"``.
+
+    Attributes:
+        version: Number of changes so far, by which others keep what they derive from the things.
+    """
+
+    def __init__(
+        self,
+        noun: str,
+        built_in: Mapping[str, T] | Callable[[], Mapping[str, T]] = MappingProxyType({}),
+        *,
+        group: str,
+        check: Callable[[str, Any], T] | None = None,
+        error: type[StepsightError] = JobError,
+        more: str = "",
+    ) -> None:
+        super().__init__({} if callable(built_in) else built_in)
+        self.noun = noun
+        self.group = group
+        self.version = 0
+        self._later = built_in if callable(built_in) else None
+        self._added: dict[str, str] = {}  # name -> "" of what was registered, else the package that brings it
+        self._check = check
+        self._error = error
+        self._more = more
+        self._lock = RLock()
+
+    @overload
+    def register(self, name: str) -> Callable[[Own], Own]: ...
+    @overload
+    def register(self, name: str, thing: Own) -> Own: ...
+
+    def register(self, name: str, thing: Any = None) -> Any:
+        """Add a thing; without one, return a decorator that adds what it decorates.
+
+        Returns:
+            The thing as it was given.
+
+        Raises:
+            StepsightError: If the name is taken or not a name, or the thing is not of the registry's kind.
+        """
+        if thing is None:
+            return lambda decorated: self.register(name, decorated)
+        if not isinstance(name, str) or not name.strip() or not name.isprintable():
+            raise self._error(f"{self.noun}: a name must be a printable string, got {name!r:.80}")
+        with self._lock:
+            self._fill()
+            if super().__contains__(name):
+                origin = "is registered already" if name in self._added else "comes with stepsight"
+                raise self._error(f"{self.noun} {name!r:.80} {origin}: choose another name")
+            try:
+                self._add(name, cast(T, thing) if self._check is None else self._check(name, thing), "")
+            except StepsightError as error:
+                raise self._error(f"{self.noun} {name!r}: {error}") from None
+        return thing
+
+    def unregister(self, name: str) -> None:
+        """Remove a thing that was registered, and empty all caches, since they may hold what it did.
+
+        Raises:
+            StepsightError: If nothing was registered under that name.
+        """
+        with self._lock:
+            if self._added.get(name) != "":
+                raise self._error(f"{self.noun}: only what was registered can be removed, got {name!r:.80}")
+            self._remove(name)
+
+    @contextmanager
+    def registered(self, name: str, thing: T) -> Iterator[T]:
+        """Register a thing for the length of a ``with`` block, as tests do."""
+        self.register(name, thing)
+        try:
+            yield thing
+        finally:
+            self.unregister(name)
+
+    def names(self) -> tuple[str, ...]:
+        """All names, including those of installed packages."""
+        return tuple(dict.fromkeys((*self, *_entry_points(self.group))))
+
+    def load(self) -> None:
+        """Load the entry points of all installed packages, so that iterating goes over their things too."""
+        for name in self.names():
+            self[name]
+
+    def forget_packages(self) -> None:
+        """Remove what was loaded from installed packages, which may have changed since."""
+        with self._lock:
+            for name in [name for name, package in self._added.items() if package]:
+                self._remove(name)
+        clear_caches()
+
+    def unknown(self, name: object) -> str:
+        """The message for a name that is not known: the rule, the value, and the nearest known name."""
+        names = self.names()
+        known = [", ".join(names)] if names else []
+        rule = f"{self.noun} must be {'one of ' if names else ''}{', or '.join([*known, *filter(None, [self._more])])}"
+        return f"{rule}, got {name!r:.80}{did_you_mean(name, names)}"
+
+    def __missing__(self, name: str) -> T:
+        with self._lock:
+            if self._fill() and super().__contains__(name):
+                return super().__getitem__(name)
+            if isinstance(name, str) and name in _entry_points(self.group):
+                return self._load(name)
+        raise self._error(self.unknown(name))
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """The thing of that name, or ``default``."""
+        if name not in self:
+            return default
+        return self[name]
+
+    def __contains__(self, name: object) -> bool:
+        if super().__contains__(name) or (self._fill() and super().__contains__(name)):
+            return True
+        return isinstance(name, str) and name in _entry_points(self.group)
+
+    def __iter__(self) -> Iterator[str]:
+        self._fill()
+        return super().__iter__()
+
+    def __len__(self) -> int:
+        self._fill()
+        return super().__len__()
+
+    def keys(self) -> KeysView[str]:  # type: ignore[override]
+        self._fill()
+        return KeysView(self)
+
+    def values(self) -> ValuesView[T]:  # type: ignore[override]
+        self._fill()
+        return ValuesView(self)
+
+    def items(self) -> ItemsView[str, T]:  # type: ignore[override]
+        self._fill()
+        return ItemsView(self)
+
+    def __setitem__(self, name: str, thing: T) -> NoReturn:
+        raise TypeError(f"{self.noun}: things are added with register")
+
+    def __delitem__(self, name: str) -> NoReturn:
+        raise TypeError(f"{self.noun}: things are removed with unregister")
+
+    def _refuse(self, *_: Any, **__: Any) -> NoReturn:
+        raise TypeError(f"{self.noun}: things are added with register and removed with unregister")
+
+    pop = popitem = clear = update = setdefault = __ior__ = _refuse
+
+    def __repr__(self) -> str:
+        return f"<{self.noun} registry: {', '.join(self)}>"
+
+    def _fill(self) -> bool:
+        """Take what comes with the package; whether that was still to do."""
+        if self._later is None:
+            return False
+        with self._lock:
+            if self._later is not None:
+                super().update(self._later())
+                self._later = None
+        return True
+
+    def _add(self, name: str, thing: T, package: str) -> None:
+        super().__setitem__(name, thing)
+        self._added[name] = package
+        self.version += 1
+
+    def _remove(self, name: str) -> None:
+        del self._added[name]
+        super().__delitem__(name)
+        self.version += 1
+        clear_caches()
+
+    def _load(self, name: str) -> T:
+        """The thing of an entry point."""
+        points = _entry_points(self.group)[name]
+        origin = " and ".join(f"{point.value} of package {_package(point)}" for point in points)
+        if len(points) > 1:
+            raise self._error(f"{self.noun} {name!r} is brought by {origin}: uninstall all except one")
+        try:
+            thing = points[0].load() if self._check is None else self._check(name, points[0].load())
+        except Exception as error:
+            told = str(error) if isinstance(error, StepsightError) else f"{type(error).__name__}: {error}"
+            raise self._error(f"{self.noun} {name!r}: cannot load the entry point {origin}: {told}") from error
+        self._add(name, thing, origin)
+        return thing
+
+
+@cached(64)
+def _entry_points(group: str) -> Mapping[str, tuple[EntryPoint, ...]]:
+    """Entry points of a group by name; more than one where packages bring the same name."""
+    from importlib.metadata import entry_points  # slow to import, and seldom needed
+
+    found: dict[str, tuple[EntryPoint, ...]] = {}
+    for point in entry_points(group=group):
+        if point not in found.get(point.name, ()):
+            found[point.name] = (*found.get(point.name, ()), point)
+    return found
+
+
+def _package(point: EntryPoint) -> str:
+    return repr(point.dist.name) if point.dist is not None else "that is not named"
+
+
+def did_you_mean(name: object, names: Iterable[object]) -> str:
+    """`` (did you mean 'x'?)`` with the nearest of some names; empty if none is near."""
+    from difflib import get_close_matches  # slow to import, and seldom needed
+
+    near = get_close_matches(str(name).lower(), [other for other in names if isinstance(other, str) and other], 1)
+    return f" (did you mean {near[0]!r}?)" if near else ""
+
+
+def check_takes(
+    what: str, function: Any, arguments: Sequence[str], error: type[StepsightError] = StepsightError
+) -> None:
+    """Check that a function can be called with the positional arguments.
+
+    Args:
+        what: Says which function, for messages.
+        function: Any value.
+        arguments: What it is called with, for messages.
+        error: Raised.
+
+    Raises:
+        StepsightError: If it is not callable, or does not take them.
+    """
+    from inspect import signature  # slow to import
+
+    if not callable(function):
+        raise error(f"{what} must be a function of {', '.join(arguments)}, got {function!r:.80}")
+    try:
+        takes = signature(function)
+    except (TypeError, ValueError):  # some functions in C have none
+        return
+    try:
+        takes.bind(*arguments)
+    except TypeError:
+        raise error(f"{what} must take {len(arguments)} ({', '.join(arguments)}), got {takes}") from None
+
+
+def instance_of(kind: type[T]) -> Callable[[str, Any], T]:
+    """A check for ``Registry``: what is registered is an instance of a class, under its own name if it has one."""
+
+    def check(name: str, thing: Any) -> T:
+        if not isinstance(thing, kind):
+            raise StepsightError(f"it must be of type {kind.__name__}, got {thing!r:.80}")
+        own = getattr(thing, "name", name)
+        if own != name:
+            raise StepsightError(f"it must be registered under its own name, {own!r:.80}")
+        return thing
+
+    return check

@@ -1,0 +1,232 @@
+"""Known hardware and fabrics by name, and those in users' files."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from collections.abc import Mapping
+from importlib import resources
+from typing import Any
+
+from stepsight.dataset.base.caching import cached
+from stepsight.dataset.base.errors import JobError
+from stepsight.dataset.base.facts_file import file_version, is_facts_file, only_one, read_facts
+from stepsight.dataset.base.registry import Registry, did_you_mean, instance_of
+from stepsight.dataset.hardware.device_words import device_words, preset_of
+from stepsight.dataset.hardware.fabric import Fabric as Fabric
+from stepsight.dataset.hardware.fabric import Link as Link
+from stepsight.dataset.hardware.fabric import fabric_from_dict as fabric_from_dict
+from stepsight.dataset.hardware.fabric import suspicious_links as suspicious_links
+from stepsight.dataset.hardware.hardware_facts import Hardware as Hardware
+from stepsight.dataset.hardware.hardware_facts import hardware_from_dict as hardware_from_dict
+from stepsight.dataset.hardware.hardware_facts import launch_units as launch_units
+
+LEAST_FACT = 1e6  # FLOP/s, byte/s and byte of a device in a user's file: below, the number is in another unit
+
+
+@cached(1)
+def _preset_tables() -> dict[str, Any]:
+    text = resources.files("stepsight.dataset").joinpath("presets/hardware.toml").read_text("utf-8")
+    return tomllib.loads(text)
+
+
+@cached(1)
+def _presets() -> tuple[Mapping[str, Hardware], Mapping[str, Fabric]]:
+    """Hardware and fabrics of the package."""
+    return _from_tables(_preset_tables())
+
+
+def _from_tables(tables: Mapping[str, Any]) -> tuple[Mapping[str, Hardware], Mapping[str, Fabric]]:
+    hardware = {n: hardware_from_dict({"name": n, **table}) for n, table in tables.get("hardware", {}).items()}
+    return hardware, {name: fabric_from_dict(name, table) for name, table in tables.get("fabric", {}).items()}
+
+
+HARDWARE: Registry[Hardware] = Registry(
+    "hardware",
+    lambda: _presets()[0],
+    group="stepsight.hardware",
+    check=instance_of(Hardware),
+    more="a .json or .toml file",
+)
+FABRICS: Registry[Fabric] = Registry(
+    "fabric",
+    lambda: _presets()[1],
+    group="stepsight.fabrics",
+    check=instance_of(Fabric),
+    more="a .json or .toml file, or a table of links",
+)
+
+
+def hardware_names() -> tuple[str, ...]:
+    """Names of the known hardware: presets, registered ones, and those of installed packages."""
+    return HARDWARE.names()
+
+
+def find_hardware(name: str) -> Hardware | None:
+    """The hardware of a name, or of a ``.json`` or ``.toml`` file; None if the name is unknown.
+
+    Raises:
+        JobError: If the file cannot be read, or is not a file of one hardware.
+    """
+    if name.startswith("{"):
+        return _stated(name)
+    return _hardware_file(name)[0] if is_facts_file(name) else HARDWARE.get(name)
+
+
+def canonical_hardware(name: str) -> str:
+    """The preset that a usual name means (``H100``, ``A100-SXM4-80GB``); other names unchanged."""
+    if not name or name.startswith("{") or is_facts_file(name) or name in HARDWARE:
+        return name
+    return preset_of(name, HARDWARE, _preset_tables()["alias"])
+
+
+def unknown_hardware(name: str) -> str:
+    """The error for an unknown name: the rule, the value, and the probable intention."""
+    message = HARDWARE.unknown(name)
+    return (
+        message if "did you mean" in message else message + did_you_mean(device_words(name), _preset_tables()["alias"])
+    )
+
+
+def stated_hardware(table: Mapping[str, Any]) -> str:
+    """The table ``[cluster.hardware]`` of a job as the text that represents it in a ``Job``.
+
+    Raises:
+        JobError: If it holds something that no text can.
+    """
+    try:
+        return json.dumps({"name": "custom", **table}, sort_keys=True)
+    except (TypeError, ValueError) as error:
+        raise JobError(f"cluster.hardware must be a table of numbers and texts: {error}") from None
+
+
+@cached(64)
+def _stated(text: str) -> Hardware:
+    """The hardware in a job's own table."""
+    try:
+        found = hardware_from_dict(json.loads(text))
+    except ValueError as error:
+        raise JobError(f"cluster.hardware: {error}") from None
+    if found.name in HARDWARE:
+        raise JobError(f"cluster.hardware.name: {found.name!r} is the name of a known hardware: choose another name")
+    return found
+
+
+def hardware_name(name: str) -> str:
+    """The name of the hardware in a ``.json`` or ``.toml`` file; of everything else, the name itself.
+
+    Raises:
+        JobError: As ``find_hardware``.
+    """
+    if name.startswith("{"):
+        return _stated(name).name
+    return _hardware_file(name)[0].name if is_facts_file(name) else name
+
+
+def fabric_names() -> tuple[str, ...]:
+    """Names of the fabrics that are known."""
+    return FABRICS.names()
+
+
+def find_fabric(name: str) -> Fabric:
+    """The fabric of that name, or of a ``.json`` or ``.toml`` file.
+
+    Raises:
+        JobError: If there is none; the message lists those there are.
+    """
+    if not is_facts_file(name):
+        return FABRICS[name]
+    _, fabrics = facts_in(name)
+    return only_one(fabrics, "fabric", name)
+
+
+def _hardware_file(path: str) -> tuple[Hardware, Mapping[str, Fabric]]:
+    """The hardware of a file, and the fabrics beside it."""
+    hardware, fabrics = facts_in(path)
+    found = only_one(hardware, "hardware", path)
+    if found.name in HARDWARE:
+        raise JobError(f"{path}: {found.name!r} is already the name of a known hardware: choose another name")
+    return found, fabrics
+
+
+def facts_in(path: str) -> tuple[Mapping[str, Hardware], Mapping[str, Fabric]]:
+    """Hardware and fabrics of a file, by name.
+
+    Raises:
+        JobError: If it cannot be read, or holds something else.
+    """
+    return _read_facts(path, file_version(path))
+
+
+@cached(64)
+def _read_facts(path: str, version: tuple[int, int]) -> tuple[Mapping[str, Hardware], Mapping[str, Fabric]]:
+    """Content of a file; ``version`` makes the cache read a changed file again."""
+    try:
+        found = _from_tables(read_facts(path, ("hardware", "fabric")))
+        for hardware in found[0].values():
+            _check_units(hardware)
+        return found
+    except JobError as error:
+        raise JobError(f"{path}: {error}") from None
+
+
+def _check_units(hardware: Hardware) -> None:
+    """Refuse facts in units that are 10^9 or 10^12 times too large, as TFLOP/s and Gbyte/s.
+
+    Raises:
+        JobError: If a number is far below that of any device.
+    """
+    facts = {f"peak_flops.{dtype}": (peak, "FLOP/s") for dtype, peak in hardware.peak_flops.items()}
+    facts["memory_bandwidth_bytes_per_s"] = hardware.memory_bandwidth_bytes_per_s, "byte/s"
+    facts["memory_bytes"] = hardware.memory_bytes, "byte"
+    for name, (value, unit) in facts.items():
+        if value < LEAST_FACT:
+            raise JobError(
+                f"hardware {hardware.name:.80}: {name} is in {unit}, of which a device has {LEAST_FACT:g} at least: "
+                f"write {value:g}e9 or {value:g}e12 in place of {value:g}"
+            )
+
+
+# Words in a hardware's name, and the fabric of its vendor's own systems; the first match counts.
+_USUAL_FABRICS = {
+    ("h100", "pcie"): "pcie-gen5",
+    ("rtx", "5090"): "pcie-gen5",
+    ("rtx", "pro"): "pcie-gen5",
+    ("rtx", "4090"): "pcie-gen4",
+    ("pcie",): "pcie-gen4",
+    ("mi300x",): "mi300x-platform",
+    ("gaudi3",): "gaudi3-node",
+    ("a100",): "dgx-a100",
+    ("h100",): "dgx-h100",
+    ("h200",): "dgx-h100",
+    ("b200",): "dgx-b200",
+    ("b300",): "dgx-b300",
+    ("gb200",): "gb200-nvl72",
+    ("gb300",): "gb300-nvl72",
+    ("v100",): "dgx-1v",
+    ("cpu",): "loopback",
+    ("box",): "loopback",  # ranks of a cluster in a box are processes of one machine
+}
+
+
+def usual_fabric(hardware: str) -> str:
+    """The usual fabric of a hardware: the one in its file, or that of its vendor's own systems.
+
+    Raises:
+        JobError: If the hardware is not known, or has no usual fabric; the message says what to name.
+    """
+    if is_facts_file(hardware) and _hardware_file(hardware)[1]:
+        return hardware
+    words = set(hardware_name(hardware).split("-"))
+    found = next((fabric for needed, fabric in _USUAL_FABRICS.items() if words.issuperset(needed)), None)
+    if found is None and find_hardware(hardware) is None:
+        raise JobError(
+            f"cluster.{unknown_hardware(hardware)}; for hardware that only a predictor knows, state cluster.fabric too"
+        )
+    if found is None:
+        beside = "a [fabric.NAME] in its file, " if is_facts_file(hardware) else ""
+        raise JobError(
+            f"cluster.fabric must be stated, since no usual fabric is known for hardware {hardware!r:.80}: name one of "
+            f"{', '.join(FABRICS.names())}, a .json or .toml file, {beside}or a table of links"
+        )
+    return found

@@ -1,0 +1,210 @@
+"""Facts about a device: peaks, bandwidths and latencies, in SI units."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import MISSING, asdict, dataclass, field, fields
+from typing import Any
+
+from stepsight.dataset.base.errors import JobError
+from stepsight.dataset.kinds.op import COLLECTIVE_KINDS, DTYPE_BYTES, OP_KINDS, Collective, Op
+
+# Least and most of a device's numbers.  No device will exceed them for decades; larger numbers are errors.
+_SECONDS, _RATE, _BYTES, _SHARE, _FLOPS = (0.0, 1e3), (1.0, 1e18), (1.0, 1e18), (0.0, 1.0), (1.0, 1e21)
+_RANGES = {
+    "memory_bandwidth_bytes_per_s": _RATE,
+    "memory_bytes": _BYTES,
+    "num_processors": (0, 10**9),
+    "compute_efficiency": (1e-6, 1.0),
+    "memory_efficiency": (1e-6, 1.0),
+    "op_latency_s": _SECONDS,
+    "comm_compute_share": _SHARE,
+    "compute_spread": (0.0, 10.0),
+    "host_op_s": _SECONDS,
+    "host_action_s": _SECONDS,
+    "host_message_s": _SECONDS,
+    "host_link_bytes_per_s": _RATE,
+    "host_memory_bandwidth_bytes_per_s": _RATE,
+    "reserved_bytes": (0.0, 1e18),
+    "fragmentation": (0.0, 100.0),
+    "power_w": (0.0, 1e6),
+    "idle_w": (0.0, 1e6),
+}
+_OPTIONAL = ("host_kinds_s", "power_w", "idle_w", "product_power_w")  # written only if they are known
+# Kinds of op around which a dispatcher of tokens runs its host code: four in a layer's forward and backward.
+_DISPATCHED = ("permute", "unpermute", "unpermute_backward")
+MOST_SLOWDOWN = 1.5  # at a power limit: base clocks are about two thirds of the highest ones
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """One kind of device.
+
+    Attributes:
+        name: As in ``[cluster] hardware``.
+        kind: ``gpu`` or ``cpu``.
+        peak_flops: FLOP/s by dtype.
+        memory_bandwidth_bytes_per_s: Of the device's main memory.
+        memory_bytes: Capacity.
+        num_processors: Streaming multiprocessors, over which a matrix product's tiles are spread; 0: unknown.
+        compute_efficiency: Fraction of the peak that large matrix products reach (for the roofline alone).
+        memory_efficiency: Fraction of the bandwidth that streaming kernels reach (likewise).
+        op_latency_s: Time of an op that does nothing, launch included.
+        comm_compute_share: Part of an overlapped collective's time that it takes from the device's compute
+            (1: nothing is gained by overlap, 0: communication is free while hidden).
+        compute_spread: Standard deviation of a matrix product's time between devices of this kind, of its mean: those
+            that move in step wait for the slowest.
+        host_op_s: Time in which the host launches one op; 0 where ops run on the host itself.
+        host_kinds_s: The same by kind of op or collective, where it was measured; of an optimizer by tensor.
+        host_action_s, host_message_s: What the runtime of a pipeline takes before each pass of a micro-batch, and to
+            post one side of a message.
+        host_link_bytes_per_s: Between device and host, per direction.
+        host_memory_bandwidth_bytes_per_s: Of the host's memory, a device's part of it.
+        reserved_bytes: Memory that no tensor can have: context, libraries, communication buffers.
+        fragmentation: Part of what is allocated and freed within a step that the allocator needs on top; what stays
+            (parameters, optimizer states, buffers of gradients) needs nothing.
+        power_w: Board power in watts, as the vendor states it; 0: unknown.
+        idle_w: What the board draws at its highest clock without work, which a lower clock hardly saves; 0: unknown.
+        product_power_w: Watts that training would draw at the highest clock, by the type of its products: ``bf16`` for
+            16 bits and more, ``fp8`` for fewer; none: unknown.  More than ``power_w`` lowers the clock, while kernels
+            measured alone end before it falls.
+        source: Where the numbers come from, with a date.
+    """
+
+    name: str
+    kind: str
+    peak_flops: dict[str, float] = field(hash=False)
+    memory_bandwidth_bytes_per_s: float
+    memory_bytes: float
+    num_processors: int = 0
+    compute_efficiency: float = 1.0
+    memory_efficiency: float = 1.0
+    op_latency_s: float = 0.0
+    comm_compute_share: float = 0.0
+    compute_spread: float = 0.0
+    host_op_s: float = 0.0
+    host_kinds_s: dict[str, float] = field(default_factory=dict, hash=False)
+    host_action_s: float = 0.0
+    host_message_s: float = 0.0
+    host_link_bytes_per_s: float = 25e9
+    host_memory_bandwidth_bytes_per_s: float = 25e9
+    reserved_bytes: float = 0.0
+    fragmentation: float = 0.0
+    power_w: float = 0.0
+    idle_w: float = 0.0
+    product_power_w: dict[str, float] = field(default_factory=dict, hash=False)
+    source: str = ""
+
+    def __post_init__(self) -> None:
+        for name in ("name", "kind", "source"):
+            if not isinstance(getattr(self, name), str) or not getattr(self, name).isprintable():
+                raise JobError(f"{name} of a hardware must be a printable text, got {getattr(self, name)!r:.80}")
+        if self.kind not in ("gpu", "cpu"):
+            raise JobError(f"hardware {self.name:.80}: kind must be gpu or cpu, got {self.kind!r:.80}")
+        for table in ("peak_flops", "host_kinds_s", "product_power_w"):
+            if not isinstance(getattr(self, table), dict):
+                raise JobError(
+                    f"hardware {self.name:.80}: {table} must be a table of numbers, got {getattr(self, table)!r:.80}"
+                )
+        numbers = {name: (getattr(self, name), within) for name, within in _RANGES.items()}
+        numbers |= {f"peak_flops.{dtype}": (peak, _FLOPS) for dtype, peak in self.peak_flops.items()}
+        numbers |= {f"host_kinds_s.{kind}": (value, _SECONDS) for kind, value in self.host_kinds_s.items()}
+        numbers |= {f"product_power_w.{dtype}": (value, (0.0, 1e6)) for dtype, value in self.product_power_w.items()}
+        for name, (value, (least, most)) in numbers.items():
+            if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= most:
+                raise JobError(
+                    f"hardware {self.name:.80}: {name:.80} must be a number from {least:g} to {most:g}, "
+                    f"got {value!r:.80}"
+                )
+        if not self.peak_flops:
+            raise JobError(f"hardware {self.name:.80}: peak_flops must state a peak of one dtype at least, got none")
+        strange = sorted(set(self.peak_flops) - set(DTYPE_BYTES))
+        if strange:
+            raise JobError(
+                f"hardware {self.name:.80}: peak_flops must name dtypes of {', '.join(DTYPE_BYTES)}, "
+                f"got {', '.join(strange):.80}"
+            )
+        unknown = sorted(set(self.host_kinds_s) - set(OP_KINDS) - set(COLLECTIVE_KINDS))
+        if unknown:
+            raise JobError(
+                f"hardware {self.name}: host_kinds_s names ops and collectives, got {', '.join(unknown):.200}"
+            )
+
+    @property
+    def has_host(self) -> bool:
+        """Whether a host launches ops, which takes time."""
+        return self.host_op_s > 0 or bool(self.host_kinds_s)
+
+    def power_slowdown(self, dtype: str) -> float:
+        """Slowdown of matrix products in training relative to alone, because of the power limit.
+
+        Power beyond ``idle_w`` grows with the cube of the clock, as voltage follows it: the clock falls by the cube
+        root of the excess.
+
+        Args:
+            dtype: Of most matrix products of the job.
+        """
+        drawn = self.product_power_w.get(power_type(dtype), 0.0)
+        if not self.idle_w < self.power_w < drawn:
+            return 1.0
+        return float(min(((drawn - self.idle_w) / (self.power_w - self.idle_w)) ** (1 / 3), MOST_SLOWDOWN))
+
+    def launch_s(self, work: Op | Collective, dispatch_calls: float = 0.0) -> float:
+        """The host's time to launch an op or collective.
+
+        Args:
+            work: What is launched.
+            dispatch_calls: As in ``ExecutionSpec``; it counts for kinds of which no host time was measured.
+        """
+        seconds = self.host_kinds_s.get(work.kind)
+        return self.host_op_s * _calls(work, dispatch_calls) if seconds is None else seconds * launch_units(work)
+
+    def flops_per_s(self, dtype: str) -> float:
+        """Peak for a dtype."""
+        if dtype not in self.peak_flops:
+            raise JobError(f"hardware {self.name} states no peak for {dtype}; it has {', '.join(self.peak_flops)}")
+        return self.peak_flops[dtype]
+
+    def to_dict(self) -> dict[str, Any]:
+        return {name: value for name, value in asdict(self).items() if name not in _OPTIONAL or value}
+
+
+def power_type(dtype: str) -> str:
+    """A key of ``Hardware.product_power_w``: ``fp8`` for types of a byte or less, ``bf16`` for all others."""
+    return "fp8" if DTYPE_BYTES[dtype] == 1 else "bf16"
+
+
+def _calls(work: Op | Collective, dispatch_calls: float) -> float:
+    """The host's time for an op or collective, in launches."""
+    if not dispatch_calls or not isinstance(work, Op):
+        return 1.0
+    if work.kind in _DISPATCHED:
+        return dispatch_calls
+    names = work.record.dim_names
+    return float(work.dims[names.index("groups")]) if "groups" in names else 1.0
+
+
+def launch_units(work: Op | Collective) -> float:
+    """The host's time to launch an op relative to its kind's: an optimizer iterates over its tensors."""
+    if not isinstance(work, Op) or "tensors" not in work.record.dim_names:
+        return 1.0
+    return float(max(1, work.dims[work.record.dim_names.index("tensors")]))
+
+
+def hardware_from_dict(value: Mapping[str, Any]) -> Hardware:
+    """Read the result of ``Hardware.to_dict``, or a preset's table.
+
+    Raises:
+        JobError: If a field is unknown, missing, of another type or out of its bounds.
+    """
+    if not isinstance(value, Mapping):
+        raise JobError(f"a hardware table holds the fields of Hardware, got {value!r:.80}")
+    known = {field.name: field for field in fields(Hardware)}
+    unknown = sorted(map(str, set(value) - set(known)))
+    missing = [name for name, f in known.items() if f.default is f.default_factory is MISSING and name not in value]
+    if unknown or missing:
+        named = f"hardware {value['name']!s:.80}" if "name" in value else "a hardware"
+        wrong = [f"{', '.join(missing)} must be stated"] if missing else []
+        wrong += [f"{', '.join(unknown):.200} must be left out"] if unknown else []
+        raise JobError(f"{named}: {' and '.join(wrong)}; the fields are {', '.join(known)}")
+    return Hardware(**value)

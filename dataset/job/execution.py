@@ -1,0 +1,292 @@
+"""Execution semantics: how an execution engine runs a job, as plain values for the simulator.
+
+A job names its engine in ``[execution]``, or the profile of its ``framework`` does (``presets/frameworks.toml``), or
+``default_engine`` chooses one.  ``semantics_of`` joins the engine with what the job's other tables state.  The
+simulator asks a data type for its bytes and its kernels alone; all else that it does follows from these values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+
+from stepsight.dataset.base.caching import cached
+from stepsight.dataset.base.hashed_once import hashed_once
+from stepsight.dataset.job.job import Job
+from stepsight.dataset.job.specs import PROJECTIONS, PURE, REENTRANT, BatchSpec, OptimizerSpec
+
+COMPUTE_DTYPE: Mapping[str, str] = MappingProxyType(
+    {"fp32": "fp32", "tf32": "fp32", "bf16": "bf16", "fp16": "fp16", "fp8": "bf16", "nvfp4": "bf16", **PURE}
+)  # by precision: of activations and weights, in all ops except matrix products
+CORE_DTYPE: Mapping[str, str] = MappingProxyType(
+    {**COMPUTE_DTYPE, "tf32": "tf32"}
+)  # by precision: of the products of unfused attention, which fp8 does not change and tf32 rounds
+
+
+@hashed_once
+@dataclass(frozen=True, kw_only=True)
+class KernelSemantics:
+    """How one pass through a block of the model runs.
+
+    Attributes:
+        main_dtype: Of what training keeps most exactly: main parameters, moments, sums of gradients, loss, statistics.
+        separate_kernels: Whether norms, rotary positions, gated activations and the loss are one kernel for each of
+            their operations, rather than one each.
+        norms_again: Whether norms work on copies in ``main_dtype`` and run again in backward.
+        token_metrics: Whether accuracy and perplexity of every token are computed from the logits.
+        joins_heads: Whether unfused attention copies what the heads found to where each token has all of them, rather
+            than write it there.
+        keeps_gathered_input: Whether a column-parallel linear keeps its input as it was gathered, rather than the
+            rank's own part, which it gathers again.
+        whole_layers_again: Whether full recomputation repeats all of a layer, rather than stop after the last step that
+            keeps something.  FSDP always stops.
+        last_product_again: Whether full recomputation repeats a product that ends a layer.  PyTorch's non-reentrant
+            checkpoint stops when the last tensor is kept, and a product keeps its inputs before it runs.
+        keeps_projections: Whether full recomputation keeps what the products around attention return, and repeats
+            nothing else that backward does not need: policies such as ``save_qkv_proj`` of recipes for XLA, which
+            drops dead code.
+        accumulation: How gradients of several micro-batches are summed: ``autograd`` (one ``add`` for each parameter
+            tensor), ``product`` (within the product that computes them, at no cost), ``buffer`` (the product or a
+            kernel of its own adds to a buffer), ``read`` (the product reads a buffer of the type that it writes), or
+            ``cast`` (one kernel casts, another one adds).
+        casts_parameters: Whether parameters and logits of another type are cast where they are used, and their
+            gradients back, as autocast does; FSDP casts its shards before it gathers them.
+        fp8_dynamic: Whether operands in 8 bits are scaled by what they hold, where they are used.
+        fp8_gathers: Whether tensor-parallel ranks gather these operands in 8 bits.
+        casts_by_group: Whether the operands of grouped products are cast by a kernel for each group.
+    """
+
+    main_dtype: str = "fp32"
+    separate_kernels: bool = False
+    norms_again: bool = False
+    token_metrics: bool = False
+    joins_heads: bool = True
+    keeps_gathered_input: bool = False
+    whole_layers_again: bool = True
+    last_product_again: bool = True
+    keeps_projections: bool = False
+    accumulation: str = "product"
+    casts_parameters: bool = False
+    fp8_dynamic: bool = False
+    fp8_gathers: bool = True
+    casts_by_group: bool = False
+
+
+@hashed_once
+@dataclass(frozen=True, kw_only=True)
+class StateSemantics:
+    """Owners and types of parameters and gradients.
+
+    Attributes:
+        main_copy: Whether the optimizer steps main parameters of its own and casts the result, where the model's are of
+            another type; False: the model's parameters are the main ones.
+        gradient_dtype: Of gradients that replicas exchange.
+        gradient_buffers: Whether there is a place for all gradients from the beginning, rather than that each comes
+            into being in the first backward.
+        bucket_copies: Whether gradients are copied into buckets, and, where they are reduced after backward, divided
+            and copied back (DDP).
+        scales_loss: Whether gradients are divided by a scale and searched for overflows before the step.
+        main_gradients: Whether the optimizer makes copies of gradients in ``main_dtype`` for its step.
+        scatters_sums: ZeRO 1: whether a rank is sent the sums of its own share alone, rather than all sums.
+    """
+
+    main_copy: bool = True
+    gradient_dtype: str = "fp32"
+    gradient_buffers: bool = True
+    bucket_copies: bool = False
+    scales_loss: bool = False
+    main_gradients: bool = False
+    scatters_sums: bool = True
+
+
+@hashed_once
+@dataclass(frozen=True, kw_only=True)
+class OverlapSemantics:
+    """Which ops overlap, and which wait for each other.
+
+    Attributes:
+        tensor_parallel, parameters, prefetch, reshard: As ``overlap_tp``, ``overlap_param_gather``, ``prefetch`` and
+            ``reshard_after_forward`` of ``ParallelSpec``.
+        gradients: Whether gradients travel while backward runs.
+        bucket_bytes: A gradient bucket is sent when it holds at least this much.
+        runtime: One of ``RUNTIMES``: who passes messages between stages, and how these wait.
+        reads_norm: Whether the host reads the norm of all gradients: it then launches the step when the norm is there,
+            and no stage steps before all have it.
+        gathers_lists: FSDP: whether each tensor is gathered into a list of the ranks' parts, which the host cuts and
+            copies one by one while the device waits; full recomputation then gathers for itself, and backward again.
+    """
+
+    tensor_parallel: str = ""
+    gradients: bool = True
+    parameters: bool = False
+    prefetch: int = 1
+    reshard: bool = True
+    bucket_bytes: float = 25.0 * 2**20
+    runtime: str = "asynchronous"
+    reads_norm: bool = False
+    gathers_lists: bool = False
+
+
+@hashed_once
+@dataclass(frozen=True, kw_only=True)
+class ExecutionSemantics:
+    """Complete semantics of an execution engine.
+
+    Attributes:
+        kernels: In forward and backward.
+        states: Of parameters, gradients and the optimizer.
+        overlap: Of communication and launches.
+        optimizer: ``fused`` (one kernel), ``foreach`` (one for each operation over all tensors) or ``host`` (step and
+            states are on the host).
+    """
+
+    kernels: KernelSemantics = KernelSemantics()
+    states: StateSemantics = StateSemantics()
+    overlap: OverlapSemantics = OverlapSemantics()
+    optimizer: str = "fused"
+
+
+# ``eager-pytorch`` is PyTorch as the harness runs it: modules, autograd and DDP or FSDP2 of PyTorch 2.x, parameters
+# that are the main ones, and gradients that autograd adds up one tensor at a time.  A norm or a gate is one op here,
+# since the harness measures the whole module.  With a mixed precision, parameters are cast where they are used, or by
+# FSDP2's ``MixedPrecisionPolicy``; activations are in 16 bits throughout, where autocast keeps norms and residuals in
+# fp32.
+# ``megatron`` is training as in Megatron-LM: fused kernels, gradients added up within the products into buffers that
+# exist from the beginning, an optimizer with main parameters of its own (Narayanan et al. 2021; Korthikanti et al.
+# 2022; Megatron-LM's ``DistributedDataParallel`` and ``Float16OptimizerWithFloat16Params``).
+# ``deepspeed-0.3`` is Megatron's kernels under DeepSpeed's ZeRO of before November 2021 (v0.3.13, ``runtime/zero/
+# partition_parameters.py`` and ``stage3.py``): ``_allgather_param`` waits for the device, cuts a tensor into a view for
+# each rank and calls ``all_gather`` with the list, for which ``ProcessGroupNCCL`` of PyTorch copies each part out.
+ENGINE_SEMANTICS: Mapping[str, ExecutionSemantics] = MappingProxyType(
+    {
+        "eager-pytorch": ExecutionSemantics(
+            kernels=KernelSemantics(
+                joins_heads=False,
+                keeps_gathered_input=True,
+                whole_layers_again=False,
+                last_product_again=False,
+                accumulation="autograd",
+                casts_parameters=True,
+            ),
+            states=StateSemantics(main_copy=False, gradient_buffers=False, bucket_copies=True),
+        ),
+        "megatron": ExecutionSemantics(),
+        "deepspeed-0.3": ExecutionSemantics(overlap=OverlapSemantics(gathers_lists=True)),
+    }
+)
+
+
+def default_engine(precision: str) -> str:
+    """The default engine of a job that states none, itself or through its framework: the only place that decides by
+    precision.
+
+    What is trained with one type for everything (fp32, or pure 16 bits) is what the harness runs: eager PyTorch.  Mixed
+    precision is Megatron's, which most published runs in it use or follow.
+    """
+    return "eager-pytorch" if COMPUTE_DTYPE[precision] == "fp32" or precision in PURE else "megatron"
+
+
+def semantics_of(job: Job, device_kind: str = "gpu") -> ExecutionSemantics:
+    """The semantics of a job on devices of a kind (``cpu`` or another, as in ``Hardware.kind``).
+
+    On CPUs the runtime that is not stated is PyTorch's own, and gradients of a pipeline's replicas without ZeRO are
+    reduced when the schedule is over: so does the harness.
+    """
+    m = job.model
+    habits = (m.eager_kernels, m.norms_again, m.token_metrics)
+    on_cpu, p = device_kind == "cpu", job.parallel
+    unsummed = on_cpu and p.pp > 1 and p.zero_stage == 0  # until the end of the schedule
+    gradients = p.gradient_dtype, p.reduce_scatter, p.zero_stage < 3, p.overlap_grad_reduce and not unsummed
+    overlap = p.overlap_tp, p.overlap_param_gather, p.prefetch, p.reshard_after_forward, p.bucket_mbytes, p.runtime
+    return _semantics(
+        (job.execution.engine, job.execution.checkpoint, on_cpu), habits, gradients, overlap, job.batch, job.optimizer
+    )
+
+
+@cached(1024)
+def _kernels(
+    engine: tuple[str, str], precision: str, habits: tuple[bool, bool, bool], sums: str, fp8_scaling: str
+) -> KernelSemantics:
+    kernels = ENGINE_SEMANTICS[engine[0]].kernels
+    if engine[1]:
+        whole = engine[1] == REENTRANT
+        keeps = engine[1] == PROJECTIONS
+        kernels = replace(kernels, whole_layers_again=whole, last_product_again=whole, keeps_projections=keeps)
+    separate, norms_again, metrics = habits
+    modules = kernels.accumulation == "autograd"  # these are measured as a whole, as their autograd is
+    accumulation = {"": "product", "fp32-cast": "cast", "model-fused": "read"}.get(sums, "buffer")
+    return replace(
+        kernels,
+        main_dtype=PURE.get(precision, "fp32"),
+        separate_kernels=separate and not modules,
+        norms_again=norms_again and not modules,
+        token_metrics=metrics,
+        accumulation=kernels.accumulation if modules else accumulation,
+        casts_parameters=kernels.casts_parameters and COMPUTE_DTYPE[precision] != PURE.get(precision, "fp32"),
+        fp8_dynamic=precision == "fp8" and fp8_scaling in ("dynamic", "rowwise"),
+        fp8_gathers=fp8_scaling != "rowwise",
+        casts_by_group=precision == "fp8" and fp8_scaling == "mxfp8",
+    )
+
+
+@cached(1024)
+def _states(engine: str, precision: str, stated: str, holds_gradients: bool, scatters: bool) -> StateSemantics:
+    """``stated``: the job's ``gradient_dtype``; ``holds_gradients``: whether a rank has whole ones (ZeRO below 3).
+
+    By default gradients are summed in the main type, but Megatron sums those of fp16 in fp16.
+    """
+    states, scales = ENGINE_SEMANTICS[engine].states, precision == "fp16"
+    in_model = stated in ("model", "model-fused") or (not stated and states.main_copy and scales and holds_gradients)
+    return replace(
+        states,
+        gradient_dtype=COMPUTE_DTYPE[precision] if in_model else PURE.get(precision, "fp32"),
+        scales_loss=scales,
+        main_gradients=scales and states.main_copy,
+        scatters_sums=scatters,
+    )
+
+
+@cached(1024)
+def _semantics(
+    where: tuple[str, str, bool],
+    habits: tuple[bool, bool, bool],
+    gradients: tuple[str, bool, bool, bool],
+    traffic: tuple[str, bool, int, bool, float, str],
+    batch: BatchSpec,
+    optimizer: OptimizerSpec,
+) -> ExecutionSemantics:
+    """Semantics shared by all strategies with the same relevant values.
+
+    Args:
+        where: Engine and checkpoint as the job states them, and whether it runs on CPUs.
+        habits: Of the model's kernels.
+        gradients: ``gradient_dtype`` and ``reduce_scatter``; whether a rank has whole gradients (ZeRO below 3); whether
+            these travel while backward runs.
+        traffic: ``overlap_tp``, ``overlap_param_gather``, ``prefetch``, ``reshard_after_forward``, ``bucket_mbytes``
+            and ``runtime`` as the job states them.
+        batch, optimizer: Of the job.
+    """
+    engine, on_cpu = where[0] or default_engine(batch.precision), where[2]
+    dtype, scatters, whole, overlapped = gradients
+    kernels = _kernels((engine, where[1]), batch.precision, habits, dtype if whole else "", batch.fp8_scaling)
+    states = _states(engine, batch.precision, dtype, whole, scatters)
+    overlap_tp, parameters, prefetch, reshard, bucket_mbytes, runtime = traffic
+    overlap = _overlap(
+        tensor_parallel=overlap_tp,
+        gradients=overlapped,
+        parameters=parameters,
+        prefetch=prefetch,
+        reshard=reshard,
+        bucket_bytes=bucket_mbytes * 2**20,
+        runtime=runtime or ("torch" if on_cpu else "asynchronous"),
+        reads_norm=optimizer.clip_grad_norm,
+        gathers_lists=ENGINE_SEMANTICS[engine].overlap.gathers_lists,
+    )
+    form = "host" if optimizer.offload else "fused" if optimizer.fused else "foreach"
+    return _execution(kernels=kernels, states=states, overlap=overlap, optimizer=form)
+
+
+# Equal semantics are one object: it is a key many times, hashed once and compared by identity.
+_overlap = cached(1024)(OverlapSemantics)
+_execution = cached(1024)(ExecutionSemantics)

@@ -1,0 +1,342 @@
+"""Defaults of training frameworks that a job or a table of runs does not state: a small declared profile for each.
+
+A profile fills what is left open: ``framework = "..."`` in a job file, the column ``framework`` of a table of runs.
+"""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, fields
+from importlib import resources
+from typing import Any
+
+from stepsight.dataset.base.caching import cached
+from stepsight.dataset.base.errors import JobError
+from stepsight.dataset.base.facts_file import file_version, is_facts_file, only_one, read_facts
+from stepsight.dataset.base.registry import Registry, instance_of
+from stepsight.dataset.job.software import release_month
+from stepsight.dataset.job.specs import (
+    CHECKPOINTS,
+    DISPATCHERS,
+    ENGINES,
+    FP8_SCALING,
+    OVERLAP_TP,
+    RECOMPUTE_MODULES,
+    RUNTIMES,
+)
+
+SELECTIVE = ("attention", "every-2nd-layer")
+GRADIENTS = ("model", "model-fused", "fp32", "fp32-cast")
+P2P = ("full", "scattered")
+_MONTH = "20[0-9]{2}-(?:0[1-9]|1[0-2])"
+ATTENTION = ("unfused", "flash-1", "flash-2", "flash-3")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Framework:
+    """Defaults of one framework.
+
+    Attributes:
+        name: Key in the presets.
+        words: Parts of a name by which runs call it, lower case.
+        until: The month from which the software did otherwise, as ``2021-11``.  A run is taken for this profile only if
+            it states an earlier date: a year, or a year and a month.  Empty: the profile needs no date.
+        source: Where this is known from, with a date.
+        engine: As in ``ExecutionSpec``: whose kernels, autograd and optimizer these are; empty: not known, so that the
+            default of the precision is taken.
+        checkpoint: As in ``ExecutionSpec``; empty: as the engine does.
+        overlap_grad_reduce, overlap_param_gather, bucket_mbytes, prefetch, reshard_after_forward: As in
+            ``ParallelSpec``.
+        attention: One of ``ATTENTION``: three ops with a score matrix, or a generation of fused kernels (``flash-3``:
+            cuDNN's too).
+        dropout: As in ``ModelSpec``.
+        fused_optimizer, clip_grad_norm: As in ``OptimizerSpec``.
+        vocab_multiple: Tables of the vocabulary are padded to a multiple of this times the tensor-parallel degree.
+        interleaves: Whether its usual recipes give each pipeline stage several chunks of the model, so that a run that
+            says nothing of virtual stages may have them or not.
+        stage_micro_batches: Whether a replica's batch is cut into as many micro-batches as there are pipeline ranks,
+            and interleaved schedules have two chunks a rank, where a run does not say.
+        sequence_parallel: Whether norms are shared out wherever tensor parallelism is on and a run does not say.
+        recompute: What it does where a run does not say; empty: unknown.
+        recompute_modules: As in ``ParallelSpec``.
+        selective: What its selective recomputation comes closest to: one of ``SELECTIVE``.
+        gradients: As ``gradient_dtype`` of ``ParallelSpec``, never empty.
+        reduce_scatter: As in ``ParallelSpec``.
+        runtime: As in ``ParallelSpec``: who passes messages between stages.
+        p2p: Whether tensor-parallel ranks pass the ``full`` activation on to the next stage, or each a
+            ``scattered`` part that is gathered there.
+        overlap_tp, overlap_ep, dispatcher: As in ``ParallelSpec``.
+        eager_kernels, norms_again, token_metrics, metric_losses, fused_loss, fused_experts: As in ``ModelSpec``.
+        fp8_scaling: As in ``BatchSpec``.
+        dispatch_calls: As in ``ExecutionSpec``.
+        loss_share: As in ``ModelSpec``, for ``bert`` models.
+        mean_tokens: Tokens of a sequence of ``bert`` that are computed on average, where padding is left out and the
+            sequences are not shorter than this; 0: all.
+    """
+
+    name: str
+    words: tuple[str, ...] = ()
+    until: str = ""
+    source: str = ""
+    engine: str = ""
+    checkpoint: str = ""
+    overlap_grad_reduce: bool = True
+    overlap_param_gather: bool = False
+    bucket_mbytes: float = 25.0
+    prefetch: int = 1
+    reshard_after_forward: bool = True
+    attention: str = "flash-2"
+    dropout: float = 0.0
+    fused_optimizer: bool = True
+    clip_grad_norm: bool = True
+    vocab_multiple: int = 1
+    interleaves: bool = False
+    stage_micro_batches: bool = False
+    sequence_parallel: bool = False
+    recompute: str = ""
+    recompute_modules: tuple[str, ...] = ()
+    selective: str = "attention"
+    gradients: str = "model"
+    reduce_scatter: bool = True
+    runtime: str = ""
+    p2p: str = "full"
+    overlap_tp: str = ""
+    overlap_ep: bool = False
+    dispatcher: str = "alltoall"
+    eager_kernels: bool = False
+    norms_again: bool = False
+    token_metrics: bool = False
+    metric_losses: int = 0
+    fp8_scaling: str = "delayed"
+    dispatch_calls: float = 0.0
+    fused_loss: bool = False
+    fused_experts: bool = False
+    loss_share: float = 1.0
+    mean_tokens: int = 0
+
+    def __post_init__(self) -> None:
+        for key, value, allowed in (
+            ("engine", self.engine, ("", *ENGINES)),
+            ("checkpoint", self.checkpoint, ("", *CHECKPOINTS)),
+            ("selective", self.selective, SELECTIVE),
+            ("gradients", self.gradients, GRADIENTS),
+            ("runtime", self.runtime, ("", *RUNTIMES)),
+            ("overlap_tp", self.overlap_tp, OVERLAP_TP),
+            ("fp8_scaling", self.fp8_scaling, FP8_SCALING),
+            ("dispatcher", self.dispatcher, DISPATCHERS),
+            *(("recompute_modules", module, RECOMPUTE_MODULES) for module in self.recompute_modules),
+            ("p2p", self.p2p, P2P),
+            ("attention", self.attention, ATTENTION),
+        ):
+            if value not in allowed:
+                raise JobError(f"framework {self.name}: {key} must be one of {', '.join(allowed)}, got {value!r:.80}")
+        if self.until and not re.fullmatch(_MONTH, self.until):
+            raise JobError(f"framework {self.name}: until must be a month as 2021-11, got {self.until!r:.80}")
+        if not 0 < self.loss_share <= 1 or self.mean_tokens < 0:
+            raise JobError(
+                f"framework {self.name}: loss_share must lie in (0, 1] and mean_tokens be >= 0, got {self.loss_share} "
+                f"and {self.mean_tokens}"
+            )
+        if self.vocab_multiple < 1 or not self.bucket_mbytes > 0:
+            raise JobError(
+                f"framework {self.name}: vocab_multiple must be >= 1 and bucket_mbytes > 0, got "
+                f"{self.vocab_multiple} and {self.bucket_mbytes}"
+            )
+
+    @property
+    def fused_attention(self) -> bool:
+        """Whether attention keeps no score matrix."""
+        return self.attention != "unfused"
+
+    @property
+    def of(self) -> str:
+        """The software that it was read from, in a few words."""
+        return re.split(r"[(:,;]", self.source)[0].strip()
+
+    def runtime_of(self, pp: int, virtual_stages: int) -> str:
+        """The runtime that passes pipeline messages, as in ``ParallelSpec.runtime``."""
+        return self.runtime if pp > 1 and virtual_stages == 1 else ""
+
+    def fill(self, tables: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+        """The tables of a job, completed with this framework's defaults.
+
+        What they state goes before, but for a vocabulary, which is padded, and selective recomputation, which becomes
+        what the framework means by it.  Doing it twice changes nothing more.
+        """
+        model, parallel = dict(tables.get("model", {})), dict(tables.get("parallel", {}))
+        tp, pp, chunks = (_count(parallel.get(key)) for key in ("tp", "pp", "virtual_stages"))
+        recompute = parallel.setdefault("recompute", self.recompute or "none")
+        if recompute == "selective" and self.selective == "every-2nd-layer":
+            parallel |= {"recompute": "full", "recompute_every": 2}
+        fused = model.setdefault("fused_attention", self.fused_attention)
+        vocab, multiple = model.get("vocab"), self.vocab_multiple * tp
+        if type(vocab) is int and model.get("family") != "vit":
+            model["vocab"] = -(-vocab // multiple) * multiple
+        habits: dict[str, dict[str, Any]] = {
+            "model": {
+                "attention_kernels": self.attention if fused and self.fused_attention else "",
+                "dropout": self.dropout,
+                "eager_kernels": self.eager_kernels,
+                "norms_again": self.norms_again and recompute != "full",
+                "token_metrics": self.token_metrics,
+                "metric_losses": self.metric_losses,
+                "fused_loss": self.fused_loss,
+                "fused_experts": self.fused_experts,
+                **self._of_bert(model),
+            },
+            "parallel": {
+                "sequence_parallel": tp > 1 and self.sequence_parallel,
+                "overlap_grad_reduce": self.overlap_grad_reduce,
+                "overlap_param_gather": self.overlap_param_gather,
+                "bucket_mbytes": self.bucket_mbytes,
+                "overlap_tp": self.overlap_tp,
+                "overlap_ep": self.overlap_ep,
+                "dispatcher": self.dispatcher,
+                "recompute_modules": self.recompute_modules if recompute == "selective" else (),
+                "gradient_dtype": self.gradients,
+                "reduce_scatter": self.reduce_scatter,
+                "reshard_after_forward": self.reshard_after_forward,
+                "runtime": self.runtime_of(pp, chunks),
+                "scatter_p2p": self.p2p == "scattered",
+                "prefetch": self.prefetch,
+            },
+            "batch": {"fp8_scaling": self.fp8_scaling},
+            "optimizer": {"fused": self.fused_optimizer, "clip_grad_norm": self.clip_grad_norm},
+            "execution": {
+                "engine": self.engine,
+                "checkpoint": self.checkpoint,
+                "dispatch_calls": self.dispatch_calls,
+            },
+        }
+        stated = {**tables, "model": model, "parallel": parallel}
+        return {name: {**habits.get(name, {}), **stated.get(name, {})} for name in {**stated, **habits}}
+
+    def _of_bert(self, model: Mapping[str, Any]) -> dict[str, Any]:
+        """Keys of ``[model]`` that only BERT has."""
+        length = model.get("seq_len")
+        if model.get("family") != "bert" or type(length) is not int:
+            return {}
+        return {"loss_share": self.loss_share, "unpadded_len": self.mean_tokens if length > self.mean_tokens else 0}
+
+
+def _count(value: Any) -> int:
+    """A degree as a job states it; 1 if it states none, or an invalid one (which the job's rules report)."""
+    return value if type(value) is int and value > 0 else 1
+
+
+GENERIC = Framework(name="generic", source="PyTorch's own defaults: what a run of an unknown framework is taken for")
+
+
+def framework_from_dict(name: str, table: dict[str, Any]) -> Framework:
+    """A profile from a preset's table."""
+    known = {field.name for field in fields(Framework)} - {"name"}
+    unknown = set(table) - known
+    if unknown:
+        raise JobError(
+            f"framework {name} has unknown keys {', '.join(sorted(unknown))} (known: {', '.join(sorted(known))})"
+        )
+    for key, default in ((field.name, field.default) for field in fields(Framework) if field.name in table):
+        value = table[key]
+        if isinstance(default, tuple):
+            right = isinstance(value, list | tuple) and all(isinstance(word, str) for word in value)
+        else:
+            right = type(value) is type(default) or (type(default) is float and type(value) is int)
+        if not right:
+            raise JobError(f"framework {name}: {key} must be like {default!r}, got {value!r:.80}")
+    lists = {key: tuple(value) for key, value in table.items() if isinstance(value, list)}
+    return Framework(**{"name": name, **table, **lists})
+
+
+def _presets() -> dict[str, Framework]:
+    text = resources.files("stepsight.dataset").joinpath("presets/frameworks.toml").read_text("utf-8")
+    found = {name: framework_from_dict(name, table) for name, table in tomllib.loads(text).items()}
+    return {**found, GENERIC.name: GENERIC}
+
+
+FRAMEWORKS: Registry[Framework] = Registry(
+    "framework", _presets, group="stepsight.frameworks", check=instance_of(Framework), more="a .json or .toml file"
+)
+
+
+def framework_names() -> tuple[str, ...]:
+    """Names of the known profiles, in the order in which their words are matched."""
+    return FRAMEWORKS.names()
+
+
+def find_framework(text: str, container: str = "", date: str = "") -> Framework:
+    """The profile that a job names: by its name, by a file, or the first one with a word in the text.
+
+    Args:
+        text: The framework.
+        container, date: As in ``ExecutionSpec``: they choose among the profiles of a framework; files have one.
+
+    Raises:
+        JobError: If no profile is known by that text, or the file cannot be read or is not a file of one profile.
+    """
+    if is_facts_file(text):
+        return _read_profile(text, file_version(text))
+    found = _profile_in(text, container, date)
+    if found is None:
+        raise JobError(FRAMEWORKS.unknown(text))
+    return found
+
+
+def framework_in(text: str, container: str = "", date: str = "") -> Framework:
+    """The profile of a run that others measured and described; ``GENERIC`` if no profile matches."""
+    return _profile_in(text, container, date) or GENERIC
+
+
+def _profile_in(text: str, container: str, date: str) -> Framework | None:
+    text, when = text.lower(), date or release_month(container)
+    if text in FRAMEWORKS and not (container or when):
+        return FRAMEWORKS[text]  # other packages need not be loaded, and one of them may be asking while it is loaded
+    FRAMEWORKS.load()
+    version = FRAMEWORKS.version
+    named = FRAMEWORKS[text] if text in FRAMEWORKS else _by_words(f"{text} {when}", version)[0]
+    if not (container or when) or (text and named is None):
+        return named
+    closer, word = _by_words(f"{text} {when} {container.lower()}", version)
+    # A profile of the same software, as "nemo:26.06" is of "nemo": other words belong to what the container also has.
+    return closer if named is None or any(own in word for own in named.words) else named
+
+
+@cached(1024)
+def _by_words(text: str, version: int) -> tuple[Framework | None, str]:
+    """The first profile with a word in a text, and the word; ``version`` makes the cache see profiles that were added
+    since.
+    """
+    date = re.search(rf"(?<![0-9]){_MONTH}|(?<![0-9])20[0-9]{{2}}(?![0-9])", text)
+    for profile in FRAMEWORKS.values():
+        held = not profile.until or (date is not None and date[0] < profile.until)
+        word = next((word for word in profile.words if held and _stands(word, text)), "")
+        if word:
+            return profile, word
+    return None, ""
+
+
+@cached(64)
+def _read_profile(path: str, version: tuple[int, int]) -> Framework:
+    """The profile in a file; ``version`` makes the cache read a changed file again."""
+    try:
+        profiles = {name: framework_from_dict(name, table) for name, table in read_facts(path).items()}
+    except JobError as error:
+        raise JobError(f"{path}: {error}") from None
+    return only_one(profiles, "profile", path)
+
+
+def _stands(word: str, text: str) -> bool:
+    """Whether a text has a word, not as a part of another one; a version number may follow it directly."""
+    return re.search(rf"(?<![a-z]){re.escape(word)}(?![a-z])", text) is not None
+
+
+def unknown_frameworks(names: Iterable[str]) -> str:
+    """A warning about runs whose framework no profile knows; empty if there are none."""
+    unknown = [name for name in names if name not in ("", GENERIC.name) and framework_in(name) is GENERIC]
+    if not unknown:
+        return ""
+    return (
+        f"no profile knows framework {', '.join(f'{name!r:.80}' for name in unknown)}: {GENERIC.name}, PyTorch's own "
+        f"defaults, is taken (known: {', '.join(framework_names())})"
+    )

@@ -1,0 +1,352 @@
+"""Jobs: the questions of users. Frozen, validated once, read from TOML or JSON or built in Python."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from stepsight.dataset.base.bounded import MOST_TABLES, read_text, read_toml, reason
+from stepsight.dataset.base.errors import JobError
+from stepsight.dataset.base.facts_file import SUFFIXES, is_facts_file
+from stepsight.dataset.base.files import parse_json
+from stepsight.dataset.base.registry import did_you_mean
+from stepsight.dataset.hardware.hardware import (
+    FABRICS,
+    Fabric,
+    canonical_hardware,
+    fabric_from_dict,
+    find_fabric,
+    hardware_name,
+    stated_hardware,
+    suspicious_links,
+    usual_fabric,
+)
+from stepsight.dataset.job.frameworks import GENERIC, Framework, find_framework, framework_in
+from stepsight.dataset.job.models import MODELS
+from stepsight.dataset.job.rules import broken_rules
+from stepsight.dataset.job.spec_tables import spec_from_table, type_problems
+from stepsight.dataset.job.specs import (
+    OPTIONAL,
+    SECTIONS,
+    BatchSpec,
+    ClusterSpec,
+    ExecutionSpec,
+    ModelSpec,
+    OptimizerSpec,
+    ParallelSpec,
+)
+
+__all__ = ["BatchSpec", "ClusterSpec", "ExecutionSpec", "Job", "JobLike", "ModelSpec", "OptimizerSpec", "ParallelSpec"]
+
+MOST_PROBLEMS = 20  # listed in an error
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """One training iteration of one model on one cluster in one parallel strategy.
+
+    Attributes:
+        framework: The framework that runs the job: the name of a profile, a text that contains one of its words, or a
+            ``.json`` or ``.toml`` file; empty: unknown.  ``from_dict`` fills open keys from the profile, takes
+            the framework of a container where none is named, and a calibrated predictor looks for runs of the same
+            framework.
+        open_stages: Whether the job says nothing about virtual stages although its framework usually interleaves.  One
+            chunk per stage is assumed; ``interleaved`` is the other job that may be meant.
+
+    Raises:
+        JobError: On construction, with every broken rule and its values.
+    """
+
+    model: ModelSpec
+    parallel: ParallelSpec
+    batch: BatchSpec
+    optimizer: OptimizerSpec = field(default_factory=OptimizerSpec)
+    cluster: ClusterSpec
+    execution: ExecutionSpec = field(default_factory=ExecutionSpec)
+    framework: str = ""
+    open_stages: bool = field(default=False, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        wrong = [name for name, spec in SECTIONS.items() if not isinstance(getattr(self, name), spec)]
+        if wrong:
+            raise JobError(
+                "; ".join(
+                    f"a job's {name} must be a {SECTIONS[name].__name__}, got {getattr(self, name)!r:.80}"
+                    for name in wrong
+                )
+            )
+        problems = [problem for name in SECTIONS for problem in type_problems(name, getattr(self, name))]
+        if not isinstance(self.framework, str) or not self.framework.isprintable():
+            problems.append(f"framework must be a printable string, got {self.framework!a:.80}")
+        if problems:
+            raise JobError("; ".join(problems))
+        if self.framework and not is_facts_file(self.framework):
+            _ = self.profile
+        object.__setattr__(self, "cluster", _named_cluster(self.cluster))
+        object.__setattr__(self, "model", _filled_model(self.model))
+        object.__setattr__(self, "parallel", _filled_parallel(self.parallel, self.cluster.num_devices))
+        problems = broken_rules(self)
+        if problems:
+            raise JobError("; ".join(problems))
+
+    def __hash__(self) -> int:
+        return hash((self.model, self.parallel, self.batch, self.optimizer, self.cluster.hardware, self.cluster.nodes))
+
+    @cached_property
+    def interleaved(self) -> Job | None:
+        """The same job with a chunk for each layer of a stage; None if one chunk is meant, or the layers forbid it.
+
+        The two are the ends of what a job with ``open_stages`` may mean.
+        """
+        p = self.parallel
+        finest = self.model.layers // max(p.pp, 1)
+        if not self.open_stages or p.pp == 1 or p.virtual_stages != 1 or p.schedule != "1f1b" or finest < 2:
+            return None
+        try:
+            return replace(self, parallel=replace(p, virtual_stages=finest, runtime=""), open_stages=False)
+        except JobError:  # layers or micro-batches do not allow it
+            return None
+
+    @property
+    def profile(self) -> Framework | None:
+        """The profile of the job's framework, container and date; None if the job names no framework.
+
+        Raises:
+            JobError: If the framework is a file that cannot be read.
+        """
+        execution = self.execution
+        return find_framework(self.framework, execution.container, execution.date) if self.framework else None
+
+    @property
+    def num_micro_batches(self) -> int:
+        """Micro-batches that each replica runs in an iteration."""
+        return self.batch.global_batch // (self.batch.micro_batch * self.parallel.dp)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of an iteration, including those of an encoder."""
+        return self.batch.global_batch * (self.model.seq_len + self.model.encoder_seq_len)
+
+    @property
+    def hardware_name(self) -> str:
+        """Name of the cluster's hardware, also if ``cluster.hardware`` is the path of a file."""
+        return hardware_name(self.cluster.hardware)
+
+    @cached_property
+    def fabric(self) -> Fabric:
+        value = self.cluster.fabric or usual_fabric(self.cluster.hardware)
+        return find_fabric(value) if isinstance(value, str) else fabric_from_dict("custom", dict(value))
+
+    @cached_property
+    def warnings(self) -> tuple[str, ...]:
+        """Legal settings that are probably mistakes."""
+        stated = self.cluster.fabric
+        if not stated or (isinstance(stated, str) and stated in FABRICS):
+            return suspicious_links(self.fabric, self.cluster.devices_per_node)
+        try:
+            usual = find_fabric(usual_fabric(self.cluster.hardware))
+        except JobError:  # there is nothing to compare with
+            usual = None
+        return suspicious_links(self.fabric, self.cluster.devices_per_node, usual)
+
+    @property
+    def model_name(self) -> str:
+        """The model's name, or its family and size: ``gpt-8L-512h``."""
+        return self.model.name or f"{self.model.family}-{self.model.layers}L-{self.model.hidden}h"
+
+    @property
+    def name(self) -> str:
+        """Short name for tables: ``gpt-8L-512h tp2 pp4-1f1b dp1 mb4x2``."""
+        p, b = self.parallel, self.batch
+        chunks = f"x{p.virtual_stages}" if p.virtual_stages > 1 else ""
+        words = [
+            self.model_name,
+            f"tp{p.tp}{'sp' if p.sequence_parallel else ''}",
+            *([f"cp{p.cp}"] if p.cp > 1 else []),
+            f"pp{p.pp}" + (f"-{Path(p.schedule).stem}{chunks}" if p.pp > 1 else ""),
+            *([f"ep{p.ep}"] if p.ep > 1 else []),
+            f"dp{p.dp}" + (f"z{p.zero_stage}" if p.zero_stage else ""),
+            f"mb{b.micro_batch}x{self.num_micro_batches}",
+        ]
+        return " ".join(words)
+
+    def __repr__(self) -> str:
+        return f"Job({self.name} on {self.cluster.num_devices} x {self.hardware_name})"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain tables that ``from_dict`` reads as an equal job; ``execution`` only if it states an engine."""
+        tables = {section: asdict(getattr(self, section)) for section in SECTIONS}
+        if self.execution == ExecutionSpec():
+            del tables["execution"]
+        return {"framework": self.framework, **tables} if self.framework else tables
+
+    def to_json(self) -> str:
+        return json.dumps(self.to_dict(), sort_keys=True)
+
+    @classmethod
+    def of(cls, value: JobLike) -> Job:
+        """Return a job unchanged, build one from its tables, or read one from a job file.
+
+        Args:
+            value: A ``Job``, the tables of one (see ``from_dict``), or the path of a job file (see ``from_file``).
+
+        Raises:
+            JobError: If the value is something else, or no job can be built from it.
+        """
+        if isinstance(value, cls):
+            return value
+        if isinstance(value, Mapping):
+            return cls.from_dict(value)
+        if isinstance(value, str | Path):
+            return cls.from_file(value)
+        raise JobError(f"a job must be a Job, a dict of its tables or the path of a job file, got {value!r:.80}")
+
+    @classmethod
+    def from_dict(cls, tables: Mapping[str, Any], habits: Framework | None = None) -> Job:
+        """Build a job from its tables; all unknown, missing and wrongly typed keys are reported together.
+
+        Args:
+            tables: Tables by name; ``framework`` is a key beside them.
+            habits: Profile that fills open keys, instead of the one of ``framework``.
+        """
+        tables = dict(tables)
+        framework = tables.pop("framework", "")
+        problems = [
+            f"unknown table [{name!s:.80}]{did_you_mean(name, SECTIONS)}".replace("\n", "\\n")
+            for name in tables
+            if name not in SECTIONS
+        ]
+        if not isinstance(framework, str) or not framework.isprintable():
+            problems.append(f"framework must be a printable string, got {framework!a:.80}")
+        elif habits is None:
+            container, date = _released(tables.get("execution"))
+            if container and not framework:
+                found = framework_in("", container, date)
+                framework = "" if found is GENERIC else found.name
+            try:
+                habits = find_framework(framework, container, date) if framework else None
+            except JobError as error:
+                problems.append(str(error))
+        stated: dict[str, dict[str, Any]] = {}
+        for section in SECTIONS:
+            table = tables.get(section, {} if section in OPTIONAL else None)
+            if not isinstance(table, Mapping):
+                problems.append(f"a job needs a table [{section}], got {table!r:.80}")
+                continue
+            table = dict(table)
+            name = table.get("name", "")
+            if section == "model" and isinstance(name, str):
+                if name in MODELS:
+                    table = {**MODELS[name], **table}
+                elif not {"layers", "hidden"} & set(table):
+                    problems.append(
+                        f"model.name must be one of {', '.join(MODELS)} or come with sizes, got {name!r:.80}"
+                        f"{did_you_mean(name, MODELS)}"
+                    )
+                    continue
+            if section == "cluster" and isinstance(table.get("hardware"), Mapping):
+                table["hardware"] = stated_hardware(table["hardware"])
+            stated[section] = table
+        stages = stated.get("parallel", {})
+        silent = "virtual_stages" not in stages and "schedule" not in stages
+        if habits is not None:
+            filled = habits.fill(stated)
+            stated = {section: filled[section] for section in stated}
+        specs: dict[str, Any] = {}
+        for section, table in stated.items():
+            specs[section], wrong = spec_from_table(section, SECTIONS[section], table)
+            problems += wrong
+        if problems:
+            more = len(problems) - MOST_PROBLEMS
+            raise JobError("; ".join([*problems[:MOST_PROBLEMS], *([f"and {more} more"] if more > 0 else [])]))
+        return cls(**specs, framework=framework, open_stages=silent and habits is not None and habits.interleaves)
+
+    @classmethod
+    def from_file(cls, path: str | Path, framework: str = "") -> Job:
+        """Read a ``.toml`` or ``.json`` job file.
+
+        Paths in the file (schedules, hardware, fabrics, frameworks) are relative to its folder.
+
+        ``framework``, if not empty, overrides the one in the file.
+        """
+        path = Path(path)
+        if path.suffix not in (".toml", ".json"):
+            raise JobError(f"a job file ends in .toml or .json, got {str(path)!r:.80}: read_configs reads other files")
+        try:
+            toml = path.suffix == ".toml"
+            tables = read_toml(path, "utf-8-sig") if toml else parse_json(read_text(path, "utf-8-sig", MOST_TABLES))
+        except (OSError, UnicodeDecodeError) as error:
+            raise JobError(f"cannot read job file {path}: {reason(error)}") from None
+        except RecursionError:
+            raise JobError(f"{path} must be tables of values, got tables nested too deeply") from None
+        except ValueError as error:
+            raise JobError(f"{path} is not valid {path.suffix[1:].upper()}: {error}") from None
+        if not isinstance(tables, dict):
+            raise JobError(
+                f"{path} must hold tables [model], [parallel], [batch], [cluster], got {type(tables).__name__}"
+            )
+        _resolve_paths(tables, path.parent)
+        if framework:
+            tables["framework"] = framework
+        try:
+            return cls.from_dict(tables)
+        except JobError as error:
+            raise JobError(f"{path}: {error}") from None
+
+
+def _released(execution: Any) -> tuple[str, str]:
+    """Container and date that a table ``[execution]`` states; empty where they are no text, which the rules report."""
+    table = execution if isinstance(execution, Mapping) else {}
+    stated = (table.get(key) for key in ("container", "date"))
+    container, date = (value if isinstance(value, str) else "" for value in stated)
+    return container, date
+
+
+def _resolve_paths(tables: dict[str, Any], folder: Path) -> None:
+    """Make paths in the tables of a job file relative to where the reader is, not to the job file."""
+    parallel, cluster = (tables.get(name) for name in ("parallel", "cluster"))
+    places: list[tuple[Any, str, tuple[str, ...]]] = [
+        (tables, "framework", SUFFIXES),
+        (parallel, "schedule", (".csv",)),
+    ]
+    places += [(cluster, "hardware", SUFFIXES), (cluster, "fabric", SUFFIXES)]
+    mixed = cluster.get("mixed") if isinstance(cluster, dict) else None
+    places += [(other, "hardware", SUFFIXES) for other in (mixed if isinstance(mixed, list) else ())]
+    for table, key, suffixes in places:
+        value = table.get(key) if isinstance(table, dict) else None
+        if isinstance(value, str) and value.endswith(suffixes):
+            table[key] = str(folder / value)
+
+
+def _filled_model(model: ModelSpec) -> ModelSpec:
+    if model.kv_heads and model.ffn and model.expert_ffn and model.gated_mlp is not None:
+        return model
+    return replace(
+        model,
+        kv_heads=model.kv_heads or model.heads,
+        ffn=model.ffn or 4 * model.hidden,
+        expert_ffn=model.expert_ffn or model.ffn or 4 * model.hidden,
+        gated_mlp=model.family == "llama" if model.gated_mlp is None else model.gated_mlp,
+    )
+
+
+def _named_cluster(cluster: ClusterSpec) -> ClusterSpec:
+    """The cluster with devices by the names of their presets."""
+    hardware = canonical_hardware(cluster.hardware)
+    mixed = tuple(replace(other, hardware=canonical_hardware(other.hardware)) for other in cluster.mixed)
+    if hardware == cluster.hardware and mixed == cluster.mixed:
+        return cluster
+    return replace(cluster, hardware=hardware, mixed=mixed)
+
+
+def _filled_parallel(p: ParallelSpec, num_devices: int) -> ParallelSpec:
+    others = p.tp * p.cp * p.pp
+    dp = p.dp or (max(1, num_devices // others) if others > 0 else 1)
+    return p if p.dp else replace(p, dp=dp)
+
+
+JobLike: TypeAlias = Job | Mapping[str, Any] | str | Path  # what ``Job.of`` takes

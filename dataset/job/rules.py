@@ -1,0 +1,340 @@
+"""The rules of a job: each with its values, all reported at once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Protocol
+
+from stepsight.dataset.base.errors import JobError
+from stepsight.dataset.base.registry import Registry, did_you_mean
+from stepsight.dataset.hardware.hardware import Fabric, hardware_name
+from stepsight.dataset.harness.plan.parallel_rules import (
+    Rules,
+    check_batch,
+    check_degrees,
+    check_heads,
+    check_rotary,
+    check_sequence,
+    check_shards,
+    check_stages,
+)
+from stepsight.dataset.job.software import LIBRARIES, software_problems
+from stepsight.dataset.job.specs import (
+    ATTENTION_KERNELS,
+    ATTENTIONS,
+    AXES,
+    CHECKPOINTS,
+    CONTEXT_PARALLEL,
+    DISPATCHERS,
+    ENGINES,
+    FAMILIES,
+    FP8_SCALING,
+    GRADIENT_DTYPES,
+    OPTIMIZERS,
+    OVERLAP_TP,
+    PRECISIONS,
+    RECOMPUTE,
+    RECOMPUTE_MODULES,
+    RUNTIMES,
+    BatchSpec,
+    ClusterSpec,
+    ExecutionSpec,
+    ModelSpec,
+    OptimizerSpec,
+    ParallelSpec,
+)
+
+# Larger numbers are typing mistakes.
+MOST, MOST_LAYERS, MOST_DEVICES, MOST_ACTIONS, MOST_SLOWDOWN = 2**31, 10_000, 2**24, 2**20, 1000.0
+MOST_SIZE, MOST_EXPERTS = 2**24, 2**16  # of a model's dimensions
+MOST_ELEMENTS = 2**56  # of all parameters, and of an activation: with room for bytes and sums in 64 bits
+_POSITIVE = {
+    "model": ("layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "seq_len", "moe_every", "imbalance"),
+    "parallel": (
+        "tp", "cp", "pp", "ep", "dp", "virtual_stages", "bucket_mbytes", "recompute_every",
+    ),
+    "batch": ("micro_batch", "global_batch"),
+    "cluster": ("nodes", "devices_per_node"),
+}  # fmt: skip
+_NOT_NEGATIVE = {
+    "model": (
+        "head_dim", "experts", "experts_per_token", "expert_ffn", "shared_experts", "dense_layers", "capacity_factor",
+        "encoder_layers", "encoder_seq_len", "patch_dim", "q_lora_rank", "kv_lora_rank", "rope_head_dim", "v_head_dim",
+    ),
+    "parallel": ("prefetch", "expert_tp", "dp_shard"),
+}  # fmt: skip
+_NO_DECODER = ("bert", "t5", "vit")
+MOST_METRICS = 16  # losses of a micro-batch for metrics
+
+
+class JobTables(Protocol):
+    """What the rules read of a job."""
+
+    @property
+    def model(self) -> ModelSpec: ...
+    @property
+    def parallel(self) -> ParallelSpec: ...
+    @property
+    def batch(self) -> BatchSpec: ...
+    @property
+    def optimizer(self) -> OptimizerSpec: ...
+    @property
+    def cluster(self) -> ClusterSpec: ...
+    @property
+    def execution(self) -> ExecutionSpec: ...
+    @property
+    def num_micro_batches(self) -> int: ...
+    @property
+    def fabric(self) -> Fabric: ...
+
+
+def broken_rules(job: JobTables) -> list[str]:
+    """List the rules that a job breaks; later rules are checked only if the first ones hold."""
+    rules = Rules()
+    _sizes(rules, job)
+    _choices(rules, job)
+    if rules:
+        return rules
+    _elements(rules, job)
+    _degrees(rules, job)
+    _model(rules, job)
+    if not rules:
+        _pipeline(rules, job)
+        _cluster(rules, job)
+    return rules
+
+
+def _sizes(rules: Rules, job: JobTables) -> None:
+    for names, least in ((_POSITIVE, "> 0"), (_NOT_NEGATIVE, ">= 0")):
+        for section, keys in names.items():
+            for key in keys:
+                value = getattr(getattr(job, section), key)
+                most = MOST_LAYERS if key.endswith("layers") else MOST_SIZE if section == "model" else MOST
+                low = value > 0 if least == "> 0" else value >= 0
+                rules.require(low and value <= most, f"{section}.{key} must be {least} and <= {most}, got {value}")
+    devices = job.cluster.num_devices
+    rules.require(devices <= MOST_DEVICES, f"nodes * devices_per_node must be <= {MOST_DEVICES}, got {devices}")
+
+
+def _elements(rules: Rules, job: JobTables) -> None:
+    """Limit products of sizes that are allowed one by one: parameters, activations and attention scores."""
+    m = job.model
+    head = max(m.head_size + m.rope_head_dim, m.v_head_dim)
+    experts = (m.experts + m.shared_experts) * m.expert_ffn
+    width = max(m.hidden, m.ffn, m.vocab, m.patch_dim, m.q_lora_rank, m.kv_lora_rank, m.heads * head, experts)
+    length = max(m.seq_len, m.encoder_seq_len)
+    tokens = job.batch.micro_batch * length * max(m.imbalance, m.capacity_factor, 1.0)
+    for words, value in (
+        ("layers * hidden * widest dimension", m.total_layers * m.hidden * width),
+        ("micro_batch * seq_len * widest dimension", tokens * width),
+        ("micro_batch * heads * seq_len * seq_len", job.batch.micro_batch * m.heads * length * length),
+    ):
+        rules.require(value <= MOST_ELEMENTS, f"{words} must be <= {MOST_ELEMENTS:.3g}, got {value:.3g}")
+
+
+def _choices(rules: Rules, job: JobTables) -> None:
+    m, p = job.model, job.parallel
+    for key, value, allowed in (
+        ("model.family", m.family, FAMILIES),
+        ("model.attention", m.attention, ATTENTIONS),
+        ("model.attention_kernels", m.attention_kernels, ATTENTION_KERNELS),
+        ("parallel.gradient_dtype", p.gradient_dtype, GRADIENT_DTYPES),
+        ("parallel.overlap_tp", p.overlap_tp, OVERLAP_TP),
+        ("parallel.recompute", p.recompute, RECOMPUTE),
+        *(("parallel.recompute_modules", module, RECOMPUTE_MODULES) for module in p.recompute_modules),
+        ("parallel.dispatcher", p.dispatcher, DISPATCHERS),
+        ("parallel.zero_stage", p.zero_stage, (0, 1, 2, 3)),
+        ("parallel.context_parallel", p.context_parallel, CONTEXT_PARALLEL),
+        ("parallel.runtime", p.runtime, ("", *RUNTIMES)),
+        ("batch.precision", job.batch.precision, PRECISIONS),
+        ("batch.fp8_scaling", job.batch.fp8_scaling, FP8_SCALING),
+        ("optimizer.kind", job.optimizer.kind, OPTIMIZERS),
+        ("execution.engine", job.execution.engine, ("", *ENGINES)),
+        ("execution.checkpoint", job.execution.checkpoint, ("", *CHECKPOINTS)),
+    ):
+        if value not in allowed:
+            names: Iterable[object] = allowed.names() if isinstance(allowed, Registry) else allowed
+            words = ", ".join(repr(name) if name == "" else str(name) for name in names)
+            rules.append(f"{key} must be one of {words}, got {value!r:.80}{did_you_mean(value, names)}")
+    _schedule(rules, p)
+    rules.require(
+        0 <= job.execution.dispatch_calls <= 10_000,
+        f"execution.dispatch_calls must lie from 0 to 10000, got {job.execution.dispatch_calls}",
+    )
+    stated = {name: getattr(job.execution, name) for name in ("date", *LIBRARIES)}
+    for problem in software_problems(stated) if any(stated.values()) else ():
+        rules.append(f"execution.{problem}")
+    rules.require(
+        sorted(p.order.split("-")) == sorted(AXES),
+        f"parallel.order must name {', '.join(AXES)} once each, joined by '-', got {p.order!r:.80}",
+    )
+    rules.require(bool(job.cluster.hardware), "cluster.hardware must name a device, got ''")
+    try:
+        for name in (job.cluster.hardware, *(other.hardware for other in job.cluster.mixed)):
+            hardware_name(name)
+        _ = job.fabric
+    except JobError as error:
+        rules.append(str(error))
+
+
+def _schedule(rules: Rules, parallel: ParallelSpec) -> None:
+    """A schedule by name, with its virtual stages; a file is checked when it is read."""
+    from stepsight.dataset.schedules import SCHEDULES  # numpy: only once there is a job
+
+    if parallel.schedule.endswith(".csv"):
+        return
+    if parallel.schedule not in SCHEDULES:
+        rules.append(f"parallel.{SCHEDULES.unknown(parallel.schedule)}")
+        return
+    kind, v = SCHEDULES[parallel.schedule], parallel.virtual_stages
+    rules.require(
+        kind.allows(v) or (parallel.pp == 1 and v == 1),
+        f"schedule {parallel.schedule} has virtual_stages {kind.allowed}, got {v}",
+    )
+
+
+def _degrees(rules: Rules, job: JobTables) -> None:
+    p, b = job.parallel, job.batch
+    check_degrees(rules, tp=p.tp, cp=p.cp, pp=p.pp, dp=p.dp, devices=job.cluster.num_devices)
+    check_batch(rules, micro_batch=b.micro_batch, dp=p.dp, global_batch=b.global_batch)
+    rules.divides(p.shards, "parallel.dp_shard", p.dp, "dp")
+    rules.require(p.expert_tp in (0, 1, p.tp), f"parallel.expert_tp must be 1 or tp, got {p.expert_tp} with tp {p.tp}")
+    group, words = p.dp * p.cp, "dp * cp"
+    if p.experts_tp < p.tp:
+        group, words = group * p.tp, "dp * cp * tp"
+    rules.divides(p.ep, "parallel.ep", group, words)
+
+
+def _model(rules: Rules, job: JobTables) -> None:
+    m, p = job.model, job.parallel
+    check_heads(rules, hidden=m.hidden, heads=m.heads, kv_heads=m.kv_heads, head_dim=m.head_dim)
+    shared = {"heads": m.heads, "kv_heads": m.kv_heads, "ffn": m.ffn}
+    if p.vocab_parallel and m.family != "vit":
+        shared["vocab"] = m.vocab
+    check_shards(rules, p.tp, shared)
+    if m.family == "llama" and m.attention != "mla":
+        check_rotary(rules, m.head_size)
+    _lengths(rules, job)
+    _attention(rules, job)
+    _experts(rules, job)
+
+
+def _lengths(rules: Rules, job: JobTables) -> None:
+    m, p = job.model, job.parallel
+    lengths = {"seq_len": m.seq_len}
+    if m.family == "t5":
+        lengths["encoder_seq_len"] = m.encoder_seq_len
+        for key in ("encoder_layers", "encoder_seq_len"):
+            rules.require(getattr(m, key) > 0, f"model.{key} must be > 0 for t5, got {getattr(m, key)}")
+    else:
+        rules.require(m.encoder_layers == 0, f"model.encoder_layers is for t5 alone, got {m.encoder_layers}")
+    rules.require(0 < m.loss_share <= 1, f"model.loss_share must lie in (0, 1], got {m.loss_share}")
+    rules.require(
+        0 <= m.metric_losses <= MOST_METRICS,
+        f"model.metric_losses must be from 0 to {MOST_METRICS}, got {m.metric_losses}",
+    )
+    rules.require(
+        0 <= m.unpadded_len <= m.seq_len,
+        f"model.unpadded_len must be from 0 to seq_len {m.seq_len}, got {m.unpadded_len}",
+    )
+    rules.require(
+        m.family == "bert" or (m.loss_share == 1 and m.unpadded_len == 0),
+        f"model.loss_share and unpadded_len are for bert, got {m.loss_share} and {m.unpadded_len} with {m.family}",
+    )
+    rules.require(m.family != "vit" or m.patch_dim > 0, f"model.patch_dim must be > 0 for vit, got {m.patch_dim}")
+    for key, length in lengths.items():
+        if p.cp > 1:  # a causal mask is balanced by giving every rank two parts of the sequence
+            causal = m.family not in ("bert", "vit") and key == "seq_len"
+            parts, words = (2 * p.cp, "2 * cp") if causal else (p.cp, "cp")
+            rules.require(
+                length % parts == 0,
+                f"context parallelism needs {words} to divide model.{key}, got {length} % {parts} = {length % parts}",
+            )
+        if p.sequence_parallel:
+            check_sequence(rules, key, length, tp=p.tp, cp=p.cp)
+
+
+def _attention(rules: Rules, job: JobTables) -> None:
+    m, p = job.model, job.parallel
+    rules.require(0 <= m.dropout < 1, f"model.dropout must lie in [0, 1), got {m.dropout}")
+    rules.require(
+        m.fused_attention or not m.attention_kernels,
+        f"model.attention_kernels are of fused attention, got {m.attention_kernels!r:.80} with fused_attention false",
+    )
+    rules.require(
+        m.fused_attention or p.cp == 1 or p.context_parallel == "all_gather",
+        f"context_parallel 'ring' needs fused_attention, got fused_attention false with cp {p.cp}",
+    )
+    rules.require(
+        not p.offload_activations or p.recompute == "none",
+        f"activations are offloaded or recomputed: offload_activations needs recompute 'none', got {p.recompute!r:.80}",
+    )
+    if m.attention == "mla":
+        rules.require(m.family not in _NO_DECODER, f"attention 'mla' is for gpt and llama, got family {m.family!r:.80}")
+        rules.require(
+            m.kv_heads == m.heads, f"with attention 'mla' kv_heads = heads, got {m.kv_heads} and {m.heads} heads"
+        )
+        for key in ("kv_lora_rank", "rope_head_dim", "v_head_dim"):
+            rules.require(getattr(m, key) > 0, f"model.{key} must be > 0 with attention 'mla', got {getattr(m, key)}")
+
+
+def _experts(rules: Rules, job: JobTables) -> None:
+    m, p = job.model, job.parallel
+    if not m.experts:
+        rules.require(p.ep == 1, f"parallel.ep > 1 needs model.experts, got ep {p.ep} with a dense model")
+        return
+    rules.require(m.family not in _NO_DECODER, f"model.experts are for gpt and llama, got family {m.family!r:.80}")
+    rules.require(m.experts <= MOST_EXPERTS, f"model.experts must be <= {MOST_EXPERTS}, got {m.experts}")
+    rules.require(
+        1 <= m.experts_per_token <= m.experts,
+        f"model.experts_per_token must lie in 1 ... experts, got {m.experts_per_token} of {m.experts}",
+    )
+    rules.require(m.dense_layers <= m.layers, f"dense_layers <= layers, got {m.dense_layers} > {m.layers}")
+    rules.divides(p.ep, "parallel.ep", m.experts, "model.experts")
+    rules.divides(p.experts_tp, "parallel.expert_tp", m.expert_ffn, "model.expert_ffn")
+    rules.divides(p.tp, "parallel.tp", m.shared_experts * m.expert_ffn, "model.shared_experts * expert_ffn")
+    if p.experts_tp < p.tp and not p.sequence_parallel:  # they share the tokens, which they all hold
+        rows = job.batch.micro_batch * m.seq_len // p.cp
+        rules.divides(p.tp, "parallel.tp", rows, f"micro_batch * seq_len{' / cp' if p.cp > 1 else ''}")
+    rules.require(m.imbalance >= 1, f"model.imbalance must be >= 1 (busiest rank over the mean), got {m.imbalance}")
+
+
+def _pipeline(rules: Rules, job: JobTables) -> None:
+    m, p = job.model, job.parallel
+    micro_batches, parts = job.num_micro_batches, p.pp * p.virtual_stages
+    rules.require(p.pp > 1 or p.virtual_stages == 1, f"virtual_stages > 1 needs pp > 1, got {p.virtual_stages}")
+    actions, chunks = micro_batches * parts, "" if p.virtual_stages == 1 else " * virtual_stages"
+    rules.require(
+        actions <= MOST_ACTIONS,
+        f"micro-batches * pp{chunks} must be <= {MOST_ACTIONS}, got {micro_batches} * {parts} = {actions}",
+    )
+    layers = m.total_layers
+    if not p.stage_layers:
+        check_stages(rules, layers=layers, pp=p.pp, virtual_stages=p.virtual_stages)
+        return
+    given = len(p.stage_layers)
+    rules.require(given == parts, f"stage_layers must have pp * virtual_stages = {parts} entries, got {given}")
+    total = sum(p.stage_layers)
+    rules.require(
+        total == layers and min(p.stage_layers) >= 0,
+        f"stage_layers must be >= 0 and add up to {layers}, got {min(p.stage_layers)!s:.80} at least and "
+        f"{total!s:.80} in sum",
+    )
+
+
+def _cluster(rules: Rules, job: JobTables) -> None:
+    c = job.cluster
+    places = [
+        *(("stragglers", "rank", s.rank, c.num_devices) for s in c.stragglers),
+        *(("slow_links", "node", s.node, c.nodes) for s in c.slow_links),
+        *(("mixed", "nodes", node, c.nodes) for o in c.mixed for node in o.nodes),
+    ]
+    for table, key, value, limit in places:
+        rules.require(0 <= value < limit, f"cluster.{table}: {key} must lie in 0 ... {limit - 1}, got {value}")
+    for slowdown in (*(s.slowdown for s in c.stragglers), *(s.slowdown for s in c.slow_links)):
+        good = 1 <= slowdown <= MOST_SLOWDOWN  # neither infinite nor no number
+        rules.require(good, f"a slowdown must lie in 1 ... {MOST_SLOWDOWN:.0f}, got {slowdown}")
+    named = [node for other in c.mixed for node in other.nodes]
+    rules.require(len(named) == len(set(named)), f"cluster.mixed must name every node once, got {sorted(named)!s:.80}")
+    for other in c.mixed:
+        rules.require(bool(other.hardware), "cluster.mixed: hardware must name a device, got ''")

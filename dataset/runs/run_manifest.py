@@ -1,0 +1,214 @@
+"""``manifest.json`` of a run folder, checked."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+from stepsight.dataset.base.errors import JobError, TraceError
+from stepsight.dataset.base.files import read_json
+from stepsight.dataset.job.job import Job
+from stepsight.dataset.runs.box_spec import Box
+
+SCHEMA = 1
+T = TypeVar("T")
+MOST = 1e30  # larger numbers are typing mistakes
+_WORDS = {str: "string", int: "whole number", dict: "table"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunManifest:
+    """What ``manifest.json`` of a run folder says, checked.
+
+    Attributes:
+        folder: The run folder.
+        name: Name of the run in its collection.
+        role: ``train``, ``heldout`` or what the plan called it.
+        job: What ran.
+        world_size: Number of ranks that ran.
+        rounds: Seconds of each timed step without a profiler, by round.
+        profiled_seconds: Seconds of each profiled step.
+        fingerprint: Machine and software it ran on.
+        versions: Software versions.
+        traces: File names by rank and format (``kineto``, ``et``); empty for a run that was only timed.
+        digests: SHA-256 by file name, of the traces.
+        peak_memory_bytes: Per rank.
+        losses: Per step.
+        box: That it ran in, None outside of one.
+        compiled: Whether composite ops were compiled.
+        stand_in: The rank of the job for which one process stood in, its collectives only taking their modelled time;
+            None: all ranks ran.
+    """
+
+    folder: Path
+    name: str
+    role: str
+    job: Job
+    world_size: int
+    rounds: tuple[tuple[float, ...], ...]
+    profiled_seconds: tuple[float, ...] = ()
+    fingerprint: Mapping[str, Any] = field(default_factory=dict)
+    versions: Mapping[str, Any] = field(default_factory=dict)
+    traces: Mapping[int, Mapping[str, str]] = field(default_factory=dict)
+    digests: Mapping[str, str] = field(default_factory=dict)
+    peak_memory_bytes: tuple[float, ...] = ()
+    losses: tuple[float, ...] = ()
+    box: Box | None = None
+    compiled: bool = False
+    stand_in: int | None = None
+
+    @property
+    def step_seconds(self) -> tuple[float, ...]:
+        """Seconds of all timed steps without a profiler."""
+        return tuple(seconds for steps in self.rounds for seconds in steps)
+
+    @property
+    def iteration_time_s(self) -> float:
+        """Median of the timed steps."""
+        return statistics.median(self.step_seconds)
+
+    @property
+    def whole(self) -> bool:
+        """Whether its iterations take what those of its job do: a stand-in of a pipeline stage waits for no other."""
+        return self.stand_in is None or self.job.parallel.pp == 1
+
+    @property
+    def busy(self) -> int:
+        """Ranks that compute at the same time on one node."""
+        return min(self.world_size, self.job.cluster.devices_per_node)
+
+
+def read_manifest(folder: Path) -> RunManifest:
+    """Read and check ``manifest.json`` of a run folder.
+
+    Raises:
+        TraceError: If there is none, or it is not what the harness writes.
+    """
+    path = folder / "manifest.json"
+    tree = read_object(path)
+    if tree.get("schema") != SCHEMA:
+        raise TraceError(f"a run manifest must have schema = {SCHEMA}, got {tree.get('schema')!r:.80} in {path}")
+    missing = [key for key in ("name", "job", "world_size", "rounds") if key not in tree]
+    if missing:
+        rule = "a run manifest must have name, job, world_size and rounds"
+        raise TraceError(f"{rule}, got no {', '.join(missing)} in {path}")
+    try:
+        manifest = _manifest(folder, tree)
+    except JobError as error:
+        raise TraceError(f"a run manifest must hold a valid job, got {error} in {path}") from None
+    except ValueError as error:
+        raise TraceError(f"a run manifest must have fields of the right type: {error} in {path}") from None
+    _check(manifest, path)
+    return manifest
+
+
+def _manifest(folder: Path, tree: dict[str, Any]) -> RunManifest:
+    rounds = typed(tree["rounds"], list, "rounds")
+    return RunManifest(
+        folder=folder,
+        name=typed(tree["name"], str, "name"),
+        role=typed(tree.get("role", ""), str, "role"),
+        job=Job.from_dict(typed(tree["job"], dict, "job")),
+        world_size=typed(tree["world_size"], int, "world_size"),
+        rounds=tuple(_numbers(steps, "a round") for steps in rounds),
+        profiled_seconds=_numbers(tree.get("profiled_seconds", []), "profiled_seconds"),
+        fingerprint=_table(tree, "fingerprint"),
+        versions=_table(tree, "versions"),
+        traces={int(rank): _files(files) for rank, files in _table(tree, "traces").items()},
+        digests={name: typed(value, str, "digests") for name, value in _table(tree, "digests").items()},
+        peak_memory_bytes=_numbers(tree.get("peak_memory_bytes", []), "peak_memory_bytes"),
+        losses=_numbers(tree.get("losses", []), "losses"),
+        box=Box.from_dict(tree["box"]) if "box" in tree else None,
+        compiled=typed(tree.get("compile", False), bool, "compile"),
+        stand_in=typed(_table(tree, "stand_in").get("rank"), int, "stand_in.rank") if "stand_in" in tree else None,
+    )
+
+
+def typed(value: Any, kind: type[T], name: str) -> T:
+    """The value, if it is of that kind.
+
+    Raises:
+        ValueError: If it is of another.
+    """
+    if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+        raise ValueError(f"{name} must be a {_WORDS.get(kind, kind.__name__)}, got {value!r:.80}")
+    if isinstance(value, str) and not value.isprintable():
+        raise ValueError(f"{name} must be printable, got {value!a:.80}")
+    return value
+
+
+def number(value: Any, name: str) -> float:
+    """The value, if it is a number that can be reckoned with.
+
+    Raises:
+        ValueError: If it is none.
+    """
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= MOST:
+        raise ValueError(f"{name} must be a number within +-{MOST:g}, got {value!r:.80}")
+    return float(value)
+
+
+def _numbers(value: Any, name: str) -> tuple[float, ...]:
+    return tuple(number(item, name) for item in typed(value, list, name))
+
+
+def _table(tree: dict[str, Any], name: str) -> dict[str, Any]:
+    return typed(tree.get(name, {}), dict, name)
+
+
+def _files(files: Any) -> dict[str, str]:
+    """Names of a rank's files: within the run folder alone."""
+    for name in typed(files, dict, "a rank's traces").values():
+        if Path(typed(name, str, "a trace's file name")).name != name:
+            raise ValueError(f"a trace's file name must have no folder, got {name!r:.80}")
+    return dict(files)
+
+
+def _check(manifest: RunManifest, path: Path) -> None:
+    if not manifest.rounds or not all(steps and min(steps) > 0 for steps in manifest.rounds):
+        raise TraceError(f"every round must have timed steps of more than 0 s, got {manifest.rounds!s:.80} in {path}")
+    devices = manifest.job.cluster.num_devices
+    if manifest.stand_in is not None:
+        _check_stand_in(manifest, path)
+        return
+    if manifest.world_size != devices:
+        raise TraceError(f"world_size must equal the job's devices, got {manifest.world_size} != {devices} in {path}")
+    if manifest.box is not None and manifest.box.num_ranks != devices:
+        raise TraceError(f"a box must have the job's ranks, got {manifest.box.num_ranks} != {devices} in {path}")
+    ranks = sorted(manifest.traces)
+    if ranks and ranks != list(range(manifest.world_size)):
+        absent = sorted(set(range(manifest.world_size)) - set(ranks))
+        raise TraceError(
+            f"a run must have a trace of every rank of {manifest.world_size}, got ranks {ranks}"
+            f"{f', rank {absent[0]} is missing' if absent else ''} in {path}"
+        )
+
+
+def _check_stand_in(manifest: RunManifest, path: Path) -> None:
+    rank, devices = manifest.stand_in, manifest.job.cluster.num_devices
+    if manifest.world_size != 1 or manifest.box is not None:
+        raise TraceError(f"a stand-in is one rank outside of a box, got world_size = {manifest.world_size} in {path}")
+    if rank not in range(devices):
+        raise TraceError(f"stand_in.rank must be one of the job's {devices} ranks, got {rank} in {path}")
+    if sorted(manifest.traces) not in ([], [rank]):
+        raise TraceError(f"a stand-in must have a trace of rank {rank}, got ranks {sorted(manifest.traces)} in {path}")
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """The table that a JSON file of a run or collection holds.
+
+    Raises:
+        TraceError: If it holds none.
+    """
+    try:
+        tree = read_json(path)
+    except OSError as error:
+        raise TraceError(f"a run or collection must have {path.name}, got {path} ({error.strerror})") from None
+    except ValueError as error:
+        raise TraceError(f"{path} must be whole JSON, got {error}") from None
+    if not isinstance(tree, dict):
+        raise TraceError(f"{path} must hold a JSON object, got {type(tree).__name__}")
+    return tree

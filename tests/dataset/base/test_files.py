@@ -1,0 +1,144 @@
+"""Files and folders are complete or absent."""
+
+import errno
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from stepsight.dataset.base.errors import StepsightError
+from stepsight.dataset.base.files import (
+    check_output_file,
+    digest_files,
+    new_file,
+    new_folder,
+    set_aside,
+    write_json,
+    write_text,
+)
+from stepsight.verbs.streams import storage_problem
+
+
+def test_failed_write_leaves_nothing(tmp_path: Path) -> None:
+    """NaN is refused, and neither the file nor a temporary one remains."""
+    with pytest.raises(ValueError, match="JSON"):
+        write_json(tmp_path / "a.json", {"x": float("nan")})
+    with pytest.raises(RuntimeError), new_folder(tmp_path / "b") as folder:
+        (folder / "half").write_text("x")
+        raise RuntimeError
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_full_disk_names_the_file(tmp_path: Path) -> None:
+    """The system's error says which file was to be written, as it does for one that cannot be opened."""
+    full = errno.ENOSPC, os.strerror(errno.ENOSPC)
+    with pytest.raises(OSError, match=r"No space left on device: '.*/a.json'"), new_file(tmp_path / "a.json"):
+        raise OSError(*full)
+    with pytest.raises(OSError, match=r"No space left on device: '.*/b'") as caught, new_folder(tmp_path / "b"):
+        raise OSError(*full)
+    assert storage_problem(caught.value) == f"cannot write: No space left on device: {tmp_path / 'b'}"
+
+
+def test_new_folder_replaces(tmp_path: Path) -> None:
+    """A finished folder takes the place of the old one; the digest follows the content."""
+    digests = []
+    for text in ("one", "two"):
+        with new_folder(tmp_path / "b") as folder:
+            (folder / "file").write_text(text)
+        digests.append(digest_files([tmp_path / "b" / "file"]))
+    assert digests[0] != digests[1]
+    assert [p.name for p in tmp_path.iterdir()] == ["b"]
+
+
+def test_an_old_folder_stays_until_the_new_one_stands(tmp_path: Path) -> None:
+    """Where the new one cannot take its place, the old one is there as it was."""
+    (tmp_path / "b").mkdir()
+    (tmp_path / "b" / "file").write_text("old")
+    with pytest.raises(FileNotFoundError), new_folder(tmp_path / "b") as folder:
+        folder.rmdir()
+    assert (tmp_path / "b" / "file").read_text() == "old" and [p.name for p in tmp_path.iterdir()] == ["b"]
+
+
+def test_an_old_folder_that_cannot_come_back_is_kept_aside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A disk on which every rename but the first fails."""
+    (tmp_path / "b").mkdir()
+    (tmp_path / "b" / "file").write_text("old")
+    rename, renamed = Path.replace, []
+
+    def replace(self: Path, target: Path) -> Path:
+        renamed.append(target)
+        if len(renamed) > 1:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self))
+        return rename(self, target)
+
+    with pytest.raises(OSError, match="No space left"), new_folder(tmp_path / "b"):
+        monkeypatch.setattr(Path, "replace", replace)
+    old = set_aside(tmp_path / "b")
+    assert len(renamed) == 3 and old is not None and (old / "file").read_text() == "old"
+
+
+KILLED = """
+import os, pathlib, signal, sys
+from stepsight.dataset.base.files import new_folder
+rename = pathlib.Path.replace
+def replace(self, target):
+    rename(self, target)
+    os.kill(os.getpid(), signal.SIGKILL)
+with new_folder(pathlib.Path(sys.argv[1])) as folder:
+    pathlib.Path.replace = replace
+"""
+
+
+def test_what_a_killed_replacement_set_aside_is_found(tmp_path: Path) -> None:
+    """Killed between its two renames; a folder that is there, or never was, has nothing aside."""
+    (tmp_path / "b[1]").mkdir()
+    (tmp_path / "b[1]" / "file").write_text("old")
+    assert set_aside(tmp_path / "b[1]") is None
+    done = subprocess.run([sys.executable, "-c", KILLED, tmp_path / "b[1]"], check=False)
+    assert done.returncode == -signal.SIGKILL and not (tmp_path / "b[1]").exists()
+    old = set_aside(tmp_path / "b[1]")
+    assert old is not None and (old / "file").read_text() == "old"
+    assert set_aside(tmp_path / "b1") is None and set_aside(tmp_path / "absent" / "b") is None
+    old.rename(tmp_path / "b[1]")
+    assert set_aside(tmp_path / "b[1]") is None
+
+
+def test_no_link_and_no_file_becomes_a_folder(tmp_path: Path) -> None:
+    """Not even a link to a folder, whose target would stay behind."""
+    (tmp_path / "target").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "target")
+    (tmp_path / "nowhere").symlink_to(tmp_path / "absent")
+    (tmp_path / "file").write_text("old")
+    for name in ("link", "nowhere", "file"):
+        with (
+            pytest.raises(StepsightError, match="a new folder or an existing one of the same kind"),
+            new_folder(tmp_path / name),
+        ):
+            pass
+    assert (tmp_path / "link").is_symlink() and (tmp_path / "file").read_text() == "old"
+
+
+def test_an_output_is_checked_before_the_work(tmp_path: Path) -> None:
+    """What cannot be written is known at once, and asking leaves nothing behind."""
+    (tmp_path / "file").write_text("old")
+    check_output_file(tmp_path / "new" / "deep" / "a.json")
+    check_output_file(tmp_path / "file")
+    for path in (tmp_path / "file" / "a.json", Path("/proc/a/b.json")):
+        with pytest.raises(StepsightError, match=r"^an output needs a folder that can be written to, got [^\n]*$"):
+            check_output_file(path)
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_only_plain_files_are_replaced(tmp_path: Path) -> None:
+    """A pipe or a folder stays what it is; a link is written through."""
+    os.mkfifo(tmp_path / "pipe")
+    for name in ("pipe", "."):
+        with pytest.raises(StepsightError, match="plain file"):
+            write_text(tmp_path / name, "x")
+    (tmp_path / "target").write_text("old")
+    (tmp_path / "link").symlink_to(tmp_path / "target")
+    write_text(tmp_path / "link", "new")
+    assert (tmp_path / "link").is_symlink() and (tmp_path / "target").read_text() == "new"

@@ -1,0 +1,61 @@
+"""Signatures carry FLOP and bytes, and refuse nonsense."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from stepsight.dataset.kinds.op import OP_KINDS, Collective, Op
+
+
+def test_gemm_counts() -> None:
+    """A matrix product does 2mnk FLOP and touches three matrices."""
+    op = Op("linear", (3, 5, 7), "fp32")
+    assert op.flops == 2 * 3 * 5 * 7
+    assert op.num_bytes == 4 * (15 + 21 + 35)
+
+
+def test_a_grouped_product_does_the_flop_of_one_and_reads_a_matrix_for_each_group() -> None:
+    one, many = Op("linear", (96, 5, 7)), Op("grouped_linear", (4, 96, 5, 7))
+    assert many.flops == one.flops
+    assert many.num_bytes - one.num_bytes == 2 * 3 * 5 * 7
+
+
+def test_a_batched_product_is_as_many_products() -> None:
+    one, many = Op("linear", (3, 5, 7)), Op("batched_matmul", (4, 3, 5, 7))
+    assert (many.flops, many.num_bytes) == (4 * one.flops, 4 * one.num_bytes)
+
+
+@pytest.mark.parametrize("kind", ["attention", "attention_backward"])
+def test_latent_attention_with_equal_widths_is_ordinary_attention(kind: str) -> None:
+    usual = Op(kind, (2, 4, 4, 32, 64, 16, 0))
+    latent = Op(f"mla_{kind}", (2, 4, 32, 64, 16, 16, 0))
+    assert (latent.flops, latent.num_bytes) == (usual.flops, usual.num_bytes)
+
+
+@given(st.sampled_from(sorted(OP_KINDS)), st.data())
+def test_costs_grow_with_every_dim(kind: str, data: st.DataObject) -> None:
+    """No dimension makes an op cheaper (but the causal flag, which halves the work)."""
+    names = OP_KINDS[kind].dim_names
+    dims = tuple(1 if n == "causal" else data.draw(st.integers(1, 64)) for n in names)
+    op = Op(kind, dims, "bf16")
+    for i, name in enumerate(names):
+        if name != "causal":
+            larger = Op(kind, (*dims[:i], dims[i] + 1, *dims[i + 1 :]), "bf16")
+            assert larger.flops >= op.flops and larger.num_bytes >= op.num_bytes
+
+
+@pytest.mark.parametrize(
+    ("kind", "dims", "dtype"), [("linera", (1, 1, 1), "fp32"), ("linear", (1, 1), "fp32"), ("add", (1,), "int3")]
+)
+def test_bad_ops(kind: str, dims: tuple[int, ...], dtype: str) -> None:
+    """Unknown kinds, dims and dtypes are refused."""
+    with pytest.raises(ValueError, match="got"):
+        Op(kind, dims, dtype)
+
+
+def test_bad_collectives() -> None:
+    """A collective needs two ranks and a known kind."""
+    assert Collective("all_reduce", 8, 16, 8).num_nodes == 2
+    for arguments in (("all_reduce", 8, 1, 1), ("gossip", 8, 2, 2), ("all_reduce", 8, 4, 5)):
+        with pytest.raises(ValueError, match="got"):
+            Collective(*arguments)
