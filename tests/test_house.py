@@ -20,23 +20,37 @@ MODULES = sorted(path for folder in (*FOLDERS, "stepsight") for path in (ROOT / 
 
 # Where a forbidden import is planted, the import, and what the linter says of it.
 PLANTED = {
-    "facade": ("features/tiles.py", "from stepsight import training", "stepsight.features.tiles imports stepsight.training"),
-    "relative": ("simulator/flops.py", "from ..training import fit", "stepsight.simulator.flops imports stepsight.training.fit"),
+    "facade": (
+        "features/tiles.py",
+        "from stepsight import training",
+        "stepsight.features.tiles imports stepsight.training",
+    ),
+    "relative": (
+        "simulator/flops.py",
+        "from ..training import fit",
+        "stepsight.simulator.flops imports stepsight.training.fit",
+    ),
     "out of the harness": (
         "dataset/harness/ops/compiled.py",
         "from ...job import Job",
         "stepsight.dataset.harness.ops.compiled imports stepsight.dataset.job",
     ),
     "importlib": (
-        "features/tiles.py", "import importlib\nimportlib.import_module('stepsight.training')", "stepsight.features.tiles:",
+        "features/tiles.py",
+        "import importlib\nimportlib.import_module('stepsight.training')",
+        "stepsight.features.tiles:",
     ),
     "builtin": ("gnn/loss.py", "__import__('stepsight.experiments')", "stepsight.gnn.loss:"),
     "pandas": ("dataset/kinds/op.py", "import pandas as pd", "stepsight.dataset.kinds.op imports pandas"),
     "torch in a sub-folder": (
-        "simulator/memory/states.py", "from torch import Tensor", "stepsight.simulator.memory.states imports torch",
+        "simulator/memory/states.py",
+        "from torch import Tensor",
+        "stepsight.simulator.memory.states imports torch",
     ),
     "numpy in the harness": (
-        "dataset/harness/plan/form.py", "import numpy", "stepsight.dataset.harness.plan.form imports numpy",
+        "dataset/harness/plan/form.py",
+        "import numpy",
+        "stepsight.dataset.harness.plan.form imports numpy",
     ),
     "lazy, in a sub-folder": (
         "training/regression/trees.py",
@@ -58,7 +72,7 @@ PLANTED = {
         "def f():\n    import stepsight.simulator.flops",
         "stepsight.dataset.hardware.physics imports stepsight.simulator",
     ),
-}  # fmt: skip
+}
 
 
 def lint(root: Path) -> subprocess.CompletedProcess[str]:
