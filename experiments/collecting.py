@@ -15,7 +15,7 @@ from stepsight.dataset.hardware.hardware import find_hardware
 from stepsight.dataset.harness.plan import MOST_CPU, check_plan
 from stepsight.dataset.job.job import Job
 from stepsight.dataset.runs.box_spec import HARDWARE, Box
-from stepsight.simulator.lowering.lower import signatures
+from stepsight.simulator.programs.lower import signatures
 from stepsight.training.measured.box_plans import SleepingLatency, box_plan
 from stepsight.training.measured.planning import collectable, make_plan
 

@@ -20,9 +20,9 @@ from stepsight.dataset.job.job import Job
 from stepsight.dataset.kinds.op import Collective, Op
 from stepsight.experiments.reports.text_table import Number, table
 from stepsight.experiments.trace_questions import latency_of
-from stepsight.simulator.latency_model import LatencyModel
-from stepsight.simulator.lowering.lower import Lowered, lower
-from stepsight.simulator.runtimes.entries import POST
+from stepsight.simulator.durations.latency_model import LatencyModel
+from stepsight.simulator.programs.lower import Lowered, lower
+from stepsight.simulator.schedules.entries import POST
 
 Work = Op | Collective
 _MOST_TOLD = 12  # differences printed as text; --json has all

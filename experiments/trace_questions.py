@@ -23,7 +23,7 @@ from stepsight.dataset.imported.imported_run import run_folders, run_graphs
 from stepsight.dataset.imported.rank_graph import RankGraph
 from stepsight.dataset.job.job import Job
 from stepsight.dataset.tables.device_names import device_name
-from stepsight.simulator.latency_model import LatencyModel, RooflineLatency
+from stepsight.simulator.durations.latency_model import LatencyModel, RooflineLatency
 from stepsight.simulator.replay import changes
 from stepsight.simulator.replay.causes import critical_path
 from stepsight.simulator.replay.gradient_buckets import with_buckets

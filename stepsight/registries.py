@@ -50,8 +50,8 @@ from stepsight.dataset.tables.formats import Format
 from stepsight.dataset.tables.rows import Rows
 from stepsight.simulator import blocks
 from stepsight.simulator.blocks.family import Family
-from stepsight.simulator.given_latency import LATENCIES, GivenLatency
-from stepsight.simulator.latency_model import LatencyModel
+from stepsight.simulator.durations.given_latency import LATENCIES, GivenLatency
+from stepsight.simulator.durations.latency_model import LatencyModel
 
 __all__ = [
     "COLLECTIVE_KINDS",

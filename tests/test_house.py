@@ -26,9 +26,9 @@ PLANTED = {
         "stepsight.features.tiles imports stepsight.training",
     ),
     "relative": (
-        "simulator/flops.py",
-        "from ..training import fit",
-        "stepsight.simulator.flops imports stepsight.training.fit",
+        "simulator/iteration/flops.py",
+        "from ...training import fit",
+        "stepsight.simulator.iteration.flops imports stepsight.training.fit",
     ),
     "out of the harness": (
         "dataset/harness/ops/compiled.py",
@@ -69,7 +69,7 @@ PLANTED = {
     ),
     "a lazy cycle": (
         "dataset/hardware/physics.py",
-        "def f():\n    import stepsight.simulator.flops",
+        "def f():\n    import stepsight.simulator.iteration.flops",
         "stepsight.dataset.hardware.physics imports stepsight.simulator",
     ),
 }

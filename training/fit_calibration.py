@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stepsight.dataset.job.job import Job
-from stepsight.simulator.simulate import simulate
+from stepsight.simulator.iteration.simulate import simulate
 from stepsight.training.calibration.constants import NAMES, Constants, prior_stds, resource_of
 from stepsight.training.calibration.corrections import MOST_WIDTH, Calibration
 from stepsight.training.calibration.residual import Residual, most_likely

@@ -17,7 +17,7 @@ from stepsight.dataset.tables import Measurements
 from stepsight.experiments.evaluation.error_metrics import Errors, errors
 from stepsight.experiments.evaluation.row_predictors import PredictorOf
 from stepsight.experiments.reports.text_table import Number, table
-from stepsight.simulator.latency_model import RooflineLatency
+from stepsight.simulator.durations.latency_model import RooflineLatency
 from stepsight.training.collectives.collective_models import label_of
 from stepsight.training.collectives.link_doubts import link_doubts
 from stepsight.training.predictor.predictor import Predictor

@@ -11,7 +11,7 @@ from stepsight.dataset.hardware.hardware import HARDWARE, find_hardware
 from stepsight.dataset.imported.rank_graph import COLLECTIVE, OP, RankGraph
 from stepsight.dataset.job.job import Job
 from stepsight.dataset.kinds.op import COLLECTIVE_KINDS, OP_KINDS
-from stepsight.simulator.lowering.lower import lower
+from stepsight.simulator.programs.lower import lower
 
 # Families of ops that a trace and its job must both have or both lack.
 _TELLING = ("gemm", "attention", "conv", "batch_norm", "embedding_bag", "pool")

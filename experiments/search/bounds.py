@@ -1,8 +1,8 @@
 """Lower bounds of every strategy of a grid: least seconds and least bytes.
 
-Seconds are the larger of what a stage computes (``simulator.lower_bounds``), with the pipeline's fill before it and its
-drain after it, and of what its fully sharded replicas send; parameters that are gathered after the optimizer's step
-are added.  Bytes are training's states, and what is kept of the micro-batches that a schedule has in flight.
+Seconds are the larger of what a stage computes (``simulator.iteration.lower_bounds``), with the pipeline's fill before
+it and its drain after it, and of what its fully sharded replicas send; parameters that are gathered after the
+optimizer's step are added.  Bytes are training's states, and what is kept of the micro-batches in flight.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from stepsight.experiments.search.schedule_bounds import in_flight, is_split, pl
 from stepsight.experiments.search.shape_table import ShapeTable
 from stepsight.experiments.search.traffic_bounds import Collectives, Sharing, Traffic, traffic
 from stepsight.simulator.clock.engine import Floats
-from stepsight.simulator.lowering.sizes import groups_of
+from stepsight.simulator.durations.segment_timing import Timer
 from stepsight.simulator.memory.states import states_of
-from stepsight.simulator.segment_timing import Timer
+from stepsight.simulator.programs.sizes import groups_of
 from stepsight.training.calibration.residual import MAX_LOG
 from stepsight.training.predictor.predictor import Predictor
 

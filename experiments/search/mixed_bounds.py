@@ -11,9 +11,9 @@ from stepsight.dataset.graph.program import Program
 from stepsight.dataset.hardware.hardware import Hardware
 from stepsight.dataset.job.job import Job
 from stepsight.dataset.kinds.op import Collective, Op
-from stepsight.simulator.latency_model import LatencyModel, Seconds, dispatch_calls
-from stepsight.simulator.lowering.distinct_pipelines import other_latency
-from stepsight.simulator.segment_timing import Timer
+from stepsight.simulator.durations.latency_model import LatencyModel, Seconds, dispatch_calls
+from stepsight.simulator.durations.segment_timing import Timer
+from stepsight.simulator.iteration.distinct_pipelines import other_latency
 
 
 class FastestDevice:

@@ -15,9 +15,9 @@ from stepsight.experiments.search.schedule_bounds import is_split
 from stepsight.simulator.blocks.family import find_family
 from stepsight.simulator.blocks.shape import RankShape
 from stepsight.simulator.clock.engine import Floats
-from stepsight.simulator.lower_bounds import PassKind, block_floors, block_sizes, layer_counts
-from stepsight.simulator.lowering.sizes import rank_shape
-from stepsight.simulator.segment_timing import Timer
+from stepsight.simulator.durations.segment_timing import Timer
+from stepsight.simulator.iteration.lower_bounds import PassKind, block_floors, block_sizes, layer_counts
+from stepsight.simulator.programs.sizes import rank_shape
 
 Ids = NDArray[np.int64]
 

@@ -12,10 +12,10 @@ from stepsight.dataset.job.job import Job
 from stepsight.dataset.kinds.op import DTYPE_BYTES
 from stepsight.simulator.blocks.shape import Group
 from stepsight.simulator.clock.engine import Floats
-from stepsight.simulator.lowering.replicas import gathering_of
-from stepsight.simulator.lowering.sizes import Groups
+from stepsight.simulator.durations.segment_timing import Timer
 from stepsight.simulator.memory.states import States
-from stepsight.simulator.segment_timing import Timer
+from stepsight.simulator.programs.replicas import gathering_of
+from stepsight.simulator.programs.sizes import Groups
 
 
 class Sharing(NamedTuple):

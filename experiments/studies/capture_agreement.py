@@ -25,10 +25,10 @@ from stepsight.dataset.capture.capturing_run import CaptureRequest, capture
 from stepsight.dataset.job.job import Job
 from stepsight.dataset.kinds.op import Collective
 from stepsight.experiments.reports.text_table import Number, table
-from stepsight.simulator.flops import segment_flops
-from stepsight.simulator.lowering.lower import Lowered
+from stepsight.simulator.iteration.flops import segment_flops
+from stepsight.simulator.iteration.simulate import simulate
+from stepsight.simulator.programs.lower import Lowered
 from stepsight.simulator.replay.captured_step import time_captured
-from stepsight.simulator.simulate import simulate
 from stepsight.training.predictor.prediction import asked_predictor
 
 SCRIPT = Path(__file__).with_name("captured_job.py")

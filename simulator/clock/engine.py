@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from stepsight.simulator.compiling import compiled
+from stepsight.dataset.base.compiling import compiled
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int32]

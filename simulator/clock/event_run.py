@@ -10,9 +10,9 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from stepsight.dataset.base.compiling import compiled
 from stepsight.simulator.clock.codes import HOST, NUM_CLOCKS, ON_HOST, RUN, SEND, WAIT
 from stepsight.simulator.clock.engine import Floats, Ints
-from stepsight.simulator.compiling import compiled
 
 Longs = NDArray[np.int64]
 

@@ -9,13 +9,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stepsight.dataset.base.caching import cached
+from stepsight.dataset.base.compiling import compiled
 from stepsight.dataset.base.errors import JobError
 from stepsight.dataset.job.specs import RUNTIMES
 from stepsight.simulator.clock.kernel import Steady
-from stepsight.simulator.compiling import compiled
-from stepsight.simulator.runtimes.entries import COMPUTE, POST, WAIT, Entries, find_messages
-from stepsight.simulator.runtimes.pipeline_runtimes import asynchronous, deepspeed_entries, torch_entries
 from stepsight.simulator.schedules import KIND_NAMES, Order, Schedule, find_schedule, order_actions
+from stepsight.simulator.schedules.entries import COMPUTE, POST, WAIT, Entries, find_messages
+from stepsight.simulator.schedules.pipeline_runtimes import asynchronous, deepspeed_entries, torch_entries
 
 FIRST, MIDDLE, LAST = range(3)
 

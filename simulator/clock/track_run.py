@@ -22,7 +22,7 @@ from stepsight.simulator.clock.kernel import (
     trace_path,
 )
 from stepsight.simulator.clock.track import Track, steady_state
-from stepsight.simulator.runtimes.entries import COMPUTE, POST, Entries
+from stepsight.simulator.schedules.entries import COMPUTE, POST, Entries
 
 
 @dataclass(frozen=True, eq=False)

@@ -7,7 +7,7 @@ import numpy as np
 from stepsight.dataset.base.errors import JobError
 from stepsight.dataset.hardware.hardware import HARDWARE, Hardware, find_hardware
 from stepsight.dataset.job.job import Job
-from stepsight.simulator.lowering.rank_layout import layout_of
+from stepsight.simulator.programs.rank_layout import layout_of
 
 
 def smallest_devices(job: Job, hardware: Hardware) -> tuple[Hardware, ...]:

@@ -16,7 +16,6 @@ from stepsight.dataset.hardware.hardware import Hardware
 from stepsight.dataset.job.execution import semantics_of
 from stepsight.dataset.job.job import Job
 from stepsight.simulator.blocks.shape import RankShape
-from stepsight.simulator.lowering.sizes import Parts, PartShape, boundary_bytes, groups_of, part_shapes, rank_shape
 from stepsight.simulator.memory.advice import advice
 from stepsight.simulator.memory.devices import smallest_devices
 from stepsight.simulator.memory.part import PartMemory, part_memory
@@ -30,6 +29,7 @@ from stepsight.simulator.memory.peaks import (
     find_peaks,
 )
 from stepsight.simulator.memory.states import States, states_of
+from stepsight.simulator.programs.sizes import Parts, PartShape, boundary_bytes, groups_of, part_shapes, rank_shape
 from stepsight.simulator.schedules import Schedule, find_schedule, read_schedule
 
 Floats = NDArray[np.float64]

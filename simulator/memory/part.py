@@ -7,9 +7,9 @@ from dataclasses import dataclass, field, replace
 from stepsight.dataset.base.caching import cached
 from stepsight.dataset.base.hashed_once import hashed_once
 from stepsight.simulator.blocks.shape import RankShape
-from stepsight.simulator.lowering.replicas import Gathering
-from stepsight.simulator.lowering.sizes import PartShape
 from stepsight.simulator.memory.block import BlockMemory, Gradients, end_memory, layer_memory
+from stepsight.simulator.programs.replicas import Gathering
+from stepsight.simulator.programs.sizes import PartShape
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stepsight.dataset.base.caching import cached
-from stepsight.simulator.compiling import compiled
+from stepsight.dataset.base.compiling import compiled
 from stepsight.simulator.schedules import Schedule
 
 Floats = NDArray[np.float64]

@@ -23,10 +23,10 @@ from stepsight.dataset.base.caching import cached
 from stepsight.dataset.job.execution import COMPUTE_DTYPE, ExecutionSemantics
 from stepsight.dataset.job.specs import QUANTIZED, ParallelSpec
 from stepsight.dataset.kinds.op import DTYPE_BYTES
-from stepsight.simulator.lowering.replicas import gathering_of
-from stepsight.simulator.lowering.sizes import Groups
 from stepsight.simulator.memory.block import Gradients
 from stepsight.simulator.memory.part import Gathered, Keeping
+from stepsight.simulator.programs.replicas import gathering_of
+from stepsight.simulator.programs.sizes import Groups
 
 
 @dataclass(frozen=True, slots=True)

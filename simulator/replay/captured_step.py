@@ -18,10 +18,10 @@ from stepsight.dataset.graph.program import Dependency, Program, ProgramBuilder
 from stepsight.dataset.hardware.hardware import Hardware
 from stepsight.dataset.imported.rank_graph import COLLECTIVE, HOST, OP, PHASES, WHY, WHY_NUMBER, RankGraph
 from stepsight.dataset.kinds.op import Op
-from stepsight.simulator.latency_model import HostTimes, LatencyModel, host_times
+from stepsight.simulator.durations.latency_model import HostTimes, LatencyModel, host_times
+from stepsight.simulator.durations.segment_timing import timer_of
 from stepsight.simulator.replay.joined import Joined, join
 from stepsight.simulator.replay.replay import Walk, walk
-from stepsight.simulator.segment_timing import timer_of
 
 Floats = NDArray[np.float64]
 COMPUTE = 0  # number of the stream on which a script computes

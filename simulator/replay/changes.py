@@ -18,7 +18,7 @@ from stepsight.dataset.base.errors import StepsightError
 from stepsight.dataset.graph.program import Dependency
 from stepsight.dataset.imported.rank_graph import COLLECTIVE, HOST, OP, WHY_NUMBER, RankGraph
 from stepsight.dataset.kinds.op import COLLECTIVE_KINDS, OP_KINDS, Collective, Op
-from stepsight.simulator.latency_model import LatencyModel
+from stepsight.simulator.durations.latency_model import LatencyModel
 
 Floats = NDArray[np.float64]
 

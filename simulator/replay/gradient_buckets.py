@@ -12,7 +12,7 @@ from stepsight.dataset.imported.meetings import meetings
 from stepsight.dataset.imported.rank_graph import RankGraph
 from stepsight.dataset.kinds.op import Collective
 from stepsight.dataset.readers.host import merge
-from stepsight.simulator.latency_model import LatencyModel
+from stepsight.simulator.durations.latency_model import LatencyModel
 from stepsight.simulator.replay.changes import Floats, Tally, seconds_of
 
 

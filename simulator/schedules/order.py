@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from stepsight.dataset.base.compiling import compiled
 from stepsight.dataset.base.errors import JobError
 from stepsight.dataset.schedules.base import (
     BACKWARD,
@@ -18,7 +19,6 @@ from stepsight.dataset.schedules.base import (
     Ints,
     Schedule,
 )
-from stepsight.simulator.compiling import compiled
 
 
 @dataclass(frozen=True, eq=False)

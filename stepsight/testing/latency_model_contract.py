@@ -8,7 +8,7 @@ import pytest
 from stepsight.dataset.graph.program import Program, ProgramBuilder
 from stepsight.dataset.hardware.hardware import Hardware
 from stepsight.dataset.kinds.op import Collective, Op
-from stepsight.simulator.latency_model import LatencyModel
+from stepsight.simulator.durations.latency_model import LatencyModel
 
 OPS = (
     Op("linear", (64, 128, 256), "fp32"),

@@ -157,7 +157,7 @@ def load(path: Path | None, latency: str = "", context: typer.Context | None = N
         StepsightError: If both are given.
     """
     if latency and context is not None:
-        from stepsight.simulator.given_latency import LATENCY
+        from stepsight.simulator.durations.given_latency import LATENCY
 
         refuse_given(context, ("predictor",), "is another source of durations than --latency: leave one out")
         find_modules_here()

@@ -46,7 +46,7 @@ def write_traces(prediction: Prediction, folder: Path, asked: str = "") -> None:
         StepsightError: If the job has no such stage.
     """
     from stepsight.dataset.base.files import new_folder, write_json
-    from stepsight.simulator.profiler_traces import profiler_traces
+    from stepsight.simulator.iteration.profiler_traces import profiler_traces
     from stepsight.verbs.options import progress
 
     stages = _stages(prediction, asked)
@@ -59,7 +59,7 @@ def write_traces(prediction: Prediction, folder: Path, asked: str = "") -> None:
 
 
 def _stages(prediction: Prediction, asked: str) -> list[int]:
-    from stepsight.simulator.profiler_traces import num_kernels
+    from stepsight.simulator.iteration.profiler_traces import num_kernels
     from stepsight.verbs.options import listed
 
     every = list(range(prediction.simulation.lowered.num_stages))

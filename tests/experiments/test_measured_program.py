@@ -17,7 +17,7 @@ from stepsight.dataset.job.job import Job
 from stepsight.dataset.kinds.op import Op
 from stepsight.experiments.measured_program import compare, comparison_text, lowered_works, stage_of
 from stepsight.experiments.reports.side_by_side import check_job
-from stepsight.simulator.lowering.lower import lower
+from stepsight.simulator.programs.lower import lower
 from tests.dataset.traced_jobs import GpuJob
 
 JOB = Job.from_dict(

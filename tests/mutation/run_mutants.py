@@ -41,9 +41,9 @@ from parso.python.tree import ExprStmt, PythonNode
 ROOT = Path(__file__).parents[2]
 KERNEL = "tests/simulator/clock/test_kernel.py"
 TRACK, RUNS = "tests/simulator/clock/test_track.py", "tests/simulator/clock/test_track_run.py"
-MANY = "tests/simulator/test_simulate_many.py"
-SIMULATE, RUNTIMES = "tests/simulator/test_simulate.py", "tests/simulator/runtimes/test_pipeline_runtimes.py"
-SEGMENTS = ("tests/simulator/test_segment_timing.py", "tests/simulator/lowering/test_segment.py")
+MANY = "tests/simulator/iteration/test_simulate_many.py"
+SIMULATE, RUNTIMES = "tests/simulator/iteration/test_simulate.py", "tests/simulator/schedules/test_pipeline_runtimes.py"
+SEGMENTS = ("tests/simulator/durations/test_segment_timing.py", "tests/simulator/programs/test_segment.py")
 SCHEDULES = (
     "tests/simulator/schedules/test_find.py", "tests/simulator/schedules/test_torch.py",
     "tests/simulator/schedules/test_csv_table.py", "tests/dataset/schedules",
@@ -51,7 +51,7 @@ SCHEDULES = (
 # The tests of each module, those that fail soonest first.
 TESTS: dict[str, tuple[str, ...]] = {
     "simulator/clock/engine.py": ("tests/simulator/clock/test_engine.py", *SEGMENTS, SIMULATE),
-    "simulator/runtimes/entries.py": ("tests/simulator/runtimes/test_entries.py", TRACK, RUNTIMES, RUNS),
+    "simulator/schedules/entries.py": ("tests/simulator/schedules/test_entries.py", TRACK, RUNTIMES, RUNS),
     "simulator/clock/event_run.py": ("tests/simulator/clock/test_event_run.py", *SEGMENTS, MANY, SIMULATE),
     "simulator/clock/kernel.py": (KERNEL, RUNS, MANY, SIMULATE),
     "simulator/clock/track.py": (TRACK, RUNS, SIMULATE),
@@ -59,9 +59,9 @@ TESTS: dict[str, tuple[str, ...]] = {
         KERNEL, RUNS, "tests/dataset/schedules/test_schedule_kinds.py", SIMULATE,
         "tests/training/measured/test_stand_in_runs.py",
     ),
-    "simulator/compiling.py": ("tests/simulator/test_compiling.py",),
-    "simulator/optimizer_start.py": (MANY, SIMULATE),
-    "simulator/segment_timing.py": (*SEGMENTS, SIMULATE),
+    "dataset/base/compiling.py": ("tests/dataset/base/test_compiling.py",),
+    "simulator/iteration/optimizer_start.py": (MANY, SIMULATE),
+    "simulator/durations/segment_timing.py": (*SEGMENTS, SIMULATE),
     "simulator/schedules/find.py": SCHEDULES,
     "simulator/schedules/order.py": ("tests/simulator/schedules/test_order.py", *SCHEDULES),
     "simulator/schedules/csv_table.py": ("tests/simulator/schedules/test_csv_table.py",),

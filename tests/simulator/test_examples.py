@@ -4,8 +4,8 @@ import pytest
 
 from stepsight.dataset.hardware.hardware import find_hardware
 from stepsight.dataset.job.job import Job
-from stepsight.simulator.latency_model import RooflineLatency
-from stepsight.simulator.simulate import simulate
+from stepsight.simulator.durations.latency_model import RooflineLatency
+from stepsight.simulator.iteration.simulate import simulate
 
 TOO_FULL = {"llama3-405b-16384": "stage 1 needs 89.4 GB"}  # its comment says why; what tensors alone need is there
 EXAMPLES = sorted((Path(__file__).parents[2] / "examples").glob("*.toml"))

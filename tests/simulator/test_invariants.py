@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from stepsight.dataset.base.errors import JobError
 from stepsight.dataset.hardware.hardware import Fabric, Hardware, Link
 from stepsight.dataset.job.job import Job
-from stepsight.simulator.latency_model import RooflineLatency
+from stepsight.simulator.durations.latency_model import RooflineLatency
+from stepsight.simulator.iteration.simulate import simulate
 from stepsight.simulator.memory import estimate_memory
-from stepsight.simulator.simulate import simulate
 from stepsight.training.predictor.prediction import predict
 from tests.fuzz.toy import toy_predictor
 from tests.simulator.any_job import FABRIC, devices, jobs

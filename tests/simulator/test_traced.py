@@ -17,7 +17,7 @@ from stepsight.dataset.job.job import BatchSpec, ClusterSpec, Job, ModelSpec, Pa
 from stepsight.dataset.kinds.op import Collective
 from stepsight.dataset.runs.run_folder import read_run
 from stepsight.experiments.demo.local_jobs import STRATEGIES
-from stepsight.simulator.lowering.lower import lower
+from stepsight.simulator.programs.lower import lower
 from stepsight.training.measured.planning import make_plan, stand_in_of
 
 T5 = {"encoder_layers": 2, "encoder_seq_len": 24, "fused_attention": False}

@@ -17,8 +17,8 @@ from stepsight.dataset.graph.program import Program
 from stepsight.dataset.hardware.hardware import Hardware
 from stepsight.dataset.job.job import BatchSpec, ClusterSpec, Job, ModelSpec, ParallelSpec
 from stepsight.dataset.kinds.op import Collective, Op
-from stepsight.simulator.lowering.lower import signatures
-from stepsight.simulator.simulate import simulate
+from stepsight.simulator.iteration.simulate import simulate
+from stepsight.simulator.programs.lower import signatures
 from stepsight.training.fit import train
 from stepsight.training.heldout import evaluate_heldout, spearman
 from stepsight.training.predictor.predictor import Predictor

@@ -15,7 +15,7 @@ from stepsight.dataset.hardware.physics import roofline_seconds
 from stepsight.dataset.job.job import BatchSpec, ClusterSpec, Job, ModelSpec, ParallelSpec
 from stepsight.dataset.kinds.op import Op
 from stepsight.dataset.runs.run_folder import read_run
-from stepsight.simulator.lowering.lower import lower
+from stepsight.simulator.programs.lower import lower
 from stepsight.training.fit import train
 from stepsight.training.heldout import evaluate_heldout
 from stepsight.training.measured.host_launches import fit_launches, launches_alone, launches_in_traces

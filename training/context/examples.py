@@ -14,9 +14,9 @@ from stepsight.dataset.hardware.hardware import find_fabric, usual_fabric
 from stepsight.dataset.imported.rank_graph import OPAQUE
 from stepsight.dataset.kinds.op import Op
 from stepsight.gnn.context_table import Context
-from stepsight.simulator.latency_model import LatencyModel
-from stepsight.simulator.segment_timing import timer_of
-from stepsight.simulator.simulate import simulate
+from stepsight.simulator.durations.latency_model import LatencyModel
+from stepsight.simulator.durations.segment_timing import timer_of
+from stepsight.simulator.iteration.simulate import simulate
 from stepsight.training.context.fit_context import Example, Whole
 from stepsight.training.context.through_simulator import Iteration
 from stepsight.training.measured.imported_ops import ImportedSegments

@@ -15,7 +15,7 @@ from stepsight.dataset.harness.plan import SCHEMA, check_plan, job_problems
 from stepsight.dataset.harness.plan_error import HarnessError
 from stepsight.dataset.job.job import Job
 from stepsight.dataset.kinds.op import Collective, Op
-from stepsight.simulator.lowering.lower import signatures
+from stepsight.simulator.programs.lower import signatures
 
 
 def run_name(job: Job) -> str:

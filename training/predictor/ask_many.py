@@ -1,6 +1,6 @@
 """Many jobs predicted together: ``predict_many`` as predictions, ``ask_many`` as arrays for a search.
 
-What jobs share is worked out once (``simulator.simulate_many``); the rest of a prediction when it is asked for.
+What jobs share is worked out once (``simulate_many``); the rest of a prediction when it is asked for.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from numpy.typing import NDArray
 
 from stepsight.dataset.base.errors import JobError
 from stepsight.dataset.job.job import Job, JobLike
-from stepsight.simulator.given_latency import LATENCY, GivenLatency, latency_name, latency_of_job
-from stepsight.simulator.latency_model import LatencyModel
+from stepsight.simulator.durations.given_latency import LATENCY, GivenLatency, latency_name, latency_of_job
+from stepsight.simulator.durations.latency_model import LatencyModel
+from stepsight.simulator.iteration.simulate_many import can_simulate_many, simulate_many
 from stepsight.simulator.memory import estimate_memory
-from stepsight.simulator.simulate_many import can_simulate_many, simulate_many
 from stepsight.training.predictor.learned_latency import LearnedLatency
 from stepsight.training.predictor.prediction import (
     ROOFLINE,

@@ -15,7 +15,7 @@ from stepsight.dataset.capture.record_graph import CapturedRank
 from stepsight.dataset.hardware.hardware import canonical_hardware, find_fabric, unknown_hardware, usual_fabric
 from stepsight.dataset.imported.rank_graph import OP, PHASES, RankGraph
 from stepsight.dataset.kinds.op import Op
-from stepsight.simulator.latency_model import RooflineLatency, preset_latency
+from stepsight.simulator.durations.latency_model import RooflineLatency, preset_latency
 from stepsight.simulator.replay.captured_step import CapturedStep, time_captured
 from stepsight.training.intervals.conformal import Intervals
 from stepsight.training.intervals.published_errors import Likeness, grown_half_width, likeness, published_widths

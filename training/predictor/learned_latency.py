@@ -23,7 +23,7 @@ from stepsight.training.kernels.kernel_models import KernelModel
 
 if TYPE_CHECKING:
     from stepsight.gnn.context_table import Context
-    from stepsight.simulator.simulate import Simulation
+    from stepsight.simulator.iteration.simulate import Simulation
 
 Seconds = NDArray[np.float64]
 MAX_PROGRAMS, MAX_WORKS = 4096, 100_000  # entries of a latency model's cache

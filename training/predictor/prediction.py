@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any
 from stepsight.dataset.base.errors import JobError, PredictorError, StepsightError
 from stepsight.dataset.hardware.hardware import find_hardware, unknown_hardware
 from stepsight.dataset.job.job import Job, JobLike
-from stepsight.simulator.explain import Sensitivity, explain
-from stepsight.simulator.flops import iteration_flops
-from stepsight.simulator.given_latency import GivenLatency, latency_name, latency_of_job
-from stepsight.simulator.latency_model import RooflineLatency, preset_latency
+from stepsight.simulator.durations.given_latency import GivenLatency, latency_name, latency_of_job
+from stepsight.simulator.durations.latency_model import RooflineLatency, preset_latency
+from stepsight.simulator.iteration.explain import Sensitivity, explain
+from stepsight.simulator.iteration.flops import iteration_flops
+from stepsight.simulator.iteration.simulate import Simulation, simulate
+from stepsight.simulator.iteration.timeline import timeline_json
 from stepsight.simulator.memory import Memory, estimate_memory
-from stepsight.simulator.simulate import Simulation, simulate
-from stepsight.simulator.timeline import timeline_json
 from stepsight.training.intervals.conformal import Intervals
 from stepsight.training.intervals.published_errors import grown_half_width, published_widths
 from stepsight.training.predictor.learned_latency import LearnedLatency, outside

@@ -13,9 +13,9 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from stepsight.dataset.base.compiling import compiled
 from stepsight.dataset.base.errors import PredictorError
 from stepsight.features.named_columns import check_known, columns_of
-from stepsight.simulator.compiling import compiled
 
 Array = NDArray[np.float64]
 

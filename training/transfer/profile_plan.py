@@ -21,7 +21,7 @@ from stepsight.dataset.harness.plan import SCHEMA, check_plan
 from stepsight.dataset.job.job import Job
 from stepsight.dataset.job.models import MODELS
 from stepsight.dataset.kinds.op import Op
-from stepsight.simulator.lowering.lower import signatures
+from stepsight.simulator.programs.lower import signatures
 from stepsight.training.kernels.kernel_models import label
 from stepsight.training.transfer.fit_transfer import FEWEST
 from stepsight.training.transfer.posterior import choose_rows

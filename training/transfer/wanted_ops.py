@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from stepsight.dataset.hardware.hardware import Hardware
 from stepsight.dataset.job.job import Job
 from stepsight.dataset.kinds.op import Op
-from stepsight.simulator.latency_model import RooflineLatency
-from stepsight.simulator.simulate import simulate
+from stepsight.simulator.durations.latency_model import RooflineLatency
+from stepsight.simulator.iteration.simulate import simulate
 
 
 def time_shares(jobs: Sequence[Job], hardware: Hardware) -> dict[Op, float]:

@@ -14,7 +14,7 @@ from stepsight.dataset.imported.rank_graph import OP, RankGraph
 from stepsight.dataset.kinds.op import Op
 from stepsight.experiments.studies.architectures.family_programs import program_folder, read_alone, read_program
 from stepsight.experiments.studies.architectures.family_runs import CONFIGURATIONS, read_runs_of_families, steps_of
-from stepsight.simulator.latency_model import RooflineLatency
+from stepsight.simulator.durations.latency_model import RooflineLatency
 from stepsight.simulator.replay.captured_step import time_captured
 from stepsight.training.kernels.host_calls import Alone, HostCalls
 from stepsight.training.measured.host_costs import learn_host_calls

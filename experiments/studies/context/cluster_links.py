@@ -10,7 +10,7 @@ from torch_geometric.data import HeteroData
 from stepsight.dataset.hardware.hardware import Fabric
 from stepsight.dataset.job.job import Job
 from stepsight.dataset.kinds.op import Collective
-from stepsight.simulator.lowering.rank_layout import layout_of
+from stepsight.simulator.programs.rank_layout import layout_of
 from stepsight.training.context.through_simulator import Iteration
 
 Array = NDArray[np.float64]

@@ -9,9 +9,9 @@ from stepsight.dataset.base.files import read_json
 from stepsight.dataset.kinds.op import Collective
 from stepsight.dataset.runs.run_manifest import RunManifest
 from stepsight.experiments.studies.small_to_large.box_results import Passes, measured_passes, predicted_passes
-from stepsight.simulator.lowering.distinct_pipelines import distinct_pipelines
-from stepsight.simulator.segment_timing import Timer
-from stepsight.simulator.simulate import Simulation, simulate_lowered
+from stepsight.simulator.durations.segment_timing import Timer
+from stepsight.simulator.iteration.distinct_pipelines import distinct_pipelines
+from stepsight.simulator.iteration.simulate import Simulation, simulate_lowered
 from stepsight.training.context.through_simulator import Iteration
 
 Array = NDArray[np.float64]

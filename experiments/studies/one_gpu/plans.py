@@ -19,9 +19,9 @@ from stepsight.dataset.job.job import Job
 from stepsight.dataset.kinds.op import Op
 from stepsight.experiments.studies.one_gpu import drawn_ops as sizes
 from stepsight.experiments.studies.one_gpu.cases import STAND_IN, StepCase, stand_ins, step_cases
-from stepsight.simulator.latency_model import preset_latency
-from stepsight.simulator.lowering.lower import signatures
-from stepsight.simulator.simulate import simulate
+from stepsight.simulator.durations.latency_model import preset_latency
+from stepsight.simulator.iteration.simulate import simulate
+from stepsight.simulator.programs.lower import signatures
 from stepsight.training.measured.measured import HELDOUT
 from stepsight.training.measured.planning import make_plan, stand_in_of
 

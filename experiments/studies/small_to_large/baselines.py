@@ -10,10 +10,10 @@ from stepsight.dataset.hardware.hardware import Fabric, find_hardware
 from stepsight.dataset.job.job import Job
 from stepsight.dataset.kinds.op import Collective, Op
 from stepsight.dataset.runs.box_spec import HARDWARE
-from stepsight.simulator.latency_model import Seconds
-from stepsight.simulator.lowering.lower import lower
-from stepsight.simulator.lowering.segment import Segment
-from stepsight.simulator.simulate import simulate
+from stepsight.simulator.durations.latency_model import Seconds
+from stepsight.simulator.iteration.simulate import simulate
+from stepsight.simulator.programs.lower import lower
+from stepsight.simulator.programs.segment import Segment
 from stepsight.training.measured.box_plans import SleepingLatency
 
 _NOTHING_S = 1e-9

@@ -15,8 +15,8 @@ from stepsight.dataset.base.files import read_json
 from stepsight.dataset.runs.run_manifest import RunManifest, read_manifest
 from stepsight.experiments.studies.small_to_large.box_cases import BoxCase
 from stepsight.experiments.studies.small_to_large.boxes import file_name, folder_of
+from stepsight.simulator.iteration.simulate import Simulation
 from stepsight.simulator.schedules import KIND_NAMES
-from stepsight.simulator.simulate import Simulation
 from stepsight.training.predictor.prediction import Prediction, predict
 from stepsight.training.predictor.predictor import Predictor
 

@@ -10,7 +10,7 @@ from stepsight.dataset.job.frameworks import find_framework
 from stepsight.dataset.job.job import ExecutionSpec, Job
 from stepsight.dataset.job.specs import ENGINES, PRECISIONS
 from stepsight.simulator.blocks.layer_parts import cast
-from stepsight.simulator.lowering.sizes import rank_shape
+from stepsight.simulator.programs.sizes import rank_shape
 
 
 def job_of(precision: str = "bf16", *, engine: str = "", framework: str = "", **tables: dict[str, Any]) -> Job:

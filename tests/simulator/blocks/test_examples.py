@@ -4,7 +4,7 @@ import pytest
 
 from stepsight.dataset.job.job import Job
 from stepsight.simulator.blocks.family import embedding_block, find_family, head_block, layer_block
-from stepsight.simulator.lowering.sizes import rank_shape
+from stepsight.simulator.programs.sizes import rank_shape
 from tests.simulator.blocks.shapes import collectives, items
 
 EXAMPLES = Path(__file__).parents[3] / "examples"

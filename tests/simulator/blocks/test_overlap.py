@@ -12,7 +12,8 @@ from stepsight.simulator.blocks import dense
 from stepsight.simulator.blocks.layer_parts import column_linear, entered, left, row_linear
 from stepsight.simulator.blocks.shape import RankShape
 from stepsight.simulator.blocks.step import Block
-from stepsight.simulator.lowering.passages import (
+from stepsight.simulator.durations.segment_timing import _time_passage
+from stepsight.simulator.programs.passages import (
     INPUT,
     WEIGHT,
     BackwardSpec,
@@ -20,7 +21,6 @@ from stepsight.simulator.lowering.passages import (
     backward_passage,
     forward_passage,
 )
-from stepsight.simulator.segment_timing import _time_passage
 from tests.simulator.blocks.shapes import items, small_shape
 
 GATHER, SUM, PRODUCT = 3.0, 5.0, 7.0

@@ -23,7 +23,7 @@ from stepsight.simulator.clock.kernel import (
     trace_path,
 )
 from stepsight.simulator.clock.track_run import end_clocks, through
-from stepsight.simulator.runtimes.entries import COMPUTE, POST, RECEIVE, SEND, WAIT, Entries
+from stepsight.simulator.schedules.entries import COMPUTE, POST, RECEIVE, SEND, WAIT, Entries
 
 INF = np.inf
 Row = tuple[int, int, int, int]

@@ -14,10 +14,10 @@ from typing import Any
 from stepsight.dataset.hardware.hardware import HARDWARE
 from stepsight.dataset.job.execution import semantics_of
 from stepsight.dataset.job.job import BatchSpec, ClusterSpec, Job, ModelSpec, OptimizerSpec, ParallelSpec
-from stepsight.simulator.lowering.sizes import groups_of, part_shapes, rank_shape
 from stepsight.simulator.memory import estimate_memory
 from stepsight.simulator.memory.part import part_memory
 from stepsight.simulator.memory.states import states_of
+from stepsight.simulator.programs.sizes import groups_of, part_shapes, rank_shape
 
 RECORD = Path(__file__).with_name("reference_values.json")
 MODEL = {"family": "gpt", "layers": 5, "hidden": 256, "heads": 8, "vocab": 3000, "seq_len": 128}

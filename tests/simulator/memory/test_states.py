@@ -7,9 +7,9 @@ import pytest
 from stepsight.dataset.hardware.hardware import Hardware
 from stepsight.dataset.job.execution import semantics_of
 from stepsight.dataset.job.job import ExecutionSpec, Job, OptimizerSpec
-from stepsight.simulator.lowering.sizes import groups_of
 from stepsight.simulator.memory import StageMemory, estimate_memory
 from stepsight.simulator.memory.states import States, states_of
+from stepsight.simulator.programs.sizes import groups_of
 from tests.simulator.conftest import JobMaker
 
 NUMEL = 4 * (12 * 64**2 + 13 * 64) + 2 * 256 * 64 + 32 * 64 + 2 * 64

@@ -18,7 +18,7 @@ from stepsight.dataset.imported.rank_graph import (
     RankGraph,
 )
 from stepsight.dataset.kinds.op import Collective, Op
-from stepsight.simulator.latency_model import RooflineLatency
+from stepsight.simulator.durations.latency_model import RooflineLatency
 from stepsight.simulator.replay.captured_step import time_captured
 
 WORK = Op("add", (1 << 26,), "bf16")

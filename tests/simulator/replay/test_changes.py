@@ -10,7 +10,7 @@ from stepsight.dataset.base.errors import StepsightError
 from stepsight.dataset.hardware.hardware import HARDWARE, find_fabric
 from stepsight.dataset.imported.import_ranks import import_ranks
 from stepsight.dataset.imported.rank_graph import RankGraph
-from stepsight.simulator.latency_model import RooflineLatency
+from stepsight.simulator.durations.latency_model import RooflineLatency
 from stepsight.simulator.replay import changes
 from stepsight.simulator.replay.changes import Tally
 from stepsight.simulator.replay.gradient_buckets import with_buckets

@@ -6,8 +6,8 @@ from stepsight.dataset.hardware.hardware import find_hardware
 from stepsight.dataset.job.job import BatchSpec, ClusterSpec, Job, ModelSpec, ParallelSpec
 from stepsight.dataset.job.specs import SlowLink, Straggler
 from stepsight.dataset.runs.box_spec import read_box
-from stepsight.simulator.latency_model import RooflineLatency
-from stepsight.simulator.simulate import simulate
+from stepsight.simulator.durations.latency_model import RooflineLatency
+from stepsight.simulator.iteration.simulate import simulate
 from stepsight.training.context.through_simulator import Iteration, iteration_seconds
 
 

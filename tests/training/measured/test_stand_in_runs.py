@@ -19,9 +19,9 @@ from stepsight.dataset.job.job import BatchSpec, ClusterSpec, Job, ModelSpec, Pa
 from stepsight.dataset.kinds.op import Collective, Op
 from stepsight.dataset.runs.run_manifest import RunManifest
 from stepsight.dataset.runs.trace import TracedSegment
-from stepsight.simulator.latency_model import RooflineLatency
-from stepsight.simulator.lowering.lower import lower
-from stepsight.simulator.simulate import simulate
+from stepsight.simulator.durations.latency_model import RooflineLatency
+from stepsight.simulator.iteration.simulate import simulate
+from stepsight.simulator.programs.lower import lower
 from stepsight.training.context.examples import make_examples, make_wholes
 from stepsight.training.heldout import evaluate_heldout
 from stepsight.training.measured.measured import MeasuredRun, Profile, fill_from_traces

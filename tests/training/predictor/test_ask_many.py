@@ -26,7 +26,7 @@ def legal() -> list[Job]:
     return [*some, slow]
 
 
-@pytest.mark.parametrize("predictor", [None, "roofline", "latency:tests.simulator.test_given_latency:_Slow"])
+@pytest.mark.parametrize("predictor", [None, "roofline", "latency:tests.simulator.durations.test_given_latency:_Slow"])
 def test_asking_for_many_is_asking_for_each(legal: list[Job], predictor: str | None) -> None:
     """Time, interval, what lies outside, and memory."""
     answers, many = ask_many(legal, predictor), predict_many(legal, predictor)

@@ -14,9 +14,9 @@ from stepsight.dataset.base.caching import cache_entries, clear_caches
 from stepsight.dataset.hardware.hardware import find_fabric, find_hardware
 from stepsight.dataset.job.job import BatchSpec, ClusterSpec, Job, ModelSpec, ParallelSpec
 from stepsight.dataset.job.specs import Straggler
-from stepsight.simulator.latency_model import RooflineLatency
-from stepsight.simulator.segment_timing import MAX_PASSAGES, MAX_SEGMENTS, timer_of
-from stepsight.simulator.simulate import simulate
+from stepsight.simulator.durations.latency_model import RooflineLatency
+from stepsight.simulator.durations.segment_timing import MAX_PASSAGES, MAX_SEGMENTS, timer_of
+from stepsight.simulator.iteration.simulate import simulate
 from stepsight.training.predictor.prediction import ROOFLINE, predict
 from stepsight.training.predictor.predictor import Predictor
 from stepsight.training.shipped.catalogue import shipped_predictor

@@ -16,9 +16,9 @@ from stepsight.dataset.job.job import Job
 from stepsight.dataset.kinds.op import Op
 from stepsight.experiments.studies.one_gpu.cases import STAND_IN
 from stepsight.experiments.studies.one_gpu.plans import Study, make_study
-from stepsight.simulator.latency_model import RooflineLatency
+from stepsight.simulator.durations.latency_model import RooflineLatency
+from stepsight.simulator.iteration.simulate import simulate
 from stepsight.simulator.memory import estimate_memory
-from stepsight.simulator.simulate import simulate
 from stepsight.training.measured.stand_in_runs import stand_in_seconds
 
 H200 = "h200-sxm-141gb"

@@ -7,8 +7,8 @@ import pytest
 from stepsight.dataset.hardware.hardware import find_hardware
 from stepsight.dataset.job.job import Job
 from stepsight.experiments.studies.one_gpu.cases import CPU, STAND_IN, StepCase, stand_ins, step_cases
-from stepsight.simulator.lowering.lower import signatures
 from stepsight.simulator.memory import estimate_memory
+from stepsight.simulator.programs.lower import signatures
 from stepsight.training.measured.planning import collectable, run_name
 
 DEVICES = [("cuda", "h200-sxm-141gb"), ("cpu", CPU)]

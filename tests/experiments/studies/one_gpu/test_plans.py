@@ -44,7 +44,7 @@ def test_ops_that_teach_and_judge_differ(study: Study) -> None:
 def test_every_op_of_a_training_run_is_measured(study: Study) -> None:
     from stepsight.dataset.hardware.hardware import find_hardware
     from stepsight.dataset.job.job import Job
-    from stepsight.simulator.lowering.lower import signatures
+    from stepsight.simulator.programs.lower import signatures
 
     hardware = find_hardware("h200-sxm-141gb")
     assert hardware is not None

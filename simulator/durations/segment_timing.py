@@ -1,0 +1,356 @@
+"""Durations of segments: each distinct passage and segment is timed once for a latency model.
+
+A segment is a map between the clocks of its stage (``segment.NUM_CLOCKS``): its longest paths from each clock to each,
+a matrix in max-plus algebra.  There are two ways to it, which agree: over its events, where a repeated layer is one
+step; and over all of its ops, which is needed where an op's time depends on what surrounds it, and for timelines.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from stepsight.dataset.base.caching import Memo
+from stepsight.dataset.job.specs import hashed_once
+from stepsight.dataset.kinds.op import Collective, Op
+from stepsight.simulator.clock.codes import COMPUTE, HOST, NUM_CLOCKS
+from stepsight.simulator.clock.engine import Floats, add_path, find_ends, longest_paths
+from stepsight.simulator.clock.event_run import STARTS, PassageTable, SegmentList, StreamSeconds, run_events, to_from
+from stepsight.simulator.durations.latency_model import LatencyModel, dispatch_calls
+from stepsight.simulator.programs.issue_order import Work
+from stepsight.simulator.programs.passages import STREAMS, Passage
+from stepsight.simulator.programs.segment import Segment
+
+# Passages as ``run_events`` takes them: timed; the row of each; seconds of each by stream; the stream of each node.
+_Table = tuple[PassageTable, NDArray[np.int64], Floats, NDArray[np.int8]]
+_Key = int | tuple[int, "Slowdown"]  # the identity of an object, and its slowdown
+_TIMER = "_timer"  # attribute of a latency model
+MAX_WORKS, MAX_PASSAGES, MAX_SEGMENTS, MAX_OP_TIMES = 100_000, 20_000, 10_000, 2_000  # set by a timer on the model
+
+
+@hashed_once
+@dataclass(frozen=True)
+class Slowdown:
+    """Slowdown of ranks that work in lockstep, relative to the job's hardware.
+
+    Attributes:
+        compute: Of ops on its devices; 0 if none of the ranks has one.
+        data: Of their replicas' collectives, where these leave a node.
+        inside: Of their other collectives, where these leave a node.
+        others: Latency models of other devices, and how much slower the slowest of each is: all are waited for.
+    """
+
+    compute: float = 1.0
+    data: float = 1.0
+    inside: float = 1.0
+    others: tuple[tuple[LatencyModel, float], ...] = ()
+
+
+AS_IT_IS = Slowdown()
+
+
+@dataclass(frozen=True, eq=False)
+class PassageTime:
+    """One passage, timed.
+
+    Attributes:
+        seconds: Of each node, shape ``(num_nodes,)``.
+        launches: What the host takes to launch each, 0 where nothing is launched; same shape.
+        paths: Longest path through it from the computation; the same from the host, which launches; time that the host
+            takes.
+        by_stream: Seconds of the first by stream (``STREAMS``), in sum ``paths[0]``; of what runs beside the
+            computation what it waits for.
+    """
+
+    seconds: Floats
+    launches: Floats
+    paths: tuple[float, float, float]
+    by_stream: Floats
+
+
+@dataclass(frozen=True, eq=False)
+class SegmentTime:
+    """One segment, timed.
+
+    Attributes:
+        transition: Longest paths, to clock, from clock; shape ``(NUM_CLOCKS, NUM_CLOCKS)``.  The host starts with the
+            computation.
+        carried: The same with the host's own clock as the last one, ``HOST``; shape ``(HOST + 1, HOST + 1)``.
+        by_stream: Seconds of the computation's own path by stream; shape ``(len(STREAMS),)``.
+        host: Seconds that it waits for the host on the way, if that starts with the computation.
+    """
+
+    transition: Floats
+    carried: Floats
+    by_stream: Floats
+    host: float
+
+
+@dataclass(frozen=True, eq=False)
+class OpTimes:
+    """One segment at op level.
+
+    Attributes:
+        seconds: Of every node in its context, shape ``(num_nodes,)``.
+        finish: Longest path from each clock to the end of every node, ``-inf`` if none leads, shape
+            ``(K, num_nodes)``.
+        critical: The dependency on that path, -1 at its start; same shape.
+        transition: As ``SegmentTime.transition``, or ``carried``; shape ``(K, K)``.
+        last: The node where that path ends, -1 if none; same shape.
+    """
+
+    seconds: Floats
+    finish: Floats
+    critical: NDArray[np.int32]
+    transition: Floats
+    last: NDArray[np.int64]
+
+
+class Timer:
+    """Times passages and segments with one latency model, and caches their times.
+
+    Segments and passages are made once and are long to hash, so memos have their identities as keys.  An entry keeps
+    its object alive, so that no other object can have the same identity while the entry is there.
+
+    Args:
+        latency: What is asked for durations.
+        known: Seconds of signatures that the latency model is not asked for.
+    """
+
+    def __init__(self, latency: LatencyModel, known: Mapping[Work, float] | None = None) -> None:
+        self._latency = latency
+        self._hardware, self._dispatch_calls = latency.hardware, dispatch_calls(latency)
+        self._given = dict(known or {})
+        self._works: Memo[Work, float] = Memo("timer: works", MAX_WORKS)
+        self._passages: Memo[_Key, tuple[Passage, PassageTime]] = Memo("timer: passages", MAX_PASSAGES)
+        self._segments: Memo[_Key, tuple[Segment, SegmentTime]] = Memo("timer: segments", MAX_SEGMENTS)
+        self._tables: Memo[_Key, tuple[tuple[Passage, ...], _Table]] = Memo("timer: tables", MAX_SEGMENTS)
+        self._ops: Memo[tuple[int, Slowdown, bool], tuple[Segment, OpTimes]] = Memo("timer: op times", MAX_OP_TIMES)
+
+    @property
+    def latency(self) -> LatencyModel:
+        """The latency model that is asked for durations."""
+        return self._latency
+
+    def but(self, known: Mapping[Work, float]) -> Timer:
+        """Copy of the timer with other durations for some signatures."""
+        return Timer(self._latency, {**self._works, **self._given, **known})
+
+    def work_seconds(self, works: Sequence[Work]) -> Floats:
+        """Seconds of each signature alone, shape ``(len(works),)``."""
+        given, known = self._given, self._works
+        found = [known.get(work) for work in works] if not given else [given.get(w, known.get(w)) for w in works]
+        if None in found:
+            missing = [work for work, seconds in zip(works, found, strict=True) if seconds is None]
+            asked = self._ask(missing)
+            known.update(asked)
+            found = [asked[work] if seconds is None else seconds for work, seconds in zip(works, found, strict=True)]
+        return np.array(found, dtype=np.float64)
+
+    def _ask(self, works: Sequence[Work]) -> dict[Work, float]:
+        """Seconds of signatures from the latency model."""
+        ops = [work for work in works if isinstance(work, Op)]
+        collectives = [work for work in works if isinstance(work, Collective)]
+        asked: dict[Work, float] = {}
+        if ops:
+            asked.update(zip(ops, self._latency.op_seconds(ops).tolist(), strict=True))
+        if collectives:
+            asked.update(zip(collectives, self._latency.collective_seconds(collectives).tolist(), strict=True))
+        return asked
+
+    def segment(self, segment: Segment, slowdown: Slowdown = AS_IT_IS) -> SegmentTime:
+        """A segment's paths."""
+        key = id(segment) if slowdown is AS_IT_IS else (id(segment), slowdown)
+        known = self._segments.get(key)
+        if known is None:
+            timed = (self._in_context if self._latency.knows_context else self._by_events)(segment, slowdown)
+            known = (segment, timed)
+            self._segments[key] = known
+        return known[1]
+
+    def ops(self, segment: Segment, slowdown: Slowdown = AS_IT_IS, *, carried: bool = False) -> OpTimes:
+        """A segment at op level; ``carried``: with the host's own clock."""
+        key = (id(segment), slowdown, carried)
+        known = self._ops.get(key)
+        if known is None:
+            launches = self.launch_seconds(segment.works)[segment.graph.work]
+            times = time_ops(segment, self.node_seconds(segment, slowdown), launches, carried=carried)
+            known = (segment, times)
+            self._ops[key] = known
+        return known[1]
+
+    def launch_seconds(self, works: Sequence[Work]) -> Floats:
+        """The host's launch time of one of each, shape ``(len(works),)``."""
+        if not self._hardware.has_host:
+            return np.zeros(len(works))
+        return np.array([self._hardware.launch_s(work, self._dispatch_calls) for work in works], dtype=np.float64)
+
+    def node_seconds(self, segment: Segment, slowdown: Slowdown = AS_IT_IS) -> Floats:
+        """Seconds of every node of a segment's program in its context, shape ``(num_nodes,)``."""
+        graph = segment.graph
+        works = segment.works
+        alone = self._slowed(self.work_seconds(works), works, slowdown)[graph.work]
+        if slowdown.data != slowdown.inside:
+            data = self._slowed(self.work_seconds(works), works, replace(slowdown, inside=slowdown.data))[graph.work]
+            alone = np.where(graph.sent, data, alone)
+        alone = alone * graph.share
+        if not self._latency.knows_context:
+            return alone
+        return self._latency.in_context([segment.program], [alone])[0]
+
+    def _slowed(self, seconds: Floats, works: Sequence[Work], slowdown: Slowdown) -> Floats:
+        if slowdown is AS_IT_IS:
+            return seconds
+        is_op = np.array([isinstance(work, Op) for work in works], dtype=np.bool_)
+        slowed = np.where(is_op, seconds * slowdown.compute, seconds * _across(works, slowdown.inside))
+        ops = [work for work in works if isinstance(work, Op)]
+        for latency, factor in slowdown.others if ops else ():
+            slowed[is_op] = np.maximum(slowed[is_op], latency.op_seconds(ops) * factor)
+        return slowed
+
+    def passage(self, passage: Passage, slowdown: Slowdown = AS_IT_IS) -> PassageTime:
+        """The paths of a passage."""
+        key = id(passage) if slowdown is AS_IT_IS else (id(passage), slowdown)
+        known = self._passages.get(key)
+        if known is None:
+            works = self._slowed(self.work_seconds(passage.works), passage.works, slowdown)
+            launches = self.launch_seconds(passage.works)[passage.work] * passage.launched
+            known = (passage, _time_passage(passage, works[passage.work] * passage.share, launches))
+            self._passages[key] = known
+        return known[1]
+
+    def _by_events(self, segment: Segment, slowdown: Slowdown) -> SegmentTime:
+        passages, rows, by_stream, node_stream = self._table(segment.passages, slowdown)
+        listed = SegmentList(
+            segment.events,
+            np.array([[0, len(segment.events), 0, 0, segment.joined]], dtype=np.int64),
+            rows,
+            self.work_seconds(segment.sent) * _across(segment.sent, slowdown.data),
+            self.launch_seconds(segment.sent),
+            np.array([segment.compute_share], dtype=np.float64),
+        )
+        ends, totals = self.new_ends(1, carried=True), np.zeros(len(STREAMS) + 1)
+        run_events(listed, passages, StreamSeconds(by_stream, node_stream, totals), None, ends)
+        transition, carried = to_from(ends[0], carried=False), to_from(ends[0], carried=True)
+        return SegmentTime(transition, carried, totals[:-1], float(totals[-1]))
+
+    def new_ends(self, num_segments: int, *, carried: bool) -> Floats:
+        """An empty array for ``run_events`` to fill; ``carried``: whether the host has its own clock."""
+        return np.empty((num_segments, len(STARTS) if carried and self._hardware.has_host else NUM_CLOCKS, HOST + 1))
+
+    def _table(self, passages: tuple[Passage, ...], slowdown: Slowdown) -> _Table:
+        """Some passages as input of ``run_events``; segments often share them."""
+        key = id(passages) if slowdown is AS_IT_IS else (id(passages), slowdown)
+        known = self._tables.get(key)
+        if known is None:
+            times = [self.passage(passage, slowdown) for passage in passages]
+            by_stream = np.array([time.by_stream for time in times], dtype=np.float64).reshape(-1, len(STREAMS))
+            node_stream = np.concatenate([np.zeros(0, dtype=np.int8), *(passage.category for passage in passages)])
+            known = (passages, (passage_table(times), np.arange(len(times)), by_stream, node_stream))
+            self._tables[key] = known
+        return known[1]
+
+    def _in_context(self, segment: Segment, slowdown: Slowdown) -> SegmentTime:
+        times, count = self.ops(segment, slowdown, carried=True), len(STREAMS)
+        carried = times.transition
+        transition = carried[:HOST, :HOST].copy()
+        transition[:, 0] = np.maximum(carried[:HOST, 0], carried[:HOST, HOST])  # the host starts with the computation
+        by_stream = _sums(segment.graph.stream, times.seconds, count + 1)[:count]
+        host = float(transition[0, 0] - carried[0, 0]) if self._hardware.has_host else 0.0
+        return SegmentTime(transition, carried, by_stream, host)
+
+
+def passage_table(times: Sequence[PassageTime]) -> PassageTable:
+    """Timed passages as input of the clock."""
+    return PassageTable(
+        paths=np.array([time.paths for time in times], dtype=np.float64).reshape(-1, 3),
+        nodes=np.concatenate([np.zeros(0), *(time.seconds for time in times)]),
+        launches=np.concatenate([np.zeros(0), *(time.launches for time in times)]),
+        bounds=np.cumsum([0, *(len(time.seconds) for time in times)]),
+    )
+
+
+def _across(works: Sequence[Work], factor: float) -> Floats:
+    """The factor for collectives that leave a node, 1 for everything else, shape ``(len(works),)``."""
+    if factor == 1.0:
+        return np.ones(len(works))
+    leaves = [isinstance(work, Collective) and work.num_nodes > 1 for work in works]
+    return np.where(np.array(leaves, dtype=np.bool_), factor, 1.0)
+
+
+def timer_of(latency: LatencyModel) -> Timer:
+    """The timer that a latency model owns: made on first use, and freed with the model."""
+    try:
+        owned = vars(latency)
+    except TypeError:  # an object with slots has no other attributes
+        return Timer(latency)
+    timer = owned.get(_TIMER)
+    if timer is None or timer.latency is not latency:  # the timer of a model that this one was copied from
+        owned[_TIMER] = timer = Timer(latency)
+    return timer
+
+
+def _time_passage(passage: Passage, seconds: Floats, launches: Floats) -> PassageTime:
+    count = len(seconds)
+    # Work without a launch, such as time lost to a collective, waits for no launch, here as in ``time_ops``.
+    launched: Floats = np.where(launches > 0.0, launches.cumsum(dtype=np.float64), -np.inf)
+    of_host = float(launches.sum())
+    if passage.serial:
+        total = float(seconds.sum())
+        remaining = seconds[::-1].cumsum()[::-1]
+        by_host = float((launched + remaining).max(initial=-np.inf))
+        streams = _sums(passage.category, seconds, len(STREAMS))
+        return PassageTime(seconds, launches, (total, by_host, of_host), streams)
+    pointer, before = passage.edges
+    finish, critical = np.empty(count), np.empty(count, dtype=np.int32)
+    longest_paths(seconds, pointer, before, launched, finish, critical)
+    by_host = float(finish.max())
+    longest_paths(seconds, pointer, before, np.zeros(count), finish, critical)
+    last = int(finish.argmax())
+    # Nodes of the computation; the rest is waiting for overlapping work that is on the longest path.
+    by_stream = _sums(passage.category, np.where(passage.beside, 0.0, seconds), len(STREAMS))
+    waited = np.zeros(len(STREAMS))
+    add_path(critical, last, passage.category.astype(np.int32), seconds * passage.beside, 1.0, waited)
+    if waited.any():
+        by_stream += max(0.0, float(finish[last] - by_stream.sum())) * waited / waited.sum()
+    return PassageTime(seconds, launches, (float(finish[last]), by_host, of_host), by_stream)
+
+
+def time_ops(segment: Segment, seconds: Floats, launches: Floats, *, carried: bool = False) -> OpTimes:
+    """Compute all longest paths of a segment whose nodes take ``seconds``, shape ``(num_nodes,)``.
+
+    Args:
+        launches: What the host takes to launch each; of time that is lost to a collective it is not asked.
+        carried: Whether the host has a clock of its own, rather than start with the computation.
+    """
+    graph, count = segment.graph, len(seconds)
+    starts = HOST + 1 if carried else NUM_CLOCKS
+    finish = np.empty((starts, count))
+    critical = np.empty((starts, count), dtype=np.int32)
+    launches = np.where(graph.taken, 0.0, launches)
+    by_host = np.where((launches > 0.0) & ~graph.early, launches.cumsum(), -np.inf)
+    for clock in range(starts):
+        ready = np.full(count, -np.inf)
+        if clock == COMPUTE:
+            ready = np.where(graph.early, -np.inf, 0.0)
+            if not carried:
+                ready = np.maximum(ready, by_host)
+        elif clock == HOST:
+            ready = by_host
+        elif graph.first[clock] >= 0:
+            ready[graph.first[clock]] = 0.0
+        longest_paths(seconds, graph.pointer, graph.before, ready, finish[clock], critical[clock])
+    transition = np.full((starts, starts), -np.inf)
+    last = np.full((starts, starts), -1)
+    find_ends(graph.clock, graph.blocks, segment.joined, finish, transition[:NUM_CLOCKS], last[:NUM_CLOCKS])
+    if carried:
+        transition[HOST, HOST] = launches.sum()
+    return OpTimes(seconds, finish, critical, transition, last)
+
+
+def _sums(kind: NDArray[np.int8], seconds: Floats, count: int) -> Floats:
+    """Seconds by kind, shape ``(count,)``."""
+    return np.bincount(kind, seconds, minlength=count).astype(np.float64)

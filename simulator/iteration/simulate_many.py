@@ -1,0 +1,120 @@
+"""Iteration times of many jobs: the same times as ``simulate``, computed together and without explanations."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from stepsight.dataset.job.job import Job
+from stepsight.simulator.clock.codes import NUM_CLOCKS
+from stepsight.simulator.clock.engine import Floats
+from stepsight.simulator.clock.track_run import Taken, many_clocks, through
+from stepsight.simulator.durations.latency_model import LatencyModel
+from stepsight.simulator.durations.segment_store import Unmeasured, many_paths
+from stepsight.simulator.durations.segment_timing import timer_of
+from stepsight.simulator.iteration.optimizer_start import begin_optimizers, enter_optimizers, last_steps
+from stepsight.simulator.programs.lower import Lowered, lower
+
+TOGETHER = 16  # jobs that are laid out at once: they fit in a near cache
+
+
+class Times(NamedTuple):
+    """Times of ``n`` jobs, shape ``(n,)`` each.
+
+    Attributes:
+        seconds: Of one iteration.
+        outside: The part of it, in seconds, from work outside of what was measured.
+    """
+
+    seconds: Floats
+    outside: Floats
+
+
+def can_simulate_many(job: Job, latency: LatencyModel) -> bool:
+    """Whether ``simulate_many`` can simulate a job: all ranks are equal, and ops do not depend on context."""
+    cluster = job.cluster
+    return not (cluster.stragglers or cluster.slow_links or cluster.mixed or latency.knows_context)
+
+
+def simulate_many(jobs: Sequence[Job], latency: LatencyModel, unmeasured: Unmeasured | None = None) -> Times:
+    """Simulate one iteration of each job.
+
+    Args:
+        jobs: For each ``can_simulate_many`` must hold.
+        latency: How long ops and collectives take.
+        unmeasured: Whether each of some works lies outside of what was measured; None: ``outside`` is not wanted.
+    """
+    times = Times(np.empty(len(jobs)), np.zeros(len(jobs)))
+    lowered = [lower(job, latency.hardware) for job in jobs]
+    _ask_works(lowered, latency)
+    for carried in (False, True):
+        own = [index for index, low in enumerate(lowered) if (low.num_stages == 1) == carried]
+        if own:
+            _simulate([lowered[index] for index in own], own, latency, unmeasured, times)
+    return times
+
+
+def _ask_works(lowered: list[Lowered], latency: LatencyModel) -> None:
+    """Request every op and collective in one list: latency models answer long lists faster than several short ones."""
+    works = {id(low.segments): low for low in lowered}.values()
+    segments = {id(segment): segment for low in works for segment in low.segments}.values()
+    passages = {id(passage): passage for segment in segments for passage in segment.passages}.values()
+    asked = dict.fromkeys([work for passage in passages for work in passage.works])
+    asked.update(dict.fromkeys({id(work): work for segment in segments for work in segment.sent}.values()))
+    asked.update(dict.fromkeys([message for low in works for message in low.messages]))
+    timer_of(latency).work_seconds(list(asked))
+
+
+def _simulate(
+    lowered: list[Lowered], places: list[int], latency: LatencyModel, unmeasured: Unmeasured | None, times: Times
+) -> None:
+    """Fill in the times of jobs that all have a pipeline, or all have none; ``places``: their indices in ``times``."""
+    timer, hardware, carried = timer_of(latency), latency.hardware, lowered[0].num_stages == 1
+    works = {id(low.segments): low for low in lowered}  # strategies that differ in the schedule share the rest
+    segments = list({id(segment): segment for low in works.values() for segment in low.segments}.values())
+    row = {id(segment): at for at, segment in enumerate(segments)}
+    rows_of = {key: [row[id(segment)] for segment in low.segments] for key, low in works.items()}
+    paths, outside = many_paths(timer, segments, unmeasured, carried=carried)
+    messages = list(dict.fromkeys([message for low in works.values() for message in low.messages]))
+    seconds = dict(zip(messages, timer.work_seconds(messages).tolist(), strict=True))
+    far_of = {} if unmeasured is None else dict(zip(messages, unmeasured(messages), strict=True))
+    host = (0.0, 0.0) if carried else (hardware.host_action_s, hardware.host_message_s)
+    families: dict[tuple[int, ...], list[int]] = {}  # jobs that differ only in durations
+    for at, low in enumerate(lowered):
+        families.setdefault((id(low.track), id(low.table), id(low.message), id(low.meets)), []).append(at)
+    for family in families.values():
+        for own in (family[at : at + TOGETHER] for at in range(0, len(family), TOGETHER)):
+            some, where = [lowered[at] for at in own], [places[at] for at in own]
+            rows = np.array([rows_of[id(low.segments)] for low in some])
+            kinds = np.array([[seconds[message] for message in low.messages] for low in some])
+            takes, far = Taken(paths[rows], kinds.take(some[0].message, axis=1)), None
+            if outside is not None:
+                kinds *= np.array([[far_of[message] for message in low.messages] for low in some], dtype=np.bool_)
+                far = Taken(outside[rows], kinds.take(some[0].message, axis=1))
+            times.seconds[where], times.outside[where] = _iterations(some[0], takes, far, host)
+
+
+def _iterations(low: Lowered, takes: Taken, far: Taken | None, host: tuple[float, float]) -> tuple[Floats, Floats]:
+    """Seconds of one iteration of several jobs, and the share of each outside the measured range.
+
+    Args:
+        low: One of the jobs; they differ in durations alone.
+        takes: The durations.
+        far: The parts of these outside of what was measured, if these are wanted.
+        host: What the host takes before each action, and to post a side of a message.
+    """
+    clocks, of_clocks = many_clocks(low.track, low.segment, takes, far, host)
+    paths = takes.transition[:, low.optimizer]
+    of_stages = np.moveaxis(clocks, 0, 1)
+    entry = enter_optimizers(low, of_stages, begin_optimizers(low, of_stages))
+    entry = np.moveaxis(entry, 1, 0)
+    finish = through(paths, entry)[:, :, :NUM_CLOCKS]
+    parts = np.zeros(len(finish))
+    if far is not None and of_clocks is not None:
+        for job in range(len(parts)):
+            path = last_steps(low, clocks[job : job + 1], entry[job], finish[job], paths[job])
+            through_optimizer = far.transition[job, low.optimizer[path.stage], path.to, path.since]
+            parts[job] = of_clocks[job, path.before, path.clock] + through_optimizer
+    return finish.max(axis=(1, 2)), parts

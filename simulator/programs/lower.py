@@ -1,0 +1,242 @@
+"""Lower a job to the things that have to be timed: distinct segments, the actions that run them, and messages between
+stages.
+"""
+
+from __future__ import annotations
+
+import io
+import itertools
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from stepsight.dataset.base.bounded import read_file
+from stepsight.dataset.base.caching import cached
+from stepsight.dataset.base.errors import JobError
+from stepsight.dataset.graph.program import Program
+from stepsight.dataset.hardware.hardware import Hardware
+from stepsight.dataset.job.execution import ExecutionSemantics, semantics_of
+from stepsight.dataset.job.job import Job
+from stepsight.dataset.kinds.op import Collective, Op
+from stepsight.simulator.blocks.shape import RankShape
+from stepsight.simulator.clock.track import Track, find_track
+from stepsight.simulator.clock.track import track as order_entries
+from stepsight.simulator.programs.optimizer_step import OptimizerHabits
+from stepsight.simulator.programs.part_units import part_units
+from stepsight.simulator.programs.rank_layout import Layout, layout_of
+from stepsight.simulator.programs.rank_work import LABELS, Rank, passes_of, placement_of, rank_work
+from stepsight.simulator.programs.replicas import replicas_of
+from stepsight.simulator.programs.segment import Segment
+from stepsight.simulator.programs.sizes import Groups, Parts, PartShape, groups_of, part_shapes, rank_shape
+from stepsight.simulator.programs.stage_links import message_kinds
+from stepsight.simulator.schedules import KIND_NAMES, read_schedule
+
+Ints = NDArray[np.int32]
+
+
+@dataclass(frozen=True, eq=False)
+class Lowered:
+    """One iteration of a job; each distinct thing is stored once.
+
+    Attributes:
+        segments: Distinct segments of the parts of the model, and the stages' optimizers.
+        track: The schedule's actions, and the messages between stages, in one order that can run.
+        table: Index into ``segments`` of what each part runs in each kind and turn (see ``place``).
+        optimizer: Likewise of each stage's optimizer, shape ``(num_stages,)``.
+        messages: Distinct point-to-point messages between stages.
+        message: Index into ``messages`` of each of the track's, shape ``(num_messages,)``.
+        parts: Parts of the model in its order.
+        meets: Stages with equal numbers start their optimizers together, shape ``(num_stages,)``.
+        semantics: Of what executes the job.
+    """
+
+    segments: tuple[Segment, ...]
+    track: Track
+    table: Ints
+    optimizer: Ints
+    messages: tuple[Collective, ...]
+    message: Ints
+    parts: tuple[PartShape, ...]
+    meets: Ints
+    semantics: ExecutionSemantics
+
+    @property
+    def num_stages(self) -> int:
+        return self.track.num_stages
+
+    @property
+    def place(self) -> Ints:
+        """Position in ``table`` of each action, shape ``(num_actions,)``."""
+        return _place(self.track)
+
+    @cached_property
+    def segment(self) -> Ints:
+        """Index into ``segments`` of each action, shape ``(num_actions,)``."""
+        return self.table[self.place]
+
+    @property
+    def num_micro_batches(self) -> int:
+        """Per replica."""
+        return self.track.schedule.num_micro_batches
+
+    @cached_property
+    def programs(self) -> tuple[Program, ...]:
+        """Programs of ``segments``."""
+        return tuple(segment.program for segment in self.segments)
+
+    @cached_property
+    def all_works(self) -> tuple[Op | Collective, ...]:
+        """Distinct ops, then distinct collectives, messages included."""
+        seen = {work: None for segment in self.segments for work in segment.works}
+        seen.update(dict.fromkeys(self.messages))
+        ops = tuple(work for work in seen if isinstance(work, Op))
+        return (*ops, *(work for work in seen if isinstance(work, Collective)))
+
+    @cached_property
+    def work_index(self) -> dict[Op | Collective, int]:
+        """Position of each signature in ``all_works``."""
+        return {work: index for index, work in enumerate(self.all_works)}
+
+    def program(self, label: str, stage: int = 0, micro_batch: int = 0) -> Program:
+        """Segments that a stage runs for a micro-batch (``optimizer`` does not depend on the micro-batch)."""
+        if label == "optimizer":
+            return self.segments[int(self.optimizer[stage])].program
+        track, kind = self.track, {name: kind for kind, name in LABELS.items()}[label]
+        found = np.flatnonzero((track.stage == stage) & (track.kind == kind) & (track.micro_batch == micro_batch))
+        return self.segments[int(self.segment[found[0]])].program
+
+
+def lower(job: Job, hardware: Hardware) -> Lowered:
+    """Lower a job to the segments that its ranks run on this hardware.
+
+    Ranks of one stage are alike, so one stands for all.  Only the hardware's kind and ``comm_compute_share`` matter.
+    """
+    return _lower(_asked(job, hardware))
+
+
+class _Strategy(NamedTuple):
+    """Fields of ``ParallelSpec`` on which nothing else of ``_Asked`` depends, and the micro-batches of a replica."""
+
+    schedule: str
+    pp: int
+    virtual_stages: int
+    zero_stage: int
+    recompute: str
+    recompute_every: int
+    num_micro_batches: int
+
+
+class _Asked(NamedTuple):
+    """Everything that a lowered job depends on; jobs with equal values share one lowering."""
+
+    strategy: _Strategy
+    semantics: ExecutionSemantics
+    optimizer: str
+    shape: RankShape
+    parts: Parts
+    groups: Groups
+    layout: Layout
+    beside: bool
+    share: float
+
+
+def _asked(job: Job, hardware: Hardware) -> _Asked:
+    beside, share = hardware.kind != "cpu", hardware.comm_compute_share
+    semantics, p = semantics_of(job, hardware.kind), job.parallel
+    recompute = p.recomputes, p.recompute_every
+    return _Asked(
+        _Strategy(p.schedule, p.pp, p.virtual_stages, p.zero_stage, *recompute, job.num_micro_batches),
+        semantics,
+        job.optimizer.kind,
+        rank_shape(job, share if beside else 0.0, semantics),
+        part_shapes(job),
+        groups_of(job),
+        layout_of(job),
+        beside,
+        share,
+    )
+
+
+# DeepSpeed 0.3 gathers ahead only while fewer elements than this are gathered (stage3_max_live_parameters).
+_MOST_LIVE = 10**9
+
+
+def _largest_tensor(shape: RankShape, parts: Parts) -> int:
+    """Elements of the largest parameter tensor of a layer."""
+    units = [unit for part in parts for unit in part_units(shape, part) if not unit.root]
+    return max((numel for unit in units for numel in unit.tensors), default=0)
+
+
+@cached(512)
+def _lower(asked: _Asked) -> Lowered:
+    p, overlap = asked.strategy, asked.semantics.overlap
+    track = _find_track(p, overlap.runtime)
+    zero = p.zero_stage, p.pp > 1
+    replicas = replicas_of(zero, asked.groups, asked.semantics, beside=asked.beside, share=asked.share)
+    if overlap.gathers_lists and _largest_tensor(asked.shape, asked.parts) >= _MOST_LIVE:
+        replicas = replace(replicas, gathering=replace(replicas.gathering, prefetch=0))
+    rank = Rank(
+        asked.shape,
+        asked.parts,
+        asked.layout,
+        replicas,
+        (p.recompute, p.recompute_every),
+        OptimizerHabits(
+            asked.semantics.optimizer, asked.optimizer == "adamw", overlap.reads_norm, asked.semantics.states
+        ),
+    )
+    work = rank_work(rank, placement_of(track), passes_of(track))
+    return Lowered(
+        segments=work.segments,
+        track=track,
+        table=work.table,
+        optimizer=work.optimizer,
+        messages=work.messages,
+        message=message_kinds(track, work.after_part),
+        parts=asked.parts,
+        meets=work.meets,
+        semantics=asked.semantics,
+    )
+
+
+@cached(512)
+def _place(track: Track) -> Ints:
+    """Position of each action in a table of parts, kinds and turns."""
+    return (track.part * len(KIND_NAMES) + track.kind) * 3 + track.turn
+
+
+def _find_track(p: _Strategy, runtime: str) -> Track:
+    if p.schedule.endswith(".csv"):
+        path = Path(p.schedule)
+        changed = path.stat().st_mtime_ns if path.is_file() else 0
+        return _read_track(path, changed, p.pp, p.num_micro_batches, p.virtual_stages, runtime)
+    return find_track(p.schedule, p.pp, p.num_micro_batches, p.virtual_stages, runtime)
+
+
+@cached(64)
+def _read_track(path: Path, changed: int, stages: int, micro_batches: int, virtual_stages: int, runtime: str) -> Track:
+    """A user's schedule table; ``changed`` makes the cache read a file again after it was changed."""
+    with suppress(OSError):  # the reader reports a path that is no file
+        ranks = sum(1 for _ in itertools.islice(io.BytesIO(read_file(path)), stages + 1))
+        if ranks != stages:
+            got = ranks if ranks < stages else "more"
+            raise JobError(f"{path} must hold a row for each of pp = {stages} ranks, got {got}")
+    schedule = read_schedule(path)
+    has = (schedule.num_stages, schedule.num_micro_batches, schedule.num_parts)
+    if has != (stages, micro_batches, stages * virtual_stages):
+        raise JobError(
+            f"{path} must hold pp = {stages} ranks, {micro_batches} micro-batches and pp * virtual_stages = "
+            f"{stages * virtual_stages} parts, got {has[0]}, {has[1]} and {has[2]}"
+        )
+    return order_entries(schedule, runtime)
+
+
+def signatures(job: Job, hardware: Hardware) -> tuple[set[Op], set[Collective]]:
+    """Distinct ops and collectives of a job: the signatures whose durations a prediction needs."""
+    works = lower(job, hardware).all_works
+    return {w for w in works if isinstance(w, Op)}, {w for w in works if isinstance(w, Collective)}

@@ -1,0 +1,300 @@
+"""Passages: one pass through a block as an op-level program.
+
+When a passage is over, all of its streams are: what runs across blocks (``dp``) is the segment's business.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from stepsight.dataset.base.caching import cached
+from stepsight.dataset.base.hashed_once import hashed_once
+from stepsight.dataset.graph.program import Program
+from stepsight.dataset.kinds.op import Op
+from stepsight.simulator.blocks.step import Beside, Block, Comm, Item, Join, Lost, Step
+from stepsight.simulator.programs.issue_order import Work, issue
+
+FORWARD, BACKWARD, INPUT, WEIGHT = "forward", "backward", "input", "weight"
+STREAMS = ("compute", "tp", "cp", "ep", "offload")  # streams
+
+
+@dataclass(frozen=True, slots=True)
+class Gradient:
+    """Gradient of one parameter tensor.
+
+    Attributes:
+        node: It is there when this many nodes of its passage are done.
+        numel: Elements on this rank.
+        expert: Whether it is an expert's.
+    """
+
+    node: int
+    numel: int
+    expert: bool
+
+
+@dataclass(frozen=True, eq=False)
+class GradientTable:
+    """Gradients of a passage; equal tables are one object, because they are keys of a cache.
+
+    Attributes:
+        rows: Node, elements and whether an expert's, of each gradient, shape ``(num_gradients, 3)``.
+    """
+
+    rows: NDArray[np.int64]
+
+
+@cached(4096)
+def _gradient_table(rows: tuple[tuple[int, int, bool], ...]) -> GradientTable:
+    return GradientTable(np.array(rows, dtype=np.int64).reshape(-1, 3))
+
+
+@dataclass(frozen=True, eq=False)
+class Passage:
+    """A program without traffic between replicas, and the positions at which its gradients arrive.
+
+    Attributes:
+        items: What is issued, each with the name of its step.
+        gradients: In order of arrival.
+    """
+
+    items: tuple[tuple[Item, str], ...]
+    gradients: tuple[Gradient, ...] = ()
+
+    @cached_property
+    def program(self) -> Program:
+        """The items as nodes."""
+        return issue(self.items)
+
+    @cached_property
+    def num_nodes(self) -> int:
+        """Items that are work."""
+        return len(self.nodes)
+
+    @cached_property
+    def gradient_table(self) -> GradientTable:
+        """The gradients as an array."""
+        return _gradient_table(tuple([(g.node, g.numel, g.expert) for g in self.gradients]))
+
+    def between(self, first: int, last: int) -> Iterator[tuple[Item, str]]:
+        """Items of nodes ``first`` to ``last`` (exclusive), and joins between them."""
+        node = 0
+        for item, name in self.items:
+            if first <= node < last or (node == last and isinstance(item, Join) and last == self.num_nodes):
+                yield item, name
+            node += not isinstance(item, Join)
+
+    @cached_property
+    def nodes(self) -> tuple[Op | Comm | Beside | Lost, ...]:
+        """Items that are work: the nodes of ``program``, in its order."""
+        return tuple([item for item, _ in self.items if not isinstance(item, Join)])
+
+    @cached_property
+    def works(self) -> tuple[Work, ...]:
+        """Distinct signatures in order of first use, indexed by ``work``."""
+        return tuple(self._place)
+
+    @cached_property
+    def work(self) -> NDArray[np.int32]:
+        """Signature of each node, shape ``(num_nodes,)``."""
+        place = self._place
+        return np.array([place[_work_of(node)] for node in self.nodes], dtype=np.int32)
+
+    @cached_property
+    def _place(self) -> dict[Work, int]:
+        return {work: at for at, work in enumerate(dict.fromkeys([_work_of(node) for node in self.nodes]))}
+
+    @cached_property
+    def category(self) -> NDArray[np.int8]:
+        """Index into ``STREAMS`` of each node, shape ``(num_nodes,)``: the stream that its time counts for."""
+        return np.array([_category(node) for node in self.nodes], dtype=np.int8)
+
+    @cached_property
+    def share(self) -> NDArray[np.float64]:
+        """The fraction of its signature's time that each node takes, shape ``(num_nodes,)``."""
+        return np.array([node.share if isinstance(node, Lost) else 1.0 for node in self.nodes])
+
+    @cached_property
+    def launched(self) -> NDArray[np.bool_]:
+        """Whether the host launches each node (lost time has no launch), shape ``(num_nodes,)``."""
+        return np.array([not isinstance(node, Lost) for node in self.nodes], dtype=np.bool_)
+
+    @cached_property
+    def beside(self) -> NDArray[np.bool_]:
+        """Whether each node overlaps with the computation, shape ``(num_nodes,)``."""
+        return np.array([_is_beside(node) for node in self.nodes], dtype=np.bool_)
+
+    @cached_property
+    def serial(self) -> bool:
+        """Whether each node waits for the one before it; a passage can then be cut anywhere."""
+        if not any(_is_beside(node) for node in self.nodes):
+            return True
+        follows = {before for before, after, _ in self.program.all_edges() if after == before + 1}
+        return len(follows) >= len(self.program) - 1
+
+    @cached_property
+    def edges(self) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+        """Dependencies in CSR (pointer, before), stream order included."""
+        return dependencies(self.program)
+
+
+def _work_of(node: Op | Comm | Beside | Lost) -> Work:
+    return node if isinstance(node, Op) else node.work
+
+
+def _category(node: Op | Comm | Beside | Lost) -> int:
+    if isinstance(node, Op):  # the host's calls count as host time, like transfers
+        return STREAMS.index("offload") if node.record.bound == "host" else 0
+    return STREAMS.index(node.stream)
+
+
+def _is_beside(node: Item) -> bool:
+    return isinstance(node, Beside) or (isinstance(node, Comm) and node.beside)
+
+
+def dependencies(program: Program) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+    """Dependencies of every node in CSR (pointer, before), with stream order, without duplicates."""
+    incoming: list[list[int]] = [[] for _ in program.nodes]
+    for earlier, later, _ in program.all_edges():
+        if earlier not in incoming[later]:
+            incoming[later].append(earlier)
+    pointer = np.cumsum([0, *map(len, incoming)], dtype=np.int32)
+    return pointer, np.array([need for needs in incoming for need in needs], dtype=np.int32)
+
+
+def forward_passage(block: Block, casts: str = "") -> Passage:
+    """Forward of a block; ``casts``: the type that parameters are cast to where they are used, empty: they are not."""
+    return _closed([(item, name) for step in block for item, name in _run_forward(step, step.name, casts)])
+
+
+def _run_forward(step: Step, name: str, casts: str) -> list[tuple[Item, str]]:
+    """Forward of a step, after the casts of its parameters."""
+    own: list[tuple[Item, str]] = [(item, name) for item in step.forward]
+    if not casts:
+        return own
+    return [*((Op("cast", (numel,), casts), f"{name}.cast") for numel in _by_arrival(step, casts)[::-1]), *own]
+
+
+def _by_arrival(step: Step, casts: str) -> tuple[int, ...]:
+    """Parameters of a step in the order in which gradients arrive: autocast casts a bias before its weight."""
+    return tuple(sorted(step.parameters, reverse=True)) if casts else step.parameters
+
+
+@hashed_once
+@dataclass(frozen=True)
+class BackwardSpec:
+    """Additional work of a backward pass.
+
+    Attributes:
+        part: ``backward`` (all), ``input`` or ``weight``: which gradients.
+        recompute: ``none``, ``selective`` (attention cores again) or ``full`` (the forward again).
+        whole: Full recomputation repeats all of the block; else it stops before the last step that keeps nothing.
+        accumulate: One ``add`` for each parameter tensor (autograd's accumulation).
+        bucket: One ``copy`` for each parameter tensor (into DDP's buckets).
+        bucket_experts: The same for experts' parameters.
+        dtype: Of both.
+    """
+
+    part: str = BACKWARD
+    recompute: str = "none"
+    whole: bool = False
+    accumulate: bool = False
+    bucket: bool = False
+    bucket_experts: bool = False
+    dtype: str = "fp32"
+
+
+def backward_passage(block: Block, spec: BackwardSpec, casts: str = "") -> Passage:
+    """Backward of a block: all of it, or only the gradients of the input or of the weights.
+
+    ``casts``: as in ``forward_passage``; gradients of parameters are cast back.
+    """
+    items: list[tuple[Item, str]] = []
+    gradients: list[Gradient] = []
+    last, again = _needed_again(block, spec) if spec.recompute == "full" and spec.part != WEIGHT else (-1, ())
+    cores = _attention_cores(block) if spec.recompute == "selective" and spec.part != WEIGHT else {}
+    num_nodes = 0
+
+    def add(new: Iterable[Item], name: str) -> None:
+        add_named((item, name) for item in new)
+
+    def add_named(new: Iterable[tuple[Item, str]]) -> None:
+        nonlocal num_nodes
+        for item, name in new:
+            items.append((item, name))
+            num_nodes += not isinstance(item, Join)
+
+    for place in reversed(range(len(block))):
+        step = block[place]
+        if place == last:
+            for before in again:
+                add_named(_run_forward(before, f"again.{before.name}", casts))
+        for before in cores.get(id(step), ()):
+            add(before.forward, f"{before.name}.again")
+        add(_gradient_items(step, spec.part), step.name)
+        for numel in _by_arrival(step, casts) if spec.part != INPUT else ():
+            if casts:
+                add([Op("cast", (numel,), casts)], f"{step.name}.cast")
+            if spec.accumulate:
+                add([Op("add", (numel,), spec.dtype)], f"{step.name}.accumulate")
+            if spec.bucket_experts if step.expert else spec.bucket:
+                add([Op("copy", (numel,), spec.dtype)], f"{step.name}.bucket")
+            gradients.append(Gradient(num_nodes, numel, step.expert))
+    return _closed(items, gradients)
+
+
+def _closed(items: list[tuple[Item, str]], gradients: Sequence[Gradient] = ()) -> Passage:
+    """A passage that ends when all of its streams have finished."""
+    running: dict[str, None] = {}
+    for item, _ in items:
+        if isinstance(item, Beside) or (isinstance(item, Comm) and item.beside):
+            running[item.stream] = None
+        elif isinstance(item, Join | Comm):
+            running.pop(item.stream, None)
+    return Passage((*items, *((Join(stream), "") for stream in running)), tuple(gradients))
+
+
+def _attention_cores(block: Block) -> dict[int, Block]:
+    """Consecutive steps of attention cores, by the identity of the last of them."""
+    found: dict[int, Block] = {}
+    run: Block = ()
+    for step in block:
+        if step.attention_core:
+            found.pop(id(run[-1]) if run else 0, None)
+            run = (*run, step)
+            found[id(step)] = run
+        else:
+            run = ()
+    return found
+
+
+def _gradient_items(step: Step, part: str) -> tuple[Item, ...]:
+    return {BACKWARD: step.full_backward, INPUT: step.backward, WEIGHT: step.weight_grad}[part]
+
+
+def _needed_again(block: Block, spec: BackwardSpec) -> tuple[int, Block]:
+    """The last step that full recomputation reaches, and the steps that it runs again just before the backward of that
+    step.
+
+    PyTorch's checkpoint (not ``whole``) stops at the last step that keeps something for its backward.
+    """
+    last = max((index for index, step in enumerate(block) if spec.whole or step.saved), default=-1)
+    again = tuple([_without_product(step) if step.output_kept else step for step in block[: last + 1]])
+    if again and not spec.whole and again[-1].ends_unneeded:
+        again = (*again[:-1], _without_product(again[-1]))
+    return last, again
+
+
+def _without_product(step: Step) -> Step:
+    return replace(step, forward=step.forward[:-1])
+
+
+@cached(8192)
+def items_passage(items: tuple[Item, ...], name: str) -> Passage:
+    """Some items one after the other."""
+    return Passage(tuple((item, name) for item in items))

@@ -1,0 +1,294 @@
+"""Segments: what one stage runs without interruption, as passages through blocks and the replicas' traffic.
+
+A segment is a list of *events* in the order of issue.  Repeated layers are one event, so its cost grows with the
+replicas' messages, not with ops; ``program`` writes all of it out at op level, and takes exactly as long.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from stepsight.dataset.base.caching import cached
+from stepsight.dataset.graph.program import Program
+from stepsight.dataset.kinds.op import Collective, Op
+from stepsight.simulator.blocks.step import Item
+from stepsight.simulator.clock.codes import BLOCK, COMPUTE, NUM_CLOCKS, ON_HOST, RUN, SECOND, SEND, WAIT
+from stepsight.simulator.programs.issue_order import Issue, Work
+from stepsight.simulator.programs.passages import STREAMS, Passage, dependencies, items_passage
+
+CLOCK_STREAMS = ("compute", "dp", "dp2")
+
+
+@dataclass(frozen=True, eq=False)
+class Segment:
+    """Events of one segment.
+
+    Attributes:
+        label: ``forward``, ``backward``, ``input``, ``weight`` or ``optimizer``.
+        passages: Distinct passages that its events run.
+        sent: Distinct collectives that its events send.
+        events: Shape ``(num_events, 8)``, int32; columns by kind::
+
+            RUN    passage, first node, last node (exclusive), times   | name, number, step
+            SEND   collective, clock, event that it follows or -1, 1: early, 2: of the host | name, number, -
+            BLOCK  collective, clock, -, -                             | name, number, -
+            WAIT   event, -, -, -                                      | -, -, -
+
+        names: For people; in each ``{}`` stands for the event's number, to which every repetition adds ``step``.
+        compute_share: Part of a sent collective's time that is taken from the computation.
+        joined: Whether it ends only when all of its collectives do.
+    """
+
+    label: str
+    passages: tuple[Passage, ...]
+    sent: tuple[Collective, ...]
+    events: NDArray[np.int32]
+    names: tuple[str, ...]
+    compute_share: float = 0.0
+    joined: bool = False
+
+    @cached_property
+    def works(self) -> tuple[Work, ...]:
+        """Distinct signatures in order of first use in ``program``."""
+        return tuple(dict.fromkeys(node.work for node in self.program.nodes))
+
+    @property
+    def program(self) -> Program:
+        """Everything at op level."""
+        return self._written[0]
+
+    @cached_property
+    def graph(self) -> OpGraph:
+        """``program`` as arrays."""
+        return OpGraph.of(*self._written, self.works)
+
+    @cached_property
+    def _written(self) -> tuple[Program, tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+        return _write_out(self)
+
+
+@dataclass(frozen=True, eq=False)
+class OpGraph:
+    """A program as arrays.
+
+    Attributes:
+        work: Index of each node's signature, shape ``(num_nodes,)``.
+        share: Part of the signature's time, same shape.
+        clock: The clock of each node's stream, same shape.
+        pointer, before: Dependencies in CSR, stream order included.
+        first: The first node of each clock's stream, -1 if none, shape ``(NUM_CLOCKS,)``.
+        is_op: Whether each node is an op of the device, shape ``(num_nodes,)``.
+        taken: Whether each node is time that the computation loses to a collective, same shape.
+        sent: Whether each node is a replica's collective, or time that is lost to one, same shape.
+        blocks: Whether the computation waits for each node immediately, same shape.
+        early: Whether each node was issued before the segment began, same shape.
+        stream: Index into ``passages.STREAMS`` of each node of a passage, one more for all others, same shape.
+    """
+
+    work: NDArray[np.int32]
+    share: NDArray[np.float64]
+    clock: NDArray[np.int8]
+    pointer: NDArray[np.int32]
+    before: NDArray[np.int32]
+    first: NDArray[np.int64]
+    is_op: NDArray[np.bool_]
+    taken: NDArray[np.bool_]
+    sent: NDArray[np.bool_]
+    blocks: NDArray[np.bool_]
+    early: NDArray[np.bool_]
+    stream: NDArray[np.int8]
+
+    @classmethod
+    def of(
+        cls,
+        program: Program,
+        blocking: Sequence[int],
+        early: Sequence[int],
+        lost: Sequence[int],
+        works: Sequence[Work],
+    ) -> OpGraph:
+        place = {work: index for index, work in enumerate(works)}
+        clocks = {stream: clock for clock, stream in enumerate(CLOCK_STREAMS)}
+        streams = {stream: index for index, stream in enumerate(STREAMS)}
+        nodes = program.nodes
+        clock = np.array([clocks.get(node.stream, COMPUTE) for node in nodes], dtype=np.int8)
+        first = np.array([np.argmax(clock == c) if (clock == c).any() else -1 for c in range(NUM_CLOCKS)])
+        is_op = np.array([isinstance(node.work, Op) for node in nodes], dtype=np.bool_)
+        taken = np.array([node.stream == "compute" for node in nodes], dtype=np.bool_) & ~is_op
+        stream = np.array([streams.get(node.stream, len(STREAMS)) for node in nodes], dtype=np.int8)
+        calls = [isinstance(node.work, Op) and node.work.record.bound == "host" for node in nodes]
+        stream[calls] = streams["offload"]
+        return cls(
+            np.array([place[node.work] for node in nodes], dtype=np.int32),
+            np.array([node.share for node in nodes]),
+            clock,
+            *dependencies(program),
+            first,
+            is_op,
+            taken,
+            (clock > COMPUTE) | np.isin(np.arange(len(nodes)), lost),
+            np.isin(np.arange(len(nodes)), blocking),
+            np.isin(np.arange(len(nodes)), early),
+            np.where(taken, np.int8(len(STREAMS)), stream),
+        )
+
+
+NUM_COLUMNS = 8
+
+
+_Row = tuple[int, int, int, int, int, int, int, int]  # as ``Segment.events``
+
+
+class Runnable(Protocol):
+    """The target of a run: a passage, or a slot for one."""
+
+    @property
+    def num_nodes(self) -> int: ...
+
+
+class SegmentBuilder:
+    """Records events in the order of issue. ``send`` returns the handle that ``wait`` takes.
+
+    Passages and collectives may be slots (``slots``): then what is built belongs to a plan.
+    """
+
+    def __init__(self, label: str, compute_share: float = 0.0, joined: bool = False) -> None:
+        self._label = label
+        self._share = compute_share
+        self._joined = joined
+        self._passages: dict[Any, int] = {}
+        self._sent: dict[Any, int] = {}
+        self._names: dict[str, int] = {}
+        self._rows: list[_Row] = []
+        self._done: list[NDArray[np.int32]] = []  # events before ``_rows``
+        self._before = 0
+
+    @property
+    def num_events(self) -> int:
+        return self._before + len(self._rows)
+
+    def run(
+        self,
+        passage: Runnable,
+        name: str,
+        number: int = 0,
+        step: int = 1,
+        *,
+        times: int = 1,
+        nodes: tuple[int, int] | None = None,
+    ) -> None:
+        """Run a passage several times, or some of its nodes once."""
+        first, last = nodes or (0, passage.num_nodes)
+        if last > first and times:
+            self._add((RUN, self.passage(passage), first, last, times, self.name(name), number, step))
+
+    def items(self, items: Sequence[Item], name: str, number: int = 0, own: str = "") -> None:
+        """Run ops, and collectives of groups other than replicas, as ``name.own``."""
+        if items:
+            self.run(items_passage(tuple(items), own), name, number)
+
+    def send(
+        self, work: Hashable, clock: int, name: str, number: int = 0, *, after: int = -1, early: bool = False
+    ) -> int:
+        """Start a collective that overlaps with the computation; ``early``: before the computation reaches it."""
+        return self._add((SEND, self.collective(work), clock, after, int(early), self.name(name), number, 0))
+
+    def host(self, work: Hashable, name: str, number: int = 0) -> int:
+        """Start work of the host that overlaps with the computation."""
+        return self._add((SEND, self.collective(work), SECOND, -1, ON_HOST, self.name(name), number, 0))
+
+    def block(self, work: Hashable, clock: int, name: str, number: int = 0) -> int:
+        """Run a collective that the computation waits for."""
+        return self._add((BLOCK, self.collective(work), clock, 0, 0, self.name(name), number, 0))
+
+    def wait(self, event: int) -> None:
+        """Make the computation wait for a message."""
+        self._add((WAIT, event, 0, 0, 0, self.name(""), 0, 0))
+
+    def repeat(self, since: int, times: int, step: int) -> int:
+        """Repeat the events since an event; indices advance by ``step``. Return by how many events they are shifted."""
+        rows = np.array(self._rows[since - self._before :], dtype=np.int32)
+        length = len(rows)
+        again = np.tile(rows, (times, 1))
+        turn = np.repeat(np.arange(1, times + 1, dtype=np.int32), length)
+        kind = again[:, 0]
+        again[:, 1] += np.where(kind == WAIT, length * turn, 0)
+        again[:, 3] += np.where((kind == SEND) & (again[:, 3] >= 0), length * turn, 0)
+        again[:, 6] += np.where(kind == WAIT, 0, step * turn)
+        self.extend(again)
+        return length * times
+
+    def extend(self, rows: NDArray[np.int32]) -> None:
+        """Append rows unchanged."""
+        if self._rows:
+            self._done.append(np.array(self._rows, dtype=np.int32))
+        self._done.append(rows)
+        self._before += len(self._rows) + len(rows)
+        self._rows = []
+
+    def passage(self, passage: Runnable) -> int:
+        """Index of a passage."""
+        return self._passages.setdefault(passage, len(self._passages))
+
+    def collective(self, work: Hashable) -> int:
+        """Index of a collective."""
+        return self._sent.setdefault(work, len(self._sent))
+
+    def name(self, name: str) -> int:
+        """Index of a name."""
+        return self._names.setdefault(name, len(self._names))
+
+    def build(self) -> Segment:
+        rows = _events(tuple(self._rows))
+        return Segment(
+            self._label,
+            tuple(self._passages),
+            tuple(self._sent),
+            np.concatenate([*self._done, rows]) if self._done else rows,
+            tuple(self._names),
+            self._share,
+            self._joined,
+        )
+
+    def _add(self, row: _Row) -> int:
+        self._rows.append(row)
+        return self.num_events - 1
+
+
+@cached(4096)
+def _events(rows: tuple[_Row, ...]) -> NDArray[np.int32]:
+    """Rows as an array, which segments with the same events share."""
+    return np.array(rows, dtype=np.int32).reshape(-1, NUM_COLUMNS)
+
+
+def _write_out(segment: Segment) -> tuple[Program, tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+    """Nodes of every event with their dependencies; which ones block the computation, are early, or are lost time."""
+    out = Issue(segment.label, segment.compute_share)
+    nodes: list[int] = []  # of each event, -1 if it has none
+    for kind, what, a, b, times, label, number, step in segment.events.tolist():
+        name, node = segment.names[label], -1
+        if kind == RUN:
+            out.take_time()
+            for turn in range(times):
+                prefix = name.format(number + turn * step)
+                for item, own in segment.passages[what].between(a, b):
+                    out.add(item, ".".join(filter(None, (prefix, own))))
+        elif kind == WAIT:
+            out.wait(nodes[what])
+        elif kind == BLOCK:
+            node = out.block(segment.sent[what], CLOCK_STREAMS[a], name.format(number))
+        else:
+            after = [nodes[b]] if b >= 0 else []
+            takes, early = times != ON_HOST, times == 1
+            node = out.send(segment.sent[what], CLOCK_STREAMS[a], name.format(number), after, early=early, takes=takes)
+        nodes.append(node)
+    rows = list(zip(nodes, segment.events[:, 0].tolist(), segment.events[:, 4].tolist(), strict=True))
+    blocking = tuple(node for node, kind, _ in rows if kind == BLOCK)
+    early = tuple(node for node, kind, soon in rows if kind == SEND and soon == 1)
+    return out.program(), blocking, early, tuple(out.lost)

@@ -1,0 +1,211 @@
+"""The work of one pipeline stage for a micro-batch: forward and backward segments of its parts of the model.
+
+What an engine does beside the blocks is in ``dataset.job.execution``.  With autograd's accumulation, gradients are
+added by one ``add`` for each parameter tensor, and DDP scales each into its bucket (``copy``), which it sends once it
+holds ``bucket_mbytes`` (an explicit size leaves no smaller first bucket).  All-gathers carry parameters in the training
+type.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+from stepsight.dataset.base.caching import Memo, cached
+from stepsight.dataset.base.hashed_once import hashed_once
+from stepsight.dataset.job.execution import KernelSemantics
+from stepsight.simulator.blocks.shape import RankShape
+from stepsight.simulator.programs.buckets import BucketRun, Repeated, send_buckets
+from stepsight.simulator.programs.part_plan import Duties, Patterns, backward_plan, forward_plan
+from stepsight.simulator.programs.part_units import Unit, part_units, passage_of
+from stepsight.simulator.programs.passages import FORWARD, INPUT, WEIGHT, BackwardSpec, Passage
+from stepsight.simulator.programs.replicas import SILENT, Replicas
+from stepsight.simulator.programs.segment import Segment
+from stepsight.simulator.programs.sizes import PartShape
+from stepsight.simulator.programs.slot_work import SlotWork
+from stepsight.simulator.programs.slots import UnitPattern
+
+
+class Pass(NamedTuple):
+    """One kind of passage of a micro-batch through a part.
+
+    Attributes:
+        label: ``forward``, ``backward``, or ``input`` or ``weight`` for halves of a backward.
+        first, last: Whether it is the part's first of an iteration, its last.
+    """
+
+    label: str
+    first: bool
+    last: bool
+
+
+@hashed_once
+@dataclass(frozen=True)
+class Call:
+    """The kind of a segment, independent of the rank and of its part of the model.
+
+    Attributes:
+        replicas: Those that it exchanges something with; ``SILENT`` if it does not.
+        backward: What backward does; None: this is a forward.
+        duties: What backward does beside its passages.
+        casts: Whether parameters are cast where they are used.
+    """
+
+    replicas: Replicas
+    backward: BackwardSpec | None = None
+    duties: Duties | None = None
+    casts: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class Calls:
+    """The segments of a part in several passes.
+
+    Attributes:
+        distinct: Each once.
+        of_pass: Position in ``distinct`` of each pass.
+    """
+
+    distinct: tuple[Call, ...]
+    of_pass: tuple[int, ...]
+
+
+@cached(4096)
+def calls_of(
+    kernels: KernelSemantics, replicas: Replicas, recompute: tuple[str, int], passes: tuple[Pass, ...]
+) -> Calls:
+    """The segments of a rank's parts.
+
+    Args:
+        kernels: Of the engine.
+        replicas: Who shares parameters.
+        recompute: ``recompute`` and ``recompute_every`` of ``ParallelSpec``.
+        passes: Of a micro-batch.
+    """
+    found: dict[Call, int] = {}
+    of_pass = []
+    for own in passes:
+        forward = own.label == FORWARD
+        call = _forward(kernels, replicas, own) if forward else _backward(kernels, replicas, recompute, own)
+        of_pass.append(found.setdefault(call, len(found)))
+    return Calls(tuple(found), tuple(of_pass))
+
+
+def _forward(kernels: KernelSemantics, replicas: Replicas, own: Pass) -> Call:
+    gathers = replicas.fully_sharded and (replicas.gathering.reshard or own.first)
+    updates = replicas.overlap_parameters and replicas.zero_stage in (1, 2) and replicas.shards > 1 and own.first
+    return _call(replicas if gathers or updates else SILENT, casts=_casts(kernels, replicas))
+
+
+def _casts(kernels: KernelSemantics, replicas: Replicas) -> bool:
+    return kernels.casts_parameters and not replicas.fully_sharded
+
+
+def _backward(kernels: KernelSemantics, replicas: Replicas, recompute: tuple[str, int], own: Pass) -> Call:
+    gathers = replicas.fully_sharded and replicas.gathering.reshard
+    reduces = replicas.reduces(own.last) and own.label != INPUT
+    who = replicas if (gathers and own.label != WEIGHT) or reduces else SILENT
+    weights, accumulate = own.label != INPUT, not own.first
+    adds = weights and kernels.accumulation == "autograd" and not replicas.accumulates_shards
+    kind, every = recompute
+    bucket = reduces and replicas.bucket_copies and replicas.zero_stage < 2
+    spec = BackwardSpec(
+        own.label,
+        kind,
+        whole=kernels.whole_layers_again and not replicas.fully_sharded,
+        accumulate=accumulate and adds,
+        bucket=bucket and replicas.groups.replicas.size > 1,
+        bucket_experts=bucket and replicas.groups.experts.size > 1,
+        dtype=kernels.main_dtype,
+    )
+    again = gathers and replicas.gathering.lists and kind == "full" and every == 1
+    duties = Duties(every, gathers, reduces, accumulate and reduces, again)
+    return _call(who, spec, duties, casts=_casts(kernels, replicas))
+
+
+_call = cached(4096)(Call)  # equal calls are one object, because they are keys of caches
+
+
+@cached(8192)
+def part_segments(shape: RankShape, part: PartShape, calls: Calls) -> tuple[Segment, ...]:
+    """Make the segments of a part for each of some passes."""
+    own = [_segment(shape, part, call) for call in calls.distinct]
+    return tuple([own[at] for at in calls.of_pass])
+
+
+@cached(16384)
+def _segment(shape: RankShape, part: PartShape, call: Call) -> Segment:
+    spec, duties, replicas = call.backward, call.duties, call.replicas
+    if spec is None or duties is None:
+        run = _part_run(shape, part, 1, None, call.casts)
+        plan = forward_plan(run.patterns, replicas.pattern)
+    elif duties.reduces and replicas.zero_stage < 2:
+        return send_buckets(_bucket_run(shape, part, duties.every, spec, call.casts), replicas)
+    else:
+        run = _part_run(shape, part, duties.every, spec, call.casts)
+        plan = backward_plan(run.patterns, replicas.pattern, spec.part, duties)
+    return plan.filled(SlotWork(shape, run.units, run.passages, replicas).of)
+
+
+class _PartRun(NamedTuple):
+    """A part's units in forward order, the passage of each, and the properties that plans depend on."""
+
+    units: tuple[Unit, ...]
+    passages: tuple[Passage, ...]
+    patterns: Patterns
+
+
+@cached(8192)
+def _part_run(shape: RankShape, part: PartShape, every: int, spec: BackwardSpec | None, casts: bool) -> _PartRun:
+    """``spec``: of the backward; None: the forward.  ``casts``: as in ``Call``."""
+    units, to = part_units(shape, part, every), shape.dtype if casts and shape.casts else ""
+    passages = tuple([passage_of(u.block, None if spec is None else _spec_for(u, spec), to) for u in units])
+    numbers = [(u.name, u.first, u.times, u.root, *_numbers(u, p)) for u, p in zip(units, passages, strict=True)]
+    return _PartRun(units, passages, _patterns(tuple(numbers)))
+
+
+_Numbers = tuple[int, int, tuple[int, int], bool, bool]  # the last fields of ``UnitPattern``
+_NUMBERS: Memo[tuple[int, str], tuple[Passage, _Numbers]] = Memo("numbers of units", 20_000)
+
+
+def _numbers(unit: Unit, passage: Passage) -> _Numbers:
+    """The properties of a block and its passage that a plan depends on, cached by identity of the passage."""
+    key = id(passage), unit.name
+    known = _NUMBERS.get(key)
+    if known is None:
+        loss = _loss_nodes(passage) if unit.name == "head" else 0
+        tensors = len(unit.tensors), len(unit.expert_tensors)
+        numbers = passage.num_nodes, loss, tensors, unit.numel > 0, unit.expert_numel > 0
+        _NUMBERS[key] = known = (passage, numbers)
+    return known[1]
+
+
+@cached(4096)
+def _patterns(numbers: tuple[tuple[Any, ...], ...]) -> Patterns:
+    """Return one object for equal patterns, because they are keys of caches."""
+    return Patterns([UnitPattern(at, *own) for at, own in enumerate(numbers)])
+
+
+def _loss_nodes(passage: Passage) -> int:
+    """Nodes of the first step of a head's backward, which is the loss."""
+    names = [name for _, name in passage.items]
+    return next((i for i, name in enumerate(names) if name != names[0]), len(names))
+
+
+@cached(4096)
+def _bucket_run(shape: RankShape, part: PartShape, every: int, spec: BackwardSpec, casts: bool) -> BucketRun:
+    run = _part_run(shape, part, every, spec, casts)
+    pairs = zip(run.units[::-1], run.passages[::-1], strict=True)
+    in_order = [Repeated(p, unit.times, unit.name, unit.first + unit.times - 1) for unit, p in pairs]
+    return BucketRun.of(spec.part, in_order)
+
+
+def _spec_for(unit: Unit, spec: BackwardSpec) -> BackwardSpec:
+    if spec.recompute == "full" and (unit.root or not unit.again):
+        return _without_recompute(spec)
+    return spec
+
+
+@cached(512)
+def _without_recompute(spec: BackwardSpec) -> BackwardSpec:
+    return replace(spec, recompute="none", whole=False)

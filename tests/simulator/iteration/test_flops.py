@@ -1,0 +1,49 @@
+"""Work of an iteration against the published formulas."""
+
+import pytest
+
+from stepsight.dataset.hardware.hardware import Hardware
+from stepsight.dataset.kinds.op import Op
+from stepsight.simulator.iteration.flops import iteration_flops
+from stepsight.simulator.programs.lower import lower
+from tests.simulator.any_job import LATENT
+from tests.simulator.conftest import JobMaker
+
+
+@pytest.mark.parametrize("strategy", [{}, {"tp": 2}, {"pp": 2}, {"cp": 2}, {"dp": 2}, {"tp": 2, "pp": 2, "dp": 2}])
+def test_a_gpt_needs_what_the_formula_says(make_job: JobMaker, gpu: Hardware, strategy: dict[str, int]) -> None:
+    """Narayanan et al. 2021, equation 3 without recomputation: 72 B s l h^2 (1 + s / (6 h) + V / (12 l h)); causal
+    attention is half of theirs.  Together all ranks do that, however it is divided."""
+    job = make_job(micro_batches=4, **strategy)
+    batch, seq, layers, hidden, vocab = job.batch.global_batch, 32, 4, 64, 256
+    formula = 72 * batch * seq * layers * hidden**2 * (1 + seq / (12 * hidden) + vocab / (12 * layers * hidden))
+    needed, _ = iteration_flops(lower(job, gpu))
+    ranks = job.parallel.tp * job.parallel.cp * job.parallel.dp
+    assert needed * ranks == pytest.approx(formula)
+
+
+def test_recomputation_is_done_but_not_needed(make_job: JobMaker, gpu: Hardware) -> None:
+    """A full recomputation is a fourth pass over the layers."""
+    (needed, done), (same, more) = (
+        iteration_flops(lower(make_job(recompute=how, precision="bf16"), gpu)) for how in ("none", "full")
+    )
+    vocabulary = 2 * 4 * 32 * 256 * 64  # the head is not repeated
+    assert same == needed
+    assert more - done == pytest.approx(needed / 3 - vocabulary)
+
+
+def test_latent_attention_counts(make_job: JobMaker, gpu: Hardware) -> None:
+    """Keys of 8 + 8 and values of 8 numbers: 2 * 24 FLOP for each of the pairs that a causal mask leaves."""
+    job = make_job(model={"family": "llama", **LATENT, "v_head_dim": 8}, micro_batches=1)
+    low = lower(job, gpu)
+    works = [node.work for node in low.program("forward").nodes if isinstance(node.work, Op)]
+    cores = sum(work.flops for work in works if work.kind == "mla_attention")
+    linears = sum(work.flops for work in works if work.kind == "linear")
+    assert cores == 4 * 4 * 2 * (16 + 8) * 32 * 32 / 2
+    assert iteration_flops(low)[0] == pytest.approx(3 * (cores + linears))
+
+
+def test_nobody_needs_the_gradient_of_an_image(make_job: JobMaker, gpu: Hardware) -> None:
+    """A vision transformer's patches are given: with nothing done twice, no more is needed than is done."""
+    needed, done = iteration_flops(lower(make_job(model={"family": "vit", "patch_dim": 48}), gpu))
+    assert needed <= done
