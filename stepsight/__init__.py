@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from stepsight.experiments.search.objectives import Goal
     from stepsight.experiments.search.scenarios import Scenarios
     from stepsight.experiments.search.search import search
+    from stepsight.experiments.search.settings import SearchSettings
     from stepsight.experiments.search.space import Space
     from stepsight.training.fit import train
     from stepsight.training.predictor.ask_many import predict_many
@@ -74,6 +75,7 @@ __all__ = [
     "PredictorError",
     "Scenarios",
     "SearchResult",
+    "SearchSettings",
     "SlowLink",
     "Space",
     "StepsightError",
@@ -116,6 +118,7 @@ _MODULES = {
     "experiments.search.objectives": ("Goal",),
     "experiments.search.scenarios": ("Scenarios",),
     "experiments.search.search": ("search",),
+    "experiments.search.settings": ("SearchSettings",),
     "experiments.search.space": ("Space",),
     "training.fit": ("train",),
     "training.predictor.ask_many": ("predict_many",),

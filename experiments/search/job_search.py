@@ -24,6 +24,7 @@ from stepsight.experiments.search.mapped import MapFn, ask_mapped
 from stepsight.experiments.search.objectives import REGRET, Goal
 from stepsight.experiments.search.record import Choose, Found, Memory, Record, Seconds
 from stepsight.experiments.search.risk import MOST_RIVALS, by_expected_regret, find_rivals
+from stepsight.experiments.search.settings import SearchSettings
 from stepsight.experiments.search.space import Space
 from stepsight.experiments.search.strategies import VARIED
 from stepsight.simulator.memory import estimate_memory
@@ -33,17 +34,15 @@ from stepsight.training.predictor.prediction import Prediction, predict
 if TYPE_CHECKING:
     from stepsight.training.predictor.predictor import Predictor
 
-SAMPLERS = ("auto", "enumerate", "tpe", "random")
 TRIALS = 200  # of samplers, which would never stop
-MOST_SEED = 2**31  # samplers take 32 bits, and a continued study adds its trials
 FEWEST, MOST = 32, 1024  # strategies predicted together: with more, some predictions are unnecessary
 FEWEST_MAPPED, MOST_MAPPED = 512, 16384  # the same if other processes predict them
 OnTrial = Callable[[int, float | None], None]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Manner:
-    """Settings of a search; attributes as the arguments of ``search``.
+class Manner(SearchSettings):
+    """Everything that a search is told; attributes as the arguments of ``search``.
 
     Raises:
         StepsightError: If a value is not allowed.
@@ -51,14 +50,6 @@ class Manner:
 
     space: Space = field(default_factory=Space)
     goal: Goal = field(default_factory=Goal)
-    trials: int | None = None
-    timeout_s: float | None = None
-    gap: float = 0.0
-    top: int = 1
-    sampler: str = "auto"
-    seed: int = 0
-    storage: str | None = None
-    study_name: str | None = None
     on_trial: OnTrial | None = None
     map_fn: MapFn | None = None
     expert_loads: ExpertLoads | None = None
@@ -69,35 +60,11 @@ class Manner:
         return max(self.top, 1 + MOST_RIVALS) if self.goal.robust == REGRET else self.top
 
     def __post_init__(self) -> None:
-        _check_numbers(seed=self.seed, trials=self.trials, top=self.top)
-        _check_numbers(float, timeout_s=self.timeout_s, gap=self.gap)
+        super().__post_init__()
         if not isinstance(self.goal, Goal):
             raise StepsightError(f"goal must be a Goal, for example Goal(objective='cost'), got {self.goal!r:.80}")
-        if self.storage is not None and not isinstance(self.storage, str):
-            raise StepsightError(f"storage must be a database URL or the path of a journal, got {self.storage!r:.80}")
-        if not 0 <= self.seed <= MOST_SEED:
-            raise StepsightError(f"seed must be {'>= 0' if self.seed < 0 else f'<= {MOST_SEED}'}, got {self.seed}")
-        if self.trials is not None and self.trials < 1:
-            raise StepsightError(f"trials must be >= 1, got {self.trials}")
-        if self.timeout_s is not None and not self.timeout_s > 0:
-            raise StepsightError(f"timeout_s must be > 0, got {self.timeout_s}")
-        if self.top < 1:
-            raise StepsightError(f"top must be >= 1, got {self.top}")
-        if not 0 <= self.gap < math.inf:
-            raise StepsightError(f"gap must be a number of percent >= 0, got {self.gap}")
-        if self.sampler not in SAMPLERS:
-            raise StepsightError(f"sampler must be one of {', '.join(SAMPLERS)}, got {self.sampler!r:.80}")
         if self.map_fn is not None and not callable(self.map_fn):
             raise StepsightError(f"map_fn must be a function such as Executor.map, got {self.map_fn!r:.80}")
-        if self.study_name is not None and self.storage is None:
-            raise StepsightError(f"a study is kept in a storage: state storage with study_name {self.study_name!r:.80}")
-
-
-def _check_numbers(kind: type = int, **numbers: float | None) -> None:
-    for name, value in numbers.items():
-        if value is not None and (isinstance(value, bool) or not isinstance(value, (int, kind))):
-            rule = "a whole number" if kind is int else "a number"
-            raise StepsightError(f"{name} must be {rule}, got {value!r:.80}")
 
 
 def search_job(job: Job, predictor: Predictor | str | None, manner: Manner) -> SearchResult:

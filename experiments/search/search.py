@@ -14,6 +14,7 @@ from stepsight.experiments.search.job_search import Manner, OnTrial, search_job
 from stepsight.experiments.search.mapped import MapFn
 from stepsight.experiments.search.objectives import Goal
 from stepsight.experiments.search.scenarios import Scenarios, search_scenarios
+from stepsight.experiments.search.settings import SearchSettings
 from stepsight.experiments.search.space import Space
 
 if TYPE_CHECKING:
@@ -25,19 +26,13 @@ def search(
     predictor: Predictor | str | None = None,
     *,
     space: Space | dict[str, Any] | str | Path | None = None,
-    trials: int | None = None,
-    timeout_s: float | None = None,
-    gap: float = 0.0,
-    top: int = 1,
     goal: Goal | None = None,
     scenarios: Scenarios | None = None,
-    sampler: str = "auto",
-    seed: int = 0,
-    storage: str | None = None,
-    study_name: str | None = None,
+    expert_loads: ExpertLoads | str | Path | None = None,
+    settings: SearchSettings | None = None,
     on_trial: OnTrial | None = None,
     map_fn: MapFn | None = None,
-    expert_loads: ExpertLoads | str | Path | None = None,
+    **options: Any,
 ) -> SearchResult:
     """Find the strategy with the shortest predicted iteration that fits in memory.
 
@@ -48,20 +43,13 @@ def search(
         job: As in ``predict``; everything is kept that the space does not vary: model, global batch, cluster and more.
         predictor: As in ``predict``.
         space: Search space: a ``Space``, or what ``Space.of`` takes; None: ``Space()``.
-        trials: Stop when the study holds this many evaluated strategies, including those of earlier searches and other
-            processes; None: no limit (``tpe`` and ``random``: ``TRIALS``).  Each scenario has a study of its own.
-        timeout_s: Stop after this many seconds; None: no limit.
-        gap: Stop when the best strategy is proved to be within this many percent of the optimum.
-        top: Number of best strategies to find and prove.
         goal: Objective; None: the shortest iteration.
         scenarios: Clusters, batches and sequence lengths to compare; None: only those of the job.
-        sampler: ``auto`` (by bounds), ``enumerate`` (every legal strategy), ``tpe`` or ``random``.
-        seed: Seed of the sampler, 0 to ``MOST_SEED``.
-        storage: None (in memory), a database URL, or the path of a journal file; several processes may share a study.
-        study_name: Name of the study in the storage; an existing study continues.
+        expert_loads: Tokens of each expert, or a CSV file of them: each strategy places its experts by them.
+        settings: Limits, sampler and study; None: ``SearchSettings()``.
         on_trial: Called after each strategy with the number before it and the least seconds; None: a bar in notebooks.
         map_fn: A ``map`` function that predicts in other processes, such as ``concurrent.futures.Executor.map``.
-        expert_loads: Tokens of each expert, or a CSV file of them: each strategy places its experts by them.
+        options: Fields of ``SearchSettings``, such as ``trials=200``; they replace those of ``settings``.
 
     Returns:
         The strategies, best first: ``.best``, ``.gap_percent``, ``.choices``, ``.to_frame()``, ``.to_dict()``.
@@ -75,9 +63,13 @@ def search(
     """
     with NotebookBar("strategies") as bar:
         manner = Manner(
-            space=Space.of(space), goal=goal or Goal(), trials=trials, timeout_s=timeout_s, gap=gap, top=top, seed=seed,
-            sampler=sampler, storage=storage, study_name=study_name, on_trial=on_trial or _shown_in(bar), map_fn=map_fn,
-            expert_loads=ExpertLoads.of(expert_loads))  # fmt: skip
+            space=Space.of(space),
+            goal=goal or Goal(),
+            on_trial=on_trial or _shown_in(bar),
+            map_fn=map_fn,
+            expert_loads=ExpertLoads.of(expert_loads),
+            **{**vars(settings or SearchSettings()), **options},
+        )
         return _searched(Job.of(job), predictor, manner, scenarios)
 
 
