@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from ..ops.input_pool import DTYPES, Call
-from ..ops.op_narrow import precision, scaled_product
+from ..ops.op_products import precision, scaled_product
 from ..ranks import barrier, gather
 from .call_timing import Clock
 

@@ -23,7 +23,7 @@ from .. import cores
 from ..collective_calls import all_gather, buffers, collective_call
 from ..ops.callables import op_call
 from ..ops.input_pool import DTYPES, NARROW, Call, Pool
-from ..ops.op_narrow import precision
+from ..ops.op_products import precision
 from ..ops.op_replayed import is_replayed, replayed_call
 from ..plan_error import HarnessError
 from ..ranks import barrier, gather

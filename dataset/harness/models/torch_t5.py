@@ -13,7 +13,7 @@ import math
 import torch
 from torch import Tensor, nn
 
-from ..ops import composite, composite_unfused
+from ..ops import composite
 from .torch_parts import (
     ColumnLinear,
     Norm,
@@ -53,7 +53,7 @@ class Encoder(nn.Module):
     def _look(self, x: Tensor, bias: Tensor) -> Tensor:
         """Self-attention and its residual."""
         qkv = self.qkv(enter_region(self.shape, self.attention_norm(x)))
-        found = composite_unfused.SelfAttention.apply(qkv, bias, self.shape.micro_batch)
+        found = composite.SelfAttention.apply(qkv, bias, self.shape.micro_batch)
         return x + leave_region(self.shape, self.out(found))
 
     def _think(self, x: Tensor) -> Tensor:
@@ -79,7 +79,7 @@ class Decoder(Encoder):
         q = self.cross_q(enter_region(self.shape, self.cross_norm(x)))
         kv = self.cross_kv(enter_region(self.shape, far))
         heads = self.shape.heads // self.shape.size
-        found = composite_unfused.CrossAttention.apply(q, kv, heads, self.shape.micro_batch)
+        found = composite.CrossAttention.apply(q, kv, heads, self.shape.micro_batch)
         x = x + leave_region(self.shape, self.cross_out(found))
         return self._think(x)
 
@@ -96,7 +96,7 @@ class RelativePositions(nn.Module):
 
     def forward(self) -> Tensor:
         weight = composite.cast(self.weight, self.dtype)
-        y: Tensor = composite_unfused.RelativeBias.apply(weight, self.buckets, self.causal)
+        y: Tensor = composite.RelativeBias.apply(weight, self.buckets, self.causal)
         return y
 
 

@@ -5,20 +5,10 @@ from __future__ import annotations
 from types import MappingProxyType
 
 from ..plan_error import HarnessError
-from . import (
-    op_attention,
-    op_convolutions,
-    op_elementwise,
-    op_experts,
-    op_narrow,
-    op_optimizer,
-    op_products,
-    op_rows,
-    op_transfer,
-)
+from . import op_convolutions, op_experts, op_products, op_rows
 from .input_pool import Call, Maker, Pool
 
-_THEMES = (op_products, op_attention, op_convolutions, op_rows, op_elementwise, op_experts, op_optimizer, op_transfer)
+_THEMES = (op_products, op_convolutions, op_rows, op_experts)
 _MAKERS: MappingProxyType[str, Maker] = MappingProxyType(
     {kind: make for theme in _THEMES for kind, make in theme.MAKERS.items()}
 )
@@ -31,7 +21,7 @@ def op_call(kind: str, dims: list[int], pool: Pool) -> Call:
         HarnessError: If the harness has no such op, or not in the pool's dtype.
     """
     make = _MAKERS.get(kind)
-    narrow = op_narrow.MAKERS.get(pool.name)
+    narrow = op_products.NARROW_MAKERS.get(pool.name)
     if narrow is not None and make is not None:
         make = narrow.get(kind)
         if make is None:

@@ -1,15 +1,18 @@
-"""Ops on rows: norms, softmax, embedding, loss."""
+"""Ops that memory bounds: norms, softmax, embedding and loss; element-wise ops; the optimizer; copies to the host."""
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable
 from types import MappingProxyType
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..plan_error import HarnessError
 from . import composite
-from .input_pool import Call, Maker, Pool
+from .input_pool import Call, Maker, Pool, shares
 
 
 def _embedding(pool: Pool, tokens: int, hidden: int, vocab: int) -> Call:
@@ -80,6 +83,119 @@ def _cross_entropy_backward(pool: Pool, rows: int, vocab: int) -> Call:
     )
 
 
+def _each(function: Callable[..., object], operands: int = 1) -> Maker:
+    return lambda pool, numel: Call(function, lambda: tuple(pool.take(numel) for _ in range(operands)))
+
+
+def _matrix(numel: int) -> tuple[int, int]:
+    """A matrix with a number of elements, and rows as wide as a model's if that divides it."""
+    for width in (4096, 2048, 1024, 512, 256, 128, 64):
+        if numel % width == 0 and numel >= 8 * width:
+            return numel // width, width
+    return 1, numel
+
+
+def _gated(function: Callable[[Tensor], Tensor]) -> Maker:
+    """``function`` of ``gate_up[rows, 2 * ffn]``."""
+
+    def make(pool: Pool, numel: int) -> Call:
+        rows, width = _matrix(numel)
+        return Call(function, lambda: (pool.take(rows, 2 * width),))
+
+    return make
+
+
+def _gated_backward(function: Callable[[Tensor, Tensor], Tensor]) -> Maker:
+    def make(pool: Pool, numel: int) -> Call:
+        rows, width = _matrix(numel)
+        return Call(function, lambda: (pool.take(rows, width), pool.take(rows, 2 * width)))
+
+    return make
+
+
+def _gelu_backward(grad: Tensor, x: Tensor) -> Tensor:
+    y: Tensor = torch.ops.aten.gelu_backward(grad, x, approximate="tanh")
+    return y
+
+
+def _rope(pool: Pool, numel: int) -> Call:
+    """Within a fused qkv of half as many values again, in heads as wide as a model's."""
+    width = next((width for width in (64, 32, 16, 8, 4, 2) if numel % width == 0), 0)
+    if not width:
+        raise HarnessError(f"rope rotates pairs: numel must be even, got {numel}")
+    heads = next(heads for heads in (8, 4, 2, 1) if numel // width % heads == 0)
+    seq_len = numel // width // heads
+    cos, sin = composite.rope_tables(seq_len, width, pool.device, pool.dtype)
+    return Call(
+        lambda fused: composite.rope_(fused[:, :, :heads], cos, sin),
+        lambda: (pool.take(1, seq_len, heads + -(-heads // 2), width),),
+    )
+
+
+def _dropout_backward(pool: Pool, numel: int) -> Call:
+    mask = torch.ones(numel, device=pool.device, dtype=torch.bool)
+    return Call(lambda grad: torch.ops.aten.native_dropout_backward(grad, mask, 1.1), lambda: (pool.take(numel),))
+
+
+def _cast(x: Tensor) -> Tensor:
+    """Cast to fp32, or from it."""
+    return x.to(torch.bfloat16 if x.dtype == torch.float32 else torch.float32)
+
+
+def _adamw(pool: Pool, numel: int, tensors: int) -> Call:
+    return Call(_step(pool.device, pool.dtype, numel, tensors))
+
+
+def _adamw_host(pool: Pool, numel: int, tensors: int) -> Call:
+    """AdamW on the host: with this rank's share of the cores beside a GPU, otherwise with the rank's own cores."""
+    step = _step(torch.device("cpu"), pool.dtype, numel, tensors)
+    if pool.device.type == "cpu":
+        return Call(step, on_host=True)
+    threads = max(1, len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+
+    def run() -> None:
+        before = torch.get_num_threads()
+        torch.set_num_threads(threads)
+        step()
+        torch.set_num_threads(before)
+
+    return Call(run, on_host=True)
+
+
+def _step(device: torch.device, dtype: torch.dtype, numel: int, tensors: int) -> Callable[[], object]:
+    sizes = shares(numel, tensors)
+    block = torch.empty(2, numel, device=device, dtype=dtype).uniform_(-0.5, 0.5)
+    parameters = [torch.nn.Parameter(part) for part in block[0].split(sizes)]
+    for parameter, gradient in zip(parameters, block[1].split(sizes), strict=True):
+        parameter.grad = gradient
+    return torch.optim.AdamW(parameters, lr=1e-4, fused=True).step
+
+
+def _grad_norm(pool: Pool, numel: int, tensors: int) -> Call:
+    each = max(1, numel // tensors)
+    return Call(
+        lambda *grads: torch.nn.utils.get_total_norm(grads), lambda: tuple(pool.take(each) for _ in range(tensors))
+    )
+
+
+def _to_host(pool: Pool, numel: int) -> Call:
+    host = _host(pool, numel)
+    return Call(lambda x: host.copy_(x, non_blocking=True), lambda: (pool.take(numel),))
+
+
+def _from_host(pool: Pool, numel: int) -> Call:
+    here = torch.empty(numel, device=pool.device, dtype=pool.dtype)
+    if pool.device.type == "cpu":
+        return Call(here.copy_, lambda: (pool.take(numel),))
+    host = _host(pool, numel)
+    host.copy_(pool.take(numel))
+    return Call(lambda: here.copy_(host, non_blocking=True))
+
+
+def _host(pool: Pool, numel: int) -> Tensor:
+    return torch.empty(numel, dtype=pool.dtype, pin_memory=pool.device.type == "cuda")
+
+
 MAKERS: MappingProxyType[str, Maker] = MappingProxyType(
     {
         "embedding": _embedding,
@@ -92,5 +208,28 @@ MAKERS: MappingProxyType[str, Maker] = MappingProxyType(
         "softmax_backward": _softmax_backward,
         "cross_entropy": _cross_entropy,
         "cross_entropy_backward": _cross_entropy_backward,
+        "gelu": _each(composite.gelu),
+        "gelu_backward": _each(_gelu_backward, 2),
+        "relu": _each(torch.relu),
+        "relu_backward": _each(composite.relu_backward, 2),
+        "swiglu": _gated(composite.swiglu),
+        "swiglu_backward": _gated_backward(composite.swiglu_backward),
+        "geglu": _gated(composite.geglu),
+        "geglu_backward": _gated_backward(composite.geglu_backward),
+        "rope": _rope,
+        "rope_backward": _rope,
+        "dropout": _each(lambda x: torch.native_dropout(x, 0.1, True)),
+        "dropout_backward": _dropout_backward,
+        "add": _each(torch.add, 2),
+        "copy": _each(torch.clone),
+        "fill": lambda pool, numel: Call(lambda: torch.zeros(numel, device=pool.device, dtype=pool.dtype)),
+        "reduce": lambda pool, numel: Call(lambda x: x.sum(0), lambda: (pool.take(*_matrix(numel)),)),
+        "elementwise": _each(lambda x: x * 0.5),
+        "cast": _each(_cast),
+        "adamw": _adamw,
+        "adamw_host": _adamw_host,
+        "grad_norm": _grad_norm,
+        "to_host": _to_host,
+        "from_host": _from_host,
     }
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from stepsight.dataset.harness.ops import composite, op_experts, op_narrow
+from stepsight.dataset.harness.ops import composite, op_experts, op_products
 from stepsight.dataset.harness.ops.callables import op_call
 from stepsight.dataset.harness.ops.input_pool import Pool
 from stepsight.dataset.harness.plan_error import HarnessError
@@ -161,9 +161,9 @@ def test_other_ops_than_products_are_refused_in_narrow_dtypes(name: str, kind: s
 
 def test_fp32_is_tf32_only_where_that_is_asked_for() -> None:
     before = torch.backends.cuda.matmul.allow_tf32
-    with op_narrow.precision("tf32"):
+    with op_products.precision("tf32"):
         assert torch.backends.cuda.matmul.allow_tf32
-        with op_narrow.precision("fp32"):
+        with op_products.precision("fp32"):
             assert not torch.backends.cuda.matmul.allow_tf32
     assert torch.backends.cuda.matmul.allow_tf32 == before
 

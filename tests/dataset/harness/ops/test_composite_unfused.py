@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from stepsight.dataset.harness.models.torch_t5 import BUCKETS, relative_buckets
-from stepsight.dataset.harness.ops import composite, composite_unfused
+from stepsight.dataset.harness.ops import composite
 
 BATCH, HEADS, DIM, LENGTH, KV_LENGTH = 2, 3, 4, 5, 7
 
@@ -31,22 +31,22 @@ def _same(ours: Tensor, theirs: Tensor, *inputs: Tensor) -> None:
 def test_self_attention_with_a_bias() -> None:
     qkv, bias = _random(LENGTH * BATCH, HEADS * 3 * DIM), _random(HEADS, LENGTH, LENGTH)
     parts = qkv.view(LENGTH, BATCH, HEADS, 3, DIM).unbind(3)
-    _same(composite_unfused.SelfAttention.apply(qkv, bias, BATCH), _plain(*parts, bias), qkv, bias)
+    _same(composite.SelfAttention.apply(qkv, bias, BATCH), _plain(*parts, bias), qkv, bias)
 
 
 def test_cross_attention() -> None:
     q, kv = _random(LENGTH * BATCH, HEADS * DIM), _random(KV_LENGTH * BATCH, HEADS * 2 * DIM)
     parts = q.view(LENGTH, BATCH, HEADS, DIM), *kv.view(KV_LENGTH, BATCH, HEADS, 2, DIM).unbind(3)
-    _same(composite_unfused.CrossAttention.apply(q, kv, HEADS, BATCH), _plain(*parts, 0.0), q, kv)
+    _same(composite.CrossAttention.apply(q, kv, HEADS, BATCH), _plain(*parts, 0.0), q, kv)
 
 
 def test_relative_bias_looks_up_and_hides_what_comes_later() -> None:
     table, bucket = _random(BUCKETS, HEADS), relative_buckets(LENGTH, causal=True)
-    bias = composite_unfused.RelativeBias.apply(table, bucket, True)
+    bias = composite.RelativeBias.apply(table, bucket, True)
     seen = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()
     assert bool((bias[:, ~seen] == -torch.inf).all())
     expected = table[bucket].permute(2, 0, 1)
-    _same(composite_unfused.RelativeBias.apply(table, bucket, False), expected, table)
+    _same(composite.RelativeBias.apply(table, bucket, False), expected, table)
 
 
 def test_near_distances_have_a_bucket_each_and_far_ones_share() -> None:
