@@ -8,7 +8,7 @@ from typing import Protocol
 from stepsight.dataset.base.errors import JobError
 from stepsight.dataset.base.registry import Registry, did_you_mean
 from stepsight.dataset.hardware.hardware import Fabric, hardware_name
-from stepsight.dataset.harness.plan.parallel_rules import (
+from stepsight.dataset.job.parallel_rules import (
     Rules,
     check_batch,
     check_degrees,

@@ -11,7 +11,7 @@ from stepsight.dataset.base.bounded import read_toml
 from stepsight.dataset.base.errors import JobError
 from stepsight.dataset.hardware.hardware import Fabric, fabric_from_dict
 from stepsight.dataset.harness.box.namespaces import BURST_BYTES
-from stepsight.dataset.harness.plan.box_checks import box_problems
+from stepsight.dataset.harness.plan.plan_checks import box_problems
 from stepsight.dataset.job.job import Job
 from stepsight.dataset.job.specs import SlowLink
 

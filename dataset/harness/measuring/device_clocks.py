@@ -7,13 +7,21 @@ gone, however it ended, the next sample ends it too.
 
 from __future__ import annotations
 
+import ctypes
+import gc
+import os
+import platform
 import statistics
 import subprocess
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import lru_cache
+from pathlib import Path
 from typing import IO, Any, NamedTuple
+
+import torch
 
 TOOL = "nvidia-smi"
 _FIELDS = {
@@ -136,3 +144,76 @@ class Watch:
             self._process.kill()
             self._process.wait()
             self._reader.join()
+
+
+def free_memory() -> None:
+    """Free unreferenced objects, including models in reference cycles."""
+    gc.collect()
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
+
+
+def give_back_memory() -> None:
+    """Return the host's free memory to the system, where the C library can (glibc)."""
+    _trim()(0)
+
+
+@lru_cache(1)
+def _trim() -> Callable[[int], object]:
+    found = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    return found if found is not None else abs
+
+
+def out_of_memory(error: RuntimeError) -> bool:
+    """Return whether an error means that memory ran out, also in a library's own words."""
+    return isinstance(error, torch.OutOfMemoryError) or any(
+        words in str(error) for words in ("out of memory", "ALLOC_FAILED")
+    )
+
+
+def gpu_name(device: torch.device) -> str:
+    """Return the name by which ``nvidia-smi`` knows a GPU, whatever the order of GPUs in this process."""
+    uuid = str(getattr(torch.cuda.get_device_properties(device), "uuid", ""))
+    name = f"GPU-{uuid.removeprefix('GPU-')}"
+    alone = torch.cuda.device_count() == 1 and "CUDA_VISIBLE_DEVICES" not in os.environ
+    return "0" if alone and not ask(name, "clocks.sm") else name
+
+
+def fingerprint(device: torch.device) -> dict[str, Any]:
+    """Return the properties of the machine that times depend on."""
+    facts: dict[str, Any] = {
+        "device": "cpu",
+        "machine": platform.machine(),
+        "system": platform.system(),
+        "processor": _processor(),
+        "cores": os.cpu_count(),
+        "memory_bytes": _memory_bytes(),
+        "torch": torch.__version__,
+        "threads_per_rank": torch.get_num_threads(),
+    }
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        driver = ask(gpu_name(device), "driver_version")
+        facts |= {
+            "device": properties.name,
+            "memory_bytes": properties.total_memory,
+            "num_processors": properties.multi_processor_count,
+            "cache_bytes": int(getattr(properties, "L2_cache_size", 0)),
+            "cuda": torch.version.cuda,
+            "cudnn": torch.backends.cudnn.version(),
+            **({"driver": driver[0]} if driver else {}),
+        }
+    return facts
+
+
+def _processor() -> str:
+    path = Path("/proc/cpuinfo")
+    if path.exists():
+        for line in path.read_text("utf-8", errors="replace").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor()
+
+
+def _memory_bytes() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -27,9 +27,9 @@ from ..ops.op_products import precision
 from ..ops.op_replayed import is_replayed, replayed_call
 from ..plan_error import HarnessError
 from ..ranks import barrier, gather
-from . import facts
 from .call_timing import Clock
-from .device_memory import free_memory, out_of_memory
+from .device_clocks import free_memory, out_of_memory
+from .measure import measure_facts
 
 _OP_REPEATS, _COLLECTIVE_REPEATS = (3, 25), (8, 40)  # per visit
 _PAUSE_S = 5e-3
@@ -48,7 +48,7 @@ def measure_events(
     """
     clock, began = Clock(device), time.monotonic()
     ops, collectives = list(event.get("ops", ())), list(event.get("collectives", ()))
-    hardware = {} if asleep else facts.measure(device, clock, {op["dtype"] for op in ops})
+    hardware = {} if asleep else measure_facts(device, clock, {op["dtype"] for op in ops})
     took = {"facts": time.monotonic() - began}
     random.Random(0).shuffle(ops)  # ops of similar sizes are measured at different times
     # Collectives are measured before and after the ops, because their times drift more within seconds.

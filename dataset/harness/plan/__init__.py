@@ -17,19 +17,17 @@ A plan with ``box`` is for a cluster in a box (``latency_ms`` is optional).  Eac
 A job is what ``stepsight.dataset.job.job.Job.to_dict`` writes, with every key filled in.
 
 ====================  ==========================================================================
-``plan_checks``       the rules of a whole plan; ``check_plan`` fills in its options
-``plan_sizes``        ranks and micro-batches of a run
-``form``              types and ranges of a job's values
-``parallel_rules``    the arithmetic that every job keeps; ``stepsight.dataset.job.rules`` uses it too
+``plan_checks``       the rules of a whole plan, of its box and of its stand-ins; ``check_plan`` fills in options
+``form``              types and ranges of a job's values; ranks and micro-batches of a run
+``parallel_rules``    the arithmetic that every job keeps: the file of ``dataset/job``, linked so that a copy of
+                      the harness has it
 ``runnable_jobs``     what the harness can run
 ``sleeping_jobs``     what a box can run
-``box_checks``        the rules of ``box``
-``stand_in_checks``   the rules of ``stand_in``
 ====================  ==========================================================================
 """
 
+from .form import num_micro_batches, ranks_needed, world_size, world_sizes
 from .plan_checks import MOST_CPU, OPTIONS, SCHEMA, check_plan
-from .plan_sizes import num_micro_batches, ranks_needed, world_size, world_sizes
 from .runnable_jobs import job_problems
 from .sleeping_jobs import sleeping_problems
 

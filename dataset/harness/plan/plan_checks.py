@@ -5,12 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from ..plan_error import HarnessError
-from .box_checks import box_problems
-from .form import are_sizes, is_of, name_problems
-from .plan_sizes import world_size
+from .form import are_sizes, is_of, name_problems, world_size
 from .runnable_jobs import job_problems
 from .sleeping_jobs import sleeping_run_problems
-from .stand_in_checks import stand_in_problems
 
 SCHEMA = 1
 MOST_CPU = 0.25  # of all cores' time that the ranks of a run in a box may compute; beyond, its times mean nothing
@@ -111,4 +108,72 @@ def _event_problems(event: dict[str, Any]) -> list[str]:
             problems.append(f"a collective has kind, num_bytes, group_size and ranks_per_node, got {item!r:.80}")
         elif is_of(size, int) and item["group_size"] > size:
             problems.append(f"group_size must be at most world_size, got {item['group_size']} > {size}")
+    return problems
+
+
+MOST_NODES = 250  # addresses of one subnet
+_MOST_RANKS = 1024  # on a node
+
+
+def box_problems(box: Any) -> list[str]:
+    """Return everything that is wrong with ``box`` of a plan.
+
+    A box is ``{"nodes", "ranks_per_node", "mbits_per_s": [per node]}``; ``"latency_ms": [per node]`` is optional.
+    """
+    if not isinstance(box, dict) or set(box) - {"latency_ms"} != {"nodes", "ranks_per_node", "mbits_per_s"}:
+        return [f"a box has nodes, ranks_per_node, mbits_per_s and maybe latency_ms, got {box!r:.80}"]
+    problems = []
+    for key, most in (("nodes", MOST_NODES), ("ranks_per_node", _MOST_RANKS)):
+        value = box[key]
+        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
+            problems.append(f"{key} of a box must be a whole number from 1 to {most}, got {value!r:.80}")
+    sized = not problems
+    for key, least, most in (("mbits_per_s", 1, 100_000), ("latency_ms", 0, 1000)):
+        numbers = box.get(key, [0.0] * box["nodes"] if sized else [])
+        good = isinstance(numbers, list) and all(
+            isinstance(number, int | float) and not isinstance(number, bool) and least <= number <= most
+            for number in numbers
+        )
+        if not good:
+            problems.append(f"{key} of a box must hold numbers from {least} to {most:,}, got {numbers!r:.80}")
+        elif sized and len(numbers) != box["nodes"]:
+            problems.append(f"{key} of a box must hold one number per node, got {len(numbers)} for {box['nodes']}")
+    return problems
+
+
+KINDS = ("all_reduce", "all_gather", "reduce_scatter", "send_recv")
+_SIZES = ("num_bytes", "group_size", "ranks_per_node")
+_MOST, _MOST_S = 2**48, 3600.0  # a larger number is a typing mistake
+
+
+def stand_in_problems(stand_in: Any, ranks: int) -> list[str]:
+    """Return every problem of ``stand_in`` of a run, given the number of ranks of its job."""
+    if not isinstance(stand_in, dict) or set(stand_in) != {"rank", "collectives"}:
+        got = sorted(stand_in) if isinstance(stand_in, dict) else stand_in
+        return [f"stand_in is a table of rank and collectives, got {got!r:.80}"]
+    rank, rows = stand_in["rank"], stand_in["collectives"]
+    problems = []
+    if isinstance(rank, bool) or not isinstance(rank, int) or not 0 <= rank < ranks:
+        problems.append(f"stand_in.rank must be one of the job's {ranks} ranks, got {rank!r:.80}")
+    if ranks < 2:
+        problems.append(f"a stand-in is for a job of at least 2 ranks, got {ranks}")
+    if not isinstance(rows, list):
+        return [*problems, f"stand_in.collectives must be a list, got {rows!r:.80}"]
+    return problems + [text for row in rows for text in _row_problems(row)]
+
+
+def _row_problems(row: Any) -> list[str]:
+    if not isinstance(row, dict) or set(row) != {"kind", *_SIZES, "seconds"}:
+        return [f"a collective of a stand-in has kind, {', '.join(_SIZES)} and seconds, got {row!r:.120}"]
+    problems = []
+    if row["kind"] not in KINDS:
+        problems.append(f"kind of a stand-in's collective must be one of {', '.join(KINDS)}, got {row['kind']!r:.80}")
+    for name in _SIZES:
+        if isinstance(row[name], bool) or not isinstance(row[name], int) or not 1 <= row[name] <= _MOST:
+            rule = f"must be a whole number from 1 to {_MOST}"
+            problems.append(f"{name} of a stand-in's collective {rule}, got {row[name]!r:.80}")
+    seconds = row["seconds"]
+    if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 < seconds <= _MOST_S:
+        rule = f"must be a number > 0 and at most {_MOST_S:g}"
+        problems.append(f"seconds of a stand-in's collective {rule}, got {seconds!r:.80}")
     return problems

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from .form import form_problems, is_of
+from .form import form_problems, is_of, num_micro_batches
 from .parallel_rules import (
     Rules,
     check_batch,
@@ -15,7 +15,6 @@ from .parallel_rules import (
     check_shards,
     check_stages,
 )
-from .plan_sizes import num_micro_batches
 
 PRECISIONS = ("fp32", "bf16", "pure-bf16", "pure-fp16")
 ENGINES = ("", "eager-pytorch")  # empty: the default of the precisions that the harness runs

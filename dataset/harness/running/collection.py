@@ -24,17 +24,15 @@ from .. import plan as plans
 from ..atomic_files import new_folder, write_json
 from ..box.sleeping import WARM_UP_PACE, SleepingTraining
 from ..emulation import stand_in
-from ..measuring.device_clocks import Sample, Watch, clocks
-from ..measuring.device_memory import free_memory, out_of_memory
-from ..measuring.fingerprint import fingerprint, gpu_name
+from ..measuring.device_clocks import Sample, Watch, clocks, fingerprint, free_memory, gpu_name, out_of_memory
 from ..measuring.measure import noted_steps, profiled_steps, timed_steps
 from ..models.parallel import Training, end_groups
 from ..ops import compiled
 from ..plan_error import HarnessError
 from ..progress import ROUND_UNITS
 from ..ranks import barrier, gather
-from .rendezvous import join
 from .rounds import least_certain, read_rounds, rounds_path, write_rounds
+from .workers import join
 
 
 class Collection:

@@ -26,10 +26,9 @@ from ..atomic_files import locked, read_json, write_json
 from ..box.namespaces import check_possible
 from ..plan_error import HarnessError
 from ..progress import ROUND_UNITS, Progress
-from .rendezvous import meeting_file
 from .rounds import read_rounds
 from .worker import PROGRESS
-from .workers import WORKER_ENVIRONMENT, Workers, places
+from .workers import WORKER_ENVIRONMENT, Workers, meeting_file, places
 
 _UNBEGUN = (".lock", ".plan.json.")  # files that a launch leaves if it is killed before it has written the plan
 _QUIET = 0.5  # cores that other processes may keep busy

@@ -19,7 +19,7 @@ from ..emulation.spinning import Spinner
 from ..emulation.stand_in import enter
 from ..emulation.stand_in_group import DelayModel, World
 from ..ranks import STAND_IN
-from ..running.rendezvous import FILE
+from ..running.workers import FILE
 from .script_launch import PIPES
 
 

@@ -16,9 +16,8 @@ from typing import Any
 
 from ..atomic_files import read_json, write_json
 from ..plan_error import HarnessError
-from ..running.rendezvous import meeting_file
 from ..running.worker import PROGRESS
-from ..running.workers import WORKER_ENVIRONMENT, Workers, places
+from ..running.workers import WORKER_ENVIRONMENT, Workers, meeting_file, places
 
 SETTINGS = "settings.json"
 PIPES = "STEPSIGHT_DELAYS"  # environment variable of ``emulated_world``

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from .. import cores
-from ..running.rendezvous import FILE
+from ..running.workers import FILE
 
 
 def meet_through_file() -> None:

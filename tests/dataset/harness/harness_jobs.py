@@ -71,8 +71,7 @@ def plan(runs: list[dict[str, Any]], events: list[dict[str, Any]] | None = None)
 
 def run_ranks(arguments: list[str], ranks: int, folder: Path) -> tuple[int, str]:
     """Run this file with arguments as so many ranks; exit code and output."""
-    from stepsight.dataset.harness.running.rendezvous import meeting_file
-    from stepsight.dataset.harness.running.workers import WORKER_ENVIRONMENT, Workers, places
+    from stepsight.dataset.harness.running.workers import WORKER_ENVIRONMENT, Workers, meeting_file, places
 
     with meeting_file(folder) as meeting:
         common = {**os.environ, **WORKER_ENVIRONMENT, **meeting}
@@ -102,8 +101,8 @@ def main() -> None:
     import torch
     import torch.distributed as dist
 
-    from stepsight.dataset.harness.running.rendezvous import join
     from stepsight.dataset.harness.running.worker import leave
+    from stepsight.dataset.harness.running.workers import join
 
     def refuse(*_: Any) -> None:
         raise AssertionError("a rank unpickled what another one sent")

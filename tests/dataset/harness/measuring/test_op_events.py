@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from stepsight.dataset.harness.measuring import call_timing, facts, op_events
+from stepsight.dataset.harness.measuring import call_timing, op_events
 from stepsight.dataset.harness.measuring.op_events import _merge, measure_events
 from stepsight.dataset.harness.ops.callables import op_call
 from stepsight.dataset.harness.ops.input_pool import Call, Pool
@@ -20,7 +20,7 @@ OPS = [{"kind": "add", "dims": [size], "dtype": "fp32"} for size in (64, 128, 19
 
 @pytest.fixture(autouse=True)
 def one_rank(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(facts, "measure", lambda *_: {"peak_flops": {"fp32": 1e11}})  # takes a second
+    monkeypatch.setattr(op_events, "measure_facts", lambda *_: {"peak_flops": {"fp32": 1e11}})  # takes a second
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()

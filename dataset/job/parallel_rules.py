@@ -1,0 +1,83 @@
+"""Arithmetic rules of every job. Standard library only.
+
+``stepsight.dataset.job.rules`` checks a ``Job`` with these rules and many more.  The harness checks the jobs of a plan
+with them, because it runs where ``Job`` is not installed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+
+class Rules(list[str]):
+    """The texts of broken rules."""
+
+    def require(self, holds: bool, text: str) -> None:
+        """Add the text of a rule if the rule does not hold."""
+        if not holds:
+            self.append(text)
+
+    def divides(self, divisor: int, name: str, value: int, of: str) -> None:
+        """Require that ``divisor`` (called ``name``) divides ``value`` (called ``of``)."""
+        self.require(
+            value % divisor == 0, f"{name} must divide {of}, got {value} % {divisor} = {value % max(divisor, 1)}"
+        )
+
+
+def check_degrees(rules: Rules, *, tp: int, cp: int = 1, pp: int, dp: int, devices: int) -> None:
+    """Check that the parallel degrees multiply to the number of devices."""
+    product = tp * cp * pp * dp
+    words, values = (" * cp", f" * {cp}") if cp > 1 else ("", "")
+    replica = max(1, tp * cp * pp)
+    whole = devices % replica == 0
+    advice = f"dp = {devices // replica}" if whole else f"a multiple of {replica} devices, or smaller degrees"
+    rules.require(
+        product == devices,
+        f"tp{words} * pp * dp must equal the number of devices, got {tp}{values} * {pp} * {dp} = {product} "
+        f"!= {devices}: choose {advice}",
+    )
+
+
+def check_batch(rules: Rules, *, micro_batch: int, dp: int, global_batch: int) -> None:
+    """Check that every replica runs the same number of whole micro-batches."""
+    replica = micro_batch * dp
+    least = max(1, global_batch // max(1, replica)) * replica
+    rules.require(
+        global_batch % replica == 0,
+        f"micro_batch * dp must divide global_batch, got {global_batch} % ({micro_batch} * {dp}) "
+        f"= {global_batch % replica}: choose a global batch such as {least} or {least + replica}",
+    )
+
+
+def check_heads(rules: Rules, *, hidden: int, heads: int, kv_heads: int, head_dim: int) -> None:
+    """Check the heads of attention; ``head_dim`` 0 means hidden / heads."""
+    if head_dim == 0:
+        rules.divides(heads, "model.heads", hidden, "hidden")
+    rules.divides(kv_heads, "model.kv_heads", heads, "heads")
+
+
+def check_rotary(rules: Rules, head_dim: int) -> None:
+    """Check that rotary positions can turn pairs of a head's elements."""
+    rules.require(head_dim % 2 == 0, f"rotary positions need an even model.head_dim, got {head_dim}")
+
+
+def check_shards(rules: Rules, tp: int, sizes: Mapping[str, int]) -> None:
+    """Check that tensor parallelism divides these dimensions of the model."""
+    for key, value in sizes.items():
+        rules.divides(tp, "parallel.tp", value, f"model.{key}")
+
+
+def check_sequence(rules: Rules, key: str, length: int, *, tp: int, cp: int = 1) -> None:
+    """Check that sequence parallelism divides a sequence, after context parallelism has divided it."""
+    here = length // cp
+    rules.require(
+        here % tp == 0,
+        f"sequence_parallel needs tp to divide model.{key}{' / cp' if cp > 1 else ''}, got {here} % {tp} = {here % tp}",
+    )
+
+
+def check_stages(rules: Rules, *, layers: int, pp: int, virtual_stages: int = 1) -> None:
+    """Check that every part of the pipeline has a layer."""
+    parts = pp * virtual_stages
+    words = "layers >= pp" if virtual_stages == 1 else "layers >= pp * virtual_stages"
+    rules.require(layers >= parts, f"every pipeline stage needs a layer: {words}, got {layers} < {parts}")
