@@ -33,7 +33,7 @@ PLANTED = {
     "out of the harness": (
         "dataset/harness/ops/compiled.py",
         "from ...job import Job",
-        "stepsight.dataset.harness.ops.compiled imports stepsight.dataset.job",
+        "stepsight.dataset.harness.ops.compiled imports stepsight.dataset.job.job",
     ),
     "importlib": (
         "features/tiles.py",

@@ -11,15 +11,15 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import combinations, zip_longest
 from pathlib import Path
 from typing import Any
 
 from stepsight.dataset.base.errors import CaptureError
 from stepsight.dataset.base.files import read_json
 from stepsight.dataset.capture.captured import Captured
-from stepsight.dataset.capture.collective_orders import Issued, check_orders, issued_by_group
 from stepsight.dataset.capture.record_graph import CapturedRank, graph_of_record
 from stepsight.dataset.imported.rank_graph import COLLECTIVE
 
@@ -237,3 +237,48 @@ def _explained(request: CaptureRequest, rank: int, record: dict[str, Any], said:
     hint = next((f" ({text})" for word, text in _HINTS if word in record["error"]), "")
     error = record["error"].split("\n")[0]
     return f"{where}: {error}{hint} [rank {rank} of {request.world_size}, after {record['steps']} steps]{notes}"
+
+
+Ranks = tuple[int, ...]
+Issued = tuple[str, str, int, str]  # group by torch's name, kind, bytes, line of the script
+
+
+def issued_by_group(record: Mapping[str, Any]) -> dict[Ranks, list[Issued]]:
+    """Collectives of a record, without messages, by the participating ranks, in order."""
+    found: dict[Ranks, list[Issued]] = {}
+    for group, name, kind, num_bytes, line in record["issued"]:
+        found.setdefault(tuple(record["groups"][group][1]), []).append((name, kind, num_bytes, line))
+    return found
+
+
+def check_orders(ranks: Mapping[int, Mapping[Ranks, Sequence[Issued]]]) -> None:
+    """Compare the collectives that each two captured ranks issue together.
+
+    Args:
+        ranks: What each rank issued (``issued_by_group``).
+
+    Raises:
+        CaptureError: If two ranks differ; the message names the script's lines.
+    """
+    for one, other in combinations(sorted(ranks), 2):
+        mine, theirs = ranks[one], ranks[other]
+        for group in mine.keys() | theirs.keys():
+            if one in group and other in group:
+                _compare((one, mine.get(group, ())), (other, theirs.get(group, ())))
+
+
+def _compare(one: tuple[int, Sequence[Issued]], other: tuple[int, Sequence[Issued]]) -> None:
+    named = {each[0] for each in one[1]} == {each[0] for each in other[1]}  # else ranks name their groups differently
+    for place, (mine, theirs) in enumerate(zip_longest(one[1], other[1])):
+        if mine is None or theirs is None or mine[not named : 3] != theirs[not named : 3]:
+            raise CaptureError(
+                f"ranks {one[0]} and {other[0]} would wait for each other forever: as number {place + 1} of their "
+                f"collectives rank {one[0]} issues {_text(mine)}, and rank {other[0]} {_text(theirs)}"
+            )
+
+
+def _text(issued: Issued | None) -> str:
+    if issued is None:
+        return "none"
+    name, kind, num_bytes, line = issued
+    return f"{kind} of {num_bytes} bytes in group {name}" + (f" at {line}" if line else "")

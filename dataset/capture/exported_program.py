@@ -14,9 +14,8 @@ from types import MappingProxyType
 from typing import Any
 
 from stepsight.dataset.base.errors import CaptureError
-from stepsight.dataset.capture.model_ops import attention, matrix_product, norm, rows_of
-from stepsight.dataset.capture.model_steps import ModelStep, ModelSteps
-from stepsight.dataset.capture.op_of_call import op_of_call
+from stepsight.dataset.capture.model_steps import ModelStep, ModelSteps, attention, matrix_product, norm, rows_of
+from stepsight.dataset.capture.record_graph import op_of_call
 from stepsight.dataset.kinds.op import Op
 from stepsight.dataset.readers.classify import DTYPES, Scope
 

@@ -13,8 +13,15 @@ from typing import Any
 
 from stepsight.dataset.base.errors import CaptureError
 from stepsight.dataset.base.extras import need
-from stepsight.dataset.capture.model_ops import attention, matrix_product, norm, rows_of, streamed
-from stepsight.dataset.capture.model_steps import ModelStep, ModelSteps
+from stepsight.dataset.capture.model_steps import (
+    ModelStep,
+    ModelSteps,
+    attention,
+    matrix_product,
+    norm,
+    rows_of,
+    streamed,
+)
 from stepsight.dataset.kinds.op import Op
 
 # ONNX's numbers of types: our name, and the number of its elements in one of ours.

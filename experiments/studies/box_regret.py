@@ -22,7 +22,7 @@ from stepsight.experiments.evaluation.error_metrics import errors
 from stepsight.experiments.search.choices import Choice
 from stepsight.experiments.search.search import search
 from stepsight.experiments.search.space import Space
-from stepsight.experiments.verifying import runnable, verify
+from stepsight.experiments.tasks.verifying import runnable, verify
 from stepsight.training.predictor.predictor import Predictor
 
 BOX = "16x1@100mbit"

@@ -22,10 +22,10 @@ from stepsight.dataset.job.job import BatchSpec, ClusterSpec, Job, ModelSpec, Pa
 from stepsight.dataset.job.specs import Straggler
 from stepsight.dataset.runs.box_spec import HARDWARE, Box, read_box
 from stepsight.dataset.runs.run_manifest import RunManifest, read_manifest
-from stepsight.experiments.collecting import run_plan
 from stepsight.experiments.reports.text_table import Number, table
 from stepsight.experiments.studies.small_to_large.boxes import sleeping
-from stepsight.experiments.trace_questions import Questions, what_if
+from stepsight.experiments.tasks.collecting import run_plan
+from stepsight.experiments.tasks.what_if import Questions, what_if
 from stepsight.training.measured.box_plans import box_plan
 
 MODEL = ModelSpec(family="bert", layers=4, seq_len=128, hidden=256, heads=16, vocab=2048)

@@ -16,9 +16,12 @@ from numpy.typing import NDArray
 
 from stepsight.dataset.base.errors import StepsightError
 from stepsight.dataset.graph.program import Dependency
+from stepsight.dataset.imported.meetings import meetings
 from stepsight.dataset.imported.rank_graph import COLLECTIVE, HOST, OP, WHY_NUMBER, RankGraph
 from stepsight.dataset.kinds.op import COLLECTIVE_KINDS, OP_KINDS, Collective, Op
+from stepsight.dataset.readers.host import merge
 from stepsight.simulator.durations.latency_model import LatencyModel
+from stepsight.simulator.replay.replay import replay
 
 Floats = NDArray[np.float64]
 
@@ -275,3 +278,92 @@ def seconds_of(model: LatencyModel, works: Sequence[Op | Collective]) -> Floats:
     if isinstance(works[0], Op):
         return model.op_seconds([work for work in works if isinstance(work, Op)])
     return model.collective_seconds([work for work in works if isinstance(work, Collective)])
+
+
+def with_buckets(graphs: Sequence[RankGraph], num_bytes: float, latency: LatencyModel, tally: Tally) -> list[RankGraph]:
+    """Merge the gradient all-reduces of a step into buckets of at least a number of bytes.
+
+    Each bucket runs when its last part was ready on all ranks.  It takes what its parts took together, those that ran
+    at once counted once, times what the latency model says one message takes beside its parts.
+
+    Raises:
+        StepsightError: If there are no gradient all-reduces, or they are larger already.
+    """
+    out, joined = [], 0
+    for graph, arrived in zip(graphs, _arrivals(graphs), strict=True):
+        duration, end = graph.duration_s.copy(), graph.end_s
+        for bucket in _buckets(graph, num_bytes):
+            parts = [graph.works[graph.nodes["work"][node]] for node in bucket]
+            last = parts[-1]
+            assert isinstance(last, Collective)
+            whole = replace(last, num_bytes=sum(part.num_bytes for part in parts if isinstance(part, Collective)))
+            ratio = float(seconds_of(latency, [whole])[0] / seconds_of(latency, parts).sum())
+            busy = merge(list(zip(arrived[bucket].tolist(), end[bucket].tolist(), strict=True)))
+            seconds, waited = float((busy[:, 1] - busy[:, 0]).sum()), arrived[bucket[-1]] - graph.start_s[bucket[-1]]
+            duration[bucket[:-1]], duration[bucket[-1]] = 0.0, waited + seconds * ratio
+            tally.add(seconds, True)
+            joined += 1
+        out.append(replace(graph, duration_s=duration))
+    if not joined:
+        raise StepsightError(f"--bucket-mb joins gradient all-reduces, got none smaller than {num_bytes / 1e6:g} MB")
+    return out
+
+
+def _arrivals(graphs: Sequence[RankGraph]) -> list[Floats]:
+    """When the last rank reached each node, on each rank's own clock; ``(n,)`` each."""
+    found = [graph.start_s.copy() for graph in graphs]
+    met, offsets = meetings(graphs)
+    for members in met:
+        latest = max(float(graphs[place].start_s[node]) + offsets[place] for place, node in members.items())
+        for place, node in members.items():
+            found[place][node] = min(latest - offsets[place], float(graphs[place].end_s[node]))
+    return found
+
+
+def _buckets(graph: RankGraph, num_bytes: float) -> list[list[int]]:
+    """Groups of at least two all-reduces in backward that are merged."""
+    kinds = np.array([*(work.kind == "all_reduce" for work in graph.works), False], dtype=np.bool_)
+    nodes = np.flatnonzero(kinds[graph.nodes["work"]] & (graph.nodes["phase"] == 1) & (graph.nodes["step"] >= 0))
+    found: list[list[int]] = []
+    current: list[int] = []
+    size = 0.0
+    for node in nodes.tolist():
+        work = graph.works[graph.nodes["work"][node]]
+        before = current[-1] if current else node
+        if graph.nodes["step"][before] != graph.nodes["step"][node]:
+            found, current, size = [*found, current], [], 0.0
+        current.append(node)
+        size += work.num_bytes
+        if size >= num_bytes:
+            found, current, size = [*found, current], [], 0.0
+    return [bucket for bucket in [*found, current] if len(bucket) > 1]
+
+
+_LEAST_PACE = 0.25  # share of the profiled time: a profiler does not slow a host more than this
+_HALVINGS = 12
+
+
+def as_timed(graphs: Sequence[RankGraph], iteration_s: float) -> list[RankGraph]:
+    """Scale the host's time such that a step takes as long as without a profiler.
+
+    All ops and the host's own work take the same part of their profiled time.  Collectives stay as they are, because a
+    profiler does not slow what worker threads send.  Graphs of devices stay too: their kernels run at their own pace.
+
+    Args:
+        graphs: Of all ranks of a run.
+        iteration_s: A step without a profiler.
+    """
+    if any(graph.device != "cpu" for graph in graphs) or replay(graphs).replayed_s <= iteration_s:
+        return list(graphs)
+    low, high = _LEAST_PACE, 1.0
+    for _ in range(_HALVINGS):
+        middle = 0.5 * (low + high)
+        slow = replay([_paced(graph, middle) for graph in graphs]).replayed_s > iteration_s
+        low, high = (low, middle) if slow else (middle, high)
+    return [_paced(graph, high) for graph in graphs]
+
+
+def _paced(graph: RankGraph, pace: float) -> RankGraph:
+    changed = host_scaled(graph, pace)
+    ops = graph.nodes["kind"] == OP
+    return replace(changed, duration_s=np.where(ops, changed.duration_s * pace, changed.duration_s))

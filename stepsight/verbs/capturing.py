@@ -128,7 +128,7 @@ def predict_program(
     from stepsight.dataset.capture.captured import read_captured
     from stepsight.dataset.capture.model_files import ModelRequest, is_model, read_model
     from stepsight.experiments.reports.capture_reports import program_text
-    from stepsight.simulator.replay.captured_timeline import write_timeline
+    from stepsight.simulator.replay.captured_step import write_timeline
     from stepsight.training.predictor.captured_prediction import predict_captured
 
     if timeline is not None:

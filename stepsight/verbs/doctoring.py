@@ -46,7 +46,7 @@ def doctor_command(
         answer(told, machine_text(told), as_json)
         return
     from stepsight.experiments.reports.doctor_report import diagnosis_text
-    from stepsight.experiments.slow_runs import diagnose
+    from stepsight.experiments.tasks.slow_runs import diagnose
 
     told = diagnose(run, None if job is None else read_job(job), load(predictor))
     answer(told, diagnosis_text(told), as_json)

@@ -82,8 +82,7 @@ def emulate_command(
         stepsight emulate --world-size 256 --delays my_delays.py --extra-ms all_reduce=5 --virtual train.py
     """
     from stepsight.dataset.hardware.hardware import find_fabric
-    from stepsight.experiments.emulating import Emulation, emulate
-    from stepsight.experiments.emulation_delays import Extra, delays_of
+    from stepsight.experiments.tasks.emulating import Emulation, Extra, delays_of, emulate
     from stepsight.training.registered import load_predictor
     from stepsight.verbs.script_arguments import rank_numbers
 

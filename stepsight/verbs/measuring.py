@@ -121,7 +121,7 @@ def collect_command(
     if not jobs:
         raise StepsightError("collect takes job files, a plan, or --script with a training script; got none")
     from stepsight.dataset.runs.box_spec import read_box
-    from stepsight.experiments.collecting import collect_jobs, is_plan
+    from stepsight.experiments.tasks.collecting import collect_jobs, is_plan
 
     if not plan_only:
         need("torch")
@@ -148,7 +148,7 @@ def collect_command(
 
 def _collect_ops(program: Path, predictor: Path | None, out: Path, seconds: float, as_json: bool) -> None:
     from stepsight.dataset.capture.captured import read_captured
-    from stepsight.experiments.ops_collecting import collect_ops
+    from stepsight.experiments.tasks.collecting import collect_ops
 
     need("torch")
     if not seconds:
@@ -167,7 +167,7 @@ def _collect_script(
     ranks: str | None,
     **how: Any,
 ) -> None:
-    from stepsight.experiments.script_collecting import Script, collect_script, ranks_of
+    from stepsight.experiments.tasks.script_collecting import Script, collect_script, ranks_of
 
     if not how["counts"]["profile_steps"]:
         raise StepsightError("a script needs --profile-steps >= 1: its traces say which ops it runs, got 0")

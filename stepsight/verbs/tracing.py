@@ -87,8 +87,8 @@ def _beside(run: Path, job: Path) -> tuple[dict[str, Any], str]:
     """Compare a run with the program of its job, as JSON and as text."""
     from stepsight.dataset.imported.imported_run import run_folders, run_graphs
     from stepsight.dataset.job.job import Job
-    from stepsight.experiments.measured_program import compare, comparison_text
     from stepsight.experiments.reports.side_by_side import check_job
+    from stepsight.experiments.tasks.measured_program import compare, comparison_text
 
     folders = run_folders(run)
     if len(folders) != 1:
@@ -168,7 +168,7 @@ def what_if_command(
         stepsight what-if runs/theirs --hardware h100-sxm --batch 2x
     """
     from stepsight.experiments.reports.trace_reports import what_if_text
-    from stepsight.experiments.trace_questions import Questions, what_if
+    from stepsight.experiments.tasks.what_if import Questions, what_if
 
     questions = Questions(
         faster=dict(_factor(each) for each in faster or ()),

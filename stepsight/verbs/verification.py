@@ -48,7 +48,7 @@ def verify_command(
     """
     from stepsight.dataset.base.files import check_writable, read_json
     from stepsight.dataset.runs.box_spec import read_box
-    from stepsight.experiments.verifying import strategies_of, verify
+    from stepsight.experiments.tasks.verifying import strategies_of, verify
 
     held = None if box is None else read_box(box)
     check_writable(out)

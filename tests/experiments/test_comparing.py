@@ -12,7 +12,7 @@ from stepsight.experiments.changed_jobs import change_job
 from stepsight.experiments.comparing import compare_sides, predicted_side, run_side
 from stepsight.experiments.reports.comparison_report import comparison_text
 from tests.dataset.run_folders import write_run
-from tests.experiments.test_slow_runs import host_bound_trace
+from tests.experiments.tasks.test_slow_runs import host_bound_trace
 
 JOB = Job.from_file(Path(__file__).parents[2] / "examples" / "gpt3-175b-1024.toml")
 

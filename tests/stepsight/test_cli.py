@@ -110,7 +110,7 @@ def test_a_rejected_run_is_an_exit_code(
         asked.update(options)
         return {"rejected": rejected, "text": "done"}
 
-    monkeypatch.setattr("stepsight.experiments.collecting.collect_jobs", collect_jobs)
+    monkeypatch.setattr("stepsight.experiments.tasks.collecting.collect_jobs", collect_jobs)
     monkeypatch.setattr(
         sys, "argv", ["stepsight", "collect", str(BOXED), "--box", "4x1@200mbit", "--out", "c", "--json"]
     )

@@ -11,8 +11,8 @@ from stepsight.dataset.capture.capturing_run import CaptureRequest, capture
 from stepsight.dataset.harness.progress import Progress
 from stepsight.dataset.kinds.op import Op
 from stepsight.dataset.runs.event_file import read_event_file
-from stepsight.experiments.ops_collecting import collect_ops
 from stepsight.experiments.studies.architectures.family_runs import SCRIPT
+from stepsight.experiments.tasks.collecting import collect_ops
 from stepsight.training.measured.measured import calls_alone
 
 _TIMEOUT_S = 300.0

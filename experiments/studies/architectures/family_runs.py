@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from stepsight.dataset.harness.progress import Progress
-from stepsight.experiments.script_collecting import Script, collect_script
+from stepsight.experiments.tasks.script_collecting import Script, collect_script
 from stepsight.training.measured.graph_segments import read_graphs
 from stepsight.training.measured.host_steps import HostStep
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from stepsight.experiments.emulating import Emulation, emulate
+from stepsight.experiments.tasks.emulating import Emulation, emulate
 
 SCRIPT = Path(__file__).parent / "sleeping_script.py"
 WORLD, LAYERS, VALUES = 256, 8, 300_000  # a bucket holds the gradient of a layer

@@ -11,7 +11,7 @@ from typing import Any
 from stepsight.dataset.harness.scripts.script_launch import Ranks, run_ranks
 from stepsight.dataset.kinds.op import Collective
 from stepsight.dataset.runs.box_spec import Box
-from stepsight.experiments.emulating import Emulation, emulate
+from stepsight.experiments.tasks.emulating import Emulation, emulate
 
 FOLDER = Path(__file__).parent
 VALUES = (150_000, 300_000, 600_000)  # of the calls that are timed one by one

@@ -15,13 +15,13 @@ from stepsight.dataset.hardware.hardware import find_hardware, hardware_names
 from stepsight.dataset.harness.atomic_files import locked
 from stepsight.dataset.runs.run_folder import read_collection
 from stepsight.dataset.tables.device_names import device_name
-from stepsight.experiments.collecting import read_plan, run_plan
 from stepsight.experiments.reports.plots import plot_error_against_minutes, plot_predicted_against_measured
 from stepsight.experiments.studies.one_gpu import judge
 from stepsight.experiments.studies.one_gpu.cases import CPU, step_cases
 from stepsight.experiments.studies.one_gpu.curve import learning_curve
 from stepsight.experiments.studies.one_gpu.plans import MINUTES, OPS, VARIANTS, make_study
 from stepsight.experiments.studies.one_gpu.study_report import study_text
+from stepsight.experiments.tasks.collecting import read_plan, run_plan
 from stepsight.training.fit import train
 from stepsight.training.heldout import evaluate_heldout
 from stepsight.training.measured.planning import run_name

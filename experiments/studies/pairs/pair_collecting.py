@@ -17,8 +17,8 @@ from stepsight.dataset.base.errors import CollectError
 from stepsight.dataset.base.files import write_json
 from stepsight.dataset.harness.plan_error import HarnessError
 from stepsight.dataset.harness.scripts.script_launch import Ranks, run_ranks
-from stepsight.experiments.emulation_delays import telling
 from stepsight.experiments.studies.pairs.pair_jobs import JOBS
+from stepsight.experiments.tasks.emulating import telling
 
 SCRIPT = Path(__file__).with_name("pair_script.py")
 COUNTS: Mapping[str, Any] = {"warmup": 2, "rounds": 1, "steps": 6, "profile_steps": 5, "timeout_s": 120.0}

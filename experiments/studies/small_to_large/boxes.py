@@ -13,7 +13,6 @@ from typing import Any
 from stepsight.dataset.base.errors import CollectError
 from stepsight.dataset.hardware.hardware import find_hardware
 from stepsight.dataset.runs.box_spec import HARDWARE, Box
-from stepsight.experiments.collecting import run_plan
 from stepsight.experiments.studies.small_to_large.box_cases import (
     MOST_TRAINING_RANKS,
     BoxCase,
@@ -21,6 +20,7 @@ from stepsight.experiments.studies.small_to_large.box_cases import (
     ops_profiled,
     profiled_boxes,
 )
+from stepsight.experiments.tasks.collecting import run_plan
 from stepsight.training.measured.box_plans import SleepingLatency, box_plan
 
 ROUNDS = {"judge": 3, "train": 2}

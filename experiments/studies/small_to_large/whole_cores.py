@@ -28,11 +28,11 @@ from stepsight.dataset.base.errors import CollectError
 from stepsight.dataset.base.files import check_writable, digest, write_json, write_text
 from stepsight.dataset.job.job import Job
 from stepsight.dataset.runs.run_folder import read_collection
-from stepsight.experiments.collecting import available_ranks, run_plan
 from stepsight.experiments.evaluation.error_metrics import regret
 from stepsight.experiments.reports.plots import plot_predicted_against_measured
 from stepsight.experiments.reports.text_table import Number, table
 from stepsight.experiments.studies.small_to_large.core_jobs import HELDOUT, TRAIN, named_jobs, profile_jobs
+from stepsight.experiments.tasks.collecting import available_ranks, run_plan
 from stepsight.training.fit import train
 from stepsight.training.heldout import HeldoutEvaluation, evaluate_heldout
 from stepsight.training.measured.planning import collectable, make_plan, run_name

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from stepsight.dataset.base.errors import CaptureError
-from stepsight.dataset.capture.collective_orders import Issued, check_orders, issued_by_group
+from stepsight.dataset.capture.capturing_run import Issued, check_orders, issued_by_group
 
 A: Issued = ("a", "all_reduce", 16, "train.py:7")
 B: Issued = ("b", "all_reduce", 16, "train.py:8")

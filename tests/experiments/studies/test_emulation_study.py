@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from stepsight.experiments.emulating import Emulation, emulate
 from stepsight.experiments.studies.emulation.delay_sweep import (
     LAYERS,
     SCRIPT,
@@ -14,6 +13,7 @@ from stepsight.experiments.studies.emulation.delay_sweep import (
     fsdp2_seconds,
     knee,
 )
+from stepsight.experiments.tasks.emulating import Emulation, emulate
 
 FORWARD_S, BACKWARD_S = 0.5, 1.0
 

@@ -12,8 +12,7 @@ from stepsight.dataset.imported.import_ranks import import_ranks
 from stepsight.dataset.imported.rank_graph import RankGraph
 from stepsight.simulator.durations.latency_model import RooflineLatency
 from stepsight.simulator.replay import changes
-from stepsight.simulator.replay.changes import Tally
-from stepsight.simulator.replay.gradient_buckets import with_buckets
+from stepsight.simulator.replay.changes import Tally, with_buckets
 from stepsight.simulator.replay.replay import replay
 from tests.dataset.traced_jobs import GpuJob, two_ranks
 

@@ -11,7 +11,7 @@ from stepsight.dataset.graph.program import Dependency
 from stepsight.dataset.imported.rank_graph import PHASES, WHY_NUMBER, RankGraph
 from stepsight.dataset.imported.read_rank import read_rank
 from stepsight.dataset.readers.placement import Placement
-from stepsight.simulator.replay.pace import as_timed
+from stepsight.simulator.replay.changes import as_timed
 from stepsight.simulator.replay.replay import replay
 from tests.dataset.kineto_files import WORKER, KinetoFile
 

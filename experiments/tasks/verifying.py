@@ -13,8 +13,8 @@ from stepsight.dataset.harness.plan import MOST_CPU
 from stepsight.dataset.job.job import BatchSpec, Job, ParallelSpec
 from stepsight.dataset.runs.box_spec import Box
 from stepsight.dataset.runs.run_folder import read_collection
-from stepsight.experiments.collecting import available_ranks, plan_in_box, run_plan
 from stepsight.experiments.reports.text_table import table
+from stepsight.experiments.tasks.collecting import available_ranks, plan_in_box, run_plan
 from stepsight.training.measured.planning import as_the_harness_runs, collectable, make_plan, run_name
 from stepsight.training.predictor.prediction import predict
 

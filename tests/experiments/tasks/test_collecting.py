@@ -12,9 +12,9 @@ from stepsight.dataset.harness.plan_error import HarnessError
 from stepsight.dataset.job.job import Job
 from stepsight.dataset.kinds.op import OP_KINDS
 from stepsight.dataset.runs.box_spec import HARDWARE, read_box
-from stepsight.experiments.collecting import collect_jobs, read_plan
 from stepsight.experiments.demo.local_jobs import LocalJob
 from stepsight.experiments.reports.describe import describe
+from stepsight.experiments.tasks.collecting import collect_jobs, read_plan
 from stepsight.training.fit import train
 from stepsight.training.predictor.prediction import predict
 from tests.busy_machines import retried
@@ -103,7 +103,7 @@ def test_a_plan_changed_by_hand_is_refused(tmp_path: Path, changes: dict[str, An
     assert not (tmp_path / "c").exists()
 
 
-BOX_JOB = Path(__file__).parents[2] / "examples" / "box-gpt-pp4.toml"
+BOX_JOB = Path(__file__).parents[3] / "examples" / "box-gpt-pp4.toml"
 BOX_COUNTS = {"rounds": 1, "steps": 1, "warmup": 1, "profile_steps": 0}
 
 
@@ -140,7 +140,7 @@ def test_a_machine_without_boxes_says_so(tmp_path: Path, monkeypatch: pytest.Mon
 def test_rejected_runs_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "runs").mkdir()
     summary = {"runs": 1, "events": 0, "collected": 1, "kept": 0, "rejected": ["a"]}
-    monkeypatch.setattr("stepsight.experiments.collecting.run_plan", lambda *_, **__: summary)
+    monkeypatch.setattr("stepsight.experiments.tasks.collecting.run_plan", lambda *_, **__: summary)
     text = collect(BOX_JOB, tmp_path, counts=BOX_COUNTS, box=read_box("4x1@100mbit"))["text"]
     assert text.splitlines()[-1] == "rejected, more than 25 % CPU: a"
 

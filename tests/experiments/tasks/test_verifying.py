@@ -11,9 +11,9 @@ import pytest
 from stepsight import Job
 from stepsight.dataset.base.errors import CollectError
 from stepsight.dataset.runs.box_spec import read_box
-from stepsight.experiments import verifying
 from stepsight.experiments.search.search import search
-from stepsight.experiments.verifying import strategies_of, verify
+from stepsight.experiments.tasks import verifying
+from stepsight.experiments.tasks.verifying import strategies_of, verify
 
 COUNTS = {"rounds": 1, "steps": 2, "warmup": 2, "profile_steps": 0}
 

@@ -26,9 +26,8 @@ from stepsight.dataset.tables.device_names import device_name
 from stepsight.simulator.durations.latency_model import LatencyModel, RooflineLatency
 from stepsight.simulator.replay import changes
 from stepsight.simulator.replay.causes import critical_path
-from stepsight.simulator.replay.gradient_buckets import with_buckets
+from stepsight.simulator.replay.changes import as_timed, with_buckets
 from stepsight.simulator.replay.joined import join
-from stepsight.simulator.replay.pace import as_timed
 from stepsight.simulator.replay.replay import replay, walk
 
 if TYPE_CHECKING:

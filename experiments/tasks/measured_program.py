@@ -19,7 +19,7 @@ from stepsight.dataset.imported.rank_graph import RankGraph
 from stepsight.dataset.job.job import Job
 from stepsight.dataset.kinds.op import Collective, Op
 from stepsight.experiments.reports.text_table import Number, table
-from stepsight.experiments.trace_questions import latency_of
+from stepsight.experiments.tasks.what_if import latency_of
 from stepsight.simulator.durations.latency_model import LatencyModel
 from stepsight.simulator.programs.lower import Lowered, lower
 from stepsight.simulator.schedules.entries import POST

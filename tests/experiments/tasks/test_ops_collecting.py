@@ -13,7 +13,7 @@ from stepsight.dataset.capture.captured import Captured, read_captured, write_ca
 from stepsight.dataset.capture.capturing_run import CaptureRequest, capture
 from stepsight.dataset.hardware.hardware import HARDWARE
 from stepsight.dataset.runs.event_file import read_event_file
-from stepsight.experiments.ops_collecting import collect_ops, heavy_calls
+from stepsight.experiments.tasks.collecting import collect_ops, heavy_calls
 
 SCRIPT = """
 import torch

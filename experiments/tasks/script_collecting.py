@@ -18,7 +18,7 @@ from stepsight.dataset.imported.import_ranks import Imported, import_ranks
 from stepsight.dataset.imported.imported_run import read_imported, write_imported
 from stepsight.dataset.imported.rank_graph import OPAQUE
 from stepsight.dataset.kinds.op import Collective
-from stepsight.experiments.collecting import available_ranks, collection_text, run_plan
+from stepsight.experiments.tasks.collecting import available_ranks, collection_text, run_plan
 
 TRACED = "traced"  # folder in a collection: files that the script wrote
 FACTS = "script.json"

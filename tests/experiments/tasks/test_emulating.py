@@ -13,7 +13,7 @@ from stepsight.dataset.hardware.physics import alpha_beta_seconds
 from stepsight.dataset.harness.emulation.delays import AskedDelays
 from stepsight.dataset.harness.plan_error import HarnessError
 from stepsight.dataset.kinds.op import Collective
-from stepsight.experiments.emulation_delays import Extra, delays_of, telling
+from stepsight.experiments.tasks.emulating import Extra, delays_of, telling
 
 SMALL = Collective("all_reduce", 1000, 16, 8)
 LARGE = Collective("all_gather", 10**8, 256, 8)
