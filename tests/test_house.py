@@ -55,12 +55,12 @@ PLANTED = {
     "lazy, in a sub-folder": (
         "training/regression/trees.py",
         "def f():\n    from stepsight.experiments.reports import describe",
-        "stepsight.training.regression.trees imports stepsight.experiments.reports.describe",
+        "stepsight.training.regression.trees imports stepsight.experiments.questions.describe",
     ),
     "a study": (
-        "experiments/reports/describe.py",
+        "experiments/questions/describe.py",
         "def f():\n    from stepsight.experiments.studies import dilated",
-        "stepsight.experiments.reports.describe -> stepsight.experiments.studies.dilated",
+        "stepsight.experiments.questions.describe -> stepsight.experiments.studies.dilated",
     ),
     "a run folder": (
         "training/fit.py",

@@ -22,7 +22,7 @@ from stepsight.experiments.evaluation.row_jobs import is_copy, jobs_of
 from stepsight.experiments.evaluation.row_predictors import PredictorOf, predictor_by_hardware, without_source
 from stepsight.experiments.evaluation.runs_table import Row, RowError, read_runs_table
 from stepsight.experiments.evaluation.scored_row import Scored
-from stepsight.experiments.notebook_bar import NotebookBar
+from stepsight.experiments.reports.notebook_bar import NotebookBar
 from stepsight.training.intervals.published_errors import published_widths
 from stepsight.training.predictor.prediction import ROOFLINE, predict
 from stepsight.training.predictor.predictor import Predictor

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from stepsight.dataset.base.errors import StepsightError
 from stepsight.dataset.job.job import Job, JobLike
-from stepsight.experiments.notebook_bar import NotebookBar
+from stepsight.experiments.reports.notebook_bar import NotebookBar
 from stepsight.experiments.search.choices import SearchResult
 from stepsight.experiments.search.expert_loads import ExpertLoads
 from stepsight.experiments.search.job_search import Manner, OnTrial, search_job

@@ -159,7 +159,7 @@ def plan_in_box(
 
 def collection_text(out: Path) -> str:
     """A table of the runs of a collection."""
-    from stepsight.experiments.reports.describe import describe_collection
+    from stepsight.experiments.questions.describe import describe_collection
 
     return str(describe_collection(out)["text"])
 

@@ -322,11 +322,11 @@ def search_command(
         stepsight search examples/llama3-70b-fsdp-512.toml --nodes 16,32,64 --tokens 1e12 --prices prices.toml
     """
     from stepsight.dataset.base.files import write_text
-    from stepsight.experiments.reports.search_report import plot_result, search_report
     from stepsight.experiments.search.mapped import local_map
     from stepsight.experiments.search.objectives import REGRET, Goal, read_prices
     from stepsight.experiments.search.scenarios import Scenarios
     from stepsight.experiments.search.search import search
+    from stepsight.experiments.search.search_report import plot_result, search_report
     from stepsight.experiments.search.stage_layers import with_uneven_stages
 
     check_plot(plot)

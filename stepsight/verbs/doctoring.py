@@ -39,8 +39,8 @@ def doctor_command(
     if run is None:
         if job is not None:
             raise StepsightError("--job is the job of a run: name the run folder too")
-        from stepsight.experiments.machine_check import check_machine
         from stepsight.experiments.reports.doctor_report import machine_text
+        from stepsight.experiments.tasks.machine_check import check_machine
 
         told = check_machine()
         answer(told, machine_text(told), as_json)

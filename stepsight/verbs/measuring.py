@@ -336,7 +336,7 @@ def show_command(
     as_json: Json = False,
 ) -> None:
     """Describe a file or folder: what it is and what it contains."""
-    from stepsight.experiments.reports.describe import describe, write_table
+    from stepsight.experiments.questions.describe import describe, write_table
 
     if other is not None:
         from stepsight.dataset.capture.captured import read_captured

@@ -11,7 +11,7 @@ from stepsight.dataset.base.errors import StepsightError
 from stepsight.verbs.options import path
 
 if TYPE_CHECKING:
-    from stepsight.experiments.goodput import Reliability
+    from stepsight.experiments.questions.training_plan import Reliability
     from stepsight.experiments.search.objectives import Goal
     from stepsight.training.predictor.prediction import Prediction
 
@@ -62,7 +62,7 @@ def add_plan(report: dict[str, Any], prediction: Prediction, tokens: float | Non
         if prices is not None:
             raise StepsightError("--prices needs --tokens: the number of tokens to train on")
         return
-    from stepsight.experiments.training_plan import plan_text, training_plan
+    from stepsight.experiments.questions.training_plan import plan_text, training_plan
 
     plan = training_plan(prediction, goal_of(tokens, prices))
     report["plan"] = plan
@@ -71,7 +71,7 @@ def add_plan(report: dict[str, Any], prediction: Prediction, tokens: float | Non
 
 def reliability_of(node_mtbf_hours: float, checkpoint_s: float, restart_s: float) -> Reliability | None:
     """Failures and checkpoints, from the options; None: they are not counted."""
-    from stepsight.experiments.goodput import Reliability
+    from stepsight.experiments.questions.training_plan import Reliability
 
     if not node_mtbf_hours:
         return None

@@ -67,10 +67,10 @@ def report_command(
         stepsight report job.toml --search --tokens 15e12 --prices prices.toml --node-mtbf-hours 6000 --out job.html
     """
     from stepsight.dataset.base.files import write_text
-    from stepsight.experiments.comparing import compare_sides, predicted_side
-    from stepsight.experiments.reports.job_page import job_facts, job_part, jobs_page
+    from stepsight.experiments.questions.compare import compare_sides, predicted_side
+    from stepsight.experiments.questions.job_page import job_facts, job_part, jobs_page
+    from stepsight.experiments.questions.training_plan import plan_text, training_plan
     from stepsight.experiments.search.search import search as search_strategies
-    from stepsight.experiments.training_plan import plan_text, training_plan
     from stepsight.training.predictor.prediction import predict
 
     check_result("--out", out, PAGE)
@@ -132,8 +132,7 @@ def compare_command(
         stepsight compare job.toml -p h100-sxm -p runs/predictor
         stepsight compare runs/before/runs/train runs/after/runs/train
     """
-    from stepsight.experiments.comparing import compare_sides, predicted_side, run_side
-    from stepsight.experiments.reports.comparison_report import comparison_text
+    from stepsight.experiments.questions.compare import compare_sides, comparison_text, predicted_side, run_side
 
     sides = []
     for thing in things:
@@ -185,8 +184,7 @@ def sweep_command(
         stepsight sweep job.toml --vary parallel.tp=1..8 --vary batch.micro_batch=1,2,4 --csv sweep.csv
     """
     from stepsight.dataset.base.files import write_text
-    from stepsight.experiments.reports.comparison_report import plot_sweep, sweep_csv, sweep_text
-    from stepsight.experiments.sweeping import Axis, sweep
+    from stepsight.experiments.questions.sweep import Axis, plot_sweep, sweep, sweep_csv, sweep_text
 
     check_plot(plot)
     if csv is not None:

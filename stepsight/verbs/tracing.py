@@ -40,7 +40,7 @@ def import_traces(
     found = import_chakra(paths, told_of) if format == "chakra" else import_ranks(paths, executions, placement, told_of)
     told = summary(found)
     if read is not None:
-        from stepsight.experiments.reports.side_by_side import check_job
+        from stepsight.experiments.tasks.job_check import check_job
 
         check_job(read, found.graphs)
     run = write_imported(found.graphs, found.sources, out, read, told["warnings"])
@@ -87,7 +87,7 @@ def _beside(run: Path, job: Path) -> tuple[dict[str, Any], str]:
     """Compare a run with the program of its job, as JSON and as text."""
     from stepsight.dataset.imported.imported_run import run_folders, run_graphs
     from stepsight.dataset.job.job import Job
-    from stepsight.experiments.reports.side_by_side import check_job
+    from stepsight.experiments.tasks.job_check import check_job
     from stepsight.experiments.tasks.measured_program import compare, comparison_text
 
     folders = run_folders(run)

@@ -29,10 +29,10 @@ from stepsight.dataset.runs.run_manifest import read_manifest
 from stepsight.dataset.tables import FORMATS, Measurements, read_table, summary, summary_text
 from stepsight.experiments.evaluation.evaluate import evaluate
 from stepsight.experiments.evaluation.evaluation_report import evaluation_text
-from stepsight.experiments.reports.search_report import search_report
 from stepsight.experiments.reports.trace_reports import trace_summary
 from stepsight.experiments.reports.verb_reports import prediction_report
 from stepsight.experiments.search.search import search
+from stepsight.experiments.search.search_report import search_report
 from stepsight.experiments.tasks.collecting import read_plan
 from stepsight.simulator.replay.replay import replay
 from stepsight.simulator.schedules import read_schedule, write_schedule

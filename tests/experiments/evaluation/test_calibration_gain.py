@@ -18,7 +18,7 @@ from stepsight.experiments.evaluation.evaluate import FITTED, OTHER_HARDWARE, WE
 from stepsight.experiments.evaluation.evaluation_report import evaluation_text
 from stepsight.experiments.evaluation.row_predictors import predictor_by_hardware
 from stepsight.experiments.evaluation.runs_table import Row
-from stepsight.experiments.reports.describe import describe
+from stepsight.experiments.questions.describe import describe
 from stepsight.training.predictor.prediction import predict
 from stepsight.training.predictor.predictor import Predictor
 from stepsight.training.shipped.catalogue import shipped_predictor

@@ -11,11 +11,11 @@ import pytest
 
 from stepsight.dataset.base.errors import StepsightError
 from stepsight.dataset.job.job import Job
-from stepsight.experiments.reports.search_report import search_report
 from stepsight.experiments.search.grid import Grid
 from stepsight.experiments.search.job_search import _question
 from stepsight.experiments.search.record import Found
 from stepsight.experiments.search.search import exhaustive, search
+from stepsight.experiments.search.search_report import search_report
 from stepsight.experiments.search.shared_study import SharedStudy, _open
 from stepsight.experiments.search.space import Space
 from stepsight.experiments.search.strategies import legal_degrees, strategies

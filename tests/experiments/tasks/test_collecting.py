@@ -13,7 +13,7 @@ from stepsight.dataset.job.job import Job
 from stepsight.dataset.kinds.op import OP_KINDS
 from stepsight.dataset.runs.box_spec import HARDWARE, read_box
 from stepsight.experiments.demo.local_jobs import LocalJob
-from stepsight.experiments.reports.describe import describe
+from stepsight.experiments.questions.describe import describe
 from stepsight.experiments.tasks.collecting import collect_jobs, read_plan
 from stepsight.training.fit import train
 from stepsight.training.predictor.prediction import predict

@@ -14,8 +14,8 @@ from stepsight.dataset.hardware.fabric import Fabric, Link
 from stepsight.dataset.imported.import_ranks import import_ranks
 from stepsight.dataset.imported.imported_run import write_imported
 from stepsight.dataset.kinds.op import Collective
-from stepsight.experiments.machine_check import check_machine
 from stepsight.experiments.reports.doctor_report import diagnosis_text, machine_text
+from stepsight.experiments.tasks.machine_check import check_machine
 from stepsight.experiments.tasks.slow_runs import _clock_causes, _message_causes, diagnose
 from tests.dataset.kineto_files import KinetoFile
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from stepsight.dataset.base.errors import CollectError
-from stepsight.experiments.reports.describe import describe
+from stepsight.experiments.questions.describe import describe
 from stepsight.experiments.studies.one_gpu import main, study
 from stepsight.experiments.studies.one_gpu.study import StudyOptions, run_study, write_plans
 

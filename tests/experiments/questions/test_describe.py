@@ -12,7 +12,7 @@ from stepsight.dataset.base.errors import StepsightError
 from stepsight.dataset.imported.import_ranks import import_ranks
 from stepsight.dataset.imported.imported_run import write_imported
 from stepsight.dataset.tables import read_table
-from stepsight.experiments.reports.describe import describe
+from stepsight.experiments.questions.describe import describe
 from tests.dataset.kineto_files import tiny_step
 from tests.dataset.run_folders import job_tables, write_events, write_run
 from tests.experiments.evaluation.run_tables import run_row, write_runs

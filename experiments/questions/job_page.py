@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from stepsight.dataset.base.errors import StepsightError
-from stepsight.experiments.job_sensitivity import next_steps, tornado
+from stepsight.experiments.questions.sensitivity import next_steps, tornado
+from stepsight.experiments.questions.sweep import Axis, sweep
 from stepsight.experiments.reports.svg_charts import bars, lines, tornado_bars
 from stepsight.experiments.reports.timeline_canvas import timeline_part
-from stepsight.experiments.sweeping import Axis, sweep
 from stepsight.simulator.memory import estimate_moments
 from stepsight.training.predictor.prediction import Prediction
 from stepsight.training.predictor.prediction_views import seconds_text

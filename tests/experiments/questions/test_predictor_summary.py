@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from stepsight.experiments.reports.describe import describe
-from stepsight.experiments.reports.predictor_summary import predictor_text
+from stepsight.experiments.questions.describe import describe
+from stepsight.experiments.questions.predictor_summary import predictor_text
 from stepsight.training.intervals.conformal import Intervals
 from stepsight.training.predictor.predictor import Predictor
 

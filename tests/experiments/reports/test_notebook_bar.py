@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from stepsight.experiments import notebook_bar
-from stepsight.experiments.notebook_bar import NotebookBar
+from stepsight.experiments.reports import notebook_bar
+from stepsight.experiments.reports.notebook_bar import NotebookBar
 
 
 @pytest.fixture

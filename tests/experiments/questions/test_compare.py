@@ -8,13 +8,12 @@ from stepsight.dataset.base.errors import StepsightError
 from stepsight.dataset.imported.import_ranks import import_ranks
 from stepsight.dataset.imported.imported_run import write_imported
 from stepsight.dataset.job.job import Job
-from stepsight.experiments.changed_jobs import change_job
-from stepsight.experiments.comparing import compare_sides, predicted_side, run_side
-from stepsight.experiments.reports.comparison_report import comparison_text
+from stepsight.experiments.questions.compare import compare_sides, comparison_text, predicted_side, run_side
+from stepsight.experiments.questions.sweep import change_job
 from tests.dataset.run_folders import write_run
 from tests.experiments.tasks.test_slow_runs import host_bound_trace
 
-JOB = Job.from_file(Path(__file__).parents[2] / "examples" / "gpt3-175b-1024.toml")
+JOB = Job.from_file(Path(__file__).parents[3] / "examples" / "gpt3-175b-1024.toml")
 
 
 def test_only_what_differs_is_listed() -> None:

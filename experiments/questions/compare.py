@@ -12,13 +12,16 @@ from stepsight.dataset.base.errors import StepsightError
 from stepsight.dataset.imported.imported_run import has_traces, is_imported, read_imported, run_folders, run_graphs
 from stepsight.dataset.job.job import Job
 from stepsight.dataset.runs.run_manifest import read_manifest
+from stepsight.experiments.reports.text_table import Number, table
 from stepsight.simulator.replay.causes import breakdown
 from stepsight.training.predictor.prediction import Prediction, predict
+from stepsight.training.predictor.prediction_views import seconds_text
 
 if TYPE_CHECKING:
     from stepsight.training.predictor.predictor import Predictor
 
 MOST_WORKS = 12
+LONGEST = 44  # characters of a cell
 LEAST_DIFFERENCE = 1e-4  # share of the longest time: smaller differences are not listed
 
 
@@ -139,3 +142,37 @@ def compare_sides(sides: Sequence[Side]) -> dict[str, Any]:
 def _together(tables: Sequence[Mapping[str, float]]) -> dict[str, list[float]]:
     names = dict.fromkeys(name for table in tables for name in table)
     return {name: [table.get(name, 0.0) for table in tables] for name in names}
+
+
+def comparison_text(told: dict[str, Any]) -> str:
+    """A comparison as text; times of causes and ops are differences from the first side."""
+    sides = told["sides"]
+    letters = [chr(ord("A") + at % 26) for at in range(len(sides))]
+    cells = [
+        [
+            letter,
+            side["name"],
+            seconds_text(side["seconds"]),
+            "measured" if side["measured"] else f"{seconds_text(side['low_s'])} to {seconds_text(side['high_s'])}",
+            f"{side['percent']:+.1f}",
+        ]
+        for letter, side in zip(letters, sides, strict=True)
+    ]
+    parts = [table(["", "what", "iteration", "interval", "% from A"], cells)]
+    if told["facts"]:
+        rows = [[key, *(_short(value) for value in values)] for key, values in told["facts"].items()]
+        parts.append(table(["what differs", *letters], rows))
+    for title, key in (("where the time goes, ms", "causes"), ("largest differences, ms", "works")):
+        rows = [
+            [_short(name), *(Number(1e3 * value) for value in values), Number(1e3 * (values[-1] - values[0]))]
+            for name, values in told[key].items()
+            if max(values) > 0
+        ]
+        if rows:
+            parts.append(table([title, *letters, f"{letters[-1]} - A"], rows))
+    return "\n\n".join(parts)
+
+
+def _short(value: Any) -> str:
+    text = "" if value is None else str(value)
+    return text if len(text) <= LONGEST else f"{text[: LONGEST - 3]}..."

@@ -1,15 +1,16 @@
-"""Predicting a job over ranges of its keys."""
+"""Changing keys of a job, and predicting it over ranges of its keys."""
 
 from pathlib import Path
 
 import pytest
 
-from stepsight.dataset.base.errors import StepsightError
+from stepsight.dataset.base.errors import JobError, StepsightError
 from stepsight.dataset.job.job import Job
-from stepsight.experiments.reports.comparison_report import sweep_csv, sweep_text
-from stepsight.experiments.sweeping import Axis, sweep
+from stepsight.experiments.questions.sweep import Axis, change_job, sweep, sweep_csv, sweep_text
+from stepsight.training.predictor.prediction import predict
 
-JOB = Job.from_file(Path(__file__).parents[2] / "examples" / "gpt3-175b-1024.toml")
+JOB = Job.from_file(Path(__file__).parents[3] / "examples" / "gpt3-175b-1024.toml")
+LLAMA = Job.from_file(Path(__file__).parents[3] / "examples" / "llama3-70b-fsdp-512.toml")
 
 
 @pytest.mark.parametrize(
@@ -51,3 +52,27 @@ def test_every_combination_and_why_some_are_not_legal() -> None:
 def test_a_sweep_without_a_legal_job_is_refused() -> None:
     with pytest.raises(StepsightError, match="no job of the sweep is legal; the first one"):
         sweep(JOB, [Axis("batch.micro_batch", (7,))], "roofline")
+
+
+def test_replicas_follow_the_number_of_devices() -> None:
+    assert change_job(LLAMA, {"cluster.nodes": 32}).parallel.dp == 256
+    assert change_job(LLAMA, {"parallel.tp": 8}).parallel.dp == 64
+    assert change_job(LLAMA, {"batch.global_batch": 1024}).parallel.dp == LLAMA.parallel.dp
+
+
+def test_the_same_links_as_a_table_give_the_same_time() -> None:
+    """A fabric that is stated as numbers counts like the preset with these numbers; a slower one is slower."""
+    latency_us = LLAMA.fabric.inter_node.latency_s * 1e6
+    same = change_job(LLAMA, {"cluster.fabric.inter_node.latency_us": latency_us})
+    slow = change_job(LLAMA, {"cluster.fabric.inter_node.bandwidth_gbytes_per_s": 5.0})
+    expected = predict(LLAMA, "roofline").iteration_time_s
+    assert predict(same, "roofline").iteration_time_s == pytest.approx(expected)
+    assert predict(slow, "roofline").iteration_time_s > expected
+    assert slow.fabric.intra_node == LLAMA.fabric.intra_node
+
+
+def test_unknown_keys_and_broken_rules() -> None:
+    with pytest.raises(JobError, match=r"not a key of a job \(did you mean 'cluster.nodes'"):
+        change_job(LLAMA, {"cluster.node": 2})
+    with pytest.raises(JobError, match="must divide"):
+        change_job(LLAMA, {"cluster.nodes": 60})

@@ -8,21 +8,17 @@ import pytest
 
 from stepsight.dataset.base.errors import StepsightError
 from stepsight.dataset.job.job import Job
-from stepsight.experiments.goodput import Reliability
+from stepsight.experiments.questions.training_plan import Reliability, training_plan
 from stepsight.experiments.search.objectives import Goal
-from stepsight.experiments.training_plan import training_plan
 from stepsight.training.predictor.prediction import predict
 
 KIND = Reliability(node_mtbf_hours=5000.0, checkpoint_s=20.0, restart_s=300.0)
 
 
-def test_the_interval_is_youngs_and_the_best() -> None:
+def test_the_interval_is_youngs() -> None:
     told = KIND.goodput(100)
     assert told["mtbf_hours"] == pytest.approx(50.0)
     assert told["checkpoint_interval_s"] == pytest.approx(math.sqrt(2 * 20.0 * 50.0 * 3600.0))
-    for factor in (0.3, 3.0):
-        other = replace(KIND, interval_s=factor * told["checkpoint_interval_s"])
-        assert other.goodput(100)["goodput"] < told["goodput"]
 
 
 def test_shares_of_time_add_up() -> None:
@@ -32,7 +28,7 @@ def test_shares_of_time_add_up() -> None:
 
 
 def test_training_takes_longer_and_costs_more_with_failures() -> None:
-    job = Job.from_file(Path(__file__).parents[2] / "examples" / "llama3-70b-fsdp-512.toml")
+    job = Job.from_file(Path(__file__).parents[3] / "examples" / "llama3-70b-fsdp-512.toml")
     prediction, goal = predict(job, "roofline"), Goal(tokens=1e12, prices={"h100-sxm-80gb": 2.0})
     plain, failing = training_plan(prediction, goal), training_plan(prediction, goal, KIND)
     days = 1e12 / job.tokens * prediction.iteration_time_s / 86400
@@ -42,7 +38,7 @@ def test_training_takes_longer_and_costs_more_with_failures() -> None:
         assert failing[key] == pytest.approx(plain[key] / failing["goodput"])
 
 
-@pytest.mark.parametrize("changes", [{"node_mtbf_hours": 0}, {"checkpoint_s": -1}, {"checkpoint_s": 0}])
+@pytest.mark.parametrize("changes", [{"node_mtbf_hours": -1}, {"checkpoint_s": -1}, {"checkpoint_s": 0}])
 def test_mistakes(changes: dict[str, float]) -> None:
     with pytest.raises(StepsightError, match="must"):
         replace(KIND, **changes)

@@ -1,0 +1,277 @@
+"""A job with changed keys, and predictions over ranges of keys."""
+
+from __future__ import annotations
+
+import csv
+import io
+import re
+import tomllib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from itertools import product
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from stepsight.dataset.base.errors import JobError, StepsightError
+from stepsight.dataset.base.registry import did_you_mean
+from stepsight.dataset.job.job import Job
+from stepsight.dataset.job.specs import SECTIONS
+from stepsight.experiments.reports.plots import save_figure, start_figure
+from stepsight.experiments.reports.text_table import Number, table
+from stepsight.training.predictor.prediction import Prediction, predict
+from stepsight.training.predictor.prediction_views import seconds_text
+
+if TYPE_CHECKING:
+    from stepsight.training.predictor.predictor import Predictor
+
+MOST_JOBS = 10_000
+_RANGE = re.compile(r"(\d+)\.\.(\d+)(?:\+(\d+))?")
+NODES, GLOBAL_BATCH = "cluster.nodes", "batch.global_batch"
+FABRIC_KEYS = tuple(
+    f"cluster.fabric.{link}.{fact}"
+    for link in ("intra_node", "inter_node")
+    for fact in ("bandwidth_gbytes_per_s", "latency_us")
+)
+_REPLICAS = ("parallel.dp", "parallel.dp_shard")  # these follow from the rest, unless they are changed themselves
+_DEGREES = ("parallel.tp", "parallel.cp", "parallel.pp", "cluster.nodes", "cluster.devices_per_node")
+
+
+def change_job(job: Job, values: Mapping[str, Any]) -> Job:
+    """Change keys of a job; the number of replicas follows, unless it is changed itself.
+
+    Args:
+        job: The job to start from; it stays as it is.
+        values: New values by key, such as ``cluster.nodes``, ``model.seq_len`` or
+            ``cluster.fabric.inter_node.latency_us``.
+
+    Raises:
+        JobError: If a key is unknown, or the changed job breaks a rule.
+    """
+    unknown = [key for key in values if key not in known_keys()]
+    if unknown:
+        raise JobError(f"{unknown[0]!r:.80} is not a key of a job{did_you_mean(unknown[0], known_keys())}")
+    stated = dict(values)
+    if any(key in values for key in _DEGREES):
+        stated = {**{key: 0 for key in _REPLICAS if key not in values}, **stated}
+    tables: dict[str, dict[str, Any]] = {}
+    for key, value in stated.items():
+        section, _, name = key.partition(".")
+        if key not in FABRIC_KEYS:
+            tables.setdefault(section, {})[name] = value
+    links = {key: value for key, value in values.items() if key in FABRIC_KEYS}
+    if links:
+        tables.setdefault("cluster", {})["fabric"] = _fabric_table(job, links)
+    return replace(job, **{section: replace(getattr(job, section), **table) for section, table in tables.items()})
+
+
+def known_keys() -> tuple[str, ...]:
+    """Every key that ``change_job`` accepts."""
+    keys = [f"{section}.{field.name}" for section, spec in SECTIONS.items() for field in fields(spec)]
+    return (*keys, *FABRIC_KEYS)
+
+
+def _fabric_table(job: Job, links: Mapping[str, float]) -> dict[str, dict[str, float]]:
+    """The job's links as a table, with some numbers changed."""
+    fabric, table = job.fabric, {}
+    for name, link in (("intra_node", fabric.intra_node), ("inter_node", fabric.inter_node)):
+        table[name] = {
+            "bandwidth_gbytes_per_s": link.bandwidth_bytes_per_s / 1e9,
+            "latency_us": link.latency_s * 1e6,
+            "burst_bytes": link.burst_bytes,
+            "ll128": link.ll128,
+            "message_us": link.message_s * 1e6,
+        }
+        if link.adapter_bytes_per_s:
+            table[name]["adapter_gbytes_per_s"] = link.adapter_bytes_per_s / 1e9
+    for key, value in links.items():
+        _, _, name, fact = key.split(".")
+        table[name][fact] = value
+    return table
+
+
+@dataclass(frozen=True)
+class Axis:
+    """One key of a job and the values that it takes.
+
+    Attributes:
+        key: Such as ``cluster.nodes``.
+        values: In order.
+    """
+
+    key: str
+    values: tuple[Any, ...]
+
+    @classmethod
+    def parse(cls, text: str) -> Axis:
+        """Read ``KEY=8..1024`` (doubling), ``KEY=8..64+8`` (steps of 8) or ``KEY=1,2,"full"``.
+
+        Raises:
+            StepsightError: If the text is none of these, or the key is unknown.
+        """
+        key, equals, words = text.partition("=")
+        rule = "--vary takes KEY=FIRST..LAST, KEY=FIRST..LAST+STEP or KEY=VALUE,VALUE"
+        if not equals or not words:
+            raise StepsightError(f"{rule}, for example cluster.nodes=8..1024, got {text!r:.80}")
+        if key not in known_keys():
+            raise StepsightError(f"--vary takes a key of a job, got {key!r:.80}{did_you_mean(key, known_keys())}")
+        found = _RANGE.fullmatch(words)
+        if not found:
+            return cls(key, tuple(_value(word.strip()) for word in words.split(",")))
+        first, last = int(found[1]), int(found[2])
+        if not 0 < first <= last or (found[3] and not int(found[3])):
+            raise StepsightError(f"{rule} with 0 < FIRST <= LAST and STEP > 0, got {text!r:.80}")
+        if found[3]:
+            return cls(key, tuple(range(first, last + 1, int(found[3]))[: MOST_JOBS + 1]))
+        return cls(key, tuple(first << power for power in range((last // first).bit_length())))
+
+
+def _value(word: str) -> Any:
+    try:
+        return tomllib.loads(f"value = {word}")["value"]
+    except tomllib.TOMLDecodeError:
+        return word
+
+
+@dataclass(frozen=True)
+class Point:
+    """One job of a sweep.
+
+    Attributes:
+        values: Of the varied keys.
+        prediction: The answer; None: the job is not legal.
+        problem: Why it is not legal.
+    """
+
+    values: dict[str, Any]
+    prediction: Prediction | None
+    problem: str = ""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values: the varied keys, then the prediction; None if the job is not legal."""
+        found, answer = self.prediction, dict.fromkeys(COLUMNS)
+        if found is not None:
+            devices = found.job.cluster.num_devices
+            answer = {
+                "devices": devices,
+                "iteration_time_s": found.iteration_time_s,
+                "low_s": found.low_s,
+                "high_s": found.high_s,
+                "tokens_per_s": found.tokens_per_s,
+                "tokens_per_s_per_device": found.tokens_per_s / devices,
+                "mfu": found.mfu,
+                "memory_bytes": found.memory.peak_bytes,
+                "fits": found.memory.fits,
+                "outside_share": found.unsupported_share,
+            }
+        return {**self.values, **answer, "problem": self.problem}
+
+
+COLUMNS = (
+    "devices", "iteration_time_s", "low_s", "high_s", "tokens_per_s", "tokens_per_s_per_device", "mfu", "memory_bytes",
+    "fits", "outside_share",
+)  # fmt: skip
+
+
+def sweep(
+    job: Job,
+    axes: Sequence[Axis],
+    predictor: Predictor | str | None = None,
+    *,
+    weak: bool = False,
+    on_point: Callable[[int, int], None] = lambda done, of: None,
+) -> list[Point]:
+    """Predict a job for every combination of values.
+
+    Args:
+        job: The job to start from.
+        axes: Keys and their values; the last one varies fastest.
+        predictor: As in ``predict``.
+        weak: Whether the global batch grows with the number of devices (weak scaling).
+        on_point: Called with the number of jobs done, and of all.
+
+    Raises:
+        StepsightError: If there are too many jobs, or none is legal; the message gives the first reason.
+    """
+    combinations = list(product(*(axis.values for axis in axes)))
+    if not 0 < len(combinations) <= MOST_JOBS:
+        raise StepsightError(f"a sweep must have 1 to {MOST_JOBS} jobs, got {len(combinations)}")
+    points = []
+    for number, values in enumerate(combinations):
+        points.append(_point(job, dict(zip((axis.key for axis in axes), values, strict=True)), predictor, weak))
+        on_point(number + 1, len(combinations))
+    if all(point.prediction is None for point in points):
+        raise StepsightError(f"no job of the sweep is legal; the first one: {points[0].problem}")
+    return points
+
+
+def _grown_batch(job: Job, values: dict[str, Any]) -> int:
+    """The global batch in proportion to the number of devices."""
+    cluster = job.cluster
+    nodes, devices = values.get(NODES, cluster.nodes), values.get("cluster.devices_per_node", cluster.devices_per_node)
+    if not all(isinstance(number, int) for number in (nodes, devices)):
+        return job.batch.global_batch  # the rules of a job reject the number
+    return max(1, round(job.batch.global_batch * int(nodes) * int(devices) / cluster.num_devices))
+
+
+def _point(job: Job, values: dict[str, Any], predictor: Predictor | str | None, weak: bool) -> Point:
+    try:
+        grown = {GLOBAL_BATCH: _grown_batch(job, values)} if weak and GLOBAL_BATCH not in values else {}
+        return Point(values, predict(change_job(job, {**values, **grown}), predictor))
+    except JobError as error:
+        return Point(values, None, str(error))
+
+
+def sweep_text(axes: Sequence[Axis], points: Sequence[Point]) -> str:
+    """The table of a sweep as text."""
+    header = [*(axis.key for axis in axes), "iteration", "interval", "tokens/s", "per device", "MFU %", "GB", "fits"]
+    rows: list[list[Any]] = []
+    for point in points:
+        told = point.to_dict()
+        values = [str(point.values[axis.key]) for axis in axes]
+        if point.prediction is None:
+            rows.append([*values, "not legal", *[""] * 6])
+            continue
+        rows.append([
+            *values, seconds_text(told["iteration_time_s"]),
+            f"{seconds_text(told['low_s'])} to {seconds_text(told['high_s'])}",
+            f"{told['tokens_per_s']:,.0f}", f"{told['tokens_per_s_per_device']:,.0f}", Number(100 * told["mfu"]),
+            Number(told["memory_bytes"] / 1e9), "yes" if told["fits"] else "no",
+        ])  # fmt: skip
+    problems = [f"not legal: {point.problem}" for point in points if point.prediction is None]
+    more = [f"and {len(problems) - 3} more" if len(problems) > 3 else ""]
+    return "\n".join([table(header, rows), *problems[:3], *(line for line in more if line)])
+
+
+def sweep_csv(points: Sequence[Point]) -> str:
+    """A sweep as CSV, one row for each job."""
+    rows, file = [point.to_dict() for point in points], io.StringIO()
+    writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    return file.getvalue()
+
+
+def plot_sweep(axes: Sequence[Axis], points: Sequence[Point], path: Path, title: str) -> None:
+    """Draw the iteration time with its interval over the last axis, a line for each value of the others."""
+    last = axes[-1].key
+    figure, drawn = start_figure(7.0, 4.5)
+    groups: dict[str, list[Point]] = {}
+    for point in points:
+        if point.prediction is not None:
+            others = ", ".join(f"{axis.key.partition('.')[2]} {point.values[axis.key]}" for axis in axes[:-1])
+            groups.setdefault(others, []).append(point)
+    numeric = all(isinstance(value, int | float) for value in axes[-1].values)
+    for name, each in groups.items():
+        xs = [point.values[last] if numeric else str(point.values[last]) for point in each]
+        times = [point.to_dict() for point in each]
+        drawn.plot(xs, [told["iteration_time_s"] for told in times], marker="o", label=name)
+        if numeric:
+            drawn.fill_between(xs, [told["low_s"] for told in times], [told["high_s"] for told in times], alpha=0.15)
+    values = axes[-1].values
+    if numeric and min(values) > 0 and max(values) >= 8 * min(values):
+        drawn.set_xscale("log", base=2)
+    drawn.set(xlabel=last, ylabel="iteration time (s), with interval", title=title)
+    drawn.set_ylim(bottom=0)
+    if len(groups) > 1:
+        drawn.legend(frameon=False)
+    save_figure(figure, path)
