@@ -137,7 +137,7 @@ def __getattr__(name: str) -> Any:
             try:
                 value = globals()[name] = getattr(import_module(f"stepsight.{module}"), name)
             except ModuleNotFoundError as error:
-                from stepsight.dataset.base.extras import missing_extra
+                from stepsight.dataset.base.errors import missing_extra
 
                 raise ModuleNotFoundError(missing_extra(error) or str(error), name=error.name) from None
             return value

@@ -9,8 +9,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from stepsight import __version__
-from stepsight.dataset.base.errors import StepsightError, shorten
-from stepsight.dataset.base.extras import missing_extra
+from stepsight.dataset.base.errors import StepsightError, missing_extra, shorten
 from stepsight.verbs import (
     asking,
     capturing,

@@ -32,7 +32,7 @@ PLANTED = {
     ),
     "out of the harness": (
         "dataset/harness/ops/compiled.py",
-        "from ...job import Job",
+        "from ...job.job import Job",
         "stepsight.dataset.harness.ops.compiled imports stepsight.dataset.job.job",
     ),
     "importlib": (

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import gc
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import lru_cache
 from itertools import islice
 from threading import Lock
@@ -98,3 +100,47 @@ def cache_entries() -> dict[str, int]:
 def _memos() -> list[Memo[Any, Any]]:
     with _MEMOS_LOCK:
         return list(_MEMOS)
+
+
+T = TypeVar("T", bound=type)
+Item = TypeVar("Item")
+
+
+class HashedTuple(tuple[Item, ...]):
+    """A tuple that caches its hash, because a long one is used as a key many times."""
+
+    def __hash__(self) -> int:
+        known: int | None = self.__dict__.get("_hash")
+        if known is None:
+            known = self.__dict__["_hash"] = super().__hash__()
+        return known
+
+
+def hashed_once(cls: T) -> T:
+    """Make a frozen dataclass without slots cache its hash, because it is used as a key thousands of times a second."""
+    compute: Any = cls.__hash__
+
+    def remembered(self: Any) -> int:
+        try:
+            return self._hash  # type: ignore[no-any-return]
+        except AttributeError:
+            known: int = compute(self)
+            object.__setattr__(self, "_hash", known)
+            return known
+
+    # Each class has code of its own: the interpreter remembers where one class keeps an attribute, not where many do.
+    remembered.__code__ = remembered.__code__.replace()
+    cls.__hash__ = remembered  # type: ignore[assignment]
+    return cls
+
+
+@contextmanager
+def without_collection() -> Iterator[None]:
+    """Pause the garbage collector: each of its runs walks through all objects of the process."""
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collecting:
+            gc.enable()

@@ -11,8 +11,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from stepsight.dataset.base.errors import CaptureError
-from stepsight.dataset.base.extras import need
+from stepsight.dataset.base.errors import CaptureError, need
 from stepsight.dataset.capture.model_steps import (
     ModelStep,
     ModelSteps,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import tomllib
 from collections.abc import Mapping
 from importlib import resources
@@ -12,7 +13,6 @@ from stepsight.dataset.base.caching import cached
 from stepsight.dataset.base.errors import JobError
 from stepsight.dataset.base.facts_file import file_version, is_facts_file, only_one, read_facts
 from stepsight.dataset.base.registry import Registry, did_you_mean, instance_of
-from stepsight.dataset.hardware.device_words import device_words, preset_of
 from stepsight.dataset.hardware.fabric import Fabric as Fabric
 from stepsight.dataset.hardware.fabric import Link as Link
 from stepsight.dataset.hardware.fabric import fabric_from_dict as fabric_from_dict
@@ -230,3 +230,30 @@ def usual_fabric(hardware: str) -> str:
             f"{', '.join(FABRICS.names())}, a .json or .toml file, {beside}or a table of links"
         )
     return found
+
+
+_VENDORS = re.compile(
+    r"^(nvidia|amd|intel|google|huawei|apple|tesla|instinct|geforce|habana|cloud)-|-(gpu|oam|server|tensor-core)$"
+)
+
+
+def device_words(name: str) -> str:
+    """A name in lower case with dashes, without the vendor and the number of its socket."""
+    words = re.sub(r"[^a-z0-9.]+", "-", name.strip().lower()).strip("-")
+    before = ""
+    while before != words:
+        before, words = words, _VENDORS.sub("", words)
+    words = re.sub(r"\bsxm\d\b", "sxm", words)
+    words = re.sub(r"(\d)-gb\b", r"\1gb", words)
+    return re.sub(r"\b(hbm\d?e?|gddr\d?x?|vram)\b-?", "", words).strip("-")
+
+
+def preset_of(name: str, presets: Mapping[str, object], aliases: Mapping[str, str]) -> str:
+    """The preset that a usual name means; otherwise the name itself."""
+    words = device_words(name)
+    if words in presets:
+        return words
+    if words in aliases:
+        return aliases[words]
+    found = [preset for preset in presets if set(words.split("-")) == set(preset.split("-"))]
+    return found[0] if len(found) == 1 else name

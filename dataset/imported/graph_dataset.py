@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from stepsight.dataset.base.caching import without_collection
 from stepsight.dataset.base.errors import TraceError
 from stepsight.dataset.base.files import digest, new_folder, write_json, write_text
-from stepsight.dataset.base.uncollected import without_collection
 from stepsight.dataset.imported.call_segments import call_segments
 from stepsight.dataset.imported.dataset_index import FORM, INDEX, SCOPES, describe_own_run, describe_run
 from stepsight.dataset.imported.graph_files import write_graph

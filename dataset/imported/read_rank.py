@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from stepsight.dataset.base.caching import without_collection
 from stepsight.dataset.base.errors import StepsightError, TraceError
-from stepsight.dataset.base.uncollected import without_collection
 from stepsight.dataset.graph.program import Dependency
 from stepsight.dataset.imported.assembly import MICROSECOND, Assembly
 from stepsight.dataset.imported.busy_time import covered

@@ -11,8 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
-from stepsight.dataset.base.caching import cached
-from stepsight.dataset.base.hashed_once import hashed_once
+from stepsight.dataset.base.caching import cached, hashed_once
 from stepsight.dataset.job.job import Job
 from stepsight.dataset.job.specs import PROJECTIONS, PURE, REENTRANT, BatchSpec, OptimizerSpec
 

@@ -1,7 +1,4 @@
-"""The tables of a job: model, parallel, batch, optimizer, cluster, execution.
-
-They hold plain values; ``rules`` says which go together.
-"""
+"""The tables of a job: model, parallel, batch, optimizer, cluster, execution."""
 
 from __future__ import annotations
 
@@ -10,10 +7,225 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-from stepsight.dataset.base.hashed_once import hashed_once as hashed_once
+from stepsight.dataset.base.caching import hashed_once
 from stepsight.dataset.base.registry import Registry
-from stepsight.dataset.job.model_spec import ModelSpec as ModelSpec
-from stepsight.dataset.job.parallel_spec import ParallelSpec as ParallelSpec
+
+
+@hashed_once
+@dataclass(frozen=True, kw_only=True)
+class ModelSpec:
+    """A transformer model.  Zero means: derived from the other sizes.
+
+    Families: ``gpt`` (LayerNorm, biases, GELU, learned positions), ``llama`` (RMSNorm, no biases, gated MLP with SiLU,
+    rotary positions), ``bert`` (an encoder with GPT's parts, which predicts tokens), ``t5`` (encoder and decoder with
+    cross-attention), ``vit`` (an encoder over patches of an image, with a classifier).  ``experts`` turns the MLPs of
+    ``gpt`` and ``llama`` into mixtures of experts.
+
+    Attributes:
+        name: A model of the catalogue (``dataset/job/models.py``), or any name for people to read.
+        family: One of the families above, or one that you registered.
+        layers: Decoder layers; of ``bert`` and ``vit`` encoder layers.
+        hidden: Size of the hidden state.
+        heads: Attention heads.
+        ffn: Inner size of the MLP; 0: four times ``hidden``.
+        kv_heads: Key-value heads (grouped-query attention); 0: as many as ``heads``.
+        head_dim: Size of a head; 0: ``hidden / heads``.
+        vocab: Size of the vocabulary; of ``vit`` number of classes.
+        seq_len: Tokens of a sequence; of ``t5`` those of the decoder, of ``vit`` patches and the class token.
+        gated_mlp: Whether the MLP is gated; unset: as the family has it.
+        tied_embeddings: Whether logits use the table of the embedding.
+        fused_attention: Whether attention is one kernel that keeps no score matrix.
+        attention_kernels: Generation of fused attention: ``flash-1``, ``flash-2`` or ``flash-3`` (cuDNN's too); empty:
+            the one that was measured on the device.
+        dropout: Dropout probability of attention scores and of residual branches; 0: no dropout.
+        eager_kernels: Whether norms, rotary positions, gated activations and the loss run as PyTorch's own kernels, one
+            for each operation; otherwise each is one fused kernel (Apex, Transformer Engine, a compiler).
+        norms_again: Whether norms work on fp32 copies and are recomputed in backward, with the residual before them;
+            otherwise their input is kept.
+        token_metrics: Whether accuracy and perplexity of every token are computed from the logits.
+        metric_losses: How many times PyTorch's own loss is computed again from the logits of a micro-batch for metrics,
+            without a gradient.
+        fused_loss: Whether the loss is one kernel that reads the logits and overwrites them with their gradient.
+        loss_share: Share of the tokens that ``bert`` predicts: only those reach its head.
+        unpadded_len: Mean number of tokens of a ``bert`` sequence that are computed when padding is left out; 0: all.
+        attention: ``mha`` (multi-head, also with grouped queries) or ``mla`` (DeepSeek's latent attention).
+        q_lora_rank, kv_lora_rank, rope_head_dim, v_head_dim: Sizes of ``mla``; with it ``head_dim`` is the part without
+            rotary positions.
+        qk_norm: With ``mha``: whether each head's queries and keys have a norm, as in Qwen3.
+        experts: Routed experts of a layer; 0: a dense MLP.
+        experts_per_token: Routed experts that process each token.
+        expert_ffn: Inner size of an expert; 0: ``ffn``.
+        expert_bias: Whether experts have biases and clamped gates, as in GPT-OSS.
+        fused_experts: Whether the activation of experts, its casts and biases are part of their products where these
+            are in 8 or 4 bits (Transformer Engine's fused grouped MLP of 2026).
+        shared_experts: Experts that process every token.
+        dense_layers: Number of first layers without experts.
+        moe_every: Every n-th of the remaining layers has experts.
+        capacity_factor: Most tokens that an expert takes, as a multiple of the mean; 0: no limit.
+        imbalance: Tokens of the busiest rank, as a multiple of the mean.
+        encoder_layers, encoder_seq_len: Layers and sequence length of the encoder of ``t5``.
+        patch_dim: Values of one patch of ``vit``.
+    """
+
+    name: str = ""
+    family: str
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int = 0
+    head_dim: int = 0
+    ffn: int = 0
+    vocab: int
+    seq_len: int
+    gated_mlp: bool | None = None
+    tied_embeddings: bool = False
+    fused_attention: bool = True
+    attention_kernels: str = ""
+    dropout: float = 0.0
+    eager_kernels: bool = False
+    norms_again: bool = False
+    token_metrics: bool = False
+    metric_losses: int = 0
+    fused_loss: bool = False
+    loss_share: float = 1.0
+    unpadded_len: int = 0
+    attention: str = "mha"
+    q_lora_rank: int = 0
+    kv_lora_rank: int = 0
+    rope_head_dim: int = 0
+    v_head_dim: int = 0
+    qk_norm: bool = False
+    experts: int = 0
+    experts_per_token: int = 0
+    expert_ffn: int = 0
+    expert_bias: bool = False
+    fused_experts: bool = False
+    shared_experts: int = 0
+    dense_layers: int = 0
+    moe_every: int = 1
+    capacity_factor: float = 0.0
+    imbalance: float = 1.0
+    encoder_layers: int = 0
+    encoder_seq_len: int = 0
+    patch_dim: int = 0
+
+    @property
+    def head_size(self) -> int:
+        """Values of a head."""
+        return self.head_dim or self.hidden // self.heads
+
+    @property
+    def has_bias(self) -> bool:
+        return self.family != "llama" and self.family != "t5"
+
+    @property
+    def total_layers(self) -> int:
+        """Encoder's and decoder's."""
+        return self.layers + self.encoder_layers
+
+
+@hashed_once
+@dataclass(frozen=True, kw_only=True)
+class ParallelSpec:
+    """Parallel degrees, and how each kind of parallelism works.
+
+    Attributes:
+        tp: Tensor-parallel degree.
+        cp: Context-parallel degree.
+        pp: Pipeline-parallel degree.
+        ep: Expert-parallel degree.  Expert-parallel groups lie within the data- and context-parallel groups, and with
+            ``expert_tp`` of 1 also within the tensor-parallel groups.
+        dp: Replicas; 0: what remains of the cluster.
+        order: Order of ranks on the nodes, fastest axis first.
+        sequence_parallel: Whether norms and residuals hold ``1 / tp`` of the tokens on each tensor-parallel rank.
+        vocab_parallel: Whether embedding, logits and loss are split over the tensor-parallel ranks.
+        expert_tp: Tensor-parallel degree of experts; 0: ``tp``.
+        context_parallel: ``ring`` (keys and values travel beside the computation) or ``all_gather``.
+        zero_stage: 0: gradients are all-reduced; 1: the optimizer is sharded; 2: gradients too; 3: parameters too
+            (FSDP).
+        dp_shard: Replicas over which ``zero_stage`` shards; 0: all; fewer: hybrid sharding (HSDP).
+        overlap_tp: Which tensor-parallel collectives overlap with matrix products.  Empty: none.  ``backward``: those
+            of the backward of column-parallel linears (Megatron: the input is gathered again beside the gradient of the
+            input, and that gradient is summed beside the gradient of the weights).  ``split``: also all others, in
+            parts, so that a product begins with the first part (Transformer Engine's user buffers).  ``torch-async``:
+            as ``split``, and a kernel of its own sums what the ranks send (PyTorch's asynchronous tensor parallelism).
+        overlap_ep: Whether all-to-alls of experts run beside the computation of another micro-batch (Megatron's
+            ``overlap_moe_expert_parallel_comm``, the point of DualPipe).
+        dispatcher: How tokens travel to their experts: ``alltoall`` (a copy for each expert, sorted before and after),
+            ``deepep`` or ``hybridep`` (once to each rank that has one of their experts, and once to each node;
+            ``hybridep`` also pads them for products in 8 bits).
+        overlap_grad_reduce: Whether gradients are reduced while backward runs.
+        overlap_param_gather: ZeRO 1 and 2: whether parameters are gathered while the next forward runs.
+        prefetch: FSDP: number of layers that are gathered ahead of their use.
+        reshard_after_forward: FSDP: whether backward gathers parameters again.
+        bucket_mbytes: Size of a gradient bucket in megabytes.
+        gradient_dtype: Type of the buffers that sum gradients of micro-batches and that replicas exchange: ``model``
+            (that of the weights), ``model-fused`` (the same, summed within the products), ``fp32``, or ``fp32-cast``
+            (fp32, but separate kernels cast and add the gradients); empty: the default of the execution engine.
+        reduce_scatter: ZeRO 1: whether gradients are reduce-scattered; otherwise they are all-reduced.
+        schedule: ``gpipe``, ``1f1b`` (with ``virtual_stages`` interleaved), ``looped-bfs``, ``zb-h1``,
+            ``interleaved-zb``, ``zbv``, ``dualpipev``, one that you registered, or a ``.csv`` file of actions.
+        virtual_stages: Parts of the model on each pipeline rank.
+        stage_layers: Number of layers of each part of the model, in order; empty: evenly split.
+        scatter_p2p: Whether each tensor-parallel rank sends only its part of an activation to the next stage, where it
+            is gathered.  With ``sequence_parallel`` this is always so; with FSDP never.
+        runtime: How pipeline messages wait: ``asynchronous``, ``torch`` or ``deepspeed``; empty: the default of the
+            kind of device.
+        recompute: What backward recomputes: ``none``, ``selective`` (some modules) or ``full`` (whole layers).
+        recompute_modules: With ``selective``: which modules, by Megatron-Core's names: ``core_attn``, ``layernorm``,
+            ``moe_act``, ``mla_up_proj``, ``mlp``, ``shared_experts``, ``moe``; empty: the attention core.
+        recompute_every: With ``full``: recompute only every n-th layer.
+        offload_activations: Whether activations that are kept for backward are moved to host memory.
+    """
+
+    tp: int = 1
+    cp: int = 1
+    pp: int = 1
+    ep: int = 1
+    dp: int = 0
+    order: str = "tp-cp-dp-pp"
+    sequence_parallel: bool = False
+    vocab_parallel: bool = True
+    expert_tp: int = 0
+    context_parallel: str = "ring"
+    zero_stage: int = 0
+    dp_shard: int = 0
+    overlap_tp: str = ""
+    overlap_ep: bool = False
+    dispatcher: str = "alltoall"
+    overlap_grad_reduce: bool = True
+    overlap_param_gather: bool = False
+    prefetch: int = 1
+    reshard_after_forward: bool = True
+    bucket_mbytes: float = 25.0
+    gradient_dtype: str = ""
+    reduce_scatter: bool = True
+    schedule: str = "1f1b"
+    virtual_stages: int = 1
+    stage_layers: tuple[int, ...] = ()
+    scatter_p2p: bool = False
+    runtime: str = ""
+    recompute: str = "none"
+    recompute_modules: tuple[str, ...] = ()
+    recompute_every: int = 1
+    offload_activations: bool = False
+
+    @property
+    def shards(self) -> int:
+        """Replicas over which ``zero_stage`` shards."""
+        return self.dp_shard or self.dp
+
+    @property
+    def recomputes(self) -> str:
+        """``recompute``, where ``selective`` is for the attention core alone; other modules are part of blocks."""
+        others = self.recompute == "selective" and self.recompute_modules and "core_attn" not in self.recompute_modules
+        return "none" if others else self.recompute
+
+    @property
+    def experts_tp(self) -> int:
+        """Tensor-parallel degree of experts."""
+        return self.expert_tp or self.tp
+
 
 # Families of models; None stands for those of the package, whose blocks ``simulator.blocks.family`` has.
 FAMILIES: Registry[Any] = Registry(

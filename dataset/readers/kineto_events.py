@@ -15,8 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stepsight.dataset.base.bounded import read_unpacked
+from stepsight.dataset.base.caching import without_collection
 from stepsight.dataset.base.errors import TraceError
-from stepsight.dataset.base.uncollected import without_collection
 
 Event = dict[str, Any]
 

@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from stepsight.dataset.base.extras import EXTRAS
+from stepsight.dataset.base.errors import EXTRAS
 from stepsight.dataset.harness.box.namespaces import check_possible
 from stepsight.dataset.harness.plan_error import HarnessError
 from stepsight.dataset.harness.running.launch import busy_note

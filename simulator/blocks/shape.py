@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from stepsight.dataset.base.hashed_once import hashed_once
+from stepsight.dataset.base.caching import hashed_once
 from stepsight.dataset.job.execution import COMPUTE_DTYPE, CORE_DTYPE, KernelSemantics
 from stepsight.dataset.job.specs import QUANTIZED, ModelSpec
 from stepsight.dataset.kinds.op import DTYPE_BYTES, Collective, Op

@@ -13,8 +13,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from stepsight.dataset.base.caching import Memo
-from stepsight.dataset.job.specs import hashed_once
+from stepsight.dataset.base.caching import Memo, hashed_once
 from stepsight.dataset.kinds.op import Collective, Op
 from stepsight.simulator.clock.codes import COMPUTE, HOST, NUM_CLOCKS
 from stepsight.simulator.clock.engine import Floats, add_path, find_ends, longest_paths

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-from stepsight.dataset.base.caching import cached
-from stepsight.dataset.base.hashed_once import hashed_once
+from stepsight.dataset.base.caching import cached, hashed_once
 from stepsight.simulator.blocks.shape import RankShape
 from stepsight.simulator.memory.block import BlockMemory, Gradients, end_memory, layer_memory
 from stepsight.simulator.programs.replicas import Gathering

@@ -6,8 +6,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from stepsight.dataset.base.caching import cached
-from stepsight.dataset.base.hashed_once import HashedTuple
+from stepsight.dataset.base.caching import HashedTuple, cached
 from stepsight.dataset.job.execution import StateSemantics
 from stepsight.dataset.kinds.op import DTYPE_BYTES, Op
 from stepsight.simulator.blocks.shape import Group, RankShape

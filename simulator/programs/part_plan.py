@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from stepsight.dataset.base.caching import cached
-from stepsight.dataset.base.hashed_once import HashedTuple
+from stepsight.dataset.base.caching import HashedTuple, cached
 from stepsight.simulator.clock.codes import DATA, SECOND
 from stepsight.simulator.programs.gathers import Gathers
 from stepsight.simulator.programs.passages import WEIGHT

@@ -12,8 +12,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from stepsight.dataset.base.caching import cached
-from stepsight.dataset.base.hashed_once import hashed_once
+from stepsight.dataset.base.caching import cached, hashed_once
 from stepsight.dataset.graph.program import Program
 from stepsight.dataset.kinds.op import Op
 from stepsight.simulator.blocks.step import Beside, Block, Comm, Item, Join, Lost, Step

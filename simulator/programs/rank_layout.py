@@ -16,9 +16,8 @@ from math import gcd
 import numpy as np
 from numpy.typing import NDArray
 
-from stepsight.dataset.base.caching import cached
+from stepsight.dataset.base.caching import cached, hashed_once
 from stepsight.dataset.job.job import Job
-from stepsight.dataset.job.specs import hashed_once
 from stepsight.simulator.blocks.shape import Group
 
 Strides = tuple[tuple[int, int], ...]  # (stride, size) of each axis of a group, fastest first

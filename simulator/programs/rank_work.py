@@ -8,8 +8,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from stepsight.dataset.base.caching import cached
-from stepsight.dataset.base.hashed_once import HashedTuple, hashed_once
+from stepsight.dataset.base.caching import HashedTuple, cached, hashed_once
 from stepsight.dataset.kinds.op import Collective
 from stepsight.simulator.blocks.shape import Group, RankShape
 from stepsight.simulator.clock.track import FIRST, LAST, Track

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 
-from stepsight.dataset.base.caching import cached
-from stepsight.dataset.base.hashed_once import hashed_once
+from stepsight.dataset.base.caching import cached, hashed_once
 from stepsight.dataset.job.execution import ExecutionSemantics, OverlapSemantics
 from stepsight.dataset.job.specs import ParallelSpec
 from stepsight.dataset.kinds.op import DTYPE_BYTES, Collective

@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from stepsight.dataset.base.caching import cached
-from stepsight.dataset.base.hashed_once import HashedTuple, hashed_once
+from stepsight.dataset.base.caching import HashedTuple, cached, hashed_once
 from stepsight.dataset.job.execution import ExecutionSemantics, KernelSemantics, semantics_of
 from stepsight.dataset.job.job import Job
 from stepsight.dataset.job.specs import ModelSpec

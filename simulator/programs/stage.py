@@ -11,8 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from stepsight.dataset.base.caching import Memo, cached
-from stepsight.dataset.base.hashed_once import hashed_once
+from stepsight.dataset.base.caching import Memo, cached, hashed_once
 from stepsight.dataset.job.execution import KernelSemantics
 from stepsight.simulator.blocks.shape import RankShape
 from stepsight.simulator.programs.buckets import BucketRun, Repeated, send_buckets

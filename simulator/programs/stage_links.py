@@ -7,8 +7,7 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from stepsight.dataset.base.caching import cached
-from stepsight.dataset.base.hashed_once import HashedTuple
+from stepsight.dataset.base.caching import HashedTuple, cached
 from stepsight.dataset.kinds.op import Collective
 from stepsight.simulator.blocks.shape import Group, RankShape
 from stepsight.simulator.clock.track import Track

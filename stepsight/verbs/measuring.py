@@ -8,8 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from stepsight.dataset.base.errors import StepsightError
-from stepsight.dataset.base.extras import need
+from stepsight.dataset.base.errors import StepsightError, need
 from stepsight.verbs.options import Box, Json, answer, load, path, refuse_given
 from stepsight.verbs.script_arguments import WORDS
 from stepsight.verbs.tracing import TRACES, import_traces

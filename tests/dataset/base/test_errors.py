@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from stepsight.dataset.base.errors import StepsightError
-from stepsight.dataset.base.extras import EXTRAS, missing_extra, need
+from stepsight.dataset.base.errors import EXTRAS, StepsightError, missing_extra, need
 
 PROJECT = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())["project"]
 
@@ -34,6 +33,6 @@ def test_a_missing_library_is_one_line() -> None:
 
 
 def test_need(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("stepsight.dataset.base.extras.find_spec", lambda name: None)
+    monkeypatch.setattr("stepsight.dataset.base.errors.find_spec", lambda name: None)
     with pytest.raises(StepsightError, match=r"stepsight\[collect\]"):
         need("torch")
