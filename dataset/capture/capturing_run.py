@@ -23,7 +23,7 @@ from stepsight.dataset.capture.captured import Captured
 from stepsight.dataset.capture.record_graph import CapturedRank, graph_of_record
 from stepsight.dataset.imported.rank_graph import COLLECTIVE
 
-PACKAGE = "stepsight.dataset.harness.capturing"
+MODULE = "stepsight.dataset.harness.capturing.running_script"
 MOST_RANKS = 256  # limit of one capture
 AUTO = "auto"
 STACK, STACK_S = "stack.txt", 5.0  # file to which a process writes its stack on request, and the time limit for that
@@ -150,7 +150,7 @@ class _Runs:
             }  # fmt: skip
             asked_at = Path(folder) / "request.json"
             asked_at.write_text(json.dumps(asked), "utf-8")
-            ended = _ended([sys.executable, "-P", "-m", PACKAGE, str(asked_at)], request, rank, Path(folder))
+            ended = _ended([sys.executable, "-P", "-m", MODULE, str(asked_at)], request, rank, Path(folder))
             if not out.is_file():
                 at = _own_line((Path(folder) / STACK), request.script)
                 raise CaptureError(

@@ -20,7 +20,7 @@ from stepsight.dataset.hardware.fabric import Fabric
 from stepsight.dataset.hardware.physics import alpha_beta_seconds
 from stepsight.dataset.harness.plan_error import HarnessError
 from stepsight.dataset.harness.progress import Progress
-from stepsight.dataset.harness.scripts.script_launch import Ranks, run_ranks
+from stepsight.dataset.harness.scripts.launch import Ranks, run_ranks
 from stepsight.dataset.kinds import COLLECTIVE_KINDS
 from stepsight.dataset.kinds.op import Collective
 from stepsight.experiments.reports.text_table import Number, table

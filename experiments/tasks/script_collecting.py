@@ -13,7 +13,7 @@ from stepsight.dataset.harness.atomic_files import locked
 from stepsight.dataset.harness.plan import SCHEMA, check_plan
 from stepsight.dataset.harness.plan_error import HarnessError
 from stepsight.dataset.harness.progress import Progress
-from stepsight.dataset.harness.scripts.script_launch import Ranks, run_ranks
+from stepsight.dataset.harness.scripts.launch import Ranks, run_ranks
 from stepsight.dataset.imported.import_ranks import Imported, import_ranks
 from stepsight.dataset.imported.imported_run import read_imported, write_imported
 from stepsight.dataset.imported.rank_graph import OPAQUE

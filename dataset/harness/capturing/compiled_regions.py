@@ -18,14 +18,13 @@ from torch.fx import Node
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
+from ..patching import patch
 from ..plan_error import HarnessError
 from ..regions.fused_regions import eager, read_device_graph, read_graph
 from ..regions.nest_work import region_dims
 from ..regions.region_record import Launch, Loop, Region
 from .fake_tensors import BACKWARD, FORWARD, FakeWorld
-from .patching import patch
-from .recorder import OP, storage_of
-from .signatures import COMPOSITE
+from .recorder import COMPOSITE, OP, storage_of
 
 FUSED, KERNEL = "fused_loops", "fused"
 _NO_CALL = ("MultiOutput",)  # parts of what a library returned

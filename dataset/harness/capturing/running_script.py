@@ -2,7 +2,7 @@
 
 A request is a JSON object: ``script``, ``arguments``, ``rank``, ``world_size``, ``local_size``, ``warm_up``,
 ``device`` (``cuda``, or ``cpu``: the host computes) and ``out``, the file to write; for stages of a pipeline
-``boundary`` and ``only_boundary`` (``pipelines``).  What is written is a JSON object: either ``error`` with the
+``boundary`` and ``only_boundary`` (``distributed``).  What is written is a JSON object: either ``error`` with the
 script's line, or the record.
 """
 
@@ -16,25 +16,31 @@ import runpy
 import signal
 import sys
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
 from ..atomic_files import parse_json
 from ..script_lines import own_place
+from . import corrections, distributed, fake_device
+from .fake_tensors import FakeWorld
+from .recorder import Recorder
 
 FORM = 1  # of the record
 
 
-def main(path: str) -> int:
-    """Run what a request says."""
-    request = parse_json(Path(path).read_text("utf-8"))
+def main() -> None:
+    """Run what a request says: ``python -m harness.capturing.running_script request.json``."""
+    request = parse_json(Path(sys.argv[1]).read_text("utf-8"))
     with Path(request["stack"]).open("w") as stack:
         faulthandler.register(signal.SIGUSR1, stack, all_threads=False)  # who has waited too long asks where this is
         faulthandler.enable(stack, all_threads=False)  # where a signal kills it
         _write(request, run(request))
         faulthandler.disable()
         faulthandler.unregister(signal.SIGUSR1)
-    return 0
 
 
 def _write(request: dict[str, Any], record: dict[str, Any]) -> None:
@@ -43,27 +49,19 @@ def _write(request: dict[str, Any], record: dict[str, Any]) -> None:
 
 def run(request: dict[str, Any]) -> dict[str, Any]:
     """Run a script until its step is written down; returns the record, or what went wrong."""
-    from .world import set_environment
-
     script = Path(request["script"])
     on_host = request["device"] == "cpu"
-    set_environment(request["rank"], request["world_size"], request["local_size"])
-    import torch
-
-    from . import composite_ops, fake_cuda, fake_streams, mends, pipelines, world
-    from .fake_tensors import FakeWorld
-    from .recorder import Recorder
-    from .steps import Steps
-
+    distributed.set_environment(request["rank"], request["world_size"], request["local_size"])
     recorder = Recorder()
     fake = FakeWorld(recorder, script)
-    fake_streams.follow_streams(recorder)
+    fake_device.follow_streams(recorder)
     if not on_host:
-        fake_cuda.install(request["local_size"])
-    world.install(request["rank"], request["world_size"], fake.collectives)
-    mends.install(fake, on_host=on_host)
-    composite_ops.install(fake)
-    boundary = pipelines.install(recorder, request.get("boundary"), only_boundary=request.get("only_boundary", False))
+        fake_device.install(request["local_size"])
+    distributed.install_world(request["rank"], request["world_size"], fake.collectives)
+    corrections.install(fake, on_host=on_host)
+    boundary = distributed.install_pipelines(
+        recorder, request.get("boundary"), only_boundary=request.get("only_boundary", False)
+    )
 
     def step_record() -> dict[str, Any]:
         told = {name: request[name] for name in ("rank", "world_size", "device")}
@@ -79,15 +77,15 @@ def run(request: dict[str, Any]) -> dict[str, Any]:
     torch.set_num_threads(1)
     ended: BaseException | None = None
     try:
-        with contextlib.nullcontext() if on_host else fake_cuda.DevicesOnCpu(), fake.fake, fake:
+        with contextlib.nullcontext() if on_host else fake_device.DevicesOnCpu(), fake.fake, fake:
             runpy.run_path(str(script), run_name="__main__")
     except BaseException as error:
         ended = error
     if steps.done:
         return step_record()
-    if isinstance(ended, pipelines.NeedsBoundary):
+    if isinstance(ended, distributed.NeedsBoundary):
         return {"needs_boundary_of": ended.rank}
-    if isinstance(ended, pipelines.FoundBoundary):
+    if isinstance(ended, distributed.FoundBoundary):
         return {"boundary": ended.boundary}
     if ended is None or (isinstance(ended, SystemExit) and not ended.code):
         return {"error": "few steps", "line": "", "steps": steps.seen, "trace": "", "notes": list(recorder.notes)}
@@ -122,3 +120,57 @@ def _failure(error: BaseException, script: Path, steps: int) -> dict[str, Any]:
         "steps": steps,
         "trace": text[-20000:],
     }
+
+
+class Captured(BaseException):
+    """The step that was asked for is over: the script need not go on."""
+
+
+class Steps:
+    """Starts the recording after so many steps, and ends the script a step later.
+
+    Args:
+        world: What records.
+        warm_up: Steps that come before.
+        leave: Ends the process with the step written down, where the script catches ``Captured`` and goes on.
+
+    Attributes:
+        seen: Steps so far.
+        done: Whether the step that was asked for is over.
+    """
+
+    def __init__(self, world: FakeWorld, warm_up: int, leave: Callable[[], None]) -> None:
+        self._world, self._warm_up, self._leave = world, warm_up, leave
+        self._marker: Any = None  # the optimizer whose steps count
+        self._depth = 0
+        self.seen = 0
+        self.done = False
+        register_optimizer_step_pre_hook(self._before)
+        register_optimizer_step_post_hook(self._after)
+
+    def _before(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        self._depth += 1
+        self._world.in_optimizer += 1
+
+    def _after(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        self._depth -= 1
+        self._world.in_optimizer -= 1
+        if self._depth:
+            return  # within the step of another optimizer, as ZeRO's
+        if self._marker is None:
+            self._marker = optimizer
+        if optimizer is not self._marker:
+            return
+        if self.done:
+            self._leave()
+        self.seen += 1
+        if self._world.recorder.active:
+            self.done, self._world.recorder.active = True, False
+            raise Captured
+        if self.seen > self._warm_up - 1:
+            self._world.collectives.start()
+            self._world.recorder.start()
+
+
+if __name__ == "__main__":
+    main()

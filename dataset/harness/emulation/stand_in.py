@@ -26,11 +26,9 @@ from ..models.parallel import end_groups
 from ..plan import world_size
 from ..plan_error import HarnessError
 from ..ranks import STAND_IN
-from .delays import Delays
-from .host_clocks import RealClock
-from .meeting_group import MeetingGroup
-from .spinning import Spinner
-from .stand_in_group import Group, World
+from .clocks import Delays, RealClock
+from .groups import Group, MeetingGroup, World
+from .links import Spinner
 
 SETUP = ("gather", "broadcast")  # what training does before its first step only
 _worlds: list[World] = []  # the one in which we are: torch makes groups and tells them no more than their ranks

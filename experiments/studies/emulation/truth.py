@@ -8,7 +8,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from stepsight.dataset.harness.scripts.script_launch import Ranks, run_ranks
+from stepsight.dataset.harness.scripts.launch import Ranks, run_ranks
 from stepsight.dataset.kinds.op import Collective
 from stepsight.dataset.runs.box_spec import Box
 from stepsight.experiments.tasks.emulating import Emulation, emulate

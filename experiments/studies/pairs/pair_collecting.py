@@ -16,7 +16,7 @@ from typing import Any
 from stepsight.dataset.base.errors import CollectError
 from stepsight.dataset.base.files import write_json
 from stepsight.dataset.harness.plan_error import HarnessError
-from stepsight.dataset.harness.scripts.script_launch import Ranks, run_ranks
+from stepsight.dataset.harness.scripts.launch import Ranks, run_ranks
 from stepsight.experiments.studies.pairs.pair_jobs import JOBS
 from stepsight.experiments.tasks.emulating import telling
 

@@ -10,7 +10,7 @@ import pytest
 from stepsight.dataset.base.errors import CollectError
 from stepsight.dataset.hardware.hardware import find_fabric
 from stepsight.dataset.hardware.physics import alpha_beta_seconds
-from stepsight.dataset.harness.emulation.delays import AskedDelays
+from stepsight.dataset.harness.emulation.clocks import AskedDelays
 from stepsight.dataset.harness.plan_error import HarnessError
 from stepsight.dataset.kinds.op import Collective
 from stepsight.experiments.tasks.emulating import Extra, delays_of, telling

@@ -7,7 +7,7 @@ from typing import Any
 import harness_jobs as jobs
 import pytest
 
-from stepsight.dataset.harness.emulation.delays import Delays
+from stepsight.dataset.harness.emulation.clocks import Delays
 from stepsight.dataset.harness.plan import check_plan, ranks_needed, world_sizes
 from stepsight.dataset.harness.plan_error import HarnessError
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from stepsight.dataset.harness.emulation.host_clocks import HostLine, Stream, VirtualClock, ended
+from stepsight.dataset.harness.emulation.clocks import HostLine, Stream, VirtualClock, ended
 
 HOST = 0.05  # what this test itself may compute
 

@@ -10,9 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from stepsight.dataset.harness.emulation.host_clocks import VirtualClock
-from stepsight.dataset.harness.emulation.meeting_group import MeetingGroup
-from stepsight.dataset.harness.emulation.stand_in_group import World
+from stepsight.dataset.harness.emulation.clocks import VirtualClock
+from stepsight.dataset.harness.emulation.groups import MeetingGroup, World
 from stepsight.dataset.harness.plan_error import HarnessError
 
 RANKS, REAL = [0, 2, 4, 6], [2, 6]  # of the job: places 1 and 3 of the group are real

@@ -2,7 +2,7 @@
 
 import pytest
 
-from stepsight.dataset.harness.emulation.spinning import TELLING_S, Pace
+from stepsight.dataset.harness.emulation.links import TELLING_S, Pace
 
 
 def test_spins_follow_the_clock_that_the_device_has_under_load() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from stepsight.dataset.harness.capturing.signatures import Signatures
+from stepsight.dataset.harness.capturing.recorder import Signatures
 from stepsight.dataset.harness.ops.op_replayed import is_replayed, replayed_call
 from stepsight.dataset.harness.plan_error import HarnessError
 

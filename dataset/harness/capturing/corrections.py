@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable, Iterable
 from multiprocessing.process import BaseProcess
 from typing import Any
 
@@ -12,13 +13,16 @@ import torch.distributed as dist
 import torch.nn.parallel.distributed as ddp
 import torch.nn.utils.clip_grad as clip_grad
 import torch.utils._foreach_utils as foreach_utils
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import _sharding_prop
 from torch.utils.data import DataLoader
 
-from . import fused_kernels, module_moves, shards
-from .fake_tensors import FakeWorld
-from .patching import patch
+from .. import annotate
+from ..patching import patch
+from .distributed import install_shards
+from .fake_tensors import FakeWorld, install_fused_kernels
+from .recorder import COMPOSITE, OP
 
 
 def install(world: FakeWorld, *, on_host: bool = False) -> None:
@@ -28,10 +32,11 @@ def install(world: FakeWorld, *, on_host: bool = False) -> None:
         world: What records.
         on_host: Whether the script finds no GPU: then the CPU's own kernels are what runs.
     """
-    module_moves.install()
-    shards.install()
+    patch(nn.Module, _apply=_apply)
+    install_shards()
+    _composite_ops(world)
     if not on_host:
-        fused_kernels.install()
+        install_fused_kernels()
         _foreach_on_cpu()
     _data_loaders()
     _ddp(world)
@@ -172,3 +177,65 @@ def _autocast_on_cpu(autocast: Any) -> Any:
             super().__init__("cpu" if device_type == "cuda" else device_type, *args, **kwargs)
 
     return autocast_on_cpu
+
+
+_NEW = "_captured_as"  # attribute of a replaced parameter: its replacement, for modules that share it
+
+
+def _apply(self: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+    if recurse:
+        for child in self.children():
+            child._apply(fn)
+    for name, parameter in self._parameters.items():
+        if parameter is not None:
+            self._parameters[name] = _applied(parameter, fn)
+    for name, buffer in self._buffers.items():
+        if buffer is not None:
+            self._buffers[name] = fn(buffer)
+    return self
+
+
+def _applied(parameter: Any, fn: Callable[[Tensor], Tensor]) -> Any:
+    known = getattr(parameter, _NEW, None)
+    if known is not None:
+        return known
+    with torch.no_grad():
+        applied = fn(parameter)
+    if applied is parameter:
+        return parameter
+    if isinstance(parameter, FakeTensor) and isinstance(applied, FakeTensor) and parameter.device == applied.device:
+        parameter.data = applied
+        return parameter
+    replaced = nn.Parameter(applied, parameter.requires_grad)
+    setattr(parameter, _NEW, replaced)
+    return replaced
+
+
+class _Composite:
+    """Everything inside is one op; collectives inside are separate nodes."""
+
+    def __init__(self, world: FakeWorld, signature: tuple[Any, ...]) -> None:
+        self._world, self._signature = world, signature
+
+    def __enter__(self) -> None:
+        self._outer, self._world.composite = self._world.composite, ([], [], [])
+
+    def __exit__(self, *error: Any) -> None:
+        reads, writes, scopes = self._world.composite or ([], [], [])
+        self._world.composite = self._outer
+        if self._outer is not None:
+            for mine, theirs in zip(self._outer, (reads, writes, scopes), strict=True):
+                mine.extend(theirs)
+        elif writes:
+            recorder = self._world.recorder
+            work = recorder.work(self._signature)
+            recorder.add((OP, work, -1, self._signature[1]), reads, writes, scopes[0])
+
+
+def _composite_ops(world: FakeWorld) -> None:
+    """Make annotations of the harness record composite ops."""
+
+    def op(kind: str, dims: Iterable[int], dtype: torch.dtype) -> _Composite:
+        return _Composite(world, (COMPOSITE, kind, tuple(dims), annotate.DTYPE_NAMES[dtype]))
+
+    patch(annotate, op=op)

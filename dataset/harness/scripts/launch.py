@@ -88,7 +88,7 @@ def run_ranks(
     """Run a script on all ranks until its measured steps are done.
 
     Args:
-        settings: Of ``script_worker``, without ``out``.
+        settings: Of ``worker``, without ``out``.
         folder: An existing folder, where ranks write what they measure.
         log: Where their output goes.
         ranks: The processes.
@@ -103,8 +103,7 @@ def run_ranks(
     boxed = {"box": dict(ranks.box)} if ranks.box is not None else {}
     write_json(folder / SETTINGS, {**settings, **boxed, "out": str(folder.resolve())})
     package = (__package__ or "harness.scripts").rpartition(".")[0]
-    module = f"{package}.scripts.script_box_worker" if boxed else f"{package}.scripts.script_worker"
-    command = [sys.executable, "-P", "-m", module, str((folder / SETTINGS).resolve())]
+    command = [sys.executable, "-P", "-m", f"{package}.scripts.worker", str((folder / SETTINGS).resolve())]
     environment = {**os.environ, **WORKER_ENVIRONMENT}
     parents = [str(Path(__file__).resolve().parents[2])] if "." not in package else []
     if parents:

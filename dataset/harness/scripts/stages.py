@@ -16,8 +16,8 @@ from .. import annotate, cores
 from ..atomic_files import write_json
 from ..measuring.measure import StepClock, StepTracer
 from ..ranks import barrier
-from .emulated_world import EmulatedWorld
 from .step_marks import StepMarks
+from .world import EmulatedWorld
 
 RESULT = "script_rank{}.json"  # file that one rank writes when it has finished
 

@@ -10,9 +10,9 @@ import pytest
 torch = pytest.importorskip("torch")
 import torch.nn.functional as F  # noqa: E402
 
-from stepsight.dataset.harness.capturing.even_spread import selects_unknown  # noqa: E402
 from stepsight.dataset.harness.capturing.fake_tensors import FakeWorld  # noqa: E402
 from stepsight.dataset.harness.capturing.recorder import Recorder  # noqa: E402
+from stepsight.dataset.harness.capturing.value_estimates import selects_unknown  # noqa: E402
 
 ROWS, EXPERTS, TOP = 96, 16, 2
 EACH = ROWS * TOP // EXPERTS

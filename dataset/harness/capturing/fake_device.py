@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from . import fake_streams, fused_kernels
-from .fake_tensors import cpu_of
-from .patching import patch
+from ..patching import patch
+from .fake_tensors import attention, cpu_of, dropout, rms_norm
+from .recorder import COMPUTE, Recorder
 
 MEMORY_BYTES = 80 * 10**9
 ATTENTION = torch.nn.functional.scaled_dot_product_attention  # context parallelism puts another in its place
@@ -38,11 +38,11 @@ class DevicesOnCpu(TorchFunctionMode):
         elif func is Tensor.pin_memory:
             return args[0]
         elif func in (torch.rms_norm, torch.nn.functional.rms_norm):
-            return fused_kernels.rms_norm(*args, **kwargs)
+            return rms_norm(*args, **kwargs)
         elif func is torch.nn.functional.dropout:
-            return fused_kernels.dropout(*args, **kwargs)
+            return dropout(*args, **kwargs)
         elif func is ATTENTION:
-            return fused_kernels.attention(func, args, kwargs)
+            return attention(func, args, kwargs)
         elif func is torch.device and args and isinstance(args[0], int):
             return torch.device("cpu")
         device = kwargs.get("device")
@@ -92,13 +92,13 @@ def install(local_size: int) -> None:
     patch(torch.cuda, get_rng_state_all=lambda: [torch.get_rng_state()])
     patch(torch.version, cuda="12.8")
     followed = {
-        "Stream": fake_streams.Stream, "Event": fake_streams.Event, "stream": fake_streams.StreamContext,
-        "StreamContext": fake_streams.StreamContext, "current_stream": fake_streams.current_stream,
-        "default_stream": fake_streams.default_stream, "synchronize": fake_streams.synchronize,
+        "Stream": Stream, "Event": Event, "stream": StreamContext,
+        "StreamContext": StreamContext, "current_stream": current_stream,
+        "default_stream": default_stream, "synchronize": synchronize,
     }  # fmt: skip
     patch(torch.cuda, **followed)
     patch(torch.cpu, **{name: _other(value) for name, value in followed.items()})
-    patch(torch, Stream=fake_streams.Stream, Event=fake_streams.Event)
+    patch(torch, Stream=Stream, Event=Event)
     patch(torch._C, _get_accelerator=lambda *args: torch.device("cuda", local_rank))
     others = {name: _other(followed[name]) for name in ("current_stream", "synchronize")}
     patch(torch.accelerator, **others)
@@ -135,3 +135,104 @@ def _always(value: Any) -> Any:
         return value
 
     return answer
+
+
+_worlds: list[Recorder] = []  # the recorder of this process
+
+
+def follow_streams(recorder: Recorder) -> None:
+    """Connect streams and events to a recorder."""
+    _worlds[:] = [recorder]
+
+
+class Stream:
+    """Replaces ``torch.cuda.Stream``."""
+
+    def __init__(self, device: Any = None, priority: int = 0, *, name: str = "", **more: Any) -> None:
+        self.name = name or _worlds[0].new_stream()
+        self.priority, self.device, self.cuda_stream, self.stream_id = priority, device, id(self), id(self)
+        self._outer: list[str] = []
+
+    def wait_stream(self, other: Stream) -> None:
+        self.wait_event(other.record_event())
+
+    def wait_event(self, event: Event) -> None:
+        if event.mark is not None:
+            _worlds[0].wait(self.name, event.mark)
+
+    def record_event(self, event: Event | None = None) -> Event:
+        event = event if event is not None else Event()
+        event.record(self)
+        return event
+
+    def synchronize(self) -> None:
+        _worlds[0].wait_on_host(self.name, "stream synchronize", 0)
+
+    def query(self) -> bool:
+        return True
+
+    def __enter__(self) -> Stream:
+        self._outer.append(_worlds[0].stream)
+        _worlds[0].stream = self.name
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        _worlds[0].stream = self._outer.pop()
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Stream) and other.name == self.name
+
+    def __hash__(self) -> int:
+        return hash(self.name)
+
+
+class Event:
+    """Replaces ``torch.cuda.Event``."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.mark: Any = None
+
+    def record(self, stream: Stream | None = None) -> Event:
+        self.mark = _worlds[0].mark(stream.name if stream is not None else _worlds[0].stream)
+        return self
+
+    def wait(self, stream: Stream | None = None) -> None:
+        (stream or current_stream()).wait_event(self)
+
+    def synchronize(self) -> None:
+        _worlds[0].wait_on_host(_worlds[0].stream, "event synchronize", 0)
+
+    def query(self) -> bool:
+        return True
+
+    def elapsed_time(self, other: Event) -> float:
+        return 1.0
+
+
+class StreamContext:
+    """Replaces ``torch.cuda.StreamContext`` and ``torch.cuda.stream``; None changes nothing."""
+
+    def __init__(self, stream: Stream | None) -> None:
+        self._stream = stream
+
+    def __enter__(self) -> Any:
+        return None if self._stream is None else self._stream.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        if self._stream is not None:
+            self._stream.__exit__()
+
+
+def current_stream(device: Any = None) -> Stream:
+    """The current stream."""
+    return Stream(name=_worlds[0].stream)
+
+
+def default_stream(device: Any = None) -> Stream:
+    """The stream on which a script computes by default."""
+    return Stream(name=COMPUTE)
+
+
+def synchronize(device: Any = None) -> None:
+    """Make the host wait for all streams."""
+    _worlds[0].wait_on_host(None, "synchronize", 0)

@@ -1,4 +1,4 @@
-"""Run one rank of a user's script: ``python -m harness.scripts.script_worker settings.json``.
+"""Run one rank of a user's script, or all ranks of a box: ``python -m harness.scripts.worker settings.json``.
 
 The script runs unmodified, as ``python train.py`` runs it, and the process ends with its last measured step.  What it
 prints goes to standard output; lines that begin with ``PROGRESS`` are this module's.
@@ -18,20 +18,25 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from .. import cores
+from ..box.namespaces import die_with, run_box
 from ..plan_error import HarnessError
 from ..running.worker import PROGRESS
-from ..script_lines import line_of, line_of_thread
-from .script_errors import print_own_traceback, told
+from ..script_lines import line_of, line_of_thread, print_own_traceback, told
 from .step_marks import listening, watch_optimizers, watch_profilers
 
 _OTHERS_TELL_S = 0.5  # seconds in which other late ranks also report their lines
 
 
 def main() -> None:
-    """Entry of one rank, whose number comes from the environment."""
+    """Run the rank that the environment names, or build the box of the settings and run its ranks."""
     settings = json.loads(Path(sys.argv[1]).read_text("utf-8"))
-    _watch_launcher()
-    run_rank(settings)
+    if "box" not in settings:
+        _watch_launcher()
+        run_rank(settings)
+    die_with(os.getppid())
+    from . import stages, world  # noqa: F401  torch takes seconds to import: the ranks share it
+
+    sys.exit(run_box(settings["box"], lambda: run_rank(settings)))
 
 
 def run_rank(settings: dict[str, Any]) -> NoReturn:
@@ -44,9 +49,8 @@ def run_rank(settings: dict[str, Any]) -> NoReturn:
     from .. import annotate
     from ..measuring.measure import Profiler
     from . import compiled_calls
-    from .emulated_world import EmulatedWorld, meet_nobody
-    from .script_meeting import meet_through_file
-    from .script_stages import Stages
+    from .stages import Stages
+    from .world import EmulatedWorld, meet_nobody, meet_through_file
 
     torch.set_num_threads(1)
     if "emulate" in settings:

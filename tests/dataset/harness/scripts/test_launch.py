@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from stepsight.dataset.harness.plan_error import HarnessError
-from stepsight.dataset.harness.scripts.script_launch import Ranks, run_ranks
+from stepsight.dataset.harness.scripts.launch import Ranks, run_ranks
 
 TRAIN = """
 import os, sys, torch
@@ -77,7 +77,7 @@ def test_nothing_runs_on_when_the_launcher_ends(tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     code = (
         "import sys; from pathlib import Path\n"
-        "from stepsight.dataset.harness.scripts.script_launch import Ranks, run_ranks\n"
+        "from stepsight.dataset.harness.scripts.launch import Ranks, run_ranks\n"
         f"run_ranks({settings(script)!r}, Path('out'), Path('log'), Ranks.as_python(), print)"
     )
     launcher = subprocess.Popen([sys.executable, "-c", code], cwd=tmp_path, stderr=subprocess.DEVNULL)

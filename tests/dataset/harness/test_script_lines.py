@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from stepsight.dataset.harness.script_lines import line_of_thread
-from stepsight.dataset.harness.scripts.script_errors import told
+from stepsight.dataset.harness.script_lines import line_of_thread, told
 
 
 def _error(path: Path, text: str) -> BaseException:
