@@ -59,8 +59,8 @@ PLANTED = {
     ),
     "a study": (
         "experiments/questions/describe.py",
-        "def f():\n    from stepsight.experiments.studies import dilated",
-        "stepsight.experiments.questions.describe -> stepsight.experiments.studies.dilated",
+        "def f():\n    from stepsight.experiments.studies import bench",
+        "stepsight.experiments.questions.describe -> stepsight.experiments.studies.bench",
     ),
     "a run folder": (
         "training/fit.py",

@@ -214,17 +214,6 @@ def test_a_box_listens_in_its_own_networks(tmp_path: Path, second_address: str) 
     assert all(str(listener.address).startswith(f"{SUBNET}.") for listener in seen)
 
 
-def test_a_dilated_pipeline_listens_on_loopback(tmp_path: Path, second_address: str) -> None:
-    case = {"name": "a", "schedule": "1f1b", "virtual_stages": 1, "micro_batches": 200, "forward_s": 0.05}
-    case |= {"input_s": 0.05, "weight_s": 0.05, "pace": [1.0, 1.0]}
-    (tmp_path / "plan.json").write_text(json.dumps({"ranks": 2, "repeats": 1, "out": str(tmp_path), "cases": [case]}))
-    module = "stepsight.dataset.harness.box.dilated_pipeline"
-    command = [sys.executable, "-m", module, str(tmp_path / "plan.json")]
-    seen = watch(command, second_address, enough=lambda seen: len(seen) >= 2)
-    check(seen)
-    assert seen
-
-
 def test_a_search_listens_nowhere(tmp_path: Path, second_address: str) -> None:
     command = [sys.executable, "-m", "stepsight", "search", str(REPOSITORY / "examples" / "gpt3-175b-1024.toml")]
     command += ["--trials", "30", "--storage", f"sqlite:///{tmp_path}/study.db", "--study", "s"]

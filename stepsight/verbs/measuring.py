@@ -201,7 +201,6 @@ EXPERIMENTS = {  # by name: the module of ``experiments/studies`` (not in the wh
     "capture": ("capture_agreement", "programs lowered from jobs against programs captured from scripts"),
     "collectives": ("collective_accuracy", "collectives between nodes, with sites held out"),
     "context": ("context", "the context network against simpler models, task by task"),
-    "dilated": ("dilated", "predicted pipelines against real pipelines whose stages sleep"),
     "emulate": ("emulation", "emulated ranks against closed forms and real ranks"),
     "kernels": ("kernel_accuracy", "kernels of public tables, with shapes held out"),
     "memory": ("memory_accuracy", "predicted memory against PyTorch's tracker"),
@@ -225,7 +224,7 @@ def experiment_command(
 
     Example:
 
-        stepsight experiment dilated --only "1f1b*"
+        stepsight experiment capture --only "*fsdp*"
     """
     from importlib import import_module
 

@@ -91,7 +91,7 @@ def test_without_a_checkout_an_experiment_says_where_it_runs(
     for loaded in [name for name in sys.modules if name.startswith(studies)]:
         monkeypatch.delitem(sys.modules, loaded)
     monkeypatch.setattr(sys, "meta_path", [Absent, *sys.meta_path])
-    for name, says in (("dilated", "experiments run from a checkout of stepsight"), ("x", "experiment must be one of")):
+    for name, says in (("memory", "experiments run from a checkout of stepsight"), ("x", "experiment must be one of")):
         monkeypatch.setattr(sys, "argv", ["stepsight", "experiment", name, "--help"])
         with pytest.raises(SystemExit) as ended:
             main()
