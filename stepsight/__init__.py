@@ -42,10 +42,8 @@ if TYPE_CHECKING:
     from stepsight.experiments.evaluation.calibrate_runs import CalibrationReport, calibrate
     from stepsight.experiments.evaluation.evaluate import Evaluation, evaluate
     from stepsight.experiments.search.choices import Choice, SearchResult
-    from stepsight.experiments.search.objectives import Goal
-    from stepsight.experiments.search.scenarios import Scenarios
     from stepsight.experiments.search.search import search
-    from stepsight.experiments.search.settings import SearchSettings
+    from stepsight.experiments.search.settings import Goal, Scenarios, SearchSettings
     from stepsight.experiments.search.space import Space
     from stepsight.training.fit import train
     from stepsight.training.predictor.ask_many import predict_many
@@ -115,10 +113,8 @@ _MODULES = {
     "experiments.evaluation.calibrate_runs": ("CalibrationReport", "calibrate"),
     "experiments.evaluation.evaluate": ("Evaluation", "evaluate"),
     "experiments.search.choices": ("Choice", "SearchResult"),
-    "experiments.search.objectives": ("Goal",),
-    "experiments.search.scenarios": ("Scenarios",),
     "experiments.search.search": ("search",),
-    "experiments.search.settings": ("SearchSettings",),
+    "experiments.search.settings": ("Goal", "Scenarios", "SearchSettings"),
     "experiments.search.space": ("Space",),
     "training.fit": ("train",),
     "training.predictor.ask_many": ("predict_many",),

@@ -6,6 +6,6 @@ best strategy by itself.
 
 from __future__ import annotations
 
-from stepsight.experiments.search.own_study import LegalStrategies
+from stepsight.experiments.search.study import LegalStrategies
 
 __all__ = ["LegalStrategies"]

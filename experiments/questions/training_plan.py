@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from stepsight.dataset.base.errors import StepsightError
 
 if TYPE_CHECKING:
-    from stepsight.experiments.search.objectives import Goal
+    from stepsight.experiments.search.settings import Goal
     from stepsight.training.predictor.prediction import Prediction
 
 HOUR_S, DAY_S = 3600.0, 86400.0

@@ -16,10 +16,10 @@ from numpy.typing import NDArray
 
 from stepsight.dataset.hardware.hardware import Hardware
 from stepsight.dataset.job.execution import semantics_of
-from stepsight.experiments.search.grid import Grid
 from stepsight.experiments.search.mixed_bounds import best_devices
 from stepsight.experiments.search.schedule_bounds import in_flight, is_split, placement_of, stage_sums, stage_times
 from stepsight.experiments.search.shape_table import ShapeTable
+from stepsight.experiments.search.strategies import Grid
 from stepsight.experiments.search.traffic_bounds import Collectives, Sharing, Traffic, traffic
 from stepsight.simulator.clock.engine import Floats
 from stepsight.simulator.durations.segment_timing import Timer

@@ -7,10 +7,11 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from stepsight.dataset.base.errors import JobError
 from stepsight.dataset.job.job import Job
-from stepsight.experiments.search.objectives import Goal
-from stepsight.experiments.search.record import Seconds
+from stepsight.experiments.search.settings import Goal, Seconds
 from stepsight.simulator.memory import Memory
 from stepsight.training.predictor.prediction import Prediction
 
@@ -215,8 +216,6 @@ class SearchResult:
     @cached_property
     def front(self) -> list[dict[str, Any]]:
         """Strategies that no other one beats in all of the goal's objectives; rows as those of ``to_frame``."""
-        from stepsight.experiments.search.front import pareto_front
-
         return pareto_front([self._row(choice) for choice in self.choices if choice.fits])
 
     def _row(self, choice: Choice) -> dict[str, Any]:
@@ -284,3 +283,31 @@ class SearchResult:
                    "low_s", "high_s", "memory_bytes", "fits"]  # fmt: skip
         head = f"{self.evaluated} of {self.legal} strategies evaluated: {self.proof}"
         return f"<p>{head}</p>{self.to_frame()[columns].head(10).to_html(index=False)}" if self.choices else head
+
+
+def pareto_front(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Find the rows that no other row dominates in time and cost.
+
+    The time is that of training, the cost what it costs; where a price is not known, the number of devices.
+
+    Args:
+        rows: With the keys of ``Goal.objectives``.
+
+    Returns:
+        Rows of the front, the shortest time first; of equal ones the first.
+    """
+    if not rows:
+        return []
+    second = cost_axis(rows)
+    points = np.array([(row["training_time_s"], row[second]) for row in rows], dtype=np.float64)
+    front, least = [], np.inf
+    for at in np.lexsort((points[:, 1], points[:, 0])).tolist():
+        if points[at, 1] < least:
+            front.append(rows[at])
+            least = points[at, 1]
+    return front
+
+
+def cost_axis(rows: Sequence[dict[str, Any]]) -> str:
+    """The second axis of the front: ``cost``, or ``devices`` if a price is not known."""
+    return "cost" if all(row["cost"] is not None for row in rows) else "devices"

@@ -5,28 +5,27 @@ from __future__ import annotations
 import bisect
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import numpy as np
+from numpy.typing import NDArray
 
 from stepsight.dataset.base.errors import StepsightError
 from stepsight.dataset.base.files import digest
 from stepsight.dataset.job.job import Job
 from stepsight.experiments.search.bounds import Bounds, grid_bounds
 from stepsight.experiments.search.choices import Choice, SearchResult
-from stepsight.experiments.search.choosers import BestFirst, InOrder, Tpe
 from stepsight.experiments.search.expert_loads import ExpertLoads
-from stepsight.experiments.search.grid import Grid
 from stepsight.experiments.search.mapped import MapFn, ask_mapped
-from stepsight.experiments.search.objectives import REGRET, Goal
-from stepsight.experiments.search.record import Choose, Found, Memory, Record, Seconds
 from stepsight.experiments.search.risk import MOST_RIVALS, by_expected_regret, find_rivals
-from stepsight.experiments.search.settings import SearchSettings
+from stepsight.experiments.search.settings import REGRET, Goal, SearchSettings, Seconds
 from stepsight.experiments.search.space import Space
-from stepsight.experiments.search.strategies import VARIED
+from stepsight.experiments.search.strategies import VARIED, Grid
+from stepsight.experiments.search.study import Evaluations, Found, StoredEvaluations
 from stepsight.simulator.memory import estimate_memory
 from stepsight.training.predictor.ask_many import ask_many
 from stepsight.training.predictor.prediction import Prediction, predict
@@ -37,12 +36,14 @@ if TYPE_CHECKING:
 TRIALS = 200  # of samplers, which would never stop
 FEWEST, MOST = 32, 1024  # strategies predicted together: with more, some predictions are unnecessary
 FEWEST_MAPPED, MOST_MAPPED = 512, 16384  # the same if other processes predict them
+Ints = NDArray[np.int64]
 OnTrial = Callable[[int, float | None], None]
+Choose = Callable[[int], Sequence[int]]  # chooses at most this many of the remaining strategies
 
 
 @dataclass(frozen=True, kw_only=True)
-class Manner(SearchSettings):
-    """Everything that a search is told; attributes as the arguments of ``search``.
+class SearchRequest:
+    """What ``search`` is asked beside the job; attributes as its arguments.
 
     Raises:
         StepsightError: If a value is not allowed.
@@ -50,64 +51,50 @@ class Manner(SearchSettings):
 
     space: Space = field(default_factory=Space)
     goal: Goal = field(default_factory=Goal)
+    settings: SearchSettings = field(default_factory=SearchSettings)
+    expert_loads: ExpertLoads | None = None
     on_trial: OnTrial | None = None
     map_fn: MapFn | None = None
-    expert_loads: ExpertLoads | None = None
-
-    @property
-    def sought(self) -> int:
-        """Number of best strategies to find and prove: ``top``, or all whose regrets are compared."""
-        return max(self.top, 1 + MOST_RIVALS) if self.goal.robust == REGRET else self.top
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         if not isinstance(self.goal, Goal):
             raise StepsightError(f"goal must be a Goal, for example Goal(objective='cost'), got {self.goal!r:.80}")
         if self.map_fn is not None and not callable(self.map_fn):
             raise StepsightError(f"map_fn must be a function such as Executor.map, got {self.map_fn!r:.80}")
 
 
-def search_job(job: Job, predictor: Predictor | str | None, manner: Manner) -> SearchResult:
+def search_job(job: Job, predictor: Predictor | str | None, request: SearchRequest) -> SearchResult:
     """Search the strategies of one job on one cluster.
 
     Raises:
         JobError: If the job cannot be predicted, or no legal strategy exists.
         StepsightError: If the stored study answers another question.
     """
-    loads = manner.expert_loads
+    loads = request.expert_loads
     if loads is not None:
         loads.check(job)
         job = loads.apply(job)
     given = predict(job, predictor)  # an invalid job is an error before a study begins
-    manner.goal.scale(job)
-    grid = Grid(job, manner.space, loads)
-    engine = _Engine(grid, given, predictor, manner)
-    with closing(_record(grid, _question(job, given.source, grid.space, loads), manner)) as record:
-        choose = engine.chooser(record)
-        by_chance = manner.sampler in ("tpe", "random")
-        total = min(len(grid), manner.trials or (TRIALS if by_chance else len(grid)))
-        until = math.inf if manner.timeout_s is None else time.monotonic() + manner.timeout_s
-        most, limit = (FEWEST, MOST) if manner.map_fn is None else (FEWEST_MAPPED, MOST_MAPPED)
-        most = 1 if manner.sampler == "tpe" else most
-        while time.monotonic() < until and (claimed := record.claim(total, choose, most)):
-            engine.evaluate(claimed, record)
-            most = min(2 * most, limit) if most > 1 else 1
-        return engine.result(record.done)
+    request.goal.scale(job)
+    grid = Grid(job, request.space, loads)
+    question = question_of(job, given.source, grid.space, loads)
+    with closing(_evaluations(grid, question, request.settings)) as evaluations:
+        search = _JobSearch(grid, given, predictor, request, evaluations)
+        search.run()
+        return replace(search.result(), expert_loads=loads)
 
 
-def _record(grid: Grid, question: str, manner: Manner) -> Record:
-    """The record of a search's evaluations: Optuna is used only if a storage or sampler needs it."""
-    if manner.storage is None and manner.sampler != "tpe":
-        return Memory(grid)
+def _evaluations(grid: Grid, question: str, settings: SearchSettings) -> Evaluations:
+    """The evaluations of a search: Optuna is used only if a storage or sampler needs it."""
+    if settings.storage is None and settings.sampler != "tpe":
+        return Evaluations(grid)
     import optuna
 
-    from stepsight.experiments.search.shared_study import SharedStudy
-
     optuna.logging.set_verbosity(optuna.logging.WARNING)
-    return SharedStudy(manner.storage, manner.study_name, question, grid)
+    return StoredEvaluations(settings.storage, settings.study_name, question, grid)
 
 
-def _question(job: Job, source: str, space: Space, loads: ExpertLoads | None = None) -> str:
+def question_of(job: Job, source: str, space: Space, loads: ExpertLoads | None = None) -> str:
     """Identity of a study's question: its trials are valid for no other."""
     batch, parallel = replace(job.batch, micro_batch=1), {**asdict(job.parallel), **dict.fromkeys(VARIED)}
     more = () if loads is None else (repr(loads),)
@@ -116,80 +103,138 @@ def _question(job: Job, source: str, space: Space, loads: ExpertLoads | None = N
     )
 
 
-class _Engine:
-    """Predicts the strategies of a grid, and tracks what this process has predicted."""
+class _JobSearch:
+    """Chooses and predicts strategies of a grid, and proves how good the best one is."""
 
-    def __init__(self, grid: Grid, given: Prediction, predictor: Predictor | str | None, manner: Manner) -> None:
+    def __init__(
+        self,
+        grid: Grid,
+        given: Prediction,
+        predictor: Predictor | str | None,
+        request: SearchRequest,
+        evaluations: Evaluations,
+    ) -> None:
+        settings, goal = request.settings, request.goal
         self._ask_one = lambda job: predict(job, predictor)
-        self.own = Choice.of(given, self._ask_one)
-        self.first = grid.find(given.job)  # index of the job's own strategy; None if it is not in the space
-        self._grid, self._predictor, self._goal, self._manner = grid, predictor, manner.goal, manner
-        self._given = given
-        self._shortest = [manner.goal.judged(self.own.timed)] if self.own.fits else []  # of the best strategies
-        self._known: dict[int, Choice] = {} if self.first is None else {self.first: self.own}
-        self._bounds: Bounds | None = None
-        self._seen = 0  # strategies of the record that are in ``_shortest``
+        self._own = Choice.of(given, self._ask_one)
+        self._first = grid.find(given.job)  # index of the job's own strategy; None if it is not in the space
+        self._grid, self._given, self._predictor = grid, given, predictor
+        self._request, self._settings, self._goal = request, settings, goal
+        self._evaluations, self._done = evaluations, evaluations.done
+        self._wanted = max(settings.top, 1 + MOST_RIVALS) if goal.robust == REGRET else settings.top
+        self._shortest = [goal.judged(self._own.timed)] if self._own.fits else []  # of the ``_wanted`` best strategies
+        self._known: dict[int, Choice] = {} if self._first is None else {self._first: self._own}
+        self._seen = 0  # strategies of ``_done`` that are in ``_shortest``
 
-    def chooser(self, record: Record) -> Choose:
-        """The next strategies to predict."""
-        sampler, seed = self._manner.sampler, self._manner.seed
-        if sampler == "auto":
-            return BestFirst(self._grid, self.bounds, self.first, lambda: self._to_beat(record.done))
-        if sampler == "tpe":
-            from stepsight.experiments.search.shared_study import SharedStudy
+    def run(self) -> None:
+        """Predict strategies until none is worth it, or a limit is reached."""
+        settings, evaluations = self._settings, self._evaluations
+        choose = {"auto": self._by_bounds, "tpe": self._by_tpe}.get(settings.sampler, self._in_order)()
+        unlimited = len(self._grid) if settings.sampler in ("auto", "enumerate") else TRIALS
+        total = min(len(self._grid), settings.trials or unlimited)
+        until = math.inf if settings.timeout_s is None else time.monotonic() + settings.timeout_s
+        most, limit = (FEWEST, MOST) if self._request.map_fn is None else (FEWEST_MAPPED, MOST_MAPPED)
+        most, limit = (1, 1) if settings.sampler == "tpe" else (most, limit)
+        while time.monotonic() < until:
+            evaluations.read()
+            room = min(most, total - len(self._done))
+            chosen = list(choose(room)) if room > 0 else []
+            if not chosen:
+                return
+            self._evaluate(chosen)
+            most = min(2 * most, limit)
 
-            assert isinstance(record, SharedStudy)
-            self._grid.shuffle(seed)
-            return Tpe(self._grid, record, seed, self.first)
-        order = np.arange(len(self._grid))
-        shuffled = np.random.default_rng(seed).permutation(len(self._grid)) if sampler == "random" else order
-        return InOrder(self._grid, shuffled, self.first)
+    def _by_bounds(self) -> Choose:
+        """The strategies with the least bounds, until no bound is below the best time."""
+        bounds, left = self._bounds, self._grid.left
+        may = np.flatnonzero(bounds.may_fit)
+        order: Ints = may[np.argsort(bounds.seconds[may], kind="stable")]
+        random = np.random.default_rng()
 
-    def _to_beat(self, done: dict[int, Seconds | None]) -> float:
+        def choose(count: int) -> Sequence[int]:
+            if own := self._own_first():
+                return own
+            ahead = order[: int(np.searchsorted(bounds.seconds[order], self._to_beat()))]
+            ahead = ahead[left[ahead]]
+            # Processes that share a study would all evaluate the same strategies if each took the first.
+            start = int(random.integers(max(1, len(ahead) - count + 1))) if self._evaluations.shared else 0
+            return list(map(int, ahead[start : start + count]))
+
+        return choose
+
+    def _in_order(self) -> Choose:
+        """All strategies in their order, or in a random one."""
+        order: Ints = np.arange(len(self._grid))
+        if self._settings.sampler == "random":
+            order = np.random.default_rng(self._settings.seed).permutation(len(self._grid))
+        if self._first is not None:
+            order = np.concatenate([[self._first], order[order != self._first]])
+        return lambda count: list(map(int, order[self._grid.left[order]][:count]))
+
+    def _by_tpe(self) -> Choose:
+        """The choice of Optuna's TPE sampler, or the nearest remaining one if that was evaluated."""
+        import optuna
+
+        grid, evaluations, seed = self._grid, self._evaluations, self._settings.seed
+        assert isinstance(evaluations, StoredEvaluations)
+        turn = np.random.default_rng(seed).permutation(len(grid))
+        sampler = optuna.samplers.TPESampler(seed=seed + len(self._done))  # a continued study repeats no choices
+        study, known = optuna.create_study(sampler=sampler), 0
+
+        def choose(count: int) -> Sequence[int]:
+            nonlocal known
+            if own := self._own_first():
+                return own
+            study.add_trials(evaluations.trials[known:])
+            known = len(evaluations.trials)
+            trial = study.ask()
+            index = grid.suggest(trial)
+            study.tell(trial, state=optuna.trial.TrialState.FAIL)  # samplers learn nothing from these
+            return [index if grid.left[index] else grid.nearest(index, turn)]
+
+        return choose
+
+    def _own_first(self) -> list[int]:
+        """The job's own strategy until it is evaluated: it is tried before all others."""
+        return [self._first] if self._first is not None and self._grid.left[self._first] else []
+
+    def _to_beat(self) -> float:
         """The value that a bound must be below to be worth predicting."""
-        self._learn(done)
-        known, wanted = self._shortest, self._manner.sought
-        return known[wanted - 1] / (1.0 + self._manner.gap / 100.0) if len(known) >= wanted else math.inf
+        self._learn()
+        known, wanted = self._shortest, self._wanted
+        return known[wanted - 1] / (1.0 + self._settings.gap / 100.0) if len(known) >= wanted else math.inf
 
-    @property
-    def bounds(self) -> Bounds:
+    @cached_property
+    def _bounds(self) -> Bounds:
         """Lower bounds of all strategies."""
-        if self._bounds is None:
-            given = self._given
-            timer, hardware = given.simulation.timer, given.simulation.hardware
-            self._bounds = grid_bounds(self._grid, timer, hardware, given.predictor)
-        return self._bounds
+        simulation = self._given.simulation
+        return grid_bounds(self._grid, simulation.timer, simulation.hardware, self._given.predictor)
 
-    def shortest(self, done: dict[int, Seconds | None]) -> float:
+    def _best_s(self) -> float:
         """Smallest relevant seconds of all strategies that fit."""
-        self._learn(done)
+        self._learn()
         return self._shortest[0] if self._shortest else math.inf
 
-    def _learn(self, done: dict[int, Seconds | None]) -> None:
-        """Add the new times of a record."""
-        for index, seconds in list(done.items())[self._seen :]:
-            if seconds is not None and (index != self.first or not self.own.fits):
+    def _learn(self) -> None:
+        """Add the new times."""
+        for index, seconds in list(self._done.items())[self._seen :]:
+            if seconds is not None and (index != self._first or not self._own.fits):
                 bisect.insort(self._shortest, self._goal.judged(seconds))
-                del self._shortest[self._manner.sought :]
-        self._seen = len(done)
+                del self._shortest[self._wanted :]
+        self._seen = len(self._done)
 
-    def evaluate(self, claimed: list[int], record: Record) -> None:
-        """Evaluate strategies that this process claimed; release them if that fails."""
-        before = len(record.done)
-        try:
-            choices = self._asked(claimed)
-        except BaseException:
-            record.give_up()
-            raise
-        record.finish(
+    def _evaluate(self, chosen: list[int]) -> None:
+        """Predict strategies and record them."""
+        before = len(self._done)
+        choices = self._asked(chosen)
+        self._evaluations.add(
             [
                 Found(index, choice.seconds if choice.fits else None, choice.peak_bytes - choice.capacity_bytes)
-                for index, choice in zip(claimed, choices, strict=True)
+                for index, choice in zip(chosen, choices, strict=True)
             ]
         )
-        shortest = self.shortest(record.done)
-        on_trial = self._manner.on_trial
-        for number in range(len(claimed)):
+        shortest, on_trial = self._best_s(), self._request.on_trial
+        for number in range(len(chosen)):
             if on_trial is not None:
                 on_trial(before + number, None if math.isinf(shortest) else shortest)
 
@@ -198,7 +243,7 @@ class _Engine:
         new = [index for index in indices if index not in self._known]
         jobs = [self._grid.strategy(index) for index in new]
         if jobs:
-            map_fn = self._manner.map_fn
+            map_fn = self._request.map_fn
             if map_fn is None:
                 answers = ask_many(jobs, self._predictor, only_fitting=True)
             else:
@@ -210,41 +255,43 @@ class _Engine:
                 self._known[index] = Choice(job, peak, capacity, seconds, self._ask_one)
         return [self._known[index] for index in indices]
 
-    def result(self, done: dict[int, Seconds | None]) -> SearchResult:
+    def result(self) -> SearchResult:
         """All strategies of a study; those that other processes evaluated are predicted on request."""
-        elsewhere = [index for index in done if index not in self._known]
+        done = self._done
         choices = [self._known[index] for index in done if index in self._known]
-        choices += [self._elsewhere(index, done[index]) for index in elsewhere]
-        if self.own.fits and self.first not in done:
-            choices.append(self.own)
+        choices += [self._elsewhere(index, seconds) for index, seconds in done.items() if index not in self._known]
+        if self._own.fits and self._first not in done:
+            choices.append(self._own)
         if not any(choice.fits for choice in choices):
-            choices += self._smallest(choices, done)
+            choices += self._smallest(choices)
         ranked = sorted(choices, key=lambda choice: choice.rank(self._goal))
         ranked, regrets = by_expected_regret(ranked) if self._goal.robust == REGRET else (ranked, ())
-        rivals = find_rivals(ranked) if self._goal.robust else ()
-        gap_percent, undecided = self._proof(done)
+        gap_percent, undecided = self._proof()
         if regrets and gap_percent is not None:  # the strategy with the least regret may not be the fastest
-            gap_percent = max(
-                0.0, 100.0 * ((1.0 + gap_percent / 100.0) * ranked[0].timed[0] / self.shortest(done) - 1.0)
-            )
+            slower = (1.0 + gap_percent / 100.0) * ranked[0].timed[0] / self._best_s()
+            gap_percent = max(0.0, 100.0 * (slower - 1.0))
         return SearchResult(
             ranked,
             len(done),
             len(self._grid),
-            self.own,
+            self._own,
             gap_percent,
             undecided,
-            rivals=rivals,
+            rivals=find_rivals(ranked) if self._goal.robust else (),
             regrets=regrets,
             goal=self._goal,
-            expert_loads=self._manner.expert_loads,
         )
 
-    def _smallest(self, choices: list[Choice], done: dict[int, Seconds | None]) -> list[Choice]:
+    def _left(self) -> NDArray[np.bool_]:
+        """Strategies that were not evaluated, shape ``(n,)``."""
+        left = np.ones(len(self._grid), dtype=np.bool_)
+        left[list(self._done)] = False
+        return left
+
+    def _smallest(self, choices: list[Choice]) -> list[Choice]:
         """The strategy that needs the least memory, if none fits; empty if it was evaluated, or some may fit."""
-        bounds, left = self.bounds.peak_bytes, np.ones(len(self._grid), dtype=np.bool_)
-        left[list(done)] = False
-        if (self.bounds.may_fit & left).any():
+        bounds, left = self._bounds.peak_bytes, self._left()
+        if (self._bounds.may_fit & left).any():
             return []
         least, found = min((choice.peak_bytes for choice in choices), default=math.inf), []
         order = np.argsort(bounds, kind="stable")
@@ -257,19 +304,16 @@ class _Engine:
         return found
 
     def _elsewhere(self, index: int, seconds: Seconds | None) -> Choice:
+        """A strategy that this process did not predict."""
         memory = estimate_memory(self._grid.strategy(index), self._given.simulation.hardware)
         return Choice(self._grid.strategy(index), memory.peak_bytes, memory.capacity_bytes, seconds, self._ask_one)
 
-    def _proof(self, done: dict[int, Seconds | None]) -> tuple[float | None, int]:
-        """Upper limit of how much longer than the optimum the best takes, in percent; and how many others may be
-        better.
-        """
-        best = self.shortest(done)
-        left = np.ones(len(self._grid), dtype=np.bool_)
-        left[list(done)] = False
+    def _proof(self) -> tuple[float | None, int]:
+        """How much longer than the optimum the best takes at most, in percent; and how many others may be better."""
+        best, left = self._best_s(), self._left()
         if not left.any():
             return (None if math.isinf(best) else 0.0), 0
-        bounds_s = self.bounds.seconds[left & self.bounds.may_fit]
+        bounds_s = self._bounds.seconds[left & self._bounds.may_fit]
         undecided = int(np.count_nonzero(bounds_s < best))
         least = float(bounds_s.min(initial=math.inf))
         if math.isinf(best) or least <= 0:

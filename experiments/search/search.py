@@ -1,21 +1,21 @@
-"""Strategy search: the best legal strategy of a model on a cluster, with a proof, or the best of several clusters."""
+"""Search the best legal strategy of a model on a cluster, with a proof, or the best of several clusters."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from stepsight.dataset.base.errors import StepsightError
+from stepsight.dataset.base.errors import JobError, StepsightError
 from stepsight.dataset.job.job import Job, JobLike
 from stepsight.experiments.reports.notebook_bar import NotebookBar
-from stepsight.experiments.search.choices import SearchResult
+from stepsight.experiments.search.choices import Choice, SearchResult
 from stepsight.experiments.search.expert_loads import ExpertLoads
-from stepsight.experiments.search.job_search import Manner, OnTrial, search_job
+from stepsight.experiments.search.job_search import OnTrial, SearchRequest, search_job
 from stepsight.experiments.search.mapped import MapFn
-from stepsight.experiments.search.objectives import Goal
-from stepsight.experiments.search.scenarios import Scenarios, search_scenarios
-from stepsight.experiments.search.settings import SearchSettings
+from stepsight.experiments.search.settings import REGRET, Goal, Scenarios, SearchSettings
 from stepsight.experiments.search.space import Space
+from stepsight.training.predictor.prediction import predict
 
 if TYPE_CHECKING:
     from stepsight.training.predictor.predictor import Predictor
@@ -61,22 +61,20 @@ def search(
     Example:
         >>> search("examples/gpt3-175b-1024.toml").best.job.parallel  # doctest: +SKIP
     """
+    if scenarios is not None and not isinstance(scenarios, Scenarios):
+        raise StepsightError(f"scenarios must be Scenarios, as in Scenarios(nodes=(8, 16)), got {scenarios!r:.80}")
     with NotebookBar("strategies") as bar:
-        manner = Manner(
+        request = SearchRequest(
             space=Space.of(space),
             goal=goal or Goal(),
+            settings=replace(settings or SearchSettings(), **options),
+            expert_loads=ExpertLoads.of(expert_loads),
             on_trial=on_trial or _shown_in(bar),
             map_fn=map_fn,
-            expert_loads=ExpertLoads.of(expert_loads),
-            **{**vars(settings or SearchSettings()), **options},
         )
-        return _searched(Job.of(job), predictor, manner, scenarios)
-
-
-def _searched(job: Job, predictor: Predictor | str | None, manner: Manner, scenarios: Scenarios | None) -> SearchResult:
-    if scenarios is None or _checked(scenarios).is_empty:
-        return search_job(job, predictor, manner)
-    return search_scenarios(job, predictor, manner, scenarios)
+        if scenarios is None or scenarios.is_empty:
+            return search_job(Job.of(job), predictor, request)
+        return search_scenarios(Job.of(job), predictor, request, scenarios)
 
 
 def _shown_in(bar: NotebookBar) -> OnTrial | None:
@@ -88,12 +86,62 @@ def _shown_in(bar: NotebookBar) -> OnTrial | None:
     return on_trial if bar.active else None
 
 
-def _checked(scenarios: Scenarios) -> Scenarios:
-    if not isinstance(scenarios, Scenarios):
-        raise StepsightError(f"scenarios must be Scenarios, as in Scenarios(nodes=(8, 16)), got {scenarios!r:.80}")
-    return scenarios
+def search_scenarios(
+    job: Job, predictor: Predictor | str | None, request: SearchRequest, scenarios: Scenarios
+) -> SearchResult:
+    """Search every scenario, and compare their strategies.
+
+    Returns:
+        The strategies of all scenarios, best first; ``own`` is the job as it was given.
+
+    Raises:
+        JobError: If no scenario has a legal strategy.
+        StepsightError: If the goal is the least expected regret, which is for one cluster and batch.
+    """
+    if request.goal.robust == REGRET:
+        raise StepsightError(f"robust {REGRET} is for one cluster and batch: search the best scenario again with it")
+    found: list[SearchResult] = []
+    skipped: list[str] = []
+    for words, candidate in scenarios.of(job):
+        if isinstance(candidate, JobError):
+            skipped.append(f"{words}: {candidate}")
+            continue
+        name = request.settings.study_name and f"{request.settings.study_name}: {words}"
+        named = replace(request, settings=replace(request.settings, study_name=name))
+        try:
+            found.append(search_job(candidate, predictor, named))
+        except JobError as error:
+            skipped.append(f"{words}: {error}")
+    if not found:
+        raise JobError(f"no scenario can be searched: {skipped[0]}")
+    return merged(job, predictor, found, skipped)
 
 
-def exhaustive(job: Job, predictor: Predictor | str | None = None, space: Space | None = None) -> SearchResult:
-    """Evaluate every legal strategy: the reference for ``search``."""
-    return search(job, predictor, space=space, sampler="enumerate")
+def merged(job: Job, predictor: Predictor | str | None, found: list[SearchResult], skipped: list[str]) -> SearchResult:
+    """Merge the results of several scenarios."""
+    goal = found[0].goal
+    own = next((one.own for one in found if one.own is not None and one.own.job == job), None)
+    own = own or Choice.of(predict(job, predictor), lambda asked: predict(asked, predictor))
+    choices = sorted((choice for one in found for choice in one.choices), key=lambda choice: choice.rank(goal))
+    fitting = [one for one in found if one.choices and one.choices[0].fits]
+    plans = sorted((one.best for one in fitting), key=lambda choice: choice.rank(goal))
+    gaps = [one.gap_percent for one in found if one.undecided or (one.choices and one.choices[0].fits)]
+    gap: float | None = None
+    if plans and None not in gaps:
+        least = min(
+            goal.score(one.best.job, one.best.timed) / (1.0 + (one.gap_percent or 0.0) / 100.0) for one in fitting
+        )
+        gap = max(0.0, 100.0 * (goal.score(plans[0].job, plans[0].timed) / least - 1.0))
+    return SearchResult(
+        choices,
+        evaluated=sum(one.evaluated for one in found),
+        legal=sum(one.legal for one in found),
+        own=own,
+        gap_percent=gap,
+        undecided=sum(one.undecided for one in found),
+        rivals=next((one.rivals for one in fitting if one.best is plans[0]), ()),
+        goal=goal,
+        plans=plans,
+        skipped=tuple(skipped),
+        expert_loads=found[0].expert_loads,
+    )

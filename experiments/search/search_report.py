@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 from stepsight.dataset.job.job import Job
 from stepsight.experiments.reports.plots import plot_front, plot_search
 from stepsight.experiments.reports.text_table import Number, table
-from stepsight.experiments.search.front import cost_axis
-from stepsight.experiments.search.objectives import INTERVAL
+from stepsight.experiments.search.choices import cost_axis
+from stepsight.experiments.search.settings import INTERVAL
 from stepsight.training.predictor.prediction_views import seconds_text
 
 if TYPE_CHECKING:

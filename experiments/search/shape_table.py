@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 
 from stepsight.dataset.hardware.hardware import Hardware
 from stepsight.dataset.job.execution import semantics_of
-from stepsight.experiments.search.grid import Grid
 from stepsight.experiments.search.schedule_bounds import is_split
+from stepsight.experiments.search.strategies import Grid
 from stepsight.simulator.blocks.family import find_family
 from stepsight.simulator.blocks.shape import RankShape
 from stepsight.simulator.clock.engine import Floats

@@ -18,9 +18,9 @@ from stepsight.dataset.base.caching import clear_caches
 from stepsight.dataset.base.errors import StepsightError
 from stepsight.dataset.job.job import Job
 from stepsight.experiments.reports.text_table import Number, table
-from stepsight.experiments.search.grid import Grid
 from stepsight.experiments.search.search import search
 from stepsight.experiments.search.space import Space
+from stepsight.experiments.search.strategies import Grid
 
 JOBS = 30
 MOST_DRAWN = 100

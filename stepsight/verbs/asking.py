@@ -323,10 +323,9 @@ def search_command(
     """
     from stepsight.dataset.base.files import write_text
     from stepsight.experiments.search.mapped import local_map
-    from stepsight.experiments.search.objectives import REGRET, Goal, read_prices
-    from stepsight.experiments.search.scenarios import Scenarios
     from stepsight.experiments.search.search import search
     from stepsight.experiments.search.search_report import plot_result, search_report
+    from stepsight.experiments.search.settings import REGRET, Goal, Scenarios, read_prices
     from stepsight.experiments.search.stage_layers import with_uneven_stages
 
     check_plot(plot)

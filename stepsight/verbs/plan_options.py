@@ -12,7 +12,7 @@ from stepsight.verbs.options import path
 
 if TYPE_CHECKING:
     from stepsight.experiments.questions.training_plan import Reliability
-    from stepsight.experiments.search.objectives import Goal
+    from stepsight.experiments.search.settings import Goal
     from stepsight.training.predictor.prediction import Prediction
 
 Tokens = Annotated[
@@ -46,7 +46,7 @@ RestartSeconds = Annotated[
 
 def goal_of(tokens: float, prices: Path | None) -> Goal:
     """The goal of a training, from the options."""
-    from stepsight.experiments.search.objectives import Goal, read_prices
+    from stepsight.experiments.search.settings import Goal, read_prices
 
     price, power = ({}, {}) if prices is None else read_prices(prices)
     return Goal(tokens=tokens, prices=price, power_w=power)

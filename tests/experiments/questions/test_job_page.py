@@ -12,8 +12,8 @@ from matplotlib import pyplot
 from stepsight.dataset.job.job import Job
 from stepsight.experiments.questions.job_page import job_facts, job_part, jobs_page, memory_over_time
 from stepsight.experiments.questions.training_plan import training_plan
-from stepsight.experiments.search.objectives import Goal
 from stepsight.experiments.search.search import search
+from stepsight.experiments.search.settings import Goal
 from stepsight.training.predictor.prediction import Prediction, predict
 
 EXAMPLES = Path(__file__).parents[3] / "examples"

@@ -8,9 +8,8 @@ import pytest
 
 from stepsight.dataset.base.errors import StepsightError
 from stepsight.dataset.job.job import Job
-from stepsight.experiments.search.grid import Grid
 from stepsight.experiments.search.space import Space
-from stepsight.experiments.search.strategies import strategies
+from stepsight.experiments.search.strategies import Grid, strategies
 
 
 @pytest.fixture(scope="module")

@@ -8,10 +8,10 @@ import pytest
 
 from stepsight.dataset.job.job import Job
 from stepsight.experiments.search.choices import Choice, SearchResult
-from stepsight.experiments.search.objectives import Goal
 from stepsight.experiments.search.risk import by_expected_regret, expected_regrets, find_rivals, seconds_by_kind
 from stepsight.experiments.search.search import search
 from stepsight.experiments.search.search_report import search_report
+from stepsight.experiments.search.settings import Goal
 from stepsight.experiments.search.space import Space
 
 

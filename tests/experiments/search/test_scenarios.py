@@ -6,12 +6,10 @@ import pytest
 
 from stepsight.dataset.base.errors import StepsightError
 from stepsight.dataset.job.job import Job
-from stepsight.experiments.search.choices import SearchResult
-from stepsight.experiments.search.front import pareto_front
-from stepsight.experiments.search.objectives import Goal, read_prices
-from stepsight.experiments.search.scenarios import Scenarios
+from stepsight.experiments.search.choices import SearchResult, pareto_front
 from stepsight.experiments.search.search import search
 from stepsight.experiments.search.search_report import plot_result, search_report
+from stepsight.experiments.search.settings import Goal, Scenarios, read_prices
 from stepsight.experiments.search.space import Space
 
 SMALL = Space(schedules=("1f1b",), zero_stages=(0, 1), recompute=("none",), micro_batches=(1, 2))

@@ -1,25 +1,18 @@
 """The search finds what enumeration finds."""
 
-import json
-import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import optuna
+import numpy as np
 import pytest
 
 from stepsight.dataset.base.errors import StepsightError
 from stepsight.dataset.job.job import Job
-from stepsight.experiments.search.grid import Grid
-from stepsight.experiments.search.job_search import _question
-from stepsight.experiments.search.record import Found
-from stepsight.experiments.search.search import exhaustive, search
+from stepsight.experiments.search.search import search
 from stepsight.experiments.search.search_report import search_report
-from stepsight.experiments.search.shared_study import SharedStudy, _open
 from stepsight.experiments.search.space import Space
-from stepsight.experiments.search.strategies import legal_degrees, strategies
-from stepsight.training.predictor.prediction import predict
+from stepsight.experiments.search.strategies import Grid, legal_degrees, strategies
 
 SMALL = Space(schedules=(("1f1b", 1),), zero_stages=(0, 1), recompute=("none", "full"), micro_batches=(1, 2))
 
@@ -37,7 +30,7 @@ def job() -> Job:
 
 def test_same_best_as_enumeration(job: Job) -> None:
     """The search by bounds finds the best of all strategies, asks about some of them, and says that it is optimal."""
-    found, reference = search(job, space=SMALL), exhaustive(job, space=SMALL)
+    found, reference = search(job, space=SMALL), search(job, space=SMALL, sampler="enumerate")
     assert found.evaluated < reference.evaluated == found.legal == reference.legal
     assert found.best.seconds == pytest.approx(reference.best.seconds)
     assert found.gap_percent == reference.gap_percent == 0 and found.proof == "optimal"
@@ -48,7 +41,7 @@ def test_same_best_as_enumeration(job: Job) -> None:
 
 def test_the_best_few_are_proved(job: Job) -> None:
     """With ``top`` the first rows are those of the enumeration, not the best of what happened to be asked about."""
-    few, reference = search(job, space=SMALL, top=12), exhaustive(job, space=SMALL)
+    few, reference = search(job, space=SMALL, top=12), search(job, space=SMALL, sampler="enumerate")
     times = [[choice.timed[0] for choice in one.choices[:12]] for one in (few, reference)]
     assert times[0] == pytest.approx(times[1]) and few.evaluated < reference.evaluated
     with pytest.raises(StepsightError, match="top must be >= 1"):
@@ -67,14 +60,14 @@ def test_a_gap_is_kept_and_limits_are_told(job: Job) -> None:
 
 def test_tpe_comes_close(job: Job) -> None:
     """With fewer trials than strategies, TPE is within 10 % of the best."""
-    found, reference = search(job, space=SMALL, trials=40, sampler="tpe"), exhaustive(job, space=SMALL)
+    found, reference = search(job, space=SMALL, trials=40, sampler="tpe"), search(job, space=SMALL, sampler="enumerate")
     assert found.best.prediction.iteration_time_s <= 1.1 * reference.best.prediction.iteration_time_s
 
 
 @pytest.mark.parametrize("sampler", ["tpe", "random"])
 def test_every_trial_is_another_strategy(job: Job, sampler: str) -> None:
     """No trial repeats one, until there are none left; the same seed asks the same."""
-    legal = exhaustive(job, space=SMALL).legal
+    legal = search(job, space=SMALL, sampler="enumerate").legal
     once, again = (search(job, space=SMALL, trials=legal - 5, sampler=sampler, seed=3) for _ in range(2))
     assert once.evaluated == len({choice.job for choice in once.choices}) == legal - 5
     assert [choice.job for choice in once.choices] == [choice.job for choice in again.choices]
@@ -84,7 +77,7 @@ def test_every_trial_is_another_strategy(job: Job, sampler: str) -> None:
 def test_a_duplicate_becomes_its_nearest_neighbour(job: Job) -> None:
     grid = Grid(job, SMALL)
     grid.left[0] = False
-    first, neighbour = grid.strategy(0), grid.strategy(grid.nearest(0))
+    first, neighbour = grid.strategy(0), grid.strategy(grid.nearest(0, np.arange(len(grid))))
     differs = [
         key
         for section in ("parallel", "batch")
@@ -93,29 +86,6 @@ def test_a_duplicate_becomes_its_nearest_neighbour(job: Job) -> None:
     ]
     assert len(differs) == 1
     assert grid.index(grid.params(7)) == 7 and grid.index({"layout": "tp9"}) is None
-
-
-def test_an_interrupted_search_goes_on(job: Job, tmp_path: Path) -> None:
-    """A study that was stopped in the middle keeps what it knows and repeats nothing."""
-
-    def stop(number: int, best: float | None) -> None:
-        if number == 2:
-            raise KeyboardInterrupt
-
-    storage = str(tmp_path / "study.log")
-    with pytest.raises(KeyboardInterrupt):
-        search(job, space=SMALL, sampler="random", storage=storage, study_name="s", on_trial=stop)
-    numbers: list[int] = []
-    found = search(
-        job,
-        space=SMALL,
-        sampler="random",
-        storage=storage,
-        study_name="s",
-        trials=500,
-        on_trial=lambda number, best: numbers.append(number),
-    )
-    assert found.evaluated == found.legal > len(numbers) == found.legal - numbers[0] and numbers[0] >= 3
 
 
 def test_strategies_are_legal_and_distinct(job: Job) -> None:
@@ -160,59 +130,6 @@ def test_options_of_another_type_are_refused(job: Job, option: dict[str, Any]) -
         search(job, **option)
 
 
-@pytest.mark.parametrize("storage", ["study.log", "sqlite:///{}/study.db"])
-def test_storage_goes_on_to_the_total(job: Job, tmp_path: Path, storage: str) -> None:
-    """``trials`` counts the strategies of the whole study, of which each is there once."""
-    place = storage.format(tmp_path) if "://" in storage else str(tmp_path / storage)
-    for trials, evaluated in ((3, 3), (6, 6), (6, 6), (4, 6)):
-        found = search(job, space=SMALL, trials=trials, sampler="random", storage=place, study_name="s")
-        assert found.evaluated == len({choice.job for choice in found.choices}) == evaluated
-    assert states(place) == ["COMPLETE"] * 6
-
-
-def states(place: str) -> list[str]:
-    study = optuna.load_study(study_name="s", storage=_open(place if "://" in place else Path(place)))
-    return [trial.state.name for trial in study.trials]
-
-
-def test_a_stored_strategy_is_not_predicted_again(job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its times come from the study; the whole prediction is made when it is asked for."""
-    storage = str(tmp_path / "study.log")
-    first = search(job, space=SMALL, trials=12, sampler="random", storage=storage, study_name="s")
-    asked: list[Job] = []
-
-    def counted(candidate: Job, *rest: Any) -> Any:
-        asked.append(candidate)
-        return predict(candidate, *rest)
-
-    monkeypatch.setattr("stepsight.experiments.search.job_search.predict", counted)
-    monkeypatch.setattr("stepsight.experiments.search.job_search.ask_many", None)
-    second = search(job, space=SMALL, trials=12, sampler="random", storage=storage, study_name="s")
-    assert second.to_dict() == first.to_dict() and asked == [job]
-    other = next(choice for choice in second.choices if choice.job != job and choice.fits)
-    assert other.prediction is other.prediction is not None
-    assert other.prediction.iteration_time_s == pytest.approx(other.to_dict()["iteration_time_s"])
-    assert asked == [job, other.job]
-
-
-def test_what_a_dead_process_claimed_is_free(job: Job, tmp_path: Path) -> None:
-    """A strategy that a killed search left behind is evaluated; one of a running process is waited for."""
-    storage = str(tmp_path / "study.log")
-    grid = Grid(job, SMALL)
-    study = SharedStudy(storage, "s", _question(job, predict(job).source, SMALL), grid)
-    assert study.claim(5, lambda count: [3], 1) == [3]
-    elsewhere = threading.Timer(1.0, study.finish, ([Found(3, (1e-6, 9e-7, 2e-6), -1.0)],))
-    elsewhere.start()
-    found = search(job, space=SMALL, trials=5, sampler="random", storage=storage, study_name="s")
-    assert found.evaluated == 5 and found.best.job == grid.strategy(3)  # it cannot be that fast
-    study.claim(6, lambda count: [7], 1)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("stepsight.experiments.search.shared_study.is_gone", lambda name: True)
-        found = search(job, space=SMALL, trials=6, sampler="random", storage=storage, study_name="s")
-        assert found.evaluated == 6
-    assert states(storage) == ["COMPLETE"] * 6
-
-
 def test_bad_input(job: Job) -> None:
     """Unknown samplers and impossible spaces are refused."""
     with pytest.raises(StepsightError, match="got 0"):
@@ -222,41 +139,6 @@ def test_bad_input(job: Job) -> None:
     with pytest.raises(StepsightError, match="no legal strategy"):
         search(job, space=Space(micro_batches=(64,)))
     assert legal_degrees(job, Space(max_tp=1)) == [(1, 1, pp, 1, 8 // pp) for pp in (1, 2, 4, 8)]
-
-
-def test_a_study_answers_one_question(job: Job, tmp_path: Path) -> None:
-    """A study that goes on knows its earlier strategies and does not repeat them; another job is refused."""
-    storage = str(tmp_path / "study.log")
-    first = search(job, space=SMALL, trials=4, sampler="random", storage=storage, study_name="s")
-    second = search(job, space=SMALL, trials=8, sampler="random", storage=storage, study_name="s")
-    assert {c.job for c in first.choices} <= {c.job for c in second.choices}
-    assert second.evaluated > first.evaluated
-    with pytest.raises(StepsightError, match="state storage"):
-        search(job, space=SMALL, study_name="s")
-    other = replace(job, batch=replace(job.batch, global_batch=64))
-    own = replace(job, parallel=replace(job.parallel, tp=2, dp=4))  # another strategy asks the same
-    found = search(own, space=SMALL, trials=9, sampler="random", storage=storage, study_name="s")
-    assert found.evaluated > second.evaluated
-    eager = replace(job, parallel=replace(job.parallel, overlap_grad_reduce=False))
-    with pytest.raises(StepsightError, match="another job"):
-        search(eager, space=SMALL, trials=1, storage=storage, study_name="s")
-    with pytest.raises(StepsightError, match="another job"):
-        search(other, space=SMALL, trials=1, storage=storage, study_name="s")
-    with pytest.raises(StepsightError, match="storage must be"):
-        search(job, space=SMALL, trials=1, storage="foo://bar")
-    with pytest.raises(StepsightError, match=r"write sqlite:///s9\.db"):
-        search(job, space=SMALL, trials=1, storage="s9.db")
-
-
-def test_half_a_line_of_a_killed_search_is_dropped(job: Job, tmp_path: Path) -> None:
-    """What it finished stays, and the study goes on."""
-    path = tmp_path / "study.log"
-    first = search(job, space=SMALL, trials=2, storage=str(path), study_name="s")
-    whole = path.read_bytes()
-    path.write_bytes(whole + whole.splitlines()[-1][:20])
-    second = search(job, space=SMALL, trials=3, storage=str(path), study_name="s")
-    assert path.read_bytes().startswith(whole) and (first.evaluated, second.evaluated) == (2, 3)
-    assert all(json.loads(line) for line in path.read_text().splitlines())
 
 
 def test_foreign_files_and_unanswerable_jobs_are_left_alone(job: Job, tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from stepsight.dataset.runs.box_spec import read_box
 from stepsight.experiments.search.choices import Choice
-from stepsight.experiments.search.grid import Grid
+from stepsight.experiments.search.strategies import Grid
 from stepsight.experiments.studies import box_regret
 from stepsight.experiments.tasks.verifying import runnable
 

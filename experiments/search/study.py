@@ -1,0 +1,349 @@
+"""Evaluated strategies of a search: in memory, or as trials of an Optuna study; and legal strategies for other studies.
+
+An Optuna storage keeps a search: it continues from the trials that the study holds, and several processes may use one
+study.  They do not agree on who evaluates what, so a strategy may be evaluated by more than one of them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from stepsight.dataset.base.bounded import read_file
+from stepsight.dataset.base.errors import StepsightError
+from stepsight.dataset.job.job import Job, JobLike
+from stepsight.experiments.search.bounds import Bounds, grid_bounds
+from stepsight.experiments.search.settings import Seconds
+from stepsight.experiments.search.space import Space
+from stepsight.experiments.search.strategies import Grid
+from stepsight.training.predictor.prediction import predict
+
+if TYPE_CHECKING:
+    import optuna
+
+    from stepsight.training.predictor.predictor import Predictor
+
+_SECONDS = "seconds"  # attribute of a trial: its ``Seconds``
+_MOST_S = 1e12  # of a stored time
+_SQLITE_WAIT_S = 60.0
+_PAUSES_S = (0.1, 0.2, 0.4, 0.8, 1.6)  # before a study is created again
+_BEGINNING = b'{"op_code":'  # of a journal
+_DATABASES = (".db", ".sqlite", ".sqlite3")
+
+
+class Found(NamedTuple):
+    """The evaluation of a strategy.
+
+    Attributes:
+        strategy: Its number in the grid.
+        seconds: None if it does not fit in memory.
+        excess_bytes: Memory that it needs beyond what a device has; negative if it fits.
+    """
+
+    strategy: int
+    seconds: Seconds | None
+    excess_bytes: float
+
+
+class Evaluations:
+    """The evaluated strategies of a grid, in memory.
+
+    Attributes:
+        done: Seconds by number in the grid; None where a strategy does not fit in memory.
+        shared: Whether other processes evaluate strategies meanwhile.
+    """
+
+    def __init__(self, grid: Grid) -> None:
+        self.done: dict[int, Seconds | None] = {}
+        self.shared = False
+        self._grid = grid
+
+    def read(self) -> None:
+        """Read what other processes evaluated."""
+
+    def add(self, found: Sequence[Found]) -> None:
+        """Add evaluations of this process."""
+        for one in found:
+            self._note(one.strategy, one.seconds)
+
+    def close(self) -> None:
+        """Close the connections to a storage."""
+
+    def _note(self, strategy: int, seconds: Seconds | None) -> None:
+        self.done[strategy] = seconds
+        self._grid.left[strategy] = False
+
+
+class StoredEvaluations(Evaluations):
+    """The evaluated strategies of a grid as the finished trials of an Optuna study.
+
+    Args:
+        storage: None (in memory), a database URL, or the path of a journal file.
+        name: Of the study in the storage, which continues if it exists; None for a new one.
+        question: Digest of what the study is about.
+        grid: Of the strategies.
+
+    Attributes:
+        trials: Of the strategies in ``done``.
+
+    Raises:
+        StepsightError: If the storage cannot be used, or the stored study answers another question.
+    """
+
+    def __init__(self, storage: str | None, name: str | None, question: str, grid: Grid) -> None:
+        super().__init__(grid)
+        self.trials: list[optuna.trial.FrozenTrial] = []
+        self._seen = self._added = 0  # trials that were read, and those of them that this process added
+        self._place = _place_of(storage)
+        with self._usable():
+            self._study, self._storage = _create(self._place, name)
+            known = self._study.user_attrs.get("question")
+            if known is None:
+                self._study.set_user_attr("question", question)
+            elif known != question:
+                raise StepsightError(
+                    f"study {name!r:.80} in {storage} is about another job, space or predictor: choose another name"
+                )
+            self._read()
+            self.shared = False
+
+    def read(self) -> None:
+        """See ``Evaluations.read``."""
+        with self._usable():
+            self._read()
+
+    def _read(self) -> None:
+        from optuna.trial import TrialState
+
+        new = self._study.get_trials(deepcopy=False)[self._seen :]
+        for trial in new:
+            index = self._grid.index(trial.params)
+            if trial.state in (TrialState.COMPLETE, TrialState.PRUNED) and index is not None:
+                if index not in self.done:
+                    self.trials.append(trial)
+                self._note(index, _seconds_of(trial))
+        self._seen += len(new)
+        self.shared = self.shared or len(new) > self._added
+        self._added = 0
+
+    def add(self, found: Sequence[Found]) -> None:
+        """See ``Evaluations.add``."""
+        with self._usable():
+            self._read()
+            trials = [self._trial(one) for one in found if one.strategy not in self.done]
+            self._study.add_trials(trials)
+            self._added = len(trials)
+            self._read()
+
+    def _trial(self, found: Found) -> optuna.trial.FrozenTrial:
+        from optuna.trial import FrozenTrial, TrialState
+
+        fits, now = found.seconds is not None, datetime.now()
+        trial = FrozenTrial(  # ``create_trial`` looks for distributions of old versions, which takes half of a trial
+            number=-1,
+            trial_id=-1,
+            state=TrialState.COMPLETE if fits else TrialState.PRUNED,
+            value=None if found.seconds is None else found.seconds[0],
+            datetime_start=now,
+            datetime_complete=now,
+            params=self._grid.params(found.strategy),
+            distributions=self._grid.distributions(found.strategy),
+            user_attrs={_SECONDS: found.seconds},
+            system_attrs={},
+            intermediate_values={},
+        )
+        trial.set_constraint("memory", found.excess_bytes)
+        return trial
+
+    def close(self) -> None:
+        """See ``Evaluations.close``."""
+        self._storage.remove_session()
+        if engine := getattr(self._storage, "engine", None):
+            engine.dispose()
+
+    @contextmanager
+    def _usable(self) -> Iterator[None]:
+        """Convert any error: Optuna trusts the content of a journal or database, and fails in many ways."""
+        try:
+            yield
+        except StepsightError:
+            raise
+        except OSError as error:
+            raise StepsightError(f"cannot read or write the storage {self._place}: {error.strerror or error}") from None
+        except Exception as error:
+            reason = (str(error).splitlines() or [""])[0]
+            raise StepsightError(
+                "storage must be a database URL, or the path of a new journal or of one that a search wrote, got "
+                f"{self._place}: {type(error).__name__}: {reason:.200}"
+            ) from None
+
+
+def _place_of(storage: str | None) -> str | Path | None:
+    """Where a study is stored: a database URL, the path of a journal, or memory."""
+    if storage is None or "://" in storage:
+        return storage
+    path = Path(storage)
+    if path.suffix in _DATABASES:
+        raise StepsightError(
+            f"a journal must not be named as a database, got {storage!r:.200}: write sqlite:///{storage:.200} for a "
+            "database, or choose another ending for a journal"
+        )
+    return path.resolve()
+
+
+def _create(place: str | Path | None, name: str | None) -> tuple[optuna.Study, Any]:
+    """Create or load a study in a storage; again after a pause if processes create the tables of a database at once."""
+    import optuna
+    from sqlalchemy.exc import DatabaseError
+
+    for pause_s in (*_PAUSES_S, None):
+        try:
+            storage = open_storage(place)
+            return optuna.create_study(storage=storage, study_name=name, load_if_exists=name is not None), storage
+        except (DatabaseError, optuna.exceptions.StorageInternalError):
+            if pause_s is None:
+                raise
+            time.sleep(pause_s)
+    raise AssertionError
+
+
+def open_storage(place: str | Path | None) -> Any:
+    """Open an Optuna storage: in memory, of a database URL, or of a journal file."""
+    from optuna.storages import InMemoryStorage, JournalStorage, RDBStorage
+    from optuna.storages.journal import JournalFileBackend, JournalFileSymlinkLock
+    from sqlalchemy.engine import make_url
+
+    if place is None:
+        return InMemoryStorage()
+    if isinstance(place, str):
+        sqlite = place.startswith("sqlite")
+        if sqlite and (database := make_url(place).database):
+            Path(database).parent.mkdir(parents=True, exist_ok=True)
+        return RDBStorage(place, engine_kwargs={"connect_args": {"timeout": _SQLITE_WAIT_S}} if sqlite else {})
+    # The path is absolute: a relative one would leave the lock of a killed search pointing to a missing file.
+    text = read_file(place) if place.is_file() else b""
+    if (place.exists() and not place.is_file()) or text[: len(_BEGINNING)] != _BEGINNING[: len(text)]:
+        raise StepsightError(f"a study's journal is a new file or one that a search wrote, got {place}")
+    place.parent.mkdir(parents=True, exist_ok=True)
+    lock = JournalFileSymlinkLock(str(place))
+    if not text.endswith(b"\n") and text:
+        lock.acquire()
+        try:
+            _drop_half_line(place)
+        finally:
+            lock.release()
+    return JournalStorage(JournalFileBackend(str(place), lock_obj=lock))
+
+
+def _drop_half_line(journal: Path) -> None:
+    """Drop the line that a killed process wrote only partly; the caller holds the lock, so no other one is writing."""
+    with journal.open("r+b") as file:
+        text = file.read()
+        file.truncate(text.rfind(b"\n") + 1)
+
+
+def _seconds_of(trial: optuna.trial.FrozenTrial) -> Seconds | None:
+    """Times that a finished trial recorded.
+
+    Raises:
+        StepsightError: If they are none.
+    """
+    seconds = trial.user_attrs.get(_SECONDS)
+    if seconds is None and trial.value is None:
+        return None
+    numbers = isinstance(seconds, list | tuple) and all(isinstance(s, float) and 0 < s < _MOST_S for s in seconds)
+    if not numbers or len(seconds) != 3 or seconds[0] != trial.value or not seconds[1] <= seconds[0] <= seconds[2]:
+        raise StepsightError(
+            f"a finished trial must hold its time and the interval around it, got {seconds!r:.80} and "
+            f"{trial.value!r:.80} in trial {trial.number}: choose another storage"
+        )
+    return seconds[0], seconds[1], seconds[2]
+
+
+class LegalStrategies:
+    """Suggests legal strategies, so that a study has no illegal trials.
+
+    A trial has a parameter ``layout`` (the parallel degrees) and one for each further choice.
+
+    Args:
+        job: A ``Job``, the tables of one, or the path of a job file.
+        space: Choices to try: a ``Space``, or what ``Space.of`` takes.
+        predictor: As in ``predict``.
+
+    Raises:
+        JobError: If the job cannot be predicted, or has no legal strategy.
+
+    Example:
+        >>> strategies = LegalStrategies("examples/gpt3-175b-1024.toml")  # doctest: +SKIP
+        >>> study.optimize(strategies.objective, n_trials=100)  # doctest: +SKIP
+    """
+
+    def __init__(
+        self, job: JobLike, space: Space | dict[str, Any] | str | None = None, predictor: Predictor | str | None = None
+    ) -> None:
+        self._given = predict(job, predictor)
+        self._predictor = predictor
+        self._grid = Grid(self._given.job, Space.of(space))
+        self._bounds: Bounds | None = None
+
+    def __len__(self) -> int:
+        return len(self._grid)
+
+    @property
+    def bounds(self) -> Bounds:
+        """Lower bounds of every strategy, in seconds and in bytes."""
+        if self._bounds is None:
+            timer, hardware = self._given.simulation.timer, self._given.simulation.hardware
+            self._bounds = grid_bounds(self._grid, timer, hardware, self._given.predictor)
+        return self._bounds
+
+    def suggest(self, trial: optuna.Trial) -> Job:
+        """The job in the strategy that a trial's sampler chooses."""
+        return self._grid.strategy(self._grid.suggest(trial))
+
+    def enqueue(self, study: optuna.Study, most: int = 100) -> int:
+        """Queue the strategies with the least time bounds that may fit in memory; the study evaluates them first.
+
+        Returns:
+            How many were queued that the study did not have.
+        """
+        order = np.argsort(self.bounds.seconds, kind="stable")
+        chosen = order[self.bounds.may_fit[order]][:most].tolist()
+        before = len(study.get_trials(deepcopy=False))
+        for index in chosen:
+            study.enqueue_trial(self._grid.params(index), skip_if_exists=True)
+        return len(study.get_trials(deepcopy=False)) - before
+
+    def objective(self, trial: optuna.Trial) -> float:
+        """Predicted iteration time of a trial's strategy, in seconds, with memory as a constraint.
+
+        A strategy whose bound is above the best value of the study is pruned without asking for its time.
+
+        Raises:
+            optuna.TrialPruned: If the strategy cannot be the best.
+        """
+        import optuna
+
+        index = self._grid.suggest(trial)
+        if self.bounds.seconds[index] > _best(trial.study):
+            trial.set_user_attr("bound_s", float(self.bounds.seconds[index]))
+            raise optuna.TrialPruned
+        prediction = predict(self._grid.strategy(index), self._predictor)
+        memory = prediction.memory
+        trial.set_constraint("memory", memory.peak_bytes - memory.capacity_bytes)
+        trial.set_user_attr("interval_s", [prediction.low_s, prediction.high_s])
+        return prediction.iteration_time_s
+
+
+def _best(study: optuna.Study) -> float:
+    """The least value of the trials that satisfy the constraint; infinite if there is none."""
+    try:
+        return float(study.best_value)
+    except ValueError:
+        return float("inf")

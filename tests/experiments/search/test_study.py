@@ -1,0 +1,190 @@
+"""Searches continue from stored studies, several processes use one, and a user's own study has legal strategies."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import optuna
+import pytest
+
+from stepsight.dataset.base.errors import StepsightError
+from stepsight.dataset.job.job import Job
+from stepsight.experiments.search.search import search
+from stepsight.experiments.search.space import Space
+from stepsight.experiments.search.study import open_storage
+from stepsight.optuna import LegalStrategies
+from stepsight.training.predictor.prediction import predict
+
+SMALL = Space(schedules=("1f1b",), zero_stages=(0, 1), recompute=("none", "full"), micro_batches=(1, 2))
+OWN = Space(schedules=("1f1b",), zero_stages=(0, 1), recompute=("none",), micro_batches=(1, 2))
+LEGAL = 92  # strategies of ``SMALL``
+TABLES: dict[str, Any] = {
+    "model": {"family": "gpt", "layers": 8, "hidden": 1024, "heads": 8, "vocab": 1024, "seq_len": 512},
+    "batch": {"micro_batch": 1, "global_batch": 32},
+    "cluster": {"hardware": "a100-sxm-80gb", "nodes": 2, "devices_per_node": 4},
+}
+
+# One process imports everything and becomes several, which all begin at once.
+SEARCH = f"""
+import json, os, sys
+from pathlib import Path
+from stepsight import Space, search
+storage, trials, workers, sampler, out = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4], Path(sys.argv[5])
+job, space = {TABLES!r}, {SMALL!r}
+search(job, space=space, trials=1)  # whatever is loaded late is loaded once
+children = []
+for number in range(workers):
+    pid = os.fork()
+    if not pid:
+        found = search(job, space=space, trials=trials, sampler=sampler, storage=storage, study_name="s", seed=number)
+        (out / f"{{number}}.json").write_text(json.dumps([found.evaluated, found.gap_percent, found.best.to_dict()]))
+        os._exit(0)
+    children.append(pid)
+sys.exit(sum(os.waitpid(pid, 0)[1] != 0 for pid in children))
+"""
+
+
+@pytest.fixture
+def job() -> Job:
+    return Job.from_dict(TABLES)
+
+
+def start(storage: str, out: Path, trials: int, workers: int, sampler: str) -> subprocess.Popen[str]:
+    out.mkdir()
+    command = [sys.executable, "-c", SEARCH, storage, str(trials), str(workers), sampler, str(out)]
+    return subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True)
+
+
+def trials_of(place: str) -> list[optuna.trial.FrozenTrial]:
+    storage = open_storage(place if "://" in place else Path(place))
+    trials = optuna.load_study(study_name="s", storage=storage).trials
+    storage.remove_session()
+    if engine := getattr(storage, "engine", None):
+        engine.dispose()
+    return trials
+
+
+@pytest.mark.parametrize("sampler", ["auto", "random"])
+@pytest.mark.parametrize("storage", ["sqlite:///{}/new/study.db", "{}/new/study.log"])
+def test_processes_share_a_new_study(storage: str, sampler: str, job: Job, tmp_path: Path) -> None:
+    """They create it together, and all find the best strategy; with limits, they stop at one total."""
+    place, trials = storage.format(tmp_path), 15 if sampler == "random" else 1000
+    searches = start(place, tmp_path / "out", trials, 3, sampler)
+    _, errors = searches.communicate(timeout=300)
+    assert searches.returncode == 0, f"{searches.returncode} died: {errors[-3000:]}"
+    results = [json.loads(path.read_text()) for path in (tmp_path / "out").iterdir()]
+    distinct = {json.dumps(trial.params) for trial in trials_of(place)}
+    assert len(results) == 3 and all(evaluated <= len(distinct) <= LEGAL for evaluated, _, _ in results)
+    if sampler == "random":
+        assert all(evaluated >= trials for evaluated, _, _ in results)
+    else:
+        best = search(job, space=SMALL).best.timed
+        assert all(gap == 0 and found["iteration_time_s"] == best[0] for _, gap, found in results)
+
+
+def test_a_killed_search_continues(job: Job, tmp_path: Path) -> None:
+    """What the study holds is not evaluated again; a line that was half written is dropped."""
+    place = tmp_path / "study.log"
+    searches = start(str(place), tmp_path / "out", LEGAL, 1, "tpe")
+    deadline = time.monotonic() + 60
+    while (not place.exists() or place.read_bytes().count(b"\n") < 8) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    os.killpg(searches.pid, signal.SIGKILL)
+    searches.communicate()
+    whole = place.read_bytes()[: place.read_bytes().rfind(b"\n") + 1]
+    (tmp_path / "study.log.lock").unlink(missing_ok=True)  # the next search would wait half a minute for it
+    place.write_bytes(whole + whole.splitlines()[-1][:20])
+    before, numbers = len(trials_of(str(place))), list[int]()
+    found = search(
+        job, space=SMALL, storage=str(place), study_name="s", sampler="random", trials=500,
+        on_trial=lambda number, best: numbers.append(number),
+    )  # fmt: skip
+    assert numbers == list(range(before, LEGAL)) and found.evaluated == found.legal == LEGAL
+    assert place.read_bytes().startswith(whole) and all(map(json.loads, place.read_text().splitlines()))
+
+
+@pytest.mark.parametrize("storage", ["{}/study.log", "sqlite:///{}/study.db"])
+def test_trials_are_those_of_the_whole_study(
+    storage: str, job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each strategy is there once; what is stored is not predicted again unless its prediction is asked for."""
+    place = storage.format(tmp_path)
+    options: dict[str, Any] = {"space": SMALL, "sampler": "random", "storage": place, "study_name": "s"}
+    for trials, evaluated in ((3, 3), (6, 6), (4, 6)):
+        first = search(job, trials=trials, **options)
+        assert first.evaluated == len({choice.job for choice in first.choices}) == evaluated
+    assert [trial.state.name for trial in trials_of(place)] == ["COMPLETE"] * 6
+    asked: list[Job] = []
+
+    def counted(candidate: Job, *rest: Any) -> Any:
+        asked.append(candidate)
+        return predict(candidate, *rest)
+
+    monkeypatch.setattr("stepsight.experiments.search.job_search.predict", counted)
+    monkeypatch.setattr("stepsight.experiments.search.job_search.ask_many", None)
+    second = search(job, trials=6, **options)
+    assert second.to_dict() == first.to_dict() and asked == [job]
+    other = next(choice for choice in second.choices if choice.job != job and choice.fits)
+    assert other.prediction is other.prediction is not None
+    assert other.prediction.iteration_time_s == pytest.approx(other.to_dict()["iteration_time_s"])
+    assert asked == [job, other.job]
+
+
+def test_a_study_answers_one_question(job: Job, tmp_path: Path) -> None:
+    """Another strategy of the job asks the same; another job, and a storage that is none, are refused."""
+    storage = str(tmp_path / "study.log")
+    first = search(job, space=SMALL, trials=4, sampler="random", storage=storage, study_name="s")
+    own = replace(job, parallel=replace(job.parallel, tp=2, dp=4))
+    second = search(own, space=SMALL, trials=9, sampler="random", storage=storage, study_name="s")
+    assert second.evaluated > first.evaluated
+    for other in (
+        replace(job, parallel=replace(job.parallel, overlap_grad_reduce=False)),
+        replace(job, batch=replace(job.batch, global_batch=64)),
+    ):
+        with pytest.raises(StepsightError, match="another job"):
+            search(other, space=SMALL, trials=1, storage=storage, study_name="s")
+    with pytest.raises(StepsightError, match="state storage"):
+        search(job, space=SMALL, study_name="s")
+    with pytest.raises(StepsightError, match="storage must be"):
+        search(job, space=SMALL, trials=1, storage="foo://bar")
+    with pytest.raises(StepsightError, match=r"write sqlite:///s9\.db"):
+        search(job, space=SMALL, trials=1, storage="s9.db")
+    notes = tmp_path / "notes.txt"
+    notes.write_text("hi")
+    with pytest.raises(StepsightError, match="journal"):
+        search(job, space=SMALL, trials=1, storage=str(notes))
+    assert notes.read_text() == "hi"
+
+
+@pytest.fixture
+def strategies() -> LegalStrategies:
+    model = {"family": "gpt", "layers": 8, "hidden": 2048, "heads": 16, "vocab": 8192, "seq_len": 1024}
+    return LegalStrategies(Job.from_dict({**TABLES, "model": model}), OWN)
+
+
+def test_enqueued_strategies_find_the_best(strategies: LegalStrategies) -> None:
+    """The study asks about the least bounds first, prunes what cannot be best, and ends at the search's best."""
+    study = optuna.create_study(sampler=optuna.samplers.RandomSampler(seed=0))
+    assert strategies.enqueue(study, 20) == 20 == len(study.trials) and strategies.enqueue(study, 20) == 0
+    study.optimize(strategies.objective, n_trials=40)
+    trial = study.best_trial
+    job = strategies.suggest(optuna.trial.FixedTrial(trial.params))
+    found = search(job, space=OWN)
+    assert trial.value == pytest.approx(found.best.timed[0])
+    assert all(value <= 0 for value in trial.constraints.values())
+    pruned = [t for t in study.trials if t.state == optuna.trial.TrialState.PRUNED]
+    assert pruned and all(t.user_attrs["bound_s"] >= trial.value for t in pruned)
+
+
+def test_suggestions_are_legal(strategies: LegalStrategies) -> None:
+    study = optuna.create_study(sampler=optuna.samplers.RandomSampler(seed=1))
+    jobs = [strategies.suggest(study.ask()) for _ in range(20)]
+    assert all(job.cluster.num_devices == 8 for job in jobs) and len(strategies) >= len(set(jobs)) > 5
