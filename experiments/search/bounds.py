@@ -2,32 +2,53 @@
 
 Seconds are the larger of what a stage computes (``simulator.iteration.lower_bounds``), with the pipeline's fill before
 it and its drain after it, and of what its fully sharded replicas send; parameters that are gathered after the
-optimizer's step are added.  Bytes are training's states, and what is kept of the micro-batches in flight.
+optimizer's step are added.  Bytes are training's states, and what is kept of the micro-batches that a schedule has in
+flight.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from stepsight.dataset.graph.program import Program
 from stepsight.dataset.hardware.hardware import Hardware
 from stepsight.dataset.job.execution import semantics_of
-from stepsight.experiments.search.mixed_bounds import best_devices
-from stepsight.experiments.search.schedule_bounds import in_flight, is_split, placement_of, stage_sums, stage_times
-from stepsight.experiments.search.shape_table import ShapeTable
+from stepsight.dataset.job.job import Job
+from stepsight.dataset.kinds.op import Collective, Op
 from stepsight.experiments.search.strategies import Grid
-from stepsight.experiments.search.traffic_bounds import Collectives, Sharing, Traffic, traffic
+from stepsight.simulator.blocks.family import find_family
+from stepsight.simulator.blocks.shape import RankShape
 from stepsight.simulator.clock.engine import Floats
+from stepsight.simulator.durations.latency_model import LatencyModel, Seconds, dispatch_calls
 from stepsight.simulator.durations.segment_timing import Timer
+from stepsight.simulator.iteration.distinct_pipelines import other_latency
+from stepsight.simulator.iteration.lower_bounds import (
+    Collectives,
+    PassKind,
+    Sharing,
+    Traffic,
+    block_seconds,
+    block_sizes,
+    in_flight,
+    is_split,
+    layer_counts,
+    placement_of,
+    stage_sums,
+    stage_times,
+    traffic,
+)
 from stepsight.simulator.memory.states import states_of
-from stepsight.simulator.programs.sizes import groups_of
+from stepsight.simulator.programs.sizes import groups_of, rank_shape
 from stepsight.training.calibration.residual import MAX_LOG
 from stepsight.training.predictor.predictor import Predictor
 
+Ids = NDArray[np.int64]
 ROUNDING = 1e-9  # relative difference that sums in another order may have
 
 
@@ -79,6 +100,150 @@ def least_factor(predictor: Predictor | None) -> float:
     corrected = 0.0 if calibration.residual is None else MAX_LOG
     in_context = 0.0 if predictor.context is None else predictor.context.bound
     return calibration.scale * math.exp(-corrected - in_context)
+
+
+class FastestDevice:
+    """A lower bound of latency in a cluster: each op takes the least time of all kinds of devices.
+
+    Args:
+        own: Of the job's own hardware, whose collectives all devices share.
+        others: Of the other devices.
+    """
+
+    knows_context = False
+
+    def __init__(self, own: LatencyModel, others: Sequence[LatencyModel]) -> None:
+        self.hardware = own.hardware
+        self.dispatch_calls = dispatch_calls(own)
+        self._own, self._others = own, others
+
+    def op_seconds(self, ops: Sequence[Op]) -> Seconds:
+        return np.asarray(np.min([model.op_seconds(ops) for model in (self._own, *self._others)], axis=0))
+
+    def collective_seconds(self, collectives: Sequence[Collective]) -> Seconds:
+        return self._own.collective_seconds(collectives)
+
+    def in_context(self, programs: Sequence[Program], seconds: Sequence[Seconds]) -> Sequence[Seconds]:
+        return seconds
+
+
+def best_devices(job: Job, timer: Timer, hardware: Hardware) -> tuple[Timer, Hardware]:
+    """A timer of the fastest device for every op, and the hardware with the largest memory and the least overhead.
+
+    Raises:
+        JobError: If the devices of some nodes are unknown.
+    """
+    others = [other_latency(other.hardware, job) for other in job.cluster.mixed]
+    devices = [hardware, *(model.hardware for model in others)]
+    roomy = replace(
+        hardware,
+        memory_bytes=max(device.memory_bytes for device in devices),
+        reserved_bytes=min(device.reserved_bytes for device in devices),
+        fragmentation=min(device.fragmentation for device in devices),
+    )
+    return Timer(FastestDevice(timer.latency, others)), roomy
+
+
+class ShapeTable:
+    """The distinct rank shapes of a grid.
+
+    Attributes:
+        micro_batches: Sizes, in the order of ``ids``.
+        ids: For each block the number of each shape: micro-batch size, sequence parallelism, order of ranks, whether
+            fully sharded, whether offloaded.
+        shapes: By number.
+        kinds: Kinds of layers; the embedding and the head follow them wherever blocks are counted.
+        numel: Elements of the parameters of each block, others' and experts', shape ``(shapes, blocks, 2)``.
+    """
+
+    def __init__(self, grid: Grid, timer: Timer, hardware: Hardware) -> None:
+        model = grid.job.model
+        self._grid, self._hardware = grid, hardware
+        self.micro_batches = grid.space.micro_batches
+        self._known: dict[RankShape, int] = {}
+        self.ids = [self._number(block) for block in range(len(grid.layouts))]
+        self.shapes = tuple(self._known)
+        self.kinds = tuple(dict.fromkeys(kind for kind, _ in find_family(model.family).layer_kinds(model)))
+        asked = {how.partition("/")[0] for options in grid.options for how in options["recompute"]}
+        self._recompute = sorted({"none", *asked} - {"offload"})
+        split = any(is_split(text.split()[1]) for options in grid.options for text in options["pipeline"])
+        parts = ("backward", *(("input",) if split else ()))
+        passes = [PassKind(part, how, whole=False) for part in parts for how in self._recompute]
+        if "full" in self._recompute:
+            passes += [PassKind(part, "full", whole=True) for part in parts]
+        self._passes = [PassKind("forward"), *passes, *([PassKind("weight")] if split else [])]
+        self._seconds = block_seconds(timer, self.shapes, self.kinds, self._passes)
+        self.numel, self._kept = block_sizes(self.shapes, self.kinds, self._recompute)
+
+    def _number(self, block: int) -> Ids:
+        layout, options = self._grid.layouts[block], self._grid.options[block]
+        offload = [False, True] if any("offload" in o["recompute"] for o in self._grid.options) else [False]
+        places = [
+            (micro_batch, sp, order, zero, off)
+            for micro_batch in self.micro_batches
+            for sp in options["sequence_parallel"]
+            for order in options.get("order", [""])
+            for zero in ("0", "3")
+            for off in offload
+        ]
+        base: dict[tuple[str, str, bool], RankShape] = {}
+        numbers = []
+        for micro_batch, sp, order, zero, off in places:
+            if (order, zero, off) not in base:
+                base[order, zero, off] = self._shape(layout, options, order, zero, off)
+            shape = replace(base[order, zero, off], micro_batch=micro_batch, sequence_parallel=sp)
+            numbers.append(self._known.setdefault(shape, len(self._known)))
+        shape_of = (len(self.micro_batches), len(options["sequence_parallel"]), len(options.get("order", [""])), 2)
+        return np.array(numbers).reshape(*shape_of, len(offload))
+
+    def _shape(self, layout: Any, options: dict[str, list[Any]], order: str, zero: str, offload: bool) -> RankShape:
+        """The shape with a micro-batch of 1 and without sequence parallelism; messages between stages do not count."""
+        how = "offload" if offload else next((how for how in options["recompute"] if how != "offload"), "none")
+        chosen = {"pipeline": "1 1f1b x1", "zero_stage": zero, "recompute": how, "sequence_parallel": False}
+        job = self._grid.build(layout, chosen | ({"order": order} if order else {}))
+        share = self._hardware.comm_compute_share if self._hardware.kind != "cpu" else 0.0
+        return replace(rank_shape(job, share, semantics_of(job, self._hardware.kind)), scatter_p2p=False)
+
+    def counts(self, parts: int, every: int) -> tuple[Floats, Floats]:
+        """Number of blocks of each part of the model, and how many are recomputed."""
+        return layer_counts(self.shapes[0], parts, self.kinds, every)
+
+    def part_seconds(self, ids: Ids, part: str, how: str, parts: int, every: int) -> Floats:
+        """The least seconds of a pass through each part of the model, of the computation and of the host's launches.
+
+        Args:
+            ids: Numbers of shapes; the last axis: whether fully sharded.
+            part: As in ``PassKind``.
+            how: ``none``, ``selective`` or ``full``.
+            parts: Parts of the model.
+            every: Of the layers of a part, every n-th is recomputed.
+
+        Returns:
+            Shape ``(2, *ids.shape, parts)``.
+        """
+        counts, again = self.counts(parts, every)
+        full = how == "full" and part in ("backward", "input")
+        how = "selective" if how == "selective" and part in ("backward", "input") else "none"
+        plain = whole = self._passes.index(PassKind(part, how))
+        if not full:
+            again = np.zeros_like(counts)
+        found = []
+        for fully in (False, True):
+            if full:  # fully sharded ranks stop after the last step that keeps an activation
+                again_whole = self.shapes[0].kernels.whole_layers_again and not fully
+                whole = self._passes.index(PassKind(part, "full", again_whole))
+            once, twice = (self._seconds[..., column][:, ids[..., int(fully)]] for column in (plain, whole))
+            found.append(once @ (counts - again).T + twice @ again.T)
+        return np.stack(found, axis=-2)
+
+    def kept_bytes(self, ids: Ids, how: str, parts: int, every: int) -> Floats:
+        """Least bytes that each part of the model keeps of a micro-batch; shape ``(*ids.shape, parts)``."""
+        counts, again = self.counts(parts, every)
+        plain = self._recompute.index("selective" if how == "selective" else "none")
+        if how != "full":
+            return np.asarray(self._kept[ids, :, plain] @ counts.T)
+        full = self._recompute.index("full")
+        return np.asarray(self._kept[ids, :, plain] @ (counts - again).T + self._kept[ids, :, full] @ again.T)
 
 
 class _Block:
@@ -134,14 +299,14 @@ class _Block:
         stages = self._layout.pp
         ids, kind = self._ids[..., int(how == "offload")], "none" if how == "offload" else how
 
-        def passing(part: str) -> Floats:
+        def seconds(part: str) -> Floats:
             return self._table.part_seconds(ids, part, kind, stages * chunks, every)
 
-        forward, backward = passing("forward"), passing("backward")
+        forward, backward = seconds("forward"), seconds("backward")
         to_input = backward
         if is_split(schedule):  # a schedule that splits some backwards may run others whole
-            halves = passing("input")
-            to_input, backward = np.minimum(halves, backward), np.minimum(halves + passing("weight"), backward)
+            halves = seconds("input")
+            to_input, backward = np.minimum(halves, backward), np.minimum(halves + seconds("weight"), backward)
         if stages > 1:  # the host starts each pass together with the computation, and the slower one decides
             forward, to_input, backward = (values.max(axis=0) for values in (forward, to_input, backward))
         many = self._many[:, None, None, None]

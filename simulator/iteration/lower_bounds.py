@@ -1,28 +1,39 @@
-"""Lower bounds of any schedule: the least seconds and bytes of a model's blocks on a rank.
+"""Lower bounds of any schedule: the least seconds and bytes of blocks, of pipeline stages, and of replicas' traffic.
 
-A stage's computation runs one passage at a time, and traffic of replicas, messages and launches only delay it (every
-rule of the clock is a maximum or a sum of times that are not negative).  So the seconds of its passages, added up, are
-a lower bound of the iteration for every schedule and every way of sharing states.  They come from the same timer as the
+A stage's computation runs one pass at a time, and traffic of replicas, messages and launches only delay it (every rule
+of the clock is a maximum or a sum of times that are not negative).  So the seconds of its passes, added up, are a lower
+bound of the iteration for every schedule and every way of sharing states.  They come from the same timer as the
 prediction, so that the bound holds for any latency model, smooth or not.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from stepsight.dataset.base.caching import cached
+from stepsight.dataset.job.execution import COMPUTE_DTYPE, ExecutionSemantics
+from stepsight.dataset.job.job import Job
+from stepsight.dataset.kinds.op import DTYPE_BYTES
 from stepsight.simulator.blocks.family import embedding_block, find_family, head_block, layer_block
-from stepsight.simulator.blocks.shape import RankShape
+from stepsight.simulator.blocks.shape import Group, RankShape
 from stepsight.simulator.blocks.step import Block
 from stepsight.simulator.clock.engine import Floats
 from stepsight.simulator.durations.segment_timing import Timer
 from stepsight.simulator.memory.block import Gradients, end_memory, layer_memory
+from stepsight.simulator.memory.states import States
 from stepsight.simulator.programs.part_units import passage_of
 from stepsight.simulator.programs.passages import WEIGHT, BackwardSpec, Passage
+from stepsight.simulator.programs.replicas import gathering_of
+from stepsight.simulator.programs.sizes import Groups
+
+WHOLE = ("gpipe", "1f1b", "looped-bfs")  # schedules that run each backward without splitting it
+LOOPED = (*WHOLE, "zb-h1", "interleaved-zb")  # part i of the model lies on stage i % pp
+VEE = ("zbv", "dualpipev")  # parts go to the last stage and back
 
 
 class PassKind(NamedTuple):
@@ -39,31 +50,20 @@ class PassKind(NamedTuple):
     whole: bool = False
 
 
-@dataclass(frozen=True, eq=False)
-class BlockFloors:
-    """Seconds of passes through blocks.
-
-    The blocks are one layer of each kind, then the embedding, then the head.
-
-    Attributes:
-        seconds: What the computation takes; shape ``(num_shapes, num_blocks, num_passes)``.
-        launches: What the host takes to launch them, same shape.
-    """
-
-    seconds: Floats
-    launches: Floats
-
-
-def block_floors(
+def block_seconds(
     timer: Timer, shapes: Sequence[RankShape], kinds: Sequence[str], passes: Sequence[PassKind]
-) -> BlockFloors:
+) -> Floats:
     """Time passes through the blocks of several ranks; all durations are requested in one batch.
 
     Args:
         timer: Of the latency model that predicts.
         shapes: Of ranks.
-        kinds: Kinds of layers, in the order of ``BlockFloors``.
+        kinds: Kinds of layers.  The blocks are one layer of each kind, then the embedding, then the head.
         passes: Which passes.
+
+    Returns:
+        Seconds of the computation, and of the host that launches it; shape
+        ``(2, num_shapes, num_blocks, num_passes)``.
     """
     found = [
         _passage(block, pass_kind, shape, end=at >= len(kinds))
@@ -74,7 +74,7 @@ def block_floors(
     timer.work_seconds(list(dict.fromkeys(work for passage in found for work in passage.works)))
     paths = np.array([timer.passage(passage).paths for passage in found], dtype=np.float64)
     paths = paths.reshape(len(shapes), len(kinds) + 2, len(passes), 3)
-    return BlockFloors(paths[..., 0], paths[..., 2])
+    return np.stack([paths[..., 0], paths[..., 2]])
 
 
 def _blocks(shape: RankShape, kinds: Sequence[str]) -> list[Block]:
@@ -119,7 +119,7 @@ def layer_counts(shape: RankShape, num_parts: int, kinds: tuple[str, ...], every
     Args:
         shape: Its model counts alone.
         num_parts: Parts of the model.
-        kinds: Kinds of layers, in the order of ``BlockFloors``.
+        kinds: Kinds of layers, in the order of ``block_seconds``.
         every: Of each part, the first and every n-th layer after it are recomputed.
 
     Returns:
@@ -138,3 +138,177 @@ def layer_counts(shape: RankShape, num_parts: int, kinds: tuple[str, ...], every
         np.add.at(again[part], own[::every], 1.0)
     counts[0, -2] = counts[-1, -1] = 1.0
     return counts, again
+
+
+def is_split(schedule: str) -> bool:
+    """Whether a schedule may split the gradients of input and weights; a user's schedule may."""
+    return schedule not in WHOLE
+
+
+def placement_of(schedule: str, stages: int) -> str:
+    """``loop``, ``vee``, or ``any``: the placement of the model's parts."""
+    return "loop" if stages == 1 or schedule in LOOPED else "vee" if schedule in VEE else "any"
+
+
+def stage_sums(parts: Floats, placement: str, stages: int) -> Floats:
+    """Sums over the parts of each stage.
+
+    Args:
+        parts: Of each part of the model, shape ``(..., num_parts)``.
+        placement: From ``placement_of``; ``any`` gives every stage the mean, which the fullest has at least.
+        stages: Number of stages.
+
+    Returns:
+        Shape ``(..., stages)``.
+    """
+    if placement == "loop":
+        return np.asarray(parts.reshape(*parts.shape[:-1], -1, stages).sum(axis=-2))
+    if placement == "vee":
+        return np.asarray(parts[..., :stages] + parts[..., : stages - 1 : -1])
+    mean = parts.sum(axis=-1, keepdims=True) / stages
+    return np.repeat(mean, stages, axis=-1)
+
+
+def stage_times(placement: str, stages: int, micro_batches: Floats, passes: tuple[Floats, Floats, Floats]) -> Floats:
+    """Lower bound of the time when each stage has run its last backward.
+
+    Nothing runs on a stage before one micro-batch came through all stages before it.  After its last gradient of an
+    input, the micro-batch goes back through these stages; only gradients of weights may be left to run beside that.
+
+    Args:
+        placement: From ``placement_of``.
+        stages: Number of stages.
+        micro_batches: Of an iteration; broadcast against the others without their last axis.
+        passes: The least seconds of each part for a forward, for the gradient of the input, and for a whole backward;
+            shape ``(..., num_parts)``.
+
+    Returns:
+        Shape ``(..., stages)``.
+    """
+    forward, to_input, backward = passes
+    many = micro_batches[..., None]
+    ahead = stage_sums(forward, placement, stages)
+    busy = ahead + stage_sums(backward, placement, stages)
+    if placement == "any" or stages == 1:
+        return np.asarray(many * busy)
+    fill, drain = np.zeros_like(ahead), np.zeros_like(ahead)
+    fill[..., 1:] = forward[..., : stages - 1].cumsum(axis=-1)
+    drain[..., 1:] = to_input[..., : stages - 1].cumsum(axis=-1)
+    back = ahead + stage_sums(to_input, placement, stages)
+    return np.asarray(fill + np.maximum(many * busy, many * back + drain))
+
+
+def in_flight(schedule: str, stages: int, micro_batches: int, chunks: int) -> NDArray[np.float64]:
+    """Least number of micro-batches of each chunk that a stage keeps at its peak; shape ``(stages, chunks)``."""
+    stage, total = np.arange(stages), micro_batches * chunks
+    if schedule not in LOOPED or stages == 1:
+        first = np.zeros((stages, chunks))
+        first[:, 0] = 1.0
+        return first if stages > 1 else np.ones((1, chunks))
+    in_round = micro_batches if chunks == 1 else micro_batches // max(1, micro_batches // stages)
+    if schedule in ("gpipe", "looped-bfs"):
+        return np.full((stages, chunks), float(micro_batches))
+    ahead = stages - stage - 1
+    if chunks > 1:
+        ahead = (2 if schedule == "1f1b" else 1) * ahead + (chunks - 1) * in_round
+    passes = np.minimum(ahead + 1, total)  # forwards before the first backward
+    chunk_of = np.arange(total) // in_round % chunks
+    return np.array([np.bincount(chunk_of[:count], minlength=chunks) for count in passes], dtype=np.float64)
+
+
+class Sharing(NamedTuple):
+    """One way of sharing states between replicas.
+
+    Attributes:
+        job: A strategy that has it.
+        semantics: What executes the job.
+        groups: Who shares.
+        states: Bytes that a rank holds.
+        beside: Whether collectives run beside the computation.
+    """
+
+    job: Job
+    semantics: ExecutionSemantics
+    groups: Groups
+    states: States
+    beside: bool
+
+    @property
+    def fully(self) -> bool:
+        """Whether parameters are sharded (FSDP)."""
+        return self.job.parallel.zero_stage == 3 and self.groups.shard.size > 1
+
+
+class Traffic(NamedTuple):
+    """Seconds of collectives of each stage.
+
+    Attributes:
+        each: Of every micro-batch, on a stream of its own, shape ``(stages,)``.
+        once: Of an iteration, on the same stream, same shape.
+        after: After the last backward, while the computation waits; same shape.
+    """
+
+    each: Floats
+    once: Floats
+    after: Floats
+
+
+def traffic(sharing: Sharing, sent: Collectives, layers: Floats, numel: Floats, held: Floats) -> Traffic:
+    """Bound the traffic of each stage's replicas.
+
+    Args:
+        sharing: Who shares.
+        sent: Seconds of collectives.
+        layers: Layers of each kind on each stage, shape ``(stages, kinds)``.
+        numel: Elements of their parameters, others' and experts', shape ``(kinds, 2)``.
+        held: Elements that each stage holds, others' and experts', shape ``(stages, 2)``.
+    """
+    nothing = np.zeros(len(layers))
+    p, overlap = sharing.job.parallel, sharing.semantics.overlap
+    size = DTYPE_BYTES[COMPUTE_DTYPE[sharing.job.batch.precision]]
+    groups = (sharing.groups.shard, sharing.groups.experts)
+    if sharing.fully:
+        gathering = gathering_of(p, overlap, beside=sharing.beside)
+        each, once = nothing, nothing
+        for which, group in enumerate(groups):
+            gather = sent.seconds(group, "all_gather", numel[:, which] * size)
+            grads = DTYPE_BYTES[sharing.semantics.states.gradient_dtype]
+            scatter = sent.seconds(group, "reduce_scatter", numel[:, which] * grads)
+            gathers, scatters = layers @ gather, layers @ scatter
+            every = 2 * gathers * gathering.reshard + (0 if gathering.reduce_once else scatters)
+            rest = gathers * (not gathering.reshard) + (scatters if gathering.reduce_once else 0)
+            # The two kinds travel on two streams: the longer one counts.
+            longer = every.sum() + rest.sum() > each.sum() + once.sum()
+            each, once = (every, rest) if longer else (each, once)
+        return Traffic(each, once, nothing)
+    if p.zero_stage in (1, 2) and not overlap.parameters:
+        after = sum((sent.seconds(g, "all_gather", held[:, i] * size) for i, g in enumerate(groups)), nothing)
+        return Traffic(nothing, nothing, np.asarray(after))
+    return Traffic(nothing, nothing, nothing)
+
+
+class Collectives:
+    """Seconds of collectives of some sizes, cached because the same sizes occur repeatedly.
+
+    Args:
+        timer: Of the latency model that predicts.
+    """
+
+    def __init__(self, timer: Timer) -> None:
+        self._timer = timer
+        self._known: dict[tuple[Group, str, bytes], Floats] = {}
+
+    def seconds(self, group: Group, kind: str, num_bytes: Floats) -> Floats:
+        """Seconds of a collective of each size; 0 for zero bytes, and for a group of one rank."""
+        key = (group, kind, num_bytes.tobytes())
+        if key not in self._known:
+            self._known[key] = self._ask(group, kind, num_bytes)
+        return self._known[key]
+
+    def _ask(self, group: Group, kind: str, num_bytes: Floats) -> Floats:
+        seconds = np.zeros(len(num_bytes))
+        asked: NDArray[np.int64] = np.flatnonzero(num_bytes > 0)
+        if group.size > 1 and len(asked):
+            sizes, place = np.unique(num_bytes[asked].astype(np.int64), return_inverse=True)
+            seconds[asked] = self._timer.work_seconds([group.collective(kind, int(n)) for n in sizes])[place]
+        return seconds

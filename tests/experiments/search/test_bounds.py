@@ -9,10 +9,10 @@ import pytest
 from stepsight.dataset.base.errors import JobError
 from stepsight.dataset.job.job import Job
 from stepsight.experiments.search.bounds import grid_bounds, least_factor
-from stepsight.experiments.search.schedule_bounds import in_flight
 from stepsight.experiments.search.search import search
 from stepsight.experiments.search.space import Space
 from stepsight.experiments.search.strategies import Grid
+from stepsight.simulator.iteration.lower_bounds import in_flight
 from stepsight.simulator.schedules import find_schedule
 from stepsight.training.predictor.prediction import predict
 from tests.experiments.search.random_jobs import random_job
