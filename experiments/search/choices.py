@@ -21,6 +21,12 @@ if TYPE_CHECKING:
     from stepsight.experiments.search.expert_loads import ExpertLoads
 
 
+_SHOWN = (
+    "schedule", "virtual_stages", "zero_stage", "dp_shard", "recompute", "recompute_every", "offload_activations",
+    "sequence_parallel", "order",
+)  # fmt: skip
+
+
 @dataclass(frozen=True, repr=False)
 class Choice:
     """One strategy that a search evaluated.
@@ -86,24 +92,12 @@ class Choice:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON: the strategy, seconds (None if not timed), bytes of the fullest stage."""
-        parallel, batch = self.job.parallel, self.job.batch
+        parallel = self.job.parallel
         time_s, low_s, high_s = self.seconds or (None, None, None)
         return {
-            "tp": parallel.tp,
-            "cp": parallel.cp,
-            "pp": parallel.pp,
-            "ep": parallel.ep,
-            "dp": parallel.dp,
-            "micro_batch": batch.micro_batch,
-            "schedule": parallel.schedule,
-            "virtual_stages": parallel.virtual_stages,
-            "zero_stage": parallel.zero_stage,
-            "dp_shard": parallel.dp_shard,
-            "recompute": parallel.recompute,
-            "recompute_every": parallel.recompute_every,
-            "offload_activations": parallel.offload_activations,
-            "sequence_parallel": parallel.sequence_parallel,
-            "order": parallel.order,
+            **{axis: getattr(parallel, axis) for axis in ("tp", "cp", "pp", "ep", "dp")},
+            "micro_batch": self.job.batch.micro_batch,
+            **{name: getattr(parallel, name) for name in _SHOWN},
             "stage_layers": list(parallel.stage_layers),
             "iteration_time_s": time_s,
             "low_s": low_s,

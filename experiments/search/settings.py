@@ -7,7 +7,6 @@ import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from types import MappingProxyType
 from typing import Annotated, Any
 
 from stepsight.dataset.base.bounded import read_toml
@@ -23,24 +22,6 @@ TOKENS = 1e9  # tokens, if none are stated
 MOST = 1e30
 MOST_SCENARIOS = 1000
 MOST_SEED = 2**31  # samplers take 32 bits, and a continued study adds its trials
-# Board power in watts as the vendors' datasheets state it (V100 2020, A100 2021, A40 2022, H100 2023, L40S 2023, H200
-# and B200 2024), without host, network and cooling.
-POWER_W: Mapping[str, float] = MappingProxyType(
-    {
-        "v100-sxm-32gb": 300.0,
-        "v100-pcie-32gb": 250.0,
-        "a100-sxm-40gb": 400.0,
-        "a100-sxm-80gb": 400.0,
-        "a100-pcie-40gb": 250.0,
-        "a100-pcie-80gb": 300.0,
-        "a40-pcie-48gb": 300.0,
-        "h100-sxm-80gb": 700.0,
-        "h100-pcie-80gb": 350.0,
-        "h200-sxm-141gb": 700.0,
-        "l40s-pcie-48gb": 350.0,
-        "b200-sxm-180gb": 1000.0,
-    }
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +37,7 @@ class Goal:
             times the tokens (McCandlish et al. 2018, arXiv:1812.06162). 0: the number of tokens does not depend on the
             batch.
         prices: Price of a device-hour by hardware, in any currency.
-        power_w: Watts of a device by hardware, in place of ``POWER_W``.
+        power_w: Watts of a device by hardware; default: what the hardware's facts state (datasheets).
         robust: Take prediction errors into account, and list the strategies that cannot be distinguished from the best.
             interval (or True): rank by the upper end of the interval. regret: rank the 25 fastest by expected regret,
             which is how much longer a strategy takes than the truly fastest one, on average over possible errors.
@@ -127,11 +108,8 @@ class Goal:
 
     def power(self, job: Job) -> float | None:
         """Watts of a device; None: not known."""
-        known = self.power_w.get(job.hardware_name, POWER_W.get(job.hardware_name))
-        if known is None:
-            facts = find_hardware(job.cluster.hardware)
-            known = facts.power_w if facts is not None and facts.power_w else None
-        return known
+        facts = find_hardware(job.cluster.hardware)
+        return self.power_w.get(job.hardware_name) or (facts.power_w if facts is not None else None) or None
 
     def objectives(self, job: Job, seconds: Seconds | None) -> dict[str, Any]:
         """Plain values for tables: the cluster of the job, and all objectives; None: not known.

@@ -106,11 +106,7 @@ def with_uneven_stages(result: SearchResult, predictor: Predictor | str | None =
     for choice in piped:
         found = best_stage_layers(choice.job, predictor)
         if found.fits and found.gain_percent > 100 * _LESS:
-            prediction = predict(found.job, predictor)
-            seconds = prediction.iteration_time_s, prediction.low_s, prediction.high_s
-            memory = prediction.memory
-            ask = partial(predict, predictor=predictor)
-            more.append(Choice(found.job, memory.peak_bytes, memory.capacity_bytes, seconds, ask))
+            more.append(Choice.of(predict(found.job, predictor), partial(predict, predictor=predictor)))
     choices = sorted([*result.choices, *more], key=lambda choice: choice.rank(result.goal))
     return replace(result, choices=choices)
 
