@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,9 +27,8 @@ from stepsight.dataset.tables.device_names import device_name
 from stepsight.simulator.durations.latency_model import LatencyModel, RooflineLatency
 from stepsight.simulator.replay import changes
 from stepsight.simulator.replay.causes import critical_path
-from stepsight.simulator.replay.changes import as_timed, with_buckets
-from stepsight.simulator.replay.joined import join
-from stepsight.simulator.replay.replay import replay, walk
+from stepsight.simulator.replay.joined import Walk
+from stepsight.simulator.replay.replay import replay
 
 if TYPE_CHECKING:
     from stepsight.training.predictor.predictor import Predictor
@@ -91,7 +91,7 @@ def what_if(path: Path, questions: Questions) -> dict[str, Any]:
         raise StepsightError("what-if needs at least one change, as --faster gemm=1.5 or --no-host")
     profiled = before = replay(graphs)
     if run.iteration_s:
-        graphs = as_timed(graphs, run.iteration_s)
+        graphs = changes.as_timed(graphs, run.iteration_s)
         before = replay(graphs)
     each = []
     for title, change in asked:
@@ -101,7 +101,6 @@ def what_if(path: Path, questions: Questions) -> dict[str, Any]:
     for _, change in asked:
         changed = change(changed, tally)
     after = replay(changed)
-    limits = [_host_percent(of) for of in (graphs, changed)]
     device = sum(graph.device_time_s for graph in graphs) or 1.0
     return {
         "run": run.name,
@@ -111,8 +110,8 @@ def what_if(path: Path, questions: Questions) -> dict[str, Any]:
         "changed_s": after.replayed_s,
         "speedup": before.replayed_s / after.replayed_s if after.replayed_s else 0.0,
         "changes": each,
-        "host_percent": limits[0],
-        "changed_host_percent": limits[1],
+        "host_percent": _host_percent(before.walked),
+        "changed_host_percent": _host_percent(after.walked),
         "traced_on": _described(traced),
         "predicted_percent": min(100.0 * tally.predicted_s / device, 100.0),
         "scaled_percent": min(100.0 * tally.scaled_s / device, 100.0),
@@ -120,11 +119,11 @@ def what_if(path: Path, questions: Questions) -> dict[str, Any]:
     }
 
 
-def _host_percent(graphs: Sequence[RankGraph]) -> float:
+def _host_percent(walked: Walk) -> float:
     """Share of the critical path that is work of the host, percent; 0 for ranks that compute on their host."""
-    path = critical_path(walk(join(graphs)))
+    path = critical_path(walked)
     whole = sum(path.values())
-    return 100.0 * path.get("host", 0.0) / whole if whole and graphs[0].device != "cpu" else 0.0
+    return 100.0 * path.get("host", 0.0) / whole if whole and walked.joined.graphs[0].device != "cpu" else 0.0
 
 
 def _described(traced: tuple[str, Fabric] | None) -> dict[str, str] | None:
@@ -136,39 +135,34 @@ def _described(traced: tuple[str, Fabric] | None) -> dict[str, str] | None:
 
 
 def _changes(asked: Questions, traced: tuple[str, Fabric] | None) -> list[tuple[str, Change]]:
-    found: list[tuple[str, Change]] = []
-    for what, factor in asked.faster.items():
-        found.append((f"{what} {factor:g} times as fast", _faster(what, factor)))
+    """Titles and functions of the changes that are asked for."""
+    found: list[tuple[str, Change]] = [
+        (f"{what} {factor:g} times as fast", partial(changes.faster, what=what, factor=factor))
+        for what, factor in asked.faster.items()
+    ]
     if asked.no_host:
-        found.append(("no host", lambda graphs, tally: changes.without_host(graphs)))
+        found.append(("no host", changes.without_host))
     if asked.cuda_graph:
-        found.append(("launches cost nothing", lambda graphs, tally: changes.as_device_graph(graphs)))
+        found.append(("launches cost nothing", changes.as_device_graph))
     if asked.remove_straggler:
-        found.append(("no straggler", lambda graphs, tally: changes.without_straggler(graphs)))
-    if traced is not None:
-        name, fabric = traced
-        now = latency_of(name, fabric)
-        if asked.batch != 1.0:
-            found.append((f"batch {asked.batch:g} x", lambda g, tally: changes.with_batch(g, asked.batch, now, tally)))
-        if asked.replicas != 1:
-            times = asked.replicas
-            found.append((f"{times} x ranks", lambda g, tally: changes.with_replicas(g, times, now, tally)))
-        if asked.bucket_mb:
-            size = asked.bucket_mb * 1e6
-            found.append((f"buckets of {asked.bucket_mb:g} MB", lambda g, tally: with_buckets(g, size, now, tally)))
-        if asked.fabric or asked.hardware:
-            other = find_fabric(asked.fabric) if asked.fabric else fabric
-            device = preset_name(asked.hardware) if asked.hardware else name
-            if asked.hardware and not asked.fabric:
-                other = find_fabric(usual_fabric(device))
-            then = latency_of(device, other)
-            title = " and ".join(filter(None, (asked.hardware, asked.fabric)))
-            found.append((f"on {title}", lambda g, tally: changes.on_latencies(g, now, then, tally)))
+        found.append(("no straggler", changes.without_straggler))
+    if traced is None:
+        return found
+    name, fabric = traced
+    now = latency_of(name, fabric)
+    if asked.batch != 1.0:
+        found.append((f"batch {asked.batch:g} x", partial(changes.with_batch, factor=asked.batch, latency=now)))
+    if asked.replicas != 1:
+        found.append((f"{asked.replicas} x ranks", partial(changes.with_replicas, factor=asked.replicas, latency=now)))
+    if asked.bucket_mb:
+        merged = partial(changes.with_buckets, num_bytes=asked.bucket_mb * 1e6, latency=now)
+        found.append((f"buckets of {asked.bucket_mb:g} MB", merged))
+    if asked.fabric or asked.hardware:
+        device = preset_name(asked.hardware) if asked.hardware else name
+        other = find_fabric(asked.fabric or usual_fabric(device))
+        title = " and ".join(filter(None, (asked.hardware, asked.fabric)))
+        found.append((f"on {title}", partial(changes.on_latencies, before=now, after=latency_of(device, other))))
     return found
-
-
-def _faster(what: str, factor: float) -> Change:
-    return lambda graphs, tally: changes.faster(graphs, what, factor, tally)
 
 
 def _traced_on(asked: Questions, graphs: Sequence[RankGraph], job: Job | None) -> tuple[str, Fabric]:

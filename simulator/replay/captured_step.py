@@ -18,14 +18,13 @@ from numpy.typing import NDArray
 
 from stepsight.dataset.base.errors import CaptureError, TraceError
 from stepsight.dataset.base.files import new_file
-from stepsight.dataset.graph.program import Dependency, Program, ProgramBuilder
+from stepsight.dataset.graph.program import Dependency, Node, Program
 from stepsight.dataset.hardware.hardware import Hardware
-from stepsight.dataset.imported.rank_graph import COLLECTIVE, HOST, OP, PHASES, WHY, WHY_NUMBER, RankGraph
+from stepsight.dataset.imported.rank_graph import COLLECTIVE, EDGE_COLUMNS, HOST, OP, PHASES, WHY, WHY_NUMBER, RankGraph
 from stepsight.dataset.kinds.op import Op
 from stepsight.simulator.durations.latency_model import HostTimes, LatencyModel, host_times
 from stepsight.simulator.durations.segment_timing import timer_of
-from stepsight.simulator.replay.joined import Joined, join
-from stepsight.simulator.replay.replay import Walk, walk
+from stepsight.simulator.replay.joined import Joined, Walk, join, walk
 
 Floats = NDArray[np.float64]
 COMPUTE = 0  # number of the stream on which a script computes
@@ -59,8 +58,7 @@ class CapturedStep:
 
     def of_rank(self, place: int) -> tuple[Floats, Floats]:
         """Start and end of each node of one rank."""
-        first = self.walked.joined.first[place]
-        nodes = slice(first, first + len(self.graphs[place]))
+        nodes = slice(*self.walked.joined.first[place : place + 2])
         return self.walked.start_s[nodes], self.walked.end_s[nodes]
 
     @cached_property
@@ -75,13 +73,9 @@ class CapturedStep:
     @cached_property
     def critical(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Nodes of the critical path from its end: index of the rank, and node."""
-        cause, source = self.walked.cause, self.walked.joined.source
-        first = np.array([*self.walked.joined.first, sum(map(len, self.graphs))])
-        node, found = int(np.argmax(self.walked.end_s)), []
-        while node >= 0:
-            found.append(node)
-            node = int(source[cause[node]]) if cause[node] >= 0 else -1
-        nodes = np.array([each for each in found if each < first[-1]], dtype=np.int64)
+        first = np.array(self.walked.joined.first)
+        nodes = np.array(list(self.walked.path(int(np.argmax(self.walked.end_s)))), dtype=np.int64)
+        nodes = nodes[nodes < first[-1]]
         places = np.searchsorted(first, nodes, "right") - 1
         return places, nodes - first[places]
 
@@ -104,49 +98,49 @@ def time_captured(graphs: Sequence[RankGraph], latency: LatencyModel) -> Capture
         else _timed_on_host(graph, seconds, host)
         for graph, seconds in zip(graphs, alone, strict=True)
     )
+    joined = join(timed)
+    _add_launches(joined, latency.hardware)
     try:
-        joined = join(timed)
+        return CapturedStep(walk(joined), timed, alone)
     except TraceError:
         raise CaptureError(
             "the captured ranks deadlock: they issue their collectives in different orders, or "
             "are from different scripts"
         ) from None
-    _add_launches(joined, timed, latency.hardware)
-    return CapturedStep(walk(joined), timed, alone)
 
 
 def program_of(graph: RankGraph) -> Program:
     """Ops and collectives of a rank as a program."""
-    builder, place = ProgramBuilder("step"), np.full(len(graph), -1, dtype=np.int64)
-    incoming: dict[int, list[tuple[int, Dependency]]] = {}
-    implied = WHY_NUMBER[Dependency.STREAM_ORDER]
-    for source, target, why in zip(*(graph.edges[name].tolist() for name in ("source", "target", "why")), strict=True):
-        if why != implied:
-            incoming.setdefault(target, []).append((source, WHY[why]))
-    for node in np.flatnonzero(graph.on_device).tolist():
-        work = graph.works[graph.nodes["work"][node]]
-        place[node] = builder.add(
-            work, graph.streams[graph.nodes["stream"][node]], graph.names[graph.nodes["name"][node]]
-        )
+    inside, place = graph.on_device, np.cumsum(graph.on_device) - 1
+    columns = (graph.nodes[name][inside].tolist() for name in ("work", "stream", "name"))
+    nodes = [Node(graph.works[w], graph.streams[s], graph.names[n]) for w, s, n in zip(*columns, strict=True)]
+    listed = (graph.edges["why"] != WHY_NUMBER[Dependency.STREAM_ORDER]) & inside[graph.edges["target"]]
+    incoming: dict[int, list[tuple[int, int]]] = {}
+    for source, target, why in zip(*(graph.edges[name][listed].tolist() for name in EDGE_COLUMNS), strict=True):
+        incoming.setdefault(target, []).append((source, why))
     edges = [
-        (int(place[source]), int(place[target]), why)
+        (int(place[source]), int(place[target]), WHY[why])
         for target, sources in incoming.items()
         for source, why in sources
-        if place[source] >= 0 and place[target] >= 0
+        if inside[source]
     ]
-    return Program(builder.build().nodes, tuple(edges), "step")
+    return Program(tuple(nodes), tuple(edges), "step")
+
+
+def _of_works(graph: RankGraph, values: Floats) -> Floats:
+    """The value of each node's work; 0 for calls of the host."""
+    return np.append(values, 0.0)[graph.nodes["work"]]
 
 
 def _timed(graph: RankGraph, alone: Floats, latency: LatencyModel) -> RankGraph:
     """The graph with durations; with launches after waits of the host."""
-    work = graph.nodes["work"]
-    seconds = np.where(work >= 0, alone[work], 0.0) if len(alone) else np.zeros(len(work))
+    seconds = _of_works(graph, alone)
     if latency.knows_context:
         program = program_of(graph)
         seconds[graph.on_device] = latency.in_context([program], [seconds[graph.on_device]])[0]
     share = latency.hardware.comm_compute_share
     if share > 0:
-        seconds = seconds + _taken(graph, seconds, share)
+        seconds = seconds + _lost_to_overlap(graph, seconds, share)
     graph = replace(graph, duration_s=seconds)
     waits = np.flatnonzero(graph.nodes["kind"] == HOST)
     if not latency.hardware.has_host or not len(waits):
@@ -159,8 +153,7 @@ def _timed(graph: RankGraph, alone: Floats, latency: LatencyModel) -> RankGraph:
 
 def _timed_on_host(graph: RankGraph, alone: Floats, host: HostTimes) -> RankGraph:
     """The graph of a rank whose host runs its ops: durations, and the host's time between ops."""
-    nodes, work = graph.nodes, graph.nodes["work"]
-    seconds = np.where(work >= 0, alone[work], 0.0) if len(alone) else np.zeros(len(work))
+    nodes, work, seconds = graph.nodes, graph.nodes["work"], _of_works(graph, alone)
     chosen = np.flatnonzero((nodes["kind"] == OP) & (work >= 0))
     works = [graph.works[number] for number in work[chosen].tolist()]
     ops = [each for each in works if isinstance(each, Op)]
@@ -175,40 +168,36 @@ def _timed_on_host(graph: RankGraph, alone: Floats, host: HostTimes) -> RankGrap
     return replace(graph, duration_s=seconds, delay_s=delay)
 
 
-def _taken(graph: RankGraph, seconds: Floats, share: float) -> Floats:
+def _lost_to_overlap(graph: RankGraph, seconds: Floats, share: float) -> Floats:
     """Seconds that ops lose to overlapping collectives: charged to the next op after the issue, unless it waits for
     it.
     """
-    taken = np.zeros(len(graph))
-    is_compute = (graph.nodes["kind"] == OP) & (graph.nodes["stream"] == COMPUTE)
-    ops = np.flatnonzero(is_compute)
+    lost = np.zeros(len(graph))
+    ops = np.flatnonzero((graph.nodes["kind"] == OP) & (graph.nodes["stream"] == COMPUTE))
     sent = np.flatnonzero((graph.nodes["kind"] == COLLECTIVE) & (graph.nodes["stream"] != COMPUTE))
     following = np.searchsorted(ops, sent)
     waits = set(zip(graph.edges["source"].tolist(), graph.edges["target"].tolist(), strict=True))
     for node, after in zip(sent.tolist(), following.tolist(), strict=True):
         if after < len(ops) and (node, int(ops[after])) not in waits:
-            taken[ops[after]] += share * seconds[node]
-    return taken
+            lost[ops[after]] += share * seconds[node]
+    return lost
 
 
 def _launches(graph: RankGraph, hardware: Hardware) -> Floats:
     """The host's time to launch each node."""
-    each = np.array([hardware.launch_s(work) for work in graph.works])
-    work = graph.nodes["work"]
-    return np.where(work >= 0, each[work], 0.0) if len(each) else np.zeros(len(work))
+    return _of_works(graph, np.array([hardware.launch_s(work) for work in graph.works]))
 
 
-def _add_launches(joined: Joined, graphs: Sequence[RankGraph], hardware: Hardware) -> None:
+def _add_launches(joined: Joined, hardware: Hardware) -> None:
     """Add launches: no node starts before the host has launched it and all nodes before it."""
     if not hardware.has_host:
         return
-    for graph, first in zip(graphs, joined.first, strict=True):
+    for graph, first in zip(joined.graphs, joined.first, strict=False):
         done = np.cumsum(_launches(graph, hardware))
         waits = np.flatnonzero(graph.nodes["kind"] == HOST)
-        until = int(waits[0]) + 1 if len(waits) else len(graph)
-        nodes = np.arange(until)
-        targets = np.where(joined.meeting[first + nodes] >= 0, joined.meeting[first + nodes], first + nodes)
-        np.maximum.at(joined.ready, targets, done[:until])
+        nodes = first + np.arange(int(waits[0]) + 1 if len(waits) else len(graph))
+        targets = np.where(joined.meeting[nodes] >= 0, joined.meeting[nodes], nodes)
+        np.maximum.at(joined.ready, targets, done[: len(nodes)])
 
 
 def _rank_causes(step: CapturedStep, place: int) -> dict[str, float]:
@@ -235,24 +224,16 @@ def _rank_causes(step: CapturedStep, place: int) -> dict[str, float]:
 
 
 def _count_gap(step: CapturedStep, place: int, node: int, gap: float, found: dict[str, float]) -> None:
-    """Attribute an idle time to its cause: walk back to the last collective that caused it."""
-    joined, graph, first = step.walked.joined, step.graphs[place], step.walked.joined.first[place]
-    at = first + node
-    while step.walked.cause[at] >= 0:
-        before = int(joined.source[step.walked.cause[at]])
-        if before >= len(joined.meeting) or not first <= before < first + len(graph):
-            at = before
-            continue
-        if graph.nodes["kind"][before - first] == COLLECTIVE:
+    """Attribute an idle time to its cause: the last collective of this rank on the path to the node."""
+    joined, graph = step.walked.joined, step.graphs[place]
+    first, end = joined.first[place : place + 2]
+    for before in step.walked.path(step.walked.before(first + node)):
+        if first <= before < end and graph.nodes["kind"][before - first] == COLLECTIVE:
             cause = axis_of(graph, before - first)
-            if cause == "pp_communication":
-                message = min(gap, float(joined.seconds[before]))
-                found["pp_communication"] += message
-                found["bubble"] += gap - message
-            else:
-                found[cause] += gap
+            message = min(gap, float(joined.seconds[before])) if cause == "pp_communication" else gap
+            found[cause] += message
+            found["bubble"] += gap - message
             return
-        at = before
     found["host"] += gap
 
 
@@ -283,47 +264,27 @@ def write_timeline(step: CapturedStep, memory: Sequence[NDArray[np.int64]], to: 
     """
     events: list[dict[str, Any]] = []
     for place, live in enumerate(memory):
-        events += _rank_events(step, place)
-        events += _memory_events(step, place, live)
+        events += _rank_events(step, place, live)
     told = {"displayTimeUnit": "ms", "otherData": {"job": name, "iteration_time_s": step.iteration_time_s}}
     with new_file(to) as part:
         part.write_text(json.dumps({**told, "traceEvents": events}, separators=(",", ":")), "utf-8")
 
 
-def _rank_events(step: CapturedStep, place: int) -> list[dict[str, Any]]:
-    graph = step.graphs[place]
-    start, end = step.of_rank(place)
-    events: list[dict[str, Any]] = [
-        {"ph": "M", "name": "process_name", "pid": graph.rank, "args": {"name": f"rank {graph.rank}"}}
-    ]
-    events += [
-        {"ph": "M", "name": "thread_name", "pid": graph.rank, "tid": number, "args": {"name": stream}}
-        for number, stream in enumerate(graph.streams)
-    ]
-    columns = (graph.nodes[name].tolist() for name in ("kind", "stream", "phase", "work", "name"))
-    times = zip((start * _US).tolist(), ((end - start) * _US).tolist(), strict=True)
-    for (kind, stream, phase, work, name), (begin, lasts) in zip(zip(*columns, strict=True), times, strict=True):
-        if kind != HOST:
-            events.append(
-                {
-                    "ph": "X", "name": graph.works[work].kind, "cat": PHASES[phase], "pid": graph.rank, "tid": stream,
-                    "ts": round(begin, 3), "dur": round(lasts, 3),
-                    "args": {"what": str(graph.works[work]), "call": graph.names[name]},
-                }
-            )  # fmt: skip
-    return events
-
-
-def _memory_events(step: CapturedStep, place: int, live: NDArray[np.int64]) -> list[dict[str, Any]]:
-    """The memory at the start of each op of the computation; changes that are too small to see are left out."""
-    graph, (start, _) = step.graphs[place], step.of_rank(place)
-    nodes = np.flatnonzero((graph.nodes["stream"] == 0) & graph.on_device)
-    events, drawn, least = [], -np.inf, _LEAST_CHANGE * float(live.max(initial=0))
-    for node in nodes.tolist():
-        if abs(live[node] - drawn) > least:
+def _rank_events(step: CapturedStep, place: int, live: NDArray[np.int64]) -> list[dict[str, Any]]:
+    """Names, ops and collectives of a rank, and its memory at ops of the computation where it changes visibly."""
+    graph, (start, end) = step.graphs[place], step.of_rank(place)
+    of, nodes = {"pid": graph.rank}, graph.nodes
+    begin, lasts = (np.round(times * _US, 3).tolist() for times in (start, end - start))
+    events: list[dict[str, Any]] = [{"ph": "M", "name": "process_name", **of, "args": {"name": f"rank {graph.rank}"}}]
+    for number, title in enumerate(graph.streams):
+        events.append({"ph": "M", "name": "thread_name", **of, "tid": number, "args": {"name": title}})
+    drawn, least = -np.inf, _LEAST_CHANGE * float(live.max(initial=0))
+    for node in np.flatnonzero(graph.on_device).tolist():
+        work, stream = graph.works[nodes["work"][node]], int(nodes["stream"][node])
+        args = {"what": str(work), "call": graph.names[nodes["name"][node]]}
+        category, times = PHASES[nodes["phase"][node]], {"ts": begin[node], "dur": lasts[node]}
+        events.append({"ph": "X", "name": work.kind, "cat": category, **of, "tid": stream, **times, "args": args})
+        if stream == COMPUTE and abs(live[node] - drawn) > least:
             drawn = float(live[node])
-            at = round(float(start[node]) * _US, 3)
-            events.append(
-                {"ph": "C", "name": "tensors", "pid": graph.rank, "ts": at, "args": {"bytes": int(live[node])}}
-            )
+            events.append({"ph": "C", "name": "tensors", **of, "ts": begin[node], "args": {"bytes": int(live[node])}})
     return events

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,13 +11,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stepsight.dataset.graph.program import Dependency
-from stepsight.dataset.imported.meetings import meetings
 from stepsight.dataset.imported.rank_graph import COLLECTIVE, HOST, OP, WHY_NUMBER, RankGraph
 from stepsight.dataset.imported.read_rank import lateness
 from stepsight.dataset.kinds.op import OP_KINDS
 from stepsight.dataset.readers.host import Intervals, merge, overlap
-from stepsight.simulator.replay.joined import join
-from stepsight.simulator.replay.replay import Walk, walk
+from stepsight.simulator.replay.joined import Joined, Walk, join, walk
 
 Floats = NDArray[np.float64]
 
@@ -66,7 +64,7 @@ def breakdown(graphs: Sequence[RankGraph]) -> Breakdown:
     idle: defaultdict[str, float] = defaultdict(float)
     kinds: defaultdict[str, float] = defaultdict(float)
     opaque: defaultdict[str, float] = defaultdict(float)
-    for graph, first in zip(graphs, walked.joined.first, strict=True):
+    for graph, first in zip(graphs, walked.joined.first, strict=False):
         inside = (graph.nodes["step"] >= 0) & graph.on_device
         for node in np.flatnonzero(inside).tolist():
             kinds[graph.kind_of(node)] += float(graph.duration_s[node])
@@ -79,14 +77,17 @@ def breakdown(graphs: Sequence[RankGraph]) -> Breakdown:
         for cause, seconds in _idle(graph, walked, first).items():
             idle[cause] += seconds
         out.steps_s += float(graph.steps_s[-1, 1] - graph.steps_s[0, 0]) if len(graph.steps_s) else 0.0
-    out.kinds = dict(sorted(kinds.items(), key=lambda item: -item[1]))
-    out.opaque = dict(sorted(opaque.items(), key=lambda item: -item[1])[:_MOST_OPAQUE])
-    out.ranks, waited = _skew(graphs)
+    out.ranks, waited = _skew(walked.joined)
     idle[PEERS] = min(waited, idle[COMMUNICATION])
     idle[COMMUNICATION] -= idle[PEERS]
-    out.idle = dict(sorted(idle.items(), key=lambda item: -item[1]))
+    out.kinds, out.idle = _largest_first(kinds), _largest_first(idle)
+    out.opaque = dict(list(_largest_first(opaque).items())[:_MOST_OPAQUE])
     out.critical = critical_path(walked)
     return out
+
+
+def _largest_first(seconds: Mapping[str, float]) -> dict[str, float]:
+    return dict(sorted(seconds.items(), key=lambda item: -item[1]))
 
 
 def _busy(graph: RankGraph, nodes: NDArray[np.bool_]) -> Intervals:
@@ -133,12 +134,10 @@ def _host_waits(graph: RankGraph) -> Intervals:
 
 def _cause(graph: RankGraph, walked: Walk, node: int, first: int) -> str:
     """The dependency that decided the start of a node."""
-    joined = walked.joined
-    edge = int(walked.cause[node])
-    if edge < 0:
+    source = walked.before(node)
+    if source < 0:
         return UNEXPLAINED
-    source = int(joined.source[edge])
-    if source >= len(joined.meeting):  # a meeting: a collective of this stream waits for its peers
+    if source >= walked.joined.first[-1]:  # a meeting: a collective of this stream waits for its peers
         return PEERS
     kind = int(graph.nodes["kind"][source - first])
     if kind == HOST:
@@ -153,52 +152,45 @@ def critical_path(walked: Walk) -> dict[str, float]:
     them.
     """
     joined = walked.joined
-    families: defaultdict[str, float] = defaultdict(float)
-    bounds = [*joined.first, len(joined.meeting)]
-    pairs = zip(joined.graphs, joined.first, strict=True)
-    chosen = np.concatenate([first + np.flatnonzero(graph.nodes["step"] >= 0) for graph, first in pairs])
+    inside = [graph.nodes["step"] >= 0 for graph in joined.graphs]
+    chosen = np.flatnonzero(np.concatenate(inside))
     if not len(chosen):
         return {}
-    node = int(chosen[np.argmax(walked.end_s[chosen])])
-    while node >= 0:
-        if node < len(joined.meeting):
-            place = int(np.searchsorted(bounds, node, "right")) - 1
-            graph, own = joined.graphs[place], node - joined.first[place]
-            if graph.nodes["step"][own] < 0:
+    families: defaultdict[str, float] = defaultdict(float)
+    path = list(walked.path(int(chosen[np.argmax(walked.end_s[chosen])])))
+    for node, before in zip(path, [*path[1:], -1], strict=True):
+        place = joined.rank_of(node)
+        if place < len(joined.graphs):
+            own = node - joined.first[place]
+            if not inside[place][own]:
                 break
-            families[_family(graph, own)] += float(joined.seconds[node])
-        edge = int(walked.cause[node])
-        if edge < 0:
-            break
-        before = int(joined.source[edge])
-        waited = float(walked.start_s[node] - walked.end_s[before])
-        by_host = before < len(joined.meeting) and _is_host(joined.graphs, joined.first, before)
-        families["host" if by_host else "device_delays"] += max(waited, 0.0)
-        node = before
-    return dict(sorted(families.items(), key=lambda item: -item[1]))
+            families[_family(joined.graphs[place], own)] += float(joined.seconds[node])
+        if before >= 0:
+            waited = float(walked.start_s[node] - walked.end_s[before])
+            families["host" if _is_host(joined, before) else "device_delays"] += max(waited, 0.0)
+    return _largest_first(families)
 
 
-def _is_host(graphs: Sequence[RankGraph], first: list[int], node: int) -> bool:
-    place = int(np.searchsorted(first, node, "right")) - 1
-    graph = graphs[place]
-    return bool(graph.nodes["kind"][node - first[place]] == HOST or graph.device == "cpu")
+def _is_host(joined: Joined, node: int) -> bool:
+    place = joined.rank_of(node)
+    if place == len(joined.graphs):
+        return False
+    graph = joined.graphs[place]
+    return bool(graph.nodes["kind"][node - joined.first[place]] == HOST or graph.device == "cpu")
 
 
 def _family(graph: RankGraph, node: int) -> str:
-    work = int(graph.nodes["work"][node])
-    if work < 0:
-        return "host"
-    kind = graph.works[work].kind
+    kind = graph.kind_of(node)
     return OP_KINDS[kind].family if kind in OP_KINDS else kind
 
 
-def _skew(graphs: Sequence[RankGraph]) -> tuple[list[dict[str, float]], float]:
+def _skew(joined: Joined) -> tuple[list[dict[str, float]], float]:
     """Each rank's step time and lateness at collectives, and the seconds that all ranks waited for each other."""
-    met, offsets = meetings(graphs)
+    graphs = joined.graphs
     late: list[list[float]] = [[] for _ in graphs]
     waited = 0.0
-    for members in met:
-        starts = {place: float(graphs[place].start_s[node]) + offsets[place] for place, node in members.items()}
+    for members in joined.meetings:
+        starts = {place: float(graphs[place].start_s[node]) + joined.offset_s[place] for place, node in members.items()}
         earliest, latest = min(starts.values()), max(starts.values())
         for place, start in starts.items():
             late[place].append(start - earliest)
@@ -207,11 +199,6 @@ def _skew(graphs: Sequence[RankGraph]) -> tuple[list[dict[str, float]], float]:
     ranks = []
     for graph, lags in zip(graphs, late, strict=True):
         steps = np.diff(graph.steps_s, axis=1)
-        ranks.append(
-            {
-                "rank": float(graph.rank),
-                "step_s": float(steps.mean()) if len(steps) else 0.0,
-                "late_s": float(np.mean(lags)) if lags else 0.0,
-            }
-        )
+        step_s, late_s = float(steps.mean()) if len(steps) else 0.0, float(np.mean(lags)) if lags else 0.0
+        ranks.append({"rank": float(graph.rank), "step_s": step_s, "late_s": late_s})
     return ranks, waited

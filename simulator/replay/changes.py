@@ -24,6 +24,7 @@ from stepsight.simulator.durations.latency_model import LatencyModel
 from stepsight.simulator.replay.replay import replay
 
 Floats = NDArray[np.float64]
+Graphs = Sequence[RankGraph]
 
 DEVICES_PER_NODE = 8  # nodes whose phase the trace does not show
 COMMUNICATION, ANY_HOST = "communication", "host"
@@ -39,13 +40,11 @@ class Tally:
 
     def add(self, seconds: float, predicted: bool) -> None:
         """Count the device time of the unchanged graph."""
-        if predicted:
-            self.predicted_s += seconds
-        else:
-            self.scaled_s += seconds
+        self.predicted_s += seconds * predicted
+        self.scaled_s += seconds * (not predicted)
 
 
-def faster(graphs: Sequence[RankGraph], what: str, factor: float, tally: Tally) -> list[RankGraph]:
+def faster(graphs: Graphs, tally: Tally, what: str, factor: float) -> list[RankGraph]:
     """Divide the durations of the named ops by a factor.
 
     Args:
@@ -104,24 +103,24 @@ def host_scaled(graph: RankGraph, factor: float, loading: float | None = None) -
     return replace(graph, duration_s=duration, delay_s=delay)
 
 
-def without_host(graphs: Sequence[RankGraph]) -> list[RankGraph]:
+def without_host(graphs: Graphs, _: Tally) -> list[RankGraph]:
     """Set the host's time to zero."""
     _need_device(graphs, "--no-host")
     return [host_scaled(graph, 0.0) for graph in graphs]
 
 
-def as_device_graph(graphs: Sequence[RankGraph]) -> list[RankGraph]:
+def as_device_graph(graphs: Graphs, _: Tally) -> list[RankGraph]:
     """Set the time of launches to zero, as with a CUDA graph that is launched once a step; loading of data remains."""
     _need_device(graphs, "--cuda-graph")
     return [host_scaled(graph, 0.0, loading=1.0) for graph in graphs]
 
 
-def _need_device(graphs: Sequence[RankGraph], option: str) -> None:
+def _need_device(graphs: Graphs, option: str) -> None:
     if any(graph.device == "cpu" for graph in graphs):
         raise StepsightError(f"{option} needs a trace of a device, got one of a host that computes itself")
 
 
-def without_straggler(graphs: Sequence[RankGraph]) -> list[RankGraph]:
+def without_straggler(graphs: Graphs, _: Tally) -> list[RankGraph]:
     """Let the rank whose ops take longest compute like the median of the others.
 
     Raises:
@@ -129,35 +128,33 @@ def without_straggler(graphs: Sequence[RankGraph]) -> list[RankGraph]:
     """
     if len(graphs) < 2:
         raise StepsightError(f"--remove-straggler needs traces of at least two ranks, got {len(graphs)}")
-    own = [float(graph.duration_s[graph.nodes["kind"] == OP].sum()) + _host_work(graph) for graph in graphs]
-    slowest = int(np.argmax(own))
-    others = [graph for place, graph in enumerate(graphs) if place != slowest]
-    graph = graphs[slowest]
-    duration = graph.duration_s.copy()
-    usual = [_by_kind(other) for other in others]
-    for kind, seconds in _by_kind(graph).items():
+    host = [_host_work(graph) for graph in graphs]
+    own = [float(graph.duration_s[graph.nodes["kind"] == OP].sum()) for graph in graphs]
+    slowest = int(np.argmax(np.add(own, host)))
+    graph, duration = graphs[slowest], graphs[slowest].duration_s.copy()
+    usual = [_mean_by_kind(other) for place, other in enumerate(graphs) if place != slowest]
+    for kind, seconds in _mean_by_kind(graph).items():
         like = [each[kind] for each in usual if kind in each]
         if like and seconds > 0:
             chosen = _named(graph, kind) & (graph.nodes["kind"] == OP)
             duration[chosen] *= min(float(np.median(like)) / seconds, 1.0)
-    host = _host_work(graph)
-    ratio = min(float(np.median([_host_work(other) for other in others])) / host, 1.0) if host else 1.0
+    ratio = min(float(np.median(host[:slowest] + host[slowest + 1 :])) / host[slowest], 1.0) if host[slowest] else 1.0
     changed = host_scaled(replace(graph, duration_s=duration), ratio)
     return [changed if place == slowest else each for place, each in enumerate(graphs)]
 
 
-def _by_kind(graph: RankGraph) -> dict[str, float]:
+def _mean_by_kind(graph: RankGraph) -> dict[str, float]:
     """Mean seconds of an op by kind."""
     ops = graph.nodes["kind"] == OP
     work = graph.nodes["work"][ops]
     seconds = np.bincount(work, graph.duration_s[ops], minlength=len(graph.works))
     counts = np.bincount(work, minlength=len(graph.works))
     totals: dict[str, list[float]] = {}
-    for number, each in enumerate(graph.works):
-        if counts[number]:
-            entry = totals.setdefault(each.kind, [0.0, 0.0])
-            entry[0] += float(seconds[number])
-            entry[1] += float(counts[number])
+    for each, spent, count in zip(graph.works, seconds.tolist(), counts.tolist(), strict=True):
+        if count:
+            total = totals.setdefault(each.kind, [0.0, 0.0])
+            total[0] += spent
+            total[1] += count
     return {kind: total / count for kind, (total, count) in totals.items()}
 
 
@@ -166,9 +163,7 @@ def _host_work(graph: RankGraph) -> float:
     return float(np.maximum(graph.delay_s[order], 0.0).sum())
 
 
-def on_latencies(
-    graphs: Sequence[RankGraph], before: LatencyModel, after: LatencyModel, tally: Tally
-) -> list[RankGraph]:
+def on_latencies(graphs: Graphs, tally: Tally, before: LatencyModel, after: LatencyModel) -> list[RankGraph]:
     """Scale durations by the ratio of two latency models: another device, or another fabric.
 
     Ops of unknown sizes change as the memory bandwidths of the devices differ.
@@ -177,7 +172,7 @@ def on_latencies(
     return [_scaled(graph, [(work, work) for work in graph.works], (before, after), plain, tally) for graph in graphs]
 
 
-def with_batch(graphs: Sequence[RankGraph], factor: float, latency: LatencyModel, tally: Tally) -> list[RankGraph]:
+def with_batch(graphs: Graphs, tally: Tally, factor: float, latency: LatencyModel) -> list[RankGraph]:
     """Multiply the size of every micro-batch; the optimizer, gradients and the host do not change.
 
     Raises:
@@ -187,21 +182,16 @@ def with_batch(graphs: Sequence[RankGraph], factor: float, latency: LatencyModel
         raise StepsightError(f"--batch must be a factor > 0, got {factor:g}")
     out = []
     for graph in graphs:
-        fixed = (graph.nodes["phase"] == _OPTIMIZER) | ((graph.nodes["kind"] == COLLECTIVE) & _reduces(graph))
+        # gradients and parameters, whose sizes do not depend on the batch, are sent in backward and in the optimizer
+        sent = (graph.nodes["kind"] == COLLECTIVE) & (graph.nodes["phase"] != 0)
         pairs = [(work, _larger(work, factor)) for work in graph.works]
         changed = _scaled(graph, pairs, (latency, latency), factor, tally)
+        fixed = (graph.nodes["phase"] == _OPTIMIZER) | sent
         out.append(replace(graph, duration_s=np.where(fixed, graph.duration_s, changed.duration_s)))
     return out
 
 
-def _reduces(graph: RankGraph) -> NDArray[np.bool_]:
-    """Collectives of gradients and parameters, whose sizes do not depend on the batch: in backward and in the
-    optimizer.
-    """
-    return np.asarray(graph.nodes["phase"] != 0)
-
-
-def with_replicas(graphs: Sequence[RankGraph], factor: int, latency: LatencyModel, tally: Tally) -> list[RankGraph]:
+def with_replicas(graphs: Graphs, tally: Tally, factor: int, latency: LatencyModel) -> list[RankGraph]:
     """Multiply the number of ranks: groups of all ranks grow with it, other groups do not.
 
     A node holds as many ranks as the trace says, at most ``DEVICES_PER_NODE`` of a group that is said to share one.
@@ -251,14 +241,14 @@ def _scaled(
     ratios = np.full(len(pairs) + 1, plain)
     known = np.zeros(len(pairs) + 1, dtype=np.bool_)
     for kind in (Op, Collective):
-        chosen = [place for place, (work, _) in enumerate(pairs) if isinstance(work, kind) and _can_know(work, models)]
-        if not chosen:
-            continue
-        old, new = ([pairs[place][side] for place in chosen] for side in range(2))
-        ratios[chosen] = seconds_of(models[1], new) / np.maximum(seconds_of(models[0], old), 1e-12)
-        known[chosen] = True
-    collective = [place for place, (work, _) in enumerate(pairs) if isinstance(work, Collective) and not known[place]]
-    ratios[collective] = 1.0  # of unknown size
+        places = [place for place, (work, _) in enumerate(pairs) if isinstance(work, kind)]
+        if kind is Collective:
+            ratios[places] = 1.0  # of unknown size
+        chosen = [place for place in places if _can_know(pairs[place][0], models)]
+        if chosen:
+            old, new = ([pairs[place][side] for place in chosen] for side in range(2))
+            ratios[chosen] = seconds_of(models[1], new) / np.maximum(seconds_of(models[0], old), 1e-12)
+            known[chosen] = True
     work = graph.nodes["work"]
     device = graph.on_device
     for predicted in (True, False):
@@ -280,7 +270,7 @@ def seconds_of(model: LatencyModel, works: Sequence[Op | Collective]) -> Floats:
     return model.collective_seconds([work for work in works if isinstance(work, Collective)])
 
 
-def with_buckets(graphs: Sequence[RankGraph], num_bytes: float, latency: LatencyModel, tally: Tally) -> list[RankGraph]:
+def with_buckets(graphs: Graphs, tally: Tally, num_bytes: float, latency: LatencyModel) -> list[RankGraph]:
     """Merge the gradient all-reduces of a step into buckets of at least a number of bytes.
 
     Each bucket runs when its last part was ready on all ranks.  It takes what its parts took together, those that ran
@@ -309,7 +299,7 @@ def with_buckets(graphs: Sequence[RankGraph], num_bytes: float, latency: Latency
     return out
 
 
-def _arrivals(graphs: Sequence[RankGraph]) -> list[Floats]:
+def _arrivals(graphs: Graphs) -> list[Floats]:
     """When the last rank reached each node, on each rank's own clock; ``(n,)`` each."""
     found = [graph.start_s.copy() for graph in graphs]
     met, offsets = meetings(graphs)
@@ -343,7 +333,7 @@ _LEAST_PACE = 0.25  # share of the profiled time: a profiler does not slow a hos
 _HALVINGS = 12
 
 
-def as_timed(graphs: Sequence[RankGraph], iteration_s: float) -> list[RankGraph]:
+def as_timed(graphs: Graphs, iteration_s: float) -> list[RankGraph]:
     """Scale the host's time such that a step takes as long as without a profiler.
 
     All ops and the host's own work take the same part of their profiled time.  Collectives stay as they are, because a

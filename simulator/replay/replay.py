@@ -12,22 +12,11 @@ from numpy.typing import NDArray
 from stepsight.dataset.base.errors import TraceError
 from stepsight.dataset.imported.rank_graph import HOST, RankGraph
 from stepsight.dataset.imported.read_rank import lateness
-from stepsight.simulator.clock.engine import DelayedGraph, delayed_paths
-from stepsight.simulator.replay.joined import Joined, join
+from stepsight.simulator.replay.joined import Walk, join, walk
 
 Floats = NDArray[np.float64]
 
 MARK = "step"  # name of the host calls at the borders of steps
-
-
-@dataclass
-class Walk:
-    """A replayed graph: start and end of every node, and the edge that decided each start (-1: none)."""
-
-    joined: Joined
-    start_s: Floats
-    end_s: Floats
-    cause: NDArray[np.int32]
 
 
 @dataclass
@@ -60,75 +49,47 @@ class Replay:
     """A replayed run.
 
     Attributes:
-        measured_s: A step of the slowest rank, on average.
-        replayed_s: The same from the walk.
-        steps: Steps walked.
+        walked: Every node of the replayed graphs in time.
         ranks: Each rank.
         streams: Each device stream of each rank (host thread where the host computes).
         unexplained_percent: Part of the steps in which the busiest stream of a rank idles for no recorded reason.
         unrecorded_percent: Part of the steps in which it runs what a trimmed trace leaves out.
     """
 
-    measured_s: float
-    replayed_s: float
-    steps: int
+    walked: Walk
     ranks: tuple[RankReplay, ...]
     streams: tuple[StreamReplay, ...]
     unexplained_percent: float
     unrecorded_percent: float
 
     @property
+    def measured_s(self) -> float:
+        """A step of the slowest rank, on average."""
+        return max(each.measured_s for each in self.ranks)
+
+    @property
+    def replayed_s(self) -> float:
+        """The same from the walk."""
+        return max(each.replayed_s for each in self.ranks)
+
+    @property
     def error_percent(self) -> float:
         """Replayed against measured."""
         return 100.0 * (self.replayed_s / self.measured_s - 1.0) if self.measured_s else 0.0
 
+    @property
+    def steps(self) -> int:
+        """Steps that were walked."""
+        return max(len(graph.steps_s) for graph in self.walked.joined.graphs)
+
     def to_dict(self) -> dict[str, Any]:
         """Plain values, as ``stepsight replay --json`` prints them."""
-        streams = [{**vars(each), "error_percent": each.error_percent} for each in self.streams]
+        names = ("measured_s", "replayed_s", "error_percent", "steps", "unexplained_percent", "unrecorded_percent")
         return {
-            "measured_s": self.measured_s,
-            "replayed_s": self.replayed_s,
-            "error_percent": self.error_percent,
-            "steps": self.steps,
-            "unexplained_percent": self.unexplained_percent,
-            "unrecorded_percent": self.unrecorded_percent,
+            **{name: getattr(self, name) for name in names},
             "ranks": [vars(each) for each in self.ranks],
-            "streams": streams,
+            "streams": [{**vars(each), "error_percent": each.error_percent} for each in self.streams],
         }
-
-
-def walk(joined: Joined) -> Walk:
-    """Walk a joined graph: every node starts as soon as its dependencies allow."""
-    count = len(joined.seconds)
-    by_target = np.argsort(joined.target, kind="stable").astype(np.int32)
-    pointer = np.searchsorted(joined.target[by_target], np.arange(count + 1)).astype(np.int32)
-    ready = np.where(np.isinf(joined.ready) & (np.diff(pointer) == 0), 0.0, joined.ready)
-    ends, cause = np.zeros(count), np.full(count, -1, dtype=np.int32)
-    graph = DelayedGraph(joined.order, pointer, by_target, joined.source.astype(np.int32), joined.delay)
-    delayed_paths(graph, joined.seconds, ready, ends, cause)
-    starts = ends - joined.seconds
-    return Walk(joined, starts, ends, cause)
-
-
-def arrivals(walked: Walk) -> Floats:
-    """``(n,)``: when each node began on its stream; for a collective, before its peers have arrived."""
-    joined = walked.joined
-    start = walked.start_s[: len(joined.meeting)].copy()
-    original = [
-        (
-            graph.edges["source"] + first,
-            graph.edges["target"] + first,
-            graph.delay_s + graph.unrecorded_s[graph.edges["target"]],
-        )
-        for graph, first in zip(joined.graphs, joined.first, strict=True)
-    ]
-    source, target, delay = (np.concatenate(parts) for parts in zip(*original, strict=True))
-    met = joined.meeting[target] >= 0
-    earliest = np.full(len(start), -np.inf)
-    np.maximum.at(earliest, target[met], walked.end_s[source[met]] + delay[met])
-    members = np.flatnonzero((joined.meeting >= 0) & ~np.isinf(earliest))
-    start[members] = np.minimum(earliest[members], start[members])
-    return start
 
 
 def replay(graphs: Sequence[RankGraph]) -> Replay:
@@ -140,33 +101,27 @@ def replay(graphs: Sequence[RankGraph]) -> Replay:
     if not graphs or not any(len(graph.steps_s) for graph in graphs):
         raise TraceError("a replay needs at least one traced step, got none: profile with a schedule, or more steps")
     walked = walk(join(graphs))
-    start = arrivals(walked)
-    ranks, streams = [], []
+    arrivals, first = walked.arrivals(), walked.joined.first
+    ranks: list[RankReplay] = []
+    streams: list[StreamReplay] = []
     idle, unrecorded, whole = 0.0, 0.0, 0.0
-    for graph, first in zip(graphs, walked.joined.first, strict=True):
-        nodes = slice(first, first + len(graph))
-        if not len(graph.steps_s):
-            continue
-        measured = _span(graph, graph.start_s, graph.end_s)
-        replayed = _span(graph, start[nodes], walked.end_s[nodes])
+    for graph, begin in zip(graphs, first, strict=False):
         count = len(graph.steps_s)
-        ranks.append(RankReplay(graph.rank, measured / count, replayed / count))
-        own = _streams(graph, start[nodes], walked.end_s[nodes])
+        if not count:
+            continue
+        start, end = (times[begin : begin + len(graph)] for times in (arrivals, walked.end_s))
+        measured = _span(graph, graph.start_s, graph.end_s)
+        ranks.append(RankReplay(graph.rank, measured / count, _span(graph, start, end) / count))
+        own = _streams(graph, start, end)
         streams += own
-        busiest = max(own, key=lambda each: each.measured_busy_s, default=None)
-        idle += busiest.unexplained_idle_s if busiest else 0.0
-        unrecorded += _unrecorded(graph, busiest.stream) if busiest else 0.0
         whole += measured
-    slowest = max(ranks, key=lambda each: each.measured_s)
-    return Replay(
-        measured_s=slowest.measured_s,
-        replayed_s=max(each.replayed_s for each in ranks),
-        steps=max(len(graph.steps_s) for graph in graphs),
-        ranks=tuple(ranks),
-        streams=tuple(streams),
-        unexplained_percent=100.0 * idle / whole if whole else 0.0,
-        unrecorded_percent=100.0 * unrecorded / whole if whole else 0.0,
-    )
+        if own:
+            busiest = max(own, key=lambda each: each.measured_busy_s)
+            chosen = (graph.nodes["stream"] == graph.streams.index(busiest.stream)) & (graph.nodes["step"] >= 0)
+            idle += busiest.unexplained_idle_s
+            unrecorded += float(graph.unrecorded_s[chosen].sum())
+    shares = [100.0 * seconds / whole if whole else 0.0 for seconds in (idle, unrecorded)]
+    return Replay(walked, tuple(ranks), tuple(streams), *shares)
 
 
 def _span(graph: RankGraph, start: Floats, end: Floats) -> float:
@@ -197,8 +152,3 @@ def _streams(graph: RankGraph, start: Floats, end: Floats) -> list[StreamReplay]
                 StreamReplay(graph.rank, name, busy, float((end - start)[nodes].sum()), float(late[nodes].sum()))
             )
     return out
-
-
-def _unrecorded(graph: RankGraph, stream: str) -> float:
-    chosen = (graph.nodes["stream"] == graph.streams.index(stream)) & (graph.nodes["step"] >= 0)
-    return float(graph.unrecorded_s[chosen].sum())

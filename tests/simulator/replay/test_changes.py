@@ -32,43 +32,43 @@ def pair(tmp_path: Path) -> list[RankGraph]:
 @pytest.mark.parametrize("what", ["gemm", "xmma_gemm"])
 def test_faster_products_save_their_time(single: list[RankGraph], what: str) -> None:
     tally = Tally()
-    after = replay(changes.faster(single, what, 4.0, tally)).replayed_s
+    after = replay(changes.faster(single, tally, what, 4.0)).replayed_s
     assert replay(single).replayed_s - after == pytest.approx(1200 * US * 3 / 4, rel=0.05)
     assert tally.scaled_s == pytest.approx(2 * 1200 * US) and not tally.predicted_s
 
 
 def test_a_name_that_nothing_has_is_refused(single: list[RankGraph]) -> None:
     with pytest.raises(StepsightError, match="the trace has"):
-        changes.faster(single, "conv2d_of_somebody", 2.0, Tally())
+        changes.faster(single, Tally(), "conv2d_of_somebody", 2.0)
     with pytest.raises(StepsightError, match="> 0"):
-        changes.faster(single, "gemm", 0.0, Tally())
+        changes.faster(single, Tally(), "gemm", 0.0)
 
 
 def test_without_a_host_only_the_device_remains(single: list[RankGraph]) -> None:
-    after = replay(changes.without_host(single)).replayed_s
+    after = replay(changes.without_host(single, Tally())).replayed_s
     assert after == pytest.approx(1350 * US, rel=0.02)  # the kernels of one step, one after the other
-    assert replay(changes.as_device_graph(single)).replayed_s == pytest.approx(after)
+    assert replay(changes.as_device_graph(single, Tally())).replayed_s == pytest.approx(after)
 
 
 def test_a_faster_device_helps_no_host_bound_step(tmp_path: Path) -> None:
     job = GpuJob(slow=0.001).step(1).step(2)
     graphs = list(import_ranks([job.file.write(tmp_path / "t.json")]).graphs)
     before = replay(graphs).replayed_s
-    assert replay(changes.faster(graphs, "gemm", 10.0, Tally())).replayed_s == pytest.approx(before, rel=0.01)
+    assert replay(changes.faster(graphs, Tally(), "gemm", 10.0)).replayed_s == pytest.approx(before, rel=0.01)
 
 
 def test_without_the_straggler_both_ranks_take_what_the_fast_one_needs(pair: list[RankGraph]) -> None:
-    before, after = replay(pair), replay(changes.without_straggler(pair))
+    before, after = replay(pair), replay(changes.without_straggler(pair, Tally()))
     assert before.replayed_s - after.replayed_s == pytest.approx(1200 * US, rel=0.1)
     with pytest.raises(StepsightError, match="at least two ranks"):
-        changes.without_straggler(pair[:1])
+        changes.without_straggler(pair[:1], Tally())
 
 
 def test_another_fabric_changes_collectives_alone(pair: list[RankGraph]) -> None:
     hardware, fabric = HARDWARE["a100-sxm-80gb"], find_fabric("dgx-a100")
     slow = find_fabric("pcie-gen4")
     before, after = (RooflineLatency(hardware, each) for each in (fabric, slow))
-    changed = changes.on_latencies(pair, before, after, Tally())
+    changed = changes.on_latencies(pair, Tally(), before, after)
     assert replay(changed).replayed_s > replay(pair).replayed_s
     ops = pair[0].nodes["kind"] == 0
     assert changed[0].duration_s[ops] == pytest.approx(pair[0].duration_s[ops])
@@ -77,7 +77,7 @@ def test_another_fabric_changes_collectives_alone(pair: list[RankGraph]) -> None
 def test_twice_the_batch_scales_what_batches_scale(single: list[RankGraph]) -> None:
     latency = RooflineLatency(HARDWARE["a100-sxm-80gb"], find_fabric("dgx-a100"))
     tally = Tally()
-    graph = changes.with_batch(single, 2.0, latency, tally)[0]
+    graph = changes.with_batch(single, tally, 2.0, latency)[0]
     device = single[0].on_device
     ratio, phases = graph.duration_s[device] / single[0].duration_s[device], single[0].nodes["phase"][device]
     assert ratio[phases == 2] == pytest.approx(1.0)  # the optimizer
@@ -88,13 +88,13 @@ def test_twice_the_batch_scales_what_batches_scale(single: list[RankGraph]) -> N
 def test_buckets_join_only_what_is_smaller(pair: list[RankGraph]) -> None:
     latency = RooflineLatency(HARDWARE["a100-sxm-80gb"], find_fabric("dgx-a100"))
     with pytest.raises(StepsightError, match="none smaller"):
-        with_buckets(pair, 1e6, latency, Tally())
+        with_buckets(pair, Tally(), 1e6, latency)
 
 
 def test_more_ranks_make_collectives_of_all_ranks_longer(pair: list[RankGraph]) -> None:
     latency = RooflineLatency(HARDWARE["a100-sxm-80gb"], find_fabric("dgx-a100"))
     tally = Tally()
-    changed = changes.with_replicas(pair, 8, latency, tally)
+    changed = changes.with_replicas(pair, tally, 8, latency)
     joined = pair[0].nodes["kind"] == 1
     assert (changed[0].duration_s[joined] > pair[0].duration_s[joined]).all() and tally.predicted_s > 0
     assert changed[0].duration_s[~joined] == pytest.approx(pair[0].duration_s[~joined])
@@ -104,4 +104,4 @@ def test_more_ranks_make_collectives_of_all_ranks_longer(pair: list[RankGraph]) 
 def test_no_collective_means_nothing_to_scale(single: list[RankGraph]) -> None:
     latency = RooflineLatency(HARDWARE["a100-sxm-80gb"], find_fabric("dgx-a100"))
     with pytest.raises(StepsightError, match="collectives of all 1 ranks"):
-        changes.with_replicas(single, 2, latency, Tally())
+        changes.with_replicas(single, Tally(), 2, latency)

@@ -17,7 +17,7 @@ Change = Callable[[list[RankGraph]], list[RankGraph]]
 
 
 def faster(what: str, factor: float) -> Change:
-    return lambda graphs: changes.faster(graphs, what, factor, changes.Tally())
+    return lambda graphs: changes.faster(graphs, changes.Tally(), what, factor)
 
 
 @pytest.mark.parametrize("seed", range(4))
