@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ..ops.input_pool import Call
-from .device_clocks import give_back_memory
+from .device import give_back_memory
 
 _SAMPLES = (5, 25)
 _SAMPLE_S = 1e-4  # shorter calls are measured several at a time, so that a mark is a small part of a sample

@@ -28,8 +28,8 @@ from ..ops.op_replayed import is_replayed, replayed_call
 from ..plan_error import HarnessError
 from ..ranks import barrier, gather
 from .call_timing import Clock
-from .device_clocks import free_memory, out_of_memory
-from .measure import measure_facts
+from .device import free_memory, out_of_memory
+from .facts import measure_facts
 
 _OP_REPEATS, _COLLECTIVE_REPEATS = (3, 25), (8, 40)  # per visit
 _PAUSE_S = 5e-3

@@ -24,7 +24,7 @@ from .. import plan as plans
 from ..atomic_files import new_folder, write_json
 from ..box.sleeping import WARM_UP_PACE, SleepingTraining
 from ..emulation import stand_in
-from ..measuring.device_clocks import Sample, Watch, clocks, fingerprint, free_memory, gpu_name, out_of_memory
+from ..measuring.device import Sample, Watch, clocks, fingerprint, free_memory, gpu_name, out_of_memory
 from ..measuring.measure import noted_steps, profiled_steps, timed_steps
 from ..models.parallel import Training, end_groups
 from ..ops import compiled

@@ -1,7 +1,7 @@
 """Start the ranks of a launch, forward what they print, and end all of them when one fails.
 
 ``torch.distributed.run`` does the same, but its rendezvous listens on every address of the machine.  Here ranks on one
-machine find each other through a file (see ``rendezvous``).  On several nodes start the ranks of each node with the
+machine find each other through a file (see ``meeting_file``).  On several nodes start the ranks of each node with the
 same plan and a folder that all nodes share; the first rank listens on ``--address`` alone::
 
     python -m harness.running.workers --nodes 2 --node 0 --ranks 8 --address 10.0.0.1:29500 plan.json --out DIR
@@ -28,6 +28,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..plan_error import HarnessError
+
+if TYPE_CHECKING:
+    import torch
+
+FILE = "STEPSIGHT_RENDEZVOUS"  # environment variable: the file through which the ranks of one machine meet
+_PATIENCE = timedelta(minutes=10)
+_ADDRESS_OF = 0x8915  # ioctl SIOCGIFADDR
+_BACKLOG = 4096  # connections that may wait: one of every rank
 
 # One thread a rank, output line by line, and a watch on standard input.
 WORKER_ENVIRONMENT = {
@@ -142,44 +150,6 @@ class Workers:
         self._events.put(process)
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Run this node's ranks; return the exit code."""
-    parser = argparse.ArgumentParser(prog="harness.running.workers", description="All ranks of one node.")
-    parser.add_argument("plan", type=Path)
-    parser.add_argument("--out", type=Path, required=True, help="folder of the collection, shared by all nodes")
-    parser.add_argument("--nodes", type=int, default=1)
-    parser.add_argument("--node", type=int, default=0, help="number of this node, from 0")
-    parser.add_argument("--ranks", type=int, required=True, help="ranks of each node")
-    parser.add_argument("--address", required=True, help="HOST:PORT of node 0 that all nodes reach; it listens there")
-    options = parser.parse_args(arguments)
-    host, _, port = options.address.rpartition(":")
-    common = {**os.environ, **WORKER_ENVIRONMENT, "MASTER_ADDR": host.strip("[]"), "MASTER_PORT": port}
-    package = __package__ or "harness.running"
-    workers = Workers(
-        [sys.executable, "-m", f"{package}.worker", str(options.plan), "--out", str(options.out)],
-        [{**common, **place} for place in places(options.ranks, options.nodes, options.node)],
-    )
-    try:
-        for line in workers.lines():
-            print(line, end="", flush=True)
-    finally:
-        workers.stop()
-    return workers.code if workers.code >= 0 else 128 - workers.code
-
-
-if __name__ == "__main__":
-    sys.exit(main())
-
-
-if TYPE_CHECKING:
-    import torch
-
-FILE = "STEPSIGHT_RENDEZVOUS"  # environment variable: the file through which the ranks of one machine meet
-_PATIENCE = timedelta(minutes=10)
-_ADDRESS_OF = 0x8915  # ioctl SIOCGIFADDR
-_BACKLOG = 4096  # connections that may wait: one of every rank
-
-
 @contextmanager
 def meeting_file(out: Path) -> Iterator[dict[str, str]]:
     """Environment variables of ranks that meet on this machine, until the block ends.
@@ -263,3 +233,32 @@ def _interface_to(host: str, port: int) -> str:
         raise HarnessError(
             f"set GLOO_SOCKET_IFNAME to the interface by which nodes reach MASTER_ADDR {host}: none was found ({error})"
         ) from None
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run this node's ranks; return the exit code."""
+    parser = argparse.ArgumentParser(prog="harness.running.workers", description="All ranks of one node.")
+    parser.add_argument("plan", type=Path)
+    parser.add_argument("--out", type=Path, required=True, help="folder of the collection, shared by all nodes")
+    parser.add_argument("--nodes", type=int, default=1)
+    parser.add_argument("--node", type=int, default=0, help="number of this node, from 0")
+    parser.add_argument("--ranks", type=int, required=True, help="ranks of each node")
+    parser.add_argument("--address", required=True, help="HOST:PORT of node 0 that all nodes reach; it listens there")
+    options = parser.parse_args(arguments)
+    host, _, port = options.address.rpartition(":")
+    common = {**os.environ, **WORKER_ENVIRONMENT, "MASTER_ADDR": host.strip("[]"), "MASTER_PORT": port}
+    package = __package__ or "harness.running"
+    workers = Workers(
+        [sys.executable, "-m", f"{package}.worker", str(options.plan), "--out", str(options.out)],
+        [{**common, **place} for place in places(options.ranks, options.nodes, options.node)],
+    )
+    try:
+        for line in workers.lines():
+            print(line, end="", flush=True)
+    finally:
+        workers.stop()
+    return workers.code if workers.code >= 0 else 128 - workers.code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

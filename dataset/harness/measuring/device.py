@@ -1,7 +1,7 @@
-"""Clocks, temperature and power of this rank's GPU while something is measured, as ``nvidia-smi`` samples them.
+"""A rank's device: clocks, temperature and power while something is measured; memory; the machine's identity.
 
-It runs beside the harness from beginning to end, several times a second, and changes nothing.  Where there is no
-``nvidia-smi``, or it says nothing, nothing is known.  It writes to a pipe that this process reads: if this process is
+``nvidia-smi`` runs beside the harness from beginning to end, several times a second, and changes nothing.  Where it
+is absent, or says nothing, nothing is known.  It writes to a pipe that this process reads: if this process is
 gone, however it ended, the next sample ends it too.
 """
 

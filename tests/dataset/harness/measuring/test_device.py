@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from stepsight.dataset.harness.measuring.device_clocks import Watch, ask, parse, summary
+from stepsight.dataset.harness.measuring.device import Watch, ask, parse, summary
 
 LINES = ["1980, 3201, 41, 402.15, 0x0000000000000004", "1755, 3201, 44, [N/A], 0x0000000000000024", "[N/A], [N/A]", ""]
 TOOL = """#!/bin/sh
@@ -69,7 +69,7 @@ def test_a_gpu_is_watched_from_a_moment_on(unknown: str, tmp_path: Path, monkeyp
 
 
 def test_where_there_is_no_tool_nothing_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("stepsight.dataset.harness.measuring.device_clocks.TOOL", "no-such-tool")
+    monkeypatch.setattr("stepsight.dataset.harness.measuring.device.TOOL", "no-such-tool")
     assert ask("0", "driver_version") == []
     watch = Watch("0")
     assert watch.since(0.0) == []
@@ -88,7 +88,7 @@ def test_the_tool_ends_with_the_process_that_reads_it(tmp_path: Path, monkeypatc
     """Also when that is killed and can clean nothing up."""
     _install(tmp_path, monkeypatch)
     script = (
-        "import os, signal\nfrom stepsight.dataset.harness.measuring.device_clocks import Watch\nwatch = Watch('0')\n"
+        "import os, signal\nfrom stepsight.dataset.harness.measuring.device import Watch\nwatch = Watch('0')\n"
         "print(watch._process.pid, flush=True)\nos.kill(os.getpid(), signal.SIGKILL)\n"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
