@@ -11,10 +11,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from stepsight.experiments.evaluation.calibration_split import Split, split_by_series, split_by_size, without_copies
+from stepsight.experiments.evaluation.error_metrics import carried_forward
 from stepsight.experiments.evaluation.evaluate import Evaluation, figures, score
-from stepsight.experiments.evaluation.naive_references import carried_forward
-from stepsight.experiments.evaluation.row_predictors import PredictorOf, without_source
-from stepsight.experiments.evaluation.scored_row import Scored
+from stepsight.experiments.evaluation.scored_row import PredictorOf, Scored, without_source
 from stepsight.training.fit_calibration import CalibrationFit, TimedJob, fit_calibration
 from stepsight.training.predictor.predictor import Predictor
 

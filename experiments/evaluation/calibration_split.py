@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Hashable, Sequence
 
 from stepsight.dataset.base.errors import StepsightError
-from stepsight.experiments.evaluation.naive_references import series_of
+from stepsight.experiments.evaluation.error_metrics import series_of
 from stepsight.experiments.evaluation.scored_row import Scored
 
 MOST_GPUS = 8

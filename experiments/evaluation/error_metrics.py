@@ -1,17 +1,27 @@
-"""Quality of predictions: errors, ranks, and the regret of choosing by them.  Pure functions of seconds."""
+"""How good predictions of runs are: errors, ranks, regret of choosing by them, and two baselines without a simulator.
+
+*Constant MFU*: the model's FLOP at one utilisation, times the pipeline's bubble; the utilisation is the best one for
+the very rows that it is scored on, each device and precision of a source for itself.  *Carried forward*: the smallest
+run of a series gives a speed per device, which all larger runs are said to have.
+"""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import asdict, dataclass
+from itertools import combinations
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from stepsight.experiments.evaluation.scored_row import Scored
 from stepsight.training.heldout import spearman
 
 Array = NDArray[np.float64]
+DIGITS = 12  # of a time: what is predicted alike is equal, whatever the last bits of its FLOP are
+TOP = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,3 +100,163 @@ def best_scale(ideal: Sequence[float], measured: Sequence[float]) -> float:
     order = np.argsort(1.0 / weight)
     reached = np.cumsum(weight[order])
     return float((1.0 / weight)[order][np.searchsorted(reached, reached[-1] / 2.0)])
+
+
+def _grouped(rows: Sequence[Scored], key: Callable[[Scored], Hashable]) -> dict[Hashable, list[int]]:
+    """Indices of rows with the same key."""
+    groups: dict[Hashable, list[int]] = defaultdict(list)
+    for index, row in enumerate(rows):
+        groups[key(row)].append(index)
+    return groups
+
+
+def constant_mfu(rows: Sequence[Scored]) -> list[float]:
+    """Seconds of every row, in their order."""
+    groups = _grouped(rows, lambda row: (row.row.source, row.job.cluster.hardware, row.job.batch.precision))
+    seconds = [0.0] * len(rows)
+    for indices in groups.values():
+        ideal = [rows[i].ideal_s * _bubble(rows[i]) for i in indices]
+        scale = best_scale(ideal, [rows[i].measured_s for i in indices])
+        for i, value in zip(indices, ideal, strict=True):
+            seconds[i] = float(f"{scale * value:.{DIGITS}g}")
+    return seconds
+
+
+def _bubble(row: Scored) -> float:
+    """Time of a pipeline over that of its work: 1 + (pp - 1) / (chunks * micro-batches)."""
+    p = row.job.parallel
+    return 1.0 + (p.pp - 1) / (p.virtual_stages * row.job.num_micro_batches)
+
+
+def carried_forward(rows: Sequence[Scored]) -> list[float | None]:
+    """Seconds of every row, in their order; None for the smallest runs of their series."""
+    series = _grouped(rows, series_of)
+    return [_carried(row, [rows[i] for i in series[series_of(row)]]) for row in rows]
+
+
+def _carried(row: Scored, series: Sequence[Scored]) -> float | None:
+    fewest = min(other.row.gpus for other in series)
+    if row.row.gpus == fewest:
+        return None
+    batch = row.job.batch
+
+    def unlike(other: Scored) -> tuple[float, float]:
+        """Sort key for the smallest run that is most similar to a row: by micro-batch, then by sequences per device."""
+        micro = other.job.batch.micro_batch / batch.micro_batch
+        return max(micro, 1 / micro), abs(_sequences(other) / _sequences(row) - 1.0)
+
+    start = min((other for other in series if other.row.gpus == fewest), key=unlike)
+    return start.measured_s * _sequences(row) / _sequences(start)
+
+
+def _sequences(row: Scored) -> float:
+    """Sequences of an iteration for every device."""
+    return row.job.batch.global_batch / row.row.gpus
+
+
+def series_of(row: Scored) -> Hashable:
+    """Common properties of the runs of a series: all except the number of replicas and the batch."""
+    m, p, job = row.job.model, row.job.parallel, row.job
+    degrees = (p.tp, p.pp, p.virtual_stages, p.cp, p.ep, p.sequence_parallel, p.recompute, p.recompute_every)
+    return (
+        row.row.source,
+        row.row.text("framework"),
+        m,
+        degrees,
+        p.zero_stage,
+        p.dp_shard,
+        job.batch.precision,
+        job.cluster.hardware,
+    )
+
+
+@dataclass(frozen=True)
+class ChoiceGroup:
+    """Measured runs of one model on the same devices with the same global batch.
+
+    Attributes:
+        source: Who measured.
+        name: Model, devices and global batch.
+        runs: How many there are, two at least.
+        best_s: Time of the fastest one, in seconds.
+        chosen_s: Measured time of the one predicted to be fastest, in seconds; the mean of those predicted alike.
+        place: Its place among the measured times, 1 if it is the fastest.
+        regret: How much longer it takes than the fastest, in percent.
+        random_regret: The same of a run chosen by chance, on average.
+        constant_mfu_regret: The same of the choice by constant MFU; as by chance where that predicts one time for all.
+        top_shared: How many of the ``TOP`` fastest runs are among as many that are predicted to be fastest, in percent;
+            None for no more than ``TOP`` runs.
+        top_order: How many pairs of the ``TOP`` fastest runs are predicted in their order, in percent; of those
+            predicted alike a half.
+    """
+
+    source: str
+    name: str
+    runs: int
+    best_s: float
+    chosen_s: float
+    place: int
+    regret: float
+    random_regret: float
+    constant_mfu_regret: float
+    top_shared: float | None
+    top_order: float
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for JSON."""
+        return asdict(self)
+
+
+def choice_groups(rows: Sequence[Scored]) -> list[ChoiceGroup]:
+    """The groups of some rows, in their order.
+
+    Groups without a choice are left out: those of one strategy, which ran on two clusters, say, or with two versions of
+    the software, and those whose runs are all predicted alike.
+    """
+    naive = constant_mfu(rows)
+    groups = _grouped(rows, lambda row: row.choice)
+    return [
+        _group([rows[i] for i in indices], [naive[i] for i in indices])
+        for indices in groups.values()
+        if len({rows[i].predicted_s for i in indices}) > 1 and len({_strategy(rows[i]) for i in indices}) > 1
+    ]
+
+
+def _strategy(row: Scored) -> Hashable:
+    """The strategy of a run, which a user chooses for a model, devices and batch."""
+    p, micro_batch = row.job.parallel, row.job.batch.micro_batch
+    degrees = (p.tp, p.cp, p.pp, p.ep, p.dp, p.schedule, p.virtual_stages, p.stage_layers, p.order)
+    memory = (p.zero_stage, p.dp_shard, p.recompute, p.recompute_every, p.sequence_parallel, p.offload_activations)
+    return degrees, memory, micro_batch
+
+
+def _group(rows: Sequence[Scored], naive: Sequence[float]) -> ChoiceGroup:
+    measured, predicted = [row.measured_s for row in rows], [row.predicted_s for row in rows]
+    best, everyone, job = min(measured), range(len(rows)), rows[0].job
+    chosen = chosen_time(predicted, measured)
+    fastest = sorted(everyone, key=measured.__getitem__)[:TOP]
+    said = sorted(everyone, key=predicted.__getitem__)[:TOP]
+    pairs = [(predicted[one], predicted[two]) for one, two in combinations(fastest, 2)]  # the faster run first
+    return ChoiceGroup(
+        source=rows[0].row.source,
+        name=f"{rows[0].row.text('model_name') or job.model_name}, {rows[0].row.gpus} x {job.cluster.hardware}, "
+        f"global batch {job.batch.global_batch}, {job.batch.precision}",
+        runs=len(rows),
+        best_s=best,
+        chosen_s=chosen,
+        place=1 + sum(time_s < chosen for time_s in measured),
+        regret=100.0 * (chosen / best - 1.0),
+        random_regret=100.0 * (chosen_time([0.0] * len(rows), measured) / best - 1.0),
+        constant_mfu_regret=100.0 * (chosen_time(naive, measured) / best - 1.0),
+        top_shared=100.0 * len(set(fastest) & set(said)) / TOP if len(rows) > TOP else None,
+        top_order=100.0 * sum((one < two) + 0.5 * (one == two) for one, two in pairs) / len(pairs),
+    )
+
+
+def mean_figures(groups: Sequence[ChoiceGroup]) -> dict[str, float | None]:
+    """Means over groups; None if there are none."""
+    means: dict[str, float | None] = {"groups": len(groups), "runs": sum(group.runs for group in groups)}
+    for key in ("regret", "random_regret", "constant_mfu_regret", "top_shared", "top_order"):
+        values = [value for value in (getattr(group, key) for group in groups) if value is not None]
+        means[key] = sum(values) / len(values) if values else None
+    return means

@@ -15,13 +15,20 @@ from typing import TYPE_CHECKING, Any
 from stepsight.dataset.base.errors import JobError, PredictorError, StepsightError, TableError
 from stepsight.dataset.job.frameworks import GENERIC, unknown_frameworks
 from stepsight.dataset.job.job import Job
-from stepsight.experiments.evaluation.choice_groups import ChoiceGroup, choice_groups, mean_figures
-from stepsight.experiments.evaluation.error_metrics import Errors, errors, regret, share
-from stepsight.experiments.evaluation.naive_references import carried_forward, constant_mfu
+from stepsight.experiments.evaluation.error_metrics import (
+    ChoiceGroup,
+    Errors,
+    carried_forward,
+    choice_groups,
+    constant_mfu,
+    errors,
+    mean_figures,
+    regret,
+    share,
+)
 from stepsight.experiments.evaluation.row_jobs import is_copy, jobs_of
-from stepsight.experiments.evaluation.row_predictors import PredictorOf, predictor_by_hardware, without_source
 from stepsight.experiments.evaluation.runs_table import Row, RowError, read_runs_table
-from stepsight.experiments.evaluation.scored_row import Scored
+from stepsight.experiments.evaluation.scored_row import PredictorOf, Scored, predictor_by_hardware, without_source
 from stepsight.experiments.reports.notebook_bar import NotebookBar
 from stepsight.training.intervals.published_errors import published_widths
 from stepsight.training.predictor.prediction import ROOFLINE, predict

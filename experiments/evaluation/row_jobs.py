@@ -10,21 +10,23 @@ What else a row leaves open is answered for the values that it may have (``open_
 
 from __future__ import annotations
 
+import itertools
 import re
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
 
+from stepsight.dataset.base.errors import JobError
 from stepsight.dataset.base.files import digest
-from stepsight.dataset.job.frameworks import FRAMEWORKS, Framework, framework_in
+from stepsight.dataset.hardware.hardware import find_hardware
+from stepsight.dataset.job.frameworks import Framework
 from stepsight.dataset.job.job import Job
 from stepsight.dataset.job.rules import MOST_LAYERS
-from stepsight.dataset.job.software import LIBRARIES, attention_of, plain_version, release_month
-from stepsight.dataset.job.specs import EARLY_STOP, MIXED, RECOMPUTE
-from stepsight.experiments.evaluation.bridge_recipes import DEGREES, find_recipe
-from stepsight.experiments.evaluation.open_cells import MOST_OPEN, NOTHING_OPEN, Choice, Open, open_cells, possible
-from stepsight.experiments.evaluation.row_hardware import cluster_of
+from stepsight.dataset.job.software import LIBRARIES, plain_version
+from stepsight.dataset.job.specs import MIXED, RECOMPUTE
+from stepsight.experiments.evaluation.row_facts import by_model, cluster_of, framework_of, plain_name
 from stepsight.experiments.evaluation.runs_table import Row, RowError, number_in
+from stepsight.simulator.memory import estimate_memory
 
 HEAD = 128
 ROW_FAMILIES = ("gpt", "llama", "bert", "moe")
@@ -42,9 +44,6 @@ _MODELS: dict[str, dict[str, Any]] = {
     "nemotron8b": {"vocab": 256000},
     "qwen3": {"head_dim": 128, "qk_norm": True},
 }
-# What dgxc-benchmarking's models of PaxML recompute (paxml_mod_configs.py, v24.11.1): SAVE_DOT_ONLY keeps products, of
-# which Transformer Engine's attention is none, SAVE_QKV_OUT_PROJ those around attention.
-_PAXML_RECOMPUTES = {"gpt35b": "selective", "gpt3175b": "full"}
 # Nodes over which they share parameters; groups of as many are replicas (paxml/configure.sh, v24.11.1: FSDP nodes and
 # DCN_MESH_SHAPE of [nodes / FSDP, FSDP, 1]).
 _PAXML_SHARED_NODES = {"gpt35b": 1, "gpt3175b": 16}
@@ -54,16 +53,27 @@ _DROPOUT, _DROPOUT_RECIPES = 0.1, ("gpt3", r"\b(24\.0[1-7]|v24\.11|v25\.0[12])")
 # Recipes that tokenise with GPT-2's vocabulary, whatever the model's is: dgxc-benchmarking v24.11.1 to v25.02 for Llama
 # 3.1 405B (llama3.1_405b.yaml has GPT2BPETokenizer, configure.sh megatron-gpt2-345m).
 _GPT2_TOKENS, _GPT2_RECIPES = 50257, ("llama31405b", r"\b(v24\.11|v25\.0[12])\b")
-# Flags in a row's notes (name=value) and the profile's field that they set.  That of tensor-parallel overlap
-# (``ub_tp_comm_overlap``) is not among them: notes have it of recipes whose launch scripts switch it on in any case
-# (dgxc-benchmarking v24.11.1 to v25.02, grok1/configure.sh and nemotron/configure.sh).
-_FLAGS = {
-    "overlap_grad_sync": "overlap_grad_reduce",
-    "overlap_param_sync": "overlap_param_gather",
-}
 
 
-T = TypeVar("T")
+VOCABULARIES = (32000, 256000)  # Llama 2's, and the largest usual one (Gemma, Nemotron)
+MICRO_BATCHES = (1, 2, 4, 8)
+MOST_OPEN = 2  # cells: with more, the run is unknown
+Choice = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Open:
+    """Cells of a row that are open: by column the values that they may have."""
+
+    values: Mapping[str, tuple[Any, ...]]
+
+    def choices(self) -> Iterator[Choice]:
+        """Every combination of values; a single empty one if nothing is open."""
+        for values in itertools.product(*self.values.values()):
+            yield dict(zip(self.values, values, strict=True))
+
+    def __str__(self) -> str:
+        return ", ".join(f"{name} ({' or '.join(map(str, values))})" for name, values in self.values.items())
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +82,7 @@ class PublishedJob:
 
     job: Job
     framework: Framework
-    open: Open = NOTHING_OPEN
+    open: Open
 
 
 def job_of(row: Row) -> PublishedJob:
@@ -119,7 +129,7 @@ def _job(row: Row, framework: Framework) -> Job:
     parallel = _parallel(row, framework)
     model = _model(row)
     start, recipes = _DROPOUT_RECIPES
-    if framework.name == "nemo" and _plain_name(row).startswith(start) and re.search(recipes, row.software):
+    if framework.name == "nemo" and plain_name(row).startswith(start) and re.search(recipes, row.software):
         model["dropout"] = _DROPOUT
     if model.get("experts"):
         parallel["expert_tp"] = 0 if parallel["dp"] * parallel["cp"] % parallel["ep"] == 0 else 1
@@ -161,60 +171,6 @@ def _run_digest(job: Job, seconds: str) -> str:
     sizes = (m.layers, m.hidden, m.heads, m.seq_len, m.experts, b.micro_batch, b.global_batch)
     degrees = (p.tp, p.cp, p.pp, p.virtual_stages, p.ep, p.dp)
     return digest(cluster.hardware, b.precision, *map(str, (*sizes, *degrees)), seconds)
-
-
-def framework_of(row: Row) -> Framework:
-    """The profile of a row's framework; flags and precisions that the row states go before."""
-    # The date of a run, or of a paper: it tells generations of a framework apart.
-    source = re.sub(r"\bSC'?(\d\d)\b", r"20\1", row.text("source"))
-    container = row.text("container")
-    dates = row.text("date"), release_month(container), *re.findall(r"\b20\d\d\b", source)
-    dated = " ".join(filter(None, dates))
-    framework, notes = framework_in(row.text("framework"), container, dated), row.notes
-    changes: dict[str, Any] = {"attention": attention_of(row.text("attention"))} if row.text("attention") else {}
-    for flag, field in _FLAGS.items():
-        stated = re.search(rf"\b{flag}=(true|false)\b", notes, re.IGNORECASE)
-        if stated:
-            changes[field] = stated[1].lower() == "true"
-    bucket = re.search(r"\bbucket_cap_mb=([0-9.]+)", notes)
-    if bucket and number_in(bucket[1], "bucket_cap_mb") > 0:
-        changes["bucket_mbytes"] = float(bucket[1])
-    if "async tp" in notes.lower() or "asynctp" in notes.lower():
-        changes["overlap_tp"] = "torch-async"
-    if re.search(r"\bcompile\b", notes.lower()):
-        changes["eager_kernels"] = False
-    if re.search(r"\bno (?:comm(?:unication)? )?overlap\b", f"{row.software} {notes}".lower()):
-        changes |= {"overlap_tp": "", "overlap_grad_reduce": False, "overlap_param_gather": False}
-    precision = row.text("precision").lower()
-    if "rowwise" in precision:
-        changes["fp8_scaling"] = "rowwise"
-    elif re.search(r"\bmxfp8|\bfp8-mx", precision):
-        changes["fp8_scaling"] = "mxfp8"
-    # Composer's name for parameters in half, reduction in full.  llm-foundry's tables with it came with its sweep.sh of
-    # October 2023, which runs PyTorch 2.1, the first whose checkpoint stops early; earlier tables are of PyTorch 1.13.
-    if "MP mode DEFAULT" in row.text("precision"):
-        changes |= {"gradients": "fp32", "checkpoint": EARLY_STOP}
-    if framework.name == "paxml":
-        changes["recompute"] = _by_model(row, _PAXML_RECOMPUTES, framework.recompute)
-    if "nemo container" in row.software.lower() or "nemo:" in row.text("container").lower():
-        changes |= _container_habits(row, framework)
-    if "BF16 optimizer" in row.text("precision"):  # DeepSpeed's: casts and adds to fp32 and all-reduces that
-        changes |= {"gradients": "fp32-cast", "reduce_scatter": False}
-    return replace(framework, **changes) if changes else framework
-
-
-def _container_habits(row: Row, framework: Framework) -> dict[str, Any]:
-    """What recipes of Megatron-Bridge do with a mixture; where none is known: with most on that hardware."""
-    hardware, changes = row.text("hardware"), {}
-    if framework.overlap_ep and "mxfp8" not in row.text("precision").lower():
-        changes = {"overlap_ep": False, "fused_experts": False, "dispatch_calls": FRAMEWORKS["nemo"].dispatch_calls}
-    degrees = {key: row.whole(key) for key in DEGREES}
-    recipe = find_recipe(_plain_name(row), hardware, row.text("precision"), row.software, degrees)
-    if recipe is not None:
-        return {**changes, "dispatch_calls": FRAMEWORKS["nemo"].dispatch_calls, **recipe.habits()}
-    if hardware.lower().startswith("gb"):  # CUDA graphs of the router and what precedes the dispatch
-        changes["dispatch_calls"] = 0.0
-    return changes
 
 
 def precision_of(text: str) -> str:
@@ -261,30 +217,21 @@ def _model(row: Row) -> dict[str, Any]:
     }
     if experts:
         model |= {"expert_ffn": ffn, "experts": experts, "experts_per_token": row.known("top_k")}
-    if experts and "tokendrop" in _plain_name(row):
+    if experts and "tokendrop" in plain_name(row):
         facts = {"capacity_factor": 1.0, **facts}
     return model | {key: value for key, value in facts.items() if key != "vocab"}
 
 
 def _facts(row: Row) -> dict[str, Any]:
     """What is known of a row's model by its name."""
-    plain = _plain_name(row)
+    plain = plain_name(row)
     return next((facts for start, facts in _MODELS.items() if plain.startswith(start)), {})
-
-
-def _by_model(row: Row, values: Mapping[str, T], default: T) -> T:
-    """The value for a row's model, by the start of its name without marks."""
-    return next((value for start, value in values.items() if _plain_name(row).startswith(start)), default)
-
-
-def _plain_name(row: Row) -> str:
-    return re.sub("[^a-z0-9]", "", row.text("model_name").lower())
 
 
 def _vocab(row: Row) -> int:
     """The vocabulary, 0 if it is unknown."""
     model, recipes = _GPT2_RECIPES
-    if _plain_name(row).startswith(model) and re.search(recipes, row.software):
+    if plain_name(row).startswith(model) and re.search(recipes, row.software):
         return _GPT2_TOKENS
     return row.whole("vocab") or _facts(row).get("vocab", 0)
 
@@ -336,7 +283,7 @@ def _sharding(row: Row, framework: Framework, dp: int) -> dict[str, Any]:
     if "hsdp" in text and not shard:
         shard = of_node
     if framework.name == "paxml" and stage == 3 and not shard:
-        shard = of_node * _by_model(row, _PAXML_SHARED_NODES, 0)
+        shard = of_node * by_model(row, _PAXML_SHARED_NODES, 0)
     return {
         "zero_stage": stage,
         "dp_shard": shard if 0 < shard < dp else 0,
@@ -351,3 +298,50 @@ def _recompute(row: Row, framework: Framework) -> str:
     if found is None:
         raise RowError(f"recompute is {text!r:.40}: it must be {', '.join(RECOMPUTE)}, with any remark in brackets")
     return found[1]
+
+
+def open_cells(row: Row, framework: Framework, *, vocab_known: bool, dp: int) -> Open:
+    """The cells of a row that are open.
+
+    Args:
+        row: A measured run.
+        framework: The profile of what ran it.
+        vocab_known: Whether the row or the model's name tells the vocabulary.
+        dp: Replicas.
+    """
+    found: dict[str, tuple[Any, ...]] = {}
+    if not vocab_known:
+        found["vocab"] = VOCABULARIES
+    if not row.text("recompute") and not framework.recompute:
+        found["recompute"] = ("none", "selective", "full")
+    if row.whole("micro_batch") is None and (batch := row.whole("global_batch")):
+        found["micro_batch"] = tuple(size for size in MICRO_BATCHES if batch % (size * dp) == 0) or (1,)
+    if not row.text("zero_stage") and dp > 1:
+        found["zero_stage"] = ("0", "1")
+    stages, layers = row.whole("pp") or 1, row.whole("layers") or 0
+    finest = layers // stages
+    if stages > 1 and not row.text("vp") and framework.interleaves and finest > 1 and layers % stages == 0:
+        found["vp"] = (1, finest)
+    return Open(found)
+
+
+def possible(choices: Iterator[Choice], build: Callable[[Choice], Any]) -> list[Any]:
+    """What is built for each choice: those that break no rule and, where some fit the devices' memory, those that fit.
+
+    Raises:
+        JobError: If every choice breaks a rule; the first one's.
+    """
+    built, first = [], None
+    for choice in choices:
+        try:
+            built.append(build(choice))
+        except JobError as error:
+            first = first or error
+    if not built and first is not None:
+        raise first
+    return [one for one in built if len(built) == 1 or _fits(one.job)] or built
+
+
+def _fits(job: Any) -> bool:
+    hardware = find_hardware(job.cluster.hardware)
+    return hardware is None or estimate_memory(job, hardware).fits

@@ -1,8 +1,8 @@
-"""One row with its prediction: what all figures are made of."""
+"""One row with its prediction, of which all figures are made, and the predictor of its hardware."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable
+from collections.abc import Callable, Collection, Hashable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,7 +10,10 @@ from stepsight.dataset.job.frameworks import Framework
 from stepsight.dataset.job.job import Job
 from stepsight.experiments.evaluation.row_jobs import is_copy, run_digest
 from stepsight.experiments.evaluation.runs_table import Row
+from stepsight.training.predictor.prediction import ROOFLINE, named_predictor
+from stepsight.training.predictor.predictor import Predictor
 from stepsight.training.predictor.software_used import SoftwareUsed
+from stepsight.training.shipped.catalogue import shipped_predictor, shipped_without
 
 NOTABLE_SHARE = 0.2  # what takes a fifth of an iteration can be wrong by half before that costs ten percent
 
@@ -113,3 +116,27 @@ class Scored:
             "high_s": self.high_s,
             **({"open": self.open} if self.open else {}),
         }
+
+
+PredictorOf = Callable[[str], Predictor | None]  # of a hardware's name; None: hardware facts answer
+
+
+def without_source(predictor: Predictor | None, source: str) -> Predictor | None:
+    """A shipped predictor without what it learned from one source of published runs; other predictors unchanged."""
+    if predictor is None or predictor is not shipped_predictor(predictor.hardware.name):
+        return predictor
+    return shipped_without(predictor.hardware.name, source)
+
+
+def predictor_by_hardware(asked: Predictor | str | None = None) -> PredictorOf:
+    """The given predictor (or hardware facts) for every row; if none is given, the shipped one for each hardware.
+
+    Raises:
+        PredictorError: If the package has no predictor of that name.
+    """
+    if asked is None:
+        return shipped_predictor
+    if asked == ROOFLINE:
+        return lambda hardware: None
+    predictor = named_predictor(asked) if isinstance(asked, str) else asked
+    return lambda hardware: predictor

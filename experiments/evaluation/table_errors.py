@@ -15,7 +15,7 @@ from stepsight.dataset.hardware.hardware import FABRICS, Fabric, Hardware, find_
 from stepsight.dataset.kinds.op import DTYPE_BYTES, Collective, Op
 from stepsight.dataset.tables import Measurements
 from stepsight.experiments.evaluation.error_metrics import Errors, errors
-from stepsight.experiments.evaluation.row_predictors import PredictorOf
+from stepsight.experiments.evaluation.scored_row import PredictorOf
 from stepsight.experiments.reports.text_table import Number, table
 from stepsight.simulator.durations.latency_model import RooflineLatency
 from stepsight.training.collectives.collective_models import label_of

@@ -14,16 +14,15 @@ from stepsight.verbs.options import Json, PredictorPath, Runs, Source, answer, c
 
 def _explain_columns(wanted: bool) -> None:
     if wanted:
-        from stepsight.experiments.evaluation.run_columns import explanation
-        from stepsight.experiments.evaluation.runs_table import NEEDED
+        from stepsight.experiments.evaluation.runs_table import explanation
 
-        typer.echo(explanation(NEEDED))
+        typer.echo(explanation())
         raise typer.Exit
 
 
 def _print_template(wanted: bool) -> None:
     if wanted:
-        from stepsight.experiments.evaluation.run_columns import template
+        from stepsight.experiments.evaluation.runs_table import template
 
         typer.echo(template())
         raise typer.Exit
@@ -108,7 +107,7 @@ def evaluate_command(
     value, shown = result.to_dict(), {}
     if most_gpus is not None:
         from stepsight.experiments.evaluation.calibration_gain import FITTED_ON, SPLITS, calibrate_small
-        from stepsight.experiments.evaluation.row_predictors import predictor_by_hardware
+        from stepsight.experiments.evaluation.scored_row import predictor_by_hardware
 
         for name, split in SPLITS.items():
             on_set = progress(f"sources calibrated, {name}")
@@ -130,7 +129,7 @@ def _evaluate_table(path: Path, predictor: Path | None, fabric: str | None, as_j
     """Compare predictions with measured ops and collectives."""
     from stepsight.dataset.hardware.hardware import find_fabric
     from stepsight.dataset.tables import Measurements
-    from stepsight.experiments.evaluation.row_predictors import predictor_by_hardware
+    from stepsight.experiments.evaluation.scored_row import predictor_by_hardware
     from stepsight.experiments.evaluation.table_errors import judge_table, table_errors_text
 
     links = None if fabric is None else find_fabric(fabric)

@@ -16,8 +16,8 @@ from stepsight.experiments.evaluation.calibration_gain import FITTED_ON, SPLITS,
 from stepsight.experiments.evaluation.calibration_split import read_most_gpus, split_by_series, split_by_size
 from stepsight.experiments.evaluation.evaluate import FITTED, OTHER_HARDWARE, WEAK, Evaluation, evaluate, score
 from stepsight.experiments.evaluation.evaluation_report import evaluation_text
-from stepsight.experiments.evaluation.row_predictors import predictor_by_hardware
 from stepsight.experiments.evaluation.runs_table import Row
+from stepsight.experiments.evaluation.scored_row import predictor_by_hardware
 from stepsight.experiments.questions.describe import describe
 from stepsight.training.predictor.prediction import predict
 from stepsight.training.predictor.predictor import Predictor

@@ -1,0 +1,319 @@
+"""What ran a row: its words for devices, networks and software as presets, links and a framework's profile.
+
+``dataset/presets/megatron_bridge.csv`` states what Megatron-Bridge's recipes do with mixtures of experts that its
+tables of results do not say.  It has a line for each release in which a recipe of pre-training changed, from
+``scripts/performance/configs`` of the tags 0.2.0 to 0.5.0 (Apache-2.0), which the project's performance summary names
+as what it ran: the dispatcher (``moe_flex_dispatcher_backend``), overlap of all-to-alls (``moe_a2a_overlap``), CUDA
+graphs (``cuda_graph_impl``: ``parts`` of a layer around the dispatch, or the ``whole`` iteration, then with fused
+experts) and recomputed modules.  Releases are named by their containers.
+"""
+
+from __future__ import annotations
+
+import csv
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from importlib import resources
+from typing import Any, TypeVar
+
+from stepsight.dataset.base.caching import cached
+from stepsight.dataset.hardware.hardware import fabric_names, find_fabric, find_hardware, hardware_names, usual_fabric
+from stepsight.dataset.job.frameworks import FRAMEWORKS, Framework, framework_in
+from stepsight.dataset.job.software import attention_of, release_month
+from stepsight.dataset.job.specs import EARLY_STOP
+from stepsight.experiments.evaluation.runs_table import Row, RowError, number_in
+
+# Words of a row's hardware, the usual size of its memory in GB, and the kind of preset; the first that fits.
+_DEVICES: tuple[tuple[tuple[str, ...], int, str], ...] = (
+    (("gb300",), 279, "gb300-sxm"),
+    (("b300",), 270, "b300-sxm"),
+    (("gb200",), 186, "gb200-sxm"),
+    (("b200",), 180, "b200-sxm"),
+    (("h200",), 141, "h200-sxm"),
+    (("h100", "pcie"), 80, "h100-pcie"),
+    (("h100",), 80, "h100-sxm"),
+    (("a100", "pcie"), 80, "a100-pcie"),
+    (("a100",), 80, "a100-sxm"),
+    (("v100", "pcie"), 32, "v100-pcie"),
+    (("v100",), 32, "v100-sxm"),
+    (("l40s",), 48, "l40s-pcie"),
+    (("a40",), 48, "a40-pcie"),
+)
+# Words of a row's network between nodes, and the devices and presets that they stand for.
+_FABRICS: tuple[tuple[str, str, str], ...] = (
+    ("omni-path", "a100", "jean-zay-a100"),
+    ("4 x 100gb roce", "a100", "roce-400-a100"),
+    ("1600 gbps node-node", "a100", "roce-1600-a100"),
+    ("inter_node_bandwidth=800 gbps", "a100", "a100-hdr-800"),
+    ("400 gb/s rdma per gpu", "h100", "grand-teton-h100"),
+    ("roce 400 gb/s per gpu", "h100", "grand-teton-h100"),
+)
+_BY_MACHINE = (("dgx-1", "dgx-1v"), ("dgx-2", "dgx-2"))  # words of the hardware itself
+# Words that may stand beside a device's without making it another one.
+_REMARKS = re.compile(r"nvidia|tesla|gpus?|tensor|core|hgx|dgx|nvl72|superchip|sxm[0-9]?|pcie|hbm[0-9]e?")
+_MEMORY = re.compile(r"([0-9]{1,4}) ?gb\b")
+_PORTS = re.compile(r"(?:(\d+) ?x ?)?(\d+) ?g(?:b/s|bps|bit/s|b)\b")
+# Devices that NVLink joins, where these are more than a node has.
+NVLINK_DOMAIN = {"gb200-nvl72": 72, "gb300-nvl72": 72}
+
+
+def preset_of_device(row: Row) -> str:
+    """The preset of a row's devices.
+
+    Raises:
+        RowError: If there is none.
+    """
+    text = row.text("hardware")
+    if find_hardware(text) is not None:
+        return text
+    lower = text.lower()
+    main = re.sub(r"\(.*?\)", " ", lower).split(",")[0]  # the rest are remarks
+    stated, memory = _MEMORY.search(main), row.whole("gpu_mem_gb")
+    if stated is not None and memory not in (None, int(stated[1])):
+        raise RowError(f"hardware {text!r:.60} and gpu_mem_gb state different memories")
+    memory = memory or (int(stated[1]) if stated else None)
+    said = set(re.findall("[a-z0-9]+", _MEMORY.sub(" ", main))) | ({"pcie"} if "pcie" in lower else set())
+    known = [words[0] for words, _, _ in _DEVICES if len(words) == 1]
+    for words, usual, kind in _DEVICES:
+        if said.issuperset(words) and all(map(_REMARKS.fullmatch, said - set(words))):
+            name = f"{kind}-{memory or usual}gb"
+            if find_hardware(name) is not None:
+                return name
+            known = [other for other in hardware_names() if other.startswith(f"{kind}-")]
+            break
+    named = repr(text[:60]) if text else "an unnamed device"
+    raise RowError(f"no hardware preset for {named}{f' of {memory} GB' if memory else ''} (known: {', '.join(known)})")
+
+
+def fabric_of(row: Row, hardware: str, gpus_per_node: int) -> Any:
+    """A preset's name, or links from the ports that the row states; otherwise the usual fabric of the devices."""
+    text, usual = row.text("inter_interconnect"), usual_fabric(hardware)
+    if text in fabric_names():
+        return text
+    lower, machine = text.lower(), row.text("hardware").lower()
+    named = [fabric for word, device, fabric in _FABRICS if word in lower and device in hardware]
+    named += [fabric for word, fabric in _BY_MACHINE if word in machine]
+    if named:
+        return named[0]
+    ports = _PORTS.search(lower)
+    if ports is None:
+        return usual
+    gbits = number_in(ports[2], "inter_interconnect") * number_in(ports[1] or "1", "inter_interconnect")
+    per_device = gbits / 8 / (1 if "per gpu" in lower else gpus_per_node)
+    fabric = find_fabric(usual)
+    if per_device * 1e9 == fabric.inter_node.bandwidth_bytes_per_s:
+        return usual
+    within, between = fabric.intra_node, fabric.inter_node
+    slower = 1.5 if "roce" in lower or "rdma" in lower else 1.0  # Ethernet's latency over InfiniBand's
+    return {
+        "intra_node": _link(within.bandwidth_bytes_per_s / 1e9, within.latency_s),
+        "inter_node": _link(per_device, between.latency_s * slower),
+    }
+
+
+def _link(gbytes_per_s: float, latency_s: float) -> dict[str, float]:
+    return {"bandwidth_gbytes_per_s": gbytes_per_s, "latency_us": latency_s * 1e6}
+
+
+def cluster_of(row: Row) -> dict[str, Any]:
+    """The ``[cluster]`` table of a row's job."""
+    gpus = row.gpus
+    hardware = preset_of_device(row)
+    per_node = min(gpus, _gpus_per_node(row))
+    fabric = fabric_of(row, hardware, per_node)
+    domain = NVLINK_DOMAIN.get(fabric) if isinstance(fabric, str) else None
+    if domain is not None:
+        per_node = max(size for size in range(1, domain + 1) if gpus % size == 0)
+    if per_node < 1 or gpus % per_node:
+        raise RowError("gpus_per_node does not divide gpus")
+    return {"hardware": hardware, "nodes": gpus // per_node, "devices_per_node": per_node, "fabric": fabric}
+
+
+def _gpus_per_node(row: Row) -> int:
+    """GPUs per node as the row states or implies; 8 if it states nothing.  A partly used node is one node."""
+    nodes, stated = row.whole("nodes"), row.whole("gpus_per_node")
+    if nodes is None:
+        return 8 if stated is None else stated
+    of_each = row.gpus // max(nodes, 1) if stated is None else stated
+    if nodes * of_each != row.gpus and not (nodes == 1 and row.gpus < of_each):
+        raise RowError(f"nodes * gpus_per_node must be gpus, got {nodes} * {of_each} != {row.gpus}")
+    return of_each
+
+
+# What dgxc-benchmarking's models of PaxML recompute (paxml_mod_configs.py, v24.11.1): SAVE_DOT_ONLY keeps products, of
+# which Transformer Engine's attention is none, SAVE_QKV_OUT_PROJ those around attention.
+_PAXML_RECOMPUTES = {"gpt35b": "selective", "gpt3175b": "full"}
+# Flags in a row's notes (name=value) and the profile's field that they set.  That of tensor-parallel overlap
+# (``ub_tp_comm_overlap``) is not among them: notes have it of recipes whose launch scripts switch it on in any case
+# (dgxc-benchmarking v24.11.1 to v25.02, grok1/configure.sh and nemotron/configure.sh).
+_FLAGS = {
+    "overlap_grad_sync": "overlap_grad_reduce",
+    "overlap_param_sync": "overlap_param_gather",
+}
+T = TypeVar("T")
+
+
+def framework_of(row: Row) -> Framework:
+    """The profile of a row's framework; flags and precisions that the row states go before."""
+    # The date of a run, or of a paper: it tells generations of a framework apart.
+    source = re.sub(r"\bSC'?(\d\d)\b", r"20\1", row.text("source"))
+    container = row.text("container")
+    dates = row.text("date"), release_month(container), *re.findall(r"\b20\d\d\b", source)
+    dated = " ".join(filter(None, dates))
+    framework, notes = framework_in(row.text("framework"), container, dated), row.notes
+    changes: dict[str, Any] = {"attention": attention_of(row.text("attention"))} if row.text("attention") else {}
+    for flag, field in _FLAGS.items():
+        stated = re.search(rf"\b{flag}=(true|false)\b", notes, re.IGNORECASE)
+        if stated:
+            changes[field] = stated[1].lower() == "true"
+    bucket = re.search(r"\bbucket_cap_mb=([0-9.]+)", notes)
+    if bucket and number_in(bucket[1], "bucket_cap_mb") > 0:
+        changes["bucket_mbytes"] = float(bucket[1])
+    if "async tp" in notes.lower() or "asynctp" in notes.lower():
+        changes["overlap_tp"] = "torch-async"
+    if re.search(r"\bcompile\b", notes.lower()):
+        changes["eager_kernels"] = False
+    if re.search(r"\bno (?:comm(?:unication)? )?overlap\b", f"{row.software} {notes}".lower()):
+        changes |= {"overlap_tp": "", "overlap_grad_reduce": False, "overlap_param_gather": False}
+    precision = row.text("precision").lower()
+    if "rowwise" in precision:
+        changes["fp8_scaling"] = "rowwise"
+    elif re.search(r"\bmxfp8|\bfp8-mx", precision):
+        changes["fp8_scaling"] = "mxfp8"
+    # Composer's name for parameters in half, reduction in full.  llm-foundry's tables with it came with its sweep.sh of
+    # October 2023, which runs PyTorch 2.1, the first whose checkpoint stops early; earlier tables are of PyTorch 1.13.
+    if "MP mode DEFAULT" in row.text("precision"):
+        changes |= {"gradients": "fp32", "checkpoint": EARLY_STOP}
+    if framework.name == "paxml":
+        changes["recompute"] = by_model(row, _PAXML_RECOMPUTES, framework.recompute)
+    if "nemo container" in row.software.lower() or "nemo:" in row.text("container").lower():
+        changes |= _container_habits(row, framework)
+    if "BF16 optimizer" in row.text("precision"):  # DeepSpeed's: casts and adds to fp32 and all-reduces that
+        changes |= {"gradients": "fp32-cast", "reduce_scatter": False}
+    return replace(framework, **changes) if changes else framework
+
+
+def _container_habits(row: Row, framework: Framework) -> dict[str, Any]:
+    """What recipes of Megatron-Bridge do with a mixture; where none is known: with most on that hardware."""
+    hardware, changes = row.text("hardware"), {}
+    if framework.overlap_ep and "mxfp8" not in row.text("precision").lower():
+        changes = {"overlap_ep": False, "fused_experts": False, "dispatch_calls": FRAMEWORKS["nemo"].dispatch_calls}
+    degrees = {key: row.whole(key) for key in DEGREES}
+    recipe = find_recipe(plain_name(row), hardware, row.text("precision"), row.software, degrees)
+    if recipe is not None:
+        return {**changes, "dispatch_calls": FRAMEWORKS["nemo"].dispatch_calls, **recipe.habits()}
+    if hardware.lower().startswith("gb"):  # CUDA graphs of the router and what precedes the dispatch
+        changes["dispatch_calls"] = 0.0
+    return changes
+
+
+def by_model(row: Row, values: Mapping[str, T], default: T) -> T:
+    """The value for a row's model, by the start of its name without marks."""
+    return next((value for start, value in values.items() if plain_name(row).startswith(start)), default)
+
+
+def plain_name(row: Row) -> str:
+    return re.sub("[^a-z0-9]", "", row.text("model_name").lower())
+
+
+DEGREES = ("tp", "pp", "vp", "ep", "micro_batch")
+FIRST = "25.11"  # release: before it, runs were with all-to-alls and limited capacity
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """A line of the table.
+
+    Attributes:
+        release: Container in which it appeared.
+        model: Beginning of a model's name without marks.
+        device: Word of the hardware.
+        precisions: ``bf16``, ``cs`` and ``sc`` (8 bits), ``mx`` (MXFP8) or ``nvfp4``.
+        degrees: In the order of ``DEGREES``.
+        dispatcher: As in ``ParallelSpec``.
+        overlap: Whether all-to-alls run beside another micro-batch.
+        graphs: ``none``, ``parts`` or ``whole``.
+        recompute: Modules.
+    """
+
+    release: str
+    model: str
+    device: str
+    precisions: tuple[str, ...]
+    degrees: tuple[int, ...]
+    dispatcher: str
+    overlap: bool
+    graphs: str
+    recompute: tuple[str, ...]
+
+    def habits(self) -> dict[str, Any]:
+        """Fields of a framework's profile that the recipe sets.
+
+        Where graphs hold the router and what precedes the dispatch, and HybridEP sorts on the device, the host does no
+        more than launch; so it is where the iteration is one graph.
+        """
+        free = self.graphs == "whole" or (self.graphs == "parts" and self.dispatcher == "hybridep")
+        return {
+            "dispatcher": self.dispatcher,
+            "overlap_ep": self.overlap,
+            "fused_experts": self.graphs == "whole",
+            **({"dispatch_calls": 0.0} if free else {}),
+            **({"recompute": "selective", "recompute_modules": self.recompute} if self.recompute else {}),
+        }
+
+
+@cached(1)
+def recipes() -> tuple[Recipe, ...]:
+    """All lines, oldest first."""
+    text = resources.files("stepsight.dataset").joinpath("presets/megatron_bridge.csv").read_text("utf-8")
+    found = [
+        Recipe(
+            line["release"],
+            line["model"],
+            line["device"],
+            tuple(line["precisions"].split()),
+            tuple([int(line[key]) for key in DEGREES]),
+            line["dispatcher"],
+            line["overlap"] == "yes",
+            line["graphs"],
+            tuple(line["recompute"].split()),
+        )
+        for line in csv.DictReader(text.splitlines())
+    ]
+    return tuple(sorted(found, key=lambda recipe: recipe.release))
+
+
+def find_recipe(
+    model: str, hardware: str, precision: str, software: str, degrees: Mapping[str, int | None]
+) -> Recipe | None:
+    """The recipe that a row is a run of: the one whose degrees are the row's, in its release or before.
+
+    Args:
+        model: Name without marks.
+        hardware, precision, software: As in the row.
+        degrees: By ``DEGREES``; None: the row does not say.
+    """
+    container = re.search(r"\b(\d\d\.\d\d(?:\.\d\d)?)\b", software)
+    release, kind = container[1] if container else "", _precision_kind(precision.lower())
+    device = re.sub("[^a-z0-9].*", "", hardware.lower())
+    alike = [r for r in recipes() if model.startswith(r.model) and device == r.device]
+    same = [r for r in alike if kind in r.precisions] or alike
+    if not same or release < FIRST:
+        return None
+
+    def fit(recipe: Recipe) -> tuple[int, bool]:
+        stated = [(degrees.get(key), own) for key, own in zip(DEGREES, recipe.degrees, strict=True)]
+        return sum((value or 1) == own for value, own in stated), recipe.release <= release
+
+    best = max(map(fit, same))
+    newest_last = [recipe for recipe in same if fit(recipe) == best]
+    return newest_last[-1] if best[1] else newest_last[0]
+
+
+def _precision_kind(text: str) -> str:
+    if "nvfp4" in text:
+        return "nvfp4"
+    if "bf16" in text:
+        return "bf16"
+    return "mx" if "mx" in text else "cs"
