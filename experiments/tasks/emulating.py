@@ -19,11 +19,11 @@ from stepsight.dataset.base.errors import CollectError, StepsightError
 from stepsight.dataset.hardware.fabric import Fabric
 from stepsight.dataset.hardware.physics import alpha_beta_seconds
 from stepsight.dataset.harness.plan_error import HarnessError
-from stepsight.dataset.harness.progress import Progress
-from stepsight.dataset.harness.scripts.launch import Ranks, run_ranks
+from stepsight.dataset.harness.scripts.launch import Ranks
 from stepsight.dataset.kinds import COLLECTIVE_KINDS
 from stepsight.dataset.kinds.op import Collective
 from stepsight.experiments.reports.text_table import Number, table
+from stepsight.experiments.tasks.script_collecting import run_script, slowest_of
 from stepsight.training.predictor.predictor import Predictor
 
 
@@ -85,57 +85,33 @@ def emulate(asked: Emulation, delay: Delay, *, progress: bool = True) -> dict[st
         CollectError: If the script cannot be emulated; with its own line.
     """
     asked.check()
-    bar = Progress(asked.counts["warmup"] + asked.counts["rounds"] + 1, shown=progress, verb="emulate")
-    world = {"ranks": list(asked.ranks), "devices_per_node": asked.devices_per_node, "virtual": asked.virtual}
     settings = {
-        "script": str(asked.path),
         "arguments": list(asked.arguments),
         "timeout_s": asked.timeout_s,
-        "emulate": world,
+        "emulate": {
+            "ranks": list(asked.ranks), "devices_per_node": asked.devices_per_node, "virtual": asked.virtual
+        },
         "profile_steps": 0,
         **asked.counts,
-    }
-    left = [1] * (asked.counts["warmup"] + asked.counts["rounds"] + 1)
-
-    def say(doing: str) -> None:
-        bar.update(doing, left.pop() if left else 0)
-
+    }  # fmt: skip
     with tempfile.TemporaryDirectory(prefix="stepsight-") as temporary, ExitStack() as open_pipes:
-        folder = Path(temporary)
-        alone = _one_at_a_time(delay)
-        pipes = {rank: open_pipes.enter_context(telling(alone)) for rank in asked.ranks}
-        ranks = Ranks.emulated(pipes, asked.world_size, asked.devices_per_node)
-        log = folder / "script.log"
+        pipes = {rank: open_pipes.enter_context(answers_of(delay)) for rank in asked.ranks}
+        ranks, log = Ranks.emulated(pipes, asked.world_size, asked.devices_per_node), Path(temporary) / "script.log"
         try:
-            found = run_ranks(settings, folder, log, ranks, say)
+            found = run_script(asked.path, settings, Path(temporary), log, ranks, progress=progress, verb="emulate")
         except HarnessError as error:
-            bar.end_line()
             output = log.read_text("utf-8", errors="replace")[-_SHOWN:].strip() if log.exists() else ""
             output = " | ".join(output.splitlines())  # errors are one line
             told = str(error).removesuffix(f"; see {log}")
             raise CollectError(told + (f"; the end of its output: {output}" if output else "")) from None
-    bar.close(f"{asked.path.name}: steps by {found[0]['steps_by']}")
     return _summary(asked, found)
 
 
 _SHOWN = 500  # characters of a failed script's output
 
 
-def _one_at_a_time(delay: Delay) -> Delay:
-    """Ranks send their questions from their own threads."""
-    lock = threading.Lock()
-
-    def locked(collective: Collective) -> float:
-        with lock:
-            return delay(collective)
-
-    return locked
-
-
 def _summary(asked: Emulation, found: list[dict[str, Any]]) -> dict[str, Any]:
-    rounds = [
-        [max(each) for each in zip(*steps, strict=True)] for steps in zip(*(r["rounds"] for r in found), strict=True)
-    ]
+    rounds = slowest_of(found)
     seconds = [each for steps in rounds for each in steps]
     medians, whole = [statistics.median(steps) for steps in rounds], statistics.median(seconds)
     ranks = [
@@ -167,18 +143,12 @@ def _per_step(collective: dict[str, Any], steps: int) -> dict[str, Any]:
 
 
 def _text(told: dict[str, Any]) -> str:
+    names = ("kind", "num_bytes", "group_size", "ranks_per_node")
     cells = [
-        [
-            each["kind"],
-            each["num_bytes"],
-            each["group_size"],
-            each["ranks_per_node"],
-            Number(each["calls_per_step"]),
-            Number(1e3 * each["seconds"], 3),
-            Number(1e3 * each["seconds"] * each["calls_per_step"], 3),
-        ]
+        [*(each[name] for name in names), Number(each["calls_per_step"]), Number(1e3 * each["seconds"], 3),
+         Number(1e3 * each["seconds"] * each["calls_per_step"], 3)]
         for each in told["collectives"]
-    ]
+    ]  # fmt: skip
     titles = ["collective", "bytes", "ranks", "per node", "calls per step", "ms each", "ms per step"]
     ranks = ", ".join(str(each["rank"]) for each in told["ranks"])
     return (
@@ -295,8 +265,11 @@ def _from_file(path: Path) -> Delay:
     return delay
 
 
+_ASKED = threading.Lock()  # ranks send their questions from their own threads
+
+
 @contextmanager
-def telling(delay: Delay) -> Iterator[tuple[int, int]]:
+def answers_of(delay: Delay) -> Iterator[tuple[int, int]]:
     """Answer one process' requests for delays until the block ends; yield its ends of both pipes.
 
     A question is a line of JSON: kind, bytes, group size and ranks per node.
@@ -315,7 +288,8 @@ def _answer(asked: int, told: int, delay: Delay) -> None:
     with os.fdopen(asked, encoding="utf-8") as questions, os.fdopen(told, "w", encoding="utf-8") as answers:
         for line in questions:
             try:
-                answer: object = delay(Collective(*json.loads(line)))
+                with _ASKED:
+                    answer: object = delay(Collective(*json.loads(line)))
             except (StepsightError, ValueError, TypeError) as error:
                 answer = {"error": str(error)}
             try:

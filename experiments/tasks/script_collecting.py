@@ -123,39 +123,61 @@ def _check(script: Script, out: Path) -> None:
 
 def _run(script: Script, folder: Path, log: Path, progress: bool) -> None:
     """Run the script; its folder is written completely or not at all."""
-    counts = script.counts
-    left = [1] * (counts["warmup"] + counts["rounds"] + 2)  # a script in which a better mark shows up tells more
-    bar = Progress(len(left), shown=progress)
     ranks = Ranks.as_python() if script.ranks is None else Ranks.as_torchrun(script.ranks)
-    bar.update(f"starting {script.path.name}")
-    settings = {
-        "script": str(script.path),
-        "arguments": list(script.arguments),
-        "timeout_s": script.timeout_s,
-        **counts,
-    }
+    settings = {"arguments": list(script.arguments), "timeout_s": script.timeout_s, **script.counts}
     try:
         with new_folder(folder) as part:
-            found = run_ranks(settings, part, log, ranks, lambda doing: bar.update(doing, left.pop() if left else 0))
+            found = run_script(script.path, settings, part, log, ranks, progress=progress)
             write_json(part / FACTS, {**script.facts, **_merged(found)})
     except HarnessError as error:
-        bar.end_line()
         raise CollectError(str(error)) from None
-    bar.close(f"{script.path.name}: steps by {found[0]['steps_by']}")
+
+
+def run_script(
+    path: Path,
+    settings: dict[str, Any],
+    folder: Path,
+    log: Path,
+    ranks: Ranks,
+    *,
+    progress: bool,
+    verb: str = "collect",
+) -> list[dict[str, Any]]:
+    """Run a script on all ranks until its measured steps are done; the arguments are those of ``run_ranks``.
+
+    Raises:
+        HarnessError: As ``run_ranks``.
+    """
+    left = [1] * (settings["warmup"] + settings["rounds"] + 2)  # a script in which a better mark shows up tells more
+    bar = Progress(len(left), shown=progress, verb=verb or "collect")
+    bar.update(f"starting {path.name}")
+
+    def say(doing: str) -> None:
+        bar.update(doing, left.pop() if left else 0)
+
+    try:
+        found = run_ranks({"script": str(path), **settings}, folder, log, ranks, say)
+    except HarnessError:
+        bar.end_line()
+        raise
+    bar.close(f"{path.name}: steps by {found[0]['steps_by']}")
+    return found
+
+
+def slowest_of(ranks: Sequence[dict[str, Any]]) -> list[list[float]]:
+    """Seconds of each step of each round on its slowest rank."""
+    every = zip(*(rank["rounds"] for rank in ranks), strict=True)
+    return [[max(step) for step in zip(*steps, strict=True)] for steps in every]
 
 
 def _merged(ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Combine the measurements of all ranks: a step takes as long as on its slowest rank."""
-    rounds = [
-        [max(column) for column in zip(*steps, strict=True)]
-        for steps in zip(*(r["rounds"] for r in ranks), strict=True)
-    ]
     profiled = [max(column) for column in zip(*(r["profiled_seconds"] for r in ranks), strict=True)]
     shared = {name: ranks[0][name] for name in ("steps_by", "device", "threads")}
     files = {str(r["rank"]): r["traces"] for r in ranks}
     digests = {name: found for r in ranks for name, found in r["digests"].items()}
     memory = [r["peak_memory_bytes"] for r in ranks if r["peak_memory_bytes"] is not None]
-    measured = {"rounds": rounds, "profiled_seconds": profiled, "traces": files, "digests": digests}
+    measured = {"rounds": slowest_of(ranks), "profiled_seconds": profiled, "traces": files, "digests": digests}
     return {**shared, **measured, "peak_memory_bytes": memory}
 
 

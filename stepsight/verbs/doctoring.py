@@ -40,13 +40,13 @@ def doctor_command(
         if job is not None:
             raise StepsightError("--job is the job of a run: name the run folder too")
         from stepsight.experiments.reports.doctor_report import machine_text
-        from stepsight.experiments.tasks.machine_check import check_machine
+        from stepsight.experiments.tasks.doctor import check_machine
 
         told = check_machine()
         answer(told, machine_text(told), as_json)
         return
     from stepsight.experiments.reports.doctor_report import diagnosis_text
-    from stepsight.experiments.tasks.slow_runs import diagnose
+    from stepsight.experiments.tasks.doctor import diagnose
 
     told = diagnose(run, None if job is None else read_job(job), load(predictor))
     answer(told, diagnosis_text(told), as_json)

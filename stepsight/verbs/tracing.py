@@ -87,8 +87,7 @@ def _beside(run: Path, job: Path) -> tuple[dict[str, Any], str]:
     """Compare a run with the program of its job, as JSON and as text."""
     from stepsight.dataset.imported.imported_run import run_folders, run_graphs
     from stepsight.dataset.job.job import Job
-    from stepsight.experiments.tasks.job_check import check_job
-    from stepsight.experiments.tasks.measured_program import compare, comparison_text
+    from stepsight.experiments.tasks.job_check import check_job, compare, comparison_text
 
     folders = run_folders(run)
     if len(folders) != 1:

@@ -13,7 +13,7 @@ from stepsight.dataset.hardware.physics import alpha_beta_seconds
 from stepsight.dataset.harness.emulation.clocks import AskedDelays
 from stepsight.dataset.harness.plan_error import HarnessError
 from stepsight.dataset.kinds.op import Collective
-from stepsight.experiments.tasks.emulating import Extra, delays_of, telling
+from stepsight.experiments.tasks.emulating import Extra, answers_of, delays_of
 
 SMALL = Collective("all_reduce", 1000, 16, 8)
 LARGE = Collective("all_gather", 10**8, 256, 8)
@@ -76,7 +76,7 @@ def test_an_emulated_rank_asks_once_for_each_signature(tmp_path: Path) -> None:
         return 0.25
 
     with (
-        telling(delay) as (questions, answers),
+        answers_of(delay) as (questions, answers),
         os.fdopen(os.dup(questions), "wb") as ask,
         os.fdopen(os.dup(answers), "rb") as read,
     ):

@@ -15,8 +15,7 @@ from stepsight.dataset.imported.rank_graph import COLLECTIVE, OP, RankGraph
 from stepsight.dataset.imported.read_rank import read_rank
 from stepsight.dataset.job.job import Job
 from stepsight.dataset.kinds.op import Op
-from stepsight.experiments.tasks.job_check import check_job
-from stepsight.experiments.tasks.measured_program import compare, comparison_text, lowered_works, stage_of
+from stepsight.experiments.tasks.job_check import check_job, compare, comparison_text, lowered_works, stage_of
 from stepsight.simulator.programs.lower import lower
 from tests.dataset.traced_jobs import GpuJob
 

@@ -15,8 +15,7 @@ from stepsight.dataset.imported.import_ranks import import_ranks
 from stepsight.dataset.imported.imported_run import write_imported
 from stepsight.dataset.kinds.op import Collective
 from stepsight.experiments.reports.doctor_report import diagnosis_text, machine_text
-from stepsight.experiments.tasks.machine_check import check_machine
-from stepsight.experiments.tasks.slow_runs import _clock_causes, _message_causes, diagnose
+from stepsight.experiments.tasks.doctor import _clock_causes, _message_causes, check_machine, diagnose
 from tests.dataset.kineto_files import KinetoFile
 
 
