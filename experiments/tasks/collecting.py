@@ -24,6 +24,7 @@ from stepsight.dataset.job.job import Job
 from stepsight.dataset.kinds.op import Op
 from stepsight.dataset.runs.box_spec import HARDWARE as BOX_HARDWARE
 from stepsight.dataset.runs.box_spec import Box
+from stepsight.experiments.tasks.settings import CollectSettings
 from stepsight.features.host_call_features import call_label
 from stepsight.simulator.programs.lower import signatures
 from stepsight.training.measured.box_plans import SleepingLatency, box_plan
@@ -81,35 +82,34 @@ def run_plan(plan: dict[str, Any], out: Path, *, progress: bool = True) -> dict[
 def collect_jobs(
     paths: Sequence[Path],
     out: Path,
+    settings: CollectSettings,
     *,
-    role: str,
-    counts: dict[str, int],
-    event_seconds: float,
-    plan_only: bool,
-    progress: bool,
+    plan_only: bool = False,
+    progress: bool = False,
     box: Box | None = None,
-    extra_seconds: float = 0.0,
 ) -> dict[str, Any]:
     """Make a plan of job files and run it, or run one plan file; the summary lists the measurements.
 
     With a ``box`` the jobs run asleep there, whatever their clusters; ``rejected`` of the summary then names the runs
     that kept the cores too busy, elsewhere those that no memory holds.
     """
+    counts = settings.counts(box is not None)
     check_writable(out)
     if len(paths) == 1 and is_plan(paths[0]):
         if box is not None:
             raise CollectError(f"a box is for job files: a plan says its own, got {paths[0]}")
         plan = read_plan(paths[0])
     elif box is not None:
-        if extra_seconds:
+        if settings.extra_seconds:
             raise CollectError("--extra-seconds is for runs outside of a box: leave out one of them")
-        plan = plan_in_box(box, [Job.from_file(path) for path in paths], role, counts, event_seconds)
+        plan = plan_in_box(box, [Job.from_file(path) for path in paths], settings.role, counts, settings.event_seconds)
     else:
         jobs = [_as_pytorch(Job.from_file(path)) for path in paths]
         for job in jobs:
             collectable(job, None if plan_only else available_ranks())
-        runs = [(role, job, counts) for job in jobs]
-        plan = make_plan(runs, profile_jobs=jobs, event_seconds=event_seconds, extra_seconds=extra_seconds)
+        runs = [(settings.role, job, counts) for job in jobs]
+        seconds = {"event_seconds": settings.event_seconds, "extra_seconds": settings.extra_seconds}
+        plan = make_plan(runs, profile_jobs=jobs, **seconds)
     if plan_only:
         if (out / "plan.json").exists() and read_plan(out / "plan.json") != plan:
             raise CollectError(f"a folder has one plan: {out} has another one; choose another folder")

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from stepsight.cli.ask import write_best
+from stepsight.cli.files import check_job_output
 from stepsight.dataset.base.errors import StepsightError
 from stepsight.dataset.job.job import Job
 from stepsight.experiments.search.choices import Choice, SearchResult
@@ -14,7 +16,6 @@ from stepsight.experiments.search.expressed import MOST_LEGAL, best_expressed, e
 from stepsight.experiments.search.space import Space
 from stepsight.experiments.search.strategies import strategies
 from stepsight.training.predictor.prediction import predict
-from stepsight.verbs.chosen import check_chosen, write_chosen
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "gpt3-175b-1024.toml"
 SMALL = Space(max_tp=8, micro_batches=(1,), cp=(1,), zero_stages=(1,), recompute=("none",), schedules=("zb-h1",))
@@ -29,11 +30,11 @@ def result(*schedules: str) -> SearchResult:
 
 def test_what_a_framework_expresses_is_written(tmp_path: Path) -> None:
     """Megatron has no zb-h1: the next strategy is written, and what that costs is said."""
-    text = write_chosen(result("zb-h1", "1f1b"), tmp_path / "train.sh", "megatron-script", "roofline", SMALL)
+    text = write_best(result("zb-h1", "1f1b"), tmp_path / "train.sh", "megatron-script", "roofline", SMALL)
     assert "pp16-1f1b" in text and "does not express the best strategy" in text and "(+2.0 % iteration time)" in text
     assert "of the legal strategies that it expresses" in text
     assert "pp16-1f1b" in (tmp_path / "train.sh").read_text()
-    assert write_chosen(result("1f1b"), tmp_path / "train.sh", "megatron-script").startswith("wrote the best strategy")
+    assert write_best(result("1f1b"), tmp_path / "train.sh", "megatron-script").startswith("wrote the best strategy")
 
 
 def test_a_strategy_that_was_not_evaluated_is_found(tmp_path: Path) -> None:
@@ -56,11 +57,11 @@ def test_a_large_space_is_not_looked_through() -> None:
 
 def test_where_nothing_is_expressed_the_answer_warns(tmp_path: Path) -> None:
     """The file lacks what is listed; a job file expresses all."""
-    text = write_chosen(result("zb-h1"), tmp_path / "train.sh", "megatron-script", "roofline", SMALL)
+    text = write_best(result("zb-h1"), tmp_path / "train.sh", "megatron-script", "roofline", SMALL)
     assert text.startswith("warning: ") and "is not the best strategy, only what megatron-script expresses" in text
     assert "not expressed by megatron-script: parallel.schedule" in text
     assert (
-        write_chosen(result("zb-h1", "1f1b"), tmp_path / "best.toml", "")
+        write_best(result("zb-h1", "1f1b"), tmp_path / "best.toml", "")
         == f"wrote the best strategy to {tmp_path}/best.toml"
     )
     assert Job.from_file(tmp_path / "best.toml").parallel.schedule == "zb-h1"
@@ -69,9 +70,9 @@ def test_where_nothing_is_expressed_the_answer_warns(tmp_path: Path) -> None:
 def test_no_other_file_is_replaced(tmp_path: Path) -> None:
     """A table of prices, or a job file with comments, is kept; the result of an earlier search is replaced."""
     out = tmp_path / "best.toml"
-    write_chosen(result("1f1b"), out, "")
-    check_chosen(out, "", EXAMPLE)
+    write_best(result("1f1b"), out, "")
+    check_job_output(out, "", [EXAMPLE])
     for text in ("[price_per_device_hour]\n", "# my notes\n[model]\n"):
         out.write_text(text)
         with pytest.raises(StepsightError, match="refuses to overwrite"):
-            check_chosen(out, "", EXAMPLE)
+            check_job_output(out, "", [EXAMPLE])

@@ -13,6 +13,7 @@ import pytest
 from stepsight.cli import main
 from stepsight.dataset.tables.measurements import Measurements
 from stepsight.experiments.demo.local_jobs import LocalJob
+from stepsight.experiments.tasks.settings import CollectSettings
 from tests.dataset.run_folders import write_events, write_run
 
 ROOT = Path(__file__).parents[2]
@@ -106,8 +107,8 @@ def test_a_rejected_run_is_an_exit_code(
     """``collect --box`` fails where a run was too busy; in a box one step warms up and none is profiled."""
     asked: dict[str, Any] = {}
 
-    def collect_jobs(*_: object, **options: Any) -> dict[str, Any]:
-        asked.update(options)
+    def collect_jobs(_: object, __: object, settings: CollectSettings, **options: Any) -> dict[str, Any]:
+        asked.update(options, counts=settings.counts(options["box"] is not None))
         return {"rejected": rejected, "text": "done"}
 
     monkeypatch.setattr("stepsight.experiments.tasks.collecting.collect_jobs", collect_jobs)
@@ -132,12 +133,12 @@ def test_a_rejected_run_is_an_exit_code(
         (("predict", EXAMPLE, "--level", "op"), "--level sets the detail of a timeline"),
         (("search", "bad.toml"), "must equal"),
         (("search", EXAMPLE, "--sampler", "magic"), "sampler"),
-        (("search", EXAMPLE, "--study", "s"), "needs --storage"),
+        (("search", EXAMPLE, "--study", "s"), "state storage with the study"),
         (("search", EXAMPLE, "--storage", "s9.db", "--study", "s"), "write sqlite:///s9.db"),
         (("search", EXAMPLE, "--nodes", "1;2"), "--nodes must be whole numbers"),
         (("search", EXAMPLE, "--nodes", ""), "--nodes must be whole numbers > 0, separated by commas, got ''"),
         (("search", EXAMPLE, "--robust", "best"), "robust must be one of interval, regret"),
-        (("search", EXAMPLE, "--out", EXAMPLE), "--out must not be the file that is searched"),
+        (("search", EXAMPLE, "--out", EXAMPLE), "--out must not be a file that is read"),
         (("search", EXAMPLE, "--space", "huge"), "a space must be usual, wide"),
         (("search", EXAMPLE, "--objective", "cost"), "price of a100-sxm-80gb is not known"),
         (("search", EXAMPLE, "--plot", "notes.txt/a.png"), "needs a folder that can be written to"),

@@ -9,8 +9,8 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+from stepsight.cli.scripts import WORDS, ScriptCommand
 from stepsight.dataset.base.errors import StepsightError
-from stepsight.verbs.script_arguments import WORDS, ScriptCommand
 
 app = typer.Typer()
 

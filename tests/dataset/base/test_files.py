@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from stepsight.cli.streams import storage_problem
 from stepsight.dataset.base.errors import StepsightError
 from stepsight.dataset.base.files import (
     check_output_file,
@@ -19,7 +20,6 @@ from stepsight.dataset.base.files import (
     write_json,
     write_text,
 )
-from stepsight.verbs.streams import storage_problem
 
 
 def test_failed_write_leaves_nothing(tmp_path: Path) -> None:

@@ -23,17 +23,21 @@ from stepsight.dataset.runs.box_spec import read_box
 from stepsight.dataset.runs.event_file import read_event_file
 from stepsight.experiments.demo.local_jobs import LocalJob
 from stepsight.experiments.questions.describe import describe
+<<<<<<< HEAD
 from stepsight.experiments.tasks.collecting import collect_jobs, collect_ops, heavy_calls, read_plan
+=======
+from stepsight.experiments.tasks.collecting import collect_jobs, read_plan
+from stepsight.experiments.tasks.settings import CollectSettings
+>>>>>>> c4c8cd0 (The command line is made of Python signatures: each option is declared once, verbs are grouped by task)
 from stepsight.training.fit import train
 from stepsight.training.predictor.prediction import predict
 from tests.busy_machines import retried
 
-COUNTS = {"rounds": 1, "steps": 2, "warmup": 2, "profile_steps": 1}
+SETTINGS = CollectSettings(rounds=1, steps=2, warmup=2, profile_steps=1, event_seconds=0.5)
 
 
-def collect(job: Path, out: Path, **changes: Any) -> dict[str, Any]:
-    options: dict[str, Any] = {"role": "train", "counts": COUNTS, "event_seconds": 0.5, "plan_only": False}
-    return collect_jobs([job], out, progress=False, **{**options, **changes})
+def collect(job: Path, out: Path, plan_only: bool = False, box: Any = None, **changes: Any) -> dict[str, Any]:
+    return collect_jobs([job], out, replace(SETTINGS, **changes), plan_only=plan_only, box=box)
 
 
 @pytest.fixture
@@ -113,13 +117,13 @@ def test_a_plan_changed_by_hand_is_refused(tmp_path: Path, changes: dict[str, An
 
 
 BOX_JOB = Path(__file__).parents[3] / "examples" / "box-gpt-pp4.toml"
-BOX_COUNTS = {"rounds": 1, "steps": 1, "warmup": 1, "profile_steps": 0}
+BOX_COUNTS: dict[str, Any] = {"rounds": 1, "steps": 1, "warmup": 1, "profile_steps": 0}
 
 
 def test_a_box_replaces_the_jobs_cluster(tmp_path: Path) -> None:
     """The plan holds what every rank sleeps, and of events only what is real in a box."""
     box = read_box("2x2@100mbit")
-    collect(BOX_JOB, tmp_path, plan_only=True, counts=BOX_COUNTS, box=box)
+    collect(BOX_JOB, tmp_path, plan_only=True, **BOX_COUNTS, box=box)
     plan = read_plan(tmp_path / "plan.json")
     (run,) = plan["runs"]
     assert plan["box"] == box.to_dict()
@@ -136,21 +140,21 @@ def test_a_box_replaces_the_jobs_cluster(tmp_path: Path) -> None:
 )
 def test_a_box_of_another_size_is_refused(tmp_path: Path, text: str, says: str) -> None:
     with pytest.raises(JobError, match=says):
-        collect(BOX_JOB, tmp_path / "p", plan_only=True, counts=BOX_COUNTS, box=read_box(text))
+        collect(BOX_JOB, tmp_path / "p", plan_only=True, **BOX_COUNTS, box=read_box(text))
     assert not (tmp_path / "p").exists()
 
 
 def test_a_machine_without_boxes_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("stepsight.dataset.harness.box.namespaces.shutil.which", lambda tool: None)
     with pytest.raises(CollectError, match=r"^a box needs iproute2 \(the commands ip and tc\): ip and tc not found$"):
-        collect(BOX_JOB, tmp_path / "c", counts=BOX_COUNTS, box=read_box("4x1@100mbit"))
+        collect(BOX_JOB, tmp_path / "c", **BOX_COUNTS, box=read_box("4x1@100mbit"))
 
 
 def test_rejected_runs_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "runs").mkdir()
     summary = {"runs": 1, "events": 0, "collected": 1, "kept": 0, "rejected": ["a"]}
     monkeypatch.setattr("stepsight.experiments.tasks.collecting.run_plan", lambda *_, **__: summary)
-    text = collect(BOX_JOB, tmp_path, counts=BOX_COUNTS, box=read_box("4x1@100mbit"))["text"]
+    text = collect(BOX_JOB, tmp_path, **BOX_COUNTS, box=read_box("4x1@100mbit"))["text"]
     assert text.splitlines()[-1] == "rejected, more than 25 % CPU: a"
 
 
@@ -170,7 +174,7 @@ def test_traced_runs_of_two_ranks_of_a_box_train(tmp_path_factory: pytest.TempPa
     tables["cluster"] |= {"nodes": 2}
     job = tmp_path / "job.json"
     job.write_text(json.dumps(tables))
-    collect(job, tmp_path / "c", counts={**BOX_COUNTS, "profile_steps": 1}, box=box)
+    collect(job, tmp_path / "c", **{**BOX_COUNTS, "profile_steps": 1}, box=box)
     folders = [*(tmp_path / "c").glob("runs/*")]
     assert len(folders) == 1, "the ranks computed too much of the time: the machine is busy"
     (folder,) = folders

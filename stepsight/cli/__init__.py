@@ -7,30 +7,67 @@ import sys
 from typing import Annotated, Any, NoReturn
 
 import typer
+from typer.core import TyperGroup
 
 from stepsight import __version__
+from stepsight.cli import ask, compare, learn, measure, scripts, tools, traces
+from stepsight.cli.options import command, help_text
+from stepsight.cli.streams import finish_stdout, prepare_streams, storage_problem
 from stepsight.dataset.base.errors import StepsightError, missing_extra, shorten
-from stepsight.verbs import (
-    asking,
-    capturing,
-    converting,
-    doctoring,
-    emulation,
-    judging,
-    learning,
-    measuring,
-    reporting,
-    tracing,
-    verification,
-)
-from stepsight.verbs.help_texts import keep_examples
-from stepsight.verbs.script_arguments import ScriptCommand
-from stepsight.verbs.streams import finish_stdout, prepare_streams, storage_problem
 
 _USAGE: Any = typer.BadParameter.__base__  # click's UsageError, which newer versions of typer include
+# Verbs by the task of the user.
+VERBS: dict[str, dict[str, Any]] = {
+    "Ask about jobs": {
+        "predict": ask.predict_command,
+        "explain": ask.explain_command,
+        "search": ask.search_command,
+        "sweep": compare.sweep_command,
+        "compare": compare.compare_command,
+        "report": compare.report_command,
+    },
+    "Measure and learn": {
+        "collect": measure.collect_command,
+        "plan-profile": measure.plan_profile_command,
+        "train": learn.train_command,
+        "evaluate": learn.evaluate_command,
+        "calibrate": learn.calibrate_command,
+        "verify": measure.verify_command,
+        "demo": measure.demo_command,
+    },
+    "Scripts and traces": {
+        "capture": scripts.capture_command,
+        "emulate": scripts.emulate_command,
+        "import": traces.import_command,
+        "replay": traces.replay_command,
+        "what-if": traces.what_if_command,
+        "dataset": traces.dataset_command,
+    },
+    "Files and tools": {
+        "job": tools.job_command,
+        "show": tools.show_command,
+        "doctor": measure.doctor_command,
+    },
+}
+
+
+class _GroupedVerbs(TyperGroup):
+    """Help that lists the verbs by the user's task."""
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        groups: dict[str, list[tuple[str, str]]] = {}
+        width = max(map(len, self.commands))
+        for name, verb in self.commands.items():
+            row = (f"{name:<{width}}", verb.get_short_help_str(formatter.width - width - 6))
+            groups.setdefault(str(getattr(verb, "rich_help_panel", "")), []).append(row)
+        for title, rows in groups.items():
+            with formatter.section(title):
+                formatter.write_dl(rows)
+
 
 app = typer.Typer(
     name="stepsight",
+    cls=_GroupedVerbs,
     help="Predict the time of one training iteration of a large hybrid-parallel job.\n\n"
     "Start with `stepsight predict JOB`. To predict for your own hardware: collect traces, train a predictor, "
     "predict jobs, search a strategy; `stepsight demo` does all of it on this machine.",
@@ -56,33 +93,21 @@ def _options(
     pass
 
 
-app.command("collect", cls=ScriptCommand)(measuring.collect_command)
-app.command("train")(learning.train_command)
-app.command("plan-profile")(learning.plan_profile_command)
-app.command("capture", context_settings=capturing.CONTEXT)(capturing.capture_command)
-app.command("predict")(asking.predict_command)
-app.command("explain")(asking.explain_command)
-app.command("search")(asking.search_command)
-app.command("sweep")(reporting.sweep_command)
-app.command("compare")(reporting.compare_command)
-app.command("report")(reporting.report_command)
-app.command("verify")(verification.verify_command)
-app.command("evaluate")(judging.evaluate_command)
-app.command("calibrate")(judging.calibrate_command)
-app.command("demo")(measuring.demo_command)
+_SCRIPT_IS_LAST = {"context_settings": {"allow_interspersed_args": False}}
+_SPECIAL: dict[str, dict[str, Any]] = {
+    "collect": {"cls": scripts.ScriptCommand},
+    "capture": _SCRIPT_IS_LAST,
+    "emulate": _SCRIPT_IS_LAST,
+}
+for _task, _verbs in VERBS.items():
+    for _name, _verb in _verbs.items():
+        app.command(_name, rich_help_panel=_task, **_SPECIAL.get(_name, {}))(command(_verb))
 app.command(
     "experiment",
+    rich_help_panel="Files and tools",
+    help=help_text(tools.experiment_command),
     context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []},
-)(measuring.experiment_command)
-app.command("job")(converting.job_command)
-app.command("import")(measuring.import_command)
-app.command("show")(measuring.show_command)
-app.command("doctor")(doctoring.doctor_command)
-app.command("emulate", context_settings={"allow_interspersed_args": False})(emulation.emulate_command)
-app.command("replay")(tracing.replay_command)
-app.command("what-if")(tracing.what_if_command)
-app.command("dataset")(tracing.dataset_command)
-keep_examples(app)
+)(tools.experiment_command)
 
 # Files that an interrupted verb leaves, by verb.
 _LEAVES = {
@@ -137,7 +162,3 @@ def _fail(text: str) -> NoReturn:
     finish_stdout()
     typer.echo(f"error: {line}", err=True)
     sys.exit(2)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,0 +1,347 @@
+"""Verbs that ask about one job or program: predict, explain, search."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from stepsight.cli.files import (
+    SCHEDULE,
+    STRATEGIES,
+    TIMELINE,
+    Force,
+    JobOptions,
+    MovedJobOptions,
+    Prices,
+    Source,
+    check_job_output,
+    check_plot,
+    check_result,
+    goal_of,
+)
+from stepsight.cli.options import Answer, Positive, progress, refuse_given
+from stepsight.dataset.base.errors import StepsightError
+from stepsight.experiments.search.settings import REGRET, TOKENS, Goal, Scenarios, SearchSettings
+
+if TYPE_CHECKING:
+    from stepsight.experiments.search.choices import SearchResult
+    from stepsight.training.predictor.prediction import Prediction
+    from stepsight.training.predictor.predictor import Predictor
+
+MOST_BYTES = 200e6  # of traces that are written without being asked for by stage
+BYTES_OF_KERNEL = 900  # its operator, launch, arrow and the kernel itself
+TEN_BEST = SearchSettings(top=10)
+
+
+def predict_command(
+    context: typer.Context,
+    jobs: list[Path] | None = None,
+    *,
+    program: Path | None = None,
+    fabric: str = "",
+    source: Source,
+    timeline: Path | None = None,
+    level: str = "segment",
+    traces: Path | None = None,
+    trace_stages: str = "",
+    schedule: Path | None = None,
+    tokens: float | None = None,
+    prices: Prices = None,
+    overrides: MovedJobOptions,
+) -> Answer:
+    """Predict iteration time, interval, breakdown and memory of jobs.
+
+    Examples:
+
+        stepsight predict examples/gpt3-175b-1024.toml --timeline timeline.json
+        stepsight predict examples/llama3-70b-fsdp-512.toml --tokens 15e12 --prices prices.toml
+        stepsight predict --program captured --hardware h100-sxm-80gb --fabric dgx-h100
+
+    Args:
+        jobs: Job files, or configurations of training frameworks (see `stepsight job`).
+        program: Predict a captured script instead of jobs (see `stepsight capture`).
+        fabric: With --program: the fabric, a name or a file. Default: the usual one.
+        timeline: Write the predicted timeline to this file; it opens at ui.perfetto.dev. One job only.
+        level: Detail of the timeline: `segment` or `op`.
+        traces: Write the timeline to this new folder as traces of PyTorch's profiler, one file for each pipeline stage;
+            HTA, TensorBoard and `stepsight import kineto` read them. One job only.
+        trace_stages: Stages of --traces: all, or numbers as 0,15. Default: all, or the first and the last if all would
+            take more than 200 MB.
+        schedule: Write the pipeline schedule to this file (.csv), in the format of torch's pipelining. One job only.
+        tokens: Also print the days, device-hours and cost of training on this many tokens, as 15e12.
+    """
+    check_result("--timeline", timeline, TIMELINE)
+    check_result("--schedule", schedule, SCHEDULE)
+    if program is not None:
+        fixed = "the captured ranks fix the number of devices; capture again with --world-size"
+        refuse_given(context, ("nodes",), f"does not go with --program: {fixed}")
+        others = ("jobs", "schedule", "traces", "trace_stages", "tokens", "prices", "framework", "level", "latency")
+        refuse_given(context, others, "does not go with --program: leave it out")
+        return _predict_program(program, source.load(), (overrides.hardware, fabric), timeline)
+    refuse_given(context, ("fabric",), "belongs to --program: a job file names its own fabric")
+    if not jobs:
+        raise StepsightError("predict needs job files, or a captured script with --program DIR")
+    if level not in ("segment", "op"):
+        raise StepsightError(f"--level must be segment or op, got {level!r:.80}")
+    if timeline is None:
+        refuse_given(context, ("level",), "sets the detail of a timeline: name the file with --timeline FILE")
+    if traces is None:
+        refuse_given(context, ("trace_stages",), "chooses stages of traces: name their folder with --traces DIR")
+    elif traces.exists() and (not traces.is_dir() or any(traces.iterdir())):
+        raise StepsightError(f"--traces must be a new or empty folder, got {str(traces)!r:.80}")
+    for name, wanted in (("--timeline", timeline), ("--schedule", schedule), ("--traces", traces)):
+        if wanted is not None and len(jobs) != 1:
+            raise StepsightError(f"{name} takes one job, got {len(jobs)}")
+    if tokens is None and prices is not None:
+        raise StepsightError("--prices needs --tokens: the number of tokens to train on")
+    from stepsight.dataset.base.files import check_writable, new_file
+    from stepsight.experiments.questions.training_plan import plan_text, training_plan
+    from stepsight.experiments.reports.verb_reports import prediction_report
+    from stepsight.simulator.schedules import write_schedule
+    from stepsight.training.predictor.prediction import predict
+
+    if traces is not None:
+        check_writable(traces)
+    predictor = source.load()
+    predictions = [predict(read, predictor) for read in [overrides.read(job) for job in jobs]]
+    reports = [prediction_report(prediction.job, prediction) for prediction in predictions]
+    if tokens is not None:
+        goal = goal_of(tokens, prices)
+        for report, prediction in zip(reports, predictions, strict=True):
+            report["plan"] = training_plan(prediction, goal)
+            report["text"] += f"\ntraining   {plan_text(prediction.job.hardware_name, report['plan'])}"
+    if timeline is not None:
+        with new_file(timeline) as part, part.open("wb") as file:
+            file.writelines(predictions[0].timeline_json(level))
+    if traces is not None:
+        write_traces(predictions[0], traces, trace_stages)
+    if schedule is not None:
+        write_schedule(predictions[0].simulation.lowered.track.schedule, schedule)
+    text = "\n\n".join(report.pop("text") for report in reports)
+    return Answer(reports[0] if len(reports) == 1 else {"predictions": reports}, text)
+
+
+def _predict_program(
+    program: Path, predictor: Predictor | str | None, cluster: tuple[str, str], timeline: Path | None
+) -> Answer:
+    """``stepsight predict --program``; ``cluster``: names of the hardware and of the fabric, empty if not given."""
+    from stepsight.dataset.capture.captured import read_captured
+    from stepsight.dataset.capture.model_files import ModelRequest, is_model, read_model
+    from stepsight.experiments.reports.capture_reports import program_text
+    from stepsight.simulator.replay.captured_step import write_timeline
+    from stepsight.training.predictor.captured_prediction import predict_captured
+
+    reads_model = is_model(program) and program.is_file()
+    captured = read_model(ModelRequest(program)) if reads_model else read_captured(program)
+    prediction = predict_captured(captured, *cluster, predictor)
+    told = prediction.to_dict()
+    if timeline is not None:
+        memory = [rank.live_bytes for rank in prediction.captured.ranks]
+        write_timeline(prediction.step, memory, timeline, prediction.captured.script)
+    return Answer(told, program_text(told))
+
+
+def write_traces(prediction: Prediction, folder: Path, asked: str = "") -> None:
+    """Write a trace of PyTorch's profiler for the first rank of pipeline stages, ``rank<number>.json``.
+
+    Args:
+        prediction: Of the job.
+        folder: Where to.
+        asked: Numbers of stages, as ``0,15``, or ``all``; empty: all, or the first and the last where all would be more
+            than ``MOST_BYTES``, with a message.
+
+    Raises:
+        StepsightError: If the job has no such stage.
+    """
+    from stepsight.dataset.base.files import new_folder, write_json
+    from stepsight.simulator.iteration.profiler_traces import num_kernels, profiler_traces
+
+    stages = list(range(prediction.simulation.lowered.num_stages))
+    size = BYTES_OF_KERNEL * sum(num_kernels(prediction.simulation))
+    if asked and asked != "all":
+        words = [word.strip() for word in asked.split(",")]
+        if not all(word.isascii() and word.isdigit() and int(word) in stages for word in words):
+            raise StepsightError(
+                f"--trace-stages must be all, or numbers of stages from 0 to {stages[-1]} separated by commas, "
+                f"got {asked!r:.80}"
+            )
+        stages = sorted({int(word) for word in words})
+    elif not asked and size > MOST_BYTES and len(stages) > 2:
+        typer.echo(
+            f"traces of all {len(stages)} stages would take about {size / 1e6:,.0f} MB: the first and the last stage "
+            "are written; --trace-stages all writes all, --trace-stages 0,1 those two",
+            err=True,
+        )
+        stages = [stages[0], stages[-1]]
+    written, calibrated = (
+        progress("stages written"),
+        prediction.iteration_time_s / prediction.simulation.iteration_time_s,
+    )
+    with new_folder(folder) as part:
+        for done, (rank, trace) in enumerate(profiler_traces(prediction.simulation, calibrated, stages), 1):
+            write_json(part / f"rank{rank}.json", trace, indent=None)
+            written(done, len(stages))
+
+
+def explain_command(job: Path, *, source: Source, overrides: MovedJobOptions, top: Positive = 10) -> Answer:
+    """List the ops and collectives that decide the iteration time, and what halving each would save.
+
+    Example:
+
+        stepsight explain examples/gpt3-175b-1024.toml
+
+    Args:
+        job: Job file, or a training framework's configuration.
+        top: Rows of the table.
+    """
+    from stepsight.experiments.reports.verb_reports import explanation_report
+    from stepsight.training.predictor.prediction import predict
+
+    predictor, read = source.load(), overrides.read(job)
+    report = explanation_report(read, predict(read, predictor), top)
+    return Answer(report, report.pop("text"))
+
+
+def search_command(
+    job: Path,
+    *,
+    source: Source,
+    overrides: JobOptions,
+    scenarios: Scenarios,
+    space: str = "usual",
+    expert_loads: Path | None = None,
+    uneven: bool = False,
+    objective: str = "",
+    tokens: Annotated[float, Goal, typer.Option(show_default="1e9")] = TOKENS,
+    critical_batch: Annotated[float, Goal] = 0.0,
+    prices: Prices = None,
+    robust: Annotated[str, Goal, typer.Option(metavar="interval|regret")] = "",
+    settings: SearchSettings = TEN_BEST,
+    workers: Positive = 1,
+    out: Annotated[Path | None, "-o"] = None,
+    to: Annotated[str, typer.Option(metavar="FORMAT")] = "",
+    force: Force = False,
+    plot: Path | None = None,
+    csv: Path | None = None,
+) -> Answer:
+    """Find the parallel strategy with the shortest predicted iteration that fits in memory.
+
+    The search varies the parallel degrees, micro-batch, schedule, virtual stages, ZeRO stage, recomputation and
+    sequence parallelism. With --space wide it also varies hybrid sharding, recomputation of every n-th layer,
+    offloading and the order of ranks. Everything else stays as in the job.
+
+    The search computes lower bounds of the time and memory of every strategy. It predicts strategies in the order of
+    these bounds until no remaining one can be faster than the best; the best is then optimal. Strategies that do not
+    fit in memory are not timed.
+
+    Columns of the table: mb is the micro-batch, zero the ZeRO stage (3/8: sharded over 8 replicas), sp sequence
+    parallelism, GB the memory of the fullest pipeline stage.
+
+    With --nodes, --clusters, --global-batches or --seq-lens every combination is searched. The table then has the best
+    strategy of each combination, with time, throughput, cost and energy (an estimate from the devices' rated power).
+
+    Examples:
+
+        stepsight search examples/gpt3-175b-1024.toml --plot search.png
+        stepsight search examples/llama3-70b-fsdp-512.toml --nodes 16,32,64 --tokens 1e12 --prices prices.toml
+
+    Args:
+        job: Job file or configuration; its model, global batch and cluster are kept.
+        space: Search space: usual, wide (all axes), or a .toml file with attributes of stepsight.Space.
+        expert_loads: A .csv file with the tokens of each expert: one line, or one line for each layer with experts. The
+            search then places experts so that the busiest rank has the least work.
+        uneven: Also choose the number of layers of each pipeline stage, for the best strategies.
+        objective: What to minimise: iteration_time, training_time, cost or energy; or tokens_per_s_per_device to
+            maximise. Default: iteration_time; training_time if clusters, batches or lengths are compared.
+        workers: Processes on this machine that predict strategies.
+        out: Write the best strategy to this job file (.toml).
+        to: Write --out as a framework's configuration: a FORMAT of `stepsight job --to`.
+        plot: Plot time over memory of all strategies to this file (.png, .svg); for several scenarios, time over cost.
+        csv: Write all evaluated strategies to this file, one row each.
+    """
+    from stepsight.dataset.base.files import write_text
+    from stepsight.dataset.configs.writers import WRITERS
+    from stepsight.experiments.search.mapped import local_map
+    from stepsight.experiments.search.search import search
+    from stepsight.experiments.search.search_report import plot_result, search_report
+    from stepsight.experiments.search.stage_layers import with_uneven_stages
+
+    check_plot(plot)
+    if to and to not in WRITERS:
+        raise StepsightError(f"--to must be one of {', '.join(WRITERS)}, got {to!r:.80}")
+    if to and out is None:
+        raise StepsightError(f"--to {to} needs --out, the file to write")
+    check_job_output(out, to, [job], force)
+    check_result("--csv", csv, STRATEGIES)
+    read = overrides.read(job)
+    if uneven and not scenarios.is_empty:
+        raise StepsightError("--uneven is for one cluster and batch: search the best scenario again with it")
+    if uneven and robust == REGRET:
+        raise StepsightError(f"--uneven does not go with --robust {REGRET}: give one of them")
+    objective = objective or ("iteration_time" if scenarios.is_empty else "training_time")
+    goal = goal_of(tokens, prices, objective=objective, critical_batch=critical_batch, robust=robust or False)
+    predictor, tell, evaluated = source.load(), progress("strategies"), 0
+
+    def on_trial(number: int, best: float | None) -> None:
+        nonlocal evaluated
+        evaluated = number + 1
+        tell(evaluated, settings.trials or "", "none fits yet" if best is None else f"best {best:.4g} s")
+
+    with local_map(workers) as map_fn:
+        result = search(
+            read,
+            predictor,
+            space=space,
+            goal=goal,
+            scenarios=scenarios,
+            expert_loads=expert_loads,
+            settings=settings,
+            on_trial=on_trial,
+            map_fn=map_fn,
+        )
+    tell(evaluated, evaluated)
+    if uneven:
+        result = with_uneven_stages(result, predictor)
+    report = search_report(read, result, settings.top)
+    if out is not None:
+        report["text"] += f"\n{write_best(result, out, to, predictor, space)}"
+    if plot is not None:
+        plot_result(result, plot, read.name)
+    if csv is not None:
+        write_text(csv, result.to_frame().to_csv(index=False))
+    return Answer(report, report.pop("text"))
+
+
+def write_best(
+    result: SearchResult, out: Path, to: str, predictor: Predictor | str | None = None, space: str | None = None
+) -> str:
+    """Write the best strategy as a job, or the best one that a framework's format ``to`` expresses; returns a text."""
+    from stepsight.dataset.base.files import write_text
+    from stepsight.dataset.configs.job_toml import job_toml
+    from stepsight.dataset.configs.writers import write_config
+    from stepsight.experiments.reports.config_report import written_text
+    from stepsight.experiments.search.expressed import best_expressed
+
+    if not to:
+        write_text(out, job_toml(result.best.job))
+        return f"wrote the best strategy to {out}"
+    choice, all_legal = best_expressed(result, to, predictor, space)
+    written = write_config((choice or result.best).job, to)
+    write_text(out, written.text)
+    which = "the legal strategies" if all_legal else "the strategies evaluated"
+    if choice is None:
+        text = (
+            f"warning: {out} is not the best strategy, only what {to} expresses of it: of {which} that fit in memory, "
+            f"{to} expresses none"
+        )
+    elif choice is result.best:
+        text = f"wrote the best strategy to {out}"
+    else:
+        slower = 100 * (choice.timed[0] / result.best.timed[0] - 1)
+        text = (
+            f"wrote {choice.job.name} to {out}: {to} does not express the best strategy; of {which} that it expresses "
+            f"this is the best ({slower:+.1f} % iteration time)"
+        )
+    return f"{text}\n{written_text(written, to)}"

@@ -1,0 +1,163 @@
+"""Verbs that show jobs and put them beside others: sweep, compare, report."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from stepsight.cli.files import (
+    PAGE,
+    SWEEP,
+    JobOptions,
+    LearnedSource,
+    MovedJobOptions,
+    Prices,
+    Source,
+    check_plot,
+    check_result,
+    goal_of,
+    load_predictor,
+    refuse_program,
+)
+from stepsight.cli.options import Answer, progress
+from stepsight.dataset.base.errors import StepsightError
+from stepsight.experiments.questions.training_plan import Reliability
+
+
+def sweep_command(
+    job: Path,
+    *,
+    vary: Annotated[list[str], typer.Option(metavar="KEY=VALUES")],
+    source: Source,
+    overrides: JobOptions,
+    weak: bool = False,
+    plot: Path | None = None,
+    csv: Path | None = None,
+) -> Answer:
+    """Predict a job over ranges of its keys.
+
+    The number of replicas follows from the number of devices, unless parallel.dp is varied too. Combinations that break
+    a rule are listed with the reason. Examples:
+
+        stepsight sweep examples/gpt3-175b-1024.toml --vary cluster.nodes=32..256 --plot nodes.png
+        stepsight sweep job.toml --vary parallel.tp=1..8 --vary batch.micro_batch=1,2,4 --csv sweep.csv
+
+    Args:
+        job: Job file, or a training framework's configuration.
+        vary: Key of the job and its values: cluster.nodes=8..1024 (doubling), cluster.nodes=8..64+8 (steps of 8),
+            parallel.recompute=none,full. Repeatable: all combinations are predicted. Links have keys too, for example
+            cluster.fabric.inter_node.bandwidth_gbytes_per_s.
+        weak: Let the global batch grow with the number of devices (weak scaling).
+        plot: Plot the iteration time over the last key (.png, .svg).
+        csv: Write a row for each job to this file (.csv).
+    """
+    from stepsight.dataset.base.files import write_text
+    from stepsight.experiments.questions.sweep import Axis, plot_sweep, sweep, sweep_csv, sweep_text
+
+    check_plot(plot)
+    check_result("--csv", csv, SWEEP)
+    axes = [Axis.parse(text) for text in vary]
+    if len({axis.key for axis in axes}) < len(axes):
+        raise StepsightError(f"--vary takes each key once, got {', '.join(axis.key for axis in axes)}")
+    read = overrides.read(job)
+    points = sweep(read, axes, source.load(), weak=weak, on_point=progress("jobs predicted"))
+    if plot is not None:
+        plot_sweep(axes, points, plot, read.name)
+    if csv is not None:
+        write_text(csv, sweep_csv(points))
+    return Answer({"job": read.name, "points": [point.to_dict() for point in points]}, sweep_text(axes, points))
+
+
+def compare_command(
+    things: Annotated[list[Path], typer.Argument(metavar="A B…")],
+    *,
+    predictors: Annotated[list[Path] | None, "--predictor", "-p"] = None,
+    overrides: MovedJobOptions,
+) -> Answer:
+    """Compare jobs, predictors and measured runs: what differs, and where the time differs.
+
+    Every job is predicted with every predictor. Runs need no prediction: their measured times are used. All others are
+    compared with the first. For a traced run, the table splits the time by the kinds of ops on its critical path.
+    Examples:
+
+        stepsight compare a.toml b.toml
+        stepsight compare job.toml -p h100-sxm -p runs/predictor
+        stepsight compare runs/before/runs/train runs/after/runs/train
+
+    Args:
+        things: Job files, configurations, or run folders of a collection (runs/NAME).
+        predictors: Predictor for the jobs, as in `stepsight predict`. Repeat it to compare predictors.
+    """
+    from stepsight.experiments.questions.compare import compare_sides, comparison_text, predicted_side, run_side
+
+    sides = []
+    for thing in things:
+        refuse_program(thing)
+        if thing.is_dir():
+            sides.append(run_side(thing))
+            continue
+        job = overrides.read(thing)
+        asked: list[Path | None] = [*predictors] if predictors else [None]
+        for named in asked:
+            by = f" by {named.name}" if named is not None and len(asked) > 1 else ""
+            sides.append(predicted_side(job, load_predictor(named), f"{thing.name}{by}"))
+    told = compare_sides(sides)
+    return Answer(told, comparison_text(told))
+
+
+def report_command(
+    jobs: Annotated[list[Path], typer.Argument(metavar="JOB…")],
+    *,
+    out: Annotated[Path, "-o"],
+    source: LearnedSource,
+    overrides: MovedJobOptions,
+    search: bool = False,
+    tokens: Annotated[float, typer.Option(show_default="1e12")] = 1e12,
+    prices: Prices = None,
+    reliability: Reliability,
+) -> Answer:
+    """Write a page about jobs: one self-contained HTML file.
+
+    The page shows the prediction and its basis, where the time goes, a zoomable timeline, memory over time by stage,
+    duration and cost of training, sensitivity to links, batch and nodes, what to try next, and all assumptions. With
+    several jobs it begins with their comparison. Examples:
+
+        stepsight report examples/gpt3-175b-1024.toml --out gpt3.html
+        stepsight report job.toml --search --tokens 15e12 --prices prices.toml --node-mtbf-hours 6000 --out job.html
+
+    Args:
+        jobs: Job files, or configurations of frameworks.
+        out: The page to write (.html).
+        search: Also search the best strategies of each job; this takes seconds.
+        tokens: Tokens to train on, for duration, device-hours, cost and energy.
+    """
+    from stepsight.dataset.base.files import write_text
+    from stepsight.experiments.questions.compare import compare_sides, predicted_side
+    from stepsight.experiments.questions.job_page import job_facts, job_part, jobs_page
+    from stepsight.experiments.questions.training_plan import plan_text, training_plan
+    from stepsight.experiments.search.search import search as search_strategies
+    from stepsight.training.predictor.prediction import predict
+
+    check_result("--out", out, PAGE)
+    goal, predictor, tell = goal_of(tokens, prices), source.load(), progress("jobs reported")
+    read = [overrides.read(job) for job in jobs]
+    facts, parts = [], []
+    for number, job in enumerate(read):
+        prediction = predict(job, predictor)
+        best = search_strategies(job, predictor).choices[:5] if search else ()
+        facts.append(job_facts(prediction, predictor, training_plan(prediction, goal, reliability), search=best))
+        parts.append(job_part(prediction, facts[-1], number))
+        tell(number + 1, len(read))
+    compared = None
+    if len(read) > 1:
+        compared = compare_sides([predicted_side(job, predictor, job.name) for job in read])
+    write_text(out, jobs_page(parts, [f"{each['job']} on {each['hardware']}" for each in facts], compared))
+    lines = [f"wrote {out}: {len(facts)} job{'s' if len(facts) > 1 else ''}"]
+    for each in facts:
+        plan = plan_text(each["hardware"], each["plan"])
+        lines.append(f"{each['job']}: iteration {each['iteration_time_s']:.4g} s, {plan}")
+        if not each["memory"]["fits"]:
+            lines.append(f"does not fit: {each['memory']['reason']}")
+    return Answer({"out": str(out), "jobs": facts, **({"comparison": compared} if compared else {})}, "\n".join(lines))

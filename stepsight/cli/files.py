@@ -1,0 +1,276 @@
+"""What verbs read, and what they write: predictors, jobs, and files that must not replace a user's own."""
+
+from __future__ import annotations
+
+import re
+import sys
+import tomllib
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from stepsight.dataset.base.errors import StepsightError
+
+if TYPE_CHECKING:
+    from stepsight.dataset.configs.drafts import Given
+    from stepsight.dataset.job.job import Job
+    from stepsight.experiments.search.settings import Goal
+    from stepsight.training.predictor.predictor import Predictor
+
+_TOLD = ("cluster.hardware", "cluster.nodes", "batch.global_batch", "model.seq_len", "model.vocab")
+
+Prices = Annotated[
+    Path | None,
+    typer.Option(
+        help="A .toml file with a table [price_per_device_hour] by hardware, and optionally [power_w], which replaces "
+        "the watts of the datasheets."
+    ),
+]
+Box = Annotated[
+    str | None,
+    typer.Option(
+        help="Run in a cluster made of network namespaces: nodes x ranks per node @ link rate, for example "
+        "4x1@200mbit, or a .toml file. Ranks sleep instead of computing. Needs root and iproute2."
+    ),
+]
+Force = Annotated[bool, typer.Option(help="Overwrite the file of --out if it exists; for configurations, with --to.")]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LearnedSource:
+    """A predictor.
+
+    Attributes:
+        predictor: Folder of a trained predictor, name of a shipped one or its hardware's (a100-sxm), a registered one
+            (models:/h100@champion), or `roofline`. Default: the shipped predictor for the job's hardware; if there is
+            none, a roofline from hardware facts. The answer names its source.
+    """
+
+    predictor: Annotated[Path | None, "-p"] = None
+
+    def load(self) -> Predictor | str | None:
+        """What ``predict`` takes as its predictor."""
+        return load_predictor(self.predictor)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source(LearnedSource):
+    """What knows durations: a predictor, or a latency model of the user.
+
+    Attributes:
+        latency: Use your own latency model instead of a predictor: a registered name, or module:function. The function
+            is called with a Hardware and a Fabric and returns an object with the method op_seconds(ops). The module's
+            code is run.
+    """
+
+    latency: str = ""
+
+    def load(self) -> Predictor | str | None:
+        if not self.latency:
+            return super().load()
+        if self.predictor is not None:
+            raise StepsightError("--predictor is another source of durations than --latency: leave one out")
+        from stepsight.simulator.durations.given_latency import LATENCY
+
+        if "" not in sys.path:  # modules of the current folder can be named, as with `python -m`
+            sys.path.insert(0, "")
+        return LATENCY + self.latency
+
+
+def load_predictor(named: Path | None) -> Predictor | str | None:
+    """What ``--predictor`` names; None: what suits the job."""
+    from stepsight.training.predictor.prediction import ROOFLINE
+
+    if named is None:
+        return None
+    if str(named) == ROOFLINE and not named.exists():
+        return ROOFLINE
+    from stepsight.training.registered import load_predictor as load
+
+    loaded: Predictor = load(named)
+    return loaded
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobOptions:
+    """What overrides a job's file.
+
+    Attributes:
+        framework: Framework that runs the job, for example megatron-core or torchtitan. Its profile sets the keys that
+            the job file leaves open. Overrides `framework` of the file.
+        hardware: Name of the devices; overrides the file. Configurations of frameworks do not state it.
+    """
+
+    framework: str = ""
+    hardware: str = ""
+
+    def read(self, path: Path, nodes: int | None = None) -> Job:
+        """Read a job from a job file, or from the configuration of a training framework.
+
+        Assumed values for keys that a configuration leaves open are printed on stderr.
+
+        Raises:
+            StepsightError: If the file is neither, or holds no whole job.
+        """
+        from stepsight.dataset.configs.config_formats import is_job_file
+        from stepsight.dataset.configs.config_job import read_configs
+        from stepsight.dataset.job.job import Job
+
+        refuse_program(path)
+        if is_job_file(path):
+            job = Job.from_file(path, self.framework)
+            return job if not self.hardware and nodes is None else _moved(job, self.hardware, nodes)
+        read = read_configs([path], given_of(self.hardware, nodes, framework=self.framework))
+        assumed = ", ".join(f"{key} = {read.assumed[key]}" for key in _TOLD if key in read.assumed)
+        told = f"{path}: read as {read.formats[0]}; assumed {assumed or 'nothing important'}; `stepsight job` lists all"
+        job = read.job
+        typer.echo(told, err=True)
+        return job
+
+
+@dataclass(frozen=True, kw_only=True)
+class MovedJobOptions(JobOptions):
+    """What overrides a job's file, with the size of the cluster.
+
+    Attributes:
+        nodes: Number of nodes; overrides the file.
+    """
+
+    nodes: Annotated[int | None, typer.Option(min=1)] = None
+
+    def read(self, path: Path, nodes: int | None = None) -> Job:
+        return super().read(path, self.nodes)
+
+
+def _moved(job: Job, hardware: str, nodes: int | None) -> Job:
+    """Return the job on other devices, with their usual fabric and a new number of replicas."""
+    cluster = replace(job.cluster, hardware=hardware or job.cluster.hardware, nodes=nodes or job.cluster.nodes)
+    if hardware and hardware != job.cluster.hardware:
+        cluster = replace(cluster, fabric="")
+    same = cluster.num_devices == job.cluster.num_devices
+    return replace(job, cluster=cluster, parallel=job.parallel if same else replace(job.parallel, dp=0, dp_shard=0))
+
+
+def refuse_program(path: Path) -> None:
+    """Refuse a captured script in place of a job.
+
+    Raises:
+        StepsightError: If the folder holds one.
+    """
+    from stepsight.dataset.capture.captured import MANIFEST
+
+    if (path / MANIFEST).is_file():
+        raise StepsightError(f"{path} is a captured program, not a job: use `stepsight predict --program {path}`")
+
+
+def given_of(
+    hardware: str = "",
+    nodes: int | None = None,
+    devices_per_node: int | None = None,
+    *,
+    framework: str = "",
+    given: Sequence[str] = (),
+    define: Sequence[str] = (),
+    pick: str = "",
+) -> Given:
+    """Values that a user states beside configurations, from a verb's options.
+
+    Raises:
+        StepsightError: If a ``KEY=VALUE`` is none.
+    """
+    from stepsight.dataset.configs.drafts import Given
+
+    stated = {"cluster.hardware": hardware or None, "cluster.nodes": nodes, "framework": framework or None}
+    stated["cluster.devices_per_node"] = devices_per_node
+    values = {key: value for key, value in stated.items() if value is not None}
+    values |= {key: _value(text) for key, text in (_pair("--set", pair) for pair in given)}
+    return Given(values=values, variables=dict(_pair("--define", pair) for pair in define), pick=pick)
+
+
+def _pair(option: str, text: str) -> tuple[str, str]:
+    key, equals, value = text.partition("=")
+    if not key or not equals:
+        raise StepsightError(f"{option} must be KEY=VALUE, got {text!r:.80}")
+    return key.strip(), value
+
+
+def _value(text: str) -> Any:
+    """A value as TOML writes it; a text may stand without quotes."""
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text
+
+
+def goal_of(tokens: float, prices: Path | None, **more: Any) -> Goal:
+    """The goal of a training, from the options."""
+    from stepsight.experiments.search.settings import Goal, read_prices
+
+    price, power = ({}, {}) if prices is None else read_prices(prices)
+    return Goal(tokens=tokens, prices=price, power_w=power, **more)
+
+
+# Suffixes, and the beginnings of files that a verb may overwrite: those that it wrote itself.
+TIMELINE, SCHEDULE = (".json", rb'\{"displayTimeUnit":'), (".csv", rb"\(?\d+[A-Z]")
+STRATEGIES, SWEEP = (".csv", rb"tp,cp,pp,ep,dp,"), (".csv", rb"[a-z_]+\.[a-z_.]+,")
+PAGE = (".html", rb"<!doctype html>")
+JOB_FILE = (".toml", rb"framework = |\[model\]")  # as stepsight writes it: no table of prices, no job with comments
+
+
+def check_result(option: str, wanted: Path | None, kind: tuple[str, bytes]) -> None:
+    """Refuse to overwrite a file of another type than ``kind``, which is a suffix and a pattern of the first bytes."""
+    from stepsight.dataset.base.files import check_output_file
+
+    if wanted is None:
+        return
+    suffix, begins = kind
+    if wanted.suffix != suffix:
+        raise StepsightError(f"{option} ends in {suffix}, got {str(wanted)!r:.80}")
+    check_output_file(wanted)
+    if wanted.exists():
+        with wanted.open("rb") as file:
+            if not re.match(begins, file.read(64)):
+                raise StepsightError(f"{option} refuses to overwrite a file of another type, got {str(wanted)!r:.80}")
+
+
+def check_plot(plot: Path | None) -> None:
+    """Check, before the work, that the plot can be written."""
+    from stepsight.dataset.base.files import check_output_file
+    from stepsight.experiments.reports.plots import FORMATS
+
+    if plot is None:
+        return
+    if plot.suffix not in FORMATS:
+        raise StepsightError(f"--plot ends in {', '.join(FORMATS)}, got {str(plot)!r:.80}")
+    check_output_file(plot)
+
+
+def check_job_output(out: Path | None, to: str, read: Sequence[Path], force: bool = False) -> None:
+    """Check, before the work, that a job or a configuration can be written and replaces no file of the user.
+
+    Args:
+        out: The file; None: none is written.
+        to: Format of the configuration; empty: a job file.
+        read: Files that the verb reads.
+        force: Whether a configuration may replace a file.
+
+    Raises:
+        StepsightError: If not.
+    """
+    from stepsight.dataset.base.files import check_output_file
+
+    if out is None:
+        return
+    if not to and out.suffix != ".toml":
+        raise StepsightError(f"--out ends in .toml, got {str(out)!r:.80}; or name a format with --to")
+    if any(out.exists() and each.exists() and out.samefile(each) for each in read):
+        raise StepsightError(f"--out must not be a file that is read, got {str(out)!r:.80}: name a new file")
+    if not to:
+        check_result("--out", out, JOB_FILE)
+        return
+    check_output_file(out)
+    if out.exists() and not force:
+        raise StepsightError(f"--out must be a new file, got {str(out)!r:.80}: name another one, or give --force")

@@ -1,0 +1,263 @@
+"""Verbs that learn predictors, and compare predictions with measurements: train, evaluate, calibrate."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from stepsight.cli.files import LearnedSource, check_plot
+from stepsight.cli.options import Answer, progress, refuse_given
+from stepsight.dataset.base.errors import StepsightError
+
+Runs = Annotated[
+    Path,
+    typer.Argument(
+        help="Table of measured runs (.csv or .csv.gz), one row for each run, as examples/runs.csv; "
+        "`evaluate --explain-columns` lists its columns.",
+    ),
+]
+RowSource = Annotated[
+    str,
+    "--source",
+    typer.Option(help="Use only rows whose source contains this text or matches this pattern."),
+]
+
+
+def train_command(
+    context: typer.Context,
+    sources: Annotated[list[Path], typer.Argument(metavar="SOURCE…")],
+    *,
+    out: Annotated[Path, "-o"],
+    hardware: str | None = None,
+    like: str = "",
+    software: str = "",
+    fabric: str = "",
+    samples: Annotated[int, typer.Option(min=0)] = 0,
+    seed: int = 0,
+    tracking_uri: str | None = None,
+) -> Answer:
+    """Train a predictor on collections, or on tables of a device's ops and collectives; record it in MLflow.
+
+    Collections train regressors for ops and collectives, and a model that corrects them in context: the simplest of a
+    table, a network without edges and a graph neural network that is as good as the best on runs held back.
+    Tables train only the regressors. A family of ops with thousands of rows is trained on its own rows. A family with
+    fewer rows starts from the efficiency of the shipped predictors' devices, and its rows correct it. A fifth of the
+    shapes is held out to judge the predictor (`held_out` in --json). Examples:
+
+        stepsight train runs/mine --out runs/predictor
+        stepsight import aiconfigurator data/gb200 --out gb200.parquet
+        stepsight train gb200.parquet --like b200-sxm --out gb200
+        stepsight train mine.parquet --hardware my-gpu.toml --out mine
+
+    Args:
+        sources: Collection folders written by `stepsight collect` or `import`, or tables of ops and collectives of one
+            device (.parquet) written by `stepsight import`.
+        out: Folder of the predictor to write.
+        hardware: Collections: the name of this hardware in [cluster] hardware of jobs (default: local-cpu). Tables: a
+            preset, or a .toml or .json file with the device's facts (default: the device of the rows).
+        like: Tables: the shipped predictor of the most similar device, for example b200-sxm. Default: all of them.
+        software: Tables: the software to predict for, or a part of its name. Default: the software of most rows.
+        fabric: Tables: the fabric for rows that name none: a name or a .toml file.
+        samples: Tables: learn from at most this many shapes of each family, drawn at random. 0: all shapes.
+        seed: Random seed.
+        tracking_uri: MLflow tracking URI. Default: SQLite in the folder of the predictor.
+    """
+    from stepsight.experiments.reports.verb_reports import training_report
+
+    tables = [source for source in sources if source.suffix == ".parquet"]
+    if tables and len(tables) < len(sources):
+        raise StepsightError("train takes collections or tables (.parquet), got both: train one predictor on each")
+    shared: dict[str, Any] = {"seed": seed, "tracking_uri": tracking_uri}
+    if tables:
+        from stepsight.training.train_tables import train_tables
+
+        facts: dict[str, Any] = {"like": like, "software": software, "fabric": fabric, "samples": samples}
+        predictor = train_tables(tables, out, hardware=hardware or "", **facts, **shared)
+    else:
+        from stepsight.training.fit import train
+
+        of_tables = ("like", "software", "fabric", "samples")
+        refuse_given(context, of_tables, "is for tables (.parquet), got collections: leave it out")
+        name = "local-cpu" if hardware is None else hardware
+        predictor = train(sources, out, hardware_name=name, progress=True, **shared)
+    report = training_report(predictor, out)
+    return Answer(report, report["text"])
+
+
+def _prints(make: Callable[[], str]) -> Callable[[bool], None]:
+    """The callback of a flag that prints a text and ends."""
+
+    def callback(wanted: bool) -> None:
+        if wanted:
+            typer.echo(make())
+            raise typer.Exit
+
+    return callback
+
+
+def _columns() -> str:
+    from stepsight.experiments.evaluation.runs_table import explanation
+
+    return explanation()
+
+
+def _template() -> str:
+    from stepsight.experiments.evaluation.runs_table import template
+
+    return template()
+
+
+def evaluate_command(
+    runs: Runs,
+    *,
+    source: LearnedSource,
+    rows: RowSource = "*",
+    calibrate: str | None = None,
+    plot: Path | None = None,
+    worst: Annotated[int, typer.Option(min=0)] = 5,
+    groups: bool = False,
+    fabric: str | None = None,
+    explain_columns: Annotated[bool, typer.Option(callback=_prints(_columns), is_eager=True)] = False,
+    template: Annotated[bool, typer.Option(callback=_prints(_template), is_eager=True)] = False,
+) -> Answer:
+    """Compare predictions with measured runs: errors, ranks, regret and coverage per source.
+
+    For a table of ops and collectives that `stepsight import` wrote (.parquet), errors are printed by kind, size and
+    number of ranks.
+
+    Without --predictor, each row is predicted by the shipped predictor for its hardware; if there is none, by a
+    roofline. Two simple baselines are printed too: one utilisation (MFU) fitted to each source, and the smallest run of
+    a series scaled up. Rows that cannot be expressed as a job, and rows that the predictor was fitted on, are left out
+    and counted by reason. If no row remains, the exit code is 2. Examples:
+
+        stepsight evaluate published_runs.csv.gz --source "*megatron*" --plot runs.png
+        stepsight evaluate published_runs.csv.gz --calibrate 8gpus
+        stepsight evaluate collectives.parquet --fabric cluster.toml
+
+    Args:
+        calibrate: Also calibrate twice and judge by the larger runs: once on each source's runs of at most this many
+            devices (for example 8gpus), once on the smallest runs of each series.
+        plot: Plot predicted over measured times to this file (.png, .svg).
+        worst: Number of worst rows to show with their breakdown.
+        groups: Show every group of runs that differ only in strategy.
+        fabric: For a table of collectives: the fabric of the measured cluster, a name or a .toml file. Default: the
+            fabric that each row names.
+        explain_columns: Explain the columns of a table of runs.
+        template: Print a table of runs to fill in, with an example row.
+    """
+    from stepsight.experiments.evaluation.scored_row import predictor_by_hardware
+
+    if runs.suffix == ".parquet":
+        unread = {"--calibrate": calibrate, "--plot": plot, "--source": rows.strip("*"), "--groups": groups}
+        _refuse(runs, unread)
+        from stepsight.dataset.hardware.hardware import find_fabric
+        from stepsight.dataset.tables import Measurements
+        from stepsight.experiments.evaluation.table_errors import judge_table, table_errors_text
+
+        links, judges = None if fabric is None else find_fabric(fabric), predictor_by_hardware(source.load())
+        judged = judge_table(Measurements.from_parquet(runs), judges, links, progress("rows predicted"))
+        return Answer(judged.to_dict(), table_errors_text(judged))
+    _refuse(runs, {"--fabric": fabric})
+    from stepsight.experiments.evaluation.calibration_split import read_most_gpus
+    from stepsight.experiments.evaluation.evaluate import evaluate
+    from stepsight.experiments.evaluation.evaluation_report import evaluation_text
+    from stepsight.experiments.reports.plots import plot_published_runs
+
+    most_gpus = None if calibrate is None else read_most_gpus(calibrate)
+    check_plot(plot)
+    predictor = source.load()
+    result = evaluate(runs, predictor, source=rows, on_row=progress("rows predicted"))
+    if plot is not None:
+        plot_published_runs(result.points, plot, "published runs")
+    value, shown = result.to_dict(), {}
+    if most_gpus is not None:
+        from stepsight.experiments.evaluation.calibration_gain import FITTED_ON, SPLITS, calibrate_small
+
+        for name, split in SPLITS.items():
+            on_set = progress(f"sources calibrated, {name}")
+            value[name] = calibrate_small(result, predictor_by_hardware(predictor), most_gpus, split, on_set).to_dict()
+            shown[FITTED_ON[name].format(most_gpus)] = value[name]
+    return Answer(value, evaluation_text(result, worst, shown, groups=groups))
+
+
+def _refuse(table: Path, options: Mapping[str, object]) -> None:
+    """Refuse options that mean nothing for the table that was given."""
+    given = ", ".join(name for name, value in options.items() if value)
+    if given:
+        kind = "a table of ops and collectives (.parquet)" if table.suffix == ".parquet" else "a table of runs"
+        kind = "a folder of imported traces" if table.is_dir() else kind
+        raise StepsightError(f"{given} must be left out for {kind}, got {table}")
+
+
+def calibrate_command(
+    runs: Runs,
+    *,
+    out: Annotated[Path, "-o"],
+    predictor: Annotated[Path, "-p"],
+    rows: RowSource = "*",
+    max_devices: Annotated[int | None, typer.Option(min=1)] = None,
+    fabric: str | None = None,
+    software: str = "",
+) -> Answer:
+    """Correct a predictor with the iteration times of small runs.
+
+    Calibration fits factors for compute, memory, host and links, by gradient descent through the simulator. The errors
+    that remain correct similar jobs. Instead of a table of runs it also accepts:
+
+    - a table of collectives that `stepsight import` wrote (.parquet): it corrects the model of NCCL between the nodes
+    of the measured cluster;
+
+    - a collection of imported traces (a folder): it corrects kernels by kind, the cost of launches, and the slowdown of
+    computation that overlaps with collectives; held-out ops judge it.
+
+    The larger runs of the table judge the calibration; if there are none, sizes or runs are held out in turn. The new
+    predictor is written only if it predicts them better than before; otherwise the exit code is 2. Examples:
+
+        stepsight calibrate runs.csv --predictor a100-sxm --out mine
+        stepsight calibrate collectives.parquet --predictor h100-sxm --fabric cluster.toml --out mine
+        stepsight calibrate runs/theirs --predictor h100-sxm --out mine
+
+    Args:
+        out: Folder of the predictor to write.
+        predictor: Predictor to correct: a folder, a shipped one by its name or its hardware's, or a registered one
+            (models:/h100@champion).
+        max_devices: Fit on runs of at most this many devices (default: 8); if a source has none, on its smallest runs.
+            For a table of collectives: on groups of at most this many ranks (default: 64).
+        fabric: For a table of collectives: the fabric of the measured cluster, a name or a .toml file.
+        software: For a table of collectives: part of the software whose rows are taken, such as 'nccl 2.27.3' or
+            'NCCL_PROTO=Simple' (default: that of most rows).
+    """
+    from stepsight.training.registered import load_predictor
+
+    report: Any
+    if runs.is_dir():
+        unread = {"--source": rows.strip("*"), "--fabric": fabric, "--max-devices": max_devices}
+        _refuse(runs, {**unread, "--software": software})
+        from stepsight.experiments.evaluation.calibrate_traces import calibrate_traces, traces_text
+
+        report = calibrate_traces([runs], load_predictor(predictor), out)
+        text, problem = traces_text(report), "the traces improve neither launches, overlap nor kernels"
+    elif runs.suffix == ".parquet":
+        _refuse(runs, {"--source": rows.strip("*")})
+        if fabric is None:
+            raise StepsightError(f"--fabric must state the links of the cluster that {runs} was measured on")
+        from stepsight.dataset.hardware.hardware import find_fabric
+        from stepsight.experiments.evaluation.calibrate_links import calibrate_links, links_text
+
+        chosen: dict[str, Any] = {"max_devices": max_devices or 64, "software": software}
+        report = calibrate_links(runs, load_predictor(predictor), find_fabric(fabric), out, **chosen)
+        text, problem = links_text(report), "the calibration predicts nothing better than before"
+        if report.doubts and not report.released:
+            return Answer(report.to_dict(), text, report.doubts[0])
+    else:
+        _refuse(runs, {"--fabric": fabric, "--software": software})
+        from stepsight.experiments.evaluation.calibrate_runs import calibrate, calibration_text
+
+        report = calibrate(runs, load_predictor(predictor), out, source=rows, max_devices=max_devices or 8)
+        text = calibration_text(report)
+        problem = f"the calibration must predict {report.evidence.by} better than before"
+    error = None if report.released else f"{problem}: no predictor was written"
+    return Answer(report.to_dict(), text, error)

@@ -1,0 +1,252 @@
+"""Verbs that measure: collect, plan-profile, verify, demo, doctor."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from stepsight.cli.files import Box, JobOptions, LearnedSource, load_predictor
+from stepsight.cli.options import Answer, Positive, refuse_given
+from stepsight.cli.scripts import WORDS
+from stepsight.dataset.base.errors import StepsightError, need
+from stepsight.experiments.tasks.settings import CollectSettings, Rounds
+
+
+def collect_command(
+    context: typer.Context,
+    jobs: list[Path] | None = None,
+    *,
+    out: Annotated[Path, "-o"],
+    settings: CollectSettings,
+    box: Box = None,
+    plan_only: Annotated[bool, "--plan-only/--no-plan-only"] = False,
+    script: Annotated[Path | None, typer.Option(metavar="FILE ARGS…")] = None,
+    ops: Annotated[Path | None, typer.Option(metavar="PROGRAM")] = None,
+    predictor: Path | None = None,
+    nproc_per_node: str | None = None,
+    timeout_s: Annotated[float, typer.Option(min=1)] = 600.0,
+) -> Answer:
+    """Run jobs as processes of torch.distributed, time and trace them, and measure their ops one by one.
+
+    Each rank needs a core or a GPU. In a box, sixteen ranks share two cores; a run is rejected (exit code 2) if the
+    load on the cores distorts its times. Examples:
+
+        stepsight collect examples/local-gpt-tp2.toml --out runs/mine
+        stepsight collect examples/box-gpt-pp4.toml --box 4x1@200mbit --out runs/box
+        stepsight collect --out runs/script --nproc-per-node 2 --script train.py --lr 0.1
+        stepsight collect --out runs/ops --ops captured --predictor predictor
+
+    Args:
+        jobs: Job files (.toml or .json) to run for real, or one plan (plan.json).
+        out: Collection folder. An interrupted collection resumes there.
+        plan_only: Only write plan.json. Another machine with a copy of the harness folder can run it.
+        script: Run your own unmodified training script instead of jobs, until the measured steps are done. Must be the
+            last option: all words after FILE are arguments of the script (except --out and --json at the end).
+        ops: Measure ops instead of jobs: the slowest calls of this captured program that the training data of
+            --predictor does not contain, one by one.
+        predictor: With --ops: the predictor that lacks these calls.
+        nproc_per_node: With --script: number of ranks, started as torchrun does; `auto`: one for each core or GPU.
+            Default: one process without torch.distributed.
+        timeout_s: With --script: time within which its measured steps must be done.
+    """
+    from stepsight.dataset.runs.box_spec import read_box
+    from stepsight.experiments.tasks.collecting import collect_jobs, collect_ops, is_plan
+
+    if ops is not None:
+        counted = ("rounds", "steps", "warmup", "profile_steps", "extra_seconds")
+        stated = ("jobs", "script", "box", "plan_only", "role", *counted, "nproc_per_node", "timeout_s")
+        refuse_given(context, stated, "is not for a captured program (--ops)")
+        need("torch")
+        if not settings.event_seconds:
+            raise StepsightError("--ops needs --event-seconds > 0, got 0")
+        from stepsight.dataset.capture.captured import read_captured
+
+        summary = collect_ops(read_captured(ops), load_predictor(predictor), out, settings.event_seconds)
+        return Answer(summary, summary["text"])
+    refuse_given(context, ("predictor",), "is for a captured program (--ops)")
+    if script is not None:
+        from stepsight.experiments.tasks.script_collecting import Script, collect_script, ranks_of
+
+        refuse_given(context, ("box", "plan_only", "jobs", "extra_seconds"), "is for job files, not for a script")
+        counts, ranks, words = settings.counts(), ranks_of(nproc_per_node), context.meta[WORDS]
+        if not counts["profile_steps"]:
+            raise StepsightError("a script needs --profile-steps >= 1: its traces say which ops it runs, got 0")
+        summary = collect_script(
+            Script(path=script, arguments=words, ranks=ranks, counts=counts, timeout_s=timeout_s, role=settings.role),
+            out,
+            settings.event_seconds,
+        )
+        return Answer(summary, summary["text"])
+    refuse_given(context, ("nproc_per_node", "timeout_s"), "is for a script (--script)")
+    if not jobs:
+        raise StepsightError("collect takes job files, a plan, or --script with a training script; got none")
+    if not plan_only:
+        need("torch")
+    if len(jobs) == 1 and is_plan(jobs[0]):
+        their = ("role", "rounds", "steps", "warmup", "profile_steps", "event_seconds", "extra_seconds")
+        refuse_given(context, their, f"is for job files: the plan {jobs[0]} states its own")
+    held = None if box is None else read_box(box)
+    summary = collect_jobs(jobs, out, settings, plan_only=plan_only, progress=True, box=held)
+    return Answer(summary, summary["text"], "" if summary.get("rejected") else None)
+
+
+def plan_profile_command(
+    *,
+    hardware: str,
+    minutes: float = 5.0,
+    job: list[Path] | None = None,
+    devices: Positive = 1,
+    out: Annotated[Path, "-o"] = Path("plan.json"),
+    seed: int = 0,
+) -> Answer:
+    """Choose what to measure first on a new device, and write it as a plan for the harness.
+
+    The candidates are the training ops of the models in the catalogue, and of your jobs. The plan begins with those
+    that most reduce the expected error, given what the shipped predictors know. An error counts by the time that your
+    jobs spend in the op; without --job by that of training the models in the catalogue. Examples:
+
+        stepsight plan-profile --hardware my-gpu.toml --minutes 5 --out plan.json
+        stepsight collect plan.json --out runs/profile
+        stepsight show runs/profile --table mine.parquet
+        stepsight train mine.parquet --hardware my-gpu.toml --out mine
+
+    Args:
+        hardware: Device to measure: a preset, or a .toml or .json file with its facts.
+        minutes: Measuring time.
+        job: A job that you will ask about, on any hardware (repeatable).
+        devices: Devices of the node; with 2 or more, collectives are measured too.
+        out: The plan to write (.json).
+        seed: Random seed.
+    """
+    from collections import Counter
+
+    from stepsight.dataset.base.files import check_output_file, write_json
+    from stepsight.dataset.hardware.hardware import canonical_hardware, find_hardware, unknown_hardware
+    from stepsight.dataset.job.job import Job
+    from stepsight.training.predictor.predictor import shipped_names, teacher_of
+    from stepsight.training.transfer.profile_plan import profile_plan
+
+    found = find_hardware(canonical_hardware(hardware))
+    if found is None:
+        raise StepsightError(unknown_hardware(hardware))
+    if out.suffix != ".json":
+        raise StepsightError(f"--out ends in .json, got {str(out)!r:.80}")
+    check_output_file(out)
+    teachers, jobs = [teacher_of(name) for name in shipped_names()], [Job.from_file(each) for each in job or ()]
+    plan = profile_plan(found, teachers, minutes, jobs=jobs, devices=devices, seed=seed)
+    write_json(out, plan)
+    counts = Counter(f"{item['kind']} {item.get('dtype', '')}".strip() for e in plan["events"] for item in e["ops"])
+    links = sum(len(event["collectives"]) for event in plan["events"])
+    lines = [
+        f"plan {out}: {counts.total()} ops and {links} collectives to measure on {found.name}",
+        *(f"{count:>6}  {name}" for name, count in counts.most_common()),
+        f"next: stepsight collect {out} --out runs/profile",
+        "      stepsight show runs/profile --table mine.parquet",
+        f"      stepsight train mine.parquet --hardware {hardware} --out mine",
+    ]
+    told = {"plan": str(out), "hardware": found.name, "minutes": minutes, "ops": dict(counts), "collectives": links}
+    return Answer(told, "\n".join(lines))
+
+
+def verify_command(
+    jobs: list[Path],
+    *,
+    out: Annotated[Path, "-o"],
+    search: Path | None = None,
+    top: Annotated[int | None, typer.Option(min=1)] = None,
+    source: LearnedSource,
+    repeats: Rounds,
+    box: Box = None,
+) -> Answer:
+    """Run the best strategies of a search, or job files, and print predicted beside measured times.
+
+    Runs are made as in `stepsight collect`: with one core or GPU for each rank, or in a box, where ranks sleep instead
+    of computing. Strategies that the harness cannot run are skipped and named. Examples:
+
+        stepsight verify job.toml --top 3 --out runs/verified --predictor runs/predictor
+        stepsight search job.toml --json > found.json
+        stepsight verify job.toml --search found.json --top 3 --box 4x1@200mbit --out runs/verified
+
+    Args:
+        jobs: Job files to run, or one job whose best strategies to run.
+        out: Collection folder. A collection that was killed resumes there.
+        search: File with strategies to run: the output of `stepsight search JOB --json`.
+        top: Number of best strategies to run. Without --search, a search finds them first.
+    """
+    from stepsight.dataset.base.files import check_writable, read_json
+    from stepsight.dataset.runs.box_spec import read_box
+    from stepsight.experiments.tasks.verifying import strategies_of, verify
+
+    held = None if box is None else read_box(box)
+    check_writable(out)
+    if len(jobs) > 1 and (search is not None or top is not None):
+        raise StepsightError(f"--search and --top take one job, got {len(jobs)}")
+    read, predictor = [JobOptions().read(job) for job in jobs], source.load()
+    if held is not None:
+        read = [held.holds(job) for job in read]
+    if search is not None:
+        try:
+            found = read_json(search)
+        except OSError as error:
+            raise StepsightError(f"cannot read the result of a search {search}: {error.strerror}") from None
+        except ValueError as error:
+            raise StepsightError(f"{search} is not valid JSON: {error}") from None
+        read = strategies_of(read[0], found if isinstance(found, dict) else {})
+    elif top is not None:
+        from stepsight.experiments.search.search import search as search_strategies
+
+        read = [choice.job for choice in search_strategies(read[0], predictor).choices if choice.fits]
+    settings = CollectSettings(rounds=repeats.rounds, steps=repeats.steps, profile_steps=0)
+    value = verify(read, out, predictor, most=top, counts=settings.counts(held is not None), box=held, progress=True)
+    return Answer(value, value.pop("text"))
+
+
+def demo_command(*, out: Annotated[Path, "-o"] = Path("runs/demo")) -> Answer:
+    """Measure this machine, train a predictor, predict held-out runs and search a strategy: about five minutes on two
+    cores.
+
+    Args:
+        out: Output folder.
+    """
+    from stepsight.experiments.demo.demo import run_demo
+
+    for module in ("torch", "lightgbm", "mlflow", "optuna"):
+        need(module)
+    return Answer(*run_demo(out))
+
+
+def doctor_command(
+    run: Annotated[Path | None, typer.Argument(metavar="RUN")] = None,
+    *,
+    job: Path | None = None,
+    source: LearnedSource,
+) -> Answer:
+    """Check this machine: libraries, GPUs, links, load, and what can be collected here. Or find out why a traced run
+    is slow.
+
+    For a run, the answer lists causes with evidence and advice: host-bound, data loader, waiting for peers, exposed
+    communication, small messages, slow transport, throttling. If the run's job is known, the prediction is printed
+    beside the measured step. Examples:
+
+        stepsight doctor
+        stepsight doctor runs/theirs --job job.toml
+
+    Args:
+        run: A traced run, to find out why it is slow. Default: this machine.
+        job: Job file of the run, if the run does not state its job.
+    """
+    if run is None:
+        if job is not None:
+            raise StepsightError("--job is the job of a run: name the run folder too")
+        from stepsight.experiments.reports.doctor_report import machine_text
+        from stepsight.experiments.tasks.doctor import check_machine
+
+        told = check_machine()
+        return Answer(told, machine_text(told))
+    from stepsight.experiments.reports.doctor_report import diagnosis_text
+    from stepsight.experiments.tasks.doctor import diagnose
+
+    told = diagnose(run, None if job is None else JobOptions().read(job), source.load())
+    return Answer(told, diagnosis_text(told))

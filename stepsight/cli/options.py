@@ -1,0 +1,198 @@
+"""Commands made of Python signatures: an option is declared once, as a parameter or as a field of a dataclass.
+
+A verb is a function.  Its parameters before ``*`` become arguments, the others options: ``timeout_s`` is
+``--timeout-s``.  A parameter that is annotated with a dataclass stands for one option for each of its fields.  What an
+option means is in the docstring, under ``Args:`` or ``Attributes:``.  Tuples are written with commas.  An annotation
+may add a name of the option (``"--study"`` takes the place of its own, ``"-p"`` is another one), what Typer shall know
+(``typer.Option(min=1)``), or a dataclass that has a field of this name with its meaning.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import json
+import re
+import sys
+import textwrap
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import MISSING, fields, is_dataclass
+from functools import partial
+from inspect import Parameter, Signature
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple, get_args, get_origin, get_type_hints
+
+import typer
+from typer.models import ArgumentInfo, OptionInfo
+
+from stepsight.dataset.base.errors import StepsightError
+
+Positive = Annotated[int, typer.Option(min=1)]
+JSON = typer.Option("--json", help="Print the answer as JSON, and nothing else, on stdout.")
+_VERBATIM = "\b\n"  # tells click not to wrap the paragraph that follows
+
+
+class Answer(NamedTuple):
+    """What a verb answers.
+
+    Attributes:
+        value: For programs.
+        text: For people.
+        error: Why the command fails all the same; empty: the answer says it.
+    """
+
+    value: dict[str, Any]
+    text: str
+    error: str | None = None
+
+
+def command(verb: Callable[..., Answer]) -> Callable[..., None]:
+    """Make a function for ``typer.Typer.command`` of a verb: with all options, help texts and ``--json``."""
+    hints, told = get_type_hints(verb, include_extras=True), meanings(verb)
+    settings: dict[str, Any] = {}
+    reads: dict[str, Callable[[Any], Any]] = {}
+    parameters: list[Parameter] = []
+    for name, parameter in inspect.signature(verb).parameters.items():
+        kind = hints[name]
+        if is_dataclass(kind):
+            settings[name] = kind
+            declared = _field_options(kind, parameter.default)
+        elif kind is typer.Context:
+            parameters.append(Parameter(name, Parameter.KEYWORD_ONLY, annotation=kind))
+            continue
+        else:
+            is_option = parameter.kind is Parameter.KEYWORD_ONLY
+            declared = iter([(name, kind, parameter.default, told.get(name, ""), is_option)])
+        for option in declared:
+            made, read = _option(*option)
+            parameters.append(made)
+            reads |= {made.name: read} if read else {}
+    parameters.append(Parameter("as_json", Parameter.KEYWORD_ONLY, annotation=Annotated[bool, JSON], default=False))
+
+    def run(*, as_json: bool, **given: Any) -> None:
+        for name, read in reads.items():
+            given[name] = read(given[name])
+        for name, kind in settings.items():
+            given[name] = kind(**{field.name: given.pop(field.name) for field in fields(kind) if field.name in given})
+        answer = verb(**given)
+        typer.echo(json.dumps(answer.value, allow_nan=False) if as_json else answer.text)
+        if answer.error is not None:
+            if answer.error:
+                typer.echo(f"error: {answer.error}", err=True)
+            raise typer.Exit(2)
+
+    run.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
+    run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    run.__doc__ = help_text(verb)
+    return run
+
+
+def help_text(verb: Callable[..., Any]) -> str:
+    """The docstring without its sections; indented paragraphs, which are commands or code, are printed line by line."""
+    text = re.split(r"\n\nArgs:\n", inspect.getdoc(verb) or "")[0]
+    paragraphs = (f"{_VERBATIM}{each}" if each.startswith("    ") else each for each in text.split("\n\n"))
+    return "\n\n".join(paragraphs)
+
+
+def meanings(thing: Any) -> dict[str, str]:
+    """What docstrings say of each parameter of a function, or of each field of a class and its bases."""
+    found: dict[str, str] = {}
+    for each in reversed(inspect.getmro(thing)[:-1]) if inspect.isclass(thing) else [thing]:
+        section = re.split(r"(?:Args|Attributes):\n", inspect.cleandoc(each.__doc__ or ""), maxsplit=1)
+        entries = re.split(r"\n\n(?=\S)", section[1])[0] if len(section) > 1 else ""
+        for entry in re.split(r"\n(?=\S)", textwrap.dedent(entries).strip("\n")):
+            names, _, text = entry.partition(": ")
+            found |= {name.strip(): " ".join(text.split()) for name in names.split(",") if text}
+    return found
+
+
+_Declared = tuple[str, Any, Any, str, bool]  # name, annotation, default, meaning, whether it is an option
+
+
+def _field_options(kind: Any, default: Any) -> Iterator[_Declared]:
+    """The fields of a dataclass; ``default``: an instance whose values are the defaults."""
+    hints, told = get_type_hints(kind, include_extras=True), meanings(kind)
+    for field in fields(kind):
+        usual = getattr(default, field.name) if default is not Parameter.empty else field.default
+        if usual is MISSING:
+            usual = Parameter.empty if field.default_factory is MISSING else field.default_factory()
+        yield field.name, hints[field.name], usual, told.get(field.name, ""), True
+
+
+def _option(
+    name: str, kind: Any, default: Any, meaning: str, is_option: bool
+) -> tuple[Parameter, Callable[[Any], Any] | None]:
+    """A parameter as Typer wants it, and the function that makes its value, if it has one."""
+    extras = getattr(kind, "__metadata__", ())
+    kind = get_args(kind)[0] if extras else kind
+    info = copy.copy(next((each for each in extras if isinstance(each, OptionInfo | ArgumentInfo)), None))
+    info = info or (typer.Option() if is_option else typer.Argument())
+    names = [each for each in extras if isinstance(each, str)]
+    own = f"--{name.replace('_', '-')}"
+    if is_option:
+        info.param_decls = names if any(each.startswith("--") for each in names) else [own, *names]
+    source = next((each for each in extras if is_dataclass(each)), None)
+    info.help = info.help or (meanings(source)[name] if source else meaning).replace("``", "`")
+    assert info.help, f"{name} needs a meaning in a docstring"
+    read = None
+    if get_origin(kind) is tuple:
+        read = partial(_comma_separated, names[0] if names else own, get_args(kind)[0], default)
+        kind, default, info.metavar = str | None, None, info.metavar or "VALUE,VALUE…"
+    if Path in (kind, *get_args(kind), *(part for each in get_args(kind) for part in get_args(each))):
+        info.parser = path
+    made = Parameter(name, Parameter.KEYWORD_ONLY, annotation=Annotated[kind, info], default=default)
+    return made, read
+
+
+def path(text: str) -> Path:
+    """Read a path that a user names; refuse the empty path, which would mean the current folder."""
+    if not text:
+        raise typer.BadParameter("a path must not be empty, got ''")
+    return Path(text)
+
+
+def _comma_separated(option: str, kind: type, default: Any, text: str | None) -> Any:
+    if text is None:
+        return default
+    found = tuple(word.strip() for word in text.split(","))
+    if not all(found) or (kind is int and not all(word.isascii() and word.isdigit() and int(word) for word in found)):
+        what = "whole numbers > 0" if kind is int else "words"
+        raise StepsightError(f"{option} must be {what}, separated by commas, got {text!r:.80}")
+    return tuple(map(kind, found))
+
+
+def refuse_given(context: typer.Context, names: Sequence[str], why: str) -> None:
+    """Refuse options that would change nothing here.
+
+    Args:
+        context: Of the verb.
+        names: Of the verb's parameters.
+        why: Why they change nothing, and what to do: completes "--name ...".
+
+    Raises:
+        StepsightError: If one of them stands on the command line.
+    """
+    for name in names:
+        source = context.get_parameter_source(name)
+        if source is not None and source.name == "COMMANDLINE":
+            raise StepsightError(f"--{name.replace('_', '-')} {why}")
+
+
+def progress(what: str) -> Callable[..., None]:
+    """Show on stderr how much is done, of how many if that is known, and further text.
+
+    On a terminal it is one line that changes, elsewhere a line every ten seconds; nothing is said of what is quick.
+    """
+    last, pause = time.monotonic(), 0.2 if sys.stderr.isatty() else 10.0
+
+    def show(done: int, of: int | str, more: str = "") -> None:
+        nonlocal last
+        if sys.stderr.isatty() and done == of:
+            typer.echo("\r\x1b[K", nl=False, err=True)
+        elif time.monotonic() - last >= pause:
+            last = time.monotonic()
+            over, end = ("\r\x1b[K", False) if sys.stderr.isatty() else ("", True)
+            typer.echo(f"{over}{what} {done}{f'/{of}' if of else ''}  {more}".rstrip(), nl=end, err=True)
+
+    return show

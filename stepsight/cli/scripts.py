@@ -1,0 +1,254 @@
+"""Verbs for a training script of the user: capture and emulate; and ``--script FILE ARGS…`` of collect."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperCommand
+
+from stepsight.cli.options import Answer, Positive, progress
+from stepsight.dataset.base.errors import StepsightError
+from stepsight.experiments.tasks.settings import Rounds
+
+WORDS = "script_arguments"  # key of the script's own arguments in the context
+_KEPT = "--nproc-per-node"
+_WITH_VALUE = (
+    "--nnodes", "--rdzv-backend", "--rdzv-endpoint", "--rdzv-id", "--rdzv-conf", "--max-restarts", "--monitor-interval",
+    "--start-method", "--redirects", "-r", "--tee", "-t", "--log-dir", "--node-rank", "--master-addr", "--master-port",
+    "--local-addr", "--local-ranks-filter",
+)  # fmt: skip
+_FLAGS = ("--standalone",)
+_REFUSED = ("-m", "--module", "--no-python", "--run-path")
+_OURS_AT_THE_END = {"--out": 2, "-o": 2, "--json": 1}  # and the number of words of each
+
+
+class ScriptCommand(TyperCommand):
+    """A command that takes ``--script [torchrun's options] FILE ARGS…`` as its last option.
+
+    What follows the file is the script's, but ``--out`` and ``--json`` at the very end, unless they came before.
+    Options of torchrun that concern several nodes or its rendezvous change nothing on one machine and are left out.
+    """
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        at = next((place for place, word in enumerate(args) if word.partition("=")[0] == "--script"), None)
+        if at is None:
+            return super().parse_args(ctx, args)
+        ours, options = args[:at], args[at + 1 :]
+        if "=" in args[at]:
+            options.insert(0, args[at].partition("=")[2])
+        launch, words = _launch_options(options)
+        if not words or words[0].startswith("-"):
+            raise StepsightError(f"--script takes a Python file and its arguments, got {' '.join(options)!r:.80}")
+        stated, _ = _launch_options(ours, everywhere=True)
+        own, last = _our_last_words(words[1:], ours)
+        ctx.meta[WORDS] = own
+        return super().parse_args(ctx, [*stated, *launch, *last, "--script", words[0]])
+
+
+def _launch_options(words: list[str], everywhere: bool = False) -> tuple[list[str], list[str]]:
+    """Words without torchrun's, and the words from the first one that is no option of torchrun.
+
+    Args:
+        words: Of the command line.
+        everywhere: Torchrun's options may stand between others, which stay where they are.
+    """
+    kept: list[str] = []
+    left = list(words)
+    while left:
+        name, equals, value = left[0].partition("=")
+        name = name.replace("_", "-") if name.startswith("--") else name
+        if name == _KEPT:
+            kept += [name, value] if equals else [name, *left[1:2]]
+        elif name in _REFUSED:
+            raise StepsightError(f"--script takes the file of a Python script, got torchrun's {name}")
+        elif name == "--nnodes" and (value if equals else "".join(left[1:2])) not in ("1", "1:1"):
+            raise StepsightError("a script is collected on one machine: --nnodes must be 1")
+        elif name not in (*_WITH_VALUE, *_FLAGS):
+            if not everywhere:
+                break
+            kept.append(left.pop(0))
+            continue
+        left = left[2 if name in (*_WITH_VALUE, _KEPT) and not equals else 1 :]
+    return kept, left
+
+
+def _our_last_words(words: list[str], before: list[str]) -> tuple[list[str], list[str]]:
+    """The script's arguments, and stepsight's own after them."""
+    last: list[str] = []
+    while True:
+        for name, count in _OURS_AT_THE_END.items():
+            if len(words) >= count and words[len(words) - count] == name and name not in (*before, *last):
+                words, last = words[: len(words) - count], [*words[len(words) - count :], *last]
+                break
+        else:
+            return words, last
+
+
+def rank_numbers(text: str) -> tuple[int, ...]:
+    """Ranks of ``--ranks 0,8,16``.
+
+    Raises:
+        StepsightError: If they are no numbers.
+    """
+    words = text.split(",")
+    if not all(word.strip().isascii() and word.strip().isdigit() for word in words):
+        raise StepsightError(f"--ranks must be numbers separated by commas, as 0,8,16, got {text!r:.80}")
+    return tuple(dict.fromkeys(map(int, words)))
+
+
+def capture_command(
+    script: Annotated[Path, typer.Argument(metavar="SCRIPT")],
+    arguments: Annotated[list[str] | None, typer.Argument(metavar="ARGS…")] = None,
+    *,
+    world_size: int,
+    out: Annotated[Path, "-o"],
+    rank: int | None = None,
+    ranks: str = "auto",
+    devices_per_node: int = 8,
+    warm_up: int = 1,
+    device: str = "cuda",
+    timeout: float = 600.0,
+    inference: bool = False,
+    dims: str = "",
+    precision: str = "",
+) -> Answer:
+    """Capture a training script as it would run on any number of GPUs; needs no GPU.
+
+    The script runs unmodified on this machine, as one rank of the job. No other rank exists, tensors have shapes but no
+    values, and collectives return at once. One training step is recorded: ops, collectives, streams and dependencies.
+    Example:
+
+        stepsight capture --world-size 1024 --out captured train.py --batch 8
+        stepsight predict --program captured --hardware h100-sxm-80gb --fabric dgx-h100
+
+    Values of tensors are not known: a script that reads a value gets 1 or False. Tokens are spread evenly over experts.
+    Regions of torch.compile are read as Inductor fuses them, for GPUs too.
+
+    A model in a file (ONNX, or a file of torch.export.save) is read and not run. For training, the backward, AdamW and
+    the all-reduce of gradients between --world-size replicas are derived from its forward:
+
+        stepsight capture --world-size 16 --dims batch=8,seq=1024 --precision bf16 --out gpt2 gpt2.onnx
+
+    Args:
+        script: A training script, or a model: an .onnx or a .pt2 file.
+        arguments: The script's arguments.
+        world_size: Ranks of the job.
+        out: Folder to write: new, or an earlier capture, which is replaced.
+        rank: Rank to capture; short for --ranks with one number.
+        ranks: Ranks to capture, for example 0,8,16. auto: rank 0, every rank to which it sends messages, directly or
+            through others (one of each pipeline stage), and the last rank of each all-to-all group (experts).
+        devices_per_node: Ranks on each node.
+        warm_up: Training steps before the captured one.
+        device: cuda, or cpu: the script then finds no GPU and runs CPU ops.
+        timeout: Time limit for one rank, in seconds.
+        inference: For a model: only the forward pass.
+        dims: For a model: sizes of symbolic dimensions, as batch=8,seq=1024.
+        precision: For a model: fp32, bf16 or fp16; replaces the floating-point type of the file.
+    """
+    from stepsight.dataset.base.files import check_writable
+    from stepsight.dataset.capture.captured import check_capture_folder, write_captured
+    from stepsight.dataset.capture.capturing_run import CaptureRequest, capture
+    from stepsight.dataset.capture.model_files import ModelRequest, is_model, read_model
+    from stepsight.experiments.reports.capture_reports import capture_text
+
+    if is_model(script):
+        if arguments:
+            raise StepsightError(f"a model takes no arguments, got {' '.join(arguments)!r:.80}: options go before it")
+        model = ModelRequest(script, world_size, devices_per_node, not inference, sizes_of(dims), precision)
+    elif inference or dims or precision:
+        raise StepsightError("--inference, --dims and --precision are for models: an .onnx or a .pt2 file")
+    elif rank is not None and ranks != "auto":
+        raise StepsightError(f"--rank and --ranks exclude each other, got {rank} and {ranks!r:.80}")
+    else:
+        request = CaptureRequest(
+            script=script,
+            arguments=tuple(arguments or ()),
+            world_size=world_size,
+            local_size=devices_per_node,
+            ranks=(rank,) if rank is not None else () if ranks == "auto" else rank_numbers(ranks),
+            warm_up=warm_up,
+            device=device,
+            timeout_s=timeout,
+        )
+    check_capture_folder(out)
+    check_writable(out)
+    captured = read_model(model) if is_model(script) else capture(request, progress("ranks captured"))
+    write_captured(captured, out)
+    told = captured.to_dict() | {"out": str(out)}
+    return Answer(told, capture_text(told))
+
+
+def sizes_of(text: str) -> dict[str, int]:
+    """Sizes of dimensions, written as ``batch=8,seq=1024``."""
+    found: dict[str, int] = {}
+    for word in filter(None, map(str.strip, text.split(","))):
+        name, _, size = word.partition("=")
+        if not name or not (size.isascii() and size.isdigit()):
+            raise StepsightError(f"--dims must be names and sizes, as batch=8,seq=1024, got {word!r:.80}")
+        found[name] = int(size)
+    return found
+
+
+def emulate_command(
+    script: Annotated[Path, typer.Argument(metavar="SCRIPT")],
+    arguments: Annotated[list[str] | None, typer.Argument(metavar="ARGS…")] = None,
+    *,
+    world_size: Positive,
+    ranks: Annotated[str, "--ranks", "--rank"] = "0",
+    devices_per_node: Positive = 8,
+    delays: str = "alpha-beta",
+    fabric: str = "",
+    predictor: Annotated[Path | None, "-p"] = None,
+    extra_ms: Annotated[list[str] | None, typer.Option(metavar="WHAT=MS")] = None,
+    virtual: bool = False,
+    warmup: Positive = 2,
+    repeats: Rounds,
+    timeout_s: Annotated[float, typer.Option(min=1)] = 600.0,
+) -> Answer:
+    """Run one or more ranks of your script; modelled delays replace all other ranks.
+
+    Scripts with DDP, FSDP2, tensor parallelism and pipelines run unmodified. Each collective completes, in order, when
+    its modelled delay has passed; the script computes meanwhile. Values from ranks that do not run are placeholders.
+    Examples:
+
+        stepsight emulate --world-size 256 --fabric dgx-h100 train.py --lr 0.1
+        stepsight emulate --world-size 256 --ranks 0,8 --fabric dgx-h100 train.py --lr 0.1
+        stepsight emulate --world-size 256 --delays my_delays.py --extra-ms all_reduce=5 --virtual train.py
+
+    Args:
+        script: Your training script, unmodified.
+        arguments: Arguments of the script. Options of emulate must come before the script.
+        world_size: Ranks of the world.
+        ranks: Ranks that run for real, for example 0,8. They exchange values with each other.
+        devices_per_node: Ranks that share a node.
+        delays: Model of the delays of collectives: `alpha-beta` (latency and bandwidth of --fabric), `predictor`, or
+            your own Python file with a function seconds(kind, num_bytes, group_size, ranks_per_node). The file is run.
+        fabric: Fabric of the world: a name or a file.
+        predictor: With `--delays predictor`: a folder, or the name of a shipped predictor.
+        extra_ms: Add MS milliseconds to collectives. WHAT is `all`, a kind (all_reduce), group:RANKS (groups of this
+            size) or bytes:N (N bytes or more). Repeatable.
+        virtual: Use a virtual clock: delays are added up instead of waited for, and streams overlap as on a device.
+            Computation is the CPU time of the script's thread plus its sleeps.
+        warmup: Steps before the first round.
+        timeout_s: Time within which the measured steps must be done.
+    """
+    from stepsight.dataset.hardware.hardware import find_fabric
+    from stepsight.experiments.tasks.emulating import Emulation, Extra, delays_of, emulate
+    from stepsight.training.registered import load_predictor
+
+    learned = load_predictor(predictor) if predictor is not None else None
+    links = find_fabric(fabric) if fabric else None
+    asked = Emulation(
+        path=script,
+        arguments=arguments or [],
+        world_size=world_size,
+        ranks=rank_numbers(ranks),
+        devices_per_node=devices_per_node,
+        virtual=virtual,
+        counts={"warmup": warmup, "rounds": repeats.rounds, "steps": repeats.steps},
+        timeout_s=timeout_s,
+    )
+    found = emulate(asked, delays_of(delays, links, learned, [Extra.parse(text) for text in extra_ms or ()]))
+    return Answer(found, found["text"])

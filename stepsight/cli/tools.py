@@ -1,0 +1,149 @@
+"""Verbs about files, and the studies: job, show, experiment."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from stepsight.cli.files import Force, check_job_output, given_of, refuse_program
+from stepsight.cli.options import Answer
+from stepsight.dataset.base.errors import StepsightError
+
+
+def job_command(
+    configs: Annotated[list[Path], typer.Argument(metavar="FROM...")],
+    *,
+    out: Annotated[Path | None, "-o"] = None,
+    hardware: str = "",
+    nodes: Annotated[int | None, typer.Option(min=1)] = None,
+    devices_per_node: Annotated[int | None, typer.Option(min=1)] = None,
+    given: Annotated[list[str] | None, "--set", typer.Option(metavar="KEY=VALUE")] = None,
+    define: Annotated[list[str] | None, typer.Option(metavar="NAME=VALUE")] = None,
+    to: Annotated[str, typer.Option(metavar="FORMAT")] = "",
+    pick: str = "",
+    force: Force = False,
+) -> Answer:
+    """Turn the configuration of a training framework into a job, or a job into a configuration.
+
+    The answer lists what was mapped, what was assumed and what no key of a job expresses. Formats: Megatron-LM (shell
+    scripts, arguments, YAML of Megatron-Core and NeMo), torchtitan (TOML, Python registry), Hugging Face (config.json,
+    Accelerate, DeepSpeed), Nanotron and MaxText (YAML). Nothing is executed. Examples:
+
+        stepsight job pretrain_gpt.sh --hardware h100-sxm-80gb --nodes 16 --out job.toml
+        stepsight job config.json ds_config.json --set model.seq_len=4096 --nodes 2
+        stepsight job job.toml --to megatron-script --out train.sh
+
+    Args:
+        configs: Configuration files: one that states the model, and others such as DeepSpeed's JSON; or a job file.
+        out: Job file (.toml) or configuration to write.
+        hardware: Name of the devices; configurations do not state it.
+        nodes: Number of nodes.
+        devices_per_node: Devices of a node.
+        given: Set a key of the job, for example model.seq_len=4096. Repeatable.
+        define: Set a variable of a shell script. Repeatable.
+        to: Write a configuration instead: megatron, megatron-script, torchtitan, deepspeed, accelerate, huggingface,
+            nanotron or maxtext.
+        pick: Configuration to read from a file with several, for example llama3_8b.
+    """
+    from stepsight.dataset.base.files import write_text
+    from stepsight.dataset.configs.config_job import read_configs
+    from stepsight.dataset.configs.writers import write_config
+    from stepsight.experiments.reports.config_report import config_text, written_text
+
+    check_job_output(out, to, configs, force)
+    for config in configs:
+        refuse_program(config)
+    stated = given_of(hardware, nodes, devices_per_node, given=given or (), define=define or (), pick=pick)
+    read = read_configs(configs, stated)
+    value, text = read.to_dict(), config_text(read)
+    value["job"] = None if read.read is None else read.job.to_dict()
+    content = read.to_toml() if out is not None and not to and read.job else ""
+    if to:
+        written = write_config(read.job, to)
+        content, text = written.text, written_text(written, to)
+        value |= {"config": content, "ignored": list(written.ignored), "notes": list(written.notes)}
+    if out is not None:
+        write_text(out, content)
+        value["out"] = str(out)
+        text += f"\n\nwrote {out}"
+    elif to:
+        text = content + text
+    return Answer(value, text)
+
+
+def show_command(path: Path, other: Path | None = None, *, table: Path | None = None) -> Answer:
+    """Describe a file or folder: what it is and what it contains.
+
+    Args:
+        path: A job file, collection, run folder, captured script, table (.parquet) or summary.json; a predictor (folder
+            or name); hardware, a fabric or a framework's profile (file or name).
+        other: A second captured script: show what differs.
+        table: For a collection: write every measured op and collective to this file (.parquet).
+    """
+    from stepsight.experiments.questions.describe import describe, write_table
+
+    if other is not None:
+        from stepsight.dataset.capture.captured import read_captured
+        from stepsight.experiments.reports.capture_reports import captures_differ, difference_text
+
+        told = captures_differ(read_captured(path).to_dict(), read_captured(other).to_dict())
+        return Answer(told, difference_text(told))
+    description = describe(path)
+    text = description.pop("text")
+    if table is not None:
+        description["measurements"] = write_table(path, table)
+        text += f"\nwrote {description['measurements']} measurements to {table}"
+    return Answer(description, text)
+
+
+EXPERIMENTS = {  # by name: the module of ``experiments/studies`` (not in the wheel), and what it measures
+    "architectures": ("architectures", "training scripts of model families that are not in the training data"),
+    "box-search": ("box_regret", "the strategy that search chooses against other strategies, run on sixteen ranks"),
+    "capture": ("capture_agreement", "programs lowered from jobs against programs captured from scripts"),
+    "collectives": ("collective_accuracy", "collectives between nodes, with sites held out"),
+    "context": ("context", "the context network against simpler models, task by task"),
+    "emulate": ("emulation", "emulated ranks against closed forms and real ranks"),
+    "kernels": ("kernel_accuracy", "kernels of public tables, with shapes held out"),
+    "memory": ("memory_accuracy", "predicted memory against PyTorch's tracker"),
+    "one-gpu": ("one_gpu", "a predictor from ten minutes of measurements on one GPU, judged on held-out runs"),
+    "search": ("search_regret", "search against predictions of every strategy"),
+    "selection": ("selection_accuracy", "what to measure first, against random and grid choice"),
+    "small-to-large": ("small_to_large", "predictions for sixteen ranks, trained on four"),
+    "traced": ("traced_accuracy", "ops of a trace, predicted from its other steps and from other traces of the device"),
+    "transfer": ("transfer_accuracy", "a predictor for a device with few measurements"),
+    "what-if": ("what_if_accuracy", "changes predicted from one trace against runs with the change"),
+}
+_NAMED = "; ".join(f"`{name}`: {what}" for name, (_, what) in EXPERIMENTS.items())
+
+
+def experiment_command(
+    context: typer.Context,
+    name: Annotated[str, typer.Argument(help=f"One of {_NAMED}.")] = "",
+) -> None:
+    """Run a study that measures an accuracy that the documentation states. Each study has its own options; all have
+    `--json` and `--help`.
+
+    Example:
+
+        stepsight experiment capture --only "*fsdp*"
+    """
+    from importlib import import_module
+
+    if name in ("", "-h", "--help"):
+        typer.echo(context.get_help())
+        return
+    if name not in EXPERIMENTS:
+        raise StepsightError(f"experiment must be one of {', '.join(EXPERIMENTS)}, got {name!r:.80}")
+    try:
+        study = import_module(f"stepsight.experiments.studies.{EXPERIMENTS[name][0]}")
+    except ModuleNotFoundError as error:
+        if error.name != "stepsight.experiments.studies":
+            raise
+        raise StepsightError(
+            "experiments run from a checkout of stepsight, and this installation is not one: "
+            "clone the repository, run `pip install -e .` there, and try again"
+        ) from None
+    sys.exit(study.main(context.args))

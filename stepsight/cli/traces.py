@@ -1,0 +1,233 @@
+"""Verbs for traces of any PyTorch job: import, replay, what-if, dataset."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from stepsight.cli.options import Answer, Positive, progress
+from stepsight.dataset.base.errors import StepsightError
+
+TRACES = ("kineto", "chakra")  # formats of traces; every other format is a table of measurements
+
+
+def import_command(
+    format: str,
+    paths: Annotated[list[Path], typer.Argument(metavar="PATH…")],
+    *,
+    out: Path | None = None,
+    et: list[Path] | None = None,
+    job: Path | None = None,
+) -> Answer:
+    """Import traces of any PyTorch job into a collection, or published measurements into a table.
+
+    Traces become graphs of ops, streams and dependencies, which `replay`, `show`, `dataset` and `train` read. A trace
+    needs no annotations and no job file. For a table, the summary lists its ops, sizes, devices and software, and the
+    rows that were left out, in common units and names. The shipped predictors are trained on such tables
+    (`python -m stepsight.training.shipped.catalogue`). Examples:
+
+        stepsight import kineto rank0.json.gz rank1.json.gz --out runs/theirs
+        stepsight import chakra traces/chakra.*.et --out runs/theirs
+        stepsight import nccl-tests logs/ --out collectives.parquet
+
+    Args:
+        format: Traces: kineto (PyTorch's profiler) or chakra (execution traces with durations, .et or JSON). Tables:
+            aiconfigurator, neusight, vidur, simumax, nccl-tests (logs or parsed), vtrain, aicb, or csv (your own, with
+            columns op, dims (4096x4096x1024), dtype, microseconds).
+        paths: Files of that format, or a folder. Traces: one file for each rank. Tables: a single file.
+        out: Traces: the collection to write. Tables: the file to write (.parquet).
+        et: Traces: execution trace of a rank, for data dependencies. Repeatable.
+        job: Traces: job file of the run, if you have it; it must match.
+    """
+    if format in TRACES:
+        return _import_traces(format, paths, out, et or [], job)
+    from stepsight.dataset.tables import check_table_output, read_table, summary, summary_text
+
+    if len(paths) != 1:
+        raise StepsightError(f"import {format} takes one file or folder, got {len(paths)}")
+    if et or job is not None:
+        raise StepsightError(f"--et and --job belong to traces ({', '.join(TRACES)}), got format {format!r:.80}")
+    if out is not None:
+        check_table_output(format, paths[0], out)
+    found = read_table(format, paths[0])
+    told = summary(found)
+    text = summary_text(told)
+    if out is not None and not len(found):
+        why = "; ".join(f"{count} times: {reason}" for reason, count in found.skipped.items()) or "it has no rows"
+        raise StepsightError(f"no measurement of {paths[0]} could be read, so {out} was not written ({why})")
+    if out is not None:
+        found.to_parquet(out)
+        told["out"] = str(out)
+        text += f"\n\nwrote {len(found)} measurements to {out}"
+    return Answer(told, text)
+
+
+def _import_traces(
+    format: str, paths: list[Path], out: Path | None, executions: list[Path], job: Path | None
+) -> Answer:
+    from stepsight.dataset.base.files import check_writable
+    from stepsight.dataset.imported.import_ranks import import_chakra, import_ranks, summary
+    from stepsight.dataset.imported.imported_run import write_imported
+    from stepsight.dataset.job.job import Job
+    from stepsight.dataset.readers.placement import Placement
+    from stepsight.experiments.reports.trace_reports import import_text
+    from stepsight.experiments.tasks.job_check import check_job
+
+    if out is None:
+        raise StepsightError(f"import {format} needs --out: the folder of the collection to write")
+    if out.exists() and not out.is_dir():
+        raise StepsightError(f"--out must be a new folder or a collection, got the file {out}")
+    check_writable(out)
+    read = Job.from_file(job) if job is not None else None
+    placement = None
+    if read is not None:
+        degrees = read.parallel
+        placement = Placement(devices_per_node=read.cluster.devices_per_node, tp=degrees.tp, dp=degrees.dp)
+    if format == "chakra" and executions:
+        raise StepsightError("import chakra takes no --et: a Chakra trace is an execution trace with durations")
+    tell = progress("traces read")
+    found = import_chakra(paths, tell) if format == "chakra" else import_ranks(paths, executions, placement, tell)
+    told = summary(found)
+    if read is not None:
+        check_job(read, found.graphs)
+    run = write_imported(found.graphs, found.sources, out, read, told["warnings"])
+    told |= {"run": run.name, "out": str(out)}
+    return Answer(told, import_text(told))
+
+
+def replay_command(run: Annotated[Path, typer.Argument(metavar="RUN")], *, job: Path | None = None) -> Answer:
+    """Replay traced steps from durations and dependencies, and compare the replay with the measured steps.
+
+    The replay uses durations and dependencies, but no recorded start times. A small error therefore shows that the
+    dependencies of the graph are right. Idle time that no dependency explains is reported as unexplained.
+
+    With --job, ops and collectives of the traced step are compared with those of the job's program. The table lists
+    missing, extra and different ones, with counts and seconds. A job that cannot have produced the trace is an error.
+    Examples:
+
+        stepsight import kineto traces/ --out runs/theirs
+        stepsight replay runs/theirs
+        stepsight replay runs/theirs --job job.toml
+
+    Args:
+        run: A run folder, or a collection: all of its runs.
+        job: Job file of the run: also compare the traced step with the program of the job.
+    """
+    from stepsight.dataset.imported.imported_run import run_folders, run_graphs
+    from stepsight.dataset.job.job import Job
+    from stepsight.experiments.reports.trace_reports import replay_runs, replay_text
+    from stepsight.experiments.tasks.job_check import check_job, compare, comparison_text
+
+    told = replay_runs(run)
+    text = replay_text(told)
+    if job is not None:
+        folders = run_folders(run)
+        if len(folders) != 1:
+            raise StepsightError(f"--job takes one run, got {len(folders)} in {run}: name one folder of its runs/")
+        read, graphs = Job.from_file(job), run_graphs(folders[0]).graphs
+        check_job(read, graphs)
+        compared = compare(read, graphs)
+        told, text = {**told, "job": compared}, f"{text}\n\n{comparison_text(compared)}"
+    return Answer(told, text)
+
+
+def dataset_command(
+    collections: Annotated[list[Path], typer.Argument(metavar="DIR…")], *, out: Annotated[Path, "-o"]
+) -> Answer:
+    """Make a graph dataset of traced runs: one graph for each rank and step, and one for each segment.
+
+    The folder is a PyTorch Geometric dataset with a data card (`README.md`) and the graphs as Parquet files:
+
+        from stepsight.dataset import TraceGraphs
+        graphs = TraceGraphs("data/mine")
+
+    Example:
+
+        stepsight dataset runs/mine runs/theirs --out data/mine
+
+    Args:
+        collections: Collections or run folders with traces.
+        out: Folder of the dataset to write.
+    """
+    from stepsight.dataset.imported.graph_dataset import make_dataset
+    from stepsight.experiments.reports.trace_reports import dataset_text
+
+    told = make_dataset(collections, out, on_run=progress("runs read"))
+    return Answer(told, dataset_text(told))
+
+
+def what_if_command(
+    run: Annotated[Path, typer.Argument(metavar="RUN")],
+    *,
+    faster: Annotated[list[str] | None, typer.Option(metavar="WHAT=FACTOR")] = None,
+    no_host: bool = False,
+    cuda_graph: bool = False,
+    remove_straggler: bool = False,
+    batch: str = "1x",
+    replicas: Positive = 1,
+    bucket_mb: Annotated[float, typer.Option(min=0)] = 0.0,
+    fabric: str = "",
+    hardware: str = "",
+    on: str = "",
+    on_fabric: str = "",
+) -> Answer:
+    """Replay a traced step with changes: faster kernels, no host, another batch, bucket size, scale, fabric or device.
+
+    For another batch, fabric or device, each duration is multiplied by the ratio of two predictions: after and before
+    the change. The answer states for which share of the device's time this was possible; the rest is scaled by a
+    constant factor. Examples:
+
+        stepsight what-if runs/theirs --faster gemm=1.5 --cuda-graph
+        stepsight what-if runs/theirs --hardware h100-sxm --batch 2x
+
+    Args:
+        run: A run folder, or a collection of one run.
+        faster: Divide durations by a factor, for example gemm=1.5; a factor below 1 makes them longer. WHAT is a kind
+            or family of ops, a kind of collective, `communication`, `host`, or part of a kernel's name. Repeatable.
+        no_host: The host takes no time.
+        cuda_graph: Kernel launches take no time; loading data still does.
+        remove_straggler: The slowest rank computes as fast as the median of the others.
+        batch: Size of micro-batches relative to the trace, for example 2x.
+        replicas: Multiply the number of ranks by this; collectives over all ranks grow with it.
+        bucket_mb: Merge gradient all-reduces into buckets of this many MB.
+        fabric: Replace the fabric: a name or a file.
+        hardware: Replace the device: a name, the beginning of one, or a file.
+        on: The traced device, if the trace does not name a known one: a name or a file.
+        on_fabric: The traced fabric, if it is not the device's usual one.
+    """
+    from stepsight.experiments.reports.trace_reports import what_if_text
+    from stepsight.experiments.tasks.what_if import Questions, what_if
+
+    factors = {}
+    for text in faster or ():
+        name, _, number = text.rpartition("=")
+        if not name:
+            raise StepsightError(f"--faster takes WHAT=FACTOR, as in gemm=1.5, got {text!r:.80}")
+        factors[name] = _factor("--faster", number, 1e9)
+    questions = Questions(
+        faster=factors,
+        no_host=no_host,
+        cuda_graph=cuda_graph,
+        remove_straggler=remove_straggler,
+        batch=_factor("--batch", batch.removesuffix("x"), 1e6),
+        replicas=replicas,
+        bucket_mb=bucket_mb,
+        fabric=fabric,
+        hardware=hardware,
+        on=on,
+        on_fabric=on_fabric,
+    )
+    told = what_if(run, questions)
+    return Answer(told, what_if_text(told))
+
+
+def _factor(option: str, text: str, most: float) -> float:
+    try:
+        factor = float(text)
+    except ValueError:
+        factor = 0.0
+    if not 0 < factor < most:
+        raise StepsightError(f"{option} takes a factor > 0, as in 1.5, got {text!r:.80}")
+    return factor
