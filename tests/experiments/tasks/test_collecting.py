@@ -23,12 +23,8 @@ from stepsight.dataset.runs.box_spec import read_box
 from stepsight.dataset.runs.event_file import read_event_file
 from stepsight.experiments.demo.local_jobs import LocalJob
 from stepsight.experiments.questions.describe import describe
-<<<<<<< HEAD
 from stepsight.experiments.tasks.collecting import collect_jobs, collect_ops, heavy_calls, read_plan
-=======
-from stepsight.experiments.tasks.collecting import collect_jobs, read_plan
 from stepsight.experiments.tasks.settings import CollectSettings
->>>>>>> c4c8cd0 (The command line is made of Python signatures: each option is declared once, verbs are grouped by task)
 from stepsight.training.fit import train
 from stepsight.training.predictor.prediction import predict
 from tests.busy_machines import retried
