@@ -59,7 +59,7 @@ docs: .venv/.installed
 	$(BIN)/python -m pytest -m tutorial tests/docs tests/examples
 
 bench: .venv/.installed
-	OMP_NUM_THREADS=1 $(BIN)/python -m stepsight.experiments.studies.bench --out bench.json
+	OMP_NUM_THREADS=1 $(BIN)/stepsight experiment bench --out bench.json
 
 fuzz: .venv/.installed
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz --minutes $(MINUTES)

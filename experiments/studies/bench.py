@@ -13,14 +13,13 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from stepsight.dataset.base.caching import clear_caches
 from stepsight.dataset.base.files import write_json
 from stepsight.dataset.job.job import Job
-from stepsight.experiments.reports.text_table import Number, table
 from stepsight.experiments.search.space import Space
 from stepsight.experiments.search.strategies import strategies
+from stepsight.experiments.studies.study import Row, Study, rows_text
 from stepsight.training.predictor.ask_many import FEWEST, ask_many, predict_many
 from stepsight.training.predictor.prediction import Prediction, predict
 from stepsight.training.predictor.predictor import Predictor
@@ -70,7 +69,7 @@ def warm_up(job: Job) -> None:
     ask_many([job] * FEWEST)  # intervals have compiled loops of their own
 
 
-def scaling(job: Job) -> list[dict[str, Any]]:
+def scaling(job: Job) -> list[Row]:
     """Time of a prediction as micro-batches, stages, replicas and tensor-parallel ranks are doubled in turn."""
     rows = []
     plans = [(8, 16, 8, m) for m in (48, 96, 192, 384)]
@@ -85,16 +84,8 @@ def scaling(job: Job) -> list[dict[str, Any]]:
         )
         seconds = median_seconds(lambda j=changed: time_and_fit(j, None))  # type: ignore[misc]
         walked = median_seconds(lambda j=changed: _every_action(predict(j)), 5)  # type: ignore[misc]
-        rows.append(
-            {
-                "tp": tp,
-                "pp": pp,
-                "dp": dp,
-                "micro_batches": micro_batches,
-                "ms": 1e3 * seconds,
-                "every_action_ms": 1e3 * walked,
-            }
-        )
+        row = {"tp": tp, "pp": pp, "dp": dp, "micro_batches": micro_batches}
+        rows.append({**row, "ms": 1e3 * seconds, "every_action_ms": 1e3 * walked})
     return rows
 
 
@@ -103,7 +94,7 @@ def _every_action(prediction: Prediction) -> float:
     return float(prediction.simulation.passings[0].run.clocks.max())
 
 
-def many(job: Job) -> dict[str, Any]:
+def many(job: Job) -> Row:
     """Predict distinct strategies around a job, then the same again; rates by CPU time."""
     distinct = list(strategies(job, SPACE))
     clear_caches()
@@ -126,7 +117,7 @@ def many(job: Job) -> dict[str, Any]:
     }
 
 
-def timeline_rate(job: Job) -> dict[str, Any]:
+def timeline_rate(job: Job) -> Row:
     """Op-level events of all stages, as the JSON of a trace file."""
     prediction = predict(job)
     count = sum(piece.count(b'"ph":"X"') for piece in prediction.timeline_json("op"))
@@ -134,7 +125,7 @@ def timeline_rate(job: Job) -> dict[str, Any]:
     return {"timeline_events": count, "timeline_events_per_s": count / seconds}
 
 
-def bench(predictor: Predictor | None = None) -> dict[str, Any]:
+def bench(predictor: Predictor | None = None) -> Row:
     """Measure all figures, in the form of ``bench.json``."""
     large = Job.from_file(EXAMPLES / f"{JOB}.toml")
     warm_up(large)
@@ -153,41 +144,38 @@ def bench(predictor: Predictor | None = None) -> dict[str, Any]:
     }
 
 
-def bench_text(figures: dict[str, Any]) -> str:
+def bench_text(figures: Row) -> str:
     """The figures as tables."""
-    rows: list[list[object]] = [["import stepsight", Number(1e3 * figures["import_s"], 0), "ms"]]
-    rows += [[f"predict {name}", Number(ms, 2), "ms"] for name, ms in figures["predict_ms"].items()]
-    jobs = figures["predict_many_jobs"]
-    rows += [
-        ["predict_many", Number(figures["predict_many_jobs_per_s"], 0), f"jobs/s of a core ({jobs} distinct)"],
-        ["predict_many, asked again", Number(figures["predict_many_again_jobs_per_s"], 0), "jobs/s of a core"],
-        [
-            "ask_many, with intervals and memory",
-            Number(figures["ask_many_jobs_per_s"], 0),
-            f"jobs/s of a core ({jobs} distinct)",
-        ],
-        ["op-level timeline", Number(figures["timeline_events_per_s"] / 1e6, 2), "million events/s"],
+    distinct = f"jobs/s of a core ({figures['predict_many_jobs']} distinct)"
+    values = [
+        ("import stepsight", 1e3 * figures["import_s"], "ms"),
+        *((f"predict {name}", ms, "ms") for name, ms in figures["predict_ms"].items()),
+        ("predict_many", figures["predict_many_jobs_per_s"], distinct),
+        ("predict_many, asked again", figures["predict_many_again_jobs_per_s"], "jobs/s of a core"),
+        ("ask_many, with intervals and memory", figures["ask_many_jobs_per_s"], distinct),
+        ("op-level timeline", figures["timeline_events_per_s"] / 1e6, "million events/s"),
     ]
-    cells = [[*row, PEERS.get(str(row[0]), "")] for row in rows]
-    keys = ("tp", "pp", "dp", "micro_batches")
-    curve = [
-        [*(row[key] for key in keys), Number(row["ms"], 2), Number(row["every_action_ms"], 2)]
-        for row in figures["scaling"]
-    ]
-    header = [*keys, "predict ms", "every action ms"]
-    return f"{table(['figure', 'value', 'unit', 'peers'], cells)}\n\n{table(header, curve)}"
+    keys = ("figure", "value", "unit", "peers")
+    rows = [dict(zip(keys, (*each, PEERS.get(each[0], "")), strict=True)) for each in values]
+    sizes = {key: key for key in ("tp", "pp", "dp", "micro_batches")}
+    curve = {**sizes, "predict ms": "time", "every action ms": "every"}
+    times = [{**row, "time": row["ms"] / 1e3, "every": row["every_action_ms"] / 1e3} for row in figures["scaling"]]
+    return f"{rows_text(rows, {key: key for key in keys}, 2)}\n\n{rows_text(times, curve, 2)}"
 
 
-def main() -> None:
-    """Entry point of ``make bench``."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, default=Path("bench.json"))
-    parser.add_argument("--predictor", type=Path, help="a trained predictor for the jobs of its hardware")
-    arguments = parser.parse_args()
-    figures = bench(None if arguments.predictor is None else Predictor.load(arguments.predictor))
-    print(bench_text(figures))
-    write_json(arguments.out, figures)
+def run(options: argparse.Namespace) -> tuple[Row, str]:
+    """Measure, and write ``bench.json``."""
+    figures = bench(None if options.predictor is None else Predictor.load(options.predictor))
+    write_json(options.out, figures)
+    return figures, bench_text(figures)
 
 
-if __name__ == "__main__":
-    main()
+STUDY = Study(
+    "bench",
+    __doc__ or "",
+    run,
+    {
+        "--out": {"type": Path, "default": Path("bench.json"), "help": "file of the figures"},
+        "--predictor": {"type": Path, "help": "a trained predictor for the jobs of its hardware"},
+    },
+)

@@ -1,7 +1,5 @@
 """Compare lowered jobs with the same models and strategies captured from scripts.
 
-    stepsight experiment capture [--only PATTERN] [--json]
-
 The script trains the harness' own model of the job. Both are timed with the same durations. The table shows, for each
 strategy, whether all collectives agree in kind, bytes, group size and count, by how much FLOP differ, and by how much
 the predicted times differ.
@@ -14,17 +12,18 @@ import fnmatch
 import json
 import sys
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from stepsight.dataset.base.errors import StepsightError
 from stepsight.dataset.capture.captured import Captured, collective_counts, compute_flops
 from stepsight.dataset.capture.capturing_run import CaptureRequest, capture
 from stepsight.dataset.job.job import Job
 from stepsight.dataset.kinds.op import Collective
-from stepsight.experiments.reports.text_table import Number, table
+from stepsight.experiments.studies.study import Row, Study, rows_text
 from stepsight.simulator.iteration.flops import segment_flops
 from stepsight.simulator.iteration.simulate import simulate
 from stepsight.simulator.programs.lower import Lowered
@@ -35,13 +34,11 @@ SCRIPT = Path(__file__).with_name("captured_job.py")
 HARDWARE = "h100-sxm-80gb"
 Counts = Counter[tuple[str, int, int]]  # by kind, bytes and group size
 
-_GPT: dict[str, Any] = {"family": "gpt", "layers": 4, "hidden": 2048, "heads": 16, "vocab": 32000, "seq_len": 2048}
-_LLAMA: dict[str, Any] = {**_GPT, "family": "llama", "kv_heads": 8, "ffn": 5632}
-_MOE: dict[str, Any] = {**_LLAMA, "experts": 8, "experts_per_token": 2, "expert_ffn": 2816}
-_CHUNKS: dict[str, Any] = {"pp": 2, "micro_batches": 4, "virtual_stages": 2}
-_BERT: dict[str, Any] = {**_GPT, "family": "bert", "seq_len": 512}
+_GPT: Row = {"family": "gpt", "layers": 4, "hidden": 2048, "heads": 16, "vocab": 32000, "seq_len": 2048}
+_LLAMA: Row = {**_GPT, "family": "llama", "kv_heads": 8, "ffn": 5632}
+_BERT: Row = {**_GPT, "family": "bert", "seq_len": 512}
 _MIXED = {"precision": "bf16"}  # parameters, gradients, loss and step in fp32
-STRATEGIES: Mapping[str, dict[str, Any]] = {
+STRATEGIES: Mapping[str, Row] = {
     "gpt, one device": {**_GPT},
     "gpt, two micro-batches": {**_GPT, "micro_batches": 2},
     "llama, one device": {**_LLAMA},
@@ -66,11 +63,6 @@ STRATEGIES: Mapping[str, dict[str, Any]] = {
     "llama, pp 2 x tp 2": {**_LLAMA, "pp": 2, "tp": 2, "micro_batches": 4, "sequence_parallel": True},
     "gpt, pp 2 x dp 2": {**_GPT, "pp": 2, "dp": 2, "micro_batches": 4},
     "llama, pp 2 x dp 2 x tp 2": {**_LLAMA, "pp": 2, "dp": 2, "tp": 2, "micro_batches": 4},
-    "mixture, ep 8": {**_MOE, "dp": 8, "ep": 8},
-    "mixture, ep 4 x fsdp 8": {**_MOE, "dp": 8, "ep": 4, "zero_stage": 3},
-    "llama, cp 4, ring": {**_LLAMA, "cp": 4},
-    "llama, cp 2 x ddp 4, all-gather": {**_LLAMA, "cp": 2, "dp": 4, "context_parallel": "all_gather"},
-    "llama, pp 2, zero-bubble V": {**_LLAMA, **_CHUNKS, "schedule": "zbv"},
     "gpt, one device, mixed": {**_GPT, **_MIXED},
     "llama, recomputed, mixed": {**_LLAMA, **_MIXED, "recompute": "full", "micro_batches": 2},
     "gpt, ddp 8, mixed": {**_GPT, **_MIXED, "dp": 8},
@@ -82,18 +74,17 @@ STRATEGIES: Mapping[str, dict[str, Any]] = {
     "llama, fsdp 64, mixed": {**_LLAMA, **_MIXED, "dp": 64, "zero_stage": 3},
     "llama, tp 2 x fsdp 8, mixed": {**_LLAMA, **_MIXED, "tp": 2, "dp": 8, "zero_stage": 3, "sequence_parallel": True},
     "gpt, pp 2 x dp 2, mixed": {**_GPT, **_MIXED, "pp": 2, "dp": 2, "micro_batches": 4},
-    "gpt, pp 2, interleaved zero bubble": {**_GPT, **_CHUNKS, "schedule": "interleaved-zb"},
 }
 
 
 def job_of(values: Mapping[str, Any]) -> Job:
     """A job from sizes and degrees."""
-    merged = {"tp": 1, "pp": 1, "dp": 1, "cp": 1, "micro_batches": 1, **values}
+    merged = {"tp": 1, "pp": 1, "dp": 1, "micro_batches": 1, **values}
     many = merged.pop("micro_batches")
-    model = {key: merged.pop(key) for key in _MOE if key in merged}
+    model = {key: merged.pop(key) for key in _LLAMA if key in merged}
     precision = merged.pop("precision", "pure-bf16")
     merged.pop("autocast", None)  # concerns the script alone
-    ranks = merged["tp"] * merged["pp"] * merged["dp"] * merged["cp"]
+    ranks = merged["tp"] * merged["pp"] * merged["dp"]
     if merged["pp"] > 1:  # as the harness runs pipelines: torch's runtime, and gradient reduction after the schedule
         merged |= {"runtime": "torch", "overlap_grad_reduce": False}
     return Job.from_dict(
@@ -137,7 +128,7 @@ def captured_counts(captured: Captured, place: int) -> tuple[Counts, float]:
     return found, compute_flops(graph)
 
 
-def compare(name: str, values: Mapping[str, Any]) -> dict[str, Any]:
+def compare(name: str, values: Mapping[str, Any]) -> Row:
     """One strategy, lowered and captured."""
     job = job_of(values)
     predictor = asked_predictor(job.cluster.hardware, None)
@@ -176,32 +167,27 @@ def compare(name: str, values: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Print the table."""
-    parser = argparse.ArgumentParser(prog="stepsight experiment capture", description=__doc__)
-    parser.add_argument("--only", default="*", help="strategies whose names match, as '*fsdp*'")
-    parser.add_argument("--json", action="store_true")
-    options = parser.parse_args(arguments)
+def run(options: argparse.Namespace) -> tuple[Any, str]:
+    """All strategies whose names match."""
     rows = []
     for name, values in STRATEGIES.items():
         if fnmatch.fnmatch(name, options.only):
             print(f"capturing {name}", file=sys.stderr)
             rows.append(compare(name, values))
-    if options.json:
-        print(json.dumps({"rows": rows}))
-        return 0
-    cells = [
-        [row["strategy"], Number(row["ranks"], 0), Number(row["collectives"], 0),
-         "all" if not row["differences"] else f"{len(row['differences'])} differ", Number(row["flops_off_percent"], 2),
-         Number(1e3 * row["lowered_s"], 3), Number(1e3 * row["captured_s"], 3), Number(row["time_off_percent"], 2)]
-        for row in rows
-    ]  # fmt: skip
-    header = ["strategy", "ranks", "collectives", "agree", "FLOP off, %", "job, ms", "script, ms", "time off, %"]
-    print(table(header, cells))
+    if not rows:
+        raise StepsightError(f"--only must match one of {', '.join(STRATEGIES)}, got {options.only!r:.80}")
+    told = [{**row, "agree": f"{len(row['differences'])} differ" if row["differences"] else "all"} for row in rows]
+    columns = {"strategy": "strategy", "ranks": "ranks", "collectives": "collectives", "agree": "agree",
+               "FLOP off, %": "flops_off_percent", "job ms": "lowered_s", "script ms": "captured_s",
+               "time off, %": "time_off_percent"}  # fmt: skip
     off = [abs(row["time_off_percent"]) for row in rows]
-    print(f"\ntime off by {np.mean(off):.2f} % on average, {max(off):.2f} % at most, over {len(rows)} strategies")
-    return 0
+    told_off = f"time off by {np.mean(off):.2f} % on average, {max(off):.2f} % at most, over {len(rows)} strategies"
+    return {"rows": rows}, f"{rows_text(told, columns, 2)}\n\n{told_off}"
 
 
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+STUDY = Study(
+    "capture",
+    __doc__ or "",
+    run,
+    {"--only": {"default": "*", "help": "strategies whose names match, as '*fsdp*'"}},
+)

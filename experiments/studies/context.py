@@ -5,8 +5,8 @@
 Each model corrects the seconds of ops and collectives alone: physics (a roofline, the regressors), a table by kind and
 phase, trees on features of a node and of its neighbours, and the network without and with messages.  DATA holds a
 folder for each task: ``runs`` (collections), ``cluster`` (``profile`` and ``judge``, as ``small-to-large`` writes
-them), ``ops`` and ``pairs`` (as ``architectures`` collects them), and ``overlap`` (a folder of Kineto traces for each
-job).  Errors are in parts of the error of the regressors alone.
+them), ``scripts`` (of the tasks ops and pairs, as --collect writes it), and ``overlap`` (a folder of Kineto traces for
+each job).  Errors are in parts of the error of the regressors alone.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from stepsight.dataset.hardware.hardware import Hardware
 from stepsight.dataset.hardware.physics import roofline_seconds
 from stepsight.dataset.kinds.op import Op
 from stepsight.experiments.reports.text_table import Number, table
-from stepsight.experiments.studies.context_tasks import TASKS, Task
-from stepsight.experiments.studies.runner import Study
+from stepsight.experiments.studies.context_tasks import SCRIPTS, TASKS, Task, collect_families
+from stepsight.experiments.studies.study import Study
 from stepsight.features.graph_features import NUMBERS, RELATIONS, node_feature_names, node_features, topology
 from stepsight.gnn.context_model import BOUND
 from stepsight.training.context.examples import iteration_times
@@ -262,11 +262,14 @@ def outcome_text(outcome: Mapping[str, Any]) -> str:
 
 def run(options: argparse.Namespace) -> tuple[Any, str]:
     """Judge one task, or all whose data are there."""
-    found = [name for name in TASKS if (options.data / name).is_dir()]
+    if options.collect:
+        collect_families(options.data / SCRIPTS)
+    found = [name for name, (folder, _) in TASKS.items() if (options.data / folder).is_dir()]
     names = options.task or found
     if not names:
         raise TraceError(f"--data must be a folder with a folder for a task ({', '.join(TASKS)}), got {options.data}")
-    outcomes = [judge(TASKS[name](options.data / name), options.seeds, options.folds) for name in names]
+    tasks = [TASKS[name][1](options.data / TASKS[name][0]) for name in names]
+    outcomes = [judge(task, options.seeds, options.folds) for task in tasks]
     return outcomes, "\n\n".join(map(outcome_text, outcomes))
 
 
@@ -277,8 +280,8 @@ STUDY = Study(
     {
         "--data": {"type": Path, "default": Path("runs/context"), "help": "folder with a folder for each task"},
         "--task": {"choices": list(TASKS), "action": "append", "help": "a task alone (repeatable)"},
+        "--collect": {"action": "store_true", "help": "first measure the scripts of small models on this machine"},
         "--seeds": {"type": int, "default": 3, "help": "splits and trainings"},
         "--folds": {"type": int, "default": 5, "help": "parts of the groups that are held out in turn"},
     },
 )
-main = STUDY.main

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -19,8 +20,8 @@ from stepsight.dataset.imported.rank_graph import COLLECTIVE, OP, OPAQUE, PHASES
 from stepsight.dataset.kinds.op import Op
 from stepsight.dataset.runs.run_folder import read_collection
 from stepsight.dataset.runs.run_manifest import RunManifest
-from stepsight.experiments.studies.architectures.family_runs import read_runs_of_families, steps_of
-from stepsight.experiments.studies.architectures.family_script import FAMILIES
+from stepsight.experiments.studies.families import FAMILIES
+from stepsight.experiments.tasks.script_collecting import Script, collect_script
 from stepsight.features.host_call_features import call_label
 from stepsight.training.collectives.collective_models import fit_collectives
 from stepsight.training.context.examples import Taught, make_examples, make_wholes
@@ -40,6 +41,9 @@ from stepsight.training.measured.measured import (
 from stepsight.training.predictor.predictor import Predictor
 
 Array = NDArray[np.float64]
+SCRIPT = Path(__file__).with_name("families.py")
+ONE, TWO = "one-rank", "two-ranks"
+COUNTS = {"warmup": 3, "rounds": 4, "steps": 6, "profile_steps": 4}  # of a script
 PARTS = 3  # of the families that teach; regressors of the others give their seconds alone
 LEAST_S = 5e-5  # of a call beside another rank: shorter ones are mostly the profiler's own time
 ALONE, OVERLAPPED, FEWEST = 0.02, 0.1, 2  # share of a kernel's time: below, it runs alone; above, it is judged
@@ -115,48 +119,47 @@ def cluster_task(folder: Path) -> Task:
     return Task("cluster", about, predictor.hardware, {name: name for name in large}, lambda held: split, is_fixed=True)
 
 
+def collect_families(folder: Path) -> None:
+    """Measure the script of every family of models, on one and on two ranks of this machine; what is there stays."""
+    for ranks, name in ((None, ONE), (2, TWO)):
+        for family in FAMILIES:
+            if not (folder / name / family / "plan.json").exists():
+                print(f"collect {family}, ranks {ranks or 1}", file=sys.stderr, flush=True)
+                script = Script(SCRIPT, (family,), ranks, COUNTS, 180.0, "train")
+                collect_script(script, folder / name / family, 0.0, progress=False)
+
+
 def ops_task(folder: Path) -> Task:
-    """Calls of scripts that a CPU runs eagerly, as ``experiment architectures`` collects them; families held out."""
-    steps = _script_steps(folder, ranks=1)
-    families = {step.name: family for family, step in steps}
-    named = {step.name: step for _, step in steps}
+    """Calls of scripts that a CPU runs eagerly; families of models held out."""
+    named = {step.name: step for step in _script_steps(folder / ONE)}
 
     def examples_of(names: Iterable[str], costs: HostCalls) -> list[Example]:
         return [each for name in names for each in _step_examples(named[name], _seconds(named[name], costs), 1)]
 
     def split(held: frozenset[str]) -> Split:
-        teach = [name for name, family in families.items() if family not in held]
-        part = {family: place % PARTS for place, family in enumerate(sorted(set(families.values()) - held))}
+        teach = sorted(set(named) - held)
         examples: list[Example] = []
-        for turn in range(PARTS):  # seconds alone come from families that are another third, as they do when it judges
-            others = [named[name] for name in teach if part[families[name]] != turn]
-            examples += examples_of([name for name in teach if part[families[name]] == turn], learn_host_calls(others))
+        for turn in range(PARTS):  # seconds alone come from other families, as they do where a family judges
+            others = [named[name] for place, name in enumerate(teach) if place % PARTS != turn]
+            examples += examples_of(teach[turn::PARTS], learn_host_calls(others))
         costs = learn_host_calls([named[name] for name in teach])
-        judged = {name: examples_of([name], costs) for name, family in families.items() if family in held}
-        return Split(examples, [], judged)
+        return Split(examples, [], {name: examples_of([name], costs) for name in held})
 
     about = "calls of scripts that a CPU runs eagerly; families of models held out"
-    return Task("ops", about, PRESETS["local-cpu"], families, split)
+    return Task("ops", about, PRESETS["local-cpu"], {name: name for name in named}, split)
 
 
 def pairs_task(folder: Path) -> Task:
     """Calls beside a second rank of the host, from scripts that were collected on one and on two ranks."""
-    alone = learn_host_calls([step for _, step in _script_steps(folder, ranks=1)])
+    alone = learn_host_calls(_script_steps(folder / ONE))
     examples: dict[str, list[Example]] = {}
-    groups = {}
-    for family, step in _script_steps(folder / "two-ranks", ranks=2):
+    for step in _script_steps(folder / TWO):
         pairs = zip(step.calls, step.ops, strict=True)
         known = np.array([alone.known.get((call_label(call, op), op), np.nan) for call, op in pairs])
         inside = replace(step, op_s=np.where(known >= LEAST_S, step.op_s, np.nan))
         examples[step.name] = _step_examples(inside, np.where(known > 0, known, _seconds(step, alone)), 2)
-        groups[step.name] = family
-
-    def split(held: frozenset[str]) -> Split:
-        teach = [each for name, own in examples.items() if groups[name] not in held for each in own]
-        return Split(teach, [], {name: own for name, own in examples.items() if groups[name] in held})
-
     about = "calls of two ranks of a host, from their time alone; families of models held out"
-    return Task("pairs", about, PRESETS["local-cpu"], groups, split)
+    return _nodes_task("pairs", about, "local-cpu", examples)
 
 
 def overlap_task(folder: Path) -> Task:
@@ -167,23 +170,29 @@ def overlap_task(folder: Path) -> Task:
         if path.is_dir()
     }
     examples = {name: own for name, ranks in jobs.items() if (own := _overlap_examples(name, ranks))}
+    about = "kernels beside collectives, from their time alone; jobs held out"
+    return _nodes_task("overlap", about, "h100-sxm-80gb", examples)
+
+
+def _nodes_task(name: str, about: str, hardware: str, examples: Mapping[str, Sequence[Example]]) -> Task:
+    """A task whose nodes judge by known seconds alone."""
     if not examples:
-        raise TraceError(f"{folder} must hold kernels that run beside collectives and also alone, got none")
+        raise TraceError(f"task {name} needs ops that were measured alone and beside others, got none")
 
     def split(held: frozenset[str]) -> Split:
-        teach = [each for name, own in examples.items() if name not in held for each in own]
-        return Split(teach, [], {name: own for name, own in examples.items() if name in held})
+        teach = [each for run, own in examples.items() if run not in held for each in own]
+        return Split(teach, [], {run: own for run, own in examples.items() if run in held})
 
-    about = "kernels beside collectives, from their time alone; jobs held out"
-    return Task("overlap", about, PRESETS["h100-sxm-80gb"], {name: name for name in examples}, split)
+    return Task(name, about, PRESETS[hardware], {run: run for run in examples}, split)
 
 
-TASKS: Mapping[str, Callable[[Path], Task]] = {
-    "runs": runs_task,
-    "cluster": cluster_task,
-    "ops": ops_task,
-    "pairs": pairs_task,
-    "overlap": overlap_task,
+SCRIPTS = "scripts"
+TASKS: Mapping[str, tuple[str, Callable[[Path], Task]]] = {  # with the folder of their data
+    "runs": ("runs", runs_task),
+    "cluster": ("cluster", cluster_task),
+    "ops": (SCRIPTS, ops_task),
+    "pairs": (SCRIPTS, pairs_task),
+    "overlap": ("overlap", overlap_task),
 }
 
 
@@ -214,15 +223,15 @@ def _spread(run: RunManifest) -> float:
     return (max(run.step_seconds) - min(run.step_seconds)) / run.iteration_time_s
 
 
-def _script_steps(folder: Path, ranks: int) -> list[tuple[str, HostStep]]:
-    """Family and step of every script of a folder of ``experiment architectures``; the first collection counts."""
-    found: dict[str, tuple[str, HostStep]] = {}
-    for run, step in steps_of(read_runs_of_families(folder, list(FAMILIES))):
-        if step.ranks == ranks:
-            found.setdefault(run.name, (run.family, replace(step, name=run.name)))
+def _script_steps(folder: Path) -> list[HostStep]:
+    """The step of every script that ``collect_families`` collected there, named as its family."""
+    found = []
+    for path in sorted(folder.glob("*/plan.json")):
+        steps = [run.host for run in read_imported_runs([path.parent], "local-cpu") if run.host is not None]
+        found += [replace(step, name=path.parent.name) for step in steps[:1]]
     if not found:
-        raise TraceError(f"{folder} must hold scripts that `experiment architectures` collected on {ranks}, got none")
-    return list(found.values())
+        raise TraceError(f"{folder} must hold scripts that `experiment context --collect` measured, got none")
+    return found
 
 
 def _seconds(step: HostStep, costs: HostCalls) -> Array:

@@ -1,48 +1,42 @@
-"""Run a study of this folder: one parser of arguments and one way to print for all of them."""
+"""The studies by name: ``stepsight experiment NAME`` runs one of them."""
 
 from __future__ import annotations
 
-import argparse
-import json
-import sys
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Mapping, Sequence
 
-from stepsight.dataset.base.errors import StepsightError
+from stepsight.experiments.studies import (
+    bench,
+    capture_agreement,
+    context,
+    emulation,
+    memory,
+    one_gpu,
+    public_tables,
+    search_regret,
+    small_to_large,
+    what_if_accuracy,
+)
+from stepsight.experiments.studies.study import Study
+
+STUDIES: Mapping[str, Study] = {
+    study.name: study
+    for study in (
+        bench.STUDY,
+        capture_agreement.STUDY,
+        public_tables.COLLECTIVES,
+        context.STUDY,
+        emulation.STUDY,
+        public_tables.KERNELS,
+        memory.STUDY,
+        one_gpu.STUDY,
+        search_regret.STUDY,
+        small_to_large.STUDY,
+        public_tables.TRANSFER,
+        what_if_accuracy.STUDY,
+    )
+}
 
 
-@dataclass(frozen=True)
-class Study:
-    """An entry of ``stepsight experiment``.
-
-    Attributes:
-        name: Of the entry.
-        about: What it measures, and what it needs.
-        run: From the options to figures that JSON can hold, and the same as text.
-        options: Flags, with the keywords that ``argparse`` takes; all studies also have ``--json``.
-    """
-
-    name: str
-    about: str
-    run: Callable[[argparse.Namespace], tuple[Any, str]]
-    options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-
-    def main(self, arguments: Sequence[str]) -> int:
-        """Parse the arguments, run, and print; returns the exit code."""
-        parser = argparse.ArgumentParser(
-            prog=f"stepsight experiment {self.name}",
-            description=self.about,
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-        )
-        for flag, how in self.options.items():
-            parser.add_argument(flag, **how)
-        parser.add_argument("--json", action="store_true", help="print the figures as JSON")
-        options = parser.parse_args(arguments)
-        try:
-            figures, text = self.run(options)
-        except (StepsightError, OSError) as error:
-            print(f"error: {error}", file=sys.stderr)
-            return 2
-        print(json.dumps(figures) if options.json else text)
-        return 0
+def main(name: str, arguments: Sequence[str]) -> int:
+    """Run a study; returns the exit code."""
+    return STUDIES[name].main(arguments)

@@ -7,26 +7,24 @@ are asked about.  Regret is how much longer the search's best takes than the bes
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
-from collections.abc import Sequence
 from random import Random
 from typing import Any
 
 from stepsight.dataset.base.caching import clear_caches
 from stepsight.dataset.base.errors import StepsightError
 from stepsight.dataset.job.job import Job
-from stepsight.experiments.reports.text_table import Number, table
 from stepsight.experiments.search.search import search
 from stepsight.experiments.search.space import Space
 from stepsight.experiments.search.strategies import Grid
+from stepsight.experiments.studies.study import Row, Study, rows_text
 
 JOBS = 30
 MOST_DRAWN = 100
 MOST_LEGAL = 20_000  # strategies of a job
 # Layers, hidden, heads and the rest of a model, smallest to largest, and how many devices it may have.
-FAMILIES: dict[str, list[dict[str, Any]]] = {
+FAMILIES: dict[str, list[Row]] = {
     "gpt": [
         {"layers": layers, "hidden": hidden, "heads": hidden // 128, "vocab": 51200, "seq_len": 2048}
         for layers, hidden in ((24, 2048), (32, 4096), (48, 6144), (80, 10240), (96, 12288))
@@ -85,14 +83,14 @@ def drawn_job(random: Random) -> Job:
     )
 
 
-def study(jobs: int, seed: int, most_legal: int, *, enumerates: bool, space: str) -> list[dict[str, Any]]:
+def study(jobs: int, seed: int, most_legal: int, *, enumerates: bool, space: str) -> list[Row]:
     """Search a number of jobs that have a strategy that fits.
 
     Raises:
         StepsightError: If hardly any job has so few strategies.
     """
     random, drawn = Random(seed), 0
-    rows: list[dict[str, Any]] = []
+    rows: list[Row] = []
     while len(rows) < jobs:
         job, drawn = drawn_job(random), drawn + 1
         if drawn > MOST_DRAWN * jobs:
@@ -108,7 +106,7 @@ def study(jobs: int, seed: int, most_legal: int, *, enumerates: bool, space: str
     return rows
 
 
-def compare(job: Job, *, enumerates: bool, space: str) -> dict[str, Any] | None:
+def compare(job: Job, *, enumerates: bool, space: str) -> Row | None:
     """Search one job and, on request, predict all of its strategies; None if none fits."""
     clear_caches()
     since = time.process_time()
@@ -137,42 +135,29 @@ def compare(job: Job, *, enumerates: bool, space: str) -> dict[str, Any] | None:
     return row
 
 
-def study_text(rows: Sequence[dict[str, Any]]) -> str:
-    """The report as text."""
-    keys = ("job", "devices", "cluster", "global_batch", "legal", "evaluated", "search_cpu_s", "enumerate_cpu_s",
-            "regret_percent")  # fmt: skip
-    shown = [key for key in keys if all(key in row for row in rows)]
-    cells = [[Number(row[key], 4 if "regret" in key else 2) if isinstance(row[key], float) else row[key]
-              for key in shown] for row in rows]  # fmt: skip
-    lines = [table([key.replace("_", " ") for key in shown], cells)]
-    slowest = max(row["search_cpu_s"] for row in rows)
-    proved = sum(row["gap_percent"] == 0 for row in rows)
+def run(options: argparse.Namespace) -> tuple[Any, str]:
+    """Draw, search and compare."""
+    enumerates = not options.no_enumeration
+    rows = study(options.jobs, options.seed, options.most_legal, enumerates=enumerates, space=options.space)
+    keys = ["job", "devices", "cluster", "global_batch", "legal", "evaluated", "search_cpu_s"]
+    keys += ["enumerate_cpu_s", "regret_percent"] if enumerates else []
+    lines = [rows_text(rows, {key.replace("_", " "): key for key in keys}, 4)]
+    slowest, proved = max(row["search_cpu_s"] for row in rows), sum(row["gap_percent"] == 0 for row in rows)
     lines.append(f"{len(rows)} jobs: {proved} proved optimal; slowest search {slowest:.1f} s of CPU")
-    if "regret_percent" in shown:
+    if enumerates:
         lines.append(f"largest regret {max(row['regret_percent'] for row in rows):.4f} %")
-    return "\n".join(lines)
+    return {"jobs": rows}, "\n".join(lines)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Command line; returns the exit code."""
-    parser = argparse.ArgumentParser(prog="stepsight experiment search", description=__doc__)
-    parser.add_argument("--jobs", type=int, default=JOBS, help="jobs to draw")
-    parser.add_argument("--seed", type=int, default=0, help="of the draw")
-    parser.add_argument("--most-legal", type=int, default=MOST_LEGAL, help="leave out jobs with more strategies")
-    parser.add_argument("--space", default="usual", help="as of search")
-    parser.add_argument("--no-enumeration", action="store_true", help="search only")
-    parser.add_argument("--json", action="store_true", help="print the figures as JSON")
-    options = parser.parse_args(arguments)
-    try:
-        rows = study(
-            options.jobs, options.seed, options.most_legal, enumerates=not options.no_enumeration, space=options.space
-        )
-    except StepsightError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    print(json.dumps({"jobs": rows}) if options.json else study_text(rows))
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+STUDY = Study(
+    "search",
+    __doc__ or "",
+    run,
+    {
+        "--jobs": {"type": int, "default": JOBS, "help": "jobs to draw"},
+        "--seed": {"type": int, "default": 0, "help": "of the draw"},
+        "--most-legal": {"type": int, "default": MOST_LEGAL, "help": "leave out jobs with more strategies"},
+        "--space": {"default": "usual", "help": "as of search"},
+        "--no-enumeration": {"action": "store_true", "help": "search only"},
+    },
+)

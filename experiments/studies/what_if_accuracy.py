@@ -7,9 +7,6 @@ as large, other gradient buckets, a straggler that is gone.  All runs of a box t
 from __future__ import annotations
 
 import argparse
-import json
-import sys
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -22,8 +19,8 @@ from stepsight.dataset.job.job import BatchSpec, ClusterSpec, Job, ModelSpec, Pa
 from stepsight.dataset.job.specs import Straggler
 from stepsight.dataset.runs.box_spec import HARDWARE, Box, read_box
 from stepsight.dataset.runs.run_manifest import RunManifest, read_manifest
-from stepsight.experiments.reports.text_table import Number, table
-from stepsight.experiments.studies.small_to_large.boxes import sleeping
+from stepsight.experiments.studies.small_to_large.box_runs import sleeping
+from stepsight.experiments.studies.study import Row, Study, rows_text
 from stepsight.experiments.tasks.collecting import run_plan
 from stepsight.experiments.tasks.what_if import Questions, what_if
 from stepsight.training.measured.box_plans import box_plan
@@ -87,17 +84,17 @@ def cases(box: Box, out: Path) -> list[Case]:
     ]
 
 
-def measure(box: Box, out: Path, *, progress: bool) -> dict[str, RunManifest]:
+def measure(box: Box, out: Path) -> dict[str, RunManifest]:
     """Run missing cases; manifests by name.
 
     Raises:
         CollectError: If a run failed, or kept the cores too busy.
     """
     own = [(name, "train", job, COUNTS) for name, job in jobs_of(box).items()]
-    run_plan(box_plan(box, own, sleeping(box)), out / "box", progress=progress)
+    run_plan(box_plan(box, own, sleeping(box)), out / "box", progress=True)
     other = slower_links(box)
     links = [("links", "train", jobs_of(other)[TRACED], {**COUNTS, "profile_steps": 0})]
-    run_plan(box_plan(other, links, sleeping(other)), out / "slower", progress=progress)
+    run_plan(box_plan(other, links, sleeping(other)), out / "slower", progress=True)
     folders = {name: out / "box" / "runs" / name for name, *_ in own} | {"links": out / "slower" / "runs" / "links"}
     for name, folder in folders.items():
         if not (folder / "manifest.json").is_file():
@@ -113,11 +110,12 @@ def spread_percent(run: RunManifest) -> float:
     return 50.0 * (max(medians) / min(medians) - 1.0)
 
 
-def study(box: Box, out: Path, *, progress: bool = True) -> dict[str, Any]:
+def run(options: argparse.Namespace) -> tuple[Any, str]:
     """Measure, ask, compare."""
+    box, out = read_box(options.box), options.out
     out.mkdir(parents=True, exist_ok=True)
-    asked, runs = cases(box, out), measure(box, out, progress=progress)
-    rows = []
+    asked, runs = cases(box, out), measure(box, out)
+    rows: list[Row] = []
     for case in asked:
         before, after = runs[case.trace], runs[case.name]
         told = what_if(before.folder, case.asked)
@@ -135,40 +133,20 @@ def study(box: Box, out: Path, *, progress: bool = True) -> dict[str, Any]:
                 "replay_error_percent": 100 * (told["replayed_s"] / told["measured_s"] - 1),
             }
         )
-    return {"box": box.name, "rows": rows, "worst_percent": max(abs(row["error_percent"]) for row in rows)}
+    worst = max(abs(row["error_percent"]) for row in rows)
+    columns = {"change": "change", "before, s": "before_s", "after, s": "after_s",
+               "measured, %": "measured_change_percent", "predicted, %": "predicted_change_percent",
+               "error, %": "error_percent", "spread, %": "spread_percent"}  # fmt: skip
+    text = f"{rows_text(rows, columns)}\n\nbox {box.name}; worst error {worst:.1f} %"
+    return {"box": box.name, "rows": rows, "worst_percent": worst}, text
 
 
-def study_text(told: dict[str, Any]) -> str:
-    """The report as text."""
-    header = ["change", "before, s", "after, s", "measured, %", "predicted, %", "error, %", "spread, %"]
-    rows: list[list[str | Number]] = [
-        [
-            row["change"],
-            Number(row["before_s"], 3),
-            Number(row["after_s"], 3),
-            Number(row["measured_change_percent"], 1),
-            Number(row["predicted_change_percent"], 1),
-            Number(row["error_percent"], 1),
-            Number(row["spread_percent"], 1),
-        ]
-        for row in told["rows"]
-    ]
-    return f"{table(header, rows)}\n\nbox {told['box']}; worst error {told['worst_percent']:.1f} %"
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Command line; returns the exit code."""
-    parser = argparse.ArgumentParser(
-        prog="stepsight experiment what-if", description="What-if answers from one trace, against runs with the change."
-    )
-    parser.add_argument("--out", type=Path, default=Path("runs/what-if"), help="Folder of the runs.")
-    parser.add_argument("--box", default=BOX, help=f"Nodes x ranks @ rate; by default {BOX}.")
-    parser.add_argument("--json", action="store_true", help="Print the result as JSON.")
-    options = parser.parse_args(arguments)
-    try:
-        told = study(read_box(options.box), options.out, progress=True)
-    except StepsightError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    print(json.dumps(told) if options.json else study_text(told))
-    return 0
+STUDY = Study(
+    "what-if",
+    "What-if answers from one trace, against runs with the change. Needs root and iproute2; six minutes.",
+    run,
+    {
+        "--out": {"type": Path, "default": Path("runs/what-if"), "help": "folder of the runs"},
+        "--box": {"default": BOX, "help": f"nodes x ranks @ rate; by default {BOX}"},
+    },
+)

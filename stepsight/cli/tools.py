@@ -99,24 +99,21 @@ def show_command(path: Path, other: Path | None = None, *, table: Path | None = 
     return Answer(description, text)
 
 
-EXPERIMENTS = {  # by name: the module of ``experiments/studies`` (not in the wheel), and what it measures
-    "architectures": ("architectures", "training scripts of model families that are not in the training data"),
-    "box-search": ("box_regret", "the strategy that search chooses against other strategies, run on sixteen ranks"),
-    "capture": ("capture_agreement", "programs lowered from jobs against programs captured from scripts"),
-    "collectives": ("collective_accuracy", "collectives between nodes, with sites held out"),
-    "context": ("context", "the context network against simpler models, task by task"),
-    "emulate": ("emulation", "emulated ranks against closed forms and real ranks"),
-    "kernels": ("kernel_accuracy", "kernels of public tables, with shapes held out"),
-    "memory": ("memory_accuracy", "predicted memory against PyTorch's tracker"),
-    "one-gpu": ("one_gpu", "a predictor from ten minutes of measurements on one GPU, judged on held-out runs"),
-    "search": ("search_regret", "search against predictions of every strategy"),
-    "selection": ("selection_accuracy", "what to measure first, against random and grid choice"),
-    "small-to-large": ("small_to_large", "predictions for sixteen ranks, trained on four"),
-    "traced": ("traced_accuracy", "ops of a trace, predicted from its other steps and from other traces of the device"),
-    "transfer": ("transfer_accuracy", "a predictor for a device with few measurements"),
-    "what-if": ("what_if_accuracy", "changes predicted from one trace against runs with the change"),
+EXPERIMENTS = {  # the entries of ``experiments/studies/runner.py`` (not in the wheel), and what they measure
+    "bench": "the speed of predictions",
+    "capture": "programs lowered from jobs against programs captured from scripts",
+    "collectives": "collectives between nodes, with sites held out",
+    "context": "the context network against simpler models, task by task",
+    "emulate": "emulated ranks against closed forms and real ranks",
+    "kernels": "kernels of public tables, with shapes held out",
+    "memory": "predicted memory against PyTorch's tracker",
+    "one-gpu": "a predictor from ten minutes of measurements on one GPU, judged on held-out runs",
+    "search": "search against predictions of every strategy",
+    "small-to-large": "predictions for sixteen ranks, trained on four",
+    "transfer": "a predictor for a device with few measurements",
+    "what-if": "changes predicted from one trace against runs with the change",
 }
-_NAMED = "; ".join(f"`{name}`: {what}" for name, (_, what) in EXPERIMENTS.items())
+_NAMED = "; ".join(f"`{name}`: {what}" for name, what in EXPERIMENTS.items())
 
 
 def experiment_command(
@@ -138,7 +135,7 @@ def experiment_command(
     if name not in EXPERIMENTS:
         raise StepsightError(f"experiment must be one of {', '.join(EXPERIMENTS)}, got {name!r:.80}")
     try:
-        study = import_module(f"stepsight.experiments.studies.{EXPERIMENTS[name][0]}")
+        runner = import_module("stepsight.experiments.studies.runner")
     except ModuleNotFoundError as error:
         if error.name != "stepsight.experiments.studies":
             raise
@@ -146,4 +143,4 @@ def experiment_command(
             "experiments run from a checkout of stepsight, and this installation is not one: "
             "clone the repository, run `pip install -e .` there, and try again"
         ) from None
-    sys.exit(study.main(context.args))
+    sys.exit(runner.main(name, context.args))

@@ -1,60 +1,397 @@
-"""``stepsight experiment one-gpu``: train on a few minutes of measurements on one GPU or CPU core, and judge on
-held-out runs.
+"""A predictor from a few minutes of measurements on one GPU or CPU core, judged on held-out runs.
+
+The study goes from plans to figures: measure, train, judge.  Everything is in one folder; ``plans`` describes it.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-DESCRIPTION = """Learn a predictor from ten minutes of measurements on one GPU, and judge it on held-out measurements.
+from stepsight.dataset.base.errors import CollectError, TraceError
+from stepsight.dataset.base.files import check_writable, new_folder, write_json, write_text
+from stepsight.dataset.hardware.hardware import find_hardware, hardware_names
+from stepsight.dataset.harness.atomic_files import locked
+from stepsight.dataset.runs.run_folder import read_collection
+from stepsight.dataset.tables import read_table
+from stepsight.dataset.tables.device_names import device_name
+from stepsight.experiments.reports.plots import plot_error_against_minutes, plot_predicted_against_measured
+from stepsight.experiments.reports.text_table import table
+from stepsight.experiments.studies.one_gpu import judge
+from stepsight.experiments.studies.one_gpu.plans import CPU, MINUTES, OPS, VARIANTS, make_study, step_cases
+from stepsight.experiments.studies.study import Row, Study, rows_text
+from stepsight.experiments.tasks.collecting import read_plan, run_plan
+from stepsight.training.fit import train
+from stepsight.training.heldout import evaluate_heldout
+from stepsight.training.measured.planning import run_name
+from stepsight.training.predictor.predictor import Predictor
 
-Ops and training steps are measured in bf16, or small ones in fp32 on a CPU's core. Held out are shapes of ops, training
-steps, peak memory, single ranks of large jobs and a public table; a plot shows the error against the minutes of
-measuring. A study that was killed resumes."""
-EPILOG = """examples:
-    stepsight experiment one-gpu --out runs/one-gpu                     # all of it, here
-    stepsight experiment one-gpu --plan-only --device cuda --out DIR    # plans, for a GPU elsewhere
-    python -m harness collections/ops/plan.json --out collections/ops   # there, in DIR; likewise eager and compiled
-    stepsight experiment one-gpu --out DIR                              # goes on with what was brought back"""
+COLLECTIONS = "collections"
+H200 = "h200-sxm-141gb"  # used for plans if there is no GPU
+UNKNOWN_GPU = "local-gpu"
+TABLES = Path("../shared/data/kernels")
+_HARNESS = f"python -m harness {COLLECTIONS}/NAME/plan.json --out {COLLECTIONS}/NAME"
+Say = Callable[[str], None]
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Command line; returns the exit code."""
-    parser = argparse.ArgumentParser(
-        prog="stepsight experiment one-gpu",
-        description=DESCRIPTION,
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+@dataclass(frozen=True)
+class StudyOptions:
+    """The options of the command line.
+
+    Attributes:
+        out: Folder of everything.
+        device: ``auto``, ``cpu`` or ``cuda``.
+        hardware: Preset of the GPU that a new plan is for; empty: the one that is here, else an H200.
+        minutes: Of the device, of a new plan; None: as is usual for it.
+        tables: Folder of public tables of kernels; None: where this project keeps them, if they are there.
+    """
+
+    out: Path
+    device: str = "auto"
+    minutes: float | None = None
+    tables: Path | None = None
+    hardware: str = ""
+
+
+def write_plans(asked: StudyOptions) -> str:
+    """Write a plan for each collection, and print how to run them.
+
+    Raises:
+        CollectError: If there are other plans, or too little time for any.
+    """
+    check_writable(asked.out)
+    if (asked.out / COLLECTIONS).exists():
+        raise CollectError(f"a folder holds one study: {asked.out / COLLECTIONS} is there; choose another folder")
+    device, hardware = _device(asked.device, asked.hardware)
+    study = make_study(device, hardware, MINUTES[device] if asked.minutes is None else asked.minutes)
+    lines = []
+    with new_folder(asked.out / COLLECTIONS) as folder:
+        for name, plan in study.plans.items():
+            write_json(folder / name / "plan.json", plan)
+    for name, plan in study.plans.items():
+        counts = f"{len(plan['runs'])} runs, {sum(len(event['ops']) for event in plan['events'])} ops"
+        lines.append(f"{COLLECTIONS}/{name}/plan.json: {counts}, about {study.seconds[name] / 60:.1f} min")
+    lines.append(f"for {hardware}, about {sum(study.seconds.values()) / 60:.1f} min in all")
+    return "\n".join([f"in {asked.out}:", *lines, f"run each with: {_HARNESS}"])
+
+
+def run_study(asked: StudyOptions) -> Row:
+    """Measure what is missing, train, judge; the figures, with ``text``.
+
+    Raises:
+        CollectError: If nothing can be measured here, and nothing was.
+    """
+    check_writable(asked.out)
+    table = _table_folder(asked.tables)
+    asked.out.mkdir(parents=True, exist_ok=True)
+    with locked(asked.out / ".lock") as ours:
+        if not ours:
+            raise CollectError(f"another study is writing to {asked.out}: wait for its end, or choose another folder")
+        return _run(asked, table)
+
+
+def _run(asked: StudyOptions, table: Path | None) -> Row:
+    started = time.monotonic()
+
+    def say(text: str) -> None:
+        print(f"[{time.monotonic() - started:4.0f} s] {text}", file=sys.stderr, flush=True)
+
+    if not (asked.out / COLLECTIONS).exists():
+        say("planning\n" + write_plans(asked))
+    folders = {name: asked.out / COLLECTIONS / name for name in (OPS, *VARIANTS)}
+    folders = {name: folder for name, folder in folders.items() if (folder / "plan.json").exists()}
+    if not {OPS, "eager"} <= set(folders):
+        raise CollectError(f"a study needs collections {OPS} and eager, got {', '.join(folders) or 'none'}")
+    notes = [note for folder in folders.values() for note in _collect(folder, say)]
+    figures: Row = {"variants": {}, "notes": notes}
+    for name, folder in folders.items():
+        if name != OPS and read_collection(folder).runs:
+            say(f"{name}: learning from training runs and ops")
+            figures["variants"][name] = _variant(asked.out, name, folders[OPS], folder, table, say)
+    if not figures["variants"]:
+        raise CollectError(
+            f"a study needs runs, got none in {asked.out / COLLECTIONS}: there is no GPU here; measure where there is "
+            f"one ({_HARNESS}, for {', '.join(folders)}), and bring the folder back"
+        )
+    figures["clocks"] = judge.noted_clocks(folders.values())
+    figures["seconds"] = time.monotonic() - started
+    figures["text"] = study_text(figures) + "".join(
+        f"\n{name}: {asked.out / f'predictor-{name}'}" for name in figures["variants"]
     )
-    parser.add_argument("--out", type=Path, default=Path("runs/one-gpu"), help="folder of everything; resumed")
-    parser.add_argument("--plan-only", action="store_true", help="write DIR/collections/*/plan.json and stop")
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="of new plans")
-    parser.add_argument(
-        "--hardware", default="", metavar="NAME", help="GPU that new plans are for, as jobs call it; h200-sxm-141gb"
+    plot_error_against_minutes(
+        {name: of["curve"] for name, of in figures["variants"].items()}, asked.out / "error_against_minutes.png"
     )
-    parser.add_argument("--minutes", type=float, help="of measuring, for new plans: 10 on a GPU, 3 on a CPU")
-    parser.add_argument(
-        "--tables", type=Path, metavar="FOLDER", help="public tables of kernels, by default ../shared/data/kernels"
-    )
-    parser.add_argument("--json", action="store_true", help="print the figures as JSON")
-    options = parser.parse_args(arguments)
-    from stepsight.dataset.base.errors import StepsightError
-    from stepsight.experiments.studies.one_gpu.study import StudyOptions, run_study, write_plans
+    rows = [row for of in figures["variants"].values() for row in of["steps"]]
+    if rows:
+        plot_predicted_against_measured(rows, asked.out / "predicted_vs_measured.png", "held-out training steps")
+    write_text(asked.out / "summary.txt", figures["text"] + "\n")
+    write_json(asked.out / "summary.json", figures)
+    return figures
 
-    asked = StudyOptions(options.out.resolve(), options.device, options.minutes, options.tables, options.hardware)
+
+def _device(wanted: str, hardware: str) -> tuple[str, str]:
+    """``cuda`` or ``cpu``, and its name in jobs."""
+    import torch
+
+    if wanted == "cpu" or (wanted == "auto" and not hardware and not torch.cuda.is_available()):
+        if hardware:
+            raise CollectError(f"--hardware names a GPU, got {hardware!r} with --device cpu")
+        return "cpu", CPU
+    if hardware:
+        preset = find_hardware(hardware)
+        if preset is None or preset.kind != "gpu":
+            gpus = [name for name in hardware_names() if (found := find_hardware(name)) and found.kind == "gpu"]
+            raise CollectError(f"--hardware must be one of {', '.join(gpus)}, got {hardware!r}")
+        return "cuda", hardware
+    return "cuda", _hardware(torch.cuda.get_device_name(0)) if torch.cuda.is_available() else H200
+
+
+def _hardware(told: str) -> str:
+    """The name of a device in jobs."""
+    name = device_name(told)
+    return name if find_hardware(name) is not None else UNKNOWN_GPU
+
+
+def _table_folder(given: Path | None) -> Path | None:
+    if given is not None and not given.is_dir():
+        raise CollectError(f"--tables must be a folder of public tables, got {given}")
+    return given if given is not None else TABLES if TABLES.is_dir() else None
+
+
+def _collect(folder: Path, say: Say) -> list[str]:
+    """Measure what is missing in a collection; return what could not be measured, as text.
+
+    What was brought here without its device is taken as it is.
+    """
+    plan = read_plan(folder / "plan.json")
+    say(f"{folder.name}: {len(plan['runs'])} runs, {sum(len(event['ops']) for event in plan['events'])} ops")
+    if plan["device"] == "cpu" or _has_gpu():
+        run_plan(plan, folder)
+    lacking = read_collection(folder).missing
+    return [f"{folder.name}: not measured: {', '.join(lacking)}"] if lacking else []
+
+
+def _has_gpu() -> bool:
+    import torch
+
+    return bool(torch.cuda.is_available())
+
+
+def _variant(out: Path, name: str, ops: Path, folder: Path, tables: Path | None, say: Say) -> Row:
+    """Train one variant's predictor, and compute all of its figures."""
+    collection = read_collection(folder)
+    hardware = collection.runs[0].job.cluster.hardware
+    told = collection.runs[0].fingerprint.get("device", "")
+    if told not in ("", "cpu") and _hardware(told) not in (hardware, UNKNOWN_GPU):
+        raise CollectError(
+            f"the plans were made for {hardware}, and ran on {told}: plan again with --hardware {_hardware(told)}"
+        )
+    uri = f"sqlite:///{(out / 'mlflow.db').resolve()}"
+    learned = [ops, folder] if read_collection(ops).events else [folder]
+    predictor = train(learned, out / f"predictor-{name}", hardware_name=hardware, tracking_uri=uri)
+    say(f"{name}: predicting what is held out")
+    known, heldout = (judge.measured_ops(learned, heldout=held) for held in (False, True))
+    rows = judge.held_op_rows(predictor, heldout)
+    figures: Row = {
+        "hardware": hardware,
+        "device": told,
+        "num_training_ops": len(known),
+        "ops": judge.op_figures(rows),
+        "op_rows": rows,
+        "memory": judge.memory_rows(folder, predictor.hardware),
+        "stand_ins": judge.stand_in_rows(folder, predictor),
+        **_steps(predictor, folder, hardware),
+    }
+    say(f"{name}: learning from parts of the ops")
+    figures["curve"] = judge.learning_curve(predictor, known, heldout, learned, folder)
+    unknown = told not in ("", "cpu") and _hardware(told) == UNKNOWN_GPU != hardware
+    figures["notes"] = [f"{name}: the plans were made for {hardware}, and ran on {told}"] if unknown else []
+    figures["table"] = _agreement(predictor, known | heldout, hardware, tables)
+    return figures
+
+
+def _steps(predictor: Predictor, folder: Path, hardware: str) -> Row:
+    """Held-out training steps; empty if none were measured."""
     try:
-        if options.plan_only:
-            text = write_plans(asked)
-            print(json.dumps({"out": str(asked.out), "text": text}) if options.json else text)
-            return 0
-        figures = run_study(asked)
-    except (StepsightError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    text = figures.pop("text")
-    print(json.dumps(figures) if options.json else text)
-    return 0
+        found = evaluate_heldout(predictor, folder, role="heldout")
+    except TraceError:
+        if any(manifest.role == "heldout" for manifest in read_collection(folder).runs):
+            raise
+        return {"steps": [], "step_figures": {}}
+    device = "cpu" if hardware == CPU else "cuda"
+    bound = {run_name(case.job) for case in step_cases(device, hardware) if case.launch_bound}
+    rows = [{**row, "launch_bound": row["run"] in bound} for row in found.rows]
+    groups = {
+        "all": rows,
+        "launch-bound": [row for row in rows if row["launch_bound"]],
+        "others": [row for row in rows if not row["launch_bound"]],
+    }
+    sums = {name: judge.op_errors(of) for name, of in groups.items() if of}
+    return {
+        "steps": rows,
+        "step_figures": {
+            **sums,
+            "mape_without_gnn": found.mape_without_gnn,
+            "spearman": found.spearman,
+            "coverage": found.coverage,
+            "op_error_regressor": found.op_error_regressor,
+            "op_error_with_gnn": found.op_error_with_gnn,
+            "gnn": predictor.context.name if predictor.context is not None else "",
+        },
+    }
+
+
+def _agreement(predictor: Predictor, measured: dict[Any, float], hardware: str, tables: Path | None) -> list[Row]:
+    """Comparison with the public table of the same device, if there is one."""
+    words = hardware.split("-")
+    folder = None if tables is None else tables / "aiconfigurator" / "data" / "_".join(words[:2])
+    if folder is None or not folder.is_dir():
+        return []
+    return judge.agreement(predictor, measured, read_table("aiconfigurator", folder), hardware)
+
+
+# --- text -------------------------------------------------------------------------------------------------------------
+
+
+def study_text(figures: Row) -> str:
+    """All tables, one variant after the other."""
+    parts = [f"note: {note}" for note in figures["notes"]]
+    for name, of in figures["variants"].items():
+        parts.append(f"== {name}: {of['hardware']}, {of['num_training_ops']} ops taught ==")
+        parts += [f"note: {note}" for note in of["notes"]]
+        parts += [
+            _ops_text(of),
+            _steps_text(of),
+            _memory_text(of),
+            _stand_ins_text(of),
+            _table_text(of),
+            _curve_text(of),
+        ]
+    if figures["clocks"]:
+        parts.append(_clocks_text(figures["clocks"]))
+    return "\n\n".join([*filter(None, parts), f"took {figures['seconds']:.0f} s here"])
+
+
+def _ops_text(of: Row) -> str:
+    rows = [{"name": name, "long_mape": None, **sums} for name, sums in of["ops"].items()]
+    columns = {"held-out ops": "name", "rows": "rows", "MAPE %": "mape", "median %": "median", "max %": "max",
+               "from 50 us": "long_rows", "their MAPE %": "long_mape"}  # fmt: skip
+    return rows_text(rows, columns) if rows else ""
+
+
+def _steps_text(of: Row) -> str:
+    if not of["steps"]:
+        return ""
+    rows = [
+        {**row, "name": row["run"] + (" *" if row["launch_bound"] else ""),
+         "without": 100 * (row["predicted_without_gnn_s"] / row["measured_s"] - 1)}
+        for row in of["steps"]
+    ]  # fmt: skip
+    columns = {"held-out steps (* launch-bound)": "name", "measured ms": "measured_s", "spread %": "spread_percent",
+               "predicted ms": "predicted_s", "from ms": "low_s", "to ms": "high_s", "error %": "error_percent",
+               "without context %": "without"}  # fmt: skip
+    sums, lines = of["step_figures"], [rows_text(rows, columns)]
+    for name in ("all", "launch-bound", "others"):
+        if one := sums.get(name):
+            lines.append(f"steps, {name} ({one['rows']}): MAPE {one['mape']:.1f} %, max {one['max']:.1f} %")
+    by = f"{sums['op_error_with_gnn']:.1f} % with the {sums['gnn']}" if sums["gnn"] else "which no context model beat"
+    return "\n".join([
+        *lines,
+        f"by regressors alone MAPE {sums['mape_without_gnn']:.1f} %; Spearman {sums['spearman']:.3f}, "
+        f"{sums['coverage']:.0f} % of the runs lie in their intervals",
+        f"ops in context: error {sums['op_error_regressor']:.1f} % by regressors alone, {by}",
+    ])  # fmt: skip
+
+
+def _memory_text(of: Row) -> str:
+    if not of["memory"]:
+        return "peak memory: not measured (a CPU counts none)"
+    rows, lines = [{**row} for row in of["memory"]], []
+    kinds = {"predicted": "", "with_libraries": " with what libraries hold in the smallest training run"}
+    for kind, words in kinds.items():
+        for row in rows:
+            row[kind] = row[f"{kind}_bytes"] / 1e9
+            row[f"{kind}_off"] = 100 * (row[f"{kind}_bytes"] / row["measured_bytes"] - 1)
+        off = [abs(row[f"{kind}_off"]) for row in rows if row["role"] == "heldout"]
+        if off:
+            mean = sum(off) / len(off)
+            lines.append(f"peak memory of held-out runs{words}: mean error {mean:.1f} %, max {max(off):.1f} %")
+    rows = [{**row, "measured": row["measured_bytes"] / 1e9} for row in rows]
+    columns = {"peak memory": "run", "role": "role", "measured GB": "measured", "predicted GB": "predicted",
+               "with libraries": "with_libraries", "error %": "predicted_off",
+               "with libraries %": "with_libraries_off"}  # fmt: skip
+    return "\n".join([rows_text(rows, columns, 3), *lines])
+
+
+def _stand_ins_text(of: Row) -> str:
+    columns = {"stand-ins: one rank of": "run", "measured ms": "measured_s", "predicted ms": "predicted_s",
+               "error %": "error_percent"}  # fmt: skip
+    return rows_text(of["stand_ins"], columns) if of["stand_ins"] else ""
+
+
+def _table_text(of: Row) -> str:
+    columns = {"ours over the public table": "ops", "its time": "size", "rows": "rows", "measured by us": "same",
+               "p10": "p10", "median": "median", "p90": "p90"}  # fmt: skip
+    return rows_text(of["table"], columns, 2) if of["table"] else "public table: none of this device at hand"
+
+
+def _curve_text(of: Row) -> str:
+    nothing = dict.fromkeys(("op_mape", "long_op_mape", "step_mape"))
+    columns = {"ops that teach": "ops", "minutes": "minutes", "held-out ops, MAPE %": "op_mape",
+               "from 50 us": "long_op_mape", "held-out steps, no context, MAPE %": "step_mape"}  # fmt: skip
+    return rows_text([{**nothing, **row} for row in of["curve"]], columns, 2)
+
+
+def _clocks_text(clocks: Mapping[str, Mapping[str, Any]]) -> str:
+    """Values recorded while ops were measured: median, and in brackets the minimum."""
+    kinds = sorted({kind for said in clocks.values() for kind, value in said.items() if _is_noted(value)})
+    rows = []
+    for name, said in clocks.items():
+        noted = [said.get(kind, {}) for kind in kinds]
+        cells = [f"{value['median']:g} ({value['least']:g})" if _is_noted(value) else "-" for value in noted]
+        reasons = ", ".join(f"{reason} {100 * part:.0f} %" for reason, part in said.get("reasons", {}).items())
+        rows.append([name, *cells, reasons])
+    return table(["clocks of the device during", *kinds, "held down by"], rows)
+
+
+def _is_noted(value: Any) -> bool:
+    return isinstance(value, dict) and {"median", "least"} <= set(value)
+
+
+def run(options: argparse.Namespace) -> tuple[Any, str]:
+    """Write the plans, or all of it."""
+    asked = StudyOptions(options.out.resolve(), options.device, options.minutes, options.tables, options.hardware)
+    if options.plan_only:
+        text = write_plans(asked)
+        return {"out": str(asked.out), "text": text}, text
+    figures = run_study(asked)
+    return figures, figures.pop("text")
+
+
+STUDY = Study(
+    "one-gpu",
+    "Learn a predictor from ten minutes of measurements on one GPU, and judge it on held-out measurements. Ops and "
+    "training steps are measured in bf16, or small ones in fp32 on a CPU's core. Held out are shapes of ops, training "
+    "steps, peak memory, single ranks of large jobs and a public table; a plot shows the error against the minutes of "
+    "measuring. A study that was killed resumes. For a GPU elsewhere: write plans with --plan-only --device cuda, run "
+    "`python -m harness collections/ops/plan.json --out collections/ops` in --out there (likewise eager and compiled), "
+    "bring the folder back, and go on without --plan-only.",
+    run,
+    {
+        "--out": {"type": Path, "default": Path("runs/one-gpu"), "help": "folder of everything; resumed"},
+        "--plan-only": {"action": "store_true", "help": "write DIR/collections/*/plan.json and stop"},
+        "--device": {"choices": ("auto", "cpu", "cuda"), "default": "auto", "help": "of new plans"},
+        "--hardware": {
+            "default": "", "metavar": "NAME", "help": "GPU that new plans are for, as jobs call it; h200-sxm-141gb"
+        },
+        "--minutes": {"type": float, "help": "of measuring, for new plans: 10 on a GPU, 3 on a CPU"},
+        "--tables": {
+            "type": Path, "metavar": "FOLDER", "help": "public tables of kernels, by default ../shared/data/kernels"
+        },
+    },
+)  # fmt: skip

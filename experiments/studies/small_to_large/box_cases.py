@@ -242,3 +242,23 @@ def collectives_of(box: Box) -> list[Collective]:
 def ops_profiled() -> list[Op]:
     """The work that a box's ranks really compute: copies and sums of gradients."""
     return [Op(kind, (2**power,), "fp32") for kind in ("add", "copy", "elementwise") for power in (10, 16, 18, 20, 21)]
+
+
+SEARCHED_RANKS = 16
+MOST_TENSOR_PARALLEL = 4  # collectives of more ranks use too much of a small machine's cores
+
+
+def candidates() -> list[BoxCase]:
+    """Every strategy with the same global batch: tensor parallel up to four, 1F1B plain and interleaved."""
+    box = read_box(f"{SEARCHED_RANKS}x1@{RATE}mbit")
+    found = []
+    for parallel in parallel_specs(SEARCHED, SEARCHED_RANKS):
+        for chunks in (1, 2, 3):
+            parts = parallel.pp * chunks
+            batches = SEARCHED_BATCH // parallel.dp
+            if (parallel.pp == 1 and chunks > 1) or SEARCHED.layers % parts or parallel.tp > MOST_TENSOR_PARALLEL:
+                continue
+            if (parallel.pp > 1 and batches < parallel.pp) or (chunks > 1 and batches % parallel.pp):
+                continue  # the runtime needs at least as many micro-batches as stages
+            found.append(case("searched", SEARCHED, box, replace(parallel, virtual_stages=chunks), batches))
+    return found

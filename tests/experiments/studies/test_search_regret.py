@@ -29,9 +29,9 @@ def test_the_report(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Monk
         }
     )
     monkeypatch.setattr(search_regret, "drawn_job", lambda random: job)
-    assert search_regret.main(["--jobs", "1", "--json"]) == 0
+    assert search_regret.STUDY.main(["--jobs", "1", "--json"]) == 0
     (row,) = json.loads(capsys.readouterr().out)["jobs"]
     assert row["gap_percent"] == 0 and row["regret_percent"] < 1e-6
-    assert "1 jobs: 1 proved optimal" in search_regret.study_text([row])
-    assert search_regret.main(["--jobs", "1", "--most-legal", "1"]) == 2
+    assert row["legal"] >= row["evaluated"] > 0
+    assert search_regret.STUDY.main(["--jobs", "1", "--most-legal", "1"]) == 2
     assert "--most-legal must leave one job" in capsys.readouterr().err

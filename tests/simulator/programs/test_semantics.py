@@ -19,7 +19,7 @@ from stepsight.dataset.job.job import ExecutionSpec, Job
 from stepsight.dataset.job.specs import ENGINES, PRECISIONS
 from stepsight.dataset.kinds.op import DTYPE_BYTES, Collective, Op
 from stepsight.dataset.runs.run_folder import read_run
-from stepsight.experiments.studies.memory_accuracy import tracked_job, tracked_row
+from stepsight.experiments.studies.memory import tracked_job, tracked_row
 from stepsight.simulator.memory import estimate_memory
 from stepsight.simulator.programs import lower as lowering
 from stepsight.simulator.programs.lower import Lowered, lower, signatures
@@ -209,7 +209,7 @@ def test_no_name_of_a_mixed_precision_changes() -> None:
 def test_memory_is_what_torch_counts(changes: dict[str, Any]) -> None:
     large = {"hidden": 256, "vocab": 1024, "seq_len": 128}
     row = tracked_row(_job("pure-bf16", **large, **changes))
-    assert row.error == pytest.approx(0.0, abs=0.02)  # as in fp32
+    assert row["error"] == pytest.approx(0.0, abs=0.02)  # as in fp32
 
 
 def test_memory_of_the_job_keeps_its_reserve(cpu: Hardware) -> None:

@@ -11,8 +11,8 @@ import pytest
 
 from stepsight.dataset.base.errors import CollectError
 from stepsight.experiments.questions.describe import describe
-from stepsight.experiments.studies.one_gpu import main, study
-from stepsight.experiments.studies.one_gpu.study import StudyOptions, run_study, write_plans
+from stepsight.experiments.studies import one_gpu as study
+from stepsight.experiments.studies.one_gpu import StudyOptions, run_study, write_plans
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +66,7 @@ def test_the_text_tells_all_of_it(figures: dict[str, Any]) -> None:
 
 
 def test_plans_are_written_once_and_tell_how_to_run_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--plan-only", "--device", "cuda", "--out", str(tmp_path)]) == 0
+    assert study.STUDY.main(["--plan-only", "--device", "cuda", "--out", str(tmp_path)]) == 0
     said = capsys.readouterr().out
     assert "about" in said and "python -m harness collections/NAME/plan.json --out collections/NAME" in said
     assert "for h200-sxm-141gb" in said
@@ -100,9 +100,9 @@ def test_what_holds_no_runs_is_refused(
 ) -> None:
     monkeypatch.setattr(study, "_has_gpu", lambda: False)
     write_plans(StudyOptions(tmp_path, "cuda"))
-    assert main(["--out", str(tmp_path)]) == 2
+    assert study.STUDY.main(["--out", str(tmp_path)]) == 2
     assert "there is no GPU here; measure where there is one" in capsys.readouterr().err
-    assert main(["--out", str(tmp_path), "--tables", str(tmp_path / "none")]) == 2
+    assert study.STUDY.main(["--out", str(tmp_path), "--tables", str(tmp_path / "none")]) == 2
 
 
 def test_devices_have_the_names_of_presets() -> None:

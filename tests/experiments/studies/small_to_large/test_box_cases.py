@@ -14,6 +14,7 @@ from stepsight.experiments.studies.small_to_large.box_cases import (
     MODELS,
     UserCases,
     box_cases,
+    candidates,
     case,
     collectives_of,
     micro_batches,
@@ -21,8 +22,7 @@ from stepsight.experiments.studies.small_to_large.box_cases import (
     profiled_boxes,
     strategy_name,
 )
-from stepsight.experiments.studies.small_to_large.box_search import candidates
-from stepsight.experiments.studies.small_to_large.boxes import file_name, folder_of, sleeping, training_folders
+from stepsight.experiments.studies.small_to_large.box_runs import file_name, folder_of, sleeping, training_folders
 from stepsight.training.measured.box_plans import sleeps_of
 
 

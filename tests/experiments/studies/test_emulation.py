@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from stepsight.experiments.studies.emulation.delay_sweep import (
+from stepsight.experiments.studies.emulation import (
     LAYERS,
     SCRIPT,
     VALUES,

@@ -1,0 +1,200 @@
+"""Emulated ranks against closed forms (the sweep of NeuronaBox's Figure 4, on layers that sleep) and real ranks.
+
+The step of rank 0 of 256 over the time of its communication is flat while computation hides it, and then has slope 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import statistics
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from stepsight.dataset.harness.scripts.launch import Ranks, run_ranks
+from stepsight.dataset.kinds.op import Collective
+from stepsight.dataset.runs.box_spec import Box, read_box
+from stepsight.experiments.studies.study import Row, Study, rows_text
+from stepsight.experiments.tasks.emulating import Emulation, emulate
+
+SCRIPT = Path(__file__).with_name("sleeping_script.py")
+PARTS = ("virtual-ddp", "virtual-fsdp2", "real-ddp", "box")
+FORWARD_S = {"virtual": 0.2, "real": 0.04}  # of a layer: on a virtual clock, sleeping takes no time
+WORLD, LAYERS, VALUES = 256, 8, 300_000  # a bucket holds the gradient of a layer
+SHARES = (0.0, 0.25, 0.5, 1.0, 1.5, 2.0)  # of the time of the backward pass
+CALLED = (150_000, 300_000, 600_000)  # values of the calls that are timed one by one in boxes
+BOX_FORWARD_S, BOX_BACKWARD_S = 0.08, 0.16
+COUNTS = {"warmup": 2, "rounds": 2, "steps": 3}
+
+
+def ddp_seconds(forward_s: float, backward_s: float, bucket_s: float) -> float:
+    """Step of DDP in closed form: each layer's gradient is reduced when it is ready and the link is free.
+
+    Args:
+        forward_s: Of a layer.
+        backward_s: Of a layer.
+        bucket_s: Of one all-reduce.
+    """
+    now, free = LAYERS * forward_s, 0.0
+    for _ in range(LAYERS):
+        now += backward_s
+        free = max(free, now) + bucket_s
+    return max(now, free)
+
+
+def fsdp2_seconds(forward_s: float, backward_s: float, collective_s: float) -> float:
+    """Step of FSDP2 in closed form, if each all-gather and reduce-scatter takes the same time.
+
+    One link carries both, in the order in which the host issues them.  Forward, the all-gather of a layer runs beside
+    the layer before it; that of the last layer's backward runs beside its forward.  Backward, the all-gather of the
+    next layer is issued when a layer begins, and the reduce-scatter when it ends; a layer ends when the reduce-scatter
+    before it has.
+    """
+    link, now, begins = 0.0, 0.0, [0.0, 0.0]
+    for _ in range(LAYERS):
+        link = max(link, begins[-2]) + collective_s
+        begins.append(max(now, link))
+        now = begins[-1] + forward_s
+    link += collective_s
+    gathered, scattered = link, 0.0
+    for layer in reversed(range(LAYERS)):
+        begin = max(now, gathered)
+        if layer:
+            gathered = link = max(link, begin) + collective_s
+        now = max(begin + backward_s, scattered)
+        scattered = link = max(link, now) + collective_s
+    return max(now, link)
+
+
+def knee(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """The communication from which it is exposed, from the sweep alone.
+
+    Args:
+        rows: ``communication_s`` and ``step_s``, in ascending order; at least the last two lie beyond the knee.
+
+    Returns:
+        ``flat_s`` (the step without communication), ``slope`` (of the last two rows) and ``knee_s``: the communication
+        at which the line through the last row with that slope meets the flat one.
+    """
+    flat, (before, last) = rows[0]["step_s"], rows[-2:]
+    slope = (last["step_s"] - before["step_s"]) / (last["communication_s"] - before["communication_s"])
+    at = last["communication_s"] - (last["step_s"] - flat) / slope if slope > 0 else math.inf
+    return {"flat_s": flat, "slope": slope, "knee_s": at}
+
+
+def expected_knee(forward_s: float) -> dict[str, float]:
+    """The knee of DDP's sweep in closed form: all buckets except the first wait for the link instead of their
+    gradients. From there on the step is forward, the first layer's backward, and all communication.
+    """
+    backward_s = 2 * forward_s
+    return {"flat_s": LAYERS * (forward_s + backward_s), "slope": 1.0, "knee_s": (LAYERS - 1) * backward_s}
+
+
+def sweep(part: str) -> list[Row]:
+    """Steps by share of communication, measured and in closed form.
+
+    Args:
+        part: A clock and a mode of ``sleeping_script``, as ``virtual-ddp``.
+    """
+    clock, _, mode = part.partition("-")
+    forward_s, backward_s = FORWARD_S[clock], 2 * FORWARD_S[clock]
+    counts, rows = {"warmup": 2, "rounds": 1, "steps": 3}, []
+    for share in SHARES:
+        per_layer = share * backward_s / (1 if mode == "ddp" else 3)  # FSDP2: two all-gathers and a reduce-scatter
+        words = [mode, str(LAYERS), str(forward_s), str(backward_s), str(VALUES)]
+        asked = Emulation(
+            path=SCRIPT, arguments=words, world_size=WORLD, virtual=clock == "virtual", counts=counts
+        )  # fmt: skip
+        found = emulate(asked, lambda collective, seconds=per_layer: seconds, progress=False)  # type: ignore[misc]
+        closed = (ddp_seconds if mode == "ddp" else fsdp2_seconds)(forward_s, backward_s, per_layer)
+        row = {"communication_s": sum(each["seconds"] * each["calls_per_step"] for each in found["collectives"])}
+        rows.append({**row, "step_s": found["iteration_s"], "closed_form_s": closed})
+    return [{**row, "error_percent": 100 * (row["step_s"] / row["closed_form_s"] - 1)} for row in rows]
+
+
+def compare(box: Box) -> list[Row]:
+    """Seconds of calls and of training steps: real, and emulated with the measured durations of the real calls."""
+    calls = _calls(box)
+    delays = {4 * int(values): statistics.median(seconds) for values, seconds in calls.items()}
+
+    def delay(collective: Collective) -> float:
+        return delays.get(collective.num_bytes, 1e-3)
+
+    emulated = _calls(box, delay)
+    rows = [
+        (f"all_reduce of {4 * int(values) / 1e6:g} MB", statistics.median(real), statistics.median(emulated[values]))
+        for values, real in calls.items()
+    ]
+    for values in CALLED[1:]:
+        words = ["ddp", str(LAYERS), str(BOX_FORWARD_S), str(BOX_BACKWARD_S), str(values)]
+        found = emulate(_emulation(box, words), delay, progress=False)
+        what = f"DDP step, {LAYERS} buckets of {4 * values / 1e6:g} MB"
+        rows.append((what, statistics.median(_real(box, words)), found["iteration_s"]))
+    return [
+        {"box": box.name, "what": what, "real_s": real, "emulated_s": own, "error_percent": 100 * (own / real - 1)}
+        for what, real, own in rows
+    ]
+
+
+def _calls(box: Box, delay: Any = None) -> dict[str, list[float]]:
+    """Seconds of single calls by number of values, without those of the first steps."""
+    with tempfile.TemporaryDirectory(prefix="stepsight-") as temporary:
+        out = Path(temporary) / "calls.json"
+        words = ["calls", str(out), *map(str, CALLED)]
+        if delay is None:
+            _real(box, words)
+        else:
+            emulate(_emulation(box, words), delay, progress=False)
+        return {values: seconds[COUNTS["warmup"] :] for values, seconds in json.loads(out.read_text()).items()}
+
+
+def _emulation(box: Box, words: list[str]) -> Emulation:
+    ranks, near = box.num_ranks, box.ranks_per_node
+    return Emulation(path=SCRIPT, arguments=words, world_size=ranks, devices_per_node=near, counts=COUNTS)
+
+
+def _real(box: Box, words: list[str]) -> list[float]:
+    """Seconds of each step, of the slowest rank."""
+    settings = {"script": str(SCRIPT), "arguments": words, "timeout_s": 600, "profile_steps": 0, **COUNTS}
+    with tempfile.TemporaryDirectory(prefix="stepsight-") as temporary:
+        folder = Path(temporary)
+        ranks = run_ranks(settings, folder, folder / "log", Ranks.in_box(box.to_dict()), lambda doing: None)
+    steps = [[seconds for steps in rank["rounds"] for seconds in steps] for rank in ranks]
+    return [max(column) for column in zip(*steps, strict=True)]
+
+
+def run(options: argparse.Namespace) -> tuple[Any, str]:
+    """All parts, or those that were asked for."""
+    figures: Row = {}
+    texts = []
+    for part in options.only or PARTS:
+        boxes = options.box or ["2x1@200mbit", "4x1@200mbit"]
+        rows = [row for box in boxes for row in compare(read_box(box))] if part == "box" else sweep(part)
+        figures[part] = rows
+        titles = {f"{key[:-2].replace('_', ' ')} ms" if key.endswith("_s") else key: key for key in rows[0]}
+        texts.append(f"{part}\n{rows_text(rows, titles, 2)}")
+        if part.endswith("ddp"):
+            found, closed = knee(rows), expected_knee(FORWARD_S[part.partition("-")[0]])
+            figures[f"{part}-knee"] = found
+            texts.append(
+                f"flat step {1e3 * found['flat_s']:.1f} ms (closed form {1e3 * closed['flat_s']:.1f}), then slope "
+                f"{found['slope']:.3f} ({closed['slope']:.0f}) from {1e3 * found['knee_s']:.1f} ms of communication "
+                f"({1e3 * closed['knee_s']:.1f}: the backward pass without its first layer)"
+            )
+    return figures, "\n\n".join(texts)
+
+
+STUDY = Study(
+    "emulate",
+    "Emulate rank 0 of 256 of a script whose layers sleep, over the time of its communication, and compare with "
+    "closed forms, on a virtual and on a real clock; compare emulated with real ranks of clusters in a box (needs "
+    "root and iproute2). Times mean something on a machine that does nothing else.",
+    run,
+    {
+        "--only": {"choices": PARTS, "action": "append", "help": "a part alone (repeatable)"},
+        "--box": {"action": "append", "help": "boxes of that part (default: 2x1@200mbit and 4x1@200mbit)"},
+    },
+)

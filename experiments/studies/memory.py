@@ -1,0 +1,305 @@
+"""Predicted peak memory against PyTorch's own count, and against published runs.
+
+The first reference is torch's ``MemTracker`` in training steps of the harness in a fake world: tensors are fake and
+messages go nowhere, but every storage is made and freed as in a real run.  Plain data parallelism is left out: DDP's
+reducer reads data that fake tensors lack.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed._tools.mem_tracker import MemTracker
+from torch.distributed.pipelining import schedules as pipelines
+from torch.distributed.pipelining import stage as stages_of_pipelines
+from torch.testing._internal.distributed.fake_pg import FakeStore  # importing it registers the backend
+
+from stepsight.dataset.base.errors import JobError
+from stepsight.dataset.hardware.hardware import HARDWARE, Hardware
+from stepsight.dataset.harness.models import parallel
+from stepsight.dataset.job.job import Job
+from stepsight.experiments.evaluation.row_jobs import job_of
+from stepsight.experiments.evaluation.runs_table import Row as Run
+from stepsight.experiments.evaluation.runs_table import read_runs_table
+from stepsight.experiments.studies.study import Row, Study, rows_text
+from stepsight.simulator.memory import StageMemory, estimate_memory
+
+GIB = 2**30
+FITTED_GPUS = 8  # the next constant was fitted on runs with at most this many
+HELD_SHARE = 0.15  # share of tensors' bytes: blocks that the allocator keeps without a tensor
+TRACKER = "MemTracker"
+
+
+def memory_row(source: str, name: str, truth: float, estimate: float, *, judges: bool = True) -> Row:
+    """A comparison of bytes at the peak; ``judges``: no constant was fitted on it."""
+    row: Row = {"source": source, "name": name, "truth_bytes": truth, "estimate_bytes": estimate, "judges": judges}
+    return {**row, "error": estimate / truth - 1}
+
+
+# --- PyTorch in a fake world ------------------------------------------------------------------------------------------
+
+_SIZES: tuple[Row, ...] = (
+    {"layers": 4, "hidden": 256, "heads": 4, "vocab": 1024, "seq_len": 256, "micro_batch": 4},
+    {"layers": 4, "hidden": 512, "heads": 4, "vocab": 1024, "seq_len": 64, "micro_batch": 1},
+    {"layers": 6, "hidden": 512, "heads": 8, "vocab": 8192, "seq_len": 128, "micro_batch": 2},
+)
+_LLAMA: Row = {"family": "llama", "ffn": 704}
+_WAYS: tuple[tuple[int, Row], ...] = (  # rank, changes
+    (0, {}),
+    (0, {"micro_batches": 3}),
+    (0, {**_LLAMA, "kv_heads": 2}),
+    (0, {**_LLAMA, "micro_batches": 3}),
+    (0, {"tied_embeddings": True}),
+    (0, {"recompute": "full"}),
+    (0, {**_LLAMA, "recompute": "full", "micro_batches": 2}),
+    (0, {"tp": 2}),
+    (0, {"tp": 2, "sequence_parallel": True}),
+    (0, {**_LLAMA, "tp": 4, "sequence_parallel": True, "micro_batches": 2}),
+    (0, {"dp": 8, "zero_stage": 3}),
+    (0, {**_LLAMA, "dp": 8, "zero_stage": 3, "micro_batches": 2}),
+    (0, {"dp": 4, "zero_stage": 3, "recompute": "full"}),
+    (0, {"dp": 4, "zero_stage": 3, "recompute": "full", "micro_batches": 3}),
+    (0, {"dp": 4, "tp": 2, "zero_stage": 3, "sequence_parallel": True}),
+    # In bf16 the harness has its loss in bf16, unlike other frameworks: a small vocabulary makes this unimportant.
+    (0, {"dp": 8, "zero_stage": 3, "precision": "bf16", "vocab": 128}),
+    (0, {**_LLAMA, "dp": 64, "zero_stage": 3, "precision": "bf16", "vocab": 128, "recompute": "full"}),
+    (0, {"pp": 2, "micro_batches": 4}),
+    (1, {"pp": 2, "micro_batches": 4}),
+    (1, {"pp": 4, "layers": 4, "micro_batches": 8}),
+    (0, {"pp": 4, "layers": 4, "micro_batches": 8, "schedule": "gpipe"}),
+    (3, {"pp": 4, "layers": 4, "micro_batches": 4, "recompute": "full"}),
+    (2, {"pp": 2, "tp": 2, "micro_batches": 4, "sequence_parallel": True}),
+    (0, {"pp": 2, "dp": 2, "micro_batches": 4}),
+)
+_MODEL = ("family", "layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "seq_len", "tied_embeddings")
+
+
+def tracked_job(values: Mapping[str, Any]) -> Job:
+    """A job of the harness from sizes and changes."""
+    merged: Row = {"family": "gpt", "tp": 1, "pp": 1, "dp": 1, "micro_batches": 1, **values}
+    micro, many = merged.pop("micro_batch"), merged.pop("micro_batches")
+    model = {key: merged.pop(key) for key in _MODEL if key in merged}
+    precision = merged.pop("precision", "fp32")
+    devices = merged["tp"] * merged["pp"] * merged["dp"]
+    return Job.from_dict(
+        {
+            "model": model,
+            "parallel": merged,
+            "batch": {"micro_batch": micro, "global_batch": micro * many * merged["dp"], "precision": precision},
+            "cluster": {"hardware": "local-cpu", "devices_per_node": devices, "fabric": "loopback"},
+        }
+    )
+
+
+def tracked_row(job: Job, rank: int = 0) -> Row:
+    """One rank of a job, tracked and estimated."""
+    p = job.parallel
+    stage = estimate_memory(job, HARDWARE["local-cpu"]).stages[rank // (p.tp * p.dp)]
+    name = job.name + (f" {p.recompute}" if p.recompute != "none" else "") + (f" rank {rank}" if rank else "")
+    return memory_row(TRACKER, name, tracked_peak(job, rank), stage.tensors)
+
+
+class _Tracker(MemTracker):
+    """Only storages: statistics of modules allow one micro-batch."""
+
+    def _pre_fw_hook(self, *arguments: object) -> None: ...
+
+    def _post_fw_hook(self, *arguments: object) -> None: ...
+
+    def _pre_bw_hook(self, *arguments: object) -> None: ...
+
+    def _post_bw_hook(self, *arguments: object) -> None: ...
+
+    def forget_peak(self) -> None:
+        self._peak_mem = dict.fromkeys(self._peak_mem, 0)
+
+
+def tracked_peak(job: Job, rank: int = 0) -> int:
+    """Bytes of all tensors of a rank at the peak of its second step.
+
+    Raises:
+        JobError: If the fake world cannot run it.
+    """
+    p = job.parallel
+    sharded = p.zero_stage == 3 and p.dp > 1
+    if p.dp > 1 and p.pp == 1 and not sharded:
+        raise JobError("DDP does not run on fake tensors: dp > 1 needs zero_stage 3 or pp > 1")
+    device = torch.device("cpu")
+    table = job.to_dict()
+    with ExitStack() as stack:
+        if job.batch.precision == "bf16" and not sharded:
+            raise JobError("mixed precision is FSDP2's here: bf16 needs zero_stage 3 and dp > 1")
+        stack.enter_context(_fake_world(p.tp * p.pp * p.dp, rank))
+        if p.tp * p.pp * p.dp > 1:
+            parallel.device_mesh("cpu", pp=p.pp, dp=p.dp, tp=p.tp)  # with real numbers, before all tensors are fake
+        stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        training = parallel.Training(table, device)
+        tracker = _Tracker()
+        tracker.track_external(training.model, training.optimizer, training.tokens, training.targets)
+        with tracker:
+            training.step()
+            tracker.forget_peak()
+            training.step()
+        return int(tracker.get_tracker_snapshot("peak")[device]["Total"])
+
+
+@contextmanager
+def _fake_world(size: int, rank: int) -> Iterator[None]:
+    if size == 1:
+        yield
+        return
+    parallel.device_mesh.cache_clear()
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
+    try:
+        with mock.patch.object(pipelines._PipelineSchedule, "_warmup_p2p", _agree_on_static_shapes):
+            yield
+    finally:
+        dist.destroy_process_group()
+        parallel.device_mesh.cache_clear()
+
+
+def _agree_on_static_shapes(_: object, stages: list[object], *__: object) -> None:
+    """Stages exchange messages about whether their shapes are static; they are."""
+    for stage in stages:
+        stage._inference_mode = stages_of_pipelines.InferenceMode.STATIC  # type: ignore[attr-defined]
+
+
+# --- published runs ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryColumn:
+    """What a source's column counts, in GiB.
+
+    Attributes:
+        word: That its name holds.
+        hardware: A preset with its devices' reserve.
+        fragments: Whether blocks that the allocator holds and no tensor fills are in it.
+        context: Whether what the driver and libraries hold is in it.
+        fused_attention: Of its framework.
+    """
+
+    word: str
+    hardware: str
+    fragments: bool
+    context: bool
+    fused_attention: bool = True
+
+    def count(self, stage: StageMemory, hardware: Hardware) -> float:
+        """The value that the source would have measured."""
+        tensors = stage.tensors * (1 + HELD_SHARE) if self.fragments else stage.tensors
+        return tensors + hardware.reserved_bytes if self.context else tensors
+
+
+SOURCES = (
+    MemoryColumn("SimuMax", "h100-sxm-80gb", False, False),  # torch.cuda.max_memory_allocated, largest of all ranks
+    MemoryColumn("torchtitan", "h100-sxm-80gb", True, False),  # torch.cuda's reserved bytes
+    MemoryColumn("BLOOM", "a100-sxm-80gb", True, True, False),  # nvidia-smi
+)
+
+
+def published_job(row: Run, source: MemoryColumn) -> Job:
+    """The job of a row, on devices with a known reserve.
+
+    Raises:
+        JobError: If the row leaves out what matters, or no job says what ran.
+    """
+    if source.word == "torchtitan" and row.text("recompute") == "selective":
+        raise JobError("selective recomputation is chosen op by op there")
+    job = job_of(row).job
+    precision = "fp16" if job.batch.precision == "fp16" else "bf16"  # only the products are in fp8
+    return replace(
+        job,
+        model=replace(job.model, fused_attention=source.fused_attention),
+        batch=replace(job.batch, precision=precision),
+        cluster=replace(job.cluster, hardware=source.hardware),
+    )
+
+
+def published_rows(path: Path) -> tuple[list[Row], dict[str, int]]:
+    """Rows of a table with measured memory, and why others of them were left out."""
+    rows: list[Row] = []
+    skipped: dict[str, int] = defaultdict(int)
+    for run in read_runs_table(path):
+        used = run.real("memory_gb")
+        if used is None:
+            continue
+        source = next((s for s in SOURCES if s.word in run.source), None)
+        try:
+            if source is None:
+                raise JobError("what it counts is unknown")
+            job = published_job(run, source)
+        except JobError as error:
+            skipped[f"{run.source.split()[0]}: {error}"] += 1
+            continue
+        hardware = HARDWARE[source.hardware]
+        memory = estimate_memory(job, replace(hardware, memory_bytes=float("1e15")))
+        fitted = source.context and job.cluster.num_devices <= FITTED_GPUS
+        estimate = source.count(memory.stages[memory.fullest], hardware)
+        rows.append(memory_row(source.word, job.name, used * GIB, estimate, judges=not fitted))
+    return rows, dict(skipped)
+
+
+def summarise_memory(rows: Sequence[Row]) -> dict[str, dict[str, float]]:
+    """Number, median and largest absolute error, and median signed error, by source and over all published runs."""
+    groups = defaultdict(list)
+    for row in rows:
+        if row["judges"]:
+            groups[row["source"]].append(row["error"])
+            if row["source"] != TRACKER:
+                groups["published"].append(row["error"])
+    return {
+        name: {
+            "rows": len(errors),
+            "median": statistics.median(map(abs, errors)),
+            "worst": max(map(abs, errors)),
+            "bias": statistics.median(errors),
+        }
+        for name, errors in groups.items()
+    }
+
+
+def run(options: argparse.Namespace) -> tuple[Any, str]:
+    """Track every size with every strategy, and read a table of published runs if there is one."""
+    rows = [tracked_row(tracked_job({**size, **change}), rank) for size in _SIZES for rank, change in _WAYS]
+    published, skipped = published_rows(options.runs) if options.runs is not None else ([], {})
+    rows += published
+    summary = summarise_memory(rows)
+    shown = [
+        {**row, "truth": row["truth_bytes"] / 1e9, "estimate": row["estimate_bytes"] / 1e9,
+         "percent": 100 * row["error"], "fitted": "" if row["judges"] else "fitted"}
+        for row in rows
+    ]  # fmt: skip
+    columns = {"source": "source", "job": "name", "truth GB": "truth", "estimate GB": "estimate",
+               "error %": "percent", "": "fitted"}  # fmt: skip
+    sums = [
+        {"source": name, "rows": of["rows"], **{key: 100 * of[key] for key in ("median", "worst", "bias")}}
+        for name, of in summary.items()
+    ]
+    titles = {"source": "source", "rows": "rows", "median %": "median", "worst %": "worst", "bias %": "bias"}
+    left_out = [f"left out {count}: {why}" for why, count in skipped.items()]
+    text = "\n".join([rows_text(shown, columns, 3), "", rows_text(sums, titles), *left_out])
+    return {"summary": summary, "rows": rows, "skipped": skipped}, text
+
+
+STUDY = Study(
+    "memory",
+    "Compare predicted peak memory with measured peak memory. "
+    "The first reference is PyTorch's own count of every tensor, in training steps of the harness on fake tensors. "
+    "The second one is the column memory_gb of a table of published runs, if one is given. Its sources count "
+    "differently: bytes that the allocator gave to tensors, bytes that it reserved, or what the device shows. The part "
+    "that the allocator holds beyond tensors was fitted on runs of at most 8 GPUs, which are marked and do not judge.",
+    run,
+    {"runs": {"type": Path, "nargs": "?", "help": "table of published runs (.csv.gz)"}},
+)

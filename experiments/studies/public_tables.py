@@ -1,0 +1,300 @@
+"""Kernels, collectives and whole devices of public tables, each predicted by what is left of the tables."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from stepsight.dataset.base.errors import StepsightError
+from stepsight.dataset.hardware.hardware import Fabric, Hardware, Link, find_fabric, find_hardware
+from stepsight.dataset.hardware.physics import roofline_seconds
+from stepsight.dataset.kinds.op import OP_KINDS, Collective, Op
+from stepsight.dataset.tables import Measurements, read_table
+from stepsight.experiments.evaluation.table_errors import group_of
+from stepsight.experiments.studies.study import Row, Study, rows_text
+from stepsight.training.collectives.between_nodes import UNFITTED, fit_site
+from stepsight.training.kernels.derived_kinds import dtype_class
+from stepsight.training.kernels.kernel_models import fit_kernels, op_rows
+from stepsight.training.predictor.predictor import Predictor, shipped_names, teacher_of
+from stepsight.training.shipped.catalogue import RECIPES, read_links, read_recipe
+from stepsight.training.shipped.from_tables import CollectiveRows, OpRows, fit_links
+from stepsight.training.transfer.family_figures import LONG_S
+from stepsight.training.transfer.fit_transfer import fit_ops
+from stepsight.training.transfer.own_table import OwnTable, own_table
+
+Array = NDArray[np.float64]
+Mask = NDArray[np.bool_]
+FOLDS = 5  # a fifth of the shapes is held out
+CALIBRATED_RANKS = 64
+JUDGED = 3000  # products that judge each fit of a transfer
+
+
+# --- kernels ----------------------------------------------------------------------------------------------------------
+
+
+def _heads(op: Op) -> Hashable:
+    dims = dict(zip(OP_KINDS[op.kind].dim_names, op.dims, strict=True))
+    return dims["heads"], dims["kv_heads"], dims["head_dim"]
+
+
+SPLITS: dict[str, dict[str, Callable[[Op], Hashable]]] = {
+    "gemm": {"unseen n, k": lambda op: op.dims[1:]},
+    "attention": {"unseen heads": _heads},
+}
+
+
+def kernel_figures(name: str, rows: OpRows, hardware: Hardware, seed: int = 0) -> list[Row]:
+    """Errors in percent of all families of one device on held-out shapes, with all splits."""
+    families: dict[tuple[str, str], list[int]] = {}
+    for index, op in enumerate(rows.ops):
+        families.setdefault((op.family, dtype_class(op, hardware)), []).append(index)
+    found = []
+    for (family, precision), indices in families.items():
+        own = rows.take(np.array(indices))
+        for split, group in {"random": lambda op: (op.kind, op.dims), **SPLITS.get(family, {})}.items():
+            held = held_out([group(op) for op in own.ops], seed)
+            label = f"{family}/{precision}" if precision else family
+            found.append({"predictor": name, "ops": label, "split": split, **_kernel_errors(own, held, hardware, seed)})
+    return found
+
+
+def held_out(groups: Sequence[Hashable], seed: int) -> Mask:
+    """Rows of a fifth of the groups, ``(rows,)``."""
+    distinct = list(dict.fromkeys(groups))
+    chosen = np.random.default_rng(seed).permutation(len(distinct))[: max(len(distinct) // FOLDS, 1)]
+    left = {distinct[index] for index in chosen.tolist()}
+    return np.array([group in left for group in groups], dtype=np.bool_)
+
+
+def _kernel_errors(rows: OpRows, held: Mask, hardware: Hardware, seed: int) -> Row:
+    """Fit regressors on the rows that are not held out, and compare the others with their predictions."""
+    kept, left = rows.take(np.flatnonzero(~held)), rows.take(np.flatnonzero(held))
+    model = fit_kernels(kept.ops, 1, kept.seconds, hardware, variants=kept.variants, seed=seed, judged=False)
+    off = _off(model.regressor.seconds(op_rows(left.ops, hardware, 1, left.variants)), left.seconds)
+    own = left.variants == 0  # of the software that the predictor predicts for
+    return {
+        "rows": len(left),
+        "mape": float(off.mean()),
+        "median": float(np.median(off)),
+        "p90": float(np.percentile(off, 90)),
+        "own_mape": _mean(off[own]),
+        "long_mape": _mean(off[own & (left.seconds >= LONG_S)]),
+        "roofline_mape": _mean(_off(np.array([roofline_seconds(op, hardware) for op in left.ops]), left.seconds)),
+    }
+
+
+def _off(predicted: Array, measured: Array) -> Array:
+    return np.asarray(100 * np.abs(predicted / measured - 1))
+
+
+def _mean(off: Array) -> float | None:
+    return float(off.mean()) if len(off) else None
+
+
+def run_kernels(options: argparse.Namespace) -> tuple[Any, str]:
+    """Judge the kernels of every recipe."""
+    figures = []
+    for name, recipe in RECIPES.items():
+        hardware = find_hardware(recipe.hardware)
+        if options.only in (None, name) and hardware is not None:
+            figures += kernel_figures(name, read_recipe(replace(recipe, lent={}), options.data)[0], hardware)
+    columns = {"predictor": "predictor", "ops": "ops", "split": "split", "rows": "rows", "MAPE %": "mape",
+               "median": "median", "p90": "p90", "own software": "own_mape", "own, long": "long_mape",
+               "roofline": "roofline_mape"}  # fmt: skip
+    return {"figures": figures}, rows_text(figures, columns)
+
+
+# --- collectives between nodes ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """Measurements between the nodes of one cluster: its table's rows of a fabric, and the links that are stated."""
+
+    name: str
+    path: str
+    links: Fabric
+    predictor: str
+
+    @property
+    def fabric(self) -> str:
+        """Name in the rows."""
+        return f"nccl-tests-example-{self.name}"
+
+
+# The links of ``cluster00`` are not stated: 14 GB/s are the bandwidth of its longest messages.
+_H100, _TESTS = find_fabric("dgx-h100"), "collectives/nccl-tests-cluster"
+SITES = (
+    Site("cluster01", _TESTS, _H100, "h100-sxm"),
+    Site("cluster00", _TESTS, replace(_H100, name="cluster00", inter_node=Link(14e9, 10e-6)), "h100-sxm"),
+)
+
+
+def collective_figures(site: Site, data: Path, predictor: Predictor) -> list[Row]:
+    """Errors in percent of each class of one site's rows, and of all of them."""
+    works, seconds = site_rows(site, read_table("nccl-tests", data / site.path))
+    small = small_groups(works)
+    links, _ = read_links(RECIPES[site.predictor], data)
+    others = fit_links(without(links, site, works)).between
+    assert others is not None
+    own = [work for work, fitted in zip(works, small, strict=True) if fitted]
+    models: dict[str, Any] = {
+        "shipped": predictor.collective,
+        "left_out": others,
+        "unfitted": UNFITTED,
+        "calibrated": fit_site(others, own, site.links, seconds[small]),
+    }
+    off = {name: _off(model.seconds(works, site.links), seconds) for name, model in models.items()}
+    classes: dict[tuple[str, str, str], list[int]] = {}
+    for place, work in enumerate(works):
+        classes.setdefault(group_of(work, 0.0), []).append(place)
+    figures = []
+    for (kind, size, ranks), index in [*sorted(classes.items()), (("all", "", ""), list(range(len(works))))]:
+        judged = [each for each in index if not small[each]]
+        row = {"site": site.name, "kind": kind, "size": size, "ranks": ranks, "rows": len(index)}
+        row |= {name: _mean(off[name][judged if name == "calibrated" else index]) for name in models}
+        figures.append({**row, "calibrated_rows": len(judged)})
+    return figures
+
+
+def site_rows(site: Site, measured: Measurements) -> tuple[list[Collective], Array]:
+    """Distinct collectives between the nodes of a site, and the median of their seconds."""
+    found: dict[Collective, list[float]] = {}
+    for work, fabric, seconds in zip(measured.works, measured.fabric, measured.seconds, strict=True):
+        if fabric == site.fabric and isinstance(work, Collective) and work.num_nodes > 1:
+            found.setdefault(work, []).append(float(seconds))
+    return list(found), np.array([np.median(times) for times in found.values()])
+
+
+def small_groups(works: Sequence[Collective]) -> Mask:
+    """Rows of at most 64 ranks; if there are no others, those with fewer ranks than the median."""
+    ranks = np.array([work.group_size for work in works])
+    most = CALIBRATED_RANKS if ranks.max() > CALIBRATED_RANKS else np.median(ranks) - 1
+    return np.asarray(ranks <= most)
+
+
+def without(links: CollectiveRows, site: Site, works: Sequence[Collective]) -> CollectiveRows:
+    """Rows without those of a site, which are the ones that equal its own on its own links."""
+    own, pairs = set(works), zip(links.collectives, links.fabrics, strict=True)
+    kept = [index for index, (work, fabric) in enumerate(pairs) if not (work in own and fabric == site.links)]
+    return links.take(np.array(kept, dtype=np.int64))
+
+
+def run_collectives(options: argparse.Namespace) -> tuple[Any, str]:
+    """Judge the collectives of every site."""
+    figures = []
+    for site in SITES:
+        figures += collective_figures(site, options.data, Predictor.load(options.predictor or site.predictor))
+    columns = {"site": "site", "kind": "kind", "ranks": "ranks", "size": "size", "rows": "rows",
+               "shipped %": "shipped", "left out": "left_out", "unfitted": "unfitted",
+               "not fitted": "calibrated_rows", "calibrated": "calibrated"}  # fmt: skip
+    return {"figures": figures}, rows_text(figures, columns)
+
+
+# --- a device with few measurements -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A device, the folder of its tables, the predictors left out for it, and whether one of the same chip remains."""
+
+    device: str
+    folder: str
+    without: tuple[str, ...]
+    twin: bool = False
+
+
+CASES = (
+    Case("a100-sxm-80gb", "a100_sxm", ("a100-sxm",)),
+    Case("h100-sxm-80gb", "h100_sxm", ("h100-sxm", "h200-sxm")),
+    Case("h100-sxm-80gb", "h100_sxm", ("h100-sxm",), twin=True),
+    Case("h200-sxm-141gb", "h200_sxm", ("h200-sxm",), twin=True),
+    Case("b200-sxm-180gb", "b200_sxm", ("b200-sxm",)),
+    Case("l40s-pcie-48gb", "l40s", ()),
+)
+NONE = np.array([], dtype=np.int64)
+
+
+def products(case: Case, data: Path) -> OwnTable:
+    """The bf16 products of a device by the software that ran most of them."""
+    hardware = find_hardware(case.device)
+    assert hardware is not None, case.device
+    path = data / "kernels/aiconfigurator/data" / case.folder / "gemm"
+    rows = own_table(read_table("aiconfigurator", path).where(kind="linear"), hardware)
+    kept = [i for i, name in enumerate(rows.labels()) if name == "gemm" and rows.ops.variants[i] == 0]
+    return rows.take(np.array(kept), NONE)
+
+
+def transfer_figure(case: Case, rows: OwnTable, samples: int, seeds: int) -> Row:
+    """Train on some products and judge by others; errors in percent, means over seeds."""
+    teachers = [teacher_of(name) for name in shipped_names() if name not in case.without]
+    errors = []
+    for seed in range(seeds):
+        order = np.random.default_rng(seed).permutation(len(rows.ops))
+        few, left = rows.take(order[:samples], NONE), rows.take(order[samples:][:JUDGED], NONE).ops
+        transfer = fit_ops(few, teachers, "", seed=seed, say=lambda text: None)
+        alone = replace(fit_kernels(few.ops.ops, 1, few.ops.seconds, rows.hardware, seed=seed), derives=True)
+        roofline = np.array([roofline_seconds(op, rows.hardware) for op in left.ops])
+        offs = [_off(s, left.seconds) for s in (transfer.seconds(left.ops, 1), alone.seconds(left.ops, 1), roofline)]
+        long = left.seconds >= LONG_S
+        errors.append([offs[0].mean(), offs[0][long].mean(), offs[1].mean(), offs[1][long].mean(), offs[2].mean()])
+    names = ("transfer", "transfer_long", "alone", "alone_long", "roofline")
+    means = dict(zip(names, np.mean(errors, axis=0).tolist(), strict=True))
+    return {"device": case.device, "twin": "yes" if case.twin else "no", "samples": samples, **means}
+
+
+def run_transfer(options: argparse.Namespace) -> tuple[Any, str]:
+    """Judge every device with every number of measured products."""
+    if not all(count.isdigit() for count in options.samples.split(",")):
+        raise StepsightError(f"--samples must be numbers separated by commas, got {options.samples!r:.80}")
+    figures = []
+    for case in CASES:
+        if options.only in (None, case.device):
+            rows = products(case, options.data)
+            for count in map(int, options.samples.split(",")):
+                print(f"{case.device}: {count} samples", file=sys.stderr, flush=True)
+                figures.append(transfer_figure(case, rows, count, options.seeds))
+    columns = {"device": "device", "twin known": "twin", "samples": "samples", "transfer %": "transfer",
+               ">= 50 us": "transfer_long", "own rows alone %": "alone", ">= 50 us alone": "alone_long",
+               "roofline %": "roofline"}  # fmt: skip
+    return {"figures": figures}, rows_text(figures, columns)
+
+
+_DATA = {"--data": {"type": Path, "required": True, "help": "folder of the public tables"}}
+KERNELS = Study(
+    "kernels",
+    "Compare predicted with measured times of kernels, on held-out shapes of public tables. "
+    "A fifth of the shapes is held out in turn: shapes at random, and all shapes of some weights (n and k of a "
+    "product) or heads (of an attention), for every software that ran them. The roofline is that of the preset.",
+    run_kernels,
+    {**_DATA, "--only": {"choices": list(RECIPES), "help": "one predictor's data"}},
+)
+COLLECTIVES = Study(
+    "collectives",
+    "Compare predicted with measured times of collectives between nodes, at held-out sites. "
+    "Columns: the shipped predictor (it may have learned from this site), the same trained without the site, NCCL's "
+    "constants with nothing fitted, and factors fitted on the site's own rows of at most 64 ranks, or of its smaller "
+    "half where it has no more. The last column judges only the rows that were not fitted.",
+    run_collectives,
+    {**_DATA, "--predictor": {"type": Path, "help": "folder of a predictor to judge in place of the shipped one"}},
+)
+TRANSFER = Study(
+    "transfer",
+    "Compare predicted with measured products of a device with few measurements, without its shipped predictor. "
+    "The predictor of each device is left out, in a second case also that of its twin (H100 and H200 have one chip). "
+    "Products in bf16 are drawn at random, and others of them judge.",
+    run_transfer,
+    {
+        **_DATA,
+        "--samples": {"default": "50,200", "help": "numbers of measured products, separated by commas"},
+        "--only": {"choices": sorted({case.device for case in CASES}), "help": "one device"},
+        "--seeds": {"type": int, "default": 2, "help": "draws of the products"},
+    },
+)

@@ -1,0 +1,66 @@
+"""A study: one parser of arguments, one way to print, and one kind of table for all of this folder."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from stepsight.dataset.base.errors import StepsightError
+from stepsight.experiments.reports.text_table import Number, table
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Study:
+    """An entry of ``stepsight experiment``.
+
+    Attributes:
+        name: Of the entry.
+        about: What it measures, and what it needs.
+        run: From the options to figures that JSON can hold, and the same as text.
+        options: Flags, with the keywords that ``argparse`` takes; all studies also have ``--json``.
+    """
+
+    name: str
+    about: str
+    run: Callable[[argparse.Namespace], tuple[Any, str]]
+    options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+
+    def main(self, arguments: Sequence[str]) -> int:
+        """Parse the arguments, run, and print; returns the exit code."""
+        parser = argparse.ArgumentParser(prog=f"stepsight experiment {self.name}", description=self.about)
+        for flag, how in self.options.items():
+            parser.add_argument(flag, **how)
+        parser.add_argument("--json", action="store_true", help="print the figures as JSON")
+        options = parser.parse_args(arguments)
+        try:
+            figures, text = self.run(options)
+        except (StepsightError, OSError) as error:
+            print(f"error: {error}", file=sys.stderr)
+            return 2
+        print(json.dumps(figures, allow_nan=False) if options.json else text)
+        return 0
+
+
+def rows_text(rows: Sequence[Mapping[str, Any]], columns: Mapping[str, str], decimals: int = 1) -> str:
+    """A table of rows.
+
+    Args:
+        rows: By key; None prints as "-".
+        columns: Title of each column, and the key of its values; seconds print in the unit that the title ends in.
+        decimals: Of floats.
+    """
+
+    def cell(title: str, value: Any) -> object:
+        if value is None:
+            return "-"
+        if isinstance(value, float):
+            return Number(1e3 * value if title.endswith(" ms") else value, 3 if title.endswith(" s") else decimals)
+        return value
+
+    return table(list(columns), [[cell(title, row[key]) for title, key in columns.items()] for row in rows])

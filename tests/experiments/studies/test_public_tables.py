@@ -1,0 +1,95 @@
+"""Studies on public tables: a made-up GPU, a made-up site, and a device that runs at another device's efficiency."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from stepsight.dataset.hardware.hardware import find_fabric, find_hardware
+from stepsight.dataset.hardware.physics import roofline_seconds
+from stepsight.dataset.kinds.op import Collective, Op
+from stepsight.experiments.studies import public_tables
+from stepsight.training.collectives.between_nodes import BetweenNodes
+from stepsight.training.predictor.predictor import Predictor, teacher_of
+from stepsight.training.shipped.from_tables import CollectiveRows, OpRows
+from stepsight.training.transfer.own_table import OwnTable
+
+GPU, L40S = find_hardware("a100-sxm-80gb"), find_hardware("l40s-pcie-48gb")
+assert GPU is not None and L40S is not None
+SIZES = [(m, n, k) for m in (256, 512, 1024, 2048) for n in (512, 1024, 4096) for k in (512, 2048, 8192)]
+OPS = tuple(Op("linear", size) for size in SIZES)
+ROWS = OpRows(
+    OPS + OPS,
+    np.array([factor * roofline_seconds(op, GPU) for factor in (1.5, 1.6) for op in OPS]),
+    np.repeat([0, 1], len(OPS)),
+)
+SITE = public_tables.SITES[0]
+WORKS = [Collective("all_reduce", 1 << power, 8 * nodes, 8) for power in range(20, 30) for nodes in (2, 4, 16)]
+TRUTH = BetweenNodes({}, {}, {}).seconds(WORKS, SITE.links)
+
+
+def _links(name: str) -> CollectiveRows:
+    return CollectiveRows(tuple(WORKS), (find_fabric(name),) * len(WORKS), TRUTH, np.ones(len(WORKS), bool))
+
+
+def test_what_is_held_out_is_held_out_whole() -> None:
+    groups = list("aabbccddeeff")
+    held = public_tables.held_out(groups, seed=0)
+    assert {sum(held[i : i + 2]) for i in range(0, 12, 2)} == {0, 2} and held.sum() == 2
+    assert (public_tables.held_out(groups, seed=0) == held).all()
+
+
+def test_errors_are_of_shapes_that_were_not_fitted() -> None:
+    random, unseen = public_tables.kernel_figures("toy", ROWS, GPU)
+    assert (random["split"], unseen["split"]) == ("random", "unseen n, k")
+    assert random["rows"] == 2 * (len(OPS) // 5) and unseen["rows"] == 2 * 4
+    for figure in (random, unseen):
+        assert figure["mape"] < 8 < figure["roofline_mape"] and figure["median"] <= figure["p90"]
+    others = ROWS.take(np.flatnonzero(ROWS.variants == 1))
+    assert public_tables.kernel_figures("toy", others, GPU)[0]["own_mape"] is None  # software that nobody ran
+
+
+def test_json_is_strict_and_missing_data_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert public_tables.KERNELS.main(["--data", str(tmp_path)]) == 2
+    assert public_tables.TRANSFER.main(["--data", str(tmp_path), "--only", "l40s-pcie-48gb"]) == 2
+    assert "error: " in capsys.readouterr().err
+    monkeypatch.setattr(public_tables, "read_recipe", lambda recipe, data: (ROWS, {}))
+    assert public_tables.KERNELS.main(["--data", str(tmp_path), "--only", "a100-sxm", "--json"]) == 0
+    assert [row["ops"] for row in json.loads(capsys.readouterr().out)["figures"]] == ["gemm", "gemm"]
+
+
+def test_a_site_is_left_out_whole_and_a_small_one_is_judged_by_its_larger_half() -> None:
+    assert len(public_tables.without(_links("dgx-h100"), SITE, WORKS)) == 0
+    assert len(public_tables.without(_links("dgx-a100"), SITE, WORKS)) == len(WORKS)
+    small = [replace(work, group_size=min(work.group_size, 32)) for work in WORKS]
+    assert public_tables.small_groups(WORKS).sum() == 20 and public_tables.small_groups(small).sum() == 10
+
+
+def test_what_is_fitted_is_not_judged(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The columns of a site that behaves as NCCL's constants say."""
+    monkeypatch.setattr(public_tables, "read_table", lambda format, path: None)
+    monkeypatch.setattr(public_tables, "site_rows", lambda site, table: (WORKS, TRUTH))
+    monkeypatch.setattr(public_tables, "read_links", lambda recipe, data: (_links("dgx-h100"), None))
+    figures = public_tables.collective_figures(SITE, Path(), Predictor.load("h100-sxm"))
+    whole = figures[-1]
+    assert (whole["rows"], whole["calibrated_rows"]) == (30, 10)
+    assert whole["unfitted"] == pytest.approx(0, abs=1e-9) and whole["left_out"] == pytest.approx(0, abs=1e-9)
+    assert whole["calibrated"] < 1 and sum(figure["rows"] for figure in figures[:-1]) == 30
+
+
+def test_other_devices_help(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ten products at A100's efficiency say more with A100 known than alone."""
+    sizes = [(m, n, k) for m in (256, 1024, 4096) for n in (512, 2048, 8192) for k in (1024, 4096)]
+    ops = tuple(Op("linear", size) for size in sizes)
+    seconds = 1.2 * np.exp(teacher_of("a100-sxm").efficiency(ops)) * [roofline_seconds(op, L40S) for op in ops]
+    none = CollectiveRows((), (), np.zeros(0), np.zeros(0, dtype=np.bool_))
+    rows = OwnTable(L40S, OpRows(ops, seconds, np.zeros(len(ops), np.int64)), {"gemm": ("blas",)}, none, "", {})
+    monkeypatch.setattr(public_tables, "shipped_names", lambda: ("a100-sxm",))
+    figure = public_tables.transfer_figure(public_tables.CASES[-1], rows, samples=10, seeds=1)
+    assert figure["transfer"] < 3 and figure["transfer"] < figure["alone"]

@@ -1,0 +1,20 @@
+"""Every study has one entry, and its options are parsed alike."""
+
+from __future__ import annotations
+
+import pytest
+
+from stepsight.experiments.studies import runner
+from stepsight.cli.tools import EXPERIMENTS
+
+
+def test_the_command_names_the_studies_that_there_are() -> None:
+    assert set(EXPERIMENTS) == set(runner.STUDIES)
+
+
+@pytest.mark.parametrize("name", runner.STUDIES)
+def test_every_study_has_help_and_json(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        runner.main(name, ["--help"])
+    told = capsys.readouterr().out
+    assert ended.value.code == 0 and f"stepsight experiment {name}" in told and "--json" in told
