@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from stepsight.experiments.studies import runner
 from stepsight.cli.tools import EXPERIMENTS
+from stepsight.experiments.studies import runner
 
 
 def test_the_command_names_the_studies_that_there_are() -> None:
