@@ -14,12 +14,10 @@ from itertools import combinations
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from stepsight.experiments.evaluation.scored_row import Scored
 from stepsight.training.heldout import spearman
 
-Array = NDArray[np.float64]
 DIGITS = 12  # of a time: what is predicted alike is equal, whatever the last bits of its FLOP are
 TOP = 5
 
@@ -71,14 +69,11 @@ def regret(groups: Sequence[Hashable], predicted: Sequence[float], measured: Seq
     In each group the run with the shortest predicted time is chosen (the mean of those predicted alike); a group in
     which all are predicted alike leaves no choice and does not count.  None if no group does.
     """
-    by_group: dict[Hashable, list[tuple[float, float]]] = defaultdict(list)
-    for group, seconds, truth in zip(groups, predicted, measured, strict=True):
-        by_group[group].append((seconds, truth))
     costs = []
-    for rows in by_group.values():
-        said, truths = zip(*rows, strict=True)
-        if max(said) > min(said):
-            costs.append(chosen_time(said, truths) / min(truths) - 1.0)
+    for rows in grouped(range(len(groups)), groups.__getitem__).values():
+        times, truths = [predicted[i] for i in rows], [measured[i] for i in rows]
+        if max(times) > min(times):
+            costs.append(chosen_time(times, truths) / min(truths) - 1.0)
     return 100.0 * sum(costs) / len(costs) if costs else None
 
 
@@ -102,7 +97,7 @@ def best_scale(ideal: Sequence[float], measured: Sequence[float]) -> float:
     return float((1.0 / weight)[order][np.searchsorted(reached, reached[-1] / 2.0)])
 
 
-def _grouped(rows: Sequence[Scored], key: Callable[[Scored], Hashable]) -> dict[Hashable, list[int]]:
+def grouped(rows: Sequence[Any], key: Callable[[Any], Hashable]) -> dict[Hashable, list[int]]:
     """Indices of rows with the same key."""
     groups: dict[Hashable, list[int]] = defaultdict(list)
     for index, row in enumerate(rows):
@@ -111,10 +106,10 @@ def _grouped(rows: Sequence[Scored], key: Callable[[Scored], Hashable]) -> dict[
 
 
 def constant_mfu(rows: Sequence[Scored]) -> list[float]:
-    """Seconds of every row, in their order."""
-    groups = _grouped(rows, lambda row: (row.row.source, row.job.cluster.hardware, row.job.batch.precision))
+    """Seconds of every row by a constant MFU, in their order."""
     seconds = [0.0] * len(rows)
-    for indices in groups.values():
+    kinds = grouped(rows, lambda row: (row.row.source, row.job.cluster.hardware, row.job.batch.precision))
+    for indices in kinds.values():
         ideal = [rows[i].ideal_s * _bubble(rows[i]) for i in indices]
         scale = best_scale(ideal, [rows[i].measured_s for i in indices])
         for i, value in zip(indices, ideal, strict=True):
@@ -129,8 +124,8 @@ def _bubble(row: Scored) -> float:
 
 
 def carried_forward(rows: Sequence[Scored]) -> list[float | None]:
-    """Seconds of every row, in their order; None for the smallest runs of their series."""
-    series = _grouped(rows, series_of)
+    """Seconds of every row, carried forward, in their order; None for the smallest runs of their series."""
+    series = grouped(rows, series_of)
     return [_carried(row, [rows[i] for i in series[series_of(row)]]) for row in rows]
 
 
@@ -138,11 +133,10 @@ def _carried(row: Scored, series: Sequence[Scored]) -> float | None:
     fewest = min(other.row.gpus for other in series)
     if row.row.gpus == fewest:
         return None
-    batch = row.job.batch
 
     def unlike(other: Scored) -> tuple[float, float]:
         """Sort key for the smallest run that is most similar to a row: by micro-batch, then by sequences per device."""
-        micro = other.job.batch.micro_batch / batch.micro_batch
+        micro = other.job.batch.micro_batch / row.job.batch.micro_batch
         return max(micro, 1 / micro), abs(_sequences(other) / _sequences(row) - 1.0)
 
     start = min((other for other in series if other.row.gpus == fewest), key=unlike)
@@ -156,23 +150,15 @@ def _sequences(row: Scored) -> float:
 
 def series_of(row: Scored) -> Hashable:
     """Common properties of the runs of a series: all except the number of replicas and the batch."""
-    m, p, job = row.job.model, row.job.parallel, row.job
+    p, job = row.job.parallel, row.job
     degrees = (p.tp, p.pp, p.virtual_stages, p.cp, p.ep, p.sequence_parallel, p.recompute, p.recompute_every)
-    return (
-        row.row.source,
-        row.row.text("framework"),
-        m,
-        degrees,
-        p.zero_stage,
-        p.dp_shard,
-        job.batch.precision,
-        job.cluster.hardware,
-    )
+    software = row.row.source, row.row.text("framework")
+    return software, job.model, degrees, p.zero_stage, p.dp_shard, job.batch.precision, job.cluster.hardware
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class ChoiceGroup:
-    """Measured runs of one model on the same devices with the same global batch.
+    """Measured runs of one model on the same devices with the same global batch, between which a user could choose.
 
     Attributes:
         source: Who measured.
@@ -214,10 +200,9 @@ def choice_groups(rows: Sequence[Scored]) -> list[ChoiceGroup]:
     the software, and those whose runs are all predicted alike.
     """
     naive = constant_mfu(rows)
-    groups = _grouped(rows, lambda row: row.choice)
     return [
         _group([rows[i] for i in indices], [naive[i] for i in indices])
-        for indices in groups.values()
+        for indices in grouped(rows, lambda row: row.choice).values()
         if len({rows[i].predicted_s for i in indices}) > 1 and len({_strategy(rows[i]) for i in indices}) > 1
     ]
 
@@ -232,10 +217,9 @@ def _strategy(row: Scored) -> Hashable:
 
 def _group(rows: Sequence[Scored], naive: Sequence[float]) -> ChoiceGroup:
     measured, predicted = [row.measured_s for row in rows], [row.predicted_s for row in rows]
-    best, everyone, job = min(measured), range(len(rows)), rows[0].job
+    best, job = min(measured), rows[0].job
     chosen = chosen_time(predicted, measured)
-    fastest = sorted(everyone, key=measured.__getitem__)[:TOP]
-    said = sorted(everyone, key=predicted.__getitem__)[:TOP]
+    fastest, first = (sorted(range(len(rows)), key=times.__getitem__)[:TOP] for times in (measured, predicted))
     pairs = [(predicted[one], predicted[two]) for one, two in combinations(fastest, 2)]  # the faster run first
     return ChoiceGroup(
         source=rows[0].row.source,
@@ -248,7 +232,7 @@ def _group(rows: Sequence[Scored], naive: Sequence[float]) -> ChoiceGroup:
         regret=100.0 * (chosen / best - 1.0),
         random_regret=100.0 * (chosen_time([0.0] * len(rows), measured) / best - 1.0),
         constant_mfu_regret=100.0 * (chosen_time(naive, measured) / best - 1.0),
-        top_shared=100.0 * len(set(fastest) & set(said)) / TOP if len(rows) > TOP else None,
+        top_shared=100.0 * len(set(fastest) & set(first)) / TOP if len(rows) > TOP else None,
         top_order=100.0 * sum((one < two) + 0.5 * (one == two) for one, two in pairs) / len(pairs),
     )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import math
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -17,11 +17,11 @@ from stepsight.dataset.job.frameworks import GENERIC, unknown_frameworks
 from stepsight.dataset.job.job import Job
 from stepsight.experiments.evaluation.error_metrics import (
     ChoiceGroup,
-    Errors,
     carried_forward,
     choice_groups,
     constant_mfu,
     errors,
+    grouped,
     mean_figures,
     regret,
     share,
@@ -66,15 +66,17 @@ class Evaluation:
 
     def by(self, key: Callable[[Scored], str]) -> dict[str, list[Scored]]:
         """Rows that count, in groups."""
-        groups: dict[str, list[Scored]] = defaultdict(list)
-        for row in self.scored:
-            groups[key(row)].append(row)
-        return dict(groups)
+        return {str(name): [self.scored[i] for i in found] for name, found in grouped(self.scored, key).items()}
+
+    @property
+    def by_source(self) -> dict[str, list[Scored]]:
+        """Rows that count, by source."""
+        return self.by(lambda row: row.row.source)
 
     @property
     def points(self) -> dict[str, list[tuple[float, float]]]:
         """Measured and predicted seconds by source."""
-        return {name: [(r.measured_s, r.predicted_s) for r in rows] for name, rows in self.by(_source).items()}
+        return {name: [(r.measured_s, r.predicted_s) for r in rows] for name, rows in self.by_source.items()}
 
     def worst(self, most: int = 10) -> list[Scored]:
         """Rows with the largest absolute errors, the largest first."""
@@ -110,36 +112,24 @@ class Evaluation:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON; times in seconds, other figures in percent, except ``spearman`` and counts."""
-        by_source = self.by(_source)
-        references = {name: reference_figures(rows) for name, rows in by_source.items()}
+        by_source, overall = self.by_source, ("overall", self.scored)
+        kinds = self.by(lambda row: f"{row.row.source}: {row.kind}")
+        choices = {name: mean_figures([g for g in self.groups if g.source == name])
+                   for name in dict.fromkeys(group.source for group in self.groups)}  # fmt: skip
         return {
             "sources": {name: {"rows": n, **figures(by_source.get(name, ()))} for name, n in self.rows.items()},
             "overall": {"rows": sum(self.rows.values()), **figures(self.scored)},
             "skipped": dict(self.skipped),
             "warnings": self.warnings,
             "predictions": [row.to_dict() for row in self.scored],
-            "kinds": {name: figures(rows) for name, rows in self.by(_kind).items()},
-            "references": {**references, "overall": reference_figures(self.scored)},
-            "choices": self._choices(),
+            "kinds": {name: figures(rows) for name, rows in kinds.items()},
+            "references": {name: reference_figures(rows) for name, rows in [*by_source.items(), overall]},
+            "choices": {**choices, "overall": mean_figures(self.groups)},
             "groups": [group.to_dict() for group in self.groups],
             "suspect": {**figures(self.suspect), "predictions": [row.to_dict() for row in self.suspect]},
             "worst": [worst_row(row) for row in self.worst()],
             "interval_rows": {name: len(rows) for name, rows in published_widths().sources.items()},
         }
-
-    def _choices(self) -> dict[str, dict[str, float | None]]:
-        """Means over the groups of each source, and over all."""
-        sources = dict.fromkeys(group.source for group in self.groups)
-        by_source = {name: mean_figures([group for group in self.groups if group.source == name]) for name in sources}
-        return {**by_source, "overall": mean_figures(self.groups)}
-
-
-def _source(row: Scored) -> str:
-    return row.row.source
-
-
-def _kind(row: Scored) -> str:
-    return f"{row.row.source}: {row.kind}"
 
 
 def figures(rows: Sequence[Scored]) -> dict[str, float | None]:
@@ -157,24 +147,17 @@ def reference_figures(rows: Sequence[Scored]) -> dict[str, dict[str, float | Non
     """Errors of the baselines, and of the predictions on the rows that the second baseline can predict."""
     carried = [(row, seconds) for row, seconds in zip(rows, carried_forward(rows), strict=True) if seconds is not None]
     truth = [row.measured_s for row, _ in carried]
-    found: dict[str, Errors] = {
-        "constant_mfu": errors(constant_mfu(rows), [row.measured_s for row in rows]),
-        "carried_forward": errors([seconds for _, seconds in carried], truth),
-        "ours_where_carried": errors([row.predicted_s for row, _ in carried], truth),
+    return {
+        "constant_mfu": errors(constant_mfu(rows), [row.measured_s for row in rows]).to_dict(),
+        "carried_forward": errors([seconds for _, seconds in carried], truth).to_dict(),
+        "ours_where_carried": errors([row.predicted_s for row, _ in carried], truth).to_dict(),
     }
-    return {name: of.to_dict() for name, of in found.items()}
 
 
 def worst_row(row: Scored) -> dict[str, Any]:
     """A row with its breakdown."""
-    return {
-        **row.to_dict(),
-        "source": row.row.source,
-        "job": row.job.name,
-        "framework": row.framework.name,
-        "error": row.error,
-        "breakdown": row.breakdown,
-    }
+    what = {"source": row.row.source, "job": row.job.name, "framework": row.framework.name}
+    return {**row.to_dict(), **what, "error": row.error, "breakdown": row.breakdown}
 
 
 def evaluate(
@@ -261,8 +244,8 @@ def score(row: Row, predictor_of: PredictorOf) -> Scored:
     predictor = without_source(predictor_of(job.cluster.hardware), row.source)
     if predictor is not None:
         _check_lawful(row, job, predictor)
-    told = {} if predictor is None else predictor.manifest.get("calibration", {})
-    judged = is_copy(job, measured, told.get("judged_rows", ()))
+    calibration = {} if predictor is None else predictor.manifest.get("calibration", {})
+    judged = is_copy(job, measured, calibration.get("judged_rows", ()))
     predictions = [predict(one.job, predictor or ROOFLINE, software=row.software) for one in every]
     times = [prediction.iteration_time_s for prediction in predictions]
     seconds = times[0] if len(times) == 1 else math.exp(fmean(map(math.log, times)))

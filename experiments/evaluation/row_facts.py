@@ -144,13 +144,26 @@ def _gpus_per_node(row: Row) -> int:
 # What dgxc-benchmarking's models of PaxML recompute (paxml_mod_configs.py, v24.11.1): SAVE_DOT_ONLY keeps products, of
 # which Transformer Engine's attention is none, SAVE_QKV_OUT_PROJ those around attention.
 _PAXML_RECOMPUTES = {"gpt35b": "selective", "gpt3175b": "full"}
-# Flags in a row's notes (name=value) and the profile's field that they set.  That of tensor-parallel overlap
-# (``ub_tp_comm_overlap``) is not among them: notes have it of recipes whose launch scripts switch it on in any case
-# (dgxc-benchmarking v24.11.1 to v25.02, grok1/configure.sh and nemotron/configure.sh).
-_FLAGS = {
-    "overlap_grad_sync": "overlap_grad_reduce",
-    "overlap_param_sync": "overlap_param_gather",
-}
+# Columns of a row, what stands in them in small letters, and the fields of the profile that it sets.  The flag of
+# tensor-parallel overlap (``ub_tp_comm_overlap``) is not among them: notes have it of recipes whose launch scripts
+# switch it on in any case (dgxc-benchmarking v24.11.1 to v25.02, grok1/configure.sh and nemotron/configure.sh).
+# "MP mode DEFAULT" is Composer's name for parameters in half, reduction in full.  llm-foundry's tables with it came
+# with its sweep.sh of October 2023, which runs PyTorch 2.1, the first whose checkpoint stops early; earlier tables are
+# of PyTorch 1.13.  DeepSpeed's "BF16 optimizer" casts and adds to fp32 and all-reduces that.
+_STATED: tuple[tuple[str, str, dict[str, Any]], ...] = (
+    ("notes", r"\boverlap_grad_sync=true\b", {"overlap_grad_reduce": True}),
+    ("notes", r"\boverlap_grad_sync=false\b", {"overlap_grad_reduce": False}),
+    ("notes", r"\boverlap_param_sync=true\b", {"overlap_param_gather": True}),
+    ("notes", r"\boverlap_param_sync=false\b", {"overlap_param_gather": False}),
+    ("notes", r"async ?tp", {"overlap_tp": "torch-async"}),
+    ("notes", r"\bcompile\b", {"eager_kernels": False}),
+    ("framework notes", r"\bno (?:comm(?:unication)? )?overlap\b",
+     {"overlap_tp": "", "overlap_grad_reduce": False, "overlap_param_gather": False}),
+    ("precision", r"\bmxfp8|\bfp8-mx", {"fp8_scaling": "mxfp8"}),
+    ("precision", r"rowwise", {"fp8_scaling": "rowwise"}),
+    ("precision", r"mp mode default", {"gradients": "fp32", "checkpoint": EARLY_STOP}),
+    ("precision", r"bf16 optimizer", {"gradients": "fp32-cast", "reduce_scatter": False}),
+)  # fmt: skip
 T = TypeVar("T")
 
 
@@ -161,36 +174,18 @@ def framework_of(row: Row) -> Framework:
     container = row.text("container")
     dates = row.text("date"), release_month(container), *re.findall(r"\b20\d\d\b", source)
     dated = " ".join(filter(None, dates))
-    framework, notes = framework_in(row.text("framework"), container, dated), row.notes
+    framework = framework_in(row.text("framework"), container, dated)
     changes: dict[str, Any] = {"attention": attention_of(row.text("attention"))} if row.text("attention") else {}
-    for flag, field in _FLAGS.items():
-        stated = re.search(rf"\b{flag}=(true|false)\b", notes, re.IGNORECASE)
-        if stated:
-            changes[field] = stated[1].lower() == "true"
-    bucket = re.search(r"\bbucket_cap_mb=([0-9.]+)", notes)
+    for columns, words, fields in _STATED:
+        if re.search(words, " ".join(map(row.text, columns.split())).lower()):
+            changes |= fields
+    bucket = re.search(r"\bbucket_cap_mb=([0-9.]+)", row.notes)
     if bucket and number_in(bucket[1], "bucket_cap_mb") > 0:
         changes["bucket_mbytes"] = float(bucket[1])
-    if "async tp" in notes.lower() or "asynctp" in notes.lower():
-        changes["overlap_tp"] = "torch-async"
-    if re.search(r"\bcompile\b", notes.lower()):
-        changes["eager_kernels"] = False
-    if re.search(r"\bno (?:comm(?:unication)? )?overlap\b", f"{row.software} {notes}".lower()):
-        changes |= {"overlap_tp": "", "overlap_grad_reduce": False, "overlap_param_gather": False}
-    precision = row.text("precision").lower()
-    if "rowwise" in precision:
-        changes["fp8_scaling"] = "rowwise"
-    elif re.search(r"\bmxfp8|\bfp8-mx", precision):
-        changes["fp8_scaling"] = "mxfp8"
-    # Composer's name for parameters in half, reduction in full.  llm-foundry's tables with it came with its sweep.sh of
-    # October 2023, which runs PyTorch 2.1, the first whose checkpoint stops early; earlier tables are of PyTorch 1.13.
-    if "MP mode DEFAULT" in row.text("precision"):
-        changes |= {"gradients": "fp32", "checkpoint": EARLY_STOP}
     if framework.name == "paxml":
         changes["recompute"] = by_model(row, _PAXML_RECOMPUTES, framework.recompute)
-    if "nemo container" in row.software.lower() or "nemo:" in row.text("container").lower():
+    if "nemo container" in row.software.lower() or "nemo:" in container.lower():
         changes |= _container_habits(row, framework)
-    if "BF16 optimizer" in row.text("precision"):  # DeepSpeed's: casts and adds to fp32 and all-reduces that
-        changes |= {"gradients": "fp32-cast", "reduce_scatter": False}
     return replace(framework, **changes) if changes else framework
 
 
@@ -223,12 +218,11 @@ FIRST = "25.11"  # release: before it, runs were with all-to-alls and limited ca
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """A line of the table.
+    """A line of the table of Megatron-Bridge.
 
     Attributes:
         release: Container in which it appeared.
-        model: Beginning of a model's name without marks.
-        device: Word of the hardware.
+        model, device: Beginning of a model's name without marks; word of the hardware.
         precisions: ``bf16``, ``cs`` and ``sc`` (8 bits), ``mx`` (MXFP8) or ``nvfp4``.
         degrees: In the order of ``DEGREES``.
         dispatcher: As in ``ParallelSpec``.
@@ -295,7 +289,8 @@ def find_recipe(
         degrees: By ``DEGREES``; None: the row does not say.
     """
     container = re.search(r"\b(\d\d\.\d\d(?:\.\d\d)?)\b", software)
-    release, kind = container[1] if container else "", _precision_kind(precision.lower())
+    release, text = container[1] if container else "", precision.lower()
+    kind = next((word for word in ("nvfp4", "bf16", "mx") if word in text), "cs")
     device = re.sub("[^a-z0-9].*", "", hardware.lower())
     alike = [r for r in recipes() if model.startswith(r.model) and device == r.device]
     same = [r for r in alike if kind in r.precisions] or alike
@@ -309,11 +304,3 @@ def find_recipe(
     best = max(map(fit, same))
     newest_last = [recipe for recipe in same if fit(recipe) == best]
     return newest_last[-1] if best[1] else newest_last[0]
-
-
-def _precision_kind(text: str) -> str:
-    if "nvfp4" in text:
-        return "nvfp4"
-    if "bf16" in text:
-        return "bf16"
-    return "mx" if "mx" in text else "cs"

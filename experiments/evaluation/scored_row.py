@@ -83,6 +83,10 @@ class Scored:
         mixture = "moe" if self.job.model.experts else "dense"
         return f"{self.job.batch.precision} {mixture}"
 
+    def _times(self) -> dict[str, float]:
+        names = ("measured_s", "predicted_s", "low_s", "high_s")
+        return {name: getattr(self, name) for name in names}
+
     def to_flat_dict(self) -> dict[str, Any]:
         """One row of a table: the run, its times in seconds, its error in percent, its breakdown in seconds."""
         return {
@@ -92,10 +96,7 @@ class Scored:
             "framework": self.framework.name,
             "hardware": self.job.cluster.hardware,
             "devices": self.job.cluster.num_devices,
-            "measured_s": self.measured_s,
-            "predicted_s": self.predicted_s,
-            "low_s": self.low_s,
-            "high_s": self.high_s,
+            **self._times(),
             "error_percent": self.error,
             "in_interval": self.held,
             "open": self.open,
@@ -107,15 +108,8 @@ class Scored:
 
     def to_dict(self) -> dict[str, Any]:
         """The measured and predicted times in seconds and the profile, for JSON."""
-        return {
-            "row_id": self.row.row_id,
-            "profile": self.framework.name,
-            "measured_s": self.measured_s,
-            "predicted_s": self.predicted_s,
-            "low_s": self.low_s,
-            "high_s": self.high_s,
-            **({"open": self.open} if self.open else {}),
-        }
+        open_cells = {"open": self.open} if self.open else {}
+        return {"row_id": self.row.row_id, "profile": self.framework.name, **self._times(), **open_cells}
 
 
 PredictorOf = Callable[[str], Predictor | None]  # of a hardware's name; None: hardware facts answer

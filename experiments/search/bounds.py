@@ -46,6 +46,7 @@ from stepsight.simulator.iteration.lower_bounds import (
 from stepsight.simulator.memory.states import states_of
 from stepsight.simulator.programs.sizes import groups_of, rank_shape
 from stepsight.training.calibration.residual import MAX_LOG
+from stepsight.training.predictor.prediction import Prediction
 from stepsight.training.predictor.predictor import Predictor
 
 Ids = NDArray[np.int64]
@@ -72,15 +73,9 @@ class Bounds:
         return np.asarray(self.peak_bytes <= self.capacity_bytes)
 
 
-def grid_bounds(grid: Grid, timer: Timer, hardware: Hardware, predictor: Predictor | None) -> Bounds:
-    """Bound every strategy of a grid.
-
-    Args:
-        grid: The strategies.
-        timer: Of the latency model that predicts.
-        hardware: That of the latency model.
-        predictor: What predicts; None: hardware facts.
-    """
+def grid_bounds(grid: Grid, given: Prediction) -> Bounds:
+    """Bound every strategy of a grid, for the latency model and predictor of a prediction of the grid's job."""
+    timer, hardware = given.simulation.timer, given.simulation.hardware
     if grid.job.cluster.mixed:  # other devices may be faster, or have more memory
         timer, hardware = best_devices(grid.job, timer, hardware)
     table = ShapeTable(grid, timer, hardware)
@@ -88,7 +83,7 @@ def grid_bounds(grid: Grid, timer: Timer, hardware: Hardware, predictor: Predict
     blocks = [_Block(grid, number, table, sent, hardware) for number in range(len(grid.layouts))]
     seconds = np.concatenate([block.seconds().ravel() for block in blocks])
     peak_bytes = np.concatenate([block.peak_bytes().ravel() for block in blocks])
-    factor = least_factor(predictor) * (1.0 - ROUNDING)
+    factor = least_factor(given.predictor) * (1.0 - ROUNDING)
     return Bounds(seconds * factor, peak_bytes * (1.0 - ROUNDING), hardware.memory_bytes)
 
 

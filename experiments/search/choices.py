@@ -13,6 +13,7 @@ from stepsight.dataset.base.errors import JobError
 from stepsight.dataset.job.job import Job
 from stepsight.experiments.search.settings import Goal, Seconds
 from stepsight.simulator.memory import Memory
+from stepsight.training.predictor.ask_many import Answers
 from stepsight.training.predictor.prediction import Prediction
 
 if TYPE_CHECKING:
@@ -53,6 +54,15 @@ class Choice:
         choice = cls(prediction.job, memory.peak_bytes, memory.capacity_bytes, seconds, ask)
         choice.__dict__["prediction"] = prediction
         return choice
+
+    @classmethod
+    def of_answers(cls, jobs: Sequence[Job], answers: Answers, ask: Callable[[Job], Prediction]) -> list[Choice]:
+        """The strategies of jobs that were predicted together."""
+        rows = np.array(answers).T.tolist()
+        return [
+            cls(job, peak, capacity, (time_s, low_s, high_s) if peak <= capacity else None, ask)
+            for job, (time_s, low_s, high_s, peak, capacity) in zip(jobs, rows, strict=True)
+        ]
 
     @property
     def timed(self) -> Seconds:

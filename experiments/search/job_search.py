@@ -207,8 +207,7 @@ class _JobSearch:
     @cached_property
     def _bounds(self) -> Bounds:
         """Lower bounds of all strategies."""
-        simulation = self._given.simulation
-        return grid_bounds(self._grid, simulation.timer, simulation.hardware, self._given.predictor)
+        return grid_bounds(self._grid, self._given)
 
     def _best_s(self) -> float:
         """Smallest relevant seconds of all strategies that fit."""
@@ -248,11 +247,7 @@ class _JobSearch:
                 answers = ask_many(jobs, self._predictor, only_fitting=True)
             else:
                 answers = ask_mapped(jobs, self._predictor, map_fn)
-            for index, job, (time_s, low_s, high_s, peak, capacity) in zip(
-                new, jobs, np.array(answers).T.tolist(), strict=True
-            ):
-                seconds = (time_s, low_s, high_s) if peak <= capacity else None
-                self._known[index] = Choice(job, peak, capacity, seconds, self._ask_one)
+            self._known |= dict(zip(new, Choice.of_answers(jobs, answers, self._ask_one), strict=True))
         return [self._known[index] for index in indices]
 
     def result(self) -> SearchResult:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from stepsight.dataset.base.errors import JobError, StepsightError
+from stepsight.dataset.configs.writers import write_config
 from stepsight.dataset.job.job import Job, JobLike
 from stepsight.experiments.reports.notebook_bar import NotebookBar
 from stepsight.experiments.search.choices import Choice, SearchResult
@@ -15,6 +16,8 @@ from stepsight.experiments.search.job_search import OnTrial, SearchRequest, sear
 from stepsight.experiments.search.mapped import MapFn
 from stepsight.experiments.search.settings import REGRET, Goal, Scenarios, SearchSettings
 from stepsight.experiments.search.space import Space
+from stepsight.experiments.search.strategies import VARIED, strategies
+from stepsight.training.predictor.ask_many import ask_many
 from stepsight.training.predictor.prediction import predict
 
 if TYPE_CHECKING:
@@ -145,3 +148,48 @@ def merged(job: Job, predictor: Predictor | str | None, found: list[SearchResult
         skipped=tuple(skipped),
         expert_loads=found[0].expert_loads,
     )
+
+
+MOST_LEGAL = 20_000  # most strategies to check: some ten seconds
+_KEYS = {f"parallel.{name}" for name in VARIED} | {"batch.micro_batch"}
+
+
+def expresses(to: str, job: Job) -> bool:
+    """Whether a format can express all degrees and options of a job's strategy."""
+    return not _KEYS & {line.partition(" = ")[0] for line in write_config(job, to).ignored}
+
+
+def best_expressed(
+    result: SearchResult,
+    to: str,
+    predictor: Predictor | str | None = None,
+    space: Space | dict[str, Any] | str | Path | None = None,
+) -> tuple[Choice | None, bool]:
+    """Find the best strategy that fits in memory and that a format can express.
+
+    If the format does not express the best strategy, all legal strategies that it expresses are predicted: the search
+    evaluated only those that could have been the best of all.
+
+    Args:
+        result: Of the search.
+        to: Name of the format.
+        predictor, space: Of the search.
+
+    Returns:
+        The strategy, or None; and whether all legal strategies were considered, not only those that were evaluated.
+        Spaces of more than ``MOST_LEGAL`` strategies, and strategies with placed experts, are not looked through.
+    """
+    found = next((each for each in result.choices if each.fits and expresses(to, each.job)), None)
+    if found is result.best:
+        return found, True
+    if result.legal > MOST_LEGAL or result.expert_loads is not None:
+        return found, False
+    best = result.best.job
+    even = replace(best, parallel=replace(best.parallel, stage_layers=()))
+    jobs = [job for job in strategies(even, Space.of(space)) if expresses(to, job)]
+    known = [] if found is None else [found]
+    if jobs:
+        answers = ask_many(jobs, predictor, only_fitting=True)
+        choices = Choice.of_answers(jobs, answers, lambda job: predict(job, predictor))
+        known += [choice for choice in choices if choice.fits]
+    return min(known, key=lambda choice: choice.rank(result.goal), default=None), True

@@ -14,6 +14,29 @@ from stepsight.dataset.job.specs import AXES, RECOMPUTE
 from stepsight.dataset.schedules import SCHEDULES
 
 MOST = 2**31
+SPACES: dict[str, dict[str, Any]] = {
+    "usual": {},
+    "wide": {
+        "micro_batches": (1, 2, 3, 4, 6, 8, 12, 16),
+        "schedules": (
+            *(("1f1b", chunks) for chunks in (1, 2, 3, 4, 5, 6, 8)),
+            *((name, chunks) for name in ("looped-bfs", "interleaved-zb") for chunks in (2, 4)),
+            *("gpipe", "zb-h1", "zbv"),
+        ),
+        "cp": (1, 2, 4, 8, 16),
+        "zero_stages": (0, 1, 2, 3),
+        "recompute_every": (1, 2, 4),
+        "dp_shard": (0, 2, 4, 8, 16, 32, 64),
+        "offload_activations": (False, True),
+        "orders": ("tp-cp-dp-pp", "tp-cp-pp-dp", "tp-dp-cp-pp"),
+    },
+}
+_VALUES: dict[str, tuple[Any, ...]] = {
+    "zero_stages": (0, 1, 2, 3),
+    "recompute": RECOMPUTE,
+    "sequence_parallel": (False, True),
+    "offload_activations": (False, True),
+}
 
 
 @dataclass(frozen=True)
@@ -54,15 +77,11 @@ class Space:
     def __post_init__(self) -> None:
         if not _is_number(self.max_tp, 0):
             raise StepsightError(f"max_tp of a space must be a whole number >= 0, got {self.max_tp!r:.80}")
-        for field in fields(self):
-            if field.name == "max_tp":
-                continue
+        for field in fields(self)[1:]:
             given = getattr(self, field.name)
             if isinstance(given, str | bytes) or not isinstance(given, Iterable):
                 raise StepsightError(f"{field.name} of a space must be a list of values, got {given!r:.80}")
-            values = [_schedule(value) if field.name == "schedules" else value for value in given]
-            for value in values:
-                _check(field.name, value)
+            values = [_checked(field.name, value) for value in given]
             if not values and field.default:
                 raise StepsightError(f"{field.name} of a space must name one value at least, got none")
             object.__setattr__(self, field.name, tuple(dict.fromkeys(values)))
@@ -86,7 +105,7 @@ class Space:
         if value is None or isinstance(value, Space):
             return value or cls()
         if isinstance(value, str) and value in SPACES:
-            return _named(value)
+            return cls(**SPACES[value])
         if isinstance(value, Mapping):
             return cls._from_dict(value)
         if not str(value).endswith(".toml"):
@@ -107,71 +126,45 @@ class Space:
         return cls(**values)
 
 
-def _schedule(value: Any) -> Any:
-    """A schedule with its virtual stages; for a name without a number, as few as it allows."""
-    if isinstance(value, str) and value in SCHEDULES:
-        return value, SCHEDULES[value].virtual_stages[0]
-    return tuple(value) if isinstance(value, list) else value
-
-
 def _is_number(value: Any, least: int) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and least <= value <= MOST
 
 
-def _check(name: str, value: Any) -> None:
-    """Check one value of an axis."""
+def _checked(name: str, value: Any) -> Any:
+    """A value of an axis; a schedule without virtual stages has as few as it allows.
+
+    Raises:
+        StepsightError: If it is not allowed.
+    """
     if name == "schedules":
-        _check_schedule(value)
-        return
-    choices: dict[str, tuple[Any, ...]] = {"zero_stages": (0, 1, 2, 3), "recompute": RECOMPUTE}
-    choices |= dict.fromkeys(("sequence_parallel", "offload_activations"), (False, True))
-    if name in choices:
-        good, rule = any(value is c or (value == c and type(value) is type(c)) for c in choices[name]), choices[name]
-        words = f"one of {', '.join(map(str, rule))}"
+        return _schedule(value)
+    if name in _VALUES:
+        good = any(value == choice and type(value) is type(choice) for choice in _VALUES[name])
+        rule = f"one of {', '.join(map(str, _VALUES[name]))}"
     elif name == "orders":
         good = isinstance(value, str) and sorted(value.split("-")) == sorted(AXES)
-        words = f"{', '.join(AXES)} once each, joined by '-'"
+        rule = f"{', '.join(AXES)} once each, joined by '-'"
     else:
         least = 0 if name == "dp_shard" else 1
-        good, words = _is_number(value, least), f"whole numbers >= {least}"
+        good, rule = _is_number(value, least), f"whole numbers >= {least}"
     if not good:
-        raise StepsightError(f"{name} of a space must be {words}, got {value!r:.80}")
+        raise StepsightError(f"{name} of a space must be {rule}, got {value!r:.80}")
+    return value
 
 
-def _check_schedule(value: Any) -> None:
+def _schedule(value: Any) -> tuple[str, int]:
+    if isinstance(value, str) and value in SCHEDULES:
+        return value, SCHEDULES[value].virtual_stages[0]
     if isinstance(value, str):
         raise StepsightError(f"schedules of a space: {SCHEDULES.unknown(value)}")
-    if not isinstance(value, tuple) or len(value) != 2 or not isinstance(value[0], str) or not _is_number(value[1], 1):
+    pair = tuple(value) if isinstance(value, list) else value
+    if not isinstance(pair, tuple) or len(pair) != 2 or not isinstance(pair[0], str) or not _is_number(pair[1], 1):
         raise StepsightError(
             f"schedules of a space must be names, or names with virtual stages, as ('1f1b', 2), got {value!r:.80}"
         )
-    name, chunks = value
+    name, chunks = pair
     if name not in SCHEDULES:
         raise StepsightError(f"schedules of a space: {SCHEDULES.unknown(name)}")
     if not SCHEDULES[name].allows(chunks):
         raise StepsightError(f"schedule {name} has virtual_stages {SCHEDULES[name].allowed}, got {chunks}")
-
-
-SPACES = ("usual", "wide")
-
-
-def _named(name: str) -> Space:
-    if name == "usual":
-        return Space()
-    return Space(
-        micro_batches=(1, 2, 3, 4, 6, 8, 12, 16),
-        schedules=(
-            *(("1f1b", chunks) for chunks in (1, 2, 3, 4, 5, 6, 8)),
-            *(("looped-bfs", chunks) for chunks in (2, 4)),
-            *(("interleaved-zb", chunks) for chunks in (2, 4)),
-            "gpipe",
-            "zb-h1",
-            "zbv",
-        ),
-        cp=(1, 2, 4, 8, 16),
-        zero_stages=(0, 1, 2, 3),
-        recompute_every=(1, 2, 4),
-        dp_shard=(0, 2, 4, 8, 16, 32, 64),
-        offload_activations=(False, True),
-        orders=("tp-cp-dp-pp", "tp-cp-pp-dp", "tp-dp-cp-pp"),
-    )
+    return name, chunks

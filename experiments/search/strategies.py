@@ -217,15 +217,6 @@ def choices_of(job: Job) -> tuple[Degrees, dict[str, Any]]:
     }
 
 
-def strategies(job: Job, space: Space | None = None) -> Iterator[Job]:
-    """Every legal strategy for the job's model, global batch and cluster."""
-    space = space or Space()
-    for layout in legal_degrees(job, space):
-        options = options_of(job, space, layout)
-        for values in itertools.product(*options.values()):
-            yield build(job, layout, dict(zip(options, values, strict=True)))
-
-
 class Grid:
     """Every legal strategy, and the remaining ones.
 
@@ -382,3 +373,9 @@ class Grid:
 
 def _label(key: str, values: list[Any]) -> str:
     return f"{key}[{'|'.join(map(str, values))}]"
+
+
+def strategies(job: Job, space: Space | None = None) -> Iterator[Job]:
+    """Every legal strategy for the job's model, global batch and cluster."""
+    grid = Grid(job, space or Space())
+    return map(grid.strategy, range(len(grid)))

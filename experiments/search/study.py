@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import datetime
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -290,18 +291,14 @@ class LegalStrategies:
         self._given = predict(job, predictor)
         self._predictor = predictor
         self._grid = Grid(self._given.job, Space.of(space))
-        self._bounds: Bounds | None = None
 
     def __len__(self) -> int:
         return len(self._grid)
 
-    @property
+    @cached_property
     def bounds(self) -> Bounds:
         """Lower bounds of every strategy, in seconds and in bytes."""
-        if self._bounds is None:
-            timer, hardware = self._given.simulation.timer, self._given.simulation.hardware
-            self._bounds = grid_bounds(self._grid, timer, hardware, self._given.predictor)
-        return self._bounds
+        return grid_bounds(self._grid, self._given)
 
     def suggest(self, trial: optuna.Trial) -> Job:
         """The job in the strategy that a trial's sampler chooses."""

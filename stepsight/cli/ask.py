@@ -322,7 +322,7 @@ def write_best(
     from stepsight.dataset.configs.job_toml import job_toml
     from stepsight.dataset.configs.writers import write_config
     from stepsight.experiments.reports.config_report import written_text
-    from stepsight.experiments.search.expressed import best_expressed
+    from stepsight.experiments.search.search import best_expressed
 
     if not to:
         write_text(out, job_toml(result.best.job))

@@ -12,7 +12,7 @@ from stepsight.cli.files import check_job_output
 from stepsight.dataset.base.errors import StepsightError
 from stepsight.dataset.job.job import Job
 from stepsight.experiments.search.choices import Choice, SearchResult
-from stepsight.experiments.search.expressed import MOST_LEGAL, best_expressed, expresses
+from stepsight.experiments.search.search import MOST_LEGAL, best_expressed, expresses
 from stepsight.experiments.search.space import Space
 from stepsight.experiments.search.strategies import strategies
 from stepsight.training.predictor.prediction import predict

@@ -47,7 +47,7 @@ def test_bounds_hold(seed: int) -> None:
     random = Random(seed)
     job = answerable(random)
     given, grid = predict(job), Grid(job, MANY_AXES)
-    bounds = grid_bounds(grid, given.simulation.timer, given.simulation.hardware, given.predictor)
+    bounds = grid_bounds(grid, given)
     assert len(bounds.seconds) == len(bounds.peak_bytes) == len(grid)
     for index in random.sample(range(len(grid)), 6):
         prediction = predict(grid.strategy(index))
@@ -98,7 +98,7 @@ def test_bounds_hold_on_mixed_nodes(seed: int) -> None:
     random = Random(seed)
     job = mixed_job(random)
     given, grid = predict(job), Grid(job, MANY_AXES)
-    bounds = grid_bounds(grid, given.simulation.timer, given.simulation.hardware, given.predictor)
+    bounds = grid_bounds(grid, given)
     for index in random.sample(range(len(grid)), 6):
         prediction = predict(grid.strategy(index))
         assert 0 < bounds.seconds[index] <= prediction.iteration_time_s
