@@ -6,7 +6,7 @@ devices.  A job's interval is the weighted conformal one (Tibshirani et al. 2019
 the more they are like the job, and a source with many runs for less than as many sources with one.  Errors are counted
 in units of a scale that grows with what was never measured, with the number of devices, and where few sources have run
 on the chip.  Where a source's own runs are judged, its errors do not count.
-``python -m stepsight.experiments.evaluation.interval_widths RUNS`` writes the preset again.
+``python tools/shipped_data.py widths RUNS`` writes the preset again.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ That power is one number for each chip, for products in 16 bits and in fewer.  I
 dense models with fused attention, whose software runs the kernels of the tables.  The prior is what the chip's table
 shows (``TABLED``): a benchmark repeats a kernel, so that the clock falls beside long ones.  Where a source's own runs
 are judged, the number is taken that the other sources gave.
-``python -m stepsight.experiments.evaluation.learn_power RUNS`` writes the preset again.
+``python tools/shipped_data.py power RUNS`` writes the preset again.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from stepsight.dataset.hardware.hardware import find_hardware
 from stepsight.dataset.hardware.physics import roofline_seconds
 from stepsight.dataset.job.job import Job
 from stepsight.dataset.kinds.op import Op
-from stepsight.experiments.studies.one_gpu.plans import STAND_IN, Study, make_study
+from stepsight.experiments.studies.one_gpu_plans import STAND_IN, Study, make_study
 from stepsight.simulator.durations.latency_model import RooflineLatency
 from stepsight.simulator.iteration.simulate import simulate
 from stepsight.simulator.memory import estimate_memory

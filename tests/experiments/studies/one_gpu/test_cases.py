@@ -6,7 +6,7 @@ import pytest
 
 from stepsight.dataset.hardware.hardware import find_hardware
 from stepsight.dataset.job.job import Job
-from stepsight.experiments.studies.one_gpu.plans import CPU, STAND_IN, StepCase, stand_ins, step_cases
+from stepsight.experiments.studies.one_gpu_plans import CPU, STAND_IN, StepCase, stand_ins, step_cases
 from stepsight.simulator.memory import estimate_memory
 from stepsight.simulator.programs.lower import signatures
 from stepsight.training.measured.planning import collectable, run_name

@@ -7,8 +7,8 @@ import pytest
 from stepsight.dataset.hardware.hardware import Hardware, find_hardware
 from stepsight.dataset.hardware.physics import roofline_seconds
 from stepsight.dataset.kinds.op import Op
-from stepsight.experiments.studies.one_gpu.drawn_ops import CPU, GPU, OpSpace, draw, likeness, split
-from stepsight.experiments.studies.one_gpu.plans import CPU as LOCAL
+from stepsight.experiments.studies.drawn_ops import CPU, GPU, OpSpace, draw, likeness, split
+from stepsight.experiments.studies.one_gpu_plans import CPU as LOCAL
 
 
 def _facts(name: str) -> Hardware:

@@ -13,7 +13,7 @@ from stepsight.dataset.hardware.hardware import find_hardware
 from stepsight.dataset.kinds.op import Op
 from stepsight.dataset.tables import Measurements
 from stepsight.dataset.tables.measurements import SourceFile
-from stepsight.experiments.studies.one_gpu import judge
+from stepsight.experiments.studies import one_gpu_judge as judge
 from stepsight.training.collectives.collective_models import fit_collectives
 from stepsight.training.kernels.kernel_models import fit_kernels
 from stepsight.training.predictor.predictor import Predictor

@@ -9,8 +9,8 @@ import pytest
 from stepsight.dataset.base.errors import CollectError
 from stepsight.dataset.harness.plan import check_plan
 from stepsight.dataset.kinds.op import Op
-from stepsight.experiments.studies.one_gpu.drawn_ops import VARIANT_FAMILIES, likeness
-from stepsight.experiments.studies.one_gpu.plans import CPU, STAND_IN, Study, make_study
+from stepsight.experiments.studies.drawn_ops import VARIANT_FAMILIES, likeness
+from stepsight.experiments.studies.one_gpu_plans import CPU, STAND_IN, Study, make_study
 from stepsight.training.measured.measured import HELDOUT
 
 

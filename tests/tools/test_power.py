@@ -5,12 +5,12 @@ import math
 import pytest
 
 from stepsight.experiments.evaluation.evaluate import score
-from stepsight.experiments.evaluation.learn_power import learn, slowdown_of, tells
 from stepsight.experiments.evaluation.row_jobs import job_of
 from stepsight.experiments.evaluation.scored_row import without_source
 from stepsight.training.shipped.catalogue import shipped_predictor
 from stepsight.training.shipped.product_power import chip_powers
 from tests.experiments.evaluation.run_tables import run_row
+from tools.shipped_data import dense_job, learn, slowdown_of
 
 DENSE = {"hidden": 8192, "ffn": 32768, "heads": 64, "seq_len": 2048, "tp": 8, "pp": 1, "dp": 2, "framework": "NeMo",
          "precision": "bf16", "hardware": "H100-SXM"}  # fmt: skip
@@ -25,11 +25,11 @@ def test_a_slowdown_of_products_is_found_again() -> None:
 
 
 def test_who_tells_of_the_clock() -> None:
-    assert tells(run_row(**DENSE)) is not None
-    assert tells(run_row(**{**DENSE, "framework": "Megatron-LM 2021"})) is None  # other kernels
-    assert tells(run_row(**{**DENSE, "hardware": "V100-SXM2", "gpu_mem_gb": 32})) is None
-    assert tells(run_row(**DENSE, quality="C")) is None
-    assert tells(run_row(**{**DENSE, "framework": "NeMo", "pp": 2, "dp": 1, "vp": ""})) is None  # two jobs
+    assert dense_job(run_row(**DENSE)) is not None
+    assert dense_job(run_row(**{**DENSE, "framework": "Megatron-LM 2021"})) is None  # other kernels
+    assert dense_job(run_row(**{**DENSE, "hardware": "V100-SXM2", "gpu_mem_gb": 32})) is None
+    assert dense_job(run_row(**DENSE, quality="C")) is None
+    assert dense_job(run_row(**{**DENSE, "framework": "NeMo", "pp": 2, "dp": 1, "vp": ""})) is None  # two jobs
 
 
 def test_every_source_speaks_for_its_chip_and_type() -> None:

@@ -10,7 +10,7 @@ import pytest
 from stepsight.dataset.base.errors import CollectError, JobError
 from stepsight.dataset.job.specs import ParallelSpec
 from stepsight.dataset.runs.box_spec import read_box
-from stepsight.experiments.studies.small_to_large.box_cases import (
+from stepsight.experiments.studies.box_cases import (
     MODELS,
     UserCases,
     box_cases,
@@ -22,7 +22,7 @@ from stepsight.experiments.studies.small_to_large.box_cases import (
     profiled_boxes,
     strategy_name,
 )
-from stepsight.experiments.studies.small_to_large.box_runs import file_name, folder_of, sleeping, training_folders
+from stepsight.experiments.studies.box_runs import file_name, folder_of, sleeping, training_folders
 from stepsight.training.measured.box_plans import sleeps_of
 
 

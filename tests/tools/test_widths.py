@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from stepsight.experiments.evaluation.evaluate import evaluate
-from stepsight.experiments.evaluation.interval_widths import main, widths_of
 from stepsight.training.intervals.published_errors import Widths, published_widths
 from stepsight.training.predictor import prediction
 from tests.experiments.evaluation.run_tables import digest_of, run_row, write_runs
+from tools.shipped_data import main, widths_of
 
 
 def test_a_table_becomes_a_preset(tmp_path: Path) -> None:
@@ -18,7 +18,7 @@ def test_a_table_becomes_a_preset(tmp_path: Path) -> None:
     rows = [run_row(), run_row(row_id=2, source="other", micro_batch=1), run_row(row_id=3, quality="C")]
     rows.append(run_row(row_id=4, hardware="V100-SXM2", gpu_mem_gb=32))
     runs = write_runs(tmp_path / "runs.csv", *rows)
-    assert main([str(runs), "--out", str(tmp_path / "widths.json")]) == 0
+    assert main(["widths", str(runs), "--out", str(tmp_path / "widths.json")]) == 0
     found = widths_of(evaluate(runs))
     assert {name: [off.digest for off in offs] for name, offs in found.sources.items()} == {
         "lab": [digest_of(rows[0])],
@@ -29,7 +29,7 @@ def test_a_table_becomes_a_preset(tmp_path: Path) -> None:
 
 
 def test_a_missing_table_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([str(tmp_path / "none.csv"), "--out", str(tmp_path / "widths.json")]) == 2
+    assert main(["widths", str(tmp_path / "none.csv"), "--out", str(tmp_path / "widths.json")]) == 2
     assert capsys.readouterr().err.startswith("error: ")
     assert not (tmp_path / "widths.json").exists()
 

@@ -1,7 +1,8 @@
-"""Power of matrix products by chip, from published runs of dense models: see ``training.shipped.product_power``.
+"""Write what the package learns from a table of published runs: power of matrix products by chip, widths of intervals.
 
-``python -m stepsight.experiments.evaluation.learn_power RUNS`` writes it.  To be run after shipped predictors or what
-is simulated have changed, before ``interval_widths``.
+``python tools/shipped_data.py power RUNS`` and then ``python tools/shipped_data.py widths RUNS`` write the files of
+``training.shipped.product_power`` and of ``training.intervals``.  To be run after shipped predictors or what is
+simulated have changed.
 """
 
 from __future__ import annotations
@@ -21,12 +22,16 @@ from stepsight.dataset.base.files import write_text
 from stepsight.dataset.hardware.hardware import Hardware, find_hardware
 from stepsight.dataset.hardware.hardware_facts import power_type
 from stepsight.dataset.job.job import Job
+from stepsight.experiments.evaluation.evaluate import Evaluation, evaluate
 from stepsight.experiments.evaluation.row_jobs import jobs_of
 from stepsight.experiments.evaluation.runs_table import Row, read_runs_table
+from stepsight.training.intervals import published_errors
+from stepsight.training.intervals.published_errors import Off, Widths, likeness_of
 from stepsight.training.predictor.prediction import predict
 from stepsight.training.predictor.predictor import Predictor
+from stepsight.training.shipped import product_power
 from stepsight.training.shipped.catalogue import chip_of, shipped_predictor
-from stepsight.training.shipped.product_power import PRESET, TABLED, ChipPower, learn_chip
+from stepsight.training.shipped.product_power import TABLED, ChipPower, learn_chip
 
 STEP = 1.1  # of the slowdown by which the time's part in products is found
 LEAST_PART = 0.3  # of the time that follows products: runs of less tell of other things
@@ -50,7 +55,7 @@ def slowdown_of(job: Job, measured_s: float) -> float | None:
     return None if part < LEAST_PART else math.log(measured_s / alone) / part
 
 
-def tells(row: Row) -> Job | None:
+def dense_job(row: Row) -> Job | None:
     """The job of a row that tells of the clock: a dense model, fused attention, nothing open, a shipped predictor."""
     if row.weak or row.suspect:
         return None
@@ -65,7 +70,7 @@ def learn(rows: Sequence[Row]) -> dict[str, dict[str, ChipPower]]:
     told: dict[tuple[str, str], list[tuple[str, float, Hardware]]] = defaultdict(list)
     for row in rows:
         try:
-            job = tells(row)
+            job = dense_job(row)
             found = None if job is None else slowdown_of(job, row.measured_s)
         except JobError:
             continue
@@ -85,26 +90,58 @@ def learn(rows: Sequence[Row]) -> dict[str, dict[str, ChipPower]]:
     return dict(chips)
 
 
+def widths_of(evaluation: Evaluation) -> Widths:
+    """Errors of every row whose hardware has a shipped predictor."""
+    sources: dict[str, list[Off]] = defaultdict(list)
+    for row in evaluation.scored:
+        if shipped_predictor(row.job.cluster.hardware) is not None:
+            error = abs(math.log(row.measured_s / row.predicted_s))
+            sources[row.row.source].append(Off(row.digest, likeness_of(row.job), row.unsupported_share, error))
+    return Widths({name: tuple(rows) for name, rows in sources.items()})
+
+
+def write_power(runs: Path, out: Path) -> str:
+    """Write the power of products; what was found, as text."""
+    found = learn(read_runs_table(runs))
+    table = {chip: {dtype: power.to_dict() for dtype, power in each.items()} for chip, each in found.items()}
+    write_text(out, json.dumps({"chips": table}, indent=1) + "\n")
+    lines = []
+    for chip, each in found.items():
+        for dtype, power in each.items():
+            lines.append(
+                f"{chip} {dtype}: {power.power_w():.0f} W at the highest clock, limit {power.reference_w:.0f} W"
+            )
+            lines += [
+                f"  {name}: {source.runs} runs, products {math.exp(source.slowdown_log):.3f} times as long as alone; "
+                f"without it {power.power_w(name):.0f} W"
+                for name, source in power.sources.items()
+            ]
+    return "\n".join(lines)
+
+
+def write_widths(runs: Path, out: Path) -> str:
+    """Write the errors that decide the widths of intervals; what was found, as text."""
+    found = widths_of(evaluate(runs))
+    write_text(out, json.dumps(found.to_dict()).replace("]], ", "]],\n").replace("], [", "],\n[") + "\n")
+    return f"{sum(map(len, found.sources.values()))} runs of {len(found.sources)} sources: {out}"
+
+
+WRITERS = {"power": (write_power, product_power.PRESET), "widths": (write_widths, published_errors.PRESET)}
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m stepsight.experiments.evaluation.learn_power", description=__doc__)
+    """Command line; returns the exit code."""
+    parser = argparse.ArgumentParser(prog="python tools/shipped_data.py", description=__doc__)
+    parser.add_argument("what", choices=WRITERS)
     parser.add_argument("runs", type=Path, help="table of published runs")
-    parser.add_argument("--out", type=Path, default=PRESET, help="file to write; by default the one of the package")
+    parser.add_argument("--out", type=Path, help="file to write; by default the one of the package")
     args = parser.parse_args(arguments)
+    write, usual = WRITERS[args.what]
     try:
-        found = learn(read_runs_table(args.runs))
-        table = {chip: {dtype: power.to_dict() for dtype, power in each.items()} for chip, each in found.items()}
-        write_text(args.out, json.dumps({"chips": table}, indent=1) + "\n")
+        print(write(args.runs, args.out or usual))
     except (StepsightError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    for chip, each in found.items():
-        for dtype, power in each.items():
-            print(f"{chip} {dtype}: {power.power_w():.0f} W at the highest clock, limit {power.reference_w:.0f} W")
-            for name, source in power.sources.items():
-                print(
-                    f"  {name}: {source.runs} runs, products {math.exp(source.slowdown_log):.3f} times as long as "
-                    f"alone; without it {power.power_w(name):.0f} W"
-                )
     return 0
 
 

@@ -20,8 +20,8 @@ from stepsight.dataset.runs.box_spec import HARDWARE
 from stepsight.dataset.runs.run_manifest import read_manifest
 from stepsight.experiments.evaluation.error_metrics import regret
 from stepsight.experiments.reports.plots import plot_predicted_against_measured
-from stepsight.experiments.studies.small_to_large import baselines
-from stepsight.experiments.studies.small_to_large.box_cases import (
+from stepsight.experiments.studies import baselines
+from stepsight.experiments.studies.box_cases import (
     NOTHING,
     SEARCHED,
     UserCases,
@@ -29,7 +29,7 @@ from stepsight.experiments.studies.small_to_large.box_cases import (
     candidates,
     strategy_name,
 )
-from stepsight.experiments.studies.small_to_large.box_runs import (
+from stepsight.experiments.studies.box_runs import (
     JUDGE,
     Compared,
     compare_all,

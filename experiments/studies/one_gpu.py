@@ -22,8 +22,8 @@ from stepsight.dataset.tables import read_table
 from stepsight.dataset.tables.device_names import device_name
 from stepsight.experiments.reports.plots import plot_error_against_minutes, plot_predicted_against_measured
 from stepsight.experiments.reports.text_table import table
-from stepsight.experiments.studies.one_gpu import judge
-from stepsight.experiments.studies.one_gpu.plans import CPU, MINUTES, OPS, VARIANTS, make_study, step_cases
+from stepsight.experiments.studies import one_gpu_judge as judge
+from stepsight.experiments.studies.one_gpu_plans import CPU, MINUTES, OPS, VARIANTS, make_study, step_cases
 from stepsight.experiments.studies.study import Row, Study, rows_text
 from stepsight.experiments.tasks.collecting import read_plan, run_plan
 from stepsight.training.fit import train

@@ -19,7 +19,7 @@ from stepsight.dataset.base.files import read_json
 from stepsight.dataset.hardware.hardware import HARDWARE as PRESETS
 from stepsight.dataset.runs.box_spec import HARDWARE, Box
 from stepsight.dataset.runs.run_manifest import RunManifest, read_manifest
-from stepsight.experiments.studies.small_to_large.box_cases import (
+from stepsight.experiments.studies.box_cases import (
     MOST_TRAINING_RANKS,
     BoxCase,
     collectives_of,

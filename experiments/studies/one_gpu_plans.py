@@ -18,7 +18,7 @@ from stepsight.dataset.harness.plan import SCHEMA, check_plan
 from stepsight.dataset.harness.plan_error import HarnessError
 from stepsight.dataset.job.job import BatchSpec, ClusterSpec, Job, ModelSpec, ParallelSpec
 from stepsight.dataset.kinds.op import Op
-from stepsight.experiments.studies.one_gpu import drawn_ops
+from stepsight.experiments.studies import drawn_ops
 from stepsight.simulator.durations.latency_model import preset_latency
 from stepsight.simulator.iteration.simulate import simulate
 from stepsight.simulator.programs.lower import signatures
