@@ -58,16 +58,14 @@ class Captured:
 def rank_summary(captured: CapturedRank) -> dict[str, Any]:
     """Counts of ops, FLOP and collectives of one rank."""
     graph = captured.graph
-    works = graph.nodes["work"]
-    ops = [graph.works[work] for work in works[graph.nodes["kind"] == OP].tolist()]
     is_op = graph.nodes["kind"] == OP
+    kinds = [graph.works[work].kind for work in graph.nodes["work"][is_op].tolist()]
+    phases = graph.nodes["phase"][is_op]
     return {
         "rank": graph.rank,
-        "ops": len(ops),
-        "ops_by_kind": dict(Counter(op.kind for op in ops).most_common()),
-        "ops_by_phase": {
-            name: int((is_op & (graph.nodes["phase"] == number)).sum()) for number, name in enumerate(PHASES)
-        },
+        "ops": len(kinds),
+        "ops_by_kind": dict(Counter(kinds).most_common()),
+        "ops_by_phase": {name: int((phases == number).sum()) for number, name in enumerate(PHASES)},
         "unknown_ops": int((is_op & (graph.nodes["known"] == 0)).sum()),
         "flops": compute_flops(graph),
         "collectives": collective_counts(graph),
@@ -81,28 +79,17 @@ def rank_summary(captured: CapturedRank) -> dict[str, Any]:
 
 def compute_flops(graph: RankGraph) -> float:
     """FLOP of matrix products, convolutions and attention, as ``simulator.iteration.flops`` counts them for a job."""
-    counts = np.bincount(graph.nodes["work"][graph.nodes["work"] >= 0], minlength=len(graph.works))
-    return float(
-        sum(
-            count * work.flops
-            for count, work in zip(counts.tolist(), graph.works, strict=True)
-            if isinstance(work, Op) and work.record.bound == "compute"
-        )
-    )
+    counts = np.bincount(graph.nodes["work"][graph.nodes["work"] >= 0], minlength=len(graph.works)).tolist()
+    works = zip(counts, graph.works, strict=True)
+    return float(sum(n * each.flops for n, each in works if isinstance(each, Op) and each.record.bound == "compute"))
 
 
 def collective_counts(graph: RankGraph) -> list[dict[str, Any]]:
     """Count and bytes of collectives by kind, group size and bytes of one."""
-    found = Counter(
-        (graph.works[work], graph.groups[group][0] if group >= 0 else "")
-        for work, group in zip(
-            graph.nodes["work"][graph.nodes["kind"] == COLLECTIVE].tolist(),
-            graph.nodes["group"][graph.nodes["kind"] == COLLECTIVE].tolist(),
-            strict=True,
-        )
-    )
-    rows = [(work, group, count) for (work, group), count in found.items() if isinstance(work, Collective)]
-    return [
+    chosen = graph.nodes["kind"] == COLLECTIVE
+    pairs = zip(*(graph.nodes[name][chosen].tolist() for name in ("work", "group")), strict=True)
+    found = Counter((graph.works[work], graph.groups[group][0] if group >= 0 else "") for work, group in pairs)
+    rows = [
         {
             "kind": work.kind,
             "group": group,
@@ -111,8 +98,10 @@ def collective_counts(graph: RankGraph) -> list[dict[str, Any]]:
             "num_bytes": work.num_bytes,
             "count": count,
         }
-        for work, group, count in sorted(rows, key=lambda row: (row[0].kind, row[0].group_size, -row[0].num_bytes))
+        for (work, group), count in found.items()
+        if isinstance(work, Collective)
     ]
+    return sorted(rows, key=lambda row: (row["kind"], row["group_size"], -row["num_bytes"]))
 
 
 def write_captured(captured: Captured, folder: Path) -> None:

@@ -14,7 +14,15 @@ from types import MappingProxyType
 from typing import Any
 
 from stepsight.dataset.base.errors import CaptureError
-from stepsight.dataset.capture.model_steps import ModelStep, ModelSteps, attention, matrix_product, norm, rows_of
+from stepsight.dataset.capture.model_steps import (
+    ModelReader,
+    ModelStep,
+    ModelSteps,
+    attention,
+    matrix_product,
+    norm,
+    rows_of,
+)
 from stepsight.dataset.capture.record_graph import op_of_call
 from stepsight.dataset.kinds.op import Op
 from stepsight.dataset.readers.classify import DTYPES, Scope
@@ -64,31 +72,22 @@ def read_exported(path: Path, dims: Mapping[str, int]) -> ModelSteps:
         raise CaptureError(f"{path.name} must be a file that torch.export.save wrote: {error}") from None
 
 
-class _Reader:
+class _Reader(ModelReader):
     """Reads one program."""
 
     def __init__(self, tree: Mapping[str, Any], dims: Mapping[str, int]) -> None:
+        super().__init__()
         module = tree["graph_module"]
-        self._graph, self._signature, self._dims = module["graph"], module["signature"], dims
-        self._shapes = {name: [self._size(size) for size in meta["sizes"]] for name, meta in self._values()}
-        self._types = {name: _TYPES.get(meta["dtype"], "float") for name, meta in self._values()}
-        self._source: dict[str, str] = {}  # of views
-        self._unknown: dict[str, None] = {}
+        self._graph, self._dims = module["graph"], dims
+        values = self._graph["tensor_values"].items()
+        self.shapes = {name: [self._size(size) for size in meta["sizes"]] for name, meta in values}
+        self._types = {name: _TYPES.get(meta["dtype"], "float") for name, meta in values}
+        specs = module["signature"]["input_specs"]
+        self.parameters = frozenset(spec["parameter"]["arg"]["name"] for spec in specs if "parameter" in spec)
 
     def model(self) -> ModelSteps:
         steps = [step for node in self._graph["nodes"] for step in self._steps(node)]
-        parameters = frozenset(
-            spec["parameter"]["arg"]["name"] for spec in self._signature["input_specs"] if "parameter" in spec
-        )
-        types = [self._types[name] for name in parameters] or ["float"]
-        notes = (
-            [f"ops that are not known, counted as element-wise: {', '.join(self._unknown)}"] if self._unknown else []
-        )
-        numel = {name: math.prod(shape) for name, shape in self._shapes.items()}
-        return ModelSteps(tuple(steps), numel, parameters, DTYPES[max(types, key=types.count)][0], tuple(notes))
-
-    def _values(self) -> list[tuple[str, Any]]:
-        return list(self._graph["tensor_values"].items())
+        return self.of_steps(steps, [DTYPES[self._types[name]][0] for name in self.parameters])
 
     def _size(self, size: Mapping[str, Any]) -> int:
         if "as_int" in size:
@@ -101,26 +100,18 @@ class _Reader:
         words = node["target"].split(".")
         name = words[3] if words[:3] == ["torch", "ops", "aten"] and len(words) > 3 else words[-1]
         writes = [tensor for output in node["outputs"] for tensor in _tensors(output)]
-        reads = [self._root(tensor) for given in node["inputs"] for tensor in _tensors(given["arg"])]
-        if name in _VIEWS or not writes:
-            self._source |= dict.fromkeys(writes, reads[0]) if reads else {}
-            return []
-        op, known = self._op(name, node, writes)
+        reads = [self.root(tensor) for given in node["inputs"] for tensor in _tensors(given["arg"])]
+        op, known = (None, True) if name in _VIEWS or not writes else self._op(name, node, writes)
         if not known:
-            self._unknown[name] = None
+            self.unknown[name] = None
         if op is None:
-            self._source |= dict.fromkeys(writes, reads[0]) if reads else {}
+            self.add_views(writes, reads)
             return []
         return [ModelStep(name, op, tuple(dict.fromkeys(reads)), tuple(writes), known)]
 
-    def _root(self, name: str) -> str:
-        while name in self._source:
-            name = self._source[name]
-        return name
-
     def _op(self, name: str, node: Mapping[str, Any], writes: list[str]) -> tuple[Op | None, bool]:
         given = {each["name"]: each["arg"] for each in node["inputs"]}
-        shapes = [self._shapes[tensor] for each in node["inputs"] for tensor in _tensors(each["arg"])]
+        shapes = [self.shapes[tensor] for each in node["inputs"] for tensor in _tensors(each["arg"])]
         dtype = DTYPES[self._types[writes[0]]][0]
         if name in ("linear", "matmul", "bmm", "mm") and len(shapes) > 1:
             return matrix_product(shapes[0], shapes[1], dtype, transposed=name == "linear"), True
@@ -136,11 +127,11 @@ class _Reader:
         for each in node["inputs"]:
             tensors = _tensors(each["arg"])
             listed = "as_tensors" in each["arg"]
-            dims.append([self._shapes[t] for t in tensors] if listed else self._shapes[tensors[0]] if tensors else [])
+            dims.append([self.shapes[t] for t in tensors] if listed else self.shapes[tensors[0]] if tensors else [])
             types.append(f"TensorList {self._types[tensors[0]]}" if listed and tensors else
                          self._types[tensors[0]] if tensors else "Scalar")  # fmt: skip
             literals.append("" if tensors else str(next(iter(each["arg"].values()), "")))
-        made = (self._shapes[writes[0]], self._types[writes[0]], len(writes))
+        made = (self.shapes[writes[0]], self._types[writes[0]], len(writes))
         return op_of_call((f"aten::{name}", dims, types, [()] * len(dims), literals, made), Scope())
 
 

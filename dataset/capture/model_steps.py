@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -58,6 +58,42 @@ class ModelSteps:
     parameters: frozenset[str]
     dtype: str
     notes: tuple[str, ...] = ()
+
+
+class ModelReader:
+    """What readers of a model's graph share.
+
+    Attributes:
+        shapes: Of all tensors, by name.
+        parameters: Names of the tensors that training updates.
+        notes: What the user should know.
+        unknown: Ops of no known kind.
+    """
+
+    def __init__(self) -> None:
+        self.shapes: dict[str, list[int]] = {}
+        self.parameters: frozenset[str] = frozenset()
+        self.notes: list[str] = []
+        self.unknown: dict[str, None] = {}
+        self._viewed: dict[str, str] = {}
+
+    def add_views(self, views: Iterable[str], of: Sequence[str]) -> None:
+        """Let tensors be views of the first of others, if there is one."""
+        self._viewed |= dict.fromkeys(views, of[0]) if of else {}
+
+    def root(self, name: str) -> str:
+        """The tensor that a name is a view of, or its own."""
+        while name in self._viewed:
+            name = self._viewed[name]
+        return name
+
+    def of_steps(self, steps: Iterable[ModelStep], dtypes: Sequence[str]) -> ModelSteps:
+        """The model with these steps; ``dtypes`` are those of its parameters."""
+        if self.unknown:
+            self.notes.append(f"ops that are not known, counted as element-wise: {', '.join(self.unknown)}")
+        numel = {name: math.prod(shape) for name, shape in self.shapes.items()}
+        dtypes = dtypes or ["fp32"]
+        return ModelSteps(tuple(steps), numel, self.parameters, max(dtypes, key=dtypes.count), tuple(self.notes))
 
 
 def rank_of_model(model: ModelSteps, world_size: int, local_size: int, *, training: bool) -> CapturedRank:

@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 from stepsight.dataset.base.errors import CaptureError, need
 from stepsight.dataset.capture.model_steps import (
+    ModelReader,
     ModelStep,
     ModelSteps,
     attention,
@@ -104,74 +107,79 @@ def _set_dims(graph: Any, dims: Mapping[str, int]) -> list[str]:
     return list(missing)
 
 
-class _Reader:
+@dataclass(frozen=True)
+class _Call:
+    """A node of the graph: shapes of its inputs and of its first output, type and settings."""
+
+    shapes: list[list[int]]
+    result: list[int]
+    dtype: str
+    settings: Mapping[str, Any]
+
+
+class _Reader(ModelReader):
     """Reads one graph whose shapes are known."""
 
     def __init__(self, graph: Any, missing: list[str]) -> None:
-        self._graph, self._missing = graph, missing
-        self._shapes: dict[str, list[int]] = {tensor.name: list(tensor.dims) for tensor in graph.initializer}
+        super().__init__()
+        self._graph = graph
+        if missing:
+            self.notes.append(f"dimensions {', '.join(missing)} are taken as 1: give their sizes with --dims")
+        self.shapes = {tensor.name: list(tensor.dims) for tensor in graph.initializer}
         self._types: dict[str, int] = {tensor.name: tensor.data_type for tensor in graph.initializer}
         self.parameters = frozenset(
             tensor.name for tensor in graph.initializer if tensor.data_type in _FLOATS and len(tensor.dims)
         )
         for value in (*graph.input, *graph.value_info, *graph.output):
             tensor = value.type.tensor_type
-            self._shapes.setdefault(value.name, [max(dim.dim_value, 1) for dim in tensor.shape.dim])
+            self.shapes.setdefault(value.name, [max(dim.dim_value, 1) for dim in tensor.shape.dim])
             self._types.setdefault(value.name, tensor.elem_type)
-        self._source: dict[str, str] = {}
-        self._unknown: dict[str, None] = {}
 
     def model(self) -> ModelSteps:
         steps = [step for node in self._graph.node for step in self._steps(node)]
-        notes = []
-        if self._missing:
-            notes.append(f"dimensions {', '.join(self._missing)} are taken as 1: give their sizes with --dims")
-        if self._unknown:
-            notes.append(f"ops that are not known, counted as element-wise: {', '.join(self._unknown)}")
-        types = [_TYPES.get(self._types[name], ("fp32", 1.0))[0] for name in self.parameters] or ["fp32"]
-        numel = {name: math.prod(shape) for name, shape in self._shapes.items()}
-        return ModelSteps(tuple(steps), numel, self.parameters, max(types, key=types.count), tuple(notes))
+        return self.of_steps(steps, [_type(self._types[name])[0] for name in self.parameters])
 
     def _steps(self, node: Any) -> list[ModelStep]:
-        reads = tuple(dict.fromkeys(self._root(name) for name in node.input if name))
+        reads = tuple(dict.fromkeys(self.root(name) for name in node.input if name))
         writes = [name for name in node.output if name]
         if node.op_type in _VIEWS:
-            self._source |= dict.fromkeys(writes, reads[0]) if reads else {}
+            self.add_views(writes, reads)
+        if node.op_type in _VIEWS or not reads or not writes:
             return []
-        if not reads or not writes:
-            return []
-        steps, ops = [], self._ops(node, writes)
-        known = node.op_type not in self._unknown
-        for op in ops:
-            if op is not None:
-                steps.append(ModelStep(node.name or node.op_type, op, reads, tuple(writes), known))
-        return steps
-
-    def _root(self, name: str) -> str:
-        while name in self._source:
-            name = self._source[name]
-        return name
+        ops = self._ops(node, writes)
+        known = node.op_type not in self.unknown
+        name = node.name or node.op_type
+        return [ModelStep(name, op, reads, tuple(writes), known) for op in ops if op is not None]
 
     def _ops(self, node: Any, writes: list[str]) -> list[Op | None]:
-        shapes = [self._shapes.get(name, []) for name in node.input]
-        result = self._shapes.get(writes[0], [])
-        dtype, weight = _TYPES.get(self._types.get(node.input[0] if node.input[0] else writes[0], 1), ("fp32", 1.0))
-        settings = {attribute.name: _value(attribute) for attribute in node.attribute}
-        special = _SPECIAL.get(node.op_type)
-        if node.op_type == "Gather" and self._root(node.input[0]) in self.parameters and len(shapes[0]) == 2:
+        shapes = [self.shapes.get(name, []) for name in node.input]
+        result = self.shapes.get(writes[0], [])
+        dtype, weight = _type(self._types.get(node.input[0] if node.input[0] else writes[0], 1))
+        call = _Call(shapes, result, dtype, {each.name: _value(each) for each in node.attribute})
+        if node.op_type == "Gather" and self.root(node.input[0]) in self.parameters and len(shapes[0]) == 2:
             return [Op("embedding", (max(math.prod(shapes[1]), 1), shapes[0][1], shapes[0][0]), dtype)]
-        if node.op_type == "Attention" and node.domain == "com.microsoft":
-            return _with_products(shapes, result, dtype, settings)
-        if special is not None:
-            return special(shapes, result, dtype, settings)
+        if node.op_type == "Attention" and node.domain == "com.microsoft":  # with projections of q, k and v
+            part = [*shapes[0][:-1], shapes[1][-1] // 3]
+            return [matrix_product(shapes[0], shapes[1], dtype), _heads(replace(call, shapes=[part, part]))]
+        if node.op_type == "SkipLayerNormalization":
+            return [streamed("add", shapes[0], dtype), _layer_norm(replace(call, settings={}))]
+        if node.op_type in _GATES:
+            directions, hidden = shapes[2][0], shapes[2][-1]
+            return [Op("recurrent", (*shapes[0], hidden, _GATES[node.op_type]), dtype)] * directions
+        if node.op_type in _SPECIAL:
+            return [_SPECIAL[node.op_type](call)]
         kind = _STREAMED.get(node.op_type)
         if kind is None:
-            self._unknown[node.op_type] = None
+            self.unknown[node.op_type] = None
         largest = max([*shapes, result] if kind in ("reduce", None) else [result, shapes[0]], key=math.prod)
         sizes = [max(int(math.prod(largest) * weight), 1)]
         if kind == "cast" and dtype not in ("fp16", "bf16"):
             dtype, kind = "fp32", "elementwise"
         return [streamed(kind or "elementwise", sizes, dtype)]
+
+
+def _type(number: int) -> tuple[str, float]:
+    return _TYPES.get(number, ("fp32", 1.0))
 
 
 def _value(attribute: Any) -> Any:
@@ -180,110 +188,63 @@ def _value(attribute: Any) -> Any:
     return by_type.get(attribute.type)
 
 
-Shapes = list[list[int]]
-Settings = Mapping[str, Any]
+def _product(call: _Call) -> Op | None:
+    left = call.shapes[0][::-1] if call.settings.get("transA") else call.shapes[0]
+    return matrix_product(left, call.shapes[1], call.dtype, transposed=bool(call.settings.get("transB")))
 
 
-def _gemm(shapes: Shapes, result: list[int], dtype: str, settings: Settings) -> list[Op | None]:
-    left = shapes[0][::-1] if settings.get("transA") else shapes[0]
-    return [matrix_product(left, shapes[1], dtype, transposed=bool(settings.get("transB")))]
+def _convolution(call: _Call, *, transposed: bool = False) -> Op:
+    (image, weight), groups = call.shapes[:2], call.settings.get("group") or 1
+    ins, outs = (weight[0] // groups, weight[1] * groups) if transposed else (weight[1], weight[0])
+    positions, window = (math.prod(call.result[2:]), math.prod(image[2:])), math.prod(weight[2:])
+    return Op("conv", (image[0], ins, outs, positions[0], window, groups, positions[1], len(image) - 2), call.dtype)
 
 
-def _convolution(shapes: Shapes, result: list[int], dtype: str, settings: Settings) -> list[Op | None]:
-    return [_conv_op(shapes, result, dtype, settings.get("group") or 1, shapes[1][1], shapes[1][0])]
+def _layer_norm(call: _Call) -> Op | None:
+    shape = call.shapes[0]
+    return norm("layer_norm", shape, math.prod(shape[call.settings.get("axis", -1) :]), call.dtype)
 
 
-def _transposed(shapes: Shapes, result: list[int], dtype: str, settings: Settings) -> list[Op | None]:
-    groups = settings.get("group") or 1
-    return [_conv_op(shapes, result, dtype, groups, shapes[1][0] // groups, shapes[1][1] * groups)]
+def _rms_norm(call: _Call) -> Op | None:
+    shape = call.shapes[0]
+    return norm("rms_norm", shape, shape[-1] if shape else 1, call.dtype)
 
 
-def _conv_op(shapes: Shapes, result: list[int], dtype: str, groups: int, ins: int, outs: int) -> Op:
-    image, weight = shapes[:2]
-    window, spatial = math.prod(weight[2:]), len(image) - 2
-    positions = math.prod(result[2:]), math.prod(image[2:])
-    return Op("conv", (image[0], ins, outs, positions[0], window, groups, positions[1], spatial), dtype)
+def _softmax(call: _Call) -> Op | None:
+    return rows_of("softmax", call.shapes[0], call.dtype)
 
 
-def _normed(shapes: Shapes, result: list[int], dtype: str, settings: Settings) -> list[Op | None]:
-    axis = settings.get("axis", -1)
-    return [norm("layer_norm", shapes[0], math.prod(shapes[0][axis:]), dtype)]
+def _batch_norm(call: _Call) -> Op:
+    channels = call.shapes[1][0]
+    return Op("batch_norm", (math.prod(call.shapes[0]) // channels, channels), call.dtype)
 
 
-def _rms(shapes: Shapes, result: list[int], dtype: str, settings: Settings) -> list[Op | None]:
-    return [norm("rms_norm", shapes[0], shapes[0][-1] if shapes[0] else 1, dtype)]
+def _pool(call: _Call) -> Op:
+    image = call.shapes[0]
+    return Op("pool", (math.prod(image[:2]), math.prod(image[2:]), math.prod(call.result[2:])), call.dtype)
 
 
-def _added_norm(shapes: Shapes, result: list[int], dtype: str, settings: Settings) -> list[Op | None]:
-    return [streamed("add", shapes[0], dtype), *_normed(shapes, result, dtype, {})]
-
-
-def _softmax(shapes: Shapes, result: list[int], dtype: str, settings: Settings) -> list[Op | None]:
-    return [rows_of("softmax", shapes[0], dtype)]
-
-
-def _batch_norm(shapes: Shapes, result: list[int], dtype: str, settings: Settings) -> list[Op | None]:
-    channels = shapes[1][0]
-    return [Op("batch_norm", (math.prod(shapes[0]) // channels, channels), dtype)]
-
-
-def _pool(shapes: Shapes, result: list[int], dtype: str, settings: Settings) -> list[Op | None]:
-    image = shapes[0]
-    return [Op("pool", (math.prod(image[:2]), math.prod(image[2:]), math.prod(result[2:])), dtype)]
-
-
-def _recurrent(gates: int) -> Callable[..., list[Op | None]]:
-    def ops(shapes: Shapes, result: list[int], dtype: str, settings: Settings) -> list[Op | None]:
-        directions, hidden = shapes[2][0], shapes[2][-1]
-        steps, batch, given = shapes[0]
-        return [Op("recurrent", (steps, batch, given, hidden, gates), dtype)] * directions
-
-    return ops
-
-
-def _heads(shapes: Shapes, result: list[int], dtype: str, settings: Settings) -> list[Op | None]:
+def _heads(call: _Call) -> Op | None:
     """Attention of ``[batch, heads, length, dim]``, or ``[batch, length, heads * dim]`` with numbers of heads."""
-    q, k = shapes[0], shapes[1] or shapes[0]
+    settings, q, k = call.settings, call.shapes[0], call.shapes[1] or call.shapes[0]
     heads = settings.get("q_num_heads") or settings.get("num_heads") or 1
     of_keys = settings.get("kv_num_heads") or heads
     if len(q) == 3:
         q, k = ([each[0], many, each[1], each[2] // many] for each, many in ((q, heads), (k, of_keys)))
     causal = bool(settings.get("is_causal") or settings.get("unidirectional"))
-    return [attention(q, k, dtype, causal=causal)]
+    return attention(q, k, call.dtype, causal=causal)
 
 
-def _with_products(shapes: Shapes, result: list[int], dtype: str, settings: Settings) -> list[Op | None]:
-    """Attention with the projections of queries, keys and values."""
-    width = shapes[1][-1] // 3
-    part = [*shapes[0][:-1], width]
-    return [matrix_product(shapes[0], shapes[1], dtype), *_heads([part, part], result, dtype, settings)]
-
-
-_SPECIAL: MappingProxyType[str, Callable[..., list[Op | None]]] = MappingProxyType(
-    {
-        "MatMul": _gemm,
-        "Gemm": _gemm,
-        "FusedMatMul": _gemm,
-        "Conv": _convolution,
-        "ConvTranspose": _transposed,
-        "LayerNormalization": _normed,
-        "SkipLayerNormalization": _added_norm,
-        "GroupNormalization": _normed,
-        "InstanceNormalization": _normed,
-        "RMSNormalization": _rms,
-        "SimplifiedLayerNormalization": _rms,
-        "Softmax": _softmax,
-        "LogSoftmax": _softmax,
-        "BatchNormalization": _batch_norm,
-        "MaxPool": _pool,
-        "AveragePool": _pool,
-        "GlobalAveragePool": _pool,
-        "GlobalMaxPool": _pool,
-        "LSTM": _recurrent(4),
-        "GRU": _recurrent(3),
-        "RNN": _recurrent(1),
-        "Attention": _heads,
-        "MultiHeadAttention": _heads,
-        "GroupQueryAttention": _heads,
-    }
-)
+_GATES = MappingProxyType({"LSTM": 4, "GRU": 3, "RNN": 1})
+_MAKERS: dict[Callable[[_Call], Op | None], str] = {
+    _product: "MatMul Gemm FusedMatMul",
+    _convolution: "Conv",
+    partial(_convolution, transposed=True): "ConvTranspose",
+    _layer_norm: "LayerNormalization GroupNormalization InstanceNormalization",
+    _rms_norm: "RMSNormalization SimplifiedLayerNormalization",
+    _softmax: "Softmax LogSoftmax",
+    _batch_norm: "BatchNormalization",
+    _pool: "MaxPool AveragePool GlobalAveragePool GlobalMaxPool",
+    _heads: "Attention MultiHeadAttention GroupQueryAttention",
+}
+_SPECIAL = MappingProxyType({name: maker for maker, names in _MAKERS.items() for name in names.split()})

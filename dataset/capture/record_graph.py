@@ -39,7 +39,7 @@ class CapturedRank:
     Attributes:
         graph: What it does in a step; durations are not known and 0.
         live_bytes: Memory of all tensors when each node is issued, shape ``(n,)``.
-        calls: Distinct calls, each with its arguments as ``harness.capturing.signatures`` writes them; ``call`` of a
+        calls: Distinct calls, each with its arguments as ``harness.capturing.recorder`` writes them; ``call`` of a
             node is an index of it.  Empty for a capture of an earlier version.
     """
 
@@ -75,9 +75,7 @@ def graph_of_record(record: dict[str, Any], local_size: int) -> CapturedRank:
     first = np.full(count, -1, dtype=np.int64)
     first[kept[::-1]] = np.arange(len(kept))[::-1]  # the first part of each node
     rows = np.array(record["nodes"], dtype=np.int64).reshape(-1, 8)[first]
-    columns = {name: np.full(count, -1, dtype=np.int64) for name in NODE_COLUMNS}
-    columns |= {name: np.zeros(count, dtype=np.int64) for name in ("step", "blocks", "threads", "registers")}
-    columns["shared_bytes"], columns["recorded"] = np.zeros(count, dtype=np.int64), np.zeros(count, dtype=np.int64)
+    columns = {name: np.zeros(count, dtype=np.int64) for name in NODE_COLUMNS}
     columns |= {"kind": rows[:, _KIND], "stream": rows[:, _STREAM], "phase": rows[:, _PHASE]}
     columns |= {"name": rows[:, _NAME], "seq": rows[:, _NUMBER]}
     columns["call"] = np.where(rows[:, _KIND] == OP, rows[:, _WORK], -1)
@@ -159,14 +157,14 @@ class _Nodes:
         if evaluation < 0:
             found = self._plain.get(row[_WORK])
             if found is None:
-                found = self._plain[row[_WORK]] = op_of_call(self._signatures[row[_WORK]], Scope())
+                found = self._plain[row[_WORK]] = op_of_call(signature, Scope())
             if found[0] is not None and found[0].kind == "linear":
                 self._forward[sequence] = found[0].dims
             return found
         scope = self._scopes.get(evaluation)
         if scope is None:
             scope = self._scopes[evaluation] = Scope("backward", self._forward.get(sequence, ()))
-        return op_of_call(self._signatures[row[_WORK]], scope)
+        return op_of_call(signature, scope)
 
     def _collective(self, row: list[int], index: int) -> Collective:
         _, kind, num_bytes, group = self._signatures[row[_WORK]]
@@ -193,16 +191,11 @@ def _edges(record: dict[str, Any], place: NDArray[np.int64], columns: dict[str, 
     return np.asarray(edges[np.sort(once)])
 
 
-_FILLS = frozenset(
-    f"aten::{name}"
-    for name in (
-        "zeros", "zeros_like", "new_zeros", "ones", "ones_like", "new_ones", "full", "full_like", "new_full",
-        "scalar_tensor", "eye",
-    )
-)  # fmt: skip
+_FILL_NAMES = "zeros zeros_like new_zeros ones ones_like new_ones full full_like new_full scalar_tensor eye"
+_FILLS = frozenset(f"aten::{name}" for name in _FILL_NAMES.split())
 _COPIES = ("aten::_to_copy", "aten::copy_", "aten::clone")
 _LISTS = ("aten::_foreach_copy_", "aten::_chunk_cat", "fsdp::chunk_cat")  # whose first and last tensors tell types
-_CAST = {"bf16": "bf16", "fp16": "fp16"}
+_NARROW = {"bf16", "fp16"}
 
 
 def op_of_call(signature: Sequence[Any], scope: Scope) -> tuple[Op | None, bool]:
@@ -210,7 +203,7 @@ def op_of_call(signature: Sequence[Any], scope: Scope) -> tuple[Op | None, bool]
 
     Args:
         signature: Name, dims, types, strides, literals, and dims, type and number of the outputs (see
-            ``harness.capturing.signatures``).
+            ``harness.capturing.recorder``).
         scope: The autograd evaluation that encloses it.
 
     Returns:
@@ -225,10 +218,8 @@ def op_of_call(signature: Sequence[Any], scope: Scope) -> tuple[Op | None, bool]
     dtype, weight = DTYPES[read[0] if read else out_type]
     if name in _FILLS:
         return _op("fill", (out_numel,), DTYPES[out_type]), True
-    if name in _COPIES and len(read) > 0 and made:
-        cast = _cast(read[-1], out_type)
-        if cast:
-            return _op("cast", (out_numel,), (cast, 1.0)), True
+    if name in _COPIES and read and made and (cast := _cast(read[-1], out_type)):
+        return _op("cast", (out_numel,), (cast, 1.0)), True
     if name in _LISTS and len(read) > 1 and (cast := _cast(read[0], read[-1])):
         return _op("cast", (count(dims[0]),), (cast, 1.0)), True
     known = call_table().get(name)
@@ -261,5 +252,5 @@ def _op(kind: str, dims: tuple[int, ...], typed: tuple[str, float]) -> Op | None
 def _cast(source: str, target: str) -> str:
     """The 16-bit type of a conversion from or to fp32; empty for other conversions."""
     kinds = {DTYPES[source][0], DTYPES[target][0]}
-    narrow = kinds & _CAST.keys()
+    narrow = kinds & _NARROW
     return narrow.pop() if kinds - narrow == {"fp32"} and narrow else ""
