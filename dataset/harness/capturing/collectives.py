@@ -127,22 +127,14 @@ def people_name(description: str, ranks: Sequence[int]) -> str:
     return description.removeprefix("mesh_").removeprefix("mesh")
 
 
-# The kind of each functional collective, and the side whose bytes count.
+# The kind of each functional collective, in one call or coalesced, and the side whose bytes count.
 _KINDS = MappingProxyType(
     {
         "all_reduce": ("all_reduce", "in"),
-        "all_reduce_": ("all_reduce", "in"),
-        "all_reduce_coalesced": ("all_reduce", "in"),
-        "all_reduce_coalesced_": ("all_reduce", "in"),
         "all_gather_into_tensor": ("all_gather", "out"),
-        "all_gather_into_tensor_out": ("all_gather", "out"),
-        "all_gather_into_tensor_coalesced": ("all_gather", "out"),
         "reduce_scatter_tensor": ("reduce_scatter", "in"),
-        "reduce_scatter_tensor_out": ("reduce_scatter", "in"),
-        "reduce_scatter_tensor_coalesced": ("reduce_scatter", "in"),
         "all_to_all_single": ("all_to_all", "in"),
         "broadcast": ("broadcast", "in"),
-        "broadcast_": ("broadcast", "in"),
     }
 )
 
@@ -170,9 +162,10 @@ class FunctionalCollectives:
         if name == "wait_tensor":
             self._collectives.wait(self._marks.pop(storage_of(args[0])._cdata, None))
             return
-        if name not in _KINDS:
+        plain = name.removesuffix("_").removesuffix("_out").removesuffix("_coalesced")
+        if plain not in _KINDS:
             raise RuntimeError(f"the functional collective {name} is not supported")
-        kind, side = _KINDS[name]
+        kind, side = _KINDS[plain]
         inputs = list(args[0]) if isinstance(args[0], list | tuple) else [args[0]]
         given = {argument.name: value for argument, value in zip(func._schema.arguments, args, strict=False)}
         group = {**given, **kwargs}["group_name"]
@@ -188,7 +181,7 @@ BACKEND = "captured"
 
 
 class Done(dist.Work):
-    """A collective that was issued; ``wait`` makes the current stream wait for it."""
+    """A collective in flight; ``wait`` makes the current stream wait for it."""
 
     def __init__(self, collectives: Collectives, mark: Any, result: list[Tensor]) -> None:
         super().__init__()
@@ -204,8 +197,7 @@ class Done(dist.Work):
     def is_completed(self) -> bool:
         return True
 
-    def is_success(self) -> bool:
-        return True
+    is_success = is_completed
 
     def result(self) -> list[Tensor]:
         return self._result

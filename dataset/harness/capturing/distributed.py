@@ -69,46 +69,40 @@ def install_world(rank: int, world_size: int, collectives: Collectives) -> None:
     patch(c10d, _new_process_group_helper=new_group, init_process_group=init_process_group)
     patch(dist, init_process_group=init_process_group)
     patch(DeviceMesh, __init__=init_mesh)
-    for name in ("is_nccl_available", "is_gloo_available"):
-        for module in (c10d, dist):
-            setattr(module, name, lambda: True)
-    _install_objects(world_size)
+    for module in (c10d, dist):
+        patch(module, is_nccl_available=lambda: True, is_gloo_available=lambda: True, **_OBJECTS)
 
 
-def _install_objects(world_size: int) -> None:
-    """Collectives of Python objects: every rank has what this rank has."""
+# Collectives of Python objects: every rank has what this rank has.
 
-    def all_gather_object(found: list[Any], value: Any, group: Any = None) -> None:
+
+def _all_gather_object(found: list[Any], value: Any, group: Any = None) -> None:
+    found[:] = [value] * len(found)
+
+
+def _gather_object(value: Any, found: list[Any] | None = None, *args: Any, **kwargs: Any) -> None:
+    if found is not None:
         found[:] = [value] * len(found)
 
-    def gather_object(value: Any, found: list[Any] | None = None, *args: Any, **kwargs: Any) -> None:
-        if found is not None:
-            found[:] = [value] * len(found)
 
-    def broadcast_object_list(values: list[Any], *args: Any, **kwargs: Any) -> None:
-        return None
+def _scatter_object_list(found: list[Any], values: list[Any] | None = None, *args: Any, **kwargs: Any) -> None:
+    if values:
+        found[0] = values[0]
 
-    def scatter_object_list(found: list[Any], values: list[Any] | None = None, *args: Any, **kwargs: Any) -> None:
-        if values:
-            found[0] = values[0]
 
-    def send_object_list(values: list[Any], *args: Any, **kwargs: Any) -> None:
-        return None
+def _keep_objects(values: list[Any], *args: Any, **kwargs: Any) -> None:
+    return None
 
-    def recv_object_list(values: list[Any], *args: Any, **kwargs: Any) -> int:
-        raise RuntimeError("an object from another rank cannot be captured: no other rank runs")
 
-    for function in (
-        send_object_list,
-        recv_object_list,
-        all_gather_object,
-        gather_object,
-        broadcast_object_list,
-        scatter_object_list,
-    ):
-        for module in (c10d, dist):
-            setattr(module, function.__name__, function)
+def _recv_object_list(values: list[Any], *args: Any, **kwargs: Any) -> int:
+    raise RuntimeError("an object from another rank cannot be captured: no other rank runs")
 
+
+_OBJECTS = {
+    "all_gather_object": _all_gather_object, "gather_object": _gather_object, "send_object_list": _keep_objects,
+    "broadcast_object_list": _keep_objects, "scatter_object_list": _scatter_object_list,
+    "recv_object_list": _recv_object_list,
+}  # fmt: skip
 
 _stages: Any = _stage
 

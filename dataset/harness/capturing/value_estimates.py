@@ -63,9 +63,7 @@ def _histogram(values: Tensor, bins: int = 100, *limits: Any, **more: Any) -> An
 
 
 def _bin_counts(values: Tensor, weights: Any = None, minlength: int = 0) -> Any:
-    if weights is not None:
-        return None
-    return _counts(values, max(minlength, spread_of(values).choices, 1), torch.int64)
+    return None if weights is not None else _counts(values, max(minlength, spread_of(values).choices, 1), torch.int64)
 
 
 def _counts(values: Tensor, bins: int, dtype: torch.dtype) -> Any:
@@ -137,16 +135,14 @@ RESULTS: MappingProxyType[Any, Callable[..., Any]] = MappingProxyType(
     }
 )
 
+_SAME_NAMES = (
+    "view _unsafe_view permute t unsqueeze squeeze expand _to_copy clone detach alias _reshape_alias squeeze_ "
+    "index_select transpose.int slice.Tensor select.int index.Tensor squeeze.dim squeeze.dims view.dtype"
+)
 _SAME = frozenset(
-    getattr(_aten, name).default
-    for name in (
-        "view", "_unsafe_view", "permute", "t", "unsqueeze", "squeeze", "expand", "_to_copy", "clone", "detach",
-        "alias", "_reshape_alias", "squeeze_",
-    )
-) | {
-    _aten.transpose.int, _aten.slice.Tensor, _aten.select.int, _aten.index.Tensor, _aten.squeeze.dim,
-    _aten.squeeze.dims, _aten.index_select.default, _aten.view.dtype,
-}  # fmt: skip
+    getattr(getattr(_aten, packet), overload or "default")
+    for packet, _, overload in (name.partition(".") for name in _SAME_NAMES.split())
+)
 _CHOOSE = MappingProxyType({_aten.topk.default: 2, _aten.sort.default: 1, _aten.sort.stable: 2})  # where dim stands
 
 
@@ -181,6 +177,14 @@ def _equal_to_each(values: Any, others: Any) -> Spread:
     return _equal_to_one(values, others)
 
 
+def _different(values: Any, others: Any) -> Spread:
+    return _inverse((_equal_to_each if isinstance(others, Tensor) else _equal_to_one)(values, others).mean)
+
+
+def _inverse(mean: float | None) -> Spread:
+    return UNKNOWN if mean is None else Spread(mean=1.0 - mean)
+
+
 def _scattered(values: Any, dim: int, index: Any, what: Any) -> Spread:
     return Spread(mean=min(1.0, index.numel() / max(values.numel(), 1)))
 
@@ -190,9 +194,9 @@ def _any(mask: Any, dim: int, keepdim: bool = False) -> Spread:
     return UNKNOWN if mean is None else Spread(mean=1.0 - (1.0 - mean) ** mask.shape[dim])
 
 
-def _different(values: Any, others: Any) -> Spread:
-    mean = (_equal_to_each if isinstance(others, Tensor) else _equal_to_one)(values, others).mean
-    return UNKNOWN if mean is None else Spread(mean=1.0 - mean)
+def _all(mask: Any, *dims: Any) -> Spread:
+    mean = spread_of(mask).mean
+    return Spread(mean=mean) if mean in (0.0, 1.0) else UNKNOWN
 
 
 def _both(one: Any, other: Any) -> Spread:
@@ -202,14 +206,8 @@ def _both(one: Any, other: Any) -> Spread:
     return Spread(mean=means[0] * means[1])
 
 
-def _all(mask: Any, *dims: Any) -> Spread:
-    mean = spread_of(mask).mean
-    return Spread(mean=mean) if mean in (0.0, 1.0) else UNKNOWN
-
-
 def _negated(mask: Any) -> Spread:
-    mean = spread_of(mask).mean
-    return UNKNOWN if mean is None else Spread(mean=1.0 - mean)
+    return _inverse(spread_of(mask).mean)
 
 
 _MASKS: MappingProxyType[Any, Callable[..., Spread]] = MappingProxyType(
