@@ -25,7 +25,6 @@ from stepsight.dataset.imported.rank_graph import COLLECTIVE
 
 MODULE = "stepsight.dataset.harness.capturing.running_script"
 MOST_RANKS = 256  # limit of one capture
-AUTO = "auto"
 STACK, STACK_S = "stack.txt", 5.0  # file to which a process writes its stack on request, and the time limit for that
 DEVICES = ("cuda", "cpu")
 NO_OUTPUT = "none"  # for the last line that a script wrote

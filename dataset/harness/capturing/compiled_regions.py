@@ -24,7 +24,7 @@ from ..regions.fused_regions import eager, read_device_graph, read_graph
 from ..regions.nest_work import region_dims
 from ..regions.region_record import Launch, Loop, Region
 from .fake_tensors import BACKWARD, FORWARD, FakeWorld
-from .recorder import COMPOSITE, OP, storage_of
+from .recorder import COMPOSITE, OP, signature_of, storage_of
 
 FUSED, KERNEL = "fused_loops", "fused"
 _NO_CALL = ("MultiOutput",)  # parts of what a library returned
@@ -142,7 +142,7 @@ class _Region:
         outputs = [each for each in tree_leaves(node.meta.get("val")) if isinstance(each, Tensor)]
         recorder = self._world.recorder
         target: Any = node.target
-        work = recorder.work(self._world.signatures.of(target, args, kwargs, outputs))
+        work = recorder.work(signature_of(target, args, kwargs, outputs))
         made = {access.buffer for access in loop.writes}
         for part in self._region.loops[place + 1 :]:
             if part.extern in _NO_CALL and made & {access.buffer for access in part.reads}:

@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_leaves
 
 from ..script_lines import own_place
 from .collectives import Collectives, FunctionalCollectives
-from .recorder import OP, Recorder, Signatures, storage_of
+from .recorder import OP, Recorder, signature_of, storage_of
 from .value_estimates import RESULTS, follow, selects_unknown, spread_of
 
 MOST_REAL = 2**20  # elements of a tensor that may stay real
@@ -50,7 +50,6 @@ class FakeWorld(TorchDispatchMode):
         self.recorder = recorder
         self.in_optimizer = 0
         self.composite: tuple[list[Any], list[Any], list[Any]] | None = None  # one op's reads, writes and scopes
-        self.signatures = Signatures()
         self.collectives = Collectives(recorder, self.scope, script)
         self._functional = FunctionalCollectives(self.collectives)
         self._evaluations: dict[tuple[int, int], int] = {}
@@ -157,7 +156,7 @@ class FakeWorld(TorchDispatchMode):
             self.composite[2].append(self.scope())
             return
         scope = self.scope()
-        work = self.recorder.work(self.signatures.of(func, args, kwargs, outputs))
+        work = self.recorder.work(signature_of(func, args, kwargs, outputs))
         self.recorder.add((OP, work, -1, name), reads, writes, scope)
 
 

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable
+from functools import lru_cache
 from typing import Any
 
 import torch
-from torch import Tensor
 
 OP, COLLECTIVE, HOST = range(3)
 COMPUTE = "compute"
@@ -139,11 +139,6 @@ class Recorder:
         """Say once what the user should know."""
         self.notes.setdefault(text)
 
-    @property
-    def bytes_now(self) -> int:
-        """Bytes of all storages that are alive."""
-        return self._bytes
-
     def follow(self, storage: Any) -> None:
         """Count the memory of a storage while it is alive."""
         self._follow(storage)
@@ -154,10 +149,6 @@ class Recorder:
         size = storage.nbytes()
         self._bytes += size - found.num_bytes
         found.num_bytes = size
-
-    def is_written(self, storage: Any) -> int:
-        """The node that wrote a storage last, -1: none."""
-        return self._follow(storage).writer
 
     def _follow(self, storage: Any) -> _Storage:
         key = storage._cdata
@@ -208,44 +199,29 @@ _TYPES = {
 }  # fmt: skip
 
 COMPOSITE = "stepsight::op"  # then kind, dims and type of an op
-Signature = tuple[Any, ...]  # name, dims, types, strides, literals, dims and type of the first output
+Signature = tuple[Any, ...]  # name, dims, types, strides, literals; dims, type and number of the outputs
 
 
-class Signatures:
-    """Writes calls as signatures."""
+def signature_of(func: Any, args: Any, kwargs: Any, outputs: list[torch.Tensor]) -> Signature:
+    """Signature of a call: equal calls have equal ones."""
+    rows: list[tuple[Any, ...]] = []
+    for place, name in enumerate(_argument_names(func)):
+        value = args[place] if place < len(args) else kwargs.get(name)
+        if isinstance(value, torch.Tensor):
+            rows.append((tuple(value.shape), type_name(value.dtype), value.stride(), ""))
+        elif isinstance(value, list | tuple) and value and isinstance(value[0], torch.Tensor):
+            rows.append((tuple(tuple(each.shape) for each in value), f"TensorList {type_name(value[0].dtype)}", (), ""))
+        else:
+            rows.append(((), "Scalar", (), "" if value is None else str(value)))
+    first = outputs[0] if outputs else None
+    made = () if first is None else (tuple(first.shape), type_name(first.dtype), len(outputs))
+    columns: tuple[Any, ...] = tuple(zip(*rows, strict=True)) or ((), (), (), ())
+    return (func._schema.name, *columns, made)
 
-    def __init__(self) -> None:
-        self._arguments: dict[Any, tuple[str, ...]] = {}
 
-    def of(self, func: Any, args: Any, kwargs: Any, outputs: list[Tensor]) -> Signature:
-        """Signature of a call: equal calls have equal ones."""
-        names = self._arguments.get(func)
-        if names is None:
-            names = self._arguments[func] = tuple(argument.name for argument in func._schema.arguments)
-        dims: list[Any] = []
-        types: list[str] = []
-        strides: list[Any] = []
-        literals: list[str] = []
-        for place, name in enumerate(names):
-            value = args[place] if place < len(args) else kwargs.get(name)
-            if isinstance(value, Tensor):
-                dims.append(tuple(value.shape))
-                types.append(type_name(value.dtype))
-                strides.append(value.stride())
-                literals.append("")
-            elif isinstance(value, list | tuple) and value and isinstance(value[0], Tensor):
-                dims.append(tuple(tuple(each.shape) for each in value))
-                types.append(f"TensorList {type_name(value[0].dtype)}")
-                strides.append(())
-                literals.append("")
-            else:
-                dims.append(())
-                types.append("Scalar")
-                strides.append(())
-                literals.append("" if value is None else str(value))
-        first = outputs[0] if outputs else None
-        made = () if first is None else (tuple(first.shape), type_name(first.dtype), len(outputs))
-        return (func._schema.name, tuple(dims), tuple(types), tuple(strides), tuple(literals), made)
+@lru_cache(4096)
+def _argument_names(func: Any) -> tuple[str, ...]:
+    return tuple(argument.name for argument in func._schema.arguments)
 
 
 def type_name(dtype: torch.dtype) -> str:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from stepsight.dataset.harness.capturing.recorder import Signatures
+from stepsight.dataset.harness.capturing.recorder import signature_of
 from stepsight.dataset.harness.ops.op_replayed import is_replayed, replayed_call
 from stepsight.dataset.harness.plan_error import HarnessError
 
@@ -33,7 +33,7 @@ def test_a_call_comes_back_from_its_signature(function: Any, args: Any, kwargs: 
     """Shapes and types of the result are those of the call that was written down."""
     made = function(*args, **kwargs)
     first = made if isinstance(made, torch.Tensor) else made[0]
-    signature = Signatures().of(function, args, kwargs, [first])
+    signature = signature_of(function, args, kwargs, [first])
     again = replayed_call(signature, torch.device("cpu")).run()
     again = again if isinstance(again, torch.Tensor) else again[0]
     assert (again.shape, again.dtype, again.stride()) == (first.shape, first.dtype, first.stride())
