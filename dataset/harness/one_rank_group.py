@@ -3,7 +3,7 @@
 Of each collective it says the kind, the tensors whose bytes count, what is read and written, and its effect on this
 rank's tensors: an all-gather repeats the rank's own part, a reduce-scatter keeps it, an all-to-all returns what is
 sent, and what is received is small random numbers.  Subclasses say what becomes of a collective; one in which other
-ranks take part replaces the effects ``_repeat``, ``_gather``, ``_take``, ``_swap`` and ``_swap_rows``.
+ranks take part replaces the effects (the methods whose names begin with ``_on_``, and those that they call).
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
@@ -73,17 +74,21 @@ class OneRankGroup(_Base):  # type: ignore[misc]
 
     def allreduce(self, tensors: Any, opts: Any = None) -> Any:
         tensors = listed(tensors)
-        return self._issue(Call("all_reduce", tensors, tensors, tensors, waits=blocking(opts)))
+        return self._in_place("all_reduce", tensors, self._on_sum(tensors, opts), opts)
 
     def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> Any:
         return self.allreduce(tensors, opts)
 
     def broadcast(self, tensors: Any, opts: Any = None, *rest: Any) -> Any:
         tensors = listed(tensors)
-        return self._issue(Call("broadcast", tensors, tensors, tensors, waits=blocking(opts)))
+        return self._in_place("broadcast", tensors, self._on_broadcast(tensors, opts), opts)
 
-    def reduce(self, tensors: Any, opts: Any = None, *rest: Any) -> Any:
-        return self.broadcast(tensors, opts)  # the same way back
+    def reduce(self, tensors: Any, opts: Any = None, *rest: Any) -> Any:  # a broadcast, the same way back
+        tensors = listed(tensors)
+        return self._in_place("broadcast", tensors, self._on_reduce(tensors, opts), opts)
+
+    def _in_place(self, kind: str, tensors: list[Tensor], effect: Effect, opts: Any) -> Any:
+        return self._issue(Call(kind, tensors, tensors, tensors, effect, blocking(opts)))
 
     def all_gather_single(self, output: Tensor, shard: Tensor, opts: Any = None) -> Any:
         return self.all_gather_single_coalesced([output], [shard], opts)
@@ -137,28 +142,18 @@ class OneRankGroup(_Base):  # type: ignore[misc]
         return self._issue(Call("reduce_scatter", flat, flat, got, effect, blocking(opts)))
 
     def scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
-        if inputs:
-            return self.reduce_scatter(outputs, inputs, opts)
         got = listed(outputs)
-
-        def effect() -> None:
-            self._fill(got[0])
-
-        return self._issue(Call("reduce_scatter", got * self.size(), [], got, effect, blocking(opts)))
+        parts = listed(inputs[0] if isinstance(inputs[0], list) else inputs) if inputs else []
+        effect = self._on_scatter(got[0], parts, opts)
+        return self._issue(Call("reduce_scatter", got * self.size(), parts, got, effect, blocking(opts)))
 
     def all_to_all_single(self, output: Tensor, given: Tensor, *rest: Any) -> Any:
         splits = rest[:2] if len(rest) >= 2 else ([], [])
-
-        def effect() -> None:
-            self._swap_rows(output, given, splits)
-
-        waits = blocking(rest[-1] if rest else None)
-        return self._issue(Call("all_to_all", [given], [given], [output], effect, waits))
+        effect = partial(self._swap_rows, output, given, splits)
+        return self._issue(Call("all_to_all", [given], [given], [output], effect, blocking(rest[-1] if rest else None)))
 
     def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Any:
-        def effect() -> None:
-            self._swap(outputs, inputs)
-
+        effect = partial(self._swap, outputs, inputs)
         return self._issue(Call("all_to_all", inputs, inputs, outputs, effect, blocking(opts)))
 
     # Names until torch 2.12
@@ -168,17 +163,36 @@ class OneRankGroup(_Base):  # type: ignore[misc]
     alltoall_base = all_to_all_single
 
     def send(self, tensors: Any, peer: int, tag: int = 0) -> Any:
-        tensors = listed(tensors)
-        return self._issue(Call("send_recv", tensors, tensors, [], direction="send", peer=peer))
+        return self._message("send", listed(tensors), peer)
 
     def recv(self, tensors: Any, peer: int, tag: int = 0) -> Any:
-        tensors = listed(tensors)
+        return self._message("recv", listed(tensors), peer)
 
+    def _message(self, direction: str, tensors: list[Tensor], peer: int) -> Any:
+        """A message to (``send``) or from (``recv``) a rank of the group."""
+        reads, writes = (tensors, []) if direction == "send" else ([], tensors)
+        effect = self._on_message(direction, tensors, peer)
+        return self._issue(Call("send_recv", tensors, reads, writes, effect, direction=direction, peer=peer))
+
+    def _on_sum(self, tensors: list[Tensor], opts: Any) -> Effect:
+        return None
+
+    def _on_reduce(self, tensors: list[Tensor], opts: Any) -> Effect:
+        return None
+
+    def _on_broadcast(self, tensors: list[Tensor], opts: Any) -> Effect:
+        return None
+
+    def _on_scatter(self, got: Tensor, parts: list[Tensor], opts: Any) -> Effect:
+        """Keep this rank's own part, if this rank has the parts."""
+        return partial(self._take, got, parts, opts) if parts else partial(self._fill, got)
+
+    def _on_message(self, direction: str, tensors: list[Tensor], peer: int) -> Effect:
         def effect() -> None:
             for tensor in tensors:
                 self._fill(tensor)
 
-        return self._issue(Call("send_recv", tensors, [], tensors, effect, direction="recv", peer=peer))
+        return effect if direction == "recv" else None
 
     def _repeat(self, output: Tensor, shard: Tensor) -> None:
         """Fill every rank's part of the output with this rank's values."""

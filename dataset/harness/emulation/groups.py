@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -11,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .. import annotate
-from ..one_rank_group import LISTS, Call, OneRankGroup, blocking, listed
+from ..one_rank_group import LISTS, Call, Effect, OneRankGroup, listed
 from .clocks import HostClock, HostLine
 from .links import DeviceLine, MeetingLine, Peers, Spinner
 
@@ -153,18 +154,18 @@ class MeetingGroup(Group):
         self._places = [at for at, each in enumerate(ranks) if each in world.real]
         self._met = self._line_among(self._places, name)
 
-    def allreduce(self, tensors: Any, opts: Any = None) -> Any:
-        tensors = listed(tensors)
+    def gather(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
+        own = listed(inputs)
+        return self.allgather(outputs or [[torch.empty_like(own[0]) for _ in self._ranks]], own, opts)
 
+    def _on_sum(self, tensors: list[Tensor], opts: Any) -> Effect:
         def effect() -> None:
             for tensor in tensors:
                 self._sum(tensor, opts)
 
-        return self._issue(Call("all_reduce", tensors, tensors, tensors, effect, blocking(opts)))
+        return effect
 
-    def reduce(self, tensors: Any, opts: Any = None, *rest: Any) -> Any:
-        tensors = listed(tensors)
-
+    def _on_reduce(self, tensors: list[Tensor], opts: Any) -> Effect:
         def effect() -> None:
             for tensor in tensors:
                 total = tensor.clone()
@@ -172,57 +173,33 @@ class MeetingGroup(Group):
                 if self.rank() == opts.rootRank:
                     tensor.copy_(total)
 
-        return self._issue(Call("broadcast", tensors, tensors, tensors, effect, blocking(opts)))
+        return effect
 
-    def broadcast(self, tensors: Any, opts: Any = None, *rest: Any) -> Any:
-        tensors = listed(tensors)
-
+    def _on_broadcast(self, tensors: list[Tensor], opts: Any) -> Effect:
         def effect() -> None:
-            if opts.rootRank in self._places:
-                options = dist.BroadcastOptions()
-                options.rootRank = self._places.index(opts.rootRank)
-                for tensor in tensors:
-                    self._gloo.broadcast([tensor], options).wait()
+            options = dist.BroadcastOptions()
+            options.rootRank = self._places.index(opts.rootRank)
+            for tensor in tensors:
+                self._gloo.broadcast([tensor], options).wait()
 
-        return self._issue(Call("broadcast", tensors, tensors, tensors, effect, blocking(opts)))
+        return effect if opts.rootRank in self._places else None
 
-    def gather(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
-        own = listed(inputs)
-        return self.allgather(outputs or [[torch.empty_like(own[0]) for _ in self._ranks]], own, opts)
-
-    def scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
-        (got,) = listed(outputs)
-        parts = listed(inputs[0]) if inputs else []
-
+    def _on_scatter(self, got: Tensor, parts: list[Tensor], opts: Any) -> Effect:
         def effect() -> None:
-            if opts.rootRank not in self._places:
-                self._fill(got)
-                return
             options = dist.ScatterOptions()
             options.rootRank = self._places.index(opts.rootRank)
             given = [[parts[place] for place in self._places]] if parts else []
             self._gloo.scatter([got], given, options).wait()
 
-        return self._issue(Call("reduce_scatter", [got] * self.size(), parts, [got], effect, blocking(opts)))
+        return effect if opts.rootRank in self._places else partial(self._fill, got)
 
-    def send(self, tensors: Any, peer: int, tag: int = 0) -> Any:
-        return self._message("send", tensors, peer) if peer in self._places else super().send(tensors, peer, tag)
-
-    def recv(self, tensors: Any, peer: int, tag: int = 0) -> Any:
-        return self._message("recv", tensors, peer) if peer in self._places else super().recv(tensors, peer, tag)
-
-    def _message(self, direction: str, tensors: Any, peer: int) -> Any:
-        """A message to (``send``) or from (``recv``) another real rank."""
-        tensors = listed(tensors)
-        read, written = (tensors, []) if direction == "send" else ([], tensors)
-
+    def _on_message(self, direction: str, tensors: list[Tensor], peer: int) -> Effect:
         def effect() -> None:
-            peers = self._peers(direction, peer)
-            move = getattr(peers.gloo, direction)
+            line = self._links[direction, peer].line
             for tensor in tensors:
-                move([tensor], 1 - peers.index, 0).wait()
+                getattr(line.peers.gloo, direction)([tensor], 1 - line.peers.index, 0).wait()
 
-        return self._issue(Call("send_recv", tensors, read, written, effect, direction=direction, peer=peer))
+        return effect if peer in self._places else super()._on_message(direction, tensors, peer)
 
     def barrier(self, opts: Any = None) -> Any:
         return StandInWork(self._met, self._met.issue(0.0, None, "barrier"), (), [])
@@ -230,11 +207,6 @@ class MeetingGroup(Group):
     @property
     def _gloo(self) -> Any:
         return self._met.peers.gloo
-
-    def _peers(self, direction: str, peer: int) -> Peers:
-        line = self._links[direction, peer].line
-        assert isinstance(line, MeetingLine)
-        return line.peers
 
     def _line_among(self, places: Sequence[int], name: str) -> MeetingLine:
         me = self._ranks[self.rank()]
