@@ -116,7 +116,7 @@ class Axis:
             raise StepsightError(f"--vary takes a key of a job, got {key!r:.80}{did_you_mean(key, known_keys())}")
         found = _RANGE.fullmatch(words)
         if not found:
-            return cls(key, tuple(_value(word.strip()) for word in words.split(",")))
+            return cls(key, tuple(toml_value(word.strip()) for word in words.split(",")))
         first, last = int(found[1]), int(found[2])
         if not 0 < first <= last or (found[3] and not int(found[3])):
             raise StepsightError(f"{rule} with 0 < FIRST <= LAST and STEP > 0, got {text!r:.80}")
@@ -125,7 +125,8 @@ class Axis:
         return cls(key, tuple(first << power for power in range((last // first).bit_length())))
 
 
-def _value(word: str) -> Any:
+def toml_value(word: str) -> Any:
+    """A value as TOML writes it; a text may stand without quotes."""
     try:
         return tomllib.loads(f"value = {word}")["value"]
     except tomllib.TOMLDecodeError:

@@ -16,38 +16,26 @@ from stepsight.cli.streams import finish_stdout, prepare_streams, storage_proble
 from stepsight.dataset.base.errors import StepsightError, missing_extra, shorten
 
 _USAGE: Any = typer.BadParameter.__base__  # click's UsageError, which newer versions of typer include
-# Verbs by the task of the user.
-VERBS: dict[str, dict[str, Any]] = {
-    "Ask about jobs": {
-        "predict": ask.predict_command,
-        "explain": ask.explain_command,
-        "search": ask.search_command,
-        "sweep": compare.sweep_command,
-        "compare": compare.compare_command,
-        "report": compare.report_command,
-    },
-    "Measure and learn": {
-        "collect": measure.collect_command,
-        "plan-profile": measure.plan_profile_command,
-        "train": learn.train_command,
-        "evaluate": learn.evaluate_command,
-        "calibrate": learn.calibrate_command,
-        "verify": measure.verify_command,
-        "demo": measure.demo_command,
-    },
-    "Scripts and traces": {
-        "capture": scripts.capture_command,
-        "emulate": scripts.emulate_command,
-        "import": traces.import_command,
-        "replay": traces.replay_command,
-        "what-if": traces.what_if_command,
-        "dataset": traces.dataset_command,
-    },
-    "Files and tools": {
-        "job": tools.job_command,
-        "show": tools.show_command,
-        "doctor": measure.doctor_command,
-    },
+_SCRIPT_IS_LAST = {"context_settings": {"allow_interspersed_args": False}}
+VERBS: dict[str, list[Any]] = {  # by the task of the user; ``plan_profile_command`` is ``stepsight plan-profile``
+    "Ask about jobs": [
+        *(ask.predict_command, ask.explain_command, ask.search_command),
+        *(compare.sweep_command, compare.compare_command, compare.report_command),
+    ],
+    "Measure and learn": [
+        *(measure.collect_command, measure.plan_profile_command, learn.train_command, learn.evaluate_command),
+        *(learn.calibrate_command, measure.verify_command, measure.demo_command),
+    ],
+    "Scripts and traces": [
+        *(scripts.capture_command, scripts.emulate_command, traces.import_command),
+        *(traces.replay_command, traces.what_if_command, traces.dataset_command),
+    ],
+    "Files and tools": [tools.job_command, tools.show_command, measure.doctor_command],
+}
+SPECIAL: dict[str, dict[str, Any]] = {
+    "collect": {"cls": scripts.ScriptCommand},
+    "capture": _SCRIPT_IS_LAST,
+    "emulate": _SCRIPT_IS_LAST,
 }
 
 
@@ -93,15 +81,10 @@ def _options(
     pass
 
 
-_SCRIPT_IS_LAST = {"context_settings": {"allow_interspersed_args": False}}
-_SPECIAL: dict[str, dict[str, Any]] = {
-    "collect": {"cls": scripts.ScriptCommand},
-    "capture": _SCRIPT_IS_LAST,
-    "emulate": _SCRIPT_IS_LAST,
-}
 for _task, _verbs in VERBS.items():
-    for _name, _verb in _verbs.items():
-        app.command(_name, rich_help_panel=_task, **_SPECIAL.get(_name, {}))(command(_verb))
+    for _verb in _verbs:
+        _name = _verb.__name__.removesuffix("_command").replace("_", "-")
+        app.command(_name, rich_help_panel=_task, **SPECIAL.get(_name, {}))(command(_verb))
 app.command(
     "experiment",
     rich_help_panel="Files and tools",

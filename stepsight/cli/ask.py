@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -26,6 +27,7 @@ from stepsight.dataset.base.errors import StepsightError
 from stepsight.experiments.search.settings import REGRET, TOKENS, Goal, Scenarios, SearchSettings
 
 if TYPE_CHECKING:
+    from stepsight.dataset.job.job import Job
     from stepsight.experiments.search.choices import SearchResult
     from stepsight.training.predictor.prediction import Prediction
     from stepsight.training.predictor.predictor import Predictor
@@ -35,6 +37,60 @@ BYTES_OF_KERNEL = 900  # its operator, launch, arrow and the kernel itself
 TEN_BEST = SearchSettings(top=10)
 
 
+@dataclass(frozen=True, kw_only=True)
+class PredictionFiles:
+    """Files that show a prediction.
+
+    Attributes:
+        timeline: Write the predicted timeline to this file; it opens at ui.perfetto.dev. One job only.
+        level: Detail of the timeline: `segment` or `op`.
+        traces: Write the timeline to this new folder as traces of PyTorch's profiler, one file for each pipeline stage;
+            HTA, TensorBoard and `stepsight import kineto` read them. One job only.
+        trace_stages: Stages of --traces: all, or numbers as 0,15. Default: all, or the first and the last if all would
+            take more than 200 MB.
+        schedule: Write the pipeline schedule to this file (.csv), in the format of torch's pipelining. One job only.
+    """
+
+    timeline: Path | None = None
+    level: str = "segment"
+    traces: Path | None = None
+    trace_stages: str = ""
+    schedule: Path | None = None
+
+    def check(self, context: typer.Context, num_jobs: int) -> None:
+        """Check, before the work, that the files are of one job and can be written."""
+        from stepsight.dataset.base.files import check_writable
+
+        for name in ("timeline", "schedule", "traces"):
+            if getattr(self, name) is not None and num_jobs != 1:
+                raise StepsightError(f"--{name} takes one job, got {num_jobs}")
+        if self.level not in ("segment", "op"):
+            raise StepsightError(f"--level must be segment or op, got {self.level!r:.80}")
+        if self.timeline is None:
+            refuse_given(context, ("level",), "sets the detail of a timeline: name the file with --timeline FILE")
+        check_result("--timeline", self.timeline, TIMELINE)
+        check_result("--schedule", self.schedule, SCHEDULE)
+        if self.traces is None:
+            refuse_given(context, ("trace_stages",), "chooses stages of traces: name their folder with --traces DIR")
+            return
+        if self.traces.exists() and (not self.traces.is_dir() or any(self.traces.iterdir())):
+            raise StepsightError(f"--traces must be a new or empty folder, got {str(self.traces)!r:.80}")
+        check_writable(self.traces)
+
+    def write(self, prediction: Prediction) -> None:
+        """Write the files that are wanted."""
+        from stepsight.dataset.base.files import new_file
+        from stepsight.simulator.schedules import write_schedule
+
+        if self.timeline is not None:
+            with new_file(self.timeline) as part, part.open("wb") as file:
+                file.writelines(prediction.timeline_json(self.level))
+        if self.traces is not None:
+            write_traces(prediction, self.traces, self.trace_stages)
+        if self.schedule is not None:
+            write_schedule(prediction.simulation.lowered.track.schedule, self.schedule)
+
+
 def predict_command(
     context: typer.Context,
     jobs: list[Path] | None = None,
@@ -42,11 +98,7 @@ def predict_command(
     program: Path | None = None,
     fabric: str = "",
     source: Source,
-    timeline: Path | None = None,
-    level: str = "segment",
-    traces: Path | None = None,
-    trace_stages: str = "",
-    schedule: Path | None = None,
+    files: PredictionFiles,
     tokens: float | None = None,
     prices: Prices = None,
     overrides: MovedJobOptions,
@@ -63,47 +115,24 @@ def predict_command(
         jobs: Job files, or configurations of training frameworks (see `stepsight job`).
         program: Predict a captured script instead of jobs (see `stepsight capture`).
         fabric: With --program: the fabric, a name or a file. Default: the usual one.
-        timeline: Write the predicted timeline to this file; it opens at ui.perfetto.dev. One job only.
-        level: Detail of the timeline: `segment` or `op`.
-        traces: Write the timeline to this new folder as traces of PyTorch's profiler, one file for each pipeline stage;
-            HTA, TensorBoard and `stepsight import kineto` read them. One job only.
-        trace_stages: Stages of --traces: all, or numbers as 0,15. Default: all, or the first and the last if all would
-            take more than 200 MB.
-        schedule: Write the pipeline schedule to this file (.csv), in the format of torch's pipelining. One job only.
         tokens: Also print the days, device-hours and cost of training on this many tokens, as 15e12.
     """
-    check_result("--timeline", timeline, TIMELINE)
-    check_result("--schedule", schedule, SCHEDULE)
     if program is not None:
         fixed = "the captured ranks fix the number of devices; capture again with --world-size"
         refuse_given(context, ("nodes",), f"does not go with --program: {fixed}")
         others = ("jobs", "schedule", "traces", "trace_stages", "tokens", "prices", "framework", "level", "latency")
         refuse_given(context, others, "does not go with --program: leave it out")
-        return _predict_program(program, source.load(), (overrides.hardware, fabric), timeline)
+        return _predict_program(program, source.load(), (overrides.hardware, fabric), files.timeline)
     refuse_given(context, ("fabric",), "belongs to --program: a job file names its own fabric")
     if not jobs:
         raise StepsightError("predict needs job files, or a captured script with --program DIR")
-    if level not in ("segment", "op"):
-        raise StepsightError(f"--level must be segment or op, got {level!r:.80}")
-    if timeline is None:
-        refuse_given(context, ("level",), "sets the detail of a timeline: name the file with --timeline FILE")
-    if traces is None:
-        refuse_given(context, ("trace_stages",), "chooses stages of traces: name their folder with --traces DIR")
-    elif traces.exists() and (not traces.is_dir() or any(traces.iterdir())):
-        raise StepsightError(f"--traces must be a new or empty folder, got {str(traces)!r:.80}")
-    for name, wanted in (("--timeline", timeline), ("--schedule", schedule), ("--traces", traces)):
-        if wanted is not None and len(jobs) != 1:
-            raise StepsightError(f"{name} takes one job, got {len(jobs)}")
+    files.check(context, len(jobs))
     if tokens is None and prices is not None:
         raise StepsightError("--prices needs --tokens: the number of tokens to train on")
-    from stepsight.dataset.base.files import check_writable, new_file
     from stepsight.experiments.questions.training_plan import plan_text, training_plan
     from stepsight.experiments.reports.verb_reports import prediction_report
-    from stepsight.simulator.schedules import write_schedule
     from stepsight.training.predictor.prediction import predict
 
-    if traces is not None:
-        check_writable(traces)
     predictor = source.load()
     predictions = [predict(read, predictor) for read in [overrides.read(job) for job in jobs]]
     reports = [prediction_report(prediction.job, prediction) for prediction in predictions]
@@ -112,13 +141,7 @@ def predict_command(
         for report, prediction in zip(reports, predictions, strict=True):
             report["plan"] = training_plan(prediction, goal)
             report["text"] += f"\ntraining   {plan_text(prediction.job.hardware_name, report['plan'])}"
-    if timeline is not None:
-        with new_file(timeline) as part, part.open("wb") as file:
-            file.writelines(predictions[0].timeline_json(level))
-    if traces is not None:
-        write_traces(predictions[0], traces, trace_stages)
-    if schedule is not None:
-        write_schedule(predictions[0].simulation.lowered.track.schedule, schedule)
+    files.write(predictions[0])
     text = "\n\n".join(report.pop("text") for report in reports)
     return Answer(reports[0] if len(reports) == 1 else {"predictions": reports}, text)
 
@@ -133,6 +156,7 @@ def _predict_program(
     from stepsight.simulator.replay.captured_step import write_timeline
     from stepsight.training.predictor.captured_prediction import predict_captured
 
+    check_result("--timeline", timeline, TIMELINE)
     reads_model = is_model(program) and program.is_file()
     captured = read_model(ModelRequest(program)) if reads_model else read_captured(program)
     prediction = predict_captured(captured, *cluster, predictor)
@@ -204,6 +228,80 @@ def explain_command(job: Path, *, source: Source, overrides: MovedJobOptions, to
     return Answer(report, report.pop("text"))
 
 
+@dataclass(frozen=True, kw_only=True)
+class BestStrategyFile:
+    """The file with the best strategy of a search.
+
+    Attributes:
+        out: Write the best strategy to this job file (.toml).
+        to: Write --out as a framework's configuration: a FORMAT of `stepsight job --to`.
+    """
+
+    out: Annotated[Path | None, "-o"] = None
+    to: Annotated[str, typer.Option(metavar="FORMAT")] = ""
+    force: Force = False
+
+    def check(self, job: Path) -> None:
+        """Check, before the work, that the file can be written, has a known format and overwrites no user's file."""
+        from stepsight.dataset.configs.writers import WRITERS
+
+        if self.to and self.to not in WRITERS:
+            raise StepsightError(f"--to must be one of {', '.join(WRITERS)}, got {self.to!r:.80}")
+        if self.to and self.out is None:
+            raise StepsightError(f"--to {self.to} needs --out, the file to write")
+        check_job_output(self.out, self.to, [job], self.force)
+
+    def write(self, result: SearchResult, predictor: Predictor | str | None = None, space: Any = None) -> str:
+        """Write the best strategy, or the best one that the format expresses; returns what to tell about it."""
+        from stepsight.dataset.base.files import write_text
+        from stepsight.dataset.configs.job_toml import job_toml
+        from stepsight.dataset.configs.writers import write_config
+        from stepsight.experiments.reports.config_report import written_text
+        from stepsight.experiments.search.search import best_expressed
+
+        out, to = self.out, self.to
+        if out is None:
+            return ""
+        if not to:
+            write_text(out, job_toml(result.best.job))
+            return f"\nwrote the best strategy to {out}"
+        choice, all_legal = best_expressed(result, to, predictor, space)
+        written = write_config((choice or result.best).job, to)
+        write_text(out, written.text)
+        which = "the legal strategies" if all_legal else "the strategies evaluated"
+        if choice is None:
+            text = f"warning: {out} is not the best strategy, only what {to} expresses of it: of {which} that fit in "
+            text += f"memory, {to} expresses none"
+        elif choice is result.best:
+            text = f"wrote the best strategy to {out}"
+        else:
+            slower = 100 * (choice.timed[0] / result.best.timed[0] - 1)
+            text = f"wrote {choice.job.name} to {out}: {to} does not express the best strategy; of {which} that it "
+            text += f"expresses this is the best ({slower:+.1f} % iteration time)"
+        return f"\n{text}\n{written_text(written, to)}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class GoalOptions:
+    """What a search minimises.
+
+    Attributes:
+        objective: What to minimise: iteration_time, training_time, cost or energy; or tokens_per_s_per_device to
+            maximise. Default: iteration_time; training_time if clusters, batches or lengths are compared.
+    """
+
+    objective: str = ""
+    tokens: Annotated[float, Goal, typer.Option(show_default="1e9")] = TOKENS
+    critical_batch: Annotated[float, Goal] = 0.0
+    prices: Prices = None
+    robust: Annotated[str, Goal, typer.Option(metavar="interval|regret")] = ""
+
+    def goal(self, scenarios: Scenarios) -> Goal:
+        objective = self.objective or ("iteration_time" if scenarios.is_empty else "training_time")
+        more = {"critical_batch": self.critical_batch, "robust": self.robust or False}
+        return goal_of(self.tokens, self.prices, objective=objective, **more)
+
+
 def search_command(
     job: Path,
     *,
@@ -213,16 +311,10 @@ def search_command(
     space: str = "usual",
     expert_loads: Path | None = None,
     uneven: bool = False,
-    objective: str = "",
-    tokens: Annotated[float, Goal, typer.Option(show_default="1e9")] = TOKENS,
-    critical_batch: Annotated[float, Goal] = 0.0,
-    prices: Prices = None,
-    robust: Annotated[str, Goal, typer.Option(metavar="interval|regret")] = "",
+    goal_options: GoalOptions,
     settings: SearchSettings = TEN_BEST,
     workers: Positive = 1,
-    out: Annotated[Path | None, "-o"] = None,
-    to: Annotated[str, typer.Option(metavar="FORMAT")] = "",
-    force: Force = False,
+    best: BestStrategyFile,
     plot: Path | None = None,
     csv: Path | None = None,
 ) -> Answer:
@@ -232,9 +324,8 @@ def search_command(
     sequence parallelism. With --space wide it also varies hybrid sharding, recomputation of every n-th layer,
     offloading and the order of ranks. Everything else stays as in the job.
 
-    The search computes lower bounds of the time and memory of every strategy. It predicts strategies in the order of
-    these bounds until no remaining one can be faster than the best; the best is then optimal. Strategies that do not
-    fit in memory are not timed.
+    Strategies are predicted in the order of lower bounds of their time, until no remaining one can be faster than the
+    best; the best is then optimal. Strategies that do not fit in memory are not timed.
 
     Columns of the table: mb is the micro-batch, zero the ZeRO stage (3/8: sharded over 8 replicas), sp sequence
     parallelism, GB the memory of the fullest pipeline stage.
@@ -253,60 +344,25 @@ def search_command(
         expert_loads: A .csv file with the tokens of each expert: one line, or one line for each layer with experts. The
             search then places experts so that the busiest rank has the least work.
         uneven: Also choose the number of layers of each pipeline stage, for the best strategies.
-        objective: What to minimise: iteration_time, training_time, cost or energy; or tokens_per_s_per_device to
-            maximise. Default: iteration_time; training_time if clusters, batches or lengths are compared.
         workers: Processes on this machine that predict strategies.
-        out: Write the best strategy to this job file (.toml).
-        to: Write --out as a framework's configuration: a FORMAT of `stepsight job --to`.
         plot: Plot time over memory of all strategies to this file (.png, .svg); for several scenarios, time over cost.
         csv: Write all evaluated strategies to this file, one row each.
     """
     from stepsight.dataset.base.files import write_text
-    from stepsight.dataset.configs.writers import WRITERS
-    from stepsight.experiments.search.mapped import local_map
-    from stepsight.experiments.search.search import search
     from stepsight.experiments.search.search_report import plot_result, search_report
-    from stepsight.experiments.search.stage_layers import with_uneven_stages
 
     check_plot(plot)
-    if to and to not in WRITERS:
-        raise StepsightError(f"--to must be one of {', '.join(WRITERS)}, got {to!r:.80}")
-    if to and out is None:
-        raise StepsightError(f"--to {to} needs --out, the file to write")
-    check_job_output(out, to, [job], force)
+    best.check(job)
     check_result("--csv", csv, STRATEGIES)
-    read = overrides.read(job)
     if uneven and not scenarios.is_empty:
         raise StepsightError("--uneven is for one cluster and batch: search the best scenario again with it")
-    if uneven and robust == REGRET:
+    if uneven and goal_options.robust == REGRET:
         raise StepsightError(f"--uneven does not go with --robust {REGRET}: give one of them")
-    objective = objective or ("iteration_time" if scenarios.is_empty else "training_time")
-    goal = goal_of(tokens, prices, objective=objective, critical_batch=critical_batch, robust=robust or False)
-    predictor, tell, evaluated = source.load(), progress("strategies"), 0
-
-    def on_trial(number: int, best: float | None) -> None:
-        nonlocal evaluated
-        evaluated = number + 1
-        tell(evaluated, settings.trials or "", "none fits yet" if best is None else f"best {best:.4g} s")
-
-    with local_map(workers) as map_fn:
-        result = search(
-            read,
-            predictor,
-            space=space,
-            goal=goal,
-            scenarios=scenarios,
-            expert_loads=expert_loads,
-            settings=settings,
-            on_trial=on_trial,
-            map_fn=map_fn,
-        )
-    tell(evaluated, evaluated)
-    if uneven:
-        result = with_uneven_stages(result, predictor)
+    read, predictor = overrides.read(job), source.load()
+    asked = {"space": space, "goal": goal_options.goal(scenarios), "scenarios": scenarios, "expert_loads": expert_loads}
+    result = _searched(read, predictor, settings, workers, uneven, asked)
     report = search_report(read, result, settings.top)
-    if out is not None:
-        report["text"] += f"\n{write_best(result, out, to, predictor, space)}"
+    report["text"] += best.write(result, predictor, space)
     if plot is not None:
         plot_result(result, plot, read.name)
     if csv is not None:
@@ -314,34 +370,22 @@ def search_command(
     return Answer(report, report.pop("text"))
 
 
-def write_best(
-    result: SearchResult, out: Path, to: str, predictor: Predictor | str | None = None, space: str | None = None
-) -> str:
-    """Write the best strategy as a job, or the best one that a framework's format ``to`` expresses; returns a text."""
-    from stepsight.dataset.base.files import write_text
-    from stepsight.dataset.configs.job_toml import job_toml
-    from stepsight.dataset.configs.writers import write_config
-    from stepsight.experiments.reports.config_report import written_text
-    from stepsight.experiments.search.search import best_expressed
+def _searched(
+    job: Job, predictor: Predictor | str | None, settings: SearchSettings, workers: int, uneven: bool, asked: Any
+) -> SearchResult:
+    """Search with progress on stderr."""
+    from stepsight.experiments.search.mapped import local_map
+    from stepsight.experiments.search.search import search
+    from stepsight.experiments.search.stage_layers import with_uneven_stages
 
-    if not to:
-        write_text(out, job_toml(result.best.job))
-        return f"wrote the best strategy to {out}"
-    choice, all_legal = best_expressed(result, to, predictor, space)
-    written = write_config((choice or result.best).job, to)
-    write_text(out, written.text)
-    which = "the legal strategies" if all_legal else "the strategies evaluated"
-    if choice is None:
-        text = (
-            f"warning: {out} is not the best strategy, only what {to} expresses of it: of {which} that fit in memory, "
-            f"{to} expresses none"
-        )
-    elif choice is result.best:
-        text = f"wrote the best strategy to {out}"
-    else:
-        slower = 100 * (choice.timed[0] / result.best.timed[0] - 1)
-        text = (
-            f"wrote {choice.job.name} to {out}: {to} does not express the best strategy; of {which} that it expresses "
-            f"this is the best ({slower:+.1f} % iteration time)"
-        )
-    return f"{text}\n{written_text(written, to)}"
+    tell, evaluated = progress("strategies"), 0
+
+    def on_trial(number: int, best: float | None) -> None:
+        nonlocal evaluated
+        evaluated = number + 1
+        tell(evaluated, settings.trials or "", "none fits yet" if best is None else f"best {best:.4g} s")
+
+    with local_map(workers) as map_fn:
+        result = search(job, predictor, settings=settings, on_trial=on_trial, map_fn=map_fn, **asked)
+    tell(evaluated, evaluated)
+    return with_uneven_stages(result, predictor) if uneven else result

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import sys
-import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,7 +14,6 @@ import typer
 from stepsight.dataset.base.errors import StepsightError
 
 if TYPE_CHECKING:
-    from stepsight.dataset.configs.drafts import Given
     from stepsight.dataset.job.job import Job
     from stepsight.experiments.search.settings import Goal
     from stepsight.training.predictor.predictor import Predictor
@@ -117,13 +115,15 @@ class JobOptions:
         """
         from stepsight.dataset.configs.config_formats import is_job_file
         from stepsight.dataset.configs.config_job import read_configs
+        from stepsight.dataset.configs.drafts import Given
         from stepsight.dataset.job.job import Job
 
         refuse_program(path)
         if is_job_file(path):
             job = Job.from_file(path, self.framework)
             return job if not self.hardware and nodes is None else _moved(job, self.hardware, nodes)
-        read = read_configs([path], given_of(self.hardware, nodes, framework=self.framework))
+        stated = {"cluster.hardware": self.hardware, "cluster.nodes": nodes, "framework": self.framework}
+        read = read_configs([path], Given(values={key: value for key, value in stated.items() if value}))
         assumed = ", ".join(f"{key} = {read.assumed[key]}" for key in _TOLD if key in read.assumed)
         told = f"{path}: read as {read.formats[0]}; assumed {assumed or 'nothing important'}; `stepsight job` lists all"
         job = read.job
@@ -164,45 +164,6 @@ def refuse_program(path: Path) -> None:
 
     if (path / MANIFEST).is_file():
         raise StepsightError(f"{path} is a captured program, not a job: use `stepsight predict --program {path}`")
-
-
-def given_of(
-    hardware: str = "",
-    nodes: int | None = None,
-    devices_per_node: int | None = None,
-    *,
-    framework: str = "",
-    given: Sequence[str] = (),
-    define: Sequence[str] = (),
-    pick: str = "",
-) -> Given:
-    """Values that a user states beside configurations, from a verb's options.
-
-    Raises:
-        StepsightError: If a ``KEY=VALUE`` is none.
-    """
-    from stepsight.dataset.configs.drafts import Given
-
-    stated = {"cluster.hardware": hardware or None, "cluster.nodes": nodes, "framework": framework or None}
-    stated["cluster.devices_per_node"] = devices_per_node
-    values = {key: value for key, value in stated.items() if value is not None}
-    values |= {key: _value(text) for key, text in (_pair("--set", pair) for pair in given)}
-    return Given(values=values, variables=dict(_pair("--define", pair) for pair in define), pick=pick)
-
-
-def _pair(option: str, text: str) -> tuple[str, str]:
-    key, equals, value = text.partition("=")
-    if not key or not equals:
-        raise StepsightError(f"{option} must be KEY=VALUE, got {text!r:.80}")
-    return key.strip(), value
-
-
-def _value(text: str) -> Any:
-    """A value as TOML writes it; a text may stand without quotes."""
-    try:
-        return tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
-        return text
 
 
 def goal_of(tokens: float, prices: Path | None, **more: Any) -> Goal:

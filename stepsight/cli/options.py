@@ -16,7 +16,7 @@ import re
 import sys
 import textwrap
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import MISSING, fields, is_dataclass
 from functools import partial
 from inspect import Parameter, Signature
@@ -160,6 +160,25 @@ def _comma_separated(option: str, kind: type, default: Any, text: str | None) ->
         what = "whole numbers > 0" if kind is int else "words"
         raise StepsightError(f"{option} must be {what}, separated by commas, got {text!r:.80}")
     return tuple(map(kind, found))
+
+
+def pairs(option: str, texts: Iterable[str], read: Callable[[str], Any] = str) -> dict[str, Any]:
+    """Read ``KEY=VALUE``; ``read`` makes the value of its text, and raises ValueError if it is none.
+
+    Raises:
+        StepsightError: If a text is no such pair.
+    """
+    found = {}
+    for text in texts:
+        key, equals, value = text.partition("=")
+        try:
+            if not key.strip() or not equals:
+                raise ValueError
+            found[key.strip()] = read(value)
+        except ValueError:
+            kind = "NUMBER" if read is int else "VALUE"
+            raise StepsightError(f"{option} must be KEY={kind}, got {text!r:.80}") from None
+    return found
 
 
 def refuse_given(context: typer.Context, names: Sequence[str], why: str) -> None:

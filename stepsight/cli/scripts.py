@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand
 
-from stepsight.cli.options import Answer, Positive, progress
+from stepsight.cli.options import Answer, Positive, pairs, progress
 from stepsight.dataset.base.errors import StepsightError
 from stepsight.experiments.tasks.settings import Rounds
 
@@ -156,39 +156,27 @@ def capture_command(
     if is_model(script):
         if arguments:
             raise StepsightError(f"a model takes no arguments, got {' '.join(arguments)!r:.80}: options go before it")
-        model = ModelRequest(script, world_size, devices_per_node, not inference, sizes_of(dims), precision)
+        sizes = pairs("--dims", filter(None, map(str.strip, dims.split(","))), int)
+        model = ModelRequest(script, world_size, devices_per_node, not inference, sizes, precision)
     elif inference or dims or precision:
         raise StepsightError("--inference, --dims and --precision are for models: an .onnx or a .pt2 file")
     elif rank is not None and ranks != "auto":
         raise StepsightError(f"--rank and --ranks exclude each other, got {rank} and {ranks!r:.80}")
     else:
-        request = CaptureRequest(
-            script=script,
-            arguments=tuple(arguments or ()),
-            world_size=world_size,
-            local_size=devices_per_node,
-            ranks=(rank,) if rank is not None else () if ranks == "auto" else rank_numbers(ranks),
-            warm_up=warm_up,
-            device=device,
-            timeout_s=timeout,
-        )
+        chosen = (rank,) if rank is not None else () if ranks == "auto" else rank_numbers(ranks)
+        run: dict[str, Any] = {
+            "local_size": devices_per_node,
+            "warm_up": warm_up,
+            "device": device,
+            "timeout_s": timeout,
+        }
+        request = CaptureRequest(script, tuple(arguments or ()), world_size, ranks=chosen, **run)
     check_capture_folder(out)
     check_writable(out)
     captured = read_model(model) if is_model(script) else capture(request, progress("ranks captured"))
     write_captured(captured, out)
     told = captured.to_dict() | {"out": str(out)}
     return Answer(told, capture_text(told))
-
-
-def sizes_of(text: str) -> dict[str, int]:
-    """Sizes of dimensions, written as ``batch=8,seq=1024``."""
-    found: dict[str, int] = {}
-    for word in filter(None, map(str.strip, text.split(","))):
-        name, _, size = word.partition("=")
-        if not name or not (size.isascii() and size.isdigit()):
-            raise StepsightError(f"--dims must be names and sizes, as batch=8,seq=1024, got {word!r:.80}")
-        found[name] = int(size)
-    return found
 
 
 def emulate_command(

@@ -8,8 +8,8 @@ from typing import Annotated
 
 import typer
 
-from stepsight.cli.files import Force, check_job_output, given_of, refuse_program
-from stepsight.cli.options import Answer
+from stepsight.cli.files import Force, check_job_output, refuse_program
+from stepsight.cli.options import Answer, pairs
 from stepsight.dataset.base.errors import StepsightError
 
 
@@ -50,14 +50,18 @@ def job_command(
     """
     from stepsight.dataset.base.files import write_text
     from stepsight.dataset.configs.config_job import read_configs
+    from stepsight.dataset.configs.drafts import Given
     from stepsight.dataset.configs.writers import write_config
+    from stepsight.experiments.questions.sweep import toml_value
     from stepsight.experiments.reports.config_report import config_text, written_text
 
     check_job_output(out, to, configs, force)
     for config in configs:
         refuse_program(config)
-    stated = given_of(hardware, nodes, devices_per_node, given=given or (), define=define or (), pick=pick)
-    read = read_configs(configs, stated)
+    cluster = {"hardware": hardware or None, "nodes": nodes, "devices_per_node": devices_per_node}
+    values = {f"cluster.{key}": value for key, value in cluster.items() if value is not None}
+    values |= pairs("--set", given or (), toml_value)
+    read = read_configs(configs, Given(values=values, variables=pairs("--define", define or ()), pick=pick))
     value, text = read.to_dict(), config_text(read)
     value["job"] = None if read.read is None else read.job.to_dict()
     content = read.to_toml() if out is not None and not to and read.job else ""

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from stepsight.cli.ask import write_best
-from stepsight.cli.files import check_job_output
+from stepsight.cli.ask import BestStrategyFile
 from stepsight.dataset.base.errors import StepsightError
 from stepsight.dataset.job.job import Job
 from stepsight.experiments.search.choices import Choice, SearchResult
@@ -26,6 +26,10 @@ def result(*schedules: str) -> SearchResult:
     job = Job.from_file(EXAMPLE)
     jobs = [replace(job, parallel=replace(job.parallel, schedule=name)) for name in schedules]
     return SearchResult([Choice(of, 1.0, 2.0, (1.02**n, 1.0, 2.0), predict) for n, of in enumerate(jobs)])
+
+
+def write_best(found: SearchResult, out: Path, to: str, *asked: Any) -> str:
+    return BestStrategyFile(out=out, to=to).write(found, *asked).removeprefix("\n")
 
 
 def test_what_a_framework_expresses_is_written(tmp_path: Path) -> None:
@@ -71,8 +75,8 @@ def test_no_other_file_is_replaced(tmp_path: Path) -> None:
     """A table of prices, or a job file with comments, is kept; the result of an earlier search is replaced."""
     out = tmp_path / "best.toml"
     write_best(result("1f1b"), out, "")
-    check_job_output(out, "", [EXAMPLE])
+    BestStrategyFile(out=out).check(EXAMPLE)
     for text in ("[price_per_device_hour]\n", "# my notes\n[model]\n"):
         out.write_text(text)
         with pytest.raises(StepsightError, match="refuses to overwrite"):
-            check_job_output(out, "", [EXAMPLE])
+            BestStrategyFile(out=out).check(EXAMPLE)
