@@ -35,19 +35,19 @@ and readers.
 from __future__ import annotations
 
 from stepsight.dataset.base.registry import Registry
+from stepsight.dataset.graph.rank_trace import RankTrace
 from stepsight.dataset.hardware.hardware import FABRICS, HARDWARE, Fabric, Hardware, Link
 from stepsight.dataset.job.frameworks import FRAMEWORKS, Framework
 from stepsight.dataset.job.specs import FAMILIES
 from stepsight.dataset.kinds import COLLECTIVE_KINDS, OP_KINDS, CollectiveKind, OpKind
 from stepsight.dataset.kinds.op import Collective, Op
-from stepsight.dataset.readers.placement import Placement
-from stepsight.dataset.readers.trace_formats import TRACE_READERS
-from stepsight.dataset.runs.trace import RankTrace
 from stepsight.dataset.schedules import SCHEDULES
 from stepsight.dataset.schedules.base import Schedule, ScheduleKind, loop_placement, v_placement
 from stepsight.dataset.tables.formats import FORMATS as TABLE_READERS
 from stepsight.dataset.tables.formats import Format
 from stepsight.dataset.tables.rows import Rows
+from stepsight.dataset.traces.placement import Placement
+from stepsight.dataset.traces.trace_formats import TRACE_READERS
 from stepsight.simulator import blocks
 from stepsight.simulator.blocks.family import Family
 from stepsight.simulator.durations.given_latency import LATENCIES, GivenLatency

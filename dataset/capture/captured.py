@@ -13,8 +13,8 @@ from stepsight.dataset.base.bounded import read_parquet
 from stepsight.dataset.base.errors import CaptureError, StepsightError
 from stepsight.dataset.base.files import new_folder, read_json, write_json
 from stepsight.dataset.capture.record_graph import CapturedRank
-from stepsight.dataset.imported.graph_files import read_graph, write_graph
-from stepsight.dataset.imported.rank_graph import COLLECTIVE, HOST, OP, PHASES, RankGraph
+from stepsight.dataset.graph.graph_files import read_graph, write_graph
+from stepsight.dataset.graph.rank_graph import COLLECTIVE, HOST, OP, PHASES, RankGraph
 from stepsight.dataset.kinds.op import Collective, Op
 
 FORM = 1  # of the folder

@@ -25,7 +25,7 @@ from stepsight.dataset.capture.model_steps import (
 )
 from stepsight.dataset.capture.record_graph import op_of_call
 from stepsight.dataset.kinds.op import Op
-from stepsight.dataset.readers.classify import DTYPES, Scope
+from stepsight.dataset.traces.classify import DTYPES, Scope
 
 MOST_BYTES = 2**30  # of the graph's text
 # torch's numbers of types, in the words of its profiler.

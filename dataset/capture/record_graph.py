@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from stepsight.dataset.base.errors import CaptureError
 from stepsight.dataset.graph.program import Dependency
-from stepsight.dataset.imported.rank_graph import (
+from stepsight.dataset.graph.rank_graph import (
     COLLECTIVE,
     EDGE_COLUMNS,
     HOST,
@@ -25,7 +25,7 @@ from stepsight.dataset.imported.rank_graph import (
 from stepsight.dataset.kinds import OP_KINDS
 from stepsight.dataset.kinds.call_dims import count
 from stepsight.dataset.kinds.op import Collective, Op
-from stepsight.dataset.readers.classify import DTYPES, Scope, call_table, intern_op
+from stepsight.dataset.traces.classify import DTYPES, Scope, call_table, intern_op
 
 FORM = 1  # of records
 COMPOSITE = "stepsight::op"  # prefix of the signature of an op that the harness annotates

@@ -10,11 +10,11 @@ from typing import Any
 
 from stepsight.dataset.base.bounded import read_file
 from stepsight.dataset.base.errors import TraceError
-from stepsight.dataset.imported.imported_run import is_imported
-from stepsight.dataset.readers.placement import Placement
-from stepsight.dataset.readers.trace_formats import TRACE_READERS, read_rank_trace
+from stepsight.dataset.runs.imported_run import is_imported
 from stepsight.dataset.runs.run_manifest import RunManifest, read_manifest, read_object, typed
 from stepsight.dataset.runs.trace import Trace
+from stepsight.dataset.traces.placement import Placement
+from stepsight.dataset.traces.trace_formats import TRACE_READERS, read_rank_trace
 
 
 @dataclass(frozen=True)

@@ -13,17 +13,17 @@ from stepsight.dataset.base.facts_file import is_facts_file, read_facts
 from stepsight.dataset.base.files import check_output_file, set_aside
 from stepsight.dataset.base.registry import did_you_mean
 from stepsight.dataset.capture.captured import MANIFEST, read_captured
+from stepsight.dataset.graph.graph_files import read_steps
 from stepsight.dataset.hardware.hardware import FABRICS, HARDWARE, Fabric, Hardware, facts_in, find_fabric, usual_fabric
-from stepsight.dataset.imported.event_blocks import is_trace
-from stepsight.dataset.imported.graph_files import read_steps
-from stepsight.dataset.imported.import_ranks import import_ranks
-from stepsight.dataset.imported.imported_run import ImportedRun, is_imported, read_imported, run_graphs
 from stepsight.dataset.job.frameworks import FRAMEWORKS, Framework, find_framework
 from stepsight.dataset.job.job import Job
 from stepsight.dataset.job.specs import SECTIONS
 from stepsight.dataset.runs.event_file import read_event_file
+from stepsight.dataset.runs.imported_run import ImportedRun, is_imported, read_imported, run_graphs
 from stepsight.dataset.runs.run_folder import read_collection, read_run
 from stepsight.dataset.runs.run_manifest import RunManifest, read_object
+from stepsight.dataset.traces.event_blocks import is_trace
+from stepsight.dataset.traces.import_ranks import import_ranks
 from stepsight.experiments.reports.capture_reports import capture_text
 from stepsight.experiments.reports.text_table import Number, table
 from stepsight.experiments.reports.trace_reports import trace_summary

@@ -13,13 +13,13 @@ from numpy.typing import NDArray
 
 from stepsight.dataset.base.errors import TraceError
 from stepsight.dataset.graph.program import Node, Program
+from stepsight.dataset.graph.rank_graph import COLLECTIVE, OP, OPAQUE, PHASES, RankGraph
 from stepsight.dataset.hardware.hardware import HARDWARE as PRESETS
 from stepsight.dataset.hardware.hardware import Hardware, find_fabric, usual_fabric
-from stepsight.dataset.imported.import_ranks import import_ranks
-from stepsight.dataset.imported.rank_graph import COLLECTIVE, OP, OPAQUE, PHASES, RankGraph
 from stepsight.dataset.kinds.op import Op
 from stepsight.dataset.runs.run_folder import read_collection
 from stepsight.dataset.runs.run_manifest import RunManifest
+from stepsight.dataset.traces.import_ranks import import_ranks
 from stepsight.experiments.studies.families import FAMILIES
 from stepsight.experiments.tasks.script_collecting import Script, collect_script
 from stepsight.features.host_call_features import call_label

@@ -17,14 +17,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from stepsight.dataset.base.errors import EXTRAS, StepsightError
+from stepsight.dataset.graph.rank_graph import RankGraph
 from stepsight.dataset.hardware.fabric import Fabric
 from stepsight.dataset.harness.box.namespaces import check_possible
 from stepsight.dataset.harness.plan_error import HarnessError
 from stepsight.dataset.harness.running.launch import busy_note
-from stepsight.dataset.imported.imported_run import has_traces, is_imported, read_imported, run_folders, run_graphs
-from stepsight.dataset.imported.rank_graph import RankGraph
 from stepsight.dataset.job.job import Job
 from stepsight.dataset.kinds.op import Collective
+from stepsight.dataset.runs.imported_run import has_traces, is_imported, read_imported, run_folders, run_graphs
 from stepsight.dataset.runs.run_manifest import read_manifest, read_object
 from stepsight.simulator.replay.causes import COMMUNICATION, HOST_BOUND, LOADER, PEERS, breakdown
 from stepsight.training.predictor.prediction import predict

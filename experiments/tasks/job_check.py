@@ -15,8 +15,8 @@ import numpy as np
 
 from stepsight.dataset.base.errors import StepsightError, TraceError
 from stepsight.dataset.graph.program import Program
+from stepsight.dataset.graph.rank_graph import COLLECTIVE, OP, RankGraph
 from stepsight.dataset.hardware.hardware import HARDWARE, Hardware, find_hardware
-from stepsight.dataset.imported.rank_graph import COLLECTIVE, OP, RankGraph
 from stepsight.dataset.job.job import Job
 from stepsight.dataset.kinds.op import COLLECTIVE_KINDS, OP_KINDS, Collective, Op
 from stepsight.experiments.reports.text_table import Number, table

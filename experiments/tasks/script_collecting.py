@@ -9,15 +9,15 @@ from typing import Any
 
 from stepsight.dataset.base.errors import CollectError
 from stepsight.dataset.base.files import check_writable, digest, new_folder, read_json, write_json
+from stepsight.dataset.graph.rank_graph import OPAQUE
 from stepsight.dataset.harness.atomic_files import locked
 from stepsight.dataset.harness.plan import SCHEMA, check_plan
 from stepsight.dataset.harness.plan_error import HarnessError
 from stepsight.dataset.harness.progress import Progress
 from stepsight.dataset.harness.scripts.launch import Ranks, run_ranks
-from stepsight.dataset.imported.import_ranks import Imported, import_ranks
-from stepsight.dataset.imported.imported_run import read_imported, write_imported
-from stepsight.dataset.imported.rank_graph import OPAQUE
 from stepsight.dataset.kinds.op import Collective
+from stepsight.dataset.runs.imported_run import read_imported, write_imported
+from stepsight.dataset.traces.import_ranks import Imported, import_ranks
 from stepsight.experiments.tasks.collecting import available_ranks, collection_text, run_plan
 
 TRACED = "traced"  # folder in a collection: files that the script wrote

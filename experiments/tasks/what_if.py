@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from stepsight.dataset.base.errors import JobError, StepsightError
+from stepsight.dataset.graph.rank_graph import RankGraph
 from stepsight.dataset.hardware.hardware import (
     FABRICS,
     HARDWARE,
@@ -20,9 +21,8 @@ from stepsight.dataset.hardware.hardware import (
     unknown_hardware,
     usual_fabric,
 )
-from stepsight.dataset.imported.imported_run import run_folders, run_graphs
-from stepsight.dataset.imported.rank_graph import RankGraph
 from stepsight.dataset.job.job import Job
+from stepsight.dataset.runs.imported_run import run_folders, run_graphs
 from stepsight.dataset.tables.device_names import device_name
 from stepsight.simulator.durations.latency_model import LatencyModel, RooflineLatency
 from stepsight.simulator.replay import changes

@@ -11,10 +11,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stepsight.dataset.graph.program import Dependency
-from stepsight.dataset.imported.rank_graph import COLLECTIVE, HOST, OP, WHY_NUMBER, RankGraph
-from stepsight.dataset.imported.read_rank import lateness
+from stepsight.dataset.graph.rank_graph import COLLECTIVE, HOST, OP, WHY_NUMBER, RankGraph
 from stepsight.dataset.kinds.op import OP_KINDS
-from stepsight.dataset.readers.host import Intervals, merge, overlap
+from stepsight.dataset.traces.host import Intervals, merge, overlap
+from stepsight.dataset.traces.read_rank import lateness
 from stepsight.simulator.replay.joined import Joined, Walk, join, walk
 
 Floats = NDArray[np.float64]

@@ -10,8 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stepsight.dataset.base.errors import TraceError
-from stepsight.dataset.imported.meetings import Meeting, meetings
-from stepsight.dataset.imported.rank_graph import RankGraph
+from stepsight.dataset.graph.rank_graph import RankGraph
+from stepsight.dataset.graph.rendezvous import Meeting, meetings
 from stepsight.simulator.clock.engine import DelayedGraph, delayed_paths
 
 Floats = NDArray[np.float64]

@@ -10,8 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stepsight.dataset.base.errors import TraceError
-from stepsight.dataset.imported.rank_graph import HOST, RankGraph
-from stepsight.dataset.imported.read_rank import lateness
+from stepsight.dataset.graph.rank_graph import HOST, RankGraph
+from stepsight.dataset.traces.read_rank import lateness
 from stepsight.simulator.replay.joined import Walk, join, walk
 
 Floats = NDArray[np.float64]

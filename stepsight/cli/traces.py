@@ -68,10 +68,10 @@ def _import_traces(
     format: str, paths: list[Path], out: Path | None, executions: list[Path], job: Path | None
 ) -> Answer:
     from stepsight.dataset.base.files import check_writable
-    from stepsight.dataset.imported.import_ranks import import_chakra, import_ranks, summary
-    from stepsight.dataset.imported.imported_run import write_imported
     from stepsight.dataset.job.job import Job
-    from stepsight.dataset.readers.placement import Placement
+    from stepsight.dataset.runs.imported_run import write_imported
+    from stepsight.dataset.traces.import_ranks import import_chakra, import_ranks, summary
+    from stepsight.dataset.traces.placement import Placement
     from stepsight.experiments.reports.trace_reports import import_text
     from stepsight.experiments.tasks.job_check import check_job
 
@@ -115,8 +115,8 @@ def replay_command(run: Annotated[Path, typer.Argument(metavar="RUN")], *, job: 
         run: A run folder, or a collection: all of its runs.
         job: Job file of the run: also compare the traced step with the program of the job.
     """
-    from stepsight.dataset.imported.imported_run import run_folders, run_graphs
     from stepsight.dataset.job.job import Job
+    from stepsight.dataset.runs.imported_run import run_folders, run_graphs
     from stepsight.experiments.reports.trace_reports import replay_runs, replay_text
     from stepsight.experiments.tasks.job_check import check_job, compare, comparison_text
 
@@ -151,7 +151,7 @@ def dataset_command(
         collections: Collections or run folders with traces.
         out: Folder of the dataset to write.
     """
-    from stepsight.dataset.imported.graph_dataset import make_dataset
+    from stepsight.dataset.trace_graphs.graph_dataset import make_dataset
     from stepsight.experiments.reports.trace_reports import dataset_text
 
     told = make_dataset(collections, out, on_run=progress("runs read"))

@@ -10,8 +10,8 @@ import pytest
 
 from stepsight.dataset.base.errors import TraceError
 from stepsight.dataset.graph.program import Dependency
+from stepsight.dataset.graph.rank_trace import RankTrace
 from stepsight.dataset.kinds.op import Collective, Op
-from stepsight.dataset.runs.trace import RankTrace
 
 
 class TraceReaderContract:

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from stepsight.dataset.graph.program import Dependency
+from stepsight.dataset.graph.rank_trace import RankTrace
 from stepsight.dataset.kinds.op import Collective, Op
-from stepsight.dataset.readers.kineto import read_kineto
-from stepsight.dataset.runs.trace import RankTrace
+from stepsight.dataset.traces.kineto import read_kineto
 from stepsight.testing import TraceReaderContract
 
 ROOT = Path(__file__).parents[2]

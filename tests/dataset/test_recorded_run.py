@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from stepsight.dataset.readers.kineto import read_kineto
-from stepsight.dataset.runs.trace import RankTrace
+from stepsight.dataset.graph.rank_trace import RankTrace
+from stepsight.dataset.traces.kineto import read_kineto
 from stepsight.testing import TraceReaderContract
 
 torch = pytest.importorskip("torch")

@@ -18,15 +18,15 @@ import pyarrow.parquet as pq
 
 from stepsight.dataset.configs.config_job import read_configs
 from stepsight.dataset.configs.writers import write_config
-from stepsight.dataset.imported.import_ranks import Imported, import_chakra, import_ranks
-from stepsight.dataset.imported.import_ranks import summary as import_summary
 from stepsight.dataset.job.job import Job
 from stepsight.dataset.kinds.op import Collective, Op
-from stepsight.dataset.readers.kineto import read_kineto
 from stepsight.dataset.runs.box_spec import read_box
 from stepsight.dataset.runs.event_file import read_event_file
 from stepsight.dataset.runs.run_manifest import read_manifest
 from stepsight.dataset.tables import FORMATS, Measurements, read_table, summary, summary_text
+from stepsight.dataset.traces.import_ranks import Imported, import_chakra, import_ranks
+from stepsight.dataset.traces.import_ranks import summary as import_summary
+from stepsight.dataset.traces.kineto import read_kineto
 from stepsight.experiments.evaluation.evaluate import evaluate
 from stepsight.experiments.evaluation.evaluation_report import evaluation_text
 from stepsight.experiments.reports.trace_reports import trace_summary

@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 
 from stepsight.dataset.base.errors import JobError
 from stepsight.dataset.graph.program import Node
+from stepsight.dataset.graph.rank_graph import OPAQUE
 from stepsight.dataset.hardware.hardware import find_fabric, usual_fabric
-from stepsight.dataset.imported.rank_graph import OPAQUE
 from stepsight.dataset.kinds.op import Op
 from stepsight.gnn.context_table import Context
 from stepsight.simulator.durations.latency_model import LatencyModel

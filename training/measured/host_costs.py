@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from stepsight.dataset.imported.rank_graph import PHASES
+from stepsight.dataset.graph.rank_graph import PHASES
 from stepsight.dataset.kinds.op import Op
 from stepsight.features.host_call_features import call_label
 from stepsight.training.kernels.fused_loops import FUSED, fit_loops, loop_terms

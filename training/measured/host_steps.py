@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from stepsight.dataset.imported.graph_schema import NUMBERS, work_of
-from stepsight.dataset.imported.rank_graph import PHASES
+from stepsight.dataset.graph.rank_graph import PHASES
 from stepsight.dataset.kinds.op import Op
 from stepsight.dataset.runs.overhead import profiling_correction, without_overhead
+from stepsight.dataset.trace_graphs.graph_schema import NUMBERS, work_of
 
 if TYPE_CHECKING:
-    from stepsight.dataset.imported.trace_graphs import TraceGraphs
+    from stepsight.dataset.trace_graphs.trace_graphs import TraceGraphs
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]

@@ -16,7 +16,7 @@ from stepsight.dataset.kinds.op import Op
 from stepsight.dataset.runs.overhead import USUAL_PER_EVENT_S
 
 if TYPE_CHECKING:
-    from stepsight.dataset.imported.learning_steps import StepWorks
+    from stepsight.dataset.trace_graphs.learning_steps import StepWorks
 
 Floats = NDArray[np.float64]
 

@@ -13,13 +13,13 @@ from numpy.typing import NDArray
 from stepsight.dataset.base.errors import TraceError
 from stepsight.dataset.base.files import digest, digest_files
 from stepsight.dataset.graph.program import Program
+from stepsight.dataset.graph.rank_trace import TracedSegment
 from stepsight.dataset.hardware.hardware import Fabric, Hardware, Link, find_hardware, hardware_from_dict
 from stepsight.dataset.kinds.op import Collective, Op
 from stepsight.dataset.runs.box_spec import HARDWARE as SLEEPERS
 from stepsight.dataset.runs.event_file import EventFile, read_event_file
 from stepsight.dataset.runs.run_folder import read_collection
 from stepsight.dataset.runs.run_manifest import RunManifest
-from stepsight.dataset.runs.trace import TracedSegment
 from stepsight.features.host_call_features import call_label, holds_several
 from stepsight.training.measured.graph_segments import read_graphs
 from stepsight.training.measured.imported_ops import ImportedSegments, imported_times, read_imported_segments

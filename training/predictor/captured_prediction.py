@@ -12,8 +12,8 @@ import numpy as np
 from stepsight.dataset.base.errors import PredictorError
 from stepsight.dataset.capture.captured import Captured, compute_flops
 from stepsight.dataset.capture.record_graph import CapturedRank
+from stepsight.dataset.graph.rank_graph import OP, PHASES, RankGraph
 from stepsight.dataset.hardware.hardware import canonical_hardware, find_fabric, unknown_hardware, usual_fabric
-from stepsight.dataset.imported.rank_graph import OP, PHASES, RankGraph
 from stepsight.dataset.kinds.op import Op
 from stepsight.simulator.durations.latency_model import RooflineLatency, preset_latency
 from stepsight.simulator.replay.captured_step import CapturedStep, time_captured

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 from stepsight.dataset.graph.program import Dependency
-from stepsight.dataset.hardware.hardware import find_fabric, find_hardware
-from stepsight.dataset.imported.rank_graph import (
+from stepsight.dataset.graph.rank_graph import (
     COLLECTIVE,
     EDGE_COLUMNS,
     NODE_COLUMNS,
@@ -17,6 +16,7 @@ from stepsight.dataset.imported.rank_graph import (
     WHY_NUMBER,
     RankGraph,
 )
+from stepsight.dataset.hardware.hardware import find_fabric, find_hardware
 from stepsight.dataset.kinds.op import Collective, Op
 from stepsight.simulator.durations.latency_model import RooflineLatency
 from stepsight.simulator.replay.captured_step import time_captured

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from stepsight.dataset.imported.rank_graph import RankGraph
-from stepsight.dataset.imported.read_rank import read_rank
+from stepsight.dataset.graph.rank_graph import RankGraph
+from stepsight.dataset.traces.read_rank import read_rank
 from stepsight.simulator.replay import changes
 from stepsight.simulator.replay.replay import replay
 from tests.dataset.sharded_job import ShardedJob

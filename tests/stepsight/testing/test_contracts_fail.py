@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from stepsight.dataset.graph.rank_trace import RankTrace
 from stepsight.dataset.hardware.hardware import find_fabric, find_hardware
-from stepsight.dataset.readers.kineto import read_kineto
-from stepsight.dataset.runs.trace import RankTrace
 from stepsight.dataset.tables.measurements import Measurements
+from stepsight.dataset.traces.kineto import read_kineto
 from stepsight.simulator.durations.latency_model import RooflineLatency
 from stepsight.testing import LatencyModelContract, TableReaderContract, TraceReaderContract
 from tests.dataset.kineto_files import tiny_step

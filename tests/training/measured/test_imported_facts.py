@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from stepsight.dataset.graph.intervals import covered
 from stepsight.dataset.hardware.hardware import HARDWARE
-from stepsight.dataset.imported.busy_time import covered
 from stepsight.training.measured.imported_facts import launch_seconds, overlap_of, with_facts
 from stepsight.training.measured.measured import read_imported_runs
 from tests.dataset.kineto_files import KinetoFile

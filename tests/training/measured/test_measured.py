@@ -7,11 +7,11 @@ import pytest
 
 from stepsight.dataset.base.errors import TraceError
 from stepsight.dataset.graph.program import Program, ProgramBuilder
+from stepsight.dataset.graph.rank_trace import TracedSegment
 from stepsight.dataset.hardware.hardware import find_fabric
 from stepsight.dataset.job.job import BatchSpec, ClusterSpec, Job, ModelSpec, ParallelSpec
 from stepsight.dataset.kinds.op import Collective, Op
 from stepsight.dataset.runs.box_spec import Box, read_box
-from stepsight.dataset.runs.trace import TracedSegment
 from stepsight.training.fit import train
 from stepsight.training.measured.measured import (
     MOST_TRAINING_RANKS,

@@ -13,12 +13,12 @@ import pytest
 
 from stepsight.dataset.base.errors import TraceError
 from stepsight.dataset.graph.program import Program, ProgramBuilder
+from stepsight.dataset.graph.rank_trace import TracedSegment
 from stepsight.dataset.hardware.hardware import Hardware, find_fabric
 from stepsight.dataset.hardware.physics import alpha_beta_seconds
 from stepsight.dataset.job.job import BatchSpec, ClusterSpec, Job, ModelSpec, ParallelSpec
 from stepsight.dataset.kinds.op import Collective, Op
 from stepsight.dataset.runs.run_manifest import RunManifest
-from stepsight.dataset.runs.trace import TracedSegment
 from stepsight.simulator.durations.latency_model import RooflineLatency
 from stepsight.simulator.iteration.simulate import simulate
 from stepsight.simulator.programs.lower import lower

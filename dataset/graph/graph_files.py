@@ -1,0 +1,148 @@
+"""Graphs of ranks on disk: two Parquet tables of nodes and edges, and the rest as JSON."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from stepsight.dataset.base.bounded import read_parquet
+from stepsight.dataset.base.errors import TraceError
+from stepsight.dataset.base.files import new_file, read_json, write_json
+from stepsight.dataset.graph.rank_graph import EDGE_COLUMNS, NODE_COLUMNS, NODE_KINDS, WHY, RankGraph
+from stepsight.dataset.kinds.op import Collective, Op
+
+FORM = 1  # of the files
+_SECONDS = ("start_s", "duration_s", "unrecorded_s")
+
+
+def write_graph(graph: RankGraph, folder: Path, stem: str) -> None:
+    """Write ``<stem>.nodes.parquet``, ``<stem>.edges.parquet`` and ``<stem>.json``."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    columns = {name: getattr(graph, name) for name in _SECONDS}
+    columns |= {name: graph.nodes[name].astype(np.int32) for name in NODE_COLUMNS}
+    edges = {name: graph.edges[name].astype(np.int32) for name in EDGE_COLUMNS} | {"delay_s": graph.delay_s}
+    for name, table in (("nodes", columns), ("edges", edges)):
+        with new_file(folder / f"{stem}.{name}.parquet") as part:
+            pq.write_table(pa.table(table), part, compression="zstd", compression_level=1)
+    write_json(folder / f"{stem}.json", _described(graph), indent=None)
+
+
+def _described(graph: RankGraph) -> dict[str, Any]:
+    return {
+        "form": FORM,
+        "rank": graph.rank,
+        "world_size": graph.world_size,
+        "device": graph.device,
+        "device_name": graph.device_name,
+        "origin_us": graph.origin_us,
+        "streams": list(graph.streams),
+        "names": list(graph.names),
+        "works": [work_to_list(work) for work in graph.works],
+        "groups": [[name, list(ranks)] for name, ranks in graph.groups],
+        "loading_s": graph.loading_s.tolist(),
+        "steps_s": graph.steps_s.tolist(),
+        "whole": graph.whole,
+        "warnings": list(graph.warnings),
+        "events": graph.events,
+        "dependencies": [why.value for why in WHY],
+        "node_kinds": list(NODE_KINDS),
+    }
+
+
+def work_to_list(work: Op | Collective) -> list[Any]:
+    """A signature as JSON."""
+    if isinstance(work, Op):
+        return ["op", work.kind, list(work.dims), work.dtype]
+    return ["collective", work.kind, work.num_bytes, work.group_size, work.ranks_per_node]
+
+
+def read_graph(folder: Path, stem: str) -> RankGraph:
+    """Read the files that ``write_graph`` wrote.
+
+    Raises:
+        TraceError: If it is not that.
+    """
+    path = Path(folder) / f"{stem}.json"
+    try:
+        tree = read_json(path)
+        nodes, edges = (read_parquet(Path(folder) / f"{stem}.{name}.parquet") for name in ("nodes", "edges"))
+        if tree.get("form") != FORM:
+            raise ValueError(f"form must be {FORM}, got {tree.get('form')!r:.40}: import the trace again")
+        graph = _graph(tree, nodes, edges)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+        raise TraceError(
+            f"{path} must be an imported graph with its tables, got {error}; if another version of stepsight wrote it, "
+            "import the trace again"
+        ) from None
+    _check(graph, path)
+    return graph
+
+
+def read_steps(folder: Path, stem: str) -> tuple[float, ...]:
+    """Seconds of each traced step of a written graph, without its tables.
+
+    Raises:
+        TraceError: If the graph's description is missing or is none.
+    """
+    path = Path(folder) / f"{stem}.json"
+    try:
+        return tuple(float(end) - float(begin) for begin, end in read_json(path)["steps_s"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise TraceError(f"{path} must describe an imported graph, got {error}") from None
+
+
+def _graph(tree: dict[str, Any], nodes: Any, edges: Any) -> RankGraph:
+    seconds = {name: _numbers(nodes, name, np.float64) for name in _SECONDS}
+    return RankGraph(
+        rank=int(tree["rank"]),
+        world_size=int(tree["world_size"]),
+        device=str(tree["device"]),
+        device_name=str(tree["device_name"]),
+        origin_us=float(tree["origin_us"]),
+        nodes={name: _numbers(nodes, name, np.int64) for name in NODE_COLUMNS},
+        edges={name: _numbers(edges, name, np.int64) for name in EDGE_COLUMNS},
+        delay_s=_numbers(edges, "delay_s", np.float64),
+        streams=tuple(map(str, tree["streams"])),
+        names=tuple(map(str, tree["names"])),
+        works=tuple(work_from_list(work) for work in tree["works"]),
+        groups=tuple((str(name), tuple(map(int, ranks))) for name, ranks in tree["groups"]),
+        loading_s=np.array(tree["loading_s"], dtype=np.float64).reshape(-1, 2),
+        steps_s=np.array(tree["steps_s"], dtype=np.float64).reshape(-1, 2),
+        whole=bool(tree["whole"]),
+        warnings=tuple(map(str, tree["warnings"])),
+        events=int(tree["events"]),
+        **seconds,
+    )
+
+
+def _numbers(table: Any, name: str, dtype: Any) -> Any:
+    if name == "recorded" and name not in table.column_names:  # which earlier versions did not count
+        return np.zeros(table.num_rows, dtype=dtype)
+    return table.column(name).to_numpy().astype(dtype)
+
+
+def work_from_list(work: list[Any]) -> Op | Collective:
+    """Read a signature that ``work_to_list`` wrote."""
+    if work[0] == "op":
+        return Op(work[1], tuple(map(int, work[2])), work[3])
+    return Collective(work[1], *map(int, work[2:]))
+
+
+def _check(graph: RankGraph, path: Path) -> None:
+    """Check that indices are in range and edges lead forward."""
+    count = len(graph)
+    limits = {"kind": len(NODE_KINDS), "stream": len(graph.streams), "name": len(graph.names)}
+    limits |= {"work": len(graph.works), "group": len(graph.groups)}
+    for name, limit in limits.items():
+        column = graph.nodes[name]
+        if len(column) != count or (count and (column.max() >= limit or column.min() < -1)):
+            raise TraceError(f"{name} of nodes must be below {limit} for each of {count} nodes in {path}")
+    source, target = graph.edges["source"], graph.edges["target"]
+    if len(source) and not ((source >= 0) & (source < target) & (target < count)).all():
+        raise TraceError(f"edges must lead from an earlier to a later node of {count} in {path}")
+    if not (np.isfinite(graph.start_s).all() and (graph.duration_s >= 0).all() and np.isfinite(graph.delay_s).all()):
+        raise TraceError(f"times must be finite and durations >= 0 in {path}")

@@ -1,1 +1,0 @@
-"""Traces of any PyTorch job as graphs: read, split into steps, connected by dependencies, and stored."""

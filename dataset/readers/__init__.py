@@ -1,1 +1,0 @@
-"""Readers of traces, one small file per format."""

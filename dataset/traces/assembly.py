@@ -1,0 +1,97 @@
+"""From unordered columns of nodes and lists of edges to the graph of a rank."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from stepsight.dataset.graph.program import Dependency
+from stepsight.dataset.graph.rank_graph import NODE_COLUMNS, WHY_NUMBER, RankGraph
+from stepsight.dataset.graph.rank_trace import Rendezvous
+from stepsight.dataset.traces.event_columns import Interned
+from stepsight.dataset.traces.step_bounds import Steps
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+Edges = tuple[Ints, Ints, Dependency, Floats]
+
+MICROSECOND = 1e-6
+
+
+@dataclass
+class Assembly:
+    """A graph before its nodes are in order; microseconds.
+
+    Shapes: ``n`` nodes.
+
+    Attributes:
+        start: ``(n,)``.
+        end: ``(n,)``.
+        key: ``(n,)``: what nodes are ordered by; equal keys by place.
+        issued: ``(n,)``: when the host came to each, which decides its step.
+        edges: Dependencies by place of the nodes here.
+        steps: Of the rank.
+        nodes: Columns of nodes, -1 where nothing else is set.
+        streams, names, works, groups: What the columns number.
+    """
+
+    start: Floats
+    end: Floats
+    key: Floats
+    issued: Floats
+    edges: list[Edges]
+    steps: Steps
+    nodes: dict[str, Ints] = field(init=False)
+    streams: Interned = field(default_factory=Interned)
+    names: Interned = field(default_factory=Interned)
+    works: Interned = field(default_factory=Interned)
+    groups: Interned = field(default_factory=Interned)
+
+    def __post_init__(self) -> None:
+        self.nodes = {name: np.full(len(self.start), -1, dtype=np.int64) for name in NODE_COLUMNS}
+        for name in ("blocks", "threads", "registers", "shared_bytes", "recorded", "known"):
+            self.nodes[name][:] = 0
+
+    def meet(self, node: int, meets: Rendezvous | None) -> None:
+        """Record which collective of other ranks a node belongs to."""
+        if meets is not None:
+            self.nodes["group"][node] = self.groups((meets.group, meets.ranks))
+            self.nodes["seq"][node] = meets.seq
+
+    def graph(self, device: str, device_name: str, events: int) -> RankGraph:
+        """The graph: nodes in order, and edges that lead forward."""
+        count = len(self.start)
+        bounds = np.array(self.steps.bounds, dtype=np.float64).reshape(-1, 2)
+        step = np.searchsorted(bounds[:, 0], self.issued, "right") - 1
+        ends = bounds[np.maximum(step, 0), 1] if len(bounds) else np.zeros(count)
+        self.nodes["step"] = np.where((step >= 0) & (self.issued <= ends), step, -1)
+        order = np.argsort(self.key, kind="stable")
+        place = np.empty(count, dtype=np.int64)
+        place[order] = np.arange(count)
+        source, target = (place[np.concatenate([edge[column] for edge in self.edges])] for column in range(2))
+        why = np.concatenate([np.full(len(edge[0]), WHY_NUMBER[edge[2]], dtype=np.int64) for edge in self.edges])
+        delay = np.concatenate([edge[3] for edge in self.edges])
+        forward = source < target
+        origin = float(self.start.min()) if count else 0.0
+        return RankGraph(
+            rank=0,
+            world_size=1,
+            device=device,
+            device_name=device_name,
+            origin_us=origin,
+            start_s=(self.start[order] - origin) * MICROSECOND,
+            duration_s=np.maximum(self.end - self.start, 0.0)[order] * MICROSECOND,
+            nodes={name: values[order] for name, values in self.nodes.items()},
+            edges={"source": source[forward], "target": target[forward], "why": why[forward]},
+            delay_s=delay[forward] * MICROSECOND,
+            streams=tuple(self.streams.things),
+            names=tuple(self.names.things),
+            works=tuple(self.works.things),
+            groups=tuple(self.groups.things),
+            steps_s=(bounds - origin) * MICROSECOND,
+            whole=self.steps.found_by != "nothing",
+            unrecorded_s=np.zeros(count),
+            events=events,
+        )

@@ -1,0 +1,166 @@
+"""Nesting of calls: the framework call that launched a kernel, and the phase that it belongs to."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from stepsight.dataset.traces.event_columns import Annotation, RankEvents
+
+Ints = NDArray[np.int64]
+
+FORWARD, BACKWARD, OPTIMIZER = range(3)
+_MARK, _OP, _CALL = range(3)
+_CARRIED = ("phase", "backward", "sequence")  # from a call to those within it
+_EVALUATE = "autograd::engine::evaluate_function: "
+_BACKWARDS = ("autograd::engine::", "torch::autograd::AccumulateGrad")
+_NODE = re.compile(r"Backward\d*$")  # of autograd's graph
+_OPTIMIZERS = ("aten::_fused_adam", "aten::_fused_sgd", "aten::_fused_adagrad", "fbgemm::emb_")
+
+
+@dataclass
+class CallTree:
+    """Nesting of the calls of all host threads.
+
+    Shapes: ``n`` ops, ``r`` runtime calls.
+
+    Attributes:
+        parent: ``(n,)``: the op that encloses each, -1: none.
+        phase: ``(n,)``.
+        backward: ``(n,)``: the autograd node (an op) in which each is evaluated, -1: none.
+        sequence: ``(n,)``: autograd's sequence number of the op or of the nearest that encloses it, -1: none.
+        owner: ``(r,)``: innermost op around each runtime call, -1: none.
+        call_phase: ``(r,)``: phase of each runtime call.
+        crossed: Calls of a thread that overlap another without nesting.
+    """
+
+    parent: Ints
+    phase: Ints
+    backward: Ints
+    sequence: Ints
+    owner: Ints
+    call_phase: Ints
+    crossed: int
+
+
+def call_tree(events: RankEvents) -> CallTree:
+    """Nest the calls of each thread by their times."""
+    num_ops, num_calls = len(events.ops), len(events.runtime)
+    of_ops = [np.full(num_ops, -1, dtype=np.int64) for _ in range(4)]
+    of_calls = [np.full(num_calls, -1, dtype=np.int64) for _ in range(2)]
+    tree = CallTree(of_ops[0], of_ops[1], of_ops[2], of_ops[3], of_calls[0], of_calls[1], crossed=0)
+    phases = [_named_phase(name) for name in events.names]
+    marks = [each for each in events.annotations if annotated_phase(each.name) is not None]
+    for thread in range(len(events.threads)):
+        _nest(events, tree, thread, phases, [mark for mark in marks if mark.thread == thread])
+    return tree
+
+
+def annotated_phase(name: str) -> int | None:
+    """Phase that an annotation names, None if it names none."""
+    if name.startswith("Optimizer.") or name.startswith("Optimizer::"):
+        return OPTIMIZER
+    if name.startswith("stepsight::segment"):
+        words = {"forward": FORWARD, "backward": BACKWARD, "optimizer": OPTIMIZER}
+        return next((phase for word, phase in words.items() if f"label={word}" in name), None)
+    bare = name.strip("#* []").lower()
+    return {"forward": FORWARD, "backward": BACKWARD, "optimizer": OPTIMIZER, "optimizer_step": OPTIMIZER}.get(bare)
+
+
+def annotated_phases(marks: list[Annotation], at: NDArray[np.float64]) -> NDArray[np.int64]:
+    """Phase of the innermost annotation around each time, -1 for none; ``(n,)`` each, in microseconds."""
+    order = np.argsort(at, kind="stable")
+    moments, found = at[order], np.full(len(at), -1, dtype=np.int64)
+    for mark in marks:  # in order of start, so inner ones come later
+        phase = annotated_phase(mark.name)
+        if phase is not None:
+            found[slice(*np.searchsorted(moments, (mark.start, mark.end)))] = phase
+    phases = np.empty(len(at), dtype=np.int64)
+    phases[order] = found
+    return phases
+
+
+def is_evaluation(name: str) -> bool:
+    """Whether a call evaluates one node of autograd's graph."""
+    return name.startswith(_EVALUATE)
+
+
+def _named_phase(name: str) -> int:
+    if name.startswith(_BACKWARDS) or _NODE.search(name):
+        return BACKWARD
+    if name.startswith(_OPTIMIZERS[:3]):
+        return OPTIMIZER
+    return -1
+
+
+def _nest(events: RankEvents, tree: CallTree, thread: int, phases: list[int], marks: list[Annotation]) -> None:
+    """Nest the calls of one thread."""
+    ops = np.flatnonzero(events.ops["thread"] == thread)
+    calls = np.flatnonzero(events.runtime["thread"] == thread)
+    start = np.concatenate([[mark.start for mark in marks], events.ops.start[ops], events.runtime.start[calls]])
+    end = np.concatenate([[mark.end for mark in marks], events.ops.end[ops], events.runtime.end[calls]])
+    what = np.repeat([_MARK, _OP, _CALL], [len(marks), len(ops), len(calls)])
+    named = np.array([annotated_phase(mark.name) or FORWARD for mark in marks], dtype=np.int64)
+    name, nothing = events.ops["name"][ops], np.full(len(calls), -1)
+    evaluated = np.array([is_evaluation(each) for each in events.names], dtype=np.bool_)[name]
+    own = {
+        "row": np.concatenate([np.full(len(marks), -1), ops, nothing]),
+        "phase": np.concatenate([named, np.array(phases, dtype=np.int64)[name], nothing]),
+        "backward": np.concatenate([np.full(len(marks), -1), np.where(evaluated, ops, -1), nothing]),
+        "sequence": np.concatenate([np.full(len(marks), -1), events.ops["sequence"][ops], nothing]),
+    }
+    order = np.lexsort((what == _CALL, -end, start))
+    above, depth = _enclosing(start[order], end[order], what[order] != _CALL)
+    found = _inherited({key: values[order] for key, values in own.items()}, what[order] == _MARK, above, depth)
+    around = found["row"][above]
+    what, ends = what[order], np.append(end[order], np.inf)
+    tree.crossed += int((ends[:-1] > ends[above])[what == _OP].sum())
+    for kind, rows, columns in (
+        (_CALL, calls, ((tree.owner, around), (tree.call_phase, found["phase"][:-1]))),
+        (_OP, ops, ((tree.parent, around), *((getattr(tree, key), found[key][:-1]) for key in _CARRIED))),
+    ):
+        first = {_CALL: len(marks) + len(ops), _OP: len(marks)}[kind]
+        chosen = np.flatnonzero(what == kind)
+        for array, values in columns:
+            array[rows[order[chosen] - first]] = values[chosen]
+
+
+def _enclosing(start: NDArray[np.float64], end: NDArray[np.float64], opens: NDArray[np.bool_]) -> tuple[Ints, Ints]:
+    """The innermost span around each span, -1 for none, and the depth; ``(n,)`` each, in order of start.
+
+    Args:
+        start, end: ``(n,)``.
+        opens: ``(n,)``: which of them may lie around others.
+    """
+    above: list[int] = []
+    depth: list[int] = []
+    ends, inside = [np.inf], [-1]  # stack of open spans
+    for place, (begin, until, is_open) in enumerate(zip(start.tolist(), end.tolist(), opens.tolist(), strict=True)):
+        while ends[-1] <= begin:
+            ends.pop()
+            inside.pop()
+        above.append(inside[-1])
+        depth.append(len(inside))
+        if is_open:
+            ends.append(until)
+            inside.append(place)
+    return np.array(above, dtype=np.int64), np.array(depth, dtype=np.int64)
+
+
+def _inherited(own: dict[str, Ints], marks: NDArray[np.bool_], above: Ints, depth: Ints) -> dict[str, Ints]:
+    """The value inside each span: its own, or that of the enclosing span; the last row is outside all spans."""
+    found = {key: np.append(values, FORWARD if key == "phase" else -1) for key, values in own.items()}
+    order = np.argsort(depth, kind="stable")
+    bounds = np.searchsorted(depth[order], np.arange(1, int(depth.max(initial=0)) + 2))
+    for level in range(len(bounds) - 1):
+        places = order[bounds[level] : bounds[level + 1]]
+        for key, values in found.items():
+            mine, outer = own[key][places], values[above[places]]
+            kept = mine >= 0
+            if key == "phase":  # calls of an optimizer belong to the optimizer, unless an annotation says otherwise
+                kept &= (outer != OPTIMIZER) | marks[places]
+            values[places] = np.where(kept, mine, outer)
+    return found

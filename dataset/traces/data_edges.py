@@ -1,0 +1,185 @@
+"""Data dependencies: from tensors of execution traces, else from autograd's sequence numbers.
+
+PyTorch's execution trace names the storages that every call reads and writes.  Without one a profile does not tell
+who reads what, but autograd gives a forward call and its backward the same number: backward reads what forward saved.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from stepsight.dataset.base.bounded import read_unpacked
+from stepsight.dataset.base.errors import TraceError
+from stepsight.dataset.graph.program import Dependency
+from stepsight.dataset.graph.rank_graph import HOST, RankGraph
+from stepsight.dataset.traces.event_columns import RankEvents
+from stepsight.dataset.traces.event_structs import parse
+
+Ints = NDArray[np.int64]
+
+_SLACK_S = 2e-6  # clock error by which an effect may precede its cause
+_LEAST_FOUND = 0.5  # share of a trace's calls that an execution trace of the same run must contain
+
+
+@dataclass(frozen=True)
+class TensorCall:
+    """A call of an execution trace: its name, its number, and the storages that it reads and writes."""
+
+    name: str
+    record: int
+    reads: tuple[tuple[int, str], ...]
+    writes: tuple[tuple[int, str], ...]
+
+
+def read_execution_trace(path: Path) -> list[TensorCall]:
+    """Calls of PyTorch's execution trace (``.json`` or ``.json.gz``), in order.
+
+    Raises:
+        TraceError: If it is no execution trace.
+    """
+    try:
+        tree = parse(read_unpacked(path))
+    except OSError as error:
+        raise TraceError(f"an execution trace must be a readable file, got {path} ({error.strerror})") from None
+    except ValueError as error:
+        raise TraceError(f"{path} must be whole JSON, got {error}") from None
+    nodes = tree.get("nodes") if isinstance(tree, dict) else None
+    if not isinstance(nodes, list) or not str(tree.get("schema", "")):
+        raise TraceError(f"an execution trace must hold schema and a list nodes, got neither in {path}")
+    try:
+        calls = [_call(node) for node in sorted(nodes, key=lambda node: int(node["id"]))]
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+        raise TraceError(f"nodes of an execution trace must have id, name and inputs: {error!r} in {path}") from None
+    return [call for call in calls if "::" in call.name]
+
+
+def _call(node: dict[str, Any]) -> TensorCall:
+    inputs, outputs = (_values(node.get(side)) for side in ("inputs", "outputs"))
+    record = node.get("rf_id")
+    if record is None:
+        record = next((each["value"] for each in node.get("attrs") or [] if each.get("name") == "rf_id"), 0)
+    name = str(node["name"])
+    reads, writes = tuple(_storages(inputs)), list(_storages(outputs))
+    if name.endswith("_") or name.endswith("_out") or ".out" in name:
+        writes += list(_storages(inputs[:1]))
+    return TensorCall(name, int(record), reads, tuple(writes))
+
+
+def _values(side: Any) -> Any:
+    """Inputs or outputs of a call: older schemas list them, newer ones have a table."""
+    return (side.get("values") if isinstance(side, dict) else side) or []
+
+
+def _storages(values: Any) -> Iterator[tuple[int, str]]:
+    """Storage and device of each tensor in some values: a tensor is id, storage, offset, elements, bytes, device."""
+    for value in values:
+        if not isinstance(value, list):
+            continue
+        if len(value) == 6 and isinstance(value[5], str) and isinstance(value[0], int):
+            if value[1]:
+                yield int(value[1]), value[5]
+        else:
+            yield from _storages(value)
+
+
+def with_sequence_edges(graph: RankGraph, sequence: Ints) -> RankGraph:
+    """Add edges from autograd's sequence numbers; ``sequence`` is that of each framework call."""
+    chosen = np.flatnonzero((graph.nodes["call"] >= 0) & (graph.nodes["kind"] != HOST))
+    numbers = sequence[graph.nodes["call"][chosen]]
+    chosen, numbers = chosen[numbers >= 0], numbers[numbers >= 0]
+    backward = graph.nodes["phase"][chosen] == 1
+    forward_nodes, forward_numbers = chosen[~backward], numbers[~backward]
+    last = dict(zip(forward_numbers.tolist(), forward_nodes.tolist(), strict=True))
+    first: dict[int, int] = {}
+    for node, number in zip(chosen[backward].tolist(), numbers[backward].tolist(), strict=True):
+        first.setdefault(number, node)
+    pairs = [(last[number], node) for number, node in first.items() if number in last]
+    return _with_pairs(graph, pairs)
+
+
+def with_tensor_edges(graph: RankGraph, events: RankEvents, calls: list[TensorCall], path: Path) -> RankGraph:
+    """Add edges from the tensors of an execution trace.
+
+    Raises:
+        TraceError: If the execution trace is that of another run.
+    """
+    rows = _rows_of(events, calls)
+    names = {call.name for call in calls}
+    known = {
+        name for name in {events.names[number] for number in np.unique(events.ops["name"]).tolist()} if "::" in name
+    }
+    shared = len(names & known) / max(len(known), 1)
+    if not rows or shared < _LEAST_FOUND:
+        raise TraceError(
+            f"an execution trace must be of the same run as the profile: it has {100 * shared:.0f} % of the profile's "
+            f"calls by name, and {len(rows)} calls in the same place: {path}"
+        )
+    joined = len({id(call) for _, call, _ in rows})
+    if joined < _LEAST_FOUND * len(calls):
+        told = (
+            f"the execution trace has no record ids of the profile, and {joined} of its {len(calls)} calls are in the "
+            "same place: it may be of another run, and data dependencies are few"
+        )
+        graph = replace(graph, warnings=(*graph.warnings, told))
+    nodes = np.flatnonzero((graph.nodes["call"] >= 0) & (graph.nodes["kind"] != HOST))
+    first: dict[int, int] = {}
+    last: dict[int, int] = {}
+    for node, call in zip(nodes.tolist(), graph.nodes["call"][nodes].tolist(), strict=True):
+        first.setdefault(call, node)
+        last[call] = node
+    pairs: dict[tuple[int, int], None] = {}
+    writer: dict[tuple[int, int, str], int] = {}
+    for turn, call, row in rows:
+        if row not in first:
+            continue
+        for storage, device in call.reads:
+            before = writer.get((turn, storage, device))
+            if before is not None and before != last[row]:
+                pairs[before, first[row]] = None
+        for storage, device in call.writes:
+            writer[turn, storage, device] = last[row]
+    return _with_pairs(graph, list(pairs))
+
+
+def _rows_of(events: RankEvents, calls: list[TensorCall]) -> list[tuple[int, TensorCall, int]]:
+    """Row of the profile for each call of an execution trace, with its repetition."""
+    ops = events.ops
+    record = {int(number): row for row, number in enumerate(ops["record"].tolist()) if number > 0}
+    matched = [(0, call, record[call.record]) for call in calls if call.record in record]
+    matched = [(turn, call, row) for turn, call, row in matched if events.names[int(ops["name"][row])] == call.name]
+    if len(matched) > _LEAST_FOUND * len(calls):
+        return matched
+    numbers = {name: number for number, name in enumerate(events.names)}
+    there, given = Counter(ops["name"].tolist()), Counter(call.name for call in calls)
+    places: dict[str, list[int]] = {}
+    for name, count in given.items():
+        number = numbers.get(name)
+        if number is not None and there[number] % count == 0:
+            places[name] = np.flatnonzero(ops["name"] == number).tolist()
+    found = []
+    usual = Counter(len(rows) // given[name] for name, rows in places.items()).most_common(1)
+    turns = usual[0][0] if usual else 0
+    for turn in range(turns):
+        seen: Counter[str] = Counter()
+        for call in calls:
+            rows = places.get(call.name, [])
+            if len(rows) == turns * given[call.name]:
+                found.append((turn, call, rows[turn * given[call.name] + seen[call.name]]))
+                seen[call.name] += 1
+    return found
+
+
+def _with_pairs(graph: RankGraph, pairs: list[tuple[int, int]]) -> RankGraph:
+    if not pairs:
+        return graph
+    source, target = np.array(pairs, dtype=np.int64).T
+    apart = graph.start_s[target] - graph.end_s[source]
+    possible = (apart >= -_SLACK_S) & (source < target)
+    return graph.with_edges(source[possible], target[possible], Dependency.DATA, np.minimum(apart[possible], 0.0))

@@ -1,0 +1,247 @@
+"""The graph of a rank that computes on a device: the host's launches, and the dependencies of each kernel.
+
+Delays of the device's own (from a launch to its kernel, from one kernel to the next, from an event to who waits for
+it) are one number each for the whole trace: the mean of those that were seen where nothing else was waited for.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from stepsight.dataset.graph.program import Dependency
+from stepsight.dataset.traces.call_tree import CallTree
+from stepsight.dataset.traces.event_columns import Interned, RankEvents, Table
+from stepsight.dataset.traces.host_chain import HostCalls, chain
+from stepsight.dataset.traces.step_bounds import Steps
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+LAUNCH_US, GAP_US, EVENT_US = 1.7, 1.2, 2.5  # delays of devices if a trace does not show them
+_MOST_OWN_GAP_US = 20.0  # longest usual delay between two kernels
+_MOST_LAUNCH_US = 50.0  # longest usual delay from the end of a launch to the kernel on an idle stream
+_HELD_US = 10.0  # time by which a kernel may start before its call ends, if the call continues for other reasons
+_NEAR_US = 3.0  # deviation from the median up to which delays count as usual
+_BLOCKED_US = 10.0  # if its call lasts longer, and until the copy ends, the host waited for the copy
+_MOST_LEFT_US = 200.0  # from the end of the awaited work to the end of the call
+
+
+@dataclass
+class Parts:
+    """A graph while it grows; times in microseconds.
+
+    Nodes are numbered: the host's calls first, in order, then the device's events, in order.
+
+    Attributes:
+        calls: Of the host.
+        call_of: ``(r,)``: call of each row of the runtime table, -1: none.
+        launch: ``(d,)``: call that launched each device event, -1: unknown.
+        row: ``(d,)``: row of the runtime table that launched it, -1: unknown.
+        edges: Source, target, kind and delay of each dependency.
+        constants: Delays of the device: ``launch``, ``gap`` and ``event``.
+        waits: Calls of the host that wait for the device.
+    """
+
+    calls: HostCalls
+    call_of: Ints
+    launch: Ints
+    row: Ints
+    previous: Ints
+    edges: list[tuple[Ints, Ints, Dependency, Floats]] = field(default_factory=list)
+    constants: dict[str, float] = field(default_factory=dict)
+    waits: Ints = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
+    names: Interned = field(default_factory=Interned)
+
+
+def is_wait(name: str) -> bool:
+    """Whether a call of the runtime waits for the device."""
+    return "Synchronize" in name or name in ("cudaMemcpy", "hipMemcpy", "cudaMemcpyToSymbol", "cudaFree", "hipFree")
+
+
+def launch_rows(events: RankEvents) -> Ints:
+    """Row of the runtime table that launched each device event, by correlation, else by external id; -1: unknown."""
+    device, runtime = events.device, events.runtime
+    rows = _matching(device["correlation"], runtime["correlation"])
+    absent = rows < 0
+    if absent.any() and len(runtime):
+        rows[absent] = _matching(device["external"][absent], runtime["external"])
+    return rows
+
+
+def with_assumed_launches(events: RankEvents) -> RankEvents:
+    """Events with a launch for kernels whose own was not recorded but whose framework call is known: that call."""
+    device, ops, runtime = events.device, events.ops, events.runtime
+    called = _matching(device["external"], ops["external"])
+    absent = (launch_rows(events) < 0) & (called >= 0) & (device["external"] > 0)
+    if not absent.any():
+        return events
+    rows = np.unique(called[absent])
+    names = [*events.names, "assumed launch"]
+    more = {
+        "name": np.full(len(rows), len(names) - 1, dtype=np.int64),
+        "thread": ops["thread"][rows],
+        "correlation": np.full(len(rows), -1, dtype=np.int64),
+        "external": ops["external"][rows],
+    }
+    start, end = (np.concatenate(each) for each in ((runtime.start, ops.start[rows]), (runtime.end, ops.end[rows])))
+    columns = {name: np.concatenate([runtime[name], values]) for name, values in more.items()}
+    told = f"launches were not recorded for {int(absent.sum())} of {len(device)} kernels: their framework calls count"
+    calls = Table(start, end, columns).take(np.lexsort((-end, start)))
+    return replace(events, runtime=calls, names=names, warnings=[*events.warnings, told])
+
+
+def _matching(wanted: Ints, given: Ints) -> Ints:
+    """Last index of each wanted value among the given ones, -1: none."""
+    if not len(given):
+        return np.full(len(wanted), -1, dtype=np.int64)
+    order = np.argsort(given, kind="stable")
+    place = np.searchsorted(given[order], wanted, "right") - 1
+    found = order[np.maximum(place, 0)]
+    return np.where((place >= 0) & (given[found] == wanted) & (wanted >= 0), found, -1)
+
+
+def tie(events: RankEvents, tree: CallTree, steps: Steps, rows: Ints) -> Parts:
+    """Connect a rank's host calls and device events by host order, launches and stream order."""
+    waits = [is_wait(name) for name in events.names]
+    waiting = np.array(waits, dtype=np.bool_)[events.runtime["name"]]
+    launching = np.zeros(len(events.runtime), dtype=np.bool_)
+    launching[rows[rows >= 0]] = True
+    blocked = _blocked_copies(events, rows)
+    names = Interned()
+    for name in events.names:
+        names(name)
+    previous = _previous_on_stream(events)
+    staged = _staged_until(events, rows, previous)
+    calls, call_of, done_of = _host_calls(
+        events,
+        steps,
+        np.flatnonzero(waiting | launching),
+        {row: staged.get(row, np.nan) for row in blocked.tolist()},
+        names,
+    )
+    launch = np.where(rows >= 0, call_of[rows], -1) if len(call_of) else rows
+    parts = Parts(calls, done_of, launch, rows, previous, names=names)
+    parts.waits = np.unique(np.concatenate([done_of[np.flatnonzero(waiting)], done_of[blocked]]))
+    order = chain(calls, events)
+    parts.edges.append((order.source, order.target, Dependency.HOST_ORDER, order.delay))
+    _add_launches(parts, events)
+    known = parts.previous >= 0
+    targets = np.flatnonzero(known)
+    parts.edges.append(
+        (
+            len(calls) + parts.previous[known],
+            len(calls) + targets,
+            Dependency.STREAM_ORDER,
+            np.full(len(targets), parts.constants["gap"]),
+        )
+    )
+    return parts
+
+
+def _host_calls(
+    events: RankEvents, steps: Steps, rows: Ints, blocked: dict[int, float], names: Interned
+) -> tuple[HostCalls, Ints, Ints]:
+    """Host calls, and for each row of the runtime table the call in which it begins and that in which it ends.
+
+    A copy that the host waits for is two calls: the launch, and the wait.  ``blocked`` holds them by row, with the
+    time at which an idle device began the copy: until then the host prepared it.
+    """
+    runtime = events.runtime
+    start, end = runtime.start[rows].copy(), runtime.end[rows].copy()
+    thread, name, row = runtime["thread"][rows], runtime["name"][rows], rows
+    usual = float(np.median(end - start)) if len(rows) else 0.0
+    split = np.isin(rows, list(blocked))
+    begun = np.array([blocked[row] for row in rows[split].tolist()])
+    middle = np.clip(np.where(np.isnan(begun), start[split] + usual, begun), start[split], end[split])
+    begin_s, begin_e = start[split], middle
+    start[split] = middle
+    main = steps.thread if steps.thread >= 0 else int(np.bincount(thread).argmax()) if len(thread) else 0
+    marks = sorted({moment for bounds in steps.bounds for moment in bounds})
+    mark = names("step")
+    all_calls = HostCalls(
+        np.concatenate([start, begin_s, marks]),
+        np.concatenate([end, begin_e, marks]),
+        np.concatenate([thread, thread[split], np.full(len(marks), main)]).astype(np.int64),
+        np.concatenate([row, row[split], np.full(len(marks), -1)]).astype(np.int64),
+        np.concatenate([name, name[split], np.full(len(marks), mark)]).astype(np.int64),
+    ).sorted()
+    first = np.full(len(runtime), -1, dtype=np.int64)
+    last = np.full(len(runtime), -1, dtype=np.int64)
+    places = np.flatnonzero(all_calls.row >= 0)
+    last[all_calls.row[places]] = places
+    first[all_calls.row[places[::-1]]] = places[::-1]
+    return all_calls, first, last
+
+
+def _blocked_copies(events: RankEvents, rows: Ints) -> Ints:
+    """Rows of the runtime table that copy and return only when the copy has ended."""
+    device, runtime = events.device, events.runtime
+    copies = np.array([category.endswith("memcpy") for category, _, _ in events.kernels], dtype=np.bool_)
+    if not len(device) or not copies.any():
+        return np.zeros(0, dtype=np.int64)
+    chosen = np.flatnonzero(copies[device["kernel"]] & (rows >= 0))
+    row = rows[chosen]
+    ends_after = (runtime.end[row] >= device.end[chosen] - 1.0) & (device.end[chosen] > runtime.start[row])
+    return np.unique(row[ends_after & (runtime.end[row] - runtime.start[row] > _BLOCKED_US)])
+
+
+def _staged_until(events: RankEvents, rows: Ints, previous: Ints) -> dict[int, float]:
+    """Start of the device's work after a row of the runtime table on an idle stream, minus the usual delay."""
+    device, runtime = events.device, events.runtime
+    known = np.flatnonzero(rows >= 0)
+    before = np.where(previous >= 0, device.end[previous], -np.inf)
+    idle = known[before[known] < runtime.start[rows[known]]]
+    return dict(zip(rows[idle].tolist(), (device.start[idle] - LAUNCH_US).tolist(), strict=True))
+
+
+def _previous_on_stream(events: RankEvents) -> Ints:
+    """The event before each on its stream, -1 for the first."""
+    streams = events.device["stream"]
+    order = np.argsort(streams, kind="stable")
+    previous = np.full(len(streams), -1, dtype=np.int64)
+    same = streams[order][1:] == streams[order][:-1]
+    previous[order[1:][same]] = order[:-1][same]
+    return previous
+
+
+def _usual(delays: Floats, most: float, otherwise: float) -> float:
+    """Mean of the delays near their median; ``otherwise`` if there are none, or the median is beyond ``most``."""
+    middle = float(np.median(delays)) if len(delays) else np.inf
+    if middle > most:  # they waited for something else: short delays may still be the device's own
+        delays = delays[delays <= most / 4]
+        middle = float(np.median(delays)) if len(delays) else np.inf
+    near = delays[np.abs(delays - middle) <= max(_NEAR_US, abs(middle))] if len(delays) else delays
+    return float(np.mean(near)) if len(near) else otherwise
+
+
+def _add_launches(parts: Parts, events: RankEvents) -> None:
+    """Launch edges, and the constants of the device."""
+    device, calls = events.device, parts.calls
+    called = parts.launch >= 0
+    source = np.maximum(parts.launch, 0)
+    call_start = np.where(called, calls.start[source], np.nan) if len(calls) else np.full(len(device), np.nan)
+    call_end = np.where(called, calls.end[source], np.nan) if len(calls) else np.full(len(device), np.nan)
+    before = np.where(parts.previous >= 0, device.end[parts.previous], -np.inf)
+    with np.errstate(invalid="ignore"):
+        idle = called & (call_start > before + 1.0)
+        queued = (parts.previous >= 0) & (~called | (call_end < before - 2.0))
+        late, gap = device.start - call_end, device.start - before
+        launch, own = late[idle & (late > -_MOST_LAUNCH_US)], gap[queued & (gap >= 0)]
+    constants = parts.constants
+    constants["launch"] = _usual(launch, _MOST_LAUNCH_US, LAUNCH_US)
+    constants["gap"] = _usual(own, _MOST_OWN_GAP_US, GAP_US)
+    constants["event"] = EVENT_US
+    rows = np.flatnonzero(called)
+    length = calls.end[source[rows]] - calls.start[source[rows]]
+    usual = float(np.median(length)) if len(rows) else 0.0
+    delay = np.full(len(rows), constants["launch"])
+    ahead = call_end[rows] + delay - device.start[rows]  # how much earlier the kernel starts than the call explains
+    early = ahead > 1.0
+    held = early & (ahead > usual + _HELD_US)  # the call continued for other reasons than the launch
+    delay[held] += np.minimum(usual - length[held], 0.0)
+    delay[early] = np.minimum(delay[early], device.start[rows][early] - call_end[rows][early])
+    delay[early & ~held] = (device.start[rows] - call_end[rows])[early & ~held]
+    parts.edges.append((source[rows], len(calls) + rows, Dependency.LAUNCH, delay))

@@ -1,0 +1,165 @@
+"""Kernels on device streams, tied to the calls that launched them."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+from stepsight.dataset.graph.program import Dependency
+from stepsight.dataset.graph.rank_trace import Rendezvous
+from stepsight.dataset.kinds.call_dims import count
+from stepsight.dataset.kinds.collective_names import nccl_names
+from stepsight.dataset.kinds.op import Collective
+from stepsight.dataset.traces.classify import ELEMENT_BYTES
+from stepsight.dataset.traces.kineto_events import Event
+from stepsight.dataset.traces.placement import Placement
+from stepsight.dataset.traces.sweep import Call, Swept, Work, orphan
+
+StreamNames = dict[tuple[Any, Any], str]  # by device and stream
+_MOST_GAP_US = 3.0  # that a device leaves between kernels on its own account
+_SPIN = "spin_kernel"  # torch's, by which a stand-in lets the time of a collective pass
+
+
+def device_work(swept: Swept, names: StreamNames, world_size: int, placement: Placement) -> list[Work]:
+    """What the device did, in order of issue: per call and stream one op, per NCCL kernel (of a stand-in: per spin) one
+    collective.
+
+    The short time between two kernels, the second of which was launched before the first one ended, is its own.
+    """
+    nodes: dict[tuple[int, Any], Work] = {}
+    ends: dict[Any, float] = {}
+    out: list[Work] = []
+    numbers: dict[str, int] = {}
+    for event in sorted(swept.device, key=lambda event: float(event["ts"])):
+        args = event.get("args") or {}
+        name, start, length = str(event.get("name", "")), float(event["ts"]), float(event["dur"])
+        end = start + length
+        launch = swept.launches.get(args.get("correlation", -1)) or swept.external.get(args.get("External id", -1))
+        issue, owner, comm = launch or (start, None, None)
+        modelled = comm is not None and "seconds" in comm.values
+        if modelled and _SPIN not in name:
+            continue  # what a stand-in's collective does in the time that its spinning takes
+        if modelled or "nccl" in name[:12].lower() or "Collective name" in args:
+            work = collective_of(args, comm, world_size, placement, numbers)
+            if work is not None:
+                work.name = work.work.kind if modelled else name.split("(")[0]
+                work.issue, work.issued, work.start, work.end, work.own = issue, issue, start, end, length
+                out.append(work)
+                continue
+        stream = names[_stream(event)]
+        last = ends.get(stream, math.inf)
+        ends[stream] = end
+        own = length + (max(start - last, 0.0) if issue < last and start - last <= _MOST_GAP_US else 0.0)
+        if owner is None:
+            out.append(Work(orphan(name), name[:60], issue, start, end, own, stream, known=False, issued=issue))
+            continue
+        node = nodes.get((id(owner), stream))
+        if node is None:
+            node = Work(owner.work, owner.name, issue, start, end, own, stream, owner.known, issued=issue)
+            nodes[id(owner), stream] = node
+            out.append(node)
+        else:
+            node.start, node.end, node.own = min(node.start, start), max(node.end, end), node.own + own
+            node.issued = max(node.issued, issue)
+    out.sort(key=lambda work: (work.issue, work.start))
+    return out
+
+
+def _stream(event: Event) -> tuple[Any, Any]:
+    args = event.get("args") or {}
+    return args.get("device", event.get("pid")), args.get("stream", event.get("tid"))
+
+
+def stream_names(device: list[Event]) -> StreamNames:
+    """``compute`` is the stream that is busiest with what is not NCCL; others are named by their number."""
+    busy: dict[tuple[Any, Any], float] = {}
+    for event in device:
+        name = str(event.get("name", ""))
+        is_compute = event.get("cat") == "kernel" and "nccl" not in name[:12].lower() and _SPIN not in name
+        key = _stream(event)
+        busy[key] = busy.get(key, 0.0) + (float(event["dur"]) if is_compute else 0.0)
+    main = max(busy, key=lambda key: busy[key])
+    devices = {device for device, _ in busy}
+    names = {
+        (device, stream): f"stream{stream}" if len(devices) == 1 else f"device{device}.stream{stream}"
+        for device, stream in busy
+    }
+    names[main] = "compute"
+    return names
+
+
+def collective_of(
+    args: dict[str, Any], comm: Call | None, world_size: int, placement: Placement, numbers: dict[str, int]
+) -> Work | None:
+    """A collective from what NCCL's kernel carries, else from the call that launched it; None if it joins no ranks."""
+    values = {**(comm.values if comm else {}), **args}
+    ours = comm is not None and "kind" in comm.values
+    if ours:
+        assert comm is not None
+        kind, num_bytes = str(comm.values["kind"]), int(comm.values["num_bytes"])
+    else:
+        kind, side = nccl_names().get(str(values.get("Collective name", "")), ("", ""))
+        if not kind:
+            return None
+        if f"{side} msg nelems" not in values:  # records of old: the shape of one side alone
+            num_bytes = count(values.get("shape", [])) * ELEMENT_BYTES.get(str(values.get("type")), 4)
+        else:
+            elements = int(values[f"{side} msg nelems"])
+            num_bytes = elements * ELEMENT_BYTES.get(str(values.get("dtype", "")), 4)
+    ranks = _ranks(values)
+    size = int(values.get("Group size", 0)) or len(ranks) or world_size
+    if kind == "all_gather" and not ours and "Out msg nelems" not in values:
+        num_bytes *= size
+    if size < 2:
+        return None
+    if len(ranks) != size:
+        ranks = ()
+    names = (values.get(key) for key in ("group", "Process Group Description", "Process Group Name"))
+    group = placement.axis(ranks) or str(next(filter(None, names), "nccl")).removeprefix("mesh_")
+    number = numbers[group] = numbers.get(group, -1) + 1
+    work = Collective(kind, num_bytes, size, placement.ranks_per_node(ranks, size))
+    return Work(work, kind, 0.0, 0.0, 0.0, 0.0, group, meets=Rendezvous(group, number, ranks))
+
+
+def _ranks(values: dict[str, Any]) -> tuple[int, ...]:
+    if "ranks" in values:
+        return tuple(int(part) for part in str(values["ranks"]).split(","))
+    try:
+        found = json.loads(values.get("Process Group Ranks", "[]"))
+    except ValueError:  # cut off with an ellipsis
+        found = []
+    if found:
+        return tuple(int(rank) for rank in found)
+    start, stride, size = (values.get(k, -1) for k in ("Global rank start", "Global rank stride", "Group size"))
+    return tuple(range(start, start + stride * size, stride)) if start >= 0 and stride > 0 and size > 0 else ()
+
+
+def event_waits(swept: Swept, names: StreamNames, works: list[Work]) -> tuple[tuple[int, int, Dependency], ...]:
+    """Synchronisation: recorded waits of one stream for another, and collectives for the work issued before them."""
+    edges: set[tuple[int, int]] = set()
+    by_stream: dict[str, list[int]] = {}
+    last_compute = -1
+    for index, work in enumerate(works):
+        by_stream.setdefault(work.stream, []).append(index)
+        if isinstance(work.work, Collective):
+            if last_compute >= 0:
+                edges.add((last_compute, index))
+        elif work.stream == "compute":
+            last_compute = index
+    device = {event.get("args", {}).get("device") for event in swept.device}
+    for sync in swept.syncs:
+        args = sync.get("args") or {}
+        if "wait_on_stream" not in args or "stream" not in args:
+            continue
+        key = args.get("device", next(iter(device)))
+        source, target = names.get((key, args["wait_on_stream"])), names.get((key, args["stream"]))
+        waited = swept.launches.get(args.get("wait_on_cuda_event_record_corr_id", -1))
+        waiting = swept.launches.get(args.get("correlation", -1))
+        if not (source and target and waited and waiting) or source == target:
+            continue
+        before = max((i for i in by_stream.get(source, []) if works[i].issue <= waited[0]), default=-1)
+        after = min((i for i in by_stream.get(target, []) if works[i].issue >= waiting[0]), default=math.inf)
+        if 0 <= before < after < math.inf:
+            edges.add((before, int(after)))
+    return tuple((before, after, Dependency.SYNCHRONISATION) for before, after in sorted(edges))

@@ -1,0 +1,156 @@
+"""Read Kineto files as lists of events, one block of the file at a time.
+
+A trace of a gigabyte becomes several gigabytes of objects if it is parsed whole.  Its events are one long list, so
+the text can be cut between any two of them: a block that begins at an event and is whole JSON ends at one too.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from stepsight.dataset.base.bounded import unpacked_blocks
+from stepsight.dataset.base.errors import TraceError
+from stepsight.dataset.traces.event_structs import Event, event_of, events_of, parse, tolerant
+
+BLOCK = 2**20  # bytes that are parsed at once
+_MOST_HEADER = 64 * 2**20  # bytes before the first event
+_BOM = b"\xef\xbb\xbf"  # with which some editors start a text
+_ARCHIVES = (("tar", 257, b"ustar"), ("zip", 0, b"PK\x03\x04"))  # kind, where its sign is, the sign
+_BETWEEN = re.compile(rb"\}\s*,\s*\{")
+_BEGIN = re.compile(rb'"traceEvents"\s*:\s*\[')
+_WINDOW = 2**16  # bytes at the end of a block in which an event ends
+_MOST_CUTS = 16  # attempts before more is read
+
+
+def is_trace(path: Path) -> bool:
+    """Whether a file looks like a Kineto trace: its first block names the list of events, or is one."""
+    if not path.name.endswith((".json", ".json.gz")):
+        return False
+    try:
+        text = next(iter(unpacked_blocks(path, BLOCK)), b"")
+    except OSError:
+        return False
+    return _BEGIN.search(text) is not None or (text.lstrip()[:1] == b"[" and b'"ph"' in text)
+
+
+class EventBlocks:
+    """The events of one file in blocks; other keys of the file are in ``header`` after all blocks were read.
+
+    Attributes:
+        header: Top-level keys beside the events.
+        num_bytes: Size of the JSON text read so far.
+        warnings: What was put right.
+    """
+
+    def __init__(self, path: Path, block: int = BLOCK) -> None:
+        self.header: dict[str, Any] = {}
+        self.num_bytes = 0
+        self.warnings: list[str] = []
+        self._path = path
+        self._block = block
+
+    def __iter__(self) -> Iterator[list[Event]]:
+        """Yield lists of events.
+
+        Raises:
+            TraceError: If the file is missing, corrupt, truncated or no Kineto trace.
+        """
+        try:
+            yield from self._lists()
+        except OSError as error:
+            raise TraceError(f"a trace must be a readable file, got {self._path} ({error.strerror})") from None
+
+    def _lists(self) -> Iterator[list[Event]]:
+        parts = unpacked_blocks(self._path, self._block)
+        text, listed = self._first(parts)
+        for part in parts:
+            self.num_bytes += len(part)
+            text += part
+            if len(text) < self._block:
+                continue
+            events, text = self._cut(text)
+            if events:
+                yield events
+        events, text = self._cut(text)  # the last event is parsed together with the keys after it
+        yield events
+        opening = b"[" if listed else b'{"traceEvents":['
+        tree = self._parse(opening + text)
+        last = tree if listed else tree.pop("traceEvents", None)
+        if not isinstance(last, list):
+            raise TraceError(f"a Kineto trace must hold a list traceEvents, got {type(last).__name__} in {self._path}")
+        if not listed:
+            self.header.update(tree)
+        yield [event_of(event) for event in last]
+
+    def _first(self, parts: Iterator[bytes]) -> tuple[bytes, bool]:
+        """Text from the first event on, and whether the file is a bare list of events."""
+        text = b""
+        for part in parts:
+            self.num_bytes += len(part)
+            text = (text + part).removeprefix(_BOM)
+            self._refuse_archive(text)
+            start = text.lstrip()[:1]
+            if start == b"[":
+                return text.lstrip()[1:], True
+            found = _BEGIN.search(text) if start == b"{" else None
+            if found is not None:
+                self.header = self._parse(text[: found.end()] + b"]}")
+                self.header.pop("traceEvents", None)
+                return text[found.end() :], False
+            if len(text) > _MOST_HEADER:
+                break
+        if not text.strip():
+            raise TraceError(f"a trace must hold JSON, got an empty file {self._path}")
+        tree = self._parse(text)
+        keys = f"keys {', '.join(sorted(map(str, tree))[:8])}" if isinstance(tree, dict) else type(tree).__name__
+        raise TraceError(f"a Kineto trace must hold a list traceEvents, got {keys} in {self._path}")
+
+    def _refuse_archive(self, text: bytes) -> None:
+        for kind, begin, sign in _ARCHIVES:
+            if text[begin : begin + len(sign)] == sign:
+                raise TraceError(
+                    f"{self._path} must be the trace of one rank, got a {kind} archive: unpack it and import the "
+                    "traces that it holds"
+                )
+
+    def _cut(self, text: bytes) -> tuple[list[Event], bytes]:
+        """Events up to the last complete one, and the text after it."""
+        window = max(len(text) - _WINDOW, 0)
+        ends = [found.start() + 1 for found in _BETWEEN.finditer(text, window)]
+        for end in ends[: -_MOST_CUTS - 1 : -1]:
+            try:
+                return events_of(b"[" + text[:end] + b"]"), text[text.index(b",", end) + 1 :]
+            except ValueError:
+                continue
+        for end in ends[-1:]:
+            try:
+                events = [event_of(event) for event in tolerant(b"[" + text[:end] + b"]")]
+            except ValueError:
+                continue
+            self._warn()
+            return events, text[text.index(b",", end) + 1 :]
+        return [], text
+
+    def _parse(self, text: bytes) -> Any:
+        try:
+            return parse(text)
+        except ValueError:
+            pass
+        try:
+            tree = tolerant(text)
+        except RecursionError:
+            raise TraceError(f"{self._path} must be events, got tables nested thousands deep") from None
+        except ValueError:
+            raise TraceError(
+                f"{self._path} must be whole JSON: it is truncated or corrupt, profile again or copy it anew"
+            ) from None
+        self._warn()
+        return tree
+
+    def _warn(self) -> None:
+        told = "the file is not strict JSON (NaN, control characters or bytes that are not UTF-8): read all the same"
+        if told not in self.warnings:
+            self.warnings.append(told)

@@ -1,0 +1,371 @@
+"""Events of one rank as columns: only the needed fields of a million events in a hundred megabytes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from msgspec import UNSET
+from numpy.typing import NDArray
+
+from stepsight.dataset.base.errors import TraceError
+from stepsight.dataset.traces.event_blocks import EventBlocks
+from stepsight.dataset.traces.event_structs import NO_TEXT, CallArgs, Event, KernelArgs, OpArgs, args_of
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+_MOST_US = 2.0**53  # clocks count microseconds since 1970 at most; larger floats skip values
+_HOST, _RUNTIME, _DEVICE, _SYNC, _ANNOTATION = range(5)
+_OTHER = "mtia"  # categories of accelerators whose events have another form
+_NO_DIMS = (b"null", b"[]")
+_COMMUNICATION = "record_param_comms"
+_MARKS = ("ProfilerStep#", "Optimizer.", "enumerate(DataLoader)")  # annotations that PyTorch 1.8 writes as operators
+_CATEGORIES = {
+    "cpu_op": _HOST,
+    "operator": _HOST,
+    "user_annotation": _ANNOTATION,
+    "cuda_runtime": _RUNTIME,
+    "cuda_driver": _RUNTIME,
+    "hip_runtime": _RUNTIME,
+    "xpu_runtime": _RUNTIME,
+    "runtime": _RUNTIME,
+    "driver": _RUNTIME,
+    "kernel": _DEVICE,
+    "concurrent_kernel": _DEVICE,
+    "gpu_memcpy": _DEVICE,
+    "gpu_memset": _DEVICE,
+    "memcpy": _DEVICE,
+    "memset": _DEVICE,
+    "cuda_sync": _SYNC,
+}
+
+
+class _Numbers(dict[Any, int]):
+    """Numbers of distinct values, in order of first use; a lookup of a new value assigns the next number."""
+
+    def __missing__(self, thing: Any) -> int:
+        if UNSET in (thing if isinstance(thing, tuple) else (thing,)):
+            raise ValueError("no name or no tid")
+        number = self[thing] = len(self)
+        return number
+
+
+class Interned:
+    """Numbers of distinct values, in order of first use."""
+
+    def __init__(self) -> None:
+        self.numbers: dict[Any, int] = {}
+
+    def __call__(self, thing: Any) -> int:
+        return self.numbers.setdefault(thing, len(self.numbers))
+
+    @property
+    def things(self) -> list[Any]:
+        """The values by their number."""
+        return list(self.numbers)
+
+
+@dataclass
+class Table:
+    """Events of one category; microseconds.
+
+    Shapes: ``n`` events in the order of the file until ``sort`` puts them in order.
+
+    Attributes:
+        start: ``(n,)``.
+        end: ``(n,)``.
+        columns: Other numbers by name, each ``(n,)``.
+    """
+
+    start: Floats
+    end: Floats
+    columns: dict[str, Ints] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        return len(self.start)
+
+    def __getitem__(self, name: str) -> Ints:
+        return self.columns[name]
+
+    def take(self, rows: Any) -> Table:
+        """Some rows of the table, in that order."""
+        return Table(self.start[rows], self.end[rows], {name: column[rows] for name, column in self.columns.items()})
+
+
+class _Rows:
+    """A growing table: a start, a duration and other numbers for each event."""
+
+    def __init__(self, *names: str) -> None:
+        self.names = names
+        self.parts: list[Floats] = []
+        self.count = 0
+
+    def add(self, events: list[Event], *columns: list[Any]) -> None:
+        """Add events, each with its number in every column."""
+        times = ([event.ts for event in events], [event.dur for event in events])
+        if UNSET in times[0]:
+            raise ValueError("no ts")
+        self.parts.append(np.array((*times, *columns), dtype=np.float64).T)
+        self.count += len(events)
+
+    def table(self, what: str, path: Path, warnings: list[str]) -> Table:
+        rows = np.concatenate([np.zeros((0, 2 + len(self.names))), *self.parts])
+        start, length = rows[:, 0].copy(), rows[:, 1]
+        wrong = np.flatnonzero(~((start >= 0) & (start <= _MOST_US) & (np.abs(length) <= _MOST_US)))
+        if len(wrong):
+            ts, dur = start[wrong[0]], length[wrong[0]]
+            raise TraceError(f"ts and dur must lie within 0 and {_MOST_US:.0e} microseconds, got {ts}, {dur} in {path}")
+        if negative := int((length < 0).sum()):
+            warnings.append(f"negative durations: {negative} {what} events last less than nothing; they count as 0")
+        numbers = np.clip(np.nan_to_num(rows[:, 2:]), -_MOST_US, _MOST_US).astype(np.int64)
+        columns = {name: numbers[:, place].copy() for place, name in enumerate(self.names)}
+        return Table(start, start + np.maximum(length, 0.0), columns)
+
+
+@dataclass
+class Annotation:
+    """A named span of a host thread, or a recorded communication call; microseconds."""
+
+    name: str
+    start: float
+    end: float
+    thread: int
+    args: dict[str, Any]
+
+
+@dataclass
+class RankEvents:
+    """Events of one rank's file.
+
+    Attributes:
+        path: The file.
+        ops: Calls of host threads: ``name``, ``signature``, ``thread``, ``sequence`` (autograd's, -1: none), ``record``
+            (the recorded function's number) and ``external`` (id).
+        runtime: Calls of the device's runtime: ``name``, ``thread``, ``correlation`` and ``external``.
+        device: Kernels and copies: ``kernel`` (number of the launch), ``stream``, ``correlation``, ``external`` and
+            ``bytes`` of a copy.
+        syncs: Arguments of ``cuda_sync`` events.
+        annotations: Annotations of users and libraries in order of start.
+        comms: Recorded communication calls in order of start.
+        collective_args: What a kernel says of the collective that it is, by row of ``device``.
+        names: Names of ops and runtime calls.
+        signatures: Of ops: name number and the JSON text of dims, types, strides and literals.
+        kernels: Of device events: category, name and the JSON text of grid, block, registers and shared memory.
+        threads: Process and thread ids.
+        streams: Device and stream ids.
+        header: Top-level keys of the file beside the events.
+        num_events: Events of any kind in the file.
+        num_bytes: Size of the JSON text.
+        warnings: What was found wrong and put right.
+    """
+
+    path: Path
+    ops: Table
+    runtime: Table
+    device: Table
+    syncs: list[dict[str, Any]]
+    annotations: list[Annotation]
+    comms: list[Annotation]
+    collective_args: dict[int, dict[str, Any]]
+    names: list[str]
+    signatures: list[tuple[int, bytes]]
+    kernels: list[tuple[str, str, bytes]]
+    threads: list[Any]
+    streams: list[Any]
+    header: dict[str, Any]
+    num_events: int
+    num_bytes: int
+    warnings: list[str]
+
+
+def read_columns(path: Path) -> RankEvents:
+    """Read the events of one rank.
+
+    Raises:
+        TraceError: If the file is no whole Kineto trace, or an event lacks what every event has.
+    """
+    reader = _Reader()
+    blocks = EventBlocks(path)
+    count = 0
+    try:
+        for events in blocks:
+            count += len(events)
+            reader.add(events)
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
+        if isinstance(error, TraceError):
+            raise
+        raise TraceError(
+            f"every event must be a table with ph, and a complete one with name, tid, ts and dur, got "
+            f"{type(error).__name__}: {error!s:.120} in {path}"
+        ) from None
+    if not reader.complete:
+        raise TraceError(f"a Kineto trace must hold complete events (ph = X), got none among {count} in {path}")
+    return reader.finish(path, blocks, count)
+
+
+class _Reader:
+    def __init__(self) -> None:
+        self.complete = 0
+        self._ops = _Rows("name", "signature", "thread", "sequence", "record", "external")
+        self._runtime = _Rows("name", "thread", "correlation", "external")
+        self._device = _Rows("kernel", "stream", "correlation", "external", "bytes")
+        self._syncs: list[dict[str, Any]] = []
+        self._annotations: list[Annotation] = []
+        self._comms: list[Annotation] = []
+        self._collectives: dict[int, dict[str, Any]] = {}
+        self._names, self._signatures, self._kernels = _Numbers(), _Numbers(), _Numbers()
+        self._threads, self._streams = _Numbers(), _Numbers()
+        self._kinds: dict[Any, int] = {}
+        self._named: dict[int, str] = {}  # names of ops that are annotations or communication calls, by number
+
+    def add(self, events: list[Event]) -> None:
+        """Add the events of a block, by category."""
+        kinds = self._kinds
+        sorted_out: list[list[Event]] = [[] for _ in range(6)]
+        add = [each.append for each in sorted_out]
+        for event in events:
+            if event.ph == "X" and event.dur is not UNSET:
+                category = event.cat
+                kind = kinds.get(category)
+                if kind is None:
+                    kind = kinds[category] = _CATEGORIES.get(str(category).lower(), -1)
+                add[kind](event)
+        self.complete += sum(map(len, sorted_out))
+        self._add_ops(sorted_out[_HOST])
+        self._add_calls(sorted_out[_RUNTIME])
+        self._add_kernels(sorted_out[_DEVICE])
+        self._syncs += [event.table() for event in sorted_out[_SYNC]]
+        self._annotations += [self._stretch(event) for event in sorted_out[_ANNOTATION]]
+
+    def _add_ops(self, events: list[Event]) -> None:
+        signatures, threads = self._signatures, self._threads
+        numbers = self._numbers(events)
+        if self._named and not self._named.keys().isdisjoint(numbers):
+            events, numbers = self._set_apart(events, numbers)
+        args = args_of(OpArgs, events)
+        signature = [
+            signatures[number]
+            if each.dims is NO_TEXT and each.dims_1_8 is NO_TEXT
+            else signatures[(number, *_sizes(each))]
+            for number, each in zip(numbers, args, strict=True)
+        ]
+        thread = [threads[event.pid, event.tid] for event in events]
+        more = ([each.sequence for each in args], [each.record for each in args], [each.external for each in args])
+        self._ops.add(events, numbers, signature, thread, *more)
+
+    def _numbers(self, events: list[Event]) -> list[int]:
+        """Numbers of the events' names."""
+        names = self._names
+        before = len(names)
+        numbers = [names[event.name] for event in events]
+        for number, name in enumerate(islice(names, before, None), before):
+            if name.startswith((_COMMUNICATION, *_MARKS)):
+                self._named[number] = name
+        return numbers
+
+    def _set_apart(self, events: list[Event], numbers: list[int]) -> tuple[list[Event], list[int]]:
+        """The ops among the events; annotations and communication calls are stored separately."""
+        marks: list[int] = []
+        for row, number in enumerate(numbers):
+            if number in self._named:
+                if self._named[number] == _COMMUNICATION:
+                    self._comms.append(self._stretch(events[row]))
+                else:
+                    self._annotations.append(self._stretch(events[row]))
+                    marks.append(row)
+        if not marks:
+            return events, numbers
+        kept = sorted({*range(len(events))}.difference(marks))
+        return [events[row] for row in kept], [numbers[row] for row in kept]
+
+    def _add_calls(self, events: list[Event]) -> None:
+        threads = self._threads
+        args = args_of(CallArgs, events)
+        thread = [threads[event.pid, event.tid] for event in events]
+        more = ([each.correlation for each in args], [each.external for each in args])
+        self._runtime.add(events, self._numbers(events), thread, *more)
+
+    def _add_kernels(self, events: list[Event]) -> None:
+        kernels, streams = self._kernels, self._streams
+        args = args_of(KernelArgs, events)
+        kernel: list[int] = []
+        stream: list[int] = []
+        for event, each in zip(events, args, strict=True):
+            if each.collective is not NO_TEXT:
+                self._collectives[self._device.count + len(kernel)] = event.table()
+            launch = (bytes(each.grid), bytes(each.block), bytes(each.registers), bytes(each.shared_bytes))
+            kernel.append(kernels[event.cat, event.name, launch])
+            device = event.pid if each.device is UNSET else each.device
+            stream.append(streams[device, event.tid if each.stream is UNSET else each.stream])
+        more = (
+            [each.correlation for each in args],
+            [each.external for each in args],
+            [each.num_bytes for each in args],
+        )
+        self._device.add(events, kernel, stream, *more)
+
+    def _stretch(self, event: Event) -> Annotation:
+        if event.ts is UNSET or event.dur is UNSET:
+            raise ValueError("no ts")
+        start, length = float(event.ts), float(event.dur)
+        thread = self._threads[event.pid, event.tid]
+        return Annotation(str(event.name), start, start + max(length, 0.0), thread, event.table())
+
+    def _unread_devices(self, kernels: int, header: dict[str, Any]) -> list[str]:
+        """A warning if the trace is from an accelerator but has no readable device events."""
+        other = sorted(str(category) for category, kind in self._kinds.items() if kind < 0 and _OTHER in str(category))
+        if kernels or not (other or header.get("deviceProperties")):
+            return []
+        what = f"its events are of category {', '.join(other)[:80]}" if other else "it holds no kernels"
+        return [f"the graph is that of the host: the trace names an accelerator, and {what}"]
+
+    def finish(self, path: Path, blocks: EventBlocks, count: int) -> RankEvents:
+        warnings = list(blocks.warnings)
+        tables = (("host", self._ops), ("runtime", self._runtime), ("device", self._device))
+        ops, runtime, device = (lists.table(what, path, warnings) for what, lists in tables)
+        warnings += self._unread_devices(len(device), blocks.header)
+        order = np.lexsort((-device.end, device.start))
+        rows = {int(row): place for place, row in enumerate(order)} if self._collectives else {}
+        return RankEvents(
+            path=path,
+            ops=ops.take(np.lexsort((-ops.end, ops.start))),
+            runtime=runtime.take(np.lexsort((-runtime.end, runtime.start))),
+            device=device.take(order),
+            syncs=self._syncs,
+            annotations=sorted(self._annotations, key=lambda each: (each.start, -each.end)),
+            comms=sorted(self._comms, key=lambda each: (each.start, -each.end)),
+            collective_args={rows[row]: args for row, args in self._collectives.items()},
+            names=list(self._names),
+            signatures=[_signature(key) for key in self._signatures],
+            kernels=[(str(category).lower(), name, _json(launch)) for category, name, launch in self._kernels],
+            threads=list(self._threads),
+            streams=list(self._streams),
+            header=blocks.header,
+            num_events=count,
+            num_bytes=blocks.num_bytes,
+            warnings=warnings,
+        )
+
+
+def _sizes(args: OpArgs) -> tuple[bytes, ...]:
+    """Dims, types, strides and literals as JSON text; nothing without dims."""
+    dims = bytes(args.dims)
+    if dims in _NO_DIMS:
+        dims = bytes(args.dims_1_8)
+        if dims in _NO_DIMS:
+            return ()
+    return dims, bytes(args.types), bytes(args.strides), bytes(args.literals)
+
+
+def _signature(key: int | tuple[Any, ...]) -> tuple[int, bytes]:
+    if isinstance(key, int):
+        return key, b""
+    return key[0], _json(key[1:]) if len(key) > 1 else b""
+
+
+def _json(parts: tuple[bytes, ...]) -> bytes:
+    return b"[" + b",".join(parts) + b"]"

@@ -1,0 +1,232 @@
+"""``stepsight import kineto``: the rank of each file, checks that the ranks belong together, and a summary."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from stepsight.dataset.base.errors import TraceError
+from stepsight.dataset.graph.program import Dependency
+from stepsight.dataset.graph.rank_graph import COLLECTIVE, RankGraph
+from stepsight.dataset.graph.rendezvous import meetings, numbered_alike
+from stepsight.dataset.traces.chakra_graph import read_chakra
+from stepsight.dataset.traces.placement import Placement
+from stepsight.dataset.traces.read_rank import read_rank
+
+_SUFFIXES = (".json", ".json.gz")
+_CHAKRA = (".et", ".et.gz", *_SUFFIXES)
+_RANK = re.compile(r"(?:rank|worker|gpu|proc|node)[-_.]?(\d+)|[-_.](\d+)(?=[-_.]|$)", re.IGNORECASE)
+_MOST_TOLD = 8  # most ranks listed in a message
+_LEAST_ALIKE = 0.5  # share of the collectives of two ranks of a job that must be of one kind
+
+Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True)
+class Imported:
+    """Traces that were read: the graphs by rank, their files, and warnings with the rank."""
+
+    graphs: tuple[RankGraph, ...]
+    sources: tuple[Path, ...]
+    warnings: tuple[str, ...]
+
+
+def trace_files(paths: Sequence[Path], suffixes: tuple[str, ...] = _SUFFIXES) -> list[Path]:
+    """The given files, and the files of given folders with one of the suffixes.
+
+    Raises:
+        TraceError: If there are none, or one is named twice.
+    """
+    found: list[Path] = []
+    for path in paths:
+        if path.is_dir():
+            inside = sorted(each for each in path.iterdir() if each.name.endswith(suffixes) and each.is_file())
+            if not inside:
+                raise TraceError(f"a folder of traces must hold files that end in {' or '.join(suffixes)}: {path}")
+            found += inside
+        else:
+            found.append(path)
+    twice = {str(path) for path in found if found.count(path) > 1}
+    if twice:
+        raise TraceError(f"every trace must be named once, got {', '.join(sorted(twice))}")
+    return found
+
+
+def import_ranks(
+    paths: Sequence[Path],
+    executions: Sequence[Path] = (),
+    placement: Placement | None = None,
+    on_file: Progress | None = None,
+) -> Imported:
+    """Read the traces of one job's ranks.
+
+    Args:
+        paths: Kineto traces, one for each rank.
+        executions: PyTorch's execution traces, of all ranks or of some.
+        placement: What is known of the job's ranks.
+        on_file: Told how many files are read, of how many.
+
+    Raises:
+        TraceError: If a file is no whole trace, two are of one rank, or the ranks are of different jobs.
+    """
+    files = trace_files(paths)
+    joined = _execution_of(files, trace_files(executions) if executions else [])
+    graphs: list[RankGraph] = []
+    for number, path in enumerate(files):
+        where = replace(placement, rank=None) if placement is not None else Placement()
+        if placement is not None or len(files) > 1:
+            where = replace(where, rank=None)
+        graphs.append(read_rank(path, where, joined.get(path)))
+        if on_file is not None:
+            on_file(number + 1, len(files))
+    graphs = _numbered(graphs, files)
+    order = sorted(range(len(graphs)), key=lambda place: graphs[place].rank)
+    ordered = [graphs[place] for place in order]
+    warnings = [
+        f"rank {graph.rank}: {told}" if len(graphs) > 1 else told for graph in ordered for told in graph.warnings
+    ]
+    return Imported(tuple(ordered), tuple(files[place] for place in order), (*warnings, *_check_ranks(ordered)))
+
+
+def import_chakra(paths: Sequence[Path], on_file: Progress | None = None) -> Imported:
+    """Read the Chakra execution traces of one job's ranks; the rank is the number in the file name.
+
+    Raises:
+        TraceError: If a file is no whole trace, two are of one rank, or the ranks do not fit together.
+    """
+    files = trace_files(paths, _CHAKRA)
+    named = [_rank_in(path) for path in files]
+    ranks = [int(rank or 0) for rank in named] if None not in named else list(range(len(files)))
+    twice = {rank for rank in ranks if ranks.count(rank) > 1}
+    if twice:
+        raise TraceError(f"every rank must have one trace, got rank {min(twice)} twice: name files as chakra.0.et")
+    order = sorted(range(len(files)), key=lambda place: ranks[place])
+    ordered = [files[place] for place in order]
+    graphs = read_chakra(ordered, [ranks[place] for place in order], on_file)
+    told = [f"rank {graph.rank}: {each}" if len(graphs) > 1 else each for graph in graphs for each in graph.warnings]
+    return Imported(tuple(graphs), tuple(ordered), (*told, *_check_ranks(graphs)))
+
+
+def _execution_of(files: Sequence[Path], executions: Sequence[Path]) -> dict[Path, Path]:
+    """Execution trace of each file: by the rank in their names, else by their order."""
+    if not executions:
+        return {}
+    if len(executions) > len(files):
+        raise TraceError(
+            f"there must be at most one execution trace for each trace, got {len(executions)} > {len(files)}"
+        )
+    if len(files) == len(executions) == 1:
+        return {files[0]: executions[0]}
+    by_rank = {_rank_in(path): path for path in executions}
+    if None not in by_rank and len(by_rank) == len(executions):
+        found = {path: by_rank[_rank_in(path)] for path in files if _rank_in(path) in by_rank}
+        if len(found) == len(executions):
+            return found
+    if len(executions) != len(files):
+        raise TraceError(
+            "execution traces must have the numbers of their ranks in their names, or be as many as traces"
+        )
+    return dict(zip(files, executions, strict=True))
+
+
+def _rank_in(path: Path) -> int | None:
+    """Rank in a file's name."""
+    match = _RANK.search(re.sub(r"\.(json|et)(\.gz)?$", "", path.name))
+    return int(match[1] or match[2]) if match else None
+
+
+def _numbered(graphs: list[RankGraph], files: Sequence[Path]) -> list[RankGraph]:
+    """Graphs with their ranks: from the files, else from their names, else by their order."""
+    if len(graphs) > 1 and len({graph.rank for graph in graphs}) == 1 and all(g.world_size == 1 for g in graphs):
+        named = [_rank_in(path) for path in files]
+        ranks = named if None not in named and len(set(named)) == len(named) else list(range(len(files)))
+        graphs = [
+            replace(graph, rank=int(rank or 0), world_size=max(len(files), 1 + max(int(r or 0) for r in ranks)))
+            for graph, rank in zip(graphs, ranks, strict=True)
+        ]
+    seen: dict[int, Path] = {}
+    for graph, path in zip(graphs, files, strict=True):
+        if graph.rank in seen:
+            raise TraceError(
+                f"every rank must have one trace, got rank {graph.rank} twice: {seen[graph.rank].name} and "
+                f"{path.name}; if they are of different runs, import each by itself"
+            )
+        seen[graph.rank] = path
+    return graphs
+
+
+def _check_ranks(graphs: Sequence[RankGraph]) -> list[str]:
+    """Warnings about ranks that do not belong together.
+
+    Raises:
+        TraceError: If they are of different jobs.
+    """
+    for what, values in (
+        ("world size", {graph.world_size for graph in graphs}),
+        ("kind of device", {graph.device for graph in graphs}),
+    ):
+        if len(values) > 1:
+            raise TraceError(f"ranks must be of one job, got different values of {what}: {sorted(values)}")
+    world, ranks = graphs[0].world_size, [graph.rank for graph in graphs]
+    warnings = []
+    if max(ranks) >= world > 1:
+        raise TraceError(f"ranks must be below the world size {world}, got rank {max(ranks)}")
+    if 1 < world != len(ranks):
+        absent = [rank for rank in range(min(world, max(ranks) + _MOST_TOLD + 2)) if rank not in ranks]
+        told = ", ".join(map(str, absent[:_MOST_TOLD])) + (" …" if world - len(ranks) > _MOST_TOLD else "")
+        warnings.append(f"ranks are missing: {world - len(ranks)} of {world} ({told}); what others wait for is unknown")
+    counts = {graph.rank: len(graph.steps_s) for graph in graphs}
+    if len(set(counts.values())) > 1:
+        warnings.append(f"numbers of steps differ: {min(counts.values())} to {max(counts.values())} by rank")
+    return warnings + _check_meetings(graphs)
+
+
+def _check_meetings(graphs: Sequence[RankGraph]) -> list[str]:
+    if len(graphs) < 2:
+        return []
+    collectives = [int(((g.nodes["kind"] == COLLECTIVE) & (g.nodes["group"] >= 0)).sum()) for g in graphs]
+    if not all(collectives):
+        return []
+    numbered = numbered_alike(graphs)
+    met = meetings(graphs)[0]
+    most = max(collectives)
+    if len(numbered) < _LEAST_ALIKE * min(collectives) and len(graphs) == graphs[0].world_size:
+        raise TraceError(
+            f"ranks must be of one job, got {len(numbered)} collectives in common of {most}: "
+            "the traces are of different jobs or of different steps"
+        )
+    if len(met) < len(numbered):
+        told = f"{len(numbered) - len(met)} of {len(numbered)} do not end together, and count as different ones"
+        cause = "" if met else ": the traces may be of different jobs or different steps"
+        return [f"collectives of the ranks differ: {told}{cause}"]
+    return []
+
+
+def summary(found: Imported) -> dict[str, Any]:
+    """The output of ``stepsight import kineto --json``."""
+    graphs = found.graphs
+    device = sum(graph.device_time_s for graph in graphs)
+    counts = {why.value: 0 for why in Dependency}
+    for graph in graphs:
+        for kind, count in graph.dependency_counts().items():
+            counts[kind] += count
+    if len(graphs) > 1:
+        counts[Dependency.RENDEZVOUS.value] += sum(len(members) - 1 for members in meetings(graphs)[0])
+    opaque = sum(float(graph.duration_s[graph.on_device & (graph.nodes["known"] < 1)].sum()) for graph in graphs)
+    share = 100.0 * opaque / device if device else 0.0
+    return {
+        "ranks": len(graphs),
+        "steps": min(len(graph.steps_s) for graph in graphs),
+        "device_time_s": device,
+        "recognised_percent": 100.0 - share if device else 0.0,
+        "opaque_percent": share,
+        "dependencies": counts,
+        "warnings": list(found.warnings),
+        "nodes": sum(len(graph) for graph in graphs),
+        "events": sum(graph.events for graph in graphs),
+        "world_size": graphs[0].world_size,
+        "hardware": graphs[0].device_name,
+    }

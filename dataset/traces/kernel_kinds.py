@@ -1,0 +1,239 @@
+"""The op of a kernel: from the framework call that launched it, else from the kernel's name, else an opaque op."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from stepsight.dataset.kinds.op import OP_KINDS, Op
+from stepsight.dataset.traces.call_tree import CallTree, is_evaluation
+from stepsight.dataset.traces.classify import (
+    Scope,
+    annotated_op,
+    call_table,
+    classify,
+    classify_unknown,
+    depends_on_scope,
+    intern_op,
+)
+from stepsight.dataset.traces.event_columns import RankEvents
+from stepsight.dataset.traces.event_structs import parse
+from stepsight.dataset.traces.sweep import parse_annotation
+
+_MOST_THREADS = 2**31
+_ANNOTATED = "stepsight::op "  # operators of predicted traces
+
+# Names of kernels of libraries, compilers and vendors, used if no call shows the kernel's op.
+# The first match counts.
+_BY_NAME = tuple(
+    (re.compile(pattern, re.IGNORECASE), kind)
+    for pattern, kind in (
+        (r"^triton_(tem|mm|bmm)_", "linear"),
+        (r"^triton_|^kernel_cuda_|cpp_fused|^fused_|_fusion_|::kernel\d+$|^CudaCodeGen", "fused"),
+        (r"flash_bwd|fmha.*(bwd|backward)|attention.*(bwd|backward)|sdpa.*bwd|dot_do_o", "attention_backward"),
+        (r"flash_fwd|flash_attn|fmha|attention|sdpa|paged_attn|FlashAttn|^_?attn_|sage_(fwd|attn)", "attention"),
+        (r"bn_bw|batch_?norm.*(bwd|backward)|MIOpenBatchNormBwd", "batch_norm_backward"),
+        (r"bn_fw|batch_?norm|MIOpenBatchNormFwd|group_?norm|RowwiseMoments", "batch_norm"),
+        (r"(layer_?norm|ln_).*(grad|bwd|backward)|GammaBeta|cuComputeGrad|cuComputePartGrad", "layer_norm_backward"),
+        (r"rms_?norm.*(bwd|backward)", "rms_norm_backward"),
+        (r"rms_?norm", "rms_norm"),
+        (r"layer_?norm|ln_fwd|cuApplyLayerNorm", "layer_norm"),
+        (r"dgrad|wgrad|convolve.*(backward|bwd)|conv.*(bwd|Backward)|igemm_bwd|igemm_wrw", "conv_backward"),
+        (r"conv|implicit_gemm|igemm|winograd|im2col|col2im|nchwToNhwc|nhwcToNchw|cudnn::|MIOpen|fprop", "conv"),
+        (r"gemm|cutlass|cublas|^Cijk_|gemv|nvjet|_mm_|matmul|splitK|xmma|^bmm_|^wvSplit", "linear"),
+        (r"^ampere_|^volta_|^turing_|^maxwell_|^hopper_", "linear"),
+        (r"max_pool|avg_pool|adaptive_.*pool|pooling|upsample", "pool"),
+        (r"embedding_bag|split_embedding|_embedding_|EmbeddingBag|jagged|bounds_check_indices", "embedding_bag"),
+        (r"embedding|compute_grad_weight|krn_partial", "embedding"),
+        (r"nll_loss.*back|log_?softmax.*back|SoftMaxBackward|softmax_warp_backward", "softmax_backward"),
+        (r"nll_loss|cross_entropy|LogSoftMax", "cross_entropy"),
+        (r"softmax", "softmax"),
+        (r"adam|lamb|sgd|multi_tensor_apply|MultiTensor|foreach|optimizer", "foreach"),
+        (r"quant|scaled_fp8|cast_to_|_cast_|cast_back|swiglu|geglu|silu", "elementwise"),
+        (r"SubTensorOp|OpTensor|Op\dd?Tensor", "elementwise"),  # of MIOpen
+        (r"moe::.*routing|topk_?gating|dispatch_layout", "sort"),
+        (r"expand_to_|unpermute|moe_(align|sum)", "copy"),
+        (r"reshape_and_cache|kv_cache", "copy"),
+        (r"sort|radix|topk|scan|nonzero|unique|cub::Device|thrust::", "sort"),
+        (r"dropout", "dropout"),
+        (r"distribution_|philox|curand|bernoulli|random|uniform", "random"),
+        (r"CatArray|copy|permute|transpose|index_select|gather|roll_cuda|flip_|pad\d?d|tensor_?trans", "copy"),
+        (r"memset|FillFunctor|fill", "fill"),
+        (r"reduce|norm_|sum_|mean|var_", "reduce"),
+        (r"elementwise|scatter|index|where|compare|Functor|activation|gelu|relu|clamp|masked", "elementwise"),
+        (r"rotary|rope_|_rope", "rope"),
+        (r"::permute|concat|cumsum", "copy"),
+        (r"at::native|^aten::", "elementwise"),  # all other kernels of PyTorch stream through memory
+    )
+)  # fmt: skip
+_TYPES = (
+    (re.compile(r"bfloat16|bf16", re.IGNORECASE), "bf16"),
+    (re.compile(r"e4m3|e5m2|fp8|float8", re.IGNORECASE), "fp8"),
+    (re.compile(r"__half|c10::Half|half|h884|h1688|h16816|fp16|f16", re.IGNORECASE), "fp16"),
+    (re.compile(r"tf32|tensorop_s1688", re.IGNORECASE), "tf32"),
+)
+_COPIES = {"gpu_memcpy": "copy", "memcpy": "copy", "gpu_memset": "fill", "memset": "fill"}
+
+
+@dataclass(frozen=True)
+class Launch:
+    """The launch of a kernel."""
+
+    name: str
+    category: str
+    blocks: int
+    threads: int
+    registers: int
+    shared_bytes: int
+
+
+def launches(events: RankEvents) -> list[Launch]:
+    """Launch configuration of each distinct kernel."""
+    return [_launch(*kernel) for kernel in events.kernels]
+
+
+def _launch(category: str, name: str, config: bytes) -> Launch:
+    grid, block, registers, shared = parse(config)
+    return Launch(name, category, _product(grid), _product(block), _whole(registers), _whole(shared))
+
+
+def _product(sizes: Any) -> int:
+    if not isinstance(sizes, list) or not all(isinstance(size, int) for size in sizes):
+        return 0
+    return min(max(math.prod(sizes), 0), _MOST_THREADS)
+
+
+def _whole(value: Any) -> int:
+    return min(max(int(value), 0), _MOST_THREADS) if isinstance(value, int | float) else 0
+
+
+def _annotated(name: str) -> Op | None:
+    """The op that an operator's name states; None if the name is wrong."""
+    try:
+        return annotated_op(parse_annotation(name))
+    except (KeyError, ValueError):
+        return None
+
+
+class KernelKinds:
+    """Finds the op of each kernel; calls that launch several kernels are classified once."""
+
+    def __init__(self, events: RankEvents, tree: CallTree) -> None:
+        self._events = events
+        self._tree = tree
+        self._known = call_table()
+        self._parent, self._names = tree.parent.tolist(), events.ops["name"].tolist()
+        self._signature = events.ops["signature"].tolist()
+        self._is_known = [name in self._known or name.startswith(_ANNOTATED) for name in events.names]
+        self._is_evaluation = [is_evaluation(name) for name in events.names]
+        self._calls: dict[int, tuple[int, Op | None]] = {}
+        self._scopes: dict[int, Scope] = {}
+        self._forward_dims: dict[int, tuple[int, ...]] = {}
+        self._by_name: dict[str, Op | None] = {}
+        self._args: dict[int, dict[str, Any]] = {}
+        self._by_signature: dict[int, Op | None] = {}  # of calls that are the same in every scope
+
+    def find(self, launch: Launch, owner: int, num_bytes: int) -> tuple[Op, int, bool]:
+        """Op of a kernel, the call that it belongs to (-1: unknown) and whether its kind is known.
+
+        Args:
+            launch: Of the kernel.
+            owner: Innermost op around the launch, -1: unknown.
+            num_bytes: That a copy moves, -1: unknown.
+        """
+        call, op = self._of_call(owner) if owner >= 0 else (-1, None)
+        if launch.category in _COPIES:
+            return intern_op(_copy_kind(launch), (max(num_bytes, 0) // 4,), "fp32"), call, True
+        if op is not None and not _compiled(launch.name):
+            return op, call, True
+        named = self._of_name(launch)
+        if named is not None:
+            if op is None and owner >= 0 and named.kind == "elementwise":
+                named = classify_unknown(self._arguments(owner)) or named
+            return named, call, True
+        dims = (launch.blocks, launch.threads, launch.registers, launch.shared_bytes)
+        return intern_op("opaque", dims, _dtype(launch.name)), call, False
+
+    def _of_call(self, owner: int) -> tuple[int, Op | None]:
+        """The outermost known call around a launch and its op; without one, the outermost call of a name space."""
+        found = self._calls.get(owner)
+        if found is not None:
+            return found
+        known, at, outer = -1, owner, owner
+        while at >= 0 and not self._is_evaluation[self._names[at]]:
+            if self._is_known[self._names[at]]:
+                known = at
+            outer, at = at, self._parent[at]
+        op = self._classified(known) if known >= 0 else None
+        result = (known if known >= 0 else outer, op)
+        self._calls[owner] = result
+        return result
+
+    def _classified(self, call: int) -> Op | None:
+        tree, number = self._tree, self._signature[call]
+        evaluation, sequence = int(tree.backward[call]), int(tree.sequence[call])
+        if number in self._by_signature:
+            op = self._by_signature[number]
+        else:
+            name = self._events.names[self._names[call]]
+            if name.startswith(_ANNOTATED):
+                op = _annotated(name)
+            else:
+                op = classify(name, self._arguments(call), self._scope(evaluation, sequence))
+            if not depends_on_scope(name):
+                self._by_signature[number] = op
+        if op is not None and op.kind == "linear" and sequence >= 0 and evaluation < 0:
+            self._forward_dims[sequence] = op.dims
+        return op
+
+    def _scope(self, evaluation: int, sequence: int) -> Scope:
+        """The context of a call: the node of autograd's graph that is evaluated, or nothing in forward."""
+        if evaluation < 0:
+            return Scope()
+        if evaluation not in self._scopes:
+            name = self._events.names[self._names[evaluation]].split(": ")[-1]
+            self._scopes[evaluation] = Scope(name, self._forward_dims.get(sequence, ()))
+        return self._scopes[evaluation]
+
+    def _arguments(self, call: int) -> dict[str, Any]:
+        number = self._signature[call]
+        args = self._args.get(number)
+        if args is None:
+            text = self._events.signatures[number][1]
+            dims, types, strides, literals = parse(text) if text else (None, None, None, None)
+            given = {"Input Dims": dims, "Input type": types, "Input Strides": strides, "Concrete Inputs": literals}
+            args = self._args[number] = {name: value for name, value in given.items() if value is not None}
+        return args
+
+    def _of_name(self, launch: Launch) -> Op | None:
+        name = launch.name
+        if name not in self._by_name:
+            kind = named_kind(name)
+            dims = (0,) * len(OP_KINDS[kind].dim_names) if kind else ()
+            self._by_name[name] = intern_op(kind, dims, _dtype(name)) if kind else None
+        op = self._by_name[name]
+        if op is not None and len(op.dims) == 1:  # one element per thread is the best guess
+            return intern_op(op.kind, (launch.blocks * launch.threads,), op.dtype)
+        return op
+
+
+def named_kind(name: str) -> str | None:
+    """Kind of ops in the name of a kernel or call, None if there is none."""
+    return next((kind for pattern, kind in _BY_NAME if pattern.search(name)), None)
+
+
+def _compiled(name: str) -> bool:
+    return name.startswith("triton_")
+
+
+def _copy_kind(launch: Launch) -> str:
+    name = launch.name
+    if "DtoH" in name:
+        return "to_host"
+    return "from_host" if "HtoD" in name else _COPIES[launch.category]
+
+
+def _dtype(name: str) -> str:
+    return next((dtype for pattern, dtype in _TYPES if pattern.search(name)), "fp32")

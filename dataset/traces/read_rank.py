@@ -1,0 +1,298 @@
+"""Read one rank's Kineto file as a graph."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from stepsight.dataset.base.caching import without_collection
+from stepsight.dataset.base.errors import StepsightError, TraceError
+from stepsight.dataset.graph.intervals import covered
+from stepsight.dataset.graph.program import Dependency
+from stepsight.dataset.graph.rank_graph import COLLECTIVE, HOST, OP, WHY_NUMBER, RankGraph
+from stepsight.dataset.kinds.op import Collective
+from stepsight.dataset.traces.assembly import MICROSECOND, Assembly
+from stepsight.dataset.traces.call_tree import CallTree, call_tree
+from stepsight.dataset.traces.collective_nodes import CollectiveNodes, Met, mask_of
+from stepsight.dataset.traces.data_edges import read_execution_trace, with_sequence_edges, with_tensor_edges
+from stepsight.dataset.traces.device_graph import Parts, launch_rows, tie, with_assumed_launches
+from stepsight.dataset.traces.event_columns import Interned, RankEvents, read_columns
+from stepsight.dataset.traces.host_graph import host_graph
+from stepsight.dataset.traces.kernel_kinds import KernelKinds, launches
+from stepsight.dataset.traces.placement import Placement
+from stepsight.dataset.traces.step_bounds import Steps, find_steps
+from stepsight.dataset.traces.stream_waits import StreamWaits
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+MOST_RANKS = 2**20
+_LOADING = "enumerate(DataLoader)"  # prefix of annotations of PyTorch's data loader
+_MOST_OF_A_LAUNCH = 4  # most kernels of one launch, except of a graph
+_TIED_SHARE = 0.5  # of the kernels
+_JUMP_US = 1000.0  # clock error by which a kernel may start before its launch
+_SAMPLED_GAP_US, _SAMPLED_SHARE = 5.0, 0.3  # unexplained gaps that indicate missing kernels
+_IDLE_GAP_US, _IDLE_SHARE = 150.0, 0.5  # gaps, and part of them, in which a device with launched work does nothing
+
+
+@without_collection()
+def read_rank(path: Path, placement: Placement | None = None, execution: Path | None = None) -> RankGraph:
+    """Read one rank's file (``.json`` or ``.json.gz``) as a graph.
+
+    Args:
+        path: Kineto trace.
+        placement: The rank's place in its job, where that is known.
+        execution: PyTorch's execution trace of the same steps, for data dependencies.
+
+    Raises:
+        TraceError: If it is no whole Kineto trace, or holds nothing that could be a node; or if the execution trace is
+            of another run.
+    """
+    events = read_columns(path)
+    try:
+        return _graph_of(events, placement or Placement(), execution)
+    except (ValueError, KeyError, TypeError, IndexError, AttributeError, OverflowError) as error:
+        if isinstance(error, StepsightError):
+            raise
+        raise TraceError(f"{path} must hold well-formed events, got {type(error).__name__}: {error}") from None
+
+
+def _graph_of(events: RankEvents, placement: Placement, execution: Path | None) -> RankGraph:
+    rank, world_size = _identity(events, placement)
+    if len(events.device):
+        events = with_assumed_launches(events)
+    tree = call_tree(events)
+    if len(events.device):
+        graph = _device_graph(events, tree, world_size, placement)
+    else:
+        graph = host_graph(events, tree, world_size, placement, rank)
+    if execution is not None:
+        graph = with_tensor_edges(graph, events, read_execution_trace(execution), execution)
+    graph = with_sequence_edges(graph, tree.sequence)
+    warnings = [*graph.warnings, *_check_training(events, tree)]
+    loading = [(each.start, each.end) for each in events.annotations if each.name.startswith(_LOADING)]
+    graph.loading_s = (np.array(loading).reshape(-1, 2) - graph.origin_us) * MICROSECOND
+    return replace(graph, rank=rank, world_size=world_size, warnings=tuple(dict.fromkeys(warnings)))
+
+
+def _device_graph(events: RankEvents, tree: CallTree, world_size: int, placement: Placement) -> RankGraph:
+    rows = launch_rows(events)
+    starts = events.runtime.start if len(events.runtime) else np.zeros(1)
+    issued = np.where(rows >= 0, starts[np.maximum(rows, 0)], events.device.start)
+    steps = find_steps(events, tree, issued)
+    warnings = [*events.warnings, *steps.warnings, *_check_clocks(events, rows)]
+    if tree.crossed:
+        warnings.append(f"calls that overlap without nesting: {tree.crossed}")
+    if missing := int((rows < 0).sum()):
+        warnings.append(f"kernels without a launch: {missing} of {len(rows)}; they start when their stream is free")
+    warnings += _check_ties(events, tree, rows)
+    parts = tie(events, tree, steps, rows)
+    phase = np.where(rows >= 0, tree.call_phase[rows], -1) if len(tree.call_phase) else rows
+    StreamWaits(events, parts, mask_of(events), phase).add()
+    graph = _assemble(events, tree, steps, parts, _works(events, tree, parts, world_size, placement))
+    return _with_unrecorded(replace(graph, warnings=tuple(warnings)))
+
+
+def _identity(events: RankEvents, placement: Placement) -> tuple[int, int]:
+    info = events.header.get("distributedInfo") or {}
+    try:
+        rank, world_size = int(info.get("rank", placement.rank or 0)), int(info.get("world_size", 1))
+    except (TypeError, ValueError, AttributeError):
+        raise TraceError(f"distributedInfo must hold rank and world_size, got {info!r:.80} in {events.path}") from None
+    if not (1 <= world_size <= MOST_RANKS and 0 <= rank < MOST_RANKS):
+        raise TraceError(
+            f"rank and world_size must be below {MOST_RANKS}, got {rank} and {world_size} in {events.path}"
+        )
+    if placement.rank not in (None, rank) and "rank" in info:
+        raise TraceError(f"the trace of rank {placement.rank} must be its own, got that of rank {rank}: {events.path}")
+    return rank, world_size
+
+
+def _check_clocks(events: RankEvents, rows: Ints) -> list[str]:
+    known = rows >= 0
+    early = events.runtime.start[rows[known]] - events.device.start[known]
+    jumped = int((early > _JUMP_US).sum())
+    if not jumped:
+        return []
+    return [f"clocks that jump: {jumped} kernels begin up to {early.max():.0f} us before their launch"]
+
+
+def _check_ties(events: RankEvents, tree: CallTree, rows: Ints) -> list[str]:
+    """Warnings about launches that many kernels share, and about kernels that no framework call launched."""
+    found, known = [], rows[rows >= 0]
+    _, counts = np.unique(known, return_counts=True)
+    shared = int(counts[counts > _MOST_OF_A_LAUNCH].sum()) if not _graphed(events, known) else 0
+    if shared > _TIED_SHARE * len(known):
+        found.append(f"correlation ids repeat: {shared} of {len(known)} kernels share the launches of others")
+    alone = int((tree.owner[known] < 0).sum())
+    if len(events.ops) and alone > _TIED_SHARE * len(known):
+        found.append(
+            f"no framework call encloses the launches of {alone} of {len(known)} kernels: their kinds come from their "
+            "names (another library launched them, or the clocks of calls and launches differ)"
+        )
+    return found
+
+
+def _graphed(events: RankEvents, rows: Ints) -> bool:
+    """Whether launches of whole graphs are among them: one launches thousands of kernels."""
+    return any("GraphLaunch" in events.names[name] for name in np.unique(events.runtime["name"][rows]).tolist())
+
+
+def _check_training(events: RankEvents, tree: CallTree) -> list[str]:
+    optimizer = any(each.name.startswith("Optimizer.step") for each in events.annotations)
+    if (tree.phase == 1).any() or optimizer or not len(events.ops):
+        return []
+    return ["no backward pass and no optimizer: this looks like inference"]
+
+
+def _works(
+    events: RankEvents, tree: CallTree, parts: Parts, world_size: int, placement: Placement
+) -> tuple[Interned, dict[str, Ints], dict[int, Met]]:
+    """Signatures of all device events, their columns, and their collectives."""
+    device, count = events.device, len(events.device)
+    works = Interned()
+    columns = {name: np.full(count, -1, dtype=np.int64) for name in ("work", "known", "call", "phase", "kind")}
+    columns["kind"][:] = OP
+    kinds, configs = KernelKinds(events, tree), launches(events)
+    collective = mask_of(events)
+    nodes, met = CollectiveNodes(events, world_size, placement), {}
+    owners = np.where(parts.row >= 0, tree.owner[parts.row], -1) if len(tree.owner) else parts.row
+    phases = np.where(parts.row >= 0, tree.call_phase[parts.row], -1) if len(tree.owner) else parts.row
+    columns["phase"][:] = phases
+    kernels, moved, owned = device["kernel"].tolist(), device["bytes"].tolist(), owners.tolist()
+    mask = collective.tolist()
+    work, known, call = columns["work"].tolist(), columns["known"].tolist(), columns["call"].tolist()
+    for row in range(count):
+        if not mask[row]:
+            op, call[row], is_known = kinds.find(configs[kernels[row]], owned[row], moved[row])
+            work[row], known[row] = works(op), int(is_known)
+    runtime = events.runtime
+    issued = np.where(parts.row >= 0, runtime.start[parts.row], device.start) if len(runtime) else device.start
+    for row in np.flatnonzero(collective)[np.argsort(issued[collective], kind="stable")].tolist():
+        thread = int(runtime["thread"][parts.row[row]]) if parts.row[row] >= 0 else -1
+        found = nodes.find(row, configs[kernels[row]], float(issued[row]), thread)
+        work[row], known[row], call[row] = works(found.work), 1, owned[row]
+        if isinstance(found.work, Collective):
+            columns["kind"][row] = COLLECTIVE
+            met[row] = found
+    for name, values in (("work", work), ("known", known), ("call", call)):
+        columns[name] = np.array(values, dtype=np.int64)
+    return works, columns, met
+
+
+def _assemble(
+    events: RankEvents,
+    tree: CallTree,
+    steps: Steps,
+    parts: Parts,
+    found: tuple[Interned, dict[str, Ints], dict[int, Met]],
+) -> RankGraph:
+    """Host calls and device events as one list, ordered such that every edge leads forward."""
+    works, columns, met = found
+    calls, device, base = parts.calls, events.device, len(parts.calls)
+    built = Assembly(
+        start=np.concatenate([calls.start, device.start]),
+        end=np.concatenate([calls.end, device.end]),
+        key=_keys(parts, events),
+        issued=np.concatenate([calls.start, np.where(parts.launch >= 0, _at(calls.start, parts.launch), device.start)]),
+        edges=parts.edges,
+        steps=steps,
+        names=parts.names,
+        works=works,
+    )
+    nodes = built.nodes
+    nodes["kind"][:base], nodes["known"][:base] = HOST, 1
+    for name, values in columns.items():
+        nodes[name][base:] = values
+    in_runtime = calls.row >= 0
+    nodes["phase"][:base][in_runtime] = tree.call_phase[calls.row[in_runtime]]
+    stream_of = [built.streams(_stream_name(stream, events.streams)) for stream in events.streams]
+    numbers = dict.fromkeys(calls.thread.tolist())
+    threads = {int(thread): built.streams(f"host{index}") for index, thread in enumerate(numbers)}
+    nodes["stream"][:base] = [threads[int(thread)] for thread in calls.thread.tolist()]
+    nodes["stream"][base:] = np.array(stream_of, dtype=np.int64)[device["stream"]]
+    kernel_names = np.array([built.names(name) for _, name, _ in events.kernels], dtype=np.int64)
+    nodes["name"][:base], nodes["name"][base:] = calls.name, kernel_names[device["kernel"]]
+    configs = launches(events)
+    for name in ("blocks", "threads", "registers", "shared_bytes"):
+        values = np.array([getattr(config, name) for config in configs], dtype=np.int64)
+        nodes[name][base:] = values[device["kernel"]]
+    for row, each in met.items():
+        built.meet(base + row, each.meets)
+    return built.graph("cuda", _device_name(events), events.num_events)
+
+
+def _at(values: Floats, index: Ints) -> Floats:
+    return values[np.maximum(index, 0)] if len(values) else np.zeros(len(index))
+
+
+def _keys(parts: Parts, events: RankEvents) -> Floats:
+    """The sort key of nodes: their start, but no kernel before its launch or before the previous kernel."""
+    calls, device = parts.calls, events.device
+    launched = np.where(parts.launch >= 0, _at(calls.start, parts.launch), -np.inf)
+    key = np.maximum(device.start, launched)
+    for stream in np.unique(device["stream"]).tolist():
+        rows = np.flatnonzero(device["stream"] == stream)
+        key[rows] = np.maximum.accumulate(key[rows])
+    return np.concatenate([calls.start, key])
+
+
+def _stream_name(stream: tuple[object, object], streams: list[tuple[object, object]]) -> str:
+    several = len({device for device, _ in streams}) > 1
+    return f"device{stream[0]}.stream{stream[1]}" if several else f"stream{stream[1]}"
+
+
+def _device_name(events: RankEvents) -> str:
+    properties = events.header.get("deviceProperties") or []
+    used = {device for device, _ in events.streams}
+    for device in properties if isinstance(properties, list) else []:
+        if isinstance(device, dict) and device.get("id") in used:
+            return str(device.get("name", ""))[:80]
+    first = properties[0] if isinstance(properties, list) and properties else {}
+    return str(first.get("name", ""))[:80] if isinstance(first, dict) else ""
+
+
+def lateness(graph: RankGraph) -> Floats:
+    """``(n,)``: seconds by which each node starts later than its dependencies explain; 0 for nodes without any."""
+    earliest = np.full(len(graph), -np.inf)
+    ready = graph.end_s[graph.edges["source"]] + graph.delay_s
+    np.maximum.at(earliest, graph.edges["target"], ready)
+    return np.where(np.isinf(earliest), 0.0, np.maximum(graph.start_s - earliest, 0.0))
+
+
+def _with_unrecorded(graph: RankGraph) -> RankGraph:
+    """Treat gaps of a trace with missing kernels as unrecorded work."""
+    late = lateness(graph)
+    inner = np.zeros(len(graph), dtype=np.bool_)
+    inner[graph.edges["target"][graph.edges["why"] == WHY_NUMBER[Dependency.STREAM_ORDER]]] = True
+    inner &= graph.nodes["kind"] != HOST
+    gaps = late > _SAMPLED_GAP_US * MICROSECOND
+    launched = (graph.edges["why"] == WHY_NUMBER[Dependency.LAUNCH]).any()
+    if inner.any() and not (launched and (gaps & inner).sum() < _SAMPLED_SHARE * inner.sum()):
+        told = (
+            f"kernels are missing: {int((gaps & inner).sum())} of {int(inner.sum())} kernels start later than anything "
+            "recorded explains; the trace was trimmed, and the gaps count as work that was not recorded"
+        )
+        return replace(graph, unrecorded_s=np.where(gaps & inner, late, 0.0), warnings=(*graph.warnings, told))
+    idle = np.where(graph.on_device, late, 0.0)
+    chosen = idle > _IDLE_GAP_US * MICROSECOND
+    idle[chosen] -= _busy(graph, graph.start_s[chosen] - late[chosen], graph.start_s[chosen])
+    idle[(idle < _IDLE_GAP_US * MICROSECOND) | (idle < _IDLE_SHARE * late)] = 0.0
+    warnings = graph.warnings
+    if idle.any():
+        told = (
+            f"work is missing: the device computes nothing in {int((idle > 0).sum())} gaps of "
+            f"{1e3 * idle.sum():.1f} ms in all, although work was launched; they count as work that was not recorded"
+        )
+        warnings = (*warnings, told)
+    return replace(graph, unrecorded_s=idle, warnings=warnings)
+
+
+def _busy(graph: RankGraph, begin: Floats, end: Floats) -> Floats:
+    """Seconds of each span in which any stream of the device is active, except with copies from or to the host."""
+    copies = np.array([*(work.kind in ("from_host", "to_host") for work in graph.works), True], dtype=np.bool_)
+    nodes = np.flatnonzero(graph.on_device & ~copies[graph.nodes["work"]])
+    return covered(graph.start_s[nodes], graph.end_s[nodes], begin, end)

@@ -1,0 +1,170 @@
+"""Bounds of the steps of a trace: from annotations, optimizer steps, backward passes or repetition, in this order."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+import numpy as np
+from numpy.typing import NDArray
+
+from stepsight.dataset.traces.call_tree import CallTree
+from stepsight.dataset.traces.event_columns import Annotation, RankEvents
+
+_STEP = re.compile(r"^ProfilerStep#(\d+)")
+_OWN = "stepsight::segment label=step"
+_ENOUGH = 3  # with more ends of steps, the first step can be dropped
+_ALIKE = 0.2  # allowed difference of the number of calls of a complete step from the usual number
+_MOST_OVERLAP_US = 1.0
+_MOST_AFTER = 2  # kernels after the last of several steps that no step has, such as copies of results
+_SAME_ORDER = 0.9  # of the kernels of two steps that follow in the same order
+
+
+@dataclass
+class Steps:
+    """Steps of one rank; microseconds.
+
+    Attributes:
+        bounds: Begin and end of each on the host.
+        thread: Host thread that runs them, -1: unknown.
+        found_by: ``annotations``, ``optimizer``, ``backward``, ``repetition`` or ``nothing``.
+        numbers: Of annotated steps, what the profiler calls them.
+        warnings: What is wrong with them.
+    """
+
+    bounds: list[tuple[float, float]]
+    thread: int
+    found_by: str
+    numbers: tuple[int, ...] = ()
+    warnings: list[str] = field(default_factory=list)
+
+
+def find_steps(events: RankEvents, tree: CallTree, launched: NDArray[np.float64]) -> Steps:
+    """Find the steps of a rank.
+
+    Args:
+        events: Of the rank.
+        tree: Nesting of its calls.
+        launched: When each device node was launched, by order of start on the device; NaN where that is unknown.
+    """
+    marks = [each for each in events.annotations if each.name.startswith(_OWN)]
+    marks = marks or [each for each in events.annotations if _STEP.match(each.name)]
+    if marks:
+        return _annotated(marks)
+    starts = [float(table.start.min()) for table in (events.ops, events.runtime, events.device) if len(table)]
+    begin = min(starts, default=0.0)
+    ends, thread = _optimizer_ends(events)
+    found_by = "optimizer"
+    if not ends:
+        ends, thread, found_by = *_backward_ends(events, tree), "backward"
+    if ends:
+        return _between(begin, ends, thread, found_by, events)
+    bounds = _repeated(events, launched)
+    if bounds:
+        return Steps(bounds, -1, "repetition")
+    last = [float(table.end.max()) for table in (events.ops, events.runtime, events.device) if len(table)]
+    told = "no steps: neither annotations nor repetition bound one, so the whole trace counts as a step"
+    return Steps([(begin, max(last, default=begin))], -1, "nothing", warnings=[told])
+
+
+def _annotated(marks: list[Annotation]) -> Steps:
+    threads = Counter(mark.thread for mark in marks)
+    thread = threads.most_common(1)[0][0]
+    marks = sorted((mark for mark in marks if mark.thread == thread), key=lambda mark: mark.start)
+    bounds, warnings = [(mark.start, mark.end) for mark in marks], []
+    for place, (one, other) in enumerate(pairwise(marks)):
+        if one.end > other.start + _MOST_OVERLAP_US:
+            over = one.end - other.start
+            warnings.append(
+                f"overlapping steps: {_title(other)} begins {over:.0f} us before {_title(one)} ends; it is cut there"
+            )
+            bounds[place] = (one.start, other.start)
+    found = [_STEP.match(mark.name) for mark in marks]
+    numbers = tuple(int(match[1]) for match in found if match)
+    for earlier, later in pairwise(numbers):
+        if later > earlier + 1:
+            warnings.append(f"missing steps: ProfilerStep#{earlier} is followed by ProfilerStep#{later}")
+        elif later <= earlier:
+            warnings.append(f"repeated steps: ProfilerStep#{earlier} is followed by ProfilerStep#{later}")
+    return Steps([(start, end) for start, end in bounds if end > start], thread, "annotations", numbers, warnings)
+
+
+def _title(mark: Annotation) -> str:
+    return mark.name.split(" ")[0][:40]
+
+
+def _optimizer_ends(events: RankEvents) -> tuple[list[float], int]:
+    """Ends of the optimizer's steps; with several optimizers, of the last one in each step."""
+    marks = [each for each in events.annotations if each.name.startswith("Optimizer.step")]
+    if not marks:
+        return [], -1
+    counts = Counter(mark.name for mark in marks)
+    name = max(counts, key=lambda name: (-counts[name], max(mark.end for mark in marks if mark.name == name)))
+    chosen = [mark for mark in marks if mark.name == name]
+    return [mark.end for mark in chosen], chosen[0].thread
+
+
+def _backward_ends(events: RankEvents, tree: CallTree) -> tuple[list[float], int]:
+    """Ends of backward passes: the last evaluation before forward calls start again."""
+    outer = np.flatnonzero((tree.parent < 0) & (tree.phase >= 0))
+    if not len(outer):
+        return [], -1
+    is_backward = tree.phase[outer] == 1
+    turns = np.flatnonzero(is_backward[:-1] & ~is_backward[1:])
+    ends = [float(events.ops.end[outer[turn]]) for turn in turns]
+    if is_backward[-1]:
+        ends.append(float(events.ops.end[outer[-1]]))
+    forward = events.ops["thread"][outer[~is_backward]]
+    return ends, int(np.bincount(forward).argmax()) if len(forward) else -1
+
+
+def _between(begin: float, ends: list[float], thread: int, found_by: str, events: RankEvents) -> Steps:
+    """Steps from end to end; steps unlike the others are incomplete and are dropped."""
+    limits = np.array([begin, *ends] if len(ends) < _ENOUGH else ends)  # anything may come before the first end
+    moments = np.concatenate([events.runtime.start, events.ops.start])
+    counts = np.histogram(moments, limits)[0] if len(limits) > 1 else np.zeros(0)
+    usual = float(np.median(counts)) if len(counts) else 0.0
+    whole = np.abs(counts - usual) <= _ALIKE * usual
+    bounds = [(a, b) for a, b, good in zip(limits[:-1], limits[1:], whole.tolist(), strict=True) if good and b > a]
+    warnings = []
+    if left := len(counts) - len(bounds):
+        warnings.append(f"steps that are not whole: {left} of {len(counts)} differ from the usual one and are left out")
+    return Steps([(float(a), float(b)) for a, b in bounds], thread, found_by, warnings=warnings)
+
+
+def _repeated(events: RankEvents, launched: NDArray[np.float64]) -> list[tuple[float, float]]:
+    """Steps from a repeating sequence of kernels: from one launch of its rarest kernel to the next."""
+    order = np.argsort(launched, kind="stable")
+    order = order[~np.isnan(launched[order])]
+    kernels, moments = events.device["kernel"][order], launched[order]
+    if len(kernels) < 4:
+        return []
+    counts = np.bincount(kernels)
+    several = np.flatnonzero(counts >= 2)
+    if not len(several):
+        return []
+    for kernel in several[np.argsort(counts[several], kind="stable")][:8].tolist():
+        places = np.flatnonzero(kernels == kernel)
+        places = places[np.concatenate([[True], np.diff(moments[places]) > 0])]  # one launch may hold many kernels
+        lengths = np.diff(places)
+        if not len(lengths) or lengths.min() < 2 or lengths.max() > (1 + _ALIKE) * lengths.min():
+            continue
+        alike = [
+            _in_order(kernels, a, b, c) for a, b, c in zip(*(places[skip:].tolist() for skip in range(3)), strict=False)
+        ]
+        if alike and min(alike) >= _SAME_ORDER and not _goes_on(kernels, places):
+            return list(pairwise(moments[places].tolist()))
+    return []
+
+
+def _goes_on(kernels: NDArray[np.int64], places: NDArray[np.int64]) -> bool:
+    """Whether other kernels follow the repeating part: then layers repeat within one step."""
+    after = kernels[places[-1] :]
+    return int((~np.isin(after, kernels[places[0] : places[-1]])).sum()) > _MOST_AFTER
+
+
+def _in_order(kernels: NDArray[np.int64], first: int, second: int, third: int) -> float:
+    length = min(second - first, third - second)
+    return float((kernels[first : first + length] == kernels[second : second + length]).mean())

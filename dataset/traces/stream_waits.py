@@ -1,0 +1,303 @@
+"""Synchronisation: waits of streams for other streams, and of the host for the device.
+
+Recorded where the profiler's ``cuda_sync`` events are on.  They are off by default; then a wait is inferred from the
+host's calls that make a stream wait, which do not say for what; and where a kernel starts later than its stream and
+its launch explain, just when something on another stream ended, it waited for that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from stepsight.dataset.graph.program import Dependency
+from stepsight.dataset.traces.device_graph import _MOST_LEFT_US, Parts
+from stepsight.dataset.traces.event_columns import RankEvents
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+_SLACK_US = 1.5  # error of clocks and rounding by which an effect may precede its cause
+_LATE_US = 4.0  # delay of a kernel after its launch and its stream from which it waited for something else
+_MOST_BACK = 3  # last events of a stream, one of which is waited for
+_SELDOM_WRONG = 0.98  # share of similar waits whose times must be consistent
+_JUST_US = 12.0  # a waiting kernel starts within this time after the awaited work
+_JUST_SHARE, _MOST_JUST_US = 0.03, 150.0  # likewise, relative to the delay: events take long on some devices
+_TAIL_SHARE = 0.03  # share of a kernel that fills the device, in which its last blocks leave room for another stream
+_IDLE_US = 150.0  # time for which an idle device with launched work does unrecorded work
+
+
+def _within(late: Floats) -> Floats:
+    """Latest time before a delayed kernel at which the awaited work may have ended, in microseconds."""
+    return np.clip(_JUST_SHARE * late, _JUST_US, _MOST_JUST_US)
+
+
+class StreamWaits:
+    """Finds the synchronisation of one rank.
+
+    Args:
+        events: Of the rank.
+        parts: Its graph so far; edges are added.
+        collective: ``(d,)``: which device events are collectives.
+        phase: ``(d,)``: phase of each device event.
+    """
+
+    def __init__(self, events: RankEvents, parts: Parts, collective: NDArray[np.bool_], phase: Ints) -> None:
+        self._events, self._parts, self._collective, self._phase = events, parts, collective, phase
+        device = events.device
+        self._start, self._end, self._stream = device.start, device.end, device["stream"]
+        launched = parts.launch >= 0
+        starts = parts.calls.start if len(parts.calls) else np.zeros(1)
+        self._issued = np.where(launched, starts[np.maximum(parts.launch, 0)], device.start)
+        self._by_stream: dict[int, tuple[Ints, Floats]] = {}
+        for stream in np.unique(self._stream).tolist():
+            rows = np.flatnonzero(self._stream == stream)
+            self._by_stream[stream] = rows, np.maximum.accumulate(self._issued[rows])
+        self._pairs: dict[tuple[int, int], None] = {}
+
+    def add(self) -> None:
+        """Add all edges of synchronisation."""
+        recorded = self._recorded()
+        if not recorded:
+            self._inferred()
+        self._late_starts()
+        pairs = np.array(list(self._pairs), dtype=np.int64).reshape(-1, 2)
+        base, parts = len(self._parts.calls), self._parts
+        if len(pairs):
+            before, after = pairs.T
+            lag = self._start[after] - self._end[before]
+            delay = np.minimum(self._delays(before, after, lag), lag)
+            parts.edges.append((base + before, base + after, Dependency.SYNCHRONISATION, delay))
+        self._host_waits()
+
+    def _delays(self, before: Ints, after: Ints, lag: Floats) -> Floats:
+        """Duration of each wait: one number for each pair of streams, from the waits that delayed a kernel."""
+        late, constants = self._lateness()[after], self._parts.constants
+        seen = (lag >= 0) & (lag <= _within(late)) & (late > _LATE_US)
+        if not seen.any():
+            return np.full(len(lag), constants["event"])
+        constants["event"] = float(np.mean(lag[seen]))
+        pair = self._stream[before] * (int(self._stream.max()) + 1) + self._stream[after]
+        sums, counts = np.bincount(pair[seen], lag[seen], int(pair.max()) + 1), np.bincount(pair[seen])
+        counts = np.append(counts, np.zeros(len(sums) - len(counts), dtype=np.int64))
+        means = np.where(counts > 0, sums / np.maximum(counts, 1), constants["event"])
+        return np.asarray(means[pair])
+
+    def _last(self, stream: int, moment: float, back: int = 0) -> int:
+        """The newest event of a stream that was issued before a time, or ``back`` events earlier; -1: none."""
+        rows, issued = self._by_stream.get(stream, (None, None))
+        if rows is None or issued is None:
+            return -1
+        place = int(np.searchsorted(issued, moment, "right")) - 1 - back
+        return int(rows[place]) if place >= 0 else -1
+
+    def _next(self, stream: int, moment: float) -> int:
+        rows, issued = self._by_stream.get(stream, (None, None))
+        if rows is None or issued is None:
+            return -1
+        place = int(np.searchsorted(issued, moment, "left"))
+        return int(rows[place]) if place < len(rows) else -1
+
+    def _pair(self, before: int, after: int) -> bool:
+        """Record a wait if its times are consistent."""
+        if before < 0 or after < 0 or self._stream[before] == self._stream[after]:
+            return False
+        if self._end[before] > self._start[after] + _SLACK_US:
+            return False
+        self._pairs[before, after] = None
+        return True
+
+    def _recorded(self) -> bool:
+        """Waits of streams that the profiler recorded."""
+        events = self._events
+        numbers = {stream: number for number, stream in enumerate(events.streams)}
+        devices = [device for device, _ in events.streams]
+        rows = {int(c): row for row, c in enumerate(events.runtime["correlation"].tolist())}
+        found = False
+        for args in events.syncs:
+            if "wait_on_stream" not in args or args.get("stream", -1) == -1:
+                continue
+            found = True
+            device = args.get("device", devices[0] if devices else 0)
+            source = numbers.get((device, args["wait_on_stream"]))
+            target = numbers.get((device, args["stream"]))
+            recorded = rows.get(args.get("wait_on_cuda_event_record_corr_id", -1))
+            waiting = rows.get(args.get("correlation", -1))
+            if source is None or target is None or recorded is None or waiting is None:
+                continue
+            before = self._last(source, float(events.runtime.start[recorded]))
+            self._pair(before, self._next(target, float(events.runtime.start[waiting])))
+        return found
+
+    def _inferred(self) -> None:
+        """Waits from the host's calls: before a launch, its stream was made to wait for an event on another stream.
+
+        The main stream waits for any other one, another stream for the main one.  Which of the newest things on that
+        stream it waits for is what no like wait contradicts: none may start before what it waits for ends.
+        """
+        main = self._main_stream()
+        if main < 0:
+            return
+        groups: dict[tuple[int, int, int], list[tuple[int, float]]] = {}
+        for row, moment in self._waiting_rows():
+            target = int(self._stream[row])
+            sources = [stream for stream in self._by_stream if stream != main] if target == main else [main]
+            for source in sources:
+                groups.setdefault((source, target, int(self._phase[row])), []).append((row, moment))
+        found = {key: self._candidates(key[0], waits) for key, waits in groups.items()}
+        seen: dict[tuple[int, int], int] = {}  # the awaited work, if a start just after it shows it
+        for (source, target, _), candidates in found.items():
+            for back, (_, tight) in candidates.items():
+                if tight:
+                    seen.setdefault((source, target), back)
+        for (source, target, _), candidates in found.items():
+            back = seen.get((source, target), 0)
+            back = back if back in candidates else 0
+            for before, row in candidates.get(back, ([], False))[0]:
+                self._pair(before, row)
+
+    def _candidates(self, source: int, waits: list[tuple[int, float]]) -> dict[int, tuple[list[tuple[int, int]], bool]]:
+        """Pairs by how far back on the source stream they look, where no time contradicts them, and whether any row
+        starts just when what it waits for has ended."""
+        found = {}
+        for back in range(_MOST_BACK):
+            pairs = [(self._last(source, moment, back), row) for row, moment in waits]
+            pairs = [(before, row) for before, row in pairs if before >= 0]
+            lags = np.array([self._start[row] - self._end[before] for before, row in pairs])
+            if len(lags) and (lags >= -_SLACK_US).mean() >= _SELDOM_WRONG:
+                found[back] = pairs, bool((np.abs(lags) <= _JUST_US).any())
+        return found
+
+    def _waiting_rows(self) -> list[tuple[int, float]]:
+        """Device events whose launch follows a call that makes a stream wait, and when that was called.
+
+        Where no such calls were recorded, every collective counts as one.
+        """
+        events, parts = self._events, self._parts
+        chosen = [number for number, name in enumerate(events.names) if "StreamWaitEvent" in name]
+        calls = np.flatnonzero(np.isin(events.runtime["name"], chosen))
+        if not len(calls):
+            main = self._main_stream()
+            rows = np.flatnonzero(self._collective & (self._stream != main))
+            return [(row, float(self._issued[row]) - 1e-3) for row in rows.tolist()]
+        found: dict[int, float] = {}
+        threads = events.runtime["thread"]
+        launched = np.flatnonzero(parts.row >= 0)
+        for thread in np.unique(threads[calls]).tolist():
+            own = launched[threads[parts.row[launched]] == thread]
+            own = own[np.argsort(self._issued[own], kind="stable")]
+            if len(own):
+                moments = events.runtime.start[calls[threads[calls] == thread]]
+                places = np.searchsorted(self._issued[own], moments)
+                for place, moment in zip(places.tolist(), moments.tolist(), strict=True):
+                    if place < len(own):
+                        found.setdefault(int(own[place]), moment)
+        return list(found.items())
+
+    def _main_stream(self) -> int:
+        busy = np.bincount(self._stream, (self._end - self._start) * ~self._collective)
+        return int(busy.argmax()) if busy.any() else -1
+
+    def _lateness(self) -> Floats:
+        """Compute how much later each event starts than its stream and its launch explain."""
+        parts, constants = self._parts, self._parts.constants
+        before = np.where(parts.previous >= 0, self._end[parts.previous] + constants["gap"], -np.inf)
+        calls_end = parts.calls.end if len(parts.calls) else np.zeros(1)
+        launched = np.where(parts.launch >= 0, calls_end[np.maximum(parts.launch, 0)] + constants["launch"], -np.inf)
+        late = self._start - np.maximum(before, launched)
+        return np.where(np.isinf(late), 0.0, late)
+
+    def _late_starts(self) -> None:
+        """Waits that are visible only in the times."""
+        late = self._lateness()
+        order = np.argsort(self._end, kind="stable")
+        ends = self._end[order]
+        within = np.minimum(_within(late), late)
+        waited = {after for before, after in self._pairs if self._start[after] - self._end[before] <= within[after]}
+        for row in np.flatnonzero(late > _LATE_US).tolist():
+            if row in waited:
+                continue
+            moment = self._start[row]
+            low, high = np.searchsorted(ends, [moment - within[row], moment + _SLACK_US])
+            for candidate in order[low:high][::-1].tolist():
+                if self._issued[candidate] <= self._issued[row] and self._pair(candidate, row):
+                    break
+            else:
+                self._crowded(row, float(late[row]), int(order[high - 1]) if high else -1)
+
+    def _crowded(self, row: int, late: float, ended: int) -> None:
+        """A kernel that waits for room on a full device, or for an idle one with unrecorded work.
+
+        Blocks of a kernel on another stream start when the last blocks of one that fills the device have started:
+        just before its end.
+
+        Args:
+            row: The kernel.
+            late: Microseconds by which it is late.
+            ended: What ended last before it, -1: nothing.
+        """
+        moment = float(self._start[row])
+        running = []
+        for stream, (rows, _) in self._by_stream.items():
+            place = int(np.searchsorted(self._start[rows], moment, "left")) - 1
+            if stream != self._stream[row] and place >= 0 and self._end[rows[place]] > moment:
+                running.append(int(rows[place]))
+        for other in running:
+            left, length = self._end[other] - moment, self._end[other] - self._start[other]
+            if left <= _TAIL_SHARE * length and left < late:
+                self._pairs[other, row] = None
+                return
+        idle = moment - self._end[ended] if ended >= 0 else 0.0
+        if not running and _IDLE_US < idle < late:
+            self._pair(ended, row)
+
+    def _host_waits(self) -> None:
+        """Calls of the host that wait for streams, for an event or for their own copy."""
+        events, parts, base = self._events, self._parts, len(self._parts.calls)
+        own: dict[int, int] = {}
+        for row, runtime in enumerate(parts.row.tolist()):
+            if runtime >= 0:
+                own[runtime] = row
+        said = {args.get("correlation"): args for args in events.syncs}
+        sources: list[int] = []
+        targets: list[int] = []
+        for call in parts.waits.tolist():
+            if call < 0:
+                continue
+            runtime = int(parts.calls.row[call])
+            begin, end = float(parts.calls.start[call]), float(parts.calls.end[call])
+            found = [own[runtime]] if runtime in own else self._awaited(runtime, begin, end, said)
+            ended = [row for row in found if row >= 0 and self._end[row] <= end + _SLACK_US]
+            for row in ended:
+                sources.append(base + row)
+                targets.append(call)
+            latest = max((float(self._end[row]) for row in ended), default=-np.inf)
+            if begin < latest:  # the rest after the wait is the call's own time
+                parts.calls.start[call] = min(latest, end)
+        parts.edges.append(
+            (np.array(sources, int), np.array(targets, int), Dependency.SYNCHRONISATION, np.zeros(len(sources)))
+        )
+
+    def _awaited(self, runtime: int, begin: float, end: float, said: dict[Any, dict[str, Any]]) -> list[int]:
+        """The work that a synchronising call of the host waits for."""
+        events = self._events
+        name = events.names[int(events.runtime["name"][runtime])]
+        args = said.get(int(events.runtime["correlation"][runtime]), {})
+        everything = [self._last(stream, begin) for stream in self._by_stream]
+        if "DeviceSynchronize" in name or "Free" in name or args.get("cuda_sync_kind") == "Context Sync":
+            return everything
+        pick: Callable[[int], bool] = lambda row: row >= 0 and self._end[row] <= end + _SLACK_US
+        stream = args.get("stream", -1) if args.get("stream", -1) != -1 else args.get("wait_on_stream", -1)
+        number = next((n for n, (_, each) in enumerate(events.streams) if each == stream and stream != -1), -1)
+        if number >= 0:
+            return [self._last(number, begin)]
+        if end - begin <= _JUST_US:  # it did not wait
+            return []
+        late = [row for row in everything if pick(row) and end - self._end[row] <= _MOST_LEFT_US]
+        if not late:  # an event within a stream: the newest one that ended during the wait
+            rows = np.flatnonzero((self._issued < begin) & (self._end <= end + _SLACK_US) & (self._end > begin))
+            late = [int(rows[np.argmax(self._end[rows])])] if len(rows) else []
+        return [max(late, key=lambda row: float(self._end[row]))] if late else []

@@ -1,0 +1,173 @@
+"""The graph of one rank: kinds, dependencies and steps of a small made-up job."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from stepsight.dataset.base.errors import TraceError
+from stepsight.dataset.graph.graph_files import read_graph, write_graph
+from stepsight.dataset.graph.rank_graph import COLLECTIVE, HOST, WHY, RankGraph
+from stepsight.dataset.traces.read_rank import lateness, read_rank
+from tests.dataset.kineto_files import KinetoFile, tiny_step
+from tests.dataset.traced_jobs import PRODUCT, REDUCTION, GpuJob, two_ranks
+
+
+def graph_of(tmp_path: Path, file: KinetoFile) -> RankGraph:
+    return read_rank(file.write(tmp_path / "trace.json"))
+
+
+def edges(graph: RankGraph, why: str) -> list[tuple[str, str]]:
+    names = [graph.names[name] for name in graph.nodes["name"].tolist()]
+    ends = zip(graph.edges["source"].tolist(), graph.edges["target"].tolist(), graph.edges["why"].tolist(), strict=True)
+    return [(names[a], names[b]) for a, b, number in ends if WHY[number].value == why]
+
+
+def test_every_kernel_has_a_place(tmp_path: Path) -> None:
+    graph = graph_of(tmp_path, GpuJob().step(1).file)
+    work = {
+        graph.names[n]: graph.works[w] for n, w in zip(graph.nodes["name"], graph.nodes["work"], strict=True) if w >= 0
+    }
+    assert str(work["very_own_kernel(float*)"]).startswith("opaque[64x256x32x1024]")
+    assert work["multi_tensor_apply_kernel"].kind == "adamw"
+    found = [(graph.kind_of(n), graph.works[graph.nodes["work"][n]]) for n in range(len(graph)) if graph.on_device[n]]
+    assert found[0][0] == "linear" and found[0][1].dims == (1024, 512, 256)
+    assert found[2][0] in ("linear_dgrad", "linear_wgrad")
+    assert graph.nodes["phase"][graph.on_device].tolist() == [0, 0, 1, 2]
+
+
+def test_launches_streams_and_waits_are_tied(tmp_path: Path) -> None:
+    graph = graph_of(tmp_path, two_ranks()[0])
+    assert ("cudaLaunchKernel", REDUCTION) in edges(graph, "launch")
+    assert len(edges(graph, "launch")) == int(graph.on_device.sum())
+    assert (PRODUCT, "very_own_kernel(float*)") in edges(graph, "stream_order")
+    waits = edges(graph, "synchronisation")
+    assert (PRODUCT, REDUCTION) in waits  # inferred: no sync events in the trace
+    assert (REDUCTION, "multi_tensor_apply_kernel") in waits
+    assert ("multi_tensor_apply_kernel", "cudaDeviceSynchronize") in waits
+    assert (PRODUCT, PRODUCT) in edges(graph, "data")  # forward to backward, by autograd's number
+    assert set(graph.nodes["kind"][graph.nodes["group"] >= 0].tolist()) == {COLLECTIVE}
+
+
+def test_backward_hangs_together_with_the_thread_that_starts_it(tmp_path: Path) -> None:
+    graph = graph_of(tmp_path, GpuJob().step(1).file)
+    host = graph.nodes["kind"] == HOST
+    a, b = graph.edges["source"], graph.edges["target"]
+    both = host[a] & host[b]
+    across = graph.nodes["stream"][a[both]] != graph.nodes["stream"][b[both]]
+    assert across.sum() == 2  # to autograd's thread, and back
+
+
+def test_nothing_starts_later_than_its_dependencies_explain(tmp_path: Path) -> None:
+    for file in two_ranks():
+        assert lateness(graph_of(tmp_path, file)).max() < 5e-6
+
+
+def test_edges_lead_forward_and_ends_precede_starts(tmp_path: Path) -> None:
+    graph = graph_of(tmp_path, two_ranks()[1])
+    assert (graph.edges["source"] < graph.edges["target"]).all()
+    ready = graph.end_s[graph.edges["source"]] + graph.delay_s
+    assert (ready <= graph.start_s[graph.edges["target"]] + 3e-6).all()
+
+
+def test_steps_without_annotations_come_from_the_optimizer_or_from_repetition(tmp_path: Path) -> None:
+    job = GpuJob()
+    for number in range(5):
+        job.step(number)
+    bare = [event for event in job.file.events if not event["name"].startswith("ProfilerStep")]
+    job.file.events = bare
+    by_optimizer = graph_of(tmp_path, job.file)
+    job.file.events = [event for event in bare if not event["name"].startswith(("Optimizer", "autograd"))]
+    for event in job.file.events:
+        event["args"].pop("Sequence number", None)
+    by_repetition = graph_of(tmp_path, job.file)
+    period = np.diff(by_optimizer.steps_s, axis=1).mean()
+    assert len(by_optimizer.steps_s) >= 4 and len(by_repetition.steps_s) >= 3
+    assert np.diff(by_repetition.steps_s, axis=1).ravel() == pytest.approx(period, rel=0.02)
+
+
+def test_kernels_without_recorded_launches_follow_their_framework_calls(tmp_path: Path) -> None:
+    file = GpuJob().step(1).file
+    calls = [
+        event for event in file.events if event.get("cat") == "cpu_op" and not event["name"].startswith("autograd")
+    ]
+    kernels = [event for event in file.events if event.get("cat") == "kernel"]
+    for number, (call, kernel) in enumerate(zip(calls, kernels, strict=True), 1):
+        call["args"]["External id"] = kernel["args"]["External id"] = number
+    file.events = [event for event in file.events if event.get("cat") != "cuda_runtime"]
+    graph = graph_of(tmp_path, file)
+    assert graph.dependency_counts()["launch"] == len(kernels)
+    assert any("launches were not recorded" in warning for warning in graph.warnings)
+
+
+def test_ties_that_do_not_hold_are_told(tmp_path: Path) -> None:
+    file = GpuJob().step(1).step(2).step(3).file
+    kernels = [event for event in file.events if event.get("cat") == "kernel"]
+    for event in kernels:
+        event["args"]["correlation"] = kernels[0]["args"]["correlation"]
+    assert any("correlation ids repeat" in warning for warning in graph_of(tmp_path, file).warnings)
+    file = GpuJob().step(1).file
+    for event in file.events:
+        if event.get("cat") == "cpu_op":
+            event["ts"] += 1e6
+    assert any("no framework call encloses" in warning for warning in graph_of(tmp_path, file).warnings)
+    assert not graph_of(tmp_path, GpuJob().step(1).file).warnings
+
+
+def test_kernels_alone_are_a_graph(tmp_path: Path) -> None:
+    file = GpuJob().step(1).step(2).step(3).file
+    file.events = [event for event in file.events if event.get("cat") == "kernel"]
+    graph = graph_of(tmp_path, file)
+    assert graph.unrecorded_s.sum() > 0 and len(graph.steps_s) >= 1
+
+
+def test_host_traces_are_graphs_too(tmp_path: Path) -> None:
+    graph = graph_of(tmp_path, tiny_step(0, 2))
+    counts = graph.dependency_counts()
+    assert graph.device == "cpu" and counts["host_order"] and counts["launch"] and counts["synchronisation"]
+    assert counts["data"] == 1
+
+
+def test_compiled_functions_on_a_host_are_warned_of(tmp_path: Path) -> None:
+    """The library calls within one are ops; its fused kernels are not in the trace."""
+    file = tiny_step()
+    file.call("## Call CompiledFxGraph f123 ##", 25, 90)
+    graph = graph_of(tmp_path, file)
+    assert [text for text in graph.warnings if "functions of torch.compile" in text]
+    assert any(work.kind == "linear" for work in graph.works)
+    assert not graph_of(tmp_path, tiny_step()).warnings
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_graphs_round_trip_through_files(tmp_path: Path, world_size: int) -> None:
+    graph = graph_of(tmp_path, GpuJob(0, world_size).step(1).file)
+    write_graph(graph, tmp_path / "out", "rank0")
+    again = read_graph(tmp_path / "out", "rank0")
+    for name in ("start_s", "duration_s", "delay_s", "steps_s", "unrecorded_s"):
+        assert np.array_equal(getattr(again, name), getattr(graph, name))
+    assert all(np.array_equal(again.nodes[name], graph.nodes[name]) for name in graph.nodes)
+    assert (again.works, again.names, again.streams, again.groups) == (
+        graph.works,
+        graph.names,
+        graph.streams,
+        graph.groups,
+    )
+
+
+def test_stored_graphs_with_wild_indices_are_refused(tmp_path: Path) -> None:
+    graph = graph_of(tmp_path, GpuJob().step(1).file)
+    wild = replace(graph, nodes={**graph.nodes, "work": graph.nodes["work"] + 1000})
+    write_graph(wild, tmp_path / "out", "rank0")
+    with pytest.raises(TraceError, match="work of nodes must be below"):
+        read_graph(tmp_path / "out", "rank0")
+
+
+def test_an_execution_trace_of_another_run_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "et.json"
+    node = {"id": 1, "name": "aten::rot90", "rf_id": 3, "inputs": [[5, 6, 0, 4, 4, "cuda:0"]], "outputs": []}
+    path.write_text(__import__("json").dumps({"schema": "1.0.1", "nodes": [node]}))
+    with pytest.raises(TraceError, match="same run"):
+        read_rank(GpuJob().step(1).file.write(tmp_path / "t.json"), None, path)
