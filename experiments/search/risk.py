@@ -9,7 +9,8 @@ the kinds of which one strategy spends more time than the other, along their cri
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
 from statistics import NormalDist
 
 import numpy as np
@@ -24,27 +25,23 @@ DRAWS = 4096  # of errors; their number decides the last digit of a regret, not 
 MOST_RIVALS = 24  # strategies that are compared with the best: each comparison takes a full prediction
 
 
+def _compared(choices: Sequence[Choice]) -> list[Choice]:
+    """The best strategies that fit, of which a full prediction is made."""
+    return [choice for choice in choices if choice.fits and choice.seconds is not None][: 1 + MOST_RIVALS]
+
+
 def find_rivals(choices: Sequence[Choice]) -> tuple[Rival, ...]:
-    """Find the strategies that cannot be distinguished from the first.
-
-    Args:
-        choices: Best first.
-
-    Returns:
-        In the same order; of ``MOST_RIVALS`` strategies at most.
-    """
-    fitting = [choice for choice in choices if choice.fits and choice.seconds is not None]
-    if not fitting:
+    """Find the strategies that cannot be distinguished from the first, of ``MOST_RIVALS`` at most; best first."""
+    if not (compared := _compared(choices)):
         return ()
-    best = fitting[0]
+    best = compared[0]
     own, time_s = seconds_by_kind(best), best.timed[0]
     size = _error_of_kinds(best, own)
     found = []
-    for choice in fitting[1 : 1 + MOST_RIVALS]:
-        assert choice.seconds is not None
+    for choice in compared[1:]:
         other = seconds_by_kind(choice)
         more = {kind: other.get(kind, 0.0) - own.get(kind, 0.0) for kind in {**own, **other}}
-        slower, error = choice.seconds[0] / time_s - 1.0, size * _norm(list(more.values())) / time_s
+        slower, error = choice.timed[0] / time_s - 1.0, size * _norm(more.values()) / time_s
         if abs(slower) <= error:
             measure = max(more, key=lambda kind: abs(more[kind]))
             found.append(Rival(choice, 100.0 * slower, 100.0 * error, measure, more[measure]))
@@ -63,18 +60,17 @@ def by_expected_regret(choices: Sequence[Choice]) -> tuple[list[Choice], tuple[f
     Returns:
         All choices, and the expected regret in percent of the first of them: ``1 + MOST_RIVALS`` strategies at most.
     """
-    fitting = [choice for choice in choices if choice.fits and choice.seconds is not None][: 1 + MOST_RIVALS]
-    if not fitting:
+    if not (compared := _compared(choices)):
         return list(choices), ()
-    spent = [seconds_by_kind(choice) for choice in fitting]
+    spent = [seconds_by_kind(choice) for choice in compared]
     kinds = list(dict.fromkeys(kind for one in spent for kind in one))
     seconds = np.array([[one.get(kind, 0.0) for kind in kinds] for one in spent])
-    size = _error_of_kinds(fitting[0], spent[0]) / NormalDist().inv_cdf((1.0 + COVERAGE) / 2.0)
-    rest = np.array([choice.timed[0] for choice in fitting]) - seconds.sum(axis=1)  # launches
+    size = _error_of_kinds(compared[0], spent[0]) / NormalDist().inv_cdf((1.0 + COVERAGE) / 2.0)
+    rest = np.array([choice.timed[0] for choice in compared]) - seconds.sum(axis=1)  # launches
     regrets = expected_regrets(seconds, rest, size)
     order = np.argsort(regrets, kind="stable").tolist()
-    first = {id(choice) for choice in fitting}
-    ranked = [*(fitting[at] for at in order), *(choice for choice in choices if id(choice) not in first)]
+    first = {id(choice) for choice in compared}
+    ranked = [*(compared[at] for at in order), *(choice for choice in choices if id(choice) not in first)]
     return ranked, tuple((100.0 * regrets[order]).tolist())
 
 
@@ -95,7 +91,7 @@ def expected_regrets(seconds: Floats, rest: Floats, size: float) -> Floats:
 def _error_of_kinds(best: Choice, own: dict[str, float]) -> float:
     """Relative error of each kind that adds up to half of the interval of a strategy (with the interval's coverage)."""
     time_s, _, high_s = best.timed
-    return math.log(high_s / time_s) / (_norm(list(own.values())) / time_s)
+    return math.log(high_s / time_s) / (_norm(own.values()) / time_s)
 
 
 def seconds_by_kind(choice: Choice) -> dict[str, float]:
@@ -104,12 +100,11 @@ def seconds_by_kind(choice: Choice) -> dict[str, float]:
     assert prediction is not None
     simulation = prediction.simulation
     counts = simulation.op_counts
-    seconds = simulation.timer.work_seconds(list(counts))
-    found: dict[str, float] = {}
-    for work, each in zip(counts, seconds.tolist(), strict=True):
-        kind = _kind(work)
-        found[kind] = found.get(kind, 0.0) + counts[work] * each
+    seconds = simulation.timer.work_seconds(list(counts)).tolist()
     scale = prediction.iteration_time_s / simulation.iteration_time_s
+    found: dict[str, float] = defaultdict(float)
+    for (work, count), each in zip(counts.items(), seconds, strict=True):
+        found[_kind(work)] += count * each
     return {kind: value * scale for kind, value in found.items()}
 
 
@@ -119,5 +114,5 @@ def _kind(work: Op | Collective) -> str:
     return f"{work.kind} {'within a node' if work.num_nodes == 1 else 'across nodes'}"
 
 
-def _norm(values: Sequence[float]) -> float:
+def _norm(values: Iterable[float]) -> float:
     return math.sqrt(sum(value**2 for value in values))

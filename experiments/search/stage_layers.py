@@ -39,22 +39,19 @@ class StageLayers:
 
     Attributes:
         job: The job with them; the job as it was if nothing is faster.
-        seconds, even_seconds: Predicted iteration time, and that of the job as it was.
-        fits, even_fits: Whether each fits in memory.
+        best, even: Its prediction, and that of the job as it was.
         predictions: How many were made.
     """
 
     job: Job
-    seconds: float
-    even_seconds: float
-    fits: bool
-    even_fits: bool
+    best: Prediction
+    even: Prediction
     predictions: int
 
     @property
     def gain_percent(self) -> float:
         """Relative improvement of the iteration over the original job."""
-        return 100 * (1 - self.seconds / self.even_seconds)
+        return 100 * (1 - self.best.iteration_time_s / self.even.iteration_time_s)
 
 
 def best_stage_layers(job: Job, predictor: Predictor | str | None = None) -> StageLayers:
@@ -71,8 +68,10 @@ def best_stage_layers(job: Job, predictor: Predictor | str | None = None) -> Sta
         raise JobError(f"layers per stage need a pipeline, got pp 1 in {job.name}")
     if job.parallel.schedule.endswith(".csv"):
         raise JobError(f"layers per stage are those of the schedule {job.parallel.schedule}")
+    parts = job.parallel.pp * job.parallel.virtual_stages
+    each, rest = divmod(job.model.total_layers, parts)
+    counts = start = job.parallel.stage_layers or tuple(each + (part < rest) for part in range(parts))
     search = _Search(job, predictor)
-    counts = start = _counts(job)
     for _ in range(MOST_ROUNDS):
         search.ask(counts)
         wanted = search.next_counts(counts)
@@ -81,16 +80,8 @@ def best_stage_layers(job: Job, predictor: Predictor | str | None = None) -> Sta
         search.ask(wanted)
         counts = search.best
     search.move_layers()
-    best, even = search.tried[search.best], search.tried[start]
-    found = job if search.best == start else best.job
-    return StageLayers(
-        job=found,
-        seconds=best.iteration_time_s,
-        even_seconds=even.iteration_time_s,
-        fits=best.memory.fits,
-        even_fits=even.memory.fits,
-        predictions=len(search.tried),
-    )
+    best = search.tried[search.best]
+    return StageLayers(job if search.best == start else best.job, best, search.tried[start], len(search.tried))
 
 
 def with_uneven_stages(result: SearchResult, predictor: Predictor | str | None = None, top: int = 3) -> SearchResult:
@@ -101,14 +92,14 @@ def with_uneven_stages(result: SearchResult, predictor: Predictor | str | None =
         predictor: As in ``predict``.
         top: How many of the strategies with a pipeline are refined.
     """
-    piped = [choice for choice in result.choices if choice.fits and choice.job.parallel.pp > 1][:top]
-    more = []
-    for choice in piped:
-        found = best_stage_layers(choice.job, predictor)
-        if found.fits and found.gain_percent > 100 * _LESS:
-            more.append(Choice.of(predict(found.job, predictor), partial(predict, predictor=predictor)))
-    choices = sorted([*result.choices, *more], key=lambda choice: choice.rank(result.goal))
-    return replace(result, choices=choices)
+    piped = [choice.job for choice in result.choices if choice.fits and choice.job.parallel.pp > 1][:top]
+    refined = [best_stage_layers(job, predictor) for job in piped]
+    more = [
+        Choice.of(found.best, partial(predict, predictor=predictor))
+        for found in refined
+        if found.best.memory.fits and found.gain_percent > 100 * _LESS
+    ]
+    return replace(result, choices=sorted([*result.choices, *more], key=lambda choice: choice.rank(result.goal)))
 
 
 def least_bottleneck(
@@ -125,35 +116,25 @@ def least_bottleneck(
     Returns:
         One count for each part; empty if the limits cannot be kept.
     """
-    infinite = float("inf")
-    longest = np.full((len(slope) + 1, layers + 1), infinite)
+    longest = np.full((len(slope) + 1, layers + 1), np.inf)
     squares = longest.copy()
     longest[0, 0], squares[0, 0] = 0.0, 0.0
     chosen = np.zeros((len(slope) + 1, layers + 1), dtype=np.int64)
     for part in range(len(slope)):
         for count in range(least[part], min(most[part], layers) + 1):
             cost = float(intercept[part] + slope[part] * count)
-            before = slice(0, layers + 1 - count)
-            after = slice(count, layers + 1)
-            time = np.maximum(longest[part, before], cost)
-            square = squares[part, before] + cost**2
+            before, after = slice(0, layers + 1 - count), slice(count, layers + 1)
+            time, square = np.maximum(longest[part, before], cost), squares[part, before] + cost**2
             now, now_square = longest[part + 1, after], squares[part + 1, after]
-            better = (time < now) | ((time == now) & (square < now_square))
-            now[better], now_square[better] = time[better], square[better]
-            chosen[part + 1, after][better] = count
-    if longest[-1, layers] == infinite:
+            shorter = (time < now) | ((time == now) & (square < now_square))
+            now[shorter], now_square[shorter] = time[shorter], square[shorter]
+            chosen[part + 1, after][shorter] = count
+    if np.isinf(longest[-1, layers]):
         return ()
-    counts, left = [], layers
+    counts: list[int] = []
     for part in range(len(slope), 0, -1):
-        counts.append(int(chosen[part, left]))
-        left -= counts[-1]
+        counts.append(int(chosen[part, layers - sum(counts)]))
     return tuple(counts[::-1])
-
-
-def _counts(job: Job) -> Counts:
-    parts = job.parallel.pp * job.parallel.virtual_stages
-    each, rest = divmod(job.model.total_layers, parts)
-    return job.parallel.stage_layers or tuple(each + (part < rest) for part in range(parts))
 
 
 class _Search:
@@ -172,9 +153,7 @@ class _Search:
 
     @property
     def best(self) -> Counts:
-        """The distribution with the shortest iteration that fits in memory; if none fits, the one that needs the
-        least.
-        """
+        """The distribution with the shortest iteration that fits in memory; if none fits, with the least memory."""
 
         def key(counts: Counts) -> tuple[bool, float]:
             prediction = self.tried[counts]
@@ -184,24 +163,20 @@ class _Search:
         return min(self.tried, key=key)
 
     def next_counts(self, counts: Counts) -> Counts:
-        """The distribution that the dynamic program chooses, by lines through a distribution and its shifted
-        neighbour.
-        """
+        """The distribution that the dynamic program chooses, by lines through one and its shifted neighbour."""
         shifted = _shifted(counts)
         if shifted == counts:  # one layer for each part: there is nothing to distribute
             return counts
         here, there = self.ask(counts), self.ask(shifted)
         step = np.array(shifted) - np.array(counts)
-        step[step == 0] = 1
+        moved = step != 0
         seconds = part_seconds(here)
-        slope = np.maximum((part_seconds(there) - seconds) / step, 0.0)
-        moved = np.array(shifted) != np.array(counts)
+        slope = np.maximum((part_seconds(there) - seconds) / np.where(moved, step, 1), 0.0)
         slope[~moved] = slope[moved].mean()
         intercept = np.maximum(seconds - slope * np.array(counts), 0.0)
-        layers, least = sum(counts), [1] * len(counts)
+        least = [1] * len(counts)
         least[0] = least[-1] = 0 if len(counts) > 2 else 1
-        most = _most(here, there, counts, shifted)
-        return least_bottleneck(intercept, slope, layers, least, most) or counts
+        return least_bottleneck(intercept, slope, sum(counts), least, _most(here, there, counts, step)) or counts
 
     def move_layers(self) -> None:
         """Move single layers between parts as long as the iteration gets shorter."""
@@ -242,25 +217,23 @@ def _shifted(counts: Counts) -> Counts:
 
 def part_seconds(prediction: Prediction) -> Floats:
     """Seconds of one micro-batch in each part of the model, in the slowest pipeline; shape ``(num_parts,)``."""
-    passing, track = prediction.simulation.slowest, prediction.simulation.lowered.track
-    transition = passing.transition[passing.rows]
+    pipeline, track = prediction.simulation.slowest, prediction.simulation.lowered.track
+    transition = pipeline.transition[pipeline.rows]
     actions = through(transition, np.zeros((len(transition), transition.shape[-1])))[:, :NUM_CLOCKS].max(axis=1)
     total = np.zeros(int(track.part.max()) + 1)
     np.add.at(total, track.part, actions)
     return total / prediction.simulation.lowered.num_micro_batches
 
 
-def _most(here: Prediction, there: Prediction, counts: Counts, shifted: Counts) -> list[int]:
+def _most(here: Prediction, there: Prediction, counts: Counts, step: NDArray[np.int64]) -> list[int]:
     """Layers of each part that fit in its device's memory, by a line as well; unlimited with virtual stages."""
     layers = sum(counts)
     if len(counts) != here.job.parallel.pp:
         return [layers] * len(counts)
     now, then = (prediction.memory.bytes_of.sum(axis=1) for prediction in (here, there))
-    step = np.array(shifted) - np.array(counts)
     most = []
     for part, count in enumerate(counts):
-        capacity = here.memory.device(part).memory_bytes
         each = (then[part] - now[part]) / step[part] if step[part] else 0.0
-        room = (capacity - now[part]) / each if each > 0 else layers
+        room = (here.memory.device(part).memory_bytes - now[part]) / each if each > 0 else layers
         most.append(int(np.clip(count + np.floor(room), 1, layers)))
     return most

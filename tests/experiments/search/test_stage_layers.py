@@ -63,15 +63,15 @@ def test_no_share_of_layers_is_faster_than_the_one_found() -> None:
         for counts in shares(8, 4)
         if min(counts[1:3]) > 0
     }
-    assert found.seconds == pytest.approx(min(p.iteration_time_s for p in times.values()), rel=0.01)
-    assert found.seconds < found.even_seconds and found.gain_percent > 5
+    assert found.best.iteration_time_s == pytest.approx(min(p.iteration_time_s for p in times.values()), rel=0.01)
+    assert found.gain_percent > 5
     assert found.job.parallel.stage_layers[-1] < 2  # the head takes the time of layers
     assert found.predictions < len(times) / 2
 
 
 def test_a_small_vocabulary_leaves_even_stages() -> None:
     found = best_stage_layers(job(vocab=512), "roofline")
-    assert found.seconds <= found.even_seconds
+    assert found.gain_percent >= 0
     assert set(found.job.parallel.stage_layers or (2,)) == {2}
 
 
@@ -86,7 +86,7 @@ def test_a_slower_node_gets_fewer_layers() -> None:
 
 def test_virtual_stages_are_shared_out_too() -> None:
     found = best_stage_layers(job(layers=16, virtual_stages=2), "roofline")
-    assert found.seconds <= found.even_seconds and len(found.job.parallel.stage_layers or (2,) * 8) == 8
+    assert found.gain_percent >= 0 and len(found.job.parallel.stage_layers or (2,) * 8) == 8
 
 
 def test_a_search_is_refined() -> None:
