@@ -50,8 +50,7 @@ from stepsight.dataset.traces.placement import Placement
 from stepsight.dataset.traces.trace_formats import TRACE_READERS
 from stepsight.simulator import blocks
 from stepsight.simulator.blocks.family import Family
-from stepsight.simulator.durations.given_latency import LATENCIES, GivenLatency
-from stepsight.simulator.durations.latency_model import LatencyModel
+from stepsight.simulator.durations.latency_model import LATENCIES, GivenLatency, LatencyModel
 
 __all__ = [
     "COLLECTIVE_KINDS",

@@ -26,9 +26,9 @@ PLANTED = {
         "stepsight.features.tiles imports stepsight.training",
     ),
     "relative": (
-        "simulator/iteration/flops.py",
+        "simulator/iteration/simulate.py",
         "from ...training import fit",
-        "stepsight.simulator.iteration.flops imports stepsight.training.fit",
+        "stepsight.simulator.iteration.simulate imports stepsight.training.fit",
     ),
     "out of the harness": (
         "dataset/harness/ops/compiled.py",
@@ -69,7 +69,7 @@ PLANTED = {
     ),
     "a lazy cycle": (
         "dataset/hardware/physics.py",
-        "def f():\n    import stepsight.simulator.iteration.flops",
+        "def f():\n    import stepsight.simulator.iteration.simulate",
         "stepsight.dataset.hardware.physics imports stepsight.simulator",
     ),
 }

@@ -9,11 +9,11 @@ A schedule is declared once, as a ``ScheduleKind``: a built-in one in the table 
 
 from collections.abc import Callable
 
+from stepsight.dataset.base.caching import cached
 from stepsight.dataset.base.errors import JobError
 from stepsight.dataset.base.registry import Registry, instance_of
 from stepsight.dataset.schedules.base import Schedule, ScheduleKind
-from stepsight.dataset.schedules.single import LOOPED_SCHEDULES
-from stepsight.dataset.schedules.vee import V_SCHEDULES
+from stepsight.dataset.schedules.built_in import LOOPED_SCHEDULES, V_SCHEDULES, alternate
 
 SCHEDULES: Registry[ScheduleKind] = Registry(
     "schedule",
@@ -47,3 +47,16 @@ def register_schedule(
         JobError: If the name is taken, or the kind is not valid.
     """
     return SCHEDULES.register(name, ScheduleKind(make, virtual_stages, doc))
+
+
+@cached(256)
+def find_schedule(name: str, num_stages: int, num_micro_batches: int, virtual_stages: int = 1) -> Schedule:
+    """Find the schedule of that name; with a single stage, forward and backward of every micro-batch alternate.
+
+    Raises:
+        JobError: If there is none of that name, or it does not allow these numbers.
+    """
+    kind = SCHEDULES[name]
+    if num_stages == 1:
+        return alternate(num_micro_batches, virtual_stages, name)
+    return kind.build(name, num_stages, num_micro_batches, virtual_stages)

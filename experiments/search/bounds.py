@@ -23,11 +23,10 @@ from stepsight.dataset.job.job import Job
 from stepsight.dataset.kinds.op import Collective, Op
 from stepsight.experiments.search.strategies import Grid
 from stepsight.simulator.blocks.family import find_family
-from stepsight.simulator.blocks.shape import RankShape
+from stepsight.simulator.blocks.step import RankShape
 from stepsight.simulator.clock.engine import Floats
 from stepsight.simulator.durations.latency_model import LatencyModel, Seconds, dispatch_calls
 from stepsight.simulator.durations.segment_timing import Timer
-from stepsight.simulator.iteration.distinct_pipelines import other_latency
 from stepsight.simulator.iteration.lower_bounds import (
     Collectives,
     PassKind,
@@ -43,6 +42,7 @@ from stepsight.simulator.iteration.lower_bounds import (
     stage_times,
     traffic,
 )
+from stepsight.simulator.iteration.simulated_iteration import other_latency
 from stepsight.simulator.memory.states import states_of
 from stepsight.simulator.programs.sizes import groups_of, rank_shape
 from stepsight.training.calibration.residual import MAX_LOG
@@ -349,7 +349,7 @@ class _Block:
                 states = one.states
                 gradients = numel @ np.array(states.gradients)
                 held = numel @ (np.array(states.parameters) + np.array(states.optimizer))
-                found.append((held, gradients, gradients * (states.keeping.gradients.numel == 0)))
+                found.append((held, gradients, gradients * (states.execution.gradients.numel == 0)))
         return np.moveaxis(np.array(found), 1, 0).reshape(3, len(self._zeros), len(self._orders), -1)
 
     def _kept(self, size: int, schedule: str, chunks: int) -> Floats:

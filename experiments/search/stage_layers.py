@@ -19,8 +19,8 @@ from numpy.typing import NDArray
 from stepsight.dataset.base.errors import JobError
 from stepsight.dataset.job.job import Job
 from stepsight.experiments.search.choices import Choice, SearchResult
-from stepsight.simulator.clock.codes import NUM_CLOCKS
-from stepsight.simulator.clock.track_run import through
+from stepsight.simulator.clock.engine import NUM_CLOCKS
+from stepsight.simulator.clock.track import through
 from stepsight.training.predictor.prediction import Prediction, predict
 
 if TYPE_CHECKING:

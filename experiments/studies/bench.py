@@ -91,7 +91,7 @@ def scaling(job: Job) -> list[Row]:
 
 def _every_action(prediction: Prediction) -> float:
     """Start and end of every action, which a timeline needs and the iteration time does not."""
-    return float(prediction.simulation.passings[0].run.clocks.max())
+    return float(prediction.simulation.pipeline_runs[0].run.clocks.max())
 
 
 def many(job: Job) -> Row:

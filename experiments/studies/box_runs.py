@@ -197,7 +197,7 @@ def predicted_passes(simulation: Simulation) -> Passes:
     parallel = simulation.job.parallel
     inner = parallel.tp * parallel.dp  # ranks of a stage are adjacent
     tables: list[Array] = []
-    passing_of = {replica: passing for passing in simulation.passings for replica in passing.pipeline.replicas}
+    passing_of = {replica: passing for passing in simulation.pipeline_runs for replica in passing.pipeline.replicas}
     optimizer = np.zeros((simulation.job.cluster.num_devices, 2))
     for rank in range(len(optimizer)):
         stage, within = divmod(rank, inner)
@@ -206,7 +206,7 @@ def predicted_passes(simulation: Simulation) -> Passes:
         own = np.flatnonzero(track.stage == stage)
         done = passing.clocks[stage].max()  # and all overlapping messages
         if parallel.pp == 1:  # the group of every replica
-            done = max(other.clocks[stage].max() for other in simulation.passings)
+            done = max(other.clocks[stage].max() for other in simulation.pipeline_runs)
         ends = run.finish[own, 0].copy()
         if parallel.pp == 1:  # DDP and FSDP2 wait for it within the last backward
             ends[np.argmax(ends)] = done

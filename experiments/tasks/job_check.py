@@ -24,7 +24,7 @@ from stepsight.experiments.tasks.what_if import latency_of
 from stepsight.simulator.durations.latency_model import LatencyModel
 from stepsight.simulator.programs.lower import Lowered, lower
 from stepsight.simulator.replay.changes import seconds_of
-from stepsight.simulator.schedules.entries import POST
+from stepsight.simulator.schedules.order import POST
 
 # Families of ops that a trace and its job must both have or both lack.
 _TELLING = ("gemm", "attention", "conv", "batch_norm", "embedding_bag", "pool")

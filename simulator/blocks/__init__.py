@@ -5,12 +5,23 @@ A model's family is a few functions from a rank's shape to lists of steps; ``exa
 
 from stepsight.simulator.blocks.attention import attention, core, self_heads
 from stepsight.simulator.blocks.family import Family, find_family, register_family
-from stepsight.simulator.blocks.layer_parts import column_linear, enter, fork, leave, linear, norm, residual, row_linear
-from stepsight.simulator.blocks.mlp import activation, mlp
+from stepsight.simulator.blocks.layer_parts import (
+    activation,
+    column_linear,
+    enter,
+    fork,
+    leave,
+    linear,
+    mlp,
+    norm,
+    residual,
+    row_linear,
+)
 from stepsight.simulator.blocks.moe import experts
-from stepsight.simulator.blocks.shape import RankShape
-from stepsight.simulator.blocks.step import Beside, Block, Comm, Item, Join, Saved, Step
+from stepsight.simulator.blocks.step import Block, Comm, Item, Join, OverlappedOp, RankShape, Saved, Step
 from stepsight.simulator.blocks.vocabulary import logits_and_loss, positions, tokens
+
+Beside = OverlappedOp  # its earlier name
 
 __all__ = [
     "Beside",
@@ -19,6 +30,7 @@ __all__ = [
     "Family",
     "Item",
     "Join",
+    "OverlappedOp",
     "RankShape",
     "Saved",
     "Step",

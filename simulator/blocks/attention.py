@@ -1,16 +1,208 @@
-"""Attention, from the layer's input to the input of the residual addition."""
+"""Sizes of an attention on one rank, and its fused kernels.
+
+Context parallelism: each rank has a part of every sequence, and its attention needs all keys and values.
+
+``ring`` (Liu et al. 2023, arXiv:2310.01889): keys and values go round while the attention to those at hand runs.  A
+causal mask is balanced by giving every rank one part from the front and one from the back of the sequence, so that each
+of the other ranks' keys costs half of a square.  Backward sends keys and values round again, and with them their
+gradients, which are home after the last step; so does Transformer Engine.
+``all_gather`` (Grattafiori et al. 2024, arXiv:2407.21783, section 3.3.2): keys and values are fetched before the
+attention, again before its backward, and their gradients are reduce-scattered.
+
+Attention as separate kernels that keep the matrix of scores.
+
+Korthikanti et al. 2022 (arXiv:2205.05198) count 5 a s^2 b bytes for it in 16 bits: 2 for the softmax's output, 1 for
+the mask of a dropout and 2 for what the dropout leaves.  Without dropout 2 a s^2 b are kept, once, as the softmax's
+output and as the second product's input.  The whole square is computed, masked or not.
+
+Attention, from the layer's input to the input of the residual addition.
+
+Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1; DeepSeek-V3, arXiv:2412.19437).
+
+Queries and keys with values come from two narrow latents, each with a norm; rotary positions have dimensions of their
+own, for keys one for all heads.  While training, keys and values are made whole and an ordinary attention follows, with
+wider keys than values.  Tensor parallelism is Megatron-Core's: every rank holds the projections down, which work on the
+rows of the norm, and a share of the heads of the projections up; what crosses is the latents, not the activation.
+"""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
-from stepsight.simulator.blocks import eager
-from stepsight.simulator.blocks.context_parallel import all_gather, ring
-from stepsight.simulator.blocks.heads import Heads
-from stepsight.simulator.blocks.layer_parts import column_linear, entered, left, norm, row_linear
-from stepsight.simulator.blocks.shape import RankShape
-from stepsight.simulator.blocks.step import Block, Item, Saved, Step
-from stepsight.simulator.blocks.unfused import unfused_core
+from stepsight.dataset.kinds.op import Collective, Op
+from stepsight.simulator.blocks.layer_parts import (
+    column_linear,
+    eager_rope,
+    enter,
+    entered,
+    fork,
+    leave,
+    left,
+    linear,
+    norm,
+    row_linear,
+)
+from stepsight.simulator.blocks.step import Block, Comm, Item, Join, RankShape, Saved, Step, in_module
+
+_GENERATIONS = {"flash-1": "flash1_", "flash-2": "flash2_"}  # plain ``attention`` means the last one
+
+
+@dataclass(frozen=True, slots=True)
+class Heads:
+    """The attention of one micro-batch on one rank.
+
+    Attributes:
+        heads, kv_heads: Of this rank.
+        head_dim: Values of a query and a key.
+        v_dim: Values of a value; another kernel does it where that is not ``head_dim``.
+        q_len, kv_len: Tokens of a sequence on this rank, before any are fetched from others.
+        causal: Whether tokens look back alone.
+        joined: Elements per token and sequence of the tensors that hold several of queries, keys and values side by
+            side: backward joins their gradients.
+    """
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    v_dim: int
+    q_len: int
+    kv_len: int
+    causal: bool
+    joined: int = 0
+
+    def kernel(self, shape: RankShape, kind: str, q_len: int, kv_len: int, *, causal: bool) -> Op:
+        """Fused ``attention`` or ``attention_backward`` of a number of queries and keys."""
+        batch, flag = shape.micro_batch, int(causal)
+        if self.v_dim == self.head_dim:
+            kind = _GENERATIONS.get(shape.model.attention_kernels, "") + kind
+            return shape.op(kind, batch, self.heads, self.kv_heads, q_len, kv_len, self.head_dim, flag)
+        return shape.op(f"mla_{kind}", batch, self.heads, q_len, kv_len, self.head_dim, self.v_dim, flag)
+
+    def q_numel(self, shape: RankShape) -> int:
+        return shape.micro_batch * self.q_len * self.heads * self.head_dim
+
+    def kv_numel(self, shape: RankShape) -> int:
+        """Elements of the keys and values of this rank."""
+        return shape.micro_batch * self.kv_len * self.kv_heads * (self.head_dim + self.v_dim)
+
+    def out_numel(self, shape: RankShape) -> int:
+        return shape.micro_batch * self.q_len * self.heads * self.v_dim
+
+    def rows(self, shape: RankShape) -> int:
+        """Rows of scores: one per query and head."""
+        return shape.micro_batch * self.q_len * self.heads
+
+
+Passes = tuple[tuple[Item, ...], tuple[Item, ...]]  # forward, backward
+
+
+def ring(shape: RankShape, heads: Heads) -> Passes:
+    """Attention in one step per rank of the group; the first step uses the rank's own part."""
+    size, near = shape.cp.size, 2 if shape.cp.per_node == shape.cp.size else 1
+    kv_numel = heads.kv_numel(shape)
+
+    def message(times: int) -> Comm:
+        num_bytes = times * kv_numel * shape.dtype_bytes
+        return Comm(Collective("send_recv", num_bytes, 2, near), "cp", beside=True)
+
+    def piece(kind: str, own: bool) -> Op:
+        if own or not heads.causal:
+            return heads.kernel(shape, kind, heads.q_len, heads.kv_len, causal=heads.causal)
+        return heads.kernel(shape, kind, heads.q_len, heads.kv_len // 2, causal=False)
+
+    merge = (shape.op("add", heads.out_numel(shape)), shape.main_op("elementwise", heads.rows(shape)))
+    forward: list[Item] = []
+    backward: list[Item] = []
+    for step in range(size):
+        first, last = step == 0, step == size - 1
+        forward += [] if last else [message(1)]
+        forward += [piece("attention", first), *(() if first else merge)]
+        forward += [] if last else [Join("cp")]
+        # Keys and values travel in all but the last step, their gradients in all but the first.
+        backward += [message((not last) + (not first)), piece("attention_backward", last), Join("cp")]
+        backward += [] if first else [shape.op("add", kv_numel)]
+    return tuple(forward), tuple(backward)
+
+
+def all_gather(shape: RankShape, heads: Heads) -> Passes:
+    """Attention of the rank's queries to all keys and values."""
+    gather, scatter = gathers(shape, heads)
+    kv_len = heads.kv_len * shape.cp.size
+    return (
+        (gather, heads.kernel(shape, "attention", heads.q_len, kv_len, causal=heads.causal)),
+        (gather, heads.kernel(shape, "attention_backward", heads.q_len, kv_len, causal=heads.causal), scatter),
+    )
+
+
+def gathers(shape: RankShape, heads: Heads) -> tuple[Comm, Comm]:
+    """Fetch all keys and values, and return their gradients."""
+    num_bytes = heads.kv_numel(shape) * shape.cp.size * shape.dtype_bytes
+    return (
+        Comm(shape.cp.collective("all_gather", num_bytes), "cp"),
+        Comm(shape.cp.collective("reduce_scatter", num_bytes), "cp"),
+    )
+
+
+def unfused_core(shape: RankShape, heads: Heads, joined: tuple[Item, ...]) -> Block:
+    """Scores, softmax and weighted values; with ``joined`` the backward ends with one joined gradient.
+
+    With context parallelism the keys and values of all ranks are fetched first (``all_gather``).
+    """
+    batch, q_len, kv_len = shape.micro_batch * heads.heads, heads.q_len, heads.kv_len * shape.cp.size
+    numel = batch * q_len * kv_len
+    kv_numel, size = heads.kv_numel(shape) * shape.cp.size, shape.dtype_bytes
+
+    def product(m: int, n: int, k: int) -> Item:
+        return shape.core_product(batch, m, n, k)
+
+    fetch: tuple[Item, ...] = ()
+    bring: tuple[Item, ...] = ()
+    if shape.cp.size > 1:
+        gather, scatter = gathers(shape, heads)
+        fetch, bring = (gather,), (scatter,)
+    if heads.kv_heads < heads.heads:  # grouped queries: keys and values are repeated for each head
+        repeated = kv_numel * heads.heads // heads.kv_heads
+        fetch, bring = (*fetch, shape.op("copy", repeated)), (shape.op("reduce", repeated), *bring)
+        kv_numel = repeated
+    k_share = heads.head_dim / (heads.head_dim + heads.v_dim)
+    own_k, k_numel = int(heads.kv_numel(shape) * k_share), int(kv_numel * k_share)
+    own_v, v_numel = heads.kv_numel(shape) - own_k, kv_numel - k_numel
+    scores = Step(
+        "scores",
+        (*fetch, product(q_len, kv_len, heads.head_dim)),
+        (product(q_len, heads.head_dim, kv_len), product(kv_len, heads.head_dim, q_len), *bring, *joined),
+        saved=(Saved((heads.q_numel(shape) + own_k) * size, outside=True), Saved((k_numel - own_k) * size)),
+        attention_core=True,
+    )
+    softmax = Step(
+        "softmax",
+        (shape.op("softmax", batch * q_len, kv_len),),
+        (shape.op("softmax_backward", batch * q_len, kv_len),),
+        saved=(Saved(numel * size, "scores"),),
+        attention_core=True,
+    )
+    context = Step(
+        "context",
+        (product(q_len, heads.v_dim, kv_len), *_side_by_side(shape, heads)),
+        (product(q_len, kv_len, heads.v_dim), product(kv_len, heads.v_dim, q_len)),
+        saved=(Saved(own_v * size, outside=True), Saved((v_numel - own_v) * size)),
+        attention_core=True,
+    )
+    return (scores, softmax, *_dropout(shape, numel), context)
+
+
+def _side_by_side(shape: RankShape, heads: Heads) -> tuple[Item, ...]:
+    """Copy the output of the heads into one row per token, unless the product writes it there."""
+    return (shape.op("copy", heads.out_numel(shape)),) if shape.kernels.joins_heads else ()
+
+
+def _dropout(shape: RankShape, numel: int) -> Block:
+    """Dropout of the scores: the mask takes one byte per score, and the output is the input of the second product."""
+    if not shape.model.dropout:
+        return ()
+    forward, backward = (shape.op("dropout", numel),), (shape.op("dropout_backward", numel),)
+    kept = (Saved(numel), Saved(numel * shape.dtype_bytes, "dropped scores"))
+    return (Step("dropout", forward, backward, saved=kept, attention_core=True),)
 
 
 def attention(shape: RankShape, *, causal: bool = True, rotary: bool = False) -> Block:
@@ -22,7 +214,7 @@ def attention(shape: RankShape, *, causal: bool = True, rotary: bool = False) ->
         numel = shape.rows * (heads.heads + heads.kv_heads) * heads.head_dim
         rope = (Step("rope", (shape.op("rope", numel),), (shape.op("rope_backward", numel),)),)
         if shape.kernels.separate_kernels:
-            rope = (Step("rope", eager.rope(shape, numel), eager.rope(shape, numel)),)
+            rope = (Step("rope", eager_rope(shape, numel), eager_rope(shape, numel)),)
     norms: tuple[Step, ...] = ()
     if shape.model.qk_norm:  # each head is a row
         counts = {"q_norm": heads.heads, "k_norm": heads.kv_heads}
@@ -74,3 +266,46 @@ def core(shape: RankShape, heads: Heads, *, made_by: str = "") -> Block:
             attention_core=True,
         ),
     )
+
+
+def latent_attention(shape: RankShape, *, causal: bool = True) -> Block:
+    """Attention with compressed keys and values, and compressed queries where ``q_lora_rank`` > 0; no norm, no
+    residual."""
+    model = shape.model
+    heads = latent_heads(shape, causal)
+    kv_width = model.kv_lora_rank + model.rope_head_dim
+    queries = heads.heads * heads.head_dim
+    keys_values = heads.heads * (model.head_size + model.v_head_dim)
+    kv_down = linear(
+        shape, "kv_down", kv_width, model.hidden, shape.local_rows, bias=False, replicated=True, keeps="norm1"
+    )
+    kv_norm = norm(shape, "kv_norm", fork=False, width=model.kv_lora_rank)
+    kv_up = column_linear(shape, "kv_up", keys_values, model.kv_lora_rank)
+    if model.q_lora_rank:
+        rank = model.q_lora_rank
+        q_down = linear(
+            shape, "q_down", rank, model.hidden, shape.local_rows, bias=False, replicated=True, keeps="norm1"
+        )
+        q_norm = norm(shape, "q_norm", fork=False, width=rank)
+        latents: Block = (fork(shape), q_down, kv_down, q_norm, kv_norm, *enter(shape, rank + kv_width))
+        up: Block = (column_linear(shape, "q_up", queries, rank), kv_up)
+    else:  # whole queries, from the activation of all rows
+        latents = (fork(shape), kv_down, kv_norm, *enter(shape, kv_width), *enter(shape))
+        up = (column_linear(shape, "q", queries, model.hidden, keeps="norm1"), kv_up)
+    out = row_linear(shape, "out", model.hidden, heads.heads * model.v_head_dim)
+    up = in_module((*up, _rope(shape, heads)), "mla_up_proj")
+    return (*latents, *up, *core(shape, heads, made_by="mla_up_proj"), out, *leave(shape))
+
+
+def latent_heads(shape: RankShape, causal: bool) -> Heads:
+    """Heads of latent attention: each has its own keys and values."""
+    model, heads = shape.model, shape.model.heads // shape.tp.size
+    size = model.head_size + model.rope_head_dim
+    return Heads(heads, heads, size, model.v_head_dim, shape.seq_len, shape.seq_len, causal)
+
+
+def _rope(shape: RankShape, heads: Heads) -> Step:
+    """Rotary positions of each head's queries and of one shared key, which is then concatenated to each head's keys."""
+    numel = shape.rows * (heads.heads + 1) * shape.model.rope_head_dim
+    join = shape.op("copy", shape.rows * heads.heads * heads.head_dim)
+    return Step("rope", (shape.op("rope", numel), join), (join, shape.op("rope_backward", numel)))

@@ -10,10 +10,8 @@ from dataclasses import replace
 
 from stepsight.simulator.blocks import vocabulary
 from stepsight.simulator.blocks.attention import attention
-from stepsight.simulator.blocks.layer_parts import fork, linear, norm, residual
-from stepsight.simulator.blocks.mlp import activation, mlp
-from stepsight.simulator.blocks.shape import RankShape
-from stepsight.simulator.blocks.step import Block, Step
+from stepsight.simulator.blocks.layer_parts import activation, fork, linear, mlp, norm, residual
+from stepsight.simulator.blocks.step import Block, RankShape, Step
 
 TOKEN_TYPES = 2
 

@@ -4,14 +4,10 @@ from __future__ import annotations
 
 from stepsight.dataset.job.specs import ModelSpec
 from stepsight.simulator.blocks import vocabulary
-from stepsight.simulator.blocks.attention import attention
-from stepsight.simulator.blocks.layer_parts import norm, residual
-from stepsight.simulator.blocks.mla import latent_attention
-from stepsight.simulator.blocks.mlp import mlp
+from stepsight.simulator.blocks.attention import attention, latent_attention
+from stepsight.simulator.blocks.layer_parts import mlp, norm, residual
 from stepsight.simulator.blocks.moe import experts
-from stepsight.simulator.blocks.recomputed import in_module
-from stepsight.simulator.blocks.shape import RankShape
-from stepsight.simulator.blocks.step import Block
+from stepsight.simulator.blocks.step import Block, RankShape, in_module
 
 
 def layer_kinds(model: ModelSpec) -> tuple[tuple[str, int], ...]:

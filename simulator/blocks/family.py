@@ -14,10 +14,7 @@ from stepsight.dataset.base.errors import JobError, StepsightError
 from stepsight.dataset.base.registry import check_takes
 from stepsight.dataset.job.specs import FAMILIES, ModelSpec
 from stepsight.simulator.blocks import bert, dense, t5, vit
-from stepsight.simulator.blocks.offload import offloaded
-from stepsight.simulator.blocks.recomputed import recomputed
-from stepsight.simulator.blocks.shape import RankShape
-from stepsight.simulator.blocks.step import Block, Step
+from stepsight.simulator.blocks.step import Block, RankShape, Step, offloaded, recomputed
 
 LayerKinds = tuple[tuple[str, int], ...]
 

@@ -1,4 +1,10 @@
-"""Parts that layers share: linears, norms, residuals, and the borders of tensor-parallel regions.
+"""The kernels that PyTorch runs for norms, rotary positions, gated activations and losses without fusion.
+
+Element by element in the activations' type, with the main type (fp32) in between where the modules say so
+(``nn.RMSNorm`` before PyTorch 2.8; torchtitan's ``apply_rotary_emb``, 2024-25, in complex fp32; ``F.silu(gate) * up``;
+``cross_entropy`` of fp32 logits).  Where both types are one, nothing is cast.
+
+Parts that layers share: linears, norms, residuals, and the borders of tensor-parallel regions.
 
 Tensor parallelism is Megatron's (Shoeybi et al. 2019, arXiv:1909.08053): column- then row-parallel linears
 between two conjugate operators, ``enter`` and ``leave``.  Sequence parallelism is that of Korthikanti et al. 2022
@@ -7,6 +13,8 @@ between two conjugate operators, ``enter`` and ``leave``.  Sequence parallelism 
 In fp8 a linear casts its input in forward and the gradient of its output in backward, each in one pass that reads two
 bytes and writes the value and its transpose (Transformer Engine); weights are cast once an iteration, with the
 optimizer's step, and not here.  What it keeps is the cast input.
+
+MLPs, gated or not.
 """
 
 from __future__ import annotations
@@ -16,9 +24,60 @@ from dataclasses import replace
 from stepsight.dataset.base.caching import cached
 from stepsight.dataset.job.specs import SPLIT_TP, ModelSpec
 from stepsight.dataset.kinds.op import Op
-from stepsight.simulator.blocks import eager
-from stepsight.simulator.blocks.shape import RankShape
-from stepsight.simulator.blocks.step import Block, Comm, Item, Join, Lost, Saved, Step
+from stepsight.simulator.blocks.step import Block, Comm, Item, Join, LostTime, RankShape, Saved, Step
+
+Ops = tuple[Op, ...]
+
+
+def main_casts(shape: RankShape, numel: int) -> Ops:
+    """Cast to the main type, or back."""
+    return (shape.op("cast", numel),) if shape.casts else ()
+
+
+def eager_rms_norm(shape: RankShape, rows: int, width: int) -> tuple[Ops, Ops]:
+    """RMSNorm, forward and backward: cast to fp32, square, mean, multiply by the inverse root, cast back, multiply by
+    the weight.
+    """
+    numel = rows * width
+    cast = main_casts(shape, numel)
+    each, add, reduce = (shape.main_op(kind, numel) for kind in ("elementwise", "add", "reduce"))
+    forward = (*cast, each, reduce, each, *cast, shape.op("elementwise", numel))
+    backward = (
+        *(shape.op(kind, numel) for kind in ("elementwise", "add", "reduce")),
+        *cast, each, add, reduce, each, add, *cast,
+    )  # fmt: skip
+    return forward, backward
+
+
+def eager_rope(shape: RankShape, numel: int) -> Ops:
+    """Rotary positions: a cast to fp32, a complex product and a cast back, in forward and in backward."""
+    return *main_casts(shape, numel), shape.main_op("elementwise", numel), *main_casts(shape, numel)
+
+
+def eager_gated(shape: RankShape, numel: int) -> tuple[Ops, Ops]:
+    """The activation of the gate, and its product with the other branch; backward has two products and one more."""
+    product = shape.op("add", numel)  # as much traffic as an addition
+    return (shape.op("elementwise", numel), product), (product, product, product)
+
+
+def metric_losses(shape: RankShape, rows: int, vocab: int) -> Ops:
+    """Losses for metrics, each with its own cast of the logits, as autocast does it.
+
+    Composer's ``Trainer._eval_train_metrics`` updates the metrics of the model after every micro-batch; those of
+    llm-foundry's models are ``LanguageCrossEntropy`` and ``LanguagePerplexity``, each a ``CrossEntropyLoss`` (2023).
+    """
+    return (*main_casts(shape, rows * vocab), shape.main_op("cross_entropy", rows, vocab)) * shape.model.metric_losses
+
+
+def token_metrics(shape: RankShape, rows: int, vocab: int) -> Ops:
+    """Cross-entropy of every token: loss, the two largest logits and their index, difference to the maximum,
+    exponentials, sum.
+
+    InternEvo, ``internlm/model/metrics.py``, 2023-24 (``AccPerplex``), after every micro-batch on fp32 logits.
+    """
+    read, both = (shape.main_op(kind, rows * vocab) for kind in ("reduce", "elementwise"))
+    return read, read, read, read, both, both, read
+
 
 _NOTHING: tuple[Item, ...] = ()
 
@@ -133,9 +192,9 @@ def norm(shape: RankShape, name: str, *, fork: bool = True, rows: int = 0, width
     forward: tuple[Op, ...] = (shape.op(kind, rows, width),)
     backward: tuple[Op, ...] = (shape.op(f"{kind}_backward", rows, width),)
     if shape.kernels.separate_kernels and kind == "rms_norm":
-        forward, backward = eager.rms_norm(shape, rows, width)
+        forward, backward = eager_rms_norm(shape, rows, width)
     elif shape.kernels.norms_again:
-        casts, full = eager.casts(shape, rows * width), shape.main_op(kind, rows, width)
+        casts, full = main_casts(shape, rows * width), shape.main_op(kind, rows, width)
         forward = (*casts, full)  # reads 4 bytes and writes 2: nearly as much traffic
         again = (shape.op("add", rows * width), *casts, full)
         backward = (*again, shape.main_op(f"{kind}_backward", rows, width), *casts)
@@ -229,7 +288,7 @@ def left(shape: RankShape, linear: Step) -> Block:
 def _beside(shape: RankShape, kind: str, num_bytes: int) -> tuple[Item, ...]:
     """A collective that overlaps with the steps after it, and the computation time lost to it."""
     comm = shape.tp_comm(kind, num_bytes, beside=True)
-    return (comm, Lost(comm.work, shape.compute_share, comm.stream)) if shape.compute_share else (comm,)
+    return (comm, LostTime(comm.work, shape.compute_share, comm.stream)) if shape.compute_share else (comm,)
 
 
 def _split(
@@ -269,3 +328,47 @@ def arrivals(shape: RankShape) -> tuple[Block, Block]:
     """
     gather = shape.tp_comm("all_gather", _full_bytes(shape, 0))
     return (Step("arrival", forward=(gather,)),), (Step("arrival", backward=(gather,)),)
+
+
+def activation_kind(model: ModelSpec) -> str:
+    """Activation of the MLP: ReLU or gated GELU for T5 (Raffel et al. 2019, arXiv:1910.10683), GELU or gated SiLU
+    otherwise.
+    """
+    if model.family == "t5":
+        return "geglu" if model.gated_mlp else "relu"
+    return "swiglu" if model.gated_mlp else "gelu"
+
+
+def activation(shape: RankShape, rows: int, ffn: int) -> Step:
+    """The activation between the two linears."""
+    kind, numel = activation_kind(shape.model), rows * ffn
+    width = 2 * ffn if shape.model.gated_mlp else ffn
+    forward: tuple[Op, ...] = (shape.op(kind, numel),)
+    backward: tuple[Op, ...] = (shape.op(f"{kind}_backward", numel),)
+    if shape.kernels.separate_kernels and shape.model.gated_mlp:
+        forward, backward = eager_gated(shape, numel)
+    return Step(
+        kind,
+        forward,
+        backward,
+        saved=(Saved(rows * width * shape.dtype_bytes),),
+        temporary_bytes=numel * shape.dtype_bytes if shape.model.gated_mlp else 0,  # the gate is computed again
+    )
+
+
+def mlp(shape: RankShape, ffn: int = 0, prefix: str = "", *, keeps: str = "") -> Block:
+    """A tensor-parallel MLP without norm and residual.
+
+    Args:
+        shape: The rank.
+        ffn: Inner size on all ranks together, 0: the model's.
+        prefix: Of the names of its linears.
+        keeps: Name of its input, where other steps keep the same tensor.
+    """
+    model, own = shape.model, (ffn or shape.model.ffn) // shape.tp.size
+    first, width = ("gate_up", 2 * own) if model.gated_mlp else ("fc1", own)
+    return (
+        *entered(shape, column_linear(shape, prefix + first, width, model.hidden, keeps=keeps)),
+        activation(shape, shape.rows, own),
+        *left(shape, row_linear(shape, prefix + ("down" if model.gated_mlp else "fc2"), model.hidden, own)),
+    )

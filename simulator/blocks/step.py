@@ -1,13 +1,34 @@
 """Steps: one module call each, as data. A block is a tuple of steps.
 
 A block's backward pass is its steps' ``backward`` and ``weight_grad`` in reverse order.
+
+Modules of a layer that backward recomputes: Megatron-Core's ``recompute_modules``.
+
+Source: Megatron-Core 0.12 to 0.18, ``transformer/transformer_config.py``, and where each module asks for itself:
+``layernorm`` and ``mlp`` (of dense layers) in ``transformer_layer.py``, ``moe_act`` in ``moe/experts.py``, ``moe`` and
+``shared_experts`` in ``moe/moe_layer.py`` and ``moe/shared_experts.py``, ``mla_up_proj`` in
+``multi_latent_attention.py``.  The attention core is repeated elsewhere (``lowering.passages``), as it may be several
+kernels whose statistics are kept.
+
+Activations that are offloaded to the host's memory between forward and backward.
+
+What a layer keeps leaves beside the next layer's forward and comes back beside the backward of the layer after it
+(vDNN, Rhu et al. 2016, arXiv:1602.08124; so does Transformer Engine).  Layers in a row are alike, so each block carries
+its own bytes from its first step to its last: as many transfers, one layer earlier.
+
+Sizes of a micro-batch on one rank, from which blocks are made.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+from itertools import groupby
 
-from stepsight.dataset.kinds.op import Collective, Op
+from stepsight.dataset.base.caching import hashed_once
+from stepsight.dataset.job.execution import COMPUTE_DTYPE, CORE_DTYPE, KernelSemantics
+from stepsight.dataset.job.specs import QUANTIZED, ModelSpec
+from stepsight.dataset.kinds.op import DTYPE_BYTES, Collective, Op
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +48,7 @@ class Comm:
 
 
 @dataclass(frozen=True, slots=True)
-class Beside:
+class OverlappedOp:
     """An op on its own stream (``offload``); it overlaps with the computation until a ``Join``."""
 
     work: Op
@@ -35,7 +56,7 @@ class Beside:
 
 
 @dataclass(frozen=True, slots=True)
-class Lost:
+class LostTime:
     """Computation time lost to an overlapping collective, which occupies some of the device's cores.
 
     Attributes:
@@ -56,7 +77,7 @@ class Join:
     stream: str
 
 
-Item = Op | Comm | Beside | Lost | Join
+Item = Op | Comm | OverlappedOp | LostTime | Join
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,3 +149,203 @@ class Step:
 
 
 Block = tuple[Step, ...]
+
+
+WHOLE = ("mlp", "shared_experts", "moe")  # checkpoints: they keep their input alone
+
+
+def in_module(block: Block, module: str, *, whole: bool = False) -> Block:
+    """Steps as parts of a module, but for those that are parts of another one, if not the ``whole`` block is."""
+    return tuple([step if step.module and not whole else replace(step, module=module) for step in block])
+
+
+def recomputed(block: Block, modules: Collection[str]) -> Block:
+    """A layer some of whose modules run again in backward, just before their own backward.
+
+    What a recomputed module makes is not kept; it is there again while the module's backward runs.
+
+    Args:
+        block: The layer.
+        modules: Some of ``RECOMPUTE_MODULES``, without the attention core.
+    """
+    if not modules:
+        return block
+    found: list[Step] = []
+    for module, run in groupby(block, lambda step: step.module):
+        steps = tuple([_without(step, modules) for step in run])
+        if module not in modules:
+            found += steps
+            continue
+        again: list[Item] = [item for step in steps for item in step.forward]
+        made = sum(step.saved_bytes for step in steps[1:]) if module in WHOLE else 0
+        if module in WHOLE:
+            steps = (steps[0], *(replace(step, saved=()) for step in steps[1:]))
+        found += [*steps, Step(f"{module}.again", backward=tuple(again), temporary_bytes=made)]
+    return tuple(found)
+
+
+def _without(step: Step, modules: Collection[str]) -> Step:
+    """A step without the tensors that recomputed modules make again."""
+    kept = tuple([tensor for tensor in step.saved if tensor.made_by not in modules])
+    return step if len(kept) == len(step.saved) else replace(step, saved=kept)
+
+
+def kept_bytes(block: Block) -> int:
+    """Bytes that a block keeps for its backward; each named tensor counts once."""
+    named = {tensor.name: tensor.num_bytes for step in block for tensor in step.saved if tensor.name}
+    return sum(named.values()) + sum(t.num_bytes for step in block for t in step.saved if not t.name)
+
+
+def offloaded(block: Block, dtype: str) -> Block:
+    """A layer whose kept activations are copied to the host and back while it computes."""
+    numel = -(-kept_bytes(block) // DTYPE_BYTES[dtype])
+    if not numel:
+        return block
+    leave = Step("offload", (OverlappedOp(Op("to_host", (numel,), dtype)),), (Join("offload"),))
+    arrive = Step("offload", (Join("offload"),), (OverlappedOp(Op("from_host", (numel,), dtype)),))
+    return (leave, *block, arrive)
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """A process group as a rank sees it.
+
+    Attributes:
+        size: Ranks.
+        per_node: Its ranks that share a node.
+    """
+
+    size: int = 1
+    per_node: int = 1
+
+    def collective(self, kind: str, num_bytes: int) -> Collective:
+        return Collective(kind, num_bytes, self.size, self.per_node)
+
+
+@hashed_once
+@dataclass(frozen=True)
+class RankShape:
+    """Sizes of a micro-batch on one rank; ranks with equal shapes run equal blocks.
+
+    Attributes:
+        model: The whole model.
+        micro_batch: Sequences.
+        precision: Of matrix products: one of ``MIXED``, or a 16-bit type.
+        kernels: What the execution engine does in a block.
+        tp, cp, ep: Groups.
+        expert_tp: Tensor-parallel degree of the experts (1 or that of ``tp``).
+        sequence_parallel: Whether norms and residuals hold ``1 / tp`` of the rows.
+        vocab_parallel: Whether the vocabulary is shared by ``tp``.
+        context_parallel: ``ring`` or ``all_gather``.
+        offload_activations: Whether what is kept moves to the host and back.
+        scatter_p2p: Whether ranks pass on their parts of activations, gathered where they arrive.
+        overlap_tp: As in ``ParallelSpec``.
+        overlap_ep, dispatcher: As in ``ParallelSpec``.
+        recompute_modules: As in ``ParallelSpec``, without the attention core.
+        compute_share: Part of an overlapped collective's time that the computation loses.
+    """
+
+    model: ModelSpec
+    micro_batch: int
+    precision: str
+    kernels: KernelSemantics
+    tp: Group = Group()
+    cp: Group = Group()
+    ep: Group = Group()
+    expert_tp: int = 1
+    sequence_parallel: bool = False
+    vocab_parallel: bool = True
+    context_parallel: str = "ring"
+    offload_activations: bool = False
+    scatter_p2p: bool = False
+    overlap_tp: str = ""
+    overlap_ep: bool = False
+    dispatcher: str = "alltoall"
+    recompute_modules: tuple[str, ...] = ()
+    compute_share: float = 0.0
+
+    @property
+    def dtype(self) -> str:
+        """Type of activations and of all ops except matrix products."""
+        return COMPUTE_DTYPE[self.precision]
+
+    @property
+    def dtype_bytes(self) -> int:
+        return DTYPE_BYTES[self.dtype]
+
+    @property
+    def casts(self) -> bool:
+        """Whether the activations' type differs from the main type, so that tensors are cast to it and back."""
+        return self.dtype != self.kernels.main_dtype
+
+    @property
+    def quantizes(self) -> bool:
+        """Whether operands of matrix products are converted to a narrower type."""
+        return self.precision in QUANTIZED
+
+    @property
+    def main_bytes(self) -> int:
+        """Bytes of an element in the main type."""
+        return DTYPE_BYTES[self.kernels.main_dtype]
+
+    @property
+    def gemm_bytes(self) -> int:
+        """Bytes of an element of a matrix product's operand."""
+        return DTYPE_BYTES[self.precision]
+
+    @property
+    def operand_bytes(self) -> int:
+        """Bytes of an element of a product's operand that tensor-parallel ranks gather.
+
+        In fp8 they cast first and gather 8 bits (Transformer Engine 1.0 to 2.2, ``module/linear.py`` and
+        ``grad_output_preprocess``; torchao's ``Float8ColwiseParallel`` and ``Float8RowwiseParallel``), but with a scale
+        for each row they gather 16 (torchtitan, ``parallelize_llama.py``, 2025).
+        """
+        return 1 if self.precision == "fp8" and self.kernels.fp8_gathers else self.dtype_bytes
+
+    @property
+    def seq_len(self) -> int:
+        """Tokens of a sequence on this rank (of the decoder, if there is also an encoder)."""
+        return (self.model.unpadded_len or self.model.seq_len) // self.cp.size
+
+    @property
+    def rows(self) -> int:
+        """Tokens of a micro-batch on this rank."""
+        return self.micro_batch * self.seq_len
+
+    @property
+    def local_rows(self) -> int:
+        """Tokens in norms and residuals."""
+        return self.local(self.rows)
+
+    @property
+    def rows_before_columns(self) -> int:
+        """Tokens of the input that a column-parallel linear keeps."""
+        return self.rows if self.kernels.keeps_gathered_input else self.local_rows
+
+    @property
+    def vocab_tp(self) -> int:
+        """Ranks that share the vocabulary."""
+        return self.tp.size if self.vocab_parallel else 1
+
+    def local(self, rows: int) -> int:
+        """The share of a number of rows that belongs to this rank in norms and residuals."""
+        return rows // self.tp.size if self.sequence_parallel else rows
+
+    def op(self, kind: str, *dims: int) -> Op:
+        return Op(kind, dims, self.dtype)
+
+    def main_op(self, kind: str, *dims: int) -> Op:
+        """An op in the main type."""
+        return Op(kind, dims, self.kernels.main_dtype)
+
+    def gemm(self, kind: str, *dims: int) -> Op:
+        """A matrix product, in the precision's own dtype."""
+        return Op(kind, dims, self.precision)
+
+    def core_product(self, *dims: int) -> Op:
+        """A product of unfused attention."""
+        return Op("batched_matmul", dims, CORE_DTYPE[self.precision])
+
+    def tp_comm(self, kind: str, num_bytes: int, *, beside: bool = False) -> Comm:
+        return Comm(self.tp.collective(kind, num_bytes), "tp", beside)

@@ -12,12 +12,9 @@ from dataclasses import replace
 
 from stepsight.dataset.job.specs import ModelSpec
 from stepsight.simulator.blocks import vocabulary
-from stepsight.simulator.blocks.attention import attention, core
-from stepsight.simulator.blocks.heads import Heads
-from stepsight.simulator.blocks.layer_parts import column_linear, enter, leave, norm, residual, row_linear
-from stepsight.simulator.blocks.mlp import mlp
-from stepsight.simulator.blocks.shape import RankShape
-from stepsight.simulator.blocks.step import Block, Item, Saved, Step
+from stepsight.simulator.blocks.attention import Heads, attention, core
+from stepsight.simulator.blocks.layer_parts import column_linear, enter, leave, mlp, norm, residual, row_linear
+from stepsight.simulator.blocks.step import Block, Item, RankShape, Saved, Step
 
 BUCKETS = 32  # buckets of relative positions
 

@@ -8,10 +8,8 @@ from __future__ import annotations
 
 from stepsight.simulator.blocks import vocabulary
 from stepsight.simulator.blocks.attention import attention
-from stepsight.simulator.blocks.layer_parts import linear, norm, residual
-from stepsight.simulator.blocks.mlp import mlp
-from stepsight.simulator.blocks.shape import RankShape
-from stepsight.simulator.blocks.step import Block, Step
+from stepsight.simulator.blocks.layer_parts import linear, mlp, norm, residual
+from stepsight.simulator.blocks.step import Block, RankShape, Step
 
 
 def layer(shape: RankShape, kind: str = "layer") -> Block:

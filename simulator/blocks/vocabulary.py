@@ -6,10 +6,8 @@ with sequence parallelism, fetches all rows before the logits, which every rank 
 
 from __future__ import annotations
 
-from stepsight.simulator.blocks import eager
-from stepsight.simulator.blocks.layer_parts import enter, leave
-from stepsight.simulator.blocks.shape import RankShape
-from stepsight.simulator.blocks.step import Block, Item, Saved, Step
+from stepsight.simulator.blocks.layer_parts import enter, leave, main_casts, metric_losses, token_metrics
+from stepsight.simulator.blocks.step import Block, Item, RankShape, Saved, Step
 
 
 def tokens(shape: RankShape, shared: bool = False, *, again: bool = False) -> Block:
@@ -79,14 +77,14 @@ def loss(shape: RankShape, rows: int, classes: int, statistics: tuple[Item, ...]
     """Cross-entropy in the main type; logits and their gradient are in the activations' type, as is everything with
     ``fused_loss``.
     """
-    kernels, size, again = shape.kernels, shape.main_bytes, eager.metric_losses(shape, rows, classes)
+    kernels, size, again = shape.kernels, shape.main_bytes, metric_losses(shape, rows, classes)
     if shape.model.fused_loss:
         ends = shape.op("cross_entropy", rows, classes), shape.op("cross_entropy_backward", rows, classes)
         saved = (Saved(rows * classes * shape.dtype_bytes),)
         return Step("loss", (ends[0], *statistics, *again), (ends[1],), saved=saved)
     apart = kernels.separate_kernels or kernels.token_metrics or kernels.casts_parameters
-    casts = eager.casts(shape, rows * classes) if apart else ()
-    metrics = eager.token_metrics(shape, rows, classes) if kernels.token_metrics else ()
+    casts = main_casts(shape, rows * classes) if apart else ()
+    metrics = token_metrics(shape, rows, classes) if kernels.token_metrics else ()
     return Step(
         "loss",
         (*casts, shape.main_op("cross_entropy", rows, classes), *statistics, *metrics, *again),

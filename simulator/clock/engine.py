@@ -1,4 +1,6 @@
-"""Longest paths through static graphs in issue order.
+"""Codes of a segment's events and of a stage's clocks, for the loops over arrays.
+
+Longest paths through static graphs in issue order.
 
 Ties are broken towards the dependency that is listed first, so results never depend on chance.
 """
@@ -11,6 +13,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stepsight.dataset.base.compiling import compiled
+
+RUN, SEND, BLOCK, WAIT = range(4)  # events of a segment: see ``lowering.segment.Segment.events``
+# Clocks of a stage: its computation; replicas' traffic; the traffic of a second group (hybrid shards, experts).
+COMPUTE, DATA, SECOND = range(3)
+NUM_CLOCKS = 3
+HOST = NUM_CLOCKS  # the clock of the host, which launches, if it has its own
+ON_HOST = 2  # replaces the flag "early" of an event that sends: work of the host itself
+
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int32]

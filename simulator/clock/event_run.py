@@ -11,8 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stepsight.dataset.base.compiling import compiled
-from stepsight.simulator.clock.codes import HOST, NUM_CLOCKS, ON_HOST, RUN, SEND, WAIT
-from stepsight.simulator.clock.engine import Floats, Ints
+from stepsight.simulator.clock.engine import HOST, NUM_CLOCKS, ON_HOST, RUN, SEND, WAIT, Floats, Ints
 
 Longs = NDArray[np.int64]
 
@@ -20,7 +19,7 @@ Longs = NDArray[np.int64]
 KIND, WHAT = 0, 1
 FIRST, LAST, TIMES = 2, 3, 4  # column of RUN
 CLOCK, FOLLOWS, EARLY = 2, 3, 4  # column of SEND; BLOCK has only the clock
-# Columns of ``PassageTable.paths``.
+# Columns of ``BlockPassTable.paths``.
 COMPUTATION, FROM_HOST, OF_HOST = range(3)
 # The walks over the events start from these clocks: the computation with the host, without which no node starts; each
 # other stream; and, if there is a host, the computation without the host, and the host alone.
@@ -30,7 +29,7 @@ STARTS = np.where(
 _EACH_ALONE = (3, 1, 2, 4)  # the starts from one clock each, in the order of clocks
 
 
-class PassageTable(NamedTuple):
+class BlockPassTable(NamedTuple):
     """Durations of passages; seconds.
 
     Attributes:
@@ -54,7 +53,7 @@ class SegmentList(NamedTuple):
         events: Of all segments, shape ``(num_events, 8)``.
         places: First event of each segment, and the one behind its last; where its part of ``passage`` begins, and
             where its part of ``sent`` does; whether all of its clocks end together; shape ``(num_segments, 5)``.
-        passage: Row of each segment's passages in a ``PassageTable``, one segment after the other.
+        passage: Row of each segment's passages in a ``BlockPassTable``, one segment after the other.
         sent, launches: Seconds of the collectives that each segment sends, one segment after the other, and what the
             host takes to launch each (0: it needs no launch).
         compute_share: Part of a sent one that the computation loses, shape ``(num_segments,)``.
@@ -90,7 +89,7 @@ class OutsideEvents(NamedTuple):
     """The share of every time that is spent in work outside the measured range; seconds.
 
     Attributes:
-        paths, nodes: Of those of ``PassageTable``, same shapes.
+        paths, nodes: Of those of ``BlockPassTable``, same shapes.
         sent: Of those of ``SegmentList``, same shape.
         ends: Of those of ``run_events``, same shape; filled.
     """
@@ -121,7 +120,7 @@ class _Clocks(NamedTuple):
 @compiled
 def run_events(
     segments: SegmentList,
-    passages: PassageTable,
+    passages: BlockPassTable,
     streams: StreamSeconds,
     outside: OutsideEvents | None,
     ends: Floats,
@@ -167,7 +166,7 @@ def run_events(
 def _run_from(
     segments: SegmentList,
     at: int,
-    passages: PassageTable,
+    passages: BlockPassTable,
     clocks: _Clocks,
     streams: StreamSeconds,
     outside: OutsideEvents | None,
@@ -220,7 +219,7 @@ def _run_from(
 def _run_whole(
     passage: int,
     times: int,
-    passages: PassageTable,
+    passages: BlockPassTable,
     clocks: _Clocks,
     streams: StreamSeconds,
     outside: OutsideEvents | None,
@@ -251,7 +250,7 @@ def _run_whole(
 def _run_nodes(
     begin: int,
     end: int,
-    passages: PassageTable,
+    passages: BlockPassTable,
     clocks: _Clocks,
     streams: StreamSeconds,
     outside: OutsideEvents | None,

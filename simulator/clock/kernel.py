@@ -24,9 +24,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stepsight.dataset.base.compiling import compiled
-from stepsight.simulator.clock.codes import HOST
-from stepsight.simulator.clock.engine import Floats
-from stepsight.simulator.schedules.entries import COMPUTE, POST, WAIT, Entries
+from stepsight.simulator.clock.engine import HOST, Floats
+from stepsight.simulator.schedules.order import COMPUTE, POST, WAIT, Entries
 
 Indices = NDArray[np.uint32]  # unsigned: signed indices cost a fifth of the time
 TOLERANCE = 1e-12  # relative: two periods whose steps differ by less count as equal

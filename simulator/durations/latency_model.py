@@ -1,17 +1,24 @@
-"""The latency model that the simulator asks for durations; and the roofline from hardware facts."""
+"""The latency model that the simulator asks for durations; and the roofline from hardware facts.
+
+Latency models of users and of other packages, named by ``--latency``.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from importlib.metadata import EntryPoint
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from stepsight.dataset.base.caching import cached
+from stepsight.dataset.base.errors import JobError, PredictorError, StepsightError
+from stepsight.dataset.base.registry import Registry, check_takes
 from stepsight.dataset.graph.program import Program
-from stepsight.dataset.hardware.hardware import Fabric, Hardware, find_hardware
+from stepsight.dataset.hardware.hardware import Fabric, Hardware, find_hardware, unknown_hardware
 from stepsight.dataset.hardware.physics import alpha_beta_seconds, roofline_seconds
+from stepsight.dataset.job.job import Job
 from stepsight.dataset.kinds.op import Collective, Op
 
 Seconds = NDArray[np.float64]
@@ -106,3 +113,134 @@ class RooflineLatency:
 
     def in_context(self, programs: Sequence[Program], seconds: Sequence[Seconds]) -> Sequence[Seconds]:
         return seconds
+
+
+LatencyMaker = Callable[[Hardware, Fabric], Any]
+LATENCY = "latency:"  # how a name begins that stands in place of a predictor's
+
+
+def _maker(name: str, thing: Any) -> LatencyMaker:
+    check_takes(f"latency {name}", thing, ("hardware", "fabric"), PredictorError)
+    return thing  # type: ignore[no-any-return]
+
+
+LATENCIES: Registry[LatencyMaker] = Registry(
+    "latency",
+    group="stepsight.latencies",
+    check=_maker,
+    error=PredictorError,
+    more="module:function",
+)
+
+
+class GivenLatency:
+    """Durations from a user's object, completed by hardware facts.
+
+    The object has ``op_seconds(ops)``, and if it can ``collective_seconds(collectives)`` and ``in_context``, as
+    ``LatencyModel`` says.  Where it answers NaN, or has no such method, hardware facts answer.
+
+    Args:
+        given: The object.
+        hardware, fabric: What it was made for.
+        name: For messages.
+    """
+
+    def __init__(self, given: Any, hardware: Hardware, fabric: Fabric, name: str = "") -> None:
+        if not callable(getattr(given, "op_seconds", None)):
+            raise PredictorError(f"latency {name} must make an object with op_seconds(ops), got {given!r:.80}")
+        self.hardware = hardware
+        self.knows_context = bool(getattr(given, "knows_context", False))
+        self.name = name
+        self._given = given
+        self._facts = RooflineLatency(hardware, fabric)
+
+    @property
+    def source(self) -> str:
+        """Where the durations come from, for people."""
+        return f"latency {self.name}, with facts of {self.hardware.name} for what it does not know"
+
+    def op_seconds(self, ops: Sequence[Op]) -> Seconds:
+        return self._complete("op_seconds", ops, self._facts.op_seconds)
+
+    def collective_seconds(self, collectives: Sequence[Collective]) -> Seconds:
+        return self._complete("collective_seconds", collectives, self._facts.collective_seconds)
+
+    def in_context(self, programs: Sequence[Program], seconds: Sequence[Seconds]) -> Sequence[Seconds]:
+        if not self.knows_context:
+            return seconds
+        inside: Sequence[Seconds] = self._given.in_context(programs, seconds)
+        return inside
+
+    def _complete(self, method: str, works: Sequence[Any], facts: Callable[[Sequence[Any]], Seconds]) -> Seconds:
+        ask = getattr(self._given, method, None)
+        if ask is None or not works:
+            return facts(works)
+        try:
+            seconds = np.array(ask(list(works)), dtype=np.float64)
+        except StepsightError:
+            raise
+        except Exception as error:
+            raise PredictorError(f"{method} of latency {self.name} failed: {type(error).__name__}: {error}") from error
+        known = ~np.isnan(seconds)
+        if seconds.shape != (len(works),) or not (np.isfinite(seconds[known]) & (seconds[known] > 0)).all():
+            raise PredictorError(
+                f"{method} of latency {self.name} must give {len(works)} positive numbers, or NaN where it does not "
+                f"know, got {seconds!r:.80}"
+            )
+        missing = np.flatnonzero(~known).tolist()
+        if missing:
+            seconds[missing] = facts([works[index] for index in missing])
+        return seconds
+
+
+def named_latency(name: str, hardware: Hardware, fabric: Fabric) -> GivenLatency:
+    """Find a latency model by name, for a hardware and its links.
+
+    Args:
+        name: One that is registered or brought by an installed package, or ``module:function``; the function takes a
+            ``Hardware`` and a ``Fabric``.
+        hardware, fabric: Of the job.
+
+    Raises:
+        PredictorError: If there is none, or what it makes gives no durations.
+    """
+    if ":" in name and name not in LATENCIES:
+        try:
+            maker = _maker(name, EntryPoint(name, name, LATENCIES.group).load())
+        except (ImportError, AttributeError, ValueError, SyntaxError) as error:
+            raise PredictorError(
+                f"--latency {name!r:.80} must be module:function that can be imported: {error}"
+            ) from None
+    else:
+        maker = LATENCIES[name]
+    return _made(maker, hardware, fabric, name)
+
+
+@cached(maxsize=64)
+def _made(maker: LatencyMaker, hardware: Hardware, fabric: Fabric, name: str) -> GivenLatency:
+    """One object for each device and fabric, so that what is timed once is remembered."""
+    try:
+        given = maker(hardware, fabric)
+    except StepsightError:
+        raise
+    except Exception as error:  # the user's code
+        raise PredictorError(f"latency {name} could not be made: {type(error).__name__}: {error}") from error
+    return GivenLatency(given, hardware, fabric, name)
+
+
+def latency_name(predictor: object) -> str:
+    """The name in ``latency:NAME``, in place of a predictor; empty: it is something else."""
+    return predictor.removeprefix(LATENCY) if isinstance(predictor, str) and predictor.startswith(LATENCY) else ""
+
+
+def latency_of_job(job: Job, name: str) -> GivenLatency:
+    """Find a latency model by name for a job; hardware facts supply the durations that it does not know.
+
+    Raises:
+        JobError: If the hardware is unknown.
+        PredictorError: If there is no such latency, or it fails.
+    """
+    hardware = find_hardware(job.cluster.hardware)
+    if hardware is None:
+        raise JobError(f"with --latency, cluster.{unknown_hardware(job.cluster.hardware)}")
+    return named_latency(name, hardware, job.fabric)

@@ -15,16 +15,14 @@ from numpy.typing import NDArray
 
 from stepsight.dataset.base.caching import Memo, hashed_once
 from stepsight.dataset.kinds.op import Collective, Op
-from stepsight.simulator.clock.codes import COMPUTE, HOST, NUM_CLOCKS
-from stepsight.simulator.clock.engine import Floats, add_path, find_ends, longest_paths
-from stepsight.simulator.clock.event_run import STARTS, PassageTable, SegmentList, StreamSeconds, run_events, to_from
+from stepsight.simulator.clock.engine import COMPUTE, HOST, NUM_CLOCKS, Floats, add_path, find_ends, longest_paths
+from stepsight.simulator.clock.event_run import STARTS, BlockPassTable, SegmentList, StreamSeconds, run_events, to_from
 from stepsight.simulator.durations.latency_model import LatencyModel, dispatch_calls
-from stepsight.simulator.programs.issue_order import Work
-from stepsight.simulator.programs.passages import STREAMS, Passage
+from stepsight.simulator.programs.block_pass import STREAMS, BlockPass, Work
 from stepsight.simulator.programs.segment import Segment
 
 # Passages as ``run_events`` takes them: timed; the row of each; seconds of each by stream; the stream of each node.
-_Table = tuple[PassageTable, NDArray[np.int64], Floats, NDArray[np.int8]]
+_Table = tuple[BlockPassTable, NDArray[np.int64], Floats, NDArray[np.int8]]
 _Key = int | tuple[int, "Slowdown"]  # the identity of an object, and its slowdown
 _TIMER = "_timer"  # attribute of a latency model
 MAX_WORKS, MAX_PASSAGES, MAX_SEGMENTS, MAX_OP_TIMES = 100_000, 20_000, 10_000, 2_000  # set by a timer on the model
@@ -52,7 +50,7 @@ AS_IT_IS = Slowdown()
 
 
 @dataclass(frozen=True, eq=False)
-class PassageTime:
+class BlockPassTime:
     """One passage, timed.
 
     Attributes:
@@ -124,9 +122,9 @@ class Timer:
         self._hardware, self._dispatch_calls = latency.hardware, dispatch_calls(latency)
         self._given = dict(known or {})
         self._works: Memo[Work, float] = Memo("timer: works", MAX_WORKS)
-        self._passages: Memo[_Key, tuple[Passage, PassageTime]] = Memo("timer: passages", MAX_PASSAGES)
+        self._passages: Memo[_Key, tuple[BlockPass, BlockPassTime]] = Memo("timer: passages", MAX_PASSAGES)
         self._segments: Memo[_Key, tuple[Segment, SegmentTime]] = Memo("timer: segments", MAX_SEGMENTS)
-        self._tables: Memo[_Key, tuple[tuple[Passage, ...], _Table]] = Memo("timer: tables", MAX_SEGMENTS)
+        self._tables: Memo[_Key, tuple[tuple[BlockPass, ...], _Table]] = Memo("timer: tables", MAX_SEGMENTS)
         self._ops: Memo[tuple[int, Slowdown, bool], tuple[Segment, OpTimes]] = Memo("timer: op times", MAX_OP_TIMES)
 
     @property
@@ -210,7 +208,7 @@ class Timer:
             slowed[is_op] = np.maximum(slowed[is_op], latency.op_seconds(ops) * factor)
         return slowed
 
-    def passage(self, passage: Passage, slowdown: Slowdown = AS_IT_IS) -> PassageTime:
+    def passage(self, passage: BlockPass, slowdown: Slowdown = AS_IT_IS) -> BlockPassTime:
         """The paths of a passage."""
         key = id(passage) if slowdown is AS_IT_IS else (id(passage), slowdown)
         known = self._passages.get(key)
@@ -240,7 +238,7 @@ class Timer:
         """An empty array for ``run_events`` to fill; ``carried``: whether the host has its own clock."""
         return np.empty((num_segments, len(STARTS) if carried and self._hardware.has_host else NUM_CLOCKS, HOST + 1))
 
-    def _table(self, passages: tuple[Passage, ...], slowdown: Slowdown) -> _Table:
+    def _table(self, passages: tuple[BlockPass, ...], slowdown: Slowdown) -> _Table:
         """Some passages as input of ``run_events``; segments often share them."""
         key = id(passages) if slowdown is AS_IT_IS else (id(passages), slowdown)
         known = self._tables.get(key)
@@ -248,7 +246,7 @@ class Timer:
             times = [self.passage(passage, slowdown) for passage in passages]
             by_stream = np.array([time.by_stream for time in times], dtype=np.float64).reshape(-1, len(STREAMS))
             node_stream = np.concatenate([np.zeros(0, dtype=np.int8), *(passage.category for passage in passages)])
-            known = (passages, (passage_table(times), np.arange(len(times)), by_stream, node_stream))
+            known = (passages, (block_pass_table(times), np.arange(len(times)), by_stream, node_stream))
             self._tables[key] = known
         return known[1]
 
@@ -262,9 +260,9 @@ class Timer:
         return SegmentTime(transition, carried, by_stream, host)
 
 
-def passage_table(times: Sequence[PassageTime]) -> PassageTable:
+def block_pass_table(times: Sequence[BlockPassTime]) -> BlockPassTable:
     """Timed passages as input of the clock."""
-    return PassageTable(
+    return BlockPassTable(
         paths=np.array([time.paths for time in times], dtype=np.float64).reshape(-1, 3),
         nodes=np.concatenate([np.zeros(0), *(time.seconds for time in times)]),
         launches=np.concatenate([np.zeros(0), *(time.launches for time in times)]),
@@ -292,7 +290,7 @@ def timer_of(latency: LatencyModel) -> Timer:
     return timer
 
 
-def _time_passage(passage: Passage, seconds: Floats, launches: Floats) -> PassageTime:
+def _time_passage(passage: BlockPass, seconds: Floats, launches: Floats) -> BlockPassTime:
     count = len(seconds)
     # Work without a launch, such as time lost to a collective, waits for no launch, here as in ``time_ops``.
     launched: Floats = np.where(launches > 0.0, launches.cumsum(dtype=np.float64), -np.inf)
@@ -302,7 +300,7 @@ def _time_passage(passage: Passage, seconds: Floats, launches: Floats) -> Passag
         remaining = seconds[::-1].cumsum()[::-1]
         by_host = float((launched + remaining).max(initial=-np.inf))
         streams = _sums(passage.category, seconds, len(STREAMS))
-        return PassageTime(seconds, launches, (total, by_host, of_host), streams)
+        return BlockPassTime(seconds, launches, (total, by_host, of_host), streams)
     pointer, before = passage.edges
     finish, critical = np.empty(count), np.empty(count, dtype=np.int32)
     longest_paths(seconds, pointer, before, launched, finish, critical)
@@ -315,7 +313,7 @@ def _time_passage(passage: Passage, seconds: Floats, launches: Floats) -> Passag
     add_path(critical, last, passage.category.astype(np.int32), seconds * passage.beside, 1.0, waited)
     if waited.any():
         by_stream += max(0.0, float(finish[last] - by_stream.sum())) * waited / waited.sum()
-    return PassageTime(seconds, launches, (float(finish[last]), by_host, of_host), by_stream)
+    return BlockPassTime(seconds, launches, (float(finish[last]), by_host, of_host), by_stream)
 
 
 def time_ops(segment: Segment, seconds: Floats, launches: Floats, *, carried: bool = False) -> OpTimes:

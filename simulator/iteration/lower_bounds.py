@@ -20,16 +20,15 @@ from stepsight.dataset.job.execution import COMPUTE_DTYPE, ExecutionSemantics
 from stepsight.dataset.job.job import Job
 from stepsight.dataset.kinds.op import DTYPE_BYTES
 from stepsight.simulator.blocks.family import embedding_block, find_family, head_block, layer_block
-from stepsight.simulator.blocks.shape import Group, RankShape
-from stepsight.simulator.blocks.step import Block
+from stepsight.simulator.blocks.step import Block, Group, RankShape
 from stepsight.simulator.clock.engine import Floats
 from stepsight.simulator.durations.segment_timing import Timer
-from stepsight.simulator.memory.block import Gradients, end_memory, layer_memory
+from stepsight.simulator.memory.part import Gradients, end_memory, layer_memory
 from stepsight.simulator.memory.states import States
-from stepsight.simulator.programs.part_units import passage_of
-from stepsight.simulator.programs.passages import WEIGHT, BackwardSpec, Passage
+from stepsight.simulator.programs.block_pass import WEIGHT, BackwardSpec, BlockPass
 from stepsight.simulator.programs.replicas import gathering_of
 from stepsight.simulator.programs.sizes import Groups
+from stepsight.simulator.programs.stage import block_pass_of
 
 WHOLE = ("gpipe", "1f1b", "looped-bfs")  # schedules that run each backward without splitting it
 LOOPED = (*WHOLE, "zb-h1", "interleaved-zb")  # part i of the model lies on stage i % pp
@@ -81,15 +80,15 @@ def _blocks(shape: RankShape, kinds: Sequence[str]) -> list[Block]:
     return [*(layer_block(shape, kind) for kind in kinds), embedding_block(shape, False), head_block(shape, False)]
 
 
-def _passage(block: Block, kind: PassKind, shape: RankShape, *, end: bool) -> Passage:
+def _passage(block: Block, kind: PassKind, shape: RankShape, *, end: bool) -> BlockPass:
     if kind.part == "forward":
-        return passage_of(block)
+        return block_pass_of(block)
     spec = BackwardSpec(kind.part, kind.recompute, whole=kind.whole, dtype=shape.kernels.main_dtype)
     if end and kind.recompute == "full":
         spec = replace(spec, recompute="none", whole=False)
     if kind.part == WEIGHT:
         spec = replace(spec, recompute="none")
-    return passage_of(block, spec)
+    return block_pass_of(block, spec)
 
 
 def block_sizes(shapes: Sequence[RankShape], kinds: Sequence[str], recompute: Sequence[str]) -> tuple[Floats, Floats]:

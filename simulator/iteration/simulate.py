@@ -1,33 +1,125 @@
-"""The time of one iteration: segments, then the schedule over segments, then the optimizer.
+"""The breakdown of an iteration's time.
+
+The time of one iteration: segments, then the schedule over segments, then the optimizer.
 
 A segment is a map between the clocks of a stage, of its computation and of its replicas' traffic (see ``timing``), so
 every distinct one is timed once, and the result is exactly that of the whole op-level graph.
 
 Without a pipeline the host, which launches, runs ahead of its device from one segment into the next, and has a clock of
 its own.  In a pipeline it waits for messages, and starts each segment with the computation.
+
+Sensitivity of the iteration time: how often each op and collective is on the critical path, and what halving it
+saves.
+
+Work of an iteration in FLOP: needed by the model, and executed by the devices.
+
+Only matrix products and attention count, a multiply-add as two.  Causal attention counts the half that is computed.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 
+from stepsight.dataset.base.errors import StepsightError
 from stepsight.dataset.hardware.hardware import Hardware
 from stepsight.dataset.job.job import Job
-from stepsight.simulator.clock.engine import Floats
-from stepsight.simulator.clock.track_run import through, track_clocks
+from stepsight.dataset.kinds.op import Collective, Op
+from stepsight.simulator.clock.engine import NUM_CLOCKS, RUN, Floats
+from stepsight.simulator.clock.track import through, track_clocks
 from stepsight.simulator.durations.latency_model import LatencyModel
 from stepsight.simulator.durations.segment_timing import Timer, timer_of
-from stepsight.simulator.iteration.breakdown import break_down
-from stepsight.simulator.iteration.distinct_pipelines import Pipeline, distinct_pipelines
-from stepsight.simulator.iteration.optimizer_start import begin_optimizers
-from stepsight.simulator.iteration.simulated_iteration import Passing, SimulatedIteration, segment_paths
+from stepsight.simulator.iteration.simulated_iteration import (
+    Pipeline,
+    PipelineRun,
+    SimulatedIteration,
+    begin_optimizers,
+    distinct_pipelines,
+    segment_paths,
+)
 from stepsight.simulator.iteration.timeline import trace_events
 from stepsight.simulator.memory import Memory as Memory
 from stepsight.simulator.memory import estimate_memory
+from stepsight.simulator.programs.block_pass import STREAMS, BlockPass
 from stepsight.simulator.programs.lower import Lowered, lower
+from stepsight.simulator.programs.segment import Segment
+from stepsight.simulator.schedules import FORWARD
+
+CATEGORIES = (
+    "compute",
+    "tp_communication",
+    "cp_communication",
+    "ep_communication",
+    "dp_communication",
+    "pp_communication",
+    "host",
+    "bubble",
+    "optimizer",
+)
+
+
+def break_down(simulation: SimulatedIteration) -> dict[str, float]:
+    """Seconds by category, mean over stages of the slowest pipeline; see ``Simulation.breakdown``."""
+    low, total, pipeline_run = simulation.lowered, simulation.iteration_time_s, simulation.slowest
+    run, stages = pipeline_run.run, low.num_stages
+    runs = np.bincount(pipeline_run.rows, minlength=len(pipeline_run.segments)) / stages
+    used = np.flatnonzero(runs).tolist()
+    times = [
+        simulation.timer.segment(low.segments[pipeline_run.segments[row]], pipeline_run.condition(row)) for row in used
+    ]
+    streams = dict(zip(STREAMS, runs[used] @ np.stack([time.by_stream for time in times]), strict=True))
+    host = _host(pipeline_run) if simulation.carried else float(runs[used] @ np.array([time.host for time in times]))
+    seconds = {"compute": streams["compute"], "host": host + streams["offload"]}
+    seconds |= {f"{axis}_communication": streams[axis] for axis in ("tp", "cp", "ep")}
+    inside = float((run.finish[:, 0] - run.start[:, 0]).sum()) / stages - sum(seconds.values())
+    # The optimizer's ops; the remaining time between a stage's last backward and its end is traffic, or waiting for
+    # others.
+    ends = [
+        simulation.timer.segment(low.segments[at], simulation.optimizer_condition(stage))
+        for stage, at in enumerate(low.optimizer.tolist())
+    ]
+    seconds["optimizer"] = float(np.stack([end.by_stream for end in ends])[:, 0].mean())
+    until = simulation.clocks[:, :NUM_CLOCKS].max(axis=1) - simulation.clocks[:, 0]
+    after = simulation.finish[:, :NUM_CLOCKS].max(axis=1) - simulation.begin
+    launched = float((after - _unlaunched(simulation)).mean()) if simulation.hardware.has_host else 0.0
+    data = inside + float((until + after).mean()) - seconds["optimizer"] - launched
+    seconds["host"] += launched
+    seconds["dp_communication"] = max(data, 0.0)
+    seconds["pp_communication"] = _messages(simulation) if low.track.num_messages else 0.0
+    seconds["bubble"] = total - sum(seconds.values())
+    if seconds["bubble"] < 0:  # messages that overlap
+        seconds["pp_communication"] = max(0.0, seconds["pp_communication"] + seconds["bubble"])
+        seconds["bubble"] = 0.0
+        seconds["bubble"] = max(0.0, total - sum(seconds.values()))
+    return {category: float(seconds[category]) for category in CATEGORIES}
+
+
+def _host(pipeline_run: PipelineRun) -> float:
+    """Seconds for which a single stage waits for the host."""
+    free = np.ascontiguousarray(pipeline_run.transition[:, :NUM_CLOCKS, :NUM_CLOCKS])
+    clocks = track_clocks(
+        pipeline_run.lowered.track, pipeline_run.rows, free, pipeline_run.message_seconds, *pipeline_run.host
+    )
+    return float(pipeline_run.clocks[0, 0] - clocks[0, 0])
+
+
+def _unlaunched(simulation: SimulatedIteration) -> Floats:
+    """Seconds of every stage's optimizer without host time, shape ``(num_stages,)``."""
+    optimizers = simulation.optimizer_paths(carried=True)[:, :NUM_CLOCKS, :NUM_CLOCKS]
+    paths = simulation.entry[:, None, :NUM_CLOCKS] + optimizers
+    return np.asarray(paths.max(axis=(1, 2)) - simulation.begin)
+
+
+def _messages(simulation: SimulatedIteration) -> float:
+    pipeline_run = simulation.slowest
+    free = np.zeros(len(pipeline_run.message_seconds))
+    clocks = track_clocks(
+        pipeline_run.lowered.track, pipeline_run.rows, pipeline_run.transition, free, *pipeline_run.host
+    )
+    return max(0.0, float(pipeline_run.clocks.max() - clocks.max()))
 
 
 class Simulation(SimulatedIteration):
@@ -77,12 +169,12 @@ def simulate_lowered(
     each = timer.work_seconds(lowered.messages)
     message_seconds = each[lowered.message] if len(each) != 1 else np.full(len(lowered.message), each[0])
     host = (hardware.host_action_s, hardware.host_message_s) if job.parallel.pp > 1 else (0.0, 0.0)
-    passings = tuple(_pass(lowered, timer, pipeline, message_seconds, host) for pipeline in pipelines)
-    clocks = passings[0].clocks
-    for passing in passings[1:]:
-        clocks = np.maximum(clocks, passing.clocks)
+    pipeline_runs = tuple(_pass(lowered, timer, pipeline, message_seconds, host) for pipeline in pipelines)
+    clocks = pipeline_runs[0].clocks
+    for pipeline_run in pipeline_runs[1:]:
+        clocks = np.maximum(clocks, pipeline_run.clocks)
     begin = begin_optimizers(lowered, clocks)
-    simulation = Simulation(job, hardware, lowered, timer, passings, begin, clocks, np.empty_like(clocks))
+    simulation = Simulation(job, hardware, lowered, timer, pipeline_runs, begin, clocks, np.empty_like(clocks))
     optimizers = simulation.optimizer_paths(carried=simulation.carried)
     simulation.finish[:] = through(optimizers, simulation.entry)
     return simulation
@@ -90,7 +182,7 @@ def simulate_lowered(
 
 def _pass(
     lowered: Lowered, timer: Timer, pipeline: Pipeline, message_seconds: Floats, host: tuple[float, float]
-) -> Passing:
+) -> PipelineRun:
     track, conditions = lowered.track, tuple(dict.fromkeys(pipeline.slowdowns))
     carried = lowered.num_stages == 1
     if len(conditions) == 1:
@@ -106,4 +198,81 @@ def _pass(
         transition = np.array([segment_paths(timer.segment(lowered.segments[at], slow), carried) for at, slow in found])
     seconds = message_seconds if pipeline.is_plain else message_seconds * pipeline.message_factors(lowered)
     clocks = track_clocks(track, rows, transition, seconds, *host)
-    return Passing(pipeline, lowered, segments, slowdowns, rows, transition, seconds, host, clocks)
+    return PipelineRun(pipeline, lowered, segments, slowdowns, rows, transition, seconds, host, clocks)
+
+
+@dataclass(frozen=True, slots=True)
+class Sensitivity:
+    """One signature and its effect on the iteration time.
+
+    Attributes:
+        work: What is done.
+        count: How often it lies on the critical path, ``n_i``: the derivative of the time by its duration.
+        seconds: Of one, alone, ``t_i``.
+        share: Part of the iteration time, ``n_i * t_i / T``.
+        halved_s: What the iteration is shorter by if it takes half as long; less than half of its share where
+            something else then decides.
+    """
+
+    work: Op | Collective
+    count: float
+    seconds: float
+    share: float
+    halved_s: float
+
+    def to_dict(self) -> dict[str, object]:
+        """Plain values for JSON."""
+        return {
+            "work": str(self.work),
+            "count": self.count,
+            "seconds": self.seconds,
+            "share": self.share,
+            "halved_s": self.halved_s,
+        }
+
+
+def explain(simulation: Simulation, most: int = 10) -> tuple[Sensitivity, ...]:
+    """The signatures with the largest shares of the time, in order."""
+    if most < 1:
+        raise StepsightError(f"explain lists at least 1 row, got {most}")
+    total = simulation.iteration_time_s
+    seconds = dict(zip(simulation.lowered.all_works, simulation.work_seconds.tolist(), strict=True))
+    counts = sorted(simulation.op_counts.items(), key=lambda item: -item[1] * seconds[item[0]])[:most]
+    return tuple(
+        Sensitivity(work, count, seconds[work], count * seconds[work] / total, total - _with(simulation, work))
+        for work, count in counts
+    )
+
+
+def _with(simulation: Simulation, work: Op | Collective) -> float:
+    """The iteration time if one signature took half as long."""
+    timer = simulation.timer.but({work: float(simulation.timer.work_seconds([work])[0]) / 2})
+    pipelines = tuple(pipeline_run.pipeline for pipeline_run in simulation.pipeline_runs)
+    halved = simulate_lowered(simulation.job, simulation.lowered, timer, simulation.hardware, pipelines)
+    return halved.iteration_time_s
+
+
+BACKWARD_OVER_FORWARD = 2.0  # gradients of the input and of the weights
+
+
+def block_pass_flops(passage: BlockPass, first: int, last: int) -> float:
+    """FLOP of some nodes of a passage."""
+    works = [node.work for node in passage.program.nodes[first:last]]
+    return sum(work.flops for work in works if isinstance(work, Op) and work.record.bound == "compute")
+
+
+def segment_flops(segment: Segment) -> float:
+    """FLOP of one run of a segment on one rank."""
+    rows = segment.events[segment.events[:, 0] == RUN, 1:5].tolist()
+    return float(sum(times * block_pass_flops(segment.passages[what], a, b) for what, a, b, times in rows))
+
+
+def iteration_flops(lowered: Lowered) -> tuple[float, float]:
+    """FLOP of an iteration, needed by the model and executed (with recomputation): of one rank of each stage, summed
+    over stages.
+    """
+    flops = np.array([segment_flops(segment) for segment in lowered.segments])
+    done = float(flops[lowered.segment].sum())
+    forward = float(flops[lowered.segment[lowered.track.kind == FORWARD]].sum())
+    # If the gradient of an input is not needed (the patches of an image), the model needs less.
+    return min((1.0 + BACKWARD_OVER_FORWARD) * forward, done), done

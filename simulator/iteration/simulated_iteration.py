@@ -1,26 +1,203 @@
-"""One simulated iteration as arrays: clocks of all stages, and the critical path through actions and messages."""
+"""Find the distinct pipelines of ranks; equal ones are simulated once.
+
+A pipeline is one replica: the tensor- and context-parallel ranks of all stages.  Ranks of such a group move in step, so
+the slowest decides for all of them.  Replicas do not wait for each other before their gradients meet, so each distinct
+one is simulated; those that share parameters or experts meet in every layer, so one stands for all of these, at the
+pace of the slowest.
+
+From the end of the pipeline to the end of the iteration: when optimizers start, and which one decides.
+
+One simulated iteration as arrays: clocks of all stages, and the critical path through actions and messages.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from math import lcm
+from typing import NamedTuple
 
 import numpy as np
 
-from stepsight.dataset.hardware.hardware import Hardware
+from stepsight.dataset.base.caching import cached
+from stepsight.dataset.base.errors import JobError
+from stepsight.dataset.hardware.hardware import HARDWARE, Hardware
 from stepsight.dataset.job.job import Job
 from stepsight.dataset.kinds.op import Collective, Op
-from stepsight.simulator.clock.codes import HOST, NUM_CLOCKS
-from stepsight.simulator.clock.engine import Floats, Ints, add_path
-from stepsight.simulator.clock.track_run import TrackRun, run_track, walk
-from stepsight.simulator.durations.segment_timing import OpTimes, SegmentTime, Slowdown, Timer
-from stepsight.simulator.iteration.distinct_pipelines import Pipeline
-from stepsight.simulator.iteration.optimizer_start import LastSteps, enter_optimizers, last_steps
+from stepsight.simulator.clock.engine import HOST, NUM_CLOCKS, Floats, Ints, add_path
+from stepsight.simulator.clock.track import TrackRun, path_uses, run_track
+from stepsight.simulator.durations.latency_model import LatencyModel, RooflineLatency, preset_latency
+from stepsight.simulator.durations.segment_timing import AS_IT_IS, OpTimes, SegmentTime, Slowdown, Timer
 from stepsight.simulator.programs.lower import Lowered
+from stepsight.simulator.programs.sizes import REPLICAS, Layout, layout_of
+
+
+@dataclass(frozen=True, slots=True)
+class Pipeline:
+    """One replica, or several equal ones.
+
+    Attributes:
+        slowdowns: Of each stage.
+        links: How much slower the messages of each stage's ranks are, where they leave a node.
+        replicas: Numbers of those that are alike.
+    """
+
+    slowdowns: tuple[Slowdown, ...]
+    links: tuple[float, ...]
+    replicas: tuple[int, ...] = (0,)
+
+    @property
+    def replica(self) -> int:
+        """Index of the first of them."""
+        return self.replicas[0]
+
+    @property
+    def count(self) -> int:
+        """Number of equal pipelines."""
+        return len(self.replicas)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether no message is slowed down."""
+        return all(link == 1.0 for link in self.links)
+
+    def message_factors(self, lowered: Lowered) -> Floats:
+        """Slowdown of each message of the track, shape ``(num_messages,)``."""
+        links, track = np.array(self.links), lowered.track
+        factors: Floats = np.maximum(links[track.stage[track.source]], links[track.stage[track.target]])
+        leaves = np.array([message.num_nodes > 1 for message in lowered.messages], dtype=np.bool_)
+        return np.where(leaves[lowered.message], factors, 1.0)
+
+
+def distinct_pipelines(job: Job, latency: LatencyModel) -> tuple[Pipeline, ...]:
+    """The distinct pipelines of a job.
+
+    Raises:
+        JobError: If the devices of some nodes are unknown.
+    """
+    cluster, stages = job.cluster, job.parallel.pp
+    if not (cluster.stragglers or cluster.slow_links or cluster.mixed):
+        return (_plain(stages, job.parallel.dp),)
+    layout = layout_of(job)
+    ranks = np.arange(layout.num_ranks)
+    nodes = ranks // layout.devices_per_node
+    compute, link = np.ones(len(ranks)), np.ones(len(ranks))
+    for slow in cluster.stragglers:
+        compute[slow.rank] = max(compute[slow.rank], slow.slowdown)
+    for way in cluster.slow_links:
+        link[nodes == way.node] = np.maximum(link[nodes == way.node], way.slowdown)
+    kind = np.zeros(len(ranks), dtype=np.int64)
+    for number, other in enumerate(cluster.mixed):
+        kind[np.isin(nodes, other.nodes)] = number + 1
+    others = [other_latency(other.hardware, job) for other in cluster.mixed]
+    stage = ranks // layout.stride("pp") % stages
+    replica = ranks // layout.stride("dp") % job.parallel.dp
+    in_step = _in_step(job, layout, beside=latency.hardware.kind != "cpu")
+    found: dict[tuple[tuple[Slowdown, ...], tuple[float, ...]], list[int]] = {}
+    for number in range(0, job.parallel.dp, in_step):
+        slowdowns, links = [], []
+        for at in range(stages):
+            own = (stage == at) & (replica // in_step == number // in_step)
+            slowest = [float(compute[own & (kind == k)].max(initial=0.0)) for k in range(len(others) + 1)]
+            waited = tuple((model, slow) for model, slow in zip(others, slowest[1:], strict=True) if slow)
+            links.append(float(link[own].max()))
+            slowdown = Slowdown(slowest[0], float(link[stage == at].max()), links[-1], waited)
+            slowdowns.append(AS_IT_IS if slowdown == AS_IT_IS else slowdown)
+        found.setdefault((tuple(slowdowns), tuple(links)), []).append(number)
+    return tuple(
+        Pipeline(*key, tuple(first + more for first in numbers for more in range(in_step)))
+        for key, numbers in found.items()
+    )
+
+
+@cached(512)
+def _plain(stages: int, replicas: int) -> Pipeline:
+    return Pipeline((AS_IT_IS,) * stages, (1.0,) * stages, tuple(range(replicas)))
+
+
+def _in_step(job: Job, layout: Layout, *, beside: bool) -> int:
+    """Neighbouring replicas that wait for each other in every layer, for parameters or for experts' tokens."""
+    p = job.parallel
+    shards = p.shards * p.cp if beside else p.dp * p.cp
+    parameters = layout.together(REPLICAS, shards, "dp") if p.zero_stage == 3 else 1
+    axes = REPLICAS if p.experts_tp == p.tp else ("tp", *REPLICAS)
+    return lcm(parameters, layout.together(axes, p.ep, "dp"))
+
+
+def other_latency(name: str, job: Job) -> RooflineLatency:
+    """Latency model of the devices of ``cluster.mixed``.
+
+    Raises:
+        JobError: If they are unknown.
+    """
+    latency = preset_latency(name, job.fabric)
+    if latency is None:
+        raise JobError(f"cluster.mixed: {HARDWARE.unknown(name)}")
+    return latency
+
+
+def begin_optimizers(low: Lowered, clocks: Floats) -> Floats:
+    """When each stage's optimizer starts, shape ``(num_stages, ...)``: stages of one group wait for the last of them.
+
+    Args:
+        low: The job.
+        clocks: Of each stage after its last action, shape ``(num_stages, ..., K)``.
+    """
+    begin: Floats = clocks[..., :NUM_CLOCKS].max(axis=-1)
+    latest = np.full(begin.shape, -np.inf)
+    np.maximum.at(latest, low.meets, begin)
+    return latest[low.meets]
+
+
+def enter_optimizers(low: Lowered, clocks: Floats, begin: Floats) -> Floats:
+    """Clocks of each stage when its optimizer starts, shape of ``clocks``; arguments as in ``begin_optimizers``."""
+    entry = clocks.copy()
+    entry[..., 0] = begin
+    if clocks.shape[-1] > HOST and low.semantics.overlap.reads_norm:  # the host is then no longer ahead
+        entry[..., HOST] = np.maximum(entry[..., HOST], begin)
+    return entry
+
+
+class LastSteps(NamedTuple):
+    """The end of the critical path of an iteration.
+
+    Attributes:
+        stage: Whose optimizer ends last.
+        to, since: The clock that it ends on, and the one that the path enters it on.
+        pipeline: The one of the distinct pipelines that it waited for.
+        before, clock: The stage and the clock of that pipeline that it waited for.
+    """
+
+    stage: int
+    to: int
+    since: int
+    pipeline: int
+    before: int
+    clock: int
+
+
+def last_steps(low: Lowered, clocks: Floats, entry: Floats, finish: Floats, paths: Floats) -> LastSteps:
+    """The optimizer that decides the length of an iteration, and the clock that it waited for.
+
+    Args:
+        low: The job.
+        clocks: Of each distinct pipeline's stages after their last actions, shape ``(num_pipelines, num_stages, K)``.
+        entry: As the optimizers take over, shape ``(num_stages, K)``.
+        finish: After them, at least ``NUM_CLOCKS`` of each stage's clocks.
+        paths: Through them, shape ``(num_stages, K, K)``.
+    """
+    stage, to = divmod(int(finish[:, :NUM_CLOCKS].argmax()), NUM_CLOCKS)
+    since = int((entry[stage] + paths[stage, to]).argmax())
+    if since != 0 and entry[stage, since] == clocks[:, stage, since].max():  # it waited for no other clock
+        return LastSteps(stage, to, since, int(clocks[:, stage, since].argmax()), stage, since)
+    together = np.flatnonzero(low.meets == low.meets[stage])
+    ends = clocks[:, together, :NUM_CLOCKS]
+    pipeline, place, clock = (int(at) for at in np.unravel_index(ends.argmax(), ends.shape))
+    return LastSteps(stage, to, since, pipeline, int(together[place]), clock)
 
 
 @dataclass(frozen=True, eq=False)
-class Passing:
+class PipelineRun:
     """One pipeline of ranks, all micro-batches, before the optimizer.
 
     Attributes:
@@ -64,7 +241,7 @@ class SimulatedIteration:
         hardware: What it runs on.
         lowered: Its segments and schedule.
         timer: Durations.
-        passings: Distinct pipelines; one, unless replicas differ.
+        pipeline_runs: Distinct pipelines; one, unless replicas differ.
         begin: When each stage's optimizer starts, shape ``(num_stages,)``, seconds.
         clocks: Clocks of each stage at that time, shape ``(num_stages, K)``: ``NUM_CLOCKS``, and without a pipeline
             the host's.
@@ -75,7 +252,7 @@ class SimulatedIteration:
     hardware: Hardware
     lowered: Lowered
     timer: Timer
-    passings: tuple[Passing, ...]
+    pipeline_runs: tuple[PipelineRun, ...]
     begin: Floats
     clocks: Floats
     finish: Floats
@@ -96,9 +273,9 @@ class SimulatedIteration:
         return enter_optimizers(self.lowered, self.clocks, self.begin)
 
     @cached_property
-    def slowest(self) -> Passing:
+    def slowest(self) -> PipelineRun:
         """The pipeline that determines when the last optimizer starts."""
-        return max(self.passings, key=lambda passing: float(passing.clocks[:, :NUM_CLOCKS].max()))
+        return max(self.pipeline_runs, key=lambda pipeline_run: float(pipeline_run.clocks[:, :NUM_CLOCKS].max()))
 
     @cached_property
     def work_seconds(self) -> Floats:
@@ -140,24 +317,24 @@ class SimulatedIteration:
         return self.timer.ops(self.lowered.segments[segment], condition, carried=self.carried)
 
     @cached_property
-    def _path(self) -> tuple[Passing, LastSteps, Floats, Floats]:
+    def _path(self) -> tuple[PipelineRun, LastSteps, Floats, Floats]:
         """The pipeline on the critical path, the end of its part of the path, and the counts of ``times`` and of
         messages.
         """
-        clocks = np.array([passing.clocks for passing in self.passings])
+        clocks = np.array([pipeline_run.clocks for pipeline_run in self.pipeline_runs])
         paths = self.optimizer_paths(carried=self.carried)
         end = last_steps(self.lowered, clocks, self.entry, self.finish, paths)
-        passing = self.passings[end.pipeline]
-        uses, message_uses, _, _ = walk(passing.run, end.before, end.clock)
-        return passing, end, uses, message_uses
+        pipeline_run = self.pipeline_runs[end.pipeline]
+        uses, message_uses, _, _ = path_uses(pipeline_run.run, end.before, end.clock)
+        return pipeline_run, end, uses, message_uses
 
     def segment_uses(self) -> list[tuple[int, Slowdown, Floats]]:
         """Segment, condition, and how often the critical path passes it from clock to clock, ``(to, from)``."""
-        passing, end, uses, _ = self._path
+        pipeline_run, end, uses, _ = self._path
         rows = np.flatnonzero((uses > 0).any(axis=(1, 2))).tolist()
         found: dict[tuple[int, Slowdown], Floats] = {}
         for row in rows:
-            key = (int(passing.segments[row]), passing.condition(row))
+            key = (int(pipeline_run.segments[row]), pipeline_run.condition(row))
             found[key] = found.get(key, 0.0) + uses[row]
         last = np.zeros((self.clocks.shape[1], self.clocks.shape[1]))
         last[end.to, end.since] = 1.0
@@ -166,15 +343,15 @@ class SimulatedIteration:
 
     def message_uses(self) -> Floats:
         """How often each distinct message lies on the critical path, counted in its undisturbed time."""
-        passing, _, _, uses = self._path
-        factors = passing.pipeline.message_factors(self.lowered)
+        pipeline_run, _, _, uses = self._path
+        factors = pipeline_run.pipeline.message_factors(self.lowered)
         counts = np.zeros(len(self.lowered.messages))
         np.add.at(counts, self.lowered.message, uses * factors)
         return counts
 
     def optimizer_condition(self, stage: int) -> Slowdown:
         """The largest slowdown of a stage's optimizer."""
-        found = dict.fromkeys(passing.pipeline.slowdowns[stage] for passing in self.passings)
+        found = dict.fromkeys(pipeline_run.pipeline.slowdowns[stage] for pipeline_run in self.pipeline_runs)
         if len(found) == 1:
             return next(iter(found))
         segment = self.lowered.segments[int(self.lowered.optimizer[stage])]
@@ -183,8 +360,10 @@ class SimulatedIteration:
     def optimizer_paths(self, *, carried: bool) -> Floats:
         """Paths through every stage's optimizer, ``(num_stages, to, from)``; ``carried``: with the host's clock."""
         low, timer = self.lowered, self.timer
-        conditions = {passing.condition(0) for passing in self.passings if len(passing.slowdowns) == 1}
-        if len(self.passings) == len(conditions) == 1:  # optimizers are numbered one after the other
+        conditions = {
+            pipeline_run.condition(0) for pipeline_run in self.pipeline_runs if len(pipeline_run.slowdowns) == 1
+        }
+        if len(self.pipeline_runs) == len(conditions) == 1:  # optimizers are numbered one after the other
             first, condition = int(low.optimizer.min()), conditions.pop()
             distinct = [segment_paths(timer.segment(s, condition), carried) for s in low.segments[first:]]
             return np.array(distinct)[low.optimizer - first]

@@ -1,36 +1,132 @@
-"""Peak bytes of a rank of each pipeline stage."""
+"""The device that limits the memory: for each stage, the smallest device that has one of its ranks.
+
+Advice if a job does not fit: the first change that makes it fit, tried from the cheapest in time.
+
+Peak bytes of a rank of each pipeline stage.
+"""
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from stepsight.dataset.base.caching import cached
 from stepsight.dataset.base.errors import JobError
-from stepsight.dataset.hardware.hardware import Hardware
+from stepsight.dataset.hardware.hardware import HARDWARE, Hardware, find_hardware
 from stepsight.dataset.job.execution import semantics_of
 from stepsight.dataset.job.job import Job
-from stepsight.simulator.blocks.shape import RankShape
-from stepsight.simulator.memory.advice import advice
-from stepsight.simulator.memory.devices import smallest_devices
+from stepsight.simulator.blocks.step import RankShape
 from stepsight.simulator.memory.part import PartMemory, part_memory
-from stepsight.simulator.memory.peaks import (
-    ACTION,
-    ACTIVATIONS,
-    FLYING,
-    GRADIENTS,
-    MOMENT,
-    find_moments,
-    find_peaks,
-)
+from stepsight.simulator.memory.peaks import ACTION, ACTIVATIONS, FLYING, GRADIENTS, MOMENT, find_moments, find_peaks
 from stepsight.simulator.memory.states import States, states_of
-from stepsight.simulator.programs.sizes import Parts, PartShape, boundary_bytes, groups_of, part_shapes, rank_shape
+from stepsight.simulator.programs.sizes import (
+    Parts,
+    PartShape,
+    boundary_bytes,
+    groups_of,
+    layout_of,
+    part_shapes,
+    rank_shape,
+)
 from stepsight.simulator.schedules import Schedule, find_schedule, read_schedule
+
+
+def smallest_devices(job: Job, hardware: Hardware) -> tuple[Hardware, ...]:
+    """One device per stage; a single one if all nodes are equal.
+
+    Raises:
+        JobError: If the devices of some nodes are unknown.
+    """
+    if not job.cluster.mixed:
+        return (hardware,)
+    known = [hardware, *(_preset(other.hardware) for other in job.cluster.mixed)]
+    layout = layout_of(job)
+    ranks = np.arange(layout.num_ranks)
+    nodes = ranks // layout.devices_per_node
+    kind = np.zeros(len(ranks), dtype=np.int64)
+    for number, other in enumerate(job.cluster.mixed):
+        kind[np.isin(nodes, other.nodes)] = number + 1
+    stage = ranks // layout.stride("pp") % job.parallel.pp
+    found = [np.unique(kind[stage == at]).tolist() for at in range(job.parallel.pp)]
+    return tuple(min((known[k] for k in kinds), key=_room) for kinds in found)
+
+
+def _room(device: Hardware) -> float:
+    """Bytes available for tensors."""
+    return (device.memory_bytes - device.reserved_bytes) / (1 + device.fragmentation)
+
+
+def _preset(name: str) -> Hardware:
+    hardware = find_hardware(name)
+    if hardware is None:
+        raise JobError(f"cluster.mixed: {HARDWARE.unknown(name)}")
+    return hardware
+
+
+class Need(Protocol):
+    """The fields of a memory estimate that advice uses."""
+
+    @property
+    def peak_bytes(self) -> float: ...
+    @property
+    def fits(self) -> bool: ...
+
+
+def advice(job: Job, peak_bytes: float, estimate: Callable[[Job], Need]) -> str:
+    """Advise like ``recompute "selective" would free 12.3 GB``: the first sufficient change, else the one that frees
+    most.
+
+    Args:
+        job: What does not fit.
+        peak_bytes: What it needs.
+        estimate: Memory of another job on the same hardware.
+    """
+    best, most = "", 0.0
+    for words, tables in _changes(job):
+        try:
+            other = estimate(_with_tables(job, tables))
+        except JobError:
+            continue
+        free = peak_bytes - other.peak_bytes
+        if other.fits:
+            return f"{words} would free {free / 1e9:.1f} GB, enough"
+        if free > most:
+            best, most = f"{words} would free {free / 1e9:.1f} GB, not enough alone", free
+    return best
+
+
+def _changes(job: Job) -> Iterator[tuple[str, dict[str, dict[str, Any]]]]:
+    p, batch = job.parallel, job.batch
+    if p.tp > 1 and not p.sequence_parallel:
+        yield "sequence_parallel", {"parallel": {"sequence_parallel": True}}
+    if p.zero_stage == 0 and p.dp > 1:
+        yield "zero_stage 1", {"parallel": {"zero_stage": 1}}
+    if p.recompute == "none":
+        yield "recompute selective", {"parallel": {"recompute": "selective"}}
+    if p.pp > 1 and p.schedule != "1f1b":
+        yield "schedule 1f1b", {"parallel": {"schedule": "1f1b", "virtual_stages": 1, "stage_layers": ()}}
+    if batch.micro_batch > 1:
+        smaller = max(size for size in range(1, batch.micro_batch) if batch.micro_batch % size == 0)
+        yield f"micro_batch {smaller}", {"batch": {"micro_batch": smaller}}
+    if p.recompute != "full" or p.recompute_every > 1:
+        yield "recompute full", {"parallel": {"recompute": "full", "recompute_every": 1}}
+    if p.zero_stage < 3 and p.dp > 1:
+        yield "zero_stage 3", {"parallel": {"zero_stage": 3}}
+    if not job.optimizer.offload:
+        yield "offloading the optimizer", {"optimizer": {"offload": True}}
+
+
+def _with_tables(job: Job, tables: dict[str, dict[str, Any]]) -> Job:
+    """The job with some values changed."""
+    specs = {section: replace(getattr(job, section), **values) for section, values in tables.items()}
+    return replace(job, **specs)
+
 
 Floats = NDArray[np.float64]
 
@@ -221,7 +317,7 @@ def estimate_moments(job: Job, hardware: Hardware) -> tuple[Floats, ...]:
     asked = _asked(job, hardware)
     schedule, states = _schedule(*asked.schedule), asked.states
     places = _places(asked.shape, asked.parts)
-    parts = [part_memory(asked.shape, place.part, states.keeping) for place in places.distinct]
+    parts = [part_memory(asked.shape, place.part, states.execution) for place in places.distinct]
     bytes_of, messages = _bytes_of(asked, schedule, places, parts)
     held, passing = _held(asked, schedule, places, parts, messages)
     parameters, gradients, optimizer, workspace = held
@@ -259,7 +355,7 @@ def _stages(asked: _Asked) -> tuple[Floats, Floats, Floats]:
     """The first three fields of ``Memory``."""
     schedule, states = _schedule(*asked.schedule), asked.states
     places = _places(asked.shape, asked.parts)
-    parts = [part_memory(asked.shape, place.part, states.keeping) for place in places.distinct]
+    parts = [part_memory(asked.shape, place.part, states.execution) for place in places.distinct]
     bytes_of, messages = _bytes_of(asked, schedule, places, parts)
     (parameters, gradients, optimizer, workspace), passing = _held(asked, schedule, places, parts, messages)
     peak = find_peaks(schedule, bytes_of)
@@ -281,7 +377,7 @@ def _stages(asked: _Asked) -> tuple[Floats, Floats, Floats]:
 
 def _frees_gradients(states: States) -> bool:
     """Whether gradients are allocated in each backward and freed after the step."""
-    return states.keeping.gradients.numel > 0
+    return states.execution.gradients.numel > 0
 
 
 def _passing(bytes_of: Floats, states: States) -> Floats:

@@ -39,7 +39,7 @@ def find_peaks(schedule: Schedule, bytes_of: Floats) -> Floats:
     bounds, rows = _flat(schedule)
     out = np.zeros((schedule.num_stages, 5))
     ran = np.zeros((2, *bytes_of.shape[:2]), dtype=np.bool_)
-    _walk(bounds, rows, bytes_of, ran, out, np.empty(0))
+    _run_actions(bounds, rows, bytes_of, ran, out, np.empty(0))
     return out
 
 
@@ -56,12 +56,12 @@ def find_moments(schedule: Schedule, bytes_of: Floats) -> tuple[Floats, ...]:
     bounds, rows = _flat(schedule)
     moments = np.zeros(len(rows))
     ran = np.zeros((2, *bytes_of.shape[:2]), dtype=np.bool_)
-    _walk(bounds, rows, bytes_of, ran, np.zeros((schedule.num_stages, 5)), moments)
+    _run_actions(bounds, rows, bytes_of, ran, np.zeros((schedule.num_stages, 5)), moments)
     return tuple(np.split(moments, bounds[1:-1]))
 
 
 @compiled
-def _walk(
+def _run_actions(
     bounds: NDArray[np.int64],
     rows: Ints,
     bytes_of: Floats,

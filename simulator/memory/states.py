@@ -23,8 +23,7 @@ from stepsight.dataset.base.caching import cached
 from stepsight.dataset.job.execution import COMPUTE_DTYPE, ExecutionSemantics
 from stepsight.dataset.job.specs import QUANTIZED, ParallelSpec
 from stepsight.dataset.kinds.op import DTYPE_BYTES
-from stepsight.simulator.memory.block import Gradients
-from stepsight.simulator.memory.part import Gathered, Keeping
+from stepsight.simulator.memory.part import Gathered, Gradients, PartExecution
 from stepsight.simulator.programs.replicas import gathering_of
 from stepsight.simulator.programs.sizes import Groups
 
@@ -38,7 +37,7 @@ class States:
         workspace: Of the optimizer's step, for a moment.
         bucket_bytes: Of gradients on their way while backward runs.
         flat_bytes: The same after it: eager pipelines reduce copies, a bucket at a time.
-        keeping: What this means for parts of the model.
+        execution: What this means for parts of the model.
     """
 
     parameters: tuple[float, float]
@@ -47,7 +46,7 @@ class States:
     workspace: tuple[float, float]
     bucket_bytes: float
     flat_bytes: float
-    keeping: Keeping
+    execution: PartExecution
 
 
 @cached(4096)
@@ -93,7 +92,7 @@ def states_of(p: ParallelSpec, semantics: ExecutionSemantics, precision: str, gr
         workspace=each(float(main), parts[2]) if semantics.optimizer == "foreach" else (0.0, 0.0),
         bucket_bytes=2 * bucket_bytes if p.zero_stage == 2 and groups.shard.size > 1 else 0.0,
         flat_bytes=bucket_bytes if copies and p.pp > 1 else 0.0,
-        keeping=Keeping(
+        execution=PartExecution(
             p.recomputes,
             p.recompute_every,
             growing,

@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 from stepsight.dataset.base.caching import cached
 from stepsight.dataset.base.compiling import compiled
 from stepsight.dataset.kinds.op import Collective
-from stepsight.simulator.clock.codes import DATA, RUN, SECOND, SEND
-from stepsight.simulator.programs.passages import GradientTable, Passage
+from stepsight.simulator.clock.engine import DATA, RUN, SECOND, SEND
+from stepsight.simulator.programs.block_pass import BlockPass, GradientTable
 from stepsight.simulator.programs.replicas import BUCKET_NAMES, Replicas, bucket_works
 from stepsight.simulator.programs.segment import NUM_COLUMNS, Segment
 
@@ -27,7 +27,7 @@ class Repeated:
         name, newest: For people: the first has this number, the others lower ones.
     """
 
-    passage: Passage
+    passage: BlockPass
     times: int
     name: str
     newest: int
@@ -62,12 +62,12 @@ class BucketRun(NamedTuple):
     """
 
     label: str
-    passages: tuple[Passage, ...]
+    passages: tuple[BlockPass, ...]
     plan: BucketPlan
 
     @classmethod
     def of(cls, label: str, units: Sequence[Repeated]) -> BucketRun:
-        passages: dict[Passage, int] = {}
+        passages: dict[BlockPass, int] = {}
         rows = []
         for u in units:
             at = passages.setdefault(u.passage, len(passages))

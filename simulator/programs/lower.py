@@ -23,17 +23,24 @@ from stepsight.dataset.hardware.hardware import Hardware
 from stepsight.dataset.job.execution import ExecutionSemantics, semantics_of
 from stepsight.dataset.job.job import Job
 from stepsight.dataset.kinds.op import Collective, Op
-from stepsight.simulator.blocks.shape import RankShape
+from stepsight.simulator.blocks.step import RankShape
 from stepsight.simulator.clock.track import Track, find_track
 from stepsight.simulator.clock.track import track as order_entries
 from stepsight.simulator.programs.optimizer_step import OptimizerHabits
-from stepsight.simulator.programs.part_units import part_units
-from stepsight.simulator.programs.rank_layout import Layout, layout_of
-from stepsight.simulator.programs.rank_work import LABELS, Rank, passes_of, placement_of, rank_work
+from stepsight.simulator.programs.rank_work import LABELS, Rank, message_kinds, passes_of, placement_of, rank_work
 from stepsight.simulator.programs.replicas import replicas_of
 from stepsight.simulator.programs.segment import Segment
-from stepsight.simulator.programs.sizes import Groups, Parts, PartShape, groups_of, part_shapes, rank_shape
-from stepsight.simulator.programs.stage_links import message_kinds
+from stepsight.simulator.programs.sizes import (
+    Groups,
+    Layout,
+    Parts,
+    PartShape,
+    groups_of,
+    layout_of,
+    part_shapes,
+    rank_shape,
+)
+from stepsight.simulator.programs.stage import part_units
 from stepsight.simulator.schedules import KIND_NAMES, read_schedule
 
 Ints = NDArray[np.int32]

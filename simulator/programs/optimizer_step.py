@@ -9,12 +9,12 @@ from typing import NamedTuple
 from stepsight.dataset.base.caching import HashedTuple, cached
 from stepsight.dataset.job.execution import StateSemantics
 from stepsight.dataset.kinds.op import DTYPE_BYTES, Op
-from stepsight.simulator.blocks.shape import Group, RankShape
-from stepsight.simulator.clock.codes import DATA, SECOND
-from stepsight.simulator.programs.part_units import part_units
+from stepsight.simulator.blocks.step import Group, RankShape
+from stepsight.simulator.clock.engine import DATA, SECOND
 from stepsight.simulator.programs.replicas import BUCKET_NAMES, Replicas, bucket_works, reduce_gradients
 from stepsight.simulator.programs.segment import Segment, SegmentBuilder
 from stepsight.simulator.programs.sizes import Parts
+from stepsight.simulator.programs.stage import part_units
 
 
 class OptimizerHabits(NamedTuple):

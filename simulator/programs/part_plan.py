@@ -1,4 +1,6 @@
-"""Plans of a part's forward and backward: their events, without the sizes of blocks and groups.
+"""FSDP's all-gathers of parameters as events; each unit is gathered some units before its use.
+
+Plans of a part's forward and backward: their events, without the sizes of blocks and groups.
 
 Strategies that differ in micro-batch, degrees or replicas run the same events with other work, so a plan is made once
 for all of them.
@@ -10,17 +12,101 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from stepsight.dataset.base.caching import HashedTuple, cached
-from stepsight.simulator.clock.codes import DATA, SECOND
-from stepsight.simulator.programs.gathers import Gathers
-from stepsight.simulator.programs.passages import WEIGHT
+from stepsight.simulator.clock.engine import DATA, SECOND
+from stepsight.simulator.programs.block_pass import WEIGHT
 from stepsight.simulator.programs.replicas import BUCKET_NAMES, Replicas, bucket_works, reduce_gradients
-from stepsight.simulator.programs.segment import SegmentBuilder
-from stepsight.simulator.programs.slots import ROOT, Plan, Slot, UnitPattern
+from stepsight.simulator.programs.segment import ROOT, TWICE, Plan, SegmentBuilder, Slot, UnitPattern
+
+
+class Gathers:
+    """FSDP's all-gathers of parameters; if they overlap, they run some units ahead of the computation.
+
+    Args:
+        builder: Where to.
+        replicas: Who shares.
+        units: What is gathered, in the order of use, each with its number; equal units are one object.
+        ahead: Whether the next unit is asked for early even where that hides nothing (backward on CPU).
+        early: Whether all are on their way before the computation begins (parameters that stay, once an iteration).
+        twice: Whether recomputation and backward each gather what they use.
+    """
+
+    def __init__(
+        self,
+        builder: SegmentBuilder,
+        replicas: Replicas,
+        units: Sequence[tuple[UnitPattern, int]],
+        *,
+        ahead: bool,
+        early: bool = False,
+        twice: bool = False,
+    ) -> None:
+        self._builder = builder
+        self._replicas = replicas
+        self._units = units
+        self._early = early and replicas.beside
+        self._suffix = TWICE if twice else ""
+        self._ahead = replicas.gathering.prefetch if ahead or replicas.beside else 0
+        self._asked = self._used = 0
+        self._steady = 0  # consecutive units with the same events
+        self._flying: list[tuple[int, ...]] = []  # events of gathers whose unit has not been used yet
+
+    def ask(self) -> None:
+        """Start the all-gathers of the next units."""
+        while self._asked < len(self._units) and len(self._flying) < self._ahead:
+            self._issue()
+
+    def arrive(self) -> None:
+        """Wait for the oldest gathered unit, and copy it out into parameters."""
+        again = self._used > 0 and self._units[self._used][0] is self._units[self._used - 1][0]
+        self._steady = self._steady + 1 if again and len(self._flying) == self._ahead else 0
+        if not self._flying:
+            self._issue()
+        for event in self._flying.pop(0):
+            self._builder.wait(event)
+        unit, number = self._units[self._used]
+        self._used += 1
+        self._builder.run(Slot(f"copy_out{self._suffix}", unit.number), unit.name, number)
+
+    def alike(self) -> int:
+        """Count the next units that have the same events as the last one: the same sizes waited for and gathered."""
+        if self._steady <= self._ahead or len(self._flying) < self._ahead:
+            return 0  # the gather that it waited for was started by a unit of another kind
+        units, used, asked, count = self._units, self._used, self._asked, 0
+        while asked + count < len(units):
+            if units[used + count][0] is not units[used - 1][0] or units[asked + count][0] is not units[used - 1][0]:
+                break
+            count += 1
+        return count
+
+    def skip(self, count: int, shift: int) -> None:
+        """Record that the events of the last unit were repeated ``count`` times, which shifted events by ``shift``."""
+        self._used += count
+        self._asked += count
+        self._flying = [tuple(event + shift for event in events) for events in self._flying]
+
+    def _issue(self) -> None:
+        (unit, number), groups = self._units[self._asked], self._replicas.groups
+        self._asked += 1
+        gathering = self._replicas.gathering
+        nodes = 3 if gathering.lists else 1 + gathering.casts  # lists: with the whole tensor, and the host's list work
+        self._builder.run(Slot(f"copy_in{self._suffix}", unit.number, num_nodes=nodes), unit.name, number)
+        events = []
+        for group, there, clock in ((groups.shard, unit.numel, DATA), (groups.experts, unit.expert_numel, SECOND)):
+            if not there or group.size == 1:
+                continue
+            gather = Slot(f"gather{self._suffix}", unit.number, clock == SECOND)
+            name = f"{unit.name}.parameters"
+            if self._replicas.beside:
+                events.append(self._builder.send(gather, clock, name, number, early=self._early))
+            else:
+                self._builder.block(gather, clock, name, number)
+        self._flying.append(tuple(events))
+
 
 Patterns = HashedTuple[UnitPattern]
 
 
-class Duties(NamedTuple):
+class BackwardTraffic(NamedTuple):
     """The events of a backward segment besides its passages.
 
     Attributes:
@@ -74,20 +160,20 @@ def forward_plan(units: Patterns, replicas: Replicas) -> Plan:
 
 
 @cached(4096)
-def backward_plan(units: Patterns, replicas: Replicas, label: str, duties: Duties) -> Plan:
+def backward_plan(units: Patterns, replicas: Replicas, label: str, traffic: BackwardTraffic) -> Plan:
     """Plan of the backward of one micro-batch whose gradients are not sent bucket by bucket.
 
     Args:
         units, replicas: As in ``forward_plan``.
         label: ``backward``, ``input`` or ``weight``.
-        duties: What it does beside its passages.
+        traffic: What it does beside its passages.
     """
     joined = replicas.fully_sharded and not replicas.beside
     builder = SegmentBuilder(label, replicas.compute_share if replicas.size > 1 else 0.0, joined)
-    if replicas.fully_sharded and duties.gathers and label != WEIGHT:
-        _run_gathered(builder, units, replicas, duties)
-    elif duties.reduces:
-        _run_by_unit(builder, units, replicas, duties)
+    if replicas.fully_sharded and traffic.gathers and label != WEIGHT:
+        _run_gathered(builder, units, replicas, traffic)
+    elif traffic.reduces:
+        _run_by_unit(builder, units, replicas, traffic)
     else:
         for unit in reversed(units):
             builder.run(unit.run, unit.name, unit.first + unit.times - 1, -1, times=unit.times)
@@ -130,9 +216,9 @@ def _send_parameters(builder: SegmentBuilder, unit: UnitPattern, number: int, re
     return sent
 
 
-def _run_gathered(builder: SegmentBuilder, units: Patterns, replicas: Replicas, duties: Duties) -> None:
+def _run_gathered(builder: SegmentBuilder, units: Patterns, replicas: Replicas, traffic: BackwardTraffic) -> None:
     """FSDP: layers are gathered before their use; the root's gradients are reduced at the end."""
-    gathers = _gathers(builder, units, replicas, backward=True, twice=duties.again)
+    gathers = _gathers(builder, units, replicas, backward=True, twice=traffic.again)
     for unit in reversed(units):
         if unit.root:
             loss, nodes = unit.loss_nodes, unit.num_nodes
@@ -146,27 +232,27 @@ def _run_gathered(builder: SegmentBuilder, units: Patterns, replicas: Replicas, 
             since, number = builder.num_events, unit.first + unit.times - 1 - turn
             gathers.arrive()
             gathers.ask()
-            lists = duties.reduces and replicas.gathering.lists  # the host splits them while the device computes
+            lists = traffic.reduces and replicas.gathering.lists  # the host splits them while the device computes
             cut = builder.host(Slot("grad_lists", unit.number), f"{unit.name}.lists", number) if lists else -1
             builder.run(unit.run, unit.name, number, -1)
-            if duties.reduces:  # buckets are numbered like the layers
-                _reduce_unit(builder, replicas, unit.number, unit.tensors, (number, duties.accumulates))
+            if traffic.reduces:  # buckets are numbered like the layers
+                _reduce_unit(builder, replicas, unit.number, unit.tensors, (number, traffic.accumulates))
             if lists:
                 builder.wait(cut)
             turn += 1 + _repeat(builder, gathers, unit, since, unit.times - turn - 1, -1)
-    if duties.reduces:
+    if traffic.reduces:
         number = sum(unit.times for unit in units if not unit.root)
         tensors = [unit.tensors for unit in units if unit.root]
         others, experts = sum(other for other, _ in tensors), sum(expert for _, expert in tensors)
-        _reduce_unit(builder, replicas, ROOT, (others, experts), (number, duties.accumulates))
+        _reduce_unit(builder, replicas, ROOT, (others, experts), (number, traffic.accumulates))
 
 
-def _run_by_unit(builder: SegmentBuilder, units: Patterns, replicas: Replicas, duties: Duties) -> None:
+def _run_by_unit(builder: SegmentBuilder, units: Patterns, replicas: Replicas, traffic: BackwardTraffic) -> None:
     """Gradients are scattered unit by unit."""
     for unit in reversed(units):
         since, newest = builder.num_events, unit.first + unit.times - 1
         builder.run(unit.run, unit.name, newest, -1)
-        _reduce_unit(builder, replicas, unit.number, unit.tensors, (newest, duties.accumulates))
+        _reduce_unit(builder, replicas, unit.number, unit.tensors, (newest, traffic.accumulates))
         if unit.times > 1:
             builder.repeat(since, unit.times - 1, -1)
 

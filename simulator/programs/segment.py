@@ -2,14 +2,16 @@
 
 A segment is a list of *events* in the order of issue.  Repeated layers are one event, so its cost grows with the
 replicas' messages, not with ops; ``program`` writes all of it out at op level, and takes exactly as long.
+
+Slots: placeholders for passages and collectives in a plan of events, which the work of one rank fills.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,9 +20,8 @@ from stepsight.dataset.base.caching import cached
 from stepsight.dataset.graph.program import Program
 from stepsight.dataset.kinds.op import Collective, Op
 from stepsight.simulator.blocks.step import Item
-from stepsight.simulator.clock.codes import BLOCK, COMPUTE, NUM_CLOCKS, ON_HOST, RUN, SECOND, SEND, WAIT
-from stepsight.simulator.programs.issue_order import Issue, Work
-from stepsight.simulator.programs.passages import STREAMS, Passage, dependencies, items_passage
+from stepsight.simulator.clock.engine import BLOCK, COMPUTE, NUM_CLOCKS, ON_HOST, RUN, SECOND, SEND, WAIT
+from stepsight.simulator.programs.block_pass import STREAMS, BlockPass, Issue, Work, dependencies, items_pass
 
 CLOCK_STREAMS = ("compute", "dp", "dp2")
 
@@ -46,7 +47,7 @@ class Segment:
     """
 
     label: str
-    passages: tuple[Passage, ...]
+    passages: tuple[BlockPass, ...]
     sent: tuple[Collective, ...]
     events: NDArray[np.int32]
     names: tuple[str, ...]
@@ -191,7 +192,7 @@ class SegmentBuilder:
     def items(self, items: Sequence[Item], name: str, number: int = 0, own: str = "") -> None:
         """Run ops, and collectives of groups other than replicas, as ``name.own``."""
         if items:
-            self.run(items_passage(tuple(items), own), name, number)
+            self.run(items_pass(tuple(items), own), name, number)
 
     def send(
         self, work: Hashable, clock: int, name: str, number: int = 0, *, after: int = -1, early: bool = False
@@ -292,3 +293,84 @@ def _write_out(segment: Segment) -> tuple[Program, tuple[int, ...], tuple[int, .
     blocking = tuple(node for node, kind, _ in rows if kind == BLOCK)
     early = tuple(node for node, kind, soon in rows if kind == SEND and soon == 1)
     return out.program(), blocking, early, tuple(out.lost)
+
+
+TWICE = "_twice"
+ROOT = -1  # replaces a unit's index: the units that FSDP wraps with the model itself
+
+
+class Slot(NamedTuple):
+    """A placeholder for a passage or a collective.
+
+    Attributes:
+        what: ``run`` (a unit's own passage); ``copy_in``, ``copy_out`` and ``gather`` of its parameters, with ``TWICE``
+            where recomputation and backward each gather; ``grad_in``, ``grad_lists``, ``reduce`` and ``add`` of its
+            gradients.
+        unit: Index of the unit, or ``ROOT``.
+        expert: Whether it is for experts' parameters.
+        second: Of two collectives that sum gradients, whether it is the one between hybrid shards.
+        num_nodes: Of a passage.
+    """
+
+    what: str
+    unit: int
+    expert: bool = False
+    second: bool = False
+    num_nodes: int = 1
+
+
+class UnitPattern(NamedTuple):
+    """The properties of a unit that the events of a segment depend on.
+
+    Attributes:
+        number: Position of the unit in its part.
+        name, first, times, root: As in ``Unit``.
+        num_nodes: Of its passage.
+        loss_nodes: Of these, the first that belong to the head's loss.
+        tensors: Number of its parameter tensors, of others and of experts.
+        numel, expert_numel: Whether it has parameters at all, others' and experts'.
+    """
+
+    number: int
+    name: str
+    first: int
+    times: int
+    root: bool
+    num_nodes: int
+    loss_nodes: int
+    tensors: tuple[int, int]
+    numel: bool
+    expert_numel: bool
+
+    @property
+    def run(self) -> Slot:
+        """The slot of its own passage."""
+        return Slot("run", self.number, num_nodes=self.num_nodes)
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """A segment with slots instead of work.
+
+    Attributes:
+        segment: Its ``passages`` and ``sent`` are slots.
+    """
+
+    segment: Segment
+
+    def filled(self, work: Callable[[Slot], Any]) -> Segment:
+        """The segment of one rank.
+
+        Args:
+            work: The passage or the collective of a slot.
+        """
+        own = self.segment
+        return Segment(
+            own.label,
+            tuple([work(slot) for slot in own.passages]),  # type: ignore[arg-type]
+            tuple([work(slot) for slot in own.sent]),  # type: ignore[arg-type]
+            own.events,
+            own.names,
+            own.compute_share,
+            own.joined,
+        )

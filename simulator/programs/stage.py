@@ -1,4 +1,6 @@
-"""The work of one pipeline stage for a micro-batch: forward and backward segments of its parts of the model.
+"""Units: the blocks of a part of the model; equal blocks in a row are one unit.
+
+The work of one pipeline stage for a micro-batch: forward and backward segments of its parts of the model.
 
 What an engine does beside the blocks is in ``dataset.job.execution``.  With autograd's accumulation, gradients are
 added by one ``add`` for each parameter tensor, and DDP scales each into its bucket (``copy``), which it sends once it
@@ -8,21 +10,121 @@ type.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from stepsight.dataset.base.caching import Memo, cached, hashed_once
 from stepsight.dataset.job.execution import KernelSemantics
-from stepsight.simulator.blocks.shape import RankShape
+from stepsight.simulator.blocks.family import embedding_block, head_block, layer_block
+from stepsight.simulator.blocks.layer_parts import arrivals
+from stepsight.simulator.blocks.step import Block, RankShape
+from stepsight.simulator.programs.block_pass import (
+    FORWARD,
+    INPUT,
+    WEIGHT,
+    BackwardSpec,
+    BlockPass,
+    backward_pass,
+    forward_pass,
+)
 from stepsight.simulator.programs.buckets import BucketRun, Repeated, send_buckets
-from stepsight.simulator.programs.part_plan import Duties, Patterns, backward_plan, forward_plan
-from stepsight.simulator.programs.part_units import Unit, part_units, passage_of
-from stepsight.simulator.programs.passages import FORWARD, INPUT, WEIGHT, BackwardSpec, Passage
-from stepsight.simulator.programs.replicas import SILENT, Replicas
-from stepsight.simulator.programs.segment import Segment
+from stepsight.simulator.programs.part_plan import BackwardTraffic, Patterns, backward_plan, forward_plan
+from stepsight.simulator.programs.replicas import SILENT, Replicas, SlotWork, Tensors
+from stepsight.simulator.programs.segment import ROOT, Segment, UnitPattern
 from stepsight.simulator.programs.sizes import PartShape
-from stepsight.simulator.programs.slot_work import SlotWork
-from stepsight.simulator.programs.slots import UnitPattern
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """Equal consecutive blocks of a part.
+
+    Attributes:
+        block: One of them.
+        name: ``layer{}``, ``embedding`` or ``head``.
+        first: Number of the first.
+        times: How many.
+        again: Whether full recomputation repeats them.
+        root: Whether FSDP wraps them with the model itself rather than each on its own.
+        tensors, expert_tensors: Elements of the parameter tensors of one of them, in the order in which gradients
+            arrive; others' and experts'.
+    """
+
+    block: Block
+    name: str
+    first: int = 0
+    times: int = 1
+    again: bool = True
+    root: bool = False
+    tensors: tuple[int, ...] = field(init=False)
+    expert_tensors: tuple[int, ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        others, experts = _tensors(self.block)
+        object.__setattr__(self, "tensors", others)
+        object.__setattr__(self, "expert_tensors", experts)
+
+    @property
+    def numel(self) -> int:
+        """Elements of all parameters of one block, without experts."""
+        return sum(self.tensors)
+
+    @property
+    def expert_numel(self) -> int:
+        """Elements of the experts' parameters of one block."""
+        return sum(self.expert_tensors)
+
+
+_TENSORS: Memo[int, tuple[Block, Tensors]] = Memo("tensors of blocks", 20_000)
+
+
+def _tensors(block: Block) -> Tensors:
+    """Parameter tensors of a block, without experts and of experts, in the order in which gradients arrive."""
+    known = _TENSORS.get(id(block))
+    if known is None:
+        found: tuple[list[int], list[int]] = ([], [])
+        for step in reversed(block):
+            found[step.expert].extend(step.parameters)
+        _TENSORS[id(block)] = known = (block, (tuple(found[0]), tuple(found[1])))
+    return known[1]
+
+
+@cached(4096)
+def part_units(shape: RankShape, part: PartShape, every: int = 1) -> tuple[Unit, ...]:
+    """Blocks of a part in forward order; every ``every``-th layer is recomputed."""
+    shared = shape.model.tied_embeddings and part.first and part.last
+    here, there = arrivals(shape) if shape.scatter_p2p else ((), ())
+    units = [Unit(embedding_block(shape, shared), "embedding", root=True)] if part.first else []
+    if here and not part.first:
+        units.append(Unit(here, "arrival", again=False))
+    number = 0
+    for kind, count in part.layers:
+        block, end = layer_block(shape, kind), number + count
+        while number < end:
+            alike = end - number if every == 1 else 1 if number % every == 0 else every - number % every
+            times = min(alike, end - number)
+            units.append(Unit(block, "layer{}", number, times, number % every == 0))
+            number += times
+    if part.last:
+        units.append(Unit(head_block(shape, shared), "head", root=True))
+    elif there:
+        units.append(Unit(there, "arrival", again=False))
+    return tuple(units)
+
+
+_PASSAGES: Memo[tuple[int, BackwardSpec | None, str], tuple[Block, BlockPass]] = Memo("passages of blocks", 20_000)
+
+
+def block_pass_of(block: Block, backward: BackwardSpec | None = None, casts: str = "") -> BlockPass:
+    """Forward or backward of a block, cached by identity: blocks are made once, and hashing one is more expensive.
+
+    ``casts``: as in ``forward_pass``.
+    """
+    key = id(block), backward, casts
+    known = _PASSAGES.get(key)
+    if known is None:
+        passage = forward_pass(block, casts) if backward is None else backward_pass(block, backward, casts)
+        _PASSAGES[key] = known = (block, passage)  # a reference to the block keeps its id unique
+    return known[1]
 
 
 class Pass(NamedTuple):
@@ -46,13 +148,13 @@ class Call:
     Attributes:
         replicas: Those that it exchanges something with; ``SILENT`` if it does not.
         backward: What backward does; None: this is a forward.
-        duties: What backward does beside its passages.
+        traffic: What backward does beside its passages.
         casts: Whether parameters are cast where they are used.
     """
 
     replicas: Replicas
     backward: BackwardSpec | None = None
-    duties: Duties | None = None
+    traffic: BackwardTraffic | None = None
     casts: bool = False
 
 
@@ -118,8 +220,8 @@ def _backward(kernels: KernelSemantics, replicas: Replicas, recompute: tuple[str
         dtype=kernels.main_dtype,
     )
     again = gathers and replicas.gathering.lists and kind == "full" and every == 1
-    duties = Duties(every, gathers, reduces, accumulate and reduces, again)
-    return _call(who, spec, duties, casts=_casts(kernels, replicas))
+    traffic = BackwardTraffic(every, gathers, reduces, accumulate and reduces, again)
+    return _call(who, spec, traffic, casts=_casts(kernels, replicas))
 
 
 _call = cached(4096)(Call)  # equal calls are one object, because they are keys of caches
@@ -134,40 +236,48 @@ def part_segments(shape: RankShape, part: PartShape, calls: Calls) -> tuple[Segm
 
 @cached(16384)
 def _segment(shape: RankShape, part: PartShape, call: Call) -> Segment:
-    spec, duties, replicas = call.backward, call.duties, call.replicas
-    if spec is None or duties is None:
+    spec, traffic, replicas = call.backward, call.traffic, call.replicas
+    if spec is None or traffic is None:
         run = _part_run(shape, part, 1, None, call.casts)
         plan = forward_plan(run.patterns, replicas.pattern)
-    elif duties.reduces and replicas.zero_stage < 2:
-        return send_buckets(_bucket_run(shape, part, duties.every, spec, call.casts), replicas)
+    elif traffic.reduces and replicas.zero_stage < 2:
+        return send_buckets(_bucket_run(shape, part, traffic.every, spec, call.casts), replicas)
     else:
-        run = _part_run(shape, part, duties.every, spec, call.casts)
-        plan = backward_plan(run.patterns, replicas.pattern, spec.part, duties)
-    return plan.filled(SlotWork(shape, run.units, run.passages, replicas).of)
+        run = _part_run(shape, part, traffic.every, spec, call.casts)
+        plan = backward_plan(run.patterns, replicas.pattern, spec.part, traffic)
+    return plan.filled(SlotWork(shape, run.tensors, run.passages, replicas).of)
 
 
 class _PartRun(NamedTuple):
     """A part's units in forward order, the passage of each, and the properties that plans depend on."""
 
     units: tuple[Unit, ...]
-    passages: tuple[Passage, ...]
+    passages: tuple[BlockPass, ...]
     patterns: Patterns
+
+    def tensors(self, index: int) -> Tensors:
+        """``tensors`` and ``expert_tensors`` of a unit, or of those that FSDP wraps with the model."""
+        if index != ROOT:
+            return self.units[index].tensors, self.units[index].expert_tensors
+        wrapped = [unit for unit in reversed(self.units) if unit.root]
+        others = tuple([n for unit in wrapped for n in unit.tensors])
+        return others, tuple([n for unit in wrapped for n in unit.expert_tensors])
 
 
 @cached(8192)
 def _part_run(shape: RankShape, part: PartShape, every: int, spec: BackwardSpec | None, casts: bool) -> _PartRun:
     """``spec``: of the backward; None: the forward.  ``casts``: as in ``Call``."""
     units, to = part_units(shape, part, every), shape.dtype if casts and shape.casts else ""
-    passages = tuple([passage_of(u.block, None if spec is None else _spec_for(u, spec), to) for u in units])
+    passages = tuple([block_pass_of(u.block, None if spec is None else _spec_for(u, spec), to) for u in units])
     numbers = [(u.name, u.first, u.times, u.root, *_numbers(u, p)) for u, p in zip(units, passages, strict=True)]
     return _PartRun(units, passages, _patterns(tuple(numbers)))
 
 
 _Numbers = tuple[int, int, tuple[int, int], bool, bool]  # the last fields of ``UnitPattern``
-_NUMBERS: Memo[tuple[int, str], tuple[Passage, _Numbers]] = Memo("numbers of units", 20_000)
+_NUMBERS: Memo[tuple[int, str], tuple[BlockPass, _Numbers]] = Memo("numbers of units", 20_000)
 
 
-def _numbers(unit: Unit, passage: Passage) -> _Numbers:
+def _numbers(unit: Unit, passage: BlockPass) -> _Numbers:
     """The properties of a block and its passage that a plan depends on, cached by identity of the passage."""
     key = id(passage), unit.name
     known = _NUMBERS.get(key)
@@ -185,7 +295,7 @@ def _patterns(numbers: tuple[tuple[Any, ...], ...]) -> Patterns:
     return Patterns([UnitPattern(at, *own) for at, own in enumerate(numbers)])
 
 
-def _loss_nodes(passage: Passage) -> int:
+def _loss_nodes(passage: BlockPass) -> int:
     """Nodes of the first step of a head's backward, which is the loss."""
     names = [name for _, name in passage.items]
     return next((i for i, name in enumerate(names) if name != names[0]), len(names))

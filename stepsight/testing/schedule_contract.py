@@ -11,8 +11,7 @@ import pytest
 
 from stepsight.dataset.base.errors import JobError
 from stepsight.dataset.schedules.base import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, Schedule, ScheduleKind
-from stepsight.simulator.clock.track import track
-from stepsight.simulator.clock.track_run import run_track
+from stepsight.simulator.clock.track import run_track, track
 
 SIZES = ((2, 2), (2, 8), (3, 6), (4, 4), (4, 8), (4, 13), (8, 32))
 

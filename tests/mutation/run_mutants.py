@@ -51,26 +51,23 @@ SCHEDULES = (
 # The tests of each module, those that fail soonest first.
 TESTS: dict[str, tuple[str, ...]] = {
     "simulator/clock/engine.py": ("tests/simulator/clock/test_engine.py", *SEGMENTS, SIMULATE),
-    "simulator/schedules/entries.py": ("tests/simulator/schedules/test_entries.py", TRACK, RUNTIMES, RUNS),
+    "simulator/schedules/order.py": (
+        "tests/simulator/schedules/test_order.py", "tests/simulator/schedules/test_entries.py", TRACK, RUNTIMES, RUNS),
     "simulator/clock/event_run.py": ("tests/simulator/clock/test_event_run.py", *SEGMENTS, MANY, SIMULATE),
     "simulator/clock/kernel.py": (KERNEL, RUNS, MANY, SIMULATE),
-    "simulator/clock/track.py": (TRACK, RUNS, SIMULATE),
-    "simulator/clock/track_run.py": (
-        KERNEL, RUNS, "tests/dataset/schedules/test_schedule_kinds.py", SIMULATE,
+    "simulator/clock/track.py": (
+        TRACK, KERNEL, RUNS, "tests/dataset/schedules/test_schedule_kinds.py", SIMULATE,
         "tests/training/measured/test_stand_in_runs.py",
     ),
     "dataset/base/compiling.py": ("tests/dataset/base/test_compiling.py",),
-    "simulator/iteration/optimizer_start.py": (MANY, SIMULATE),
+    "simulator/iteration/simulated_iteration.py": (MANY, SIMULATE),
     "simulator/durations/segment_timing.py": (*SEGMENTS, SIMULATE),
-    "simulator/schedules/find.py": SCHEDULES,
-    "simulator/schedules/order.py": ("tests/simulator/schedules/test_order.py", *SCHEDULES),
     "simulator/schedules/csv_table.py": ("tests/simulator/schedules/test_csv_table.py",),
     "dataset/schedules/__init__.py": SCHEDULES,
     "dataset/schedules/base.py": SCHEDULES,
-    "dataset/schedules/single.py": SCHEDULES,
-    "dataset/schedules/vee.py": SCHEDULES,
+    "dataset/schedules/built_in.py": SCHEDULES,
     **{f"simulator/memory/{name}.py": ("tests/simulator/memory/test_reference_values.py", "tests/simulator/memory")
-       for name in ("advice", "block", "devices", "estimate", "part", "peaks", "states")},
+       for name in ("estimate", "part", "peaks", "states")},
 }  # fmt: skip
 # One or two changes of each operator: all of cosmic-ray's would be mostly alike.
 OPERATORS = (

@@ -21,8 +21,8 @@ from stepsight.dataset.job.job import Job
 from stepsight.simulator.clock.engine import add_path
 from stepsight.simulator.durations.latency_model import LatencyModel, dispatch_calls
 from stepsight.simulator.durations.segment_timing import Timer, timer_of
-from stepsight.simulator.iteration.distinct_pipelines import distinct_pipelines
 from stepsight.simulator.iteration.simulate import Simulation, simulate_lowered
+from stepsight.simulator.iteration.simulated_iteration import distinct_pipelines
 from stepsight.simulator.programs.lower import Lowered, lower
 
 Array = NDArray[np.float64]

@@ -19,8 +19,8 @@ from stepsight.dataset.runs.box_spec import Box
 from stepsight.simulator.blocks.step import Block, Comm, Item
 from stepsight.simulator.durations.latency_model import LatencyModel, RooflineLatency, Seconds
 from stepsight.simulator.programs.lower import lower
-from stepsight.simulator.programs.part_units import part_units
 from stepsight.simulator.programs.sizes import boundary_bytes, part_shapes, rank_shape
+from stepsight.simulator.programs.stage import part_units
 from stepsight.simulator.schedules import Schedule, write_schedule
 from stepsight.training.measured.planning import run_name
 

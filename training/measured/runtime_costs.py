@@ -11,10 +11,9 @@ from numpy.typing import NDArray
 
 from stepsight.dataset.job.job import Job
 from stepsight.simulator.clock.engine import Floats, Ints
-from stepsight.simulator.clock.track import Track, find_track
-from stepsight.simulator.clock.track_run import TrackRun, run_track
+from stepsight.simulator.clock.track import Track, TrackRun, find_track, run_track
 from stepsight.simulator.schedules import BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, KIND_NAMES
-from stepsight.simulator.schedules.entries import COMPUTE, POST
+from stepsight.simulator.schedules.order import COMPUTE, POST
 
 Gaps = list[tuple[int, float]]
 KINDS = {"forward": "F", "backward": "B", "input": "I", "weight": "W"}  # by the label of a segment

@@ -18,15 +18,14 @@ from stepsight.dataset.hardware.physics import alpha_beta_seconds
 from stepsight.dataset.job.job import Job
 from stepsight.dataset.kinds.op import Collective, Op
 from stepsight.dataset.runs.run_manifest import RunManifest
-from stepsight.simulator.clock.codes import HOST, NUM_CLOCKS
+from stepsight.simulator.clock.engine import HOST, NUM_CLOCKS
 from stepsight.simulator.clock.kernel import Durations
-from stepsight.simulator.clock.track import Track
-from stepsight.simulator.clock.track_run import end_clocks, through
+from stepsight.simulator.clock.track import Track, end_clocks, through
 from stepsight.simulator.durations.latency_model import LatencyModel
 from stepsight.simulator.durations.segment_timing import timer_of
 from stepsight.simulator.iteration.simulate import simulate
 from stepsight.simulator.programs.lower import lower
-from stepsight.simulator.schedules.entries import POST, WAIT, Entries
+from stepsight.simulator.schedules.order import POST, WAIT, Entries
 from stepsight.training.measured.planning import as_the_harness_runs
 from stepsight.training.predictor.learned_latency import LearnedLatency
 from stepsight.training.predictor.prediction import Prediction, predict

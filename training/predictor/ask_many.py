@@ -18,8 +18,13 @@ from numpy.typing import NDArray
 
 from stepsight.dataset.base.errors import JobError
 from stepsight.dataset.job.job import Job, JobLike
-from stepsight.simulator.durations.given_latency import LATENCY, GivenLatency, latency_name, latency_of_job
-from stepsight.simulator.durations.latency_model import LatencyModel
+from stepsight.simulator.durations.latency_model import (
+    LATENCY,
+    GivenLatency,
+    LatencyModel,
+    latency_name,
+    latency_of_job,
+)
 from stepsight.simulator.iteration.simulate_many import can_simulate_many, simulate_many
 from stepsight.simulator.memory import estimate_memory
 from stepsight.training.predictor.learned_latency import LearnedLatency

@@ -12,11 +12,14 @@ from typing import TYPE_CHECKING, Any
 from stepsight.dataset.base.errors import JobError, PredictorError, StepsightError
 from stepsight.dataset.hardware.hardware import find_hardware, unknown_hardware
 from stepsight.dataset.job.job import Job, JobLike
-from stepsight.simulator.durations.given_latency import GivenLatency, latency_name, latency_of_job
-from stepsight.simulator.durations.latency_model import RooflineLatency, preset_latency
-from stepsight.simulator.iteration.explain import Sensitivity, explain
-from stepsight.simulator.iteration.flops import iteration_flops
-from stepsight.simulator.iteration.simulate import Simulation, simulate
+from stepsight.simulator.durations.latency_model import (
+    GivenLatency,
+    RooflineLatency,
+    latency_name,
+    latency_of_job,
+    preset_latency,
+)
+from stepsight.simulator.iteration.simulate import Sensitivity, Simulation, explain, iteration_flops, simulate
 from stepsight.simulator.iteration.timeline import timeline_json
 from stepsight.simulator.memory import Memory, estimate_memory
 from stepsight.training.intervals.conformal import Intervals

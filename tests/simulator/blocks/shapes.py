@@ -8,8 +8,7 @@ from typing import Any
 from stepsight.dataset.job.execution import ENGINE_SEMANTICS, KernelSemantics, default_engine
 from stepsight.dataset.job.job import ModelSpec
 from stepsight.dataset.kinds.op import Collective, Op
-from stepsight.simulator.blocks.shape import Group, RankShape
-from stepsight.simulator.blocks.step import Beside, Block, Comm, Item, Join
+from stepsight.simulator.blocks.step import Block, Comm, Group, Item, Join, OverlappedOp, RankShape
 
 GEMMS = ("linear", "linear_dgrad", "linear_wgrad", "batched_matmul", "attention", "attention_backward")
 
@@ -77,7 +76,7 @@ def words(block: Block, *, backward: bool = False) -> str:
         elif isinstance(item, Join):
             found.append("|")
         else:
-            beside = isinstance(item, Beside) or item.beside
+            beside = isinstance(item, OverlappedOp) or item.beside
             found.append(("~" if beside else "") + item.work.kind)
     return " ".join(found)
 

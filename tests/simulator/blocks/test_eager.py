@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 
 from stepsight.dataset.kinds.op import Op
-from stepsight.simulator.blocks import dense, eager, layer_parts
-from stepsight.simulator.blocks.shape import RankShape
-from stepsight.simulator.blocks.step import Block
+from stepsight.simulator.blocks import dense, layer_parts
+from stepsight.simulator.blocks.layer_parts import eager_gated, eager_rms_norm, eager_rope
+from stepsight.simulator.blocks.step import Block, RankShape
 from tests.simulator.blocks.shapes import GEMMS, both, ops, small_shape, words
 
 
@@ -24,15 +24,15 @@ def _streamed(block: Block) -> float:
 
 
 def test_an_eager_norm_moves_36_bytes_of_each_element_forward_and_68_backward() -> None:
-    forward, backward = eager.rms_norm(_shape(), 64, 64)
+    forward, backward = eager_rms_norm(_shape(), 64, 64)
     assert sum(op.num_bytes for op in forward) == 36 * 64 * 64
     assert sum(op.num_bytes for op in backward) == 68 * 64 * 64
 
 
 def test_an_eager_gate_moves_10_and_18_bytes_and_rotary_positions_20() -> None:
-    forward, backward = eager.gated(_shape(), 100)
+    forward, backward = eager_gated(_shape(), 100)
     assert sum(op.num_bytes for op in forward) == 1000 and sum(op.num_bytes for op in backward) == 1800
-    assert sum(op.num_bytes for op in eager.rope(_shape(), 100)) == 2000
+    assert sum(op.num_bytes for op in eager_rope(_shape(), 100)) == 2000
 
 
 @pytest.mark.parametrize("block", [dense.layer, dense.head])

@@ -13,8 +13,7 @@ from stepsight.simulator.blocks.family import (
     layer_block,
     register_family,
 )
-from stepsight.simulator.blocks.shape import RankShape
-from stepsight.simulator.blocks.step import Block
+from stepsight.simulator.blocks.step import Block, RankShape
 from tests.simulator.blocks.shapes import both, default_kernels, flops, items, ops, parameters, small_shape
 
 FAMILIES = tuple(specs.FAMILIES)

@@ -6,8 +6,8 @@ import pytest
 
 from stepsight.simulator.blocks import dense
 from stepsight.simulator.blocks.layer_parts import arrivals
-from stepsight.simulator.programs.part_units import part_units
 from stepsight.simulator.programs.sizes import PartShape
+from stepsight.simulator.programs.stage import part_units
 from tests.simulator.blocks.shapes import ops, small_shape, words
 
 UNFUSED = {"fused_attention": False}

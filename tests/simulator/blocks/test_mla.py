@@ -1,9 +1,9 @@
 import pytest
 
 from stepsight.dataset.kinds.op import Collective, Op
+from stepsight.simulator.blocks.attention import latent_attention
 from stepsight.simulator.blocks.dense import layer
-from stepsight.simulator.blocks.mla import latent_attention
-from stepsight.simulator.blocks.offload import kept_bytes
+from stepsight.simulator.blocks.step import kept_bytes
 from tests.simulator.blocks.shapes import collectives, flops, items, parameters, small_shape, words
 
 SIZES = {"attention": "mla", "kv_heads": 4, "head_dim": 16, "kv_lora_rank": 32, "rope_head_dim": 8, "v_head_dim": 12}

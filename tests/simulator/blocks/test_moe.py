@@ -6,9 +6,7 @@ import pytest
 from stepsight.dataset.kinds.op import Collective, Op
 from stepsight.simulator.blocks.dense import layer
 from stepsight.simulator.blocks.moe import HIDDEN, experts, places_of_token, token_counts
-from stepsight.simulator.blocks.offload import kept_bytes
-from stepsight.simulator.blocks.shape import Group, RankShape
-from stepsight.simulator.blocks.step import Block, Comm
+from stepsight.simulator.blocks.step import Block, Comm, Group, RankShape, kept_bytes
 from tests.simulator.blocks.shapes import collectives, flops, items, ops, parameters, small_shape, words
 
 GROUPED = ("grouped_linear", "grouped_linear_dgrad", "grouped_linear_wgrad")

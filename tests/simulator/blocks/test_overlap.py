@@ -10,16 +10,15 @@ import pytest
 from stepsight.dataset.kinds.op import Collective, Op
 from stepsight.simulator.blocks import dense
 from stepsight.simulator.blocks.layer_parts import column_linear, entered, left, row_linear
-from stepsight.simulator.blocks.shape import RankShape
-from stepsight.simulator.blocks.step import Block
+from stepsight.simulator.blocks.step import Block, RankShape
 from stepsight.simulator.durations.segment_timing import _time_passage
-from stepsight.simulator.programs.passages import (
+from stepsight.simulator.programs.block_pass import (
     INPUT,
     WEIGHT,
     BackwardSpec,
-    Passage,
-    backward_passage,
-    forward_passage,
+    BlockPass,
+    backward_pass,
+    forward_pass,
 )
 from tests.simulator.blocks.shapes import items, small_shape
 
@@ -31,7 +30,7 @@ def _shape(overlap: str, share: float = 0.0, *, sequence: bool = True) -> RankSh
     return small_shape(tp=4, precision="bf16", sequence_parallel=sequence, overlap_tp=overlap, compute_share=share)
 
 
-def _seconds(passage: Passage) -> float:
+def _seconds(passage: BlockPass) -> float:
     """With products that take the same, collectives by their part of the whole activation, and nothing else."""
     whole = 2 * 32 * 64 * 2
     each = {"all_gather": GATHER / whole, "reduce_scatter": SUM / whole, "all_reduce": SUM / whole}
@@ -55,30 +54,28 @@ def _row(shape: RankShape) -> Block:
 
 def test_without_overlap_all_is_in_a_row() -> None:
     shape = _shape("")
-    assert _seconds(forward_passage(_column(shape))) == GATHER + PRODUCT
-    assert _seconds(backward_passage(_column(shape), BackwardSpec())) == 2 * PRODUCT + SUM
+    assert _seconds(forward_pass(_column(shape))) == GATHER + PRODUCT
+    assert _seconds(backward_pass(_column(shape), BackwardSpec())) == 2 * PRODUCT + SUM
 
 
 @pytest.mark.parametrize("overlap", ["backward", "split"])
 def test_a_column_gathers_again_beside_one_product_and_sums_beside_the_other(overlap: str) -> None:
     """Megatron's asynchronous backward: what is shorter than its product costs nothing."""
-    assert _seconds(backward_passage(_column(_shape(overlap)), BackwardSpec())) == 2 * PRODUCT
+    assert _seconds(backward_pass(_column(_shape(overlap)), BackwardSpec())) == 2 * PRODUCT
     plain = _shape(overlap, sequence=False)
-    assert _seconds(backward_passage(_column(plain), BackwardSpec())) == 2 * PRODUCT
+    assert _seconds(backward_pass(_column(plain), BackwardSpec())) == 2 * PRODUCT
 
 
 def test_a_product_loses_a_share_of_what_runs_beside_it() -> None:
     shape = _shape("backward", 0.2)
-    assert _seconds(backward_passage(_column(shape), BackwardSpec())) == pytest.approx(
-        2 * PRODUCT + 0.2 * (GATHER + SUM)
-    )
+    assert _seconds(backward_pass(_column(shape), BackwardSpec())) == pytest.approx(2 * PRODUCT + 0.2 * (GATHER + SUM))
 
 
 def test_split_collectives_expose_their_first_or_last_part() -> None:
     shape = _shape("split")
-    assert _seconds(forward_passage(_column(shape))) == GATHER / 4 + PRODUCT
-    assert _seconds(forward_passage(_row(shape))) == PRODUCT + SUM / 4
-    assert _seconds(backward_passage(_row(shape), BackwardSpec())) == GATHER / 4 + 2 * PRODUCT
+    assert _seconds(forward_pass(_column(shape))) == GATHER / 4 + PRODUCT
+    assert _seconds(forward_pass(_row(shape))) == PRODUCT + SUM / 4
+    assert _seconds(backward_pass(_row(shape), BackwardSpec())) == GATHER / 4 + 2 * PRODUCT
 
 
 def test_pytorch_sums_stacked_parts_by_a_kernel_that_reads_all_of_them() -> None:
@@ -119,8 +116,8 @@ def test_operands_in_8_bits_are_gathered_as_such(overlap: str) -> None:
 def test_halves_of_the_backward_hold_their_own() -> None:
     """Zero-bubble schedules: the sum is waited for where the gradient of the input is needed."""
     block = _column(_shape("backward"))
-    assert _seconds(backward_passage(block, BackwardSpec(INPUT))) == PRODUCT + SUM
-    assert _seconds(backward_passage(block, BackwardSpec(WEIGHT))) == PRODUCT
+    assert _seconds(backward_pass(block, BackwardSpec(INPUT))) == PRODUCT + SUM
+    assert _seconds(backward_pass(block, BackwardSpec(WEIGHT))) == PRODUCT
 
 
 @pytest.mark.parametrize("overlap", OVERLAPS)
@@ -128,11 +125,11 @@ def test_a_layer_computes_the_same_and_forward_moves_as_much(overlap: str) -> No
     plain, block = dense.layer(_shape("")), dense.layer(_shape(overlap))
 
     def moved(block: Block) -> int:
-        nodes = forward_passage(block).program.nodes
+        nodes = forward_pass(block).program.nodes
         return sum(node.work.num_bytes for node in nodes if isinstance(node.work, Collective))
 
     def flops(block: Block) -> float:
-        nodes = backward_passage(block, BackwardSpec()).program.nodes
+        nodes = backward_pass(block, BackwardSpec()).program.nodes
         return sum(node.work.flops for node in nodes if isinstance(node.work, Op) and node.work.kind != "reduce")
 
     assert flops(block) == flops(plain)
@@ -140,5 +137,5 @@ def test_a_layer_computes_the_same_and_forward_moves_as_much(overlap: str) -> No
 
 
 def test_a_single_rank_overlaps_nothing() -> None:
-    nodes = forward_passage(dense.layer(small_shape(overlap_tp="split"))).program.nodes
+    nodes = forward_pass(dense.layer(small_shape(overlap_tp="split"))).program.nodes
     assert not any(isinstance(node.work, Collective) for node in nodes)

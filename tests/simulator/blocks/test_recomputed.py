@@ -6,9 +6,7 @@ import pytest
 
 from stepsight.dataset.kinds.op import Op
 from stepsight.simulator.blocks.family import layer_block
-from stepsight.simulator.blocks.offload import kept_bytes
-from stepsight.simulator.blocks.shape import RankShape
-from stepsight.simulator.blocks.step import Block
+from stepsight.simulator.blocks.step import Block, RankShape, kept_bytes
 from tests.simulator.blocks.shapes import flops, items, small_shape, words
 
 MIXTURE = {"experts": 8, "experts_per_token": 2, "shared_experts": 1}

@@ -1,7 +1,7 @@
 import pytest
 
 from stepsight.simulator.blocks import dense
-from stepsight.simulator.blocks.offload import kept_bytes
+from stepsight.simulator.blocks.step import kept_bytes
 from tests.simulator.blocks.shapes import flops, ops, small_shape, words
 
 SEPARATE = {"fused_attention": False}

@@ -5,12 +5,11 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
-from stepsight.simulator.clock.codes import BLOCK, DATA, HOST, NUM_CLOCKS, RUN, SECOND, SEND, WAIT
-from stepsight.simulator.clock.engine import Floats, Ints
+from stepsight.simulator.clock.engine import BLOCK, DATA, HOST, NUM_CLOCKS, RUN, SECOND, SEND, WAIT, Floats, Ints
 from stepsight.simulator.clock.event_run import (
     STARTS,
+    BlockPassTable,
     OutsideEvents,
-    PassageTable,
     SegmentList,
     StreamSeconds,
     run_events,
@@ -20,7 +19,7 @@ from stepsight.simulator.clock.event_run import (
 INF = np.inf
 Row = tuple[int, ...]
 
-# Passage 0 has nodes of 1, 2 and 4 s on streams 0, 1, 0; passage 1 one node of 8 s on stream 1.
+# BlockPass 0 has nodes of 1, 2 and 4 s on streams 0, 1, 0; passage 1 one node of 8 s on stream 1.
 SECONDS = ([1.0, 2.0, 4.0], [8.0])
 STREAM = ([0, 1, 0], [1])
 SENT_S = (10.0, 3.0)
@@ -50,7 +49,7 @@ def walk(
         paths.append((nodes.sum(), launched[first] if launch else -INF, launch * len(seconds)))
         parts.append((nodes.sum(), nodes[first:].sum(), 0.0))
     nodes, sent = scale * np.concatenate(SECONDS), scale * np.array(SENT_S)
-    passages = PassageTable(np.array(paths), nodes, np.full(4, launch), np.array([0, 3, 4]))
+    passages = BlockPassTable(np.array(paths), nodes, np.full(4, launch), np.array([0, 3, 4]))
     places = np.array([[0, len(events), 0, 0, joined]])
     segments = SegmentList(events, places, np.arange(2), sent, np.full(2, sent_launch), np.array([share]))
     of_passages = np.array([np.bincount(s, t, minlength=2) for s, t in zip(STREAM, SECONDS, strict=True)])

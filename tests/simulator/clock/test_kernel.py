@@ -5,8 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stepsight.simulator.clock.codes import HOST
-from stepsight.simulator.clock.engine import Floats
+from stepsight.simulator.clock.engine import HOST, Floats
 from stepsight.simulator.clock.kernel import (
     APART,
     Durations,
@@ -22,8 +21,8 @@ from stepsight.simulator.clock.kernel import (
     run_periods,
     trace_path,
 )
-from stepsight.simulator.clock.track_run import end_clocks, through
-from stepsight.simulator.schedules.entries import COMPUTE, POST, RECEIVE, SEND, WAIT, Entries
+from stepsight.simulator.clock.track import end_clocks, through
+from stepsight.simulator.schedules.order import COMPUTE, POST, RECEIVE, SEND, WAIT, Entries
 
 INF = np.inf
 Row = tuple[int, int, int, int]

@@ -5,8 +5,7 @@ from hypothesis import strategies as st
 
 from stepsight.simulator.clock.engine import Floats, Ints
 from stepsight.simulator.clock.kernel import run_entries, run_periods, trace_path
-from stepsight.simulator.clock.track import Track, find_track
-from stepsight.simulator.clock.track_run import run_track, track_clocks, walk
+from stepsight.simulator.clock.track import Track, find_track, path_uses, run_track, track_clocks
 from stepsight.simulator.schedules import BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD
 
 SCHEDULES = [("gpipe", 1), ("1f1b", 1), ("1f1b", 2), ("looped-bfs", 2), ("zb-h1", 1), ("interleaved-zb", 2), ("zbv", 2)]
@@ -117,7 +116,7 @@ def test_the_walk_adds_up(case: tuple[Track, Ints, Floats, Floats, float, float]
     run = run_track(track, segment, transition, message_seconds, host_action_s, host_message_s)
     for stage in range(track.num_stages):
         for clock in range(transition.shape[1]):
-            uses, message_uses, actions, messages = walk(run, stage, clock)
+            uses, message_uses, actions, messages = path_uses(run, stage, clock)
             total = (uses[uses > 0] * transition[uses > 0]).sum() + message_uses @ message_seconds
             total += actions * host_action_s + messages * host_message_s
             assert total == pytest.approx(float(run.clocks[stage, clock]), rel=1e-9)
@@ -145,6 +144,6 @@ def test_compiled_and_interpreted_agree(monkeypatch: pytest.MonkeyPatch) -> None
         for loop in (run_entries, run_periods, trace_path):
             monkeypatch.setattr(loop, "_native", loop.compile() if native else loop.function)
         run = run_track(*given)
-        arrays = [run.clocks, run.posted, *run.log, track_clocks(*given), *map(np.array, walk(run, 0))]
+        arrays = [run.clocks, run.posted, *run.log, track_clocks(*given), *map(np.array, path_uses(run, 0))]
         results.append(np.concatenate([array.ravel() for array in arrays]))
     assert (results[0] == results[1]).all()

@@ -16,7 +16,7 @@ from stepsight.dataset.base.errors import PredictorError
 from stepsight.dataset.hardware.hardware import FABRICS, HARDWARE, Fabric, Hardware
 from stepsight.dataset.hardware.physics import roofline_seconds
 from stepsight.dataset.kinds.op import Op
-from stepsight.simulator.durations.given_latency import LATENCIES, GivenLatency, named_latency
+from stepsight.simulator.durations.latency_model import LATENCIES, GivenLatency, named_latency
 
 GPU, LINKS = HARDWARE["a100-sxm-80gb"], FABRICS["dgx-a100"]
 KNOWN, UNKNOWN = Op("linear", (512, 512, 512)), Op("gelu", (4096,))

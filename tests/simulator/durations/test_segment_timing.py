@@ -13,11 +13,11 @@ from numpy.typing import NDArray
 from stepsight.dataset.graph.program import Program
 from stepsight.dataset.hardware.hardware import Fabric, Hardware, Link
 from stepsight.dataset.kinds.op import Collective, Op
-from stepsight.simulator.blocks.step import Beside, Comm, Item, Join
-from stepsight.simulator.clock.codes import DATA
+from stepsight.simulator.blocks.step import Comm, Item, Join, OverlappedOp
+from stepsight.simulator.clock.engine import DATA
 from stepsight.simulator.durations.latency_model import RooflineLatency
 from stepsight.simulator.durations.segment_timing import AS_IT_IS, Slowdown, Timer, _across
-from stepsight.simulator.programs.passages import Passage, items_passage
+from stepsight.simulator.programs.block_pass import BlockPass, items_pass
 from stepsight.simulator.programs.segment import Segment, SegmentBuilder
 
 Seconds = NDArray[np.float64]
@@ -77,7 +77,7 @@ def test_the_host_launches_one_op_after_the_other(
     """An op starts once it is launched and the one before it is over; repeated layers too, with the same host."""
     timer = Timer(Given(replace(gpu, host_op_s=host), knows_context))
     builder = SegmentBuilder("forward")
-    builder.run(items_passage(ops(*seconds), "ops"), "layer{}", times=times)
+    builder.run(items_pass(ops(*seconds), "ops"), "layer{}", times=times)
     timed = timer.segment(builder.build())
     all_ops = [float(each) for each in seconds] * times
     expected = host_path([host * (1 + at) for at in range(len(all_ops))], all_ops)
@@ -91,11 +91,11 @@ def test_the_host_launches_all_streams(gpu: Hardware) -> None:
         *ops(1),
         Comm(SUM, "ep", beside=True),
         *ops(1),
-        Beside(Op("to_host", (5,), "fp32")),
+        OverlappedOp(Op("to_host", (5,), "fp32")),
         Join("ep"),
         Join("offload"),
     )
-    times = Timer(Given(replace(gpu, host_op_s=2.0))).passage(Passage(tuple((item, "") for item in items)))
+    times = Timer(Given(replace(gpu, host_op_s=2.0))).passage(BlockPass(tuple((item, "") for item in items)))
     # Launched at 2, 4, 6, 8: the op ends at 3, the message at 5, the op at 7, and the copy, last, at 13.
     assert times.paths == pytest.approx((7.0, 13.0, 8.0))
 

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from stepsight.dataset.hardware.hardware import Fabric, Hardware, Link
 from stepsight.dataset.job.job import Job
 from stepsight.simulator.durations.latency_model import RooflineLatency
-from stepsight.simulator.iteration.flops import iteration_flops
-from stepsight.simulator.iteration.simulate import Simulation, simulate
+from stepsight.simulator.iteration.simulate import Simulation, iteration_flops, simulate
 from tests.simulator.any_job import FABRIC, devices, jobs
 
 MANY = settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])
@@ -50,7 +49,7 @@ def test_what_is_on_the_critical_path_adds_up(job: Job, hardware: Hardware) -> N
 def test_every_segment_is_the_same_folded_or_op_by_op(job: Job, hardware: Hardware) -> None:
     """From clock to clock, on every rank's devices and links."""
     result = run(job, hardware)
-    conditions = {slowdown for passing in result.passings for slowdown in passing.pipeline.slowdowns}
+    conditions = {slowdown for pipeline_run in result.pipeline_runs for slowdown in pipeline_run.pipeline.slowdowns}
     for segment in result.lowered.segments:
         for condition in conditions:
             folded, ops = result.timer.segment(segment, condition), result.timer.ops(segment, condition)
@@ -61,8 +60,8 @@ def test_every_segment_is_the_same_folded_or_op_by_op(job: Job, hardware: Hardwa
 @given(job=clusters, hardware=devices())
 def test_clocks_alone_are_those_of_the_whole_run(job: Job, hardware: Hardware) -> None:
     """Where what repeats is skipped, and where it is not."""
-    for passing in run(job, hardware).passings:
-        assert passing.clocks == pytest.approx(passing.run.clocks, rel=1e-9)
+    for pipeline_run in run(job, hardware).pipeline_runs:
+        assert pipeline_run.clocks == pytest.approx(pipeline_run.run.clocks, rel=1e-9)
 
 
 @MANY
@@ -104,7 +103,7 @@ def test_every_timeline_is_whole(job: Job, hardware: Hardware, level: str) -> No
         labels = {"forward", "backward", "input", "weight", "optimizer"}
         seen = Counter(event["pid"] for event in events if event.get("cat") in labels)
         low = result.lowered
-        for number in range(len(result.passings)):
+        for number in range(len(result.pipeline_runs)):
             for stage in range(low.num_stages):
                 own = int((low.track.stage == stage).sum())
                 assert seen[number * low.num_stages + stage] == own + 1

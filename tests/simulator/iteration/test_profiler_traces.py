@@ -10,8 +10,8 @@ import pytest
 from stepsight.dataset.hardware.hardware import Fabric, Hardware, Link
 from stepsight.dataset.traces.import_ranks import import_ranks
 from stepsight.simulator.durations.latency_model import RooflineLatency
-from stepsight.simulator.iteration.profiler_traces import num_kernels, profiler_traces
 from stepsight.simulator.iteration.simulate import Simulation, simulate
+from stepsight.simulator.iteration.timeline import num_kernels, profiler_traces
 from stepsight.simulator.replay.replay import replay
 from tests.simulator.conftest import JobMaker
 

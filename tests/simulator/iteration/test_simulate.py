@@ -12,13 +12,13 @@ from stepsight.dataset.graph.program import Program
 from stepsight.dataset.hardware.hardware import Fabric, Hardware, Link
 from stepsight.dataset.kinds.op import Collective, Op
 from stepsight.simulator.clock import engine, event_run, kernel
-from stepsight.simulator.clock.codes import HOST, NUM_CLOCKS
+from stepsight.simulator.clock.engine import HOST, NUM_CLOCKS
 from stepsight.simulator.durations.latency_model import RooflineLatency
 from stepsight.simulator.durations.segment_timing import Timer
-from stepsight.simulator.iteration.distinct_pipelines import distinct_pipelines
 from stepsight.simulator.iteration.simulate import Simulation, simulate, simulate_lowered
+from stepsight.simulator.iteration.simulated_iteration import distinct_pipelines
 from stepsight.simulator.programs.segment import CLOCK_STREAMS
-from stepsight.simulator.schedules.entries import COMPUTE, POST
+from stepsight.simulator.schedules.order import COMPUTE, POST
 from tests.simulator.conftest import JobMaker
 
 Seconds = NDArray[np.float64]
@@ -282,8 +282,8 @@ def test_the_host_runs_ahead(
     )
     assert result.iteration_time_s >= max(free.iteration_time_s, launches) * (1 - 1e-9)
     assert result.iteration_time_s <= free.iteration_time_s + launches
-    passing = result.passings[0]
-    assert passing.run.clocks == pytest.approx(passing.clocks, rel=1e-9)
+    pipeline_run = result.pipeline_runs[0]
+    assert pipeline_run.run.clocks == pytest.approx(pipeline_run.clocks, rel=1e-9)
     assert sum(result.breakdown.values()) == pytest.approx(result.iteration_time_s)
     waited = result.iteration_time_s - free.iteration_time_s
     assert result.breakdown["host"] == pytest.approx(waited, rel=1e-6, abs=1e-12)

@@ -10,7 +10,7 @@ from stepsight.dataset.job.job import Job
 from stepsight.simulator.durations.latency_model import RooflineLatency
 from stepsight.simulator.iteration.simulate import simulate
 from stepsight.simulator.iteration.simulate_many import can_simulate_many, simulate_many
-from stepsight.simulator.programs.issue_order import Work
+from stepsight.simulator.programs.block_pass import Work
 from tests.simulator.any_job import FABRIC, devices, jobs
 
 FAR = ("gemm", "all_gather", "all_reduce", "send_recv")  # kinds that count as outside of what was measured

@@ -106,14 +106,14 @@ def values(changes: dict[str, Any]) -> dict[str, Any]:
     semantics = semantics_of(asked, gpu.kind)
     states = states_of(asked.parallel, semantics, asked.batch.dtype, groups_of(asked))
     shape = rank_shape(asked, semantics=semantics)
-    parts = [part_memory(shape, part, states.keeping) for part in dict.fromkeys(part_shapes(asked))]
+    parts = [part_memory(shape, part, states.execution) for part in dict.fromkeys(part_shapes(asked))]
     memory = estimate_memory(asked, gpu)
     stages = zip(memory.bytes_of.tolist(), memory.flying.tolist(), memory.moments.tolist(), strict=True)
     named = asdict(states)
-    keeping = named.pop("keeping")
+    execution = named.pop("execution")
     found = {
-        "states": {**named, "gradients of a block": keeping["gradients"], "gathered": keeping["gathered"],
-                   "placeholder_bytes": keeping["placeholder_bytes"], "loss_bytes": keeping["loss_bytes"]},
+        "states": {**named, "gradients of a block": execution["gradients"], "gathered": execution["gathered"],
+                   "placeholder_bytes": execution["placeholder_bytes"], "loss_bytes": execution["loss_bytes"]},
         "parts": [asdict(part) for part in parts],
         "stages": [[*sizes, flying, moment] for sizes, flying, moment in stages],
     }  # fmt: skip

@@ -8,7 +8,7 @@ import pytest
 from stepsight.dataset.hardware.hardware import Hardware
 from stepsight.dataset.job.job import Job
 from stepsight.simulator.memory import estimate_memory
-from stepsight.simulator.memory.advice import advice
+from stepsight.simulator.memory.estimate import advice
 from tests.simulator.conftest import JobMaker
 
 LONG = {"seq_len": 131072}

@@ -4,9 +4,8 @@ import pytest
 
 from stepsight.dataset.job.specs import ModelSpec
 from stepsight.dataset.kinds.op import Op
-from stepsight.simulator.blocks.shape import Group, RankShape
-from stepsight.simulator.blocks.step import Saved, Step
-from stepsight.simulator.memory.block import BlockMemory, Gradients, block_memory, layer_memory
+from stepsight.simulator.blocks.step import Group, RankShape, Saved, Step
+from stepsight.simulator.memory.part import BlockMemory, Gradients, block_memory, layer_memory
 from tests.simulator.blocks.shapes import default_kernels
 
 S, B, H, A = 2048, 2, 4096, 32

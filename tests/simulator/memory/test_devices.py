@@ -10,7 +10,7 @@ from stepsight.dataset.hardware.hardware import HARDWARE, Hardware, find_hardwar
 from stepsight.dataset.job.job import Job
 from stepsight.dataset.job.specs import OtherDevices
 from stepsight.simulator.memory import estimate_memory
-from stepsight.simulator.memory.devices import smallest_devices
+from stepsight.simulator.memory.estimate import smallest_devices
 from tests.simulator.conftest import JobMaker
 
 SMALL = "a100-sxm-40gb"

@@ -2,8 +2,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stepsight.simulator.blocks.shape import Group
-from stepsight.simulator.programs.rank_layout import Layout
+from stepsight.simulator.blocks.step import Group
+from stepsight.simulator.programs.sizes import Layout
 
 
 @pytest.mark.parametrize(

@@ -10,9 +10,9 @@ from stepsight.dataset.hardware.hardware import Hardware
 from stepsight.dataset.job.job import Job
 from stepsight.dataset.kinds.op import Collective, Op
 from stepsight.simulator.blocks.step import Item
-from stepsight.simulator.clock.codes import DATA, SECOND
-from stepsight.simulator.programs.gathers import Gathers
+from stepsight.simulator.clock.engine import DATA, SECOND
 from stepsight.simulator.programs.lower import Lowered, lower
+from stepsight.simulator.programs.part_plan import Gathers
 from stepsight.simulator.programs.segment import Segment, SegmentBuilder
 from tests.simulator.any_job import devices, jobs
 from tests.simulator.conftest import JobMaker

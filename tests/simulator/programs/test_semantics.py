@@ -215,6 +215,6 @@ def test_memory_is_what_torch_counts(changes: dict[str, Any]) -> None:
 def test_memory_of_the_job_keeps_its_reserve(cpu: Hardware) -> None:
     hardware = replace(cpu, reserved_bytes=1e6, fragmentation=0.1)
     stage = estimate_memory(_job("pure-bf16"), hardware).stages[0]
-    passing = stage.gradients + stage.activations + stage.temporary  # allocated and freed in each step
-    assert stage.reserved == pytest.approx(1e6 + 0.1 * passing)
+    pipeline_run = stage.gradients + stage.activations + stage.temporary  # allocated and freed in each step
+    assert stage.reserved == pytest.approx(1e6 + 0.1 * pipeline_run)
     assert stage.tensors == pytest.approx(estimate_memory(_job("fp32"), hardware).stages[0].tensors / 2)

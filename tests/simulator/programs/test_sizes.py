@@ -9,9 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stepsight.dataset.job.specs import AXES
-from stepsight.simulator.blocks.shape import Group
-from stepsight.simulator.programs.rank_layout import Layout
-from stepsight.simulator.programs.sizes import boundary_bytes, groups_of, part_shapes, rank_shape
+from stepsight.simulator.blocks.step import Group
+from stepsight.simulator.programs.sizes import Layout, boundary_bytes, groups_of, part_shapes, rank_shape
 from tests.simulator.any_job import EXPERTS
 from tests.simulator.conftest import JobMaker
 

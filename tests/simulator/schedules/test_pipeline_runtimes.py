@@ -8,7 +8,7 @@ import pytest
 from stepsight.dataset.base.errors import JobError
 from stepsight.simulator.clock.track import Track, find_track, track
 from stepsight.simulator.schedules import BACKWARD, FORWARD, KIND_NAMES, Schedule, find_schedule, v_placement
-from stepsight.simulator.schedules.entries import COMPUTE, POST, WAIT
+from stepsight.simulator.schedules.order import COMPUTE, POST, WAIT
 
 schedules = pytest.importorskip("torch.distributed.pipelining.schedules")
 

@@ -1,4 +1,10 @@
-"""Passages: one pass through a block as an op-level program.
+"""Issue order: programs in the order in which a framework's host thread launches their nodes.
+
+Streams: ``compute``; one for each kind of group (``tp``, ``cp``, ``ep``), for copies to the host (``offload``) and for
+traffic between replicas (``dp``, ``dp2``).  An op waits for what the host was told to wait for; a collective starts
+when the computation has come to it.
+
+Passages: one pass through a block as an op-level program.
 
 When a passage is over, all of its streams are: what runs across blocks (``dp``) is the segment's business.
 """
@@ -13,10 +19,100 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stepsight.dataset.base.caching import cached, hashed_once
-from stepsight.dataset.graph.program import Program
-from stepsight.dataset.kinds.op import Op
-from stepsight.simulator.blocks.step import Beside, Block, Comm, Item, Join, Lost, Step
-from stepsight.simulator.programs.issue_order import Work, issue
+from stepsight.dataset.graph.program import Dependency, Program, ProgramBuilder
+from stepsight.dataset.kinds.op import Collective, Op
+from stepsight.simulator.blocks.step import Block, Comm, Item, Join, LostTime, OverlappedOp, Step
+
+Work = Op | Collective
+
+
+class Issue:
+    """Adds work to a program in the order of issue."""
+
+    def __init__(self, label: str = "", compute_share: float = 0.0) -> None:
+        self._builder = ProgramBuilder(label)
+        self._share = compute_share
+        self._last: int | None = None  # newest node of the computation: an op, or a collective that blocks
+        self._awaited: list[int] = []  # nodes that the next op waits for
+        self._newest: dict[str, int] = {}  # by stream: what runs beside the computation until it is joined
+        self._taken: dict[int, tuple[Collective, str]] = {}  # messages sent since the last computation was issued
+        self.lost: list[int] = []  # nodes of the computation time lost to these messages
+
+    def program(self) -> Program:
+        return self._builder.build()
+
+    def add(self, item: Item, name: str) -> None:
+        """One item of a step."""
+        if isinstance(item, Op):
+            self._last = self._node(item, "compute", name, self._awaited)
+            self._awaited = []
+        elif isinstance(item, LostTime):
+            self._last = self._node(item.work, "compute", f"{name} (cores)", self._awaited, item.share)
+            self._awaited = []
+        elif isinstance(item, Join):
+            if item.stream in self._newest:
+                self._awaited.append(self._newest.pop(item.stream))
+        elif isinstance(item, Comm) and not item.beside:
+            self.block(item.work, item.stream, name)
+        else:
+            assert isinstance(item, Comm | OverlappedOp), item
+            self._newest[item.stream] = self._node(item.work, item.stream, name, self._reached())
+
+    def block(self, work: Collective, stream: str, name: str) -> int:
+        """A collective that starts when the computation reaches it, and that the computation waits for."""
+        self._last = self._node(work, stream, name, self._reached())
+        self._newest.pop(stream, None)
+        self._awaited = [self._last]
+        return self._last
+
+    def send(
+        self,
+        work: Collective,
+        stream: str,
+        name: str,
+        after: Iterable[int] = (),
+        *,
+        early: bool = False,
+        takes: bool = True,
+    ) -> int:
+        """A collective that overlaps with the computation; the ops after it lose ``compute_share`` of its time.
+
+        ``early``: it was issued long before, and starts when its stream is free.  ``takes``: False for the host's work.
+        """
+        index = self._node(work, stream, name, sorted({*([] if early else self._reached()), *after}))
+        if self._share > 0 and takes:
+            self._taken[index] = (work, name)
+        return index
+
+    def wait(self, index: int) -> None:
+        """Make the next op wait for a node; if no collective overlaps, no time is lost."""
+        if index not in self._awaited:
+            self._awaited.append(index)
+        self._taken.pop(index, None)
+
+    def take_time(self) -> None:
+        """The time that the computation loses to messages in flight, before it continues."""
+        for work, name in self._taken.values():
+            self._last = self._node(work, "compute", f"{name} (cores)", self._awaited, self._share)
+            self.lost.append(self._last)
+            self._awaited = []
+        self._taken.clear()
+
+    def _reached(self) -> list[int]:
+        return sorted({*self._awaited, *([] if self._last is None else [self._last])})
+
+    def _node(self, work: Work, stream: str, name: str, after: Iterable[int], share: float = 1.0) -> int:
+        why = Dependency.SYNCHRONISATION
+        return self._builder.add(work, stream, name, after=after, why=why, share=share)
+
+
+def issue(items: Iterable[tuple[Item, str]]) -> Program:
+    """Items with their names as a program of their own."""
+    one = Issue()
+    for item, name in items:
+        one.add(item, name)
+    return one.program()
+
 
 FORWARD, BACKWARD, INPUT, WEIGHT = "forward", "backward", "input", "weight"
 STREAMS = ("compute", "tp", "cp", "ep", "offload")  # streams
@@ -54,7 +150,7 @@ def _gradient_table(rows: tuple[tuple[int, int, bool], ...]) -> GradientTable:
 
 
 @dataclass(frozen=True, eq=False)
-class Passage:
+class BlockPass:
     """A program without traffic between replicas, and the positions at which its gradients arrive.
 
     Attributes:
@@ -89,7 +185,7 @@ class Passage:
             node += not isinstance(item, Join)
 
     @cached_property
-    def nodes(self) -> tuple[Op | Comm | Beside | Lost, ...]:
+    def nodes(self) -> tuple[Op | Comm | OverlappedOp | LostTime, ...]:
         """Items that are work: the nodes of ``program``, in its order."""
         return tuple([item for item, _ in self.items if not isinstance(item, Join)])
 
@@ -116,12 +212,12 @@ class Passage:
     @cached_property
     def share(self) -> NDArray[np.float64]:
         """The fraction of its signature's time that each node takes, shape ``(num_nodes,)``."""
-        return np.array([node.share if isinstance(node, Lost) else 1.0 for node in self.nodes])
+        return np.array([node.share if isinstance(node, LostTime) else 1.0 for node in self.nodes])
 
     @cached_property
     def launched(self) -> NDArray[np.bool_]:
         """Whether the host launches each node (lost time has no launch), shape ``(num_nodes,)``."""
-        return np.array([not isinstance(node, Lost) for node in self.nodes], dtype=np.bool_)
+        return np.array([not isinstance(node, LostTime) for node in self.nodes], dtype=np.bool_)
 
     @cached_property
     def beside(self) -> NDArray[np.bool_]:
@@ -142,18 +238,18 @@ class Passage:
         return dependencies(self.program)
 
 
-def _work_of(node: Op | Comm | Beside | Lost) -> Work:
+def _work_of(node: Op | Comm | OverlappedOp | LostTime) -> Work:
     return node if isinstance(node, Op) else node.work
 
 
-def _category(node: Op | Comm | Beside | Lost) -> int:
+def _category(node: Op | Comm | OverlappedOp | LostTime) -> int:
     if isinstance(node, Op):  # the host's calls count as host time, like transfers
         return STREAMS.index("offload") if node.record.bound == "host" else 0
     return STREAMS.index(node.stream)
 
 
 def _is_beside(node: Item) -> bool:
-    return isinstance(node, Beside) or (isinstance(node, Comm) and node.beside)
+    return isinstance(node, OverlappedOp) or (isinstance(node, Comm) and node.beside)
 
 
 def dependencies(program: Program) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
@@ -166,7 +262,7 @@ def dependencies(program: Program) -> tuple[NDArray[np.int32], NDArray[np.int32]
     return pointer, np.array([need for needs in incoming for need in needs], dtype=np.int32)
 
 
-def forward_passage(block: Block, casts: str = "") -> Passage:
+def forward_pass(block: Block, casts: str = "") -> BlockPass:
     """Forward of a block; ``casts``: the type that parameters are cast to where they are used, empty: they are not."""
     return _closed([(item, name) for step in block for item, name in _run_forward(step, step.name, casts)])
 
@@ -208,10 +304,10 @@ class BackwardSpec:
     dtype: str = "fp32"
 
 
-def backward_passage(block: Block, spec: BackwardSpec, casts: str = "") -> Passage:
+def backward_pass(block: Block, spec: BackwardSpec, casts: str = "") -> BlockPass:
     """Backward of a block: all of it, or only the gradients of the input or of the weights.
 
-    ``casts``: as in ``forward_passage``; gradients of parameters are cast back.
+    ``casts``: as in ``forward_pass``; gradients of parameters are cast back.
     """
     items: list[tuple[Item, str]] = []
     gradients: list[Gradient] = []
@@ -247,15 +343,15 @@ def backward_passage(block: Block, spec: BackwardSpec, casts: str = "") -> Passa
     return _closed(items, gradients)
 
 
-def _closed(items: list[tuple[Item, str]], gradients: Sequence[Gradient] = ()) -> Passage:
+def _closed(items: list[tuple[Item, str]], gradients: Sequence[Gradient] = ()) -> BlockPass:
     """A passage that ends when all of its streams have finished."""
     running: dict[str, None] = {}
     for item, _ in items:
-        if isinstance(item, Beside) or (isinstance(item, Comm) and item.beside):
+        if isinstance(item, OverlappedOp) or (isinstance(item, Comm) and item.beside):
             running[item.stream] = None
         elif isinstance(item, Join | Comm):
             running.pop(item.stream, None)
-    return Passage((*items, *((Join(stream), "") for stream in running)), tuple(gradients))
+    return BlockPass((*items, *((Join(stream), "") for stream in running)), tuple(gradients))
 
 
 def _attention_cores(block: Block) -> dict[int, Block]:
@@ -294,6 +390,6 @@ def _without_product(step: Step) -> Step:
 
 
 @cached(8192)
-def items_passage(items: tuple[Item, ...], name: str) -> Passage:
+def items_pass(items: tuple[Item, ...], name: str) -> BlockPass:
     """Some items one after the other."""
-    return Passage(tuple((item, name) for item in items))
+    return BlockPass(tuple((item, name) for item in items))
