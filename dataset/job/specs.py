@@ -227,7 +227,7 @@ class ParallelSpec:
         return self.expert_tp or self.tp
 
 
-# Families of models; None stands for those of the package, whose blocks ``simulator.blocks.family`` has.
+# Families of models; ``simulator.blocks.family`` puts the blocks of the package's own in the place of None.
 FAMILIES: Registry[Any] = Registry(
     "model family", dict.fromkeys(("gpt", "llama", "bert", "t5", "vit")), group="stepsight.families"
 )

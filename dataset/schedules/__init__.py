@@ -4,10 +4,8 @@ One format for all: an array of rows ``(kind, micro_batch, chunk)`` per stage.  
 stages; ``placement`` says which stage and chunk hold the model's n-th part.
 
 A schedule is declared once, as a ``ScheduleKind``: a built-in one in the table of its module, a user's with
-``register_schedule`` or with an entry point of the group ``stepsight.schedules``.
+``SCHEDULES.register(name, ScheduleKind(make))`` or with an entry point of the group ``stepsight.schedules``.
 """
-
-from collections.abc import Callable
 
 from stepsight.dataset.base.caching import cached
 from stepsight.dataset.base.errors import JobError
@@ -23,30 +21,6 @@ SCHEDULES: Registry[ScheduleKind] = Registry(
     error=JobError,
     more="a .csv file of actions",
 )
-
-
-def register_schedule(
-    name: str,
-    make: Callable[[int, int, int], Schedule],
-    *,
-    virtual_stages: tuple[int, int] = (1, 1),
-    doc: str = "",
-) -> ScheduleKind:
-    """Let jobs name a schedule of your own: ``parallel.schedule = "<name>"``.
-
-    Check it with ``stepsight.testing.ScheduleContract``.
-
-    Args:
-        name: Not taken yet.
-        make, virtual_stages, doc: See ``ScheduleKind``.
-
-    Returns:
-        The kind, as ``SCHEDULES[name]`` gives it.
-
-    Raises:
-        JobError: If the name is taken, or the kind is not valid.
-    """
-    return SCHEDULES.register(name, ScheduleKind(make, virtual_stages, doc))
 
 
 @cached(256)

@@ -66,6 +66,7 @@ _BUILT_IN = {
     "t5": Family(t5.embedding, t5.layer, t5.head, t5.layer_kinds, t5.boundary_bytes),
     "vit": Family(vit.embedding, vit.layer, vit.head),
 }
+dict.update(FAMILIES, _BUILT_IN)  # the names alone are declared with the specs, which know no blocks
 
 
 def register_family(name: str, family: Family) -> None:
@@ -83,7 +84,7 @@ def find_family(name: str) -> Family:
     Raises:
         JobError: If the name is not known, or what a package brings under it is no ``Family``.
     """
-    return _BUILT_IN.get(name) or _checked(name, FAMILIES[name])
+    return _checked(name, FAMILIES[name])
 
 
 def _checked(name: str, family: Any) -> Family:

@@ -9,7 +9,7 @@ import pytest
 
 from stepsight.dataset.base.errors import JobError
 from stepsight.dataset.job.job import Job
-from stepsight.dataset.schedules import SCHEDULES, register_schedule
+from stepsight.dataset.schedules import SCHEDULES
 from stepsight.dataset.schedules.base import BACKWARD, FORWARD, Schedule, ScheduleKind, _count, loop_placement
 from stepsight.simulator.schedules import find_schedule
 from stepsight.testing import ScheduleContract
@@ -72,7 +72,7 @@ class TestAnOwnSchedule(ScheduleContract):
 
 def test_declaring_a_schedule_is_all() -> None:
     """A job that names it is valid, and takes as long as its order implies."""
-    kind = register_schedule("one-at-a-time", one_at_a_time)
+    kind = SCHEDULES.register("one-at-a-time", ScheduleKind(one_at_a_time))
     try:
         assert kind.doc == "Run every micro-batch forward and backward before the next one: no pipelining at all."
         job = Job.from_dict({**JOB, "parallel": {**JOB["parallel"], "schedule": "one-at-a-time"}})
@@ -87,7 +87,7 @@ def test_declaring_a_schedule_is_all() -> None:
 
 def test_names_are_taken_once() -> None:
     with pytest.raises(JobError, match="schedule '1f1b' comes with stepsight: choose another name"):
-        register_schedule("1f1b", one_at_a_time)
+        SCHEDULES.register("1f1b", ScheduleKind(one_at_a_time))
 
 
 @pytest.mark.parametrize(
@@ -146,7 +146,7 @@ def test_a_schedule_whose_function_raises_is_an_error_of_the_job() -> None:
         raise KeyError(num_stages)
 
     job = Job.from_dict({**JOB, "parallel": {**JOB["parallel"], "schedule": "1f1b"}})
-    register_schedule("wrong", wrong)
+    SCHEDULES.register("wrong", ScheduleKind(wrong))
     try:
         with pytest.raises(JobError, match="schedule wrong cannot be made: KeyError: 4"):
             predict(replace(job, parallel=replace(job.parallel, schedule="wrong")))

@@ -3,7 +3,8 @@ from typing import Any
 import pytest
 
 from stepsight.dataset.base.errors import JobError
-from stepsight.dataset.job.job import Job, specs
+from stepsight.dataset.job import specs
+from stepsight.dataset.job.job import Job
 from stepsight.simulator.blocks import dense
 from stepsight.simulator.blocks.family import (
     Family,
