@@ -24,8 +24,7 @@ from stepsight.dataset.capture.capturing_run import CaptureRequest, capture
 from stepsight.dataset.job.job import Job
 from stepsight.dataset.kinds.op import Collective
 from stepsight.experiments.studies.study import Row, Study, rows_text
-from stepsight.simulator.iteration.flops import segment_flops
-from stepsight.simulator.iteration.simulate import simulate
+from stepsight.simulator.iteration.simulate import segment_flops, simulate
 from stepsight.simulator.programs.lower import Lowered
 from stepsight.simulator.replay.captured_step import time_captured
 from stepsight.training.predictor.prediction import asked_predictor

@@ -180,7 +180,7 @@ def write_traces(prediction: Prediction, folder: Path, asked: str = "") -> None:
         StepsightError: If the job has no such stage.
     """
     from stepsight.dataset.base.files import new_folder, write_json
-    from stepsight.simulator.iteration.profiler_traces import num_kernels, profiler_traces
+    from stepsight.simulator.iteration.timeline import num_kernels, profiler_traces
 
     stages = list(range(prediction.simulation.lowered.num_stages))
     size = BYTES_OF_KERNEL * sum(num_kernels(prediction.simulation))

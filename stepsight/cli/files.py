@@ -71,7 +71,7 @@ class Source(LearnedSource):
             return super().load()
         if self.predictor is not None:
             raise StepsightError("--predictor is another source of durations than --latency: leave one out")
-        from stepsight.simulator.durations.given_latency import LATENCY
+        from stepsight.simulator.durations.latency_model import LATENCY
 
         if "" not in sys.path:  # modules of the current folder can be named, as with `python -m`
             sys.path.insert(0, "")
