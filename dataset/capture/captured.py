@@ -78,7 +78,7 @@ def rank_summary(captured: CapturedRank) -> dict[str, Any]:
 
 
 def compute_flops(graph: RankGraph) -> float:
-    """FLOP of matrix products, convolutions and attention, as ``simulator.iteration.simulate`` counts them for a job."""
+    """FLOP of matrix products, convolutions and attention, as ``iteration_flops`` counts them for a job."""
     counts = np.bincount(graph.nodes["work"][graph.nodes["work"] >= 0], minlength=len(graph.works)).tolist()
     works = zip(counts, graph.works, strict=True)
     return float(sum(n * each.flops for n, each in works if isinstance(each, Op) and each.record.bound == "compute"))
