@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     )
     from stepsight.dataset.configs.config_job import ConfigJob, read_configs
     from stepsight.dataset.configs.drafts import Given
-    from stepsight.dataset.configs.writers import write_config
+    from stepsight.dataset.configs.formats import write_config
     from stepsight.dataset.harness.scripts.step_marks import step
     from stepsight.dataset.job.job import BatchSpec, ClusterSpec, Job, ModelSpec, OptimizerSpec, ParallelSpec
     from stepsight.dataset.job.specs import OtherDevices, SlowLink, Straggler
@@ -97,7 +97,7 @@ _MODULES = {
     "dataset.base.caching": ("clear_caches",),
     "dataset.configs.config_job": ("ConfigJob", "read_configs"),
     "dataset.configs.drafts": ("Given",),
-    "dataset.configs.writers": ("write_config",),
+    "dataset.configs.formats": ("write_config",),
     "dataset.base.errors": (
         "CaptureError",
         "CollectError",

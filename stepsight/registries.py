@@ -23,6 +23,7 @@ registry              entry points' group             a part is a
 ``COLLECTIVE_KINDS``  ``stepsight.collective_kinds``  ``CollectiveKind``
 ``TRACE_READERS``     ``stepsight.trace_readers``     function: path, ``Placement`` -> ``RankTrace``
 ``TABLE_READERS``     ``stepsight.table_readers``     ``Format``, which reads a file into ``Rows``
+``CONFIG_FORMATS``    ``stepsight.config_formats``    ``ConfigFormat``, which reads and writes configurations
 ``LATENCIES``         ``stepsight.latencies``         function of ``Hardware`` and ``Fabric``: makes durations
 ====================  ==============================  ==============================================
 
@@ -35,6 +36,9 @@ and readers.
 from __future__ import annotations
 
 from stepsight.dataset.base.registry import Registry
+from stepsight.dataset.configs.drafts import ConfigFile, Draft
+from stepsight.dataset.configs.formats import CONFIG_FORMATS, ConfigFormat
+from stepsight.dataset.configs.key_table import ConfigText
 from stepsight.dataset.graph.rank_trace import RankTrace
 from stepsight.dataset.hardware.hardware import FABRICS, HARDWARE, Fabric, Hardware, Link
 from stepsight.dataset.job.frameworks import FRAMEWORKS, Framework
@@ -54,6 +58,7 @@ from stepsight.simulator.durations.latency_model import LATENCIES, GivenLatency,
 
 __all__ = [
     "COLLECTIVE_KINDS",
+    "CONFIG_FORMATS",
     "FABRICS",
     "FAMILIES",
     "FRAMEWORKS",
@@ -65,6 +70,10 @@ __all__ = [
     "TRACE_READERS",
     "Collective",
     "CollectiveKind",
+    "ConfigFile",
+    "ConfigFormat",
+    "ConfigText",
+    "Draft",
     "Fabric",
     "Family",
     "Format",

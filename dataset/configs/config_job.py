@@ -9,9 +9,9 @@ from typing import Any
 
 from stepsight.dataset.base.errors import JobError
 from stepsight.dataset.configs.completion import apply_given, complete, missing_sizes
-from stepsight.dataset.configs.config_formats import reader_of
 from stepsight.dataset.configs.documents import toml_text
 from stepsight.dataset.configs.drafts import Draft, Given
+from stepsight.dataset.configs.formats import read_config
 from stepsight.dataset.job.job import Job
 
 
@@ -99,12 +99,7 @@ def read_configs(paths: str | Path | Sequence[str | Path], given: Given | None =
         raise JobError("a configuration must be named, got none")
     draft, formats = Draft(), []
     for path in files:
-        name, read = reader_of(path)
-        formats.append(name)
-        try:
-            read(path, draft, given)
-        except JobError as error:
-            raise JobError(f"{path}: {error}") from None
+        formats.append(read_config(path, draft, given))
     try:
         apply_given(draft, given)
         missing = missing_sizes(draft)

@@ -6,12 +6,15 @@ import ast
 import re
 import tomllib
 from collections.abc import Mapping
+from dataclasses import MISSING, asdict, fields
 from pathlib import Path
 from typing import Any
 
 from stepsight.dataset.base.bounded import read_text, read_toml, reason
 from stepsight.dataset.base.errors import JobError
 from stepsight.dataset.base.files import parse_json
+from stepsight.dataset.job.job import Job
+from stepsight.dataset.job.specs import SECTIONS
 
 MOST_CHARACTERS = 4 * 2**20
 MOST_VALUES = 100_000  # of a file's tables, each counted wherever it stands (YAML repeats by reference)
@@ -137,6 +140,13 @@ def read_python(path: Path) -> ast.Module:
         raise JobError(f"{path} is not valid Python: {reason(error):.200}") from None
 
 
+def yaml_text(tables: Mapping[str, Any]) -> str:
+    """Tables of plain values as YAML."""
+    import yaml
+
+    return str(yaml.safe_dump(tables, sort_keys=False))
+
+
 def toml_text(tables: Mapping[str, Mapping[str, Any]], comments: Mapping[str, str] | None = None) -> str:
     """Tables of plain values as TOML.
 
@@ -171,3 +181,15 @@ def _toml(value: Any) -> str:
         escaped = value.replace("\\", "\\\\").replace('"', '\\"')
         return '"' + "".join(char if char.isprintable() else f"\\u{ord(char):04x}" for char in escaped) + '"'
     return repr(value)
+
+
+def job_toml(job: Job) -> str:
+    """Write a job file that reads back as an equal job; defaults that no profile sets are left out."""
+    tables: dict[str, Any] = {"framework": job.framework} if job.framework else {}
+    for section, spec in SECTIONS.items():
+        table = asdict(getattr(job, section))
+        default = {item.name: () if item.default is MISSING else item.default for item in fields(spec)}
+        tables[section] = {
+            key: value for key, value in table.items() if value is not None and (job.framework or value != default[key])
+        }
+    return toml_text(tables)

@@ -5,17 +5,20 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from stepsight.dataset.base.errors import JobError, shorten
+from stepsight.dataset.configs.documents import read_tables
 from stepsight.dataset.job.rules import MOST_DEVICES
 from stepsight.dataset.job.specs import SECTIONS
 
 MOST_NUMBER = 2**63
+_WITH_TABLES = (".json", ".toml", ".yaml", ".yml")
 # Keys that are filled in where they are 0, so that a configuration's own 0 must be refused before.
 _OPEN_AT_0 = (
     *("model.kv_heads", "model.ffn", "model.expert_ffn", "model.head_dim", "parallel.dp", "parallel.dp_shard"),
-    *("cluster.nodes", "cluster.devices_per_node"),
+    *("cluster.nodes", "cluster.devices_per_node", "model.seq_len"),
 )
 
 
@@ -32,6 +35,36 @@ class Given:
     values: Mapping[str, Any] = field(default_factory=dict)
     variables: Mapping[str, str] = field(default_factory=dict)
     pick: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class ConfigFile:
+    """A configuration file.
+
+    Attributes:
+        path: Of the file.
+        tables: Of JSON, TOML or YAML; empty for other files.
+        given: Values that the user states.
+    """
+
+    path: Path
+    tables: Mapping[str, Any]
+    given: Given = field(default_factory=Given)
+
+    @classmethod
+    def open(cls, path: Path, given: Given | None = None) -> ConfigFile:
+        """Read the tables of a file.
+
+        Raises:
+            JobError: If its suffix is that of tables, and it holds none.
+        """
+        tables = read_tables(path) if path.suffix in _WITH_TABLES else {}
+        return cls(path, tables, given or Given())
+
+    @property
+    def has_tables(self) -> bool:
+        """Whether files of this suffix hold tables."""
+        return self.path.suffix in _WITH_TABLES
 
 
 @dataclass(slots=True)
@@ -65,6 +98,13 @@ class Draft:
         value = self.tables["parallel"].get(name, 1)
         return value if type(value) is int and 0 < value <= MOST_DEVICES else 1
 
+    def drop(self, key: str) -> None:
+        """Take back what was set."""
+        section, _, name = key.partition(".")
+        self.tables[section].pop(name, None)
+        self.sources.pop(key, None)
+        self.reasons.pop(key, None)
+
     def map(self, key: str, value: Any, source: str) -> None:
         """Set a key to what a configuration states; a later one wins."""
         section, _, name = key.partition(".")
@@ -79,62 +119,76 @@ class Draft:
             self.tables[section][name] = value
             self.reasons[key] = reason
 
-    def settle(self, key: str, value: Any, stated: str, default: str) -> None:
-        """Set a key to what a configuration states, or to the framework's default where it states nothing.
-
-        Args:
-            key: Of the job.
-            value: Stated or by default.
-            stated: The words of the configuration; empty: it states nothing.
-            default: Why the value is assumed then.
-        """
-        if stated:
-            self.map(key, value, stated)
-        else:
-            self.assume(key, value, default)
-
     def ignore(self, text: str) -> None:
         """Record a setting that no key of a job expresses."""
         self.ignored.append(shorten(text, 160))
 
-    def values(self, keys: Mapping[str, str]) -> dict[str, Any]:
-        """Values of some of the job's keys."""
-        return {key: self.get(key) for key in keys}
 
-
-class Settings:
-    """Keys and values of a configuration, and which of them a reader has used.
+class Reading:
+    """The settings of a configuration while a reader maps them to the keys of a job.
 
     Args:
-        values: By key; nested tables have keys with dots.
-        shown: How a key is written in the configuration, by key; else as it is.
+        draft: Of the job.
+        values: Settings by name; nested tables have names with dots.
+        shown: How a setting is written in the configuration, by name; else as it is.
+        default: Why a value is assumed that the configuration leaves to the framework.
+        defaults: The framework's values of settings that the configuration does not state.
     """
 
-    def __init__(self, values: Mapping[str, Any], shown: Mapping[str, str] | None = None) -> None:
-        self._values, self._shown = dict(values), dict(shown or {})
-        self._used: set[str] = set()
+    def __init__(
+        self,
+        draft: Draft,
+        values: Mapping[str, Any],
+        shown: Mapping[str, str] | None = None,
+        default: str = "default",
+        defaults: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.draft, self.default = draft, default
+        self.get, self.degree, self.ignore, self.facts = draft.get, draft.degree, draft.ignore, draft.facts
+        self._stated = {name: value for name, value in values.items() if value is not None}
+        self._values = {**(defaults or {}), **self._stated}
+        self._shown, self._used = dict(shown or {}), set[str]()
 
-    def __contains__(self, key: str) -> bool:
-        return self._values.get(key) is not None
+    def __contains__(self, name: str) -> bool:
+        return name in self._stated
 
-    def find(self, *keys: str) -> str:
-        """The first of some keys that has a value; empty if none has."""
-        self._used.update(keys)
-        return next((key for key in keys if self._values.get(key) is not None), "")
+    def map(self, key: str, value: Any, *names: str, words: str = "", reason: str = "") -> None:
+        """Set a key of the job by the first of some settings; if none is stated, the value is the framework's default.
 
-    def take(self, *keys: str, default: Any = None) -> Any:
-        """The value of the first of some keys that has one."""
-        key = self.find(*keys)
-        return self._values[key] if key else default
+        Args:
+            key: Of the job.
+            value: What the settings mean.
+            names: The settings; without any, ``words`` state the value.
+            words: Of the configuration; empty: the setting's name.
+            reason: Why the value is assumed where no setting is stated.
+        """
+        if names and not self.stated(*names):
+            self.assume(key, value, reason)
+        else:
+            self.draft.map(key, value, words or self.source(*names))
 
-    def stated(self, *keys: str) -> str:
-        """How the configuration writes the first of some keys that has a value; empty if none has."""
-        return self.source(*keys) if any(self._values.get(key) is not None for key in keys) else ""
+    def assume(self, key: str, value: Any, reason: str = "") -> None:
+        """Set a key of the job that nothing states yet, by default to the framework's default."""
+        self.draft.assume(key, value, reason or self.default)
 
-    def source(self, *keys: str) -> str:
-        """How the configuration writes the first of some keys that has a value."""
-        key = next((key for key in keys if self._values.get(key) is not None), keys[0])
-        return self._shown.get(key, key)
+    def find(self, *names: str) -> str:
+        """The first of some settings that has a value; empty if none has.  All of them count as read."""
+        self._used.update(names)
+        found = next((name for name in names if name in self._stated), "")
+        return found or next((name for name in names if self._values.get(name) is not None), "")
+
+    def take(self, *names: str) -> Any:
+        """The value of the first of some settings that has one."""
+        return self._values.get(self.find(*names))
+
+    def stated(self, *names: str) -> str:
+        """How the configuration writes the first of some settings that it states; empty if it states none."""
+        return self.source(*names) if any(name in self._stated for name in names) else ""
+
+    def source(self, *names: str) -> str:
+        """How the configuration writes the first of some settings that it states."""
+        name = next((name for name in names if name in self._stated), names[0])
+        return self._shown.get(name, name)
 
     def number(self, *keys: str, whole: bool = True) -> Any:
         """A number, None where no key has one.
@@ -192,25 +246,34 @@ class Settings:
         value = self.take(*keys)
         return "" if value is None or value is True else str(value)
 
-    def copy(self, draft: Draft, pairs: Mapping[str, str]) -> None:
-        """Map keys that mean the same, by a table of configuration key to job key; kinds follow the job's key."""
-        for key, job_key in pairs.items():
-            kind = _kind(job_key)
-            number = self.positive if job_key in _OPEN_AT_0 else self.number
-            value = self.flag(key) if kind is bool else number(key, whole=kind is int) if kind else self.take(key)
-            if value is not None:
-                draft.map(job_key, value, self.source(key))
+    def typed(self, key: str, *names: str) -> Any:
+        """The value of the first of some settings that has one, of the type of a job's key."""
+        kind = _kind(key)
+        if kind is None:
+            return self.take(*names)
+        if kind is bool:
+            return self.flag(*names)
+        return (self.positive if key in _OPEN_AT_0 else self.number)(*names, whole=kind is int)
 
-    def left(self) -> list[str]:
-        """Keys with values that no reader has used, as text."""
-        return [
-            self.source(key)
-            if self.source(key)[:2] == "--" and value in (True, False)
-            # an option of a command line that stands alone
-            else f"{self.source(key)} {_shown(value)}".strip()
-            for key, value in self._values.items()
-            if key not in self._used and value is not None
-        ]
+    def copy(self, key: str, *names: str) -> Any:
+        """Map a key of the job to the first of some settings that has a value; return the value."""
+        value = self.typed(key, *names)
+        if value is not None:
+            self.map(key, value, *names)
+        return value
+
+    def count(self, prefix: str) -> int:
+        """Number of settings with a prefix."""
+        return sum(name.startswith(prefix) for name in self._stated)
+
+    def ignore_rest(self, *prefixes: str, unless: tuple[str, ...] = ()) -> None:
+        """Record the settings that no reader has used, of those with some prefixes and without others."""
+        for name, value in self._stated.items():
+            words = self.source(name)
+            alone = words.startswith("--") and value in (True, False)  # an option of a command line without a value
+            text = words if alone else f"{words} {_shown(value)}".strip()
+            if name not in self._used and text.startswith(prefixes or "") and not text.startswith(unless):
+                self.ignore(text)
 
 
 def _kind(job_key: str) -> type | None:

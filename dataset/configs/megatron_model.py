@@ -1,304 +1,282 @@
-"""The model of Megatron-LM's settings."""
+"""The model of Megatron-LM's settings, read and written.
+
+Sources: see ``megatron.py``.
+"""
 
 from __future__ import annotations
 
-import ast
 import re
-from typing import Any
 
 from stepsight.dataset.base.errors import JobError
-from stepsight.dataset.configs.drafts import Draft, Settings
-from stepsight.dataset.job.rules import MOST_LAYERS
+from stepsight.dataset.configs.drafts import Reading
+from stepsight.dataset.configs.key_table import JobView, Row, same
+from stepsight.dataset.configs.layer_patterns import expert_layers
 
-DIRECT = {
-    "num_layers": "model.layers",
-    "hidden_size": "model.hidden",
-    "num_attention_heads": "model.heads",
-    "num_experts": "model.experts",
-}
-EXPERTS = {
-    "moe_router_topk": "model.experts_per_token",
-    "moe_expert_capacity_factor": "model.capacity_factor",
-}
-DEEPSPEED_EXPERTS = {  # Megatron-DeepSpeed's own arguments
-    "topk": "model.experts_per_token",
-    "expert_interval": "model.moe_every",
-    "moe_train_capacity_factor": "model.capacity_factor",
-    "moe_expert_parallel_size": "parallel.ep",
-}
-LATENT = {
-    "q_lora_rank": "model.q_lora_rank",
-    "kv_lora_rank": "model.kv_lora_rank",
-    "qk_head_dim": "model.head_dim",
-    "qk_pos_emb_head_dim": "model.rope_head_dim",
-    "v_head_dim": "model.v_head_dim",
-}
-_LATENT_DEFAULTS = {"kv_lora_rank": 32, "head_dim": 128, "rope_head_dim": 64, "v_head_dim": 128}
-# Words of a tokenizer's type or name, and the tokens that it has.
+# Tokens of a tokenizer whose type or name has one of some words; the first that fits counts.
 _VOCABULARIES = (
-    ("gpt2", 50257),
-    ("256k", 256000),
-    ("250k", 250680),  # BigScience's, of BLOOM
-    ("llama-3", 128256),
-    ("llama3", 128256),
-    ("llama2", 32000),
-    ("llama-2", 32000),
-    ("mixtral", 32000),
-    ("mistral", 32000),
-    ("deepseek-v3", 129280),
-    ("deepseek-r1", 129280),
-    ("kimi-k2", 163840),
-    ("gpt-oss", 201088),
-    ("llama-4", 202048),
-    ("nemotron-mini", 256000),
-    ("deepseek-v2", 102400),
-    ("qwen3", 151936),
-    ("qwen2", 152064),
-    ("bertwordpiecelowercase", 30522),
-    ("bertwordpiececase", 28996),
-    ("baichuan2", 125696),
-    ("falcon", 65024),
-    ("gemma", 256000),
-    ("nemotron", 256000),
-    ("starcoder", 49152),
-    ("qwen", 151936),
-    ("llama", 32000),
+    (50257, ("gpt2",)),
+    (256000, ("256k",)),
+    (250680, ("250k",)),  # BigScience's, of BLOOM
+    (128256, ("llama-3", "llama3")),
+    (32000, ("llama2", "llama-2", "mixtral", "mistral")),
+    (129280, ("deepseek-v3", "deepseek-r1")),
+    (163840, ("kimi-k2",)),
+    (201088, ("gpt-oss",)),
+    (202048, ("llama-4",)),
+    (256000, ("nemotron-mini",)),
+    (102400, ("deepseek-v2",)),
+    (151936, ("qwen3",)),
+    (152064, ("qwen2",)),
+    (30522, ("bertwordpiecelowercase",)),
+    (28996, ("bertwordpiececase",)),
+    (125696, ("baichuan2",)),
+    (65024, ("falcon",)),
+    (256000, ("gemma", "nemotron")),
+    (49152, ("starcoder",)),
+    (151936, ("qwen",)),
+    (32000, ("llama",)),
 )
 _GATED = ("swiglu", "geglu", "quick_geglu", "gated_linear_unit")
 _GATED_WORDS = ("swiglu", "fast-swiglu", "geglu", "fast-geglu", "reglu", "fast-reglu")
-_DEFAULT = "Megatron-LM's default"
+_BACKENDS = {"flash-1": "flash", "flash-2": "flash", "flash-3": "fused"}
 
 
-def read_model(settings: Settings, draft: Draft) -> None:
-    """Fill the table of the model."""
-    hybrid = settings.find("hybrid_layer_pattern", "hybrid_override_pattern", "hybrid_attention_ratio")
+def _read_kind(reading: Reading) -> None:
+    hybrid = reading.find("hybrid_layer_pattern", "hybrid_override_pattern", "hybrid_attention_ratio")
     if hybrid:
-        raise JobError(f"a job has no layers with state spaces (Mamba), got {settings.source(hybrid)}")
-    if "encoder_num_layers" in settings and "decoder_seq_length" in settings:
-        draft.assume("model.family", "t5", "an encoder and a decoder have layers")
-    if draft.get("model.family") == "t5":
-        _encoder(settings, draft)
-    settings.copy(draft, DIRECT)
-    _family(settings, draft)
-    _sizes(settings, draft)
-    _attention(settings, draft)
-    _experts(settings, draft)
-    _vocabulary(settings, draft)
-    tied = settings.flag("share_embeddings_and_output_weights")
-    untied = settings.flag("untie_embeddings_and_output_weights")
-    if tied is not None or untied is not None:
-        source = settings.source("share_embeddings_and_output_weights", "untie_embeddings_and_output_weights")
-        draft.map("model.tied_embeddings", tied if tied is not None else not untied, source)
+        raise JobError(f"a job has no layers with state spaces (Mamba), got {reading.source(hybrid)}")
+    if "encoder_num_layers" in reading and "decoder_seq_length" in reading:
+        reading.assume("model.family", "t5", "an encoder and a decoder have layers")
+    if reading.get("model.family") == "t5":
+        reading.copy("model.encoder_layers", "encoder_num_layers", "num_layers")
+        reading.copy("model.layers", "decoder_num_layers", "num_layers")
+        reading.copy("model.encoder_seq_len", "seq_length", "encoder_seq_length")
+        reading.copy("model.seq_len", "decoder_seq_length")
     else:
-        draft.assume("model.tied_embeddings", True, _DEFAULT)
-    _dropout(settings, draft)
+        reading.copy("model.layers", "num_layers")
 
 
-def _encoder(settings: Settings, draft: Draft) -> None:
-    pairs = {"encoder_num_layers": "model.encoder_layers", "encoder_seq_length": "model.encoder_seq_len"}
-    settings.copy(draft, {**pairs, "decoder_seq_length": "model.seq_len", "decoder_num_layers": "model.layers"})
-    layers = settings.number("num_layers")
-    if layers is not None:
-        for key in ("model.encoder_layers", "model.layers"):
-            if draft.get(key) is None:
-                draft.map(key, layers, settings.source("num_layers"))
-    length = settings.number("seq_length")
-    if length is not None:
-        draft.map("model.encoder_seq_len", length, settings.source("seq_length"))
+def _write_kind(view: JobView) -> None:
+    family = view["model.family"]
+    if family == "t5":
+        view.put(encoder_num_layers=view["model.encoder_layers"], decoder_num_layers=view["model.layers"])
+        view.put(encoder_seq_length=view["model.encoder_seq_len"], decoder_seq_length=view["model.seq_len"])
+    else:
+        view.put(num_layers=view["model.layers"])
+    if family == "vit":
+        patch, image = view.image()
+        view.put(num_classes=view["model.vocab"], patch_dim=patch, img_h=image, img_w=image)
+        return
+    if family != "t5":
+        view.put(seq_length=view["model.seq_len"])
+    positions = "rope" if family == "llama" else "learned_absolute"
+    view.put(vocab_size=view["model.vocab"], position_embedding_type=positions)
+    view.put(max_position_embeddings=max(view["model.seq_len"], view["model.encoder_seq_len"]))
 
 
-def _family(settings: Settings, draft: Draft) -> None:
-    norm = settings.word("normalization").lower()
-    bias = settings.flag("add_bias_linear", "bias")
-    position = settings.word("position_embedding_type")
-    if settings.flag("use_rotary_position_embeddings"):
+def _read_family(reading: Reading) -> None:
+    norm = reading.word("normalization").lower()
+    bias = reading.flag("add_bias_linear", "bias")
+    position = reading.word("position_embedding_type")
+    if reading.flag("use_rotary_position_embeddings"):
         position = "rope"
-    facts = [norm or "layernorm", f"positions {position or 'learned_absolute'}", f"bias {bias is not False}".lower()]
-    if draft.get("model.family") is None:
+    facts = f"{norm or 'layernorm'}, positions {position or 'learned_absolute'}, bias {str(bias is not False).lower()}"
+    if reading.get("model.family") is None:
+        exact = {norm == "rmsnorm", position == "rope", bias is False}
         like_llama = norm == "rmsnorm" or (position == "rope" and bias is False)
         family = "llama" if like_llama else "gpt"
-        says = bool(norm or position or bias is not None)
-        draft.settle("model.family", family, ", ".join(facts) if says else "", _DEFAULT)
-        exact = (norm == "rmsnorm", position == "rope", bias is False)
-        if len(set(exact)) > 1:
-            wanted = "RMSNorm, rotary positions, no biases" if like_llama else "LayerNorm, learned positions, biases"
-            draft.ignore(f"{', '.join(facts)}: the family stands for {wanted}")
-    activation = settings.word("activation", "activation_func").lower()
-    gated = next((name for name in _GATED if settings.flag(name)), "")
-    if gated:
-        draft.map("model.gated_mlp", True, settings.source(gated))
-    elif activation:
-        draft.map("model.gated_mlp", activation in _GATED_WORDS, settings.source("activation", "activation_func"))
-    else:
-        draft.assume("model.gated_mlp", False, _DEFAULT)
-
-
-def _sizes(settings: Settings, draft: Draft) -> None:
-    hidden = draft.get("model.hidden")
-    ffn = settings.positive("ffn_hidden_size")
-    if ffn:
-        draft.map("model.ffn", ffn, settings.source("ffn_hidden_size"))
-    elif hidden and draft.get("model.gated_mlp"):
-        draft.assume("model.ffn", int(4 * hidden * 2 / 3 / 64) * 64, "Megatron-LM's default with --swiglu")
-    elif hidden:
-        draft.assume("model.ffn", 4 * hidden, "Megatron-LM's default")
-    _length(settings, draft)
-    if draft.get("model.family") == "vit":
-        _patches(settings, draft)
-
-
-def _length(settings: Settings, draft: Draft) -> None:
-    """Tokens of a sequence; of models of images and text those of the text."""
-    names: tuple[str, ...] = ("seq_length", "encoder_seq_length")
-    if "decoder_seq_length" in settings and draft.get("model.family") != "t5":
-        source, length = settings.source(*names), settings.number(*names)
-        draft.ignore(f"the encoder of images, with {source} {length}: the job is the model of text alone")
-        names = ("decoder_seq_length",)
-    length = settings.number(*names)
-    if length is not None and draft.get("model.seq_len") is None:
-        draft.map("model.seq_len", length, settings.source(*names))
-
-
-def _patches(settings: Settings, draft: Draft) -> None:
-    height, width = settings.positive("img_h") or 224, settings.positive("img_w") or 224
-    patch, channels = settings.positive("patch_dim") or 16, settings.positive("num_channels") or 3
-    draft.map("model.patch_dim", patch * patch * channels, f"{settings.source('patch_dim')} {patch}")
-    draft.assume("model.seq_len", (height // patch) * (width // patch) + 1, "patches and the class token")
-    classes = settings.positive("num_classes")
-    draft.map("model.vocab", classes or 1000, settings.source("num_classes"))
-
-
-def _attention(settings: Settings, draft: Draft) -> None:
-    groups = settings.positive("num_query_groups")
-    switch = settings.flag("group_query_attention")
-    if groups and (switch or (switch is None and groups > 1)):
-        draft.map("model.kv_heads", groups, settings.source("num_query_groups"))
-    size = settings.positive("kv_channels")
-    if settings.flag("multi_latent_attention"):
-        draft.map("model.attention", "mla", settings.source("multi_latent_attention"))
-        settings.copy(draft, LATENT)
-        for name, value in _LATENT_DEFAULTS.items():
-            draft.assume(f"model.{name}", value, _DEFAULT)
-        draft.tables["model"].pop("kv_heads", None)
-        draft.sources.pop("model.kv_heads", None)
-    elif size:
-        draft.map("model.head_dim", size, settings.source("kv_channels"))
-    backend = settings.word("attention_backend").removeprefix("AttnBackend.")
-    if settings.flag("use_flash_attn", "use_flash_attn_v2", "use_flash_attention") or backend in ("flash", "fused"):
-        source = settings.source("use_flash_attn", "use_flash_attn_v2", "use_flash_attention", "attention_backend")
-        draft.map("model.fused_attention", True, source)
-    elif backend in ("unfused", "local"):
-        draft.map("model.fused_attention", False, settings.source("attention_backend"))
-    elif settings.word("transformer_impl") == "local":
-        draft.map("model.fused_attention", False, settings.source("transformer_impl"))
-
-
-def _experts(settings: Settings, draft: Draft) -> None:
-    if draft.get("model.experts", 0) <= 1:
-        draft.tables["model"].pop("experts", None)
-        draft.sources.pop("model.experts", None)
-        return
-    settings.copy(draft, EXPERTS)
-    if draft.framework == "megatron-deepspeed":
-        settings.copy(draft, DEEPSPEED_EXPERTS)
-        for key, value in (("experts_per_token", 1), ("moe_every", 2), ("capacity_factor", 1.0)):
-            draft.assume(f"model.{key}", value, "Megatron-DeepSpeed's default")
-    draft.assume("model.experts_per_token", 2, _DEFAULT)
-    size = settings.positive("moe_ffn_hidden_size")
-    if size:
-        draft.map("model.expert_ffn", size, settings.source("moe_ffn_hidden_size"))
-    size = size or draft.get("model.ffn") or 0
-    shared = settings.number("moe_shared_expert_intermediate_size")
-    if shared and size:
-        source = settings.source("moe_shared_expert_intermediate_size")
-        if shared % size == 0:
-            draft.map("model.shared_experts", shared // size, source)
+        if norm or position or bias is not None:
+            reading.map("model.family", family, words=facts)
         else:
-            count = max(1, round(shared / size))
-            draft.assume("model.shared_experts", count, f"{source} {shared} is {shared / size:.2f} experts of {size}")
-    frequency = settings.take("moe_layer_freq")
+            reading.assume("model.family", family)
+        if len(exact) > 1:
+            wanted = "RMSNorm, rotary positions, no biases" if like_llama else "LayerNorm, learned positions, biases"
+            reading.ignore(f"{facts}: the family stands for {wanted}")
+    activation = ("activation", "activation_func")
+    gated = next((name for name in _GATED if reading.flag(name)), "")
+    word = reading.word(*activation).lower()
+    if gated or word:
+        reading.map("model.gated_mlp", bool(gated) or word in _GATED_WORDS, *([gated] if gated else activation))
+    else:
+        reading.assume("model.gated_mlp", False)
+
+
+def _write_family(view: JobView) -> None:
+    llama = view.job.model.family == "llama"
+    view.put(normalization="RMSNorm" if llama else "LayerNorm", disable_bias_linear=llama)
+    view.put(swiglu=view["model.gated_mlp"])
+    view.put(untie_embeddings_and_output_weights=not view["model.tied_embeddings"])
+
+
+def _read_sizes(reading: Reading) -> None:
+    hidden, default = reading.get("model.hidden"), "Megatron-LM's default"
+    if reading.copy("model.ffn", "ffn_hidden_size") is None and hidden:
+        if reading.get("model.gated_mlp"):
+            reading.assume("model.ffn", int(4 * hidden * 2 / 3 / 64) * 64, f"{default} with --swiglu")
+        reading.assume("model.ffn", 4 * hidden, default)
+    names, family = ["seq_length", "encoder_seq_length"], reading.get("model.family")
+    if "decoder_seq_length" in reading and family != "t5":  # of a model of images and text
+        words = f"{reading.source(*names)} {reading.number(*names)}"
+        reading.ignore(f"the encoder of images, with {words}: the job is the model of text alone")
+        names = ["decoder_seq_length"]
+    length = reading.number(*names)
+    if length is not None and reading.get("model.seq_len") is None:
+        reading.map("model.seq_len", length, *names)
+    if family == "vit":
+        height, width = reading.positive("img_h") or 224, reading.positive("img_w") or 224
+        patch, channels = reading.positive("patch_dim") or 16, reading.positive("num_channels") or 3
+        words = f"{reading.source('patch_dim')} {patch}"
+        reading.map("model.patch_dim", patch * patch * channels, words=words)
+        reading.assume("model.seq_len", (height // patch) * (width // patch) + 1, "patches and the class token")
+        reading.map("model.vocab", reading.positive("num_classes") or 1000, "num_classes")
+
+
+def _read_attention(reading: Reading) -> None:
+    groups, switch = reading.positive("num_query_groups"), reading.flag("group_query_attention")
+    if groups and (switch or (switch is None and groups > 1)):
+        reading.map("model.kv_heads", groups, "num_query_groups")
+    size = reading.positive("kv_channels")
+    if reading.flag("multi_latent_attention"):
+        reading.map("model.attention", "mla", "multi_latent_attention")
+        reading.draft.drop("model.kv_heads")
+    elif size:
+        reading.map("model.head_dim", size, "kv_channels")
+    backend = reading.word("attention_backend").removeprefix("AttnBackend.")
+    names = ("use_flash_attn", "use_flash_attn_v2", "use_flash_attention", "attention_backend")
+    if reading.flag(*names[:3]) or backend in ("flash", "fused"):
+        reading.map("model.fused_attention", True, *names)
+    elif backend in ("unfused", "local"):
+        reading.map("model.fused_attention", False, "attention_backend")
+    elif reading.word("transformer_impl") == "local":
+        reading.map("model.fused_attention", False, "transformer_impl")
+
+
+def _write_attention(view: JobView) -> None:
+    heads, groups, size = view["model.heads"], view["model.kv_heads"], view["model.head_dim"]
+    latent = view["model.attention"] == "mla"
+    if latent:
+        view.put(multi_latent_attention=True, qk_head_dim=size or view.job.model.head_size)
+    else:
+        if groups != heads:
+            view.put(group_query_attention=True, num_query_groups=groups)
+        view.put(kv_channels=size or None)
+    if not view["model.fused_attention"]:
+        view.put(attention_backend="unfused")
+    elif view["model.attention_kernels"]:
+        view.put(attention_backend=_BACKENDS[view["model.attention_kernels"]])
+
+
+def _read_experts(reading: Reading) -> None:
+    if reading.draft.framework == "megatron-deepspeed":
+        reading.copy("model.experts_per_token", "topk", "moe_router_topk")
+        reading.copy("model.moe_every", "expert_interval")
+        reading.copy("model.capacity_factor", "moe_train_capacity_factor", "moe_expert_capacity_factor")
+        reading.copy("parallel.ep", "moe_expert_parallel_size")
+        for key, value in (("experts_per_token", 1), ("moe_every", 2), ("capacity_factor", 1.0)):
+            reading.assume(f"model.{key}", value, "Megatron-DeepSpeed's default")
+    reading.assume("model.experts_per_token", 2)
+    size = reading.copy("model.expert_ffn", "moe_ffn_hidden_size") or reading.get("model.ffn") or 0
+    name = "moe_shared_expert_intermediate_size"
+    shared = reading.number(name)
+    if shared and size and shared % size == 0:
+        reading.map("model.shared_experts", shared // size, name)
+    elif shared and size:
+        words = f"{reading.source(name)} {shared} is {shared / size:.2f} experts of {size}"
+        reading.assume("model.shared_experts", max(1, round(shared / size)), words)
+    frequency = reading.take("moe_layer_freq")
     if frequency is not None:
-        expert_layers(draft, frequency, settings.source("moe_layer_freq"))
-    dense = settings.number("first_k_dense_replace")
+        expert_layers(reading, frequency, reading.source("moe_layer_freq"))
+    dense = reading.number("first_k_dense_replace")
     if dense:
-        draft.map("model.dense_layers", dense, settings.source("first_k_dense_replace"))
+        reading.map("model.dense_layers", dense, "first_k_dense_replace")
 
 
-def expert_layers(draft: Draft, frequency: Any, source: str) -> None:
-    """Which layers have experts: every n-th one, or a pattern of zeros and ones."""
-    text = frequency if isinstance(frequency, str) else repr(frequency)
-    if text.strip().isdigit():
-        if int(text) > 1:
-            draft.map("model.moe_every", int(text), source)
-        return
-    pattern = _pattern(text)
-    dense = next((place for place, one in enumerate(pattern) if one), len(pattern))
-    if pattern and all(pattern[dense:]):
-        draft.map("model.dense_layers", dense, f"{source} {text}")
-        return
-    places = [(every, place) for every in range(2, 9) for place in range(every)]
-    every = next((n for n, k in places if pattern == [int(i % n == k) for i in range(len(pattern))]), 0)
-    if every:
-        draft.map("model.moe_every", every, f"{source} {text}")
-    else:
-        draft.ignore(f"{source} {text}: a job has dense layers first, or experts in every n-th layer")
+def _write_experts(view: JobView) -> None:
+    view.put(moe_ffn_hidden_size=view["model.expert_ffn"], moe_grouped_gemm=True, moe_token_dispatcher_type="alltoall")
+    if view["model.shared_experts"]:
+        view.put(moe_shared_expert_intermediate_size=view["model.shared_experts"] * view["model.expert_ffn"])
+    dense, every, layers = view["model.dense_layers"], view["model.moe_every"], view["model.layers"]
+    if dense and every == 1:
+        view.put(moe_layer_freq=f"([0]*{dense}+[1]*{layers - dense})")
+    elif every > 1:
+        view.put(moe_layer_freq=every)
+        if dense:
+            view.unexpressed("model.dense_layers")
 
 
-def _pattern(text: str) -> list[int]:
-    """A list written as Python: ``[0]*3+[1]*58``; empty if it is something else."""
-    try:
-        return _listed(ast.parse(text.strip().strip("'\""), mode="eval").body)
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
-        return []
+def _without_experts(reading: Reading) -> None:
+    count = reading.get("model.experts", 0)
+    if count <= 1:
+        reading.draft.drop("model.experts")
 
 
-def _listed(node: ast.AST) -> list[int]:
-    if isinstance(node, ast.List) and all(isinstance(item, ast.Constant) for item in node.elts):
-        return [int(item.value == 1) for item in node.elts if isinstance(item, ast.Constant)]
-    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
-        found = _listed(node.left) + _listed(node.right)
-    elif isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult) and isinstance(node.right, ast.Constant):
-        count = node.right.value
-        if type(count) is not int or not 0 <= count <= MOST_LAYERS:
-            raise ValueError("a pattern's count must be a small whole number")
-        found = _listed(node.left) * count
-    else:
-        raise ValueError("a pattern is made of lists, + and *")
-    if len(found) > MOST_LAYERS:
-        raise ValueError("a pattern is longer than any model")
-    return found
+def _write_without_experts(view: JobView) -> None:
+    if not view["model.experts"]:
+        view.expressed("model.expert_ffn", "model.moe_every", "model.dense_layers", "model.experts_per_token")
 
 
-def _vocabulary(settings: Settings, draft: Draft) -> None:
-    if draft.get("model.vocab") is not None:
+def _read_vocabulary(reading: Reading) -> None:
+    if reading.get("model.vocab") is not None:
         return
     sizes = ("vocab_size", "padded_vocab_size", "override_vocab_size", "pad_vocab_size_to")
-    size = settings.positive(*sizes)
+    size = reading.positive(*sizes)
     if size:
-        draft.map("model.vocab", size, settings.source(*sizes))
+        reading.map("model.vocab", size, *sizes)
         return
     names = ("tokenizer_type", "tokenizer_model", "tokenizer_name_or_path", "vocab_file", "merge_file", "run_name")
-    words = [settings.word(name) for name in names]
-    text = " ".join(words).lower().replace("_", "-")
-    if draft.get("model.family") in ("bert", "t5") and "wordpiece" not in text:
-        draft.assume("model.vocab", 30522, "no vocab_size is stated: BERT's lower-case WordPiece")
-        return
-    found = next((pair for pair in _VOCABULARIES if re.search(re.escape(pair[0]) + r"(?!\d)", text)), None)
-    if found:
-        draft.assume("model.vocab", found[1], f"no vocab_size is stated: tokens of the tokenizer {found[0]}")
-    elif settings.word("tokenizer_type") in ("", "GPT2BPETokenizer"):
-        draft.assume("model.vocab", 50257, "no vocab_size is stated: GPT-2's tokens")
+    text = " ".join([reading.word(name) for name in names]).lower().replace("_", "-")
+    known = ((size, word) for size, words in _VOCABULARIES for word in words)
+    found = next((pair for pair in known if re.search(re.escape(pair[1]) + r"(?!\d)", text)), None)
+    if reading.get("model.family") in ("bert", "t5") and "wordpiece" not in text:
+        value, reason = 30522, "BERT's lower-case WordPiece"
+    elif found:
+        value, reason = found[0], f"tokens of the tokenizer {found[1]}"
+    elif reading.word("tokenizer_type") in ("", "GPT2BPETokenizer"):
+        value, reason = 50257, "GPT-2's tokens"
     else:
-        draft.assume("model.vocab", 32000, "no vocab_size is stated, and the tokenizer is not known: give it")
-
-
-def _dropout(settings: Settings, draft: Draft) -> None:
-    after = settings.number("hidden_dropout", whole=False)
-    scores = settings.number("attention_dropout", whole=False)
-    if after is None and scores is None:
-        draft.assume("model.dropout", 0.1, _DEFAULT)
+        reading.assume("model.vocab", 32000, "no vocab_size is stated, and the tokenizer is not known: give it")
         return
-    values = [value if value is not None else 0.1 for value in (after, scores)]
-    draft.map("model.dropout", max(values), settings.source("hidden_dropout", "attention_dropout"))
+    reading.assume("model.vocab", value, f"no vocab_size is stated: {reason}")
+
+
+def _read_rest(reading: Reading) -> None:
+    tied, untied = "share_embeddings_and_output_weights", "untie_embeddings_and_output_weights"
+    shared, apart = reading.flag(tied), reading.flag(untied)
+    reading.map("model.tied_embeddings", not apart if shared is None else shared, tied, untied)
+    after, scores = (reading.number(f"{name}_dropout", whole=False) for name in ("hidden", "attention"))
+    values = [0.1 if value is None else value for value in (after, scores)]
+    if after is None and scores is None:
+        reading.assume("model.dropout", 0.1)
+    else:
+        reading.map("model.dropout", max(values), "hidden_dropout", "attention_dropout")
     if values[0] != values[1]:
-        draft.ignore(f"hidden_dropout {values[0]:g} and attention_dropout {values[1]:g}: a job has one for both")
+        words = f"hidden_dropout {values[0]:g} and attention_dropout {values[1]:g}"
+        reading.ignore(f"{words}: a job has one for both")
+
+
+def _write_dropout(view: JobView) -> None:
+    view.put(attention_dropout=view["model.dropout"], hidden_dropout=view["model.dropout"])
+
+
+_LATENT = (  # settings of latent attention, keys and Megatron-LM's defaults
+    ("kv_lora_rank", "model.kv_lora_rank", 32),
+    ("qk_pos_emb_head_dim", "model.rope_head_dim", 64),
+    ("v_head_dim", "model.v_head_dim", 128),
+)
+MODEL_ROWS = (
+    Row("model.family", read=_read_kind, write=_write_kind),
+    *same({"hidden_size": "model.hidden", "num_attention_heads": "model.heads"}),
+    Row("model.experts", "num_experts", omit=True),
+    Row("model.family", read=_read_family, write=_write_family),
+    Row("model.ffn", "ffn_hidden_size", read=_read_sizes),
+    Row("model.attention", read=_read_attention, write=_write_attention),
+    Row("model.q_lora_rank", "q_lora_rank", needs="model.attention", omit=True),
+    Row("model.head_dim", "qk_head_dim", default=128, needs="model.attention", only="read"),
+    *(Row(key, name, default=default, needs="model.attention") for name, key, default in _LATENT),
+    Row("model.experts", read=_without_experts, write=_write_without_experts),
+    Row("model.experts_per_token", "moe_router_topk", needs="model.experts"),
+    Row("model.capacity_factor", "moe_expert_capacity_factor", needs="model.experts", omit=True),
+    Row("model.expert_ffn", read=_read_experts, write=_write_experts, needs="model.experts"),
+    Row("model.vocab", read=_read_vocabulary),
+    Row("model.dropout", read=_read_rest, write=_write_dropout),
+)

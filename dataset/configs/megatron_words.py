@@ -1,15 +1,31 @@
-"""Megatron-LM's settings by name, from command-line words, scripts and YAML files."""
+"""Megatron-LM's settings by name, from command-line words, scripts, YAML files and NeMo's configurations."""
 
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from stepsight.dataset.base.errors import JobError
-from stepsight.dataset.configs.drafts import Draft, Settings
-from stepsight.dataset.configs.shell_scripts import ShellScript
+from stepsight.dataset.base.files import parse_json
+from stepsight.dataset.configs.deepspeed import is_deepspeed, read_deepspeed
+from stepsight.dataset.configs.documents import flat, read_source
+from stepsight.dataset.configs.drafts import ConfigFile, Draft, Reading
+from stepsight.dataset.configs.megatron import read_megatron
+from stepsight.dataset.configs.shell_scripts import ShellScript, read_script
 
+# NeMo's own names, of its 1.x releases and launchers (examples/nlp/language_modeling/conf, r1.20 to r2.0).
+_REFERENCE = re.compile(r"\$\{([.\w]+)\}")
+_NEMO = {
+    "trainer.devices": "devices_per_node",
+    "trainer.num_nodes": "nodes",
+    "trainer.gradient_clip_val": "clip_grad",
+    "run.name": "run_name",
+    "model.data.seq_length_dec": "decoder_seq_length",
+}
+_OF_MODEL = ("model.data.", "model.tokenizer.", "model.optim.", "model.nsys_profile.", "model.peft.")
+_PRECISIONS = {"bf16": "bf16", "16": "fp16", "32": "fp32"}
 # Flags that set another name to false (megatron/training/arguments.py, ``dest`` with ``store_false``).
 _SWITCHED_OFF = {
     "disable_bias_linear": "add_bias_linear",
@@ -51,21 +67,82 @@ _VARIABLES = {
     "nodes": ("NNODES", "NUM_NODES", "SLURM_NNODES", "SLURM_JOB_NUM_NODES"),
     "devices_per_node": ("GPUS_PER_NODE", "NUM_GPUS_PER_NODE", "NPROC_PER_NODE", "GPU_PER_NODE"),
 }
+DEFAULT = "Megatron-LM's default"
 _NUMBER = re.compile(r"-?\d")
 
 
+def is_words(file: ConfigFile) -> bool:
+    """Whether a file is taken as a shell script or a file of arguments: any that has neither tables nor Python."""
+    return not file.has_tables and file.path.suffix != ".py"
+
+
+def read_words(file: ConfigFile, draft: Draft) -> None:
+    """Fill a draft from a shell script, or a file of arguments."""
+    text = read_source(file.path)
+    if re.match(r"(\s*(#[^\n]*)?\n)*\s*--?[A-Za-z]", text):
+        try:
+            lines = re.sub(r"(?m)^[ \t]*#.*", "", text)  # a comment ends with its line, even after a backslash
+            words = shlex.split(lines.replace("\\\n", " "), comments=True)
+        except ValueError as error:
+            raise JobError(f"a file of arguments must be words of a shell, got {error}") from None
+        read_megatron(_reading_of_words(draft, words))
+        return
+    script = read_script(text, dict(file.given.variables), file.path.parent)
+    for document in script.documents:  # DeepSpeed's JSON that a script writes for its command
+        try:
+            tables = parse_json(document)
+        except (ValueError, RecursionError):
+            continue
+        inner = ConfigFile(file.path, tables if isinstance(tables, dict) else {})
+        if is_deepspeed(inner):
+            read_deepspeed(inner, draft)
+    read_megatron(_reading_of_script(script, draft))
+
+
+def is_arguments(file: ConfigFile) -> bool:
+    """Whether a file holds arguments by name, as Megatron-LM's functional tests have them."""
+    return isinstance(file.tables.get("MODEL_ARGS"), Mapping)
+
+
+def read_arguments(file: ConfigFile, draft: Draft) -> None:
+    """Fill a draft from arguments by name."""
+    words: list[str] = []
+    for flag, value in file.tables["MODEL_ARGS"].items():
+        if value is not False:
+            values = [] if value is True else value if isinstance(value, list) else [value]
+            words += [str(flag), *map(str, values)]
+    read_megatron(_reading_of_words(draft, words))
+
+
+def is_yaml(file: ConfigFile) -> bool:
+    """Whether a file is Megatron-Core's YAML (``--yaml-cfg``)."""
+    return isinstance(file.tables.get("language_model"), Mapping)
+
+
+def read_yaml(file: ConfigFile, draft: Draft) -> None:
+    """Fill a draft from Megatron-Core's YAML: the innermost name of each value counts, whatever its table."""
+    values: dict[str, Any] = {}
+    shown: dict[str, str] = {}
+    for place, value in flat(file.tables).items():
+        name, value = canonical(place.rpartition(".")[2], value)
+        if value is not None:
+            values[name], shown[name] = value, place
+    read_megatron(Reading(draft, values, shown, DEFAULT))
+
+
 def canonical(name: str, value: Any) -> tuple[str, Any]:
-    """A setting's name and value as ``megatron_in`` reads them."""
+    """A setting's name and value as ``megatron`` reads them."""
     name = name.lstrip("-").replace("-", "_")
     if name in _SWITCHED_OFF:
         return _SWITCHED_OFF[name], not (value is True or value == "true")
     return _SAME.get(name, name), value
 
 
-def settings_of_words(words: Sequence[str], launcher: Sequence[str] = ()) -> Settings:
+def _reading_of_words(draft: Draft, words: Sequence[str], launcher: Sequence[str] = ()) -> Reading:
     """Settings from the words of a command: ``--name``, ``--name=value``, ``--name value value``.
 
     Args:
+        draft: That they fill.
         words: Of the command.
         launcher: Words of a batch system (``#SBATCH``), which the command's own win over.
     """
@@ -81,7 +158,7 @@ def settings_of_words(words: Sequence[str], launcher: Sequence[str] = ()) -> Set
     for name in ("nodes", "devices_per_node"):
         if not re.fullmatch(r"\d+", str(values.get(name, 1))):  # a place that the user fills in
             values.pop(name)
-    return Settings(values, shown)
+    return Reading(draft, values, shown, DEFAULT)
 
 
 def _flags(words: Sequence[str]) -> list[tuple[str, Any]]:
@@ -111,7 +188,7 @@ def _of_slurm(name: str, value: Any) -> tuple[str, Any]:
     return "", None
 
 
-def settings_of_script(script: ShellScript, draft: Draft) -> Settings:
+def _reading_of_script(script: ShellScript, draft: Draft) -> Reading:
     """Settings of the command of a script that trains a model: the one with the most options.
 
     A script that only sets variables is read as one command of all words in them.
@@ -139,13 +216,13 @@ def settings_of_script(script: ShellScript, draft: Draft) -> Settings:
     for name in script.unset:
         if any(name in word for word in ("SLURM_NNODES", "WORLD_SIZE", "NNODES", "NUM_LAYERS", "HIDDEN_SIZE")):
             draft.ignore(f"variable {name} is not set in the script")
-    settings = settings_of_words(words, script.batch_options)
+    reading = _reading_of_words(draft, words, script.batch_options)
     program = next((word for word in words if word.endswith(".py")), "")
     for part, family in _PROGRAMS:
         if part in program.rpartition("/")[2]:
             draft.assume("model.family", family, f"the program is {program}")
             break
-    return settings
+    return reading
 
 
 def _cluster_words(script: ShellScript, words: Sequence[str]) -> list[str]:
@@ -160,26 +237,67 @@ def _cluster_words(script: ShellScript, words: Sequence[str]) -> list[str]:
     return found
 
 
-def settings_of_tables(tables: Mapping[str, Any], keep: Sequence[str] = ()) -> Settings:
-    """Settings of a YAML file: the innermost name of each value, as Megatron-Core's and NeMo's files have it.
+def is_nemo(file: ConfigFile) -> bool:
+    """Whether tables are those of NeMo's YAML."""
+    model = file.tables.get("model")
+    if not isinstance(file.tables.get("trainer"), Mapping) or not isinstance(model, Mapping):
+        return False
+    encoder = model.get("encoder")
+    return "hidden_size" in model or (isinstance(encoder, Mapping) and "hidden_size" in encoder)
 
-    Args:
-        tables: Of the file.
-        keep: Names of inner tables whose values keep the table's name before theirs (``optim.name``).
-    """
+
+def read_nemo(file: ConfigFile, draft: Draft) -> None:
+    """Fill a draft from a configuration."""
+    everything = flat(file.tables)
     values: dict[str, Any] = {}
     shown: dict[str, str] = {}
+    for key, value in everything.items():
+        value = _resolved(key, value, everything)
+        if key in _NEMO:
+            name = _NEMO[key]
+        elif key.startswith(("model.encoder.", "model.decoder.")):  # of T5, whose other sizes are those of the encoder
+            side, _, name = key.removeprefix("model.").partition(".")
+            name = f"{side}_num_layers" if name == "num_layers" else name if side == "encoder" else ""
+        elif key.startswith("model.") and not key.startswith(_OF_MODEL):
+            name, value = canonical(key.removeprefix("model."), value)
+        elif key == "model.optim.name":
+            name = "optim.name"
+        elif key.startswith("model.tokenizer."):
+            name = f"tokenizer_{key.rpartition('.')[2]}"
+        else:
+            continue
+        if name and value is not None and value != "???":
+            values[name], shown[name] = value, key
+    if values.pop("fp8", False) is True:
+        values["fp8"], shown["fp8"] = "hybrid", "model.fp8"
+    precision = str(everything.get("trainer.precision") or "bf16").split("-")[0]
+    if _PRECISIONS.get(precision) in ("bf16", "fp16"):
+        values[_PRECISIONS[precision]], shown[_PRECISIONS[precision]] = True, f"trainer.precision {precision}"
+    if values.get("num_query_groups"):
+        values["group_query_attention"] = True
+    draft.framework = "nemo"
+    if values.pop("megatron_amp_O2", None) is False:
+        draft.ignore("model.megatron_amp_O2 false: gradients are taken to be as with true")
+    if values.get("fsdp"):
+        stage = {"full": 3, "grad": 2, "hybrid": 3}.get(str(values.get("fsdp_sharding_strategy") or "full"), 3)
+        draft.map("parallel.zero_stage", stage, "model.fsdp_sharding_strategy")
+    name = f"{everything.get('name') or ''} {everything.get('run.name') or ''}".lower()
+    for part in ("bert", "t5"):
+        if part in name or (part == "t5" and "decoder_num_layers" in values):
+            draft.map("model.family", part, f"name {name}")
+    attends = values.pop("transformer_engine", None) or values.get("use_flash_attention")
+    read_megatron(Reading(draft, values, shown, DEFAULT))
+    if not attends and draft.get("model.fused_attention") is None:
+        draft.map("model.fused_attention", False, "neither transformer_engine nor use_flash_attention")
 
-    def walk(table: Mapping[str, Any], path: str, prefix: str) -> None:
-        for key, value in table.items():
-            place = f"{path}{key}"
-            if isinstance(value, Mapping):
-                inner = str(key)
-                walk(value, f"{place}.", f"{inner}." if inner in keep else prefix)
-                continue
-            name, value = canonical(prefix + str(key), value)
-            if value is not None and (name not in values or not prefix):
-                values[name], shown[name] = value, place
 
-    walk(tables, "", "")
-    return Settings(values, shown)
+def _resolved(key: str, value: Any, everything: Mapping[str, Any]) -> Any:
+    """Resolve a value that refers to another one, as ``${model.encoder_seq_length}``."""
+    for _ in range(5):
+        found = _REFERENCE.fullmatch(value) if isinstance(value, str) else None
+        if found is None:
+            return value if not (isinstance(value, str) and "${" in value) else None
+        name = found[1]
+        name = key.rpartition(".")[0] + name if name.startswith(".") else name
+        value = everything.get(name)
+    return None

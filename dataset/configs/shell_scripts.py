@@ -11,14 +11,16 @@ import shlex
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
+from typing import NamedTuple
 
 from stepsight.dataset.base.bounded import read_text
-from stepsight.dataset.configs.shell_syntax import Branches, Cases, Command, Function, Loop, Statement, shell_statements
-from stepsight.dataset.configs.shell_tokens import shell_tokens
+from stepsight.dataset.base.errors import JobError
 from stepsight.dataset.configs.shell_values import Variables, arithmetic
 
-MOST_COMMANDS = 20_000
-_MOST_DEPTH = 20  # of functions and scripts that call each other
+MOST_TOKENS, MOST_COMMANDS = 200_000, 20_000
+MOST_DEPTH, _MOST_CALLS = 40, 20  # of statements within statements; of functions that call each other
+_TOKEN = re.compile(r"([ \t\r]|\\\n|#[^\n]*)|&&|\|\||;;|<<<|<<|>>|>&|<&|&>|[|&;()<>\n]")
+_HEREDOC = re.compile(r"(-?)[ \t]*(['\"]?)([A-Za-z_][\w.-]*)\2")
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\[[^\]]*\])?(\+?)=(.*)", re.DOTALL)
 _DECLARE = ("export", "declare", "local", "readonly", "typeset")
 _SILENT = ("echo", "printf", "mkdir", "cd", "set", "exit", "return", "rm", "cp", "shift", "unset", "trap", "ulimit")
@@ -58,144 +60,323 @@ def read_script(text: str, defined: dict[str, str] | None = None, folder: Path |
     Raises:
         JobError: If the script cannot be parsed, or is too large.
     """
-    run = _Reading(Variables(dict(defined or {})), folder)
-    run.block(shell_statements(shell_tokens(text)))
-    script, variables = run.script, run.variables
+    variables = Variables(dict(defined or {}))
+    reading = _Reading(variables, folder)
+    reading.run(_tokens(text))
+    script = reading.script
     script.variables, script.unset = variables.values, list(variables.unset)
     for line in _SBATCH.findall(text):
         script.batch_options += _split(line.partition(" #")[0])
     return script
 
 
+class _Token(NamedTuple):
+    """A word as written, an ``operator``, or a here-``document`` (``literal`` if nothing in it is substituted)."""
+
+    kind: str
+    text: str
+
+
+def _tokens(text: str) -> list[_Token]:
+    """Split a script into tokens.
+
+    Raises:
+        JobError: If a quote or a bracket is left open, or the script is too long.
+    """
+    tokens: list[_Token] = []
+    documents: list[tuple[str, bool]] = []  # here-documents whose text follows the line
+    at = 0
+    while at < len(text):
+        if len(tokens) > MOST_TOKENS:
+            raise JobError(f"a script must have at most {MOST_TOKENS} words")
+        start, found = at, _TOKEN.match(text, at)
+        if found is None:
+            while at < len(text) and text[at] not in " \t\r\n;&|<>()":
+                at = _after(text, at)
+            tokens.append(_Token("word", text[start:at]))
+            continue
+        at, operator = found.end(), found[0]
+        if found[1] is not None:
+            continue
+        if operator[0] in "<>" and text[max(0, start - 1)].isdigit() and tokens[-1].text.isdigit():
+            tokens.pop()  # the number of a stream, as in 2>&1
+        if operator == "<<":
+            named = _HEREDOC.match(text, at)
+            if named is None:
+                raise JobError(f"a here-document of a script needs a delimiter, got {text[at : at + 40]!r}")
+            at = named.end()
+            documents.append((named[3], bool(named[2])))
+            continue
+        if operator == "\n":  # documents belong to the command before the end of the line
+            for delimiter, literal in documents:
+                end = re.compile(rf"^\s*{re.escape(delimiter)}\s*$", re.MULTILINE).search(text, at)
+                lines = text[at : end.start() if end else len(text)]
+                tokens.append(_Token("literal" if literal else "document", lines.removesuffix("\n")))
+                at = end.end() + 1 if end else len(text)
+            documents.clear()
+        tokens.append(_Token("operator", operator))
+    return tokens
+
+
+def _after(text: str, at: int) -> int:
+    """The place after a character, a quoted text or a substitution."""
+    char, following = text[at], text[at + 1 : at + 2]
+    if char == "\\":
+        return min(at + 2, len(text))
+    if char in "'`":
+        at = text.find(char, at + 1)
+    elif char == '"':
+        at += 1
+        while at < len(text) and text[at] != '"':
+            at = at + 2 if text[at] == "\\" else _after(text, at) if text[at] in "$`" else at + 1
+    elif char == "$" and following in ("(", "{"):
+        closing, depth, at = {"(": ")", "{": "}"}[following], 1, at + 2
+        while at < len(text) and depth:
+            depth += (text[at] == following) - (text[at] == closing)
+            at = _after(text, at) if text[at] in "'\"\\" and following == "(" else at + 1
+        at = at - 1 if depth == 0 else len(text)
+    if not 0 <= at < len(text):
+        raise JobError("a quote or a bracket of the script is never closed")
+    return at + 1
+
+
 class _Reading:
+    """Reads the tokens of a script, and follows those statements that would run (``runs``)."""
+
     def __init__(self, variables: Variables, folder: Path | None) -> None:
-        self.script, self.variables = ShellScript(), variables
-        self._folder = folder
-        self._functions: dict[str, tuple[Statement, ...]] = {}
-        self._depth, self._last = 0, True
+        self.script, self._variables, self._folder = ShellScript(), variables, folder
+        self._functions: dict[str, list[_Token]] = {}
+        self._tokens: list[_Token] = []
+        self._at = self._depth = self._calls = 0
         self._sourced: set[Path] = set()
 
-    def block(self, statements: tuple[Statement, ...]) -> bool:
-        """Read statements; return whether the last command succeeds, as far as that is known."""
-        self._last = True
-        for statement in statements:
-            match statement:
-                case Command():
-                    if statement.after != ("&&" if not self._last else "||") or not statement.after:
-                        self._last = self._command(statement)
-                case Branches():
-                    self._branches(statement)
-                case Cases():
-                    self._cases(statement)
-                case Loop():
-                    self._loop(statement)
-                case Function():
-                    self._define(statement)
-        return self._last
+    def run(self, tokens: list[_Token]) -> None:
+        """Read all statements of some tokens."""
+        outer = self._tokens, self._at, self._depth
+        self._tokens, self._at, self._depth = tokens, 0, 0
+        self._block((), True)
+        self._tokens, self._at, self._depth = outer
 
-    def _define(self, function: Function) -> None:
-        if function.name:
-            self._functions[function.name] = function.body
-        else:
-            self.block(function.body)
+    def _peek(self) -> _Token | None:
+        return self._tokens[self._at] if self._at < len(self._tokens) else None
 
-    def _branches(self, statement: Branches) -> None:
-        for condition, body in statement.cases:
-            if not condition or self.block(condition):
-                self.block(body)
+    def _next(self) -> str:
+        """The text of the next token, which is taken; empty at the end."""
+        token = self._peek()
+        self._at += 1
+        return "" if token is None else token.text
+
+    def _skip(self, *operators: str) -> None:
+        while (token := self._peek()) is not None and token.kind == "operator" and token.text in operators:
+            self._at += 1
+
+    def _take(self, *texts: str) -> str:
+        """Skip ends of statements, and take one of some words."""
+        self._skip("\n", ";")
+        token = self._peek()
+        if token is None or token.text not in texts:
+            shown = "the end of the file" if token is None else f"{token.text!r:.60}"
+            raise JobError(f"a script's statement must be closed by {' or '.join(texts)}, got {shown}")
+        return self._next()
+
+    def _until(self, text: str) -> list[str]:
+        """The words before a token, which is left."""
+        words = []
+        while (token := self._peek()) is not None and token.text != text:
+            words += [token.text] if token.kind == "word" else []
+            self._at += 1
+        return words
+
+    def _block(self, ends: tuple[str, ...], runs: bool) -> bool:
+        """Read statements up to one of some words, which is left; return whether the last command succeeds."""
+        self._depth += 1
+        if self._depth > MOST_DEPTH:
+            raise JobError(f"statements of a script must be nested at most {MOST_DEPTH} deep")
+        last, after = True, ""
+        while (token := self._peek()) is not None and token.text not in ends:
+            if token.kind == "operator" and token.text in ("\n", ";", "&", "|", "&&", "||"):
+                self._at += 1
+                after = token.text if token.text in ("&&", "||") else after if token.text == "\n" else ""
+                continue
+            last = self._statement(token, runs, last, after)
+            after = ""
+        self._depth -= 1
+        return last
+
+    def _statement(self, token: _Token, runs: bool, last: bool, after: str) -> bool:
+        match token:
+            case ("operator", "("):
+                self._at += 1
+                if self._peek() == ("operator", "("):
+                    return self._arithmetic(runs)
+                last = self._block((")",), runs)
+                self._take(")")
+                return last
+            case ("word", "if"):
+                return self._branches(runs)
+            case ("word", "for" | "while" | "until" | "select"):
+                return self._loop(runs)
+            case ("word", "case"):
+                return self._cases(runs)
+            case ("word", "{"):
+                return self._group("", runs)
+            case ("word", "function"):
+                self._at += 1
+                return self._group(self._next(), runs)
+            case ("operator", _):
+                self._at += 1  # a stray bracket or redirection says nothing
+                return True
+        return self._command(runs and after != ("||" if last else "&&"), last)
+
+    def _arithmetic(self, runs: bool) -> bool:
+        """Read ``(( ... ))``, which succeeds if its value is known and not 0."""
+        start = self._at
+        depth = 1
+        while depth and (token := self._peek()) is not None:
+            depth += (token.text == "(") - (token.text == ")")
+            self._at += 1
+        text = " ".join(token.text for token in self._tokens[start : self._at - 1])
+        return runs and arithmetic(text, self._variables) not in ("", "0")
+
+    def _group(self, name: str, runs: bool) -> bool:
+        """Read a function, or statements in braces."""
+        self._skip("(", ")", "\n")
+        self._take("{")
+        start = self._at
+        last = self._block(("}",), runs and not name)
+        if name and runs:
+            self._functions[name] = self._tokens[start : self._at]
+        self._take("}")
+        return last
+
+    def _branches(self, runs: bool) -> bool:
+        word = self._take("if")
+        while word != "fi":
+            holds = True
+            if word != "else":
+                holds = self._block(("then",), runs)
+                self._take("then")
+            self._block(("elif", "else", "fi"), runs and holds)
+            runs = runs and not holds
+            word = self._take("elif", "else", "fi")
+        return True
+
+    def _loop(self, runs: bool) -> bool:
+        name = self._next() if self._next() in ("for", "select") else ""
+        words = [word for word in self._until("do") if word != "in"] if name else self._until("do")[:0]
+        if name and runs:
+            items = [item for word in words for item in self._variables.expanded(word)]
+            runs = bool(items)
+            if items:
+                self._variables.set(name, items[0])
+        self._take("do")
+        self._block(("done",), runs)
+        self._take("done")
+        return True
+
+    def _cases(self, runs: bool) -> bool:
+        self._at += 1
+        word = self._next()
+        word = self._variables.joined(word) if runs else word
+        self._take("in")
+        self._skip("\n", ";;", ";")
+        while (token := self._peek()) is not None and token.text != "esac":
+            patterns = self._until(")")
+            self._take(")")
+            fits = runs and any(fnmatchcase(word, self._variables.joined(pattern)) for pattern in patterns)
+            self._block((";;", "esac"), fits)
+            runs = runs and not fits
+            self._skip("\n", ";;", ";")
+        self._take("esac")
+        return True
+
+    def _command(self, runs: bool, last: bool) -> bool:
+        words: list[str] = []
+        arrays: dict[int, list[str]] = {}
+        documents: list[_Token] = []
+        while (token := self._peek()) is not None:
+            if token.kind in ("document", "literal"):
+                documents.append(token)
+            elif token.kind == "word":
+                words.append(token.text)
+            elif token.text == "(" and words and words[-1].endswith("="):
+                self._at += 1
+                arrays[len(words) - 1] = self._until(")")
+                self._take(")")
+                continue
+            elif token.text == "(" and len(words) == 1:
+                return self._group(words[0], runs)
+            elif token.text not in ("<", ">", ">>", ">&", "<&", "&>", "<<<"):
                 break
-        self._last = True
+            elif self._at + 1 < len(self._tokens) and self._tokens[self._at + 1].kind == "word":
+                self._at += 1  # the file of a redirection
+            self._at += 1
+        if words and words[0] == "[[":  # && and || within its brackets belong to the test
+            while "]]" not in words and self._peek() is not None:
+                words.append(self._next())
+        return self._carry_out(words, arrays, documents) if runs else last
 
-    def _cases(self, statement: Cases) -> None:
-        word = self.variables.joined(statement.word)
-        for patterns, body in statement.cases:
-            if any(fnmatchcase(word, self.variables.joined(pattern)) for pattern in patterns):
-                self.block(body)
-                break
-        self._last = True
-
-    def _loop(self, statement: Loop) -> None:
-        words = [word for raw in statement.words for word in self.variables.expanded(raw)]
-        if statement.name and words:
-            self.variables.set(statement.name, words[0])
-        if not statement.name or words:
-            self.block(statement.body)
-        self._last = True
-
-    def _command(self, command: Command) -> bool:
-        self.script.documents += [
-            text if quoted else self.variables.substituted(text) for text, quoted in command.documents
-        ]
-        rest = self._assign(command)
-        words = [word for raw in rest for word in self.variables.expanded(raw)]
-        if not words:
-            return True
-        name = words[0]
-        if name in ("[", "[[", "test", "((") or name.startswith("(("):
+    def _carry_out(self, words: list[str], arrays: dict[int, list[str]], documents: list[_Token]) -> bool:
+        for kind, text in documents:
+            self.script.documents.append(text if kind == "literal" else self._variables.joined(text, quotes=False))
+        rest = self._assign(words, arrays)
+        words = [word for raw in rest for word in self._variables.expanded(raw)]
+        name = words[0] if words else "true"
+        if name in ("[", "[[", "test"):
             return self._test(words)
-        if name in ("true", "false", ":"):
-            return name != "false"
         if name in (".", "source") and len(words) > 1:
             self._source(words[1])
         elif name in self._functions:
             self._call(self._functions[name], words[1:])
-        elif name not in _SILENT and len(self.script.commands) < MOST_COMMANDS:
+        elif name not in ("true", "false", ":", *_SILENT) and len(self.script.commands) < MOST_COMMANDS:
             self.script.commands.append(_flat(words))
-        return True
+        return name != "false"
 
-    def _assign(self, command: Command) -> list[str]:
+    def _assign(self, words: list[str], arrays: dict[int, list[str]]) -> list[str]:
         """Run the assignments at the beginning of a command; return the words after them."""
-        declares = bool(command.words) and command.words[0] in _DECLARE
-        for index, raw in enumerate(command.words):
-            if index == 0 and declares:
-                continue
+        declares = bool(words) and words[0] in _DECLARE
+        for index, raw in enumerate(words):
             found = _ASSIGNMENT.fullmatch(raw)
             if found is None:
                 if declares:
-                    continue  # an option, or a name alone
-                return list(command.words[index:])
+                    continue  # the word itself, an option, or a name alone
+                return words[index:]
             name, _, plus, value = found.groups()
-            if index in command.arrays:
-                items = [word for item in command.arrays[index] for word in self.variables.expanded(item)]
-                self.variables.set(name, items, add=bool(plus))
+            if index in arrays:
+                items = [word for item in arrays[index] for word in self._variables.expanded(item)]
+                self._variables.set(name, items, add=bool(plus))
             else:
-                self.variables.set(name, self.variables.joined(value), add=bool(plus))
+                self._variables.set(name, self._variables.joined(value), add=bool(plus))
         return []
 
-    def _call(self, body: tuple[Statement, ...], arguments: list[str]) -> None:
-        if self._depth >= _MOST_DEPTH or len(self.script.commands) >= MOST_COMMANDS:
+    def _call(self, body: list[_Token], arguments: list[str]) -> None:
+        if self._calls >= _MOST_CALLS or len(self.script.commands) >= MOST_COMMANDS:
             return
-        self._depth += 1
+        self._calls += 1
         for number, argument in enumerate(arguments, 1):
-            self.variables.set(str(number), argument)
-        self.variables.set("@", arguments)
-        self.block(body)
-        self._depth -= 1
+            self._variables.set(str(number), argument)
+        self._variables.set("@", arguments)
+        self.run(body)
+        self._calls -= 1
 
     def _source(self, name: str) -> None:
         """Read a sourced script if it is in the same folder; others stay unknown."""
-        if self._folder is None:
-            return
-        path = self._folder / Path(name).name
-        if path in self._sourced or not path.is_file():
-            return
-        self._sourced.add(path)
-        self.block(shell_statements(shell_tokens(read_text(path, "utf-8-sig"))))
+        path = None if self._folder is None else self._folder / Path(name).name
+        if path is not None and path not in self._sourced and path.is_file():
+            self._sourced.add(path)
+            self.run(_tokens(read_text(path, "utf-8-sig")))
 
     def _test(self, words: list[str]) -> bool:
         """The value of a test; false where it is not known."""
         text = " ".join(words)
-        if words[0].startswith("(("):
-            value = arithmetic(text.strip("() "), self.variables)
-            return value not in ("", "0")
         inner = [word for word in words[1:] if word not in ("]", "]]")]
         for operator, decide in (("||", any), ("-o", any), ("&&", all), ("-a", all)):
             if operator in inner:
                 at = inner.index(operator)
                 return decide((self._test(["[", *inner[:at]]), self._test(["[", *inner[at + 1 :]])))
-        if inner[:1] == ["!"]:
-            return not self._test(["[", *inner[1:]])
         match inner:
+            case ["!", *rest]:
+                return not self._test(["[", *rest])
             case ["-z"]:
                 return True
             case ["-z" | "-n" as flag, word]:
@@ -209,7 +390,7 @@ class _Reading:
             case ["!=", _] | [_, "!="]:
                 return True
             case [left, "-eq" | "-ne" | "-lt" | "-le" | "-gt" | "-ge" as compare, right]:
-                return arithmetic(f"({left}) {_COMPARE[compare]} ({right})", self.variables) == "1"
+                return arithmetic(f"({left}) {_COMPARE[compare]} ({right})", self._variables) == "1"
             case [word] if not word.startswith("-"):
                 return True
         self.script.undecided.append(text[:80])

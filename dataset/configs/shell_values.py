@@ -5,15 +5,16 @@ from __future__ import annotations
 import ast
 import operator
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from stepsight.dataset.base.errors import JobError
 
 LONGEST_VALUE = 2**20  # characters; a variable that holds itself twice doubles with every line
 MOST_NUMBER = 2**63
-_NAME = re.compile(r"[A-Za-z_]\w*|[0-9@*#?$!-]")
-_IN_BRACES = re.compile(r"(#?)([A-Za-z_]\w*|[0-9@*]+)(\[[^\]]*\])?(.*)", re.DOTALL)
+_PLAIN = re.compile(r"[^\\'\"$`]+")
+_NAME = re.compile(r"\$([A-Za-z_]\w*|[0-9@*#?$!-])")
+_IN_BRACES = re.compile(r"(#?)([A-Za-z_]\w*|[0-9@*]+)(\[[^\]]*\])?(?:(:?)([-=+?])(.*)|.*)", re.DOTALL)
 _QUOTED_ITEMS = re.compile(r'"(?:\$\{(\w+)\[@\]\}|\$@)"')  # no words where there are no items
 _ACTIONS: dict[type[ast.AST], Callable[..., Any]] = {
     ast.Add: operator.add,
@@ -60,138 +61,94 @@ class Variables:
     def text(self, name: str) -> str:
         """A variable as one text; empty where it is not set."""
         value = self.values.get(name)
-        if value is None:
-            if name.isidentifier():
-                self.unset[name] = None
-            return ""
-        return " ".join(value) if isinstance(value, list) else value
+        if value is None and name.isidentifier():
+            self.unset[name] = None
+        return " ".join(value) if isinstance(value, list) else value or ""
 
-    def expanded(self, raw: str) -> list[str]:
+    def joined(self, raw: str, *, quotes: bool = True) -> str:
+        """The text that a written word expands to, without splitting: of an assignment, or of a here-document."""
+        return " ".join(self.expanded(raw, split=False, quotes=quotes))
+
+    def expanded(self, raw: str, *, split: bool = True, quotes: bool = True) -> list[str]:
         """The words that a written word expands to."""
-        if (found := _QUOTED_ITEMS.fullmatch(raw)) is not None and not self.values.get(found[1] or "@"):
+        if split and (found := _QUOTED_ITEMS.fullmatch(raw)) and not self.values.get(found[1] or "@"):
             return []
-        return _Expansion(self, raw).words()
+        words: list[str] = []
+        word: str | None = None
+        length = 0
+        for text, whole in self._pieces(raw, quotes):
+            length += len(text)
+            if length > LONGEST_VALUE:
+                raise JobError(f"a word of a script must have at most {LONGEST_VALUE} characters, got {raw!r:.60}")
+            if whole or not split:
+                word = (word or "") + text
+                continue
+            for blank, part in re.findall(r"(\s+)|(\S+)", text):
+                if blank and word is not None:
+                    words.append(word)
+                word = None if blank else (word or "") + part
+        return [*words, word] if word is not None else words
 
-    def joined(self, raw: str) -> str:
-        """The text that a written word expands to, without splitting, as in an assignment."""
-        return " ".join(_Expansion(self, raw, split=False).words())
-
-    def substituted(self, text: str) -> str:
-        """A here-document with its variables."""
-        return _Expansion(self, text, split=False, quotes=False).whole()
-
-
-class _Expansion:
-    def __init__(self, variables: Variables, raw: str, *, split: bool = True, quotes: bool = True) -> None:
-        self._variables, self._raw, self._at = variables, raw, 0
-        self._split, self._quotes = split, quotes
-        self._words: list[str] = []
-        self._word: str | None = None
-        self._length = 0
-
-    def words(self) -> list[str]:
-        quoted = False
-        while self._at < len(self._raw):
-            char = self._raw[self._at]
-            if char == "\\" and self._at + 1 < len(self._raw):
-                if self._raw[self._at + 1] != "\n":  # otherwise the line goes on
-                    self._add(self._raw[self._at + 1])
-                self._at += 2
-            elif char == "'" and self._quotes and not quoted:
-                end = self._raw.find("'", self._at + 1)
-                self._add(self._raw[self._at + 1 : end])
-                self._at = end + 1
-            elif char == '"' and self._quotes:
+    def _pieces(self, raw: str, quotes: bool) -> Iterator[tuple[str, bool]]:
+        """Parts of a written word, and whether blanks in a part do not end the word."""
+        at, quoted = 0, False
+        while at < len(raw):
+            char = raw[at]
+            if char == "\\" and at + 1 < len(raw):
+                if raw[at + 1] != "\n":  # otherwise the line goes on
+                    yield raw[at + 1], True
+                at += 2
+            elif char == "'" and quotes and not quoted:
+                end = raw.find("'", at + 1)
+                yield raw[at + 1 : end], True
+                at = end + 1
+            elif char == '"' and quotes:
                 quoted = not quoted
-                self._add("")
-                self._at += 1
-            elif char in "$`":
-                self._substitute(quoted)
+                yield "", True
+                at += 1
+            elif char == "`":
+                at = raw.find("`", at + 1) + 1 or len(raw)
+            elif raw.startswith("$((", at):
+                end = _closing(raw, at + 1, "()")
+                yield arithmetic(raw[at + 3 : end - 1], self), True
+                at = end + 1
+            elif raw.startswith("$(", at):
+                at = _closing(raw, at + 1, "()") + 1  # what a command would print is not known
+            elif raw.startswith("${", at):
+                end = _closing(raw, at + 1, "{}")
+                yield from self._braces(raw[at + 2 : end], quoted)
+                at = end + 1
+            elif found := _NAME.match(raw, at):
+                yield self.text(found[1]), quoted
+                at = found.end()
             else:
-                self._add(char)
-                self._at += 1
-        return [*self._words, self._word] if self._word is not None else self._words
+                found = _PLAIN.match(raw, at)
+                yield found[0] if found else char, True
+                at = found.end() if found else at + 1
 
-    def whole(self) -> str:
-        return " ".join(self.words())
-
-    def _add(self, text: str) -> None:
-        self._length += len(text)
-        if self._length > LONGEST_VALUE:
-            raise JobError(f"a word of a script must have at most {LONGEST_VALUE} characters, got {self._raw!r:.60}")
-        self._word = (self._word or "") + text
-
-    def _add_parts(self, value: str, quoted: bool) -> None:
-        """Add a variable's value: unquoted, blanks in it end words."""
-        if quoted or not self._split:
-            self._add(value)
-            return
-        parts = value.split()
-        for index, part in enumerate(parts):
-            if (index or value[:1].isspace()) and self._word is not None:
-                self._words.append(self._word)
-                self._word = None
-            self._add(part)
-        if parts and value[-1].isspace() and self._word is not None:
-            self._words.append(self._word)
-            self._word = None
-
-    def _substitute(self, quoted: bool) -> None:
-        raw, at = self._raw, self._at
-        if raw[at] == "`":
-            self._at = raw.find("`", at + 1) + 1 or len(raw)
-            return
-        if raw.startswith("$((", at):
-            end = _closing(raw, at + 1, "()")
-            self._at = end + 1
-            self._add(arithmetic(raw[at + 3 : end - 1], self._variables))
-        elif raw.startswith("$(", at):
-            self._at = _closing(raw, at + 1, "()") + 1  # what a command would print is not known
-        elif raw.startswith("${", at):
-            end = _closing(raw, at + 1, "{}")
-            self._at = end + 1
-            self._braces(raw[at + 2 : end], quoted)
-        else:
-            found = _NAME.match(raw, at + 1)
-            self._at = found.end() if found else at + 1
-            if found is None:
-                self._add("$")
-            else:
-                self._add_parts(self._variables.text(found[0]), quoted)
-
-    def _braces(self, text: str, quoted: bool) -> None:
+    def _braces(self, text: str, quoted: bool) -> Iterator[tuple[str, bool]]:
+        """Parts of ``${text}``."""
         found = _IN_BRACES.fullmatch(text)
         if found is None:
             return
-        length, name, index, rest = found.groups()
-        value = self._variables.values.get(name)
+        length, name, index, colon, kind, default = found.groups()
+        value = self.values.get(name)
         if length:
-            self._add(str(len(value) if value is not None else 0))
-            return
-        if index in ("[@]", "[*]") and not rest:
-            items = value if isinstance(value, list) else [value] if value else []
-            self._add_items(items, quoted)
-            return
-        if isinstance(value, list) and index is not None:
-            place = arithmetic(index[1:-1], self._variables)
-            value = value[int(place)] if place.lstrip("-").isdigit() and int(place) < len(value) else ""
-        if rest[:2] in (":-", ":=", ":+", ":?") or rest[:1] in ("-", "=", "+", "?"):
-            kind, default = (rest[1], rest[2:]) if rest[0] == ":" else (rest[0], rest[1:])
-            given = bool(value) if rest[0] == ":" else value is not None
-            if kind == "+":
-                self._add_parts(self._variables.joined(default) if given else "", quoted)
-                return
-            if not given:
-                self._add_parts(self._variables.joined(default) if kind != "?" else "", quoted)
-                return
-        self._add_parts(self._variables.text(name) if index is None else str(value or ""), quoted)
-
-    def _add_items(self, items: Sequence[str], quoted: bool) -> None:
-        for number, item in enumerate(items):
-            if number and self._word is not None:
-                self._words.append(self._word)
-                self._word = None
-            self._add_parts(item, quoted)
+            yield str(len(value) if value is not None else 0), True
+        elif index in ("[@]", "[*]") and found.end(3) == len(text):
+            for number, item in enumerate(value if isinstance(value, list) else [value] if value else []):
+                if number:
+                    yield " ", False
+                yield item, quoted
+        else:
+            if isinstance(value, list) and index is not None:
+                place = arithmetic(index[1:-1], self)
+                value = value[int(place)] if place.lstrip("-").isdigit() and int(place) < len(value) else ""
+            given = bool(value) if colon else value is not None
+            if kind is not None and (kind == "+" or not given):
+                yield self.joined(default) if (kind == "+") == given and kind != "?" else "", quoted
+            else:
+                yield self.text(name) if index is None else str(value or ""), quoted
 
 
 def _closing(text: str, at: int, pair: str) -> int:
@@ -206,7 +163,9 @@ def _closing(text: str, at: int, pair: str) -> int:
 
 def arithmetic(text: str, variables: Variables) -> str:
     """The value of ``$(( text ))``; empty where it is not known, as with a variable that is not set."""
-    if "$(" in text.replace("$((", "") or "`" in text or _has_unknown(text, variables):
+    names = re.findall(r"\$\{(\w+)\}|\$([A-Za-z_]\w*)|(?<![\w$.{])([A-Za-z_]\w*)", text)
+    unknown = any(not variables.values.get(name) for found in names for name in found if name)
+    if unknown or "$(" in text.replace("$((", "") or "`" in text:
         return ""
     text = variables.joined(text.strip())
     for _ in range(4):  # a variable may hold an expression
@@ -218,30 +177,31 @@ def arithmetic(text: str, variables: Variables) -> str:
     return str(int(value))
 
 
-def _has_unknown(text: str, variables: Variables) -> bool:
-    """Whether an expression uses a variable that has no value; one with a default (``${N:-1}``) has one."""
-    names = re.findall(r"\$\{(\w+)\}|\$([A-Za-z_]\w*)|(?<![\w$.{])([A-Za-z_]\w*)", text)
-    return any(not variables.values.get(name) for found in names for name in found if name)
-
-
 def _number(node: ast.AST) -> int:
-    if isinstance(node, ast.Constant) and type(node.value) is int and abs(node.value) < MOST_NUMBER:
-        return node.value
-    if isinstance(node, ast.UnaryOp) and type(node.op) in _ACTIONS:
-        return int(_ACTIONS[type(node.op)](_number(node.operand)))
-    if isinstance(node, ast.BoolOp):
-        values = [_number(value) != 0 for value in node.values]
-        return int(all(values) if isinstance(node.op, ast.And) else any(values))
-    if isinstance(node, ast.Compare) and len(node.ops) == 1 and type(node.ops[0]) in _ACTIONS:
-        return int(_ACTIONS[type(node.ops[0])](_number(node.left), _number(node.comparators[0])))
-    if isinstance(node, ast.BinOp):
-        left, right = _number(node.left), _number(node.right)
-        if isinstance(node.op, ast.Div | ast.FloorDiv):
-            return int(abs(left) // abs(right)) * (1 if (left < 0) == (right < 0) else -1)
-        if isinstance(node.op, ast.Pow) and 0 <= right <= 64 and abs(left) <= 1024:
-            return int(left**right)
-        if type(node.op) in _ACTIONS:
-            result = int(_ACTIONS[type(node.op)](left, right))
-            if abs(result) < MOST_NUMBER:
-                return result
-    raise ValueError(ast.dump(node)[:60])
+    match node:
+        case ast.Constant(value=int(value)) if type(value) is int:
+            result = value
+        case ast.UnaryOp() if type(node.op) in _ACTIONS:
+            result = int(_ACTIONS[type(node.op)](_number(node.operand)))
+        case ast.BoolOp():
+            values = [_number(value) != 0 for value in node.values]
+            result = int(all(values) if isinstance(node.op, ast.And) else any(values))
+        case ast.Compare(ops=[op]) if type(op) in _ACTIONS:
+            result = int(_ACTIONS[type(op)](_number(node.left), _number(node.comparators[0])))
+        case ast.BinOp():
+            result = _combined(type(node.op), _number(node.left), _number(node.right))
+        case _:
+            raise ValueError(ast.dump(node)[:60])
+    if abs(result) >= MOST_NUMBER:
+        raise ValueError("a number is too large")
+    return result
+
+
+def _combined(kind: type[ast.operator], left: int, right: int) -> int:
+    if kind in (ast.Div, ast.FloorDiv):  # towards 0
+        return int(abs(left) // abs(right)) * (1 if (left < 0) == (right < 0) else -1)
+    if kind is ast.Pow and 0 <= right <= 64 and abs(left) <= 1024:
+        return int(left**right)
+    if kind in _ACTIONS:
+        return int(_ACTIONS[kind](left, right))
+    raise ValueError(f"a script's arithmetic has no {kind.__name__}")

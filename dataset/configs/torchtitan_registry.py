@@ -17,9 +17,9 @@ from typing import Any
 
 from stepsight.dataset.base.errors import JobError
 from stepsight.dataset.configs.documents import flat, read_python
-from stepsight.dataset.configs.drafts import Draft, Given, Settings
-from stepsight.dataset.configs.torchtitan_flavors import FLAVORS, flavor_sizes
-from stepsight.dataset.configs.torchtitan_in import read_settings
+from stepsight.dataset.configs.drafts import ConfigFile, Draft
+from stepsight.dataset.configs.torchtitan import read_settings
+from stepsight.dataset.configs.torchtitan_models import FLAVORS, flavor_sizes
 
 MOST_DEPTH = 20  # of functions that build on each other
 _CALLED = "_called"  # key of a call's name in the table of its keyword arguments
@@ -55,30 +55,30 @@ _SIZES = {
 }
 
 
-def read_registry(path: Path, draft: Draft, given: Given) -> None:
+def read_registry(file: ConfigFile, draft: Draft) -> None:
     """Fill a draft from one function of a registry.
 
     Raises:
         JobError: If there is more than one and none is picked, or it states no known model.
     """
-    module = read_python(path)
+    module, pick = read_python(file.path), file.given.pick
     functions = _functions(module)
     names = [
         name
         for name, node in functions.items()
         if name[0] != "_" and node.returns and "Trainer.Config" in ast.unparse(node.returns)
     ]
-    if given.pick not in names and (given.pick or len(names) != 1):
-        got = f", got {given.pick!r:.80}" if given.pick else ""
+    if pick not in names and (pick or len(names) != 1):
+        got = f", got {pick!r:.80}" if pick else ""
         raise JobError(f"a registry holds several configurations: pick one of {', '.join(names)}{got}")
-    name = given.pick or names[0]
+    name = pick or names[0]
     config = _Evaluation(module).call(name, 0)
     if not isinstance(config, dict):
         raise JobError(f"function {name} must return a configuration")
     draft.framework = "torchtitan"
     spec = config.pop("model_spec", None) or {}
-    _model(path, name, spec if isinstance(spec, dict) else {}, draft)
-    read_settings(Settings(_settings(config, spec)), draft)
+    _model(file.path, name, spec if isinstance(spec, dict) else {}, draft)
+    read_settings(_settings(config, spec), draft)
 
 
 def _functions(module: ast.Module) -> dict[str, ast.FunctionDef]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from stepsight.dataset.configs.config_job import ConfigJob
-from stepsight.dataset.configs.job_view import ConfigText
+from stepsight.dataset.configs.key_table import ConfigText
 from stepsight.experiments.reports.text_table import table
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from stepsight.dataset.base.errors import JobError, StepsightError
-from stepsight.dataset.configs.writers import write_config
+from stepsight.dataset.configs.formats import write_config
 from stepsight.dataset.job.job import Job, JobLike
 from stepsight.experiments.reports.notebook_bar import NotebookBar
 from stepsight.experiments.search.choices import Choice, SearchResult

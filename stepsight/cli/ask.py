@@ -243,10 +243,10 @@ class BestStrategyFile:
 
     def check(self, job: Path) -> None:
         """Check, before the work, that the file can be written, has a known format and overwrites no user's file."""
-        from stepsight.dataset.configs.writers import WRITERS
+        from stepsight.dataset.configs.formats import written_formats
 
         if self.to and self.to not in WRITERS:
-            raise StepsightError(f"--to must be one of {', '.join(WRITERS)}, got {self.to!r:.80}")
+            raise StepsightError(f"--to must be one of {', '.join(written_formats())}, got {self.to!r:.80}")
         if self.to and self.out is None:
             raise StepsightError(f"--to {self.to} needs --out, the file to write")
         check_job_output(self.out, self.to, [job], self.force)
@@ -254,8 +254,8 @@ class BestStrategyFile:
     def write(self, result: SearchResult, predictor: Predictor | str | None = None, space: Any = None) -> str:
         """Write the best strategy, or the best one that the format expresses; returns what to tell about it."""
         from stepsight.dataset.base.files import write_text
-        from stepsight.dataset.configs.job_toml import job_toml
-        from stepsight.dataset.configs.writers import write_config
+        from stepsight.dataset.configs.documents import job_toml
+        from stepsight.dataset.configs.formats import write_config
         from stepsight.experiments.reports.config_report import written_text
         from stepsight.experiments.search.search import best_expressed
 

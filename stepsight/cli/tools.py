@@ -51,7 +51,7 @@ def job_command(
     from stepsight.dataset.base.files import write_text
     from stepsight.dataset.configs.config_job import read_configs
     from stepsight.dataset.configs.drafts import Given
-    from stepsight.dataset.configs.writers import write_config
+    from stepsight.dataset.configs.formats import write_config
     from stepsight.experiments.questions.sweep import toml_value
     from stepsight.experiments.reports.config_report import config_text, written_text
 

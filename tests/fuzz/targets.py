@@ -17,7 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from stepsight.dataset.configs.config_job import read_configs
-from stepsight.dataset.configs.writers import write_config
+from stepsight.dataset.configs.formats import write_config
 from stepsight.dataset.job.job import Job
 from stepsight.dataset.kinds.op import Collective, Op
 from stepsight.dataset.runs.box_spec import read_box

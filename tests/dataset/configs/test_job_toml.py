@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, given, settings
 
-from stepsight.dataset.configs.job_toml import job_toml
+from stepsight.dataset.configs.documents import job_toml
 from stepsight.dataset.job.job import Job
 from tests.simulator.any_job import jobs
 

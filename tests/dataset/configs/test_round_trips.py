@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from stepsight.dataset.base.errors import JobError
 from stepsight.dataset.configs.config_job import ConfigJob, read_configs
 from stepsight.dataset.configs.drafts import Given
-from stepsight.dataset.configs.writers import WRITERS, write_config
+from stepsight.dataset.configs.formats import write_config, written_formats
 from stepsight.dataset.job.job import Job, ModelSpec
 from stepsight.dataset.job.models import MODELS
 from tests.simulator.any_job import jobs
@@ -114,7 +114,7 @@ def check(job: Job, name: str, folder: Path) -> None:
         assert ignored & {key, *FOLLOWS.get(key, ())}, (name, key, sorted(ignored))
 
 
-@pytest.mark.parametrize("name", [name for name in WRITERS if name != "huggingface"])
+@pytest.mark.parametrize("name", [name for name in written_formats() if name != "huggingface"])
 @pytest.mark.parametrize("example", EXAMPLES)
 def test_examples(example: str, name: str, tmp_path: Path) -> None:
     check(Job.from_file(ROOT / "examples" / f"{example}.toml"), name, tmp_path)

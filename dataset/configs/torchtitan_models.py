@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
+from stepsight.dataset.job.job import ModelSpec
+
 _Sizes = tuple[int, ...]
 
 
@@ -99,3 +101,16 @@ def flavor_sizes(name: str, flavor: str) -> dict[str, Any] | None:
         flavor = flavor.removesuffix(suffix)
     found = FLAVORS.get(name, {}).get(flavor)
     return None if found is None else dict(found)
+
+
+def flavor_of(model: ModelSpec) -> tuple[str, str] | None:
+    """Name and flavor whose sizes a model has; its vocabulary may be padded."""
+    for name, flavors in FLAVORS.items():
+        for flavor, sizes in flavors.items():
+            exact = {key: value for key, value in sizes.items() if key != "vocab"}
+            same = all(getattr(model, key) == value for key, value in exact.items())
+            others = {key for key in ("experts", "attention", "tied_embeddings") if key not in exact}
+            plain = all(getattr(model, key) in (0, "mha", False) for key in others)
+            if same and plain and 0 <= model.vocab - sizes["vocab"] < 1024 and model.gated_mlp:
+                return name, flavor
+    return None

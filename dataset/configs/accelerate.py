@@ -1,0 +1,232 @@
+"""Hugging Face Accelerate's YAML, transformers' training arguments and its ``fsdp_config``: how a job is trained.
+
+Source: accelerate ``commands/config/config_args.py``, ``utils/dataclasses.py`` (0.30 to 1.10), transformers
+``training_args.py``.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from stepsight.dataset.base.errors import JobError
+from stepsight.dataset.configs.deepspeed import TRAINING, read_deepspeed
+from stepsight.dataset.configs.documents import flat, yaml_text
+from stepsight.dataset.configs.drafts import ConfigFile, Draft, Reading
+from stepsight.dataset.configs.key_table import CLIP, OTHER, ConfigText, JobView, Row, read_rows, same, write_rows
+from stepsight.dataset.job.job import Job
+
+# torch's ShardingStrategy, in the order of its numbers from 1: ZeRO stage, and whether each node has its own copy.
+_STRATEGIES = {
+    "FULL_SHARD": (3, False),
+    "SHARD_GRAD_OP": (2, False),
+    "NO_SHARD": (0, False),
+    "HYBRID_SHARD": (3, True),
+    "HYBRID_SHARD_ZERO2": (2, True),
+}
+_NUMBERS = dict(zip("12345", _STRATEGIES, strict=True))
+_FSDP = (
+    *("sharding_strategy", "auto_wrap_policy", "transformer_layer_cls_to_wrap", "backward_prefetch", "state_dict_type"),
+    *("reshard_after_forward", "activation_checkpointing", "min_num_params", "forward_prefetch", "use_orig_params"),
+)
+_ARGUMENTS = ("per_device_train_batch_size", "gradient_checkpointing", "output_dir", "num_train_epochs")
+
+
+def is_accelerate(file: ConfigFile) -> bool:
+    """Whether tables are those of Accelerate's YAML."""
+    tables = file.tables
+    return "distributed_type" in tables or ("num_processes" in tables and "mixed_precision" in tables)
+
+
+def is_fsdp(file: ConfigFile) -> bool:
+    """Whether tables are the ``fsdp_config`` of transformers' training arguments, in a file of their own."""
+    return any(str(name).removeprefix("fsdp_") in _FSDP for name in file.tables)
+
+
+def is_training_arguments(file: ConfigFile) -> bool:
+    """Whether tables are training arguments of transformers, or of a trainer that has the same."""
+    return sum(name in file.tables for name in _ARGUMENTS) >= 2
+
+
+def read_accelerate(file: ConfigFile, draft: Draft) -> None:
+    """Fill a draft; a DeepSpeed JSON of the same folder that the file names is read too."""
+    reading = Reading(draft, flat(file.tables))
+    read_rows(_ROWS, reading)
+    kind = reading.word("distributed_type")
+    if kind == "FSDP":
+        _read_fsdp(reading)
+    elif kind == "DEEPSPEED":
+        named = reading.word("deepspeed_config.deepspeed_config_file")
+        _read_named(named, "deepspeed_config_file", draft, file)
+        read_rows(_DEEPSPEED, reading)
+        if not named:
+            draft.assume("parallel.zero_stage", 2, "Accelerate's default with DeepSpeed")
+    elif kind == "MEGATRON_LM":
+        draft.framework = "megatron-core"
+        read_rows(_MEGATRON, reading)
+        count = reading.positive("megatron_lm_config.megatron_lm_num_micro_batches")
+        if count:
+            draft.facts["accumulation"] = count
+    else:
+        draft.assume("parallel.zero_stage", 0, f"distributed_type {kind} replicates parameters")
+    _read_replicas(reading)
+    steps = reading.positive("gradient_accumulation_steps", "deepspeed_config.gradient_accumulation_steps")
+    if steps:
+        draft.facts["accumulation"] = steps
+    reading.ignore_rest()
+
+
+def read_fsdp(file: ConfigFile, draft: Draft) -> None:
+    """Fill a draft from transformers' ``fsdp_config``: names with or without ``fsdp_`` before them."""
+    names = {f"fsdp_config.fsdp_{name.removeprefix('fsdp_')}": name for name in flat(file.tables)}
+    reading = Reading(draft, {name: flat(file.tables)[shown] for name, shown in names.items()}, names)
+    _read_fsdp(reading)
+    reading.ignore_rest()
+
+
+def read_training_arguments(file: ConfigFile, draft: Draft) -> None:
+    """Fill a draft from training arguments; a DeepSpeed JSON of the same folder that they name is read too."""
+    reading = Reading(draft, flat(file.tables), default="transformers' default: max_grad_norm 1")
+    draft.facts["accumulation"] = reading.positive("gradient_accumulation_steps") or 1
+    if reading.flag("bf16") and reading.flag("fp16"):
+        raise JobError("only one of bf16 and fp16 must be true, got both")
+    length = reading.positive("max_seq_length", "max_length", "model_max_length", "cutoff_len", "sequence_len")
+    if length:
+        draft.map("model.seq_len", length, "max_seq_length")
+    read_rows(_TRAINING, reading)
+    if "adamw_torch_fused" in reading.word("optim"):
+        draft.map("optimizer.fused", True, "optim")
+    _read_named(reading.word("deepspeed"), "deepspeed", draft, file)
+    shards = reading.word("fsdp")
+    if "full_shard" in shards or "shard_grad_op" in shards:
+        draft.map("parallel.zero_stage", 3 if "full_shard" in shards else 2, "fsdp")
+    reading.ignore_rest()
+
+
+def write_accelerate(job: Job) -> ConfigText:
+    """Write how a job is trained as Accelerate's YAML: FSDP where parameters or gradients are sharded."""
+    view = JobView(job)
+    write_rows(_ROWS, view)
+    again = view["parallel.recompute"] == "full" and view["parallel.recompute_every"] == 1
+    stage = view["parallel.zero_stage"]
+    if stage in (2, 3):
+        _write_fsdp(view, again)
+    elif stage == 1:
+        device = "cpu" if view["optimizer.offload"] else "none"
+        clip = 1.0 if view["optimizer.clip_grad_norm"] else 0.0
+        view.put("deepspeed_config.", zero_stage=1, offload_optimizer_device=device, gradient_clipping=clip)
+        view.put(distributed_type="DEEPSPEED")
+    else:
+        view.put(distributed_type="MULTI_GPU")
+    if not (again and stage in (2, 3)) and job.parallel.recompute != "none":
+        view.unexpressed("parallel.recompute", "parallel.recompute_every")
+    view.expressed("parallel.dp", "cluster.devices_per_node")
+    note = "the model's sizes stand in its config.json, the micro-batch in the training arguments"
+    return view.text(yaml_text(view.tables()), ".yaml", note, sections=TRAINING)
+
+
+def _read_devices(reading: Reading) -> None:
+    processes, machines = reading.positive("num_processes"), reading.positive("num_machines") or 1
+    if processes:
+        reading.map("cluster.nodes", machines, words="num_machines")
+        if processes % machines == 0:
+            reading.map("cluster.devices_per_node", processes // machines, words=f"num_processes {processes}")
+        reading.facts["devices"] = processes
+
+
+def _write_devices(view: JobView) -> None:
+    view.put(compute_environment="LOCAL_MACHINE", num_machines=view["cluster.nodes"])
+    view.put(num_processes=view.job.cluster.num_devices, gradient_accumulation_steps=view.job.num_micro_batches)
+
+
+def _write_precision(view: JobView) -> None:
+    precision = view["batch.precision"]
+    if precision not in _PRECISIONS.values():
+        view.unexpressed("batch.precision")
+        precision = view.job.batch.dtype
+    view.put(mixed_precision="no" if precision == "fp32" else precision)
+
+
+def _read_fsdp(reading: Reading) -> None:
+    strategy = reading.word("fsdp_config.fsdp_sharding_strategy")
+    reshard = reading.word("fsdp_config.fsdp_reshard_after_forward").upper()
+    name = _NUMBERS.get(strategy, strategy) or _NUMBERS.get(reshard, reshard)
+    if name in _STRATEGIES:
+        (stage, hybrid), words = _STRATEGIES[name], f"fsdp_sharding_strategy {name}"
+        reading.map("parallel.zero_stage", stage, words=words)
+        per_node = reading.get("cluster.devices_per_node")
+        if hybrid and isinstance(per_node, int) and reading.get("cluster.nodes", 1) > 1:
+            reading.map("parallel.dp_shard", per_node, words=words)
+    else:
+        reading.map("parallel.zero_stage", 3, words="distributed_type FSDP")
+        if reshard in ("TRUE", "FALSE"):
+            reading.map("parallel.reshard_after_forward", reshard == "TRUE", words="fsdp_reshard_after_forward")
+    if reading.flag("fsdp_config.fsdp_activation_checkpointing"):
+        reading.map("parallel.recompute", "full", words="fsdp_activation_checkpointing")
+    if reading.flag("fsdp_config.fsdp_offload_params"):
+        reading.map("optimizer.offload", True, words="fsdp_offload_params")
+    if reading.word("fsdp_config.fsdp_backward_prefetch") in ("NO_PREFETCH", "3"):
+        reading.map("parallel.prefetch", 0, words="fsdp_backward_prefetch")
+
+
+def _write_fsdp(view: JobView, again: bool) -> None:
+    parallel = view.job.parallel
+    hybrid = bool(view["parallel.dp_shard"]) and parallel.dp_shard == view.job.cluster.devices_per_node
+    strategy = next(name for name, each in _STRATEGIES.items() if each == (parallel.zero_stage, hybrid))
+    view.put(distributed_type="FSDP")
+    view.put("fsdp_config.", fsdp_version=1, fsdp_sharding_strategy=strategy, fsdp_activation_checkpointing=again)
+    view.put("fsdp_config.", fsdp_offload_params=view["optimizer.offload"])
+    prefetch = "BACKWARD_PRE" if view["parallel.prefetch"] else "NO_PREFETCH"
+    view.put("fsdp_config.", fsdp_auto_wrap_policy="TRANSFORMER_BASED_WRAP", fsdp_backward_prefetch=prefetch)
+    if parallel.prefetch > 1:
+        view.unexpressed("parallel.prefetch")
+    if parallel.dp_shard and not hybrid:
+        view.unexpressed("parallel.dp_shard")
+
+
+def _read_named(named: str, key: str, draft: Draft, file: ConfigFile) -> None:
+    """Read the DeepSpeed JSON that a file names, where it is named or beside the file."""
+    folder = file.path.parent
+    path = next((path for path in (folder / named, folder / Path(named).name) if path.is_file()), None)
+    if path is not None:
+        read_deepspeed(ConfigFile.open(path), draft)
+    elif named:
+        draft.ignore(f"{key} {named}: not found beside the file; name it too")
+
+
+def _read_replicas(reading: Reading) -> None:
+    replicate = reading.positive("parallelism_config.parallelism_config_dp_replicate_size") or 1
+    shard = reading.positive("parallelism_config.parallelism_config_dp_shard_size") or 1
+    if replicate * shard > 1:
+        reading.map("parallel.dp", replicate * shard, words="dp_replicate_size * dp_shard_size")
+        reading.map("parallel.zero_stage", 3 if shard > 1 else 0, words="dp_shard_size")
+        if replicate > 1 and shard > 1:
+            reading.map("parallel.dp_shard", shard, words="dp_shard_size")
+
+
+_PRECISIONS = {"bf16": "bf16", "fp16": "fp16", "fp8": "fp8", "no": "fp32"}
+_DEGREES = {"parallelism_config_tp_size": "parallel.tp", "parallelism_config_cp_size": "parallel.cp"}
+_OFFLOAD = {"cpu": True, "nvme": True, OTHER: None}
+_ROWS = (
+    Row("cluster.nodes", read=_read_devices, write=_write_devices),
+    Row("batch.precision", "mixed_precision", _PRECISIONS, write=_write_precision),
+    *same(_DEGREES, "parallelism_config.", only="read"),
+)
+_DEEPSPEED = (
+    Row("parallel.zero_stage", "deepspeed_config.zero_stage"),
+    Row("optimizer.offload", "deepspeed_config.offload_optimizer_device", _OFFLOAD),
+    Row("optimizer.clip_grad_norm", "deepspeed_config.gradient_clipping", CLIP),
+)
+_MEGATRON = (
+    Row("parallel.tp", "megatron_lm_config.megatron_lm_tp_degree"),
+    Row("parallel.pp", "megatron_lm_config.megatron_lm_pp_degree"),
+    Row("parallel.sequence_parallel", "megatron_lm_config.megatron_lm_sequence_parallelism"),
+    Row("parallel.zero_stage", "megatron_lm_config.megatron_lm_use_distributed_optimizer", {True: 1}),
+    Row("parallel.recompute", "megatron_lm_config.megatron_lm_recompute_activations", {True: "selective"}),
+)
+_TRAINING = (
+    Row("batch.micro_batch", "per_device_train_batch_size"),
+    Row("batch.precision", "bf16", {True: "bf16"}),
+    Row("batch.precision", "fp16", {True: "fp16"}),
+    Row("parallel.recompute", "gradient_checkpointing", {True: "full", False: "none"}),
+    Row("optimizer.clip_grad_norm", "max_grad_norm", CLIP, default=True),
+)

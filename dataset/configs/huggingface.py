@@ -1,0 +1,358 @@
+"""Hugging Face's ``config.json`` of a model.
+
+Source: ``configuration_*.py`` of transformers 4.40 to 5.0: names, and defaults of what a file may leave out.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+
+from stepsight.dataset.base.errors import JobError
+from stepsight.dataset.configs.documents import flat
+from stepsight.dataset.configs.drafts import ConfigFile, Draft, Reading
+from stepsight.dataset.configs.key_table import OTHER, ConfigText, JobView, Row, read_rows, write_rows
+from stepsight.dataset.configs.layer_patterns import expert_layers
+from stepsight.dataset.job.job import Job
+
+LONGEST_ASSUMED = 8192  # tokens of a training sequence, where a model takes more
+_BIASES, _NORMS = "biases of query, key and value", "norms of query and key"
+_SPARSE = "sparse attention over the index_topk keys that an indexer chooses"
+_KINDS = (  # the closest family, whether embeddings are tied where the file does not say, what differs, model types
+    ("llama", False, "", (
+        "llama", "llama4_text", "mistral", "ministral", "mixtral", "deepseek", "deepseek_v2", "deepseek_v3", "kimi_k2",
+        "minicpm", "minicpm3", "exaone", "granitemoe", "phi3", "granite", "internlm2", "baichuan",
+    )),
+    ("llama", False, _BIASES, (
+        "qwen", "qwen2", "qwen2_moe", "chatglm", "glm", "glm4_moe", "mimo", "seed_oss", "internlm",
+    )),
+    ("llama", False, _NORMS, (
+        "qwen3", "qwen3_moe", "qwen3_vl_text", "qwen3_vl_moe_text", "minimax_m2", "hunyuan_v1_dense", "olmoe",
+    )),
+    ("llama", False, _SPARSE, ("deepseek_v32", "glm_moe_dsa")),
+    ("llama", False, "norms after blocks", ("glm4", "olmo2")),
+    ("llama", False, "norms after blocks, sliding windows", ("exaone4", "olmo3")),
+    ("llama", True, "", ("ernie4_5", "ernie4_5_moe", "smollm3")),
+    ("llama", True, "LayerNorm, attention beside the MLP", ("cohere",)),
+    ("llama", True, "LayerNorm, attention beside the MLP, sliding windows", ("cohere2",)),
+    ("llama", False, "LayerNorm, squared ReLU", ("nemotron",)),
+    ("llama", False, "squared ReLU", ("arcee",)),
+    ("llama", False, "LayerNorm, biases", ("phimoe",)),
+    ("llama", True, "GELU", ("gemma",)),
+    ("llama", True, "GELU, norms after blocks, sliding windows", ("gemma2", "gemma3_text")),
+    ("llama", False, "norms without parameters", ("olmo",)),
+    ("llama", False, "LayerNorm", ("stablelm", "dbrx")),
+    ("llama", False, "biases, attention sinks, sliding windows", ("gpt_oss",)),
+    ("gpt", True, "", ("gpt2", "gpt_bigcode", "xglm")),
+    ("gpt", True, "local attention", ("gpt_neo",)),
+    ("gpt", False, "rotary positions", ("gpt_neox", "gptj", "codegen", "phi")),
+    ("gpt", True, "ReLU", ("opt",)),
+    ("gpt", True, "positions as biases of attention", ("bloom",)),
+    ("gpt", True, "rotary positions, no biases", ("falcon",)),
+    ("gpt", True, "positions as biases of attention, no biases", ("mpt",)),
+    ("gpt", True, "rotary positions", ("starcoder2",)),
+    ("bert", True, "", ("bert", "roberta", "xlm-roberta", "camembert", "distilbert", "electra")),
+    ("bert", True, "rotary positions, sliding windows", ("modernbert",)),
+    ("t5", True, "", ("t5",)),
+    ("t5", False, "", ("mt5", "umt5")),
+    ("vit", False, "", ("vit", "deit", "dinov2")),
+)  # fmt: skip
+TYPES = {kind: (family, tied, differs) for family, tied, differs, kinds in _KINDS for kind in kinds}
+_GATED = {"nemotron": False, "arcee": False, "modernbert": True}  # where the family has it the other way
+_NO_ATTENTION = (
+    *("mamba", "mamba2", "falcon_mamba", "jamba", "bamba", "zamba", "zamba2", "falcon_h1", "nemotron_h", "rwkv"),
+    *("granitemoehybrid", "qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text", "kimi_linear"),
+    *("minimax", "lfm2"),
+)
+# What files of some models leave out, because it is the default of their class in transformers.
+LEFT_OUT: Mapping[str, Mapping[str, int]] = {
+    "gemma3_text": {
+        "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "vocab_size": 262208,
+        "max_position_embeddings": 131072,
+    },
+    "falcon": {"max_position_embeddings": 2048},
+    "gemma2": {"head_dim": 256},
+    "gemma": {"head_dim": 256},
+    "gpt2": {"n_layer": 12, "n_embd": 768, "n_head": 12, "vocab_size": 50257, "n_positions": 1024},
+    "mistral": {"num_key_value_heads": 8, "vocab_size": 32000},
+    "mixtral": {"num_key_value_heads": 8, "vocab_size": 32000},
+    "bert": {"vocab_size": 30522, "max_position_embeddings": 512},
+    "t5": {"vocab_size": 32128, "d_kv": 64},
+}  # fmt: skip
+_LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+_HIDDEN = ("hidden_size", "n_embd", "d_model", "dim")
+_HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads", "attention_heads")
+_KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_head_kv", "attn_config.kv_n_heads", "multi_query_group_num")
+_FFN = (
+    *("intermediate_size", "ffn_dim", "n_inner", "d_ff", "hidden_dim"),
+    *("ffn_config.ffn_hidden_size", "ffn_hidden_size"),
+)
+_LENGTH = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "seq_length", "n_ctx")
+_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "ffn_config.moe_num_experts", "moe_num_experts")
+_USED = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "ffn_config.moe_top_k", "moe_k")
+_SHARED = ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts")
+_DROPOUT = ("resid_pdrop", "hidden_dropout_prob", "hidden_dropout", "dropout", "dropout_rate", "residual_dropout")
+_SCORES_DROPOUT = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
+_EVERY = ("moe_layer_freq", "decoder_sparse_step", "interleave_moe_layer_step", "moe_layer_interval")
+_NOISE = (
+    *("architectures", "auto_map", "bos_token_id", "eos_token_id", "pad_token_id", "initializer_range", "use_cache"),
+    *("transformers_version", "_name_or_path", "rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "model_type"),
+    *("id2label", "label2id", "task_specific_params", "quantization_config", "rope_scaling", "rope_parameters"),
+)
+# By family: the type, the class, and the names that it has in place of a row's first ones.
+_CLASSES: Mapping[str, tuple[str, str, tuple[str, ...]]] = {
+    "gpt": ("gpt2", "GPT2LMHeadModel", ("n_layer", "n_embd", "n_head", "n_inner", "n_positions", "resid_pdrop")),
+    "bert": ("bert", "BertForMaskedLM", ("hidden_dropout_prob",)),
+    "t5": ("t5", "T5ForConditionalGeneration", ("d_model", "num_heads", "d_ff", "n_positions", "dropout_rate")),
+    "vit": ("vit", "ViTForImageClassification", ("hidden_dropout_prob",)),
+}
+
+
+def is_model(file: ConfigFile) -> bool:
+    """Whether tables are those of a model's ``config.json``."""
+    tables = file.tables
+    return "model_type" in tables or ("architectures" in tables and any(name in tables for name in _LAYERS + _HIDDEN))
+
+
+def read_model(file: ConfigFile, draft: Draft) -> None:
+    """Fill the model of a draft; of a model of text and images, the part that reads text.
+
+    Raises:
+        JobError: If the model is of a type that no family of a job comes close to.
+    """
+    tables = file.tables
+    outer = kind = str(tables.get("model_type") or "")
+    parts = ("text_config", "language_config", "llm_config")
+    within = next((name for name in parts if isinstance(tables.get(name), Mapping)), "")
+    if within:
+        draft.ignore(f"all of {kind or 'the model'} but its {within}")
+        inner = tables[within]
+        tables = {**{key: tables[key] for key in ("tie_word_embeddings", "torch_dtype") if key in tables}, **inner}
+        kind = str(inner.get("model_type") or kind)
+    if kind in _NO_ATTENTION or outer in _NO_ATTENTION:
+        raise JobError(f"a job has no layers with linear attention or state spaces, got model_type {kind}")
+    if kind not in TYPES:
+        raise JobError(f"model_type must be one of {', '.join(TYPES)}, got {kind!r:.80}")
+    stated = flat(tables)
+    left_out = {key: value for key, value in LEFT_OUT.get(kind, {}).items() if stated.get(key) is None}
+    reading = Reading(draft, {**stated, **left_out, "model_type": kind})
+    for key, value in left_out.items():
+        draft.ignore(f"{key} is not stated: {value} is the default of {kind}")
+    family, _, differs = TYPES[kind]
+    draft.framework = draft.framework or "huggingface"
+    draft.map("model.family", family, f"model_type {kind}")
+    if differs:
+        draft.ignore(f"{differs} of {kind}: no key of a job")
+    if kind in _GATED:
+        draft.map("model.gated_mlp", _GATED[kind], f"model_type {kind}")
+    draft.assume("model.fused_attention", True, "transformers attends with PyTorch's fused kernels since 4.36")
+    read_rows(_ROWS, reading)
+    reading.find("hidden_act", "hidden_activation", "activation_function", "moe_intermediate_size")
+    reading.ignore_rest(unless=_NOISE)
+
+
+def write_model(job: Job) -> ConfigText:
+    """Write the model of a job as ``config.json``."""
+    if job.model.family != "llama" and job.model.family not in _CLASSES:
+        raise JobError(f"transformers has no model of the family {job.model.family!r:.80}")
+    view = JobView(job)
+    kind, name, _ = _class_of(job)
+    view.put(model_type=kind, architectures=[name])
+    write_rows(_ROWS, view)
+    view.expressed("model.family", "model.gated_mlp", "model.attention_kernels")
+    if not job.model.experts:
+        view.expressed("model.expert_ffn")
+    view.put(torch_dtype="float16" if job.batch.dtype == "fp16" else "bfloat16")
+    notes = "a model's file holds no strategy: write deepspeed or accelerate too"
+    return view.text(json.dumps(view.settings, indent=2) + "\n", ".json", notes, sections=("model.",))
+
+
+def _class_of(job: Job) -> tuple[str, str, tuple[str, ...]]:
+    """Type and class of a model, and its own names of settings."""
+    model = job.model
+    if model.family != "llama":
+        return _CLASSES[model.family]
+    if model.attention == "mla":
+        new = model.experts and model.q_lora_rank
+        return ("deepseek_v3", "DeepseekV3ForCausalLM", ()) if new else ("deepseek_v2", "DeepseekV2ForCausalLM", ())
+    if model.experts and (model.expert_ffn != model.ffn or model.shared_experts or model.moe_every > 1):
+        return "qwen2_moe", "Qwen2MoeForCausalLM", ()
+    return ("mixtral", "MixtralForCausalLM", ()) if model.experts else ("llama", "LlamaForCausalLM", ())
+
+
+def _write_names(view: JobView) -> None:
+    """Write the sizes that all classes have, each under the name of the model's class."""
+    own = _class_of(view.job)[2]
+    keys = {"hidden": _HIDDEN, "heads": _HEADS, "ffn": _FFN, "dropout": (_SCORES_DROPOUT[0], *_DROPOUT)}
+    if view.job.model.family != "vit":
+        keys |= {"vocab": ("vocab_size",), "tied_embeddings": ("tie_word_embeddings",)}
+    if view.job.model.family == "t5":
+        keys |= {"encoder_layers": ("num_layers",), "layers": ("num_decoder_layers",), "head_dim": ("d_kv",)}
+        keys |= {"encoder_seq_len": ("n_positions",)}
+    else:
+        keys |= {"layers": _LAYERS}
+        keys |= {} if view.job.model.family == "vit" else {"seq_len": _LENGTH}
+    if view.job.model.family == "llama":
+        keys |= {"kv_heads": _KV_HEADS}
+    elif view.job.model.kv_heads == view.job.model.heads:
+        view.expressed("model.kv_heads")
+    for key, names in keys.items():
+        view.put(**{next((name for name in names if name in own), names[0]): view[f"model.{key}"]})
+
+
+def _read_sizes(reading: Reading) -> None:
+    family, kind = reading.get("model.family"), reading.word("model_type")
+    if family == "t5":
+        reading.copy("model.encoder_layers", "num_layers")
+        reading.copy("model.layers", "num_decoder_layers", "num_layers")
+        for key, name in (("hidden", "d_model"), ("heads", "num_heads"), ("head_dim", "d_kv"), ("ffn", "d_ff")):
+            reading.copy(f"model.{key}", name)
+    else:
+        reading.copy("model.layers", *_LAYERS)
+        hidden = reading.copy("model.hidden", *_HIDDEN)
+        reading.copy("model.heads", *_HEADS)
+        ffn = reading.copy("model.ffn", *_FFN)
+        if ffn is None and hidden:
+            reading.assume("model.ffn", 4 * hidden, f"{kind} has it so")
+        elif kind == "qwen" and ffn:
+            words = f"{reading.source(*_FFN)} {ffn}, of the gate and the other product"
+            reading.map("model.ffn", ffn // 2, words=words)
+    reading.copy("model.vocab", "vocab_size", "padded_vocab_size")
+
+
+def _read_length(reading: Reading) -> None:
+    """Tokens of a sequence, or patches of an image, of which a model's file states at most the largest number."""
+    if reading.get("model.family") == "t5":
+        reading.map("model.gated_mlp", "gated" in reading.word("feed_forward_proj"), words="feed_forward_proj")
+        reading.assume("model.encoder_seq_len", reading.positive("n_positions") or 512, "T5's n_positions")
+        reading.assume("model.seq_len", 128, "a model's file does not state how many tokens are predicted")
+    elif reading.word("model_type") in ("vit", "deit"):
+        image, patch = reading.positive("image_size") or 224, reading.positive("patch_size") or 16
+        channels = reading.positive("num_channels") or 3
+        reading.map("model.patch_dim", patch * patch * channels, words=f"patch_size {patch}, {channels} channels")
+        words = f"image_size {image}, patch_size {patch}"
+        reading.map("model.seq_len", (image // patch) ** 2 + 1, words=words)
+        labels = reading.count("id2label.")
+        reading.map("model.vocab", labels or 1000, words="id2label" if labels else "classes of ImageNet")
+    elif longest := reading.positive(*_LENGTH):
+        why = f"a model's file does not state it: {reading.source(*_LENGTH)} {longest}"
+        reading.assume("model.seq_len", min(longest, LONGEST_ASSUMED), why)
+
+
+def _write_length(view: JobView) -> None:
+    family = view.job.model.family
+    if family == "vit":
+        side, image = view.image()
+        labels = {str(label): f"LABEL_{label}" for label in range(view["model.vocab"])}
+        view.put(patch_size=side, image_size=image, num_channels=3, id2label=labels)
+    if family == "t5":
+        view.put(feed_forward_proj="gated-gelu" if view["model.gated_mlp"] else "relu")
+        if view["model.seq_len"] != 128:
+            view.unexpressed("model.seq_len")
+    if family == "llama":
+        view.put(hidden_act="silu")
+
+
+def _read_heads(reading: Reading) -> None:
+    if reading.number("kv_lora_rank"):
+        reading.map("model.attention", "mla", "kv_lora_rank")
+        for name in ("q_lora_rank", "kv_lora_rank", "v_head_dim"):
+            reading.copy(f"model.{name}", name)
+        reading.copy("model.head_dim", "qk_nope_head_dim")
+        reading.copy("model.rope_head_dim", "qk_rope_head_dim")
+        reading.find("num_key_value_heads", "head_dim")
+        return
+    kind, groups = reading.word("model_type"), reading.positive(*_KV_HEADS)
+    if kind == "falcon" and not reading.flag("new_decoder_architecture"):
+        groups = 1 if reading.flag("multi_query") is not False else None
+    elif kind == "gpt_bigcode" and reading.flag("multi_query") is not False:
+        groups = 1
+    if groups:
+        reading.map("model.kv_heads", groups, words=reading.source(*_KV_HEADS))
+    if reading.positive("head_dim") and reading.get("model.family") != "t5":
+        reading.copy("model.head_dim", "head_dim")
+
+
+def _write_heads(view: JobView) -> None:
+    model = view.job.model
+    if view["model.attention"] == "mla":
+        view.put(q_lora_rank=view["model.q_lora_rank"] or None, kv_lora_rank=view["model.kv_lora_rank"])
+        view.put(qk_nope_head_dim=model.head_size, qk_rope_head_dim=view["model.rope_head_dim"])
+        view.put(v_head_dim=view["model.v_head_dim"], first_k_dense_replace=view["model.dense_layers"])
+        view.expressed("model.head_dim")
+    elif model.family == "llama" and view["model.head_dim"]:
+        view.put(head_dim=model.head_dim)
+
+
+def _read_experts(reading: Reading) -> None:
+    count, kind = reading.number(*_EXPERTS), reading.word("model_type")
+    if not count or count == 1:
+        return
+    reading.map("model.experts", count, *_EXPERTS)
+    if reading.copy("model.experts_per_token", *_USED) is None:
+        reading.assume("model.experts_per_token", 2, "the file does not state it")
+    if reading.copy("model.expert_ffn", "moe_intermediate_size") is None and kind == "llama4_text":
+        reading.map("model.expert_ffn", reading.get("model.ffn"), words="intermediate_size")
+        reading.map("model.ffn", reading.positive("intermediate_size_mlp"), words="intermediate_size_mlp")
+        reading.assume("model.shared_experts", 1, "Llama 4 has one")
+    reading.copy("model.shared_experts", *_SHARED)
+    name = "shared_expert_intermediate_size"
+    shared, inner = reading.number(name), reading.get("model.expert_ffn") or reading.get("model.ffn")
+    if shared and inner:
+        record = reading.draft.map if shared % inner == 0 else reading.draft.assume
+        record("model.shared_experts", max(1, round(shared / inner)), f"{name} {shared} over {inner}")
+    reading.copy("model.dense_layers", "first_k_dense_replace", "moe_layer_start_index")
+    dense = reading.take("mlp_only_layers")
+    if dense and dense == list(range(len(dense) if isinstance(dense, list) else 0)):
+        reading.map("model.dense_layers", len(dense), words=f"mlp_only_layers {dense}")
+    elif dense:
+        reading.ignore(f"mlp_only_layers {dense}: a job has dense layers first, or experts in every n-th layer")
+    every = reading.find(*_EVERY)
+    if isinstance(reading.take(every), list):
+        expert_layers(reading, reading.take(every), every)
+    elif every and reading.positive(every) > 1:
+        reading.copy("model.moe_every", every)
+
+
+def _write_experts(view: JobView) -> None:
+    model = view.job.model
+    kind = _class_of(view.job)[0]
+    if kind.startswith("deepseek"):
+        view.put(n_routed_experts=view["model.experts"], n_shared_experts=view["model.shared_experts"])
+        view.put(moe_layer_freq=view["model.moe_every"])
+    if kind == "mixtral":
+        view.put(num_local_experts=view["model.experts"])
+        view.expressed("model.expert_ffn")
+    if kind == "qwen2_moe":
+        view.put(num_experts=view["model.experts"], decoder_sparse_step=view["model.moe_every"])
+        view.put(shared_expert_intermediate_size=view["model.shared_experts"] * model.expert_ffn)
+    if model.family == "llama":
+        view.put(num_experts_per_tok=view["model.experts_per_token"])
+        if kind != "mixtral":
+            view.put(moe_intermediate_size=view["model.expert_ffn"])
+
+
+def _read_rest(reading: Reading) -> None:
+    kind = reading.word("model_type")
+    tied = reading.flag("tie_word_embeddings")
+    value, reason = TYPES[kind][1] if tied is None else tied, f"transformers' default for {kind}"
+    reading.map("model.tied_embeddings", value, "tie_word_embeddings", reason=reason)
+    drops = [reading.number(*names, whole=False) for names in (_DROPOUT, _SCORES_DROPOUT)]
+    found = [value for value in drops if value is not None]
+    if found:
+        reading.map("model.dropout", float(max(found)), *_DROPOUT, *_SCORES_DROPOUT)
+    dtype = reading.word("torch_dtype", "dtype").removeprefix("torch.")
+    if dtype in ("bfloat16", "float16", "float32") and reading.get("batch.precision") is None:
+        reading.assume("batch.precision", "fp16" if dtype == "float16" else "bf16", f"weights are stored as {dtype}")
+
+
+_ATTENTION = ("_attn_implementation", "attn_implementation")
+_ROWS = (
+    Row("model.hidden", read=_read_sizes, write=_write_names),
+    Row("model.seq_len", read=_read_length, write=_write_length),
+    Row("model.head_dim", read=_read_heads, write=_write_heads),
+    Row("model.experts", read=_read_experts),
+    Row("model.experts", needs="model.experts", write=_write_experts),
+    Row("model.tied_embeddings", read=_read_rest),
+    Row("model.fused_attention", _ATTENTION, {"eager": False, OTHER: True}, omit=True),
+)

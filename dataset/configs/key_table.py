@@ -1,0 +1,287 @@
+"""Tables of a framework's settings and the keys of a job that they state: one table reads and writes a format."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import MISSING, dataclass, fields
+from typing import Any
+
+from stepsight.dataset.base.errors import JobError, shorten
+from stepsight.dataset.configs.drafts import Reading
+from stepsight.dataset.job.job import Job
+from stepsight.dataset.job.models import MODELS
+from stepsight.dataset.job.specs import SECTIONS
+
+# Facts about machines, frameworks and models' names, which no configuration of a framework states.
+_NOT_ASKED = (
+    "cluster.hardware", "cluster.fabric", "model.name", "execution.engine", "execution.checkpoint",
+    "execution.dispatch_calls", "execution.container", "execution.date", "execution.cuda", "execution.cublas",
+    "execution.nccl",
+)  # fmt: skip
+_DEFAULTS = {
+    f"{section}.{item.name}": None if item.default is MISSING else item.default
+    for section, spec in SECTIONS.items()
+    for item in fields(spec)
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConfigText:
+    """A configuration that was written from a job.
+
+    Attributes:
+        text: Of the file.
+        suffix: Suffix for the file's name.
+        ignored: Keys that the framework cannot express, as ``key = value``.
+        notes: What the user must do besides.
+    """
+
+    text: str
+    suffix: str
+    ignored: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+
+def check_language_model(job: Job, framework: str) -> None:
+    """Refuse a job whose model is none of the families llama and gpt."""
+    if job.model.family not in ("llama", "gpt"):
+        raise JobError(f"{framework} has no model of the family {job.model.family!r:.80}")
+
+
+class JobView:
+    """Values of a job by key (``model.layers``), and the settings of a configuration that a writer makes of them.
+
+    Keys whose values the writer takes count as expressed; ``left`` lists the others.
+
+    Attributes:
+        job: The job.
+        settings: By name; names of nested tables have dots.
+    """
+
+    def __init__(self, job: Job) -> None:
+        self.job = job
+        self.settings: dict[str, Any] = {}
+        self._read: set[str] = set()
+        self._refused: set[str] = set()
+
+    def __getitem__(self, key: str) -> Any:
+        section, _, name = key.partition(".")
+        self._read.add(key)
+        return self._vocabulary()[0] if key == "model.vocab" else getattr(getattr(self.job, section), name)
+
+    def value(self, key: str) -> Any:
+        """The value of a key, which does not count as expressed."""
+        section, _, name = key.partition(".")
+        return getattr(getattr(self.job, section), name)
+
+    def _vocabulary(self) -> tuple[int, int]:
+        """The vocabulary, without padding if the model's name tells it, and the multiple that it is padded to."""
+        model = self.job.model
+        try:
+            profile = self.job.profile
+        except JobError:  # a file that is gone
+            profile = None
+        multiple = 1 if profile is None else profile.vocab_multiple * self.job.parallel.tp
+        if model.family == "vit" or model.vocab % multiple:
+            return model.vocab, 1
+        known = MODELS.get(model.name, {}).get("vocab", 0)
+        return (known if -(-known // multiple) * multiple == model.vocab else model.vocab), multiple
+
+    def notes(self) -> tuple[str, ...]:
+        """Notes about a written vocabulary that the job's framework pads."""
+        (size, multiple), job = self._vocabulary(), self.job
+        if "model.vocab" not in self._read or multiple == 1:
+            return ()
+        pads = f"to a multiple of {multiple}, as {job.framework} does with tp {job.parallel.tp}"
+        if size != job.model.vocab:
+            return (
+                f"the vocabulary of {size} is that of {job.model.name}; the job's {job.model.vocab} is padded {pads}",
+            )
+        if MODELS.get(job.model.name, {}).get("vocab") == size:
+            return ()
+        return (f"the vocabulary of {size} is padded {pads}: write the tokenizer's own size if that is smaller",)
+
+    def expressed(self, *keys: str) -> None:
+        """Mark keys as expressed because other keys imply them."""
+        self._read.update(keys)
+
+    def unexpressed(self, *keys: str) -> None:
+        """Mark keys as not expressed, even if they were read or have their default."""
+        self._refused.update(keys)
+
+    def put(self, prefix: str = "", /, **settings: Any) -> None:
+        """Write settings, with the same prefix before their names."""
+        self.settings.update({prefix + name: value for name, value in settings.items()})
+
+    def tables(self) -> dict[str, Any]:
+        """The settings as nested tables."""
+        found: dict[str, Any] = {}
+        for name, value in self.settings.items():
+            *outer, inner = name.split(".")
+            table = found
+            for part in outer:
+                table = table.setdefault(part, {})
+            table[inner] = value
+        return found
+
+    def stage_layers(self) -> list[int]:
+        """Layers of each part of the model: as stated, or even; the first parts take the remainder."""
+        parallel, layers = self.job.parallel, self.job.model.total_layers
+        self._read.add("parallel.stage_layers")
+        parts = parallel.pp * parallel.virtual_stages
+        each, rest = divmod(layers, parts)
+        return list(parallel.stage_layers) or [each + (part < rest) for part in range(parts)]
+
+    def image(self) -> tuple[int, int]:
+        """Sides of a patch and of a square image of three channels; what gives no square is not expressed."""
+        patch, image = round((self["model.patch_dim"] / 3) ** 0.5), round(max(0, self["model.seq_len"] - 1) ** 0.5)
+        if 3 * patch**2 != self.job.model.patch_dim:
+            self.unexpressed("model.patch_dim")
+        if image**2 + 1 != self.job.model.seq_len:
+            self.unexpressed("model.seq_len")
+        return patch, patch * image
+
+    def text(self, text: str, suffix: str, *notes: str, sections: tuple[str, ...] = ()) -> ConfigText:
+        """The written text, with what it does not express; only keys of some ``sections`` are listed."""
+        ignored = tuple(key for key in self.left() if key.startswith(sections)) if sections else self.left()
+        return ConfigText(text=text, suffix=suffix, ignored=ignored, notes=(*notes, *self.notes()))
+
+    def left(self) -> tuple[str, ...]:
+        """Keys that are not expressed, with their values; unread keys with their default are left out."""
+        found = []
+        for section, spec in SECTIONS.items():
+            for item in fields(spec):
+                key, value = f"{section}.{item.name}", getattr(getattr(self.job, section), item.name)
+                dropped = key not in self._read and key not in _NOT_ASKED and value != _DEFAULTS[key]
+                if dropped or key in self._refused:
+                    found.append(f"{key} = {shorten(value, 80)}")
+        return tuple(found)
+
+
+OTHER = ...  # in a row's values: any other value of the setting
+
+
+@dataclass(frozen=True, slots=True)
+class Conversion:
+    """How the number of a setting becomes the value of a key, and back."""
+
+    read: Callable[[Any], Any] | None
+    write: Callable[[Any], Any]
+
+
+CLIP = Conversion(lambda norm: norm > 0, lambda clips: 1.0 if clips else 0.0)  # largest norm of gradients; 0: any
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A key of a job, and the settings of a framework that state it.
+
+    Attributes:
+        key: Of the job, as ``parallel.tp``.
+        names: The settings; the first that has a value is read, and the first is written.
+        values: Values of the setting (without regard to case; True and False of a flag), and those of the key that
+            they mean (None: the setting states nothing then).  What none of them means is written as the first, and
+            listed.  None: the setting has the key's own values.
+        default: What the framework takes, which is assumed where no setting has a value; None: nothing is assumed.
+        needs: A key without which the row means nothing: a degree or a number of experts, above 1, or the kind of
+            attention, latent.
+        read: Reads the settings in place of the rule above.
+        write: Writes the settings in place of the rule above.
+        only: ``"read"`` or ``"write"`` if the row has one direction.
+        omit: Whether a value that is the key's default is not written.
+    """
+
+    key: str
+    names: str | tuple[str, ...] = ()
+    values: Mapping[Any, Any] | Conversion | None = None
+    default: Any = None
+    needs: str = ""
+    read: Callable[[Reading], None] | None = None
+    write: Callable[[JobView], None] | None = None
+    only: str = ""
+    omit: bool = False
+
+
+def same(keys: Mapping[str, str], prefix: str = "", **rest: Any) -> tuple[Row, ...]:
+    """Rows of settings that have the values of the job, from a table of setting to key."""
+    return tuple(Row(key, prefix + name, **rest) for name, key in keys.items())
+
+
+def read_rows(rows: Iterable[Row], reading: Reading) -> None:
+    """Read settings by a table, in its order."""
+    for row in rows:
+        names = (row.names,) if isinstance(row.names, str) else row.names
+        if row.only == "write":
+            continue
+        if row.needs and not _counts(reading.get(row.needs)):
+            if row.needs.startswith("parallel."):
+                reading.find(*names)  # without effect on one rank; other settings that need more are listed
+        elif row.read is not None:
+            row.read(reading)
+        elif names:
+            _read_row(row, names, reading)
+
+
+def _read_row(row: Row, names: tuple[str, ...], reading: Reading) -> None:
+    stated, words = reading.stated(*names), ""
+    if row.values is None:
+        value = reading.typed(row.key, *names)
+    elif isinstance(row.values, Conversion):
+        number = reading.number(*names, whole=False)
+        value, words = (
+            None if number is None or row.values.read is None else row.values.read(number),
+            f"{stated} {number}",
+        )
+    elif True in row.values:
+        flag = reading.flag(*names)
+        value = None if flag is None else row.values.get(flag)
+    else:
+        word = reading.word(*names)
+        known = {str(name).lower(): meant for name, meant in row.values.items()}
+        value, words = known.get(word.lower(), row.values.get(OTHER) if word else None), f"{stated} {word}"
+        if word and value is None and word.lower() not in known and OTHER not in row.values:
+            fallback = row.default or _DEFAULTS[row.key]
+            if fallback:
+                reading.assume(row.key, fallback, f"a job has no {words}")
+            else:
+                reading.ignore(words)
+            return
+    if value is not None:
+        reading.map(row.key, value, *names, words=words)
+    elif row.default is not None:
+        reading.assume(row.key, row.default)
+
+
+def write_rows(rows: Iterable[Row], view: JobView) -> None:
+    """Write settings by a table, in its order; a value that the table does not have is listed as not expressed."""
+    for row in rows:
+        if row.only == "read":
+            continue
+        if row.needs and not _counts(view.value(row.needs)):
+            view.expressed(row.key)
+        elif row.write is not None:
+            row.write(view)
+        elif row.names:
+            _write_row(row, view)
+
+
+def _write_row(row: Row, view: JobView) -> None:
+    value = view[row.key]
+    if row.omit and value == _DEFAULTS[row.key]:
+        return
+    if isinstance(row.values, Conversion):
+        value = row.values.write(value)
+    elif row.values is not None:
+        words = {
+            _DEFAULTS[row.key] if meant is None else meant: word
+            for word, meant in reversed(list(row.values.items()))
+            if word is not OTHER
+        }
+        if value not in words:
+            view.unexpressed(row.key)
+        value = words.get(value, next(iter(row.values)))
+    view.settings[row.names if isinstance(row.names, str) else row.names[0]] = value
+
+
+def _counts(value: object) -> bool:
+    return value == "mla" or (isinstance(value, int) and value > 1)

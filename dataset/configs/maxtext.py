@@ -1,0 +1,338 @@
+"""MaxText's YAML: a run's file, with the model's file that it names where that lies near it.
+
+Source: MaxText ``configs/base.yml`` (names and defaults), ``configs/models/*.yml``, 2024 to 2026.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from stepsight.dataset.base.errors import JobError
+from stepsight.dataset.configs.documents import flat, read_tables, yaml_text
+from stepsight.dataset.configs.drafts import ConfigFile, Draft, Reading
+from stepsight.dataset.configs.key_table import (
+    CLIP,
+    OTHER,
+    ConfigText,
+    Conversion,
+    JobView,
+    Row,
+    check_language_model,
+    read_rows,
+    same,
+    write_rows,
+)
+from stepsight.dataset.job.job import Job
+from stepsight.dataset.job.models import MODELS
+
+# Axes of the mesh within and between slices, and the degree of a job.
+_AXES = {
+    "tensor": "tp",
+    "tensor_sequence": "tp",
+    "context": "cp",
+    "sequence": "cp",
+    "pipeline": "pp",
+    "expert": "ep",
+}
+_MARKS = ("base_emb_dim", "base_num_decoder_layers", "per_device_batch_size", "ici_fsdp_parallelism", "base_config")
+_BASE = {  # what base.yml states, where it is not near
+    "base_emb_dim": 2048,
+    "base_num_query_heads": 16,
+    "base_num_kv_heads": 16,
+    "base_mlp_dim": 7168,
+    "base_num_decoder_layers": 16,
+    "head_dim": 128,
+    "vocab_size": 32000,
+    "logits_via_embedding": False,
+    "max_target_length": 2048,
+    "per_device_batch_size": 12.0,
+    "remat_policy": "full",
+    "ici_fsdp_parallelism": -1,
+    "dcn_data_parallelism": -1,
+    "mlp_activations": ["silu", "linear"],
+    "decoder_block": "llama2",
+    "gradient_clipping_threshold": 1.0,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "dtype": "bfloat16",
+}
+_FOLDERS = ("", "models", *(f"{'../' * up}{place}" for up in range(1, 5) for place in ("models", "", "configs/models")))
+
+
+def is_maxtext(file: ConfigFile) -> bool:
+    """Whether tables are those of MaxText's YAML."""
+    tables = file.tables
+    return any(mark in tables for mark in _MARKS) or ("per_device_batch_size" in tables and "model_name" in tables)
+
+
+def read_maxtext(file: ConfigFile, draft: Draft) -> None:
+    """Fill a draft from a run's or a model's file.
+
+    Raises:
+        JobError: If the file names a model whose own file is not near it.
+    """
+    path, stated = file.path, flat(file.tables)
+    defaults = dict(_BASE)
+    base = _near(path.parent, str(stated.get("base_config") or ""))
+    if base is not None and base != path:
+        defaults |= {key: value for key, value in flat(read_tables(base)).items() if value is not None}
+    name = str(stated.get("model_name") or "")
+    model: dict[str, Any] = {}
+    if name and name != "default" and "base_emb_dim" not in stated:
+        own = _near(path.parent, f"{name}.yml")
+        if own is None:
+            _known_model(name, draft)
+        else:
+            model = flat(read_tables(own))
+    reading = Reading(draft, {**model, **stated}, default="MaxText's base.yml", defaults=defaults)
+    draft.framework = draft.framework or "maxtext"
+    read_rows(_ROWS, reading)
+    reading.find(
+        *_LATENT,
+        "qk_nope_head_dim",
+        "weight_dtype",
+        "grad_dtype",
+        "mu_dtype",
+        "model_name",
+        "base_config",
+        "enable_dropout",
+    )
+    reading.ignore_rest()
+
+
+def _known_model(name: str, draft: Draft) -> None:
+    """Sizes of a model whose own file is not near, from the catalogue.
+
+    Raises:
+        JobError: If the catalogue does not have it.
+    """
+    found = MODELS.get(name.replace("llama3.1-", "llama3-").replace("llama3.3-", "llama3-"))
+    if found is None:
+        raise JobError(f"model_name {name}: its file {name}.yml must lie beside the configuration, or in models/")
+    derived = {"kv_heads": found["heads"], "gated_mlp": found["family"] == "llama", "tied_embeddings": False}
+    for key, value in {**derived, "ffn": 4 * found["hidden"], **found}.items():
+        if key != "seq_len":
+            draft.map(f"model.{key}", value, f"model_name {name}, by the catalogue")
+
+
+def _near(folder: Path, name: str) -> Path | None:
+    if not name:
+        return None
+    places = (folder / place / Path(name).name for place in _FOLDERS)
+    return next((place for place in places if place.is_file()), None)
+
+
+def write_maxtext(job: Job) -> ConfigText:
+    """Write a job as MaxText's YAML, the model's sizes in the same file."""
+    check_language_model(job, "MaxText")
+    view = JobView(job)
+    view.put(base_config="base.yml", model_name="default")
+    write_rows(_ROWS, view)
+    view.expressed("batch.global_batch", "cluster.nodes", "cluster.devices_per_node", "model.attention_kernels")
+    return view.text(yaml_text(view.settings), ".yml")
+
+
+def _read_family(reading: Reading) -> None:
+    block, kind = reading.word("decoder_block"), reading.word("attention_type")
+    if block in ("qwen3_next", "qwen3_5"):
+        raise JobError(f"a job has no layers with linear attention or state spaces, got decoder_block {block}")
+    if kind == "compressed":
+        raise JobError(f"a job has no layers with compressed attention, got decoder_block {block}")
+    if kind not in ("", "global", "mla"):
+        reading.ignore(f"attention_type {kind}: a job attends to all tokens before")
+    family = "gpt" if block == "gpt3" else "llama"
+    reading.map("model.family", family, "decoder_block", words=f"decoder_block {block}")
+    if kind == "mla":
+        reading.map("model.attention", kind, "attention_type")
+        reading.find("head_dim", "base_num_kv_heads")
+    else:
+        reading.copy("model.kv_heads", "base_num_kv_heads")
+        reading.copy("model.head_dim", "head_dim")
+    layers = reading.copy("model.layers", "base_num_decoder_layers")
+    if block == "gemma2" and layers:
+        words = "base_num_decoder_layers, of two layers each"
+        reading.draft.map("model.layers", 2 * reading.get("model.layers"), words)
+
+
+def _write_family(view: JobView) -> None:
+    model, latent = view.job.model, view["model.attention"] == "mla"
+    block = "gpt3" if view["model.family"] == "gpt" else "deepseek" if latent else "llama2"
+    view.put(decoder_block="mixtral" if model.experts and block == "llama2" else block)
+    view.put(base_num_decoder_layers=view["model.layers"], base_num_kv_heads=view["model.kv_heads"])
+    view.put(**{"qk_nope_head_dim" if latent else "head_dim": model.head_size})
+    view.expressed("model.head_dim", "model.expert_ffn")
+    if latent:
+        view.put(attention_type="mla")
+
+
+def _read_mlp(reading: Reading) -> None:
+    kinds = reading.take("mlp_activations")
+    kinds = kinds if isinstance(kinds, list) else [kinds]
+    words = f"mlp_activations {' '.join(map(str, kinds))}"
+    reading.map("model.gated_mlp", "linear" in kinds, "mlp_activations", words=words)
+    experts = reading.positive("num_experts") or 1
+    if experts > 1:
+        reading.map("model.experts", experts, "num_experts")
+
+
+def _read_dropout(reading: Reading) -> None:
+    rate = reading.number("dropout_rate", whole=False)
+    if rate is not None:
+        used = reading.flag("enable_dropout") is not False
+        reading.map("model.dropout", float(rate) if used else 0.0, "dropout_rate")
+
+
+def _read_degrees(reading: Reading) -> None:
+    for degree in ("tp", "cp", "pp", "ep"):
+        axes = [axis for axis, name in _AXES.items() if name == degree]
+        value = 1
+        for axis in axes:
+            value *= max(1, _size(reading, f"ici_{axis}")) * max(1, _size(reading, f"dcn_{axis}"))
+        if value > 1:
+            reading.map(f"parallel.{degree}", value, words=f"axes {', '.join(axes)}")
+    if (reading.positive("ici_tensor_sequence_parallelism", auto=-1) or 1) > 1:
+        reading.map("parallel.sequence_parallel", True, "ici_tensor_sequence_parallelism")
+    shard, ep = _axis(reading, "fsdp") * _axis(reading, "fsdp_transpose"), reading.degree("ep")
+    data = _axis(reading, "data")
+    sharded = shard not in (0, 1) or ep > 1 or reading.number("ici_fsdp_parallelism") == -1
+    axes = [f"{mesh}_{axis}_parallelism" for mesh in ("ici", "dcn") for axis in ("fsdp", "fsdp_transpose", "expert")]
+    reading.map("parallel.zero_stage", 3 if sharded else 0, *axes)
+    if shard and data and shard * data > 1:
+        reading.map("parallel.dp", shard * data * ep, words="axes data, fsdp, expert")
+        if data > 1 and shard > 1:
+            reading.map("parallel.dp_shard", shard * ep, words="axis fsdp")
+
+
+def _axis(reading: Reading, axis: str) -> int:
+    """Size of an axis over both meshes; 0: what remains."""
+    sizes = [_size(reading, f"{mesh}_{axis}") for mesh in ("ici", "dcn")]
+    return 0 if -1 in sizes else sizes[0] * sizes[1]
+
+
+def _size(reading: Reading, axis: str) -> int:
+    """Size of an axis in one mesh; -1: what remains."""
+    name = f"{axis}_parallelism"
+    return int(reading.positive(name, auto=-1) or (-1 if reading.find(name) else 1))
+
+
+def _write_degrees(view: JobView) -> None:
+    """Sizes of the mesh's axes; expert parallelism takes a part of the data-parallel ranks."""
+    parallel = view.job.parallel
+    ep, shard = view["parallel.ep"], view["parallel.dp_shard"] or view["parallel.dp"]
+    if shard % ep:  # expert parallelism also divides the tensor-parallel ranks
+        view.unexpressed("parallel.ep")
+        ep = 1
+    if view["parallel.zero_stage"] in (1, 2) or (ep > 1 and parallel.zero_stage == 0):
+        view.unexpressed("parallel.zero_stage")  # MaxText's expert axis also shards all other weights
+    fsdp = shard if parallel.zero_stage == 3 else 1
+    spread = "tensor_sequence" if view["parallel.sequence_parallel"] else "tensor"
+    sizes = {"ici_fsdp": max(1, fsdp // ep), "ici_data": 1, "dcn_data": max(1, parallel.dp // max(fsdp, ep))}
+    sizes |= {"dcn_fsdp": 1, f"ici_{spread}": view["parallel.tp"], "ici_context": view["parallel.cp"]}
+    sizes |= {"ici_pipeline": view["parallel.pp"], "ici_expert": ep}
+    view.put(**{f"{axis}_parallelism": size for axis, size in sizes.items()})
+
+
+def _read_schedule(reading: Reading) -> None:
+    repeats = reading.positive("num_pipeline_repeats", auto=-1) or 1
+    if reading.degree("pp") > 1:
+        name = "looped-bfs" if repeats > 1 else "gpipe"
+        reading.map("parallel.schedule", name, words="the pipeline is differentiated as a whole")
+        reading.map("parallel.virtual_stages", repeats, words="num_pipeline_repeats")
+
+
+def _read_batch(reading: Reading) -> None:
+    size = reading.positive("per_device_batch_size", whole=False)
+    steps = reading.positive("gradient_accumulation_steps") or 1
+    # Sequences of one replica, which has as many devices.
+    sequences = size * reading.get("parallel.tp", 1) * reading.get("parallel.cp", 1) * reading.get("parallel.pp", 1)
+    if sequences < 1:
+        reading.assume("batch.micro_batch", 1, f"per_device_batch_size {size:g} is less than a sequence")
+        return
+    pieces = reading.positive("num_pipeline_microbatches", auto=-1) or reading.degree("pp")
+    micro, words = max(1, int(sequences) // pieces), f"per_device_batch_size {size:g}"
+    reading.map("batch.micro_batch", micro, "per_device_batch_size", words=words)
+    reading.facts["local_batch"] = int(sequences) * steps
+
+
+def _write_batch(view: JobView) -> None:
+    parallel, count = view.job.parallel, view.job.num_micro_batches
+    pieces = 1 if parallel.pp == 1 else count
+    size = view["batch.micro_batch"] * pieces / (parallel.tp * parallel.cp * parallel.pp)
+    view.put(per_device_batch_size=size, gradient_accumulation_steps=count // pieces)
+    if parallel.pp > 1:
+        view.put(num_pipeline_microbatches=pieces, num_pipeline_repeats=view["parallel.virtual_stages"])
+        if view["parallel.schedule"] not in ("gpipe", "looped-bfs"):
+            view.unexpressed("parallel.schedule")
+
+
+def _read_precision(reading: Reading) -> None:
+    dtype, quantized = reading.word("dtype"), reading.word("quantization")
+    if "fp8" in quantized:
+        reading.map("batch.precision", "fp8", words=f"quantization {quantized}")
+        reading.assume("batch.fp8_scaling", "delayed", "scales are those of earlier steps")
+    else:
+        precision = {"float32": "fp32", "float16": "fp16"}.get(dtype, "bf16")
+        reading.map("batch.precision", precision, "dtype", words=f"dtype {dtype}")
+
+
+def _write_precision(view: JobView) -> None:
+    precision = view["batch.precision"]
+    known = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp8": "bfloat16"}
+    view.put(dtype=known.get(precision, "bfloat16"))
+    if precision == "fp8":
+        view.put(quantization="fp8")
+    elif precision not in known:
+        view.unexpressed("batch.precision")
+
+
+_SIZES = {
+    "base_emb_dim": "model.hidden",
+    "base_num_query_heads": "model.heads",
+    "base_mlp_dim": "model.ffn",
+    "vocab_size": "model.vocab",
+    "logits_via_embedding": "model.tied_embeddings",
+}
+_LATENT = {
+    "q_lora_rank": "model.q_lora_rank",
+    "kv_lora_rank": "model.kv_lora_rank",
+    "qk_rope_head_dim": "model.rope_head_dim",
+    "v_head_dim": "model.v_head_dim",
+}
+_EXPERTS = {
+    "num_experts": "model.experts",
+    "num_experts_per_tok": "model.experts_per_token",
+    "shared_experts": "model.shared_experts",
+    "first_num_dense_layers": "model.dense_layers",
+    "interleave_moe_layer_step": "model.moe_every",
+}
+_CAPACITY = Conversion(lambda factor: float(factor) if factor > 0 else None, lambda factor: factor or -1.0)
+_EXPERT_FFN = Conversion(lambda size: size if size > 0 else None, lambda size: size)
+_GATED = Conversion(None, lambda gated: ["silu", "linear"] if gated else ["gelu"])
+_STRATEGIES = {"all_gather": "all_gather", "ring": "ring", OTHER: "all_gather"}
+_REMAT = {"minimal_with_context": "none", "full": "full", "minimal": "selective", "none": "none"}
+_OPTIMIZERS = {"adamw": "adamw", "adam_pax": "adamw"}
+_ROWS = (
+    Row("model.family", read=_read_family, write=_write_family),
+    *same(_SIZES),
+    *same(_LATENT, needs="model.attention"),
+    Row("model.head_dim", "qk_nope_head_dim", needs="model.attention", only="read"),
+    Row("model.gated_mlp", "mlp_activations", _GATED, read=_read_mlp),
+    *same(_EXPERTS, needs="model.experts"),
+    Row("model.capacity_factor", "capacity_factor", _CAPACITY, needs="model.experts"),
+    Row("model.expert_ffn", "base_moe_mlp_dim", _EXPERT_FFN, needs="model.experts"),
+    Row("model.fused_attention", "attention", {"dot_product": False, "cudnn_flash_te": True, OTHER: True}),
+    Row("model.dropout", "dropout_rate", read=_read_dropout),
+    Row("parallel.dp", read=_read_degrees, write=_write_degrees),
+    Row("parallel.context_parallel", "context_parallel_strategy", _STRATEGIES, "all_gather", needs="parallel.cp"),
+    Row("parallel.recompute", "remat_policy", _REMAT, "selective"),
+    Row("optimizer.offload", "optimizer_memory_host_offload"),
+    Row("parallel.schedule", read=_read_schedule),
+    Row("model.seq_len", "max_target_length"),
+    Row("batch.micro_batch", read=_read_batch, write=_write_batch),
+    Row("batch.precision", read=_read_precision, write=_write_precision),
+    Row("optimizer.clip_grad_norm", "gradient_clipping_threshold", CLIP),
+    Row("optimizer.kind", "opt_type", _OPTIMIZERS, omit=True),
+)

@@ -1,0 +1,395 @@
+"""Megatron-LM's arguments; ``megatron_words`` finds them in scripts, YAML files and NeMo's configurations.
+
+Sources: Megatron-LM's ``megatron/training/arguments.py`` (names, defaults and what ``validate_args`` makes of them),
+``megatron/core/transformer/transformer_config.py`` and ``megatron/core/model_parallel_config.py``, core 0.8 to 0.19.
+"""
+
+from __future__ import annotations
+
+import shlex
+
+from stepsight.dataset.configs.drafts import Reading
+from stepsight.dataset.configs.key_table import ConfigText, JobView, Row, read_rows, same, write_rows
+from stepsight.dataset.configs.layer_patterns import MOST_STAGES, stages_of_layout
+from stepsight.dataset.configs.megatron_model import MODEL_ROWS
+from stepsight.dataset.job.job import Job
+from stepsight.dataset.job.specs import RECOMPUTE_MODULES
+
+_SHARDING = {"no_shard": 0, "optim": 1, "optim_grads": 2, "optim_grads_params": 3}
+_PROGRAMS = {"bert": "pretrain_bert.py", "t5": "pretrain_t5.py", "vit": "pretrain_vision_classify.py"}
+_ADAM = ("adam", "", "fused_adam", "distributed_fused_adam", "mcore_distributed_optim", "adamw")
+_NO_ZERO = "distributed_fused_adam", "mcore_distributed_optim"
+
+
+def read_megatron(reading: Reading) -> None:
+    """Fill a draft from Megatron-LM's settings; what no key of a job expresses is listed."""
+    old = ("DDP_impl", "activations_checkpoint", "async_tensor_model_parallel_allreduce")
+    if not reading.draft.framework:
+        megatron = "megatron-lm-2022" if reading.find(*old) and "use_mcore_models" not in reading else "megatron-core"
+        deepspeed = reading.find("deepspeed", "deepspeed_config")
+        reading.draft.framework = "megatron-deepspeed" if deepspeed else megatron
+    read_rows(_ROWS, reading)
+    reading.ignore_rest()
+
+
+def write_megatron(job: Job, *, script: bool = False) -> ConfigText:
+    """Write a job as arguments, one to a line, or as a shell script that launches them with torchrun."""
+    view = JobView(job)
+    write_rows(_ROWS, view)
+    lines = []
+    for name, value in view.settings.items():
+        if value is not None and value is not False:
+            words = [] if value is True else value if isinstance(value, list) else [value]
+            lines.append(" ".join([f"--{name.replace('_', '-')}", *(shlex.quote(str(word)) for word in words)]))
+    view.expressed("cluster.nodes", "cluster.devices_per_node", "parallel.dp", "parallel.runtime")
+    view.expressed("parallel.recompute_modules", "parallel.scatter_p2p", "parallel.bucket_mbytes")
+    program = _PROGRAMS.get(job.model.family, "pretrain_gpt.py")
+    note = f"they are for {program}; give the tokenizer and the data: --tokenizer-type, --data-path"
+    if not script:
+        return view.text("\n".join(lines) + "\n", ".txt", note)
+    launch = f"torchrun --nproc-per-node {job.cluster.devices_per_node} --nnodes {job.cluster.nodes}"
+    body = "\n".join(f"    {line}" for line in lines)
+    more = '    "$@"  # --tokenizer-type, --data-path, --node-rank ...'
+    text = f"#!/bin/bash\n# {shlex.quote(job.name)}\nARGS=(\n{body}\n{more}\n)\n{launch} {program} " + '"${ARGS[@]}"\n'
+    return view.text(text, ".sh", note)
+
+
+def _read_tensor_parallel(reading: Reading) -> None:
+    sequence, tp = reading.flag("sequence_parallel"), reading.degree("tp")
+    if tp > 1:
+        reading.map("parallel.sequence_parallel", bool(sequence), "sequence_parallel")
+    elif sequence:
+        reason = "Megatron-LM turns it off without tensor parallelism"
+        reading.assume("parallel.sequence_parallel", False, reason)
+    expert_tp = reading.get("parallel.expert_tp")
+    if expert_tp not in (None, 1, tp):
+        reading.draft.drop("parallel.expert_tp")
+        reason = f"experts have tensor parallelism of 1 or tp, got {expert_tp}"
+        reading.assume("parallel.expert_tp", tp, reason)
+    if reading.flag("tp_comm_overlap"):
+        reading.map("parallel.overlap_tp", "split", "tp_comm_overlap")
+    elif tp > 1 and reading.flag("async_tensor_model_parallel_allreduce") is not False:
+        reading.assume("parallel.overlap_tp", "backward")
+
+
+def _write_tensor_parallel(view: JobView) -> None:
+    parallel = view.job.parallel
+    view.put(sequence_parallel=view["parallel.sequence_parallel"] and parallel.tp > 1)
+    view.put(tp_comm_overlap=view["parallel.overlap_tp"] == "split")
+    if parallel.overlap_tp == "torch-async":
+        view.unexpressed("parallel.overlap_tp")
+
+
+def _read_context_parallel(reading: Reading) -> None:
+    kind = reading.take("cp_comm_type")
+    kinds = kind if isinstance(kind, list) else [kind] if kind else []
+    if kinds and reading.degree("cp") > 1:
+        ways = {{"p2p": "ring", "allgather": "all_gather"}.get(kind) for kind in kinds}
+        if len(ways) == 1 and None not in ways:
+            reading.map("parallel.context_parallel", ways.pop(), "cp_comm_type")
+        else:
+            words = " ".join(map(str, kinds))
+            reading.assume("parallel.context_parallel", "ring", f"a job has no cp_comm_type {words}")
+
+
+def _write_context_parallel(view: JobView) -> None:
+    if view.job.parallel.cp > 1:
+        view.put(cp_comm_type="p2p" if view["parallel.context_parallel"] == "ring" else "allgather")
+
+
+def _write_order(view: JobView) -> None:
+    view.put(use_tp_pp_dp_mapping=view["parallel.order"] == "tp-cp-pp-dp")
+    if view.job.parallel.order not in ("tp-cp-pp-dp", "tp-cp-dp-pp"):
+        view.unexpressed("parallel.order")
+    if not view["parallel.vocab_parallel"]:
+        view.unexpressed("parallel.vocab_parallel")
+
+
+def _read_dispatcher(reading: Reading) -> None:
+    name = "moe_token_dispatcher_type"
+    way, backend = reading.word(name), reading.word("moe_flex_dispatcher_backend")
+    if way in ("flex", "alltoall"):
+        flex = "hybridep" if backend == "hybridep" else "deepep"
+        reading.map("parallel.dispatcher", flex if way == "flex" else way, name)
+    elif way:
+        reading.ignore(f"{reading.source(name)} {way}: a job has no such dispatcher")
+
+
+def _write_dispatcher(view: JobView) -> None:
+    if view["parallel.dispatcher"] != "alltoall":
+        view.put(moe_token_dispatcher_type="flex", moe_flex_dispatcher_backend=view["parallel.dispatcher"])
+    view.put(overlap_moe_expert_parallel_comm=view["parallel.overlap_ep"] and view.job.parallel.ep > 1)
+
+
+def _read_zero(reading: Reading) -> None:
+    strategy = reading.word("data_parallel_sharding_strategy")
+    fsdp = next((name for name in ("use_megatron_fsdp", "use_torch_fsdp2") if reading.flag(name)), "")
+    if fsdp:
+        words = f"{reading.source(fsdp)} {strategy}".strip()
+        reading.map("parallel.zero_stage", _SHARDING.get(strategy or "optim_grads_params", 3), words=words)
+        reading.find("use_distributed_optimizer")
+    elif reading.flag("use_distributed_optimizer"):
+        reading.map("parallel.zero_stage", 1, "use_distributed_optimizer")
+    elif reading.get("parallel.zero_stage") is None:
+        reading.map("parallel.zero_stage", reading.number("zero_stage") or 0, "zero_stage")
+    instances = reading.positive("num_distributed_optimizer_instances") or 1
+    if instances > 1:
+        reading.facts["replicas_of_shards"] = instances
+
+
+def _write_zero(view: JobView) -> None:
+    stage, parallel = view["parallel.zero_stage"], view.job.parallel
+    view.put(use_distributed_optimizer=stage > 0)
+    if stage > 1:
+        strategy = next(name for name, each in _SHARDING.items() if each == stage)
+        view.put(use_megatron_fsdp=True, data_parallel_sharding_strategy=strategy)
+    if view["parallel.dp_shard"] and parallel.dp_shard < parallel.dp:
+        view.put(num_distributed_optimizer_instances=parallel.dp // parallel.dp_shard)
+    view.put(overlap_param_gather=bool(view["parallel.overlap_param_gather"] and stage))
+
+
+def _read_gradients(reading: Reading) -> None:
+    wide, narrow = "accumulate_allreduce_grads_in_fp32", "grad_reduce_in_bf16"
+    fp32, bf16 = reading.flag(wide), reading.flag(narrow)
+    if bf16:
+        reading.map("parallel.gradient_dtype", "model", narrow)
+    elif fp32:
+        reading.map("parallel.gradient_dtype", "fp32", wide)
+    elif reading.flag("fp16"):
+        reading.assume("parallel.gradient_dtype", "model")
+    elements = reading.positive("ddp_bucket_size")
+    if elements:
+        size = elements * (2 if bf16 else 4) / 2**20
+        reading.map("parallel.bucket_mbytes", float(f"{size:.6g}"), "ddp_bucket_size")
+
+
+def _write_gradients(view: JobView) -> None:
+    kind, precision = view["parallel.gradient_dtype"], view.job.batch.precision
+    narrow = precision in ("bf16", "fp8")
+    view.put(accumulate_allreduce_grads_in_fp32=kind == "fp32", grad_reduce_in_bf16=kind == "model" and narrow)
+    if precision != "fp32" and (kind == "fp32-cast" or (kind == "model" and not narrow and precision != "fp16")):
+        view.unexpressed("parallel.gradient_dtype")
+    if view.job.parallel.overlap_grad_reduce:  # otherwise there is one bucket
+        size = 2 if kind in ("model", "model-fused") and narrow else 4
+        view.put(ddp_bucket_size=round(view.job.parallel.bucket_mbytes * 2**20 / size))
+
+
+def _read_stages(reading: Reading) -> None:
+    """Virtual stages, and the layers of each stage if they are uneven."""
+    layers, pp, layout = reading.get("model.layers"), reading.degree("pp"), reading.word(_LAYOUT)
+    if layout and layers:
+        stages, source = stages_of_layout(layout), reading.source(_LAYOUT)
+        counts = [stage.count("t") for stage in stages]
+        if not stages or len(stages) % pp or sum(counts) != layers:
+            words = f"{len(stages)} stages of {sum(counts)} layers for pp {pp} and {layers} layers"
+            reading.ignore(f"{source} {layout}: {words}")
+            return
+        if len(stages) // pp > 1:
+            reading.map("parallel.virtual_stages", len(stages) // pp, words=source)
+        reading.map("parallel.stage_layers", counts, words=f"{source} {layout}")
+        return
+    names = ["num_virtual_stages_per_pipeline_rank", "virtual_pipeline_model_parallel_size"]
+    chunks, each = reading.positive(*names), reading.positive("num_layers_per_virtual_pipeline_stage")
+    if chunks is None and each and layers:
+        names = ["num_layers_per_virtual_pipeline_stage"]
+        chunks = max(1, layers // pp // each)
+    if chunks and chunks > 1:
+        reading.map("parallel.virtual_stages", chunks, *names)
+    _read_uneven_stages(reading, pp * (chunks or 1))
+
+
+_LAYOUT = "pipeline_model_parallel_layout"
+_TABLES = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split", "pp_partition_method")
+_ENDS = ("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers")
+
+
+def _read_uneven_stages(reading: Reading, parts: int) -> None:
+    layers, pp = reading.get("model.layers"), reading.degree("pp")
+    first, last = (reading.positive(name) for name in _ENDS)
+    parted = "embedding" in reading.word(_TABLES[2])  # DeepSpeed counts both tables as layers
+    embedding, loss = (reading.flag(name) or parted for name in _TABLES[:2])
+    if not layers or pp == 1 or parts > MOST_STAGES or not (first or last or embedding or loss):
+        return
+    if embedding or loss:
+        source = reading.source(*_TABLES)
+        even, rest = divmod(layers + embedding + loss, parts)
+        counts = [even] * parts
+        counts[0] -= embedding
+        counts[-1] -= loss
+    else:
+        # Counts are those of a rank, so that each of its virtual stages has an equal part.
+        source, chunks = reading.source(*_ENDS), parts // pp
+        even, rest = divmod(layers - (first or 0) - (last or 0), max(1, pp - bool(first) - bool(last)))
+        ranks = [even] * pp
+        ranks[0], ranks[-1] = first or ranks[0], last or ranks[-1]
+        rest += sum(count % chunks for count in ranks)
+        counts = [count // chunks for _ in range(chunks) for count in ranks]
+    if rest or sum(counts) != layers or min(counts) < 0:
+        reading.ignore(f"{source}: {layers} layers cannot be shared so by {parts} stages")
+    else:
+        reading.map("parallel.stage_layers", counts, words=source)
+
+
+def _write_stages(view: JobView) -> None:
+    chunks, layers = view["parallel.virtual_stages"], view.stage_layers()
+    uneven, t5 = len(set(layers)) > 1, view.job.model.family == "t5"
+    if view["parallel.schedule"] != "1f1b":
+        view.unexpressed("parallel.schedule")
+    if uneven and not t5:
+        stages = ["t" * count for count in layers]
+        view.put(pipeline_model_parallel_layout="|".join(["E" + stages[0], *stages[1:-1], stages[-1] + "L"]))
+        return
+    if uneven:
+        view.unexpressed("parallel.stage_layers")
+    view.put(num_virtual_stages_per_pipeline_rank=chunks if chunks > 1 else None)
+
+
+def _read_precision(reading: Reading) -> None:
+    if "fp8" in reading and reading.take("fp8") not in (False, "false"):
+        reading.map("batch.precision", "fp8", "fp8")
+        reading.find("bf16", "fp16")
+        recipe = reading.word("fp8_recipe")
+        known = {"tensorwise": "dynamic", "blockwise": "dynamic", "mxfp8": "mxfp8"}
+        if recipe:
+            reading.map("batch.fp8_scaling", known.get(recipe, "delayed"), "fp8_recipe")
+        else:
+            reading.assume("batch.fp8_scaling", "delayed")
+        return
+    for name in ("bf16", "fp16"):
+        if reading.flag(name):
+            reading.map("batch.precision", name, name)
+            return
+    reading.assume("batch.precision", "fp32")
+
+
+def _write_precision(view: JobView) -> None:
+    precision, scaling = view["batch.precision"], view["batch.fp8_scaling"]
+    view.put(bf16=precision in ("bf16", "fp8"), fp16=precision == "fp16")
+    if precision == "fp8":
+        view.put(fp8_format="hybrid", fp8_recipe=scaling if scaling in ("delayed", "mxfp8") else "tensorwise")
+        if scaling == "rowwise":
+            view.unexpressed("batch.fp8_scaling")
+    elif precision not in ("bf16", "fp16", "fp32"):
+        view.unexpressed("batch.precision")
+
+
+def _read_batch(reading: Reading) -> None:
+    steps, name = reading.word("step_batch_size_schedule"), "step_batch_size_schedule"
+    if reading.get("batch.global_batch") is None and steps:
+        last = steps.replace(";", " ").split()[-1:] or [""]
+        size = last[0].rpartition(":")[2]
+        if size.isdigit():
+            reading.map("batch.global_batch", int(size), words=f"{reading.source(name)}, last step")
+    if reading.get("batch.global_batch") is None and reading.get("batch.micro_batch") is not None:
+        reading.facts["accumulation"] = 1
+
+
+def _read_recompute(reading: Reading) -> None:
+    granularity, name = reading.word("recompute_granularity"), "recompute_granularity"
+    method = reading.word("recompute_method")
+    if reading.flag("recompute_activations"):
+        granularity, name = "selective", "recompute_activations"
+    for other, stated in (
+        ("activations_checkpoint", reading.find("activations_checkpoint")),
+        ("recompute_method", method),
+    ):
+        if stated and not granularity:
+            granularity, name = "full", other
+    if not granularity:
+        reading.assume("parallel.recompute", "none")
+        return
+    count, source = reading.number("recompute_num_layers"), reading.source("recompute_num_layers")
+    if granularity == "full" and method == "block" and count == 0:
+        reading.map("parallel.recompute", "none", words=f"{source} 0")
+        return
+    reading.map("parallel.recompute", granularity, name)
+    if granularity == "full" and method == "block" and count:
+        per_stage = max(1, reading.get("model.layers", 1) // max(1, reading.degree("pp")))
+        every = max(1, round(per_stage / count))
+        reason = f"{count} layers of each stage's {per_stage} are computed again: one of {every}"
+        reading.assume("parallel.recompute_every", every, reason)
+    elif granularity == "full" and count and count > 1:
+        reading.ignore(f"{source} {count}: layers are computed again one by one")
+    modules = reading.take("recompute_modules")
+    named = [modules] if isinstance(modules, str) else modules if isinstance(modules, list) else []
+    if granularity == "selective" and named:
+        known = [module for module in named if module in RECOMPUTE_MODULES]
+        reading.map("parallel.recompute_modules", known, "recompute_modules")
+        if len(known) < len(named):
+            others = " ".join(str(module) for module in named if module not in known)
+            reading.ignore(f"{reading.source('recompute_modules')} {others}: a job recomputes no such module")
+
+
+def _write_recompute(view: JobView) -> None:
+    kind, every = view["parallel.recompute"], view["parallel.recompute_every"]
+    view.put(recompute_granularity=kind if kind != "none" else None)
+    if kind == "selective" and view["parallel.recompute_modules"]:
+        view.put(recompute_modules=" ".join(view["parallel.recompute_modules"]))
+    elif kind == "full":
+        per_stage = view.job.model.total_layers // view.job.parallel.pp
+        view.put(recompute_method="uniform" if every == 1 else "block")
+        view.put(recompute_num_layers=1 if every == 1 else max(1, per_stage // every))
+        if every > 1 and per_stage % every:
+            view.unexpressed("parallel.recompute_every")
+    if view["parallel.offload_activations"]:
+        view.unexpressed("parallel.offload_activations")
+
+
+def _read_optimizer(reading: Reading) -> None:
+    names = ("optimizer", "optim.name")
+    kind = reading.word(*names)
+    words = f"{reading.source(*names)} {kind}"
+    if kind not in _ADAM:
+        reading.assume("optimizer.kind", "adamw", f"a job has no optimizer {kind}")
+    elif kind:
+        reading.map("optimizer.kind", "adamw", words=f"{words} (decoupled weight decay)")
+    if kind in _NO_ZERO and reading.get("parallel.zero_stage", 0) < 1:
+        reading.map("parallel.zero_stage", 1, words=words)
+    clips = ("clip_grad", "gradient_clip_val")
+    clip = reading.number(*clips, whole=False)
+    if clip is None:
+        reading.assume("optimizer.clip_grad_norm", True)
+    else:
+        reading.map("optimizer.clip_grad_norm", clip > 0, words=f"{reading.source(*clips)} {clip:g}")
+
+
+def _write_optimizer(view: JobView) -> None:
+    view.put(optimizer="adam", clip_grad=1.0 if view["optimizer.clip_grad_norm"] else 0.0)
+    if view["optimizer.kind"] != "adamw":
+        view.unexpressed("optimizer.kind")
+    if view["optimizer.offload"]:
+        view.put(optimizer_cpu_offload=True, use_precision_aware_optimizer=True)
+
+
+_FALSE_ONLY = {False: False, True: None}
+_TRUE_ONLY = {True: True, False: None}
+_OFFLOADS = ("optimizer_cpu_offload", "cpu_optimizer")
+_ROWS = (
+    Row("parallel.tp", "tensor_model_parallel_size"),
+    Row("parallel.cp", "context_parallel_size", omit=True),
+    Row("parallel.pp", "pipeline_model_parallel_size"),
+    Row("parallel.ep", "expert_model_parallel_size", omit=True),
+    Row("parallel.expert_tp", "expert_tensor_parallel_size", omit=True),
+    Row("parallel.overlap_ep", "overlap_moe_expert_parallel_comm", only="read"),
+    Row("batch.micro_batch", "micro_batch_size"),
+    Row("batch.global_batch", "global_batch_size"),
+    *same({"nodes": "cluster.nodes", "devices_per_node": "cluster.devices_per_node"}, only="read"),
+    *MODEL_ROWS,
+    Row("parallel.sequence_parallel", read=_read_tensor_parallel, write=_write_tensor_parallel),
+    Row("parallel.zero_stage", read=_read_zero, write=_write_zero),
+    Row("parallel.reshard_after_forward", "torch_fsdp2_reshard_after_forward", _FALSE_ONLY, only="read"),
+    Row("parallel.overlap_grad_reduce", "overlap_grad_reduce", default=False),
+    Row("parallel.overlap_param_gather", "overlap_param_gather", default=False, only="read"),
+    Row("parallel.gradient_dtype", read=_read_gradients, write=_write_gradients),
+    Row("parallel.order", "use_tp_pp_dp_mapping", {True: "tp-cp-pp-dp", False: None}, write=_write_order),
+    Row("parallel.context_parallel", read=_read_context_parallel, write=_write_context_parallel),
+    Row("parallel.dispatcher", read=_read_dispatcher, write=_write_dispatcher),
+    Row("parallel.scatter_p2p", "scatter_gather_tensors_in_pipeline", _FALSE_ONLY, only="read"),
+    Row("parallel.offload_activations", "cpu_offloading", _TRUE_ONLY, only="read"),
+    Row("parallel.stage_layers", read=_read_stages, write=_write_stages),
+    Row("batch.precision", read=_read_precision, write=_write_precision),
+    Row("batch.global_batch", read=_read_batch),
+    Row("parallel.recompute", read=_read_recompute, write=_write_recompute),
+    Row("optimizer.kind", read=_read_optimizer, write=_write_optimizer),
+    Row("optimizer.offload", _OFFLOADS, _TRUE_ONLY, only="read"),
+)

@@ -1,0 +1,199 @@
+"""Nanotron's YAML.
+
+Source: nanotron ``config/config.py``, ``config/parallelism_config.py``, ``config/models_config.py``, 2024 to 2026.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from stepsight.dataset.base.errors import JobError
+from stepsight.dataset.configs.documents import flat, yaml_text
+from stepsight.dataset.configs.drafts import ConfigFile, Draft, Reading
+from stepsight.dataset.configs.key_table import (
+    OTHER,
+    ConfigText,
+    Conversion,
+    JobView,
+    Row,
+    check_language_model,
+    read_rows,
+    same,
+    write_rows,
+)
+from stepsight.dataset.job.job import Job
+
+_MODEL = "model.model_config."
+_EXPERTS = f"{_MODEL}moe_config."
+_OPTIMIZER = "optimizer.optimizer_factory."
+_TABLES = ("tokens", "parallelism", "model")
+_DEFAULT = "Nanotron's default"
+
+
+def is_nanotron(file: ConfigFile) -> bool:
+    """Whether tables are those of Nanotron's YAML."""
+    model = file.tables.get("model")
+    return all(isinstance(file.tables.get(name), Mapping) for name in _TABLES) and "model_config" in (model or {})
+
+
+def read_nanotron(file: ConfigFile, draft: Draft) -> None:
+    """Fill a draft from a configuration."""
+    settings = {key: value for key, value in flat(file.tables).items() if not key.startswith("data_stages")}
+    reading = Reading(draft, settings, default=_DEFAULT)
+    read_rows(_ROWS, reading)
+    reading.ignore_rest("model.", "optimizer.", "parallelism.", "tokens.")
+
+
+def write_nanotron(job: Job) -> ConfigText:
+    """Write a job as Nanotron's YAML."""
+    check_language_model(job, "Nanotron")
+    view = JobView(job)
+    write_rows(_ROWS, view)
+    view.expressed("batch.global_batch", "cluster.nodes", "cluster.devices_per_node", "model.attention_kernels")
+    return view.text(yaml_text(view.tables()), ".yaml")
+
+
+def _read_family(reading: Reading) -> None:
+    if reading.flag(f"{_MODEL}is_mamba_config"):
+        raise JobError("a job has no layers with state spaces (Mamba), got is_mamba_config")
+    starcoder = reading.flag(f"{_MODEL}is_starcoder2_config")
+    kinds = ("is_llama_config", "is_qwen2_config", "is_llamoe_config")
+    kind = next((kind for kind in kinds if reading.flag(_MODEL + kind)), "")
+    words = kind or "is_starcoder2_config" if starcoder else kind
+    reading.draft.map("model.family", "gpt" if starcoder else "llama", words)
+
+
+def _write_family(view: JobView) -> None:
+    model, llama = view.job.model, view["model.family"] == "llama"
+    if llama:
+        view.put(_MODEL, **{"is_qwen2_config" if model.experts else "is_llama_config": True})
+    else:
+        view.put(_MODEL, is_starcoder2_config=True, grouped_query=True)
+    view.put(_MODEL, max_position_embeddings=model.seq_len)
+    view.put("model.", make_vocab_size_divisible_by=1)
+    if model.gated_mlp == llama:
+        view.expressed("model.gated_mlp")
+
+
+def _read_kv_heads(reading: Reading) -> None:
+    reading.copy("model.kv_heads", f"{_MODEL}num_kv_heads", f"{_MODEL}num_key_value_heads")
+    if reading.get("model.family") == "gpt" and reading.flag(f"{_MODEL}multi_query"):
+        reading.map("model.kv_heads", 1, f"{_MODEL}multi_query")
+
+
+def _write_kv_heads(view: JobView) -> None:
+    name = "num_key_value_heads" if view.job.model.family == "llama" else "num_kv_heads"
+    view.put(_MODEL, **{name: view["model.kv_heads"]})
+
+
+def _read_vocab(reading: Reading) -> None:
+    size = reading.copy("model.vocab", f"{_MODEL}vocab_size")
+    multiple = reading.positive("model.make_vocab_size_divisible_by") or 1
+    step = multiple * (reading.positive("parallelism.tp") or 1)
+    if size is not None and size % step:
+        reading.map("model.vocab", -(-size // step) * step, words=f"vocab_size {size}, made divisible by {step}")
+
+
+def _read_experts(reading: Reading) -> None:
+    names = (f"{_EXPERTS}num_experts", f"{_MODEL}moe_num_experts")  # the second of the example with the older model
+    count = reading.number(*names)
+    if not count or count == 1:
+        return
+    reading.map("model.experts", count, *names)
+    used = (f"{_MODEL}moe_num_experts_per_tok", f"{_MODEL}num_experts_per_tok", f"{_EXPERTS}top_k")
+    if reading.copy("model.experts_per_token", *used) is None:
+        reading.assume("model.experts_per_token", 2)
+    if reading.copy("model.expert_ffn", f"{_EXPERTS}moe_intermediate_size") is None and names[0] in reading:
+        reading.assume("model.expert_ffn", 1408)
+    name = "shared_expert_intermediate_size"
+    shared = reading.positive(_EXPERTS + name)
+    if reading.flag(f"{_EXPERTS}enable_shared_expert"):
+        size, inner = shared or 5632, reading.get("model.expert_ffn")
+        record = reading.draft.map if shared and size % inner == 0 else reading.draft.assume
+        record("model.shared_experts", max(1, round(size / inner)), f"{name} {size} / {inner}")
+    factor = reading.number(f"{_MODEL}moe_capacity_factor", whole=False)
+    if factor:
+        reading.map("model.capacity_factor", float(factor), f"{_MODEL}moe_capacity_factor")
+
+
+def _write_experts(view: JobView) -> None:
+    model = view.job.model
+    view.expressed("model.expert_ffn")
+    if view["model.experts"]:
+        view.put(_EXPERTS, num_experts=model.experts, top_k=view["model.experts_per_token"])
+        view.put(_EXPERTS, moe_intermediate_size=model.expert_ffn, enable_shared_expert=bool(model.shared_experts))
+        if view["model.shared_experts"]:
+            view.put(_EXPERTS, shared_expert_intermediate_size=model.shared_experts * model.expert_ffn)
+
+
+def _read_expert_degree(reading: Reading) -> None:
+    reading.copy("parallel.ep", "parallelism.expert_parallel_size")
+    ep, group = reading.degree("ep"), reading.degree("dp") * reading.degree("cp")
+    if group % ep:
+        reading.draft.drop("parallel.ep")
+        reading.ignore(f"parallelism.expert_parallel_size {ep}: a job's lies within dp * cp, which is {group}")
+
+
+def _write_expert_degree(view: JobView) -> None:
+    parallel = view.job.parallel
+    fits = parallel.dp * parallel.cp % view["parallel.ep"] == 0
+    view.put("parallelism.", expert_parallel_size=parallel.ep if fits else 1)
+    if not fits:
+        view.unexpressed("parallel.ep")
+
+
+def _write_zero(view: JobView) -> None:
+    view.put("optimizer.", zero_stage=min(view["parallel.zero_stage"], 1))
+    if view.job.parallel.zero_stage > 1:
+        view.unexpressed("parallel.zero_stage")
+
+
+def _read_batch(reading: Reading) -> None:
+    steps = reading.positive("tokens.batch_accumulation_per_replica") or 1
+    replicas, micro = reading.get("parallel.dp"), reading.get("batch.micro_batch")
+    if replicas and micro:
+        words = f"micro_batch_size {micro} * batch_accumulation_per_replica {steps} * dp {replicas}"
+        reading.map("batch.global_batch", micro * steps * replicas, words=words)
+
+
+def _write_batch(view: JobView) -> None:
+    view.put("tokens.", batch_accumulation_per_replica=view.job.num_micro_batches)
+
+
+_SIZES = {
+    "hidden_size": "model.hidden",
+    "intermediate_size": "model.ffn",
+    "num_attention_heads": "model.heads",
+    "num_hidden_layers": "model.layers",
+    "tie_word_embeddings": "model.tied_embeddings",
+}
+_ATTENTION = {"eager": False, "sdpa_eager": False, OTHER: True}
+_TP_MODES = {"REDUCE_SCATTER": True, "ALL_REDUCE": False}
+_CLIP = Conversion(lambda norm: norm > 0, lambda clips: 1.0 if clips else None)
+_ASYNC = {False: None, True: "backward"}
+_ROWS = (
+    Row("model.family", read=_read_family, write=_write_family),
+    *same(_SIZES, _MODEL),
+    Row("model.kv_heads", read=_read_kv_heads, write=_write_kv_heads),
+    Row("model.vocab", f"{_MODEL}vocab_size", read=_read_vocab),
+    Row("model.experts", read=_read_experts, write=_write_experts),
+    Row("model.fused_attention", f"{_MODEL}_attn_implementation", _ATTENTION, only="read"),
+    *same({"tp": "parallel.tp", "pp": "parallel.pp", "dp": "parallel.dp"}, "parallelism."),
+    Row("parallel.cp", "parallelism.context_parallel_size"),
+    Row("parallel.ep", read=_read_expert_degree, write=_write_expert_degree),
+    Row("parallel.sequence_parallel", "parallelism.tp_mode", _TP_MODES, default=False, needs="parallel.tp"),
+    Row("parallel.overlap_tp", "parallelism.tp_linear_async_communication", _ASYNC, needs="parallel.tp"),
+    Row("parallel.schedule", "parallelism.pp_engine", {"1f1b": "1f1b", "afab": "gpipe"}, "gpipe", "parallel.pp"),
+    Row("parallel.recompute", "parallelism.recompute_layer", {False: "none", True: "full"}, "none"),
+    Row("parallel.zero_stage", "optimizer.zero_stage", default=0, write=_write_zero),
+    Row("parallel.gradient_dtype", "optimizer.accumulate_grad_in_fp32", {False: "model", True: "fp32"}, omit=True),
+    Row("parallel.bucket_mbytes", "model.ddp_bucket_cap_mb"),
+    Row("model.seq_len", "tokens.sequence_length"),
+    Row("batch.micro_batch", "tokens.micro_batch_size"),
+    Row("batch.global_batch", read=_read_batch, write=_write_batch),
+    Row("batch.precision", "model.dtype", {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}),
+    Row("optimizer.clip_grad_norm", "optimizer.clip_grad", _CLIP, default=False),
+    Row("optimizer.kind", f"{_OPTIMIZER}name", {"adamW": "adamw"}, "adamw"),
+    # The second name was that of releases until 2024.
+    Row("optimizer.fused", (f"{_OPTIMIZER}torch_adam_is_fused", "optimizer.torch_adam_is_fused")),
+)

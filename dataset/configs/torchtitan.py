@@ -1,0 +1,395 @@
+"""torchtitan's TOML of its releases of 2024 to early 2026; its Python registry builds the same settings.
+
+Source: torchtitan ``config_manager.py`` (2024), ``config/job_config.py`` (2025), ``config/configs.py`` (2026), and
+``distributed/pipeline_parallel.py`` for layers per stage.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from itertools import pairwise
+from typing import Any
+
+from stepsight.dataset.base.errors import JobError
+from stepsight.dataset.configs.documents import flat, read_source, toml_text
+from stepsight.dataset.configs.drafts import ConfigFile, Draft, Reading
+from stepsight.dataset.configs.key_table import CLIP, OTHER, ConfigText, JobView, Row, read_rows, write_rows
+from stepsight.dataset.configs.layer_patterns import even_stages
+from stepsight.dataset.configs.torchtitan_models import FLAVORS, flavor_of, flavor_sizes
+from stepsight.dataset.job.job import Job
+from stepsight.dataset.job.rules import MOST_LAYERS
+
+# Torch's names of schedules: schedule of a job, and virtual stages where none are stated.
+_SCHEDULES = {
+    "1F1B": ("1f1b", 1),
+    "GPipe": ("gpipe", 1),
+    "Interleaved1F1B": ("1f1b", 2),
+    "LoopedBFS": ("looped-bfs", 2),
+    "InterleavedZeroBubble": ("interleaved-zb", 2),
+    "ZBVZeroBubble": ("zbv", 2),
+    "DualPipeV": ("dualpipev", 2),
+}
+_PRESET = re.compile(r"preset for (\d+) (\w+) GPUs?")  # a comment in the published files
+_DEVICES = {"a100": "a100-sxm-80gb", "h100": "h100-sxm-80gb", "h200": "h200-sxm-141gb", "b200": "b200-sxm-180gb"}
+_DEFAULT = "torchtitan's default"
+_IGNORED = ("job.", "profiling.", "metrics.", "lr_scheduler.", "checkpoint.", "comm.", "validation.", "debug.")
+_SIZES = (
+    *("family", "layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "vocab", "gated_mlp", "tied_embeddings"),
+    *("attention", "q_lora_rank", "kv_lora_rank", "rope_head_dim", "v_head_dim", "experts", "experts_per_token"),
+    *("expert_ffn", "shared_experts", "dense_layers", "moe_every"),
+)
+
+
+def is_torchtitan(file: ConfigFile) -> bool:
+    """Whether tables are those of torchtitan's TOML."""
+    tables = file.tables
+    model = tables.get("model")
+    if model is None:  # how a model is trained, without the model
+        return all(isinstance(tables.get(name), Mapping) for name in ("training", "parallelism"))
+    return isinstance(model, Mapping) and "flavor" in model
+
+
+def read_torchtitan(file: ConfigFile, draft: Draft) -> None:
+    """Fill a draft from a configuration, whose comments may name the devices."""
+    draft.framework = "torchtitan"
+    preset = _PRESET.search(read_source(file.path))
+    if preset:
+        draft.facts["devices"] = int(preset[1])
+        hardware = _DEVICES.get(preset[2].lower())
+        if hardware:
+            draft.map("cluster.hardware", hardware, f"comment: {preset[0]}")
+    settings = flat(file.tables)
+    if "model" in file.tables:
+        name = str(settings.pop("model.name", None) or "llama3")
+        flavor = str(settings.pop("model.flavor", None) or "debugmodel")
+        sizes = flavor_sizes(name, flavor)
+        if sizes is None:
+            flavors = FLAVORS.get(name)
+            what, known = ("flavor", flavors) if flavors else ("name", FLAVORS)
+            raise JobError(f"model.{what} must be one of {', '.join(known)}, got {name} {flavor}")
+        for key, value in sizes.items():
+            draft.map(f"model.{key}", value, f"{name} {flavor}")
+    read_settings(settings, draft)
+
+
+def read_settings(settings: Mapping[str, Any], draft: Draft) -> None:
+    """Fill a draft from all but the model's sizes."""
+    reading = Reading(draft, settings, default=_DEFAULT)
+    read_rows(_ROWS, reading)
+    reading.ignore_rest(unless=_IGNORED)
+
+
+def write_torchtitan(job: Job) -> ConfigText:
+    """Write a job as TOML; if the model is none of torchtitan's flavors, its sizes are listed as not expressed."""
+    view, notes = JobView(job), []
+    found = flavor_of(job.model)
+    if found is not None:
+        view.put("model.", name=found[0], flavor=found[1])
+        view.expressed(*(f"model.{name}" for name in _SIZES))
+    else:
+        notes.append("no flavor of torchtitan has these sizes: add one to its models, and name it in [model]")
+        view.expressed("model.gated_mlp")
+    write_rows(_ROWS, view)
+    if view.settings.get("activation_checkpoint.selective_ac_option") == "2":
+        notes.append("a job takes selective_ac_option op as every second layer too: write op if that is meant")
+    view.expressed("cluster.nodes", "cluster.devices_per_node", "model.fused_attention", "model.attention_kernels")
+    notes.append(f"torchrun --nnodes {job.cluster.nodes} --nproc_per_node {job.cluster.devices_per_node}")
+    return view.text(toml_text(view.tables()), ".toml", *notes)
+
+
+def _in(key: str) -> tuple[str, ...]:
+    """A key of [parallelism], and where early releases have it."""
+    return f"parallelism.{key}", f"training.{key}", f"experimental.{key}"
+
+
+def _read_length(reading: Reading) -> None:
+    names = ("training.seq_len", "training.max_context_length")
+    reading.map("model.seq_len", reading.positive(*names) or 2048, *names)
+
+
+def _read_degrees(reading: Reading) -> None:
+    for name, key in (("tensor", "tp"), ("context", "cp"), ("pipeline", "pp"), ("expert", "ep")):
+        value = reading.number(*_in(f"{name}_parallel_degree"))
+        if value is not None and (key != "ep" or reading.get("model.experts")):
+            reading.map(f"parallel.{key}", value, *_in(f"{name}_parallel_degree"))
+    replicate = reading.positive(*_in("data_parallel_replicate_degree")) or 1
+    names = (*_in("data_parallel_shard_degree"), "training.data_parallel_degree")
+    shard, source = reading.positive(*names, auto=-1) or -1, reading.source(*names)
+    if shard == 1:
+        reading.map("parallel.zero_stage", 0, words=f"{source} 1")
+    else:
+        words, reason = f"{source} {shard} (FSDP2)", f"{_DEFAULT} (FSDP2)"
+        reading.map("parallel.zero_stage", 3, *names, words=words, reason=reason)
+    if shard > 0:
+        words = f"{source} {shard}, replicated {replicate} times"
+        reading.map("parallel.dp", replicate * shard, words=words)
+        if replicate > 1 and shard > 1:
+            reading.map("parallel.dp_shard", shard, *names)
+    elif replicate > 1:
+        reading.facts["replicas_of_shards"] = replicate
+    again = reading.word("parallelism.fsdp_reshard_after_forward") or "default"
+    if shard != 1:
+        value = again == "always" or (again == "default" and reading.degree("pp") == 1)
+        name, reason = "parallelism.fsdp_reshard_after_forward", f"{_DEFAULT}: fsdp_reshard_after_forward default"
+        reading.map("parallel.reshard_after_forward", value, name, words=f"{name} {again}", reason=reason)
+
+
+def _write_degrees(view: JobView) -> None:
+    parallel, stage = view.job.parallel, view["parallel.zero_stage"]
+    shard = view["parallel.dp_shard"] or view["parallel.dp"]
+    replicate = parallel.dp // shard if stage else parallel.dp
+    view.put("parallelism.", data_parallel_replicate_degree=replicate)
+    view.put("parallelism.", data_parallel_shard_degree=parallel.dp // replicate)
+    for name, key in (("tensor", "tp"), ("context", "cp"), ("pipeline", "pp"), ("expert", "ep")):
+        view.put("parallelism.", **{f"{name}_parallel_degree": view[f"parallel.{key}"]})
+    if stage in (1, 2):
+        view.unexpressed("parallel.zero_stage")
+    if parallel.dp // replicate > 1:
+        again = view["parallel.reshard_after_forward"]
+        words = "default" if again == (parallel.pp == 1) else "always" if again else "never"
+        view.put("parallelism.", fsdp_reshard_after_forward=words)
+    if not view["parallel.overlap_grad_reduce"]:
+        view.unexpressed("parallel.overlap_grad_reduce")
+    view.expressed("parallel.runtime")
+
+
+def _read_tensor_parallel(reading: Reading) -> None:
+    names = _in("expert_tensor_parallel_degree")
+    etp, tp = reading.positive(*names), reading.degree("tp")
+    if reading.get("model.experts") and tp > 1 and reading.degree("ep") > 1 and (etp or 1) == 1:
+        words = reading.source(*names) if etp else "experts share out the tensor-parallel ranks"
+        reading.map("parallel.expert_tp", 1, words=words)
+    sequence = reading.flag("parallelism.enable_sequence_parallel") is not False
+    if tp > 1:
+        reason = "torchtitan's tensor parallelism shares out norms"
+        reading.assume("parallel.sequence_parallel", sequence, reason)
+    if reading.flag(*_in("enable_async_tensor_parallel"), "compile.enable_async_tensor_parallel"):
+        reading.map("parallel.overlap_tp", "torch-async", words="enable_async_tensor_parallel")
+
+
+def _write_tensor_parallel(view: JobView) -> None:
+    parallel = view.job.parallel
+    view.expressed("parallel.expert_tp")
+    if parallel.tp == 1:
+        return
+    if not view["parallel.sequence_parallel"]:
+        view.unexpressed("parallel.sequence_parallel")
+    if view["parallel.overlap_tp"] == "torch-async":
+        view.put("parallelism.", enable_async_tensor_parallel=True)
+    elif parallel.overlap_tp:
+        view.unexpressed("parallel.overlap_tp")
+    if parallel.ep > 1:
+        view.put("parallelism.", expert_tensor_parallel_degree=parallel.expert_tp or parallel.tp)
+
+
+def _read_pipeline(reading: Reading) -> None:
+    pp, layers, names = reading.degree("pp"), reading.get("model.layers"), _in("pipeline_parallel_schedule")
+    word = reading.word(*names) or "1F1B"
+    less = "parallelism.pipeline_parallel_{}_stage_less_layers"
+    first, last = (reading.number(less.format(end)) for end in ("first", "last"))
+    each = reading.positive("parallelism.pipeline_parallel_layers_per_stage")
+    splits = reading.take(*_in("pipeline_parallel_split_points"))
+    parts = reading.take("parallelism.module_fqns_per_model_part")
+    if pp == 1:
+        return
+    known = {name.lower(): schedule for name, schedule in _SCHEDULES.items()}
+    schedule, chunks = known.get(word.lower().replace(" ", ""), ("", 1))
+    if not schedule:
+        raise JobError(f"pipeline_parallel_schedule must be one of {', '.join(known)}, got {word!r:.80}")
+    reading.map("parallel.schedule", schedule, *names, words=f"{reading.source(*names)} {word}")
+    if not layers:
+        return
+    weights = 1 if first is None else first, 1 if last is None else last
+    counts: list[int] = []
+    if isinstance(splits, list) and splits:
+        places = [str(split).rpartition(".")[2] for split in splits]
+        if not all(place.isdecimal() for place in places):
+            raise JobError(f"pipeline_parallel_split_points must name layers, as layers.4, got {splits!r:.80}")
+        counts = [after - before for before, after in pairwise([0, *map(int, places), layers])]
+    elif isinstance(parts, list) and parts:
+        counts = [str(part).count("layers.") for part in parts]
+    else:
+        stages = math.ceil((layers + sum(weights)) / each) if each else pp * chunks
+        counts = even_stages(stages, layers, *weights) if 0 < stages <= MOST_LAYERS else []
+    if len(counts) % pp or sum(counts) != layers or min(counts, default=0) < 0:
+        reading.ignore(f"{layers} layers in stages of {counts}, with pp {pp}")
+        counts = []
+    chunks = len(counts) // pp or chunks
+    if chunks > 1:
+        reading.map("parallel.virtual_stages", chunks, words=f"{pp * chunks} stages on {pp} ranks")
+    if len(set(counts)) > 1:
+        reading.map("parallel.stage_layers", counts, words="first and last stage have fewer layers")
+
+
+def _write_pipeline(view: JobView) -> None:
+    parallel, layers = view.job.parallel, view.job.model.layers
+    if parallel.pp == 1:
+        return
+    view.put("parallelism.", pipeline_parallel_microbatch_size=view["batch.micro_batch"])
+    wanted = (view["parallel.schedule"], view["parallel.virtual_stages"] > 1)
+    name = next((name for name, (schedule, chunks) in _SCHEDULES.items() if (schedule, chunks > 1) == wanted), "")
+    if name:
+        view.put("parallelism.", pipeline_parallel_schedule=name)
+    else:
+        view.unexpressed("parallel.schedule")
+    stages, counts = parallel.pp * parallel.virtual_stages, view.stage_layers()
+    weight = 0 if len(set(counts)) == 1 else 1
+    if counts != even_stages(stages, layers, weight, weight):
+        view.put("parallelism.", module_fqns_per_model_part=_modules(counts))
+        return
+    for end in ("first", "last"):
+        view.put("parallelism.", **{f"pipeline_parallel_{end}_stage_less_layers": weight})
+    if parallel.virtual_stages > 2:
+        view.put("parallelism.", pipeline_parallel_layers_per_stage=-(-(layers + 2 * weight) // stages))
+
+
+def _modules(counts: list[int]) -> list[list[str]]:
+    """Names of the modules of each stage."""
+    ends = [sum(counts[:stage]) for stage in range(len(counts) + 1)]
+    parts = [[f"layers.{layer}" for layer in range(start, end)] for start, end in pairwise(ends)]
+    parts[0].insert(0, "tok_embeddings")
+    parts[-1] += ["norm", "output"]
+    return parts
+
+
+def _read_batch(reading: Reading) -> None:
+    pp, length = reading.degree("pp"), reading.get("model.seq_len")
+    tokens = reading.positive("training.num_tokens_per_microbatch_per_dp_rank")
+    pieces = reading.positive("parallelism.num_pp_microbatches") or 1
+    if tokens is not None:
+        reading.map("batch.micro_batch", max(1, tokens // length), words=f"{tokens} tokens of {length}")
+        total = reading.positive("training.num_tokens_per_train_step", auto=-1)
+        if total is not None:
+            reading.map("batch.global_batch", total // length, words=f"num_tokens_per_train_step {total}")
+        reading.facts["accumulation"] = pieces if pp > 1 else 1
+        return
+    names, one = ("training.local_batch_size", "training.batch_size"), "parallelism.pipeline_parallel_microbatch_size"
+    local, source = reading.positive(*names) or 8, reading.source(*names)
+    micro, count = reading.positive(one), reading.positive(*_in("pipeline_parallel_microbatches"))
+    if pp == 1:
+        reading.map("batch.micro_batch", local, *names)
+    elif count:
+        words, reason = f"{source} over {count} micro-batches", f"{_DEFAULT} over {count} micro-batches"
+        reading.map("batch.micro_batch", max(1, local // count), *names, words=words, reason=reason)
+    elif micro is None and "training.batch_size" in reading:
+        reading.assume("batch.micro_batch", max(1, local // pp), f"{source} over {pp} micro-batches, {_DEFAULT}")
+    else:
+        reading.map("batch.micro_batch", micro or 1, one)
+    total = reading.positive("training.global_batch_size", auto=-1)
+    if total is not None:
+        reading.map("batch.global_batch", total, "training.global_batch_size")
+    else:
+        reading.facts["local_batch"] = local
+
+
+def _write_batch(view: JobView) -> None:
+    batch, pp = view.job.batch, view.job.parallel.pp
+    local = batch.micro_batch * (view.job.num_micro_batches if pp > 1 else 1)
+    view.put("training.", local_batch_size=local, global_batch_size=view["batch.global_batch"])
+    view.expressed("batch.micro_batch")
+
+
+def _read_precision(reading: Reading) -> None:
+    converters = reading.take("model.converters")
+    names = [str(name) for name in (converters if isinstance(converters, list) else [converters])]
+    old = reading.flag("float8.enable_float8_linear")
+    dtype, mixed = reading.word("training.dtype"), reading.word("training.mixed_precision_param")
+    if old or any("float8" in name for name in names):
+        words = "float8.enable_float8_linear" if old else "model.converters float8"
+        reading.map("batch.precision", "fp8", words=words)
+        reading.assume("batch.fp8_scaling", "dynamic", "torchao scales by what tensors hold")
+    elif any(name.startswith(("mx", "quantize.linear.mx")) for name in names):
+        reading.assume("batch.precision", "fp8", "MXFP8 is taken as fp8")
+    elif dtype == "bfloat16":
+        reading.map("batch.precision", "pure-bf16", words="training.dtype bfloat16")
+    elif mixed == "float32":
+        reading.map("batch.precision", "fp32", words="training.mixed_precision_param float32")
+    else:
+        reading.assume("batch.precision", "bf16", f"{_DEFAULT}: mixed_precision_param bfloat16")
+    reading.assume("parallel.gradient_dtype", "fp32", f"{_DEFAULT}: mixed_precision_reduce float32")
+    reading.find("training.mixed_precision_reduce")
+
+
+def _write_precision(view: JobView) -> None:
+    match view["batch.precision"]:
+        case "pure-bf16":
+            view.put("training.", dtype="bfloat16")
+        case "fp32":
+            view.put("training.", mixed_precision_param="float32")
+        case "fp16" | "pure-fp16":
+            view.unexpressed("batch.precision")
+        case "fp8":
+            view.put("model.", converters=["float8"])
+            if view.job.batch.fp8_scaling != "dynamic":
+                view.unexpressed("batch.fp8_scaling")
+    view.expressed("batch.fp8_scaling")
+    if view["parallel.gradient_dtype"] not in ("", "fp32"):
+        view.unexpressed("parallel.gradient_dtype")
+
+
+def _read_recompute(reading: Reading) -> None:
+    names = ("activation_checkpoint.mode", "activation_checkpoint.selective_ac_option")
+    mode, stated, source = reading.word(names[0]) or "selective", reading.word(names[1]), reading.source(names[0])
+    option = stated or "2"
+    if mode == "selective" and option.isdecimal():
+        reason = f"{_DEFAULT}: mode selective, selective_ac_option {option}"
+        words = f"{source} selective, every {option} layers"
+        reading.map("parallel.recompute", "full", *names, words=words, reason=reason)
+        words = f"selective_ac_option {option}"
+        reading.map("parallel.recompute_every", int(option), names[1], words=words, reason=reason)
+    elif mode == "selective" and option == "op":
+        words = "attention and every second product are kept; a job of torchtitan takes it as recompute_every 2"
+        words = f"{source} selective, selective_ac_option op: {words}"
+        reading.map("parallel.recompute", "selective", words=words)
+    elif mode == "selective":
+        raise JobError(f"activation_checkpoint.selective_ac_option must be op or a whole number, got {option!r:.80}")
+    elif mode in ("none", "full"):
+        reading.map("parallel.recompute", mode, words=f"{source} {mode}")
+    else:
+        reading.assume("parallel.recompute", "selective", f"a job has no {source} {mode}")
+
+
+def _write_recompute(view: JobView) -> None:
+    kind, every = view["parallel.recompute"], view["parallel.recompute_every"]
+    if kind == "selective" or (kind == "full" and every > 1):
+        option = "op" if kind == "selective" else str(every)
+        view.put("activation_checkpoint.", mode="selective", selective_ac_option=option)
+    else:
+        view.put("activation_checkpoint.", mode=kind)
+
+
+def _read_compile(reading: Reading) -> None:
+    components, names = reading.take("compile.components"), ("compile.enable", "training.compile")
+    compiled = reading.flag(*names)
+    if compiled is not None:
+        of_model = compiled and (components is None or "model" in str(components))
+        words = f"{reading.source(*names)} {str(compiled).lower()}"
+        reading.map("model.eager_kernels", not of_model, words=words)
+
+
+def _write_compile(view: JobView) -> None:
+    if not view["model.eager_kernels"]:
+        view.put("compile.", enable=True, components=["model", "loss"])
+
+
+_OFFLOAD = {True: True, False: None}
+_ROTATE_METHOD = "parallelism.context_parallel_rotate_method"
+_ROTATE = {"allgather": "all_gather", "alltoall": "ring", OTHER: "ring"}
+_ROWS = (
+    Row("model.seq_len", ("training.seq_len", "training.max_context_length"), read=_read_length),
+    Row("parallel.dp", read=_read_degrees, write=_write_degrees),
+    Row("parallel.expert_tp", read=_read_tensor_parallel, write=_write_tensor_parallel),
+    Row("parallel.context_parallel", _ROTATE_METHOD, _ROTATE, "all_gather", needs="parallel.cp"),
+    Row("parallel.schedule", read=_read_pipeline, write=_write_pipeline),
+    Row("batch.micro_batch", read=_read_batch, write=_write_batch),
+    Row("batch.precision", read=_read_precision, write=_write_precision),
+    Row("parallel.recompute", read=_read_recompute, write=_write_recompute),
+    Row("model.eager_kernels", read=_read_compile, write=_write_compile),
+    Row("optimizer.offload", "training.enable_cpu_offload", _OFFLOAD, omit=True),
+    Row("optimizer.kind", "optimizer.name", {"AdamW": "adamw", "Adam": "adam"}),
+    Row("optimizer.fused", "optimizer.fused", only="read"),
+    Row("optimizer.fused", "optimizer.implementation", {"fused": True, "foreach": False, OTHER: False}),
+    Row("optimizer.clip_grad_norm", "training.max_norm", CLIP, default=True),
+)
