@@ -245,7 +245,7 @@ class BestStrategyFile:
         """Check, before the work, that the file can be written, has a known format and overwrites no user's file."""
         from stepsight.dataset.configs.formats import written_formats
 
-        if self.to and self.to not in WRITERS:
+        if self.to and self.to not in written_formats():
             raise StepsightError(f"--to must be one of {', '.join(written_formats())}, got {self.to!r:.80}")
         if self.to and self.out is None:
             raise StepsightError(f"--to {self.to} needs --out, the file to write")
