@@ -11,8 +11,8 @@ from typing import Any
 from stepsight.dataset.base.errors import CollectError
 from stepsight.dataset.base.files import check_writable, write_json, write_text
 from stepsight.experiments.demo.local_jobs import heldout_jobs, profile_only_jobs, search_job, train_jobs
+from stepsight.experiments.reports.job_texts import demo_text
 from stepsight.experiments.reports.plots import plot_predicted_against_measured, plot_search
-from stepsight.experiments.reports.verb_reports import demo_text
 from stepsight.experiments.search.search import search
 from stepsight.experiments.tasks.collecting import available_ranks, run_plan
 from stepsight.training.fit import train

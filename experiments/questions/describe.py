@@ -24,9 +24,8 @@ from stepsight.dataset.runs.run_folder import read_collection, read_run
 from stepsight.dataset.runs.run_manifest import RunManifest, read_object
 from stepsight.dataset.traces.event_blocks import is_trace
 from stepsight.dataset.traces.import_ranks import import_ranks
-from stepsight.experiments.reports.capture_reports import capture_text
 from stepsight.experiments.reports.text_table import Number, table
-from stepsight.experiments.reports.trace_reports import trace_summary
+from stepsight.experiments.reports.trace_texts import capture_text, trace_summary
 
 
 def describe(path: Path) -> dict[str, Any]:
@@ -98,7 +97,7 @@ def _job(job: Job) -> dict[str, Any]:
 
 
 def _summary(path: Path, value: dict[str, Any]) -> dict[str, Any]:
-    from stepsight.experiments.reports.verb_reports import demo_text
+    from stepsight.experiments.reports.job_texts import demo_text
 
     try:
         return {**value, "text": demo_text(value)}

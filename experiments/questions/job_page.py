@@ -11,8 +11,7 @@ import numpy as np
 from stepsight.dataset.base.errors import StepsightError
 from stepsight.experiments.questions.sensitivity import next_steps, tornado
 from stepsight.experiments.questions.sweep import Axis, sweep
-from stepsight.experiments.reports.svg_charts import bars, lines, tornado_bars
-from stepsight.experiments.reports.timeline_canvas import timeline_part
+from stepsight.experiments.reports.page_parts import bars, lines, timeline_part, tornado_bars
 from stepsight.simulator.memory import estimate_moments
 from stepsight.training.predictor.prediction import Prediction
 from stepsight.training.predictor.prediction_views import seconds_text

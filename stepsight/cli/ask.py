@@ -130,7 +130,7 @@ def predict_command(
     if tokens is None and prices is not None:
         raise StepsightError("--prices needs --tokens: the number of tokens to train on")
     from stepsight.experiments.questions.training_plan import plan_text, training_plan
-    from stepsight.experiments.reports.verb_reports import prediction_report
+    from stepsight.experiments.reports.job_texts import prediction_report
     from stepsight.training.predictor.prediction import predict
 
     predictor = source.load()
@@ -152,7 +152,7 @@ def _predict_program(
     """``stepsight predict --program``; ``cluster``: names of the hardware and of the fabric, empty if not given."""
     from stepsight.dataset.capture.captured import read_captured
     from stepsight.dataset.capture.model_files import ModelRequest, is_model, read_model
-    from stepsight.experiments.reports.capture_reports import program_text
+    from stepsight.experiments.reports.job_texts import program_text
     from stepsight.simulator.replay.captured_step import write_timeline
     from stepsight.training.predictor.captured_prediction import predict_captured
 
@@ -220,7 +220,7 @@ def explain_command(job: Path, *, source: Source, overrides: MovedJobOptions, to
         job: Job file, or a training framework's configuration.
         top: Rows of the table.
     """
-    from stepsight.experiments.reports.verb_reports import explanation_report
+    from stepsight.experiments.reports.job_texts import explanation_report
     from stepsight.training.predictor.prediction import predict
 
     predictor, read = source.load(), overrides.read(job)
@@ -256,7 +256,7 @@ class BestStrategyFile:
         from stepsight.dataset.base.files import write_text
         from stepsight.dataset.configs.documents import job_toml
         from stepsight.dataset.configs.formats import write_config
-        from stepsight.experiments.reports.config_report import written_text
+        from stepsight.experiments.reports.job_texts import written_text
         from stepsight.experiments.search.search import best_expressed
 
         out, to = self.out, self.to

@@ -65,7 +65,7 @@ def train_command(
         seed: Random seed.
         tracking_uri: MLflow tracking URI. Default: SQLite in the folder of the predictor.
     """
-    from stepsight.experiments.reports.verb_reports import training_report
+    from stepsight.experiments.reports.job_texts import training_report
 
     tables = [source for source in sources if source.suffix == ".parquet"]
     if tables and len(tables) < len(sources):

@@ -240,13 +240,11 @@ def doctor_command(
     if run is None:
         if job is not None:
             raise StepsightError("--job is the job of a run: name the run folder too")
-        from stepsight.experiments.reports.doctor_report import machine_text
-        from stepsight.experiments.tasks.doctor import check_machine
+        from stepsight.experiments.tasks.doctor import check_machine, machine_text
 
         told = check_machine()
         return Answer(told, machine_text(told))
-    from stepsight.experiments.reports.doctor_report import diagnosis_text
-    from stepsight.experiments.tasks.doctor import diagnose
+    from stepsight.experiments.tasks.doctor import diagnose, diagnosis_text
 
     told = diagnose(run, None if job is None else JobOptions().read(job), source.load())
     return Answer(told, diagnosis_text(told))

@@ -151,7 +151,7 @@ def capture_command(
     from stepsight.dataset.capture.captured import check_capture_folder, write_captured
     from stepsight.dataset.capture.capturing_run import CaptureRequest, capture
     from stepsight.dataset.capture.model_files import ModelRequest, is_model, read_model
-    from stepsight.experiments.reports.capture_reports import capture_text
+    from stepsight.experiments.reports.trace_texts import capture_text
 
     if is_model(script):
         if arguments:

@@ -53,7 +53,7 @@ def job_command(
     from stepsight.dataset.configs.drafts import Given
     from stepsight.dataset.configs.formats import write_config
     from stepsight.experiments.questions.sweep import toml_value
-    from stepsight.experiments.reports.config_report import config_text, written_text
+    from stepsight.experiments.reports.job_texts import config_text, written_text
 
     check_job_output(out, to, configs, force)
     for config in configs:
@@ -91,7 +91,7 @@ def show_command(path: Path, other: Path | None = None, *, table: Path | None = 
 
     if other is not None:
         from stepsight.dataset.capture.captured import read_captured
-        from stepsight.experiments.reports.capture_reports import captures_differ, difference_text
+        from stepsight.experiments.reports.trace_texts import captures_differ, difference_text
 
         told = captures_differ(read_captured(path).to_dict(), read_captured(other).to_dict())
         return Answer(told, difference_text(told))

@@ -72,7 +72,7 @@ def _import_traces(
     from stepsight.dataset.runs.imported_run import write_imported
     from stepsight.dataset.traces.import_ranks import import_chakra, import_ranks, summary
     from stepsight.dataset.traces.placement import Placement
-    from stepsight.experiments.reports.trace_reports import import_text
+    from stepsight.experiments.reports.trace_texts import import_text
     from stepsight.experiments.tasks.job_check import check_job
 
     if out is None:
@@ -117,7 +117,7 @@ def replay_command(run: Annotated[Path, typer.Argument(metavar="RUN")], *, job: 
     """
     from stepsight.dataset.job.job import Job
     from stepsight.dataset.runs.imported_run import run_folders, run_graphs
-    from stepsight.experiments.reports.trace_reports import replay_runs, replay_text
+    from stepsight.experiments.reports.trace_texts import replay_runs, replay_text
     from stepsight.experiments.tasks.job_check import check_job, compare, comparison_text
 
     told = replay_runs(run)
@@ -152,7 +152,7 @@ def dataset_command(
         out: Folder of the dataset to write.
     """
     from stepsight.dataset.trace_graphs.graph_dataset import make_dataset
-    from stepsight.experiments.reports.trace_reports import dataset_text
+    from stepsight.experiments.reports.trace_texts import dataset_text
 
     told = make_dataset(collections, out, on_run=progress("runs read"))
     return Answer(told, dataset_text(told))
@@ -197,7 +197,7 @@ def what_if_command(
         on: The traced device, if the trace does not name a known one: a name or a file.
         on_fabric: The traced fabric, if it is not the device's usual one.
     """
-    from stepsight.experiments.reports.trace_reports import what_if_text
+    from stepsight.experiments.reports.trace_texts import what_if_text
     from stepsight.experiments.tasks.what_if import Questions, what_if
 
     factors = {}

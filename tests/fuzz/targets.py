@@ -29,8 +29,8 @@ from stepsight.dataset.traces.import_ranks import summary as import_summary
 from stepsight.dataset.traces.kineto import read_kineto
 from stepsight.experiments.evaluation.evaluate import evaluate
 from stepsight.experiments.evaluation.evaluation_report import evaluation_text
-from stepsight.experiments.reports.trace_reports import trace_summary
-from stepsight.experiments.reports.verb_reports import prediction_report
+from stepsight.experiments.reports.job_texts import prediction_report
+from stepsight.experiments.reports.trace_texts import trace_summary
 from stepsight.experiments.search.search import search
 from stepsight.experiments.search.search_report import search_report
 from stepsight.experiments.tasks.collecting import read_plan

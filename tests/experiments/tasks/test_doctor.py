@@ -14,8 +14,14 @@ from stepsight.dataset.hardware.fabric import Fabric, Link
 from stepsight.dataset.kinds.op import Collective
 from stepsight.dataset.runs.imported_run import write_imported
 from stepsight.dataset.traces.import_ranks import import_ranks
-from stepsight.experiments.reports.doctor_report import diagnosis_text, machine_text
-from stepsight.experiments.tasks.doctor import _clock_causes, _message_causes, check_machine, diagnose
+from stepsight.experiments.tasks.doctor import (
+    _clock_causes,
+    _message_causes,
+    check_machine,
+    diagnose,
+    diagnosis_text,
+    machine_text,
+)
 from tests.dataset.kineto_files import KinetoFile
 
 

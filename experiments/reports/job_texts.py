@@ -1,11 +1,14 @@
-"""The output of the verbs: a dict for ``--json`` with a ``text``."""
+"""What verbs print of jobs, predictors and configurations."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from stepsight.dataset.base.errors import shorten
+from stepsight.dataset.configs.config_job import ConfigJob
+from stepsight.dataset.configs.key_table import ConfigText
 from stepsight.dataset.job.job import Job
 from stepsight.dataset.job.software import LIBRARIES
 from stepsight.experiments.reports.text_table import Number, table
@@ -21,49 +24,60 @@ def flops_text(flops_per_s: float) -> str:
     return f"{flops_per_s / 1e12:.0f} TFLOP/s" if flops_per_s >= 1e12 else f"{flops_per_s / 1e9:.0f} GFLOP/s"
 
 
+def _prediction_text(told: Mapping[str, Any], head: Sequence[str], speed: str, fullest: str) -> str:
+    """What the predictions of a job and of a captured program have in common, as text."""
+    whole, memory, outside = told["iteration_time_s"], told["memory"], told["unsupported"]
+    causes = [
+        [cause, seconds_text(seconds), Number(100 * seconds / whole)]
+        for cause, seconds in told["breakdown"].items()
+        if seconds > 1e-6 * whole
+    ]
+    lines = [
+        *head,
+        f"iteration  {seconds_text(whole)}   interval {seconds_text(told['low_s'])} to {seconds_text(told['high_s'])}",
+        table(["where the time goes", "time", "%"], causes),
+        f"speed      {speed}",
+        f"memory     {memory['peak_bytes'] / 1e9:.2f} GB of {memory['capacity_bytes'] / 1e9:.2f} GB on the fullest "
+        f"{fullest}",
+        *(f"warning: {text}" for text in told["warnings"]),
+    ]
+    if not memory["fits"]:
+        lines.append(f"does not fit: {memory['reason']}")
+    if outside:
+        more = f"; {len(outside) - 1} more (--json lists all)" if len(outside) > 1 else ""
+        part = f"{100 * told['unsupported_share']:.0f} % of the time"
+        where = "is spent in ops or messages outside the measured range"
+        lines.append(f"outside    {part} {where}: {shorten(outside[0], 200)}{more}")
+    return "\n".join(lines)
+
+
 def prediction_report(job: Job, prediction: Prediction) -> dict[str, Any]:
     """Time, interval, breakdown and memory of one job."""
-    whole = prediction.iteration_time_s
-    lines = [
-        f"job        {job.name} on {job.cluster.num_devices} x {job.hardware_name}, fabric {job.fabric.name}",
-        f"source     {prediction.source}",
-        f"iteration  {seconds_text(whole)}   "
-        f"interval {seconds_text(prediction.low_s)} to {seconds_text(prediction.high_s)}",
-        table(
-            ["where the time goes", "time", "%"],
-            [
-                [k, seconds_text(v), Number(100 * v / whole)]
-                for k, v in prediction.breakdown.items()
-                if v > 1e-6 * whole
-            ],
-        ),
-        f"speed      {prediction.tokens_per_s:,.0f} tokens/s, "
-        f"{flops_text(prediction.mfu * prediction.peak_flops)} per device: "
-        f"MFU {100 * prediction.mfu:.1f} %, HFU {100 * prediction.hfu:.1f} % of "
-        f"{flops_text(prediction.peak_flops)} ({job.batch.precision})",
-        f"memory     {prediction.memory.peak_bytes / 1e9:.2f} GB of "
-        f"{prediction.memory.capacity_bytes / 1e9:.2f} GB on the fullest stage",
-    ]
     profile, facts = job.profile, ("kernels", "container", *LIBRARIES)
-    if any(getattr(job.execution, name) for name in facts):
-        lines.insert(2, f"software   {prediction.software_used}")
+    head = [f"job        {job.name} on {job.cluster.num_devices} x {job.hardware_name}, fabric {job.fabric.name}"]
     if profile is not None:
         habits = f"{profile.name} ({profile.of})" if profile.of else profile.name
-        lines.insert(1, f"framework  {job.framework}: profile {habits} sets what the job file leaves open")
-    lines += [f"warning: {text}" for text in prediction.warnings]
-    if not prediction.memory.fits:
-        lines.append(f"does not fit: {prediction.memory.reason}")
-    if prediction.unsupported:
-        others = len(prediction.unsupported) - 1
-        more = f"; {others} more (--json lists all)" if others else ""
-        part = f"{100 * prediction.unsupported_share:.0f} % of the time"
-        where = "is spent in ops or messages outside the measured range"
-        lines.append(f"outside    {part} {where}: {_cut(prediction.unsupported[0], 200)}{more}")
-    return {**prediction.to_dict(), "text": "\n".join(lines)}
+        head.append(f"framework  {job.framework}: profile {habits} sets what the job file leaves open")
+    head.append(f"source     {prediction.source}")
+    if any(getattr(job.execution, name) for name in facts):
+        head.append(f"software   {prediction.software_used}")
+    speed = (
+        f"{prediction.tokens_per_s:,.0f} tokens/s, {flops_text(prediction.mfu * prediction.peak_flops)} per device: "
+        f"MFU {100 * prediction.mfu:.1f} %, HFU {100 * prediction.hfu:.1f} % of "
+        f"{flops_text(prediction.peak_flops)} ({job.batch.precision})"
+    )
+    told = prediction.to_dict()
+    return {**told, "text": _prediction_text(told, head, speed, "stage")}
 
 
-def _cut(text: str, most: int) -> str:
-    return text if len(text) <= most else f"{text[: most - 3]}..."
+def program_text(told: Mapping[str, Any]) -> str:
+    """The prediction of a captured script as text."""
+    ranks = ", ".join(map(str, told["ranks"]))
+    head = [
+        f"script     {told['job']} on {told['world_size']} x {told['hardware']}, captured ranks {ranks}",
+        f"source     {told['source']}",
+    ]
+    return _prediction_text(told, head, f"MFU {100 * told['mfu']:.1f} %, HFU {100 * told['hfu']:.1f} %", "rank")
 
 
 def explanation_report(job: Job, prediction: Prediction, top: int) -> dict[str, Any]:
@@ -148,3 +162,32 @@ def demo_text(summary: dict[str, Any]) -> str:
             f"MLflow run {summary['mlflow_run_id']}; took {summary['seconds']:.0f} s",
         ]
     )
+
+
+def config_text(read: ConfigJob) -> str:
+    """The job, and tables of what was mapped and assumed."""
+    mapped = [(key, _shown(value), read.sources.get(key, "")) for key, value in read.mapped.items()]
+    assumed = [(key, _shown(value), read.reasons.get(key, "")) for key, value in read.assumed.items()]
+    if read.read is None:
+        parts = [f"job     not whole: no configuration states {', '.join(read.missing)}"]
+    else:
+        parts = [f"job     {read.job.name} on {read.job.cluster.num_devices} x {read.job.cluster.hardware}"]
+    parts[0] += f"\nformat  {', '.join(read.formats)}"
+    if mapped:
+        parts.append(table(("mapped", "value", "from"), mapped))
+    if assumed:
+        parts.append(table(("assumed", "value", "because"), assumed))
+    if read.ignored:
+        parts.append("ignored\n" + "\n".join(f"  {text}" for text in read.ignored))
+    return "\n\n".join(parts)
+
+
+def written_text(written: ConfigText, name: str) -> str:
+    """What a written configuration does not express, and what remains to be done."""
+    lines = [f"# {note}" for note in written.notes]
+    lines += [f"# not expressed by {name}: {text}" for text in written.ignored]
+    return "\n".join(lines) or f"# {name} expresses all of the job"
+
+
+def _shown(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
