@@ -200,22 +200,18 @@ def heavy_calls(captured: Captured, predictor: Predictor | None, hardware: Hardw
     found: dict[tuple[str, Op], HeavyCall] = {}
     known = total = 0.0
     for rank in captured.ranks:
-        for call, op, count, seconds in _calls(rank, predictor, hardware):
-            total += seconds
-            if _is_known(predictor, call[0], op):
-                known += seconds
+        for each in _calls(rank, predictor, hardware):
+            total += each.seconds
+            if _is_known(predictor, each.call[0], each.op):
+                known += each.seconds
                 continue
-            key = call_label(call[0], op), op
-            before = found.get(key, HeavyCall(call, op, 0, 0.0))
-            found[key] = HeavyCall(before.call, op, before.count + count, before.seconds + seconds)
+            key = call_label(each.call[0], each.op), each.op
+            before = found.get(key, replace(each, count=0, seconds=0.0))
+            found[key] = replace(before, count=before.count + each.count, seconds=before.seconds + each.seconds)
     ordered = sorted(found.values(), key=lambda each: -each.seconds)
-    limit, spent, kept = HEAVY * sum(each.seconds for each in ordered), 0.0, list[HeavyCall]()
-    for each in ordered:
-        if spent >= limit or len(kept) == MOST_CALLS:
-            break
-        spent += each.seconds
-        kept.append(each)
-    kept.sort(key=lambda each: each.op.record.bound != "compute")
+    before_each = np.cumsum([0.0, *(each.seconds for each in ordered)])
+    kept = [each for each, spent in zip(ordered, before_each, strict=False) if spent < HEAVY * before_each[-1]]
+    kept = sorted(kept[:MOST_CALLS], key=lambda each: each.op.record.bound != "compute")
     return kept, known / total if total else 1.0
 
 
@@ -240,35 +236,32 @@ def collect_ops(
     if not chosen:
         raise CollectError(f"the predictor knows every call of {captured.script}: there is nothing to measure")
     check_writable(out)
-    warning = _other_device(captured)
+    warning = ""
+    if not num_gpus() and any(graph.device != "cpu" for graph in captured.graphs):
+        warning = (
+            f"{captured.script} was captured for a GPU, and PyTorch finds none here: its calls are measured on this "
+            "CPU and say nothing about a GPU. Run this on a machine with the GPU, or capture the script with --device "
+            "cpu"
+        )
     if warning and progress:
         print(f"warning: {warning}", file=sys.stderr, flush=True)
     plan = plan_of(chosen, seconds)
-    path = out / "plan.json"
-    if not path.exists():
+    if not (out / "plan.json").exists():
         out.mkdir(parents=True, exist_ok=True)
-        write_json(path, plan)
+        write_json(out / "plan.json", plan)
     summary = run_plan(plan, out, progress=progress)
-    told = [
-        {"call": each.call[0], "op": str(each.op), "count": each.count, "thought_s": each.seconds} for each in chosen
-    ]
     knew = f"the predictor knew {100 * known:.0f} % of the computation" if predictor else "no predictor was named"
-    text = (
-        f"{len(chosen)} calls of {captured.script} measured alone; {knew}\nwrote {out}; name it beside the other "
-        "collections when you train"
-    )
-    warnings = [warning] if warning else []
-    return {**summary, "calls": told, "known_share": known, "warnings": warnings, "text": text}
-
-
-def _other_device(captured: Captured) -> str:
-    """A warning about calls of a GPU's program that are measured on a CPU; empty if there are none."""
-    if num_gpus() or all(graph.device == "cpu" for graph in captured.graphs):
-        return ""
-    return (
-        f"{captured.script} was captured for a GPU, and PyTorch finds none here: its calls are measured on this CPU "
-        "and say nothing about a GPU. Run this on a machine with the GPU, or capture the script with --device cpu"
-    )
+    return {
+        **summary,
+        "calls": [
+            {"call": each.call[0], "op": str(each.op), "count": each.count, "thought_s": each.seconds}
+            for each in chosen
+        ],
+        "known_share": known,
+        "warnings": [warning] if warning else [],
+        "text": f"{len(chosen)} calls of {captured.script} measured alone; {knew}\nwrote {out}; name it beside the "
+        "other collections when you train",
+    }
 
 
 def plan_of(calls: Sequence[HeavyCall], seconds: float) -> dict[str, Any]:
@@ -290,26 +283,24 @@ def _is_known(predictor: Predictor | None, call: str, op: Op) -> bool:
     return not predictor.kernel.unsupported(op)
 
 
-def _calls(
-    rank: CapturedRank, predictor: Predictor | None, hardware: Hardware
-) -> list[tuple[Sequence[Any], Op, int, float]]:
-    """Distinct calls of a rank: signature, op, number of occurrences, and estimated total time."""
+def _calls(rank: CapturedRank, predictor: Predictor | None, hardware: Hardware) -> list[HeavyCall]:
+    """Distinct calls of a rank."""
     nodes = rank.graph.nodes
     chosen = np.flatnonzero((nodes["kind"] == OP) & (nodes["call"] >= 0))
-    keys, counts = np.unique(
-        np.stack([nodes["call"][chosen], nodes["work"][chosen]], axis=1).reshape(-1, 2), axis=0, return_counts=True
-    )
+    pairs = np.stack([nodes["call"][chosen], nodes["work"][chosen]], axis=1).reshape(-1, 2)
+    keys, counts = np.unique(pairs, axis=0, return_counts=True)
     if len(keys) and not rank.calls:
         raise CollectError("the program was captured by an earlier version, without arguments: capture it again")
     found = []
     for (call, work), count in zip(keys.tolist(), counts.tolist(), strict=True):
         signature, op = rank.calls[call], rank.graph.works[work]
         if signature[0] != COMPOSITE and isinstance(op, Op):
-            found.append((signature, op, count))
+            found.append(HeavyCall(signature, op, count, 0.0))
+    ops = [each.op for each in found]
     if predictor is not None and predictor.host is not None:
-        seconds = predictor.host.seconds([c[0] for c, _, _ in found], [op for _, op, _ in found], [0] * len(found))
+        seconds = predictor.host.seconds([each.call[0] for each in found], ops, [0] * len(found))
     elif predictor is not None and found:
-        seconds = predictor.kernel.seconds([op for _, op, _ in found], 1)
+        seconds = predictor.kernel.seconds(ops, 1)
     else:
-        seconds = np.array([roofline_seconds(op, hardware) for _, op, _ in found])
-    return [(call, op, count, count * each) for (call, op, count), each in zip(found, seconds.tolist(), strict=True)]
+        seconds = np.array([roofline_seconds(op, hardware) for op in ops])
+    return [replace(each, seconds=each.count * one) for each, one in zip(found, seconds.tolist(), strict=True)]

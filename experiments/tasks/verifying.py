@@ -26,13 +26,8 @@ ROLE = "verify"  # role of the runs: they never train a predictor
 
 @dataclass(frozen=True, kw_only=True)
 class Verified:
-    """A strategy that was run.
-
-    Attributes:
-        name: Of the job.
-        predicted_s, low_s, high_s: Predicted iteration time and its interval, in seconds.
-        measured_s: Median of the timed steps.
-        spread_percent: How far the medians of the rounds lie apart.
+    """A strategy that was run: its job's name, the prediction with its interval, and the median of the timed steps, in
+    seconds; and how far the medians of the rounds lie apart.
     """
 
     name: str
@@ -42,15 +37,12 @@ class Verified:
     measured_s: float
     spread_percent: float
 
-    @property
-    def error_percent(self) -> float:
-        """Signed error of the prediction."""
-        return 100 * (self.predicted_s / self.measured_s - 1)
-
     def to_dict(self) -> dict[str, Any]:
-        """Plain values for JSON."""
-        inside = self.low_s <= self.measured_s <= self.high_s
-        return {**asdict(self), "error_percent": self.error_percent, "inside_interval": inside}
+        """Plain values for JSON, with the signed error and whether the measurement lies in the interval."""
+        error = 100 * (self.predicted_s / self.measured_s - 1)
+        return {
+            **asdict(self), "error_percent": error, "inside_interval": self.low_s <= self.measured_s <= self.high_s
+        }  # fmt: skip
 
 
 def strategies_of(job: Job, found: Mapping[str, Any]) -> list[Job]:
@@ -191,14 +183,14 @@ def _report(runs: Sequence[Verified], not_run: Mapping[str, str]) -> dict[str, A
     header = ["strategy", "predicted ms", "interval ms", "measured ms", "error %", "spread %"]
     rows = [
         [
-            run.name,
-            f"{1e3 * run.predicted_s:.1f}",
-            f"{1e3 * run.low_s:.1f} to {1e3 * run.high_s:.1f}",
-            f"{1e3 * run.measured_s:.1f}",
-            f"{run.error_percent:+.1f}",
-            f"{run.spread_percent:.1f}",
+            run["name"],
+            f"{1e3 * run['predicted_s']:.1f}",
+            f"{1e3 * run['low_s']:.1f} to {1e3 * run['high_s']:.1f}",
+            f"{1e3 * run['measured_s']:.1f}",
+            f"{run['error_percent']:+.1f}",
+            f"{run['spread_percent']:.1f}",
         ]
-        for run in runs
+        for run in value["runs"]
     ]
     lines = [table(header, rows)] if rows else ["no run was measured"]
     if len(runs) > 1:
