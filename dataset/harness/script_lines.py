@@ -8,7 +8,6 @@ import sysconfig
 import traceback
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from types import FrameType, TracebackType
 
 PACKAGE = str(Path(__file__).resolve().parent)  # its frames are not part of the script
 _LIBRARIES = tuple(str(Path(path).resolve()) for path in sysconfig.get_paths().values())
@@ -54,26 +53,18 @@ def line_of(error: BaseException, script: Path) -> str:
     return own_line(traceback.extract_tb(error.__traceback__), script)
 
 
-def line_of_frame(frame: FrameType | None, script: Path) -> str:
-    """The user's own line that a frame is at."""
+def line_of_thread(thread: int, script: Path) -> str:
+    """The user's own line that a thread is at now."""
+    frame = sys._current_frames().get(thread)
     return own_line(traceback.extract_stack(frame), script) if frame is not None else ""
 
 
-def line_of_thread(thread: int, script: Path) -> str:
-    """The user's own line that a thread is at now."""
-    return line_of_frame(sys._current_frames().get(thread), script)
-
-
 _NO_CUDA = (
-    "Torch not compiled with CUDA",
-    "No CUDA GPUs are available",
-    "Found no NVIDIA driver",
-    "_cuda_",
-    "NCCL built in",
-)
+    "Torch not compiled with CUDA", "No CUDA GPUs are available", "Found no NVIDIA driver", "_cuda_", "NCCL built in"
+)  # fmt: skip
 
 
-def told(error: BaseException, script: Path) -> str:
+def error_text(error: BaseException, script: Path) -> str:
     """The message of an error that ended a script, in one line."""
     where = line_of(error, script)
     if isinstance(error, SyntaxError):
@@ -87,9 +78,9 @@ def told(error: BaseException, script: Path) -> str:
     return f"the script raised {type(error).__name__}: {message:.300}" + (f" at {where}" if where else "")
 
 
-def print_own_traceback(error: BaseException, below: TracebackType | None = None) -> None:
+def print_own_traceback(error: BaseException) -> None:
     """Print the traceback of a script without the frames of its wrapper."""
-    frames = traceback.extract_tb(below or error.__traceback__)
+    frames = traceback.extract_tb(error.__traceback__)
     shown = [frame for frame in frames if not frame.filename.startswith((PACKAGE, "<frozen"))]
     lines = ["Traceback (most recent call last):\n", *traceback.format_list(shown)]
     sys.stderr.write("".join([*lines, *traceback.format_exception_only(error)]))

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Variable
 
+from ..patching import patch
 from ..plan_error import HarnessError
 
 Ending = Future[float]  # the end time of a collective
@@ -33,14 +34,11 @@ _SPIN_S = 5e-4
 
 
 class HostClock(Protocol):
-    """The interface of a clock for collectives; times are seconds."""
+    """A clock for collectives; times are seconds, and a future gets its result at a time that may not be known yet."""
 
     def now(self) -> float: ...
-
     def wait_until(self, end: float) -> None: ...
-
-    def future(self, end: Ending, result: Tensors) -> torch.futures.Future[Tensors]:
-        """A future that gets its result at a time, which may not be known yet."""
+    def future(self, end: Ending, result: Tensors) -> torch.futures.Future[Tensors]: ...
 
 
 class RealClock:
@@ -184,12 +182,9 @@ class VirtualClock:
 
     def install(self) -> None:
         """Replace the host's sleep and the CPU's streams and events, for the rest of the process."""
-        cpu: Any = torch.cpu
-        time.sleep = self.sleep  # type: ignore[assignment]
-        cpu.Stream = lambda *_, **__: Stream(self)
-        cpu.Event = lambda *_, **__: Event(self)
-        cpu.stream = self.current
-        cpu.current_stream = lambda device=None: self.stream
+        patch(time, sleep=self.sleep)
+        patch(torch.cpu, Stream=lambda *_, **__: Stream(self), Event=lambda *_, **__: Event(self))
+        patch(torch.cpu, stream=self.current, current_stream=lambda device=None: self.stream)
 
 
 class _VirtualFuture(torch.futures.Future):  # type: ignore[type-arg]
@@ -242,18 +237,16 @@ class HostLine:
 
 
 class Delays:
-    """Seconds of collectives by kind, bytes, group size and ranks per node.
+    """Seconds of collectives by kind, bytes, group size and ranks per node, from a plan (``plan.stand_in_checks``).
 
     Between two sizes of a kind and group seconds are log-linear in bytes, beyond the ends in proportion to them.
     """
 
     def __init__(self, rows: list[dict[str, Any]]) -> None:
         self._known: dict[tuple[str, int, int], list[tuple[int, float]]] = {}
-        for row in rows:
+        for row in sorted(rows, key=lambda row: (row["num_bytes"], row["seconds"])):
             key = (row["kind"], row["group_size"], row["ranks_per_node"])
             self._known.setdefault(key, []).append((row["num_bytes"], row["seconds"]))
-        for found in self._known.values():
-            found.sort()
 
     def seconds(self, kind: str, num_bytes: int, group_size: int, ranks_per_node: int) -> float:
         """Seconds of one collective.
@@ -267,12 +260,11 @@ class Delays:
                 f"stand_in.collectives must list every collective of the job, got no {kind} of {group_size} ranks, "
                 f"{ranks_per_node} on each node"
             )
-        sizes = [size for size, _ in known]
-        after = bisect_left(sizes, num_bytes)
-        if after == 0 or after == len(sizes):
-            size, seconds = known[min(after, len(sizes) - 1)]
+        after = bisect_left(known, num_bytes, key=lambda row: row[0])
+        if after in (0, len(known)):
+            size, seconds = known[min(after, len(known) - 1)]
             return seconds * num_bytes / size
-        (small, short), (large, long) = known[after - 1], known[after]
+        (small, short), (large, long) = known[after - 1 : after + 1]
         part = math.log(num_bytes / small) / math.log(large / small)
         return math.exp((1 - part) * math.log(short) + part * math.log(long))
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from .. import annotate
 from ..one_rank_group import LISTS, Call, Effect, OneRankGroup, listed
 from .clocks import HostClock, HostLine
-from .links import DeviceLine, MeetingLine, Peers, Spinner
+from .links import DeviceLine, Peers, SharedLine, Spinner
 
 
 class DelayModel(Protocol):
@@ -139,7 +139,7 @@ AVG = dist.ReduceOp.AVG
 _UNEVEN = ("all_to_all",)  # each rank has its own number of bytes
 
 
-class MeetingGroup(Group):
+class RealRanksGroup(Group):
     """A process group with two or more real ranks.
 
     Args:
@@ -208,9 +208,9 @@ class MeetingGroup(Group):
     def _gloo(self) -> Any:
         return self._met.peers.gloo
 
-    def _line_among(self, places: Sequence[int], name: str) -> MeetingLine:
+    def _line_among(self, places: Sequence[int], name: str) -> SharedLine:
         me = self._ranks[self.rank()]
-        return MeetingLine(self._world.clock, Peers([self._ranks[at] for at in places], me, name, self._world.store))
+        return SharedLine(self._world.clock, Peers([self._ranks[at] for at in places], me, name, self._world.store))
 
     def _line(self, direction: str, peer: int) -> Any:
         if peer < 0:
@@ -221,7 +221,7 @@ class MeetingGroup(Group):
         return self._line_among(sorted((one, other)), f"{self._name}:{one}>{other}")
 
     def _start(self, link: Link, call: Call, seconds: float) -> Any:
-        if not isinstance(link.line, MeetingLine):
+        if not isinstance(link.line, SharedLine):
             return super()._start(link, call, seconds)
         kind = "all_gather" if call.kind == LISTS else call.kind
         what = kind if kind in _UNEVEN else f"{kind} of {call.num_bytes} bytes"

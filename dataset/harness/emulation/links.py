@@ -75,7 +75,7 @@ class Peers:
         return max(each[0] for each in said), max(each[1] for each in said)
 
 
-class MeetingLine:
+class SharedLine:
     """A link whose collectives begin when all real ranks on it have issued them.
 
     They run on a thread of the link, one after the other, while the script goes on.

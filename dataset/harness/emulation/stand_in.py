@@ -27,7 +27,7 @@ from ..plan import world_size
 from ..plan_error import HarnessError
 from ..ranks import STAND_IN
 from .clocks import Delays, RealClock
-from .groups import Group, MeetingGroup, World
+from .groups import Group, RealRanksGroup, World
 from .links import Spinner
 
 SETUP = ("gather", "broadcast")  # what training does before its first step only
@@ -74,5 +74,5 @@ def _make_group(options: Any, _: Any) -> Group:
         raise HarnessError(
             "several real ranks must compute on CPUs: hide the GPU (CUDA_VISIBLE_DEVICES=''), or run one"
         )
-    kind = MeetingGroup if len(real) > 1 else Group
+    kind = RealRanksGroup if len(real) > 1 else Group
     return kind(options.group_rank, ranks, options.group_id, _worlds[-1])

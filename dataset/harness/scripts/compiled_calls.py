@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from .. import annotate
+from ..patching import patch
 
 FUSED = "fused_loops"
 
@@ -29,7 +30,7 @@ def install() -> None:
         kept = {name: options[name] for name in ("fullgraph", "dynamic") if name in options}
         return plain(model, backend=_backend(), **kept)
 
-    torch.compile = compiled
+    patch(torch, compile=compiled)
 
 
 def _backend() -> Callable[..., Any]:

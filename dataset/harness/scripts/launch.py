@@ -20,14 +20,11 @@ from ..running.worker import PROGRESS
 from ..running.workers import WORKER_ENVIRONMENT, Workers, meeting_file, places
 
 SETTINGS = "settings.json"
-PIPES = "STEPSIGHT_DELAYS"  # environment variable of ``emulated_world``
+PIPES = "STEPSIGHT_DELAYS"  # environment variable of ``world``
 _TORCHRUN = {  # what scripts read; nobody listens at that address
-    "MASTER_ADDR": "127.0.0.1",
-    "MASTER_PORT": "29500",
-    "GROUP_RANK": "0",
-    "TORCHELASTIC_RUN_ID": "stepsight",
-}
-_TOLD = 200  # for scripts that read it; nothing listens at that address
+    "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500", "GROUP_RANK": "0", "TORCHELASTIC_RUN_ID": "stepsight"
+}  # fmt: skip
+_SHOWN = 200  # characters of the last line of output
 
 
 @dataclass(frozen=True)
@@ -95,7 +92,7 @@ def run_ranks(
         say: Told what goes on.
 
     Returns:
-        What each rank wrote (see ``script_stages``).
+        What each rank wrote (see ``stages``).
 
     Raises:
         HarnessError: If a rank failed, or the script cannot be measured; with the script's own line.
@@ -105,9 +102,9 @@ def run_ranks(
     package = (__package__ or "harness.scripts").rpartition(".")[0]
     command = [sys.executable, "-P", "-m", f"{package}.scripts.worker", str((folder / SETTINGS).resolve())]
     environment = {**os.environ, **WORKER_ENVIRONMENT}
-    parents = [str(Path(__file__).resolve().parents[2])] if "." not in package else []
-    if parents:
-        environment["PYTHONPATH"] = os.pathsep.join(filter(None, [*parents, os.environ.get("PYTHONPATH", "")]))
+    if "." not in package:  # the folder was copied alone
+        folders = [str(Path(__file__).resolve().parents[2]), os.environ.get("PYTHONPATH", "")]
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, folders))
     with meeting_file(folder) as meeting:
         environments = [{**environment, **meeting, **place} for place in ranks.environments]
         workers = Workers(command, environments, ranks.descriptors)
@@ -153,7 +150,7 @@ def _follow(workers: Workers, log: Path, first: int, say: Callable[[str], None])
             refused += "; " + ", ".join(f"rank {rank} is at {late[rank]}" for rank in sorted(late))
         raise HarnessError(f"{refused}; see {log}")
     if workers.code:
-        raise HarnessError(f"the script {_ended(workers.code)}{f': {last:.{_TOLD}}' if last else ''}; see {log}")
+        raise HarnessError(f"the script {_ended(workers.code)}{f': {last:.{_SHOWN}}' if last else ''}; see {log}")
 
 
 def _ended(code: int) -> str:

@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from ..patching import patch
+
 STATED, PROFILER, OPTIMIZER = "stepsight.step()", "profiler.step()", "optimizer.step()"
 KINDS = (OPTIMIZER, PROFILER, STATED)  # later ones have priority over earlier ones
 SEEN = 2  # marks of each optimizer before one of them is chosen
@@ -155,7 +157,7 @@ def watch_optimizers(marks: StepMarks) -> None:
 
         return step_and_mark
 
-    torch.optim.Optimizer.profile_hook_step = staticmethod(hooked)  # type: ignore[assignment,method-assign]
+    patch(torch.optim.Optimizer, profile_hook_step=staticmethod(hooked))
 
 
 def watch_profilers(marks: StepMarks, own: type) -> None:
@@ -168,19 +170,11 @@ def watch_profilers(marks: StepMarks, own: type) -> None:
     from torch.autograd.profiler_util import EventList
 
     cls: Any = torch.profiler.profile
-    idle: dict[str, Callable[[Any], Any]] = {
-        "start": lambda self: None,
-        "stop": lambda self: None,
-        "__enter__": lambda self: self,
-        "__exit__": lambda self: None,
-        "step": lambda self: marks.mark(PROFILER),
-        "export_chrome_trace": lambda self: None,
-        "export_stacks": lambda self: None,
-        "key_averages": lambda self: EventList([]),
-        "events": lambda self: EventList([]),
-    }
-    for name, replaced in idle.items():
-        setattr(cls, name, _unless_own(getattr(cls, name), replaced, own))
+    does_nothing = ("start", "stop", "__exit__", "export_chrome_trace", "export_stacks")
+    idle: dict[str, Callable[[Any], Any]] = dict.fromkeys(does_nothing, lambda self: None)
+    idle |= dict.fromkeys(("key_averages", "events"), lambda self: EventList([]))
+    idle |= {"__enter__": lambda self: self, "step": lambda self: marks.mark(PROFILER)}
+    patch(cls, **{name: _unless_own(getattr(cls, name), replaced, own) for name, replaced in idle.items()})
 
 
 def _unless_own(original: Callable[..., Any], replaced: Callable[[Any], Any], own: type) -> Callable[..., Any]:

@@ -21,7 +21,7 @@ from .. import cores
 from ..box.namespaces import die_with, run_box
 from ..plan_error import HarnessError
 from ..running.worker import PROGRESS
-from ..script_lines import line_of, line_of_thread, print_own_traceback, told
+from ..script_lines import error_text, line_of, line_of_thread, print_own_traceback
 from .step_marks import listening, watch_optimizers, watch_profilers
 
 _OTHERS_TELL_S = 0.5  # seconds in which other late ranks also report their lines
@@ -50,7 +50,7 @@ def run_rank(settings: dict[str, Any]) -> NoReturn:
     from ..measuring.measure import Profiler
     from . import compiled_calls
     from .stages import Stages
-    from .world import EmulatedWorld, meet_nobody, meet_through_file
+    from .world import EmulatedWorld, rendezvous_alone, rendezvous_through_file
 
     torch.set_num_threads(1)
     if "emulate" in settings:
@@ -65,10 +65,7 @@ def run_rank(settings: dict[str, Any]) -> NoReturn:
     if "emulate" not in settings and not torch.cuda.is_available():
         compiled_calls.install()
     world = EmulatedWorld(settings["emulate"]) if "emulate" in settings else None
-    if world is None:
-        meet_through_file()
-    else:
-        meet_nobody()
+    (rendezvous_alone if world is not None else rendezvous_through_file)()
     rank = int(os.environ.get("RANK", "0"))
     stages = Stages(settings, rank, lambda doing: report(doing=doing, rank=rank), leave, world)
     watch_optimizers(stages.marks)
@@ -83,8 +80,7 @@ def run_rank(settings: dict[str, Any]) -> NoReturn:
 def _place(settings: dict[str, Any]) -> int:
     """Cores of this rank on this machine."""
     if "emulate" in settings:
-        ranks: list[int] = settings["emulate"]["ranks"]
-        return ranks.index(int(os.environ["RANK"]))
+        return int(settings["emulate"]["ranks"].index(int(os.environ["RANK"])))
     return int(os.environ.get("LOCAL_RANK", "0"))
 
 
@@ -104,29 +100,22 @@ def run_script(script: Path, arguments: list[str]) -> None:
         refuse(str(error) + (f" at {where}" if where else ""))
     except BaseException as error:
         print_own_traceback(error)
-        refuse(told(error, script))
+        refuse(error_text(error, script))
 
 
 def _ended_early(script: Path, stages: Any) -> str:
-    count = stages.marks.count
+    """Why a script that has ended was not measured."""
     if not stages.marks.kind:
-        others = " Processes that it starts itself are not seen: start ranks with --nproc-per-node"
         return (
             f"a script must train, but {script.name} ended without a step of an optimizer of torch.optim or of a "
-            f"profiler; if it has steps of another kind, call stepsight.step() at the end of each.{others}"
+            "profiler; if it has steps of another kind, call stepsight.step() at the end of each. Processes that it "
+            "starts itself are not seen: start ranks with --nproc-per-node"
         )
     fewer = "--warmup, --rounds, --steps and --profile-steps" if stages.traces else "--warmup, --rounds and --steps"
     return (
-        f"{script.name} must run at least {stages.needed} steps, but it ended after {count} (by {stages.marks.kind}); "
-        f"have it run more, or ask for fewer with {fewer}"
+        f"{script.name} must run at least {stages.needed} steps, but it ended after {stages.marks.count} (by "
+        f"{stages.marks.kind}); have it run more, or ask for fewer with {fewer}"
     )
-
-
-def _others() -> str:
-    """The message about processes that the script started."""
-    count = len(multiprocessing.active_children())
-    told = f"; it has started {count} processes, whose steps are not seen: start ranks with --nproc-per-node"
-    return told if count else ""
 
 
 def report(**facts: Any) -> None:
@@ -174,10 +163,12 @@ def _watch_time(limit_s: float, stages: Any, script: Path) -> None:
         report(doing="waits", rank=stages.rank, at=where)
         time.sleep(_OTHERS_TELL_S)
         found = f"after step {stages.marks.count} of {stages.needed}" if stages.marks.kind else "before its first step"
+        started = len(multiprocessing.active_children())
+        others = f"; it has started {started} processes, whose steps are not seen: start ranks with --nproc-per-node"
         refuse(
             f"{script.name} must be through with its measured steps within --timeout-s {limit_s:g}, but it is {found}"
             + (f", at {where}" if where else "")
-            + _others()
+            + (others if started else "")
         )
 
     threading.Thread(target=watch, daemon=True).start()

@@ -7,18 +7,21 @@ import os
 from collections import Counter
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from itertools import count
 from typing import Any
 from urllib.parse import parse_qs, urlparse
 
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
+from torch.distributed.rendezvous import _rendezvous_handlers
 
 from .. import cores
 from ..emulation.clocks import AskedDelays, HostClock, RealClock, VirtualClock
 from ..emulation.groups import DelayModel, World
 from ..emulation.links import Peers, Spinner
 from ..emulation.stand_in import enter
+from ..patching import patch
 from ..ranks import STAND_IN
 from ..running.workers import FILE
 from .launch import PIPES
@@ -53,7 +56,7 @@ class EmulatedWorld:
             store = dist.FileStore(os.environ[FILE], len(real))  # type: ignore[attr-defined]
             self._peers = Peers(real, int(os.environ["RANK"]), "world", store)
         enter(World(self, settings["devices_per_node"], device, self.clock, spinner, real=real, store=store))
-        c10d._new_process_group_helper = _in_this_world(c10d._new_process_group_helper)
+        patch(c10d, _new_process_group_helper=_in_this_world(c10d._new_process_group_helper))
 
     def seconds(self, kind: str, num_bytes: int, group_size: int, ranks_per_node: int) -> float:
         """Seconds of one collective, which is counted."""
@@ -105,49 +108,36 @@ def _in_this_world(original: Callable[..., Any]) -> Callable[..., Any]:
     return made
 
 
-def meet_nobody() -> None:
+def rendezvous_alone() -> None:
     """Make ``init_process_group`` of a script wait for no other rank."""
-    from torch.distributed.rendezvous import _rendezvous_handlers
 
     def handler(url: str, **_: Any) -> Any:
         store: Any = dist.HashStore()  # type: ignore[attr-defined]
         yield store, int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         raise RuntimeError("an emulated rank cannot connect to other ranks: they do not run")
 
-    for scheme in ("env", "tcp", "file"):
-        _rendezvous_handlers[scheme] = handler
-    ddp_checks: Any = dist  # DDP would gather a tensor of every rank in a list
-    ddp_checks._verify_params_across_processes = lambda *args: None
+    _rendezvous_handlers.update(dict.fromkeys(("env", "tcp", "file"), handler))
+    patch(dist, _verify_params_across_processes=lambda *args: None)  # DDP would gather every rank's tensors in a list
 
 
-def meet_through_file() -> None:
+def rendezvous_through_file() -> None:
     """Have ``init_process_group`` of a script meet through the harness' file, and its threads leave the rank's core.
 
     PyTorch's own ``env://`` and ``tcp://`` listen on every address of the machine.
     """
-    from torch.distributed.rendezvous import _rendezvous_handlers
+    times = count(1)  # a store of its own for each time that a script starts its process groups
 
-    meeting = _Meeting()
-    _rendezvous_handlers["env"] = _rendezvous_handlers["tcp"] = meeting.handler
-    c10d._new_process_group_helper = _on_any_core(c10d._new_process_group_helper)
-
-
-class _Meeting:
-    """A store of its own for each time that a script starts its process groups."""
-
-    def __init__(self) -> None:
-        self._times = 0
-
-    def handler(self, url: str, timeout: timedelta = timedelta(minutes=10), **_: Any) -> Iterator[tuple[Any, int, int]]:
-        """Yield the store, the rank and the world size."""
+    def handler(url: str, timeout: timedelta = timedelta(minutes=10), **_: Any) -> Iterator[tuple[Any, int, int]]:
         query = {name: values[0] for name, values in parse_qs(urlparse(url).query).items()}
         rank = int(query.get("rank", os.environ.get("RANK", 0)))
         size = int(query.get("world_size", os.environ.get("WORLD_SIZE", 1)))
-        self._times += 1
         store: Any = dist.FileStore(os.environ[FILE], size)  # type: ignore[attr-defined]
         store.set_timeout(timeout)
-        yield dist.PrefixStore(f"script{self._times}", store), rank, size  # type: ignore[attr-defined]
+        yield dist.PrefixStore(f"script{next(times)}", store), rank, size  # type: ignore[attr-defined]
         raise RuntimeError("ranks of a script meet once for each process group")
+
+    _rendezvous_handlers.update(dict.fromkeys(("env", "tcp"), handler))
+    patch(c10d, _new_process_group_helper=_on_any_core(c10d._new_process_group_helper))
 
 
 def _on_any_core(original: Callable[..., Any]) -> Callable[..., Any]:

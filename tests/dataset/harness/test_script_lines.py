@@ -1,4 +1,4 @@
-"""Errors of scripts are told with the script's own line."""
+"""Errors of scripts are error_text with the script's own line."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from stepsight.dataset.harness.script_lines import line_of_thread, told
+from stepsight.dataset.harness.script_lines import error_text, line_of_thread
 
 
 def _error(path: Path, text: str) -> BaseException:
@@ -34,7 +34,7 @@ def _error(path: Path, text: str) -> BaseException:
 def test_an_error_is_told_with_the_line_of_the_script(tmp_path: Path, text: str, message: str) -> None:
     path = tmp_path / "train.py"
     with pytest.raises(AssertionError, match=message):
-        raise AssertionError(told(_error(path, text), path))
+        raise AssertionError(error_text(_error(path, text), path))
 
 
 def test_a_thread_is_told_by_the_line_at_which_it_is(tmp_path: Path) -> None:

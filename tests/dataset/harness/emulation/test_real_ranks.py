@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from stepsight.dataset.harness.emulation.clocks import VirtualClock
-from stepsight.dataset.harness.emulation.groups import MeetingGroup, World
+from stepsight.dataset.harness.emulation.groups import RealRanksGroup, World
 from stepsight.dataset.harness.plan_error import HarnessError
 
 RANKS, REAL = [0, 2, 4, 6], [2, 6]  # of the job: places 1 and 3 of the group are real
@@ -25,14 +25,14 @@ class _Second:
         return 1.0
 
 
-def _together(act: Callable[[MeetingGroup, VirtualClock], Any]) -> list[Any]:
+def _together(act: Callable[[RealRanksGroup, VirtualClock], Any]) -> list[Any]:
     """What both real ranks give, each on a thread and a clock of its own."""
     store = dist.HashStore()
 
     def run(place: int) -> Any:
         clock = VirtualClock()
         world = World(_Second(), 8, torch.device("cpu"), clock, real=REAL, store=store)
-        return act(MeetingGroup(place, RANKS, "test", world), clock)
+        return act(RealRanksGroup(place, RANKS, "test", world), clock)
 
     with ThreadPoolExecutor(2) as threads:
         return list(threads.map(run, (1, 3)))
@@ -46,7 +46,7 @@ def _options(kind: Any, **values: Any) -> Any:
 
 
 def test_sums_are_over_real_ranks() -> None:
-    def act(group: MeetingGroup, clock: VirtualClock) -> list[Any]:
+    def act(group: RealRanksGroup, clock: VirtualClock) -> list[Any]:
         total, largest, mean = (torch.full((2,), float(group.rank())) for _ in range(3))
         group.allreduce([total]).wait()
         group.allreduce([largest], _options(dist.AllreduceOptions, reduceOp=dist.ReduceOp.MAX)).wait()
@@ -59,7 +59,7 @@ def test_sums_are_over_real_ranks() -> None:
 
 
 def test_gathers_hold_own_values_where_no_rank_runs() -> None:
-    def act(group: MeetingGroup, clock: VirtualClock) -> list[Any]:
+    def act(group: RealRanksGroup, clock: VirtualClock) -> list[Any]:
         own = float(group.rank())
         full, rows = torch.zeros(4), torch.zeros(4)
         group.all_gather_single(full, torch.tensor([own])).wait()
@@ -74,7 +74,7 @@ def test_gathers_hold_own_values_where_no_rank_runs() -> None:
 
 
 def test_messages_pass_between_real_ranks() -> None:
-    def act(group: MeetingGroup, clock: VirtualClock) -> float:
+    def act(group: RealRanksGroup, clock: VirtualClock) -> float:
         peer = 4 - group.rank()
         sent, got = torch.tensor([float(group.rank())]), torch.zeros(1)
         works = [group.send([sent], peer), group.recv([got], peer)]
@@ -88,7 +88,7 @@ def test_messages_pass_between_real_ranks() -> None:
 def test_a_collective_begins_when_the_last_rank_has_issued_it() -> None:
     """Rank 3 computes for 5 seconds; both are through 1 second later, and a second collective follows the first."""
 
-    def act(group: MeetingGroup, clock: VirtualClock) -> tuple[float, float]:
+    def act(group: RealRanksGroup, clock: VirtualClock) -> tuple[float, float]:
         if group.rank() == 3:
             clock.sleep(5)
         works = [group.allreduce([torch.ones(1)]) for _ in range(2)]
@@ -104,7 +104,7 @@ def test_a_collective_begins_when_the_last_rank_has_issued_it() -> None:
 
 
 def test_different_collectives_are_refused() -> None:
-    def act(group: MeetingGroup, clock: VirtualClock) -> str:
+    def act(group: RealRanksGroup, clock: VirtualClock) -> str:
         with pytest.raises(HarnessError) as caught:
             group.allreduce([torch.ones(group.rank())]).wait()
         return str(caught.value)
