@@ -11,13 +11,11 @@ from stepsight.dataset.base.errors import JobError
 from stepsight.dataset.base.registry import Registry, check_takes, instance_of
 from stepsight.dataset.configs import (
     accelerate,
-    deepspeed,
     huggingface,
     maxtext,
     megatron_words,
     nanotron,
     torchtitan,
-    torchtitan_registry,
 )
 from stepsight.dataset.configs.drafts import ConfigFile, Draft, Given
 from stepsight.dataset.configs.key_table import ConfigText
@@ -136,14 +134,14 @@ CONFIG_FORMATS: Registry[ConfigFormat] = Registry(
         "megatron-arguments": ConfigFormat(megatron_words.is_arguments, megatron_words.read_arguments),
         "megatron-yaml": ConfigFormat(megatron_words.is_yaml, megatron_words.read_yaml),
         "torchtitan": ConfigFormat(torchtitan.is_torchtitan, torchtitan.read_torchtitan, torchtitan.write_torchtitan),
-        "torchtitan-registry": ConfigFormat(lambda file: file.path.suffix == ".py", torchtitan_registry.read_registry),
+        "torchtitan-registry": ConfigFormat(lambda file: file.path.suffix == ".py", torchtitan.read_registry),
         "nemo": ConfigFormat(megatron_words.is_nemo, megatron_words.read_nemo),
         "nanotron": ConfigFormat(nanotron.is_nanotron, nanotron.read_nanotron, nanotron.write_nanotron),
         "maxtext": ConfigFormat(maxtext.is_maxtext, maxtext.read_maxtext, maxtext.write_maxtext),
         "huggingface": ConfigFormat(huggingface.is_model, huggingface.read_model, huggingface.write_model),
         "accelerate": ConfigFormat(accelerate.is_accelerate, accelerate.read_accelerate, accelerate.write_accelerate),
         "training-arguments": ConfigFormat(accelerate.is_training_arguments, accelerate.read_training_arguments),
-        "deepspeed": ConfigFormat(deepspeed.is_deepspeed, deepspeed.read_deepspeed, deepspeed.write_deepspeed),
+        "deepspeed": ConfigFormat(accelerate.is_deepspeed, accelerate.read_deepspeed, accelerate.write_deepspeed),
         "fsdp": ConfigFormat(accelerate.is_fsdp, accelerate.read_fsdp),
     },
     group="stepsight.config_formats",

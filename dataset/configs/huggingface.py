@@ -12,7 +12,7 @@ from stepsight.dataset.base.errors import JobError
 from stepsight.dataset.configs.documents import flat
 from stepsight.dataset.configs.drafts import ConfigFile, Draft, Reading
 from stepsight.dataset.configs.key_table import OTHER, ConfigText, JobView, Row, read_rows, write_rows
-from stepsight.dataset.configs.layer_patterns import expert_layers
+from stepsight.dataset.configs.megatron_model import expert_layers
 from stepsight.dataset.job.job import Job
 
 LONGEST_ASSUMED = 8192  # tokens of a training sequence, where a model takes more

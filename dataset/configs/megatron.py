@@ -10,8 +10,7 @@ import shlex
 
 from stepsight.dataset.configs.drafts import Reading
 from stepsight.dataset.configs.key_table import ConfigText, JobView, Row, read_rows, same, write_rows
-from stepsight.dataset.configs.layer_patterns import MOST_STAGES, stages_of_layout
-from stepsight.dataset.configs.megatron_model import MODEL_ROWS
+from stepsight.dataset.configs.megatron_model import MODEL_ROWS, MOST_STAGES, stages_of_layout
 from stepsight.dataset.job.job import Job
 from stepsight.dataset.job.specs import RECOMPUTE_MODULES
 

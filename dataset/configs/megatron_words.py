@@ -9,7 +9,7 @@ from typing import Any
 
 from stepsight.dataset.base.errors import JobError
 from stepsight.dataset.base.files import parse_json
-from stepsight.dataset.configs.deepspeed import is_deepspeed, read_deepspeed
+from stepsight.dataset.configs.accelerate import is_deepspeed, read_deepspeed
 from stepsight.dataset.configs.documents import flat, read_source
 from stepsight.dataset.configs.drafts import ConfigFile, Draft, Reading
 from stepsight.dataset.configs.megatron import read_megatron

@@ -16,8 +16,13 @@ from stepsight.dataset.base.errors import JobError
 from stepsight.dataset.configs.documents import flat, read_source, toml_text
 from stepsight.dataset.configs.drafts import ConfigFile, Draft, Reading
 from stepsight.dataset.configs.key_table import CLIP, OTHER, ConfigText, JobView, Row, read_rows, write_rows
-from stepsight.dataset.configs.layer_patterns import even_stages
-from stepsight.dataset.configs.torchtitan_models import FLAVORS, flavor_of, flavor_sizes
+from stepsight.dataset.configs.torchtitan_models import (
+    FLAVORS,
+    even_stages,
+    flavor_of,
+    flavor_sizes,
+    registry_settings,
+)
 from stepsight.dataset.job.job import Job
 from stepsight.dataset.job.rules import MOST_LAYERS
 
@@ -71,10 +76,15 @@ def read_torchtitan(file: ConfigFile, draft: Draft) -> None:
             raise JobError(f"model.{what} must be one of {', '.join(known)}, got {name} {flavor}")
         for key, value in sizes.items():
             draft.map(f"model.{key}", value, f"{name} {flavor}")
-    read_settings(settings, draft)
+    _read_settings(settings, draft)
 
 
-def read_settings(settings: Mapping[str, Any], draft: Draft) -> None:
+def read_registry(file: ConfigFile, draft: Draft) -> None:
+    """Fill a draft from one function of a Python registry."""
+    _read_settings(registry_settings(file, draft), draft)
+
+
+def _read_settings(settings: Mapping[str, Any], draft: Draft) -> None:
     """Fill a draft from all but the model's sizes."""
     reading = Reading(draft, settings, default=_DEFAULT)
     read_rows(_ROWS, reading)

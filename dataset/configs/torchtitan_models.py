@@ -1,15 +1,25 @@
-"""Sizes of torchtitan's models by name and flavor, which its configurations name and its code holds.
+"""torchtitan's models: sizes by name and flavor, and its Python config registry, which is read and never executed.
 
-Source: torchtitan ``models/*/__init__.py`` and ``model/args.py``, 2024-07 to 2026-02.  ``ffn`` is what
-``ffn_dim_multiplier`` and ``multiple_of`` give.
+A registry (2026) holds functions that return ``Trainer.Config(...)`` or change what another one returns.  The sizes of
+a flavor stand in the ``__init__.py`` beside it, as keyword arguments of calls.  Source: torchtitan
+``models/*/__init__.py`` and ``model/args.py``, 2024-07 to 2026-02.  ``ffn`` is what ``ffn_dim_multiplier`` and
+``multiple_of`` give.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import ast
+import copy
+import operator
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from stepsight.dataset.base.errors import JobError
+from stepsight.dataset.configs.documents import flat, read_python
+from stepsight.dataset.configs.drafts import ConfigFile, Draft
 from stepsight.dataset.job.job import ModelSpec
 
 _Sizes = tuple[int, ...]
@@ -91,6 +101,38 @@ FLAVORS: Mapping[str, Mapping[str, Mapping[str, Any]]] = MappingProxyType(
     }
 )
 _SUFFIXES = ("_flex_attn", "_varlen_attn", "_flex", "_varlen", "_irope")  # of flavors that differ in attention alone
+MOST_DEPTH = 20  # of functions that build on each other
+_CALLED = "_called"  # key of a call's name in the table of its keyword arguments
+_ACTIONS: dict[type[ast.AST], Callable[[Any, Any], Any]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.FloorDiv: operator.floordiv,
+}
+_NO_ATTENTION = re.compile("DeltaNet|Mamba|LinearAttention").search  # in names of a model's parts
+# Keyword arguments of a flavor's calls, and the keys of a job's model.
+_SIZES = {
+    "n_layers": "layers",
+    "dim": "hidden",
+    "n_heads": "heads",
+    "n_kv_heads": "kv_heads",
+    "head_dim": "head_dim",
+    "hidden_dim": "ffn",
+    "dense_hidden_dim": "ffn",
+    "vocab_size": "vocab",
+    "moe_hidden_dim": "expert_ffn",
+    "num_experts": "experts",
+    "num_shared_experts": "shared_experts",
+    "router_top_k": "experts_per_token",
+    "top_k": "experts_per_token",
+    "n_dense_layers": "dense_layers",
+    "q_lora_rank": "q_lora_rank",
+    "kv_lora_rank": "kv_lora_rank",
+    "qk_nope_head_dim": "head_dim",
+    "qk_rope_head_dim": "rope_head_dim",
+    "v_head_dim": "v_head_dim",
+    "enable_weight_tying": "tied_embeddings",
+}
 
 
 def flavor_sizes(name: str, flavor: str) -> dict[str, Any] | None:
@@ -114,3 +156,245 @@ def flavor_of(model: ModelSpec) -> tuple[str, str] | None:
             if same and plain and 0 <= model.vocab - sizes["vocab"] < 1024 and model.gated_mlp:
                 return name, flavor
     return None
+
+
+def even_stages(stages: int, layers: int, first: int, last: int) -> list[int]:
+    """Layers of each stage where embedding and output count as some layers each."""
+    even, rest = divmod(layers + first + last, max(1, stages))
+    counts = [even + (stage < rest) for stage in range(stages)]
+    counts[0] -= first
+    counts[-1] -= last
+    return counts
+
+
+def registry_settings(file: ConfigFile, draft: Draft) -> dict[str, Any]:
+    """Settings of one function of a registry, by the names of torchtitan's TOML; its model's sizes fill a draft.
+
+    Raises:
+        JobError: If there is more than one and none is picked, or it states no known model.
+    """
+    module, pick = read_python(file.path), file.given.pick
+    functions = _functions(module)
+    names = [
+        name
+        for name, node in functions.items()
+        if name[0] != "_" and node.returns and "Trainer.Config" in ast.unparse(node.returns)
+    ]
+    if pick not in names and (pick or len(names) != 1):
+        got = f", got {pick!r:.80}" if pick else ""
+        raise JobError(f"a registry holds several configurations: pick one of {', '.join(names)}{got}")
+    name = pick or names[0]
+    config = _Evaluation(module).call(name, 0)
+    if not isinstance(config, dict):
+        raise JobError(f"function {name} must return a configuration")
+    draft.framework = "torchtitan"
+    spec = config.pop("model_spec", None) or {}
+    _model(file.path, name, spec if isinstance(spec, dict) else {}, draft)
+    return _settings(config, spec)
+
+
+def _functions(module: ast.Module) -> dict[str, ast.FunctionDef]:
+    return {node.name: node for node in module.body if isinstance(node, ast.FunctionDef)}
+
+
+class _Evaluation:
+    """Values of simple statements: assignments, calls with keyword arguments, attributes, arithmetic."""
+
+    def __init__(self, module: ast.Module) -> None:
+        self._functions = _functions(module)
+        self._constants = {
+            node.targets[0].id: node.value.value
+            for node in module.body
+            if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name)
+            if isinstance(node.value, ast.Constant)
+        }
+
+    def call(self, name: str, depth: int, given: Mapping[str, Any] = MappingProxyType({})) -> Any:
+        """What a function returns.
+
+        Args:
+            name: Of the function.
+            depth: Of calls within calls.
+            given: Values of its arguments by name; others have their defaults.
+        """
+        if depth > MOST_DEPTH:
+            raise JobError(f"functions of a registry must build on each other at most {MOST_DEPTH} times")
+        values: dict[str, Any] = {**self._constants, **_defaults(self._functions[name].args), **given}
+        for statement in self._functions[name].body:
+            if isinstance(statement, ast.Return) and statement.value is not None:
+                return self._value(statement.value, values, depth)
+            self._carry_out(statement, values, depth)
+        return None
+
+    def _carry_out(self, statement: ast.stmt, values: dict[str, Any], depth: int) -> None:
+        """Run an assignment, or the body of a loop once (loops append to lists)."""
+        match statement:
+            case ast.Assign(targets=[target]):
+                self._assign(target, self._value(statement.value, values, depth), values)
+            case ast.AnnAssign(value=ast.expr() as value):
+                self._assign(statement.target, self._value(value, values, depth), values)
+            case ast.For():
+                for inner in statement.body:
+                    self._carry_out(inner, values, depth)
+            case ast.Expr(value=ast.Call(func=ast.Attribute(value=ast.Name(id=name), attr="append"), args=[item])):
+                if isinstance(values.get(name), list):
+                    values[name].append(self._value(item, values, depth))
+
+    def _assign(self, target: ast.AST, value: Any, values: dict[str, Any]) -> None:
+        if isinstance(target, ast.Name):
+            values[target.id] = value
+            return
+        keys: list[str] = []
+        while isinstance(target, ast.Attribute):
+            keys.append(target.attr)
+            target = target.value
+        if isinstance(target, ast.Name) and keys:
+            table = values.setdefault(target.id, {})
+            for key in reversed(keys[1:]):
+                if not isinstance(table, dict):
+                    return
+                table = table.setdefault(key, {})
+            if isinstance(table, dict):
+                table[keys[0]] = value
+
+    def _value(self, node: ast.AST, values: dict[str, Any], depth: int) -> Any:
+        match node:
+            case ast.Constant():
+                return node.value
+            case ast.Name():
+                return values.get(node.id)
+            case ast.ListComp():
+                return [self._value(node.elt, values, depth)]
+            case ast.IfExp():
+                first = self._value(node.body, values, depth)
+                return self._value(node.orelse, values, depth) if first is None else first
+            case ast.List() | ast.Tuple():
+                return [self._value(item, values, depth) for item in node.elts]
+            case ast.Attribute():
+                table = self._value(node.value, values, depth)
+                return table.get(node.attr) if isinstance(table, dict) else None
+            case ast.BinOp() if type(node.op) in _ACTIONS:
+                left, right = self._value(node.left, values, depth), self._value(node.right, values, depth)
+                if all(isinstance(number, int | float) and abs(number) < 2**40 for number in (left, right)):
+                    return _ACTIONS[type(node.op)](left, right) if right else None
+                return None
+            case ast.Call():
+                return self._called(node, values, depth)
+        return None
+
+    def _called(self, node: ast.Call, values: dict[str, Any], depth: int) -> Any:
+        name = ast.unparse(node.func)
+        found = {word.arg: self._value(word.value, values, depth) for word in node.keywords if word.arg}
+        if name in self._functions:
+            names = [word.arg for word in self._functions[name].args.args]
+            places = dict(zip(names, [self._value(item, values, depth) for item in node.args], strict=False))
+            value = copy.deepcopy(self.call(name, depth + 1, {**places, **found}))
+            whole = not found or (isinstance(value, dict) and str(value.get(_CALLED)).endswith("Trainer.Config"))
+            return value if whole else {_CALLED: name, **found, "_returned": value}
+        if name == "int" and len(node.args) == 1:
+            number = self._value(node.args[0], values, depth)
+            return int(number) if isinstance(number, int | float) else None
+        if name.rpartition(".")[2] == "compute_ffn_hidden_dim":
+            dim = self._value(node.args[0], values, depth) if node.args else found.get("dim")
+            return _ffn(dim, found.get("multiple_of") or 1, found.get("ffn_dim_multiplier"))
+        positional = [self._value(argument, values, depth) for argument in node.args]
+        return {_CALLED: name, **found, **({"_arguments": positional} if positional else {})}
+
+
+def _defaults(arguments: ast.arguments) -> dict[str, Any]:
+    """Default values of a function's arguments."""
+    pairs = [
+        *zip(arguments.args[len(arguments.args) - len(arguments.defaults) :], arguments.defaults, strict=True),
+        *((word, node) for word, node in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True) if node),
+    ]
+    return {word.arg: node.value for word, node in pairs if isinstance(node, ast.Constant)}
+
+
+def _ffn(dim: Any, multiple: int, multiplier: float | None) -> int | None:
+    if not isinstance(dim, int):
+        return None
+    size = int(2 * 4 * dim / 3)
+    size = size if multiplier is None else int(multiplier * size)
+    return multiple * ((size + multiple - 1) // multiple)
+
+
+def _model(path: Path, function: str, spec: Mapping[str, Any], draft: Draft) -> None:
+    """Sizes of the flavor that a configuration names: from the code beside the registry, else the known ones."""
+    flavor = str(spec.get("flavor") or (spec.get("_arguments") or [""])[0])
+    beside = path.parent / "__init__.py"
+    sizes = _flavor_in_code(beside, flavor) if beside.is_file() else None
+    source = f"{beside.name} {flavor}"
+    if sizes is None:
+        names = [path.resolve().parent.name, *(family for family in FLAVORS if function.startswith(family))]
+        found = [(flavor_sizes(name, flavor), f"{name} {flavor}") for name in names]
+        sizes, source = next((pair for pair in found if pair[0] is not None), (None, ""))
+    if sizes is None and beside.is_file():
+        raise JobError(
+            f"{beside} must state the sizes of flavor {flavor!r:.80} as arguments of calls: give them instead"
+        )
+    if sizes is None:
+        raise JobError(f"the sizes of flavor {flavor!r:.80} are not known: put the model's __init__.py beside {path}")
+    for key, value in sizes.items():
+        draft.map(f"model.{key}", value, source)
+
+
+def _flavor_in_code(path: Path, flavor: str) -> dict[str, Any] | None:
+    """Sizes of a flavor from keyword arguments of the calls in its function."""
+    module = read_python(path)
+    functions = _functions(module)
+    other = next((node.id for node in ast.walk(module) if isinstance(node, ast.Name) and _NO_ATTENTION(node.id)), "")
+    if other:
+        raise JobError(f"a job has no layers with linear attention or state spaces, got {other} in {path.name}")
+    name = next(
+        (
+            value.id
+            for node in ast.walk(module)
+            if isinstance(node, ast.Dict)
+            for key, value in zip(node.keys, node.values, strict=True)
+            if isinstance(key, ast.Constant) and key.value == flavor and isinstance(value, ast.Name)
+        ),
+        "",
+    )
+    if name not in functions:
+        return None
+    found: dict[str, Any] = {}
+    _collect(_Evaluation(module).call(name, 0), found)
+    if not {"layers", "hidden", "heads"} <= set(found) or not {"ffn", "expert_ffn"} & set(found):
+        return None
+    if "kv_lora_rank" in found:
+        found |= {"attention": "mla", "kv_heads": found["heads"]}
+    if found.get("experts") and "expert_ffn" not in found and "ffn" in found:
+        found["expert_ffn"] = found["ffn"]
+    return {"family": "llama", **found}
+
+
+def _collect(value: Any, found: dict[str, Any]) -> None:
+    if isinstance(value, list):
+        for item in value:
+            _collect(item, found)
+    if not isinstance(value, dict):
+        return
+    called = str(value.get(_CALLED, ""))
+    for key, item in value.items():
+        name = _SIZES.get(key)
+        if name and isinstance(item, bool | int) and not called.endswith(("RoPE.Config", "Embedding.Config")):
+            found.setdefault(name, item)
+        elif isinstance(item, dict | list):
+            _collect(item, found)
+
+
+def _settings(config: Mapping[str, Any], spec: Mapping[str, Any]) -> dict[str, Any]:
+    """A configuration's values by the names of torchtitan's TOML."""
+    tables = {key: value for key, value in config.items() if isinstance(value, dict)}
+    values = {key: value for key, value in flat(tables).items() if not key.rpartition(".")[2].startswith("_")}
+    policy = config.get("activation_checkpoint")
+    recompute = str(policy.get(_CALLED, "")) if isinstance(policy, dict) else ""
+    modes = {"FullAC": "full", "SelectiveAC": "selective", "MemoryBudgetAC": "memory_budget"}
+    values["activation_checkpoint.mode"] = next((mode for word, mode in modes.items() if word in recompute), "none")
+    values["activation_checkpoint.selective_ac_option"] = "op"
+    converters = [str(item.get(_CALLED, "")) for item in spec.get("converters") or [] if isinstance(item, dict)]
+    names = {"Float8": "float8", "MXFP8": "mx", "NVFP4": "nvfp4"}
+    values["model.converters"] = [name for text in converters for word, name in names.items() if word in text]
+    if values.get("optimizer.lr") is not None:
+        values.pop("optimizer.lr")
+    return values
