@@ -263,7 +263,7 @@ def score(row: Row, predictor_of: PredictorOf) -> Scored:
         nearest.mfu * nearest.iteration_time_s,
         1.0 if predictor is None else nearest.unsupported_share,
         {cause: own * share for cause, own in nearest.breakdown.items()},
-        str(published.open),
+        published.open,
         replace(predictions[0].software_used, profile=published.framework.name),
     )
 

@@ -17,7 +17,14 @@ correlation, 1 at best; regret: how much slower the run that we would choose is 
 devices and batch; coverage: measured times within their intervals; outside: rows that take a fifth of their time
 or more in what was never measured"""
 
-_CHOICE = ("regret", "random_regret", "constant_mfu_regret", "top_shared", "top_order")
+_MEANS_OF = ("choosing a run, percent", "groups", "runs")
+_CHOICE = {
+    "regret": "regret",
+    "random_regret": "by chance",
+    "constant_mfu_regret": "by constant MFU",
+    "top_shared": "top 5 found",
+    "top_order": "top 5 order",
+}
 _CHOICE_LEGEND = """\
 a group holds several strategies of one model on the same devices with the same global batch; regret: how much longer
 the run takes than the fastest that predictions, chance (on average) or constant MFU choose; top 5 found: how many of
@@ -36,18 +43,23 @@ def evaluation_text(
     value = result.to_dict()
     used = {name: row for name, row in value["sources"].items() if row["used"]}
     parts = [
-        f"{_figures(used, value['overall'])}\n{_LEGEND}",
+        f"{_figures([*used.items(), ('overall', value['overall'])])}\n{_LEGEND}",
         _references({name: value["references"][name] for name in (*used, "overall")}),
     ]
     if result.groups:
-        parts.append(_choices(value["choices"]))
-        parts += [_groups(value["groups"])] if groups else []
+        means = [[_short(name), row["groups"], row["runs"], *_choice(row)] for name, row in value["choices"].items()]
+        parts.append(f"{table([*_MEANS_OF, *_CHOICE.values()], means)}\n{_CHOICE_LEGEND}")
+    if result.groups and groups:
+        cells = [[row["name"], row["runs"], Number(row["best_s"], 3), Number(row["chosen_s"], 3), row["place"],
+                  *_choice(row)] for row in value["groups"]]  # fmt: skip
+        parts.append(table(["group", "runs", "fastest s", "chosen s", "place", *_CHOICE.values()], cells))
     parts += [_calibrated(words, figures) for words, figures in (calibrated or {}).items()]
-    kinds = {name: row for name, row in value["kinds"].items() if name.rsplit(": ", 1)[0] in _several(value["kinds"])}
-    if kinds:
-        parts.append(_figures(kinds, None))
+    if kinds := _several(value["kinds"]):
+        parts.append(_figures(kinds))
     if result.suspect:
-        parts.append(f"rows marked SUSPECT, apart: {_cells_in_line(value['suspect'])}")
+        row = value["suspect"]
+        figures = f"{row['used']} rows, MAPE {row['mape']:.1f} %, max {row['max']:.1f} %"
+        parts.append(f"rows marked SUSPECT, apart: {figures}")
     others = value["interval_rows"]
     parts.append(
         f"intervals of shipped predictors are as wide as errors on {sum(others.values())} published runs of "
@@ -59,28 +71,29 @@ def evaluation_text(
     return "\n\n".join(parts)
 
 
-def _several(kinds: Mapping[str, Any]) -> set[str]:
-    """Sources with rows of more than one kind."""
-    names = [name.rsplit(": ", 1)[0] for name in kinds]
-    return {name for name in names if names.count(name) > 1}
+def _several(kinds: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    """Rows of the kinds of sources that have more than one."""
+    sources = [name.rsplit(": ", 1)[0] for name in kinds]
+    return [item for item, source in zip(kinds.items(), sources, strict=True) if sources.count(source) > 1]
 
 
 def _cell(name: str, value: float | None) -> object:
-    if value is None:
-        return "-"
-    return Number(value, 3 if name == "spearman" else 1)
+    return "-" if value is None else Number(value, 3 if name == "spearman" else 1)
+
+
+def _choice(row: Mapping[str, Any]) -> list[object]:
+    return [_cell(key, row[key]) for key in _CHOICE]
 
 
 def _short(name: str) -> str:
     return name if len(name) <= _NAME else name[: _NAME - 3] + "..."
 
 
-def _figures(rows: Mapping[str, Mapping[str, Any]], overall: Mapping[str, Any] | None) -> str:
-    lines = [*rows.items(), *([("overall", overall)] if overall else [])]
+def _figures(rows: Sequence[tuple[str, Mapping[str, Any]]]) -> str:
     header = ["percent", "rows", "used", *(c.replace("out_of_support", "outside") for c in _COLUMNS)]
     cells = [
         [_kind_name(name), row.get("rows", "-"), row["used"], *(_cell(c, row[c]) for c in _COLUMNS)]
-        for name, row in lines
+        for name, row in rows
     ]
     return table(header, cells)
 
@@ -91,48 +104,18 @@ def _kind_name(name: str) -> str:
 
 
 def _references(rows: Mapping[str, Mapping[str, Any]]) -> str:
-    header = [
-        "MAPE (max), percent",
-        "constant MFU x bubble, fitted here",
-        "carried forward",
-        "ours there",
-        "on",
-    ]
-    cells = []
-    for name, row in rows.items():
-        carried = row["carried_forward"]
-        shown = [_pair(row["constant_mfu"]), _pair(carried), _pair(row["ours_where_carried"])]
-        cells.append([_short(name), *shown, carried["used"]])
-    return table(header, cells)
-
-
-def _choices(rows: Mapping[str, Mapping[str, Any]]) -> str:
-    """Regret, on average over the groups of a source."""
-    header = ["choosing a run, percent", "groups", "runs", "regret", "by chance", "by constant MFU"]
-    header += ["top 5 found", "top 5 order"]
-    cells = [[_short(name), row["groups"], row["runs"], *(_cell(key, row[key]) for key in _CHOICE)]
-             for name, row in rows.items()]  # fmt: skip
-    return f"{table(header, cells)}\n{_CHOICE_LEGEND}"
-
-
-def _groups(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Every group."""
-    header = ["group", "runs", "fastest s", "chosen s", "place", "regret", "by chance", "by constant MFU"]
-    header += ["top 5 found", "top 5 order"]
+    header = ["MAPE (max), percent", "constant MFU x bubble, fitted here", "carried forward", "ours there", "on"]
+    keys = ("constant_mfu", "carried_forward", "ours_where_carried")
     cells = [
-        [row["name"], row["runs"], Number(row["best_s"], 3), Number(row["chosen_s"], 3), row["place"],
-         *(_cell(key, row[key]) for key in _CHOICE)]
-        for row in rows
-    ]  # fmt: skip
+        [_short(name), *(_pair(row[key]) for key in keys), row["carried_forward"]["used"]] for name, row in rows.items()
+    ]
     return table(header, cells)
 
 
 def _calibrated(words: str, value: Mapping[str, Any]) -> str:
     """Table of shipped and calibrated errors on the same larger rows."""
+    figures = ("bias", "spearman", "regret", "coverage")
     header = ["larger rows, MAPE (max), percent", "fitted", "judged", "as shipped", "calibrated", "carried forward"]
-    header += ["bias", "spearman", "regret", "coverage"]
-    several = _several(value["kinds"])
-    kinds = {name: row for name, row in value["kinds"].items() if name.rsplit(": ", 1)[0] in several}
     cells = [
         [
             _kind_name(name),
@@ -141,19 +124,15 @@ def _calibrated(words: str, value: Mapping[str, Any]) -> str:
             _pair(row["as_shipped"]),
             _pair(row),
             _pair(row["carried_forward"]) if row["carried_forward"] else "-",
-            *(_cell(key, row[key]) for key in ("bias", "spearman", "regret", "coverage")),
+            *(_cell(key, row[key]) for key in figures),
         ]
-        for name, row in [*value["sources"].items(), *kinds.items(), ("overall", value["overall"])]
+        for name, row in [*value["sources"].items(), *_several(value["kinds"]), ("overall", value["overall"])]
     ]
-    return f"calibrated on {words}, judged by larger rows alone\n{table(header, cells)}"
+    return f"calibrated on {words}, judged by larger rows alone\n{table([*header, *figures], cells)}"
 
 
 def _pair(row: Mapping[str, Any]) -> str:
     return f"{row['mape']:.1f} ({row['max']:.1f})" if row["used"] else "-"
-
-
-def _cells_in_line(row: Mapping[str, Any]) -> str:
-    return f"{row['used']} rows, MAPE {row['mape']:.1f} %, max {row['max']:.1f} %"
 
 
 def _worst(row: Mapping[str, Any]) -> str:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,36 +53,18 @@ _DROPOUT, _DROPOUT_RECIPES = 0.1, ("gpt3", r"\b(24\.0[1-7]|v24\.11|v25\.0[12])")
 # Recipes that tokenise with GPT-2's vocabulary, whatever the model's is: dgxc-benchmarking v24.11.1 to v25.02 for Llama
 # 3.1 405B (llama3.1_405b.yaml has GPT2BPETokenizer, configure.sh megatron-gpt2-345m).
 _GPT2_TOKENS, _GPT2_RECIPES = 50257, ("llama31405b", r"\b(v24\.11|v25\.0[12])\b")
-
-
 VOCABULARIES = (32000, 256000)  # Llama 2's, and the largest usual one (Gemma, Nemotron)
 MICRO_BATCHES = (1, 2, 4, 8)
 MOST_OPEN = 2  # cells: with more, the run is unknown
-Choice = Mapping[str, Any]
-
-
-@dataclass(frozen=True, slots=True)
-class Open:
-    """Cells of a row that are open: by column the values that they may have."""
-
-    values: Mapping[str, tuple[Any, ...]]
-
-    def choices(self) -> Iterator[Choice]:
-        """Every combination of values; a single empty one if nothing is open."""
-        for values in itertools.product(*self.values.values()):
-            yield dict(zip(self.values, values, strict=True))
-
-    def __str__(self) -> str:
-        return ", ".join(f"{name} ({' or '.join(map(str, values))})" for name, values in self.values.items())
 
 
 @dataclass(frozen=True, slots=True)
 class PublishedJob:
-    """The job of a row, and its framework's profile with the settings that the row states."""
+    """The job of a row, its framework's profile with the settings that the row states, and the open cells in words."""
 
     job: Job
     framework: Framework
-    open: Open
+    open: str = ""
 
 
 def job_of(row: Row) -> PublishedJob:
@@ -97,6 +79,8 @@ def job_of(row: Row) -> PublishedJob:
 def jobs_of(row: Row) -> list[PublishedJob]:
     """The jobs of a row: one for each combination of values of the cells that it leaves open.
 
+    Those that break a rule are left out and, where some fit the devices' memory, those that do not.
+
     Raises:
         JobError: If the row leaves out what matters (``RowError``), or no job says what ran.
     """
@@ -104,15 +88,26 @@ def jobs_of(row: Row) -> list[PublishedJob]:
         raise RowError("the time is not that of a training iteration")
     framework = framework_of(row)
     row = _with_micro_batches(row, framework)
-    cells = open_cells(row, framework, vocab_known=bool(_vocab(row)), dp=_degrees(row)["dp"])
-    if len(cells.values) > MOST_OPEN:
-        raise RowError(f"{len(cells.values)} of its columns are unknown: {', '.join(cells.values)}")
+    cells = open_cells(row, framework)
+    if len(cells) > MOST_OPEN:
+        raise RowError(f"{len(cells)} of its columns are unknown: {', '.join(cells)}")
+    words = ", ".join(f"{name} ({' or '.join(map(str, values))})" for name, values in cells.items())
+    built: list[PublishedJob] = []
+    first: JobError | None = None
+    for values in itertools.product(*cells.values()):
+        filled = Row({**row.cells, **dict(zip(cells, map(str, values), strict=True))})
+        try:
+            built.append(PublishedJob(_job(filled, framework), framework, words))
+        except JobError as error:
+            first = first or error
+    if not built and first is not None:
+        raise first
+    return [one for one in built if len(built) == 1 or _fits(one.job)] or built
 
-    def build(choice: Choice) -> PublishedJob:
-        filled = Row({**row.cells, **{name: str(value) for name, value in choice.items()}})
-        return PublishedJob(_job(filled, framework), framework, cells)
 
-    return possible(cells.choices(), build)
+def _fits(job: Job) -> bool:
+    hardware = find_hardware(job.cluster.hardware)
+    return hardware is None or estimate_memory(job, hardware).fits
 
 
 def _with_micro_batches(row: Row, framework: Framework) -> Row:
@@ -300,17 +295,15 @@ def _recompute(row: Row, framework: Framework) -> str:
     return found[1]
 
 
-def open_cells(row: Row, framework: Framework, *, vocab_known: bool, dp: int) -> Open:
-    """The cells of a row that are open.
+def open_cells(row: Row, framework: Framework) -> dict[str, tuple[Any, ...]]:
+    """Cells that a row leaves open although they matter: by column the values that they may have.
 
-    Args:
-        row: A measured run.
-        framework: The profile of what ran it.
-        vocab_known: Whether the row or the model's name tells the vocabulary.
-        dp: Replicas.
+    A row with pipeline stages whose framework usually interleaves may have run either way, so may one without a word
+    about recomputation where the framework's policy decides.
     """
+    dp = _degrees(row)["dp"]
     found: dict[str, tuple[Any, ...]] = {}
-    if not vocab_known:
+    if not _vocab(row):
         found["vocab"] = VOCABULARIES
     if not row.text("recompute") and not framework.recompute:
         found["recompute"] = ("none", "selective", "full")
@@ -322,26 +315,4 @@ def open_cells(row: Row, framework: Framework, *, vocab_known: bool, dp: int) ->
     finest = layers // stages
     if stages > 1 and not row.text("vp") and framework.interleaves and finest > 1 and layers % stages == 0:
         found["vp"] = (1, finest)
-    return Open(found)
-
-
-def possible(choices: Iterator[Choice], build: Callable[[Choice], Any]) -> list[Any]:
-    """What is built for each choice: those that break no rule and, where some fit the devices' memory, those that fit.
-
-    Raises:
-        JobError: If every choice breaks a rule; the first one's.
-    """
-    built, first = [], None
-    for choice in choices:
-        try:
-            built.append(build(choice))
-        except JobError as error:
-            first = first or error
-    if not built and first is not None:
-        raise first
-    return [one for one in built if len(built) == 1 or _fits(one.job)] or built
-
-
-def _fits(job: Any) -> bool:
-    hardware = find_hardware(job.cluster.hardware)
-    return hardware is None or estimate_memory(job, hardware).fits
+    return found

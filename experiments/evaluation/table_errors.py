@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -62,19 +62,18 @@ class TableErrors:
     note: str = ""
 
     def to_dict(self) -> dict[str, Any]:
-        groups = [{"kind": k, "size": s, "ranks": r, **e.to_dict()} for k, s, r, e in self.groups]
-        told: dict[str, Any] = {"families": self.families, "overall": asdict(self.overall)}
-        told |= {"skipped": self.skipped, "doubts": list(self.doubts)}
-        told |= {"note": self.note} if self.note else {}
-        return {"groups": groups, **told}
-
-
-def _quiet(done: int, of: int) -> None:
-    """Tell nobody."""
+        return {
+            "groups": [{"kind": k, "size": s, "ranks": r, **e.to_dict()} for k, s, r, e in self.groups],
+            "families": self.families,
+            "overall": self.overall.to_dict(),
+            "skipped": self.skipped,
+            "doubts": list(self.doubts),
+            **({"note": self.note} if self.note else {}),
+        }
 
 
 def judge_table(
-    measured: Measurements, predictor_of: PredictorOf, fabric: Fabric | None = None, on_rows: OnRows = _quiet
+    measured: Measurements, predictor_of: PredictorOf, fabric: Fabric | None = None, on_rows: OnRows | None = None
 ) -> TableErrors:
     """Compare a table of measurements with the predictions of its rows.
 
@@ -82,16 +81,16 @@ def judge_table(
         measured: Ops, and collectives on fabrics.
         predictor_of: The predictor of a device; None: its facts answer.
         fabric: Links of all collectives; None: the known fabric that a row names.
-        on_rows: Told how many rows are predicted, of how many.
+        on_rows: Called with the numbers of rows that are predicted and of all rows.
 
     Raises:
         TableError: If no row can be judged.
     """
     predicted, skipped = predict_table(measured, predictor_of, fabric, on_rows)
     known = np.flatnonzero(np.isfinite(predicted))
-    if not len(known) and (held_out := _held_out(measured, predictor_of, skipped)) is not None:
-        return held_out
     if not len(known):
+        if (held_out := _held_out(measured, predictor_of, skipped)) is not None:
+            return held_out
         reasons = "; ".join(f"{count}: {why}" for why, count in skipped.items()) or "the table is empty"
         raise TableError(f"a table must have rows that can be predicted, got none ({reasons})")
     rows: dict[tuple[str, str, str], list[int]] = {}
@@ -99,12 +98,14 @@ def judge_table(
         rows.setdefault(group_of(measured.works[index], measured.seconds[index]), []).append(index)
     groups = [(*key, _errors(predicted[i], measured.seconds[i])) for key, i in sorted(rows.items(), key=_order)]
     names = [family_of(measured.works[index]) for index in known.tolist()]
+    sent = [index for index, work in enumerate(measured.works) if isinstance(work, Collective)]
+    works = [work for work in measured.works if isinstance(work, Collective)]
     return TableErrors(
         tuple(groups),
         _errors(predicted[known], measured.seconds[known]),
         skipped,
         family_figures(names, predicted[known], measured.seconds[known]),
-        _doubts(measured, fabric),
+        () if fabric is None else link_doubts(works, fabric, measured.seconds[sent]),
     )
 
 
@@ -130,19 +131,12 @@ def family_of(work: Op | Collective) -> str:
     return f"{work.family}/{work.dtype}" if own else work.family
 
 
-def _doubts(measured: Measurements, fabric: Fabric | None) -> tuple[str, ...]:
-    """What contradicts the links that were stated for all collectives."""
-    rows = [index for index, work in enumerate(measured.works) if isinstance(work, Collective)]
-    works = [work for work in measured.works if isinstance(work, Collective)]
-    return () if fabric is None else link_doubts(works, fabric, measured.seconds[rows])
-
-
 def _errors(predicted: Array, measured: Array) -> Errors:
     return errors(predicted.tolist(), measured.tolist())
 
 
 def predict_table(
-    measured: Measurements, predictor_of: PredictorOf, fabric: Fabric | None = None, on_rows: OnRows = _quiet
+    measured: Measurements, predictor_of: PredictorOf, fabric: Fabric | None = None, on_rows: OnRows | None = None
 ) -> tuple[Array, dict[str, int]]:
     """Predicted seconds of each row, NaN where there are none, and the number of those rows by reason."""
     batches: dict[tuple[str, str, bool], list[int]] = {}
@@ -166,7 +160,8 @@ def predict_table(
                 some = members[start : start + AT_ONCE]
                 software = [measured.software[i] for i in some]
                 predicted[some] = _seconds([measured.works[i] for i in some], software, predictor, hardware, used)
-                on_rows(int(np.isfinite(predicted).sum()), int((~seen).sum()))
+                if on_rows is not None:
+                    on_rows(int(np.isfinite(predicted).sum()), int((~seen).sum()))
     return predicted, dict(skipped)
 
 

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import numpy as np
 
-from stepsight.dataset.base.processes import process_name
 from stepsight.dataset.hardware.hardware import Hardware, find_fabric
 from stepsight.dataset.job.job import BatchSpec, ClusterSpec, Job, ModelSpec, ParallelSpec
 from stepsight.dataset.kinds.op import Collective, Op
@@ -73,5 +72,4 @@ def search_journal() -> bytes:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "study.log"
         search(toy_job(), toy_predictor(), storage=str(path), study_name=SEARCHED, trials=4)
-        # Claims of a process that is long gone: those of this one would be waited for.
-        return path.read_bytes().replace(process_name().encode(), b"elsewhere 1 1")
+        return path.read_bytes()
