@@ -232,7 +232,7 @@ KINDS = (
         elements=lambda b, t, r, s: float(b * t),
         base_dims=lambda b, t, r, s: (b * t,),
     ),
-    _kind(  # loops that a compiler fused for a CPU; amounts as ``harness.regions.nest_work`` counts them
+    _kind(  # loops that a compiler fused for a CPU; amounts as ``harness.regions.loop_code`` counts them
         "fused_loops",
         "fused_loops",
         (

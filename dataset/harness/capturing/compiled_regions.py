@@ -20,9 +20,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from ..patching import patch
 from ..plan_error import HarnessError
-from ..regions.fused_regions import eager, read_device_graph, read_graph
-from ..regions.nest_work import region_dims
-from ..regions.region_record import Launch, Loop, Region
+from ..regions.inductor import Launch, Loop, Region, eager, read_device_region, read_region
+from ..regions.loop_code import region_dims
 from .fake_tensors import BACKWARD, FORWARD, FakeWorld
 from .recorder import COMPOSITE, OP, signature_of, storage_of
 
@@ -47,10 +46,10 @@ def install(world: FakeWorld, plain: Callable[..., Any], *, on_host: bool) -> No
 
     def fused_on_device(graph: Any, example_inputs: Any, **options: Any) -> Any:
         try:
-            return read_device_graph(graph, example_inputs, **options)
+            return read_device_region(graph, example_inputs, **options)
         except HarnessError as error:
             world.recorder.note(f"a compiled region is fused as for a CPU: {error!s:.300}")
-            return read_graph(graph, example_inputs, **options)
+            return read_region(graph, example_inputs, **options)
 
     def inner(graph: Any, example_inputs: Any, **options: Any) -> Any:
         if any(getattr(node.target, "namespace", "") == "_c10d_functional" for node in graph.graph.nodes):
@@ -61,12 +60,12 @@ def install(world: FakeWorld, plain: Callable[..., Any], *, on_host: bool) -> No
             return eager(graph)
         try:
             with _disable_current_modes():
-                read = read_graph if on_host else fused_on_device
-                region, nodes = read(graph, example_inputs, **options)
+                read = read_region if on_host else fused_on_device
+                region = read(graph, example_inputs, **options)
         except HarnessError as error:
             world.recorder.note(f"a compiled region runs as it is written: {error!s:.300}")
             return eager(graph)
-        return eager((_Region if on_host else _DeviceRegion)(world, graph, region, nodes))
+        return eager((_Region if on_host else _DeviceRegion)(world, graph, region))
 
     def compiled(model: Any = None, **options: Any) -> Any:
         if model is None:
@@ -83,8 +82,8 @@ def install(world: FakeWorld, plain: Callable[..., Any], *, on_host: bool) -> No
 class _Region:
     """A region that runs without values, and writes its nodes down."""
 
-    def __init__(self, world: FakeWorld, graph: Any, region: Region, nodes: list[Node]) -> None:
-        self._world, self._graph, self._region, self._nodes = world, graph, region, nodes
+    def __init__(self, world: FakeWorld, graph: Any, region: Region) -> None:
+        self._world, self._graph, self._region = world, graph, region
         self._launches = self._calls()
         self._last_use = _last_uses(region)
 
@@ -114,9 +113,7 @@ class _Region:
                     self._launch(launch, storages, scope)
             elif loop.extern and loop.extern not in _NO_CALL:
                 self._library(place, loop, storages, scope)
-            storages.free(
-                name for name in (a.buffer for a in (*loop.reads, *loop.writes)) if self._last_use[name] <= place
-            )
+            storages.free(name for name in loop.buffers if self._last_use[name] <= place)
         return outputs
 
     def _launch(self, launch: Launch, storages: _Storages, scope: Any) -> None:
@@ -154,7 +151,7 @@ class _Region:
         """The framework call of a library's loop: of the ops that it computes, the one of that name."""
         packet = loop.extern.rpartition(".")[0] or loop.extern
         for number in reversed(loop.origins):
-            node = self._nodes[number]
+            node: Node = self._region.nodes[number]
             if isinstance(node.target, torch._ops.OpOverload) and str(node.target).rpartition(".")[0] == packet:
                 return node
         return None
@@ -194,7 +191,7 @@ def kernel_bytes(region: Region, loops: Sequence[Loop]) -> tuple[int, int]:
             if access.buffer in (kept if writes else set(region.buffers) - made):
                 key = access.buffer, writes
                 moved[key] = max(moved.get(key, 0), access.num_bytes)
-        sizes[loop.element_bytes] = sizes.get(loop.element_bytes, 0) + loop.numel * loop.reduced
+        sizes[loop.element_bytes] = sizes.get(loop.element_bytes, 0) + loop.elements
     element = max(sizes, key=sizes.__getitem__, default=4)
     return sum(moved.values()), 2 if element == 2 else 4
 
@@ -235,8 +232,8 @@ def _last_uses(region: Region) -> Counter[str]:
     """Place of the last loop that uses each buffer."""
     found: Counter[str] = Counter()
     for place, loop in enumerate(region.loops):
-        for access in (*loop.reads, *loop.writes):
-            found[access.buffer] = place
+        for name in loop.buffers:
+            found[name] = place
     return found
 
 

@@ -34,16 +34,16 @@ def install() -> None:
 
 
 def _backend() -> Callable[..., Any]:
-    from ..regions.fused_regions import reading_backend
+    from ..regions.inductor import compiling_backend
 
     torch._inductor.config.fx_graph_cache = False  # else the code of a graph that was compiled before is not told
     torch._functorch.config.enable_autograd_cache = False
-    return reading_backend(_annotate, training=True, compiled=True)
+    return compiling_backend(_annotate)
 
 
 def _annotate(region: Any, made: Any) -> None:
     """Wrap the compiled functions of a region."""
-    from ..regions.nest_work import region_dims
+    from ..regions.loop_code import region_dims
 
     call = getattr(made, "current_callable", None)
     space = getattr(call, "__globals__", None) or getattr(getattr(call, "__func__", None), "__globals__", {})

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from stepsight.dataset.harness.capturing.compiled_regions import kernel_bytes
-from stepsight.dataset.harness.regions.region_record import Access, Loop, Region
+from stepsight.dataset.harness.regions.inductor import Access, Loop, Region
 
 
 def _loop(name: str, reads: tuple[str, ...], writes: str) -> Loop:
-    touched = tuple(Access(each, 400, "contiguous") for each in reads)
-    return Loop(name, 0, "", "", 100, 1, 4, {}, touched, (Access(writes, 400, "contiguous"),))
+    touched = tuple(Access(each, 400) for each in reads)
+    return Loop(name, 0, "", 100, 4, touched, (Access(writes, 400),))
 
 
 def test_a_fused_kernel_moves_what_lies_outside_of_it() -> None:

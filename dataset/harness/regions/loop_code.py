@@ -1,4 +1,4 @@
-"""Counts of what a compiled function does, from the C++ that Inductor wrote: operations, and accesses of memory.
+"""What compiled functions do, from the C++ that Inductor wrote: operations, accesses of memory, and bytes by distance.
 
 The code is loops with constant bounds, one statement a line, and braces around every body.  So each statement's number
 of executions, and the addresses that it touches, follow from the text.
@@ -7,13 +7,30 @@ of executions, and the addresses that it touches, follow from the text.
 from __future__ import annotations
 
 import re
-from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
-from .accesses import SCALAR_ACCESS, WIDE, Accesses, Touch
-from .body_ops import FLOAT, BodyOp, Known, functions_in, kind_of, known_of, name_of
+from .inductor import Launch, Region
+from .statements import (
+    COSTS,
+    FAR,
+    FLOAT,
+    LINE,
+    MOVES,
+    SCALAR_ACCESS,
+    SLOW,
+    WIDE,
+    WORK,
+    Accesses,
+    BodyOp,
+    Known,
+    Touch,
+    functions_in,
+    kind_of,
+    known_of,
+    name_of,
+)
 
 _CAST = re.compile(r"static_cast<int64_t>\(([^()]*)\)")
 _FOR = re.compile(
@@ -35,25 +52,11 @@ _SKIPPED = (
 REMEMBERED = 40_000  # truth values that branch prediction learns from one call to the next
 
 
-@dataclass(frozen=True, slots=True)
-class Nest:
-    """One loop nest of a function.
-
-    Attributes:
-        ops: Operations of its bodies in order.
-        touches: Accesses of memory.
-    """
+class Nest(NamedTuple):
+    """One loop nest of a function: the operations of its bodies in order, and its accesses of memory."""
 
     ops: tuple[BodyOp, ...]
     touches: tuple[Touch, ...]
-
-    @property
-    def operations(self) -> dict[str, float]:
-        """How much of each operation runs (``vector_exp`` …), in registers or numbers."""
-        found: dict[str, float] = defaultdict(float)
-        for op in self.ops:
-            found[op.term] += op.work
-        return dict(found)
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,7 +267,7 @@ class _Reader:
             runs = self._touches[touch].times if touch >= 0 else times
             kind = value.kind if touch < 0 else self._accesses.kind_of(self._touches[touch].pointer)
             registers = 0 if name == "mod" and touch < 0 and "ptr" in line else value.registers
-            self._ops.append(BodyOp(name, registers, kind, runs, tuple(inputs), carried, touch))
+            self._ops.append(BodyOp(name, registers, kind, runs, tuple(inputs), touch))
             inputs = [len(self._ops) - 1]
         return len(self._ops) - 1 if names else -1
 
@@ -318,3 +321,115 @@ def _lines(source: str) -> Iterator[str]:
             line = made
         if line:
             yield line
+
+
+# --- dims of the op that a call is ------------------------------------------------------------------------------------
+
+NEAR, MIDDLE = (
+    700_000,
+    12_000_000,
+)  # bytes touched between two uses of a buffer that a core's caches, or all, still hold
+
+
+class Use(NamedTuple):
+    """What a nest does with a buffer: bytes that it reads and writes, and whether with strides."""
+
+    read: float
+    written: float
+    strided: bool
+
+    @property
+    def moved(self) -> float:
+        """Bytes of the buffer that are touched."""
+        return max(self.read, self.written)
+
+
+def is_strided(touch: Touch) -> bool:
+    """Whether each access takes another line than the one before, and not the next."""
+    return touch.form != "indirect" and touch.stride >= 2 * LINE and touch.stride > touch.num_bytes
+
+
+def uses_of(nest: Nest, pointers: Mapping[str, str], buffers: Mapping[str, int]) -> dict[str, Use]:
+    """What a nest does with each buffer.
+
+    Args:
+        nest: Of a compiled function.
+        pointers: Names of buffers behind the function's pointers.
+        buffers: Their bytes.
+    """
+    found: dict[str, Use] = {}
+    for touch in nest.touches:
+        if touch.pointer.startswith("local"):
+            continue
+        name = pointers.get(touch.pointer, touch.pointer)
+        whole = buffers.get(name, 0) or touch.distinct
+        old, moved = found.get(name, Use(0.0, 0.0, False)), min(touch.distinct, whole)
+        strided = old.strided or is_strided(touch)
+        if touch.writes:
+            found[name] = Use(old.read, min(max(old.written, moved), whole), strided)
+        else:
+            found[name] = Use(min(max(old.read, moved), whole), old.written, strided)
+    return found
+
+
+def launch_dims(
+    nests: Sequence[Nest], launch: Launch, buffers: Mapping[str, int], since: Callable[[str], float]
+) -> tuple[int, ...]:
+    """Dims of the op ``fused_loops`` that a call of a compiled function is.
+
+    Args:
+        nests: Of the function.
+        launch: The call.
+        buffers: Bytes by name.
+        since: Bytes that were touched since a buffer was, before this call.
+    """
+    levels, strided, cycles = [0.0, 0.0, 0.0], [0.0, 0.0], dict.fromkeys((FAR, MOVES, "vector", "scalar", SLOW), 0.0)
+    passed, last = 0.0, dict[str, float]()
+    for nest in nests:
+        uses = uses_of(nest, launch.pointers, buffers)
+        own = sum(use.moved for use in uses.values())
+        apart = 0.0
+        for name, use in uses.items():
+            distance = (passed - last[name] if name in last else since(name) + passed) + 0.5 * (own + use.moved)
+            level = 0 if distance < NEAR else 1 if distance < MIDDLE else 2
+            levels[level] += use.read + use.written
+            apart += use.moved * (use.strided and level > 0)
+            last[name] = passed + own
+        passed += own
+        far = min(apart / max(sum(use.moved for use in uses.values() if use.strided), 1.0), 1.0)
+        times = sum(touch.times for touch in nest.touches if is_strided(touch))
+        strided[0] += times * (1 - far)
+        strided[1] += times * far
+        for op in nest.ops:
+            counted = COSTS[op.name][0]
+            cycles[counted if counted != WORK else "vector" if op.registers else "scalar"] += op.cycles
+    return tuple(round(each) for each in (*levels, *strided, *cycles.values(), len(nests)))
+
+
+def region_dims(region: Region) -> list[tuple[int, ...]]:
+    """Dims of the ops ``fused_loops`` that the calls of a region's compiled functions are, in order."""
+    nests = {  # without those that only set up a few variables
+        name: [each for each in nests_of(text) if each.touches or sum(op.work for op in each.ops) > 64]
+        for name, text in region.code.items()
+    }
+    numbers = {loop: number for number, launch in enumerate(region.launches) for loop in launch.loops}
+    loops = {loop.name: loop for loop in region.loops}
+    found: dict[int, tuple[int, ...]] = {}
+    passed, touched = 0.0, dict[str, float]()
+
+    def since(name: str) -> float:
+        return passed - touched[name] if name in touched else float("inf")
+
+    for loop in region.loops:
+        number = numbers.get(loop.name)
+        if number in found or (number is None and not loop.extern):
+            continue
+        inside = [loop]
+        if number is not None:
+            launch = region.launches[number]
+            inside = [loops[name] for name in launch.loops]
+            found[number] = launch_dims(nests[launch.call], launch, region.buffers, since)
+        for name in dict.fromkeys(buffer for each in inside for buffer in each.buffers):
+            passed += region.buffers.get(name, 0)
+            touched[name] = passed
+    return [found[number] for number in range(len(region.launches))]

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from stepsight.dataset.harness.regions.accesses import Touch
-from stepsight.dataset.harness.regions.body_ops import BodyOp
-from stepsight.dataset.harness.regions.loop_nests import Nest, nests_of
-from stepsight.dataset.harness.regions.nest_work import TERMS, launch_dims, region_dims, terms_of, uses_of
-from stepsight.dataset.harness.regions.region_record import Access, Launch, Loop, Region
+from stepsight.dataset.harness.regions.inductor import Access, Launch, Loop, Region
+from stepsight.dataset.harness.regions.loop_code import Nest, is_strided, launch_dims, nests_of, region_dims
+from stepsight.dataset.harness.regions.statements import BodyOp, Touch
 
 ROWS, WIDTH = 100, 40
 _SOFT = """
@@ -62,9 +60,10 @@ def _only(source: str) -> Nest:
 
 def test_statements_count_as_often_as_they_run() -> None:
     """Two vectors of a row are whole and one is a part; what a row shares is taken out of the inner loop."""
-    done = _only(_SOFT).operations
-    assert done["vector_exp"] == 3 * ROWS
-    assert done["scalar_sqrt"] == ROWS * 2 / 3  # the share of the branch, once a row
+    done = _only(_SOFT).ops
+    assert sum(op.work for op in done if op.name == "exp") == 3 * ROWS
+    (root,) = (op for op in done if op.name == "sqrt")
+    assert root.work == ROWS * 2 / 3 and not root.registers  # the share of the branch, once a row
 
 
 def test_accesses_have_strides_and_distinct_bytes() -> None:
@@ -81,9 +80,8 @@ def test_columns_are_strided_and_looked_up_values_indirect() -> None:
     column, _, looked = nest.touches
     assert column.stride == 4 * WIDTH
     assert looked.form == "indirect"
-    told = terms_of(nest, uses_of(nest, {}, {}))
-    assert set(told) == set(TERMS)
-    assert (told["strided"], told["scalar_gather"]) == (ROWS * WIDTH, ROWS * WIDTH)
+    assert [is_strided(touch) for touch in nest.touches] == [True, False, False]
+    assert sum(op.work for op in nest.ops if op.name == "gather") == ROWS * WIDTH
 
 
 def test_bytes_count_by_how_long_ago_they_were_touched() -> None:
@@ -150,9 +148,9 @@ extern "C"  void kernel(const at::BFloat16* in_ptr0, float* out_ptr0)
 
 def test_a_function_of_the_body_runs_as_often_as_its_condition_holds_and_once() -> None:
     """Every second element is computed; the same work under the same condition is not done again."""
-    done = _only(_EVERY_SECOND).operations
-    assert done["scalar_exp"] == 50
-    assert "vector_arithmetic" not in done
+    done = _only(_EVERY_SECOND).ops
+    assert sum(op.work for op in done if op.name == "exp") == 50
+    assert not [op for op in done if op.registers]
 
 
 def test_statements_take_the_results_of_others() -> None:
@@ -161,16 +159,15 @@ def test_statements_take_the_results_of_others() -> None:
     assert [op.name for op in ops] == ["load", "widen", "carried", "reduce", "store"]
     assert [op.inputs for op in ops] == [(), (0,), (1,), (2,), (3,)]
     assert [op.registers for op in ops] == [1, 2, 2, 0, 0]
-    assert [op.carried for op in ops] == [False, False, True, True, False]
     assert [op.times for op in ops] == [16, 16, 16, 8, 8]
 
 
 def test_a_buffer_that_the_call_before_wrote_is_near() -> None:
     """Of two calls of one function, the first reads what was not seen before, the second what the first one wrote."""
-    reads, writes = ((Access("x", 256, "contiguous"),), (Access("y", 256, "contiguous"),))
+    reads, writes = ((Access("x", 256),), (Access("y", 256),))
     loops = (
-        Loop("op0", 0, "kernel", "", 64, 1, 4, {}, reads, writes),
-        Loop("op1", 1, "kernel", "", 64, 1, 4, {}, writes, (Access("z", 256, "contiguous"),)),
+        Loop("op0", 0, "", 64, 4, reads, writes),
+        Loop("op1", 1, "", 64, 4, writes, (Access("z", 256),)),
     )
     code = """
 void kernel(const float* in_ptr0, float* out_ptr0)

@@ -1,0 +1,343 @@
+"""Regions of ``torch.compile`` as Inductor fuses them, read from its scheduler; nothing is compiled.
+
+Inductor lowers a graph to loops, its scheduler decides which loops one kernel holds, and its code generator writes C++
+for a CPU.  That takes about a second.  For a GPU only what is fused is decided: tensors and properties of a device
+stand in for it, so neither Triton nor CUDA is needed.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any, TypeAlias
+from unittest import mock
+
+import torch
+from torch._dynamo.device_interface import CudaInterface
+from torch._inductor import scheduler as inductor
+from torch._inductor.codegen.cpp import CppScheduling
+from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+from torch._inductor.dependencies import MemoryDep
+from torch._inductor.ir import NopKernel
+from torch._inductor.virtualized import V
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._pytree import tree_map
+
+from ..plan_error import HarnessError
+
+Compiled: TypeAlias = Callable[..., Any]
+_DEVICE = "cuda:0"
+_PROPERTIES = SimpleNamespace(  # of an H100: what the scheduler asks for
+    name="captured device", major=9, minor=0, total_memory=80 * 10**9, multi_processor_count=132,
+    L2_cache_size=50 * 2**20, warp_size=32, max_threads_per_multi_processor=2048, regs_per_multiprocessor=65536,
+    max_threads_per_block=1024, shared_memory_per_block_optin=232448, gcnArchName="", uuid="0",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Access:
+    """A buffer that a loop reads or writes, and the distinct bytes that are touched."""
+
+    buffer: str
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Loop:
+    """One loop nest of Inductor, or a call of a library (an extern kernel).
+
+    Attributes:
+        name: Of the loop.
+        kernel: Number of the fused kernel that it is in.
+        extern: Name of the library's op; empty for a loop.
+        elements: That its loops run over.
+        element_bytes: Of its output's type.
+        reads, writes: Buffers.
+        origins: Numbers of the framework ops that it computes.
+    """
+
+    name: str
+    kernel: int
+    extern: str
+    elements: int
+    element_bytes: int
+    reads: tuple[Access, ...]
+    writes: tuple[Access, ...]
+    origins: tuple[int, ...] = ()
+
+    @property
+    def buffers(self) -> tuple[str, ...]:
+        """Names of all that it reads, then of all that it writes."""
+        return tuple(access.buffer for access in (*self.reads, *self.writes))
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """A call of a compiled function.
+
+    Attributes:
+        call: Name of the function.
+        pointers: Name of the buffer behind each pointer of its source.
+        loops: Names of the loops that it runs.
+    """
+
+    call: str
+    pointers: Mapping[str, str]
+    loops: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """A graph that Inductor compiles as one.
+
+    Attributes:
+        direction: ``forward``, ``backward`` or ``inference``.
+        nodes: Framework ops before fusion, in order, as ``origins`` number them.
+        loops: After fusion, in the order in which they run.
+        buffers: Bytes of every buffer by name.
+        inputs, outputs: Names of buffers that come from outside, and that are returned.
+        code: Source of every compiled function by its name.
+        launches: Calls of compiled functions in order.
+    """
+
+    direction: str
+    nodes: tuple[Any, ...]
+    loops: tuple[Loop, ...]
+    buffers: Mapping[str, int]
+    inputs: tuple[str, ...] = ()
+    outputs: tuple[str, ...] = ()
+    code: Mapping[str, str] = field(default_factory=dict)
+    launches: tuple[Launch, ...] = ()
+
+
+class _ReadError(Exception):
+    """Raised when the scheduler was read: nothing is to be compiled."""
+
+
+def read_region(graph: Any, example_inputs: Sequence[Any], **options: Any) -> Region:
+    """The region of a graph that ``compile_fx_inner`` would be given, for a CPU.
+
+    Args:
+        graph: Of framework ops.
+        example_inputs: Its arguments.
+        options: As ``compile_fx_inner`` takes them.
+
+    Raises:
+        HarnessError: If this version of PyTorch cannot be asked.
+    """
+    return _region_of(lambda: compile_fx_inner(graph, example_inputs, **options), options, code=True)
+
+
+def read_device_region(graph: Any, example_inputs: Sequence[Any], **options: Any) -> Region:
+    """As ``read_region``, for a GPU: what is fused, without code; inputs are fake tensors on the CPU.
+
+    Raises:
+        HarnessError: If this version of PyTorch cannot be asked.
+    """
+
+    def ask() -> None:
+        moved, inputs = _on_device(graph, example_inputs)
+        with _device_answers():
+            compile_fx_inner(moved, inputs, **options)
+
+    return _region_of(ask, options, code=False)
+
+
+def eager(graph: Any) -> Compiled:
+    """What runs a graph as it is, with its arguments in a list."""
+
+    def call(arguments: list[Any]) -> Any:
+        return graph(*arguments)
+
+    call._boxed_call = True  # type: ignore[attr-defined]
+    return call
+
+
+def compiling_backend(on_region: Callable[[Region, Any], None]) -> Compiled:
+    """A backend for ``torch.compile`` that compiles as ever; ``on_region`` gets each region and its compiled code."""
+
+    def inner(graph: Any, example_inputs: Any, **options: Any) -> Any:
+        found: list[Region] = []
+        with _reading(found, options, stop=False):
+            made = compile_fx_inner(graph, example_inputs, **options)
+        if found:
+            on_region(found[0], made)
+        return made
+
+    return lambda graph, inputs: compile_fx(graph, inputs, inner_compile=inner)
+
+
+def _region_of(ask: Callable[[], Any], options: Mapping[str, Any], *, code: bool) -> Region:
+    """The region that Inductor makes when it is asked; it does not compile."""
+    found: list[Region] = []
+    version = f"Inductor of PyTorch {torch.__version__}"
+    try:
+        with _reading(found, options, stop=True, code=code):
+            ask()
+    except Exception as error:
+        if not found:
+            raise HarnessError(f"{version} could not be asked: {error!s:.200}") from error
+    if not found:
+        raise HarnessError(f"{version} made no region of a graph")
+    return found[0]
+
+
+@contextmanager
+def _reading(found: list[Region], options: Mapping[str, Any], *, stop: bool, code: bool = True) -> Iterator[None]:
+    """Add what Inductor decides to ``found``; with ``stop`` nothing is compiled, and without ``code`` none is made."""
+    sources: dict[str, str] = {}
+    launches: list[Launch] = []
+    schedule: Any = inductor.Scheduler.codegen
+    define: Any = CppScheduling.define_kernel
+
+    def record(scheduler: Any) -> Any:
+        result = schedule(scheduler) if code else None
+        if not found:  # a graph within a graph is part of the first
+            direction = "backward" if options.get("is_backward") else "forward"
+            with nullcontext() if stop else suppress(Exception):  # what compiles must not fail since it is read
+                found.append(_region(scheduler, direction, sources, launches))
+            if stop:
+                raise _ReadError
+        return result
+
+    def name_kernel(scheduling: Any, source: str, nodes: Any, *rest: Any, **more: Any) -> Any:
+        kernel = define(scheduling, source, nodes, *rest, **more)
+        given = rest[0] if rest else more.get("kernel_args") or scheduling.kernel_group.args
+        sources[kernel] = source
+        loops = tuple(each.get_name() for node in nodes for each in node.get_nodes())
+        launches.append(Launch(kernel, _pointers(given), loops))
+        return kernel
+
+    with (
+        mock.patch.object(inductor.Scheduler, "codegen", record),
+        mock.patch.object(CppScheduling, "define_kernel", name_kernel),
+    ):
+        yield
+
+
+def _pointers(given: Any) -> dict[str, str]:
+    """Names of buffers by the names of the pointers that code has for them."""
+    found = {str(inner): str(name) for name, inner in given.input_buffers.items()}
+    found |= {inner: str(name) for name, inner in given.output_buffers.items() if isinstance(inner, str)}
+    for each in given.inplace_buffers.values():
+        if hasattr(each, "inner_name"):
+            found[each.inner_name] = str(each.other_names[-1])
+    return found
+
+
+def _region(scheduler: Any, direction: str, sources: dict[str, str], launches: list[Launch]) -> Region:
+    graph = V.graph
+    nodes = tuple(node for node in graph.orig_gm.graph.nodes if node.op != "output")
+    numbers = {node.name: number for number, node in enumerate(nodes)}
+    loops = tuple(
+        _loop(node, kernel, numbers)
+        for kernel, group in enumerate(scheduler.nodes)
+        for node in group.get_nodes()
+        if not isinstance(node.node, NopKernel)
+    )
+    sizes = {name: _buffer_bytes(name) for name in {buffer for each in loops for buffer in each.buffers}}
+    ends = tuple(graph.graph_inputs), tuple(graph.get_output_names())
+    return Region(direction, nodes, loops, sizes, *ends, sources, tuple(launches))
+
+
+def _loop(node: Any, kernel: int, numbers: dict[str, int]) -> Loop:
+    origins = sorted(numbers[each.name] for each in getattr(node.node, "origins", ()) if each.name in numbers)
+    body, elements = getattr(node, "_body", None), 1
+    if body is not None:
+        for part in node.get_ranges():
+            for each in part:
+                elements *= _int(each)
+    extern = "" if body is not None else str(getattr(node.node, "op_overload", None) or type(node.node).__name__)
+    outputs = node.get_outputs()
+    element = outputs[0].node.get_dtype().itemsize if outputs and outputs[0].node.has_tensor_output() else 0
+    touched = _accesses(node.read_writes.reads), _accesses(node.read_writes.writes)
+    return Loop(node.get_name(), kernel, extern, elements, element, *touched, tuple(origins))
+
+
+def _accesses(dependencies: Any) -> tuple[Access, ...]:
+    found = []
+    for each in sorted(dependencies, key=str):
+        if each.name in V.graph.name_to_buffer or each.name in V.graph.graph_inputs:
+            touched = _buffer_bytes(each.name)
+            if isinstance(each, MemoryDep):
+                touched = min(touched, _int(each.get_numel()) * V.graph.get_dtype(each.name).itemsize)
+            found.append(Access(each.name, touched))
+    return tuple(found)
+
+
+def _buffer_bytes(name: str) -> int:
+    try:
+        return _int(V.graph.get_numel(name)) * int(V.graph.get_dtype(name).itemsize)
+    except (KeyError, AttributeError, NotImplementedError):  # not a tensor: a generator, or several outputs
+        return 0
+
+
+def _int(value: Any) -> int:
+    return int(V.graph.sizevars.optimization_hint(value, fallback=1))
+
+
+# --- a device that is not there ---------------------------------------------------------------------------------------
+
+
+def _on_device(graph: Any, inputs: Sequence[Any]) -> tuple[Any, list[Any]]:
+    """A copy of a graph of framework ops on the CPU, and its fake inputs, as they are on a GPU."""
+    made = torch.fx.GraphModule(graph, copy.deepcopy(graph.graph))
+    for node in made.graph.nodes:
+        if "val" in node.meta:
+            node.meta["val"] = tree_map(_moved, node.meta["val"])
+        told = node.kwargs.items()
+        node.kwargs = {name: torch.device(_DEVICE) if isinstance(each, torch.device) else each for name, each in told}
+    return made, [_moved(each) for each in inputs]
+
+
+def _moved(value: Any) -> Any:
+    if not isinstance(value, FakeTensor) or value.device.type != "cpu":
+        return value
+    with value.fake_mode:
+        meta = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
+    return FakeTensor(value.fake_mode, meta, torch.device(_DEVICE))
+
+
+@contextmanager
+def _device_answers() -> Iterator[None]:
+    """``torch.cuda`` and Inductor find the device within the block."""
+    state = torch.get_rng_state()
+    answers: dict[str, Any] = {
+        "is_available": True, "device_count": 1, "current_device": 0, "get_device_properties": _PROPERTIES,
+        "get_device_capability": (9, 0), "is_initialized": True, "_lazy_init": None, "set_device": None,
+        "synchronize": None, "get_arch_list": ["sm_90"], "get_rng_state": state, "set_rng_state": None,
+        "is_bf16_supported": True,
+    }  # fmt: skip
+    with ExitStack() as stack:
+        for name, value in answers.items():
+            stack.enter_context(mock.patch.object(torch.cuda, name, _always(value)))
+        for name in ("device", "_DeviceGuard"):
+            stack.enter_context(mock.patch.object(torch.cuda, name, _NoContext))
+        stack.enter_context(mock.patch.object(torch.version, "cuda", "12.8"))
+        for owner in (CudaInterface, CudaInterface.Worker):
+            told = staticmethod(_always(_PROPERTIES))
+            stack.enter_context(mock.patch.object(owner, "get_device_properties", told))
+        for name, value in (("is_triton_capable", True), ("raise_if_triton_unavailable", None)):
+            stack.enter_context(mock.patch.object(CudaInterface, name, staticmethod(_always(value)), create=True))
+        stack.enter_context(mock.patch("torch._inductor.scheduler.has_triton", _always(True), create=True))
+        yield
+
+
+def _always(value: Any) -> Callable[..., Any]:
+    return lambda *args, **kwargs: value
+
+
+class _NoContext:
+    """Replaces a guard of the current device."""
+
+    def __init__(self, *args: Any) -> None:
+        pass
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *args: Any) -> None:
+        pass

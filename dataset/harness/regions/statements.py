@@ -1,0 +1,389 @@
+"""What a statement of a compiled loop does: its operation, how often a condition holds, and what memory it touches."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+FAR, MOVES, WORK, SLOW = "far", "moves", "work", "slow"  # how dims count an operation
+COSTS: Mapping[str, tuple[str, float, float]] = {  # and cycles of one on a vector of 64 bytes, and on a number
+    "gather": (FAR, 2.0, 1.5), "scatter": (FAR, 2.0, 2.0),
+    "load": (MOVES, 0.5, 0.5), "store": (MOVES, 1.0, 1.0), "part_load": (MOVES, 4.0, 2.0),
+    "part_store": (MOVES, 8.0, 4.0), "mask_load": (MOVES, 40.0, 1.0), "mask_store": (MOVES, 150.0, 1.0),
+    "many_mask_load": (MOVES, 160.0, 2.0), "many_mask_store": (MOVES, 400.0, 2.0), "copy": (MOVES, 2.0, 1.0),
+    "arithmetic": (WORK, 0.5, 0.6), "integer": (WORK, 0.6, 0.3), "compare": (WORK, 0.6, 0.5),
+    "logic": (WORK, 0.5, 0.3), "select": (WORK, 0.6, 1.0), "broadcast": (WORK, 0.3, 0.3), "range": (WORK, 2.0, 1.0),
+    "widen": (WORK, 1.0, 0.5), "narrow": (WORK, 5.0, 4.0), "convert": (WORK, 3.0, 1.5), "cast": (WORK, 2.0, 1.0),
+    "mod": (WORK, 10.0, 2.0), "carried": (WORK, 2.0, 4.0), "reduce": (WORK, 12.0, 12.0),
+    "welford": (WORK, 25.0, 15.0), "welford_end": (WORK, 50.0, 30.0), "cascade": (WORK, 2.0, 4.0),
+    "cascade_end": (WORK, 20.0, 10.0), "masked_reduce": (WORK, 6.0, 6.0), "transpose": (WORK, 4.0, 4.0),
+    "argmax": (WORK, 4.0, 4.0), "argmax_end": (WORK, 300.0, 300.0),
+    "exp_u20": (SLOW, 8.0, 8.0), "exp": (SLOW, 14.0, 10.0), "log": (SLOW, 50.0, 20.0), "log1p": (SLOW, 70.0, 30.0),
+    "expm1": (SLOW, 50.0, 30.0), "tanh": (SLOW, 80.0, 40.0), "erf": (SLOW, 40.0, 30.0), "sin": (SLOW, 30.0, 15.0),
+    "cos": (SLOW, 30.0, 15.0), "pow": (SLOW, 100.0, 40.0), "sqrt": (SLOW, 8.0, 5.0), "rsqrt": (SLOW, 12.0, 8.0),
+    "reciprocal": (SLOW, 6.0, 4.0), "divide": (SLOW, 4.0, 3.0), "rand_cpu": (SLOW, 70.0, 30.0),
+    "round": (SLOW, 1.0, 1.0), "other": (SLOW, 20.0, 20.0),
+}  # fmt: skip
+FLOAT, HALF, WHOLE, TRUTH = "float", "half", "int64", "bool"
+_FUNCTION = re.compile(
+    r"(?:\.|std::|calc_|normalized_|= |\()(rand_cpu|randn_cpu|randint64_cpu|exp_u20|exp2|exp|log1p|log2|"
+    r"log10|log|expm1|tanh|erfc|erf|sin|cos|tan|asin|acos|atan|pow|"
+    r"sqrt|rsqrt|reciprocal|sigmoid|lgamma|fmod|round|floor|ceil|trunc)\("
+)
+_NAMED = {
+    "exp2": "exp", "log2": "log", "log10": "log", "erfc": "erf", "randn_cpu": "rand_cpu", "randint64_cpu": "rand_cpu",
+    "floor": "round", "ceil": "round", "trunc": "round",
+}  # fmt: skip
+_DIVIDES = re.compile(r" / |\)/\(")
+_CONVERT = re.compile(r"convert<([\w:]+?)(?:,\d+,[\w:]+,\d+)?>|\.to<(\w+),")
+_KINDS = (("BFloat16", HALF), ("Half", HALF), ("int", WHOLE), ("bool", TRUTH), ("Mask", TRUTH), ("float", FLOAT))
+_COMPARES = re.compile(r" (?:==|!=|<=|>=|<|>) ")
+_INDEX = re.compile(r"(?:(-?\d+)L? \+ )?(x\d+)(?: \+ (-?\d+)L?)?(?: % (\d+)L?)?")
+_NUMBER = re.compile(r"-?\d+L?")
+_CHECK = re.compile(r"(tmp\d+) (==|!=|<=|>=|<|>) (tmp\d+|-?\d+L?)")
+_POINTER = re.compile(r"\b([A-Za-z][\w:]*)\*(?: __restrict__)? (\w*ptr\d+)")
+_ALIAS = re.compile(r"auto (\w+) = (in_out_ptr\d+|out_ptr\d+|in_ptr\d+);")
+_VECTOR_ACCESS = re.compile(r"(?:::loadu\(|loadu<[^>]*>\(|::from\(|\.store\()(\w*ptr\d+|local_\w+) \+ (.*)$")
+SCALAR_ACCESS = re.compile(r"\b(\w*ptr\d+|local_\w+)\[")
+_TRANSPOSE = re.compile(r"transpose_mxn<[\w:]+,(\d+),(\d+),\w+>\(")
+WIDE = re.compile(r"Vec(?:torizedN|Mask)<\w[\w:]*,(\d+)>|convert<[\w:]+,(\d+)")
+LINE = 64  # bytes of a cache line, and of a vector
+SIZES = {
+    "float": 4, "double": 8, "int64_t": 8, "int32_t": 4, "int16_t": 2, "int8_t": 1, "uint8_t": 1, "bool": 1,
+    "at::BFloat16": 2, "at::Half": 2, "bfloat16": 2, "half": 2,
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class BodyOp:
+    """An operation of a loop's body.
+
+    Attributes:
+        name: One of ``COSTS``.
+        registers: Vectors that it works on; 0: a number.
+        kind: Type of its numbers.
+        times: How often it runs, where the innermost loop that changes it runs it.
+        inputs: Places of the operations whose results it takes.
+        touch: Place of its access of memory; -1: none.
+    """
+
+    name: str
+    registers: int
+    kind: str
+    times: float
+    inputs: tuple[int, ...] = ()
+    touch: int = -1
+
+    @property
+    def work(self) -> float:
+        """Registers (or numbers) times runs."""
+        return self.times * max(self.registers, 1)
+
+    @property
+    def cycles(self) -> float:
+        """Of all its runs."""
+        _, vector, number = COSTS[self.name]
+        return (vector if self.registers else number) * self.work
+
+
+def kind_of(right: str, kinds: tuple[str, ...]) -> str:
+    """Type of the numbers that a statement makes.
+
+    Args:
+        right: The statement.
+        kinds: Types of what it takes.
+    """
+    if _COMPARES.search(right) and "?" not in right:
+        return TRUTH
+    if found := _CONVERT.search(right):
+        return named_kind(found[1] or found[2])
+    if right.startswith(("at::vec::", "float(", "int64_t(", "bool(")):
+        return named_kind(right[: right.find("(")])
+    return (kinds[-1] if "?" in right else kinds[0]) if kinds else FLOAT
+
+
+def named_kind(name: str) -> str:
+    """Type of numbers by its name in the code."""
+    return next((kind for part, kind in _KINDS if part in name), FLOAT)
+
+
+def functions_in(line: str) -> list[str]:
+    """Slow functions that a statement calls."""
+    found = [_NAMED.get(each, each) for each in _FUNCTION.findall(line)]
+    return [each if each in COSTS else "other" for each in found]
+
+
+def name_of(line: str, made: str, taken: tuple[str, ...], *, carried: bool) -> str:
+    """Name of what a statement that does not access memory does, slow functions aside; empty: nothing.
+
+    Args:
+        line: The statement.
+        made: Type of its result.
+        taken: Types of what it takes.
+        carried: Whether it takes its own result of the iteration before.
+    """
+    for word, name in (
+        ("welford_combine", "welford_end" if "reduce_all" in line else "welford"), ("cascade_sum_final", "cascade_end"),
+        ("cascade", "cascade"), ("argm", "argmax_end" if "reduce_all" in line else "argmax"),
+        ("vec_reduce_all", "reduce"), ("masked_reduce", "masked_reduce"),
+        ("transpose_mxn", "transpose"), ("tmpbuf", "copy"), ("::arange", "range"), ("blendv", "select"),
+        ("?", "select"), ("template cast", "cast"),
+    ):  # fmt: skip
+        if word in line:
+            return name
+    if _DIVIDES.search(line):
+        return "divide"
+    if "convert<" in line or ".to<" in line:
+        if HALF in (made, *taken):
+            return "narrow" if made == HALF else "widen"
+        return "convert" if made not in taken else ""
+    if carried:
+        return "carried"
+    if _COMPARES.search(line):
+        return "compare"
+    if " % " in line or "mod(" in line or "div_floor" in line:
+        return "mod"
+    if re.search(r"Vectorized(?:N<[\w:]+,\d+>|<[\w:]+>)\(\w+\)", line):
+        return "broadcast"
+    if made == TRUTH or TRUTH in taken or re.search(r" [&|^] |[~!]tmp", line):
+        return "logic"
+    return "integer" if made == WHOLE else "arithmetic"
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """What is known of a number that depends on loop variables alone.
+
+    Attributes:
+        loop: Variable that it is made of; empty: none.
+        offset: That is added, or the number itself.
+        modulus: That it is taken by; 0: none.
+        share: How often it holds, of a truth value; NaN: not told.
+    """
+
+    loop: str = ""
+    offset: int = 0
+    modulus: int = 0
+    share: float = math.nan
+
+
+def known_of(right: str, known: Mapping[str, Known], ranges: Mapping[str, tuple[int, int]]) -> Known | None:
+    """What is known of the right side of an assignment.
+
+    Args:
+        right: The text.
+        known: Of variables.
+        ranges: First and past-the-last value of loop variables.
+    """
+    right = re.sub(r"^(?:c10::convert<\w+>|static_cast<int64_t>|int64_t)\((.*)\)$", r"\1", right)
+    if right in known:
+        return known[right]
+    if _NUMBER.fullmatch(right):
+        return Known(offset=int(right.rstrip("L")))
+    if found := _INDEX.fullmatch(re.sub(r"static_cast<int64_t>|[()]", "", right)):
+        return Known(found[2], int(found[1] or 0) + int(found[3] or 0), int(found[4] or 0))
+    if found := _CHECK.fullmatch(right):
+        left, other = known.get(found[1]), known.get(found[3])
+        if other is None and _NUMBER.fullmatch(found[3]):
+            other = Known(offset=int(found[3].rstrip("L")))
+        if left is not None and other is not None and left.loop in ranges and not other.loop:
+            return Known(share=_share(left, found[2], other.offset, ranges[left.loop]))
+        return None
+    if found := re.fullmatch(r"(tmp\d+) (&|\|) (tmp\d+)", right):
+        one, two = (known[name].share if name in known else math.nan for name in (found[1], found[3]))
+        return Known(share=one * two if found[2] == "&" else 1 - (1 - one) * (1 - two))
+    if found := re.fullmatch(r"[!~](tmp\d+)", right):
+        return Known(share=1 - known[found[1]].share) if found[1] in known else None
+    return None
+
+
+def _share(value: Known, sign: str, bound: int, within: tuple[int, int]) -> float:
+    first, last = within
+    if value.modulus:
+        low, high = 0, value.modulus
+    else:
+        low, high = first + value.offset, last + value.offset
+    count = max(high - low, 1)
+    below = min(max(bound - low, 0), count) / count
+    equal = float(low <= bound < high) / count
+    shares = {
+        "==": equal, "!=": 1 - equal, "<": below, "<=": below + equal, ">=": 1 - below, ">": 1 - below - equal
+    }  # fmt: skip
+    return shares[sign]
+
+
+class Loop(Protocol):
+    """A loop around a statement: its variable, step and number of rounds."""
+
+    loop: str
+    step: int
+    trips: float
+
+
+@dataclass(frozen=True, slots=True)
+class Touch:
+    """An access of memory in a loop nest.
+
+    Attributes:
+        pointer: Name in the code.
+        writes: Whether it stores.
+        form: ``vector``, ``scalar`` or ``indirect`` (the address depends on values or is not linear).
+        times: How often it runs, where the innermost loop moves it.
+        num_bytes: Of one access.
+        stride: Bytes between two steps of the innermost loop that moves it.
+        distinct: Bytes of all different addresses.
+        masks: Whether it moves truth values, which vectors hold in another form.
+        part: Whether it moves a part of a vector.
+    """
+
+    pointer: str
+    writes: bool
+    form: str
+    times: float
+    num_bytes: int
+    stride: int
+    distinct: float
+    masks: bool = False
+    part: bool = False
+
+
+class Accesses:
+    """Finds the accesses of a function's statements.
+
+    Args:
+        source: Of the function.
+    """
+
+    def __init__(self, source: str) -> None:
+        kinds = {name: kind for kind, name in _POINTER.findall(source)}
+        self.sizes = {name: SIZES.get(kind, 4) for name, kind in kinds.items()}
+        self.masks = {name for name, kind in kinds.items() if kind == "bool"}
+        self._kinds = {name: named_kind(kind) for name, kind in kinds.items()}
+        self._alias: dict[str, str] = dict(_ALIAS.findall(source))
+
+    def name_of(self, pointer: str) -> str:
+        """A pointer's name in the arguments of the function."""
+        return self._alias.get(pointer, pointer)
+
+    def kind_of(self, pointer: str) -> str:
+        """Type of the numbers behind a pointer."""
+        return self._kinds.get(self.name_of(pointer), FLOAT)
+
+    def of(self, line: str, loops: Sequence[Loop], times: float) -> Iterator[Touch]:
+        """Accesses of a statement in loops that runs so often."""
+        if found := _TRANSPOSE.search(line):
+            yield from self._transposed(line, found, (loops, times))
+            return
+        if found := _VECTOR_ACCESS.search(line):
+            index, lanes = _split_last(found[2])
+            name = self.name_of(found[1])
+            size = self.sizes.get(name, 4)
+            whole = _whole(line, size)
+            writes, masks = ".store(" in line, name in self.masks
+            touch = _touch(name, writes, "vector", (index, size, lanes or whole), (loops, times))
+            yield replace(touch, masks=masks, part="loadu<" in found[0] or bool(lanes and lanes % (LINE // size)))
+            return
+        stores = line.find(" = ") if " += " not in line else line.find(" += ")
+        for found in SCALAR_ACCESS.finditer(line):
+            name = self.name_of(found[1])
+            index = _bracketed(line, found.end())
+            writes = found.start() < stores and not line.startswith("auto ") and "tmpbuf[" not in line[:stores]
+            yield _touch(name, writes, "scalar", (index, self.sizes.get(name, 4), 1), (loops, times))
+
+    def _transposed(self, line: str, found: re.Match[str], runs: tuple[Sequence[Loop], float]) -> Iterator[Touch]:
+        """The block that a transposition reads or writes, row by row."""
+        rows, columns = int(found[1]), int(found[2])
+        parts = _arguments(line[found.end() :])
+        for place in (0, 2):
+            name, _, index = parts[place].partition(" + ")
+            name = self.name_of(name)
+            if name in self.sizes:
+                size, apart = self.sizes[name], parts[place + 1].rstrip("L);")
+                touch = _touch(name, place > 0, "vector", (index, size, rows * columns), runs)
+                stride = int(apart) * size if apart.isdigit() else 0
+                yield replace(touch, times=touch.times * rows, num_bytes=columns * size, stride=stride)
+
+
+def _whole(line: str, size: int) -> int:
+    """Elements of a vector access that does not say how many."""
+    wide = WIDE.search(line)
+    return LINE // size * (int(wide[1] or wide[2]) if wide else 1)
+
+
+def _arguments(text: str) -> list[str]:
+    """Arguments of a call, from the text behind its parenthesis."""
+    found, depth, start = [], 0, 0
+    for place, sign in enumerate(text):
+        depth += (sign in "([") - (sign in ")]")
+        if depth < 0 or (sign == "," and not depth):
+            found.append(text[start:place].strip())
+            start = place + 1
+            if depth < 0:
+                break
+    return found + [""] * (4 - len(found))
+
+
+def _touch(
+    name: str, writes: bool, form: str, where: tuple[str, int, int], runs: tuple[Sequence[Loop], float]
+) -> Touch:
+    """An access of the elements from an index on (index, bytes of one, number), in loops, so often."""
+    (index, size, lanes), (loops, times) = where, runs
+    coefficients = _linear(index, [each.loop for each in loops])
+    if coefficients is None:
+        form = "indirect" if "tmp" in index else form
+        return Touch(name, writes, form, times, size * lanes, 0, times * size * lanes)
+    distinct, stride, moved = float(lanes), 0, False
+    for loop in reversed(loops):
+        coefficient = coefficients.get(loop.loop, 0)
+        if coefficient:
+            if not moved:
+                stride, moved = abs(coefficient) * loop.step * size, True
+            distinct *= loop.trips
+        elif not moved:
+            times /= max(loop.trips, 1.0)  # the compiler takes it out of the loop
+    return Touch(name, writes, form, times, size * lanes, stride, distinct * size)
+
+
+def _linear(index: str, loops: list[str]) -> dict[str, int] | None:
+    """Coefficients of the loops' variables; None where the index is not linear in them."""
+    found: dict[str, int] = {}
+    for term in index.replace(" - ", " + -").split(" + "):
+        term = term.strip().strip("()")
+        if re.fullmatch(r"-?\d+L?", term):
+            continue
+        match = re.fullmatch(r"(-?\d+)L\*(\w+)|(-?\w+)", term)
+        if match is None:
+            return None
+        name, factor = match[2] or match[3].lstrip("-"), int(match[1] or 1)
+        if name not in loops:
+            return None
+        found[name] = found.get(name, 0) + factor
+    return found
+
+
+def _split_last(text: str) -> tuple[str, int]:
+    """The index of a vector access, and how many elements it takes (0: not said)."""
+    depth = 0
+    for place, sign in enumerate(text):
+        if sign in "([":
+            depth += 1
+        elif sign in ")]":
+            depth -= 1
+            if depth < 0:
+                return text[:place], 0
+        elif sign == "," and not depth:
+            number = re.match(r"\s*(\d+)", text[place + 1 :])
+            return text[:place], int(number[1]) if number else 0
+    return text, 0
+
+
+def _bracketed(line: str, start: int) -> str:
+    depth = 1
+    for place in range(start, len(line)):
+        depth += (line[place] == "[") - (line[place] == "]")
+        if not depth:
+            return line[start:place]
+    return line[start:]
