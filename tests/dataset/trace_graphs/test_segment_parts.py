@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
-from tests.dataset.test_graph_data import overlapped, programs
+from tests.dataset.graph.test_graph_data import overlapped, programs
 from torch_geometric.data import Batch, InMemoryDataset
 
 from stepsight.dataset import TraceGraphs
