@@ -12,7 +12,7 @@ from stepsight.dataset.kinds.call_dims import count
 from stepsight.dataset.kinds.collective_names import nccl_names
 from stepsight.dataset.kinds.op import Collective
 from stepsight.dataset.traces.classify import ELEMENT_BYTES
-from stepsight.dataset.traces.kineto_events import Event
+from stepsight.dataset.traces.event_rows import Event
 from stepsight.dataset.traces.placement import Placement
 from stepsight.dataset.traces.sweep import Call, Swept, Work, orphan
 
@@ -148,8 +148,7 @@ def event_waits(swept: Swept, names: StreamNames, works: list[Work]) -> tuple[tu
         elif work.stream == "compute":
             last_compute = index
     device = {event.get("args", {}).get("device") for event in swept.device}
-    for sync in swept.syncs:
-        args = sync.get("args") or {}
+    for args in swept.syncs:
         if "wait_on_stream" not in args or "stream" not in args:
             continue
         key = args.get("device", next(iter(device)))

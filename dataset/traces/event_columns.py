@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from stepsight.dataset.base.errors import TraceError
 from stepsight.dataset.traces.event_blocks import EventBlocks
-from stepsight.dataset.traces.event_structs import NO_TEXT, CallArgs, Event, KernelArgs, OpArgs, args_of
+from stepsight.dataset.traces.event_structs import NO_TEXT, CallArgs, Event, KernelArgs, OpArgs, args_of, parse
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -23,6 +23,7 @@ _HOST, _RUNTIME, _DEVICE, _SYNC, _ANNOTATION = range(5)
 _OTHER = "mtia"  # categories of accelerators whose events have another form
 _NO_DIMS = (b"null", b"[]")
 _COMMUNICATION = "record_param_comms"
+_ARGUMENTS = ("Input Dims", "Input type", "Input Strides", "Concrete Inputs")  # of a signature, in its order
 _MARKS = ("ProfilerStep#", "Optimizer.", "enumerate(DataLoader)")  # annotations that PyTorch 1.8 writes as operators
 _CATEGORIES = {
     "cpu_op": _HOST,
@@ -180,6 +181,16 @@ class RankEvents:
     num_events: int
     num_bytes: int
     warnings: list[str]
+    _arguments: dict[int, dict[str, Any]] = field(default_factory=dict)
+
+    def arguments(self, signature: int) -> dict[str, Any]:
+        """Sizes, types, strides and literals of a call by the number of its signature, as Kineto names them."""
+        found = self._arguments.get(signature)
+        if found is None:
+            text = self.signatures[signature][1]
+            values = zip(_ARGUMENTS, parse(text), strict=True) if text else ()
+            found = self._arguments[signature] = {name: value for name, value in values if value is not None}
+        return found
 
 
 def read_columns(path: Path) -> RankEvents:

@@ -17,11 +17,11 @@ from stepsight.dataset.traces.assembly import Assembly, Edges
 from stepsight.dataset.traces.call_tree import CallTree, annotated_phases
 from stepsight.dataset.traces.classify import intern_op
 from stepsight.dataset.traces.event_columns import Interned, RankEvents
+from stepsight.dataset.traces.event_rows import event_rows
 from stepsight.dataset.traces.host import Wait, merge, overlap
 from stepsight.dataset.traces.host_chain import HostCalls, chain
 from stepsight.dataset.traces.kernel_kinds import named_kind
 from stepsight.dataset.traces.kineto import host_works, main_thread
-from stepsight.dataset.traces.kineto_events import read_events
 from stepsight.dataset.traces.placement import Placement
 from stepsight.dataset.traces.step_bounds import Steps, find_steps
 from stepsight.dataset.traces.sweep import Work, sweep
@@ -80,15 +80,13 @@ def _compiled(events: RankEvents) -> list[str]:
 
 
 def _read(events: RankEvents, rank: int, world_size: int, placement: Placement) -> _Host:
-    read = read_events(events.path)
-    swept = sweep(read)
-    info = read.header.get("distributedInfo") or {}
+    swept = sweep(event_rows(events))
+    info = events.header.get("distributedInfo") or {}
     main = main_thread(swept)
     works, waits = host_works(swept, info, rank, world_size, placement)
-    threads = {tid: number for number, (_, tid) in enumerate(events.threads)}
     ops = [work for work in works if isinstance(work.work, Op)]
     collectives = [work for work in works if isinstance(work.work, Collective)]
-    return _Host(ops, collectives, waits, threads.get(main, 0))
+    return _Host(ops, collectives, waits, main or 0)
 
 
 def _calls(host: _Host, steps: Steps, names: Interned) -> tuple[HostCalls, Ints, Ints]:

@@ -132,7 +132,6 @@ class KernelKinds:
         self._scopes: dict[int, Scope] = {}
         self._forward_dims: dict[int, tuple[int, ...]] = {}
         self._by_name: dict[str, Op | None] = {}
-        self._args: dict[int, dict[str, Any]] = {}
         self._by_signature: dict[int, Op | None] = {}  # of calls that are the same in every scope
 
     def find(self, launch: Launch, owner: int, num_bytes: int) -> tuple[Op, int, bool]:
@@ -198,14 +197,7 @@ class KernelKinds:
         return self._scopes[evaluation]
 
     def _arguments(self, call: int) -> dict[str, Any]:
-        number = self._signature[call]
-        args = self._args.get(number)
-        if args is None:
-            text = self._events.signatures[number][1]
-            dims, types, strides, literals = parse(text) if text else (None, None, None, None)
-            given = {"Input Dims": dims, "Input type": types, "Input Strides": strides, "Concrete Inputs": literals}
-            args = self._args[number] = {name: value for name, value in given.items() if value is not None}
-        return args
+        return self._events.arguments(self._signature[call])
 
     def _of_name(self, launch: Launch) -> Op | None:
         name = launch.name

@@ -25,8 +25,9 @@ from stepsight.dataset.graph.program import Dependency, Node, Program
 from stepsight.dataset.graph.rank_trace import RankTrace, Span
 from stepsight.dataset.kinds.op import MOST_SIZE, Op
 from stepsight.dataset.traces.device_kernels import device_work, event_waits, stream_names
+from stepsight.dataset.traces.event_columns import RankEvents, read_columns
+from stepsight.dataset.traces.event_rows import Events, event_rows, observed_steps
 from stepsight.dataset.traces.host import Wait, host_collectives
-from stepsight.dataset.traces.kineto_events import Events, read_events
 from stepsight.dataset.traces.node_times import MICROSECOND, RankCalls, timed
 from stepsight.dataset.traces.placement import Placement
 from stepsight.dataset.traces.sweep import Swept, Work, on_host, sweep
@@ -40,7 +41,7 @@ def read_kineto(path: Path, placement: Placement | None = None) -> RankTrace:
     Raises:
         TraceError: If it is no whole Kineto trace, or holds nothing that could be a node.
     """
-    events = read_events(path)
+    events = read_columns(path)
     try:
         return rank_trace(events, placement or Placement())
     except (ValueError, KeyError, TypeError, IndexError, AttributeError, OverflowError) as error:
@@ -49,8 +50,9 @@ def read_kineto(path: Path, placement: Placement | None = None) -> RankTrace:
         raise TraceError(f"{path} must hold well-formed events, got {type(error).__name__}: {error}") from None
 
 
-def rank_trace(events: Events, placement: Placement) -> RankTrace:
+def rank_trace(columns: RankEvents, placement: Placement) -> RankTrace:
     """Turn the events of one rank into its trace."""
+    events = event_rows(columns)
     swept = sweep(events)
     _set_aside_slowed_steps(swept, events)
     info = events.header.get("distributedInfo") or {}
@@ -122,15 +124,8 @@ def _name_threads(swept: Swept, main: Any) -> list[Work]:
 
 
 def _set_aside_slowed_steps(swept: Swept, events: Events) -> None:
-    """Steps in which an execution-trace observer ran too are several times slower; use the others, if there are any.
-
-    The observer numbers the recorded functions; without it they are all 0.
-    """
-    numbered = []
-    for start, end in swept.steps:
-        first, last = np.searchsorted(events.start_us, [start, end])
-        ids = [row.get("args", {}).get("Record function id", 0) for row in events.rows[first:last]]
-        numbered.append(max(ids, default=0) > 0)
+    """Use the steps that no execution-trace observer slowed, if there are any."""
+    numbered = observed_steps(events.calls, np.array(swept.steps).reshape(-1, 2)).tolist()
     if not all(numbered):
         swept.slowed_steps += [bounds for bounds, slow in zip(swept.steps, numbered, strict=True) if slow]
         swept.steps = [bounds for bounds, slow in zip(swept.steps, numbered, strict=True) if not slow]

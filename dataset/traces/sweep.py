@@ -18,7 +18,7 @@ from stepsight.dataset.traces.classify import (
     classify_unknown,
     intern_op,
 )
-from stepsight.dataset.traces.kineto_events import WEIGHTLESS, Event, Events, aten_names
+from stepsight.dataset.traces.event_rows import WEIGHTLESS, Event, Events, aten_names
 
 _EVALUATE = "autograd::engine::evaluate_function: "
 _OURS = "stepsight::"
@@ -112,6 +112,7 @@ class Swept:
         workers: ``gloo:*`` spans: kind, start, end.
         worker_threads: Threads of these spans.
         device: Kernels and copies.
+        syncs: Arguments of recorded waits of streams.
         launches: By correlation id: when launched, by which call, within which communication.
         external: Likewise by external id.
         threads: Outermost calls (start, end) by host thread.
@@ -128,7 +129,7 @@ class Swept:
     workers: list[tuple[str, float, float]] = field(default_factory=list)
     worker_threads: set[Any] = field(default_factory=set)
     device: list[Event] = field(default_factory=list)
-    syncs: list[Event] = field(default_factory=list)
+    syncs: list[dict[str, Any]] = field(default_factory=list)
     launches: dict[int, tuple[float, Work | None, Call | None]] = field(default_factory=dict)
     external: dict[int, tuple[float, Work | None, Call | None]] = field(default_factory=dict)
     threads: dict[Any, list[tuple[float, float]]] = field(default_factory=dict)
@@ -147,7 +148,7 @@ def sweep(events: Events) -> Swept:
     Raises:
         ValueError: If one of our own annotations is malformed.
     """
-    out = Swept()
+    out = Swept(syncs=events.syncs)
     threads: dict[Any, _Thread] = {}
     ends = events.end_us.tolist()
     known_calls, communication = call_table(), c10d_calls()
@@ -188,8 +189,6 @@ def sweep(events: Events) -> Swept:
             _launch(out, threads.get(row["tid"]), row.get("args", {}), start)
         elif category in _DEVICE:
             out.device.append(row)
-        elif category == "cuda_sync":
-            out.syncs.append(row)
     for tid, thread in threads.items():
         _commit(out, thread)
         if thread.top:

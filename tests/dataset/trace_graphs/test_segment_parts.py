@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
-from tests.dataset.graph.test_graph_data import overlapped, programs
 from torch_geometric.data import Batch, InMemoryDataset
 
 from stepsight.dataset import TraceGraphs
@@ -25,6 +24,7 @@ from stepsight.dataset.trace_graphs.learning_segments import learning_segments
 from stepsight.dataset.trace_graphs.segment_files import read_segments, write_segments
 from stepsight.dataset.trace_graphs.segment_parts import SegmentParts
 from stepsight.dataset.traces.import_ranks import import_ranks
+from tests.dataset.graph.test_graph_data import overlapped, programs
 from tests.dataset.run_folders import write_run
 from tests.dataset.traced_jobs import two_ranks
 
