@@ -6,51 +6,55 @@ import json
 import math
 from typing import Any
 
+import numpy as np
+
 from stepsight.dataset.graph.program import Dependency
 from stepsight.dataset.graph.rank_trace import Rendezvous
 from stepsight.dataset.kinds.call_dims import count
 from stepsight.dataset.kinds.collective_names import nccl_names
 from stepsight.dataset.kinds.op import Collective
 from stepsight.dataset.traces.classify import ELEMENT_BYTES
-from stepsight.dataset.traces.event_rows import Event
+from stepsight.dataset.traces.event_columns import RankEvents
 from stepsight.dataset.traces.placement import Placement
 from stepsight.dataset.traces.sweep import Call, Swept, Work, orphan
 
-StreamNames = dict[tuple[Any, Any], str]  # by device and stream
+StreamNames = list[str]  # by number of the stream
 _MOST_GAP_US = 3.0  # that a device leaves between kernels on its own account
 _SPIN = "spin_kernel"  # torch's, by which a stand-in lets the time of a collective pass
 
 
-def device_work(swept: Swept, names: StreamNames, world_size: int, placement: Placement) -> list[Work]:
+def device_work(
+    events: RankEvents, swept: Swept, names: StreamNames, world_size: int, placement: Placement
+) -> list[Work]:
     """What the device did, in order of issue: per call and stream one op, per NCCL kernel (of a stand-in: per spin) one
     collective.
 
     The short time between two kernels, the second of which was launched before the first one ended, is its own.
     """
-    nodes: dict[tuple[int, Any], Work] = {}
-    ends: dict[Any, float] = {}
+    nodes: dict[tuple[int, str], Work] = {}
+    ends: dict[str, float] = {}
     out: list[Work] = []
     numbers: dict[str, int] = {}
-    for event in sorted(swept.device, key=lambda event: float(event["ts"])):
-        args = event.get("args") or {}
-        name, start, length = str(event.get("name", "")), float(event["ts"]), float(event["dur"])
-        end = start + length
-        launch = swept.launches.get(args.get("correlation", -1)) or swept.external.get(args.get("External id", -1))
+    device = events.device
+    ids = zip(*(device[name].tolist() for name in ("kernel", "stream", "correlation", "external")), strict=True)
+    for row, (kernel, number, correlation, external) in enumerate(ids):
+        name, start, end = events.kernels[kernel][1], float(device.start[row]), float(device.end[row])
+        launch = swept.launches.get(correlation) or swept.external.get(external)
         issue, owner, comm = launch or (start, None, None)
         modelled = comm is not None and "seconds" in comm.values
         if modelled and _SPIN not in name:
             continue  # what a stand-in's collective does in the time that its spinning takes
-        if modelled or "nccl" in name[:12].lower() or "Collective name" in args:
-            work = collective_of(args, comm, world_size, placement, numbers)
+        if modelled or "nccl" in name[:12].lower() or row in events.collective_args:
+            work = collective_of(events.collective_args.get(row, {}), comm, world_size, placement, numbers)
             if work is not None:
                 work.name = work.work.kind if modelled else name.split("(")[0]
-                work.issue, work.issued, work.start, work.end, work.own = issue, issue, start, end, length
+                work.issue, work.issued, work.start, work.end, work.own = issue, issue, start, end, end - start
                 out.append(work)
                 continue
-        stream = names[_stream(event)]
+        stream = names[number]
         last = ends.get(stream, math.inf)
         ends[stream] = end
-        own = length + (max(start - last, 0.0) if issue < last and start - last <= _MOST_GAP_US else 0.0)
+        own = end - start + (max(start - last, 0.0) if issue < last and start - last <= _MOST_GAP_US else 0.0)
         if owner is None:
             out.append(Work(orphan(name), name[:60], issue, start, end, own, stream, known=False, issued=issue))
             continue
@@ -66,26 +70,18 @@ def device_work(swept: Swept, names: StreamNames, world_size: int, placement: Pl
     return out
 
 
-def _stream(event: Event) -> tuple[Any, Any]:
-    args = event.get("args") or {}
-    return args.get("device", event.get("pid")), args.get("stream", event.get("tid"))
-
-
-def stream_names(device: list[Event]) -> StreamNames:
+def stream_names(events: RankEvents) -> StreamNames:
     """``compute`` is the stream that is busiest with what is not NCCL; others are named by their number."""
-    busy: dict[tuple[Any, Any], float] = {}
-    for event in device:
-        name = str(event.get("name", ""))
-        is_compute = event.get("cat") == "kernel" and "nccl" not in name[:12].lower() and _SPIN not in name
-        key = _stream(event)
-        busy[key] = busy.get(key, 0.0) + (float(event["dur"]) if is_compute else 0.0)
-    main = max(busy, key=lambda key: busy[key])
-    devices = {device for device, _ in busy}
-    names = {
-        (device, stream): f"stream{stream}" if len(devices) == 1 else f"device{device}.stream{stream}"
-        for device, stream in busy
-    }
-    names[main] = "compute"
+    computes = [
+        category.endswith("kernel") and "nccl" not in name[:12].lower() and _SPIN not in name
+        for category, name, _ in events.kernels
+    ]
+    device = events.device
+    seconds = np.where(np.array(computes, dtype=np.bool_)[device["kernel"]], device.end - device.start, 0.0)
+    busy = np.bincount(device["stream"], seconds, len(events.streams))
+    several = len({place for place, _ in events.streams}) > 1
+    names = [f"device{place}.stream{stream}" if several else f"stream{stream}" for place, stream in events.streams]
+    names[int(busy.argmax())] = "compute"
     return names
 
 
@@ -135,7 +131,9 @@ def _ranks(values: dict[str, Any]) -> tuple[int, ...]:
     return tuple(range(start, start + stride * size, stride)) if start >= 0 and stride > 0 and size > 0 else ()
 
 
-def event_waits(swept: Swept, names: StreamNames, works: list[Work]) -> tuple[tuple[int, int, Dependency], ...]:
+def event_waits(
+    events: RankEvents, swept: Swept, names: StreamNames, works: list[Work]
+) -> tuple[tuple[int, int, Dependency], ...]:
     """Synchronisation: recorded waits of one stream for another, and collectives for the work issued before them."""
     edges: set[tuple[int, int]] = set()
     by_stream: dict[str, list[int]] = {}
@@ -147,12 +145,12 @@ def event_waits(swept: Swept, names: StreamNames, works: list[Work]) -> tuple[tu
                 edges.add((last_compute, index))
         elif work.stream == "compute":
             last_compute = index
-    device = {event.get("args", {}).get("device") for event in swept.device}
-    for args in swept.syncs:
+    named = dict(zip(events.streams, names, strict=True))
+    for args in events.syncs:
         if "wait_on_stream" not in args or "stream" not in args:
             continue
-        key = args.get("device", next(iter(device)))
-        source, target = names.get((key, args["wait_on_stream"])), names.get((key, args["stream"]))
+        device = args.get("device", events.streams[0][0])
+        source, target = named.get((device, args["wait_on_stream"])), named.get((device, args["stream"]))
         waited = swept.launches.get(args.get("wait_on_cuda_event_record_corr_id", -1))
         waiting = swept.launches.get(args.get("correlation", -1))
         if not (source and target and waited and waiting) or source == target:

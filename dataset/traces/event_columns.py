@@ -23,7 +23,6 @@ _HOST, _RUNTIME, _DEVICE, _SYNC, _ANNOTATION = range(5)
 _OTHER = "mtia"  # categories of accelerators whose events have another form
 _NO_DIMS = (b"null", b"[]")
 _COMMUNICATION = "record_param_comms"
-_ARGUMENTS = ("Input Dims", "Input type", "Input Strides", "Concrete Inputs")  # of a signature, in its order
 _MARKS = ("ProfilerStep#", "Optimizer.", "enumerate(DataLoader)")  # annotations that PyTorch 1.8 writes as operators
 _CATEGORIES = {
     "cpu_op": _HOST,
@@ -184,13 +183,15 @@ class RankEvents:
     _arguments: dict[int, dict[str, Any]] = field(default_factory=dict)
 
     def arguments(self, signature: int) -> dict[str, Any]:
-        """Sizes, types, strides and literals of a call by the number of its signature, as Kineto names them."""
-        found = self._arguments.get(signature)
-        if found is None:
+        """Dims, types, strides and literals of calls with a signature, by the profiler's names; parsed once."""
+        known = self._arguments.get(signature)
+        if known is None:
             text = self.signatures[signature][1]
-            values = zip(_ARGUMENTS, parse(text), strict=True) if text else ()
-            found = self._arguments[signature] = {name: value for name, value in values if value is not None}
-        return found
+            values = parse(text) if text else ()
+            names = ("Input Dims", "Input type", "Input Strides", "Concrete Inputs")
+            known = {name: value for name, value in zip(names, values, strict=False) if value is not None}
+            self._arguments[signature] = known
+        return known
 
 
 def read_columns(path: Path) -> RankEvents:

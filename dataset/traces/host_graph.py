@@ -17,7 +17,6 @@ from stepsight.dataset.traces.assembly import Assembly, Edges
 from stepsight.dataset.traces.call_tree import CallTree, annotated_phases
 from stepsight.dataset.traces.classify import intern_op
 from stepsight.dataset.traces.event_columns import Interned, RankEvents
-from stepsight.dataset.traces.event_rows import event_rows
 from stepsight.dataset.traces.host import Wait, merge, overlap
 from stepsight.dataset.traces.host_chain import HostCalls, chain
 from stepsight.dataset.traces.kernel_kinds import named_kind
@@ -80,7 +79,7 @@ def _compiled(events: RankEvents) -> list[str]:
 
 
 def _read(events: RankEvents, rank: int, world_size: int, placement: Placement) -> _Host:
-    swept = sweep(event_rows(events))
+    swept = sweep(events)
     info = events.header.get("distributedInfo") or {}
     main = main_thread(swept)
     works, waits = host_works(swept, info, rank, world_size, placement)

@@ -150,7 +150,7 @@ class KernelKinds:
         named = self._of_name(launch)
         if named is not None:
             if op is None and owner >= 0 and named.kind == "elementwise":
-                named = classify_unknown(self._arguments(owner)) or named
+                named = classify_unknown(self._events.arguments(self._signature[owner])) or named
             return named, call, True
         dims = (launch.blocks, launch.threads, launch.registers, launch.shared_bytes)
         return intern_op("opaque", dims, _dtype(launch.name)), call, False
@@ -180,7 +180,7 @@ class KernelKinds:
             if name.startswith(_ANNOTATED):
                 op = _annotated(name)
             else:
-                op = classify(name, self._arguments(call), self._scope(evaluation, sequence))
+                op = classify(name, self._events.arguments(number), self._scope(evaluation, sequence))
             if not depends_on_scope(name):
                 self._by_signature[number] = op
         if op is not None and op.kind == "linear" and sequence >= 0 and evaluation < 0:
@@ -195,9 +195,6 @@ class KernelKinds:
             name = self._events.names[self._names[evaluation]].split(": ")[-1]
             self._scopes[evaluation] = Scope(name, self._forward_dims.get(sequence, ()))
         return self._scopes[evaluation]
-
-    def _arguments(self, call: int) -> dict[str, Any]:
-        return self._events.arguments(self._signature[call])
 
     def _of_name(self, launch: Launch) -> Op | None:
         name = launch.name

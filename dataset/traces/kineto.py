@@ -26,11 +26,11 @@ from stepsight.dataset.graph.rank_trace import RankTrace, Span
 from stepsight.dataset.kinds.op import MOST_SIZE, Op
 from stepsight.dataset.traces.device_kernels import device_work, event_waits, stream_names
 from stepsight.dataset.traces.event_columns import RankEvents, read_columns
-from stepsight.dataset.traces.event_rows import Events, event_rows, observed_steps
 from stepsight.dataset.traces.host import Wait, host_collectives
 from stepsight.dataset.traces.node_times import MICROSECOND, RankCalls, timed
 from stepsight.dataset.traces.placement import Placement
-from stepsight.dataset.traces.sweep import Swept, Work, on_host, sweep
+from stepsight.dataset.traces.step_bounds import observed_steps
+from stepsight.dataset.traces.sweep import Swept, Work, launching, sweep, weightless
 
 MOST_RANKS = 2**20  # of a job that anybody traced
 
@@ -50,9 +50,8 @@ def read_kineto(path: Path, placement: Placement | None = None) -> RankTrace:
         raise TraceError(f"{path} must hold well-formed events, got {type(error).__name__}: {error}") from None
 
 
-def rank_trace(columns: RankEvents, placement: Placement) -> RankTrace:
+def rank_trace(events: RankEvents, placement: Placement) -> RankTrace:
     """Turn the events of one rank into its trace."""
-    events = event_rows(columns)
     swept = sweep(events)
     _set_aside_slowed_steps(swept, events)
     info = events.header.get("distributedInfo") or {}
@@ -63,9 +62,10 @@ def rank_trace(columns: RankEvents, placement: Placement) -> RankTrace:
         raise ValueError(f"the trace of rank {placement.rank} must be its own, got that of rank {rank}")
     main = main_thread(swept)
     waits: list[Wait] = []
-    names = stream_names(swept.device) if swept.device else {}
-    if swept.device:
-        works = device_work(swept, names, world_size, placement)
+    hosted = not len(events.device)
+    names = [] if hosted else stream_names(events)
+    if not hosted:
+        works = device_work(events, swept, names, world_size, placement)
     else:
         works, waits = host_works(swept, info, rank, world_size, placement)
     if not works:
@@ -73,10 +73,9 @@ def rank_trace(columns: RankEvents, placement: Placement) -> RankTrace:
     _check_sizes(works)
     spans = _spans(swept, events, works)
     index = {id(work): i for i, work in enumerate(works)}
-    edges = event_waits(swept, names, works) if swept.device else _edges(works, waits, index)
+    edges = _edges(works, waits, index) if hosted else event_waits(events, swept, names, works)
     program = Program(tuple(Node(w.work, w.stream, w.name) for w in works), edges)
-    host_starts = _host_starts(events, None if swept.device else main)
-    calls = RankCalls(works, spans, waits, host_starts, swept.steps, hosted=not swept.device)
+    calls = RankCalls(works, spans, waits, _host_starts(events, main if hosted else None), swept.steps, hosted)
     return timed(rank, program, calls)
 
 
@@ -123,15 +122,18 @@ def _name_threads(swept: Swept, main: Any) -> list[Work]:
     return host
 
 
-def _set_aside_slowed_steps(swept: Swept, events: Events) -> None:
-    """Use the steps that no execution-trace observer slowed, if there are any."""
-    numbered = observed_steps(events.calls, np.array(swept.steps).reshape(-1, 2)).tolist()
+def _set_aside_slowed_steps(swept: Swept, events: RankEvents) -> None:
+    """Steps in which an execution-trace observer ran too are several times slower; use the others, if there are any.
+
+    The observer numbers the recorded functions; without it they are all 0.
+    """
+    numbered = observed_steps(events.ops, np.array(swept.steps)).tolist()
     if not all(numbered):
         swept.slowed_steps += [bounds for bounds, slow in zip(swept.steps, numbered, strict=True) if slow]
         swept.steps = [bounds for bounds, slow in zip(swept.steps, numbered, strict=True) if not slow]
 
 
-def _spans(swept: Swept, events: Events, works: list[Work]) -> tuple[Span, ...]:
+def _spans(swept: Swept, events: RankEvents, works: list[Work]) -> tuple[Span, ...]:
     """Segments in order of time with their step; whole steps, or the whole trace, where there are none."""
     steps = np.array([start for start, _ in sorted(swept.steps)])
     found = sorted(swept.spans, key=lambda span: span.start_s)
@@ -140,7 +142,8 @@ def _spans(swept: Swept, events: Events, works: list[Work]) -> tuple[Span, ...]:
     elif steps.size:
         found = [Span("step", *bounds) for bounds in sorted(swept.steps)]
     if not found:
-        found = [Span("step", float(events.start_us[0]), float(events.end_us.max()))]
+        tables = [table for table in (events.ops, events.runtime, events.device) if len(table)]
+        found = [Span("step", min(float(t.start.min()) for t in tables), max(float(t.end.max()) for t in tables))]
     found = _with_loss(found, works)
     out = []
     for position, span in enumerate(found):
@@ -195,8 +198,10 @@ def _edges(works: list[Work], waits: list[Wait], index: dict[int, int]) -> tuple
     return tuple(edges)
 
 
-def _host_starts(events: Events, main: Any) -> NDArray[np.float64]:
+def _host_starts(events: RankEvents, main: Any) -> NDArray[np.float64]:
     """When recorded calls of the main thread started (None: of all), weightless ones of any included, in order."""
-    rows = events.rows
-    own = np.array([row["tid"] == main if main is not None else on_host(row) for row in rows], dtype=np.bool_)
-    return np.sort(np.concatenate([events.start_us[own], events.dropped_us]))
+    ops, runtime, marks = events.ops, events.runtime, [*events.annotations, *events.comms]
+    own = np.ones(len(ops), dtype=np.bool_) if main is None else (ops["thread"] == main) | weightless(events)
+    called = launching(events) if main is None else launching(events) & (runtime["thread"] == main)
+    marked = np.array([each.start for each in marks if main is None or each.thread == main], dtype=np.float64)
+    return np.sort(np.concatenate([ops.start[own], runtime.start[called], marked]))

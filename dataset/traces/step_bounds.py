@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stepsight.dataset.traces.call_tree import CallTree
-from stepsight.dataset.traces.event_columns import Annotation, RankEvents
+from stepsight.dataset.traces.event_columns import Annotation, RankEvents, Table
 
 _STEP = re.compile(r"^ProfilerStep#(\d+)")
 _OWN = "stepsight::segment label=step"
@@ -67,6 +67,23 @@ def find_steps(events: RankEvents, tree: CallTree, launched: NDArray[np.float64]
     last = [float(table.end.max()) for table in (events.ops, events.runtime, events.device) if len(table)]
     told = "no steps: neither annotations nor repetition bound one, so the whole trace counts as a step"
     return Steps([(begin, max(last, default=begin))], -1, "nothing", warnings=[told])
+
+
+def observed_steps(calls: Table, bounds: NDArray[np.float64]) -> NDArray[np.bool_]:
+    """Steps in which an execution-trace observer ran too: they are several times slower.
+
+    The observer numbers the recorded functions; without it they are all 0.
+
+    Args:
+        calls: Calls of host threads, in order of start.
+        bounds: Begin and end of each step, ``(k, 2)``, microseconds.
+
+    Returns:
+        ``(k,)``.
+    """
+    first, last = np.searchsorted(calls.start, bounds.reshape(-1, 2)).T
+    numbered = np.concatenate([[0], np.cumsum(calls["record"] > 0)])
+    return np.asarray(numbered[last] > numbered[first])
 
 
 def _annotated(marks: list[Annotation]) -> Steps:

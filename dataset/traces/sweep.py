@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
+
+import numpy as np
 
 from stepsight.dataset.graph.rank_trace import Rendezvous, Span
 from stepsight.dataset.kinds.call_dims import count
@@ -18,8 +21,26 @@ from stepsight.dataset.traces.classify import (
     classify_unknown,
     intern_op,
 )
-from stepsight.dataset.traces.event_rows import WEIGHTLESS, Event, Events, aten_names
+from stepsight.dataset.traces.event_columns import Annotation, RankEvents, Table
 
+
+def aten_names(words: str) -> frozenset[str]:
+    """Full names of ATen calls listed by their short ones."""
+    return frozenset(f"aten::{word}" for word in words.split())
+
+
+# Calls that move nothing: metadata, allocation, bookkeeping.  Their time is host gap.
+WEIGHTLESS = aten_names(
+    "view reshape _reshape_alias transpose t permute as_strided slice select narrow expand expand_as squeeze "
+    "unsqueeze detach alias empty empty_like empty_strided new_empty new_empty_strided resize_ resize_as_ "
+    "resolve_conj resolve_neg split split_with_sizes chunk unbind unflatten flatten view_as unsafe_split "
+    "unsafe_chunk numpy_T mT contiguous set_ set_data record_stream lift_fresh result_type is_nonzero item "
+    "_local_scalar_dense size stride data_ptr is_pinned swapaxes movedim _unsafe_view view_as_real "
+    "view_as_complex real diagonal to_dense _has_compatible_shallow_copy_type unfold broadcast_tensors "
+    "broadcast_to detach_ squeeze_ unsqueeze_ transpose_ t_ as_strided_ swapaxes_"
+) | {"detach", "detach_", "view", "slice", "torch::autograd::AccumulateGrad", "torch::autograd::GraphRoot", "aten::T"}
+# Runtime calls that put something on a device; all others are the host's own.
+_LAUNCHES = ("Launch", "Memcpy", "Memset", "EventRecord", "WaitEvent")
 _EVALUATE = "autograd::engine::evaluate_function: "
 _OURS = "stepsight::"
 # Wrappers that are no work of their own even where nothing within them is.
@@ -29,9 +50,7 @@ _WRAPPERS = aten_names(
     "_pin_memory _nested_tensor_size conj conj_physical"
 )
 _BOOKKEEPING = ("autograd::", "torch::", "c10d::", "profiler::", "gloo:", "nccl:", "torch.distributed", "record_param")
-_RUNTIME = frozenset({"cuda_runtime", "cuda_driver", "hip_runtime", "runtime", "driver"})
-_HOST = frozenset({"cpu_op", "user_annotation", "python_function"})
-_DEVICE = frozenset({"kernel", "gpu_memcpy", "gpu_memset"})
+_ANNOTATION, _OP, _COMMUNICATION, _LAUNCH = range(4)
 
 
 @dataclass(slots=True)
@@ -111,8 +130,6 @@ class Swept:
         waits: ``stepsight::wait`` annotations.
         workers: ``gloo:*`` spans: kind, start, end.
         worker_threads: Threads of these spans.
-        device: Kernels and copies.
-        syncs: Arguments of recorded waits of streams.
         launches: By correlation id: when launched, by which call, within which communication.
         external: Likewise by external id.
         threads: Outermost calls (start, end) by host thread.
@@ -128,8 +145,6 @@ class Swept:
     waits: list[Call] = field(default_factory=list)
     workers: list[tuple[str, float, float]] = field(default_factory=list)
     worker_threads: set[Any] = field(default_factory=set)
-    device: list[Event] = field(default_factory=list)
-    syncs: list[dict[str, Any]] = field(default_factory=list)
     launches: dict[int, tuple[float, Work | None, Call | None]] = field(default_factory=dict)
     external: dict[int, tuple[float, Work | None, Call | None]] = field(default_factory=dict)
     threads: dict[Any, list[tuple[float, float]]] = field(default_factory=dict)
@@ -142,53 +157,35 @@ def parse_annotation(name: str) -> dict[str, str]:
     return dict(part.split("=", 1) for part in name.split(" ")[1:] if "=" in part)
 
 
-def sweep(events: Events) -> Swept:
+def sweep(events: RankEvents) -> Swept:
     """Sort out the events of one rank.
 
     Raises:
         ValueError: If one of our own annotations is malformed.
     """
-    out = Swept(syncs=events.syncs)
-    threads: dict[Any, _Thread] = {}
-    ends = events.end_us.tolist()
-    known_calls, communication = call_table(), c10d_calls()
-    for row, start, end in zip(events.rows, events.start_us.tolist(), ends, strict=True):
-        category = row.get("cat")
-        if category == "cpu_op":
-            tid = row["tid"]
-            thread = threads.get(tid)
-            if thread is None:
-                thread = threads[tid] = _Thread()
-            if start >= thread.top_end:
-                thread.top.append((start, end))
-                thread.top_end = end
-            if start < thread.node_end or start < thread.c10d_end:
-                if row["name"] == "record_param_comms":
-                    _record_communication(thread, row, start, end)
-                if thread.node is not None and start < thread.node_end:
-                    thread.node.recorded += 1
-                continue  # within an op, or within a communication call, whose copies are its own
-            name = row["name"]
-            if name in known_calls:
-                _known_call(out, thread, row, start, end)
-            elif name.startswith(_EVALUATE):
-                sequence = row.get("args", {}).get("Sequence number", -1)
-                thread.scope = Scope(name[len(_EVALUATE) :], out.forward_dims.get(sequence, ()))
-                thread.scope_end = end
-            elif name == "record_param_comms":
-                _record_communication(thread, row, start, end)
-            elif name in communication:
-                out.calls.append(_c10d_call(name, row.get("args", {}), start, end, tid))
-                thread.c10d_end = end
-            elif start >= thread.maybe_end and _may_be_work(name):
-                _unknown_call(out, thread, row, name, start, end)
-        elif category == "user_annotation":
-            tid = row["tid"]
-            _annotation(out, threads.setdefault(tid, _Thread()), row, start, end, tid)
-        elif category in _RUNTIME:
-            _launch(out, threads.get(row["tid"]), row.get("args", {}), start)
-        elif category in _DEVICE:
-            out.device.append(row)
+    out, threads, scan = Swept(), {}, _Scan(events)  # type: Swept, dict[int, _Thread], _Scan
+    for kind, row, start, end, tid in _in_order(events):
+        if kind == _LAUNCH:
+            _launch(out, threads.get(tid), events.runtime, row, start)
+            continue
+        thread = threads.get(tid)
+        if thread is None:
+            thread = threads[tid] = _Thread()
+        if kind == _ANNOTATION:
+            _annotation(out, thread, events.annotations[row], start, end, tid)
+            continue
+        if start >= thread.top_end:
+            thread.top.append((start, end))
+            thread.top_end = end
+        if start < thread.node_end or start < thread.c10d_end:
+            if kind == _COMMUNICATION:
+                _record_communication(thread, events.comms[row])
+            if thread.node is not None and start < thread.node_end:
+                thread.node.recorded += 1
+        elif kind == _COMMUNICATION:
+            _record_communication(thread, events.comms[row])
+        else:
+            scan.call(out, thread, row, start, end)
     for tid, thread in threads.items():
         _commit(out, thread)
         if thread.top:
@@ -197,9 +194,83 @@ def sweep(events: Events) -> Swept:
     return out
 
 
-def on_host(row: Event) -> bool:
-    """Whether an event is a call that the host made."""
-    return row.get("cat") in _HOST or row.get("cat") in _RUNTIME
+def weightless(events: RankEvents) -> np.ndarray[Any, np.dtype[np.bool_]]:
+    """``(n,)``: which framework calls move nothing."""
+    named = np.array([name in WEIGHTLESS for name in events.names], dtype=np.bool_)
+    return named[events.ops["name"]]
+
+
+def launching(events: RankEvents) -> np.ndarray[Any, np.dtype[np.bool_]]:
+    """``(r,)``: which runtime calls put something on a device."""
+    named = np.array([any(word in name for word in _LAUNCHES) for name in events.names], dtype=np.bool_)
+    return named[events.runtime["name"]]
+
+
+def _in_order(events: RankEvents) -> Iterator[tuple[int, int, float, float, int]]:
+    """Kind, row, start, end and thread of what the host did, in order of time, outer calls first."""
+    ops, calls = np.flatnonzero(~weightless(events)), np.flatnonzero(launching(events))
+    columns: list[list[Any]] = []
+    for kind, marks in ((_ANNOTATION, events.annotations), (_COMMUNICATION, events.comms)):
+        about = [[each.start for each in marks], [each.end for each in marks], [each.thread for each in marks]]
+        columns.append([np.full(len(marks), kind), np.arange(len(marks)), *map(np.array, about)])
+    for kind, rows, table in ((_OP, ops, events.ops), (_LAUNCH, calls, events.runtime)):
+        columns.append([np.full(len(rows), kind), rows, table.start[rows], table.end[rows], table["thread"][rows]])
+    kinds, rows, start, end, thread = (np.concatenate(each) for each in zip(*columns, strict=True))
+    order = np.lexsort((-end, start))
+    kind, row, tid = (each[order].astype(np.int64).tolist() for each in (kinds, rows, thread))
+    return zip(kind, row, start[order].tolist(), end[order].tolist(), tid, strict=True)
+
+
+class _Scan:
+    """Framework calls that are work, of one rank."""
+
+    def __init__(self, events: RankEvents) -> None:
+        self._events = events
+        self._names, self._numbers = events.names, events.ops["name"].tolist()
+        self._signatures, self._sequence = events.ops["signature"].tolist(), events.ops["sequence"].tolist()
+        self._threads = events.ops["thread"].tolist()
+        self._known, self._communication = call_table(), c10d_calls()
+
+    def call(self, out: Swept, thread: _Thread, row: int, start: float, end: float) -> None:
+        """Add a framework call that lies within no known op."""
+        name, sequence = self._names[self._numbers[row]], self._sequence[row]
+        if name in self._known:
+            self._known_call(out, thread, row, start, end)
+        elif name.startswith(_EVALUATE):
+            thread.scope = Scope(name[len(_EVALUATE) :], out.forward_dims.get(sequence, ()))
+            thread.scope_end = end
+        elif name in self._communication:
+            args = self._events.arguments(self._signatures[row])
+            out.calls.append(_c10d_call(name, args, start, end, self._threads[row]))
+            thread.c10d_end = end
+        elif start >= thread.maybe_end and _may_be_work(name):
+            _commit(out, thread)
+            op = classify_unknown(self._events.arguments(self._signatures[row]))
+            if op is not None:
+                thread.maybe = Work(op, name, start, start, end, end - start, self._threads[row], known=False)
+                thread.maybe_end = end
+
+    def _known_call(self, out: Swept, thread: _Thread, row: int, start: float, end: float) -> None:
+        name, sequence = self._names[self._numbers[row]], self._sequence[row]
+        scope = thread.scope if start < thread.scope_end and sequence < 0 else Scope()
+        before = thread.last.work if thread.last is not None else None
+        args = self._events.arguments(self._signatures[row])
+        op = classify(name, args, scope, before.dtype if isinstance(before, Op) else "fp32")
+        if op is None:
+            return
+        if op.kind == "linear" and sequence >= 0:
+            out.forward_dims[sequence] = op.dims
+        if start < thread.maybe_end:
+            thread.maybe = None
+        _commit(out, thread)
+        last = thread.last
+        if last is not None and op.record.in_parts and last.work == op:
+            last.end, last.own, last.recorded = end, last.own + end - start, last.recorded + 1
+            thread.node, thread.node_end = last, end
+            return
+        node = Work(op, name, start, start, end, end - start, self._threads[row])
+        out.host.append(node)
+        thread.node, thread.node_end, thread.last = node, end, node
 
 
 def _may_be_work(name: str) -> bool:
@@ -213,39 +284,8 @@ def _commit(out: Swept, thread: _Thread) -> None:
         thread.last, thread.maybe = thread.maybe, None
 
 
-def _known_call(out: Swept, thread: _Thread, row: Event, start: float, end: float) -> None:
-    name, args = row["name"], row.get("args", {})
-    sequence = args.get("Sequence number", -1)
-    scope = thread.scope if start < thread.scope_end and sequence < 0 else Scope()
-    before = thread.last.work if thread.last is not None else None
-    op = classify(name, args, scope, before.dtype if isinstance(before, Op) else "fp32")
-    if op is None:
-        return
-    if op.kind == "linear" and sequence >= 0:
-        out.forward_dims[sequence] = op.dims
-    if start < thread.maybe_end:
-        thread.maybe = None
-    _commit(out, thread)
-    last = thread.last
-    if last is not None and op.record.in_parts and last.work == op:
-        last.end, last.own, last.recorded = end, last.own + end - start, last.recorded + 1
-        thread.node, thread.node_end = last, end
-        return
-    node = Work(op, name, start, start, end, end - start, row["tid"])
-    out.host.append(node)
-    thread.node, thread.node_end, thread.last = node, end, node
-
-
-def _unknown_call(out: Swept, thread: _Thread, row: Event, name: str, start: float, end: float) -> None:
-    _commit(out, thread)
-    op = classify_unknown(row.get("args", {}))
-    if op is not None:
-        thread.maybe = Work(op, name, start, start, end, end - start, row["tid"], known=False)
-        thread.maybe_end = end
-
-
-def _annotation(out: Swept, thread: _Thread, row: Event, start: float, end: float, tid: Any) -> None:
-    name: str = row["name"]
+def _annotation(out: Swept, thread: _Thread, mark: Annotation, start: float, end: float, tid: int) -> None:
+    name = mark.name
     if name.startswith(_OURS):
         word = name[len(_OURS) :].split(" ", 1)[0]
         values = parse_annotation(name)
@@ -277,7 +317,7 @@ def _annotation(out: Swept, thread: _Thread, row: Event, start: float, end: floa
         out.workers.append((name[5:], start, end))
         out.worker_threads.add(tid)
     elif name.startswith("nccl:") and not (start < thread.comm_end and _says_what(thread.comm)):
-        args = row.get("args", {})
+        args = mark.args
         shapes, types = args.get("Input Dims") or [[]], args.get("Input type") or [""]
         values = {"Collective name": name[5:], "shape": shapes[0], "type": types[0]}
         thread.comm, thread.comm_end = Call(values, start, end, tid), end
@@ -289,10 +329,10 @@ def _says_what(call: Call | None) -> bool:
     return call is not None and not {"kind", "Collective name"}.isdisjoint(call.values)
 
 
-def _record_communication(thread: _Thread, row: Event, start: float, end: float) -> None:
+def _record_communication(thread: _Thread, record: Annotation) -> None:
     """What NCCL's record says; our own annotation around it says more."""
-    if start >= thread.comm_end or (thread.comm is not None and "kind" not in thread.comm.values):
-        thread.comm, thread.comm_end = Call(row.get("args", {}), start, end, row["tid"]), end
+    if record.start >= thread.comm_end or (thread.comm is not None and "kind" not in thread.comm.values):
+        thread.comm, thread.comm_end = Call(record.args, record.start, record.end, record.thread), record.end
 
 
 def _c10d_call(name: str, args: dict[str, Any], start: float, end: float, tid: Any) -> Call:
@@ -305,10 +345,7 @@ def _c10d_call(name: str, args: dict[str, Any], start: float, end: float, tid: A
     return Call(values, start, end, tid)
 
 
-def _launch(out: Swept, thread: _Thread | None, args: dict[str, Any], start: float) -> None:
-    correlation = args.get("correlation")
-    if correlation is None:
-        return
+def _launch(out: Swept, thread: _Thread | None, runtime: Table, row: int, start: float) -> None:
     owner, comm = None, None
     if thread is not None:
         if start < thread.node_end:
@@ -317,10 +354,10 @@ def _launch(out: Swept, thread: _Thread | None, args: dict[str, Any], start: flo
             owner = thread.maybe
         if start < thread.comm_end:
             comm = thread.comm
-    out.launches[correlation] = (start, owner, comm)
-    external = args.get("External id")
-    if external is not None:
-        out.external[external] = out.launches[correlation]
+    for ids, found in (("correlation", out.launches), ("external", out.external)):
+        number = int(runtime[ids][row])
+        if number >= 0:
+            found[number] = (start, owner, comm)
 
 
 def orphan(name: str) -> Op:
