@@ -101,20 +101,18 @@ class OutsideEvents(NamedTuple):
 
 
 class _Clocks(NamedTuple):
-    """The state of the walk over events.
+    """The state of a walk over the events of a segment, from all starts at once.
 
     Attributes:
-        now: The clocks, shape ``(HOST + 1,)``.
-        finish: End of each event that was sent.
+        now: The clocks, shape ``(num_starts, HOST + 1)``.
+        finish: End of each event that was sent, shape ``(num_events, num_starts)``.
         now_outside, finish_outside: The parts of these outside of what was measured.
-        counts: Whether to add to ``StreamSeconds.totals``.
     """
 
     now: Floats
     finish: Floats
     now_outside: Floats
     finish_outside: Floats
-    counts: bool
 
 
 @compiled
@@ -135,35 +133,35 @@ def run_events(
         ends: Filled: the clocks at the end of each segment from each of the first starts of ``STARTS``; ``-inf``
             where none leads; shape ``(num_segments, num_starts, HOST + 1)``.
     """
-    longest = 0
+    longest, starts = 0, ends.shape[1]
     for at in range(len(ends)):
         longest = max(longest, segments.places[at, 1] - segments.places[at, 0])
-    now, finish, now_outside, finish_outside = (
-        np.empty(HOST + 1),
-        np.empty(longest),
-        np.empty(HOST + 1),
-        np.empty(longest),
-    )
-    counts = len(streams.totals) > 0
+    finish, finish_outside = np.empty((longest, starts)), np.empty((longest, starts))
+    now_outside = np.empty((starts, HOST + 1))
     for at in range(len(ends)):
-        joined = segments.places[at, 4] != 0
-        for start in range(ends.shape[1]):
+        now = ends[at]
+        if outside is not None:
+            now_outside = outside.ends[at]
+        for start in range(starts):
             for clock in range(HOST + 1):
-                now[clock], now_outside[clock] = STARTS[start, clock], 0.0
-            clocks = _Clocks(now, finish, now_outside, finish_outside, counts and start == 0)
-            _run_from(segments, at, passages, clocks, streams, outside)
-            last = 0
-            for clock in range(1, NUM_CLOCKS):
-                if now[clock] > now[last]:
-                    last = clock
-            for clock in range(HOST + 1):
-                end = last if joined and clock < NUM_CLOCKS else clock
-                ends[at, start, clock] = now[end]
-                if outside is not None:
-                    outside.ends[at, start, clock] = now_outside[end]
+                now[start, clock], now_outside[start, clock] = STARTS[start, clock], 0.0
+        _run_segment(segments, at, passages, _Clocks(now, finish, now_outside, finish_outside), streams, outside)
+        if segments.places[at, 4] != 0:
+            _join(now, now_outside)
 
 
-def _run_from(
+def _join(now: Floats, now_outside: Floats) -> None:
+    """Let all streams' clocks end together, with the last of them."""
+    for start in range(len(now)):
+        last = 0
+        for clock in range(1, NUM_CLOCKS):
+            if now[start, clock] > now[start, last]:
+                last = clock
+        for clock in range(NUM_CLOCKS):
+            now[start, clock], now_outside[start, clock] = now[start, last], now_outside[start, last]
+
+
+def _run_segment(
     segments: SegmentList,
     at: int,
     passages: BlockPassTable,
@@ -172,136 +170,143 @@ def _run_from(
     outside: OutsideEvents | None,
 ) -> None:
     """Process all events of one segment, from the given clocks on."""
-    events, now, share = segments.events, clocks.now, segments.compute_share[at]
+    events, sent, launches, share = segments.events, segments.sent, segments.launches, segments.compute_share[at]
     begin, first_passage, first_sent = segments.places[at, 0], segments.places[at, 2], segments.places[at, 3]
+    now, finish, now_outside, finish_outside = clocks
+    starts = len(now)
     pending, pending_outside, newest = 0.0, 0.0, -1  # time that the next run loses to messages sent since the last
     for row in range(begin, segments.places[at, 1]):
         event = row - begin
         kind, what = events[row, KIND], events[row, WHAT]
         if kind == RUN:
-            now[0] += pending
-            if outside is not None:
-                clocks.now_outside[0] += pending_outside
+            for start in range(starts):
+                now[start, 0] += pending
+                if outside is not None:
+                    now_outside[start, 0] += pending_outside
             pending, pending_outside, newest = 0.0, 0.0, event
-            if now[0] == -np.inf and now[HOST] == -np.inf:  # nothing has reached the computation yet
-                continue
             passage = segments.passage[first_passage + what]
             first, last, node = events[row, FIRST], events[row, LAST], passages.bounds[passage]
             if last - first == passages.bounds[passage + 1] - node:
-                _run_whole(passage, events[row, TIMES], passages, clocks, streams, outside)
+                _run_whole(passage, events[row, TIMES], passages.paths, now, now_outside, streams, outside)
             else:
-                _run_nodes(node + first, node + last, passages, clocks, streams, outside)
+                _run_nodes((node + first, node + last), passages, now, now_outside, streams, outside)
         elif kind == WAIT:
-            if clocks.finish[what] > now[0]:
-                now[0] = clocks.finish[what]
-                if outside is not None:
-                    clocks.now_outside[0] = clocks.finish_outside[what]
+            for start in range(starts):
+                if finish[what, start] > now[start, 0]:
+                    now[start, 0] = finish[what, start]
+                    if outside is not None:
+                        now_outside[start, 0] = finish_outside[what, start]
             if what > newest and events[begin + what, KIND] == SEND and events[begin + what, EARLY] != ON_HOST:
                 work = first_sent + events[begin + what, WHAT]
-                pending -= share * segments.sent[work]
+                pending -= share * sent[work]
                 if outside is not None:
                     pending_outside -= share * outside.sent[work]
         else:
             work = first_sent + what
-            _send(segments, row, event, work, clocks, outside)
-            if kind == SEND and events[row, EARLY] == ON_HOST:
-                pass
-            elif kind == SEND:
-                pending += share * segments.sent[work]
-                if outside is not None:
-                    pending_outside += share * outside.sent[work]
+            far = 0.0
+            if outside is not None:
+                far = outside.sent[work]
+            _send(events[row], event, (launches[work], sent[work], far), clocks)
+            if kind == SEND:
+                if events[row, EARLY] != ON_HOST:
+                    pending += share * sent[work]
+                    pending_outside += share * far
             else:
-                now[0] = clocks.finish[event]
-                if outside is not None:
-                    clocks.now_outside[0] = clocks.finish_outside[event]
+                for start in range(starts):
+                    now[start, 0], now_outside[start, 0] = finish[event, start], finish_outside[event, start]
 
 
 def _run_whole(
     passage: int,
     times: int,
-    passages: BlockPassTable,
-    clocks: _Clocks,
+    paths: Floats,
+    now: Floats,
+    now_outside: Floats,
     streams: StreamSeconds,
     outside: OutsideEvents | None,
 ) -> None:
     """Run a whole passage a number of times."""
-    now, now_outside = clocks.now, clocks.now_outside
-    own, of_host = passages.paths[passage, COMPUTATION], passages.paths[passage, OF_HOST]
-    end = now[0] + times * own
-    launched = now[HOST] + passages.paths[passage, FROM_HOST] + (times - 1) * max(own, of_host)
-    by_host = launched > end
-    now[0] = launched if by_host else end
-    now[HOST] += times * of_host
-    if clocks.counts:
-        for stream in range(streams.passages.shape[1]):
-            streams.totals[stream] += times * streams.passages[passage, stream]
-        if by_host:
-            streams.totals[-1] += launched - end
-    if outside is not None:
-        more = outside.paths[passage, COMPUTATION]
-        if by_host:
-            now_outside[0] = now_outside[HOST] + outside.paths[passage, FROM_HOST]
-            if own >= of_host:
-                now_outside[0] += (times - 1) * more
-        else:
-            now_outside[0] += times * more
+    own, from_host, of_host = paths[passage, COMPUTATION], paths[passage, FROM_HOST], paths[passage, OF_HOST]
+    for start in range(len(now)):
+        if now[start, 0] == -np.inf and now[start, HOST] == -np.inf:  # nothing has reached the computation yet
+            continue
+        end = now[start, 0] + times * own
+        launched = now[start, HOST] + from_host + (times - 1) * max(own, of_host)
+        by_host = launched > end
+        now[start, 0] = launched if by_host else end
+        now[start, HOST] += times * of_host
+        if start == 0 and len(streams.totals) > 0:
+            for stream in range(streams.passages.shape[1]):
+                streams.totals[stream] += times * streams.passages[passage, stream]
+            if by_host:
+                streams.totals[-1] += launched - end
+        if outside is not None:
+            more = outside.paths[passage, COMPUTATION]
+            if by_host:
+                now_outside[start, 0] = now_outside[start, HOST] + outside.paths[passage, FROM_HOST]
+                if own >= of_host:
+                    now_outside[start, 0] += (times - 1) * more
+            else:
+                now_outside[start, 0] += times * more
 
 
 def _run_nodes(
-    begin: int,
-    end: int,
+    span: tuple[int, int],
     passages: BlockPassTable,
-    clocks: _Clocks,
+    now: Floats,
+    now_outside: Floats,
     streams: StreamSeconds,
     outside: OutsideEvents | None,
 ) -> None:
     """Run some nodes of a passage, one after the other."""
-    now, now_outside = clocks.now, clocks.now_outside
-    for node in range(begin, end):
-        launch, seconds = passages.launches[node], passages.nodes[node]
-        waited = 0.0
-        if launch > 0.0:
-            now[HOST] += launch
-            if now[HOST] > now[0]:
-                waited = now[HOST] - now[0]
-                now[0] = now[HOST]
-                if outside is not None:
-                    now_outside[0] = now_outside[HOST]
-        now[0] += seconds
-        if clocks.counts:
-            streams.totals[streams.node_stream[node]] += seconds
-            streams.totals[-1] += waited
-        if outside is not None:
-            now_outside[0] += outside.nodes[node]
+    nodes, launches, counts = passages.nodes, passages.launches, len(streams.totals) > 0
+    for start in range(len(now)):
+        clock, host = now[start, 0], now[start, HOST]
+        if clock == -np.inf and host == -np.inf:  # nothing has reached the computation yet
+            continue
+        for node in range(span[0], span[1]):
+            waited = 0.0
+            if launches[node] > 0.0:
+                host += launches[node]
+                if host > clock:
+                    waited = host - clock
+                    clock = host
+                    if outside is not None:
+                        now_outside[start, 0] = now_outside[start, HOST]
+            clock += nodes[node]
+            if start == 0 and counts:
+                streams.totals[streams.node_stream[node]] += nodes[node]
+                streams.totals[-1] += waited
+            if outside is not None:
+                now_outside[start, 0] += outside.nodes[node]
+        now[start, 0], now[start, HOST] = clock, host
 
 
-def _send(
-    segments: SegmentList, row: int, event: int, work: int, clocks: _Clocks, outside: OutsideEvents | None
-) -> None:
+def _send(event: Ints, number: int, seconds: tuple[float, float, float], clocks: _Clocks) -> None:
     """Run a collective on its own clock; it starts when the computation reaches it, or earlier if it is marked early.
 
     Args:
-        segments, clocks, outside: As elsewhere.
-        row: Of its event in ``SegmentList.events``.
-        event: The number of that within its segment.
-        work: Its place in ``SegmentList.sent``.
+        event: Row of its event, see ``Segment.events``.
+        number: Of the event within its segment.
+        seconds: What the host takes to launch it, what it takes, and the part of that outside of what was measured.
+        clocks: Moved on.
     """
-    now, now_outside, finish = clocks.now, clocks.now_outside, clocks.finish
-    clock, sends = segments.events[row, CLOCK], segments.events[row, KIND] == SEND
-    launch, follows = segments.launches[work], segments.events[row, FOLLOWS]
-    now[HOST] += launch
-    last = clock
-    if not sends or segments.events[row, EARLY] != 1:
-        if now[0] > now[last]:
-            last = 0
-        if launch > 0.0 and now[HOST] > now[last]:
-            last = HOST
-    begin, part = now[last], now_outside[last]
-    if sends and follows >= 0 and finish[follows] > begin:
-        begin, part = finish[follows], clocks.finish_outside[follows]
-    now[clock] = finish[event] = begin + segments.sent[work]
-    if outside is not None:
-        now_outside[clock] = clocks.finish_outside[event] = part + outside.sent[work]
+    now, finish, now_outside, finish_outside = clocks
+    launch, length, far = seconds
+    clock, sends, follows = event[CLOCK], event[KIND] == SEND, event[FOLLOWS]
+    for start in range(len(now)):
+        now[start, HOST] += launch
+        last = clock
+        if not sends or event[EARLY] != 1:
+            if now[start, 0] > now[start, last]:
+                last = 0
+            if launch > 0.0 and now[start, HOST] > now[start, last]:
+                last = HOST
+        begin, part = now[start, last], now_outside[start, last]
+        if sends and follows >= 0 and finish[follows, start] > begin:
+            begin, part = finish[follows, start], finish_outside[follows, start]
+        now[start, clock] = finish[number, start] = begin + length
+        now_outside[start, clock] = finish_outside[number, start] = part + far
 
 
 def to_from(ends: Floats, *, carried: bool, nothing: float = -np.inf) -> Floats:
