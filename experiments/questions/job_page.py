@@ -50,7 +50,7 @@ def job_facts(
         "plan": dict(plan),
         "tornado": tornado(prediction, predictor),
         "curves": _curves(prediction, predictor),
-        "next_steps": [effect.to_dict() for effect in next_steps(prediction, predictor)],
+        "next_steps": next_steps(prediction, predictor),
         "search": [{"job": choice.job.name, **choice.to_dict()} for choice in search],
         "memory_over_time": memory_over_time(prediction),
     }

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from stepsight.dataset.base.errors import StepsightError
@@ -18,61 +17,34 @@ MOST_STEPS = 6
 LEAST_GAIN = 0.002  # share of the throughput: smaller gains are within the prediction error
 
 
-@dataclass(frozen=True)
-class Effect:
-    """The effect of a change on a job's throughput.
-
-    Attributes:
-        name: The change, for people.
-        values: The changed keys.
-        tokens_per_s_ratio: Throughput after the change over the throughput before.
-        iteration_time_s: Of the changed job.
-        memory_bytes: Of the fullest stage.
-        fits: Whether the changed job fits in memory.
-    """
-
-    name: str
-    values: dict[str, Any]
-    tokens_per_s_ratio: float
-    iteration_time_s: float
-    memory_bytes: float
-    fits: bool
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
+Effect = dict[str, Any]  # of a change: name, values, tokens_per_s_ratio, iteration_time_s, memory_bytes, fits
 
 
 def tornado(prediction: Prediction, predictor: Predictor | str | None = None) -> list[dict[str, Any]]:
     """Halve and double links, latency, batch sizes and nodes, one at a time.
 
     Returns:
-        A row for each with ``name``, ``half`` and ``double`` (``Effect`` as a dict; None: not legal), the largest
+        A row for each with ``name``, ``half`` and ``double`` (``Effect``; None: not legal), the largest
         effect first.
     """
-    rows = []
+    rows: list[dict[str, Any]] = []
     for name, key, value in _levers(prediction.job):
         half = _effect(prediction, f"{name} halved", {key: _scaled(value, 0.5)}, predictor)
         double = _effect(prediction, f"{name} doubled", {key: _scaled(value, 2.0)}, predictor)
         if half or double:
-            rows.append({"name": name, "half": half and half.to_dict(), "double": double and double.to_dict()})
-    return sorted(rows, key=lambda row: -max(abs(row[s]["tokens_per_s_ratio"] - 1) for s in row if _is_effect(row[s])))
-
-
-def _is_effect(value: Any) -> bool:
-    return isinstance(value, dict)
+            rows.append({"name": name, "half": half, "double": double})
+    size = lambda row: max(abs(row[way]["tokens_per_s_ratio"] - 1) for way in ("half", "double") if row[way])
+    return sorted(rows, key=size, reverse=True)
 
 
 def _levers(job: Job) -> Iterator[tuple[str, str, float]]:
     """Name, key and value of each quantity that is halved and doubled."""
     for name, link in (("inter_node", job.fabric.inter_node), ("intra_node", job.fabric.intra_node)):
-        words = name.replace("inter_node", "links between nodes").replace("intra_node", "links within nodes")
-        if (job.cluster.nodes if name == "inter_node" else job.cluster.devices_per_node) > 1:
-            yield (
-                f"bandwidth of {words}",
-                f"cluster.fabric.{name}.bandwidth_gbytes_per_s",
-                (link.bandwidth_bytes_per_s / 1e9),
-            )
-            yield f"latency of {words}", f"cluster.fabric.{name}.latency_us", link.latency_s * 1e6
+        between = name == "inter_node"
+        words, key = f"links {'between' if between else 'within'} nodes", f"cluster.fabric.{name}"
+        if (job.cluster.nodes if between else job.cluster.devices_per_node) > 1:
+            yield f"bandwidth of {words}", f"{key}.bandwidth_gbytes_per_s", link.bandwidth_bytes_per_s / 1e9
+            yield f"latency of {words}", f"{key}.latency_us", link.latency_s * 1e6
     yield "global batch", "batch.global_batch", job.batch.global_batch
     yield "micro-batch", "batch.micro_batch", job.batch.micro_batch
     yield "nodes", "cluster.nodes", job.cluster.nodes
@@ -94,16 +66,21 @@ def _effect(
         found = predict(job, predictor)
     except StepsightError:
         return None
-    ratio = found.tokens_per_s / prediction.tokens_per_s
-    memory = found.memory
-    return Effect(name, values, ratio, found.iteration_time_s, memory.peak_bytes, memory.fits)
+    return {
+        "name": name,
+        "values": values,
+        "tokens_per_s_ratio": found.tokens_per_s / prediction.tokens_per_s,
+        "iteration_time_s": found.iteration_time_s,
+        "memory_bytes": found.memory.peak_bytes,
+        "fits": found.memory.fits,
+    }
 
 
 def next_steps(prediction: Prediction, predictor: Predictor | str | None = None) -> list[Effect]:
     """Find single changes of the strategy that fit in memory and are faster, the fastest first."""
     found = [_effect(prediction, name, values, predictor) for name, values in _moves(prediction.job)]
-    better = [each for each in found if each and each.fits and each.tokens_per_s_ratio > 1 + LEAST_GAIN]
-    return sorted(better, key=lambda effect: -effect.tokens_per_s_ratio)[:MOST_STEPS]
+    better = [each for each in found if each and each["fits"] and each["tokens_per_s_ratio"] > 1 + LEAST_GAIN]
+    return sorted(better, key=lambda effect: -effect["tokens_per_s_ratio"])[:MOST_STEPS]
 
 
 def _moves(job: Job) -> Iterator[tuple[str, dict[str, Any]]]:
