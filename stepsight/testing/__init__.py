@@ -12,20 +12,13 @@ The parts of this package keep the same contracts.  They need pytest (``pip inst
 
 import pytest
 
-for _name in (
-    "latency_model_contract",
-    "op_kind_contract",
-    "schedule_contract",
-    "table_reader_contract",
-    "trace_reader_contract",
-):
+for _name in ("kinds", "latency_models", "readers", "schedules"):
     pytest.register_assert_rewrite(f"{__name__}.{_name}")  # failures then show the values
 
-from stepsight.testing.latency_model_contract import LatencyModelContract  # noqa: E402
-from stepsight.testing.op_kind_contract import CollectiveKindContract, OpKindContract  # noqa: E402
-from stepsight.testing.schedule_contract import ScheduleContract  # noqa: E402
-from stepsight.testing.table_reader_contract import TableReaderContract  # noqa: E402
-from stepsight.testing.trace_reader_contract import TraceReaderContract  # noqa: E402
+from stepsight.testing.kinds import CollectiveKindContract, OpKindContract  # noqa: E402
+from stepsight.testing.latency_models import LatencyModelContract  # noqa: E402
+from stepsight.testing.readers import TableReaderContract, TraceReaderContract  # noqa: E402
+from stepsight.testing.schedules import ScheduleContract  # noqa: E402
 
 __all__ = [
     "CollectiveKindContract",

@@ -8,7 +8,7 @@ import pytest
 from stepsight.dataset.base.errors import StepsightError
 from stepsight.dataset.harness.collective_calls import CALLS
 from stepsight.dataset.kinds import COLLECTIVE_KINDS, OP_KINDS, CollectiveKind, OpKind
-from stepsight.testing.op_kind_contract import CollectiveKindContract, OpKindContract
+from stepsight.testing.kinds import CollectiveKindContract, OpKindContract
 
 
 class TestOwnOpKinds(OpKindContract):

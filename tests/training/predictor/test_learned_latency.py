@@ -9,7 +9,7 @@ from stepsight.dataset.job.job import BatchSpec, ClusterSpec, Job, ModelSpec, Pa
 from stepsight.dataset.kinds.op import Op
 from stepsight.gnn.context_model import ContextModel
 from stepsight.testing import LatencyModelContract
-from stepsight.testing.latency_model_contract import small_program
+from stepsight.testing.latency_models import small_program
 from stepsight.training.predictor.learned_latency import LearnedLatency, slowest_of, throttled
 from stepsight.training.predictor.predictor import Predictor
 
