@@ -96,11 +96,8 @@ class _Region:
         recorder = self._world.recorder
         if not recorder.active:
             return self._graph(*arguments)
-        recorder.active = False
-        try:
+        with recorder.paused():
             outputs = self._graph(*arguments)
-        finally:
-            recorder.active = True
         storages = _Storages(self._region, arguments, outputs)
         phase = BACKWARD if self._region.direction == "backward" else FORWARD
         scope = (phase, -1, self._world.scope()[2])

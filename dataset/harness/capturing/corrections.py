@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from multiprocessing.process import BaseProcess
 from typing import Any
 
@@ -116,11 +117,8 @@ def _unrecorded(world: FakeWorld, function: Any) -> Any:
     """A function that runs without being recorded."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        active, world.recorder.active = world.recorder.active, False
-        try:
+        with world.recorder.paused():
             return function(*args, **kwargs)
-        finally:
-            world.recorder.active = active
 
     return run
 
@@ -183,9 +181,9 @@ _NEW = "_captured_as"  # attribute of a replaced parameter: its replacement, for
 
 
 def _apply(self: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
-    if recurse:
-        for child in self.children():
-            child._apply(fn)
+    """``Module.to`` and its like for fake parameters: torch would swap tensors, which fake ones refuse."""
+    for child in self.children() if recurse else ():
+        child._apply(fn)
     for name, parameter in self._parameters.items():
         if parameter is not None:
             self._parameters[name] = _applied(parameter, fn)
@@ -211,31 +209,23 @@ def _applied(parameter: Any, fn: Callable[[Tensor], Tensor]) -> Any:
     return replaced
 
 
-class _Composite:
-    """Everything inside is one op; collectives inside are separate nodes."""
-
-    def __init__(self, world: FakeWorld, signature: tuple[Any, ...]) -> None:
-        self._world, self._signature = world, signature
-
-    def __enter__(self) -> None:
-        self._outer, self._world.composite = self._world.composite, ([], [], [])
-
-    def __exit__(self, *error: Any) -> None:
-        reads, writes, scopes = self._world.composite or ([], [], [])
-        self._world.composite = self._outer
-        if self._outer is not None:
-            for mine, theirs in zip(self._outer, (reads, writes, scopes), strict=True):
-                mine.extend(theirs)
-        elif writes:
-            recorder = self._world.recorder
-            work = recorder.work(self._signature)
-            recorder.add((OP, work, -1, self._signature[1]), reads, writes, scopes[0])
-
-
 def _composite_ops(world: FakeWorld) -> None:
-    """Make annotations of the harness record composite ops."""
+    """An op that the harness annotates in its own models is one node, as in its traces; collectives inside are not."""
 
-    def op(kind: str, dims: Iterable[int], dtype: torch.dtype) -> _Composite:
-        return _Composite(world, (COMPOSITE, kind, tuple(dims), annotate.DTYPE_NAMES[dtype]))
+    @contextmanager
+    def op(kind: str, dims: Iterable[int], dtype: torch.dtype) -> Iterator[None]:
+        outer, inside = world.composite, ([], [], [])  # type: ignore[var-annotated]
+        world.composite = inside
+        try:
+            yield
+        finally:
+            world.composite = outer
+            reads, writes, scopes = inside
+            if outer is not None:
+                for mine, theirs in zip(outer, inside, strict=True):
+                    mine.extend(theirs)
+            elif writes:
+                work = world.recorder.work((COMPOSITE, kind, tuple(dims), annotate.DTYPE_NAMES[dtype]))
+                world.recorder.add((OP, work, -1, kind), reads, writes, scopes[0])
 
     patch(annotate, op=op)

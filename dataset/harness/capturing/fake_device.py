@@ -6,6 +6,8 @@ Kernels of the CPU stand for those of the device: shapes and types are what coun
 from __future__ import annotations
 
 import os
+from collections import defaultdict
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,11 +21,11 @@ from .recorder import COMPUTE, Recorder
 
 MEMORY_BYTES = 80 * 10**9
 ATTENTION = torch.nn.functional.scaled_dot_product_attention  # context parallelism puts another in its place
-_SILENT = (
+_SILENT = (  # functions of ``torch.cuda`` that do nothing
     "set_device", "init", "_lazy_init", "empty_cache", "reset_peak_memory_stats", "manual_seed", "manual_seed_all",
     "reset_max_memory_allocated", "ipc_collect", "set_per_process_memory_fraction", "seed", "seed_all",
     "set_rng_state", "set_rng_state_all",
-)  # fmt: skip  # functions of ``torch.cuda`` that do nothing
+)  # fmt: skip
 
 
 class DevicesOnCpu(TorchFunctionMode):
@@ -31,32 +33,24 @@ class DevicesOnCpu(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func is Tensor.cuda:
+        if func in (Tensor.cuda, Tensor.pin_memory):
             return args[0]
-        if func is Tensor.to and len(args) > 1 and not isinstance(args[1], Tensor):
-            args = (args[0], _of_to(args[1]), *args[2:])
-        elif func is Tensor.pin_memory:
-            return args[0]
-        elif func in (torch.rms_norm, torch.nn.functional.rms_norm):
+        if func in (torch.rms_norm, torch.nn.functional.rms_norm):
             return rms_norm(*args, **kwargs)
-        elif func is torch.nn.functional.dropout:
+        if func is torch.nn.functional.dropout:
             return dropout(*args, **kwargs)
-        elif func is ATTENTION:
+        if func is ATTENTION:
             return attention(func, args, kwargs)
-        elif func is torch.device and args and isinstance(args[0], int):
+        if func is torch.device and args and isinstance(args[0], int):
             return torch.device("cpu")
+        if func is Tensor.to and len(args) > 1 and not isinstance(args[1], Tensor):
+            args = (args[0], cpu_of(args[1]), *args[2:])
         device = kwargs.get("device")
         if device is not None:
             kwargs = {**kwargs, "device": cpu_of(device)}
         if kwargs.get("pin_memory"):
             kwargs = {**kwargs, "pin_memory": False}
         return func(*args, **kwargs)
-
-
-def _of_to(value: Any) -> Any:
-    if isinstance(value, int) and not isinstance(value, bool):
-        return torch.device("cpu")
-    return cpu_of(value)
 
 
 def install(local_size: int) -> None:
@@ -67,27 +61,15 @@ def install(local_size: int) -> None:
         L2_cache_size=50 * 2**20, warp_size=32, max_threads_per_multi_processor=2048, gcnArchName="", uuid="0",
     )  # fmt: skip
     answers: dict[str, Any] = {
-        "is_available": True,
-        "is_initialized": True,
-        "device_count": local_size,
-        "current_device": local_rank,
-        "get_device_name": properties.name,
-        "get_device_properties": properties,
-        "get_device_capability": (9, 0),
-        "get_arch_list": ["sm_90"],
-        "is_bf16_supported": True,
-        "is_current_stream_capturing": False,
-        "memory_allocated": 0,
-        "max_memory_allocated": 0,
-        "memory_reserved": 0,
-        "max_memory_reserved": 0,
-        "mem_get_info": (MEMORY_BYTES, MEMORY_BYTES),
-        "memory_summary": "",
-        "utilization": 0,
-    }
+        "is_available": True, "is_initialized": True, "device_count": local_size, "current_device": local_rank,
+        "get_device_name": properties.name, "get_device_properties": properties, "get_device_capability": (9, 0),
+        "get_arch_list": ["sm_90"], "is_bf16_supported": True, "is_current_stream_capturing": False,
+        "memory_allocated": 0, "max_memory_allocated": 0, "memory_reserved": 0, "max_memory_reserved": 0,
+        "mem_get_info": (MEMORY_BYTES, MEMORY_BYTES), "memory_summary": "", "utilization": 0,
+        "memory_stats": defaultdict(int), **dict.fromkeys(_SILENT),
+    }  # fmt: skip
     patch(torch.cuda, **{name: _always(value) for name, value in answers.items()})
-    patch(torch.cuda, **dict.fromkeys(_SILENT, _always(None)))
-    patch(torch.cuda, memory_stats=lambda *args, **kwargs: _Zeros(), device=_NoContext, device_of=_NoContext)
+    patch(torch.cuda, device=_NoContext, device_of=_NoContext)
     patch(torch.cuda, get_rng_state=lambda *args, **kwargs: torch.get_rng_state())
     patch(torch.cuda, get_rng_state_all=lambda: [torch.get_rng_state()])
     patch(torch.version, cuda="12.8")
@@ -110,24 +92,12 @@ def _other(value: Any) -> Any:
     return value if isinstance(value, type) else lambda *args, **kwargs: value(*args, **kwargs)
 
 
-class _NoContext:
+class _NoContext(nullcontext[None]):
     """Replaces ``torch.cuda.device``: there is one device."""
 
     def __init__(self, device: Any = None) -> None:
+        super().__init__()
         self.idx = 0
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, *error: Any) -> None:
-        return None
-
-
-class _Zeros(dict[str, int]):
-    """Statistics of an empty allocator."""
-
-    def __missing__(self, name: str) -> int:
-        return 0
 
 
 def _always(value: Any) -> Any:

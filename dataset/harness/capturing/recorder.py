@@ -8,7 +8,8 @@ that wrote what an op reads where stream order or a wait covers it.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any
 
@@ -63,6 +64,15 @@ class Recorder:
         self._host = -1
         for storage in self._storages.values():
             storage.writer = -1
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Record nothing within a block."""
+        active, self.active = self.active, False
+        try:
+            yield
+        finally:
+            self.active = active
 
     def work(self, key: Any) -> int:
         """Index of a distinct work."""
