@@ -168,18 +168,18 @@ def read_captured(folder: Path) -> Captured:
 def _read_rank(folder: Path, rank: int, world_size: int) -> CapturedRank:
     graph = read_graph(folder, f"rank{rank}")
     live = read_parquet(folder / f"rank{rank}.memory.parquet").column("live_bytes").to_numpy().astype(np.int64)
-    if len(live) != len(graph) or (len(live) and live.min() < 0):
+    path = folder / f"rank{rank}.calls.json"
+    calls = tuple(read_json(path)) if path.is_file() else ()
+    kind, work = graph.nodes["kind"], graph.nodes["work"]
+    of_works = np.array([OP if isinstance(each, Op) else COLLECTIVE for each in graph.works] or [HOST])
+    if len(live) != len(graph) or live.min(initial=0) < 0:
         raise StepsightError(f"live_bytes must be >= 0 for each of {len(graph)} nodes of rank {rank}")
     if graph.rank != rank or graph.world_size != world_size:
         raise StepsightError(
             f"rank {rank} of {world_size} must be in its own files, got rank {graph.rank} of {graph.world_size}"
         )
-    kinds = [isinstance(work, Op) for work in graph.works]
-    for node, work in zip(graph.nodes["kind"].tolist(), graph.nodes["work"].tolist(), strict=True):
-        if node != HOST and (work < 0 or kinds[work] != (node == OP)):
-            raise StepsightError(f"an op must have an op's signature and a collective a collective's, in rank {rank}")
-    path = folder / f"rank{rank}.calls.json"
-    calls = tuple(read_json(path)) if path.is_file() else ()
-    if calls and int(graph.nodes["call"].max(initial=-1)) >= len(calls):
+    if not np.all((kind == HOST) | ((work >= 0) & (of_works[work] == kind))):
+        raise StepsightError(f"an op must have an op's signature and a collective a collective's, in rank {rank}")
+    if calls and graph.nodes["call"].max(initial=-1) >= len(calls):
         raise StepsightError(f"call of nodes must be below {len(calls)} in rank {rank}")
     return CapturedRank(graph, live, calls)

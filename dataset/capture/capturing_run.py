@@ -60,19 +60,18 @@ class CaptureRequest:
     def __post_init__(self) -> None:
         if not self.script.is_file():
             raise CaptureError(f"the script must be a Python file, got {str(self.script)!r:.200}")
-        if not 1 <= self.world_size <= 2**20:
-            raise CaptureError(f"--world-size must lie within 1 and {2**20}, got {self.world_size}")
-        if not 1 <= self.local_size <= 1024:
-            raise CaptureError(f"--devices-per-node must lie within 1 and 1024, got {self.local_size}")
-        for rank in self.ranks:
-            if not 0 <= rank < self.world_size:
-                raise CaptureError(f"a rank must lie within 0 and {self.world_size - 1}, got {rank}")
         if self.device not in DEVICES:
             raise CaptureError(f"--device must be one of {', '.join(DEVICES)}, got {self.device!r:.80}")
-        if not 0 < self.timeout_s < 1e7:
-            raise CaptureError(f"--timeout must lie within 0 and 1e7 seconds, got {self.timeout_s:g}")
-        if not 1 <= self.warm_up <= 100:
-            raise CaptureError(f"--warm-up must lie within 1 and 100 steps, got {self.warm_up}")
+        limits = [
+            ("--world-size", self.world_size, 1, 2**20),
+            ("--devices-per-node", self.local_size, 1, 1024),
+            ("--warm-up", self.warm_up, 1, 100),
+            ("--timeout", self.timeout_s, 1e-3, 1e7),
+            *(("a rank", rank, 0, self.world_size - 1) for rank in self.ranks),
+        ]
+        for name, value, least, most in limits:
+            if not least <= value <= most:
+                raise CaptureError(f"{name} must lie within {least:g} and {most:.10g}, got {value:g}")
 
 
 def capture(request: CaptureRequest, on_rank: Progress | None = None) -> Captured:
@@ -140,31 +139,31 @@ class _Runs:
 
     def _run(self, rank: int, **more: Any) -> dict[str, Any]:
         request = self.request
-        with tempfile.TemporaryDirectory(prefix="stepsight-capture-") as folder:
-            out = Path(folder) / "record.json"
+        with tempfile.TemporaryDirectory(prefix="stepsight-capture-") as temporary:
+            folder = Path(temporary)
+            out, stack = folder / "record.json", folder / STACK
             asked = {
                 "script": str(request.script.resolve()), "arguments": list(request.arguments), "rank": rank,
                 "world_size": request.world_size, "local_size": request.local_size, "warm_up": request.warm_up,
-                "device": request.device, "out": str(out), "stack": str(Path(folder) / STACK), **more,
+                "device": request.device, "out": str(out), "stack": str(stack), **more,
             }  # fmt: skip
-            asked_at = Path(folder) / "request.json"
-            asked_at.write_text(json.dumps(asked), "utf-8")
-            ended = _ended([sys.executable, "-P", "-m", MODULE, str(asked_at)], request, rank, Path(folder))
+            (folder / "request.json").write_text(json.dumps(asked), "utf-8")
+            how, last_line = _ended(request, rank, folder)
             if not out.is_file():
-                at = _own_line((Path(folder) / STACK), request.script)
                 raise CaptureError(
-                    f"{request.script.name}{at}: the process of rank {rank} ended before its steps were through "
-                    f"({ended[0]}); the last line that it wrote: {ended[1]}"
+                    f"{request.script.name}{_own_line(stack, request.script)}: the process of rank {rank} ended before "
+                    f"its steps were through ({how}); the last line that it wrote: {last_line}"
                 )
             record: dict[str, Any] = read_json(out)
         if "error" in record:
-            raise CaptureError(_explained(request, rank, record, ended[1]))
+            raise CaptureError(_explained(request, rank, record, last_line))
         return record
 
 
-def _ended(command: Sequence[str], request: CaptureRequest, rank: int, folder: Path) -> tuple[str, str]:
-    """Run a process and its children to the end; return the exit status and the last line of output."""
+def _ended(request: CaptureRequest, rank: int, folder: Path) -> tuple[str, str]:
+    """Run the process of a rank and its children to the end; return the exit status and the last line of output."""
     log = folder / "log.txt"
+    command = [sys.executable, "-P", "-m", MODULE, str(folder / "request.json")]
     with log.open("wb") as file:
         process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, start_new_session=True)
         try:
@@ -176,7 +175,9 @@ def _ended(command: Sequence[str], request: CaptureRequest, rank: int, folder: P
                 "allow more with --timeout"
             ) from None
         finally:
-            _end_session(process)
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
     lines = log.read_text("utf-8", "replace").strip().splitlines()
     return _how(code), (lines[-1][:300] if lines else NO_OUTPUT)
 
@@ -208,17 +209,12 @@ def _own_line(stack: Path, script: Path) -> str:
     return next((f":{line}" for name, line in rows if Path(name).resolve() == script.resolve()), "")
 
 
-def _end_session(process: subprocess.Popen[bytes]) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, 9)
-    process.wait()
-
-
-_HINTS = (
-    ("DynamicOutputShape", "the shape of a result depends on values, which are not computed in a fake world"),
-    ("DataDependentOutput", "a result depends on values, which are not computed in a fake world"),
-    ("GuardOnDataDependent", "the script branches on values, which are not computed in a fake world"),
-)
+_VALUES = "values, which are not computed in a fake world"
+_HINTS = {
+    "DynamicOutputShape": f"the shape of a result depends on {_VALUES}",
+    "DataDependentOutput": f"a result depends on {_VALUES}",
+    "GuardOnDataDependent": f"the script branches on {_VALUES}",
+}
 
 
 def _explained(request: CaptureRequest, rank: int, record: dict[str, Any], said: str) -> str:
@@ -233,7 +229,7 @@ def _explained(request: CaptureRequest, rank: int, record: dict[str, Any], said:
         )
     if record["error"].startswith("SystemExit"):
         return f"{where}: the script ended itself ({record['error']}) on rank {rank}: {said}{notes}"
-    hint = next((f" ({text})" for word, text in _HINTS if word in record["error"]), "")
+    hint = next((f" ({text})" for word, text in _HINTS.items() if word in record["error"]), "")
     error = record["error"].split("\n")[0]
     return f"{where}: {error}{hint} [rank {rank} of {request.world_size}, after {record['steps']} steps]{notes}"
 

@@ -75,8 +75,8 @@ def read_model(request: ModelRequest) -> Captured:
     if request.precision:
         model = _in_precision(model, request.precision)
     rank = rank_of_model(model, request.replicas, request.local_size, training=request.training)
-    said = f"{request.path.name} ({'training' if request.training else 'inference'})"
-    return Captured(said, request.replicas, request.local_size, request.path.suffix[1:], (rank,))
+    name = f"{request.path.name} ({'training' if request.training else 'inference'})"
+    return Captured(name, request.replicas, request.local_size, request.path.suffix[1:], (rank,))
 
 
 def _in_precision(model: ModelSteps, precision: str) -> ModelSteps:
