@@ -25,13 +25,8 @@ _STATES = 3  # copies of the parameters during training: gradients and two momen
 
 @dataclass(frozen=True)
 class ModelStep:
-    """One op of a model's forward.
-
-    Attributes:
-        name: In the file.
-        op: Its signature.
-        reads, writes: Names of tensors.
-        known: Whether the op's kind is known.
+    """One op of a model's forward: its name in the file, its signature, and the names of tensors that it reads and
+    writes.
     """
 
     name: str

@@ -26,17 +26,15 @@ from stepsight.experiments.reports.text_table import Number, table
 from stepsight.experiments.tasks.script_collecting import run_script, slowest_of
 from stepsight.training.predictor.predictor import Predictor
 
+_SHOWN = 500  # characters of a failed script's output
+
 
 @dataclass(frozen=True, kw_only=True)
 class Emulation:
     """A script, the size of its world, and the ranks that run.
 
     Attributes:
-        path: The script.
-        arguments: Its own.
-        world_size: Ranks of the world.
         ranks: Those that run, in ascending order; they exchange values for real.
-        devices_per_node: Ranks that share a node.
         virtual: On a virtual clock.
         counts: ``warmup``, ``rounds`` and ``steps``.
         timeout_s: Within which all its measured steps must be through.
@@ -105,9 +103,6 @@ def emulate(asked: Emulation, delay: Delay, *, progress: bool = True) -> dict[st
             told = str(error).removesuffix(f"; see {log}")
             raise CollectError(told + (f"; the end of its output: {output}" if output else "")) from None
     return _summary(asked, found)
-
-
-_SHOWN = 500  # characters of a failed script's output
 
 
 def _summary(asked: Emulation, found: list[dict[str, Any]]) -> dict[str, Any]:

@@ -345,15 +345,13 @@ def as_timed(graphs: Graphs, iteration_s: float) -> list[RankGraph]:
     """
     if any(graph.device != "cpu" for graph in graphs) or replay(graphs).replayed_s <= iteration_s:
         return list(graphs)
+
+    def paced(pace: float) -> list[RankGraph]:
+        changed = [(graph.nodes["kind"] == OP, host_scaled(graph, pace)) for graph in graphs]
+        return [replace(g, duration_s=np.where(ops, g.duration_s * pace, g.duration_s)) for ops, g in changed]
+
     low, high = _LEAST_PACE, 1.0
     for _ in range(_HALVINGS):
         middle = 0.5 * (low + high)
-        slow = replay([_paced(graph, middle) for graph in graphs]).replayed_s > iteration_s
-        low, high = (low, middle) if slow else (middle, high)
-    return [_paced(graph, high) for graph in graphs]
-
-
-def _paced(graph: RankGraph, pace: float) -> RankGraph:
-    changed = host_scaled(graph, pace)
-    ops = graph.nodes["kind"] == OP
-    return replace(changed, duration_s=np.where(ops, changed.duration_s * pace, changed.duration_s))
+        low, high = (low, middle) if replay(paced(middle)).replayed_s > iteration_s else (middle, high)
+    return paced(high)

@@ -24,13 +24,7 @@ Scope = Callable[[], tuple[int, int, int]]
 
 
 class Collectives:
-    """Records collectives.
-
-    Args:
-        recorder: Where to.
-        scope: Tells phase, evaluation and sequence number.
-        script: The user's, for its lines.
-    """
+    """Records collectives; ``scope`` tells phase, evaluation and sequence number, ``script`` is the user's."""
 
     def __init__(self, recorder: Recorder, scope: Scope, script: Path) -> None:
         self._recorder, self._scope, self._script = recorder, scope, script
@@ -142,9 +136,6 @@ _KINDS = MappingProxyType(
 class FunctionalCollectives:
     """Collectives that are ops (``_c10d_functional``), as DTensor issues them: each runs on NCCL's stream until it is
     waited for.
-
-    Args:
-        collectives: Where to write them down.
     """
 
     def __init__(self, collectives: Collectives) -> None:
@@ -223,13 +214,10 @@ class Awaited(torch.futures.Future):  # type: ignore[type-arg]
 
 
 class Group(OneRankGroup):
-    """A process group of the fake world.
+    """A process group of the fake world: no other rank exists, and every collective finishes at once.
 
-    Args:
-        rank: In the group.
-        ranks: Of the world, in the order of the group.
-        name: torch's.
-        collectives: Where they are written down.
+    Values mean nothing: a collective has its effect on real tensors (meshes, counts, object collectives), and none on
+    fake ones.
     """
 
     def __init__(self, rank: int, ranks: list[int], name: str, collectives: Collectives) -> None:

@@ -272,9 +272,8 @@ class Delays:
 class AskedDelays:
     """Seconds of collectives that another process tells, each signature once.
 
-    Args:
-        questions: Where to ask, a line of JSON for each signature: kind, bytes, group size and ranks per node.
-        answers: Where to read the seconds, a line each; ``{"error": ...}`` in place of what cannot be told.
+    A question is a line of JSON with kind, bytes, group size and ranks per node; an answer is a line with the seconds,
+    or ``{"error": ...}``.
     """
 
     def __init__(self, questions: BinaryIO, answers: BinaryIO) -> None:

@@ -28,14 +28,10 @@ class World:
     """What the groups of an emulated rank need.
 
     Attributes:
-        delays: Of collectives.
-        devices_per_node: Of the job's cluster.
-        device: Where this process computes.
         clock: Of what is on a CPU.
         spinner: Lets time pass on a GPU; None on a CPU.
         free: Kinds of collectives that take no time: what torch's own parallel classes do before the first step only.
-        real: Ranks of the job that run, where there are several.
-        store: Where these find each other.
+        real: Ranks of the job that run, where there are several; they find each other in ``store``.
     """
 
     delays: DelayModel
@@ -50,12 +46,8 @@ class World:
 
 @dataclass(frozen=True)
 class Link:
-    """What collectives of a group, or messages of a direction and peer, pass on.
-
-    Attributes:
-        ranks: Of the job, whom it joins.
-        ranks_per_node: How many of them share a node.
-        line: When it is free.
+    """What collectives of a group, or messages of a direction and peer, pass on: the ranks of the job that it joins,
+    how many of them share a node, and the line that knows when it is free.
     """
 
     ranks: list[int]
@@ -82,14 +74,7 @@ class StandInWork(dist.Work):
 
 
 class Group(OneRankGroup):
-    """A process group of an emulated rank.
-
-    Args:
-        rank: In the group.
-        ranks: Of the job, in the order of the group.
-        name: torch's.
-        world: Of a stand-in.
-    """
+    """A process group of an emulated rank; the arguments are those of ``OneRankGroup``."""
 
     def __init__(self, rank: int, ranks: list[int], name: str, world: World) -> None:
         super().__init__(rank, ranks, name)
@@ -140,13 +125,9 @@ _UNEVEN = ("all_to_all",)  # each rank has its own number of bytes
 
 
 class RealRanksGroup(Group):
-    """A process group with two or more real ranks.
+    """A process group with several real ranks: they exchange values, and no other rank contributes any.
 
-    Args:
-        rank: In the group.
-        ranks: Of the job, in the order of the group.
-        name: torch's.
-        world: Of the real ranks.
+    A sum is one over the real ranks, a mean is their mean.  Parts of other ranks are as in a group with one real rank.
     """
 
     def __init__(self, rank: int, ranks: list[int], name: str, world: World) -> None:

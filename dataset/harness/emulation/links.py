@@ -28,11 +28,8 @@ _MESSAGE = 256  # bytes in which a rank says what it calls
 class Peers:
     """Real ranks of this machine that exchange values through gloo, which connects them on first use.
 
-    Args:
-        ranks: Of the job, in the order of their group; this one among them.
-        rank: This one.
-        name: The same on all of them, and of no others.
-        store: Where they find each other.
+    ``ranks`` are in the order of their group.  ``name`` is the same on all of them, and on no others; they find each
+    other in ``store``.
     """
 
     def __init__(self, ranks: Sequence[int], rank: int, name: str, store: Any) -> None:
@@ -79,10 +76,6 @@ class SharedLine:
     """A link whose collectives begin when all real ranks on it have issued them.
 
     They run on a thread of the link, one after the other, while the script goes on.
-
-    Args:
-        clock: Of the world.
-        peers: The real ranks on the link.
     """
 
     def __init__(self, clock: HostClock, peers: Peers) -> None:
@@ -91,13 +84,7 @@ class SharedLine:
         self._thread = ThreadPoolExecutor(1, initializer=cores.unpin)
 
     def issue(self, seconds: float, effect: Effect, what: str = "") -> Future[float]:
-        """The end time, on the clock; known after the others have arrived.
-
-        Args:
-            seconds: Of its delay.
-            effect: What it does, with values of the others.
-            what: The same on all ranks.
-        """
+        """The end time, on the clock, known after the others have arrived; ``what`` is the same on all ranks."""
         return self._thread.submit(self._meet, self._clock.now(), seconds, effect, what)
 
     def _meet(self, now: float, seconds: float, effect: Effect, what: str) -> float:
@@ -121,11 +108,7 @@ WEIGHT = 0.2  # of the newest spin
 
 
 class Pace:
-    """Cycles per second of a device, from its last spins, because its clock depends on its load.
-
-    Args:
-        cycles_per_s: At first.
-    """
+    """Cycles per second of a device, from its last spins, because its clock depends on its load."""
 
     def __init__(self, cycles_per_s: float) -> None:
         self.cycles_per_s = cycles_per_s

@@ -37,15 +37,10 @@ def step() -> None:
 
 
 class StepMarks:
-    """Calls ``on_step`` at the end of each step.
+    """Calls ``on_step`` at the end of each step, on the thread that runs the script; first when the mark is chosen.
 
-    Args:
-        on_step: Called at the end of each step, on the thread that runs the script.  The first call comes when the mark
-            is chosen.
-        on_restart: Called when a better mark shows up later: what came before was no step.
-
-    Attributes:
-        kind: What marks the steps, "" if nothing has yet.
+    ``on_restart`` is called when a better mark shows up later: what came before was no step.  ``kind`` is what marks
+    the steps, "" if nothing has yet.
     """
 
     def __init__(self, on_step: Callable[[], None], on_restart: Callable[[], None]) -> None:
@@ -62,12 +57,7 @@ class StepMarks:
         return min(self._counts.values(), default=0) if self._chosen is None else self._counts[self._chosen]
 
     def mark(self, kind: str, source: object = None) -> None:
-        """Record a mark; those of forked processes and other threads are ignored.
-
-        Args:
-            kind: One of ``KINDS``.
-            source: What it comes from, an optimizer.
-        """
+        """Record a mark of one of ``KINDS``; those of forked processes and other threads are ignored."""
         if os.getpid() != self._process or threading.get_ident() != self._thread:
             return
         if self.kind and kind != self.kind and not self._is_better(kind):
@@ -100,11 +90,7 @@ class StepMarks:
 
 
 class _Silence:
-    """Whether a profiler still steps: many scripts profile only their first steps.
-
-    Attributes:
-        final: It does not, as far as one knows.
-    """
+    """Whether a profiler still steps (``final``: no): many scripts profile only their first steps."""
 
     def __init__(self) -> None:
         self._since, self._usual, self._marks = 0, 0, 0
@@ -161,11 +147,7 @@ def watch_optimizers(marks: StepMarks) -> None:
 
 
 def watch_profilers(marks: StepMarks, own: type) -> None:
-    """Mark ``step`` of the script's profilers, which do not start: a process can have one, and it is ours.
-
-    Args:
-        own: The class of our profiler, a subclass of ``torch.profiler.profile``.
-    """
+    """Mark ``step`` of the script's profilers, which do not start: a process can have one, and it is ours (``own``)."""
     import torch
     from torch.autograd.profiler_util import EventList
 
