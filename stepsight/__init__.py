@@ -39,15 +39,15 @@ if TYPE_CHECKING:
     from stepsight.dataset.harness.scripts.step_marks import step
     from stepsight.dataset.job.job import BatchSpec, ClusterSpec, Job, ModelSpec, OptimizerSpec, ParallelSpec
     from stepsight.dataset.job.specs import OtherDevices, SlowLink, Straggler
-    from stepsight.experiments.evaluation.calibrate_runs import CalibrationReport, calibrate
+    from stepsight.experiments.calibration.calibrate_runs import CalibrationReport, calibrate
     from stepsight.experiments.evaluation.evaluate import Evaluation, evaluate
     from stepsight.experiments.search.choices import Choice, SearchResult
     from stepsight.experiments.search.search import search
     from stepsight.experiments.search.settings import Goal, Scenarios, SearchSettings
     from stepsight.experiments.search.space import Space
-    from stepsight.training.fit import train
-    from stepsight.training.predictor.ask_many import predict_many
-    from stepsight.training.predictor.prediction import Prediction, predict
+    from stepsight.training.fitting.train_runs import train
+    from stepsight.training.prediction.ask_many import predict_many
+    from stepsight.training.prediction.prediction import Prediction, predict
     from stepsight.training.predictor.predictor import Predictor
 
 __version__ = "0.1.0"
@@ -110,15 +110,15 @@ _MODULES = {
     "dataset.harness.scripts.step_marks": ("step",),
     "dataset.job.job": ("BatchSpec", "ClusterSpec", "Job", "ModelSpec", "OptimizerSpec", "ParallelSpec"),
     "dataset.job.specs": ("OtherDevices", "SlowLink", "Straggler"),
-    "experiments.evaluation.calibrate_runs": ("CalibrationReport", "calibrate"),
+    "experiments.calibration.calibrate_runs": ("CalibrationReport", "calibrate"),
     "experiments.evaluation.evaluate": ("Evaluation", "evaluate"),
     "experiments.search.choices": ("Choice", "SearchResult"),
     "experiments.search.search": ("search",),
     "experiments.search.settings": ("Goal", "Scenarios", "SearchSettings"),
     "experiments.search.space": ("Space",),
-    "training.fit": ("train",),
-    "training.predictor.ask_many": ("predict_many",),
-    "training.predictor.prediction": ("Prediction", "predict"),
+    "training.fitting.train_runs": ("train",),
+    "training.prediction.ask_many": ("predict_many",),
+    "training.prediction.prediction": ("Prediction", "predict"),
     "training.predictor.predictor": ("Predictor",),
 }
 

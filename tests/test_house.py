@@ -28,7 +28,7 @@ PLANTED = {
     "relative": (
         "simulator/iteration/simulate.py",
         "from ...training import fit",
-        "stepsight.simulator.iteration.simulate imports stepsight.training.fit",
+        "stepsight.simulator.iteration.simulate imports stepsight.training.fitting.train_runs",
     ),
     "out of the harness": (
         "dataset/harness/ops/compiled.py",
@@ -63,9 +63,9 @@ PLANTED = {
         "stepsight.experiments.questions.describe -> stepsight.experiments.studies.bench",
     ),
     "a run folder": (
-        "training/fit.py",
+        "training/fitting/train_runs.py",
         "from stepsight.dataset.runs.run_folder import read_run",
-        "stepsight.training.fit -> stepsight.dataset.runs.run_folder",
+        "stepsight.training.fitting.train_runs -> stepsight.dataset.runs.run_folder",
     ),
     "a lazy cycle": (
         "dataset/hardware/physics.py",

@@ -27,7 +27,7 @@ from stepsight.experiments.evaluation.row_jobs import jobs_of
 from stepsight.experiments.evaluation.runs_table import Row, read_runs_table
 from stepsight.training.intervals import published_errors
 from stepsight.training.intervals.published_errors import Off, Widths, likeness_of
-from stepsight.training.predictor.prediction import predict
+from stepsight.training.prediction.prediction import predict
 from stepsight.training.predictor.predictor import Predictor
 from stepsight.training.shipped import product_power
 from stepsight.training.shipped.catalogue import chip_of, shipped_predictor

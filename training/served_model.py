@@ -13,14 +13,12 @@ from typing import TYPE_CHECKING, Any
 
 from stepsight.dataset.base.errors import JobError
 from stepsight.dataset.job.job import Job
-from stepsight.training.predictor.ask_many import predict_many
+from stepsight.training.prediction.ask_many import predict_many
 from stepsight.training.predictor.predictor import Predictor
+from stepsight.training.tracking.tracking import ANSWERS, JOB
 
 if TYPE_CHECKING:
     from pandas import DataFrame
-
-JOB = "job"  # the input column: a job's tables as JSON, as ``Job.to_json`` writes them
-ANSWERS = ("iteration_time_s", "low_s", "high_s", "tokens_per_s", "peak_memory_bytes")
 
 
 @dataclass(frozen=True)

@@ -15,11 +15,11 @@ from stepsight.experiments.reports.job_texts import demo_text
 from stepsight.experiments.reports.plots import plot_predicted_against_measured, plot_search
 from stepsight.experiments.search.search import search
 from stepsight.experiments.tasks.collecting import available_ranks, run_plan
-from stepsight.training.fit import train
-from stepsight.training.heldout import HeldoutEvaluation, evaluate_heldout
+from stepsight.training.fitting.heldout import HeldoutEvaluation, evaluate_heldout
+from stepsight.training.fitting.train_runs import train
 from stepsight.training.measured.planning import make_plan
 from stepsight.training.predictor.predictor import Predictor
-from stepsight.training.tracking import reopened
+from stepsight.training.tracking.tracking import reopened
 
 TRAIN_COUNTS = {"rounds": 1, "steps": 4, "warmup": 2, "profile_steps": 2}
 HELDOUT_COUNTS = {"rounds": 2, "steps": 4, "warmup": 2, "profile_steps": 2}

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from stepsight.experiments.evaluation.scored_row import Scored
-from stepsight.training.heldout import spearman
+from stepsight.training.fitting.heldout import spearman
 
 DIGITS = 12  # of a time: what is predicted alike is equal, whatever the last bits of its FLOP are
 TOP = 5

@@ -31,7 +31,7 @@ from stepsight.experiments.evaluation.runs_table import Row, RowError, read_runs
 from stepsight.experiments.evaluation.scored_row import PredictorOf, Scored, predictor_by_hardware, without_source
 from stepsight.experiments.reports.notebook_bar import NotebookBar
 from stepsight.training.intervals.published_errors import published_widths
-from stepsight.training.predictor.prediction import ROOFLINE, predict
+from stepsight.training.prediction.prediction import ROOFLINE, predict
 from stepsight.training.predictor.predictor import Predictor
 from stepsight.training.predictor.software_used import kernels_asked
 

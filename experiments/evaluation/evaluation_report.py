@@ -7,7 +7,7 @@ from typing import Any
 
 from stepsight.experiments.evaluation.evaluate import Evaluation
 from stepsight.experiments.reports.text_table import Number, table
-from stepsight.training.predictor.prediction_views import seconds_text
+from stepsight.training.prediction.prediction_views import seconds_text
 
 _COLUMNS = ("mape", "median", "p90", "max", "bias", "spearman", "regret", "coverage", "out_of_support")
 _NAME = 44  # letters of a source's name that are shown

@@ -10,7 +10,7 @@ from stepsight.dataset.job.frameworks import Framework
 from stepsight.dataset.job.job import Job
 from stepsight.experiments.evaluation.row_jobs import is_copy, run_digest
 from stepsight.experiments.evaluation.runs_table import Row
-from stepsight.training.predictor.prediction import ROOFLINE, named_predictor
+from stepsight.training.prediction.prediction import ROOFLINE, named_predictor
 from stepsight.training.predictor.predictor import Predictor
 from stepsight.training.predictor.software_used import SoftwareUsed
 from stepsight.training.shipped.catalogue import shipped_predictor, shipped_without

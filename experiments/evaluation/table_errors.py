@@ -20,9 +20,9 @@ from stepsight.experiments.reports.text_table import Number, table
 from stepsight.simulator.durations.latency_model import RooflineLatency
 from stepsight.training.collectives.collective_models import label_of
 from stepsight.training.collectives.link_doubts import link_doubts
+from stepsight.training.fitting.family_figures import family_figures, trained_on
+from stepsight.training.fitting.own_table import shape_of
 from stepsight.training.predictor.predictor import Predictor
-from stepsight.training.transfer.family_figures import family_figures, trained_on
-from stepsight.training.transfer.own_table import shape_of
 
 Array = NDArray[np.float64]
 OnRows = Callable[[int, int], None]

@@ -14,8 +14,8 @@ from stepsight.dataset.runs.imported_run import has_traces, is_imported, read_im
 from stepsight.dataset.runs.run_manifest import read_manifest
 from stepsight.experiments.reports.text_table import Number, table
 from stepsight.simulator.replay.causes import breakdown
-from stepsight.training.predictor.prediction import Prediction, predict
-from stepsight.training.predictor.prediction_views import seconds_text
+from stepsight.training.prediction.prediction import Prediction, predict
+from stepsight.training.prediction.prediction_views import seconds_text
 
 if TYPE_CHECKING:
     from stepsight.training.predictor.predictor import Predictor

@@ -13,8 +13,8 @@ from stepsight.experiments.questions.sensitivity import next_steps, tornado
 from stepsight.experiments.questions.sweep import Axis, sweep
 from stepsight.experiments.reports.page_parts import bars, lines, timeline_part, tornado_bars
 from stepsight.simulator.memory import estimate_moments
-from stepsight.training.predictor.prediction import Prediction
-from stepsight.training.predictor.prediction_views import seconds_text
+from stepsight.training.prediction.prediction import Prediction
+from stepsight.training.prediction.prediction_views import seconds_text
 
 if TYPE_CHECKING:
     from stepsight.training.predictor.predictor import Predictor

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from stepsight.dataset.base.errors import StepsightError
 from stepsight.dataset.job.job import Job
 from stepsight.experiments.questions.sweep import change_job
-from stepsight.training.predictor.prediction import Prediction, predict
+from stepsight.training.prediction.prediction import Prediction, predict
 
 if TYPE_CHECKING:
     from stepsight.training.predictor.predictor import Predictor

@@ -11,7 +11,7 @@ from stepsight.dataset.base.errors import StepsightError
 
 if TYPE_CHECKING:
     from stepsight.experiments.search.settings import Goal
-    from stepsight.training.predictor.prediction import Prediction
+    from stepsight.training.prediction.prediction import Prediction
 
 HOUR_S, DAY_S = 3600.0, 86400.0
 

@@ -12,10 +12,10 @@ from stepsight.dataset.configs.key_table import ConfigText
 from stepsight.dataset.job.job import Job
 from stepsight.dataset.job.software import LIBRARIES
 from stepsight.experiments.reports.text_table import Number, table
-from stepsight.training.predictor.prediction_views import seconds_text
+from stepsight.training.prediction.prediction_views import seconds_text
 
 if TYPE_CHECKING:
-    from stepsight.training.predictor.prediction import Prediction
+    from stepsight.training.prediction.prediction import Prediction
     from stepsight.training.predictor.predictor import Predictor
 
 

@@ -13,8 +13,8 @@ from stepsight.dataset.base.errors import JobError
 from stepsight.dataset.job.job import Job
 from stepsight.experiments.search.settings import Goal, Seconds
 from stepsight.simulator.memory import Memory
-from stepsight.training.predictor.ask_many import Answers
-from stepsight.training.predictor.prediction import Prediction
+from stepsight.training.prediction.ask_many import Answers
+from stepsight.training.prediction.prediction import Prediction
 
 if TYPE_CHECKING:
     from pandas import DataFrame

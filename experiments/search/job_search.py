@@ -27,8 +27,8 @@ from stepsight.experiments.search.space import Space
 from stepsight.experiments.search.strategies import VARIED, Grid
 from stepsight.experiments.search.study import Evaluations, Found, StoredEvaluations
 from stepsight.simulator.memory import estimate_memory
-from stepsight.training.predictor.ask_many import ask_many
-from stepsight.training.predictor.prediction import Prediction, predict
+from stepsight.training.prediction.ask_many import ask_many
+from stepsight.training.prediction.prediction import Prediction, predict
 
 if TYPE_CHECKING:
     from stepsight.training.predictor.predictor import Predictor

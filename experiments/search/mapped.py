@@ -21,7 +21,7 @@ import numpy as np
 from stepsight.dataset.base.caching import cached
 from stepsight.dataset.base.errors import StepsightError
 from stepsight.dataset.job.job import Job
-from stepsight.training.predictor.ask_many import Answers, ask_many
+from stepsight.training.prediction.ask_many import Answers, ask_many
 
 if TYPE_CHECKING:
     from stepsight.training.predictor.predictor import Predictor

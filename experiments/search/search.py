@@ -17,8 +17,8 @@ from stepsight.experiments.search.mapped import MapFn
 from stepsight.experiments.search.settings import REGRET, Goal, Scenarios, SearchSettings
 from stepsight.experiments.search.space import Space
 from stepsight.experiments.search.strategies import VARIED, strategies
-from stepsight.training.predictor.ask_many import ask_many
-from stepsight.training.predictor.prediction import predict
+from stepsight.training.prediction.ask_many import ask_many
+from stepsight.training.prediction.prediction import predict
 
 if TYPE_CHECKING:
     from stepsight.training.predictor.predictor import Predictor

@@ -21,7 +21,7 @@ from stepsight.dataset.job.job import Job
 from stepsight.experiments.search.choices import Choice, SearchResult
 from stepsight.simulator.clock.engine import NUM_CLOCKS
 from stepsight.simulator.clock.track import through
-from stepsight.training.predictor.prediction import Prediction, predict
+from stepsight.training.prediction.prediction import Prediction, predict
 
 if TYPE_CHECKING:
     from stepsight.training.predictor.predictor import Predictor

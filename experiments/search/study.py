@@ -23,7 +23,7 @@ from stepsight.experiments.search.bounds import Bounds, grid_bounds
 from stepsight.experiments.search.settings import Seconds
 from stepsight.experiments.search.space import Space
 from stepsight.experiments.search.strategies import Grid
-from stepsight.training.predictor.prediction import predict
+from stepsight.training.prediction.prediction import predict
 
 if TYPE_CHECKING:
     import optuna

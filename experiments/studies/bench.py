@@ -20,8 +20,8 @@ from stepsight.dataset.job.job import Job
 from stepsight.experiments.search.space import Space
 from stepsight.experiments.search.strategies import strategies
 from stepsight.experiments.studies.study import Row, Study, rows_text
-from stepsight.training.predictor.ask_many import FEWEST, ask_many, predict_many
-from stepsight.training.predictor.prediction import Prediction, predict
+from stepsight.training.prediction.ask_many import FEWEST, ask_many, predict_many
+from stepsight.training.prediction.prediction import Prediction, predict
 from stepsight.training.predictor.predictor import Predictor
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"

@@ -27,7 +27,7 @@ from stepsight.experiments.studies.study import Row, Study, rows_text
 from stepsight.simulator.iteration.simulate import segment_flops, simulate
 from stepsight.simulator.programs.lower import Lowered
 from stepsight.simulator.replay.captured_step import time_captured
-from stepsight.training.predictor.prediction import asked_predictor
+from stepsight.training.prediction.prediction import asked_predictor
 
 SCRIPT = Path(__file__).with_name("captured_job.py")
 HARDWARE = "h100-sxm-80gb"

@@ -26,7 +26,7 @@ from stepsight.features.host_call_features import call_label
 from stepsight.training.collectives.collective_models import fit_collectives
 from stepsight.training.context.examples import Taught, make_examples, make_wholes
 from stepsight.training.context.fit_context import Example, Whole
-from stepsight.training.fit import with_host, with_imported
+from stepsight.training.fitting.train_runs import with_host, with_imported
 from stepsight.training.kernels.host_calls import HostCalls
 from stepsight.training.kernels.kernel_models import fit_kernels
 from stepsight.training.measured.host_costs import learn_host_calls

@@ -26,8 +26,8 @@ from stepsight.experiments.studies import one_gpu_judge as judge
 from stepsight.experiments.studies.one_gpu_plans import CPU, MINUTES, OPS, VARIANTS, make_study, step_cases
 from stepsight.experiments.studies.study import Row, Study, rows_text
 from stepsight.experiments.tasks.collecting import read_plan, run_plan
-from stepsight.training.fit import train
-from stepsight.training.heldout import evaluate_heldout
+from stepsight.training.fitting.heldout import evaluate_heldout
+from stepsight.training.fitting.train_runs import train
 from stepsight.training.measured.planning import run_name
 from stepsight.training.predictor.predictor import Predictor
 

@@ -19,13 +19,13 @@ from stepsight.dataset.runs.run_folder import read_collection
 from stepsight.dataset.tables import Measurements
 from stepsight.experiments.evaluation import error_metrics
 from stepsight.simulator.memory import estimate_memory
-from stepsight.training.calibration.corrections import Calibration
+from stepsight.training.corrections.calibration import Calibration
+from stepsight.training.fitting.family_figures import LONG_S
 from stepsight.training.kernels.kernel_models import fit_kernels
 from stepsight.training.measured.measured import HELDOUT, read_runs
 from stepsight.training.measured.stand_in_runs import stand_in_seconds
-from stepsight.training.predictor.prediction import predict
+from stepsight.training.prediction.prediction import predict
 from stepsight.training.predictor.predictor import Predictor
-from stepsight.training.transfer.family_figures import LONG_S
 
 Array = NDArray[np.float64]
 MOST_ROWS = 4000  # of a public table, drawn by seed

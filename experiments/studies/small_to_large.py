@@ -37,9 +37,9 @@ from stepsight.experiments.studies.box_runs import (
     training_folders,
 )
 from stepsight.experiments.studies.study import Row, Study, rows_text
-from stepsight.training.fit import train
-from stepsight.training.heldout import spearman
-from stepsight.training.predictor.prediction import predict
+from stepsight.training.fitting.heldout import spearman
+from stepsight.training.fitting.train_runs import train
+from stepsight.training.prediction.prediction import predict
 from stepsight.training.predictor.predictor import Predictor
 
 PLACES = ("best", "second", "worst")

@@ -28,8 +28,8 @@ from stepsight.dataset.runs.imported_run import has_traces, is_imported, read_im
 from stepsight.dataset.runs.run_manifest import read_manifest, read_object
 from stepsight.experiments.reports.text_table import table
 from stepsight.simulator.replay.causes import COMMUNICATION, HOST_BOUND, LOADER, PEERS, breakdown
-from stepsight.training.predictor.prediction import predict
-from stepsight.training.predictor.prediction_views import seconds_text
+from stepsight.training.prediction.prediction import predict
+from stepsight.training.prediction.prediction_views import seconds_text
 
 if TYPE_CHECKING:
     from stepsight.training.predictor.predictor import Predictor

@@ -16,7 +16,7 @@ from stepsight.dataset.runs.run_folder import read_collection
 from stepsight.experiments.reports.text_table import table
 from stepsight.experiments.tasks.collecting import available_ranks, plan_in_box, run_plan
 from stepsight.training.measured.planning import as_the_harness_runs, collectable, make_plan, run_name
-from stepsight.training.predictor.prediction import predict
+from stepsight.training.prediction.prediction import predict
 
 if TYPE_CHECKING:
     from stepsight.training.predictor.predictor import Predictor

@@ -218,7 +218,7 @@ def latency_of(hardware: str, fabric: Fabric) -> LatencyModel:
 
 
 def _predictor_of(hardware: str) -> Predictor | None:
-    from stepsight.training.predictor.prediction import asked_predictor
+    from stepsight.training.prediction.prediction import asked_predictor
 
     facts = find_hardware(hardware)
     return asked_predictor(facts.name, None) if facts is not None else None

@@ -29,7 +29,7 @@ from stepsight.experiments.search.settings import REGRET, TOKENS, Goal, Scenario
 if TYPE_CHECKING:
     from stepsight.dataset.job.job import Job
     from stepsight.experiments.search.choices import SearchResult
-    from stepsight.training.predictor.prediction import Prediction
+    from stepsight.training.prediction.prediction import Prediction
     from stepsight.training.predictor.predictor import Predictor
 
 MOST_BYTES = 200e6  # of traces that are written without being asked for by stage
@@ -131,7 +131,7 @@ def predict_command(
         raise StepsightError("--prices needs --tokens: the number of tokens to train on")
     from stepsight.experiments.questions.training_plan import plan_text, training_plan
     from stepsight.experiments.reports.job_texts import prediction_report
-    from stepsight.training.predictor.prediction import predict
+    from stepsight.training.prediction.prediction import predict
 
     predictor = source.load()
     predictions = [predict(read, predictor) for read in [overrides.read(job) for job in jobs]]
@@ -154,7 +154,7 @@ def _predict_program(
     from stepsight.dataset.capture.model_files import ModelRequest, is_model, read_model
     from stepsight.experiments.reports.job_texts import program_text
     from stepsight.simulator.replay.captured_step import write_timeline
-    from stepsight.training.predictor.captured_prediction import predict_captured
+    from stepsight.training.prediction.captured_prediction import predict_captured
 
     check_result("--timeline", timeline, TIMELINE)
     reads_model = is_model(program) and program.is_file()
@@ -221,7 +221,7 @@ def explain_command(job: Path, *, source: Source, overrides: MovedJobOptions, to
         top: Rows of the table.
     """
     from stepsight.experiments.reports.job_texts import explanation_report
-    from stepsight.training.predictor.prediction import predict
+    from stepsight.training.prediction.prediction import predict
 
     predictor, read = source.load(), overrides.read(job)
     report = explanation_report(read, predict(read, predictor), top)

@@ -138,7 +138,7 @@ def report_command(
     from stepsight.experiments.questions.job_page import job_facts, job_part, jobs_page
     from stepsight.experiments.questions.training_plan import plan_text, training_plan
     from stepsight.experiments.search.search import search as search_strategies
-    from stepsight.training.predictor.prediction import predict
+    from stepsight.training.prediction.prediction import predict
 
     check_result("--out", out, PAGE)
     goal, predictor, tell = goal_of(tokens, prices), source.load(), progress("jobs reported")

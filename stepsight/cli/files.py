@@ -80,13 +80,13 @@ class Source(LearnedSource):
 
 def load_predictor(named: Path | None) -> Predictor | str | None:
     """What ``--predictor`` names; None: what suits the job."""
-    from stepsight.training.predictor.prediction import ROOFLINE
+    from stepsight.training.prediction.prediction import ROOFLINE
 
     if named is None:
         return None
     if str(named) == ROOFLINE and not named.exists():
         return ROOFLINE
-    from stepsight.training.registered import load_predictor as load
+    from stepsight.training.tracking.registered import load_predictor as load
 
     loaded: Predictor = load(named)
     return loaded

@@ -72,12 +72,12 @@ def train_command(
         raise StepsightError("train takes collections or tables (.parquet), got both: train one predictor on each")
     shared: dict[str, Any] = {"seed": seed, "tracking_uri": tracking_uri}
     if tables:
-        from stepsight.training.train_tables import train_tables
+        from stepsight.training.fitting.train_tables import train_tables
 
         facts: dict[str, Any] = {"like": like, "software": software, "fabric": fabric, "samples": samples}
         predictor = train_tables(tables, out, hardware=hardware or "", **facts, **shared)
     else:
-        from stepsight.training.fit import train
+        from stepsight.training.fitting.train_runs import train
 
         of_tables = ("like", "software", "fabric", "samples")
         refuse_given(context, of_tables, "is for tables (.parquet), got collections: leave it out")
@@ -161,7 +161,7 @@ def evaluate_command(
         judged = judge_table(Measurements.from_parquet(runs), judges, links, progress("rows predicted"))
         return Answer(judged.to_dict(), table_errors_text(judged))
     _refuse(runs, {"--fabric": fabric})
-    from stepsight.experiments.evaluation.calibration_split import read_most_gpus
+    from stepsight.experiments.calibration.calibration_split import read_most_gpus
     from stepsight.experiments.evaluation.evaluate import evaluate
     from stepsight.experiments.evaluation.evaluation_report import evaluation_text
     from stepsight.experiments.reports.plots import plot_published_runs
@@ -174,7 +174,7 @@ def evaluate_command(
         plot_published_runs(result.points, plot, "published runs")
     value, shown = result.to_dict(), {}
     if most_gpus is not None:
-        from stepsight.experiments.evaluation.calibration_gain import FITTED_ON, SPLITS, calibrate_small
+        from stepsight.experiments.calibration.calibration_gain import FITTED_ON, SPLITS, calibrate_small
 
         for name, split in SPLITS.items():
             on_set = progress(f"sources calibrated, {name}")
@@ -230,13 +230,13 @@ def calibrate_command(
         software: For a table of collectives: part of the software whose rows are taken, such as 'nccl 2.27.3' or
             'NCCL_PROTO=Simple' (default: that of most rows).
     """
-    from stepsight.training.registered import load_predictor
+    from stepsight.training.tracking.registered import load_predictor
 
     report: Any
     if runs.is_dir():
         unread = {"--source": rows.strip("*"), "--fabric": fabric, "--max-devices": max_devices}
         _refuse(runs, {**unread, "--software": software})
-        from stepsight.experiments.evaluation.calibrate_traces import calibrate_traces, traces_text
+        from stepsight.experiments.calibration.calibrate_traces import calibrate_traces, traces_text
 
         report = calibrate_traces([runs], load_predictor(predictor), out)
         text, problem = traces_text(report), "the traces improve neither launches, overlap nor kernels"
@@ -245,7 +245,7 @@ def calibrate_command(
         if fabric is None:
             raise StepsightError(f"--fabric must state the links of the cluster that {runs} was measured on")
         from stepsight.dataset.hardware.hardware import find_fabric
-        from stepsight.experiments.evaluation.calibrate_links import calibrate_links, links_text
+        from stepsight.experiments.calibration.calibrate_links import calibrate_links, links_text
 
         chosen: dict[str, Any] = {"max_devices": max_devices or 64, "software": software}
         report = calibrate_links(runs, load_predictor(predictor), find_fabric(fabric), out, **chosen)
@@ -254,7 +254,7 @@ def calibrate_command(
             return Answer(report.to_dict(), text, report.doubts[0])
     else:
         _refuse(runs, {"--fabric": fabric, "--software": software})
-        from stepsight.experiments.evaluation.calibrate_runs import calibrate, calibration_text
+        from stepsight.experiments.calibration.calibrate_runs import calibrate, calibration_text
 
         report = calibrate(runs, load_predictor(predictor), out, source=rows, max_devices=max_devices or 8)
         text = calibration_text(report)

@@ -125,8 +125,8 @@ def plan_profile_command(
     from stepsight.dataset.base.files import check_output_file, write_json
     from stepsight.dataset.hardware.hardware import canonical_hardware, find_hardware, unknown_hardware
     from stepsight.dataset.job.job import Job
+    from stepsight.training.fitting.profile_plan import profile_plan
     from stepsight.training.predictor.predictor import shipped_names, teacher_of
-    from stepsight.training.transfer.profile_plan import profile_plan
 
     found = find_hardware(canonical_hardware(hardware))
     if found is None:

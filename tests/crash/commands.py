@@ -105,7 +105,7 @@ def _train_prepare(folder: Path) -> None:
 
 def _train(folder: Path) -> int:
     """The fit itself writes nothing: the toy predictor stands for what it finds."""
-    from stepsight.training import fit
+    from stepsight.training.fitting import train_runs as fit
 
     with pytest.MonkeyPatch.context() as patch:
         found = toy_predictor()
@@ -120,8 +120,8 @@ def _with_metrics(predictor: Predictor) -> Predictor:
 
 
 def _train_done(folder: Path) -> None:
-    from stepsight.training.registered import load_registered
-    from stepsight.training.tracking import default_uri
+    from stepsight.training.tracking.registered import load_registered
+    from stepsight.training.tracking.tracking import default_uri
 
     trained = Predictor.load(folder / "p")
     assert trained.manifest["mlflow_run_id"]

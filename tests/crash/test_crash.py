@@ -17,8 +17,8 @@ from tests.crash.disk import KILLED, Disk, How, count_points, forked
 
 SAMPLE = os.environ.get("CRASH_POINTS", "2")
 IMPORTS = {  # what a command imports, once for all processes that are forked
-    "train": ("mlflow", "torch", "stepsight.training.fit"),
-    "calibrate": ("stepsight.experiments.evaluation.calibrate_runs", "torch"),
+    "train": ("mlflow", "torch", "stepsight.training.fitting.train_runs"),
+    "calibrate": ("stepsight.experiments.calibration.calibrate_runs", "torch"),
     "search": ("optuna", "stepsight.experiments.search.search"),
     "collect": ("torch.distributed", "stepsight.dataset.harness.running.collection"),
     "import": ("pyarrow.parquet",),

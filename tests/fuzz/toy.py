@@ -13,8 +13,8 @@ from stepsight.dataset.hardware.hardware import Hardware, find_fabric
 from stepsight.dataset.job.job import BatchSpec, ClusterSpec, Job, ModelSpec, ParallelSpec
 from stepsight.dataset.kinds.op import Collective, Op
 from stepsight.experiments.search.search import search
-from stepsight.training.calibration.corrections import Calibration
 from stepsight.training.collectives.collective_models import fit_collectives
+from stepsight.training.corrections.calibration import Calibration
 from stepsight.training.intervals.conformal import Intervals
 from stepsight.training.kernels.kernel_models import fit_kernels
 from stepsight.training.predictor.predictor import Predictor

@@ -17,7 +17,7 @@ from stepsight.dataset.job.job import Job
 from stepsight.simulator.durations.latency_model import RooflineLatency
 from stepsight.simulator.iteration.simulate import simulate
 from stepsight.simulator.memory import estimate_memory
-from stepsight.training.predictor.prediction import predict
+from stepsight.training.prediction.prediction import predict
 from tests.fuzz.toy import toy_predictor
 from tests.simulator.any_job import FABRIC, devices, jobs
 

@@ -15,7 +15,7 @@ from stepsight.experiments.search.choices import Choice, SearchResult
 from stepsight.experiments.search.search import MOST_LEGAL, best_expressed, expresses
 from stepsight.experiments.search.space import Space
 from stepsight.experiments.search.strategies import strategies
-from stepsight.training.predictor.prediction import predict
+from stepsight.training.prediction.prediction import predict
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "gpt3-175b-1024.toml"
 SMALL = Space(max_tp=8, micro_batches=(1,), cp=(1,), zero_stages=(1,), recompute=("none",), schedules=("zb-h1",))

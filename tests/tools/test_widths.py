@@ -8,7 +8,7 @@ import pytest
 
 from stepsight.experiments.evaluation.evaluate import evaluate
 from stepsight.training.intervals.published_errors import Widths, published_widths
-from stepsight.training.predictor import prediction
+from stepsight.training.prediction import prediction
 from tests.experiments.evaluation.run_tables import digest_of, run_row, write_runs
 from tools.shipped_data import main, widths_of
 

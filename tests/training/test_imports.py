@@ -13,7 +13,7 @@ from stepsight.training.predictor.predictor import Predictor
 SCRIPT = """
 import sys
 from stepsight.dataset.job.job import BatchSpec, ClusterSpec, Job, ModelSpec, ParallelSpec
-from stepsight.training.predictor.prediction import predict
+from stepsight.training.prediction.prediction import predict
 from stepsight.training.predictor.predictor import Predictor
 job = Job(
     model=ModelSpec(family="gpt", layers=2, hidden=128, heads=4, vocab=512, seq_len=64), parallel=ParallelSpec(),

@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 from stepsight.dataset.hardware.hardware import Fabric
 from stepsight.dataset.kinds.op import COLLECTIVE_KINDS, Collective
 from stepsight.features.nccl_choices import CHOICE_TERMS, LINK_FACTS, OVERLAPPING, choice_terms, link_facts
-from stepsight.training.collectives.size_curves import KNOTS, never_falling, read_curve
-from stepsight.training.collectives.size_residuals import MOST, share_left, size_residual
+from stepsight.training.corrections.size_curves import KNOTS, never_falling, read_curve
+from stepsight.training.corrections.size_residuals import MOST, share_left, size_residual
 from stepsight.training.regression.fitted_physics import HUBER, SHARPNESS, SLACK, Bounds
 from stepsight.training.regression.levenberg_marquardt import minimise
 

@@ -8,10 +8,10 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from stepsight.training.calibration.corrections import fit_scale
 from stepsight.training.context.examples import Taught, family_errors, make_examples, make_wholes
 from stepsight.training.context.fit_table import fit_table
 from stepsight.training.context.held_back import ALONE, CANDIDATES, HeldBack, hold_back
+from stepsight.training.corrections.calibration import fit_scale
 from stepsight.training.intervals.conformal import fit_intervals
 from stepsight.training.measured.imported_ops import ImportedSegments
 from stepsight.training.measured.measured import MeasuredRun

@@ -15,9 +15,9 @@ from stepsight.dataset.hardware.physics import roofline_seconds
 from stepsight.dataset.kinds.op import OP_KINDS, Op, OpKind
 from stepsight.dataset.runs.box_spec import HARDWARE as BOX
 from stepsight.features.op_features import OP_TERMS, op_feature_names, op_features, op_position, op_terms
+from stepsight.training.corrections.traced import TracedKind, log_factors
 from stepsight.training.kernels.derived_kinds import Ratio, as_run, base_in_precision, base_of, least_seconds
 from stepsight.training.kernels.derived_kinds import label as label
-from stepsight.training.kernels.traced_corrections import TracedKind, log_factors
 from stepsight.training.regression.fitted_physics import Bounds
 from stepsight.training.regression.regressor import Regressor, SignatureRows, fit_regressor
 
@@ -123,7 +123,10 @@ class KernelModel:
             return np.zeros(0)
         variants = np.array([self.variant(op, name) for op, name in zip(ops, software, strict=bool(software))] or [0])
         seconds = self._untraced(ops, busy, np.broadcast_to(variants, (len(ops),)))
-        return np.asarray(seconds * np.exp(log_factors(self.traced, ops, self.hardware))) if self.traced else seconds
+        if not self.traced:
+            return seconds
+        labels = [label(op.kind, op, self.hardware) for op in ops]
+        return np.asarray(seconds * np.exp(log_factors(self.traced, ops, labels)))
 
     def _untraced(self, ops: Sequence[Op], busy: int, variants: NDArray[np.int64]) -> Array:
         """Seconds of each op without the corrections from traces."""

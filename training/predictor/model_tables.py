@@ -7,11 +7,11 @@ from typing import Any
 from stepsight.dataset.hardware.hardware import Hardware, hardware_from_dict
 from stepsight.training.collectives.between_nodes import BetweenNodes
 from stepsight.training.collectives.collective_models import CollectiveModel
+from stepsight.training.corrections.traced import TracedKind
 from stepsight.training.kernels.derived_kinds import Ratio
 from stepsight.training.kernels.kernel_models import KernelModel, num_axes
-from stepsight.training.kernels.traced_corrections import TracedKind
+from stepsight.training.kernels.transferred import Transfer
 from stepsight.training.predictor.predictor_manifest import texts
-from stepsight.training.transfer.transferred import Transfer
 
 
 def kernel_more(kernel: KernelModel) -> dict[str, Any]:

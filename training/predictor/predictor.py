@@ -33,11 +33,12 @@ from stepsight.dataset.kinds.op import COLLECTIVE_KINDS, OP_KINDS, Collective, O
 from stepsight.features.collective_features import COLLECTIVE_AXES, COLLECTIVE_FEATURES, COLLECTIVE_TERMS
 from stepsight.features.nccl_features import NCCL_TERMS
 from stepsight.features.op_features import OP_TERMS, op_feature_names
-from stepsight.training.calibration.corrections import Calibration
 from stepsight.training.collectives.collective_models import BOUNDS, NCCL_BOUNDS, CollectiveModel
+from stepsight.training.corrections.calibration import Calibration
 from stepsight.training.intervals.conformal import Intervals
 from stepsight.training.kernels.host_calls import HostCalls
 from stepsight.training.kernels.kernel_models import KernelModel, num_axes, op_bounds, same_chip
+from stepsight.training.kernels.transferred import Teacher, Transfer
 from stepsight.training.predictor.learned_latency import LearnedLatency
 from stepsight.training.predictor.model_tables import (
     collective_more,
@@ -65,7 +66,6 @@ from stepsight.training.predictor.saved_host_calls import load_host_calls, save_
 from stepsight.training.predictor.software_used import kernels_asked
 from stepsight.training.regression.regressor import Regressor
 from stepsight.training.regression.trees import Trees
-from stepsight.training.transfer.transferred import Teacher, Transfer
 
 if TYPE_CHECKING:
     from stepsight.gnn.context_table import Context

@@ -13,8 +13,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from stepsight.training.corrections.neighbours import LENGTHS, Neighbours, fit_neighbours
+from stepsight.training.corrections.traced import FADE
 from stepsight.training.regression.fitted_physics import MOST_LOG, Bounds, Physics, fit_physics
-from stepsight.training.regression.neighbours import LENGTHS, Neighbours, fit_neighbours
 from stepsight.training.regression.trees import MANY_ROWS, MIN_ROWS, Trees, fit_trees
 
 Array = NDArray[np.float64]
@@ -26,7 +27,6 @@ MIN_GAIN = 0.03  # a choice must lower the cross-validated error by this share t
 UNKNOWN = 1.0  # log-error charged if a fold leaves nothing of a kind to train on
 MOST = 1e6  # busy devices: larger numbers are typing mistakes
 MOST_WEIGHT = 1e3  # of a neighbour
-FADE = 0.7  # log units outside the support after which the trees' weight falls to 1/e
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from stepsight.dataset.hardware.hardware import (
 from stepsight.dataset.hardware.physics import alpha_beta_seconds, roofline_seconds
 from stepsight.dataset.job.job import Job
 from stepsight.dataset.kinds.op import Collective, Op
-from stepsight.training.predictor.prediction import predict
+from stepsight.training.prediction.prediction import predict
 
 
 def test_presets_are_sound() -> None:

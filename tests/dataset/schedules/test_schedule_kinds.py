@@ -13,7 +13,7 @@ from stepsight.dataset.schedules import SCHEDULES
 from stepsight.dataset.schedules.base import BACKWARD, FORWARD, Schedule, ScheduleKind, _count, loop_placement
 from stepsight.simulator.schedules import find_schedule
 from stepsight.testing import ScheduleContract
-from stepsight.training.predictor.prediction import predict
+from stepsight.training.prediction.prediction import predict
 
 JOB = {
     "model": {"family": "gpt", "layers": 8, "hidden": 256, "heads": 4, "vocab": 1024, "seq_len": 128},

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 from stepsight.dataset.base.errors import PredictorError, TableError
-from stepsight.experiments.evaluation.calibration_split import split_by_size
+from stepsight.experiments.calibration.calibration_split import split_by_size
 from stepsight.experiments.evaluation.error_metrics import carried_forward, constant_mfu
 from stepsight.experiments.evaluation.evaluate import evaluate, figures, score
 from stepsight.experiments.evaluation.evaluation_report import evaluation_text
 from stepsight.experiments.evaluation.scored_row import PredictorOf, predictor_by_hardware
-from stepsight.training.predictor.prediction import ROOFLINE
+from stepsight.training.prediction.prediction import ROOFLINE
 from tests.experiments.evaluation.run_tables import digest_of, run_row, write_runs
 
 ROOT = Path(__file__).parents[3]

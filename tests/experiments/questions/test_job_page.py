@@ -14,7 +14,7 @@ from stepsight.experiments.questions.job_page import job_facts, job_part, jobs_p
 from stepsight.experiments.questions.training_plan import training_plan
 from stepsight.experiments.search.search import search
 from stepsight.experiments.search.settings import Goal
-from stepsight.training.predictor.prediction import Prediction, predict
+from stepsight.training.prediction.prediction import Prediction, predict
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")

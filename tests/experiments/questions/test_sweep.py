@@ -7,7 +7,7 @@ import pytest
 from stepsight.dataset.base.errors import JobError, StepsightError
 from stepsight.dataset.job.job import Job
 from stepsight.experiments.questions.sweep import Axis, change_job, sweep, sweep_csv, sweep_text
-from stepsight.training.predictor.prediction import predict
+from stepsight.training.prediction.prediction import predict
 
 JOB = Job.from_file(Path(__file__).parents[3] / "examples" / "gpt3-175b-1024.toml")
 LLAMA = Job.from_file(Path(__file__).parents[3] / "examples" / "llama3-70b-fsdp-512.toml")

@@ -10,7 +10,7 @@ from stepsight.dataset.base.errors import StepsightError
 from stepsight.dataset.job.job import Job
 from stepsight.experiments.questions.training_plan import Reliability, training_plan
 from stepsight.experiments.search.settings import Goal
-from stepsight.training.predictor.prediction import predict
+from stepsight.training.prediction.prediction import predict
 
 KIND = Reliability(node_mtbf_hours=5000.0, checkpoint_s=20.0, restart_s=300.0)
 

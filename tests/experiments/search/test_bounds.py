@@ -14,7 +14,7 @@ from stepsight.experiments.search.space import Space
 from stepsight.experiments.search.strategies import Grid
 from stepsight.simulator.iteration.lower_bounds import in_flight
 from stepsight.simulator.schedules import find_schedule
-from stepsight.training.predictor.prediction import predict
+from stepsight.training.prediction.prediction import predict
 from tests.experiments.search.random_jobs import random_job
 
 MANY_AXES = Space(

@@ -19,8 +19,8 @@ from stepsight.dataset.job.job import Job
 from stepsight.experiments.search.mapped import ask_mapped, local_map
 from stepsight.experiments.search.search import search
 from stepsight.experiments.search.strategies import strategies
-from stepsight.training.predictor.ask_many import ask_many
-from stepsight.training.predictor.prediction import asked_predictor
+from stepsight.training.prediction.ask_many import ask_many
+from stepsight.training.prediction.prediction import asked_predictor
 
 
 @pytest.fixture(scope="module")

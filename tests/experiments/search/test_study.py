@@ -21,7 +21,7 @@ from stepsight.experiments.search.search import search
 from stepsight.experiments.search.space import Space
 from stepsight.experiments.search.study import open_storage
 from stepsight.optuna import LegalStrategies
-from stepsight.training.predictor.prediction import predict
+from stepsight.training.prediction.prediction import predict
 
 SMALL = Space(schedules=("1f1b",), zero_stages=(0, 1), recompute=("none", "full"), micro_batches=(1, 2))
 OWN = Space(schedules=("1f1b",), zero_stages=(0, 1), recompute=("none",), micro_batches=(1, 2))

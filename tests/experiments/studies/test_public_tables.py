@@ -14,9 +14,9 @@ from stepsight.dataset.hardware.physics import roofline_seconds
 from stepsight.dataset.kinds.op import Collective, Op
 from stepsight.experiments.studies import public_tables
 from stepsight.training.collectives.between_nodes import BetweenNodes
+from stepsight.training.fitting.own_table import OwnTable
 from stepsight.training.predictor.predictor import Predictor, teacher_of
 from stepsight.training.shipped.from_tables import CollectiveRows, OpRows
-from stepsight.training.transfer.own_table import OwnTable
 
 GPU, L40S = find_hardware("a100-sxm-80gb"), find_hardware("l40s-pcie-48gb")
 assert GPU is not None and L40S is not None

@@ -25,8 +25,8 @@ from stepsight.experiments.demo.local_jobs import LocalJob
 from stepsight.experiments.questions.describe import describe
 from stepsight.experiments.tasks.collecting import collect_jobs, collect_ops, heavy_calls, read_plan
 from stepsight.experiments.tasks.settings import CollectSettings
-from stepsight.training.fit import train
-from stepsight.training.predictor.prediction import predict
+from stepsight.training.fitting.train_runs import train
+from stepsight.training.prediction.prediction import predict
 from tests.busy_machines import retried
 
 SETTINGS = CollectSettings(rounds=1, steps=2, warmup=2, profile_steps=1, event_seconds=0.5)

@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from stepsight.training.calibration.corrections import Calibration, fit_scale
+from stepsight.training.corrections.calibration import Calibration, fit_scale
 from stepsight.training.intervals.conformal import (
     ROOFLINE_LOG,
     UNSUPPORTED_LOG,

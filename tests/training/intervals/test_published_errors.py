@@ -18,7 +18,7 @@ from stepsight.training.intervals.published_errors import (
     likeness_of,
     published_widths,
 )
-from stepsight.training.predictor.prediction import ROOFLINE, predict
+from stepsight.training.prediction.prediction import ROOFLINE, predict
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "gpt3-175b-1024.toml"
 JOB = Job.from_file(EXAMPLE)

@@ -21,7 +21,7 @@ from stepsight.features.graph_features import node_feature_names
 from stepsight.features.op_features import op_feature_names
 from stepsight.gnn.context_model import ContextModel
 from stepsight.training.kernels.kernel_models import fit_kernels
-from stepsight.training.predictor.prediction import predict
+from stepsight.training.prediction.prediction import predict
 from stepsight.training.predictor.predictor import Predictor, shipped_names
 from stepsight.training.predictor.predictor_manifest import write_manifest
 

@@ -17,7 +17,7 @@ from stepsight.dataset.job.specs import Straggler
 from stepsight.simulator.durations.latency_model import RooflineLatency
 from stepsight.simulator.durations.segment_timing import MAX_PASSAGES, MAX_SEGMENTS, timer_of
 from stepsight.simulator.iteration.simulate import simulate
-from stepsight.training.predictor.prediction import ROOFLINE, predict
+from stepsight.training.prediction.prediction import ROOFLINE, predict
 from stepsight.training.predictor.predictor import Predictor
 from stepsight.training.shipped.catalogue import shipped_predictor
 

@@ -6,7 +6,7 @@ import pytest
 
 from stepsight.dataset.base.errors import PredictorError
 from stepsight.dataset.job.job import Job
-from stepsight.training.predictor.prediction import predict
+from stepsight.training.prediction.prediction import predict
 
 
 def job_with(precision: str = "bf16", hardware: str = "h100-sxm-80gb", **execution: str) -> Job:

@@ -12,9 +12,8 @@ from stepsight.dataset.base.errors import PredictorError, TableError
 from stepsight.dataset.hardware.hardware import find_fabric, usual_fabric
 from stepsight.dataset.job.job import Job
 from stepsight.dataset.kinds.op import Collective, Op
-from stepsight.training.predictor.prediction import ROOFLINE, predict
+from stepsight.training.prediction.prediction import ROOFLINE, predict
 from stepsight.training.predictor.predictor import SHIPPED, Predictor
-from stepsight.training.registered import load_predictor
 from stepsight.training.shipped import catalogue
 from stepsight.training.shipped.catalogue import (
     RECIPES,
@@ -25,6 +24,7 @@ from stepsight.training.shipped.catalogue import (
     shipped_names,
     shipped_predictor,
 )
+from stepsight.training.tracking.registered import load_predictor
 
 DATA = Path(os.environ.get("STEPSIGHT_DATA", Path(__file__).parents[4] / "shared" / "data"))
 EXAMPLES = Path(__file__).parents[3] / "examples"

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from stepsight.dataset.base.errors import JobError
 from stepsight.dataset.hardware.hardware import FABRICS, Link, find_fabric
 from stepsight.dataset.job.job import Job
-from stepsight.training.predictor.prediction import predict
+from stepsight.training.prediction.prediction import predict
 from stepsight.training.predictor.predictor import Predictor
 
 TRIED = int(os.environ.get("INVARIANT_JOBS", "25"))

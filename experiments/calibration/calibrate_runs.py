@@ -1,0 +1,280 @@
+"""``stepsight calibrate``: fit on small runs of a table, judge by its larger ones, write only improvements."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from stepsight.dataset.base.errors import PredictorError, TableError
+from stepsight.dataset.base.files import digest
+from stepsight.experiments.calibration.calibration_gain import with_rows
+from stepsight.experiments.calibration.calibration_split import split_by_size, without_copies
+from stepsight.experiments.evaluation.error_metrics import Errors, errors
+from stepsight.experiments.evaluation.evaluate import FITTED, Evaluation, evaluate, score
+from stepsight.experiments.evaluation.scored_row import Scored
+from stepsight.experiments.reports.text_table import Number, table
+from stepsight.training.corrections.constants import RESOURCES
+from stepsight.training.fitting.fit_calibration import CalibrationFit, off_by
+from stepsight.training.prediction.prediction import named_predictor
+from stepsight.training.predictor.predictor import Predictor
+from stepsight.training.predictor.predictor_manifest import check_output
+
+LEAST_GAIN = 0.02  # of the mean error: less is chance
+ONE_SIDED = 1.28  # standard deviations of a confidence of 90 %
+PRIOR_RUNS, PRIOR_SPREAD = 2.0, 4.0  # percentage points by which gains of single runs usually differ
+MOST_LEFT = 30.0  # percent of mean error that may be left: beyond, the table is not of such hardware, or in other units
+LARGER = "larger runs"
+COPY = "a copy of a fitted run"
+SIZES, ROWS = "each size left out in turn", "each job left out in turn"
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """Errors on runs that were not fitted.
+
+    Attributes:
+        by: Which runs judged, in words.
+        before, after: Errors without and with calibration.
+        sources: The same by source.
+        digests: Of the runs.
+        off_log: 90th percentile of the absolute errors with calibration, in log-seconds; 0 if there are too few runs.
+        sure_gain: Lower bound, with 90 % confidence, of the fall of the mean absolute error, in percentage points.
+    """
+
+    by: str
+    before: Errors
+    after: Errors
+    sources: dict[str, tuple[Errors, Errors]]
+    digests: tuple[str, ...]
+    off_log: float
+    sure_gain: float
+
+    @property
+    def better(self) -> bool:
+        """Whether calibration surely lowers the mean error by ``LEAST_GAIN``, and to at most ``MOST_LEFT``."""
+        before, after = self.before.mape or 0.0, self.after.mape or 0.0
+        return self.sure_gain > LEAST_GAIN * before and after <= MOST_LEFT
+
+    def to_dict(self) -> dict[str, Any]:
+        pairs = {name: {"before": b.to_dict(), "after": a.to_dict()} for name, (b, a) in self.sources.items()}
+        return {
+            "by": self.by,
+            "before": self.before.to_dict(),
+            "after": self.after.to_dict(),
+            "sources": pairs,
+            "sure_gain": self.sure_gain,
+        }
+
+
+@dataclass(frozen=True)
+class CalibrationReport:
+    """Result of a calibration: its changes, its evidence, and whether it was written.
+
+    Attributes:
+        source: The predictor before calibration, in words.
+        calibrated: The predictor after it.
+        num_fitted: Number of runs that it was fitted on.
+        evidence: Errors before and after on runs that were not fitted.
+        skipped: Number of rows left out, by reason.
+        out: The folder asked for; it is written only if ``released``.
+    """
+
+    source: str
+    calibrated: Predictor
+    num_fitted: int
+    evidence: Evidence
+    skipped: Mapping[str, int]
+    out: Path
+
+    @property
+    def released(self) -> bool:
+        """Whether the calibrated predictor is better on runs that were not fitted, so that it was written."""
+        return self.evidence.better
+
+    def __repr__(self) -> str:
+        before, after = self.evidence.before.mape or 0.0, self.evidence.after.mape or 0.0
+        verdict = f"wrote {self.out}" if self.released else "refused"
+        return f"CalibrationReport({self.num_fitted} runs, MAPE {before:.1f} to {after:.1f} %, {verdict})"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for JSON; errors in percent, factors of resources, widths in log-seconds."""
+        found = self.calibrated.calibration
+        value: dict[str, Any] = {
+            "predictor": self.source,
+            "fitted": self.num_fitted,
+            "constants": {
+                name: {
+                    "factor": found.constants.to_dict()[name],
+                    "prior_std_log": resource.prior_std_log,
+                    "low_log": resource.low_log,
+                    "high_log": resource.high_log,
+                }
+                for name, resource in RESOURCES.items()
+            },
+            "residual": {}
+            if found.residual is None
+            else {"spread": found.residual.spread, "noise": found.residual.noise},
+            "evidence": self.evidence.to_dict(),
+            "least_half_width_log": max(found.left_log, found.judged_log),
+            "released": self.released,
+            "skipped": dict(self.skipped),
+        }
+        return {**value, "out": str(self.out)} if self.released else value
+
+
+def calibrate(
+    runs: str | Path, predictor: Predictor | str, out: str | Path, *, source: str = "*", max_devices: int = 8
+) -> CalibrationReport:
+    """Calibrate a predictor on the small runs of a table, and write it if it predicts the larger ones better.
+
+    The fit follows the gradient through the simulator.  It fits factors of resources, and a correction for similar
+    jobs.  If the table has no larger runs, sizes or jobs are held out in turn to judge.
+
+    Args:
+        runs: Table of measured runs (.csv or .csv.gz), one row each; rows of other hardware are left out.
+        predictor: The predictor to start from, or the name of one that comes with the package.
+        out: Folder of the predictor to write.
+        source: Use only rows whose source matches this pattern or, if none matches, contains it.
+        max_devices: Runs of at most this many devices are fitted, or those of a source's smallest size; larger ones
+            judge.
+
+    Returns:
+        ``.released`` says whether the predictor was written; ``.evidence`` has the errors before and after.
+
+    Raises:
+        TableError: If no row can be used.
+        PredictorError: If the predictor was fitted on a row before, or ``out`` exists and is no predictor.
+
+    Example:
+        >>> report = calibrate("runs.csv", "a100-sxm", "runs/mine")  # doctest: +SKIP
+        >>> report.released, report.evidence.after.mape  # doctest: +SKIP
+    """
+    runs, out = Path(runs), Path(out)
+    predictor = named_predictor(predictor) if isinstance(predictor, str) else predictor
+    check_output(out)
+    evaluation = _usable(runs, predictor, source)
+    fitted, every_larger = split_by_size(evaluation.scored, max_devices)
+    larger = without_copies(every_larger, fitted)
+    copies = {COPY: len(every_larger) - len(larger)} if len(larger) < len(every_larger) else {}
+    fit = with_rows(predictor, fitted)
+    evidence = _on_larger(fit.predictor, larger) if larger else _left_out(fit, fitted)
+    judged = replace(fit.predictor.calibration, judged_log=evidence.off_log)
+    calibrated = replace(fit.predictor, calibration=judged)
+    skipped = {**evaluation.skipped, **copies}
+    report = CalibrationReport(predictor.source, calibrated, len(fitted), evidence, skipped, out)
+    if report.released:
+        _save(report, runs)
+    return report
+
+
+def _usable(runs: Path, predictor: Predictor, source: str) -> Evaluation:
+    """The rows that the predictor can be calibrated on, with its predictions."""
+    evaluation = evaluate(runs, predictor, source=source)
+    if FITTED in evaluation.skipped:
+        raise PredictorError(
+            f"a calibration begins with a predictor that was fitted on none of its rows, got {predictor.source}, "
+            f"fitted on {evaluation.skipped[FITTED]} of {sum(evaluation.rows.values())} rows in {runs}"
+        )
+    if len(evaluation.scored) < 2:
+        raise TableError(
+            f"a calibration takes at least 2 runs on {predictor.hardware.name} that can be expressed as jobs, "
+            f"got {len(evaluation.scored)} of {sum(evaluation.rows.values())} rows in {runs} "
+            f"(left out: {'; '.join(f'{count} x {why}' for why, count in evaluation.skipped.items()) or 'none'})"
+        )
+    return evaluation
+
+
+def _save(report: CalibrationReport, runs: Path) -> None:
+    """Write the calibrated predictor, with the rows that fitted and judged it in its manifest."""
+    value, manifest = report.to_dict(), report.calibrated.manifest
+    record = {key: value[key] for key in ("predictor", "fitted", "constants", "residual", "evidence")}
+    judged = {"judged_rows": list(report.evidence.digests), "runs": {runs.name: digest(runs.read_bytes())}}
+    changed = {
+        "name": "",  # no longer the shipped one
+        "digest": digest(str(manifest.get("digest", "")), *manifest["fitted_rows"]),
+        "calibration": {**record, **judged},
+    }
+    replace(report.calibrated, manifest={**manifest, **changed}).save(report.out)
+
+
+def _on_larger(predictor: Predictor, rows: Sequence[Scored]) -> Evidence:
+    after = [score(row.row, lambda hardware: predictor).predicted_s for row in rows]
+    return _evidence(LARGER, rows, after)
+
+
+def _left_out(fit: CalibrationFit, rows: Sequence[Scored]) -> Evidence:
+    """Hold out sizes in turn if no run is larger, or runs if there is one size."""
+    sizes: list[Hashable] = [row.row.gpus for row in rows]
+    by = SIZES if len(set(sizes)) > 1 else ROWS
+    off, _ = fit.process.left_out(sizes if by == SIZES else [row.job for row in rows])
+    return _evidence(by, rows, [row.measured_s * float(np.exp(-log)) for row, log in zip(rows, off, strict=True)])
+
+
+def _evidence(by: str, rows: Sequence[Scored], after: Sequence[float]) -> Evidence:
+    sources = {}
+    for name in dict.fromkeys(row.row.source for row in rows):
+        index = [i for i, row in enumerate(rows) if row.row.source == name]
+        sources[name] = _pair([rows[i] for i in index], [after[i] for i in index])
+    off = off_by(np.log([row.measured_s / seconds for row, seconds in zip(rows, after, strict=True)]))
+    return Evidence(by, *_pair(rows, after), sources, tuple(row.digest for row in rows), off, sure_gain(rows, after))
+
+
+def sure_gain(rows: Sequence[Scored], after: Sequence[float]) -> float:
+    """Percentage points by which the mean absolute error falls at least, with a confidence of 90 %.
+
+    Few runs show little: their spread is joined with a prior one, as if ``PRIOR_RUNS`` more had differed by it.
+    """
+    gains = np.array(
+        [abs(row.error) - abs(100.0 * (s / row.measured_s - 1.0)) for row, s in zip(rows, after, strict=True)]
+    )
+    count = len(gains)
+    spread = (float(((gains - gains.mean()) ** 2).sum()) + PRIOR_RUNS * PRIOR_SPREAD**2) / (count - 1 + PRIOR_RUNS)
+    return float(gains.mean()) - ONE_SIDED * math.sqrt(spread / count)
+
+
+def _pair(rows: Sequence[Scored], after: Sequence[float]) -> tuple[Errors, Errors]:
+    measured = [row.measured_s for row in rows]
+    return errors([row.predicted_s for row in rows], measured), errors(after, measured)
+
+
+def calibration_text(report: CalibrationReport) -> str:
+    """The report as tables for people."""
+    value, evidence = report.to_dict(), report.evidence
+    constants = ", ".join(f"{name} x {c['factor']:.3f}" for name, c in value["constants"].items())
+    lines = [(*pair, name) for name, pair in evidence.sources.items()]
+    if len(lines) > 1:
+        lines.append((evidence.before, evidence.after, "all"))
+    header = ["judged by", "runs", "MAPE before", "after", "max before", "after", "bias before", "after"]
+    cells = [
+        [name, before.used, *(Number(x or 0.0) for key in ("mape", "max", "bias") for x in _both(before, after, key))]
+        for before, after, name in lines
+    ]
+    gain = (evidence.before.mape or 0.0) - (evidence.after.mape or 0.0)
+    verdict = (
+        f"wrote {report.out}"
+        if report.released
+        else f"REFUSED, nothing was written: {evidence.before.used} runs do not show that the mean error on "
+        f"{evidence.by} falls by {100 * LEAST_GAIN:g} % of it, to {MOST_LEFT:g} % at most: it falls by {gain:.1f} "
+        f"points, with a confidence of 90 % by {evidence.sure_gain:.1f} at least"
+    )
+    widest = 100 * math.expm1(value["least_half_width_log"])
+    least = [f"intervals reach {widest:.1f} % up at least: what nine of ten of them were off by"] if widest else []
+    return "\n".join(
+        [
+            f"calibrated {value['predictor']} on {value['fitted']} runs: {constants}",
+            f"errors in percent on {evidence.by}:",
+            table(header, cells),
+            *least,
+            *(f"left out {count}: {why}" for why, count in value["skipped"].items()),
+            verdict,
+        ]
+    )
+
+
+def _both(before: Errors, after: Errors, key: str) -> tuple[float | None, float | None]:
+    return getattr(before, key), getattr(after, key)

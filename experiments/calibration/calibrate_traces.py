@@ -1,0 +1,195 @@
+"""``stepsight calibrate`` of imported traces: kernels, launches and overlap as real steps on a GPU show them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from stepsight.dataset.base.errors import TraceError
+from stepsight.dataset.base.files import digest
+from stepsight.dataset.hardware.hardware import Hardware
+from stepsight.dataset.kinds.op import Op
+from stepsight.dataset.runs.imported_run import MANIFEST, is_imported, read_imported, run_folders
+from stepsight.experiments.evaluation.error_metrics import Errors, errors
+from stepsight.experiments.reports.text_table import Number, table
+from stepsight.training.corrections.traced import fit_traced
+from stepsight.training.kernels.kernel_models import label
+from stepsight.training.measured.imported_facts import Overlap, launch_seconds, overlap_of, with_facts
+from stepsight.training.measured.imported_ops import HELDOUT, ImportedTimes, imported_times, read_imported_segments
+from stepsight.training.prediction.prediction import named_predictor
+from stepsight.training.predictor.predictor import Predictor
+from stepsight.training.predictor.predictor_manifest import check_output
+
+Array = NDArray[np.float64]
+
+FEWEST = 8  # distinct ops that a calibration takes
+LEAST_GAIN = 0.02  # of the mean error: less is chance
+
+
+@dataclass(frozen=True)
+class TracesReport:
+    """Result of a calibration on traces: its changes, its evidence, and whether it was written.
+
+    Attributes:
+        source: The predictor before calibration, in words.
+        calibrated: The predictor after it.
+        runs: Names of the runs.
+        before, after: Errors on traced ops, each left out when it was predicted, by family; ``all`` of all.
+        launches: Seconds that the host takes for each kind, as the traces say.
+        overlap: What compute loses beside collectives, None where no trace tells.
+        out: The folder asked for; it is written only if ``released``.
+    """
+
+    source: str
+    calibrated: Predictor
+    runs: tuple[str, ...]
+    before: Mapping[str, Errors]
+    after: Mapping[str, Errors]
+    launches: Mapping[str, float]
+    overlap: Overlap | None
+    out: Path
+
+    @property
+    def kernels_better(self) -> bool:
+        """Whether ops that were left out are predicted better than before."""
+        return (self.after["all"].mape or 0.0) < (1 - LEAST_GAIN) * (self.before["all"].mape or 0.0)
+
+    @property
+    def released(self) -> bool:
+        """Whether the traces improved anything."""
+        return self.kernels_better or bool(self.launches) or self.overlap is not None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for JSON; errors in percent."""
+        evidence = {
+            name: {"before": errors.to_dict(), "after": self.after[name].to_dict()}
+            for name, errors in self.before.items()
+        }
+        value: dict[str, Any] = {
+            "predictor": self.source,
+            "runs": list(self.runs),
+            "kinds": sorted(self.calibrated.kernel.traced),
+            "evidence": evidence,
+            "host_kinds_s": dict(self.launches),
+            "overlap": None if self.overlap is None else vars(self.overlap),
+            "released": self.released,
+        }
+        return {**value, "out": str(self.out)} if self.released else value
+
+
+def calibrate_traces(paths: Sequence[Path], predictor: Predictor | str, out: Path) -> TracesReport:
+    """Correct a predictor with imported traces of its hardware, and write it if it improves.
+
+    Kernels are corrected by kind, launches and overlap replaced where the traces tell; what does not lower the error
+    on ops that were left out is left as it was.  The shipped predictor itself is never changed.
+
+    Args:
+        paths: Collections or run folders that ``import kineto`` wrote.
+        predictor: To start from, or its name.
+        out: Folder of the predictor to write.
+
+    Raises:
+        TraceError: If there are no imported runs of that hardware, or too few ops.
+        PredictorError: If ``out`` is something else.
+    """
+    start = named_predictor(predictor) if isinstance(predictor, str) else predictor
+    check_output(out)
+    folders = [folder for path in paths for folder in run_folders(path) if is_imported(folder)]
+    folders = [folder for folder in folders if read_imported(folder).role != HELDOUT]
+    if not folders:
+        raise TraceError(f"calibration takes runs that `stepsight import kineto` wrote, got none in {paths[0]}")
+    runs = read_imported_segments(folders, start.hardware.name)
+    times = imported_times(runs)
+    ops, measured = traced_medians(times, start.hardware)
+    if len(ops) < FEWEST:
+        raise TraceError(
+            f"calibration takes at least {FEWEST} distinct ops of known sizes, got {len(ops)}: record shapes while "
+            "profiling (record_shapes=True)"
+        )
+    predicted = start.kernel.seconds(ops, 1)
+    labels = [label(op.kind, op, start.hardware) for op in ops]
+    traced, left_out = fit_traced(ops, predicted, measured, labels)
+    steps = [run.steps for run in runs if run.device != "cpu"]
+    report = TracesReport(
+        start.source,
+        start,
+        tuple(run.name for run in runs),
+        errors_by_family(ops, predicted, measured),
+        errors_by_family(ops, predicted * np.exp(left_out), measured),
+        launch_seconds(steps),
+        overlap_of(steps),
+        out,
+    )
+    kernel = replace(start.kernel, traced={**start.kernel.traced, **traced}) if report.kernels_better else start.kernel
+    hardware = with_facts(start.hardware, report.launches, report.overlap)
+    calibrated = replace(start, hardware=hardware, kernel=replace(kernel, hardware=hardware))
+    report = replace(report, calibrated=calibrated)
+    if report.released:
+        _save(report, folders)
+    return report
+
+
+def traced_medians(times: ImportedTimes, hardware: Hardware) -> tuple[list[Op], Array]:
+    """Distinct ops in a precision that the hardware has, and the median of their seconds, ``(ops,)``."""
+    ops = [op for op in times.ops if op.dtype in hardware.peak_flops]
+    return ops, np.array([np.median(times.ops[op]) for op in ops])
+
+
+def errors_by_family(ops: Sequence[Op], predicted: Array, measured: Array) -> dict[str, Errors]:
+    """Errors of all ops, and of each family."""
+    families: dict[str, list[int]] = {"all": list(range(len(ops)))}
+    for index, op in enumerate(ops):
+        families.setdefault(op.family, []).append(index)
+    return {name: errors(predicted[rows].tolist(), measured[rows].tolist()) for name, rows in families.items()}
+
+
+def _save(report: TracesReport, folders: Sequence[Path]) -> None:
+    """Write the calibrated predictor, with what fitted and judged it in its manifest."""
+    value, manifest = report.to_dict(), report.calibrated.manifest
+    files = {folder.name: digest((folder / MANIFEST).read_bytes()) for folder in folders}
+    record = {key: value[key] for key in ("predictor", "kinds", "evidence", "host_kinds_s", "overlap")}
+    changed = {
+        "name": "",  # no longer the shipped one
+        "digest": digest(str(manifest.get("digest", "")), *files.values()),
+        "calibrated_traces": {**record, "runs": files},
+    }
+    replace(report.calibrated, manifest={**manifest, **changed}).save(report.out)
+
+
+def traces_text(report: TracesReport) -> str:
+    """The report for people."""
+    cells = [
+        [name, before.used, *(Number(value or 0.0) for value in _pair(before, report.after[name]))]
+        for name, before in report.before.items()
+    ]
+    header = ["family", "distinct ops", "mean error %", "calibrated", "median error %", "calibrated"]
+    lines = [
+        f"calibrated {report.source} on {len(report.runs)} imported run(s); each op was left out when it was judged",
+        table(header, cells),
+        f"kernels corrected: {', '.join(sorted(report.calibrated.kernel.traced)) or 'none'}",
+    ]
+    if not report.kernels_better:
+        lines.append("kernels are left as they were: ops that were left out are predicted no better")
+    told = ", ".join(f"{kind} {1e6 * spent:.1f}" for kind, spent in report.launches.items())
+    lines.append(f"launches, microseconds of the host: {told or 'too few to tell, left as they were'}")
+    lines.append(_overlap_text(report.overlap))
+    lines.append(f"wrote {report.out}" if report.released else "REFUSED, nothing was written: the traces teach nothing")
+    return "\n".join(lines)
+
+
+def _pair(before: Errors, after: Errors) -> tuple[float | None, ...]:
+    return before.mape, after.mape, before.median, after.median
+
+
+def _overlap_text(overlap: Overlap | None) -> str:
+    if overlap is None:
+        return "overlap: too few ops beside collectives to tell, left as it was"
+    return (
+        f"overlap: {overlap.ops} ops beside collectives for {1e3 * overlap.seconds:.1f} ms take {overlap.slowdown:.2f} "
+        f"times as long as alone; {100 * overlap.share:.0f} % of the overlapped time is lost"
+    )

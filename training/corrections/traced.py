@@ -1,0 +1,152 @@
+"""Corrections of a predictor's kernels from traces of real steps: a factor for each kind, and more near traced sizes.
+
+A predictor of tables says how long a kernel takes alone, by the library that the tables measured.  In a training step
+another variant of it runs, beside other work.  The layer multiplies what the predictor says, so what it learned of
+shapes, precision and software stays, and fades for sizes that no trace holds.  Each kind has what predicts signatures
+that were left out best: nothing, a factor, or a factor and a Gaussian process on what it leaves (``neighbours``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from stepsight.dataset.kinds.op import Op
+from stepsight.features.op_features import op_position
+from stepsight.training.corrections.neighbours import LENGTHS, Neighbours, fit_neighbours
+
+Array = NDArray[np.float64]
+
+FEWEST = 4  # fewest signatures of a kind for a correction
+FOLDS = 5
+FADE = 0.7  # log units beyond what was measured after which a correction falls to 1/e
+MIN_GAIN = 0.1  # a choice must lower the error on left-out signatures by this share to replace a simpler one
+MOST_LOG = 1.6  # limit of a correction: beyond a factor of 5, the call does not show the op's real sizes
+_PRIOR = 2.0  # weight of the predictor, in signatures
+_REACH = LENGTHS[2:]  # shorter lengths would memorise single signatures
+
+
+@dataclass(frozen=True)
+class TracedKind:
+    """The correction of one kind; log-seconds.
+
+    Attributes:
+        offset: Of every op of the kind.
+        near: What is left near signatures that were traced.
+        low, high: Support: lowest and highest position that was traced, ``(axes,)`` each.
+    """
+
+    offset: float
+    near: Neighbours
+    low: Array
+    high: Array
+
+    def log_factor(self, positions: Array) -> Array:
+        """Logarithm of the factor at positions ``(rows, axes)``, shape ``(rows,)``; zero far from the support."""
+        excess = np.maximum(np.maximum(self.low - positions, positions - self.high), 0.0).max(axis=1)
+        found = np.clip(self.offset + self.near.residual(positions), -MOST_LOG, MOST_LOG)
+        return np.asarray(found * np.exp(-excess / FADE))
+
+    def holds(self, op: Op) -> bool:
+        """Whether an op lies within the traced range."""
+        position = op_position(op)
+        return bool((position >= self.low - 1e-9).all() and (position <= self.high + 1e-9).all())
+
+    def to_dict(self) -> dict[str, Any]:
+        support = {"low": self.low.tolist(), "high": self.high.tolist()}
+        return {"offset": round(self.offset, 6), "near": self.near.to_dict(), **support}
+
+    @classmethod
+    def from_dict(cls, value: Mapping[str, Any], axes: int) -> TracedKind:
+        """Read the result of ``to_dict``.
+
+        Raises:
+            ValueError: If its arrays do not fit each other.
+        """
+        table = value["near"]
+        near = Neighbours.from_dict(table) if table["weights"] else Neighbours(np.zeros((0, axes)), np.zeros(0), 1.0)
+        low, high = np.array(value["low"], float), np.array(value["high"], float)
+        found = cls(float(value["offset"]), near, low, high)
+        shaped = low.shape == high.shape == (axes,) and near.positions.shape[1:] == (axes,)
+        numbers = np.concatenate([low, high, near.positions.ravel(), near.weights, [found.offset]])
+        if not shaped or not np.isfinite(numbers).all() or not 0 < near.length <= LENGTHS[-1]:
+            raise ValueError(
+                f"a traced kind must have finite numbers and {axes} axes, got {low.shape} and {high.shape}"
+            )
+        return found
+
+
+def log_factors(kinds: Mapping[str, TracedKind], ops: Sequence[Op], labels: Sequence[str]) -> Array:
+    """Logarithm of the factor of each op, ``(len(ops),)``; ``labels`` are their kinds with precisions."""
+    out = np.zeros(len(ops))
+    if kinds:
+        for name, index in _groups(labels).items():
+            if name in kinds:
+                out[index] = kinds[name].log_factor(np.array([op_position(ops[i]) for i in index]))
+    return out
+
+
+def fit_traced(
+    ops: Sequence[Op], predicted: Array, measured: Array, labels: Sequence[str]
+) -> tuple[dict[str, TracedKind], Array]:
+    """Fit corrections from traced ops.
+
+    Args:
+        ops: Distinct signatures.
+        predicted: What a predictor says of each, seconds, ``(ops,)``.
+        measured: The same in traces.
+        labels: Kind of each, with the precision if it has its own kernels.
+
+    Returns:
+        Corrections by kind, of the kinds that they help; and for each op the log-factor by a fit that did not see it.
+    """
+    found: dict[str, TracedKind] = {}
+    left_out = np.zeros(len(ops))
+    residual = np.log(measured / predicted)
+    for name, index in _groups(labels).items():
+        index = index[np.abs(residual[index]) <= MOST_LOG]
+        if len(index) < FEWEST:
+            continue
+        positions, own = np.array([op_position(ops[i]) for i in index]), residual[index]
+        length, left = _choose(positions, own)
+        if length >= 0.0:
+            found[name], left_out[index] = _fit(positions, own, length), left
+    return found, left_out
+
+
+def _choose(positions: Array, residual: Array) -> tuple[float, Array]:
+    """Choose the reach of neighbours (0: only a factor, below 0: nothing helps); also log-factors of left-out
+    positions.
+    """
+    folds = np.random.default_rng(0).permutation(len(residual)) % FOLDS
+    best, best_left = -1.0, np.zeros(len(residual))
+    error = float(np.abs(residual).mean())
+    for length in (0.0, *_REACH):
+        left = np.zeros(len(residual))
+        for fold in range(FOLDS):
+            out = folds == fold
+            if out.any():
+                left[out] = _fit(positions[~out], residual[~out], length).log_factor(positions[out])
+        off = float(np.abs(residual - left).mean())
+        if off < error * (1 - MIN_GAIN):
+            best, best_left, error = length, left, off
+    return best, best_left
+
+
+def _fit(positions: Array, residual: Array, length: float) -> TracedKind:
+    count = len(residual)
+    offset = float(np.clip(np.median(residual) * count / (count + _PRIOR), -MOST_LOG, MOST_LOG))
+    nothing = Neighbours(np.zeros((0, positions.shape[1])), np.zeros(0), LENGTHS[0])
+    near = fit_neighbours(positions, residual - offset, length) if length else nothing
+    return TracedKind(offset, near, positions.min(axis=0), positions.max(axis=0))
+
+
+def _groups(labels: Sequence[str]) -> dict[str, NDArray[np.int64]]:
+    groups: dict[str, list[int]] = {}
+    for index, label in enumerate(labels):
+        groups.setdefault(label, []).append(index)
+    return {label: np.array(rows, dtype=np.int64) for label, rows in groups.items()}

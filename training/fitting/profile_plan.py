@@ -1,0 +1,174 @@
+"""Choose the ops and collectives to measure first on a new device, as a plan for the harness.
+
+Candidates are the distinct ops of training the catalogue's models, sharded in several ways, and those of the jobs that
+are asked about.  Those are chosen that lower the expected error most, given what other devices' predictors know
+(``posterior.choose_rows``); an error counts for more where the jobs spend more of their time (``wanted_ops``).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+import numpy as np
+
+from stepsight.dataset.base.errors import CollectError, StepsightError
+from stepsight.dataset.hardware.hardware import Hardware
+from stepsight.dataset.hardware.physics import roofline_seconds
+from stepsight.dataset.harness.plan import SCHEMA, check_plan
+from stepsight.dataset.job.job import Job
+from stepsight.dataset.job.models import MODELS
+from stepsight.dataset.kinds.op import Op
+from stepsight.simulator.programs.lower import signatures
+from stepsight.training.corrections.posterior import choose_rows
+from stepsight.training.fitting.fit_transfer import FEWEST
+from stepsight.training.fitting.wanted_ops import time_shares
+from stepsight.training.kernels.kernel_models import label
+from stepsight.training.kernels.transferred import Teacher, Transfer
+
+LAUNCH_S, OP_S, COLLECTIVE_S = 20.0, 0.25, 0.5  # start-up of the harness, and of each signature with its inputs
+LONGEST_S, MOST_MEMORY = 0.5, 0.2  # limits of a candidate: time by the roofline, share of the memory for its operands
+CANDIDATES = 400  # most candidates of a family, those with most of the time; as many others are drawn
+MICRO_BATCHES = 16  # of the catalogue's jobs: the optimizer takes a small part of their time
+COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send_recv")
+SIZES = tuple(2**power for power in range(12, 31, 2))
+LINKS_SHARE = 0.2  # share of the time, if there are several devices
+MOST_MINUTES = 240.0
+
+
+def profile_plan(
+    hardware: Hardware,
+    teachers: Sequence[Teacher],
+    minutes: float,
+    *,
+    jobs: Sequence[Job] = (),
+    devices: int = 1,
+    seed: int = 0,
+) -> dict[str, Any]:
+    """Make a plan for the harness that takes about a given number of minutes.
+
+    Args:
+        hardware: The device's facts.
+        teachers: Devices that were measured.
+        minutes: Of measuring.
+        jobs: That will be asked about, on any hardware; none: training the catalogue's models.
+        devices: Devices of the node; from 2 on collectives are measured too.
+        seed: Of the choice of candidates.
+
+    Raises:
+        CollectError: If there is too little time to measure anything.
+    """
+    seconds = 60 * minutes - LAUNCH_S
+    if not 0 < minutes <= MOST_MINUTES or seconds < 10 * OP_S:
+        raise CollectError(f"minutes must be from 0.5 to {MOST_MINUTES:g}, got {minutes:g}")
+    links = _links(devices, seconds * LINKS_SHARE) if devices > 1 else []
+    count = int((seconds - COLLECTIVE_S * len(links)) / OP_S)
+    transfer = Transfer(hardware, tuple(teachers))
+    shares = wanted_shares(hardware, jobs)
+    ops = _ordered(transfer, shares, count, seed)
+    event = {
+        "name": "profile",
+        "world_size": 1,
+        "ops": [{**asdict(op), "dims": list(op.dims)} for op in ops],
+        "collectives": [],
+        "seconds": OP_S * len(ops),
+    }
+    events = [event]
+    if links:
+        of_links = {"name": "links", "world_size": devices, "ops": [], "collectives": links}
+        events.append({**of_links, "seconds": COLLECTIVE_S * len(links)})
+    return check_plan({"schema": SCHEMA, "runs": [], "events": events, "device": "auto"})
+
+
+def _ordered(transfer: Transfer, shares: Mapping[Op, float], count: int, seed: int) -> list[Op]:
+    """The ops to measure, those first that lower the error of the jobs' time most."""
+    rng = np.random.default_rng(seed)
+    groups: dict[tuple[str, str], list[Op]] = {}
+    for op in shares:
+        groups.setdefault((label(op.family, op, transfer.hardware), op.dtype), []).append(op)
+    queue: list[tuple[float, str, int, Op]] = []
+    for (family, dtype), ops in groups.items():
+        weights = np.array([shares[op] for op in ops])
+        order = np.lexsort((rng.permutation(len(ops)), -weights)).tolist()
+        targets = [ops[place] for place in order[:CANDIDATES]]
+        some = [op for op in targets if _measurable(op, transfer.hardware)]
+        rest = [op for op in (ops[place] for place in order[CANDIDATES:]) if _measurable(op, transfer.hardware)]
+        some += rest[:CANDIDATES]
+        if not some:
+            continue
+        _, rows = transfer.rows_of([*targets, *some])
+        split = len(targets)
+        chosen, gains = choose_rows(
+            {name: block[split:] for name, block in rows.items()}, min(count, len(some)),
+            targets={name: block[:split] for name, block in rows.items()}, weights=np.sort(weights)[::-1][:split],
+        )  # fmt: skip
+        gains[:FEWEST] = gains[:FEWEST].mean()  # fewer rows of a family teach nothing
+        queue += [(-gain, f"{family}{dtype}", turn, some[place])
+                  for turn, (place, gain) in enumerate(zip(chosen, gains.tolist(), strict=True))]  # fmt: skip
+    return [op for *_, op in sorted(queue, key=lambda item: item[:3])[:count]]
+
+
+def wanted_shares(hardware: Hardware, jobs: Sequence[Job]) -> dict[Op, float]:
+    """Candidates, and the share of the jobs' time that each takes; the catalogue's ops are candidates in any case."""
+    catalogue: list[Job] = []
+    found: dict[Op, float] = {}
+    for job in catalogue_jobs(hardware):
+        try:
+            ops, _ = signatures(job, hardware)
+        except StepsightError:  # the hardware states no peak for the model's precision
+            continue
+        catalogue.append(job)
+        found.update(dict.fromkeys(sorted(ops, key=str), 0.0))
+    shares = time_shares(jobs or catalogue, hardware)
+    return {op: share for op, share in {**found, **shares}.items() if op.record.bound in ("compute", "memory")}
+
+
+def _measurable(op: Op, hardware: Hardware) -> bool:
+    if op.record.bound == "compute" and op.dtype not in hardware.peak_flops:
+        return False
+    if op.num_bytes > MOST_MEMORY * hardware.memory_bytes:
+        return False
+    return roofline_seconds(op, hardware) <= LONGEST_S
+
+
+def catalogue_jobs(hardware: Hardware, models: Sequence[str] = tuple(MODELS)) -> Iterator[Job]:
+    """Training of models of the catalogue, sharded in several ways."""
+    wanted: list[str] = [name for name in ("bf16", "fp8", "fp16") if name in hardware.peak_flops]
+    precisions = wanted[:2] or ["fp32"]
+    for model in models:
+        for tp, micro_batch in ((1, 1), (1, 4), (2, 2), (4, 1), (8, 2)):
+            for precision in precisions:
+                try:
+                    yield Job.of(
+                        {
+                            "model": {"name": model},
+                            "parallel": {"tp": tp, "sequence_parallel": tp > 1},
+                            "batch": {
+                                "micro_batch": micro_batch,
+                                "global_batch": MICRO_BATCHES * micro_batch,
+                                "precision": precision,
+                            },
+                            "cluster": {
+                                "hardware": "a100-sxm-80gb" if hardware.kind == "gpu" else "local-cpu",
+                                "nodes": 1,
+                                "devices_per_node": tp,
+                            },
+                        }
+                    )
+                except StepsightError:  # heads that tp does not divide
+                    continue
+
+
+def _links(devices: int, seconds: float) -> list[dict[str, Any]]:
+    """Collectives within a node with all sizes, those over all devices first."""
+    groups = [2**power for power in range(int(math.log2(devices)), 0, -1)]
+    rows = [
+        {"kind": kind, "num_bytes": size, "group_size": group, "ranks_per_node": group}
+        for group in dict.fromkeys([devices, *groups])
+        for size in SIZES
+        for kind in COLLECTIVES
+        if kind != "send_recv" or group == 2
+    ]
+    return rows[: max(int(seconds / COLLECTIVE_S), 1)]

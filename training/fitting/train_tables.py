@@ -1,0 +1,256 @@
+"""``train`` on tables: a predictor of one device from its measured ops and collectives, without runs."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from stepsight.dataset.base.errors import JobError, TableError
+from stepsight.dataset.base.files import digest
+from stepsight.dataset.hardware.hardware import canonical_hardware, find_fabric, usual_fabric
+from stepsight.dataset.tables import Measurements
+from stepsight.training.collectives.collective_models import label_of
+from stepsight.training.fitting.family_figures import family_figures, pack_shapes, trained_on
+from stepsight.training.fitting.fit_transfer import fit_links_of, fit_ops, label_of_work, nearest_links
+from stepsight.training.fitting.own_table import OwnTable, find_own_hardware, own_table, renamed, shape_of
+from stepsight.training.predictor.predictor import Predictor, shipped_by_name, shipped_names, teacher_of
+from stepsight.training.predictor.predictor_manifest import check_output
+from stepsight.training.shipped.catalogue import RECIPES
+from stepsight.training.tracking.store import check_store_to_write
+from stepsight.training.tracking.tracking import default_uri, tracked
+
+Say = Callable[[str], None]
+FEWEST_TO_SPLIT = 25  # fewest rows for holding out a fifth of the shapes
+FEWEST_OF_FAMILY = 10  # with fewer rows of a family, a warning
+
+
+def train_tables(
+    tables: Sequence[str | Path],
+    out: str | Path,
+    *,
+    hardware: str = "",
+    like: str = "",
+    software: str = "",
+    fabric: str = "",
+    samples: int = 0,
+    seed: int = 0,
+    tracking_uri: str | None = None,
+    progress: bool = True,
+) -> Predictor:
+    """Train a predictor of one device on tables of its ops and collectives, save it, and track it in MLflow.
+
+    A fifth of the shapes is held out first and judges (``held_out`` in the manifest); what is saved is fitted to all
+    rows. With ``samples`` only those are fitted, and all other rows judge.
+
+    Args:
+        tables: Files that ``stepsight import FORMAT PATH --out TABLE.parquet`` wrote.
+        out: Folder of the predictor to write.
+        hardware: Preset or file of the device's facts; empty: the tables' only device, which must be a preset.
+        like: A predictor of the package, or its hardware, whose efficiency is the first guess; its facts count where
+            none are known of the device. Empty: the mean of all.
+        software: Pattern of the software to predict for; empty: what ran most rows of each family.
+        fabric: Links of collectives whose rows name none that is known; empty: the hardware's usual ones.
+        samples: Most shapes of each family of ops, and of each kind of collective, to learn from; 0: all.
+        seed: Of everything random.
+        tracking_uri: Of MLflow; by default an sqlite database beside ``out``.
+        progress: Whether to report progress on stderr.
+
+    Returns:
+        The predictor, as ``Predictor.load(out)`` reads it.
+
+    Raises:
+        TableError: If the tables hold nothing to learn from, or several devices.
+        PredictorError: If ``out`` is something else than a predictor, or ``like`` names none.
+
+    Example:
+        >>> predictor = train_tables(["gb200.parquet"], "gb200", like="b200-sxm")  # doctest: +SKIP
+    """
+    paths, out, say = [Path(path) for path in tables], Path(out), _reporter(progress)
+    uri = tracking_uri or default_uri(out)
+    check_output(out)
+    check_store_to_write(uri, tracking_uri, say)
+    alike = _predictor_named(like) if like else ""
+    table, whole = _read(paths, alike, hardware=hardware, software=software, fabric=fabric)
+    say(f"{whole.hardware.name}: {len(whole.ops)} ops, {len(whole.collectives)} collectives")
+    used = whole.sample(samples, seed) if samples else whole
+    with tracked(uri, f"train {whole.hardware.name}") as run:
+        held_out = _held_out(whole, used, alike, bool(samples), seed, say)
+        predictor = fit_own_table(used, alike, seed=seed, say=say)
+        told = {"tables": [str(path.resolve()) for path in paths], "samples": samples, "seed": seed, "like": alike}
+        told |= {"held_out": held_out, "mlflow_run_id": run.run_id, "mlflow_uri": uri, "warnings": few_rows(used)}
+        predictor = replace(predictor, manifest={**_manifest(table, whole, used, software), **told})
+        predictor.save(out)
+        _track(run, predictor, out, whole)
+    say(f"done: {out}")
+    return Predictor.load(out)
+
+
+def _reporter(progress: bool) -> Say:
+    """Say what is done on stderr, with the seconds since the beginning."""
+    started = time.monotonic()
+
+    def say(text: str) -> None:
+        if progress:
+            print(f"  train: [{time.monotonic() - started:4.1f} s] {text}", file=sys.stderr, flush=True)
+
+    return say
+
+
+def _read(
+    paths: Sequence[Path], like: str, *, hardware: str, software: str, fabric: str
+) -> tuple[Measurements, OwnTable]:
+    """Read all rows of some files, and select those of the device; see ``train_tables``."""
+    table = Measurements.concat(Measurements.from_parquet(path) for path in paths)
+    preset = RECIPES[like].hardware if like else ""
+    device = find_own_hardware(table, hardware, preset)
+    usual = fabric or _usual(hardware, device.name, preset)
+    return table, own_table(renamed(table, device), device, software, usual)
+
+
+def fit_own_table(
+    own: OwnTable, like: str = "", *, seed: int = 0, say: Say = lambda text: None, without: Sequence[str] = ()
+) -> Predictor:
+    """Fit a predictor to a device's rows, without saving it.
+
+    Args:
+        own: The rows.
+        like: Name of the predictor of the package whose efficiency is the first guess; empty: the mean of all.
+        seed: Of everything random.
+        say: Reports progress.
+        without: Predictors of the package that are left out, as if they did not exist.
+    """
+    names = [name for name in shipped_names() if name not in without]
+    teachers = [teacher_of(name) for name in names] if own.hardware.kind == "gpu" else []
+    kernel = fit_ops(own, teachers, like, seed=seed, say=say)
+    links = own.collectives.fabrics[0] if len(own.collectives) else None
+    if links is None and (usual := _usual(own.hardware.name)):
+        links = find_fabric(usual)
+    lenders = [shipped_by_name(name) for name in ([like] if like else names)]
+    lender = lenders[0] if links is None else nearest_links(links, lenders)
+    return Predictor(own.hardware, kernel, fit_links_of(own.collectives, lender, seed=seed))
+
+
+def judge_own_table(predictor: Predictor, rows: OwnTable) -> dict[str, Any]:
+    """Errors of a predictor on rows of its device, by family."""
+    software = [rows.software[name][variant] for name, variant in zip(rows.labels(), rows.ops.variants, strict=True)]
+    predicted = predictor.kernel.seconds(rows.ops.ops, 1, software)
+    names = [label_of_work(op, predictor.kernel) for op in rows.ops.ops]
+    links = rows.collectives
+    timed = [
+        float(predictor.collective.seconds([work], fabric)[0])
+        for work, fabric in zip(links.collectives, links.fabrics, strict=True)
+    ]
+    names += [label_of(work) for work in links.collectives]
+    return family_figures(names, np.append(predicted, timed), np.append(rows.ops.seconds, links.seconds))
+
+
+def few_rows(used: OwnTable) -> list[str]:
+    """Warnings about families of which there are few rows."""
+    counts = Counter([*used.labels(), *map(label_of, used.collectives.collectives)])
+    few = [f"{name} ({count})" for name, count in sorted(counts.items()) if count < FEWEST_OF_FAMILY]
+    if not few:
+        return []
+    return [
+        f"few rows teach {', '.join(few)}: other sizes follow hardware facts and other devices, and no error is known; "
+        f"measure at least {FEWEST_OF_FAMILY} sizes of each"
+    ]
+
+
+def _held_out(whole: OwnTable, used: OwnTable, like: str, sampled: bool, seed: int, say: Say) -> dict[str, Any]:
+    """Errors on held-out shapes; with samples, ``evaluate`` shows those of the saved predictor."""
+    if sampled or len(whole.ops) + len(whole.collectives) < FEWEST_TO_SPLIT:
+        return {}
+    kept, left = used.split(seed)
+    say(f"holding out {len(left.ops)} ops and {len(left.collectives)} collectives, by shape")
+    judged = fit_own_table(kept, like, seed=seed, say=say)
+    return judge_own_table(judged, left)
+
+
+def _usual(*hardware: str) -> str:
+    """The usual fabric of the first of some presets or files that has one; empty if none has."""
+    for name in filter(None, hardware):
+        with suppress(JobError):
+            return usual_fabric(name)
+    return ""
+
+
+def _predictor_named(name: str) -> str:
+    """The shipped predictor of that name, or for that hardware."""
+    name = canonical_hardware(name)
+    for own, recipe in RECIPES.items():
+        if name in (own, recipe.hardware, *recipe.twins):
+            return own
+    known = ", ".join(f"{own} ({recipe.hardware})" for own, recipe in RECIPES.items())
+    raise TableError(f"--like must be a shipped predictor, or its hardware: {known}; got {name!r:.80}")
+
+
+def _manifest(table: Measurements, whole: OwnTable, used: OwnTable, software: str) -> dict[str, Any]:
+    """Description of the training data; ``train_tables`` adds its settings."""
+    digests = [file.digest for file in table.files.values()]
+    shapes = pack_shapes(used.shapes())
+    return {
+        "digest": digest(*digests, shapes, software, version("stepsight")),
+        "sources": {name: {"digest": f.digest, "licence": f.licence} for name, f in table.files.items()},
+        "skipped": dict(whole.skipped),
+        "num_ops": len(used.ops),
+        "num_collectives": len(used.collectives),
+        "software": {name: list(names) for name, names in used.software.items()},
+        "collective_library": used.library,
+        "kinds_measured": sorted({op.kind for op in used.ops.ops}),
+        "collectives_measured": sorted({label_of(work) for work in used.collectives.collectives}),
+        "trained_shapes": shapes,
+        "fitted_rows": [],
+        "versions": {name: version(name) for name in ("stepsight", "lightgbm", "numpy")},
+        "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "metrics": {},
+    }
+
+
+def _compared(predictor: Predictor, whole: OwnTable) -> Callable[[Predictor], tuple[float, float] | None]:
+    """Compare a predictor with the champion: on rows that neither was trained on, else on the same held-out shapes."""
+
+    def compare(champion: Predictor) -> tuple[float, float] | None:
+        unseen = []
+        for works in (whole.ops.ops, whole.collectives.collectives):
+            shapes = [shape_of(work) for work in works]
+            seen = trained_on(predictor.manifest, shapes) | trained_on(champion.manifest, shapes)
+            unseen.append(np.flatnonzero(~seen))
+        rows = whole.take(*unseen)
+        if len(rows.ops) + len(rows.collectives) >= FEWEST_TO_SPLIT and "trained_shapes" in champion.manifest:
+            return _mean(judge_own_table(predictor, rows)), _mean(judge_own_table(champion, rows))
+        own, its = predictor.manifest, champion.manifest
+        same = all(own[key] == its.get(key) for key in ("sources", "seed"))
+        if not (same and own["held_out"] and its.get("held_out")):
+            return None
+        return _mean(predictor.manifest["held_out"]), _mean(champion.manifest["held_out"])
+
+    return compare
+
+
+def _mean(figures: Mapping[str, Any]) -> float:
+    """Mean error in percent over the rows of all families."""
+    return float(np.average([f["mape"] for f in figures.values()], weights=[f["rows"] for f in figures.values()]))
+
+
+def _track(run: Any, predictor: Predictor, out: Path, whole: OwnTable) -> None:
+    manifest = predictor.manifest
+    params = {key: manifest[key] for key in ("seed", "samples", "num_ops", "num_collectives", "like")}
+    tags = {"hardware": predictor.hardware.name, "digest": manifest["digest"]}
+    tags |= {f"version.{name}": value for name, value in manifest["versions"].items()}
+    metrics = {
+        f"held_out_{name.replace('/', '_')}_mape_percent": figures["mape"]
+        for name, figures in manifest["held_out"].items()
+    }
+    run.log({"hardware": predictor.hardware.name, **params}, metrics, tags)
+    for name, file in list(manifest["sources"].items())[:50]:
+        run.log_data(name[:200], file["digest"], "training")
+    run.publish(out, predictor.hardware.name, tags, _compared(predictor, whole))

@@ -1,0 +1,263 @@
+"""Many jobs predicted together: ``predict_many`` as predictions, ``ask_many`` as arrays for a search.
+
+What jobs share is worked out once (``simulate_many``); the rest of a prediction when it is asked for.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import cached_property, partial
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from stepsight.dataset.base.errors import JobError
+from stepsight.dataset.job.job import Job, JobLike
+from stepsight.simulator.durations.latency_model import (
+    LATENCY,
+    GivenLatency,
+    LatencyModel,
+    latency_name,
+    latency_of_job,
+)
+from stepsight.simulator.iteration.simulate_many import can_simulate_many, simulate_many
+from stepsight.simulator.memory import estimate_memory
+from stepsight.training.prediction.prediction import (
+    ROOFLINE,
+    Prediction,
+    asked_predictor,
+    half_width,
+    latency_of_facts,
+    predict,
+    source_of_facts,
+)
+from stepsight.training.predictor.learned_latency import LearnedLatency
+from stepsight.training.predictor.predictor import Predictor
+
+Floats = NDArray[np.float64]
+FEWEST = 8  # fewest jobs on one hardware that are simulated together
+SHARED = 64  # predictions whose intervals are computed together when the first is asked for
+
+
+class Answers(NamedTuple):
+    """Predicted times and memory of ``n`` jobs, in their order; each of shape ``(n,)``.
+
+    Attributes:
+        seconds: Iteration time, in seconds; NaN where a job does not fit in memory and was not timed.
+        low_s, high_s: Ends of the prediction interval, in seconds; NaN where ``seconds`` is, or if not asked for.
+        peak_bytes: Memory that the fullest stage needs.
+        capacity_bytes: Memory of that stage's device.
+    """
+
+    seconds: Floats
+    low_s: Floats
+    high_s: Floats
+    peak_bytes: Floats
+    capacity_bytes: Floats
+
+    @property
+    def fits(self) -> NDArray[np.bool_]:
+        """Whether each job fits in memory, shape ``(n,)``."""
+        return np.asarray(self.peak_bytes <= self.capacity_bytes)
+
+
+def ask_many(
+    jobs: Sequence[Job],
+    predictor: Predictor | str | None = None,
+    *,
+    only_fitting: bool = False,
+    intervals: bool = True,
+) -> Answers:
+    """Predict the time, the interval and the peak memory of many jobs at once.
+
+    Work that jobs share is done once, so one call should hold hundreds or thousands of jobs.
+
+    Args:
+        jobs: The jobs.
+        predictor: As in ``predict``.
+        only_fitting: Whether to leave out the time of jobs that do not fit in memory.
+        intervals: Whether to compute the ends of the intervals.
+
+    Returns:
+        The values that ``predict`` gives one by one, except for rounding.
+
+    Raises:
+        JobError: As ``predict``, for a job that cannot be predicted.
+        PredictorError: As ``predict``.
+    """
+    answers = Answers(*np.full((5, len(jobs)), np.nan))
+    with _no_garbage():
+        for index, group in _by_latency(jobs, predictor):
+            group.ask(jobs, index, answers, only_fitting=only_fitting, intervals=intervals)
+    return answers
+
+
+def predict_many(jobs: Iterable[JobLike], predictor: Predictor | str | None = None) -> list[Prediction]:
+    """Predict several jobs; shared parts are computed once.
+
+    Interval, breakdown and timeline of a prediction are computed when they are first asked for.  ``ask_many`` is
+    quicker for time, interval and memory alone.
+
+    Args:
+        jobs: Each a ``Job``, the tables of one, or the path of a job file.
+        predictor: As in ``predict``.
+
+    Returns:
+        One prediction for each job, in their order.
+
+    Raises:
+        JobError: As ``predict``, for a job that cannot be predicted.
+        PredictorError: As ``predict``.
+
+    Example:
+        >>> jobs = [replace(job, batch=replace(job.batch, micro_batch=size)) for size in (1, 2, 4)]  # doctest: +SKIP
+        >>> [prediction.iteration_time_s for prediction in predict_many(jobs)]  # doctest: +SKIP
+    """
+    if isinstance(jobs, str | Path | Mapping | Job):
+        raise JobError(f"predict_many takes several jobs, for example a list, got one of type {type(jobs).__name__}")
+    asked = [job if isinstance(job, Job) else Job.of(job) for job in jobs]
+    found: dict[int, Prediction] = {}
+    with _no_garbage():
+        for index, group in _by_latency(asked, predictor):
+            found.update(zip(index, group.predict([asked[place] for place in index]), strict=True))
+    return [found[place] for place in range(len(asked))]
+
+
+@contextmanager
+def _no_garbage() -> Iterator[None]:
+    """Switch the garbage collector off: everything made here is kept, and collecting would cost a tenth of the time.
+
+    At the end all that was made counts as old (``freeze``, ``unfreeze``), else the next new object starts a collection.
+    """
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            if not gc.get_freeze_count():  # a caller that froze objects wants them to stay frozen
+                gc.freeze()
+                gc.unfreeze()
+            gc.enable()
+
+
+class _Together:
+    """Jobs that were predicted together; the shares of their times outside the measured range are computed on request.
+
+    Args:
+        group: Who answers for them.
+        jobs: The jobs.
+    """
+
+    def __init__(self, group: _Group, jobs: list[Job]) -> None:
+        self._group, self._jobs = group, jobs
+
+    def share(self, place: int) -> float:
+        """Part of a job's critical path, 0 to 1."""
+        return float(self._shares[place])
+
+    @cached_property
+    def _shares(self) -> Floats:
+        return self._group.times(self._jobs, intervals=True)[1]
+
+
+class _Group(NamedTuple):
+    """Jobs with one latency model; ``predictor`` None: a roofline from hardware facts, or durations from elsewhere.
+
+    ``asked``: the arguments of ``predict`` for one job.
+    """
+
+    latency: LatencyModel
+    predictor: Predictor | None
+    asked: Predictor | str
+
+    def ask(
+        self, jobs: Sequence[Job], index: list[int], answers: Answers, *, only_fitting: bool, intervals: bool
+    ) -> None:
+        """Fill in the results of some of the jobs."""
+        for place in index:
+            memory = estimate_memory(jobs[place], self.latency.hardware)
+            answers.peak_bytes[place], answers.capacity_bytes[place] = memory.peak_bytes, memory.capacity_bytes
+        if only_fitting:
+            index = [place for place in index if answers.peak_bytes[place] <= answers.capacity_bytes[place]]
+        # An interval that covers several jobs takes a prediction of each.
+        single = [place for place in index if not intervals or jobs[place].interleaved is None]
+        together = self._simulable(jobs, single)
+        seconds, shares = self.times([jobs[place] for place in together], intervals=intervals)
+        for place, time_s, share in zip(together, seconds.tolist(), shares.tolist(), strict=True):
+            self._put(jobs[place], place, (time_s, share if intervals else None), answers)
+        for place in set(index) - set(together):
+            found = predict(jobs[place], self.asked)
+            answers.seconds[place] = found.iteration_time_s
+            if intervals:
+                answers.low_s[place], answers.high_s[place] = found.interval()
+
+    def predict(self, jobs: list[Job]) -> list[Prediction]:
+        """Predictions of jobs that this group's latency model answers for."""
+        own = self._simulable(jobs, range(len(jobs)))
+        seconds = dict(zip(own, self.times([jobs[place] for place in own], intervals=False)[0].tolist(), strict=True))
+        shares: dict[int, Callable[[], float]] = {}
+        for at in range(0, len(own), SHARED):
+            some = own[at : at + SHARED]
+            together = _Together(self, [jobs[place] for place in some])
+            shares.update((place, partial(together.share, number)) for number, place in enumerate(some))
+        predictor, found = self.predictor, []
+        given = self.latency if isinstance(self.latency, GivenLatency) else None
+        source = (predictor or given).source if predictor or given else source_of_facts(jobs[0])  # type: ignore[union-attr]
+        for place, job in enumerate(jobs):
+            if place not in seconds:
+                found.append(predict(job, self.asked))
+                continue
+            time_s, share = seconds[place] * self._factor(job), None if predictor is None else shares[place]
+            software = "" if predictor is None else job.framework
+            found.append(Prediction(job, time_s, source, None, predictor, software, share, given=given))
+        return found
+
+    def _simulable(self, jobs: Sequence[Job], index: Sequence[int]) -> list[int]:
+        """The jobs that can be simulated together."""
+        together = [place for place in index if can_simulate_many(jobs[place], self.latency)]
+        return together if len(together) >= FEWEST else []
+
+    def _factor(self, job: Job) -> float:
+        """Calibration of a whole iteration."""
+        return 1.0 if self.predictor is None else self.predictor.calibration.factor(job, job.framework)
+
+    def times(self, jobs: list[Job], *, intervals: bool) -> tuple[Floats, Floats]:
+        """Seconds before calibration, and the share of each outside the measured range, 0 to 1; shape ``(n,)``."""
+        latency = self.latency
+        if not intervals or not isinstance(latency, LearnedLatency):
+            return simulate_many(jobs, latency).seconds, np.zeros(len(jobs))
+        if latency.outside(())[0]:  # more devices of a node compute at once than were measured
+            return simulate_many(jobs, latency).seconds, np.ones(len(jobs))
+        times = simulate_many(jobs, latency, lambda works: [bool(reason) for reason in latency.outside(works)[1]])
+        return times.seconds, np.minimum(1.0, times.outside / np.maximum(times.seconds, 1e-12))
+
+    def _put(self, job: Job, place: int, found: tuple[float, float | None], answers: Answers) -> None:
+        seconds, share = found[0] * self._factor(job), found[1]
+        answers.seconds[place] = seconds
+        if share is not None:
+            half = half_width(self.predictor, job, job.framework, share)
+            answers.low_s[place], answers.high_s[place] = seconds * math.exp(-half), seconds * math.exp(half)
+
+
+def _by_latency(jobs: Sequence[Job], predictor: Predictor | str | None) -> list[tuple[list[int], _Group]]:
+    """Indices of the jobs of each latency model."""
+    serving: dict[str, Predictor | None] = {}
+    groups: dict[int, tuple[list[int], _Group]] = {}
+    for place, job in enumerate(jobs):
+        name = job.cluster.hardware
+        if elsewhere := latency_name(predictor):
+            given = latency_of_job(job, elsewhere)
+            groups.setdefault(id(given), ([], _Group(given, None, LATENCY + elsewhere)))[0].append(place)
+            continue
+        if name not in serving:
+            serving[name] = asked_predictor(name, predictor)
+        asked = serving[name]
+        latency = latency_of_facts(job) if asked is None else asked.latency(job)
+        groups.setdefault(id(latency), ([], _Group(latency, asked, asked or ROOFLINE)))[0].append(place)
+    return list(groups.values())

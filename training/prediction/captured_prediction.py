@@ -1,0 +1,242 @@
+"""``predict_captured``: from a captured script to an iteration time, an interval, and why."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from stepsight.dataset.base.errors import PredictorError
+from stepsight.dataset.capture.captured import Captured, compute_flops
+from stepsight.dataset.capture.record_graph import CapturedRank
+from stepsight.dataset.graph.rank_graph import OP, PHASES, RankGraph
+from stepsight.dataset.hardware.hardware import canonical_hardware, find_fabric, unknown_hardware, usual_fabric
+from stepsight.dataset.kinds.op import Op
+from stepsight.simulator.durations.latency_model import RooflineLatency, preset_latency
+from stepsight.simulator.replay.captured_step import CapturedStep, time_captured
+from stepsight.training.intervals.conformal import Intervals
+from stepsight.training.intervals.published_errors import Likeness, grown_half_width, likeness, published_widths
+from stepsight.training.kernels.host_calls import HostCalls
+from stepsight.training.prediction.prediction import ROOFLINE_SOURCE, asked_predictor
+from stepsight.training.predictor.learned_latency import LearnedLatency
+from stepsight.training.predictor.predictor import Predictor
+from stepsight.training.predictor.software_used import SoftwareUsed
+
+_MODEL_OVER_FORWARD = 3.0  # FLOP of forward and backward, without recomputation
+
+
+@dataclass(frozen=True, eq=False)
+class CapturedPrediction:
+    """The predicted time and memory of one captured training step.
+
+    Attributes:
+        captured: The script's ranks.
+        hardware_name: Of the devices.
+        step: The timed step.
+        latency: The durations that the prediction is made of.
+        predictor: The predictor that answered; None: hardware facts.
+        source: Where the durations come from, for people.
+    """
+
+    captured: Captured
+    hardware_name: str
+    step: CapturedStep
+    latency: LearnedLatency | RooflineLatency
+    predictor: Predictor | None
+    source: str
+
+    @property
+    def iteration_time_s(self) -> float:
+        """Predicted seconds of one step."""
+        return self.step.iteration_time_s
+
+    @cached_property
+    def interval(self) -> tuple[float, float]:
+        """Low and high end of the prediction interval (coverage 90 %), in seconds."""
+        share = self.unsupported[1]
+        if self.predictor is None:
+            half = Intervals().half_width_log
+        elif self.predictor.kernel.derives and not self.predictor.intervals.num_runs:
+            half = published_widths().half_width_of(_likeness_of(self.captured, self.hardware_name), share)
+        else:
+            half = grown_half_width(self.predictor.intervals, share, self.captured.world_size)
+        return self.iteration_time_s * math.exp(-half), self.iteration_time_s * math.exp(half)
+
+    @cached_property
+    def unsupported(self) -> tuple[tuple[str, ...], float]:
+        """Work outside the measured range, the longest first, and its share of the critical path, 0 to 1."""
+        if not isinstance(self.latency, LearnedLatency):
+            return (), 0.0
+        host = self.latency.host_times
+        if host is not None and all(graph.device == "cpu" for graph in self.captured.graphs):
+            return self._unmeasured_calls(host)
+        places, nodes = self.step.critical
+        seconds: dict[Any, float] = {}
+        for place, node in zip(places.tolist(), nodes.tolist(), strict=True):
+            graph = self.step.graphs[place]
+            work = int(graph.nodes["work"][node])
+            if work >= 0:
+                seconds[graph.works[work]] = seconds.get(graph.works[work], 0.0) + float(graph.duration_s[node])
+        works = sorted(seconds, key=lambda work: -seconds[work])
+        crowded, reasons = self.latency.outside(works)
+        named = tuple(reason for reason in reasons if reason)
+        if crowded:
+            return (crowded, *named), 1.0
+        outside = sum(seconds[work] for work, reason in zip(works, reasons, strict=True) if reason)
+        return named, min(1.0, outside / max(self.iteration_time_s, 1e-12))
+
+    def _unmeasured_calls(self, host: HostCalls) -> tuple[tuple[str, ...], float]:
+        """Like ``unsupported``, for a script whose ops run on the host."""
+        places, nodes = self.step.critical
+        seconds: dict[str, float] = {}
+        for place, node in zip(places.tolist(), nodes.tolist(), strict=True):
+            graph = self.step.graphs[place]
+            work, call = graph.works[graph.nodes["work"][node]], graph.names[graph.nodes["name"][node]]
+            if graph.nodes["kind"][node] == OP and isinstance(work, Op) and not host.is_known(call, work):
+                told = f"{work}: {call} was not measured"
+                seconds[told] = seconds.get(told, 0.0) + float(graph.duration_s[node])
+        outside = sum(seconds.values()) / max(self.iteration_time_s, 1e-12)
+        return tuple(sorted(seconds, key=lambda told: -seconds[told])), min(1.0, outside)
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """Limitations of the capture and the prediction."""
+        found = dict.fromkeys(text for graph in self.captured.graphs for text in graph.warnings)
+        here = {rank.rank for rank in self.captured.ranks}
+        absent = sorted({peer for graph in self.captured.graphs for peer in _message_ranks(graph)} - here)
+        if absent:
+            found.setdefault(
+                f"ranks {', '.join(map(str, absent[:8]))} exchange messages with the captured ones and were not "
+                "captured: waiting for them is not in the time; capture with --ranks auto"
+            )
+        return tuple(found)
+
+    @property
+    def flops(self) -> tuple[float, float]:
+        """FLOP that the model needs, and FLOP that are executed: of one rank, mean over the captured ones."""
+        done = [compute_flops(rank.graph) for rank in self.captured.ranks]
+        needed = [min(_MODEL_OVER_FORWARD * _forward_flops(rank), all_of) for rank, all_of in zip(
+            self.captured.ranks, done, strict=True
+        )]  # fmt: skip
+        return float(np.mean(needed)), float(np.mean(done))
+
+    @property
+    def memory(self) -> dict[str, Any]:
+        """Peak bytes of tensors on each captured rank against the device's memory."""
+        hardware = self.latency.hardware
+        peaks = [rank.peak_bytes * (1.0 + hardware.fragmentation) + hardware.reserved_bytes for rank in
+                 self.captured.ranks]  # fmt: skip
+        peak, capacity = max(peaks), hardware.memory_bytes
+        reason = "" if peak <= capacity else f"needs {peak / 1e9:.1f} GB of {capacity / 1e9:.1f} GB"
+        stages = [
+            {"rank": rank.rank, "tensors": rank.peak_bytes, "total": total, "capacity_bytes": capacity}
+            for rank, total in zip(self.captured.ranks, peaks, strict=True)
+        ]
+        return {
+            "peak_bytes": peak,
+            "capacity_bytes": capacity,
+            "fits": peak <= capacity,
+            "reason": reason,
+            "stages": stages,
+        }
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for JSON, with the keys of ``Prediction.to_dict``; unknown values of a script are null."""
+        needed, done = self.flops
+        hardware = self.latency.hardware
+        dtype = _main_dtype(self.captured)
+        peak = hardware.peak_flops.get(dtype, max(hardware.peak_flops.values())) * self.iteration_time_s
+        unsupported, share = self.unsupported
+        return {
+            "job": self.captured.script,
+            "framework": f"PyTorch {self.captured.torch}",
+            "hardware": self.hardware_name,
+            "iteration_time_s": self.iteration_time_s,
+            "low_s": self.interval[0],
+            "high_s": self.interval[1],
+            "open": {},
+            "breakdown": dict(self.step.breakdown),
+            "memory": self.memory,
+            "num_micro_batches": None,
+            "tokens_per_s": None,
+            "mfu": needed / peak if peak else 0.0,
+            "hfu": done / peak if peak else 0.0,
+            "warnings": list(self.warnings),
+            "unsupported": list(unsupported),
+            "unsupported_share": share,
+            "source": self.source,
+            "software": SoftwareUsed().to_dict(),
+            "world_size": self.captured.world_size,
+            "ranks": [rank.rank for rank in self.captured.ranks],
+        }
+
+
+def predict_captured(
+    captured: Captured, hardware: str, fabric: str = "", predictor: Predictor | str | None = None
+) -> CapturedPrediction:
+    """Predict one captured training step.
+
+    Args:
+        captured: The script's ranks.
+        hardware: Name of the devices; empty: those of the predictor.
+        fabric: Name of the links; empty: the usual ones of the devices.
+        predictor: As in ``predict``.
+
+    Raises:
+        PredictorError: If the predictor is for other hardware, or there is neither a predictor nor a preset.
+    """
+    if not hardware:
+        if not isinstance(predictor, Predictor):
+            raise PredictorError("a captured script names no devices: say which with --hardware")
+        hardware = predictor.hardware.name
+    hardware = canonical_hardware(hardware)
+    links = find_fabric(fabric or usual_fabric(hardware))
+    asked = asked_predictor(hardware, predictor)
+    latency: LearnedLatency | RooflineLatency | None
+    if asked is None:
+        latency = preset_latency(hardware, links)
+        if latency is None:
+            raise PredictorError(f"without a predictor, {unknown_hardware(hardware)}: train a predictor")
+        why = "as asked" if isinstance(predictor, str) else f"nothing was measured for {hardware}"
+        source = ROOFLINE_SOURCE.format(why)
+    else:
+        busy = min(captured.local_size, captured.world_size)
+        latency = asked.latency_on(links, busy, captured.world_size)
+        source = asked.source
+    step = time_captured(captured.graphs, latency)
+    return CapturedPrediction(captured, latency.hardware.name, step, latency, asked, source)
+
+
+def _likeness_of(captured: Captured, hardware: str) -> Likeness:
+    """The likeness of a captured script, as ``published_errors.likeness_of`` gives it for a job."""
+    kinds = {work.kind for graph in captured.graphs for work in graph.works}
+    mixture = bool(kinds & {"all_to_all", "grouped_linear", "permute"})
+    fused = any(isinstance(work, Op) and work.family == "attention" for g in captured.graphs for work in g.works)
+    return likeness(mixture, False, fused, hardware, captured.world_size)
+
+
+def _message_ranks(graph: RankGraph) -> set[int]:
+    pairs = set(zip(graph.nodes["group"].tolist(), graph.nodes["work"].tolist(), strict=True))
+    messages = {group for group, work in pairs if group >= 0 and graph.works[work].kind == "send_recv"}
+    return {rank for group in messages for rank in graph.groups[group][1]}
+
+
+def _forward_flops(rank: CapturedRank) -> float:
+    graph = rank.graph
+    forward = (graph.nodes["kind"] == OP) & (graph.nodes["phase"] == PHASES.index("forward"))
+    works = [graph.works[work] for work in graph.nodes["work"][forward].tolist()]
+    return sum(work.flops for work in works if isinstance(work, Op) and work.record.bound == "compute")
+
+
+def _main_dtype(captured: Captured) -> str:
+    """The dtype of most FLOP."""
+    found: dict[str, float] = {}
+    for graph in captured.graphs:
+        counts = np.bincount(graph.nodes["work"][graph.nodes["work"] >= 0], minlength=len(graph.works)).tolist()
+        for work, count in zip(graph.works, counts, strict=True):
+            if isinstance(work, Op):
+                found[work.dtype] = found.get(work.dtype, 0.0) + count * work.flops
+    return max(found, key=lambda dtype: found[dtype], default="bf16")

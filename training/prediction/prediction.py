@@ -1,0 +1,403 @@
+"""``predict``: from a job to an iteration time, an interval, and why."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from stepsight.dataset.base.errors import JobError, PredictorError, StepsightError
+from stepsight.dataset.hardware.hardware import find_hardware, unknown_hardware
+from stepsight.dataset.job.job import Job, JobLike
+from stepsight.simulator.durations.latency_model import (
+    GivenLatency,
+    RooflineLatency,
+    latency_name,
+    latency_of_job,
+    preset_latency,
+)
+from stepsight.simulator.iteration.simulate import Sensitivity, Simulation, explain, iteration_flops, simulate
+from stepsight.simulator.iteration.timeline import timeline_json
+from stepsight.simulator.memory import Memory, estimate_memory
+from stepsight.training.intervals.conformal import Intervals
+from stepsight.training.intervals.published_errors import grown_half_width, published_widths
+from stepsight.training.prediction.prediction_views import html_view, one_line, one_row, plot_breakdown
+from stepsight.training.prediction.prediction_warnings import warnings_of
+from stepsight.training.predictor.learned_latency import LearnedLatency, outside
+from stepsight.training.predictor.predictor import Predictor
+from stepsight.training.predictor.predictor_manifest import REGISTERED
+from stepsight.training.predictor.software_used import SoftwareUsed, software_used
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from pandas import DataFrame
+
+ROOFLINE = "roofline"  # instead of a predictor: hardware facts, even if the package has a predictor
+ROOFLINE_SOURCE = "roofline from hardware facts alone: {}"
+
+
+@dataclass(frozen=True, repr=False)
+class Prediction:
+    """The predicted time and memory of one training iteration of a job.
+
+    ``to_dict`` gives plain values, ``to_frame`` a table of one row, ``plot`` shows where the time goes, ``explain``
+    names the ops and collectives that decide the time, and ``timeline`` gives a trace for Perfetto.
+
+    Attributes:
+        job: The job that was asked about.
+        iteration_time_s: Predicted time of one iteration, in seconds.
+        source: Where the durations come from, for people.
+        simulated: The simulated iteration, if it is at hand.
+        predictor: The predictor that answered; None: hardware facts.
+        software: The framework that is said to run the job.
+        share: Computes ``unsupported_share``, where jobs were predicted together.
+        given: Durations from elsewhere, which answered.
+    """
+
+    job: Job
+    iteration_time_s: float
+    source: str
+    simulated: Simulation | None = None
+    predictor: Predictor | None = None
+    software: str = ""
+    share: Callable[[], float] | None = field(default=None, compare=False)
+    given: GivenLatency | None = field(default=None, compare=False)
+
+    def __repr__(self) -> str:
+        return one_line(self)
+
+    def _repr_html_(self) -> str:
+        return html_view(self)
+
+    @property
+    def latency(self) -> LearnedLatency | RooflineLatency | GivenLatency:
+        """The durations that the prediction is computed from."""
+        if self.given is not None:
+            return self.given
+        return latency_of_facts(self.job) if self.predictor is None else self.predictor.latency(self.job)
+
+    @cached_property
+    def simulation(self) -> Simulation:
+        """The simulated iteration, before calibration of whole iterations; simulated on first use."""
+        return self.simulated if self.simulated is not None else simulate(self.job, self.latency)
+
+    @property
+    def low_s(self) -> float:
+        """Low end of the prediction interval (coverage 90 %), in seconds."""
+        return self.interval()[0]
+
+    @property
+    def high_s(self) -> float:
+        """High end of the prediction interval (coverage 90 %), in seconds."""
+        return self.interval()[1]
+
+    def interval(self, without: str = "", *, judged: bool = False) -> tuple[float, float]:
+        """Compute the prediction interval.
+
+        Its width comes from the runs held back in training; without a predictor it is a factor of three.  A predictor
+        from public tables counts its errors on published runs of other sources.  A calibrated one gives jobs like the
+        calibrated runs a narrower interval, at least the 90th percentile of the errors on runs that fit and judged it.
+        If virtual stages are open and the framework usually interleaves, the interval holds those of both jobs.
+
+        Args:
+            without: A source of published runs whose errors do not count.
+            judged: The job is one of the runs that judged the calibration: their errors do not count.
+
+        Returns:
+            Low and high end, in seconds.
+
+        Raises:
+            StepsightError: If ``without`` is no string.
+        """
+        if not isinstance(without, str):
+            raise StepsightError(f"without must be the name of a source, got {without!r:.80}: the coverage is 90 %")
+        half = half_width(
+            self.predictor, self.job, self.software, self.unsupported_share, without=without, judged=judged
+        )
+        low, high = self.iteration_time_s * math.exp(-half), self.iteration_time_s * math.exp(half)
+        if self.interleaved is None:
+            return low, high
+        other = self.interleaved.interval(without, judged=judged)
+        return min(low, other[0]), max(high, other[1])
+
+    @property
+    def unsupported(self) -> tuple[str, ...]:
+        """Ops, message sizes and groups outside the measured range, each with its reason, the longest first."""
+        return self._outside[0]
+
+    @property
+    def unsupported_share(self) -> float:
+        """Share of the critical path, 0 to 1, outside the measured range; 0 without a predictor."""
+        return self._outside[1] if self.share is None else self.share()
+
+    @cached_property
+    def _outside(self) -> tuple[tuple[str, ...], float]:
+        return ((), 0.0) if self.predictor is None else outside(self.simulation, self.predictor.latency(self.job))
+
+    @cached_property
+    def software_used(self) -> SoftwareUsed:
+        """The framework's profile, whose kernels answer, and stated versions that change nothing."""
+        return software_used(self.job, self.predictor, self.simulation.lowered.all_works if self.predictor else ())
+
+    @cached_property
+    def breakdown(self) -> dict[str, float]:
+        """Seconds by cause, mean over pipeline stages; they add up to ``iteration_time_s``."""
+        return {cause: seconds * self._scale for cause, seconds in self.simulation.breakdown.items()}
+
+    @cached_property
+    def memory(self) -> Memory:
+        """Peak bytes per stage, capacity, and whether it fits."""
+        return estimate_memory(self.job, self.latency.hardware)
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Tokens per second of the whole cluster."""
+        return self.job.tokens / self.iteration_time_s
+
+    @cached_property
+    def mfu(self) -> float:
+        """Model FLOP utilisation, 0 to 1: FLOP that the model needs, divided by what the devices could do at their
+        peak.
+        """
+        return self._utilisation(0)
+
+    @cached_property
+    def hfu(self) -> float:
+        """Hardware FLOP utilisation, 0 to 1: like ``mfu``, with recomputed FLOP."""
+        return self._utilisation(1)
+
+    def _utilisation(self, which: int) -> float:
+        flops = iteration_flops(self.simulation.lowered)[which] / self.job.parallel.pp  # of a rank, mean over stages
+        return flops / (self.iteration_time_s * self.peak_flops)
+
+    @property
+    def peak_flops(self) -> float:
+        """FLOP/s of one device, mean over all, in the job's precision: the reference of utilisation."""
+        cluster, dtype = self.job.cluster, self.job.batch.dtype
+        own = self.simulation.hardware.flops_per_s(dtype)
+        more = 0.0
+        for other in cluster.mixed:
+            hardware = find_hardware(other.hardware)
+            assert hardware is not None, other.hardware  # of the simulation that was requested
+            more += len(other.nodes) * (hardware.flops_per_s(dtype) - own)
+        return own + more / cluster.nodes
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """Legal settings that are probably mistakes, open choices, unknown software, impossible rates."""
+        return warnings_of(self)
+
+    @cached_property
+    def interleaved(self) -> Prediction | None:
+        """The prediction with a virtual stage for each layer, if the job leaves virtual stages open; else None."""
+        other = self.job.interleaved
+        if other is None or self.given is not None:
+            return None
+        return predict(other, self.predictor or ROOFLINE, software=self.software)
+
+    def _open(self) -> dict[str, Any]:
+        """What the job leaves open: its values, and the iteration time of each; empty: nothing."""
+        both = () if self.interleaved is None else (self, self.interleaved)
+        chunks, times = [p.job.parallel.virtual_stages for p in both], [p.iteration_time_s for p in both]
+        return {"virtual_stages": chunks, "iteration_time_s": times} if both else {}
+
+    @property
+    def _scale(self) -> float:
+        """Calibration of the whole iteration."""
+        return self.iteration_time_s / self.simulation.iteration_time_s
+
+    def explain(self, most: int = 10) -> tuple[Sensitivity, ...]:
+        """List the ops and collectives that determine the time, and what halving each would save.
+
+        Args:
+            most: Number of rows at most.
+        """
+        return tuple(
+            replace(row, seconds=row.seconds * self._scale, halved_s=row.halved_s * self._scale)
+            for row in explain(self.simulation, most)
+        )
+
+    def timeline(self, level: str = "segment") -> dict[str, Any]:
+        """Chrome trace events of the iteration; a file of them opens at ui.perfetto.dev.
+
+        Args:
+            level: Detail: ``segment`` (one event for each pass of a stage) or ``op``.
+        """
+        events: dict[str, Any] = json.loads(b"".join(self.timeline_json(level)))
+        return events
+
+    def timeline_json(self, level: str = "segment") -> Iterator[bytes]:
+        """The timeline as pieces of JSON, to be written to a file."""
+        return timeline_json(self.simulation, level, self._scale)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for JSON, the same as ``stepsight predict --json`` prints; times in seconds, memory in bytes."""
+        return {
+            "job": self.job.name,
+            "framework": self.job.framework,
+            "hardware": self.job.hardware_name,
+            "iteration_time_s": self.iteration_time_s,
+            "low_s": self.low_s,
+            "high_s": self.high_s,
+            "open": self._open(),
+            "breakdown": dict(self.breakdown),
+            "memory": self.memory.to_dict(),
+            "num_micro_batches": self.job.num_micro_batches,
+            "tokens_per_s": self.tokens_per_s,
+            "mfu": self.mfu,
+            "hfu": self.hfu,
+            "warnings": list(self.warnings),
+            "unsupported": list(self.unsupported),
+            "unsupported_share": self.unsupported_share,
+            "source": self.source,
+            "software": self.software_used.to_dict(),
+        }
+
+    def to_frame(self) -> DataFrame:
+        """A pandas table of one row: job, time, interval, breakdown (``compute_s``, ``bubble_s`` ...), memory.
+
+        ``pandas.concat([prediction.to_frame() for prediction in predictions])`` compares several jobs.
+        """
+        return one_row(self)
+
+    def plot(self, axes: Axes | None = None) -> Axes:
+        """Draw where the time goes, a bar for each cause; needs no screen.
+
+        Args:
+            axes: The matplotlib axes to draw on; None: a new figure.
+
+        Returns:
+            The axes; ``prediction.plot().figure.savefig("breakdown.png")`` writes the figure.
+        """
+        return plot_breakdown(self, axes)
+
+
+def half_width(
+    predictor: Predictor | None,
+    job: Job,
+    software: str,
+    unsupported_share: float,
+    *,
+    without: str = "",
+    judged: bool = False,
+) -> float:
+    """Half of the width of a prediction interval, in log-seconds; see ``Prediction.interval``."""
+    if predictor is None:
+        return Intervals().half_width_log
+    if predictor.kernel.derives and not predictor.intervals.num_runs:
+        half = published_widths().half_width(job, unsupported_share, without)
+    else:
+        half = grown_half_width(predictor.intervals, unsupported_share, job.cluster.num_devices)
+    return predictor.calibration.half_width_log(job, software, half, judged=judged)
+
+
+def predict(
+    job: JobLike, predictor: Predictor | str | None = None, *, software: str = "", latency: str = ""
+) -> Prediction:
+    """Predict one training iteration of a job.
+
+    Args:
+        job: A ``Job``, the tables of one, or the path of a job file (.toml or .json).
+        predictor: A ``Predictor`` for the job's hardware, the name of a shipped one (its own or its hardware's), one of
+            MLflow's registry (``"models:/h100@champion"``), ``"roofline"``, or ``"latency:NAME"`` (see ``latency``).
+            None takes the shipped one for the job's hardware, else a roofline from the facts.
+        software: The framework that runs the job, as the runs of a calibration name it; by default the job's.
+        latency: In place of a predictor: durations by a name in ``registries.LATENCIES`` or ``module:function``.
+
+    Returns:
+        Iteration time, interval, breakdown, memory and timeline.
+
+    Raises:
+        JobError: If the job breaks a rule, or there is neither a predictor nor a preset for its hardware.
+        PredictorError: If the predictor is for other hardware, or no predictor has that name.
+
+    Example:
+        >>> predict("examples/gpt3-175b-1024.toml")  # doctest: +SKIP
+        Prediction(21.58 s, 18.92 to 24.62 s, 24.7 GB, gpt3-175b on 1024 x a100-sxm-80gb)
+    """
+    if not isinstance(job, Job):
+        job = Job.of(job)
+    if latency := latency or latency_name(predictor):
+        given = latency_of_job(job, latency)
+        simulation = simulate(job, given)
+        return Prediction(job, simulation.iteration_time_s, given.source, simulation, given=given)
+    asked = asked_predictor(job.cluster.hardware, predictor)
+    if asked is None:
+        simulation = simulate(job, latency_of_facts(job))
+        return Prediction(job, simulation.iteration_time_s, source_of_facts(job), simulation)
+    software = software or job.framework
+    simulation = simulate(job, asked.latency(job))
+    seconds = simulation.iteration_time_s * asked.calibration.factor(job, software)
+    return Prediction(job, seconds, asked.source, simulation, asked, software)
+
+
+def asked_predictor(hardware: str, predictor: Predictor | str | None) -> Predictor | None:
+    """The predictor for a hardware; None: use its facts.
+
+    Args:
+        hardware: As in ``cluster.hardware``.
+        predictor: As in ``predict``.
+
+    Raises:
+        JobError: If ``predictor`` is something else.
+        PredictorError: If no predictor has that name.
+    """
+    if predictor is None:
+        return _serving(hardware)
+    if isinstance(predictor, str):
+        return None if predictor == ROOFLINE else named_predictor(predictor)
+    if not isinstance(predictor, Predictor):
+        raise JobError(f"predict takes a Predictor, the name of one or None, got {type(predictor).__name__}")
+    return predictor
+
+
+def _serving(hardware: str) -> Predictor | None:
+    """The shipped predictor for a hardware; None if there is none."""
+    from stepsight.training.shipped.catalogue import shipped_predictor  # the readers of tables are not needed before
+
+    return shipped_predictor(hardware)
+
+
+def named_predictor(name: str) -> Predictor:
+    """The shipped predictor with a name or for a hardware of that name, or one of MLflow's registry.
+
+    Raises:
+        PredictorError: If there is none.
+    """
+    from stepsight.training.shipped.catalogue import shipped_names
+
+    if name.startswith(REGISTERED):
+        from stepsight.training.tracking.registered import load_model_uri
+
+        return load_model_uri(name)
+    found = _serving(name)
+    if found is None:
+        raise PredictorError(
+            f"a predictor by name must be one of {', '.join(shipped_names())} or their hardware, {ROOFLINE} or "
+            f"{REGISTERED}NAME@ALIAS, got {name!r:.80}; read the folder of a trained one with Predictor.load"
+        )
+    return found
+
+
+def source_of_facts(job: Job) -> str:
+    """Why a job is answered from hardware facts, for people."""
+    why = f"nothing was measured for {job.hardware_name}" if _serving(job.cluster.hardware) is None else "as asked"
+    return ROOFLINE_SOURCE.format(why)
+
+
+def latency_of_facts(job: Job) -> RooflineLatency:
+    """Durations from the hardware facts of a job.
+
+    Raises:
+        JobError: If the hardware is unknown.
+    """
+    latency = preset_latency(job.cluster.hardware, job.fabric, job.execution.dispatch_calls)
+    if latency is None:
+        raise JobError(
+            f"without a predictor, cluster.{unknown_hardware(job.cluster.hardware)}: train a predictor, or "
+            "state its facts in a .toml file"
+        )
+    return latency

@@ -1,0 +1,224 @@
+"""Training runs and predictors in MLflow: parameters, data digests, errors, the folder, and the champion."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from stepsight.dataset.base.errors import PredictorError
+from stepsight.dataset.base.processes import is_gone, process_name
+from stepsight.training.predictor.predictor import Predictor
+from stepsight.training.tracking.registered import ALIAS, ARTIFACT, download, model_name
+from stepsight.training.tracking.store import check_store, database_file, first_line, impatient, store_client
+from stepsight.training.tracking.store_lock import store_lock
+
+EXPERIMENT = "stepsight"
+JOB = "job"  # input column of a served model: a job's tables as JSON, as ``Job.to_json`` writes them
+ANSWERS = ("iteration_time_s", "low_s", "high_s", "tokens_per_s", "peak_memory_bytes")
+CHALLENGER = "challenger"
+Compare = Callable[[Predictor], tuple[float, float] | None]
+PROCESS = "stepsight.process"  # tag: the process that wrote a run
+_EXISTS = "RESOURCE_ALREADY_EXISTS"
+
+
+def default_uri(out: Path) -> str:
+    """An SQLite database next to a predictor's folder."""
+    return f"sqlite:///{(out.resolve().parent / 'mlflow.db')}"
+
+
+@dataclass
+class TrackedRun:
+    """An open MLflow run."""
+
+    run_id: str
+    _client: Any
+    _uri: str
+
+    def log(self, params: Mapping[str, Any], metrics: Mapping[str, float], tags: Mapping[str, str]) -> None:
+        """Log everything in one request."""
+        from mlflow.entities import Metric, Param, RunTag
+
+        self._client.log_batch(
+            self.run_id,
+            metrics=[Metric(key, float(value), 0, 0) for key, value in metrics.items()],
+            params=[Param(key, str(value)) for key, value in params.items()],
+            tags=[RunTag(key, value) for key, value in tags.items()],
+        )
+
+    def log_data(self, name: str, digest: str, context: str) -> None:
+        """Identify the data by its digest."""
+        from mlflow.entities import Dataset, DatasetInput, InputTag
+
+        dataset = Dataset(name=name, digest=digest, source_type="local", source="{}")
+        tag = InputTag("mlflow.data.context", context)
+        self._client.log_inputs(self.run_id, [DatasetInput(dataset, [tag])])
+
+    def publish(
+        self, folder: Path, hardware: str, tags: Mapping[str, str], compare: Compare = lambda champion: None
+    ) -> str:
+        """Store a predictor as a model that ``mlflow.pyfunc.load_model`` serves, and register it.
+
+        The first of a hardware becomes its champion.  A later one becomes the champion only if it is better than the
+        champion on the same data, which neither saw; else it is the challenger.
+
+        Args:
+            folder: The saved predictor.
+            hardware: What it is for.
+            tags: Of the version.
+            compare: Errors of this predictor and of the champion on the same held-out data; None if there is none.
+
+        Returns:
+            The version's number.
+        """
+        from mlflow.exceptions import MlflowException
+
+        with TemporaryDirectory() as place:
+            _save_model(folder, Path(place) / ARTIFACT)
+            self._client.log_artifacts(self.run_id, str(Path(place) / ARTIFACT), ARTIFACT)
+        name = model_name(hardware)
+        source = f"{self._client.get_run(self.run_id).info.artifact_uri}/{ARTIFACT}"
+        with store_lock(self._uri):  # versions are numbered consecutively
+            try:
+                self._client.create_registered_model(name, {"hardware": hardware})
+            except MlflowException as error:
+                if error.error_code != _EXISTS:
+                    raise
+            version = self._client.create_model_version(name, source, self.run_id, dict(tags))
+            alias, told = _alias_of_new(self._client, name, compare)
+            for key, value in told.items():
+                self._client.set_model_version_tag(name, version.version, key, value)
+            self._client.set_registered_model_alias(name, alias, version.version)
+        return str(version.version)
+
+
+def _alias_of_new(client: Any, name: str, compare: Compare) -> tuple[str, dict[str, str]]:
+    """Decide whether a new version is the champion or the challenger; also how it was judged."""
+    from mlflow.exceptions import MlflowException
+
+    try:
+        champion = download(client, client.get_model_version_by_alias(name, ALIAS))
+    except (MlflowException, OSError, PredictorError):  # none yet, or one that this version cannot read
+        return ALIAS, {}
+    errors = compare(champion)
+    if errors is None:
+        return CHALLENGER, {"judged": "nothing that both can be judged by"}
+    own, its = errors
+    told = {"error_percent": f"{own:.3f}", "champion_error_percent": f"{its:.3f}"}
+    return (ALIAS if own < its else CHALLENGER), told
+
+
+def _save_model(folder: Path, out: Path) -> None:
+    """Write a predictor in MLflow's own form, with its signature; loading it imports a module of the package."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from mlflow import pyfunc
+        from mlflow.models import ModelSignature
+        from mlflow.types import ColSpec, DataType, Schema
+
+        signature = ModelSignature(
+            inputs=Schema([ColSpec(DataType.string, JOB)]),
+            outputs=Schema([ColSpec(DataType.double, answer) for answer in ANSWERS]),
+        )
+        pyfunc.save_model(
+            str(out),
+            loader_module="stepsight.training.served_model",
+            data_path=str(folder),
+            signature=signature,
+            pip_requirements=[f"stepsight=={version('stepsight')}"],
+        )
+
+
+@contextmanager
+def tracked(uri: str, run_name: str) -> Iterator[TrackedRun]:
+    """An MLflow run that ends as ``FINISHED``, ``FAILED`` if the block raises, or ``KILLED`` if it is interrupted.
+
+    Raises:
+        PredictorError: If the store cannot be used; within seconds, before the block begins.
+    """
+    from mlflow.exceptions import MlflowException
+
+    client, experiment_id = _open(uri)
+    _end_killed(client, experiment_id)
+    tags = {PROCESS: process_name()}
+    run_id = client.create_run(experiment_id, run_name=run_name, tags=tags).info.run_id
+
+    def end(status: str) -> None:
+        with suppress(MlflowException):  # an unreachable store must not hide the original error
+            client.set_terminated(run_id, status)
+
+    try:
+        yield TrackedRun(run_id, client, uri)
+        client.set_terminated(run_id, "FINISHED")
+    except MlflowException as error:
+        end("FAILED")
+        raise PredictorError(f"tracking needs a persistent store, got {uri}: {first_line(error)}") from None
+    except BaseException as error:
+        end("KILLED" if isinstance(error, KeyboardInterrupt | SystemExit) else "FAILED")
+        raise
+
+
+def reopened(uri: str, run_id: str) -> TrackedRun:
+    """A finished run, to add later results."""
+    return TrackedRun(run_id, store_client(uri), uri)
+
+
+def _open(uri: str) -> tuple[Any, str]:
+    """Client and experiment of a reachable store."""
+    from mlflow.exceptions import MlflowException
+
+    check_store(uri)
+    try:
+        with store_lock(uri), impatient(), _quiet():  # two processes that create a store break each other's migrations
+            client = store_client(uri)
+            client.search_registered_models(max_results=1)  # a store without a registry would fail at the end
+            return client, _experiment_id(client, uri)
+    except (MlflowException, ImportError) as error:
+        raise PredictorError(
+            f"tracking needs a URI of an MLflow store with a registry, got {uri}: {first_line(error)}"
+        ) from None
+
+
+def _experiment_id(client: Any, uri: str) -> str:
+    """Number of the experiment, created if the store does not have it."""
+    from mlflow.exceptions import MlflowException
+
+    if client.get_experiment_by_name(EXPERIMENT) is None:
+        try:
+            client.create_experiment(EXPERIMENT, artifact_location=_artifact_location(uri))
+        except MlflowException as error:  # another process created it first
+            if error.error_code != _EXISTS:
+                raise
+    return str(client.get_experiment_by_name(EXPERIMENT).experiment_id)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Suppress the messages of a new store that creates its tables."""
+    logger = logging.getLogger("mlflow.store.db.utils")
+    before = logger.level
+    logger.setLevel(logging.WARNING)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
+
+
+def _end_killed(client: Any, experiment_id: str) -> None:
+    """End the runs whose process on this machine ended without closing them."""
+    for run in client.search_runs([experiment_id], "attributes.status = 'RUNNING'"):
+        if is_gone(run.data.tags.get(PROCESS, "")):
+            client.set_terminated(run.info.run_id, "KILLED")
+
+
+def _artifact_location(uri: str) -> str | None:
+    """Artifact folder next to a SQLite database; a server has its own."""
+    if not uri.startswith("sqlite:///"):
+        return None
+    return (database_file(uri).resolve().parent / "mlartifacts").as_uri()
