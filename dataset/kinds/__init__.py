@@ -5,21 +5,19 @@ A record stands in the module of its family.  A module of its own is one more li
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
+from stepsight.dataset.base.caching import cached
 from stepsight.dataset.kinds import (
     attention_kinds,
     collective_kinds,
-    convolution_kinds,
-    elementwise_kinds,
-    expert_kinds,
-    gemm_kinds,
-    optimizer_kinds,
+    product_kinds,
     row_kinds,
+    streamed_kinds,
     traced_kinds,
-    transfer_kinds,
 )
-from stepsight.dataset.kinds.collective_kind import CollectiveKind
+from stepsight.dataset.kinds.collective_kinds import CollectiveKind, Side
 from stepsight.dataset.kinds.kind_table import KindTable
 from stepsight.dataset.kinds.op_kind import STREAMED, OpKind, check_base
 
@@ -29,7 +27,11 @@ __all__ = [
     "STREAMED",
     "CollectiveKind",
     "OpKind",
+    "benchmark_names",
+    "c10d_calls",
+    "gloo_spans",
     "kinds_version",
+    "nccl_names",
     "register_collective_kind",
     "register_op_kind",
     "registered_collective_kind",
@@ -38,17 +40,7 @@ __all__ = [
     "unregister_op_kind",
 ]
 
-_FAMILIES = (
-    gemm_kinds,
-    attention_kinds,
-    row_kinds,
-    elementwise_kinds,
-    expert_kinds,
-    optimizer_kinds,
-    convolution_kinds,
-    traced_kinds,
-    transfer_kinds,
-)
+_FAMILIES = (product_kinds, attention_kinds, row_kinds, streamed_kinds, traced_kinds)
 _tables: list[KindTable[Any]] = []
 OP_KINDS: KindTable[OpKind] = KindTable(
     "op kind", (kind for family in _FAMILIES for kind in family.KINDS), "stepsight.op_kinds", _tables, check_base
@@ -69,3 +61,34 @@ unregister_op_kind = OP_KINDS.unregister
 register_collective_kind = COLLECTIVE_KINDS.add
 registered_collective_kind = COLLECTIVE_KINDS.added
 unregister_collective_kind = COLLECTIVE_KINDS.unregister
+
+
+@cached(4)
+def _names(version: tuple[int, int]) -> tuple[dict[str, tuple[str, Side]], dict[str, tuple[str, int]], dict[str, str]]:
+    kinds = COLLECTIVE_KINDS.values()
+    return (
+        {name: (kind.name, side) for kind in kinds for name, side in kind.nccl_names.items()},
+        {name: (kind.name, index) for kind in kinds for name, index in kind.c10d_calls.items()},
+        {name: kind.name for kind in kinds for name in kind.test_names},
+    )
+
+
+def nccl_names() -> Mapping[str, tuple[str, Side]]:
+    """NCCL's and PyTorch's names of a collective: the kind, and which side of it is the full buffer."""
+    return _names(kinds_version())[0]
+
+
+def c10d_calls() -> Mapping[str, tuple[str, int]]:
+    """c10d calls that a Python wrapper cannot see (DDP's): the kind, and the input that holds the full buffer."""
+    return _names(kinds_version())[1]
+
+
+def benchmark_names() -> Mapping[str, str]:
+    """Names in tables of nccl-tests and of other benchmarks: the kind."""
+    return _names(kinds_version())[2]
+
+
+def gloo_spans(name: str) -> tuple[str, ...]:
+    """Spans of gloo's worker threads that may carry a collective of a kind, or a ``send`` or ``recv``."""
+    kind = COLLECTIVE_KINDS.get(name)
+    return kind.gloo_spans if kind is not None and kind.gloo_spans else (name,)

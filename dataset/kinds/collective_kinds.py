@@ -1,8 +1,90 @@
-"""The collectives of training."""
+"""The record of a collective kind, and the collectives of training; how each is called is the harness's."""
 
 from __future__ import annotations
 
-from stepsight.dataset.kinds.collective_kind import CollectiveKind
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from math import inf
+from typing import Any, Literal, get_args
+
+from stepsight.dataset.base.errors import StepsightError
+from stepsight.dataset.kinds.kind_table import check_record, code_of
+
+# Pattern of the transfers: around a ring of all ranks, from every rank directly to every other, or from one rank to
+# one.
+Route = Literal["ring", "direct", "message"]
+Side = Literal["In", "Out"]
+
+
+@dataclass(frozen=True, eq=False, repr=False, kw_only=True)
+class CollectiveKind:
+    """Properties of one kind of collective: its transfers, and its names in libraries.
+
+    Attributes:
+        name: As in ``Collective.kind``.
+        counts: What ``Collective.num_bytes`` counts, for people.
+        route: How the bytes travel.
+        passes: Times that the buffer goes around the ring.
+        trees: Whether NCCL may run it up and down trees over nodes.
+        buffers: Buffers of ``num_bytes`` that a rank holds meanwhile.
+        code: Number that represents the kind in the features of trees; see ``OpKind.code``.
+        nccl_names: Names in NCCL's records, and the side whose size is ``num_bytes``.
+        c10d_calls: PyTorch's calls from C++, and the input whose size is ``num_bytes``.
+        gloo_spans: Spans of gloo's worker threads that may carry it.
+        test_names: Names in tables of nccl-tests and of other benchmarks.
+
+    Raises:
+        StepsightError: On construction, if a field has a wrong type or value.
+    """
+
+    name: str
+    counts: str
+    route: Route = "ring"
+    passes: float = 1.0
+    trees: bool = False
+    buffers: float = 1.0
+    code: int = -1
+    nccl_names: Mapping[str, Side] = field(default_factory=dict)
+    c10d_calls: Mapping[str, int] = field(default_factory=dict)
+    gloo_spans: tuple[str, ...] = ()
+    test_names: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        check_record(self, "collective kind", {"route": Route}, ("trees",))
+        for field_name, right, rule in (
+            ("counts", _is_text(self.counts), "a line of text"),
+            ("passes", _is_number(self.passes) and self.passes > 0, "a finite number > 0"),
+            ("buffers", _is_number(self.buffers) and self.buffers >= 1, "a finite number >= 1"),
+            ("nccl_names", _maps(self.nccl_names, lambda side: side in get_args(Side)), "a table of In or Out by name"),
+            ("c10d_calls", _maps(self.c10d_calls, lambda at: type(at) is int and at >= 0), "a table of inputs by call"),
+            ("gloo_spans", _are_texts(self.gloo_spans), "a tuple of names"),
+            ("test_names", _are_texts(self.test_names), "a tuple of names"),
+        ):
+            if not right:
+                raise StepsightError(
+                    f"collective kind {self.name!r}: {field_name} must be {rule}, got {getattr(self, field_name)!r:.80}"
+                )
+        object.__setattr__(self, "code", code_of(self.name, self.code))
+
+    def __repr__(self) -> str:
+        return f"<CollectiveKind {self.name}>"
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str) and bool(value) and value.isprintable()
+
+
+def _are_texts(value: Any) -> bool:
+    return isinstance(value, tuple) and all(map(_is_text, value))
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and abs(value) < inf
+
+
+def _maps(value: Any, is_right: Callable[[Any], bool]) -> bool:
+    return isinstance(value, Mapping) and all(_is_text(name) and is_right(of) for name, of in value.items())
+
 
 KINDS = (
     CollectiveKind(

@@ -19,7 +19,7 @@ from stepsight.dataset.kinds import (
     register_collective_kind,
     register_op_kind,
 )
-from stepsight.dataset.kinds.kind_checks import refuse_cost
+from stepsight.dataset.kinds.kind_table import refuse_cost
 
 __all__ = [
     "COLLECTIVE_KINDS",

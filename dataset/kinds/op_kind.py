@@ -10,8 +10,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
 from stepsight.dataset.base.errors import StepsightError
-from stepsight.dataset.kinds.kind_checks import check_functions, check_names, check_record
-from stepsight.dataset.kinds.kind_table import code_of
+from stepsight.dataset.kinds.kind_table import check_functions, check_names, check_record, code_of
 
 Args = Mapping[str, Any]  # of a call in a profiler's trace: "Input Dims", "Concrete Inputs", …
 Dims = tuple[int, ...]

@@ -13,10 +13,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from stepsight.dataset.base.bounded import parquet_rows, read_parquet, reason
-from stepsight.dataset.kinds.collective_names import benchmark_names
+from stepsight.dataset.kinds import benchmark_names
 from stepsight.dataset.kinds.op import Collective, Op
-from stepsight.dataset.tables.device_names import device_name
-from stepsight.dataset.tables.rows import Rows
+from stepsight.dataset.tables.rows import Rows, device_name
 
 _DTYPES = {"bfloat16": "bf16", "float16": "fp16", "fp8": "fp8", "fp8_block": "fp8"}
 _NCCL_BYTES = {"half": 2, "int8": 1}

@@ -19,8 +19,8 @@ from stepsight.dataset.runs.event_file import read_event_file
 from stepsight.dataset.runs.run_folder import read_collection
 from stepsight.dataset.runs.run_manifest import read_object
 from stepsight.dataset.runs.trace import Trace
-from stepsight.dataset.tables.device_names import device_name
 from stepsight.dataset.tables.measurements import Measurements, SourceFile
+from stepsight.dataset.tables.rows import device_name
 
 _LICENCE = "unknown"
 _NO_SIZES = "the trace does not record the sizes of the op"

@@ -12,7 +12,7 @@ from stepsight.dataset.base.bounded import read_file
 from stepsight.dataset.base.errors import StepsightError, TableError
 from stepsight.dataset.base.files import check_output_file, digest_files
 from stepsight.dataset.base.registry import Registry, check_takes, instance_of
-from stepsight.dataset.tables import aicb, aiconfigurator, nccl_tests, neusight, own_csv, simumax, vidur, vtrain
+from stepsight.dataset.tables import aiconfigurator, nccl_tests, own_csv, published
 from stepsight.dataset.tables.measurements import Measurements, SourceFile
 from stepsight.dataset.tables.rows import Rows
 
@@ -53,12 +53,12 @@ FORMATS: Registry[Format] = Registry(
     "table format",
     {
         "aiconfigurator": Format(aiconfigurator.read, r"_perf\.parquet$", "Apache-2.0"),
-        "neusight": Format(neusight.read, r"^(?!.*(label|summary)/).*\.csv(\.gz)?$", "MIT"),
-        "vidur": Format(vidur.read, r"(^|/)(mlp|all_reduce|send_recv)\.csv(\.gz)?$", "MIT"),
-        "simumax": Format(simumax.read, r"^(?!.*docs/).*\.json(\.gz)?$", "Apache-2.0"),
+        "neusight": Format(published.read_neusight, r"^(?!.*(label|summary)/).*\.csv(\.gz)?$", "MIT"),
+        "vidur": Format(published.read_vidur, r"(^|/)(mlp|all_reduce|send_recv)\.csv(\.gz)?$", "MIT"),
+        "simumax": Format(published.read_simumax, r"^(?!.*docs/).*\.json(\.gz)?$", "Apache-2.0"),
         "nccl-tests": Format(nccl_tests.read, nccl_tests.FILES, "unknown", nccl_tests.LOGS),
-        "vtrain": Format(vtrain.read, r"(^|/)AR_GPU\d+_[^/]*LUT$", "MIT"),
-        "aicb": Format(aicb.read, r"\.csv(\.gz)?$", "Apache-2.0"),
+        "vtrain": Format(published.read_vtrain, r"(^|/)AR_GPU\d+_[^/]*LUT$", "MIT"),
+        "aicb": Format(published.read_aicb, r"\.csv(\.gz)?$", "Apache-2.0"),
         "csv": Format(own_csv.read, r"\.csv(\.gz)?$", "unknown"),
     },
     group="stepsight.table_readers",

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import re
 
-from stepsight.dataset.kinds.collective_names import benchmark_names
+from stepsight.dataset.kinds import benchmark_names
 from stepsight.dataset.kinds.op import COLLECTIVE_KINDS, Collective, Op
 from stepsight.dataset.tables.rows import Line, Rows, read_csv
 

@@ -10,8 +10,8 @@ import numpy as np
 
 from stepsight.dataset.graph.program import Dependency
 from stepsight.dataset.graph.rank_trace import Rendezvous
+from stepsight.dataset.kinds import nccl_names
 from stepsight.dataset.kinds.call_dims import count
-from stepsight.dataset.kinds.collective_names import nccl_names
 from stepsight.dataset.kinds.op import Collective
 from stepsight.dataset.traces.classify import ELEMENT_BYTES
 from stepsight.dataset.traces.event_columns import RankEvents

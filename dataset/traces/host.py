@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stepsight.dataset.graph.rank_trace import Rendezvous
-from stepsight.dataset.kinds.collective_names import gloo_spans
+from stepsight.dataset.kinds import gloo_spans
 from stepsight.dataset.kinds.op import Collective
 from stepsight.dataset.traces.placement import Placement
 from stepsight.dataset.traces.sweep import Call, Swept, Work

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from stepsight.dataset.graph.rank_trace import Rendezvous, Span
+from stepsight.dataset.kinds import c10d_calls
 from stepsight.dataset.kinds.call_dims import count
-from stepsight.dataset.kinds.collective_names import c10d_calls
 from stepsight.dataset.kinds.op import Collective, Op
 from stepsight.dataset.traces.classify import (
     ELEMENT_BYTES,

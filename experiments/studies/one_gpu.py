@@ -19,7 +19,7 @@ from stepsight.dataset.hardware.hardware import find_hardware, hardware_names
 from stepsight.dataset.harness.atomic_files import locked
 from stepsight.dataset.runs.run_folder import read_collection
 from stepsight.dataset.tables import read_table
-from stepsight.dataset.tables.device_names import device_name
+from stepsight.dataset.tables.rows import device_name
 from stepsight.experiments.reports.plots import plot_error_against_minutes, plot_predicted_against_measured
 from stepsight.experiments.reports.text_table import table
 from stepsight.experiments.studies import one_gpu_judge as judge

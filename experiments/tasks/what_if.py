@@ -23,7 +23,7 @@ from stepsight.dataset.hardware.hardware import (
 )
 from stepsight.dataset.job.job import Job
 from stepsight.dataset.runs.imported_run import run_folders, run_graphs
-from stepsight.dataset.tables.device_names import device_name
+from stepsight.dataset.tables.rows import device_name
 from stepsight.simulator.durations.latency_model import LatencyModel, RooflineLatency
 from stepsight.simulator.replay import changes
 from stepsight.simulator.replay.causes import critical_path

@@ -12,7 +12,7 @@ from stepsight.dataset.graph.rank_trace import TracedSegment
 from stepsight.dataset.job.job import Job
 from stepsight.dataset.kinds.op import Collective, Op
 from stepsight.dataset.runs.imported_run import read_imported
-from stepsight.dataset.tables.device_names import PRESETS, device_name
+from stepsight.dataset.tables.rows import PRESETS, device_name
 from stepsight.training.measured.graph_segments import read_graphs
 
 if TYPE_CHECKING:

@@ -4,8 +4,15 @@ from pathlib import Path
 
 import pytest
 
-from stepsight.dataset.kinds import COLLECTIVE_KINDS, CollectiveKind, registered_collective_kind
-from stepsight.dataset.kinds.collective_names import benchmark_names, c10d_calls, gloo_spans, nccl_names
+from stepsight.dataset.kinds import (
+    COLLECTIVE_KINDS,
+    CollectiveKind,
+    benchmark_names,
+    c10d_calls,
+    gloo_spans,
+    nccl_names,
+    registered_collective_kind,
+)
 from stepsight.dataset.tables import read_table
 
 GATHER = CollectiveKind(

@@ -1,12 +1,12 @@
-"""Element-wise ops, copies and sums: their one dim counts the elements of one operand."""
+"""Ops that stream through memory or a link: elementwise ops, permutations of experts, the optimizer, transfers."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from stepsight.dataset.kinds.call_dims import dropout, first, largest
-from stepsight.dataset.kinds.op_kind import Dims, OpKind
+from stepsight.dataset.kinds.call_dims import dropout, first, largest, tensors
+from stepsight.dataset.kinds.op_kind import STREAMED, Dims, OpKind
 
 
 def _named(names: str, dims: Callable[..., Dims | None] = largest) -> Mapping[str, Callable[..., Dims | None]]:
@@ -49,7 +49,7 @@ _SUMS = (
     "cumsum count_nonzero"
 )
 
-KINDS = (
+_ELEMENTWISE = (
     _elementwise("gelu", 16, 10.0, 2.0, calls=_named("gelu", first)),
     _elementwise("gelu_backward", 17, 15.0, 3.0, base="gelu", calls=_named("gelu_backward", first)),
     _elementwise("swiglu", 18, 6.0, 3.0),
@@ -80,3 +80,77 @@ KINDS = (
     _elementwise("geglu_backward", 45, 17.0, 5.0, base="geglu"),
     _elementwise("cast", 51, 0.0, 3.0),  # from the 16 bits that the op's dtype says to fp32, or back
 )
+
+
+def _permute(name: str, code: int, flops: Callable[..., float], elements: Callable[..., float], base: str) -> OpKind:
+    return OpKind(
+        name=name,
+        family="permute",
+        dim_names=("copies", "tokens", "hidden"),
+        flops=flops,
+        elements=elements,
+        code=code,
+        units=lambda c, t, h: c,
+        base=base,
+    )
+
+
+_EXPERTS = (
+    _permute("permute", 34, lambda c, t, h: 0.0, lambda c, t, h: float((c + t) * h), STREAMED),
+    _permute("unpermute", 35, lambda c, t, h: 2.0 * c * h, lambda c, t, h: float((c + t) * h), STREAMED),
+    _permute(
+        "unpermute_backward", 36, lambda c, t, h: 4.0 * c * h, lambda c, t, h: float((3 * c + t) * h), "unpermute"
+    ),
+)
+
+
+def _over_tensors(name: str, family: str, code: int, flops: float, moved: float, **more: Any) -> OpKind:
+    """A kind that iterates over tensors; ``flops`` and ``moved``: FLOP and elements moved per element."""
+    return OpKind(
+        name=name,
+        family=family,
+        dim_names=("numel", "tensors"),
+        flops=lambda n, t: flops * n,
+        elements=lambda n, t: moved * n,
+        code=code,
+        units=lambda n, t: t,
+        **more,
+    )
+
+
+_OPTIMIZER = (
+    _over_tensors(
+        "adamw", "optimizer", 10, 12.0, 7.0, calls={"aten::_fused_adamw_": tensors, "aten::_fused_adam_": tensors}
+    ),
+    _over_tensors("grad_norm", "optimizer", 11, 2.0, 1.0, calls={"aten::_foreach_norm": tensors}),
+    _over_tensors("adamw_host", "host", 46, 12.0, 7.0, bound="host_memory", base=""),
+)
+
+
+def _transfer(name: str, code: int) -> OpKind:
+    return OpKind(
+        name=name,
+        family="transfer",
+        dim_names=("numel",),
+        flops=lambda n: 0.0,
+        elements=lambda n: float(n),
+        bound="host_link",
+        code=code,
+        base="",
+    )
+
+
+HOST_CALLS = OpKind(
+    name="host_calls",
+    family="host_calls",
+    dim_names=("calls",),
+    flops=lambda n: 0.0,
+    elements=lambda n: 0.0,
+    bound="host",
+    in_harness=False,
+    units=lambda n: float(n),
+    base="",
+)
+
+_TRANSFERS = (_transfer("to_host", 37), _transfer("from_host", 38), HOST_CALLS)
+KINDS = (*_ELEMENTWISE, *_EXPERTS, *_OPTIMIZER, *_TRANSFERS)
