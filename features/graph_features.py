@@ -14,8 +14,7 @@ from numpy.typing import NDArray
 from stepsight.dataset.base.caching import cached
 from stepsight.dataset.graph.graph_data import relation_pairs
 from stepsight.dataset.graph.program import Dependency, Program
-from stepsight.dataset.hardware.hardware import Hardware
-from stepsight.dataset.hardware.physics import roofline_seconds
+from stepsight.dataset.hardware.hardware import Hardware, roofline_seconds
 from stepsight.dataset.kinds import kinds_version
 from stepsight.dataset.kinds.op import COLLECTIVE_KINDS, OP_KINDS, Op
 from stepsight.features.named_columns import check_known

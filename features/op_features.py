@@ -11,8 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stepsight.dataset.base.caching import cached
-from stepsight.dataset.hardware.hardware import Hardware
-from stepsight.dataset.hardware.physics import roofline_seconds
+from stepsight.dataset.hardware.hardware import Hardware, roofline_seconds
 from stepsight.dataset.kinds import kinds_version
 from stepsight.dataset.kinds.op import DTYPE_BYTES, OP_KINDS, Op
 from stepsight.features.tiles import TILE_FEATURES, tile_features

@@ -14,7 +14,7 @@ from typing import Any
 
 from stepsight.dataset.base.caching import cached
 from stepsight.dataset.base.errors import JobError
-from stepsight.dataset.base.facts_file import file_version, is_facts_file, only_one, read_facts
+from stepsight.dataset.base.files import file_version, is_facts_file, only_one, read_facts
 from stepsight.dataset.base.registry import Registry, instance_of
 from stepsight.dataset.job.software import release_month
 from stepsight.dataset.job.specs import (

@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from stepsight.dataset.base.errors import JobError, StepsightError, shorten
-from stepsight.dataset.base.facts_file import is_facts_file, read_facts
-from stepsight.dataset.base.files import check_output_file, set_aside
+from stepsight.dataset.base.files import check_output_file, is_facts_file, read_facts, set_aside
 from stepsight.dataset.base.registry import did_you_mean
 from stepsight.dataset.capture.captured import MANIFEST, read_captured
 from stepsight.dataset.graph.graph_files import read_steps

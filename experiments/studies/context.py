@@ -24,8 +24,7 @@ from numpy.typing import NDArray
 
 from stepsight.dataset.base.errors import TraceError
 from stepsight.dataset.graph.program import Program
-from stepsight.dataset.hardware.hardware import Hardware
-from stepsight.dataset.hardware.physics import roofline_seconds
+from stepsight.dataset.hardware.hardware import Hardware, roofline_seconds
 from stepsight.dataset.kinds.op import Op
 from stepsight.experiments.reports.text_table import Number, table
 from stepsight.experiments.studies.context_tasks import SCRIPTS, TASKS, Task, collect_families

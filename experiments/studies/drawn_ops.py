@@ -11,8 +11,7 @@ from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, S
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from stepsight.dataset.hardware.hardware import Hardware
-from stepsight.dataset.hardware.physics import roofline_seconds
+from stepsight.dataset.hardware.hardware import Hardware, roofline_seconds
 from stepsight.dataset.kinds.op import Op
 
 HELDOUT_PART = 0.15  # share of all ops, and of the (n, k), widths and lengths of each family

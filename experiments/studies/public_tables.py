@@ -13,8 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stepsight.dataset.base.errors import StepsightError
-from stepsight.dataset.hardware.hardware import Fabric, Hardware, Link, find_fabric, find_hardware
-from stepsight.dataset.hardware.physics import roofline_seconds
+from stepsight.dataset.hardware.hardware import Fabric, Hardware, Link, find_fabric, find_hardware, roofline_seconds
 from stepsight.dataset.kinds.op import OP_KINDS, Collective, Op
 from stepsight.dataset.tables import Measurements, read_table
 from stepsight.experiments.evaluation.table_errors import group_of

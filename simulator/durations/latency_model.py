@@ -16,8 +16,14 @@ from stepsight.dataset.base.caching import cached
 from stepsight.dataset.base.errors import JobError, PredictorError, StepsightError
 from stepsight.dataset.base.registry import Registry, check_takes
 from stepsight.dataset.graph.program import Program
-from stepsight.dataset.hardware.hardware import Fabric, Hardware, find_hardware, unknown_hardware
-from stepsight.dataset.hardware.physics import alpha_beta_seconds, roofline_seconds
+from stepsight.dataset.hardware.hardware import (
+    Fabric,
+    Hardware,
+    alpha_beta_seconds,
+    find_hardware,
+    roofline_seconds,
+    unknown_hardware,
+)
 from stepsight.dataset.job.job import Job
 from stepsight.dataset.kinds.op import Collective, Op
 

@@ -18,8 +18,7 @@ from contextlib import AbstractContextManager, nullcontext
 from math import inf
 from typing import Any
 
-from stepsight.dataset.hardware.hardware import find_fabric, find_hardware
-from stepsight.dataset.hardware.physics import alpha_beta_seconds, roofline_seconds
+from stepsight.dataset.hardware.hardware import alpha_beta_seconds, find_fabric, find_hardware, roofline_seconds
 from stepsight.dataset.kinds import (
     COLLECTIVE_KINDS,
     OP_KINDS,

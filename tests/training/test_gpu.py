@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from stepsight.dataset.hardware.hardware import find_hardware, launch_units
-from stepsight.dataset.hardware.physics import roofline_seconds
+from stepsight.dataset.hardware.hardware import find_hardware, launch_units, roofline_seconds
 from stepsight.dataset.job.job import BatchSpec, ClusterSpec, Job, ModelSpec, ParallelSpec
 from stepsight.dataset.kinds.op import Op
 from stepsight.dataset.runs.run_folder import read_run

@@ -12,8 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stepsight.dataset.base.caching import Memo
-from stepsight.dataset.hardware.hardware import Fabric, Link
-from stepsight.dataset.hardware.physics import alpha_beta_seconds
+from stepsight.dataset.hardware.hardware import Fabric, Link, alpha_beta_seconds
 from stepsight.dataset.kinds.op import COLLECTIVE_KINDS, Collective
 from stepsight.features.collective_features import (
     COLLECTIVE_FEATURES,

@@ -9,8 +9,7 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from stepsight.dataset.hardware.hardware import Fabric, find_fabric, usual_fabric
-from stepsight.dataset.hardware.physics import roofline_seconds
+from stepsight.dataset.hardware.hardware import Fabric, find_fabric, roofline_seconds, usual_fabric
 from stepsight.dataset.kinds.op import Op
 from stepsight.training.collectives.between_nodes import UNFITTED, fit_between_nodes
 from stepsight.training.collectives.collective_models import CollectiveModel, fit_collectives, label_of

@@ -15,8 +15,7 @@ from typing import Any
 import numpy as np
 
 from stepsight.dataset.base.errors import CollectError, StepsightError
-from stepsight.dataset.hardware.hardware import Hardware
-from stepsight.dataset.hardware.physics import roofline_seconds
+from stepsight.dataset.hardware.hardware import Hardware, roofline_seconds
 from stepsight.dataset.harness.plan import SCHEMA, check_plan
 from stepsight.dataset.job.job import Job
 from stepsight.dataset.job.models import MODELS

@@ -16,8 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stepsight.dataset.base.errors import PredictorError
-from stepsight.dataset.hardware.hardware import Hardware
-from stepsight.dataset.hardware.physics import roofline_seconds
+from stepsight.dataset.hardware.hardware import Hardware, roofline_seconds
 from stepsight.dataset.kinds.op import Op
 from stepsight.features.named_columns import columns_of
 from stepsight.features.op_features import op_feature_names, op_features

@@ -9,8 +9,7 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from stepsight.dataset.base.errors import CollectError
-from stepsight.dataset.hardware.hardware import Hardware, find_hardware
-from stepsight.dataset.hardware.physics import alpha_beta_seconds
+from stepsight.dataset.hardware.hardware import Hardware, alpha_beta_seconds, find_hardware
 from stepsight.dataset.harness.plan import SCHEMA, check_plan, job_problems
 from stepsight.dataset.harness.plan_error import HarnessError
 from stepsight.dataset.job.job import Job

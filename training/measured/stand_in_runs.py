@@ -13,8 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stepsight.dataset.graph.program import Program
-from stepsight.dataset.hardware.hardware import Fabric
-from stepsight.dataset.hardware.physics import alpha_beta_seconds
+from stepsight.dataset.hardware.hardware import Fabric, alpha_beta_seconds
 from stepsight.dataset.job.job import Job
 from stepsight.dataset.kinds.op import Collective, Op
 from stepsight.dataset.runs.run_manifest import RunManifest

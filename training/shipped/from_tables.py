@@ -10,8 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stepsight.dataset.base.errors import TableError
-from stepsight.dataset.hardware.hardware import Fabric, Hardware, find_fabric
-from stepsight.dataset.hardware.physics import roofline_seconds
+from stepsight.dataset.hardware.hardware import Fabric, Hardware, find_fabric, roofline_seconds
 from stepsight.dataset.kinds.op import Collective, Op
 from stepsight.dataset.tables import Measurements
 from stepsight.training.collectives.between_nodes import fit_between_nodes

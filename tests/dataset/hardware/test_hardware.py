@@ -10,6 +10,7 @@ from stepsight.dataset.base.errors import JobError
 from stepsight.dataset.hardware.hardware import (
     HARDWARE,
     _preset_tables,
+    alpha_beta_seconds,
     canonical_hardware,
     fabric_from_dict,
     fabric_names,
@@ -17,10 +18,10 @@ from stepsight.dataset.hardware.hardware import (
     find_hardware,
     hardware_from_dict,
     hardware_names,
+    roofline_seconds,
     suspicious_links,
     usual_fabric,
 )
-from stepsight.dataset.hardware.physics import alpha_beta_seconds, roofline_seconds
 from stepsight.dataset.job.job import Job
 from stepsight.dataset.kinds.op import Collective, Op
 from stepsight.training.prediction.prediction import predict

@@ -4,8 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from stepsight.dataset.hardware.hardware import Hardware, find_fabric
-from stepsight.dataset.hardware.physics import alpha_beta_seconds, roofline_seconds
+from stepsight.dataset.hardware.hardware import Hardware, alpha_beta_seconds, find_fabric, roofline_seconds
 from stepsight.dataset.kinds.op import OP_KINDS, Collective, Op
 
 DEVICE = Hardware(

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from stepsight.dataset.base.errors import CollectError
-from stepsight.dataset.hardware.hardware import find_fabric
-from stepsight.dataset.hardware.physics import alpha_beta_seconds
+from stepsight.dataset.hardware.hardware import alpha_beta_seconds, find_fabric
 from stepsight.dataset.harness.emulation.clocks import AskedDelays
 from stepsight.dataset.harness.plan_error import HarnessError
 from stepsight.dataset.kinds.op import Collective

@@ -13,8 +13,7 @@ from typer.testing import CliRunner
 from stepsight import predict
 from stepsight.cli import app
 from stepsight.dataset.base.errors import PredictorError
-from stepsight.dataset.hardware.hardware import FABRICS, HARDWARE, Fabric, Hardware
-from stepsight.dataset.hardware.physics import roofline_seconds
+from stepsight.dataset.hardware.hardware import FABRICS, HARDWARE, Fabric, Hardware, roofline_seconds
 from stepsight.dataset.kinds.op import Op
 from stepsight.simulator.durations.latency_model import LATENCIES, GivenLatency, named_latency
 

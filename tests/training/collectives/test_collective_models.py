@@ -4,8 +4,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from stepsight.dataset.hardware.hardware import Fabric, find_fabric
-from stepsight.dataset.hardware.physics import alpha_beta_seconds
+from stepsight.dataset.hardware.hardware import Fabric, alpha_beta_seconds, find_fabric
 from stepsight.dataset.kinds.op import Collective
 from stepsight.features.nccl_features import nccl_terms
 from stepsight.training.collectives.collective_models import fit_collectives

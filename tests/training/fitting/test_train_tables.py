@@ -12,8 +12,7 @@ from typer.testing import CliRunner
 
 from stepsight.cli import app
 from stepsight.dataset.base.errors import TableError
-from stepsight.dataset.hardware.hardware import find_fabric, find_hardware
-from stepsight.dataset.hardware.physics import alpha_beta_seconds, roofline_seconds
+from stepsight.dataset.hardware.hardware import alpha_beta_seconds, find_fabric, find_hardware, roofline_seconds
 from stepsight.dataset.kinds.op import Collective, Op
 from stepsight.dataset.tables import Measurements, SourceFile
 from stepsight.training.fitting.own_table import find_own_hardware, own_table

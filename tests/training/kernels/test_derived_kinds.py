@@ -1,7 +1,6 @@
 import pytest
 
-from stepsight.dataset.hardware.hardware import find_hardware
-from stepsight.dataset.hardware.physics import roofline_seconds
+from stepsight.dataset.hardware.hardware import find_hardware, roofline_seconds
 from stepsight.dataset.kinds.op import OP_KINDS, Op
 from stepsight.training.kernels.derived_kinds import MAX_LOG_RATIO, Ratio, as_run, base_of, dtype_class, least_seconds
 

@@ -4,7 +4,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from stepsight.dataset.hardware.physics import roofline_seconds
+from stepsight.dataset.hardware.hardware import roofline_seconds
 from stepsight.dataset.kinds.op import OP_KINDS, Op
 from stepsight.dataset.runs.box_spec import HARDWARE
 from stepsight.features.op_features import op_position

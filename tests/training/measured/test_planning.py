@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from stepsight.dataset.base.errors import CollectError
-from stepsight.dataset.hardware.physics import alpha_beta_seconds
+from stepsight.dataset.hardware.hardware import alpha_beta_seconds
 from stepsight.dataset.harness.plan import check_plan
 from stepsight.dataset.job.job import BatchSpec, ClusterSpec, Job, ModelSpec, ParallelSpec
 from stepsight.dataset.kinds.op import Collective

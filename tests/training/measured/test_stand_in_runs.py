@@ -14,8 +14,7 @@ import pytest
 from stepsight.dataset.base.errors import TraceError
 from stepsight.dataset.graph.program import Program, ProgramBuilder
 from stepsight.dataset.graph.rank_trace import TracedSegment
-from stepsight.dataset.hardware.hardware import Hardware, find_fabric
-from stepsight.dataset.hardware.physics import alpha_beta_seconds
+from stepsight.dataset.hardware.hardware import Hardware, alpha_beta_seconds, find_fabric
 from stepsight.dataset.job.job import BatchSpec, ClusterSpec, Job, ModelSpec, ParallelSpec
 from stepsight.dataset.kinds.op import Collective, Op
 from stepsight.dataset.runs.run_manifest import RunManifest

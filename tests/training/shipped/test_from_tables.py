@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 from stepsight.dataset.base.errors import TableError
-from stepsight.dataset.hardware.hardware import find_hardware
-from stepsight.dataset.hardware.physics import roofline_seconds
+from stepsight.dataset.hardware.hardware import find_hardware, roofline_seconds
 from stepsight.dataset.kinds.op import Op
 from stepsight.dataset.tables import Measurements, SourceFile
 from stepsight.training.kernels.kernel_models import KernelModel

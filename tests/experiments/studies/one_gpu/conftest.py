@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from stepsight.dataset.hardware.hardware import find_hardware
-from stepsight.dataset.hardware.physics import roofline_seconds
+from stepsight.dataset.hardware.hardware import find_hardware, roofline_seconds
 from stepsight.dataset.job.job import Job
 from stepsight.dataset.kinds.op import Op
 from stepsight.experiments.studies.one_gpu_plans import STAND_IN, Study, make_study

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from stepsight.dataset.hardware.hardware import Hardware, find_hardware
-from stepsight.dataset.hardware.physics import roofline_seconds
+from stepsight.dataset.hardware.hardware import Hardware, find_hardware, roofline_seconds
 from stepsight.dataset.kinds.op import Op
 from stepsight.experiments.studies.drawn_ops import CPU, GPU, OpSpace, draw, likeness, split
 from stepsight.experiments.studies.one_gpu_plans import CPU as LOCAL
