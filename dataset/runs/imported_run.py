@@ -18,7 +18,7 @@ from stepsight.dataset.graph.rank_graph import RankGraph
 from stepsight.dataset.job.job import Job
 from stepsight.dataset.runs.run_manifest import SCHEMA, RunManifest, number, read_manifest
 from stepsight.dataset.traces.placement import Placement
-from stepsight.dataset.traces.read_rank import read_rank
+from stepsight.dataset.traces.trace_formats import read_rank_graph
 
 MANIFEST = "manifest.json"
 
@@ -217,10 +217,6 @@ def run_graphs(folder: Path) -> TracedRun:
 
 
 def _traced(manifest: RunManifest, rank: int) -> RankGraph:
-    files, parallel = manifest.traces[rank], manifest.job.parallel
-    if "kineto" not in files:
-        raise TraceError(f"rank {rank} must have a Kineto trace, got {sorted(files)} in {manifest.folder}")
-    devices = manifest.job.cluster.devices_per_node
+    parallel, devices = manifest.job.parallel, manifest.job.cluster.devices_per_node
     placement = Placement(rank=rank, devices_per_node=devices, tp=parallel.tp, dp=parallel.dp)
-    execution = manifest.folder / files["et"] if "et" in files else None
-    return read_rank(manifest.folder / files["kineto"], placement, execution)
+    return read_rank_graph(manifest.traces[rank], manifest.folder, placement)

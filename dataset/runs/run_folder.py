@@ -14,7 +14,7 @@ from stepsight.dataset.runs.imported_run import is_imported
 from stepsight.dataset.runs.run_manifest import RunManifest, read_manifest, read_object, typed
 from stepsight.dataset.runs.trace import Trace
 from stepsight.dataset.traces.placement import Placement
-from stepsight.dataset.traces.trace_formats import TRACE_READERS, read_rank_trace
+from stepsight.dataset.traces.trace_formats import read_rank_trace, trace_format
 
 
 @dataclass(frozen=True)
@@ -64,12 +64,7 @@ def read_run(folder: Path) -> Trace:
     parallel, devices = manifest.job.parallel, manifest.job.cluster.devices_per_node
     ranks = []
     for rank, files in sorted(manifest.traces.items()):
-        form = next((name for name in files if name in TRACE_READERS), None)
-        if form is None:
-            raise TraceError(
-                f"rank {rank} must have a trace of a known format ({', '.join(TRACE_READERS.names())}), "
-                f"got {sorted(files)} in {manifest.folder}"
-            )
+        form = trace_format(files, rank, manifest.folder)
         _check_digest(manifest, files[form])
         place = Placement(rank=rank, devices_per_node=devices, tp=parallel.tp, dp=parallel.dp)
         ranks.append(read_rank_trace(form, manifest.folder / files[form], place))

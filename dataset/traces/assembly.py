@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from stepsight.dataset.graph.program import Dependency
-from stepsight.dataset.graph.rank_graph import NODE_COLUMNS, WHY_NUMBER, RankGraph
-from stepsight.dataset.graph.rank_trace import Rendezvous
+from stepsight.dataset.graph.rank_graph import COLLECTIVE, NODE_COLUMNS, OP, PHASES, WHY_NUMBER, RankGraph
+from stepsight.dataset.graph.rank_trace import RankTrace, Rendezvous
+from stepsight.dataset.kinds.op import Collective
 from stepsight.dataset.traces.event_columns import Interned
 from stepsight.dataset.traces.step_bounds import Steps
 
@@ -95,3 +96,43 @@ class Assembly:
             unrecorded_s=np.zeros(count),
             events=events,
         )
+
+
+def graph_of_trace(trace: RankTrace) -> RankGraph:
+    """The graph of a rank whose trace a reader of its own gave: nodes with their times, and the program's edges.
+
+    The time of the host before an op on a host delays the op; what else a node waits for is not known.
+    """
+    nodes, edges = trace.program.nodes, list(trace.program.all_edges())
+    start = trace.start_s / MICROSECOND
+    end = (trace.start_s + trace.duration_s) / MICROSECOND
+    hosted = bool((trace.slot_s > trace.duration_s).any())
+    found: list[Edges] = []
+    for why in Dependency:
+        source, target = (np.array([edge[k] for edge in edges if edge[2] is why], dtype=np.int64) for k in range(2))
+        apart = start[target] - end[source]
+        kept = apart if hosted and why is Dependency.STREAM_ORDER else np.minimum(apart, 0.0)
+        found.append((source, target, why, kept))
+    built = Assembly(start, end, start, start, found, _steps_of(trace, start, end))
+    columns = built.nodes
+    columns["known"][:] = 1
+    for place, node in enumerate(nodes):
+        columns["kind"][place] = COLLECTIVE if isinstance(node.work, Collective) else OP
+        columns["work"][place], columns["stream"][place] = built.works(node.work), built.streams(node.stream)
+        columns["name"][place] = built.names(node.name or node.work.kind)
+        label = trace.spans[trace.span[place]].label if trace.span[place] >= 0 else ""
+        columns["phase"][place] = PHASES.index(label) if label in PHASES else -1
+        built.meet(place, trace.meets.get(place))
+    graph = built.graph("cpu" if hosted else "cuda", "cpu" if hosted else "", int(trace.num_events.sum()))
+    return replace(graph, rank=trace.rank)
+
+
+def _steps_of(trace: RankTrace, start: Floats, end: Floats) -> Steps:
+    """Steps of a trace by its segments, in microseconds; the whole trace without any."""
+    bounds: dict[int, tuple[float, float]] = {}
+    for span in trace.spans:
+        low, high = bounds.get(span.step, (np.inf, -np.inf))
+        bounds[span.step] = min(low, span.start_s / MICROSECOND), max(high, span.end_s / MICROSECOND)
+    if bounds:
+        return Steps(sorted(bounds.values()), -1, "annotations")
+    return Steps([(float(start.min(initial=0.0)), float(end.max(initial=0.0)))], -1, "nothing")

@@ -82,7 +82,16 @@ def import_ranks(
         graphs.append(read_rank(path, where, joined.get(path)))
         if on_file is not None:
             on_file(number + 1, len(files))
-    graphs = _numbered(graphs, files)
+    return imported(graphs, files)
+
+
+def imported(graphs: Sequence[RankGraph], files: Sequence[Path]) -> Imported:
+    """Graphs of a job's ranks in order, with what is wrong with them.
+
+    Raises:
+        TraceError: If two are of one rank, or the ranks are of different jobs.
+    """
+    graphs = _numbered(list(graphs), files)
     order = sorted(range(len(graphs)), key=lambda place: graphs[place].rank)
     ordered = [graphs[place] for place in order]
     warnings = [
@@ -91,12 +100,20 @@ def import_ranks(
     return Imported(tuple(ordered), tuple(files[place] for place in order), (*warnings, *_check_ranks(ordered)))
 
 
-def import_chakra(paths: Sequence[Path], on_file: Progress | None = None) -> Imported:
+def import_chakra(
+    paths: Sequence[Path],
+    executions: Sequence[Path] = (),
+    placement: Placement | None = None,
+    on_file: Progress | None = None,
+) -> Imported:
     """Read the Chakra execution traces of one job's ranks; the rank is the number in the file name.
 
     Raises:
-        TraceError: If a file is no whole trace, two are of one rank, or the ranks do not fit together.
+        TraceError: If a file is no whole trace, two are of one rank, or the ranks do not fit together; or if there are
+            other execution traces.
     """
+    if executions:
+        raise TraceError("import chakra takes no --et: a Chakra trace is an execution trace with durations")
     files = trace_files(paths, _CHAKRA)
     named = [_rank_in(path) for path in files]
     ranks = [int(rank or 0) for rank in named] if None not in named else list(range(len(files)))
@@ -105,9 +122,7 @@ def import_chakra(paths: Sequence[Path], on_file: Progress | None = None) -> Imp
         raise TraceError(f"every rank must have one trace, got rank {min(twice)} twice: name files as chakra.0.et")
     order = sorted(range(len(files)), key=lambda place: ranks[place])
     ordered = [files[place] for place in order]
-    graphs = read_chakra(ordered, [ranks[place] for place in order], on_file)
-    told = [f"rank {graph.rank}: {each}" if len(graphs) > 1 else each for graph in graphs for each in graph.warnings]
-    return Imported(tuple(graphs), tuple(ordered), (*told, *_check_ranks(graphs)))
+    return imported(read_chakra(ordered, [ranks[place] for place in order], on_file), ordered)
 
 
 def _execution_of(files: Sequence[Path], executions: Sequence[Path]) -> dict[Path, Path]:

@@ -9,8 +9,7 @@ import typer
 
 from stepsight.cli.options import Answer, Positive, progress
 from stepsight.dataset.base.errors import StepsightError
-
-TRACES = ("kineto", "chakra")  # formats of traces; every other format is a table of measurements
+from stepsight.dataset.base.registry import did_you_mean
 
 
 def import_command(
@@ -33,22 +32,31 @@ def import_command(
         stepsight import nccl-tests logs/ --out collectives.parquet
 
     Args:
-        format: Traces: kineto (PyTorch's profiler) or chakra (execution traces with durations, .et or JSON). Tables:
-            aiconfigurator, neusight, vidur, simumax, nccl-tests (logs or parsed), vtrain, aicb, or csv (your own, with
-            columns op, dims (4096x4096x1024), dtype, microseconds).
+        format: Traces: kineto (PyTorch's profiler), chakra (execution traces with durations, .et or JSON), or a
+            registered format of your own. Tables: aiconfigurator, neusight, vidur, simumax, nccl-tests (logs or
+            parsed), vtrain, aicb, or csv (your own, with columns op, dims (4096x4096x1024), dtype, microseconds).
         paths: Files of that format, or a folder. Traces: one file for each rank. Tables: a single file.
         out: Traces: the collection to write. Tables: the file to write (.parquet).
         et: Traces: execution trace of a rank, for data dependencies. Repeatable.
         job: Traces: job file of the run, if you have it; it must match.
     """
-    if format in TRACES:
-        return _import_traces(format, paths, out, et or [], job)
-    from stepsight.dataset.tables import check_table_output, read_table, summary, summary_text
+    from stepsight.dataset.traces.trace_formats import TRACE_READERS
 
+    if format in TRACE_READERS:
+        return _import_traces(format, paths, out, et or [], job)
+    from stepsight.dataset.tables import FORMATS, check_table_output, read_table, summary, summary_text
+
+    traces = ", ".join(TRACE_READERS.names())
+    if format not in FORMATS:
+        near = did_you_mean(format, [*TRACE_READERS.names(), *FORMATS.names()])
+        raise StepsightError(
+            f"the format must be of traces ({traces}) or of tables ({', '.join(FORMATS.names())}), "
+            f"got {format!r:.80}{near}"
+        )
     if len(paths) != 1:
         raise StepsightError(f"import {format} takes one file or folder, got {len(paths)}")
     if et or job is not None:
-        raise StepsightError(f"--et and --job belong to traces ({', '.join(TRACES)}), got format {format!r:.80}")
+        raise StepsightError(f"--et and --job belong to traces ({traces}), got format {format!r:.80}")
     if out is not None:
         check_table_output(format, paths[0], out)
     found = read_table(format, paths[0])
@@ -70,8 +78,9 @@ def _import_traces(
     from stepsight.dataset.base.files import check_writable
     from stepsight.dataset.job.job import Job
     from stepsight.dataset.runs.imported_run import write_imported
-    from stepsight.dataset.traces.import_ranks import import_chakra, import_ranks, summary
+    from stepsight.dataset.traces.import_ranks import summary
     from stepsight.dataset.traces.placement import Placement
+    from stepsight.dataset.traces.trace_formats import import_traces
     from stepsight.experiments.reports.trace_texts import import_text
     from stepsight.experiments.tasks.job_check import check_job
 
@@ -85,10 +94,7 @@ def _import_traces(
     if read is not None:
         degrees = read.parallel
         placement = Placement(devices_per_node=read.cluster.devices_per_node, tp=degrees.tp, dp=degrees.dp)
-    if format == "chakra" and executions:
-        raise StepsightError("import chakra takes no --et: a Chakra trace is an execution trace with durations")
-    tell = progress("traces read")
-    found = import_chakra(paths, tell) if format == "chakra" else import_ranks(paths, executions, placement, tell)
+    found = import_traces(format, paths, executions, placement, progress("traces read"))
     told = summary(found)
     if read is not None:
         check_job(read, found.graphs)

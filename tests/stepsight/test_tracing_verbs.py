@@ -6,12 +6,18 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from typer.testing import CliRunner
 
 from stepsight.cli import app
 from stepsight.dataset import TraceGraphs
 from stepsight.dataset.base.errors import StepsightError
+from stepsight.dataset.graph.program import Node, Program
+from stepsight.dataset.graph.rank_trace import RankTrace, Span
+from stepsight.dataset.kinds.op import Op
+from stepsight.dataset.traces.placement import Placement
+from stepsight.dataset.traces.trace_formats import TRACE_READERS
 from tests.dataset.traced_jobs import GpuJob, two_ranks
 
 
@@ -37,6 +43,32 @@ def test_from_traces_to_a_dataset(tmp_path: Path) -> None:
     ask("import", "kineto", tmp_path / "other.json", "--out", runs, "--json")
     both = ask("replay", runs, "--json")
     assert len(both["runs"]) == 2 and abs(both["error_percent"]) < 0.5
+
+
+def read_mine(path: Path, placement: Placement) -> RankTrace:
+    """A reader outside the package: each line has the size of an op, its start and its duration in seconds."""
+    rows = [line.split() for line in path.read_text().splitlines()]
+    nodes = [Node(Op("gelu", (int(size),), "fp32"), name="line") for size, _, _ in rows]
+    start, length = (np.array([float(row[column]) for row in rows]) for column in (1, 2))
+    zeros, end = np.zeros(len(rows)), float((start + length).max())
+    spans = (Span("forward", 0.0, end),)
+    return RankTrace(
+        0, Program(tuple(nodes)), start, length, length, zeros, zeros.astype(np.int64), spans, num_events=zeros
+    )
+
+
+def test_a_format_of_ones_own_is_imported(tmp_path: Path) -> None:
+    path, runs = tmp_path / "rank0.mine", tmp_path / "runs"
+    path.write_text("8 0.0 0.002\n16 0.002 0.003\n8 0.005 0.001\n")
+    with TRACE_READERS.registered("mine", read_mine):
+        told = ask("import", "mine", path, "--out", runs, "--json")
+    assert told["ranks"] == 1 and told["steps"] == 1 and told["recognised_percent"] == 100
+    assert told["device_time_s"] == pytest.approx(0.006) and told["dependencies"]["stream_order"] == 2
+    assert ask("replay", runs, "--json")["replayed_s"] == pytest.approx(0.006)
+    made = ask("dataset", runs, "--out", tmp_path / "data", "--json")
+    assert made["step_graphs"] == made["segment_graphs"] == 1 and made["nodes"]["op"] == 6
+    with pytest.raises(StepsightError, match=r"of traces \(kineto, chakra.*did you mean 'kineto'"):
+        ask("import", "kinetto", path)
 
 
 def test_what_if_and_show(tmp_path: Path) -> None:

@@ -41,7 +41,7 @@ def test_a_manifest_tells_the_truth_of_a_run(tmp_path: Path) -> None:
         ({"world_size": 3}, "3 != 2"),
         ({"job": {**job_tables(2), "batch": {"micro_batch": 0, "global_batch": 1}}}, "batch.micro_batch must be > 0"),
         ({"traces": {"0": {"kineto": "rank0.kineto.json.gz"}}}, "rank 1 is missing"),
-        ({"traces": {"0": {"et": "x"}, "1": {"et": "x"}}}, "must have a trace of a known format (kineto)"),
+        ({"traces": {"0": {"et": "x"}, "1": {"et": "x"}}}, "must have a trace of a known format (kineto, chakra)"),
         ({"traces": {}}, "must have traces"),
     ],
 )
