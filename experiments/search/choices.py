@@ -137,13 +137,7 @@ class Rival:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON."""
-        return {
-            **self.choice.to_dict(),
-            "slower_percent": self.slower_percent,
-            "error_percent": self.error_percent,
-            "measure": self.measure,
-            "measure_s": self.measure_s,
-        }
+        return {**self.choice.to_dict(), **{key: value for key, value in vars(self).items() if key != "choice"}}
 
 
 @dataclass
@@ -179,14 +173,19 @@ class SearchResult:
     skipped: tuple[str, ...] = ()
     expert_loads: ExpertLoads | None = None
 
+    @property
+    def any_fits(self) -> bool:
+        """Whether a strategy fits in memory."""
+        return bool(self.choices) and self.choices[0].fits
+
     def __repr__(self) -> str:
-        best = repr(self.choices[0]) if self.choices and self.choices[0].fits else "none fits"
+        best = repr(self.choices[0]) if self.any_fits else "none fits"
         return f"SearchResult({self.evaluated} of {self.legal} strategies evaluated, best: {best}, {self.proof})"
 
     @property
     def proof(self) -> str:
         """The quality of the best strategy in words: ``optimal`` or ``within 3 %``."""
-        if not self.choices or not self.choices[0].fits:
+        if not self.any_fits:
             return self._none_fits
         if self.gap_percent is None:
             return "not proved"
@@ -199,7 +198,7 @@ class SearchResult:
         Raises:
             JobError: If none fits.
         """
-        if not self.choices or not self.choices[0].fits:
+        if not self.any_fits:
             raise JobError(self._none_fits)
         return self.choices[0]
 
@@ -238,7 +237,7 @@ class SearchResult:
         """Plain values for JSON; ``best`` is None if no strategy fits in memory."""
         rows = self._rows
         return {
-            "best": rows[0] if rows and rows[0]["fits"] else None,
+            "best": rows[0] if self.any_fits else None,
             "evaluated": self.evaluated,
             "legal": self.legal,
             "gap_percent": self.gap_percent,
@@ -253,7 +252,7 @@ class SearchResult:
 
     def _experts(self, loads: ExpertLoads) -> dict[str, Any] | None:
         """Placement of the best strategy's experts; None if no strategy fits in memory."""
-        if not self.choices or not self.choices[0].fits:
+        if not self.any_fits:
             return None
         best = self.choices[0]
         in_order = best.instead(loads.apply(best.job, by_load=False))

@@ -25,7 +25,7 @@ from stepsight.experiments.search.risk import MOST_RIVALS, by_expected_regret, f
 from stepsight.experiments.search.settings import REGRET, Goal, SearchSettings, Seconds
 from stepsight.experiments.search.space import Space
 from stepsight.experiments.search.strategies import VARIED, Grid
-from stepsight.experiments.search.study import Evaluations, Found, StoredEvaluations
+from stepsight.experiments.search.study import Evaluations, StoredEvaluations
 from stepsight.simulator.memory import estimate_memory
 from stepsight.training.prediction.ask_many import ask_many
 from stepsight.training.prediction.prediction import Prediction, predict
@@ -146,7 +146,7 @@ class _JobSearch:
 
     def _by_bounds(self) -> Choose:
         """The strategies with the least bounds, until no bound is below the best time."""
-        bounds, left = self._bounds, self._grid.left
+        bounds, left = self._bounds, self._grid.remaining
         may = np.flatnonzero(bounds.may_fit)
         order: Ints = may[np.argsort(bounds.seconds[may], kind="stable")]
         random = np.random.default_rng()
@@ -169,7 +169,7 @@ class _JobSearch:
             order = np.random.default_rng(self._settings.seed).permutation(len(self._grid))
         if self._first is not None:
             order = np.concatenate([[self._first], order[order != self._first]])
-        return lambda count: list(map(int, order[self._grid.left[order]][:count]))
+        return lambda count: list(map(int, order[self._grid.remaining[order]][:count]))
 
     def _by_tpe(self) -> Choose:
         """The choice of Optuna's TPE sampler, or the nearest remaining one if that was evaluated."""
@@ -190,13 +190,13 @@ class _JobSearch:
             trial = study.ask()
             index = grid.suggest(trial)
             study.tell(trial, state=optuna.trial.TrialState.FAIL)  # samplers learn nothing from these
-            return [index if grid.left[index] else grid.nearest(index, turn)]
+            return [index if grid.remaining[index] else grid.nearest(index, turn)]
 
         return choose
 
     def _own_first(self) -> list[int]:
         """The job's own strategy until it is evaluated: it is tried before all others."""
-        return [self._first] if self._first is not None and self._grid.left[self._first] else []
+        return [self._first] if self._first is not None and self._grid.remaining[self._first] else []
 
     def _to_beat(self) -> float:
         """The value that a bound must be below to be worth predicting."""
@@ -224,31 +224,19 @@ class _JobSearch:
 
     def _evaluate(self, chosen: list[int]) -> None:
         """Predict strategies and record them."""
-        before = len(self._done)
-        choices = self._asked(chosen)
-        self._evaluations.add(
-            [
-                Found(index, choice.seconds if choice.fits else None, choice.peak_bytes - choice.capacity_bytes)
-                for index, choice in zip(chosen, choices, strict=True)
-            ]
-        )
-        shortest, on_trial = self._best_s(), self._request.on_trial
-        for number in range(len(chosen)):
-            if on_trial is not None:
-                on_trial(before + number, None if math.isinf(shortest) else shortest)
-
-    def _asked(self, indices: list[int]) -> list[Choice]:
-        """Choices of strategies."""
-        new = [index for index in indices if index not in self._known]
-        jobs = [self._grid.strategy(index) for index in new]
-        if jobs:
-            map_fn = self._request.map_fn
+        before, map_fn, on_trial = len(self._done), self._request.map_fn, self._request.on_trial
+        new = [index for index in chosen if index not in self._known]
+        if jobs := [self._grid.strategy(index) for index in new]:
             if map_fn is None:
                 answers = ask_many(jobs, self._predictor, only_fitting=True)
             else:
                 answers = ask_mapped(jobs, self._predictor, map_fn)
             self._known |= dict(zip(new, Choice.of_answers(jobs, answers, self._ask_one), strict=True))
-        return [self._known[index] for index in indices]
+        self._evaluations.add({index: self._known[index] for index in chosen})
+        shortest = self._best_s()
+        for number in range(before, before + len(chosen)):
+            if on_trial is not None:
+                on_trial(number, None if math.isinf(shortest) else shortest)
 
     def result(self) -> SearchResult:
         """All strategies of a study; those that other processes evaluated are predicted on request."""
@@ -277,15 +265,9 @@ class _JobSearch:
             goal=self._goal,
         )
 
-    def _left(self) -> NDArray[np.bool_]:
-        """Strategies that were not evaluated, shape ``(n,)``."""
-        left = np.ones(len(self._grid), dtype=np.bool_)
-        left[list(self._done)] = False
-        return left
-
     def _smallest(self, choices: list[Choice]) -> list[Choice]:
         """The strategy that needs the least memory, if none fits; empty if it was evaluated, or some may fit."""
-        bounds, left = self._bounds.peak_bytes, self._left()
+        bounds, left = self._bounds.peak_bytes, self._grid.remaining
         if (self._bounds.may_fit & left).any():
             return []
         least, found = min((choice.peak_bytes for choice in choices), default=math.inf), []
@@ -305,7 +287,7 @@ class _JobSearch:
 
     def _proof(self) -> tuple[float | None, int]:
         """How much longer than the optimum the best takes at most, in percent; and how many others may be better."""
-        best, left = self._best_s(), self._left()
+        best, left = self._best_s(), self._grid.remaining
         if not left.any():
             return (None if math.isinf(best) else 0.0), 0
         bounds_s = self._bounds.seconds[left & self._bounds.may_fit]

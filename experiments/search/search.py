@@ -126,9 +126,9 @@ def merged(job: Job, predictor: Predictor | str | None, found: list[SearchResult
     own = next((one.own for one in found if one.own is not None and one.own.job == job), None)
     own = own or Choice.of(predict(job, predictor), lambda asked: predict(asked, predictor))
     choices = sorted((choice for one in found for choice in one.choices), key=lambda choice: choice.rank(goal))
-    fitting = [one for one in found if one.choices and one.choices[0].fits]
+    fitting = [one for one in found if one.any_fits]
     plans = sorted((one.best for one in fitting), key=lambda choice: choice.rank(goal))
-    gaps = [one.gap_percent for one in found if one.undecided or (one.choices and one.choices[0].fits)]
+    gaps = [one.gap_percent for one in found if one.undecided or one.any_fits]
     gap: float | None = None
     if plans and None not in gaps:
         least = min(

@@ -53,7 +53,7 @@ def _counts(result: SearchResult, too_large: int) -> str:
 
 
 def _verdict(result: SearchResult) -> str:
-    if not result.choices or not result.choices[0].fits:
+    if not result.any_fits:
         return result.proof
     if result.gap_percent is None:
         return "how far the best is from the optimum is not known"
@@ -143,7 +143,7 @@ def _experts(told: dict[str, Any] | None, result: SearchResult) -> list[str]:
 
 def _rivals(result: SearchResult) -> list[str]:
     """Strategies that cannot be distinguished from the best, and what to measure."""
-    if not result.goal.robust or not result.choices or not result.choices[0].fits:
+    if not result.goal.robust or not result.any_fits:
         return []
     if not result.rivals:
         return ["no other strategy that was evaluated can be faster: the errors of their differences are too small"]

@@ -221,14 +221,14 @@ class Grid:
     """Every legal strategy, and the remaining ones.
 
     A layout (the degrees) and all combinations of the further choices that are legal under it make a block; strategies
-    are numbered block by block.  Nothing is stored for a strategy but whether it is left.
+    are numbered block by block.  Nothing is stored for a strategy but whether it remains.
 
     Shapes: ``n`` strategies.
 
     Attributes:
         job: The job that they are strategies of.
         space: The choices that it is made of.
-        left: ``(n,)``, False where a strategy was evaluated.
+        remaining: ``(n,)``, False where a strategy was evaluated.
         layouts, options: Of each block.
         bounds: Strategies of block ``i`` are ``bounds[i]`` to ``bounds[i + 1]``.
 
@@ -256,7 +256,7 @@ class Grid:
                 f"no legal strategy for {job.cluster.num_devices} devices and global_batch {job.batch.global_batch}"
             )
         self._block_of = {str(layout): block for block, layout in enumerate(self.layouts)}
-        self.left = np.ones(len(self), dtype=np.bool_)
+        self.remaining = np.ones(len(self), dtype=np.bool_)
         self._distributions: dict[int, dict[str, Any]] = {}
         self._labels = [[_label(key, values) for key, values in options.items()] for options in self.options]
 
@@ -366,7 +366,7 @@ class Grid:
             index: Of a strategy.
             order: Place of each strategy, shape ``(n,)``; of strategies that are equally near the first is taken.
         """
-        left = np.flatnonzero(self.left)
+        left = np.flatnonzero(self.remaining)
         distance = (self._codes[left] != self._codes[index]).sum(axis=1)
         return int(left[np.lexsort((order[left], distance))[0]])
 

@@ -7,12 +7,12 @@ study.  They do not agree on who evaluates what, so a strategy may be evaluated 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import datetime
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -20,6 +20,7 @@ from stepsight.dataset.base.bounded import read_file
 from stepsight.dataset.base.errors import StepsightError
 from stepsight.dataset.job.job import Job, JobLike
 from stepsight.experiments.search.bounds import Bounds, grid_bounds
+from stepsight.experiments.search.choices import Choice
 from stepsight.experiments.search.settings import Seconds
 from stepsight.experiments.search.space import Space
 from stepsight.experiments.search.strategies import Grid
@@ -38,20 +39,6 @@ _BEGINNING = b'{"op_code":'  # of a journal
 _DATABASES = (".db", ".sqlite", ".sqlite3")
 
 
-class Found(NamedTuple):
-    """The evaluation of a strategy.
-
-    Attributes:
-        strategy: Its number in the grid.
-        seconds: None if it does not fit in memory.
-        excess_bytes: Memory that it needs beyond what a device has; negative if it fits.
-    """
-
-    strategy: int
-    seconds: Seconds | None
-    excess_bytes: float
-
-
 class Evaluations:
     """The evaluated strategies of a grid, in memory.
 
@@ -68,17 +55,17 @@ class Evaluations:
     def read(self) -> None:
         """Read what other processes evaluated."""
 
-    def add(self, found: Sequence[Found]) -> None:
-        """Add evaluations of this process."""
-        for one in found:
-            self._note(one.strategy, one.seconds)
+    def add(self, found: Mapping[int, Choice]) -> None:
+        """Add strategies that this process predicted, by number in the grid."""
+        for index, choice in found.items():
+            self._note(index, choice.seconds if choice.fits else None)
 
     def close(self) -> None:
         """Close the connections to a storage."""
 
     def _note(self, strategy: int, seconds: Seconds | None) -> None:
         self.done[strategy] = seconds
-        self._grid.left[strategy] = False
+        self._grid.remaining[strategy] = False
 
 
 class StoredEvaluations(Evaluations):
@@ -133,33 +120,33 @@ class StoredEvaluations(Evaluations):
         self.shared = self.shared or len(new) > self._added
         self._added = 0
 
-    def add(self, found: Sequence[Found]) -> None:
+    def add(self, found: Mapping[int, Choice]) -> None:
         """See ``Evaluations.add``."""
         with self._usable():
             self._read()
-            trials = [self._trial(one) for one in found if one.strategy not in self.done]
+            trials = [self._trial(index, choice) for index, choice in found.items() if index not in self.done]
             self._study.add_trials(trials)
             self._added = len(trials)
             self._read()
 
-    def _trial(self, found: Found) -> optuna.trial.FrozenTrial:
+    def _trial(self, index: int, choice: Choice) -> optuna.trial.FrozenTrial:
         from optuna.trial import FrozenTrial, TrialState
 
-        fits, now = found.seconds is not None, datetime.now()
+        seconds, now = choice.seconds if choice.fits else None, datetime.now()
         trial = FrozenTrial(  # ``create_trial`` looks for distributions of old versions, which takes half of a trial
             number=-1,
             trial_id=-1,
-            state=TrialState.COMPLETE if fits else TrialState.PRUNED,
-            value=None if found.seconds is None else found.seconds[0],
+            state=TrialState.COMPLETE if seconds else TrialState.PRUNED,
+            value=seconds[0] if seconds else None,
             datetime_start=now,
             datetime_complete=now,
-            params=self._grid.params(found.strategy),
-            distributions=self._grid.distributions(found.strategy),
-            user_attrs={_SECONDS: found.seconds},
+            params=self._grid.params(index),
+            distributions=self._grid.distributions(index),
+            user_attrs={_SECONDS: seconds},
             system_attrs={},
             intermediate_values={},
         )
-        trial.set_constraint("memory", found.excess_bytes)
+        trial.set_constraint("memory", choice.peak_bytes - choice.capacity_bytes)
         return trial
 
     def close(self) -> None:

@@ -76,7 +76,7 @@ def test_every_trial_is_another_strategy(job: Job, sampler: str) -> None:
 
 def test_a_duplicate_becomes_its_nearest_neighbour(job: Job) -> None:
     grid = Grid(job, SMALL)
-    grid.left[0] = False
+    grid.remaining[0] = False
     first, neighbour = grid.strategy(0), grid.strategy(grid.nearest(0, np.arange(len(grid))))
     differs = [
         key
