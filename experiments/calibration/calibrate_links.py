@@ -20,8 +20,7 @@ from stepsight.experiments.calibration.calibrate_runs import LEAST_GAIN
 from stepsight.experiments.evaluation.error_metrics import Errors, errors
 from stepsight.experiments.reports.text_table import Number, table
 from stepsight.features.nccl_choices import CHOICE_TERMS
-from stepsight.training.collectives.between_nodes import BetweenNodes, fit_site
-from stepsight.training.collectives.link_doubts import link_doubts
+from stepsight.training.collectives.between_nodes import BetweenNodes, fit_site, link_doubts
 from stepsight.training.prediction.prediction import named_predictor
 from stepsight.training.predictor.predictor import Predictor
 from stepsight.training.predictor.predictor_manifest import check_output

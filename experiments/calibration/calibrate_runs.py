@@ -12,13 +12,12 @@ import numpy as np
 
 from stepsight.dataset.base.errors import PredictorError, TableError
 from stepsight.dataset.base.files import digest
-from stepsight.experiments.calibration.calibration_gain import with_rows
-from stepsight.experiments.calibration.calibration_split import split_by_size, without_copies
+from stepsight.experiments.calibration.calibration_gain import split_by_size, with_rows, without_copies
 from stepsight.experiments.evaluation.error_metrics import Errors, errors
 from stepsight.experiments.evaluation.evaluate import FITTED, Evaluation, evaluate, score
 from stepsight.experiments.evaluation.scored_row import Scored
 from stepsight.experiments.reports.text_table import Number, table
-from stepsight.training.corrections.constants import RESOURCES
+from stepsight.training.corrections.calibration import RESOURCES
 from stepsight.training.fitting.fit_calibration import CalibrationFit, off_by
 from stepsight.training.prediction.prediction import named_predictor
 from stepsight.training.predictor.predictor import Predictor

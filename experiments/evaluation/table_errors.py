@@ -18,10 +18,9 @@ from stepsight.experiments.evaluation.error_metrics import Errors, errors
 from stepsight.experiments.evaluation.scored_row import PredictorOf
 from stepsight.experiments.reports.text_table import Number, table
 from stepsight.simulator.durations.latency_model import RooflineLatency
+from stepsight.training.collectives.between_nodes import link_doubts
 from stepsight.training.collectives.collective_models import label_of
-from stepsight.training.collectives.link_doubts import link_doubts
-from stepsight.training.fitting.family_figures import family_figures, trained_on
-from stepsight.training.fitting.own_table import shape_of
+from stepsight.training.fitting.own_table import family_figures, shape_of, trained_on
 from stepsight.training.predictor.predictor import Predictor
 
 Array = NDArray[np.float64]

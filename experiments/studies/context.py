@@ -33,7 +33,7 @@ from stepsight.features.graph_features import NUMBERS, RELATIONS, node_feature_n
 from stepsight.gnn.context_model import BOUND
 from stepsight.training.context.examples import iteration_times
 from stepsight.training.context.fit_context import ITERATION_WEIGHT, Example, Whole, node_weights, op_error
-from stepsight.training.context.held_back import ALONE, CANDIDATES, simplest, standard_error
+from stepsight.training.context.learn_context import ALONE, CANDIDATES, simplest, standard_error
 from stepsight.training.regression.trees import Trees, fit_trees
 
 Array = NDArray[np.float64]

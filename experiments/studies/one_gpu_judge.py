@@ -20,7 +20,7 @@ from stepsight.dataset.tables import Measurements
 from stepsight.experiments.evaluation import error_metrics
 from stepsight.simulator.memory import estimate_memory
 from stepsight.training.corrections.calibration import Calibration
-from stepsight.training.fitting.family_figures import LONG_S
+from stepsight.training.fitting.own_table import LONG_S
 from stepsight.training.kernels.kernel_models import fit_kernels
 from stepsight.training.measured.measured import HELDOUT, read_runs
 from stepsight.training.measured.stand_in_runs import stand_in_seconds

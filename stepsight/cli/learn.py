@@ -161,7 +161,7 @@ def evaluate_command(
         judged = judge_table(Measurements.from_parquet(runs), judges, links, progress("rows predicted"))
         return Answer(judged.to_dict(), table_errors_text(judged))
     _refuse(runs, {"--fabric": fabric})
-    from stepsight.experiments.calibration.calibration_split import read_most_gpus
+    from stepsight.experiments.calibration.calibration_gain import read_most_gpus
     from stepsight.experiments.evaluation.evaluate import evaluate
     from stepsight.experiments.evaluation.evaluation_report import evaluation_text
     from stepsight.experiments.reports.plots import plot_published_runs

@@ -37,7 +37,7 @@ from stepsight.experiments.tasks.collecting import read_plan
 from stepsight.simulator.replay.replay import replay
 from stepsight.simulator.schedules import read_schedule, write_schedule
 from stepsight.training.prediction.prediction import predict
-from stepsight.training.prediction.prediction_warnings import POSSIBLE_MFU
+from stepsight.training.prediction.prediction_views import POSSIBLE_MFU
 from stepsight.training.predictor.predictor import Predictor
 from stepsight.training.predictor.predictor_manifest import write_manifest
 from tests.fuzz.mutate import Mutate, mutated_bytes, mutated_csv, mutated_json, mutated_text

@@ -25,7 +25,7 @@ from stepsight.features.collective_features import (
 from stepsight.features.nccl_features import OVERLAPPING as NCCL_OVERLAPPING
 from stepsight.features.nccl_features import nccl_features, nccl_position, nccl_terms, seconds_within, tree_terms
 from stepsight.training.collectives.between_nodes import BetweenNodes, place
-from stepsight.training.corrections.size_curves import KNOTS, never_falling, read_curve
+from stepsight.training.corrections.size_residuals import KNOTS, never_falling, read_curve
 from stepsight.training.regression.fitted_physics import Bounds
 from stepsight.training.regression.regressor import Regressor, SignatureRows, fit_regressor
 

@@ -7,18 +7,280 @@ turns into times, and a residual for jobs that are alike (see ``fit_calibration`
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from stepsight.dataset.job.job import Job
-from stepsight.training.corrections.constants import Constants
-from stepsight.training.corrections.residual import Residual
+from stepsight.dataset.kinds.op import Collective, Op
+from stepsight.training.corrections.gaussian_process import GaussianProcess
 from stepsight.training.intervals.conformal import MOST_LOG
 
 Array = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class Resource:
+    """One factor.
+
+    Attributes:
+        prior_std_log: How far from 1 it is believed to be before any iteration was seen, in log units.
+        low_log, high_log: What it may not leave.
+    """
+
+    prior_std_log: float
+    low_log: float
+    high_log: float
+
+
+# Priors are what held-out measurements of the tables are off by: products 3 to 5 %, links within a node 3 to 10 %; most
+# of what streams was measured as something else, and links between nodes are another cluster's.  Bounds: products reach
+# 0.6 to 0.8 of a peak alone and memory 0.93 of its bandwidth, so neither can be faster by more than what is left;
+# clocks under power limits and cold caches slow them down in training.
+RESOURCES: Mapping[str, Resource] = {
+    "products": Resource(0.05, -0.25, 0.40),
+    "streaming": Resource(0.15, -0.10, 0.70),
+    "host": Resource(0.50, -1.50, 1.50),
+    "near_links": Resource(0.10, -0.25, 0.70),
+    "far_links": Resource(0.30, -0.30, 1.50),
+}
+NAMES = tuple(RESOURCES)
+_RESOURCE_OF_BOUND = {
+    "compute": "products",
+    "memory": "streaming",
+    "host_memory": "host",
+    "host_link": "host",
+    "host": "host",
+}
+
+
+def resource_of(work: Op | Collective) -> int:
+    """Index in ``NAMES`` of the resource that bounds a work."""
+    if isinstance(work, Collective):
+        return NAMES.index("far_links" if work.num_nodes > 1 else "near_links")
+    return NAMES.index(_RESOURCE_OF_BOUND[work.record.bound])
+
+
+def prior_stds() -> Array:
+    """``prior_std_log`` of every resource, ``(len(NAMES),)``."""
+    return np.array([resource.prior_std_log for resource in RESOURCES.values()])
+
+
+@dataclass(frozen=True)
+class Constants:
+    """Factors by resource.
+
+    Attributes:
+        logs: Their logarithms in the order of ``NAMES``; 0: as measured.
+    """
+
+    logs: tuple[float, ...] = (0.0,) * len(NAMES)
+
+    def __post_init__(self) -> None:
+        if len(self.logs) != len(NAMES):
+            raise ValueError(f"constants must be those of {', '.join(NAMES)}, got {len(self.logs)}")
+        for name, value in zip(NAMES, self.logs, strict=True):
+            low, high = RESOURCES[name].low_log, RESOURCES[name].high_log
+            if not low - 1e-9 <= value <= high + 1e-9:
+                raise ValueError(f"the log of {name} must lie from {low} to {high}, got {value}")
+
+    @classmethod
+    def within(cls, logs: Array) -> Constants:
+        """The nearest factors within the physical bounds."""
+        limits = RESOURCES.values()
+        pairs = zip(logs.tolist(), limits, strict=True)
+        return cls(tuple(min(max(value, limit.low_log), limit.high_log) for value, limit in pairs))
+
+    @property
+    def plain(self) -> bool:
+        """Whether nothing is corrected."""
+        return not any(self.logs)
+
+    def factor(self, work: Op | Collective) -> float:
+        """The factor of a work's duration."""
+        return math.exp(self.logs[resource_of(work)])
+
+    def to_dict(self) -> dict[str, float]:
+        """Factors by resource."""
+        return {name: math.exp(value) for name, value in zip(NAMES, self.logs, strict=True)}
+
+    @classmethod
+    def from_dict(cls, value: Mapping[str, float]) -> Constants:
+        return cls(tuple(math.log(float(value[name])) for name in NAMES))
+
+
+# Doublings of each quantity that correspond to one unit of distance.
+SCALES = {
+    "hidden": 1.0,
+    "layers": 2.0,
+    "seq_len": 1.0,
+    "micro_batch_tokens": 1.5,
+    "head_dim": 0.5,
+    "kv_heads_share": 2.0,
+    "ffn_over_hidden": 0.5,
+    "tp": 1.0,
+    "pp": 1.5,
+    "cp": 1.0,
+    "ep": 1.0,
+    "virtual_stages": 2.0,
+}
+# Distance between jobs that differ in one of these.
+UNLIKE = {"software": 0.7, "device": 0.7, "precision": 1.0, "recompute": 1.0, "family": 1.0, "mixture": 2.0}
+NEAR, WIDE = 1.0, 3.0  # distances at which two kinds of similarity fall to exp(-1/2)
+NEAR_PART, WIDE_PART, DRIFT_PART = 0.7, 0.3, 0.05  # shares of the variance
+MOST_DOUBLINGS = 1000.0  # larger numbers are typing mistakes
+DRIFT_DOUBLINGS = 2.0  # doublings of the number of devices over which a correction's drift decorrelates
+
+
+@dataclass(frozen=True, slots=True)
+class Likeness:
+    """The features of a job that its similarity depends on.
+
+    Attributes:
+        place: Doublings over ``SCALES``, ``(len(SCALES),)``.
+        labels: In the order of ``UNLIKE``.
+        doublings: Of one device.
+    """
+
+    place: tuple[float, ...]
+    labels: tuple[str, ...]
+    doublings: float
+
+    @classmethod
+    def of(cls, job: Job, software: str = "") -> Likeness:
+        """Features of a job; ``software`` names the framework in any words, empty: unknown."""
+        m, p, batch = job.model, job.parallel, job.batch
+        tokens = batch.micro_batch * m.seq_len / p.cp
+        kv_share = (m.kv_heads or m.heads) / m.heads
+        values = (
+            m.hidden, m.layers, m.seq_len, tokens, m.head_size, kv_share,
+            (m.expert_ffn or m.ffn or 4 * m.hidden) / m.hidden, p.tp, p.pp, p.cp, p.ep, p.virtual_stages,
+        )  # fmt: skip
+        place = np.log2(np.array(values, float)) / np.array(list(SCALES.values()))
+        mixture = "mixture" if m.experts else "dense"
+        labels = (software, job.hardware_name, batch.precision, p.recompute, m.family, mixture)
+        return cls(tuple(place.tolist()), labels, float(np.log2(job.cluster.num_devices)))
+
+    def to_dict(self) -> dict[str, object]:
+        return {"place": list(self.place), "labels": list(self.labels), "doublings": self.doublings}
+
+    @classmethod
+    def from_dict(cls, value: dict[str, object]) -> Likeness:
+        place, labels = value["place"], value["labels"]
+        if not isinstance(place, list) or not isinstance(labels, list):
+            raise ValueError(f"place and labels must be lists, got {place!r:.40} and {labels!r:.40}")
+        if (len(place), len(labels)) != (len(SCALES), len(UNLIKE)):
+            raise ValueError(f"{len(SCALES)} places and {len(UNLIKE)} labels must be there, got {place} and {labels}")
+        numbers = tuple(map(float, [*place, value["doublings"]]))
+        if not all(abs(number) <= MOST_DOUBLINGS for number in numbers):
+            raise ValueError(f"places and doublings must lie within +-{MOST_DOUBLINGS:g}, got {numbers}")
+        return cls(numbers[:-1], tuple(map(str, labels)), numbers[-1])
+
+
+def covariance(one: Sequence[Likeness], two: Sequence[Likeness]) -> Array:
+    """Covariance of unit-variance corrections, ``(len(one), len(two))``; 1 for a job with itself."""
+    places, others = np.array([row.place for row in one]), np.array([row.place for row in two])
+    squared = ((places[:, None] - others[None]) ** 2).sum(axis=2)
+    for index, distance in enumerate(UNLIKE.values()):
+        left, right = (np.array([row.labels[index] for row in rows]) for rows in (one, two))
+        squared += distance**2 * (left[:, None] != right[None])
+    sizes, counts = np.array([row.doublings for row in one]), np.array([row.doublings for row in two])
+    near = np.exp(-squared / (2 * NEAR**2))
+    drift = near * np.exp(-np.abs(sizes[:, None] - counts[None]) / DRIFT_DOUBLINGS)
+    wide = np.exp(-squared / (2 * WIDE**2))
+    own = NEAR_PART - DRIFT_PART
+    return np.asarray(own * near + DRIFT_PART * drift + WIDE_PART * wide)
+
+
+MAX_LOG = 0.3  # limit of every correction
+SPREADS = (0.03, 0.06, 0.1, 0.15)  # deviation of corrections between jobs, in log units: typical errors of simulators
+NOISES = (0.01, 0.02)  # published runs of the same job differ by up to 4.7 %
+USUAL = (0.1, 0.01)
+LEAST = 1e-3  # of spread and noise: with smaller ones the matrix has no inverse
+
+
+@dataclass(frozen=True)
+class Residual:
+    """``log(measured / predicted)`` of some jobs.
+
+    Attributes:
+        rows: The jobs, as far as it matters.
+        logs: What is left of each, ``(rows,)``.
+        spread, noise: Deviation of corrections from job to job, and of the same run repeated, in log units.
+    """
+
+    rows: tuple[Likeness, ...]
+    logs: tuple[float, ...]
+    spread: float
+    noise: float
+
+    @cached_property
+    def _process(self) -> GaussianProcess:
+        own = self.spread**2 * covariance(self.rows, self.rows)
+        return GaussianProcess(own + self.noise**2 * np.eye(len(self.rows)), np.array(self.logs))
+
+    @property
+    def software(self) -> tuple[str, ...]:
+        """The framework that ran the jobs, in the words of the source."""
+        place = list(UNLIKE).index("software")
+        return tuple(dict.fromkeys(row.labels[place] for row in self.rows))
+
+    def mean_and_std(self, job: Job, software: str = "") -> tuple[float, float]:
+        """Correction of a job, within ``MAX_LOG``, and its deviation with the noise of a repeated run; in log units."""
+        shared = self._shared(job, software)
+        mean = float(np.clip(self._process.mean(shared), -MAX_LOG, MAX_LOG))
+        variance = self.spread**2 * (1.0 - self.known(job, software))
+        return mean, math.sqrt(variance + self.noise**2)
+
+    def known(self, job: Job, software: str = "") -> float:
+        """Share of the variance between jobs that the rows explain for this one: 1 for a job of the rows, 0 far from
+        all.
+        """
+        shared = self._shared(job, software)
+        return min(1.0, self._process.explained(shared) / self.spread**2)
+
+    def _shared(self, job: Job, software: str) -> Array:
+        """Covariance of a job with every row, ``(rows,)``."""
+        return np.asarray(self.spread**2 * covariance([Likeness.of(job, software)], self.rows)[0])
+
+    def to_dict(self) -> dict[str, Any]:
+        rows = [{**row.to_dict(), "log": log} for row, log in zip(self.rows, self.logs, strict=True)]
+        return {"spread": self.spread, "noise": self.noise, "rows": rows}
+
+    @classmethod
+    def from_dict(cls, value: dict[str, Any]) -> Residual:
+        spread, noise = float(value["spread"]), float(value["noise"])
+        logs = tuple(float(row["log"]) for row in value["rows"])
+        if not (LEAST <= spread <= 1 and LEAST <= noise <= 1 and logs):
+            raise ValueError(
+                f"a residual needs rows, spread and noise from {LEAST} to 1, got {len(logs)}, {spread}, {noise}"
+            )
+        if not (np.abs(logs) <= MOST_LOG).all():
+            raise ValueError(f"logs of a residual must lie within +-{MOST_LOG:g}, got {logs!s:.80}")
+        return cls(tuple(Likeness.from_dict(row) for row in value["rows"]), logs, spread, noise)
+
+
+def most_likely(logs: Array, shared: Array, more: Array) -> tuple[float, float]:
+    """The most likely spread and noise of residuals, among ``SPREADS`` and ``NOISES``.
+
+    Args:
+        logs: ``log(measured / predicted)``, ``(rows,)``.
+        shared: ``covariance`` of the rows, ``(rows, rows)``.
+        more: Covariance from elsewhere, same shape.
+    """
+    if len(logs) < 3:
+        return USUAL
+    found = {}
+    for spread in SPREADS:
+        for noise in NOISES:
+            total = spread**2 * shared + noise**2 * np.eye(len(logs)) + more
+            found[spread, noise] = GaussianProcess(total, logs).cost()
+    return min(found, key=lambda key: found[key])
+
 
 MAX_LOG_SCALE = 0.3
 PRIOR_RUNS = 4.0  # weight of the prior that no correction is needed, in runs

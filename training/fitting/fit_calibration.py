@@ -18,11 +18,19 @@ from numpy.typing import NDArray
 
 from stepsight.dataset.job.job import Job
 from stepsight.simulator.iteration.simulate import simulate
-from stepsight.training.corrections.calibration import MOST_WIDTH, Calibration
-from stepsight.training.corrections.constants import NAMES, Constants, prior_stds, resource_of
+from stepsight.training.corrections.calibration import (
+    MOST_WIDTH,
+    NAMES,
+    Calibration,
+    Constants,
+    Likeness,
+    Residual,
+    covariance,
+    most_likely,
+    prior_stds,
+    resource_of,
+)
 from stepsight.training.corrections.gaussian_process import GaussianProcess
-from stepsight.training.corrections.residual import Residual, most_likely
-from stepsight.training.corrections.similarity import Likeness, covariance
 from stepsight.training.intervals.conformal import conformal_quantile
 from stepsight.training.predictor.predictor import Predictor
 

@@ -19,9 +19,17 @@ from stepsight.dataset.base.files import digest
 from stepsight.dataset.hardware.hardware import canonical_hardware, find_fabric, usual_fabric
 from stepsight.dataset.tables import Measurements
 from stepsight.training.collectives.collective_models import label_of
-from stepsight.training.fitting.family_figures import family_figures, pack_shapes, trained_on
 from stepsight.training.fitting.fit_transfer import fit_links_of, fit_ops, label_of_work, nearest_links
-from stepsight.training.fitting.own_table import OwnTable, find_own_hardware, own_table, renamed, shape_of
+from stepsight.training.fitting.own_table import (
+    OwnTable,
+    family_figures,
+    find_own_hardware,
+    own_table,
+    pack_shapes,
+    renamed,
+    shape_of,
+    trained_on,
+)
 from stepsight.training.predictor.predictor import Predictor, shipped_by_name, shipped_names, teacher_of
 from stepsight.training.predictor.predictor_manifest import check_output
 from stepsight.training.shipped.catalogue import RECIPES

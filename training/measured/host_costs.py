@@ -11,8 +11,7 @@ from numpy.typing import NDArray
 from stepsight.dataset.graph.rank_graph import PHASES
 from stepsight.dataset.kinds.op import Op
 from stepsight.features.host_call_features import call_label
-from stepsight.training.kernels.fused_loops import FUSED, fit_loops, loop_terms
-from stepsight.training.kernels.host_calls import Alone, HostCalls, fit_host_calls
+from stepsight.training.kernels.host_calls import FUSED, Alone, HostCalls, fit_host_calls, fit_loops, loop_terms
 from stepsight.training.measured.host_contention import learn_contention
 from stepsight.training.measured.host_steps import HostStep
 from stepsight.training.regression.fitted_physics import Bounds, fit_physics

@@ -24,8 +24,7 @@ from stepsight.simulator.iteration.timeline import timeline_json
 from stepsight.simulator.memory import Memory, estimate_memory
 from stepsight.training.intervals.conformal import Intervals
 from stepsight.training.intervals.published_errors import grown_half_width, published_widths
-from stepsight.training.prediction.prediction_views import html_view, one_line, one_row, plot_breakdown
-from stepsight.training.prediction.prediction_warnings import warnings_of
+from stepsight.training.prediction.prediction_views import html_view, one_line, one_row, plot_breakdown, warnings_of
 from stepsight.training.predictor.learned_latency import LearnedLatency, outside
 from stepsight.training.predictor.predictor import Predictor
 from stepsight.training.predictor.predictor_manifest import REGISTERED

@@ -17,7 +17,7 @@ from stepsight.dataset.hardware.hardware import Fabric, Hardware
 from stepsight.dataset.hardware.hardware_facts import power_type
 from stepsight.dataset.kinds.op import Collective, Op
 from stepsight.training.collectives.collective_models import CollectiveModel
-from stepsight.training.corrections.constants import Constants
+from stepsight.training.corrections.calibration import Constants
 from stepsight.training.kernels.host_calls import HostCalls
 from stepsight.training.kernels.kernel_models import KernelModel
 

@@ -41,11 +41,15 @@ from stepsight.training.kernels.kernel_models import KernelModel, num_axes, op_b
 from stepsight.training.kernels.transferred import Teacher, Transfer
 from stepsight.training.predictor.learned_latency import LearnedLatency
 from stepsight.training.predictor.model_tables import (
+    check_described,
     collective_more,
     derived,
+    described,
     kernel_more,
     library,
+    load_host_calls,
     measured_hardware,
+    save_host_calls,
     traced_kinds,
 )
 from stepsight.training.predictor.predictor_manifest import (
@@ -61,8 +65,6 @@ from stepsight.training.predictor.predictor_manifest import (
     tree_text,
     write_manifest,
 )
-from stepsight.training.predictor.saved_features import check_described, described
-from stepsight.training.predictor.saved_host_calls import load_host_calls, save_host_calls
 from stepsight.training.predictor.software_used import kernels_asked
 from stepsight.training.regression.regressor import Regressor
 from stepsight.training.regression.trees import Trees

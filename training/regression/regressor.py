@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from stepsight.training.corrections.neighbours import LENGTHS, Neighbours, fit_neighbours
+from stepsight.training.corrections.gaussian_process import LENGTHS, Neighbours, fit_neighbours
 from stepsight.training.corrections.traced import FADE
 from stepsight.training.regression.fitted_physics import MOST_LOG, Bounds, Physics, fit_physics
 from stepsight.training.regression.trees import MANY_ROWS, MIN_ROWS, Trees, fit_trees

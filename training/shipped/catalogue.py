@@ -25,7 +25,6 @@ from stepsight.dataset.kinds.op import COLLECTIVE_KINDS, OP_KINDS
 from stepsight.dataset.tables import Measurements
 from stepsight.training.kernels.derived_kinds import Ratio, label
 from stepsight.training.kernels.kernel_models import same_chip
-from stepsight.training.kernels.quantized import products_alone
 from stepsight.training.predictor.predictor import SHIPPED, Predictor, shipped_names
 from stepsight.training.shipped.from_tables import (
     CollectiveRows,
@@ -35,6 +34,7 @@ from stepsight.training.shipped.from_tables import (
     fit_table,
     lend,
     op_table,
+    products_alone,
 )
 from stepsight.training.shipped.product_power import product_power_w, tabled_power_w
 

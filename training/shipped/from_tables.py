@@ -196,3 +196,54 @@ def fit_links(rows: CollectiveRows, *, seed: int = 0) -> CollectiveModel:
     model = replace(model, between=fit_between_nodes(between.collectives, between.fabrics, between.seconds))
     own = {label_of(c) for c, measured in zip(rows.collectives, rows.own, strict=True) if measured}
     return replace(model, carried=tuple(sorted({label_of(c) for c in rows.collectives} - own)))
+
+
+LEAST_ROWS, LEAST_SIDE = 4096, 1024  # fewest products that are long enough for an estimate
+CONVERSION_ROWS = 20
+MOST_BYTES = 12.0  # memory traffic per element: three passes and their writes, at a low bandwidth
+
+
+def products_alone(table: Measurements, hardware: Hardware) -> Measurements:
+    """The same rows, with 8-bit products without the conversion of their input.
+
+    What an element's conversion takes is found for every device and software from their own rows, and is bounded by
+    what memory needs for it; nothing becomes faster than the roofline at the device's peaks.
+    """
+    groups: dict[tuple[str, str], list[int]] = {}
+    for index, work in enumerate(table.works):
+        if isinstance(work, Op) and work.kind == "linear" and work.dtype == "fp8":
+            groups.setdefault((table.device[index], table.software[index]), []).append(index)
+    seconds = table.seconds.copy()
+    for (device, _), rows in groups.items():
+        if device == hardware.name:
+            dims = np.array([table.works[i].dims for i in rows], dtype=np.float64)  # type: ignore[union-attr]
+            seconds[rows] = _alone(dims, seconds[rows], hardware)
+    return replace(table, seconds=seconds)
+
+
+def conversion_seconds(dims: Array, seconds: Array, hardware: Hardware) -> float:
+    """Time of the conversion per element of the input; 0 if too few rows show it.
+
+    Args:
+        dims: ``m``, ``n`` and ``k`` of products with their conversion, shape ``(rows, 3)``.
+        seconds: Of each, shape ``(rows,)``.
+        hardware: Whose memory bounds it.
+    """
+    m, n, k = dims.T
+    long = (m >= LEAST_ROWS) & (n >= LEAST_SIDE) & (k >= LEAST_SIDE)
+    if long.sum() < CONVERSION_ROWS or len(set(n[long])) < 2:
+        return 0.0
+    terms = np.stack([m * k, m * n * k], axis=1)[long] / seconds[long, None]  # errors relative to the time
+    (element, _), *_ = np.linalg.lstsq(terms, np.ones(len(terms)), rcond=None)
+    return float(np.clip(element, 0.0, MOST_BYTES / hardware.memory_bandwidth_bytes_per_s))
+
+
+def _alone(dims: Array, seconds: Array, hardware: Hardware) -> Array:
+    m, n, k = dims.T
+    least = np.maximum(
+        2 * m * n * k / hardware.flops_per_s("fp8"),
+        (m * k + n * k + m * n) / hardware.memory_bandwidth_bytes_per_s,
+    )
+    without = seconds - conversion_seconds(dims, seconds, hardware) * m * k
+    alone: Array = np.minimum(seconds, np.maximum(without, least))
+    return alone

@@ -16,8 +16,14 @@ from stepsight.dataset.base.errors import PredictorError
 from stepsight.dataset.base.processes import is_gone, process_name
 from stepsight.training.predictor.predictor import Predictor
 from stepsight.training.tracking.registered import ALIAS, ARTIFACT, download, model_name
-from stepsight.training.tracking.store import check_store, database_file, first_line, impatient, store_client
-from stepsight.training.tracking.store_lock import store_lock
+from stepsight.training.tracking.store import (
+    check_store,
+    database_file,
+    first_line,
+    impatient,
+    store_client,
+    store_lock,
+)
 
 EXPERIMENT = "stepsight"
 JOB = "job"  # input column of a served model: a job's tables as JSON, as ``Job.to_json`` writes them

@@ -12,8 +12,14 @@ import pytest
 
 from stepsight.dataset.base.errors import PredictorError, StepsightError, TableError
 from stepsight.experiments.calibration.calibrate_runs import COPY, LARGER, SIZES, calibrate, calibration_text, sure_gain
-from stepsight.experiments.calibration.calibration_gain import FITTED_ON, SPLITS, calibrate_small
-from stepsight.experiments.calibration.calibration_split import read_most_gpus, split_by_series, split_by_size
+from stepsight.experiments.calibration.calibration_gain import (
+    FITTED_ON,
+    SPLITS,
+    calibrate_small,
+    read_most_gpus,
+    split_by_series,
+    split_by_size,
+)
 from stepsight.experiments.evaluation.evaluate import FITTED, OTHER_HARDWARE, WEAK, Evaluation, evaluate, score
 from stepsight.experiments.evaluation.evaluation_report import evaluation_text
 from stepsight.experiments.evaluation.runs_table import Row

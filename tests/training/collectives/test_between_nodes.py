@@ -12,12 +12,11 @@ from numpy.typing import NDArray
 from stepsight.dataset.base.errors import PredictorError
 from stepsight.dataset.hardware.hardware import Fabric, Link, find_fabric, usual_fabric
 from stepsight.dataset.kinds.op import COLLECTIVE_KINDS, Collective
-from stepsight.training.collectives.between_nodes import FACTORS, BetweenNodes, fit_between_nodes
+from stepsight.training.collectives.between_nodes import FACTORS, UNFITTED, BetweenNodes, fit_between_nodes, link_doubts
 from stepsight.training.predictor.predictor import Predictor, shipped_names
 from stepsight.training.shipped.catalogue import shipped_predictor
 
 FABRIC = find_fabric("dgx-h100")
-UNFITTED = BetweenNodes({}, {}, {})
 GROUPS = tuple(kind for kind in COLLECTIVE_KINDS if kind != "send_recv")
 SIZES = [int(2 ** (power / 2)) for power in range(69)]  # 1 B to 16 GiB
 RANKS = (*range(2, 34), *(n + d for n in (64, 88, 128, 256, 1024, 2048) for d in (-1, 0, 1)), 4095, 4096)
@@ -134,3 +133,29 @@ def test_a_malformed_table_is_refused(tmp_path: Path) -> None:
     replace(predictor, collective=replace(predictor.collective, between=wrong)).save(tmp_path / "p")
     with pytest.raises(PredictorError, match="factors of ring must lie within"):
         Predictor.load(tmp_path / "p")
+
+
+STATED = find_fabric("dgx-h100")
+WORKS = [Collective("all_reduce", 1 << power, 16, 8) for power in (3, 6, 9, 26, 28, 30, 32)]
+
+
+def _doubts(bandwidth: float = 50e9, latency: float = 10e-6) -> tuple[str, ...]:
+    real: Fabric = replace(STATED, inter_node=Link(bandwidth, latency))
+    return link_doubts(WORKS, STATED, UNFITTED.seconds(WORKS, real))
+
+
+def test_links_as_stated_are_not_doubted() -> None:
+    assert _doubts() == () == _doubts(35e9, 20e-6)
+    assert link_doubts([Collective("all_reduce", 1, 8, 8)], STATED, [1.0]) == ()  # type: ignore[arg-type]
+
+
+def test_sockets_are_named() -> None:
+    (doubt,) = _doubts(2.5e9)
+    assert "behave 20 times slower than stated (about 2.5 of 50 GB/s per device)" in doubt
+    assert "sockets transport" in doubt
+
+
+def test_latencies_and_bits_are_named() -> None:
+    assert "short messages between nodes take" in _doubts(latency=1e-3)[0]
+    slow = replace(STATED, inter_node=Link(6.25e9, 10e-6))
+    assert "faster than stated (6.25 GB/s per device)" in link_doubts(WORKS, slow, UNFITTED.seconds(WORKS, STATED))[0]

@@ -4,8 +4,7 @@ import pytest
 from stepsight.dataset.graph.program import Program
 from stepsight.dataset.hardware.hardware import Hardware, find_fabric
 from stepsight.dataset.job.job import BatchSpec, ClusterSpec, Job, ModelSpec, ParallelSpec
-from stepsight.training.context.fit_context import Example, Whole, fit_context, op_error
-from stepsight.training.context.fit_table import fit_table
+from stepsight.training.context.fit_context import Example, Whole, fit_context, fit_table, op_error
 from stepsight.training.context.through_simulator import Iteration
 from stepsight.training.predictor.predictor import Predictor
 

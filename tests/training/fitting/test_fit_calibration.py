@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 from stepsight.dataset.job.job import BatchSpec, ClusterSpec, Job, ModelSpec, ParallelSpec
-from stepsight.training.corrections.calibration import Calibration
-from stepsight.training.corrections.constants import NAMES, RESOURCES, Constants
+from stepsight.training.corrections.calibration import NAMES, RESOURCES, Calibration, Constants
 from stepsight.training.fitting.fit_calibration import TimedJob, fit_calibration
 from stepsight.training.prediction.prediction import predict
 from stepsight.training.predictor.predictor import Predictor

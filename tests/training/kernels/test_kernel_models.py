@@ -8,7 +8,7 @@ from stepsight.dataset.hardware.hardware import roofline_seconds
 from stepsight.dataset.kinds.op import OP_KINDS, Op
 from stepsight.dataset.runs.box_spec import HARDWARE
 from stepsight.features.op_features import op_position
-from stepsight.training.corrections.neighbours import Neighbours
+from stepsight.training.corrections.gaussian_process import Neighbours
 from stepsight.training.predictor.predictor import Predictor
 from stepsight.training.shipped.catalogue import shipped_predictor
 

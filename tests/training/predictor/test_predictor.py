@@ -9,8 +9,7 @@ import pytest
 from stepsight.dataset.base.errors import PredictorError
 from stepsight.dataset.job.job import BatchSpec, ClusterSpec, Job, ModelSpec, ParallelSpec
 from stepsight.dataset.kinds.op import Collective, Op
-from stepsight.training.corrections.calibration import Calibration
-from stepsight.training.corrections.constants import Constants
+from stepsight.training.corrections.calibration import Calibration, Constants
 from stepsight.training.predictor.predictor import SHIPPED, Predictor
 from stepsight.training.predictor.predictor_manifest import write_manifest
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
-from stepsight.training.corrections.neighbours import Neighbours
+from stepsight.training.corrections.gaussian_process import Neighbours
 from stepsight.training.regression.fitted_physics import Physics
 from stepsight.training.regression.regressor import FADE, Regressor, SignatureRows
 

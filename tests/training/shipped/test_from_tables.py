@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,7 +13,14 @@ from stepsight.dataset.hardware.hardware import find_hardware, roofline_seconds
 from stepsight.dataset.kinds.op import Op
 from stepsight.dataset.tables import Measurements, SourceFile
 from stepsight.training.kernels.kernel_models import KernelModel
-from stepsight.training.shipped.from_tables import fit_table, lend, op_table
+from stepsight.training.shipped.from_tables import (
+    MOST_BYTES,
+    conversion_seconds,
+    fit_table,
+    lend,
+    op_table,
+    products_alone,
+)
 
 GPU = find_hardware("a100-sxm-80gb")
 assert GPU is not None
@@ -93,3 +101,48 @@ def test_no_rows_are_an_error() -> None:
     empty = op_table(_table([(Op("add", (1,)), 1.0, "b", "x")]), GPU.name, ["x"])
     with pytest.raises(TableError, match="needs measured ops"):
         fit_table(empty, GPU, _table([(Op("add", (1,)), 1.0, "b", "x")]))
+
+
+GPU = find_hardware("h100-sxm-80gb")
+assert GPU is not None
+SHAPES = [(m, n, k) for m in (4096, 8192) for n in (1024, 2048, 8192) for k in (2048, 4096, 8192, 16384)]
+PASS = 5.0 / GPU.memory_bandwidth_bytes_per_s  # read twice, written once
+KERNEL_FLOPS = 1.3e15
+
+
+def _seconds(dims: tuple[int, int, int], per_element: float) -> float:
+    m, n, k = dims
+    return 2 * m * n * k / KERNEL_FLOPS + per_element * m * k
+
+
+def _products(dtype: str = "fp8", per_element: float = PASS, device: str = GPU.name) -> Measurements:
+    works = tuple(Op("linear", dims, dtype) for dims in SHAPES)
+    columns = [(text,) * len(works) for text in (device, "", "engine 1", "a")]
+    seconds = np.array([_seconds(dims, per_element) for dims in SHAPES])
+    return Measurements(works, seconds, *columns, {"a": SourceFile("MIT", "0")})
+
+
+def test_what_grows_with_the_input_alone_is_taken_away() -> None:
+    alone = products_alone(_products(), GPU)
+    assert alone.seconds == pytest.approx([_seconds(dims, 0.0) for dims in SHAPES], rel=1e-6)
+    assert alone.works == _products().works
+
+
+@pytest.mark.parametrize("table", [_products("bf16"), _products(device="another"), _products().take(range(8))])
+def test_others_stay_as_they_are(table: Measurements) -> None:
+    """Other precisions, other devices, and what is too little to tell from."""
+    assert products_alone(table, GPU).seconds.tolist() == table.seconds.tolist()
+
+
+def test_products_without_a_conversion_stay_as_they_are() -> None:
+    bare = _products(per_element=0.0)
+    assert products_alone(bare, GPU).seconds == pytest.approx(bare.seconds, rel=1e-9)
+
+
+def test_memory_bounds_the_conversion_and_the_roofline_the_product() -> None:
+    slow = 100.0 / GPU.memory_bandwidth_bytes_per_s
+    dims, seconds = np.array(SHAPES, dtype=float), np.array([_seconds(d, slow) for d in SHAPES])
+    assert conversion_seconds(dims, seconds, GPU) * GPU.memory_bandwidth_bytes_per_s == pytest.approx(MOST_BYTES)
+    table = replace(_products(), seconds=np.array([2 * m * n * k / 1.9e15 + PASS * m * k for m, n, k in SHAPES]))
+    peak = [2 * m * n * k / GPU.flops_per_s("fp8") for m, n, k in SHAPES]
+    assert (products_alone(table, GPU).seconds >= np.array(peak) * (1 - 1e-9)).all()

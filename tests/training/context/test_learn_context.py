@@ -1,6 +1,6 @@
 import numpy as np
 
-from stepsight.training.context.held_back import ALONE, HeldBack, simplest
+from stepsight.training.context.learn_context import ALONE, HeldBack, simplest
 
 
 def test_the_simplest_within_one_standard_error_of_the_best_ships() -> None:
