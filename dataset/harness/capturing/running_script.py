@@ -122,7 +122,7 @@ def _failure(error: BaseException, script: Path, steps: int) -> dict[str, Any]:
     }
 
 
-class Captured(BaseException):
+class StepCaptured(BaseException):
     """The step that was asked for is over: the script need not go on."""
 
 
@@ -132,7 +132,7 @@ class Steps:
     Args:
         world: What records.
         warm_up: Steps that come before.
-        leave: Ends the process with the step written down, where the script catches ``Captured`` and goes on.
+        leave: Ends the process with the step written down, where the script catches ``StepCaptured`` and goes on.
 
     Attributes:
         seen: Steps so far.
@@ -166,7 +166,7 @@ class Steps:
         self.seen += 1
         if self._world.recorder.active:
             self.done, self._world.recorder.active = True, False
-            raise Captured
+            raise StepCaptured
         if self.seen > self._warm_up - 1:
             self._world.collectives.start()
             self._world.recorder.start()

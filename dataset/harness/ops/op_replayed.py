@@ -1,6 +1,6 @@
 """A framework call of a captured script, made callable: tensors of its shapes, strides and types.
 
-``call`` is a signature of ``capturing.signatures``: name, dims, types, strides, literals, and what it returns.
+``call`` is a signature of ``capturing.recorder``: name, dims, types, strides, literals, and what it returns.
 """
 
 from __future__ import annotations

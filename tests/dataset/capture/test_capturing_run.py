@@ -12,7 +12,14 @@ import pytest
 
 from stepsight.dataset.base.errors import CaptureError
 from stepsight.dataset.capture.captured import Captured, read_captured, write_captured
-from stepsight.dataset.capture.capturing_run import CaptureRequest, _line_of_stack, capture
+from stepsight.dataset.capture.capturing_run import (
+    CaptureRequest,
+    Issued,
+    _line_of_stack,
+    capture,
+    check_orders,
+    issued_by_group,
+)
 
 pytest.importorskip("torch")
 
@@ -224,3 +231,27 @@ def test_where_a_script_hangs_is_said(tmp_path: Path) -> None:
 def test_a_world_has_its_ranks(world: int, ranks: tuple[int, ...], tmp_path: Path) -> None:
     with pytest.raises(CaptureError, match="must lie within"):
         CaptureRequest(written(tmp_path, ""), (), world, ranks=ranks)
+
+
+A: Issued = ("a", "all_reduce", 16, "train.py:7")
+B: Issued = ("b", "all_reduce", 16, "train.py:8")
+PAIR = (0, 1)
+
+
+def test_the_same_order_is_right() -> None:
+    check_orders({0: {PAIR: [A, B]}, 1: {PAIR: [A, B]}, 2: {(2, 3): [B]}})
+
+
+@pytest.mark.parametrize("theirs", [[B, A], [A], [A, B, B], [A, ("b", "all_reduce", 32, "")], []])
+def test_another_order_would_never_end(theirs: list[Issued]) -> None:
+    with pytest.raises(CaptureError, match="ranks 0 and 1 would wait for each other forever: as number"):
+        check_orders({0: {PAIR: [A, B]}, 1: {PAIR: theirs}})
+
+
+def test_names_of_groups_count_only_where_ranks_share_them() -> None:
+    check_orders({0: {PAIR: [A, B]}, 1: {PAIR: [("c", *A[1:]), ("d", *B[1:])]}})
+
+
+def test_a_record_is_read_by_ranks() -> None:
+    record = {"groups": [["dp", [0, 1]], ["tp", [0, 2]]], "issued": [[0, *A], [1, *B], [0, *B]]}
+    assert issued_by_group(record) == {(0, 1): [A, B], (0, 2): [B]}
