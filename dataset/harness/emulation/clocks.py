@@ -214,28 +214,6 @@ def ended(end: float) -> Ending:
     return known
 
 
-class HostLine:
-    """A link whose free time the host knows."""
-
-    def __init__(self, clock: HostClock) -> None:
-        self._clock = clock
-        self._free = 0.0
-
-    def issue(self, seconds: float, effect: Effect) -> float:
-        """The end time, on the clock."""
-        begin = max(self._free, self._clock.now())
-        if effect is not None:
-            effect()
-        self._free = begin + seconds
-        return self._free
-
-    def wait(self, end: float) -> None:
-        self._clock.wait_until(end)
-
-    def future(self, end: float, result: Tensors) -> torch.futures.Future[Tensors]:
-        return self._clock.future(ended(end), result)
-
-
 class Delays:
     """Seconds of collectives by kind, bytes, group size and ranks per node, from a plan (``plan.stand_in_checks``).
 

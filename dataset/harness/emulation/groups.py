@@ -13,8 +13,8 @@ from torch import Tensor
 
 from .. import annotate
 from ..one_rank_group import LISTS, Call, Effect, OneRankGroup, listed
-from .clocks import HostClock, HostLine
-from .links import DeviceLine, Peers, SharedLine, Spinner
+from .clocks import HostClock, ended
+from .links import DeviceLine, HostLine, Peers, SharedLine, Spinner
 
 
 class DelayModel(Protocol):
@@ -88,7 +88,7 @@ class Group(OneRankGroup):
         return work
 
     def barrier(self, opts: Any = None) -> StandInWork:
-        return StandInWork(HostLine(self._world.clock), 0.0, (), [])
+        return StandInWork(HostLine(self._world.clock), ended(0.0), (), [])
 
     def _issue(self, call: Call) -> StandInWork:
         held, result = [*call.writes, *call.reads], list(call.writes)
@@ -96,18 +96,17 @@ class Group(OneRankGroup):
             if call.effect is not None:
                 with torch.no_grad():
                     call.effect()
-            return StandInWork(HostLine(self._world.clock), 0.0, held, result)
+            return StandInWork(HostLine(self._world.clock), ended(0.0), held, result)
         key = call.direction, call.peer
         if key not in self._links:
             self._links[key] = self._link(*key)
         link, num_bytes = self._links[key], call.num_bytes
         kind = "all_gather" if call.kind == LISTS else call.kind
+        size = "" if kind in _UNEVEN else f" of {num_bytes} bytes"
+        what = f"{kind}{size} in a group of {len(link.ranks)}"
         seconds = self._world.delays.seconds(kind, num_bytes, len(link.ranks), link.ranks_per_node)
         with annotate.stood_in(kind, num_bytes, link.ranks, self._name, seconds), torch.no_grad():
-            return StandInWork(link.line, self._start(link, call, seconds), held, result)
-
-    def _start(self, link: Link, call: Call, seconds: float) -> Any:
-        return link.line.issue(seconds, call.effect)
+            return StandInWork(link.line, link.line.issue(seconds, call.effect, what), held, result)
 
     def _link(self, direction: str, peer: int) -> Link:
         world = self._world
@@ -200,13 +199,6 @@ class RealRanksGroup(Group):
             return super()._line(direction, peer)
         one, other = (self.rank(), peer) if direction == "send" else (peer, self.rank())
         return self._line_among(sorted((one, other)), f"{self._name}:{one}>{other}")
-
-    def _start(self, link: Link, call: Call, seconds: float) -> Any:
-        if not isinstance(link.line, SharedLine):
-            return super()._start(link, call, seconds)
-        kind = "all_gather" if call.kind == LISTS else call.kind
-        what = kind if kind in _UNEVEN else f"{kind} of {call.num_bytes} bytes"
-        return link.line.issue(seconds, call.effect, f"{what} in a group of {len(link.ranks)}")
 
     def _sum(self, tensor: Tensor, opts: Any) -> None:
         """Reduce a tensor over the real ranks, in place; gloo has no mean."""

@@ -8,18 +8,17 @@ from __future__ import annotations
 
 import json
 from collections import deque
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from .. import cores
 from ..plan_error import HarnessError
-from .clocks import Effect, HostClock
+from .clocks import Effect, Ending, HostClock, Tensors, ended
 
 _FOREVER = timedelta(days=1)  # the measuring process has its own time limit
 _MESSAGE = 256  # bytes in which a rank says what it calls
@@ -72,34 +71,50 @@ class Peers:
         return max(each[0] for each in said), max(each[1] for each in said)
 
 
-class SharedLine:
+class HostLine:
+    """A link of this process alone, whose free time the host knows."""
+
+    def __init__(self, clock: HostClock) -> None:
+        self._clock = clock
+        self._free = 0.0
+
+    def issue(self, seconds: float, effect: Effect, what: str = "") -> Ending:
+        """The end time, on the clock."""
+        begin = max(self._free, self._clock.now())
+        if effect is not None:
+            effect()
+        self._free = begin + seconds
+        return ended(self._free)
+
+    def wait(self, end: Ending) -> None:
+        self._clock.wait_until(end.result())
+
+    def future(self, end: Ending, result: Tensors) -> torch.futures.Future[Tensors]:
+        return self._clock.future(end, result)
+
+
+class SharedLine(HostLine):
     """A link whose collectives begin when all real ranks on it have issued them.
 
     They run on a thread of the link, one after the other, while the script goes on.
     """
 
     def __init__(self, clock: HostClock, peers: Peers) -> None:
-        self._clock, self.peers = clock, peers
-        self._free = 0.0
+        super().__init__(clock)
+        self.peers = peers
         self._thread = ThreadPoolExecutor(1, initializer=cores.unpin)
 
-    def issue(self, seconds: float, effect: Effect, what: str = "") -> Future[float]:
+    def issue(self, seconds: float, effect: Effect, what: str = "") -> Ending:
         """The end time, on the clock, known after the others have arrived; ``what`` is the same on all ranks."""
-        return self._thread.submit(self._meet, self._clock.now(), seconds, effect, what)
+        return self._thread.submit(self._run, self._clock.now(), seconds, effect, what)
 
-    def _meet(self, now: float, seconds: float, effect: Effect, what: str) -> float:
+    def _run(self, now: float, seconds: float, effect: Effect, what: str) -> float:
         begin, seconds = self.peers.agree(now, seconds, what)
         if effect is not None:
             with torch.no_grad():
                 effect()
         self._free = max(self._free, begin) + seconds
         return self._free
-
-    def wait(self, end: Future[float]) -> None:
-        self._clock.wait_until(end.result())
-
-    def future(self, end: Future[float], result: list[Tensor]) -> torch.futures.Future[list[Tensor]]:
-        return self._clock.future(end, result)
 
 
 FIRST_CYCLES = 20_000_000  # some 10 ms
@@ -159,7 +174,7 @@ class DeviceLine:
         self._device, self._spinner = device, spinner
         self._spin, self._copy = (torch.cuda.Stream(device, priority=-1) for _ in range(2))
 
-    def issue(self, seconds: float, effect: Callable[[], object] | None) -> torch.cuda.Event:
+    def issue(self, seconds: float, effect: Effect, what: str = "") -> torch.cuda.Event:
         """An event on the stream, where it is over."""
         self._spin.wait_stream(torch.cuda.current_stream(self._device))
         if effect is not None:
@@ -177,9 +192,9 @@ class DeviceLine:
         """Make the current stream wait; the host continues."""
         torch.cuda.current_stream(self._device).wait_event(end)
 
-    def future(self, end: torch.cuda.Event, result: list[Tensor]) -> torch.futures.Future[list[Tensor]]:
+    def future(self, end: torch.cuda.Event, result: Tensors) -> torch.futures.Future[Tensors]:
         """Done at once for the host; streams that need the result wait for the work on this one."""
-        future: torch.futures.Future[list[Tensor]] = torch.futures.Future(devices=[self._device])
+        future: torch.futures.Future[Tensors] = torch.futures.Future(devices=[self._device])
         with torch.cuda.stream(self._spin):
             future.set_result(result)
         return future

@@ -8,7 +8,8 @@ import harness_jobs as jobs
 import pytest
 import torch
 
-from stepsight.dataset.harness.emulation.clocks import Delays, HostLine, Stream, VirtualClock, ended
+from stepsight.dataset.harness.emulation.clocks import Delays, Stream, VirtualClock, ended
+from stepsight.dataset.harness.emulation.links import HostLine
 from stepsight.dataset.harness.plan import check_plan, ranks_needed, world_sizes
 from stepsight.dataset.harness.plan_error import HarnessError
 
@@ -34,13 +35,13 @@ def test_collectives_of_a_line_follow_one_another_and_only_waits_cost_time() -> 
     clock = VirtualClock()
     line = HostLine(clock)
     ends = [line.issue(3, None), line.issue(3, None)]
-    assert ends == pytest.approx([3, 6], abs=HOST)
+    assert [end.result() for end in ends] == pytest.approx([3, 6], abs=HOST)
     clock.sleep(4)
     line.wait(ends[0])
     assert clock.now() == pytest.approx(4, abs=HOST)
     line.wait(ends[1])
     assert clock.now() == pytest.approx(6, abs=HOST)
-    assert line.issue(1, None) == pytest.approx(7, abs=HOST)
+    assert line.issue(1, None).result() == pytest.approx(7, abs=HOST)
 
 
 def test_a_future_is_done_at_once_and_costs_time_where_it_is_waited_for() -> None:
