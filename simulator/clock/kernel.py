@@ -180,6 +180,8 @@ def advance(
     begin, end, turn = span
     num_clocks = len(numbers)
     start, brought = np.zeros(num_clocks), np.zeros(num_clocks)
+    if outside is not None:  # taken apart once: numba counts references wherever a field is read
+        far_transition, far_message, (far_clocks, far_posted, far_after, _) = outside
     for entry in range(begin, end):
         op, rank, at = ops[entry], ranks[entry], items[entry]
         if op != WAIT:
@@ -189,7 +191,7 @@ def advance(
             for clock in range(num_clocks):
                 start[clock] = clocks[rank, clock]
                 if outside is not None:
-                    brought[clock] = outside.state.clocks[rank, clock]
+                    brought[clock] = far_clocks[rank, clock]
             for to in range(num_clocks):
                 latest, cause = -np.inf, 0
                 for clock in range(num_clocks):
@@ -200,7 +202,7 @@ def advance(
                 if log is not None:
                     log.start[at, to], log.finish[at, to], log.cause[at, to] = start[to], latest, cause
                 if outside is not None:
-                    outside.state.clocks[rank, to] = brought[cause] + outside.transition[segment, to, cause]
+                    far_clocks[rank, to] = brought[cause] + far_transition[segment, to, cause]
         elif op == WAIT:
             late = 1 if posted[at, 1] > posted[at, 0] else 0
             begins = posted[at, late]
@@ -209,18 +211,18 @@ def advance(
             if holds:
                 clocks[rank, 0] = passed
                 if outside is not None:
-                    outside.state.clocks[rank, 0] = outside.state.posted[at, late] + outside.message[at]
+                    far_clocks[rank, 0] = far_posted[at, late] + far_message[at]
             if log is not None:
                 log.message_start[at], log.message_finish[at] = begins, passed
                 log.late[at], log.held[at, sides[entry]] = late, holds
         else:
             posted[at, sides[entry]] = clocks[rank, 0]
             if outside is not None:
-                outside.state.posted[at, sides[entry]] = outside.state.clocks[rank, 0]
+                far_posted[at, sides[entry]] = far_clocks[rank, 0]
         if turn != APART:
             after[turn, entry - begin] = clocks[rank, 0]
             if outside is not None:
-                outside.state.after[turn, entry - begin] = outside.state.clocks[rank, 0]
+                far_after[turn, entry - begin] = far_clocks[rank, 0]
 
 
 run_entries = compiled(advance)
