@@ -44,6 +44,7 @@ TRACK, RUNS = "tests/simulator/clock/test_track.py", "tests/simulator/clock/test
 MANY = "tests/simulator/iteration/test_simulate_many.py"
 SIMULATE, RUNTIMES = "tests/simulator/iteration/test_simulate.py", "tests/simulator/schedules/test_pipeline_runtimes.py"
 SEGMENTS = ("tests/simulator/durations/test_segment_timing.py", "tests/simulator/programs/test_segment.py")
+RECORDED = "tests/simulator/programs/test_recorded_programs.py"
 SCHEDULES = (
     "tests/simulator/schedules/test_find.py", "tests/simulator/schedules/test_torch.py",
     "tests/simulator/schedules/test_csv_table.py", "tests/dataset/schedules",
@@ -68,6 +69,17 @@ TESTS: dict[str, tuple[str, ...]] = {
     "dataset/schedules/built_in.py": SCHEDULES,
     **{f"simulator/memory/{name}.py": ("tests/simulator/memory/test_reference_values.py", "tests/simulator/memory")
        for name in ("estimate", "part", "peaks", "states")},
+    **{f"simulator/blocks/{name}.py": (RECORDED, "tests/simulator/memory/test_reference_values.py",
+                                       "tests/simulator/blocks")
+       for name in ("attention", "bert", "dense", "family", "layer_parts", "moe", "step", "t5", "vit", "vocabulary")},
+    **{f"simulator/programs/{name}.py": (RECORDED, "tests/simulator/programs", MANY)
+       for name in ("block_pass", "buckets", "lower", "optimizer_step", "part_plan", "rank_work", "replicas", "segment",
+                    "sizes", "stage")},
+    **{f"dataset/kinds/{name}_kinds.py": ("tests/dataset/kinds/test_closed_forms.py", "tests/dataset/kinds")
+       for name in ("attention", "convolution", "elementwise", "expert", "gemm", "optimizer", "row", "transfer",
+                    "collective")},
+    "dataset/hardware/physics.py": ("tests/dataset/kinds/test_closed_forms.py", "tests/dataset/hardware"),
+    "gnn/loss.py": ("tests/gnn/test_loss.py",),
 }  # fmt: skip
 # One or two changes of each operator: all of cosmic-ray's would be mostly alike.
 OPERATORS = (
