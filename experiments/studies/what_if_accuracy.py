@@ -22,7 +22,8 @@ from stepsight.dataset.runs.run_manifest import RunManifest, read_manifest
 from stepsight.experiments.studies.box_runs import sleeping
 from stepsight.experiments.studies.study import Row, Study, rows_text
 from stepsight.experiments.tasks.collecting import run_plan
-from stepsight.experiments.tasks.what_if import Questions, what_if
+from stepsight.experiments.tasks.settings import TraceChanges
+from stepsight.experiments.tasks.what_if import what_if
 from stepsight.training.measured.box_plans import box_plan
 
 MODEL = ModelSpec(family="bert", layers=4, seq_len=128, hidden=256, heads=16, vocab=2048)
@@ -48,7 +49,7 @@ class Case:
     name: str
     change: str
     trace: str
-    asked: Questions
+    asked: TraceChanges
 
 
 def slower_links(box: Box) -> Box:
@@ -77,10 +78,12 @@ def cases(box: Box, out: Path) -> list[Case]:
     fabric = out / "slower-links.json"
     write_json(fabric, {"fabric": {"slower-links": slower_links(box).fabric}})
     return [
-        Case("links", "half the rate of the links", TRACED, Questions(fabric=str(fabric))),
-        Case("batch", "micro-batches twice as large", TRACED, Questions(batch=2.0)),
-        Case("buckets", f"buckets of {OTHER_BUCKET_MB:g} MB", TRACED, Questions(bucket_mb=OTHER_BUCKET_MB * 1.048576)),
-        Case(TRACED, "no straggler", STRAGGLER, Questions(remove_straggler=True)),
+        Case("links", "half the rate of the links", TRACED, TraceChanges(fabric=str(fabric))),
+        Case("batch", "micro-batches twice as large", TRACED, TraceChanges(batch=2.0)),
+        Case(
+            "buckets", f"buckets of {OTHER_BUCKET_MB:g} MB", TRACED, TraceChanges(bucket_mb=OTHER_BUCKET_MB * 1.048576)
+        ),
+        Case(TRACED, "no straggler", STRAGGLER, TraceChanges(remove_straggler=True)),
     ]
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 
 from stepsight.dataset.base.errors import StepsightError
 
@@ -24,10 +24,10 @@ class Rounds:
     steps: int = 4
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            value, least = getattr(self, field.name), int(field.name in ("rounds", "steps", "warmup"))
+        for own in fields(self):
+            value, least = getattr(self, own.name), int(own.name in ("rounds", "steps", "warmup"))
             if isinstance(value, int | float) and not least <= value < math.inf:
-                raise StepsightError(f"{field.name} must be a number >= {least}, got {value}")
+                raise StepsightError(f"{own.name} must be a number >= {least}, got {value}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,3 +56,60 @@ class CollectSettings(Rounds):
             "warmup": (1 if in_box else 2) if self.warmup is None else self.warmup,
             "profile_steps": (0 if in_box else 2) if self.profile_steps is None else self.profile_steps,
         }
+
+
+@dataclass(frozen=True, kw_only=True)
+class TraceChanges:
+    """Changes to a traced step.
+
+    Attributes:
+        faster: Divide durations by a factor, for example gemm=1.5; a factor below 1 makes them longer. A name is a kind
+            or family of ops, a kind of collective, `communication`, `host`, or part of a kernel's name. Repeatable.
+        no_host: The host takes no time.
+        cuda_graph: Kernel launches take no time; loading data still does.
+        remove_straggler: The slowest rank computes as fast as the median of the others.
+        batch: Size of micro-batches relative to the trace, for example 2x.
+        replicas: Multiply the number of ranks by this; collectives over all ranks grow with it.
+        bucket_mb: Merge gradient all-reduces into buckets of this many MB.
+        fabric: Replace the fabric: a name or a file.
+        hardware: Replace the device: a name, the beginning of one, or a file.
+        on: The traced device, if the trace does not name a known one: a name or a file.
+        on_fabric: The traced fabric, if it is not the device's usual one.
+
+    Raises:
+        StepsightError: If a factor is not allowed.
+    """
+
+    faster: dict[str, float] = field(default_factory=dict)
+    no_host: bool = False
+    cuda_graph: bool = False
+    remove_straggler: bool = False
+    batch: float | str = "1x"
+    replicas: int = 1
+    bucket_mb: float = 0.0
+    fabric: str = ""
+    hardware: str = ""
+    on: str = ""
+    on_fabric: str = ""
+
+    def __post_init__(self) -> None:
+        for name, factor in self.faster.items():
+            if not 0 < factor < 1e9:
+                raise StepsightError(f"faster takes a factor > 0, as in {name}=1.5, got {factor}")
+        if not 0 < self.times < 1e6:
+            raise StepsightError(f"batch takes a factor > 0, as in 2x, got {self.batch!r:.80}")
+        if self.replicas < 1 or not 0 <= self.bucket_mb < math.inf:
+            raise StepsightError(f"replicas must be >= 1, bucket_mb >= 0, got {self.replicas} and {self.bucket_mb}")
+
+    @property
+    def times(self) -> float:
+        """How many times as large a micro-batch is; 0: not a number."""
+        try:
+            return float(str(self.batch).removesuffix("x"))
+        except ValueError:
+            return 0.0
+
+    @property
+    def by_predictor(self) -> bool:
+        """Whether the changes need durations of the traced device for other sizes."""
+        return self.times != 1.0 or self.replicas != 1 or bool(self.bucket_mb or self.fabric or self.hardware)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,6 +23,7 @@ from stepsight.dataset.hardware.hardware import (
 from stepsight.dataset.job.job import Job
 from stepsight.dataset.runs.imported_run import run_folders, run_graphs
 from stepsight.dataset.tables.rows import device_name
+from stepsight.experiments.tasks.settings import TraceChanges
 from stepsight.simulator.durations.latency_model import LatencyModel, RooflineLatency
 from stepsight.simulator.replay import changes
 from stepsight.simulator.replay.causes import critical_path
@@ -36,43 +36,7 @@ if TYPE_CHECKING:
 Change = Callable[[Sequence[RankGraph], changes.Tally], list[RankGraph]]
 
 
-@dataclass(frozen=True)
-class Questions:
-    """The changes to make.
-
-    Attributes:
-        faster: Kinds, families or kernels, each with how many times as fast.
-        no_host: The host takes no time.
-        cuda_graph: Launches take no time.
-        remove_straggler: The slowest rank is like the others.
-        batch: How many times as large a micro-batch is; 1: as it was.
-        replicas: How many times as many ranks; 1: as many.
-        bucket_mb: Least megabytes of a gradient bucket; 0: as they were.
-        fabric: Name or file of another fabric; empty: as it was.
-        hardware: Name or file of another device; empty: as it was.
-        on: Name or file of the hardware that was traced, where the trace does not say it.
-        on_fabric: Likewise of the fabric.
-    """
-
-    faster: dict[str, float] = field(default_factory=dict)
-    no_host: bool = False
-    cuda_graph: bool = False
-    remove_straggler: bool = False
-    batch: float = 1.0
-    replicas: int = 1
-    bucket_mb: float = 0.0
-    fabric: str = ""
-    hardware: str = ""
-    on: str = ""
-    on_fabric: str = ""
-
-    @property
-    def by_predictor(self) -> bool:
-        """Whether the changes need durations of the traced device for other sizes."""
-        return self.batch != 1.0 or self.replicas != 1 or bool(self.bucket_mb or self.fabric or self.hardware)
-
-
-def what_if(path: Path, questions: Questions) -> dict[str, Any]:
+def what_if(path: Path, wanted: TraceChanges) -> dict[str, Any]:
     """Compute one run: the unchanged replayed step, the step after each change, and with all changes.
 
     Where a step was timed without a profiler too, changes are to that step (``unprofiled_s``).
@@ -85,8 +49,8 @@ def what_if(path: Path, questions: Questions) -> dict[str, Any]:
         raise StepsightError(f"what-if takes one run, got {len(folders)} in {path}: name one of its runs/")
     run = run_graphs(folders[0])
     graphs: Sequence[RankGraph] = run.graphs
-    traced = _traced_on(questions, graphs, run.job) if questions.by_predictor else None
-    asked = _changes(questions, traced)
+    traced = _traced_on(wanted, graphs, run.job) if wanted.by_predictor else None
+    asked = _changes(wanted, traced)
     if not asked:
         raise StepsightError("what-if needs at least one change, as --faster gemm=1.5 or --no-host")
     profiled = before = replay(graphs)
@@ -134,7 +98,7 @@ def _described(traced: tuple[str, Fabric] | None) -> dict[str, str] | None:
     return {"hardware": name, "fabric": fabric.name, "predictor": getattr(_predictor_of(name), "source", "roofline")}
 
 
-def _changes(asked: Questions, traced: tuple[str, Fabric] | None) -> list[tuple[str, Change]]:
+def _changes(asked: TraceChanges, traced: tuple[str, Fabric] | None) -> list[tuple[str, Change]]:
     """Titles and functions of the changes that are asked for."""
     found: list[tuple[str, Change]] = [
         (f"{what} {factor:g} times as fast", partial(changes.faster, what=what, factor=factor))
@@ -150,8 +114,8 @@ def _changes(asked: Questions, traced: tuple[str, Fabric] | None) -> list[tuple[
         return found
     name, fabric = traced
     now = latency_of(name, fabric)
-    if asked.batch != 1.0:
-        found.append((f"batch {asked.batch:g} x", partial(changes.with_batch, factor=asked.batch, latency=now)))
+    if asked.times != 1.0:
+        found.append((f"batch {asked.times:g} x", partial(changes.with_batch, factor=asked.times, latency=now)))
     if asked.replicas != 1:
         found.append((f"{asked.replicas} x ranks", partial(changes.with_replicas, factor=asked.replicas, latency=now)))
     if asked.bucket_mb:
@@ -165,7 +129,7 @@ def _changes(asked: Questions, traced: tuple[str, Fabric] | None) -> list[tuple[
     return found
 
 
-def _traced_on(asked: Questions, graphs: Sequence[RankGraph], job: Job | None) -> tuple[str, Fabric]:
+def _traced_on(asked: TraceChanges, graphs: Sequence[RankGraph], job: Job | None) -> tuple[str, Fabric]:
     """Hardware and fabric of the trace: from the user, from the job, or from the device's name in the trace."""
     said = graphs[0].device_name
     name = preset_name(asked.on) if asked.on else (job.cluster.hardware if job is not None else "")

@@ -2,9 +2,10 @@
 
 A verb is a function.  Its parameters before ``*`` become arguments, the others options: ``timeout_s`` is
 ``--timeout-s``.  A parameter that is annotated with a dataclass stands for one option for each of its fields.  What an
-option means is in the docstring, under ``Args:`` or ``Attributes:``.  Tuples are written with commas.  An annotation
-may add a name of the option (``"--study"`` takes the place of its own, ``"-p"`` is another one), what Typer shall know
-(``typer.Option(min=1)``), or a dataclass that has a field of this name with its meaning.
+option means is in the docstring, under ``Args:`` or ``Attributes:``.  Tuples are written with commas, numbers by name
+as ``NAME=NUMBER``.  An annotation may add a name of the option (``"--study"`` takes the place of its own, ``"-p"`` is
+another one), what Typer shall know (``typer.Option(min=1)``), or a dataclass that has a field of this name with its
+meaning.
 """
 
 from __future__ import annotations
@@ -139,6 +140,11 @@ def _option(
     if get_origin(kind) is tuple:
         read = partial(_comma_separated, names[0] if names else own, get_args(kind)[0], default)
         kind, default, info.metavar = str | None, None, info.metavar or "VALUE,VALUE…"
+    elif get_origin(kind) is dict:
+        read = partial(_numbers_by_name, names[0] if names else own)
+        kind, default, info.metavar = list[str] | None, None, info.metavar or "WHAT=NUMBER"
+    elif kind == float | str:
+        kind = str
     if Path in (kind, *get_args(kind), *(part for each in get_args(kind) for part in get_args(each))):
         info.parser = path
     made = Parameter(name, Parameter.KEYWORD_ONLY, annotation=Annotated[kind, info], default=default)
@@ -170,15 +176,19 @@ def pairs(option: str, texts: Iterable[str], read: Callable[[str], Any] = str) -
     """
     found = {}
     for text in texts:
-        key, equals, value = text.partition("=")
+        key, equals, value = text.rpartition("=") if read is float else text.partition("=")
         try:
             if not key.strip() or not equals:
                 raise ValueError
             found[key.strip()] = read(value)
         except ValueError:
-            kind = "NUMBER" if read is int else "VALUE"
+            kind = "NUMBER" if read in (int, float) else "VALUE"
             raise StepsightError(f"{option} must be KEY={kind}, got {text!r:.80}") from None
     return found
+
+
+def _numbers_by_name(option: str, texts: Sequence[str] | None) -> dict[str, float]:
+    return pairs(option, texts or (), float)
 
 
 def refuse_given(context: typer.Context, names: Sequence[str], why: str) -> None:

@@ -7,9 +7,10 @@ from typing import Annotated
 
 import typer
 
-from stepsight.cli.options import Answer, Positive, progress
+from stepsight.cli.options import Answer, progress
 from stepsight.dataset.base.errors import StepsightError
 from stepsight.dataset.base.registry import did_you_mean
+from stepsight.experiments.tasks.settings import TraceChanges
 
 
 def import_command(
@@ -164,21 +165,7 @@ def dataset_command(
     return Answer(told, dataset_text(told))
 
 
-def what_if_command(
-    run: Annotated[Path, typer.Argument(metavar="RUN")],
-    *,
-    faster: Annotated[list[str] | None, typer.Option(metavar="WHAT=FACTOR")] = None,
-    no_host: bool = False,
-    cuda_graph: bool = False,
-    remove_straggler: bool = False,
-    batch: str = "1x",
-    replicas: Positive = 1,
-    bucket_mb: Annotated[float, typer.Option(min=0)] = 0.0,
-    fabric: str = "",
-    hardware: str = "",
-    on: str = "",
-    on_fabric: str = "",
-) -> Answer:
+def what_if_command(run: Annotated[Path, typer.Argument(metavar="RUN")], *, changes: TraceChanges) -> Answer:
     """Replay a traced step with changes: faster kernels, no host, another batch, bucket size, scale, fabric or device.
 
     For another batch, fabric or device, each duration is multiplied by the ratio of two predictions: after and before
@@ -190,50 +177,9 @@ def what_if_command(
 
     Args:
         run: A run folder, or a collection of one run.
-        faster: Divide durations by a factor, for example gemm=1.5; a factor below 1 makes them longer. WHAT is a kind
-            or family of ops, a kind of collective, `communication`, `host`, or part of a kernel's name. Repeatable.
-        no_host: The host takes no time.
-        cuda_graph: Kernel launches take no time; loading data still does.
-        remove_straggler: The slowest rank computes as fast as the median of the others.
-        batch: Size of micro-batches relative to the trace, for example 2x.
-        replicas: Multiply the number of ranks by this; collectives over all ranks grow with it.
-        bucket_mb: Merge gradient all-reduces into buckets of this many MB.
-        fabric: Replace the fabric: a name or a file.
-        hardware: Replace the device: a name, the beginning of one, or a file.
-        on: The traced device, if the trace does not name a known one: a name or a file.
-        on_fabric: The traced fabric, if it is not the device's usual one.
     """
     from stepsight.experiments.reports.trace_texts import what_if_text
-    from stepsight.experiments.tasks.what_if import Questions, what_if
+    from stepsight.experiments.tasks.what_if import what_if
 
-    factors = {}
-    for text in faster or ():
-        name, _, number = text.rpartition("=")
-        if not name:
-            raise StepsightError(f"--faster takes WHAT=FACTOR, as in gemm=1.5, got {text!r:.80}")
-        factors[name] = _factor("--faster", number, 1e9)
-    questions = Questions(
-        faster=factors,
-        no_host=no_host,
-        cuda_graph=cuda_graph,
-        remove_straggler=remove_straggler,
-        batch=_factor("--batch", batch.removesuffix("x"), 1e6),
-        replicas=replicas,
-        bucket_mb=bucket_mb,
-        fabric=fabric,
-        hardware=hardware,
-        on=on,
-        on_fabric=on_fabric,
-    )
-    told = what_if(run, questions)
+    told = what_if(run, changes)
     return Answer(told, what_if_text(told))
-
-
-def _factor(option: str, text: str, most: float) -> float:
-    try:
-        factor = float(text)
-    except ValueError:
-        factor = 0.0
-    if not 0 < factor < most:
-        raise StepsightError(f"{option} takes a factor > 0, as in 1.5, got {text!r:.80}")
-    return factor

@@ -108,7 +108,7 @@ def test_a_job_of_another_trace_is_refused(tmp_path: Path) -> None:
         (["import", "neusight", "t.json", "t.json"], "takes one file or folder"),
         (["import", "neusight", "t.json", "--et", "t.json"], "belong to traces"),
         (["replay", "nowhere"], "a run folder or a collection"),
-        (["what-if", "nowhere", "--faster", "gemm"], "takes WHAT=FACTOR"),
+        (["what-if", "nowhere", "--faster", "gemm"], "must be KEY=NUMBER"),
         (["what-if", "nowhere", "--batch", "big"], "takes a factor"),
         (["dataset", "nowhere", "--out", "d"], "a run folder or a collection"),
     ],
