@@ -48,6 +48,7 @@ def _described(graph: RankGraph) -> dict[str, Any]:
         "whole": graph.whole,
         "warnings": list(graph.warnings),
         "events": graph.events,
+        "observed": graph.observed,
         "dependencies": [why.value for why in WHY],
         "node_kinds": list(NODE_KINDS),
     }
@@ -115,6 +116,7 @@ def _graph(tree: dict[str, Any], nodes: Any, edges: Any) -> RankGraph:
         whole=bool(tree["whole"]),
         warnings=tuple(map(str, tree["warnings"])),
         events=int(tree["events"]),
+        observed=int(tree.get("observed", 0)),
         **seconds,
     )
 

@@ -64,6 +64,7 @@ class RankGraph:
         unrecorded_s: ``(n,)``: time before a node in which its stream was busy with what the trace leaves out.
         warnings: What was found wrong, and what was done about it.
         events: Events in the file.
+        observed: Steps in it that an execution-trace observer slowed, and that are left out.
     """
 
     rank: int
@@ -86,6 +87,7 @@ class RankGraph:
     unrecorded_s: Floats = field(default_factory=lambda: np.zeros(0))
     warnings: tuple[str, ...] = ()
     events: int = 0
+    observed: int = 0
 
     def __len__(self) -> int:
         return len(self.start_s)

@@ -80,7 +80,7 @@ class RankParts:
 
     def _part(self, nodes: Ints, step: int) -> GraphPart:
         graph = self._graph
-        part = GraphPart("step", "step", step, events=graph.events / len(graph.steps_s))
+        part = GraphPart("step", "step", step, events=graph.events / (len(graph.steps_s) + graph.observed))
         part.span_s = float(graph.steps_s[step, 1] - graph.steps_s[step, 0])
         place = self._within
         kind = graph.nodes["kind"][nodes]
@@ -206,12 +206,12 @@ def _seconds_alone(graph: RankGraph) -> Floats:
 
     Collectives and host calls have none: a collective's duration holds waiting for others.
     """
-    ops = np.flatnonzero(graph.nodes["kind"] == OP)
+    ops = np.flatnonzero(graph.nodes["kind"] == OP)  # outside of steps, an observer may have slowed them
     busy = np.flatnonzero(graph.nodes["kind"] != HOST)
     start, end = graph.start_s, graph.end_s
     begins, finishes = np.sort(start[busy]), np.sort(end[busy])
     beside = np.searchsorted(begins, end[ops], "left") - np.searchsorted(finishes, start[ops], "right") - 1
-    alone = ops[beside <= 0]
+    alone = ops[(beside <= 0) & ((graph.nodes["step"][ops] >= 0) | (graph.observed == 0))]
     out = np.full(len(graph), np.nan)
     if not len(alone):
         return out

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from stepsight.dataset.base.bounded import read_unpacked
 from stepsight.dataset.base.errors import TraceError
 from stepsight.dataset.graph.program import Dependency
-from stepsight.dataset.graph.rank_graph import HOST, RankGraph
+from stepsight.dataset.graph.rank_graph import HOST, WHY_NUMBER, RankGraph
 from stepsight.dataset.traces.event_columns import RankEvents
 from stepsight.dataset.traces.event_structs import parse
 
@@ -146,6 +146,51 @@ def with_tensor_edges(graph: RankGraph, events: RankEvents, calls: list[TensorCa
         for storage, device in call.writes:
             writer[turn, storage, device] = last[row]
     return _with_pairs(graph, list(pairs))
+
+
+def without_observed_steps(graph: RankGraph, observed: NDArray[np.bool_]) -> RankGraph:
+    """Leave steps out that an execution-trace observer slowed; steps of the same work keep their data dependencies.
+
+    The observer makes an op of many small calls half as long again and a tiny copy ten times as long, so its steps'
+    times would teach what no other step shows.  They stay where there are no others.
+
+    Args:
+        graph: With edges of data within the observed steps.
+        observed: ``(k,)``: which steps.
+    """
+    if observed.all() or not observed.any():
+        return graph
+    step, edges = graph.nodes["step"], graph.edges
+    data = edges["why"] == WHY_NUMBER[Dependency.DATA]
+    pairs = []
+    place = np.full(len(graph), -1, dtype=np.int64)
+    for one in np.flatnonzero(observed).tolist():
+        nodes = _works_in_order(graph, one)
+        inside = np.flatnonzero(data & (step[edges["source"]] == one) & (step[edges["target"]] == one))
+        place[nodes] = np.arange(len(nodes))
+        ends = [place[edges[end][inside]] for end in ("source", "target")]
+        for other in np.flatnonzero(~observed).tolist():
+            own = _works_in_order(graph, other)
+            if all(np.array_equal(graph.nodes[name][own], graph.nodes[name][nodes]) for name in ("stream", "work")):
+                pairs.append(np.stack([own[end] for end in ends]))
+    found = np.unique(np.concatenate(pairs, axis=1), axis=1) if pairs else np.zeros((2, 0), dtype=np.int64)
+    graph = _with_pairs(graph, [(int(source), int(target)) for source, target in found.T])
+    number = np.append(np.where(observed, -1, np.cumsum(~observed) - 1), -1)
+    count = int(observed.sum())
+    told = f"steps slowed by an execution-trace observer: {count} of {len(observed)}; their times are left out"
+    return replace(
+        graph,
+        nodes={**graph.nodes, "step": number[step]},
+        steps_s=graph.steps_s[~observed],
+        observed=count,
+        warnings=(*graph.warnings, told),
+    )
+
+
+def _works_in_order(graph: RankGraph, step: int) -> Ints:
+    """Ops and collectives of a step, by stream and time."""
+    nodes = np.flatnonzero(graph.on_device & (graph.nodes["step"] == step))
+    return nodes[np.argsort(graph.nodes["stream"][nodes], kind="stable")]
 
 
 def _rows_of(events: RankEvents, calls: list[TensorCall]) -> list[tuple[int, TensorCall, int]]:

@@ -17,13 +17,18 @@ from stepsight.dataset.kinds.op import Collective
 from stepsight.dataset.traces.assembly import MICROSECOND, Assembly
 from stepsight.dataset.traces.call_tree import CallTree, call_tree
 from stepsight.dataset.traces.collective_nodes import CollectiveNodes, Met, mask_of
-from stepsight.dataset.traces.data_edges import read_execution_trace, with_sequence_edges, with_tensor_edges
+from stepsight.dataset.traces.data_edges import (
+    read_execution_trace,
+    with_sequence_edges,
+    with_tensor_edges,
+    without_observed_steps,
+)
 from stepsight.dataset.traces.device_graph import Parts, launch_rows, tie, with_assumed_launches
 from stepsight.dataset.traces.event_columns import Interned, RankEvents, read_columns
 from stepsight.dataset.traces.host_graph import host_graph
 from stepsight.dataset.traces.kernel_kinds import KernelKinds, launches
 from stepsight.dataset.traces.placement import Placement
-from stepsight.dataset.traces.step_bounds import Steps, find_steps
+from stepsight.dataset.traces.step_bounds import OWN_STEP, Steps, find_steps, observed_steps
 from stepsight.dataset.traces.stream_waits import StreamWaits
 
 Floats = NDArray[np.float64]
@@ -71,11 +76,20 @@ def _graph_of(events: RankEvents, placement: Placement, execution: Path | None) 
         graph = host_graph(events, tree, world_size, placement, rank)
     if execution is not None:
         graph = with_tensor_edges(graph, events, read_execution_trace(execution), execution)
+    graph = without_observed_steps(graph, _observed(events, graph))
     graph = with_sequence_edges(graph, tree.sequence)
     warnings = [*graph.warnings, *_check_training(events, tree)]
     loading = [(each.start, each.end) for each in events.annotations if each.name.startswith(_LOADING)]
     graph.loading_s = (np.array(loading).reshape(-1, 2) - graph.origin_us) * MICROSECOND
     return replace(graph, rank=rank, world_size=world_size, warnings=tuple(dict.fromkeys(warnings)))
+
+
+def _observed(events: RankEvents, graph: RankGraph) -> NDArray[np.bool_]:
+    """``(k,)``: steps that an execution-trace observer slowed, by the numbers of calls or by their annotation."""
+    bounds = graph.steps_s / MICROSECOND + graph.origin_us
+    marks = [each.start for each in events.annotations if each.name.startswith(OWN_STEP) and " et=1" in each.name]
+    first, last = np.searchsorted(np.array(marks), bounds - [1.0, 0.0]).T
+    return observed_steps(events.ops, bounds) | (last > first)
 
 
 def _device_graph(events: RankEvents, tree: CallTree, world_size: int, placement: Placement) -> RankGraph:

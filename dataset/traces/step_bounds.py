@@ -14,7 +14,7 @@ from stepsight.dataset.traces.call_tree import CallTree
 from stepsight.dataset.traces.event_columns import Annotation, RankEvents, Table
 
 _STEP = re.compile(r"^ProfilerStep#(\d+)")
-_OWN = "stepsight::segment label=step"
+OWN_STEP = "stepsight::segment label=step"
 _ENOUGH = 3  # with more ends of steps, the first step can be dropped
 _ALIKE = 0.2  # allowed difference of the number of calls of a complete step from the usual number
 _MOST_OVERLAP_US = 1.0
@@ -49,7 +49,7 @@ def find_steps(events: RankEvents, tree: CallTree, launched: NDArray[np.float64]
         tree: Nesting of its calls.
         launched: When each device node was launched, by order of start on the device; NaN where that is unknown.
     """
-    marks = [each for each in events.annotations if each.name.startswith(_OWN)]
+    marks = [each for each in events.annotations if each.name.startswith(OWN_STEP)]
     marks = marks or [each for each in events.annotations if _STEP.match(each.name)]
     if marks:
         return _annotated(marks)

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
+_SLOWED = 1.2  # times the median of the steps before: traces that earlier versions imported hold observed steps
+
 
 @dataclass(frozen=True, eq=False)
 class HostStep:
@@ -125,8 +127,9 @@ class _Step:
 
 
 def _alike(steps: Sequence[_Step]) -> list[int]:
-    """Steps with the most common sequence of ops; the last step, slowed by an observer, only if it is alone."""
-    works = [step.works for step in steps]
-    told = works[:-1] or works
-    usual = max(set(told), key=told.count, default=())
-    return [step for step, each in enumerate(told) if each == usual and usual]
+    """Steps with the most common sequence of ops; without a slow last one, which an observer may have slowed."""
+    spans = [step.span_s for step in steps]
+    slow = len(steps) > 1 and spans[-1] > _SLOWED * float(np.median(spans[:-1]))
+    works = [step.works for step in (steps[:-1] if slow else steps)]
+    usual = max(set(works), key=works.count, default=())
+    return [step for step, each in enumerate(works) if each == usual and usual]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,7 +11,9 @@ import pytest
 
 from stepsight.dataset.base.errors import TraceError
 from stepsight.dataset.graph.graph_files import read_graph, write_graph
-from stepsight.dataset.graph.rank_graph import COLLECTIVE, HOST, WHY, RankGraph
+from stepsight.dataset.graph.program import Dependency
+from stepsight.dataset.graph.rank_graph import COLLECTIVE, HOST, WHY, WHY_NUMBER, RankGraph
+from stepsight.dataset.trace_graphs.graph_parts import RankParts
 from stepsight.dataset.traces.read_rank import lateness, read_rank
 from tests.dataset.kineto_files import KinetoFile, tiny_step
 from tests.dataset.traced_jobs import PRODUCT, REDUCTION, GpuJob, two_ranks
@@ -168,6 +171,34 @@ def test_stored_graphs_with_wild_indices_are_refused(tmp_path: Path) -> None:
 def test_an_execution_trace_of_another_run_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "et.json"
     node = {"id": 1, "name": "aten::rot90", "rf_id": 3, "inputs": [[5, 6, 0, 4, 4, "cuda:0"]], "outputs": []}
-    path.write_text(__import__("json").dumps({"schema": "1.0.1", "nodes": [node]}))
+    path.write_text(json.dumps({"schema": "1.0.1", "nodes": [node]}))
     with pytest.raises(TraceError, match="same run"):
         read_rank(GpuJob().step(1).file.write(tmp_path / "t.json"), None, path)
+
+
+def test_an_observed_step_gives_its_dependencies_and_not_its_times(tmp_path: Path) -> None:
+    """The observer made the second step three times as long: the first one's times count, with the second's edges."""
+    file = KinetoFile()
+    for step, (begin, slow) in enumerate(((0.0, 1.0), (1000.0, 3.0))):
+        file.segment("step", begin, 900)
+        for number, name in enumerate(("aten::gelu", "aten::add", "aten::mul")):
+            record = {"Record_function_id": 7 + number} if step else {}
+            file.call(name, begin + 10 + number * 60 * slow, 50 * slow, [64], **record)
+    path = tmp_path / "et.json"
+    tensors = [[[5, number, 0, 64, 4, "cpu"]] for number in (1, 2, 3)]
+    nodes = [
+        {"id": place, "name": name, "rf_id": 6 + place, "inputs": read, "outputs": written}
+        for place, (name, read, written) in enumerate(
+            [("aten::gelu", [], tensors[0]), ("aten::add", [], tensors[1]), ("aten::mul", tensors[0], tensors[2])], 1
+        )
+    ]
+    path.write_text(json.dumps({"schema": "1.0.1", "nodes": nodes}))
+    graph = read_rank(file.write(tmp_path / "t.json"), None, path)
+    ops = np.flatnonzero(graph.nodes["step"] == 0)
+    ops = ops[graph.on_device[ops]]
+    assert len(graph.steps_s) == 1 and graph.duration_s[ops] == pytest.approx([50e-6] * 3)
+    data = graph.edges["why"] == WHY_NUMBER[Dependency.DATA]
+    assert (ops[0], ops[2]) in set(zip(graph.edges["source"][data], graph.edges["target"][data], strict=True))
+    (part,) = RankParts([graph], 0, []).parts()
+    assert np.exp(part.y["op"]) == pytest.approx(50e-6, rel=1e-5)
+    assert read_rank(file.write(tmp_path / "t.json")).observed == 1
