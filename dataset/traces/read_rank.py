@@ -89,7 +89,7 @@ def _observed(events: RankEvents, graph: RankGraph) -> NDArray[np.bool_]:
     bounds = graph.steps_s / MICROSECOND + graph.origin_us
     marks = [each.start for each in events.annotations if each.name.startswith(OWN_STEP) and " et=1" in each.name]
     first, last = np.searchsorted(np.array(marks), bounds - [1.0, 0.0]).T
-    return observed_steps(events.ops, bounds) | (last > first)
+    return np.asarray(observed_steps(events.ops, bounds) | (last > first))
 
 
 def _device_graph(events: RankEvents, tree: CallTree, world_size: int, placement: Placement) -> RankGraph:
