@@ -14,11 +14,10 @@ from typing import Any
 import numpy as np
 
 from stepsight.dataset.base.errors import StepsightError, TraceError
-from stepsight.dataset.graph.program import Program
-from stepsight.dataset.graph.rank_graph import COLLECTIVE, OP, RankGraph
+from stepsight.dataset.graph.rank_graph import OP, RankGraph
 from stepsight.dataset.hardware.hardware import HARDWARE, Hardware, find_hardware
 from stepsight.dataset.job.job import Job
-from stepsight.dataset.kinds.op import COLLECTIVE_KINDS, OP_KINDS, Collective, Op
+from stepsight.dataset.kinds.op import OP_KINDS, Collective, Op
 from stepsight.experiments.reports.text_table import Number, table
 from stepsight.experiments.tasks.what_if import latency_of
 from stepsight.simulator.durations.latency_model import LatencyModel
@@ -50,14 +49,20 @@ def check_job(job: Job, graphs: Sequence[RankGraph]) -> None:
     if hosted != (hardware.kind == "cpu"):
         traced_on = "a host" if hosted else graphs[0].device_name or "a device"
         wrong.append(f"the job runs on {job.cluster.hardware}, the trace on {traced_on}")
-    traced, programs = _traced_shares(graphs), [segment.program for segment in lower(job, hardware).segments]
-    lowered = {OP_KINDS[n.work.kind].family for program in programs for n in program.nodes if n.work.kind in OP_KINDS}
+    traced = _traced_shares(graphs)
+    works = {work for segment in lower(job, hardware).segments for work in segment.works}
+    lowered = {work.family for work in works if isinstance(work, Op)}
     for family in _TELLING:
         if traced[family] >= _LEAST_SHARE and family not in lowered and not _stands_for(family, lowered):
             wrong.append(f"{100 * traced[family]:.0f} % of the trace's time is {family}, and the job has none")
     if "gemm" in lowered and not any(traced[family] for family in ("gemm", "fused", "opaque", "attention")):
         wrong.append("the job has matrix products, and the trace none")
-    wrong += _collective_differences(job, graphs, programs)
+    ours = sorted({work.kind for work in works if isinstance(work, Collective)})
+    theirs = sorted({work.kind for graph in graphs for work in graph.works if isinstance(work, Collective)})
+    if devices > 1 and ours and not theirs:
+        wrong.append(f"the job has collectives ({', '.join(ours)}), and the trace none")
+    if theirs and devices == 1:
+        wrong.append(f"the trace has collectives ({', '.join(theirs)}), and the job runs on one device")
     if wrong:
         raise TraceError(f"a job must be the one that was traced, got {'; '.join(wrong)}")
 
@@ -70,10 +75,10 @@ def _traced_shares(graphs: Sequence[RankGraph]) -> defaultdict[str, float]:
     """Share of the ops' time by family."""
     seconds: defaultdict[str, float] = defaultdict(float)
     for graph in graphs:
-        families = [OP_KINDS[work.kind].family if work.kind in OP_KINDS else "" for work in graph.works]
         ops = graph.nodes["kind"] == OP
         for work, spent in zip(graph.nodes["work"][ops].tolist(), graph.duration_s[ops].tolist(), strict=True):
-            seconds[families[work]] += spent
+            kind = graph.works[work].kind
+            seconds[OP_KINDS[kind].family if kind in OP_KINDS else ""] += spent
     whole = sum(seconds.values()) or 1.0
     return defaultdict(float, {family: spent / whole for family, spent in seconds.items()})
 
@@ -81,21 +86,6 @@ def _traced_shares(graphs: Sequence[RankGraph]) -> defaultdict[str, float]:
 def _stands_for(family: str, lowered: set[str]) -> bool:
     """Count products of attention as products if only the job fuses them, and the other way round."""
     return family in ("gemm", "attention") and bool(lowered & {"gemm", "attention"})
-
-
-def _collective_differences(job: Job, graphs: Sequence[RankGraph], programs: Sequence[Program]) -> list[str]:
-    """Kinds of collectives that only one of the two has."""
-    traced = {
-        graph.works[work].kind
-        for graph in graphs
-        for work in graph.nodes["work"][graph.nodes["kind"] == COLLECTIVE].tolist()
-    }
-    lowered = {n.work.kind for program in programs for n in program.nodes if n.work.kind in COLLECTIVE_KINDS}
-    if job.cluster.num_devices > 1 and lowered and not traced:
-        return [f"the job has collectives ({', '.join(sorted(lowered))}), and the trace none"]
-    if traced and job.cluster.num_devices == 1:
-        return [f"the trace has collectives ({', '.join(sorted(traced))}), and the job runs on one device"]
-    return []
 
 
 @dataclass(frozen=True)

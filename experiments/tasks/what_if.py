@@ -94,8 +94,8 @@ def _described(traced: tuple[str, Fabric] | None) -> dict[str, str] | None:
     """Device, fabric and predictor of the predicted durations; None if none were predicted."""
     if traced is None:
         return None
-    name, fabric = traced
-    return {"hardware": name, "fabric": fabric.name, "predictor": getattr(_predictor_of(name), "source", "roofline")}
+    source = getattr(_predictor_of(traced[0]), "source", "roofline")
+    return {"hardware": traced[0], "fabric": traced[1].name, "predictor": source}
 
 
 def _changes(asked: TraceChanges, traced: tuple[str, Fabric] | None) -> list[tuple[str, Change]]:
