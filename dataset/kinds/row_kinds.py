@@ -2,42 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from typing import Any
 
-from stepsight.dataset.kinds import call_dims
-from stepsight.dataset.kinds.call_dims import normed, rows
-from stepsight.dataset.kinds.op_kind import Dims, OpKind
+from stepsight.dataset.kinds.call_dims import embedding, embedding_backward, named_calls, normed, rows
+from stepsight.dataset.kinds.op_kind import OpKind
 
 _ROWS = ("rows", "hidden")
 _SCORES = ("rows", "columns")
-_TOKENS = ("tokens", "hidden", "vocab")
 _LOGITS = ("rows", "vocab")
-_Calls = Mapping[str, Callable[..., Dims | None]]
+_TOKENS = ("tokens", "hidden", "vocab")
 
 
-def _norm(name: str, code: int, flops: float, moved: float, base: str, calls: _Calls) -> OpKind:
-    """A norm.
-
-    Args:
-        name: Of the kind.
-        code: Of the kind.
-        flops: FLOP for each element of the input.
-        moved: Elements read and written for each element of the input.
-        base: See ``OpKind``; empty: what streams.
-        calls: See ``OpKind``.
-    """
-    more: dict[str, Any] = {"base": base} if base else {}
+def _on_rows(
+    name: str, family: str, dim_names: tuple[str, str], code: int, flops: float, moved: float, **more: Any
+) -> OpKind:
+    """A kind on rows; ``flops`` and ``moved``: FLOP, and elements read and written, per element of the input."""
     return OpKind(
         name=name,
-        family="norm",
-        dim_names=_ROWS,
+        family=family,
+        dim_names=dim_names,
         flops=lambda r, h: flops * r * h,
         elements=lambda r, h: moved * r * h,
         code=code,
         units=lambda r, h: r,
-        streams=True,
-        calls=calls,
+        streams=family == "norm",
         **more,
     )
 
@@ -51,29 +39,20 @@ KINDS = (
         elements=lambda r, h: float(r * h + h),
         code=3,
     ),
-    _norm("layer_norm", 12, 8.0, 2.0, "", {"aten::native_layer_norm": normed(0, 2)}),
-    _norm("layer_norm_backward", 13, 14.0, 3.0, "layer_norm", {"aten::native_layer_norm_backward": normed(1, 5)}),
-    _norm("rms_norm", 14, 5.0, 2.0, "", {"aten::_fused_rms_norm": normed(0, 2), "aten::rms_norm": normed(0, 2)}),
-    _norm("rms_norm_backward", 15, 10.0, 3.0, "rms_norm", {"aten::_fused_rms_norm_backward": normed(1, 4)}),
-    OpKind(
-        name="softmax",
-        family="softmax",
-        dim_names=_SCORES,
-        flops=lambda r, c: 5.0 * r * c,
-        elements=lambda r, c: 2.0 * r * c,
-        code=32,
-        units=lambda r, c: r,
+    _on_rows("layer_norm", "norm", _ROWS, 12, 8.0, 2.0, calls=named_calls("native_layer_norm", normed(0, 2))),
+    _on_rows(
+        *("layer_norm_backward", "norm", _ROWS, 13, 14.0, 3.0),
+        base="layer_norm",
+        calls=named_calls("native_layer_norm_backward", normed(1, 5)),
     ),
-    OpKind(
-        name="softmax_backward",
-        family="softmax",
-        dim_names=_SCORES,
-        flops=lambda r, c: 4.0 * r * c,
-        elements=lambda r, c: 3.0 * r * c,
-        code=33,
-        units=lambda r, c: r,
-        base="softmax",
+    _on_rows("rms_norm", "norm", _ROWS, 14, 5.0, 2.0, calls=named_calls("_fused_rms_norm rms_norm", normed(0, 2))),
+    _on_rows(
+        *("rms_norm_backward", "norm", _ROWS, 15, 10.0, 3.0),
+        base="rms_norm",
+        calls=named_calls("_fused_rms_norm_backward", normed(1, 4)),
     ),
+    _on_rows("softmax", "softmax", _SCORES, 32, 5.0, 2.0),
+    _on_rows("softmax_backward", "softmax", _SCORES, 33, 4.0, 3.0, base="softmax"),
     OpKind(
         name="embedding",
         family="embedding",
@@ -82,7 +61,7 @@ KINDS = (
         elements=lambda t, h, v: 2.0 * t * h,
         code=6,
         units=lambda t, h, v: t,
-        calls={"aten::embedding": call_dims.embedding},
+        calls=named_calls("embedding", embedding),
     ),
     OpKind(
         name="embedding_backward",  # it also clears the whole table's gradient, so that its base is what streams
@@ -92,36 +71,17 @@ KINDS = (
         elements=lambda t, h, v: 3.0 * t * h + v * h,
         code=7,
         units=lambda t, h, v: t,
-        calls={"aten::embedding_dense_backward": call_dims.embedding_backward},
+        calls=named_calls("embedding_dense_backward", embedding_backward),
     ),
-    OpKind(
-        name="cross_entropy",
-        family="loss",
-        dim_names=_LOGITS,
-        flops=lambda r, v: 5.0 * r * v,
-        elements=lambda r, v: 2.0 * r * v,
-        code=8,
-        units=lambda r, v: r,
-        calls={
-            "aten::cross_entropy_loss": rows(0),
-            "aten::log_softmax": rows(0),
-            "aten::_log_softmax": rows(0),
-            "aten::nll_loss_nd": rows(0),
-            "aten::nll_loss": rows(0),
-            "aten::nll_loss_forward": rows(0),
-        },
+    _on_rows(
+        *("cross_entropy", "loss", _LOGITS, 8, 5.0, 2.0),
+        calls=named_calls("cross_entropy_loss log_softmax _log_softmax nll_loss_nd nll_loss nll_loss_forward", rows(0)),
         in_parts=True,
     ),
-    OpKind(
-        name="cross_entropy_backward",
-        family="loss",
-        dim_names=_LOGITS,
-        flops=lambda r, v: 3.0 * r * v,
-        elements=lambda r, v: 2.0 * r * v,
-        code=9,
-        units=lambda r, v: r,
+    _on_rows(
+        *("cross_entropy_backward", "loss", _LOGITS, 9, 3.0, 2.0),
         base="cross_entropy",
-        calls={"aten::nll_loss_backward": rows(1), "aten::_log_softmax_backward_data": rows(0)},
+        calls={**named_calls("nll_loss_backward", rows(1)), **named_calls("_log_softmax_backward_data", rows(0))},
         in_parts=True,
     ),
 )

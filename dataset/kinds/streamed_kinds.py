@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable
+from typing import Any, cast
 
-from stepsight.dataset.kinds.call_dims import dropout, first, largest, tensors
-from stepsight.dataset.kinds.op_kind import STREAMED, Dims, OpKind
-
-
-def _named(names: str, dims: Callable[..., Dims | None] = largest) -> Mapping[str, Callable[..., Dims | None]]:
-    """Calls by their names; those without a namespace are PyTorch's."""
-    return {name if "::" in name else f"aten::{name}": dims for name in names.split()}
+from stepsight.dataset.kinds.call_dims import dropout, first, largest, named_calls, tensors
+from stepsight.dataset.kinds.op_kind import STREAMED, Bound, OpKind
 
 
 def _elementwise(name: str, code: int, flops: float, moved: float, **more: Any) -> OpKind:
@@ -50,18 +45,26 @@ _SUMS = (
 )
 
 _ELEMENTWISE = (
-    _elementwise("gelu", 16, 10.0, 2.0, calls=_named("gelu", first)),
-    _elementwise("gelu_backward", 17, 15.0, 3.0, base="gelu", calls=_named("gelu_backward", first)),
+    _elementwise("gelu", 16, 10.0, 2.0, calls=named_calls("gelu", first)),
+    _elementwise("gelu_backward", 17, 15.0, 3.0, base="gelu", calls=named_calls("gelu_backward", first)),
     _elementwise("swiglu", 18, 6.0, 3.0),
     _elementwise("swiglu_backward", 19, 12.0, 5.0, base="swiglu"),
     _elementwise("rope", 20, 4.0, 2.0),
     _elementwise("rope_backward", 21, 4.0, 2.0, base="rope"),
     _elementwise(  # the mask takes a byte, half of an element in 16 bits
-        "dropout", 22, 2.0, 2.5, calls={**_named("native_dropout"), **_named("dropout", dropout)}
+        "dropout", 22, 2.0, 2.5, calls={**named_calls("native_dropout", largest), **named_calls("dropout", dropout)}
     ),
-    _elementwise("dropout_backward", 23, 1.0, 2.5, base="dropout", calls=_named("native_dropout_backward")),
     _elementwise(
-        "add", 24, 1.0, 3.0, base="", slept=False, calls=_named("add add_ sub sub_ rsub _foreach_add_ _foreach_add")
+        "dropout_backward", 23, 1.0, 2.5, base="dropout", calls=named_calls("native_dropout_backward", largest)
+    ),
+    _elementwise(
+        "add",
+        24,
+        1.0,
+        3.0,
+        base="",
+        slept=False,
+        calls=named_calls("add add_ sub sub_ rsub _foreach_add_ _foreach_add", largest),
     ),
     _elementwise(
         "copy",
@@ -69,11 +72,14 @@ _ELEMENTWISE = (
         0.0,
         2.0,
         slept=False,
-        calls={**_named(_COPIES), **_named("fsdp::all_gather_copy_in fsdp::chunk_cat _chunk_cat", first)},
+        calls={
+            **named_calls(_COPIES, largest),
+            **named_calls("fsdp::all_gather_copy_in fsdp::chunk_cat _chunk_cat", first),
+        },
     ),
-    _elementwise("fill", 26, 0.0, 1.0, slept=False, calls=_named("fill_ zero_ _foreach_zero_")),
-    _elementwise("reduce", 27, 1.0, 1.0, slept=False, calls=_named(_SUMS)),
-    _elementwise("elementwise", 28, 1.0, 2.0, slept=False, calls=_named(_OTHERS)),
+    _elementwise("fill", 26, 0.0, 1.0, slept=False, calls=named_calls("fill_ zero_ _foreach_zero_", largest)),
+    _elementwise("reduce", 27, 1.0, 1.0, slept=False, calls=named_calls(_SUMS, largest)),
+    _elementwise("elementwise", 28, 1.0, 2.0, slept=False, calls=named_calls(_OTHERS, largest)),
     _elementwise("relu", 42, 1.0, 2.0),
     _elementwise("relu_backward", 43, 1.0, 3.0, base="relu"),
     _elementwise("geglu", 44, 11.0, 3.0),
@@ -119,38 +125,28 @@ def _over_tensors(name: str, family: str, code: int, flops: float, moved: float,
 
 
 _OPTIMIZER = (
-    _over_tensors(
-        "adamw", "optimizer", 10, 12.0, 7.0, calls={"aten::_fused_adamw_": tensors, "aten::_fused_adam_": tensors}
-    ),
-    _over_tensors("grad_norm", "optimizer", 11, 2.0, 1.0, calls={"aten::_foreach_norm": tensors}),
+    _over_tensors("adamw", "optimizer", 10, 12.0, 7.0, calls=named_calls("_fused_adamw_ _fused_adam_", tensors)),
+    _over_tensors("grad_norm", "optimizer", 11, 2.0, 1.0, calls=named_calls("_foreach_norm", tensors)),
     _over_tensors("adamw_host", "host", 46, 12.0, 7.0, bound="host_memory", base=""),
 )
 
 
-def _transfer(name: str, code: int) -> OpKind:
+def _of_host(name: str, dim: str, bound: str, moved: float, **more: Any) -> OpKind:
+    """A transfer between a device and its host, or calls of the host that a device waits for."""
     return OpKind(
         name=name,
-        family="transfer",
-        dim_names=("numel",),
+        dim_names=(dim,),
         flops=lambda n: 0.0,
-        elements=lambda n: float(n),
-        bound="host_link",
-        code=code,
+        elements=lambda n: moved * n,
+        bound=cast(Bound, bound),
         base="",
+        **more,
     )
 
 
-HOST_CALLS = OpKind(
-    name="host_calls",
-    family="host_calls",
-    dim_names=("calls",),
-    flops=lambda n: 0.0,
-    elements=lambda n: 0.0,
-    bound="host",
-    in_harness=False,
-    units=lambda n: float(n),
-    base="",
+_HOST = (
+    _of_host("to_host", "numel", "host_link", 1.0, family="transfer", code=37),
+    _of_host("from_host", "numel", "host_link", 1.0, family="transfer", code=38),
+    _of_host("host_calls", "calls", "host", 0.0, family="host_calls", in_harness=False, units=float),
 )
-
-_TRANSFERS = (_transfer("to_host", 37), _transfer("from_host", 38), HOST_CALLS)
-KINDS = (*_ELEMENTWISE, *_EXPERTS, *_OPTIMIZER, *_TRANSFERS)
+KINDS = (*_ELEMENTWISE, *_EXPERTS, *_OPTIMIZER, *_HOST)

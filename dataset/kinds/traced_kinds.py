@@ -10,17 +10,8 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
-from stepsight.dataset.kinds.call_dims import (
-    Args,
-    Dims,
-    DimsOf,
-    count,
-    largest,
-    literal_of,
-    named_calls,
-    shape_of,
-    tensors,
-)
+from stepsight.dataset.kinds import call_dims
+from stepsight.dataset.kinds.call_dims import Args, Dims, DimsOf, count, literal_of, named_calls, shape_of
 from stepsight.dataset.kinds.op_kind import OpKind
 
 _POOL = ("batch_channels", "in_positions", "out_positions")
@@ -77,6 +68,22 @@ def _recurrent(weight: int, args: Args) -> Dims:
 
 def _kind(name: str, family: str, dim_names: tuple[str, ...], calls: _Calls, **more: Any) -> OpKind:
     return OpKind(name=name, family=family, dim_names=dim_names, calls=calls, **{"in_harness": False, **more})
+
+
+def _layer_of_steps(name: str, passes: int, **more: Any) -> OpKind:
+    """A recurrent layer; ``passes``: of the products, one forward and two backward."""
+    return _kind(
+        name,
+        "recurrent",
+        _RECURRENT,
+        named_calls(name.replace("recurrent", "mkldnn_rnn_layer"), partial(_recurrent, 1)),
+        flops=lambda t, n, i, h, g: 2.0 * passes * t * n * g * (i + h),
+        elements=lambda t, n, i, h, g: float(passes * (t * (g * h + n * (i + g + 2 * h)) + g * i)),
+        units=lambda t, n, i, h, g: float(t),
+        bound="compute",
+        in_harness=True,
+        **more,
+    )
 
 
 def _streaming(name: str, calls: _Calls, flops: float, moved: float) -> OpKind:
@@ -175,38 +182,17 @@ KINDS = (
         base_dims=lambda n, h, b, r: ((2 * n + b + r) * h,),
         in_harness=True,
     ),
-    _kind(
-        "recurrent",
-        "recurrent",
-        _RECURRENT,
-        named_calls("mkldnn_rnn_layer", partial(_recurrent, 1)),
-        flops=lambda t, n, i, h, g: 2.0 * t * n * g * (i + h),
-        elements=lambda t, n, i, h, g: float(t * (g * h + n * (i + g + 2 * h)) + g * i),
-        units=lambda t, n, i, h, g: float(t),
-        bound="compute",
-        base="linear",
-        base_dims=lambda t, n, i, h, g: (t * n, g, i + h),
-        in_harness=True,
-    ),
-    _kind(
-        "recurrent_backward",
-        "recurrent",
-        _RECURRENT,
-        named_calls("mkldnn_rnn_layer_backward", partial(_recurrent, 1)),
-        flops=lambda t, n, i, h, g: 4.0 * t * n * g * (i + h),
-        elements=lambda t, n, i, h, g: float(2 * t * (g * h + n * (i + g + 2 * h)) + 2 * g * i),
-        units=lambda t, n, i, h, g: float(t),
-        bound="compute",
-        base="recurrent",
-        in_harness=True,
-    ),
+    _layer_of_steps("recurrent", 1, base="linear", base_dims=lambda t, n, i, h, g: (t * n, g, i + h)),
+    _layer_of_steps("recurrent_backward", 2, base="recurrent"),
     _streaming(
         "sort",
-        named_calls("sort topk argsort msort searchsorted bucketize nonzero unique _unique2 kthvalue", largest),
+        named_calls(
+            "sort topk argsort msort searchsorted bucketize nonzero unique _unique2 kthvalue", call_dims.largest
+        ),
         16.0,
         6.0,
     ),
-    _streaming("random", named_calls("randperm randint rand randn multinomial", largest), 8.0, 1.0),
+    _streaming("random", named_calls("randperm randint rand randn multinomial", call_dims.largest), 8.0, 1.0),
     _streaming("fused", {}, 4.0, 2.0),  # a compiler's kernel, as Triton's of Inductor
     _kind(
         "foreach",
@@ -216,7 +202,7 @@ KINDS = (
             "_fused_sgd_ _fused_adagrad_ _foreach_norm _foreach_pow _foreach_addcdiv _foreach_lerp _foreach_maximum_ "
             "_foreach_sub _foreach_sub_ _foreach_div _foreach_neg _foreach_reciprocal _foreach_sigmoid _foreach_abs "
             "_foreach_clamp_max_ _foreach_max _foreach_addcmul _foreach_sqrt_",
-            tensors,
+            call_dims.tensors,
         ),
         flops=lambda n, t: 2.0 * n,
         elements=lambda n, t: 3.0 * n,
@@ -236,17 +222,8 @@ KINDS = (
         "fused_loops",
         "fused_loops",
         (
-            "near_bytes",
-            "middle_bytes",
-            "far_bytes",
-            "strided",
-            "far_strided",
-            "gathers",
-            "moves",
-            "vectors",
-            "scalars",
-            "function_cycles",
-            "nests",
+            *("near_bytes", "middle_bytes", "far_bytes", "strided", "far_strided", "gathers", "moves"),
+            *("vectors", "scalars", "function_cycles", "nests"),
         ),
         {},
         flops=lambda a, b, c, d, e, f, g, vectors, scalars, functions, h: 16.0 * (vectors + functions) + scalars,
