@@ -290,6 +290,7 @@ def write_deepspeed(job: Job) -> ConfigText:
     """Write how a job is trained as DeepSpeed's JSON."""
     view = JobView(job)
     write_rows(_DEEPSPEED_ROWS, view)
+    view.put(gradient_accumulation_steps=job.num_micro_batches)
     view.expressed("parallel.dp", "cluster.nodes", "cluster.devices_per_node")
     text = json.dumps(view.tables(), indent=2) + "\n"
     note = "the model's sizes stand in its config.json: write huggingface too"
@@ -304,10 +305,6 @@ def _read_steps(reading: Reading) -> None:
     total, micro = reading.get("batch.global_batch"), reading.get("batch.micro_batch")
     if total and micro and steps and total % (micro * steps) == 0:
         reading.facts["replicas"] = total // (micro * steps)
-
-
-def _write_steps(view: JobView) -> None:
-    view.put(gradient_accumulation_steps=view.job.num_micro_batches)
 
 
 def _read_enabled(reading: Reading) -> None:
@@ -348,28 +345,25 @@ def _read_zero(reading: Reading) -> None:
         size = bucket * (4 if reading.get("batch.precision") == "fp32" else 2) / 2**20
         words = f"{_ZERO}reduce_bucket_size {bucket}"
         reading.map("parallel.bucket_mbytes", float(f"{size:.6g}"), words=words)
-    device = reading.word(f"{_ZERO}offload_optimizer.device")
-    if device and device != "none":
-        reading.map("optimizer.offload", True, words=f"{_ZERO}offload_optimizer.device {device}")
 
 
 def _write_zero(view: JobView) -> None:
     size = 4 if view.job.batch.precision == "fp32" else 2
     view.put(_ZERO, stage=view["parallel.zero_stage"], overlap_comm=view["parallel.overlap_grad_reduce"])
     view.put(_ZERO, reduce_bucket_size=round(view["parallel.bucket_mbytes"] * 2**20 / size))
-    if view["optimizer.offload"]:
-        view.put(f"{_ZERO}offload_optimizer.", device="cpu")
 
 
 _DEGREE = Conversion(lambda degree: int(degree) if degree > 1 else None, lambda degree: degree)
+_DEVICES = {"none": None, "cpu": True, OTHER: True}
 _GRADIENTS = {"fp32": "fp32", OTHER: "model"}
 _DEEPSPEED_ROWS = (
     Row("batch.global_batch", "train_batch_size"),
     Row("batch.micro_batch", "train_micro_batch_size_per_gpu"),
-    Row("batch.global_batch", read=_read_steps, write=_write_steps),
+    Row("batch.global_batch", read=_read_steps),
     Row("batch.precision", read=_read_enabled, write=_write_enabled),
     Row("parallel.gradient_dtype", "data_types.grad_accum_dtype", _GRADIENTS, write=_write_gradients),
     Row("parallel.zero_stage", read=_read_zero, write=_write_zero),
+    Row("optimizer.offload", f"{_ZERO}offload_optimizer.device", _DEVICES, omit=True),
     Row("parallel.dp_shard", f"{_ZERO}mics_shard_size", _DEGREE, omit=True),
     Row("parallel.reduce_scatter", f"{_ZERO}reduce_scatter"),
     Row("optimizer.kind", "optimizer.type", {"AdamW": "adamw", "Adam": "adam", "FusedAdam": "adam"}),

@@ -244,6 +244,8 @@ class Reading:
     def word(self, *keys: str) -> str:
         """A text; empty where no key has a value."""
         value = self.take(*keys)
+        if isinstance(value, list) and value and all(item == value[0] for item in value):
+            value = value[0]  # the same for all layers
         return "" if value is None or value is True else str(value)
 
     def typed(self, key: str, *names: str) -> Any:

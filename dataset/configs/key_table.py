@@ -42,23 +42,26 @@ class ConfigText:
     notes: tuple[str, ...] = ()
 
 
-def check_language_model(job: Job, framework: str) -> None:
-    """Refuse a job whose model is none of the families llama and gpt."""
-    if job.model.family not in ("llama", "gpt"):
-        raise JobError(f"{framework} has no model of the family {job.model.family!r:.80}")
-
-
 class JobView:
     """Values of a job by key (``model.layers``), and the settings of a configuration that a writer makes of them.
 
     Keys whose values the writer takes count as expressed; ``left`` lists the others.
 
+    Args:
+        job: The job.
+        framework: That has models of the families llama and gpt alone; empty: any family is written.
+
     Attributes:
         job: The job.
         settings: By name; names of nested tables have dots.
+
+    Raises:
+        JobError: If the framework has no such model.
     """
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: Job, framework: str = "") -> None:
+        if framework and job.model.family not in ("llama", "gpt"):
+            raise JobError(f"{framework} has no model of the family {job.model.family!r:.80}")
         self.job = job
         self.settings: dict[str, Any] = {}
         self._read: set[str] = set()

@@ -18,7 +18,6 @@ from stepsight.dataset.configs.key_table import (
     Conversion,
     JobView,
     Row,
-    check_language_model,
     read_rows,
     same,
     write_rows,
@@ -127,8 +126,7 @@ def _near(folder: Path, name: str) -> Path | None:
 
 def write_maxtext(job: Job) -> ConfigText:
     """Write a job as MaxText's YAML, the model's sizes in the same file."""
-    check_language_model(job, "MaxText")
-    view = JobView(job)
+    view = JobView(job, "MaxText")
     view.put(base_config="base.yml", model_name="default")
     write_rows(_ROWS, view)
     view.expressed("batch.global_batch", "cluster.nodes", "cluster.devices_per_node", "model.attention_kernels")

@@ -79,31 +79,6 @@ def _write_tensor_parallel(view: JobView) -> None:
         view.unexpressed("parallel.overlap_tp")
 
 
-def _read_context_parallel(reading: Reading) -> None:
-    kind = reading.take("cp_comm_type")
-    kinds = kind if isinstance(kind, list) else [kind] if kind else []
-    if kinds and reading.degree("cp") > 1:
-        ways = {{"p2p": "ring", "allgather": "all_gather"}.get(kind) for kind in kinds}
-        if len(ways) == 1 and None not in ways:
-            reading.map("parallel.context_parallel", ways.pop(), "cp_comm_type")
-        else:
-            words = " ".join(map(str, kinds))
-            reading.assume("parallel.context_parallel", "ring", f"a job has no cp_comm_type {words}")
-
-
-def _write_context_parallel(view: JobView) -> None:
-    if view.job.parallel.cp > 1:
-        view.put(cp_comm_type="p2p" if view["parallel.context_parallel"] == "ring" else "allgather")
-
-
-def _write_order(view: JobView) -> None:
-    view.put(use_tp_pp_dp_mapping=view["parallel.order"] == "tp-cp-pp-dp")
-    if view.job.parallel.order not in ("tp-cp-pp-dp", "tp-cp-dp-pp"):
-        view.unexpressed("parallel.order")
-    if not view["parallel.vocab_parallel"]:
-        view.unexpressed("parallel.vocab_parallel")
-
-
 def _read_dispatcher(reading: Reading) -> None:
     name = "moe_token_dispatcher_type"
     way, backend = reading.word(name), reading.word("moe_flex_dispatcher_backend")
@@ -360,6 +335,7 @@ def _write_optimizer(view: JobView) -> None:
         view.put(optimizer_cpu_offload=True, use_precision_aware_optimizer=True)
 
 
+_CP_COMM = {"p2p": "ring", "allgather": "all_gather"}
 _FALSE_ONLY = {False: False, True: None}
 _TRUE_ONLY = {True: True, False: None}
 _OFFLOADS = ("optimizer_cpu_offload", "cpu_optimizer")
@@ -380,8 +356,8 @@ _ROWS = (
     Row("parallel.overlap_grad_reduce", "overlap_grad_reduce", default=False),
     Row("parallel.overlap_param_gather", "overlap_param_gather", default=False, only="read"),
     Row("parallel.gradient_dtype", read=_read_gradients, write=_write_gradients),
-    Row("parallel.order", "use_tp_pp_dp_mapping", {True: "tp-cp-pp-dp", False: None}, write=_write_order),
-    Row("parallel.context_parallel", read=_read_context_parallel, write=_write_context_parallel),
+    Row("parallel.order", "use_tp_pp_dp_mapping", {False: None, True: "tp-cp-pp-dp"}),
+    Row("parallel.context_parallel", "cp_comm_type", _CP_COMM, needs="parallel.cp"),
     Row("parallel.dispatcher", read=_read_dispatcher, write=_write_dispatcher),
     Row("parallel.scatter_p2p", "scatter_gather_tensors_in_pipeline", _FALSE_ONLY, only="read"),
     Row("parallel.offload_activations", "cpu_offloading", _TRUE_ONLY, only="read"),

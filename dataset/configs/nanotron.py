@@ -10,17 +10,7 @@ from collections.abc import Mapping
 from stepsight.dataset.base.errors import JobError
 from stepsight.dataset.configs.documents import flat, yaml_text
 from stepsight.dataset.configs.drafts import ConfigFile, Draft, Reading
-from stepsight.dataset.configs.key_table import (
-    OTHER,
-    ConfigText,
-    Conversion,
-    JobView,
-    Row,
-    check_language_model,
-    read_rows,
-    same,
-    write_rows,
-)
+from stepsight.dataset.configs.key_table import OTHER, ConfigText, Conversion, JobView, Row, read_rows, same, write_rows
 from stepsight.dataset.job.job import Job
 
 _MODEL = "model.model_config."
@@ -46,9 +36,9 @@ def read_nanotron(file: ConfigFile, draft: Draft) -> None:
 
 def write_nanotron(job: Job) -> ConfigText:
     """Write a job as Nanotron's YAML."""
-    check_language_model(job, "Nanotron")
-    view = JobView(job)
+    view = JobView(job, "Nanotron")
     write_rows(_ROWS, view)
+    view.put("tokens.", batch_accumulation_per_replica=job.num_micro_batches)
     view.expressed("batch.global_batch", "cluster.nodes", "cluster.devices_per_node", "model.attention_kernels")
     return view.text(yaml_text(view.tables()), ".yaml")
 
@@ -156,10 +146,6 @@ def _read_batch(reading: Reading) -> None:
         reading.map("batch.global_batch", micro * steps * replicas, words=words)
 
 
-def _write_batch(view: JobView) -> None:
-    view.put("tokens.", batch_accumulation_per_replica=view.job.num_micro_batches)
-
-
 _SIZES = {
     "hidden_size": "model.hidden",
     "intermediate_size": "model.ffn",
@@ -190,7 +176,7 @@ _ROWS = (
     Row("parallel.bucket_mbytes", "model.ddp_bucket_cap_mb"),
     Row("model.seq_len", "tokens.sequence_length"),
     Row("batch.micro_batch", "tokens.micro_batch_size"),
-    Row("batch.global_batch", read=_read_batch, write=_write_batch),
+    Row("batch.global_batch", read=_read_batch),
     Row("batch.precision", "model.dtype", {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}),
     Row("optimizer.clip_grad_norm", "optimizer.clip_grad", _CLIP, default=False),
     Row("optimizer.kind", f"{_OPTIMIZER}name", {"adamW": "adamw"}, "adamw"),

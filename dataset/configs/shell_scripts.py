@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from stepsight.dataset.base.bounded import read_text
 from stepsight.dataset.base.errors import JobError
-from stepsight.dataset.configs.shell_values import Variables, arithmetic
+from stepsight.dataset.configs.shell_values import Variables, arithmetic, part_end
 
 MOST_TOKENS, MOST_COMMANDS = 200_000, 20_000
 MOST_DEPTH, _MOST_CALLS = 40, 20  # of statements within statements; of functions that call each other
@@ -30,23 +30,14 @@ _SBATCH = re.compile(r"^\s*#SBATCH\s+(.*?)\s*$", re.MULTILINE)
 
 @dataclass
 class ShellScript:
-    """The commands of a script.
+    """What a script would run."""
 
-    Attributes:
-        commands: Words of every command, in their order.
-        documents: Texts of here-documents.
-        variables: At its end.
-        unset: Variables that it uses and does not set.
-        undecided: Conditions that need files or programs; they count as false.
-        batch_options: Words of its ``#SBATCH`` lines.
-    """
-
-    commands: list[list[str]] = field(default_factory=list)
-    documents: list[str] = field(default_factory=list)
-    variables: dict[str, str | list[str]] = field(default_factory=dict)
-    unset: list[str] = field(default_factory=list)
-    undecided: list[str] = field(default_factory=list)
-    batch_options: list[str] = field(default_factory=list)
+    commands: list[list[str]] = field(default_factory=list)  # words of every command, in their order
+    documents: list[str] = field(default_factory=list)  # texts of here-documents
+    variables: dict[str, str | list[str]] = field(default_factory=dict)  # at its end
+    unset: list[str] = field(default_factory=list)  # variables that it uses and does not set
+    undecided: list[str] = field(default_factory=list)  # conditions that need files or programs; they count as false
+    batch_options: list[str] = field(default_factory=list)  # words of its #SBATCH lines
 
 
 def read_script(text: str, defined: dict[str, str] | None = None, folder: Path | None = None) -> ShellScript:
@@ -92,7 +83,7 @@ def _tokens(text: str) -> list[_Token]:
         start, found = at, _TOKEN.match(text, at)
         if found is None:
             while at < len(text) and text[at] not in " \t\r\n;&|<>()":
-                at = _after(text, at)
+                at = part_end(text, at)
             tokens.append(_Token("word", text[start:at]))
             continue
         at, operator = found.end(), found[0]
@@ -116,28 +107,6 @@ def _tokens(text: str) -> list[_Token]:
             documents.clear()
         tokens.append(_Token("operator", operator))
     return tokens
-
-
-def _after(text: str, at: int) -> int:
-    """The place after a character, a quoted text or a substitution."""
-    char, following = text[at], text[at + 1 : at + 2]
-    if char == "\\":
-        return min(at + 2, len(text))
-    if char in "'`":
-        at = text.find(char, at + 1)
-    elif char == '"':
-        at += 1
-        while at < len(text) and text[at] != '"':
-            at = at + 2 if text[at] == "\\" else _after(text, at) if text[at] in "$`" else at + 1
-    elif char == "$" and following in ("(", "{"):
-        closing, depth, at = {"(": ")", "{": "}"}[following], 1, at + 2
-        while at < len(text) and depth:
-            depth += (text[at] == following) - (text[at] == closing)
-            at = _after(text, at) if text[at] in "'\"\\" and following == "(" else at + 1
-        at = at - 1 if depth == 0 else len(text)
-    if not 0 <= at < len(text):
-        raise JobError("a quote or a bracket of the script is never closed")
-    return at + 1
 
 
 class _Reading:
@@ -263,9 +232,9 @@ class _Reading:
 
     def _loop(self, runs: bool) -> bool:
         name = self._next() if self._next() in ("for", "select") else ""
-        words = [word for word in self._until("do") if word != "in"] if name else self._until("do")[:0]
+        words = self._until("do")
         if name and runs:
-            items = [item for word in words for item in self._variables.expanded(word)]
+            items = [item for word in words if word != "in" for item in self._variables.expanded(word)]
             runs = bool(items)
             if items:
                 self._variables.set(name, items[0])

@@ -151,6 +151,28 @@ class Variables:
                 yield self.text(name) if index is None else str(value or ""), quoted
 
 
+def part_end(text: str, at: int) -> int:
+    """The place after a character, a quoted text or a substitution."""
+    char, following = text[at], text[at + 1 : at + 2]
+    if char == "\\":
+        return min(at + 2, len(text))
+    if char in "'`":
+        at = text.find(char, at + 1)
+    elif char == '"':
+        at += 1
+        while at < len(text) and text[at] != '"':
+            at = at + 2 if text[at] == "\\" else part_end(text, at) if text[at] in "$`" else at + 1
+    elif char == "$" and following in ("(", "{"):
+        closing, depth, at = {"(": ")", "{": "}"}[following], 1, at + 2
+        while at < len(text) and depth:
+            depth += (text[at] == following) - (text[at] == closing)
+            at = part_end(text, at) if text[at] in "'\"\\" and following == "(" else at + 1
+        at = at - 1 if depth == 0 else len(text)
+    if not 0 <= at < len(text):
+        raise JobError("a quote or a bracket of the script is never closed")
+    return at + 1
+
+
 def _closing(text: str, at: int, pair: str) -> int:
     """The place of the bracket that closes the one at a place."""
     depth = 0

@@ -40,11 +40,6 @@ _PRESET = re.compile(r"preset for (\d+) (\w+) GPUs?")  # a comment in the publis
 _DEVICES = {"a100": "a100-sxm-80gb", "h100": "h100-sxm-80gb", "h200": "h200-sxm-141gb", "b200": "b200-sxm-180gb"}
 _DEFAULT = "torchtitan's default"
 _IGNORED = ("job.", "profiling.", "metrics.", "lr_scheduler.", "checkpoint.", "comm.", "validation.", "debug.")
-_SIZES = (
-    *("family", "layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "vocab", "gated_mlp", "tied_embeddings"),
-    *("attention", "q_lora_rank", "kv_lora_rank", "rope_head_dim", "v_head_dim", "experts", "experts_per_token"),
-    *("expert_ffn", "shared_experts", "dense_layers", "moe_every"),
-)
 
 
 def is_torchtitan(file: ConfigFile) -> bool:
@@ -97,10 +92,11 @@ def write_torchtitan(job: Job) -> ConfigText:
     found = flavor_of(job.model)
     if found is not None:
         view.put("model.", name=found[0], flavor=found[1])
-        view.expressed(*(f"model.{name}" for name in _SIZES))
+        sizes = {key for flavors in FLAVORS.values() for each in flavors.values() for key in each}
+        view.expressed(*(f"model.{key}" for key in sizes))
     else:
         notes.append("no flavor of torchtitan has these sizes: add one to its models, and name it in [model]")
-        view.expressed("model.gated_mlp")
+    view.expressed("model.gated_mlp")
     write_rows(_ROWS, view)
     if view.settings.get("activation_checkpoint.selective_ac_option") == "2":
         notes.append("a job takes selective_ac_option op as every second layer too: write op if that is meant")
@@ -119,11 +115,12 @@ def _read_length(reading: Reading) -> None:
     reading.map("model.seq_len", reading.positive(*names) or 2048, *names)
 
 
+def _read_expert_degree(reading: Reading) -> None:
+    if reading.number(*_in("expert_parallel_degree")) is not None and reading.get("model.experts"):
+        reading.copy("parallel.ep", *_in("expert_parallel_degree"))
+
+
 def _read_degrees(reading: Reading) -> None:
-    for name, key in (("tensor", "tp"), ("context", "cp"), ("pipeline", "pp"), ("expert", "ep")):
-        value = reading.number(*_in(f"{name}_parallel_degree"))
-        if value is not None and (key != "ep" or reading.get("model.experts")):
-            reading.map(f"parallel.{key}", value, *_in(f"{name}_parallel_degree"))
     replicate = reading.positive(*_in("data_parallel_replicate_degree")) or 1
     names = (*_in("data_parallel_shard_degree"), "training.data_parallel_degree")
     shard, source = reading.positive(*names, auto=-1) or -1, reading.source(*names)
@@ -152,8 +149,6 @@ def _write_degrees(view: JobView) -> None:
     replicate = parallel.dp // shard if stage else parallel.dp
     view.put("parallelism.", data_parallel_replicate_degree=replicate)
     view.put("parallelism.", data_parallel_shard_degree=parallel.dp // replicate)
-    for name, key in (("tensor", "tp"), ("context", "cp"), ("pipeline", "pp"), ("expert", "ep")):
-        view.put("parallelism.", **{f"{name}_parallel_degree": view[f"parallel.{key}"]})
     if stage in (1, 2):
         view.unexpressed("parallel.zero_stage")
     if parallel.dp // replicate > 1:
@@ -389,6 +384,10 @@ _ROTATE_METHOD = "parallelism.context_parallel_rotate_method"
 _ROTATE = {"allgather": "all_gather", "alltoall": "ring", OTHER: "ring"}
 _ROWS = (
     Row("model.seq_len", ("training.seq_len", "training.max_context_length"), read=_read_length),
+    Row("parallel.tp", _in("tensor_parallel_degree")),
+    Row("parallel.cp", _in("context_parallel_degree")),
+    Row("parallel.pp", _in("pipeline_parallel_degree")),
+    Row("parallel.ep", _in("expert_parallel_degree"), read=_read_expert_degree),
     Row("parallel.dp", read=_read_degrees, write=_write_degrees),
     Row("parallel.expert_tp", read=_read_tensor_parallel, write=_write_tensor_parallel),
     Row("parallel.context_parallel", _ROTATE_METHOD, _ROTATE, "all_gather", needs="parallel.cp"),
