@@ -9,9 +9,8 @@ from types import MappingProxyType
 
 from stepsight.dataset.base.errors import CaptureError
 from stepsight.dataset.capture.captured import Captured
-from stepsight.dataset.capture.exported_program import read_exported
+from stepsight.dataset.capture.model_readers import read_exported, read_onnx
 from stepsight.dataset.capture.model_steps import ModelSteps, rank_of_model
-from stepsight.dataset.capture.onnx_model import read_onnx
 from stepsight.dataset.kinds.op import Op
 
 READERS = MappingProxyType({".onnx": read_onnx, ".pt2": read_exported})

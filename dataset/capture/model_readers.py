@@ -1,11 +1,13 @@
-"""Reads the forward of a model from an ONNX file.
+"""Reads the forward of a model from an ONNX file, or one that ``torch.export.save`` wrote (``.pt2``).
 
-Only the graph is read: weights in other files stay unread, and nothing in the file runs.
+Only the graph is read: weights, constants and sample inputs stay unread, and nothing in the file runs.
 """
 
 from __future__ import annotations
 
+import json
 import math
+import zipfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -24,16 +26,18 @@ from stepsight.dataset.capture.model_steps import (
     rows_of,
     streamed,
 )
+from stepsight.dataset.capture.record_graph import op_of_call
 from stepsight.dataset.kinds.op import Op
+from stepsight.dataset.traces.classify import DTYPES, Scope
 
 # ONNX's numbers of types: our name, and the number of its elements in one of ours.
-_TYPES = MappingProxyType(
+_ONNX_TYPES = MappingProxyType(
     {1: ("fp32", 1.0), 10: ("fp16", 1.0), 16: ("bf16", 1.0), 11: ("fp32", 2.0), 7: ("fp32", 2.0), 6: ("fp32", 1.0),
      9: ("fp8", 1.0), 2: ("fp8", 1.0), 3: ("fp8", 1.0), 17: ("fp8", 1.0), 19: ("fp8", 1.0)}
 )  # fmt: skip
 _FLOATS = (1, 10, 11, 16)
 _SMALL = 1024  # elements of a constant that may be a shape
-_VIEWS = frozenset(
+_ONNX_VIEWS = frozenset(
     ["Reshape", "Squeeze", "Unsqueeze", "Flatten", "Identity", "Shape", "Size", "Constant", "ConstantOfShape", "Range"]
 )
 _KINDS = {
@@ -83,7 +87,7 @@ def read_onnx(path: Path, dims: Mapping[str, int]) -> ModelSteps:
         raise CaptureError(f"{path.name} must be an ONNX model: {str(error).splitlines()[0]:.200}") from None
     if not inferred.graph.node:
         raise CaptureError(f"{path.name} must be an ONNX model with at least one node, got none")
-    return _Reader(inferred.graph, missing).model()
+    return _OnnxReader(inferred.graph, missing).model()
 
 
 def _errors(onnx: Any) -> tuple[type[Exception], ...]:
@@ -117,7 +121,7 @@ class _Call:
     settings: Mapping[str, Any]
 
 
-class _Reader(ModelReader):
+class _OnnxReader(ModelReader):
     """Reads one graph whose shapes are known."""
 
     def __init__(self, graph: Any, missing: list[str]) -> None:
@@ -137,14 +141,14 @@ class _Reader(ModelReader):
 
     def model(self) -> ModelSteps:
         steps = [step for node in self._graph.node for step in self._steps(node)]
-        return self.of_steps(steps, [_type(self._types[name])[0] for name in self.parameters])
+        return self.of_steps(steps, [_onnx_type(self._types[name])[0] for name in self.parameters])
 
     def _steps(self, node: Any) -> list[ModelStep]:
         reads = tuple(dict.fromkeys(self.root(name) for name in node.input if name))
         writes = [name for name in node.output if name]
-        if node.op_type in _VIEWS:
+        if node.op_type in _ONNX_VIEWS:
             self.add_views(writes, reads)
-        if node.op_type in _VIEWS or not reads or not writes:
+        if node.op_type in _ONNX_VIEWS or not reads or not writes:
             return []
         ops = self._ops(node, writes)
         known = node.op_type not in self.unknown
@@ -154,7 +158,7 @@ class _Reader(ModelReader):
     def _ops(self, node: Any, writes: list[str]) -> list[Op | None]:
         shapes = [self.shapes.get(name, []) for name in node.input]
         result = self.shapes.get(writes[0], [])
-        dtype, weight = _type(self._types.get(node.input[0] if node.input[0] else writes[0], 1))
+        dtype, weight = _onnx_type(self._types.get(node.input[0] if node.input[0] else writes[0], 1))
         call = _Call(shapes, result, dtype, {each.name: _value(each) for each in node.attribute})
         if node.op_type == "Gather" and self.root(node.input[0]) in self.parameters and len(shapes[0]) == 2:
             return [Op("embedding", (max(math.prod(shapes[1]), 1), shapes[0][1], shapes[0][0]), dtype)]
@@ -178,8 +182,8 @@ class _Reader(ModelReader):
         return [streamed(kind or "elementwise", sizes, dtype)]
 
 
-def _type(number: int) -> tuple[str, float]:
-    return _TYPES.get(number, ("fp32", 1.0))
+def _onnx_type(number: int) -> tuple[str, float]:
+    return _ONNX_TYPES.get(number, ("fp32", 1.0))
 
 
 def _value(attribute: Any) -> Any:
@@ -248,3 +252,122 @@ _MAKERS: dict[Callable[[_Call], Op | None], str] = {
     _heads: "Attention MultiHeadAttention GroupQueryAttention",
 }
 _SPECIAL = MappingProxyType({name: maker for maker, names in _MAKERS.items() for name in names.split()})
+
+
+MOST_BYTES = 2**30  # of the graph's text
+# torch's numbers of types, in the words of its profiler.
+_PROFILER_TYPES = MappingProxyType(
+    {
+        1: "unsigned char", 2: "signed char", 3: "short", 4: "int", 5: "long int", 6: "c10::Half", 7: "float",
+        8: "double", 12: "bool", 13: "c10::BFloat16", 29: "c10::Float8_e4m3fn", 30: "c10::Float8_e5m2",
+    }
+)  # fmt: skip
+_VIEW_NAMES = (
+    "view reshape permute transpose t unsqueeze squeeze expand expand_as slice select split split_with_sizes chunk "
+    "unbind detach alias flatten unflatten narrow swapaxes getitem _assert_tensor_metadata sym_size _assert_scalar "
+    "lift_fresh_copy movedim view_as contiguous size"
+)
+_ATEN_VIEWS = frozenset(_VIEW_NAMES.split())  # and ops that compute no tensor
+
+
+def read_exported(path: Path, dims: Mapping[str, int]) -> ModelSteps:
+    """Read a model.
+
+    Args:
+        path: Of the file.
+        dims: Sizes of symbolic dimensions, by torch's names (``s77``); others are those of the sample inputs.
+
+    Raises:
+        CaptureError: If it holds no exported program.
+    """
+    try:
+        with zipfile.ZipFile(path) as archive:
+            found = [entry for entry in archive.infolist() if entry.filename.endswith("/models/model.json")
+                     or entry.filename.endswith("serialized_exported_program.json")]  # fmt: skip
+            if len(found) != 1 or found[0].file_size > MOST_BYTES:
+                raise CaptureError(f"{path.name} must hold one exported program, got {len(found)}")
+            tree = json.loads(archive.read(found[0]))
+        return _ExportedReader(tree, dims).model()
+    except zipfile.BadZipFile:
+        raise CaptureError(
+            f"{path.name} must be a whole file that torch.export.save wrote, but it is cut short or of another format: "
+            "save or copy it again"
+        ) from None
+    except (OSError, KeyError, TypeError, ValueError, RecursionError) as error:
+        if isinstance(error, CaptureError):
+            raise
+        raise CaptureError(f"{path.name} must be a file that torch.export.save wrote: {error}") from None
+
+
+class _ExportedReader(ModelReader):
+    """Reads one program."""
+
+    def __init__(self, tree: Mapping[str, Any], dims: Mapping[str, int]) -> None:
+        super().__init__()
+        module = tree["graph_module"]
+        self._graph, self._dims = module["graph"], dims
+        values = self._graph["tensor_values"].items()
+        self.shapes = {name: [self._size(size) for size in meta["sizes"]] for name, meta in values}
+        self._types = {name: _PROFILER_TYPES.get(meta["dtype"], "float") for name, meta in values}
+        specs = module["signature"]["input_specs"]
+        self.parameters = frozenset(spec["parameter"]["arg"]["name"] for spec in specs if "parameter" in spec)
+
+    def model(self) -> ModelSteps:
+        steps = [step for node in self._graph["nodes"] for step in self._steps(node)]
+        return self.of_steps(steps, [DTYPES[self._types[name]][0] for name in self.parameters])
+
+    def _size(self, size: Mapping[str, Any]) -> int:
+        if "as_int" in size:
+            return int(size["as_int"])
+        expression = size["as_expr"]
+        hint = (expression.get("hint") or {}).get("as_int", 1)
+        return int(self._dims.get(expression["expr_str"], hint))
+
+    def _steps(self, node: Mapping[str, Any]) -> list[ModelStep]:
+        words = node["target"].split(".")
+        name = words[3] if words[:3] == ["torch", "ops", "aten"] and len(words) > 3 else words[-1]
+        writes = [tensor for output in node["outputs"] for tensor in _tensors(output)]
+        reads = [self.root(tensor) for given in node["inputs"] for tensor in _tensors(given["arg"])]
+        op, known = (None, True) if name in _ATEN_VIEWS or not writes else self._op(name, node, writes)
+        if not known:
+            self.unknown[name] = None
+        if op is None:
+            self.add_views(writes, reads)
+            return []
+        return [ModelStep(name, op, tuple(dict.fromkeys(reads)), tuple(writes), known)]
+
+    def _op(self, name: str, node: Mapping[str, Any], writes: list[str]) -> tuple[Op | None, bool]:
+        given = {each["name"]: each["arg"] for each in node["inputs"]}
+        shapes = [self.shapes[tensor] for each in node["inputs"] for tensor in _tensors(each["arg"])]
+        dtype = DTYPES[self._types[writes[0]]][0]
+        if name in ("linear", "matmul", "bmm", "mm") and len(shapes) > 1:
+            return matrix_product(shapes[0], shapes[1], dtype, transposed=name == "linear"), True
+        if name == "scaled_dot_product_attention":
+            causal = bool(given.get("is_causal", {}).get("as_bool", False))
+            return attention(shapes[0], shapes[1], dtype, causal=causal), True
+        if name in ("layer_norm", "rms_norm", "group_norm"):
+            hidden = math.prod(given.get("normalized_shape", {}).get("as_ints", shapes[0][-1:]))
+            return norm(name, shapes[0], hidden, dtype), True
+        if name in ("softmax", "_softmax", "log_softmax"):
+            return rows_of("softmax", shapes[0], dtype), True
+        dims, types, literals = [], [], []
+        for each in node["inputs"]:
+            tensors = _tensors(each["arg"])
+            listed = "as_tensors" in each["arg"]
+            dims.append([self.shapes[t] for t in tensors] if listed else self.shapes[tensors[0]] if tensors else [])
+            types.append(f"TensorList {self._types[tensors[0]]}" if listed and tensors else
+                         self._types[tensors[0]] if tensors else "Scalar")  # fmt: skip
+            literals.append("" if tensors else str(next(iter(each["arg"].values()), "")))
+        made = (self.shapes[writes[0]], self._types[writes[0]], len(writes))
+        return op_of_call((f"aten::{name}", dims, types, [()] * len(dims), literals, made), Scope())
+
+
+def _tensors(argument: Mapping[str, Any]) -> list[str]:
+    """Names of the tensors of an argument."""
+    if "as_tensor" in argument:
+        return [argument["as_tensor"]["name"]]
+    if "as_tensors" in argument:
+        return [each["name"] for each in argument["as_tensors"]]
+    if "as_optional_tensor" in argument:
+        return [each["name"] for each in argument["as_optional_tensor"].values() if isinstance(each, dict)]
+    return []
