@@ -126,21 +126,3 @@ def draw_search(rows: Sequence[dict[str, Any]], axes: Any, title: str) -> None:
         axes.scatter(*best, s=90, marker="*", color="tab:red", label="best")
     axes.legend(frameon=False)
     _finish(axes, title, "peak memory of the fullest stage (GB)", "predicted iteration time (s)")
-
-
-def plot_error_against_minutes(
-    curves: Mapping[str, Sequence[Mapping[str, float]]], path: Path, title: str = ""
-) -> None:
-    """Errors of held-out ops and steps against minutes of measuring ops, a curve for each name."""
-    figure, axes = start_figure(7.0, 4.5)
-    kinds = (("op_mape", "ops", "o-"), ("long_op_mape", "ops from 50 us", "^:"), ("step_mape", "steps, no GNN", "s--"))
-    for index, (name, rows) in enumerate(curves.items()):
-        for key, what, style in kinds:
-            points = [(row["minutes"], row[key]) for row in rows if key in row]
-            if points:
-                axes.plot(*zip(*points, strict=True), style, ms=4, color=f"C{index}", label=f"{name}: {what}")
-    axes.set_ylim(0, None)
-    axes.legend(frameon=False, fontsize="small")
-    names = ("minutes of measuring ops on their own", "mean absolute error of what is held out (%)")
-    _finish(axes, title or "what more measuring of ops brings", *names, log_y=False)
-    save_figure(figure, path)

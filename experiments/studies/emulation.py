@@ -1,4 +1,4 @@
-"""Emulated ranks against closed forms (the sweep of NeuronaBox's Figure 4, on layers that sleep) and real ranks.
+"""Emulated ranks against closed forms: the sweep of NeuronaBox's Figure 4, on layers that sleep.
 
 The step of rank 0 of 256 over the time of its communication is flat while computation hides it, and then has slope 1.
 """
@@ -6,28 +6,19 @@ The step of rank 0 of 256 over the time of its communication is flat while compu
 from __future__ import annotations
 
 import argparse
-import json
 import math
-import statistics
-import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from stepsight.dataset.harness.scripts.launch import Ranks, run_ranks
-from stepsight.dataset.kinds.op import Collective
-from stepsight.dataset.runs.box_spec import Box, read_box
 from stepsight.experiments.studies.study import Row, Study, rows_text
 from stepsight.experiments.tasks.emulating import Emulation, emulate
 
 SCRIPT = Path(__file__).with_name("sleeping_script.py")
-PARTS = ("virtual-ddp", "virtual-fsdp2", "real-ddp", "box")
+PARTS = ("virtual-ddp", "virtual-fsdp2", "real-ddp")
 FORWARD_S = {"virtual": 0.2, "real": 0.04}  # of a layer: on a virtual clock, sleeping takes no time
 WORLD, LAYERS, VALUES = 256, 8, 300_000  # a bucket holds the gradient of a layer
 SHARES = (0.0, 0.25, 0.5, 1.0, 1.5, 2.0)  # of the time of the backward pass
-CALLED = (150_000, 300_000, 600_000)  # values of the calls that are timed one by one in boxes
-BOX_FORWARD_S, BOX_BACKWARD_S = 0.08, 0.16
-COUNTS = {"warmup": 2, "rounds": 2, "steps": 3}
 
 
 def ddp_seconds(forward_s: float, backward_s: float, bucket_s: float) -> float:
@@ -115,64 +106,12 @@ def sweep(part: str) -> list[Row]:
     return [{**row, "error_percent": 100 * (row["step_s"] / row["closed_form_s"] - 1)} for row in rows]
 
 
-def compare(box: Box) -> list[Row]:
-    """Seconds of calls and of training steps: real, and emulated with the measured durations of the real calls."""
-    calls = _calls(box)
-    delays = {4 * int(values): statistics.median(seconds) for values, seconds in calls.items()}
-
-    def delay(collective: Collective) -> float:
-        return delays.get(collective.num_bytes, 1e-3)
-
-    emulated = _calls(box, delay)
-    rows = [
-        (f"all_reduce of {4 * int(values) / 1e6:g} MB", statistics.median(real), statistics.median(emulated[values]))
-        for values, real in calls.items()
-    ]
-    for values in CALLED[1:]:
-        words = ["ddp", str(LAYERS), str(BOX_FORWARD_S), str(BOX_BACKWARD_S), str(values)]
-        found = emulate(_emulation(box, words), delay, progress=False)
-        what = f"DDP step, {LAYERS} buckets of {4 * values / 1e6:g} MB"
-        rows.append((what, statistics.median(_real(box, words)), found["iteration_s"]))
-    return [
-        {"box": box.name, "what": what, "real_s": real, "emulated_s": own, "error_percent": 100 * (own / real - 1)}
-        for what, real, own in rows
-    ]
-
-
-def _calls(box: Box, delay: Any = None) -> dict[str, list[float]]:
-    """Seconds of single calls by number of values, without those of the first steps."""
-    with tempfile.TemporaryDirectory(prefix="stepsight-") as temporary:
-        out = Path(temporary) / "calls.json"
-        words = ["calls", str(out), *map(str, CALLED)]
-        if delay is None:
-            _real(box, words)
-        else:
-            emulate(_emulation(box, words), delay, progress=False)
-        return {values: seconds[COUNTS["warmup"] :] for values, seconds in json.loads(out.read_text()).items()}
-
-
-def _emulation(box: Box, words: list[str]) -> Emulation:
-    ranks, near = box.num_ranks, box.ranks_per_node
-    return Emulation(path=SCRIPT, arguments=words, world_size=ranks, devices_per_node=near, counts=COUNTS)
-
-
-def _real(box: Box, words: list[str]) -> list[float]:
-    """Seconds of each step, of the slowest rank."""
-    settings = {"script": str(SCRIPT), "arguments": words, "timeout_s": 600, "profile_steps": 0, **COUNTS}
-    with tempfile.TemporaryDirectory(prefix="stepsight-") as temporary:
-        folder = Path(temporary)
-        ranks = run_ranks(settings, folder, folder / "log", Ranks.in_box(box.to_dict()), lambda doing: None)
-    steps = [[seconds for steps in rank["rounds"] for seconds in steps] for rank in ranks]
-    return [max(column) for column in zip(*steps, strict=True)]
-
-
 def run(options: argparse.Namespace) -> tuple[Any, str]:
     """All parts, or those that were asked for."""
     figures: Row = {}
     texts = []
     for part in options.only or PARTS:
-        boxes = options.box or ["2x1@200mbit", "4x1@200mbit"]
-        rows = [row for box in boxes for row in compare(read_box(box))] if part == "box" else sweep(part)
+        rows = sweep(part)
         figures[part] = rows
         titles = {f"{key[:-2].replace('_', ' ')} ms" if key.endswith("_s") else key: key for key in rows[0]}
         texts.append(f"{part}\n{rows_text(rows, titles, 2)}")
@@ -189,12 +128,10 @@ def run(options: argparse.Namespace) -> tuple[Any, str]:
 
 STUDY = Study(
     "emulate",
-    "Emulate rank 0 of 256 of a script whose layers sleep, over the time of its communication, and compare with "
-    "closed forms, on a virtual and on a real clock; compare emulated with real ranks of clusters in a box (needs "
-    "root and iproute2). Times mean something on a machine that does nothing else.",
+    "Emulate rank 0 of 256 of a script whose layers sleep, over the time of its communication, and compare with closed "
+    "forms, on a virtual and on a real clock. Times mean something on a machine that does nothing else.",
     run,
     {
         "--only": {"choices": PARTS, "action": "append", "help": "a part alone (repeatable)"},
-        "--box": {"action": "append", "help": "boxes of that part (default: 2x1@200mbit and 4x1@200mbit)"},
     },
 )

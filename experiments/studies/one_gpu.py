@@ -20,7 +20,7 @@ from stepsight.dataset.harness.atomic_files import locked
 from stepsight.dataset.runs.run_folder import read_collection
 from stepsight.dataset.tables import read_table
 from stepsight.dataset.tables.rows import device_name
-from stepsight.experiments.reports.plots import plot_error_against_minutes, plot_predicted_against_measured
+from stepsight.experiments.reports.plots import plot_predicted_against_measured
 from stepsight.experiments.reports.text_table import table
 from stepsight.experiments.studies import one_gpu_judge as judge
 from stepsight.experiments.studies.one_gpu_plans import CPU, MINUTES, OPS, VARIANTS, make_study, step_cases
@@ -123,9 +123,6 @@ def _run(asked: StudyOptions, table: Path | None) -> Row:
     figures["text"] = study_text(figures) + "".join(
         f"\n{name}: {asked.out / f'predictor-{name}'}" for name in figures["variants"]
     )
-    plot_error_against_minutes(
-        {name: of["curve"] for name, of in figures["variants"].items()}, asked.out / "error_against_minutes.png"
-    )
     rows = [row for of in figures["variants"].values() for row in of["steps"]]
     if rows:
         plot_predicted_against_measured(rows, asked.out / "predicted_vs_measured.png", "held-out training steps")
@@ -207,8 +204,6 @@ def _variant(out: Path, name: str, ops: Path, folder: Path, tables: Path | None,
         "stand_ins": judge.stand_in_rows(folder, predictor),
         **_steps(predictor, folder, hardware),
     }
-    say(f"{name}: learning from parts of the ops")
-    figures["curve"] = judge.learning_curve(predictor, known, heldout, learned, folder)
     unknown = told not in ("", "cpu") and _hardware(told) == UNKNOWN_GPU != hardware
     figures["notes"] = [f"{name}: the plans were made for {hardware}, and ran on {told}"] if unknown else []
     figures["table"] = _agreement(predictor, known | heldout, hardware, tables)
@@ -264,14 +259,8 @@ def study_text(figures: Row) -> str:
     for name, of in figures["variants"].items():
         parts.append(f"== {name}: {of['hardware']}, {of['num_training_ops']} ops taught ==")
         parts += [f"note: {note}" for note in of["notes"]]
-        parts += [
-            _ops_text(of),
-            _steps_text(of),
-            _memory_text(of),
-            _stand_ins_text(of),
-            _table_text(of),
-            _curve_text(of),
-        ]
+        tables = (_ops_text, _steps_text, _memory_text, _stand_ins_text, _table_text)
+        parts += [each(of) for each in tables]
     if figures["clocks"]:
         parts.append(_clocks_text(figures["clocks"]))
     return "\n\n".join([*filter(None, parts), f"took {figures['seconds']:.0f} s here"])
@@ -340,13 +329,6 @@ def _table_text(of: Row) -> str:
     return rows_text(of["table"], columns, 2) if of["table"] else "public table: none of this device at hand"
 
 
-def _curve_text(of: Row) -> str:
-    nothing = dict.fromkeys(("op_mape", "long_op_mape", "step_mape"))
-    columns = {"ops that teach": "ops", "minutes": "minutes", "held-out ops, MAPE %": "op_mape",
-               "from 50 us": "long_op_mape", "held-out steps, no context, MAPE %": "step_mape"}  # fmt: skip
-    return rows_text([{**nothing, **row} for row in of["curve"]], columns, 2)
-
-
 def _clocks_text(clocks: Mapping[str, Mapping[str, Any]]) -> str:
     """Values recorded while ops were measured: median, and in brackets the minimum."""
     kinds = sorted({kind for said in clocks.values() for kind, value in said.items() if _is_noted(value)})
@@ -377,8 +359,8 @@ STUDY = Study(
     "one-gpu",
     "Learn a predictor from ten minutes of measurements on one GPU, and judge it on held-out measurements. Ops and "
     "training steps are measured in bf16, or small ones in fp32 on a CPU's core. Held out are shapes of ops, training "
-    "steps, peak memory, single ranks of large jobs and a public table; a plot shows the error against the minutes of "
-    "measuring. A study that was killed resumes. For a GPU elsewhere: write plans with --plan-only --device cuda, run "
+    "steps, peak memory, single ranks of large jobs and a public table. "
+    "A study that was killed resumes. For a GPU elsewhere: write plans with --plan-only --device cuda, run "
     "`python -m harness collections/ops/plan.json --out collections/ops` in --out there (likewise eager and compiled), "
     "bring the folder back, and go on without --plan-only.",
     run,

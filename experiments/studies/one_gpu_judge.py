@@ -19,12 +19,9 @@ from stepsight.dataset.runs.run_folder import read_collection
 from stepsight.dataset.tables import Measurements
 from stepsight.experiments.evaluation import error_metrics
 from stepsight.simulator.memory import estimate_memory
-from stepsight.training.corrections.calibration import Calibration
 from stepsight.training.fitting.own_table import LONG_S
-from stepsight.training.kernels.kernel_models import fit_kernels
-from stepsight.training.measured.measured import HELDOUT, read_runs
+from stepsight.training.measured.measured import HELDOUT
 from stepsight.training.measured.stand_in_runs import stand_in_seconds
-from stepsight.training.prediction.prediction import predict
 from stepsight.training.predictor.predictor import Predictor
 
 Array = NDArray[np.float64]
@@ -175,59 +172,3 @@ def noted_clocks(folders: Iterable[Path]) -> dict[str, Any]:
             if said := read_json(path).get("clocks"):
                 noted[f"{folder.name}/{path.stem}"] = said
     return noted
-
-
-# --- error against measuring time -------------------------------------------------------------------------------------
-
-PARTS = (1 / 16, 1 / 8, 1 / 4, 1 / 2, 1.0)
-
-
-def learning_curve(
-    predictor: Predictor,
-    known: dict[Op, float],
-    heldout: dict[Op, float],
-    folders: Sequence[Path],
-    runs: Path,
-    seed: int = 0,
-) -> list[dict[str, float]]:
-    """One row for each part: ``ops``, ``minutes``, and errors of held-out ops and steps in percent.
-
-    Steps are predicted by regressors alone: runs, which teach the context, are not counted in the minutes.
-
-    Args:
-        predictor: Whose hardware's facts are kept.
-        known: Measured ops that teach.
-        heldout: Measured ops that judge.
-        folders: Collections with the plans that say how much time ops had.
-        runs: Collection with the held-out runs.
-        seed: Of the parts and of all that is learned.
-    """
-    manifests = [run.manifest for run in read_runs([runs], ("heldout",))]
-    measured = np.array([manifest.iteration_time_s for manifest in manifests])
-    ops = [list(known)[at] for at in np.random.default_rng(seed).permutation(len(known))]
-    seconds = np.array([known[op] for op in ops])
-    whole_s = event_seconds(folders)
-    rows = []
-    for part in PARTS:
-        count = max(2, round(part * len(ops)))
-        kernel = fit_kernels(ops[:count], 1, seconds[:count], predictor.hardware, seed=seed)
-        part_of = replace(predictor, kernel=kernel, context=None, calibration=Calibration())
-        times = np.array([predict(manifest.job, part_of).iteration_time_s for manifest in manifests])
-        off = op_errors(held_op_rows(part_of, heldout)) if heldout else {}
-        row = {"part": part, "ops": count, "minutes": whole_s * count / len(ops) / 60}
-        if off:
-            row |= {"op_mape": off["mape"], **({"long_op_mape": off["long_mape"]} if "long_mape" in off else {})}
-        if len(times):
-            row["step_mape"] = 100 * float(np.abs(times / measured - 1).mean())
-        rows.append(row)
-    return rows
-
-
-def event_seconds(folders: Sequence[Path]) -> float:
-    """Seconds that plans spent on training ops."""
-    return sum(
-        float(event["seconds"])
-        for folder in folders
-        for event in read_json(folder / "plan.json")["events"]
-        if event["name"] != HELDOUT
-    )

@@ -1,16 +1,12 @@
 """A training script whose layers sleep: communication is real or emulated, and computation takes a known time.
 
 ``python sleeping_script.py ddp|fsdp2 LAYERS FORWARD_S BACKWARD_S VALUES``: ``VALUES`` are parameters of a layer.
-``python sleeping_script.py calls OUT VALUES…`` times calls of all-reduce one by one; rank 0 writes the seconds of each
-call, by number of values, to ``OUT`` after every step.
 """
 
 from __future__ import annotations
 
-import json
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -64,28 +60,7 @@ def train(mode: str, layers: int, forward_s: float, backward_s: float, values: i
         optimizer.step()
 
 
-def call(out: Path, sizes: list[int]) -> None:
-    """Call in an endless loop; the steps of an optimizer are the script's."""
-    found: dict[int, list[float]] = {size: [] for size in sizes}
-    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)])
-    while True:
-        for size in sizes:
-            values = torch.zeros(size)
-            dist.barrier()
-            begin = time.perf_counter()
-            dist.all_reduce(values)
-            found[size].append(time.perf_counter() - begin)
-        if dist.get_rank() == 0:
-            new = out.with_suffix(".new")
-            new.write_text(json.dumps(found))
-            new.replace(out)
-        optimizer.step()
-
-
 if __name__ == "__main__":
     dist.init_process_group("gloo")
-    mode, *words = sys.argv[1:]
-    if mode == "calls":
-        call(Path(words[0]), [int(size) for size in words[1:]])
-    else:
-        train(mode, int(words[0]), float(words[1]), float(words[2]), int(words[3]))
+    mode, layers, forward_s, backward_s, values = sys.argv[1:]
+    train(mode, int(layers), float(forward_s), float(backward_s), int(values))

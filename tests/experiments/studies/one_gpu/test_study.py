@@ -37,18 +37,10 @@ def test_what_was_brought_back_is_judged(figures: dict[str, Any], brought_back: 
     assert max(abs(row["error_percent"]) for row in eager["stand_ins"]) < 15
     assert [note.partition(":")[0] for note in figures["notes"]] == ["eager", "compiled"]
     assert all("not measured: " in note for note in figures["notes"])
-    assert {"summary.json", "summary.txt", "error_against_minutes.png", "predicted_vs_measured.png"} <= {
+    assert {"summary.json", "summary.txt", "predicted_vs_measured.png"} <= {
         path.name for path in brought_back.iterdir()
     }
     assert json.loads((brought_back / "summary.json").read_text())["variants"].keys() == figures["variants"].keys()
-
-
-def test_the_curve_has_nested_parts(figures: dict[str, Any]) -> None:
-    rows = figures["variants"]["eager"]["curve"]
-    assert [row["part"] for row in rows] == [1 / 16, 1 / 8, 1 / 4, 1 / 2, 1.0]
-    assert [row["minutes"] for row in rows] == sorted(row["minutes"] for row in rows)
-    assert rows[-1]["minutes"] < 10 and rows[-1]["ops"] == figures["variants"]["eager"]["num_training_ops"]
-    assert rows[-1]["op_mape"] < rows[0]["op_mape"]
 
 
 def test_what_came_out_is_shown_again(figures: dict[str, Any], brought_back: Path) -> None:
@@ -59,7 +51,7 @@ def test_what_came_out_is_shown_again(figures: dict[str, Any], brought_back: Pat
 def test_the_text_tells_all_of_it(figures: dict[str, Any]) -> None:
     for words in (
         "== eager: h200-sxm-141gb", "== compiled:", "held-out ops", "held-out steps", "by regressors alone",
-        "peak memory of held-out runs: mean error", "stand-ins", "ops that teach",
+        "peak memory of held-out runs: mean error", "stand-ins",
         "1980 (1755)", "sw_power_cap 25 %", "not measured",
     ):  # fmt: skip
         assert words in figures["text"]
