@@ -5,30 +5,263 @@ pipelines then run as they are.  Of a collective only what concerns this rank is
 shard, a reduce-scatter keeps its own part, an all-reduce changes nothing, and what is received is small random
 numbers.  All values are finite and none means anything.
 
-A collective is over a delay after its issue (``delays``), within a group one after the other as on a link; messages to
-one peer and from it are links of their own.  Who issues does not wait.  On CUDA a delay is a kernel that spins on a
-stream of its own (``spinning``), which waits for the stream that issues; the stream that waits for the collective waits
-for it, and the host never does.
+A collective is over a delay after its issue (``clocks``), within a group one after the other as on a link; messages to
+one peer and from it are links of their own (``links``).  Who issues does not wait.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 
+from .. import annotate
 from ..models.parallel import end_groups
+from ..one_rank_group import LISTS, Call, Effect, OneRankGroup, listed
 from ..plan import world_size
 from ..plan_error import HarnessError
 from ..ranks import STAND_IN
-from .clocks import Delays, RealClock
-from .groups import Group, RealRanksGroup, World
-from .links import Spinner
+from .clocks import Delays, HostClock, RealClock, ended
+from .links import DeviceLine, HostLine, Peers, SharedLine, Spinner
+
+
+class DelayModel(Protocol):
+    """The durations of collectives."""
+
+    def seconds(self, kind: str, num_bytes: int, group_size: int, ranks_per_node: int) -> float: ...
+
+
+@dataclass(frozen=True)
+class World:
+    """What the groups of an emulated rank need.
+
+    Attributes:
+        clock: Of what is on a CPU.
+        spinner: Lets time pass on a GPU; None on a CPU.
+        free: Kinds of collectives that take no time: what torch's own parallel classes do before the first step only.
+        real: Ranks of the job that run, where there are several; they find each other in ``store``.
+    """
+
+    delays: DelayModel
+    devices_per_node: int
+    device: torch.device
+    clock: HostClock
+    spinner: Spinner | None = None
+    free: Collection[str] = ()
+    real: Sequence[int] = ()
+    store: Any = None
+
+
+@dataclass(frozen=True)
+class Link:
+    """What collectives of a group, or messages of a direction and peer, pass on: the ranks of the job that it joins,
+    how many of them share a node, and the line that knows when it is free.
+    """
+
+    ranks: list[int]
+    ranks_per_node: int
+    line: Any
+
+
+class StandInWork(dist.Work):
+    """A collective in flight. It keeps its tensors, so that their memory is not reused until the wait."""
+
+    def __init__(self, line: Any, end: Any, held: Sequence[Tensor], result: list[Tensor]) -> None:
+        super().__init__()
+        self._line, self._end, self._held, self._result = line, end, held, result
+
+    def wait(self, timeout: Any = None) -> bool:
+        with annotate.waiting(self):
+            self._line.wait(self._end)
+        self._held = ()
+        return True
+
+    def get_future(self) -> torch.futures.Future[list[Tensor]]:
+        future: torch.futures.Future[list[Tensor]] = self._line.future(self._end, self._result)
+        return future
+
+
+class Group(OneRankGroup):
+    """A process group of an emulated rank; the arguments are those of ``OneRankGroup``."""
+
+    def __init__(self, rank: int, ranks: list[int], name: str, world: World) -> None:
+        super().__init__(rank, ranks, name)
+        self._world = world
+        self._links: dict[tuple[str, int], Link] = {}
+
+    def recv_anysource(self, tensors: list[Tensor], tag: int = 0) -> StandInWork:
+        peer = (self.rank() + 1) % self.size()
+        work: StandInWork = self.recv(tensors, peer, tag)
+        work._source_rank = lambda: peer  # type: ignore[method-assign]  # torch asks who has sent
+        return work
+
+    def barrier(self, opts: Any = None) -> StandInWork:
+        return StandInWork(HostLine(self._world.clock), ended(0.0), (), [])
+
+    def _issue(self, call: Call) -> StandInWork:
+        held, result = [*call.writes, *call.reads], list(call.writes)
+        if self.size() == 1 or call.kind in self._world.free:
+            if call.effect is not None:
+                with torch.no_grad():
+                    call.effect()
+            return StandInWork(HostLine(self._world.clock), ended(0.0), held, result)
+        key = call.direction, call.peer
+        if key not in self._links:
+            self._links[key] = self._link(*key)
+        link, num_bytes = self._links[key], call.num_bytes
+        kind = "all_gather" if call.kind == LISTS else call.kind
+        size = "" if kind in _UNEVEN else f" of {num_bytes} bytes"
+        what = f"{kind}{size} in a group of {len(link.ranks)}"
+        seconds = self._world.delays.seconds(kind, num_bytes, len(link.ranks), link.ranks_per_node)
+        with annotate.stood_in(kind, num_bytes, link.ranks, self._name, seconds), torch.no_grad():
+            return StandInWork(link.line, link.line.issue(seconds, call.effect, what), held, result)
+
+    def _link(self, direction: str, peer: int) -> Link:
+        world = self._world
+        ranks = list(self._ranks) if peer < 0 else [self._ranks[self.rank()], self._ranks[peer]]
+        nodes = len({rank // world.devices_per_node for rank in ranks})
+        return Link(ranks, -(-len(ranks) // nodes), self._line(direction, peer))
+
+    def _line(self, direction: str, peer: int) -> Any:
+        world = self._world
+        return HostLine(world.clock) if world.spinner is None else DeviceLine(world.device, world.spinner)
+
+
+AVG = dist.ReduceOp.AVG
+_UNEVEN = ("all_to_all",)  # each rank has its own number of bytes
+
+
+class RealRanksGroup(Group):
+    """A process group with several real ranks: they exchange values, and no other rank contributes any.
+
+    A sum is one over the real ranks, a mean is their mean.  Parts of other ranks are as in a group with one real rank.
+    """
+
+    def __init__(self, rank: int, ranks: list[int], name: str, world: World) -> None:
+        super().__init__(rank, ranks, name, world)
+        self._places = [at for at, each in enumerate(ranks) if each in world.real]
+        self._met = self._line_among(self._places, name)
+
+    def gather(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
+        own = listed(inputs)
+        return self.allgather(outputs or [[torch.empty_like(own[0]) for _ in self._ranks]], own, opts)
+
+    def _on_sum(self, tensors: list[Tensor], opts: Any) -> Effect:
+        def effect() -> None:
+            for tensor in tensors:
+                self._sum(tensor, opts)
+
+        return effect
+
+    def _on_reduce(self, tensors: list[Tensor], opts: Any) -> Effect:
+        def effect() -> None:
+            for tensor in tensors:
+                total = tensor.clone()
+                self._sum(total, opts)
+                if self.rank() == opts.rootRank:
+                    tensor.copy_(total)
+
+        return effect
+
+    def _on_broadcast(self, tensors: list[Tensor], opts: Any) -> Effect:
+        def effect() -> None:
+            options = dist.BroadcastOptions()
+            options.rootRank = self._places.index(opts.rootRank)
+            for tensor in tensors:
+                self._gloo.broadcast([tensor], options).wait()
+
+        return effect if opts.rootRank in self._places else None
+
+    def _on_scatter(self, got: Tensor, parts: list[Tensor], opts: Any) -> Effect:
+        def effect() -> None:
+            options = dist.ScatterOptions()
+            options.rootRank = self._places.index(opts.rootRank)
+            given = [[parts[place] for place in self._places]] if parts else []
+            self._gloo.scatter([got], given, options).wait()
+
+        return effect if opts.rootRank in self._places else partial(self._fill, got)
+
+    def _on_message(self, direction: str, tensors: list[Tensor], peer: int) -> Effect:
+        def effect() -> None:
+            line = self._links[direction, peer].line
+            for tensor in tensors:
+                getattr(line.peers.gloo, direction)([tensor], 1 - line.peers.index, 0).wait()
+
+        return effect if peer in self._places else super()._on_message(direction, tensors, peer)
+
+    def barrier(self, opts: Any = None) -> Any:
+        return StandInWork(self._met, self._met.issue(0.0, None, "barrier"), (), [])
+
+    @property
+    def _gloo(self) -> Any:
+        return self._met.peers.gloo
+
+    def _line_among(self, places: Sequence[int], name: str) -> SharedLine:
+        me = self._ranks[self.rank()]
+        return SharedLine(self._world.clock, Peers([self._ranks[at] for at in places], me, name, self._world.store))
+
+    def _line(self, direction: str, peer: int) -> Any:
+        if peer < 0:
+            return self._met
+        if peer not in self._places:
+            return super()._line(direction, peer)
+        one, other = (self.rank(), peer) if direction == "send" else (peer, self.rank())
+        return self._line_among(sorted((one, other)), f"{self._name}:{one}>{other}")
+
+    def _sum(self, tensor: Tensor, opts: Any) -> None:
+        """Reduce a tensor over the real ranks, in place; gloo has no mean."""
+        mean = opts is not None and opts.reduceOp == AVG
+        options = dist.AllreduceOptions()
+        if opts is not None and not mean:
+            options.reduceOp = opts.reduceOp
+        self._gloo.allreduce([tensor], options).wait()
+        if mean:
+            tensor.div_(len(self._places))
+
+    def _repeat(self, output: Tensor, shard: Tensor) -> None:
+        self._gather(list(output.view(self.size(), -1)), shard.reshape(-1))
+
+    def _gather(self, parts: Sequence[Tensor], own: Tensor) -> None:
+        own = own.clone()  # it may be a part
+        super()._gather(parts, own)
+        self._gloo.allgather([[parts[place] for place in self._places]], [own]).wait()
+
+    def _take(self, shard: Tensor, parts: Tensor | Sequence[Tensor], opts: Any) -> None:
+        total = torch.stack([parts[place].reshape(-1) for place in self._places])
+        self._sum(total, opts)
+        shard.copy_(total[self._met.peers.index].view_as(shard))
+
+    def _swap(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
+        super()._swap(outputs, inputs)
+        self._exchange(outputs, inputs)
+
+    def _swap_rows(self, output: Tensor, given: Tensor, splits: Sequence[Sequence[int]]) -> None:
+        super()._swap_rows(output, given, splits)
+        to, of = splits
+        self._exchange(_split(output, to, self.size()), _split(given, of, self.size()))
+
+    def _exchange(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
+        """Send each real rank its part, and put what it sends into its place."""
+        got = [outputs[place] for place in self._places]
+        given = [inputs[place].reshape(-1) for place in self._places]
+        into = torch.empty(sum(part.numel() for part in got), dtype=got[0].dtype)
+        sizes = [part.numel() for part in got]
+        self._gloo.alltoall_base(into, torch.cat(given), sizes, [part.numel() for part in given]).wait()
+        for part, flat in zip(got, into.split(sizes), strict=True):
+            part.copy_(flat.view_as(part))
+
+
+def _split(tensor: Tensor, sizes: Sequence[int], ranks: int) -> Sequence[Tensor]:
+    return tensor.split(list(sizes)) if sizes else tensor.chunk(ranks)
+
 
 SETUP = ("gather", "broadcast")  # what training does before its first step only
 _worlds: list[World] = []  # the one in which we are: torch makes groups and tells them no more than their ranks

@@ -48,9 +48,8 @@ def run_rank(settings: dict[str, Any]) -> NoReturn:
 
     from .. import annotate
     from ..measuring.measure import Profiler
-    from . import compiled_calls
     from .stages import Stages
-    from .world import EmulatedWorld, rendezvous_alone, rendezvous_through_file
+    from .world import EmulatedWorld, annotate_compiled, rendezvous_alone, rendezvous_through_file
 
     torch.set_num_threads(1)
     if "emulate" in settings:
@@ -63,7 +62,7 @@ def run_rank(settings: dict[str, Any]) -> NoReturn:
         os.register_at_fork(after_in_child=cores.unpin)
     annotate.install()
     if "emulate" not in settings and not torch.cuda.is_available():
-        compiled_calls.install()
+        annotate_compiled()
     world = EmulatedWorld(settings["emulate"]) if "emulate" in settings else None
     (rendezvous_alone if world is not None else rendezvous_through_file)()
     rank = int(os.environ.get("RANK", "0"))

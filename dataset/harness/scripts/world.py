@@ -1,11 +1,15 @@
-"""A user's script as one of the real ranks of a world whose others do not run: see ``emulation.stand_in``."""
+"""PyTorch as a user's script finds it: its process groups and their rendezvous, and annotated compiled functions.
+
+A script is one of the ranks that run here, or one of the real ranks of a world whose others do not run (see
+``emulation.stand_in``).
+"""
 
 from __future__ import annotations
 
 import functools
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from itertools import count
 from typing import Any
@@ -16,11 +20,10 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.rendezvous import _rendezvous_handlers
 
-from .. import cores
+from .. import annotate, cores
 from ..emulation.clocks import AskedDelays, HostClock, RealClock, VirtualClock
-from ..emulation.groups import DelayModel, World
 from ..emulation.links import Peers, Spinner
-from ..emulation.stand_in import enter
+from ..emulation.stand_in import DelayModel, World, enter
 from ..patching import patch
 from ..ranks import STAND_IN
 from ..running.workers import FILE
@@ -147,3 +150,61 @@ def _on_any_core(original: Callable[..., Any]) -> Callable[..., Any]:
             return original(*args, **kwargs)
 
     return made
+
+
+FUSED = "fused_loops"
+
+
+def annotate_compiled() -> None:
+    """Annotate calls of functions that ``torch.compile`` makes for a CPU from now on, so that traces tell what they do.
+
+    A call of a compiled function is an op ``fused_loops`` with the amounts that its code does.  Other backends, modes
+    and options stay as they are.
+    """
+    plain = torch.compile
+
+    def compiled(model: Any = None, **options: Any) -> Any:
+        if model is None:
+            return lambda given: compiled(given, **options)
+        others = {name for name, value in options.items() if value not in (None, False)} - {"fullgraph", "dynamic"}
+        if others - {"backend"} or options.get("backend", "inductor") != "inductor":
+            return plain(model, **options)
+        kept = {name: options[name] for name in ("fullgraph", "dynamic") if name in options}
+        return plain(model, backend=_backend(), **kept)
+
+    patch(torch, compile=compiled)
+
+
+def _backend() -> Callable[..., Any]:
+    from ..regions.inductor import compiling_backend
+
+    torch._inductor.config.fx_graph_cache = False  # else the code of a graph that was compiled before is not told
+    torch._functorch.config.enable_autograd_cache = False
+    return compiling_backend(_annotate)
+
+
+def _annotate(region: Any, made: Any) -> None:
+    """Wrap the compiled functions of a region."""
+    from ..regions.loop_code import region_dims
+
+    call = getattr(made, "current_callable", None)
+    space = getattr(call, "__globals__", None) or getattr(getattr(call, "__func__", None), "__globals__", {})
+    told: dict[str, list[tuple[int, ...]]] = {}
+    for launch, dims in zip(region.launches, region_dims(region), strict=True):
+        told.setdefault(launch.call, []).append(dims)
+    for name, calls in told.items():
+        if callable(space.get(name)):
+            space[name] = _Annotated(space[name], calls)
+
+
+class _Annotated:
+    """A compiled function, and the dims of its calls in a run of the region, in order."""
+
+    def __init__(self, kernel: Callable[..., Any], dims: Sequence[tuple[int, ...]]) -> None:
+        self._kernel, self._dims, self._turn = kernel, dims, 0
+
+    def __call__(self, *arguments: Any) -> Any:
+        dims = self._dims[self._turn % len(self._dims)]
+        self._turn += 1
+        with annotate.op(FUSED, dims, torch.float32):
+            return self._kernel(*arguments)

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from stepsight.dataset.harness.emulation.clocks import VirtualClock
-from stepsight.dataset.harness.emulation.groups import RealRanksGroup, World
+from stepsight.dataset.harness.emulation.stand_in import RealRanksGroup, World
 from stepsight.dataset.harness.plan_error import HarnessError
 
 RANKS, REAL = [0, 2, 4, 6], [2, 6]  # of the job: places 1 and 3 of the group are real

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from stepsight.dataset.harness import annotate
-from stepsight.dataset.harness.scripts import compiled_calls
+from stepsight.dataset.harness.scripts import world
 
 
 def test_each_call_of_a_compiled_function_is_annotated_with_its_dims(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -18,7 +18,7 @@ def test_each_call_of_a_compiled_function_is_annotated_with_its_dims(monkeypatch
         return torch.profiler.record_function(kind)
 
     monkeypatch.setattr(annotate, "op", op)
-    kernel = compiled_calls._Annotated(lambda x: x + 1, [(1, 2), (3, 4)])
+    kernel = world._Annotated(lambda x: x + 1, [(1, 2), (3, 4)])
     assert [kernel(number) for number in range(3)] == [1, 2, 3]
     assert said == [(1, 2), (3, 4), (1, 2)]
 
@@ -27,7 +27,7 @@ def test_other_backends_and_modes_are_left_alone(monkeypatch: pytest.MonkeyPatch
     """Only Inductor's usual way is annotated."""
     calls: list[dict[str, object]] = []
     monkeypatch.setattr(torch, "compile", lambda model=None, **options: calls.append(options))
-    compiled_calls.install()
+    world.annotate_compiled()
     torch.compile(torch.nn.ReLU(), backend="eager")
     torch.compile(torch.nn.ReLU(), mode="max-autotune")
     assert calls == [{"backend": "eager"}, {"mode": "max-autotune"}]
