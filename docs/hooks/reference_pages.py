@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-import re
 import textwrap
 from typing import Any
 
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 
+from stepsight.cli.options import meanings
 from stepsight.dataset.job.specs import OPTIONAL, SECTIONS, OtherDevices, SlowLink, Straggler
 
 JOB_FILES, COMMAND_LINE = "reference/job-files.md", "reference/command-line.md"
@@ -50,17 +50,6 @@ def job_files_page() -> str:
     for key, spec in NESTED.items():
         parts.append(f"## `[[cluster.{key}]]`\n\n{_about(spec)}\n\n{_table(spec)}")
     return "\n\n".join(parts)
-
-
-def meanings(spec: type) -> dict[str, str]:
-    """What the docstring of a spec says of each key."""
-    found: dict[str, str] = {}
-    section = (inspect.getdoc(spec) or "").partition("Attributes:")[2]
-    for entry in re.split(r"\n(?=\S)", textwrap.dedent(section).strip("\n")):
-        keys, _, text = entry.partition(": ")
-        for key in keys.split(","):
-            found[key.strip()] = " ".join(text.split())
-    return found
 
 
 def _about(spec: type) -> str:
