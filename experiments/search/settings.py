@@ -7,12 +7,13 @@ import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from stepsight.dataset.base.bounded import read_toml
 from stepsight.dataset.base.errors import JobError, StepsightError
-from stepsight.dataset.hardware.hardware import canonical_hardware, find_hardware
-from stepsight.dataset.job.job import ClusterSpec, Job
+
+if TYPE_CHECKING:
+    from stepsight.dataset.job.job import ClusterSpec, Job
 
 Seconds = tuple[float, float, float]  # predicted iteration time, low and high end of its interval
 OBJECTIVES = ("iteration_time", "tokens_per_s_per_device", "training_time", "cost", "energy")
@@ -108,6 +109,8 @@ class Goal:
 
     def power(self, job: Job) -> float | None:
         """Watts of a device; None: not known."""
+        from stepsight.dataset.hardware.hardware import find_hardware  # the command line starts without it
+
         facts = find_hardware(job.cluster.hardware)
         return self.power_w.get(job.hardware_name) or (facts.power_w if facts is not None else None) or None
 
@@ -148,6 +151,8 @@ def read_prices(path: Path) -> tuple[dict[str, float], dict[str, float]]:
     Raises:
         StepsightError: If the file cannot be read, or holds something else.
     """
+    from stepsight.dataset.hardware.hardware import canonical_hardware
+
     try:
         tables = read_toml(path)
     except OSError as error:
