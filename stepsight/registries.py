@@ -39,7 +39,7 @@ from stepsight.dataset.base.registry import Registry
 from stepsight.dataset.configs.drafts import ConfigFile, Draft
 from stepsight.dataset.configs.formats import CONFIG_FORMATS, ConfigFormat
 from stepsight.dataset.configs.key_table import ConfigText
-from stepsight.dataset.graph.rank_trace import RankTrace
+from stepsight.dataset.graph.rank_trace import Placement, RankTrace
 from stepsight.dataset.hardware.hardware import FABRICS, HARDWARE, Fabric, Hardware, Link
 from stepsight.dataset.job.frameworks import FRAMEWORKS, Framework
 from stepsight.dataset.job.specs import FAMILIES
@@ -50,8 +50,7 @@ from stepsight.dataset.schedules.base import Schedule, ScheduleKind, loop_placem
 from stepsight.dataset.tables.formats import FORMATS as TABLE_READERS
 from stepsight.dataset.tables.formats import Format
 from stepsight.dataset.tables.rows import Rows
-from stepsight.dataset.traces.placement import Placement
-from stepsight.dataset.traces.trace_formats import TRACE_READERS
+from stepsight.dataset.traces.import_traces import TRACE_READERS
 from stepsight.simulator import blocks
 from stepsight.simulator.blocks.family import Family
 from stepsight.simulator.durations.latency_model import LATENCIES, GivenLatency, LatencyModel

@@ -17,7 +17,7 @@ from stepsight.dataset.kinds import COLLECTIVE_KINDS, OP_KINDS
 from stepsight.dataset.kinds.op import Collective, Op
 from stepsight.dataset.schedules import SCHEDULES
 from stepsight.dataset.tables.formats import FORMATS
-from stepsight.dataset.traces.trace_formats import TRACE_READERS
+from stepsight.dataset.traces.import_traces import TRACE_READERS
 
 REGISTRIES: dict[str, Registry[object]] = {
     "stepsight.hardware": HARDWARE,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -129,3 +130,69 @@ class RankGraph:
         }
         edges = {name: np.concatenate([self.edges[name], more[name]]) for name in EDGE_COLUMNS}
         return replace(self, edges=edges, delay_s=np.concatenate([self.delay_s, delay[keep]]))
+
+
+# By which ends of one collective may differ after clocks are aligned: seconds, or parts of its duration.  A host may
+# run something else before a rank comes back from it.
+_MOST_APART = {"cuda": (2e-4, 0.1), "cpu": (0.1, 1.0)}
+
+Meeting = dict[int, int]  # node by place of the rank
+
+
+def meetings(graphs: Sequence[RankGraph]) -> tuple[list[Meeting], list[float]]:
+    """Collectives that at least two ranks recorded, and seconds to add to each rank's times to align the clocks.
+
+    A collective is known by its group and its number in the group.  It ends on all ranks at about the same time, which
+    aligns the clocks; what then ends apart is not one, because traces that are trimmed count from elsewhere.
+    """
+    numbered = numbered_alike(graphs)
+    offsets = clock_offsets(graphs, numbered)
+    return [members for members in numbered if _together(graphs, offsets, members)], offsets
+
+
+def numbered_alike(graphs: Sequence[RankGraph]) -> list[Meeting]:
+    """Collectives of one group, number and kind, for each that at least two ranks recorded."""
+    found: dict[tuple[str, tuple[int, ...], int], Meeting] = {}
+    for place, graph in enumerate(graphs):
+        nodes = np.flatnonzero((graph.nodes["kind"] == COLLECTIVE) & (graph.nodes["group"] >= 0))
+        groups, numbers = graph.nodes["group"][nodes].tolist(), graph.nodes["seq"][nodes].tolist()
+        for node, group, number in zip(nodes.tolist(), groups, numbers, strict=True):
+            name, ranks = graph.groups[group]
+            if not ranks or graph.rank in ranks:
+                found.setdefault((name, ranks, number), {})[place] = node
+    return [members for members in found.values() if len(members) > 1 and _alike(graphs, members)]
+
+
+def _alike(graphs: Sequence[RankGraph], members: Meeting) -> bool:
+    """Whether all ranks have the same collectives: in trimmed traces, equal numbers may name different ones."""
+    works = {graphs[place].kind_of(node) for place, node in members.items()}
+    return len(works) == 1
+
+
+def clock_offsets(graphs: Sequence[RankGraph], met: Sequence[Meeting]) -> list[float]:
+    """Seconds to add to each rank's times such that collectives end together; otherwise from the files' own clocks."""
+    absolute = [graph.origin_us * 1e-6 for graph in graphs]
+    base = min(absolute, default=0.0)
+    offsets = [each - base for each in absolute]
+    pairs: dict[tuple[int, int], list[float]] = {}
+    for members in met:
+        places = sorted(members)
+        for place in places[1:]:
+            ends = [graphs[each].end_s[members[each]] for each in (places[0], place)]
+            pairs.setdefault((places[0], place), []).append(float(ends[0] - ends[1]))
+    done: set[int] = set()
+    for (one, other), differences in sorted(pairs.items()):
+        done.add(one)
+        if other not in done:
+            offsets[other] = offsets[one] + float(np.median(differences))
+            done.add(other)
+    low = min(offsets, default=0.0)
+    return [offset - low for offset in offsets]
+
+
+def _together(graphs: Sequence[RankGraph], offsets: Sequence[float], members: Meeting) -> bool:
+    """Whether a collective ended on all ranks at about the same time: in trimmed traces, it may be different ones."""
+    ends = [float(graphs[place].end_s[node]) + offsets[place] for place, node in members.items()]
+    longest = max(float(graphs[place].duration_s[node]) for place, node in members.items())
+    seconds, part = _MOST_APART["cpu" if any(graph.device == "cpu" for graph in graphs) else "cuda"]
+    return max(ends) - min(ends) <= max(seconds, part * longest)

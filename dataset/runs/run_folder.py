@@ -1,20 +1,26 @@
-"""Run folders and collection folders, as the harness writes them: read whole, or refused."""
+"""Run folders and collections, as the harness and ``stepsight import`` write them: read whole, or refused."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from stepsight.dataset.base.bounded import read_file
 from stepsight.dataset.base.errors import TraceError
-from stepsight.dataset.runs.imported_run import is_imported
-from stepsight.dataset.runs.run_manifest import RunManifest, read_manifest, read_object, typed
+from stepsight.dataset.base.files import digest, new_folder, read_json, write_json
+from stepsight.dataset.graph.graph_files import read_graph, write_graph
+from stepsight.dataset.graph.rank_graph import RankGraph
+from stepsight.dataset.graph.rank_trace import Placement
+from stepsight.dataset.job.job import Job
+from stepsight.dataset.runs.run_manifest import SCHEMA, RunManifest, number, read_manifest, read_object, typed
 from stepsight.dataset.runs.trace import Trace
-from stepsight.dataset.traces.placement import Placement
-from stepsight.dataset.traces.trace_formats import read_rank_trace, trace_format
+from stepsight.dataset.traces.import_traces import read_rank_graph, read_rank_trace, trace_format
 
 
 @dataclass(frozen=True)
@@ -119,3 +125,205 @@ def _planned(plan: dict[str, Any], key: str, path: Path) -> list[str]:
 def _entries(folder: Path) -> list[Path]:
     """What is in a folder, by name; what is being written has a leading dot and is not there yet."""
     return sorted(path for path in folder.glob("*") if not path.name.startswith("."))
+
+
+MANIFEST = "manifest.json"
+
+
+@dataclass(frozen=True)
+class ImportedRun:
+    """The manifest of an imported run.
+
+    Attributes:
+        folder: The run folder.
+        name: Of the run.
+        ranks: Stem of the graph's files by rank.
+        job: The job that ran; None if unknown.
+        sources: Names of the traces.
+        warnings: About all ranks.
+        role: ``train``, ``heldout`` or what else the user called it.
+        rounds: Seconds of each step that was timed without a profiler, by round; empty where there were none.
+    """
+
+    folder: Path
+    name: str
+    ranks: Mapping[int, str]
+    job: Job | None = None
+    sources: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
+    role: str = "train"
+    hardware: str = ""
+    rounds: tuple[tuple[float, ...], ...] = ()
+
+    @property
+    def timed_s(self) -> float:
+        """Median seconds of a step that was timed without a profiler; 0 if none was."""
+        steps = [seconds for each in self.rounds for seconds in each]
+        return float(np.median(steps)) if steps else 0.0
+
+    def graphs(self) -> list[RankGraph]:
+        """Graphs of all ranks, in order."""
+        return [read_graph(self.folder, stem) for _, stem in sorted(self.ranks.items())]
+
+
+def is_imported(folder: Path) -> bool:
+    """Whether a run folder holds an imported run."""
+    path = Path(folder) / MANIFEST
+    try:
+        tree = read_json(path) if path.is_file() else {}
+    except (OSError, ValueError):
+        return False
+    return isinstance(tree, dict) and tree.get("imported") is True
+
+
+def read_imported(folder: Path) -> ImportedRun:
+    """Read the manifest of an imported run.
+
+    Raises:
+        TraceError: If it is not what ``import kineto`` writes.
+    """
+    path = Path(folder) / MANIFEST
+    try:
+        tree = read_json(path)
+        if tree.get("schema") != SCHEMA or tree.get("imported") is not True:
+            raise ValueError(f"schema must be {SCHEMA} and imported true")
+        job = Job.from_dict(tree["job"]) if tree.get("job") else None
+        ranks = {int(rank): str(stem) for rank, stem in tree["ranks"].items()}
+        if not ranks or not all(re.fullmatch(r"rank\d+", stem) for stem in ranks.values()):
+            raise ValueError(f"ranks must name their files rank0, rank1 …, got {tree['ranks']!r:.80}")
+        return ImportedRun(
+            Path(folder),
+            str(tree["name"]),
+            ranks,
+            job,
+            tuple(map(str, tree.get("sources", ()))),
+            tuple(map(str, tree.get("warnings", ()))),
+            str(tree.get("role", "train")),
+            str(tree.get("hardware", "")),
+            tuple(tuple(number(seconds, "rounds") for seconds in steps) for steps in tree.get("rounds", ())),
+        )
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise TraceError(f"{path} must be the manifest of an imported run: {error}") from None
+
+
+def write_imported(
+    graphs: Sequence[RankGraph],
+    sources: Sequence[Path],
+    collection: Path,
+    job: Job | None,
+    warnings: Sequence[str],
+    *,
+    name: str = "",
+    more: Mapping[str, Any] | None = None,
+) -> ImportedRun:
+    """Write a run into a collection; a run of the same traces is replaced.
+
+    Args:
+        graphs: Of all ranks.
+        sources: Their traces.
+        collection: The folder.
+        job: The job that ran; None if unknown.
+        warnings: About all ranks.
+        name: Of the run; without one the traces' names and contents give it.
+        more: What else the manifest says, such as ``rounds``: seconds of steps that were timed without a profiler.
+    """
+    name = name or f"{_stem(sources[0])}-{digest(*map(_file_digest, sources))[:8]}"
+    folder = Path(collection) / "runs" / name
+    ranks = {graph.rank: f"rank{graph.rank}" for graph in graphs}
+    manifest = {
+        "schema": SCHEMA,
+        "imported": True,
+        "name": name,
+        "role": "train",
+        "job": job.to_dict() if job is not None else None,
+        "world_size": graphs[0].world_size,
+        "hardware": graphs[0].device_name,
+        "ranks": {str(rank): stem for rank, stem in ranks.items()},
+        "sources": [path.name for path in sources],
+        "warnings": list(warnings),
+        **(more or {}),
+    }
+    with new_folder(folder) as part:
+        for graph in graphs:
+            write_graph(graph, part, ranks[graph.rank])
+        write_json(part / MANIFEST, manifest)
+    return ImportedRun(folder, name, ranks, job, tuple(path.name for path in sources), tuple(warnings))
+
+
+def _file_digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _stem(path: Path) -> str:
+    stem = re.sub(r"(\.pt)?(\.trace)?(\.json)?(\.gz)?$", "", path.name)
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", stem).strip("-.")[:60] or "trace"
+
+
+def run_folders(path: Path) -> list[Path]:
+    """Run folders of a collection, or the run folder itself.
+
+    Raises:
+        TraceError: If it is neither.
+    """
+    path = Path(path)
+    if (path / MANIFEST).is_file():
+        return [path]
+    found = sorted(
+        each.parent for each in (path / "runs").glob(f"*/{MANIFEST}") if not each.parent.name.startswith(".")
+    )
+    if not found:
+        raise TraceError(
+            f"a run folder or a collection with runs is needed, got {path}: `stepsight import kineto` makes one"
+        )
+    return found
+
+
+class TracedRun(NamedTuple):
+    """A run with the graphs of its ranks.
+
+    Attributes:
+        name: Of the run.
+        job: The job that ran; None if unknown.
+        graphs: Of its ranks, in order.
+        role: ``heldout`` for one that must never train.
+        iteration_s: A step without a profiler; 0 if not timed.
+    """
+
+    name: str
+    job: Job | None
+    graphs: list[RankGraph]
+    role: str
+    iteration_s: float = 0.0
+
+
+def has_traces(folder: Path) -> bool:
+    """Whether a run was traced: runs may only have been timed.
+
+    Raises:
+        TraceError: If the folder is no run.
+    """
+    return is_imported(folder) or bool(read_manifest(Path(folder)).traces)
+
+
+def run_graphs(folder: Path) -> TracedRun:
+    """Graphs of a run: an imported one, or one that the harness traced (then its files are read).
+
+    Raises:
+        TraceError: If it is no run with traces.
+    """
+    if is_imported(folder):
+        run = read_imported(folder)
+        return TracedRun(run.name, run.job, run.graphs(), run.role)
+    manifest = read_manifest(Path(folder))
+    if not manifest.traces:
+        raise TraceError(f"a run must have traces to be read, got none in {manifest.folder}")
+    graphs = [_traced(manifest, rank) for rank in sorted(manifest.traces)]
+    timed = manifest.iteration_time_s if manifest.whole else 0.0
+    return TracedRun(manifest.name, manifest.job, graphs, manifest.role, timed)
+
+
+def _traced(manifest: RunManifest, rank: int) -> RankGraph:
+    parallel, devices = manifest.job.parallel, manifest.job.cluster.devices_per_node
+    placement = Placement(rank=rank, devices_per_node=devices, tp=parallel.tp, dp=parallel.dp)
+    return read_rank_graph(manifest.traces[rank], manifest.folder, placement)

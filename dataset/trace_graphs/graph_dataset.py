@@ -12,12 +12,11 @@ from stepsight.dataset.base.errors import TraceError
 from stepsight.dataset.base.files import digest, new_folder, write_json, write_text
 from stepsight.dataset.graph.graph_files import write_graph
 from stepsight.dataset.graph.rank_graph import NODE_KINDS
-from stepsight.dataset.runs.imported_run import has_traces, is_imported, read_imported, run_folders, run_graphs
-from stepsight.dataset.runs.run_folder import read_run
+from stepsight.dataset.runs.run_folder import has_traces, is_imported, read_imported, read_run, run_folders, run_graphs
 from stepsight.dataset.trace_graphs.call_segments import call_segments
-from stepsight.dataset.trace_graphs.dataset_index import FORM, INDEX, SCOPES, describe_own_run, describe_run
 from stepsight.dataset.trace_graphs.graph_schema import DTYPES, EDGE_NUMBERS, NUMBERS, TARGETS, edge_types, kind_names
-from stepsight.dataset.trace_graphs.segment_files import write_segments
+from stepsight.dataset.trace_graphs.segment_parts import write_segments
+from stepsight.dataset.trace_graphs.trace_graphs import FORM, INDEX, SCOPES, describe_own_run, describe_run
 
 Progress = Callable[[int, int], None]
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from stepsight.dataset.graph.graph_data import CONCURRENT
+from stepsight.dataset.graph.program import CONCURRENT
 from stepsight.dataset.graph.rank_graph import NODE_KINDS, PHASES
 from stepsight.dataset.kinds.op import COLLECTIVE_KINDS, DTYPE_BYTES, OP_KINDS, Collective, Op
 

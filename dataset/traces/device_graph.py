@@ -12,9 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stepsight.dataset.graph.program import Dependency
-from stepsight.dataset.traces.call_tree import CallTree
+from stepsight.dataset.traces.call_tree import CallTree, HostCalls, chain
 from stepsight.dataset.traces.event_columns import Interned, RankEvents, Table
-from stepsight.dataset.traces.host_chain import HostCalls, chain
 from stepsight.dataset.traces.step_bounds import Steps
 
 Floats = NDArray[np.float64]

@@ -12,8 +12,16 @@ from msgspec import UNSET
 from numpy.typing import NDArray
 
 from stepsight.dataset.base.errors import TraceError
-from stepsight.dataset.traces.event_blocks import EventBlocks
-from stepsight.dataset.traces.event_structs import NO_TEXT, CallArgs, Event, KernelArgs, OpArgs, args_of, parse
+from stepsight.dataset.traces.event_blocks import (
+    NO_TEXT,
+    CallArgs,
+    Event,
+    EventBlocks,
+    KernelArgs,
+    OpArgs,
+    args_of,
+    parse,
+)
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]

@@ -12,16 +12,15 @@ from numpy.typing import NDArray
 from stepsight.dataset.base.errors import TraceError
 from stepsight.dataset.graph.program import Dependency
 from stepsight.dataset.graph.rank_graph import COLLECTIVE, HOST, OP, RankGraph
+from stepsight.dataset.graph.rank_trace import Placement
 from stepsight.dataset.kinds.op import OP_KINDS, Collective, Op
 from stepsight.dataset.traces.assembly import Assembly, Edges
-from stepsight.dataset.traces.call_tree import CallTree, annotated_phases
+from stepsight.dataset.traces.call_tree import CallTree, HostCalls, annotated_phases, chain
 from stepsight.dataset.traces.classify import intern_op
 from stepsight.dataset.traces.event_columns import Interned, RankEvents
-from stepsight.dataset.traces.host import Wait, merge, overlap
-from stepsight.dataset.traces.host_chain import HostCalls, chain
 from stepsight.dataset.traces.kernel_kinds import named_kind
-from stepsight.dataset.traces.kineto import host_works, main_thread
-from stepsight.dataset.traces.placement import Placement
+from stepsight.dataset.traces.kineto_ranks import host_works, main_thread
+from stepsight.dataset.traces.rank_works import Wait, merge, overlap
 from stepsight.dataset.traces.step_bounds import Steps, find_steps
 from stepsight.dataset.traces.sweep import Work, sweep
 

@@ -13,10 +13,10 @@ from stepsight.dataset.base.errors import StepsightError, TraceError
 from stepsight.dataset.graph.intervals import covered
 from stepsight.dataset.graph.program import Dependency
 from stepsight.dataset.graph.rank_graph import COLLECTIVE, HOST, OP, WHY_NUMBER, RankGraph
+from stepsight.dataset.graph.rank_trace import Placement
 from stepsight.dataset.kinds.op import Collective
 from stepsight.dataset.traces.assembly import MICROSECOND, Assembly
 from stepsight.dataset.traces.call_tree import CallTree, call_tree
-from stepsight.dataset.traces.collective_nodes import CollectiveNodes, Met, mask_of
 from stepsight.dataset.traces.data_edges import (
     read_execution_trace,
     with_sequence_edges,
@@ -26,8 +26,7 @@ from stepsight.dataset.traces.data_edges import (
 from stepsight.dataset.traces.device_graph import Parts, launch_rows, tie, with_assumed_launches
 from stepsight.dataset.traces.event_columns import Interned, RankEvents, read_columns
 from stepsight.dataset.traces.host_graph import host_graph
-from stepsight.dataset.traces.kernel_kinds import KernelKinds, launches
-from stepsight.dataset.traces.placement import Placement
+from stepsight.dataset.traces.kernel_kinds import CollectiveNodes, KernelKinds, Met, launches, mask_of
 from stepsight.dataset.traces.step_bounds import OWN_STEP, Steps, find_steps, observed_steps
 from stepsight.dataset.traces.stream_waits import StreamWaits
 

@@ -14,7 +14,7 @@ from stepsight.dataset.base.errors import TraceError
 from stepsight.dataset.base.files import digest
 from stepsight.dataset.hardware.hardware import Hardware
 from stepsight.dataset.kinds.op import Op
-from stepsight.dataset.runs.imported_run import MANIFEST, is_imported, read_imported, run_folders
+from stepsight.dataset.runs.run_folder import MANIFEST, is_imported, read_imported, run_folders
 from stepsight.experiments.evaluation.error_metrics import Errors, errors
 from stepsight.experiments.reports.text_table import Number, table
 from stepsight.training.corrections.traced import fit_traced

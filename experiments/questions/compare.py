@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from stepsight.dataset.base.errors import StepsightError
 from stepsight.dataset.job.job import Job
-from stepsight.dataset.runs.imported_run import has_traces, is_imported, read_imported, run_folders, run_graphs
+from stepsight.dataset.runs.run_folder import has_traces, is_imported, read_imported, run_folders, run_graphs
 from stepsight.dataset.runs.run_manifest import read_manifest
 from stepsight.experiments.reports.text_table import Number, table
 from stepsight.simulator.replay.causes import breakdown

@@ -18,11 +18,17 @@ from stepsight.dataset.job.frameworks import FRAMEWORKS, Framework, find_framewo
 from stepsight.dataset.job.job import Job
 from stepsight.dataset.job.specs import SECTIONS
 from stepsight.dataset.runs.event_file import read_event_file
-from stepsight.dataset.runs.imported_run import ImportedRun, is_imported, read_imported, run_graphs
-from stepsight.dataset.runs.run_folder import read_collection, read_run
+from stepsight.dataset.runs.run_folder import (
+    ImportedRun,
+    is_imported,
+    read_collection,
+    read_imported,
+    read_run,
+    run_graphs,
+)
 from stepsight.dataset.runs.run_manifest import RunManifest, read_object
 from stepsight.dataset.traces.event_blocks import is_trace
-from stepsight.dataset.traces.import_ranks import import_ranks
+from stepsight.dataset.traces.import_traces import import_ranks
 from stepsight.experiments.reports.text_table import Number, table
 from stepsight.experiments.reports.trace_texts import capture_text, trace_summary
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from stepsight.dataset.graph.rank_graph import RankGraph
-from stepsight.dataset.runs.imported_run import has_traces, run_folders, run_graphs
+from stepsight.dataset.runs.run_folder import has_traces, run_folders, run_graphs
 from stepsight.experiments.reports.text_table import Number, table
 from stepsight.simulator.replay.causes import breakdown
 from stepsight.simulator.replay.replay import replay

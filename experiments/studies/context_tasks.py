@@ -19,7 +19,7 @@ from stepsight.dataset.hardware.hardware import Hardware, find_fabric, usual_fab
 from stepsight.dataset.kinds.op import Op
 from stepsight.dataset.runs.run_folder import read_collection
 from stepsight.dataset.runs.run_manifest import RunManifest
-from stepsight.dataset.traces.import_ranks import import_ranks
+from stepsight.dataset.traces.import_traces import import_ranks
 from stepsight.experiments.studies.families import FAMILIES
 from stepsight.experiments.tasks.script_collecting import Script, collect_script
 from stepsight.features.host_call_features import call_label

@@ -24,7 +24,7 @@ from stepsight.dataset.harness.plan_error import HarnessError
 from stepsight.dataset.harness.running.launch import busy_note
 from stepsight.dataset.job.job import Job
 from stepsight.dataset.kinds.op import Collective
-from stepsight.dataset.runs.imported_run import has_traces, is_imported, read_imported, run_folders, run_graphs
+from stepsight.dataset.runs.run_folder import has_traces, is_imported, read_imported, run_folders, run_graphs
 from stepsight.dataset.runs.run_manifest import read_manifest, read_object
 from stepsight.experiments.reports.text_table import table
 from stepsight.simulator.replay.causes import COMMUNICATION, HOST_BOUND, LOADER, PEERS, breakdown

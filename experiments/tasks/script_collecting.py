@@ -16,8 +16,8 @@ from stepsight.dataset.harness.plan_error import HarnessError
 from stepsight.dataset.harness.progress import Progress
 from stepsight.dataset.harness.scripts.launch import Ranks, run_ranks
 from stepsight.dataset.kinds.op import Collective
-from stepsight.dataset.runs.imported_run import read_imported, write_imported
-from stepsight.dataset.traces.import_ranks import Imported, import_ranks
+from stepsight.dataset.runs.run_folder import read_imported, write_imported
+from stepsight.dataset.traces.import_traces import Imported, import_ranks
 from stepsight.experiments.tasks.collecting import available_ranks, collection_text, run_plan
 
 TRACED = "traced"  # folder in a collection: files that the script wrote

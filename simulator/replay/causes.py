@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from stepsight.dataset.graph.program import Dependency
 from stepsight.dataset.graph.rank_graph import COLLECTIVE, HOST, OP, WHY_NUMBER, RankGraph
 from stepsight.dataset.kinds.op import OP_KINDS
-from stepsight.dataset.traces.host import Intervals, merge, overlap
+from stepsight.dataset.traces.rank_works import Intervals, merge, overlap
 from stepsight.dataset.traces.read_rank import lateness
 from stepsight.simulator.replay.joined import Joined, Walk, join, walk
 

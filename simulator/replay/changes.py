@@ -16,10 +16,9 @@ from numpy.typing import NDArray
 
 from stepsight.dataset.base.errors import StepsightError
 from stepsight.dataset.graph.program import Dependency
-from stepsight.dataset.graph.rank_graph import COLLECTIVE, HOST, OP, WHY_NUMBER, RankGraph
-from stepsight.dataset.graph.rendezvous import meetings
+from stepsight.dataset.graph.rank_graph import COLLECTIVE, HOST, OP, WHY_NUMBER, RankGraph, meetings
 from stepsight.dataset.kinds.op import COLLECTIVE_KINDS, OP_KINDS, Collective, Op
-from stepsight.dataset.traces.host import merge
+from stepsight.dataset.traces.rank_works import merge
 from stepsight.simulator.durations.latency_model import LatencyModel
 from stepsight.simulator.replay.replay import replay
 

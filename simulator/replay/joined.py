@@ -10,8 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stepsight.dataset.base.errors import TraceError
-from stepsight.dataset.graph.rank_graph import RankGraph
-from stepsight.dataset.graph.rendezvous import Meeting, meetings
+from stepsight.dataset.graph.rank_graph import Meeting, RankGraph, meetings
 from stepsight.simulator.clock.engine import DelayedGraph, delayed_paths
 
 Floats = NDArray[np.float64]

@@ -41,7 +41,7 @@ def import_command(
         et: Traces: execution trace of a rank, for data dependencies. Repeatable.
         job: Traces: job file of the run, if you have it; it must match.
     """
-    from stepsight.dataset.traces.trace_formats import TRACE_READERS
+    from stepsight.dataset.traces.import_traces import TRACE_READERS
 
     if format in TRACE_READERS:
         return _import_traces(format, paths, out, et or [], job)
@@ -77,11 +77,10 @@ def _import_traces(
     format: str, paths: list[Path], out: Path | None, executions: list[Path], job: Path | None
 ) -> Answer:
     from stepsight.dataset.base.files import check_writable
+    from stepsight.dataset.graph.rank_trace import Placement
     from stepsight.dataset.job.job import Job
-    from stepsight.dataset.runs.imported_run import write_imported
-    from stepsight.dataset.traces.import_ranks import summary
-    from stepsight.dataset.traces.placement import Placement
-    from stepsight.dataset.traces.trace_formats import import_traces
+    from stepsight.dataset.runs.run_folder import write_imported
+    from stepsight.dataset.traces.import_traces import import_traces, summary
     from stepsight.experiments.reports.trace_texts import import_text
     from stepsight.experiments.tasks.job_check import check_job
 
@@ -123,7 +122,7 @@ def replay_command(run: Annotated[Path, typer.Argument(metavar="RUN")], *, job: 
         job: Job file of the run: also compare the traced step with the program of the job.
     """
     from stepsight.dataset.job.job import Job
-    from stepsight.dataset.runs.imported_run import run_folders, run_graphs
+    from stepsight.dataset.runs.run_folder import run_folders, run_graphs
     from stepsight.experiments.reports.trace_texts import replay_runs, replay_text
     from stepsight.experiments.tasks.job_check import check_job, compare, comparison_text
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from stepsight.dataset.runs.imported_run import write_imported
-from stepsight.dataset.traces.import_ranks import import_ranks
+from stepsight.dataset.runs.run_folder import write_imported
+from stepsight.dataset.traces.import_traces import import_ranks
 from tests.dataset.kineto_files import MAIN, KinetoFile
 
 BACKWARD = 300  # the thread on which autograd evaluates

@@ -11,7 +11,7 @@ from stepsight.dataset.graph.rank_trace import TracedSegment
 from stepsight.training.measured.host_steps import HostStep, host_step
 
 if TYPE_CHECKING:
-    from stepsight.dataset.trace_graphs.learning_steps import StepWorks
+    from stepsight.dataset.trace_graphs.learning_segments import StepWorks
 
 
 class RunGraphs(NamedTuple):
@@ -38,8 +38,7 @@ def read_graphs(folders: Sequence[Path], scopes: Sequence[str] = ("segment",)) -
     if not folders:
         return []
     from stepsight.dataset.trace_graphs.graph_dataset import make_dataset
-    from stepsight.dataset.trace_graphs.learning_segments import learning_segments
-    from stepsight.dataset.trace_graphs.learning_steps import step_works
+    from stepsight.dataset.trace_graphs.learning_segments import learning_segments, step_works
     from stepsight.dataset.trace_graphs.trace_graphs import TraceGraphs
 
     with TemporaryDirectory(prefix="stepsight-") as scratch:

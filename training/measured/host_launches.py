@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from stepsight.dataset.hardware.hardware import launch_units
 from stepsight.dataset.kinds.op import Op
-from stepsight.dataset.runs.overhead import MOST_PER_EVENT_S, USUAL_PER_EVENT_S
+from stepsight.dataset.runs.trace import MOST_PER_EVENT_S, USUAL_PER_EVENT_S
 from stepsight.training.measured.measured import MeasuredRun
 
 Array = NDArray[np.float64]

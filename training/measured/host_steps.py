@@ -1,7 +1,7 @@
 """Steps of scripts whose ops run on the host, without the profiler's overhead.
 
 A profiler takes time for every call that it records, within ops and between them: a step of many small ops is twice as
-long with it.  Steps that were timed without it say how much of that is taken off (``dataset.runs.overhead``).
+long with it.  Steps that were timed without it say how much of that is taken off (``dataset.runs.trace``).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from stepsight.dataset.graph.rank_graph import PHASES
 from stepsight.dataset.kinds.op import Op
-from stepsight.dataset.runs.overhead import profiling_correction, without_overhead
+from stepsight.dataset.runs.trace import profiling_correction, without_overhead
 from stepsight.dataset.trace_graphs.graph_schema import NUMBERS, work_of
 
 if TYPE_CHECKING:

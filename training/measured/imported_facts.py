@@ -13,10 +13,10 @@ from numpy.typing import NDArray
 
 from stepsight.dataset.hardware.hardware import Hardware, launch_units
 from stepsight.dataset.kinds.op import Op
-from stepsight.dataset.runs.overhead import USUAL_PER_EVENT_S
+from stepsight.dataset.runs.trace import USUAL_PER_EVENT_S
 
 if TYPE_CHECKING:
-    from stepsight.dataset.trace_graphs.learning_steps import StepWorks
+    from stepsight.dataset.trace_graphs.learning_segments import StepWorks
 
 Floats = NDArray[np.float64]
 

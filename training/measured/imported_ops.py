@@ -11,12 +11,12 @@ from stepsight.dataset.base.errors import TraceError
 from stepsight.dataset.graph.rank_trace import TracedSegment
 from stepsight.dataset.job.job import Job
 from stepsight.dataset.kinds.op import Collective, Op
-from stepsight.dataset.runs.imported_run import read_imported
+from stepsight.dataset.runs.run_folder import read_imported
 from stepsight.dataset.tables.rows import PRESETS, device_name
 from stepsight.training.measured.graph_segments import read_graphs
 
 if TYPE_CHECKING:
-    from stepsight.dataset.trace_graphs.learning_steps import StepWorks
+    from stepsight.dataset.trace_graphs.learning_segments import StepWorks
     from stepsight.training.measured.host_steps import HostStep
 
 HELDOUT = "heldout"  # role of runs that judge: they never train

@@ -1,9 +1,22 @@
 """Programs are in issue order; stream order is implied."""
 
-import pytest
+import subprocess
+import sys
 
-from stepsight.dataset.graph.program import Dependency, Program, ProgramBuilder
-from stepsight.dataset.kinds.op import Op
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from stepsight.dataset.graph.program import (
+    RELATIONS,
+    Dependency,
+    Program,
+    ProgramBuilder,
+    concurrent_pairs,
+    relation_pairs,
+)
+from stepsight.dataset.kinds.op import Collective, Op
 
 ADD = Op("add", (4,), "fp32")
 
@@ -30,3 +43,71 @@ def test_only_earlier_nodes_are_waited_for() -> None:
     node.add(ADD)
     with pytest.raises(ValueError, match="earlier to a later"):
         Program(node.build().nodes, ((0, 0, Dependency.DATA),))
+
+
+ADD, REDUCE = Op("add", (8,), "fp32"), Collective("all_reduce", 32, 2, 2)
+EXPLICIT = [why for why in Dependency if why is not Dependency.STREAM_ORDER]
+
+
+def overlapped() -> Program:
+    """Three ops; a collective after the first that the third waits for."""
+    builder = ProgramBuilder("backward")
+    first = builder.add(ADD)
+    sent = builder.add(REDUCE, "dp", after=[first], why=Dependency.SYNCHRONISATION)
+    builder.add(ADD)
+    builder.add(ADD, after=[sent], why=Dependency.SYNCHRONISATION)
+    return builder.build()
+
+
+@st.composite
+def programs(draw: st.DrawFn) -> Program:
+    builder = ProgramBuilder()
+    for index in range(draw(st.integers(1, 14))):
+        stream = draw(st.sampled_from(("compute", "tp", "dp")))
+        after = draw(st.lists(st.integers(0, index - 1), max_size=2, unique=True)) if index else []
+        builder.add(ADD if stream == "compute" else REDUCE, stream, after=after, why=draw(st.sampled_from(EXPLICIT)))
+    return builder.build()
+
+
+def reachable(program: Program) -> np.ndarray:
+    """``[i, j]``: j has to wait for i; by repeated squaring, slowly and surely."""
+    reach = np.eye(len(program), dtype=bool)
+    for before, after, _ in program.all_edges():
+        reach[before, after] = True
+    for _ in range(5):
+        reach = (reach.astype(int) @ reach.astype(int)) > 0
+    return reach
+
+
+@given(programs())
+def test_may_run_concurrently_is_neither_precedes_the_other(program: Program) -> None:
+    reach = reachable(program)
+    expected = {
+        (i, j)
+        for i, first in enumerate(program.nodes)
+        for j, second in enumerate(program.nodes)
+        if first.stream != second.stream and not reach[i, j] and not reach[j, i]
+    }
+    assert set(map(tuple, concurrent_pairs(program, 1000).T.tolist())) == expected
+
+
+@given(programs(), st.integers(1, 4))
+def test_capped_pairs_are_a_symmetric_part_of_all(program: Program, cap: int) -> None:
+    every = set(map(tuple, concurrent_pairs(program, 1000).T.tolist()))
+    some = set(map(tuple, concurrent_pairs(program, cap).T.tolist()))
+    assert some <= every and some == {(j, i) for i, j in some}
+    assert {i for i, _ in some} == {i for i, _ in every}, "a node with a partner keeps one"
+
+
+def test_an_overlapped_collective_may_run_beside_what_does_not_wait_for_it() -> None:
+    assert concurrent_pairs(overlapped()).T.tolist() == [[1, 2], [2, 1]]
+
+
+def test_relations_are_complete() -> None:
+    assert set(relation_pairs(overlapped())) == set(RELATIONS)
+
+
+def test_importing_graphs_does_not_import_torch() -> None:
+    code = "import sys; import stepsight.dataset.graph.program; print({'torch', 'pandas'} & set(sys.modules))"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == "set()"

@@ -11,20 +11,18 @@ from hypothesis import given, settings
 from torch_geometric.data import Batch, InMemoryDataset
 
 from stepsight.dataset import TraceGraphs
-from stepsight.dataset.graph.graph_data import CONCURRENT, RELATIONS
-from stepsight.dataset.graph.program import Program
+from stepsight.dataset.graph.program import CONCURRENT, RELATIONS, Program
 from stepsight.dataset.graph.rank_trace import TracedSegment
 from stepsight.dataset.kinds.op import Op
 from stepsight.dataset.runs.run_folder import read_run
 from stepsight.dataset.trace_graphs.call_segments import call_segments
-from stepsight.dataset.trace_graphs.graph_collation import collated, to_hetero_data
 from stepsight.dataset.trace_graphs.graph_dataset import make_dataset
 from stepsight.dataset.trace_graphs.graph_schema import WORK_TYPES, edge_types
+from stepsight.dataset.trace_graphs.hetero_data import collated, to_hetero_data
 from stepsight.dataset.trace_graphs.learning_segments import learning_segments
-from stepsight.dataset.trace_graphs.segment_files import read_segments, write_segments
-from stepsight.dataset.trace_graphs.segment_parts import SegmentParts
-from stepsight.dataset.traces.import_ranks import import_ranks
-from tests.dataset.graph.test_graph_data import overlapped, programs
+from stepsight.dataset.trace_graphs.segment_parts import SegmentParts, read_segments, write_segments
+from stepsight.dataset.traces.import_traces import import_ranks
+from tests.dataset.graph.test_program import overlapped, programs
 from tests.dataset.run_folders import write_run
 from tests.dataset.traced_jobs import two_ranks
 

@@ -9,9 +9,9 @@ import torch
 
 from stepsight.dataset import TraceGraphs
 from stepsight.dataset.base.errors import StepsightError, TraceError
-from stepsight.dataset.runs.imported_run import write_imported
+from stepsight.dataset.runs.run_folder import write_imported
 from stepsight.dataset.trace_graphs.graph_dataset import make_dataset
-from stepsight.dataset.traces.import_ranks import import_ranks
+from stepsight.dataset.traces.import_traces import import_ranks
 from tests.dataset.kineto_files import KinetoFile
 from tests.dataset.traced_jobs import GpuJob, two_ranks
 

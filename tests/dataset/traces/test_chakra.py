@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from stepsight.dataset.base.errors import TraceError
-from stepsight.dataset.graph.rendezvous import meetings
+from stepsight.dataset.graph.rank_graph import meetings
 from stepsight.dataset.kinds.op import Collective, Op
-from stepsight.dataset.traces.import_ranks import import_chakra, summary
+from stepsight.dataset.traces.import_traces import import_chakra, summary
 from stepsight.simulator.replay.replay import replay
 from tests.dataset.chakra_files import jsonized, protobuf, two_products, workload, write_ranks
 

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from stepsight.dataset.base.errors import TraceError
-from stepsight.dataset.traces.event_blocks import EventBlocks
-from stepsight.dataset.traces.event_structs import event_of
+from stepsight.dataset.traces.event_blocks import EventBlocks, event_of
 from tests.dataset.kineto_files import KinetoFile, tiny_step
 
 

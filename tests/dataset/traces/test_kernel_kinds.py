@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from stepsight.dataset.traces.collective_nodes import is_collective
-from stepsight.dataset.traces.kernel_kinds import named_kind
+from stepsight.dataset.traces.kernel_kinds import is_collective, named_kind
 
 
 @pytest.mark.parametrize(

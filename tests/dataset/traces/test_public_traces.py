@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from stepsight.dataset.traces.import_ranks import import_ranks, summary
+from stepsight.dataset.traces.import_traces import import_ranks, summary
 from stepsight.simulator.replay.replay import replay
 
 ROOT = Path(__file__).parents[3]

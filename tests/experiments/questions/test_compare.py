@@ -6,8 +6,8 @@ import pytest
 
 from stepsight.dataset.base.errors import StepsightError
 from stepsight.dataset.job.job import Job
-from stepsight.dataset.runs.imported_run import write_imported
-from stepsight.dataset.traces.import_ranks import import_ranks
+from stepsight.dataset.runs.run_folder import write_imported
+from stepsight.dataset.traces.import_traces import import_ranks
 from stepsight.experiments.questions.compare import compare_sides, comparison_text, predicted_side, run_side
 from stepsight.experiments.questions.sweep import change_job
 from tests.dataset.run_folders import write_run

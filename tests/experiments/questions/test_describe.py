@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from stepsight.dataset.base.errors import StepsightError
-from stepsight.dataset.runs.imported_run import write_imported
+from stepsight.dataset.runs.run_folder import write_imported
 from stepsight.dataset.tables import read_table
-from stepsight.dataset.traces.import_ranks import import_ranks
+from stepsight.dataset.traces.import_traces import import_ranks
 from stepsight.experiments.questions.describe import describe
 from tests.dataset.kineto_files import tiny_step
 from tests.dataset.run_folders import job_tables, write_events, write_run

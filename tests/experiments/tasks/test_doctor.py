@@ -12,8 +12,8 @@ from stepsight.cli import app
 from stepsight.dataset.base.errors import StepsightError
 from stepsight.dataset.hardware.fabric import Fabric, Link
 from stepsight.dataset.kinds.op import Collective
-from stepsight.dataset.runs.imported_run import write_imported
-from stepsight.dataset.traces.import_ranks import import_ranks
+from stepsight.dataset.runs.run_folder import write_imported
+from stepsight.dataset.traces.import_traces import import_ranks
 from stepsight.experiments.tasks.doctor import (
     _clock_causes,
     _message_causes,

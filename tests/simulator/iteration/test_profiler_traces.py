@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from stepsight.dataset.hardware.hardware import Fabric, Hardware, Link
-from stepsight.dataset.traces.import_ranks import import_ranks
+from stepsight.dataset.traces.import_traces import import_ranks
 from stepsight.simulator.durations.latency_model import RooflineLatency
 from stepsight.simulator.iteration.simulate import Simulation, simulate
 from stepsight.simulator.iteration.timeline import num_kernels, profiler_traces

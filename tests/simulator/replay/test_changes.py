@@ -9,7 +9,7 @@ import pytest
 from stepsight.dataset.base.errors import StepsightError
 from stepsight.dataset.graph.rank_graph import RankGraph
 from stepsight.dataset.hardware.hardware import HARDWARE, find_fabric
-from stepsight.dataset.traces.import_ranks import import_ranks
+from stepsight.dataset.traces.import_traces import import_ranks
 from stepsight.simulator.durations.latency_model import RooflineLatency
 from stepsight.simulator.replay import changes
 from stepsight.simulator.replay.changes import Tally, with_buckets

@@ -9,7 +9,7 @@ import pytest
 
 from stepsight.dataset.graph.program import Dependency
 from stepsight.dataset.graph.rank_graph import PHASES, WHY_NUMBER, RankGraph
-from stepsight.dataset.traces.placement import Placement
+from stepsight.dataset.graph.rank_trace import Placement
 from stepsight.dataset.traces.read_rank import read_rank
 from stepsight.simulator.replay.changes import as_timed
 from stepsight.simulator.replay.replay import replay

@@ -10,7 +10,7 @@ import pytest
 
 from stepsight.dataset.base.errors import TraceError
 from stepsight.dataset.graph.rank_graph import COLLECTIVE, RankGraph
-from stepsight.dataset.traces.import_ranks import import_ranks
+from stepsight.dataset.traces.import_traces import import_ranks
 from stepsight.simulator.replay.replay import replay
 from tests.dataset.traced_jobs import PRODUCT, GpuJob, two_ranks
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from stepsight.dataset.runs.imported_run import write_imported
-from stepsight.dataset.traces.import_ranks import import_ranks
+from stepsight.dataset.runs.run_folder import write_imported
+from stepsight.dataset.traces.import_traces import import_ranks
 from stepsight.training.context.examples import make_examples
 from stepsight.training.context.fit_context import fit_context, node_weights, op_error
 from stepsight.training.measured.measured import read_imported_runs

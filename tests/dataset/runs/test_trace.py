@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stepsight.dataset.runs.overhead import MOST_DRIFT, MOST_PER_EVENT_S, profiling_correction, without_overhead
+from stepsight.dataset.runs.trace import MOST_DRIFT, MOST_PER_EVENT_S, profiling_correction, without_overhead
 
 seconds = st.lists(st.tuples(st.floats(1e-7, 1e-1), st.integers(0, 50)), min_size=1, max_size=50)
 
