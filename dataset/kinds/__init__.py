@@ -32,12 +32,6 @@ __all__ = [
     "gloo_spans",
     "kinds_version",
     "nccl_names",
-    "register_collective_kind",
-    "register_op_kind",
-    "registered_collective_kind",
-    "registered_op_kind",
-    "unregister_collective_kind",
-    "unregister_op_kind",
 ]
 
 _FAMILIES = (product_kinds, attention_kinds, row_kinds, streamed_kinds, traced_kinds)
@@ -53,14 +47,6 @@ COLLECTIVE_KINDS: KindTable[CollectiveKind] = KindTable(
 def kinds_version() -> tuple[int, int]:
     """Number of changes of op kinds and of collective kinds so far, with which caches detect changes."""
     return OP_KINDS.version, COLLECTIVE_KINDS.version
-
-
-register_op_kind = OP_KINDS.add
-registered_op_kind = OP_KINDS.added
-unregister_op_kind = OP_KINDS.unregister
-register_collective_kind = COLLECTIVE_KINDS.add
-registered_collective_kind = COLLECTIVE_KINDS.added
-unregister_collective_kind = COLLECTIVE_KINDS.unregister
 
 
 @cached(4)

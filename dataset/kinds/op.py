@@ -16,8 +16,6 @@ from stepsight.dataset.kinds import (
     OP_KINDS,
     CollectiveKind,
     OpKind,
-    register_collective_kind,
-    register_op_kind,
 )
 from stepsight.dataset.kinds.kind_table import refuse_cost
 
@@ -30,8 +28,6 @@ __all__ = [
     "CollectiveKind",
     "Op",
     "OpKind",
-    "register_collective_kind",
-    "register_op_kind",
 ]
 
 # nvfp4 has 4 bits and an 8-bit scale for every 16 values (0.56 bytes); what trains with it holds two layouts of an

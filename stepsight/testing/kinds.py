@@ -19,14 +19,7 @@ from math import inf
 from typing import Any
 
 from stepsight.dataset.hardware.hardware import alpha_beta_seconds, find_fabric, find_hardware, roofline_seconds
-from stepsight.dataset.kinds import (
-    COLLECTIVE_KINDS,
-    OP_KINDS,
-    CollectiveKind,
-    OpKind,
-    registered_collective_kind,
-    registered_op_kind,
-)
+from stepsight.dataset.kinds import COLLECTIVE_KINDS, OP_KINDS, CollectiveKind, OpKind
 from stepsight.dataset.kinds.op import Collective, Op
 from stepsight.features.collective_features import COLLECTIVE_TERMS, collective_terms
 from stepsight.features.nccl_features import NCCL_TERMS, nccl_terms
@@ -152,8 +145,8 @@ class CollectiveKindContract:
 
 
 def _known_op(kind: OpKind) -> AbstractContextManager[Any]:
-    return nullcontext() if OP_KINDS.get(kind.name) is kind else registered_op_kind(kind)
+    return nullcontext() if OP_KINDS.get(kind.name) is kind else OP_KINDS.added(kind)
 
 
 def _known_collective(kind: CollectiveKind) -> AbstractContextManager[Any]:
-    return nullcontext() if COLLECTIVE_KINDS.get(kind.name) is kind else registered_collective_kind(kind)
+    return nullcontext() if COLLECTIVE_KINDS.get(kind.name) is kind else COLLECTIVE_KINDS.added(kind)

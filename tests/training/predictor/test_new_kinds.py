@@ -15,7 +15,7 @@ from stepsight.dataset.base.errors import JobError, PredictorError
 from stepsight.dataset.graph.program import ProgramBuilder
 from stepsight.dataset.hardware.hardware import find_fabric
 from stepsight.dataset.job.job import Job
-from stepsight.dataset.kinds import OP_KINDS, CollectiveKind, OpKind, registered_collective_kind, registered_op_kind
+from stepsight.dataset.kinds import COLLECTIVE_KINDS, OP_KINDS, CollectiveKind, OpKind
 from stepsight.dataset.kinds.op import Collective, Op
 from stepsight.features.graph_features import node_feature_names
 from stepsight.features.op_features import op_feature_names
@@ -48,8 +48,8 @@ def scan() -> OpKind:
 def more_kinds() -> Iterator[None]:
     """Within the block there are one more op kind and one more collective kind."""
     with ExitStack() as stack:
-        stack.enter_context(registered_op_kind(scan()))
-        stack.enter_context(registered_collective_kind(CollectiveKind(name="gossip", counts="the message")))
+        stack.enter_context(OP_KINDS.added(scan()))
+        stack.enter_context(COLLECTIVE_KINDS.added(CollectiveKind(name="gossip", counts="the message")))
         yield
 
 
@@ -150,7 +150,7 @@ def test_a_kind_with_another_code_is_named(predictor: Predictor, tmp_path: Path)
     with more_kinds():
         _trained_on_scan(predictor, tmp_path / "p")
     with (
-        registered_op_kind(replace(scan(), code=99)),
+        OP_KINDS.added(replace(scan(), code=99)),
         pytest.raises(PredictorError, match=r"trained with, got scan \d+ != 99: register"),
     ):
         Predictor.load(tmp_path / "p")
@@ -162,7 +162,7 @@ def test_features_that_are_not_there_are_named(predictor: Predictor, tmp_path: P
         _trained_on_scan(predictor, tmp_path / "p")
     fewer = replace(scan(), dim_names=DIMS[:-1])
     with (
-        registered_op_kind(fewer),
+        OP_KINDS.added(fewer),
         pytest.raises(PredictorError, match=f"does not have: log_dim{len(DIMS) - 1}: register"),
     ):
         Predictor.load(tmp_path / "p")
