@@ -9,14 +9,7 @@ from pathlib import Path
 
 from stepsight.dataset.base.errors import JobError
 from stepsight.dataset.base.registry import Registry, check_takes, instance_of
-from stepsight.dataset.configs import (
-    accelerate,
-    huggingface,
-    maxtext,
-    megatron_words,
-    nanotron,
-    torchtitan,
-)
+from stepsight.dataset.configs import accelerate, huggingface, maxtext, megatron_words, nanotron, torchtitan
 from stepsight.dataset.configs.drafts import ConfigFile, Draft, Given
 from stepsight.dataset.configs.key_table import ConfigText
 from stepsight.dataset.configs.megatron import write_megatron

@@ -26,14 +26,7 @@ from stepsight.dataset.job.job import Job
 from stepsight.dataset.job.models import MODELS
 
 # Axes of the mesh within and between slices, and the degree of a job.
-_AXES = {
-    "tensor": "tp",
-    "tensor_sequence": "tp",
-    "context": "cp",
-    "sequence": "cp",
-    "pipeline": "pp",
-    "expert": "ep",
-}
+_AXES = {"tensor": "tp", "tensor_sequence": "tp", "context": "cp", "sequence": "cp", "pipeline": "pp", "expert": "ep"}
 _MARKS = ("base_emb_dim", "base_num_decoder_layers", "per_device_batch_size", "ici_fsdp_parallelism", "base_config")
 _BASE = {  # what base.yml states, where it is not near
     "base_emb_dim": 2048,

@@ -16,13 +16,7 @@ from stepsight.dataset.base.errors import JobError
 from stepsight.dataset.configs.documents import flat, read_source, toml_text
 from stepsight.dataset.configs.drafts import ConfigFile, Draft, Reading
 from stepsight.dataset.configs.key_table import CLIP, OTHER, ConfigText, JobView, Row, read_rows, write_rows
-from stepsight.dataset.configs.torchtitan_models import (
-    FLAVORS,
-    even_stages,
-    flavor_of,
-    flavor_sizes,
-    registry_settings,
-)
+from stepsight.dataset.configs.torchtitan_models import FLAVORS, even_stages, flavor_of, flavor_sizes, registry_settings
 from stepsight.dataset.job.job import Job
 from stepsight.dataset.job.rules import MOST_LAYERS
 

@@ -11,24 +11,10 @@ from dataclasses import dataclass
 from math import inf
 from types import MappingProxyType
 
-from stepsight.dataset.kinds import (
-    COLLECTIVE_KINDS,
-    OP_KINDS,
-    CollectiveKind,
-    OpKind,
-)
+from stepsight.dataset.kinds import COLLECTIVE_KINDS, OP_KINDS, CollectiveKind, OpKind
 from stepsight.dataset.kinds.kind_table import refuse_cost
 
-__all__ = [
-    "COLLECTIVE_KINDS",
-    "DTYPE_BYTES",
-    "MOST_SIZE",
-    "OP_KINDS",
-    "Collective",
-    "CollectiveKind",
-    "Op",
-    "OpKind",
-]
+__all__ = ["COLLECTIVE_KINDS", "DTYPE_BYTES", "MOST_SIZE", "OP_KINDS", "Collective", "CollectiveKind", "Op", "OpKind"]
 
 # nvfp4 has 4 bits and an 8-bit scale for every 16 values (0.56 bytes); what trains with it holds two layouts of an
 # operand, one along rows and one along columns, so that a whole byte is counted.

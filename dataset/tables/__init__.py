@@ -3,12 +3,4 @@
 from stepsight.dataset.tables.formats import FORMATS, check_table_output, read_table
 from stepsight.dataset.tables.measurements import Measurements, SourceFile, summary, summary_text
 
-__all__ = [
-    "FORMATS",
-    "Measurements",
-    "SourceFile",
-    "check_table_output",
-    "read_table",
-    "summary",
-    "summary_text",
-]
+__all__ = ["FORMATS", "Measurements", "SourceFile", "check_table_output", "read_table", "summary", "summary_text"]
