@@ -5,17 +5,15 @@ Sources: see ``megatron.py``.
 
 from __future__ import annotations
 
-import ast
 import re
 from typing import Any
 
 from stepsight.dataset.base.errors import JobError
 from stepsight.dataset.configs.drafts import Reading
 from stepsight.dataset.configs.key_table import JobView, Row, same
-from stepsight.dataset.job.rules import MOST_LAYERS
 
 MOST_STAGES = 10_000
-_REPEATED = re.compile(r"\(([^()]*)\)\*(\d+)|([A-Za-z|])\*(\d+)")
+_REPEATED = re.compile(r"\(([^()]*)\)(?:\*(\d+))?|([A-Za-z|])\*(\d+)")
 # Tokens of a tokenizer whose type or name has one of some words; the first that fits counts.
 _VOCABULARIES = (
     (50257, ("gpt2",)),
@@ -47,13 +45,17 @@ _BACKENDS = {"flash-1": "flash", "flash-2": "flash", "flash-3": "fused"}
 
 def stages_of_layout(layout: str) -> list[str]:
     """The stages of a layout as ``Et|(tt|)*29|mL``, each with a letter for each of its layers; empty: too long."""
-    text = re.sub(r"[\s,]", "", layout)
+    return _repeated(re.sub(r"[\s,]", "", layout)).split("|") if layout else []
+
+
+def _repeated(text: str) -> str:
+    """A text with its repetitions written out, as ``(ab)*2`` and ``a*3``; empty if that is too long."""
     while (found := _REPEATED.search(text)) is not None:
-        what, count = found[1] if found[1] is not None else found[3], int(found[2] or found[4])
+        what, count = found[1] if found[1] is not None else found[3], int(found[2] or found[4] or 1)
         if count * len(what) > MOST_STAGES or len(text) > MOST_STAGES:
-            return []
+            return ""
         text = text[: found.start()] + what * count + text[found.end() :]
-    return text.split("|")
+    return text
 
 
 def expert_layers(reading: Reading, frequency: Any, source: str) -> None:
@@ -78,27 +80,9 @@ def expert_layers(reading: Reading, frequency: Any, source: str) -> None:
 
 def _pattern(text: str) -> list[int]:
     """A list written as Python: ``[0]*3+[1]*58``; empty if it is something else."""
-    try:
-        return _listed(ast.parse(text.strip().strip("'\""), mode="eval").body)
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
-        return []
-
-
-def _listed(node: ast.AST) -> list[int]:
-    if isinstance(node, ast.List) and all(isinstance(item, ast.Constant) for item in node.elts):
-        return [int(item.value == 1) for item in node.elts if isinstance(item, ast.Constant)]
-    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
-        found = _listed(node.left) + _listed(node.right)
-    elif isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult) and isinstance(node.right, ast.Constant):
-        count = node.right.value
-        if type(count) is not int or not 0 <= count <= MOST_LAYERS:
-            raise ValueError("a pattern's count must be a small whole number")
-        found = _listed(node.left) * count
-    else:
-        raise ValueError("a pattern is made of lists, + and *")
-    if len(found) > MOST_LAYERS:
-        raise ValueError("a pattern is longer than any model")
-    return found
+    plain = re.sub(r"[\s,'\"+]", "", text).replace("[", "(").replace("]", ")")
+    layers = _repeated(plain) if re.fullmatch(r"[01()*\d]*", plain) else ""
+    return [int(layer) for layer in layers] if re.fullmatch("[01]+", layers) else []
 
 
 def _read_kind(reading: Reading) -> None:
