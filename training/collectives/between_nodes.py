@@ -18,15 +18,16 @@ from numpy.typing import NDArray
 from stepsight.dataset.hardware.hardware import Fabric
 from stepsight.dataset.kinds.op import COLLECTIVE_KINDS, Collective
 from stepsight.features.nccl_choices import CHOICE_TERMS, LINK_FACTS, OVERLAPPING, choice_terms, link_facts
+from stepsight.training.corrections.corrector import Support
 from stepsight.training.corrections.size_residuals import (
     KNOTS,
     MOST,
+    SizeResidual,
     never_falling,
     read_curve,
-    share_left,
     size_residual,
 )
-from stepsight.training.regression.fitted_physics import HUBER, SHARPNESS, SLACK, Bounds, minimise
+from stepsight.training.regression.fitted_physics import SHARPNESS, SLACK, Bounds, minimise, robust_loss
 
 Array = NDArray[np.float64]
 Rows = tuple[Array, Array, float]  # terms of a kind's choices, logarithms of measured seconds, log units of noise
@@ -64,7 +65,7 @@ class BetweenNodes:
     """
 
     factors: Mapping[str, Array]
-    support: Mapping[str, tuple[Array, Array]]
+    support: Mapping[str, Support]
     errors: Mapping[str, float]
     residuals: Mapping[str, Array] = field(default_factory=dict)
 
@@ -84,8 +85,8 @@ class BetweenNodes:
     def _curve(self, kind: str, nodes: int, near: int, fabric: Fabric) -> Array:
         """Logarithm of the corrected seconds of a layout at ``KNOTS``: they never fall with size."""
         works = [Collective(kind, size, nodes * near, near) for size in KNOTS.tolist()]
-        left = share_left(works[:1], self.support[kind])
-        return never_falling(np.log(self.parts(works, fabric).sum(axis=1)) + left * self.residuals[kind])
+        residual = SizeResidual(self.residuals[kind], self.support[kind])
+        return never_falling(np.log(self.parts(works, fabric).sum(axis=1)) + residual.known(works) * residual.logs)
 
     def parts(self, collectives: Sequence[Collective], fabric: Fabric) -> Array:
         """Seconds of each collective by ``CHOICE_TERMS`` in the cheapest choice, ``(collectives, terms)``."""
@@ -129,7 +130,7 @@ class BetweenNodes:
     def to_dict(self) -> dict[str, Any]:
         return {
             "factors": {name: factors.tolist() for name, factors in self.factors.items()},
-            "support": {k: {"low": low.tolist(), "high": high.tolist()} for k, (low, high) in self.support.items()},
+            "support": {kind: support.to_dict() for kind, support in self.support.items()},
             "errors": dict(self.errors),
             **({"residuals": {k: off.tolist() for k, off in self.residuals.items()}} if self.residuals else {}),
         }
@@ -138,7 +139,7 @@ class BetweenNodes:
     def from_dict(cls, value: Mapping[str, Any]) -> BetweenNodes:
         read = cls(
             {str(name): np.array(factors, float) for name, factors in value["factors"].items()},
-            {str(k): (np.array(s["low"], float), np.array(s["high"], float)) for k, s in value["support"].items()},
+            {str(kind): Support.from_dict(table) for kind, table in value["support"].items()},
             {str(kind): float(error) for kind, error in value["errors"].items()},
             {str(kind): np.array(off, float) for kind, off in value.get("residuals", {}).items()},
         )
@@ -192,7 +193,7 @@ def fit_between_nodes(
             rows = (terms[kind], log_seconds[kinds[kind]], noises[kind])
             factors[kind] = np.exp(_fit([rows], around, KIND_STD * stds))
             places = np.array([place(collectives[i]) for i in kinds[kind]])
-            support[kind] = (places.min(axis=0), places.max(axis=0))
+            support[kind] = Support.of(places)
             errors[kind] = _left_out(rows, places[:, 1:], around, KIND_STD * stds)
     return BetweenNodes(factors, support, errors)
 
@@ -252,27 +253,18 @@ def _cheapest(terms: Array, factors: Array) -> Array:
 
 def _fit(blocks: Sequence[Rows], prior: Array, stds: Array) -> Array:
     """Logarithms of the factors, robust maximum a posteriori by projected Levenberg-Marquardt."""
+
+    def residuals(theta: Array) -> tuple[Array, Array]:
+        off, slopes = [], []
+        for terms, measured, noise in blocks:
+            parts = _cheapest(terms, np.exp(theta))
+            seconds = parts.sum(axis=1)
+            off.append((np.log(seconds) - measured) / noise)
+            slopes.append(parts / seconds[:, None] / noise)
+        return np.concatenate(off), np.concatenate(slopes)
+
     low, high = np.log(FACTORS.low), np.log(FACTORS.high)
-    return minimise(
-        lambda theta: _objective(blocks, theta, prior, stds), prior, low, high, longest=LONGEST_STEP, steps=STEPS
-    )
-
-
-def _objective(blocks: Sequence[Rows], theta: Array, prior: Array, stds: Array) -> tuple[float, Array, Array]:
-    """Loss, its gradient and a Gauss-Newton Hessian."""
-    off = (theta - prior) / stds
-    loss, gradient, hessian = 0.5 * float(off @ off), off / stds, np.diag(1 / stds**2)
-    for terms, measured, noise in blocks:
-        parts = _cheapest(terms, np.exp(theta))
-        seconds = parts.sum(axis=1)
-        residual = (np.log(seconds) - measured) / noise
-        jacobian = parts / seconds[:, None] / noise
-        size = np.abs(residual)
-        weight = np.minimum(1.0, HUBER / np.maximum(size, 1e-12))
-        loss += float(np.where(size < HUBER, 0.5 * size**2, HUBER * (size - 0.5 * HUBER)).sum())
-        gradient = gradient + jacobian.T @ (weight * residual)
-        hessian = hessian + (jacobian * weight[:, None]).T @ jacobian
-    return loss, gradient, hessian
+    return minimise(robust_loss(residuals, prior, stds), prior, low, high, longest=LONGEST_STEP, steps=STEPS)
 
 
 SLOWER, FASTER = 3.0, 1 / 1.5  # share of the stated bandwidth below which the statement is doubted

@@ -244,7 +244,7 @@ class CollectiveModel:
         if collective.kind not in between.support:
             return f"{collective}: no {collective.kind} across nodes was measured"
         low, high = between.support[collective.kind]
-        excess = np.maximum(np.maximum(low - place(collective), place(collective) - high), 0.0)
+        excess = between.support[collective.kind].beyond(place(collective))
         if excess[1] > OUTSIDE:
             return f"{collective}: measured for groups of {np.exp(low[1]):.0f} to {np.exp(high[1]):.0f} ranks"
         if excess.sum() > OUTSIDE:

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from stepsight.dataset.job.job import Job
 from stepsight.dataset.kinds.op import Collective, Op
+from stepsight.training.corrections.corrector import doubt
 from stepsight.training.corrections.gaussian_process import GaussianProcess
 from stepsight.training.intervals.conformal import MOST_LOG
 
@@ -100,9 +101,15 @@ class Constants:
         """Whether nothing is corrected."""
         return not any(self.logs)
 
-    def factor(self, work: Op | Collective) -> float:
-        """The factor of a work's duration."""
-        return math.exp(self.logs[resource_of(work)])
+    prior_std_log = 0.3  # of the least known resource; ``RESOURCES`` has those of each
+
+    def log_factor(self, asked: Sequence[Op | Collective]) -> Array:
+        """Logarithm of the factor of each duration, ``(asked,)``."""
+        return np.array([self.logs[resource_of(work)] for work in asked], dtype=np.float64)
+
+    def known(self, asked: Sequence[Op | Collective]) -> Array:
+        """1 for work whose resource whole iterations corrected, else 0, ``(asked,)``."""
+        return np.array([self.logs[resource_of(work)] != 0.0 for work in asked], dtype=np.float64)
 
     def to_dict(self) -> dict[str, float]:
         """Factors by resource."""
@@ -137,7 +144,7 @@ DRIFT_DOUBLINGS = 2.0  # doublings of the number of devices over which a correct
 
 
 @dataclass(frozen=True, slots=True)
-class Likeness:
+class JobFeatures:
     """The features of a job that its similarity depends on.
 
     Attributes:
@@ -151,7 +158,7 @@ class Likeness:
     doublings: float
 
     @classmethod
-    def of(cls, job: Job, software: str = "") -> Likeness:
+    def of(cls, job: Job, software: str = "") -> JobFeatures:
         """Features of a job; ``software`` names the framework in any words, empty: unknown."""
         m, p, batch = job.model, job.parallel, job.batch
         tokens = batch.micro_batch * m.seq_len / p.cp
@@ -169,7 +176,7 @@ class Likeness:
         return {"place": list(self.place), "labels": list(self.labels), "doublings": self.doublings}
 
     @classmethod
-    def from_dict(cls, value: dict[str, object]) -> Likeness:
+    def from_dict(cls, value: dict[str, object]) -> JobFeatures:
         place, labels = value["place"], value["labels"]
         if not isinstance(place, list) or not isinstance(labels, list):
             raise ValueError(f"place and labels must be lists, got {place!r:.40} and {labels!r:.40}")
@@ -181,7 +188,7 @@ class Likeness:
         return cls(numbers[:-1], tuple(map(str, labels)), numbers[-1])
 
 
-def covariance(one: Sequence[Likeness], two: Sequence[Likeness]) -> Array:
+def covariance(one: Sequence[JobFeatures], two: Sequence[JobFeatures]) -> Array:
     """Covariance of unit-variance corrections, ``(len(one), len(two))``; 1 for a job with itself."""
     places, others = np.array([row.place for row in one]), np.array([row.place for row in two])
     squared = ((places[:, None] - others[None]) ** 2).sum(axis=2)
@@ -213,10 +220,14 @@ class Residual:
         spread, noise: Deviation of corrections from job to job, and of the same run repeated, in log units.
     """
 
-    rows: tuple[Likeness, ...]
+    rows: tuple[JobFeatures, ...]
     logs: tuple[float, ...]
     spread: float
     noise: float
+
+    @property
+    def prior_std_log(self) -> float:
+        return self.spread
 
     @cached_property
     def _process(self) -> GaussianProcess:
@@ -229,23 +240,18 @@ class Residual:
         place = list(UNLIKE).index("software")
         return tuple(dict.fromkeys(row.labels[place] for row in self.rows))
 
-    def mean_and_std(self, job: Job, software: str = "") -> tuple[float, float]:
-        """Correction of a job, within ``MAX_LOG``, and its deviation with the noise of a repeated run; in log units."""
-        shared = self._shared(job, software)
-        mean = float(np.clip(self._process.mean(shared), -MAX_LOG, MAX_LOG))
-        variance = self.spread**2 * (1.0 - self.known(job, software))
-        return mean, math.sqrt(variance + self.noise**2)
+    def log_factor(self, asked: Sequence[JobFeatures]) -> Array:
+        """Corrections of jobs, within ``MAX_LOG``, ``(asked,)``."""
+        return np.array([np.clip(self._process.mean(shared), -MAX_LOG, MAX_LOG) for shared in self._shared(asked)])
 
-    def known(self, job: Job, software: str = "") -> float:
-        """Share of the variance between jobs that the rows explain for this one: 1 for a job of the rows, 0 far from
-        all.
-        """
-        shared = self._shared(job, software)
-        return min(1.0, self._process.explained(shared) / self.spread**2)
+    def known(self, asked: Sequence[JobFeatures]) -> Array:
+        """Share of the variance between jobs that the rows explain: 1 for a job of the rows, 0 far from all."""
+        explained = [self._process.explained(shared) for shared in self._shared(asked)]
+        return np.minimum(1.0, np.array(explained) / self.spread**2)
 
-    def _shared(self, job: Job, software: str) -> Array:
-        """Covariance of a job with every row, ``(rows,)``."""
-        return np.asarray(self.spread**2 * covariance([Likeness.of(job, software)], self.rows)[0])
+    def _shared(self, asked: Sequence[JobFeatures]) -> list[Array]:
+        """Covariance of each job with every row, ``(rows,)`` each."""
+        return [self.spread**2 * covariance([each], self.rows)[0] for each in asked]
 
     def to_dict(self) -> dict[str, Any]:
         rows = [{**row.to_dict(), "log": log} for row, log in zip(self.rows, self.logs, strict=True)]
@@ -261,7 +267,7 @@ class Residual:
             )
         if not (np.abs(logs) <= MOST_LOG).all():
             raise ValueError(f"logs of a residual must lie within +-{MOST_LOG:g}, got {logs!s:.80}")
-        return cls(tuple(Likeness.from_dict(row) for row in value["rows"]), logs, spread, noise)
+        return cls(tuple(JobFeatures.from_dict(row) for row in value["rows"]), logs, spread, noise)
 
 
 def most_likely(logs: Array, shared: Array, more: Array) -> tuple[float, float]:
@@ -317,7 +323,7 @@ class Calibration:
         """The factor of a job's simulated time."""
         if self.residual is None:
             return self.scale
-        return self.scale * math.exp(self.residual.mean_and_std(job, software)[0])
+        return self.scale * math.exp(self.residual.log_factor([JobFeatures.of(job, software)])[0])
 
     def half_width_log(self, job: Job, software: str, otherwise: float, *, judged: bool = False) -> float:
         """Half of a job's interval: from the residual if it knows similar jobs, else ``otherwise``; at least the errors
@@ -325,8 +331,9 @@ class Calibration:
         """
         if self.residual is None:
             return otherwise
-        known = self.residual.known(job, software)
-        own = min(self.width * self.residual.mean_and_std(job, software)[1], otherwise)
+        asked = [JobFeatures.of(job, software)]
+        known = float(self.residual.known(asked)[0])
+        own = min(self.width * float(doubt(self.residual, asked, self.residual.noise)[0]), otherwise)
         half = math.sqrt(known * own**2 + (1.0 - known) * otherwise**2)
         return max(half, self.left_log, 0.0 if judged else self.judged_log)
 

@@ -1,7 +1,8 @@
 """The posterior of a Gaussian process: estimates of values from noisy values at other points.
 
 The process has mean zero, so far from every observation its mean is zero and its variance is the prior's
-(Rasmussen and Williams, Gaussian Processes for Machine Learning, 2006, equations 2.25 and 2.26).
+(Rasmussen and Williams, Gaussian Processes for Machine Learning, 2006, equations 2.25 and 2.26).  ``Neighbours`` is one
+on the log-residuals that physics and trees leave, per kind: full at a measured signature, smaller with distance.
 """
 
 from __future__ import annotations
@@ -15,6 +16,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 Array = NDArray[np.float64]
+
+NOISE = 0.03  # log-seconds; two library versions, and repeats on one machine, agree within about 3 %
+MAX_POINTS = 600
+LENGTHS = (0.02, 0.25, 0.5, 1.0, 2.0)  # log units; the first one only reproduces measured signatures
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,9 +45,7 @@ class GaussianProcess:
         return np.asarray(np.linalg.inv(self.covariance), dtype=np.float64)
 
     def mean(self, shared: Array) -> Array:
-        """Expected values at points whose covariance with the observations is ``shared``, ``(..., n)``; shape
-        ``(...)``.
-        """
+        """Expected values, ``(...)``, at points whose covariance with the observations is ``shared``, ``(..., n)``."""
         return np.asarray(shared @ self.weights)
 
     def explained(self, shared: Array) -> float:
@@ -73,11 +76,6 @@ class GaussianProcess:
         return off, stds
 
 
-NOISE = 0.03  # log-seconds; two library versions, and repeats on one machine, agree within about 3 %
-MAX_POINTS = 600
-LENGTHS = (0.02, 0.25, 0.5, 1.0, 2.0)  # log units; the first one only reproduces measured signatures
-
-
 @dataclass(frozen=True)
 class Neighbours:
     """Positions that were measured, ``(points, axes)``, and their weights, ``(points,)``."""
@@ -86,11 +84,24 @@ class Neighbours:
     weights: Array
     length: float
 
-    def residual(self, positions: Array) -> Array:
-        """Log-residual at each position, shape ``(rows,)``."""
+    prior_std_log = NOISE
+
+    @classmethod
+    def none(cls, axes: int) -> Neighbours:
+        """Nothing was measured."""
+        return cls(np.zeros((0, axes)), np.zeros(0), LENGTHS[0])
+
+    def log_factor(self, asked: Array) -> Array:
+        """Log-residual at each position, ``(rows, axes)``; shape ``(rows,)``."""
         if not len(self.weights):
-            return np.zeros(len(positions))
-        return np.asarray(_similarity(positions, self.positions, self.length) @ self.weights)
+            return np.zeros(len(asked))
+        return np.asarray(_similarity(asked, self.positions, self.length) @ self.weights)
+
+    def known(self, asked: Array) -> Array:
+        """Squared similarity with the nearest measured position, ``(rows,)``."""
+        if not len(self.weights):
+            return np.zeros(len(asked))
+        return np.asarray(_similarity(asked, self.positions, self.length).max(axis=1) ** 2)
 
     def to_dict(self) -> dict[str, Any]:
         return {

@@ -15,6 +15,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from stepsight.training.corrections.gaussian_process import GaussianProcess
+
 Array = NDArray[np.float64]
 Blocks = Mapping[str, Array]  # columns of each term of the covariance, ``(rows, columns)``
 
@@ -91,14 +93,13 @@ def fit_posterior(rows: Blocks, residuals: Array, seconds: Array, seed: int = 0)
     covariance = _covariance(scales, _distances(kept, kept))
     usual = _noise(scales, times)
     noise = usual
-    weights = np.zeros(len(wanted))
     for _ in range(ROBUST_STEPS):
-        inverse = np.linalg.inv(covariance + np.diag(noise))
-        weights = inverse @ wanted
-        left_out = np.abs(weights / np.diag(inverse)) / np.sqrt(usual)  # error of each row predicted from the others
+        process = GaussianProcess(covariance + np.diag(noise), wanted)
+        # Error of each row predicted from the others.
+        left_out = np.abs(process.weights / np.diag(process.inverse)) / np.sqrt(usual)
         deviation = 1.48 * np.median(left_out) + 1e-9
         noise = usual * np.maximum(1.0, left_out / (OUTLIER * deviation)) ** 2
-    return Posterior(scales, kept, weights)
+    return Posterior(scales, kept, process.weights)
 
 
 @dataclass(frozen=True, eq=False)
@@ -228,12 +229,7 @@ def _fit_scales(distances: Mapping[str, Array], residuals: Array, seconds: Array
     def cost(scales: Array) -> float:
         covariance = _covariance(scales, distances)
         covariance[np.diag_indices_from(covariance)] += _noise(scales, seconds) + 1e-9
-        try:
-            root = np.linalg.cholesky(covariance)
-        except np.linalg.LinAlgError:
-            return 1e9
-        white = np.linalg.solve(root, residuals)
         prior = (((scales - means) / stds) ** 2).sum()
-        return float(0.5 * white @ white + np.log(np.diag(root)).sum() + 0.5 * prior)
+        return float(0.5 * (GaussianProcess(covariance, residuals).cost() + prior))
 
     return np.asarray(minimize(cost, means, method="L-BFGS-B", options={"maxiter": STEPS}).x, dtype=np.float64)

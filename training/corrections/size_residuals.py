@@ -1,25 +1,33 @@
-"""What one cluster's collectives take beyond their fitted choices: a correction by size, which fades away.
+"""What one cluster's collectives take beyond their fitted choices: a correction by size, and curves over sizes.
 
 A cluster's peculiarities (the size at which its NCCL changes algorithm, how its adapters take medium messages) recur on
 other numbers of ranks.  So the logarithm of measured over fitted seconds is averaged over neighbouring sizes of a kind
 and shrunk where few were measured.  It fades to zero within four doublings of ranks, or of ranks per node, beyond the
-measured ones.
+measured ones.  A larger message never takes less time: a curve is the isotonic regression of what was learned, which
+also keeps the order of two networks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from stepsight.dataset.kinds.op import Collective
+from stepsight.training.corrections.corrector import Support
 
 Array = NDArray[np.float64]
 
 # Bytes of the curve's knots: half octaves, up to 16 GiB.
 KNOTS = np.unique(np.round(2.0 ** np.arange(0, 34.01, 0.5)).astype(np.int64))
 LOG_KNOTS = np.log(KNOTS.astype(np.float64))
+OCTAVE = float(np.log(2.0))
+WIDTH = OCTAVE  # log units over which sizes count as neighbours
+SHRINK = 1.0  # rows that say that nothing is beyond the fitted choices
+FADE = 4 * OCTAVE  # log units beyond the measured ranks at which nothing is left
+MOST = 1.0  # log units of a correction
 
 
 def read_curve(log_seconds: Array, num_bytes: Array) -> Array:
@@ -47,15 +55,34 @@ def never_falling(values: Array) -> Array:
     return np.repeat(means, counts)
 
 
-OCTAVE = float(np.log(2.0))
-WIDTH = OCTAVE  # log units over which sizes count as neighbours
-SHRINK = 1.0  # rows that say that nothing is beyond the fitted choices
-FADE = 4 * OCTAVE  # log units beyond the measured ranks at which nothing is left
-MOST = 1.0  # log units of a correction
+@dataclass(frozen=True)
+class SizeResidual:
+    """The correction of one kind on one cluster.
+
+    Attributes:
+        logs: At ``KNOTS``, log units.
+        support: Logarithms of bytes, ranks and ranks per node that were measured.
+    """
+
+    logs: Array
+    support: Support
+
+    prior_std_log = 0.15  # by which NCCL's constants are wrong on a real network
+
+    def log_factor(self, asked: Sequence[Collective]) -> Array:
+        """Logarithm of the factor of each collective, ``(asked,)``."""
+        sizes = np.log(np.maximum([work.num_bytes for work in asked], 1.0))
+        return np.asarray(self.known(asked) * np.interp(sizes, LOG_KNOTS, self.logs))
+
+    def known(self, asked: Sequence[Collective]) -> Array:
+        """Share that is left of the correction, by ranks and ranks per node; partly filled nodes count as full."""
+        layouts = np.array([(c.num_nodes * c.ranks_per_node, c.ranks_per_node) for c in asked], float).reshape(-1, 2)
+        layout = Support(self.support.low[1:], self.support.high[1:])
+        return np.asarray(np.clip(1 - layout.beyond(np.log(layouts)).sum(axis=1) / FADE, 0.0, 1.0))
 
 
 def size_residual(num_bytes: Array, off: Array) -> Array:
-    """Correction at the knots of ``size_curves``, log units, ``(knots,)``.
+    """Correction at ``KNOTS``, log units, ``(knots,)``.
 
     Args:
         num_bytes: Of the measured collectives of a kind.
@@ -64,17 +91,3 @@ def size_residual(num_bytes: Array, off: Array) -> Array:
     sizes = np.log(np.maximum(num_bytes, 1.0))
     weights = np.exp(-0.5 * ((LOG_KNOTS[:, None] - sizes) / WIDTH) ** 2)
     return np.asarray(np.clip(weights @ off / (weights.sum(axis=1) + SHRINK), -MOST, MOST))
-
-
-def share_left(collectives: Sequence[Collective], support: tuple[Array, Array]) -> Array:
-    """Share of the correction that remains for each collective, 0 to 1, by the measured ranks and ranks per node.
-
-    Args:
-        collectives: Asked about; partly filled nodes count as full ones.
-        support: Smallest and largest logarithm of bytes, ranks and ranks per node.
-    """
-    layouts = np.array([(c.num_nodes * c.ranks_per_node, c.ranks_per_node) for c in collectives], float).reshape(-1, 2)
-    places = np.log(layouts)
-    low, high = support[0][1:], support[1][1:]
-    beyond = np.maximum(np.maximum(low - places, places - high), 0.0).sum(axis=1)
-    return np.asarray(np.clip(1 - beyond / FADE, 0.0, 1.0))

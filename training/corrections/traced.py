@@ -1,14 +1,13 @@
 """Corrections of a predictor's kernels from traces of real steps: a factor for each kind, and more near traced sizes.
 
 A predictor of tables says how long a kernel takes alone, by the library that the tables measured.  In a training step
-another variant of it runs, beside other work.  The layer multiplies what the predictor says, so what it learned of
-shapes, precision and software stays, and fades for sizes that no trace holds.  Each kind has what predicts signatures
-that were left out best: nothing, a factor, or a factor and a Gaussian process on what it leaves (``neighbours``).
+another variant of it runs, beside other work.  Each kind has what predicts signatures that were left out best: nothing,
+a factor, or a factor and a Gaussian process on what it leaves; it fades for sizes that no trace holds.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,13 +16,13 @@ from numpy.typing import NDArray
 
 from stepsight.dataset.kinds.op import Op
 from stepsight.features.op_features import op_position
+from stepsight.training.corrections.corrector import Support, faded
 from stepsight.training.corrections.gaussian_process import LENGTHS, Neighbours, fit_neighbours
 
 Array = NDArray[np.float64]
 
 FEWEST = 4  # fewest signatures of a kind for a correction
 FOLDS = 5
-FADE = 0.7  # log units beyond what was measured after which a correction falls to 1/e
 MIN_GAIN = 0.1  # a choice must lower the error on left-out signatures by this share to replace a simpler one
 MOST_LOG = 1.6  # limit of a correction: beyond a factor of 5, the call does not show the op's real sizes
 _PRIOR = 2.0  # weight of the predictor, in signatures
@@ -37,28 +36,30 @@ class TracedKind:
     Attributes:
         offset: Of every op of the kind.
         near: What is left near signatures that were traced.
-        low, high: Support: lowest and highest position that was traced, ``(axes,)`` each.
+        support: Positions that were traced.
     """
 
     offset: float
     near: Neighbours
-    low: Array
-    high: Array
+    support: Support
 
-    def log_factor(self, positions: Array) -> Array:
+    prior_std_log = 0.3  # kernels in traces against tables of the same kernels
+
+    def log_factor(self, asked: Array) -> Array:
         """Logarithm of the factor at positions ``(rows, axes)``, shape ``(rows,)``; zero far from the support."""
-        excess = np.maximum(np.maximum(self.low - positions, positions - self.high), 0.0).max(axis=1)
-        found = np.clip(self.offset + self.near.residual(positions), -MOST_LOG, MOST_LOG)
-        return np.asarray(found * np.exp(-excess / FADE))
+        found = np.clip(self.offset + self.near.log_factor(asked), -MOST_LOG, MOST_LOG)
+        return np.asarray(found * self.known(asked))
+
+    def known(self, asked: Array) -> Array:
+        """Share that is left of the correction at positions ``(rows, axes)``, shape ``(rows,)``."""
+        return faded(self.support.beyond(asked).max(axis=1))
 
     def holds(self, op: Op) -> bool:
         """Whether an op lies within the traced range."""
-        position = op_position(op)
-        return bool((position >= self.low - 1e-9).all() and (position <= self.high + 1e-9).all())
+        return bool((self.support.beyond(op_position(op)) <= 1e-9).all())
 
     def to_dict(self) -> dict[str, Any]:
-        support = {"low": self.low.tolist(), "high": self.high.tolist()}
-        return {"offset": round(self.offset, 6), "near": self.near.to_dict(), **support}
+        return {"offset": round(self.offset, 6), "near": self.near.to_dict(), **self.support.to_dict()}
 
     @classmethod
     def from_dict(cls, value: Mapping[str, Any], axes: int) -> TracedKind:
@@ -68,9 +69,9 @@ class TracedKind:
             ValueError: If its arrays do not fit each other.
         """
         table = value["near"]
-        near = Neighbours.from_dict(table) if table["weights"] else Neighbours(np.zeros((0, axes)), np.zeros(0), 1.0)
-        low, high = np.array(value["low"], float), np.array(value["high"], float)
-        found = cls(float(value["offset"]), near, low, high)
+        near = Neighbours.from_dict(table) if table["weights"] else Neighbours.none(axes)
+        found = cls(float(value["offset"]), near, Support.from_dict(value))
+        low, high = found.support
         shaped = low.shape == high.shape == (axes,) and near.positions.shape[1:] == (axes,)
         numbers = np.concatenate([low, high, near.positions.ravel(), near.weights, [found.offset]])
         if not shaped or not np.isfinite(numbers).all() or not 0 < near.length <= LENGTHS[-1]:
@@ -83,10 +84,9 @@ class TracedKind:
 def log_factors(kinds: Mapping[str, TracedKind], ops: Sequence[Op], labels: Sequence[str]) -> Array:
     """Logarithm of the factor of each op, ``(len(ops),)``; ``labels`` are their kinds with precisions."""
     out = np.zeros(len(ops))
-    if kinds:
-        for name, index in _groups(labels).items():
-            if name in kinds:
-                out[index] = kinds[name].log_factor(np.array([op_position(ops[i]) for i in index]))
+    for name, index in _by_label(labels):
+        if name in kinds:
+            out[index] = kinds[name].log_factor(np.array([op_position(ops[i]) for i in index]))
     return out
 
 
@@ -107,7 +107,7 @@ def fit_traced(
     found: dict[str, TracedKind] = {}
     left_out = np.zeros(len(ops))
     residual = np.log(measured / predicted)
-    for name, index in _groups(labels).items():
+    for name, index in _by_label(labels):
         index = index[np.abs(residual[index]) <= MOST_LOG]
         if len(index) < FEWEST:
             continue
@@ -140,13 +140,11 @@ def _choose(positions: Array, residual: Array) -> tuple[float, Array]:
 def _fit(positions: Array, residual: Array, length: float) -> TracedKind:
     count = len(residual)
     offset = float(np.clip(np.median(residual) * count / (count + _PRIOR), -MOST_LOG, MOST_LOG))
-    nothing = Neighbours(np.zeros((0, positions.shape[1])), np.zeros(0), LENGTHS[0])
-    near = fit_neighbours(positions, residual - offset, length) if length else nothing
-    return TracedKind(offset, near, positions.min(axis=0), positions.max(axis=0))
+    near = fit_neighbours(positions, residual - offset, length) if length else Neighbours.none(positions.shape[1])
+    return TracedKind(offset, near, Support.of(positions))
 
 
-def _groups(labels: Sequence[str]) -> dict[str, NDArray[np.int64]]:
-    groups: dict[str, list[int]] = {}
-    for index, label in enumerate(labels):
-        groups.setdefault(label, []).append(index)
-    return {label: np.array(rows, dtype=np.int64) for label, rows in groups.items()}
+def _by_label(labels: Sequence[str]) -> Iterator[tuple[str, NDArray[np.int64]]]:
+    names = np.array(labels, dtype=object)
+    for name in dict.fromkeys(labels):
+        yield name, np.flatnonzero(names == name)

@@ -23,7 +23,7 @@ from stepsight.training.corrections.calibration import (
     NAMES,
     Calibration,
     Constants,
-    Likeness,
+    JobFeatures,
     Residual,
     covariance,
     most_likely,
@@ -55,8 +55,8 @@ class TimedJob:
     software: str = ""
 
     @property
-    def like(self) -> Likeness:
-        return Likeness.of(self.job, self.software)
+    def like(self) -> JobFeatures:
+        return JobFeatures.of(self.job, self.software)
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ def fit_calibration(predictor: Predictor, rows: Sequence[TimedJob]) -> Calibrati
         constants = Constants.within(prior @ parts.T @ GaussianProcess(total, left).weights)
     logs, _ = _simulate(predictor, constants, rows)
     residual = Residual(tuple(likes), tuple((measured - logs).tolist()), spread, noise)
-    corrections = np.array([residual.mean_and_std(row.job, row.software)[0] for row in rows])
+    corrections = residual.log_factor(likes)
     fit = CalibrationFit(predictor, GaussianProcess(total, first))
     width = _width(fit, [row.job for row in rows])
     calibration = Calibration(scale, constants, residual, width, off_by(measured - logs - corrections))

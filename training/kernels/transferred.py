@@ -20,6 +20,7 @@ from stepsight.dataset.hardware.hardware import Hardware, roofline_seconds
 from stepsight.dataset.kinds.op import Op
 from stepsight.features.named_columns import columns_of
 from stepsight.features.op_features import op_feature_names, op_features
+from stepsight.training.corrections.corrector import Support
 from stepsight.training.corrections.posterior import LINEAR, Correction
 from stepsight.training.kernels.kernel_models import OUTSIDE, KernelModel, label
 
@@ -77,7 +78,7 @@ class Transfer:
     teachers: tuple[Teacher, ...]
     like: str = ""
     posteriors: Mapping[str, Correction] = field(default_factory=dict)
-    support: Mapping[str, tuple[Array, Array]] = field(default_factory=dict)
+    support: Mapping[str, Support] = field(default_factory=dict)
     columns: Mapping[str, tuple[str, ...]] = field(default_factory=own_columns)
 
     def seconds(self, ops: Sequence[Op], variants: Sequence[int] | NDArray[np.int64] | int = 0) -> Array:
@@ -121,7 +122,7 @@ class Transfer:
             return f"{op}: no {op.kind} was measured; predicted from other devices' efficiency"
         low, high = self.support[name]
         place = _place(op)[: len(low)]
-        excess = float(np.maximum(np.maximum(low[: len(place)] - place, place - high[: len(place)]), 0.0).sum())
+        excess = float(Support(low[: len(place)], high[: len(place)]).beyond(place).sum())
         return f"{op}: {np.exp(excess):.1f} x outside the measured range" if excess > OUTSIDE else ""
 
     def _posterior_name(self, op: Op, variant: int) -> str:
@@ -152,7 +153,7 @@ class Transfer:
                 )
         posteriors = {str(name): Correction.from_dict(table) for name, table in value["posteriors"].items()}
         support = {
-            str(name): (np.array(low, dtype=np.float64), np.array(high, dtype=np.float64))
+            str(name): Support(np.array(low, dtype=np.float64), np.array(high, dtype=np.float64))
             for name, (low, high) in value["support"].items()
         }
         if set(support) != set(posteriors) or any(
@@ -168,11 +169,11 @@ def name_of(label: str, variant: int) -> str:
     return f"{label}#{variant}"
 
 
-def measured_range(ops: Sequence[Op]) -> tuple[Array, Array]:
+def measured_range(ops: Sequence[Op]) -> Support:
     """Lowest and highest log dims of ops."""
     longest = max(len(op.dims) for op in ops)
     places = np.array([np.pad(_place(op), (0, longest - len(op.dims)), mode="edge") for op in ops])
-    return places.min(axis=0), places.max(axis=0)
+    return Support.of(places)
 
 
 def _place(op: Op) -> Array:

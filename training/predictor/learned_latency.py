@@ -113,7 +113,9 @@ class LearnedLatency:
         found = {work: memo.get(work) for work in works}
         missing = [work for work, seconds in found.items() if seconds is None]
         if missing:
-            asked = ask(missing) * [self._constants.factor(work) for work in missing]
+            asked = ask(missing)
+            if not self._constants.plain:
+                asked = asked * [math.exp(log) for log in self._constants.log_factor(missing).tolist()]
             self._check(missing, asked)
             pairs = list(zip(missing, asked.tolist(), strict=True))
             memo.update(pairs)

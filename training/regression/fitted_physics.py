@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
 from operator import index
 from typing import Any
 
@@ -52,6 +51,25 @@ def minimise(objective: Objective, start: Array, low: Array, high: Array, *, lon
             if damping > MOST_DAMPING:
                 break
     return point
+
+
+def robust_loss(residuals: Callable[[Array], tuple[Array, Array]], prior: Array, stds: Array) -> Objective:
+    """Huber's loss of residuals, and a normal prior, for ``minimise``.
+
+    Args:
+        residuals: Returns the residuals of a point in deviations, ``(rows,)``, and their derivatives, ``(rows, n)``.
+        prior, stds: Mean and deviation of each number, ``(n,)``.
+    """
+
+    def objective(point: Array) -> tuple[float, Array, Array]:
+        residual, jacobian = residuals(point)
+        size, off = np.abs(residual), (point - prior) / stds
+        weight = np.minimum(1.0, HUBER / np.maximum(size, 1e-12))
+        loss = float(np.where(size < HUBER, 0.5 * size**2, HUBER * (size - 0.5 * HUBER)).sum() + 0.5 * off @ off)
+        gradient = jacobian.T @ (weight * residual) + off / stds
+        return loss, gradient, (jacobian * weight[:, None]).T @ jacobian + np.diag(1.0 / stds**2)
+
+    return objective
 
 
 NOISE = 0.05  # deviation of log-seconds between repeated measurements
@@ -168,49 +186,14 @@ def fit_physics(
     high = np.concatenate([np.log(bounds.high), np.full(count, MAX_BUSY_EXPONENT)])
     prior = np.concatenate([np.log(bounds.prior), np.zeros(count)])
     stds = np.concatenate([np.full(count, prior_std), np.full(count, BUSY_PRIOR_STD)])
-    problem = _Problem(terms, busy, np.log(seconds), prior, stds, bounds.overlapping, noise)
-    # A measured latency may lie outside its bounds.
-    theta = minimise(problem.objective, prior, low, high, longest=LONGEST_STEP, steps=steps)
-    return Physics(theta[:count], theta[count:], bounds.overlapping)
+    wanted, log_busy = np.log(seconds), np.log(busy)[:, None]
 
-
-@dataclass(frozen=True, eq=False)
-class _Problem:
-    """The loss that ``fit_physics`` minimises.
-
-    Attributes:
-        terms, busy: As in ``fit_physics``.
-        log_seconds: Measured, ``(rows,)``.
-        prior, stds: Mean and deviation of each parameter's prior, ``(2 * terms,)``: constants, then exponents.
-        overlapping: Terms of which only the longest counts.
-        noise: Log-seconds that measurements differ by.
-    """
-
-    terms: Array
-    busy: Array
-    log_seconds: Array
-    prior: Array
-    stds: Array
-    overlapping: tuple[int, ...]
-    noise: float = NOISE
-
-    @cached_property
-    def _log_busy(self) -> Array:
-        return np.log(self.busy)[:, None]
-
-    def objective(self, theta: Array) -> tuple[float, Array, Array]:
-        """Loss, its gradient and a Gauss-Newton Hessian."""
-        count = self.terms.shape[1]
-        physics = Physics(theta[:count], theta[count:], self.overlapping)
-        parts = physics._parts(self.terms, self.busy)
+    def residuals(theta: Array) -> tuple[Array, Array]:
+        parts = Physics(theta[:count], theta[count:], bounds.overlapping)._parts(terms, busy)
         total = parts.sum(axis=1) + 1e-12
-        residual = (np.log(total) - self.log_seconds) / self.noise
         shares = parts / total[:, None]
-        jacobian = np.concatenate([shares, shares * self._log_busy], axis=1) / self.noise
-        size = np.abs(residual)
-        weight = np.minimum(1.0, HUBER / np.maximum(size, 1e-12))
-        off = (theta - self.prior) / self.stds
-        loss = float(np.where(size < HUBER, 0.5 * size**2, HUBER * (size - 0.5 * HUBER)).sum() + 0.5 * off @ off)
-        gradient = jacobian.T @ (weight * residual) + off / self.stds
-        hessian = (jacobian * weight[:, None]).T @ jacobian + np.diag(1.0 / self.stds**2)
-        return loss, gradient, hessian
+        return (np.log(total) - wanted) / noise, np.concatenate([shares, shares * log_busy], axis=1) / noise
+
+    # A measured latency may lie outside its bounds.
+    theta = minimise(robust_loss(residuals, prior, stds), prior, low, high, longest=LONGEST_STEP, steps=steps)
+    return Physics(theta[:count], theta[count:], bounds.overlapping)

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from stepsight.training.corrections.corrector import Support, faded
 from stepsight.training.corrections.gaussian_process import LENGTHS, Neighbours, fit_neighbours
-from stepsight.training.corrections.traced import FADE
 from stepsight.training.regression.fitted_physics import MOST_LOG, Bounds, Physics, fit_physics
 from stepsight.training.regression.trees import MANY_ROWS, MIN_ROWS, Trees, fit_trees
 
@@ -104,7 +104,7 @@ class Regressor:
     physics: Mapping[str, Physics]
     trees: Mapping[str, Trees]
     neighbours: Mapping[str, Neighbours]
-    support: Mapping[str, tuple[Array, Array]]
+    support: Mapping[str, Support]
     busy: tuple[float, float] = (1.0, 1.0)
     errors: Mapping[str, float] = field(default_factory=dict)
     left_out: Mapping[Key, float] = field(default_factory=dict)
@@ -114,7 +114,7 @@ class Regressor:
         log_seconds = self.log_without_neighbours(rows)
         for kind, index in rows.by_kind().items():
             if kind in self.neighbours:
-                log_seconds[index] += self.neighbours[kind].residual(rows.places(index))
+                log_seconds[index] += self.neighbours[kind].log_factor(rows.places(index))
         return np.exp(log_seconds)
 
     def seconds_left_out(self, rows: SignatureRows) -> Array:
@@ -133,7 +133,7 @@ class Regressor:
             trees = self.trees.get(rows.families[index[0]])
             if trees is not None:
                 excess = np.array([self._excess_of_trees(kind, rows.positions[i]) for i in index])
-                log_seconds[index] += trees.predict(rows.features[index], rows.names) * np.exp(-excess / FADE)
+                log_seconds[index] += trees.predict(rows.features[index], rows.names) * faded(excess)
         return log_seconds
 
     def with_share(self, share: float) -> Regressor:
@@ -143,8 +143,7 @@ class Regressor:
 
     def excess(self, kind: str, position: Array) -> float:
         """Distance of a position from the measured range, in log units summed over axes; 0 within."""
-        low, high = self.support[kind]
-        return float(np.maximum(np.maximum(low - position, position - high), 0.0).sum())
+        return float(self.support[kind].beyond(position).sum())
 
     def gap(self, kind: str, position: Array) -> float:
         """Distance of a position from the nearest measured one, in log units of the axis where they differ most.
@@ -203,9 +202,7 @@ class Regressor:
         return {
             "physics": {kind: value.to_dict() for kind, value in self.physics.items()},
             "neighbours": {kind: value.to_dict() for kind, value in self.neighbours.items()},
-            "support": {
-                kind: {"low": low.tolist(), "high": high.tolist()} for kind, (low, high) in self.support.items()
-            },
+            "support": {kind: support.to_dict() for kind, support in self.support.items()},
             "busy": list(self.busy),
             "errors": dict(self.errors),
         }
@@ -216,7 +213,7 @@ class Regressor:
             {kind: Physics.from_dict(table) for kind, table in value["physics"].items()},
             trees,
             {kind: Neighbours.from_dict(table) for kind, table in value["neighbours"].items()},
-            {kind: (np.array(s["low"], float), np.array(s["high"], float)) for kind, s in value["support"].items()},
+            {kind: Support.from_dict(table) for kind, table in value["support"].items()},
             (float(value["busy"][0]), float(value["busy"][1])),
             {family: float(error) for family, error in value["errors"].items()},
         )
@@ -245,7 +242,7 @@ def fit_regressor(
     physics: dict[str, Physics] = {}
     trees: dict[str, Trees] = {}
     neighbours: dict[str, Neighbours] = {}
-    support: dict[str, tuple[Array, Array]] = {}
+    support: dict[str, Support] = {}
     errors: dict[str, float] = {}
     left_out: dict[Key, float] = {}
     for family, index in rows.by_family().items():
@@ -272,10 +269,7 @@ def _fit_physics(rows: SignatureRows, seconds: Array, bounds: Mapping[str, Bound
     """Physics of one family, and its support."""
     kinds = rows.by_kind()
     physics = {k: fit_physics(rows.terms[i], rows.busy[i], seconds[i], bounds[k]) for k, i in kinds.items()}
-    support = {}
-    for kind, index in kinds.items():
-        positions = np.array([rows.positions[i] for i in index])
-        support[kind] = (positions.min(axis=0), positions.max(axis=0))
+    support = {kind: Support.of(np.array([rows.positions[i] for i in index])) for kind, index in kinds.items()}
     return Regressor(physics, {}, {}, support)
 
 
@@ -317,7 +311,7 @@ def _choose(rows: SignatureRows, seconds: Array, bounds: Mapping[str, Bounds], s
                     continue
                 places, near = left_out.places(index), kept.places(kinds[kind])
                 for length in lengths:
-                    correction = fit_neighbours(near, residual[kinds[kind]], length).residual(places)
+                    correction = fit_neighbours(near, residual[kinds[kind]], length).log_factor(places)
                     off[share, length][test[index]] = predicted[index] + correction - np.log(seconds[test[index]])
     best = next(iter(off))
     for share in shares:  # the best reach for each weight, then the best weight

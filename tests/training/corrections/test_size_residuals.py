@@ -10,12 +10,13 @@ import pytest
 from stepsight.dataset.hardware.hardware import find_fabric
 from stepsight.dataset.kinds.op import Collective
 from stepsight.training.collectives.between_nodes import UNFITTED, BetweenNodes, fit_site
+from stepsight.training.corrections.corrector import Support
 from stepsight.training.corrections.size_residuals import (
     FADE,
     KNOTS,
+    SizeResidual,
     never_falling,
     read_curve,
-    share_left,
     size_residual,
 )
 
@@ -51,10 +52,11 @@ def test_sizes_learn_from_their_neighbours_and_nothing_is_left_far_away() -> Non
 
 
 def test_a_correction_fades_within_four_doublings_of_ranks() -> None:
-    support = (np.log([8.0, 16.0, 8.0]), np.log([2.0**30, 64.0, 8.0]))
+    support = Support(np.log([8.0, 16.0, 8.0]), np.log([2.0**30, 64.0, 8.0]))
+    residual = SizeResidual(np.full(len(KNOTS), 0.5), support)
     asked = [Collective("all_reduce", 8, ranks, min(ranks, 8)) for ranks in (16, 57, 64, 128, 256, 1024, 4096)]
-    assert share_left(asked, support) == pytest.approx([1, 1, 1, 0.75, 0.5, 0, 0])
-    assert share_left([Collective("all_reduce", 8, 16, 4)], support) == pytest.approx(1 - np.log(2) / FADE)
+    assert residual.known(asked) == pytest.approx([1, 1, 1, 0.75, 0.5, 0, 0])
+    assert residual.known([Collective("all_reduce", 8, 16, 4)]) == pytest.approx(1 - np.log(2) / FADE)
 
 
 def test_a_bump_in_the_measured_sizes_is_learned_and_time_never_falls_with_size() -> None:

@@ -35,7 +35,7 @@ def test_corrections_round_trip_and_wild_ones_are_refused() -> None:
     predicted = np.array([op.num_bytes / 1e12 for op in OPS])
     kind = fit_traced(OPS, predicted, 2 * predicted, LABELS)[0]["add"]
     table = json.loads(json.dumps(kind.to_dict()))
-    positions = np.array([kind.low, kind.high])
+    positions = np.array(kind.support)
     assert TracedKind.from_dict(table, 3).log_factor(positions) == pytest.approx(kind.log_factor(positions), abs=1e-5)
     with pytest.raises(ValueError, match="axes"):
         TracedKind.from_dict({**table, "low": [1.0]}, 3)

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from stepsight.dataset.job.job import BatchSpec, ClusterSpec, Job, ModelSpec, ParallelSpec
-from stepsight.training.corrections.calibration import NAMES, RESOURCES, Calibration, Constants
+from stepsight.training.corrections.calibration import NAMES, RESOURCES, Calibration, Constants, JobFeatures
+from stepsight.training.corrections.corrector import doubt
 from stepsight.training.fitting.fit_calibration import TimedJob, fit_calibration
 from stepsight.training.prediction.prediction import predict
 from stepsight.training.predictor.predictor import Predictor
@@ -72,10 +73,11 @@ def test_nothing_is_said_of_jobs_unlike_all_that_were_fitted(predictor: Predicto
     calibration = fit_calibration(predictor, rows).predictor.calibration
     residual = calibration.residual
     assert residual is not None
-    near, far = residual.mean_and_std(small), residual.mean_and_std(large)
-    assert abs(far[0]) < 0.1 * abs(near[0]) and far[1] > 3 * near[1]
-    assert far[1] == pytest.approx(math.hypot(residual.spread, residual.noise), rel=0.05)
-    assert residual.known(small) > 0.95 and residual.known(large) < 0.05
+    asked = [JobFeatures.of(each) for each in (small, large)]
+    logs, left, known = residual.log_factor(asked), doubt(residual, asked, residual.noise), residual.known(asked)
+    assert abs(logs[1]) < 0.1 * abs(logs[0]) and left[1] > 3 * left[0]
+    assert left[1] == pytest.approx(math.hypot(residual.spread, residual.noise), rel=0.05)
+    assert known[0] > 0.95 and known[1] < 0.05
     assert calibration.half_width_log(large, "", 0.3) == pytest.approx(0.3, rel=0.03)
     assert calibration.half_width_log(small, "", 0.3) < 0.15
 

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
+from stepsight.training.corrections.corrector import FADE
 from stepsight.training.corrections.gaussian_process import Neighbours
 from stepsight.training.regression.fitted_physics import Physics
-from stepsight.training.regression.regressor import FADE, Regressor, SignatureRows
+from stepsight.training.regression.regressor import Regressor, SignatureRows
 
 LOW, HIGH = np.log([10.0, 1.0]), np.log([1000.0, 1.0])  # nothing varied along the second axis
 

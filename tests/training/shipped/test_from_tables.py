@@ -103,10 +103,10 @@ def test_no_rows_are_an_error() -> None:
         fit_table(empty, GPU, _table([(Op("add", (1,)), 1.0, "b", "x")]))
 
 
-GPU = find_hardware("h100-sxm-80gb")
-assert GPU is not None
+H100 = find_hardware("h100-sxm-80gb")
+assert H100 is not None
 SHAPES = [(m, n, k) for m in (4096, 8192) for n in (1024, 2048, 8192) for k in (2048, 4096, 8192, 16384)]
-PASS = 5.0 / GPU.memory_bandwidth_bytes_per_s  # read twice, written once
+PASS = 5.0 / H100.memory_bandwidth_bytes_per_s  # read twice, written once
 KERNEL_FLOPS = 1.3e15
 
 
@@ -115,7 +115,7 @@ def _seconds(dims: tuple[int, int, int], per_element: float) -> float:
     return 2 * m * n * k / KERNEL_FLOPS + per_element * m * k
 
 
-def _products(dtype: str = "fp8", per_element: float = PASS, device: str = GPU.name) -> Measurements:
+def _products(dtype: str = "fp8", per_element: float = PASS, device: str = H100.name) -> Measurements:
     works = tuple(Op("linear", dims, dtype) for dims in SHAPES)
     columns = [(text,) * len(works) for text in (device, "", "engine 1", "a")]
     seconds = np.array([_seconds(dims, per_element) for dims in SHAPES])
@@ -123,7 +123,7 @@ def _products(dtype: str = "fp8", per_element: float = PASS, device: str = GPU.n
 
 
 def test_what_grows_with_the_input_alone_is_taken_away() -> None:
-    alone = products_alone(_products(), GPU)
+    alone = products_alone(_products(), H100)
     assert alone.seconds == pytest.approx([_seconds(dims, 0.0) for dims in SHAPES], rel=1e-6)
     assert alone.works == _products().works
 
@@ -131,18 +131,18 @@ def test_what_grows_with_the_input_alone_is_taken_away() -> None:
 @pytest.mark.parametrize("table", [_products("bf16"), _products(device="another"), _products().take(range(8))])
 def test_others_stay_as_they_are(table: Measurements) -> None:
     """Other precisions, other devices, and what is too little to tell from."""
-    assert products_alone(table, GPU).seconds.tolist() == table.seconds.tolist()
+    assert products_alone(table, H100).seconds.tolist() == table.seconds.tolist()
 
 
 def test_products_without_a_conversion_stay_as_they_are() -> None:
     bare = _products(per_element=0.0)
-    assert products_alone(bare, GPU).seconds == pytest.approx(bare.seconds, rel=1e-9)
+    assert products_alone(bare, H100).seconds == pytest.approx(bare.seconds, rel=1e-9)
 
 
 def test_memory_bounds_the_conversion_and_the_roofline_the_product() -> None:
-    slow = 100.0 / GPU.memory_bandwidth_bytes_per_s
+    slow = 100.0 / H100.memory_bandwidth_bytes_per_s
     dims, seconds = np.array(SHAPES, dtype=float), np.array([_seconds(d, slow) for d in SHAPES])
-    assert conversion_seconds(dims, seconds, GPU) * GPU.memory_bandwidth_bytes_per_s == pytest.approx(MOST_BYTES)
+    assert conversion_seconds(dims, seconds, H100) * H100.memory_bandwidth_bytes_per_s == pytest.approx(MOST_BYTES)
     table = replace(_products(), seconds=np.array([2 * m * n * k / 1.9e15 + PASS * m * k for m, n, k in SHAPES]))
-    peak = [2 * m * n * k / GPU.flops_per_s("fp8") for m, n, k in SHAPES]
-    assert (products_alone(table, GPU).seconds >= np.array(peak) * (1 - 1e-9)).all()
+    peak = [2 * m * n * k / H100.flops_per_s("fp8") for m, n, k in SHAPES]
+    assert (products_alone(table, H100).seconds >= np.array(peak) * (1 - 1e-9)).all()
