@@ -11,7 +11,7 @@ SAMPLE ?= 0.2
 help:
 	@echo "make demo        measure this machine, train, predict held-out runs, search (about 5 minutes)"
 	@echo "make test        all tests"
-	@echo "make storm       tests of many processes at once, some killed (minutes; PostgreSQL where it is installed)"
+	@echo "make storm       tests of many processes at once (minutes; PostgreSQL where it is installed)"
 	@echo "make check       ruff, mypy, who imports whom, and the English of docs and docstrings"
 	@echo "make docs        build the documentation in site/, check its links, and run its tutorials"
 	@echo "make bench       speed figures, printed and written to bench.json"

@@ -52,7 +52,7 @@ def _split(rows: Sequence[Scored], most_gpus: int, set_of: Callable[[Scored], Ha
 def without_copies(judging: Sequence[Scored], fitted: Sequence[Scored]) -> list[Scored]:
     """Rows to judge, without runs that were fitted and are listed twice."""
     known = {row.digest for row in fitted}
-    return [row for row in judging if not row.among(known)]
+    return [row for row in judging if not row.is_among(known)]
 
 
 def read_most_gpus(text: str) -> int:

@@ -138,8 +138,8 @@ def figures(rows: Sequence[Scored]) -> dict[str, float | None]:
     return {
         **errors(predicted, measured).to_dict(),
         "regret": regret([row.choice for row in rows], predicted, measured),
-        "coverage": share([row.held for row in rows]),
-        "out_of_support": share([row.outside for row in rows]),
+        "coverage": share([row.in_interval for row in rows]),
+        "out_of_support": share([row.out_of_support for row in rows]),
     }
 
 

@@ -50,7 +50,7 @@ class Scored:
         """Identity of the run; see ``run_digest``."""
         return run_digest(self.job, self.measured_s)
 
-    def among(self, digests: Collection[str]) -> bool:
+    def is_among(self, digests: Collection[str]) -> bool:
         """Whether the run, its time rounded either way, is among some digests."""
         return is_copy(self.job, self.measured_s, digests)
 
@@ -60,12 +60,12 @@ class Scored:
         return 100.0 * (self.predicted_s / self.measured_s - 1.0)
 
     @property
-    def held(self) -> bool:
+    def in_interval(self) -> bool:
         """Whether the measured time lies in the interval."""
         return self.low_s <= self.measured_s <= self.high_s
 
     @property
-    def outside(self) -> bool:
+    def out_of_support(self) -> bool:
         """Whether a notable part of the time lies outside of what was measured."""
         return self.unsupported_share > NOTABLE_SHARE
 
@@ -98,7 +98,7 @@ class Scored:
             "devices": self.job.cluster.num_devices,
             **self._times(),
             "error_percent": self.error,
-            "in_interval": self.held,
+            "in_interval": self.in_interval,
             "open": self.open,
             "kernels": "; ".join(f"{family} by {name}" for family, name in self.software.kernels.items()),
             "unused_software": "; ".join(self.software.unused),

@@ -78,7 +78,7 @@ TESTS: dict[str, tuple[str, ...]] = {
     **{f"dataset/kinds/{name}_kinds.py": ("tests/dataset/kinds/test_closed_forms.py", "tests/dataset/kinds")
        for name in ("attention", "convolution", "elementwise", "expert", "gemm", "optimizer", "row", "transfer",
                     "collective")},
-    "dataset/hardware/physics.py": ("tests/dataset/kinds/test_closed_forms.py", "tests/dataset/hardware"),
+    "dataset/hardware/hardware.py": ("tests/dataset/kinds/test_closed_forms.py", "tests/dataset/hardware"),
     "gnn/loss.py": ("tests/gnn/test_loss.py",),
 }  # fmt: skip
 # One or two changes of each operator: all of cosmic-ray's would be mostly alike.

@@ -4,8 +4,7 @@ import json
 
 import pytest
 
-from stepsight.dataset.hardware.hardware import Fabric, Link
-from stepsight.dataset.hardware.physics import alpha_beta_seconds
+from stepsight.dataset.hardware.hardware import Fabric, Link, alpha_beta_seconds
 from stepsight.dataset.kinds.op import OP_KINDS, Collective, Op
 from tests.dataset.kinds.recorded_costs import RECORD, costs
 

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import pwd
 import signal
 import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -72,11 +75,40 @@ def trials_of(place: str) -> list[optuna.trial.FrozenTrial]:
     return trials
 
 
+@pytest.fixture
+def postgres() -> Iterator[str]:
+    """URL of a PostgreSQL server of this test, which listens on a socket in its folder alone."""
+    programs = next(iter(sorted(Path("/usr/lib/postgresql").glob("*/bin"), reverse=True)), None)
+    if programs is None:
+        pytest.skip("no PostgreSQL server here (apt-get install postgresql)")
+    owner = pwd.getpwnam("nobody") if os.geteuid() == 0 else pwd.getpwuid(os.geteuid())  # it refuses to run as root
+    identity: dict[str, Any] = {"user": owner.pw_uid, "group": owner.pw_gid, "extra_groups": []}
+    identity = identity if os.geteuid() == 0 else {}
+    with tempfile.TemporaryDirectory(prefix="pg", dir="/tmp") as folder:  # short: a socket's path has 107 characters
+        os.chown(folder, owner.pw_uid, owner.pw_gid)
+        options = ["-A", "trust", "-U", "postgres", "--no-sync", "-D", f"{folder}/data"]
+        subprocess.run([programs / "initdb", *options], check=True, capture_output=True, cwd=folder, **identity)
+        command = [programs / "postgres", "-D", f"{folder}/data", "-k", folder, "-c", "listen_addresses="]
+        with subprocess.Popen(command, stderr=subprocess.DEVNULL, cwd=folder, **identity) as server:
+            deadline = time.monotonic() + 60
+            while subprocess.run([programs / "pg_isready", "-q", "-h", folder], check=False).returncode:
+                assert time.monotonic() < deadline
+                time.sleep(0.1)
+            yield f"postgresql+psycopg://postgres@/postgres?host={folder}"
+            server.send_signal(signal.SIGINT)
+
+
 @pytest.mark.parametrize("sampler", ["auto", "random"])
-@pytest.mark.parametrize("storage", ["sqlite:///{}/new/study.db", "{}/new/study.log"])
-def test_processes_share_a_new_study(storage: str, sampler: str, job: Job, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "storage",
+    ["sqlite:///{}/new/study.db", "{}/new/study.log", pytest.param("postgres", marks=pytest.mark.storm)],
+)
+def test_processes_share_a_new_study(
+    storage: str, sampler: str, job: Job, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
     """They create it together, and all find the best strategy; with limits, they stop at one total."""
-    place, trials = storage.format(tmp_path), 15 if sampler == "random" else 1000
+    place = request.getfixturevalue("postgres") if storage == "postgres" else storage.format(tmp_path)
+    trials = 15 if sampler == "random" else 1000
     searches = start(place, tmp_path / "out", trials, 3, sampler)
     _, errors = searches.communicate(timeout=300)
     assert searches.returncode == 0, f"{searches.returncode} died: {errors[-3000:]}"
