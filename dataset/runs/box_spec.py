@@ -10,8 +10,6 @@ from typing import Any
 from stepsight.dataset.base.bounded import read_toml
 from stepsight.dataset.base.errors import JobError
 from stepsight.dataset.hardware.hardware import Fabric, fabric_from_dict
-from stepsight.dataset.harness.box.namespaces import BURST_BYTES
-from stepsight.dataset.harness.plan.plan_checks import box_problems
 from stepsight.dataset.job.job import Job
 from stepsight.dataset.job.specs import SlowLink
 
@@ -37,9 +35,7 @@ class Box:
     latency_ms: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
-        problems = box_problems(self.to_dict())
-        if problems:
-            raise JobError("; ".join(problems))
+        _check(self.to_dict())
 
     @property
     def num_ranks(self) -> int:
@@ -56,6 +52,8 @@ class Box:
     @property
     def fabric(self) -> dict[str, Any]:
         """The ``[cluster] fabric`` of a job: the fastest link, shared by a node's ranks, and the longest latency."""
+        from stepsight.dataset.harness.box.namespaces import BURST_BYTES
+
         rate = max(self.mbits_per_s) / 8e3 / self.ranks_per_node
         return {
             "intra_node": dict(_INTRA),
@@ -90,9 +88,7 @@ class Box:
         Raises:
             JobError: If it is something else.
         """
-        problems = box_problems(table)
-        if problems:
-            raise JobError("; ".join(problems))
+        _check(table)
         return cls(
             table["nodes"], table["ranks_per_node"], tuple(table["mbits_per_s"]), tuple(table.get("latency_ms", ()))
         )
@@ -102,6 +98,14 @@ class Box:
         rates = list(self.mbits_per_s)
         table: dict[str, Any] = {"nodes": self.nodes, "ranks_per_node": self.ranks_per_node, "mbits_per_s": rates}
         return {**table, "latency_ms": list(self.latency_ms)} if self.latency_ms else table
+
+
+def _check(table: Any) -> None:
+    from stepsight.dataset.harness.plan.plan_checks import box_problems  # the harness's rules, if there is a box
+
+    problems = box_problems(table)
+    if problems:
+        raise JobError("; ".join(problems))
 
 
 def read_box(text: str) -> Box:

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -17,10 +17,12 @@ from stepsight.dataset.base.files import digest, new_folder, read_json, write_js
 from stepsight.dataset.graph.graph_files import read_graph, write_graph
 from stepsight.dataset.graph.rank_graph import RankGraph
 from stepsight.dataset.graph.rank_trace import Placement
-from stepsight.dataset.job.job import Job
 from stepsight.dataset.runs.run_manifest import SCHEMA, RunManifest, number, read_manifest, read_object, typed
 from stepsight.dataset.runs.trace import Trace
 from stepsight.dataset.traces.import_traces import read_rank_graph, read_rank_trace, trace_format
+
+if TYPE_CHECKING:
+    from stepsight.dataset.job.job import Job
 
 
 @dataclass(frozen=True)
@@ -187,7 +189,7 @@ def read_imported(folder: Path) -> ImportedRun:
         tree = read_json(path)
         if tree.get("schema") != SCHEMA or tree.get("imported") is not True:
             raise ValueError(f"schema must be {SCHEMA} and imported true")
-        job = Job.from_dict(tree["job"]) if tree.get("job") else None
+        job = _job(tree.get("job"))
         ranks = {int(rank): str(stem) for rank, stem in tree["ranks"].items()}
         if not ranks or not all(re.fullmatch(r"rank\d+", stem) for stem in ranks.values()):
             raise ValueError(f"ranks must name their files rank0, rank1 …, got {tree['ranks']!r:.80}")
@@ -204,6 +206,12 @@ def read_imported(folder: Path) -> ImportedRun:
         )
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise TraceError(f"{path} must be the manifest of an imported run: {error}") from None
+
+
+def _job(tables: Any) -> Job | None:
+    from stepsight.dataset.job.job import Job  # an import without a job needs none
+
+    return Job.from_dict(tables) if tables else None
 
 
 def write_imported(

@@ -6,12 +6,14 @@ import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from stepsight.dataset.base.errors import JobError, TraceError
 from stepsight.dataset.base.files import read_json
-from stepsight.dataset.job.job import Job
-from stepsight.dataset.runs.box_spec import Box
+
+if TYPE_CHECKING:
+    from stepsight.dataset.job.job import Job
+    from stepsight.dataset.runs.box_spec import Box
 
 SCHEMA = 1
 T = TypeVar("T")
@@ -106,6 +108,9 @@ def read_manifest(folder: Path) -> RunManifest:
 
 
 def _manifest(folder: Path, tree: dict[str, Any]) -> RunManifest:
+    from stepsight.dataset.job.job import Job  # importing a trace needs no jobs
+    from stepsight.dataset.runs.box_spec import Box
+
     rounds = typed(tree["rounds"], list, "rounds")
     return RunManifest(
         folder=folder,

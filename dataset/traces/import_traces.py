@@ -14,7 +14,6 @@ from stepsight.dataset.graph.program import Dependency
 from stepsight.dataset.graph.rank_graph import COLLECTIVE, RankGraph, meetings, numbered_alike
 from stepsight.dataset.graph.rank_trace import Placement, RankTrace
 from stepsight.dataset.traces.assembly import graph_of_trace
-from stepsight.dataset.traces.chakra_graph import read_chakra
 from stepsight.dataset.traces.kineto_ranks import read_kineto
 from stepsight.dataset.traces.read_rank import read_rank
 
@@ -124,6 +123,8 @@ def import_chakra(
         raise TraceError(f"every rank must have one trace, got rank {min(twice)} twice: name files as chakra.0.et")
     order = sorted(range(len(files)), key=lambda place: ranks[place])
     ordered = [files[place] for place in order]
+    from stepsight.dataset.traces.chakra_graph import read_chakra  # other formats need no reader of Chakra traces
+
     return imported(read_chakra(ordered, [ranks[place] for place in order], on_file), ordered)
 
 

@@ -9,8 +9,6 @@ from typing import Any
 from stepsight.dataset.graph.rank_graph import RankGraph
 from stepsight.dataset.runs.run_folder import has_traces, run_folders, run_graphs
 from stepsight.experiments.reports.text_table import Number, table
-from stepsight.simulator.replay.causes import breakdown
-from stepsight.simulator.replay.replay import replay
 
 _HOST_LIMIT = 50.0  # percent of the critical path from which the host limits a step
 
@@ -30,6 +28,8 @@ def import_text(told: dict[str, Any]) -> str:
 
 def trace_summary(name: str, graphs: Sequence[RankGraph]) -> dict[str, Any]:
     """Breakdown of a traced run, as JSON and as ``text``."""
+    from stepsight.simulator.replay.causes import breakdown  # importing a trace needs no simulator
+
     told = breakdown(graphs).to_dict()
     warnings = list(dict.fromkeys(warning for graph in graphs for warning in graph.warnings))
     device, steps = sum(told["kinds"].values()) or 1.0, told["steps_s"] or 1.0
@@ -67,6 +67,8 @@ def replay_runs(path: Path) -> dict[str, Any]:
         StepsightError: If there is no run with traces, or its dependencies contradict each other.
     """
     told = []
+    from stepsight.simulator.replay.replay import replay
+
     folders = run_folders(path)
     for folder in [each for each in folders if has_traces(each)] or folders[:1]:
         run = run_graphs(folder)

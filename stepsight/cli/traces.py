@@ -78,25 +78,27 @@ def _import_traces(
 ) -> Answer:
     from stepsight.dataset.base.files import check_writable
     from stepsight.dataset.graph.rank_trace import Placement
-    from stepsight.dataset.job.job import Job
     from stepsight.dataset.runs.run_folder import write_imported
     from stepsight.dataset.traces.import_traces import import_traces, summary
     from stepsight.experiments.reports.trace_texts import import_text
-    from stepsight.experiments.tasks.job_check import check_job
 
     if out is None:
         raise StepsightError(f"import {format} needs --out: the folder of the collection to write")
     if out.exists() and not out.is_dir():
         raise StepsightError(f"--out must be a new folder or a collection, got the file {out}")
     check_writable(out)
-    read = Job.from_file(job) if job is not None else None
-    placement = None
-    if read is not None:
+    read = placement = None
+    if job is not None:
+        from stepsight.dataset.job.job import Job
+
+        read = Job.from_file(job)
         degrees = read.parallel
         placement = Placement(devices_per_node=read.cluster.devices_per_node, tp=degrees.tp, dp=degrees.dp)
     found = import_traces(format, paths, executions, placement, progress("traces read"))
     told = summary(found)
     if read is not None:
+        from stepsight.experiments.tasks.job_check import check_job
+
         check_job(read, found.graphs)
     run = write_imported(found.graphs, found.sources, out, read, told["warnings"])
     told |= {"run": run.name, "out": str(out)}
