@@ -79,19 +79,14 @@ def distinct_pipelines(job: Job, latency: LatencyModel) -> tuple[Pipeline, ...]:
     if not (cluster.stragglers or cluster.slow_links or cluster.mixed):
         return (_plain(stages, job.parallel.dp),)
     layout = layout_of(job)
-    ranks = np.arange(layout.num_ranks)
-    nodes = ranks // layout.devices_per_node
-    compute, link = np.ones(len(ranks)), np.ones(len(ranks))
+    compute, link = np.ones((2, layout.num_ranks))
     for slow in cluster.stragglers:
         compute[slow.rank] = max(compute[slow.rank], slow.slowdown)
     for way in cluster.slow_links:
-        link[nodes == way.node] = np.maximum(link[nodes == way.node], way.slowdown)
-    kind = np.zeros(len(ranks), dtype=np.int64)
-    for number, other in enumerate(cluster.mixed):
-        kind[np.isin(nodes, other.nodes)] = number + 1
+        own = layout.nodes == way.node
+        link[own] = np.maximum(link[own], way.slowdown)
     others = [other_latency(other.hardware, job) for other in cluster.mixed]
-    stage = ranks // layout.stride("pp") % stages
-    replica = ranks // layout.stride("dp") % job.parallel.dp
+    kind, stage, replica = layout.mixed_kinds(cluster.mixed), layout.coordinates("pp"), layout.coordinates("dp")
     in_step = _in_step(job, layout, beside=latency.hardware.kind != "cpu")
     found: dict[tuple[tuple[Slowdown, ...], tuple[float, ...]], list[int]] = {}
     for number in range(0, job.parallel.dp, in_step):

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,13 +22,21 @@ from stepsight.dataset.hardware.hardware import HARDWARE, Hardware, find_hardwar
 from stepsight.dataset.job.execution import semantics_of
 from stepsight.dataset.job.job import Job
 from stepsight.simulator.blocks.step import RankShape
-from stepsight.simulator.memory.part import PartMemory, part_memory
-from stepsight.simulator.memory.peaks import ACTION, ACTIVATIONS, FLYING, GRADIENTS, MOMENT, find_moments, find_peaks
+from stepsight.simulator.memory.part import part_memory
+from stepsight.simulator.memory.peaks import (
+    ACTION,
+    ACTIVATIONS,
+    FLYING,
+    GRADIENTS,
+    MOMENT,
+    find_moments,
+    find_peaks,
+    places_of,
+    schedule_bytes,
+)
 from stepsight.simulator.memory.states import States, states_of
 from stepsight.simulator.programs.sizes import (
     Parts,
-    PartShape,
-    boundary_bytes,
     groups_of,
     layout_of,
     part_shapes,
@@ -38,23 +46,23 @@ from stepsight.simulator.schedules import Schedule, find_schedule, read_schedule
 
 
 def smallest_devices(job: Job, hardware: Hardware) -> tuple[Hardware, ...]:
-    """One device per stage; a single one if all nodes are equal.
+    """For each stage the smallest device that has one of its ranks; a single one if all nodes are equal.
 
     Raises:
         JobError: If the devices of some nodes are unknown.
     """
     if not job.cluster.mixed:
         return (hardware,)
-    known = [hardware, *(_preset(other.hardware) for other in job.cluster.mixed)]
+    known = [hardware]
+    for other in job.cluster.mixed:
+        found = find_hardware(other.hardware)
+        if found is None:
+            raise JobError(f"cluster.mixed: {HARDWARE.unknown(other.hardware)}")
+        known.append(found)
     layout = layout_of(job)
-    ranks = np.arange(layout.num_ranks)
-    nodes = ranks // layout.devices_per_node
-    kind = np.zeros(len(ranks), dtype=np.int64)
-    for number, other in enumerate(job.cluster.mixed):
-        kind[np.isin(nodes, other.nodes)] = number + 1
-    stage = ranks // layout.stride("pp") % job.parallel.pp
-    found = [np.unique(kind[stage == at]).tolist() for at in range(job.parallel.pp)]
-    return tuple(min((known[k] for k in kinds), key=_room) for kinds in found)
+    kind, stage = layout.mixed_kinds(job.cluster.mixed), layout.coordinates("pp")
+    kinds = [np.unique(kind[stage == at]).tolist() for at in range(job.parallel.pp)]
+    return tuple(min((known[k] for k in own), key=_room) for own in kinds)
 
 
 def _room(device: Hardware) -> float:
@@ -62,23 +70,7 @@ def _room(device: Hardware) -> float:
     return (device.memory_bytes - device.reserved_bytes) / (1 + device.fragmentation)
 
 
-def _preset(name: str) -> Hardware:
-    hardware = find_hardware(name)
-    if hardware is None:
-        raise JobError(f"cluster.mixed: {HARDWARE.unknown(name)}")
-    return hardware
-
-
-class Need(Protocol):
-    """The fields of a memory estimate that advice uses."""
-
-    @property
-    def peak_bytes(self) -> float: ...
-    @property
-    def fits(self) -> bool: ...
-
-
-def advice(job: Job, peak_bytes: float, estimate: Callable[[Job], Need]) -> str:
+def advice(job: Job, peak_bytes: float, estimate: Callable[[Job], Memory]) -> str:
     """Advise like ``recompute "selective" would free 12.3 GB``: the first sufficient change, else the one that frees
     most.
 
@@ -90,7 +82,8 @@ def advice(job: Job, peak_bytes: float, estimate: Callable[[Job], Need]) -> str:
     best, most = "", 0.0
     for words, tables in _changes(job):
         try:
-            other = estimate(_with_tables(job, tables))
+            specs = {section: replace(getattr(job, section), **values) for section, values in tables.items()}
+            other = estimate(replace(job, **specs))
         except JobError:
             continue
         free = peak_bytes - other.peak_bytes
@@ -120,12 +113,6 @@ def _changes(job: Job) -> Iterator[tuple[str, dict[str, dict[str, Any]]]]:
         yield "zero_stage 3", {"parallel": {"zero_stage": 3}}
     if not job.optimizer.offload:
         yield "offloading the optimizer", {"optimizer": {"offload": True}}
-
-
-def _with_tables(job: Job, tables: dict[str, dict[str, Any]]) -> Job:
-    """The job with some values changed."""
-    specs = {section: replace(getattr(job, section), **values) for section, values in tables.items()}
-    return replace(job, **specs)
 
 
 Floats = NDArray[np.float64]
@@ -315,12 +302,8 @@ def estimate_moments(job: Job, hardware: Hardware) -> tuple[Floats, ...]:
         For each stage an array of shape ``(num_actions + 1,)``; its maximum is the stage's ``StageMemory.total``.
     """
     asked = _asked(job, hardware)
-    schedule, states = _schedule(*asked.schedule), asked.states
-    places = _places(asked.shape, asked.parts)
-    parts = [part_memory(asked.shape, place.part, states.execution) for place in places.distinct]
-    bytes_of, messages = _bytes_of(asked, schedule, places, parts)
-    held, passing = _held(asked, schedule, places, parts, messages)
-    parameters, gradients, optimizer, workspace = held
+    states = asked.states
+    schedule, bytes_of, (parameters, gradients, optimizer, workspace), passing = _held(asked)
     reserved_bytes, fragmentation = asked.reserve
     more = 1.0 + fragmentation
     own = more if _frees_gradients(states) else 1.0
@@ -337,27 +320,28 @@ def estimate_moments(job: Job, hardware: Hardware) -> tuple[Floats, ...]:
     )
 
 
-def _held(
-    asked: _Asked, schedule: Schedule, places: _Places, parts: list[PartMemory], messages: Floats
-) -> tuple[Floats, Floats]:
-    """Bytes of states and of the optimizer's workspace, shape ``(4, num_stages)``, and of messages and buckets."""
-    states = asked.states
+def _held(asked: _Asked) -> tuple[Schedule, Floats, Floats, Floats]:
+    """The schedule; the bytes of its passes, as ``find_peaks`` takes them; bytes of states and of the optimizer's
+    workspace, shape ``(4, num_stages)``; and of messages and buckets, shape ``(num_stages,)``.
+    """
+    schedule, states = _schedule(*asked.schedule), asked.states
+    places = places_of(asked.shape, asked.parts)
+    parts = [part_memory(asked.shape, place.part, states.execution) for place in places.distinct]
+    bytes_of, messages = schedule_bytes(asked.shape, schedule, places, parts, torch_runtime=asked.torch_runtime)
     numel = np.zeros((schedule.num_stages, 2))
     sizes = np.array([(part.numel, part.expert_numel) for part in parts], dtype=np.float64)
     np.add.at(numel, schedule.placement[:, 0], sizes[places.of_part])
     held = np.array([states.parameters, states.gradients, states.optimizer, states.workspace]) @ numel.T
     held[3] += np.minimum(states.flat_bytes, held[1])
-    return held, messages + np.minimum(states.bucket_bytes, float(asked.shape.main_bytes) * numel.sum(axis=1))
+    buckets = np.minimum(states.bucket_bytes, float(asked.shape.main_bytes) * numel.sum(axis=1))
+    return schedule, bytes_of, held, messages + buckets
 
 
 @cached(4096)
 def _stages(asked: _Asked) -> tuple[Floats, Floats, Floats]:
     """The first three fields of ``Memory``."""
-    schedule, states = _schedule(*asked.schedule), asked.states
-    places = _places(asked.shape, asked.parts)
-    parts = [part_memory(asked.shape, place.part, states.execution) for place in places.distinct]
-    bytes_of, messages = _bytes_of(asked, schedule, places, parts)
-    (parameters, gradients, optimizer, workspace), passing = _held(asked, schedule, places, parts, messages)
+    states = asked.states
+    schedule, bytes_of, (parameters, gradients, optimizer, workspace), passing = _held(asked)
     peak = find_peaks(schedule, bytes_of)
     there = peak[:, GRADIENTS] if _frees_gradients(states) else gradients
     moment = peak[:, MOMENT] - peak[:, GRADIENTS] + passing
@@ -403,79 +387,3 @@ def _schedule(name: str, num_stages: int, num_micro_batches: int, virtual_stages
     if has != want:
         raise JobError(f"{name} must hold pp, micro-batches and pp * virtual_stages = {want}, got {has}")
     return schedule
-
-
-class _Place(NamedTuple):
-    """A part of the model, and the messages at its ends.
-
-    Attributes:
-        part: Its layers.
-        arrives, leaves: Bytes of the messages from the part before it and to the next.
-        is_first: Whether it is the model's first.
-    """
-
-    part: PartShape
-    arrives: int
-    leaves: int
-    is_first: bool
-
-
-@dataclass(frozen=True, eq=False)
-class _Places:
-    """All parts of a model.
-
-    Attributes:
-        distinct: Each distinct one once.
-        of_part: Position in ``distinct`` of each part, shape ``(num_parts,)``.
-    """
-
-    distinct: tuple[_Place, ...]
-    of_part: NDArray[np.int64]
-
-
-@cached(4096)
-def _places(shape: RankShape, parts: Parts) -> _Places:
-    passes = boundary_bytes(shape, parts)
-    found: dict[_Place, int] = {}
-    places = [
-        _Place(part, before, after, index == 0)
-        for index, (part, before, after) in enumerate(zip(parts, (0, *passes), (*passes, 0), strict=True))
-    ]
-    of_part = np.array([found.setdefault(place, len(found)) for place in places])
-    return _Places(tuple(found), of_part)
-
-
-def _bytes_of(asked: _Asked, schedule: Schedule, places: _Places, parts: list[PartMemory]) -> tuple[Floats, Floats]:
-    """Arguments of ``find_peaks``, and bytes of messages on every stage; ``parts``: of the distinct places.
-
-    PyTorch's pipeline runtime has a place for each micro-batch's message of either direction, keeps what each sends
-    until its backward, and keeps all logits until the end; Megatron's has two messages at a time.  PyTorch's split
-    backward frees little before the parameters' half: only what comes after the last parameters, the softmax of the
-    loss; the first part has no input's half at all.
-    """
-    logits = asked.shape.dtype_bytes / asked.shape.main_bytes  # as they are; of their softmax, in the main type
-    piped = asked.torch_runtime and len(places.of_part) > 1
-    rows = []
-    for place, part in zip(places.distinct, parts, strict=True):
-        kept, left = part.kept, 0.0
-        deferred = part.deferred
-        weight = deferred + part.weight
-        if piped:
-            kept += place.leaves - place.arrives
-            left = part.output * logits
-            deferred = kept if place.is_first else max(kept - part.output + part.output_gradients, deferred)
-            weight = part.backward - part.gathered if place.is_first else deferred + part.weight
-        rows.append((
-            max(kept, 0.0), left, max(deferred, 0.0), part.grown, part.forward, part.backward, part.backward_first,
-            part.gathered, weight, float(place.arrives + place.leaves),
-        ))  # fmt: skip
-    table = np.array(rows)[places.of_part]
-    stage, chunk = schedule.placement.T
-    bytes_of = np.zeros((schedule.num_stages, schedule.virtual_stages, 9))
-    bytes_of[stage, chunk] = table[:, :9]
-    messages = np.zeros(schedule.num_stages)
-    if piped:
-        np.add.at(messages, stage, schedule.num_micro_batches * table[:, 9])
-    else:
-        np.maximum.at(messages, stage, table[:, 9])
-    return bytes_of, messages

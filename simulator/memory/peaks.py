@@ -1,12 +1,18 @@
-"""The peak of every stage over its schedule."""
+"""What the parts of a model hold on each stage, and the peak of every stage over its schedule."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from stepsight.dataset.base.caching import cached
 from stepsight.dataset.base.compiling import compiled
+from stepsight.simulator.blocks.step import RankShape
+from stepsight.simulator.memory.part import PartMemory
+from stepsight.simulator.programs.sizes import Parts, PartShape, boundary_bytes
 from stepsight.simulator.schedules import Schedule
 
 Floats = NDArray[np.float64]
@@ -121,3 +127,81 @@ def _run_actions(
             if (kind == 1 or kind == 3) and not seen[stage, chunk]:
                 seen[stage, chunk] = True
                 grown += bytes_of[stage, chunk, 3]
+
+
+class Place(NamedTuple):
+    """A part of the model, and the messages at its ends.
+
+    Attributes:
+        part: Its layers.
+        arrives, leaves: Bytes of the messages from the part before it and to the next.
+        is_first: Whether it is the model's first.
+    """
+
+    part: PartShape
+    arrives: int
+    leaves: int
+    is_first: bool
+
+
+@dataclass(frozen=True, eq=False)
+class Places:
+    """All parts of a model.
+
+    Attributes:
+        distinct: Each distinct one once.
+        of_part: Position in ``distinct`` of each part, shape ``(num_parts,)``.
+    """
+
+    distinct: tuple[Place, ...]
+    of_part: NDArray[np.int64]
+
+
+@cached(4096)
+def places_of(shape: RankShape, parts: Parts) -> Places:
+    passes = boundary_bytes(shape, parts)
+    found: dict[Place, int] = {}
+    places = [
+        Place(part, before, after, index == 0)
+        for index, (part, before, after) in enumerate(zip(parts, (0, *passes), (*passes, 0), strict=True))
+    ]
+    of_part = np.array([found.setdefault(place, len(found)) for place in places])
+    return Places(tuple(found), of_part)
+
+
+def schedule_bytes(
+    shape: RankShape, schedule: Schedule, places: Places, parts: list[PartMemory], *, torch_runtime: bool
+) -> tuple[Floats, Floats]:
+    """Arguments of ``find_peaks``, and bytes of messages on every stage; ``parts``: of the distinct places.
+
+    PyTorch's pipeline runtime has a place for each micro-batch's message of either direction, keeps what each sends
+    until its backward, and keeps all logits until the end; Megatron's has two messages at a time.  PyTorch's split
+    backward frees little before the parameters' half: only what comes after the last parameters, the softmax of the
+    loss; the first part has no input's half at all.
+    """
+    logits = shape.dtype_bytes / shape.main_bytes  # as they are; of their softmax, in the main type
+    piped = torch_runtime and len(places.of_part) > 1
+    rows = []
+    for place, part in zip(places.distinct, parts, strict=True):
+        kept, left = part.kept, 0.0
+        deferred = part.deferred
+        weight = deferred + part.weight
+        if piped:
+            kept += place.leaves - place.arrives
+            left = part.output * logits
+            deferred = kept if place.is_first else max(kept - part.output + part.output_gradients, deferred)
+            weight = part.backward - part.gathered if place.is_first else deferred + part.weight
+        rows.append((
+            max(kept, 0.0), left, max(deferred, 0.0), part.grown, part.forward, part.backward, part.backward_first,
+            part.gathered, weight, float(place.arrives + place.leaves),
+        ))  # fmt: skip
+    table = np.array(rows)[places.of_part]
+    stage, chunk = schedule.placement.T
+    bytes_of = np.zeros((schedule.num_stages, schedule.virtual_stages, 9))
+    bytes_of[stage, chunk] = table[:, :9]
+    messages = np.zeros(schedule.num_stages)
+    if piped:
+        np.add.at(messages, stage, schedule.num_micro_batches * table[:, 9])
+    else:
+        np.maximum.at(messages, stage, table[:, 9])
+    return bytes_of, messages

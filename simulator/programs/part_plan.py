@@ -15,7 +15,7 @@ from stepsight.dataset.base.caching import HashedTuple, cached
 from stepsight.simulator.clock.engine import DATA, SECOND
 from stepsight.simulator.programs.block_pass import WEIGHT
 from stepsight.simulator.programs.replicas import BUCKET_NAMES, Replicas, bucket_works, reduce_gradients
-from stepsight.simulator.programs.segment import ROOT, TWICE, Plan, SegmentBuilder, Slot, UnitPattern
+from stepsight.simulator.programs.segment import ROOT, TWICE, Segment, SegmentBuilder, Slot, UnitPattern
 
 
 class Gathers:
@@ -125,7 +125,7 @@ class BackwardTraffic(NamedTuple):
 
 
 @cached(4096)
-def forward_plan(units: Patterns, replicas: Replicas) -> Plan:
+def forward_plan(units: Patterns, replicas: Replicas) -> Segment:
     """Plan of the forward of one micro-batch.
 
     Args:
@@ -156,11 +156,11 @@ def forward_plan(units: Patterns, replicas: Replicas) -> Plan:
             for event in events:
                 builder.wait(event)
             builder.run(unit.run, unit.name, number)
-    return Plan(builder.build())
+    return builder.build()
 
 
 @cached(4096)
-def backward_plan(units: Patterns, replicas: Replicas, label: str, traffic: BackwardTraffic) -> Plan:
+def backward_plan(units: Patterns, replicas: Replicas, label: str, traffic: BackwardTraffic) -> Segment:
     """Plan of the backward of one micro-batch whose gradients are not sent bucket by bucket.
 
     Args:
@@ -177,7 +177,7 @@ def backward_plan(units: Patterns, replicas: Replicas, label: str, traffic: Back
     else:
         for unit in reversed(units):
             builder.run(unit.run, unit.name, unit.first + unit.times - 1, -1, times=unit.times)
-    return Plan(builder.build())
+    return builder.build()
 
 
 def _one_by_one(units: Patterns) -> list[tuple[UnitPattern, int]]:

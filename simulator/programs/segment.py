@@ -64,6 +64,11 @@ class Segment:
         """Everything at op level."""
         return self._written[0]
 
+    def filled(self, work: Callable[[Slot], Any]) -> Segment:
+        """The segment of one rank, if this is a plan: its ``passages`` and ``sent`` are slots, which ``work`` fills."""
+        passages, sent = (tuple([work(slot) for slot in slots]) for slots in (self.passages, self.sent))  # type: ignore[arg-type]
+        return Segment(self.label, passages, sent, self.events, self.names, self.compute_share, self.joined)
+
     @cached_property
     def graph(self) -> OpGraph:
         """``program`` as arrays."""
@@ -346,31 +351,3 @@ class UnitPattern(NamedTuple):
     def run(self) -> Slot:
         """The slot of its own passage."""
         return Slot("run", self.number, num_nodes=self.num_nodes)
-
-
-@dataclass(frozen=True, eq=False)
-class Plan:
-    """A segment with slots instead of work.
-
-    Attributes:
-        segment: Its ``passages`` and ``sent`` are slots.
-    """
-
-    segment: Segment
-
-    def filled(self, work: Callable[[Slot], Any]) -> Segment:
-        """The segment of one rank.
-
-        Args:
-            work: The passage or the collective of a slot.
-        """
-        own = self.segment
-        return Segment(
-            own.label,
-            tuple([work(slot) for slot in own.passages]),  # type: ignore[arg-type]
-            tuple([work(slot) for slot in own.sent]),  # type: ignore[arg-type]
-            own.events,
-            own.names,
-            own.compute_share,
-            own.joined,
-        )

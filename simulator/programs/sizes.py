@@ -12,6 +12,7 @@ From a job to its sizes: groups, the shape of a rank, parts of the model.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import gcd
 from typing import NamedTuple
@@ -22,7 +23,7 @@ from numpy.typing import NDArray
 from stepsight.dataset.base.caching import HashedTuple, cached, hashed_once
 from stepsight.dataset.job.execution import ExecutionSemantics, KernelSemantics, semantics_of
 from stepsight.dataset.job.job import Job
-from stepsight.dataset.job.specs import ModelSpec
+from stepsight.dataset.job.specs import ModelSpec, OtherDevices
 from stepsight.simulator.blocks.family import LayerKinds, find_family
 from stepsight.simulator.blocks.step import Group, RankShape
 
@@ -111,11 +112,25 @@ class Layout:
             return 1
         return _pairs_share(self, min(stage, other), distance)
 
+    def coordinates(self, axis: str) -> NDArray[np.int64]:
+        """Place of each rank along an axis, shape ``(num_ranks,)``."""
+        return np.arange(self.num_ranks, dtype=np.int64) // self.stride(axis) % self.size(axis)
+
     def ranks_of_stage(self, stage: int) -> NDArray[np.int64]:
         """Numbers of the ranks of a pipeline stage."""
-        ranks = np.arange(self.num_ranks, dtype=np.int64)
-        own: NDArray[np.int64] = ranks[ranks // self.stride("pp") % self.size("pp") == stage]
-        return own
+        return np.flatnonzero(self.coordinates("pp") == stage)
+
+    @property
+    def nodes(self) -> NDArray[np.int64]:
+        """Node of each rank, shape ``(num_ranks,)``."""
+        return np.arange(self.num_ranks, dtype=np.int64) // self.devices_per_node
+
+    def mixed_kinds(self, mixed: Sequence[OtherDevices]) -> NDArray[np.int64]:
+        """Kind of each rank's device: 0, or ``n + 1`` for ``ClusterSpec.mixed[n]``; shape ``(num_ranks,)``."""
+        kind = np.zeros(self.num_ranks, dtype=np.int64)
+        for number, other in enumerate(mixed):
+            kind[np.isin(self.nodes, other.nodes)] = number + 1
+        return kind
 
 
 def layout_of(job: Job) -> Layout:
