@@ -95,11 +95,8 @@ OPERATORS = (
     "core/ReplaceFalseWithTrue", "core/ReplaceBreakWithContinue", "core/ReplaceContinueWithBreak",
     "core/NumberReplacer", "core/ZeroIterationForLoop",
 )  # fmt: skip
-# Imported once, before forking; nothing of the package that imports what is mutated.
-PRELOADED = (
-    "numpy", "numba", "hypothesis", "pytest", "pandas", "lightgbm", "torch", "stepsight.dataset.job.job",
-    "stepsight.dataset.graph.program",
-)  # fmt: skip
+# Imported once, before forking; nothing of the package, for any of it may be mutated.
+PRELOADED = ("numpy", "numba", "hypothesis", "pytest", "pandas", "lightgbm", "torch")
 
 
 class RemoveStatement(Operator):
