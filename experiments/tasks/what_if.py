@@ -27,8 +27,7 @@ from stepsight.experiments.tasks.settings import TraceChanges
 from stepsight.simulator.durations.latency_model import LatencyModel, RooflineLatency
 from stepsight.simulator.replay import changes
 from stepsight.simulator.replay.causes import critical_path
-from stepsight.simulator.replay.joined import Walk
-from stepsight.simulator.replay.replay import replay
+from stepsight.simulator.replay.replay import Walk, replay
 
 if TYPE_CHECKING:
     from stepsight.training.predictor.predictor import Predictor

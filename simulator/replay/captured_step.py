@@ -24,7 +24,7 @@ from stepsight.dataset.hardware.hardware import Hardware
 from stepsight.dataset.kinds.op import Op
 from stepsight.simulator.durations.latency_model import HostTimes, LatencyModel, host_times
 from stepsight.simulator.durations.segment_timing import timer_of
-from stepsight.simulator.replay.joined import Joined, Walk, join, walk
+from stepsight.simulator.replay.replay import Joined, Walk, join, walk
 
 Floats = NDArray[np.float64]
 COMPUTE = 0  # number of the stream on which a script computes

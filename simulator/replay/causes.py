@@ -15,7 +15,7 @@ from stepsight.dataset.graph.rank_graph import COLLECTIVE, HOST, OP, WHY_NUMBER,
 from stepsight.dataset.kinds.op import OP_KINDS
 from stepsight.dataset.traces.rank_works import Intervals, merge, overlap
 from stepsight.dataset.traces.read_rank import lateness
-from stepsight.simulator.replay.joined import Joined, Walk, join, walk
+from stepsight.simulator.replay.replay import Joined, Walk, join, walk
 
 Floats = NDArray[np.float64]
 
