@@ -1,30 +1,42 @@
-"""Overlap of spans with a set of intervals."""
+"""Sets of intervals of time, and how much of other spans they cover."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 Floats = NDArray[np.float64]
+Intervals = NDArray[np.float64]  # (k, 2): disjoint and in order
+
+
+def merge(intervals: Any) -> Intervals:
+    """Disjoint intervals in order, shape ``(k, 2)``, that cover the same as ``(n, 2)`` in any order."""
+    found = np.asarray(intervals, dtype=np.float64).reshape(-1, 2)
+    found = found[found[:, 1] > found[:, 0]]
+    found = found[np.argsort(found[:, 0], kind="stable")]
+    reached = np.maximum.accumulate(found[:, 1])
+    first = np.flatnonzero(np.append(True, found[1:, 0] > reached[:-1])[: len(found)])
+    last = np.append(first[1:], len(found))[: len(first)] - 1
+    return np.stack([found[first, 0], reached[last]], axis=1)
+
+
+def overlap(intervals: Intervals, start: Floats, end: Floats) -> Floats:
+    """How much of each stretch ``start … end`` the disjoint intervals cover; same shape."""
+    if not len(intervals):
+        return np.zeros(len(start))
+    marks = intervals.ravel()
+    spent = np.concatenate([[0.0], np.cumsum(intervals[:, 1] - intervals[:, 0])])
+    total = np.repeat(spent, 2)[1:-1]
+    return np.asarray(np.interp(end, marks, total) - np.interp(start, marks, total))
+
+
+def waited(intervals: Intervals, start: float, end: float) -> float:
+    """``overlap`` of a single stretch."""
+    return float(overlap(intervals, np.array([start]), np.array([end]))[0])
 
 
 def covered(start: Floats, end: Floats, begin: Floats, until: Floats) -> Floats:
-    """Seconds of each span that intervals cover; overlapping intervals count once.
-
-    Args:
-        start: Of the intervals, ``(n,)``, in any order.
-        end: Likewise.
-        begin: Of the spans, ``(k,)``.
-        until: Likewise.
-
-    Returns:
-        ``(k,)``.
-    """
-    if not len(start):
-        return np.zeros(len(begin))
-    order = np.argsort(start, kind="stable")
-    reached = np.maximum.accumulate(np.concatenate([[-np.inf], end[order]]))
-    first, last = np.maximum(start[order], reached[:-1]), reached[1:]
-    length = np.concatenate([[0.0], np.cumsum(np.maximum(last - first, 0.0))])
-    moments, spent = np.ravel(np.column_stack([first, last])), np.repeat(length, 2)[1:-1]
-    return np.asarray(np.interp(until, moments, spent) - np.interp(begin, moments, spent))
+    """Seconds of each span ``begin … until``, ``(k,)``, that intervals in any order, ``(n,)``, cover once."""
+    return overlap(merge(np.stack([start, end], axis=1)), begin, until)

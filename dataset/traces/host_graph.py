@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stepsight.dataset.base.errors import TraceError
+from stepsight.dataset.graph.intervals import merge, overlap
 from stepsight.dataset.graph.program import Dependency
 from stepsight.dataset.graph.rank_graph import COLLECTIVE, HOST, OP, RankGraph
 from stepsight.dataset.graph.rank_trace import Placement
@@ -20,7 +21,7 @@ from stepsight.dataset.traces.classify import intern_op
 from stepsight.dataset.traces.event_columns import Interned, RankEvents
 from stepsight.dataset.traces.kernel_kinds import named_kind
 from stepsight.dataset.traces.kineto_ranks import host_works, main_thread
-from stepsight.dataset.traces.rank_works import Wait, merge, overlap
+from stepsight.dataset.traces.rank_works import Wait
 from stepsight.dataset.traces.step_bounds import Steps, find_steps
 from stepsight.dataset.traces.sweep import Work, sweep
 

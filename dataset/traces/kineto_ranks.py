@@ -22,21 +22,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stepsight.dataset.base.errors import TraceError
+from stepsight.dataset.graph.intervals import Intervals, merge, overlap, waited
 from stepsight.dataset.graph.program import Dependency, Node, Program
 from stepsight.dataset.graph.rank_trace import Placement, RankTrace, Span
 from stepsight.dataset.kinds.op import MOST_SIZE, Op
 from stepsight.dataset.traces.event_columns import RankEvents, read_columns
-from stepsight.dataset.traces.rank_works import (
-    Intervals,
-    Wait,
-    device_work,
-    event_waits,
-    host_collectives,
-    merge,
-    overlap,
-    stream_names,
-    waited,
-)
+from stepsight.dataset.traces.rank_works import Wait, device_work, event_waits, host_collectives, stream_names
 from stepsight.dataset.traces.step_bounds import observed_steps
 from stepsight.dataset.traces.sweep import Swept, Work, launching, sweep, weightless
 

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from stepsight.dataset.graph.program import Dependency
 from stepsight.dataset.graph.rank_trace import Placement, Rendezvous
@@ -164,9 +163,6 @@ def event_waits(
     return tuple((before, after, Dependency.SYNCHRONISATION) for before, after in sorted(edges))
 
 
-Intervals = NDArray[np.float64]
-
-
 @dataclass(frozen=True, slots=True)
 class Wait:
     """A stretch of the main thread that is spent waiting; microseconds."""
@@ -287,31 +283,3 @@ def _invisible_waits(works: list[Work], calls: list[tuple[float, float]]) -> lis
         if id(work) not in seen and place < len(until):
             out.append(Wait(work, until[place], until[place]))
     return out
-
-
-def merge(intervals: list[tuple[float, float]]) -> Intervals:
-    """Disjoint intervals in order, shape ``(k, 2)``, that cover the same."""
-    out: list[list[float]] = []
-    for start, end in sorted(intervals):
-        if out and start <= out[-1][1]:
-            out[-1][1] = max(out[-1][1], end)
-        elif end > start:
-            out.append([start, end])
-    return np.array(out).reshape(-1, 2)
-
-
-def overlap(intervals: Intervals, start: NDArray[np.float64], end: NDArray[np.float64]) -> NDArray[np.float64]:
-    """How much of each stretch ``start … end`` the disjoint intervals cover; same shape."""
-    if not len(intervals):
-        return np.zeros(len(start))
-    length = intervals[:, 1] - intervals[:, 0]
-    marks = intervals.ravel()
-    covered = np.concatenate([[0.0], np.cumsum(length)])
-    total = np.empty(marks.size)
-    total[0::2], total[1::2] = covered[:-1], covered[1:]
-    return np.asarray(np.interp(end, marks, total) - np.interp(start, marks, total))
-
-
-def waited(intervals: Intervals, start: float, end: float) -> float:
-    """``overlap`` of a single stretch."""
-    return float(overlap(intervals, np.array([start]), np.array([end]))[0])

@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from stepsight.dataset.graph.intervals import Intervals, merge, overlap
 from stepsight.dataset.graph.program import Dependency
 from stepsight.dataset.graph.rank_graph import COLLECTIVE, HOST, OP, WHY_NUMBER, RankGraph
 from stepsight.dataset.kinds.op import OP_KINDS
-from stepsight.dataset.traces.rank_works import Intervals, merge, overlap
 from stepsight.dataset.traces.read_rank import lateness
 from stepsight.simulator.replay.replay import Joined, Walk, join, walk
 
@@ -91,7 +91,7 @@ def _largest_first(seconds: Mapping[str, float]) -> dict[str, float]:
 
 
 def _busy(graph: RankGraph, nodes: NDArray[np.bool_]) -> Intervals:
-    return merge(list(zip(graph.start_s[nodes].tolist(), graph.end_s[nodes].tolist(), strict=True)))
+    return merge(np.stack([graph.start_s[nodes], graph.end_s[nodes]], axis=1))
 
 
 def _length(intervals: Intervals) -> float:
@@ -107,7 +107,7 @@ def _idle(graph: RankGraph, walked: Walk, first: int) -> dict[str, float]:
     nodes = inside[graph.nodes["stream"][inside] == int(streams.argmax())]
     gaps = np.maximum(graph.start_s[nodes[1:]] - np.maximum.accumulate(graph.end_s[nodes])[:-1], 0.0)
     late = lateness(graph)[nodes[1:]]
-    loading, waits = merge([(a, b) for a, b in graph.loading_s.tolist()]), _host_waits(graph)
+    loading, waits = merge(graph.loading_s), _host_waits(graph)
     found: defaultdict[str, float] = defaultdict(float)
     for node, gap, unexplained in zip(nodes[1:].tolist(), gaps.tolist(), late.tolist(), strict=True):
         found[UNEXPLAINED] += min(gap, unexplained)
@@ -129,7 +129,7 @@ def _host_waits(graph: RankGraph) -> Intervals:
     """The intervals in which the host was in a call that waits for the device."""
     into = graph.edges["target"][graph.edges["why"] == WHY_NUMBER[Dependency.SYNCHRONISATION]]
     nodes = np.unique(into[graph.nodes["kind"][into] == HOST])
-    return merge(list(zip(graph.start_s[nodes].tolist(), graph.end_s[nodes].tolist(), strict=True)))
+    return merge(np.stack([graph.start_s[nodes], graph.end_s[nodes]], axis=1))
 
 
 def _cause(graph: RankGraph, walked: Walk, node: int, first: int) -> str:

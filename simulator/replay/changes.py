@@ -15,10 +15,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stepsight.dataset.base.errors import StepsightError
+from stepsight.dataset.graph.intervals import merge
 from stepsight.dataset.graph.program import Dependency
 from stepsight.dataset.graph.rank_graph import COLLECTIVE, HOST, OP, WHY_NUMBER, RankGraph, meetings
 from stepsight.dataset.kinds.op import COLLECTIVE_KINDS, OP_KINDS, Collective, Op
-from stepsight.dataset.traces.rank_works import merge
 from stepsight.simulator.durations.latency_model import LatencyModel
 from stepsight.simulator.replay.replay import replay
 
@@ -287,7 +287,7 @@ def with_buckets(graphs: Graphs, tally: Tally, num_bytes: float, latency: Latenc
             assert isinstance(last, Collective)
             whole = replace(last, num_bytes=sum(part.num_bytes for part in parts if isinstance(part, Collective)))
             ratio = float(seconds_of(latency, [whole])[0] / seconds_of(latency, parts).sum())
-            busy = merge(list(zip(arrived[bucket].tolist(), end[bucket].tolist(), strict=True)))
+            busy = merge(np.stack([arrived[bucket], end[bucket]], axis=1))
             seconds, waited = float((busy[:, 1] - busy[:, 0]).sum()), arrived[bucket[-1]] - graph.start_s[bucket[-1]]
             duration[bucket[:-1]], duration[bucket[-1]] = 0.0, waited + seconds * ratio
             tally.add(seconds, True)

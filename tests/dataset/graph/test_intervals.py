@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from stepsight.dataset.graph.intervals import merge, overlap, waited
 from stepsight.dataset.graph.rank_trace import Placement
-from stepsight.dataset.traces.rank_works import merge, overlap, waited
 
 intervals = st.lists(st.tuples(st.integers(0, 50), st.integers(0, 20)), max_size=12)
 
