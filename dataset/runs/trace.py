@@ -11,16 +11,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stepsight.dataset.graph.program import Program
+from stepsight.dataset.graph.rank_graph import RankGraph
 from stepsight.dataset.graph.rank_trace import RankTrace, Rendezvous, Seconds, TracedSegment
 from stepsight.dataset.runs.run_manifest import RunManifest
 
 
 @dataclass(frozen=True)
 class Trace:
-    """A run: its manifest and every rank's trace."""
+    """A run: its manifest, every rank's trace, and their graphs where they were asked for."""
 
     manifest: RunManifest
     ranks: tuple[RankTrace, ...]
+    graphs: tuple[RankGraph, ...] = ()
 
     def segments(self) -> list[TracedSegment]:
         """Every forward, backward and optimizer segment, by rank and time; equal programs are one object."""

@@ -12,7 +12,16 @@ from stepsight.dataset.base.errors import TraceError
 from stepsight.dataset.base.files import digest, new_folder, write_json, write_text
 from stepsight.dataset.graph.graph_files import write_graph
 from stepsight.dataset.graph.rank_graph import NODE_KINDS
-from stepsight.dataset.runs.run_folder import has_traces, is_imported, read_imported, read_run, run_folders, run_graphs
+from stepsight.dataset.runs.run_folder import (
+    TracedRun,
+    has_traces,
+    is_imported,
+    read_imported,
+    read_run,
+    run_folders,
+    run_graphs,
+    traced_run,
+)
 from stepsight.dataset.trace_graphs.call_segments import call_segments
 from stepsight.dataset.trace_graphs.graph_schema import DTYPES, EDGE_NUMBERS, NUMBERS, TARGETS, edge_types, kind_names
 from stepsight.dataset.trace_graphs.segment_parts import write_segments
@@ -57,7 +66,7 @@ def make_dataset(
                 on_run(number + 1, len(folders))
         if not runs:
             raise TraceError(f"a dataset needs at least one run with a traced step, got none in {collections[0]}")
-        version = digest(str(FORM), *sorted(run["group"] for run in runs), *kind_names())
+        version = digest(str(FORM), "observed steps left out", *sorted(run["group"] for run in runs), *kind_names())
         index = {
             "form": FORM,
             "version": version,
@@ -83,8 +92,11 @@ def _check_out(out: Path) -> None:
 def _add_run(raw: Path, folder: Path, scopes: Sequence[str], warnings: list[str]) -> dict[str, Any] | None:
     """Write a run into the dataset; return its metadata, None if no step of it was traced."""
     own = not is_imported(folder)
-    segments = read_run(folder) if own and "segment" in scopes else None
-    run = run_graphs(folder) if "step" in scopes or segments is None else None
+    segments = read_run(folder, graphs="step" in scopes) if own and "segment" in scopes else None
+    if segments is None:
+        run: TracedRun | None = run_graphs(folder)
+    else:
+        run = traced_run(segments.manifest, segments.graphs) if segments.graphs else None
     if run is not None and not any(len(graph.steps_s) for graph in run.graphs):
         return None
     raw.mkdir(parents=True)
@@ -181,7 +193,8 @@ target where nothing else holds it up.
 Durations of steps are as profiled: a profiler slows the host, so gaps between host calls are longer than without it.
 In segments of runs that `stepsight collect` made, its overhead is taken off; seconds of an op on a CPU hold the time of
 the host before it, and a collective takes as long as on the rank that came last. Dependencies that a trace does not
-record are inferred from the order and the times of calls. Graphs of one trace are never split, and equal traces that
+record are inferred from the order and the times of calls. Steps that an execution-trace observer slowed are left out;
+their data dependencies are those of the other steps. Graphs of one trace are never split, and equal traces that
 were imported twice share `group`; graphs in which the same ops took the same times share `digest`.
 
 Warnings: {warnings}

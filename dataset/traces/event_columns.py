@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -11,7 +13,7 @@ import numpy as np
 from msgspec import UNSET
 from numpy.typing import NDArray
 
-from stepsight.dataset.base.errors import TraceError
+from stepsight.dataset.base.errors import StepsightError, TraceError
 from stepsight.dataset.traces.event_blocks import (
     NO_TEXT,
     CallArgs,
@@ -200,6 +202,21 @@ class RankEvents:
             known = {name: value for name, value in zip(names, values, strict=False) if value is not None}
             self._arguments[signature] = known
         return known
+
+
+@contextmanager
+def well_formed(path: Path) -> Iterator[None]:
+    """Refuse a file whose events are not as they must be.
+
+    Raises:
+        TraceError: If the block raises what malformed events cause.
+    """
+    try:
+        yield
+    except StepsightError:
+        raise
+    except (ValueError, KeyError, TypeError, IndexError, AttributeError, OverflowError) as error:
+        raise TraceError(f"{path} must hold well-formed events, got {type(error).__name__}: {error}") from None
 
 
 def read_columns(path: Path) -> RankEvents:

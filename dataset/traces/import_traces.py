@@ -15,7 +15,7 @@ from stepsight.dataset.graph.rank_graph import COLLECTIVE, RankGraph, meetings, 
 from stepsight.dataset.graph.rank_trace import Placement, RankTrace
 from stepsight.dataset.traces.assembly import graph_of_trace
 from stepsight.dataset.traces.kineto_ranks import read_kineto
-from stepsight.dataset.traces.read_rank import read_rank
+from stepsight.dataset.traces.read_rank import read_rank, read_trace_and_graph
 
 _SUFFIXES = (".json", ".json.gz")
 _CHAKRA = (".et", ".et.gz", *_SUFFIXES)
@@ -262,11 +262,13 @@ class TraceFormat:
     Attributes:
         read: Reads one rank's file.
         read_graph: Reads one rank's file, with its execution trace if there is one, as a graph; None: as ``read`` does.
+        read_both: Both at once; None: by what ``read`` returns.
         read_job: Reads files of all ranks, and execution traces of some; None: each file by itself.
     """
 
     read: TraceReader
     read_graph: Callable[[Path, Placement, Path | None], RankGraph] | None = None
+    read_both: Callable[[Path, Placement, Path | None], tuple[RankTrace, RankGraph]] | None = None
     read_job: Callable[[Sequence[Path], Sequence[Path], Placement | None, Progress | None], Imported] | None = None
 
     def __call__(self, path: Path, placement: Placement) -> RankTrace:
@@ -285,7 +287,7 @@ def _refuse_rank(path: Path, placement: Placement) -> RankTrace:
 TRACE_READERS: Registry[TraceReader] = Registry(
     "trace format",
     {
-        "kineto": TraceFormat(read_kineto, read_rank, import_ranks),
+        "kineto": TraceFormat(read_kineto, read_rank, read_trace_and_graph, import_ranks),
         "chakra": TraceFormat(_refuse_rank, read_job=import_chakra),
     },
     group="stepsight.trace_readers",
@@ -332,7 +334,25 @@ def read_rank_graph(files: Mapping[str, str], folder: Path, placement: Placement
     read, path = find_format(form).read_graph, folder / files[form]
     if read is None:
         return graph_of_trace(read_rank_trace(form, path, placement))
-    return read(path, placement, folder / files["et"] if "et" in files else None)
+    return read(path, placement, _execution(files, folder))
+
+
+def read_rank_both(files: Mapping[str, str], folder: Path, placement: Placement) -> tuple[RankTrace, RankGraph]:
+    """Trace and graph of a rank of a run folder; its file is parsed once.
+
+    Raises:
+        TraceError: As ``read_rank_trace``.
+    """
+    form = trace_format(files, placement.rank, folder)
+    read, path = find_format(form).read_both, folder / files[form]
+    if read is not None:
+        return read(path, placement, _execution(files, folder))
+    trace = read_rank_trace(form, path, placement)
+    return trace, graph_of_trace(trace)
+
+
+def _execution(files: Mapping[str, str], folder: Path) -> Path | None:
+    return folder / files["et"] if "et" in files else None
 
 
 def trace_format(files: Mapping[str, str], rank: int | None, folder: Path) -> str:

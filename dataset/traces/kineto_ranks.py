@@ -26,7 +26,7 @@ from stepsight.dataset.graph.intervals import Intervals, merge, overlap, waited
 from stepsight.dataset.graph.program import Dependency, Node, Program
 from stepsight.dataset.graph.rank_trace import Placement, RankTrace, Span
 from stepsight.dataset.kinds.op import MOST_SIZE, Op
-from stepsight.dataset.traces.event_columns import RankEvents, read_columns
+from stepsight.dataset.traces.event_columns import RankEvents, read_columns, well_formed
 from stepsight.dataset.traces.rank_works import Wait, device_work, event_waits, host_collectives, stream_names
 from stepsight.dataset.traces.step_bounds import observed_steps
 from stepsight.dataset.traces.sweep import Swept, Work, launching, sweep, weightless
@@ -41,12 +41,8 @@ def read_kineto(path: Path, placement: Placement | None = None) -> RankTrace:
         TraceError: If it is no whole Kineto trace, or holds nothing that could be a node.
     """
     events = read_columns(path)
-    try:
+    with well_formed(path):
         return rank_trace(events, placement or Placement())
-    except (ValueError, KeyError, TypeError, IndexError, AttributeError, OverflowError) as error:
-        if isinstance(error, TraceError):
-            raise
-        raise TraceError(f"{path} must hold well-formed events, got {type(error).__name__}: {error}") from None
 
 
 def rank_trace(events: RankEvents, placement: Placement) -> RankTrace:

@@ -9,11 +9,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stepsight.dataset.base.caching import without_collection
-from stepsight.dataset.base.errors import StepsightError, TraceError
+from stepsight.dataset.base.errors import TraceError
 from stepsight.dataset.graph.intervals import covered
 from stepsight.dataset.graph.program import Dependency
 from stepsight.dataset.graph.rank_graph import COLLECTIVE, HOST, OP, WHY_NUMBER, RankGraph
-from stepsight.dataset.graph.rank_trace import Placement
+from stepsight.dataset.graph.rank_trace import Placement, RankTrace
 from stepsight.dataset.kinds.op import Collective
 from stepsight.dataset.traces.assembly import MICROSECOND, Assembly
 from stepsight.dataset.traces.call_tree import CallTree, call_tree
@@ -24,9 +24,10 @@ from stepsight.dataset.traces.data_edges import (
     without_observed_steps,
 )
 from stepsight.dataset.traces.device_graph import Parts, launch_rows, tie, with_assumed_launches
-from stepsight.dataset.traces.event_columns import Interned, RankEvents, read_columns
+from stepsight.dataset.traces.event_columns import Interned, RankEvents, read_columns, well_formed
 from stepsight.dataset.traces.host_graph import host_graph
 from stepsight.dataset.traces.kernel_kinds import CollectiveNodes, KernelKinds, Met, launches, mask_of
+from stepsight.dataset.traces.kineto_ranks import rank_trace
 from stepsight.dataset.traces.step_bounds import OWN_STEP, Steps, find_steps, observed_steps
 from stepsight.dataset.traces.stream_waits import StreamWaits
 
@@ -56,12 +57,16 @@ def read_rank(path: Path, placement: Placement | None = None, execution: Path | 
             of another run.
     """
     events = read_columns(path)
-    try:
+    with well_formed(path):
         return _graph_of(events, placement or Placement(), execution)
-    except (ValueError, KeyError, TypeError, IndexError, AttributeError, OverflowError) as error:
-        if isinstance(error, StepsightError):
-            raise
-        raise TraceError(f"{path} must hold well-formed events, got {type(error).__name__}: {error}") from None
+
+
+@without_collection()
+def read_trace_and_graph(path: Path, placement: Placement, execution: Path | None) -> tuple[RankTrace, RankGraph]:
+    """Read one rank's file as ``read_kineto`` and as ``read_rank`` do, at once."""
+    events = read_columns(path)
+    with well_formed(path):
+        return rank_trace(events, placement), _graph_of(events, placement, execution)
 
 
 def _graph_of(events: RankEvents, placement: Placement, execution: Path | None) -> RankGraph:
