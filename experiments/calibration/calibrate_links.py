@@ -17,6 +17,7 @@ from stepsight.dataset.hardware.hardware import Fabric
 from stepsight.dataset.kinds.op import Collective
 from stepsight.dataset.tables import Measurements
 from stepsight.experiments.calibration.calibrate_runs import LEAST_GAIN
+from stepsight.experiments.calibration.calibration_gain import save_calibrated
 from stepsight.experiments.evaluation.error_metrics import Errors, errors
 from stepsight.experiments.reports.text_table import Number, table
 from stepsight.features.nccl_choices import CHOICE_TERMS
@@ -186,16 +187,11 @@ def _left_out(start: BetweenNodes, works: Sequence[Collective], seconds: Array, 
 
 
 def _save(report: LinksReport, path: Path, fabric: Fabric) -> None:
-    """Write the calibrated predictor, with what fitted and judged it in its manifest."""
-    value, manifest = report.to_dict(), report.calibrated.manifest
-    file = digest(path.read_bytes())
+    value, file = report.to_dict(), digest(path.read_bytes())
     record = {key: value[key] for key in ("predictor", "fitted", "factors", "evidence")}
-    changed = {
-        "name": "",  # no longer the shipped one
-        "digest": digest(str(manifest.get("digest", "")), file, report.software, repr(fabric), str(record["factors"])),
-        "calibrated_links": {**record, "software": report.software, "fabric": fabric.name, "tables": {path.name: file}},
-    }
-    replace(report.calibrated, manifest={**manifest, **changed}).save(report.out)
+    evidence = [file, report.software, repr(fabric), str(record["factors"])]
+    record |= {"software": report.software, "fabric": fabric.name, "tables": {path.name: file}}
+    save_calibrated(report.calibrated, report.out, evidence, "calibrated_links", record)
 
 
 def links_text(report: LinksReport) -> str:

@@ -12,7 +12,7 @@ import numpy as np
 
 from stepsight.dataset.base.errors import PredictorError, TableError
 from stepsight.dataset.base.files import digest
-from stepsight.experiments.calibration.calibration_gain import split_by_size, with_rows, without_copies
+from stepsight.experiments.calibration.calibration_gain import save_calibrated, split_by_size, with_rows, without_copies
 from stepsight.experiments.evaluation.error_metrics import Errors, errors
 from stepsight.experiments.evaluation.evaluate import FITTED, Evaluation, evaluate, score
 from stepsight.experiments.evaluation.scored_row import Scored
@@ -189,16 +189,10 @@ def _usable(runs: Path, predictor: Predictor, source: str) -> Evaluation:
 
 
 def _save(report: CalibrationReport, runs: Path) -> None:
-    """Write the calibrated predictor, with the rows that fitted and judged it in its manifest."""
-    value, manifest = report.to_dict(), report.calibrated.manifest
+    value, fitted = report.to_dict(), report.calibrated.manifest["fitted_rows"]
     record = {key: value[key] for key in ("predictor", "fitted", "constants", "residual", "evidence")}
-    judged = {"judged_rows": list(report.evidence.digests), "runs": {runs.name: digest(runs.read_bytes())}}
-    changed = {
-        "name": "",  # no longer the shipped one
-        "digest": digest(str(manifest.get("digest", "")), *manifest["fitted_rows"]),
-        "calibration": {**record, **judged},
-    }
-    replace(report.calibrated, manifest={**manifest, **changed}).save(report.out)
+    record |= {"judged_rows": list(report.evidence.digests), "runs": {runs.name: digest(runs.read_bytes())}}
+    save_calibrated(report.calibrated, report.out, fitted, "calibration", record)
 
 
 def _on_larger(predictor: Predictor, rows: Sequence[Scored]) -> Evidence:
@@ -250,7 +244,11 @@ def calibration_text(report: CalibrationReport) -> str:
         lines.append((evidence.before, evidence.after, "all"))
     header = ["judged by", "runs", "MAPE before", "after", "max before", "after", "bias before", "after"]
     cells = [
-        [name, before.used, *(Number(x or 0.0) for key in ("mape", "max", "bias") for x in _both(before, after, key))]
+        [
+            name,
+            before.used,
+            *(Number(x or 0.0) for key in ("mape", "max", "bias") for x in (getattr(before, key), getattr(after, key))),
+        ]
         for before, after, name in lines
     ]
     gain = (evidence.before.mape or 0.0) - (evidence.after.mape or 0.0)
@@ -273,7 +271,3 @@ def calibration_text(report: CalibrationReport) -> str:
             verdict,
         ]
     )
-
-
-def _both(before: Errors, after: Errors, key: str) -> tuple[float | None, float | None]:
-    return getattr(before, key), getattr(after, key)

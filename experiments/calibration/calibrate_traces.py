@@ -15,6 +15,7 @@ from stepsight.dataset.base.files import digest
 from stepsight.dataset.hardware.hardware import Hardware
 from stepsight.dataset.kinds.op import Op
 from stepsight.dataset.runs.run_folder import MANIFEST, is_imported, read_imported, run_folders
+from stepsight.experiments.calibration.calibration_gain import save_calibrated
 from stepsight.experiments.evaluation.error_metrics import Errors, errors
 from stepsight.experiments.reports.text_table import Number, table
 from stepsight.training.corrections.traced import fit_traced
@@ -149,16 +150,11 @@ def errors_by_family(ops: Sequence[Op], predicted: Array, measured: Array) -> di
 
 
 def _save(report: TracesReport, folders: Sequence[Path]) -> None:
-    """Write the calibrated predictor, with what fitted and judged it in its manifest."""
-    value, manifest = report.to_dict(), report.calibrated.manifest
+    value = report.to_dict()
     files = {folder.name: digest((folder / MANIFEST).read_bytes()) for folder in folders}
     record = {key: value[key] for key in ("predictor", "kinds", "evidence", "host_kinds_s", "overlap")}
-    changed = {
-        "name": "",  # no longer the shipped one
-        "digest": digest(str(manifest.get("digest", "")), *files.values()),
-        "calibrated_traces": {**record, "runs": files},
-    }
-    replace(report.calibrated, manifest={**manifest, **changed}).save(report.out)
+    record["runs"] = files
+    save_calibrated(report.calibrated, report.out, [*files.values()], "calibrated_traces", record)
 
 
 def traces_text(report: TracesReport) -> str:

@@ -1,9 +1,9 @@
-"""Contents of ``kernel.json`` and ``collective.json`` of a saved predictor besides their regressors."""
+"""The models in a predictor's folder: JSON tables, and LightGBM's text of their trees."""
 
 from __future__ import annotations
 
 import gzip
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,90 +11,160 @@ from stepsight.dataset.base.errors import PredictorError
 from stepsight.dataset.base.files import write_json
 from stepsight.dataset.hardware.hardware import Hardware, hardware_from_dict
 from stepsight.dataset.kinds import CollectiveKind, OpKind
+from stepsight.dataset.kinds.op import COLLECTIVE_KINDS, OP_KINDS
+from stepsight.features.collective_features import COLLECTIVE_AXES, COLLECTIVE_FEATURES, COLLECTIVE_TERMS
 from stepsight.features.host_call_features import CALL_FEATURES
 from stepsight.features.named_columns import FEATURE_VERSION, check_version
+from stepsight.features.nccl_features import NCCL_TERMS
+from stepsight.features.op_features import OP_TERMS, op_feature_names
 from stepsight.training.collectives.between_nodes import BetweenNodes
-from stepsight.training.collectives.collective_models import CollectiveModel
+from stepsight.training.collectives.collective_models import BOUNDS, NCCL_BOUNDS, CollectiveModel
 from stepsight.training.corrections.traced import TracedKind
 from stepsight.training.kernels.derived_kinds import Ratio
 from stepsight.training.kernels.host_calls import HostCalls
-from stepsight.training.kernels.kernel_models import KernelModel, num_axes
-from stepsight.training.kernels.transferred import Transfer
+from stepsight.training.kernels.kernel_models import KernelModel, num_axes, op_bounds, same_chip
+from stepsight.training.kernels.transferred import Teacher, Transfer
 from stepsight.training.predictor.predictor_manifest import read_part, texts, tree_text
+from stepsight.training.regression.regressor import Regressor
 from stepsight.training.regression.trees import Trees
 
-
-def kernel_more(kernel: KernelModel) -> dict[str, Any]:
-    table: dict[str, Any] = {"derives": kernel.derives}
-    table["ratios"] = {kind: ratio.to_dict() for kind, ratio in kernel.ratios.items()}
-    if kernel.serves is not None:
-        table["measured_on"] = kernel.hardware.to_dict()
-    if kernel.software:
-        table["software"] = {label: list(names) for label, names in kernel.software.items()}
-    if isinstance(kernel.transfer, Transfer):
-        table["transfer"] = kernel.transfer.to_dict()
-    if kernel.traced:
-        table["traced"] = {label: kind.to_dict() for label, kind in kernel.traced.items()}
-    return table
-
-
-def measured_hardware(hardware: Hardware, table: dict[str, Any]) -> Hardware:
-    """The device whose ops were measured: the predictor's own, or one with the same chip."""
-    return hardware_from_dict(table["measured_on"]) if "measured_on" in table else hardware
-
-
-def traced_kinds(table: dict[str, Any]) -> dict[str, TracedKind]:
-    """Read corrections from traces that ``kernel_more`` wrote; none if no traces calibrated the predictor."""
-    found = table.get("traced", {}).items()
-    return {label: TracedKind.from_dict(kind, num_axes(label)) for label, kind in found}
-
-
-def derived(table: dict[str, Any]) -> tuple[bool, dict[str, Ratio]]:
-    """Read the result of ``kernel_more``."""
-    return _flag(table, "derives"), {kind: Ratio.from_dict(ratio) for kind, ratio in table["ratios"].items()}
-
-
-def collective_more(collective: CollectiveModel) -> dict[str, Any]:
-    table = {"nccl": collective.nccl, "carried": list(collective.carried)}
-    return table if collective.between is None else {**table, "between": collective.between.to_dict()}
-
-
-def library(table: dict[str, Any]) -> tuple[bool, tuple[str, ...], BetweenNodes | None]:
-    """Read the result of ``collective_more``; a predictor without it was trained on one host's messages."""
-    between = BetweenNodes.from_dict(table["between"]) if "between" in table else None
-    return "nccl" in table and _flag(table, "nccl"), tuple(texts(table.get("carried", []), "carried")), between
-
-
-def _flag(table: dict[str, Any], key: str) -> bool:
-    if not isinstance(table[key], bool):
-        raise ValueError(f"{key} must be true or false, got {table[key]!r:.80}")
-    return bool(table[key])
-
-
 KEY = "features"
+FILE = "host_calls.json"
 Kinds = Mapping[str, OpKind] | Mapping[str, CollectiveKind]
 
 
-def kind_of(label: str) -> str:
-    """The kind in a regressor's label: ``linear`` of ``linear/fp8``."""
-    return label.split("/")[0]
+def save_kernel(kernel: KernelModel, folder: Path) -> None:
+    """Write ``kernel.json`` and the trees of ops."""
+    more: dict[str, Any] = {"derives": kernel.derives}
+    more["ratios"] = {kind: ratio.to_dict() for kind, ratio in kernel.ratios.items()}
+    if kernel.serves is not None:
+        more["measured_on"] = kernel.hardware.to_dict()
+    if kernel.software:
+        more["software"] = {label: list(names) for label, names in kernel.software.items()}
+    if isinstance(kernel.transfer, Transfer):
+        more["transfer"] = kernel.transfer.to_dict()
+    if kernel.traced:
+        more["traced"] = {label: kind.to_dict() for label, kind in kernel.traced.items()}
+    _save_regressor(kernel.regressor, folder, "kernel", more, OP_TERMS, OP_KINDS)
 
 
-def described(labels: Iterable[str], terms: Sequence[str], kinds: Kinds) -> dict[str, Any]:
-    """The saved description of a regressor's features.
+def load_kernel(folder: Path, hardware: Hardware, teacher_of: Callable[[str], Teacher]) -> KernelModel:
+    """Read what ``save_kernel`` wrote.
 
     Args:
-        labels: Of the measured kinds.
-        terms: Names of the physical terms.
-        kinds: Records by name.
+        folder: Of the predictor.
+        hardware: Of the predictor; another one with the same chip may have been measured.
+        teacher_of: Finds a shipped predictor that teaches others.
+
+    Raises:
+        PredictorError: If it is not that.
     """
-    measured = sorted(set(map(kind_of, labels)))
-    codes = {name: kinds[name].code for name in measured}
-    return {KEY: {"version": FEATURE_VERSION, "terms": list(terms), "codes": codes}}
+
+    def make(table: dict[str, Any]) -> KernelModel:
+        measured = hardware_from_dict(table["measured_on"]) if "measured_on" in table else hardware
+        regressor = _regressor(folder, table, OP_TERMS, OP_KINDS, op_feature_names())
+        regressor.check(num_axes, lambda label: op_bounds(measured, OP_KINDS[_kind_of(label)]))
+        return KernelModel(
+            measured,
+            regressor,
+            derives=_flag(table, "derives"),
+            ratios={kind: Ratio.from_dict(ratio) for kind, ratio in table["ratios"].items()},
+            traced={at: TracedKind.from_dict(kind, num_axes(at)) for at, kind in table.get("traced", {}).items()},
+            serves=None if measured is hardware else same_chip(hardware, measured),
+            transfer=Transfer.from_dict(table["transfer"], hardware, teacher_of) if "transfer" in table else None,
+            software={str(at): tuple(texts(names, "software")) for at, names in table.get("software", {}).items()},
+        )
+
+    return read_part(folder / "kernel.json", make)
 
 
-def check_described(table: Mapping[str, Any], terms: Sequence[str], kinds: Kinds) -> None:
-    """Check a saved regressor against this version; predictors without this description have version 1.
+def save_collective(collective: CollectiveModel, folder: Path) -> None:
+    """Write ``collective.json`` and the trees of collectives."""
+    more: dict[str, Any] = {"nccl": collective.nccl, "carried": list(collective.carried)}
+    if collective.between is not None:
+        more["between"] = collective.between.to_dict()
+    terms = NCCL_TERMS if collective.nccl else COLLECTIVE_TERMS
+    _save_regressor(collective.regressor, folder, "collective", more, terms, COLLECTIVE_KINDS)
+
+
+def load_collective(folder: Path) -> CollectiveModel:
+    """Read what ``save_collective`` wrote; a table without ``nccl`` was trained on one host's messages.
+
+    Raises:
+        PredictorError: If it is not that.
+    """
+
+    def make(table: dict[str, Any]) -> CollectiveModel:
+        nccl = "nccl" in table and _flag(table, "nccl")
+        terms = NCCL_TERMS if nccl else COLLECTIVE_TERMS
+        regressor = _regressor(folder, table, terms, COLLECTIVE_KINDS, COLLECTIVE_FEATURES)
+        regressor.check(lambda label: COLLECTIVE_AXES, lambda label: NCCL_BOUNDS if nccl else BOUNDS)
+        between = BetweenNodes.from_dict(table["between"]) if "between" in table else None
+        return CollectiveModel(
+            regressor, nccl=nccl, carried=tuple(texts(table.get("carried", []), "carried")), between=between
+        )
+
+    return read_part(folder / "collective.json", make)
+
+
+def save_host_calls(host: HostCalls, folder: Path) -> None:
+    """Write ``host_calls.json`` and the trees of calls."""
+    files = {family: _save_trees(trees, folder, f"host.{family}") for family, trees in host.trees.items()}
+    write_json(folder / FILE, {**host.to_dict(), "trees": files})
+
+
+def load_host_calls(folder: Path) -> HostCalls | None:
+    """Read the files that ``save_host_calls`` wrote; None if the predictor has none.
+
+    Raises:
+        PredictorError: If it is not that.
+    """
+    if not (folder / FILE).exists():
+        return None
+
+    def make(table: dict[str, Any]) -> HostCalls:
+        trees = {name: _trees(folder, file, 1.0, CALL_FEATURES) for name, file in table["trees"].items()}
+        return HostCalls.from_dict(table, trees)
+
+    return read_part(folder / FILE, make)
+
+
+def _save_regressor(
+    regressor: Regressor, folder: Path, name: str, more: Mapping[str, Any], terms: Sequence[str], kinds: Kinds
+) -> None:
+    trees = {
+        label: {"file": _save_trees(model, folder, f"{name}.{label.replace('/', '-')}"), "share": model.share}
+        for label, model in regressor.trees.items()
+    }
+    codes = {kind: kinds[kind].code for kind in sorted(set(map(_kind_of, regressor.physics)))}
+    features = {"version": FEATURE_VERSION, "terms": list(terms), "codes": codes}
+    write_json(folder / f"{name}.json", {**regressor.to_dict(), **more, KEY: features, "trees": trees})
+
+
+def _regressor(
+    folder: Path, table: dict[str, Any], terms: Sequence[str], kinds: Kinds, features: Sequence[str]
+) -> Regressor:
+    _check_features(table, terms, kinds)
+    trees = {
+        label: _trees(folder, model["file"], float(model["share"]), features) for label, model in table["trees"].items()
+    }
+    return Regressor.from_dict(table, trees)
+
+
+def _save_trees(trees: Trees, folder: Path, stem: str) -> str:
+    """Write LightGBM's text; returns the file's name."""
+    (folder / f"{stem}.txt.gz").write_bytes(gzip.compress(trees.text.encode(), mtime=0))
+    return f"{stem}.txt.gz"
+
+
+def _trees(folder: Path, file: Any, share: float, features: Sequence[str]) -> Trees:
+    trees = Trees(tree_text(folder, file), share)
+    trees.check(features)
+    return trees
+
+
+def _check_features(table: Mapping[str, Any], terms: Sequence[str], kinds: Kinds) -> None:
+    """Check a saved regressor against this version; predictors without a description have version 1.
 
     Args:
         table: What was saved.
@@ -111,14 +181,14 @@ def check_described(table: Mapping[str, Any], terms: Sequence[str], kinds: Kinds
             f"a regressor must be fitted to the terms {', '.join(terms)}, got {', '.join(map(str, said['terms']))}: "
             "train the predictor again"
         )
-    missing = sorted({kind_of(label) for label in table.get("physics", ())} - set(kinds))
+    missing = sorted({_kind_of(label) for label in table.get("physics", ())} - set(kinds))
     if missing:
         raise PredictorError(
             f"a predictor was trained on kinds that this version does not have: {', '.join(missing)}: register them "
             "(stepsight.dataset.kinds) or train the predictor again"
         )
-    moved = [f"{name} {code} != {kinds[name].code}" for name, code in said.get("codes", {}).items()
-             if name in kinds and code != kinds[name].code]  # fmt: skip
+    saved = {name: code for name, code in said.get("codes", {}).items() if name in kinds}
+    moved = [f"{name} {code} != {kinds[name].code}" for name, code in saved.items() if code != kinds[name].code]
     if moved:
         raise PredictorError(
             f"codes of kinds must be those that the predictor was trained with, got {', '.join(moved)}: register the "
@@ -126,31 +196,12 @@ def check_described(table: Mapping[str, Any], terms: Sequence[str], kinds: Kinds
         )
 
 
-FILE = "host_calls.json"
+def _kind_of(label: str) -> str:
+    """The kind in a regressor's label: ``linear`` of ``linear/fp8``."""
+    return label.split("/")[0]
 
 
-def save_host_calls(host: HostCalls, folder: Path) -> None:
-    """Write the files into the folder of a predictor."""
-    files = {}
-    for family, trees in host.trees.items():
-        files[family] = f"host.{family}.txt.gz"
-        (folder / files[family]).write_bytes(gzip.compress(trees.text.encode(), mtime=0))
-    write_json(folder / FILE, {**host.to_dict(), "trees": files})
-
-
-def load_host_calls(folder: Path) -> HostCalls | None:
-    """Read the files that ``save_host_calls`` wrote; None if the predictor has none.
-
-    Raises:
-        PredictorError: If it is not that.
-    """
-    if not (folder / FILE).exists():
-        return None
-
-    def made(table: dict[str, Any]) -> HostCalls:
-        trees = {family: Trees(tree_text(folder, file)) for family, file in table["trees"].items()}
-        for each in trees.values():
-            each.check(CALL_FEATURES)
-        return HostCalls.from_dict(table, trees)
-
-    return read_part(folder / FILE, made)
+def _flag(table: dict[str, Any], key: str) -> bool:
+    if not isinstance(table[key], bool):
+        raise ValueError(f"{key} must be true or false, got {table[key]!r:.80}")
+    return bool(table[key])

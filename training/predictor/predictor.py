@@ -16,10 +16,9 @@ that come with the package lie in ``predictors``.
 
 from __future__ import annotations
 
-import gzip
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,28 +28,21 @@ from stepsight.dataset.base.files import new_folder, set_aside, write_json
 from stepsight.dataset.hardware.hardware import Fabric, Hardware, canonical_hardware, hardware_from_dict
 from stepsight.dataset.hardware.hardware_facts import power_type
 from stepsight.dataset.job.job import Job
-from stepsight.dataset.kinds.op import COLLECTIVE_KINDS, OP_KINDS, Collective, Op
-from stepsight.features.collective_features import COLLECTIVE_AXES, COLLECTIVE_FEATURES, COLLECTIVE_TERMS
-from stepsight.features.nccl_features import NCCL_TERMS
-from stepsight.features.op_features import OP_TERMS, op_feature_names
-from stepsight.training.collectives.collective_models import BOUNDS, NCCL_BOUNDS, CollectiveModel
+from stepsight.dataset.kinds.op import Collective, Op
+from stepsight.training.collectives.collective_models import CollectiveModel
 from stepsight.training.corrections.calibration import Calibration
 from stepsight.training.intervals.conformal import Intervals
 from stepsight.training.kernels.host_calls import HostCalls
-from stepsight.training.kernels.kernel_models import KernelModel, num_axes, op_bounds, same_chip
-from stepsight.training.kernels.transferred import Teacher, Transfer
+from stepsight.training.kernels.kernel_models import KernelModel
+from stepsight.training.kernels.transferred import Teacher
 from stepsight.training.predictor.learned_latency import LearnedLatency
 from stepsight.training.predictor.model_tables import (
-    check_described,
-    collective_more,
-    derived,
-    described,
-    kernel_more,
-    library,
+    load_collective,
     load_host_calls,
-    measured_hardware,
+    load_kernel,
+    save_collective,
     save_host_calls,
-    traced_kinds,
+    save_kernel,
 )
 from stepsight.training.predictor.predictor_manifest import (
     MANIFEST,
@@ -61,13 +53,9 @@ from stepsight.training.predictor.predictor_manifest import (
     made,
     read_part,
     read_predictor_manifest,
-    texts,
-    tree_text,
     write_manifest,
 )
 from stepsight.training.predictor.software_used import kernels_asked
-from stepsight.training.regression.regressor import Regressor
-from stepsight.training.regression.trees import Trees
 
 if TYPE_CHECKING:
     from stepsight.gnn.context_table import Context
@@ -220,18 +208,8 @@ class Predictor:
         check_output(folder)
         with new_folder(folder) as new:
             write_json(new / "hardware.json", self.hardware.to_dict())
-            for name, regressor in (("kernel", self.kernel.regressor), ("collective", self.collective.regressor)):
-                trees = {}
-                for label, model in regressor.trees.items():
-                    file = f"{name}.{label.replace('/', '-')}.txt.gz"
-                    (new / file).write_bytes(gzip.compress(model.text.encode(), mtime=0))
-                    trees[label] = {"file": file, "share": model.share}
-                if name == "kernel":
-                    more = kernel_more(self.kernel) | described(regressor.physics, OP_TERMS, OP_KINDS)
-                else:
-                    terms = _collective_terms(self.collective.nccl)
-                    more = collective_more(self.collective) | described(regressor.physics, terms, COLLECTIVE_KINDS)
-                write_json(new / f"{name}.json", {**regressor.to_dict(), **more, "trees": trees})
+            save_kernel(self.kernel, new)
+            save_collective(self.collective, new)
             write_json(
                 new / "intervals.json",
                 {"intervals": self.intervals.to_dict(), "calibration": self.calibration.to_dict()},
@@ -294,13 +272,6 @@ class Predictor:
                 f"{folder}: manifest.json and hardware.json must name the same hardware, "
                 f"got {manifest['hardware']!r:.80} and {hardware.name!r:.80}"
             )
-        measured = read_part(folder / "kernel.json", partial(measured_hardware, hardware))
-        kernel = read_part(folder / "kernel.json", partial(_op_regressor, folder, measured))
-        collective = read_part(folder / "collective.json", partial(_collective_regressor, folder))
-        derives, ratios = read_part(folder / "kernel.json", derived)
-        transfer, software = read_part(folder / "kernel.json", partial(_transfer, hardware))
-        traced = read_part(folder / "kernel.json", traced_kinds)
-        nccl, carried, between = read_part(folder / "collective.json", library)
         tables = read_part(folder / "intervals.json", dict)
         context = None
         if any((folder / name).exists() for name in ("gnn.json", "context_table.json")):
@@ -309,17 +280,8 @@ class Predictor:
             context = load_context(folder)
         return cls(
             hardware,
-            KernelModel(
-                measured,
-                kernel,
-                derives=derives,
-                ratios=ratios,
-                traced=traced,
-                serves=None if measured is hardware else same_chip(hardware, measured),
-                transfer=transfer,
-                software=software,
-            ),
-            CollectiveModel(collective, nccl=nccl, carried=carried, between=between),
+            load_kernel(folder, hardware, teacher_of),
+            load_collective(folder),
             context,
             made(folder / "intervals.json", Calibration.from_dict, tables.get("calibration")),
             made(folder / "intervals.json", Intervals.from_dict, tables.get("intervals")),
@@ -339,33 +301,6 @@ def _shipped_files(name: str) -> dict[str, str]:
     return dict(read_predictor_manifest(SHIPPED / name)["files"]) if name in shipped_names() else {}
 
 
-def _op_regressor(folder: Path, hardware: Hardware, table: dict[str, Any]) -> Regressor:
-    check_described(table, OP_TERMS, OP_KINDS)
-    regressor = _regressor(folder, table, op_feature_names())
-    regressor.check(num_axes, lambda label: op_bounds(hardware, OP_KINDS[label.split("/")[0]]))
-    return regressor
-
-
-def _collective_regressor(folder: Path, table: dict[str, Any]) -> Regressor:
-    nccl = bool(table.get("nccl"))
-    check_described(table, _collective_terms(nccl), COLLECTIVE_KINDS)
-    regressor = _regressor(folder, table, COLLECTIVE_FEATURES)
-    regressor.check(lambda label: COLLECTIVE_AXES, lambda label: NCCL_BOUNDS if nccl else BOUNDS)
-    return regressor
-
-
-def _collective_terms(nccl: bool) -> tuple[str, ...]:
-    return NCCL_TERMS if nccl else COLLECTIVE_TERMS
-
-
-def _regressor(folder: Path, table: dict[str, Any], features: tuple[str, ...]) -> Regressor:
-    trees = {}
-    for label, model in table["trees"].items():
-        trees[label] = Trees(tree_text(folder, model["file"]), float(model["share"]))
-        trees[label].check(features)
-    return Regressor.from_dict(table, trees)
-
-
 @cached(8)
 def shipped_by_name(name: str) -> Predictor:
     """A shipped predictor, by its own name."""
@@ -382,11 +317,3 @@ def teacher_of(name: str) -> Teacher:
         raise PredictorError(f"{name!r:.80} must be a shipped predictor ({', '.join(shipped_names())})")
     loaded = shipped_by_name(name)
     return Teacher(name, str(loaded.manifest["digest"]), loaded.kernel)
-
-
-def _transfer(hardware: Hardware, table: dict[str, Any]) -> tuple[Transfer | None, dict[str, tuple[str, ...]]]:
-    """The result of ``kernel_more`` about other devices and software."""
-    software = {str(label): tuple(texts(names, "software")) for label, names in table.get("software", {}).items()}
-    if "transfer" not in table:
-        return None, software
-    return Transfer.from_dict(table["transfer"], hardware, teacher_of), software

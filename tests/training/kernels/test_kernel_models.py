@@ -8,6 +8,7 @@ from stepsight.dataset.hardware.hardware import roofline_seconds
 from stepsight.dataset.kinds.op import OP_KINDS, Op
 from stepsight.dataset.runs.box_spec import HARDWARE
 from stepsight.features.op_features import op_position
+from stepsight.training.corrections.corrector import Support
 from stepsight.training.corrections.gaussian_process import Neighbours
 from stepsight.training.predictor.predictor import Predictor
 from stepsight.training.shipped.catalogue import shipped_predictor
@@ -100,7 +101,7 @@ def test_a_hole_within_the_measured_range_is_told() -> None:
     kernel, low, high = shipped.kernel, Op("rms_norm", (128, 1024)), Op("rms_norm", (131072, 16384))
     places = np.array([[*op_position(op), 0.0] for op in (low, high)])
     sparse = {"rms_norm": Neighbours(places, np.zeros(2), 1.0)}
-    support = {**kernel.regressor.support, "rms_norm": (places[0, :-1], places[1, :-1])}
+    support = {**kernel.regressor.support, "rms_norm": Support(places[0, :-1], places[1, :-1])}
     kernel = replace(kernel, regressor=replace(kernel.regressor, neighbours=sparse, support=support))
     assert kernel.unsupported(low) == kernel.unsupported(high) == ""
     assert "within the measured range, but 32.0 x from the nearest measured" in kernel.unsupported(

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
-from stepsight.training.corrections.corrector import FADE
+from stepsight.training.corrections.corrector import FADE, Support
 from stepsight.training.corrections.gaussian_process import Neighbours
 from stepsight.training.regression.fitted_physics import Physics
 from stepsight.training.regression.regressor import Regressor, SignatureRows
@@ -28,7 +28,7 @@ class Constant:
 def _regressor(*, many: bool) -> Regressor:
     near = {} if many else {"k": Neighbours(np.zeros((0, 3)), np.zeros(0), 1.0)}
     physics = {"k": Physics(np.zeros(1), np.zeros(1))}
-    return Regressor(physics, {"f": Constant()}, near, {"k": (LOW, HIGH)})  # type: ignore[dict-item]
+    return Regressor(physics, {"f": Constant()}, near, {"k": Support(LOW, HIGH)})  # type: ignore[dict-item]
 
 
 def _said(regressor: Regressor, size: float, other: float = 1.0) -> float:
