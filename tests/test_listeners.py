@@ -24,7 +24,7 @@ from stepsight.dataset.harness.box.namespaces import SUBNET, check_possible
 from stepsight.dataset.harness.plan_error import HarnessError
 from stepsight.dataset.job.job import BatchSpec, ClusterSpec, Job, ModelSpec, ParallelSpec
 from stepsight.dataset.runs.box_spec import HARDWARE, read_box
-from stepsight.training.measured.box_plans import SleepingLatency, box_plan
+from stepsight.training.measured.planning import SleepingLatency, box_plan
 
 SECOND_ADDRESS = "198.51.100.77"  # of a range for documentation
 CODE = {"0A": "listens", "07": "receives"}  # states of TCP and UDP sockets in /proc/net

@@ -14,7 +14,7 @@ from stepsight.simulator.durations.latency_model import Seconds
 from stepsight.simulator.iteration.simulate import simulate
 from stepsight.simulator.programs.lower import lower
 from stepsight.simulator.programs.segment import Segment
-from stepsight.training.measured.box_plans import SleepingLatency
+from stepsight.training.measured.planning import SleepingLatency
 
 _NOTHING_S = 1e-9
 

@@ -29,7 +29,7 @@ from stepsight.experiments.studies.box_cases import (
 from stepsight.experiments.tasks.collecting import run_plan
 from stepsight.simulator.iteration.simulate import Simulation
 from stepsight.simulator.schedules import KIND_NAMES
-from stepsight.training.measured.box_plans import SleepingLatency, box_plan
+from stepsight.training.measured.planning import SleepingLatency, box_plan
 from stepsight.training.prediction.prediction import Prediction, predict
 from stepsight.training.predictor.predictor import Predictor
 

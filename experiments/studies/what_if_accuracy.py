@@ -24,7 +24,7 @@ from stepsight.experiments.studies.study import Row, Study, rows_text
 from stepsight.experiments.tasks.collecting import run_plan
 from stepsight.experiments.tasks.settings import TraceChanges
 from stepsight.experiments.tasks.what_if import what_if
-from stepsight.training.measured.box_plans import box_plan
+from stepsight.training.measured.planning import box_plan
 
 MODEL = ModelSpec(family="bert", layers=4, seq_len=128, hidden=256, heads=16, vocab=2048)
 BOX = "4x1@200mbit"

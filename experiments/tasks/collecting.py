@@ -26,8 +26,7 @@ from stepsight.dataset.runs.box_spec import Box
 from stepsight.experiments.tasks.settings import CollectSettings
 from stepsight.features.host_call_features import call_label
 from stepsight.simulator.programs.lower import signatures
-from stepsight.training.measured.box_plans import SleepingLatency, box_plan
-from stepsight.training.measured.planning import collectable, make_plan
+from stepsight.training.measured.planning import SleepingLatency, box_plan, collectable, make_plan
 from stepsight.training.predictor.predictor import Predictor
 
 

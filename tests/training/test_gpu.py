@@ -17,7 +17,7 @@ from stepsight.dataset.runs.run_folder import read_run
 from stepsight.simulator.programs.lower import lower
 from stepsight.training.fitting.heldout import evaluate_heldout
 from stepsight.training.fitting.train_runs import train
-from stepsight.training.measured.host_launches import fit_launches, launches_alone, launches_in_traces
+from stepsight.training.measured.imported_facts import fit_launches, launches_alone, launches_in_traces
 from stepsight.training.measured.measured import read_runs
 from tests.dataset.kineto_files import MAIN, KinetoFile
 

@@ -18,9 +18,14 @@ from stepsight.dataset.hardware.hardware import Fabric, Hardware, find_fabric, u
 from stepsight.training.collectives.collective_models import fit_collectives
 from stepsight.training.intervals.conformal import Intervals
 from stepsight.training.kernels.kernel_models import fit_kernels
-from stepsight.training.measured.host_costs import learn_host_calls
-from stepsight.training.measured.host_launches import fit_launches, launches_alone
-from stepsight.training.measured.imported_facts import launch_seconds, overlap_of, with_facts
+from stepsight.training.measured.host_steps import learn_host_calls
+from stepsight.training.measured.imported_facts import (
+    fit_launches,
+    launch_seconds,
+    launches_alone,
+    overlap_of,
+    with_facts,
+)
 from stepsight.training.measured.imported_ops import ImportedSegments
 from stepsight.training.measured.measured import (
     MeasuredRun,

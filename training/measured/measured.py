@@ -21,8 +21,12 @@ from stepsight.dataset.runs.event_file import EventFile, read_event_file
 from stepsight.dataset.runs.run_folder import read_collection
 from stepsight.dataset.runs.run_manifest import RunManifest
 from stepsight.features.host_call_features import call_label, holds_several
-from stepsight.training.measured.graph_segments import read_graphs
-from stepsight.training.measured.imported_ops import ImportedSegments, imported_times, read_imported_segments
+from stepsight.training.measured.imported_ops import (
+    ImportedSegments,
+    imported_times,
+    read_graphs,
+    read_imported_segments,
+)
 
 Array = NDArray[np.float64]
 

@@ -1,4 +1,4 @@
-"""What to measure so that a predictor can be trained: runs, and every distinct signature once."""
+"""What to measure so that a predictor can be trained: runs, every distinct signature once, sleeping ranks of a box."""
 
 from __future__ import annotations
 
@@ -6,15 +6,25 @@ import json
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
+
+import numpy as np
 
 from stepsight.dataset.base.errors import CollectError
 from stepsight.dataset.hardware.hardware import Hardware, alpha_beta_seconds, find_hardware
-from stepsight.dataset.harness.plan import SCHEMA, check_plan, job_problems
+from stepsight.dataset.harness.plan import SCHEMA, check_plan, job_problems, sleeping_problems
 from stepsight.dataset.harness.plan_error import HarnessError
 from stepsight.dataset.job.job import Job
 from stepsight.dataset.kinds.op import Collective, Op
-from stepsight.simulator.programs.lower import signatures
+from stepsight.dataset.runs.box_spec import Box
+from stepsight.simulator.blocks.step import Block, Comm, Item
+from stepsight.simulator.durations.latency_model import LatencyModel, RooflineLatency, Seconds
+from stepsight.simulator.programs.lower import lower, signatures
+from stepsight.simulator.programs.sizes import boundary_bytes, part_shapes, rank_shape
+from stepsight.simulator.programs.stage import part_units
+from stepsight.simulator.schedules import Schedule, write_schedule
 
 
 def run_name(job: Job) -> str:
@@ -129,3 +139,164 @@ def _facts(job: Job) -> Hardware:
         hardware = find_hardware("local-cpu" if "cpu" in name else "a100-sxm-80gb")
     assert hardware is not None
     return hardware
+
+
+FP32_BYTES = 4
+SHORTEST_BLOCK_S = 0.08  # forward and backward of a layer of one micro-batch; below, the cores disturb each other
+_TABLES = ("zb-h1",)  # schedules that torch has no class for
+
+
+class SleepingLatency(RooflineLatency):
+    """Durations that ranks of a box sleep; links from their facts."""
+
+    def op_seconds(self, ops: Sequence[Op]) -> Seconds:
+        seconds = super().op_seconds(ops)
+        idle = self.hardware.op_latency_s
+        return seconds - np.array([idle * (not op.record.slept) for op in ops], dtype=np.float64)
+
+
+def sleeps_of(job: Job, latency: LatencyModel) -> dict[str, Any]:
+    """What the harness needs to run a sleeping job (``dataset.harness.box.sleeping``).
+
+    Args:
+        job: On a box.
+        latency: How long its ops would take.
+
+    Raises:
+        CollectError: If the harness cannot run it, or a layer would sleep for less than ``SHORTEST_BLOCK_S``.
+    """
+    problems = sleeping_problems(job.to_dict())
+    if problems:
+        raise CollectError("; ".join(problems))
+    shape, shapes = rank_shape(job), part_shapes(job)
+    blocks: dict[int, tuple[int, Block]] = {}  # by identity: equal blocks are one object
+    root: set[int] = set()
+    parts = []
+    for part in shapes:
+        own = []
+        for unit in part_units(shape, part):
+            number, _ = blocks.setdefault(id(unit.block), (len(blocks), unit.block))
+            own += [number] * unit.times
+            if unit.root:
+                root.add(number)
+        parts.append(own)
+    ops = {
+        item
+        for _, block in blocks.values()
+        for step in block
+        for items in (step.forward, step.backward, step.weight_grad)
+        for item in items
+        if isinstance(item, Op)
+    }
+    lowered = lower(job, latency.hardware)
+    steps = [[node.work for node in lowered.segments[at].program.nodes if isinstance(node.work, Op)
+              and node.work.kind == "adamw"] for at in lowered.optimizer.tolist()]  # fmt: skip
+    wanted = sorted({*ops, *(op for own in steps for op in own)}, key=str)
+    seconds = dict(zip(wanted, latency.op_seconds(wanted).tolist(), strict=True))
+    made = [_block(block, seconds) for _, block in blocks.values()]
+    for number, block in enumerate(made):
+        total = sum(item[4] for step in block for key in ("forward", "backward", "weight") for item in step[key]
+                    if item[0] == "op")  # fmt: skip
+        if number not in root and total < SHORTEST_BLOCK_S:
+            raise CollectError(
+                f"in a box a layer must sleep at least {1e3 * SHORTEST_BLOCK_S:.0f} ms forward and backward, "
+                f"got {1e3 * total:.1f} ms for {job.name}: a larger model or micro-batch takes longer"
+            )
+    table = ""
+    if job.parallel.schedule in _TABLES or job.parallel.schedule.endswith(".csv"):
+        table = _table(lowered.track.schedule)
+    return {
+        "parts": parts,
+        "blocks": made,
+        "root": sorted(root),
+        "boundary_numel": [-(-size // FP32_BYTES) for size in boundary_bytes(shape, shapes)],
+        "optimizer": [_item(own[0], seconds) for own in steps],
+        "paces": paces(job),
+        "table": table,
+    }
+
+
+def _table(schedule: Schedule) -> str:
+    """A schedule in torch's form."""
+    with TemporaryDirectory() as folder:
+        path = Path(folder) / "schedule.csv"
+        write_schedule(schedule, path)
+        return path.read_text("utf-8")
+
+
+def paces(job: Job) -> list[float]:
+    """The slowdown of each rank relative to the others."""
+    slow = {straggler.rank: straggler.slowdown for straggler in job.cluster.stragglers}
+    return [slow.get(rank, 1.0) for rank in range(job.cluster.num_devices)]
+
+
+def _block(block: Block, seconds: dict[Op, float]) -> list[dict[str, Any]]:
+    return [
+        {
+            "forward": _items(step.forward, seconds),
+            "backward": _items(step.backward, seconds),
+            "weight": _items(step.weight_grad, seconds),
+            "parameters": list(step.parameters),
+            "weight_first": step.weight_grad_first,
+        }
+        for step in block
+    ]
+
+
+def _items(items: Sequence[Item], seconds: dict[Op, float]) -> list[list[Any]]:
+    return [_item(item, seconds) for item in items if not (isinstance(item, Op) and not item.record.slept)]
+
+
+def _item(item: Item, seconds: dict[Op, float]) -> list[Any]:
+    if isinstance(item, Op):
+        return ["op", item.kind, list(item.dims), item.dtype, seconds[item]]
+    if isinstance(item, Comm) and item.stream == "tp" and not item.beside:
+        return ["tp", item.work.kind, item.work.num_bytes]
+    raise CollectError(f"a box runs ops and tensor-parallel collectives, got {item}")
+
+
+def box_plan(
+    box: Box,
+    runs: Sequence[tuple[str, str, Job, dict[str, int]]],
+    latency: LatencyModel,
+    *,
+    collectives: Sequence[Collective] = (),
+    ops: Sequence[Op] = (),
+    event_seconds: float = 0.0,
+) -> dict[str, Any]:
+    """A plan for the harness: sleeping jobs in one box.
+
+    Args:
+        box: Where.
+        runs: Name (empty: the job's own), role, job and step counts of each.
+        latency: How long their ops would take.
+        collectives: What is measured on its own.
+        ops: Likewise; computed for real, not slept.
+        event_seconds: Time budget of that.
+    """
+    planned: dict[str, dict[str, Any]] = {}
+    for name, role, job, counts in runs:
+        held = box.holds(job)
+        key = name or run_name(held)
+        if key in planned:
+            raise CollectError(f"every run of a plan must differ, got {key} twice")
+        planned[key] = {"name": key, "role": role, "job": held.to_dict(), "sleeps": sleeps_of(held, latency), **counts}
+    events = []
+    if event_seconds > 0 and (collectives or ops):
+        events.append(
+            {
+                "name": f"world{box.num_ranks}",
+                "world_size": box.num_ranks,
+                "ops": [{"kind": op.kind, "dims": list(op.dims), "dtype": op.dtype} for op in ops],
+                "collectives": [
+                    {"kind": c.kind, "num_bytes": c.num_bytes, "group_size": c.group_size,
+                     "ranks_per_node": c.ranks_per_node} for c in collectives
+                ],
+                "seconds": event_seconds,
+            }
+        )  # fmt: skip
+    plan = {"schema": SCHEMA, "runs": list(planned.values()), "events": events, "device": "cpu", "box": box.to_dict()}
+    try:
+        return check_plan(json.loads(json.dumps(plan)))
+    except HarnessError as error:
+        raise CollectError(str(error)) from None

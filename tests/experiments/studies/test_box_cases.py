@@ -23,7 +23,7 @@ from stepsight.experiments.studies.box_cases import (
     strategy_name,
 )
 from stepsight.experiments.studies.box_runs import file_name, folder_of, sleeping, training_folders
-from stepsight.training.measured.box_plans import sleeps_of
+from stepsight.training.measured.planning import sleeps_of
 
 
 def test_every_strategy_of_every_size_is_there() -> None:

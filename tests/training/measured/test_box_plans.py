@@ -14,7 +14,7 @@ from stepsight.dataset.job.specs import OptimizerSpec, Straggler
 from stepsight.dataset.kinds.op import Collective, Op
 from stepsight.dataset.runs.box_spec import HARDWARE, Box, read_box
 from stepsight.simulator.programs.lower import signatures
-from stepsight.training.measured.box_plans import SHORTEST_BLOCK_S, SleepingLatency, box_plan, paces, sleeps_of
+from stepsight.training.measured.planning import SHORTEST_BLOCK_S, SleepingLatency, box_plan, paces, sleeps_of
 
 FOUR = read_box("4x1@200mbit")
 COUNTS = {"rounds": 2, "steps": 1, "warmup": 1, "profile_steps": 0}

@@ -26,7 +26,7 @@ from stepsight.dataset.job.job import BatchSpec, ClusterSpec, Job, ModelSpec, Pa
 from stepsight.dataset.kinds.op import Collective
 from stepsight.dataset.runs.box_spec import HARDWARE, read_box
 from stepsight.dataset.runs.run_manifest import read_manifest
-from stepsight.training.measured.box_plans import SleepingLatency, box_plan
+from stepsight.training.measured.planning import SleepingLatency, box_plan
 
 TWO = read_box("2x1@200mbit")
 BUFFER = 2**20

@@ -19,7 +19,7 @@ from stepsight.dataset.harness.box.slept_blocks import Block, Device, Part, Rank
 from stepsight.dataset.harness.models.parallel import end_groups
 from stepsight.dataset.job.job import BatchSpec, ClusterSpec, Job, ModelSpec, ParallelSpec
 from stepsight.dataset.runs.box_spec import HARDWARE, read_box
-from stepsight.training.measured.box_plans import SleepingLatency, box_plan
+from stepsight.training.measured.planning import SleepingLatency, box_plan
 
 
 def _op(kind: str, seconds: float) -> list[Any]:
