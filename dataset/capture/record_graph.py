@@ -12,16 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stepsight.dataset.base.errors import CaptureError
-from stepsight.dataset.graph.program import Dependency
-from stepsight.dataset.graph.rank_graph import (
-    COLLECTIVE,
-    EDGE_COLUMNS,
-    HOST,
-    NODE_COLUMNS,
-    OP,
-    WHY_NUMBER,
-    RankGraph,
-)
+from stepsight.dataset.graph.program import WHY_NUMBER, Dependency
+from stepsight.dataset.graph.rank_graph import COLLECTIVE, EDGE_COLUMNS, HOST, NODE_COLUMNS, OP, RankGraph
 from stepsight.dataset.kinds import OP_KINDS
 from stepsight.dataset.kinds.call_dims import count
 from stepsight.dataset.kinds.op import Collective, Op

@@ -10,7 +10,8 @@ import numpy as np
 from stepsight.dataset.base.bounded import read_parquet
 from stepsight.dataset.base.errors import TraceError
 from stepsight.dataset.base.files import new_file, read_json, write_json
-from stepsight.dataset.graph.rank_graph import EDGE_COLUMNS, NODE_COLUMNS, NODE_KINDS, WHY, RankGraph
+from stepsight.dataset.graph.program import WHY
+from stepsight.dataset.graph.rank_graph import EDGE_COLUMNS, NODE_COLUMNS, NODE_KINDS, RankGraph
 from stepsight.dataset.kinds.op import Collective, Op
 
 FORM = 1  # of the files

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -22,6 +22,10 @@ class Dependency(enum.Enum):
     SYNCHRONISATION = "synchronisation"  # an event or a wait across streams of one rank
     RENDEZVOUS = "rendezvous"  # the same collective on another rank
     HOST_ORDER = "host_order"  # later on the same host thread
+
+
+WHY = tuple(Dependency)  # by number
+WHY_NUMBER = {why: number for number, why in enumerate(WHY)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +67,28 @@ class Program:
                     f"an edge must go from an earlier to a later node of {len(self.nodes)}, "
                     f"got {before} -> {after} ({why.value})"
                 )
+
+    @classmethod
+    def of_columns(
+        cls,
+        works: Sequence[Op | Collective],
+        streams: Sequence[str],
+        nodes: Sequence[Indices | NDArray[np.float64]],
+        edges: Sequence[Indices] | Indices,
+        label: str = "",
+    ) -> Program:
+        """A program from columns.
+
+        Args:
+            works, streams: What the columns number.
+            nodes: Index of the work, index of the stream, and share of each node; the share may be left out.
+            edges: Source, target and number of the kind (index of ``WHY``) of each edge.
+            label: What it is.
+        """
+        columns = (np.asarray(column).tolist() for column in nodes)
+        made = (Node(works[work], streams[stream], "", *share) for work, stream, *share in zip(*columns, strict=True))
+        ends = zip(*(np.asarray(column).tolist() for column in edges), strict=True)
+        return cls(tuple(made), tuple((before, after, WHY[why]) for before, after, why in ends), label)
 
     def __len__(self) -> int:
         return len(self.nodes)

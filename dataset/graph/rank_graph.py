@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from stepsight.dataset.graph.program import Dependency
+from stepsight.dataset.graph.program import WHY, WHY_NUMBER, Dependency
 from stepsight.dataset.kinds.op import Collective, Op
 
 Floats = NDArray[np.float64]
@@ -19,8 +19,6 @@ Ints = NDArray[np.int64]
 OP, COLLECTIVE, HOST = range(3)
 NODE_KINDS = ("op", "collective", "host")
 PHASES = ("forward", "backward", "optimizer")
-WHY = tuple(Dependency)  # by number
-WHY_NUMBER = {why: number for number, why in enumerate(WHY)}
 NODE_COLUMNS = (
     "kind", "stream", "step", "phase", "work", "name", "known", "call", "group", "seq", "blocks", "threads",
     "registers", "shared_bytes", "recorded",

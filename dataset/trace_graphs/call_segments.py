@@ -11,8 +11,8 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from stepsight.dataset.graph.program import Dependency, Node, Program
-from stepsight.dataset.graph.rank_graph import COLLECTIVE, OP, PHASES, WHY, WHY_NUMBER, Meeting, RankGraph, meetings
+from stepsight.dataset.graph.program import WHY_NUMBER, Dependency, Program
+from stepsight.dataset.graph.rank_graph import COLLECTIVE, OP, PHASES, Meeting, RankGraph, meetings
 from stepsight.dataset.graph.rank_trace import TracedSegment
 from stepsight.dataset.kinds.op import Collective
 
@@ -142,11 +142,9 @@ class _Calls:
     ) -> TracedSegment:
         graph, place, (label, step, run) = self._graph, self._place, about
         place[calls] = np.arange(len(calls))
-        source, target, why = ends
-        edges = zip(*(each.tolist() for each in (place[source], place[target], why)), strict=True)
-        works, streams = (graph.nodes[name][self._first[calls]].tolist() for name in ("work", "stream"))
-        nodes = tuple(Node(graph.works[w], graph.streams[s]) for w, s in zip(works, streams, strict=True))
-        program = Program(nodes, tuple((a, b, WHY[each]) for a, b, each in edges), label)
+        columns = (graph.nodes["work"][self._first[calls]], graph.nodes["stream"][self._first[calls]])
+        edges = (place[ends[0]], place[ends[1]], ends[2])
+        program = Program.of_columns(graph.works, graph.streams, columns, edges, label)
         return TracedSegment(
             program=shared.setdefault(program.digest_key, program),
             slot_s=self._seconds[calls],

@@ -8,8 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stepsight.dataset.graph.intervals import covered
-from stepsight.dataset.graph.program import CONCURRENT, Dependency
-from stepsight.dataset.graph.rank_graph import COLLECTIVE, HOST, NODE_KINDS, OP, WHY, WHY_NUMBER, Meeting, RankGraph
+from stepsight.dataset.graph.program import CONCURRENT, WHY, WHY_NUMBER, Dependency
+from stepsight.dataset.graph.rank_graph import COLLECTIVE, HOST, NODE_KINDS, OP, Meeting, RankGraph
 from stepsight.dataset.trace_graphs.graph_schema import (
     EDGE_NUMBERS,
     NUMBERS,

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from stepsight.dataset.graph.program import Dependency, Node, Program
+from stepsight.dataset.graph.program import Dependency, Program
 from stepsight.dataset.graph.rank_trace import TracedSegment
 from stepsight.dataset.kinds.op import Collective, Op
 from stepsight.dataset.trace_graphs.graph_schema import NUMBERS, WORK_TYPES, edge_types, work_of
@@ -119,15 +119,7 @@ class _Columns:
         columns = (self._work[own], self._stream[own], self._share[own], edges)
         key = (label, tuple(streams), *(column.tobytes() for column in columns))
         if key not in shared:
-            why = tuple(Dependency)
-            shared[key] = Program(
-                tuple(
-                    Node(self._works[work], streams[stream], share=share)
-                    for work, stream, share in zip(*(column.tolist() for column in columns[:3]), strict=True)
-                ),
-                tuple((before, after, why[each]) for before, after, each in edges.T.tolist()),
-                label,
-            )
+            shared[key] = Program.of_columns(self._works, streams, columns[:3], edges, label)
         return shared[key]
 
 

@@ -15,8 +15,8 @@ from stepsight.dataset.base.errors import TraceError
 from stepsight.dataset.base.files import new_file, read_json, write_json
 from stepsight.dataset.graph.graph_files import work_from_list, work_to_list
 from stepsight.dataset.graph.intervals import covered
-from stepsight.dataset.graph.program import CONCURRENT, Dependency, Node, Program, relation_pairs
-from stepsight.dataset.graph.rank_graph import OPAQUE, PHASES, WHY, WHY_NUMBER
+from stepsight.dataset.graph.program import CONCURRENT, WHY, WHY_NUMBER, Dependency, Program, relation_pairs
+from stepsight.dataset.graph.rank_graph import OPAQUE, PHASES
 from stepsight.dataset.graph.rank_trace import TracedSegment
 from stepsight.dataset.kinds.op import Op
 from stepsight.dataset.trace_graphs.graph_schema import (
@@ -310,14 +310,14 @@ def _known(values: Any) -> Any:
 
 
 def _programs(tree: dict[str, Any], nodes: Any, edges: Any) -> list[Program]:
-    works = [work_from_list(work) for work in tree["works"]]
-    labels, streams, kinds = tree["programs"], tree["streams"], [Dependency(why) for why in tree["dependencies"]]
-    node_rows = zip(*(nodes.column(name).to_pylist() for name in _NODES), strict=True)
-    edge_rows = zip(*(edges.column(name).to_pylist() for name in _EDGES), strict=True)
-    own_nodes: list[list[Node]] = [[] for _ in labels]
-    own_edges: list[list[tuple[int, int, Dependency]]] = [[] for _ in labels]
-    for program, work, stream, share in node_rows:
-        own_nodes[program].append(Node(works[work], streams[stream], share=share))
-    for program, before, after, why in edge_rows:
-        own_edges[program].append((before, after, kinds[why]))
-    return [Program(tuple(n), tuple(e), label) for n, e, label in zip(own_nodes, own_edges, labels, strict=True)]
+    works, kinds = [work_from_list(work) for work in tree["works"]], tree["dependencies"]
+    number = np.array([WHY_NUMBER[Dependency(why)] for why in kinds], dtype=np.int64)
+    found = []
+    columns = [[table.column(name).to_numpy() for name in names] for table, names in ((nodes, _NODES), (edges, _EDGES))]
+    bounds = [np.searchsorted(each[0], np.arange(len(tree["programs"]) + 1)) for each in columns]
+    parts = list(zip(columns, bounds, strict=True))
+    for place, label in enumerate(tree["programs"]):
+        own, ends = ([column[low[place] : low[place + 1]] for column in each[1:]] for each, low in parts)
+        ends[2] = number[ends[2]]
+        found.append(Program.of_columns(works, tree["streams"], own, ends, label))
+    return found

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from stepsight.dataset.graph.program import Dependency
-from stepsight.dataset.graph.rank_graph import COLLECTIVE, NODE_COLUMNS, OP, PHASES, WHY_NUMBER, RankGraph
+from stepsight.dataset.graph.program import WHY_NUMBER, Dependency
+from stepsight.dataset.graph.rank_graph import COLLECTIVE, NODE_COLUMNS, OP, PHASES, RankGraph
 from stepsight.dataset.graph.rank_trace import RankTrace, Rendezvous
 from stepsight.dataset.kinds.op import Collective
 from stepsight.dataset.traces.event_columns import Interned

@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 
 from stepsight.dataset.base.bounded import read_unpacked
 from stepsight.dataset.base.errors import TraceError
-from stepsight.dataset.graph.program import Dependency
-from stepsight.dataset.graph.rank_graph import HOST, WHY_NUMBER, RankGraph
+from stepsight.dataset.graph.program import WHY_NUMBER, Dependency
+from stepsight.dataset.graph.rank_graph import HOST, RankGraph
 from stepsight.dataset.traces.event_blocks import parse
 from stepsight.dataset.traces.event_columns import RankEvents
 

@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 from stepsight.dataset.base.caching import without_collection
 from stepsight.dataset.base.errors import TraceError
 from stepsight.dataset.graph.intervals import covered
-from stepsight.dataset.graph.program import Dependency
-from stepsight.dataset.graph.rank_graph import COLLECTIVE, HOST, OP, WHY_NUMBER, RankGraph
+from stepsight.dataset.graph.program import WHY_NUMBER, Dependency
+from stepsight.dataset.graph.rank_graph import COLLECTIVE, HOST, OP, RankGraph
 from stepsight.dataset.graph.rank_trace import Placement, RankTrace
 from stepsight.dataset.kinds.op import Collective
 from stepsight.dataset.traces.assembly import MICROSECOND, Assembly

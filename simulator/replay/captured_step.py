@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 
 from stepsight.dataset.base.errors import CaptureError, TraceError
 from stepsight.dataset.base.files import new_file
-from stepsight.dataset.graph.program import Dependency, Node, Program
-from stepsight.dataset.graph.rank_graph import COLLECTIVE, EDGE_COLUMNS, HOST, OP, PHASES, WHY, WHY_NUMBER, RankGraph
+from stepsight.dataset.graph.program import WHY, WHY_NUMBER, Dependency, Node, Program
+from stepsight.dataset.graph.rank_graph import COLLECTIVE, EDGE_COLUMNS, HOST, OP, PHASES, RankGraph
 from stepsight.dataset.hardware.hardware import Hardware
 from stepsight.dataset.kinds.op import Op
 from stepsight.simulator.durations.latency_model import HostTimes, LatencyModel, host_times

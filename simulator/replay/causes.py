@@ -11,8 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stepsight.dataset.graph.intervals import Intervals, merge, overlap
-from stepsight.dataset.graph.program import Dependency
-from stepsight.dataset.graph.rank_graph import COLLECTIVE, HOST, OP, WHY_NUMBER, RankGraph
+from stepsight.dataset.graph.program import WHY_NUMBER, Dependency
+from stepsight.dataset.graph.rank_graph import COLLECTIVE, HOST, OP, RankGraph
 from stepsight.dataset.kinds.op import OP_KINDS
 from stepsight.dataset.traces.read_rank import lateness
 from stepsight.simulator.replay.replay import Joined, Walk, join, walk

@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 
 from stepsight.dataset.base.errors import StepsightError
 from stepsight.dataset.graph.intervals import merge
-from stepsight.dataset.graph.program import Dependency
-from stepsight.dataset.graph.rank_graph import COLLECTIVE, HOST, OP, WHY_NUMBER, RankGraph, meetings
+from stepsight.dataset.graph.program import WHY_NUMBER, Dependency
+from stepsight.dataset.graph.rank_graph import COLLECTIVE, HOST, OP, RankGraph, meetings
 from stepsight.dataset.kinds.op import COLLECTIVE_KINDS, OP_KINDS, Collective, Op
 from stepsight.simulator.durations.latency_model import LatencyModel
 from stepsight.simulator.replay.replay import replay

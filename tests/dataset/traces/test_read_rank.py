@@ -11,8 +11,8 @@ import pytest
 
 from stepsight.dataset.base.errors import TraceError
 from stepsight.dataset.graph.graph_files import read_graph, write_graph
-from stepsight.dataset.graph.program import Dependency
-from stepsight.dataset.graph.rank_graph import COLLECTIVE, HOST, WHY, WHY_NUMBER, RankGraph
+from stepsight.dataset.graph.program import WHY, WHY_NUMBER, Dependency
+from stepsight.dataset.graph.rank_graph import COLLECTIVE, HOST, RankGraph
 from stepsight.dataset.trace_graphs.graph_parts import RankParts
 from stepsight.dataset.traces.read_rank import lateness, read_rank
 from tests.dataset.kineto_files import KinetoFile, tiny_step

@@ -7,15 +7,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from stepsight.dataset.graph.program import Dependency
-from stepsight.dataset.graph.rank_graph import (
-    COLLECTIVE,
-    EDGE_COLUMNS,
-    NODE_COLUMNS,
-    OP,
-    WHY_NUMBER,
-    RankGraph,
-)
+from stepsight.dataset.graph.program import WHY_NUMBER, Dependency
+from stepsight.dataset.graph.rank_graph import COLLECTIVE, EDGE_COLUMNS, NODE_COLUMNS, OP, RankGraph
 from stepsight.dataset.hardware.hardware import find_fabric, find_hardware
 from stepsight.dataset.kinds.op import Collective, Op
 from stepsight.simulator.durations.latency_model import RooflineLatency

@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from stepsight.dataset.graph.program import Dependency
-from stepsight.dataset.graph.rank_graph import PHASES, WHY_NUMBER, RankGraph
+from stepsight.dataset.graph.program import WHY_NUMBER, Dependency
+from stepsight.dataset.graph.rank_graph import PHASES, RankGraph
 from stepsight.dataset.graph.rank_trace import Placement
 from stepsight.dataset.traces.read_rank import read_rank
 from stepsight.simulator.replay.changes import as_timed
