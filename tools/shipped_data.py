@@ -26,7 +26,7 @@ from stepsight.experiments.evaluation.evaluate import Evaluation, evaluate
 from stepsight.experiments.evaluation.row_jobs import jobs_of
 from stepsight.experiments.evaluation.runs_table import Row, read_runs_table
 from stepsight.training.intervals import published_errors
-from stepsight.training.intervals.published_errors import Off, Widths, likeness_of
+from stepsight.training.intervals.published_errors import PublishedRun, Widths, class_of
 from stepsight.training.prediction.prediction import predict
 from stepsight.training.predictor.predictor import Predictor
 from stepsight.training.shipped import product_power
@@ -92,11 +92,11 @@ def learn(rows: Sequence[Row]) -> dict[str, dict[str, ChipPower]]:
 
 def widths_of(evaluation: Evaluation) -> Widths:
     """Errors of every row whose hardware has a shipped predictor."""
-    sources: dict[str, list[Off]] = defaultdict(list)
+    sources: dict[str, list[PublishedRun]] = defaultdict(list)
     for row in evaluation.scored:
         if shipped_predictor(row.job.cluster.hardware) is not None:
             error = abs(math.log(row.measured_s / row.predicted_s))
-            sources[row.row.source].append(Off(row.digest, likeness_of(row.job), row.unsupported_share, error))
+            sources[row.row.source].append(PublishedRun(row.digest, class_of(row.job), row.unsupported_share, error))
     return Widths({name: tuple(rows) for name, rows in sources.items()})
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from stepsight.experiments.reports.text_table import Number, table
-from stepsight.training.intervals.published_errors import likeness, published_widths
+from stepsight.training.intervals.published_errors import job_class, published_widths
 from stepsight.training.predictor.predictor import Predictor
 from stepsight.training.regression.regressor import UNKNOWN
 from stepsight.training.shipped.catalogue import RECIPES
@@ -153,7 +153,7 @@ def _by_published_runs(hardware: str) -> str:
     """The interval of a predictor from tables: wide where no published run judged iterations on its device."""
     widths = published_widths()
     runs = f"{sum(map(len, widths.sources.values()))} published runs of {len(widths.sources)} sources"
-    like = likeness(False, False, True, hardware, NODE)
+    like = job_class(False, False, True, hardware, NODE)
     if widths.on_chip(like):
         return f"as errors on {runs}, those of jobs alike"
     factor = math.exp(widths.half_width_of(like, 0.0))

@@ -71,7 +71,7 @@ class HeldBack:
         return found
 
     @property
-    def ships(self) -> str:
+    def chosen(self) -> str:
         """The simplest candidate that is within one standard error of the best."""
         return simplest(self.scores)
 
@@ -202,12 +202,12 @@ def learn_context(
     held = hold_back(
         every, examples, wholes, predictor, seed=seed, on_fold=lambda at, of: say(f"context: fold {at + 1} of {of}")
     )
-    context = CANDIDATES[held.ships](examples, wholes, predictor.hardware, seed)
+    context = CANDIDATES[held.chosen](examples, wholes, predictor.hardware, seed)
     metrics = predictor.manifest["metrics"] | _errors(held, judged)
     for family, error in family_errors(examples, context, predictor).items():
         metrics[f"in_context_fit_{family}_percent"] = error
     say(_text(held, judged))
-    manifest = {"metrics": metrics, "context_model": {"ships": held.ships, "rule": _RULE, "held_back": held.rows()}}
+    manifest = {"metrics": metrics, "context_model": {"ships": held.chosen, "rule": _RULE, "held_back": held.rows()}}
     if judged < MIN_RUNS:
         say(f"{judged} iterations were timed, {MIN_RUNS} are needed for an interval: a wide default one")
         return replace(predictor, context=context, manifest=manifest)
@@ -216,7 +216,7 @@ def learn_context(
 
 def _with_interval(predictor: Predictor, held: HeldBack, runs: Sequence[MeasuredRun], say: Say) -> Predictor:
     """The predictor with a scale and an interval from runs held back."""
-    predicted = held.predicted[held.ships]
+    predicted = held.predicted[held.chosen]
     calibration = fit_scale(predicted, held.measured)
     off = np.log(held.measured / (predicted * calibration.scale))
     intervals = fit_intervals(off, 2 * float(np.median([run.spread_log for run in runs])))
@@ -248,7 +248,7 @@ def _text(held: HeldBack, judged: int) -> str:
         if judged:
             parts.append(f"iterations {held.mape(name):.1f} %")
         told.append(f"{name}: {', '.join(parts)}")
-    return f"errors on runs held back: {'; '.join(told)}. Ships: {held.ships} ({_RULE})"
+    return f"errors on runs held back: {'; '.join(told)}. Ships: {held.chosen} ({_RULE})"
 
 
 def _mape(predicted: NDArray[np.float64], measured: NDArray[np.float64]) -> float:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -40,12 +39,9 @@ from stepsight.training.measured.measured import (
 from stepsight.training.measured.runtime_costs import fit_host
 from stepsight.training.measured.stand_in_runs import predict_run
 from stepsight.training.predictor.predictor import Predictor
-from stepsight.training.predictor.predictor_manifest import check_output
 from stepsight.training.regression.regressor import UNKNOWN
-from stepsight.training.tracking.store import check_store_to_write
-from stepsight.training.tracking.tracking import TrackedRun, default_uri, tracked
+from stepsight.training.tracking.tracking import TrackedRun, begin_training, tracked
 
-Progress = Any
 MIN_RUNS = 4  # fewer cannot be held back in turn
 
 
@@ -82,15 +78,7 @@ def train(
         >>> stepsight.predict("job.toml", predictor)  # doctest: +SKIP
     """
     folders, out = [Path(folder) for folder in collections], Path(out)
-    started = time.monotonic()
-
-    def say(text: str) -> None:
-        if progress:
-            print(f"  train: [{time.monotonic() - started:4.1f} s] {text}", file=sys.stderr, flush=True)
-
-    uri = tracking_uri or default_uri(out)
-    check_output(out)  # fail before the training
-    check_store_to_write(uri, tracking_uri, say)
+    uri, say = begin_training(out, tracking_uri, progress)
     say("reading event profiles and traces")
     runs = read_runs(folders, roles)
     imported = read_imported_runs(folders, hardware_name)
@@ -156,7 +144,7 @@ def _learn(
     imported: list[ImportedSegments],
     hardware: Hardware,
     seed: int,
-    say: Progress,
+    say: Callable[[str], None],
 ) -> Predictor:
     from_traces = fill_from_traces(profile, runs)
     if from_traces:
@@ -180,7 +168,7 @@ def _learn(
 
 
 def _with_host_calls(
-    predictor: Predictor, imported: Sequence[ImportedSegments], profile: Profile, seed: int, say: Progress
+    predictor: Predictor, imported: Sequence[ImportedSegments], profile: Profile, seed: int, say: Callable[[str], None]
 ) -> Predictor:
     """Add the durations of framework calls on a host to the predictor, if scripts that ran on it were collected."""
     steps = [run.host for run in imported if run.host is not None]
@@ -264,24 +252,14 @@ def _compared(predictor: Predictor, folders: Sequence[Path]) -> Callable[[Predic
 
 def _track(run: TrackedRun, predictor: Predictor, out: Path, folders: Sequence[Path]) -> None:
     manifest = predictor.manifest
-    kernel = predictor.kernel.regressor
     params = {
-        "hardware": predictor.hardware.name,
-        "seed": manifest["seed"],
         "num_ops": manifest["num_ops"],
         "num_collectives": manifest["num_collectives"],
         "num_runs": len(manifest["runs"]),
         "context_model": manifest["context_model"].get("ships", "none"),
-        "families_with_trees": " ".join(sorted(kernel.trees)) or "none",
+        "families_with_trees": " ".join(sorted(predictor.kernel.regressor.trees)) or "none",
         "interval_coverage": predictor.intervals.coverage if predictor.intervals != Intervals() else 0.0,
     }
-    tags = {
-        "hardware": predictor.hardware.name,
-        "digest": manifest["digest"],
-        **{f"version.{name}": value for name, value in manifest["versions"].items()},
-    }
-    run.log(params, {key.replace("@", "_"): value for key, value in manifest["metrics"].items()}, tags)
-    for name, value in manifest["data_digests"].items():
-        if value:
-            run.log_data(name, value, "training")
-    run.publish(out, predictor.hardware.name, tags, _compared(predictor, folders))
+    metrics = {key.replace("@", "_"): value for key, value in manifest["metrics"].items()}
+    data = {name: value for name, value in manifest["data_digests"].items() if value}
+    run.finish(predictor, out, params, metrics, data, _compared(predictor, folders))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -31,10 +30,8 @@ from stepsight.training.fitting.own_table import (
     trained_on,
 )
 from stepsight.training.predictor.predictor import Predictor, shipped_by_name, shipped_names, teacher_of
-from stepsight.training.predictor.predictor_manifest import check_output
 from stepsight.training.shipped.catalogue import RECIPES
-from stepsight.training.tracking.store import check_store_to_write
-from stepsight.training.tracking.tracking import default_uri, tracked
+from stepsight.training.tracking.tracking import TrackedRun, begin_training, tracked
 
 Say = Callable[[str], None]
 FEWEST_TO_SPLIT = 25  # fewest rows for holding out a fifth of the shapes
@@ -82,10 +79,8 @@ def train_tables(
     Example:
         >>> predictor = train_tables(["gb200.parquet"], "gb200", like="b200-sxm")  # doctest: +SKIP
     """
-    paths, out, say = [Path(path) for path in tables], Path(out), _reporter(progress)
-    uri = tracking_uri or default_uri(out)
-    check_output(out)
-    check_store_to_write(uri, tracking_uri, say)
+    paths, out = [Path(path) for path in tables], Path(out)
+    uri, say = begin_training(out, tracking_uri, progress)
     alike = _predictor_named(like) if like else ""
     table, whole = _read(paths, alike, hardware=hardware, software=software, fabric=fabric)
     say(f"{whole.hardware.name}: {len(whole.ops)} ops, {len(whole.collectives)} collectives")
@@ -100,17 +95,6 @@ def train_tables(
         _track(run, predictor, out, whole)
     say(f"done: {out}")
     return Predictor.load(out)
-
-
-def _reporter(progress: bool) -> Say:
-    """Say what is done on stderr, with the seconds since the beginning."""
-    started = time.monotonic()
-
-    def say(text: str) -> None:
-        if progress:
-            print(f"  train: [{time.monotonic() - started:4.1f} s] {text}", file=sys.stderr, flush=True)
-
-    return say
 
 
 def _read(
@@ -249,16 +233,12 @@ def _mean(figures: Mapping[str, Any]) -> float:
     return float(np.average([f["mape"] for f in figures.values()], weights=[f["rows"] for f in figures.values()]))
 
 
-def _track(run: Any, predictor: Predictor, out: Path, whole: OwnTable) -> None:
+def _track(run: TrackedRun, predictor: Predictor, out: Path, whole: OwnTable) -> None:
     manifest = predictor.manifest
-    params = {key: manifest[key] for key in ("seed", "samples", "num_ops", "num_collectives", "like")}
-    tags = {"hardware": predictor.hardware.name, "digest": manifest["digest"]}
-    tags |= {f"version.{name}": value for name, value in manifest["versions"].items()}
+    params = {key: manifest[key] for key in ("samples", "num_ops", "num_collectives", "like")}
     metrics = {
         f"held_out_{name.replace('/', '_')}_mape_percent": figures["mape"]
         for name, figures in manifest["held_out"].items()
     }
-    run.log({"hardware": predictor.hardware.name, **params}, metrics, tags)
-    for name, file in list(manifest["sources"].items())[:50]:
-        run.log_data(name[:200], file["digest"], "training")
-    run.publish(out, predictor.hardware.name, tags, _compared(predictor, whole))
+    data = {name[:200]: file["digest"] for name, file in list(manifest["sources"].items())[:50]}
+    run.finish(predictor, out, params, metrics, data, _compared(predictor, whole))

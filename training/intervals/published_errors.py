@@ -34,14 +34,14 @@ SHARE_WEIGHT = 1.0  # an error counts half if all of an iteration lies outside t
 DEVICES_WEIGHT = 0.05  # per doubling of the devices beyond a node of eight
 CHIP_WEIGHT = 5.0  # divided by the number of sources with runs on the chip
 SOURCE_POWER = 0.8  # a run's weight is one over this power of the number of runs of its source
-MISMATCH = (0.1, 0.3, 0.3, 0.5)  # weight of a run that differs in one of ``Likeness.kind``
+MISMATCH = (0.1, 0.3, 0.3, 0.5)  # weight of a run that differs in one of ``JobClass.kind``
 DOUBLINGS = 4.0  # ratio of the numbers of devices at which a run's weight is 1/e
 MOST_KNOWN = 4096
 Array = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
-class Likeness:
+class JobClass:
     """The properties of a job that the size of its prediction error depends on.
 
     Attributes:
@@ -53,13 +53,13 @@ class Likeness:
     devices: int
 
 
-def likeness_of(job: Job) -> Likeness:
+def class_of(job: Job) -> JobClass:
     """The likeness of a job."""
     narrow, fused = job.batch.precision in QUANTIZED, job.model.fused_attention
-    return likeness(bool(job.model.experts), narrow, fused, job.hardware_name, job.cluster.num_devices)
+    return job_class(bool(job.model.experts), narrow, fused, job.hardware_name, job.cluster.num_devices)
 
 
-def likeness(mixture: bool, narrow: bool, fused: bool, hardware: str, devices: int) -> Likeness:
+def job_class(mixture: bool, narrow: bool, fused: bool, hardware: str, devices: int) -> JobClass:
     """A likeness from plain facts.
 
     Args:
@@ -76,11 +76,11 @@ def likeness(mixture: bool, narrow: bool, fused: bool, hardware: str, devices: i
         "fused" if fused else "unfused",
         chip[1] if chip else hardware,
     )
-    return Likeness(kind, devices)
+    return JobClass(kind, devices)
 
 
 @dataclass(frozen=True, slots=True)
-class Off:
+class PublishedRun:
     """One published run.
 
     Attributes:
@@ -91,7 +91,7 @@ class Off:
     """
 
     digest: str
-    like: Likeness
+    like: JobClass
     share: float
     error: float
 
@@ -139,7 +139,7 @@ class _Table:
 class Widths:
     """Errors on published runs, by source."""
 
-    sources: Mapping[str, tuple[Off, ...]]
+    sources: Mapping[str, tuple[PublishedRun, ...]]
     _known: Memo[Any, float] = field(
         default_factory=lambda: Memo("intervals: published errors", MOST_KNOWN), init=False, compare=False, repr=False
     )
@@ -149,9 +149,9 @@ class Widths:
 
     def half_width(self, job: Job, unsupported_share: float, without: str = "") -> float:
         """Half of a job's interval in log-seconds, from the errors of all sources except ``without``."""
-        return self.half_width_of(likeness_of(job), unsupported_share, without)
+        return self.half_width_of(class_of(job), unsupported_share, without)
 
-    def half_width_of(self, like: Likeness, unsupported_share: float, without: str = "") -> float:
+    def half_width_of(self, like: JobClass, unsupported_share: float, without: str = "") -> float:
         """The same for any likeness."""
         half = self._known.get((like, without))
         if half is None:
@@ -160,7 +160,7 @@ class Widths:
             self._known[like, without] = half = scale * self._quantile(like, without)
         return min(half * (1.0 + SHARE_WEIGHT * min(max(unsupported_share, 0.0), 1.0)), MOST_LOG)
 
-    def on_chip(self, like: Likeness) -> frozenset[str]:
+    def on_chip(self, like: JobClass) -> frozenset[str]:
         """Sources with runs on the generation of chip of a likeness."""
         return self._chips.get(like.kind[3], frozenset())
 
@@ -185,7 +185,7 @@ class Widths:
             np.array([off.error for _, off, _ in rows]) / scale,
         )
 
-    def _quantile(self, like: Likeness, without: str) -> float:
+    def _quantile(self, like: JobClass, without: str) -> float:
         """The weighted conformal quantile of scores; ``ROOFLINE_LOG`` if there are none."""
         table = self._known_table(without)
         if not len(table.scores):
@@ -215,10 +215,12 @@ class Widths:
 
     @classmethod
     def from_dict(cls, value: dict[str, Any]) -> Widths:
-        sources: dict[str, tuple[Off, ...]] = {}
+        sources: dict[str, tuple[PublishedRun, ...]] = {}
         for name, rows in value["sources"].items():
             sources[name] = tuple(
-                Off(str(digest), Likeness((str(a), str(b), str(c), str(d)), int(devices)), float(share), float(error))
+                PublishedRun(
+                    str(digest), JobClass((str(a), str(b), str(c), str(d)), int(devices)), float(share), float(error)
+                )
                 for digest, a, b, c, d, devices, share, error in rows
             )
             for row in sources[name]:

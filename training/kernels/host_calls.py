@@ -121,7 +121,7 @@ class HostCalls:
             found = found * np.array([self.crowded.get(op.family, usual) for op in ops])
         return np.asarray(self.scale * found)
 
-    def among(self, ranks: int) -> HostCalls:
+    def shared_by(self, ranks: int) -> HostCalls:
         """Durations on a host where so many ranks compute at once."""
         return replace(self, shared=ranks > 1) if self.crowded else self
 

@@ -18,7 +18,7 @@ from stepsight.dataset.kinds.op import Op
 from stepsight.simulator.durations.latency_model import RooflineLatency, preset_latency
 from stepsight.simulator.replay.captured_step import CapturedStep, time_captured
 from stepsight.training.intervals.conformal import Intervals
-from stepsight.training.intervals.published_errors import Likeness, grown_half_width, likeness, published_widths
+from stepsight.training.intervals.published_errors import JobClass, grown_half_width, job_class, published_widths
 from stepsight.training.kernels.host_calls import HostCalls
 from stepsight.training.prediction.prediction import ROOFLINE_SOURCE, asked_predictor
 from stepsight.training.predictor.learned_latency import LearnedLatency
@@ -60,7 +60,7 @@ class CapturedPrediction:
         if self.predictor is None:
             half = Intervals().half_width_log
         elif self.predictor.kernel.derives and not self.predictor.intervals.num_runs:
-            half = published_widths().half_width_of(_likeness_of(self.captured, self.hardware_name), share)
+            half = published_widths().half_width_of(_class_of(self.captured, self.hardware_name), share)
         else:
             half = grown_half_width(self.predictor.intervals, share, self.captured.world_size)
         return self.iteration_time_s * math.exp(-half), self.iteration_time_s * math.exp(half)
@@ -210,12 +210,12 @@ def predict_captured(
     return CapturedPrediction(captured, latency.hardware.name, step, latency, asked, source)
 
 
-def _likeness_of(captured: Captured, hardware: str) -> Likeness:
-    """The likeness of a captured script, as ``published_errors.likeness_of`` gives it for a job."""
+def _class_of(captured: Captured, hardware: str) -> JobClass:
+    """The likeness of a captured script, as ``published_errors.class_of`` gives it for a job."""
     kinds = {work.kind for graph in captured.graphs for work in graph.works}
     mixture = bool(kinds & {"all_to_all", "grouped_linear", "permute"})
     fused = any(isinstance(work, Op) and work.family == "attention" for g in captured.graphs for work in g.works)
-    return likeness(mixture, False, fused, hardware, captured.world_size)
+    return job_class(mixture, False, fused, hardware, captured.world_size)
 
 
 def _message_ranks(graph: RankGraph) -> set[int]:

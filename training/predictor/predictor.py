@@ -155,7 +155,7 @@ class Predictor:
                 constants=self.calibration.constants,
                 devices=devices,
                 dtype=dtype,
-                host=self.host.among(busy) if self.host is not None else None,
+                host=self.host.shared_by(busy) if self.host is not None else None,
                 software=software,
                 dispatch_calls=dispatch_calls,
             )

@@ -6,7 +6,7 @@ import os
 import socket
 import sqlite3
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -29,22 +29,6 @@ def check_store(uri: str) -> None:
     problem = _unreachable(uri)
     if problem:
         raise PredictorError(f"tracking needs a store that can be reached, got {uri}: {problem}")
-
-
-def check_store_to_write(uri: str, stated: str | None, say: Callable[[str], None]) -> None:
-    """Check, before long work, that a store can be reached, and announce that a stated one is new.
-
-    Args:
-        uri: Of the store.
-        stated: The store that the user stated; None: none, so that a new one is usual.
-        say: Takes the announcement.
-
-    Raises:
-        PredictorError: If it cannot be reached.
-    """
-    check_store(uri)
-    if stated and is_missing(uri):
-        say(f"there is no MLflow store {uri}: creating it")
 
 
 def is_missing(uri: str) -> bool:

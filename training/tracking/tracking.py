@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import sys
+import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -15,12 +17,14 @@ from typing import Any
 from stepsight.dataset.base.errors import PredictorError
 from stepsight.dataset.base.processes import is_gone, process_name
 from stepsight.training.predictor.predictor import Predictor
+from stepsight.training.predictor.predictor_manifest import check_output
 from stepsight.training.tracking.registered import ALIAS, ARTIFACT, download, model_name
 from stepsight.training.tracking.store import (
     check_store,
     database_file,
     first_line,
     impatient,
+    is_missing,
     store_client,
     store_lock,
 )
@@ -65,6 +69,31 @@ class TrackedRun:
         dataset = Dataset(name=name, digest=digest, source_type="local", source="{}")
         tag = InputTag("mlflow.data.context", context)
         self._client.log_inputs(self.run_id, [DatasetInput(dataset, [tag])])
+
+    def finish(
+        self,
+        predictor: Predictor,
+        out: Path,
+        params: Mapping[str, Any],
+        metrics: Mapping[str, float],
+        data: Mapping[str, str],
+        compare: Compare,
+    ) -> None:
+        """Log and publish a trained predictor.
+
+        Args:
+            predictor: The predictor, saved in ``out``.
+            params, metrics: To log.
+            data: Digests of what trained it, by name.
+            compare: As in ``publish``.
+        """
+        manifest, hardware = predictor.manifest, predictor.hardware.name
+        tags = {"hardware": hardware, "digest": manifest["digest"]}
+        tags |= {f"version.{name}": value for name, value in manifest["versions"].items()}
+        self.log({"hardware": hardware, "seed": manifest["seed"], **params}, metrics, tags)
+        for name, value in data.items():
+            self.log_data(name, value, "training")
+        self.publish(out, hardware, tags, compare)
 
     def publish(
         self, folder: Path, hardware: str, tags: Mapping[str, str], compare: Compare = lambda champion: None
@@ -139,6 +168,31 @@ def _save_model(folder: Path, out: Path) -> None:
             signature=signature,
             pip_requirements=[f"stepsight=={version('stepsight')}"],
         )
+
+
+def begin_training(out: Path, stated: str | None, progress: bool) -> tuple[str, Callable[[str], None]]:
+    """Check, before long work, that a predictor can be written and tracked.
+
+    Args:
+        out: Folder of the predictor.
+        stated: URI of the store that the user stated; None: a database beside ``out``.
+        progress: Whether to report on stderr.
+
+    Returns:
+        The store's URI, and what reports progress, with the seconds since the beginning.
+    """
+    started = time.monotonic()
+
+    def say(text: str) -> None:
+        if progress:
+            print(f"  train: [{time.monotonic() - started:4.1f} s] {text}", file=sys.stderr, flush=True)
+
+    uri = stated or default_uri(out)
+    check_output(out)
+    check_store(uri)
+    if stated and is_missing(uri):
+        say(f"there is no MLflow store {uri}: creating it")
+    return uri, say
 
 
 @contextmanager

@@ -24,5 +24,5 @@ def test_iterations_and_ops_count_alike_and_runs_without_one_are_judged_by_the_o
     )
     assert np.allclose(held.scores[ALONE], 1.0)
     assert np.allclose(held.scores["table"], [0.75, 0.5, 0.5])
-    assert held.ships == "table"
+    assert held.chosen == "table"
     assert [row["model"] for row in held.rows()] == [ALONE, "table"]

@@ -10,12 +10,12 @@ import pytest
 from stepsight.dataset.job.job import Job
 from stepsight.training.intervals.conformal import Intervals
 from stepsight.training.intervals.published_errors import (
-    Likeness,
-    Off,
+    JobClass,
+    PublishedRun,
     Widths,
+    class_of,
     grown_half_width,
-    likeness,
-    likeness_of,
+    job_class,
     published_widths,
 )
 from stepsight.training.prediction.prediction import ROOFLINE, predict
@@ -24,11 +24,11 @@ EXAMPLE = Path(__file__).parents[3] / "examples" / "gpt3-175b-1024.toml"
 JOB = Job.from_file(EXAMPLE)
 
 
-LIKE = likeness_of(JOB)
+LIKE = class_of(JOB)
 
 
-def offs(error: float, count: int, like: Likeness = LIKE) -> tuple[Off, ...]:
-    return tuple(Off(f"{error}-{index}", like, 0.0, error) for index in range(count))
+def offs(error: float, count: int, like: JobClass = LIKE) -> tuple[PublishedRun, ...]:
+    return tuple(PublishedRun(f"{error}-{index}", like, 0.0, error) for index in range(count))
 
 
 def test_errors_of_the_own_source_do_not_count() -> None:
@@ -58,7 +58,7 @@ def test_wider_by_what_lies_outside_by_size_and_by_little_evidence() -> None:
     assert widths.half_width(JOB, 1.0) == pytest.approx(2 * known)
     assert widths.half_width_of(replace(LIKE, devices=16 * LIKE.devices), 0.0) > 1.1 * known
     assert widths.half_width_of(replace(LIKE, kind=(*LIKE.kind[:3], "x9")), 0.0) > 1.5 * known
-    assert likeness(False, False, True, "gb200-sxm-186gb", 8).kind[3] == "b2"
+    assert job_class(False, False, True, "gb200-sxm-186gb", 8).kind[3] == "b2"
 
 
 def test_the_preset_is_read_as_it_was_written() -> None:
@@ -82,7 +82,7 @@ def test_a_shipped_predictor_is_narrower_than_a_roofline() -> None:
 def test_more_experts_are_less_certain() -> None:
     """Published mixtures were predicted worse than dense models."""
     model = replace(JOB.model, family="llama", experts=8, experts_per_token=2, expert_ffn=4096)
-    assert likeness_of(replace(JOB, model=model)).kind[0] == "mixture" != LIKE.kind[0]
+    assert class_of(replace(JOB, model=model)).kind[0] == "mixture" != LIKE.kind[0]
 
 
 def test_own_intervals_grow_with_the_devices_beyond_a_node() -> None:
