@@ -64,22 +64,40 @@ class RoomsContract(_Listed):
 
 
 class AcyclicContract(_Listed):
-    """No module imports itself through others, be it within a function."""
+    """No module and no folder imports itself through others, be it within a function.
+
+    A folder is the modules that lie directly in it.  The façade may be imported from anywhere above the rooms.
+    """
 
     type_name = "acyclic"
 
     def breaches(self, graph: ImportGraph) -> list[str]:
         own = sorted(module for module in graph.modules if _within(module, PACKAGE))
-        imports = {m: sorted(i for i in graph.find_modules_directly_imported_by(m) if _within(i, PACKAGE)) for m in own}
-        found = []
-        while True:
-            try:
-                TopologicalSorter(imports).prepare()
-                return found
-            except CycleError as error:
-                cycle = error.args[1][::-1]
-                found.append(" -> ".join(cycle))
-                imports[cycle[0]].remove(cycle[1])
+        imports = {m: {i for i in graph.find_modules_directly_imported_by(m) if _within(i, PACKAGE)} for m in own}
+        folders: dict[str, set[str]] = {}
+        for module, imported in imports.items():
+            here = _folder(module)
+            there = {_folder(each) for each in imported if each != PACKAGE}
+            folders.setdefault(here, set()).update(there - {here})
+        return _cycles(imports) + _cycles(folders)
+
+
+def _cycles(imports: dict[str, set[str]]) -> list[str]:
+    ordered = {name: sorted(imported) for name, imported in imports.items()}
+    found = []
+    while True:
+        try:
+            TopologicalSorter(ordered).prepare()
+            return found
+        except CycleError as error:
+            cycle = error.args[1][::-1]
+            found.append(" -> ".join(cycle))
+            ordered[cycle[0]].remove(cycle[1])
+
+
+def _folder(module: str) -> str:
+    """The folder that a module lies in; a package's own module lies in its folder."""
+    return module if Path(*module.split(".")).is_dir() else module.rpartition(".")[0]
 
 
 class StaticImportsContract(_Listed):

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 from stepsight.dataset.base.bounded import read_file, read_text, read_toml, reason
 from stepsight.dataset.base.errors import JobError, StepsightError
-from stepsight.dataset.harness.atomic_files import parse_json  # it must stand alone
+from stepsight.dataset.harness.base.atomic_files import parse_json  # it must stand alone
 
 __all__ = [
     "check_output_file",

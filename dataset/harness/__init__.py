@@ -16,13 +16,10 @@ Each room imports only rooms below it:
 ``models/``           a job as a sharded model, schedule and optimizer: ``parallel`` is the training step
 ``ops/``              one op by its signature made callable, and the composite ops that models run
 ``plan/``             what a plan holds, and its rules; standard library only
-``annotate``          names segments, ops, collectives and waits in traces
-``collective_calls``  collectives of ``torch.distributed`` by kind
-``ranks``             waits for all ranks, gathers what they have
-``cores``             pins threads to cores
+``base/``             annotations of traces, collectives of ``torch.distributed`` by kind, cores, files, progress
 ====================  ==================================================================================
 """
 
-from .plan_error import HarnessError
+from .base.plan_error import HarnessError
 
 __all__ = ["HarnessError"]

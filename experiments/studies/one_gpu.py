@@ -16,7 +16,7 @@ from typing import Any
 from stepsight.dataset.base.errors import CollectError, TraceError
 from stepsight.dataset.base.files import check_writable, new_folder, write_json, write_text
 from stepsight.dataset.hardware.hardware import find_hardware, hardware_names
-from stepsight.dataset.harness.atomic_files import locked
+from stepsight.dataset.harness.base.atomic_files import locked
 from stepsight.dataset.runs.run_folder import read_collection
 from stepsight.dataset.tables import read_table
 from stepsight.dataset.tables.rows import device_name

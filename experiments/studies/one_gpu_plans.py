@@ -14,8 +14,8 @@ from typing import Any
 
 from stepsight.dataset.base.errors import CollectError
 from stepsight.dataset.hardware.hardware import Hardware, find_hardware, usual_fabric
+from stepsight.dataset.harness.base.plan_error import HarnessError
 from stepsight.dataset.harness.plan import SCHEMA, check_plan
-from stepsight.dataset.harness.plan_error import HarnessError
 from stepsight.dataset.job.job import BatchSpec, ClusterSpec, Job, ModelSpec, ParallelSpec
 from stepsight.dataset.kinds.op import Op
 from stepsight.experiments.studies import drawn_ops

@@ -18,7 +18,7 @@ from typing import Any
 from stepsight.dataset.base.errors import CollectError, StepsightError
 from stepsight.dataset.hardware.fabric import Fabric
 from stepsight.dataset.hardware.hardware import alpha_beta_seconds
-from stepsight.dataset.harness.plan_error import HarnessError
+from stepsight.dataset.harness.base.plan_error import HarnessError
 from stepsight.dataset.harness.scripts.launch import Ranks
 from stepsight.dataset.kinds import COLLECTIVE_KINDS
 from stepsight.dataset.kinds.op import Collective

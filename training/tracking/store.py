@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 
 from stepsight.dataset.base.errors import PredictorError, StepsightError
 from stepsight.dataset.base.files import check_output_file
-from stepsight.dataset.harness.atomic_files import locked
+from stepsight.dataset.harness.base.atomic_files import locked
 
 PATIENCE_S = 5
 _PORTS = {"http": 80, "https": 443, "postgresql": 5432, "mysql": 3306, "mssql": 1433}

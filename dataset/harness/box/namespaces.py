@@ -21,7 +21,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from ..plan_error import HarnessError
+from ..base.plan_error import HarnessError
 
 SUBNET = "10.77.0"
 INTERFACE = "eth0"

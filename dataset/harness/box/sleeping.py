@@ -34,7 +34,7 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining import schedules as torch_schedules
 from torch.nn.parallel import DistributedDataParallel
 
-from .. import annotate
+from ..base import annotate
 from ..models.parallel import AXES, all_reduce_flat, device_mesh, stages_group
 from ..plan import num_micro_batches
 from .slept_blocks import Device, Part, Rank

@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from .. import annotate
-from ..collective_calls import Group, all_gather, reduce_scatter
+from ..base import annotate
+from ..base.collective_calls import Group, all_gather, reduce_scatter
 
 SLACK_S = 2e-3  # time by which the host may be late without delaying the device
 FP32_BYTES = 4

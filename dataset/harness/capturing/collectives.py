@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 
-from ..one_rank_group import LISTS, Call, OneRankGroup
+from ..base.one_rank_group import LISTS, Call, OneRankGroup
 from .recorder import COLLECTIVE, SYNCHRONISATION, Recorder, storage_of
 
 _c10d: Any = dist.distributed_c10d

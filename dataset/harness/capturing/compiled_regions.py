@@ -18,8 +18,8 @@ from torch.fx import Node
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
-from ..patching import patch
-from ..plan_error import HarnessError
+from ..base.patching import patch
+from ..base.plan_error import HarnessError
 from ..regions.inductor import Launch, Loop, Region, eager, read_device_region, read_region
 from ..regions.loop_code import region_dims
 from .fake_tensors import BACKWARD, FORWARD, FakeWorld

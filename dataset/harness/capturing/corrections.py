@@ -19,8 +19,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import _sharding_prop
 from torch.utils.data import DataLoader
 
-from .. import annotate
-from ..patching import patch
+from ..base import annotate
+from ..base.patching import patch
 from .distributed import install_shards
 from .fake_tensors import FakeWorld, install_fused_kernels
 from .recorder import COMPOSITE, OP

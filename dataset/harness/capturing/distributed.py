@@ -20,7 +20,7 @@ from torch.distributed.pipelining._utils import (
     _TensorMeta,
 )
 
-from ..patching import patch
+from ..base.patching import patch
 from .collectives import BACKEND, WHOLE, Collectives, Group
 from .recorder import Recorder
 

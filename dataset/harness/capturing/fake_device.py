@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from ..patching import patch
+from ..base.patching import patch
 from .fake_tensors import attention, cpu_of, dropout, rms_norm
 from .recorder import COMPUTE, Recorder
 

@@ -23,8 +23,8 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from ..atomic_files import parse_json
-from ..script_lines import own_place
+from ..base.atomic_files import parse_json
+from ..base.script_lines import own_place
 from . import corrections, distributed, fake_device
 from .fake_tensors import FakeWorld
 from .recorder import Recorder

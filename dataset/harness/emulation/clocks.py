@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 from torch.autograd import Variable
 
-from ..patching import patch
-from ..plan_error import HarnessError
+from ..base.patching import patch
+from ..base.plan_error import HarnessError
 
 Ending = Future[float]  # the end time of a collective
 Effect = Callable[[], object] | None

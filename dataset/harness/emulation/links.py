@@ -16,8 +16,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .. import cores
-from ..plan_error import HarnessError
+from ..base import cores
+from ..base.plan_error import HarnessError
 from .clocks import Effect, Ending, HostClock, Tensors, ended
 
 _FOREVER = timedelta(days=1)  # the measuring process has its own time limit

@@ -23,12 +23,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 
-from .. import annotate
+from ..base import annotate
+from ..base.one_rank_group import LISTS, Call, Effect, OneRankGroup, listed
+from ..base.plan_error import HarnessError
+from ..base.ranks import STAND_IN
 from ..models.parallel import end_groups
-from ..one_rank_group import LISTS, Call, Effect, OneRankGroup, listed
 from ..plan import world_size
-from ..plan_error import HarnessError
-from ..ranks import STAND_IN
 from .clocks import Delays, HostClock, RealClock, ended
 from .links import DeviceLine, HostLine, Peers, SharedLine, Spinner
 

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ..base.ranks import barrier, gather
 from ..ops.input_pool import DTYPES, Call
 from ..ops.op_products import precision, scaled_product
-from ..ranks import barrier, gather
 from .call_timing import Clock
 
 _SECONDS = 0.1  # for one fact, on CUDA

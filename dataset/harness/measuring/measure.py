@@ -23,8 +23,8 @@ import torch
 import torch.distributed as dist
 from torch.profiler import ExecutionTraceObserver, ProfilerActivity, profile, schedule
 
-from .. import annotate
-from ..ranks import barrier, gather
+from ..base import annotate
+from ..base.ranks import barrier, gather
 
 
 class Training(Protocol):

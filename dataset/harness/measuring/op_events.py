@@ -19,14 +19,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .. import cores
-from ..collective_calls import all_gather, buffers, collective_call
+from ..base import cores
+from ..base.collective_calls import all_gather, buffers, collective_call
+from ..base.plan_error import HarnessError
+from ..base.ranks import barrier, gather
 from ..ops.callables import op_call
 from ..ops.input_pool import DTYPES, NARROW, Call, Pool
 from ..ops.op_products import precision
 from ..ops.op_replayed import is_replayed, replayed_call
-from ..plan_error import HarnessError
-from ..ranks import barrier, gather
 from .call_timing import Clock
 from .device import free_memory, out_of_memory
 from .facts import measure_facts

@@ -23,7 +23,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 from torch.nn.parallel import DistributedDataParallel
 
-from .. import annotate, cores
+from ..base import annotate, cores
 from ..ops import composite
 from ..plan import num_micro_batches
 from . import tensor_parallel

@@ -14,8 +14,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from .. import annotate
-from ..collective_calls import all_gather, reduce_scatter
+from ..base import annotate
+from ..base.collective_calls import all_gather, reduce_scatter
 from ..ops import composite
 
 Group = dist.ProcessGroup

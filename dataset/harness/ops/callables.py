@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from types import MappingProxyType
 
-from ..plan_error import HarnessError
+from ..base.plan_error import HarnessError
 from . import op_convolutions, op_experts, op_products, op_rows
 from .input_pool import Call, Maker, Pool
 

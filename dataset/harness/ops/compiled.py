@@ -15,7 +15,7 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor
 
-from ..plan_error import HarnessError
+from ..base.plan_error import HarnessError
 
 F = TypeVar("F", bound=Callable[..., Any])
 BACKEND = "inductor"

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .. import annotate
+from ..base import annotate
 from .compiled import composite, composite_as
 
 EPSILON = 1e-5

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..plan_error import HarnessError
+from ..base.plan_error import HarnessError
 from .input_pool import Call, Maker, Pool
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..plan_error import HarnessError
+from ..base.plan_error import HarnessError
 from .input_pool import Call
 
 _TYPES = {

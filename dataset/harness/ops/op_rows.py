@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..plan_error import HarnessError
+from ..base.plan_error import HarnessError
 from . import composite
 from .input_pool import Call, Maker, Pool, shares
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..plan_error import HarnessError
+from ..base.plan_error import HarnessError
 from .form import are_sizes, is_of, name_problems, world_size
 from .runnable_jobs import job_problems
 from .sleeping_jobs import sleeping_run_problems

@@ -26,7 +26,7 @@ from torch._inductor.virtualized import V
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_map
 
-from ..plan_error import HarnessError
+from ..base.plan_error import HarnessError
 
 Compiled: TypeAlias = Callable[..., Any]
 _DEVICE = "cuda:0"

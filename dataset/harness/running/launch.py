@@ -20,12 +20,12 @@ import time
 from pathlib import Path
 from typing import Any
 
-from .. import cores
 from .. import plan as plans
-from ..atomic_files import locked, read_json, write_json
+from ..base import cores
+from ..base.atomic_files import locked, read_json, write_json
+from ..base.plan_error import HarnessError
+from ..base.progress import ROUND_UNITS, Progress
 from ..box.namespaces import check_possible
-from ..plan_error import HarnessError
-from ..progress import ROUND_UNITS, Progress
 from .rounds import read_rounds
 from .worker import PROGRESS
 from .workers import WORKER_ENVIRONMENT, Workers, meeting_file, places

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..atomic_files import read_json, write_json
+from ..base.atomic_files import read_json, write_json
 
 CERTAIN = 0.01  # relative error of the median below which a run needs no more rounds
 

@@ -21,7 +21,7 @@ import traceback
 from pathlib import Path
 from typing import Any, NoReturn
 
-from ..plan_error import HarnessError
+from ..base.plan_error import HarnessError
 
 PROGRESS = "@stepsight "  # prefix of a progress line on standard output
 

@@ -27,7 +27,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..plan_error import HarnessError
+from ..base.plan_error import HarnessError
 
 if TYPE_CHECKING:
     import torch

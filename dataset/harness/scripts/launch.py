@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..atomic_files import read_json, write_json
-from ..plan_error import HarnessError
+from ..base.atomic_files import read_json, write_json
+from ..base.plan_error import HarnessError
 from ..running.worker import PROGRESS
 from ..running.workers import WORKER_ENVIRONMENT, Workers, meeting_file, places
 

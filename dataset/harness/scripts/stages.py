@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
-from .. import annotate, cores
-from ..atomic_files import write_json
+from ..base import annotate, cores
+from ..base.atomic_files import write_json
+from ..base.ranks import barrier
 from ..measuring.measure import StepClock, StepTracer
-from ..ranks import barrier
 from .step_marks import StepMarks
 from .world import EmulatedWorld
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from ..patching import patch
+from ..base.patching import patch
 
 STATED, PROFILER, OPTIMIZER = "stepsight.step()", "profiler.step()", "optimizer.step()"
 KINDS = (OPTIMIZER, PROFILER, STATED)  # later ones have priority over earlier ones

@@ -17,11 +17,11 @@ import time
 from pathlib import Path
 from typing import Any, NoReturn
 
-from .. import cores
+from ..base import cores
+from ..base.plan_error import HarnessError
+from ..base.script_lines import error_text, line_of, line_of_thread, print_own_traceback
 from ..box.namespaces import die_with, run_box
-from ..plan_error import HarnessError
 from ..running.worker import PROGRESS
-from ..script_lines import error_text, line_of, line_of_thread, print_own_traceback
 from .step_marks import listening, watch_optimizers, watch_profilers
 
 _OTHERS_TELL_S = 0.5  # seconds in which other late ranks also report their lines
@@ -46,7 +46,7 @@ def run_rank(settings: dict[str, Any]) -> NoReturn:
         os.environ["TORCHDYNAMO_SUPPRESS_ERRORS"] = "1"
     import torch
 
-    from .. import annotate
+    from ..base import annotate
     from ..measuring.measure import Profiler
     from .stages import Stages
     from .world import EmulatedWorld, annotate_compiled, rendezvous_alone, rendezvous_through_file

@@ -20,12 +20,12 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.rendezvous import _rendezvous_handlers
 
-from .. import annotate, cores
+from ..base import annotate, cores
+from ..base.patching import patch
+from ..base.ranks import STAND_IN
 from ..emulation.clocks import AskedDelays, HostClock, RealClock, VirtualClock
 from ..emulation.links import Peers, Spinner
 from ..emulation.stand_in import DelayModel, World, enter
-from ..patching import patch
-from ..ranks import STAND_IN
 from ..running.workers import FILE
 from .launch import PIPES
 

@@ -87,8 +87,8 @@ def losses(job: dict[str, Any]) -> list[float]:
     """Mean loss of each of three SGD steps over the whole batch (on every rank)."""
     import torch
 
+    from stepsight.dataset.harness.base.ranks import gather
     from stepsight.dataset.harness.models.parallel import Training
-    from stepsight.dataset.harness.ranks import gather
 
     training = Training(job, torch.device("cpu"))
     training.optimizer = torch.optim.SGD(training.model.parameters(), lr=2.0)

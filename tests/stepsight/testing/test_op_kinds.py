@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from stepsight.dataset.base.errors import StepsightError
-from stepsight.dataset.harness.collective_calls import CALLS
+from stepsight.dataset.harness.base.collective_calls import CALLS
 from stepsight.dataset.kinds import COLLECTIVE_KINDS, OP_KINDS, CollectiveKind, OpKind
 from stepsight.testing.kinds import CollectiveKindContract, OpKindContract
 

@@ -16,10 +16,10 @@ from typing import Any
 import pytest
 
 from stepsight.dataset.hardware.hardware import find_hardware
+from stepsight.dataset.harness.base.plan_error import HarnessError
 from stepsight.dataset.harness.box import namespaces as boxes
 from stepsight.dataset.harness.box.namespaces import check_possible
 from stepsight.dataset.harness.plan import MOST_CPU, check_plan
-from stepsight.dataset.harness.plan_error import HarnessError
 from stepsight.dataset.harness.running import launch
 from stepsight.dataset.harness.running.collection import Collection
 from stepsight.dataset.job.job import BatchSpec, ClusterSpec, Job, ModelSpec, ParallelSpec

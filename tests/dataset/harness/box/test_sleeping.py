@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from stepsight.dataset.hardware.hardware import find_hardware
-from stepsight.dataset.harness import annotate
+from stepsight.dataset.harness.base import annotate
 from stepsight.dataset.harness.box.sleeping import SleepingTraining, _own
 from stepsight.dataset.harness.box.slept_blocks import Block, Device, Part, Rank
 from stepsight.dataset.harness.models.parallel import end_groups

@@ -8,10 +8,10 @@ import harness_jobs as jobs
 import pytest
 import torch
 
+from stepsight.dataset.harness.base.plan_error import HarnessError
 from stepsight.dataset.harness.emulation.clocks import Delays, Stream, VirtualClock, ended
 from stepsight.dataset.harness.emulation.links import HostLine
 from stepsight.dataset.harness.plan import check_plan, ranks_needed, world_sizes
-from stepsight.dataset.harness.plan_error import HarnessError
 
 HOST = 0.05  # what this test itself may compute
 

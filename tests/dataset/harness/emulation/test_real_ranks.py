@@ -10,9 +10,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from stepsight.dataset.harness.base.plan_error import HarnessError
 from stepsight.dataset.harness.emulation.clocks import VirtualClock
 from stepsight.dataset.harness.emulation.stand_in import RealRanksGroup, World
-from stepsight.dataset.harness.plan_error import HarnessError
 
 RANKS, REAL = [0, 2, 4, 6], [2, 6]  # of the job: places 1 and 3 of the group are real
 HOST = 0.2  # seconds that the test itself may compute

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from stepsight.dataset.harness.base.plan_error import HarnessError
 from stepsight.dataset.harness.ops import composite, op_experts, op_products
 from stepsight.dataset.harness.ops.callables import op_call
 from stepsight.dataset.harness.ops.input_pool import Pool
-from stepsight.dataset.harness.plan_error import HarnessError
 from stepsight.dataset.kinds.op import OP_KINDS
 
 DIMS = {

@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from stepsight.dataset.harness.base.plan_error import HarnessError
 from stepsight.dataset.harness.ops import compiled, composite
-from stepsight.dataset.harness.plan_error import HarnessError
 from stepsight.dataset.harness.running.launch import collect
 
 CPU = torch.device("cpu")

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
+from stepsight.dataset.harness.base.plan_error import HarnessError
 from stepsight.dataset.harness.capturing.recorder import signature_of
 from stepsight.dataset.harness.ops.op_replayed import is_replayed, replayed_call
-from stepsight.dataset.harness.plan_error import HarnessError
 
 _ATEN = torch.ops.aten
 _X = torch.rand(4, 8, 6, 6)

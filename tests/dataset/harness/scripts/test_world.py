@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from stepsight.dataset.harness import annotate
+from stepsight.dataset.harness.base import annotate
 from stepsight.dataset.harness.scripts import world
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from stepsight.dataset.harness.atomic_files import new_folder, read_json, write_json
+from stepsight.dataset.harness.base.atomic_files import new_folder, read_json, write_json
 
 
 def test_json_is_read_back_and_nan_is_refused(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 
-from stepsight.dataset.harness.progress import Progress
+from stepsight.dataset.harness.base.progress import Progress
 
 
 class _Terminal(io.StringIO):

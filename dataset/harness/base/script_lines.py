@@ -9,7 +9,7 @@ import traceback
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-PACKAGE = str(Path(__file__).resolve().parent)  # its frames are not part of the script
+PACKAGE = str(Path(__file__).resolve().parents[1])  # its frames are not part of the script
 _LIBRARIES = tuple(str(Path(path).resolve()) for path in sysconfig.get_paths().values())
 
 

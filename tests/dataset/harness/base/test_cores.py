@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from stepsight.dataset.harness import cores
+from stepsight.dataset.harness.base import cores
 
 
 def _forbidden(*_: Any) -> None:
