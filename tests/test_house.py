@@ -27,8 +27,8 @@ PLANTED = {
     ),
     "relative": (
         "simulator/iteration/simulate.py",
-        "from ...training import fit",
-        "stepsight.simulator.iteration.simulate imports stepsight.training.fitting.train_runs",
+        "from ...training import fitting",
+        "stepsight.simulator.iteration.simulate imports stepsight.training.fitting",
     ),
     "out of the harness": (
         "dataset/harness/ops/compiled.py",
