@@ -1,8 +1,9 @@
 """What every correction of predictions is: a factor, the support that it was learned on, a prior, and a doubt.
 
-Whole iterations (``calibration``), kernels in traces (``traced``), nearby signatures (``gaussian_process``), sizes of a
-cluster's messages (``size_residuals``) and devices with few measurements (``posterior``) all multiply a prediction by
-``exp(log_factor)``.  Far from what taught them nothing is left of the factor, and the doubt is the prior's.
+Whole iterations (``calibration``), kernels in traces (``traced``), nearby signatures (``gaussian_process``) and sizes
+of messages (``size_residuals``) all multiply a prediction by ``exp(log_factor)``.  Far from what taught them
+nothing is left of the factor, and the doubt is the prior's.  The correction of a device with few measurements
+(``posterior``) returns there to other devices' efficiency, so ``kernels.transferred`` keeps its support.
 """
 
 from __future__ import annotations
