@@ -19,8 +19,8 @@ from stepsight.dataset.tables import Measurements, read_table
 from stepsight.experiments.evaluation.table_errors import group_of
 from stepsight.experiments.studies.study import Row, Study, rows_text
 from stepsight.training.collectives.between_nodes import UNFITTED, fit_site
-from stepsight.training.fitting.fit_transfer import fit_ops
 from stepsight.training.fitting.own_table import LONG_S, OwnTable, own_table
+from stepsight.training.fitting.train_tables import fit_ops
 from stepsight.training.kernels.derived_kinds import dtype_class
 from stepsight.training.kernels.kernel_models import fit_kernels, op_rows
 from stepsight.training.predictor.predictor import Predictor, shipped_names, teacher_of

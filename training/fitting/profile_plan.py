@@ -24,7 +24,7 @@ from stepsight.simulator.durations.latency_model import RooflineLatency
 from stepsight.simulator.iteration.simulate import simulate
 from stepsight.simulator.programs.lower import signatures
 from stepsight.training.corrections.posterior import choose_rows
-from stepsight.training.fitting.fit_transfer import FEWEST
+from stepsight.training.fitting.train_tables import FEWEST
 from stepsight.training.kernels.kernel_models import label
 from stepsight.training.kernels.transferred import Teacher, Transfer
 

@@ -72,7 +72,7 @@ def op_bounds(hardware: Hardware, kind: OpKind) -> Bounds:
 
 
 class OtherDevices(Protocol):
-    """Ops of a device with few measurements or none, by other devices' efficiency (``training.transfer``)."""
+    """Ops of a device with few measurements or none, by other devices' efficiency (``kernels.transferred``)."""
 
     def seconds(self, ops: Sequence[Op], variants: Sequence[int] | NDArray[np.int64] | int = 0) -> Array:
         """Seconds of each op, ``(ops,)``."""

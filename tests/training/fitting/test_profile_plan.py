@@ -9,8 +9,8 @@ import pytest
 from stepsight.dataset.base.errors import CollectError
 from stepsight.dataset.hardware.hardware import find_hardware
 from stepsight.dataset.harness.plan import check_plan
+from stepsight.training.fitting import profile_plan as planning
 from stepsight.training.predictor.predictor import teacher_of
-from stepsight.training.transfer import profile_plan as planning
 
 KNOWN = find_hardware("l40s-pcie-48gb")
 assert KNOWN is not None
