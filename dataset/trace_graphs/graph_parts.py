@@ -46,7 +46,7 @@ class RankParts:
         self._works, self._signatures = work_numbers(graph.works), signatures(graph.works)
         names = {name: number for number, name in enumerate(kind_names())}
         self._kinds = np.array([*(names[work.kind] for work in graph.works), names["host"]], dtype=np.int64)
-        self._position = _positions(graph.nodes["stream"])
+        self._position = positions(graph.nodes["stream"])
         self._alone = _seconds_alone(graph)
         self._launch, self._beside = launch_times(graph), beside_collectives(graph)
         self._features = self._all_features()
@@ -192,7 +192,7 @@ class RankParts:
         part.edges["collective", RENDEZVOUS, "collective"] = ends, numbers
 
 
-def _positions(stream: Ints) -> Ints:
+def positions(stream: Ints) -> Ints:
     """Position of each node on its stream."""
     order = np.argsort(stream, kind="stable")
     firsts = np.searchsorted(stream[order], stream[order], "left")

@@ -19,6 +19,7 @@ from stepsight.dataset.graph.program import CONCURRENT, WHY, WHY_NUMBER, Depende
 from stepsight.dataset.graph.rank_graph import OPAQUE, PHASES
 from stepsight.dataset.graph.rank_trace import TracedSegment
 from stepsight.dataset.kinds.op import Op
+from stepsight.dataset.trace_graphs.graph_parts import positions
 from stepsight.dataset.trace_graphs.graph_schema import (
     EDGE_NUMBERS,
     NUMBERS,
@@ -168,7 +169,7 @@ def _draw(program: Program) -> _Drawn:
         place[own] = np.arange(len(own))
     column = {stream: index for index, stream in enumerate(program.streams)}
     stream = np.array([column[node.stream] for node in nodes], dtype=np.int64)
-    position = _positions(stream)
+    position = positions(stream)
     for edge_type in edge_types():
         if edge_type in pairs:
             source, target = pairs[edge_type]
@@ -204,15 +205,6 @@ def _pairs(program: Program, is_op: NDArray[np.bool_]) -> dict[tuple[str, str, s
             synchronised = (a, Dependency.SYNCHRONISATION.value, b)
             found[synchronised] = np.concatenate([found[synchronised], *rest], axis=1)
     return found
-
-
-def _positions(stream: Ints) -> Ints:
-    """Position of each node on its stream."""
-    position = np.zeros(len(stream), dtype=np.int64)
-    for each in np.unique(stream):
-        own = np.flatnonzero(stream == each)
-        position[own] = np.arange(len(own))
-    return position
 
 
 STEM = "segments"
