@@ -62,7 +62,7 @@ def dense_job(row: Row) -> Job | None:
     published = jobs_of(row)[0]
     job = published.job
     told = chip_of(job.cluster.hardware) and job.model.fused_attention and not job.model.experts
-    return job if told and not published.open.values else None
+    return job if told and not published.open else None
 
 
 def learn(rows: Sequence[Row]) -> dict[str, dict[str, ChipPower]]:
