@@ -6,11 +6,9 @@ A case is called ``box/<model>/<strategy>``: ``2M2P4D`` is tensor 2, pipeline 2,
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from pathlib import Path
 
-from stepsight.dataset.base.errors import JobError
 from stepsight.dataset.job.job import BatchSpec, ClusterSpec, Job, ModelSpec, ParallelSpec
 from stepsight.dataset.job.specs import Straggler
 from stepsight.dataset.kinds.op import Collective, Op
@@ -31,15 +29,9 @@ SEARCHED_BATCH = 16
 
 @dataclass(frozen=True)
 class BoxCase:
-    """One run.
+    """One run."""
 
-    Attributes:
-        name: ``box/<model>/<strategy>``.
-        box: Where.
-        job: What, on that box.
-    """
-
-    name: str
+    name: str  # box/<model>/<strategy>
     box: Box
     job: Job
 
@@ -156,59 +148,11 @@ def small_cases() -> list[BoxCase]:
     ]
 
 
-@dataclass(frozen=True)
-class UserCases:
-    """Additions of a user to the study.
-
-    Attributes:
-        models: Job files whose models run too, called as the file.
-        boxes: As ``read_box`` takes them; every strategy of the models asked for (else of all) runs there too.
-        micro_batches: Numbers of them per replica with which they run, on the boxes asked for (else on 8 and 16
-            nodes of one rank); empty: as the pipeline needs.
-    """
-
-    models: Sequence[Path] = ()
-    boxes: Sequence[str] = ()
-    micro_batches: Sequence[int] = ()
-
-    def cases(self) -> list[BoxCase]:
-        """The resulting cases.
-
-        Raises:
-            JobError: If a model's name is taken, a box is as small as those that train, or a number is none.
-        """
-        own = {path.stem: Job.from_file(path).model for path in self.models}
-        taken = sorted(set(own) & {*MODELS, "searched"})
-        if taken:
-            raise JobError(f"choose other names: these are already models of the study: {', '.join(taken)}")
-        cases = [found for model, spec in own.items() for found in model_cases(model, spec)]
-        if not self.boxes and not self.micro_batches:
-            return cases
-        judging = [ranks for ranks in SIZES if ranks > MOST_TRAINING_RANKS]
-        boxes = [read_box(text) for text in self.boxes] or [_flat(ranks) for ranks in judging]
-        small = [box.name for box in boxes if box.num_ranks <= MOST_TRAINING_RANKS]
-        if small:
-            raise JobError(f"a box that judges has more than {MOST_TRAINING_RANKS} ranks, got {', '.join(small)}")
-        if min(self.micro_batches, default=1) < 1:
-            raise JobError(f"a replica needs a micro-batch, got {min(self.micro_batches)}")
-        return cases + [
-            case(model, spec, box, parallel, batches)
-            for model, spec in (own or MODELS).items()
-            for box in boxes
-            for parallel in parallel_specs(spec, box.num_ranks)
-            for batches in self.micro_batches or (0,)
-            if not 0 < batches < parallel.pp  # 1F1B fills its pipeline
-        ]
-
-
-NOTHING = UserCases()
-
-
-def box_cases(asked: UserCases = NOTHING) -> list[BoxCase]:
-    """Every case, the smallest ranks first, with those of users' own (``box/<file>/<strategy>``)."""
+def box_cases() -> list[BoxCase]:
+    """Every case, the smallest ranks first."""
     cases = [found for model, spec in MODELS.items() for found in model_cases(model, spec)]
     cases += small_cases() + runtime_cases() + other_boxes() + what_if_cases()
-    by_name = {found.name: found for found in [*asked.cases(), *cases]}
+    by_name = {found.name: found for found in cases}
     return sorted(by_name.values(), key=lambda found: (found.job.cluster.num_devices, found.box.name, found.name))
 
 

@@ -113,17 +113,11 @@ COMMUNICATION_BOUND = 0.4  # share of the predicted iteration in which ranks wai
 
 @dataclass(frozen=True)
 class Measured:
-    """The real run of a case.
-
-    Attributes:
-        case: What ran.
-        manifest: Of its folder.
-        steps: Records of its steps, as ``measure.noted_steps`` of the harness returns them.
-    """
+    """The real run of a case."""
 
     case: BoxCase
     manifest: RunManifest
-    steps: tuple[dict[str, Any], ...]
+    steps: tuple[dict[str, Any], ...]  # records of its steps, as ``measure.noted_steps`` of the harness returns them
 
     @property
     def seconds(self) -> float:
@@ -225,19 +219,12 @@ def _passes(table: Array, optimizer: Array) -> Passes:
 
 @dataclass(frozen=True)
 class Compared:
-    """One case, measured and predicted.
-
-    Attributes:
-        measured: The run.
-        prediction: The answer.
-        activity: Per rank, seconds by which the lengths of its passes and its optimizer are off, over their sum.
-        timestamps: Starts and ends of passes, off in parts of the iteration, shape ``(2 * num_passes,)``.
-    """
+    """One case, measured and predicted."""
 
     measured: Measured
     prediction: Prediction
-    activity: Array
-    timestamps: Array
+    activity: Array  # ``(ranks,)``: seconds by which lengths of passes and optimizer are off, over their sum
+    timestamps: Array  # ``(2 * num_passes,)``: starts and ends of passes, off in parts of the iteration
 
     @property
     def error(self) -> float:

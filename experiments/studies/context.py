@@ -5,8 +5,8 @@
 Each model corrects the seconds of ops and collectives alone: physics (a roofline, the regressors), a table by kind and
 phase, trees on features of a node and of its neighbours, and the network without and with messages.  DATA holds a
 folder for each task: ``runs`` (collections), ``cluster`` (``profile`` and ``judge``, as ``small-to-large`` writes
-them), ``scripts`` (of the tasks ops and pairs, as --collect writes it), and ``overlap`` (a folder of Kineto traces for
-each job).  Errors are in parts of the error of the regressors alone.
+them) and ``scripts`` (of the task ops, as --collect writes it).  Errors are in parts of the error of the regressors
+alone.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import argparse
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +26,8 @@ from stepsight.dataset.base.errors import TraceError
 from stepsight.dataset.graph.program import Program
 from stepsight.dataset.hardware.hardware import Hardware, roofline_seconds
 from stepsight.dataset.kinds.op import Op
-from stepsight.experiments.reports.text_table import Number, table
 from stepsight.experiments.studies.context_tasks import SCRIPTS, TASKS, Task, collect_families
-from stepsight.experiments.studies.study import Study
+from stepsight.experiments.studies.study import Study, rows_text
 from stepsight.features.graph_features import NUMBERS, RELATIONS, node_feature_names, node_features, topology
 from stepsight.gnn.context_model import BOUND
 from stepsight.training.context.examples import iteration_times
@@ -113,31 +112,6 @@ MODELS: Mapping[str, Any] = {  # the simplest first
 }
 
 
-@dataclass(frozen=True)
-class Row:
-    """Errors of a model on a task.
-
-    Attributes:
-        model: Its name.
-        op_percent, iteration_percent: Mean error over runs; None where nothing of the kind judges.
-        score: Errors of ops and of iterations in parts of those of the regressors alone, mean over groups.
-        seed_error: Standard error of the score over seeds.
-        behind, behind_error: Score minus that of the network with messages, and its standard error over groups.
-        fit_s: CPU time of training on one fold, mean.
-        answer_ms: CPU time of the first answer, median, milliseconds.
-    """
-
-    model: str
-    op_percent: float | None
-    iteration_percent: float | None
-    score: float
-    seed_error: float
-    behind: float
-    behind_error: float
-    fit_s: float
-    answer_ms: float
-
-
 @dataclass
 class _Errors:
     """|log| errors of a model by seed and run, ``(seeds, runs)``; NaN where nothing judges."""
@@ -157,7 +131,11 @@ def judge(task: Task, seeds: int, folds: int) -> dict[str, Any]:
         folds: Parts of the groups, each of which is held out in turn.
 
     Returns:
-        ``task``, ``about``, ``runs``, ``groups``, ``rows`` and ``best``, the simplest model within one standard error.
+        ``task``, ``about``, ``runs``, ``groups``, ``best`` (the simplest model within one standard error) and ``rows``,
+        one for each model: mean errors of ops and iterations in percent (None where nothing of the kind judges),
+        ``score`` (in parts of the errors of the regressors alone, mean over groups; ``seed_error``: its standard error
+        over seeds), ``behind`` (score minus that of the network with messages; ``behind_error``: over groups), and CPU
+        time of training on one fold and of the first answer.
     """
     names = list(task.groups)
     errors = {
@@ -205,25 +183,19 @@ def _outcome(task: Task, errors: Mapping[str, _Errors]) -> dict[str, Any]:
     rows = []
     for model, own in errors.items():
         behind = by_group[model] - by_group[MESSAGES]
-        rows.append(
-            Row(
-                model,
-                _percent(own.ops),
-                _percent(own.iterations),
-                float(by_group[model].mean()),
-                standard_error(np.nanmean(scores[model], axis=1)),
-                float(behind.mean()),
-                standard_error(behind),
-                float(np.mean(own.fit_s)),
-                1e3 * float(np.median(own.answer_s or [0.0])),
-            )
-        )
+        row: dict[str, Any] = {"model": model}
+        row |= {"op_percent": _percent(own.ops), "iteration_percent": _percent(own.iterations)}
+        row["score"] = float(by_group[model].mean())
+        row["seed_error"] = standard_error(np.nanmean(scores[model], axis=1))
+        row |= {"behind": float(behind.mean()), "behind_error": standard_error(behind)}
+        row |= {"fit_s": float(np.mean(own.fit_s)), "answer_s": float(np.median(own.answer_s or [0.0]))}
+        rows.append(row)
     return {
         "task": task.name,
         "about": task.about,
         "runs": len(task.groups),
         "groups": len(set(groups.tolist())),
-        "rows": [asdict(row) for row in rows],
+        "rows": rows,
         "best": simplest(by_group),
     }
 
@@ -244,19 +216,12 @@ def _percent(errors: Array) -> float | None:
 
 def outcome_text(outcome: Mapping[str, Any]) -> str:
     """A task's table."""
-    header = ["model", "op error %", "iteration error %", "score", "± seeds", f"behind {MESSAGES}", "± groups",
-              "training s", "answer ms"]  # fmt: skip
-    cells = [
-        [
-            row["model"],
-            *("-" if row[name] is None else Number(row[name], 2) for name in ("op_percent", "iteration_percent")),
-            *(Number(row[name], 3) for name in ("score", "seed_error", "behind", "behind_error")),
-            *(Number(row[name], 1) for name in ("fit_s", "answer_ms")),
-        ]
-        for row in outcome["rows"]
-    ]
+    columns = {"model": "model", "op error %": "op_percent", "iteration error %": "iteration_percent", "score": "score",
+               "± seeds": "seed_error", f"behind {MESSAGES}": "behind", "± groups": "behind_error",
+               "training s": "fit_s", "first answer ms": "answer_s"}  # fmt: skip
     told = f"{outcome['task']}: {outcome['about']} ({outcome['runs']} runs, {outcome['groups']} groups)"
-    return f"{told}\n{table(header, cells)}\nsimplest within one standard error of the best: {outcome['best']}"
+    best = f"simplest within one standard error of the best: {outcome['best']}"
+    return "\n".join([told, rows_text(outcome["rows"], columns, 3), best])
 
 
 def run(options: argparse.Namespace) -> tuple[Any, str]:

@@ -21,33 +21,21 @@ _TRIES = 200  # draws for each op: most are too long, too large or repeated
 
 @dataclass(frozen=True)
 class OpSpace:
-    """The distributions of ops.
+    """The distributions of ops."""
 
-    Attributes:
-        models: Hidden size, heads, kv heads, feed-forward size, and 2 if that is gated, else 1.
-        tps: Tensor-parallel degrees that shard products.
-        tokens, lengths, batches: Rows of an op; tokens of a sequence; sequences.
-        head_dims, heads: Of attention.
-        vocabs: Of embeddings and losses.
-        dtypes: Of products, with their parts.
-        dtype: Of all else.
-        numels: Least and most elements of an optimizer's step.
-        most_s, most_bytes: By the roofline, and of what an op reads and writes.
-    """
-
-    models: Sequence[tuple[int, int, int, int, int]]
-    tps: Sequence[int]
-    tokens: Sequence[int]
-    lengths: Sequence[int]
-    batches: Sequence[int]
+    models: Sequence[tuple[int, int, int, int, int]]  # hidden, heads, kv heads, feed-forward, and 2 if gated, else 1
+    tps: Sequence[int]  # tensor-parallel degrees that shard products
+    tokens: Sequence[int]  # rows of an op
+    lengths: Sequence[int]  # tokens of a sequence
+    batches: Sequence[int]  # sequences
     head_dims: Sequence[int]
-    heads: Sequence[int]
+    heads: Sequence[int]  # of attention
     vocabs: Sequence[int]
-    dtypes: Mapping[str, float]
-    dtype: str
-    numels: tuple[int, int]
-    most_s: float
-    most_bytes: float
+    dtypes: Mapping[str, float]  # of products, with their parts
+    dtype: str  # of all else
+    numels: tuple[int, int]  # least and most elements of an optimizer's step
+    most_s: float  # by the roofline
+    most_bytes: float  # that an op reads and writes
 
 
 GPU = OpSpace(

@@ -1,6 +1,6 @@
-"""Predicted peak memory against PyTorch's own count, and against published runs.
+"""Predicted peak memory against PyTorch's own count.
 
-The first reference is torch's ``MemTracker`` in training steps of the harness in a fake world: tensors are fake and
+The reference is torch's ``MemTracker`` in training steps of the harness in a fake world: tensors are fake and
 messages go nowhere, but every storage is made and freed as in a real run.  Plain data parallelism is left out: DDP's
 reducer reads data that fake tensors lack.
 """
@@ -9,11 +9,8 @@ from __future__ import annotations
 
 import argparse
 import statistics
-from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -26,28 +23,11 @@ from torch.distributed.pipelining import stage as stages_of_pipelines
 from torch.testing._internal.distributed.fake_pg import FakeStore  # importing it registers the backend
 
 from stepsight.dataset.base.errors import JobError
-from stepsight.dataset.hardware.hardware import HARDWARE, Hardware
+from stepsight.dataset.hardware.hardware import HARDWARE
 from stepsight.dataset.harness.models import parallel
 from stepsight.dataset.job.job import Job
-from stepsight.experiments.evaluation.row_jobs import job_of
-from stepsight.experiments.evaluation.runs_table import Row as Run
-from stepsight.experiments.evaluation.runs_table import read_runs_table
 from stepsight.experiments.studies.study import Row, Study, rows_text
-from stepsight.simulator.memory import StageMemory, estimate_memory
-
-GIB = 2**30
-FITTED_GPUS = 8  # the next constant was fitted on runs with at most this many
-HELD_SHARE = 0.15  # share of tensors' bytes: blocks that the allocator keeps without a tensor
-TRACKER = "MemTracker"
-
-
-def memory_row(source: str, name: str, truth: float, estimate: float, *, judges: bool = True) -> Row:
-    """A comparison of bytes at the peak; ``judges``: no constant was fitted on it."""
-    row: Row = {"source": source, "name": name, "truth_bytes": truth, "estimate_bytes": estimate, "judges": judges}
-    return {**row, "error": estimate / truth - 1}
-
-
-# --- PyTorch in a fake world ------------------------------------------------------------------------------------------
+from stepsight.simulator.memory import estimate_memory
 
 _SIZES: tuple[Row, ...] = (
     {"layers": 4, "hidden": 256, "heads": 4, "vocab": 1024, "seq_len": 256, "micro_batch": 4},
@@ -107,7 +87,8 @@ def tracked_row(job: Job, rank: int = 0) -> Row:
     p = job.parallel
     stage = estimate_memory(job, HARDWARE["local-cpu"]).stages[rank // (p.tp * p.dp)]
     name = job.name + (f" {p.recompute}" if p.recompute != "none" else "") + (f" rank {rank}" if rank else "")
-    return memory_row(TRACKER, name, tracked_peak(job, rank), stage.tensors)
+    truth = tracked_peak(job, rank)
+    return {"name": name, "truth_bytes": truth, "estimate_bytes": stage.tensors, "error": stage.tensors / truth - 1}
 
 
 class _Tracker(MemTracker):
@@ -175,131 +156,36 @@ def _agree_on_static_shapes(_: object, stages: list[object], *__: object) -> Non
         stage._inference_mode = stages_of_pipelines.InferenceMode.STATIC  # type: ignore[attr-defined]
 
 
-# --- published runs ---------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class MemoryColumn:
-    """What a source's column counts, in GiB.
-
-    Attributes:
-        word: That its name holds.
-        hardware: A preset with its devices' reserve.
-        fragments: Whether blocks that the allocator holds and no tensor fills are in it.
-        context: Whether what the driver and libraries hold is in it.
-        fused_attention: Of its framework.
-    """
-
-    word: str
-    hardware: str
-    fragments: bool
-    context: bool
-    fused_attention: bool = True
-
-    def count(self, stage: StageMemory, hardware: Hardware) -> float:
-        """The value that the source would have measured."""
-        tensors = stage.tensors * (1 + HELD_SHARE) if self.fragments else stage.tensors
-        return tensors + hardware.reserved_bytes if self.context else tensors
-
-
-SOURCES = (
-    MemoryColumn("SimuMax", "h100-sxm-80gb", False, False),  # torch.cuda.max_memory_allocated, largest of all ranks
-    MemoryColumn("torchtitan", "h100-sxm-80gb", True, False),  # torch.cuda's reserved bytes
-    MemoryColumn("BLOOM", "a100-sxm-80gb", True, True, False),  # nvidia-smi
-)
-
-
-def published_job(row: Run, source: MemoryColumn) -> Job:
-    """The job of a row, on devices with a known reserve.
-
-    Raises:
-        JobError: If the row leaves out what matters, or no job says what ran.
-    """
-    if source.word == "torchtitan" and row.text("recompute") == "selective":
-        raise JobError("selective recomputation is chosen op by op there")
-    job = job_of(row).job
-    precision = "fp16" if job.batch.precision == "fp16" else "bf16"  # only the products are in fp8
-    return replace(
-        job,
-        model=replace(job.model, fused_attention=source.fused_attention),
-        batch=replace(job.batch, precision=precision),
-        cluster=replace(job.cluster, hardware=source.hardware),
-    )
-
-
-def published_rows(path: Path) -> tuple[list[Row], dict[str, int]]:
-    """Rows of a table with measured memory, and why others of them were left out."""
-    rows: list[Row] = []
-    skipped: dict[str, int] = defaultdict(int)
-    for run in read_runs_table(path):
-        used = run.real("memory_gb")
-        if used is None:
-            continue
-        source = next((s for s in SOURCES if s.word in run.source), None)
-        try:
-            if source is None:
-                raise JobError("what it counts is unknown")
-            job = published_job(run, source)
-        except JobError as error:
-            skipped[f"{run.source.split()[0]}: {error}"] += 1
-            continue
-        hardware = HARDWARE[source.hardware]
-        memory = estimate_memory(job, replace(hardware, memory_bytes=float("1e15")))
-        fitted = source.context and job.cluster.num_devices <= FITTED_GPUS
-        estimate = source.count(memory.stages[memory.fullest], hardware)
-        rows.append(memory_row(source.word, job.name, used * GIB, estimate, judges=not fitted))
-    return rows, dict(skipped)
-
-
-def summarise_memory(rows: Sequence[Row]) -> dict[str, dict[str, float]]:
-    """Number, median and largest absolute error, and median signed error, by source and over all published runs."""
-    groups = defaultdict(list)
-    for row in rows:
-        if row["judges"]:
-            groups[row["source"]].append(row["error"])
-            if row["source"] != TRACKER:
-                groups["published"].append(row["error"])
+def summary_of(rows: Sequence[Row]) -> dict[str, float]:
+    """Number of rows, median and largest absolute error, and median signed error."""
+    errors = [row["error"] for row in rows]
+    sizes = [abs(error) for error in errors]
     return {
-        name: {
-            "rows": len(errors),
-            "median": statistics.median(map(abs, errors)),
-            "worst": max(map(abs, errors)),
-            "bias": statistics.median(errors),
-        }
-        for name, errors in groups.items()
+        "rows": len(rows),
+        "median": statistics.median(sizes),
+        "worst": max(sizes),
+        "bias": statistics.median(errors),
     }
 
 
 def run(options: argparse.Namespace) -> tuple[Any, str]:
-    """Track every size with every strategy, and read a table of published runs if there is one."""
+    """Track every size with every strategy."""
     rows = [tracked_row(tracked_job({**size, **change}), rank) for size in _SIZES for rank, change in _WAYS]
-    published, skipped = published_rows(options.runs) if options.runs is not None else ([], {})
-    rows += published
-    summary = summarise_memory(rows)
+    summary = summary_of(rows)
     shown = [
-        {**row, "truth": row["truth_bytes"] / 1e9, "estimate": row["estimate_bytes"] / 1e9,
-         "percent": 100 * row["error"], "fitted": "" if row["judges"] else "fitted"}
+        {"name": row["name"], "truth": row["truth_bytes"] / 1e9, "estimate": row["estimate_bytes"] / 1e9,
+         "percent": 100 * row["error"]}
         for row in rows
     ]  # fmt: skip
-    columns = {"source": "source", "job": "name", "truth GB": "truth", "estimate GB": "estimate",
-               "error %": "percent", "": "fitted"}  # fmt: skip
-    sums = [
-        {"source": name, "rows": of["rows"], **{key: 100 * of[key] for key in ("median", "worst", "bias")}}
-        for name, of in summary.items()
-    ]
-    titles = {"source": "source", "rows": "rows", "median %": "median", "worst %": "worst", "bias %": "bias"}
-    left_out = [f"left out {count}: {why}" for why, count in skipped.items()]
-    text = "\n".join([rows_text(shown, columns, 3), "", rows_text(sums, titles), *left_out])
-    return {"summary": summary, "rows": rows, "skipped": skipped}, text
+    columns = {"job": "name", "MemTracker GB": "truth", "estimate GB": "estimate", "error %": "percent"}
+    off = {key: 100 * summary[key] for key in ("median", "worst", "bias")}
+    told = f"{len(rows)} jobs: median error {off['median']:.1f} %, worst {off['worst']:.1f} %, bias {off['bias']:.1f} %"
+    return {"summary": summary, "rows": rows}, f"{rows_text(shown, columns, 3)}\n\n{told}"
 
 
 STUDY = Study(
     "memory",
-    "Compare predicted peak memory with measured peak memory. "
-    "The first reference is PyTorch's own count of every tensor, in training steps of the harness on fake tensors. "
-    "The second one is the column memory_gb of a table of published runs, if one is given. Its sources count "
-    "differently: bytes that the allocator gave to tensors, bytes that it reserved, or what the device shows. The part "
-    "that the allocator holds beyond tensors was fitted on runs of at most 8 GPUs, which are marked and do not judge.",
+    "Compare predicted peak memory with PyTorch's own count of every tensor, in training steps of the harness on fake "
+    "tensors.",
     run,
-    {"runs": {"type": Path, "nargs": "?", "help": "table of published runs (.csv.gz)"}},
 )

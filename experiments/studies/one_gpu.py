@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,10 +18,8 @@ from stepsight.dataset.base.files import check_writable, new_folder, write_json,
 from stepsight.dataset.hardware.hardware import find_hardware, hardware_names
 from stepsight.dataset.harness.base.atomic_files import locked
 from stepsight.dataset.runs.run_folder import read_collection
-from stepsight.dataset.tables import read_table
 from stepsight.dataset.tables.rows import device_name
 from stepsight.experiments.reports.plots import plot_predicted_against_measured
-from stepsight.experiments.reports.text_table import table
 from stepsight.experiments.studies import one_gpu_judge as judge
 from stepsight.experiments.studies.one_gpu_plans import CPU, MINUTES, OPS, VARIANTS, make_study, step_cases
 from stepsight.experiments.studies.study import Row, Study, rows_text
@@ -34,28 +32,18 @@ from stepsight.training.predictor.predictor import Predictor
 COLLECTIONS = "collections"
 H200 = "h200-sxm-141gb"  # used for plans if there is no GPU
 UNKNOWN_GPU = "local-gpu"
-TABLES = Path("../shared/data/kernels")
 _HARNESS = f"python -m harness {COLLECTIONS}/NAME/plan.json --out {COLLECTIONS}/NAME"
 Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)
 class StudyOptions:
-    """The options of the command line.
+    """The options of the command line."""
 
-    Attributes:
-        out: Folder of everything.
-        device: ``auto``, ``cpu`` or ``cuda``.
-        hardware: Preset of the GPU that a new plan is for; empty: the one that is here, else an H200.
-        minutes: Of the device, of a new plan; None: as is usual for it.
-        tables: Folder of public tables of kernels; None: where this project keeps them, if they are there.
-    """
-
-    out: Path
-    device: str = "auto"
-    minutes: float | None = None
-    tables: Path | None = None
-    hardware: str = ""
+    out: Path  # folder of everything
+    device: str = "auto"  # or cpu or cuda
+    minutes: float | None = None  # of the device, of a new plan; None: as is usual for it
+    hardware: str = ""  # preset of the GPU that a new plan is for; empty: the one that is here, else an H200
 
 
 def write_plans(asked: StudyOptions) -> str:
@@ -87,15 +75,14 @@ def run_study(asked: StudyOptions) -> Row:
         CollectError: If nothing can be measured here, and nothing was.
     """
     check_writable(asked.out)
-    table = _table_folder(asked.tables)
     asked.out.mkdir(parents=True, exist_ok=True)
     with locked(asked.out / ".lock") as ours:
         if not ours:
             raise CollectError(f"another study is writing to {asked.out}: wait for its end, or choose another folder")
-        return _run(asked, table)
+        return _run(asked)
 
 
-def _run(asked: StudyOptions, table: Path | None) -> Row:
+def _run(asked: StudyOptions) -> Row:
     started = time.monotonic()
 
     def say(text: str) -> None:
@@ -112,13 +99,12 @@ def _run(asked: StudyOptions, table: Path | None) -> Row:
     for name, folder in folders.items():
         if name != OPS and read_collection(folder).runs:
             say(f"{name}: learning from training runs and ops")
-            figures["variants"][name] = _variant(asked.out, name, folders[OPS], folder, table, say)
+            figures["variants"][name] = _variant(asked.out, name, folders[OPS], folder, say)
     if not figures["variants"]:
         raise CollectError(
             f"a study needs runs, got none in {asked.out / COLLECTIONS}: there is no GPU here; measure where there is "
             f"one ({_HARNESS}, for {', '.join(folders)}), and bring the folder back"
         )
-    figures["clocks"] = judge.noted_clocks(folders.values())
     figures["seconds"] = time.monotonic() - started
     figures["text"] = study_text(figures) + "".join(
         f"\n{name}: {asked.out / f'predictor-{name}'}" for name in figures["variants"]
@@ -154,12 +140,6 @@ def _hardware(told: str) -> str:
     return name if find_hardware(name) is not None else UNKNOWN_GPU
 
 
-def _table_folder(given: Path | None) -> Path | None:
-    if given is not None and not given.is_dir():
-        raise CollectError(f"--tables must be a folder of public tables, got {given}")
-    return given if given is not None else TABLES if TABLES.is_dir() else None
-
-
 def _collect(folder: Path, say: Say) -> list[str]:
     """Measure what is missing in a collection; return what could not be measured, as text.
 
@@ -179,7 +159,7 @@ def _has_gpu() -> bool:
     return bool(torch.cuda.is_available())
 
 
-def _variant(out: Path, name: str, ops: Path, folder: Path, tables: Path | None, say: Say) -> Row:
+def _variant(out: Path, name: str, ops: Path, folder: Path, say: Say) -> Row:
     """Train one variant's predictor, and compute all of its figures."""
     collection = read_collection(folder)
     hardware = collection.runs[0].job.cluster.hardware
@@ -206,7 +186,6 @@ def _variant(out: Path, name: str, ops: Path, folder: Path, tables: Path | None,
     }
     unknown = told not in ("", "cpu") and _hardware(told) == UNKNOWN_GPU != hardware
     figures["notes"] = [f"{name}: the plans were made for {hardware}, and ran on {told}"] if unknown else []
-    figures["table"] = _agreement(predictor, known | heldout, hardware, tables)
     return figures
 
 
@@ -226,28 +205,10 @@ def _steps(predictor: Predictor, folder: Path, hardware: str) -> Row:
         "launch-bound": [row for row in rows if row["launch_bound"]],
         "others": [row for row in rows if not row["launch_bound"]],
     }
+    kept = ("mape_without_gnn", "spearman", "coverage", "op_error_regressor", "op_error_with_gnn")
     sums = {name: judge.op_errors(of) for name, of in groups.items() if of}
-    return {
-        "steps": rows,
-        "step_figures": {
-            **sums,
-            "mape_without_gnn": found.mape_without_gnn,
-            "spearman": found.spearman,
-            "coverage": found.coverage,
-            "op_error_regressor": found.op_error_regressor,
-            "op_error_with_gnn": found.op_error_with_gnn,
-            "gnn": predictor.context.name if predictor.context is not None else "",
-        },
-    }
-
-
-def _agreement(predictor: Predictor, measured: dict[Any, float], hardware: str, tables: Path | None) -> list[Row]:
-    """Comparison with the public table of the same device, if there is one."""
-    words = hardware.split("-")
-    folder = None if tables is None else tables / "aiconfigurator" / "data" / "_".join(words[:2])
-    if folder is None or not folder.is_dir():
-        return []
-    return judge.agreement(predictor, measured, read_table("aiconfigurator", folder), hardware)
+    gnn = predictor.context.name if predictor.context is not None else ""
+    return {"steps": rows, "step_figures": {**sums, **{key: getattr(found, key) for key in kept}, "gnn": gnn}}
 
 
 # --- text -------------------------------------------------------------------------------------------------------------
@@ -259,10 +220,7 @@ def study_text(figures: Row) -> str:
     for name, of in figures["variants"].items():
         parts.append(f"== {name}: {of['hardware']}, {of['num_training_ops']} ops taught ==")
         parts += [f"note: {note}" for note in of["notes"]]
-        tables = (_ops_text, _steps_text, _memory_text, _stand_ins_text, _table_text)
-        parts += [each(of) for each in tables]
-    if figures["clocks"]:
-        parts.append(_clocks_text(figures["clocks"]))
+        parts += [each(of) for each in (_ops_text, _steps_text, _memory_text, _stand_ins_text)]
     return "\n\n".join([*filter(None, parts), f"took {figures['seconds']:.0f} s here"])
 
 
@@ -276,11 +234,9 @@ def _ops_text(of: Row) -> str:
 def _steps_text(of: Row) -> str:
     if not of["steps"]:
         return ""
-    rows = [
-        {**row, "name": row["run"] + (" *" if row["launch_bound"] else ""),
-         "without": 100 * (row["predicted_without_gnn_s"] / row["measured_s"] - 1)}
-        for row in of["steps"]
-    ]  # fmt: skip
+    rows = [{**row, "name": row["run"] + " *" * row["launch_bound"]} for row in of["steps"]]
+    for row in rows:
+        row["without"] = 100 * (row["predicted_without_gnn_s"] / row["measured_s"] - 1)
     columns = {"held-out steps (* launch-bound)": "name", "measured ms": "measured_s", "spread %": "spread_percent",
                "predicted ms": "predicted_s", "from ms": "low_s", "to ms": "high_s", "error %": "error_percent",
                "without context %": "without"}  # fmt: skip
@@ -300,17 +256,15 @@ def _steps_text(of: Row) -> str:
 def _memory_text(of: Row) -> str:
     if not of["memory"]:
         return "peak memory: not measured (a CPU counts none)"
-    rows, lines = [{**row} for row in of["memory"]], []
-    kinds = {"predicted": "", "with_libraries": " with what libraries hold in the smallest training run"}
-    for kind, words in kinds.items():
+    rows, lines = [{**row, "measured": row["measured_bytes"] / 1e9} for row in of["memory"]], []
+    for kind, words in {"predicted": "", "with_libraries": " with workspaces of libraries"}.items():
         for row in rows:
             row[kind] = row[f"{kind}_bytes"] / 1e9
-            row[f"{kind}_off"] = 100 * (row[f"{kind}_bytes"] / row["measured_bytes"] - 1)
+            row[f"{kind}_off"] = 100 * (row[kind] / row["measured"] - 1)
         off = [abs(row[f"{kind}_off"]) for row in rows if row["role"] == "heldout"]
         if off:
             mean = sum(off) / len(off)
             lines.append(f"peak memory of held-out runs{words}: mean error {mean:.1f} %, max {max(off):.1f} %")
-    rows = [{**row, "measured": row["measured_bytes"] / 1e9} for row in rows]
     columns = {"peak memory": "run", "role": "role", "measured GB": "measured", "predicted GB": "predicted",
                "with libraries": "with_libraries", "error %": "predicted_off",
                "with libraries %": "with_libraries_off"}  # fmt: skip
@@ -323,31 +277,9 @@ def _stand_ins_text(of: Row) -> str:
     return rows_text(of["stand_ins"], columns) if of["stand_ins"] else ""
 
 
-def _table_text(of: Row) -> str:
-    columns = {"ours over the public table": "ops", "its time": "size", "rows": "rows", "measured by us": "same",
-               "p10": "p10", "median": "median", "p90": "p90"}  # fmt: skip
-    return rows_text(of["table"], columns, 2) if of["table"] else "public table: none of this device at hand"
-
-
-def _clocks_text(clocks: Mapping[str, Mapping[str, Any]]) -> str:
-    """Values recorded while ops were measured: median, and in brackets the minimum."""
-    kinds = sorted({kind for said in clocks.values() for kind, value in said.items() if _is_noted(value)})
-    rows = []
-    for name, said in clocks.items():
-        noted = [said.get(kind, {}) for kind in kinds]
-        cells = [f"{value['median']:g} ({value['least']:g})" if _is_noted(value) else "-" for value in noted]
-        reasons = ", ".join(f"{reason} {100 * part:.0f} %" for reason, part in said.get("reasons", {}).items())
-        rows.append([name, *cells, reasons])
-    return table(["clocks of the device during", *kinds, "held down by"], rows)
-
-
-def _is_noted(value: Any) -> bool:
-    return isinstance(value, dict) and {"median", "least"} <= set(value)
-
-
 def run(options: argparse.Namespace) -> tuple[Any, str]:
     """Write the plans, or all of it."""
-    asked = StudyOptions(options.out.resolve(), options.device, options.minutes, options.tables, options.hardware)
+    asked = StudyOptions(options.out.resolve(), options.device, options.minutes, options.hardware)
     if options.plan_only:
         text = write_plans(asked)
         return {"out": str(asked.out), "text": text}, text
@@ -359,7 +291,7 @@ STUDY = Study(
     "one-gpu",
     "Learn a predictor from ten minutes of measurements on one GPU, and judge it on held-out measurements. Ops and "
     "training steps are measured in bf16, or small ones in fp32 on a CPU's core. Held out are shapes of ops, training "
-    "steps, peak memory, single ranks of large jobs and a public table. "
+    "steps, peak memory and single ranks of large jobs. "
     "A study that was killed resumes. For a GPU elsewhere: write plans with --plan-only --device cuda, run "
     "`python -m harness collections/ops/plan.json --out collections/ops` in --out there (likewise eager and compiled), "
     "bring the folder back, and go on without --plan-only.",
@@ -372,8 +304,5 @@ STUDY = Study(
             "default": "", "metavar": "NAME", "help": "GPU that new plans are for, as jobs call it; h200-sxm-141gb"
         },
         "--minutes": {"type": float, "help": "of measuring, for new plans: 10 on a GPU, 3 on a CPU"},
-        "--tables": {
-            "type": Path, "metavar": "FOLDER", "help": "public tables of kernels, by default ../shared/data/kernels"
-        },
     },
 )  # fmt: skip

@@ -32,21 +32,13 @@ ASSUMED_FABRIC = "dgx-a100"  # for emulated ranks on an unknown GPU: the delays 
 
 @dataclass(frozen=True, slots=True)
 class StepCase:
-    """One run.
-
-    Attributes:
-        job: What runs.
-        role: ``train``, ``heldout`` or ``STAND_IN``.
-        launch_bound: Whether a GPU would wait for its host most of the time.
-        compiled: Whether it also runs with compiled kernels.
-        rank: The one that runs, of a stand-in.
-    """
+    """One run."""
 
     job: Job
-    role: str
-    launch_bound: bool = False
-    compiled: bool = False
-    rank: int = 0
+    role: str  # train, heldout or STAND_IN
+    launch_bound: bool = False  # a GPU would wait for its host most of the time
+    compiled: bool = False  # it also runs with compiled kernels
+    rank: int = 0  # the one that runs, of a stand-in
 
 
 # family, layers, hidden, heads, kv_heads, ffn, vocab, seq_len, micro_batch, micro-batches, and words: launch-bound,
@@ -172,24 +164,14 @@ SEED = 0
 
 @dataclass(frozen=True)
 class Costs:
-    """Overheads of measuring, in seconds; rules of thumb, rather too large than too small.
+    """Overheads of measuring, in seconds; rules of thumb, rather too large than too small."""
 
-    Attributes:
-        launch: To start the harness.
-        round: To build a model.
-        profile: To write a run's traces.
-        step: Least of a training step.
-        compile: For the kernels of a run.
-        op: For an op.
-        compiled_op: For a compiled one.
-    """
-
-    launch: float
-    round: float
-    profile: float
-    step: float
-    compile: float
-    op: float
+    launch: float  # to start the harness
+    round: float  # to build a model
+    profile: float  # to write a run's traces
+    step: float  # least of a training step
+    compile: float  # for the kernels of a run
+    op: float  # for an op
     compiled_op: float
 
 
@@ -203,17 +185,11 @@ MOST_MINUTES = 240.0
 
 @dataclass(frozen=True)
 class Study:
-    """What to measure.
+    """What to measure."""
 
-    Attributes:
-        device: ``cuda`` or ``cpu``.
-        plans: For the harness, by the name of their collection.
-        seconds: That each is thought to take.
-    """
-
-    device: str
-    plans: dict[str, dict[str, Any]]
-    seconds: dict[str, float]
+    device: str  # cuda or cpu
+    plans: dict[str, dict[str, Any]]  # for the harness, by the name of their collection
+    seconds: dict[str, float]  # that each is thought to take
 
 
 def make_study(device: str, hardware: str, minutes: float) -> Study:
@@ -287,19 +263,14 @@ def _runs_s(chosen: Sequence[StepCase], hardware: Hardware, costs: Costs, varian
     whole = 0.0
     for case in chosen:
         counts = _counts("cpu" if hardware.kind == "cpu" else "cuda", case)
-        latency = preset_latency(hardware.name, case.job.fabric)
+        job = replace(case.job, cluster=replace(case.job.cluster, hardware=hardware.name))
+        latency = preset_latency(hardware.name, job.fabric)
         assert latency is not None
-        step = max(costs.step, simulate(_on(case.job, hardware), latency).iteration_time_s)
+        step = max(costs.step, simulate(job, latency).iteration_time_s)
         steps = counts["rounds"] * (counts["steps"] + counts["warmup"]) + counts["profile_steps"] + 1
         whole += counts["rounds"] * costs.round + costs.profile + steps * step
         whole += costs.compile if variant == "compiled" else 0.0
     return whole
-
-
-def _on(job: Job, hardware: Hardware) -> Job:
-    tables = job.to_dict()
-    tables["cluster"]["hardware"] = hardware.name
-    return Job.from_dict(tables)
 
 
 def _asked(chosen: Sequence[StepCase], hardware: Hardware) -> tuple[list[Op], list[Op]]:

@@ -22,9 +22,7 @@ from stepsight.experiments.evaluation.error_metrics import regret
 from stepsight.experiments.reports.plots import plot_predicted_against_measured
 from stepsight.experiments.studies import baselines
 from stepsight.experiments.studies.box_cases import (
-    NOTHING,
     SEARCHED,
-    UserCases,
     box_cases,
     candidates,
     strategy_name,
@@ -45,7 +43,7 @@ from stepsight.training.predictor.predictor import Predictor
 PLACES = ("best", "second", "worst")
 
 
-def run_boxes(out: Path, only: str = "*", asked: UserCases = NOTHING) -> Row:
+def run_boxes(out: Path, only: str = "*") -> Row:
     """Measure, train, predict and compare the runs whose names match ``only``; a second call continues.
 
     What trains is always measured whole.  The search runs with ``only = "*"`` or ``box/*``.
@@ -54,7 +52,7 @@ def run_boxes(out: Path, only: str = "*", asked: UserCases = NOTHING) -> Row:
         CollectError: Where there can be no box, or no run was lawful.
     """
     check_writable(out)
-    wanted = [case for case in box_cases(asked) if fnmatch(case.name, only)]
+    wanted = [case for case in box_cases() if fnmatch(case.name, only)]
     if not wanted and not fnmatch("box/searched", only):
         raise CollectError(f"--only must match a run such as box/gpt2/2M2P4D, got {only!r}")
     training = [case for case in box_cases() if not case.judges]
@@ -228,15 +226,13 @@ def box_text(summary: Mapping[str, Any]) -> str:
 
 def run(options: argparse.Namespace) -> tuple[Any, str]:
     """The names of the runs, or the whole study."""
-    asked = UserCases(options.model, options.box, options.micro_batches)
     if options.list:
-        names = [case.name for case in box_cases(asked) if fnmatch(case.name, options.only)]
+        names = [case.name for case in box_cases() if fnmatch(case.name, options.only)]
         return names, "\n".join(names)
-    figures = run_boxes(options.out.resolve() / "box", options.only, asked)
+    figures = run_boxes(options.out.resolve() / "box", options.only)
     return {"box": figures}, box_text(figures)
 
 
-_LIST: dict[str, Any] = {"action": "append", "default": []}
 STUDY = Study(
     "small-to-large",
     "Train on real runs of at most 4 ranks, predict held-out runs of 8 and 16, run them, and compare. All run in boxes "
@@ -246,13 +242,6 @@ STUDY = Study(
     {
         "--out": {"type": Path, "default": Path("runs/small-to-large"), "help": "folder of everything; resumed"},
         "--only": {"default": "*", "metavar": "GLOB", "help": "names of the runs: box/gpt2/2M2P4D, box/*"},
-        "--model": {**_LIST, "type": Path, "metavar": "JOB", "help": "job file of one more model (repeatable)"},
-        "--box": {
-            **_LIST,
-            "metavar": "BOX",
-            "help": "a box of more than 4 ranks for all strategies of these models, else of all: 8x2@300mbit or a file",
-        },
-        "--micro-batches": {**_LIST, "type": int, "metavar": "N", "help": "of each replica there (repeatable)"},
         "--list": {"action": "store_true", "help": "print the names of the runs"},
     },
 )

@@ -37,18 +37,11 @@ TRACED, STRAGGLER = "traced", "straggler"
 
 @dataclass(frozen=True)
 class Case:
-    """One what-if question.
+    """One what-if question."""
 
-    Attributes:
-        name: Of the run that has the change.
-        change: For people.
-        trace: Name of the run whose trace answers.
-        asked: The question.
-    """
-
-    name: str
-    change: str
-    trace: str
+    name: str  # of the run that has the change
+    change: str  # for people
+    trace: str  # name of the run whose trace answers
     asked: TraceChanges
 
 

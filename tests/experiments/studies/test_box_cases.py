@@ -7,12 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from stepsight.dataset.base.errors import CollectError, JobError
+from stepsight.dataset.base.errors import CollectError
 from stepsight.dataset.job.specs import ParallelSpec
 from stepsight.dataset.runs.box_spec import read_box
 from stepsight.experiments.studies.box_cases import (
     MODELS,
-    UserCases,
     box_cases,
     candidates,
     case,
@@ -79,42 +78,6 @@ def test_a_larger_box_among_those_that_train_is_refused(tmp_path: Path) -> None:
         (folder / "plan.json").write_text(json.dumps({"box": read_box(text).to_dict()}))
     with pytest.raises(CollectError, match="at most 4 ranks may train, got 8"):
         training_folders(tmp_path)
-
-
-def test_a_model_of_ones_own_joins(tmp_path: Path) -> None:
-    path = tmp_path / "mine.toml"
-    path.write_text(
-        '[model]\nfamily = "gpt"\nlayers = 4\nhidden = 256\nheads = 8\nvocab = 2048\nseq_len = 128\n'
-        '[batch]\nmicro_batch = 1\nglobal_batch = 4\nprecision = "fp32"\n'
-        '[cluster]\nhardware = "box"\ndevices_per_node = 1\n'
-    )
-    names = {found.name for found in box_cases(UserCases([path]))}
-    assert "box/mine/2M2P4D" in names and "box/mine/1M8P1D" not in names
-    path.rename(tmp_path / "bert.toml")
-    with pytest.raises(JobError, match="choose other names"):
-        box_cases(UserCases([tmp_path / "bert.toml"]))
-
-
-def test_boxes_and_micro_batches_of_ones_own_join() -> None:
-    """On the boxes asked for; a pipeline is never asked to run with fewer micro-batches than stages."""
-    names = {found.name for found in box_cases(UserCases(boxes=["4x2@300mbit"]))}
-    assert {"box/bert/2M2P2D-4x2@300mbit", "box/t5/8M1P1D-4x2@300mbit"} <= names
-    asked = UserCases(micro_batches=[6])
-    names = {found.name for found in box_cases(asked)}
-    assert "box/gpt2/2M4P2D-m6" in names and "box/gpt2/1M8P2D-m6" not in names
-    assert all(found.job.num_micro_batches == 6 and found.judges for found in asked.cases())
-
-
-@pytest.mark.parametrize(
-    ("asked", "says"),
-    [
-        (UserCases(boxes=["2x2@300mbit"]), "more than 4 ranks, got 2x2@300mbit"),
-        (UserCases(micro_batches=[0]), "a replica needs a micro-batch, got 0"),
-    ],
-)
-def test_what_cannot_judge_is_refused(asked: UserCases, says: str) -> None:
-    with pytest.raises(JobError, match=says):
-        box_cases(asked)
 
 
 def test_the_search_has_one_global_batch() -> None:

@@ -21,7 +21,6 @@ from stepsight.training.measured.stand_in_runs import stand_in_seconds
 
 H200 = "h200-sxm-141gb"
 RUNS_LEFT = {"train": 3, "heldout": 3, STAND_IN: 3}  # so few that none is held back
-CLOCKS = {"samples": 9, "sm_mhz": {"median": 1980, "least": 1755}, "reasons": {"sw_power_cap": 0.25}}
 LIBRARIES = 67e6  # bytes of workspaces
 OPS_LEFT = 9  # every ninth op is measured: enough to learn what a roofline takes
 
@@ -69,7 +68,7 @@ def _measure(folder: Path, plan: dict[str, Any]) -> None:
             "memory_bandwidth_bytes_per_s": hardware.memory_bandwidth_bytes_per_s,
             "memory_bytes": hardware.memory_bytes,
         }
-        head = {"schema": 1, "busy": 1, "world_size": 1, "hardware": facts, "clocks": CLOCKS}
+        head = {"schema": 1, "busy": 1, "world_size": 1, "hardware": facts}
         _write(folder / "events" / f"{event['name']}.json", {**head, "records": records})
     _write(folder / "plan.json", plan)
     lost = [run["name"] for run in plan["runs"] if run["role"] == "heldout"][2:]
