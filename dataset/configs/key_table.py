@@ -214,12 +214,9 @@ def read_rows(rows: Iterable[Row], reading: Reading) -> None:
     """Read settings by a table, in its order."""
     for row in rows:
         names = (row.names,) if isinstance(row.names, str) else row.names
-        if row.only == "write":
-            continue
-        if row.needs and not _counts(reading.get(row.needs)):
-            if row.needs.startswith("parallel."):
-                reading.find(*names)  # without effect on one rank; other settings that need more are listed
-        elif row.read is not None:
+        if row.only == "write" or (row.needs and not _counts(reading.get(row.needs))):
+            continue  # settings without effect are listed with those that no row reads
+        if row.read is not None:
             row.read(reading)
         elif names:
             _read_row(row, names, reading)
@@ -258,11 +255,9 @@ def _read_row(row: Row, names: tuple[str, ...], reading: Reading) -> None:
 def write_rows(rows: Iterable[Row], view: JobView) -> None:
     """Write settings by a table, in its order; a value that the table does not have is listed as not expressed."""
     for row in rows:
-        if row.only == "read":
-            continue
-        if row.needs and not _counts(view.value(row.needs)):
-            view.expressed(row.key)
-        elif row.write is not None:
+        if row.only == "read" or (row.needs and not _counts(view.value(row.needs))):
+            continue  # a value without effect is listed as not expressed
+        if row.write is not None:
             row.write(view)
         elif row.names:
             _write_row(row, view)

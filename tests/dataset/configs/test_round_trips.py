@@ -147,6 +147,17 @@ def test_what_is_not_expressed_is_listed() -> None:
     assert {"parallel.tp = 8", "parallel.pp = 16"} & set(write_config(job, "accelerate").ignored)
 
 
+def test_what_has_no_effect_on_one_rank_is_listed(tmp_path: Path) -> None:
+    """Files state how contexts are cut even where one rank holds them whole: neither direction drops that unseen."""
+    args = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 8 --cp-comm-type p2p\n"
+    (tmp_path / "args.txt").write_text(args)
+    found = read_configs(tmp_path / "args.txt")
+    assert "parallel.context_parallel" not in found.mapped and "--cp-comm-type p2p" in found.ignored
+    job = Job.from_file(ROOT / "examples" / "gpt3-175b-1024-interleaved.toml")
+    gathered = replace(job, parallel=replace(job.parallel, context_parallel="all_gather"))
+    assert "parallel.context_parallel = all_gather" in write_config(gathered, "megatron").ignored
+
+
 @pytest.mark.parametrize(("kind", "every", "option"), [("selective", 1, "op"), ("full", 2, "2"), ("full", 3, "3")])
 def test_recomputation_of_torchtitan(kind: str, every: int, option: str, tmp_path: Path) -> None:
     """Its selective recomputation is that of ops, or of every n-th layer."""
