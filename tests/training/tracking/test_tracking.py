@@ -11,14 +11,13 @@ from mlflow import MlflowClient
 from mlflow.exceptions import MlflowException
 
 from stepsight.dataset.base.errors import JobError, PredictorError
-from stepsight.dataset.base.processes import process_name
 from stepsight.dataset.job.job import Job
 from stepsight.dataset.kinds.op import Op
 from stepsight.training.prediction.prediction import predict
 from stepsight.training.predictor.predictor import Predictor
 from stepsight.training.served_model import ServedModel
 from stepsight.training.tracking.registered import load_model_uri, load_predictor, load_registered
-from stepsight.training.tracking.tracking import default_uri, reopened, tracked
+from stepsight.training.tracking.tracking import default_uri, process_name, reopened, tracked
 
 JOB = {
     "model": {"family": "gpt", "layers": 2, "hidden": 256, "heads": 4, "vocab": 1024, "seq_len": 128},
