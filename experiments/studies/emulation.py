@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from stepsight.experiments.studies.study import Row, Study, rows_text
-from stepsight.experiments.tasks.emulating import Emulation, emulate
+from stepsight.experiments.tasks.emulating import emulate
+from stepsight.experiments.tasks.settings import Emulation
 
 SCRIPT = Path(__file__).with_name("sleeping_script.py")
 PARTS = ("virtual-ddp", "virtual-fsdp2", "real-ddp")
@@ -92,14 +93,12 @@ def sweep(part: str) -> list[Row]:
     """
     clock, _, mode = part.partition("-")
     forward_s, backward_s = FORWARD_S[clock], 2 * FORWARD_S[clock]
-    counts, rows = {"warmup": 2, "rounds": 1, "steps": 3}, []
+    world, rows = Emulation(world_size=WORLD, virtual=clock == "virtual", rounds=1, steps=3), []
     for share in SHARES:
         per_layer = share * backward_s / (1 if mode == "ddp" else 3)  # FSDP2: two all-gathers and a reduce-scatter
         words = [mode, str(LAYERS), str(forward_s), str(backward_s), str(VALUES)]
-        asked = Emulation(
-            path=SCRIPT, arguments=words, world_size=WORLD, virtual=clock == "virtual", counts=counts
-        )  # fmt: skip
-        found = emulate(asked, lambda collective, seconds=per_layer: seconds, progress=False)  # type: ignore[misc]
+        delay = lambda collective, seconds=per_layer: seconds
+        found = emulate(SCRIPT, words, world, delay, progress=False)
         closed = (ddp_seconds if mode == "ddp" else fsdp2_seconds)(forward_s, backward_s, per_layer)
         row = {"communication_s": sum(each["seconds"] * each["calls_per_step"] for each in found["collectives"])}
         rows.append({**row, "step_s": found["iteration_s"], "closed_form_s": closed})

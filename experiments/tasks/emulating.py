@@ -11,7 +11,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,53 +24,21 @@ from stepsight.dataset.kinds import COLLECTIVE_KINDS
 from stepsight.dataset.kinds.op import Collective
 from stepsight.experiments.reports.text_table import Number, table
 from stepsight.experiments.tasks.script_collecting import run_script, slowest_of
+from stepsight.experiments.tasks.settings import Emulation
 from stepsight.training.predictor.predictor import Predictor
 
 _SHOWN = 500  # characters of a failed script's output
 
 
-@dataclass(frozen=True, kw_only=True)
-class Emulation:
-    """A script, the size of its world, and the ranks that run.
-
-    Attributes:
-        ranks: Those that run, in ascending order; they exchange values for real.
-        virtual: On a virtual clock.
-        counts: ``warmup``, ``rounds`` and ``steps``.
-        timeout_s: Within which all its measured steps must be through.
-    """
-
-    path: Path
-    arguments: Sequence[str] = ()
-    world_size: int
-    ranks: Sequence[int] = (0,)
-    devices_per_node: int = 8
-    virtual: bool = False
-    counts: dict[str, int] = field(default_factory=lambda: {"warmup": 2, "rounds": 3, "steps": 4})
-    timeout_s: float = 600.0
-
-    def check(self) -> None:
-        """Check the numbers.
-
-        Raises:
-            CollectError: If there are no such ranks, or no script.
-        """
-        if not self.path.is_file():
-            raise CollectError(f"emulate takes a Python file, got no file {self.path}")
-        ranks = list(self.ranks)
-        if not ranks or ranks != sorted(set(ranks)) or not 0 <= ranks[0] <= ranks[-1] < self.world_size:
-            told = ",".join(map(str, ranks))
-            raise CollectError(
-                f"--ranks must be different numbers from 0 to below --world-size, in ascending order, got {told!r:.80} "
-                f"and {self.world_size}"
-            )
-
-
-def emulate(asked: Emulation, delay: Delay, *, progress: bool = True) -> dict[str, Any]:
+def emulate(
+    script: Path, arguments: Sequence[str], world: Emulation, delay: Delay, *, progress: bool = True
+) -> dict[str, Any]:
     """Run ranks of a script in an emulated world.
 
     Args:
-        asked: What to run.
+        script: The user's Python file.
+        arguments: Its own.
+        world: Which ranks run, and how long.
         delay: Seconds of each collective.
         progress: Say on standard error what goes on.
 
@@ -82,30 +50,25 @@ def emulate(asked: Emulation, delay: Delay, *, progress: bool = True) -> dict[st
     Raises:
         CollectError: If the script cannot be emulated; with its own line.
     """
-    asked.check()
-    settings = {
-        "arguments": list(asked.arguments),
-        "timeout_s": asked.timeout_s,
-        "emulate": {
-            "ranks": list(asked.ranks), "devices_per_node": asked.devices_per_node, "virtual": asked.virtual
-        },
-        "profile_steps": 0,
-        **asked.counts,
-    }  # fmt: skip
+    if not script.is_file():
+        raise CollectError(f"emulate takes a Python file, got no file {script}")
+    emulated = {"ranks": list(world.ranks), "devices_per_node": world.devices_per_node, "virtual": world.virtual}
+    counts = {"warmup": world.warmup, "rounds": world.rounds, "steps": world.steps, "profile_steps": 0}
+    settings = {"arguments": list(arguments), "timeout_s": world.timeout_s, "emulate": emulated, **counts}
     with tempfile.TemporaryDirectory(prefix="stepsight-") as temporary, ExitStack() as open_pipes:
-        pipes = {rank: open_pipes.enter_context(answers_of(delay)) for rank in asked.ranks}
-        ranks, log = Ranks.emulated(pipes, asked.world_size, asked.devices_per_node), Path(temporary) / "script.log"
+        pipes = {rank: open_pipes.enter_context(answers_of(delay)) for rank in world.ranks}
+        ranks, log = Ranks.emulated(pipes, world.world_size, world.devices_per_node), Path(temporary) / "script.log"
         try:
-            found = run_script(asked.path, settings, Path(temporary), log, ranks, progress=progress, verb="emulate")
+            found = run_script(script, settings, Path(temporary), log, ranks, progress=progress, verb="emulate")
         except HarnessError as error:
             output = log.read_text("utf-8", errors="replace")[-_SHOWN:].strip() if log.exists() else ""
             output = " | ".join(output.splitlines())  # errors are one line
             told = str(error).removesuffix(f"; see {log}")
             raise CollectError(told + (f"; the end of its output: {output}" if output else "")) from None
-    return _summary(asked, found)
+    return _summary(script, world, found)
 
 
-def _summary(asked: Emulation, found: list[dict[str, Any]]) -> dict[str, Any]:
+def _summary(script: Path, world: Emulation, found: list[dict[str, Any]]) -> dict[str, Any]:
     rounds = slowest_of(found)
     seconds = [each for steps in rounds for each in steps]
     medians, whole = [statistics.median(steps) for steps in rounds], statistics.median(seconds)
@@ -115,13 +78,13 @@ def _summary(asked: Emulation, found: list[dict[str, Any]]) -> dict[str, Any]:
             "step_seconds": [each for steps in each_rank["rounds"] for each in steps],
             "collectives": [_per_step(each, len(seconds)) for each in each_rank["collectives"]],
         }
-        for rank, each_rank in zip(asked.ranks, found, strict=True)
+        for rank, each_rank in zip(world.ranks, found, strict=True)
     ]
     told = {
-        "script": str(asked.path),
-        "world_size": asked.world_size,
+        "script": str(script),
+        "world_size": world.world_size,
         "ranks": ranks,
-        "clock": "virtual" if asked.virtual else "real",
+        "clock": "virtual" if world.virtual else "real",
         "steps_by": found[0]["steps_by"],
         "iteration_s": whole,
         "spread_percent": 100 * (max(medians) - min(medians)) / whole if whole else 0.0,

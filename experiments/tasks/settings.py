@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, fields
+from typing import Annotated
 
-from stepsight.dataset.base.errors import StepsightError
+from stepsight.dataset.base.errors import CollectError, StepsightError
+
+_AT_LEAST_ONE = ("rounds", "steps", "warmup", "world_size", "devices_per_node", "timeout_s")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,7 +28,7 @@ class Rounds:
 
     def __post_init__(self) -> None:
         for own in fields(self):
-            value, least = getattr(self, own.name), int(own.name in ("rounds", "steps", "warmup"))
+            value, least = getattr(self, own.name), int(own.name in _AT_LEAST_ONE)
             if isinstance(value, int | float) and not least <= value < math.inf:
                 raise StepsightError(f"{own.name} must be a number >= {least}, got {value}")
 
@@ -56,6 +59,41 @@ class CollectSettings(Rounds):
             "warmup": (1 if in_box else 2) if self.warmup is None else self.warmup,
             "profile_steps": (0 if in_box else 2) if self.profile_steps is None else self.profile_steps,
         }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Emulation(Rounds):
+    """The size of an emulated world, the ranks that run, and what is measured.
+
+    Attributes:
+        world_size: Ranks of the world.
+        ranks: Ranks that run for real, for example 0,8. They exchange values with each other. Default: 0.
+        devices_per_node: Ranks that share a node.
+        virtual: Use a virtual clock: delays are added up instead of waited for, and streams overlap as on a device.
+            Computation is the CPU time of the script's thread plus its sleeps.
+        warmup: Steps before the first round.
+        timeout_s: Time within which the measured steps must be done.
+
+    Raises:
+        StepsightError: If a number is not allowed.
+    """
+
+    world_size: int
+    ranks: Annotated[tuple[int, ...], "--ranks", "--rank"] = (0,)
+    devices_per_node: int = 8
+    virtual: bool = False
+    warmup: int = 2
+    timeout_s: float = 600.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        ranks = list(self.ranks)
+        if not ranks or ranks != sorted(set(ranks)) or not 0 <= ranks[0] <= ranks[-1] < self.world_size:
+            told = ",".join(map(str, ranks))
+            raise CollectError(
+                f"--ranks must be different numbers from 0 to below --world-size, in ascending order, got {told!r:.80} "
+                f"and {self.world_size}"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

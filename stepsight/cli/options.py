@@ -162,8 +162,8 @@ def _comma_separated(option: str, kind: type, default: Any, text: str | None) ->
     if text is None:
         return default
     found = tuple(word.strip() for word in text.split(","))
-    if not all(found) or (kind is int and not all(word.isascii() and word.isdigit() and int(word) for word in found)):
-        what = "whole numbers > 0" if kind is int else "words"
+    if not all(found) or (kind is int and not all(word.isascii() and word.isdigit() for word in found)):
+        what = "whole numbers" if kind is int else "words"
         raise StepsightError(f"{option} must be {what}, separated by commas, got {text!r:.80}")
     return tuple(map(kind, found))
 

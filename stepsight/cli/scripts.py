@@ -8,9 +8,9 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand
 
-from stepsight.cli.options import Answer, Positive, pairs, progress
+from stepsight.cli.options import Answer, pairs, progress
 from stepsight.dataset.base.errors import StepsightError
-from stepsight.experiments.tasks.settings import Rounds
+from stepsight.experiments.tasks.settings import Emulation
 
 WORDS = "script_arguments"  # key of the script's own arguments in the context
 _KEPT = "--nproc-per-node"
@@ -183,17 +183,11 @@ def emulate_command(
     script: Annotated[Path, typer.Argument(metavar="SCRIPT")],
     arguments: Annotated[list[str] | None, typer.Argument(metavar="ARGS…")] = None,
     *,
-    world_size: Positive,
-    ranks: Annotated[str, "--ranks", "--rank"] = "0",
-    devices_per_node: Positive = 8,
+    world: Emulation,
     delays: str = "alpha-beta",
     fabric: str = "",
     predictor: Annotated[Path | None, "-p"] = None,
     extra_ms: Annotated[list[str] | None, typer.Option(metavar="WHAT=MS")] = None,
-    virtual: bool = False,
-    warmup: Positive = 2,
-    repeats: Rounds,
-    timeout_s: Annotated[float, typer.Option(min=1)] = 600.0,
 ) -> Answer:
     """Run one or more ranks of your script; modelled delays replace all other ranks.
 
@@ -208,35 +202,19 @@ def emulate_command(
     Args:
         script: Your training script, unmodified.
         arguments: Arguments of the script. Options of emulate must come before the script.
-        world_size: Ranks of the world.
-        ranks: Ranks that run for real, for example 0,8. They exchange values with each other.
-        devices_per_node: Ranks that share a node.
         delays: Model of the delays of collectives: `alpha-beta` (latency and bandwidth of --fabric), `predictor`, or
             your own Python file with a function seconds(kind, num_bytes, group_size, ranks_per_node). The file is run.
         fabric: Fabric of the world: a name or a file.
         predictor: With `--delays predictor`: a folder, or the name of a shipped predictor.
         extra_ms: Add MS milliseconds to collectives. WHAT is `all`, a kind (all_reduce), group:RANKS (groups of this
             size) or bytes:N (N bytes or more). Repeatable.
-        virtual: Use a virtual clock: delays are added up instead of waited for, and streams overlap as on a device.
-            Computation is the CPU time of the script's thread plus its sleeps.
-        warmup: Steps before the first round.
-        timeout_s: Time within which the measured steps must be done.
     """
     from stepsight.dataset.hardware.hardware import find_fabric
-    from stepsight.experiments.tasks.emulating import Emulation, Extra, delays_of, emulate
+    from stepsight.experiments.tasks.emulating import Extra, delays_of, emulate
     from stepsight.training.tracking.registered import load_predictor
 
     learned = load_predictor(predictor) if predictor is not None else None
     links = find_fabric(fabric) if fabric else None
-    asked = Emulation(
-        path=script,
-        arguments=arguments or [],
-        world_size=world_size,
-        ranks=rank_numbers(ranks),
-        devices_per_node=devices_per_node,
-        virtual=virtual,
-        counts={"warmup": warmup, "rounds": repeats.rounds, "steps": repeats.steps},
-        timeout_s=timeout_s,
-    )
-    found = emulate(asked, delays_of(delays, links, learned, [Extra.parse(text) for text in extra_ms or ()]))
+    delay = delays_of(delays, links, learned, [Extra.parse(text) for text in extra_ms or ()])
+    found = emulate(script, arguments or [], world, delay)
     return Answer(found, found["text"])

@@ -13,7 +13,8 @@ from stepsight.experiments.studies.emulation import (
     fsdp2_seconds,
     knee,
 )
-from stepsight.experiments.tasks.emulating import Emulation, emulate
+from stepsight.experiments.tasks.emulating import emulate
+from stepsight.experiments.tasks.settings import Emulation
 
 FORWARD_S, BACKWARD_S = 0.5, 1.0
 
@@ -26,9 +27,8 @@ def test_virtual_steps_take_what_the_closed_form_says(
 ) -> None:
     """Ranks of 64, two with DDP; what the host computes itself comes on top."""
     words = [mode, str(LAYERS), str(FORWARD_S), str(BACKWARD_S), str(VALUES)]
-    counts = {"warmup": 2, "rounds": 1, "steps": 2}
-    asked = Emulation(path=SCRIPT, arguments=words, world_size=64, ranks=ranks, virtual=True, counts=counts)
-    found = emulate(asked, lambda collective: seconds, progress=False)
+    world = Emulation(world_size=64, ranks=ranks, virtual=True, rounds=1, steps=2)
+    found = emulate(SCRIPT, words, world, lambda collective: seconds, progress=False)
     assert callable(closed)
     assert found["iteration_s"] == pytest.approx(closed(FORWARD_S, BACKWARD_S, seconds), rel=0.03)
     kinds = {each["kind"]: each["calls_per_step"] for each in found["collectives"]}
