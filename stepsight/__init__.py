@@ -23,75 +23,46 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from stepsight.dataset.base.caching import clear_caches
-    from stepsight.dataset.base.errors import (
-        CaptureError,
-        CollectError,
-        JobError,
-        PredictorError,
-        StepsightError,
-        TableError,
-        TraceError,
-    )
-    from stepsight.dataset.configs.config_job import ConfigJob, read_configs
-    from stepsight.dataset.configs.drafts import Given
-    from stepsight.dataset.configs.formats import write_config
-    from stepsight.dataset.harness.scripts.step_marks import step
-    from stepsight.dataset.job.job import BatchSpec, ClusterSpec, Job, ModelSpec, OptimizerSpec, ParallelSpec
-    from stepsight.dataset.job.specs import OtherDevices, SlowLink, Straggler
-    from stepsight.experiments.calibration.calibrate_runs import CalibrationReport, calibrate
-    from stepsight.experiments.evaluation.evaluate import Evaluation, evaluate
-    from stepsight.experiments.search.choices import Choice, SearchResult
-    from stepsight.experiments.search.search import search
-    from stepsight.experiments.search.settings import Goal, Scenarios, SearchSettings
-    from stepsight.experiments.search.space import Space
-    from stepsight.training.fitting.train_runs import train
-    from stepsight.training.prediction.ask_many import predict_many
-    from stepsight.training.prediction.prediction import Prediction, predict
-    from stepsight.training.predictor.predictor import Predictor
+    from stepsight.dataset.base.caching import clear_caches as clear_caches
+    from stepsight.dataset.base.errors import CaptureError as CaptureError
+    from stepsight.dataset.base.errors import CollectError as CollectError
+    from stepsight.dataset.base.errors import JobError as JobError
+    from stepsight.dataset.base.errors import PredictorError as PredictorError
+    from stepsight.dataset.base.errors import StepsightError as StepsightError
+    from stepsight.dataset.base.errors import TableError as TableError
+    from stepsight.dataset.base.errors import TraceError as TraceError
+    from stepsight.dataset.configs.config_job import ConfigJob as ConfigJob
+    from stepsight.dataset.configs.config_job import read_configs as read_configs
+    from stepsight.dataset.configs.drafts import Given as Given
+    from stepsight.dataset.configs.formats import write_config as write_config
+    from stepsight.dataset.harness.scripts.step_marks import step as step
+    from stepsight.dataset.job.job import BatchSpec as BatchSpec
+    from stepsight.dataset.job.job import ClusterSpec as ClusterSpec
+    from stepsight.dataset.job.job import Job as Job
+    from stepsight.dataset.job.job import ModelSpec as ModelSpec
+    from stepsight.dataset.job.job import OptimizerSpec as OptimizerSpec
+    from stepsight.dataset.job.job import ParallelSpec as ParallelSpec
+    from stepsight.dataset.job.specs import OtherDevices as OtherDevices
+    from stepsight.dataset.job.specs import SlowLink as SlowLink
+    from stepsight.dataset.job.specs import Straggler as Straggler
+    from stepsight.experiments.calibration.calibrate_runs import CalibrationReport as CalibrationReport
+    from stepsight.experiments.calibration.calibrate_runs import calibrate as calibrate
+    from stepsight.experiments.evaluation.evaluate import Evaluation as Evaluation
+    from stepsight.experiments.evaluation.evaluate import evaluate as evaluate
+    from stepsight.experiments.search.choices import Choice as Choice
+    from stepsight.experiments.search.choices import SearchResult as SearchResult
+    from stepsight.experiments.search.search import search as search
+    from stepsight.experiments.search.settings import Goal as Goal
+    from stepsight.experiments.search.settings import Scenarios as Scenarios
+    from stepsight.experiments.search.settings import SearchSettings as SearchSettings
+    from stepsight.experiments.search.space import Space as Space
+    from stepsight.training.fitting.train_runs import train as train
+    from stepsight.training.prediction.ask_many import predict_many as predict_many
+    from stepsight.training.prediction.prediction import Prediction as Prediction
+    from stepsight.training.prediction.prediction import predict as predict
+    from stepsight.training.predictor.predictor import Predictor as Predictor
 
 __version__ = "0.1.0"
-__all__ = [
-    "BatchSpec",
-    "CalibrationReport",
-    "CaptureError",
-    "Choice",
-    "ClusterSpec",
-    "CollectError",
-    "ConfigJob",
-    "Evaluation",
-    "Given",
-    "Goal",
-    "Job",
-    "JobError",
-    "ModelSpec",
-    "OptimizerSpec",
-    "OtherDevices",
-    "ParallelSpec",
-    "Prediction",
-    "Predictor",
-    "PredictorError",
-    "Scenarios",
-    "SearchResult",
-    "SearchSettings",
-    "SlowLink",
-    "Space",
-    "StepsightError",
-    "Straggler",
-    "TableError",
-    "TraceError",
-    "calibrate",
-    "clear_caches",
-    "evaluate",
-    "predict",
-    "predict_many",
-    "read_configs",
-    "search",
-    "step",
-    "train",
-    "write_config",
-]
-
 # Modules are imported when a name of theirs is first used, so that ``import stepsight`` takes milliseconds.
 _MODULES = {
     "dataset.base.caching": ("clear_caches",),
@@ -121,6 +92,9 @@ _MODULES = {
     "training.prediction.prediction": ("Prediction", "predict"),
     "training.predictor.predictor": ("Predictor",),
 }
+_NAMES = sorted(name for names in _MODULES.values() for name in names)
+if not TYPE_CHECKING:  # type checkers take the imports above
+    __all__ = _NAMES
 
 
 def __getattr__(name: str) -> Any:
@@ -141,4 +115,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return [*__all__, "__version__"]
+    return [*_NAMES, "__version__"]
