@@ -22,7 +22,7 @@ from stepsight.training.measured.stand_in_runs import stand_in_seconds
 H200 = "h200-sxm-141gb"
 RUNS_LEFT = {"train": 3, "heldout": 3, STAND_IN: 3}  # so few that none is held back
 LIBRARIES = 67e6  # bytes of workspaces
-OPS_LEFT = 9  # every ninth op is measured: enough to learn what a roofline takes
+OPS_LEFT = 20  # every twentieth op is measured: enough to learn what a roofline takes
 
 
 def truth(op: Op) -> float:

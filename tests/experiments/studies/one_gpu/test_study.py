@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import shutil
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,12 +15,17 @@ from stepsight.dataset.base.errors import CollectError
 from stepsight.experiments.questions.describe import describe
 from stepsight.experiments.studies import one_gpu as study
 from stepsight.experiments.studies.one_gpu import StudyOptions, run_study, write_plans
+from stepsight.training.fitting import train_runs
 
 
 @pytest.fixture(scope="module")
 def figures(brought_back: Path) -> dict[str, Any]:
+    """Without the plot and MLflow, whose start takes longer than all else, and which have tests of their own."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(study, "_has_gpu", lambda: False)
+        patch.setattr(study, "plot_predicted_against_measured", lambda rows, path, title: path.touch())
+        patch.setattr(train_runs, "tracked", lambda uri, name: nullcontext(SimpleNamespace(run_id="")))
+        patch.setattr(train_runs, "_track", lambda *_: None)
         return run_study(StudyOptions(brought_back))
 
 
