@@ -61,15 +61,15 @@ def measure_cases(cases: Sequence[BoxCase], out: Path, *, events: bool = True) -
         plan = box_plan(
             box, [], sleeping(box), collectives=collectives_of(box), ops=ops_profiled(), event_seconds=EVENT_SECONDS
         )
-        _collect(plan, out / PROFILE / f"events-{_slug(box)}")
+        run_plan(plan, out / PROFILE / f"events-{_slug(box)}", progress=True)
     boxes: dict[Box, list[BoxCase]] = {}
     for case in cases:
         boxes.setdefault(case.box, []).append(case)
     for box, held in sorted(boxes.items(), key=lambda pair: (pair[0].num_ranks, pair[0].name)):
         role = "judge" if held[0].judges else "train"
         runs = [(file_name(case), role, case.job, {**COUNTS, "rounds": ROUNDS[role]}) for case in held]
-        names = _collect(box_plan(box, runs, sleeping(box)), folder_of(held[0], out))
-        rejected += [case.name for case in held if file_name(case) in names]
+        summary = run_plan(box_plan(box, runs, sleeping(box)), folder_of(held[0], out), progress=True)
+        rejected += [case.name for case in held if file_name(case) in summary["rejected"]]
     return rejected
 
 
@@ -86,21 +86,12 @@ def training_folders(out: Path) -> list[Path]:
     """
     folders = sorted(folder for folder in (out / PROFILE).iterdir() if (folder / "plan.json").exists())
     for folder in folders:
-        ranks = _ranks(folder)
+        ranks = Box.from_dict(read_json(folder / "plan.json")["box"]).num_ranks
         if ranks > MOST_TRAINING_RANKS:
             raise CollectError(
                 f"only boxes of at most {MOST_TRAINING_RANKS} ranks may train, got {ranks} ranks in {folder}"
             )
     return folders
-
-
-def _ranks(folder: Path) -> int:
-    return Box.from_dict(read_json(folder / "plan.json")["box"]).num_ranks
-
-
-def _collect(plan: dict[str, Any], folder: Path) -> list[str]:
-    summary = run_plan(plan, folder, progress=True)
-    return list(summary["rejected"])
 
 
 def _slug(box: Box) -> str:

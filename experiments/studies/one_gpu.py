@@ -8,25 +8,31 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from stepsight.dataset.base.errors import CollectError, TraceError
 from stepsight.dataset.base.files import check_writable, new_folder, write_json, write_text
-from stepsight.dataset.hardware.hardware import find_hardware, hardware_names
+from stepsight.dataset.hardware.hardware import Hardware, find_hardware, hardware_names
 from stepsight.dataset.harness.base.atomic_files import locked
+from stepsight.dataset.kinds.op import Op
+from stepsight.dataset.runs.event_file import read_event_file
 from stepsight.dataset.runs.run_folder import read_collection
 from stepsight.dataset.tables.rows import device_name
+from stepsight.experiments.evaluation import error_metrics
 from stepsight.experiments.reports.plots import plot_predicted_against_measured
-from stepsight.experiments.studies import one_gpu_judge as judge
 from stepsight.experiments.studies.one_gpu_plans import CPU, MINUTES, OPS, VARIANTS, make_study, step_cases
 from stepsight.experiments.studies.study import Row, Study, rows_text
 from stepsight.experiments.tasks.collecting import read_plan, run_plan
+from stepsight.simulator.memory import estimate_memory
 from stepsight.training.fitting.heldout import evaluate_heldout
+from stepsight.training.fitting.own_table import LONG_S
 from stepsight.training.fitting.train_runs import train
+from stepsight.training.measured.measured import HELDOUT
 from stepsight.training.measured.planning import run_name
+from stepsight.training.measured.stand_in_runs import stand_in_seconds
 from stepsight.training.predictor.predictor import Predictor
 
 COLLECTIONS = "collections"
@@ -172,16 +178,16 @@ def _variant(out: Path, name: str, ops: Path, folder: Path, say: Say) -> Row:
     learned = [ops, folder] if read_collection(ops).events else [folder]
     predictor = train(learned, out / f"predictor-{name}", hardware_name=hardware, tracking_uri=uri)
     say(f"{name}: predicting what is held out")
-    known, heldout = (judge.measured_ops(learned, heldout=held) for held in (False, True))
-    rows = judge.held_op_rows(predictor, heldout)
+    known, heldout = (measured_ops(learned, heldout=held) for held in (False, True))
+    rows = held_op_rows(predictor, heldout)
     figures: Row = {
         "hardware": hardware,
         "device": told,
         "num_training_ops": len(known),
-        "ops": judge.op_figures(rows),
+        "ops": op_figures(rows),
         "op_rows": rows,
-        "memory": judge.memory_rows(folder, predictor.hardware),
-        "stand_ins": judge.stand_in_rows(folder, predictor),
+        "memory": memory_rows(folder, predictor.hardware),
+        "stand_ins": stand_in_rows(folder, predictor),
         **_steps(predictor, folder, hardware),
     }
     unknown = told not in ("", "cpu") and _hardware(told) == UNKNOWN_GPU != hardware
@@ -206,9 +212,87 @@ def _steps(predictor: Predictor, folder: Path, hardware: str) -> Row:
         "others": [row for row in rows if not row["launch_bound"]],
     }
     kept = ("mape_without_gnn", "spearman", "coverage", "op_error_regressor", "op_error_with_gnn")
-    sums = {name: judge.op_errors(of) for name, of in groups.items() if of}
+    sums = {name: op_errors(of) for name, of in groups.items() if of}
     gnn = predictor.context.name if predictor.context is not None else ""
     return {"steps": rows, "step_figures": {**sums, **{key: getattr(found, key) for key in kept}, "gnn": gnn}}
+
+
+# --- predictions beside measurements ---------------------------------------------------------------------------------
+
+
+def measured_ops(folders: Iterable[Path], *, heldout: bool) -> dict[Op, float]:
+    """Seconds of ops alone: from the event files that judge, or from all others."""
+    found: dict[Op, float] = {}
+    for folder in folders:
+        for path in read_collection(folder).events:
+            if (path.stem == HELDOUT) == heldout:
+                file = read_event_file(path)
+                found |= {work: s for work, s in zip(file.works, file.seconds, strict=True) if isinstance(work, Op)}
+    return found
+
+
+def held_op_rows(predictor: Predictor, measured: dict[Op, float]) -> list[Row]:
+    """One row for each op, with its predicted time alone."""
+    predicted = predictor.kernel.seconds(list(measured), 1).tolist()
+    return [
+        {"op": str(op), "family": op.family, "dtype": op.dtype, "measured_s": seconds, "predicted_s": told}
+        for (op, seconds), told in zip(measured.items(), predicted, strict=True)
+    ]
+
+
+def op_figures(rows: Sequence[Row]) -> dict[str, dict[str, float]]:
+    """Errors in percent of all ops, of each family and of its dtypes, if it has several; see ``op_errors``."""
+    groups = {"all": list(rows)} if rows else {}
+    dtypes: dict[str, set[str]] = {}
+    for row in rows:
+        dtypes.setdefault(row["family"], set()).add(row["dtype"])
+    for family, found in sorted(dtypes.items()):
+        own = groups[family] = [row for row in rows if row["family"] == family]
+        for dtype in sorted(found) if len(found) > 1 else ():
+            groups[f"{family}/{dtype}"] = [row for row in own if row["dtype"] == dtype]
+    return {name: op_errors(of) for name, of in groups.items()}
+
+
+def op_errors(rows: Sequence[Row]) -> dict[str, float]:
+    """Number of rows, mean, median and largest error; number and mean of rows of at least ``LONG_S``."""
+    whole, long = (
+        error_metrics.errors([row["predicted_s"] for row in of], [row["measured_s"] for row in of])
+        for of in (rows, [row for row in rows if row["measured_s"] >= LONG_S])
+    )
+    found = {"mape": whole.mape, "median": whole.median, "max": whole.max, "long_mape": long.mape}
+    known = {name: value for name, value in found.items() if value is not None}
+    return {"rows": whole.used, "long_rows": long.used, **known}
+
+
+def memory_rows(collection: Path, hardware: Hardware) -> list[Row]:
+    """Peak bytes of tensors of each measured run: the device's own count, and the estimate.
+
+    Libraries allocate workspaces too, the same for each run: ``with_libraries_bytes`` adds what the smallest training
+    run holds beyond its estimate.
+    """
+    endless, rows = replace(hardware, memory_bytes=1e15), []
+    for run in read_collection(collection).runs:
+        if run.peak_memory_bytes and run.stand_in is None:
+            row: Row = {"run": run.name, "role": run.role}
+            row["measured_bytes"] = float(max(run.peak_memory_bytes))
+            row["predicted_bytes"] = estimate_memory(run.job, endless).stages[0].tensors
+            rows.append(row)
+    training = [row for row in rows if row["role"] == "train"]
+    smallest = min(training, key=lambda row: row["predicted_bytes"], default=None)
+    libraries = max(0.0, smallest["measured_bytes"] - smallest["predicted_bytes"]) if smallest else 0.0
+    return [{**row, "with_libraries_bytes": row["predicted_bytes"] + libraries} for row in rows]
+
+
+def stand_in_rows(collection: Path, predictor: Predictor) -> list[Row]:
+    """Compare measured and predicted times of one rank of a large job with emulated communication."""
+    rows = []
+    for run in read_collection(collection).runs:
+        if run.stand_in is not None:
+            predicted = stand_in_seconds(run.job, run.stand_in, predictor.latency(run.job, alone=True))
+            predicted *= predictor.calibration.factor(run.job)
+            row = {"run": run.name, "measured_s": run.iteration_time_s, "predicted_s": predicted}
+            rows.append({**row, "error_percent": 100 * (predicted / run.iteration_time_s - 1)})
+    return rows
 
 
 # --- text -------------------------------------------------------------------------------------------------------------
