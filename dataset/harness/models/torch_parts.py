@@ -144,13 +144,6 @@ class Norm(nn.Module):
         return F.layer_norm(x, weight.shape, weight, composite.cast(self.bias, self.dtype), composite.EPSILON)
 
 
-def self_attention(shape: Shape, qkv: Tensor, *, causal: bool) -> Tensor:
-    """Self-attention of ``qkv[rows, (heads + 2 * kv_heads) * head_dim]`` of this rank: ``[rows, heads * head_dim]``."""
-    heads, kv_heads = shape.heads // shape.size, shape.kv_heads // shape.size
-    fused = qkv.view(-1, shape.seq_len, heads + 2 * kv_heads, shape.head_dim)
-    return composite.attend(*fused.split([heads, kv_heads, kv_heads], dim=2), causal=causal)
-
-
 def enter_region(shape: Shape, x: Tensor) -> Tensor:
     """Into a tensor-parallel region: every rank gets all rows."""
     if shape.group is None:
@@ -224,16 +217,3 @@ class Logits(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return linear(self.shape, enter_region(self.shape, x), self.weight, self.bias)
-
-
-class Head(nn.Module):
-    """Final norm and logits."""
-
-    def __init__(self, shape: Shape) -> None:
-        super().__init__()
-        self.norm = Norm(shape)
-        self.logits = Logits(shape)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.logits(self.norm(x))
-        return y

@@ -15,10 +15,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from ..ops import composite
-from . import tensor_parallel, torch_bert, torch_dense, torch_t5
+from . import tensor_parallel, torch_families
 from .torch_parts import Norm, Positions, Shape
 
-_FAMILIES = MappingProxyType({"gpt": torch_dense, "llama": torch_dense, "bert": torch_bert, "t5": torch_t5})
 DTYPES = MappingProxyType(  # by precision: of activations, and of parameters
     {
         "fp32": (torch.float32, torch.float32),
@@ -36,21 +35,20 @@ class Stage(nn.Module):
         super().__init__()
         self.shape = shape
         self.first, self.last = stage == 0, stage == num_stages - 1
-        family: Any = _FAMILIES[shape.family]
-        self.embedding: Any = family.Embedding(shape) if self.first else None
+        self.embedding: Any = torch_families.EMBEDDINGS[shape.family](shape) if self.first else None
         if shape.family == "t5":  # never in a pipeline
-            layers = torch_t5.layers(shape)
+            layers = torch_families.encoder_and_decoder(shape)
         else:
-            layers = [family.Layer(shape, f"layer{index}") for index in stage_layers(shape.layers, stage, num_stages)]
+            layers = [
+                torch_families.Layer(shape, f"layer{index}") for index in stage_layers(shape.layers, stage, num_stages)
+            ]
         self.layers = nn.ModuleList(layers)
-        self.head: Any = family.Head(shape) if self.last else None
+        self.head: Any = torch_families.HEADS[shape.family](shape) if self.last else None
         if shape.tied_embeddings and self.embedding is not None and self.head is not None:
             self.head.logits.weight = self.embedding.weight
         self.beside: tuple[Any, ...] = ()  # what every layer takes; no buffer: DDP and FSDP have no business with it
         if shape.family == "llama":
             self.beside = (composite.rope_tables(shape.seq_len, shape.head_dim, shape.device, shape.dtype),)
-        elif shape.family == "gpt":
-            self.beside = (None,)
 
     def forward(self, x: Tensor) -> Tensor:
         """``tokens`` (see ``Training``) or ``activation[rows, hidden]`` to the same or ``logits[rows, vocab]``."""
@@ -84,9 +82,9 @@ class Stage(nn.Module):
         """Parameters that all tensor-parallel ranks hold; with sequence parallelism each has part of their gradient."""
         held = [module for module in self.modules() if isinstance(module, Norm | Positions)]
         parameters: list[nn.Parameter] = [p for module in held for p in module.parameters()]
-        if isinstance(self.embedding, torch_bert.Embedding):
+        if isinstance(self.embedding, torch_families.BertEmbedding):
             parameters.append(self.embedding.types)
-        if isinstance(self.head, torch_bert.Head):
+        if isinstance(self.head, torch_families.BertHead):
             parameters += [self.head.transform, self.head.transform_bias]
         return parameters
 
@@ -110,20 +108,10 @@ def shape_of(job: dict[str, Any], device: torch.device, group: tensor_parallel.G
     """Shape of a (checked) job's model on this rank."""
     model, parallel, batch = job["model"], job["parallel"], job["batch"]
     dtype, main_dtype = DTYPES[batch["precision"]]
-    names = (
-        "family",
-        "layers",
-        "hidden",
-        "heads",
-        "kv_heads",
-        "ffn",
-        "vocab",
-        "seq_len",
-        "gated_mlp",
-        "tied_embeddings",
-    )
+    names = ("family", "layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "seq_len", "gated_mlp")
     return Shape(
         **{name: model[name] for name in names},
+        tied_embeddings=model["tied_embeddings"],
         encoder_layers=model.get("encoder_layers", 0),
         encoder_seq_len=model.get("encoder_seq_len", 0),
         micro_batch=batch["micro_batch"],

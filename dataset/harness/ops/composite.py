@@ -6,6 +6,7 @@ them under an annotation (which the model uses), so that both run the same code,
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -126,87 +127,67 @@ def _rotate(kind: str, qkv: Tensor, cos: Tensor, sin: Tensor, rotated: int) -> N
         rope_(heads, cos, sin if kind == "rope" else -sin)
 
 
-@composite
-def swiglu(gate_up: Tensor) -> Tensor:
-    """``silu(gate) * up`` of ``gate_up[rows, 2 * ffn]``."""
-    gate, up = gate_up.chunk(2, dim=-1)
-    return F.silu(gate).mul_(up)
-
-
-def _swiglu_backward(grad: Tensor, gate_up: Tensor) -> Tensor:
-    gate, up = gate_up.chunk(2, dim=-1)
-    return torch.cat([torch.ops.aten.silu_backward(grad * up, gate), F.silu(gate) * grad], -1)
-
-
-@composite_as(_swiglu_backward)
-def swiglu_backward(grad: Tensor, gate_up: Tensor) -> Tensor:
-    """Gradient for ``gate_up``."""
-    gate, up = gate_up.chunk(2, dim=-1)
-    out = torch.empty_like(gate_up)
-    grad_gate, grad_up = out.chunk(2, dim=-1)
-    torch.mul(F.silu(gate), grad, out=grad_up)
-    torch.ops.aten.silu_backward.grad_input(grad * up, gate, grad_input=grad_gate)
-    return out
-
-
-class SwiGLU(torch.autograd.Function):
-    """``swiglu`` with its gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, gate_up: Tensor) -> Tensor:
-        ctx.save_for_backward(gate_up)
-        with annotate.op("swiglu", (gate_up.numel() // 2,), gate_up.dtype):
-            return swiglu(gate_up)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        (gate_up,) = ctx.saved_tensors
-        with annotate.op("swiglu_backward", (gate_up.numel() // 2,), gate_up.dtype):
-            return swiglu_backward(grad, gate_up)
-
-
 def gelu(x: Tensor) -> Tensor:
     """GELU in its tanh approximation."""
     return F.gelu(x, approximate="tanh")
 
 
-@composite
-def geglu(gate_up: Tensor) -> Tensor:
-    """``gelu(gate) * up`` of ``gate_up[rows, 2 * ffn]``."""
-    gate, up = gate_up.chunk(2, dim=-1)
-    return gelu(gate).mul_(up)
+def _gated(activation: Callable[[Tensor], Tensor], derivative: Any, **options: Any) -> tuple[Any, Any]:
+    """``activation(gate) * up`` of ``gate_up[rows, 2 * ffn]``, and its gradient for ``gate_up``.
+
+    Args:
+        activation: Of the gate.
+        derivative: ATen's op for its gradient, with ``options``.
+    """
+
+    def forward(gate_up: Tensor) -> Tensor:
+        gate, up = gate_up.chunk(2, dim=-1)
+        return activation(gate).mul_(up)
+
+    def joined(grad: Tensor, gate_up: Tensor) -> Tensor:
+        gate, up = gate_up.chunk(2, dim=-1)
+        return torch.cat([derivative(grad * up, gate, **options), activation(gate) * grad], -1)
+
+    def backward(grad: Tensor, gate_up: Tensor) -> Tensor:
+        gate, up = gate_up.chunk(2, dim=-1)
+        out = torch.empty_like(gate_up)
+        grad_gate, grad_up = out.chunk(2, dim=-1)
+        torch.mul(activation(gate), grad, out=grad_up)
+        derivative.grad_input(grad * up, gate, grad_input=grad_gate, **options)
+        return out
+
+    return composite(forward), composite_as(joined)(backward)
 
 
-def _geglu_backward(grad: Tensor, gate_up: Tensor) -> Tensor:
-    gate, up = gate_up.chunk(2, dim=-1)
-    return torch.cat([torch.ops.aten.gelu_backward(grad * up, gate, approximate="tanh"), gelu(gate) * grad], -1)
+swiglu, swiglu_backward = _gated(F.silu, torch.ops.aten.silu_backward)
+geglu, geglu_backward = _gated(gelu, torch.ops.aten.gelu_backward, approximate="tanh")
 
 
-@composite_as(_geglu_backward)
-def geglu_backward(grad: Tensor, gate_up: Tensor) -> Tensor:
-    """Gradient for ``gate_up``."""
-    gate, up = gate_up.chunk(2, dim=-1)
-    out = torch.empty_like(gate_up)
-    grad_gate, grad_up = out.chunk(2, dim=-1)
-    torch.mul(gelu(gate), grad, out=grad_up)
-    torch.ops.aten.gelu_backward.grad_input(grad * up, gate, approximate="tanh", grad_input=grad_gate)
-    return out
+def _gated_function(kind: str, run: Callable[[Tensor], Tensor], derive: Callable[[Tensor, Tensor], Tensor]) -> Any:
+    """The function of autograd for what ``_gated`` makes, named in traces."""
+
+    class Gated(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, gate_up: Tensor) -> Tensor:
+            ctx.save_for_backward(gate_up)
+            with annotate.op(kind, (gate_up.numel() // 2,), gate_up.dtype):
+                return run(gate_up)
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:
+            (gate_up,) = ctx.saved_tensors
+            with annotate.op(f"{kind}_backward", (gate_up.numel() // 2,), gate_up.dtype):
+                return derive(grad, gate_up)
+
+    return Gated
 
 
-class GeGLU(torch.autograd.Function):
-    """``geglu`` with its gradient."""
+class SwiGLU(_gated_function("swiglu", swiglu, swiglu_backward)):  # type: ignore[misc]
+    """``silu(gate) * up`` with its gradient."""
 
-    @staticmethod
-    def forward(ctx: Any, gate_up: Tensor) -> Tensor:
-        ctx.save_for_backward(gate_up)
-        with annotate.op("geglu", (gate_up.numel() // 2,), gate_up.dtype):
-            return geglu(gate_up)
 
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        (gate_up,) = ctx.saved_tensors
-        with annotate.op("geglu_backward", (gate_up.numel() // 2,), gate_up.dtype):
-            return geglu_backward(grad, gate_up)
+class GeGLU(_gated_function("geglu", geglu, geglu_backward)):  # type: ignore[misc]
+    """``gelu(gate) * up`` with its gradient."""
 
 
 def relu_backward(grad: Tensor, y: Tensor) -> Tensor:
