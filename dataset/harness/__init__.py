@@ -8,7 +8,7 @@ Each room imports only rooms below it:
 ====================  ==================================================================================
 ``scripts/``          a user's own training script: its steps found, timed and traced, or emulated
 ``running/``          ``launch.collect(plan, out)`` checks, starts workers, shows progress, resumes; ``worker`` is one
-                      rank, ``box_worker`` all ranks of a box; ``collection`` goes through runs and events in rounds
+                      rank or all ranks of a box; ``collection`` goes through runs and events in rounds
 ``box/``              a cluster in a box: network namespaces, ranks whose computation is slept
 ``emulation/``        one process in the place of a rank of a larger job, its collectives replaced by delays
 ``capturing/``        one rank of a user's script in a fake world: tensors without values, every kernel written down

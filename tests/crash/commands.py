@@ -209,12 +209,12 @@ def _collect_prepare(folder: Path) -> None:
 
 def _collect(folder: Path) -> int:
     """The one rank runs in this process, where its writes can be made to fail."""
-    from stepsight.dataset.harness.running import launch
+    from stepsight.dataset.harness.running import launch, workers
     from stepsight.dataset.harness.running.collection import Collection
 
     def run_world(out: Path, size: int, *_: Any, **__: Any) -> None:
-        with launch.meeting_file(out) as meeting:
-            os.environ.update({**meeting, **launch.places(size)[0]})
+        with workers.meeting_file(out) as meeting:
+            os.environ.update({**meeting, **workers.places(size)[0]})
             Collection(json.loads((out / "plan.json").read_text()), out, lambda **_: None).run()
 
     with pytest.MonkeyPatch.context() as patch:

@@ -1,6 +1,6 @@
 """A cluster in a box: every node a network namespace of this machine, joined by links of a given rate.
 
-A plan's ``box`` says how many nodes there are and how fast their links are; ``running.box_worker`` collects in it.
+A plan's ``box`` says how many nodes there are and how fast their links are; ``running.worker`` collects in it.
 Real processes of ``torch.distributed`` talk over real TCP, and every rank listens in its node's network alone.
 Computation is slept (see ``sleeping``), so sixteen ranks fit on two cores.
 

@@ -31,7 +31,7 @@ from ..measuring.device import Sample, Watch, clocks, fingerprint, free_memory, 
 from ..measuring.measure import noted_steps, profiled_steps, timed_steps
 from ..models.parallel import Training, end_groups
 from ..ops import compiled
-from .rounds import least_certain, read_rounds, rounds_path, write_rounds
+from .rounds import is_done, least_certain, read_rounds, rounds_path, write_rounds
 from .workers import join
 
 
@@ -95,7 +95,7 @@ class Collection:
 
     def _runs(self) -> None:
         runs = [run for run in self.plan["runs"] if plans.ranks_needed(run) == self.size]
-        runs = [run for run in runs if not self._agreed(self._is_done(run["name"]))]
+        runs = [run for run in runs if not self._agreed(is_done(self.out, run["name"]))]
         state = {run["name"]: self._agreed(self._load_rounds(run)) for run in runs}
         for number in range(max((run["rounds"] - 1 for run in runs), default=0)):
             for run in runs:
@@ -111,14 +111,11 @@ class Collection:
             return
         end = time.monotonic() + self.plan["extra_seconds"] * len(runs) / len(self.plan["runs"])
         while True:
-            rounds = {name: state[name]["rounds"] for name in runs if not self._is_done(name)}
+            rounds = {name: state[name]["rounds"] for name in runs if not is_done(self.out, name)}
             chosen = self._agreed(least_certain(rounds) if time.monotonic() < end else None)
             if chosen is None:
                 return
             self._round(runs[chosen], state[chosen])
-
-    def _is_done(self, name: str) -> bool:
-        return any((self.out / place / name / "manifest.json").exists() for place in ("runs", "rejected"))
 
     def _load_rounds(self, run: dict[str, Any]) -> dict[str, Any]:
         state = read_rounds(self.out, run)
@@ -130,7 +127,7 @@ class Collection:
     def _round(self, run: dict[str, Any], state: dict[str, Any], *, last: bool = False) -> None:
         """Do a round of a run, unless the run was rejected; the last round profiles, and writes the run."""
         name, number = run["name"], len(state["rounds"])
-        if self._agreed(self._is_done(name)):
+        if self._agreed(is_done(self.out, name)):
             return
         extra = number >= run["rounds"] - 1 and not last
         self._say(f"{name} extra round" if extra else f"{name} round {number + 1}/{max(number + 1, run['rounds'])}")

@@ -26,9 +26,8 @@ from ..base.atomic_files import locked, read_json, write_json
 from ..base.plan_error import HarnessError
 from ..base.progress import ROUND_UNITS, Progress
 from ..box.namespaces import check_possible
-from .rounds import read_rounds
-from .worker import PROGRESS
-from .workers import WORKER_ENVIRONMENT, Workers, meeting_file, places
+from .rounds import is_done, read_rounds
+from .workers import follow, how_ended, places, started
 
 _UNBEGUN = (".lock", ".plan.json.")  # files that a launch leaves if it is killed before it has written the plan
 _QUIET = 0.5  # cores that other processes may keep busy
@@ -85,9 +84,10 @@ def collect(plan: dict[str, Any], out: Path, *, progress: bool = True) -> dict[s
             raise HarnessError(f"another collection is writing to {out}: wait for its end, or choose another folder")
         if not (out / "plan.json").exists():
             write_json(out / "plan.json", plan)
-        kept = len(_complete(out, plan))
+        sizes, items = plans.world_sizes(plan), len(plan["runs"]) + len(plan["events"])
+        outstanding = {size: names for size in sizes if (names := _outstanding(out, plan, size))}
+        kept = items - sum(map(len, outstanding.values()))
         bar = Progress(_units(plan), _units_done(out, plan), shown=progress)
-        outstanding = [size for size in plans.world_sizes(plan) if _outstanding(out, plan, size)]
         for note in _notes(plan) if outstanding and progress else ():
             print(f"warning: {note}", file=sys.stderr)
         try:
@@ -96,12 +96,11 @@ def collect(plan: dict[str, Any], out: Path, *, progress: bool = True) -> dict[s
         except KeyboardInterrupt:
             bar.end_line()
             raise
-        missing = [name for size in plans.world_sizes(plan) for name in _outstanding(out, plan, size)]
+        missing = [name for size in sizes for name in _outstanding(out, plan, size)]
         if missing:
             raise HarnessError(f"the workers ended without {', '.join(missing)}; see {out / 'logs'}")
         for scratch in (".rounds", ".partial"):
             shutil.rmtree(out / scratch, ignore_errors=True)
-        items = len(plan["runs"]) + len(plan["events"])
         bar.close(f"{len(plan['runs'])} runs and {len(plan['events'])} event files in {out}")
     counts = {"runs": len(plan["runs"]), "events": len(plan["events"])}
     rejected = [run["name"] for run in plan["runs"] if (out / "rejected" / run["name"]).exists()]
@@ -165,20 +164,10 @@ def _check_cores(plan: dict[str, Any]) -> None:
             )
 
 
-def _complete(out: Path, plan: dict[str, Any]) -> list[str]:
-    runs = [run["name"] for run in plan["runs"] if _is_done(out, run["name"])]
-    return runs + [e["name"] for e in plan["events"] if (out / "events" / f"{e['name']}.json").exists()]
-
-
-def _is_done(out: Path, name: str) -> bool:
-    """Whether a run is finished, also if a box was too busy for it, or memory was too small."""
-    return any((out / place / name / "manifest.json").exists() for place in ("runs", "rejected"))
-
-
 def _outstanding(out: Path, plan: dict[str, Any], size: int) -> list[str]:
     """Names of the unfinished runs and events of this world size."""
     runs = [run["name"] for run in plan["runs"] if plans.ranks_needed(run) == size]
-    runs = [name for name in runs if not _is_done(out, name)]
+    runs = [name for name in runs if not is_done(out, name)]
     events = [event["name"] for event in plan["events"] if event["world_size"] == size]
     return runs + [name for name in events if not (out / "events" / f"{name}.json").exists()]
 
@@ -196,7 +185,7 @@ def _units(plan: dict[str, Any]) -> int:
 def _units_done(out: Path, plan: dict[str, Any]) -> int:
     done: int = 0
     for run in plan["runs"]:
-        if _is_done(out, run["name"]):
+        if is_done(out, run["name"]):
             done += ROUND_UNITS * run["rounds"]
         else:
             done += ROUND_UNITS * min(run["rounds"] - 1, len(read_rounds(out, run)["rounds"]))
@@ -204,55 +193,28 @@ def _units_done(out: Path, plan: dict[str, Any]) -> int:
 
 
 def _run_world(out: Path, size: int, bar: Progress, boxed: bool) -> None:
-    """Run one launch of this world size to its end."""
-    package = __package__.rpartition(".")[0] if __package__ else "harness"  # of ``running``
-    module = f"{package}.running.box_worker" if boxed else f"{package}.running.worker"
-    command = [sys.executable, "-P", "-m", module, str(out / "plan.json"), "--out", str(out)]
-    environment = {**os.environ, **WORKER_ENVIRONMENT}
-    if "." not in package:  # copied as one folder: its parent must be importable
-        parents = [str(Path(__file__).resolve().parents[2]), os.environ.get("PYTHONPATH", "")]
-        environment["PYTHONPATH"] = os.pathsep.join(filter(None, parents))
-    bar.update(f"starting {size} ranks")
-    with meeting_file(out) as meeting:
-        each = [{}] if boxed else places(size)  # a box is one process, which makes its ranks
-        workers = Workers(command, [{**environment, **meeting, **place} for place in each])
-        try:
-            _follow(workers, out / "logs" / f"world{size}.log", size, bar)
-        finally:
-            workers.stop()
-
-
-def _follow(workers: Workers, log: Path, size: int, bar: Progress) -> None:
-    """Show the workers' progress and log their other output, until they have ended.
+    """Run one launch of this world size to its end; show its progress and log its other output.
 
     Raises:
         HarnessError: If a worker refused the plan or failed.
     """
-    doing, failure, last = f"start of {size} ranks", "", ""
-    log.parent.mkdir(exist_ok=True)
-    with log.open("a", encoding="utf-8") as stream:
-        for line in workers.lines():
-            if not line.startswith(PROGRESS):
-                stream.write(line)
-                last = line.strip() if line.strip() and not workers.code else last
-                continue
-            facts = json.loads(line[len(PROGRESS) :])
-            if "refused" in facts:
-                raise HarnessError(facts["refused"])
-            failure = failure or facts.get("failed", "")
-            if "doing" in facts:
-                doing = facts["doing"]
-                bar.update(doing, facts["done"])
+    doing, failure, log = f"start of {size} ranks", "", out / "logs" / f"world{size}.log"
+
+    def told(facts: dict[str, Any]) -> None:
+        nonlocal doing, failure
+        if "refused" in facts:
+            raise HarnessError(facts["refused"])
+        failure = failure or facts.get("failed", "")
+        if "doing" in facts:
+            doing = facts["doing"]
+            bar.update(doing, facts["done"])
+
+    bar.update(f"starting {size} ranks")
+    each = [{}] if boxed else places(size)  # a box is one process, which makes its ranks
+    with started("running.worker", [str(out / "plan.json"), "--out", str(out)], out, each) as workers:
+        last = follow(workers, log, told)
     if workers.code != 0:
         bar.close(f"failed in {doing}")
         why = " ".join(failure.split()) if workers.code > 0 else ""  # the others only lost a killed one
-        why = why or _reason(workers.code, last)
+        why = why or how_ended(workers.code) + (f": {last}" if last and workers.code > 0 else "")
         raise HarnessError(f"a worker of {size} ranks failed in {doing}: {why:.300}; see {log}")
-
-
-def _reason(code: int, last: str) -> str:
-    """Why a worker ended without a message."""
-    if code >= 0:
-        return f"ended with code {code}" + (f": {last}" if last else "")
-    name = signal.Signals(-code).name
-    return f"killed by {name}" + (" (is there enough memory?)" if name == "SIGKILL" else "")

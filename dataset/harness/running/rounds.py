@@ -16,6 +16,11 @@ def rounds_path(out: Path, name: str) -> Path:
     return out / ".rounds" / f"{name}.json"
 
 
+def is_done(out: Path, name: str) -> bool:
+    """Return whether a run is finished, also if a box was too busy for it, or memory was too small."""
+    return any((out / place / name / "manifest.json").exists() for place in ("runs", "rejected"))
+
+
 def read_rounds(out: Path, run: dict[str, Any]) -> dict[str, Any]:
     """``{"rounds": seconds of each step, "losses": of each step of the first, "records": of a box's steps, by round}``.
 

@@ -1,4 +1,4 @@
-"""Run one rank of a collection: ``python -m harness.running.worker plan.json --out DIR``.
+"""Run one rank of a collection, or all ranks of a box: ``python -m harness.running.worker plan.json --out DIR``.
 
 The rank takes part in every run and every event file of its world size.  ``launch`` starts it on one machine, and
 ``workers`` on one of several nodes.  Another launcher (``srun``, ``mpirun``, torchrun) can start it too: it must set
@@ -16,25 +16,30 @@ import argparse
 import json
 import os
 import sys
-import threading
 import traceback
 from pathlib import Path
 from typing import Any, NoReturn
 
 from ..base.plan_error import HarnessError
-
-PROGRESS = "@stepsight "  # prefix of a progress line on standard output
+from ..box.namespaces import die_with, run_box
+from .workers import end_with_launcher, report
 
 
 def main() -> None:
-    """Entry of one rank, whose number comes from the environment."""
+    """Run the rank that the environment names, or build the plan's box and run its ranks."""
     parser = argparse.ArgumentParser(prog="harness.running.worker", description="One rank of a collection.")
     parser.add_argument("plan", type=Path)
     parser.add_argument("--out", type=Path, required=True)
     arguments = parser.parse_args()
-    if os.environ.get("STEPSIGHT_WATCH_STDIN"):
-        threading.Thread(target=_exit_with_launcher, daemon=True).start()
-    collect_rank(json.loads(arguments.plan.read_text("utf-8")), arguments.out)
+    plan = json.loads(arguments.plan.read_text("utf-8"))
+    if "box" not in plan:
+        if os.environ.get("STEPSIGHT_WATCH_STDIN"):
+            end_with_launcher()
+        collect_rank(plan, arguments.out)
+    die_with(os.getppid())
+    from . import collection  # noqa: F401  torch takes seconds to import: the ranks are forks that share it
+
+    sys.exit(run_box(plan["box"], lambda: collect_rank(plan, arguments.out)))
 
 
 def collect_rank(plan: dict[str, Any], out: Path) -> NoReturn:
@@ -43,14 +48,14 @@ def collect_rank(plan: dict[str, Any], out: Path) -> NoReturn:
     from .collection import Collection  # torch takes seconds to import: not before the arguments are good
 
     try:
-        Collection(plan, out, _report).run()
+        Collection(plan, out, report).run()
     except HarnessError as error:
-        _report(refused=str(error))
+        report(refused=str(error))
         sys.exit(2)
     except Exception as error:
         traceback.print_exc()
         sys.stderr.flush()
-        _report(failed=f"{type(error).__name__}: {error}")
+        report(failed=f"{type(error).__name__}: {error}")
         os._exit(1)  # other ranks may be waiting for this one: no clean way out through their collectives
     leave()
 
@@ -60,18 +65,6 @@ def leave() -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)
-
-
-def _exit_with_launcher() -> None:
-    """End with the launcher: it keeps the other end of standard input open and never writes to it."""
-    while os.read(0, 1):
-        pass
-    os._exit(1)
-
-
-def _report(**facts: Any) -> None:
-    sys.stdout.write(f"{PROGRESS}{json.dumps(facts)}\n")
-    sys.stdout.flush()
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import fcntl
+import json
 import os
 import queue
 import shutil
@@ -21,7 +22,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
@@ -44,6 +45,7 @@ WORKER_ENVIRONMENT = {
     "PYTHONUNBUFFERED": "1",
     "STEPSIGHT_WATCH_STDIN": "1",
 }
+PROGRESS = "@stepsight "  # prefix of a progress line on standard output
 _OUTLIVED_S = 1.0  # seconds for which output is read after all ranks have ended: their children may keep the pipe open
 
 
@@ -151,6 +153,82 @@ class Workers:
 
 
 @contextmanager
+def started(
+    module: str,
+    arguments: Sequence[str],
+    folder: Path,
+    each: Sequence[Mapping[str, str]],
+    descriptors: Sequence[int] = (),
+) -> Iterator[Workers]:
+    """Processes that run a module of the harness and meet on this machine; they end with the block.
+
+    Args:
+        module: Its name within the harness.
+        arguments: Of its command line.
+        folder: That all of them share.
+        each: What tells each process its place.
+        descriptors: Open files that all of them inherit.
+    """
+    package = (__package__ or "harness.running").rpartition(".")[0]
+    command = [sys.executable, "-P", "-m", f"{package}.{module}", *arguments]
+    environment = {**os.environ, **WORKER_ENVIRONMENT}
+    if "." not in package:  # copied as one folder: its parent must be importable
+        parents = [str(Path(__file__).resolve().parents[2]), os.environ.get("PYTHONPATH", "")]
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, parents))
+    with meeting_file(folder) as meeting:
+        workers = Workers(command, [{**environment, **meeting, **place} for place in each], descriptors)
+        try:
+            yield workers
+        finally:
+            workers.stop()
+
+
+def follow(workers: Workers, log: Path, told: Callable[[dict[str, Any]], None]) -> str:
+    """Log what workers print and pass on what they report, until they have ended; return the last line before a
+    failure.
+    """
+    last = ""
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("a", encoding="utf-8") as stream:
+        for line in workers.lines():
+            text, found, facts = line.partition(PROGRESS)
+            if text.strip():
+                stream.write(text.rstrip("\n") + "\n")
+                last = text.strip() if not workers.code else last
+            if found:
+                told(json.loads(facts))
+    return last
+
+
+def how_ended(code: int) -> str:
+    """How a process ended without a message: ``ended with code 3``, ``killed by SIGKILL``."""
+    if code >= 0:
+        return f"ended with code {code}"
+    name = signal.Signals(-code).name
+    return f"killed by {name}" + (" (is there enough memory?)" if name == "SIGKILL" else "")
+
+
+def report(**facts: Any) -> None:
+    """Tell the launcher something; independent of unfinished output of a script."""
+    sys.stdout.flush()
+    os.write(1, f"\n{PROGRESS}{json.dumps(facts)}\n".encode())
+
+
+def end_with_launcher() -> None:
+    """End this process and its children with the launcher; from now on its standard input is empty."""
+    held = os.dup(0)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    os.set_inheritable(held, False)
+
+    def watch() -> None:
+        while os.read(held, 1):  # the launcher keeps the other end open and never writes to it
+            pass
+        os.killpg(os.getpgid(0), signal.SIGKILL)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+@contextmanager
 def meeting_file(out: Path) -> Iterator[dict[str, str]]:
     """Environment variables of ranks that meet on this machine, until the block ends.
 
@@ -253,7 +331,7 @@ def main(arguments: list[str] | None = None) -> int:
         [{**common, **place} for place in places(options.ranks, options.nodes, options.node)],
     )
     try:
-        for line in workers.lines():
+        for line in filter(str.strip, workers.lines()):
             print(line, end="", flush=True)
     finally:
         workers.stop()

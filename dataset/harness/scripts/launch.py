@@ -5,10 +5,6 @@ Standard library only.
 
 from __future__ import annotations
 
-import json
-import os
-import signal
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,8 +12,7 @@ from typing import Any
 
 from ..base.atomic_files import read_json, write_json
 from ..base.plan_error import HarnessError
-from ..running.worker import PROGRESS
-from ..running.workers import WORKER_ENVIRONMENT, Workers, meeting_file, places
+from ..running.workers import follow, how_ended, places, started
 
 SETTINGS = "settings.json"
 PIPES = "STEPSIGHT_DELAYS"  # environment variable of ``world``
@@ -99,19 +94,27 @@ def run_ranks(
     """
     boxed = {"box": dict(ranks.box)} if ranks.box is not None else {}
     write_json(folder / SETTINGS, {**settings, **boxed, "out": str(folder.resolve())})
-    package = (__package__ or "harness.scripts").rpartition(".")[0]
-    command = [sys.executable, "-P", "-m", f"{package}.scripts.worker", str((folder / SETTINGS).resolve())]
-    environment = {**os.environ, **WORKER_ENVIRONMENT}
-    if "." not in package:  # the folder was copied alone
-        folders = [str(Path(__file__).resolve().parents[2]), os.environ.get("PYTHONPATH", "")]
-        environment["PYTHONPATH"] = os.pathsep.join(filter(None, folders))
-    with meeting_file(folder) as meeting:
-        environments = [{**environment, **meeting, **place} for place in ranks.environments]
-        workers = Workers(command, environments, ranks.descriptors)
-        try:
-            _follow(workers, log, ranks.numbers[0], say)
-        finally:
-            workers.stop()
+    refused = ""
+    late: dict[int, str] = {}
+
+    def told(facts: dict[str, Any]) -> None:
+        nonlocal refused
+        refused = refused or facts.get("refused", "")
+        if facts.get("at"):
+            late[facts["rank"]] = facts["at"]
+        elif facts.get("rank") == ranks.numbers[0]:
+            say(facts["doing"])
+
+    arguments = [str((folder / SETTINGS).resolve())]
+    with started("scripts.worker", arguments, folder, ranks.environments, ranks.descriptors) as workers:
+        last = follow(workers, log, told)
+    if refused:
+        if len(late) > 1:
+            refused += "; " + ", ".join(f"rank {rank} is at {late[rank]}" for rank in sorted(late))
+        raise HarnessError(f"{refused}; see {log}")
+    if workers.code:
+        why = ("was " if workers.code < 0 else "") + how_ended(workers.code) + (f": {last:.{_SHOWN}}" if last else "")
+        raise HarnessError(f"the script's process {why}; see {log}")
     (folder / SETTINGS).unlink()
     found = []
     for rank in ranks.numbers:
@@ -121,40 +124,3 @@ def run_ranks(
         found.append(read_json(path))
         path.unlink()
     return found
-
-
-def _follow(workers: Workers, log: Path, first: int, say: Callable[[str], None]) -> None:
-    """Log the ranks' output and pass on their progress, until they have ended.
-
-    Raises:
-        HarnessError: If one failed or refused to be measured.
-    """
-    last, refused = "", ""
-    late: dict[int, str] = {}
-    log.parent.mkdir(parents=True, exist_ok=True)
-    with log.open("a", encoding="utf-8") as stream:
-        for line in workers.lines():
-            text, found, facts = line.partition(PROGRESS)
-            if text.strip():
-                stream.write(text.rstrip("\n") + "\n")
-                last = text.strip() if not workers.code else last
-            if found:
-                told = json.loads(facts)
-                refused = refused or told.get("refused", "")
-                if told.get("at"):
-                    late[told["rank"]] = told["at"]
-                elif told.get("rank") == first:
-                    say(told["doing"])
-    if refused:
-        if len(late) > 1:
-            refused += "; " + ", ".join(f"rank {rank} is at {late[rank]}" for rank in sorted(late))
-        raise HarnessError(f"{refused}; see {log}")
-    if workers.code:
-        raise HarnessError(f"the script {_ended(workers.code)}{f': {last:.{_SHOWN}}' if last else ''}; see {log}")
-
-
-def _ended(code: int) -> str:
-    if code >= 0:
-        return f"ended its process with code {code}"
-    name = signal.Signals(-code).name
-    return f"was killed by {name}" + (" (is there enough memory?)" if name == "SIGKILL" else "")

@@ -10,7 +10,6 @@ import json
 import multiprocessing
 import os
 import runpy
-import signal
 import sys
 import threading
 import time
@@ -21,7 +20,7 @@ from ..base import cores
 from ..base.plan_error import HarnessError
 from ..base.script_lines import error_text, line_of, line_of_thread, print_own_traceback
 from ..box.namespaces import die_with, run_box
-from ..running.worker import PROGRESS
+from ..running.workers import end_with_launcher, report
 from .step_marks import listening, watch_optimizers, watch_profilers
 
 _OTHERS_TELL_S = 0.5  # seconds in which other late ranks also report their lines
@@ -31,7 +30,7 @@ def main() -> None:
     """Run the rank that the environment names, or build the box of the settings and run its ranks."""
     settings = json.loads(Path(sys.argv[1]).read_text("utf-8"))
     if "box" not in settings:
-        _watch_launcher()
+        end_with_launcher()
         run_rank(settings)
     die_with(os.getppid())
     from . import stages, world  # noqa: F401  torch takes seconds to import: the ranks share it
@@ -117,12 +116,6 @@ def _ended_early(script: Path, stages: Any) -> str:
     )
 
 
-def report(**facts: Any) -> None:
-    """A line of progress, independent of unfinished output of the script."""
-    sys.stdout.flush()
-    os.write(1, f"\n{PROGRESS}{json.dumps(facts)}\n".encode())
-
-
 def refuse(text: str) -> NoReturn:
     """End the process with a reason that the user can correct."""
     report(refused=text)
@@ -136,20 +129,6 @@ def leave() -> None:
         child.kill()
     report(doing="done", rank=int(os.environ.get("RANK", "0")), done=True)
     os._exit(0)
-
-
-def _watch_launcher() -> None:
-    """End with the launcher, and end the script's children; the script reads an empty standard input."""
-    held = os.dup(0)
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    os.set_inheritable(held, False)
-
-    def watch() -> None:
-        while os.read(held, 1):
-            pass
-        os.killpg(os.getpgid(0), signal.SIGKILL)
-
-    threading.Thread(target=watch, daemon=True).start()
 
 
 def _watch_time(limit_s: float, stages: Any, script: Path) -> None:
