@@ -29,14 +29,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining import schedules as torch_schedules
 from torch.nn.parallel import DistributedDataParallel
 
 from ..base import annotate
-from ..models.parallel import AXES, all_reduce_flat, device_mesh, stages_group
-from ..plan import num_micro_batches
+from ..models.parallel import ParallelRank, stages_group
 from .slept_blocks import Device, Part, Rank
 
 SINGLE = {"gpipe": "ScheduleGPipe", "1f1b": "Schedule1F1B"}
@@ -76,7 +74,7 @@ class RecordedStage(PipelineStage):
             super().backward_weight_one_chunk(bwd_chunk_id, *args, **kwargs)
 
 
-class SleepingTraining:
+class SleepingTraining(ParallelRank):
     """Like ``parallel.Training``, with sleeping instead of computation.
 
     Args:
@@ -87,23 +85,17 @@ class SleepingTraining:
     def __init__(self, run: dict[str, Any], device: torch.device) -> None:
         job, sleeps = run["job"], run["sleeps"]
         parallel = job["parallel"]
-        self.job, self.device = job, device
-        self.num_micro_batches = num_micro_batches(job)
-        degrees = {axis: parallel[axis] for axis in AXES}
-        self.mesh = mesh = device_mesh(device.type, **degrees) if dist.get_world_size() > 1 else None
-        self.groups = {axis: mesh.get_group(axis) if mesh and degrees[axis] > 1 else None for axis in AXES}
-        if degrees["pp"] > 1:
-            self.groups["pp"] = stages_group(device.type, **degrees)
+        super().__init__(job, device)
+        if self.degrees["pp"] > 1:
+            self.groups["pp"] = stages_group(device.type, **self.degrees)
         annotate.name_groups(self.groups)
         self.rank = Rank(self.groups["tp"])
         self._pace = sleeps["paces"][dist.get_rank()]
-        self.stage_index = 0 if self.groups["pp"] is None else self.groups["pp"].rank()
         self._optimizer = sleeps["optimizer"][self.stage_index]
         self.parts = {number: Part(self.rank, sleeps, number) for number in _own(parallel, self.stage_index)}
-        self.sharded = parallel["zero_stage"] == 3 and degrees["dp"] > 1
         self.rank.sharded = self.sharded
-        self.models = {number: self._data_parallel(part, mesh) for number, part in self.parts.items()}
-        self.schedule = self._schedule(parallel, sleeps) if degrees["pp"] > 1 else None
+        self.models = {number: self._replicated(part) for number, part in self.parts.items()}
+        self.schedule = self._schedule(parallel, sleeps) if self.degrees["pp"] > 1 else None
         self.last = any(part.last for part in self.parts.values())
         self.stage = next(reversed(self.parts.values()))
 
@@ -111,20 +103,11 @@ class SleepingTraining:
         """Sleep for this share of the stated time."""
         self.rank.device.pace = self._pace * pace
 
-    def _data_parallel(self, part: Part, mesh: Any) -> nn.Module:
-        group = self.groups["dp"]
-        if group is None:
-            return part
-        if self.sharded:
-            for layer, alone in zip(part.layers, part.wrapped, strict=True):
-                if alone:
-                    fully_shard(layer, mesh=mesh["dp"])
-            fully_shard(part, mesh=mesh["dp"])
-            return part
-        if self.groups["pp"] is not None:
-            return part
-        bucket = self.job["parallel"]["bucket_mbytes"]
-        model = DistributedDataParallel(part, process_group=group, bucket_cap_mb=bucket, gradient_as_bucket_view=True)
+    def _replicated(self, part: Part) -> nn.Module:
+        own = [layer for layer, alone in zip(part.layers, part.wrapped, strict=True) if alone]
+        model, group = self.data_parallel(part, own), self.groups["dp"]
+        if not isinstance(model, DistributedDataParallel):
+            return model
         device = self.rank.device  # the hook must not hold the model that holds it: neither would ever be freed
         # Without annotations: DDP checks them, and takes none that is text.
         model.register_comm_hook(None, lambda _, bucket: _reduce_when_done(device, group, bucket))
@@ -165,7 +148,7 @@ class SleepingTraining:
             else:
                 self._micro_batches()
             with self.rank.device_segment("optimizer", -1, self.stage_index):
-                self._synchronise_gradients()
+                self.all_reduce_gradients(p for part in self.parts.values() for p in part.parameters())
                 self.rank.device.begin()
                 self.rank.do([self._optimizer])
                 for model in self.models.values():
@@ -181,20 +164,6 @@ class SleepingTraining:
                 loss = model(torch.zeros(1, 1)).sum()
             with self.rank.device_segment("backward", index):
                 loss.backward()
-
-    def _synchronise_gradients(self) -> None:
-        """A pipeline's replicas sum their gradients in buckets, after its schedule."""
-        group = self.groups["dp"]
-        if group is None or self.sharded or self.schedule is None:
-            return
-        held = [p.grad for part in self.parts.values() for p in part.parameters() if p.grad is not None]
-        limit = self.job["parallel"]["bucket_mbytes"] * 2**20
-        bucket: list[Tensor] = []
-        for index, gradient in enumerate(reversed(held)):
-            bucket.append(gradient)
-            if index == len(held) - 1 or sum(g.numel() * g.element_size() for g in bucket) >= limit:
-                all_reduce_flat(bucket, group, group.size())
-                bucket = []
 
 
 def _reduce_when_done(device: Device, group: Any, bucket: Any) -> torch.futures.Future[Tensor]:

@@ -10,7 +10,7 @@ precedes the first backward, so it is not used there at all.
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
 from functools import lru_cache
 from typing import Any
@@ -25,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..base import annotate, cores
 from ..ops import composite
-from ..plan import num_micro_batches
+from ..plan import num_micro_batches, world_size
 from . import tensor_parallel
 from .transformer import Stage, shape_of, token_rows
 
@@ -64,7 +64,65 @@ def end_groups(mesh: DeviceMesh | None, stages: Any = None) -> None:
             dist.destroy_process_group(group)
 
 
-class Training:
+class ParallelRank:
+    """This rank's place in a job: its mesh and groups, and what data parallelism does with models and gradients.
+
+    Args:
+        job: A checked job, as ``Job.to_dict`` writes it.
+        device: Where this rank computes.
+    """
+
+    def __init__(self, job: dict[str, Any], device: torch.device) -> None:
+        self.job, self.device = job, device
+        self.num_micro_batches = num_micro_batches(job)
+        self.degrees = degrees = {axis: job["parallel"][axis] for axis in AXES}
+        self.mesh = mesh = device_mesh(device.type, **degrees) if world_size(job) > 1 else None
+        self.groups: dict[str, Any] = {
+            axis: mesh.get_group(axis) if mesh and degrees[axis] > 1 else None for axis in AXES
+        }
+        self.stage_index = self.place("pp")
+        self.sharded = job["parallel"]["zero_stage"] == 3 and degrees["dp"] > 1
+
+    def place(self, axis: str) -> int:
+        """This rank's number on an axis."""
+        group = self.groups[axis]
+        return 0 if group is None else int(group.rank())
+
+    def data_parallel(
+        self, model: nn.Module, layers: Iterable[nn.Module], policy: MixedPrecisionPolicy | None = None
+    ) -> nn.Module:
+        """A model whose replicas share their gradients, by FSDP2 (each layer by itself) or by DDP.
+
+        In a pipeline without FSDP2 it stays as it is: see ``all_reduce_gradients``.
+        """
+        group = self.groups["dp"]
+        if group is None or self.mesh is None:
+            return model
+        if self.sharded:
+            for part in (*layers, model):
+                fully_shard(part, mesh=self.mesh["dp"], mp_policy=policy or MixedPrecisionPolicy())
+            return model
+        if self.groups["pp"] is not None:
+            return model
+        bucket = self.job["parallel"]["bucket_mbytes"]
+        return DistributedDataParallel(model, process_group=group, bucket_cap_mb=bucket, gradient_as_bucket_view=True)
+
+    def all_reduce_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Sum the gradients of a pipeline's replicas in buckets, after its schedule."""
+        group = self.groups["dp"]
+        if group is None or self.sharded or self.groups["pp"] is None:
+            return
+        gradients = [p.grad for p in reversed(list(parameters)) if p.grad is not None]
+        limit = self.job["parallel"]["bucket_mbytes"] * 2**20
+        bucket: list[Tensor] = []
+        for index, gradient in enumerate(gradients):
+            bucket.append(gradient)
+            if index == len(gradients) - 1 or sum(g.numel() * g.element_size() for g in bucket) >= limit:
+                all_reduce_flat(bucket, group, group.size())
+                bucket = []
+
+
+class Training(ParallelRank):
     """One job's model, data and optimizer on this rank.
 
     Args:
@@ -73,45 +131,18 @@ class Training:
     """
 
     def __init__(self, job: dict[str, Any], device: torch.device) -> None:
-        parallel = job["parallel"]
-        self.job, self.device = job, device
-        self.num_micro_batches = num_micro_batches(job)
-        degrees = {axis: parallel[axis] for axis in AXES}
-        world = degrees["pp"] * degrees["dp"] * degrees["tp"]
-        self.mesh = mesh = device_mesh(device.type, **degrees) if world > 1 else None
-        self.groups = {axis: mesh.get_group(axis) if mesh and degrees[axis] > 1 else None for axis in AXES}
+        super().__init__(job, device)
         annotate.name_groups(self.groups)
         self.shape = shape_of(job, device, self.groups["tp"])
-        self.stage_index = self._rank("pp")
-        self.stage = Stage(self.shape, self.stage_index, degrees["pp"])
-        self.sharded = parallel["zero_stage"] == 3 and degrees["dp"] > 1
-        self.model: nn.Module = self._data_parallel(mesh)
-        self.schedule = self._schedule(degrees["pp"]) if degrees["pp"] > 1 else None
+        num_stages = self.degrees["pp"]
+        self.stage = Stage(self.shape, self.stage_index, num_stages)
+        policy = MixedPrecisionPolicy(self.shape.dtype, self.shape.main_dtype)
+        self.model = self.data_parallel(self.stage, self.stage.layers, policy)
+        self.schedule = self._schedule(num_stages) if num_stages > 1 else None
         parameters = list(self.model.parameters())
         self.optimizer = torch.optim.AdamW(parameters, lr=1e-4, fused=True)
         self._adamw_dims = (sum(_local(p).numel() for p in parameters), len(parameters))
         self.tokens, self.targets = self._data()
-
-    def _rank(self, axis: str) -> int:
-        group = self.groups[axis]
-        return 0 if group is None else group.rank()
-
-    def _data_parallel(self, mesh: DeviceMesh | None) -> nn.Module:
-        group = self.groups["dp"]
-        if group is None or mesh is None:
-            return self.stage
-        if self.sharded:
-            policy = MixedPrecisionPolicy(self.shape.dtype, self.shape.main_dtype)
-            for layer in self.stage.layers:
-                fully_shard(layer, mesh=mesh["dp"], mp_policy=policy)
-            fully_shard(self.stage, mesh=mesh["dp"], mp_policy=policy)
-            return self.stage
-        if self.groups["pp"] is not None:
-            return self.stage
-        bucket = self.job["parallel"]["bucket_mbytes"]
-        return DistributedDataParallel(
-            self.stage, process_group=group, bucket_cap_mb=bucket, gradient_as_bucket_view=True
-        )
 
     def _schedule(self, num_stages: int) -> Any:
         shape, job = self.shape, self.job
@@ -148,7 +179,7 @@ class Training:
         generator = torch.Generator().manual_seed(20)
         length = model["seq_len"] + model.get("encoder_seq_len", 0)
         tokens = torch.randint(model["vocab"], (batch["global_batch"], length + 1), generator=generator)
-        mine = tokens.chunk(self.job["parallel"]["dp"])[self._rank("dp")].to(self.device)
+        mine = tokens.chunk(self.job["parallel"]["dp"])[self.place("dp")].to(self.device)
         each = (mine[:, :-1], mine[:, -model["seq_len"] :])
         tokens, targets = (token_rows(self.shape, part.contiguous()) for part in each)
         return tokens, targets
@@ -202,21 +233,9 @@ class Training:
     def _synchronise_gradients(self) -> None:
         """Sum partial gradients: of replicated weights under sequence parallelism, and of a pipeline's replicas."""
         if self.shape.sequence_parallel and self.groups["tp"] is not None:
-            all_reduce_flat([_local(p.grad) for p in self._partial() if p.grad is not None], self.groups["tp"], 1)
-        group = self.groups["dp"]
-        if group is None or self.sharded or self.schedule is None:
-            return
-        gradients = [p.grad for p in reversed(list(self.model.parameters())) if p.grad is not None]
-        limit = self.job["parallel"]["bucket_mbytes"] * 2**20
-        bucket: list[Tensor] = []
-        for index, gradient in enumerate(gradients):
-            bucket.append(gradient)
-            if index == len(gradients) - 1 or sum(g.numel() * g.element_size() for g in bucket) >= limit:
-                all_reduce_flat(bucket, group, group.size())
-                bucket = []
-
-    def _partial(self) -> list[nn.Parameter]:
-        return self.stage.replicated_parameters()
+            partial = self.stage.replicated_parameters()
+            all_reduce_flat([_local(p.grad) for p in partial if p.grad is not None], self.groups["tp"], 1)
+        self.all_reduce_gradients(self.model.parameters())
 
 
 class _AnnotatedStage(PipelineStage):
