@@ -1,4 +1,4 @@
-"""Sizes of an attention on one rank, and its fused kernels.
+"""Attention, from the layer's input to the input of the residual addition: fused or not, shared or latent.
 
 Context parallelism: each rank has a part of every sequence, and its attention needs all keys and values.
 
@@ -14,8 +14,6 @@ Attention as separate kernels that keep the matrix of scores.
 Korthikanti et al. 2022 (arXiv:2205.05198) count 5 a s^2 b bytes for it in 16 bits: 2 for the softmax's output, 1 for
 the mask of a dropout and 2 for what the dropout leaves.  Without dropout 2 a s^2 b are kept, once, as the softmax's
 output and as the second product's input.  The whole square is computed, masked or not.
-
-Attention, from the layer's input to the input of the residual addition.
 
 Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1; DeepSeek-V3, arXiv:2412.19437).
 

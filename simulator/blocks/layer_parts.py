@@ -1,10 +1,8 @@
-"""The kernels that PyTorch runs for norms, rotary positions, gated activations and losses without fusion.
+"""Parts that layers share: linears, norms, residuals, MLPs, and the borders of tensor-parallel regions.
 
-Element by element in the activations' type, with the main type (fp32) in between where the modules say so
-(``nn.RMSNorm`` before PyTorch 2.8; torchtitan's ``apply_rotary_emb``, 2024-25, in complex fp32; ``F.silu(gate) * up``;
-``cross_entropy`` of fp32 logits).  Where both types are one, nothing is cast.
-
-Parts that layers share: linears, norms, residuals, and the borders of tensor-parallel regions.
+Without fusion PyTorch runs kernels element by element in the activations' type, with the main type (fp32) in between
+where the modules say so (``nn.RMSNorm`` before PyTorch 2.8; torchtitan's ``apply_rotary_emb``, 2024-25, in complex
+fp32; ``F.silu(gate) * up``; ``cross_entropy`` of fp32 logits).  Where both types are one, nothing is cast.
 
 Tensor parallelism is Megatron's (Shoeybi et al. 2019, arXiv:1909.08053): column- then row-parallel linears
 between two conjugate operators, ``enter`` and ``leave``.  Sequence parallelism is that of Korthikanti et al. 2022
@@ -13,8 +11,6 @@ between two conjugate operators, ``enter`` and ``leave``.  Sequence parallelism 
 In fp8 a linear casts its input in forward and the gradient of its output in backward, each in one pass that reads two
 bytes and writes the value and its transpose (Transformer Engine); weights are cast once an iteration, with the
 optimizer's step, and not here.  What it keeps is the cast input.
-
-MLPs, gated or not.
 """
 
 from __future__ import annotations

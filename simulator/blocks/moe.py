@@ -1,18 +1,4 @@
-"""The MLPs of a rank's experts: grouped matrix products, and what is between and after them.
-
-GPT-OSS has biases in its experts and clamps their gates (its model card, arXiv:2508.10925).  Megatron-Core 0.15 to 0.18
-does both by PyTorch's own kernels (``transformer/moe/experts.py``, ``TEGroupedMLP._apply_bias``; ``fusions/
-fused_bias_geglu.py``, ``weighted_bias_quick_geglu_impl``): halves are clamped one by one and joined again; the second
-bias times the router's probabilities, which are in fp32, is added expert by expert, so that all of it is in fp32.  The
-first bias is part of the products.  Biases are not counted among the parameters.
-
-Products in 8 bits need a multiple of 16 or 32 rows for each expert.  Unless the dispatcher or the router sees to it,
-Megatron-Core 0.14 to 0.18 copies what the experts take to where there is room, and their results to where the padding
-is left out (``experts.py``, ``quantization_padding``; Transformer Engine's ``Fp8Padding``).  In MXFP8, Transformer
-Engine 2.8 to 2.11 casts experts' rows by a kernel for each expert (``csrc/extensions/cast.cpp``,
-``multi_tensor_quantize_impl``).
-
-Mixtures of experts: a router sends every token to a few of many MLPs.
+"""Mixtures of experts: a router sends every token to a few of many MLPs.
 
 The order of Megatron-Core's all-to-all dispatcher: route, permute by expert, all-to-all over the expert-parallel group
 (GShard, Lepikhin et al. 2020, arXiv:2006.16668), sort by local expert, grouped matrix products, and all of it back.
@@ -30,6 +16,20 @@ DeepEP and HybridEP (github.com/deepseek-ai/DeepEP; Megatron-Core 0.14 to 0.18, 
 ``MoEFlexTokenDispatcher``) send a token once to each rank that has one of its experts.  There it is copied and sorted
 by expert; on the way back its copies are summed before they leave, and once more by the kernel that receives them.
 Between nodes a token travels once to each node, and from there within the node, beside the rest.
+
+The MLPs of a rank's experts: grouped matrix products, and what is between and after them.
+
+GPT-OSS has biases in its experts and clamps their gates (its model card, arXiv:2508.10925).  Megatron-Core 0.15 to 0.18
+does both by PyTorch's own kernels (``transformer/moe/experts.py``, ``TEGroupedMLP._apply_bias``; ``fusions/
+fused_bias_geglu.py``, ``weighted_bias_quick_geglu_impl``): halves are clamped one by one and joined again; the second
+bias times the router's probabilities, which are in fp32, is added expert by expert, so that all of it is in fp32.  The
+first bias is part of the products.  Biases are not counted among the parameters.
+
+Products in 8 bits need a multiple of 16 or 32 rows for each expert.  Unless the dispatcher or the router sees to it,
+Megatron-Core 0.14 to 0.18 copies what the experts take to where there is room, and their results to where the padding
+is left out (``experts.py``, ``quantization_padding``; Transformer Engine's ``Fp8Padding``).  In MXFP8, Transformer
+Engine 2.8 to 2.11 casts experts' rows by a kernel for each expert (``csrc/extensions/cast.cpp``,
+``multi_tensor_quantize_impl``).
 """
 
 from __future__ import annotations

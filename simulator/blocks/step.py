@@ -1,22 +1,16 @@
-"""Steps: one module call each, as data. A block is a tuple of steps.
+"""Steps, one module call each, as data; and the sizes of a micro-batch on one rank, from which they are made.
 
-A block's backward pass is its steps' ``backward`` and ``weight_grad`` in reverse order.
+A block is a tuple of steps.  Its backward pass is its steps' ``backward`` and ``weight_grad`` in reverse order.
 
-Modules of a layer that backward recomputes: Megatron-Core's ``recompute_modules``.
+``recomputed``: modules of a layer that backward recomputes, Megatron-Core's ``recompute_modules``.  Source: Megatron-
+Core 0.12 to 0.18, ``transformer/transformer_config.py``, and where each module asks for itself: ``layernorm`` and
+``mlp`` (of dense layers) in ``transformer_layer.py``, ``moe_act`` in ``moe/experts.py``, ``moe`` and ``shared_experts``
+in ``moe/moe_layer.py`` and ``moe/shared_experts.py``, ``mla_up_proj`` in ``multi_latent_attention.py``.  The attention
+core is repeated elsewhere (``programs.block_pass``), as it may be several kernels whose statistics are kept.
 
-Source: Megatron-Core 0.12 to 0.18, ``transformer/transformer_config.py``, and where each module asks for itself:
-``layernorm`` and ``mlp`` (of dense layers) in ``transformer_layer.py``, ``moe_act`` in ``moe/experts.py``, ``moe`` and
-``shared_experts`` in ``moe/moe_layer.py`` and ``moe/shared_experts.py``, ``mla_up_proj`` in
-``multi_latent_attention.py``.  The attention core is repeated elsewhere (``lowering.passages``), as it may be several
-kernels whose statistics are kept.
-
-Activations that are offloaded to the host's memory between forward and backward.
-
-What a layer keeps leaves beside the next layer's forward and comes back beside the backward of the layer after it
-(vDNN, Rhu et al. 2016, arXiv:1602.08124; so does Transformer Engine).  Layers in a row are alike, so each block carries
-its own bytes from its first step to its last: as many transfers, one layer earlier.
-
-Sizes of a micro-batch on one rank, from which blocks are made.
+``offloaded``: what a layer keeps leaves beside the next layer's forward and comes back beside the backward of the layer
+after it (vDNN, Rhu et al. 2016, arXiv:1602.08124; so does Transformer Engine).  Layers in a row are alike, so each
+block carries its own bytes from its first step to its last: as many transfers, one layer earlier.
 """
 
 from __future__ import annotations

@@ -1,6 +1,4 @@
-"""Codes of a segment's events and of a stage's clocks, for the loops over arrays.
-
-Longest paths through static graphs in issue order.
+"""Longest paths through static graphs in issue order, and the codes of events and clocks.
 
 Ties are broken towards the dependency that is listed first, so results never depend on chance.
 """

@@ -290,13 +290,7 @@ def _note_clocks(state: State) -> None:
 
 
 def _moves_on(state: State, outside: Outside | None, turn: int) -> bool:
-    """Whether clock 0 advanced by the same time after every entry, and no other clock or host advanced more.
-
-    Args:
-        state: After a period.
-        outside: Its parts on clock 0 too must move on alike, if they are wanted.
-        turn: Row of that period in ``after``.
-    """
+    """Whether clock 0 advanced by the same time after every entry, and no other clock or host advanced more."""
     clocks, before, after = state.clocks, state.before, state.after
     shift = after[turn, 0] - after[1 - turn, 0]
     for place in range(after.shape[1]):
@@ -321,12 +315,7 @@ def _moves_on(state: State, outside: Outside | None, turn: int) -> bool:
 
 
 def _skip(entries: Entries, state: State, steady: Steady, period: int) -> None:
-    """Advance all clocks over the periods from ``period`` on, each of which equals the last one.
-
-    Args:
-        entries, state, steady: As in ``run_periods``.
-        period: The first that is skipped.
-    """
+    """Advance all clocks over the periods from ``period`` on, each of which equals the last one."""
     clocks, posted, turn = state.clocks, state.posted, (period - 1) % 2
     shift = state.after[turn, 0] - state.after[1 - turn, 0]
     left, begin = steady.periods - period, steady.first + period * steady.length

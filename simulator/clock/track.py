@@ -1,6 +1,6 @@
 """A schedule as the entries of its ranks, in one order that can run; computed once for all jobs.
 
-Runs of a track: when every action and message of an iteration runs, and the critical path.
+A run of it says when every action and message of an iteration runs, and what the critical path is.
 """
 
 from __future__ import annotations

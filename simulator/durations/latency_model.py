@@ -1,7 +1,4 @@
-"""The latency model that the simulator asks for durations; and the roofline from hardware facts.
-
-Latency models of users and of other packages, named by ``--latency``.
-"""
+"""Latency models, which the simulator asks for durations: hardware facts, and those that ``--latency`` names."""
 
 from __future__ import annotations
 

@@ -1,19 +1,13 @@
-"""The breakdown of an iteration's time.
+"""The time of one iteration (segments, the schedule over segments, the optimizer), its breakdown and sensitivity.
 
-The time of one iteration: segments, then the schedule over segments, then the optimizer.
-
-A segment is a map between the clocks of a stage, of its computation and of its replicas' traffic (see ``timing``), so
-every distinct one is timed once, and the result is exactly that of the whole op-level graph.
+A segment is a map between the clocks of a stage, of its computation and of its replicas' traffic (see
+``segment_timing``), so every distinct one is timed once, and the result is exactly that of the whole op-level graph.
 
 Without a pipeline the host, which launches, runs ahead of its device from one segment into the next, and has a clock of
 its own.  In a pipeline it waits for messages, and starts each segment with the computation.
 
-Sensitivity of the iteration time: how often each op and collective is on the critical path, and what halving it
-saves.
-
-Work of an iteration in FLOP: needed by the model, and executed by the devices.
-
-Only matrix products and attention count, a multiply-add as two.  Causal attention counts the half that is computed.
+In FLOP only matrix products and attention count, a multiply-add as two.  Causal attention counts the half that is
+computed.
 """
 
 from __future__ import annotations

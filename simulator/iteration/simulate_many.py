@@ -1,9 +1,7 @@
-"""Segments of many jobs, timed together with one latency model.
+"""Iteration times of many jobs: the same times as ``simulate``, computed together and without explanations.
 
 ``Timer`` answers for one segment at a time, with all that explains it.  ``many_paths`` answers for thousands, with what
 an iteration time needs alone: longest paths, and the part of each outside of what was measured.
-
-Iteration times of many jobs: the same times as ``simulate``, computed together and without explanations.
 """
 
 from __future__ import annotations
@@ -200,14 +198,7 @@ def _simulate(
 def _iterations(
     low: Lowered, takes: RunDurations, far: RunDurations | None, host: tuple[float, float]
 ) -> tuple[Floats, Floats]:
-    """Seconds of one iteration of several jobs, and the share of each outside the measured range.
-
-    Args:
-        low: One of the jobs; they differ in durations alone.
-        takes: The durations.
-        far: The parts of these outside of what was measured, if these are wanted.
-        host: What the host takes before each action, and to post a side of a message.
-    """
+    """Seconds of one iteration of several jobs, and the share of each outside the measured range."""
     clocks, of_clocks = many_clocks(low.track, low.segment, takes, far, host)
     paths = takes.transition[:, low.optimizer]
     of_stages = np.moveaxis(clocks, 0, 1)

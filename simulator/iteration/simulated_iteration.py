@@ -1,13 +1,9 @@
-"""Find the distinct pipelines of ranks; equal ones are simulated once.
+"""One simulated iteration as arrays: clocks of the stages of all distinct pipelines, and the critical path.
 
 A pipeline is one replica: the tensor- and context-parallel ranks of all stages.  Ranks of such a group move in step, so
 the slowest decides for all of them.  Replicas do not wait for each other before their gradients meet, so each distinct
 one is simulated; those that share parameters or experts meet in every layer, so one stands for all of these, at the
 pace of the slowest.
-
-From the end of the pipeline to the end of the iteration: when optimizers start, and which one decides.
-
-One simulated iteration as arrays: clocks of all stages, and the critical path through actions and messages.
 """
 
 from __future__ import annotations

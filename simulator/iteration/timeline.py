@@ -1,15 +1,13 @@
-"""A simulated iteration as Chrome trace events, which Perfetto (ui.perfetto.dev) opens.
+"""A simulated iteration as a Chrome trace, which Perfetto (ui.perfetto.dev) opens, or as PyTorch's profiler writes it.
 
 Events are written as JSON from templates, one for each distinct segment: millions a second.  Arrows (flow events) join
 an action, its message and the action that needs it, at level ``segment``; counters show each stage's memory and the
 messages that it sends at once.
 
-A simulated iteration as traces of PyTorch's profiler: for HTA, TensorBoard, and other readers of such traces.
-
-A trace has the form of Kineto's files: kernels on the streams of a device, the call that launches each, the operator
-around the call, and one profiler step.  A timeline has no host, so each launch takes a microsecond and is just before
-its kernel.  Annotations tell forward from backward, and an operator of backward has the sequence number of its forward,
-as autograd writes it: an import then finds phases and data dependencies.
+A trace for HTA, TensorBoard and other readers has the form of Kineto's files: kernels on the streams of a device, the
+call that launches each, the operator around the call, and one profiler step.  A timeline has no host, so each launch
+takes a microsecond and is just before its kernel.  Annotations tell forward from backward, and an operator of backward
+has the sequence number of its forward, as autograd writes it: an import then finds phases and data dependencies.
 """
 
 from __future__ import annotations

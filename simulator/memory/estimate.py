@@ -1,9 +1,4 @@
-"""The device that limits the memory: for each stage, the smallest device that has one of its ranks.
-
-Advice if a job does not fit: the first change that makes it fit, tried from the cheapest in time.
-
-Peak bytes of a rank of each pipeline stage.
-"""
+"""Peak bytes of a rank of each pipeline stage, the device that limits them, and advice if a job does not fit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The memory that one block keeps for its backward, and its largest temporary memory in forward and backward.
+"""The memory of blocks and of a part of the model: what is kept for backward, and what is needed for a moment.
 
 What a step works on beside what it keeps follows from what its ops read and write: an op that reads the kept tensors
 or the parameters adds the rest.  Steps add to this with ``temporary_bytes``.
@@ -7,8 +7,6 @@ Where backward is split, the parameters' half needs inputs of linears and gradie
 after the input's half.  Per layer of GPT these are 32 s b h bytes of 34 (Qi et al. 2023, arXiv:2401.10241, table 1).
 With sequence parallelism they are more than was kept: inputs wait as each rank's own part and are gathered again, but
 gradients of row-parallel linears' outputs wait as they were used, gathered (as in the authors' own Megatron).
-
-The memory of a part of the model: its blocks in turn, with FSDP's gathered parameters.
 """
 
 from __future__ import annotations

@@ -75,16 +75,7 @@ def _run_actions(
     out: Floats,
     moments: Floats,
 ) -> None:
-    """Walk the actions of every stage in order.
-
-    Args:
-        bounds: First row of each stage, and the number of rows.
-        rows: Kind, micro-batch and chunk of each action.
-        bytes_of: As in ``find_peaks``.
-        ran: Whether each chunk ran forward, and whether it ran backward; all false.
-        out: Result of ``find_peaks``; written.
-        moments: Bytes of each action, written; empty: not wanted.
-    """
+    """Walk the actions of every stage in order."""
     came, seen = ran[0], ran[1]
     for stage in range(len(bounds) - 1):
         kept, grown, flying, gathered = 0.0, 0.0, 0, 0.0

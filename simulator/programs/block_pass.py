@@ -1,12 +1,10 @@
-"""Issue order: programs in the order in which a framework's host thread launches their nodes.
+"""One pass through a block as an op-level program, in the order in which a framework's host thread launches its nodes.
 
 Streams: ``compute``; one for each kind of group (``tp``, ``cp``, ``ep``), for copies to the host (``offload``) and for
 traffic between replicas (``dp``, ``dp2``).  An op waits for what the host was told to wait for; a collective starts
 when the computation has come to it.
 
-Passages: one pass through a block as an op-level program.
-
-When a passage is over, all of its streams are: what runs across blocks (``dp``) is the segment's business.
+When a pass is over, all of its streams are: what runs across blocks (``dp``) is the segment's business.
 """
 
 from __future__ import annotations

@@ -78,12 +78,7 @@ class BucketRun(NamedTuple):
 
 @cached(4096)
 def _plan(rows: tuple[tuple[int, int, int, str, int, bool], ...], tables: tuple[GradientTable, ...]) -> BucketPlan:
-    """The plan of some units; it is the same for all micro-batches.
-
-    Args:
-        rows: Of each unit: passage, its nodes, times, name, number, whether it can be cut anywhere.
-        tables: Gradients of each.
-    """
+    """The plan of some units; it is the same for all micro-batches."""
     names = dict.fromkeys([*(name for _, _, _, name, _, _ in rows), *BUCKET_NAMES])
     number = {name: at for at, name in enumerate(names)}
     numbered = [(*row[:3], number[row[3]], *row[4:]) for row in rows]

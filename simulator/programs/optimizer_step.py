@@ -123,13 +123,7 @@ class _Tensors(NamedTuple):
 
 @cached(8192)
 def _elements(tensors: HashedTuple[_Tensors], shards: tuple[int, int], *, replicated: bool = False) -> tuple[int, int]:
-    """Elements of a rank's share of some tensors, and their number.
-
-    Args:
-        tensors: Which.
-        shards: Over how many ranks others' and experts' are divided.
-        replicated: Whether those alone count that all tensor-parallel ranks hold.
-    """
+    """Elements of a rank's share of some tensors, and their number."""
     counted = [t for t in tensors if t.replicated or not replicated]
     return sum([t.times * -(-t.numel // shards[t.expert]) for t in counted]), sum([t.times for t in counted])
 

@@ -1,6 +1,4 @@
-"""FSDP's all-gathers of parameters as events; each unit is gathered some units before its use.
-
-Plans of a part's forward and backward: their events, without the sizes of blocks and groups.
+"""Plans of a part's forward and backward: their events, without the sizes of blocks and groups.
 
 Strategies that differ in micro-batch, degrees or replicas run the same events with other work, so a plan is made once
 for all of them.
@@ -260,14 +258,7 @@ def _run_by_unit(builder: SegmentBuilder, units: Patterns, replicas: Replicas, t
 def _reduce_unit(
     builder: SegmentBuilder, replicas: Replicas, unit: int, tensors: Sequence[int], how: tuple[int, bool]
 ) -> None:
-    """Reduce the gradients of a unit.
-
-    Args:
-        builder, replicas: As elsewhere.
-        unit: Its index, or ``ROOT``.
-        tensors: Number of its parameter tensors, of others and of experts.
-        how: The bucket's number, whether sums are added to earlier ones.
-    """
+    """Reduce the gradients of a unit."""
     number, accumulate = how
     for expert in (False, True):
         if not tensors[expert]:

@@ -1,6 +1,6 @@
-"""Links between pipeline stages: messages between parts, a shared table, and which stages meet before the optimizer.
+"""The work of ranks and the links between their stages, without the order of micro-batches.
 
-The work of ranks without the order of micro-batches; strategies that differ only in the order share it.
+Strategies that differ only in that order share it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""The synchronisation of replicas: their groups, and the collectives that sum their gradients.
-
-The work of one rank for the slots of a plan.
-"""
+"""The synchronisation of replicas: who they are, their collectives, and the work that fills a plan's slots."""
 
 from __future__ import annotations
 

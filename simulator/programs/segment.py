@@ -3,7 +3,7 @@
 A segment is a list of *events* in the order of issue.  Repeated layers are one event, so its cost grows with the
 replicas' messages, not with ops; ``program`` writes all of it out at op level, and takes exactly as long.
 
-Slots: placeholders for passages and collectives in a plan of events, which the work of one rank fills.
+A plan is a segment of slots, placeholders for passages and collectives, which the work of one rank fills.
 """
 
 from __future__ import annotations

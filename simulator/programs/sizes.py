@@ -1,4 +1,4 @@
-"""The placement of ranks: which groups share a node.
+"""From a job to its sizes: groups and where they lie, the shape of a rank, parts of the model.
 
 Ranks are numbered along the axes of ``ParallelSpec.order``, the first fastest.  With Megatron's default,
 ``tp-cp-dp-pp``::
@@ -6,8 +6,6 @@ Ranks are numbered along the axes of ``ParallelSpec.order``, the first fastest. 
     rank = tp_rank + tp * (cp_rank + cp * (dp_rank + dp * stage))
 
 so tensor-parallel groups fill nodes first and pipeline neighbours are furthest apart.
-
-From a job to its sizes: groups, the shape of a rank, parts of the model.
 """
 
 from __future__ import annotations

@@ -1,11 +1,9 @@
-"""Units: the blocks of a part of the model; equal blocks in a row are one unit.
+"""The work of one pipeline stage for a micro-batch: forward and backward segments of its parts of the model.
 
-The work of one pipeline stage for a micro-batch: forward and backward segments of its parts of the model.
-
-What an engine does beside the blocks is in ``dataset.job.execution``.  With autograd's accumulation, gradients are
-added by one ``add`` for each parameter tensor, and DDP scales each into its bucket (``copy``), which it sends once it
-holds ``bucket_mbytes`` (an explicit size leaves no smaller first bucket).  All-gathers carry parameters in the training
-type.
+Equal blocks in a row are one unit.  What an engine does beside the blocks is in ``dataset.job.execution``.  With
+autograd's accumulation, gradients are added by one ``add`` for each parameter tensor, and DDP scales each into its
+bucket (``copy``), which it sends once it holds ``bucket_mbytes`` (an explicit size leaves no smaller first bucket).
+All-gathers carry parameters in the training type.
 """
 
 from __future__ import annotations

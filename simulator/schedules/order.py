@@ -1,6 +1,4 @@
-"""Check that a schedule is complete, and find its dependencies and an order in which all actions can run.
-
-The entries of ranks in a pipeline: computations, posts of messages, and waits for them; in one order.
+"""An order in which all actions of a schedule can run, and the entries of ranks: computations, posts, waits.
 
 A post is never blocking: a side says that it is ready to send or to receive.  A message passes when both sides have
 posted it.  A wait ends when the message has passed.
@@ -144,14 +142,7 @@ def _requirements(schedule: Schedule, kind: Ints, micro_batch: Ints, part: Ints,
 
 @compiled
 def _sweep(first: Ints, source: Ints, own: Ints, order: Ints, position: Ints) -> None:
-    """Advance every stage as far as possible, round after round.
-
-    Args:
-        first: Actions of stage ``s`` are ``first[s]`` to ``first[s + 1]``, in its order.
-        source, own: What each action needs, -1 if nothing.
-        order: Filled: actions in the order of completion; stays -1 behind where it is stuck.
-        position: Filled: where each action is in it, -1 if never.
-    """
+    """Advance every stage as far as possible, round after round."""
     pointer = first[:-1].copy()
     placed = 0
     moved = True
@@ -275,14 +266,7 @@ def in_one_order(order: Order, messages: Messages, lists: RankLists) -> Entries:
 
 @compiled
 def _interleave(lists: RankLists, posted: NDArray[np.bool_], entries: Ints, reached: Ints) -> None:
-    """Advance every rank as far as possible, round after round.
-
-    Args:
-        lists: What each rank does.
-        posted: Per message and side, all false.
-        entries: Filled with the entries in the order of completion; stays -1 behind where it is stuck.
-        reached: Where each rank is.
-    """
+    """Advance every rank as far as possible, round after round."""
     op, item, side, first = lists
     placed = 0
     moved = True

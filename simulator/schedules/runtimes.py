@@ -1,7 +1,4 @@
-"""How ``_PipelineScheduleRuntime`` of ``torch.distributed.pipelining`` 2.13 lowers actions to entries.
-
-How pipeline runtimes order communication around actions: GPU frameworks, DeepSpeed, and PyTorch over gloo.
-"""
+"""How pipeline runtimes order communication around actions: GPU frameworks, DeepSpeed, and PyTorch over gloo."""
 
 from __future__ import annotations
 
@@ -127,11 +124,6 @@ def _count_idle(actions: _Actions, num_micro_batches: int, num_parts: int, idle:
     """Count the turns that torch's lowering spends before each action on gathering, freeing and reducing parameters.
 
     They do nothing without FSDP, but shift the order in which receives are posted.
-
-    Args:
-        actions: Of all ranks.
-        num_micro_batches, num_parts: Of the schedule.
-        idle: Filled, of each action.
     """
     first, part, fused = actions.first, actions.part, actions.fused
     active = np.zeros(num_parts, dtype=np.bool_)
@@ -181,13 +173,7 @@ def _find_nearest(part: Ints, soon: Ints, nearest: Ints) -> None:
 
 @compiled
 def _lower(actions: _Actions, needs: _Needs, turns: _Turns, lists: RankLists) -> None:
-    """Write every rank's entries, in the order of ``_add_send_recv``; stop if ranks wait in a cycle.
-
-    Args:
-        actions, needs: What is lowered.
-        turns: Where ranks begin; moved on.
-        lists: Filled.
-    """
+    """Write every rank's entries, in the order of ``_add_send_recv``; stop if ranks wait in a cycle."""
     first, at = actions.first, turns.at
     left = len(actions.action)
     while left > 0:
