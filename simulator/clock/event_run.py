@@ -187,9 +187,9 @@ def _run_segment(
             passage = segments.passage[first_passage + what]
             first, last, node = events[row, FIRST], events[row, LAST], passages.bounds[passage]
             if last - first == passages.bounds[passage + 1] - node:
-                _run_whole(passage, events[row, TIMES], passages.paths, now, now_outside, streams, outside)
+                _run_whole((passage, events[row, TIMES]), passages.paths, (now, now_outside), streams, outside)
             else:
-                _run_nodes((node + first, node + last), passages, now, now_outside, streams, outside)
+                _run_nodes((node + first, node + last), passages, (now, now_outside), streams, outside)
         elif kind == WAIT:
             for start in range(starts):
                 if finish[what, start] > now[start, 0]:
@@ -202,30 +202,27 @@ def _run_segment(
                 if outside is not None:
                     pending_outside -= share * outside.sent[work]
         else:
-            work = first_sent + what
-            far = 0.0
+            work, far = first_sent + what, 0.0
             if outside is not None:
                 far = outside.sent[work]
             _send(events[row], event, (launches[work], sent[work], far), clocks)
-            if kind == SEND:
-                if events[row, EARLY] != ON_HOST:
-                    pending += share * sent[work]
-                    pending_outside += share * far
-            else:
+            if kind == SEND and events[row, EARLY] != ON_HOST:
+                pending += share * sent[work]
+                pending_outside += share * far
+            elif kind != SEND:
                 for start in range(starts):
                     now[start, 0], now_outside[start, 0] = finish[event, start], finish_outside[event, start]
 
 
 def _run_whole(
-    passage: int,
-    times: int,
+    what: tuple[int, int],
     paths: Floats,
-    now: Floats,
-    now_outside: Floats,
+    clocks: tuple[Floats, Floats],
     streams: StreamSeconds,
     outside: OutsideEvents | None,
 ) -> None:
-    """Run a whole passage a number of times."""
+    """Run a whole passage a number of times; ``clocks``: as ``_Clocks.now`` and ``now_outside``."""
+    (passage, times), (now, now_outside) = what, clocks
     own, from_host, of_host = paths[passage, COMPUTATION], paths[passage, FROM_HOST], paths[passage, OF_HOST]
     for start in range(len(now)):
         if now[start, 0] == -np.inf and now[start, HOST] == -np.inf:  # nothing has reached the computation yet
@@ -253,12 +250,12 @@ def _run_whole(
 def _run_nodes(
     span: tuple[int, int],
     passages: BlockPassTable,
-    now: Floats,
-    now_outside: Floats,
+    clocks: tuple[Floats, Floats],
     streams: StreamSeconds,
     outside: OutsideEvents | None,
 ) -> None:
-    """Run some nodes of a passage, one after the other."""
+    """Run some nodes of a passage, one after the other; ``clocks``: as in ``_run_whole``."""
+    now, now_outside = clocks
     nodes, launches, counts = passages.nodes, passages.launches, len(streams.totals) > 0
     for start in range(len(now)):
         clock, host = now[start, 0], now[start, HOST]

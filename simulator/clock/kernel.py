@@ -187,7 +187,6 @@ def advance(
         if op != WAIT:
             clocks[rank, 0] += host[rank, op]
         if op == COMPUTE:
-            segment = segment_of[at]
             for clock in range(num_clocks):
                 start[clock] = clocks[rank, clock]
                 if outside is not None:
@@ -195,14 +194,14 @@ def advance(
             for to in range(num_clocks):
                 latest, cause = -np.inf, 0
                 for clock in range(num_clocks):
-                    path = start[clock] + transition[segment, to, clock]
+                    path = start[clock] + transition[segment_of[at], to, clock]
                     if path > latest:
                         latest, cause = path, clock
                 clocks[rank, to] = latest
                 if log is not None:
                     log.start[at, to], log.finish[at, to], log.cause[at, to] = start[to], latest, cause
                 if outside is not None:
-                    far_clocks[rank, to] = brought[cause] + far_transition[segment, to, cause]
+                    far_clocks[rank, to] = brought[cause] + far_transition[segment_of[at], to, cause]
         elif op == WAIT:
             late = 1 if posted[at, 1] > posted[at, 0] else 0
             begins = posted[at, late]

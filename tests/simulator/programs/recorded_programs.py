@@ -32,6 +32,7 @@ MORE: dict[str, dict[str, Any]] = {
     "overlapped tensor parallel": {**BF16, "tp": 4, "sequence_parallel": True, "overlap_tp": "backward"},
     "split tensor parallel": {**BF16, "tp": 4, "sequence_parallel": True, "overlap_tp": "torch-async"},
     "scattered messages": {**BF16, "tp": 2, "pp": 2, "scatter_p2p": True},
+    "scattered messages, recomputed": {**BF16, "tp": 2, "pp": 2, "scatter_p2p": True, "recompute": "full"},
     "whole vocabulary": {**BF16, "tp": 2, "sequence_parallel": True, "vocab_parallel": False},
     "ring, grouped queries": {**BF16, "cp": 4, "family": "llama", "kv_heads": 2, "seq_len": 256},
     "gathered context": {**BF16, "cp": 2, "family": "llama", "context_parallel": "all_gather"},
