@@ -22,6 +22,7 @@ from stepsight.dataset.hardware.hardware_facts import hardware_from_dict as hard
 from stepsight.dataset.hardware.hardware_facts import launch_units as launch_units
 from stepsight.dataset.kinds.op import Collective, Op
 
+BOX = "box"  # the preset of clusters in a box, whose roofline gives the sleeping times
 LEAST_FACT = 1e6  # FLOP/s, byte/s and byte of a device in a user's file: below, the number is in another unit
 
 

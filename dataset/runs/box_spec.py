@@ -9,11 +9,11 @@ from typing import Any
 
 from stepsight.dataset.base.bounded import read_toml
 from stepsight.dataset.base.errors import JobError
-from stepsight.dataset.hardware.hardware import Fabric, fabric_from_dict
+from stepsight.dataset.hardware.hardware import BOX, Fabric, fabric_from_dict
 from stepsight.dataset.job.job import Job
 from stepsight.dataset.job.specs import SlowLink
 
-HARDWARE = "box"  # the preset whose roofline gives the sleeping times
+HARDWARE = BOX
 _TEXT = re.compile(r"(\d+)x(\d+)@(\d+(?:\.\d+)?)(mbit|gbit)")
 _INTRA = {"bandwidth_gbytes_per_s": 1.0, "latency_us": 100.0}  # TCP within one namespace
 _INTER_LATENCY_US = 150.0

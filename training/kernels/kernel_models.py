@@ -10,9 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stepsight.dataset.base.errors import PredictorError
-from stepsight.dataset.hardware.hardware import Hardware, roofline_seconds
+from stepsight.dataset.hardware.hardware import BOX, Hardware, roofline_seconds
 from stepsight.dataset.kinds.op import OP_KINDS, Op, OpKind
-from stepsight.dataset.runs.box_spec import HARDWARE as BOX
 from stepsight.features.op_features import OP_TERMS, op_feature_names, op_features, op_position, op_terms
 from stepsight.training.corrections.traced import TracedKind, log_factors
 from stepsight.training.kernels.derived_kinds import Ratio, as_run, base_in_precision, base_of, least_seconds

@@ -14,9 +14,8 @@ from stepsight.dataset.base.errors import TraceError
 from stepsight.dataset.base.files import digest, digest_files
 from stepsight.dataset.graph.program import Program
 from stepsight.dataset.graph.rank_trace import TracedSegment
-from stepsight.dataset.hardware.hardware import Fabric, Hardware, Link, find_hardware, hardware_from_dict
+from stepsight.dataset.hardware.hardware import BOX, Fabric, Hardware, Link, find_hardware, hardware_from_dict
 from stepsight.dataset.kinds.op import Collective, Op
-from stepsight.dataset.runs.box_spec import HARDWARE as SLEEPERS
 from stepsight.dataset.runs.event_file import EventFile, read_event_file
 from stepsight.dataset.runs.run_folder import read_collection
 from stepsight.dataset.runs.run_manifest import RunManifest
@@ -70,7 +69,7 @@ class Profile:
             TraceError: If neither knows the facts.
         """
         preset = find_hardware(name)
-        if preset is not None and name == SLEEPERS:
+        if preset is not None and name == BOX:
             return preset  # ranks sleep as long as it says: there is nothing to measure
         known = preset.to_dict() if preset else {"op_latency_s": 5e-6}
         facts = {**known, **self.facts, "name": name, "kind": "cpu" if device == "cpu" else "gpu"}
@@ -231,7 +230,7 @@ def read_runs(collections: Iterable[Path], roles: Sequence[str] | None) -> list[
     for collection in _distinct(collections):
         for manifest in read_collection(collection).runs:
             if roles is None or manifest.role in roles:
-                if manifest.box is not None or manifest.job.cluster.hardware == SLEEPERS:
+                if manifest.box is not None or manifest.job.cluster.hardware == BOX:
                     _check_ranks(manifest.world_size, manifest.folder)
                 chosen.append(manifest)
     traced = [manifest.folder for manifest in chosen if manifest.traces]

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from importlib.metadata import version
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -22,21 +22,14 @@ from stepsight.dataset.base.errors import PredictorError, StepsightError
 from stepsight.dataset.base.files import digest
 from stepsight.dataset.hardware.hardware import Hardware, find_hardware
 from stepsight.dataset.kinds.op import COLLECTIVE_KINDS, OP_KINDS
-from stepsight.dataset.tables import Measurements
 from stepsight.training.kernels.derived_kinds import Ratio, label
 from stepsight.training.kernels.kernel_models import same_chip
 from stepsight.training.predictor.predictor import SHIPPED, Predictor, shipped_names
-from stepsight.training.shipped.from_tables import (
-    CollectiveRows,
-    OpRows,
-    collective_table,
-    fit_links,
-    fit_table,
-    lend,
-    op_table,
-    products_alone,
-)
 from stepsight.training.shipped.product_power import product_power_w, tabled_power_w
+
+if TYPE_CHECKING:
+    from stepsight.dataset.tables import Measurements
+    from stepsight.training.shipped.from_tables import CollectiveRows, OpRows
 
 # Products by inference engines' kernels where training runs the same ones.  Their kernels for experts are others: on
 # A100 they take half as long again as Transformer Engine's, whose ratio to plain products is measured elsewhere.
@@ -106,16 +99,30 @@ _FLASH_2_LAST = {"flash2_attention": _SAME, "flash2_attention_backward": _SAME}
 # Fabrics of tables, and the presets whose links they are.  ``cluster01`` reaches 48.9 GB/s per adapter.  Left out are
 # networks of which nobody knows the links (Vidur's between nodes, ``cluster00``).
 _LINKS = MappingProxyType(
-    {
-        "dgx-a100": "dgx-a100",
-        "dgx-h100": "dgx-h100",
-        "dgx-b200": "dgx-b200",
-        "nccl-tests-example-cluster01": "dgx-h100",
-    }
+    {name: name for name in ("dgx-a100", "dgx-h100", "dgx-b200")} | {"nccl-tests-example-cluster01": "dgx-h100"}
 )
 _NCCL = r"nccl-tests|nccl .*half$|^nccl$"  # not in 8 bits, where switches do not sum
+
+
+def _engines(path: str, *families: str) -> TableSource:
+    """Benchmarks of inference engines."""
+    return TableSource("aiconfigurator", f"kernels/aiconfigurator/data/{path}", families)
+
+
+def _vidur(device: str) -> TableSource:
+    return TableSource("vidur", f"kernels/vidur/compute/{device}", STREAMING)
+
+
+def _sends(device: str) -> TableSource:
+    return TableSource("vidur", f"collectives/vidur/network/{device}_dgx/send_recv.csv.gz")
+
+
+def _simumax(file: str = "") -> TableSource:
+    return TableSource("simumax", f"kernels/simumax/configs/system{file}")
+
+
 _NCCL_TESTS = TableSource("nccl-tests", "collectives/nccl-tests-cluster")
-_SIMUMAX = "kernels/simumax/configs/system"
+_SCALED_FP8 = ("TensorRT-LLM (cuBLAS, one scale)", "SGLang (CUTLASS, a scale for each row)")
 
 RECIPES = MappingProxyType(
     {
@@ -123,17 +130,14 @@ RECIPES = MappingProxyType(
             "A100",
             "a100-sxm-80gb",
             ("a100-sxm-40gb",),
-            (
-                TableSource("aiconfigurator", "kernels/aiconfigurator/data/a100_sxm", PRODUCTS),
-                TableSource("vidur", "kernels/vidur/compute/a100", STREAMING),
-            ),
-            (TableSource("simumax", f"{_SIMUMAX}/a100_pcie.json"),),
+            (_engines("a100_sxm", *PRODUCTS), _vidur("a100")),
+            (_simumax("/a100_pcie.json"),),
             ("SGLang|vidur", "TRTLLM"),
             {"gemm": ("SGLang (torch)", "TensorRT-LLM"), "attention": ("SGLang", "TensorRT-LLM")},
             (
-                TableSource("aiconfigurator", "kernels/aiconfigurator/data/a100_sxm"),
+                _engines("a100_sxm"),
                 TableSource("vtrain", "collectives/vtrain/trace/a100"),
-                TableSource("vidur", "collectives/vidur/network/a100_dgx/send_recv.csv.gz"),
+                _sends("a100"),
                 _NCCL_TESTS,
             ),
             {**_FLASH_1, **_FLASH_2_LAST},
@@ -143,25 +147,15 @@ RECIPES = MappingProxyType(
             "H100",
             "h100-sxm-80gb",
             ("h100-sxm-96gb",),
-            (
-                TableSource("aiconfigurator", "kernels/aiconfigurator/data/h100_sxm", PRODUCTS),
-                TableSource("vidur", "kernels/vidur/compute/h100", STREAMING),
-            ),
-            (TableSource("simumax", _SIMUMAX),),
+            (_engines("h100_sxm", *PRODUCTS), _vidur("h100")),
+            (_simumax(),),
             # In 8 bits TensorRT-LLM calls cuBLAS with one scale for a tensor, as Transformer Engine and PyTorch do.
             (
                 r"SGLang .* (fa3|flash_attention_v3|sglang_torch_linear) bf16|TRTLLM .* torch_flow fp8$|vidur",
                 r"TRTLLM .* torch_flow bf16|sglang_sgl_kernel_fp8_scaled_mm",
             ),
-            {
-                "gemm": ("SGLang (torch)", "TensorRT-LLM"),
-                "gemm/fp8": ("TensorRT-LLM (cuBLAS, one scale)", "SGLang (CUTLASS, a scale for each row)"),
-            },
-            (
-                TableSource("aiconfigurator", "kernels/aiconfigurator/data/h100_sxm"),
-                TableSource("vidur", "collectives/vidur/network/h100_dgx/send_recv.csv.gz"),
-                _NCCL_TESTS,
-            ),
+            {"gemm": ("SGLang (torch)", "TensorRT-LLM"), "gemm/fp8": _SCALED_FP8},
+            (_engines("h100_sxm"), _sends("h100"), _NCCL_TESTS),
             {**_FLASH_1, **_FLASH_2},
         ),
         # H100's chip with faster memory: of products that both ran (aiconfigurator, SGLang 0.5.14) those that stream
@@ -173,26 +167,20 @@ RECIPES = MappingProxyType(
             "H100",
             "h200-sxm-141gb",
             (),
-            (TableSource("aiconfigurator", "kernels/aiconfigurator/data/h200_sxm", PRODUCTS),),
-            (TableSource("simumax", _SIMUMAX),),
+            (_engines("h200_sxm", *PRODUCTS),),
+            (_simumax(),),
             (
                 r"SGLang .* (fa3|flash_attention_v3|sglang_torch_linear) |TRTLLM .* torch_flow fp8$|vidur",
                 "sglang_sgl_kernel_fp8_scaled_mm",
             ),
-            {"gemm/fp8": ("TensorRT-LLM (cuBLAS, one scale)", "SGLang (CUTLASS, a scale for each row)")},
-            (
-                TableSource("aiconfigurator", "kernels/aiconfigurator/data/h200_sxm"),
-                TableSource("vidur", "collectives/vidur/network/h100_dgx/send_recv.csv.gz"),
-                _NCCL_TESTS,
-            ),
+            {"gemm/fp8": _SCALED_FP8},
+            (_engines("h200_sxm"), _sends("h100"), _NCCL_TESTS),
             {**_FLASH_1, **_FLASH_2},
             {
                 "h100-sxm-80gb": (
-                    TableSource(
-                        "aiconfigurator", "kernels/aiconfigurator/data/h100_sxm/encoder_attention", ("attention",)
-                    ),
-                    TableSource("aiconfigurator", "kernels/aiconfigurator/data/h100_sxm/gemm/trtllm", ("gemm",)),
-                    TableSource("vidur", "kernels/vidur/compute/h100", STREAMING),
+                    _engines("h100_sxm/encoder_attention", "attention"),
+                    _engines("h100_sxm/gemm/trtllm", "gemm"),
+                    _vidur("h100"),
                 )
             },
         ),
@@ -203,20 +191,14 @@ RECIPES = MappingProxyType(
             "B200",
             "b200-sxm-180gb",
             ("gb200-sxm-186gb", "b300-sxm-270gb", "gb300-sxm-279gb"),
-            (
-                TableSource("aiconfigurator", "kernels/aiconfigurator/data/b200_sxm", PRODUCTS),
-                TableSource("simumax", f"{_SIMUMAX}/b200_bf16_ceperm.json.gz"),
-            ),
-            (TableSource("simumax", f"{_SIMUMAX}/a100_pcie.json"),),
-            (
-                "simumax|deepgemm",
-                r"SGLang .* (sglang_torch_linear|sglang_sgl_kernel_fp8_scaled_mm)",
-            ),
+            (_engines("b200_sxm", *PRODUCTS), _simumax("/b200_bf16_ceperm.json.gz")),
+            (_simumax("/a100_pcie.json"),),
+            ("simumax|deepgemm", r"SGLang .* (sglang_torch_linear|sglang_sgl_kernel_fp8_scaled_mm)"),
             {
                 "gemm": ("Transformer Engine (SimuMax)", "SGLang (torch)"),
                 "gemm/fp8": ("DeepGEMM", "SGLang (CUTLASS, a scale for each row)"),
             },
-            (TableSource("aiconfigurator", "kernels/aiconfigurator/data/b200_sxm"), _NCCL_TESTS),
+            (_engines("b200_sxm"), _NCCL_TESTS),
             {**_FLASH_1, **_FLASH_2},
         ),
     }
@@ -266,6 +248,9 @@ def read_recipe(recipe: Recipe, data: Path) -> tuple[OpRows, dict[str, Measureme
     Raises:
         TableError: If a source is not there or malformed.
     """
+    from stepsight.dataset.tables import Measurements
+    from stepsight.training.shipped.from_tables import lend, op_table, products_alone
+
     hardware = _preset(recipe.hardware)
     own = products_alone(Measurements.concat(_read(source, data) for source in recipe.own), hardware)
     lent = Measurements.concat(
@@ -284,7 +269,8 @@ def read_links(recipe: Recipe, data: Path) -> tuple[CollectiveRows, Measurements
     Raises:
         TableError: If a source is not there or malformed.
     """
-    from stepsight.dataset.tables import read_table
+    from stepsight.dataset.tables import Measurements, read_table
+    from stepsight.training.shipped.from_tables import collective_table
 
     table = Measurements.concat(
         read_table(source.format, data / source.path).where(kind=list(COLLECTIVE_KINDS))
@@ -320,6 +306,8 @@ def retrain(name: str, data: Path, out: Path, seed: int = 0) -> Predictor:
         PredictorError: If there is no such recipe, or ``out`` is something else.
         TableError: If a source is not there or malformed.
     """
+    from stepsight.training.shipped.from_tables import fit_links, fit_table
+
     recipe = RECIPES.get(name)
     if recipe is None:
         raise PredictorError(f"a shipped predictor must be one of {', '.join(RECIPES)}, got {name!r:.80}")
@@ -335,6 +323,12 @@ def retrain(name: str, data: Path, out: Path, seed: int = 0) -> Predictor:
         f"alone_error_{family.replace('/', '_')}_percent": round(100 * float(np.expm1(error)), 3)
         for family, error in {**kernel.regressor.errors, **collective.errors}.items()
     }
+    lent = {
+        "devices": list(recipe.lent),
+        "kinds": _kinds(tables["lent"], recipe, hardware),
+        "sources": list(tables["lent"].files),
+        "how": "times of devices with the same chip, as much longer or shorter as rooflines say",
+    }
     manifest: dict[str, Any] = {
         "name": name,
         "digest": digest(*(file["digest"] for file in files.values()), str(seed), version("stepsight")),
@@ -342,7 +336,7 @@ def retrain(name: str, data: Path, out: Path, seed: int = 0) -> Predictor:
         "num_ops": len(rows),
         "num_collectives": len(links),
         "kinds_measured": _kinds(tables["own"], recipe, hardware),
-        **({"lent": _loan(tables["lent"], recipe, hardware)} if recipe.lent else {}),
+        **({"lent": lent} if recipe.lent else {}),
         "collectives_measured": list(collective.labels),
         "kinds_by_ratio": {kind: ratio.to_dict() for kind, ratio in kernel.ratios.items()},
         "fitted_rows": [],
@@ -357,17 +351,10 @@ def retrain(name: str, data: Path, out: Path, seed: int = 0) -> Predictor:
 
 def _kinds(table: Measurements, recipe: Recipe, hardware: Hardware) -> list[str]:
     """The kinds in a table, with the precision if it has its own kernels."""
+    from stepsight.training.shipped.from_tables import op_table
+
     rows = op_table(table, recipe.hardware, recipe.software)
     return sorted({label(op.kind, op, hardware) for op in rows.ops})
-
-
-def _loan(table: Measurements, recipe: Recipe, hardware: Hardware) -> dict[str, Any]:
-    return {
-        "devices": list(recipe.lent),
-        "kinds": _kinds(table, recipe, hardware),
-        "sources": list(table.files),
-        "how": "times of devices with the same chip, as much longer or shorter as rooflines say",
-    }
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
