@@ -269,17 +269,6 @@ class Grid:
         places = np.unravel_index(index - int(self.bounds[block]), self._shapes[block])
         return block, [values[int(at)] for values, at in zip(self.options[block].values(), places, strict=True)]
 
-    def _index(self, name: str, chosen: dict[str, Any]) -> int | None:
-        """The strategy with a layout and further choices; None if it is not in this grid."""
-        block = self._block_of.get(name)
-        if block is None:
-            return None
-        options = self.options[block]
-        if any(chosen.get(key) not in values for key, values in options.items()):
-            return None
-        places = tuple(values.index(chosen[key]) for key, values in options.items())
-        return int(self.bounds[block]) + int(np.ravel_multi_index(places, self._shapes[block]))
-
     def strategy(self, index: int) -> Job:
         """The job in a strategy."""
         block, values = self._point(index)
@@ -293,29 +282,21 @@ class Grid:
     def find(self, job: Job) -> int | None:
         """The strategy that a job has; None if it is not in this grid."""
         layout, chosen = choices_of(job)
-        index = self._index(str(layout), chosen)
+        options = self.options[self._block_of.get(str(layout), 0)]
+        labels = {_label(key, values): chosen[key] for key, values in options.items()}
+        index = self.index({"layout": str(layout), **labels})
         return index if index is not None and self.strategy(index) == job else None
-
-    @cached_property
-    def table(self) -> NDArray[np.int32]:
-        """Block and number of each further choice in ``options`` of the block; shape ``(n, 1 + choices)``."""
-        rows = [
-            np.stack([np.full(shape, block), *np.indices(shape)], axis=-1).reshape(-1, 1 + len(shape))
-            for block, shape in enumerate(self._shapes)
-        ]
-        return np.concatenate(rows).astype(np.int32)
 
     @cached_property
     def _codes(self) -> NDArray[np.int32]:
         """A code for each degree and choice, equal for equal values; shape ``(n, choices)``."""
-        columns = [np.array(self.layouts, dtype=np.int32)[self.table[:, 0]]]
-        for at, key in enumerate(self.options[0]):
-            numbers: dict[Any, int] = {}
-            own = [[numbers.setdefault(value, len(numbers)) for value in o[key]] for o in self.options]
-            starts = np.cumsum([0, *map(len, own)])[:-1]
-            flat = np.concatenate([np.array(values, dtype=np.int32) for values in own])
-            columns.append(flat[starts[self.table[:, 0]] + self.table[:, 1 + at]][:, None])
-        return np.concatenate(columns, axis=1)
+        numbers: dict[tuple[str, Any], int] = {}
+        rows = []
+        for layout, options in zip(self.layouts, self.options, strict=True):
+            own = [[numbers.setdefault((key, one), len(numbers)) for one in values] for key, values in options.items()]
+            chosen = np.stack(np.meshgrid(*own, indexing="ij"), axis=-1).reshape(-1, len(own))
+            rows.append(np.hstack([np.tile(layout, (len(chosen), 1)), chosen]))
+        return np.concatenate(rows).astype(np.int32)
 
     def params(self, index: int) -> dict[str, Any]:
         """Parameters of a trial.
@@ -331,33 +312,31 @@ class Grid:
 
         block = int(np.searchsorted(self.bounds, index, side="right")) - 1
         if block not in self._distributions:
-            values = (
-                {"layout": list(self._block_of)},
-                dict(zip(self._labels[block], self.options[block].values(), strict=True)),
-            )
-            self._distributions[block] = {
-                name: CategoricalDistribution(of) for named in values for name, of in named.items()
-            }
+            named = zip(self._labels[block], self.options[block].values(), strict=True)
+            values = {"layout": list(self._block_of), **dict(named)}
+            self._distributions[block] = {name: CategoricalDistribution(of) for name, of in values.items()}
         return self._distributions[block]
 
     def suggest(self, trial: optuna.Trial) -> int:
         """The strategy that a trial's sampler chooses."""
-        name = trial.suggest_categorical("layout", list(self._block_of))
-        options = self.options[self._block_of[name]]
-        chosen = {key: trial.suggest_categorical(_label(key, values), values) for key, values in options.items()}
-        index = self._index(name, chosen)
-        assert index is not None, chosen
+        block = self._block_of[trial.suggest_categorical("layout", list(self._block_of))]
+        for label, values in zip(self._labels[block], self.options[block].values(), strict=True):
+            trial.suggest_categorical(label, values)
+        index = self.index(trial.params)
+        assert index is not None, trial.params
         return index
 
     def index(self, params: dict[str, Any]) -> int | None:
         """The strategy with these parameters of a trial; None if it is not in this grid."""
-        name = params.get("layout", "")
-        block = self._block_of.get(name)
+        block = self._block_of.get(params.get("layout", ""))
         if block is None:
             return None
-        named = zip(self.options[block], self._labels[block], strict=True)
-        chosen = {key: params.get(label) for key, label in named}
-        return self._index(name, chosen)
+        options = zip(self._labels[block], self.options[block].values(), strict=True)
+        try:
+            places = tuple(values.index(params.get(label)) for label, values in options)
+        except ValueError:
+            return None
+        return int(self.bounds[block]) + int(np.ravel_multi_index(places, self._shapes[block]))
 
     def nearest(self, index: int, order: NDArray[np.int64]) -> int:
         """The remaining strategy that differs from this one in the fewest choices.
