@@ -16,15 +16,11 @@ from stepsight.dataset.base.files import digest
 from stepsight.dataset.hardware.hardware import Fabric
 from stepsight.dataset.kinds.op import Collective
 from stepsight.dataset.tables import Measurements
-from stepsight.experiments.calibration.calibrate_runs import LEAST_GAIN
-from stepsight.experiments.calibration.calibration_gain import save_calibrated
-from stepsight.experiments.evaluation.error_metrics import Errors, errors
-from stepsight.experiments.reports.text_table import Number, table
+from stepsight.experiments.calibration.report import LEAST_GAIN, Change, Report, starting_predictor
+from stepsight.experiments.reports.text_table import table
 from stepsight.features.nccl_choices import CHOICE_TERMS
 from stepsight.training.collectives.between_nodes import BetweenNodes, fit_site, link_doubts
-from stepsight.training.prediction.prediction import named_predictor
 from stepsight.training.predictor.predictor import Predictor
-from stepsight.training.predictor.predictor_manifest import check_output
 
 Array = NDArray[np.float64]
 
@@ -33,56 +29,46 @@ FEWEST = 8  # collectives between nodes that a calibration takes
 LARGER, LAYOUTS = "larger groups", "each layout left out in turn"
 
 
-@dataclass(frozen=True)
-class LinksReport:
-    """Result of a calibration of collectives: its changes, its evidence, and whether it was written.
+@dataclass(frozen=True, kw_only=True)
+class LinksReport(Report, Change):
+    """Result of a calibration of collectives; errors are those on the collectives that judged it.
 
     Attributes:
-        source: The predictor before calibration, in words.
-        calibrated: The predictor after it.
         fitted: Number of distinct collectives that it was fitted on.
         by: Which collectives judged it.
-        before, after: Errors on these.
         doubts: What contradicts the stated links; empty if they may be as stated.
         software: What ran them: NCCL's version and environment, as far as the logs say.
         left_out: Number of rows of each other software.
-        out: The folder asked for; it is written only if ``released``.
     """
 
-    source: str
-    calibrated: Predictor
+    KEY = "calibrated_links"
+    RECORDED = ("fitted", "factors", "evidence", "software")
+
     fitted: int
     by: str
-    before: Errors
-    after: Errors
     doubts: tuple[str, ...]
-    out: Path
     software: str = ""
     left_out: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def released(self) -> bool:
         """Whether nothing contradicts the stated links, and held-out collectives are predicted better than before."""
-        return not self.doubts and (self.after.mape or 0.0) < (1 - LEAST_GAIN) * (self.before.mape or 0.0)
+        return not self.doubts and self.is_gain
 
-    def to_dict(self) -> dict[str, Any]:
-        """Plain values for JSON; errors in percent."""
+    def values(self) -> dict[str, Any]:
         between = self.calibrated.collective.between
         assert between is not None
-        value: dict[str, Any] = {
-            "predictor": self.source,
+        return {
             "fitted": self.fitted,
             "factors": {
                 name: dict(zip(CHOICE_TERMS, factors.tolist(), strict=True))
                 for name, factors in between.factors.items()
             },
-            "evidence": {"by": self.by, "before": self.before.to_dict(), "after": self.after.to_dict()},
+            "evidence": {"by": self.by, **Change.to_dict(self)},
             "doubts": list(self.doubts),
             "software": self.software,
             "left_out": dict(self.left_out),
-            "released": self.released,
         }
-        return {**value, "out": str(self.out)} if self.released else value
 
 
 def calibrate_links(
@@ -104,8 +90,7 @@ def calibrate_links(
         TableError: If the table has too few collectives between nodes, or none of that software.
         PredictorError: If the predictor does not model NCCL between nodes, or ``out`` is something else.
     """
-    predictor = named_predictor(predictor) if isinstance(predictor, str) else predictor
-    check_output(out)
+    predictor = starting_predictor(predictor, out)
     start = predictor.collective.between
     if start is None:
         raise PredictorError(
@@ -124,22 +109,22 @@ def calibrate_links(
     by, judged, after = LARGER, ~small, fitted.seconds(works, fabric)
     if small.all():
         by, judged, after = LAYOUTS, small, _left_out(start, works, seconds, fabric)
-    before = start.seconds(works, fabric)
-    measured = seconds[judged].tolist()
+    change = Change.of(start.seconds(works, fabric)[judged], after[judged], seconds[judged])
     report = LinksReport(
-        predictor.source,
-        replace(predictor, collective=replace(predictor.collective, between=fitted)),
-        int(small.sum()),
-        by,
-        errors(before[judged].tolist(), measured),
-        errors(after[judged].tolist(), measured),
-        doubts,
-        out,
-        chosen,
-        left_out,
+        source=predictor.source,
+        calibrated=replace(predictor, collective=replace(predictor.collective, between=fitted)),
+        out=out,
+        fitted=int(small.sum()),
+        by=by,
+        before=change.before,
+        after=change.after,
+        doubts=doubts,
+        software=chosen,
+        left_out=left_out,
     )
-    if report.released:
-        _save(report, path, fabric)
+    file = digest(path.read_bytes())
+    evidence = [file, chosen, repr(fabric), str(report.values()["factors"])]
+    report.save(evidence, fabric=fabric.name, tables={path.name: file})
     return report
 
 
@@ -186,20 +171,10 @@ def _left_out(start: BetweenNodes, works: Sequence[Collective], seconds: Array, 
     return predicted
 
 
-def _save(report: LinksReport, path: Path, fabric: Fabric) -> None:
-    value, file = report.to_dict(), digest(path.read_bytes())
-    record = {key: value[key] for key in ("predictor", "fitted", "factors", "evidence")}
-    evidence = [file, report.software, repr(fabric), str(record["factors"])]
-    record |= {"software": report.software, "fabric": fabric.name, "tables": {path.name: file}}
-    save_calibrated(report.calibrated, report.out, evidence, "calibrated_links", record)
-
-
 def links_text(report: LinksReport) -> str:
     """The report for people."""
     header = ["judged by", "collectives", "mean error %", "after", "bias", "after"]
-    before, after = report.before, report.after
-    cells = [report.by, before.used]
-    cells += [Number(value or 0.0) for value in (before.mape, after.mape, before.bias, after.bias)]
+    cells = [report.by, report.before.used, *report.cells("mape", "bias")]
     verdict = f"wrote {report.out}"
     if not report.released:
         verdict = "REFUSED, nothing was written: " + (

@@ -12,18 +12,16 @@ import numpy as np
 
 from stepsight.dataset.base.errors import PredictorError, TableError
 from stepsight.dataset.base.files import digest
-from stepsight.experiments.calibration.calibration_gain import save_calibrated, split_by_size, with_rows, without_copies
-from stepsight.experiments.evaluation.error_metrics import Errors, errors
+from stepsight.experiments.calibration.calibration_gain import split_by_size, with_rows, without_copies
+from stepsight.experiments.calibration.report import LEAST_GAIN, Change, Report, starting_predictor
+from stepsight.experiments.evaluation.error_metrics import grouped
 from stepsight.experiments.evaluation.evaluate import FITTED, Evaluation, evaluate, score
 from stepsight.experiments.evaluation.scored_row import Scored
-from stepsight.experiments.reports.text_table import Number, table
+from stepsight.experiments.reports.text_table import table
 from stepsight.training.corrections.calibration import RESOURCES
 from stepsight.training.fitting.fit_calibration import CalibrationFit, off_by
-from stepsight.training.prediction.prediction import named_predictor
 from stepsight.training.predictor.predictor import Predictor
-from stepsight.training.predictor.predictor_manifest import check_output
 
-LEAST_GAIN = 0.02  # of the mean error: less is chance
 ONE_SIDED = 1.28  # standard deviations of a confidence of 90 %
 PRIOR_RUNS, PRIOR_SPREAD = 2.0, 4.0  # percentage points by which gains of single runs usually differ
 MOST_LEFT = 30.0  # percent of mean error that may be left: beyond, the table is not of such hardware, or in other units
@@ -32,13 +30,12 @@ COPY = "a copy of a fitted run"
 SIZES, ROWS = "each size left out in turn", "each job left out in turn"
 
 
-@dataclass(frozen=True)
-class Evidence:
+@dataclass(frozen=True, kw_only=True)
+class Evidence(Change):
     """Errors on runs that were not fitted.
 
     Attributes:
         by: Which runs judged, in words.
-        before, after: Errors without and with calibration.
         sources: The same by source.
         digests: Of the runs.
         off_log: 90th percentile of the absolute errors with calibration, in log-seconds; 0 if there are too few runs.
@@ -46,9 +43,7 @@ class Evidence:
     """
 
     by: str
-    before: Errors
-    after: Errors
-    sources: dict[str, tuple[Errors, Errors]]
+    sources: dict[str, Change]
     digests: tuple[str, ...]
     off_log: float
     sure_gain: float
@@ -60,35 +55,26 @@ class Evidence:
         return self.sure_gain > LEAST_GAIN * before and after <= MOST_LEFT
 
     def to_dict(self) -> dict[str, Any]:
-        pairs = {name: {"before": b.to_dict(), "after": a.to_dict()} for name, (b, a) in self.sources.items()}
-        return {
-            "by": self.by,
-            "before": self.before.to_dict(),
-            "after": self.after.to_dict(),
-            "sources": pairs,
-            "sure_gain": self.sure_gain,
-        }
+        sources = {name: change.to_dict() for name, change in self.sources.items()}
+        return {"by": self.by, **super().to_dict(), "sources": sources, "sure_gain": self.sure_gain}
 
 
-@dataclass(frozen=True)
-class CalibrationReport:
+@dataclass(frozen=True, kw_only=True, repr=False)
+class CalibrationReport(Report):
     """Result of a calibration: its changes, its evidence, and whether it was written.
 
     Attributes:
-        source: The predictor before calibration, in words.
-        calibrated: The predictor after it.
         num_fitted: Number of runs that it was fitted on.
         evidence: Errors before and after on runs that were not fitted.
         skipped: Number of rows left out, by reason.
-        out: The folder asked for; it is written only if ``released``.
     """
 
-    source: str
-    calibrated: Predictor
+    KEY = "calibration"
+    RECORDED = ("fitted", "constants", "residual", "evidence")
+
     num_fitted: int
     evidence: Evidence
     skipped: Mapping[str, int]
-    out: Path
 
     @property
     def released(self) -> bool:
@@ -100,11 +86,10 @@ class CalibrationReport:
         verdict = f"wrote {self.out}" if self.released else "refused"
         return f"CalibrationReport({self.num_fitted} runs, MAPE {before:.1f} to {after:.1f} %, {verdict})"
 
-    def to_dict(self) -> dict[str, Any]:
+    def values(self) -> dict[str, Any]:
         """Plain values for JSON; errors in percent, factors of resources, widths in log-seconds."""
         found = self.calibrated.calibration
-        value: dict[str, Any] = {
-            "predictor": self.source,
+        return {
             "fitted": self.num_fitted,
             "constants": {
                 name: {
@@ -120,10 +105,8 @@ class CalibrationReport:
             else {"spread": found.residual.spread, "noise": found.residual.noise},
             "evidence": self.evidence.to_dict(),
             "least_half_width_log": max(found.left_log, found.judged_log),
-            "released": self.released,
             "skipped": dict(self.skipped),
         }
-        return {**value, "out": str(self.out)} if self.released else value
 
 
 def calibrate(
@@ -154,8 +137,7 @@ def calibrate(
         >>> report.released, report.evidence.after.mape  # doctest: +SKIP
     """
     runs, out = Path(runs), Path(out)
-    predictor = named_predictor(predictor) if isinstance(predictor, str) else predictor
-    check_output(out)
+    predictor = starting_predictor(predictor, out)
     evaluation = _usable(runs, predictor, source)
     fitted, every_larger = split_by_size(evaluation.scored, max_devices)
     larger = without_copies(every_larger, fitted)
@@ -163,11 +145,16 @@ def calibrate(
     fit = with_rows(predictor, fitted)
     evidence = _on_larger(fit.predictor, larger) if larger else _left_out(fit, fitted)
     judged = replace(fit.predictor.calibration, judged_log=evidence.off_log)
-    calibrated = replace(fit.predictor, calibration=judged)
-    skipped = {**evaluation.skipped, **copies}
-    report = CalibrationReport(predictor.source, calibrated, len(fitted), evidence, skipped, out)
-    if report.released:
-        _save(report, runs)
+    report = CalibrationReport(
+        source=predictor.source,
+        calibrated=replace(fit.predictor, calibration=judged),
+        out=out,
+        num_fitted=len(fitted),
+        evidence=evidence,
+        skipped={**evaluation.skipped, **copies},
+    )
+    files = {runs.name: digest(runs.read_bytes())}
+    report.save(fit.predictor.manifest["fitted_rows"], judged_rows=list(evidence.digests), runs=files)
     return report
 
 
@@ -188,13 +175,6 @@ def _usable(runs: Path, predictor: Predictor, source: str) -> Evaluation:
     return evaluation
 
 
-def _save(report: CalibrationReport, runs: Path) -> None:
-    value, fitted = report.to_dict(), report.calibrated.manifest["fitted_rows"]
-    record = {key: value[key] for key in ("predictor", "fitted", "constants", "residual", "evidence")}
-    record |= {"judged_rows": list(report.evidence.digests), "runs": {runs.name: digest(runs.read_bytes())}}
-    save_calibrated(report.calibrated, report.out, fitted, "calibration", record)
-
-
 def _on_larger(predictor: Predictor, rows: Sequence[Scored]) -> Evidence:
     after = [score(row.row, lambda hardware: predictor).predicted_s for row in rows]
     return _evidence(LARGER, rows, after)
@@ -209,12 +189,19 @@ def _left_out(fit: CalibrationFit, rows: Sequence[Scored]) -> Evidence:
 
 
 def _evidence(by: str, rows: Sequence[Scored], after: Sequence[float]) -> Evidence:
-    sources = {}
-    for name in dict.fromkeys(row.row.source for row in rows):
-        index = [i for i, row in enumerate(rows) if row.row.source == name]
-        sources[name] = _pair([rows[i] for i in index], [after[i] for i in index])
-    off = off_by(np.log([row.measured_s / seconds for row, seconds in zip(rows, after, strict=True)]))
-    return Evidence(by, *_pair(rows, after), sources, tuple(row.digest for row in rows), off, sure_gain(rows, after))
+    before_s, after_s = np.array([row.predicted_s for row in rows]), np.array(after)
+    measured_s = np.array([row.measured_s for row in rows])
+    every = Change.of(before_s, after_s, measured_s)
+    sources = grouped(rows, lambda row: row.row.source)
+    return Evidence(
+        by=by,
+        before=every.before,
+        after=every.after,
+        sources={str(name): Change.of(before_s[at], after_s[at], measured_s[at]) for name, at in sources.items()},
+        digests=tuple(row.digest for row in rows),
+        off_log=off_by(np.log(measured_s / after_s)),
+        sure_gain=sure_gain(rows, after),
+    )
 
 
 def sure_gain(rows: Sequence[Scored], after: Sequence[float]) -> float:
@@ -230,27 +217,13 @@ def sure_gain(rows: Sequence[Scored], after: Sequence[float]) -> float:
     return float(gains.mean()) - ONE_SIDED * math.sqrt(spread / count)
 
 
-def _pair(rows: Sequence[Scored], after: Sequence[float]) -> tuple[Errors, Errors]:
-    measured = [row.measured_s for row in rows]
-    return errors([row.predicted_s for row in rows], measured), errors(after, measured)
-
-
 def calibration_text(report: CalibrationReport) -> str:
     """The report as tables for people."""
     value, evidence = report.to_dict(), report.evidence
     constants = ", ".join(f"{name} x {c['factor']:.3f}" for name, c in value["constants"].items())
-    lines = [(*pair, name) for name, pair in evidence.sources.items()]
-    if len(lines) > 1:
-        lines.append((evidence.before, evidence.after, "all"))
+    changes: dict[str, Change] = {**evidence.sources, **({"all": evidence} if len(evidence.sources) > 1 else {})}
     header = ["judged by", "runs", "MAPE before", "after", "max before", "after", "bias before", "after"]
-    cells = [
-        [
-            name,
-            before.used,
-            *(Number(x or 0.0) for key in ("mape", "max", "bias") for x in (getattr(before, key), getattr(after, key))),
-        ]
-        for before, after, name in lines
-    ]
+    cells = [[name, found.before.used, *found.cells("mape", "max", "bias")] for name, found in changes.items()]
     gain = (evidence.before.mape or 0.0) - (evidence.after.mape or 0.0)
     verdict = (
         f"wrote {report.out}"

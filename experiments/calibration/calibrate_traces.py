@@ -15,72 +15,56 @@ from stepsight.dataset.base.files import digest
 from stepsight.dataset.hardware.hardware import Hardware
 from stepsight.dataset.kinds.op import Op
 from stepsight.dataset.runs.run_folder import MANIFEST, is_imported, read_imported, run_folders
-from stepsight.experiments.calibration.calibration_gain import save_calibrated
-from stepsight.experiments.evaluation.error_metrics import Errors, errors
-from stepsight.experiments.reports.text_table import Number, table
+from stepsight.experiments.calibration.report import Change, Report, starting_predictor
+from stepsight.experiments.reports.text_table import table
 from stepsight.training.corrections.traced import fit_traced
 from stepsight.training.kernels.kernel_models import label
 from stepsight.training.measured.imported_facts import Overlap, launch_seconds, overlap_of, with_facts
 from stepsight.training.measured.imported_ops import HELDOUT, ImportedTimes, imported_times, read_imported_segments
-from stepsight.training.prediction.prediction import named_predictor
 from stepsight.training.predictor.predictor import Predictor
-from stepsight.training.predictor.predictor_manifest import check_output
 
 Array = NDArray[np.float64]
 
 FEWEST = 8  # distinct ops that a calibration takes
-LEAST_GAIN = 0.02  # of the mean error: less is chance
 
 
-@dataclass(frozen=True)
-class TracesReport:
-    """Result of a calibration on traces: its changes, its evidence, and whether it was written.
+@dataclass(frozen=True, kw_only=True)
+class TracesReport(Report):
+    """Result of a calibration on traces: its changes, and its evidence.
 
     Attributes:
-        source: The predictor before calibration, in words.
-        calibrated: The predictor after it.
         runs: Names of the runs.
-        before, after: Errors on traced ops, each left out when it was predicted, by family; ``all`` of all.
+        changes: Errors on traced ops, each left out when it was predicted, by family; ``all`` of all.
         launches: Seconds that the host takes for each kind, as the traces say.
         overlap: What compute loses beside collectives, None where no trace tells.
-        out: The folder asked for; it is written only if ``released``.
     """
 
-    source: str
-    calibrated: Predictor
+    KEY = "calibrated_traces"
+    RECORDED = ("kinds", "evidence", "host_kinds_s", "overlap")
+
     runs: tuple[str, ...]
-    before: Mapping[str, Errors]
-    after: Mapping[str, Errors]
+    changes: Mapping[str, Change]
     launches: Mapping[str, float]
     overlap: Overlap | None
-    out: Path
 
     @property
     def kernels_better(self) -> bool:
         """Whether ops that were left out are predicted better than before."""
-        return (self.after["all"].mape or 0.0) < (1 - LEAST_GAIN) * (self.before["all"].mape or 0.0)
+        return self.changes["all"].is_gain
 
     @property
     def released(self) -> bool:
         """Whether the traces improved anything."""
         return self.kernels_better or bool(self.launches) or self.overlap is not None
 
-    def to_dict(self) -> dict[str, Any]:
-        """Plain values for JSON; errors in percent."""
-        evidence = {
-            name: {"before": errors.to_dict(), "after": self.after[name].to_dict()}
-            for name, errors in self.before.items()
-        }
-        value: dict[str, Any] = {
-            "predictor": self.source,
+    def values(self) -> dict[str, Any]:
+        return {
             "runs": list(self.runs),
             "kinds": sorted(self.calibrated.kernel.traced),
-            "evidence": evidence,
+            "evidence": {name: change.to_dict() for name, change in self.changes.items()},
             "host_kinds_s": dict(self.launches),
             "overlap": None if self.overlap is None else vars(self.overlap),
-            "released": self.released,
         }
-        return {**value, "out": str(self.out)} if self.released else value
 
 
 def calibrate_traces(paths: Sequence[Path], predictor: Predictor | str, out: Path) -> TracesReport:
@@ -98,8 +82,7 @@ def calibrate_traces(paths: Sequence[Path], predictor: Predictor | str, out: Pat
         TraceError: If there are no imported runs of that hardware, or too few ops.
         PredictorError: If ``out`` is something else.
     """
-    start = named_predictor(predictor) if isinstance(predictor, str) else predictor
-    check_output(out)
+    start = starting_predictor(predictor, out)
     folders = [folder for path in paths for folder in run_folders(path) if is_imported(folder)]
     folders = [folder for folder in folders if read_imported(folder).role != HELDOUT]
     if not folders:
@@ -116,22 +99,21 @@ def calibrate_traces(paths: Sequence[Path], predictor: Predictor | str, out: Pat
     labels = [label(op.kind, op, start.hardware) for op in ops]
     traced, left_out = fit_traced(ops, predicted, measured, labels)
     steps = [run.steps for run in runs if run.device != "cpu"]
+    changes = changes_by_family(ops, predicted, predicted * np.exp(left_out), measured)
+    launches, overlap = launch_seconds(steps), overlap_of(steps)
+    kernel = replace(start.kernel, traced={**start.kernel.traced, **traced}) if changes["all"].is_gain else start.kernel
+    hardware = with_facts(start.hardware, launches, overlap)
     report = TracesReport(
-        start.source,
-        start,
-        tuple(run.name for run in runs),
-        errors_by_family(ops, predicted, measured),
-        errors_by_family(ops, predicted * np.exp(left_out), measured),
-        launch_seconds(steps),
-        overlap_of(steps),
-        out,
+        source=start.source,
+        calibrated=replace(start, hardware=hardware, kernel=replace(kernel, hardware=hardware)),
+        out=out,
+        runs=tuple(run.name for run in runs),
+        changes=changes,
+        launches=launches,
+        overlap=overlap,
     )
-    kernel = replace(start.kernel, traced={**start.kernel.traced, **traced}) if report.kernels_better else start.kernel
-    hardware = with_facts(start.hardware, report.launches, report.overlap)
-    calibrated = replace(start, hardware=hardware, kernel=replace(kernel, hardware=hardware))
-    report = replace(report, calibrated=calibrated)
-    if report.released:
-        _save(report, folders)
+    files = {folder.name: digest((folder / MANIFEST).read_bytes()) for folder in folders}
+    report.save([*files.values()], runs=files)
     return report
 
 
@@ -141,28 +123,17 @@ def traced_medians(times: ImportedTimes, hardware: Hardware) -> tuple[list[Op], 
     return ops, np.array([np.median(times.ops[op]) for op in ops])
 
 
-def errors_by_family(ops: Sequence[Op], predicted: Array, measured: Array) -> dict[str, Errors]:
-    """Errors of all ops, and of each family."""
+def changes_by_family(ops: Sequence[Op], before: Array, after: Array, measured: Array) -> dict[str, Change]:
+    """Errors of all ops, and of each family, from seconds of shape ``(ops,)``."""
     families: dict[str, list[int]] = {"all": list(range(len(ops)))}
     for index, op in enumerate(ops):
         families.setdefault(op.family, []).append(index)
-    return {name: errors(predicted[rows].tolist(), measured[rows].tolist()) for name, rows in families.items()}
-
-
-def _save(report: TracesReport, folders: Sequence[Path]) -> None:
-    value = report.to_dict()
-    files = {folder.name: digest((folder / MANIFEST).read_bytes()) for folder in folders}
-    record = {key: value[key] for key in ("predictor", "kinds", "evidence", "host_kinds_s", "overlap")}
-    record["runs"] = files
-    save_calibrated(report.calibrated, report.out, [*files.values()], "calibrated_traces", record)
+    return {name: Change.of(before[rows], after[rows], measured[rows]) for name, rows in families.items()}
 
 
 def traces_text(report: TracesReport) -> str:
     """The report for people."""
-    cells = [
-        [name, before.used, *(Number(value or 0.0) for value in _pair(before, report.after[name]))]
-        for name, before in report.before.items()
-    ]
+    cells = [[name, change.before.used, *change.cells("mape", "median")] for name, change in report.changes.items()]
     header = ["family", "distinct ops", "mean error %", "calibrated", "median error %", "calibrated"]
     lines = [
         f"calibrated {report.source} on {len(report.runs)} imported run(s); each op was left out when it was judged",
@@ -176,10 +147,6 @@ def traces_text(report: TracesReport) -> str:
     lines.append(_overlap_text(report.overlap))
     lines.append(f"wrote {report.out}" if report.released else "REFUSED, nothing was written: the traces teach nothing")
     return "\n".join(lines)
-
-
-def _pair(before: Errors, after: Errors) -> tuple[float | None, ...]:
-    return before.mape, after.mape, before.median, after.median
 
 
 def _overlap_text(overlap: Overlap | None) -> str:

@@ -9,11 +9,9 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 from stepsight.dataset.base.errors import StepsightError
-from stepsight.dataset.base.files import digest
 from stepsight.experiments.evaluation.error_metrics import carried_forward, series_of
 from stepsight.experiments.evaluation.evaluate import Evaluation, figures, score
 from stepsight.experiments.evaluation.scored_row import PredictorOf, Scored, without_source
@@ -160,23 +158,6 @@ def calibrate_small(
             for row in judging
         ]
     return result
-
-
-def save_calibrated(
-    calibrated: Predictor, out: Path, evidence: Sequence[str], key: str, record: dict[str, Any]
-) -> None:
-    """Write a calibrated predictor, with what fitted and judged it in its manifest.
-
-    Args:
-        calibrated: The predictor.
-        out: Folder to write.
-        evidence: Identifies the data, for the digest.
-        key: Of the record in the manifest.
-        record: What was fitted and how it was judged.
-    """
-    manifest = calibrated.manifest
-    own = digest(str(manifest.get("digest", "")), *evidence)
-    replace(calibrated, manifest={**manifest, "name": "", "digest": own, key: record}).save(out)
 
 
 def with_rows(predictor: Predictor, rows: Sequence[Scored]) -> CalibrationFit:

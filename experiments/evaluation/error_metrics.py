@@ -14,10 +14,12 @@ from itertools import combinations
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from stepsight.experiments.evaluation.scored_row import Scored
 from stepsight.training.fitting.heldout import spearman
 
+Times = Sequence[float] | NDArray[np.float64]
 DIGITS = 12  # of a time: what is predicted alike is equal, whatever the last bits of its FLOP are
 TOP = 5
 
@@ -45,7 +47,7 @@ class Errors:
         return asdict(self)
 
 
-def errors(predicted: Sequence[float], measured: Sequence[float]) -> Errors:
+def errors(predicted: Times, measured: Times) -> Errors:
     """Errors of some rows, in any order."""
     if not len(measured):
         return Errors(0)

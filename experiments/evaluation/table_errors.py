@@ -95,13 +95,13 @@ def judge_table(
     rows: dict[tuple[str, str, str], list[int]] = {}
     for index in known.tolist():
         rows.setdefault(group_of(measured.works[index], measured.seconds[index]), []).append(index)
-    groups = [(*key, _errors(predicted[i], measured.seconds[i])) for key, i in sorted(rows.items(), key=_order)]
+    groups = [(*key, errors(predicted[i], measured.seconds[i])) for key, i in sorted(rows.items(), key=_order)]
     names = [family_of(measured.works[index]) for index in known.tolist()]
     sent = [index for index, work in enumerate(measured.works) if isinstance(work, Collective)]
     works = [work for work in measured.works if isinstance(work, Collective)]
     return TableErrors(
         tuple(groups),
-        _errors(predicted[known], measured.seconds[known]),
+        errors(predicted[known], measured.seconds[known]),
         skipped,
         family_figures(names, predicted[known], measured.seconds[known]),
         () if fabric is None else link_doubts(works, fabric, measured.seconds[sent]),
@@ -128,10 +128,6 @@ def family_of(work: Op | Collective) -> str:
         return label_of(work)
     own = work.record.bound == "compute" and DTYPE_BYTES[work.dtype] != 2
     return f"{work.family}/{work.dtype}" if own else work.family
-
-
-def _errors(predicted: Array, measured: Array) -> Errors:
-    return errors(predicted.tolist(), measured.tolist())
 
 
 def predict_table(

@@ -49,7 +49,8 @@ def test_calibration_by_imported_traces_keeps_what_helps(tmp_path: Path) -> None
     many_sizes(tmp_path / "runs")
     report = calibrate_traces([tmp_path / "runs"], "a100-sxm", tmp_path / "mine")
     assert report.released and report.kernels_better and "add" in report.calibrated.kernel.traced
-    after, before = report.after["elementwise"].mape, report.before["elementwise"].mape
+    change = report.changes["elementwise"]
+    after, before = change.after.mape, change.before.mape
     assert after is not None and before is not None and after < before
     assert report.launches["add"] == pytest.approx(20e-6, rel=0.5)
     loaded = Predictor.load(tmp_path / "mine")
