@@ -8,6 +8,7 @@ kernels may be compiled.  Each has an event file ``heldout`` that judges.  A hel
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -215,7 +216,7 @@ def make_study(device: str, hardware: str, minutes: float) -> Study:
         if left >= LEAST_EVENTS * 60 * minutes:
             break
     else:
-        least = (costs.launch + sum(fixed.values())) / (1 - LEAST_EVENTS) / 60
+        least = math.ceil(10 * (costs.launch + sum(fixed.values())) / (1 - LEAST_EVENTS) / 60) / 10
         raise CollectError(f"minutes must be >= {least:.1f} for the fewest runs that teach anything, got {minutes:g}")
     space = drawn_ops.GPU if device == "cuda" else drawn_ops.CPU
     space = replace(space, dtypes={name: part for name, part in space.dtypes.items() if name in preset.peak_flops})

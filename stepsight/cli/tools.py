@@ -108,7 +108,7 @@ EXPERIMENTS = {  # the entries of ``experiments/studies/runner.py`` (not in the 
     "capture": "programs lowered from jobs against programs captured from scripts",
     "collectives": "collectives between nodes, with sites held out",
     "context": "the context network against simpler models, task by task",
-    "emulate": "emulated ranks against closed forms and real ranks",
+    "emulate": "emulated ranks against closed forms",
     "kernels": "kernels of public tables, with shapes held out",
     "memory": "predicted memory against PyTorch's tracker",
     "one-gpu": "a predictor from ten minutes of measurements on one GPU, judged on held-out runs",
