@@ -15,10 +15,9 @@ from stepsight.experiments.reports.job_texts import demo_text
 from stepsight.experiments.reports.plots import plot_predicted_against_measured, plot_search
 from stepsight.experiments.search.search import search
 from stepsight.experiments.tasks.collecting import available_ranks, run_plan
-from stepsight.training.fitting.heldout import HeldoutEvaluation, evaluate_heldout
+from stepsight.training.fitting.heldout import evaluate_heldout
 from stepsight.training.fitting.train_runs import train
 from stepsight.training.measured.planning import make_plan
-from stepsight.training.predictor.predictor import Predictor
 from stepsight.training.tracking.tracking import reopened
 
 TRAIN_COUNTS = {"rounds": 1, "steps": 4, "warmup": 2, "profile_steps": 2}
@@ -37,25 +36,6 @@ def demo_plan() -> dict[str, Any]:
         turns.insert(2 * index + 1, ("heldout", job, HELDOUT_COUNTS))
     profiled = [*training, *profile_only_jobs()]
     return make_plan(turns, profile_jobs=profiled, event_seconds=EVENT_SECONDS, extra_seconds=EXTRA_SECONDS)
-
-
-def heldout_metrics(evaluation: HeldoutEvaluation) -> dict[str, float]:
-    """Figures of the held-out runs for MLflow."""
-    return {
-        "heldout_mape": evaluation.mape,
-        "heldout_floor": evaluation.floor,
-        "heldout_spearman": evaluation.spearman,
-        "heldout_coverage": evaluation.coverage,
-    }
-
-
-def _context_figures(evaluation: HeldoutEvaluation, predictor: Predictor) -> dict[str, Any]:
-    """Errors of ops by regressors alone and with the context model that ships, and which one that is."""
-    return {
-        "op_error_regressor": evaluation.op_error_regressor,
-        "op_error_with_gnn": evaluation.op_error_with_gnn,
-        "model": predictor.context.name if predictor.context is not None else "",
-    }
 
 
 def run_demo(out: Path) -> tuple[dict[str, Any], str]:
@@ -83,18 +63,21 @@ def run_demo(out: Path) -> tuple[dict[str, Any], str]:
     predictor = train([collection], out / "predictor", hardware_name="local-cpu", tracking_uri=uri, progress=True)
     say("predicting the held-out runs")
     evaluation = evaluate_heldout(predictor, collection, role="heldout")
-    reopened(uri, predictor.manifest["mlflow_run_id"]).log({}, heldout_metrics(evaluation), {})
+    figures = {name: getattr(evaluation, name) for name in ("mape", "floor", "spearman", "coverage")}
+    logged = {f"heldout_{name}": value for name, value in figures.items()}
+    reopened(uri, predictor.manifest["mlflow_run_id"]).log({}, logged, {})
     say("searching a strategy for a larger cluster")
     target = search_job()
     found = search(target, predictor, trials=SEARCH_TRIALS)
     rows = [choice.to_dict() for choice in found.choices]
     summary = {
         "heldout": evaluation.rows,
-        "mape": evaluation.mape,
-        "floor": evaluation.floor,
-        "spearman": evaluation.spearman,
-        "coverage": evaluation.coverage,
-        "gnn": _context_figures(evaluation, predictor),
+        **figures,
+        "gnn": {
+            "op_error_regressor": evaluation.op_error_regressor,
+            "op_error_with_gnn": evaluation.op_error_with_gnn,
+            "model": predictor.context.name if predictor.context is not None else "",
+        },
         "search": {
             "best": found.best.to_dict(),
             "evaluated": found.evaluated,

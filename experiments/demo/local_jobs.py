@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from stepsight.dataset.job.job import BatchSpec, ClusterSpec, Job, ModelSpec, ParallelSpec
 
@@ -41,17 +41,9 @@ class LocalJob(NamedTuple):
 
     def job(self) -> Job:
         """The row as a job."""
-        model = ModelSpec(
-            family=self.family,
-            layers=self.layers,
-            hidden=self.hidden,
-            heads=self.heads,
-            kv_heads=self.kv_heads,
-            ffn=self.ffn,
-            vocab=self.vocab,
-            seq_len=self.seq_len,
-        )
-        return job_of_strategy(model, STRATEGIES[self.strategy], self.micro_batch, self.num_micro_batches)
+        *sizes, strategy, micro_batch, num_micro_batches = self
+        stated: dict[str, Any] = dict(zip(self._fields, sizes, strict=False))
+        return job_of_strategy(ModelSpec(**stated), STRATEGIES[strategy], micro_batch, num_micro_batches)
 
 
 def job_of_strategy(model: ModelSpec, strategy: Mapping[str, object], micro_batch: int, num_micro_batches: int) -> Job:

@@ -114,18 +114,21 @@ def _summary(path: Path, value: dict[str, Any]) -> dict[str, Any]:
 
 def run_row(manifest: RunManifest) -> dict[str, Any]:
     """One line about a run: median of the unprofiled steps and the spread of the rounds' medians."""
-    medians = [statistics.median(steps) for steps in manifest.rounds]
-    whole = manifest.iteration_time_s
     return {
         "name": manifest.name,
         "role": manifest.role,
         "ranks": manifest.world_size,
         **({} if manifest.stand_in is None else {"stand_in": manifest.stand_in}),
         **({"compiled": True} if manifest.compiled else {}),
-        "steps": len(manifest.step_seconds),
-        "measured_s": whole,
-        "spread_percent": 100 * (max(medians) - min(medians)) / whole,
+        **_step_times(manifest.rounds),
     }
+
+
+def _step_times(rounds: Sequence[Sequence[float]]) -> dict[str, Any]:
+    seconds = [each for steps in rounds for each in steps]
+    medians, whole = [statistics.median(steps) for steps in rounds], statistics.median(seconds)
+    spread = 100 * (max(medians) - min(medians)) / whole
+    return {"steps": len(seconds), "measured_s": whole, "spread_percent": spread}
 
 
 def describe_collection(path: Path) -> dict[str, Any]:
@@ -162,10 +165,7 @@ def imported_row(run: ImportedRun) -> dict[str, Any]:
         ranks = [read_steps(run.folder, stem) for stem in run.ranks.values()]
         longest = [max(of_ranks) for of_ranks in zip(*ranks, strict=False)]
         return {**row, "traced_steps": len(longest), "traced_s": statistics.median(longest)} if longest else row
-    seconds = [each for steps in run.rounds for each in steps]
-    medians, whole = [statistics.median(steps) for steps in run.rounds], statistics.median(seconds)
-    spread = 100 * (max(medians) - min(medians)) / whole
-    return {**row, "steps": len(seconds), "measured_s": whole, "spread_percent": spread}
+    return {**row, **_step_times(run.rounds)}
 
 
 def _imported_cells(row: dict[str, Any]) -> list[Any]:

@@ -104,7 +104,6 @@ def _calibration(predictor: Predictor) -> list[tuple[str, str]]:
 
 
 def _links(told: Mapping[str, Any]) -> str:
-    """The calibration on collectives between nodes."""
     if not told:
         return ""
     evidence, tables = told["evidence"], ", ".join(told["tables"])
@@ -117,7 +116,6 @@ def _links(told: Mapping[str, Any]) -> str:
 
 
 def _traces(told: Mapping[str, Any]) -> str:
-    """The changes by imported traces."""
     if not told:
         return ""
     all_ops, kinds = told["evidence"]["all"], told["kinds"]

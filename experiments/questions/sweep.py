@@ -16,7 +16,7 @@ from stepsight.dataset.base.errors import JobError, StepsightError
 from stepsight.dataset.base.registry import did_you_mean
 from stepsight.dataset.job.job import Job
 from stepsight.dataset.job.specs import SECTIONS
-from stepsight.experiments.reports.plots import save_figure, start_figure
+from stepsight.experiments.reports.plots import figure_file
 from stepsight.experiments.reports.text_table import Number, table
 from stepsight.training.prediction.prediction import Prediction, predict
 from stepsight.training.prediction.prediction_views import seconds_text
@@ -133,6 +133,20 @@ def toml_value(word: str) -> Any:
         return word
 
 
+COLUMNS: dict[str, Callable[[Prediction], Any]] = {
+    "devices": lambda found: found.job.cluster.num_devices,
+    "iteration_time_s": lambda found: found.iteration_time_s,
+    "low_s": lambda found: found.low_s,
+    "high_s": lambda found: found.high_s,
+    "tokens_per_s": lambda found: found.tokens_per_s,
+    "tokens_per_s_per_device": lambda found: found.tokens_per_s / found.job.cluster.num_devices,
+    "mfu": lambda found: found.mfu,
+    "memory_bytes": lambda found: found.memory.peak_bytes,
+    "fits": lambda found: found.memory.fits,
+    "outside_share": lambda found: found.unsupported_share,
+}
+
+
 @dataclass(frozen=True)
 class Point:
     """One job of a sweep.
@@ -149,28 +163,9 @@ class Point:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values: the varied keys, then the prediction; None if the job is not legal."""
-        found, answer = self.prediction, dict.fromkeys(COLUMNS)
-        if found is not None:
-            devices = found.job.cluster.num_devices
-            answer = {
-                "devices": devices,
-                "iteration_time_s": found.iteration_time_s,
-                "low_s": found.low_s,
-                "high_s": found.high_s,
-                "tokens_per_s": found.tokens_per_s,
-                "tokens_per_s_per_device": found.tokens_per_s / devices,
-                "mfu": found.mfu,
-                "memory_bytes": found.memory.peak_bytes,
-                "fits": found.memory.fits,
-                "outside_share": found.unsupported_share,
-            }
+        found = self.prediction
+        answer = {name: None if found is None else value(found) for name, value in COLUMNS.items()}
         return {**self.values, **answer, "problem": self.problem}
-
-
-COLUMNS = (
-    "devices", "iteration_time_s", "low_s", "high_s", "tokens_per_s", "tokens_per_s_per_device", "mfu", "memory_bytes",
-    "fits", "outside_share",
-)  # fmt: skip
 
 
 def sweep(
@@ -223,7 +218,6 @@ def _point(job: Job, values: dict[str, Any], predictor: Predictor | str | None, 
 
 
 def sweep_text(axes: Sequence[Axis], points: Sequence[Point]) -> str:
-    """The table of a sweep as text."""
     header = [*(axis.key for axis in axes), "iteration", "interval", "tokens/s", "per device", "MFU %", "GB", "fits"]
     rows: list[list[Any]] = []
     for point in points:
@@ -244,7 +238,6 @@ def sweep_text(axes: Sequence[Axis], points: Sequence[Point]) -> str:
 
 
 def sweep_csv(points: Sequence[Point]) -> str:
-    """A sweep as CSV, one row for each job."""
     rows, file = [point.to_dict() for point in points], io.StringIO()
     writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
     writer.writeheader()
@@ -255,24 +248,25 @@ def sweep_csv(points: Sequence[Point]) -> str:
 def plot_sweep(axes: Sequence[Axis], points: Sequence[Point], path: Path, title: str) -> None:
     """Draw the iteration time with its interval over the last axis, a line for each value of the others."""
     last = axes[-1].key
-    figure, drawn = start_figure(7.0, 4.5)
     groups: dict[str, list[Point]] = {}
     for point in points:
         if point.prediction is not None:
             others = ", ".join(f"{axis.key.partition('.')[2]} {point.values[axis.key]}" for axis in axes[:-1])
             groups.setdefault(others, []).append(point)
     numeric = all(isinstance(value, int | float) for value in axes[-1].values)
-    for name, each in groups.items():
-        xs = [point.values[last] if numeric else str(point.values[last]) for point in each]
-        times = [point.to_dict() for point in each]
-        drawn.plot(xs, [told["iteration_time_s"] for told in times], marker="o", label=name)
-        if numeric:
-            drawn.fill_between(xs, [told["low_s"] for told in times], [told["high_s"] for told in times], alpha=0.15)
-    values = axes[-1].values
-    if numeric and min(values) > 0 and max(values) >= 8 * min(values):
-        drawn.set_xscale("log", base=2)
-    drawn.set(xlabel=last, ylabel="iteration time (s), with interval", title=title)
-    drawn.set_ylim(bottom=0)
-    if len(groups) > 1:
-        drawn.legend(frameon=False)
-    save_figure(figure, path)
+    with figure_file(path, 7.0, 4.5) as drawn:
+        for name, each in groups.items():
+            xs = [point.values[last] if numeric else str(point.values[last]) for point in each]
+            times = [point.to_dict() for point in each]
+            drawn.plot(xs, [told["iteration_time_s"] for told in times], marker="o", label=name)
+            if numeric:
+                drawn.fill_between(
+                    xs, [told["low_s"] for told in times], [told["high_s"] for told in times], alpha=0.15
+                )
+        values = axes[-1].values
+        if numeric and min(values) > 0 and max(values) >= 8 * min(values):
+            drawn.set_xscale("log", base=2)
+        drawn.set(xlabel=last, ylabel="iteration time (s), with interval", title=title)
+        drawn.set_ylim(bottom=0)
+        if len(groups) > 1:
+            drawn.legend(frameon=False)

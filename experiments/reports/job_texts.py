@@ -71,7 +71,6 @@ def prediction_report(job: Job, prediction: Prediction) -> dict[str, Any]:
 
 
 def program_text(told: Mapping[str, Any]) -> str:
-    """The prediction of a captured script as text."""
     ranks = ", ".join(map(str, told["ranks"]))
     head = [
         f"script     {told['job']} on {told['world_size']} x {told['hardware']}, captured ranks {ranks}",

@@ -233,10 +233,6 @@ def _data(events: list[dict[str, Any]]) -> dict[str, Any]:
 
 def _kind(event: dict[str, Any]) -> str:
     name, category = event["name"], event.get("cat", "")
-    if category == "pp":
-        return "message"
-    if category == "dp":
-        return "dp"
-    if name == "optimizer":
-        return "optimizer"
+    if category in ("pp", "dp") or name == "optimizer":
+        return {"pp": "message", "dp": "dp"}.get(category, "optimizer")
     return "forward" if name.startswith("F") else "backward"

@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from stepsight.dataset.base.files import new_file
 
-FORMATS = (".png", ".svg", ".pdf")
 
-
-def start_figure(width: float = 6.0, height: float = 5.0) -> tuple[Any, Any]:
-    """A figure that needs no display, and its axes."""
+@contextmanager
+def figure_file(path: Path, width: float = 6.0, height: float = 5.0) -> Iterator[Any]:
+    """Axes of a figure that needs no display; it is written to the file when the block ends."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(figsize=(width, height), layout="constrained")
-    return figure, axes
+    yield axes
+    with new_file(path) as temporary:
+        figure.savefig(temporary, dpi=120, format=path.suffix[1:])
+    pyplot.close(figure)
 
 
 def new_axes() -> Any:
@@ -53,64 +56,55 @@ def _draw_exact(axes: Any, values: Sequence[float]) -> list[float]:
     return line
 
 
-def save_figure(figure: Any, path: Path) -> None:
-    """Write a figure completely, and close it."""
-    from matplotlib import pyplot
-
-    with new_file(path) as temporary:
-        figure.savefig(temporary, dpi=120, format=path.suffix[1:])
-    pyplot.close(figure)
-
-
 def plot_predicted_against_measured(rows: Sequence[dict[str, Any]], path: Path, title: str) -> None:
     """Scatter with intervals; rows carry ``measured_s``, ``predicted_s``, ``low_s``, ``high_s`` and ``job``."""
-    figure, axes = start_figure()
-    measured, predicted = ([row[key] * 1e3 for row in rows] for key in ("measured_s", "predicted_s"))
-    below = [max(0.0, row["predicted_s"] - row["low_s"]) * 1e3 for row in rows]
-    above = [max(0.0, row["high_s"] - row["predicted_s"]) * 1e3 for row in rows]
-    axes.errorbar(measured, predicted, yerr=(below, above), fmt="o", ms=4, lw=0.8, capsize=2, color="tab:blue")
-    limits = _draw_exact(axes, measured + predicted)
-    names = ("measured iteration time (ms)", "predicted iteration time (ms), with interval")
-    axes.legend(loc="upper left", frameon=False)
-    _finish(axes, title, *names, limits=limits)
-    save_figure(figure, path)
+    with figure_file(path) as axes:
+        measured, predicted = ([row[key] * 1e3 for row in rows] for key in ("measured_s", "predicted_s"))
+        below = [max(0.0, row["predicted_s"] - row["low_s"]) * 1e3 for row in rows]
+        above = [max(0.0, row["high_s"] - row["predicted_s"]) * 1e3 for row in rows]
+        axes.errorbar(measured, predicted, yerr=(below, above), fmt="o", ms=4, lw=0.8, capsize=2, color="tab:blue")
+        limits = _draw_exact(axes, measured + predicted)
+        names = ("measured iteration time (ms)", "predicted iteration time (ms), with interval")
+        axes.legend(loc="upper left", frameon=False)
+        _finish(axes, title, *names, limits=limits)
 
 
 def plot_published_runs(groups: Mapping[str, Sequence[tuple[float, float]]], path: Path, title: str) -> None:
     """Scatter of ``(measured, predicted)`` seconds in groups, each in a colour of its own."""
-    figure, axes = start_figure(8.5, 5.0)
-    limits = _draw_exact(axes, [seconds for pairs in groups.values() for pair in pairs for seconds in pair])
-    markers = "os^vD<>ph*XP"
-    for index, (name, pairs) in enumerate(groups.items()):
-        marker, colour = markers[index // 10 % len(markers)], f"C{index % 10}"
-        axes.scatter(*zip(*pairs, strict=True), s=14, marker=marker, color=colour, label=f"{name[:40]} ({len(pairs)})")
-    axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False, fontsize="small")
-    _finish(axes, title, "measured iteration time (s)", "predicted iteration time (s)", limits=limits)
-    save_figure(figure, path)
+    with figure_file(path, 8.5, 5.0) as axes:
+        limits = _draw_exact(axes, [seconds for pairs in groups.values() for pair in pairs for seconds in pair])
+        markers = "os^vD<>ph*XP"
+        for index, (name, pairs) in enumerate(groups.items()):
+            marker, colour = markers[index // 10 % len(markers)], f"C{index % 10}"
+            axes.scatter(
+                *zip(*pairs, strict=True), s=14, marker=marker, color=colour, label=f"{name[:40]} ({len(pairs)})"
+            )
+        axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False, fontsize="small")
+        _finish(axes, title, "measured iteration time (s)", "predicted iteration time (s)", limits=limits)
 
 
 def plot_front(
     plans: Sequence[dict[str, Any]], front: Sequence[dict[str, Any]], cost: str, path: Path, title: str
 ) -> None:
     """Scatter of plans, training time against ``cost`` (a key of the rows), and the Pareto front."""
-    figure, axes = start_figure()
-    for name in dict.fromkeys(row["hardware"] for row in plans):
-        rows = [row for row in plans if row["hardware"] == name]
-        axes.scatter([row[cost] for row in rows], [row["training_time_s"] / 86400 for row in rows], s=24, label=name)
-        for row in rows:
-            axes.annotate(str(row["devices"]), (row[cost], row["training_time_s"] / 86400), fontsize="x-small")
-    line = sorted((row[cost], row["training_time_s"] / 86400) for row in front)
-    axes.plot(*zip(*line, strict=True), color="black", lw=0.8, label="front")
-    axes.legend(frameon=False)
-    _finish(axes, title, f"{cost} (beside each plan: its number of devices)", "training time (days)")
-    save_figure(figure, path)
+    with figure_file(path) as axes:
+        for name in dict.fromkeys(row["hardware"] for row in plans):
+            rows = [row for row in plans if row["hardware"] == name]
+            axes.scatter(
+                [row[cost] for row in rows], [row["training_time_s"] / 86400 for row in rows], s=24, label=name
+            )
+            for row in rows:
+                axes.annotate(str(row["devices"]), (row[cost], row["training_time_s"] / 86400), fontsize="x-small")
+        line = sorted((row[cost], row["training_time_s"] / 86400) for row in front)
+        axes.plot(*zip(*line, strict=True), color="black", lw=0.8, label="front")
+        axes.legend(frameon=False)
+        _finish(axes, title, f"{cost} (beside each plan: its number of devices)", "training time (days)")
 
 
 def plot_search(rows: Sequence[dict[str, Any]], path: Path, title: str) -> None:
     """Write a plot of iteration time over peak memory of every strategy that was timed."""
-    figure, axes = start_figure(7.0, 4.5)
-    draw_search(rows, axes, title)
-    save_figure(figure, path)
+    with figure_file(path, 7.0, 4.5) as axes:
+        draw_search(rows, axes, title)
 
 
 def draw_search(rows: Sequence[dict[str, Any]], axes: Any, title: str) -> None:

@@ -14,7 +14,6 @@ _HOST_LIMIT = 50.0  # percent of the critical path from which the host limits a 
 
 
 def import_text(told: dict[str, Any]) -> str:
-    """The result of an import as text."""
     lines = [
         f"imported {told['run']} into {told['out']}",
         f"{told['ranks']} rank(s) of {told['world_size']}, {told['steps']} step(s), {told['events']} events, "
@@ -83,7 +82,6 @@ def replay_runs(path: Path) -> dict[str, Any]:
 
 
 def replay_text(told: dict[str, Any]) -> str:
-    """A replay as text."""
     return "\n\n".join(_replay_text(each) for each in told.get("runs", [told]))
 
 
@@ -105,7 +103,6 @@ def _replay_text(told: dict[str, Any]) -> str:
 
 
 def what_if_text(told: dict[str, Any]) -> str:
-    """The result of what-if as text."""
     cells = [[each["change"], Number(1e3 * each["step_s"], 3), Number(each["speedup"], 3)] for each in told["changes"]]
     if len(cells) > 1:
         cells.append(["all of them", Number(1e3 * told["changed_s"], 3), Number(told["speedup"], 3)])
@@ -130,7 +127,6 @@ def what_if_text(told: dict[str, Any]) -> str:
 
 
 def dataset_text(told: dict[str, Any]) -> str:
-    """A new dataset as text."""
     lines = [
         f"wrote {told['out']}: {told['graphs']} graphs ({told['step_graphs']} of steps, {told['segment_graphs']} of "
         f"segments) of {told['runs']} run(s), version {told['version']}",
@@ -141,7 +137,6 @@ def dataset_text(told: dict[str, Any]) -> str:
 
 
 def capture_text(told: dict[str, Any]) -> str:
-    """A captured script as text."""
     lines = [f"script     {told['script']}: {_world(told)}"]
     for rank in told["ranks"]:
         phases = ", ".join(f"{count} {phase}" for phase, count in rank["ops_by_phase"].items())
@@ -221,7 +216,6 @@ def _by_signature(rank: dict[str, Any]) -> dict[tuple[Any, ...], int]:
 
 
 def difference_text(told: dict[str, Any]) -> str:
-    """The differences as text."""
     lines = [f"A: {told['scripts'][0]}", f"B: {told['scripts'][1]}"]
     for rank in told["ranks"]:
         rows: list[list[str | Number]] = [["FLOP", *(scaled(value, _FLOP) for value in rank["flops"])]]

@@ -156,7 +156,6 @@ def plan_in_box(
 
 
 def collection_text(out: Path) -> str:
-    """A table of the runs of a collection."""
     from stepsight.experiments.questions.describe import describe_collection
 
     return str(describe_collection(out)["text"])
@@ -263,7 +262,6 @@ def collect_ops(
 
 
 def plan_of(calls: Sequence[HeavyCall], seconds: float) -> dict[str, Any]:
-    """A plan that measures the calls."""
     ops = [
         {"kind": each.op.kind, "dims": list(each.op.dims), "dtype": each.op.dtype, "call": list(each.call)}
         for each in calls
@@ -282,7 +280,6 @@ def _is_known(predictor: Predictor | None, call: str, op: Op) -> bool:
 
 
 def _calls(rank: CapturedRank, predictor: Predictor | None, hardware: Hardware) -> list[HeavyCall]:
-    """Distinct calls of a rank."""
     nodes = rank.graph.nodes
     chosen = np.flatnonzero((nodes["kind"] == OP) & (nodes["call"] >= 0))
     pairs = np.stack([nodes["call"][chosen], nodes["work"][chosen]], axis=1).reshape(-1, 2)

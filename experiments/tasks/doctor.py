@@ -160,7 +160,6 @@ def _message_causes(graphs: Sequence[RankGraph], steps: float, fabric: Fabric | 
 
 
 def _clock_causes(folder: Path) -> list[Cause]:
-    """Throttling, if clocks were recorded."""
     noted = read_object(folder / "manifest.json").get("clocks")
     reasons = noted.get("reasons", {}) if isinstance(noted, dict) else {}
     seen = {name: share for name, share in reasons.items() if name in THROTTLED and share > LEAST_SHARE}
@@ -261,7 +260,6 @@ def _read(path: Path) -> str:
 
 
 def machine_text(told: dict[str, Any]) -> str:
-    """The check of a machine as text."""
     libraries = [[name, row["version"] or "not installed", row["extra"]] for name, row in told["libraries"].items()]
     lines = [
         f"system     {told['system']}, {told['cores']} cores, {told['memory_bytes'] / 1e9:.1f} GB of memory",
@@ -280,7 +278,6 @@ def machine_text(told: dict[str, Any]) -> str:
 
 
 def diagnosis_text(told: dict[str, Any]) -> str:
-    """The causes of a slow run as text."""
     lines = [f"run {told['run']}: measured {seconds_text(told['measured_s'])}"]
     if told["predicted_s"] is not None:
         lines[0] += (

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -88,27 +87,6 @@ def _stands_for(family: str, lowered: set[str]) -> bool:
     return family in ("gemm", "attention") and bool(lowered & {"gemm", "attention"})
 
 
-@dataclass(frozen=True)
-class Difference:
-    """A signature that occurs in one of the two more often than in the other.
-
-    Attributes:
-        what: ``missing`` (the job alone has it), ``extra`` (the trace alone), ``count``, or ``dims`` (of one kind and
-            count, in other dims or bytes).
-        traced, lowered: Signatures; empty where there is none.
-        traced_count, lowered_count: In a step.
-        traced_s, lowered_s: Seconds of a step.
-    """
-
-    what: str
-    traced: str
-    lowered: str
-    traced_count: float
-    lowered_count: float
-    traced_s: float
-    lowered_s: float
-
-
 def lowered_works(lowered: Lowered, stage: int) -> Counter[Work]:
     """How often a rank of a stage runs each op and collective in one step."""
     track, found = lowered.track, Counter[Work]()
@@ -165,7 +143,6 @@ def compare(job: Job, graphs: Sequence[RankGraph]) -> dict[str, Any]:
 
 
 def stage_of(job: Job, rank: int) -> int:
-    """Pipeline stage of a rank."""
     parallel = job.parallel
     stride = 1
     for axis in parallel.order.split("-"):
@@ -204,7 +181,7 @@ def _stage(stage: int, graph: RankGraph, lowered: Lowered, latency: LatencyModel
         "traced_s": sum(spent.values()),
         "alike_s": sum(spent[work] for work in count if work in asked and _equal(count[work], asked[work])),
         "kinds": sorted(rows.values(), key=lambda row: -max(row["traced_s"], row["lowered_s"])),
-        "differences": [vars(each) for each in _differences(count, spent, asked, seconds)],
+        "differences": _differences(count, spent, asked, seconds),
     }
 
 
@@ -226,13 +203,20 @@ def _seconds(latency: LatencyModel | None, works: Counter[Work]) -> dict[Work, f
 
 def _differences(
     count: dict[Work, float], spent: dict[Work, float], asked: Counter[Work], seconds: dict[Work, float]
-) -> list[Difference]:
-    """Signatures that differ; of one kind, equal numbers with other dims are paired."""
+) -> list[dict[str, Any]]:
+    """Signatures that occur in one of the two more often; of one kind, equal numbers with other dims are paired.
 
-    def difference(what: str, one: Work | None, other: Work | None) -> Difference:
+    Returns:
+        For each ``what``: ``missing`` (the job alone has it), ``extra`` (the trace alone), ``count``, or ``dims`` (of
+        one kind and count, in other dims or bytes); and both signatures, with counts and seconds of a step.
+    """
+
+    def difference(what: str, one: Work | None, other: Work | None) -> dict[str, Any]:
         own = (count[one], spent[one]) if one else (0.0, 0.0)
         job = (float(asked[other]), seconds[other]) if other else (0.0, 0.0)
-        return Difference(what, str(one or ""), str(other or ""), own[0], job[0], own[1], job[1])
+        signatures = {"what": what, "traced": str(one or ""), "lowered": str(other or "")}
+        counts = {"traced_count": own[0], "lowered_count": job[0]}
+        return {**signatures, **counts, "traced_s": own[1], "lowered_s": job[1]}
 
     found = [difference("count", w, w) for w in count if w in asked and not _equal(count[w], asked[w])]
     missing = sorted((work for work in asked if work not in count), key=lambda work: -work.num_bytes)
@@ -242,11 +226,10 @@ def _differences(
             missing.remove(same)
         found.append(difference("dims" if same is not None else "extra", one, same))
     found += [difference("missing", None, work) for work in missing]
-    return sorted(found, key=lambda each: -max(each.traced_s, each.lowered_s))
+    return sorted(found, key=lambda each: -max(each["traced_s"], each["lowered_s"]))
 
 
 def comparison_text(told: dict[str, Any]) -> str:
-    """The comparison as text."""
     blocks = [
         f"beside its job: {told['alike_percent']:.1f} % of the traced time is in ops and collectives that the lowered "
         "program runs equally often, in the same dims"

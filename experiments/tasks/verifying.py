@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,36 +13,16 @@ from stepsight.dataset.harness.plan import MOST_CPU
 from stepsight.dataset.job.job import BatchSpec, Job, ParallelSpec
 from stepsight.dataset.runs.box_spec import Box
 from stepsight.dataset.runs.run_folder import read_collection
+from stepsight.dataset.runs.run_manifest import RunManifest
 from stepsight.experiments.reports.text_table import table
 from stepsight.experiments.tasks.collecting import available_ranks, plan_in_box, run_plan
 from stepsight.training.measured.planning import as_the_harness_runs, collectable, make_plan, run_name
-from stepsight.training.prediction.prediction import predict
+from stepsight.training.prediction.prediction import Prediction, predict
 
 if TYPE_CHECKING:
     from stepsight.training.predictor.predictor import Predictor
 
 ROLE = "verify"  # role of the runs: they never train a predictor
-
-
-@dataclass(frozen=True, kw_only=True)
-class Verified:
-    """A strategy that was run: its job's name, the prediction with its interval, and the median of the timed steps, in
-    seconds; and how far the medians of the rounds lie apart.
-    """
-
-    name: str
-    predicted_s: float
-    low_s: float
-    high_s: float
-    measured_s: float
-    spread_percent: float
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain values for JSON, with the signed error and whether the measurement lies in the interval."""
-        error = 100 * (self.predicted_s / self.measured_s - 1)
-        return {
-            **asdict(self), "error_percent": error, "inside_interval": self.low_s <= self.measured_s <= self.high_s
-        }  # fmt: skip
 
 
 def strategies_of(job: Job, found: Mapping[str, Any]) -> list[Job]:
@@ -98,8 +78,10 @@ def verify(
         progress: Whether to tell on stderr what runs.
 
     Returns:
-        ``runs`` (see ``Verified``) in the order of the jobs, ``not_run`` by name with the reason, ``best_is_best``
-        (whether the one predicted to be fastest is the fastest), ``regret_percent`` and ``text``.
+        ``runs`` in the order of the jobs: name, prediction with its interval, median of the timed steps, how far the
+        medians of the rounds lie apart, signed error, and whether the measurement lies in the interval; ``not_run`` by
+        name with the reason, ``best_is_best`` (whether the one predicted to be fastest is the fastest),
+        ``regret_percent`` and ``text``.
 
     Raises:
         CollectError: If no job can be run.
@@ -118,22 +100,26 @@ def verify(
     manifests = {manifest.name: manifest for manifest in read_collection(out)}
     runs = []
     for name in held:
-        if name not in manifests:
+        if name in manifests:
+            runs.append(_row(manifests[name], predict(manifests[name].job, predictor)))
+        else:
             not_run[name] = why_no_run(out, name)
-            continue
-        manifest = manifests[name]
-        prediction = predict(manifest.job, predictor)
-        runs.append(
-            Verified(
-                name=manifest.job.name,
-                predicted_s=prediction.iteration_time_s,
-                low_s=prediction.low_s,
-                high_s=prediction.high_s,
-                measured_s=manifest.iteration_time_s,
-                spread_percent=_spread(manifest.rounds),
-            )
-        )
     return _report(runs, not_run)
+
+
+def _row(manifest: RunManifest, prediction: Prediction) -> dict[str, Any]:
+    measured, rounds = manifest.iteration_time_s, [sorted(steps) for steps in manifest.rounds]
+    medians = [steps[len(steps) // 2] for steps in rounds]
+    return {
+        "name": manifest.job.name,
+        "predicted_s": prediction.iteration_time_s,
+        "low_s": prediction.low_s,
+        "high_s": prediction.high_s,
+        "measured_s": measured,
+        "spread_percent": 100 * (max(medians) / min(medians) - 1),
+        "error_percent": 100 * (prediction.iteration_time_s / measured - 1),
+        "inside_interval": prediction.low_s <= measured <= prediction.high_s,
+    }
 
 
 def why_no_run(out: Path, name: str) -> str:
@@ -173,31 +159,20 @@ def runnable(jobs: Sequence[Job], most: int | None, box: Box | None) -> tuple[di
     return held, not_run
 
 
-def _spread(rounds: Sequence[Sequence[float]]) -> float:
-    medians = [sorted(steps)[len(steps) // 2] for steps in rounds]
-    return 100 * (max(medians) / min(medians) - 1)
-
-
-def _report(runs: Sequence[Verified], not_run: Mapping[str, str]) -> dict[str, Any]:
-    value: dict[str, Any] = {"runs": [run.to_dict() for run in runs], "not_run": dict(not_run)}
+def _report(runs: Sequence[dict[str, Any]], not_run: Mapping[str, str]) -> dict[str, Any]:
+    value: dict[str, Any] = {"runs": list(runs), "not_run": dict(not_run)}
     header = ["strategy", "predicted ms", "interval ms", "measured ms", "error %", "spread %"]
-    rows = [
-        [
-            run["name"],
-            f"{1e3 * run['predicted_s']:.1f}",
-            f"{1e3 * run['low_s']:.1f} to {1e3 * run['high_s']:.1f}",
-            f"{1e3 * run['measured_s']:.1f}",
-            f"{run['error_percent']:+.1f}",
-            f"{run['spread_percent']:.1f}",
-        ]
-        for run in value["runs"]
-    ]
+    rows = []
+    for run in runs:
+        predicted, low, high, measured = (1e3 * run[f"{key}_s"] for key in ("predicted", "low", "high", "measured"))
+        off = f"{run['error_percent']:+.1f}", f"{run['spread_percent']:.1f}"
+        rows.append([run["name"], f"{predicted:.1f}", f"{low:.1f} to {high:.1f}", f"{measured:.1f}", *off])
     lines = [table(header, rows)] if rows else ["no run was measured"]
     if len(runs) > 1:
-        chosen = min(runs, key=lambda run: run.predicted_s)
-        fastest = min(runs, key=lambda run: run.measured_s)
+        chosen = min(runs, key=lambda run: run["predicted_s"])
+        fastest = min(runs, key=lambda run: run["measured_s"])
         value["best_is_best"] = chosen is fastest
-        value["regret_percent"] = 100 * (chosen.measured_s / fastest.measured_s - 1)
+        value["regret_percent"] = 100 * (chosen["measured_s"] / fastest["measured_s"] - 1)
         same = (
             "is the fastest" if chosen is fastest else f"takes {value['regret_percent']:.1f} % longer than the fastest"
         )

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from stepsight.cli.files import (
+    PLOT,
     SCHEDULE,
     STRATEGIES,
     TIMELINE,
@@ -18,7 +19,6 @@ from stepsight.cli.files import (
     Prices,
     Source,
     check_job_output,
-    check_plot,
     check_result,
     goal_of,
 )
@@ -351,7 +351,7 @@ def search_command(
     from stepsight.dataset.base.files import write_text
     from stepsight.experiments.search.search_report import plot_result, search_report
 
-    check_plot(plot)
+    check_result("--plot", plot, PLOT)
     best.check(job)
     check_result("--csv", csv, STRATEGIES)
     if uneven and not scenarios.is_empty:

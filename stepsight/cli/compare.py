@@ -9,13 +9,13 @@ import typer
 
 from stepsight.cli.files import (
     PAGE,
+    PLOT,
     SWEEP,
     JobOptions,
     LearnedSource,
     MovedJobOptions,
     Prices,
     Source,
-    check_plot,
     check_result,
     goal_of,
     load_predictor,
@@ -56,7 +56,7 @@ def sweep_command(
     from stepsight.dataset.base.files import write_text
     from stepsight.experiments.questions.sweep import Axis, plot_sweep, sweep, sweep_csv, sweep_text
 
-    check_plot(plot)
+    check_result("--plot", plot, PLOT)
     check_result("--csv", csv, SWEEP)
     axes = [Axis.parse(text) for text in vary]
     if len({axis.key for axis in axes}) < len(axes):

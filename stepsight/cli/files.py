@@ -181,32 +181,33 @@ PAGE = (".html", rb"<!doctype html>")
 JOB_FILE = (".toml", rb"framework = |\[model\]")  # as stepsight writes it: no table of prices, no job with comments
 
 
-def check_result(option: str, wanted: Path | None, kind: tuple[str, bytes]) -> None:
-    """Refuse to overwrite a file of another type than ``kind``, which is a suffix and a pattern of the first bytes."""
+PLOT = ((".png", ".svg", ".pdf"), b"")
+
+
+def check_result(option: str, wanted: Path | None, kind: tuple[str | tuple[str, ...], bytes]) -> None:
+    """Check, before the work, that a file can be written and overwrites none of another type.
+
+    Args:
+        option: That names the file.
+        wanted: The file; None: none is written.
+        kind: Its suffix, or several, and a pattern of the first bytes.
+
+    Raises:
+        StepsightError: If not.
+    """
     from stepsight.dataset.base.files import check_output_file
 
     if wanted is None:
         return
-    suffix, begins = kind
-    if wanted.suffix != suffix:
-        raise StepsightError(f"{option} ends in {suffix}, got {str(wanted)!r:.80}")
+    suffixes, begins = kind
+    suffixes = (suffixes,) if isinstance(suffixes, str) else suffixes
+    if wanted.suffix not in suffixes:
+        raise StepsightError(f"{option} ends in {', '.join(suffixes)}, got {str(wanted)!r:.80}")
     check_output_file(wanted)
     if wanted.exists():
         with wanted.open("rb") as file:
             if not re.match(begins, file.read(64)):
                 raise StepsightError(f"{option} refuses to overwrite a file of another type, got {str(wanted)!r:.80}")
-
-
-def check_plot(plot: Path | None) -> None:
-    """Check, before the work, that the plot can be written."""
-    from stepsight.dataset.base.files import check_output_file
-    from stepsight.experiments.reports.plots import FORMATS
-
-    if plot is None:
-        return
-    if plot.suffix not in FORMATS:
-        raise StepsightError(f"--plot ends in {', '.join(FORMATS)}, got {str(plot)!r:.80}")
-    check_output_file(plot)
 
 
 def check_job_output(out: Path | None, to: str, read: Sequence[Path], force: bool = False) -> None:

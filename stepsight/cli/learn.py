@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from stepsight.cli.files import LearnedSource, check_plot
+from stepsight.cli.files import PLOT, LearnedSource, check_result
 from stepsight.cli.options import Answer, progress, refuse_given
 from stepsight.dataset.base.errors import StepsightError
 
@@ -87,27 +87,17 @@ def train_command(
     return Answer(report, report["text"])
 
 
-def _prints(make: Callable[[], str]) -> Callable[[bool], None]:
-    """The callback of a flag that prints a text and ends."""
+def _prints(name: str) -> Any:
+    """The option of a flag that prints a text about tables of runs and ends."""
 
     def callback(wanted: bool) -> None:
         if wanted:
-            typer.echo(make())
+            from stepsight.experiments.evaluation import runs_table
+
+            typer.echo(getattr(runs_table, name)())
             raise typer.Exit
 
-    return callback
-
-
-def _columns() -> str:
-    from stepsight.experiments.evaluation.runs_table import explanation
-
-    return explanation()
-
-
-def _template() -> str:
-    from stepsight.experiments.evaluation.runs_table import template
-
-    return template()
+    return typer.Option(callback=callback, is_eager=True)
 
 
 def evaluate_command(
@@ -120,8 +110,8 @@ def evaluate_command(
     worst: Annotated[int, typer.Option(min=0)] = 5,
     groups: bool = False,
     fabric: str | None = None,
-    explain_columns: Annotated[bool, typer.Option(callback=_prints(_columns), is_eager=True)] = False,
-    template: Annotated[bool, typer.Option(callback=_prints(_template), is_eager=True)] = False,
+    explain_columns: Annotated[bool, _prints("explanation")] = False,
+    template: Annotated[bool, _prints("template")] = False,
 ) -> Answer:
     """Compare predictions with measured runs: errors, ranks, regret and coverage per source.
 
@@ -167,7 +157,7 @@ def evaluate_command(
     from stepsight.experiments.reports.plots import plot_published_runs
 
     most_gpus = None if calibrate is None else read_most_gpus(calibrate)
-    check_plot(plot)
+    check_result("--plot", plot, PLOT)
     predictor = source.load()
     result = evaluate(runs, predictor, source=rows, on_row=progress("rows predicted"))
     if plot is not None:

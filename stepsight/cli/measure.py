@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from stepsight.cli.files import Box, JobOptions, LearnedSource, load_predictor
+from stepsight.cli.files import Box, JobOptions, LearnedSource, check_result, load_predictor
 from stepsight.cli.options import Answer, Positive, refuse_given
 from stepsight.cli.scripts import WORDS
 from stepsight.dataset.base.errors import StepsightError, need
@@ -122,7 +122,7 @@ def plan_profile_command(
     """
     from collections import Counter
 
-    from stepsight.dataset.base.files import check_output_file, write_json
+    from stepsight.dataset.base.files import write_json
     from stepsight.dataset.hardware.hardware import canonical_hardware, find_hardware, unknown_hardware
     from stepsight.dataset.job.job import Job
     from stepsight.training.fitting.profile_plan import profile_plan
@@ -131,9 +131,7 @@ def plan_profile_command(
     found = find_hardware(canonical_hardware(hardware))
     if found is None:
         raise StepsightError(unknown_hardware(hardware))
-    if out.suffix != ".json":
-        raise StepsightError(f"--out ends in .json, got {str(out)!r:.80}")
-    check_output_file(out)
+    check_result("--out", out, (".json", b""))
     teachers, jobs = [teacher_of(name) for name in shipped_names()], [Job.from_file(each) for each in job or ()]
     plan = profile_plan(found, teachers, minutes, jobs=jobs, devices=devices, seed=seed)
     write_json(out, plan)
