@@ -138,7 +138,7 @@ def test_a_rejected_run_is_an_exit_code(
         (("search", EXAMPLE, "--study", "s"), "state storage with the study"),
         (("search", EXAMPLE, "--storage", "s9.db", "--study", "s"), "write sqlite:///s9.db"),
         (("search", EXAMPLE, "--nodes", "1;2"), "--nodes must be whole numbers"),
-        (("search", EXAMPLE, "--nodes", ""), "--nodes must be whole numbers > 0, separated by commas, got ''"),
+        (("search", EXAMPLE, "--nodes", ""), "--nodes must be whole numbers, separated by commas, got ''"),
         (("search", EXAMPLE, "--robust", "best"), "robust must be one of interval, regret"),
         (("search", EXAMPLE, "--out", EXAMPLE), "--out must not be a file that is read"),
         (("search", EXAMPLE, "--space", "huge"), "a space must be usual, wide"),
