@@ -26,7 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ..base import annotate, cores
 from ..ops import composite
 from ..plan import num_micro_batches, world_size
-from . import tensor_parallel
+from .torch_parts import CrossEntropy
 from .transformer import Stage, shape_of, token_rows
 
 AXES = ("pp", "dp", "tp")
@@ -185,7 +185,7 @@ class Training(ParallelRank):
         return tokens, targets
 
     def _loss(self, logits: Tensor, targets: Tensor) -> Tensor:
-        loss: Tensor = tensor_parallel.CrossEntropy.apply(
+        loss: Tensor = CrossEntropy.apply(
             composite.cast(logits, self.shape.main_dtype),
             targets.reshape(-1),
             self.groups["tp"],

@@ -1,22 +1,30 @@
 """Parts that all families of models share, hand-sharded over a tensor-parallel group.
 
-Activations between modules are ``[rows, hidden]``, ``rows = micro_batch * seq_len`` (with sequence parallel, that
-over the group's size outside the tensor-parallel regions).  Initial weights depend on their names alone, so every
-parallel strategy starts from the same model.  Parameters of another type than activations are cast where they are
-used, as autocast does; FSDP hands over what it has cast.
+Activations between modules are ``[rows, hidden]``, ``rows = micro_batch * seq_len`` (with sequence parallel, that over
+the group's size outside the tensor-parallel regions).  Sequence parallel shards these rows: every op between the
+regions is row-wise, so any equal partition of the rows will do and none is copied.  Communication is the f/g pairs of
+Megatron-LM (arXiv:1909.08053, arXiv:2205.05198).
+
+Initial weights depend on their names alone, so every parallel strategy starts from the same model.  Parameters of
+another type than activations are cast where they are used, as autocast does; FSDP hands over what it has cast.
 """
 
 from __future__ import annotations
 
 import zlib
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..base import annotate
+from ..base.collective_calls import all_gather, reduce_scatter
 from ..ops import composite
-from . import tensor_parallel
+
+Group = dist.ProcessGroup
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +54,7 @@ class Shape:
     dtype: torch.dtype
     main_dtype: torch.dtype
     device: torch.device
-    group: tensor_parallel.Group | None  # tensor-parallel group, None for one rank
+    group: Group | None  # tensor-parallel group, None for one rank
 
     @property
     def head_dim(self) -> int:
@@ -120,7 +128,7 @@ class RowLinear(nn.Module):
         if shape.size > 1 and self.bias is not None:
             bias = composite.cast(self.bias, shape.dtype)
             weight = composite.cast(self.weight, shape.dtype)
-            y: Tensor = tensor_parallel.BiasedRowLinear.apply(x, weight, bias, shape.size)
+            y: Tensor = BiasedRowLinear.apply(x, weight, bias, shape.size)
             return y
         return linear(shape, x, self.weight, self.bias)
 
@@ -148,9 +156,7 @@ def enter_region(shape: Shape, x: Tensor) -> Tensor:
     """Into a tensor-parallel region: every rank gets all rows."""
     if shape.group is None:
         return x
-    y: Tensor = (tensor_parallel.GatherRows if shape.sequence_parallel else tensor_parallel.CopyToRegion).apply(
-        x, shape.group
-    )
+    y: Tensor = (GatherRows if shape.sequence_parallel else CopyToRegion).apply(x, shape.group)
     return y
 
 
@@ -158,9 +164,7 @@ def leave_region(shape: Shape, x: Tensor) -> Tensor:
     """Out of a tensor-parallel region: the ranks' partial results are summed."""
     if shape.group is None:
         return x
-    y: Tensor = (tensor_parallel.ScatterRows if shape.sequence_parallel else tensor_parallel.ReduceFromRegion).apply(
-        x, shape.group
-    )
+    y: Tensor = (ScatterRows if shape.sequence_parallel else ReduceFromRegion).apply(x, shape.group)
     return y
 
 
@@ -182,7 +186,7 @@ class Tokens(nn.Module):
     def _rows(self, tokens: Tensor, table: Tensor) -> Tensor:
         if self.shape.group is None:
             return F.embedding(tokens, table)
-        x = tensor_parallel.VocabEmbedding.apply(tokens, table, self.shape.rank * table.shape[0])
+        x = VocabEmbedding.apply(tokens, table, self.shape.rank * table.shape[0])
         return leave_region(self.shape, x)
 
 
@@ -217,3 +221,150 @@ class Logits(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return linear(self.shape, enter_region(self.shape, x), self.weight, self.bias)
+
+
+def _gather_rows(x: Tensor, group: Group) -> Tensor:
+    x = x.contiguous()
+    output = x.new_empty((x.shape[0] * group.size(), *x.shape[1:]))
+    all_gather(output, x, group)
+    return output
+
+
+def _scatter_rows(x: Tensor, group: Group) -> Tensor:
+    x = x.contiguous()
+    output = x.new_empty((x.shape[0] // group.size(), *x.shape[1:]))
+    reduce_scatter(output, x, group)
+    return output
+
+
+class CopyToRegion(torch.autograd.Function):
+    """f: identity forward, all-reduce backward (in place: the gradient comes fresh from a linear)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        grad = grad.contiguous()
+        dist.all_reduce(grad, group=ctx.group)
+        return grad, None
+
+
+class ReduceFromRegion(torch.autograd.Function):
+    """g: all-reduce forward (in place), identity backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+        ctx.mark_dirty(x)
+        dist.all_reduce(x, group=group)
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
+
+
+class GatherRows(torch.autograd.Function):
+    """Sequence parallel's f: all-gather the rows forward, reduce-scatter backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+        ctx.group = group
+        return _gather_rows(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return _scatter_rows(grad, ctx.group), None
+
+
+class ScatterRows(torch.autograd.Function):
+    """Sequence parallel's g: reduce-scatter the rows forward, all-gather backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+        ctx.group = group
+        return _scatter_rows(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return _gather_rows(grad, ctx.group), None
+
+
+class BiasedRowLinear(torch.autograd.Function):
+    """A row-parallel linear whose bias, held by every rank, is added once over the group.
+
+    Each rank adds ``bias / size``; the sum over ranks adds it whole, and its gradient is the whole one everywhere.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, size: int) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return torch.addmm(bias, x, weight.t(), beta=1.0 / size)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+        x, weight = ctx.saved_tensors
+        return grad @ weight, grad.t() @ x, grad.sum(0), None
+
+
+class VocabEmbedding(torch.autograd.Function):
+    """Rows of the embedding that this rank holds; zero where another rank holds the token."""
+
+    @staticmethod
+    def forward(ctx: Any, tokens: Tensor, weight: Tensor, first: int) -> Tensor:
+        with annotate.op("embedding", (tokens.numel(), weight.shape[1], weight.shape[0]), weight.dtype):
+            local = tokens - first
+            outside = ((local < 0) | (local >= weight.shape[0]))[:, None]
+            local.clamp_(0, weight.shape[0] - 1)
+            ctx.save_for_backward(local, outside)
+            ctx.rows = weight.shape[0]
+            return F.embedding(local, weight).masked_fill_(outside, 0.0)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor, None]:
+        local, outside = ctx.saved_tensors
+        with annotate.op("embedding_backward", (local.numel(), grad.shape[1], ctx.rows), grad.dtype):
+            grad = grad.masked_fill(outside, 0.0)
+            return None, torch.ops.aten.embedding_dense_backward(grad, local, ctx.rows, -1, False), None
+
+
+class CrossEntropy(torch.autograd.Function):
+    """Mean cross-entropy of ``logits[rows, vocab / size]`` against ``targets[rows]``, times ``scale``.
+
+    With a group, three all-reduces of ``rows`` numbers (maximum, sum, target's logit) join the shards; the arithmetic
+    between them is annotated as element-wise.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, targets: Tensor, group: Group | None, scale: float) -> Tensor:
+        rows, vocab = logits.shape
+        first = 0 if group is None else group.rank() * vocab
+        with annotate.op("cross_entropy", (rows, vocab), logits.dtype):
+            exponent, total, top, picked = composite.cross_entropy(logits, targets, first)
+            if group is None:
+                inverse = total.reciprocal()
+                loss = (total.log() + top - picked).mean() * scale
+        if group is not None:
+            highest = top.clone()
+            dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=group)
+            with annotate.op("elementwise", (rows,), logits.dtype):
+                shrink = (top - highest).exp_()
+                total.mul_(shrink)
+            dist.all_reduce(total, group=group)
+            dist.all_reduce(picked, group=group)
+            with annotate.op("elementwise", (rows,), logits.dtype):
+                inverse = shrink.div_(total)
+                loss = (total.log() + highest - picked).mean() * scale
+        ctx.save_for_backward(exponent, inverse, targets)
+        ctx.first, ctx.scale = first, scale
+        return loss
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        exponent, inverse, targets = ctx.saved_tensors
+        with annotate.op("cross_entropy_backward", exponent.shape, exponent.dtype):
+            weight = grad * (ctx.scale / exponent.shape[0])
+            out = composite.cross_entropy_backward(exponent, inverse * weight, weight, targets, ctx.first)
+        return out, None, None, None

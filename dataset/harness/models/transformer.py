@@ -1,9 +1,4 @@
-"""A job's transformer, hand-sharded over a tensor-parallel group and cut into pipeline stages.
-
-Activations between modules are ``[rows, hidden]``, ``rows = micro_batch * seq_len`` (with sequence parallel, that
-over the group's size outside the tensor-parallel regions).  Initial weights depend on their names alone, so every
-parallel strategy starts from the same model.
-"""
+"""A job's transformer, hand-sharded over a tensor-parallel group (see ``torch_parts``), in pipeline stages."""
 
 from __future__ import annotations
 
@@ -15,8 +10,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from ..ops import composite
-from . import tensor_parallel, torch_families
-from .torch_parts import Norm, Positions, Shape
+from . import torch_families
+from .torch_parts import Group, Norm, Positions, Shape
 
 DTYPES = MappingProxyType(  # by precision: of activations, and of parameters
     {
@@ -104,7 +99,7 @@ def token_rows(shape: Shape, tokens: Tensor) -> Tensor:
     return tokens.view(-1, shape.micro_batch, length).transpose(1, 2).reshape(-1, shape.micro_batch)
 
 
-def shape_of(job: dict[str, Any], device: torch.device, group: tensor_parallel.Group | None) -> Shape:
+def shape_of(job: dict[str, Any], device: torch.device, group: Group | None) -> Shape:
     """Shape of a (checked) job's model on this rank."""
     model, parallel, batch = job["model"], job["parallel"], job["batch"]
     dtype, main_dtype = DTYPES[batch["precision"]]

@@ -5,10 +5,10 @@ from __future__ import annotations
 from types import MappingProxyType
 
 from ..base.plan_error import HarnessError
-from . import op_convolutions, op_experts, op_products, op_rows
+from . import op_convolutions, op_products, op_rows
 from .input_pool import Call, Maker, Pool
 
-_THEMES = (op_products, op_convolutions, op_rows, op_experts)
+_THEMES = (op_products, op_convolutions, op_rows)
 _MAKERS: MappingProxyType[str, Maker] = MappingProxyType(
     {kind: make for theme in _THEMES for kind, make in theme.MAKERS.items()}
 )

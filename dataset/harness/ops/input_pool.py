@@ -3,7 +3,7 @@ come from memory, as in a training step, and making them costs nothing."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -80,6 +80,16 @@ class Call:
 
 
 Maker = Callable[..., Call]  # of a pool and an op's dims
+
+
+def taking(run: Callable[..., object], shapes: Callable[..., Iterable[Sequence[int]]]) -> Maker:
+    """Make calls of ``run`` with tensors of the pool, of the shapes that an op's dims give."""
+
+    def make(pool: Pool, *dims: int) -> Call:
+        wanted = tuple(shapes(*dims))
+        return Call(run, lambda: tuple(pool.take(*shape) for shape in wanted))
+
+    return make
 
 
 def shares(count: int, groups: int) -> list[int]:

@@ -1,4 +1,4 @@
-"""Matrix products and attention, also in fp8 and tf32.
+"""Matrix products, attention and mixtures of experts; products also in fp8 and tf32.
 
 Dims of products are those of the forward linear (m rows, n outputs, k inputs), also for its gradients.
 """
@@ -15,23 +15,11 @@ from torch import Tensor
 
 from ..base.plan_error import HarnessError
 from .composite import attend
-from .input_pool import Call, Inputs, Maker, Pool
-
-
-def _linear(pool: Pool, m: int, n: int, k: int) -> Call:
-    return Call(F.linear, lambda: (pool.take(m, k), pool.take(n, k)))
-
-
-def _dgrad(pool: Pool, m: int, n: int, k: int) -> Call:
-    return Call(torch.mm, lambda: (pool.take(m, n), pool.take(n, k)))
+from .input_pool import Call, Inputs, Maker, Pool, shares, taking
 
 
 def _wgrad(pool: Pool, m: int, n: int, k: int) -> Call:
     return Call(torch.mm, lambda: (pool.take(m, n).t(), pool.take(m, k)))
-
-
-def _bias_grad(pool: Pool, rows: int, hidden: int) -> Call:
-    return Call(lambda grad: grad.sum(0), lambda: (pool.take(rows, hidden),))
 
 
 def _batched_matmul(pool: Pool, batch: int, m: int, n: int, k: int) -> Call:
@@ -54,39 +42,31 @@ def _latent_parts(pool: Pool, *sizes: int) -> Inputs:
     return pool.take(b, q_len, heads, qk_dim), pool.take(b, kv_len, heads, qk_dim), pool.take(b, kv_len, heads, v_dim)
 
 
-def _attention(pool: Pool, *dims: int) -> Call:
-    *sizes, causal = dims
-    _check_lengths(sizes[3:5], causal)
-    return _forward(lambda: _parts(pool, *sizes), causal)
+def _attention(parts: Callable[..., Inputs], lengths: slice) -> Maker:
+    """Attention of ``parts``; its dims are their sizes, of which two are ``lengths``, and whether it is causal."""
+
+    def make(pool: Pool, *dims: int) -> Call:
+        *sizes, causal = dims
+        _check_lengths(sizes[lengths], causal)
+        return Call(lambda q, k, v: attend(q, k, v, causal=bool(causal)), lambda: parts(pool, *sizes))
+
+    return make
 
 
-def _attention_backward(pool: Pool, *dims: int) -> Call:
-    *sizes, causal = dims
-    _check_lengths(sizes[3:5], causal)
-    return _backward(pool, _parts(pool, *sizes), causal)
+def _attention_backward(parts: Callable[..., Inputs], lengths: slice) -> Maker:
+    """Gradients of ``_attention``."""
 
+    def make(pool: Pool, *dims: int) -> Call:
+        *sizes, causal = dims
+        _check_lengths(sizes[lengths], causal)
+        leaves = [part.detach().requires_grad_() for part in parts(pool, *sizes)]
+        with torch.enable_grad():
+            y = attend(*leaves, causal=bool(causal))
+        return Call(
+            lambda grad: torch.autograd.grad(y, leaves, grad, retain_graph=True), lambda: (pool.take(*y.shape),)
+        )
 
-def _mla_attention(pool: Pool, *dims: int) -> Call:
-    *sizes, causal = dims
-    _check_lengths(sizes[2:4], causal)
-    return _forward(lambda: _latent_parts(pool, *sizes), causal)
-
-
-def _mla_attention_backward(pool: Pool, *dims: int) -> Call:
-    *sizes, causal = dims
-    _check_lengths(sizes[2:4], causal)
-    return _backward(pool, _latent_parts(pool, *sizes), causal)
-
-
-def _forward(inputs: Callable[[], Inputs], causal: int) -> Call:
-    return Call(lambda q, k, v: attend(q, k, v, causal=bool(causal)), inputs)
-
-
-def _backward(pool: Pool, inputs: Inputs, causal: int) -> Call:
-    parts = [part.detach().requires_grad_() for part in inputs]
-    with torch.enable_grad():
-        y = attend(*parts, causal=bool(causal))
-    return Call(lambda grad: torch.autograd.grad(y, parts, grad, retain_graph=True), lambda: (pool.take(*y.shape),))
+    return make
 
 
 def _check_lengths(lengths: Sequence[int], causal: int) -> None:
@@ -117,40 +97,134 @@ def scaled_product(device: torch.device, *, fast: bool) -> Callable[[Tensor, Ten
     return run
 
 
-def _fp8_linear(pool: Pool, m: int, n: int, k: int) -> Call:
-    _check_fp8(m, n, k)
-    return Call(scaled_product(pool.device, fast=True), lambda: (pool.take(m, k), pool.take(n, k).t()))
+def _fp8(shapes: Callable[..., tuple[tuple[int, int], tuple[int, int]]], *, fast: bool) -> Maker:
+    """A product in fp8; ``shapes`` of its operands, of which the second is transposed."""
+
+    def make(pool: Pool, *dims: int) -> Call:
+        if any(dim % 16 for dim in dims):
+            told = ", ".join(map(str, dims))
+            raise HarnessError(f"products in fp8 need dims that are multiples of 16, got {told}")
+        left, right = shapes(*dims)
+        return Call(scaled_product(pool.device, fast=fast), lambda: (pool.take(*left), pool.take(*right).t()))
+
+    return make
 
 
-def _fp8_dgrad(pool: Pool, m: int, n: int, k: int) -> Call:
-    _check_fp8(m, n, k)
-    return Call(scaled_product(pool.device, fast=False), lambda: (pool.take(m, n), pool.take(k, n).t()))
+# Mixtures of experts, which get equal shares of the rows: one kernel where the device has it, else a loop over them.
 
 
-def _fp8_wgrad(pool: Pool, m: int, n: int, k: int) -> Call:
-    _check_fp8(m, n, k)
-    return Call(scaled_product(pool.device, fast=False), lambda: (pool.take(n, m), pool.take(k, m).t()))
+def one_kernel(pool: Pool, n: int, k: int) -> bool:
+    """Whether the grouped product of bf16 rows of whole 16 bytes exists (Hopper and later)."""
+    if pool.device.type != "cuda" or not hasattr(torch, "_grouped_mm"):
+        return False
+    return pool.dtype == torch.bfloat16 and n % 8 == k % 8 == 0 and torch.cuda.get_device_capability() >= (9, 0)
 
 
-def _check_fp8(*dims: int) -> None:
-    if any(dim % 16 for dim in dims):
-        raise HarnessError(f"products in fp8 need dims that are multiples of 16, got {', '.join(map(str, dims))}")
+def _ends(pool: Pool, m: int, groups: int) -> Tensor:
+    return torch.tensor(shares(m, groups), device=pool.device).cumsum(0).to(torch.int32)
+
+
+def _grouped_linear(pool: Pool, groups: int, m: int, n: int, k: int) -> Call:
+    def inputs() -> tuple[Tensor, Tensor]:
+        return pool.take(m, k), pool.take(groups, n, k).transpose(1, 2)
+
+    return Call(_grouped(pool, groups, m, n, k), inputs)
+
+
+def _grouped_dgrad(pool: Pool, groups: int, m: int, n: int, k: int) -> Call:
+    return Call(_grouped(pool, groups, m, k, n), lambda: (pool.take(m, n), pool.take(groups, n, k)))
+
+
+def _grouped(pool: Pool, groups: int, m: int, wide: int, deep: int) -> Callable[[Tensor, Tensor], Tensor]:
+    """``y[m, wide] = x[m, deep] @ w[group, deep, wide]``, each row with its group's matrix."""
+    if one_kernel(pool, wide, deep):
+        ends = _ends(pool, m, groups)
+        return lambda x, w: torch._grouped_mm(x, w, offs=ends)
+    sizes = shares(m, groups)
+
+    def run(x: Tensor, w: Tensor) -> Tensor:
+        y = x.new_empty(m, wide)
+        for rows, matrix, out in zip(x.split(sizes), w, y.split(sizes), strict=True):
+            torch.mm(rows, matrix, out=out)
+        return y
+
+    return run
+
+
+def _grouped_wgrad(pool: Pool, groups: int, m: int, n: int, k: int) -> Call:
+    """``[groups, n, k]`` from ``grad[m, n]`` and ``x[m, k]``."""
+
+    def inputs() -> tuple[Tensor, Tensor]:
+        return pool.take(m, n), pool.take(m, k)
+
+    if one_kernel(pool, n, k):
+        ends = _ends(pool, m, groups)
+        return Call(lambda grad, x: torch._grouped_mm(grad.t(), x, offs=ends), inputs)
+    sizes = shares(m, groups)
+
+    def run(grad: Tensor, x: Tensor) -> Tensor:
+        weights = x.new_empty(groups, n, k)
+        for grads, rows, out in zip(grad.split(sizes), x.split(sizes), weights, strict=True):
+            torch.mm(grads.t(), rows, out=out)
+        return weights
+
+    return Call(run, inputs)
+
+
+def _order(pool: Pool, copies: int, tokens: int) -> Tensor:
+    """The token of each copy, ``(copies,)``: all of them as often, in no order."""
+    return torch.randperm(copies, device=pool.device) % tokens
+
+
+def _permute(pool: Pool, copies: int, tokens: int, hidden: int) -> Call:
+    order = _order(pool, copies, tokens)
+    return Call(lambda x: x.index_select(0, order), lambda: (pool.take(tokens, hidden),))
+
+
+def _unpermute(pool: Pool, copies: int, tokens: int, hidden: int) -> Call:
+    order = _order(pool, copies, tokens)
+
+    def run(x: Tensor, weight: Tensor) -> Tensor:
+        return x.new_zeros(tokens, hidden).index_add_(0, order, x * weight)
+
+    return Call(run, lambda: (pool.take(copies, hidden), pool.take(copies, 1)))
+
+
+def _unpermute_backward(pool: Pool, copies: int, tokens: int, hidden: int) -> Call:
+    """Gradients for the copies and their weights."""
+    order = _order(pool, copies, tokens)
+
+    def run(grad: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        grads = grad.index_select(0, order)
+        return grads * weight, (grads * x).sum(-1)
+
+    return Call(run, lambda: (pool.take(tokens, hidden), pool.take(copies, hidden), pool.take(copies, 1)))
 
 
 MAKERS: MappingProxyType[str, Maker] = MappingProxyType(
     {
-        "linear": _linear,
-        "linear_dgrad": _dgrad,
+        "linear": taking(F.linear, lambda m, n, k: [(m, k), (n, k)]),
+        "linear_dgrad": taking(torch.mm, lambda m, n, k: [(m, n), (n, k)]),
         "linear_wgrad": _wgrad,
-        "bias_grad": _bias_grad,
+        "bias_grad": taking(lambda grad: grad.sum(0), lambda rows, hidden: [(rows, hidden)]),
         "batched_matmul": _batched_matmul,
-        "attention": _attention,
-        "attention_backward": _attention_backward,
-        "mla_attention": _mla_attention,
-        "mla_attention_backward": _mla_attention_backward,
+        "attention": _attention(_parts, slice(3, 5)),
+        "attention_backward": _attention_backward(_parts, slice(3, 5)),
+        "mla_attention": _attention(_latent_parts, slice(2, 4)),
+        "mla_attention_backward": _attention_backward(_latent_parts, slice(2, 4)),
+        "grouped_linear": _grouped_linear,
+        "grouped_linear_dgrad": _grouped_dgrad,
+        "grouped_linear_wgrad": _grouped_wgrad,
+        "permute": _permute,
+        "unpermute": _unpermute,
+        "unpermute_backward": _unpermute_backward,
     }
 )
-_FP8: dict[str, Maker] = {"linear": _fp8_linear, "linear_dgrad": _fp8_dgrad, "linear_wgrad": _fp8_wgrad}
+_FP8: dict[str, Maker] = {
+    "linear": _fp8(lambda m, n, k: ((m, k), (n, k)), fast=True),
+    "linear_dgrad": _fp8(lambda m, n, k: ((m, n), (k, n)), fast=False),
+    "linear_wgrad": _fp8(lambda m, n, k: ((n, m), (k, m)), fast=False),
+}
 NARROW_MAKERS: MappingProxyType[str, MappingProxyType[str, Maker]] = MappingProxyType(
     {"fp8": MappingProxyType(_FP8), "tf32": MappingProxyType({kind: MAKERS[kind] for kind in _FP8})}
 )

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..base.plan_error import HarnessError
 from . import composite
-from .input_pool import Call, Maker, Pool, shares
+from .input_pool import Call, Maker, Pool, shares, taking
 
 
 def _embedding(pool: Pool, tokens: int, hidden: int, vocab: int) -> Call:
@@ -44,28 +44,6 @@ def _layer_norm_backward(pool: Pool, rows: int, hidden: int) -> Call:
     )
 
 
-def _rms_norm(pool: Pool, rows: int, hidden: int) -> Call:
-    return Call(composite.rms_norm, lambda: (pool.take(rows, hidden), pool.take(hidden)))
-
-
-def _rms_norm_backward(pool: Pool, rows: int, hidden: int) -> Call:
-    return Call(
-        composite.rms_norm_backward,
-        lambda: (pool.take(rows, hidden), pool.take(rows, hidden), pool.take(hidden), pool.take(rows, 1)),
-    )
-
-
-def _softmax(pool: Pool, rows: int, columns: int) -> Call:
-    return Call(lambda x: torch.softmax(x, -1), lambda: (pool.take(rows, columns),))
-
-
-def _softmax_backward(pool: Pool, rows: int, columns: int) -> Call:
-    backward = torch.ops.aten._softmax_backward_data
-    return Call(
-        lambda grad, y: backward(grad, y, -1, y.dtype), lambda: (pool.take(rows, columns), pool.take(rows, columns))
-    )
-
-
 def _cross_entropy(pool: Pool, rows: int, vocab: int) -> Call:
     def run(logits: Tensor, targets: Tensor) -> Tensor:
         _, total, top, picked = composite.cross_entropy(logits, targets, 0)
@@ -84,7 +62,23 @@ def _cross_entropy_backward(pool: Pool, rows: int, vocab: int) -> Call:
 
 
 def _each(function: Callable[..., object], operands: int = 1) -> Maker:
-    return lambda pool, numel: Call(function, lambda: tuple(pool.take(numel) for _ in range(operands)))
+    """``function`` of so many vectors."""
+    return taking(function, lambda numel: [(numel,)] * operands)
+
+
+def _by_rows(function: Callable[..., object], *columns: int) -> Maker:
+    """``function`` of matrices whose rows are so many times as wide as a model's."""
+
+    def shapes(numel: int) -> list[tuple[int, int]]:
+        rows, width = _matrix(numel)
+        return [(rows, times * width) for times in columns]
+
+    return taking(function, shapes)
+
+
+def _softmax_backward(grad: Tensor, y: Tensor) -> Tensor:
+    found: Tensor = torch.ops.aten._softmax_backward_data(grad, y, -1, y.dtype)
+    return found
 
 
 def _matrix(numel: int) -> tuple[int, int]:
@@ -93,24 +87,6 @@ def _matrix(numel: int) -> tuple[int, int]:
         if numel % width == 0 and numel >= 8 * width:
             return numel // width, width
     return 1, numel
-
-
-def _gated(function: Callable[[Tensor], Tensor]) -> Maker:
-    """``function`` of ``gate_up[rows, 2 * ffn]``."""
-
-    def make(pool: Pool, numel: int) -> Call:
-        rows, width = _matrix(numel)
-        return Call(function, lambda: (pool.take(rows, 2 * width),))
-
-    return make
-
-
-def _gated_backward(function: Callable[[Tensor, Tensor], Tensor]) -> Maker:
-    def make(pool: Pool, numel: int) -> Call:
-        rows, width = _matrix(numel)
-        return Call(function, lambda: (pool.take(rows, width), pool.take(rows, 2 * width)))
-
-    return make
 
 
 def _gelu_backward(grad: Tensor, x: Tensor) -> Tensor:
@@ -202,20 +178,23 @@ MAKERS: MappingProxyType[str, Maker] = MappingProxyType(
         "embedding_backward": _embedding_backward,
         "layer_norm": _layer_norm,
         "layer_norm_backward": _layer_norm_backward,
-        "rms_norm": _rms_norm,
-        "rms_norm_backward": _rms_norm_backward,
-        "softmax": _softmax,
-        "softmax_backward": _softmax_backward,
+        "rms_norm": taking(composite.rms_norm, lambda rows, hidden: [(rows, hidden), (hidden,)]),
+        "rms_norm_backward": taking(
+            composite.rms_norm_backward,
+            lambda rows, hidden: [(rows, hidden), (rows, hidden), (hidden,), (rows, 1)],
+        ),
+        "softmax": taking(lambda x: torch.softmax(x, -1), lambda *shape: [shape]),
+        "softmax_backward": taking(_softmax_backward, lambda *shape: [shape, shape]),
         "cross_entropy": _cross_entropy,
         "cross_entropy_backward": _cross_entropy_backward,
         "gelu": _each(composite.gelu),
         "gelu_backward": _each(_gelu_backward, 2),
         "relu": _each(torch.relu),
         "relu_backward": _each(composite.relu_backward, 2),
-        "swiglu": _gated(composite.swiglu),
-        "swiglu_backward": _gated_backward(composite.swiglu_backward),
-        "geglu": _gated(composite.geglu),
-        "geglu_backward": _gated_backward(composite.geglu_backward),
+        "swiglu": _by_rows(composite.swiglu, 2),
+        "swiglu_backward": _by_rows(composite.swiglu_backward, 1, 2),
+        "geglu": _by_rows(composite.geglu, 2),
+        "geglu_backward": _by_rows(composite.geglu_backward, 1, 2),
         "rope": _rope,
         "rope_backward": _rope,
         "dropout": _each(lambda x: torch.native_dropout(x, 0.1, True)),
@@ -223,7 +202,7 @@ MAKERS: MappingProxyType[str, Maker] = MappingProxyType(
         "add": _each(torch.add, 2),
         "copy": _each(torch.clone),
         "fill": lambda pool, numel: Call(lambda: torch.zeros(numel, device=pool.device, dtype=pool.dtype)),
-        "reduce": lambda pool, numel: Call(lambda x: x.sum(0), lambda: (pool.take(*_matrix(numel)),)),
+        "reduce": _by_rows(lambda x: x.sum(0), 1),
         "elementwise": _each(lambda x: x * 0.5),
         "cast": _each(_cast),
         "adamw": _adamw,

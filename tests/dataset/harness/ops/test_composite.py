@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from stepsight.dataset.harness.models import tensor_parallel
+from stepsight.dataset.harness.models import torch_parts as tensor_parallel
 from stepsight.dataset.harness.ops import composite
 
 
