@@ -25,6 +25,7 @@ from stepsight.dataset.traces.event_columns import RankEvents
 Ints = NDArray[np.int64]
 
 _SLACK_S = 2e-6  # clock error by which an effect may precede its cause
+_LEAST_WORK = 0.5  # of that of an observed step, for a step to stand for it
 _LEAST_FOUND = 0.5  # share of a trace's calls that an execution trace of the same run must contain
 
 
@@ -152,7 +153,7 @@ def without_observed_steps(graph: RankGraph, observed: NDArray[np.bool_]) -> Ran
     """Leave steps out that an execution-trace observer slowed; steps of the same work keep their data dependencies.
 
     The observer makes an op of many small calls half as long again and a tiny copy ten times as long, so its steps'
-    times would teach what no other step shows.  They stay where there are no others.
+    times would teach what no other step shows.  They stay where no other step has half as much work.
 
     Args:
         graph: With edges of data within the observed steps.
@@ -161,6 +162,9 @@ def without_observed_steps(graph: RankGraph, observed: NDArray[np.bool_]) -> Ran
     if observed.all() or not observed.any():
         return graph
     step, edges = graph.nodes["step"], graph.edges
+    works = np.bincount(step[graph.on_device & (step >= 0)], minlength=len(observed))
+    if works[~observed].max() < _LEAST_WORK * works[observed].max():
+        return graph
     data = edges["why"] == WHY_NUMBER[Dependency.DATA]
     pairs = []
     place = np.full(len(graph), -1, dtype=np.int64)

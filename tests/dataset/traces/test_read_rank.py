@@ -202,3 +202,12 @@ def test_an_observed_step_gives_its_dependencies_and_not_its_times(tmp_path: Pat
     (part,) = RankParts([graph], 0, []).parts()
     assert np.exp(part.y["op"]) == pytest.approx(50e-6, rel=1e-5)
     assert read_rank(file.write(tmp_path / "t.json")).observed == 1
+
+
+def test_an_observed_step_stays_where_no_other_has_its_work(tmp_path: Path) -> None:
+    """A stub of a step before the observed one says nothing of a training step."""
+    file = KinetoFile().segment("step", 0.0, 50).call("aten::add", 10, 5, [64]).segment("step", 100.0, 900)
+    for number in range(6):
+        file.call("aten::gelu", 110 + 60 * number, 50, [64], Record_function_id=7 + number)
+    graph = read_rank(file.write(tmp_path / "t.json"))
+    assert len(graph.steps_s) == 2 and graph.observed == 0
