@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import sys
 import time
+from contextlib import AbstractContextManager
 from html import escape
-from types import TracebackType
 from typing import Any
 
 _QUIET_S, _PAUSE_S = 0.5, 0.2  # before the first output, and between updates
 
 
-class NotebookBar:
+class NotebookBar(AbstractContextManager["NotebookBar"]):
     """A bar that updates below a notebook's cell; outside of notebooks it does nothing.
 
     Args:
@@ -47,12 +47,7 @@ class NotebookBar:
         else:
             self._handle.update(shown)
 
-    def __enter__(self) -> NotebookBar:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._handle is not None:
             self._update()  # the last counts
 

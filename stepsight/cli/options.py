@@ -138,7 +138,7 @@ def _option(
     assert info.help, f"{name} needs a meaning in a docstring"
     read = None
     if get_origin(kind) is tuple:
-        read = partial(_comma_separated, names[0] if names else own, get_args(kind)[0], default)
+        read = partial(comma_separated, names[0] if names else own, get_args(kind)[0], default)
         kind, default, info.metavar = str | None, None, info.metavar or "VALUE,VALUE…"
     elif get_origin(kind) is dict:
         read = partial(_numbers_by_name, names[0] if names else own)
@@ -158,7 +158,8 @@ def path(text: str) -> Path:
     return Path(text)
 
 
-def _comma_separated(option: str, kind: type, default: Any, text: str | None) -> Any:
+def comma_separated(option: str, kind: type, default: Any, text: str | None) -> Any:
+    """Read ``A,B``: words, or whole numbers if ``kind`` is int; the default if the option is not given."""
     if text is None:
         return default
     found = tuple(word.strip() for word in text.split(","))

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand
 
-from stepsight.cli.options import Answer, pairs, progress
+from stepsight.cli.options import Answer, comma_separated, pairs, progress
 from stepsight.dataset.base.errors import StepsightError
 from stepsight.experiments.tasks.settings import Emulation
 
@@ -86,18 +86,6 @@ def _our_last_words(words: list[str], before: list[str]) -> tuple[list[str], lis
             return words, last
 
 
-def rank_numbers(text: str) -> tuple[int, ...]:
-    """Ranks of ``--ranks 0,8,16``.
-
-    Raises:
-        StepsightError: If they are no numbers.
-    """
-    words = text.split(",")
-    if not all(word.strip().isascii() and word.strip().isdigit() for word in words):
-        raise StepsightError(f"--ranks must be numbers separated by commas, as 0,8,16, got {text!r:.80}")
-    return tuple(dict.fromkeys(map(int, words)))
-
-
 def capture_command(
     script: Annotated[Path, typer.Argument(metavar="SCRIPT")],
     arguments: Annotated[list[str] | None, typer.Argument(metavar="ARGS…")] = None,
@@ -163,14 +151,10 @@ def capture_command(
     elif rank is not None and ranks != "auto":
         raise StepsightError(f"--rank and --ranks exclude each other, got {rank} and {ranks!r:.80}")
     else:
-        chosen = (rank,) if rank is not None else () if ranks == "auto" else rank_numbers(ranks)
-        run: dict[str, Any] = {
-            "local_size": devices_per_node,
-            "warm_up": warm_up,
-            "device": device,
-            "timeout_s": timeout,
-        }
-        request = CaptureRequest(script, tuple(arguments or ()), world_size, ranks=chosen, **run)
+        chosen = (rank,) if rank is not None else () if ranks == "auto" else comma_separated("--ranks", int, (), ranks)
+        run: dict[str, Any] = {"local_size": devices_per_node, "warm_up": warm_up, "device": device}
+        run |= {"timeout_s": timeout, "ranks": tuple(dict.fromkeys(chosen))}
+        request = CaptureRequest(script, tuple(arguments or ()), world_size, **run)
     check_capture_folder(out)
     check_writable(out)
     captured = read_model(model) if is_model(script) else capture(request, progress("ranks captured"))
