@@ -7,22 +7,19 @@ from __future__ import annotations
 
 import os
 from collections import defaultdict
-from contextlib import nullcontext
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from ..base.patching import patch
+from ..base.patching import CAPTURED_DEVICE, MEMORY_BYTES, NoContext, always, cuda_answers, patch
 from .fake_tensors import attention, cpu_of, dropout, rms_norm
 from .recorder import COMPUTE, Recorder
 
-MEMORY_BYTES = 80 * 10**9
 ATTENTION = torch.nn.functional.scaled_dot_product_attention  # context parallelism puts another in its place
 _SILENT = (  # functions of ``torch.cuda`` that do nothing
-    "set_device", "init", "_lazy_init", "empty_cache", "reset_peak_memory_stats", "manual_seed", "manual_seed_all",
+    "init", "empty_cache", "reset_peak_memory_stats", "manual_seed", "manual_seed_all",
     "reset_max_memory_allocated", "ipc_collect", "set_per_process_memory_fraction", "seed", "seed_all",
     "set_rng_state", "set_rng_state_all",
 )  # fmt: skip
@@ -56,20 +53,15 @@ class DevicesOnCpu(TorchFunctionMode):
 def install(local_size: int) -> None:
     """Make ``torch.cuda`` answer for ``local_size`` devices."""
     local_rank = int(os.environ["LOCAL_RANK"])
-    properties = SimpleNamespace(
-        name="captured device", major=9, minor=0, total_memory=MEMORY_BYTES, multi_processor_count=132,
-        L2_cache_size=50 * 2**20, warp_size=32, max_threads_per_multi_processor=2048, gcnArchName="", uuid="0",
-    )  # fmt: skip
     answers: dict[str, Any] = {
-        "is_available": True, "is_initialized": True, "device_count": local_size, "current_device": local_rank,
-        "get_device_name": properties.name, "get_device_properties": properties, "get_device_capability": (9, 0),
-        "get_arch_list": ["sm_90"], "is_bf16_supported": True, "is_current_stream_capturing": False,
+        **cuda_answers(local_size, local_rank),
+        "get_device_name": CAPTURED_DEVICE.name, "is_current_stream_capturing": False,
         "memory_allocated": 0, "max_memory_allocated": 0, "memory_reserved": 0, "max_memory_reserved": 0,
         "mem_get_info": (MEMORY_BYTES, MEMORY_BYTES), "memory_summary": "", "utilization": 0,
         "memory_stats": defaultdict(int), **dict.fromkeys(_SILENT),
     }  # fmt: skip
-    patch(torch.cuda, **{name: _always(value) for name, value in answers.items()})
-    patch(torch.cuda, device=_NoContext, device_of=_NoContext)
+    patch(torch.cuda, **{name: always(value) for name, value in answers.items()})
+    patch(torch.cuda, device=NoContext, device_of=NoContext)
     patch(torch.cuda, get_rng_state=lambda *args, **kwargs: torch.get_rng_state())
     patch(torch.cuda, get_rng_state_all=lambda: [torch.get_rng_state()])
     patch(torch.version, cuda="12.8")
@@ -90,21 +82,6 @@ def install(local_size: int) -> None:
 def _other(value: Any) -> Any:
     """Another object for the same function: dynamo wants one for each name of ``torch``."""
     return value if isinstance(value, type) else lambda *args, **kwargs: value(*args, **kwargs)
-
-
-class _NoContext(nullcontext[None]):
-    """Replaces ``torch.cuda.device``: there is one device."""
-
-    def __init__(self, device: Any = None) -> None:
-        super().__init__()
-        self.idx = 0
-
-
-def _always(value: Any) -> Any:
-    def answer(*args: Any, **kwargs: Any) -> Any:
-        return value
-
-    return answer
 
 
 _worlds: list[Recorder] = []  # the recorder of this process

@@ -1,17 +1,42 @@
-"""A job's transformer, hand-sharded over a tensor-parallel group (see ``torch_parts``), in pipeline stages."""
+"""Transformers of the families GPT, Llama, BERT and T5, hand-sharded (see ``torch_parts``), in pipeline stages.
+
+GPT and Llama are decoders with norms before each part of a layer.  BERT (Devlin et al. 2018, arXiv:1810.04805) is an
+encoder with norms after the residuals; its loss is of every token, and there is no pooler and no next-sentence loss.
+
+T5 (Raffel et al. 2019, arXiv:1910.10683) has an encoder, and a decoder that also looks at what the encoder found:
+RMSNorm before each part of a layer, no biases, ReLU or gated GELU.  Relative positions are a learned bias of the
+scores, one table for the encoder and one for the decoder, that every layer reads.  Scores are not fused: no fused
+kernel of the CPU gives a gradient of the bias.  Rows are tokens of all sequences, then the next tokens: heads of all
+sequences are then one batch of matrices without a copy.
+"""
 
 from __future__ import annotations
 
+import math
 from types import MappingProxyType
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from ..ops import composite
-from . import torch_families
-from .torch_parts import Group, Norm, Positions, Shape
+from .torch_parts import (
+    ColumnLinear,
+    Group,
+    Logits,
+    Norm,
+    Positions,
+    RowLinear,
+    Shape,
+    Tokens,
+    enter_region,
+    full_weight,
+    leave_region,
+    linear,
+    parameter,
+)
 
 DTYPES = MappingProxyType(  # by precision: of activations, and of parameters
     {
@@ -30,15 +55,13 @@ class Stage(nn.Module):
         super().__init__()
         self.shape = shape
         self.first, self.last = stage == 0, stage == num_stages - 1
-        self.embedding: Any = torch_families.EMBEDDINGS[shape.family](shape) if self.first else None
+        self.embedding: Any = EMBEDDINGS[shape.family](shape) if self.first else None
         if shape.family == "t5":  # never in a pipeline
-            layers = torch_families.encoder_and_decoder(shape)
+            layers = encoder_and_decoder(shape)
         else:
-            layers = [
-                torch_families.Layer(shape, f"layer{index}") for index in stage_layers(shape.layers, stage, num_stages)
-            ]
+            layers = [Layer(shape, f"layer{index}") for index in stage_layers(shape.layers, stage, num_stages)]
         self.layers = nn.ModuleList(layers)
-        self.head: Any = torch_families.HEADS[shape.family](shape) if self.last else None
+        self.head: Any = HEADS[shape.family](shape) if self.last else None
         if shape.tied_embeddings and self.embedding is not None and self.head is not None:
             self.head.logits.weight = self.embedding.weight
         self.beside: tuple[Any, ...] = ()  # what every layer takes; no buffer: DDP and FSDP have no business with it
@@ -77,9 +100,9 @@ class Stage(nn.Module):
         """Parameters that all tensor-parallel ranks hold; with sequence parallelism each has part of their gradient."""
         held = [module for module in self.modules() if isinstance(module, Norm | Positions)]
         parameters: list[nn.Parameter] = [p for module in held for p in module.parameters()]
-        if isinstance(self.embedding, torch_families.BertEmbedding):
+        if isinstance(self.embedding, BertEmbedding):
             parameters.append(self.embedding.types)
-        if isinstance(self.head, torch_families.BertHead):
+        if isinstance(self.head, BertHead):
             parameters += [self.head.transform, self.head.transform_bias]
         return parameters
 
@@ -117,3 +140,233 @@ def shape_of(job: dict[str, Any], device: torch.device, group: Group | None) -> 
         device=device,
         group=group,
     )
+
+
+BUCKETS = 32  # of relative positions
+FARTHEST = 128  # tokens; those farther away share the last bucket
+TOKEN_TYPES = 2  # of BERT
+
+
+class Attention(nn.Module):
+    """Self-attention of ``[rows, hidden]`` within a tensor-parallel region."""
+
+    def __init__(self, shape: Shape, name: str) -> None:
+        super().__init__()
+        self.shape = shape
+        kv = shape.kv_heads * shape.head_dim
+        blocks = [3 * shape.hidden] if shape.family == "t5" else [shape.hidden, kv, kv]
+        self.qkv = ColumnLinear(shape, f"{name}.qkv", blocks)
+        self.out = RowLinear(shape, f"{name}.out", shape.hidden)
+
+    def forward(self, x: Tensor, positions: Any = None) -> Tensor:
+        """``positions``: the bias of scores (t5), or cosines and sines (llama)."""
+        shape, qkv = self.shape, self.qkv(x)
+        if shape.family == "t5":
+            found: Tensor = composite.SelfAttention.apply(qkv, positions, shape.micro_batch)
+        else:
+            heads, kv_heads = shape.heads // shape.size, shape.kv_heads // shape.size
+            if positions is not None:
+                qkv = composite.Rope.apply(qkv, *positions, heads + kv_heads)
+            fused = qkv.view(-1, shape.seq_len, heads + 2 * kv_heads, shape.head_dim)
+            parts = fused.split([heads, kv_heads, kv_heads], dim=2)
+            found = composite.attend(*parts, causal=shape.family != "bert")
+        y: Tensor = self.out(found)
+        return y
+
+
+class CrossAttention(nn.Module):
+    """Attention of the decoder to the encoder's output, within a tensor-parallel region."""
+
+    def __init__(self, shape: Shape, name: str) -> None:
+        super().__init__()
+        self.shape = shape
+        self.q = ColumnLinear(shape, f"{name}.cross_q", [shape.hidden])
+        self.kv = ColumnLinear(shape, f"{name}.cross_kv", [2 * shape.hidden])
+        self.out = RowLinear(shape, f"{name}.cross_out", shape.hidden)
+
+    def forward(self, x: Tensor, far: Tensor) -> Tensor:
+        q, kv = self.q(x), self.kv(enter_region(self.shape, far))
+        heads = self.shape.heads // self.shape.size
+        y: Tensor = self.out(composite.CrossAttention.apply(q, kv, heads, self.shape.micro_batch))
+        return y
+
+
+class MLP(nn.Module):
+    """Two linears and what is between them, within a tensor-parallel region."""
+
+    def __init__(self, shape: Shape, name: str) -> None:
+        super().__init__()
+        self.up = ColumnLinear(shape, f"{name}.up", [shape.ffn] * (2 if shape.gated_mlp else 1))
+        self.down = RowLinear(shape, f"{name}.down", shape.ffn)
+        if shape.family == "t5":
+            self.activate: Any = (composite.GeGLU if shape.gated_mlp else composite.ReLU).apply
+        else:
+            self.activate = composite.SwiGLU.apply if shape.gated_mlp else composite.gelu
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.down(self.activate(self.up(x)))
+        return y
+
+
+class Residual(nn.Module):
+    """A part of a layer with its residual and its norm, which comes first, or last (bert)."""
+
+    def __init__(self, shape: Shape, part: type[nn.Module], name: str) -> None:
+        super().__init__()
+        self.shape, self.norm_last = shape, shape.family == "bert"
+        norm = Norm(shape)
+        if not self.norm_last:  # parameters in the order in which they are used: buckets of gradients follow it
+            self.norm = norm
+        self.part = part(shape, name)
+        if self.norm_last:
+            self.norm = norm
+
+    def forward(self, x: Tensor, *beside: Any) -> Tensor:
+        given = enter_region(self.shape, x if self.norm_last else self.norm(x))
+        y: Tensor = x + leave_region(self.shape, self.part(given, *beside))
+        return self.norm(y) if self.norm_last else y
+
+
+class Layer(nn.Module):
+    """Attention and MLP; the last layer of an encoder (t5) ends with the encoder's norm."""
+
+    def __init__(self, shape: Shape, name: str, *, last: bool = False) -> None:
+        super().__init__()
+        self.attention, self.mlp = Residual(shape, Attention, name), Residual(shape, MLP, name)
+        self.end_norm = Norm(shape) if last else None
+
+    def forward(self, x: Tensor, positions: Any = None) -> Tensor:
+        y: Tensor = self.mlp(self.attention(x, positions))
+        return y if self.end_norm is None else self.end_norm(y)
+
+
+class Decoder(Layer):
+    """One layer of t5's decoder, with a look at the encoder's output in between."""
+
+    def __init__(self, shape: Shape, name: str) -> None:
+        super().__init__(shape, name)
+        self.cross = Residual(shape, CrossAttention, name)
+
+    def forward(self, x: Tensor, positions: Any, far: Tensor) -> Tensor:  # type: ignore[override]
+        y: Tensor = self.mlp(self.cross(self.attention(x, positions), far))
+        return y
+
+
+def encoder_and_decoder(shape: Shape) -> list[nn.Module]:
+    """Layers of t5's encoder, then of its decoder."""
+    count = shape.encoder_layers
+    encoder = [Layer(shape, f"encoder{index}", last=index == count - 1) for index in range(count)]
+    return [*encoder, *(Decoder(shape, f"decoder{index}") for index in range(shape.layers))]
+
+
+class RelativePositions(nn.Module):
+    """The bias of scores, ``[heads, length, length]``: of this rank's heads, -infinity where a mask hides a key."""
+
+    def __init__(self, shape: Shape, name: str, length: int, *, causal: bool) -> None:
+        super().__init__()
+        table = full_weight(shape, name, shape.heads, BUCKETS).chunk(shape.size)[shape.rank]
+        self.weight = parameter(table.t())
+        self.causal, self.dtype = causal, shape.dtype
+        self.buckets = relative_buckets(length, causal=causal).to(shape.device)
+
+    def forward(self) -> Tensor:
+        weight = composite.cast(self.weight, self.dtype)
+        y: Tensor = composite.RelativeBias.apply(weight, self.buckets, self.causal)
+        return y
+
+
+def relative_buckets(length: int, *, causal: bool) -> Tensor:
+    """Bucket of every query and key, ``[length, length]``: one for each near distance, then logarithmically wider."""
+    place = torch.arange(length)
+    distance = place[:, None] - place[None, :]
+    count = BUCKETS if causal else BUCKETS // 2
+    beyond = torch.zeros_like(distance) if causal else (distance < 0) * count
+    distance = distance.clamp_min(0) if causal else distance.abs()
+    near = count // 2
+    ratio = (distance.clamp_min(1).float() / near).log() / math.log(FARTHEST / near)
+    far = (near + (ratio * (count - near)).long()).clamp_max(count - 1)
+    return beyond + torch.where(distance < near, distance, far)
+
+
+class Embedding(nn.Module):
+    """Tokens, plus learned positions (gpt)."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.shape = shape
+        self.tokens = Tokens(shape)
+        self.positions = Positions(shape) if shape.family in ("gpt", "bert") else None
+
+    @property
+    def weight(self) -> nn.Parameter:
+        """Weight of the token embedding."""
+        return self.tokens.weight
+
+    def forward(self, tokens: Tensor) -> Any:
+        """``tokens`` (see ``Training``) to ``activation[rows, hidden]``."""
+        x: Tensor = self.tokens(tokens)[0]
+        return x if self.positions is None else self.positions(x)
+
+
+class BertEmbedding(Embedding):
+    """Tokens, positions and token types, and their norm; a sequence's second half is of the second type."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__(shape)
+        self.types = parameter(full_weight(shape, "types", TOKEN_TYPES, shape.hidden))
+        self.norm = Norm(shape)
+        first = shape.rank * shape.rows if shape.sequence_parallel else 0
+        place = torch.arange(first, first + shape.rows, device=shape.device).remainder_(shape.seq_len)
+        self.type_of_row = (place >= shape.seq_len // 2).long()  # no buffer: DDP and FSDP have no business with it
+
+    def forward(self, tokens: Tensor) -> Any:
+        x = super().forward(tokens)
+        return self.norm(x + F.embedding(self.type_of_row, composite.cast(self.types, self.shape.dtype)))
+
+
+class T5Embedding(Embedding):
+    """One table for the tokens of the encoder and of the decoder, and the tables of relative positions."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__(shape)
+        self.encoder_positions = RelativePositions(shape, "encoder_positions", shape.encoder_seq_len, causal=False)
+        self.decoder_positions = RelativePositions(shape, "decoder_positions", shape.seq_len, causal=True)
+
+    def forward(self, tokens: Tensor) -> Any:
+        """``tokens[encoder_seq_len + seq_len, micro_batch]`` to both activations and both biases."""
+        far, near = self.tokens(*tokens.split([self.shape.encoder_seq_len, self.shape.seq_len]))
+        return far, near, self.encoder_positions(), self.decoder_positions()
+
+
+class Head(nn.Module):
+    """Final norm and logits."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.norm = Norm(shape)
+        self.logits = Logits(shape)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.logits(self.norm(x))
+        return y
+
+
+class BertHead(nn.Module):
+    """A transform that every tensor-parallel rank holds whole, its norm, and logits with a bias."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.shape = shape
+        self.transform = parameter(full_weight(shape, "transform", shape.hidden, shape.hidden))
+        self.transform_bias = parameter(self.transform.new_zeros(shape.hidden))
+        self.norm = Norm(shape)
+        self.logits = Logits(shape, bias=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = composite.gelu(linear(self.shape, x, self.transform, self.transform_bias))
+        y: Tensor = self.logits(self.norm(x))
+        return y
+
+
+EMBEDDINGS: dict[str, Any] = {"gpt": Embedding, "llama": Embedding, "bert": BertEmbedding, "t5": T5Embedding}
+HEADS: dict[str, Any] = {"gpt": Head, "llama": Head, "bert": BertHead, "t5": Head}

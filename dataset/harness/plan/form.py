@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-_MOST = 2**48  # a larger number is a typing mistake
+MOST = 2**48  # a larger number is a typing mistake
 _WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "a string"}
 _JOB: dict[str, dict[str, type]] = {  # the keys that a job must have, and their types
     "model": {
@@ -27,8 +27,21 @@ def is_of(value: Any, kind: type) -> bool:
     if isinstance(value, bool):
         return kind is bool
     if kind is float:
-        return isinstance(value, int | float) and abs(value) <= _MOST
-    return isinstance(value, kind) and (not isinstance(value, int) or abs(value) <= _MOST)
+        return isinstance(value, int | float) and abs(value) <= MOST
+    return isinstance(value, kind) and (not isinstance(value, int) or abs(value) <= MOST)
+
+
+def number_problems(name: str, value: Any, least: int, most: int | None = None) -> list[str]:
+    """Check that a value is a whole number from ``least`` to ``most`` (None: any that is not absurd)."""
+    if is_of(value, int) and least <= value <= (MOST if most is None else most):
+        return []
+    allowed = f">= {least}" if most is None else f"from {least} to {most}"
+    return [f"{name} must be a whole number {allowed}, got {value!r:.80}"]
+
+
+def has_keys(value: Any, *keys: str, optional: str = "") -> bool:
+    """Return whether a value is a table with exactly these keys, and perhaps an optional one."""
+    return isinstance(value, dict) and set(value) - {optional} == set(keys)
 
 
 def are_sizes(values: Any) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ..base.plan_error import HarnessError
-from .form import are_sizes, is_of, name_problems, world_size
+from .form import MOST, are_sizes, has_keys, is_of, name_problems, number_problems, world_size
 from .runnable_jobs import job_problems
 from .sleeping_jobs import sleeping_run_problems
 
@@ -68,8 +68,7 @@ def _run_problems(run: dict[str, Any], ranks: int) -> list[str]:
     problems = name_problems(run) + [f"unknown key {key!r:.80}" for key in unknown]
     for key, default in OPTIONS.items():
         value, least = run.get(key, default), {"warmup": 1 if ranks else 2, "profile_steps": 0}.get(key, 1)
-        if not is_of(value, int) or value < least:
-            problems.append(f"{key} must be a whole number >= {least}, got {value!r:.80}")
+        problems += number_problems(key, value, least)
     role = run.get("role")
     if not isinstance(role, str) or not role.strip() or not role.isprintable():
         problems.append(f"role must be a word, got {role!r:.80}")
@@ -84,27 +83,21 @@ def _event_problems(event: dict[str, Any]) -> list[str]:
     problems += [f"unknown key {key!r:.80}" for key in unknown]
     size: Any = event.get("world_size")
     seconds: Any = event.get("seconds")
-    if not is_of(size, int) or size < 1:
-        problems.append(f"world_size must be a whole number >= 1, got {size!r:.80}")
+    problems += number_problems("world_size", size, 1)
     if not is_of(seconds, float) or not seconds > 0:
         problems.append(f"seconds must be > 0, got {seconds!r:.80}")
     for key in ("ops", "collectives"):
         if not isinstance(event.get(key, []), list):
             return [*problems, f"{key} must be a list, got {event[key]!r:.80}"]
     for item in event.get("ops", []):
-        good = isinstance(item, dict) and set(item) - {"call"} == {"kind", "dims", "dtype"} and are_sizes(item["dims"])
+        good = has_keys(item, "kind", "dims", "dtype", optional="call") and are_sizes(item["dims"])
         if not good or not is_of(item["kind"], str) or not is_of(item["dtype"], str):
             problems.append(f"an op has kind, dims (whole numbers >= 0) and dtype, got {item!r:.80}")
         elif not isinstance(item.get("call", []), list) or len(item.get("call", range(6))) != 6:
             problems.append(f"a call has name, dims, types, strides, literals and result, got {item['call']!r:.80}")
     for item in event.get("collectives", []):
-        numbers = ("num_bytes", "group_size", "ranks_per_node")
-        if (
-            not isinstance(item, dict)
-            or set(item) != {"kind", *numbers}
-            or not is_of(item["kind"], str)
-            or not are_sizes([item[n] for n in numbers])
-        ):
+        good = has_keys(item, "kind", *_SIZES) and is_of(item["kind"], str)
+        if not good or not are_sizes([item[key] for key in _SIZES]):
             problems.append(f"a collective has kind, num_bytes, group_size and ranks_per_node, got {item!r:.80}")
         elif is_of(size, int) and item["group_size"] > size:
             problems.append(f"group_size must be at most world_size, got {item['group_size']} > {size}")
@@ -120,21 +113,14 @@ def box_problems(box: Any) -> list[str]:
 
     A box is ``{"nodes", "ranks_per_node", "mbits_per_s": [per node]}``; ``"latency_ms": [per node]`` is optional.
     """
-    if not isinstance(box, dict) or set(box) - {"latency_ms"} != {"nodes", "ranks_per_node", "mbits_per_s"}:
+    if not has_keys(box, "nodes", "ranks_per_node", "mbits_per_s", optional="latency_ms"):
         return [f"a box has nodes, ranks_per_node, mbits_per_s and maybe latency_ms, got {box!r:.80}"]
-    problems = []
-    for key, most in (("nodes", MOST_NODES), ("ranks_per_node", _MOST_RANKS)):
-        value = box[key]
-        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
-            problems.append(f"{key} of a box must be a whole number from 1 to {most}, got {value!r:.80}")
+    problems = number_problems("nodes of a box", box["nodes"], 1, MOST_NODES)
+    problems += number_problems("ranks_per_node of a box", box["ranks_per_node"], 1, _MOST_RANKS)
     sized = not problems
     for key, least, most in (("mbits_per_s", 1, 100_000), ("latency_ms", 0, 1000)):
         numbers = box.get(key, [0.0] * box["nodes"] if sized else [])
-        good = isinstance(numbers, list) and all(
-            isinstance(number, int | float) and not isinstance(number, bool) and least <= number <= most
-            for number in numbers
-        )
-        if not good:
+        if not isinstance(numbers, list) or not all(is_of(each, float) and least <= each <= most for each in numbers):
             problems.append(f"{key} of a box must hold numbers from {least} to {most:,}, got {numbers!r:.80}")
         elif sized and len(numbers) != box["nodes"]:
             problems.append(f"{key} of a box must hold one number per node, got {len(numbers)} for {box['nodes']}")
@@ -143,17 +129,17 @@ def box_problems(box: Any) -> list[str]:
 
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "send_recv")
 _SIZES = ("num_bytes", "group_size", "ranks_per_node")
-_MOST, _MOST_S = 2**48, 3600.0  # a larger number is a typing mistake
+_MOST_S = 3600.0  # a longer delay is a typing mistake
 
 
 def stand_in_problems(stand_in: Any, ranks: int) -> list[str]:
     """Return every problem of ``stand_in`` of a run, given the number of ranks of its job."""
-    if not isinstance(stand_in, dict) or set(stand_in) != {"rank", "collectives"}:
+    if not has_keys(stand_in, "rank", "collectives"):
         got = sorted(stand_in) if isinstance(stand_in, dict) else stand_in
         return [f"stand_in is a table of rank and collectives, got {got!r:.80}"]
     rank, rows = stand_in["rank"], stand_in["collectives"]
     problems = []
-    if isinstance(rank, bool) or not isinstance(rank, int) or not 0 <= rank < ranks:
+    if not is_of(rank, int) or not 0 <= rank < ranks:
         problems.append(f"stand_in.rank must be one of the job's {ranks} ranks, got {rank!r:.80}")
     if ranks < 2:
         problems.append(f"a stand-in is for a job of at least 2 ranks, got {ranks}")
@@ -163,17 +149,15 @@ def stand_in_problems(stand_in: Any, ranks: int) -> list[str]:
 
 
 def _row_problems(row: Any) -> list[str]:
-    if not isinstance(row, dict) or set(row) != {"kind", *_SIZES, "seconds"}:
+    if not has_keys(row, "kind", *_SIZES, "seconds"):
         return [f"a collective of a stand-in has kind, {', '.join(_SIZES)} and seconds, got {row!r:.120}"]
     problems = []
     if row["kind"] not in KINDS:
         problems.append(f"kind of a stand-in's collective must be one of {', '.join(KINDS)}, got {row['kind']!r:.80}")
     for name in _SIZES:
-        if isinstance(row[name], bool) or not isinstance(row[name], int) or not 1 <= row[name] <= _MOST:
-            rule = f"must be a whole number from 1 to {_MOST}"
-            problems.append(f"{name} of a stand-in's collective {rule}, got {row[name]!r:.80}")
+        problems += number_problems(f"{name} of a stand-in's collective", row[name], 1, MOST)
     seconds = row["seconds"]
-    if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 < seconds <= _MOST_S:
+    if not is_of(seconds, float) or not 0 < seconds <= _MOST_S:
         rule = f"must be a number > 0 and at most {_MOST_S:g}"
         problems.append(f"seconds of a stand-in's collective {rule}, got {seconds!r:.80}")
     return problems

@@ -24,7 +24,7 @@ _PLAIN = {
     "eager_kernels": False, "norms_again": False, "token_metrics": False, "metric_losses": 0, "fused_loss": False,
     "loss_share": 1, "unpadded_len": 0, "qk_norm": False, "expert_bias": False, "fused_experts": False,
 }  # fmt: skip
-_ONLY: dict[str, dict[str, Any]] = {  # optional keys of a job, and their only value here
+ONLY: dict[str, dict[str, Any]] = {  # optional keys of a job, and their only value here
     "model": {"attention": "mha", "experts": 0, "attention_kernels": "", "dropout": 0, **_PLAIN},
     "batch": {"fp8_scaling": "delayed"},
     "parallel": {
@@ -51,7 +51,7 @@ def job_problems(job: Any) -> list[str]:
         _check_t5(rules, job)
     else:
         _check_one_stack(rules, job["model"])
-    check_fixed(rules, job, _ONLY, "the harness runs")
+    check_fixed(rules, job, ONLY, "the harness runs")
     return rules
 
 

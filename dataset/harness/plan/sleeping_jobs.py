@@ -6,20 +6,16 @@ from typing import Any
 
 from .form import are_sizes, form_problems, is_of, world_size
 from .parallel_rules import Rules
-from .runnable_jobs import ENGINES, OPTIMIZER, check_1f1b, check_fixed, check_job
+from .runnable_jobs import ENGINES, ONLY, OPTIMIZER, check_1f1b, check_fixed, check_job
 
 SLEEPS = {"parts", "blocks", "root", "boundary_numel", "optimizer", "paces", "table"}  # the keys of ``sleeps``
+_FREE = ("vocab_parallel", "stage_layers", "recompute_every")  # keys of ``parallel`` that a box runs with any value
 _ONLY: dict[str, dict[str, Any]] = {  # optional keys of a job, and their only value in a box
     "model": {"experts": 0},
-    "parallel": {
-        "cp": 1, "ep": 1, "order": "tp-cp-dp-pp", "overlap_grad_reduce": True, "overlap_tp": "",
-        "overlap_ep": False, "dispatcher": "alltoall", "recompute_modules": [], "overlap_param_gather": False,
-        "reshard_after_forward": True, "prefetch": 1,
-        "offload_activations": False, "gradient_dtype": "", "scatter_p2p": False, "reduce_scatter": True,
-    },
+    "parallel": {key: value for key, value in ONLY["parallel"].items() if key not in _FREE},
     "optimizer": OPTIMIZER,
     "cluster": {"mixed": []},
-}  # fmt: skip
+}
 
 
 def sleeping_problems(job: Any) -> list[str]:

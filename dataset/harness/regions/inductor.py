@@ -11,7 +11,6 @@ import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
-from types import SimpleNamespace
 from typing import Any, TypeAlias
 from unittest import mock
 
@@ -26,15 +25,11 @@ from torch._inductor.virtualized import V
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_map
 
+from ..base.patching import CAPTURED_DEVICE, NoContext, always, cuda_answers
 from ..base.plan_error import HarnessError
 
 Compiled: TypeAlias = Callable[..., Any]
 _DEVICE = "cuda:0"
-_PROPERTIES = SimpleNamespace(  # of an H100: what the scheduler asks for
-    name="captured device", major=9, minor=0, total_memory=80 * 10**9, multi_processor_count=132,
-    L2_cache_size=50 * 2**20, warp_size=32, max_threads_per_multi_processor=2048, regs_per_multiprocessor=65536,
-    max_threads_per_block=1024, shared_memory_per_block_optin=232448, gcnArchName="", uuid="0",
-)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -305,39 +300,17 @@ def _moved(value: Any) -> Any:
 def _device_answers() -> Iterator[None]:
     """``torch.cuda`` and Inductor find the device within the block."""
     state = torch.get_rng_state()
-    answers: dict[str, Any] = {
-        "is_available": True, "device_count": 1, "current_device": 0, "get_device_properties": _PROPERTIES,
-        "get_device_capability": (9, 0), "is_initialized": True, "_lazy_init": None, "set_device": None,
-        "synchronize": None, "get_arch_list": ["sm_90"], "get_rng_state": state, "set_rng_state": None,
-        "is_bf16_supported": True,
-    }  # fmt: skip
+    answers = cuda_answers(1, 0) | {"synchronize": None, "get_rng_state": state, "set_rng_state": None}
     with ExitStack() as stack:
         for name, value in answers.items():
-            stack.enter_context(mock.patch.object(torch.cuda, name, _always(value)))
+            stack.enter_context(mock.patch.object(torch.cuda, name, always(value)))
         for name in ("device", "_DeviceGuard"):
-            stack.enter_context(mock.patch.object(torch.cuda, name, _NoContext))
+            stack.enter_context(mock.patch.object(torch.cuda, name, NoContext))
         stack.enter_context(mock.patch.object(torch.version, "cuda", "12.8"))
         for owner in (CudaInterface, CudaInterface.Worker):
-            told = staticmethod(_always(_PROPERTIES))
+            told = staticmethod(always(CAPTURED_DEVICE))
             stack.enter_context(mock.patch.object(owner, "get_device_properties", told))
         for name, value in (("is_triton_capable", True), ("raise_if_triton_unavailable", None)):
-            stack.enter_context(mock.patch.object(CudaInterface, name, staticmethod(_always(value)), create=True))
-        stack.enter_context(mock.patch("torch._inductor.scheduler.has_triton", _always(True), create=True))
+            stack.enter_context(mock.patch.object(CudaInterface, name, staticmethod(always(value)), create=True))
+        stack.enter_context(mock.patch("torch._inductor.scheduler.has_triton", always(True), create=True))
         yield
-
-
-def _always(value: Any) -> Callable[..., Any]:
-    return lambda *args, **kwargs: value
-
-
-class _NoContext:
-    """Replaces a guard of the current device."""
-
-    def __init__(self, *args: Any) -> None:
-        pass
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, *args: Any) -> None:
-        pass

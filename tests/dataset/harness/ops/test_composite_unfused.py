@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from stepsight.dataset.harness.models.torch_families import BUCKETS, relative_buckets
+from stepsight.dataset.harness.models.transformer import BUCKETS, relative_buckets
 from stepsight.dataset.harness.ops import composite
 
 BATCH, HEADS, DIM, LENGTH, KV_LENGTH = 2, 3, 4, 5, 7
