@@ -12,7 +12,7 @@ import math
 import time
 from collections.abc import Callable
 from itertools import pairwise
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -35,24 +35,6 @@ class Samples(NamedTuple):
     host: list[float]
 
 
-class Queue(Protocol):
-    """A device's stream."""
-
-    def spin(self, seconds: float) -> None:
-        """Keep the stream busy for at least this long."""
-
-    def mark(self) -> Any:
-        """A mark that the stream reaches when all earlier work has finished."""
-
-    def reached(self, mark: Any) -> bool: ...
-
-    def wait(self) -> None:
-        """Wait for all work of the stream."""
-
-    def between(self, first: Any, second: Any) -> float:
-        """Seconds between two marks that were reached."""
-
-
 class CudaQueue:
     """The current stream of the current CUDA device."""
 
@@ -66,9 +48,11 @@ class CudaQueue:
             self._cycles_per_s = max(self._cycles_per_s, 2e6 / self.between(first, second))
 
     def spin(self, seconds: float) -> None:
+        """Keep the stream busy for at least this long."""
         torch.cuda._sleep(int(seconds * self._cycles_per_s))
 
     def mark(self) -> Any:
+        """A mark that the stream reaches when all earlier work has finished."""
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
@@ -77,9 +61,11 @@ class CudaQueue:
         return bool(mark.query())
 
     def wait(self) -> None:
+        """Wait for all work of the stream."""
         torch.cuda.synchronize()
 
     def between(self, first: Any, second: Any) -> float:
+        """Seconds between two marks that were reached."""
         return float(first.elapsed_time(second)) * 1e-3
 
 
@@ -121,7 +107,7 @@ class _Train(NamedTuple):
     ahead: bool  # whether the host stayed ahead of the device
 
 
-def queued(call: Call, queue: Queue, seconds: float) -> Samples:
+def queued(call: Call, queue: CudaQueue, seconds: float) -> Samples:
     """Sample a warm call for about ``seconds``, issued behind spins."""
     begin = time.perf_counter()
     trial = _train(call, queue, 2, 1, _ISSUE_S).samples
@@ -143,7 +129,7 @@ def queued(call: Call, queue: Queue, seconds: float) -> Samples:
     return found
 
 
-def _train(call: Call, queue: Queue, groups: int, calls: int, spin_s: float) -> _Train:
+def _train(call: Call, queue: CudaQueue, groups: int, calls: int, spin_s: float) -> _Train:
     """``groups`` samples of ``calls`` calls each, issued at once behind one spin."""
     prepared = [[call.inputs() for _ in range(calls)] for _ in range(groups)]
     queue.wait()  # making inputs may have taken kernels
