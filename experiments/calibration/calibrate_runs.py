@@ -14,9 +14,8 @@ from stepsight.dataset.base.errors import PredictorError, TableError
 from stepsight.dataset.base.files import digest
 from stepsight.experiments.calibration.calibration_gain import split_by_size, with_rows, without_copies
 from stepsight.experiments.calibration.report import LEAST_GAIN, Change, Report, starting_predictor
-from stepsight.experiments.evaluation.error_metrics import grouped
+from stepsight.experiments.evaluation.error_metrics import Scored, grouped
 from stepsight.experiments.evaluation.evaluate import FITTED, Evaluation, evaluate, score
-from stepsight.experiments.evaluation.scored_row import Scored
 from stepsight.experiments.reports.text_table import table
 from stepsight.training.corrections.calibration import RESOURCES
 from stepsight.training.fitting.fit_calibration import CalibrationFit, off_by

@@ -12,9 +12,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from stepsight.dataset.base.errors import StepsightError
-from stepsight.experiments.evaluation.error_metrics import carried_forward, series_of
-from stepsight.experiments.evaluation.evaluate import Evaluation, figures, score
-from stepsight.experiments.evaluation.scored_row import PredictorOf, Scored, without_source
+from stepsight.experiments.evaluation.error_metrics import Scored, carried_forward, series_of
+from stepsight.experiments.evaluation.evaluate import Evaluation, PredictorOf, figures, score, without_source
 from stepsight.training.fitting.fit_calibration import CalibrationFit, TimedJob, fit_calibration
 from stepsight.training.predictor.predictor import Predictor
 

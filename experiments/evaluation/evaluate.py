@@ -17,6 +17,7 @@ from stepsight.dataset.job.frameworks import GENERIC, unknown_frameworks
 from stepsight.dataset.job.job import Job
 from stepsight.experiments.evaluation.error_metrics import (
     ChoiceGroup,
+    Scored,
     carried_forward,
     choice_groups,
     constant_mfu,
@@ -28,12 +29,12 @@ from stepsight.experiments.evaluation.error_metrics import (
 )
 from stepsight.experiments.evaluation.row_jobs import is_copy, jobs_of
 from stepsight.experiments.evaluation.runs_table import Row, RowError, read_runs_table
-from stepsight.experiments.evaluation.scored_row import PredictorOf, Scored, predictor_by_hardware, without_source
 from stepsight.experiments.reports.notebook_bar import NotebookBar
 from stepsight.training.intervals.published_errors import published_widths
-from stepsight.training.prediction.prediction import ROOFLINE, predict
+from stepsight.training.prediction.prediction import ROOFLINE, named_predictor, predict
 from stepsight.training.predictor.predictor import Predictor
 from stepsight.training.predictor.software_used import kernels_asked
+from stepsight.training.shipped.catalogue import shipped_predictor, shipped_without
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -42,6 +43,7 @@ SUSPECT = "marked SUSPECT (scored apart)"
 WEAK = "grade C: more than one field is a guess"
 OTHER_HARDWARE = "the predictor is for other hardware"
 FITTED = "the predictor was fitted on it"
+PredictorOf = Callable[[str], Predictor | None]  # of a hardware's name; None: hardware facts answer
 
 
 class FittedRowError(PredictorError):
@@ -158,6 +160,27 @@ def worst_row(row: Scored) -> dict[str, Any]:
     """A row with its breakdown."""
     what = {"source": row.row.source, "job": row.job.name, "framework": row.framework.name}
     return {**row.to_dict(), **what, "error": row.error, "breakdown": row.breakdown}
+
+
+def without_source(predictor: Predictor | None, source: str) -> Predictor | None:
+    """A shipped predictor without what it learned from one source of published runs; other predictors unchanged."""
+    if predictor is None or predictor is not shipped_predictor(predictor.hardware.name):
+        return predictor
+    return shipped_without(predictor.hardware.name, source)
+
+
+def predictor_by_hardware(asked: Predictor | str | None = None) -> PredictorOf:
+    """The given predictor (or hardware facts) for every row; if none is given, the shipped one for each hardware.
+
+    Raises:
+        PredictorError: If the package has no predictor of that name.
+    """
+    if asked is None:
+        return shipped_predictor
+    if asked == ROOFLINE:
+        return lambda hardware: None
+    predictor = named_predictor(asked) if isinstance(asked, str) else asked
+    return lambda hardware: predictor
 
 
 def evaluate(

@@ -15,7 +15,7 @@ from stepsight.dataset.hardware.hardware import FABRICS, Fabric, Hardware, find_
 from stepsight.dataset.kinds.op import DTYPE_BYTES, Collective, Op
 from stepsight.dataset.tables import Measurements
 from stepsight.experiments.evaluation.error_metrics import Errors, errors
-from stepsight.experiments.evaluation.scored_row import PredictorOf
+from stepsight.experiments.evaluation.evaluate import PredictorOf
 from stepsight.experiments.reports.text_table import Number, table
 from stepsight.simulator.durations.latency_model import RooflineLatency
 from stepsight.training.collectives.between_nodes import link_doubts

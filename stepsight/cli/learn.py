@@ -138,7 +138,7 @@ def evaluate_command(
         explain_columns: Explain the columns of a table of runs.
         template: Print a table of runs to fill in, with an example row.
     """
-    from stepsight.experiments.evaluation.scored_row import predictor_by_hardware
+    from stepsight.experiments.evaluation.evaluate import predictor_by_hardware
 
     if runs.suffix == ".parquet":
         unread = {"--calibrate": calibrate, "--plot": plot, "--source": rows.strip("*"), "--groups": groups}

@@ -4,9 +4,8 @@ import math
 
 import pytest
 
-from stepsight.experiments.evaluation.evaluate import score
+from stepsight.experiments.evaluation.evaluate import score, without_source
 from stepsight.experiments.evaluation.row_jobs import job_of
-from stepsight.experiments.evaluation.scored_row import without_source
 from stepsight.training.shipped.catalogue import shipped_predictor
 from stepsight.training.shipped.product_power import chip_powers
 from tests.experiments.evaluation.run_tables import run_row

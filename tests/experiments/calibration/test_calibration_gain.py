@@ -20,10 +20,17 @@ from stepsight.experiments.calibration.calibration_gain import (
     split_by_series,
     split_by_size,
 )
-from stepsight.experiments.evaluation.evaluate import FITTED, OTHER_HARDWARE, WEAK, Evaluation, evaluate, score
+from stepsight.experiments.evaluation.evaluate import (
+    FITTED,
+    OTHER_HARDWARE,
+    WEAK,
+    Evaluation,
+    evaluate,
+    predictor_by_hardware,
+    score,
+)
 from stepsight.experiments.evaluation.evaluation_report import evaluation_text
 from stepsight.experiments.evaluation.runs_table import Row
-from stepsight.experiments.evaluation.scored_row import predictor_by_hardware
 from stepsight.experiments.questions.describe import describe
 from stepsight.training.prediction.prediction import predict
 from stepsight.training.predictor.predictor import Predictor

@@ -9,6 +9,7 @@ import pytest
 from stepsight.dataset.job.job import ParallelSpec
 from stepsight.experiments.evaluation.error_metrics import (
     ChoiceGroup,
+    Scored,
     best_scale,
     choice_groups,
     constant_mfu,
@@ -17,7 +18,6 @@ from stepsight.experiments.evaluation.error_metrics import (
     regret,
     share,
 )
-from stepsight.experiments.evaluation.scored_row import Scored
 
 
 def test_errors() -> None:
