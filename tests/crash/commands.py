@@ -120,12 +120,12 @@ def _with_metrics(predictor: Predictor) -> Predictor:
 
 
 def _train_done(folder: Path) -> None:
-    from stepsight.training.tracking.registered import load_registered
+    from stepsight.training.tracking.registered import load_model_uri
     from stepsight.training.tracking.tracking import default_uri
 
     trained = Predictor.load(folder / "p")
     assert trained.manifest["mlflow_run_id"]
-    assert load_registered("toy", default_uri(folder / "p")).manifest["digest"] == trained.manifest["digest"]
+    assert load_model_uri("models:/toy", default_uri(folder / "p")).manifest["digest"] == trained.manifest["digest"]
 
 
 TRAIN = Command(_train_prepare, _train, _predictor_check, _train_done)

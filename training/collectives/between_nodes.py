@@ -28,6 +28,7 @@ from stepsight.training.corrections.size_residuals import (
     size_residual,
 )
 from stepsight.training.regression.fitted_physics import SHARPNESS, SLACK, Bounds, minimise, robust_loss
+from stepsight.training.regression.regressor import rows_by
 
 Array = NDArray[np.float64]
 Rows = tuple[Array, Array, float]  # terms of a kind's choices, logarithms of measured seconds, log units of noise
@@ -90,9 +91,7 @@ class BetweenNodes:
 
     def parts(self, collectives: Sequence[Collective], fabric: Fabric) -> Array:
         """Seconds of each collective by ``CHOICE_TERMS`` in the cheapest choice, ``(collectives, terms)``."""
-        kinds: dict[str, list[int]] = {}
-        for index, collective in enumerate(collectives):
-            kinds.setdefault(collective.kind, []).append(index)
+        kinds = rows_by(collective.kind for collective in collectives)
         links, parts = link_facts(fabric), np.empty((len(collectives), len(CHOICE_TERMS)))
         for kind, members in kinds.items():
             terms = choice_terms([collectives[index] for index in members], links)
@@ -174,9 +173,7 @@ def fit_between_nodes(
         noise: Log units by which a measurement may miss the model.
         independent: Rows of a kind that all of them count for; infinite where the answers are for the same cluster.
     """
-    kinds: dict[str, list[int]] = {}
-    for index, collective in enumerate(collectives):
-        kinds.setdefault(collective.kind, []).append(index)
+    kinds = rows_by(collective.kind for collective in collectives)
     links = np.array([link_facts(fabric) for fabric in fabrics]).reshape(-1, LINK_FACTS)
     noises = {kind: noise * max(1.0, len(index) / independent) ** 0.5 for kind, index in kinds.items()}
     terms = {kind: choice_terms([collectives[i] for i in index], links[index]) for kind, index in kinds.items()}
@@ -212,9 +209,7 @@ def fit_site(start: BetweenNodes, collectives: Sequence[Collective], fabric: Fab
     each = INDEPENDENT * layouts  # rows of one layout share its peculiarities
     fitted = fit_between_nodes(collectives, fabrics, seconds, start=start, noise=SITE_NOISE, independent=each)
     off = np.log(seconds / fitted.seconds(collectives, fabric))
-    kinds: dict[str, list[int]] = {}
-    for index, collective in enumerate(collectives):
-        kinds.setdefault(collective.kind, []).append(index)
+    kinds = rows_by(collective.kind for collective in collectives)
     residuals = {
         kind: size_residual(np.array([float(collectives[i].num_bytes) for i in index]), off[index])
         for kind, index in kinds.items()

@@ -115,6 +115,23 @@ def _growth(devices: Array) -> Array:
     return growth
 
 
+def uncalibrated_half_width(
+    intervals: Intervals, like: JobClass, unsupported_share: float, *, public: bool, without: str = ""
+) -> float:
+    """Half of the interval of a predictor without calibration, in log-seconds.
+
+    Args:
+        intervals: Of the predictor.
+        like: What the job is like.
+        unsupported_share: Share of its time outside the measured range, 0 to 1.
+        public: The predictor comes from public tables: without runs of its own, published ones judge it.
+        without: A source of published runs whose errors do not count.
+    """
+    if public and not intervals.num_runs:
+        return published_widths().half_width_of(like, unsupported_share, without)
+    return grown_half_width(intervals, unsupported_share, like.devices)
+
+
 def grown_half_width(intervals: Intervals, unsupported_share: float, devices: int) -> float:
     """Half of the interval of a predictor that is judged by runs of its own, in log-seconds.
 
@@ -147,12 +164,8 @@ class Widths:
         default_factory=lambda: Memo("intervals: published runs", 64), init=False, compare=False, repr=False
     )
 
-    def half_width(self, job: Job, unsupported_share: float, without: str = "") -> float:
-        """Half of a job's interval in log-seconds, from the errors of all sources except ``without``."""
-        return self.half_width_of(class_of(job), unsupported_share, without)
-
     def half_width_of(self, like: JobClass, unsupported_share: float, without: str = "") -> float:
-        """The same for any likeness."""
+        """Half of the interval of a job in log-seconds, from the errors of all sources except ``without``."""
         half = self._known.get((like, without))
         if half is None:
             others = np.array([len(self.on_chip(like) - {without})])
@@ -174,20 +187,24 @@ class Widths:
 
     def _table(self, without: str) -> _Table:
         """The runs of all sources except one."""
+        known = self._tables.get(without)
+        if known is not None:
+            return known
         rows = [(name, off, len(offs)) for name, offs in self.sources.items() if name != without for off in offs]
         devices = np.array([off.like.devices for _, off, _ in rows], dtype=np.float64)
         others = np.array([len(self.on_chip(off.like) - {name, without}) for name, off, _ in rows], dtype=np.float64)
         scale = _scale(np.array([off.share for _, off, _ in rows]), devices, others)
-        return _Table(
+        self._tables[without] = table = _Table(
             np.array([off.like.kind for _, off, _ in rows]).reshape(-1, 4),
             devices,
             np.array([count for _, _, count in rows], dtype=np.float64) ** -SOURCE_POWER,
             np.array([off.error for _, off, _ in rows]) / scale,
         )
+        return table
 
     def _quantile(self, like: JobClass, without: str) -> float:
         """The weighted conformal quantile of scores; ``ROOFLINE_LOG`` if there are none."""
-        table = self._known_table(without)
+        table = self._table(without)
         if not len(table.scores):
             return ROOFLINE_LOG
         weights = table.base * np.where(table.kinds == np.array(like.kind), 1.0, MISMATCH).prod(axis=1)
@@ -199,12 +216,6 @@ class Widths:
         if at < len(order):
             return float(table.scores[order[at]])
         return float(table.scores[order[-1]] * needed / reached[-1])
-
-    def _known_table(self, without: str) -> _Table:
-        table = self._tables.get(without)
-        if table is None:
-            self._tables[without] = table = self._table(without)
-        return table
 
     def to_dict(self) -> dict[str, Any]:
         rows = {

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from stepsight.dataset.kinds.op import Op
 from stepsight.features.host_call_features import CALL_FEATURES, CALL_TERMS, call_features, call_label, call_terms
 from stepsight.training.regression.fitted_physics import Bounds, Physics, fit_physics
+from stepsight.training.regression.regressor import rows_by
 from stepsight.training.regression.trees import Trees, fit_trees
 
 Array = NDArray[np.float64]
@@ -221,19 +222,19 @@ def fit_host_calls(rows: Iterable[tuple[str, Op, int, float]], seed: int = 0) ->
     everything = _fit(terms, seconds, BOUNDS, ALL_STD)
     families = {
         family: _fit(terms[index], seconds[index], _around(everything), FAMILY_STD)
-        for family, index in _groups(op.family for op in ops).items()
+        for family, index in rows_by(op.family for op in ops).items()
     }
     named = [call_label(call, op) for call, op in zip(calls, ops, strict=True)]
     labels = {
         label: _fit(terms[index], seconds[index], _around(families[ops[index[0]].family]), LABEL_STD)
-        for label, index in _groups(named).items()
+        for label, index in rows_by(named).items()
     }
     found = HostCalls(everything, families, labels)
     physics = found._physics(calls, ops)
     features, residual = call_features(calls, ops, phases, physics), np.log(seconds / physics)
     trees = {
         family: fit_trees(features[index], residual[index], CALL_FEATURES, seed)
-        for family, index in _groups(op.family for op in ops).items()
+        for family, index in rows_by(op.family for op in ops).items()
         if len(index) >= FEWEST_ROWS
     }
     return HostCalls(everything, families, labels, trees)
@@ -246,10 +247,3 @@ def _fit(terms: Array, seconds: Array, bounds: Bounds, std: float) -> Physics:
 def _around(physics: Physics) -> Bounds:
     """The same bounds, with other constants as their prior."""
     return Bounds(np.exp(physics.log_constants), BOUNDS.low, BOUNDS.high)
-
-
-def _groups(labels: Iterable[str]) -> dict[str, NDArray[np.int64]]:
-    found: dict[str, list[int]] = {}
-    for place, label in enumerate(labels):
-        found.setdefault(label, []).append(place)
-    return {label: np.array(places, dtype=np.int64) for label, places in found.items()}

@@ -132,11 +132,12 @@ class KernelModel:
             return self._by_regressor(ops, busy, variants)
         own = np.array([self._measured(self._traced(op)[0]) for op in ops])
         seconds = np.empty(len(ops))
-        for mine, index in ((True, np.flatnonzero(own)), (False, np.flatnonzero(~own))):
-            some = [ops[i] for i in index.tolist()]
-            if some:
-                answer = self._by_regressor if mine else self._by_others
-                seconds[index] = answer(some, busy, variants[index])
+        if own.any():
+            measured = [op for op, mine in zip(ops, own, strict=True) if mine]
+            seconds[own] = self._by_regressor(measured, busy, variants[own])
+        if not own.all():
+            others = [op for op, mine in zip(ops, own, strict=True) if not mine]
+            seconds[~own] = self.transfer.seconds(others, variants[~own])
         return seconds
 
     def variant(self, op: Op, software: str) -> int:
@@ -158,10 +159,6 @@ class KernelModel:
                 f"({', '.join(known) or 'it knows one alone'}), got {software!r:.80}; model.attention_kernels chooses "
                 "attention kernels"
             )
-
-    def _by_others(self, ops: Sequence[Op], busy: int, variants: NDArray[np.int64]) -> Array:
-        assert self.transfer is not None
-        return self.transfer.seconds(ops, variants)
 
     def _by_regressor(self, ops: Sequence[Op], busy: int, variants: NDArray[np.int64]) -> Array:
         traced = [self._traced(op, number) for op, number in zip(ops, variants.tolist(), strict=True)]

@@ -23,6 +23,7 @@ from stepsight.features.op_features import op_feature_names, op_features
 from stepsight.training.corrections.corrector import Support
 from stepsight.training.corrections.posterior import LINEAR, Correction
 from stepsight.training.kernels.kernel_models import OUTSIDE, KernelModel, label
+from stepsight.training.regression.regressor import rows_by
 
 Array = NDArray[np.float64]
 _COLUMNS = {
@@ -90,9 +91,7 @@ class Transfer:
         """
         seconds = np.array([roofline_seconds(op, self.hardware) for op in ops], dtype=np.float64)
         which = np.broadcast_to(np.asarray(variants), (len(ops),)).tolist()
-        groups: dict[tuple[str, str], list[int]] = {}
-        for index, (op, variant) in enumerate(zip(ops, which, strict=True)):
-            groups.setdefault((self._posterior_name(op, variant), op.dtype), []).append(index)
+        groups = rows_by((self._posterior_name(op, variant), op.dtype) for op, variant in zip(ops, which, strict=True))
         for (name, _), members in groups.items():
             base, rows = self.rows_of([ops[index] for index in members])
             seconds[members] *= np.exp(base)

@@ -62,6 +62,17 @@ class Profile:
     device: str = ""
     calls: dict[tuple[str, Op], tuple[float, float]] = field(default_factory=dict)
 
+    def add_op(self, op: Op, busy: int, seconds: float, host_seconds: float = 0.0) -> None:
+        self.ops.append(op)
+        self.op_busy.append(busy)
+        self.op_seconds.append(seconds)
+        self.op_host_seconds.append(host_seconds)
+
+    def add_collective(self, collective: Collective, fabric: Fabric, seconds: float) -> None:
+        self.collectives.append(collective)
+        self.fabrics.append(fabric)
+        self.collective_seconds.append(seconds)
+
     def hardware(self, name: str, device: str) -> Hardware:
         """The measured hardware; facts that were not measured come from a preset of the same name.
 
@@ -144,17 +155,11 @@ def _add_imported(profile: Profile, runs: Sequence[ImportedSegments]) -> None:
     profile.device = times.device
     alone = {*profile.ops, *profile.collectives}
     for op, seconds in times.ops.items():
-        if op in alone:
-            continue
-        profile.ops.append(op)
-        profile.op_busy.append(1)
-        profile.op_seconds.append(float(np.median(seconds)))
-        profile.op_host_seconds.append(0.0)
+        if op not in alone:
+            profile.add_op(op, 1, float(np.median(seconds)))
     for collective, seconds in times.collectives.items():
         if profile.fabric is not None and collective not in alone:
-            profile.collectives.append(collective)
-            profile.fabrics.append(profile.fabric)
-            profile.collective_seconds.append(float(np.median(seconds)))
+            profile.add_collective(collective, profile.fabric, float(np.median(seconds)))
 
 
 def _take_medians(profile: Profile) -> None:
@@ -192,14 +197,9 @@ def _add(file: EventFile, profile: Profile) -> None:
         if isinstance(work, Op) and holds_several(work.kind) and call:
             continue  # some calls of that kind take another time
         if isinstance(work, Op):
-            profile.ops.append(work)
-            profile.op_busy.append(file.busy)
-            profile.op_seconds.append(seconds)
-            profile.op_host_seconds.append(host_seconds)
+            profile.add_op(work, file.busy, seconds, host_seconds)
         else:
-            profile.collectives.append(work)
-            profile.fabrics.append(_fabric_of(file, profile.fabric))
-            profile.collective_seconds.append(seconds)
+            profile.add_collective(work, _fabric_of(file, profile.fabric), seconds)
     facts = dict(file.hardware)
     shares = [table["memory_bytes"] for table in (profile.facts, facts) if "memory_bytes" in table]
     if shares:  # ranks of a CPU share its memory: the fact is a rank's share while all of them run
@@ -297,14 +297,9 @@ def fill_from_traces(profile: Profile, runs: Iterable[MeasuredRun]) -> list[str]
                     found.setdefault((node.work, segment.busy, fabric), []).append(seconds)
     for (work, busy, fabric), seconds in found.items():
         if isinstance(work, Op):
-            profile.ops.append(work)
-            profile.op_busy.append(busy)
-            profile.op_seconds.append(float(np.median(seconds)))
-            profile.op_host_seconds.append(0.0)
+            profile.add_op(work, busy, float(np.median(seconds)))
         else:
-            profile.collectives.append(work)
-            profile.fabrics.append(fabric)
-            profile.collective_seconds.append(float(np.median(seconds)))
+            profile.add_collective(work, fabric, float(np.median(seconds)))
     return sorted({work.kind for work, _, _ in found})
 
 

@@ -190,7 +190,10 @@ class _Group(NamedTuple):
         together = self._simulable(jobs, single)
         seconds, shares = self.times([jobs[place] for place in together], intervals=intervals)
         for place, time_s, share in zip(together, seconds.tolist(), shares.tolist(), strict=True):
-            self._put(jobs[place], place, (time_s, share if intervals else None), answers)
+            answers.seconds[place] = time_s = time_s * self._factor(jobs[place])
+            if intervals:
+                half = half_width(self.predictor, jobs[place], jobs[place].framework, share)
+                answers.low_s[place], answers.high_s[place] = time_s * math.exp(-half), time_s * math.exp(half)
         for place in set(index) - set(together):
             found = predict(jobs[place], self.asked)
             answers.seconds[place] = found.iteration_time_s
@@ -236,13 +239,6 @@ class _Group(NamedTuple):
             return simulate_many(jobs, latency).seconds, np.ones(len(jobs))
         times = simulate_many(jobs, latency, lambda works: [bool(reason) for reason in latency.outside(works)[1]])
         return times.seconds, np.minimum(1.0, times.outside / np.maximum(times.seconds, 1e-12))
-
-    def _put(self, job: Job, place: int, found: tuple[float, float | None], answers: Answers) -> None:
-        seconds, share = found[0] * self._factor(job), found[1]
-        answers.seconds[place] = seconds
-        if share is not None:
-            half = half_width(self.predictor, job, job.framework, share)
-            answers.low_s[place], answers.high_s[place] = seconds * math.exp(-half), seconds * math.exp(half)
 
 
 def _by_latency(jobs: Sequence[Job], predictor: Predictor | str | None) -> list[tuple[list[int], _Group]]:

@@ -18,7 +18,7 @@ from stepsight.dataset.kinds.op import Op
 from stepsight.simulator.durations.latency_model import RooflineLatency, preset_latency
 from stepsight.simulator.replay.captured_step import CapturedStep, time_captured
 from stepsight.training.intervals.conformal import Intervals
-from stepsight.training.intervals.published_errors import JobClass, grown_half_width, job_class, published_widths
+from stepsight.training.intervals.published_errors import JobClass, job_class, uncalibrated_half_width
 from stepsight.training.kernels.host_calls import HostCalls
 from stepsight.training.prediction.prediction import ROOFLINE_SOURCE, asked_predictor
 from stepsight.training.predictor.learned_latency import LearnedLatency
@@ -59,10 +59,9 @@ class CapturedPrediction:
         share = self.unsupported[1]
         if self.predictor is None:
             half = Intervals().half_width_log
-        elif self.predictor.kernel.derives and not self.predictor.intervals.num_runs:
-            half = published_widths().half_width_of(_class_of(self.captured, self.hardware_name), share)
         else:
-            half = grown_half_width(self.predictor.intervals, share, self.captured.world_size)
+            like, public = _class_of(self.captured, self.hardware_name), self.predictor.kernel.derives
+            half = uncalibrated_half_width(self.predictor.intervals, like, share, public=public)
         return self.iteration_time_s * math.exp(-half), self.iteration_time_s * math.exp(half)
 
     @cached_property

@@ -23,12 +23,13 @@ from stepsight.simulator.iteration.simulate import Sensitivity, Simulation, expl
 from stepsight.simulator.iteration.timeline import timeline_json
 from stepsight.simulator.memory import Memory, estimate_memory
 from stepsight.training.intervals.conformal import Intervals
-from stepsight.training.intervals.published_errors import grown_half_width, published_widths
+from stepsight.training.intervals.published_errors import class_of, uncalibrated_half_width
 from stepsight.training.prediction.prediction_views import html_view, one_line, one_row, plot_breakdown, warnings_of
 from stepsight.training.predictor.learned_latency import LearnedLatency, outside
-from stepsight.training.predictor.predictor import Predictor
+from stepsight.training.predictor.predictor import Predictor, shipped_names
 from stepsight.training.predictor.predictor_manifest import REGISTERED
 from stepsight.training.predictor.software_used import SoftwareUsed, software_used
+from stepsight.training.shipped.catalogue import shipped_predictor
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -286,10 +287,9 @@ def half_width(
     """Half of the width of a prediction interval, in log-seconds; see ``Prediction.interval``."""
     if predictor is None:
         return Intervals().half_width_log
-    if predictor.kernel.derives and not predictor.intervals.num_runs:
-        half = published_widths().half_width(job, unsupported_share, without)
-    else:
-        half = grown_half_width(predictor.intervals, unsupported_share, job.cluster.num_devices)
+    half = uncalibrated_half_width(
+        predictor.intervals, class_of(job), unsupported_share, public=predictor.kernel.derives, without=without
+    )
     return predictor.calibration.half_width_log(job, software, half, judged=judged)
 
 
@@ -345,19 +345,12 @@ def asked_predictor(hardware: str, predictor: Predictor | str | None) -> Predict
         PredictorError: If no predictor has that name.
     """
     if predictor is None:
-        return _serving(hardware)
+        return shipped_predictor(hardware)
     if isinstance(predictor, str):
         return None if predictor == ROOFLINE else named_predictor(predictor)
     if not isinstance(predictor, Predictor):
         raise JobError(f"predict takes a Predictor, the name of one or None, got {type(predictor).__name__}")
     return predictor
-
-
-def _serving(hardware: str) -> Predictor | None:
-    """The shipped predictor for a hardware; None if there is none."""
-    from stepsight.training.shipped.catalogue import shipped_predictor  # the readers of tables are not needed before
-
-    return shipped_predictor(hardware)
 
 
 def named_predictor(name: str) -> Predictor:
@@ -366,13 +359,11 @@ def named_predictor(name: str) -> Predictor:
     Raises:
         PredictorError: If there is none.
     """
-    from stepsight.training.shipped.catalogue import shipped_names
-
     if name.startswith(REGISTERED):
         from stepsight.training.tracking.registered import load_model_uri
 
         return load_model_uri(name)
-    found = _serving(name)
+    found = shipped_predictor(name)
     if found is None:
         raise PredictorError(
             f"a predictor by name must be one of {', '.join(shipped_names())} or their hardware, {ROOFLINE} or "
@@ -383,8 +374,8 @@ def named_predictor(name: str) -> Predictor:
 
 def source_of_facts(job: Job) -> str:
     """Why a job is answered from hardware facts, for people."""
-    why = f"nothing was measured for {job.hardware_name}" if _serving(job.cluster.hardware) is None else "as asked"
-    return ROOFLINE_SOURCE.format(why)
+    shipped = shipped_predictor(job.cluster.hardware)
+    return ROOFLINE_SOURCE.format("as asked" if shipped else f"nothing was measured for {job.hardware_name}")
 
 
 def latency_of_facts(job: Job) -> RooflineLatency:

@@ -6,9 +6,9 @@ so that no layer makes unseen signatures worse.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,6 +19,7 @@ from stepsight.training.regression.fitted_physics import MOST_LOG, Bounds, Physi
 from stepsight.training.regression.trees import MANY_ROWS, MIN_ROWS, Trees, fit_trees
 
 Array = NDArray[np.float64]
+H = TypeVar("H", bound=Hashable)
 Key = tuple[str, tuple[float, ...], float]
 
 FOLDS = 5
@@ -70,18 +71,19 @@ class SignatureRows:
         return (self.kinds[index], tuple(self.positions[index].round(6).tolist()), float(self.busy[index]))
 
     def by_kind(self) -> dict[str, NDArray[np.int64]]:
-        return _groups(self.kinds)
+        return rows_by(self.kinds)
 
     def by_family(self) -> dict[str, NDArray[np.int64]]:
-        return _groups(self.families)
+        return rows_by(self.families)
 
     def places(self, index: NDArray[np.int64]) -> Array:
         """Positions of rows of one kind, with the busy devices as the last axis, ``(len(index), axes + 1)``."""
         return np.array([np.append(self.positions[i], np.log(self.busy[i])) for i in index], float)
 
 
-def _groups(labels: tuple[str, ...]) -> dict[str, NDArray[np.int64]]:
-    groups: dict[str, list[int]] = {}
+def rows_by(labels: Iterable[H]) -> dict[H, NDArray[np.int64]]:
+    """Numbers of the rows with each label."""
+    groups: dict[H, list[int]] = {}
     for index, label in enumerate(labels):
         groups.setdefault(label, []).append(index)
     return {label: np.array(rows, dtype=np.int64) for label, rows in groups.items()}

@@ -144,11 +144,11 @@ class Trees:
             return np.asarray(np.where(children >= 0, children + nodes[index], children - leaves[index]))
 
         forest = _Tree(
-            np.concatenate([tree.feature for tree in trees]) if trees else np.zeros(0, int),
-            np.concatenate([tree.threshold for tree in trees]) if trees else np.zeros(0),
-            np.concatenate([moved(tree.left, i) for i, tree in enumerate(trees)]) if trees else np.zeros(0, int),
-            np.concatenate([moved(tree.right, i) for i, tree in enumerate(trees)]) if trees else np.zeros(0, int),
-            np.concatenate([tree.leaf for tree in trees]) if trees else np.zeros(0),
+            np.concatenate([np.zeros(0, int), *(tree.feature for tree in trees)]),
+            np.concatenate([np.zeros(0), *(tree.threshold for tree in trees)]),
+            np.concatenate([np.zeros(0, int), *(moved(tree.left, i) for i, tree in enumerate(trees))]),
+            np.concatenate([np.zeros(0, int), *(moved(tree.right, i) for i, tree in enumerate(trees))]),
+            np.concatenate([np.zeros(0), *(tree.leaf for tree in trees)]),
         )
         return forest, roots, sum(float(np.abs(tree.leaf).max()) for tree in trees)
 

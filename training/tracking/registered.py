@@ -41,29 +41,13 @@ def load_predictor(name: str | Path) -> Predictor:
     return Predictor.load(name) if shipped is None else shipped
 
 
-def load_registered(hardware: str, uri: str, alias: str = ALIAS) -> Predictor:
-    """Load a hardware's predictor from the registry.
-
-    Raises:
-        PredictorError: If none is registered under the alias.
-    """
-    from mlflow.exceptions import MlflowException
-
-    check_exists(uri)
-    client = store_client(uri)
-    try:
-        return download(client, client.get_model_version_by_alias(model_name(hardware), alias))
-    except (MlflowException, OSError) as error:
-        raise PredictorError(
-            f"the registry at {uri} must hold {model_name(hardware)}@{alias}, got: {first_line(error)}"
-        ) from None
-
-
-def load_model_uri(uri: str) -> Predictor:
+def load_model_uri(uri: str, store: str = "") -> Predictor:
     """Load a registered predictor by MLflow's names: ``models:/h100@champion``, ``models:/stepsight-h100-sxm-80gb/3``.
 
-    The name is a registered model's, or a hardware's.  The registry is the one that ``MLFLOW_REGISTRY_URI`` or
-    ``MLFLOW_TRACKING_URI`` names, else ``mlflow.db`` in the current folder.
+    Args:
+        uri: Its name is a registered model's, or a hardware's.
+        store: The registry; empty: the one that ``MLFLOW_REGISTRY_URI`` or ``MLFLOW_TRACKING_URI`` names, else
+            ``mlflow.db`` in the current folder.
 
     Raises:
         PredictorError: If there is no registry, or it holds no such version.
@@ -74,7 +58,7 @@ def load_model_uri(uri: str) -> Predictor:
     if parts is None:
         raise PredictorError(f"a registered predictor is models:/NAME@ALIAS or models:/NAME/VERSION, got {uri!r:.80}")
     name, mark, which = parts.groups()
-    store = os.environ.get("MLFLOW_REGISTRY_URI") or os.environ.get("MLFLOW_TRACKING_URI")
+    store = store or os.environ.get("MLFLOW_REGISTRY_URI") or os.environ.get("MLFLOW_TRACKING_URI") or ""
     if not store:
         if not Path("mlflow.db").is_file():
             raise PredictorError(f"{uri} needs a registry: set MLFLOW_TRACKING_URI, as sqlite:///runs/mlflow.db")

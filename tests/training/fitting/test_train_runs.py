@@ -22,7 +22,7 @@ from stepsight.simulator.programs.lower import signatures
 from stepsight.training.fitting.heldout import evaluate_heldout, spearman
 from stepsight.training.fitting.train_runs import train
 from stepsight.training.predictor.predictor import Predictor
-from stepsight.training.tracking.registered import load_registered
+from stepsight.training.tracking.registered import load_model_uri
 from stepsight.training.tracking.tracking import default_uri
 
 OpTruth = Callable[[Op, int], float]
@@ -149,7 +149,7 @@ def test_the_saved_predictor_is_the_trained_one_and_is_registered(trained: tuple
     predictor, out = trained
     job = _job(5, 160, dp=2)
     expected = simulate(job, predictor.latency(job)).iteration_time_s
-    for again in (Predictor.load(out), load_registered("toy", default_uri(out))):
+    for again in (Predictor.load(out), load_model_uri("models:/toy", default_uri(out))):
         assert simulate(job, again.latency(job)).iteration_time_s == pytest.approx(expected, rel=1e-6)
     assert predictor.manifest["mlflow_run_id"]
     assert predictor.manifest["metrics"]["mape_percent"] < 10

@@ -33,16 +33,16 @@ def offs(error: float, count: int, like: JobClass = LIKE) -> tuple[PublishedRun,
 
 def test_errors_of_the_own_source_do_not_count() -> None:
     widths = Widths({"a": offs(0.1, 40), "b": offs(0.1, 40), "c": offs(0.5, 400)})
-    assert widths.half_width(JOB, 0.0) > 0.35
+    assert widths.half_width_of(LIKE, 0.0) > 0.35
     alone = Widths({name: rows for name, rows in widths.sources.items() if name != "c"})
-    assert widths.half_width(JOB, 0.0, without="c") == pytest.approx(alone.half_width(JOB, 0.0))
-    assert alone.half_width(JOB, 0.0) < 0.35
+    assert widths.half_width_of(LIKE, 0.0, without="c") == pytest.approx(alone.half_width_of(LIKE, 0.0))
+    assert alone.half_width_of(LIKE, 0.0) < 0.35
 
 
 def test_a_large_source_does_not_outvote_small_ones() -> None:
     """A thousand runs of one source count for ten times what ten runs of another do, not a hundred times."""
     widths = Widths({"large": offs(0.1, 1000), "small": offs(0.4, 10), "other": offs(0.4, 10)})
-    assert widths.half_width(JOB, 0.0) > 0.3
+    assert widths.half_width_of(LIKE, 0.0) > 0.3
 
 
 def test_runs_like_the_job_count_for_more() -> None:
@@ -54,8 +54,8 @@ def test_runs_like_the_job_count_for_more() -> None:
 def test_wider_by_what_lies_outside_by_size_and_by_little_evidence() -> None:
     """Twice as wide where nothing was measured; wider on more devices, and on a chip that nobody has run on."""
     widths = Widths({name: offs(0.1, 30) for name in "abcdef"})
-    known = widths.half_width(JOB, 0.0)
-    assert widths.half_width(JOB, 1.0) == pytest.approx(2 * known)
+    known = widths.half_width_of(LIKE, 0.0)
+    assert widths.half_width_of(LIKE, 1.0) == pytest.approx(2 * known)
     assert widths.half_width_of(replace(LIKE, devices=16 * LIKE.devices), 0.0) > 1.1 * known
     assert widths.half_width_of(replace(LIKE, kind=(*LIKE.kind[:3], "x9")), 0.0) > 1.5 * known
     assert job_class(False, False, True, "gb200-sxm-186gb", 8).kind[3] == "b2"

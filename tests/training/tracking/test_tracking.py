@@ -16,7 +16,7 @@ from stepsight.dataset.kinds.op import Op
 from stepsight.training.prediction.prediction import predict
 from stepsight.training.predictor.predictor import Predictor
 from stepsight.training.served_model import ServedModel
-from stepsight.training.tracking.registered import load_model_uri, load_predictor, load_registered
+from stepsight.training.tracking.registered import load_model_uri, load_predictor
 from stepsight.training.tracking.tracking import default_uri, process_name, reopened, tracked
 
 JOB = {
@@ -35,11 +35,11 @@ def test_a_predictor_comes_back_from_the_registry(predictor: Predictor, tmp_path
         versions = [run.publish(tmp_path / "p", "toy", {"hardware": "toy"}) for _ in range(2)]
     assert versions == ["1", "2"]
     op = Op("gelu", (1000,), "fp32")
-    loaded = load_registered("toy", uri)
+    loaded = load_model_uri("models:/toy", uri)
     assert loaded.kernel.seconds([op], 1) == pytest.approx(predictor.kernel.seconds([op], 1), rel=1e-5)
     assert {path.name for path in tmp_path.iterdir()} == {"p", "mlflow.db", ".mlflow.db.lock", "mlartifacts"}
     with pytest.raises(PredictorError, match="must hold stepsight-other@champion"):
-        load_registered("other", uri)
+        load_model_uri("models:/other", uri)
     with pytest.raises(RuntimeError, match="broken"), tracked(uri, "toy"):
         raise RuntimeError("broken")
 
@@ -186,7 +186,7 @@ def test_reading_creates_no_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     """A mistyped path of a registry is an error, and no new database."""
     uri = f"sqlite:///{tmp_path / 'mistyped' / 'mlflow.db'}"
     monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
-    for load in (lambda: load_model_uri("models:/h100@champion"), lambda: load_registered("h100", uri)):
+    for load in (lambda: load_model_uri("models:/h100@champion"), lambda: load_model_uri("models:/h100", uri)):
         with pytest.raises(PredictorError, match="the store must exist, got sqlite"):
             load()
     assert not (tmp_path / "mistyped").exists()
