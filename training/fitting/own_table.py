@@ -26,7 +26,8 @@ from stepsight.dataset.kinds.op import Collective, Op
 from stepsight.dataset.tables import Measurements
 from stepsight.training.collectives.collective_models import label_of
 from stepsight.training.kernels.kernel_models import label
-from stepsight.training.shipped.from_tables import CollectiveRows, OpRows
+from stepsight.training.regression.regressor import rows_by
+from stepsight.training.shipped.from_tables import CollectiveRows, OpRows, medians
 
 Array = NDArray[np.float64]
 
@@ -186,14 +187,7 @@ def _ops(
         of: tuple(sorted(count, key=lambda name, count=count: (not _matches(name, software), -count[name], name)))  # type: ignore[misc]
         for of, count in counts.items()
     }
-    return (
-        OpRows(
-            tuple(op for op, _ in found),
-            np.array([np.median(times) for times in found.values()], dtype=np.float64),
-            np.array([named[labels[op]].index(name) for op, name in found], dtype=np.int64),
-        ),
-        named,
-    )
+    return OpRows.of({(op, named[labels[op]].index(name)): times for (op, name), times in found.items()}), named
 
 
 def _collectives(
@@ -219,7 +213,7 @@ def _collectives(
         CollectiveRows(
             tuple(work for work, _ in found),
             tuple(links for _, links in found),
-            np.array([np.median(times) for times in found.values()], dtype=np.float64),
+            medians(found.values()),
             np.ones(len(found), dtype=np.bool_),
         ),
         library,
@@ -257,11 +251,8 @@ def family_figures(names: Sequence[str], predicted: Array, measured: Array) -> d
 
     ``mape_over_50us`` is the mean error of what takes 50 microseconds and more; None if nothing does.
     """
-    rows: dict[str, list[int]] = {}
-    for index, name in enumerate(names):
-        rows.setdefault(name, []).append(index)
     figures: dict[str, dict[str, float | int | None]] = {}
-    for name, members in sorted(rows.items()):
+    for name, members in sorted(rows_by(names).items()):
         off = 100 * np.abs(predicted[members] / measured[members] - 1)
         long = off[measured[members] >= LONG_S]
         figures[name] = {

@@ -18,9 +18,6 @@ from stepsight.training.measured.host_steps import HostStep, host_step
 
 if TYPE_CHECKING:
     from stepsight.dataset.trace_graphs.learning_segments import StepWorks
-    from stepsight.training.measured.host_steps import HostStep
-if TYPE_CHECKING:
-    from stepsight.dataset.trace_graphs.learning_segments import StepWorks
 
 
 HELDOUT = "heldout"  # role of runs that judge: they never train

@@ -125,6 +125,10 @@ def make_plan(
     stand_ins = [job for _, job, counts in runs if "stand_in" in counts]
     events = event_plan(profile_jobs, event_seconds, stand_ins) if event_seconds > 0 else []
     plan = {"schema": SCHEMA, "runs": list(planned.values()), "events": events, "extra_seconds": extra_seconds}
+    return _checked(plan)
+
+
+def _checked(plan: dict[str, Any]) -> dict[str, Any]:
     try:
         return check_plan(json.loads(json.dumps(plan)))
     except HarnessError as error:
@@ -287,16 +291,10 @@ def box_plan(
             {
                 "name": f"world{box.num_ranks}",
                 "world_size": box.num_ranks,
-                "ops": [{"kind": op.kind, "dims": list(op.dims), "dtype": op.dtype} for op in ops],
-                "collectives": [
-                    {"kind": c.kind, "num_bytes": c.num_bytes, "group_size": c.group_size,
-                     "ranks_per_node": c.ranks_per_node} for c in collectives
-                ],
+                "ops": [asdict(op) for op in ops],
+                "collectives": [asdict(c) for c in collectives],
                 "seconds": event_seconds,
             }
-        )  # fmt: skip
+        )
     plan = {"schema": SCHEMA, "runs": list(planned.values()), "events": events, "device": "cpu", "box": box.to_dict()}
-    try:
-        return check_plan(json.loads(json.dumps(plan)))
-    except HarnessError as error:
-        raise CollectError(str(error)) from None
+    return _checked(plan)

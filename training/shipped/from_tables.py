@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -24,6 +24,10 @@ MIN_EVIDENCE = 4  # fewest rows of a kind, and of its base, for a ratio
 CLOSE = 1.05  # sizes of one collective closer than this count as equal
 
 
+def medians(times: Iterable[Sequence[float]]) -> Array:
+    return np.array([np.median(each) for each in times], dtype=np.float64)
+
+
 @dataclass(frozen=True)
 class OpRows:
     """Distinct measured ops, shapes ``(rows,)``: the median where an op was measured several times.
@@ -37,6 +41,12 @@ class OpRows:
     ops: tuple[Op, ...]
     seconds: Array
     variants: NDArray[np.int64]
+
+    @classmethod
+    def of(cls, times: Mapping[tuple[Op, int], Sequence[float]]) -> OpRows:
+        """The median of the times of each op and variant."""
+        variants = np.array([variant for _, variant in times], dtype=np.int64)
+        return cls(tuple(op for op, _ in times), medians(times.values()), variants)
 
     def __len__(self) -> int:
         return len(self.ops)
@@ -65,11 +75,7 @@ def op_table(table: Measurements, device: str, software: Sequence[str]) -> OpRow
             variant = variants[ran]
             if variant >= 0:
                 found.setdefault((work, variant), []).append(float(seconds))
-    return OpRows(
-        tuple(op for op, _ in found),
-        np.array([np.median(times) for times in found.values()], dtype=np.float64),
-        np.array([variant for _, variant in found], dtype=np.int64),
-    )
+    return OpRows.of(found)
 
 
 def lend(table: Measurements, lender: Hardware, hardware: Hardware) -> Measurements:
@@ -183,7 +189,7 @@ def collective_table(
     return CollectiveRows(
         tuple(work for work, _ in kept),
         tuple(find_fabric(fabric) for _, fabric in kept),
-        np.array([np.median([seconds for seconds, _ in found[key]]) for key in kept], dtype=np.float64),
+        medians([seconds for seconds, _ in found[key]] for key in kept),
         np.array([any(own for _, own in found[key]) for key in kept], dtype=np.bool_),
     )
 
