@@ -38,7 +38,7 @@ def test_a_predictor_comes_back_from_the_registry(predictor: Predictor, tmp_path
     loaded = load_model_uri("models:/toy", uri)
     assert loaded.kernel.seconds([op], 1) == pytest.approx(predictor.kernel.seconds([op], 1), rel=1e-5)
     assert {path.name for path in tmp_path.iterdir()} == {"p", "mlflow.db", ".mlflow.db.lock", "mlartifacts"}
-    with pytest.raises(PredictorError, match="must hold stepsight-other@champion"):
+    with pytest.raises(PredictorError, match="must hold models:/other "):
         load_model_uri("models:/other", uri)
     with pytest.raises(RuntimeError, match="broken"), tracked(uri, "toy"):
         raise RuntimeError("broken")
