@@ -138,6 +138,17 @@ def _process(root: Path) -> dict[str, Any]:
     }
 
 
+_HOW = """## How it was made
+
+Durations of steps are as profiled: a profiler slows the host, so gaps between host calls are longer than without it.
+In segments of runs that `stepsight collect` made, its overhead is taken off; seconds of an op on a CPU hold the time of
+the host before it, and a collective takes as long as on the rank that came last. Dependencies that a trace does not
+record are inferred from the order and the times of calls. Steps that an execution-trace observer slowed are left out;
+their data dependencies are those of the other steps. Graphs of one trace are never split, and equal traces that
+were imported twice share `group`; graphs in which the same ops took the same times share `digest`.
+"""
+
+
 def _card(told: dict[str, Any], index: dict[str, Any]) -> str:
     """The data card."""
     runs = "\n".join(
@@ -188,14 +199,6 @@ calls that the profiler recorded within it. Logarithms of sizes are log(1 + size
 `distance` counts nodes on one stream. `delay_s` is what passes between the end of the source and the start of the
 target where nothing else holds it up.
 
-## How it was made
-
-Durations of steps are as profiled: a profiler slows the host, so gaps between host calls are longer than without it.
-In segments of runs that `stepsight collect` made, its overhead is taken off; seconds of an op on a CPU hold the time of
-the host before it, and a collective takes as long as on the rank that came last. Dependencies that a trace does not
-record are inferred from the order and the times of calls. Steps that an execution-trace observer slowed are left out;
-their data dependencies are those of the other steps. Graphs of one trace are never split, and equal traces that
-were imported twice share `group`; graphs in which the same ops took the same times share `digest`.
-
+{_HOW}
 Warnings: {warnings}
 """

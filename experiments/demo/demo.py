@@ -86,7 +86,6 @@ def run_demo(out: Path) -> tuple[dict[str, Any], str]:
             "model": target.name,
         },
         "mlflow_run_id": predictor.manifest["mlflow_run_id"],
-        "seconds": time.monotonic() - started,
     }
     plot_predicted_against_measured(evaluation.rows, out / "predicted_vs_measured.png", "held-out runs on this machine")
     plot_search(rows, out / "search.png", f"{target.name}, {target.cluster.num_devices} devices")
