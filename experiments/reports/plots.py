@@ -48,7 +48,7 @@ def _finish(axes: Any, title: str, x: str, y: str, *, log_y: bool = True, limits
 
 
 def _draw_exact(axes: Any, values: Sequence[float]) -> list[float]:
-    """Draw the line of exact predictions with 10 % around it; returns the limits of both axes."""
+    """Mark exact predictions by a line with 10 % around it; return the limits of both axes."""
     line = [min(values) * 0.8, max(values) * 1.25]
     axes.plot(line, line, color="black", lw=0.8, label="exact")
     within = {"color": "grey", "alpha": 0.15, "label": "within 10 %"}

@@ -3,7 +3,7 @@
 A verb is a function.  Its parameters before ``*`` become arguments, the others options: ``timeout_s`` is
 ``--timeout-s``.  A parameter that is annotated with a dataclass stands for one option for each of its fields.  What an
 option means is in the docstring, under ``Args:`` or ``Attributes:``.  Tuples are written with commas, numbers by name
-as ``NAME=NUMBER``.  An annotation may add a name of the option (``"--study"`` takes the place of its own, ``"-p"`` is
+as ``NAME=NUMBER``.  An annotation may add a name of the option (``"--study"`` replaces its own, ``"-p"`` is
 another one), what Typer shall know (``typer.Option(min=1)``), or a dataclass that has a field of this name with its
 meaning.
 """

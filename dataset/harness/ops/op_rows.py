@@ -67,7 +67,7 @@ def _each(function: Callable[..., object], operands: int = 1) -> Maker:
 
 
 def _by_rows(function: Callable[..., object], *columns: int) -> Maker:
-    """``function`` of matrices whose rows are so many times as wide as a model's."""
+    """``function`` of matrices with rows as wide as ``columns`` times a model's."""
 
     def shapes(numel: int) -> list[tuple[int, int]]:
         rows, width = _matrix(numel)
