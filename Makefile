@@ -84,9 +84,9 @@ lowest: .venv/.installed
 		$(foreach folder,$(PIP_FIND_LINKS),--find-links $(folder)) -e '.[dev]'
 	.venv-lowest/bin/python -m pytest $(LOWEST_TESTS)
 
-LOWEST_TESTS := tests/dataset/tables tests/dataset/readers tests/dataset/test_job.py tests/features tests/gnn tests/simulator \
-	tests/training/kernels tests/training/collectives tests/training/predictor tests/training/test_fit.py \
-	tests/training/test_tracking.py tests/experiments/search tests/experiments/evaluation tests/stepsight/test_cli.py
+LOWEST_TESTS := tests/dataset/tables tests/dataset/traces tests/dataset/job tests/features tests/gnn tests/simulator \
+	tests/training/kernels tests/training/collectives tests/training/predictor tests/training/fitting/test_train_runs.py \
+	tests/training/tracking tests/experiments/search tests/experiments/evaluation tests/stepsight/test_cli.py
 
 lock: .venv/.installed
 	grep -v '^torch==' constraints.txt > .venv/pins.txt
