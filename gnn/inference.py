@@ -32,7 +32,7 @@ CONFIG = "gnn.json"
 
 @dataclass(frozen=True)
 class ContextWeights:
-    """Weights of ``gnn.model.ContextModel``.
+    """Weights of ``gnn.context_model.ContextModel``.
 
     Attributes:
         bound: Largest absolute log-correction.

@@ -75,11 +75,9 @@ def import_ranks(
     """
     files = trace_files(paths)
     joined = _execution_of(files, trace_files(executions) if executions else [])
+    where = replace(placement, rank=None) if placement is not None else Placement()
     graphs: list[RankGraph] = []
     for number, path in enumerate(files):
-        where = replace(placement, rank=None) if placement is not None else Placement()
-        if placement is not None or len(files) > 1:
-            where = replace(where, rank=None)
         graphs.append(read_rank(path, where, joined.get(path)))
         if on_file is not None:
             on_file(number + 1, len(files))

@@ -112,7 +112,7 @@ class CollectiveModel:
     Attributes:
         regressor: Physics, trees and neighbours by kind and layout.
         left_out: Answer as if the collectives asked about had not been measured (for honest intervals).
-        nccl: Whether this is NCCL on GPUs: its rings and trees (``features.nccl``) instead of one host's messages.
+        nccl: Whether this is NCCL on GPUs: its rings and trees (``features.nccl_features``), not one host's messages.
         carried: Labels that were measured on another device's links alone.
         between: NCCL between nodes by its own choices; None: by ``regressor``, as in predictors of earlier versions.
     """

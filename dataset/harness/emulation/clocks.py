@@ -215,7 +215,7 @@ def ended(end: float) -> Ending:
 
 
 class Delays:
-    """Seconds of collectives by kind, bytes, group size and ranks per node, from a plan (``plan.stand_in_checks``).
+    """Seconds of collectives by kind, bytes, group size and ranks per node, from a plan (``plan.plan_checks``).
 
     Between two sizes of a kind and group seconds are log-linear in bytes, beyond the ends in proportion to them.
     """

@@ -4,7 +4,7 @@ A plan is a JSON object::
 
     {"schema": 1,
      "runs": [{"name", "role", "job": {model, parallel, batch, cluster}, "rounds": 3, "steps": 4, "warmup": 2,
-               "profile_steps": 2, "stand_in": {"rank", "collectives"}}],       # optional: see stand_in_checks
+               "profile_steps": 2, "stand_in": {"rank", "collectives"}}],       # optional: see plan_checks
      "events": [{"name", "world_size", "ops": [{kind, dims, dtype}], "collectives": [{kind, num_bytes, group_size,
                  ranks_per_node}], "seconds": 20}],
      "device": "auto",                                  # optional: cpu, cuda
