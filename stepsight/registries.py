@@ -46,7 +46,7 @@ from stepsight.dataset.job.specs import FAMILIES
 from stepsight.dataset.kinds import COLLECTIVE_KINDS, OP_KINDS, CollectiveKind, OpKind
 from stepsight.dataset.kinds.op import Collective, Op
 from stepsight.dataset.schedules import SCHEDULES
-from stepsight.dataset.schedules.base import Schedule, ScheduleKind, loop_placement, v_placement
+from stepsight.dataset.schedules.schedule import Schedule, ScheduleKind, loop_placement, v_placement
 from stepsight.dataset.tables.formats import FORMATS as TABLE_READERS
 from stepsight.dataset.tables.formats import Format
 from stepsight.dataset.tables.rows import Rows

@@ -8,6 +8,7 @@ from typing import Protocol
 from stepsight.dataset.base.errors import JobError
 from stepsight.dataset.base.registry import Registry, did_you_mean
 from stepsight.dataset.hardware.hardware import Fabric, hardware_name
+from stepsight.dataset.job.frameworks import LIBRARIES, software_problems
 from stepsight.dataset.job.parallel_rules import (
     Rules,
     check_batch,
@@ -18,7 +19,6 @@ from stepsight.dataset.job.parallel_rules import (
     check_shards,
     check_stages,
 )
-from stepsight.dataset.job.software import LIBRARIES, software_problems
 from stepsight.dataset.job.specs import (
     ATTENTION_KERNELS,
     ATTENTIONS,

@@ -10,8 +10,7 @@ A schedule is declared once, as a ``ScheduleKind``: a built-in one in the table 
 from stepsight.dataset.base.caching import cached
 from stepsight.dataset.base.errors import JobError
 from stepsight.dataset.base.registry import Registry, instance_of
-from stepsight.dataset.schedules.base import Schedule, ScheduleKind
-from stepsight.dataset.schedules.built_in import LOOPED_SCHEDULES, V_SCHEDULES, alternate
+from stepsight.dataset.schedules.schedule import LOOPED_SCHEDULES, V_SCHEDULES, Schedule, ScheduleKind, alternate
 
 SCHEDULES: Registry[ScheduleKind] = Registry(
     "schedule",

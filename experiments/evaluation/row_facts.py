@@ -19,8 +19,7 @@ from typing import Any, TypeVar
 
 from stepsight.dataset.base.caching import cached
 from stepsight.dataset.hardware.hardware import fabric_names, find_fabric, find_hardware, hardware_names, usual_fabric
-from stepsight.dataset.job.frameworks import FRAMEWORKS, Framework, framework_in
-from stepsight.dataset.job.software import attention_of, release_month
+from stepsight.dataset.job.frameworks import FRAMEWORKS, Framework, attention_of, framework_in, release_month
 from stepsight.dataset.job.specs import EARLY_STOP
 from stepsight.experiments.evaluation.runs_table import Row, RowError, number_in
 

@@ -19,10 +19,9 @@ from typing import Any
 from stepsight.dataset.base.errors import JobError
 from stepsight.dataset.base.files import digest
 from stepsight.dataset.hardware.hardware import find_hardware
-from stepsight.dataset.job.frameworks import Framework
+from stepsight.dataset.job.frameworks import LIBRARIES, Framework, plain_version
 from stepsight.dataset.job.job import Job
 from stepsight.dataset.job.rules import MOST_LAYERS
-from stepsight.dataset.job.software import LIBRARIES, plain_version
 from stepsight.dataset.job.specs import MIXED, RECOMPUTE
 from stepsight.experiments.evaluation.row_facts import by_model, cluster_of, framework_of, plain_name
 from stepsight.experiments.evaluation.runs_table import Row, RowError, number_in

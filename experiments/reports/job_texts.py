@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 from stepsight.dataset.base.errors import shorten
 from stepsight.dataset.configs.config_job import ConfigJob
 from stepsight.dataset.configs.key_table import ConfigText
+from stepsight.dataset.job.frameworks import LIBRARIES
 from stepsight.dataset.job.job import Job
-from stepsight.dataset.job.software import LIBRARIES
 from stepsight.experiments.reports.text_table import Number, table
 from stepsight.training.prediction.prediction_views import seconds_text
 

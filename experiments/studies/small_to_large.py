@@ -20,7 +20,6 @@ from stepsight.dataset.runs.box_spec import HARDWARE
 from stepsight.dataset.runs.run_manifest import read_manifest
 from stepsight.experiments.evaluation.error_metrics import regret
 from stepsight.experiments.reports.plots import plot_predicted_against_measured
-from stepsight.experiments.studies import baselines
 from stepsight.experiments.studies.box_cases import (
     SEARCHED,
     box_cases,
@@ -31,7 +30,10 @@ from stepsight.experiments.studies.box_runs import (
     JUDGE,
     Compared,
     compare_all,
+    formula,
+    ideal,
     measure_cases,
+    roofline,
     training_folders,
 )
 from stepsight.experiments.studies.study import Row, Study, rows_text
@@ -160,9 +162,9 @@ def others(rows: Sequence[Compared], predictor: Predictor) -> dict[str, dict[str
     ways = {
         "regressors and context model": lambda job: predict(job, predictor).iteration_time_s,
         "regressors alone": lambda job: predict(job, predictor.without_context).iteration_time_s,
-        "roofline, latency and bandwidth": baselines.roofline,
-        "ideal arithmetic": baselines.ideal,
-        "closed formula": baselines.formula,
+        "roofline, latency and bandwidth": roofline,
+        "ideal arithmetic": ideal,
+        "closed formula": formula,
     }
     found = {}
     for name, way in ways.items():

@@ -4,14 +4,14 @@ What a schedule is, and which there are: ``dataset.schedules``.
 """
 
 from stepsight.dataset.schedules import find_schedule as find_schedule
-from stepsight.dataset.schedules.base import BACKWARD as BACKWARD
-from stepsight.dataset.schedules.base import BACKWARD_INPUT as BACKWARD_INPUT
-from stepsight.dataset.schedules.base import BACKWARD_WEIGHT as BACKWARD_WEIGHT
-from stepsight.dataset.schedules.base import FORWARD as FORWARD
-from stepsight.dataset.schedules.base import KIND_NAMES as KIND_NAMES
-from stepsight.dataset.schedules.base import Schedule as Schedule
-from stepsight.dataset.schedules.base import loop_placement as loop_placement
-from stepsight.dataset.schedules.base import v_placement as v_placement
+from stepsight.dataset.schedules.schedule import BACKWARD as BACKWARD
+from stepsight.dataset.schedules.schedule import BACKWARD_INPUT as BACKWARD_INPUT
+from stepsight.dataset.schedules.schedule import BACKWARD_WEIGHT as BACKWARD_WEIGHT
+from stepsight.dataset.schedules.schedule import FORWARD as FORWARD
+from stepsight.dataset.schedules.schedule import KIND_NAMES as KIND_NAMES
+from stepsight.dataset.schedules.schedule import Schedule as Schedule
+from stepsight.dataset.schedules.schedule import loop_placement as loop_placement
+from stepsight.dataset.schedules.schedule import v_placement as v_placement
 from stepsight.simulator.schedules.csv_table import read_schedule as read_schedule
 from stepsight.simulator.schedules.csv_table import write_schedule as write_schedule
 from stepsight.simulator.schedules.order import Order as Order

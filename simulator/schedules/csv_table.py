@@ -16,7 +16,7 @@ import numpy as np
 from stepsight.dataset.base.bounded import read_text, reason
 from stepsight.dataset.base.errors import JobError
 from stepsight.dataset.base.files import write_text
-from stepsight.dataset.schedules.base import BACKWARD, FORWARD, KIND_NAMES, Actions, Schedule
+from stepsight.dataset.schedules.schedule import BACKWARD, FORWARD, KIND_NAMES, Actions, Schedule
 from stepsight.simulator.schedules.order import order_actions
 
 _ACTION = re.compile(r"(\d{1,6})([FBIW])(\d{1,6})")

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from stepsight.dataset.base.compiling import compiled
 from stepsight.dataset.base.errors import JobError
 from stepsight.dataset.schedules import find_schedule
-from stepsight.dataset.schedules.base import BACKWARD, BACKWARD_WEIGHT, Ints, Schedule
+from stepsight.dataset.schedules.schedule import BACKWARD, BACKWARD_WEIGHT, Ints, Schedule
 from stepsight.simulator.schedules.order import (
     COMPUTE,
     POST,

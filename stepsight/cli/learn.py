@@ -151,7 +151,7 @@ def evaluate_command(
         judged = judge_table(Measurements.from_parquet(runs), judges, links, progress("rows predicted"))
         return Answer(judged.to_dict(), table_errors_text(judged))
     _refuse(runs, {"--fabric": fabric})
-    from stepsight.experiments.calibration.calibration_gain import read_most_gpus
+    from stepsight.experiments.calibration.calibrate_runs import read_most_gpus
     from stepsight.experiments.evaluation.evaluate import evaluate
     from stepsight.experiments.evaluation.evaluation_report import evaluation_text
     from stepsight.experiments.reports.plots import plot_published_runs
@@ -164,7 +164,7 @@ def evaluate_command(
         plot_published_runs(result.points, plot, "published runs")
     value, shown = result.to_dict(), {}
     if most_gpus is not None:
-        from stepsight.experiments.calibration.calibration_gain import FITTED_ON, SPLITS, calibrate_small
+        from stepsight.experiments.calibration.calibrate_runs import FITTED_ON, SPLITS, calibrate_small
 
         for name, split in SPLITS.items():
             on_set = progress(f"sources calibrated, {name}")

@@ -65,8 +65,7 @@ TESTS: dict[str, tuple[str, ...]] = {
     "simulator/durations/segment_timing.py": (*SEGMENTS, SIMULATE),
     "simulator/schedules/csv_table.py": ("tests/simulator/schedules/test_csv_table.py",),
     "dataset/schedules/__init__.py": SCHEDULES,
-    "dataset/schedules/base.py": SCHEDULES,
-    "dataset/schedules/built_in.py": SCHEDULES,
+    "dataset/schedules/schedule.py": SCHEDULES,
     **{f"simulator/memory/{name}.py": ("tests/simulator/memory/test_reference_values.py", "tests/simulator/memory")
        for name in ("estimate", "part", "peaks", "states")},
     **{f"simulator/blocks/{name}.py": (RECORDED, "tests/simulator/memory/test_reference_values.py",

@@ -8,9 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from stepsight.dataset.base.errors import JobError, PredictorError
-from stepsight.dataset.job.frameworks import GENERIC, framework_in
+from stepsight.dataset.job.frameworks import GENERIC, LIBRARIES, framework_in, release_month, version_numbers
 from stepsight.dataset.job.job import Job
-from stepsight.dataset.job.software import LIBRARIES, release_month, version_numbers
 from stepsight.dataset.kinds.op import Collective, Op
 from stepsight.training.kernels.kernel_models import KernelModel, label
 

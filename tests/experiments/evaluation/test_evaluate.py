@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from stepsight.dataset.base.errors import PredictorError, TableError
-from stepsight.experiments.calibration.calibration_gain import split_by_size
+from stepsight.experiments.calibration.calibrate_runs import split_by_size
 from stepsight.experiments.evaluation.error_metrics import carried_forward, constant_mfu
 from stepsight.experiments.evaluation.evaluate import PredictorOf, evaluate, figures, predictor_by_hardware, score
 from stepsight.experiments.evaluation.evaluation_report import evaluation_text

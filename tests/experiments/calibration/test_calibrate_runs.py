@@ -11,14 +11,19 @@ from typing import Any
 import pytest
 
 from stepsight.dataset.base.errors import PredictorError, StepsightError, TableError
-from stepsight.experiments.calibration.calibrate_runs import COPY, LARGER, SIZES, calibrate, calibration_text, sure_gain
-from stepsight.experiments.calibration.calibration_gain import (
+from stepsight.experiments.calibration.calibrate_runs import (
+    COPY,
     FITTED_ON,
+    LARGER,
+    SIZES,
     SPLITS,
+    calibrate,
     calibrate_small,
+    calibration_text,
     read_most_gpus,
     split_by_series,
     split_by_size,
+    sure_gain,
 )
 from stepsight.experiments.evaluation.evaluate import (
     FITTED,

@@ -1,35 +1,215 @@
-"""Schedules of one pass or looped passes over the stages: GPipe, 1F1B, breadth-first, zero-bubble H1, interleaved.
-
-Every one is a word per stage (forwards, backwards …), and for several chunks the order in which a stage goes through
-them, which is the same on all stages.
-
-Schedules of two chunks placed in a V, down the stages and up again: ZBV and DualPipeV.
-
-Letters: ``F0`` is a forward of the first chunk, ``I1`` an input gradient of the second.
-"""
+"""What a pipeline schedule is, what jobs may name, and the way built-in ones are made: words, numbered afterwards."""
 
 from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from stepsight.dataset.base.errors import JobError
-from stepsight.dataset.schedules.base import (
-    FORWARD,
-    MOST_VIRTUAL_STAGES,
-    B,
-    F,
-    I,
-    Ints,
-    Schedule,
-    ScheduleKind,
-    W,
-    letters,
-    loop_placement,
-    number_actions,
-    spell,
-    v_placement,
-)
+from stepsight.dataset.base.registry import check_takes
+
+FORWARD, BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT = range(4)
+KIND_NAMES = ("F", "B", "I", "W")
+
+Actions = NDArray[np.int32]
+Ints = NDArray[np.int32]
+
+# Letters of the words that builders write: a kind, for V-shaped schedules with its chunk.
+F, B, I, W = (bytes([kind]) for kind in range(4))  # noqa: E741
+CHUNK_SHIFT = 2
+FUSED = 0x80  # this action and the next one are one of torch's OVERLAP_F_B
+
+
+@dataclass(frozen=True, eq=False)
+class Schedule:
+    """What every stage does, in order.
+
+    Attributes:
+        actions: Per stage an int32 array of shape ``(num_actions, 3)``: kind, micro-batch, chunk.
+        num_micro_batches: Of one iteration.
+        placement: Shape ``(num_parts, 2)``: stage and chunk of every part of the model, in model order.
+        name: For people, and for runtimes that run some schedules in their own way.
+        fused: Per stage, shape ``(num_actions,)``: whether an action and the next one run as one (DualPipe's
+            overlapped forward and backward); empty if nowhere.
+    """
+
+    actions: tuple[Actions, ...]
+    num_micro_batches: int
+    placement: Ints
+    name: str = ""
+    fused: tuple[NDArray[np.bool_], ...] = ()
+
+    @property
+    def num_stages(self) -> int:
+        return len(self.actions)
+
+    @property
+    def num_parts(self) -> int:
+        return len(self.placement)
+
+    @property
+    def virtual_stages(self) -> int:
+        """Chunks of the stage that has the most."""
+        return int(self.placement[:, 1].max()) + 1
+
+    @property
+    def part_of(self) -> Ints:
+        """Part of the model that a stage's chunk holds, shape ``(num_stages, num_chunks)``; -1 where there is none."""
+        part = np.full((self.num_stages, self.virtual_stages), -1, dtype=np.int32)
+        part[self.placement[:, 0], self.placement[:, 1]] = np.arange(self.num_parts)
+        return part
+
+
+MOST_VIRTUAL_STAGES = 1024
+_SIZES = ("num_stages", "num_micro_batches", "virtual_stages")
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduleKind:
+    """A kind of schedule that jobs name: everything that the rest of the package knows about it.
+
+    Attributes:
+        make: Takes the number of stages (two or more), of micro-batches and of virtual stages, and returns the
+            schedule.  It raises ``JobError`` for numbers that it does not allow.
+        virtual_stages: The fewest and the most virtual stages that it allows.
+        doc: One line for people; empty: the first line of the docstring of ``make``.
+    """
+
+    make: Callable[[int, int, int], Schedule]
+    virtual_stages: tuple[int, int] = (1, 1)
+    doc: str = ""
+
+    def __post_init__(self) -> None:
+        check_takes("a schedule's make", self.make, _SIZES, JobError)
+        pair = self.virtual_stages
+        two = isinstance(pair, tuple) and len(pair) == 2 and all(type(number) is int for number in pair)
+        if not two or not 1 <= pair[0] <= pair[1] <= MOST_VIRTUAL_STAGES:
+            raise JobError(
+                "a schedule's virtual_stages must be (fewest, most) with "
+                f"1 <= fewest <= most <= {MOST_VIRTUAL_STAGES}, got {self.virtual_stages}"
+            )
+        if not self.doc:
+            object.__setattr__(self, "doc", (self.make.__doc__ or "").strip().partition("\n")[0])
+
+    def allows(self, virtual_stages: int) -> bool:
+        """Whether that many virtual stages are allowed."""
+        return self.virtual_stages[0] <= virtual_stages <= self.virtual_stages[1]
+
+    @property
+    def allowed(self) -> str:
+        """The rule for virtual stages, for messages."""
+        fewest, most = self.virtual_stages
+        return f"= {fewest}" if fewest == most else f"from {fewest} to {most}"
+
+    def build(self, name: str, num_stages: int, num_micro_batches: int, virtual_stages: int) -> Schedule:
+        """Make a schedule, under the name by which a job asked for it.
+
+        Raises:
+            JobError: If the numbers are not allowed, or something else came out than was asked for.
+        """
+        if not self.allows(virtual_stages):
+            raise JobError(f"schedule {name} has virtual_stages {self.allowed}, got {virtual_stages}")
+        try:
+            made = self.make(num_stages, num_micro_batches, virtual_stages)
+        except JobError:
+            raise
+        except Exception as error:  # a user's own function may raise anything
+            raise JobError(f"schedule {name} cannot be made: {type(error).__name__}: {error}") from error
+        if not isinstance(made, Schedule):
+            raise JobError(f"schedule {name} must be made as a Schedule, got {made!r:.80}")
+        _check_arrays(name, made)
+        got = (made.num_stages, made.num_micro_batches, made.virtual_stages)
+        if got != (num_stages, num_micro_batches, virtual_stages):
+            raise JobError(
+                f"schedule {name} must have the stages, micro-batches and virtual stages that were asked for, "
+                f"{(num_stages, num_micro_batches, virtual_stages)}, got {got}"
+            )
+        return made if made.name == name else replace(made, name=name)
+
+
+def _check_arrays(name: str, made: Schedule) -> None:
+    """Check the types and shapes of a schedule's arrays, and that each part has a place of its own."""
+    for what, rows, columns in (
+        *((f"actions of stage {stage}", rows, 3) for stage, rows in enumerate(made.actions)),
+        ("placement", made.placement, 2),
+    ):
+        right = isinstance(rows, np.ndarray) and rows.ndim == 2 and rows.shape[1] == columns and len(rows) > 0
+        if not right or rows.dtype.kind not in "iu":
+            told = f"{rows.dtype} of shape {rows.shape}" if isinstance(rows, np.ndarray) else f"{rows!r:.80}"
+            raise JobError(f"schedule {name}: {what} must be whole numbers of shape (n, {columns}), got {told}")
+    places = made.placement
+    if places.min() < 0 or places[:, 0].max() >= made.num_stages or len(set(map(tuple, places.tolist()))) < len(places):
+        raise JobError(
+            f"schedule {name}: placement must give every part a stage < {made.num_stages} and a chunk >= 0 of its own, "
+            f"got {places.tolist()!s:.80}"
+        )
+    if not isinstance(made.fused, tuple) or len(made.fused) not in (0, made.num_stages):
+        raise JobError(f"schedule {name}: fused must be empty or hold an array for each stage, got {made.fused!r:.80}")
+
+
+def loop_placement(num_stages: int, virtual_stages: int = 1) -> Ints:
+    """Part ``p`` on stage ``p % num_stages``: after the last stage the model goes on with the first."""
+    chunk, stage = np.divmod(np.arange(num_stages * virtual_stages, dtype=np.int32), num_stages)
+    return np.stack([stage, chunk], axis=1)
+
+
+def v_placement(num_stages: int) -> Ints:
+    """Down the stages and up again: the first stage holds the first part and the last."""
+    stages = np.arange(num_stages, dtype=np.int32)
+    chunks = np.repeat(np.arange(2, dtype=np.int32), num_stages)
+    return np.stack([np.concatenate([stages, stages[::-1]]), chunks], axis=1)
+
+
+def letters(kind: bytes, chunk: int, fused: bool = False) -> bytes:
+    """The letter of an action of a chunk."""
+    return bytes([kind[0] | chunk << CHUNK_SHIFT | (FUSED if fused else 0)])
+
+
+def number_actions(kind: Ints, chunk: Ints, lengths: Sequence[int]) -> tuple[Ints, ...]:
+    """Number the actions of all stages with micro-batches.
+
+    On every stage and chunk forwards run the micro-batches in their order, and so do backwards, whole or split; the
+    n-th weight gradient belongs to the n-th split input gradient.
+
+    Args:
+        kind, chunk: Of all actions, stage after stage, shape ``(n,)``.
+        lengths: Actions of each stage.
+
+    Returns:
+        Per stage the rows ``(kind, micro_batch, chunk)``.
+    """
+    stage = np.repeat(np.arange(len(lengths)), lengths)
+    group = (stage * (int(chunk.max()) + 1) + chunk) * 3 + np.array([0, 1, 1, 2])[kind]
+    rows = np.empty((len(kind), 3), dtype=np.int32)
+    rows[:, 0], rows[:, 1], rows[:, 2] = kind, _count(group), chunk
+    if (kind == BACKWARD).any() and (kind == BACKWARD_INPUT).any():
+        split, weight = kind == BACKWARD_INPUT, kind == BACKWARD_WEIGHT
+        inputs = np.flatnonzero(split)[np.argsort(group[split], kind="stable")]
+        weights = np.flatnonzero(weight)[np.argsort(group[weight], kind="stable")]
+        rows[weights, 1] = rows[inputs, 1]
+    return tuple(np.split(rows, np.cumsum(lengths)[:-1]))
+
+
+def _count(group: NDArray[np.int64]) -> NDArray[np.int64]:
+    """How many of its group come before each element."""
+    small = group.astype(np.uint16) if group.max() < 1 << 16 else group  # 16 bits sort by radix
+    order = np.argsort(small, kind="stable")
+    first = np.flatnonzero(np.diff(small[order], prepend=-1))
+    count = np.arange(len(group))
+    count -= np.repeat(first, np.diff(first, append=len(group)))
+    out = np.empty_like(count)
+    out[order] = count
+    return out
+
+
+def spell(words: Sequence[bytes]) -> tuple[Ints, Ints, NDArray[np.bool_]]:
+    """Kind, chunk and fused-with-the-next of every letter, word after word."""
+    code = np.frombuffer(b"".join(words), dtype=np.uint8)
+    kind = (code & 3).astype(np.int32)
+    return kind, ((code & ~np.uint8(FUSED)) >> CHUNK_SHIFT).astype(np.int32), code >= FUSED
 
 
 def alternate(num_micro_batches: int, virtual_stages: int, name: str) -> Schedule:
