@@ -58,19 +58,19 @@ class Captured:
 def rank_summary(captured: CapturedRank) -> dict[str, Any]:
     """Counts of ops, FLOP and collectives of one rank."""
     graph = captured.graph
-    is_op = graph.nodes["kind"] == OP
-    kinds = [graph.works[work].kind for work in graph.nodes["work"][is_op].tolist()]
-    phases = graph.nodes["phase"][is_op]
+    is_op = graph.columns["kind"] == OP
+    kinds = [graph.works[work].kind for work in graph.columns["work"][is_op].tolist()]
+    phases = graph.columns["phase"][is_op]
     return {
         "rank": graph.rank,
         "ops": len(kinds),
         "ops_by_kind": dict(Counter(kinds).most_common()),
         "ops_by_phase": {name: int((phases == number).sum()) for number, name in enumerate(PHASES)},
-        "unknown_ops": int((is_op & (graph.nodes["known"] == 0)).sum()),
+        "unknown_ops": int((is_op & (graph.columns["known"] == 0)).sum()),
         "flops": compute_flops(graph),
         "collectives": collective_counts(graph),
         "streams": list(graph.streams),
-        "host_waits": int((graph.nodes["kind"] == HOST).sum()),
+        "host_waits": int((graph.columns["kind"] == HOST).sum()),
         "dependencies": dict(graph.dependency_counts()),
         "peak_bytes": captured.peak_bytes,
         "warnings": list(graph.warnings),
@@ -79,15 +79,15 @@ def rank_summary(captured: CapturedRank) -> dict[str, Any]:
 
 def compute_flops(graph: RankGraph) -> float:
     """FLOP of matrix products, convolutions and attention, as ``iteration_flops`` counts them for a job."""
-    counts = np.bincount(graph.nodes["work"][graph.nodes["work"] >= 0], minlength=len(graph.works)).tolist()
+    counts = np.bincount(graph.columns["work"][graph.columns["work"] >= 0], minlength=len(graph.works)).tolist()
     works = zip(counts, graph.works, strict=True)
     return float(sum(n * each.flops for n, each in works if isinstance(each, Op) and each.record.bound == "compute"))
 
 
 def collective_counts(graph: RankGraph) -> list[dict[str, Any]]:
     """Count and bytes of collectives by kind, group size and bytes of one."""
-    chosen = graph.nodes["kind"] == COLLECTIVE
-    pairs = zip(*(graph.nodes[name][chosen].tolist() for name in ("work", "group")), strict=True)
+    chosen = graph.columns["kind"] == COLLECTIVE
+    pairs = zip(*(graph.columns[name][chosen].tolist() for name in ("work", "group")), strict=True)
     found = Counter((graph.works[work], graph.groups[group][0] if group >= 0 else "") for work, group in pairs)
     rows = [
         {
@@ -170,7 +170,7 @@ def _read_rank(folder: Path, rank: int, world_size: int) -> CapturedRank:
     live = read_parquet(folder / f"rank{rank}.memory.parquet").column("live_bytes").to_numpy().astype(np.int64)
     path = folder / f"rank{rank}.calls.json"
     calls = tuple(read_json(path)) if path.is_file() else ()
-    kind, work = graph.nodes["kind"], graph.nodes["work"]
+    kind, work = graph.columns["kind"], graph.columns["work"]
     of_works = np.array([OP if isinstance(each, Op) else COLLECTIVE for each in graph.works] or [HOST])
     if len(live) != len(graph) or live.min(initial=0) < 0:
         raise StepsightError(f"live_bytes must be >= 0 for each of {len(graph)} nodes of rank {rank}")
@@ -180,6 +180,6 @@ def _read_rank(folder: Path, rank: int, world_size: int) -> CapturedRank:
         )
     if not np.all((kind == HOST) | ((work >= 0) & (of_works[work] == kind))):
         raise StepsightError(f"an op must have an op's signature and a collective a collective's, in rank {rank}")
-    if calls and graph.nodes["call"].max(initial=-1) >= len(calls):
+    if calls and graph.columns["call"].max(initial=-1) >= len(calls):
         raise StepsightError(f"call of nodes must be below {len(calls)} in rank {rank}")
     return CapturedRank(graph, live, calls)

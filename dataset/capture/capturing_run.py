@@ -105,8 +105,8 @@ def peers(captured: CapturedRank) -> list[int]:
     An all-to-all's ranks hold different experts; if these are not divided evenly, the last rank has fewest.
     """
     graph = captured.graph
-    chosen = graph.nodes["kind"] == COLLECTIVE
-    pairs = zip(graph.nodes["group"][chosen].tolist(), graph.nodes["work"][chosen].tolist(), strict=True)
+    chosen = graph.columns["kind"] == COLLECTIVE
+    pairs = zip(graph.columns["group"][chosen].tolist(), graph.columns["work"][chosen].tolist(), strict=True)
     found: dict[int, None] = {}
     for group, work in sorted(set(pairs)):
         ranks, kind = graph.groups[group][1], graph.works[work].kind

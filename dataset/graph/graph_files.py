@@ -24,8 +24,8 @@ def write_graph(graph: RankGraph, folder: Path, stem: str) -> None:
     import pyarrow.parquet as pq
 
     columns = {name: getattr(graph, name) for name in _SECONDS}
-    columns |= {name: graph.nodes[name].astype(np.int32) for name in NODE_COLUMNS}
-    edges = {name: graph.edges[name].astype(np.int32) for name in EDGE_COLUMNS} | {"delay_s": graph.delay_s}
+    columns |= {name: graph.columns[name].astype(np.int32) for name in NODE_COLUMNS}
+    edges = {name: graph.edge_columns[name].astype(np.int32) for name in EDGE_COLUMNS} | {"delay_s": graph.delay_s}
     for name, table in (("nodes", columns), ("edges", edges)):
         with new_file(folder / f"{stem}.{name}.parquet") as part:
             pq.write_table(pa.table(table), part, compression="zstd", compression_level=1)
@@ -105,8 +105,8 @@ def _graph(tree: dict[str, Any], nodes: Any, edges: Any) -> RankGraph:
         device=str(tree["device"]),
         device_name=str(tree["device_name"]),
         origin_us=float(tree["origin_us"]),
-        nodes={name: _numbers(nodes, name, np.int64) for name in NODE_COLUMNS},
-        edges={name: _numbers(edges, name, np.int64) for name in EDGE_COLUMNS},
+        columns={name: _numbers(nodes, name, np.int64) for name in NODE_COLUMNS},
+        edge_columns={name: _numbers(edges, name, np.int64) for name in EDGE_COLUMNS},
         delay_s=_numbers(edges, "delay_s", np.float64),
         streams=tuple(map(str, tree["streams"])),
         names=tuple(map(str, tree["names"])),
@@ -141,10 +141,10 @@ def _check(graph: RankGraph, path: Path) -> None:
     limits = {"kind": len(NODE_KINDS), "stream": len(graph.streams), "name": len(graph.names)}
     limits |= {"work": len(graph.works), "group": len(graph.groups)}
     for name, limit in limits.items():
-        column = graph.nodes[name]
+        column = graph.columns[name]
         if len(column) != count or (count and (column.max() >= limit or column.min() < -1)):
             raise TraceError(f"{name} of nodes must be below {limit} for each of {count} nodes in {path}")
-    source, target = graph.edges["source"], graph.edges["target"]
+    source, target = graph.edge_columns["source"], graph.edge_columns["target"]
     if len(source) and not ((source >= 0) & (source < target) & (target < count)).all():
         raise TraceError(f"edges must lead from an earlier to a later node of {count} in {path}")
     if not (np.isfinite(graph.start_s).all() and (graph.duration_s >= 0).all() and np.isfinite(graph.delay_s).all()):

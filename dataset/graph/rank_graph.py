@@ -45,13 +45,13 @@ class RankGraph:
         origin_us: Time in the file that is 0 here.
         start_s: ``(n,)``.
         duration_s: ``(n,)``.
-        nodes: ``(n,)`` each, by ``NODE_COLUMNS``: ``kind`` (index of ``NODE_KINDS``), ``stream``, ``step`` (-1: none),
-            ``phase`` (index of ``PHASES``, -1: none), ``work`` (index of ``works``, -1: a host call), ``name``,
-            ``known`` (0 for an opaque op), ``call`` (the framework call that it belongs to, -1: unknown), ``group``
-            and ``seq`` of a collective (else -1), and the launch's ``blocks``, ``threads``, ``registers`` and
+        columns: ``(n,)`` each, by ``NODE_COLUMNS``: ``kind`` (index of ``NODE_KINDS``), ``stream``, ``step``
+            (-1: none), ``phase`` (index of ``PHASES``, -1: none), ``work`` (index of ``works``, -1: a host call),
+            ``name``, ``known`` (0 for an opaque op), ``call`` (the framework call that it belongs to, -1: unknown),
+            ``group`` and ``seq`` of a collective (else -1), and the launch's ``blocks``, ``threads``, ``registers`` and
             ``shared_bytes``; and ``recorded``, how many calls of the framework a profiler recorded within an op
             that the host runs, itself included (0 elsewhere).
-        edges: ``(e,)`` each, by ``EDGE_COLUMNS``; ``why`` is an index of ``WHY``.
+        edge_columns: ``(e,)`` each, by ``EDGE_COLUMNS``; ``why`` is an index of ``WHY``.
         delay_s: ``(e,)``.
         streams: Names of streams and host threads.
         names: Names of kernels and calls.
@@ -73,8 +73,8 @@ class RankGraph:
     origin_us: float
     start_s: Floats
     duration_s: Floats
-    nodes: dict[str, Ints]
-    edges: dict[str, Ints]
+    columns: dict[str, Ints]
+    edge_columns: dict[str, Ints]
     delay_s: Floats
     streams: tuple[str, ...]
     names: tuple[str, ...]
@@ -99,7 +99,7 @@ class RankGraph:
     @property
     def on_device(self) -> NDArray[np.bool_]:
         """``(n,)``: which nodes are work: ops and collectives, not host calls."""
-        return np.asarray(self.nodes["kind"] != HOST)
+        return np.asarray(self.columns["kind"] != HOST)
 
     @property
     def device_time_s(self) -> float:
@@ -108,12 +108,12 @@ class RankGraph:
 
     def dependency_counts(self) -> Counter[str]:
         """Number of edges of each kind of dependency."""
-        counts = np.bincount(self.edges["why"], minlength=len(WHY)).tolist()
+        counts = np.bincount(self.edge_columns["why"], minlength=len(WHY)).tolist()
         return Counter({why.value: count for why, count in zip(WHY, counts, strict=True)})
 
     def kind_of(self, node: int) -> str:
         """Name of the kind of one node."""
-        work = int(self.nodes["work"][node])
+        work = int(self.columns["work"][node])
         return self.works[work].kind if work >= 0 else "host"
 
     def with_edges(self, source: Any, target: Any, why: Dependency, delay_s: Any) -> RankGraph:
@@ -126,8 +126,8 @@ class RankGraph:
             "target": target[keep],
             "why": np.full(int(keep.sum()), WHY_NUMBER[why], dtype=np.int64),
         }
-        edges = {name: np.concatenate([self.edges[name], more[name]]) for name in EDGE_COLUMNS}
-        return replace(self, edges=edges, delay_s=np.concatenate([self.delay_s, delay[keep]]))
+        edges = {name: np.concatenate([self.edge_columns[name], more[name]]) for name in EDGE_COLUMNS}
+        return replace(self, edge_columns=edges, delay_s=np.concatenate([self.delay_s, delay[keep]]))
 
 
 # By which ends of one collective may differ after clocks are aligned: seconds, or parts of its duration.  A host may
@@ -152,8 +152,8 @@ def numbered_alike(graphs: Sequence[RankGraph]) -> list[Meeting]:
     """Collectives of one group, number and kind, for each that at least two ranks recorded."""
     found: dict[tuple[str, tuple[int, ...], int], Meeting] = {}
     for place, graph in enumerate(graphs):
-        nodes = np.flatnonzero((graph.nodes["kind"] == COLLECTIVE) & (graph.nodes["group"] >= 0))
-        groups, numbers = graph.nodes["group"][nodes].tolist(), graph.nodes["seq"][nodes].tolist()
+        nodes = np.flatnonzero((graph.columns["kind"] == COLLECTIVE) & (graph.columns["group"] >= 0))
+        groups, numbers = graph.columns["group"][nodes].tolist(), graph.columns["seq"][nodes].tolist()
         for node, group, number in zip(nodes.tolist(), groups, numbers, strict=True):
             name, ranks = graph.groups[group]
             if not ranks or graph.rank in ranks:

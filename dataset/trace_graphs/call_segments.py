@@ -47,7 +47,7 @@ def _collective_seconds(graphs: Sequence[RankGraph], place: int, met: Sequence[M
     for members in met:
         node = members.get(place)
         if node is not None:
-            work = graph.works[graph.nodes["work"][node]]
+            work = graph.works[graph.columns["work"][node]]
             if isinstance(work, Collective) and len(members) == work.group_size:
                 found[node] = min(float(graphs[each].duration_s[at]) for each, at in members.items())
     return found
@@ -60,7 +60,7 @@ class _Calls:
     """
 
     def __init__(self, graph: RankGraph, collective_s: Floats) -> None:
-        nodes = graph.nodes
+        nodes = graph.columns
         self._graph = graph
         own = np.flatnonzero(graph.on_device & (nodes["step"] >= 0))
         joined = (nodes["kind"][own] == OP) & (nodes["call"][own] >= 0)
@@ -89,14 +89,14 @@ class _Calls:
         graph = self._graph
         gaps = np.zeros(len(graph))
         if graph.device == "cpu":
-            into = graph.edges["why"] == _HOST_ORDER
-            np.maximum.at(gaps, graph.edges["target"][into], graph.delay_s[into])
-            gaps[graph.nodes["kind"] != OP] = 0.0
+            into = graph.edge_columns["why"] == _HOST_ORDER
+            np.maximum.at(gaps, graph.edge_columns["target"][into], graph.delay_s[into])
+            gaps[graph.columns["kind"] != OP] = 0.0
         return gaps
 
     def _all_edges(self) -> Ints:
         """Distinct edges between calls, ``(3, e)``: source, target and kind, by target."""
-        source, target, why = (self._graph.edges[name] for name in ("source", "target", "why"))
+        source, target, why = (self._graph.edge_columns[name] for name in ("source", "target", "why"))
         before, after = self._neighbours()
         a, b = self._call[source], self._call[target]
         keep = (a >= 0) & (b >= 0) & ~np.isin(why, [*_IMPLIED, _HOST_ORDER])
@@ -112,7 +112,7 @@ class _Calls:
 
     def _neighbours(self) -> tuple[Ints, Ints]:
         """``(n,)`` each: the call of the last op before each node, and of the first op after it; -1: none."""
-        ops = np.flatnonzero((self._call >= 0) & (self._graph.nodes["kind"] == OP))
+        ops = np.flatnonzero((self._call >= 0) & (self._graph.columns["kind"] == OP))
         calls = np.concatenate([self._call[ops], [-1]])
         every = np.arange(len(self._graph))
         low = np.searchsorted(ops, every, "left") - 1
@@ -121,7 +121,7 @@ class _Calls:
 
     def segments(self, run: str, shared: dict[object, Program]) -> list[TracedSegment]:
         graph = self._graph
-        step, phase = graph.nodes["step"][self._first], graph.nodes["phase"][self._first]
+        step, phase = graph.columns["step"][self._first], graph.columns["phase"][self._first]
         key = step * (len(PHASES) + 1) + np.where(phase < 0, len(PHASES), phase)  # in the order of the labels
         order, keys = np.argsort(key, kind="stable"), np.arange(len(graph.steps_s) * (len(PHASES) + 1) + 1)
         bounds = np.searchsorted(key[order], keys)
@@ -142,7 +142,7 @@ class _Calls:
     ) -> TracedSegment:
         graph, place, (label, step, run) = self._graph, self._place, about
         place[calls] = np.arange(len(calls))
-        columns = (graph.nodes["work"][self._first[calls]], graph.nodes["stream"][self._first[calls]])
+        columns = (graph.columns["work"][self._first[calls]], graph.columns["stream"][self._first[calls]])
         edges = (place[ends[0]], place[ends[1]], ends[2])
         program = Program.of_columns(graph.works, graph.streams, columns, edges, label)
         return TracedSegment(

@@ -46,7 +46,7 @@ class RankParts:
         self._works, self._signatures = work_numbers(graph.works), signatures(graph.works)
         names = {name: number for number, name in enumerate(kind_names())}
         self._kinds = np.array([*(names[work.kind] for work in graph.works), names["host"]], dtype=np.int64)
-        self._position = positions(graph.nodes["stream"])
+        self._position = positions(graph.columns["stream"])
         self._alone = _seconds_alone(graph)
         self._launch, self._beside = launch_times(graph), beside_collectives(graph)
         self._features = self._all_features()
@@ -56,7 +56,7 @@ class RankParts:
     def parts(self) -> list[GraphPart]:
         """Every step in which a device, or a computing host, was active."""
         found = []
-        step = self._graph.nodes["step"]
+        step = self._graph.columns["step"]
         order = np.argsort(step, kind="stable")
         bounds = np.searchsorted(step[order], np.arange(len(self._graph.steps_s) + 1))
         for number in range(len(self._graph.steps_s)):
@@ -67,14 +67,14 @@ class RankParts:
 
     def _edges_by_step(self) -> tuple[Ints, Ints]:
         """Edges within steps, sorted by step, and where those of each step begin: a long trace has thousands."""
-        step = self._graph.nodes["step"]
-        source, target = step[self._graph.edges["source"]], step[self._graph.edges["target"]]
+        step = self._graph.columns["step"]
+        source, target = step[self._graph.edge_columns["source"]], step[self._graph.edge_columns["target"]]
         own = np.flatnonzero((source == target) & (source >= 0))
         order = own[np.argsort(source[own], kind="stable")]
         return order, np.searchsorted(source[order], np.arange(len(self._graph.steps_s) + 1))
 
     def _all_features(self) -> NDArray[np.float32]:
-        nodes = self._graph.nodes
+        nodes = self._graph.columns
         launch = np.stack([nodes[name] for name in ("blocks", "threads", "registers", "shared_bytes")], axis=1)
         return node_numbers(self._works[nodes["work"]], launch.astype(np.float64), nodes["known"], nodes["phase"])
 
@@ -83,8 +83,8 @@ class RankParts:
         part = GraphPart("step", "step", step, events=graph.events / (len(graph.steps_s) + graph.observed))
         part.span_s = float(graph.steps_s[step, 1] - graph.steps_s[step, 0])
         place = self._within
-        kind = graph.nodes["kind"][nodes]
-        work = graph.nodes["work"][nodes]
+        kind = graph.columns["kind"][nodes]
+        work = graph.columns["work"][nodes]
         with np.errstate(divide="ignore"):
             seconds = np.log(np.stack([self._alone[nodes], graph.duration_s[nodes]], axis=1))
         seconds[~np.isfinite(seconds)] = np.nan
@@ -98,7 +98,7 @@ class RankParts:
             part.signature[name] = self._signatures[work[kind == number]]
             part.share[name] = np.ones(len(chosen))
             part.launch[name], part.beside[name] = self._launch[chosen], self._beside[chosen]
-            part.call[name], part.recorded[name] = np.full(len(chosen), -1), graph.nodes["recorded"][chosen]
+            part.call[name], part.recorded[name] = np.full(len(chosen), -1), graph.columns["recorded"][chosen]
         self._add_calls(part)
         inside = self._by_step[self._edge_bounds[step] : self._edge_bounds[step + 1]]
         self._add_edges(part, nodes, place, inside)
@@ -109,18 +109,18 @@ class RankParts:
     def _add_calls(self, part: GraphPart) -> None:
         """Names of the calls that a host runs itself."""
         if self._graph.device == "cpu":
-            used, part.call["op"] = np.unique(self._graph.nodes["name"][part.node["op"]], return_inverse=True)
+            used, part.call["op"] = np.unique(self._graph.columns["name"][part.node["op"]], return_inverse=True)
             part.calls = tuple(self._graph.names[name] for name in used.tolist())
 
     def _add_edges(self, part: GraphPart, nodes: Ints, place: Ints, inside: Ints) -> None:
         graph = self._graph
-        source, target, why = (graph.edges[name][inside] for name in ("source", "target", "why"))
+        source, target, why = (graph.edge_columns[name][inside] for name in ("source", "target", "why"))
         pairs = [(source, target, why, graph.delay_s[inside])]
         beside = concurrent_pairs(graph, nodes, inside, self._position)
         pairs.append((*beside, np.full(len(beside[0]), len(WHY)), np.zeros(len(beside[0]))))
         source, target, why, delay = (np.concatenate(each) for each in zip(*pairs, strict=True))
         numbers = self._edge_numbers(source, target, delay)
-        kinds = graph.nodes["kind"]
+        kinds = graph.columns["kind"]
         code = (why * 3 + kinds[source]) * 3 + kinds[target]
         relations = (*(each.value for each in WHY), CONCURRENT)
         for a, relation, b in edge_types():
@@ -133,13 +133,13 @@ class RankParts:
     def _edge_numbers(self, source: Ints, target: Ints, delay: Floats) -> NDArray[np.float32]:
         graph, end = self._graph, self._graph.end_s
         overlap = np.minimum(end[source], end[target]) - np.maximum(graph.start_s[source], graph.start_s[target])
-        moved = self._works[graph.nodes["work"][source], 1]
-        same = graph.nodes["stream"][source] == graph.nodes["stream"][target]
+        moved = self._works[graph.columns["work"][source], 1]
+        same = graph.columns["stream"][source] == graph.columns["stream"][target]
         distance = np.where(same, self._position[target] - self._position[source], 0)
         return np.stack([np.maximum(overlap, 0.0), moved, distance, delay], axis=1).astype(np.float32)
 
     def _add_streams(self, part: GraphPart, nodes: Ints) -> None:
-        stream = self._graph.nodes["stream"]
+        stream = self._graph.columns["stream"]
         used = np.unique(stream[nodes])
         number = np.zeros(len(self._graph.streams), dtype=np.int64)
         number[used] = np.arange(len(used))
@@ -167,7 +167,7 @@ class RankParts:
                 row = self._features[node].copy()
                 row[NUMBERS.index("is_peer")] = 1.0
                 features.append(row)
-                works.append(int(self._graph.nodes["work"][node]))
+                works.append(int(self._graph.columns["work"][node]))
                 seconds.append([np.nan, np.log(max(peer.duration_s[other], 1e-9))])
                 pairs.append((count + len(pairs), own))
         ends = np.array(pairs, dtype=np.int64).reshape(-1, 2).T
@@ -206,17 +206,17 @@ def _seconds_alone(graph: RankGraph) -> Floats:
 
     Collectives and host calls have none: a collective's duration holds waiting for others.
     """
-    ops = np.flatnonzero(graph.nodes["kind"] == OP)  # outside of steps, an observer may have slowed them
-    busy = np.flatnonzero(graph.nodes["kind"] != HOST)
+    ops = np.flatnonzero(graph.columns["kind"] == OP)  # outside of steps, an observer may have slowed them
+    busy = np.flatnonzero(graph.columns["kind"] != HOST)
     start, end = graph.start_s, graph.end_s
     begins, finishes = np.sort(start[busy]), np.sort(end[busy])
     beside = np.searchsorted(begins, end[ops], "left") - np.searchsorted(finishes, start[ops], "right") - 1
-    alone = ops[(beside <= 0) & ((graph.nodes["step"][ops] >= 0) | (graph.observed == 0))]
+    alone = ops[(beside <= 0) & ((graph.columns["step"][ops] >= 0) | (graph.observed == 0))]
     out = np.full(len(graph), np.nan)
     if not len(alone):
         return out
     width = len(graph.names) + 1
-    keys = graph.nodes["work"] * width + graph.nodes["name"]
+    keys = graph.columns["work"] * width + graph.columns["name"]
     order = alone[np.lexsort((graph.duration_s[alone], keys[alone]))]
     distinct, first, counts = np.unique(keys[order], return_index=True, return_counts=True)
     medians = graph.duration_s[order[first + counts // 2]]
@@ -238,7 +238,7 @@ def concurrent_pairs(graph: RankGraph, nodes: Ints, inside: Ints, position: Ints
         inside: Edges between them.
         position: Place of each node of the rank on its stream.
     """
-    stream = graph.nodes["stream"]
+    stream = graph.columns["stream"]
     work = nodes[graph.on_device[nodes]]
     columns = {int(each): number for number, each in enumerate(np.unique(stream[work]))}
     if len(columns) < 2:
@@ -270,10 +270,10 @@ def _beside(graph: RankGraph, one: Ints, other: Ints) -> tuple[Ints, Ints]:
 
 
 def _clocks(graph: RankGraph, nodes: Ints, inside: Ints, columns: dict[int, int], position: Ints) -> Ints:
-    source, target = graph.edges["source"], graph.edges["target"]
+    source, target = graph.edge_columns["source"], graph.edge_columns["target"]
     order = inside[np.argsort(target[inside], kind="stable")]
     clocks = np.zeros((len(nodes), len(columns)), dtype=np.int64)
-    stream, device = graph.nodes["stream"][nodes].tolist(), (graph.nodes["kind"][nodes] != HOST).tolist()
+    stream, device = graph.columns["stream"][nodes].tolist(), (graph.columns["kind"][nodes] != HOST).tolist()
     places = position[nodes].tolist()
     rows = clocks.tolist()
     for x, y in zip(*(np.searchsorted(nodes, each[order]).tolist() for each in (source, target)), strict=True):
@@ -297,10 +297,10 @@ def launch_times(graph: RankGraph) -> Floats:
     if graph.device == "cpu":
         return out
     own = _host_seconds(graph)
-    edges = np.flatnonzero(graph.edges["why"] == WHY_NUMBER[Dependency.LAUNCH])
-    source, target = graph.edges["source"][edges], graph.edges["target"][edges]
+    edges = np.flatnonzero(graph.edge_columns["why"] == WHY_NUMBER[Dependency.LAUNCH])
+    source, target = graph.edge_columns["source"][edges], graph.edge_columns["target"][edges]
     recorded = max(graph.events - int(graph.on_device.sum()), 0) / max(len(np.unique(source)), 1)
-    call, work, step = (graph.nodes[name][target] for name in ("call", "work", "step"))
+    call, work, step = (graph.columns[name][target] for name in ("call", "work", "step"))
     chosen = np.flatnonzero((work >= 0) & (step >= 0))
     if not len(chosen):
         return out
@@ -321,11 +321,11 @@ def _host_seconds(graph: RankGraph) -> Floats:
     """``(n,)``: what each call of the host takes, with the host's work since the call before it on its thread; NaN for
     the first, for calls that wait for the device, and after loading data."""
     out = np.full(len(graph), np.nan)
-    waits = np.array([is_wait(name) for name in graph.names], dtype=np.bool_)[graph.nodes["name"]]
-    marks = np.array([name == "step" for name in graph.names], dtype=np.bool_)[graph.nodes["name"]]
-    host = graph.nodes["kind"] == HOST
-    for stream in np.unique(graph.nodes["stream"][host]).tolist():
-        nodes = np.flatnonzero(host & (graph.nodes["stream"] == stream) & ~marks)
+    waits = np.array([is_wait(name) for name in graph.names], dtype=np.bool_)[graph.columns["name"]]
+    marks = np.array([name == "step" for name in graph.names], dtype=np.bool_)[graph.columns["name"]]
+    host = graph.columns["kind"] == HOST
+    for stream in np.unique(graph.columns["stream"][host]).tolist():
+        nodes = np.flatnonzero(host & (graph.columns["stream"] == stream) & ~marks)
         out[nodes[1:]] = graph.end_s[nodes[1:]] - graph.end_s[nodes[:-1]]
     out[waits] = np.nan
     for begin, until in graph.loading_s.tolist():
@@ -336,7 +336,7 @@ def _host_seconds(graph: RankGraph) -> Floats:
 def beside_collectives(graph: RankGraph) -> Floats:
     """``(n,)``: seconds of each op that overlapped with a collective of its rank."""
     out = np.zeros(len(graph))
-    ops, others = (np.flatnonzero(graph.nodes["kind"] == kind) for kind in (OP, COLLECTIVE))
+    ops, others = (np.flatnonzero(graph.columns["kind"] == kind) for kind in (OP, COLLECTIVE))
     start, end = graph.start_s, graph.end_s
     out[ops] = covered(start[others], end[others], start[ops], end[ops])
     return out

@@ -34,7 +34,7 @@ class Assembly:
         issued: ``(n,)``: when the host came to each, which decides its step.
         edges: Dependencies by place of the nodes here.
         steps: Of the rank.
-        nodes: Columns of nodes, -1 where nothing else is set.
+        columns: Columns of nodes, -1 where nothing else is set.
         streams, names, works, groups: What the columns number.
     """
 
@@ -44,22 +44,22 @@ class Assembly:
     issued: Floats
     edges: list[Edges]
     steps: Steps
-    nodes: dict[str, Ints] = field(init=False)
+    columns: dict[str, Ints] = field(init=False)
     streams: Interned = field(default_factory=Interned)
     names: Interned = field(default_factory=Interned)
     works: Interned = field(default_factory=Interned)
     groups: Interned = field(default_factory=Interned)
 
     def __post_init__(self) -> None:
-        self.nodes = {name: np.full(len(self.start), -1, dtype=np.int64) for name in NODE_COLUMNS}
+        self.columns = {name: np.full(len(self.start), -1, dtype=np.int64) for name in NODE_COLUMNS}
         for name in ("blocks", "threads", "registers", "shared_bytes", "recorded", "known"):
-            self.nodes[name][:] = 0
+            self.columns[name][:] = 0
 
     def meet(self, node: int, meets: Rendezvous | None) -> None:
         """Record which collective of other ranks a node belongs to."""
         if meets is not None:
-            self.nodes["group"][node] = self.groups((meets.group, meets.ranks))
-            self.nodes["seq"][node] = meets.seq
+            self.columns["group"][node] = self.groups((meets.group, meets.ranks))
+            self.columns["seq"][node] = meets.seq
 
     def graph(self, device: str, device_name: str, events: int) -> RankGraph:
         """The graph: nodes in order, and edges that lead forward."""
@@ -67,7 +67,7 @@ class Assembly:
         bounds = np.array(self.steps.bounds, dtype=np.float64).reshape(-1, 2)
         step = np.searchsorted(bounds[:, 0], self.issued, "right") - 1
         ends = bounds[np.maximum(step, 0), 1] if len(bounds) else np.zeros(count)
-        self.nodes["step"] = np.where((step >= 0) & (self.issued <= ends), step, -1)
+        self.columns["step"] = np.where((step >= 0) & (self.issued <= ends), step, -1)
         order = np.argsort(self.key, kind="stable")
         place = np.empty(count, dtype=np.int64)
         place[order] = np.arange(count)
@@ -84,8 +84,8 @@ class Assembly:
             origin_us=origin,
             start_s=(self.start[order] - origin) * MICROSECOND,
             duration_s=np.maximum(self.end - self.start, 0.0)[order] * MICROSECOND,
-            nodes={name: values[order] for name, values in self.nodes.items()},
-            edges={"source": source[forward], "target": target[forward], "why": why[forward]},
+            columns={name: values[order] for name, values in self.columns.items()},
+            edge_columns={"source": source[forward], "target": target[forward], "why": why[forward]},
             delay_s=delay[forward] * MICROSECOND,
             streams=tuple(self.streams.things),
             names=tuple(self.names.things),
@@ -114,7 +114,7 @@ def graph_of_trace(trace: RankTrace) -> RankGraph:
         kept = apart if hosted and why is Dependency.STREAM_ORDER else np.minimum(apart, 0.0)
         found.append((source, target, why, kept))
     built = Assembly(start, end, start, start, found, _steps_of(trace, start, end))
-    columns = built.nodes
+    columns = built.columns
     columns["known"][:] = 1
     for place, node in enumerate(nodes):
         columns["kind"][place] = COLLECTIVE if isinstance(node.work, Collective) else OP

@@ -241,7 +241,7 @@ def _graph(rank: _Rank, world: int, sizes: dict[str, int]) -> RankGraph:
     ]
     bounds = Steps([(0.0, float(end.max(initial=0.0)))], -1, "nothing")
     built = Assembly(start, end, start, start, edges, bounds)
-    nodes, hosted = built.nodes, all(kind != HOST for kind in rank.kind)
+    nodes, hosted = built.columns, all(kind != HOST for kind in rank.kind)
     nodes["kind"] = np.array(rank.kind, np.int64)
     for place, each in enumerate(rank.nodes):
         nodes["stream"][place], nodes["name"][place] = built.streams(rank.stream[place]), built.names(each.name)

@@ -92,10 +92,10 @@ def _storages(values: Any) -> Iterator[tuple[int, str]]:
 
 def with_sequence_edges(graph: RankGraph, sequence: Ints) -> RankGraph:
     """Add edges from autograd's sequence numbers; ``sequence`` is that of each framework call."""
-    chosen = np.flatnonzero((graph.nodes["call"] >= 0) & (graph.nodes["kind"] != HOST))
-    numbers = sequence[graph.nodes["call"][chosen]]
+    chosen = np.flatnonzero((graph.columns["call"] >= 0) & (graph.columns["kind"] != HOST))
+    numbers = sequence[graph.columns["call"][chosen]]
     chosen, numbers = chosen[numbers >= 0], numbers[numbers >= 0]
-    backward = graph.nodes["phase"][chosen] == 1
+    backward = graph.columns["phase"][chosen] == 1
     forward_nodes, forward_numbers = chosen[~backward], numbers[~backward]
     last = dict(zip(forward_numbers.tolist(), forward_nodes.tolist(), strict=True))
     first: dict[int, int] = {}
@@ -129,10 +129,10 @@ def with_tensor_edges(graph: RankGraph, events: RankEvents, calls: list[TensorCa
             "same place: it may be of another run, and data dependencies are few"
         )
         graph = replace(graph, warnings=(*graph.warnings, told))
-    nodes = np.flatnonzero((graph.nodes["call"] >= 0) & (graph.nodes["kind"] != HOST))
+    nodes = np.flatnonzero((graph.columns["call"] >= 0) & (graph.columns["kind"] != HOST))
     first: dict[int, int] = {}
     last: dict[int, int] = {}
-    for node, call in zip(nodes.tolist(), graph.nodes["call"][nodes].tolist(), strict=True):
+    for node, call in zip(nodes.tolist(), graph.columns["call"][nodes].tolist(), strict=True):
         first.setdefault(call, node)
         last[call] = node
     pairs: dict[tuple[int, int], None] = {}
@@ -161,7 +161,7 @@ def without_observed_steps(graph: RankGraph, observed: NDArray[np.bool_]) -> Ran
     """
     if observed.all() or not observed.any():
         return graph
-    step, edges = graph.nodes["step"], graph.edges
+    step, edges = graph.columns["step"], graph.edge_columns
     works = np.bincount(step[graph.on_device & (step >= 0)], minlength=len(observed))
     if works[~observed].max() < _LEAST_WORK * works[observed].max():
         return graph
@@ -175,7 +175,7 @@ def without_observed_steps(graph: RankGraph, observed: NDArray[np.bool_]) -> Ran
         ends = [place[edges[end][inside]] for end in ("source", "target")]
         for other in np.flatnonzero(~observed).tolist():
             own = _works_in_order(graph, other)
-            if all(np.array_equal(graph.nodes[name][own], graph.nodes[name][nodes]) for name in ("stream", "work")):
+            if all(np.array_equal(graph.columns[name][own], graph.columns[name][nodes]) for name in ("stream", "work")):
                 pairs.append(np.stack([own[end] for end in ends]))
     found = np.unique(np.concatenate(pairs, axis=1), axis=1) if pairs else np.zeros((2, 0), dtype=np.int64)
     graph = _with_pairs(graph, [(int(source), int(target)) for source, target in found.T])
@@ -184,7 +184,7 @@ def without_observed_steps(graph: RankGraph, observed: NDArray[np.bool_]) -> Ran
     told = f"steps slowed by an execution-trace observer: {count} of {len(observed)}; their times are left out"
     return replace(
         graph,
-        nodes={**graph.nodes, "step": number[step]},
+        columns={**graph.columns, "step": number[step]},
         steps_s=graph.steps_s[~observed],
         observed=count,
         warnings=(*graph.warnings, told),
@@ -193,8 +193,8 @@ def without_observed_steps(graph: RankGraph, observed: NDArray[np.bool_]) -> Ran
 
 def _works_in_order(graph: RankGraph, step: int) -> Ints:
     """Ops and collectives of a step, by stream and time."""
-    nodes = np.flatnonzero(graph.on_device & (graph.nodes["step"] == step))
-    return nodes[np.argsort(graph.nodes["stream"][nodes], kind="stable")]
+    nodes = np.flatnonzero(graph.on_device & (graph.columns["step"] == step))
+    return nodes[np.argsort(graph.columns["stream"][nodes], kind="stable")]
 
 
 def _rows_of(events: RankEvents, calls: list[TensorCall]) -> list[tuple[int, TensorCall, int]]:

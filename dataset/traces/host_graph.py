@@ -177,7 +177,7 @@ def _assemble(
         steps=steps,
         names=names,
     )
-    nodes = built.nodes
+    nodes = built.columns
     nodes["known"][:] = 1
     nodes["kind"][:base] = np.where(kind == OP, OP, HOST)
     nodes["kind"][base:] = COLLECTIVE

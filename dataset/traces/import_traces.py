@@ -203,7 +203,7 @@ def _check_ranks(graphs: Sequence[RankGraph]) -> list[str]:
 def _check_meetings(graphs: Sequence[RankGraph]) -> list[str]:
     if len(graphs) < 2:
         return []
-    collectives = [int(((g.nodes["kind"] == COLLECTIVE) & (g.nodes["group"] >= 0)).sum()) for g in graphs]
+    collectives = [int(((g.columns["kind"] == COLLECTIVE) & (g.columns["group"] >= 0)).sum()) for g in graphs]
     if not all(collectives):
         return []
     numbered = numbered_alike(graphs)
@@ -231,7 +231,7 @@ def summary(found: Imported) -> dict[str, Any]:
             counts[kind] += count
     if len(graphs) > 1:
         counts[Dependency.RENDEZVOUS.value] += sum(len(members) - 1 for members in meetings(graphs)[0])
-    opaque = sum(float(graph.duration_s[graph.on_device & (graph.nodes["known"] < 1)].sum()) for graph in graphs)
+    opaque = sum(float(graph.duration_s[graph.on_device & (graph.columns["known"] < 1)].sum()) for graph in graphs)
     share = 100.0 * opaque / device if device else 0.0
     return {
         "ranks": len(graphs),

@@ -221,7 +221,7 @@ def _assemble(
         names=parts.names,
         works=works,
     )
-    nodes = built.nodes
+    nodes = built.columns
     nodes["kind"][:base], nodes["known"][:base] = HOST, 1
     for name, values in columns.items():
         nodes[name][base:] = values
@@ -276,8 +276,8 @@ def _device_name(events: RankEvents) -> str:
 def lateness(graph: RankGraph) -> Floats:
     """``(n,)``: seconds by which each node starts later than its dependencies explain; 0 for nodes without any."""
     earliest = np.full(len(graph), -np.inf)
-    ready = graph.end_s[graph.edges["source"]] + graph.delay_s
-    np.maximum.at(earliest, graph.edges["target"], ready)
+    ready = graph.end_s[graph.edge_columns["source"]] + graph.delay_s
+    np.maximum.at(earliest, graph.edge_columns["target"], ready)
     return np.where(np.isinf(earliest), 0.0, np.maximum(graph.start_s - earliest, 0.0))
 
 
@@ -285,10 +285,10 @@ def _with_unrecorded(graph: RankGraph) -> RankGraph:
     """Treat gaps of a trace with missing kernels as unrecorded work."""
     late = lateness(graph)
     inner = np.zeros(len(graph), dtype=np.bool_)
-    inner[graph.edges["target"][graph.edges["why"] == WHY_NUMBER[Dependency.STREAM_ORDER]]] = True
-    inner &= graph.nodes["kind"] != HOST
+    inner[graph.edge_columns["target"][graph.edge_columns["why"] == WHY_NUMBER[Dependency.STREAM_ORDER]]] = True
+    inner &= graph.columns["kind"] != HOST
     gaps = late > _SAMPLED_GAP_US * MICROSECOND
-    launched = (graph.edges["why"] == WHY_NUMBER[Dependency.LAUNCH]).any()
+    launched = (graph.edge_columns["why"] == WHY_NUMBER[Dependency.LAUNCH]).any()
     if inner.any() and not (launched and (gaps & inner).sum() < _SAMPLED_SHARE * inner.sum()):
         told = (
             f"kernels are missing: {int((gaps & inner).sum())} of {int(inner.sum())} kernels start later than anything "
@@ -312,5 +312,5 @@ def _with_unrecorded(graph: RankGraph) -> RankGraph:
 def _busy(graph: RankGraph, begin: Floats, end: Floats) -> Floats:
     """Seconds of each span in which any stream of the device is active, except with copies from or to the host."""
     copies = np.array([*(work.kind in ("from_host", "to_host") for work in graph.works), True], dtype=np.bool_)
-    nodes = np.flatnonzero(graph.on_device & ~copies[graph.nodes["work"]])
+    nodes = np.flatnonzero(graph.on_device & ~copies[graph.columns["work"]])
     return covered(graph.start_s[nodes], graph.end_s[nodes], begin, end)

@@ -280,7 +280,7 @@ def _is_known(predictor: Predictor | None, call: str, op: Op) -> bool:
 
 
 def _calls(rank: CapturedRank, predictor: Predictor | None, hardware: Hardware) -> list[HeavyCall]:
-    nodes = rank.graph.nodes
+    nodes = rank.graph.columns
     chosen = np.flatnonzero((nodes["kind"] == OP) & (nodes["call"] >= 0))
     pairs = np.stack([nodes["call"][chosen], nodes["work"][chosen]], axis=1).reshape(-1, 2)
     keys, counts = np.unique(pairs, axis=0, return_counts=True)

@@ -132,8 +132,8 @@ def _message_causes(graphs: Sequence[RankGraph], steps: float, fabric: Fabric | 
     """Many small messages, and large ones that do not reach the links' bandwidth."""
     sizes, seconds, rates = [], [], []
     for graph in graphs:
-        for node in np.flatnonzero(graph.on_device & (graph.nodes["step"] >= 0)).tolist():
-            work = graph.works[graph.nodes["work"][node]]
+        for node in np.flatnonzero(graph.on_device & (graph.columns["step"] >= 0)).tolist():
+            work = graph.works[graph.columns["work"][node]]
             if isinstance(work, Collective):
                 sizes.append(work.num_bytes)
                 seconds.append(float(graph.duration_s[node]))

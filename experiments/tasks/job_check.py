@@ -74,8 +74,8 @@ def _traced_shares(graphs: Sequence[RankGraph]) -> defaultdict[str, float]:
     """Share of the ops' time by family."""
     seconds: defaultdict[str, float] = defaultdict(float)
     for graph in graphs:
-        ops = graph.nodes["kind"] == OP
-        for work, spent in zip(graph.nodes["work"][ops].tolist(), graph.duration_s[ops].tolist(), strict=True):
+        ops = graph.columns["kind"] == OP
+        for work, spent in zip(graph.columns["work"][ops].tolist(), graph.duration_s[ops].tolist(), strict=True):
             kind = graph.works[work].kind
             seconds[OP_KINDS[kind].family if kind in OP_KINDS else ""] += spent
     whole = sum(seconds.values()) or 1.0
@@ -109,13 +109,13 @@ def traced_works(graph: RankGraph) -> tuple[dict[Work, float], dict[Work, float]
 
     The kernels of one framework call are one op; calls of which nobody knows are ops by themselves.
     """
-    inside = np.flatnonzero((graph.nodes["step"] >= 0) & graph.on_device & (graph.nodes["work"] >= 0))
+    inside = np.flatnonzero((graph.columns["step"] >= 0) & graph.on_device & (graph.columns["work"] >= 0))
     steps = max(len(graph.steps_s), 1)
     count: defaultdict[Work, float] = defaultdict(float)
     seconds: defaultdict[Work, float] = defaultdict(float)
     calls: set[tuple[int, int]] = set()
     for node in inside.tolist():
-        number, call = int(graph.nodes["work"][node]), int(graph.nodes["call"][node])
+        number, call = int(graph.columns["work"][node]), int(graph.columns["call"][node])
         work = graph.works[number]
         seconds[work] += float(graph.duration_s[node]) / steps
         if call < 0 or (number, call) not in calls:

@@ -112,11 +112,11 @@ def time_captured(graphs: Sequence[RankGraph], latency: LatencyModel) -> Capture
 def program_of(graph: RankGraph) -> Program:
     """Ops and collectives of a rank as a program."""
     inside, place = graph.on_device, np.cumsum(graph.on_device) - 1
-    columns = (graph.nodes[name][inside].tolist() for name in ("work", "stream", "name"))
+    columns = (graph.columns[name][inside].tolist() for name in ("work", "stream", "name"))
     nodes = [Node(graph.works[w], graph.streams[s], graph.names[n]) for w, s, n in zip(*columns, strict=True)]
-    listed = (graph.edges["why"] != WHY_NUMBER[Dependency.STREAM_ORDER]) & inside[graph.edges["target"]]
+    listed = (graph.edge_columns["why"] != WHY_NUMBER[Dependency.STREAM_ORDER]) & inside[graph.edge_columns["target"]]
     incoming: dict[int, list[tuple[int, int]]] = {}
-    for source, target, why in zip(*(graph.edges[name][listed].tolist() for name in EDGE_COLUMNS), strict=True):
+    for source, target, why in zip(*(graph.edge_columns[name][listed].tolist() for name in EDGE_COLUMNS), strict=True):
         incoming.setdefault(target, []).append((source, why))
     edges = [
         (int(place[source]), int(place[target]), WHY[why])
@@ -129,7 +129,7 @@ def program_of(graph: RankGraph) -> Program:
 
 def _of_works(graph: RankGraph, values: Floats) -> Floats:
     """The value of each node's work; 0 for calls of the host."""
-    return np.append(values, 0.0)[graph.nodes["work"]]
+    return np.append(values, 0.0)[graph.columns["work"]]
 
 
 def _timed(graph: RankGraph, alone: Floats, latency: LatencyModel) -> RankGraph:
@@ -142,7 +142,7 @@ def _timed(graph: RankGraph, alone: Floats, latency: LatencyModel) -> RankGraph:
     if share > 0:
         seconds = seconds + _lost_to_overlap(graph, seconds, share)
     graph = replace(graph, duration_s=seconds)
-    waits = np.flatnonzero(graph.nodes["kind"] == HOST)
+    waits = np.flatnonzero(graph.columns["kind"] == HOST)
     if not latency.hardware.has_host or not len(waits):
         return graph
     done = np.cumsum(_launches(graph, latency.hardware))
@@ -153,7 +153,7 @@ def _timed(graph: RankGraph, alone: Floats, latency: LatencyModel) -> RankGraph:
 
 def _timed_on_host(graph: RankGraph, alone: Floats, host: HostTimes) -> RankGraph:
     """The graph of a rank whose host runs its ops: durations, and the host's time between ops."""
-    nodes, work, seconds = graph.nodes, graph.nodes["work"], _of_works(graph, alone)
+    nodes, work, seconds = graph.columns, graph.columns["work"], _of_works(graph, alone)
     chosen = np.flatnonzero((nodes["kind"] == OP) & (work >= 0))
     works = [graph.works[number] for number in work[chosen].tolist()]
     ops = [each for each in works if isinstance(each, Op)]
@@ -162,7 +162,9 @@ def _timed_on_host(graph: RankGraph, alone: Floats, host: HostTimes) -> RankGrap
     seconds[chosen] = host.seconds(calls, ops, phases.tolist())
     gaps = np.zeros(len(graph))
     gaps[chosen] = np.array(host.gaps_s)[phases]
-    delay = np.where(nodes["kind"][graph.edges["source"]] == OP, gaps[graph.edges["target"]], graph.delay_s)
+    delay = np.where(
+        nodes["kind"][graph.edge_columns["source"]] == OP, gaps[graph.edge_columns["target"]], graph.delay_s
+    )
     if len(chosen):  # time that no op follows is before the first op
         seconds[chosen[0]] += host.step_s
     return replace(graph, duration_s=seconds, delay_s=delay)
@@ -173,10 +175,10 @@ def _lost_to_overlap(graph: RankGraph, seconds: Floats, share: float) -> Floats:
     it.
     """
     lost = np.zeros(len(graph))
-    ops = np.flatnonzero((graph.nodes["kind"] == OP) & (graph.nodes["stream"] == COMPUTE))
-    sent = np.flatnonzero((graph.nodes["kind"] == COLLECTIVE) & (graph.nodes["stream"] != COMPUTE))
+    ops = np.flatnonzero((graph.columns["kind"] == OP) & (graph.columns["stream"] == COMPUTE))
+    sent = np.flatnonzero((graph.columns["kind"] == COLLECTIVE) & (graph.columns["stream"] != COMPUTE))
     following = np.searchsorted(ops, sent)
-    waits = set(zip(graph.edges["source"].tolist(), graph.edges["target"].tolist(), strict=True))
+    waits = set(zip(graph.edge_columns["source"].tolist(), graph.edge_columns["target"].tolist(), strict=True))
     for node, after in zip(sent.tolist(), following.tolist(), strict=True):
         if after < len(ops) and (node, int(ops[after])) not in waits:
             lost[ops[after]] += share * seconds[node]
@@ -194,7 +196,7 @@ def _add_launches(joined: Joined, hardware: Hardware) -> None:
         return
     for graph, first in zip(joined.graphs, joined.first, strict=False):
         done = np.cumsum(_launches(graph, hardware))
-        waits = np.flatnonzero(graph.nodes["kind"] == HOST)
+        waits = np.flatnonzero(graph.columns["kind"] == HOST)
         nodes = first + np.arange(int(waits[0]) + 1 if len(waits) else len(graph))
         targets = np.where(joined.meeting[nodes] >= 0, joined.meeting[nodes], nodes)
         np.maximum.at(joined.ready, targets, done[: len(nodes)])
@@ -205,14 +207,14 @@ def _rank_causes(step: CapturedStep, place: int) -> dict[str, float]:
     graph = step.graphs[place]
     start, end = step.of_rank(place)
     found = dict.fromkeys(CAUSES, 0.0)
-    nodes = np.flatnonzero((graph.nodes["stream"] == COMPUTE) & graph.on_device)
+    nodes = np.flatnonzero((graph.columns["stream"] == COMPUTE) & graph.on_device)
     now = 0.0
     for node in nodes.tolist():
         gap = max(0.0, float(start[node]) - now)
         if gap:
             _count_gap(step, place, node, gap, found)
-        is_op = graph.nodes["kind"][node] == OP
-        optimizer = PHASES[int(graph.nodes["phase"][node])] == "optimizer"
+        is_op = graph.columns["kind"][node] == OP
+        optimizer = PHASES[int(graph.columns["phase"][node])] == "optimizer"
         cause = axis_of(graph, node) if not is_op else "optimizer" if optimizer else "compute"
         found[cause] += float(end[node]) - max(now, float(start[node]))
         now = max(now, float(end[node]))
@@ -228,7 +230,7 @@ def _count_gap(step: CapturedStep, place: int, node: int, gap: float, found: dic
     joined, graph = step.walked.joined, step.graphs[place]
     first, end = joined.first[place : place + 2]
     for before in step.walked.path(step.walked.before(first + node)):
-        if first <= before < end and graph.nodes["kind"][before - first] == COLLECTIVE:
+        if first <= before < end and graph.columns["kind"][before - first] == COLLECTIVE:
             cause = axis_of(graph, before - first)
             message = min(gap, float(joined.seconds[before])) if cause == "pp_communication" else gap
             found[cause] += message
@@ -239,12 +241,12 @@ def _count_gap(step: CapturedStep, place: int, node: int, gap: float, found: dic
 
 def axis_of(graph: RankGraph, node: int) -> str:
     """The entry of ``CAUSES`` that a collective's time counts as; for an op, ``dp_communication``."""
-    work = graph.works[graph.nodes["work"][node]] if graph.nodes["work"][node] >= 0 else None
+    work = graph.works[graph.columns["work"][node]] if graph.columns["work"][node] >= 0 else None
     if work is None or isinstance(work, Op):
         return "dp_communication"
     if work.kind == "send_recv":
         return "pp_communication"
-    name = graph.groups[graph.nodes["group"][node]][0].lower()
+    name = graph.groups[graph.columns["group"][node]][0].lower()
     axis = next((axis for word, axis in _AXES if word in name.replace("-", "_").split("_")), "dp")
     return f"{axis}_communication"
 
@@ -273,7 +275,7 @@ def write_timeline(step: CapturedStep, memory: Sequence[NDArray[np.int64]], to: 
 def _rank_events(step: CapturedStep, place: int, live: NDArray[np.int64]) -> list[dict[str, Any]]:
     """Names, ops and collectives of a rank, and its memory at ops of the computation where it changes visibly."""
     graph, (start, end) = step.graphs[place], step.of_rank(place)
-    of, nodes = {"pid": graph.rank}, graph.nodes
+    of, nodes = {"pid": graph.rank}, graph.columns
     begin, lasts = (np.round(times * _US, 3).tolist() for times in (start, end - start))
     events: list[dict[str, Any]] = [{"ph": "M", "name": "process_name", **of, "args": {"name": f"rank {graph.rank}"}}]
     for number, title in enumerate(graph.streams):

@@ -65,12 +65,12 @@ def breakdown(graphs: Sequence[RankGraph]) -> Breakdown:
     kinds: defaultdict[str, float] = defaultdict(float)
     opaque: defaultdict[str, float] = defaultdict(float)
     for graph, first in zip(graphs, walked.joined.first, strict=False):
-        inside = (graph.nodes["step"] >= 0) & graph.on_device
+        inside = (graph.columns["step"] >= 0) & graph.on_device
         for node in np.flatnonzero(inside).tolist():
             kinds[graph.kind_of(node)] += float(graph.duration_s[node])
-            if not graph.nodes["known"][node]:
-                opaque[graph.names[graph.nodes["name"][node]]] += float(graph.duration_s[node])
-        compute, communication = (_busy(graph, inside & (graph.nodes["kind"] == kind)) for kind in (OP, COLLECTIVE))
+            if not graph.columns["known"][node]:
+                opaque[graph.names[graph.columns["name"][node]]] += float(graph.duration_s[node])
+        compute, communication = (_busy(graph, inside & (graph.columns["kind"] == kind)) for kind in (OP, COLLECTIVE))
         out.compute_s += _length(compute)
         out.communication_s += _length(communication)
         out.overlapped_s += float(overlap(compute, communication[:, 0], communication[:, 1]).sum())
@@ -100,11 +100,11 @@ def _length(intervals: Intervals) -> float:
 
 def _idle(graph: RankGraph, walked: Walk, first: int) -> dict[str, float]:
     """Idle seconds of the busiest stream, by what its next op waited for."""
-    inside = np.flatnonzero((graph.nodes["step"] >= 0) & (graph.nodes["kind"] == OP))
+    inside = np.flatnonzero((graph.columns["step"] >= 0) & (graph.columns["kind"] == OP))
     if not len(inside):
         return {}
-    streams = np.bincount(graph.nodes["stream"][inside], graph.duration_s[inside])
-    nodes = inside[graph.nodes["stream"][inside] == int(streams.argmax())]
+    streams = np.bincount(graph.columns["stream"][inside], graph.duration_s[inside])
+    nodes = inside[graph.columns["stream"][inside] == int(streams.argmax())]
     gaps = np.maximum(graph.start_s[nodes[1:]] - np.maximum.accumulate(graph.end_s[nodes])[:-1], 0.0)
     late = lateness(graph)[nodes[1:]]
     loading, waits = merge(graph.loading_s), _host_waits(graph)
@@ -127,8 +127,8 @@ def _idle(graph: RankGraph, walked: Walk, first: int) -> dict[str, float]:
 
 def _host_waits(graph: RankGraph) -> Intervals:
     """The intervals in which the host was in a call that waits for the device."""
-    into = graph.edges["target"][graph.edges["why"] == WHY_NUMBER[Dependency.SYNCHRONISATION]]
-    nodes = np.unique(into[graph.nodes["kind"][into] == HOST])
+    into = graph.edge_columns["target"][graph.edge_columns["why"] == WHY_NUMBER[Dependency.SYNCHRONISATION]]
+    nodes = np.unique(into[graph.columns["kind"][into] == HOST])
     return merge(np.stack([graph.start_s[nodes], graph.end_s[nodes]], axis=1))
 
 
@@ -139,10 +139,10 @@ def _cause(graph: RankGraph, walked: Walk, node: int, first: int) -> str:
         return UNEXPLAINED
     if source >= walked.joined.first[-1]:  # a meeting: a collective of this stream waits for its peers
         return PEERS
-    kind = int(graph.nodes["kind"][source - first])
+    kind = int(graph.columns["kind"][source - first])
     if kind == HOST:
         return HOST_BOUND
-    if graph.nodes["stream"][source - first] == graph.nodes["stream"][node - first]:
+    if graph.columns["stream"][source - first] == graph.columns["stream"][node - first]:
         return GAPS
     return COMMUNICATION if kind == COLLECTIVE else SYNCHRONISATION
 
@@ -152,7 +152,7 @@ def critical_path(walked: Walk) -> dict[str, float]:
     them.
     """
     joined = walked.joined
-    inside = [graph.nodes["step"] >= 0 for graph in joined.graphs]
+    inside = [graph.columns["step"] >= 0 for graph in joined.graphs]
     chosen = np.flatnonzero(np.concatenate(inside))
     if not len(chosen):
         return {}
@@ -176,7 +176,7 @@ def _is_host(joined: Joined, node: int) -> bool:
     if place == len(joined.graphs):
         return False
     graph = joined.graphs[place]
-    return bool(graph.nodes["kind"][node - joined.first[place]] == HOST or graph.device == "cpu")
+    return bool(graph.columns["kind"][node - joined.first[place]] == HOST or graph.device == "cpu")
 
 
 def _family(graph: RankGraph, node: int) -> str:
@@ -194,7 +194,7 @@ def _skew(joined: Joined) -> tuple[list[dict[str, float]], float]:
         earliest, latest = min(starts.values()), max(starts.values())
         for place, start in starts.items():
             late[place].append(start - earliest)
-            if graphs[place].nodes["step"][members[place]] >= 0:
+            if graphs[place].columns["step"][members[place]] >= 0:
                 waited += min(latest - start, float(graphs[place].duration_s[members[place]]))
     ranks = []
     for graph, lags in zip(graphs, late, strict=True):

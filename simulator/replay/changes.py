@@ -74,16 +74,16 @@ def faster(graphs: Graphs, tally: Tally, what: str, factor: float) -> list[RankG
 
 
 def _named(graph: RankGraph, what: str) -> NDArray[np.bool_]:
-    kinds = graph.nodes["kind"]
+    kinds = graph.columns["kind"]
     if what == COMMUNICATION:
         return np.asarray(kinds == COLLECTIVE)
     of_work = [
         what == work.kind or (work.kind in OP_KINDS and what == OP_KINDS[work.kind].family) for work in graph.works
     ]
-    by_work = np.array([*of_work, False], dtype=np.bool_)[graph.nodes["work"]] & (kinds != HOST)
+    by_work = np.array([*of_work, False], dtype=np.bool_)[graph.columns["work"]] & (kinds != HOST)
     if by_work.any() or what in OP_KINDS or what in COLLECTIVE_KINDS:
         return np.asarray(by_work)
-    by_name = np.array([what in name for name in graph.names], dtype=np.bool_)[graph.nodes["name"]]
+    by_name = np.array([what in name for name in graph.names], dtype=np.bool_)[graph.columns["name"]]
     return np.asarray(by_name & (kinds != HOST))
 
 
@@ -93,11 +93,11 @@ def host_scaled(graph: RankGraph, factor: float, loading: float | None = None) -
     if loading is not None:
         for begin, end in graph.loading_s.tolist():
             factors[(graph.start_s >= begin) & (graph.start_s <= end)] = loading
-    host = graph.nodes["kind"] == HOST
+    host = graph.columns["kind"] == HOST
     duration = np.where(host, graph.duration_s * factors, graph.duration_s)
-    order = graph.edges["why"] == WHY_NUMBER[Dependency.HOST_ORDER]
-    delay = np.where(order, graph.delay_s * factors[graph.edges["target"]], graph.delay_s)
-    launch = (graph.edges["why"] == WHY_NUMBER[Dependency.LAUNCH]) & (delay < 0)
+    order = graph.edge_columns["why"] == WHY_NUMBER[Dependency.HOST_ORDER]
+    delay = np.where(order, graph.delay_s * factors[graph.edge_columns["target"]], graph.delay_s)
+    launch = (graph.edge_columns["why"] == WHY_NUMBER[Dependency.LAUNCH]) & (delay < 0)
     delay = np.where(launch, delay * factor, delay)  # before the call returns: at most the duration of the call
     return replace(graph, duration_s=duration, delay_s=delay)
 
@@ -128,14 +128,14 @@ def without_straggler(graphs: Graphs, _: Tally) -> list[RankGraph]:
     if len(graphs) < 2:
         raise StepsightError(f"--remove-straggler needs traces of at least two ranks, got {len(graphs)}")
     host = [_host_work(graph) for graph in graphs]
-    own = [float(graph.duration_s[graph.nodes["kind"] == OP].sum()) for graph in graphs]
+    own = [float(graph.duration_s[graph.columns["kind"] == OP].sum()) for graph in graphs]
     slowest = int(np.argmax(np.add(own, host)))
     graph, duration = graphs[slowest], graphs[slowest].duration_s.copy()
     usual = [_mean_by_kind(other) for place, other in enumerate(graphs) if place != slowest]
     for kind, seconds in _mean_by_kind(graph).items():
         like = [each[kind] for each in usual if kind in each]
         if like and seconds > 0:
-            chosen = _named(graph, kind) & (graph.nodes["kind"] == OP)
+            chosen = _named(graph, kind) & (graph.columns["kind"] == OP)
             duration[chosen] *= min(float(np.median(like)) / seconds, 1.0)
     ratio = min(float(np.median(host[:slowest] + host[slowest + 1 :])) / host[slowest], 1.0) if host[slowest] else 1.0
     changed = host_scaled(replace(graph, duration_s=duration), ratio)
@@ -144,8 +144,8 @@ def without_straggler(graphs: Graphs, _: Tally) -> list[RankGraph]:
 
 def _mean_by_kind(graph: RankGraph) -> dict[str, float]:
     """Mean seconds of an op by kind."""
-    ops = graph.nodes["kind"] == OP
-    work = graph.nodes["work"][ops]
+    ops = graph.columns["kind"] == OP
+    work = graph.columns["work"][ops]
     seconds = np.bincount(work, graph.duration_s[ops], minlength=len(graph.works))
     counts = np.bincount(work, minlength=len(graph.works))
     totals: dict[str, list[float]] = {}
@@ -158,7 +158,7 @@ def _mean_by_kind(graph: RankGraph) -> dict[str, float]:
 
 
 def _host_work(graph: RankGraph) -> float:
-    order = graph.edges["why"] == WHY_NUMBER[Dependency.HOST_ORDER]
+    order = graph.edge_columns["why"] == WHY_NUMBER[Dependency.HOST_ORDER]
     return float(np.maximum(graph.delay_s[order], 0.0).sum())
 
 
@@ -182,10 +182,10 @@ def with_batch(graphs: Graphs, tally: Tally, factor: float, latency: LatencyMode
     out = []
     for graph in graphs:
         # gradients and parameters, whose sizes do not depend on the batch, are sent in backward and in the optimizer
-        sent = (graph.nodes["kind"] == COLLECTIVE) & (graph.nodes["phase"] != 0)
+        sent = (graph.columns["kind"] == COLLECTIVE) & (graph.columns["phase"] != 0)
         pairs = [(work, _larger(work, factor)) for work in graph.works]
         changed = _scaled(graph, pairs, (latency, latency), factor, tally)
-        fixed = (graph.nodes["phase"] == _OPTIMIZER) | sent
+        fixed = (graph.columns["phase"] == _OPTIMIZER) | sent
         out.append(replace(graph, duration_s=np.where(fixed, graph.duration_s, changed.duration_s)))
     return out
 
@@ -205,7 +205,7 @@ def with_replicas(graphs: Graphs, tally: Tally, factor: int, latency: LatencyMod
         pairs = [(work, _grown(work, world, factor)) for work in graph.works]
         if not any(old != new for old, new in pairs):
             raise StepsightError(f"--replicas needs collectives of all {world} ranks, got none in rank {graph.rank}")
-        same = np.array([*(old == new for old, new in pairs), True], dtype=np.bool_)[graph.nodes["work"]]
+        same = np.array([*(old == new for old, new in pairs), True], dtype=np.bool_)[graph.columns["work"]]
         changed = _scaled(graph, pairs, (latency, latency), 1.0, tally)
         out.append(replace(graph, duration_s=np.where(same, graph.duration_s, changed.duration_s)))
     return out
@@ -248,7 +248,7 @@ def _scaled(
             old, new = ([pairs[place][side] for place in chosen] for side in range(2))
             ratios[chosen] = seconds_of(models[1], new) / np.maximum(seconds_of(models[0], old), 1e-12)
             known[chosen] = True
-    work = graph.nodes["work"]
+    work = graph.columns["work"]
     device = graph.on_device
     for predicted in (True, False):
         tally.add(float(graph.duration_s[device & (known[work] == predicted)].sum()), predicted)
@@ -282,7 +282,7 @@ def with_buckets(graphs: Graphs, tally: Tally, num_bytes: float, latency: Latenc
     for graph, arrived in zip(graphs, _arrivals(graphs), strict=True):
         duration, end = graph.duration_s.copy(), graph.end_s
         for bucket in _buckets(graph, num_bytes):
-            parts = [graph.works[graph.nodes["work"][node]] for node in bucket]
+            parts = [graph.works[graph.columns["work"][node]] for node in bucket]
             last = parts[-1]
             assert isinstance(last, Collective)
             whole = replace(last, num_bytes=sum(part.num_bytes for part in parts if isinstance(part, Collective)))
@@ -312,14 +312,14 @@ def _arrivals(graphs: Graphs) -> list[Floats]:
 def _buckets(graph: RankGraph, num_bytes: float) -> list[list[int]]:
     """Groups of at least two all-reduces in backward that are merged."""
     kinds = np.array([*(work.kind == "all_reduce" for work in graph.works), False], dtype=np.bool_)
-    nodes = np.flatnonzero(kinds[graph.nodes["work"]] & (graph.nodes["phase"] == 1) & (graph.nodes["step"] >= 0))
+    nodes = np.flatnonzero(kinds[graph.columns["work"]] & (graph.columns["phase"] == 1) & (graph.columns["step"] >= 0))
     found: list[list[int]] = []
     current: list[int] = []
     size = 0.0
     for node in nodes.tolist():
-        work = graph.works[graph.nodes["work"][node]]
+        work = graph.works[graph.columns["work"][node]]
         before = current[-1] if current else node
-        if graph.nodes["step"][before] != graph.nodes["step"][node]:
+        if graph.columns["step"][before] != graph.columns["step"][node]:
             found, current, size = [*found, current], [], 0.0
         current.append(node)
         size += work.num_bytes
@@ -346,7 +346,7 @@ def as_timed(graphs: Graphs, iteration_s: float) -> list[RankGraph]:
         return list(graphs)
 
     def paced(pace: float) -> list[RankGraph]:
-        changed = [(graph.nodes["kind"] == OP, host_scaled(graph, pace)) for graph in graphs]
+        changed = [(graph.columns["kind"] == OP, host_scaled(graph, pace)) for graph in graphs]
         return [replace(g, duration_s=np.where(ops, g.duration_s * pace, g.duration_s)) for ops, g in changed]
 
     low, high = _LEAST_PACE, 1.0

@@ -98,10 +98,10 @@ def join(graphs: Sequence[RankGraph]) -> Joined:
     count = first[-1]
     seconds = np.concatenate([*(graph.duration_s + 0.0 for graph in graphs), np.zeros(len(met))])
     source, waiting = (
-        np.concatenate([graph.edges[end] + begin for graph, begin in zip(graphs, first, strict=False)])
+        np.concatenate([graph.edge_columns[end] + begin for graph, begin in zip(graphs, first, strict=False)])
         for end in ("source", "target")
     )
-    delay = np.concatenate([graph.delay_s + graph.unrecorded_s[graph.edges["target"]] for graph in graphs])
+    delay = np.concatenate([graph.delay_s + graph.unrecorded_s[graph.edge_columns["target"]] for graph in graphs])
     starts = np.concatenate([graph.start_s + offset for graph, offset in zip(graphs, offsets, strict=True)])
     ready = np.full(count + len(met), -np.inf)
     ready[:count] = starts
@@ -262,7 +262,7 @@ def replay(graphs: Sequence[RankGraph]) -> Replay:
         whole += measured
         if own:
             busiest = max(own, key=lambda each: each.measured_busy_s)
-            chosen = (graph.nodes["stream"] == graph.streams.index(busiest.stream)) & (graph.nodes["step"] >= 0)
+            chosen = (graph.columns["stream"] == graph.streams.index(busiest.stream)) & (graph.columns["step"] >= 0)
             idle += busiest.unexplained_idle_s
             unrecorded += float(graph.unrecorded_s[chosen].sum())
     shares = [100.0 * seconds / whole if whole else 0.0 for seconds in (idle, unrecorded)]
@@ -272,12 +272,12 @@ def replay(graphs: Sequence[RankGraph]) -> Replay:
 def _span(graph: RankGraph, start: Floats, end: Floats) -> float:
     """Time from the beginning of the first step to the end of the last, on the host and on the device."""
     marks = [number for number, name in enumerate(graph.names) if name == MARK]
-    is_mark = np.isin(graph.nodes["name"], marks) & (graph.nodes["kind"] == HOST)
+    is_mark = np.isin(graph.columns["name"], marks) & (graph.columns["kind"] == HOST)
     at = graph.start_s
     tolerance = 1e-7
     first = np.flatnonzero(is_mark & (at >= graph.steps_s[0, 0] - tolerance))[:1]
     last = np.flatnonzero(is_mark & (at >= graph.steps_s[-1, 1] - tolerance))[:1]
-    work = np.flatnonzero((graph.nodes["step"] >= 0) & graph.on_device)
+    work = np.flatnonzero((graph.columns["step"] >= 0) & graph.on_device)
     begins = start[first] if len(first) else start[work[:1]]
     ends = [float(end[last[0]])] if len(last) else []
     if len(work):
@@ -288,9 +288,9 @@ def _span(graph: RankGraph, start: Floats, end: Floats) -> float:
 def _streams(graph: RankGraph, start: Floats, end: Floats) -> list[StreamReplay]:
     late = lateness(graph) - graph.unrecorded_s
     out = []
-    inside = (graph.nodes["step"] >= 0) & graph.on_device
+    inside = (graph.columns["step"] >= 0) & graph.on_device
     for number, name in enumerate(graph.streams):
-        nodes = np.flatnonzero(inside & (graph.nodes["stream"] == number))
+        nodes = np.flatnonzero(inside & (graph.columns["stream"] == number))
         if len(nodes):
             busy = float(graph.duration_s[nodes].sum())
             out.append(

@@ -27,7 +27,7 @@ def _captured(script: str, *arguments: str, needs: tuple[str, ...]) -> Captured:
 def _reduced(captured: Captured) -> int:
     """Bytes of gradients that all ranks sum."""
     graph = captured.ranks[0].graph
-    works = [graph.works[work] for work in graph.nodes["work"].tolist() if work >= 0]
+    works = [graph.works[work] for work in graph.columns["work"].tolist() if work >= 0]
     return sum(work.num_bytes for work in works if isinstance(work, Collective) and work.kind == "all_reduce")
 
 
@@ -47,7 +47,7 @@ def test_accelerate_sums_gradients_once_in_two_parts() -> None:
     """Gradients are accumulated: of two parts of a step, one communicates."""
     captured = _captured("accelerate_train.py", needs=("transformers", "accelerate"))
     graph = captured.ranks[0].graph
-    losses = sum(graph.works[work].kind == "cross_entropy" for work in graph.nodes["work"].tolist() if work >= 0)
+    losses = sum(graph.works[work].kind == "cross_entropy" for work in graph.columns["work"].tolist() if work >= 0)
     assert losses == 2
     assert 7e6 < _reduced(captured) < 9e6  # 1.9 million parameters
 
@@ -57,7 +57,7 @@ def test_llama_of_torchtitan_with_fsdp_and_tensor_parallelism() -> None:
     needs = ("torchtitan.models.llama3",)
     captured = _captured("torchtitan_llama.py", "--tp", "2", "--seq-len", "64", needs=needs)
     graph = captured.ranks[0].graph
-    works = [graph.works[work] for work in graph.nodes["work"].tolist() if work >= 0]
+    works = [graph.works[work] for work in graph.columns["work"].tolist() if work >= 0]
     groups = {(work.kind, work.group_size) for work in works if isinstance(work, Collective)}
     assert groups >= {(kind, size) for kind in ("all_gather", "reduce_scatter") for size in (2, 32)}
     assert sum(work.kind == "attention_backward" for work in works) == 6

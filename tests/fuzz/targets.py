@@ -122,7 +122,7 @@ def _check_import(found: Imported) -> None:
     for values in (graph.start_s, graph.duration_s, graph.delay_s, graph.unrecorded_s, graph.steps_s):
         assert np.isfinite(values).all()
     assert (graph.duration_s >= 0).all() and (graph.unrecorded_s >= 0).all()
-    assert (graph.edges["source"] < graph.edges["target"]).all()
+    assert (graph.edge_columns["source"] < graph.edge_columns["target"]).all()
     json.dumps(trace_summary("fuzzed", found.graphs), allow_nan=False)
     json.dumps(replay(found.graphs).to_dict(), allow_nan=False)
 

@@ -76,7 +76,7 @@ class CapturedPrediction:
         seconds: dict[Any, float] = {}
         for place, node in zip(places.tolist(), nodes.tolist(), strict=True):
             graph = self.step.graphs[place]
-            work = int(graph.nodes["work"][node])
+            work = int(graph.columns["work"][node])
             if work >= 0:
                 seconds[graph.works[work]] = seconds.get(graph.works[work], 0.0) + float(graph.duration_s[node])
         works = sorted(seconds, key=lambda work: -seconds[work])
@@ -93,8 +93,8 @@ class CapturedPrediction:
         seconds: dict[str, float] = {}
         for place, node in zip(places.tolist(), nodes.tolist(), strict=True):
             graph = self.step.graphs[place]
-            work, call = graph.works[graph.nodes["work"][node]], graph.names[graph.nodes["name"][node]]
-            if graph.nodes["kind"][node] == OP and isinstance(work, Op) and not host.is_known(call, work):
+            work, call = graph.works[graph.columns["work"][node]], graph.names[graph.columns["name"][node]]
+            if graph.columns["kind"][node] == OP and isinstance(work, Op) and not host.is_known(call, work):
                 told = f"{work}: {call} was not measured"
                 seconds[told] = seconds.get(told, 0.0) + float(graph.duration_s[node])
         outside = sum(seconds.values()) / max(self.iteration_time_s, 1e-12)
@@ -218,15 +218,15 @@ def _class_of(captured: Captured, hardware: str) -> JobClass:
 
 
 def _message_ranks(graph: RankGraph) -> set[int]:
-    pairs = set(zip(graph.nodes["group"].tolist(), graph.nodes["work"].tolist(), strict=True))
+    pairs = set(zip(graph.columns["group"].tolist(), graph.columns["work"].tolist(), strict=True))
     messages = {group for group, work in pairs if group >= 0 and graph.works[work].kind == "send_recv"}
     return {rank for group in messages for rank in graph.groups[group][1]}
 
 
 def _forward_flops(rank: CapturedRank) -> float:
     graph = rank.graph
-    forward = (graph.nodes["kind"] == OP) & (graph.nodes["phase"] == PHASES.index("forward"))
-    works = [graph.works[work] for work in graph.nodes["work"][forward].tolist()]
+    forward = (graph.columns["kind"] == OP) & (graph.columns["phase"] == PHASES.index("forward"))
+    works = [graph.works[work] for work in graph.columns["work"][forward].tolist()]
     return sum(work.flops for work in works if isinstance(work, Op) and work.record.bound == "compute")
 
 
@@ -234,7 +234,7 @@ def _main_dtype(captured: Captured) -> str:
     """The dtype of most FLOP."""
     found: dict[str, float] = {}
     for graph in captured.graphs:
-        counts = np.bincount(graph.nodes["work"][graph.nodes["work"] >= 0], minlength=len(graph.works)).tolist()
+        counts = np.bincount(graph.columns["work"][graph.columns["work"] >= 0], minlength=len(graph.works)).tolist()
         for work, count in zip(graph.works, counts, strict=True):
             if isinstance(work, Op):
                 found[work.dtype] = found.get(work.dtype, 0.0) + count * work.flops

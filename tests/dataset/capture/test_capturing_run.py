@@ -94,10 +94,12 @@ def test_flop_are_those_of_the_products(ddp: Captured) -> None:
 def test_reductions_run_beside_the_computation_and_are_waited_for(ddp: Captured) -> None:
     (graph,) = ddp.graphs
     collectives = {node for node in range(len(graph)) if graph.kind_of(node) == "all_reduce"}
-    assert {graph.streams[graph.nodes["stream"][node]] for node in collectives} == {"world"}
+    assert {graph.streams[graph.columns["stream"][node]] for node in collectives} == {"world"}
     waits = {
         source
-        for source, target in zip(graph.edges["source"].tolist(), graph.edges["target"].tolist(), strict=True)
+        for source, target in zip(
+            graph.edge_columns["source"].tolist(), graph.edge_columns["target"].tolist(), strict=True
+        )
         if source in collectives and target not in collectives
     }
     assert waits == collectives
@@ -127,7 +129,7 @@ def test_every_stage_of_a_pipeline_is_captured_and_meets_its_neighbours(
     assert [graph.rank for graph in captured.graphs] == [0, 1]
     for graph in captured.graphs:
         assert {ranks for _, ranks in graph.groups} == {(0, 1), (1, 0)}
-        sent = [graph.works[work] for work in graph.nodes["work"].tolist() if graph.works[work].kind == "send_recv"]
+        sent = [graph.works[work] for work in graph.columns["work"].tolist() if graph.works[work].kind == "send_recv"]
         assert [work.num_bytes for work in sent] == [8 * 64 * 4] * 8
 
 

@@ -74,7 +74,7 @@ def test_names_of_old_versions_tell_backward_and_steps(tmp_path: Path) -> None:
             file.kernel("gemm", start + 10, 20.0, 7, correlation + number)
     graph = read_rank(file.write(tmp_path / "trace.json"))
     assert len(graph.steps_s) == 3
-    assert set(graph.nodes["phase"][graph.on_device].tolist()) == {0, 1}
+    assert set(graph.columns["phase"][graph.on_device].tolist()) == {0, 1}
     assert any(isinstance(work, Op) and work.dims == (64, 64, 64) for work in graph.works)
 
 
@@ -84,4 +84,4 @@ def test_a_trace_without_kernels_of_an_accelerator_says_so(tmp_path: Path) -> No
     file.call("aten::nan_to_num", 0.0, 50.0, [64, 64])
     graph = read_rank(file.write(tmp_path / "trace.json"))
     assert any("the graph is that of the host" in warning for warning in graph.warnings)
-    assert graph.nodes["known"].min() == 1
+    assert graph.columns["known"].min() == 1

@@ -24,22 +24,29 @@ def graph_of(tmp_path: Path, file: KinetoFile) -> RankGraph:
 
 
 def edges(graph: RankGraph, why: str) -> list[tuple[str, str]]:
-    names = [graph.names[name] for name in graph.nodes["name"].tolist()]
-    ends = zip(graph.edges["source"].tolist(), graph.edges["target"].tolist(), graph.edges["why"].tolist(), strict=True)
+    names = [graph.names[name] for name in graph.columns["name"].tolist()]
+    ends = zip(
+        graph.edge_columns["source"].tolist(),
+        graph.edge_columns["target"].tolist(),
+        graph.edge_columns["why"].tolist(),
+        strict=True,
+    )
     return [(names[a], names[b]) for a, b, number in ends if WHY[number].value == why]
 
 
 def test_every_kernel_has_a_place(tmp_path: Path) -> None:
     graph = graph_of(tmp_path, GpuJob().step(1).file)
     work = {
-        graph.names[n]: graph.works[w] for n, w in zip(graph.nodes["name"], graph.nodes["work"], strict=True) if w >= 0
+        graph.names[n]: graph.works[w]
+        for n, w in zip(graph.columns["name"], graph.columns["work"], strict=True)
+        if w >= 0
     }
     assert str(work["very_own_kernel(float*)"]).startswith("opaque[64x256x32x1024]")
     assert work["multi_tensor_apply_kernel"].kind == "adamw"
-    found = [(graph.kind_of(n), graph.works[graph.nodes["work"][n]]) for n in range(len(graph)) if graph.on_device[n]]
+    found = [(graph.kind_of(n), graph.works[graph.columns["work"][n]]) for n in range(len(graph)) if graph.on_device[n]]
     assert found[0][0] == "linear" and found[0][1].dims == (1024, 512, 256)
     assert found[2][0] in ("linear_dgrad", "linear_wgrad")
-    assert graph.nodes["phase"][graph.on_device].tolist() == [0, 0, 1, 2]
+    assert graph.columns["phase"][graph.on_device].tolist() == [0, 0, 1, 2]
 
 
 def test_launches_streams_and_waits_are_tied(tmp_path: Path) -> None:
@@ -52,15 +59,15 @@ def test_launches_streams_and_waits_are_tied(tmp_path: Path) -> None:
     assert (REDUCTION, "multi_tensor_apply_kernel") in waits
     assert ("multi_tensor_apply_kernel", "cudaDeviceSynchronize") in waits
     assert (PRODUCT, PRODUCT) in edges(graph, "data")  # forward to backward, by autograd's number
-    assert set(graph.nodes["kind"][graph.nodes["group"] >= 0].tolist()) == {COLLECTIVE}
+    assert set(graph.columns["kind"][graph.columns["group"] >= 0].tolist()) == {COLLECTIVE}
 
 
 def test_backward_hangs_together_with_the_thread_that_starts_it(tmp_path: Path) -> None:
     graph = graph_of(tmp_path, GpuJob().step(1).file)
-    host = graph.nodes["kind"] == HOST
-    a, b = graph.edges["source"], graph.edges["target"]
+    host = graph.columns["kind"] == HOST
+    a, b = graph.edge_columns["source"], graph.edge_columns["target"]
     both = host[a] & host[b]
-    across = graph.nodes["stream"][a[both]] != graph.nodes["stream"][b[both]]
+    across = graph.columns["stream"][a[both]] != graph.columns["stream"][b[both]]
     assert across.sum() == 2  # to autograd's thread, and back
 
 
@@ -71,9 +78,9 @@ def test_nothing_starts_later_than_its_dependencies_explain(tmp_path: Path) -> N
 
 def test_edges_lead_forward_and_ends_precede_starts(tmp_path: Path) -> None:
     graph = graph_of(tmp_path, two_ranks()[1])
-    assert (graph.edges["source"] < graph.edges["target"]).all()
-    ready = graph.end_s[graph.edges["source"]] + graph.delay_s
-    assert (ready <= graph.start_s[graph.edges["target"]] + 3e-6).all()
+    assert (graph.edge_columns["source"] < graph.edge_columns["target"]).all()
+    ready = graph.end_s[graph.edge_columns["source"]] + graph.delay_s
+    assert (ready <= graph.start_s[graph.edge_columns["target"]] + 3e-6).all()
 
 
 def test_steps_without_annotations_come_from_the_optimizer_or_from_repetition(tmp_path: Path) -> None:
@@ -151,7 +158,7 @@ def test_graphs_round_trip_through_files(tmp_path: Path, world_size: int) -> Non
     again = read_graph(tmp_path / "out", "rank0")
     for name in ("start_s", "duration_s", "delay_s", "steps_s", "unrecorded_s"):
         assert np.array_equal(getattr(again, name), getattr(graph, name))
-    assert all(np.array_equal(again.nodes[name], graph.nodes[name]) for name in graph.nodes)
+    assert all(np.array_equal(again.columns[name], graph.columns[name]) for name in graph.columns)
     assert (again.works, again.names, again.streams, again.groups) == (
         graph.works,
         graph.names,
@@ -162,7 +169,7 @@ def test_graphs_round_trip_through_files(tmp_path: Path, world_size: int) -> Non
 
 def test_stored_graphs_with_wild_indices_are_refused(tmp_path: Path) -> None:
     graph = graph_of(tmp_path, GpuJob().step(1).file)
-    wild = replace(graph, nodes={**graph.nodes, "work": graph.nodes["work"] + 1000})
+    wild = replace(graph, columns={**graph.columns, "work": graph.columns["work"] + 1000})
     write_graph(wild, tmp_path / "out", "rank0")
     with pytest.raises(TraceError, match="work of nodes must be below"):
         read_graph(tmp_path / "out", "rank0")
@@ -194,11 +201,13 @@ def test_an_observed_step_gives_its_dependencies_and_not_its_times(tmp_path: Pat
     ]
     path.write_text(json.dumps({"schema": "1.0.1", "nodes": nodes}))
     graph = read_rank(file.write(tmp_path / "t.json"), None, path)
-    ops = np.flatnonzero(graph.nodes["step"] == 0)
+    ops = np.flatnonzero(graph.columns["step"] == 0)
     ops = ops[graph.on_device[ops]]
     assert len(graph.steps_s) == 1 and graph.duration_s[ops] == pytest.approx([50e-6] * 3)
-    data = graph.edges["why"] == WHY_NUMBER[Dependency.DATA]
-    assert (ops[0], ops[2]) in set(zip(graph.edges["source"][data], graph.edges["target"][data], strict=True))
+    data = graph.edge_columns["why"] == WHY_NUMBER[Dependency.DATA]
+    assert (ops[0], ops[2]) in set(
+        zip(graph.edge_columns["source"][data], graph.edge_columns["target"][data], strict=True)
+    )
     (part,) = RankParts([graph], 0, []).parts()
     assert np.exp(part.y["op"]) == pytest.approx(50e-6, rel=1e-5)
     assert read_rank(file.write(tmp_path / "t.json")).observed == 1

@@ -204,7 +204,7 @@ def captured(tmp_path_factory: pytest.TempPathFactory) -> Captured:
 def test_a_script_on_a_cpu_has_the_ops_of_a_cpu(captured: Captured) -> None:
     """Adam goes over parameters one by one, as it does where no GPU is."""
     graph = captured.ranks[0].graph
-    names = [graph.names[name] for name in graph.nodes["name"].tolist()]
+    names = [graph.names[name] for name in graph.columns["name"].tolist()]
     assert graph.device == "cpu"
     assert names.count("aten::addcdiv_") == 4
     assert not any("foreach" in name for name in names)

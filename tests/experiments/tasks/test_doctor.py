@@ -52,7 +52,7 @@ def messages(num_bytes: int, seconds: float, count: int) -> Any:
     nodes = {"step": np.zeros(count, dtype=int), "work": np.zeros(count, dtype=int)}
     work = Collective("all_reduce", num_bytes, 8, 1)
     return SimpleNamespace(
-        works=(work,), nodes=nodes, duration_s=np.full(count, seconds), on_device=np.ones(count, dtype=bool)
+        works=(work,), columns=nodes, duration_s=np.full(count, seconds), on_device=np.ones(count, dtype=bool)
     )
 
 

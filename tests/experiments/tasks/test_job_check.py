@@ -36,13 +36,15 @@ def traced_as_lowered(tmp_path: Path, rank: int) -> RankGraph:
     start = np.linspace(0.0, 1.0, len(own), endpoint=False)
     numbers = {work: number for number, work in enumerate(works)}
     graph = read_rank(GpuJob().step(1).file.write(tmp_path / "trace.json"))
-    nodes = {name: np.full(len(own), -1, dtype=np.int64) for name in graph.nodes}
+    nodes = {name: np.full(len(own), -1, dtype=np.int64) for name in graph.columns}
     nodes |= {"step": np.zeros(len(own), np.int64), "stream": np.zeros(len(own), np.int64)}
     nodes["work"] = np.array([numbers[work] for work in own])
     nodes["kind"] = np.array([OP if isinstance(work, Op) else COLLECTIVE for work in own])
     nodes["known"], nodes["name"] = np.ones(len(own), np.int64), np.zeros(len(own), np.int64)
-    edges = {name: np.zeros(0, np.int64) for name in graph.edges}
-    graph = replace(graph, nodes=nodes, edges=edges, delay_s=np.zeros(0), works=tuple(works), steps_s=np.eye(1, 2, 1))
+    edges = {name: np.zeros(0, np.int64) for name in graph.edge_columns}
+    graph = replace(
+        graph, columns=nodes, edge_columns=edges, delay_s=np.zeros(0), works=tuple(works), steps_s=np.eye(1, 2, 1)
+    )
     graph = replace(graph, start_s=start, duration_s=np.full(len(own), 1e-4), unrecorded_s=np.zeros(len(own)))
     return replace(graph, rank=rank, world_size=4, device="cpu", device_name="cpu")
 
@@ -65,11 +67,11 @@ def test_differences_are_named_by_kind_and_dims(tmp_path: Path) -> None:
         for work in graph.works
         if work.kind != "gelu"
     )
-    kept = np.array([graph.works[number].kind != "gelu" for number in graph.nodes["work"]])
+    kept = np.array([graph.works[number].kind != "gelu" for number in graph.columns["work"]])
     names = [work for work in graph.works if work.kind != "gelu"]
-    moved = np.array([names.index(graph.works[number]) for number in graph.nodes["work"][kept]])
-    nodes = {name: values[kept] for name, values in graph.nodes.items()} | {"work": moved}
-    changed = replace(graph, nodes=nodes, works=wider, start_s=graph.start_s[kept], duration_s=graph.duration_s[kept])
+    moved = np.array([names.index(graph.works[number]) for number in graph.columns["work"][kept]])
+    nodes = {name: values[kept] for name, values in graph.columns.items()} | {"work": moved}
+    changed = replace(graph, columns=nodes, works=wider, start_s=graph.start_s[kept], duration_s=graph.duration_s[kept])
     whats = Counter(each["what"] for each in compare(JOB, [changed])["stages"][0]["differences"])
     assert whats["missing"] == 1 and whats["dims"] >= 1 and not whats["extra"]
 

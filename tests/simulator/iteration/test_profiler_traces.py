@@ -85,11 +85,11 @@ def test_an_import_finds_ops_and_times(traces: dict[int, Trace], simulation: Sim
         paths.append(tmp_path / f"rank{rank}.json")
         paths[-1].write_text(json.dumps(trace))
     graphs = import_ranks(paths, [], None).graphs
-    assert all(graph.nodes["known"][graph.on_device].all() for graph in graphs)
+    assert all(graph.columns["known"][graph.on_device].all() for graph in graphs)
     assert replay(graphs).measured_s == pytest.approx(simulation.iteration_time_s, rel=0.05)
     for graph in graphs:  # training, with forward, backward and optimizer, and backward after its forward
         assert not any("inference" in text for text in graph.warnings)
-        assert set(graph.nodes["phase"][graph.on_device].tolist()) == {0, 1, 2}
+        assert set(graph.columns["phase"][graph.on_device].tolist()) == {0, 1, 2}
         assert graph.dependency_counts()["data"] > 10
 
 

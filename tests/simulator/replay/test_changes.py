@@ -70,7 +70,7 @@ def test_another_fabric_changes_collectives_alone(pair: list[RankGraph]) -> None
     before, after = (RooflineLatency(hardware, each) for each in (fabric, slow))
     changed = changes.on_latencies(pair, Tally(), before, after)
     assert replay(changed).replayed_s > replay(pair).replayed_s
-    ops = pair[0].nodes["kind"] == 0
+    ops = pair[0].columns["kind"] == 0
     assert changed[0].duration_s[ops] == pytest.approx(pair[0].duration_s[ops])
 
 
@@ -79,7 +79,7 @@ def test_twice_the_batch_scales_what_batches_scale(single: list[RankGraph]) -> N
     tally = Tally()
     graph = changes.with_batch(single, tally, 2.0, latency)[0]
     device = single[0].on_device
-    ratio, phases = graph.duration_s[device] / single[0].duration_s[device], single[0].nodes["phase"][device]
+    ratio, phases = graph.duration_s[device] / single[0].duration_s[device], single[0].columns["phase"][device]
     assert ratio[phases == 2] == pytest.approx(1.0)  # the optimizer
     assert (ratio[phases != 2] > 1.0).all() and (ratio <= 2.0 + 1e-9).all()
     assert tally.predicted_s > 0 and tally.scaled_s == pytest.approx(2 * 50 * US)  # the opaque kernel
@@ -95,7 +95,7 @@ def test_more_ranks_make_collectives_of_all_ranks_longer(pair: list[RankGraph]) 
     latency = RooflineLatency(HARDWARE["a100-sxm-80gb"], find_fabric("dgx-a100"))
     tally = Tally()
     changed = changes.with_replicas(pair, tally, 8, latency)
-    joined = pair[0].nodes["kind"] == 1
+    joined = pair[0].columns["kind"] == 1
     assert (changed[0].duration_s[joined] > pair[0].duration_s[joined]).all() and tally.predicted_s > 0
     assert changed[0].duration_s[~joined] == pytest.approx(pair[0].duration_s[~joined])
     assert replay(changed).replayed_s > replay(pair).replayed_s

@@ -45,16 +45,16 @@ def graph(tmp_path: Path) -> RankGraph:
 
 
 def test_the_optimizer_waits_for_the_gradients_of_its_step(graph: RankGraph) -> None:
-    waits = graph.edges["why"] == WHY_NUMBER[Dependency.SYNCHRONISATION]
-    source, target = graph.edges["source"][waits], graph.edges["target"][waits]
-    assert len(source) == 6 and (graph.nodes["step"][source] == graph.nodes["step"][target]).all()
+    waits = graph.edge_columns["why"] == WHY_NUMBER[Dependency.SYNCHRONISATION]
+    source, target = graph.edge_columns["source"][waits], graph.edge_columns["target"][waits]
+    assert len(source) == 6 and (graph.columns["step"][source] == graph.columns["step"][target]).all()
     assert {graph.kind_of(node) for node in target.tolist()} == {"adamw"}
     assert replay([graph]).error_percent == pytest.approx(0.0, abs=0.1)
 
 
 def test_gradients_lie_in_the_backward_pass(graph: RankGraph) -> None:
-    collectives = graph.nodes["kind"] == 1
-    assert [PHASES[phase] for phase in graph.nodes["phase"][collectives]] == ["backward"] * 6
+    collectives = graph.columns["kind"] == 1
+    assert [PHASES[phase] for phase in graph.columns["phase"][collectives]] == ["backward"] * 6
 
 
 def test_a_faster_host_still_waits_for_its_gradients(graph: RankGraph) -> None:
@@ -67,6 +67,6 @@ def test_a_step_takes_what_it_took_without_a_profiler(graph: RankGraph) -> None:
     wanted = 0.95 * replay([graph]).replayed_s
     paced = as_timed([graph], wanted)
     assert replay(paced).replayed_s == pytest.approx(wanted, rel=1e-3)
-    sent = graph.nodes["kind"] == 1
+    sent = graph.columns["kind"] == 1
     assert np.array_equal(paced[0].duration_s[sent], graph.duration_s[sent])
     assert as_timed([graph], 1.0) == [graph]

@@ -21,7 +21,7 @@ def graphs_of(tmp_path: Path, ranks: int = 2) -> list[RankGraph]:
 
 
 def faster(graph: RankGraph, name: str, factor: float) -> RankGraph:
-    chosen = graph.nodes["name"] == graph.names.index(name)
+    chosen = graph.columns["name"] == graph.names.index(name)
     return replace(graph, duration_s=np.where(chosen, graph.duration_s / factor, graph.duration_s))
 
 
@@ -39,8 +39,8 @@ def test_a_replay_uses_no_recorded_start(tmp_path: Path) -> None:
     graphs = graphs_of(tmp_path, 1)
     graph = graphs[0]
     rooted = np.ones(len(graph), dtype=bool)
-    rooted[graph.edges["target"]] = False
-    marks = graph.nodes["name"] == graph.names.index("step")
+    rooted[graph.edge_columns["target"]] = False
+    marks = graph.columns["name"] == graph.names.index("step")
     moved = replace(graph, start_s=np.where(rooted | marks, graph.start_s, graph.start_s + 1.0))
     assert replay([moved]).replayed_s == pytest.approx(replay(graphs).replayed_s)
 
@@ -63,7 +63,7 @@ def test_the_fast_rank_waits_for_the_slow_one(tmp_path: Path) -> None:
 def test_a_collective_takes_its_own_time_once_all_are_there(tmp_path: Path) -> None:
     """The fast rank's all-reduce lasts longer by the wait; its stream is as busy as measured."""
     graphs = graphs_of(tmp_path)
-    lengths = [graph.duration_s[graph.nodes["kind"] == COLLECTIVE].mean() for graph in graphs]
+    lengths = [graph.duration_s[graph.columns["kind"] == COLLECTIVE].mean() for graph in graphs]
     assert lengths[0] > lengths[1] + 1e-3
     streams = {(each.rank, each.stream): each for each in replay(graphs).streams}
     assert streams[0, "stream20"].replayed_busy_s == pytest.approx(2 * lengths[0], rel=0.02)
