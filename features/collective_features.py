@@ -1,12 +1,24 @@
 """Numbers from collectives on a fabric: the terms of their time, and features for the trees.
 
 A collective is seen relative to the links that it crosses, so what is learned on one fabric serves others: links of
-another rate, nodes of another size.
+another rate, nodes of another size.  ``collective_terms`` are those of messages that a host sends itself.
+
+``nccl_terms`` are those of NCCL: rings go from rank to rank within a node, and from node to node through the adapters
+of all ranks at once.  All-to-all and messages go straight to their target.  Sums over many nodes also go up and down
+trees, whose depth is logarithmic (NVIDIA, "Massively scale your deep learning training with NCCL 2.4", 2019).
+
+``choice_terms`` are the times of each algorithm (ring, tree, NVLS tree, PAT) and protocol (LL, LL128, Simple) that NCCL
+may choose between nodes; it compares a latency plus bytes over a bandwidth, and runs the cheapest.  The constants are
+those of its own comparison (``src/graph/tuning.cc`` of https://github.com/NVIDIA/nccl, version 2.27.7; those of 2.18 to
+2.26 differ little).  They hold for NVLink and InfiniBand as in the vendor's own systems.  A fabric's stated bandwidths
+scale them, and the latency that it states beyond InfiniBand's is added to each step.  CollNet is left out, since it
+needs switches that sum, which a fabric does not state.  A partly filled node counts as a full one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import ceil, log2
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,7 +29,7 @@ from stepsight.dataset.kinds.op import Collective
 Array = NDArray[np.float64]
 
 COLLECTIVE_TERMS = ("calls", "steps", "buffer_bytes", "wire_seconds", "messages")
-OVERLAPPING = (3, 4)  # terms that overlap: the longer one counts
+OVERLAPPING = (3, 4)  # terms that overlap, in each of the three lists: the longer one counts
 COLLECTIVE_FEATURES = ("kind", "log_bytes", "log_group_size", "log_ranks_per_node", "log_wire_seconds")
 COLLECTIVE_AXES = 4  # of ``collective_position``
 
@@ -88,3 +100,271 @@ def collective_position(collective: Collective, fabric: Fabric) -> Array:
 def position_on_links(collective: Collective, seconds: float) -> Array:
     """Position of a collective from its seconds on its links."""
     return np.log([max(collective.num_bytes, 1), collective.group_size, collective.ranks_per_node, seconds])
+
+
+NCCL_TERMS = ("calls", "steps", "buffer_bytes", "seconds_between_nodes", "seconds_within_node")
+
+
+def seconds_between(collective: Collective, fabric: Fabric) -> float:
+    """Seconds that a node's adapters take for the bytes that leave it; 0 within a node."""
+    if collective.num_nodes == 1:
+        return 0.0
+    size, near = collective.group_size, collective.ranks_per_node
+    bandwidth = fabric.inter_node.bandwidth_bytes_per_s
+    route = collective.record.route
+    if route == "message":
+        return collective.num_bytes / bandwidth
+    if route == "direct":
+        return collective.num_bytes * (size - near) / size / bandwidth
+    return wire_bytes(collective) / (near * bandwidth)
+
+
+def seconds_within(collective: Collective, fabric: Fabric) -> float:
+    """Seconds that a rank's link within the node takes for the bytes to its neighbours; 0 without neighbours."""
+    size, near = collective.group_size, collective.ranks_per_node
+    if near == 1:
+        return 0.0
+    bandwidth = fabric.intra_node.bandwidth_bytes_per_s
+    if collective.record.route == "direct":
+        return collective.num_bytes * (near - 1) / size / bandwidth
+    return wire_bytes(collective) / bandwidth
+
+
+def nccl_terms(collective: Collective, fabric: Fabric) -> tuple[float, ...]:
+    """Quantities whose weighted sum is a collective's time, in the order of ``NCCL_TERMS``."""
+    return (
+        1.0,
+        ring_steps(collective),
+        float(collective.num_bytes),
+        seconds_between(collective, fabric),
+        seconds_within(collective, fabric),
+    )
+
+
+def tree_terms(collective: Collective, fabric: Fabric) -> tuple[float, ...]:
+    """Terms of an all-reduce by a tree over nodes: chains within nodes, and few steps between them."""
+    calls, _, *rest = nccl_terms(collective, fabric)
+    steps = 2.0 * (collective.ranks_per_node - 1 + ceil(log2(max(collective.num_nodes, 2))))
+    return (calls, steps, *rest)
+
+
+def nccl_features(collectives: Sequence[Collective], fabrics: Sequence[Fabric]) -> Array:
+    """Features for trees, shape ``(len(collectives), len(COLLECTIVE_FEATURES))``, in the order of those names."""
+    return features_on_links(collectives, [_longest(c, fabric) for c, fabric in zip(collectives, fabrics, strict=True)])
+
+
+def nccl_position(collective: Collective, fabric: Fabric) -> Array:
+    """Position of a collective among its kind: log of bytes, group size, ranks per node and seconds on the links."""
+    return position_on_links(collective, _longest(collective, fabric))
+
+
+def _longest(collective: Collective, fabric: Fabric) -> float:
+    return max(seconds_between(collective, fabric), seconds_within(collective, fabric), 1e-9)
+
+
+# Seconds by NCCL's constants, each of which a fitted factor multiplies: a call's own, latencies of its steps in LL,
+# those in other protocols, bytes through the adapters of a node, and bytes through a rank's link within the node.
+# Where there are no protocols: the latency of the network, and what each rank that a rank sends to costs.
+CHOICE_TERMS = ("call", "quick_steps", "bulk_steps", "adapters", "links_within_node")
+
+LINK_FACTS = 7  # numbers of ``link_facts``
+US = 1e-6
+NEAR_LATENCY, FAR_LATENCY = 5e-6, 10e-6  # stated latencies of the fabrics (DGX) for which NCCL's constants are valid
+# How often a step between nodes waits for what a network takes longer than InfiniBand.  NCCL adds its plugin's own
+# latency to a step, in Simple twice, since the receiver then reads back to be sure that all bytes are there.
+WAITS = (1.0, 1.0, 2.0)
+LL, LL128, SIMPLE = range(3)
+# Growth with each doubling of the nodes, of which NCCL knows nothing.  Steps between nodes in LL128 and Simple
+# fill the links' buffers, meet more switches and wait for the slowest of more.  An all-to-all crosses the core of the
+# network, where rings mostly stay under one switch.
+STEP_GROWTH, CORE_GROWTH = 0.1, 0.02
+CALL = {"ring": (6.6, 14.0, 8.4), "tree": (6.8, 14.0, 8.4)}  # us, by protocol
+NEAR = {"ring": (0.6, 1.9, 3.4), "tree": (0.6, 1.25, 4.0)}  # us per step over NVLink
+FAR = {"ring": (2.7, 4.0, 14.0), "tree": (5.0, 8.5, 14.0)}  # us per step over the network
+HOST = (1.0, 1.0, 3.0)  # messages that the host posts one after the other for a step of a ring over nodes
+PLATEAU = 1.4  # factor of an all-reduce by rings in Simple relative to its steps
+RING_SHARE = (0.5, 0.92, 1.0)  # of the links' bandwidth, by protocol
+TREE_SHARE = (0.92 / 3.8, 0.92 * 120 / 128, 0.92)
+LL_MOST = 20e9  # bytes/s of a node in LL on A100; faster GPUs move more (35e9 on H100, 70e9 on B200)
+LL_LINK = 300e9  # NVLink of A100
+LL128_LINK = 100e9  # LL128 needs NVLink
+# Bytes that one adapter takes on before the next node of a tree can pass them on, and how many bytes carry one in each
+# protocol: small sums use one channel, and a message waits for its last byte at each step between nodes.
+TREE_CHUNK, LINE = (64 * 1024, 128 * 1024, 128 * 1024), (2.0, 128 / 120, 1.0)
+# Part of their bandwidth that trees reach, by protocol and by message: 64 B, 128 B, ... 256 MiB, and all of it above.
+TREE_PART = np.array(
+    [
+        [1, 1, 1, 1, 0.9, 0.8, 0.7, 0.7, 0.7, 0.7, 0.6, 0.5, 0.4, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1, 1, 1, 1],
+        [1, 1, 1, 1, 1, 0.9, 0.8, 0.8, 0.8, 0.7, 0.6, 0.6, 0.6, 0.6, 0.6, 0.6, 0.8, 0.9, 0.9, 0.9, 0.9, 1, 1],
+        [0.9] * 7 + [0.8, 0.7, 0.6, 0.6, 0.5, 0.5, 0.5, 0.5, 0.6, 0.7, 0.8, 0.7, 0.7, 0.8, 0.9, 0.9],
+    ]
+)
+# Bytes/s at most of a tree between two nodes by adapter: on V100, A100, and H100 and later.  There each byte leaves a
+# node once, so trees can exceed what the adapters give a ring.
+TREE_LINKS, TREE_MOST = (200e9, 400e9), np.array([18.5e9, 23.6e9, 41.4e9])
+NVLS_CALL, NVLS_FAR = 25.0, 14.0  # us
+NVLS_SHARE, NVLS_LINK = 5 / 6, 400e9  # of the adapters' bandwidth on two nodes, half of it on more; Hopper and later
+NVLS_WITHIN = 0.76  # of NVLink: 480 GB/s of bus bandwidth on 8 H100 (DGX H100), before the factor of that term
+NVLS_NEAR = 8  # least number of participating ranks of a node: smaller nodes have no switch that sums
+PAT_OVERLAP = 3.5  # steps at once
+PAT_CALL, PAT_FAR, PAT_NEAR, PAT_SHARE = 8.0, 14.0 / PAT_OVERLAP, 2.8, 0.75
+# us of a call and of each rank that a rank sends to: within nodes by tables, between nodes by a public log of two nodes
+# (ALCF's Sirius).  A message takes up to 2.5 times as long where adapters serve more connections than they can keep at
+# hand: by logs of 1,024 and 2,160 ranks (ALCF's Polaris).
+DIRECT_CALL, DIRECT_NEAR, DIRECT_FAR = 8.0, 0.3, 2.4
+CONNECTIONS, CROWDED = 200.0, 1.5
+MESSAGE_CALL = 5.0  # us
+
+
+def link_facts(fabric: Fabric) -> Array:
+    """Bandwidth and latency of the links within a node and between nodes, whether LL128 crosses nodes, the
+    bandwidth of an adapter, and the host's time for a message, ``(7,)``."""
+    near, far = fabric.intra_node, fabric.inter_node
+    links = [near.bandwidth_bytes_per_s, near.latency_s, far.bandwidth_bytes_per_s, far.latency_s]
+    return np.array([*links, float(far.ll128), max(far.adapter_bytes_per_s, far.bandwidth_bytes_per_s), far.message_s])
+
+
+def choice_terms(collectives: Sequence[Collective], links: Array) -> Array:
+    """Seconds by term of every choice that NCCL has for collectives of one kind.
+
+    Args:
+        collectives: Of one kind.
+        links: ``link_facts`` of each one's fabric, ``(collectives, 7)``, or of the one fabric, ``(7,)``.
+
+    Returns:
+        Seconds, ``(collectives, choices, len(CHOICE_TERMS))``.  Of each choice, they add up to its time, except that
+        of the terms ``OVERLAPPING`` the longer counts.  A choice that NCCL does not have there is infinitely long.
+    """
+    sizes = np.array([(c.num_bytes, c.group_size, c.ranks_per_node) for c in collectives], float).reshape(-1, 3)
+    record = collectives[0].record
+    layout = _Layout(sizes, np.broadcast_to(links, (len(sizes), LINK_FACTS)))
+    if record.route == "message":
+        return _message(layout)
+    if record.route == "direct":
+        return _direct(layout)
+    return _around(layout, record.passes, record.trees)
+
+
+class _Layout:
+    """Sizes of collectives and facts of their links, one array ``(collectives,)`` each."""
+
+    def __init__(self, sizes: Array, links: Array) -> None:
+        self.num_bytes, group, self.near = sizes.T
+        self.nodes = np.ceil(group / self.near)
+        self.across = self.nodes > 1
+        self.ranks = self.nodes * self.near
+        self.near_bandwidth, near_latency, self.far_bandwidth, self.far_latency, *own = links.T
+        self.has_ll128, self.adapter, message = own
+        self.message = message / US
+        self.near_pace = near_latency / NEAR_LATENCY
+        self.far_pace = np.minimum(self.far_latency / FAR_LATENCY, 1.0)
+        self.far_wait = np.maximum(self.far_latency - FAR_LATENCY, 0.0) / US
+        self.doublings = np.log2(self.nodes)
+
+    def terms(self, call: Array | float, quick: Array | float, bulk: Array | float, *transfers: Array) -> Array:
+        """Terms of one choice: microseconds of latencies, then seconds of transfers, ``(collectives, terms)``."""
+        latencies = (np.broadcast_to(US * np.asarray(part, float), self.nodes.shape) for part in (call, quick, bulk))
+        return np.stack([*latencies, *transfers], axis=-1)
+
+    def far(self, step: Array | float, protocol: int, waits: float = 1.0) -> Array:
+        """Microseconds of a step between nodes that takes ``step`` of them by NCCL's constants."""
+        growth = 1.0 if protocol == LL else 1 + STEP_GROWTH * self.doublings
+        return np.asarray(growth * step * self.far_pace + waits * WAITS[protocol] * self.far_wait)
+
+    def steps(self, protocol: int, call: Array | float, steps: Array, transfers: tuple[Array, Array]) -> Array:
+        """Terms of a choice of a protocol with the given microseconds per step."""
+        quick, bulk = (steps, 0.0) if protocol == LL else (0.0, steps)
+        return self.terms(call, quick, bulk, *transfers)
+
+
+def _message(layout: _Layout) -> Array:
+    latency = np.where(layout.across, layout.far_latency / US, layout.near_pace * NEAR["ring"][SIMPLE])
+    between = np.where(layout.across, layout.num_bytes / layout.far_bandwidth, 0.0)
+    within = np.where(layout.across, 0.0, layout.num_bytes / layout.near_bandwidth)
+    return layout.terms(MESSAGE_CALL, latency, 0.0, between, within)[:, None]
+
+
+def _direct(layout: _Layout) -> Array:
+    others = layout.ranks - layout.near
+    latency = layout.across * layout.far_latency / US
+    slowed = 1 + CROWDED * others / (others + CONNECTIONS)
+    each = np.maximum(DIRECT_FAR * slowed, layout.message)
+    peers = (layout.near - 1) * DIRECT_NEAR * layout.near_pace + others * each
+    core = 1 + CORE_GROWTH * np.maximum(layout.doublings - 1, 0.0)
+    between = core * layout.num_bytes * (1 - 1 / layout.nodes) / layout.far_bandwidth
+    within = layout.num_bytes * (layout.near - 1) / layout.ranks / layout.near_bandwidth
+    return layout.terms(DIRECT_CALL, latency, peers, between, within)[:, None]
+
+
+def _around(layout: _Layout, passes: float, trees: bool) -> Array:
+    """Choices of ring collectives; those that sum (``trees``) can also use trees."""
+    choices = [_ring(layout, passes, trees, protocol) for protocol in (LL, LL128, SIMPLE)]
+    if trees:
+        choices += [_tree(layout, protocol) for protocol in (LL, LL128, SIMPLE)]
+        choices.append(_nvls_tree(layout))
+    elif passes == 1:
+        choices.append(_pat(layout))
+    return np.stack(choices, axis=1)
+
+
+def _ring(layout: _Layout, passes: float, trees: bool, protocol: int) -> Array:
+    far_steps = passes * (layout.nodes - 1)
+    near_steps = passes * (layout.ranks - 1) - far_steps
+    near = layout.near_pace * NEAR["ring"][protocol]
+    posted = HOST[protocol] * layout.message
+    near = np.where(layout.across, np.maximum(near, posted), near)
+    far = layout.far(np.where(layout.near > 1, FAR["ring"][protocol], FAR["tree"][protocol]), protocol)
+    far = np.maximum(far, posted)
+    slower = np.where(layout.across, PLATEAU, 1.0) if trees and protocol == SIMPLE else 1.0
+    share = passes * (layout.ranks - 1) / layout.ranks
+    transfers = _transfers(layout, share, RING_SHARE[protocol], protocol)
+    return layout.steps(protocol, CALL["ring"][protocol], slower * (near_steps * near + far_steps * far), transfers)
+
+
+def _tree(layout: _Layout, protocol: int) -> Array:
+    near = 2 * (layout.near - 1) * NEAR["tree"][protocol] * layout.near_pace
+    filled = np.minimum(layout.num_bytes, TREE_CHUNK[protocol]) * LINE[protocol] / layout.adapter / US
+    far = 2 * layout.doublings * (layout.far(FAR["tree"][protocol], protocol) + filled)
+    sizes = np.log2(np.maximum(layout.num_bytes, 1.0)) - 6
+    part = np.interp(sizes, np.arange(TREE_PART.shape[1]), TREE_PART[protocol])
+    most = TREE_MOST[np.digitize(layout.near_bandwidth, TREE_LINKS)]
+    leaving = np.where(layout.nodes > 2, 2.0, 2.0 / np.clip(most / layout.adapter, 1.0, 2.0))
+    transfers = _transfers(layout, 2.0, TREE_SHARE[protocol] * part, protocol, leaving)
+    return layout.steps(protocol, CALL["tree"][protocol], near + far, transfers)
+
+
+def _nvls_tree(layout: _Layout) -> Array:
+    far = 2 * layout.doublings * layout.far(NVLS_FAR, SIMPLE)
+    share = NVLS_SHARE * np.where(layout.nodes > 2, 0.5, 1.0)
+    between = layout.across * layout.num_bytes / (share * layout.near * layout.far_bandwidth)
+    within = layout.num_bytes / (NVLS_WITHIN * layout.near_bandwidth)
+    has = (layout.near_bandwidth >= NVLS_LINK) & (layout.near >= NVLS_NEAR)
+    return layout.terms(np.where(has, NVLS_CALL * layout.near_pace, np.inf), 0.0, far, between, within)
+
+
+def _pat(layout: _Layout) -> Array:
+    far = layout.doublings * layout.far(PAT_FAR, SIMPLE, 1 / PAT_OVERLAP) + PAT_NEAR * layout.ranks
+    between = layout.num_bytes * (layout.ranks - 1) / layout.ranks / (PAT_SHARE * layout.far_bandwidth)
+    has = layout.across & (layout.near == 1)
+    return layout.terms(np.where(has, PAT_CALL, np.inf), 0.0, far, between, 0.0 * between)
+
+
+def _transfers(
+    layout: _Layout, share: Array | float, part: Array | float, protocol: int, leaving: Array | None = None
+) -> tuple[Array, Array]:
+    """Seconds in which a node's adapters, and a rank's link within the node, move ``share`` of the bytes.
+
+    ``leaving`` is the share that the adapters move, if that is another one.
+    """
+    moved = share * layout.num_bytes
+    left = moved if leaving is None else leaving * layout.num_bytes
+    between = layout.across * left / (part * layout.near * layout.far_bandwidth)
+    within = (layout.near > 1) * moved / (part * layout.near_bandwidth)
+    if protocol == LL:
+        most = LL_MOST * np.maximum(1.0, layout.near_bandwidth / LL_LINK) * np.where(layout.across, 1.0, 4.0)
+        return np.where(layout.across, np.maximum(between, moved / most), 0.0), np.maximum(
+            within, np.where(layout.across, 0.0, moved / most)
+        )
+    if protocol == LL128:  # none over PCIe, nor where the network does not keep the order of 128 bytes
+        within = np.where((layout.near_bandwidth >= LL128_LINK) & (layout.has_ll128 > 0), within, np.inf)
+    return between, within

@@ -16,7 +16,7 @@ from stepsight.dataset.graph.program import Dependency, Program, relation_pairs
 from stepsight.dataset.hardware.hardware import Hardware, roofline_seconds
 from stepsight.dataset.kinds import kinds_version
 from stepsight.dataset.kinds.op import COLLECTIVE_KINDS, OP_KINDS, Op
-from stepsight.features.named_columns import check_known
+from stepsight.features.op_features import check_known
 
 Array = NDArray[np.float64]
 Edges = NDArray[np.int64]

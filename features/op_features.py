@@ -1,20 +1,92 @@
-"""Numbers from ops: the physical terms of their time, and features for the trees.
+"""Numbers from ops: the physical terms of their time, and features for the trees; names and version of all features.
 
-Pure functions of nouns; every array has one row per op.
+Pure functions of nouns; every array has one row per op.  A model says which features it reads, and gets those columns.
+A name always means one formula: a feature with another formula gets another name.  ``FEATURE_VERSION`` goes up only
+where that cannot be, and then predictors of earlier versions are refused.
+
+Tiles: a product's output is cut into tiles, each computed by one processor; a last wave that fills only part of the
+processors, and tiles that stick out over the edge, take as long as full ones (NVIDIA, "Matrix Multiplication Background
+User's Guide", 2023).  Which tile a library takes is not known, so every usual one has a feature.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from math import log
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from stepsight.dataset.base.caching import cached
+from stepsight.dataset.base.errors import PredictorError
 from stepsight.dataset.hardware.hardware import Hardware, roofline_seconds
 from stepsight.dataset.kinds import kinds_version
 from stepsight.dataset.kinds.op import DTYPE_BYTES, OP_KINDS, Op
-from stepsight.features.tiles import TILE_FEATURES, tile_features
+
+TILES = ((256, 128), (128, 256), (128, 128), (64, 64), (128, 64), (64, 128), (64, 256), (256, 64), (192, 128))
+TILE_FEATURES = (*(f"log_waste_{rows}x{columns}" for rows, columns in TILES), "log_tiles_per_processor")
+
+
+def output_grid(op: Op) -> tuple[int, int, int] | None:
+    """Independent outputs of an op, and rows and columns of each; None for kinds that are not tiled."""
+    grid = op.record.grid
+    return None if grid is None else grid(*op.dims)
+
+
+def tile_features(op: Op, num_processors: int) -> tuple[float, ...]:
+    """Compute ``TILE_FEATURES``: log of computed over useful output; zeros where tiles are unknown."""
+    grid = output_grid(op)
+    if grid is None or not num_processors or not min(grid):
+        return (0.0,) * len(TILE_FEATURES)
+    count, m, n = grid
+    found = []
+    for rows, columns in TILES:
+        waves = -(-count * -(-m // rows) * -(-n // columns) // num_processors)
+        found.append(log(waves * num_processors * rows * columns / (count * m * n)))
+    return (*found, log(count * -(-m // 128) * -(-n // 128) / num_processors))
+
+
+FEATURE_VERSION = 1
+
+
+def columns_of(asked: Sequence[str], known: Sequence[str], model: str) -> list[int]:
+    """Index in ``known`` of each feature that a model reads.
+
+    Raises:
+        PredictorError: If some are not known; the message names them.
+    """
+    check_known(asked, known, model)
+    place = {name: index for index, name in enumerate(known)}
+    return [place[name] for name in asked]
+
+
+def check_known(asked: Collection[str], known: Collection[str], model: str) -> None:
+    """Check that this version computes every feature that a model reads.
+
+    Raises:
+        PredictorError: If it does not; the message names those that are missing.
+    """
+    missing = sorted(set(asked) - set(known))
+    if missing:
+        raise PredictorError(
+            f"{model} reads features that this version does not have: {', '.join(missing)}: register the kinds that "
+            "they belong to, use the version that it was trained with, or train it again"
+        )
+
+
+def check_version(saved: Any, model: str) -> None:
+    """Check the version of features that a model was saved with.
+
+    Raises:
+        PredictorError: If it is another one.
+    """
+    if saved != FEATURE_VERSION:
+        raise PredictorError(
+            f"{model} must read features of version {FEATURE_VERSION}, got version {saved!r:.40}: use the version of "
+            "stepsight that it was trained with, or train it again"
+        )
+
 
 Array = NDArray[np.float64]
 

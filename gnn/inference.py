@@ -20,7 +20,7 @@ from stepsight.dataset.base.files import read_json, write_json
 from stepsight.dataset.graph.program import Program
 from stepsight.dataset.hardware.hardware import Hardware
 from stepsight.features.graph_features import RELATIONS, Topology, check_node_features, node_features, topology
-from stepsight.features.named_columns import FEATURE_VERSION, check_version
+from stepsight.features.op_features import FEATURE_VERSION, check_version
 
 Array = NDArray[np.float64]
 

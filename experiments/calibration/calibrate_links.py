@@ -18,7 +18,7 @@ from stepsight.dataset.kinds.op import Collective
 from stepsight.dataset.tables import Measurements
 from stepsight.experiments.calibration.report import LEAST_GAIN, Change, Report, starting_predictor
 from stepsight.experiments.reports.text_table import table
-from stepsight.features.nccl_choices import CHOICE_TERMS
+from stepsight.features.collective_features import CHOICE_TERMS
 from stepsight.training.collectives.between_nodes import BetweenNodes, fit_site, link_doubts
 from stepsight.training.predictor.predictor import Predictor
 

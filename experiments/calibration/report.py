@@ -12,8 +12,8 @@ from stepsight.dataset.base.files import digest
 from stepsight.experiments.evaluation.error_metrics import Errors, Times, errors
 from stepsight.experiments.reports.text_table import Number
 from stepsight.training.prediction.prediction import named_predictor
+from stepsight.training.predictor.model_tables import check_output
 from stepsight.training.predictor.predictor import Predictor
-from stepsight.training.predictor.predictor_manifest import check_output
 
 LEAST_GAIN = 0.02  # of the mean error: less is chance
 

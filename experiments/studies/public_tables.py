@@ -21,8 +21,7 @@ from stepsight.experiments.studies.study import Row, Study, rows_text
 from stepsight.training.collectives.between_nodes import UNFITTED, fit_site
 from stepsight.training.fitting.own_table import LONG_S, OwnTable, own_table
 from stepsight.training.fitting.train_tables import fit_ops
-from stepsight.training.kernels.derived_kinds import dtype_class
-from stepsight.training.kernels.kernel_models import fit_kernels, op_rows
+from stepsight.training.kernels.kernel_models import dtype_class, fit_kernels, op_rows
 from stepsight.training.predictor.predictor import Predictor, shipped_names, teacher_of
 from stepsight.training.shipped.catalogue import RECIPES, read_links, read_recipe
 from stepsight.training.shipped.from_tables import CollectiveRows, OpRows, fit_links

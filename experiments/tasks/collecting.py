@@ -24,8 +24,8 @@ from stepsight.dataset.kinds.op import Op
 from stepsight.dataset.runs.box_spec import HARDWARE as BOX_HARDWARE
 from stepsight.dataset.runs.box_spec import Box
 from stepsight.experiments.tasks.settings import CollectSettings
-from stepsight.features.host_call_features import call_label
 from stepsight.simulator.programs.lower import signatures
+from stepsight.training.kernels.host_calls import call_label
 from stepsight.training.measured.planning import SleepingLatency, box_plan, collectable, make_plan
 from stepsight.training.predictor.predictor import Predictor
 

@@ -86,7 +86,7 @@ def load_predictor(named: Path | None) -> Predictor | str | None:
         return None
     if str(named) == ROOFLINE and not named.exists():
         return ROOFLINE
-    from stepsight.training.tracking.registered import load_predictor as load
+    from stepsight.training.tracking.store import load_predictor as load
 
     loaded: Predictor = load(named)
     return loaded

@@ -220,7 +220,7 @@ def calibrate_command(
         software: For a table of collectives: part of the software whose rows are taken, such as 'nccl 2.27.3' or
             'NCCL_PROTO=Simple' (default: that of most rows).
     """
-    from stepsight.training.tracking.registered import load_predictor
+    from stepsight.training.tracking.store import load_predictor
 
     report: Any
     if runs.is_dir():

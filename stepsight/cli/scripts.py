@@ -195,7 +195,7 @@ def emulate_command(
     """
     from stepsight.dataset.hardware.hardware import find_fabric
     from stepsight.experiments.tasks.emulating import Extra, delays_of, emulate
-    from stepsight.training.tracking.registered import load_predictor
+    from stepsight.training.tracking.store import load_predictor
 
     learned = load_predictor(predictor) if predictor is not None else None
     links = find_fabric(fabric) if fabric else None

@@ -21,10 +21,9 @@ from typing import Any
 from stepsight.dataset.hardware.hardware import alpha_beta_seconds, find_fabric, find_hardware, roofline_seconds
 from stepsight.dataset.kinds import COLLECTIVE_KINDS, OP_KINDS, CollectiveKind, OpKind
 from stepsight.dataset.kinds.op import Collective, Op
-from stepsight.features.collective_features import COLLECTIVE_TERMS, collective_terms
-from stepsight.features.nccl_features import NCCL_TERMS, nccl_terms
+from stepsight.features.collective_features import COLLECTIVE_TERMS, NCCL_TERMS, collective_terms, nccl_terms
 from stepsight.features.op_features import OP_TERMS, op_features, op_position, op_terms
-from stepsight.training.kernels.derived_kinds import base_of
+from stepsight.training.kernels.kernel_models import base_of
 
 _SIZES = ((8, 8), (3, 64), (1, 1), (512, 16))  # dims at even and at odd places
 _GPU, _CPU = "h100-sxm-80gb", "local-cpu"

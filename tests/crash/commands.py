@@ -120,7 +120,7 @@ def _with_metrics(predictor: Predictor) -> Predictor:
 
 
 def _train_done(folder: Path) -> None:
-    from stepsight.training.tracking.registered import load_model_uri
+    from stepsight.training.tracking.store import load_model_uri
     from stepsight.training.tracking.tracking import default_uri
 
     trained = Predictor.load(folder / "p")

@@ -38,8 +38,8 @@ from stepsight.simulator.replay.replay import replay
 from stepsight.simulator.schedules import read_schedule, write_schedule
 from stepsight.training.prediction.prediction import predict
 from stepsight.training.prediction.prediction_views import POSSIBLE_MFU
+from stepsight.training.predictor.model_tables import write_manifest
 from stepsight.training.predictor.predictor import Predictor
-from stepsight.training.predictor.predictor_manifest import write_manifest
 from tests.fuzz.mutate import Mutate, mutated_bytes, mutated_csv, mutated_json, mutated_text
 from tests.fuzz.toy import SEARCHED, search_journal, toy_job, toy_predictor
 from tests.fuzz.watch import check_numbers

@@ -21,11 +21,13 @@ from stepsight.features.collective_features import (
     collective_features,
     collective_position,
     collective_terms,
+    nccl_features,
+    nccl_position,
+    nccl_terms,
+    seconds_within,
+    tree_terms,
 )
-from stepsight.features.nccl_features import OVERLAPPING as NCCL_OVERLAPPING
-from stepsight.features.nccl_features import nccl_features, nccl_position, nccl_terms, seconds_within, tree_terms
-from stepsight.training.collectives.between_nodes import BetweenNodes, place
-from stepsight.training.corrections.size_residuals import KNOTS, never_falling, read_curve
+from stepsight.training.collectives.between_nodes import KNOTS, BetweenNodes, never_falling, place, read_curve
 from stepsight.training.regression.fitted_physics import Bounds
 from stepsight.training.regression.regressor import Regressor, SignatureRows, fit_regressor
 
@@ -49,7 +51,7 @@ NCCL_BOUNDS = Bounds(
     prior=np.array([8e-6, 3e-6, 1e-13, 1.05, 1.25]),
     low=np.array([1e-6, 3e-7, 1e-15, 1.0, 0.9]),
     high=np.array([2e-4, 5e-5, 2e-13, 3.0, 4.0]),
-    overlapping=NCCL_OVERLAPPING,
+    overlapping=OVERLAPPING,
 )
 TREE_SHARE = (
     0.92  # part of a ring's bandwidth that NCCL's own tuning credits its trees with (its graph/tuning.cc, 2.18)
@@ -112,7 +114,7 @@ class CollectiveModel:
     Attributes:
         regressor: Physics, trees and neighbours by kind and layout.
         left_out: Answer as if the collectives asked about had not been measured (for honest intervals).
-        nccl: Whether this is NCCL on GPUs: its rings and trees (``features.nccl_features``), not one host's messages.
+        nccl: Whether this is NCCL on GPUs: its rings and trees (``nccl_terms``), not one host's messages.
         carried: Labels that were measured on another device's links alone.
         between: NCCL between nodes by its own choices; None: by ``regressor``, as in predictors of earlier versions.
     """

@@ -15,7 +15,7 @@ from stepsight.gnn.context_table import Context
 from stepsight.training.context.examples import Taught, family_errors, iteration_times, make_examples, make_wholes
 from stepsight.training.context.fit_context import Example, Whole, fit_context, fit_table, op_error
 from stepsight.training.corrections.calibration import fit_scale
-from stepsight.training.intervals.conformal import fit_intervals
+from stepsight.training.intervals.published_errors import fit_intervals
 from stepsight.training.measured.imported_ops import ImportedSegments
 from stepsight.training.measured.measured import MeasuredRun
 from stepsight.training.predictor.predictor import Predictor

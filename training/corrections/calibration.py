@@ -17,9 +17,8 @@ from numpy.typing import NDArray
 
 from stepsight.dataset.job.job import Job
 from stepsight.dataset.kinds.op import Collective, Op
-from stepsight.training.corrections.corrector import doubt
-from stepsight.training.corrections.gaussian_process import GaussianProcess
-from stepsight.training.intervals.conformal import MOST_LOG
+from stepsight.training.corrections.corrector import GaussianProcess, doubt
+from stepsight.training.intervals.published_errors import MOST_LOG
 
 Array = NDArray[np.float64]
 

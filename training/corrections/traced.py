@@ -16,8 +16,7 @@ from numpy.typing import NDArray
 
 from stepsight.dataset.kinds.op import Op
 from stepsight.features.op_features import op_position
-from stepsight.training.corrections.corrector import Support, faded
-from stepsight.training.corrections.gaussian_process import LENGTHS, Neighbours, fit_neighbours
+from stepsight.training.corrections.corrector import LENGTHS, Neighbours, Support, faded, fit_neighbours
 
 Array = NDArray[np.float64]
 

@@ -30,8 +30,8 @@ from stepsight.training.corrections.calibration import (
     prior_stds,
     resource_of,
 )
-from stepsight.training.corrections.gaussian_process import GaussianProcess
-from stepsight.training.intervals.conformal import conformal_quantile
+from stepsight.training.corrections.corrector import GaussianProcess
+from stepsight.training.intervals.published_errors import conformal_quantile
 from stepsight.training.predictor.predictor import Predictor
 
 Array = NDArray[np.float64]

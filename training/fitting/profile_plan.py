@@ -23,10 +23,9 @@ from stepsight.dataset.kinds.op import Op
 from stepsight.simulator.durations.latency_model import RooflineLatency
 from stepsight.simulator.iteration.simulate import simulate
 from stepsight.simulator.programs.lower import signatures
-from stepsight.training.corrections.posterior import choose_rows
 from stepsight.training.fitting.train_tables import FEWEST
 from stepsight.training.kernels.kernel_models import label
-from stepsight.training.kernels.transferred import Teacher, Transfer
+from stepsight.training.kernels.transferred import Teacher, Transfer, choose_rows
 
 LAUNCH_S, OP_S, COLLECTIVE_S = 20.0, 0.25, 0.5  # start-up of the harness, and of each signature with its inputs
 LONGEST_S, MOST_MEMORY = 0.5, 0.2  # limits of a candidate: time by the roofline, share of the memory for its operands

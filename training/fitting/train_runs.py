@@ -15,10 +15,11 @@ from stepsight.dataset.base.errors import JobError, TraceError
 from stepsight.dataset.base.files import digest, read_json
 from stepsight.dataset.hardware.hardware import Fabric, Hardware, find_fabric, usual_fabric
 from stepsight.training.collectives.collective_models import fit_collectives
-from stepsight.training.intervals.conformal import Intervals
+from stepsight.training.intervals.published_errors import Intervals
 from stepsight.training.kernels.kernel_models import fit_kernels
 from stepsight.training.measured.host_steps import learn_host_calls
 from stepsight.training.measured.imported_facts import (
+    fit_host,
     fit_launches,
     launch_seconds,
     launches_alone,
@@ -36,7 +37,6 @@ from stepsight.training.measured.measured import (
     read_runs,
     runs_digest,
 )
-from stepsight.training.measured.runtime_costs import fit_host
 from stepsight.training.measured.stand_in_runs import predict_run
 from stepsight.training.predictor.predictor import Predictor
 from stepsight.training.regression.regressor import UNKNOWN

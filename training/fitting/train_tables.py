@@ -21,7 +21,6 @@ from stepsight.dataset.kinds.op import Op
 from stepsight.dataset.tables import Measurements
 from stepsight.training.collectives.between_nodes import UNFITTED, fit_between_nodes
 from stepsight.training.collectives.collective_models import CollectiveModel, fit_collectives, label_of
-from stepsight.training.corrections.posterior import Correction, fit_correction
 from stepsight.training.fitting.own_table import (
     OwnTable,
     family_figures,
@@ -33,7 +32,14 @@ from stepsight.training.fitting.own_table import (
     trained_on,
 )
 from stepsight.training.kernels.kernel_models import KernelModel, fit_kernels, label
-from stepsight.training.kernels.transferred import Teacher, Transfer, measured_range, name_of
+from stepsight.training.kernels.transferred import (
+    Correction,
+    Teacher,
+    Transfer,
+    fit_correction,
+    measured_range,
+    name_of,
+)
 from stepsight.training.predictor.predictor import Predictor, shipped_by_name, shipped_names, teacher_of
 from stepsight.training.regression.regressor import Regressor
 from stepsight.training.shipped.catalogue import RECIPES

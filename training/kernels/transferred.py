@@ -2,8 +2,12 @@
 
 ``seconds(op) = roofline(op) * exp(efficiency(op) + correction(op))``.  The efficiency (log of time over roofline) is
 that of predictors that come with the package, the teachers: their mean, or that of the device that is said to be alike.
-The correction is one Gaussian process for each family and precision (``posterior``), which sees the teachers'
-efficiencies, the op's shape, its tiles on this device's processors, and this device's roofline.
+
+The correction is one Gaussian process for each family and precision.  Its covariance is a sum: a constant, a linear
+term in each teacher's log-efficiency, and Matern-3/2 terms over the shape, over how well tiles fill the device, and
+over the roofline.  Amplitudes, lengths and the noise maximise the posterior of the measured rows (Rasmussen and
+Williams 2006, section 5.4.1) under log-normal priors that are the same for every device.  Far from every measurement
+the correction returns to the constant and linear terms.
 """
 
 from __future__ import annotations
@@ -18,14 +22,229 @@ from numpy.typing import NDArray
 from stepsight.dataset.base.errors import PredictorError
 from stepsight.dataset.hardware.hardware import Hardware, roofline_seconds
 from stepsight.dataset.kinds.op import Op
-from stepsight.features.named_columns import columns_of
-from stepsight.features.op_features import op_feature_names, op_features
-from stepsight.training.corrections.corrector import Support
-from stepsight.training.corrections.posterior import LINEAR, Correction
+from stepsight.features.op_features import columns_of, op_feature_names, op_features
+from stepsight.training.corrections.corrector import GaussianProcess, Support
 from stepsight.training.kernels.kernel_models import OUTSIDE, KernelModel, label
 from stepsight.training.regression.regressor import rows_by
 
 Array = NDArray[np.float64]
+Blocks = Mapping[str, Array]  # columns of each term of the covariance, ``(rows, columns)``
+
+LINEAR = "teachers"
+# Amplitude and length of each term before anything is measured, in log units; the linear one has no length.
+TERMS = {LINEAR: (0.3, 0.0), "shape": (0.15, 2.0), "tiles": (0.1, 1.0), "roofline": (0.2, 1.5)}
+CONSTANT, NOISE = 0.5, 0.06
+SHORT, SHORT_S = 0.7, 20e-6  # additional noise of the shortest ops; time at which it has halved
+AMPLITUDE_STD, LENGTH_STD, NOISE_STD = 1.0, 0.7, 0.5  # deviation of the priors' logarithms
+BLEND_S = 30e-6  # time of an op at which both posteriors of a correction have equal weight
+ROWS_OF_SCALES = 250  # rows used to find amplitudes and lengths: the cost is cubic
+MOST_ROWS = 800
+STEPS = 25
+ROBUST_STEPS, OUTLIER = 4, 2.0  # rows with errors beyond this many deviations have less weight
+MOST_CORRECTION = 3.0  # log units
+_CHUNK = 2048
+
+
+@dataclass(frozen=True, eq=False)
+class Posterior:
+    """The posterior from the measured ops of one label.
+
+    Attributes:
+        scales: Logarithms of the constant, the noise, the amplitude and length of each term, and how much more noise
+            short ops have.
+        rows: Columns of the measured ops by term.
+        weights: Of each measured op, ``(rows,)``.
+    """
+
+    scales: Array
+    rows: dict[str, Array]
+    weights: Array
+
+    def mean(self, asked: Blocks) -> Array:
+        """Expected correction of each op in log units, ``(asked,)``."""
+        count = len(asked[LINEAR])
+        found = np.empty(count)
+        for start in range(0, count, _CHUNK):
+            part = slice(start, start + _CHUNK)
+            some = {name: block[part] for name, block in asked.items()}
+            found[part] = _covariance(self.scales, _distances(some, self.rows)) @ self.weights
+        return np.clip(found, -MOST_CORRECTION, MOST_CORRECTION)
+
+    def to_dict(self) -> dict[str, Any]:
+        rows = {name: np.round(block, 6).tolist() for name, block in self.rows.items()}
+        return {"scales": self.scales.tolist(), "rows": rows, "weights": self.weights.tolist()}
+
+    @classmethod
+    def from_dict(cls, value: Mapping[str, Any]) -> Posterior:
+        weights = np.array(value["weights"], dtype=np.float64)
+        rows = {name: np.array(value["rows"][name], dtype=np.float64).reshape(len(weights), -1) for name in TERMS}
+        scales = np.array(value["scales"], dtype=np.float64)
+        if scales.shape != _prior()[0].shape or weights.ndim != 1 or not len(weights):
+            raise ValueError(f"a posterior must have {len(_prior()[0])} scales and a weight for each row")
+        if not all(np.isfinite(numbers).all() for numbers in (scales, weights, *rows.values())):
+            raise ValueError("numbers of a posterior must be finite")
+        return cls(scales, rows, weights)
+
+
+def fit_posterior(rows: Blocks, residuals: Array, seconds: Array, seed: int = 0) -> Posterior:
+    """Fit to measured ops.
+
+    Args:
+        rows: Columns of the ops by term.
+        residuals: Log of the measured time over what other devices' efficiency says, ``(rows,)``.
+        seconds: Measured, ``(rows,)``: short ops are noisier.
+        seed: Of the choice of rows where there are more than ``MOST_ROWS``.
+    """
+    order = np.random.default_rng(seed).permutation(len(residuals))[:MOST_ROWS]
+    kept, wanted, times = {name: rows[name][order] for name in TERMS}, residuals[order], seconds[order]
+    some = slice(0, ROWS_OF_SCALES)
+    near = {name: block[some] for name, block in kept.items()}
+    scales = _fit_scales(_distances(near, near), wanted[some], times[some])
+    covariance = _covariance(scales, _distances(kept, kept))
+    usual = _noise(scales, times)
+    noise = usual
+    for _ in range(ROBUST_STEPS):
+        process = GaussianProcess(covariance + np.diag(noise), wanted)
+        # Error of each row predicted from the others.
+        left_out = np.abs(process.weights / np.diag(process.inverse)) / np.sqrt(usual)
+        deviation = 1.48 * np.median(left_out) + 1e-9
+        noise = usual * np.maximum(1.0, left_out / (OUTLIER * deviation)) ** 2
+    return Posterior(scales, kept, process.weights)
+
+
+@dataclass(frozen=True, eq=False)
+class Correction:
+    """Two posteriors of the same measured ops, blended by the duration of an op.
+
+    Short ops scatter more.  A posterior that knows it is nearer for long ops, but smooths away what is really different
+    about short ones; for those one is taken that believes every measurement alike.
+
+    Attributes:
+        long: With more noise in short ops.
+        short: With the same noise in all.
+    """
+
+    long: Posterior
+    short: Posterior
+
+    def mean(self, asked: Blocks, seconds: Array) -> Array:
+        """Expected correction of each op in log units, ``(asked,)``.
+
+        Args:
+            asked: Columns of the ops by term.
+            seconds: Of each op before it is corrected, ``(asked,)``.
+        """
+        one, two = self.long.mean(asked), self.short.mean(asked)
+        part = 1 / (1 + (BLEND_S / (seconds * np.exp((one + two) / 2))) ** 2)
+        return np.asarray(part * one + (1 - part) * two)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"long": self.long.to_dict(), "short": self.short.to_dict()}
+
+    @classmethod
+    def from_dict(cls, value: Mapping[str, Any]) -> Correction:
+        return cls(Posterior.from_dict(value["long"]), Posterior.from_dict(value["short"]))
+
+
+def fit_correction(rows: Blocks, residuals: Array, seconds: Array, seed: int = 0) -> Correction:
+    """Fit both posteriors; arguments as in ``fit_posterior``."""
+    alike = np.full(len(seconds), np.inf)
+    return Correction(fit_posterior(rows, residuals, seconds, seed), fit_posterior(rows, residuals, alike, seed))
+
+
+def choose_rows(
+    candidates: Blocks, wanted: int, *, targets: Blocks | None = None, weights: Array | None = None
+) -> tuple[list[int], Array]:
+    """Choose the ops to measure first: each lowers the expected squared error over all targets most (greedily).
+
+    Args:
+        candidates: Columns of ops that could be measured, by term.
+        wanted: How many to choose.
+        targets: Columns of the ops that will be predicted; None: the candidates.
+        weights: How much each target counts, ``(targets,)``; None: alike.
+
+    Returns:
+        Their indices, the most informative first, and by how much each lowers the weighted variance.
+    """
+    scales = _prior()[0]
+    own = _covariance(scales, _distances(candidates, candidates))
+    other = own.copy() if targets is None else _covariance(scales, _distances(targets, candidates))
+    share = np.ones(len(other)) if weights is None else np.asarray(weights, dtype=np.float64)
+    noise = float(np.exp(2 * scales[1]))
+    chosen: list[int] = []
+    gains = np.zeros(min(wanted, len(own)))
+    for turn in range(len(gains)):
+        gain = share @ other**2 / (np.diag(own) + noise)
+        gain[chosen] = -1.0
+        best = int(np.argmax(gain))
+        chosen.append(best)
+        gains[turn] = gain[best]
+        row = own[best] / (own[best, best] + noise)
+        other -= np.outer(other[:, best], row)
+        own -= np.outer(own[:, best], row)
+    return chosen, gains
+
+
+def _prior() -> tuple[Array, Array]:
+    """Mean and deviation of the scales' priors."""
+    means, stds = [np.log(CONSTANT), np.log(NOISE)], [AMPLITUDE_STD, NOISE_STD]
+    for amplitude, length in TERMS.values():
+        means.append(np.log(amplitude))
+        stds.append(AMPLITUDE_STD)
+        if length:
+            means.append(np.log(length))
+            stds.append(LENGTH_STD)
+    return np.array([*means, np.log(SHORT)]), np.array([*stds, LENGTH_STD])
+
+
+def _noise(scales: Array, seconds: Array) -> Array:
+    """Variance of each measurement in log units."""
+    more = np.exp(2 * scales[-1]) / (1 + (seconds / SHORT_S) ** 2)
+    return np.asarray(np.exp(2 * scales[1]) * (1 + more))
+
+
+def _distances(left: Blocks, right: Blocks) -> dict[str, Array]:
+    """Products of the linear term's columns, squared distances of the others', ``(left, right)`` each."""
+    found = {}
+    for name in TERMS:
+        one, two = left[name], right[name]
+        products = one @ two.T
+        if name == LINEAR:
+            found[name] = products / max(one.shape[1], 1)
+        else:
+            squares = (one**2).sum(axis=1)[:, None] + (two**2).sum(axis=1)[None, :] - 2 * products
+            found[name] = np.maximum(squares, 0.0)
+    return found
+
+
+def _covariance(scales: Array, distances: Mapping[str, Array]) -> Array:
+    total = np.full(distances[LINEAR].shape, np.exp(2 * scales[0]))
+    at = 2
+    for name, (_, length) in TERMS.items():
+        power = np.exp(2 * scales[at])
+        if length:
+            steps = np.sqrt(3 * distances[name]) * np.exp(-scales[at + 1])
+            total += power * (1 + steps) * np.exp(-steps)
+        else:
+            total += power * distances[name]
+        at += 2 if length else 1
+    return total
+
+
+def _fit_scales(distances: Mapping[str, Array], residuals: Array, seconds: Array) -> Array:
+    from scipy.optimize import minimize
+
+    means, stds = _prior()
+
+    def cost(scales: Array) -> float:
+        covariance = _covariance(scales, distances)
+        covariance[np.diag_indices_from(covariance)] += _noise(scales, seconds) + 1e-9
+        prior = (((scales - means) / stds) ** 2).sum()
+        return float(0.5 * (GaussianProcess(covariance, residuals).cost() + prior))
+
+    return np.asarray(minimize(cost, means, method="L-BFGS-B", options={"maxiter": STEPS}).x, dtype=np.float64)
+
+
 _COLUMNS = {
     "shape": ("log_dim", "log_tiles_per_processor"),
     "tiles": ("log_waste_",),

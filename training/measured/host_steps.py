@@ -22,12 +22,12 @@ from stepsight.dataset.graph.rank_graph import PHASES
 from stepsight.dataset.kinds.op import Op
 from stepsight.dataset.runs.trace import profiling_correction, without_overhead
 from stepsight.dataset.trace_graphs.graph_schema import NUMBERS, work_of
-from stepsight.features.host_call_features import call_label
 from stepsight.training.kernels.host_calls import (
     FUSED,
     MOST_CROWDED,
     Alone,
     HostCalls,
+    call_label,
     fit_host_calls,
     fit_loops,
     loop_terms,

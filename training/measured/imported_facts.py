@@ -1,7 +1,8 @@
-"""Execution facts from traces of a GPU: the host's time to launch ops, and the slowdown beside collectives.
+"""Execution facts of the hardware from traces and records: launches, overlap, and costs of the pipeline runtime.
 
 A kind's launches cost about the same whatever its sizes; an optimizer's grow with its tensors.  A profiler slows the
-host with every call that it records: how much is what best explains the runs' times without one.
+host with every call that it records: how much is what best explains the runs' times without one.  Costs of torch's
+pipeline runtime are a few constants, fitted on records of real runs.
 """
 
 from __future__ import annotations
@@ -14,15 +15,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stepsight.dataset.hardware.hardware import Hardware, launch_units
+from stepsight.dataset.job.job import Job
 from stepsight.dataset.kinds.op import Op
 from stepsight.dataset.runs.trace import MOST_PER_EVENT_S, USUAL_PER_EVENT_S
+from stepsight.simulator.clock.engine import Floats
+from stepsight.simulator.clock.track import Track, find_track
+from stepsight.simulator.schedules import KIND_NAMES
+from stepsight.simulator.schedules.order import COMPUTE, POST
 from stepsight.training.measured.measured import MeasuredRun
 
 if TYPE_CHECKING:
     from stepsight.dataset.trace_graphs.learning_segments import StepWorks
 
-
-Floats = NDArray[np.float64]
 
 FEWEST_LAUNCHES = 20  # fewest launches of a kind for its launch time
 FEWEST_BESIDE, LEAST_BESIDE_S = 50, 1e-3  # fewest overlapping ops, and least time of them, for the slowdown
@@ -127,7 +131,6 @@ def launch_seconds(steps: Sequence[StepWorks]) -> dict[str, float]:
     return out
 
 
-Array = NDArray[np.float64]
 _STEPS = 9
 
 
@@ -146,7 +149,7 @@ def launches_in_traces(runs: Sequence[MeasuredRun], per_event_s: float) -> dict[
     return {kind: max(float(np.mean(values)), _LEAST_S) for kind, values in sorted(found.items())}
 
 
-def _by_kind(run: MeasuredRun, per_event_s: float) -> dict[str, tuple[Array, Array]]:
+def _by_kind(run: MeasuredRun, per_event_s: float) -> dict[str, tuple[Floats, Floats]]:
     """Host seconds of each launch, and its weight relative to its kind's launch, by kind."""
     kinds: dict[str, list[tuple[float, float]]] = {}
     for segment in run.segments:
@@ -168,7 +171,7 @@ def launches_alone(ops: Sequence[Op], seconds: Sequence[float]) -> dict[str, flo
 
 
 def fit_launches(
-    runs: Sequence[MeasuredRun], alone: Mapping[str, float], iterations: Callable[[dict[str, float]], Array]
+    runs: Sequence[MeasuredRun], alone: Mapping[str, float], iterations: Callable[[dict[str, float]], Floats]
 ) -> dict[str, float]:
     """Launch seconds by kind.
 
@@ -187,3 +190,81 @@ def fit_launches(
         off += 1e-4 * abs(per_event_s - USUAL_PER_EVENT_S) / USUAL_PER_EVENT_S  # if no run waits for its host
         best = min(best, (off, kinds), key=lambda found: found[0])
     return best[1]
+
+
+Gaps = list[tuple[int, float]]
+KINDS = {"forward": "F", "backward": "B", "input": "I", "weight": "W"}  # by the label of a segment
+FEWEST_GAPS = 20
+MOST_HOST_S = 0.05
+CLEAR_S = 2e-3  # by which a message was ready earlier where a rank certainly did not wait for it
+
+
+def measured(step: dict[str, Any], track: Track) -> tuple[Floats, Floats]:
+    """Start and end of every action of a track in one recorded step, from the first start; shape ``(num_actions,)``.
+
+    Raises:
+        ValueError: If the actions of a rank, or their order, are others than the track's.
+    """
+    start, end = np.empty((2, track.num_actions))
+    for rank, rows in enumerate(step["ranks"]):
+        own = np.flatnonzero(track.stage == rank)
+        fields = (track.kind[own], track.part[own], track.micro_batch[own])
+        expected = [(KIND_NAMES[k], p, m) for k, p, m in zip(*(field.tolist() for field in fields), strict=True)]
+        got = [(kind, part, micro) for kind, part, micro, _, _ in rows]
+        if got != expected:
+            raise ValueError(f"rank {rank} must run the schedule's actions in order, got {got} for {expected}")
+        start[own], end[own] = [row[3] for row in rows], [row[4] for row in rows]
+    return start - start.min(), end - start.min()
+
+
+def fit_host(records: Sequence[tuple[Job, dict[str, Any]]]) -> tuple[float, float]:
+    """Seconds that the runtime's host takes before each action, and to post a side of a message.
+
+    Args:
+        records: Jobs with pipelines on a box, and the records of their steps (``measure.noted_steps`` of the harness).
+
+    Returns:
+        Both 0 where nothing tells.
+    """
+    gaps: Gaps = []
+    for job, step in records:
+        p = job.parallel
+        track = find_track(p.schedule, p.pp, job.num_micro_batches, p.virtual_stages, runtime=p.runtime or "torch")
+        stages = [step["spans"][stage * p.tp * p.dp] for stage in range(p.pp)]  # of the first replica
+        rows = [[(KINDS[label], *span) for label, *span in spans if label in KINDS] for spans in stages]
+        start, end = measured({"ranks": rows}, track)
+        gaps += _gaps_without_waits(track, start, end)
+    if len(gaps) < FEWEST_GAPS:
+        return 0.0, 0.0
+    host_action_s, host_message_s = _line(np.array(gaps))
+    return min(host_action_s, MOST_HOST_S), min(host_message_s, MOST_HOST_S)
+
+
+def _line(points: NDArray[np.float64]) -> tuple[float, float]:
+    """Intercept and slope through the medians of ``(x, y)`` at every x; neither is negative."""
+    values, count = np.unique(points[:, 0], return_counts=True)
+    values = values[count >= 5] if (count >= 5).any() else values
+    middles = np.array([np.median(points[points[:, 0] == value, 1]) for value in values])
+    slope = max(0.0, float(np.polyfit(values, middles, 1)[0])) if len(values) > 1 else 0.0
+    return max(0.0, float(np.mean(middles - slope * values))), slope
+
+
+def _gaps_without_waits(track: Track, start: Floats, end: Floats) -> Gaps:
+    """Posts between two actions of a rank, and seconds from the one to the other, where no message was waited for."""
+    found: Gaps = []
+    free = np.zeros(track.num_stages)
+    posts = np.zeros(track.num_stages, dtype=np.int64)
+    ready = np.full(track.num_stages, -np.inf)  # when the last message that the rank waits for could be transferred
+    posted = np.zeros((track.num_messages, 2))
+    seen = np.zeros(track.num_stages, dtype=np.bool_)
+    for op, rank, index, side in zip(*(field.tolist() for field in track.entries), strict=True):
+        if op == POST:
+            posts[rank] += 1
+            posted[index, side] = free[rank]
+        elif op == COMPUTE:
+            if seen[rank] and ready[rank] < free[rank] - CLEAR_S:
+                found.append((int(posts[rank]), start[index] - free[rank]))
+            seen[rank], free[rank], posts[rank], ready[rank] = True, end[index], 0, -np.inf
+        else:
+            ready[rank] = max(ready[rank], posted[index].max())
+    return found

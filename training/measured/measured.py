@@ -19,7 +19,7 @@ from stepsight.dataset.kinds.op import Collective, Op
 from stepsight.dataset.runs.event_file import EventFile, read_event_file
 from stepsight.dataset.runs.run_folder import read_collection
 from stepsight.dataset.runs.run_manifest import RunManifest
-from stepsight.features.host_call_features import call_label, holds_several
+from stepsight.training.kernels.host_calls import call_label, holds_several
 from stepsight.training.measured.imported_ops import (
     ImportedSegments,
     imported_times,

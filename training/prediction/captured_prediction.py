@@ -17,8 +17,7 @@ from stepsight.dataset.hardware.hardware import canonical_hardware, find_fabric,
 from stepsight.dataset.kinds.op import Op
 from stepsight.simulator.durations.latency_model import RooflineLatency, preset_latency
 from stepsight.simulator.replay.captured_step import CapturedStep, time_captured
-from stepsight.training.intervals.conformal import Intervals
-from stepsight.training.intervals.published_errors import JobClass, job_class, uncalibrated_half_width
+from stepsight.training.intervals.published_errors import Intervals, JobClass, job_class, uncalibrated_half_width
 from stepsight.training.kernels.host_calls import HostCalls
 from stepsight.training.prediction.prediction import ROOFLINE_SOURCE, asked_predictor
 from stepsight.training.predictor.learned_latency import LearnedLatency

@@ -22,12 +22,11 @@ from stepsight.simulator.durations.latency_model import (
 from stepsight.simulator.iteration.simulate import Sensitivity, Simulation, explain, iteration_flops, simulate
 from stepsight.simulator.iteration.timeline import timeline_json
 from stepsight.simulator.memory import Memory, estimate_memory
-from stepsight.training.intervals.conformal import Intervals
-from stepsight.training.intervals.published_errors import class_of, uncalibrated_half_width
+from stepsight.training.intervals.published_errors import Intervals, class_of, uncalibrated_half_width
 from stepsight.training.prediction.prediction_views import html_view, one_line, one_row, plot_breakdown, warnings_of
 from stepsight.training.predictor.learned_latency import LearnedLatency, outside
+from stepsight.training.predictor.model_tables import REGISTERED
 from stepsight.training.predictor.predictor import Predictor, shipped_names
-from stepsight.training.predictor.predictor_manifest import REGISTERED
 from stepsight.training.predictor.software_used import SoftwareUsed, software_used
 from stepsight.training.shipped.catalogue import shipped_predictor
 
@@ -360,7 +359,7 @@ def named_predictor(name: str) -> Predictor:
         PredictorError: If there is none.
     """
     if name.startswith(REGISTERED):
-        from stepsight.training.tracking.registered import load_model_uri
+        from stepsight.training.tracking.store import load_model_uri
 
         return load_model_uri(name)
     found = shipped_predictor(name)

@@ -31,28 +31,26 @@ from stepsight.dataset.job.job import Job
 from stepsight.dataset.kinds.op import Collective, Op
 from stepsight.training.collectives.collective_models import CollectiveModel
 from stepsight.training.corrections.calibration import Calibration
-from stepsight.training.intervals.conformal import Intervals
+from stepsight.training.intervals.published_errors import Intervals
 from stepsight.training.kernels.host_calls import HostCalls
 from stepsight.training.kernels.kernel_models import KernelModel
 from stepsight.training.kernels.transferred import Teacher
 from stepsight.training.predictor.learned_latency import LearnedLatency
 from stepsight.training.predictor.model_tables import (
-    load_collective,
-    load_host_calls,
-    load_kernel,
-    save_collective,
-    save_host_calls,
-    save_kernel,
-)
-from stepsight.training.predictor.predictor_manifest import (
     MANIFEST,
     SCHEMA,
     UNSEALED,
     changed_files,
     check_output,
+    load_collective,
+    load_host_calls,
+    load_kernel,
     made,
     read_part,
     read_predictor_manifest,
+    save_collective,
+    save_host_calls,
+    save_kernel,
     write_manifest,
 )
 from stepsight.training.predictor.software_used import kernels_asked

@@ -14,7 +14,7 @@ from stepsight.dataset.kinds.op import Collective, Op
 from stepsight.training.kernels.kernel_models import KernelModel, label
 
 ROWWISE = "a scale for each row"  # in names of software whose 8-bit products include a conversion
-# NCCL's versions that the model of collectives describes (``features.nccl_choices``), and those of measured tables.
+# NCCL's versions that the model of collectives describes (``choice_terms``), and those of measured tables.
 OLDEST_NCCL = "2.18"
 _TABLE = re.compile(r"/(sglang|trtllm|vllm|nccl)/([0-9][^/]*)/")
 _TABLE_NAMES = {"TensorRT-LLM": "trtllm", "SGLang": "sglang", "vLLM": "vllm"}

@@ -13,8 +13,7 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from stepsight.training.corrections.corrector import Support, faded
-from stepsight.training.corrections.gaussian_process import LENGTHS, Neighbours, fit_neighbours
+from stepsight.training.corrections.corrector import LENGTHS, Neighbours, Support, faded, fit_neighbours
 from stepsight.training.regression.fitted_physics import MOST_LOG, Bounds, Physics, fit_physics
 from stepsight.training.regression.trees import MANY_ROWS, MIN_ROWS, Trees, fit_trees
 

@@ -22,8 +22,7 @@ from stepsight.dataset.base.errors import PredictorError, StepsightError
 from stepsight.dataset.base.files import digest
 from stepsight.dataset.hardware.hardware import Hardware, find_hardware
 from stepsight.dataset.kinds.op import COLLECTIVE_KINDS, OP_KINDS
-from stepsight.training.kernels.derived_kinds import Ratio, label
-from stepsight.training.kernels.kernel_models import same_chip
+from stepsight.training.kernels.kernel_models import Ratio, label, same_chip
 from stepsight.training.predictor.predictor import SHIPPED, Predictor, shipped_names
 from stepsight.training.shipped.product_power import product_power_w, tabled_power_w
 

@@ -15,8 +15,14 @@ from stepsight.dataset.kinds.op import Collective, Op
 from stepsight.dataset.tables import Measurements
 from stepsight.training.collectives.between_nodes import fit_between_nodes
 from stepsight.training.collectives.collective_models import CollectiveModel, fit_collectives, label_of
-from stepsight.training.kernels.derived_kinds import MAX_LOG_RATIO, MIN_LOG_RATIO, Ratio, base_of
-from stepsight.training.kernels.kernel_models import KernelModel, fit_kernels
+from stepsight.training.kernels.kernel_models import (
+    MAX_LOG_RATIO,
+    MIN_LOG_RATIO,
+    KernelModel,
+    Ratio,
+    base_of,
+    fit_kernels,
+)
 
 Array = NDArray[np.float64]
 

@@ -17,15 +17,18 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from stepsight.dataset.base.errors import PredictorError
+from stepsight.training.predictor.model_tables import check_output
 from stepsight.training.predictor.predictor import Predictor
-from stepsight.training.predictor.predictor_manifest import check_output
-from stepsight.training.tracking.registered import ALIAS, ARTIFACT, download, model_name
 from stepsight.training.tracking.store import (
+    ALIAS,
+    ARTIFACT,
     check_store,
     database_file,
+    download,
     first_line,
     impatient,
     is_missing,
+    model_name,
     store_client,
     store_lock,
 )

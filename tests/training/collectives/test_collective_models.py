@@ -6,7 +6,7 @@ import pytest
 
 from stepsight.dataset.hardware.hardware import Fabric, alpha_beta_seconds, find_fabric
 from stepsight.dataset.kinds.op import Collective
-from stepsight.features.nccl_features import nccl_terms
+from stepsight.features.collective_features import nccl_terms
 from stepsight.training.collectives.collective_models import fit_collectives
 from stepsight.training.predictor.predictor import Predictor
 

@@ -22,7 +22,7 @@ from stepsight.simulator.programs.lower import signatures
 from stepsight.training.fitting.heldout import evaluate_heldout, spearman
 from stepsight.training.fitting.train_runs import train
 from stepsight.training.predictor.predictor import Predictor
-from stepsight.training.tracking.registered import load_model_uri
+from stepsight.training.tracking.store import load_model_uri
 from stepsight.training.tracking.tracking import default_uri
 
 OpTruth = Callable[[Op, int], float]

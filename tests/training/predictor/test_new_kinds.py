@@ -22,8 +22,8 @@ from stepsight.features.op_features import op_feature_names
 from stepsight.gnn.context_model import ContextModel
 from stepsight.training.kernels.kernel_models import fit_kernels
 from stepsight.training.prediction.prediction import predict
+from stepsight.training.predictor.model_tables import write_manifest
 from stepsight.training.predictor.predictor import Predictor, shipped_names
-from stepsight.training.predictor.predictor_manifest import write_manifest
 
 EXAMPLES = sorted((Path(__file__).parents[3] / "examples").glob("*.toml"))
 DIMS = tuple(f"dim{i}" for i in range(max(8, 1 + max(len(kind.dim_names) for kind in OP_KINDS.values()))))

@@ -10,8 +10,8 @@ from stepsight.dataset.base.errors import PredictorError
 from stepsight.dataset.job.job import BatchSpec, ClusterSpec, Job, ModelSpec, ParallelSpec
 from stepsight.dataset.kinds.op import Collective, Op
 from stepsight.training.corrections.calibration import Calibration, Constants
+from stepsight.training.predictor.model_tables import write_manifest
 from stepsight.training.predictor.predictor import SHIPPED, Predictor
-from stepsight.training.predictor.predictor_manifest import write_manifest
 
 
 def _job(hardware: str = "toy") -> Job:

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
-from stepsight.training.corrections.corrector import FADE, Support
-from stepsight.training.corrections.gaussian_process import Neighbours
+from stepsight.training.corrections.corrector import FADE, Neighbours, Support
 from stepsight.training.regression.fitted_physics import Physics
 from stepsight.training.regression.regressor import Regressor, SignatureRows
 

@@ -24,7 +24,7 @@ from stepsight.training.shipped.catalogue import (
     shipped_names,
     shipped_predictor,
 )
-from stepsight.training.tracking.registered import load_predictor
+from stepsight.training.tracking.store import load_predictor
 
 DATA = Path(os.environ.get("STEPSIGHT_DATA", Path(__file__).parents[4] / "shared" / "data"))
 EXAMPLES = Path(__file__).parents[3] / "examples"

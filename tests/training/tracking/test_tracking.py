@@ -16,7 +16,7 @@ from stepsight.dataset.kinds.op import Op
 from stepsight.training.prediction.prediction import predict
 from stepsight.training.predictor.predictor import Predictor
 from stepsight.training.served_model import ServedModel
-from stepsight.training.tracking.registered import load_model_uri, load_predictor
+from stepsight.training.tracking.store import load_model_uri, load_predictor
 from stepsight.training.tracking.tracking import default_uri, process_name, reopened, tracked
 
 JOB = {
