@@ -55,7 +55,7 @@ if TYPE_CHECKING:
     from stepsight.experiments.search.settings import Goal as Goal
     from stepsight.experiments.search.settings import Scenarios as Scenarios
     from stepsight.experiments.search.settings import SearchSettings as SearchSettings
-    from stepsight.experiments.search.space import Space as Space
+    from stepsight.experiments.search.settings import Space as Space
     from stepsight.training.fitting.train_runs import train as train
     from stepsight.training.prediction.ask_many import predict_many as predict_many
     from stepsight.training.prediction.prediction import Prediction as Prediction
@@ -85,8 +85,7 @@ _MODULES = {
     "experiments.evaluation.evaluate": ("Evaluation", "evaluate"),
     "experiments.search.choices": ("Choice", "SearchResult"),
     "experiments.search.search": ("search",),
-    "experiments.search.settings": ("Goal", "Scenarios", "SearchSettings"),
-    "experiments.search.space": ("Space",),
+    "experiments.search.settings": ("Goal", "Scenarios", "SearchSettings", "Space"),
     "training.fitting.train_runs": ("train",),
     "training.prediction.ask_many": ("predict_many",),
     "training.prediction.prediction": ("Prediction", "predict"),

@@ -8,6 +8,7 @@ flight.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -21,7 +22,7 @@ from stepsight.dataset.hardware.hardware import Hardware
 from stepsight.dataset.job.execution import semantics_of
 from stepsight.dataset.job.job import Job
 from stepsight.dataset.kinds.op import Collective, Op
-from stepsight.experiments.search.strategies import Grid
+from stepsight.experiments.search.strategies import Block, Grid
 from stepsight.simulator.blocks.family import find_family
 from stepsight.simulator.blocks.step import RankShape
 from stepsight.simulator.clock.engine import Floats
@@ -80,7 +81,7 @@ def grid_bounds(grid: Grid, given: Prediction) -> Bounds:
         timer, hardware = best_devices(grid.job, timer, hardware)
     table = ShapeTable(grid, timer, hardware)
     sent = Collectives(timer)
-    blocks = [_Block(grid, number, table, sent, hardware) for number in range(len(grid.layouts))]
+    blocks = [_BlockBounds(grid, block, table, sent, hardware) for block in grid.blocks.values()]
     seconds = np.concatenate([block.seconds().ravel() for block in blocks])
     peak_bytes = np.concatenate([block.peak_bytes().ravel() for block in blocks])
     factor = least_factor(given.predictor) * (1.0 - ROUNDING)
@@ -144,7 +145,7 @@ class ShapeTable:
 
     Attributes:
         micro_batches: Sizes, in the order of ``ids``.
-        ids: For each block the number of each shape: micro-batch size, sequence parallelism, order of ranks, whether
+        ids: By layout, the number of each shape: micro-batch size, sequence parallelism, order of ranks, whether
             fully sharded, whether offloaded.
         shapes: By number.
         kinds: Kinds of layers; the embedding and the head follow them wherever blocks are counted.
@@ -155,13 +156,15 @@ class ShapeTable:
         model = grid.job.model
         self._grid, self._hardware = grid, hardware
         self.micro_batches = grid.space.micro_batches
+        options = [block.options for block in grid.blocks.values()]
+        kept = [sets for each in options for sets in each["recompute"].values()]
+        self._offload = [False, True] if any(sets["offload_activations"] for sets in kept) else [False]
+        self._recompute = sorted({"none", *(sets["recompute"] for sets in kept)})
         self._known: dict[RankShape, int] = {}
-        self.ids = [self._number(block) for block in range(len(grid.layouts))]
+        self.ids = {block.layout: self._number(block) for block in grid.blocks.values()}
         self.shapes = tuple(self._known)
         self.kinds = tuple(dict.fromkeys(kind for kind, _ in find_family(model.family).layer_kinds(model)))
-        asked = {how.partition("/")[0] for options in grid.options for how in options["recompute"]}
-        self._recompute = sorted({"none", *asked} - {"offload"})
-        split = any(is_split(text.split()[1]) for options in grid.options for text in options["pipeline"])
+        split = any(is_split(sets["schedule"]) for each in options for sets in each["pipeline"].values())
         parts = ("backward", *(("input",) if split else ()))
         passes = [PassKind(part, how, whole=False) for part in parts for how in self._recompute]
         if "full" in self._recompute:
@@ -170,34 +173,24 @@ class ShapeTable:
         self._seconds = block_seconds(timer, self.shapes, self.kinds, self._passes)
         self.numel, self._kept = block_sizes(self.shapes, self.kinds, self._recompute)
 
-    def _number(self, block: int) -> Ids:
-        layout, options = self._grid.layouts[block], self._grid.options[block]
-        offload = [False, True] if any("offload" in o["recompute"] for o in self._grid.options) else [False]
-        places = [
-            (micro_batch, sp, order, zero, off)
-            for micro_batch in self.micro_batches
-            for sp in options["sequence_parallel"]
-            for order in options.get("order", [""])
-            for zero in ("0", "3")
-            for off in offload
-        ]
-        base: dict[tuple[str, str, bool], RankShape] = {}
-        numbers = []
-        for micro_batch, sp, order, zero, off in places:
-            if (order, zero, off) not in base:
-                base[order, zero, off] = self._shape(layout, options, order, zero, off)
-            shape = replace(base[order, zero, off], micro_batch=micro_batch, sequence_parallel=sp)
-            numbers.append(self._known.setdefault(shape, len(self._known)))
-        shape_of = (len(self.micro_batches), len(options["sequence_parallel"]), len(options.get("order", [""])), 2)
-        return np.array(numbers).reshape(*shape_of, len(offload))
-
-    def _shape(self, layout: Any, options: dict[str, list[Any]], order: str, zero: str, offload: bool) -> RankShape:
-        """The shape with a micro-batch of 1 and without sequence parallelism; messages between stages do not count."""
-        how = "offload" if offload else next((how for how in options["recompute"] if how != "offload"), "none")
-        chosen = {"pipeline": "1 1f1b x1", "zero_stage": zero, "recompute": how, "sequence_parallel": False}
-        job = self._grid.build(layout, chosen | ({"order": order} if order else {}))
+    def _number(self, block: Block) -> Ids:
+        options = block.options
+        orders = list(options.get("order", {"": {}}).values())
+        sequences, recompute = list(options["sequence_parallel"]), options["recompute"].values()
         share = self._hardware.comm_compute_share if self._hardware.kind != "cpu" else 0.0
-        return replace(rank_shape(job, share, semantics_of(job, self._hardware.kind)), scatter_p2p=False)
+        base = []  # with a micro-batch of 1 and without sequence parallelism; messages between stages do not count
+        for order, zero, off in itertools.product(orders, (0, 3), self._offload):
+            none = {"recompute": "none", "offload_activations": off, "recompute_modules": ()}
+            kept = next((sets for sets in recompute if sets["offload_activations"] is off), none)
+            job = self._grid.build(block.layout, **kept, **order, zero_stage=zero, sequence_parallel=False)
+            shape = rank_shape(job, share, semantics_of(job, self._hardware.kind))
+            base.append(replace(shape, scatter_p2p=False))
+        numbers = [
+            self._known.setdefault(replace(shape, micro_batch=size, sequence_parallel=sp), len(self._known))
+            for size, sp in itertools.product(self.micro_batches, sequences)
+            for shape in base
+        ]
+        return np.array(numbers).reshape(len(self.micro_batches), len(sequences), len(orders), 2, len(self._offload))
 
     def counts(self, parts: int, every: int) -> tuple[Floats, Floats]:
         """Number of blocks of each part of the model, and how many are recomputed."""
@@ -241,36 +234,39 @@ class ShapeTable:
         return np.asarray(self._kept[ids, :, plain] @ (counts - again).T + self._kept[ids, :, full] @ again.T)
 
 
-class _Block:
-    """One layout of a grid, with all further choices.
+def _sharing(job: Job, hardware: Hardware) -> Sharing:
+    """How the replicas of a job share its states."""
+    semantics, groups = semantics_of(job, hardware.kind), groups_of(job)
+    states = states_of(job.parallel, semantics, job.batch.dtype, groups)
+    return Sharing(job, semantics, groups, states, hardware.kind != "cpu")
+
+
+class _BlockBounds:
+    """Bounds of one block of a grid.
 
     Axes are named in shapes: ``p`` pipelines, ``z`` ways of sharding, ``r`` recomputation, ``s`` sequence parallelism,
     ``o`` orders of ranks, ``m`` micro-batch sizes, ``d`` stages.
     """
 
-    def __init__(self, grid: Grid, number: int, table: ShapeTable, sent: Collectives, hardware: Hardware) -> None:
-        self._grid, self._table, self._collectives, self._hardware = grid, table, sent, hardware
-        self._layout, self._options = grid.layouts[number], grid.options[number]
-        self._ids = table.ids[number]
-        self._orders = self._options.get("order", [""])
-        self._zeros = [self._shared(zero) for zero in self._options["zero_stage"]]
+    def __init__(self, grid: Grid, block: Block, table: ShapeTable, sent: Collectives, hardware: Hardware) -> None:
+        self._table, self._collectives, self._hardware = table, sent, hardware
+        self._layout, self._ids = block.layout, table.ids[block.layout]
+        self._orders = list(block.options.get("order", {"": {}}).values())
+        self._zeros: list[list[Sharing]] = []  # ways of sharding, one for each order of ranks
+        for zero in block.options["zero_stage"].values():
+            jobs = [grid.build(block.layout, sequence_parallel=False, **zero, **order) for order in self._orders]
+            self._zeros.append([_sharing(job, hardware) for job in jobs])
         self._fully = np.array([int(shared[0].job.parallel.zero_stage == 3) for shared in self._zeros])
-        self._recompute = [how.partition("/")[::2] for how in self._options["recompute"]]
-        sizes = [text.split() for text in self._options["pipeline"]]
-        self._pipelines = [(table.micro_batches.index(int(mb)), name, int(v[1:])) for mb, name, v in sizes]
+        self._recompute = [  # kind, of every n-th layer, whether offloaded
+            (sets["recompute"], sets.get("recompute_every", 1), int(sets["offload_activations"]))
+            for sets in block.options["recompute"].values()
+        ]
+        self._pipelines = [
+            (table.micro_batches.index(sets["micro_batch"]), sets["schedule"], sets["virtual_stages"])
+            for sets in block.options["pipeline"].values()
+        ]
         replica = grid.job.batch.global_batch // self._layout.dp
         self._many = np.array([replica // size for size in table.micro_batches], dtype=np.float64)
-
-    def _shared(self, zero: str) -> list[Sharing]:
-        """Ways of sharding, one for each order of ranks."""
-        found = []
-        for order in self._orders:
-            chosen = {"pipeline": "1 1f1b x1", "zero_stage": zero, "sequence_parallel": False}
-            job = self._grid.build(self._layout, chosen | ({"order": order} if order else {}))
-            semantics, groups = semantics_of(job, self._hardware.kind), groups_of(job)
-            states = states_of(job.parallel, semantics, job.batch.dtype, groups)
-            found.append(Sharing(job, semantics, groups, states, self._hardware.kind != "cpu"))
-        return found
 
     def seconds(self) -> Floats:
         """Lower bounds of seconds, shape ``(p, z, r, s, o)``."""
@@ -280,7 +276,7 @@ class _Block:
         for size, schedule, chunks in self._pipelines:
             place = (chunks, placement_of(schedule, self._layout.pp))
             if (key := (*place, is_split(schedule))) not in computed:
-                stages = [self._computed(schedule, chunks, how, int(every or 1)) for how, every in self._recompute]
+                stages = [self._computed(schedule, chunks, *how) for how in self._recompute]
                 computed[key] = np.stack(stages, axis=1)  # m r s o fully d
             if place not in sent:
                 sent[place] = self._sent(*place)
@@ -289,10 +285,9 @@ class _Block:
             out.append(np.maximum(own + after, self._many[size] * each + once).max(axis=-1))
         return np.array(out)
 
-    def _computed(self, schedule: str, chunks: int, how: str, every: int) -> Floats:
+    def _computed(self, schedule: str, chunks: int, kind: str, every: int, offload: int) -> Floats:
         """Earliest time at which each stage has computed, shape ``(m, s, o, 2, d)``; the 2: whether fully sharded."""
-        stages = self._layout.pp
-        ids, kind = self._ids[..., int(how == "offload")], "none" if how == "offload" else how
+        stages, ids = self._layout.pp, self._ids[..., offload]
 
         def seconds(part: str) -> Floats:
             return self._table.part_seconds(ids, part, kind, stages * chunks, every)
@@ -357,9 +352,8 @@ class _Block:
         stages, ids = self._layout.pp, self._ids[size]
         flying = in_flight(schedule, stages, int(self._many[size]), chunks)
         found = []
-        for how, every in self._recompute:
-            kind, place = ("none" if how == "offload" else how), int(how == "offload")
-            kept = self._table.kept_bytes(ids[..., place], kind, stages * chunks, int(every or 1))
+        for kind, every, offload in self._recompute:
+            kept = self._table.kept_bytes(ids[..., offload], kind, stages * chunks, every)
             if placement_of(schedule, stages) == "loop" and self._zeros[0][0].semantics.overlap.runtime != "torch":
                 found.append((kept.reshape(*kept.shape[:-1], chunks, stages) * flying.T).sum(axis=-2))
             else:

@@ -2,26 +2,43 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import bisect
+import math
+import time
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from stepsight.dataset.base.errors import JobError, StepsightError
+from stepsight.dataset.base.files import digest
 from stepsight.dataset.configs.formats import write_config
 from stepsight.dataset.job.job import Job, JobLike
 from stepsight.experiments.reports.notebook_bar import NotebookBar
-from stepsight.experiments.search.choices import Choice, SearchResult
+from stepsight.experiments.search.bounds import Bounds, grid_bounds
+from stepsight.experiments.search.choices import MOST_RIVALS, Choice, SearchResult, by_expected_regret, find_rivals
 from stepsight.experiments.search.expert_loads import ExpertLoads
-from stepsight.experiments.search.job_search import OnTrial, SearchRequest, search_job
-from stepsight.experiments.search.mapped import MapFn
-from stepsight.experiments.search.settings import REGRET, Goal, Scenarios, SearchSettings
-from stepsight.experiments.search.space import Space
-from stepsight.experiments.search.strategies import VARIED, strategies
+from stepsight.experiments.search.settings import REGRET, Goal, Scenarios, SearchSettings, Seconds, Space
+from stepsight.experiments.search.strategies import VARIED, Grid, scenario_jobs, strategies
+from stepsight.experiments.search.study import Evaluations, MapFn, StoredEvaluations, ask_mapped
+from stepsight.simulator.memory import estimate_memory
 from stepsight.training.prediction.ask_many import ask_many
 from stepsight.training.prediction.prediction import predict
 
 if TYPE_CHECKING:
     from stepsight.training.predictor.predictor import Predictor
+
+TRIALS = 200  # of samplers, which would never stop
+FEWEST, MOST = 32, 1024  # strategies predicted together: with more, some predictions are unnecessary
+FEWEST_MAPPED, MOST_MAPPED = 512, 16384  # the same if other processes predict them
+MOST_LEGAL = 20_000  # most strategies to check for what a format expresses: some ten seconds
+OnTrial = Callable[[int, float | None], None]
+Choose = Callable[[int], Sequence[int]]  # chooses at most this many of the remaining strategies
 
 
 def search(
@@ -66,97 +83,304 @@ def search(
     """
     if scenarios is not None and not isinstance(scenarios, Scenarios):
         raise StepsightError(f"scenarios must be Scenarios, as in Scenarios(nodes=(8, 16)), got {scenarios!r:.80}")
+    if goal is not None and not isinstance(goal, Goal):
+        raise StepsightError(f"goal must be a Goal, for example Goal(objective='cost'), got {goal!r:.80}")
+    if map_fn is not None and not callable(map_fn):
+        raise StepsightError(f"map_fn must be a function such as Executor.map, got {map_fn!r:.80}")
     with NotebookBar("strategies") as bar:
-        request = SearchRequest(
-            space=Space.of(space),
-            goal=goal or Goal(),
-            settings=replace(settings or SearchSettings(), **options),
-            expert_loads=ExpertLoads.of(expert_loads),
-            on_trial=on_trial or _shown_in(bar),
-            map_fn=map_fn,
+
+        def show(number: int, best: float | None) -> None:
+            bar.show(number + 1, more="none fits yet" if best is None else f"best {best:.4g} s")
+
+        asked = _Asked(
+            predictor,
+            Space.of(space),
+            goal or Goal(),
+            replace(settings or SearchSettings(), **options),
+            ExpertLoads.of(expert_loads),
+            on_trial or (show if bar.active else None),
+            map_fn,
         )
         if scenarios is None or scenarios.is_empty:
-            return search_job(Job.of(job), predictor, request)
-        return search_scenarios(Job.of(job), predictor, request, scenarios)
+            return _JobSearch(Job.of(job), asked).run()
+        return _search_scenarios(Job.of(job), asked, scenarios)
 
 
-def _shown_in(bar: NotebookBar) -> OnTrial | None:
-    """``on_trial`` that updates a bar; None outside of notebooks."""
+@dataclass(frozen=True)
+class _Asked:
+    """What ``search`` is asked beside the job."""
 
-    def on_trial(number: int, best: float | None) -> None:
-        bar.show(number + 1, more="none fits yet" if best is None else f"best {best:.4g} s")
+    predictor: Predictor | str | None
+    space: Space
+    goal: Goal
+    settings: SearchSettings
+    expert_loads: ExpertLoads | None
+    on_trial: OnTrial | None
+    map_fn: MapFn | None
 
-    return on_trial if bar.active else None
+    def predict(self, job: Job) -> Any:
+        return predict(job, self.predictor)
 
 
-def search_scenarios(
-    job: Job, predictor: Predictor | str | None, request: SearchRequest, scenarios: Scenarios
-) -> SearchResult:
-    """Search every scenario, and compare their strategies.
-
-    Returns:
-        The strategies of all scenarios, best first; ``own`` is the job as it was given.
+def _search_scenarios(job: Job, asked: _Asked, scenarios: Scenarios) -> SearchResult:
+    """Search every scenario; the result has the strategies of all, and its ``own`` is the job as it was given.
 
     Raises:
         JobError: If no scenario has a legal strategy.
         StepsightError: If the goal is the least expected regret, which is for one cluster and batch.
     """
-    if request.goal.robust == REGRET:
+    goal, study = asked.goal, asked.settings.study_name
+    if goal.robust == REGRET:
         raise StepsightError(f"robust {REGRET} is for one cluster and batch: search the best scenario again with it")
     found: list[SearchResult] = []
     skipped: list[str] = []
-    for words, candidate in scenarios.of(job):
-        if isinstance(candidate, JobError):
-            skipped.append(f"{words}: {candidate}")
-            continue
-        name = request.settings.study_name and f"{request.settings.study_name}: {words}"
-        named = replace(request, settings=replace(request.settings, study_name=name))
+    for words, candidate in scenario_jobs(job, scenarios):
+        named = replace(asked, settings=replace(asked.settings, study_name=study and f"{study}: {words}"))
         try:
-            found.append(search_job(candidate, predictor, named))
+            if isinstance(candidate, JobError):
+                raise candidate
+            found.append(_JobSearch(candidate, named).run())
         except JobError as error:
             skipped.append(f"{words}: {error}")
     if not found:
         raise JobError(f"no scenario can be searched: {skipped[0]}")
-    return merged(job, predictor, found, skipped)
-
-
-def merged(job: Job, predictor: Predictor | str | None, found: list[SearchResult], skipped: list[str]) -> SearchResult:
-    """Merge the results of several scenarios."""
-    goal = found[0].goal
     own = next((one.own for one in found if one.own is not None and one.own.job == job), None)
-    own = own or Choice.of(predict(job, predictor), lambda asked: predict(asked, predictor))
-    choices = sorted((choice for one in found for choice in one.choices), key=lambda choice: choice.rank(goal))
     fitting = [one for one in found if one.any_fits]
     plans = sorted((one.best for one in fitting), key=lambda choice: choice.rank(goal))
-    gaps = [one.gap_percent for one in found if one.undecided or one.any_fits]
     gap: float | None = None
-    if plans and None not in gaps:
-        least = min(
-            goal.score(one.best.job, one.best.timed) / (1.0 + (one.gap_percent or 0.0) / 100.0) for one in fitting
-        )
-        gap = max(0.0, 100.0 * (goal.score(plans[0].job, plans[0].timed) / least - 1.0))
+    if plans and None not in [one.gap_percent for one in found if one.undecided or one.any_fits]:
+        scores = [goal.score(one.best.job, one.best.timed) for one in fitting]
+        gaps = [1.0 + (one.gap_percent or 0.0) / 100.0 for one in fitting]
+        least = min(score / gap for score, gap in zip(scores, gaps, strict=True))
+        gap = max(0.0, 100.0 * (min(scores) / least - 1.0))
     return SearchResult(
-        choices,
+        sorted((choice for one in found for choice in one.choices), key=lambda choice: choice.rank(goal)),
         evaluated=sum(one.evaluated for one in found),
         legal=sum(one.legal for one in found),
-        own=own,
+        own=own or Choice.of(asked.predict(job), asked.predict),
         gap_percent=gap,
         undecided=sum(one.undecided for one in found),
         rivals=next((one.rivals for one in fitting if one.best is plans[0]), ()),
         goal=goal,
         plans=plans,
         skipped=tuple(skipped),
-        expert_loads=found[0].expert_loads,
+        expert_loads=asked.expert_loads,
     )
 
 
-MOST_LEGAL = 20_000  # most strategies to check: some ten seconds
-_KEYS = {f"parallel.{name}" for name in VARIED} | {"batch.micro_batch"}
+class _JobSearch:
+    """Predicts strategies of one job on one cluster until the best is proved, or a limit is reached.
+
+    Raises:
+        JobError: If the job cannot be predicted, or no legal strategy exists.
+        StepsightError: If the stored study answers another question.
+    """
+
+    def __init__(self, job: Job, asked: _Asked) -> None:
+        settings, goal, loads = asked.settings, asked.goal, asked.expert_loads
+        if loads is not None:
+            loads.check(job)
+            job = loads.apply(job)
+        self._asked, self._settings, self._goal = asked, settings, goal
+        self._given = asked.predict(job)  # an invalid job is an error before a study begins
+        goal.scale(job)
+        self._grid = Grid(job, asked.space, loads)
+        self._evaluations = self._open_evaluations()
+        self._done = self._evaluations.done
+        self._own = Choice.of(self._given, asked.predict)
+        self._first = self._grid.find(self._given.job)  # the job's own strategy; None if it is not in the space
+        self._wanted = max(settings.top, 1 + MOST_RIVALS) if goal.robust == REGRET else settings.top
+        self._shortest = [goal.judged(self._own.timed)] if self._own.fits else []  # of the ``_wanted`` best strategies
+        self._known: dict[int, Choice] = {} if self._first is None else {self._first: self._own}
+        self._seen = 0  # strategies of ``_done`` that are in ``_shortest``
+
+    def _open_evaluations(self) -> Evaluations:
+        """The evaluations of this question; Optuna is used only if a storage or sampler needs it."""
+        settings, job, loads = self._settings, self._grid.job, self._asked.expert_loads
+        if settings.storage is None and settings.sampler != "tpe":
+            return Evaluations(self._grid)
+        import optuna
+
+        optuna.logging.set_verbosity(optuna.logging.WARNING)
+        batch, parallel = replace(job.batch, micro_batch=1), {**asdict(job.parallel), **dict.fromkeys(VARIED)}
+        asked = (job.model, batch, job.optimizer, job.cluster, job.framework, parallel, self._grid.space)
+        question = digest("3", repr(asked), self._given.source, *([] if loads is None else [repr(loads)]))
+        return StoredEvaluations(settings.storage, settings.study_name, question, self._grid)
+
+    def run(self) -> SearchResult:
+        """Predict strategies until none is worth it, or a limit is reached."""
+        settings, evaluations = self._settings, self._evaluations
+        with closing(evaluations):
+            choose = {"auto": self._by_bounds, "tpe": self._by_tpe}.get(settings.sampler, self._in_order)()
+            unlimited = len(self._grid) if settings.sampler in ("auto", "enumerate") else TRIALS
+            total = min(len(self._grid), settings.trials or unlimited)
+            until = math.inf if settings.timeout_s is None else time.monotonic() + settings.timeout_s
+            most, limit = (FEWEST, MOST) if self._asked.map_fn is None else (FEWEST_MAPPED, MOST_MAPPED)
+            most, limit = (1, 1) if settings.sampler == "tpe" else (most, limit)
+            while time.monotonic() < until:
+                evaluations.read()
+                room = min(most, total - len(self._done))
+                chosen = list(choose(room)) if room > 0 else []
+                if not chosen:
+                    break
+                self._evaluate(chosen)
+                most = min(2 * most, limit)
+            return self._result()
+
+    def _by_bounds(self) -> Choose:
+        """The strategies with the least bounds, until no bound is below the best time."""
+        bounds, left = self._bounds, self._grid.remaining
+        may = np.flatnonzero(bounds.may_fit)
+        order: NDArray[np.int64] = may[np.argsort(bounds.seconds[may], kind="stable")]
+        random = np.random.default_rng()
+
+        def choose(count: int) -> Sequence[int]:
+            if own := self._own_first():
+                return own
+            self._learn()
+            known, beat = self._shortest, math.inf  # the value that a bound must be below to be worth predicting
+            if len(known) >= self._wanted:
+                beat = known[self._wanted - 1] / (1.0 + self._settings.gap / 100.0)
+            ahead = order[: int(np.searchsorted(bounds.seconds[order], beat))]
+            ahead = ahead[left[ahead]]
+            # Processes that share a study would all evaluate the same strategies if each took the first.
+            start = int(random.integers(max(1, len(ahead) - count + 1))) if self._evaluations.shared else 0
+            return list(map(int, ahead[start : start + count]))
+
+        return choose
+
+    def _in_order(self) -> Choose:
+        """All strategies in their order, or in a random one."""
+        order: NDArray[np.int64] = np.arange(len(self._grid))
+        if self._settings.sampler == "random":
+            order = np.random.default_rng(self._settings.seed).permutation(len(self._grid))
+        if self._first is not None:
+            order = np.concatenate([[self._first], order[order != self._first]])
+        return lambda count: list(map(int, order[self._grid.remaining[order]][:count]))
+
+    def _by_tpe(self) -> Choose:
+        """The choice of Optuna's TPE sampler, or the nearest remaining one if that was evaluated."""
+        import optuna
+
+        grid, evaluations, seed = self._grid, self._evaluations, self._settings.seed
+        assert isinstance(evaluations, StoredEvaluations)
+        turn = np.random.default_rng(seed).permutation(len(grid))
+        sampler = optuna.samplers.TPESampler(seed=seed + len(self._done))  # a continued study repeats no choices
+        study, known = optuna.create_study(sampler=sampler), 0
+
+        def choose(count: int) -> Sequence[int]:
+            nonlocal known
+            if own := self._own_first():
+                return own
+            study.add_trials(evaluations.trials[known:])
+            known = len(evaluations.trials)
+            trial = study.ask()
+            index = grid.suggest(trial)
+            study.tell(trial, state=optuna.trial.TrialState.FAIL)  # samplers learn nothing from these
+            return [index if grid.remaining[index] else grid.nearest(index, turn)]
+
+        return choose
+
+    def _own_first(self) -> list[int]:
+        """The job's own strategy until it is evaluated: it is tried before all others."""
+        return [self._first] if self._first is not None and self._grid.remaining[self._first] else []
+
+    @cached_property
+    def _bounds(self) -> Bounds:
+        """Lower bounds of all strategies."""
+        return grid_bounds(self._grid, self._given)
+
+    def _learn(self) -> float:
+        """Add the new times; return the smallest relevant seconds of all strategies that fit."""
+        for index, seconds in list(self._done.items())[self._seen :]:
+            if seconds is not None and (index != self._first or not self._own.fits):
+                bisect.insort(self._shortest, self._goal.judged(seconds))
+                del self._shortest[self._wanted :]
+        self._seen = len(self._done)
+        return self._shortest[0] if self._shortest else math.inf
+
+    def _evaluate(self, chosen: list[int]) -> None:
+        """Predict strategies and record them."""
+        before, asked = len(self._done), self._asked
+        new = [index for index in chosen if index not in self._known]
+        if jobs := [self._grid.strategy(index) for index in new]:
+            if asked.map_fn is None:
+                answers = ask_many(jobs, asked.predictor, only_fitting=True)
+            else:
+                answers = ask_mapped(jobs, asked.predictor, asked.map_fn)
+            self._known |= dict(zip(new, Choice.of_answers(jobs, answers, asked.predict), strict=True))
+        self._evaluations.add({index: self._known[index] for index in chosen})
+        shortest = self._learn()
+        for number in range(before, before + len(chosen)):
+            if asked.on_trial is not None:
+                asked.on_trial(number, None if math.isinf(shortest) else shortest)
+
+    def _result(self) -> SearchResult:
+        """All strategies of a study; those that other processes evaluated are predicted on request."""
+        done, goal = self._done, self._goal
+        choices = [self._known[index] for index in done if index in self._known]
+        choices += [self._elsewhere(index, seconds) for index, seconds in done.items() if index not in self._known]
+        if self._own.fits and self._first not in done:
+            choices.append(self._own)
+        if not any(choice.fits for choice in choices):
+            choices += self._smallest(choices)
+        ranked = sorted(choices, key=lambda choice: choice.rank(goal))
+        ranked, regrets = by_expected_regret(ranked) if goal.robust == REGRET else (ranked, ())
+        gap_percent, undecided = self._proof()
+        if regrets and gap_percent is not None:  # the strategy with the least regret may not be the fastest
+            slower = (1.0 + gap_percent / 100.0) * ranked[0].timed[0] / self._learn()
+            gap_percent = max(0.0, 100.0 * (slower - 1.0))
+        return SearchResult(
+            ranked,
+            len(done),
+            len(self._grid),
+            self._own,
+            gap_percent,
+            undecided,
+            rivals=find_rivals(ranked) if goal.robust else (),
+            regrets=regrets,
+            goal=goal,
+            expert_loads=self._asked.expert_loads,
+        )
+
+    def _smallest(self, choices: list[Choice]) -> list[Choice]:
+        """The strategy that needs the least memory, if none fits; empty if it was evaluated, or some may fit."""
+        bounds, left = self._bounds.peak_bytes, self._grid.remaining
+        if (self._bounds.may_fit & left).any():
+            return []
+        least, found = min((choice.peak_bytes for choice in choices), default=math.inf), []
+        order = np.argsort(bounds, kind="stable")
+        for index in order[left[order]].tolist():
+            if bounds[index] >= least:
+                break
+            choice = self._elsewhere(index, None)
+            if choice.peak_bytes < least:
+                least, found = choice.peak_bytes, [choice]
+        return found
+
+    def _elsewhere(self, index: int, seconds: Seconds | None) -> Choice:
+        """A strategy that this process did not predict."""
+        job = self._grid.strategy(index)
+        memory = estimate_memory(job, self._given.simulation.hardware)
+        return Choice(job, memory.peak_bytes, memory.capacity_bytes, seconds, self._asked.predict)
+
+    def _proof(self) -> tuple[float | None, int]:
+        """How much longer than the optimum the best takes at most, in percent; and how many others may be better."""
+        best, left = self._learn(), self._grid.remaining
+        if not left.any():
+            return (None if math.isinf(best) else 0.0), 0
+        bounds_s = self._bounds.seconds[left & self._bounds.may_fit]
+        undecided = int(np.count_nonzero(bounds_s < best))
+        least = float(bounds_s.min(initial=math.inf))
+        if math.isinf(best) or least <= 0:
+            return None, undecided
+        return max(0.0, 100.0 * (best / least - 1.0)), undecided
 
 
 def expresses(to: str, job: Job) -> bool:
     """Whether a format can express all degrees and options of a job's strategy."""
-    return not _KEYS & {line.partition(" = ")[0] for line in write_config(job, to).ignored}
+    keys = {f"parallel.{name}" for name in VARIED} | {"batch.micro_batch"}
+    return not keys & {line.partition(" = ")[0] for line in write_config(job, to).ignored}
 
 
 def best_expressed(

@@ -1,19 +1,21 @@
-"""What a search is asked: its goal, the scenarios that it compares, and its settings."""
+"""What a search is asked: its goal, the scenarios that it compares, its settings, and its space."""
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from stepsight.dataset.base.bounded import read_toml
-from stepsight.dataset.base.errors import JobError, StepsightError
+from stepsight.dataset.base.errors import StepsightError
+from stepsight.dataset.base.registry import did_you_mean
+from stepsight.dataset.job.specs import AXES, RECOMPUTE
+from stepsight.dataset.schedules import SCHEDULES
 
 if TYPE_CHECKING:
-    from stepsight.dataset.job.job import ClusterSpec, Job
+    from stepsight.dataset.job.job import Job
 
 Seconds = tuple[float, float, float]  # predicted iteration time, low and high end of its interval
 OBJECTIVES = ("iteration_time", "tokens_per_s_per_device", "training_time", "cost", "energy")
@@ -22,7 +24,7 @@ SAMPLERS = ("auto", "enumerate", "tpe", "random")
 TOKENS = 1e9  # tokens, if none are stated
 MOST = 1e30
 MOST_SCENARIOS = 1000
-MOST_SEED = 2**31  # samplers take 32 bits, and a continued study adds its trials
+MOST_SEED = MOST_SIZE = 2**31  # samplers take 32 bits, and a continued study adds its trials
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,8 +130,7 @@ class Goal:
             "seq_len": job.model.seq_len,
         }
         if seconds is None:
-            unknown = ("tokens_per_s_per_device", "training_time_s", "cost", "energy_kwh")
-            return {**values, **dict.fromkeys(unknown)}
+            return values | dict.fromkeys(("tokens_per_s_per_device", "training_time_s", "cost", "energy_kwh"))
         devices, time_s = job.cluster.num_devices, self.iterations(job) * self.judged(seconds)
         price, power = self.price(job), self.power(job)
         return {
@@ -199,70 +200,14 @@ class Scenarios:
                     words = "hardware, or hardware@fabric" if text else "whole numbers > 0"
                     raise StepsightError(f"{own.name} of scenarios must be {words}, got {value!r:.80}")
             object.__setattr__(self, own.name, tuple(dict.fromkeys(values)))
-        if self.count > MOST_SCENARIOS:
-            raise StepsightError(f"scenarios must be <= {MOST_SCENARIOS}, got {self.count}")
-
-    @property
-    def count(self) -> int:
-        """Number of scenarios."""
-        return math.prod(max(1, len(getattr(self, own.name))) for own in fields(self))
+        count = math.prod(max(1, len(values)) for values in vars(self).values())
+        if count > MOST_SCENARIOS:
+            raise StepsightError(f"scenarios must be <= {MOST_SCENARIOS}, got {count}")
 
     @property
     def is_empty(self) -> bool:
         """Whether nothing is varied."""
         return not (self.nodes or self.clusters or self.global_batches or self.seq_lens)
-
-    def of(self, job: Job) -> Iterator[tuple[str, Job | JobError]]:
-        """Each scenario in words, with the job in a legal strategy on it, or the reason why there is none."""
-        own = (None,)
-        for nodes, named, batch, length in itertools.product(
-            self.nodes or own, self.clusters or own, self.global_batches or own, self.seq_lens or own
-        ):
-            words = f"{nodes or job.cluster.nodes} nodes of {named or job.cluster.hardware}"
-            words += f", global batch {batch or job.batch.global_batch}, {length or job.model.seq_len} tokens"
-            cluster = job.cluster if nodes is None else replace(job.cluster, nodes=nodes)
-            if named is not None:
-                hardware, _, fabric = named.partition("@")
-                cluster = replace(cluster, hardware=hardware, fabric=fabric)
-            try:
-                yield words, moved(job, cluster, batch, length)
-            except JobError as error:
-                yield words, error
-
-
-def moved(job: Job, cluster: ClusterSpec, global_batch: int | None = None, seq_len: int | None = None) -> Job:
-    """Move a job to another cluster, with its own strategy if that is legal there, else with the first legal one.
-
-    Raises:
-        JobError: If no strategy is legal, with the rules that the plainest one breaks.
-    """
-    model = job.model if seq_len is None else replace(job.model, seq_len=seq_len)
-    batch = job.batch if global_batch is None else replace(job.batch, global_batch=global_batch)
-    one = replace(batch, micro_batch=1)
-    devices, own = cluster.num_devices, job.parallel
-    plain = replace(
-        own, cp=1, ep=1, schedule="1f1b", virtual_stages=1, stage_layers=(), dp_shard=0, sequence_parallel=False
-    )
-    tried = [(own, batch)]
-    tried += [
-        (replace(plain, tp=tp, pp=pp), one)
-        for pp in range(1, min(devices, model.total_layers) + 1)
-        for tp in _powers(cluster.devices_per_node)
-        if devices % (tp * pp) == 0
-    ]
-    reason: JobError | None = None
-    for parallel, sized in tried:
-        dp = max(1, devices // (parallel.tp * parallel.cp * parallel.pp))
-        try:
-            return replace(job, model=model, batch=sized, cluster=cluster, parallel=replace(parallel, dp=dp))
-        except JobError as error:
-            reason = error if reason is None or parallel.tp == parallel.pp == 1 else reason
-    assert reason is not None
-    raise reason
-
-
-def _powers(most: int) -> list[int]:
-    return [size for size in (2**power for power in range(most.bit_length())) if size <= most]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -297,23 +242,175 @@ class SearchSettings:
     study_name: Annotated[str | None, "--study"] = None
 
     def __post_init__(self) -> None:
-        for name, kind in (("seed", int), ("trials", int), ("top", int), ("timeout_s", float), ("gap", float)):
+        rules: tuple[tuple[str, type, Callable[[Any], bool], str], ...] = (
+            ("seed", int, lambda value: 0 <= value <= MOST_SEED, f">= 0 and <= {MOST_SEED}"),
+            ("trials", int, lambda value: value >= 1, ">= 1"),
+            ("top", int, lambda value: value >= 1, ">= 1"),
+            ("timeout_s", float, lambda value: value > 0, "> 0"),
+            ("gap", float, lambda value: 0 <= value < math.inf, "a number of percent >= 0"),
+        )
+        for name, kind, holds, rule in rules:
             value = getattr(self, name)
             if value is not None and (isinstance(value, bool) or not isinstance(value, int | kind)):
                 raise StepsightError(f"{name} must be a {'whole ' * (kind is int)}number, got {value!r:.80}")
+            if value is not None and not holds(value):
+                raise StepsightError(f"{name} must be {rule}, got {value}")
         if self.storage is not None and not isinstance(self.storage, str):
             raise StepsightError(f"storage must be a database URL or the path of a journal, got {self.storage!r:.80}")
-        if not 0 <= self.seed <= MOST_SEED:
-            raise StepsightError(f"seed must be {'>= 0' if self.seed < 0 else f'<= {MOST_SEED}'}, got {self.seed}")
-        if self.trials is not None and self.trials < 1:
-            raise StepsightError(f"trials must be >= 1, got {self.trials}")
-        if self.timeout_s is not None and not self.timeout_s > 0:
-            raise StepsightError(f"timeout_s must be > 0, got {self.timeout_s}")
-        if self.top < 1:
-            raise StepsightError(f"top must be >= 1, got {self.top}")
-        if not 0 <= self.gap < math.inf:
-            raise StepsightError(f"gap must be a number of percent >= 0, got {self.gap}")
         if self.sampler not in SAMPLERS:
             raise StepsightError(f"sampler must be one of {', '.join(SAMPLERS)}, got {self.sampler!r:.80}")
         if self.study_name is not None and self.storage is None:
             raise StepsightError(f"a study is kept in a storage: state storage with the study {self.study_name!r:.80}")
+
+
+SPACES: dict[str, dict[str, Any]] = {
+    "usual": {},
+    "wide": {
+        "micro_batches": (1, 2, 3, 4, 6, 8, 12, 16),
+        "schedules": (
+            *(("1f1b", chunks) for chunks in (1, 2, 3, 4, 5, 6, 8)),
+            *((name, chunks) for name in ("looped-bfs", "interleaved-zb") for chunks in (2, 4)),
+            *("gpipe", "zb-h1", "zbv"),
+        ),
+        "cp": (1, 2, 4, 8, 16),
+        "zero_stages": (0, 1, 2, 3),
+        "recompute_every": (1, 2, 4),
+        "dp_shard": (0, 2, 4, 8, 16, 32, 64),
+        "offload_activations": (False, True),
+        "orders": ("tp-cp-dp-pp", "tp-cp-pp-dp", "tp-dp-cp-pp"),
+    },
+}
+_VALUES: dict[str, tuple[Any, ...]] = {
+    "zero_stages": (0, 1, 2, 3),
+    "recompute": RECOMPUTE,
+    "sequence_parallel": (False, True),
+    "offload_activations": (False, True),
+}
+
+
+@dataclass(frozen=True)
+class Space:
+    """A search space. Choices that are not legal for a model and cluster are skipped.
+
+    Attributes:
+        max_tp: Largest tensor-parallel degree; 0: the devices of a node.
+        micro_batches: Micro-batch sizes.
+        schedules: Names of schedules, or pairs of a name and the number of virtual stages: ``("1f1b", 2)``.
+        cp: Context-parallel degrees; a degree is tried if each rank keeps ``MIN_CP_TOKENS`` tokens of a sequence.
+        zero_stages, recompute, sequence_parallel: As in a job.
+        recompute_every: With full recomputation: recompute every n-th layer; empty: as in the job.
+        dp_shard: Numbers of replicas over which ZeRO shards (hybrid sharding); 0 or empty: all.
+        offload_activations: As in a job; empty: as in the job that is searched.
+        orders: Orders of ranks on the nodes, as ``parallel.order``; empty: as in the job.
+
+    All expert-parallel degrees that divide the experts are tried, and all pipelines whose layers split nearly evenly.
+    Equivalent choices are tried once.  So the search leaves out selective recomputation with fused attention (it frees
+    nothing), ``gpipe`` with one micro-batch (it is 1F1B), and orders that differ only in axes of degree 1.
+
+    Raises:
+        StepsightError: If a value is not allowed.
+    """
+
+    max_tp: int = 0
+    micro_batches: tuple[int, ...] = (1, 2, 4, 8)
+    schedules: tuple[tuple[str, int] | str, ...] = (("1f1b", 1), ("gpipe", 1), ("1f1b", 2), ("1f1b", 4), ("zb-h1", 1))
+    cp: tuple[int, ...] = (1, 2, 4, 8)
+    zero_stages: tuple[int, ...] = (0, 1, 3)
+    recompute: tuple[str, ...] = ("none", "selective", "full")
+    sequence_parallel: tuple[bool, ...] = (False, True)
+    recompute_every: tuple[int, ...] = ()
+    dp_shard: tuple[int, ...] = ()
+    offload_activations: tuple[bool, ...] = ()
+    orders: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not _is_number(self.max_tp, 0):
+            raise StepsightError(f"max_tp of a space must be a whole number >= 0, got {self.max_tp!r:.80}")
+        for axis in fields(self)[1:]:
+            given = getattr(self, axis.name)
+            if isinstance(given, str | bytes) or not isinstance(given, Iterable):
+                raise StepsightError(f"{axis.name} of a space must be a list of values, got {given!r:.80}")
+            values = [_checked(axis.name, value) for value in given]
+            if not values and axis.default:
+                raise StepsightError(f"{axis.name} of a space must name one value at least, got none")
+            object.__setattr__(self, axis.name, tuple(dict.fromkeys(values)))
+
+    @property
+    def pipelines(self) -> tuple[tuple[str, int], ...]:
+        """The schedules, each with its virtual stages."""
+        return tuple(schedule for schedule in self.schedules if not isinstance(schedule, str))
+
+    @classmethod
+    def of(cls, value: Space | Mapping[str, Any] | str | Path | None) -> Space:
+        """Return a space unchanged, or build one.
+
+        Args:
+            value: A ``Space``, its attributes as a dict, ``usual`` (the default), ``wide`` (all axes), or the path of
+                a ``.toml`` file with the attributes.
+
+        Raises:
+            StepsightError: If no space can be built from it.
+        """
+        if value is None or isinstance(value, Space):
+            return value or cls()
+        if isinstance(value, str) and value in SPACES:
+            return cls(**SPACES[value])
+        if isinstance(value, Mapping):
+            return cls._from_dict(value)
+        if not str(value).endswith(".toml"):
+            raise StepsightError(f"a space must be {', '.join(SPACES)} or the path of a .toml file, got {value!s:.80}")
+        try:
+            return cls._from_dict(read_toml(Path(value)))
+        except OSError as error:
+            raise StepsightError(f"cannot read the space {value!s:.200}: {error.strerror}") from None
+        except ValueError as error:
+            raise StepsightError(f"{value!s:.200}: {error}") from None
+
+    @classmethod
+    def _from_dict(cls, values: Mapping[str, Any]) -> Space:
+        names = [axis.name for axis in fields(cls)]
+        for key in values:
+            if key not in names:
+                raise StepsightError(f"a space has {', '.join(names)}, got {key!r:.80}{did_you_mean(str(key), names)}")
+        return cls(**values)
+
+
+def _is_number(value: Any, least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and least <= value <= MOST_SIZE
+
+
+def _checked(name: str, value: Any) -> Any:
+    """A value of an axis; a schedule without virtual stages has as few as it allows.
+
+    Raises:
+        StepsightError: If it is not allowed.
+    """
+    if name == "schedules":
+        return _schedule(value)
+    least = 0 if name == "dp_shard" else 1
+    good, rule = _is_number(value, least), f"whole numbers >= {least}"
+    if name in _VALUES:
+        good = any(value == choice and type(value) is type(choice) for choice in _VALUES[name])
+        rule = f"one of {', '.join(map(str, _VALUES[name]))}"
+    elif name == "orders":
+        good = isinstance(value, str) and sorted(value.split("-")) == sorted(AXES)
+        rule = f"{', '.join(AXES)} once each, joined by '-'"
+    if not good:
+        raise StepsightError(f"{name} of a space must be {rule}, got {value!r:.80}")
+    return value
+
+
+def _schedule(value: Any) -> tuple[str, int]:
+    pair = (value, 0) if isinstance(value, str) else tuple(value) if isinstance(value, list) else value
+    if not isinstance(pair, tuple) or len(pair) != 2 or not isinstance(pair[0], str) or not _is_number(pair[1], 0):
+        raise StepsightError(
+            f"schedules of a space must be names, or names with virtual stages, as ('1f1b', 2), got {value!r:.80}"
+        )
+    name, chunks = pair
+    if name not in SCHEDULES:
+        raise StepsightError(f"schedules of a space: {SCHEDULES.unknown(name)}")
+    if isinstance(value, str):
+        return name, SCHEDULES[name].virtual_stages[0]
+    if not SCHEDULES[name].allows(chunks):
+        raise StepsightError(f"schedule {name} has virtual_stages {SCHEDULES[name].allowed}, got {chunks}")
+    return name, chunks

@@ -1,4 +1,4 @@
-"""Evaluated strategies of a search: in memory, or as trials of an Optuna study; and legal strategies for other studies.
+"""Evaluations of strategies: kept in memory or as trials of an Optuna study, and predicted in other processes.
 
 An Optuna storage keeps a search: it continues from the trials that the study holds, and several processes may use one
 study.  They do not agree on who evaluates what, so a strategy may be evaluated by more than one of them.
@@ -6,24 +6,35 @@ study.  They do not agree on who evaluates what, so a strategy may be evaluated 
 
 from __future__ import annotations
 
+import ctypes
+import math
+import os
+import pickle
+import signal
+import sys
+import threading
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager, suppress
 from datetime import datetime
-from functools import cached_property
+from functools import cached_property, partial
+from multiprocessing import get_all_start_methods, get_context
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from stepsight.dataset.base.bounded import read_file
+from stepsight.dataset.base.caching import cached
 from stepsight.dataset.base.errors import StepsightError
 from stepsight.dataset.job.job import Job, JobLike
 from stepsight.experiments.search.bounds import Bounds, grid_bounds
 from stepsight.experiments.search.choices import Choice
-from stepsight.experiments.search.settings import Seconds
-from stepsight.experiments.search.space import Space
+from stepsight.experiments.search.settings import Seconds, Space
 from stepsight.experiments.search.strategies import Grid
+from stepsight.training.prediction.ask_many import Answers, ask_many
 from stepsight.training.prediction.prediction import predict
 
 if TYPE_CHECKING:
@@ -133,6 +144,7 @@ class StoredEvaluations(Evaluations):
         from optuna.trial import FrozenTrial, TrialState
 
         seconds, now = choice.seconds if choice.fits else None, datetime.now()
+        params = self._grid.params(index)
         trial = FrozenTrial(  # ``create_trial`` looks for distributions of old versions, which takes half of a trial
             number=-1,
             trial_id=-1,
@@ -140,8 +152,8 @@ class StoredEvaluations(Evaluations):
             value=seconds[0] if seconds else None,
             datetime_start=now,
             datetime_complete=now,
-            params=self._grid.params(index),
-            distributions=self._grid.distributions(index),
+            params=params,
+            distributions=self._grid.distributions[params["layout"]],
             user_attrs={_SECONDS: seconds},
             system_attrs={},
             intermediate_values={},
@@ -222,18 +234,13 @@ def open_storage(place: str | Path | None) -> Any:
     lock = JournalFileSymlinkLock(str(place))
     if not text.endswith(b"\n") and text:
         lock.acquire()
-        try:
-            _drop_half_line(place)
+        try:  # drop the line that a killed process wrote only partly; no other one is writing
+            with place.open("r+b") as file:
+                written = file.read()
+                file.truncate(written.rfind(b"\n") + 1)
         finally:
             lock.release()
     return JournalStorage(JournalFileBackend(str(place), lock_obj=lock))
-
-
-def _drop_half_line(journal: Path) -> None:
-    """Drop the line that a killed process wrote only partly; the caller holds the lock, so no other one is writing."""
-    with journal.open("r+b") as file:
-        text = file.read()
-        file.truncate(text.rfind(b"\n") + 1)
 
 
 def _seconds_of(trial: optuna.trial.FrozenTrial) -> Seconds | None:
@@ -298,9 +305,8 @@ class LegalStrategies:
             How many were queued that the study did not have.
         """
         order = np.argsort(self.bounds.seconds, kind="stable")
-        chosen = order[self.bounds.may_fit[order]][:most].tolist()
         before = len(study.get_trials(deepcopy=False))
-        for index in chosen:
+        for index in order[self.bounds.may_fit[order]][:most].tolist():
             study.enqueue_trial(self._grid.params(index), skip_if_exists=True)
         return len(study.get_trials(deepcopy=False)) - before
 
@@ -314,8 +320,10 @@ class LegalStrategies:
         """
         import optuna
 
-        index = self._grid.suggest(trial)
-        if self.bounds.seconds[index] > _best(trial.study):
+        index, best = self._grid.suggest(trial), math.inf
+        with suppress(ValueError):  # no trial satisfies the constraint
+            best = float(trial.study.best_value)
+        if self.bounds.seconds[index] > best:
             trial.set_user_attr("bound_s", float(self.bounds.seconds[index]))
             raise optuna.TrialPruned
         prediction = predict(self._grid.strategy(index), self._predictor)
@@ -325,9 +333,83 @@ class LegalStrategies:
         return prediction.iteration_time_s
 
 
-def _best(study: optuna.Study) -> float:
-    """The least value of the trials that satisfy the constraint; infinite if there is none."""
+Ask = Callable[[Sequence[Job]], Answers]
+MapFn = Callable[[Ask, Sequence[Sequence[Job]]], Iterable[Answers]]
+MOST_PARTS = 64  # parts of a batch of jobs
+SMALLEST_PART = 128  # jobs; the common work of a part's jobs is computed once
+_DEATH_SIGNAL = 1
+
+
+def ask_mapped(jobs: Sequence[Job], predictor: Predictor | str | None, map_fn: MapFn) -> Answers:
+    """Predict jobs in the processes of a ``map_fn``; those that do not fit in memory are not timed.
+
+    Args:
+        jobs: Are split into parts of neighbours, which share most.
+        predictor: As in ``predict``.  Each process unpacks it once.
+        map_fn: Calls a function with each part and returns the results in order, as
+            ``concurrent.futures.Executor.map``.
+
+    Raises:
+        JobError: As ``predict``.
+        StepsightError: If ``map_fn`` returns something else.
+    """
+    size = max(SMALLEST_PART, -(-len(jobs) // MOST_PARTS))
+    parts = [jobs[at : at + size] for at in range(0, len(jobs), size)]
+    packed = predictor if predictor is None or isinstance(predictor, str) else pickle.dumps(predictor)
+    found = list(map_fn(partial(_answers, packed), parts))
+    kinds = {type(answers).__name__ for answers in found if not isinstance(answers, Answers)}
+    if kinds or [len(answers.seconds) for answers in found] != list(map(len, parts)):
+        raise StepsightError(
+            "map_fn must return the result of each call in order, as concurrent.futures.Executor.map does, got "
+            f"{len(found)} results for {len(parts)} calls{f', of type {sorted(kinds)[0]}' if kinds else ''}"
+        )
+    return Answers(*(np.concatenate(column) for column in zip(*found, strict=True)))
+
+
+def _answers(packed: bytes | str | None, jobs: Sequence[Job]) -> Answers:
+    """The function that a process of ``map_fn`` runs."""
+    return ask_many(jobs, _unpacked(packed) if isinstance(packed, bytes) else packed, only_fitting=True)
+
+
+@cached(2)
+def _unpacked(packed: bytes) -> Predictor:
+    """The predictor, the same object each time, because it caches durations."""
+    predictor: Predictor = pickle.loads(packed)  # written by this search
+    return predictor
+
+
+@contextmanager
+def local_map(workers: int) -> Iterator[MapFn | None]:
+    """Provide a ``map_fn`` with a number of processes on this machine; None for one: the search predicts itself.
+
+    Raises:
+        StepsightError: If a process ends early.
+    """
+    if workers == 1:
+        yield None
+        return
+    forks = "fork" in get_all_start_methods() and threading.active_count() == 1  # forked processes inherit the caches
+    pool = ProcessPoolExecutor(
+        workers,
+        mp_context=get_context("fork" if forks else "spawn"),
+        initializer=_begin_worker,
+        initargs=(os.getpid(),),
+    )
     try:
-        return float(study.best_value)
-    except ValueError:
-        return float("inf")
+        yield pool.map
+    except BrokenProcessPool:
+        raise StepsightError(
+            f"one of {workers} worker processes ended early, perhaps for lack of memory: use fewer --workers"
+        ) from None
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _begin_worker(parent: int) -> None:
+    """Ignore Ctrl-C, which the search handles, and end with the search, even if it is killed."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    if sys.platform.startswith("linux"):
+        ctypes.CDLL(None).prctl(_DEATH_SIGNAL, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)

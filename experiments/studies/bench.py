@@ -17,7 +17,7 @@ from pathlib import Path
 from stepsight.dataset.base.caching import clear_caches
 from stepsight.dataset.base.files import write_json
 from stepsight.dataset.job.job import Job
-from stepsight.experiments.search.space import Space
+from stepsight.experiments.search.settings import Space
 from stepsight.experiments.search.strategies import strategies
 from stepsight.experiments.studies.study import Row, Study, rows_text
 from stepsight.training.prediction.ask_many import FEWEST, ask_many, predict_many

@@ -16,7 +16,7 @@ from stepsight.dataset.base.caching import clear_caches
 from stepsight.dataset.base.errors import StepsightError
 from stepsight.dataset.job.job import Job
 from stepsight.experiments.search.search import search
-from stepsight.experiments.search.space import Space
+from stepsight.experiments.search.settings import Space
 from stepsight.experiments.search.strategies import Grid
 from stepsight.experiments.studies.study import Row, Study, rows_text
 

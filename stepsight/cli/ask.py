@@ -374,9 +374,9 @@ def _searched(
     job: Job, predictor: Predictor | str | None, settings: SearchSettings, workers: int, uneven: bool, asked: Any
 ) -> SearchResult:
     """Search with progress on stderr."""
-    from stepsight.experiments.search.mapped import local_map
     from stepsight.experiments.search.search import search
     from stepsight.experiments.search.stage_layers import with_uneven_stages
+    from stepsight.experiments.search.study import local_map
 
     tell, evaluated = progress("strategies"), 0
 

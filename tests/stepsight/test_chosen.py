@@ -13,7 +13,7 @@ from stepsight.dataset.base.errors import StepsightError
 from stepsight.dataset.job.job import Job
 from stepsight.experiments.search.choices import Choice, SearchResult
 from stepsight.experiments.search.search import MOST_LEGAL, best_expressed, expresses
-from stepsight.experiments.search.space import Space
+from stepsight.experiments.search.settings import Space
 from stepsight.experiments.search.strategies import strategies
 from stepsight.training.prediction.prediction import predict
 

@@ -10,7 +10,7 @@ from stepsight.dataset.base.errors import JobError
 from stepsight.dataset.job.job import Job
 from stepsight.experiments.search.bounds import grid_bounds, least_factor
 from stepsight.experiments.search.search import search
-from stepsight.experiments.search.space import Space
+from stepsight.experiments.search.settings import Space
 from stepsight.experiments.search.strategies import Grid
 from stepsight.simulator.iteration.lower_bounds import in_flight
 from stepsight.simulator.schedules import find_schedule

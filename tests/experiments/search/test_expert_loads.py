@@ -9,7 +9,7 @@ from stepsight.dataset.base.errors import StepsightError
 from stepsight.dataset.job.job import Job
 from stepsight.experiments.search.expert_loads import ExpertLoads
 from stepsight.experiments.search.search import search
-from stepsight.experiments.search.space import Space
+from stepsight.experiments.search.settings import Space
 
 LOADS = ExpertLoads(((8.0, 7.0, 6.0, 5.0, 4.0, 3.0, 2.0, 1.0),))
 SMALL = Space(micro_batches=(1,), schedules=(("1f1b", 1),), cp=(1,), zero_stages=(1,), recompute=("none",))

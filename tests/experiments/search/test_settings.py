@@ -9,8 +9,7 @@ from stepsight.dataset.job.job import Job
 from stepsight.experiments.search.choices import SearchResult, pareto_front
 from stepsight.experiments.search.search import search
 from stepsight.experiments.search.search_report import plot_result, search_report
-from stepsight.experiments.search.settings import Goal, Scenarios, read_prices
-from stepsight.experiments.search.space import Space
+from stepsight.experiments.search.settings import Goal, Scenarios, Space, read_prices
 
 SMALL = Space(schedules=("1f1b",), zero_stages=(0, 1), recompute=("none",), micro_batches=(1, 2))
 PRICES = {"a100-sxm-80gb": 1.5, "h100-sxm-80gb": 3.0}

@@ -8,7 +8,7 @@ import pytest
 
 from stepsight.dataset.base.errors import StepsightError
 from stepsight.dataset.job.job import Job
-from stepsight.experiments.search.space import Space
+from stepsight.experiments.search.settings import Space
 from stepsight.experiments.search.strategies import Grid, strategies
 
 

@@ -10,7 +10,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,10 +22,12 @@ import pytest
 from stepsight.dataset.base.errors import StepsightError
 from stepsight.dataset.job.job import Job
 from stepsight.experiments.search.search import search
-from stepsight.experiments.search.space import Space
-from stepsight.experiments.search.study import open_storage
+from stepsight.experiments.search.settings import Space
+from stepsight.experiments.search.strategies import strategies as all_strategies
+from stepsight.experiments.search.study import ask_mapped, local_map, open_storage
 from stepsight.optuna import LegalStrategies
-from stepsight.training.prediction.prediction import predict
+from stepsight.training.prediction.ask_many import ask_many
+from stepsight.training.prediction.prediction import asked_predictor, predict
 
 SMALL = Space(schedules=("1f1b",), zero_stages=(0, 1), recompute=("none", "full"), micro_batches=(1, 2))
 OWN = Space(schedules=("1f1b",), zero_stages=(0, 1), recompute=("none",), micro_batches=(1, 2))
@@ -160,8 +163,8 @@ def test_trials_are_those_of_the_whole_study(
         asked.append(candidate)
         return predict(candidate, *rest)
 
-    monkeypatch.setattr("stepsight.experiments.search.job_search.predict", counted)
-    monkeypatch.setattr("stepsight.experiments.search.job_search.ask_many", None)
+    monkeypatch.setattr("stepsight.experiments.search.search.predict", counted)
+    monkeypatch.setattr("stepsight.experiments.search.search.ask_many", None)
     second = search(job, trials=6, **options)
     assert second.to_dict() == first.to_dict() and asked == [job]
     other = next(choice for choice in second.choices if choice.job != job and choice.fits)
@@ -220,3 +223,80 @@ def test_suggestions_are_legal(strategies: LegalStrategies) -> None:
     study = optuna.create_study(sampler=optuna.samplers.RandomSampler(seed=1))
     jobs = [strategies.suggest(study.ask()) for _ in range(20)]
     assert all(job.cluster.num_devices == 8 for job in jobs) and len(strategies) >= len(set(jobs)) > 5
+
+
+def test_a_map_gives_the_same_answers(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In parts of neighbours, in order, also by a predictor that is sent along."""
+    monkeypatch.setattr("stepsight.experiments.search.study.SMALLEST_PART", 16)
+    jobs = list(all_strategies(job))[:37]
+    sizes: list[int] = []
+
+    def noted(ask: Callable[[Sequence[Job]], Any], parts: Sequence[Sequence[Job]]) -> list[Any]:
+        sizes.extend(map(len, parts))
+        return [ask(part) for part in parts]
+
+    own = asked_predictor("a100-sxm-80gb", None)
+    for predictor in (None, own):
+        mapped, here = ask_mapped(jobs, predictor, noted), ask_many(jobs, predictor, only_fitting=True)
+        for one, two in zip(mapped, here, strict=True):
+            assert one == pytest.approx(two, rel=1e-12, nan_ok=True)
+    assert sizes == [16, 16, 5] * 2
+
+
+def test_a_search_with_workers_finds_the_same(job: Job) -> None:
+    """Two processes, or the map of any executor."""
+    alone = [choice.timed[0] for choice in search(job, top=3).choices[:3]]
+    with local_map(2) as two, ThreadPoolExecutor(2) as threads:
+        for map_fn in (two, threads.map):
+            found = search(job, top=3, map_fn=map_fn)
+            assert found.gap_percent == 0
+            assert [choice.timed[0] for choice in found.choices[:3]] == pytest.approx(alone, rel=1e-9)
+    with local_map(1) as none:
+        assert none is None
+
+
+def test_a_map_that_is_none_is_refused(job: Job) -> None:
+    """Futures in place of results, too few results, and what cannot be called."""
+    with ThreadPoolExecutor(1) as pool, pytest.raises(StepsightError, match="of type Future"):
+        search(job, map_fn=lambda ask, parts: [pool.submit(ask, part) for part in parts])  # type: ignore[misc]
+    with pytest.raises(StepsightError, match="got 0 results for"):
+        search(job, map_fn=lambda ask, parts: [])
+    with pytest.raises(StepsightError, match="map_fn must be a function"):
+        search(job, map_fn=4)  # type: ignore[arg-type]
+
+
+def test_a_worker_that_dies_is_named(job: Job) -> None:
+    with pytest.raises(StepsightError, match="one of 2 worker processes ended early"), local_map(2) as map_fn:
+        assert map_fn is not None
+        list(map_fn(_die, [[job]]))
+
+
+def _die(jobs: Sequence[Job]) -> Any:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+HELD = """
+import os, sys, time
+from stepsight.experiments.search.study import local_map
+with local_map(2) as map_fn:
+    print(*map_fn(os.getpgid, [0, 0]), flush=True)
+    print(*(child for child in open(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read().split()), flush=True)
+    time.sleep(60)
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the kernel ends them on Linux alone")
+def test_workers_end_with_a_killed_search() -> None:
+    """However it ends, no process is left."""
+    run = subprocess.Popen([sys.executable, "-c", HELD], stdout=subprocess.PIPE, text=True)
+    assert run.stdout is not None
+    run.stdout.readline()
+    children = [Path(f"/proc/{child}/stat") for child in run.stdout.readline().split()]
+    assert len(children) == 2
+    run.kill()
+    run.wait()
+    deadline = time.monotonic() + 10
+    while any(path.exists() and ") Z" not in path.read_text() for path in children) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not any(path.exists() and ") Z" not in path.read_text() for path in children)
+    run.stdout.close()

@@ -7,12 +7,17 @@ import numpy as np
 import pytest
 
 from stepsight.dataset.job.job import Job
-from stepsight.experiments.search.choices import Choice, SearchResult
-from stepsight.experiments.search.risk import by_expected_regret, expected_regrets, find_rivals, seconds_by_kind
+from stepsight.experiments.search.choices import (
+    Choice,
+    SearchResult,
+    by_expected_regret,
+    expected_regrets,
+    find_rivals,
+    seconds_by_kind,
+)
 from stepsight.experiments.search.search import search
 from stepsight.experiments.search.search_report import search_report
-from stepsight.experiments.search.settings import Goal
-from stepsight.experiments.search.space import Space
+from stepsight.experiments.search.settings import Goal, Space
 
 
 @pytest.fixture(scope="module")
