@@ -25,6 +25,7 @@ from stepsight.experiments.evaluation.evaluate import (
     score,
     without_source,
 )
+from stepsight.experiments.evaluation.row_jobs import is_copy
 from stepsight.experiments.reports.text_table import table
 from stepsight.training.corrections.calibration import RESOURCES
 from stepsight.training.fitting.fit_calibration import CalibrationFit, TimedJob, fit_calibration, off_by
@@ -288,7 +289,7 @@ def _split(rows: Sequence[Scored], most_gpus: int, set_of: Callable[[Scored], Ha
 def without_copies(judging: Sequence[Scored], fitted: Sequence[Scored]) -> list[Scored]:
     """Rows to judge, without runs that were fitted and are listed twice."""
     known = {row.digest for row in fitted}
-    return [row for row in judging if not row.is_among(known)]
+    return [row for row in judging if not is_copy(row.job, row.measured_s, known)]
 
 
 def read_most_gpus(text: str) -> int:

@@ -8,7 +8,7 @@ run of a series gives a speed per device, which all larger runs are said to have
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import combinations
 from typing import Any
@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from stepsight.dataset.job.frameworks import Framework
 from stepsight.dataset.job.job import Job
-from stepsight.experiments.evaluation.row_jobs import is_copy, run_digest
+from stepsight.experiments.evaluation.row_jobs import run_digest
 from stepsight.experiments.evaluation.runs_table import Row
 from stepsight.training.fitting.heldout import spearman
 from stepsight.training.predictor.software_used import SoftwareUsed
@@ -60,10 +60,6 @@ class Scored:
     def digest(self) -> str:
         """Identity of the run; see ``run_digest``."""
         return run_digest(self.job, self.measured_s)
-
-    def is_among(self, digests: Collection[str]) -> bool:
-        """Whether the run, its time rounded either way, is among some digests."""
-        return is_copy(self.job, self.measured_s, digests)
 
     @property
     def error(self) -> float:
@@ -171,7 +167,7 @@ def regret(groups: Sequence[Hashable], predicted: Sequence[float], measured: Seq
     which all are predicted alike leaves no choice and does not count.  None if no group does.
     """
     costs = []
-    for rows in grouped(range(len(groups)), groups.__getitem__).values():
+    for rows in grouped(groups, lambda group: group).values():
         times, truths = [predicted[i] for i in rows], [measured[i] for i in rows]
         if max(times) > min(times):
             costs.append(chosen_time(times, truths) / min(truths) - 1.0)
@@ -198,7 +194,7 @@ def best_scale(ideal: Sequence[float], measured: Sequence[float]) -> float:
     return float((1.0 / weight)[order][np.searchsorted(reached, reached[-1] / 2.0)])
 
 
-def grouped(rows: Sequence[Any], key: Callable[[Any], Hashable]) -> dict[Hashable, list[int]]:
+def grouped(rows: Iterable[Any], key: Callable[[Any], Hashable]) -> dict[Hashable, list[int]]:
     """Indices of rows with the same key."""
     groups: dict[Hashable, list[int]] = defaultdict(list)
     for index, row in enumerate(rows):
@@ -211,42 +207,35 @@ def constant_mfu(rows: Sequence[Scored]) -> list[float]:
     seconds = [0.0] * len(rows)
     kinds = grouped(rows, lambda row: (row.row.source, row.job.cluster.hardware, row.job.batch.precision))
     for indices in kinds.values():
-        ideal = [rows[i].ideal_s * _bubble(rows[i]) for i in indices]
+        ideal = []
+        for row in (rows[i] for i in indices):  # with the pipeline's time over that of its work
+            p = row.job.parallel
+            bubble = 1.0 + (p.pp - 1) / (p.virtual_stages * row.job.num_micro_batches)
+            ideal.append(row.ideal_s * bubble)
         scale = best_scale(ideal, [rows[i].measured_s for i in indices])
         for i, value in zip(indices, ideal, strict=True):
             seconds[i] = float(f"{scale * value:.{DIGITS}g}")
     return seconds
 
 
-def _bubble(row: Scored) -> float:
-    """Time of a pipeline over that of its work: 1 + (pp - 1) / (chunks * micro-batches)."""
-    p = row.job.parallel
-    return 1.0 + (p.pp - 1) / (p.virtual_stages * row.job.num_micro_batches)
-
-
 def carried_forward(rows: Sequence[Scored]) -> list[float | None]:
     """Seconds of every row, carried forward, in their order; None for the smallest runs of their series."""
-    series = grouped(rows, series_of)
-    return [_carried(row, [rows[i] for i in series[series_of(row)]]) for row in rows]
+    seconds: list[float | None] = [None] * len(rows)
+    sequences = [row.job.batch.global_batch / row.row.gpus for row in rows]  # of an iteration for every device
 
+    def unlike(start: int, row: int) -> tuple[float, float]:
+        """How little a smallest run resembles a row: by micro-batch, then by sequences per device."""
+        micro = rows[start].job.batch.micro_batch / rows[row].job.batch.micro_batch
+        return max(micro, 1 / micro), abs(sequences[start] / sequences[row] - 1.0)
 
-def _carried(row: Scored, series: Sequence[Scored]) -> float | None:
-    fewest = min(other.row.gpus for other in series)
-    if row.row.gpus == fewest:
-        return None
-
-    def unlike(other: Scored) -> tuple[float, float]:
-        """Sort key for the smallest run that is most similar to a row: by micro-batch, then by sequences per device."""
-        micro = other.job.batch.micro_batch / row.job.batch.micro_batch
-        return max(micro, 1 / micro), abs(_sequences(other) / _sequences(row) - 1.0)
-
-    start = min((other for other in series if other.row.gpus == fewest), key=unlike)
-    return start.measured_s * _sequences(row) / _sequences(start)
-
-
-def _sequences(row: Scored) -> float:
-    """Sequences of an iteration for every device."""
-    return row.job.batch.global_batch / row.row.gpus
+    for indices in grouped(rows, series_of).values():
+        fewest = min(rows[i].row.gpus for i in indices)
+        smallest = [i for i in indices if rows[i].row.gpus == fewest]
+        for i in indices:
+            if rows[i].row.gpus > fewest:
+                start = min(smallest, key=lambda other, i=i: unlike(other, i))  # type: ignore[misc]
+                seconds[i] = rows[start].measured_s * sequences[i] / sequences[start]
+    return seconds
 
 
 def series_of(row: Scored) -> Hashable:
@@ -289,10 +278,6 @@ class ChoiceGroup:
     top_shared: float | None
     top_order: float
 
-    def to_dict(self) -> dict[str, Any]:
-        """Plain values for JSON."""
-        return asdict(self)
-
 
 def choice_groups(rows: Sequence[Scored]) -> list[ChoiceGroup]:
     """The groups of some rows, in their order.
@@ -300,31 +285,27 @@ def choice_groups(rows: Sequence[Scored]) -> list[ChoiceGroup]:
     Groups without a choice are left out: those of one strategy, which ran on two clusters, say, or with two versions of
     the software, and those whose runs are all predicted alike.
     """
-    naive = constant_mfu(rows)
-    return [
-        _group([rows[i] for i in indices], [naive[i] for i in indices])
-        for indices in grouped(rows, lambda row: row.choice).values()
-        if len({rows[i].predicted_s for i in indices}) > 1 and len({_strategy(rows[i]) for i in indices}) > 1
-    ]
-
-
-def _strategy(row: Scored) -> Hashable:
-    """The strategy of a run, which a user chooses for a model, devices and batch."""
-    p, micro_batch = row.job.parallel, row.job.batch.micro_batch
-    degrees = (p.tp, p.cp, p.pp, p.ep, p.dp, p.schedule, p.virtual_stages, p.stage_layers, p.order)
-    memory = (p.zero_stage, p.dp_shard, p.recompute, p.recompute_every, p.sequence_parallel, p.offload_activations)
-    return degrees, memory, micro_batch
+    naive, found = constant_mfu(rows), []
+    for indices in grouped(rows, lambda row: row.choice).values():
+        own, strategies = [rows[i] for i in indices], set()
+        for p, batch in ((row.job.parallel, row.job.batch) for row in own):
+            degrees = (p.tp, p.cp, p.pp, p.ep, p.dp, p.schedule, p.virtual_stages, p.stage_layers, p.order)
+            memory = (p.zero_stage, p.dp_shard, p.recompute, p.recompute_every, p.sequence_parallel)
+            strategies.add((degrees, memory, p.offload_activations, batch.micro_batch))
+        if len({row.predicted_s for row in own}) > 1 and len(strategies) > 1:
+            found.append(_group(own, [naive[i] for i in indices]))
+    return found
 
 
 def _group(rows: Sequence[Scored], naive: Sequence[float]) -> ChoiceGroup:
     measured, predicted = [row.measured_s for row in rows], [row.predicted_s for row in rows]
-    best, job = min(measured), rows[0].job
+    best, row, job = min(measured), rows[0].row, rows[0].job
     chosen = chosen_time(predicted, measured)
     fastest, first = (sorted(range(len(rows)), key=times.__getitem__)[:TOP] for times in (measured, predicted))
     pairs = [(predicted[one], predicted[two]) for one, two in combinations(fastest, 2)]  # the faster run first
     return ChoiceGroup(
-        source=rows[0].row.source,
-        name=f"{rows[0].row.text('model_name') or job.model_name}, {rows[0].row.gpus} x {job.cluster.hardware}, "
+        source=row.source,
+        name=f"{row.text('model_name') or job.model_name}, {row.gpus} x {job.cluster.hardware}, "
         f"global batch {job.batch.global_batch}, {job.batch.precision}",
         runs=len(rows),
         best_s=best,

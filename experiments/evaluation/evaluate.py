@@ -6,7 +6,7 @@ import fnmatch
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from statistics import fmean
@@ -127,7 +127,7 @@ class Evaluation:
             "kinds": {name: figures(rows) for name, rows in kinds.items()},
             "references": {name: reference_figures(rows) for name, rows in [*by_source.items(), overall]},
             "choices": {**choices, "overall": mean_figures(self.groups)},
-            "groups": [group.to_dict() for group in self.groups],
+            "groups": [asdict(group) for group in self.groups],
             "suspect": {**figures(self.suspect), "predictions": [row.to_dict() for row in self.suspect]},
             "worst": [worst_row(row) for row in self.worst()],
             "interval_rows": {name: len(rows) for name, rows in published_widths().sources.items()},

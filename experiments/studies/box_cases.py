@@ -1,22 +1,33 @@
 """Runs in boxes: every strategy of three models on 4, 8 and 16 ranks, and variations of other settings.
 
 A case is called ``box/<model>/<strategy>``: ``2M2P4D`` is tensor 2, pipeline 2, data 4; then follows what differs from
-1F1B, DDP with buckets of 25 MB, and ``nodes x 1 @ 100 Mbit/s``.
+1F1B, DDP with buckets of 25 MB, and ``nodes x 1 @ 100 Mbit/s``.  Two folders are kept apart: ``profile`` (event
+profiles and runs of at most four ranks, which train) and ``judge`` (larger runs, which nothing is trained on).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
+from stepsight.dataset.base.errors import CollectError
+from stepsight.dataset.base.files import read_json
+from stepsight.dataset.hardware.hardware import HARDWARE as PRESETS
 from stepsight.dataset.job.job import BatchSpec, ClusterSpec, Job, ModelSpec, ParallelSpec
 from stepsight.dataset.job.specs import Straggler
 from stepsight.dataset.kinds.op import Collective, Op
 from stepsight.dataset.runs.box_spec import HARDWARE, Box, read_box
+from stepsight.experiments.tasks.collecting import run_plan
+from stepsight.training.measured.planning import SleepingLatency, box_plan
 
 MOST_TRAINING_RANKS = 4
 RATE = 100  # Mbit/s
 SIZES = (4, 8, 16)
+PROFILE, JUDGE = "profile", "judge"
+ROUNDS = {"judge": 3, "train": 2}
+COUNTS = {"steps": 1, "warmup": 1, "profile_steps": 0}
+EVENT_SECONDS = 30.0
 _SHARED = {"hidden": 256, "heads": 16, "vocab": 2048}
 MODELS = {
     "bert": ModelSpec(family="bert", layers=4, seq_len=128, **_SHARED),  # type: ignore[arg-type]
@@ -40,6 +51,15 @@ class BoxCase:
         """Whether it is larger than the training runs."""
         return self.job.cluster.num_devices > MOST_TRAINING_RANKS
 
+    @property
+    def file_name(self) -> str:
+        """Of the run in its collection."""
+        return self.name.removeprefix("box/").replace("/", ".").replace("@", "-")
+
+    def folder(self, out: Path) -> Path:
+        """Its collection."""
+        return out / (JUDGE if self.judges else PROFILE) / self.box.name.replace("@", "-")
+
 
 def strategy_name(parallel: ParallelSpec) -> str:
     """``2M2P4D``, and a schedule that is not 1F1B."""
@@ -55,17 +75,12 @@ def strategy_name(parallel: ParallelSpec) -> str:
     return "-".join(words)
 
 
-def micro_batches(pp: int) -> int:
-    """Micro-batches of each replica: enough to fill the pipeline, at least 4 and at most 16."""
-    return min(16, max(4, 2 * pp))
-
-
 def case(model: str, spec: ModelSpec, box: Box, parallel: ParallelSpec, batches: int = 0, suffix: str = "") -> BoxCase:
-    """A strategy of a model on a box; ``batches``: micro-batches of each replica, 0: as the pipeline needs."""
+    """A strategy of a model on a box; ``batches``: micro-batches of each replica, 0: as fill the pipeline."""
     parallel = replace(parallel, dp=box.num_ranks // (parallel.tp * parallel.pp))
     usual = box.ranks_per_node == 1 and set(box.mbits_per_s) == {RATE}
     words = [strategy_name(parallel), f"m{batches}" if batches else "", "" if usual else box.name, suffix]
-    batches = batches or micro_batches(parallel.pp)
+    batches = batches or min(16, max(4, 2 * parallel.pp))
     job = Job(
         model=spec,
         parallel=parallel,
@@ -77,25 +92,31 @@ def case(model: str, spec: ModelSpec, box: Box, parallel: ParallelSpec, batches:
 
 def parallel_specs(spec: ModelSpec, ranks: int) -> Iterator[ParallelSpec]:
     """Every tensor, pipeline and data degree with the product ``ranks`` that is legal for the model."""
-    tp = 1
-    while tp <= ranks:
-        pp = 1
-        while tp * pp <= ranks:
-            if pp <= spec.total_layers and spec.heads % tp == 0:
-                yield ParallelSpec(tp=tp, pp=pp, dp=ranks // (tp * pp))
-            pp *= 2
-        tp *= 2
+    degrees = [2**power for power in range(ranks.bit_length())]
+    for tp, pp in ((tp, pp) for tp in degrees for pp in degrees if tp * pp <= ranks):
+        if pp <= spec.total_layers and spec.heads % tp == 0:
+            yield ParallelSpec(tp=tp, pp=pp, dp=ranks // (tp * pp))
 
 
-def model_cases(model: str, spec: ModelSpec) -> list[BoxCase]:
-    """All strategies of a model on nodes of one rank."""
-    return [case(model, spec, _flat(ranks), parallel) for ranks in SIZES for parallel in parallel_specs(spec, ranks)]
+def _flat(ranks: int) -> Box:
+    return Box(ranks, 1, (float(RATE),) * ranks)
 
 
-def runtime_cases() -> list[BoxCase]:
-    """Schedules, micro-batch counts, gradient buckets, FSDP2."""
-    gpt, bert, base = MODELS["gpt2"], MODELS["bert"], ParallelSpec
-    cases = [
+def box_cases() -> list[BoxCase]:
+    """Every case, the smallest ranks first."""
+    gpt, bert, base, pair = MODELS["gpt2"], MODELS["bert"], ParallelSpec, read_box("2x2@100mbit")
+    cases = [  # all strategies on nodes of one rank
+        case(model, spec, _flat(ranks), parallel)
+        for model, spec in MODELS.items()
+        for ranks in SIZES
+        for parallel in parallel_specs(spec, ranks)
+    ]
+    # More training runs: FSDP2, pipelines of both runtimes, two ranks on a node.
+    cases += [case("bert", bert, _flat(4), p) for p in (base(dp=4, zero_stage=3), base(dp=4, bucket_mbytes=2.0))]
+    cases += [case("gpt2", gpt, _flat(4), p) for p in (base(pp=4, schedule="gpipe"), base(pp=4, virtual_stages=2))]
+    cases += [case("gpt2", gpt, pair, p) for p in (base(tp=2, dp=2), base(tp=2, pp=2))]
+    # Schedules, micro-batch counts, gradient buckets, FSDP2.
+    cases += [
         case("gpt2", gpt, _flat(8), base(pp=8), batches=10),
         case("gpt2", gpt, _flat(8), base(pp=4), batches=5),
         case("gpt2", gpt, _flat(8), base(pp=8, schedule="zb-h1"), batches=8),
@@ -104,60 +125,25 @@ def runtime_cases() -> list[BoxCase]:
         case("bert", bert, _flat(8), base(zero_stage=3)),
     ]
     for ranks in (8, 16):
-        cases.append(case("gpt2", gpt, _flat(ranks), base(pp=ranks // 2, schedule="gpipe")))
-        cases.append(case("gpt2", gpt, _flat(ranks), base(pp=4, virtual_stages=2)))
-        cases.append(case("bert", bert, _flat(ranks), base(bucket_mbytes=2.0)))
-        cases.append(case("bert", bert, _flat(ranks), base(tp=2, bucket_mbytes=6.0)))
-    return cases
-
-
-def other_boxes() -> list[BoxCase]:
-    """Nodes of several ranks, and faster links, so that communication matters less or not at all."""
-    gpt, bert, base = MODELS["gpt2"], MODELS["bert"], ParallelSpec
-    cases = []
+        pipelines = base(pp=ranks // 2, schedule="gpipe"), base(pp=4, virtual_stages=2)
+        cases += [case("gpt2", gpt, _flat(ranks), p) for p in pipelines]
+        cases += [case("bert", bert, _flat(ranks), p) for p in (base(bucket_mbytes=2.0), base(tp=2, bucket_mbytes=6.0))]
+    # Nodes of several ranks, and faster links, so that communication matters less or not at all.
     for text in ("8x2@100mbit", "4x4@200mbit"):
-        for p in (base(tp=2), base(tp=2, pp=4), base(tp=4, pp=4), base(pp=8)):
-            cases.append(case("gpt2", gpt, read_box(text), p))
+        parallels = base(tp=2), base(tp=2, pp=4), base(tp=4, pp=4), base(pp=8)
+        cases += [case("gpt2", gpt, read_box(text), p) for p in parallels]
     for text in ("8x1@200mbit", "8x1@800mbit"):
-        box = read_box(text)
-        cases += [case("bert", bert, box, p) for p in (base(), base(tp=8), base(zero_stage=3), base(tp=2, pp=4))]
-    return cases
-
-
-def what_if_cases() -> list[BoxCase]:
-    """One slow link, and one slow rank."""
-    spec, link = MODELS["bert"], Box(8, 1, (RATE, RATE, RATE, RATE / 4, RATE, RATE, RATE, RATE))
-    cases = [case("bert", spec, link, p) for p in (ParallelSpec(dp=8), ParallelSpec(tp=2, pp=4), ParallelSpec(pp=4))]
-    for p in (ParallelSpec(dp=8), ParallelSpec(pp=4), ParallelSpec(tp=2, pp=2)):
-        plain = case("bert", spec, _flat(8), p, suffix="slow-rank")
+        parallels = base(), base(tp=8), base(zero_stage=3), base(tp=2, pp=4)
+        cases += [case("bert", bert, read_box(text), p) for p in parallels]
+    # One slow link, and one slow rank.
+    link = Box(8, 1, (RATE, RATE, RATE, RATE / 4, RATE, RATE, RATE, RATE))
+    cases += [case("bert", bert, link, p) for p in (base(dp=8), base(tp=2, pp=4), base(pp=4))]
+    for p in (base(dp=8), base(pp=4), base(tp=2, pp=2)):
+        plain = case("bert", bert, _flat(8), p, suffix="slow-rank")
         cluster = replace(plain.job.cluster, stragglers=(Straggler(rank=3, slowdown=1.5),))
         cases.append(replace(plain, job=replace(plain.job, cluster=cluster)))
-    return cases
-
-
-def small_cases() -> list[BoxCase]:
-    """More training runs: FSDP2, pipelines of both runtimes, two ranks on a node."""
-    gpt, bert, pair = MODELS["gpt2"], MODELS["bert"], read_box("2x2@100mbit")
-    return [
-        case("bert", bert, _flat(4), ParallelSpec(dp=4, zero_stage=3)),
-        case("bert", bert, _flat(4), ParallelSpec(dp=4, bucket_mbytes=2.0)),
-        case("gpt2", gpt, _flat(4), ParallelSpec(pp=4, schedule="gpipe")),
-        case("gpt2", gpt, _flat(4), ParallelSpec(pp=4, virtual_stages=2)),
-        case("gpt2", gpt, pair, ParallelSpec(tp=2, dp=2)),
-        case("gpt2", gpt, pair, ParallelSpec(tp=2, pp=2)),
-    ]
-
-
-def box_cases() -> list[BoxCase]:
-    """Every case, the smallest ranks first."""
-    cases = [found for model, spec in MODELS.items() for found in model_cases(model, spec)]
-    cases += small_cases() + runtime_cases() + other_boxes() + what_if_cases()
     by_name = {found.name: found for found in cases}
     return sorted(by_name.values(), key=lambda found: (found.job.cluster.num_devices, found.box.name, found.name))
-
-
-def _flat(ranks: int) -> Box:
-    return Box(ranks, 1, (float(RATE),) * ranks)
 
 
 def profiled_boxes() -> list[Box]:
@@ -183,11 +169,6 @@ def collectives_of(box: Box) -> list[Collective]:
     return found
 
 
-def ops_profiled() -> list[Op]:
-    """The work that a box's ranks really compute: copies and sums of gradients."""
-    return [Op(kind, (2**power,), "fp32") for kind in ("add", "copy", "elementwise") for power in (10, 16, 18, 20, 21)]
-
-
 SEARCHED_RANKS = 16
 MOST_TENSOR_PARALLEL = 4  # collectives of more ranks use too much of a small machine's cores
 
@@ -206,3 +187,46 @@ def candidates() -> list[BoxCase]:
                 continue  # the runtime needs at least as many micro-batches as stages
             found.append(case("searched", SEARCHED, box, replace(parallel, virtual_stages=chunks), batches))
     return found
+
+
+def sleeping(box: Box) -> SleepingLatency:
+    """Sleeping times of the box's ranks, and its links from their facts."""
+    return SleepingLatency(PRESETS[HARDWARE], box.links)
+
+
+def measure_cases(cases: Sequence[BoxCase], out: Path, *, events: bool = True) -> list[str]:
+    """Run missing cases, one collection per box; return names of runs that used too much of the cores.
+
+    ``events``: also what ops and collectives take on their own.  Small boxes first.  All of a box's runs take turns, so
+    that a drift of the machine touches them alike.
+    """
+    rejected, boxes = [], dict[Box, list[BoxCase]]()
+    # The work that a box's ranks really compute: copies and sums of gradients.
+    ops = [Op(kind, (2**power,), "fp32") for kind in ("add", "copy", "elementwise") for power in (10, 16, 18, 20, 21)]
+    for box in profiled_boxes() if events else ():
+        plan = box_plan(box, [], sleeping(box), collectives=collectives_of(box), ops=ops, event_seconds=EVENT_SECONDS)
+        run_plan(plan, out / PROFILE / f"events-{box.name.replace('@', '-')}", progress=True)
+    for found in cases:
+        boxes.setdefault(found.box, []).append(found)
+    for box, held in sorted(boxes.items(), key=lambda pair: (pair[0].num_ranks, pair[0].name)):
+        role = "judge" if held[0].judges else "train"
+        runs = [(each.file_name, role, each.job, {**COUNTS, "rounds": ROUNDS[role]}) for each in held]
+        summary = run_plan(box_plan(box, runs, sleeping(box)), held[0].folder(out), progress=True)
+        rejected += [each.name for each in held if each.file_name in summary["rejected"]]
+    return rejected
+
+
+def training_folders(out: Path) -> list[Path]:
+    """Collections for training: all of ``profile``.
+
+    Raises:
+        CollectError: If one is of more ranks than may train.
+    """
+    folders = sorted(folder for folder in (out / PROFILE).iterdir() if (folder / "plan.json").exists())
+    for folder in folders:
+        ranks = Box.from_dict(read_json(folder / "plan.json")["box"]).num_ranks
+        if ranks > MOST_TRAINING_RANKS:
+            raise CollectError(
+                f"only boxes of at most {MOST_TRAINING_RANKS} ranks may train, got {ranks} ranks in {folder}"
+            )
+    return folders

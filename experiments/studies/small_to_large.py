@@ -1,48 +1,244 @@
 """Train on boxes of at most four ranks, and compare predictions of eight and sixteen with measured runs.
 
 Boxes are clusters in which sleeping replaces computation: real processes, schedules and messages on limited links.
+Compared are iterations, the activity of every rank, and begin and end of every pass of a micro-batch.  Three baselines
+predict the same runs: a roofline with latency and bandwidth of the links, ideal arithmetic, and a closed formula.
 """
 
 from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from stepsight.dataset.base.errors import CollectError
 from stepsight.dataset.base.files import check_writable, digest, read_json, write_json, write_text
+from stepsight.dataset.hardware.hardware import HARDWARE as PRESETS
+from stepsight.dataset.hardware.hardware import Fabric
+from stepsight.dataset.job.job import Job
+from stepsight.dataset.kinds.op import Collective, Op
 from stepsight.dataset.runs.box_spec import HARDWARE
 from stepsight.dataset.runs.run_manifest import read_manifest
 from stepsight.experiments.evaluation.error_metrics import regret
 from stepsight.experiments.reports.plots import plot_predicted_against_measured
 from stepsight.experiments.studies.box_cases import (
+    JUDGE,
     SEARCHED,
+    BoxCase,
     box_cases,
     candidates,
-    strategy_name,
-)
-from stepsight.experiments.studies.box_runs import (
-    JUDGE,
-    Compared,
-    compare_all,
-    formula,
-    ideal,
     measure_cases,
-    roofline,
+    strategy_name,
     training_folders,
 )
 from stepsight.experiments.studies.study import Row, Study, rows_text
+from stepsight.simulator.durations.latency_model import Seconds
+from stepsight.simulator.iteration.simulate import Simulation, simulate
+from stepsight.simulator.programs.lower import lower
+from stepsight.simulator.programs.segment import Segment
+from stepsight.simulator.schedules import KIND_NAMES
 from stepsight.training.fitting.heldout import spearman
 from stepsight.training.fitting.train_runs import train
-from stepsight.training.prediction.prediction import predict
+from stepsight.training.measured.planning import SleepingLatency
+from stepsight.training.prediction.prediction import Prediction, predict
 from stepsight.training.predictor.predictor import Predictor
 
-PLACES = ("best", "second", "worst")
+Array = NDArray[np.float64]
+LABELS = {"forward": "F", "backward": "B", "input": "I", "weight": "W"}  # of the harness's spans
+COMMUNICATION_BOUND = 0.4  # share of the predicted iteration in which ranks wait for communication
+_NOTHING_S = 1e-9
+
+# --- predictions beside measurements ---------------------------------------------------------------------------------
+
+# Passes of micro-batches: rows of rank, kind (an index of ``KIND_NAMES``), part, micro-batch, start and end in seconds
+# from the begin of the iteration, in the order of the first four; and begin and end of each rank's optimizer, sums of
+# gradients included, ``(ranks, 2)``.
+Passes = tuple[Array, Array]
+
+
+def measured_passes(steps: Sequence[dict[str, Any]]) -> Passes:
+    """Activity of the ranks: medians over the records of steps that the harness's ``measure.noted_steps`` returns."""
+    tables, optimizers = [], []
+    for step in steps:
+        rows, optimizer = [], np.zeros((len(step["spans"]), 2))
+        for rank, spans in enumerate(step["spans"]):
+            for label, part, micro_batch, *ends in spans:
+                start, end = (at - step["begin"] for at in ends)
+                if label in LABELS:
+                    rows.append((rank, KIND_NAMES.index(LABELS[label]), part, micro_batch, start, end))
+                elif label == "optimizer":
+                    optimizer[rank] = start, end
+        tables.append(_in_order(np.array(rows, dtype=np.float64)))
+        optimizers.append(optimizer)
+    return np.median(tables, axis=0), np.median(optimizers, axis=0)
+
+
+def predicted_passes(simulation: Simulation) -> Passes:
+    """Simulated passes of every rank."""
+    parallel, track = simulation.job.parallel, simulation.lowered.track
+    pipelines = {replica: one for one in simulation.pipeline_runs for replica in one.pipeline.replicas}
+    tables: list[Array] = []
+    optimizer = np.zeros((simulation.job.cluster.num_devices, 2))
+    for rank in range(len(optimizer)):
+        stage, within = divmod(rank, parallel.tp * parallel.dp)  # ranks of a stage are adjacent
+        pipeline = pipelines[within // parallel.tp]
+        own = np.flatnonzero(track.stage == stage)
+        done = pipeline.clocks[stage].max()  # and all overlapping messages
+        ends = pipeline.run.finish[own, 0].copy()
+        if parallel.pp == 1:  # DDP and FSDP2 wait for the group of every replica within the last backward
+            done = max(other.clocks[stage].max() for other in simulation.pipeline_runs)
+            ends[np.argmax(ends)] = done
+        what = (np.full(len(own), rank), track.kind[own], track.part[own], track.micro_batch[own])
+        tables.append(np.stack([*what, pipeline.run.start[own, 0], ends], axis=1))
+        optimizer[rank] = done, simulation.finish[stage].max()
+    return _in_order(np.concatenate(tables)), optimizer
+
+
+def _in_order(table: Array) -> Array:
+    return table[np.lexsort(table[:, 3::-1].T)]
+
+
+@dataclass(frozen=True)
+class Compared:
+    """One case, measured and predicted."""
+
+    case: BoxCase
+    measured_s: float  # median of the repeats
+    spread_s: float  # largest less smallest of them
+    cpu: float  # percent of the cores' time that the ranks computed, in the busiest repeat
+    prediction: Prediction
+    activity: Array  # ``(ranks,)``: seconds by which lengths of passes and optimizer are off, over their sum
+    timestamps: Array  # ``(2 * num_passes,)``: starts and ends of passes, off in parts of the iteration
+
+    @property
+    def error(self) -> float:
+        """Signed error of the iteration time, in percent."""
+        return 100 * (self.prediction.iteration_time_s / self.measured_s - 1)
+
+    @property
+    def model(self) -> str:
+        return self.case.name.split("/")[1]
+
+    @property
+    def communication_bound(self) -> bool:
+        parts = self.prediction.breakdown
+        communication = sum(value for key, value in parts.items() if key.endswith("_communication"))
+        return communication / self.prediction.iteration_time_s > COMMUNICATION_BOUND
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, as ``--json`` prints them."""
+        return {
+            "name": self.case.name,
+            "ranks": self.case.job.cluster.num_devices,
+            "measured_s": self.measured_s,
+            "spread_s": self.spread_s,
+            "predicted_s": self.prediction.iteration_time_s,
+            "low_s": self.prediction.low_s,
+            "high_s": self.prediction.high_s,
+            "error": self.error,
+            "activity_error": 100 * float(self.activity.mean()),
+            "timestamp_error": 100 * float(np.median(self.timestamps)),
+            "cpu": self.cpu,
+            "communication_bound": self.communication_bound,
+        }
+
+
+def compare_cases(cases: Sequence[BoxCase], out: Path, predictor: Predictor) -> list[Compared]:
+    """Predict every case that ran, and compare it; cases for which the box was too busy have no run."""
+    found = []
+    for case in cases:
+        folder = case.folder(out) / "runs" / case.file_name
+        if not (folder / "manifest.json").exists():
+            continue
+        run = read_manifest(folder)
+        if run.job != case.job:
+            raise CollectError(f"a folder holds one study: {folder} is of another job than {case.name}; choose another")
+        steps, seconds = read_json(folder / "records.json")["steps"], run.iteration_time_s
+        prediction = predict(case.job, predictor)
+        (real, closing), (said, told) = measured_passes(steps), predicted_passes(prediction.simulation)
+        if not np.array_equal(real[:, :4], said[:, :4]):
+            raise CollectError(f"ranks must run the schedule's passes, got others in {case.name}")
+        scale = prediction.iteration_time_s / prediction.simulation.iteration_time_s
+        ranks, lengths, last = real[:, 0].astype(np.int64), real[:, 5] - real[:, 4], closing[:, 1] - closing[:, 0]
+        off = np.bincount(ranks, np.abs((said[:, 5] - said[:, 4]) * scale - lengths), minlength=len(last))
+        off += np.abs((told[:, 1] - told[:, 0]) * scale - last)
+        activity = off / (np.bincount(ranks, lengths, minlength=len(last)) + last)
+        stamps = np.concatenate([said[:, at] * scale - real[:, at] for at in (4, 5)])
+        cpu = 100 * max(float(step["cpu"]) for step in steps)
+        spread = max(run.step_seconds) - min(run.step_seconds)
+        found.append(Compared(case, seconds, spread, cpu, prediction, activity, np.abs(stamps) / seconds))
+    return found
+
+
+# --- baselines --------------------------------------------------------------------------------------------------------
+
+
+class Silent(SleepingLatency):
+    """Communication takes no time."""
+
+    def collective_seconds(self, collectives: Sequence[Collective]) -> Seconds:
+        return np.full(len(collectives), _NOTHING_S)
+
+
+def _facts(job: Job, kind: type[SleepingLatency] = SleepingLatency) -> SleepingLatency:
+    assert isinstance(job.fabric, Fabric)
+    return kind(PRESETS[HARDWARE], job.fabric)
+
+
+def roofline(job: Job) -> float:
+    """Seconds of the iteration from the same simulator with hardware facts, without training."""
+    return simulate(job, _facts(job)).iteration_time_s
+
+
+def ideal(job: Job) -> float:
+    """Predict with known computation and free communication."""
+    return simulate(job, _facts(job, Silent)).iteration_time_s
+
+
+def formula(job: Job) -> float:
+    """Seconds by the closed formula of automatic planners: computation + communication - overlap + bubble.
+
+    Of the slowest stage: ``m (f + b)`` of computation; tensor-parallel collectives of ``m`` micro-batches, messages of
+    each there and back, gradients once; the last backward hides gradients where there is no pipeline; and the pipeline
+    stands still for ``(p - 1) / v`` micro-batches.
+    """
+    latency = _facts(job)
+    lowered, parallel = lower(job, latency.hardware), job.parallel
+    passes: dict[tuple[int, str], tuple[float, float]] = {}  # by part and label: seconds of ops, and of communication
+    for action, at in enumerate(lowered.segment.tolist()):
+        part, segment = int(lowered.track.part[action]), lowered.segments[at]
+        if (part, segment.label) not in passes:
+            ops = [node.work for node in segment.program.nodes if isinstance(node.work, Op)]
+            inside = _collective_seconds(segment, latency, replicas=False)
+            passes[part, segment.label] = float(latency.op_seconds(ops).sum()), inside
+    compute, talk, backward = 0.0, 0.0, 0.0
+    for stage in dict.fromkeys(int(lowered.track.schedule.placement[part, 0]) for part, _ in passes):
+        own = {key: of for key, of in passes.items() if lowered.track.schedule.placement[key[0], 0] == stage}
+        if sum(ops for ops, _ in own.values()) >= compute:
+            compute, talk = (sum(of[index] for of in own.values()) for index in (0, 1))
+            backward = sum(ops for (_, label), (ops, _) in own.items() if label != "forward")
+    message = float(latency.collective_seconds(lowered.messages).max()) if lowered.messages else 0.0
+    gradients = max((_collective_seconds(each, latency, replicas=True) for each in lowered.segments), default=0.0)
+    hidden = min(gradients, backward) if parallel.pp == 1 and not parallel.zero_stage else 0.0
+    micro_batch = compute + talk + 2 * message
+    bubble = (parallel.pp - 1) / parallel.virtual_stages * micro_batch
+    return job.num_micro_batches * micro_batch + gradients - hidden + bubble
+
+
+def _collective_seconds(segment: Segment, latency: SleepingLatency, *, replicas: bool) -> float:
+    """Seconds of a segment's collectives between replicas, or of those between ranks of one replica."""
+    nodes = [node for node in segment.program.nodes if node.stream.startswith("dp") == replicas]
+    return float(latency.collective_seconds([n.work for n in nodes if isinstance(n.work, Collective)]).sum())
+
+
+# --- the study --------------------------------------------------------------------------------------------------------
 
 
 def run_boxes(out: Path, only: str = "*") -> Row:
@@ -54,41 +250,52 @@ def run_boxes(out: Path, only: str = "*") -> Row:
         CollectError: Where there can be no box, or no run was lawful.
     """
     check_writable(out)
-    wanted = [case for case in box_cases() if fnmatch(case.name, only)]
-    if not wanted and not fnmatch("box/searched", only):
+    wanted, whole = [case for case in box_cases() if fnmatch(case.name, only)], fnmatch("box/searched", only)
+    if not wanted and not whole:
         raise CollectError(f"--only must match a run such as box/gpt2/2M2P4D, got {only!r}")
     training = [case for case in box_cases() if not case.judges]
     rejected = measure_cases([*training, *(case for case in wanted if case.judges)], out)
-    predictor = _predictor(out)
-    small, judged = (compare_all([case for case in wanted if case.judges == large], out, predictor)
+    folders = training_folders(out)  # the predictor is trained again when they change
+    key = digest(*(str(sorted(path.name for path in folder.glob("*/*"))) + folder.name for folder in folders))[:8]
+    if (out / f"predictor-{key}" / "manifest.json").exists():
+        predictor = Predictor.load(out / f"predictor-{key}")
+    else:
+        uri = f"sqlite:///{(out / 'mlflow.db').resolve()}"
+        predictor = train(folders, out / f"predictor-{key}", hardware_name=HARDWARE, tracking_uri=uri)
+    small, judged = (compare_cases([case for case in wanted if case.judges == large], out, predictor)
                      for large in (False, True))  # fmt: skip
     if not judged and not small:
         raise CollectError(f"every run of {only!r} used too much of the cores to be valid: {', '.join(rejected)}")
     started = time.perf_counter()
     for row in judged:
-        predict(row.measured.case.job, predictor)
+        predict(row.case.job, predictor)
     spent = time.perf_counter() - started
-    summary = summarise_boxes(judged or small)
+    summary = summarise_boxes(judged or small, predictor)
     summary["rejected"] = [name for name in rejected if fnmatch(name, only)]
     summary["in_sample"] = [row.to_dict() for row in small]
-    summary["others"] = others(judged or small, predictor)
-    if fnmatch("box/searched", only):
+    if whole:
         summary["search"] = search_boxes(predictor, out)
-        summary["cost"] = {**cost(training_folders(out), sorted((out / JUDGE).iterdir())), "predict_s": spent}
+        profiling, direct = rank_seconds(folders), rank_seconds(sorted((out / JUDGE).iterdir()), events=False)
+        percent = 100 * profiling / max(direct, 1e-9)
+        cost = {"profiling_rank_s": profiling, "direct_rank_s": direct, "percent": percent}
+        summary["cost"] = {**cost, "predict_s": spent}
     write_json(out / "box.json", summary)
     write_text(out / "box.txt", box_text(summary) + "\n")
     plot_predicted_against_measured(summary["runs"], out / "box.png", "clusters in a box: what was never trained on")
     return summary
 
 
-def _predictor(out: Path) -> Predictor:
-    """The predictor trained on the small runs; trained again when they change."""
-    folders = training_folders(out)
-    key = digest(*(str(sorted(path.name for path in folder.glob("*/*"))) + folder.name for folder in folders))[:8]
-    folder = out / f"predictor-{key}"
-    if (folder / "manifest.json").exists():
-        return Predictor.load(folder)
-    return train(folders, folder, hardware_name=HARDWARE, tracking_uri=f"sqlite:///{(out / 'mlflow.db').resolve()}")
+def rank_seconds(collections: Sequence[Path], *, events: bool = True) -> float:
+    """Seconds of all ranks in the runs of some collections, and in their event profiles."""
+    total = 0.0
+    for folder in collections:
+        for path in sorted(folder.glob("runs/*/manifest.json")):
+            run = read_manifest(path.parent)
+            total += run.world_size * sum(run.step_seconds)
+        for path in sorted(folder.glob("events/*.json")) if events else ():
+            file = read_json(path)
+            total += file["world_size"] * sum(each["seconds"] * each["repeats"] for each in file["records"])
+    return total
 
 
 def search_boxes(predictor: Predictor, out: Path) -> Row:
@@ -96,98 +303,59 @@ def search_boxes(predictor: Predictor, out: Path) -> Row:
     cases = candidates()
     seconds = [predict(found.job, predictor).iteration_time_s for found in cases]
     order = sorted(range(len(cases)), key=seconds.__getitem__)
-    chosen = {cases[at].name: place for at, place in zip((order[0], order[1], order[-1]), PLACES, strict=True)}
-    runs = [found for found in cases if found.name in chosen]
+    places = {cases[order[at]].name: place for place, at in (("best", 0), ("second", 1), ("worst", -1))}
+    runs = [cases[at] for at in (order[0], order[1], order[-1])]
     measure_cases(runs, out / "search", events=False)
-    rows = {chosen[row.measured.case.name]: row for row in compare_all(runs, out / "search", predictor)}
-    fastest = min((row.measured.seconds for row in rows.values()), default=0.0)
+    rows = compare_cases(runs, out / "search", predictor)
     choices = [
         {
-            "place": place,
-            "strategy": strategy_name(rows[place].measured.case.job.parallel),
-            "predicted_s": rows[place].prediction.iteration_time_s,
-            "measured_s": rows[place].measured.seconds,
-            "error": rows[place].error,
+            "place": places[row.case.name],
+            "strategy": strategy_name(row.case.job.parallel),
+            "predicted_s": row.prediction.iteration_time_s,
+            "measured_s": row.measured_s,
+            "error": row.error,
         }
-        for place in PLACES
-        if place in rows
+        for row in rows
     ]
-    lost = 100 * (rows["best"].measured.seconds / fastest - 1) if "best" in rows else None
+    found = bool(choices) and choices[0]["place"] == "best"
+    lost = 100 * (rows[0].measured_s / min(row.measured_s for row in rows) - 1) if found else None
     model = f"gpt of {SEARCHED.layers} layers"
     return {"model": model, "strategies": len(cases), "choices": choices, "regret": lost}
 
 
-def summarise_boxes(rows: Sequence[Compared]) -> Row:
-    """Figures of compared runs, errors in per cent."""
-    errors = np.array([abs(row.error) for row in rows])
+def summarise_boxes(rows: Sequence[Compared], predictor: Predictor) -> Row:
+    """Figures of compared runs, errors in per cent; beside them those of other methods on the same runs."""
+    predicted = np.array([row.prediction.iteration_time_s for row in rows])
+    measured = np.array([row.measured_s for row in rows])
+    errors = np.abs([row.error for row in rows])
     bound = [abs(row.error) for row in rows if row.communication_bound]
-    models: dict[str, list[Compared]] = {}
-    for row in rows:
-        models.setdefault(_model(row), []).append(row)
-    times = [
-        np.array([(row.prediction.iteration_time_s, row.measured.seconds) for row in own]).T for own in models.values()
-    ]
-    ranks = [spearman(*own) for own in times if own.shape[1] > 2]
-    inside = [row.prediction.low_s <= row.measured.seconds <= row.prediction.high_s for row in rows]
-    return {
-        "runs": [row.to_dict() for row in rows],
-        "mean_error": float(errors.mean()),
-        "max_error": float(errors.max()),
-        "spearman": float(min(ranks)) if ranks else None,
-        "regret": _regret_of_boxes(rows),
-        "communication_bound": {"runs": len(bound), "mean_error": float(np.mean(bound)) if bound else None},
-        "activity_error": 100 * float(np.mean([row.activity.mean() for row in rows])),
-        "timestamp_error": 100 * float(np.median(np.concatenate([row.timestamps for row in rows]))),
-        "coverage": 100 * float(np.mean(inside)),
-    }
-
-
-def _regret_of_boxes(rows: Sequence[Compared]) -> float:
-    """Regret for each sequence of a batch, in percent: mean over models and boxes on which several strategies ran."""
-    fair = [row for row in rows if not row.measured.case.job.cluster.stragglers]
-    sequences = [row.measured.case.job.batch.global_batch for row in fair]
-    predicted = [row.prediction.iteration_time_s / count for row, count in zip(fair, sequences, strict=True)]
-    measured = [row.measured.seconds / count for row, count in zip(fair, sequences, strict=True)]
-    return regret([(_model(row), row.measured.case.box.name) for row in fair], predicted, measured) or 0.0
-
-
-def _model(row: Compared) -> str:
-    return row.measured.case.name.split("/")[1]
-
-
-def others(rows: Sequence[Compared], predictor: Predictor) -> dict[str, dict[str, float]]:
-    """Errors of the same runs by other methods, percent."""
-    jobs = [row.measured.case.job for row in rows]
-    measured = np.array([row.measured.seconds for row in rows])
-    ways = {
+    models = {name: np.array([row.model == name for row in rows]) for name in dict.fromkeys(row.model for row in rows)}
+    ranks = [spearman(predicted[own], measured[own]) for own in models.values() if own.sum() > 2]
+    fair = [row for row in rows if not row.case.job.cluster.stragglers]  # for each sequence of a batch
+    each = [(row.prediction.iteration_time_s, row.measured_s, row.case.job.batch.global_batch) for row in fair]
+    lost = regret([(row.model, row.case.box.name) for row in fair], [p / n for p, _, n in each],
+                  [m / n for _, m, n in each])  # fmt: skip
+    ways: dict[str, Callable[[Job], float]] = {
         "regressors and context model": lambda job: predict(job, predictor).iteration_time_s,
         "regressors alone": lambda job: predict(job, predictor.without_context).iteration_time_s,
         "roofline, latency and bandwidth": roofline,
         "ideal arithmetic": ideal,
         "closed formula": formula,
     }
-    found = {}
-    for name, way in ways.items():
-        errors = 100 * np.abs(np.array([way(job) for job in jobs]) / measured - 1)
-        found[name] = {"mean_error": float(errors.mean()), "max_error": float(errors.max())}
-    return found
-
-
-def cost(profiles: Sequence[Path], judged: Sequence[Path]) -> dict[str, float]:
-    """Rank-seconds of profiling, and of running every strategy directly."""
-    profiling = sum(_run_seconds(folder) + _event_seconds(folder) for folder in profiles)
-    direct = sum(_run_seconds(folder) for folder in judged)
-    return {"profiling_rank_s": profiling, "direct_rank_s": direct, "percent": 100 * profiling / max(direct, 1e-9)}
-
-
-def _run_seconds(collection: Path) -> float:
-    manifests = [read_manifest(path.parent) for path in sorted(collection.glob("runs/*/manifest.json"))]
-    return sum(manifest.world_size * sum(manifest.step_seconds) for manifest in manifests)
-
-
-def _event_seconds(collection: Path) -> float:
-    files = [read_json(path) for path in sorted(collection.glob("events/*.json"))]
-    return sum(float(f["world_size"] * each["seconds"] * each["repeats"]) for f in files for each in f["records"])
+    off = {name: 100 * np.abs([way(row.case.job) for row in rows] / measured - 1) for name, way in ways.items()}
+    inside = [row.prediction.low_s <= row.measured_s <= row.prediction.high_s for row in rows]
+    return {
+        "runs": [row.to_dict() for row in rows],
+        "mean_error": float(errors.mean()),
+        "max_error": float(errors.max()),
+        "spearman": float(min(ranks)) if ranks else None,
+        "regret": lost or 0.0,
+        "communication_bound": {"runs": len(bound), "mean_error": float(np.mean(bound)) if bound else None},
+        "activity_error": 100 * float(np.mean([row.activity.mean() for row in rows])),
+        "timestamp_error": 100 * float(np.median(np.concatenate([row.timestamps for row in rows]))),
+        "coverage": 100 * float(np.mean(inside)),
+        "others": {name: {"mean_error": float(of.mean()), "max_error": float(of.max())} for name, of in off.items()},
+    }
 
 
 def box_text(summary: Mapping[str, Any]) -> str:

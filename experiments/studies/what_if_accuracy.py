@@ -19,7 +19,7 @@ from stepsight.dataset.job.job import BatchSpec, ClusterSpec, Job, ModelSpec, Pa
 from stepsight.dataset.job.specs import Straggler
 from stepsight.dataset.runs.box_spec import HARDWARE, Box, read_box
 from stepsight.dataset.runs.run_manifest import RunManifest, read_manifest
-from stepsight.experiments.studies.box_runs import sleeping
+from stepsight.experiments.studies.box_cases import sleeping
 from stepsight.experiments.studies.study import Row, Study, rows_text
 from stepsight.experiments.tasks.collecting import run_plan
 from stepsight.experiments.tasks.settings import TraceChanges

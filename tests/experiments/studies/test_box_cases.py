@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,12 +17,12 @@ from stepsight.experiments.studies.box_cases import (
     candidates,
     case,
     collectives_of,
-    micro_batches,
     parallel_specs,
     profiled_boxes,
+    sleeping,
     strategy_name,
+    training_folders,
 )
-from stepsight.experiments.studies.box_runs import file_name, folder_of, sleeping, training_folders
 from stepsight.training.measured.planning import sleeps_of
 
 
@@ -46,7 +47,8 @@ def test_names_say_what_differs() -> None:
 
 @pytest.mark.parametrize(("stages", "expected"), [(1, 4), (4, 8), (8, 16), (16, 16)])
 def test_micro_batches_fill_the_pipeline(stages: int, expected: int) -> None:
-    assert micro_batches(stages) == expected
+    found = case("m", replace(MODELS["gpt2"], layers=16), read_box("16x1@100mbit"), ParallelSpec(pp=stages))
+    assert found.job.num_micro_batches == expected
 
 
 def test_every_case_can_be_slept() -> None:
@@ -65,8 +67,8 @@ def test_a_slow_rank_sleeps_longer_and_a_slow_link_is_in_the_job() -> None:
 
 def test_what_judges_lives_apart(tmp_path: Path) -> None:
     for found in box_cases():
-        assert (folder_of(found, tmp_path).parent.name == "judge") == (found.job.cluster.num_devices > 4)
-        assert "/" not in file_name(found)
+        assert (found.folder(tmp_path).parent.name == "judge") == (found.job.cluster.num_devices > 4)
+        assert "/" not in found.file_name
     assert max(box.num_ranks for box in profiled_boxes()) == 4
     assert all(work.group_size <= 4 for box in profiled_boxes() for work in collectives_of(box))
 

@@ -10,7 +10,7 @@ from stepsight.dataset.job.job import Job
 from stepsight.dataset.job.specs import ParallelSpec
 from stepsight.dataset.runs.box_spec import read_box
 from stepsight.experiments.studies.box_cases import MODELS, case
-from stepsight.experiments.studies.box_runs import formula, ideal, roofline
+from stepsight.experiments.studies.small_to_large import formula, ideal, roofline
 
 BERT = replace(MODELS["bert"], layers=8)
 
