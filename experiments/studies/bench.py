@@ -10,8 +10,10 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from stepsight.dataset.base.caching import clear_caches
@@ -21,7 +23,7 @@ from stepsight.experiments.search.settings import Space
 from stepsight.experiments.search.strategies import strategies
 from stepsight.experiments.studies.study import Row, Study, rows_text
 from stepsight.training.prediction.ask_many import FEWEST, ask_many, predict_many
-from stepsight.training.prediction.prediction import Prediction, predict
+from stepsight.training.prediction.prediction import predict
 from stepsight.training.predictor.predictor import Predictor
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
@@ -44,13 +46,6 @@ def median_seconds(call: Callable[[], object], repeats: int = 30) -> float:
         call()
         times.append(time.perf_counter() - started)
     return statistics.median(times)
-
-
-def import_seconds(repeats: int = 7) -> float:
-    """Median time of ``import stepsight`` in fresh interpreters, without their start."""
-    code = "import time; t = time.perf_counter(); import stepsight; print(time.perf_counter() - t)"
-    runs = [subprocess.run([sys.executable, "-c", code], capture_output=True, check=True) for _ in range(repeats)]
-    return statistics.median(float(run.stdout) for run in runs)
 
 
 def time_and_fit(job: Job, predictor: Predictor | None) -> tuple[float, bool]:
@@ -82,66 +77,57 @@ def scaling(job: Job) -> list[Row]:
             batch=replace(job.batch, global_batch=micro_batches * dp * job.batch.micro_batch),
             cluster=replace(job.cluster, nodes=tp * pp * dp // job.cluster.devices_per_node),
         )
-        seconds = median_seconds(lambda j=changed: time_and_fit(j, None))  # type: ignore[misc]
-        walked = median_seconds(lambda j=changed: _every_action(predict(j)), 5)  # type: ignore[misc]
+        seconds = median_seconds(partial(time_and_fit, changed, None))
+        # Start and end of every action, which a timeline needs and the iteration time does not.
+        every = lambda job=changed: predict(job).simulation.pipeline_runs[0].run.clocks.max()
         row = {"tp": tp, "pp": pp, "dp": dp, "micro_batches": micro_batches}
-        rows.append({**row, "ms": 1e3 * seconds, "every_action_ms": 1e3 * walked})
+        rows.append({**row, "ms": 1e3 * seconds, "every_action_ms": 1e3 * median_seconds(every, 5)})
     return rows
 
 
-def _every_action(prediction: Prediction) -> float:
-    """Start and end of every action, which a timeline needs and the iteration time does not."""
-    return float(prediction.simulation.pipeline_runs[0].run.clocks.max())
-
-
-def many(job: Job) -> Row:
-    """Predict distinct strategies around a job, then the same again; rates by CPU time."""
+def rates(job: Job) -> Row:
+    """Rates by CPU time: distinct strategies around a job, the same again, and with intervals; events of a timeline."""
     distinct = list(strategies(job, SPACE))
-    clear_caches()
-    predict(job)  # loads its predictor again
-    rates = []
-    for _ in range(2):
+
+    def rate(ask: Callable[[], Iterable[object]]) -> float:
         started = time.process_time()
-        for prediction in predict_many(distinct):
-            _ = prediction.iteration_time_s
-        rates.append(len(distinct) / (time.process_time() - started))
-    clear_caches()
-    predict(job)
-    started = time.process_time()
-    ask_many(distinct)
-    return {
-        "predict_many_jobs_per_s": rates[0],
-        "predict_many_jobs": len(distinct),
-        "predict_many_again_jobs_per_s": rates[1],
-        "ask_many_jobs_per_s": len(distinct) / (time.process_time() - started),
-    }
+        deque(ask(), maxlen=0)
+        return len(distinct) / (time.process_time() - started)
 
+    def fresh(ask: Callable[[], Iterable[object]]) -> float:
+        clear_caches()
+        predict(job)  # loads its predictor again
+        return rate(ask)
 
-def timeline_rate(job: Job) -> Row:
-    """Op-level events of all stages, as the JSON of a trace file."""
-    prediction = predict(job)
-    count = sum(piece.count(b'"ph":"X"') for piece in prediction.timeline_json("op"))
+    times = lambda: (prediction.iteration_time_s for prediction in predict_many(distinct))
+    first, second, asked = fresh(times), rate(times), fresh(lambda: [ask_many(distinct)])
+    prediction = predict(job)  # op-level events of all stages, as the JSON of a trace file
+    events = sum(piece.count(b'"ph":"X"') for piece in prediction.timeline_json("op"))
     seconds = median_seconds(lambda: sum(map(len, prediction.timeline_json("op"))), 3)
-    return {"timeline_events": count, "timeline_events_per_s": count / seconds}
+    return {
+        "predict_many_jobs_per_s": first,
+        "predict_many_jobs": len(distinct),
+        "predict_many_again_jobs_per_s": second,
+        "ask_many_jobs_per_s": asked,
+        "timeline_events": events,
+        "timeline_events_per_s": events / seconds,
+    }
 
 
 def bench(predictor: Predictor | None = None) -> Row:
     """Measure all figures, in the form of ``bench.json``."""
     large = Job.from_file(EXAMPLES / f"{JOB}.toml")
     warm_up(large)
-    rates = many(large)
+    found = rates(large)
     predict_ms = {}
     for path in sorted(EXAMPLES.glob("*.toml")):
         job = Job.from_file(path)
         learned = predictor if predictor is not None and predictor.hardware.name == job.cluster.hardware else None
-        predict_ms[path.stem] = 1e3 * median_seconds(lambda j=job, p=learned: time_and_fit(j, p))  # type: ignore[misc]
-    return {
-        "import_s": import_seconds(),
-        "predict_ms": predict_ms,
-        **rates,
-        **timeline_rate(large),
-        "scaling": scaling(large),
-    }
+        predict_ms[path.stem] = 1e3 * median_seconds(partial(time_and_fit, job, learned))
+    code = "import time; t = time.perf_counter(); import stepsight; print(time.perf_counter() - t)"
+    imports = [subprocess.run([sys.executable, "-c", code], capture_output=True, check=True) for _ in range(7)]
+    import_s = statistics.median(float(run.stdout) for run in imports)
+    return {"import_s": import_s, "predict_ms": predict_ms, **found, "scaling": scaling(large)}
 
 
 def bench_text(figures: Row) -> str:

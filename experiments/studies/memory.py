@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import argparse
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
@@ -94,16 +94,8 @@ def tracked_row(job: Job, rank: int = 0) -> Row:
 class _Tracker(MemTracker):
     """Only storages: statistics of modules allow one micro-batch."""
 
-    def _pre_fw_hook(self, *arguments: object) -> None: ...
-
-    def _post_fw_hook(self, *arguments: object) -> None: ...
-
-    def _pre_bw_hook(self, *arguments: object) -> None: ...
-
-    def _post_bw_hook(self, *arguments: object) -> None: ...
-
-    def forget_peak(self) -> None:
-        self._peak_mem = dict.fromkeys(self._peak_mem, 0)
+    _ignored: Any = lambda *_: None
+    _pre_fw_hook = _post_fw_hook = _pre_bw_hook = _post_bw_hook = _ignored
 
 
 def tracked_peak(job: Job, rank: int = 0) -> int:
@@ -112,34 +104,28 @@ def tracked_peak(job: Job, rank: int = 0) -> int:
     Raises:
         JobError: If the fake world cannot run it.
     """
-    p = job.parallel
-    sharded = p.zero_stage == 3 and p.dp > 1
+    p, device = job.parallel, torch.device("cpu")
+    ranks, sharded = p.tp * p.pp * p.dp, p.zero_stage == 3 and p.dp > 1
     if p.dp > 1 and p.pp == 1 and not sharded:
         raise JobError("DDP does not run on fake tensors: dp > 1 needs zero_stage 3 or pp > 1")
-    device = torch.device("cpu")
-    table = job.to_dict()
+    if job.batch.precision == "bf16" and not sharded:
+        raise JobError("mixed precision is FSDP2's here: bf16 needs zero_stage 3 and dp > 1")
     with ExitStack() as stack:
-        if job.batch.precision == "bf16" and not sharded:
-            raise JobError("mixed precision is FSDP2's here: bf16 needs zero_stage 3 and dp > 1")
-        stack.enter_context(_fake_world(p.tp * p.pp * p.dp, rank))
-        if p.tp * p.pp * p.dp > 1:
+        if ranks > 1:
+            stack.enter_context(_fake_world(ranks, rank))
             parallel.device_mesh("cpu", pp=p.pp, dp=p.dp, tp=p.tp)  # with real numbers, before all tensors are fake
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
-        training = parallel.Training(table, device)
-        tracker = _Tracker()
+        training, tracker = parallel.Training(job.to_dict(), device), _Tracker()
         tracker.track_external(training.model, training.optimizer, training.tokens, training.targets)
         with tracker:
             training.step()
-            tracker.forget_peak()
+            tracker._peak_mem = dict.fromkeys(tracker._peak_mem, 0)
             training.step()
         return int(tracker.get_tracker_snapshot("peak")[device]["Total"])
 
 
 @contextmanager
 def _fake_world(size: int, rank: int) -> Iterator[None]:
-    if size == 1:
-        yield
-        return
     parallel.device_mesh.cache_clear()
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
     try:
@@ -156,30 +142,20 @@ def _agree_on_static_shapes(_: object, stages: list[object], *__: object) -> Non
         stage._inference_mode = stages_of_pipelines.InferenceMode.STATIC  # type: ignore[attr-defined]
 
 
-def summary_of(rows: Sequence[Row]) -> dict[str, float]:
-    """Number of rows, median and largest absolute error, and median signed error."""
-    errors = [row["error"] for row in rows]
-    sizes = [abs(error) for error in errors]
-    return {
-        "rows": len(rows),
-        "median": statistics.median(sizes),
-        "worst": max(sizes),
-        "bias": statistics.median(errors),
-    }
-
-
 def run(options: argparse.Namespace) -> tuple[Any, str]:
     """Track every size with every strategy."""
     rows = [tracked_row(tracked_job({**size, **change}), rank) for size in _SIZES for rank, change in _WAYS]
-    summary = summary_of(rows)
+    errors = [row["error"] for row in rows]
+    sizes = list(map(abs, errors))
+    median, worst, bias = statistics.median(sizes), max(sizes), statistics.median(errors)
     shown = [
         {"name": row["name"], "truth": row["truth_bytes"] / 1e9, "estimate": row["estimate_bytes"] / 1e9,
          "percent": 100 * row["error"]}
         for row in rows
     ]  # fmt: skip
     columns = {"job": "name", "MemTracker GB": "truth", "estimate GB": "estimate", "error %": "percent"}
-    off = {key: 100 * summary[key] for key in ("median", "worst", "bias")}
-    told = f"{len(rows)} jobs: median error {off['median']:.1f} %, worst {off['worst']:.1f} %, bias {off['bias']:.1f} %"
+    told = f"{len(rows)} jobs: median error {100 * median:.1f} %, worst {100 * worst:.1f} %, bias {100 * bias:.1f} %"
+    summary = {"rows": len(rows), "median": median, "worst": worst, "bias": bias}
     return {"summary": summary, "rows": rows}, f"{rows_text(shown, columns, 3)}\n\n{told}"
 
 

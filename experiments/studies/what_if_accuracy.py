@@ -7,7 +7,7 @@ as large, other gradient buckets, a straggler that is gone.  All runs of a box t
 from __future__ import annotations
 
 import argparse
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -35,16 +35,6 @@ COUNTS = {"rounds": 3, "steps": 2, "warmup": 1, "profile_steps": 2}
 TRACED, STRAGGLER = "traced", "straggler"
 
 
-@dataclass(frozen=True)
-class Case:
-    """One what-if question."""
-
-    name: str  # of the run that has the change
-    change: str  # for people
-    trace: str  # name of the run whose trace answers
-    asked: TraceChanges
-
-
 def slower_links(box: Box) -> Box:
     """The box with links of half the rate."""
     return replace(box, mbits_per_s=tuple(rate / 2 for rate in box.mbits_per_s))
@@ -66,66 +56,50 @@ def jobs_of(box: Box) -> dict[str, Job]:
     }
 
 
-def cases(box: Box, out: Path) -> list[Case]:
-    """The questions; ``out`` holds the file of the slower links."""
-    fabric = out / "slower-links.json"
-    write_json(fabric, {"fabric": {"slower-links": slower_links(box).fabric}})
-    return [
-        Case("links", "half the rate of the links", TRACED, TraceChanges(fabric=str(fabric))),
-        Case("batch", "micro-batches twice as large", TRACED, TraceChanges(batch=2.0)),
-        Case(
-            "buckets", f"buckets of {OTHER_BUCKET_MB:g} MB", TRACED, TraceChanges(bucket_mb=OTHER_BUCKET_MB * 1.048576)
-        ),
-        Case(TRACED, "no straggler", STRAGGLER, TraceChanges(remove_straggler=True)),
-    ]
-
-
 def measure(box: Box, out: Path) -> dict[str, RunManifest]:
     """Run missing cases; manifests by name.
 
     Raises:
         CollectError: If a run failed, or kept the cores too busy.
     """
-    own = [(name, "train", job, COUNTS) for name, job in jobs_of(box).items()]
-    run_plan(box_plan(box, own, sleeping(box)), out / "box", progress=True)
-    other = slower_links(box)
+    own, other = [(name, "train", job, COUNTS) for name, job in jobs_of(box).items()], slower_links(box)
     links = [("links", "train", jobs_of(other)[TRACED], {**COUNTS, "profile_steps": 0})]
-    run_plan(box_plan(other, links, sleeping(other)), out / "slower", progress=True)
-    folders = {name: out / "box" / "runs" / name for name, *_ in own} | {"links": out / "slower" / "runs" / "links"}
-    for name, folder in folders.items():
+    found: dict[str, Path] = {}
+    for name, where, runs in (("box", box, own), ("slower", other, links)):
+        run_plan(box_plan(where, runs, sleeping(where)), out / name, progress=True)
+        found |= {run[0]: out / name / "runs" / run[0] for run in runs}
+    for name, folder in found.items():
         if not (folder / "manifest.json").is_file():
             raise StepsightError(
                 f"run {name} must be there, got none in {folder}: it kept the cores too busy; run again"
             )
-    return {name: read_manifest(folder) for name, folder in folders.items()}
-
-
-def spread_percent(run: RunManifest) -> float:
-    """Spread of the rounds of a run: half the range of their medians, in percent."""
-    medians = [float(np.median(steps)) for steps in run.rounds if steps]
-    return 50.0 * (max(medians) / min(medians) - 1.0)
+    return {name: read_manifest(folder) for name, folder in found.items()}
 
 
 def run(options: argparse.Namespace) -> tuple[Any, str]:
     """Measure, ask, compare."""
     box, out = read_box(options.box), options.out
     out.mkdir(parents=True, exist_ok=True)
-    asked, runs = cases(box, out), measure(box, out)
-    rows: list[Row] = []
-    for case in asked:
-        before, after = runs[case.trace], runs[case.name]
-        told = what_if(before.folder, case.asked)
-        ratio = told["changed_s"] / told["unprofiled_s"]
-        measured = after.iteration_time_s / before.iteration_time_s
+    write_json(out / "slower-links.json", {"fabric": {"slower-links": slower_links(box).fabric}})
+    runs, rows = measure(box, out), list[Row]()
+    for change, trace, name, asked in (  # in words, the run whose trace answers, the run that has the change
+        ("half the rate of the links", TRACED, "links", TraceChanges(fabric=str(out / "slower-links.json"))),
+        ("micro-batches twice as large", TRACED, "batch", TraceChanges(batch=2.0)),
+        (f"buckets of {OTHER_BUCKET_MB:g} MB", TRACED, "buckets", TraceChanges(bucket_mb=OTHER_BUCKET_MB * 1.048576)),
+        ("no straggler", STRAGGLER, TRACED, TraceChanges(remove_straggler=True)),
+    ):
+        before, after, told = runs[trace], runs[name], what_if(runs[trace].folder, asked)
+        ratio, measured = told["changed_s"] / told["unprofiled_s"], after.iteration_time_s / before.iteration_time_s
+        rounds = [[float(np.median(steps)) for steps in one.rounds if steps] for one in (before, after)]
         rows.append(
             {
-                "change": case.change,
+                "change": change,
                 "before_s": before.iteration_time_s,
                 "after_s": after.iteration_time_s,
                 "measured_change_percent": 100 * (measured - 1),
                 "predicted_change_percent": 100 * (ratio - 1),
                 "error_percent": 100 * (ratio / measured - 1),
-                "spread_percent": max(spread_percent(before), spread_percent(after)),
+                "spread_percent": max(50.0 * (max(medians) / min(medians) - 1.0) for medians in rounds),
                 "replay_error_percent": 100 * (told["replayed_s"] / told["measured_s"] - 1),
             }
         )
