@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from stepsight.dataset.base.errors import StepsightError
-from stepsight.dataset.capture.captured import Captured, collective_counts, compute_flops
+from stepsight.dataset.capture.captured import collective_counts, compute_flops
 from stepsight.dataset.capture.capturing_run import CaptureRequest, capture
 from stepsight.dataset.job.job import Job
 from stepsight.dataset.kinds.op import Collective
@@ -29,7 +29,7 @@ from stepsight.simulator.programs.lower import Lowered
 from stepsight.simulator.replay.captured_step import time_captured
 from stepsight.training.prediction.prediction import asked_predictor
 
-SCRIPT = Path(__file__).with_name("captured_job.py")
+SCRIPT = Path(__file__).with_name("scripts.py")
 HARDWARE = "h100-sxm-80gb"
 Counts = Counter[tuple[str, int, int]]  # by kind, bytes and group size
 
@@ -100,31 +100,19 @@ def job_of(values: Mapping[str, Any]) -> Job:
 def lowered_counts(lowered: Lowered, stage: int) -> tuple[Counts, float]:
     """Collectives and FLOP of one rank of a stage."""
     found: Counts = Counter()
-    flops = 0.0
-    track = lowered.track
-    segments = [*lowered.segment[track.stage == stage].tolist(), int(lowered.optimizer[stage])]
-    for index in segments:
+    flops, track = 0.0, lowered.track
+    for index in [*lowered.segment[track.stage == stage].tolist(), int(lowered.optimizer[stage])]:
         segment = lowered.segments[index]
         flops += segment_flops(segment)
-        lost = {node for node, taken in enumerate(segment.graph.taken) if taken}
-        for node, of in enumerate(segment.program.nodes):
-            if isinstance(of.work, Collective) and node not in lost:
-                both = 2 if of.work.kind == "send_recv" else 1  # a rank of a ring sends one and receives one
-                found[of.work.kind, of.work.num_bytes, of.work.group_size] += both
+        for node, lost in zip(segment.program.nodes, segment.graph.taken, strict=True):
+            if isinstance(node.work, Collective) and not lost:
+                both = 2 if node.work.kind == "send_recv" else 1  # a rank of a ring sends one and receives one
+                found[node.work.kind, node.work.num_bytes, node.work.group_size] += both
     for message, source, target in zip(lowered.message, track.source, track.target, strict=True):
         if stage in (track.stage[source], track.stage[target]):
             work = lowered.messages[message]
             found[work.kind, work.num_bytes, work.group_size] += 1
     return found, flops
-
-
-def captured_counts(captured: Captured, place: int) -> tuple[Counts, float]:
-    """Counts of a captured rank."""
-    graph = captured.graphs[place]
-    found: Counts = Counter()
-    for row in collective_counts(graph):
-        found[row["kind"], row["num_bytes"], row["group_size"]] += row["count"]
-    return found, compute_flops(graph)
 
 
 def compare(name: str, values: Mapping[str, Any]) -> Row:
@@ -134,18 +122,19 @@ def compare(name: str, values: Mapping[str, Any]) -> Row:
     assert predictor is not None
     latency = predictor.latency(job)
     simulation = simulate(job, latency)
-    words = (json.dumps(job.to_dict()), *(["--autocast"] if values.get("autocast") else []))
+    words = ("job", json.dumps(job.to_dict()), *(["--autocast"] if values.get("autocast") else []))
     asked = CaptureRequest(SCRIPT, words, job.cluster.num_devices, job.cluster.devices_per_node)
     captured = capture(asked)
     step = time_captured(captured.graphs, latency)
-    per_stage = job.cluster.num_devices // job.parallel.pp
-    differences, flops = [], []
-    for place, graph in enumerate(captured.graphs):
-        stage = graph.rank // per_stage
-        (mine, lowered_flops), (theirs, done) = lowered_counts(simulation.lowered, stage), captured_counts(
-            captured, place
-        )  # fmt: skip
-        flops.append(abs(lowered_flops / done - 1.0))
+    differences, flops, collectives = [], [], 0
+    for graph in captured.graphs:
+        stage = graph.rank // (job.cluster.num_devices // job.parallel.pp)
+        mine, lowered_flops = lowered_counts(simulation.lowered, stage)
+        theirs: Counts = Counter()
+        for row in collective_counts(graph):
+            theirs[row["kind"], row["num_bytes"], row["group_size"]] += row["count"]
+        flops.append(abs(lowered_flops / compute_flops(graph) - 1.0))
+        collectives += int(theirs.total())
         differences += [
             {"stage": stage, "kind": key[0], "num_bytes": key[1], "group_size": key[2], "lowered": mine[key],
              "captured": theirs[key]}
@@ -156,7 +145,7 @@ def compare(name: str, values: Mapping[str, Any]) -> Row:
         "strategy": name,
         "ranks": job.cluster.num_devices,
         "captured_ranks": len(captured.graphs),
-        "collectives": int(sum(sum(captured_counts(captured, place)[0].values()) for place in range(len(step.graphs)))),
+        "collectives": collectives,
         "differences": differences,
         "flops_off_percent": 100.0 * max(flops),
         "lowered_s": simulation.iteration_time_s,

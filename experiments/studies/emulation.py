@@ -15,7 +15,7 @@ from stepsight.experiments.studies.study import Row, Study, rows_text
 from stepsight.experiments.tasks.emulating import emulate
 from stepsight.experiments.tasks.settings import Emulation
 
-SCRIPT = Path(__file__).with_name("sleeping_script.py")
+SCRIPT = Path(__file__).with_name("scripts.py")
 PARTS = ("virtual-ddp", "virtual-fsdp2", "real-ddp")
 FORWARD_S = {"virtual": 0.2, "real": 0.04}  # of a layer: on a virtual clock, sleeping takes no time
 WORLD, LAYERS, VALUES = 256, 8, 300_000  # a bucket holds the gradient of a layer
@@ -81,46 +81,39 @@ def expected_knee(forward_s: float) -> dict[str, float]:
     """The knee of DDP's sweep in closed form: all buckets except the first wait for the link instead of their
     gradients. From there on the step is forward, the first layer's backward, and all communication.
     """
-    backward_s = 2 * forward_s
-    return {"flat_s": LAYERS * (forward_s + backward_s), "slope": 1.0, "knee_s": (LAYERS - 1) * backward_s}
-
-
-def sweep(part: str) -> list[Row]:
-    """Steps by share of communication, measured and in closed form.
-
-    Args:
-        part: A clock and a mode of ``sleeping_script``, as ``virtual-ddp``.
-    """
-    clock, _, mode = part.partition("-")
-    forward_s, backward_s = FORWARD_S[clock], 2 * FORWARD_S[clock]
-    world, rows = Emulation(world_size=WORLD, virtual=clock == "virtual", rounds=1, steps=3), []
-    for share in SHARES:
-        per_layer = share * backward_s / (1 if mode == "ddp" else 3)  # FSDP2: two all-gathers and a reduce-scatter
-        words = [mode, str(LAYERS), str(forward_s), str(backward_s), str(VALUES)]
-        delay = lambda collective, seconds=per_layer: seconds
-        found = emulate(SCRIPT, words, world, delay, progress=False)
-        closed = (ddp_seconds if mode == "ddp" else fsdp2_seconds)(forward_s, backward_s, per_layer)
-        row = {"communication_s": sum(each["seconds"] * each["calls_per_step"] for each in found["collectives"])}
-        rows.append({**row, "step_s": found["iteration_s"], "closed_form_s": closed})
-    return [{**row, "error_percent": 100 * (row["step_s"] / row["closed_form_s"] - 1)} for row in rows]
+    return {"flat_s": LAYERS * 3 * forward_s, "slope": 1.0, "knee_s": (LAYERS - 1) * 2 * forward_s}
 
 
 def run(options: argparse.Namespace) -> tuple[Any, str]:
-    """All parts, or those that were asked for."""
+    """All parts, or those that were asked for: steps by share of communication, measured and in closed form."""
     figures: Row = {}
     texts = []
     for part in options.only or PARTS:
-        rows = sweep(part)
+        clock, _, mode = part.partition("-")
+        forward_s, backward_s = FORWARD_S[clock], 2 * FORWARD_S[clock]
+        world, rows = Emulation(world_size=WORLD, virtual=clock == "virtual", rounds=1, steps=3), list[Row]()
+        words = [mode, str(LAYERS), str(forward_s), str(backward_s), str(VALUES)]
+        for share in SHARES:
+            per_layer = share * backward_s / (1 if mode == "ddp" else 3)  # FSDP2: two all-gathers and a reduce-scatter
+            delay = lambda collective, seconds=per_layer: seconds
+            found = emulate(SCRIPT, words, world, delay, progress=False)
+            closed = (ddp_seconds if mode == "ddp" else fsdp2_seconds)(forward_s, backward_s, per_layer)
+            spent, step_s = (
+                sum(of["seconds"] * of["calls_per_step"] for of in found["collectives"]),
+                found["iteration_s"],
+            )
+            row = {"communication_s": spent, "step_s": step_s, "closed_form_s": closed}
+            rows.append({**row, "error_percent": 100 * (step_s / closed - 1)})
         figures[part] = rows
         titles = {f"{key[:-2].replace('_', ' ')} ms" if key.endswith("_s") else key: key for key in rows[0]}
         texts.append(f"{part}\n{rows_text(rows, titles, 2)}")
-        if part.endswith("ddp"):
-            found, closed = knee(rows), expected_knee(FORWARD_S[part.partition("-")[0]])
-            figures[f"{part}-knee"] = found
+        if mode == "ddp":
+            bend, closed_bend = knee(rows), expected_knee(forward_s)
+            figures[f"{part}-knee"] = bend
             texts.append(
-                f"flat step {1e3 * found['flat_s']:.1f} ms (closed form {1e3 * closed['flat_s']:.1f}), then slope "
-                f"{found['slope']:.3f} ({closed['slope']:.0f}) from {1e3 * found['knee_s']:.1f} ms of communication "
-                f"({1e3 * closed['knee_s']:.1f}: the backward pass without its first layer)"
+                f"flat step {1e3 * bend['flat_s']:.1f} ms (closed form {1e3 * closed_bend['flat_s']:.1f}), then slope "
+                f"{bend['slope']:.3f} ({closed_bend['slope']:.0f}) from {1e3 * bend['knee_s']:.1f} ms of communication "
+                f"({1e3 * closed_bend['knee_s']:.1f}: the backward pass without its first layer)"
             )
     return figures, "\n\n".join(texts)
 
@@ -130,7 +123,5 @@ STUDY = Study(
     "Emulate rank 0 of 256 of a script whose layers sleep, over the time of its communication, and compare with closed "
     "forms, on a virtual and on a real clock. Times mean something on a machine that does nothing else.",
     run,
-    {
-        "--only": {"choices": PARTS, "action": "append", "help": "a part alone (repeatable)"},
-    },
+    {"--only": {"choices": PARTS, "action": "append", "help": "a part alone (repeatable)"}},
 )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from stepsight.experiments.studies import (
     bench,
@@ -35,8 +35,3 @@ STUDIES: Mapping[str, Study] = {
         what_if_accuracy.STUDY,
     )
 }
-
-
-def main(name: str, arguments: Sequence[str]) -> int:
-    """Run a study; returns the exit code."""
-    return STUDIES[name].main(arguments)

@@ -83,29 +83,6 @@ def drawn_job(random: Random) -> Job:
     )
 
 
-def study(jobs: int, seed: int, most_legal: int, *, enumerates: bool, space: str) -> list[Row]:
-    """Search a number of jobs that have a strategy that fits.
-
-    Raises:
-        StepsightError: If hardly any job has so few strategies.
-    """
-    random, drawn = Random(seed), 0
-    rows: list[Row] = []
-    while len(rows) < jobs:
-        job, drawn = drawn_job(random), drawn + 1
-        if drawn > MOST_DRAWN * jobs:
-            raise StepsightError(f"--most-legal must leave one job of {MOST_DRAWN} at least, got {most_legal}")
-        try:
-            legal = len(Grid(job, Space.of(space)))
-        except StepsightError:
-            continue
-        if legal <= most_legal and (row := compare(job, enumerates=enumerates, space=space)):
-            rows.append(row)
-            regret = f", regret {row['regret_percent']:.4f} %" if enumerates else ""
-            print(f"{len(rows)}/{jobs}  {job!r}: {row['search_cpu_s']:.1f} s{regret}", file=sys.stderr)
-    return rows
-
-
 def compare(job: Job, *, enumerates: bool, space: str) -> Row | None:
     """Search one job and, on request, predict all of its strategies; None if none fits."""
     clear_caches()
@@ -128,17 +105,31 @@ def compare(job: Job, *, enumerates: bool, space: str) -> Row | None:
     if enumerates:
         since = time.process_time()
         best = search(job, space=space, sampler="enumerate").best.timed[0]
-        row |= {
-            "enumerate_cpu_s": time.process_time() - since,
-            "regret_percent": max(0.0, 100.0 * (found.best.timed[0] / best - 1.0)),
-        }
+        row["enumerate_cpu_s"] = time.process_time() - since
+        row["regret_percent"] = max(0.0, 100.0 * (found.best.timed[0] / best - 1.0))
     return row
 
 
 def run(options: argparse.Namespace) -> tuple[Any, str]:
-    """Draw, search and compare."""
-    enumerates = not options.no_enumeration
-    rows = study(options.jobs, options.seed, options.most_legal, enumerates=enumerates, space=options.space)
+    """Draw jobs until enough have a strategy that fits, search and compare.
+
+    Raises:
+        StepsightError: If hardly any job has as few strategies as asked for.
+    """
+    enumerates, random, drawn = not options.no_enumeration, Random(options.seed), 0
+    rows: list[Row] = []
+    while len(rows) < options.jobs:
+        job, drawn = drawn_job(random), drawn + 1
+        if drawn > MOST_DRAWN * options.jobs:
+            raise StepsightError(f"--most-legal must leave one job of {MOST_DRAWN} at least, got {options.most_legal}")
+        try:
+            legal = len(Grid(job, Space.of(options.space)))
+        except StepsightError:
+            continue
+        if legal <= options.most_legal and (row := compare(job, enumerates=enumerates, space=options.space)):
+            rows.append(row)
+            regret = f", regret {row['regret_percent']:.4f} %" if enumerates else ""
+            print(f"{len(rows)}/{options.jobs}  {job!r}: {row['search_cpu_s']:.1f} s{regret}", file=sys.stderr)
     keys = ["job", "devices", "cluster", "global_batch", "legal", "evaluated", "search_cpu_s"]
     keys += ["enumerate_cpu_s", "regret_percent"] if enumerates else []
     lines = [rows_text(rows, {key.replace("_", " "): key for key in keys}, 4)]

@@ -147,4 +147,4 @@ def experiment_command(
             "experiments run from a checkout of stepsight, and this installation is not one: "
             "clone the repository, run `pip install -e .` there, and try again"
         ) from None
-    sys.exit(runner.main(name, context.args))
+    sys.exit(runner.STUDIES[name].main(context.args))

@@ -15,6 +15,6 @@ def test_the_command_names_the_studies_that_there_are() -> None:
 @pytest.mark.parametrize("name", runner.STUDIES)
 def test_every_study_has_help_and_json(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
-        runner.main(name, ["--help"])
+        runner.STUDIES[name].main(["--help"])
     told = capsys.readouterr().out
     assert ended.value.code == 0 and f"stepsight experiment {name}" in told and "--json" in told

@@ -1,10 +1,13 @@
-"""A training script whose layers sleep: communication is real or emulated, and computation takes a known time.
+"""Training scripts of the studies: a job of the harness, and layers that sleep.
 
-``python sleeping_script.py ddp|fsdp2 LAYERS FORWARD_S BACKWARD_S VALUES``: ``VALUES`` are parameters of a layer.
+``scripts.py job JOB_JSON [--autocast]`` trains a job's model for a few steps; with ``--autocast`` that of an fp32 job,
+under ``torch.autocast`` in bf16.  ``scripts.py ddp|fsdp2 LAYERS FORWARD_S BACKWARD_S VALUES`` trains without end:
+communication is real or emulated, computation takes a known time; ``VALUES`` are parameters of a layer.
 """
 
 from __future__ import annotations
 
+import json
 import sys
 import time
 from typing import Any
@@ -12,6 +15,21 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+
+STEPS = 4
+
+
+def train_job(asked: dict[str, Any], *, autocast: bool) -> None:
+    """Train for ``STEPS`` steps."""
+    from stepsight.dataset.harness.models.parallel import Training
+
+    if autocast:
+        asked["batch"]["precision"] = "fp32"
+    training = Training(asked, torch.device("cpu"))
+    if autocast:
+        training.model.forward = torch.autocast("cuda", torch.bfloat16)(training.model.forward)
+    for _ in range(STEPS):
+        training.step()
 
 
 class Sleep(torch.autograd.Function):
@@ -42,7 +60,7 @@ class Layer(nn.Module):
         return slept
 
 
-def train(mode: str, layers: int, forward_s: float, backward_s: float, values: int) -> None:
+def train_sleeping(mode: str, layers: int, forward_s: float, backward_s: float, values: int) -> None:
     """Train in an endless loop."""
     model: nn.Module = nn.Sequential(*(Layer(forward_s, backward_s, values) for _ in range(layers)))
     if mode == "fsdp2":
@@ -62,5 +80,8 @@ def train(mode: str, layers: int, forward_s: float, backward_s: float, values: i
 
 if __name__ == "__main__":
     dist.init_process_group("gloo")
-    mode, layers, forward_s, backward_s, values = sys.argv[1:]
-    train(mode, int(layers), float(forward_s), float(backward_s), int(values))
+    what, *words = sys.argv[1:]
+    if what == "job":
+        train_job(json.loads(words[0]), autocast=words[1:] == ["--autocast"])
+    else:
+        train_sleeping(what, int(words[0]), float(words[1]), float(words[2]), int(words[3]))
