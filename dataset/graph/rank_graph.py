@@ -27,6 +27,46 @@ EDGE_COLUMNS = ("source", "target", "why")
 OPAQUE = "opaque"
 
 
+@dataclass(frozen=True, slots=True)
+class Span:
+    """A named stretch of a rank's host time: one segment of one step.
+
+    Attributes:
+        label: ``forward``, ``backward``, ``optimizer`` …
+        start_s: On the rank's clock.
+        end_s: Likewise.
+        step: Which profiled step, from 0.
+        micro_batch: Which micro-batch, from 0.
+        stage: Which pipeline stage.
+    """
+
+    label: str
+    start_s: float
+    end_s: float
+    step: int = 0
+    micro_batch: int = 0
+    stage: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class HostRecord:
+    """What a rank's host recorded beside the nodes of its graph; seconds from the graph's begin.
+
+    Attributes:
+        spans: Annotated segments in order of time.
+        calls_s: ``(c,)``: when recorded calls started, in order: of the thread that computes, or of all that launch.
+        own_s: ``(n,)``: time within each node of the graph that is its own; empty: all of it.
+        waits_s: ``(w, 2)``: when the thread that computes waited for collectives.
+        awaited: ``(w,)``: their nodes in the graph.
+    """
+
+    spans: tuple[Span, ...] = ()
+    calls_s: Floats = field(default_factory=lambda: np.zeros(0))
+    own_s: Floats = field(default_factory=lambda: np.zeros(0))
+    waits_s: Floats = field(default_factory=lambda: np.zeros((0, 2)))
+    awaited: Ints = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
+
+
 @dataclass
 class RankGraph:
     """The activities of one rank, with their dependencies.
@@ -64,6 +104,7 @@ class RankGraph:
         warnings: What was found wrong, and what was done about it.
         events: Events in the file.
         observed: Steps in it that an execution-trace observer slowed, and that are left out.
+        record: What the host recorded beside the nodes; a stored graph has none.
     """
 
     rank: int
@@ -87,6 +128,7 @@ class RankGraph:
     warnings: tuple[str, ...] = ()
     events: int = 0
     observed: int = 0
+    record: HostRecord | None = None
 
     def __len__(self) -> int:
         return len(self.start_s)

@@ -1,39 +1,33 @@
-"""Times of one rank's program: its trace, its segments, and its place in the job."""
+"""Times of one rank's program: a view of its graph, its segments, and its place in the job.
+
+On a CPU every op of the graph is a node, and the thread that carries the segments is the ``compute`` stream.  On a
+device a node is what one call launched on one stream; the busiest stream is ``compute``.  Host calls are no nodes.
+Collectives lie on a stream of their own, named by their group.
+
+Dependencies are stream order, which a program implies, and *synchronisation*: a collective starts when the compute
+stream has come to it, and what follows its wait needs it.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from stepsight.dataset.graph.program import Program
-from stepsight.dataset.kinds.op import Op
+from stepsight.dataset.graph.intervals import Intervals, merge, overlap, waited
+from stepsight.dataset.graph.program import WHY_NUMBER, Dependency, Node, Program
+from stepsight.dataset.graph.rank_graph import OP, HostRecord, RankGraph, Span
+from stepsight.dataset.kinds.op import Collective, Op
 
 Seconds = NDArray[np.float64]
+Ints = NDArray[np.int64]
 
-
-@dataclass(frozen=True, slots=True)
-class Span:
-    """A named stretch of a rank's host time: one segment of one step.
-
-    Attributes:
-        label: ``forward``, ``backward``, ``optimizer`` …
-        start_s: On the rank's clock.
-        end_s: Likewise.
-        step: Which profiled step, from 0.
-        micro_batch: Which micro-batch, from 0.
-        stage: Which pipeline stage.
-    """
-
-    label: str
-    start_s: float
-    end_s: float
-    step: int = 0
-    micro_batch: int = 0
-    stage: int = 0
+_MOST_GAP_NS = 3000.0  # that a device leaves between kernels on its own account
+_COPIES = ("copy", "fill", "from_host", "to_host")  # what a call may launch beside its own kernels
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,3 +172,229 @@ class Placement:
             return ()
         first = rank - rank // self.tp % self.dp * self.tp
         return tuple(range(first, first + self.tp * self.dp, self.tp))
+
+
+def rank_trace(graph: RankGraph) -> RankTrace:
+    """The program of a rank with the times of its nodes and segments, as its graph and its host's record tell them."""
+    return _View(graph).trace()
+
+
+class _View:
+    """Nodes of a rank's program in whole nanoseconds from the graph's begin, so that equal moments are equal numbers.
+
+    Shapes: ``n`` nodes of the graph, ``m`` nodes of the program in order of issue.
+
+    Attributes:
+        place: ``(m,)``: the node of the graph that says what each one is.
+        node: ``(n,)``: the node of the program that each one is part of, -1: none.
+        start, end, own: ``(m,)``: own time is that of all kernels.
+        issue, issued: ``(m,)``: when the host came to it, and when it had launched all of it.
+    """
+
+    def __init__(self, graph: RankGraph) -> None:
+        self.graph, self.record = graph, graph.record or HostRecord()
+        self.hosted = graph.device == "cpu"
+        nodes, on_device = graph.columns, np.flatnonzero(graph.on_device)
+        begin, end = _nanoseconds(graph.start_s), _nanoseconds(graph.end_s)
+        issue, launched = begin.copy(), graph.edge_columns["why"] == WHY_NUMBER[Dependency.LAUNCH]
+        issue[graph.edge_columns["target"][launched]] = begin[graph.edge_columns["source"][launched]]
+        joined = (nodes["kind"][on_device] == OP) & (nodes["call"][on_device] >= 0) & (not self.hosted)
+        keys = nodes["call"][on_device] * len(graph.streams) + nodes["stream"][on_device]
+        _, label = np.unique(np.where(joined, keys, -1 - on_device), return_inverse=True)
+        copies = np.array([work.kind in _COPIES for work in graph.works], dtype=np.bool_)[nodes["work"][on_device]]
+        order = np.lexsort((copies, label))
+        members, first = on_device[order], np.flatnonzero(np.diff(label[order], prepend=-1))
+        own = self._own(begin, end, issue)
+        columns = [
+            of.reduceat(values[members], first)
+            for of, values in (
+                (np.minimum, begin), (np.maximum, end), (np.add, own), (np.minimum, issue), (np.maximum, issue)
+            )
+        ]  # fmt: skip
+        by_issue = np.lexsort((columns[0], columns[3]))
+        self.start, self.end, self.own, self.issue, self.issued = (column[by_issue] for column in columns)
+        self.place, self.node = members[first][by_issue], np.full(len(graph), -1, dtype=np.int64)
+        self.node[members] = np.argsort(by_issue)[label[order]]
+        self.works = [graph.works[number] for number in nodes["work"][self.place].tolist()]
+        self.is_op = nodes["kind"][self.place] == OP
+        self.streams = self._streams()
+        self.steps, self.calls = _nanoseconds(graph.steps_s), _nanoseconds(self.record.calls_s)
+        self.waits, self.awaited = _nanoseconds(self.record.waits_s), self.node[self.record.awaited]
+        self.blocks = np.zeros(len(self.place), dtype=np.bool_)  # the host waited from its issue on
+        self.blocks[self.awaited[self.waits[:, 0] == self.issue[self.awaited]]] = True
+
+    def _own(self, begin: Seconds, end: Seconds, issue: Seconds) -> Seconds:
+        """``(n,)``: own time; a short time between two kernels is part of a second that was launched in time."""
+        if len(self.record.own_s):
+            return _nanoseconds(self.record.own_s)
+        own, streams = end - begin, self.graph.columns["stream"]
+        if not self.hosted:
+            kernels = np.flatnonzero(self.graph.columns["kind"] == OP)
+            kernels = kernels[np.argsort(streams[kernels], kind="stable")]
+            before, after = kernels[:-1], kernels[1:]
+            gap = begin[after] - end[before]
+            near = (streams[before] == streams[after]) & (issue[after] < end[before]) & (gap <= _MOST_GAP_NS)
+            own[after[near]] += np.maximum(gap[near], 0.0)
+        return own
+
+    def _streams(self) -> list[str]:
+        """Name of the stream of each node."""
+        graph, numbers = self.graph, self.graph.columns["stream"][self.place]
+        names, groups = list(graph.streams), graph.columns["group"][self.place].tolist()
+        if not self.hosted:
+            names[int(np.bincount(numbers, self.own * self.is_op, len(names)).argmax())] = "compute"
+        return [
+            graph.groups[group][0] if group >= 0 and not self.hosted else names[number]
+            for number, group in zip(numbers.tolist(), groups, strict=True)
+        ]
+
+    def trace(self) -> RankTrace:
+        graph, nodes, clock_s = self.graph, self.graph.columns, 1e-6 * self.graph.origin_us
+        spans = self._spans()
+        bounds = np.array([(span.start_s, span.end_s) for span in spans]).reshape(-1, 2)
+        inside = np.searchsorted(bounds[:, 0], self.issue, "right") - 1
+        inside[(inside >= 0) & (self.issue >= bounds[inside, 1])] = -1
+        about = zip(self.works, self.streams, nodes["name"][self.place].tolist(), strict=True)
+        program = Program(tuple(Node(work, stream, graph.names[name]) for work, stream, name in about), self._edges())
+        idle, step_s = merge(self.waits), 1e-9 * np.diff(self.steps).reshape(-1)
+        slot, wait, tail, num_events = self._slots(bounds, inside, idle)
+        launch, launch_events = self._launches(inside)
+        meets = {}
+        for node in np.flatnonzero(~self.is_op).tolist():
+            group, ranks = graph.groups[nodes["group"][self.place[node]]]
+            meets[node] = Rendezvous(group, int(nodes["seq"][self.place[node]]), ranks)
+        return RankTrace(
+            rank=graph.rank,
+            program=program,
+            start_s=1e-9 * self.start + clock_s,
+            duration_s=1e-9 * self.own,
+            slot_s=1e-9 * slot,
+            wait_s=1e-9 * wait,
+            span=inside,
+            spans=tuple(
+                replace(span, start_s=1e-9 * span.start_s + clock_s, end_s=1e-9 * span.end_s + clock_s)
+                for span in spans
+            ),
+            tail_s=1e-9 * tail,
+            meets=meets,
+            num_events=num_events,
+            launch_s=1e-9 * launch,
+            launch_events=launch_events,
+            step_s=tuple(step_s.tolist()) if graph.whole else (),
+            events_per_step=self._events_on_the_way(),
+            waited_share=float(1e-9 * overlap(idle, *self.steps.T).sum() / step_s.sum()) if step_s.any() else 0.0,
+            unclassified_s=1e-9 * float(self.own[nodes["known"][self.place] == 0].sum()),
+        )
+
+    def _spans(self) -> list[Span]:
+        """Segments in order of time with their step, in nanoseconds; whole steps, or the whole trace, without any."""
+        begins = self.steps[:, 0]
+        found = [
+            replace(each, start_s=float(np.rint(1e9 * each.start_s)), end_s=float(np.rint(1e9 * each.end_s)))
+            for each in self.record.spans
+            if each.label != "step"
+        ]
+        step = np.searchsorted(begins, [span.start_s for span in found], "right") - 1
+        found = [replace(span, step=max(int(number), 0)) for span, number in zip(found, step, strict=True)]
+        if self.graph.observed:  # the segments of steps that are left out
+            found = [span for span in found if begins[span.step] <= span.start_s < self.steps[span.step, 1]]
+        if not found:
+            bounds = self.steps.tolist() or [(self.start.min(), self.end.max())]
+            found = [Span("step", begin, end, step) for step, (begin, end) in enumerate(bounds)]
+        return [self._with_loss(span, after) for span, after in zip(found, [*found[1:], None], strict=True)]
+
+    def _with_loss(self, span: Span, after: Span | None) -> Span:
+        """Pipelining computes the loss between two segments: it is part of the forward one before it."""
+        limit = after.start_s if after is not None else np.inf
+        between = range(*np.searchsorted(self.issue, (span.end_s, limit))) if span.label == "forward" else ()
+        losses = [node for node in between if self.works[node].kind == "cross_entropy"]
+        if not losses:
+            return span
+        last = max(self.end[node] for node in between if node >= losses[0] and not is_message(self.works[node]))
+        return replace(span, end_s=max(span.end_s, min(limit, last)))
+
+    def _edges(self) -> tuple[tuple[int, int, Dependency], ...]:
+        """Synchronisation of a device as its graph tells it, of a host as its thread issues it.
+
+        On a host, the newest awaited work precedes what comes next.
+        """
+        edges: list[tuple[int, int]] = []
+        if not self.hosted:
+            waiting = self.graph.edge_columns["why"] == WHY_NUMBER[Dependency.SYNCHRONISATION]
+            before, after = (self.node[self.graph.edge_columns[name][waiting]] for name in ("source", "target"))
+            edges = sorted({(b, a) for b, a in zip(before.tolist(), after.tolist(), strict=True) if 0 <= b < a})
+        ends: dict[int, float] = {}
+        for node, end in zip(self.awaited.tolist(), self.waits[:, 1].tolist(), strict=True):
+            ends[node] = max(end, ends.get(node, 0.0))
+        pending = sorted((end, node) for node, end in ends.items())
+        last, awaited, at = -1, [], 0
+        for node in range(len(self.place)) if self.hosted else ():
+            while at < len(pending) and pending[at][0] <= self.issue[node]:
+                awaited.append(pending[at][1])
+                at += 1
+            if self.is_op[node] and self.streams[node] != "compute":
+                continue
+            sources = set(awaited) if self.is_op[node] or last < 0 else {*awaited, last}
+            edges += [(source, node) for source in sorted(sources) if source < node]
+            if self.is_op[node] or self.blocks[node]:
+                last, awaited = node, []
+        return tuple((before, after, Dependency.SYNCHRONISATION) for before, after in edges)
+
+    def _recorded(self, since: Any, upto: Any) -> Any:
+        """How many recorded calls started in each ``since <= time < upto``."""
+        return np.searchsorted(self.calls, upto) - np.searchsorted(self.calls, since)
+
+    def _slots(self, bounds: Seconds, span: Ints, idle: Intervals) -> tuple[Seconds, Seconds, Seconds, Seconds]:
+        """``slot_s``, ``wait_s``, ``tail_s`` and ``num_events``, in nanoseconds.
+
+        On a host, a slot begins where the one before on the compute stream ended; waits for collectives are no part
+        of it.
+        """
+        slot, wait, tail = self.own.copy(), np.zeros(len(self.own)), np.zeros(len(bounds))
+        num_events = np.zeros(len(self.own))
+        if not self.hosted:
+            return slot, wait, tail, num_events
+        compute = np.flatnonzero(self.is_op & (np.array(self.streams) == "compute"))
+        slot[compute] -= overlap(idle, self.start[compute], self.end[compute])
+        for index, (begin, end) in enumerate(bounds.tolist()):
+            nodes = compute[span[compute] == index]
+            if not len(nodes):
+                continue
+            upto = self.end[nodes]
+            upto[-1] = max(upto[-1], end)  # what follows the last node is its own
+            since = np.concatenate([[begin], upto[:-1]])
+            wait[nodes] = overlap(idle, since, upto)
+            slot[nodes] = np.maximum(upto - since - wait[nodes], 0.0)
+            tail[index] = waited(idle, self.end[nodes[-1]], end)
+            wait[nodes[-1]] -= tail[index]
+            num_events[nodes] = self._recorded(since, upto)
+        num_events[self.blocks] = self._recorded(self.start[self.blocks], self.end[self.blocks])
+        return slot, wait, tail, num_events
+
+    def _launches(self, span: Ints) -> tuple[Seconds, Seconds]:
+        """The host time of each launch of a device's node, and the calls recorded in it; zeros on a host."""
+        launch, launch_events = np.zeros(len(self.own)), np.zeros(len(self.own))
+        for begin, end in () if self.hosted else self.steps.tolist():
+            nodes = np.flatnonzero((self.issued >= begin) & (self.issued < end) & (span >= 0))
+            if len(nodes):
+                nodes = nodes[np.argsort(self.issued[nodes], kind="stable")]
+                bounds = np.concatenate([[begin], self.issued[nodes][:-1], [end]])  # what follows the last is its own
+                launch[nodes] = np.diff(bounds)
+                launch_events[nodes] = self._recorded(bounds[:-1], bounds[1:])
+        return launch, launch_events
+
+    def _events_on_the_way(self) -> float:
+        """Recorded calls that a step's time passes through: its own, or its peer's while it waits for a message."""
+        message = np.array([is_message(work) for work in self.works], dtype=np.bool_)
+        start, end = self.steps[self.steps[:, 1] > self.steps[:, 0]].T  # nothing can have happened in others
+        own_share = 1.0 - overlap(merge(self.waits[message[self.awaited]]), start, end) / (end - start)
+        return float((self._recorded(start, end) / np.maximum(own_share, 0.1)).sum()) / max(len(self.steps), 1)
+
+
+def _nanoseconds(seconds: Seconds) -> Seconds:
+    return np.asarray(np.rint(1e9 * seconds))
+
+
+def is_message(work: Op | Collective) -> bool:
+    """Whether it is a collective that sends a message from one rank to one."""
+    return isinstance(work, Collective) and work.record.route == "message"

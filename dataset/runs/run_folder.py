@@ -19,7 +19,7 @@ from stepsight.dataset.graph.rank_graph import RankGraph
 from stepsight.dataset.graph.rank_trace import Placement, RankTrace
 from stepsight.dataset.runs.run_manifest import SCHEMA, RunManifest, number, read_manifest, read_object, typed
 from stepsight.dataset.runs.trace import Trace
-from stepsight.dataset.traces.import_traces import read_rank_both, read_rank_graph, read_rank_trace, trace_format
+from stepsight.dataset.traces.import_traces import read_rank_files, trace_format
 
 if TYPE_CHECKING:
     from stepsight.dataset.job.job import Job
@@ -60,38 +60,25 @@ class Collection:
                 yield read_run(manifest.folder)
 
 
-def read_run(folder: Path, graphs: bool = False) -> Trace:
-    """Read a run folder whole; with ``graphs``, the graphs of its ranks too.
+def read_run(folder: Path) -> Trace:
+    """Read a run folder whole.
 
     Raises:
         TraceError: If the manifest, a rank or a trace is missing, truncated or inconsistent.
     """
-    manifest = _traced_manifest(folder)
-    traces: list[RankTrace] = []
-    found: list[RankGraph] = []
-    for rank, files in sorted(manifest.traces.items()):
-        form = trace_format(files, rank, manifest.folder)
-        _check_digest(manifest, files[form])
-        place = _placement(manifest, rank)
-        if graphs:
-            trace, graph = read_rank_both(files, manifest.folder, place)
-            found.append(graph)
-        else:
-            trace = read_rank_trace(form, manifest.folder / files[form], place)
-        traces.append(trace)
-    return Trace(manifest, tuple(traces), tuple(found))
-
-
-def _traced_manifest(folder: Path) -> RunManifest:
     manifest = read_manifest(Path(folder))
     if not manifest.traces:
         raise TraceError(f"a run must have traces to be read, got none in {manifest.folder}")
-    return manifest
-
-
-def _placement(manifest: RunManifest, rank: int) -> Placement:
     parallel, devices = manifest.job.parallel, manifest.job.cluster.devices_per_node
-    return Placement(rank=rank, devices_per_node=devices, tp=parallel.tp, dp=parallel.dp)
+    traces: list[RankTrace] = []
+    graphs: list[RankGraph] = []
+    for rank, files in sorted(manifest.traces.items()):
+        _check_digest(manifest, files[trace_format(files, rank, manifest.folder)])
+        place = Placement(rank=rank, devices_per_node=devices, tp=parallel.tp, dp=parallel.dp)
+        trace, graph = read_rank_files(files, manifest.folder, place)
+        traces.append(trace)
+        graphs.append(graph)
+    return Trace(manifest, tuple(traces), tuple(graphs))
 
 
 def _check_digest(manifest: RunManifest, name: str) -> None:
@@ -338,15 +325,11 @@ def run_graphs(folder: Path) -> TracedRun:
     if is_imported(folder):
         run = read_imported(folder)
         return TracedRun(run.name, run.job, run.graphs(), run.role)
-    manifest = _traced_manifest(folder)
-    graphs = [
-        read_rank_graph(files, manifest.folder, _placement(manifest, rank))
-        for rank, files in sorted(manifest.traces.items())
-    ]
-    return traced_run(manifest, graphs)
+    return traced_run(read_run(folder))
 
 
-def traced_run(manifest: RunManifest, graphs: Sequence[RankGraph]) -> TracedRun:
+def traced_run(trace: Trace) -> TracedRun:
     """A run that the harness traced, with the graphs of its ranks."""
+    manifest = trace.manifest
     timed = manifest.iteration_time_s if manifest.whole else 0.0
-    return TracedRun(manifest.name, manifest.job, list(graphs), manifest.role, timed)
+    return TracedRun(manifest.name, manifest.job, list(trace.graphs), manifest.role, timed)

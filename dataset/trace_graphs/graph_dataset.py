@@ -13,7 +13,6 @@ from stepsight.dataset.base.files import digest, new_folder, write_json, write_t
 from stepsight.dataset.graph.graph_files import write_graph
 from stepsight.dataset.graph.rank_graph import NODE_KINDS
 from stepsight.dataset.runs.run_folder import (
-    TracedRun,
     has_traces,
     is_imported,
     read_imported,
@@ -91,28 +90,24 @@ def _check_out(out: Path) -> None:
 
 def _add_run(raw: Path, folder: Path, scopes: Sequence[str], warnings: list[str]) -> dict[str, Any] | None:
     """Write a run into the dataset; return its metadata, None if no step of it was traced."""
-    own = not is_imported(folder)
-    segments = read_run(folder, graphs="step" in scopes) if own and "segment" in scopes else None
-    if segments is None:
-        run: TracedRun | None = run_graphs(folder)
-    else:
-        run = traced_run(segments.manifest, segments.graphs) if segments.graphs else None
-    if run is not None and not any(len(graph.steps_s) for graph in run.graphs):
+    trace = None if is_imported(folder) else read_run(folder)
+    run = run_graphs(folder) if trace is None else traced_run(trace)
+    if not any(len(graph.steps_s) for graph in run.graphs):
         return None
     raw.mkdir(parents=True)
-    told: dict[str, Any] = {"ranks": [], "segments": "segment" in scopes}
-    if run is not None:
-        timed_s = run.iteration_s if own else read_imported(folder).timed_s
-        warnings += [f"run {run.name}: {each}" for graph in run.graphs for each in graph.warnings]
-        told |= {"role": run.role, **describe_run(run.name, run.job, run.graphs, timed_s)}
-    elif segments is not None:
-        told |= {"role": segments.manifest.role, **describe_own_run(segments.manifest)}
-    if run is not None and "step" in scopes:
+    warnings += [f"run {run.name}: {each}" for graph in run.graphs for each in graph.warnings]
+    told: dict[str, Any] = {"ranks": [], "segments": False, "role": run.role}
+    if trace is None or "step" in scopes:
+        timed_s = read_imported(folder).timed_s if trace is None else run.iteration_s
+        told |= describe_run(run.name, run.job, run.graphs, timed_s)
+    else:
+        told |= describe_own_run(trace.manifest)
+    if "step" in scopes:
         told["ranks"] = [f"rank{graph.rank}" for graph in run.graphs]
         for graph, stem in zip(run.graphs, told["ranks"], strict=True):
             write_graph(graph, raw, stem)
     if "segment" in scopes:
-        found = segments.segments() if segments is not None else call_segments(run.graphs, run.name) if run else []
+        found = call_segments(run.graphs, run.name) if trace is None else trace.segments()
         told["segments"] = bool(found)
         if found:
             write_segments(found, raw)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -55,6 +56,18 @@ class Assembly:
         for name in ("blocks", "threads", "registers", "shared_bytes", "recorded", "known"):
             self.columns[name][:] = 0
 
+    @cached_property
+    def order(self) -> Ints:
+        """``(n,)``: the node at each place of the graph."""
+        return np.argsort(self.key, kind="stable")
+
+    @cached_property
+    def place(self) -> Ints:
+        """``(n,)``: the place of each node in the graph."""
+        place = np.empty(len(self.start), dtype=np.int64)
+        place[self.order] = np.arange(len(place))
+        return place
+
     def meet(self, node: int, meets: Rendezvous | None) -> None:
         """Record which collective of other ranks a node belongs to."""
         if meets is not None:
@@ -68,9 +81,7 @@ class Assembly:
         step = np.searchsorted(bounds[:, 0], self.issued, "right") - 1
         ends = bounds[np.maximum(step, 0), 1] if len(bounds) else np.zeros(count)
         self.columns["step"] = np.where((step >= 0) & (self.issued <= ends), step, -1)
-        order = np.argsort(self.key, kind="stable")
-        place = np.empty(count, dtype=np.int64)
-        place[order] = np.arange(count)
+        order, place = self.order, self.place
         source, target = (place[np.concatenate([edge[column] for edge in self.edges])] for column in range(2))
         why = np.concatenate([np.full(len(edge[0]), WHY_NUMBER[edge[2]], dtype=np.int64) for edge in self.edges])
         delay = np.concatenate([edge[3] for edge in self.edges])

@@ -209,6 +209,11 @@ def _weigh(signature: Signature, args: Args, of_list: str = "fp32") -> Op | None
     return intern_op(kind, dims, dtype)
 
 
+def parse_annotation(name: str) -> dict[str, str]:
+    """``stepsight::op kind=add dims=8`` to its keys and values."""
+    return dict(part.split("=", 1) for part in name.split(" ")[1:] if "=" in part)
+
+
 def annotated_op(values: Mapping[str, str]) -> Op:
     """The op that ``stepsight::op kind=… dims=4x8 dtype=…`` names.
 

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from stepsight.dataset.graph.program import Dependency
 from stepsight.dataset.traces.call_tree import CallTree, HostCalls, chain
+from stepsight.dataset.traces.classify import parse_annotation
 from stepsight.dataset.traces.event_columns import Interned, RankEvents, Table
 from stepsight.dataset.traces.step_bounds import Steps
 
@@ -25,6 +26,7 @@ _MOST_LAUNCH_US = 50.0  # longest usual delay from the end of a launch to the ke
 _HELD_US = 10.0  # time by which a kernel may start before its call ends, if the call continues for other reasons
 _NEAR_US = 3.0  # deviation from the median up to which delays count as usual
 _BLOCKED_US = 10.0  # if its call lasts longer, and until the copy ends, the host waited for the copy
+_SPIN = "spin_kernel"  # torch's, by which a stand-in lets the time of a collective pass
 _MOST_LEFT_US = 200.0  # from the end of the awaited work to the end of the call
 
 
@@ -90,6 +92,26 @@ def with_assumed_launches(events: RankEvents) -> RankEvents:
     told = f"launches were not recorded for {int(absent.sum())} of {len(device)} kernels: their framework calls count"
     calls = Table(start, end, columns).take(np.lexsort((-end, start)))
     return replace(events, runtime=calls, names=names, warnings=[*events.warnings, told])
+
+
+def with_stand_in_collectives(events: RankEvents) -> RankEvents:
+    """Events in which the spinning of a stand-in is its collective; what else its call runs meanwhile is left out."""
+    calls = [each for each in events.annotations if each.name.startswith("stepsight::collective")]
+    modelled = [each for each in events.annotations if each.name.startswith("stepsight::modelled")]
+    device, rows, args = events.device, launch_rows(events), dict(events.collective_args)
+    if not modelled or not len(events.runtime):
+        return events
+    spins = np.array([_SPIN in name for _, name, _ in events.kernels], dtype=np.bool_)[device["kernel"]]
+    issued, thread = events.runtime.start[rows], np.where(rows >= 0, events.runtime["thread"][rows], -1)
+    keep = np.ones(len(device), dtype=np.bool_)
+    for call in calls:
+        if any(each.thread == call.thread and call.start <= each.start < call.end for each in modelled):
+            inside = (thread == call.thread) & (call.start <= issued) & (issued < call.end)
+            keep &= spins | ~inside
+            args |= dict.fromkeys(np.flatnonzero(inside & spins).tolist(), parse_annotation(call.name))
+    place = np.cumsum(keep) - 1
+    args = {int(place[row]): said for row, said in args.items() if keep[row]}
+    return replace(events, device=device.take(keep), collective_args=args)
 
 
 def _matching(wanted: Ints, given: Ints) -> Ints:

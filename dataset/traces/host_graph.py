@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -12,21 +13,21 @@ from numpy.typing import NDArray
 from stepsight.dataset.base.errors import TraceError
 from stepsight.dataset.graph.intervals import merge, overlap
 from stepsight.dataset.graph.program import Dependency
-from stepsight.dataset.graph.rank_graph import COLLECTIVE, HOST, OP, RankGraph
-from stepsight.dataset.graph.rank_trace import Placement
+from stepsight.dataset.graph.rank_graph import COLLECTIVE, HOST, OP, HostRecord, RankGraph, Span
+from stepsight.dataset.graph.rank_trace import Placement, Rendezvous, is_message
+from stepsight.dataset.kinds import gloo_spans
 from stepsight.dataset.kinds.op import OP_KINDS, Collective, Op
-from stepsight.dataset.traces.assembly import Assembly, Edges
+from stepsight.dataset.traces.assembly import MICROSECOND, Assembly, Edges
 from stepsight.dataset.traces.call_tree import CallTree, HostCalls, annotated_phases, chain
 from stepsight.dataset.traces.classify import intern_op
 from stepsight.dataset.traces.event_columns import Interned, RankEvents
+from stepsight.dataset.traces.host_works import Call, HostWorks, Work, host_call_starts
 from stepsight.dataset.traces.kernel_kinds import named_kind
-from stepsight.dataset.traces.kineto_ranks import host_works, main_thread
-from stepsight.dataset.traces.rank_works import Wait
-from stepsight.dataset.traces.step_bounds import Steps, find_steps
-from stepsight.dataset.traces.sweep import Work, sweep
+from stepsight.dataset.traces.step_bounds import Steps, find_steps, segment_spans
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
+Wait = tuple[Work, float, float]  # a stretch of the main thread that is spent waiting for a collective; microseconds
 
 _MOST_AT_ONCE = 64  # collectives of one stream that may be in flight
 _FUSED = "kind=fused_loops"  # in the annotation of a compiled function
@@ -35,36 +36,47 @@ _LAST = 2**62  # larger than the number of any collective
 _MOST_EARLY_US = 1000.0  # clock error by which a wait may end before the awaited call
 
 
-@dataclass
-class _Host:
-    """The activity of a host; microseconds. ``works`` has ops, then collectives, each in order of issue."""
-
-    ops: list[Work]
-    collectives: list[Work]
-    waits: list[Wait]
-    main: int
-
-
 def host_graph(events: RankEvents, tree: CallTree, world_size: int, placement: Placement, rank: int) -> RankGraph:
     """The graph of a rank without device events.
 
     Raises:
         TraceError: If it holds nothing that could be a node.
     """
-    host = _read(events, rank, world_size, placement)
-    if not host.ops and not host.collectives:
+    host = HostWorks(events)
+    replicas = placement.data_parallel_group(rank) or _largest_group(events, rank, world_size)
+    collectives, waits = _Collectives(host, replicas, placement, segment_spans(events, 0.0)).found()
+    if not host.ops and not collectives:
         raise TraceError(f"a trace must hold at least one op or collective, got none in {events.path}")
-    steps = find_steps(events, tree, np.zeros(0))
-    names = Interned()
-    calls, kind, item = _calls(host, steps, names)
+    steps, names = find_steps(events, tree, np.zeros(0)), Interned()
+    calls, kind, item = _calls(host, collectives, steps, names)
     order = chain(calls, events)
-    idle = merge([(wait.start, wait.end) for wait in host.waits])
-    waited = overlap(idle, calls.end[order.source], calls.start[order.target])
-    delay = np.maximum(order.delay - waited, 0.0)
-    edges = [(order.source, order.target, Dependency.HOST_ORDER, delay), *_around(host, calls, kind, item)]
-    graph = _assemble(events, tree, steps, host, (calls, kind, item, names), edges)
-    graph.warnings = tuple(dict.fromkeys([*events.warnings, *steps.warnings, *_compiled(events)]))
-    return graph
+    waited = overlap(merge([wait[1:] for wait in waits]), calls.end[order.source], calls.start[order.target])
+    edges = [(order.source, order.target, Dependency.HOST_ORDER, np.maximum(order.delay - waited, 0.0))]
+    edges += _around(collectives, waits, calls, np.where(kind == COLLECTIVE, item, -1), host.main or 0)
+    start = np.concatenate([calls.start, [work.start for work in collectives]])
+    built = Assembly(
+        start=start,
+        end=np.concatenate([calls.end, [max(work.end, work.start) for work in collectives]]),
+        key=start,
+        issued=np.concatenate([calls.start, [work.issue for work in collectives]]),
+        edges=edges,
+        steps=steps,
+        names=names,
+    )
+    works = [host.ops[number] if of == OP else None for of, number in zip(kind.tolist(), item.tolist(), strict=True)]
+    _fill(built, events, tree, calls.name, [*works, *collectives])
+    graph = built.graph("cpu", "cpu", events.num_events)
+    own = [work.own if work is not None else 0.0 for work in [*works, *collectives]]
+    numbers = {id(work): number for number, work in enumerate(collectives, len(calls))}
+    record = HostRecord(
+        spans=segment_spans(events, graph.origin_us),
+        calls_s=(host_call_starts(events, host.main) - graph.origin_us) * MICROSECOND,
+        own_s=np.array(own)[built.order] * MICROSECOND,
+        waits_s=(np.array([wait[1:] for wait in waits]).reshape(-1, 2) - graph.origin_us) * MICROSECOND,
+        awaited=built.place[np.array([numbers[id(wait[0])] for wait in waits], dtype=np.int64)],
+    )
+    warnings = tuple(dict.fromkeys([*events.warnings, *steps.warnings, *_compiled(events)]))
+    return replace(graph, record=record, warnings=warnings)
 
 
 def _compiled(events: RankEvents) -> list[str]:
@@ -78,134 +90,220 @@ def _compiled(events: RankEvents) -> list[str]:
     ]
 
 
-def _read(events: RankEvents, rank: int, world_size: int, placement: Placement) -> _Host:
-    swept = sweep(events)
-    info = events.header.get("distributedInfo") or {}
-    main = main_thread(swept)
-    works, waits = host_works(swept, info, rank, world_size, placement)
-    ops = [work for work in works if isinstance(work.work, Op)]
-    collectives = [work for work in works if isinstance(work.work, Collective)]
-    return _Host(ops, collectives, waits, main or 0)
+def _largest_group(events: RankEvents, rank: int, world_size: int) -> tuple[int, ...]:
+    groups = (events.header.get("distributedInfo") or {}).get("pg_config") or []
+    found = [group.get("ranks") or [] for group in groups if isinstance(group, dict)]
+    sizes = [(len(ranks), tuple(ranks)) for ranks in [list(range(world_size)), *found] if rank in ranks]
+    return max(sizes, default=(0, ()))[1]
 
 
-def _calls(host: _Host, steps: Steps, names: Interned) -> tuple[HostCalls, Ints, Ints]:
+def _calls(host: HostWorks, collectives: list[Work], steps: Steps, names: Interned) -> tuple[HostCalls, Ints, Ints]:
     """Ops, issues of collectives and bounds of steps as calls; the type of each, and its index within the type."""
-    streams = {"compute": host.main}
+    main = host.main or 0
+    streams = {"compute": main}
     for work in host.ops:
         streams.setdefault(work.stream, -len(streams))
     marks = sorted({moment for bounds in steps.bounds for moment in bounds})
-    issued = [work.issue for work in host.collectives]
+    issued = [work.issue for work in collectives]
     start = np.array([*(work.start for work in host.ops), *issued, *marks], dtype=np.float64)
     end = np.array([*(work.end for work in host.ops), *issued, *marks], dtype=np.float64)
-    thread = [*(streams[work.stream] for work in host.ops), *([host.main] * (len(issued) + len(marks)))]
+    thread = [*(streams[work.stream] for work in host.ops), *([main] * (len(issued) + len(marks)))]
     name = [names(work.name) for work in host.ops]
-    name += [names(f"issue {work.name}") for work in host.collectives] + [names("step")] * len(marks)
+    name += [names(f"issue {work.name}") for work in collectives] + [names("step")] * len(marks)
     kind = np.repeat([OP, COLLECTIVE, HOST], [len(host.ops), len(issued), len(marks)])
     item = np.concatenate([np.arange(len(each)) for each in (host.ops, issued, marks)]).astype(np.int64)
     calls = HostCalls(start, end, np.array(thread, np.int64), np.arange(len(start)), np.array(name, np.int64)).sorted()
     return calls, kind[calls.row], item[calls.row]
 
 
-def _around(host: _Host, calls: HostCalls, kind: Ints, item: Ints) -> list[Edges]:
-    """Launches of collectives, their order on their streams, and waits for them; collectives follow the calls."""
+def _around(collectives: list[Work], waits: list[Wait], calls: HostCalls, issues: Ints, main: int) -> list[Edges]:
+    """Launches of collectives, their order on their streams, and waits for them; collectives follow the calls.
+
+    ``issues``: ``(n,)``: the collective that each call issues, -1: none.
+    """
     base = len(calls)
-    issue = np.full(len(host.collectives), -1, dtype=np.int64)
-    issues = np.flatnonzero(kind == COLLECTIVE)
-    issue[item[issues]] = issues
+    issue = np.argsort(issues, kind="stable")[base - len(collectives) :]
     launches: list[float] = []
     ordered: list[tuple[int, int, float]] = []
     ended: dict[Any, list[tuple[float, int]]] = {}  # by stream: ends of the newest collectives before, in order
-    for number, work in enumerate(host.collectives):
+    for number, work in enumerate(collectives):
         before = ended.setdefault(work.stream, [])
         place = bisect_left(before, (work.start, _LAST)) - 1  # several are sent at once: the queue is for a free thread
         queued = place >= 0 and before[place][0] > work.issue
         if place >= 0:
             end, other = before[place]
             ordered.append((base + other, base + number, work.start - end if queued else 0.0))
-        at = calls.end[issue[number]]
-        launches.append(0.0 if queued else work.start - at)
+        launches.append(0.0 if queued else work.start - float(calls.end[issue[number]]))
         insort(before, (work.end, number))
         del before[:-_MOST_AT_ONCE]
     found: dict[int, dict[int, float]] = {}  # by what waits: delays after the awaited work
-    numbers = {id(work): number for number, work in enumerate(host.collectives)}
-    mains = np.flatnonzero(calls.thread == host.main)
+    numbers = {id(work): number for number, work in enumerate(collectives)}
+    mains = np.flatnonzero(calls.thread == main)
     starts = calls.start[mains].tolist()
-    for wait in host.waits:
-        place = bisect_left(starts, wait.end - 1e-3)
-        number = numbers.get(id(wait.work), -1)
-        if place < len(mains) and number >= 0:
+    for work, begin, end in waits:
+        place = bisect_left(starts, end - 1e-3)
+        if place < len(mains):
             target = int(mains[place])
-            held = wait.work.end > wait.start or wait.end > wait.start  # otherwise it had ended before the wait
-            delay = float(calls.start[target]) - wait.work.end if held else 0.0
-            if delay > -_MOST_EARLY_US and host.collectives[number].start <= calls.start[target]:
-                found.setdefault(target, {})[base + number] = delay
-    waits = [
-        (source, target, delay if source == max(delays, key=lambda each: host.collectives[each - base].end) else 0.0)
+            held = work.end > begin or end > begin  # otherwise it had ended before the wait
+            delay = float(calls.start[target]) - work.end if held else 0.0
+            if delay > -_MOST_EARLY_US and work.start <= calls.start[target]:
+                found.setdefault(target, {})[base + numbers[id(work)]] = delay
+    ends = [
+        (source, target, delay if source == max(delays, key=lambda each: collectives[each - base].end) else 0.0)
         for target, delays in found.items()
         for source, delay in delays.items()
     ]  # of several, the last one to end is waited for; the others had ended
-    everyone = np.arange(len(host.collectives), dtype=np.int64)
+    everyone = np.arange(len(collectives), dtype=np.int64)
     return [
         (issue, base + everyone, Dependency.LAUNCH, np.array(launches, dtype=np.float64)),
         _columns(ordered, Dependency.STREAM_ORDER),
-        _columns(waits, Dependency.SYNCHRONISATION),
+        _columns(ends, Dependency.SYNCHRONISATION),
     ]
 
 
 def _columns(edges: list[tuple[int, int, float]], why: Dependency) -> Edges:
-    source, target, delay = (np.array([edge[column] for edge in edges]) for column in range(3))
-    return source.astype(np.int64), target.astype(np.int64), why, delay.astype(np.float64)
+    source, target, delay = np.array(edges, dtype=np.float64).reshape(-1, 3).T
+    return source.astype(np.int64), target.astype(np.int64), why, delay
 
 
-def _assemble(
-    events: RankEvents,
-    tree: CallTree,
-    steps: Steps,
-    host: _Host,
-    called: tuple[HostCalls, Ints, Ints, Interned],
-    edges: list[Edges],
-) -> RankGraph:
-    calls, kind, item, names = called
-    base, joined = len(calls), host.collectives
-    start = np.concatenate([calls.start, [work.start for work in joined]])
-    built = Assembly(
-        start=start,
-        end=np.concatenate([calls.end, [max(work.end, work.start) for work in joined]]),
-        key=start,
-        issued=np.concatenate([calls.start, [work.issue for work in joined]]),
-        edges=edges,
-        steps=steps,
-        names=names,
-    )
-    nodes = built.columns
-    nodes["known"][:] = 1
-    nodes["kind"][:base] = np.where(kind == OP, OP, HOST)
-    nodes["kind"][base:] = COLLECTIVE
-    nodes["name"][:base] = calls.name
-    rows = np.searchsorted(events.ops.start, calls.start - 1e-6)
+def _fill(built: Assembly, events: RankEvents, tree: CallTree, names: Ints, works: list[Work | None]) -> None:
+    """Set the columns of calls, whose names are given, and of the collectives after them; no work: a host call."""
+    nodes, base = built.columns, len(names)
+    nodes["known"][:], nodes["name"][:base] = 1, names
+    rows = np.searchsorted(events.ops.start, built.start[:base] - 1e-6)
     built.streams("compute")
-    for node in range(base):
-        stream = "compute"
-        if kind[node] == OP:
-            work = host.ops[item[node]]
-            stream = str(work.stream)
-            op = work.work
-            nodes["recorded"][node] = work.recorded
-            known = named_kind(work.name) if not work.known and isinstance(op, Op) else None
-            if known is not None and isinstance(op, Op):
-                alike = len(OP_KINDS[known].dim_names) == len(op.dims)
-                op = intern_op(known, op.dims if alike else (0,) * len(OP_KINDS[known].dim_names), op.dtype)
-            nodes["work"][node], nodes["known"][node] = built.works(op), int(work.known or known is not None)
-            if rows[node] < len(events.ops) and abs(events.ops.start[rows[node]] - calls.start[node]) < 1e-3:
-                nodes["call"][node] = rows[node]
-        nodes["stream"][node] = built.streams(stream)
-    for number, work in enumerate(joined):
-        node = base + number
-        nodes["work"][node], nodes["stream"][node] = built.works(work.work), built.streams(str(work.stream))
-        nodes["name"][node] = names(work.name)
-        built.meet(node, work.meets)
-    called_rows = nodes["call"] >= 0
-    nodes["phase"][called_rows] = tree.phase[nodes["call"][called_rows]]
-    work = (nodes["kind"] != HOST) & ~called_rows  # without a framework call: collectives, ops that sleep
-    nodes["phase"][work] = annotated_phases(events.annotations, built.issued)[work]
-    return built.graph("cpu", "cpu", events.num_events)
+    for node, work in enumerate(works):
+        nodes["kind"][node] = HOST if work is None else OP if node < base else COLLECTIVE
+        nodes["stream"][node] = built.streams("compute" if work is None else str(work.stream))
+        if work is None:
+            continue
+        if node >= base:
+            nodes["work"][node], nodes["name"][node] = built.works(work.work), built.names(work.name)
+            built.meet(node, work.meets)
+            continue
+        op = work.work
+        nodes["recorded"][node] = work.recorded
+        known = named_kind(work.name) if not work.known and isinstance(op, Op) else None
+        if known is not None and isinstance(op, Op):
+            alike = len(OP_KINDS[known].dim_names) == len(op.dims)
+            op = intern_op(known, op.dims if alike else (0,) * len(OP_KINDS[known].dim_names), op.dtype)
+        nodes["work"][node], nodes["known"][node] = built.works(op), int(work.known or known is not None)
+        if rows[node] < len(events.ops) and abs(events.ops.start[rows[node]] - built.start[node]) < 1e-3:
+            nodes["call"][node] = rows[node]
+    called = nodes["call"] >= 0
+    nodes["phase"][called] = tree.phase[nodes["call"][called]]
+    unnamed = (nodes["kind"] != HOST) & ~called  # without a framework call: collectives, ops that sleep
+    nodes["phase"][unnamed] = annotated_phases(events.annotations, built.issued)[unnamed]
+
+
+class _Collectives:
+    """Finds the collectives of a host that computes, and when its main thread waits for them.
+
+    Args:
+        host: Its calls.
+        replicas: Ranks of the collectives that do not name any: DDP's.
+        placement: Where ranks lie.
+        segments: Of its steps, on the clock of its calls.
+    """
+
+    def __init__(
+        self, host: HostWorks, replicas: tuple[int, ...], placement: Placement, segments: Sequence[Span]
+    ) -> None:
+        self._host, self._replicas, self._placement, self._segments = host, replicas, placement, segments
+        self._numbers: dict[tuple[str, ...], int] = {}
+        self._free: dict[tuple[str, ...], float] = {}  # when a stand-in's links are
+        self._workers: dict[str, list[tuple[float, float]]] = {}  # spans by kind, each taken once
+        for kind, start, end in sorted(host.workers, key=lambda worker: -worker[1]):
+            self._workers.setdefault(kind, []).append((start, end))
+
+    def found(self) -> tuple[list[Work], list[Wait]]:
+        """Collectives in order of issue, and waits for them."""
+        works: list[Work] = []
+        waits: list[Wait] = []
+        by_key: dict[tuple[str, str], Work] = {}
+        implicit: list[Work] = []
+        for call in sorted(self._host.calls, key=lambda call: call.start):
+            work = self._work(call)
+            if work is None:
+                continue
+            works.append(work)
+            if call.values.get("async", "0") == "0":
+                waits.append((work, call.start, call.end))
+            elif "seq" in call.values:
+                by_key[call.values["group"], call.values["seq"]] = work
+            else:
+                implicit.append(work)
+        for wait in sorted(self._host.waits, key=lambda wait: wait.start):
+            awaited = by_key.get((wait.values.get("group", ""), wait.values.get("seq", "")))
+            if awaited is not None:
+                waits.append((awaited, wait.start, wait.end))
+                if awaited.end > wait.end or awaited.end == awaited.start:
+                    awaited.end, awaited.own = wait.end, max(wait.end - awaited.start, 0.0)
+        known = {id(work) for work, _, _ in waits}  # a communication hook of DDP is waited for where nothing records it
+        implicit += [work for work in by_key.values() if id(work) not in known and not is_message(work.work)]
+        for work in implicit:  # DDP's end with their segment: it hands back gradients that are reduced
+            inside = (1e6 * each.end_s for each in self._segments if each.start_s <= 1e-6 * work.issue < each.end_s)
+            limit = min(inside, default=work.end)
+            work.end = max(min(work.end, limit), work.start)
+            work.own = work.end - work.start
+        return works, waits + _invisible_waits(implicit, self._host.top)
+
+    def _work(self, call: Call) -> Work | None:
+        """The collective of a call; None if it joins no ranks."""
+        values, ranks = call.values, self._replicas
+        if "ranks" in values:
+            ranks = tuple(int(part) for part in values["ranks"].split(","))
+        group = self._placement.axis(ranks) or values.get("group", "dp")
+        direction = values.get("direction", "")
+        blocks = values.get("async", "0") == "0"
+        carrier = self._carrier(direction or values["kind"], call)
+        if len(ranks) < 2:
+            return None
+        start, end = (call.start, call.end) if blocks else carrier or (call.start, call.end)
+        if "seconds" in values and not blocks:  # nobody but its annotation tells when it was over
+            link = (group, direction and values["ranks"], direction)
+            start = max(call.start, self._free.get(link, 0.0))
+            end = self._free[link] = start + 1e6 * float(values["seconds"])
+        per_node = self._placement.ranks_per_node(ranks, len(ranks))
+        collective = Collective(values["kind"], int(values["num_bytes"]), len(ranks), per_node)
+        # A message is met by its number between two ranks, everything else by its number in the group.
+        key = (group, direction and values.get("ranks", ""), values["kind"] if "seq" not in values else "")
+        number = self._numbers[key] = self._numbers.get(key, -1) + 1
+        meets = Rendezvous(f"{group}:{values['ranks']}" if direction else group, number, ranks)
+        name = f"{values['kind']}.{direction}" if direction else values["kind"]
+        return Work(collective, name, call.start, start, end, end - start, group, meets=meets)
+
+    def _carrier(self, kind: str, call: Call) -> tuple[float, float] | None:
+        """The worker's span of a call: the first of those of a kind that is not taken."""
+        best: list[tuple[float, float]] | None = None
+        for name in gloo_spans(kind):
+            queue = self._workers.get(name, [])
+            while queue and queue[-1][0] < call.start:  # older than the call: it belongs to none
+                queue.pop()
+            if queue and (best is None or queue[-1] < best[-1]):
+                best = queue
+        return best.pop() if best else None
+
+
+def _invisible_waits(works: list[Work], calls: list[tuple[float, float]]) -> list[Wait]:
+    """Waits that nothing records: an end of a collective that falls between two calls of the main thread.
+
+    All of a step are awaited at the same place (the end of DDP's backward), so each synchronises there: where the next
+    wait that can be seen ends.
+    """
+    if not works or not calls:
+        return []
+    starts, ends = np.array(calls).T
+    out: list[Wait] = []
+    for work in works:
+        at = int(np.searchsorted(starts, work.end, "right")) - 1
+        if at >= 0 and ends[at] < work.end:
+            begin = max(float(ends[at]), work.issue)
+            out.append((work, begin, max(begin, work.end)))
+    until = sorted(end for _, _, end in out)
+    seen = {id(work) for work, _, _ in out}
+    for work in works:
+        place = bisect_left(until, work.end)
+        if id(work) not in seen and place < len(until):
+            out.append((work, until[place], until[place]))
+    return out

@@ -12,10 +12,9 @@ from stepsight.dataset.base.errors import StepsightError, TraceError
 from stepsight.dataset.base.registry import Registry, check_takes
 from stepsight.dataset.graph.program import Dependency
 from stepsight.dataset.graph.rank_graph import COLLECTIVE, RankGraph, meetings, numbered_alike
-from stepsight.dataset.graph.rank_trace import Placement, RankTrace
+from stepsight.dataset.graph.rank_trace import Placement, RankTrace, rank_trace
 from stepsight.dataset.traces.assembly import graph_of_trace
-from stepsight.dataset.traces.kineto_ranks import read_kineto
-from stepsight.dataset.traces.read_rank import read_rank, read_trace_and_graph
+from stepsight.dataset.traces.read_rank import read_kineto, read_rank
 
 _SUFFIXES = (".json", ".json.gz")
 _CHAKRA = (".et", ".et.gz", *_SUFFIXES)
@@ -259,14 +258,13 @@ class TraceFormat:
 
     Attributes:
         read: Reads one rank's file.
-        read_graph: Reads one rank's file, with its execution trace if there is one, as a graph; None: as ``read`` does.
-        read_both: Both at once; None: by what ``read`` returns.
+        read_graph: Reads one rank's file, with its execution trace if there is one, as the graph of which ``read``
+            returns the view; None: ``read`` says all.
         read_job: Reads files of all ranks, and execution traces of some; None: each file by itself.
     """
 
     read: TraceReader
     read_graph: Callable[[Path, Placement, Path | None], RankGraph] | None = None
-    read_both: Callable[[Path, Placement, Path | None], tuple[RankTrace, RankGraph]] | None = None
     read_job: Callable[[Sequence[Path], Sequence[Path], Placement | None, Progress | None], Imported] | None = None
 
     def __call__(self, path: Path, placement: Placement) -> RankTrace:
@@ -285,7 +283,7 @@ def _refuse_rank(path: Path, placement: Placement) -> RankTrace:
 TRACE_READERS: Registry[TraceReader] = Registry(
     "trace format",
     {
-        "kineto": TraceFormat(read_kineto, read_rank, read_trace_and_graph, import_ranks),
+        "kineto": TraceFormat(read_kineto, read_rank, import_ranks),
         "chakra": TraceFormat(_refuse_rank, read_job=import_chakra),
     },
     group="stepsight.trace_readers",
@@ -322,8 +320,8 @@ def read_rank_trace(form: str, path: Path, placement: Placement) -> RankTrace:
     return trace
 
 
-def read_rank_graph(files: Mapping[str, str], folder: Path, placement: Placement) -> RankGraph:
-    """The graph of a rank of a run folder, from the first of its files that has a known format.
+def read_rank_files(files: Mapping[str, str], folder: Path, placement: Placement) -> tuple[RankTrace, RankGraph]:
+    """Trace and graph of a rank of a run folder, from the first of its files that has a known format.
 
     Raises:
         TraceError: As ``read_rank_trace``.
@@ -331,26 +329,10 @@ def read_rank_graph(files: Mapping[str, str], folder: Path, placement: Placement
     form = trace_format(files, placement.rank, folder)
     read, path = find_format(form).read_graph, folder / files[form]
     if read is None:
-        return graph_of_trace(read_rank_trace(form, path, placement))
-    return read(path, placement, _execution(files, folder))
-
-
-def read_rank_both(files: Mapping[str, str], folder: Path, placement: Placement) -> tuple[RankTrace, RankGraph]:
-    """Trace and graph of a rank of a run folder; its file is parsed once.
-
-    Raises:
-        TraceError: As ``read_rank_trace``.
-    """
-    form = trace_format(files, placement.rank, folder)
-    read, path = find_format(form).read_both, folder / files[form]
-    if read is not None:
-        return read(path, placement, _execution(files, folder))
-    trace = read_rank_trace(form, path, placement)
-    return trace, graph_of_trace(trace)
-
-
-def _execution(files: Mapping[str, str], folder: Path) -> Path | None:
-    return folder / files["et"] if "et" in files else None
+        trace = read_rank_trace(form, path, placement)
+        return trace, graph_of_trace(trace)
+    graph = read(path, placement, folder / files["et"] if "et" in files else None)
+    return rank_trace(graph), graph
 
 
 def trace_format(files: Mapping[str, str], rank: int | None, folder: Path) -> str:

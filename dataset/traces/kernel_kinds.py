@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from bisect import bisect_right
@@ -12,9 +13,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stepsight.dataset.graph.rank_trace import Placement, Rendezvous
+from stepsight.dataset.kinds import nccl_names
+from stepsight.dataset.kinds.call_dims import count
 from stepsight.dataset.kinds.op import OP_KINDS, Collective, Op
 from stepsight.dataset.traces.call_tree import CallTree, is_evaluation
 from stepsight.dataset.traces.classify import (
+    ELEMENT_BYTES,
     Scope,
     annotated_op,
     call_table,
@@ -22,11 +26,10 @@ from stepsight.dataset.traces.classify import (
     classify_unknown,
     depends_on_scope,
     intern_op,
+    parse_annotation,
 )
 from stepsight.dataset.traces.event_blocks import parse
 from stepsight.dataset.traces.event_columns import Annotation, RankEvents
-from stepsight.dataset.traces.rank_works import collective_of
-from stepsight.dataset.traces.sweep import Call, parse_annotation
 
 _MOST_THREADS = 2**31
 _ANNOTATED = "stepsight::op "  # operators of predicted traces
@@ -149,7 +152,7 @@ class KernelKinds:
             num_bytes: That a copy moves, -1: unknown.
         """
         call, op = self._of_call(owner) if owner >= 0 else (-1, None)
-        if launch.category in _COPIES:
+        if launch.category in _COPIES and not (op is not None and op.kind == "copy" == _copy_kind(launch)):
             return intern_op(_copy_kind(launch), (max(num_bytes, 0) // 4,), "fp32"), call, True
         if op is not None and not _compiled(launch.name):
             return op, call, True
@@ -246,6 +249,7 @@ _KERNELS = (
     ("one_shot", "all_reduce"), ("two_shot", "all_reduce"), ("Reduce", "reduce"), ("dispatch", "all_to_all"),
     ("combine", "all_to_all"), ("notify", "all_to_all"),
 )  # fmt: skip
+_OURS = "stepsight::collective"
 _MOST_DEPTH = 8  # enclosing calls of a launch that are examined
 
 
@@ -275,7 +279,7 @@ class CollectiveNodes:
         self._events, self._world_size, self._placement = events, world_size, placement
         self._numbers: dict[str, int] = {}
         self._calls: dict[int, tuple[list[float], list[Annotation]]] = {}
-        named = [each for each in events.annotations if each.name.startswith(("nccl:", "rccl:", "stepsight::coll"))]
+        named = [each for each in events.annotations if each.name.startswith(("nccl:", "rccl:", _OURS))]
         for call in sorted([*named, *events.comms], key=lambda each: each.start):
             starts, calls = self._calls.setdefault(call.thread, ([], []))
             starts.append(call.start)
@@ -283,24 +287,23 @@ class CollectiveNodes:
 
     def find(self, row: int, launch: Launch, issued: float, thread: int) -> Met:
         """The collective of a device event; must be called in the order of launches."""
-        args = self._events.collective_args.get(row, {})
-        said = self._said(issued, thread)
-        comm = Call(said, issued, issued, thread) if said else None
-        work = collective_of(args, comm, self._world_size, self._placement, self._numbers)
-        if work is not None:
-            meets = work.meets
-            number = args.get("Seq", said.get("Seq", -1))
-            if meets is not None and isinstance(number, int) and number >= 0:
-                meets = Rendezvous(meets.group, number, meets.ranks)
-            return Met(work.work, meets)
-        size = int({**said, **args}.get("Group size", self._world_size) or self._world_size)
+        said = self._said(issued, thread) | self._events.collective_args.get(row, {})
+        ranks = _ranks(said)
+        size = int(said.get("Group size", 0)) or len(ranks) or self._world_size
+        kind, num_bytes = _kind_and_bytes(said, size)
+        named = bool(kind)
         if size < 2:
             return Met(intern_op("copy", (0,), "fp32"), None)
-        kind = next((kind for word, kind in _KERNELS if word.lower() in launch.name.lower()), "all_reduce")
-        group = "nccl"
+        if not named:
+            kind = next((kind for word, kind in _KERNELS if word.lower() in launch.name.lower()), "all_reduce")
+        ranks = ranks if named and len(ranks) == size else ()
+        names = (said.get(key) for key in ("group", "Process Group Description", "Process Group Name") if named)
+        group = self._placement.axis(ranks) or str(next(filter(None, names), "nccl")).removeprefix("mesh_")
         number = self._numbers[group] = self._numbers.get(group, -1) + 1
-        per_node = self._placement.ranks_per_node((), size)
-        return Met(Collective(kind, 0, size, per_node), Rendezvous(group, number))
+        if named and isinstance(told := said.get("Seq"), int) and told >= 0:
+            number = told
+        work = Collective(kind, num_bytes, size, self._placement.ranks_per_node(ranks, size))
+        return Met(work, Rendezvous(group, number, ranks))
 
     def _said(self, issued: float, thread: int) -> dict[str, Any]:
         """The communication calls around a launch; a record has more information than an annotation."""
@@ -315,7 +318,36 @@ class CollectiveNodes:
                 said = {"Collective name": call.name[5:], "shape": shapes[0], "type": types[0], **said}
             elif "Collective name" in call.args:
                 said = {**said, **call.args}
+            elif call.name.startswith(_OURS):
+                said = {**parse_annotation(call.name), **said}
         return said
+
+
+def _kind_and_bytes(said: dict[str, Any], size: int) -> tuple[str, int]:
+    """Kind and bytes of a collective of some ranks, by our annotation, else by NCCL's record; "" if neither tells."""
+    if "kind" in said:
+        return str(said["kind"]), int(said["num_bytes"])
+    kind, side = nccl_names().get(str(said.get("Collective name", "")), ("", ""))
+    if not kind:
+        return "", 0
+    if f"{side} msg nelems" in said:
+        num_bytes = int(said[f"{side} msg nelems"]) * ELEMENT_BYTES.get(str(said.get("dtype", "")), 4)
+    else:  # records of old: the shape of one side alone
+        num_bytes = count(said.get("shape", [])) * ELEMENT_BYTES.get(str(said.get("type")), 4)
+    return kind, num_bytes * size if kind == "all_gather" and "Out msg nelems" not in said else num_bytes
+
+
+def _ranks(said: dict[str, Any]) -> tuple[int, ...]:
+    if "ranks" in said:
+        return tuple(int(part) for part in str(said["ranks"]).split(","))
+    try:
+        found = json.loads(said.get("Process Group Ranks", "[]"))
+    except ValueError:  # cut off with an ellipsis
+        found = []
+    if found:
+        return tuple(int(rank) for rank in found)
+    start, stride, size = (said.get(key, -1) for key in ("Global rank start", "Global rank stride", "Group size"))
+    return tuple(range(start, start + stride * size, stride)) if start >= 0 and stride > 0 and size > 0 else ()
 
 
 def mask_of(events: RankEvents) -> NDArray[np.bool_]:

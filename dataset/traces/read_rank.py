@@ -1,4 +1,4 @@
-"""Read one rank's Kineto file as a graph."""
+"""Read one rank's Kineto file: as a graph, and as the program that the graph holds."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from stepsight.dataset.base.caching import without_collection
 from stepsight.dataset.base.errors import TraceError
 from stepsight.dataset.graph.intervals import covered
 from stepsight.dataset.graph.program import WHY_NUMBER, Dependency
-from stepsight.dataset.graph.rank_graph import COLLECTIVE, HOST, OP, RankGraph
-from stepsight.dataset.graph.rank_trace import Placement, RankTrace
-from stepsight.dataset.kinds.op import Collective
+from stepsight.dataset.graph.rank_graph import COLLECTIVE, HOST, OP, HostRecord, RankGraph
+from stepsight.dataset.graph.rank_trace import Placement, RankTrace, rank_trace
+from stepsight.dataset.kinds.op import MOST_SIZE, Collective, Op
 from stepsight.dataset.traces.assembly import MICROSECOND, Assembly
 from stepsight.dataset.traces.call_tree import CallTree, call_tree
 from stepsight.dataset.traces.data_edges import (
@@ -23,12 +23,18 @@ from stepsight.dataset.traces.data_edges import (
     with_tensor_edges,
     without_observed_steps,
 )
-from stepsight.dataset.traces.device_graph import Parts, launch_rows, tie, with_assumed_launches
+from stepsight.dataset.traces.device_graph import (
+    Parts,
+    launch_rows,
+    tie,
+    with_assumed_launches,
+    with_stand_in_collectives,
+)
 from stepsight.dataset.traces.event_columns import Interned, RankEvents, read_columns, well_formed
 from stepsight.dataset.traces.host_graph import host_graph
+from stepsight.dataset.traces.host_works import host_call_starts
 from stepsight.dataset.traces.kernel_kinds import CollectiveNodes, KernelKinds, Met, launches, mask_of
-from stepsight.dataset.traces.kineto_ranks import rank_trace
-from stepsight.dataset.traces.step_bounds import OWN_STEP, Steps, find_steps, observed_steps
+from stepsight.dataset.traces.step_bounds import OWN_STEP, Steps, find_steps, observed_steps, segment_spans
 from stepsight.dataset.traces.stream_waits import StreamWaits
 
 Floats = NDArray[np.float64]
@@ -61,23 +67,25 @@ def read_rank(path: Path, placement: Placement | None = None, execution: Path | 
         return _graph_of(events, placement or Placement(), execution)
 
 
-@without_collection()
-def read_trace_and_graph(path: Path, placement: Placement, execution: Path | None) -> tuple[RankTrace, RankGraph]:
-    """Read one rank's file as ``read_kineto`` and as ``read_rank`` do, at once."""
-    events = read_columns(path)
-    with well_formed(path):
-        return rank_trace(events, placement), _graph_of(events, placement, execution)
+def read_kineto(path: Path, placement: Placement | None = None) -> RankTrace:
+    """Read one rank's file as its program with times.
+
+    Raises:
+        TraceError: As ``read_rank``.
+    """
+    return rank_trace(read_rank(path, placement))
 
 
 def _graph_of(events: RankEvents, placement: Placement, execution: Path | None) -> RankGraph:
     rank, world_size = _identity(events, placement)
     if len(events.device):
-        events = with_assumed_launches(events)
+        events = with_stand_in_collectives(with_assumed_launches(events))
     tree = call_tree(events)
     if len(events.device):
         graph = _device_graph(events, tree, world_size, placement)
     else:
         graph = host_graph(events, tree, world_size, placement, rank)
+    _check_sizes(graph)
     if execution is not None:
         graph = with_tensor_edges(graph, events, read_execution_trace(execution), execution)
     graph = without_observed_steps(graph, _observed(events, graph))
@@ -86,6 +94,14 @@ def _graph_of(events: RankEvents, placement: Placement, execution: Path | None) 
     loading = [(each.start, each.end) for each in events.annotations if each.name.startswith(_LOADING)]
     graph.loading_s = (np.array(loading).reshape(-1, 2) - graph.origin_us) * MICROSECOND
     return replace(graph, rank=rank, world_size=world_size, warnings=tuple(dict.fromkeys(warnings)))
+
+
+def _check_sizes(graph: RankGraph) -> None:
+    """Sizes are whole numbers that anybody could have run: JSON also holds NaN, fractions and made-up ones."""
+    for work in graph.works:
+        sizes = work.dims if isinstance(work, Op) else (work.num_bytes, work.group_size, work.ranks_per_node)
+        if not all(isinstance(size, int) and 0 <= size <= MOST_SIZE for size in sizes):
+            raise TraceError(f"sizes of a trace must be whole numbers from 0 to {MOST_SIZE}, got {work!s:.120}")
 
 
 def _observed(events: RankEvents, graph: RankGraph) -> NDArray[np.bool_]:
@@ -111,7 +127,11 @@ def _device_graph(events: RankEvents, tree: CallTree, world_size: int, placement
     phase = np.where(rows >= 0, tree.call_phase[rows], -1) if len(tree.call_phase) else rows
     StreamWaits(events, parts, mask_of(events), phase).add()
     graph = _assemble(events, tree, steps, parts, _works(events, tree, parts, world_size, placement))
-    return _with_unrecorded(replace(graph, warnings=tuple(warnings)))
+    record = HostRecord(
+        spans=segment_spans(events, graph.origin_us),
+        calls_s=(host_call_starts(events, None) - graph.origin_us) * MICROSECOND,
+    )
+    return _with_unrecorded(replace(graph, record=record, warnings=tuple(warnings)))
 
 
 def _identity(events: RankEvents, placement: Placement) -> tuple[int, int]:

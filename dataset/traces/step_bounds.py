@@ -10,11 +10,14 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
+from stepsight.dataset.graph.rank_graph import Span
 from stepsight.dataset.traces.call_tree import CallTree
+from stepsight.dataset.traces.classify import parse_annotation
 from stepsight.dataset.traces.event_columns import Annotation, RankEvents, Table
 
 _STEP = re.compile(r"^ProfilerStep#(\d+)")
 OWN_STEP = "stepsight::segment label=step"
+_OWN_SEGMENT = "stepsight::segment "
 _ENOUGH = 3  # with more ends of steps, the first step can be dropped
 _ALIKE = 0.2  # allowed difference of the number of calls of a complete step from the usual number
 _MOST_OVERLAP_US = 1.0
@@ -67,6 +70,26 @@ def find_steps(events: RankEvents, tree: CallTree, launched: NDArray[np.float64]
     last = [float(table.end.max()) for table in (events.ops, events.runtime, events.device) if len(table)]
     told = "no steps: neither annotations nor repetition bound one, so the whole trace counts as a step"
     return Steps([(begin, max(last, default=begin))], -1, "nothing", warnings=[told])
+
+
+def segment_spans(events: RankEvents, origin_us: float) -> tuple[Span, ...]:
+    """Annotated segments of steps, from the origin on; whole steps of PyTorch's profiler where no step is ours.
+
+    Raises:
+        ValueError: If one of our own annotations is malformed.
+    """
+    own = [(each, parse_annotation(each.name)) for each in events.annotations if each.name.startswith(_OWN_SEGMENT)]
+    found = [
+        (each, said["label"], int(said.get("micro_batch", 0)), int(said.get("stage", 0)))
+        for each, said in own
+        if said["label"] != "step"
+    ]
+    if len(found) == len(own):
+        found += [(each, "step", 0, 0) for each in events.annotations if _STEP.match(each.name)]
+    return tuple(
+        Span(label, 1e-6 * (each.start - origin_us), 1e-6 * (each.end - origin_us), 0, *numbers)
+        for each, label, *numbers in sorted(found, key=lambda one: one[0].start)
+    )
 
 
 def observed_steps(calls: Table, bounds: NDArray[np.float64]) -> NDArray[np.bool_]:

@@ -12,7 +12,7 @@ import pytest
 from stepsight.dataset.graph.program import Dependency
 from stepsight.dataset.graph.rank_trace import RankTrace
 from stepsight.dataset.kinds.op import Collective, Op
-from stepsight.dataset.traces.kineto_ranks import read_kineto
+from stepsight.dataset.traces.read_rank import read_kineto
 from stepsight.testing import TraceReaderContract
 
 ROOT = Path(__file__).parents[2]

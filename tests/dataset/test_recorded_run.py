@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from stepsight.dataset.graph.rank_trace import RankTrace
-from stepsight.dataset.traces.kineto_ranks import read_kineto
+from stepsight.dataset.traces.read_rank import read_kineto
 from stepsight.testing import TraceReaderContract
 
 torch = pytest.importorskip("torch")

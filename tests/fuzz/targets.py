@@ -26,7 +26,7 @@ from stepsight.dataset.runs.run_manifest import read_manifest
 from stepsight.dataset.tables import FORMATS, Measurements, read_table, summary, summary_text
 from stepsight.dataset.traces.import_traces import Imported, import_chakra, import_ranks
 from stepsight.dataset.traces.import_traces import summary as import_summary
-from stepsight.dataset.traces.kineto_ranks import read_kineto
+from stepsight.dataset.traces.read_rank import read_kineto
 from stepsight.experiments.evaluation.evaluate import evaluate
 from stepsight.experiments.evaluation.evaluation_report import evaluation_text
 from stepsight.experiments.reports.job_texts import prediction_report

@@ -29,7 +29,7 @@ from stepsight.dataset.base.bounded import (
 from stepsight.dataset.base.errors import JobError, StepsightError, TableError, TraceError
 from stepsight.dataset.job.job import Job
 from stepsight.dataset.tables import read_table
-from stepsight.dataset.traces.kineto_ranks import read_kineto
+from stepsight.dataset.traces.read_rank import read_kineto
 from stepsight.experiments.evaluation.runs_table import read_runs_table
 from stepsight.simulator.schedules import read_schedule
 from stepsight.training.predictor.predictor import Predictor

@@ -9,7 +9,7 @@ import pytest
 from stepsight.dataset.graph.rank_trace import RankTrace
 from stepsight.dataset.hardware.hardware import find_fabric, find_hardware
 from stepsight.dataset.tables.measurements import Measurements
-from stepsight.dataset.traces.kineto_ranks import read_kineto
+from stepsight.dataset.traces.read_rank import read_kineto
 from stepsight.simulator.durations.latency_model import RooflineLatency
 from stepsight.testing import LatencyModelContract, TableReaderContract, TraceReaderContract
 from tests.dataset.kineto_files import tiny_step

@@ -9,7 +9,7 @@ from stepsight.dataset.base.errors import TraceError
 from stepsight.dataset.graph.program import Dependency
 from stepsight.dataset.graph.rank_trace import Placement, RankTrace
 from stepsight.dataset.kinds.op import Collective, Op
-from stepsight.dataset.traces.kineto_ranks import read_kineto
+from stepsight.dataset.traces.read_rank import read_kineto
 from stepsight.testing import TraceReaderContract
 from tests.dataset.kineto_files import MAIN, WORKER, KinetoFile, tiny_step
 
