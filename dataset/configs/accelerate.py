@@ -9,22 +9,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 
 from stepsight.dataset.base.errors import JobError
 from stepsight.dataset.configs.documents import flat, yaml_text
 from stepsight.dataset.configs.drafts import ConfigFile, Draft, Reading
-from stepsight.dataset.configs.key_table import (
-    CLIP,
-    OTHER,
-    ConfigText,
-    Conversion,
-    JobView,
-    Row,
-    read_rows,
-    same,
-    write_rows,
-)
+from stepsight.dataset.configs.key_table import CLIP, OTHER, ConfigText, JobView, Row, read_rows, same, write_rows
 from stepsight.dataset.job.job import Job
 
 # torch's ShardingStrategy, in the order of its numbers from 1: ZeRO stage, and whether each node has its own copy.
@@ -48,14 +39,8 @@ _SECTIONS = {  # that DeepSpeed has as tables, and how they look
     "fp16": '{"enabled": true}',
     "optimizer": '{"type": "AdamW"}',
 }
-_ZERO = "zero_optimization."
-_TRAINING_SECTIONS = (
-    "parallel.",
-    "batch.",
-    "cluster.",
-    "optimizer.",
-    "execution.",
-)  # sections of a job beside the model's
+_STAGE, _ZERO = "parallel.zero_stage", "zero_optimization."
+_TRAINING_SECTIONS = ("parallel.", "batch.", "cluster.", "optimizer.", "execution.")  # of a job beside the model's
 _ARGUMENTS = ("per_device_train_batch_size", "gradient_checkpointing", "output_dir", "num_train_epochs")
 
 
@@ -75,81 +60,72 @@ def is_training_arguments(file: ConfigFile) -> bool:
     return sum(name in file.tables for name in _ARGUMENTS) >= 2
 
 
+def is_deepspeed(file: ConfigFile) -> bool:
+    """Whether tables are those of DeepSpeed's JSON."""
+    known = any(mark in file.tables for mark in _MARKS) and "distributed_type" not in file.tables
+    return "zero_optimization" in file.tables or known
+
+
 def read_accelerate(file: ConfigFile, draft: Draft) -> None:
     """Fill a draft; a DeepSpeed JSON of the same folder that the file names is read too."""
-    reading = Reading(draft, flat(file.tables))
-    read_rows(_ROWS, reading)
-    kind = reading.word("distributed_type")
-    if kind == "FSDP":
-        _read_fsdp(reading)
-    elif kind == "DEEPSPEED":
-        named = reading.word("deepspeed_config.deepspeed_config_file")
-        _read_named(named, "deepspeed_config_file", draft, file)
-        read_rows(_DEEPSPEED, reading)
-        if not named:
-            draft.assume("parallel.zero_stage", 2, "Accelerate's default with DeepSpeed")
-    elif kind == "MEGATRON_LM":
-        draft.framework = "megatron-core"
-        read_rows(_MEGATRON, reading)
-        count = reading.positive("megatron_lm_config.megatron_lm_num_micro_batches")
-        if count:
-            draft.facts["accumulation"] = count
-    else:
-        draft.assume("parallel.zero_stage", 0, f"distributed_type {kind} replicates parameters")
-    _read_replicas(reading)
-    steps = reading.positive("gradient_accumulation_steps", "deepspeed_config.gradient_accumulation_steps")
-    if steps:
-        draft.facts["accumulation"] = steps
-    reading.ignore_rest()
+    ways: dict[str, tuple[Row, ...]] = {
+        "FSDP": (_FSDP_ROW,),
+        "DEEPSPEED": (Row(_STAGE, read=partial(_read_deepspeed_way, file=file)), *_DEEPSPEED_WAY),
+        "MEGATRON_LM": _MEGATRON_WAY,
+    }
+    rows = ways.get(str(file.tables.get("distributed_type")), (Row(_STAGE, read=_read_replicated),))
+    read_rows((*_ROWS, *rows, *_LAST), Reading(draft, flat(file.tables)))
 
 
 def read_fsdp(file: ConfigFile, draft: Draft) -> None:
     """Fill a draft from transformers' ``fsdp_config``: names with or without ``fsdp_`` before them."""
-    names = {f"fsdp_config.fsdp_{name.removeprefix('fsdp_')}": name for name in flat(file.tables)}
-    reading = Reading(draft, {name: flat(file.tables)[shown] for name, shown in names.items()}, names)
-    _read_fsdp(reading)
-    reading.ignore_rest()
+    settings = flat(file.tables)
+    names = {f"fsdp_config.fsdp_{name.removeprefix('fsdp_')}": name for name in settings}
+    read_rows((_FSDP_ROW,), Reading(draft, {name: settings[shown] for name, shown in names.items()}, names))
 
 
 def read_training_arguments(file: ConfigFile, draft: Draft) -> None:
     """Fill a draft from training arguments; a DeepSpeed JSON of the same folder that they name is read too."""
+    draft.facts["accumulation"] = 1
+    named = Row(_STAGE, read=partial(_read_named, file=file, key="deepspeed"))
     reading = Reading(draft, flat(file.tables), default="transformers' default: max_grad_norm 1")
-    draft.facts["accumulation"] = reading.positive("gradient_accumulation_steps") or 1
-    if reading.flag("bf16") and reading.flag("fp16"):
-        raise JobError("only one of bf16 and fp16 must be true, got both")
-    length = reading.positive("max_seq_length", "max_length", "model_max_length", "cutoff_len", "sequence_len")
-    if length:
-        draft.map("model.seq_len", length, "max_seq_length")
-    read_rows(_TRAINING, reading)
-    if "adamw_torch_fused" in reading.word("optim"):
-        draft.map("optimizer.fused", True, "optim")
-    _read_named(reading.word("deepspeed"), "deepspeed", draft, file)
-    shards = reading.word("fsdp")
-    if "full_shard" in shards or "shard_grad_op" in shards:
-        draft.map("parallel.zero_stage", 3 if "full_shard" in shards else 2, "fsdp")
-    reading.ignore_rest()
+    read_rows((*_TRAINING, named, Row(_STAGE, read=_read_shards)), reading)
+
+
+def read_deepspeed(file: ConfigFile, draft: Draft) -> None:
+    """Fill a draft; values that are ``"auto"`` are left to other configurations.
+
+    Raises:
+        JobError: If a value stands where DeepSpeed has a table, or both bf16 and fp16 are enabled.
+    """
+    for name, example in _SECTIONS.items():
+        if file.tables.get(name) is not None and not isinstance(file.tables[name], Mapping):
+            raise JobError(f"{name} must be a table, as {example}, got {file.tables[name]!r:.80}")
+    settings = flat(file.tables)
+    stated = {key: value for key, value in settings.items() if value != "auto"}
+    read_rows(_DEEPSPEED_ROWS, Reading(draft, stated, default="DeepSpeed's default"))
+    for name in settings:
+        if name not in stated:
+            draft.ignore(f"{name} auto: left to other configurations")
 
 
 def write_accelerate(job: Job) -> ConfigText:
     """Write how a job is trained as Accelerate's YAML: FSDP where parameters or gradients are sharded."""
     view = JobView(job)
     write_rows(_ROWS, view)
-    again = view["parallel.recompute"] == "full" and view["parallel.recompute_every"] == 1
-    stage = view["parallel.zero_stage"]
-    if stage in (2, 3):
-        _write_fsdp(view, again)
-    elif stage == 1:
-        device = "cpu" if view["optimizer.offload"] else "none"
-        clip = 1.0 if view["optimizer.clip_grad_norm"] else 0.0
-        view.put("deepspeed_config.", zero_stage=1, offload_optimizer_device=device, gradient_clipping=clip)
-        view.put(distributed_type="DEEPSPEED")
-    else:
-        view.put(distributed_type="MULTI_GPU")
-    if not (again and stage in (2, 3)) and job.parallel.recompute != "none":
-        view.unexpressed("parallel.recompute", "parallel.recompute_every")
     view.expressed("parallel.dp", "cluster.devices_per_node")
     note = "the model's sizes stand in its config.json, the micro-batch in the training arguments"
     return view.text(yaml_text(view.tables()), ".yaml", note, sections=_TRAINING_SECTIONS)
+
+
+def write_deepspeed(job: Job) -> ConfigText:
+    """Write how a job is trained as DeepSpeed's JSON."""
+    view = JobView(job)
+    write_rows(_DEEPSPEED_ROWS, view)
+    view.expressed("parallel.dp", "cluster.nodes", "cluster.devices_per_node")
+    text = json.dumps(view.tables(), indent=2) + "\n"
+    note = "the model's sizes stand in its config.json: write huggingface too"
+    return view.text(text, ".json", note, sections=_TRAINING_SECTIONS)
 
 
 def _read_devices(reading: Reading) -> None:
@@ -158,7 +134,7 @@ def _read_devices(reading: Reading) -> None:
         reading.map("cluster.nodes", machines, words="num_machines")
         if processes % machines == 0:
             reading.map("cluster.devices_per_node", processes // machines, words=f"num_processes {processes}")
-        reading.facts["devices"] = processes
+        reading.fact("devices", processes, f"num_processes {processes}")
 
 
 def _write_devices(view: JobView) -> None:
@@ -174,32 +150,20 @@ def _write_precision(view: JobView) -> None:
     view.put(mixed_precision="no" if precision == "fp32" else precision)
 
 
-def _read_fsdp(reading: Reading) -> None:
-    strategy = reading.word("fsdp_config.fsdp_sharding_strategy")
-    reshard = reading.word("fsdp_config.fsdp_reshard_after_forward").upper()
-    name = _NUMBERS.get(strategy, strategy) or _NUMBERS.get(reshard, reshard)
-    if name in _STRATEGIES:
-        (stage, hybrid), words = _STRATEGIES[name], f"fsdp_sharding_strategy {name}"
-        reading.map("parallel.zero_stage", stage, words=words)
-        per_node = reading.get("cluster.devices_per_node")
-        if hybrid and isinstance(per_node, int) and reading.get("cluster.nodes", 1) > 1:
-            reading.map("parallel.dp_shard", per_node, words=words)
-    else:
-        reading.map("parallel.zero_stage", 3, words="distributed_type FSDP")
-        if reshard in ("TRUE", "FALSE"):
-            reading.map("parallel.reshard_after_forward", reshard == "TRUE", words="fsdp_reshard_after_forward")
-    if reading.flag("fsdp_config.fsdp_activation_checkpointing"):
-        reading.map("parallel.recompute", "full", words="fsdp_activation_checkpointing")
-    if reading.flag("fsdp_config.fsdp_offload_params"):
-        reading.map("optimizer.offload", True, words="fsdp_offload_params")
-    if reading.word("fsdp_config.fsdp_backward_prefetch") in ("NO_PREFETCH", "3"):
-        reading.map("parallel.prefetch", 0, words="fsdp_backward_prefetch")
-
-
-def _write_fsdp(view: JobView, again: bool) -> None:
-    parallel = view.job.parallel
+def _write_way(view: JobView) -> None:
+    parallel, stage = view.job.parallel, view[_STAGE]
+    again = view["parallel.recompute"] == "full" and view["parallel.recompute_every"] == 1
+    if not (again and stage in (2, 3)) and parallel.recompute != "none":
+        view.unexpressed("parallel.recompute", "parallel.recompute_every")
+    if stage < 2:
+        view.put(distributed_type="DEEPSPEED" if stage else "MULTI_GPU")
+    if stage == 1:
+        view.put("deepspeed_config.", zero_stage=1, gradient_clipping=CLIP[1](view["optimizer.clip_grad_norm"]))
+        view.put("deepspeed_config.", offload_optimizer_device="cpu" if view["optimizer.offload"] else "none")
+    if stage < 2:
+        return
     hybrid = bool(view["parallel.dp_shard"]) and parallel.dp_shard == view.job.cluster.devices_per_node
-    strategy = next(name for name, each in _STRATEGIES.items() if each == (parallel.zero_stage, hybrid))
+    strategy = next(name for name, each in _STRATEGIES.items() if each == (stage, hybrid))
     view.put(distributed_type="FSDP")
     view.put("fsdp_config.", fsdp_version=1, fsdp_sharding_strategy=strategy, fsdp_activation_checkpointing=again)
     view.put("fsdp_config.", fsdp_offload_params=view["optimizer.offload"])
@@ -211,14 +175,56 @@ def _write_fsdp(view: JobView, again: bool) -> None:
         view.unexpressed("parallel.dp_shard")
 
 
-def _read_named(named: str, key: str, draft: Draft, file: ConfigFile) -> None:
+def _read_replicated(reading: Reading) -> None:
+    reading.assume(_STAGE, 0, f"distributed_type {reading.word('distributed_type')} replicates parameters")
+
+
+def _read_deepspeed_way(reading: Reading, file: ConfigFile) -> None:
+    named = "deepspeed_config.deepspeed_config_file"
+    _read_named(reading, file, named)
+    reading.find("distributed_type")
+    if reading.copy(_STAGE, "deepspeed_config.zero_stage") is None and not reading.word(named):
+        reading.assume(_STAGE, 2, "Accelerate's default with DeepSpeed")
+
+
+def _read_megatron_way(reading: Reading) -> None:
+    reading.draft.choose("megatron-core", f"distributed_type {reading.word('distributed_type')}")
+    name = "megatron_lm_config.megatron_lm_num_micro_batches"
+    if count := reading.positive(name):
+        reading.fact("accumulation", count, f"{name} {count}")
+
+
+def _read_fsdp(reading: Reading) -> None:
+    names = ("fsdp_config.fsdp_sharding_strategy", "fsdp_config.fsdp_reshard_after_forward")
+    strategy, reshard = reading.word(names[0]), reading.word(names[1]).upper()
+    name = _NUMBERS.get(strategy, strategy) or _NUMBERS.get(reshard, reshard)
+    reading.find("distributed_type")
+    if name in _STRATEGIES:
+        (stage, hybrid), words = _STRATEGIES[name], f"fsdp_sharding_strategy {name}"
+        reading.map(_STAGE, stage, words=words)
+        per_node = reading.get("cluster.devices_per_node")
+        if hybrid and isinstance(per_node, int) and reading.get("cluster.nodes", 1) > 1:
+            reading.map("parallel.dp_shard", per_node, words=words)
+    else:
+        reading.map(_STAGE, 3, words="distributed_type FSDP")
+        if reshard in ("TRUE", "FALSE"):
+            reading.map("parallel.reshard_after_forward", reshard == "TRUE", words="fsdp_reshard_after_forward")
+    if reading.flag("fsdp_config.fsdp_activation_checkpointing"):
+        reading.map("parallel.recompute", "full", words="fsdp_activation_checkpointing")
+    if reading.flag("fsdp_config.fsdp_offload_params"):
+        reading.map("optimizer.offload", True, words="fsdp_offload_params")
+    if reading.word("fsdp_config.fsdp_backward_prefetch") in ("NO_PREFETCH", "3"):
+        reading.map("parallel.prefetch", 0, words="fsdp_backward_prefetch")
+
+
+def _read_named(reading: Reading, file: ConfigFile, key: str) -> None:
     """Read the DeepSpeed JSON that a file names, where it is named or beside the file."""
-    folder = file.path.parent
+    named, folder = reading.word(key), file.path.parent
     path = next((path for path in (folder / named, folder / Path(named).name) if path.is_file()), None)
     if path is not None:
-        read_deepspeed(ConfigFile.open(path), draft)
+        read_deepspeed(ConfigFile.open(path), reading.draft)
     elif named:
-        draft.ignore(f"{key} {named}: not found beside the file; name it too")
+        reading.ignore(f"{key} {named}: not found beside the file; name it too")
 
 
 def _read_replicas(reading: Reading) -> None:
@@ -226,85 +232,34 @@ def _read_replicas(reading: Reading) -> None:
     shard = reading.positive("parallelism_config.parallelism_config_dp_shard_size") or 1
     if replicate * shard > 1:
         reading.map("parallel.dp", replicate * shard, words="dp_replicate_size * dp_shard_size")
-        reading.map("parallel.zero_stage", 3 if shard > 1 else 0, words="dp_shard_size")
+        reading.map(_STAGE, 3 if shard > 1 else 0, words="dp_shard_size")
         if replicate > 1 and shard > 1:
             reading.map("parallel.dp_shard", shard, words="dp_shard_size")
 
 
-_PRECISIONS = {"bf16": "bf16", "fp16": "fp16", "fp8": "fp8", "no": "fp32"}
-_DEGREES = {"parallelism_config_tp_size": "parallel.tp", "parallelism_config_cp_size": "parallel.cp"}
-_OFFLOAD = {"cpu": True, "nvme": True, OTHER: None}
-_ROWS = (
-    Row("cluster.nodes", read=_read_devices, write=_write_devices),
-    Row("batch.precision", "mixed_precision", _PRECISIONS, write=_write_precision),
-    *same(_DEGREES, "parallelism_config.", only="read"),
-)
-_DEEPSPEED = (
-    Row("parallel.zero_stage", "deepspeed_config.zero_stage"),
-    Row("optimizer.offload", "deepspeed_config.offload_optimizer_device", _OFFLOAD),
-    Row("optimizer.clip_grad_norm", "deepspeed_config.gradient_clipping", CLIP),
-)
-_MEGATRON = (
-    Row("parallel.tp", "megatron_lm_config.megatron_lm_tp_degree"),
-    Row("parallel.pp", "megatron_lm_config.megatron_lm_pp_degree"),
-    Row("parallel.sequence_parallel", "megatron_lm_config.megatron_lm_sequence_parallelism"),
-    Row("parallel.zero_stage", "megatron_lm_config.megatron_lm_use_distributed_optimizer", {True: 1}),
-    Row("parallel.recompute", "megatron_lm_config.megatron_lm_recompute_activations", {True: "selective"}),
-)
-_TRAINING = (
-    Row("batch.micro_batch", "per_device_train_batch_size"),
-    Row("batch.precision", "bf16", {True: "bf16"}),
-    Row("batch.precision", "fp16", {True: "fp16"}),
-    Row("parallel.recompute", "gradient_checkpointing", {True: "full", False: "none"}),
-    Row("optimizer.clip_grad_norm", "max_grad_norm", CLIP, default=True),
-)
+def _read_accumulation(reading: Reading) -> None:
+    names = ("gradient_accumulation_steps", "deepspeed_config.gradient_accumulation_steps")
+    if steps := reading.positive(*names):
+        reading.fact("accumulation", steps, f"{reading.source(*names)} {steps}")
+        total, micro = reading.get("batch.global_batch"), reading.get("batch.micro_batch")
+        if total and micro and names[0] in reading and total % (micro * steps) == 0:
+            reading.fact("replicas", total // (micro * steps), f"{names[0]} {steps}")
 
 
-def is_deepspeed(file: ConfigFile) -> bool:
-    """Whether tables are those of DeepSpeed's JSON."""
-    tables = file.tables
-    return "zero_optimization" in tables or (
-        any(mark in tables for mark in _MARKS) and "distributed_type" not in tables
-    )
+def _read_halves(reading: Reading) -> None:
+    if reading.flag("bf16") and reading.flag("fp16"):
+        raise JobError("only one of bf16 and fp16 must be true, got both")
 
 
-def read_deepspeed(file: ConfigFile, draft: Draft) -> None:
-    """Fill a draft; values that are ``"auto"`` are left to other configurations.
-
-    Raises:
-        JobError: If a value stands where DeepSpeed has a table, or both bf16 and fp16 are enabled.
-    """
-    tables = file.tables
-    for name, example in _SECTIONS.items():
-        if tables.get(name) is not None and not isinstance(tables[name], Mapping):
-            raise JobError(f"{name} must be a table, as {example}, got {tables[name]!r:.80}")
-    settings = {key: value for key, value in flat(tables).items() if value != "auto"}
-    reading = Reading(draft, settings, default="DeepSpeed's default")
-    read_rows(_DEEPSPEED_ROWS, reading)
-    if reading.flag("activation_checkpointing.cpu_checkpointing"):
-        reading.ignore("activation_checkpointing.cpu_checkpointing: a job offloads activations or computes them again")
-    reading.ignore_rest()
+def _read_fused(reading: Reading) -> None:
+    if "adamw_torch_fused" in reading.word("optim"):
+        reading.map("optimizer.fused", True, "optim")
 
 
-def write_deepspeed(job: Job) -> ConfigText:
-    """Write how a job is trained as DeepSpeed's JSON."""
-    view = JobView(job)
-    write_rows(_DEEPSPEED_ROWS, view)
-    view.put(gradient_accumulation_steps=job.num_micro_batches)
-    view.expressed("parallel.dp", "cluster.nodes", "cluster.devices_per_node")
-    text = json.dumps(view.tables(), indent=2) + "\n"
-    note = "the model's sizes stand in its config.json: write huggingface too"
-    return view.text(text, ".json", note, sections=_TRAINING_SECTIONS)
-
-
-def _read_steps(reading: Reading) -> None:
-    steps = reading.positive("gradient_accumulation_steps")
-    if steps:
-        reading.facts["accumulation"] = steps
-        reading.ignore(f"gradient_accumulation_steps {steps}: follows from the batch")
-    total, micro = reading.get("batch.global_batch"), reading.get("batch.micro_batch")
-    if total and micro and steps and total % (micro * steps) == 0:
-        reading.facts["replicas"] = total // (micro * steps)
+def _read_shards(reading: Reading) -> None:
+    shards = reading.word("fsdp")
+    if "full_shard" in shards or "shard_grad_op" in shards:
+        reading.map(_STAGE, 3 if "full_shard" in shards else 2, "fsdp")
 
 
 def _read_enabled(reading: Reading) -> None:
@@ -323,6 +278,7 @@ def _write_enabled(view: JobView) -> None:
     view.put(bf16={"enabled": precision in ("bf16", "fp8")}, fp16={"enabled": precision == "fp16"})
     if precision not in ("bf16", "fp16", "fp32"):
         view.unexpressed("batch.precision")
+    view.put(gradient_accumulation_steps=view.job.num_micro_batches)
 
 
 def _write_gradients(view: JobView) -> None:
@@ -337,7 +293,7 @@ def _write_gradients(view: JobView) -> None:
 
 def _read_zero(reading: Reading) -> None:
     stage = reading.number(f"{_ZERO}stage")
-    reading.map("parallel.zero_stage", stage or 0, f"{_ZERO}stage")
+    reading.map(_STAGE, stage or 0, f"{_ZERO}stage")
     overlap = reading.flag(f"{_ZERO}overlap_comm")
     reading.map("parallel.overlap_grad_reduce", stage == 3 if overlap is None else overlap, f"{_ZERO}overlap_comm")
     bucket = reading.positive(f"{_ZERO}reduce_bucket_size")
@@ -349,20 +305,55 @@ def _read_zero(reading: Reading) -> None:
 
 def _write_zero(view: JobView) -> None:
     size = 4 if view.job.batch.precision == "fp32" else 2
-    view.put(_ZERO, stage=view["parallel.zero_stage"], overlap_comm=view["parallel.overlap_grad_reduce"])
+    view.put(_ZERO, stage=view[_STAGE], overlap_comm=view["parallel.overlap_grad_reduce"])
     view.put(_ZERO, reduce_bucket_size=round(view["parallel.bucket_mbytes"] * 2**20 / size))
 
 
-_DEGREE = Conversion(lambda degree: int(degree) if degree > 1 else None, lambda degree: degree)
+_PRECISIONS = {"bf16": "bf16", "fp16": "fp16", "fp8": "fp8", "no": "fp32"}
+_DEGREES = {"parallelism_config_tp_size": "parallel.tp", "parallelism_config_cp_size": "parallel.cp"}
+_OFFLOAD = {"cpu": True, "nvme": True, OTHER: None}
+_LENGTHS = ("max_seq_length", "max_length", "model_max_length", "cutoff_len", "sequence_len")
+_ROWS = (
+    Row("cluster.nodes", read=_read_devices, write=_write_devices),
+    Row("batch.precision", "mixed_precision", _PRECISIONS, write=_write_precision),
+    Row(_STAGE, write=_write_way),
+    *same(_DEGREES, "parallelism_config.", only="read"),
+)
+_FSDP_ROW = Row(_STAGE, read=_read_fsdp)
+_DEEPSPEED_WAY = (
+    Row("optimizer.offload", "deepspeed_config.offload_optimizer_device", _OFFLOAD),
+    Row("optimizer.clip_grad_norm", "deepspeed_config.gradient_clipping", CLIP),
+)
+_MEGATRON_WAY = (
+    Row("framework", read=_read_megatron_way),
+    Row("parallel.tp", "megatron_lm_config.megatron_lm_tp_degree"),
+    Row("parallel.pp", "megatron_lm_config.megatron_lm_pp_degree"),
+    Row("parallel.sequence_parallel", "megatron_lm_config.megatron_lm_sequence_parallelism"),
+    Row(_STAGE, "megatron_lm_config.megatron_lm_use_distributed_optimizer", {True: 1}),
+    Row("parallel.recompute", "megatron_lm_config.megatron_lm_recompute_activations", {True: "selective"}),
+)
+_LAST = (Row("parallel.dp", read=_read_replicas), Row("batch.micro_batch", read=_read_accumulation))
+_TRAINING = (
+    Row("batch.micro_batch", read=_read_accumulation),
+    Row("batch.precision", read=_read_halves),
+    Row("model.seq_len", _LENGTHS),
+    Row("batch.micro_batch", "per_device_train_batch_size"),
+    Row("batch.precision", "bf16", {True: "bf16"}),
+    Row("batch.precision", "fp16", {True: "fp16"}),
+    Row("parallel.recompute", "gradient_checkpointing", {True: "full", False: "none"}),
+    Row("optimizer.clip_grad_norm", "max_grad_norm", CLIP, default=True),
+    Row("optimizer.fused", read=_read_fused),
+)
+_DEGREE = (lambda degree: int(degree) if degree > 1 else None, lambda degree: degree)
 _DEVICES = {"none": None, "cpu": True, OTHER: True}
 _GRADIENTS = {"fp32": "fp32", OTHER: "model"}
 _DEEPSPEED_ROWS = (
     Row("batch.global_batch", "train_batch_size"),
     Row("batch.micro_batch", "train_micro_batch_size_per_gpu"),
-    Row("batch.global_batch", read=_read_steps),
+    Row("batch.global_batch", read=_read_accumulation),
     Row("batch.precision", read=_read_enabled, write=_write_enabled),
     Row("parallel.gradient_dtype", "data_types.grad_accum_dtype", _GRADIENTS, write=_write_gradients),
-    Row("parallel.zero_stage", read=_read_zero, write=_write_zero),
+    Row(_STAGE, read=_read_zero, write=_write_zero),
     Row("optimizer.offload", f"{_ZERO}offload_optimizer.device", _DEVICES, omit=True),
     Row("parallel.dp_shard", f"{_ZERO}mics_shard_size", _DEGREE, omit=True),
     Row("parallel.reduce_scatter", f"{_ZERO}reduce_scatter"),

@@ -102,117 +102,92 @@ def read_configs(paths: str | Path | Sequence[str | Path], given: Given | None =
     files = [Path(path) for path in ([paths] if isinstance(paths, str | Path) else paths)]
     if not files:
         raise JobError("a configuration must be named, got none")
-    draft, formats = Draft(), []
-    for path in files:
-        formats.append(read_config(path, draft, given))
+    draft = Draft()
+    formats = tuple(read_config(path, draft, given) for path in files)
     try:
-        _apply_given(draft, given)
-        missing = _missing_sizes(draft)
-        job = None if missing else _job(draft, given)
+        for key, value in given.values.items():
+            section, _, name = key.partition(".")
+            if key == "framework":
+                draft.choose(value, "given")
+            elif section not in SECTIONS or name not in SECTIONS[section].__annotations__:
+                raise JobError(f"a value must be given for a key of a job, as model.seq_len, got {key!r:.80}")
+            else:
+                draft.map(key, value, "given")
+        named = draft.get("model.name") is not None
+        missing = [f"model.{name}" for name in _NEEDED if not named and draft.get(f"model.{name}") is None]
+        if not missing:
+            _fill_cluster(draft, given)
+            _fill_batch(draft)
+        for words in draft.fact_words.values():
+            if not any(words in text for text in (*draft.sources.values(), *draft.reasons.values(), *draft.ignored)):
+                draft.ignore(f"{words}: sets no key of this job")
+        tables: dict[str, Any] = {"framework": draft.framework} if draft.framework else {}
+        tables |= {name: table for name, table in draft.tables.items() if table}
+        job = None if missing else Job.from_dict(tables)
     except JobError as error:
         raise JobError(f"{', '.join(map(str, files))}: {error}") from None
-    framework = given.values.get("framework", draft.framework)
-    tables = {name: table for name, table in draft.tables.items() if table}
-    keys = [f"{section}.{name}" for section, table in tables.items() for name in table]
+    values = {f"{section}.{name}": value for section in SECTIONS for name, value in draft.tables[section].items()}
+    framework = {"framework": draft.framework} if "framework" in draft.sources else {}
     return ConfigJob(
         read=job,
-        tables={"framework": framework, **tables} if framework else tables,
-        mapped={key: draft.get(key) for key in keys if key not in draft.reasons},
-        assumed={key: draft.get(key) for key in keys if key in draft.reasons},
+        tables=tables,
+        mapped=framework | {key: value for key, value in values.items() if key not in draft.reasons},
+        assumed={key: value for key, value in values.items() if key in draft.reasons},
         sources=dict(draft.sources),
         reasons=dict(draft.reasons),
         ignored=tuple(draft.ignored),
-        formats=tuple(formats),
+        formats=formats,
         missing=tuple(missing),
     )
 
 
-def _job(draft: Draft, given: Given) -> Job:
-    _complete(draft, given)
-    framework = given.values.get("framework", draft.framework)
-    tables = {name: table for name, table in draft.tables.items() if table}
-    return Job.from_dict({"framework": framework, **tables} if framework else tables)
-
-
-def _apply_given(draft: Draft, given: Given) -> None:
-    """Set the user's values, which override the configurations.
-
-    Raises:
-        JobError: If a key is not a job's.
-    """
-    for key, value in given.values.items():
-        section, _, name = key.partition(".")
-        if key != "framework" and (section not in SECTIONS or name not in SECTIONS[section].__annotations__):
-            raise JobError(f"a value must be given for a key of a job, as model.seq_len, got {key!r:.80}")
-        if key != "framework":
-            draft.map(key, value, "given")
-
-
-def _missing_sizes(draft: Draft) -> list[str]:
-    """Missing sizes of the model, as keys of a job."""
-    if draft.get("model.name") is not None:
-        return []
-    return [f"model.{name}" for name in _NEEDED if draft.get(f"model.{name}") is None]
-
-
-def _complete(draft: Draft, given: Given) -> None:
-    """Fill the missing keys of the cluster and the batch."""
-    _cluster(draft, given)
-    _batch(draft)
-    draft.assume("batch.precision", "bf16", "no configuration states a precision")
-
-
-def _cluster(draft: Draft, given: Given) -> None:
+def _fill_cluster(draft: Draft, given: Given) -> None:
+    """Set the number of devices: that of the run, or the largest that the degrees and the batch allow."""
     draft.assume("cluster.hardware", HARDWARE, "no configuration states the hardware: give it")
     draft.assume("cluster.devices_per_node", DEVICES_PER_NODE, "no configuration states the devices of a node")
-    per_node = _degree_of(draft.get("cluster.devices_per_node"))
-    others = draft.degree("tp") * draft.degree("cp") * draft.degree("pp")
-    least, words = _least_devices(draft, others)
-    reason = words
     if "cluster.nodes" in given.values:
         return
-    stated = draft.get("cluster.nodes")
+    per_node, stated = _positive(draft.get("cluster.devices_per_node")), draft.get("cluster.nodes")
+    others = draft.degree("tp") * draft.degree("cp") * draft.degree("pp")
+    least, reason = _least_devices(draft, others)
     replicas = draft.facts.get("replicas", 0)  # that the batch implies
     devices = draft.facts.get("devices") or replicas * others or (stated * per_node if isinstance(stated, int) else 0)
-    if devices and devices % least == 0 and devices >= least and _shares_batch(draft, devices // others):
-        wanted, reason = devices, f"the run has {devices} devices"
-    elif draft.get("parallel.dp") is None:
-        held = bool(devices) and devices % least == 0
-        reason = f"{devices} devices cannot {'share the global batch' if held else f'hold {reason}'}"
-        reason = reason if devices else f"{words} in whole nodes"
-        wanted = _fitting(draft, least, others, devices if held else math.lcm(least, per_node))
-    else:
+    held = bool(devices) and devices % least == 0
+    if held and devices >= least and _shares_batch(draft, devices // others):
+        wanted = devices
+        words = draft.fact_words.get("devices" if "devices" in draft.facts else "replicas", "")
+        reason = _because(f"the run has {devices} devices", words)
+    elif draft.get("parallel.dp") is not None:
         wanted = least
+    else:
+        most = devices if held else math.lcm(least, per_node)
+        counts = range(most, max(0, most - least * _MOST_TRIED), -least)
+        wanted = next(
+            (count for count in counts if count % least == 0 and _shares_batch(draft, count // others)), least
+        )
+        reason = f"{reason} in whole nodes"
+        if devices:
+            can = "share the global batch" if held else f"hold {reason.removesuffix(' in whole nodes')}"
+            reason = f"{devices} devices cannot {can}"
     if stated is not None and stated * per_node == wanted:
         return
-    if wanted < per_node or wanted % per_node:
+    if wanted % per_node:
         if "cluster.devices_per_node" in given.values:
             return
         per_node = math.gcd(wanted, per_node)
-        draft.tables["cluster"].pop("devices_per_node")
-        draft.sources.pop("cluster.devices_per_node", None)
+        draft.drop("cluster.devices_per_node")
         draft.assume("cluster.devices_per_node", per_node, f"{wanted} devices are needed: {reason}")
-    draft.tables["cluster"].pop("nodes", None)
-    draft.sources.pop("cluster.nodes", None)
+    draft.drop("cluster.nodes")
     draft.assume("cluster.nodes", wanted // per_node, f"{wanted} devices are needed: {reason}")
 
 
 def _shares_batch(draft: Draft, replicas: int) -> bool:
     """Whether replicas share the stated global batch evenly."""
-    total, micro = draft.get("batch.global_batch"), _degree_of(draft.get("batch.micro_batch", 1))
+    total, micro = draft.get("batch.global_batch"), _positive(draft.get("batch.micro_batch", 1))
     return not isinstance(total, int) or total % max(1, replicas * micro) == 0
 
 
-def _fitting(draft: Draft, least: int, others: int, most: int) -> int:
-    """The largest number of devices, up to a limit, whose replicas share the global batch evenly."""
-    total, micro = draft.get("batch.global_batch"), _degree_of(draft.get("batch.micro_batch", 1))
-    if not isinstance(total, int):
-        return most
-    counts = range(most, max(0, most - least * _MOST_TRIED), -least)
-    return next((count for count in counts if count % least == 0 and total % (count // others * micro) == 0), least)
-
-
-def _degree_of(value: object) -> int:
+def _positive(value: object) -> int:
     return value if isinstance(value, int) and value > 0 else DEVICES_PER_NODE
 
 
@@ -224,29 +199,39 @@ def _least_devices(draft: Draft, others: int) -> tuple[int, str]:
         return others * dp, f"{words} * dp {dp}" if words else f"dp {dp}"
     ep = draft.degree("ep")
     group = draft.degree("cp") * (draft.degree("tp") if draft.get("parallel.expert_tp") == 1 else 1)
-    shard = draft.get("parallel.dp_shard") or 1
-    replicas = math.lcm(ep // math.gcd(ep, group), shard)
+    replicas = math.lcm(ep // math.gcd(ep, group), draft.get("parallel.dp_shard") or 1)
     more = f"{' * ' if words else ''}dp {replicas} (ep {ep})" if replicas > 1 else ""
     return others * replicas, (words + more) or "one replica"
 
 
-def _batch(draft: Draft) -> None:
-    cluster = draft.tables["cluster"]
-    devices = _degree_of(cluster.get("nodes")) * _degree_of(cluster.get("devices_per_node"))
-    others = draft.degree("tp") * draft.degree("cp") * draft.degree("pp")
-    dp = draft.get("parallel.dp") or max(1, devices // others)
-    copies = draft.facts.get("replicas_of_shards", 0)
+def _fill_batch(draft: Draft) -> None:
+    """Set what is missing of the batch, and say where a job has fewer flushes of the pipeline than the run."""
+    cluster, facts, words, pp = draft.tables["cluster"], draft.facts, draft.fact_words, draft.degree("pp")
+    devices = _positive(cluster.get("nodes")) * _positive(cluster.get("devices_per_node"))
+    dp = draft.get("parallel.dp") or max(1, devices // (draft.degree("tp") * draft.degree("cp") * pp))
+    copies, accumulation = facts.get("replicas_of_shards", 0), facts.get("accumulation", 0)
     if copies > 1 and dp % copies == 0:
-        draft.assume("parallel.dp_shard", dp // copies, f"{copies} copies of the shards in dp {dp}")
-    total, accumulation = draft.get("batch.global_batch"), draft.facts.get("accumulation", 0)
+        why = f"{copies} copies of the shards in dp {dp}"
+        draft.assume("parallel.dp_shard", dp // copies, _because(why, words.get("replicas_of_shards")))
+    total = draft.get("batch.global_batch")
     if draft.get("batch.micro_batch") is None and isinstance(total, int) and accumulation:
+        why = f"global_batch {total} over dp {dp} and {accumulation} micro-batches"
         size = max(1, total // (dp * accumulation))
-        draft.assume("batch.micro_batch", size, f"global_batch {total} over dp {dp} and {accumulation} micro-batches")
+        draft.assume("batch.micro_batch", size, _because(why, words.get("accumulation")))
     draft.assume("batch.micro_batch", 1, "no configuration states a micro-batch")
-    micro = _degree_of(draft.get("batch.micro_batch"))
-    if draft.facts.get("local_batch"):
-        local = draft.facts["local_batch"]
-        draft.assume("batch.global_batch", local * dp, f"{local} sequences of each of dp {dp} replicas")
-    count = accumulation or max(1, draft.degree("pp") if draft.degree("pp") > 1 else 1)
-    why = f"micro_batch {micro} * dp {dp} * {count} micro-batches"
-    draft.assume("batch.global_batch", micro * dp * count, f"no configuration states a global batch: {why}")
+    micro, local = _positive(draft.get("batch.micro_batch")), facts.get("local_batch", 0)
+    if local:
+        why = f"{local} sequences of each of dp {dp} replicas"
+        draft.assume("batch.global_batch", local * dp, _because(why, words.get("local_batch")))
+    count = accumulation or max(1, pp)
+    why = f"no configuration states a global batch: micro_batch {micro} * dp {dp} * {count} micro-batches"
+    draft.assume("batch.global_batch", micro * dp * count, _because(why, words.get("accumulation")))
+    draft.assume("batch.precision", "bf16", "no configuration states a precision")
+    total, flush = draft.get("batch.global_batch"), facts.get("flush_batch", 0) * dp
+    if pp > 1 and flush and isinstance(total, int) and total >= 2 * flush:
+        often = f"{words.get('flush_batch', 'the batch')}: the pipeline is flushed {total // flush} times in a step"
+        draft.ignore(f"{often}; a job has one flush of {total // (micro * dp)} micro-batches, which takes less time")
+
+
+def _because(why: str, words: str | None) -> str:
+    return f"{why} ({words})" if words else why

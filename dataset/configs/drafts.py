@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+import re
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -78,7 +79,10 @@ class Draft:
         reasons: By key of the job: why a value is assumed that no configuration states.
         ignored: What no key of a job expresses.
         facts: What follows from a configuration without being a job's key: ``devices`` (of the run), ``accumulation``
-            (micro-batches of a replica in an iteration), ``local_batch`` (sequences of a replica in an iteration).
+            (micro-batches of a replica in an iteration), ``local_batch`` (sequences of a replica in an iteration),
+            ``flush_batch`` (sequences of a replica between two flushes of the pipeline).
+        fact_words: By fact: the words of the configuration that state it.
+        told: The keys that were set, and the facts, in their order; ``ignored`` for what no key expresses.
     """
 
     framework: str = ""
@@ -87,6 +91,8 @@ class Draft:
     reasons: dict[str, str] = field(default_factory=dict)
     ignored: list[str] = field(default_factory=list)
     facts: dict[str, int] = field(default_factory=dict)
+    fact_words: dict[str, str] = field(default_factory=dict)
+    told: list[str] = field(default_factory=list)
 
     def get(self, key: str, default: Any = None) -> Any:
         """The value of a key, as ``model.layers``."""
@@ -111,6 +117,7 @@ class Draft:
         self.tables[section][name] = value
         self.sources[key] = source
         self.reasons.pop(key, None)
+        self.told.append(key)
 
     def assume(self, key: str, value: Any, reason: str) -> None:
         """Set a key that nothing states yet."""
@@ -118,10 +125,24 @@ class Draft:
         if name not in self.tables[section]:
             self.tables[section][name] = value
             self.reasons[key] = reason
+            self.told.append(key)
 
     def ignore(self, text: str) -> None:
         """Record a setting that no key of a job expresses."""
         self.ignored.append(shorten(text, 160))
+        self.told.append("ignored")
+
+    def choose(self, framework: str, words: str) -> None:
+        """Set the framework, which a configuration states."""
+        self.framework, self.sources["framework"] = framework, words
+        self.told.append("framework")
+
+    def fact(self, name: str, value: int, words: str) -> None:
+        """Set a fact, with the words of the configuration that state it; empty: it is the framework's default."""
+        self.facts[name] = value
+        if words:
+            self.fact_words[name] = words
+            self.told.append(name)
 
 
 class Reading:
@@ -144,23 +165,38 @@ class Reading:
         defaults: Mapping[str, Any] | None = None,
     ) -> None:
         self.draft, self.default = draft, default
-        self.get, self.degree, self.ignore, self.facts = draft.get, draft.degree, draft.ignore, draft.facts
+        self.get, self.degree, self.ignore, self.fact = draft.get, draft.degree, draft.ignore, draft.fact
         self._stated = {name: value for name, value in values.items() if value is not None}
         self._values = {**(defaults or {}), **self._stated}
-        self._shown, self._used = dict(shown or {}), set[str]()
+        self._shown, self._looked, self._settled = dict(shown or {}), dict[str, None](), set[str]()
 
     def __contains__(self, name: str) -> bool:
         return name in self._stated
 
+    def settle(self, read: Callable[[Reading], None], key: str) -> None:
+        """Read some settings: those that were looked at count as read if they set a key, a fact, or were ignored.
+
+        The words of ``key``, or else of the last key that was set, then name them all.
+        """
+        draft, before, ignored = self.draft, len(self.draft.told), len(self.draft.ignored)
+        self._looked.clear()
+        read(self)
+        places = (draft.sources, draft.reasons, draft.fact_words)
+        told = sorted(draft.told[before:], key=key.__eq__)
+        found = [(words, name) for name in told for words in places if name in words]
+        texts = " ".join([*(words[name] for words, name in found), *draft.ignored[ignored:]])
+        for name in self._looked:
+            if not re.search(rf"(?<![\w.-]){re.escape(self.source(name))}(?![\w-])", texts):
+                if not found:
+                    continue
+                words, last = found[-1]
+                words[last] += f"; {self._written(name)}"
+            self._settled.add(name)
+
     def map(self, key: str, value: Any, *names: str, words: str = "", reason: str = "") -> None:
         """Set a key of the job by the first of some settings; if none is stated, the value is the framework's default.
 
-        Args:
-            key: Of the job.
-            value: What the settings mean.
-            names: The settings; without any, ``words`` state the value.
-            words: Of the configuration; empty: the setting's name.
-            reason: Why the value is assumed where no setting is stated.
+        Without settings, ``words`` state the value.
         """
         if names and not self.stated(*names):
             self.assume(key, value, reason)
@@ -172,9 +208,9 @@ class Reading:
         self.draft.assume(key, value, reason or self.default)
 
     def find(self, *names: str) -> str:
-        """The first of some settings that has a value; empty if none has.  All of them count as read."""
-        self._used.update(names)
+        """The first of some settings that has a value; empty if none has."""
         found = next((name for name in names if name in self._stated), "")
+        self._looked |= {found: None} if found else {}
         return found or next((name for name in names if self._values.get(name) is not None), "")
 
     def take(self, *names: str) -> Any:
@@ -196,9 +232,8 @@ class Reading:
         Raises:
             JobError: If the value is something else.
         """
-        key = self.find(*keys)
-        value = self._values[key] if key else None
-        if value is None or (value is True and self.source(key).startswith("-")):
+        value = stated = self.take(*keys)
+        if value is None or (value is True and self.source(*keys).startswith("-")):
             return None  # a flag whose value is an unset variable of a script
         if isinstance(value, str):
             value = _parsed_number(value)
@@ -207,7 +242,7 @@ class Reading:
         wrong = isinstance(value, bool) or not isinstance(value, int if whole else int | float)
         if wrong or abs(value) > MOST_NUMBER or math.isnan(value):
             what = "a whole number" if whole else "a number"
-            raise JobError(f"{self.source(key)} must be {what}, got {self._values[key]!r:.80}")
+            raise JobError(f"{self.source(*keys)} must be {what}, got {stated!r:.80}")
         return value
 
     def positive(self, *keys: str, auto: int | None = None, whole: bool = True) -> Any:
@@ -250,12 +285,13 @@ class Reading:
 
     def typed(self, key: str, *names: str) -> Any:
         """The value of the first of some settings that has one, of the type of a job's key."""
-        kind = _kind(key)
-        if kind is None:
-            return self.take(*names)
-        if kind is bool:
-            return self.flag(*names)
-        return (self.positive if key in _OPEN_AT_0 else self.number)(*names, whole=kind is int)
+        section, _, name = key.partition(".")
+        match str(SECTIONS[section].__annotations__[name]).partition(" ")[0]:
+            case "bool":
+                return self.flag(*names)
+            case "int" | "float" as kind:
+                return (self.positive if key in _OPEN_AT_0 else self.number)(*names, whole=kind == "int")
+        return self.take(*names)
 
     def copy(self, key: str, *names: str) -> Any:
         """Map a key of the job to the first of some settings that has a value; return the value."""
@@ -264,38 +300,29 @@ class Reading:
             self.map(key, value, *names)
         return value
 
-    def count(self, prefix: str) -> int:
-        """Number of settings with a prefix."""
-        return sum(name.startswith(prefix) for name in self._stated)
+    def share(self, key: str, total: int, size: int, words: str) -> None:
+        """Map a key of the job to the parts of a size in a total; if there are no whole ones, assume the nearest."""
+        record = self.draft.assume if total % size else self.draft.map
+        record(key, max(1, round(total / size)), words)
 
-    def ignore_rest(self, *prefixes: str, unless: tuple[str, ...] = ()) -> None:
-        """Record the settings that no reader has used, of those with some prefixes and without others."""
-        for name, value in self._stated.items():
-            words = self.source(name)
-            alone = words.startswith("--") and value in (True, False)  # an option of a command line without a value
-            text = words if alone else f"{words} {_shown(value)}".strip()
-            if name not in self._used and text.startswith(prefixes or "") and not text.startswith(unless):
-                self.ignore(text)
+    def ignore_rest(self) -> None:
+        """Record the settings that set nothing."""
+        for name in self._stated:
+            if name not in self._settled:
+                self.ignore(self._written(name))
 
-
-def _kind(job_key: str) -> type | None:
-    """Type of a job's key: bool, int, float, or None for a text."""
-    section, _, name = job_key.partition(".")
-    hint = str(SECTIONS[section].__annotations__[name])
-    return next(
-        (kind for word, kind in (("bool", bool), ("int", int), ("float", float)) if hint.startswith(word)), None
-    )
+    def _written(self, name: str) -> str:
+        """A setting as the configuration writes it, with its value."""
+        value, words = self._stated[name], self.source(name)
+        if words.startswith("--") and value in (True, False):  # an option of a command line without a value
+            return words
+        return f"{words} {' '.join(map(str, value)) if isinstance(value, list) else value}".strip()
 
 
 def _parsed_number(text: str) -> Any:
-    try:
-        return int(text.replace("_", ""))
-    except ValueError:
+    for kind in (lambda text: int(text.replace("_", "")), float):
         try:
-            return float(text)
+            return kind(text)
         except ValueError:
-            return text
-
-
-def _shown(value: Any) -> str:
-    return " ".join(map(str, value)) if isinstance(value, list) else str(value)
+            pass
+    return text

@@ -94,11 +94,7 @@ _SHARED = ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts")
 _DROPOUT = ("resid_pdrop", "hidden_dropout_prob", "hidden_dropout", "dropout", "dropout_rate", "residual_dropout")
 _SCORES_DROPOUT = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
 _EVERY = ("moe_layer_freq", "decoder_sparse_step", "interleave_moe_layer_step", "moe_layer_interval")
-_NOISE = (
-    *("architectures", "auto_map", "bos_token_id", "eos_token_id", "pad_token_id", "initializer_range", "use_cache"),
-    *("transformers_version", "_name_or_path", "rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "model_type"),
-    *("id2label", "label2id", "task_specific_params", "quantization_config", "rope_scaling", "rope_parameters"),
-)
+_LABELS = ("id2label", "label2id")
 # By family: the type, the class, and the names that it has in place of a row's first ones.
 _CLASSES: Mapping[str, tuple[str, str, tuple[str, ...]]] = {
     "gpt": ("gpt2", "GPT2LMHeadModel", ("n_layer", "n_embd", "n_head", "n_inner", "n_positions", "resid_pdrop")),
@@ -133,22 +129,11 @@ def read_model(file: ConfigFile, draft: Draft) -> None:
         raise JobError(f"a job has no layers with linear attention or state spaces, got model_type {kind}")
     if kind not in TYPES:
         raise JobError(f"model_type must be one of {', '.join(TYPES)}, got {kind!r:.80}")
-    stated = flat(tables)
-    left_out = {key: value for key, value in LEFT_OUT.get(kind, {}).items() if stated.get(key) is None}
-    reading = Reading(draft, {**stated, **left_out, "model_type": kind})
-    for key, value in left_out.items():
-        draft.ignore(f"{key} is not stated: {value} is the default of {kind}")
-    family, _, differs = TYPES[kind]
+    stated = flat({name: table for name, table in tables.items() if name not in _LABELS})
+    stated |= {name: f"of {len(tables[name])} classes" for name in _LABELS if isinstance(tables.get(name), Mapping)}
     draft.framework = draft.framework or "huggingface"
-    draft.map("model.family", family, f"model_type {kind}")
-    if differs:
-        draft.ignore(f"{differs} of {kind}: no key of a job")
-    if kind in _GATED:
-        draft.map("model.gated_mlp", _GATED[kind], f"model_type {kind}")
-    draft.assume("model.fused_attention", True, "transformers attends with PyTorch's fused kernels since 4.36")
+    reading = Reading(draft, {**stated, "model_type": kind}, None, f"the default of {kind}", LEFT_OUT.get(kind))
     read_rows(_ROWS, reading)
-    reading.find("hidden_act", "hidden_activation", "activation_function", "moe_intermediate_size")
-    reading.ignore_rest(unless=_NOISE)
 
 
 def write_model(job: Job) -> ConfigText:
@@ -200,24 +185,32 @@ def _write_names(view: JobView) -> None:
         view.put(**{next((name for name in names if name in own), names[0]): view[f"model.{key}"]})
 
 
+def _read_family(reading: Reading) -> None:
+    kind = reading.word("model_type")
+    family, _, differs = TYPES[kind]
+    reading.map("model.family", family, words=f"model_type {kind}")
+    if differs:
+        reading.ignore(f"{differs} of {kind}: no key of a job")
+    if kind in _GATED:
+        reading.map("model.gated_mlp", _GATED[kind], words=f"model_type {kind}")
+    reading.assume("model.fused_attention", True, "transformers attends with PyTorch's fused kernels since 4.36")
+
+
 def _read_sizes(reading: Reading) -> None:
-    family, kind = reading.get("model.family"), reading.word("model_type")
-    if family == "t5":
+    kind = reading.word("model_type")
+    if reading.get("model.family") == "t5":
         reading.copy("model.encoder_layers", "num_layers")
         reading.copy("model.layers", "num_decoder_layers", "num_layers")
         for key, name in (("hidden", "d_model"), ("heads", "num_heads"), ("head_dim", "d_kv"), ("ffn", "d_ff")):
             reading.copy(f"model.{key}", name)
-    else:
-        reading.copy("model.layers", *_LAYERS)
-        hidden = reading.copy("model.hidden", *_HIDDEN)
-        reading.copy("model.heads", *_HEADS)
-        ffn = reading.copy("model.ffn", *_FFN)
-        if ffn is None and hidden:
-            reading.assume("model.ffn", 4 * hidden, f"{kind} has it so")
-        elif kind == "qwen" and ffn:
-            words = f"{reading.source(*_FFN)} {ffn}, of the gate and the other product"
-            reading.map("model.ffn", ffn // 2, words=words)
-    reading.copy("model.vocab", "vocab_size", "padded_vocab_size")
+        return
+    reading.copy("model.layers", *_LAYERS)
+    hidden, ffn = reading.copy("model.hidden", *_HIDDEN), reading.copy("model.ffn", *_FFN)
+    reading.copy("model.heads", *_HEADS)
+    if ffn is None and hidden:
+        reading.assume("model.ffn", 4 * hidden, f"{kind} has it so")
+    elif kind == "qwen" and ffn:
+        reading.map("model.ffn", ffn // 2, words=f"{reading.source(*_FFN)} {ffn}, of the gate and the other product")
 
 
 def _read_length(reading: Reading) -> None:
@@ -232,8 +225,8 @@ def _read_length(reading: Reading) -> None:
         reading.map("model.patch_dim", patch * patch * channels, words=f"patch_size {patch}, {channels} channels")
         words = f"image_size {image}, patch_size {patch}"
         reading.map("model.seq_len", (image // patch) ** 2 + 1, words=words)
-        labels = reading.count("id2label.")
-        reading.map("model.vocab", labels or 1000, words="id2label" if labels else "classes of ImageNet")
+        classes = reading.word("id2label").removeprefix("of ").partition(" ")[0]
+        reading.map("model.vocab", int(classes or 1000), words="id2label" if classes else "classes of ImageNet")
     elif longest := reading.positive(*_LENGTH):
         why = f"a model's file does not state it: {reading.source(*_LENGTH)} {longest}"
         reading.assume("model.seq_len", min(longest, LONGEST_ASSUMED), why)
@@ -260,15 +253,13 @@ def _read_heads(reading: Reading) -> None:
             reading.copy(f"model.{name}", name)
         reading.copy("model.head_dim", "qk_nope_head_dim")
         reading.copy("model.rope_head_dim", "qk_rope_head_dim")
-        reading.find("num_key_value_heads", "head_dim")
         return
-    kind, groups = reading.word("model_type"), reading.positive(*_KV_HEADS)
-    if kind == "falcon" and not reading.flag("new_decoder_architecture"):
-        groups = 1 if reading.flag("multi_query") is not False else None
-    elif kind == "gpt_bigcode" and reading.flag("multi_query") is not False:
-        groups = 1
-    if groups:
-        reading.map("model.kv_heads", groups, words=reading.source(*_KV_HEADS))
+    kind = reading.word("model_type")
+    old = kind == "falcon" and not reading.flag("new_decoder_architecture")
+    if (old or kind == "gpt_bigcode") and reading.flag("multi_query") is not False:
+        reading.map("model.kv_heads", 1, "multi_query")
+    elif not old and reading.positive(*_KV_HEADS):
+        reading.copy("model.kv_heads", *_KV_HEADS)
     if reading.positive("head_dim") and reading.get("model.family") != "t5":
         reading.copy("model.head_dim", "head_dim")
 
@@ -299,8 +290,7 @@ def _read_experts(reading: Reading) -> None:
     name = "shared_expert_intermediate_size"
     shared, inner = reading.number(name), reading.get("model.expert_ffn") or reading.get("model.ffn")
     if shared and inner:
-        record = reading.draft.map if shared % inner == 0 else reading.draft.assume
-        record("model.shared_experts", max(1, round(shared / inner)), f"{name} {shared} over {inner}")
+        reading.share("model.shared_experts", shared, inner, f"{name} {shared} over {inner}")
     reading.copy("model.dense_layers", "first_k_dense_replace", "moe_layer_start_index")
     dense = reading.take("mlp_only_layers")
     if dense and dense == list(range(len(dense) if isinstance(dense, list) else 0)):
@@ -348,7 +338,9 @@ def _read_rest(reading: Reading) -> None:
 
 _ATTENTION = ("_attn_implementation", "attn_implementation")
 _ROWS = (
+    Row("model.family", read=_read_family),
     Row("model.hidden", read=_read_sizes, write=_write_names),
+    Row("model.vocab", ("vocab_size", "padded_vocab_size"), only="read"),
     Row("model.seq_len", read=_read_length, write=_write_length),
     Row("model.head_dim", read=_read_heads, write=_write_heads),
     Row("model.experts", read=_read_experts),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import MISSING, dataclass, fields
+from functools import partial
 from typing import Any
 
 from stepsight.dataset.base.errors import JobError, shorten
@@ -45,7 +46,7 @@ class ConfigText:
 class JobView:
     """Values of a job by key (``model.layers``), and the settings of a configuration that a writer makes of them.
 
-    Keys whose values the writer takes count as expressed; ``left`` lists the others.
+    Keys whose values the writer takes count as expressed; the others are listed.
 
     Args:
         job: The job.
@@ -62,15 +63,12 @@ class JobView:
     def __init__(self, job: Job, framework: str = "") -> None:
         if framework and job.model.family not in ("llama", "gpt"):
             raise JobError(f"{framework} has no model of the family {job.model.family!r:.80}")
-        self.job = job
-        self.settings: dict[str, Any] = {}
-        self._read: set[str] = set()
-        self._refused: set[str] = set()
+        self.job, self.settings = job, dict[str, Any]()
+        self._read, self._refused = set[str](), set[str]()
 
     def __getitem__(self, key: str) -> Any:
-        section, _, name = key.partition(".")
         self._read.add(key)
-        return self._vocabulary()[0] if key == "model.vocab" else getattr(getattr(self.job, section), name)
+        return self._vocabulary()[0] if key == "model.vocab" else self.value(key)
 
     def value(self, key: str) -> Any:
         """The value of a key, which does not count as expressed."""
@@ -90,7 +88,7 @@ class JobView:
         known = MODELS.get(model.name, {}).get("vocab", 0)
         return (known if -(-known // multiple) * multiple == model.vocab else model.vocab), multiple
 
-    def notes(self) -> tuple[str, ...]:
+    def _notes(self) -> tuple[str, ...]:
         """Notes about a written vocabulary that the job's framework pads."""
         (size, multiple), job = self._vocabulary(), self.job
         if "model.vocab" not in self._read or multiple == 1:
@@ -129,11 +127,10 @@ class JobView:
 
     def stage_layers(self) -> list[int]:
         """Layers of each part of the model: as stated, or even; the first parts take the remainder."""
-        parallel, layers = self.job.parallel, self.job.model.total_layers
-        self._read.add("parallel.stage_layers")
+        parallel = self.job.parallel
         parts = parallel.pp * parallel.virtual_stages
-        each, rest = divmod(layers, parts)
-        return list(parallel.stage_layers) or [each + (part < rest) for part in range(parts)]
+        each, rest = divmod(self.job.model.total_layers, parts)
+        return list(self["parallel.stage_layers"]) or [each + (part < rest) for part in range(parts)]
 
     def image(self) -> tuple[int, int]:
         """Sides of a patch and of a square image of three channels; what gives no square is not expressed."""
@@ -145,34 +142,24 @@ class JobView:
         return patch, patch * image
 
     def text(self, text: str, suffix: str, *notes: str, sections: tuple[str, ...] = ()) -> ConfigText:
-        """The written text, with what it does not express; only keys of some ``sections`` are listed."""
-        ignored = tuple(key for key in self.left() if key.startswith(sections)) if sections else self.left()
-        return ConfigText(text=text, suffix=suffix, ignored=ignored, notes=(*notes, *self.notes()))
+        """The written text, with the keys of some ``sections`` (of all) that it does not express.
 
-    def left(self) -> tuple[str, ...]:
-        """Keys that are not expressed, with their values; unread keys with their default are left out."""
-        found = []
-        for section, spec in SECTIONS.items():
-            for item in fields(spec):
-                key, value = f"{section}.{item.name}", getattr(getattr(self.job, section), item.name)
-                dropped = key not in self._read and key not in _NOT_ASKED and value != _DEFAULTS[key]
-                if dropped or key in self._refused:
-                    found.append(f"{key} = {shorten(value, 80)}")
-        return tuple(found)
+        Keys that the writer did not ask for are left out if they have their default.
+        """
+        ignored = []
+        for key, default in _DEFAULTS.items():
+            value = self.value(key)
+            dropped = key not in self._read and key not in _NOT_ASKED and value != default
+            if (dropped or key in self._refused) and key.startswith(sections or ""):
+                ignored.append(f"{key} = {shorten(value, 80)}")
+        return ConfigText(text=text, suffix=suffix, ignored=tuple(ignored), notes=(*notes, *self._notes()))
 
 
 OTHER = ...  # in a row's values: any other value of the setting
 
 
-@dataclass(frozen=True, slots=True)
-class Conversion:
-    """How the number of a setting becomes the value of a key, and back."""
-
-    read: Callable[[Any], Any] | None
-    write: Callable[[Any], Any]
-
-
-CLIP = Conversion(lambda norm: norm > 0, lambda clips: 1.0 if clips else 0.0)  # largest norm of gradients; 0: any
+Convert = Callable[[Any], Any]
+CLIP = (lambda norm: norm > 0, lambda clips: 1.0 if clips else 0.0)  # largest norm of gradients; 0: any
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,7 +171,8 @@ class Row:
         names: The settings; the first that has a value is read, and the first is written.
         values: Values of the setting (without regard to case; True and False of a flag), and those of the key that
             they mean (None: the setting states nothing then).  What none of them means is written as the first, and
-            listed.  None: the setting has the key's own values.
+            listed.  Two functions: how the setting's number becomes the key's value, and back; a value that does not
+            come back is listed.  None: the setting has the key's own values.
         default: What the framework takes, which is assumed where no setting has a value; None: nothing is assumed.
         needs: A key without which the row means nothing: a degree or a number of experts, above 1, or the kind of
             attention, latent.
@@ -196,7 +184,7 @@ class Row:
 
     key: str
     names: str | tuple[str, ...] = ()
-    values: Mapping[Any, Any] | Conversion | None = None
+    values: Mapping[Any, Any] | tuple[Convert, Convert] | None = None
     default: Any = None
     needs: str = ""
     read: Callable[[Reading], None] | None = None
@@ -211,27 +199,22 @@ def same(keys: Mapping[str, str], prefix: str = "", **rest: Any) -> tuple[Row, .
 
 
 def read_rows(rows: Iterable[Row], reading: Reading) -> None:
-    """Read settings by a table, in its order."""
+    """Read settings by a table, in its order; those that set nothing are listed as ignored."""
     for row in rows:
-        names = (row.names,) if isinstance(row.names, str) else row.names
-        if row.only == "write" or (row.needs and not _counts(reading.get(row.needs))):
-            continue  # settings without effect are listed with those that no row reads
-        if row.read is not None:
-            row.read(reading)
-        elif names:
-            _read_row(row, names, reading)
+        if row.only != "write" and (not row.needs or _counts(reading.get(row.needs))) and (row.read or row.names):
+            reading.settle(row.read or partial(_read_row, row), row.key)
+    reading.ignore_rest()
 
 
-def _read_row(row: Row, names: tuple[str, ...], reading: Reading) -> None:
+def _read_row(row: Row, reading: Reading) -> None:
+    names = (row.names,) if isinstance(row.names, str) else row.names
     stated, words = reading.stated(*names), ""
     if row.values is None:
         value = reading.typed(row.key, *names)
-    elif isinstance(row.values, Conversion):
+    elif isinstance(row.values, tuple):
         number = reading.number(*names, whole=False)
-        value, words = (
-            None if number is None or row.values.read is None else row.values.read(number),
-            f"{stated} {number}",
-        )
+        value = None if number is None else row.values[0](number)
+        words = f"{stated} {number}"
     elif True in row.values:
         flag = reading.flag(*names)
         value = None if flag is None else row.values.get(flag)
@@ -239,12 +222,10 @@ def _read_row(row: Row, names: tuple[str, ...], reading: Reading) -> None:
         word = reading.word(*names)
         known = {str(name).lower(): meant for name, meant in row.values.items()}
         value, words = known.get(word.lower(), row.values.get(OTHER) if word else None), f"{stated} {word}"
-        if word and value is None and word.lower() not in known and OTHER not in row.values:
+        if word and word.lower() not in known and OTHER not in row.values:
             fallback = row.default or _DEFAULTS[row.key]
             if fallback:
                 reading.assume(row.key, fallback, f"a job has no {words}")
-            else:
-                reading.ignore(words)
             return
     if value is not None:
         reading.map(row.key, value, *names, words=words)
@@ -259,26 +240,24 @@ def write_rows(rows: Iterable[Row], view: JobView) -> None:
             continue  # a value without effect is listed as not expressed
         if row.write is not None:
             row.write(view)
-        elif row.names:
-            _write_row(row, view)
+        elif row.names and not (row.omit and view[row.key] == _DEFAULTS[row.key]):
+            view.settings[row.names if isinstance(row.names, str) else row.names[0]] = _written(row, view)
 
 
-def _write_row(row: Row, view: JobView) -> None:
-    value = view[row.key]
-    if row.omit and value == _DEFAULTS[row.key]:
-        return
-    if isinstance(row.values, Conversion):
-        value = row.values.write(value)
-    elif row.values is not None:
-        words = {
-            _DEFAULTS[row.key] if meant is None else meant: word
-            for word, meant in reversed(list(row.values.items()))
-            if word is not OTHER
-        }
-        if value not in words:
+def _written(row: Row, view: JobView) -> Any:
+    value, default = view[row.key], _DEFAULTS[row.key]
+    if row.values is None:
+        return value
+    if isinstance(row.values, tuple):
+        written = row.values[1](value)
+        if value != default and written is not None and row.values[0](written) != value:
             view.unexpressed(row.key)
-        value = words.get(value, next(iter(row.values)))
-    view.settings[row.names if isinstance(row.names, str) else row.names[0]] = value
+        return written
+    pairs = reversed(list(row.values.items()))
+    words = {default if meant is None else meant: word for word, meant in pairs if word is not OTHER}
+    if value not in words:
+        view.unexpressed(row.key)
+    return words.get(value, next(iter(row.values)))
 
 
 def _counts(value: object) -> bool:

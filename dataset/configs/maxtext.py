@@ -5,23 +5,14 @@ Source: MaxText ``configs/base.yml`` (names and defaults), ``configs/models/*.ym
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
 from stepsight.dataset.base.errors import JobError
 from stepsight.dataset.configs.documents import flat, read_tables, yaml_text
 from stepsight.dataset.configs.drafts import ConfigFile, Draft, Reading
-from stepsight.dataset.configs.key_table import (
-    CLIP,
-    OTHER,
-    ConfigText,
-    Conversion,
-    JobView,
-    Row,
-    read_rows,
-    same,
-    write_rows,
-)
+from stepsight.dataset.configs.key_table import CLIP, OTHER, ConfigText, JobView, Row, read_rows, same, write_rows
 from stepsight.dataset.job.job import Job
 from stepsight.dataset.job.models import MODELS
 
@@ -82,17 +73,6 @@ def read_maxtext(file: ConfigFile, draft: Draft) -> None:
     reading = Reading(draft, {**model, **stated}, default="MaxText's base.yml", defaults=defaults)
     draft.framework = draft.framework or "maxtext"
     read_rows(_ROWS, reading)
-    reading.find(
-        *_LATENT,
-        "qk_nope_head_dim",
-        "weight_dtype",
-        "grad_dtype",
-        "mu_dtype",
-        "model_name",
-        "base_config",
-        "enable_dropout",
-    )
-    reading.ignore_rest()
 
 
 def _known_model(name: str, draft: Draft) -> None:
@@ -134,11 +114,10 @@ def _read_family(reading: Reading) -> None:
         raise JobError(f"a job has no layers with compressed attention, got decoder_block {block}")
     if kind not in ("", "global", "mla"):
         reading.ignore(f"attention_type {kind}: a job attends to all tokens before")
-    family = "gpt" if block == "gpt3" else "llama"
-    reading.map("model.family", family, "decoder_block", words=f"decoder_block {block}")
+    words = f"decoder_block {block}"
+    reading.map("model.family", "gpt" if block == "gpt3" else "llama", "decoder_block", words=words)
     if kind == "mla":
         reading.map("model.attention", kind, "attention_type")
-        reading.find("head_dim", "base_num_kv_heads")
     else:
         reading.copy("model.kv_heads", "base_num_kv_heads")
         reading.copy("model.head_dim", "head_dim")
@@ -164,9 +143,15 @@ def _read_mlp(reading: Reading) -> None:
     kinds = kinds if isinstance(kinds, list) else [kinds]
     words = f"mlp_activations {' '.join(map(str, kinds))}"
     reading.map("model.gated_mlp", "linear" in kinds, "mlp_activations", words=words)
-    experts = reading.positive("num_experts") or 1
-    if experts > 1:
-        reading.map("model.experts", experts, "num_experts")
+
+
+def _write_mlp(view: JobView) -> None:
+    view.put(mlp_activations=["silu", "linear"] if view["model.gated_mlp"] else ["gelu"])
+
+
+def _read_experts(reading: Reading) -> None:
+    if (reading.positive("num_experts") or 1) > 1:
+        reading.copy("model.experts", "num_experts")
 
 
 def _read_dropout(reading: Reading) -> None:
@@ -178,14 +163,14 @@ def _read_dropout(reading: Reading) -> None:
 
 def _read_degrees(reading: Reading) -> None:
     for degree in ("tp", "cp", "pp", "ep"):
-        axes = [axis for axis, name in _AXES.items() if name == degree]
-        value = 1
-        for axis in axes:
-            value *= max(1, _size(reading, f"ici_{axis}")) * max(1, _size(reading, f"dcn_{axis}"))
+        axes = [f"{mesh}_{axis}" for axis, name in _AXES.items() if name == degree for mesh in ("ici", "dcn")]
+        value = math.prod(max(1, _size(reading, axis)) for axis in axes)
         if value > 1:
-            reading.map(f"parallel.{degree}", value, words=f"axes {', '.join(axes)}")
-    if (reading.positive("ici_tensor_sequence_parallelism", auto=-1) or 1) > 1:
-        reading.map("parallel.sequence_parallel", True, "ici_tensor_sequence_parallelism")
+            stated = [f"{axis}_parallelism" for axis in axes if f"{axis}_parallelism" in reading]
+            reading.map(f"parallel.{degree}", value, words=" * ".join(stated))
+    name = "ici_tensor_sequence_parallelism"
+    if (reading.positive(name, auto=-1) or 1) > 1:
+        reading.map("parallel.sequence_parallel", True, name)
     shard, ep = _axis(reading, "fsdp") * _axis(reading, "fsdp_transpose"), reading.degree("ep")
     data = _axis(reading, "data")
     sharded = shard not in (0, 1) or ep > 1 or reading.number("ici_fsdp_parallelism") == -1
@@ -228,24 +213,26 @@ def _write_degrees(view: JobView) -> None:
 
 def _read_schedule(reading: Reading) -> None:
     repeats = reading.positive("num_pipeline_repeats", auto=-1) or 1
-    if reading.degree("pp") > 1:
-        name = "looped-bfs" if repeats > 1 else "gpipe"
-        reading.map("parallel.schedule", name, words="the pipeline is differentiated as a whole")
-        reading.map("parallel.virtual_stages", repeats, words="num_pipeline_repeats")
+    name = "looped-bfs" if repeats > 1 else "gpipe"
+    reading.map("parallel.schedule", name, words="the pipeline is differentiated as a whole")
+    reading.map("parallel.virtual_stages", repeats, words="num_pipeline_repeats")
 
 
 def _read_batch(reading: Reading) -> None:
     size = reading.positive("per_device_batch_size", whole=False)
     steps = reading.positive("gradient_accumulation_steps") or 1
     # Sequences of one replica, which has as many devices.
-    sequences = size * reading.get("parallel.tp", 1) * reading.get("parallel.cp", 1) * reading.get("parallel.pp", 1)
+    sequences = size * math.prod(reading.get(f"parallel.{degree}", 1) for degree in ("tp", "cp", "pp"))
+    words = f"per_device_batch_size {size:g}"
     if sequences < 1:
-        reading.assume("batch.micro_batch", 1, f"per_device_batch_size {size:g} is less than a sequence")
+        reading.assume("batch.micro_batch", 1, f"{words} is less than a sequence")
         return
     pieces = reading.positive("num_pipeline_microbatches", auto=-1) or reading.degree("pp")
-    micro, words = max(1, int(sequences) // pieces), f"per_device_batch_size {size:g}"
-    reading.map("batch.micro_batch", micro, "per_device_batch_size", words=words)
-    reading.facts["local_batch"] = int(sequences) * steps
+    reading.map("batch.micro_batch", max(1, int(sequences) // pieces), "per_device_batch_size", words=words)
+    words = words if "per_device_batch_size" in reading else ""
+    more = f"gradient_accumulation_steps {steps}" if "gradient_accumulation_steps" in reading else ""
+    reading.fact("local_batch", int(sequences) * steps, " * ".join(filter(None, (words, more))))
+    reading.fact("flush_batch", int(sequences), words)
 
 
 def _write_batch(view: JobView) -> None:
@@ -299,18 +286,18 @@ _EXPERTS = {
     "first_num_dense_layers": "model.dense_layers",
     "interleave_moe_layer_step": "model.moe_every",
 }
-_CAPACITY = Conversion(lambda factor: float(factor) if factor > 0 else None, lambda factor: factor or -1.0)
-_EXPERT_FFN = Conversion(lambda size: size if size > 0 else None, lambda size: size)
-_GATED = Conversion(None, lambda gated: ["silu", "linear"] if gated else ["gelu"])
+_CAPACITY = (lambda factor: float(factor) if factor > 0 else None, lambda factor: factor or -1.0)
+_EXPERT_FFN = (lambda size: size if size > 0 else None, lambda size: size)
 _STRATEGIES = {"all_gather": "all_gather", "ring": "ring", OTHER: "all_gather"}
 _REMAT = {"minimal_with_context": "none", "full": "full", "minimal": "selective", "none": "none"}
 _OPTIMIZERS = {"adamw": "adamw", "adam_pax": "adamw"}
 _ROWS = (
     Row("model.family", read=_read_family, write=_write_family),
     *same(_SIZES),
+    Row("model.experts", read=_read_experts),
     *same(_LATENT, needs="model.attention"),
     Row("model.head_dim", "qk_nope_head_dim", needs="model.attention", only="read"),
-    Row("model.gated_mlp", "mlp_activations", _GATED, read=_read_mlp),
+    Row("model.gated_mlp", read=_read_mlp, write=_write_mlp),
     *same(_EXPERTS, needs="model.experts"),
     Row("model.capacity_factor", "capacity_factor", _CAPACITY, needs="model.experts"),
     Row("model.expert_ffn", "base_moe_mlp_dim", _EXPERT_FFN, needs="model.experts"),
@@ -320,7 +307,7 @@ _ROWS = (
     Row("parallel.context_parallel", "context_parallel_strategy", _STRATEGIES, "all_gather", needs="parallel.cp"),
     Row("parallel.recompute", "remat_policy", _REMAT, "selective"),
     Row("optimizer.offload", "optimizer_memory_host_offload"),
-    Row("parallel.schedule", read=_read_schedule),
+    Row("parallel.schedule", read=_read_schedule, needs="parallel.pp"),
     Row("model.seq_len", "max_target_length"),
     Row("batch.micro_batch", read=_read_batch, write=_write_batch),
     Row("batch.precision", read=_read_precision, write=_write_precision),

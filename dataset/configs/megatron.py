@@ -20,15 +20,23 @@ _ADAM = ("adam", "", "fused_adam", "distributed_fused_adam", "mcore_distributed_
 _NO_ZERO = "distributed_fused_adam", "mcore_distributed_optim"
 
 
-def read_megatron(reading: Reading) -> None:
-    """Fill a draft from Megatron-LM's settings; what no key of a job expresses is listed."""
+def read_megatron(reading: Reading, first: tuple[Row, ...] = (), last: tuple[Row, ...] = ()) -> None:
+    """Fill a draft from Megatron-LM's settings; what no key of a job expresses is listed.
+
+    Rows of a file's own stand ``first`` and ``last``.
+    """
+    read_rows((Row("framework", read=_read_framework), *first, *_ROWS, *last), reading)
+
+
+def _read_framework(reading: Reading) -> None:
     old = ("DDP_impl", "activations_checkpoint", "async_tensor_model_parallel_allreduce")
-    if not reading.draft.framework:
-        megatron = "megatron-lm-2022" if reading.find(*old) and "use_mcore_models" not in reading else "megatron-core"
-        deepspeed = reading.find("deepspeed", "deepspeed_config")
-        reading.draft.framework = "megatron-deepspeed" if deepspeed else megatron
-    read_rows(_ROWS, reading)
-    reading.ignore_rest()
+    if reading.draft.framework:
+        return
+    reading.draft.framework = "megatron-core"
+    if found := reading.find("deepspeed", "deepspeed_config"):
+        reading.draft.choose("megatron-deepspeed", reading.source(found))
+    elif (found := reading.find(*old)) and "use_mcore_models" not in reading:
+        reading.draft.choose("megatron-lm-2022", reading.source(found))
 
 
 def write_megatron(job: Job, *, script: bool = False) -> ConfigText:
@@ -101,14 +109,13 @@ def _read_zero(reading: Reading) -> None:
     if fsdp:
         words = f"{reading.source(fsdp)} {strategy}".strip()
         reading.map("parallel.zero_stage", _SHARDING.get(strategy or "optim_grads_params", 3), words=words)
-        reading.find("use_distributed_optimizer")
     elif reading.flag("use_distributed_optimizer"):
         reading.map("parallel.zero_stage", 1, "use_distributed_optimizer")
     elif reading.get("parallel.zero_stage") is None:
         reading.map("parallel.zero_stage", reading.number("zero_stage") or 0, "zero_stage")
     instances = reading.positive("num_distributed_optimizer_instances") or 1
     if instances > 1:
-        reading.facts["replicas_of_shards"] = instances
+        reading.fact("replicas_of_shards", instances, f"num_distributed_optimizer_instances {instances}")
 
 
 def _write_zero(view: JobView) -> None:
@@ -221,7 +228,6 @@ def _write_stages(view: JobView) -> None:
 def _read_precision(reading: Reading) -> None:
     if "fp8" in reading and reading.take("fp8") not in (False, "false"):
         reading.map("batch.precision", "fp8", "fp8")
-        reading.find("bf16", "fp16")
         recipe = reading.word("fp8_recipe")
         known = {"tensorwise": "dynamic", "blockwise": "dynamic", "mxfp8": "mxfp8"}
         if recipe:
@@ -255,7 +261,7 @@ def _read_batch(reading: Reading) -> None:
         if size.isdigit():
             reading.map("batch.global_batch", int(size), words=f"{reading.source(name)}, last step")
     if reading.get("batch.global_batch") is None and reading.get("batch.micro_batch") is not None:
-        reading.facts["accumulation"] = 1
+        reading.draft.facts["accumulation"] = 1
 
 
 def _read_recompute(reading: Reading) -> None:

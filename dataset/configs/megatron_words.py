@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from stepsight.dataset.base.errors import JobError
@@ -12,6 +12,7 @@ from stepsight.dataset.base.files import parse_json
 from stepsight.dataset.configs.accelerate import is_deepspeed, read_deepspeed
 from stepsight.dataset.configs.documents import flat, read_source
 from stepsight.dataset.configs.drafts import ConfigFile, Draft, Reading
+from stepsight.dataset.configs.key_table import Row
 from stepsight.dataset.configs.megatron import read_megatron
 from stepsight.dataset.configs.shell_scripts import ShellScript, read_script
 
@@ -23,9 +24,9 @@ _NEMO = {
     "trainer.gradient_clip_val": "clip_grad",
     "run.name": "run_name",
     "model.data.seq_length_dec": "decoder_seq_length",
+    "model.optim.name": "optim.name",
 }
 _OF_MODEL = ("model.data.", "model.tokenizer.", "model.optim.", "model.nsys_profile.", "model.peft.")
-_PRECISIONS = {"bf16": "bf16", "16": "fp16", "32": "fp32"}
 # Flags that set another name to false (megatron/training/arguments.py, ``dest`` with ``store_false``).
 _SWITCHED_OFF = {
     "disable_bias_linear": "add_bias_linear",
@@ -121,13 +122,18 @@ def is_yaml(file: ConfigFile) -> bool:
 
 def read_yaml(file: ConfigFile, draft: Draft) -> None:
     """Fill a draft from Megatron-Core's YAML: the innermost name of each value counts, whatever its table."""
-    values: dict[str, Any] = {}
-    shown: dict[str, str] = {}
-    for place, value in flat(file.tables).items():
-        name, value = canonical(place.rpartition(".")[2], value)
-        if value is not None:
-            values[name], shown[name] = value, place
-    read_megatron(Reading(draft, values, shown, DEFAULT))
+    places = ((place, *canonical(place.rpartition(".")[2], value)) for place, value in flat(file.tables).items())
+    read_megatron(_reading(draft, (found for found in places if found[2] is not None)))
+
+
+def _reading(draft: Draft, found: Iterable[tuple[str, str, Any]]) -> Reading:
+    """Settings, each as the configuration writes it, as ``megatron`` reads it, and its value; the last one counts."""
+    values, shown = dict[str, Any](), dict[str, str]()
+    for words, name, value in found:
+        if name in values and (shown[name], values[name]) != (words, value):
+            draft.ignore(f"{shown[name]} {values[name]}: {words} {value} comes later")
+        values[name], shown[name] = value, words
+    return Reading(draft, values, shown, DEFAULT)
 
 
 def canonical(name: str, value: Any) -> tuple[str, Any]:
@@ -141,24 +147,20 @@ def canonical(name: str, value: Any) -> tuple[str, Any]:
 def _reading_of_words(draft: Draft, words: Sequence[str], launcher: Sequence[str] = ()) -> Reading:
     """Settings from the words of a command: ``--name``, ``--name=value``, ``--name value value``.
 
-    Args:
-        draft: That they fill.
-        words: Of the command.
-        launcher: Words of a batch system (``#SBATCH``), which the command's own win over.
+    Those of a batch system (``launcher``) count where the command has none of the name; its other options are listed.
     """
-    values: dict[str, Any] = {}
-    shown: dict[str, str] = {}
-    for number, source in enumerate((launcher, words)):
-        for flag, value in _flags(source):
-            name, value = canonical(flag, value)
-            if number == 0:
-                name, value = _of_slurm(name, value)
-            if name:
-                values[name], shown[name] = value, flag
-    for name in ("nodes", "devices_per_node"):
-        if not re.fullmatch(r"\d+", str(values.get(name, 1))):  # a place that the user fills in
-            values.pop(name)
-    return Reading(draft, values, shown, DEFAULT)
+    found: list[tuple[str, str, Any]] = []
+    for flag, value in _flags(launcher):
+        name, digits = canonical(flag, value)[0], re.findall(r"\d+", str(value))
+        name = {"N": "nodes", "gres": "devices_per_node"}.get(name, name)
+        if name not in ("nodes", "devices_per_node") or not digits:
+            name = f"#SBATCH {flag}"
+        found.append((f"#SBATCH {flag}", name, digits[-1] if name == "devices_per_node" else value))
+    found += [(flag, *canonical(flag, value)) for flag, value in _flags(words)]
+    for place, (flag, name, value) in enumerate(found):
+        if name in _VARIABLES and not re.fullmatch(r"\d+", str(value)):  # a word that the user fills in
+            found[place] = (flag, f":{name}", value)
+    return _reading(draft, found)
 
 
 def _flags(words: Sequence[str]) -> list[tuple[str, Any]]:
@@ -176,16 +178,6 @@ def _flags(words: Sequence[str]) -> list[tuple[str, Any]]:
         elif flag:
             values.append(word)
     return found
-
-
-def _of_slurm(name: str, value: Any) -> tuple[str, Any]:
-    """A batch system's option as a setting; its other options say nothing about the job."""
-    if name in ("nodes", "N"):
-        return "nodes", value
-    if name in ("devices_per_node", "gres", "gpus_per_node"):
-        digits = re.findall(r"\d+", str(value))
-        return ("devices_per_node", digits[-1]) if digits else ("", None)
-    return "", None
 
 
 def _reading_of_script(script: ShellScript, draft: Draft) -> Reading:
@@ -249,46 +241,63 @@ def is_nemo(file: ConfigFile) -> bool:
 def read_nemo(file: ConfigFile, draft: Draft) -> None:
     """Fill a draft from a configuration."""
     everything = flat(file.tables)
-    values: dict[str, Any] = {}
-    shown: dict[str, str] = {}
-    for key, value in everything.items():
-        value = _resolved(key, value, everything)
-        if key in _NEMO:
-            name = _NEMO[key]
-        elif key.startswith(("model.encoder.", "model.decoder.")):  # of T5, whose other sizes are those of the encoder
-            side, _, name = key.removeprefix("model.").partition(".")
-            name = f"{side}_num_layers" if name == "num_layers" else name if side == "encoder" else ""
-        elif key.startswith("model.") and not key.startswith(_OF_MODEL):
-            name, value = canonical(key.removeprefix("model."), value)
-        elif key == "model.optim.name":
-            name = "optim.name"
-        elif key.startswith("model.tokenizer."):
-            name = f"tokenizer_{key.rpartition('.')[2]}"
-        else:
-            continue
-        if name and value is not None and value != "???":
-            values[name], shown[name] = value, key
-    if values.pop("fp8", False) is True:
-        values["fp8"], shown["fp8"] = "hybrid", "model.fp8"
-    precision = str(everything.get("trainer.precision") or "bf16").split("-")[0]
-    if _PRECISIONS.get(precision) in ("bf16", "fp16"):
-        values[_PRECISIONS[precision]], shown[_PRECISIONS[precision]] = True, f"trainer.precision {precision}"
-    if values.get("num_query_groups"):
-        values["group_query_attention"] = True
+    found: list[tuple[str, str, Any]] = []
+    for key, stated in everything.items():
+        value = _resolved(key, stated, everything)
+        if value is not None and value != "???":
+            found.append((key, *_nemo_setting(key, value)))
+    names = {name for _, name, _ in found}
+    if "num_query_groups" in names:
+        found.append(("model.num_query_groups", "group_query_attention", True))
     draft.framework = "nemo"
-    if values.pop("megatron_amp_O2", None) is False:
-        draft.ignore("model.megatron_amp_O2 false: gradients are taken to be as with true")
-    if values.get("fsdp"):
-        stage = {"full": 3, "grad": 2, "hybrid": 3}.get(str(values.get("fsdp_sharding_strategy") or "full"), 3)
-        draft.map("parallel.zero_stage", stage, "model.fsdp_sharding_strategy")
-    name = f"{everything.get('name') or ''} {everything.get('run.name') or ''}".lower()
+    read_megatron(_reading(draft, found), _NEMO_FIRST, _NEMO_LAST)
+
+
+def _nemo_setting(key: str, value: Any) -> tuple[str, Any]:
+    """The name of a NeMo setting as ``megatron`` reads it; others keep theirs, after a colon."""
+    if key == "trainer.precision":
+        half = {"bf16": "bf16", "16": "fp16"}.get(str(value).split("-")[0], "")
+        return (half, True) if half else (f":{key}", value)
+    if key in _NEMO:
+        return _NEMO[key], value
+    if key.startswith(("model.encoder.", "model.decoder.")):  # of T5, whose other sizes are those of the encoder
+        side, _, name = key.removeprefix("model.").partition(".")
+        name = f"{side}_num_layers" if name == "num_layers" else name if side == "encoder" else f":{key}"
+        return name, value
+    if key.startswith("model.tokenizer."):
+        return f"tokenizer_{key.rpartition('.')[2]}", value
+    if key.startswith("model.") and not key.startswith(_OF_MODEL):
+        name, value = canonical(key.removeprefix("model."), value)
+        if name == "fp8":
+            return (name, "hybrid") if value is True else (f":{key}", value)
+        return name, value
+    return f":{key}", value
+
+
+def _read_nemo_first(reading: Reading) -> None:
+    if "bf16" not in reading and "fp16" not in reading and ":trainer.precision" not in reading:
+        reading.assume("batch.precision", "bf16", "NeMo's default")
+    if reading.take("megatron_amp_O2") is False:
+        reading.ignore("model.megatron_amp_O2 false: gradients are taken to be as with true")
+    if reading.take("fsdp"):
+        kind = reading.word("fsdp_sharding_strategy") or "full"
+        reading.draft.map(
+            "parallel.zero_stage", {"full": 3, "grad": 2, "hybrid": 3}.get(kind, 3), "model.fsdp_sharding_strategy"
+        )
+    name = f"{reading.word(':name')} {reading.word('run_name')}".lower()
     for part in ("bert", "t5"):
-        if part in name or (part == "t5" and "decoder_num_layers" in values):
-            draft.map("model.family", part, f"name {name}")
-    attends = values.pop("transformer_engine", None) or values.get("use_flash_attention")
-    read_megatron(Reading(draft, values, shown, DEFAULT))
-    if not attends and draft.get("model.fused_attention") is None:
-        draft.map("model.fused_attention", False, "neither transformer_engine nor use_flash_attention")
+        if part in name or (part == "t5" and "decoder_num_layers" in reading):
+            reading.draft.map("model.family", part, f"name {name}")
+
+
+def _read_nemo_attention(reading: Reading) -> None:
+    attends = reading.take("transformer_engine") or reading.take("use_flash_attention")
+    if not attends and reading.get("model.fused_attention") is None:
+        reading.draft.map("model.fused_attention", False, "neither transformer_engine nor use_flash_attention")
+
+
+_NEMO_FIRST = (Row("model.family", read=_read_nemo_first),)
+_NEMO_LAST = (Row("model.fused_attention", read=_read_nemo_attention),)
 
 
 def _resolved(key: str, value: Any, everything: Mapping[str, Any]) -> Any:

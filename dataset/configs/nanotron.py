@@ -10,14 +10,13 @@ from collections.abc import Mapping
 from stepsight.dataset.base.errors import JobError
 from stepsight.dataset.configs.documents import flat, yaml_text
 from stepsight.dataset.configs.drafts import ConfigFile, Draft, Reading
-from stepsight.dataset.configs.key_table import OTHER, ConfigText, Conversion, JobView, Row, read_rows, same, write_rows
+from stepsight.dataset.configs.key_table import OTHER, ConfigText, JobView, Row, read_rows, same, write_rows
 from stepsight.dataset.job.job import Job
 
 _MODEL = "model.model_config."
 _EXPERTS = f"{_MODEL}moe_config."
 _OPTIMIZER = "optimizer.optimizer_factory."
 _TABLES = ("tokens", "parallelism", "model")
-_DEFAULT = "Nanotron's default"
 
 
 def is_nanotron(file: ConfigFile) -> bool:
@@ -28,18 +27,14 @@ def is_nanotron(file: ConfigFile) -> bool:
 
 def read_nanotron(file: ConfigFile, draft: Draft) -> None:
     """Fill a draft from a configuration."""
-    settings = {key: value for key, value in flat(file.tables).items() if not key.startswith("data_stages")}
-    reading = Reading(draft, settings, default=_DEFAULT)
-    read_rows(_ROWS, reading)
-    reading.ignore_rest("model.", "optimizer.", "parallelism.", "tokens.")
+    read_rows(_ROWS, Reading(draft, flat(file.tables), default="Nanotron's default"))
 
 
 def write_nanotron(job: Job) -> ConfigText:
     """Write a job as Nanotron's YAML."""
     view = JobView(job, "Nanotron")
     write_rows(_ROWS, view)
-    view.put("tokens.", batch_accumulation_per_replica=job.num_micro_batches)
-    view.expressed("batch.global_batch", "cluster.nodes", "cluster.devices_per_node", "model.attention_kernels")
+    view.expressed("cluster.nodes", "cluster.devices_per_node", "model.attention_kernels")
     return view.text(yaml_text(view.tables()), ".yaml")
 
 
@@ -59,6 +54,7 @@ def _write_family(view: JobView) -> None:
         view.put(_MODEL, **{"is_qwen2_config" if model.experts else "is_llama_config": True})
     else:
         view.put(_MODEL, is_starcoder2_config=True, grouped_query=True)
+    view.put(_MODEL, **{"num_key_value_heads" if llama else "num_kv_heads": view["model.kv_heads"]})
     view.put(_MODEL, max_position_embeddings=model.seq_len)
     view.put("model.", make_vocab_size_divisible_by=1)
     if model.gated_mlp == llama:
@@ -66,14 +62,10 @@ def _write_family(view: JobView) -> None:
 
 
 def _read_kv_heads(reading: Reading) -> None:
-    reading.copy("model.kv_heads", f"{_MODEL}num_kv_heads", f"{_MODEL}num_key_value_heads")
     if reading.get("model.family") == "gpt" and reading.flag(f"{_MODEL}multi_query"):
         reading.map("model.kv_heads", 1, f"{_MODEL}multi_query")
-
-
-def _write_kv_heads(view: JobView) -> None:
-    name = "num_key_value_heads" if view.job.model.family == "llama" else "num_kv_heads"
-    view.put(_MODEL, **{name: view["model.kv_heads"]})
+    else:
+        reading.copy("model.kv_heads", f"{_MODEL}num_kv_heads", f"{_MODEL}num_key_value_heads")
 
 
 def _read_vocab(reading: Reading) -> None:
@@ -99,8 +91,7 @@ def _read_experts(reading: Reading) -> None:
     shared = reading.positive(_EXPERTS + name)
     if reading.flag(f"{_EXPERTS}enable_shared_expert"):
         size, inner = shared or 5632, reading.get("model.expert_ffn")
-        record = reading.draft.map if shared and size % inner == 0 else reading.draft.assume
-        record("model.shared_experts", max(1, round(size / inner)), f"{name} {size} / {inner}")
+        reading.share("model.shared_experts", size, inner, f"{name} {size} / {inner}")
     factor = reading.number(f"{_MODEL}moe_capacity_factor", whole=False)
     if factor:
         reading.map("model.capacity_factor", float(factor), f"{_MODEL}moe_capacity_factor")
@@ -132,18 +123,20 @@ def _write_expert_degree(view: JobView) -> None:
         view.unexpressed("parallel.ep")
 
 
-def _write_zero(view: JobView) -> None:
-    view.put("optimizer.", zero_stage=min(view["parallel.zero_stage"], 1))
-    if view.job.parallel.zero_stage > 1:
-        view.unexpressed("parallel.zero_stage")
-
-
 def _read_batch(reading: Reading) -> None:
-    steps = reading.positive("tokens.batch_accumulation_per_replica") or 1
-    replicas, micro = reading.get("parallel.dp"), reading.get("batch.micro_batch")
-    if replicas and micro:
+    steps, replicas = reading.positive("tokens.batch_accumulation_per_replica"), reading.get("parallel.dp")
+    micro = reading.get("batch.micro_batch")
+    if steps and not (replicas and micro):
+        reading.fact("accumulation", steps, f"batch_accumulation_per_replica {steps}")
+    elif replicas and micro:
+        steps = steps or 1
         words = f"micro_batch_size {micro} * batch_accumulation_per_replica {steps} * dp {replicas}"
         reading.map("batch.global_batch", micro * steps * replicas, words=words)
+
+
+def _write_batch(view: JobView) -> None:
+    view.put("tokens.", batch_accumulation_per_replica=view.job.num_micro_batches)
+    view.expressed("batch.global_batch")
 
 
 _SIZES = {
@@ -155,12 +148,13 @@ _SIZES = {
 }
 _ATTENTION = {"eager": False, "sdpa_eager": False, OTHER: True}
 _TP_MODES = {"REDUCE_SCATTER": True, "ALL_REDUCE": False}
-_CLIP = Conversion(lambda norm: norm > 0, lambda clips: 1.0 if clips else None)
+_CLIP = (lambda norm: norm > 0, lambda clips: 1.0 if clips else None)
+_ZERO = (int, lambda stage: min(stage, 1))
 _ASYNC = {False: None, True: "backward"}
 _ROWS = (
     Row("model.family", read=_read_family, write=_write_family),
     *same(_SIZES, _MODEL),
-    Row("model.kv_heads", read=_read_kv_heads, write=_write_kv_heads),
+    Row("model.kv_heads", read=_read_kv_heads),
     Row("model.vocab", f"{_MODEL}vocab_size", read=_read_vocab),
     Row("model.experts", read=_read_experts, write=_write_experts),
     Row("model.fused_attention", f"{_MODEL}_attn_implementation", _ATTENTION, only="read"),
@@ -171,12 +165,12 @@ _ROWS = (
     Row("parallel.overlap_tp", "parallelism.tp_linear_async_communication", _ASYNC, needs="parallel.tp"),
     Row("parallel.schedule", "parallelism.pp_engine", {"1f1b": "1f1b", "afab": "gpipe"}, "gpipe", "parallel.pp"),
     Row("parallel.recompute", "parallelism.recompute_layer", {False: "none", True: "full"}, "none"),
-    Row("parallel.zero_stage", "optimizer.zero_stage", default=0, write=_write_zero),
+    Row("parallel.zero_stage", "optimizer.zero_stage", _ZERO, default=0),
     Row("parallel.gradient_dtype", "optimizer.accumulate_grad_in_fp32", {False: "model", True: "fp32"}, omit=True),
     Row("parallel.bucket_mbytes", "model.ddp_bucket_cap_mb"),
     Row("model.seq_len", "tokens.sequence_length"),
     Row("batch.micro_batch", "tokens.micro_batch_size"),
-    Row("batch.global_batch", read=_read_batch),
+    Row("batch.global_batch", read=_read_batch, write=_write_batch),
     Row("batch.precision", "model.dtype", {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}),
     Row("optimizer.clip_grad_norm", "optimizer.clip_grad", _CLIP, default=False),
     Row("optimizer.kind", f"{_OPTIMIZER}name", {"adamW": "adamw"}, "adamw"),

@@ -77,7 +77,6 @@ def _read_settings(settings: Mapping[str, Any], draft: Draft) -> None:
     """Fill a draft from all but the model's sizes."""
     reading = Reading(draft, settings, default=_DEFAULT)
     read_rows(_ROWS, reading)
-    reading.ignore_rest(unless=_IGNORED)
 
 
 def write_torchtitan(job: Job) -> ConfigText:
@@ -129,7 +128,8 @@ def _read_degrees(reading: Reading) -> None:
         if replicate > 1 and shard > 1:
             reading.map("parallel.dp_shard", shard, *names)
     elif replicate > 1:
-        reading.facts["replicas_of_shards"] = replicate
+        words = f"{reading.source(*_in('data_parallel_replicate_degree'))} {replicate}"
+        reading.fact("replicas_of_shards", replicate, words)
     again = reading.word("parallelism.fsdp_reshard_after_forward") or "default"
     if shard != 1:
         value = again == "always" or (again == "default" and reading.degree("pp") == 1)
@@ -262,7 +262,8 @@ def _read_batch(reading: Reading) -> None:
         total = reading.positive("training.num_tokens_per_train_step", auto=-1)
         if total is not None:
             reading.map("batch.global_batch", total // length, words=f"num_tokens_per_train_step {total}")
-        reading.facts["accumulation"] = pieces if pp > 1 else 1
+        stated = reading.stated("parallelism.num_pp_microbatches")
+        reading.fact("accumulation", pieces if pp > 1 else 1, stated and f"{stated} {pieces}")
         return
     names, one = ("training.local_batch_size", "training.batch_size"), "parallelism.pipeline_parallel_microbatch_size"
     local, source = reading.positive(*names) or 8, reading.source(*names)
@@ -279,8 +280,9 @@ def _read_batch(reading: Reading) -> None:
     total = reading.positive("training.global_batch_size", auto=-1)
     if total is not None:
         reading.map("batch.global_batch", total, "training.global_batch_size")
-    else:
-        reading.facts["local_batch"] = local
+    words = reading.stated(*names) and f"{source} {local}"
+    reading.fact("local_batch", local, words)
+    reading.fact("flush_batch", local, words)
 
 
 def _write_batch(view: JobView) -> None:
@@ -308,7 +310,6 @@ def _read_precision(reading: Reading) -> None:
     else:
         reading.assume("batch.precision", "bf16", f"{_DEFAULT}: mixed_precision_param bfloat16")
     reading.assume("parallel.gradient_dtype", "fp32", f"{_DEFAULT}: mixed_precision_reduce float32")
-    reading.find("training.mixed_precision_reduce")
 
 
 def _write_precision(view: JobView) -> None:
