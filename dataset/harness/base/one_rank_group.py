@@ -47,7 +47,7 @@ class Call:
 
     @property
     def num_bytes(self) -> int:
-        return sum(tensor.numel() * tensor.element_size() for tensor in self.full)
+        return total_bytes(self.full)
 
 
 class OneRankGroup(_Base):  # type: ignore[misc]
@@ -150,11 +150,15 @@ class OneRankGroup(_Base):  # type: ignore[misc]
     def all_to_all_single(self, output: Tensor, given: Tensor, *rest: Any) -> Any:
         splits = rest[:2] if len(rest) >= 2 else ([], [])
         effect = partial(self._swap_rows, output, given, splits)
-        return self._issue(Call("all_to_all", [given], [given], [output], effect, blocking(rest[-1] if rest else None)))
+        return self._to_all([output], [given], effect, rest[-1] if rest else None)
 
     def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Any:
-        effect = partial(self._swap, outputs, inputs)
-        return self._issue(Call("all_to_all", inputs, inputs, outputs, effect, blocking(opts)))
+        return self._to_all(outputs, inputs, partial(self._swap, outputs, inputs), opts)
+
+    def _to_all(self, outputs: list[Tensor], inputs: list[Tensor], effect: Effect, opts: Any) -> Any:
+        """Where parts are uneven, the larger of what is sent and what is received counts."""
+        full = max(inputs, outputs, key=total_bytes)
+        return self._issue(Call("all_to_all", full, inputs, outputs, effect, blocking(opts)))
 
     # Names until torch 2.12
     _allgather_base, _reduce_scatter_base = all_gather_single, reduce_scatter_single
@@ -225,6 +229,11 @@ class OneRankGroup(_Base):  # type: ignore[misc]
         if tensor.data_ptr() not in self._filled:
             self._filled.add(tensor.data_ptr())
             tensor.normal_(std=0.02) if tensor.is_floating_point() else tensor.fill_(1)
+
+
+def total_bytes(tensors: Sequence[Tensor]) -> int:
+    """Bytes of all elements of some tensors."""
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
 def blocking(opts: Any) -> bool:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 
-from ..base.one_rank_group import LISTS, Call, OneRankGroup
+from ..base.one_rank_group import LISTS, Call, OneRankGroup, total_bytes
 from .recorder import COLLECTIVE, SYNCHRONISATION, Recorder, storage_of
 
 _c10d: Any = dist.distributed_c10d
@@ -62,7 +62,7 @@ class Collectives:
             direction: Of a message: ``send`` or ``recv``.
         """
         recorder, (name, people, ranks) = self._recorder, where
-        num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in full)
+        num_bytes = total_bytes(full)
         if not recorder.active or len(ranks) < 2:
             return None
         current = recorder.stream
@@ -121,13 +121,13 @@ def people_name(description: str, ranks: Sequence[int]) -> str:
     return description.removeprefix("mesh_").removeprefix("mesh")
 
 
-# The kind of each functional collective, in one call or coalesced, and the side whose bytes count.
+# The kind of each functional collective, in one call or coalesced, and the side whose bytes count ("": the larger one).
 _KINDS = MappingProxyType(
     {
         "all_reduce": ("all_reduce", "in"),
         "all_gather_into_tensor": ("all_gather", "out"),
         "reduce_scatter_tensor": ("reduce_scatter", "in"),
-        "all_to_all_single": ("all_to_all", "in"),
+        "all_to_all_single": ("all_to_all", ""),
         "broadcast": ("broadcast", "in"),
     }
 )
@@ -162,7 +162,7 @@ class FunctionalCollectives:
         group = {**given, **kwargs}["group_name"]
         if isinstance(group, str):
             group = _c10d._resolve_process_group(group)
-        full = inputs if side == "in" else outputs
+        full = {"in": inputs, "out": outputs}.get(side) or max(inputs, outputs, key=total_bytes)
         mark = self._collectives.issue(kind, full, (inputs, outputs), group.where, is_async=True)
         if mark is not None:
             self._marks.update({storage_of(tensor)._cdata: mark for tensor in outputs})

@@ -13,15 +13,18 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._dynamo import trace_rules
 from torch._inductor.compile_fx import compile_fx
 from torch.fx import Node
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
+from ..base import one_rank_group
 from ..base.patching import patch
 from ..base.plan_error import HarnessError
 from ..regions.inductor import Launch, Loop, Region, eager, read_device_region, read_region
 from ..regions.loop_code import region_dims
+from . import collectives
 from .fake_tensors import BACKWARD, FORWARD, FakeWorld
 from .recorder import COMPOSITE, OP, signature_of, storage_of
 
@@ -40,7 +43,8 @@ def install(world: FakeWorld, plain: Callable[..., Any], *, on_host: bool) -> No
     torch._inductor.config.fx_graph_cache = False  # else a graph that was compiled before is not scheduled
     torch._functorch.config.enable_autograd_cache = False
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 64)
-
+    for module in (one_rank_group, collectives):  # DDP's C++ calls our groups: their methods are not to be traced
+        trace_rules.add(module.__name__)
     if not on_host:  # what the compiler cannot trace beside the fake device runs as it is written
         torch._dynamo.config.suppress_errors = True
 
@@ -67,6 +71,10 @@ def install(world: FakeWorld, plain: Callable[..., Any], *, on_host: bool) -> No
             return eager(graph)
         return eager((_Region if on_host else _DeviceRegion)(world, graph, region))
 
+    def backend(graph: Any, example_inputs: Any) -> Any:
+        with _disable_current_modes():  # within DDP's forward dynamo leaves them on
+            return compile_fx(graph, example_inputs, inner_compile=inner)
+
     def compiled(model: Any = None, **options: Any) -> Any:
         if model is None:
             return lambda given: compiled(given, **options)
@@ -74,7 +82,7 @@ def install(world: FakeWorld, plain: Callable[..., Any], *, on_host: bool) -> No
             return plain(model, **options)
         # A region is read for the shapes of each call, so that its ops have sizes.
         kept = {"dynamic": False, "fullgraph": bool(on_host and options.get("fullgraph"))}
-        return plain(model, backend=lambda graph, inputs: compile_fx(graph, inputs, inner_compile=inner), **kept)
+        return plain(model, backend=backend, **kept)
 
     patch(torch, compile=compiled)
 

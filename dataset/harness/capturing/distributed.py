@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import device_mesh
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp._fully_shard import _fsdp_param
@@ -66,8 +67,9 @@ def install_world(rank: int, world_size: int, collectives: Collectives) -> None:
         if self.mesh_dim_names and self.shape == (world_size,) and not is_part and whole.group_desc == WHOLE:
             whole._set_group_desc(f"mesh_{self.mesh_dim_names[0]}")  # such a mesh takes the group of all ranks
 
-    patch(c10d, _new_process_group_helper=new_group, init_process_group=init_process_group)
-    patch(dist, init_process_group=init_process_group)
+    patch(c10d, _new_process_group_helper=new_group)
+    for module in (c10d, dist, device_mesh):
+        patch(module, init_process_group=init_process_group)
     patch(DeviceMesh, __init__=init_mesh)
     for module in (c10d, dist):
         patch(module, is_nccl_available=lambda: True, is_gloo_available=lambda: True, **_OBJECTS)

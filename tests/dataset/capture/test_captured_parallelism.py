@@ -51,3 +51,60 @@ def test_context_parallelism_attends_to_all_parts(tmp_path: Path) -> None:
     (rank,) = capture(CaptureRequest(script, (), SIZE, ranks=(0,))).to_dict()["ranks"]
     assert rank["ops_by_kind"]["attention"] == rank["ops_by_kind"]["attention_backward"] == SIZE
     assert {row["group"] for row in rank["collectives"]} == {"cp"}
+
+
+COMPILED_REPLICAS = """
+    import torch
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.nn.parallel import DistributedDataParallel
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    mesh = init_device_mesh(device, (4,), mesh_dim_names=("dp",))
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.up, self.down = torch.nn.Linear(64, 256), torch.nn.Linear(256, 64)
+        def forward(self, x):
+            return self.down(torch.nn.functional.gelu(self.up(x)))
+    model = torch.compile(DistributedDataParallel(Model().to(device)))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for step in range(3):
+        model(torch.randn(32, 64, device=device)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+
+
+@pytest.mark.parametrize(("device", "fused"), [("cuda", "fused"), ("cpu", "fused_loops")])
+def test_compiled_replicas_have_fused_regions(device: str, fused: str, tmp_path: Path) -> None:
+    """``torch.compile`` reads regions within DDP too, in a world that a mesh has started."""
+    script = tmp_path / "train.py"
+    script.write_text(textwrap.dedent(COMPILED_REPLICAS), "utf-8")
+    (rank,) = capture(CaptureRequest(script, (), 4, ranks=(0,), device=device)).to_dict()["ranks"]
+    assert rank["ops_by_kind"][fused] == 3 and "gelu" not in rank["ops_by_kind"]
+    assert [(row["kind"], row["num_bytes"]) for row in rank["collectives"]] == [
+        ("all_reduce", 4 * (2 * 64 * 256 + 320))
+    ]
+
+
+UNEVEN = """
+    import torch, torch.distributed as dist
+    dist.init_process_group("nccl")
+    rank, sent = dist.get_rank(), [[8, 24], [16, 40]]
+    model = torch.nn.Linear(64, 64, device="cuda")
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for step in range(3):
+        x = torch.randn(sum(sent[rank]), 64, device="cuda")
+        got = [sent[0][rank], sent[1][rank]]
+        y = torch.empty(sum(got), 64, device="cuda")
+        dist.all_to_all_single(y, x, got, sent[rank])
+        model(y).square().mean().backward()
+        optimizer.step()
+"""
+
+
+def test_uneven_parts_are_as_large_as_what_is_sent_or_received(tmp_path: Path) -> None:
+    """Ranks whose parts differ do not deadlock; of each rank the larger side counts."""
+    script = tmp_path / "train.py"
+    script.write_text(textwrap.dedent(UNEVEN), "utf-8")
+    ranks = capture(CaptureRequest(script, (), 2, ranks=(0, 1))).to_dict()["ranks"]
+    assert [rank["collectives"][0]["num_bytes"] for rank in ranks] == [32 * 256, 64 * 256]
