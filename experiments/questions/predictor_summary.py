@@ -19,14 +19,14 @@ NODE = 8  # devices of the job whose interval stands for those of a device witho
 
 def predictor_text(path: Path, predictor: Predictor) -> str:
     """Hardware, training data, errors, calibration and interval widths of a predictor."""
-    manifest = predictor.manifest
+    manifest, corrections = predictor.manifest, predictor.corrections.items()
     lines = [
         ("predictor", str(path)),
         ("for", _served(predictor)),
         ("learned from", _origin(manifest)),
         ("measured", ", ".join(manifest.get("kinds_measured", sorted(predictor.kernel.regressor.physics)))),
         ("lent", _lent(manifest.get("lent", {}))),
-        ("by ratio", ", ".join(predictor.kernel.ratios)),
+        ("corrected", "; ".join(f"{name} ({', '.join(filter(None, of)) or 'all'})" for name, of in corrections)),
         ("kernels", _kernels(predictor)),
         ("context", _context(predictor)),
         ("held back", _held_back(manifest.get("metrics", {}))),

@@ -169,15 +169,13 @@ def latency_of(hardware: str, fabric: Fabric) -> LatencyModel:
     Raises:
         StepsightError: If the hardware is not known.
     """
-    from stepsight.training.predictor.learned_latency import LearnedLatency
-
     facts = find_hardware(hardware)
     if facts is None:
         raise StepsightError(f"hardware must be one of {', '.join(HARDWARE.names())} or a file, got {hardware!r:.80}")
     predictor = _predictor_of(hardware)
     if predictor is None:
         return RooflineLatency(facts, fabric)
-    return LearnedLatency(predictor.hardware, predictor.kernel, predictor.collective, None, fabric=fabric, busy=1)
+    return predictor.latency_on(fabric, 1, 1)
 
 
 def _predictor_of(hardware: str) -> Predictor | None:

@@ -132,13 +132,13 @@ class BetweenNodes:
         factors: Of ``CHOICE_TERMS``, ``(terms,)`` each, by kind, and by route for kinds that were not measured.
         support: Smallest and largest logarithm of bytes, ranks and ranks per node that were measured, by kind.
         errors: Mean absolute log-error on layouts that were left out in turn, by kind.
-        residuals: Corrections of one cluster at the knots of ``size_curves``, log units, ``(knots,)`` each, by kind.
+        residuals: Corrections of one cluster by the size of a message, by kind.
     """
 
     factors: Mapping[str, Array]
     support: Mapping[str, Support]
     errors: Mapping[str, float]
-    residuals: Mapping[str, Array] = field(default_factory=dict)
+    residuals: Mapping[str, SizeResidual] = field(default_factory=dict)
 
     def seconds(self, collectives: Sequence[Collective], fabric: Fabric) -> Array:
         """Seconds of each collective alone, ``(collectives,)``."""
@@ -156,8 +156,7 @@ class BetweenNodes:
     def _curve(self, kind: str, nodes: int, near: int, fabric: Fabric) -> Array:
         """Logarithm of the corrected seconds of a layout at ``KNOTS``: they never fall with size."""
         works = [Collective(kind, size, nodes * near, near) for size in KNOTS.tolist()]
-        residual = SizeResidual(self.residuals[kind], self.support[kind])
-        return never_falling(np.log(self.parts(works, fabric).sum(axis=1)) + residual.known(works) * residual.logs)
+        return never_falling(np.log(self.parts(works, fabric).sum(axis=1)) + self.residuals[kind].log_factor(works))
 
     def parts(self, collectives: Sequence[Collective], fabric: Fabric) -> Array:
         """Seconds of each collective by ``CHOICE_TERMS`` in the cheapest choice, ``(collectives, terms)``."""
@@ -186,8 +185,9 @@ class BetweenNodes:
                     f"factors of {name} must lie within {FACTORS.low.tolist()} and {FACTORS.high.tolist()}, "
                     f"got {factors.tolist()!s:.80}"
                 )
-        for kind, off in self.residuals.items():
-            if off.shape != KNOTS.shape or kind not in self.support or not (np.abs(off) <= MOST).all():
+        for kind, residual in self.residuals.items():
+            off = residual.logs
+            if off.shape != KNOTS.shape or not (np.abs(off) <= MOST).all():
                 raise ValueError(
                     f"the correction of {kind} must be {len(KNOTS)} numbers within -{MOST:g} and {MOST:g}, of a kind "
                     f"with a measured range, got {off.tolist()!s:.80}"
@@ -201,16 +201,18 @@ class BetweenNodes:
             "factors": {name: factors.tolist() for name, factors in self.factors.items()},
             "support": {kind: support.to_dict() for kind, support in self.support.items()},
             "errors": dict(self.errors),
-            **({"residuals": {k: off.tolist() for k, off in self.residuals.items()}} if self.residuals else {}),
+            **({"residuals": {k: r.logs.tolist() for k, r in self.residuals.items()}} if self.residuals else {}),
         }
 
     @classmethod
     def from_dict(cls, value: Mapping[str, Any]) -> BetweenNodes:
+        support = {str(kind): Support.from_dict(table) for kind, table in value["support"].items()}
+        logs = {str(kind): np.array(off, float) for kind, off in value.get("residuals", {}).items()}
         read = cls(
             {str(name): np.array(factors, float) for name, factors in value["factors"].items()},
-            {str(kind): Support.from_dict(table) for kind, table in value["support"].items()},
+            support,
             {str(kind): float(error) for kind, error in value["errors"].items()},
-            {str(kind): np.array(off, float) for kind, off in value.get("residuals", {}).items()},
+            {kind: SizeResidual(off, support[kind]) for kind, off in logs.items()},
         )
         read.check()
         return read
@@ -280,11 +282,9 @@ def fit_site(start: BetweenNodes, collectives: Sequence[Collective], fabric: Fab
     fitted = fit_between_nodes(collectives, fabrics, seconds, start=start, noise=SITE_NOISE, independent=each)
     off = np.log(seconds / fitted.seconds(collectives, fabric))
     kinds = rows_by(collective.kind for collective in collectives)
-    residuals = {
-        kind: size_residual(np.array([float(collectives[i].num_bytes) for i in index]), off[index])
-        for kind, index in kinds.items()
-    }
-    return replace(fitted, residuals=residuals)
+    sizes = np.array([float(collective.num_bytes) for collective in collectives])
+    logs = {kind: size_residual(sizes[index], off[index]) for kind, index in kinds.items()}
+    return replace(fitted, residuals={kind: SizeResidual(off, fitted.support[kind]) for kind, off in logs.items()})
 
 
 def _left_out(rows: Rows, layouts: Array, around: Array, stds: Array) -> float:

@@ -22,7 +22,6 @@ from stepsight.training.context.through_simulator import Iteration
 from stepsight.training.measured.imported_ops import ImportedSegments
 from stepsight.training.measured.measured import MeasuredRun, average
 from stepsight.training.measured.stand_in_runs import run_latency
-from stepsight.training.predictor.learned_latency import LearnedLatency
 from stepsight.training.predictor.predictor import Predictor
 
 Array = NDArray[np.float64]
@@ -61,9 +60,7 @@ def imported_latency(run: ImportedSegments, predictor: Predictor) -> LatencyMode
         fabric = find_fabric(usual_fabric(predictor.hardware.name))
     except JobError:
         fabric = find_fabric(_UNKNOWN_LINKS)
-    return LearnedLatency(
-        predictor.hardware, predictor.kernel, predictor.collective, predictor.context, fabric=fabric, busy=1
-    )
+    return predictor.latency_on(fabric, 1, 1)
 
 
 def _learnable(nodes: Sequence[Node]) -> NDArray[np.bool_]:

@@ -1,9 +1,11 @@
 """What every correction of predictions is: a factor, the support that it was learned on, a prior, and a doubt.
 
-Whole iterations (``calibration``), kernels in traces (``traced``), nearby signatures (``Neighbours``) and sizes of
-messages (``between_nodes.SizeResidual``) all multiply a prediction by ``exp(log_factor)``.  Far from what taught them
-nothing is left of the factor, and the doubt is the prior's.  The correction of a device with few measurements
-(``kernels.transferred``) returns there to other devices' efficiency.
+``Predictor.corrections`` lists them in the order in which they are applied: nearby signatures (``Neighbours``), ratios
+of kinds (``Ratio``), a device's ops against those of other devices (``transferred.Correction``), kernels in traces
+(``TracedKind``), sizes of messages (``SizeResidual``), calls of a shared host (``Contention``), resources
+(``Constants``) and whole iterations (``Residual``).  Each multiplies a prediction by ``exp(log_factor)``.  Far from
+what taught it nothing is left of the factor, and the doubt is the prior's.  What was learned of a whole kind, label or
+resource is known of all its work.
 
 What is learned from values at other points is the posterior of a Gaussian process with mean zero: far from every
 observation its mean is zero and its variance is the prior's (Rasmussen and Williams, Gaussian Processes for Machine
@@ -41,6 +43,11 @@ class Corrector(Protocol[Asked]):
     def known(self, asked: Asked) -> Array:
         """Share of the prior's variance that the measurements explain of each, 0 to 1, ``(asked,)``."""
         ...
+
+
+def corrected(seconds: Array, asked: Asked, corrector: Corrector[Asked]) -> Array:
+    """Seconds of what is asked, ``(asked,)``, times the factors of a correction."""
+    return np.asarray(seconds * np.exp(corrector.log_factor(asked)))
 
 
 def doubt(corrector: Corrector[Asked], asked: Asked, noise: float = 0.0) -> Array:

@@ -177,8 +177,8 @@ def _with_host_calls(
         return predictor
     say(f"calls that the host runs: scripts {single}, calls measured on their own {len(profile.calls)}")
     host = learn_host_calls(steps, profile.calls, seed)
-    if host.crowded:
-        told = ", ".join(f"{name or 'all'} {factor:.2f}" for name, factor in sorted(host.crowded.items()))
+    if host.contention.factors:
+        told = ", ".join(f"{name or 'all'} {factor:.2f}" for name, factor in sorted(host.contention.factors.items()))
         say(f"calls beside other ranks of the host take times as long: {told} ({len(steps) - single} scripts)")
     return replace(predictor, host=host)
 

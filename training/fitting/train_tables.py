@@ -33,11 +33,11 @@ from stepsight.training.fitting.own_table import (
 )
 from stepsight.training.kernels.kernel_models import KernelModel, fit_kernels, label
 from stepsight.training.kernels.transferred import (
+    AskedOps,
     Correction,
     Teacher,
     Transfer,
     fit_correction,
-    measured_range,
     name_of,
 )
 from stepsight.training.predictor.predictor import Predictor, shipped_by_name, shipped_names, teacher_of
@@ -75,17 +75,16 @@ def fit_ops(own: OwnTable, teachers: Sequence[Teacher], like: str, *, seed: int,
             rows.ops, 1, rows.seconds, own.hardware, variants=rows.variants, seed=seed, judged=not teachers
         )
     transfer = Transfer(own.hardware, tuple(teachers), like)
-    posteriors, support = {}, {}
+    posteriors = {}
     for name, index in _groups(own, names, ~many).items():
         rows = own.ops.take(np.array(index))
         say(f"transfer: {len(rows)} ops of {name}")
         posteriors[name] = _correct(transfer, rows.ops, rows.seconds, seed)
-        support[name] = measured_range(rows.ops)
     return replace(
         kernel,
         derives=own.hardware.kind == "gpu",
         software=dict(own.software),
-        transfer=replace(transfer, posteriors=posteriors, support=support) if teachers else None,
+        transfer=replace(transfer, posteriors=posteriors) if teachers else None,
     )
 
 
@@ -109,7 +108,7 @@ def _correct(transfer: Transfer, ops: Sequence[Op], seconds: Array, seed: int) -
         blocks.append(rows)
         order += index
     rows = {term: np.concatenate([block[term] for block in blocks]) for term in blocks[0]}
-    return fit_correction(rows, residuals[order], seconds[order], seed)
+    return fit_correction(AskedOps([ops[place] for place in order], rows, seconds[order]), residuals[order], seed)
 
 
 def fit_links_of(rows: CollectiveRows, lender: Predictor, *, seed: int) -> CollectiveModel:

@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 
 from stepsight.dataset.kinds.op import DTYPE_BYTES, Op
 from stepsight.features.op_features import op_terms
+from stepsight.training.corrections.corrector import corrected
 from stepsight.training.regression.fitted_physics import Bounds, Physics, fit_physics
 from stepsight.training.regression.regressor import rows_by
 from stepsight.training.regression.trees import Trees, fit_trees
@@ -200,6 +201,26 @@ MOST_TREES = 1.0  # limit of the trees' correction, in log units
 
 
 @dataclass(frozen=True)
+class Contention:
+    """How many times as long calls of a family of ops take while other ranks compute on the same host; ``""`` for all
+    other families.  Empty: no longer.
+    """
+
+    factors: Mapping[str, float] = field(default_factory=dict)
+
+    prior_std_log = 0.3
+
+    def log_factor(self, asked: Sequence[Op]) -> Array:
+        """Logarithm of the factor of each op, ``(asked,)``."""
+        usual = self.factors.get("", 1.0)
+        return np.log([self.factors.get(op.family, usual) for op in asked])
+
+    def known(self, asked: Sequence[Op]) -> Array:
+        """1 where a factor was learned, ``(asked,)``."""
+        return np.full(len(asked), float(bool(self.factors)))
+
+
+@dataclass(frozen=True)
 class HostCalls:
     """Durations of the calls of a host.
 
@@ -213,8 +234,7 @@ class HostCalls:
         gaps_s: Between calls, by phase, ``(3,)``.
         step_s: Of every step besides.
         loops: Physics of loops that a compiler fused.
-        crowded: How many times as long calls of a family of ops take while other ranks compute on the same host; ``""``
-            for all other families.  Empty: no longer.
+        contention: What calls lose beside other ranks.
         shared: Whether other ranks compute on the host.
     """
 
@@ -228,7 +248,7 @@ class HostCalls:
     gaps_s: tuple[float, ...] = (0.0, 0.0, 0.0)
     step_s: float = 0.0
     loops: Physics = field(default_factory=usual_loops)
-    crowded: Mapping[str, float] = field(default_factory=dict)
+    contention: Contention = field(default_factory=Contention)
     shared: bool = False
 
     def seconds(self, calls: Sequence[str], ops: Sequence[Op], phases: Sequence[int]) -> Array:
@@ -240,14 +260,13 @@ class HostCalls:
                 found[place] = self.known[key]
             elif key in self.alone:
                 found[place] = np.clip(found[place], *self.alone[key])
-        if self.shared and self.crowded:
-            usual = self.crowded.get("", 1.0)
-            found = found * np.array([self.crowded.get(op.family, usual) for op in ops])
+        if self.shared:
+            found = corrected(found, ops, self.contention)
         return np.asarray(self.scale * found)
 
     def shared_by(self, ranks: int) -> HostCalls:
         """Durations on a host where so many ranks compute at once."""
-        return replace(self, shared=ranks > 1) if self.crowded else self
+        return replace(self, shared=ranks > 1) if self.contention.factors else self
 
     def is_known(self, call: str, op: Op) -> bool:
         """Whether a call was measured."""
@@ -291,7 +310,7 @@ class HostCalls:
             "gaps_s": list(self.gaps_s),
             "step_s": self.step_s,
             "loops": self.loops.to_dict(),
-            "crowded": dict(self.crowded),
+            "crowded": dict(self.contention.factors),
         }
 
     @classmethod
@@ -316,12 +335,12 @@ class HostCalls:
             Physics.from_dict(value["everything"]), tables["families"], tables["labels"], trees, known, alone,
             float(value["scale"]), tuple(map(float, value["gaps_s"])), float(value["step_s"]),
             Physics.from_dict(value["loops"]) if "loops" in value else usual_loops(),
-            {str(name): float(factor) for name, factor in value.get("crowded", {}).items()},
+            Contention({str(name): float(factor) for name, factor in value.get("crowded", {}).items()}),
         )  # fmt: skip
         found.loops.check("fused loops", LOOP_BOUNDS)
         for name, physics in {"all calls": found.everything, **found.families, **found.labels}.items():
             physics.check(name, BOUNDS)
-        if not all(1.0 <= factor <= MOST_CROWDED for factor in found.crowded.values()):
+        if not all(1.0 <= factor <= MOST_CROWDED for factor in found.contention.factors.values()):
             raise ValueError(f"factors beside other ranks must be from 1 to {MOST_CROWDED:g}")
         if any(least > most for least, most in alone.values()):
             raise ValueError("seconds of calls alone must be the shortest, then the longest")

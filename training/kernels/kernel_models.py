@@ -20,6 +20,7 @@ from stepsight.dataset.hardware.hardware import BOX, Hardware, roofline_seconds
 from stepsight.dataset.kinds import STREAMED
 from stepsight.dataset.kinds.op import DTYPE_BYTES, OP_KINDS, Op, OpKind
 from stepsight.features.op_features import OP_TERMS, op_feature_names, op_features, op_position, op_terms
+from stepsight.training.corrections.corrector import Corrector
 from stepsight.training.corrections.traced import TracedKind, log_factors
 from stepsight.training.regression.fitted_physics import Bounds
 from stepsight.training.regression.regressor import Regressor, SignatureRows, fit_regressor
@@ -43,6 +44,16 @@ class Ratio:
 
     log_ratio: float
     evidence: str
+
+    prior_std_log = 0.3  # of the ratio of two kinds' efficiencies
+
+    def log_factor(self, asked: Sequence[Op]) -> Array:
+        """Logarithm of the factor of each op of the kind, ``(asked,)``."""
+        return np.full(len(asked), self.log_ratio)
+
+    def known(self, asked: Sequence[Op]) -> Array:
+        """1 for all ops of the kind, ``(asked,)``."""
+        return np.ones(len(asked))
 
     def __post_init__(self) -> None:
         if not MIN_LOG_RATIO <= self.log_ratio <= MAX_LOG_RATIO:
@@ -169,6 +180,11 @@ def op_bounds(hardware: Hardware, kind: OpKind) -> Bounds:
 
 class OtherDevices(Protocol):
     """Ops of a device with few measurements or none, by other devices' efficiency (``kernels.transferred``)."""
+
+    @property
+    def posteriors(self) -> Mapping[str, Corrector[Any]]:
+        """Corrections by label and software."""
+        ...
 
     def seconds(self, ops: Sequence[Op], variants: Sequence[int] | NDArray[np.int64] | int = 0) -> Array:
         """Seconds of each op, ``(ops,)``."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,7 +23,7 @@ from stepsight.dataset.base.errors import PredictorError
 from stepsight.dataset.hardware.hardware import Hardware, roofline_seconds
 from stepsight.dataset.kinds.op import Op
 from stepsight.features.op_features import columns_of, op_feature_names, op_features
-from stepsight.training.corrections.corrector import GaussianProcess, Support
+from stepsight.training.corrections.corrector import GaussianProcess, Support, corrected, faded
 from stepsight.training.kernels.kernel_models import OUTSIDE, KernelModel, label
 from stepsight.training.regression.regressor import rows_by
 
@@ -112,6 +112,14 @@ def fit_posterior(rows: Blocks, residuals: Array, seconds: Array, seed: int = 0)
     return Posterior(scales, kept, process.weights)
 
 
+class AskedOps(NamedTuple):
+    """Ops of one label whose times are corrected: their columns by term, and their seconds without a correction."""
+
+    ops: Sequence[Op]
+    columns: Blocks
+    seconds: Array
+
+
 @dataclass(frozen=True, eq=False)
 class Correction:
     """Two posteriors of the same measured ops, blended by the duration of an op.
@@ -122,34 +130,47 @@ class Correction:
     Attributes:
         long: With more noise in short ops.
         short: With the same noise in all.
+        support: Lowest and highest log dims that were measured.
     """
 
     long: Posterior
     short: Posterior
+    support: Support
 
-    def mean(self, asked: Blocks, seconds: Array) -> Array:
-        """Expected correction of each op in log units, ``(asked,)``.
+    prior_std_log = CONSTANT
 
-        Args:
-            asked: Columns of the ops by term.
-            seconds: Of each op before it is corrected, ``(asked,)``.
-        """
-        one, two = self.long.mean(asked), self.short.mean(asked)
-        part = 1 / (1 + (BLEND_S / (seconds * np.exp((one + two) / 2))) ** 2)
+    def log_factor(self, asked: AskedOps) -> Array:
+        """Logarithm of the factor of each op, ``(asked,)``; far away it is what the efficiencies alone say."""
+        one, two = self.long.mean(asked.columns), self.short.mean(asked.columns)
+        part = 1 / (1 + (BLEND_S / (asked.seconds * np.exp((one + two) / 2))) ** 2)
         return np.asarray(part * one + (1 - part) * two)
+
+    def known(self, asked: AskedOps) -> Array:
+        """Share of the variance that the measurements explain, by the distance from the measured dims, ``(asked,)``."""
+        return faded(np.array([self.excess(op) for op in asked.ops]))
+
+    def excess(self, op: Op) -> float:
+        """Distance of an op from the measured dims, in log units summed over axes; 0 within."""
+        place = _place(op)[: len(self.support.low)]
+        low, high = (limit[: len(place)] for limit in self.support)
+        return float(Support(low, high).beyond(place).sum())
 
     def to_dict(self) -> dict[str, Any]:
         return {"long": self.long.to_dict(), "short": self.short.to_dict()}
 
     @classmethod
-    def from_dict(cls, value: Mapping[str, Any]) -> Correction:
-        return cls(Posterior.from_dict(value["long"]), Posterior.from_dict(value["short"]))
+    def from_dict(cls, value: Mapping[str, Any], limits: Sequence[Sequence[float]]) -> Correction:
+        low, high = (np.array(limit, dtype=np.float64) for limit in limits)
+        return cls(Posterior.from_dict(value["long"]), Posterior.from_dict(value["short"]), Support(low, high))
 
 
-def fit_correction(rows: Blocks, residuals: Array, seconds: Array, seed: int = 0) -> Correction:
-    """Fit both posteriors; arguments as in ``fit_posterior``."""
-    alike = np.full(len(seconds), np.inf)
-    return Correction(fit_posterior(rows, residuals, seconds, seed), fit_posterior(rows, residuals, alike, seed))
+def fit_correction(asked: AskedOps, residuals: Array, seed: int = 0) -> Correction:
+    """Fit both posteriors to measured ops and seconds; other arguments as in ``fit_posterior``."""
+    alike = np.full(len(asked.seconds), np.inf)
+    long, short = (fit_posterior(asked.columns, residuals, each, seed) for each in (asked.seconds, alike))
+    longest = max(len(op.dims) for op in asked.ops)
+    places = [np.pad(_place(op), (0, longest - len(op.dims)), mode="edge") for op in asked.ops]
+    return Correction(long, short, Support.of(np.array(places)))
 
 
 def choose_rows(
@@ -290,7 +311,6 @@ class Transfer:
         teachers: Whose efficiencies count.
         like: Name of the teacher whose efficiency is the first guess; empty: the mean of all.
         posteriors: Corrections by label and software (``name_of``).
-        support: Lowest and highest log dims that were measured, by label and software.
         columns: Features that each term of the covariance reads.
     """
 
@@ -298,7 +318,6 @@ class Transfer:
     teachers: tuple[Teacher, ...]
     like: str = ""
     posteriors: Mapping[str, Correction] = field(default_factory=dict)
-    support: Mapping[str, Support] = field(default_factory=dict)
     columns: Mapping[str, tuple[str, ...]] = field(default_factory=own_columns)
 
     def seconds(self, ops: Sequence[Op], variants: Sequence[int] | NDArray[np.int64] | int = 0) -> Array:
@@ -315,7 +334,8 @@ class Transfer:
             base, rows = self.rows_of([ops[index] for index in members])
             seconds[members] *= np.exp(base)
             if name in self.posteriors:
-                seconds[members] *= np.exp(self.posteriors[name].mean(rows, seconds[members]))
+                asked = AskedOps([ops[index] for index in members], rows, seconds[members])
+                seconds[members] = corrected(asked.seconds, asked, self.posteriors[name])
         return seconds
 
     def rows_of(self, ops: Sequence[Op]) -> tuple[Array, dict[str, Array]]:
@@ -338,9 +358,7 @@ class Transfer:
         name = self._posterior_name(op, 0)
         if name not in self.posteriors:
             return f"{op}: no {op.kind} was measured; predicted from other devices' efficiency"
-        low, high = self.support[name]
-        place = _place(op)[: len(low)]
-        excess = float(Support(low[: len(place)], high[: len(place)]).beyond(place).sum())
+        excess = self.posteriors[name].excess(op)
         return f"{op}: {np.exp(excess):.1f} x outside the measured range" if excess > OUTSIDE else ""
 
     def _posterior_name(self, op: Op, variant: int) -> str:
@@ -353,7 +371,7 @@ class Transfer:
             "like": self.like,
             "columns": {term: list(names) for term, names in self.columns.items()},
             "posteriors": {name: posterior.to_dict() for name, posterior in self.posteriors.items()},
-            "support": {name: [low.tolist(), high.tolist()] for name, (low, high) in self.support.items()},
+            "support": {name: [limit.tolist() for limit in p.support] for name, p in self.posteriors.items()},
         }
 
     @classmethod
@@ -369,29 +387,19 @@ class Transfer:
                 raise PredictorError(
                     f"this predictor was trained with another version of {teacher.name}: train it again from its table"
                 )
-        posteriors = {str(name): Correction.from_dict(table) for name, table in value["posteriors"].items()}
-        support = {
-            str(name): Support(np.array(low, dtype=np.float64), np.array(high, dtype=np.float64))
-            for name, (low, high) in value["support"].items()
+        limits = value["support"]
+        posteriors = {
+            str(name): Correction.from_dict(table, limits[name]) for name, table in value["posteriors"].items()
         }
-        if set(support) != set(posteriors) or any(
-            p.long.rows[LINEAR].shape[1] != len(teachers) + 1 for p in posteriors.values()
-        ):
+        if any(p.long.rows[LINEAR].shape[1] != len(teachers) + 1 for p in posteriors.values()):
             raise PredictorError("every correction must have a range and a column for each teacher")
         columns = {term: tuple(map(str, value["columns"][term])) for term in _COLUMNS}
-        return cls(hardware, teachers, str(value["like"]), posteriors, support, columns)
+        return cls(hardware, teachers, str(value["like"]), posteriors, columns)
 
 
 def name_of(label: str, variant: int) -> str:
     """Name of the correction of a label with one software."""
     return f"{label}#{variant}"
-
-
-def measured_range(ops: Sequence[Op]) -> Support:
-    """Lowest and highest log dims of ops."""
-    longest = max(len(op.dims) for op in ops)
-    places = np.array([np.pad(_place(op), (0, longest - len(op.dims)), mode="edge") for op in ops])
-    return Support.of(places)
 
 
 def _place(op: Op) -> Array:

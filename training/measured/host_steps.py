@@ -26,6 +26,7 @@ from stepsight.training.kernels.host_calls import (
     FUSED,
     MOST_CROWDED,
     Alone,
+    Contention,
     HostCalls,
     call_label,
     fit_host_calls,
@@ -185,7 +186,7 @@ def learn_host_calls(steps: Sequence[HostStep], alone: Alone | None = None, seed
     loops = {op: seconds for (_, op), seconds in inside.items() if op.kind == FUSED}
     if loops:
         learned = replace(learned, loops=fit_loops(loop_terms(list(loops)), np.array(list(loops.values()))))
-    return replace(learned, crowded=learn_contention(together, learned))
+    return replace(learned, contention=Contention(learn_contention(together, learned)))
 
 
 def _between(steps: Sequence[HostStep]) -> tuple[float, tuple[float, ...], float]:

@@ -27,8 +27,7 @@ from stepsight.simulator.programs.lower import lower
 from stepsight.simulator.schedules.order import POST, WAIT, Entries
 from stepsight.training.measured.planning import as_the_harness_runs
 from stepsight.training.prediction.prediction import Prediction, predict
-from stepsight.training.predictor.learned_latency import LearnedLatency
-from stepsight.training.predictor.predictor import Predictor
+from stepsight.training.predictor.predictor import LearnedLatency, Predictor
 
 Seconds = NDArray[np.float64]
 

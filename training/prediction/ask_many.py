@@ -36,8 +36,7 @@ from stepsight.training.prediction.prediction import (
     predict,
     source_of_facts,
 )
-from stepsight.training.predictor.learned_latency import LearnedLatency
-from stepsight.training.predictor.predictor import Predictor
+from stepsight.training.predictor.predictor import LearnedLatency, Predictor
 
 Floats = NDArray[np.float64]
 FEWEST = 8  # fewest jobs on one hardware that are simulated together

@@ -20,8 +20,7 @@ from stepsight.simulator.replay.captured_step import CapturedStep, time_captured
 from stepsight.training.intervals.published_errors import Intervals, JobClass, job_class, uncalibrated_half_width
 from stepsight.training.kernels.host_calls import HostCalls
 from stepsight.training.prediction.prediction import ROOFLINE_SOURCE, asked_predictor
-from stepsight.training.predictor.learned_latency import LearnedLatency
-from stepsight.training.predictor.predictor import Predictor
+from stepsight.training.predictor.predictor import LearnedLatency, Predictor
 from stepsight.training.predictor.software_used import SoftwareUsed
 
 _MODEL_OVER_FORWARD = 3.0  # FLOP of forward and backward, without recomputation

@@ -24,9 +24,8 @@ from stepsight.simulator.iteration.timeline import timeline_json
 from stepsight.simulator.memory import Memory, estimate_memory
 from stepsight.training.intervals.published_errors import Intervals, class_of, uncalibrated_half_width
 from stepsight.training.prediction.prediction_views import html_view, one_line, one_row, plot_breakdown, warnings_of
-from stepsight.training.predictor.learned_latency import LearnedLatency, outside
 from stepsight.training.predictor.model_tables import REGISTERED
-from stepsight.training.predictor.predictor import Predictor, shipped_names
+from stepsight.training.predictor.predictor import LearnedLatency, Predictor, shipped_names
 from stepsight.training.predictor.software_used import SoftwareUsed, software_used
 from stepsight.training.shipped.catalogue import shipped_predictor
 
@@ -134,7 +133,20 @@ class Prediction:
 
     @cached_property
     def _outside(self) -> tuple[tuple[str, ...], float]:
-        return ((), 0.0) if self.predictor is None else outside(self.simulation, self.predictor.latency(self.job))
+        """Work outside the measured range: reasons, the longest work first, and its share of the critical path."""
+        if self.predictor is None:
+            return (), 0.0
+        simulation = self.simulation
+        crowded, reasons = self.predictor.latency(self.job).outside(simulation.lowered.all_works)
+        beyond = [index for index, reason in enumerate(reasons) if reason]
+        if not beyond and not crowded:
+            return (), 0.0
+        seconds = simulation.count_works() * simulation.work_seconds
+        beyond.sort(key=lambda index: -seconds[index])
+        named = tuple(reasons[index] for index in beyond)
+        if crowded:
+            return (crowded, *named), 1.0
+        return named, min(1.0, float(seconds[beyond].sum()) / max(simulation.iteration_time_s, 1e-12))
 
     @cached_property
     def software_used(self) -> SoftwareUsed:

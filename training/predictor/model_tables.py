@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from stepsight.dataset.base.bounded import read_file, read_unpacked, reason
 from stepsight.dataset.base.errors import PredictorError, StepsightError
-from stepsight.dataset.base.files import check_writable, digest, read_json, write_json
+from stepsight.dataset.base.files import check_writable, digest, read_json, set_aside, write_json
 from stepsight.dataset.hardware.hardware import Hardware, hardware_from_dict
 from stepsight.dataset.kinds import CollectiveKind, OpKind
 from stepsight.dataset.kinds.op import COLLECTIVE_KINDS, OP_KINDS
@@ -58,6 +58,44 @@ def changed_files(folder: Path, manifest: Mapping[str, Any]) -> list[str]:
     if manifest["schema"] == UNSEALED:
         del found[MANIFEST]
     return sorted(name for name in {*saved, *found} if saved.get(name) != found.get(name))
+
+
+def read_folder(folder: Path, parse: Callable[[dict[str, Any]], T], shipped: Sequence[str]) -> T:
+    """Read a predictor's folder, none of whose files may have been changed.
+
+    Args:
+        folder: Of the predictor.
+        parse: Reads it, given its manifest.
+        shipped: Names that may be used instead of a folder.
+
+    Raises:
+        PredictorError: If it is no predictor, or its files are not those that were saved.
+    """
+    old = set_aside(folder)
+    if old is not None:
+        raise PredictorError(
+            f"{folder} is missing: a command was killed while it replaced it; the old one is complete in {old}. "
+            f"To restore it: mv {old} {folder}"
+        )
+    if not (folder / MANIFEST).is_file():
+        names = "".join(f", or {name}" for name in shipped)
+        raise PredictorError(f"a predictor is a folder with manifest.json{names}, got {folder}")
+    manifest = read_predictor_manifest(folder)
+    changed = changed_files(folder, manifest)
+    refusal = PredictorError(
+        f"{folder}: files must be those that were saved, got changed, missing or added {', '.join(changed)}"
+    )
+    if not all(name.endswith(".json") for name in changed):  # libraries may read only files that stepsight wrote
+        raise refusal
+    try:  # for a changed table, its own error is more helpful
+        loaded = parse(manifest)
+    except Exception as error:
+        if changed and not isinstance(error, PredictorError):
+            raise refusal from None
+        raise
+    if changed:
+        raise refusal
+    return loaded
 
 
 def check_output(folder: Path) -> None:

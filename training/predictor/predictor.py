@@ -1,4 +1,4 @@
-"""The saved predictor: the trained models of one hardware, in a folder of text and tensors.
+"""The saved predictor: the trained models of one hardware, in a folder of text and tensors, and its durations.
 
 ::
 
@@ -16,36 +16,42 @@ that come with the package lie in ``predictors``.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from statistics import NormalDist
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
 
 from stepsight.dataset.base.caching import Memo, cached
 from stepsight.dataset.base.errors import PredictorError
-from stepsight.dataset.base.files import new_folder, set_aside, write_json
+from stepsight.dataset.base.files import new_folder, write_json
+from stepsight.dataset.graph.program import Program
 from stepsight.dataset.hardware.hardware import Fabric, Hardware, canonical_hardware, hardware_from_dict
 from stepsight.dataset.hardware.hardware_facts import power_type
 from stepsight.dataset.job.job import Job
 from stepsight.dataset.kinds.op import Collective, Op
 from stepsight.training.collectives.collective_models import CollectiveModel
 from stepsight.training.corrections.calibration import Calibration
+from stepsight.training.corrections.corrector import Corrector, corrected
 from stepsight.training.intervals.published_errors import Intervals
 from stepsight.training.kernels.host_calls import HostCalls
 from stepsight.training.kernels.kernel_models import KernelModel
 from stepsight.training.kernels.transferred import Teacher
-from stepsight.training.predictor.learned_latency import LearnedLatency
 from stepsight.training.predictor.model_tables import (
     MANIFEST,
     SCHEMA,
     UNSEALED,
-    changed_files,
     check_output,
     load_collective,
     load_host_calls,
     load_kernel,
     made,
+    read_folder,
     read_part,
     read_predictor_manifest,
     save_collective,
@@ -58,14 +64,147 @@ from stepsight.training.predictor.software_used import kernels_asked
 if TYPE_CHECKING:
     from stepsight.gnn.context_table import Context
 
-MAX_LATENCIES = 128  # latency models in a predictor's cache
-
-
-def _latencies() -> Memo[Any, LearnedLatency]:
-    return Memo("predictor: latency models", MAX_LATENCIES)
-
-
+Seconds = NDArray[np.float64]
 SHIPPED = Path(__file__).parents[1] / "shipped" / "predictors"
+MAX_LATENCIES = 128  # latency models in a predictor's cache
+MAX_PROGRAMS, MAX_WORKS = 4096, 100_000  # entries of a latency model's cache
+FASTER, SLOWER, SLOWEST_S = 10.0, 1e6, 100.0  # factors relative to peaks and bandwidths; a latency
+THROTTLED_S = (0.8e-3, 1.6e-3)  # a product in a table is as fast as at the highest clock below, slowed in full above
+T = TypeVar("T", Op, Collective)
+
+
+@cached(4096)
+def slowest_of(devices: int) -> float:
+    """Expected maximum of the slowdowns of some devices, in standard deviations above their mean.
+
+    Blom's approximation to the largest of as many normal deviates (Statistical Estimates, 1958).
+    """
+    return NormalDist().inv_cdf((devices - 0.375) / (devices + 0.25))
+
+
+def throttled(seconds: Seconds) -> Seconds:
+    """The part of the power limit's slowdown that products in 16 bits show in tables of kernels already, 0 to 1.
+
+    A benchmark repeats a kernel, so that with a long one the clock falls.  In the tables of H100, H200 and B200
+    (SGLang 0.5.14) the best tenth of products reaches 797, 790 and 1631 TFLOP/s if they take 0.4 to 0.8 ms, and 721,
+    706 and 1490 if they take 1.6 to 3.2 ms.  Products in fp8 (TensorRT-LLM) show no such fall, and A100 has none.
+    """
+    start, end = THROTTLED_S
+    return np.clip(np.log(np.maximum(seconds, start) / start) / math.log(end / start), 0.0, 1.0)
+
+
+class LearnedLatency:
+    """A ``LatencyModel``: a predictor's durations on some cluster; arguments as in ``Predictor.latency_on``."""
+
+    def __init__(
+        self,
+        predictor: Predictor,
+        *,
+        fabric: Fabric,
+        busy: int,
+        devices: int,
+        dtype: str,
+        software: str,
+        dispatch_calls: float,
+    ) -> None:
+        self._predictor = predictor
+        self._kernel, self._collective, self._context = predictor.kernel, predictor.collective, predictor.context
+        self.hardware, self.fabric, self.busy = predictor.hardware, fabric, busy
+        self.dispatch_calls = dispatch_calls
+        self.knows_context = predictor.context is not None
+        self.host_times = None if predictor.host is None else predictor.host.shared_by(busy)
+        self._software = software
+        slowest = 1.0 + self.hardware.compute_spread * slowest_of(devices)
+        self._pace = self.hardware.power_slowdown(dtype) * slowest
+        self._paid = self._kernel.hardware.power_slowdown("bf16")
+        self._ops: Memo[Op, float] = Memo("predictor: ops", MAX_WORKS)
+        self._collectives: Memo[Collective, float] = Memo("predictor: collectives", MAX_WORKS)
+        self._programs: Memo[int, tuple[Program, Seconds, Seconds]] = Memo("predictor: programs", MAX_PROGRAMS)
+        self._outside: Memo[Op | Collective, str] = Memo("predictor: support", MAX_WORKS)
+
+    def op_seconds(self, ops: Sequence[Op]) -> Seconds:
+        """Seconds of each op alone, shape ``(len(ops),)``."""
+        return self._known(self._ops, ops, self._ask_kernel)
+
+    def collective_seconds(self, collectives: Sequence[Collective]) -> Seconds:
+        """Seconds of each collective alone, shape ``(len(collectives),)``."""
+        return self._known(self._collectives, collectives, lambda some: self._collective.seconds(some, self.fabric))
+
+    def _ask_kernel(self, ops: Sequence[Op]) -> Seconds:
+        """Seconds of each op by the kernel model, at the clock that the power limit sustains, on the slowest device."""
+        products = np.array([op.record.bound == "compute" for op in ops], dtype=np.bool_)
+        wide = np.array([power_type(op.dtype) == "bf16" for op in ops], dtype=np.bool_)
+        named = [self._software] * len(ops) if self._software else ()
+        seconds = self._kernel.seconds(ops, self.busy, named)
+        paid = np.where(wide, self._paid ** throttled(seconds), 1.0)
+        return np.asarray(seconds * np.where(products, self._pace / paid, 1.0))
+
+    def _known(self, memo: Memo[T, float], works: Sequence[T], ask: Callable[[Sequence[T]], Seconds]) -> Seconds:
+        """Seconds of each work; those missing in the cache are requested once and corrected by the constants."""
+        found = {work: memo.get(work) for work in works}
+        missing = [work for work, seconds in found.items() if seconds is None]
+        if missing:
+            asked = ask(missing)
+            asked = corrected(asked, missing, self._predictor.calibration.constants)
+            self._check(missing, asked)
+            pairs = list(zip(missing, asked.tolist(), strict=True))
+            memo.update(pairs)
+            found.update(pairs)
+        return np.array([found[work] for work in works], dtype=np.float64)
+
+    def _check(self, works: Sequence[T], seconds: Seconds) -> None:
+        limits = np.array([self._limits(work) for work in works]).reshape(-1, 2)
+        wrong = np.flatnonzero(~((limits[:, 0] <= seconds) & (seconds <= limits[:, 1])))
+        if len(wrong):
+            first = wrong[0]
+            raise PredictorError(
+                f"a predictor must give times that its hardware allows, from {limits[first, 0]:g} to "
+                f"{limits[first, 1]:g} s, got {seconds[first]:g} of {works[first]!s:.120}"
+            )
+
+    def _limits(self, work: Op | Collective) -> tuple[float, float]:
+        """Limits of the seconds of a work, far beyond the result of any fit."""
+        if isinstance(work, Collective):
+            slowest = min(self.fabric.inter_node.bandwidth_bytes_per_s, self.fabric.intra_node.bandwidth_bytes_per_s)
+            return 0.0, SLOWEST_S + SLOWER * work.num_bytes * work.group_size / slowest
+        computed = work.flops / self.hardware.peak_flops.get(work.dtype, max(self.hardware.peak_flops.values()))
+        moved = work.num_bytes / min(
+            self.hardware.memory_bandwidth_bytes_per_s,
+            self.hardware.host_link_bytes_per_s,
+            self.hardware.host_memory_bandwidth_bytes_per_s,
+        )
+        return computed / FASTER, SLOWEST_S + SLOWER * (computed + moved)
+
+    def in_context(self, programs: Sequence[Program], seconds: Sequence[Seconds]) -> Sequence[Seconds]:
+        """Seconds of every node within its program, from the seconds alone; same shapes."""
+        if self._context is None:
+            return seconds
+        return [self._one(program, alone) for program, alone in zip(programs, seconds, strict=True)]
+
+    def _one(self, program: Program, alone: Seconds) -> Seconds:
+        known = self._programs.get(id(program))
+        if known is not None and (known[1] is alone or np.array_equal(known[1], alone)):
+            return known[2]
+        assert self._context is not None
+        inside: Seconds = alone * np.exp(self._context.log_correction(program, alone, self.hardware, self.busy))
+        self._programs[id(program)] = (program, alone, inside)  # a reference to the program keeps its id unique
+        return inside
+
+    def outside(self, works: Sequence[Op | Collective]) -> tuple[str, list[str]]:
+        """Work outside the measured range.
+
+        Returns:
+            Why all of it does (more devices of a node compute at once than were measured), and why each work does;
+            empty where it does not.
+        """
+        return self._kernel.crowded(self.busy), [self._reason(work) for work in works]
+
+    def _reason(self, work: Op | Collective) -> str:
+        """Why a work lies outside the measured range; empty if it lies within."""
+        known = self._outside.get(work)
+        if known is None:
+            self._outside[work] = known = self._predictor.why_unsupported(work, self.fabric)
+        return known
 
 
 @dataclass(frozen=True)
@@ -91,7 +230,9 @@ class Predictor:
     intervals: Intervals = field(default_factory=Intervals)
     manifest: Mapping[str, Any] = field(default_factory=dict)
     host: HostCalls | None = None
-    _bound: Memo[Any, LearnedLatency] = field(default_factory=_latencies, init=False, compare=False, repr=False)
+    _bound: Memo[Any, LearnedLatency] = field(
+        default_factory=lambda: Memo("predictor: latency models", MAX_LATENCIES), init=False, compare=False, repr=False
+    )
 
     def __repr__(self) -> str:
         context = "with" if self.context is not None else "without"
@@ -144,16 +285,11 @@ class Predictor:
         known = self._bound.get(key)
         if known is None:
             self._bound[key] = known = LearnedLatency(
-                self.hardware,
-                self.kernel,
-                self.collective,
-                self.context,
+                self,
                 fabric=fabric,
                 busy=busy,
-                constants=self.calibration.constants,
                 devices=devices,
                 dtype=dtype,
-                host=self.host.shared_by(busy) if self.host is not None else None,
                 software=software,
                 dispatch_calls=dispatch_calls,
             )
@@ -181,6 +317,25 @@ class Predictor:
         tables = ", ".join(self.manifest.get("calibration", {}).get("runs", {}))
         return f"{runs} of {tables}" if tables else runs
 
+    @property
+    def corrections(self) -> dict[str, Mapping[str, Corrector[Any]]]:
+        """What was learned to multiply predictions by, in the order in which it is applied: by what it corrects, and by
+        kind or label (``""``: all).
+        """
+        kernel, between, calibration = self.kernel, self.collective.between, self.calibration
+        shared = self.host is not None and self.host.contention.factors
+        found: dict[str, Mapping[str, Corrector[Any]]] = {
+            "near measured signatures": {**kernel.regressor.neighbours, **self.collective.regressor.neighbours},
+            "kinds by ratio": kernel.ratios,
+            "ops against other devices": kernel.transfer.posteriors if kernel.transfer is not None else {},
+            "kernels in traces": kernel.traced,
+            "message sizes between nodes": between.residuals if between is not None else {},
+            "host calls beside other ranks": {"": self.host.contention} if self.host is not None and shared else {},
+            "resources": {} if calibration.constants.plain else {"": calibration.constants},
+            "whole iterations": {"": calibration.residual} if calibration.residual is not None else {},
+        }
+        return {name: kinds for name, kinds in found.items() if kinds}
+
     @cached_property
     def without_context(self) -> Predictor:
         """Copy without the context model, to measure its effect."""
@@ -195,11 +350,11 @@ class Predictor:
 
     def unsupported(self, works: Iterable[Op | Collective], fabric: Fabric) -> list[str]:
         """Ops, and collectives on a fabric, that lie outside the measured range, and why."""
-        reasons = (
-            self.kernel.unsupported(work) if isinstance(work, Op) else self.collective.unsupported(work, fabric)
-            for work in works
-        )
-        return [reason for reason in reasons if reason]
+        return [reason for work in works if (reason := self.why_unsupported(work, fabric))]
+
+    def why_unsupported(self, work: Op | Collective, fabric: Fabric) -> str:
+        """Why a work lies outside the measured range; empty if it lies within."""
+        return self.kernel.unsupported(work) if isinstance(work, Op) else self.collective.unsupported(work, fabric)
 
     def save(self, folder: Path) -> None:
         """Write the folder completely or not at all; see ``check_output`` for what may be replaced."""
@@ -228,34 +383,9 @@ class Predictor:
         folder = Path(folder)
         if not folder.exists() and folder.name in shipped_names():
             folder = SHIPPED / folder.name
-        old = set_aside(folder)
-        if old is not None:
-            raise PredictorError(
-                f"{folder} is missing: a command was killed while it replaced it; the old one is complete in {old}. "
-                f"To restore it: mv {old} {folder}"
-            )
-        if not (folder / MANIFEST).is_file():
-            raise PredictorError(
-                "a predictor is a folder with manifest.json"
-                f"{''.join(f', or {name}' for name in shipped_names())}, got {folder}"
-            )
-        manifest = read_predictor_manifest(folder)
-        changed = changed_files(folder, manifest)
-        refusal = PredictorError(
-            f"{folder}: files must be those that were saved, got changed, missing or added {', '.join(changed)}"
-        )
-        if not all(name.endswith(".json") for name in changed):  # libraries may read only files that stepsight wrote
-            raise refusal
-        try:  # for a changed table, its own error is more helpful
-            loaded = cls._parse(folder, manifest)
-        except Exception as error:
-            if changed and not isinstance(error, PredictorError):
-                raise refusal from None
-            raise
-        if changed:
-            raise refusal
-        fitted = manifest.get("fitted_rows") or loaded.calibration.by_runs
-        if manifest["schema"] == UNSEALED and fitted:
+        loaded = read_folder(folder, partial(cls._parse, folder), shipped_names())
+        fitted = loaded.manifest.get("fitted_rows") or loaded.calibration.by_runs
+        if loaded.manifest["schema"] == UNSEALED and fitted:
             raise PredictorError(
                 f"{folder}: a predictor of schema {UNSEALED} does not tell which rows it was fitted on: "
                 f"calibrate it again (schema {SCHEMA})"

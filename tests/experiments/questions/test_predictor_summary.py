@@ -16,7 +16,7 @@ def test_one_from_tables() -> None:
     text = describe(Path("h200-sxm"))["text"]
     assert "for          h200-sxm-141gb\n" in text
     assert "ops and 615 collectives on their own, in 15 files of aiconfigurator, vidur, simumax, nccl-tests" in text
-    assert "lent         by h100-sxm-80gb: add, attention, gelu" in text and "by ratio     linear_dgrad, " in text
+    assert "lent         by h100-sxm-80gb: add, attention, gelu" in text and "kinds by ratio (linear_dgrad, " in text
     assert "kernels      gemm/fp8 of TensorRT-LLM (cuBLAS, one scale) or SGLang" in text
     assert "published runs of 16 sources, those of jobs alike" in text and "gemm/fp8" in text
     assert "a100-sxm-40gb too" in describe(Path("a100-sxm"))["text"]

@@ -9,11 +9,20 @@ import numpy as np
 import pytest
 
 from stepsight.dataset.job.job import Job
-from stepsight.dataset.kinds.op import Collective
+from stepsight.dataset.kinds.op import Collective, Op
 from stepsight.training.collectives.between_nodes import KNOTS, SizeResidual
-from stepsight.training.corrections.calibration import JobFeatures, Residual
-from stepsight.training.corrections.corrector import Corrector, GaussianProcess, Support, doubt, fit_neighbours
+from stepsight.training.corrections.calibration import NAMES, Constants, JobFeatures, Residual
+from stepsight.training.corrections.corrector import (
+    Corrector,
+    GaussianProcess,
+    Support,
+    corrected,
+    doubt,
+    fit_neighbours,
+)
 from stepsight.training.corrections.traced import TracedKind
+from stepsight.training.kernels.host_calls import Contention
+from stepsight.training.kernels.kernel_models import Ratio
 
 PLACES = np.array([[0.0, 0.0], [3.0, 3.0]])
 NEAR = fit_neighbours(PLACES, np.array([0.2, 0.2]), 0.5)
@@ -42,6 +51,20 @@ def test_a_factor_is_known_near_what_taught_it_and_the_prior_is_left_far_away(na
     assert corrector.log_factor(far) == pytest.approx(0.0, abs=1e-6)
     assert doubt(corrector, far) == pytest.approx(corrector.prior_std_log)
     assert (doubt(corrector, near) < 0.5 * corrector.prior_std_log).all()
+
+
+LONGER = np.log(1.2)
+
+
+@pytest.mark.parametrize(
+    "corrector",
+    [Ratio(LONGER, "a paper"), Contention({"": 1.2}), Constants((LONGER,) * len(NAMES))],
+    ids=lambda corrector: type(corrector).__name__,
+)
+def test_what_was_learned_of_a_whole_kind_is_known_of_all_its_work(corrector: Corrector[Any]) -> None:
+    works = [Op("linear", (64, 64, 64), "bf16"), Op("add", (2**30,), "bf16")]
+    assert corrected(np.ones(2), works, corrector) == pytest.approx(1.2)
+    assert doubt(corrector, works, 0.01) == pytest.approx(0.01)
 
 
 RNG = np.random.default_rng(0)

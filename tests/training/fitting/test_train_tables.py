@@ -17,6 +17,7 @@ from stepsight.dataset.kinds.op import Collective, Op
 from stepsight.dataset.tables import Measurements, SourceFile
 from stepsight.training.fitting.own_table import find_own_hardware, own_table
 from stepsight.training.fitting.train_tables import few_rows
+from stepsight.training.kernels.transferred import AskedOps
 from stepsight.training.predictor.predictor import Predictor, teacher_of
 
 GPU = find_hardware("l40s-pcie-48gb")
@@ -68,6 +69,9 @@ def test_a_table_teaches_and_its_other_shapes_judge(trained: tuple[Path, Path]) 
     assert predictor.manifest["software"]["gemm"] == ["blas 1.0", "other 2.0"]
     assert predictor.kernel.seconds([Op("softmax", (4096, 4096))], 1) > 0  # of which nothing was measured
     assert "other devices" in predictor.kernel.unsupported(Op("softmax", (4096, 4096)))
+    correction = predictor.corrections["ops against other devices"]["gemm#0"]
+    far = Op("linear", (2**30, 2**30, 2**30), "bf16")
+    assert correction.known(AskedOps([own[0], far], {}, np.ones(2))) == pytest.approx([1.0, 0.0], abs=1e-3)
 
 
 def test_few_rows_of_a_family_are_a_warning() -> None:

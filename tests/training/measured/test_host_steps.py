@@ -27,7 +27,7 @@ def alone() -> HostCalls:
 
 
 def test_runs_of_one_rank_alone_teach_no_contention(alone: HostCalls) -> None:
-    assert not alone.crowded and alone.shared_by(8) is alone
+    assert not alone.contention.factors and alone.shared_by(8) is alone
 
 
 def test_calls_that_lose_nothing_have_no_factor(alone: HostCalls) -> None:
@@ -65,4 +65,4 @@ def test_only_calls_of_a_shared_host_take_longer(alone: HostCalls) -> None:
     asked = (["aten::mm", "aten::add"], [PRODUCT, SUM], [0, 0])
     assert both.shared_by(1).seconds(*asked) == pytest.approx(alone.seconds(*asked))
     assert both.shared_by(2).seconds(*asked) == pytest.approx(1.5 * alone.seconds(*asked), rel=0.05)
-    assert HostCalls.from_dict(both.to_dict(), both.trees).crowded == both.crowded
+    assert HostCalls.from_dict(both.to_dict(), both.trees).contention == both.contention

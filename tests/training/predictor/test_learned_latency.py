@@ -10,8 +10,7 @@ from stepsight.dataset.kinds.op import Op
 from stepsight.gnn.context_model import ContextModel
 from stepsight.testing import LatencyModelContract
 from stepsight.testing.latency_models import small_program
-from stepsight.training.predictor.learned_latency import LearnedLatency, slowest_of, throttled
-from stepsight.training.predictor.predictor import Predictor
+from stepsight.training.predictor.predictor import LearnedLatency, Predictor, slowest_of, throttled
 
 
 def _job() -> Job:
