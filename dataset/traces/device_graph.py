@@ -6,15 +6,15 @@ it) are one number each for the whole trace: the mean of those that were seen wh
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from stepsight.dataset.graph.program import Dependency
-from stepsight.dataset.traces.call_tree import CallTree, HostCalls, chain
+from stepsight.dataset.traces.call_tree import HostCalls, chain
 from stepsight.dataset.traces.classify import parse_annotation
-from stepsight.dataset.traces.event_columns import Interned, RankEvents, Table
+from stepsight.dataset.traces.event_columns import Interned, RankEvents, Table, picked
 from stepsight.dataset.traces.step_bounds import Steps
 
 Floats = NDArray[np.float64]
@@ -32,29 +32,27 @@ _MOST_LEFT_US = 200.0  # from the end of the awaited work to the end of the call
 
 @dataclass
 class Parts:
-    """A graph while it grows; times in microseconds.
-
-    Nodes are numbered: the host's calls first, in order, then the device's events, in order.
+    """A graph while it grows: the host's calls first, then the device's events, each in order; microseconds.
 
     Attributes:
         calls: Of the host.
-        call_of: ``(r,)``: call of each row of the runtime table, -1: none.
-        launch: ``(d,)``: call that launched each device event, -1: unknown.
-        row: ``(d,)``: row of the runtime table that launched it, -1: unknown.
+        row: ``(d,)``: row of the runtime table that launched each device event, -1: unknown.
+        launch: ``(d,)``: call of that row, -1: unknown.
+        previous: ``(d,)``: event before each on its stream, -1: none.
+        names: Of calls.
+        waits: Calls of the host that wait for the device.
         edges: Source, target, kind and delay of each dependency.
         constants: Delays of the device: ``launch``, ``gap`` and ``event``.
-        waits: Calls of the host that wait for the device.
     """
 
     calls: HostCalls
-    call_of: Ints
-    launch: Ints
     row: Ints
+    launch: Ints
     previous: Ints
-    edges: list[tuple[Ints, Ints, Dependency, Floats]] = field(default_factory=list)
-    constants: dict[str, float] = field(default_factory=dict)
-    waits: Ints = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
-    names: Interned = field(default_factory=Interned)
+    names: Interned
+    waits: Ints
+    edges: list[tuple[Ints, Ints, Dependency, Floats]]
+    constants: dict[str, float]
 
 
 def is_wait(name: str) -> bool:
@@ -124,41 +122,30 @@ def _matching(wanted: Ints, given: Ints) -> Ints:
     return np.where((place >= 0) & (given[found] == wanted) & (wanted >= 0), found, -1)
 
 
-def tie(events: RankEvents, tree: CallTree, steps: Steps, rows: Ints) -> Parts:
+def tie(events: RankEvents, steps: Steps, rows: Ints) -> Parts:
     """Connect a rank's host calls and device events by host order, launches and stream order."""
-    waits = [is_wait(name) for name in events.names]
-    waiting = np.array(waits, dtype=np.bool_)[events.runtime["name"]]
-    launching = np.zeros(len(events.runtime), dtype=np.bool_)
+    device, runtime = events.device, events.runtime
+    waiting = np.array([is_wait(name) for name in events.names], dtype=np.bool_)[runtime["name"]]
+    launching = np.zeros(len(runtime), dtype=np.bool_)
     launching[rows[rows >= 0]] = True
-    blocked = _blocked_copies(events, rows)
+    by_stream = np.argsort(device["stream"], kind="stable")
+    previous, same = np.full(len(device), -1, dtype=np.int64), np.diff(device["stream"][by_stream]) == 0
+    previous[by_stream[1:][same]] = by_stream[:-1][same]
     names = Interned()
     for name in events.names:
         names(name)
-    previous = _previous_on_stream(events)
-    staged = _staged_until(events, rows, previous)
-    calls, call_of, done_of = _host_calls(
-        events,
-        steps,
-        np.flatnonzero(waiting | launching),
-        {row: staged.get(row, np.nan) for row in blocked.tolist()},
-        names,
-    )
-    launch = np.where(rows >= 0, call_of[rows], -1) if len(call_of) else rows
-    parts = Parts(calls, done_of, launch, rows, previous, names=names)
-    parts.waits = np.unique(np.concatenate([done_of[np.flatnonzero(waiting)], done_of[blocked]]))
+    idle = np.flatnonzero((rows >= 0) & (picked(device.end, previous, -np.inf) < picked(runtime.start, rows, 0.0)))
+    staged = dict(zip(rows[idle].tolist(), (device.start[idle] - LAUNCH_US).tolist(), strict=True))
+    blocked = {row: staged.get(row, np.nan) for row in _blocked_copies(events, rows).tolist()}
+    calls, first, last = _host_calls(events, steps, np.flatnonzero(waiting | launching), blocked, names)
+    waits = np.unique(np.concatenate([last[waiting], last[list(blocked)]]))
     order = chain(calls, events)
-    parts.edges.append((order.source, order.target, Dependency.HOST_ORDER, order.delay))
+    edges = [(order.source, order.target, Dependency.HOST_ORDER, order.delay)]
+    parts = Parts(calls, rows, picked(first, rows, -1), previous, names, waits, edges, {"event": EVENT_US})
     _add_launches(parts, events)
-    known = parts.previous >= 0
-    targets = np.flatnonzero(known)
-    parts.edges.append(
-        (
-            len(calls) + parts.previous[known],
-            len(calls) + targets,
-            Dependency.STREAM_ORDER,
-            np.full(len(targets), parts.constants["gap"]),
-        )
-    )
+    known = np.flatnonzero(previous >= 0)
+    gaps = np.full(len(known), parts.constants["gap"])
+    edges.append((len(calls) + previous[known], len(calls) + known, Dependency.STREAM_ORDER, gaps))
     return parts
 
 
@@ -171,30 +158,27 @@ def _host_calls(
     time at which an idle device began the copy: until then the host prepared it.
     """
     runtime = events.runtime
-    start, end = runtime.start[rows].copy(), runtime.end[rows].copy()
-    thread, name, row = runtime["thread"][rows], runtime["name"][rows], rows
+    start, end, thread, name = runtime.start[rows], runtime.end[rows], runtime["thread"][rows], runtime["name"][rows]
     usual = float(np.median(end - start)) if len(rows) else 0.0
     split = np.isin(rows, list(blocked))
     begun = np.array([blocked[row] for row in rows[split].tolist()])
     middle = np.clip(np.where(np.isnan(begun), start[split] + usual, begun), start[split], end[split])
-    begin_s, begin_e = start[split], middle
-    start[split] = middle
     main = steps.thread if steps.thread >= 0 else int(np.bincount(thread).argmax()) if len(thread) else 0
     marks = sorted({moment for bounds in steps.bounds for moment in bounds})
-    mark = names("step")
-    all_calls = HostCalls(
+    begin_s = start[split]
+    start[split] = middle
+    calls = HostCalls(
         np.concatenate([start, begin_s, marks]),
-        np.concatenate([end, begin_e, marks]),
+        np.concatenate([end, middle, marks]),
         np.concatenate([thread, thread[split], np.full(len(marks), main)]).astype(np.int64),
-        np.concatenate([row, row[split], np.full(len(marks), -1)]).astype(np.int64),
-        np.concatenate([name, name[split], np.full(len(marks), mark)]).astype(np.int64),
+        np.concatenate([rows, rows[split], np.full(len(marks), -1)]).astype(np.int64),
+        np.concatenate([name, name[split], np.full(len(marks), names("step"))]).astype(np.int64),
     ).sorted()
-    first = np.full(len(runtime), -1, dtype=np.int64)
-    last = np.full(len(runtime), -1, dtype=np.int64)
-    places = np.flatnonzero(all_calls.row >= 0)
-    last[all_calls.row[places]] = places
-    first[all_calls.row[places[::-1]]] = places[::-1]
-    return all_calls, first, last
+    first, last = np.full((2, len(runtime)), -1, dtype=np.int64)
+    places = np.flatnonzero(calls.row >= 0)
+    last[calls.row[places]] = places
+    first[calls.row[places[::-1]]] = places[::-1]
+    return calls, first, last
 
 
 def _blocked_copies(events: RankEvents, rows: Ints) -> Ints:
@@ -209,25 +193,6 @@ def _blocked_copies(events: RankEvents, rows: Ints) -> Ints:
     return np.unique(row[ends_after & (runtime.end[row] - runtime.start[row] > _BLOCKED_US)])
 
 
-def _staged_until(events: RankEvents, rows: Ints, previous: Ints) -> dict[int, float]:
-    """Start of the device's work after a row of the runtime table on an idle stream, minus the usual delay."""
-    device, runtime = events.device, events.runtime
-    known = np.flatnonzero(rows >= 0)
-    before = np.where(previous >= 0, device.end[previous], -np.inf)
-    idle = known[before[known] < runtime.start[rows[known]]]
-    return dict(zip(rows[idle].tolist(), (device.start[idle] - LAUNCH_US).tolist(), strict=True))
-
-
-def _previous_on_stream(events: RankEvents) -> Ints:
-    """The event before each on its stream, -1 for the first."""
-    streams = events.device["stream"]
-    order = np.argsort(streams, kind="stable")
-    previous = np.full(len(streams), -1, dtype=np.int64)
-    same = streams[order][1:] == streams[order][:-1]
-    previous[order[1:][same]] = order[:-1][same]
-    return previous
-
-
 def _usual(delays: Floats, most: float, otherwise: float) -> float:
     """Mean of the delays near their median; ``otherwise`` if there are none, or the median is beyond ``most``."""
     middle = float(np.median(delays)) if len(delays) else np.inf
@@ -240,29 +205,22 @@ def _usual(delays: Floats, most: float, otherwise: float) -> float:
 
 def _add_launches(parts: Parts, events: RankEvents) -> None:
     """Launch edges, and the constants of the device."""
-    device, calls = events.device, parts.calls
-    called = parts.launch >= 0
-    source = np.maximum(parts.launch, 0)
-    call_start = np.where(called, calls.start[source], np.nan) if len(calls) else np.full(len(device), np.nan)
-    call_end = np.where(called, calls.end[source], np.nan) if len(calls) else np.full(len(device), np.nan)
-    before = np.where(parts.previous >= 0, device.end[parts.previous], -np.inf)
-    with np.errstate(invalid="ignore"):
-        idle = called & (call_start > before + 1.0)
-        queued = (parts.previous >= 0) & (~called | (call_end < before - 2.0))
-        late, gap = device.start - call_end, device.start - before
-        launch, own = late[idle & (late > -_MOST_LAUNCH_US)], gap[queued & (gap >= 0)]
-    constants = parts.constants
-    constants["launch"] = _usual(launch, _MOST_LAUNCH_US, LAUNCH_US)
-    constants["gap"] = _usual(own, _MOST_OWN_GAP_US, GAP_US)
-    constants["event"] = EVENT_US
+    device, calls, called = events.device, parts.calls, parts.launch >= 0
+    call_start, call_end = (picked(values, parts.launch, np.nan) for values in (calls.start, calls.end))
+    before = picked(device.end, parts.previous, -np.inf)
+    late, gap = device.start - call_end, device.start - before
+    idle = called & (call_start > before + 1.0) & (late > -_MOST_LAUNCH_US)
+    queued = (parts.previous >= 0) & (~called | (call_end < before - 2.0)) & (gap >= 0)
+    parts.constants["launch"] = _usual(late[idle], _MOST_LAUNCH_US, LAUNCH_US)
+    parts.constants["gap"] = _usual(gap[queued], _MOST_OWN_GAP_US, GAP_US)
     rows = np.flatnonzero(called)
-    length = calls.end[source[rows]] - calls.start[source[rows]]
+    length, late = (call_end - call_start)[rows], late[rows]
     usual = float(np.median(length)) if len(rows) else 0.0
-    delay = np.full(len(rows), constants["launch"])
-    ahead = call_end[rows] + delay - device.start[rows]  # how much earlier the kernel starts than the call explains
+    delay = np.full(len(rows), parts.constants["launch"])
+    ahead = delay - late  # how much earlier the kernel starts than the call explains
     early = ahead > 1.0
     held = early & (ahead > usual + _HELD_US)  # the call continued for other reasons than the launch
     delay[held] += np.minimum(usual - length[held], 0.0)
-    delay[early] = np.minimum(delay[early], device.start[rows][early] - call_end[rows][early])
-    delay[early & ~held] = (device.start[rows] - call_end[rows])[early & ~held]
-    parts.edges.append((source[rows], len(calls) + rows, Dependency.LAUNCH, delay))
+    delay[early] = np.minimum(delay[early], late[early])
+    delay[early & ~held] = late[early & ~held]
+    parts.edges.append((parts.launch[rows], len(calls) + rows, Dependency.LAUNCH, delay))

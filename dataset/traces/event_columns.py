@@ -106,6 +106,11 @@ class Table:
         return Table(self.start[rows], self.end[rows], {name: column[rows] for name, column in self.columns.items()})
 
 
+def picked(values: NDArray[Any], index: Ints, otherwise: Any) -> NDArray[Any]:
+    """``values[index]``; ``otherwise`` where the index is -1, which stands for none."""
+    return np.where(index >= 0, np.append(values, 0)[index], otherwise)
+
+
 class _Rows:
     """A growing table: a start, a duration and other numbers for each event."""
 

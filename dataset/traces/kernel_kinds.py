@@ -253,14 +253,6 @@ _OURS = "stepsight::collective"
 _MOST_DEPTH = 8  # enclosing calls of a launch that are examined
 
 
-@dataclass
-class Met:
-    """A collective of one rank: its signature (an op if the group has one rank) and its rendezvous."""
-
-    work: Op | Collective
-    meets: Rendezvous | None
-
-
 def is_collective(name: str) -> bool:
     """Whether a kernel belongs to a communication library."""
     return bool(_LIBRARIES.match(name[:40]))
@@ -285,15 +277,15 @@ class CollectiveNodes:
             starts.append(call.start)
             calls.append(call)
 
-    def find(self, row: int, launch: Launch, issued: float, thread: int) -> Met:
-        """The collective of a device event; must be called in the order of launches."""
+    def find(self, row: int, launch: Launch, issued: float, thread: int) -> tuple[Op | Collective, Rendezvous | None]:
+        """The collective of a device event, an op if it joins no ranks; must be called in the order of launches."""
         said = self._said(issued, thread) | self._events.collective_args.get(row, {})
         ranks = _ranks(said)
         size = int(said.get("Group size", 0)) or len(ranks) or self._world_size
         kind, num_bytes = _kind_and_bytes(said, size)
         named = bool(kind)
         if size < 2:
-            return Met(intern_op("copy", (0,), "fp32"), None)
+            return intern_op("copy", (0,), "fp32"), None
         if not named:
             kind = next((kind for word, kind in _KERNELS if word.lower() in launch.name.lower()), "all_reduce")
         ranks = ranks if named and len(ranks) == size else ()
@@ -303,7 +295,7 @@ class CollectiveNodes:
         if named and isinstance(told := said.get("Seq"), int) and told >= 0:
             number = told
         work = Collective(kind, num_bytes, size, self._placement.ranks_per_node(ranks, size))
-        return Met(work, Rendezvous(group, number, ranks))
+        return work, Rendezvous(group, number, ranks)
 
     def _said(self, issued: float, thread: int) -> dict[str, Any]:
         """The communication calls around a launch; a record has more information than an annotation."""

@@ -14,7 +14,7 @@ from stepsight.dataset.graph.intervals import covered
 from stepsight.dataset.graph.program import WHY_NUMBER, Dependency
 from stepsight.dataset.graph.rank_graph import COLLECTIVE, HOST, OP, HostRecord, RankGraph
 from stepsight.dataset.graph.rank_trace import Placement, RankTrace, rank_trace
-from stepsight.dataset.kinds.op import MOST_SIZE, Collective, Op
+from stepsight.dataset.kinds.op import MOST_SIZE, Op
 from stepsight.dataset.traces.assembly import MICROSECOND, Assembly
 from stepsight.dataset.traces.call_tree import CallTree, call_tree
 from stepsight.dataset.traces.data_edges import (
@@ -30,10 +30,10 @@ from stepsight.dataset.traces.device_graph import (
     with_assumed_launches,
     with_stand_in_collectives,
 )
-from stepsight.dataset.traces.event_columns import Interned, RankEvents, read_columns, well_formed
+from stepsight.dataset.traces.event_columns import RankEvents, picked, read_columns, well_formed
 from stepsight.dataset.traces.host_graph import host_graph
 from stepsight.dataset.traces.host_works import host_call_starts
-from stepsight.dataset.traces.kernel_kinds import CollectiveNodes, KernelKinds, Met, launches, mask_of
+from stepsight.dataset.traces.kernel_kinds import CollectiveNodes, KernelKinds, launches, mask_of
 from stepsight.dataset.traces.step_bounds import OWN_STEP, Steps, find_steps, observed_steps, segment_spans
 from stepsight.dataset.traces.stream_waits import StreamWaits
 
@@ -114,19 +114,14 @@ def _observed(events: RankEvents, graph: RankGraph) -> NDArray[np.bool_]:
 
 def _device_graph(events: RankEvents, tree: CallTree, world_size: int, placement: Placement) -> RankGraph:
     rows = launch_rows(events)
-    starts = events.runtime.start if len(events.runtime) else np.zeros(1)
-    issued = np.where(rows >= 0, starts[np.maximum(rows, 0)], events.device.start)
+    issued = picked(events.runtime.start, rows, events.device.start)
     steps = find_steps(events, tree, issued)
-    warnings = [*events.warnings, *steps.warnings, *_check_clocks(events, rows)]
-    if tree.crossed:
-        warnings.append(f"calls that overlap without nesting: {tree.crossed}")
-    if missing := int((rows < 0).sum()):
-        warnings.append(f"kernels without a launch: {missing} of {len(rows)}; they start when their stream is free")
-    warnings += _check_ties(events, tree, rows)
-    parts = tie(events, tree, steps, rows)
-    phase = np.where(rows >= 0, tree.call_phase[rows], -1) if len(tree.call_phase) else rows
-    StreamWaits(events, parts, mask_of(events), phase).add()
-    graph = _assemble(events, tree, steps, parts, _works(events, tree, parts, world_size, placement))
+    warnings = [*events.warnings, *steps.warnings, *_check_launches(events, tree, rows)]
+    parts = tie(events, steps, rows)
+    StreamWaits(events, parts, mask_of(events), picked(tree.call_phase, rows, -1)).add()
+    built = _assembly(events, tree, steps, parts)
+    _set_works(built, events, tree, parts, CollectiveNodes(events, world_size, placement))
+    graph = built.graph("cuda", _device_name(events), events.num_events)
     record = HostRecord(
         spans=segment_spans(events, graph.origin_us),
         calls_s=(host_call_starts(events, None) - graph.origin_us) * MICROSECOND,
@@ -149,21 +144,21 @@ def _identity(events: RankEvents, placement: Placement) -> tuple[int, int]:
     return rank, world_size
 
 
-def _check_clocks(events: RankEvents, rows: Ints) -> list[str]:
-    known = rows >= 0
-    early = events.runtime.start[rows[known]] - events.device.start[known]
-    jumped = int((early > _JUMP_US).sum())
-    if not jumped:
-        return []
-    return [f"clocks that jump: {jumped} kernels begin up to {early.max():.0f} us before their launch"]
-
-
-def _check_ties(events: RankEvents, tree: CallTree, rows: Ints) -> list[str]:
-    """Warnings about launches that many kernels share, and about kernels that no framework call launched."""
+def _check_launches(events: RankEvents, tree: CallTree, rows: Ints) -> list[str]:
+    """Warnings about clocks, and about launches that are missing, shared by many kernels, or not of the framework."""
     found, known = [], rows[rows >= 0]
+    early = events.runtime.start[known] - events.device.start[rows >= 0]
+    if jumped := int((early > _JUMP_US).sum()):
+        found.append(f"clocks that jump: {jumped} kernels begin up to {early.max():.0f} us before their launch")
+    if tree.crossed:
+        found.append(f"calls that overlap without nesting: {tree.crossed}")
+    if missing := len(rows) - len(known):
+        found.append(f"kernels without a launch: {missing} of {len(rows)}; they start when their stream is free")
     _, counts = np.unique(known, return_counts=True)
-    shared = int(counts[counts > _MOST_OF_A_LAUNCH].sum()) if not _graphed(events, known) else 0
-    if shared > _TIED_SHARE * len(known):
+    shared = int(counts[counts > _MOST_OF_A_LAUNCH].sum())
+    # one launch of a whole graph launches thousands of kernels
+    graphed = any("GraphLaunch" in events.names[name] for name in np.unique(events.runtime["name"][known]).tolist())
+    if shared > _TIED_SHARE * len(known) and not graphed:
         found.append(f"correlation ids repeat: {shared} of {len(known)} kernels share the launches of others")
     alone = int((tree.owner[known] < 0).sum())
     if len(events.ops) and alone > _TIED_SHARE * len(known):
@@ -174,11 +169,6 @@ def _check_ties(events: RankEvents, tree: CallTree, rows: Ints) -> list[str]:
     return found
 
 
-def _graphed(events: RankEvents, rows: Ints) -> bool:
-    """Whether launches of whole graphs are among them: one launches thousands of kernels."""
-    return any("GraphLaunch" in events.names[name] for name in np.unique(events.runtime["name"][rows]).tolist())
-
-
 def _check_training(events: RankEvents, tree: CallTree) -> list[str]:
     optimizer = any(each.name.startswith("Optimizer.step") for each in events.annotations)
     if (tree.phase == 1).any() or optimizer or not len(events.ops):
@@ -186,111 +176,67 @@ def _check_training(events: RankEvents, tree: CallTree) -> list[str]:
     return ["no backward pass and no optimizer: this looks like inference"]
 
 
-def _works(
-    events: RankEvents, tree: CallTree, parts: Parts, world_size: int, placement: Placement
-) -> tuple[Interned, dict[str, Ints], dict[int, Met]]:
-    """Signatures of all device events, their columns, and their collectives."""
-    device, count = events.device, len(events.device)
-    works = Interned()
-    columns = {name: np.full(count, -1, dtype=np.int64) for name in ("work", "known", "call", "phase", "kind")}
-    columns["kind"][:] = OP
-    kinds, configs = KernelKinds(events, tree), launches(events)
-    collective = mask_of(events)
-    nodes, met = CollectiveNodes(events, world_size, placement), {}
-    owners = np.where(parts.row >= 0, tree.owner[parts.row], -1) if len(tree.owner) else parts.row
-    phases = np.where(parts.row >= 0, tree.call_phase[parts.row], -1) if len(tree.owner) else parts.row
-    columns["phase"][:] = phases
-    kernels, moved, owned = device["kernel"].tolist(), device["bytes"].tolist(), owners.tolist()
-    mask = collective.tolist()
-    work, known, call = columns["work"].tolist(), columns["known"].tolist(), columns["call"].tolist()
-    for row in range(count):
-        if not mask[row]:
-            op, call[row], is_known = kinds.find(configs[kernels[row]], owned[row], moved[row])
-            work[row], known[row] = works(op), int(is_known)
-    runtime = events.runtime
-    issued = np.where(parts.row >= 0, runtime.start[parts.row], device.start) if len(runtime) else device.start
-    for row in np.flatnonzero(collective)[np.argsort(issued[collective], kind="stable")].tolist():
-        thread = int(runtime["thread"][parts.row[row]]) if parts.row[row] >= 0 else -1
-        found = nodes.find(row, configs[kernels[row]], float(issued[row]), thread)
-        work[row], known[row], call[row] = works(found.work), 1, owned[row]
-        if isinstance(found.work, Collective):
-            columns["kind"][row] = COLLECTIVE
-            met[row] = found
-    for name, values in (("work", work), ("known", known), ("call", call)):
-        columns[name] = np.array(values, dtype=np.int64)
-    return works, columns, met
-
-
-def _assemble(
-    events: RankEvents,
-    tree: CallTree,
-    steps: Steps,
-    parts: Parts,
-    found: tuple[Interned, dict[str, Ints], dict[int, Met]],
-) -> RankGraph:
-    """Host calls and device events as one list, ordered such that every edge leads forward."""
-    works, columns, met = found
-    calls, device, base = parts.calls, events.device, len(parts.calls)
-    built = Assembly(
-        start=np.concatenate([calls.start, device.start]),
-        end=np.concatenate([calls.end, device.end]),
-        key=_keys(parts, events),
-        issued=np.concatenate([calls.start, np.where(parts.launch >= 0, _at(calls.start, parts.launch), device.start)]),
-        edges=parts.edges,
-        steps=steps,
-        names=parts.names,
-        works=works,
-    )
-    nodes = built.columns
-    nodes["kind"][:base], nodes["known"][:base] = HOST, 1
-    for name, values in columns.items():
-        nodes[name][base:] = values
-    in_runtime = calls.row >= 0
-    nodes["phase"][:base][in_runtime] = tree.call_phase[calls.row[in_runtime]]
-    stream_of = [built.streams(_stream_name(stream, events.streams)) for stream in events.streams]
-    numbers = dict.fromkeys(calls.thread.tolist())
-    threads = {int(thread): built.streams(f"host{index}") for index, thread in enumerate(numbers)}
-    nodes["stream"][:base] = [threads[int(thread)] for thread in calls.thread.tolist()]
-    nodes["stream"][base:] = np.array(stream_of, dtype=np.int64)[device["stream"]]
-    kernel_names = np.array([built.names(name) for _, name, _ in events.kernels], dtype=np.int64)
-    nodes["name"][:base], nodes["name"][base:] = calls.name, kernel_names[device["kernel"]]
-    configs = launches(events)
+def _set_works(built: Assembly, events: RankEvents, tree: CallTree, parts: Parts, collectives: CollectiveNodes) -> None:
+    """Set what each device event does: its signature, its call and, of a collective, its rendezvous."""
+    device, runtime, base = events.device, events.runtime, len(parts.calls)
+    nodes = {name: values[base:] for name, values in built.columns.items()}
+    nodes["kind"][:], nodes["phase"][:] = OP, picked(tree.call_phase, parts.row, -1)
+    kinds, configs, mask = KernelKinds(events, tree), launches(events), mask_of(events)
+    owners, kernels = picked(tree.owner, parts.row, -1).tolist(), device["kernel"].tolist()
+    moved = device["bytes"].tolist()
+    for row in np.flatnonzero(~mask).tolist():
+        op, nodes["call"][row], nodes["known"][row] = kinds.find(configs[kernels[row]], owners[row], moved[row])
+        nodes["work"][row] = built.works(op)
+    issued, threads = picked(runtime.start, parts.row, device.start), picked(runtime["thread"], parts.row, -1)
+    for row in np.flatnonzero(mask)[np.argsort(issued[mask], kind="stable")].tolist():
+        work, meets = collectives.find(row, configs[kernels[row]], float(issued[row]), int(threads[row]))
+        nodes["work"][row], nodes["known"][row], nodes["call"][row] = built.works(work), 1, owners[row]
+        if meets is not None:
+            nodes["kind"][row] = COLLECTIVE
+            built.meet(base + row, meets)
     for name in ("blocks", "threads", "registers", "shared_bytes"):
         values = np.array([getattr(config, name) for config in configs], dtype=np.int64)
-        nodes[name][base:] = values[device["kernel"]]
-    for row, each in met.items():
-        built.meet(base + row, each.meets)
-    return built.graph("cuda", _device_name(events), events.num_events)
+        nodes[name][:] = values[device["kernel"]]
 
 
-def _at(values: Floats, index: Ints) -> Floats:
-    return values[np.maximum(index, 0)] if len(values) else np.zeros(len(index))
+def _assembly(events: RankEvents, tree: CallTree, steps: Steps, parts: Parts) -> Assembly:
+    """Host calls and device events as one list, ordered such that every edge leads forward.
 
-
-def _keys(parts: Parts, events: RankEvents) -> Floats:
-    """The sort key of nodes: their start, but no kernel before its launch or before the previous kernel."""
-    calls, device = parts.calls, events.device
-    launched = np.where(parts.launch >= 0, _at(calls.start, parts.launch), -np.inf)
-    key = np.maximum(device.start, launched)
+    No kernel comes before its launch or before the previous kernel.
+    """
+    calls, device, base = parts.calls, events.device, len(parts.calls)
+    key = np.maximum(device.start, picked(calls.start, parts.launch, -np.inf))
     for stream in np.unique(device["stream"]).tolist():
         rows = np.flatnonzero(device["stream"] == stream)
         key[rows] = np.maximum.accumulate(key[rows])
-    return np.concatenate([calls.start, key])
-
-
-def _stream_name(stream: tuple[object, object], streams: list[tuple[object, object]]) -> str:
-    several = len({device for device, _ in streams}) > 1
-    return f"device{stream[0]}.stream{stream[1]}" if several else f"stream{stream[1]}"
+    built = Assembly(
+        start=np.concatenate([calls.start, device.start]),
+        end=np.concatenate([calls.end, device.end]),
+        key=np.concatenate([calls.start, key]),
+        issued=np.concatenate([calls.start, picked(calls.start, parts.launch, device.start)]),
+        edges=parts.edges,
+        steps=steps,
+        names=parts.names,
+    )
+    nodes = built.columns
+    nodes["kind"][:base], nodes["known"][:base] = HOST, 1
+    nodes["phase"][:base] = picked(tree.call_phase, calls.row, -1)
+    several = len({device for device, _ in events.streams}) > 1
+    streams = [f"device{place}.stream{stream}" if several else f"stream{stream}" for place, stream in events.streams]
+    threads = {thread: f"host{index}" for index, thread in enumerate(dict.fromkeys(calls.thread.tolist()))}
+    names = [built.streams(name) for name in streams]
+    nodes["stream"][base:] = np.array(names, dtype=np.int64)[device["stream"]]
+    nodes["stream"][:base] = [built.streams(threads[thread]) for thread in calls.thread.tolist()]
+    kernels = np.array([built.names(name) for _, name, _ in events.kernels], dtype=np.int64)
+    nodes["name"][:base], nodes["name"][base:] = calls.name, kernels[device["kernel"]]
+    return built
 
 
 def _device_name(events: RankEvents) -> str:
     properties = events.header.get("deviceProperties") or []
-    used = {device for device, _ in events.streams}
-    for device in properties if isinstance(properties, list) else []:
-        if isinstance(device, dict) and device.get("id") in used:
-            return str(device.get("name", ""))[:80]
-    first = properties[0] if isinstance(properties, list) and properties else {}
-    return str(first.get("name", ""))[:80] if isinstance(first, dict) else ""
+    devices = [each for each in properties if isinstance(each, dict)] if isinstance(properties, list) else []
+    used = [each for each in devices if each.get("id") in {device for device, _ in events.streams}]
+    return str([*used, *devices, {}][0].get("name", ""))[:80]
 
 
 def lateness(graph: RankGraph) -> Floats:
@@ -317,7 +263,10 @@ def _with_unrecorded(graph: RankGraph) -> RankGraph:
         return replace(graph, unrecorded_s=np.where(gaps & inner, late, 0.0), warnings=(*graph.warnings, told))
     idle = np.where(graph.on_device, late, 0.0)
     chosen = idle > _IDLE_GAP_US * MICROSECOND
-    idle[chosen] -= _busy(graph, graph.start_s[chosen] - late[chosen], graph.start_s[chosen])
+    copies = np.array([*(work.kind in ("from_host", "to_host") for work in graph.works), True], dtype=np.bool_)
+    busy = np.flatnonzero(graph.on_device & ~copies[graph.columns["work"]])  # with what is no copy from or to the host
+    begin = graph.start_s[chosen] - late[chosen]
+    idle[chosen] -= covered(graph.start_s[busy], graph.end_s[busy], begin, graph.start_s[chosen])
     idle[(idle < _IDLE_GAP_US * MICROSECOND) | (idle < _IDLE_SHARE * late)] = 0.0
     warnings = graph.warnings
     if idle.any():
@@ -327,10 +276,3 @@ def _with_unrecorded(graph: RankGraph) -> RankGraph:
         )
         warnings = (*warnings, told)
     return replace(graph, unrecorded_s=idle, warnings=warnings)
-
-
-def _busy(graph: RankGraph, begin: Floats, end: Floats) -> Floats:
-    """Seconds of each span in which any stream of the device is active, except with copies from or to the host."""
-    copies = np.array([*(work.kind in ("from_host", "to_host") for work in graph.works), True], dtype=np.bool_)
-    nodes = np.flatnonzero(graph.on_device & ~copies[graph.columns["work"]])
-    return covered(graph.start_s[nodes], graph.end_s[nodes], begin, end)
