@@ -27,7 +27,6 @@ _HELD_US = 10.0  # time by which a kernel may start before its call ends, if the
 _NEAR_US = 3.0  # deviation from the median up to which delays count as usual
 _BLOCKED_US = 10.0  # if its call lasts longer, and until the copy ends, the host waited for the copy
 _SPIN = "spin_kernel"  # torch's, by which a stand-in lets the time of a collective pass
-_MOST_LEFT_US = 200.0  # from the end of the awaited work to the end of the call
 
 
 @dataclass

@@ -7,15 +7,14 @@ its launch explain, just when something on another stream ended, it waited for t
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from stepsight.dataset.graph.program import Dependency
-from stepsight.dataset.traces.device_graph import _MOST_LEFT_US, Parts
-from stepsight.dataset.traces.event_columns import RankEvents
+from stepsight.dataset.traces.device_graph import Parts
+from stepsight.dataset.traces.event_columns import RankEvents, picked
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -27,6 +26,7 @@ _SELDOM_WRONG = 0.98  # share of similar waits whose times must be consistent
 _JUST_US = 12.0  # a waiting kernel starts within this time after the awaited work
 _JUST_SHARE, _MOST_JUST_US = 0.03, 150.0  # likewise, relative to the delay: events take long on some devices
 _TAIL_SHARE = 0.03  # share of a kernel that fills the device, in which its last blocks leave room for another stream
+_MOST_LEFT_US = 200.0  # from the end of the awaited work to the end of the call
 _IDLE_US = 150.0  # time for which an idle device with launched work does unrecorded work
 
 
@@ -49,9 +49,7 @@ class StreamWaits:
         self._events, self._parts, self._collective, self._phase = events, parts, collective, phase
         device = events.device
         self._start, self._end, self._stream = device.start, device.end, device["stream"]
-        launched = parts.launch >= 0
-        starts = parts.calls.start if len(parts.calls) else np.zeros(1)
-        self._issued = np.where(launched, starts[np.maximum(parts.launch, 0)], device.start)
+        self._issued = picked(parts.calls.start, parts.launch, device.start)
         self._by_stream: dict[int, tuple[Ints, Floats]] = {}
         for stream in np.unique(self._stream).tolist():
             rows = np.flatnonzero(self._stream == stream)
@@ -77,29 +75,20 @@ class StreamWaits:
         """Duration of each wait: one number for each pair of streams, from the waits that delayed a kernel."""
         late, constants = self._lateness()[after], self._parts.constants
         seen = (lag >= 0) & (lag <= _within(late)) & (late > _LATE_US)
-        if not seen.any():
-            return np.full(len(lag), constants["event"])
-        constants["event"] = float(np.mean(lag[seen]))
+        if seen.any():
+            constants["event"] = float(np.mean(lag[seen]))
         pair = self._stream[before] * (int(self._stream.max()) + 1) + self._stream[after]
-        sums, counts = np.bincount(pair[seen], lag[seen], int(pair.max()) + 1), np.bincount(pair[seen])
-        counts = np.append(counts, np.zeros(len(sums) - len(counts), dtype=np.int64))
-        means = np.where(counts > 0, sums / np.maximum(counts, 1), constants["event"])
-        return np.asarray(means[pair])
+        counts, sums = (
+            np.bincount(pair[seen], minlength=pair.max() + 1),
+            np.bincount(pair[seen], lag[seen], pair.max() + 1),
+        )
+        return np.asarray(np.where(counts > 0, sums / np.maximum(counts, 1), constants["event"])[pair])
 
     def _last(self, stream: int, moment: float, back: int = 0) -> int:
         """The newest event of a stream that was issued before a time, or ``back`` events earlier; -1: none."""
-        rows, issued = self._by_stream.get(stream, (None, None))
-        if rows is None or issued is None:
-            return -1
+        rows, issued = self._by_stream[stream]
         place = int(np.searchsorted(issued, moment, "right")) - 1 - back
         return int(rows[place]) if place >= 0 else -1
-
-    def _next(self, stream: int, moment: float) -> int:
-        rows, issued = self._by_stream.get(stream, (None, None))
-        if rows is None or issued is None:
-            return -1
-        place = int(np.searchsorted(issued, moment, "left"))
-        return int(rows[place]) if place < len(rows) else -1
 
     def _pair(self, before: int, after: int) -> bool:
         """Record a wait if its times are consistent."""
@@ -113,24 +102,19 @@ class StreamWaits:
     def _recorded(self) -> bool:
         """Waits of streams that the profiler recorded."""
         events = self._events
-        numbers = {stream: number for number, stream in enumerate(events.streams)}
-        devices = [device for device, _ in events.streams]
-        rows = {int(c): row for row, c in enumerate(events.runtime["correlation"].tolist())}
-        found = False
-        for args in events.syncs:
-            if "wait_on_stream" not in args or args.get("stream", -1) == -1:
-                continue
-            found = True
-            device = args.get("device", devices[0] if devices else 0)
-            source = numbers.get((device, args["wait_on_stream"]))
-            target = numbers.get((device, args["stream"]))
-            recorded = rows.get(args.get("wait_on_cuda_event_record_corr_id", -1))
-            waiting = rows.get(args.get("correlation", -1))
-            if source is None or target is None or recorded is None or waiting is None:
-                continue
-            before = self._last(source, float(events.runtime.start[recorded]))
-            self._pair(before, self._next(target, float(events.runtime.start[waiting])))
-        return found
+        numbers = {stream: number for number, stream in enumerate(events.streams) if number in self._by_stream}
+        starts = dict(zip(events.runtime["correlation"].tolist(), events.runtime.start.tolist(), strict=True))
+        waits = [args for args in events.syncs if "wait_on_stream" in args and args.get("stream", -1) != -1]
+        for args in waits:
+            device = args.get("device", events.streams[0][0])
+            source, target = (numbers.get((device, args[name])) for name in ("wait_on_stream", "stream"))
+            recorded = starts.get(args.get("wait_on_cuda_event_record_corr_id", -1))
+            waiting = starts.get(args.get("correlation", -1))
+            if source is not None and target is not None and recorded is not None and waiting is not None:
+                rows, issued = self._by_stream[target]
+                after = rows[np.searchsorted(issued, waiting) :]
+                self._pair(self._last(source, recorded), int(after[0]) if len(after) else -1)
+        return bool(waits)
 
     def _inferred(self) -> None:
         """Waits from the host's calls: before a launch, its stream was made to wait for an event on another stream.
@@ -204,10 +188,8 @@ class StreamWaits:
     def _lateness(self) -> Floats:
         """Compute how much later each event starts than its stream and its launch explain."""
         parts, constants = self._parts, self._parts.constants
-        before = np.where(parts.previous >= 0, self._end[parts.previous] + constants["gap"], -np.inf)
-        calls_end = parts.calls.end if len(parts.calls) else np.zeros(1)
-        launched = np.where(parts.launch >= 0, calls_end[np.maximum(parts.launch, 0)] + constants["launch"], -np.inf)
-        late = self._start - np.maximum(before, launched)
+        before = picked(self._end, parts.previous, -np.inf) + constants["gap"]
+        late = self._start - np.maximum(before, picked(parts.calls.end, parts.launch, -np.inf) + constants["launch"])
         return np.where(np.isinf(late), 0.0, late)
 
     def _late_starts(self) -> None:
@@ -256,30 +238,19 @@ class StreamWaits:
 
     def _host_waits(self) -> None:
         """Calls of the host that wait for streams, for an event or for their own copy."""
-        events, parts, base = self._events, self._parts, len(self._parts.calls)
-        own: dict[int, int] = {}
-        for row, runtime in enumerate(parts.row.tolist()):
-            if runtime >= 0:
-                own[runtime] = row
-        said = {args.get("correlation"): args for args in events.syncs}
-        sources: list[int] = []
-        targets: list[int] = []
-        for call in parts.waits.tolist():
-            if call < 0:
-                continue
-            runtime = int(parts.calls.row[call])
-            begin, end = float(parts.calls.start[call]), float(parts.calls.end[call])
+        calls, base = self._parts.calls, len(self._parts.calls)
+        own = {runtime: row for row, runtime in enumerate(self._parts.row.tolist())}
+        said = {args.get("correlation"): args for args in self._events.syncs}
+        pairs: list[tuple[int, int]] = []
+        for call in self._parts.waits[self._parts.waits >= 0].tolist():
+            runtime, begin, end = int(calls.row[call]), float(calls.start[call]), float(calls.end[call])
             found = [own[runtime]] if runtime in own else self._awaited(runtime, begin, end, said)
             ended = [row for row in found if row >= 0 and self._end[row] <= end + _SLACK_US]
-            for row in ended:
-                sources.append(base + row)
-                targets.append(call)
+            pairs += [(base + row, call) for row in ended]
             latest = max((float(self._end[row]) for row in ended), default=-np.inf)
-            if begin < latest:  # the rest after the wait is the call's own time
-                parts.calls.start[call] = min(latest, end)
-        parts.edges.append(
-            (np.array(sources, int), np.array(targets, int), Dependency.SYNCHRONISATION, np.zeros(len(sources)))
-        )
+            calls.start[call] = max(begin, min(latest, end))  # the rest after the wait is the call's own time
+        source, target = np.array(pairs, dtype=np.int64).reshape(-1, 2).T
+        self._parts.edges.append((source, target, Dependency.SYNCHRONISATION, np.zeros(len(pairs))))
 
     def _awaited(self, runtime: int, begin: float, end: float, said: dict[Any, dict[str, Any]]) -> list[int]:
         """The work that a synchronising call of the host waits for."""
@@ -289,15 +260,15 @@ class StreamWaits:
         everything = [self._last(stream, begin) for stream in self._by_stream]
         if "DeviceSynchronize" in name or "Free" in name or args.get("cuda_sync_kind") == "Context Sync":
             return everything
-        pick: Callable[[int], bool] = lambda row: row >= 0 and self._end[row] <= end + _SLACK_US
         stream = args.get("stream", -1) if args.get("stream", -1) != -1 else args.get("wait_on_stream", -1)
-        number = next((n for n, (_, each) in enumerate(events.streams) if each == stream and stream != -1), -1)
+        number = next((n for n in self._by_stream if events.streams[n][1] == stream != -1), -1)
         if number >= 0:
             return [self._last(number, begin)]
         if end - begin <= _JUST_US:  # it did not wait
             return []
-        late = [row for row in everything if pick(row) and end - self._end[row] <= _MOST_LEFT_US]
+        late = [row for row in everything if row >= 0 and -_SLACK_US <= end - self._end[row] <= _MOST_LEFT_US]
         if not late:  # an event within a stream: the newest one that ended during the wait
-            rows = np.flatnonzero((self._issued < begin) & (self._end <= end + _SLACK_US) & (self._end > begin))
-            late = [int(rows[np.argmax(self._end[rows])])] if len(rows) else []
+            late = np.flatnonzero(
+                (self._issued < begin) & (self._end <= end + _SLACK_US) & (self._end > begin)
+            ).tolist()
         return [max(late, key=lambda row: float(self._end[row]))] if late else []
