@@ -8,18 +8,18 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from stepsight.dataset.base.errors import CollectError, TraceError
 from stepsight.dataset.base.files import check_writable, new_folder, write_json, write_text
-from stepsight.dataset.hardware.hardware import Hardware, find_hardware, hardware_names
+from stepsight.dataset.hardware.hardware import find_hardware, hardware_names
 from stepsight.dataset.harness.base.atomic_files import locked
 from stepsight.dataset.kinds.op import Op
 from stepsight.dataset.runs.event_file import read_event_file
-from stepsight.dataset.runs.run_folder import read_collection
+from stepsight.dataset.runs.run_folder import Collection, read_collection
 from stepsight.dataset.tables.rows import device_name
 from stepsight.experiments.evaluation import error_metrics
 from stepsight.experiments.reports.plots import plot_predicted_against_measured
@@ -39,7 +39,6 @@ COLLECTIONS = "collections"
 H200 = "h200-sxm-141gb"  # used for plans if there is no GPU
 UNKNOWN_GPU = "local-gpu"
 _HARNESS = f"python -m harness {COLLECTIONS}/NAME/plan.json --out {COLLECTIONS}/NAME"
-Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)
@@ -100,21 +99,26 @@ def _run(asked: StudyOptions) -> Row:
     folders = {name: folder for name, folder in folders.items() if (folder / "plan.json").exists()}
     if not {OPS, "eager"} <= set(folders):
         raise CollectError(f"a study needs collections {OPS} and eager, got {', '.join(folders) or 'none'}")
-    notes = [note for folder in folders.values() for note in _collect(folder, say)]
-    figures: Row = {"variants": {}, "notes": notes}
+    figures: Row = {"variants": {}, "notes": []}
+    for name, folder in folders.items():
+        plan = read_plan(folder / "plan.json")
+        say(f"{name}: {len(plan['runs'])} runs, {sum(len(event['ops']) for event in plan['events'])} ops")
+        if plan["device"] == "cpu" or _has_gpu():  # what was brought here without its device is taken as it is
+            run_plan(plan, folder)
+        if lacking := read_collection(folder).missing:
+            figures["notes"].append(f"{name}: not measured: {', '.join(lacking)}")
     for name, folder in folders.items():
         if name != OPS and read_collection(folder).runs:
             say(f"{name}: learning from training runs and ops")
-            figures["variants"][name] = _variant(asked.out, name, folders[OPS], folder, say)
+            figures["variants"][name] = _variant(asked.out, name, folders[OPS], folder)
     if not figures["variants"]:
         raise CollectError(
             f"a study needs runs, got none in {asked.out / COLLECTIONS}: there is no GPU here; measure where there is "
             f"one ({_HARNESS}, for {', '.join(folders)}), and bring the folder back"
         )
     figures["seconds"] = time.monotonic() - started
-    figures["text"] = study_text(figures) + "".join(
-        f"\n{name}: {asked.out / f'predictor-{name}'}" for name in figures["variants"]
-    )
+    made = [f"{name}: {asked.out / f'predictor-{name}'}" for name in figures["variants"]]
+    figures["text"] = "\n".join([study_text(figures), *made])
     rows = [row for of in figures["variants"].values() for row in of["steps"]]
     if rows:
         plot_predicted_against_measured(rows, asked.out / "predicted_vs_measured.png", "held-out training steps")
@@ -146,53 +150,39 @@ def _hardware(told: str) -> str:
     return name if find_hardware(name) is not None else UNKNOWN_GPU
 
 
-def _collect(folder: Path, say: Say) -> list[str]:
-    """Measure what is missing in a collection; return what could not be measured, as text.
-
-    What was brought here without its device is taken as it is.
-    """
-    plan = read_plan(folder / "plan.json")
-    say(f"{folder.name}: {len(plan['runs'])} runs, {sum(len(event['ops']) for event in plan['events'])} ops")
-    if plan["device"] == "cpu" or _has_gpu():
-        run_plan(plan, folder)
-    lacking = read_collection(folder).missing
-    return [f"{folder.name}: not measured: {', '.join(lacking)}"] if lacking else []
-
-
 def _has_gpu() -> bool:
     import torch
 
     return bool(torch.cuda.is_available())
 
 
-def _variant(out: Path, name: str, ops: Path, folder: Path, say: Say) -> Row:
+def _variant(out: Path, name: str, ops: Path, folder: Path) -> Row:
     """Train one variant's predictor, and compute all of its figures."""
     collection = read_collection(folder)
     hardware = collection.runs[0].job.cluster.hardware
     told = collection.runs[0].fingerprint.get("device", "")
-    if told not in ("", "cpu") and _hardware(told) not in (hardware, UNKNOWN_GPU):
-        raise CollectError(
-            f"the plans were made for {hardware}, and ran on {told}: plan again with --hardware {_hardware(told)}"
-        )
+    ran = hardware if told in ("", "cpu") else _hardware(told)
+    if ran not in (hardware, UNKNOWN_GPU):
+        raise CollectError(f"the plans were made for {hardware}, and ran on {told}: plan again with --hardware {ran}")
     uri = f"sqlite:///{(out / 'mlflow.db').resolve()}"
     learned = [ops, folder] if read_collection(ops).events else [folder]
     predictor = train(learned, out / f"predictor-{name}", hardware_name=hardware, tracking_uri=uri)
-    say(f"{name}: predicting what is held out")
-    known, heldout = (measured_ops(learned, heldout=held) for held in (False, True))
-    rows = held_op_rows(predictor, heldout)
-    figures: Row = {
+    heldout = measured_ops(learned, heldout=True)
+    predicted = predictor.kernel.seconds(list(heldout), 1).tolist()
+    rows = [
+        {"op": str(op), "family": op.family, "dtype": op.dtype, "measured_s": seconds, "predicted_s": told_s}
+        for (op, seconds), told_s in zip(heldout.items(), predicted, strict=True)
+    ]
+    return {
         "hardware": hardware,
         "device": told,
-        "num_training_ops": len(known),
+        "num_training_ops": len(measured_ops(learned, heldout=False)),
         "ops": op_figures(rows),
         "op_rows": rows,
-        "memory": memory_rows(folder, predictor.hardware),
-        "stand_ins": stand_in_rows(folder, predictor),
+        **_run_rows(predictor, collection),
         **_steps(predictor, folder, hardware),
+        "notes": [] if ran == hardware else [f"{name}: the plans were made for {hardware}, and ran on {told}"],
     }
-    unknown = told not in ("", "cpu") and _hardware(told) == UNKNOWN_GPU != hardware
-    figures["notes"] = [f"{name}: the plans were made for {hardware}, and ran on {told}"] if unknown else []
-    return figures
 
 
 def _steps(predictor: Predictor, folder: Path, hardware: str) -> Row:
@@ -231,15 +221,6 @@ def measured_ops(folders: Iterable[Path], *, heldout: bool) -> dict[Op, float]:
     return found
 
 
-def held_op_rows(predictor: Predictor, measured: dict[Op, float]) -> list[Row]:
-    """One row for each op, with its predicted time alone."""
-    predicted = predictor.kernel.seconds(list(measured), 1).tolist()
-    return [
-        {"op": str(op), "family": op.family, "dtype": op.dtype, "measured_s": seconds, "predicted_s": told}
-        for (op, seconds), told in zip(measured.items(), predicted, strict=True)
-    ]
-
-
 def op_figures(rows: Sequence[Row]) -> dict[str, dict[str, float]]:
     """Errors in percent of all ops, of each family and of its dtypes, if it has several; see ``op_errors``."""
     groups = {"all": list(rows)} if rows else {}
@@ -264,35 +245,31 @@ def op_errors(rows: Sequence[Row]) -> dict[str, float]:
     return {"rows": whole.used, "long_rows": long.used, **known}
 
 
-def memory_rows(collection: Path, hardware: Hardware) -> list[Row]:
-    """Peak bytes of tensors of each measured run: the device's own count, and the estimate.
+def _run_rows(predictor: Predictor, collection: Collection) -> Row:
+    """Peak bytes of tensors of each measured run, and times of single ranks of large jobs with emulated communication.
 
     Libraries allocate workspaces too, the same for each run: ``with_libraries_bytes`` adds what the smallest training
     run holds beyond its estimate.
     """
-    endless, rows = replace(hardware, memory_bytes=1e15), []
-    for run in read_collection(collection).runs:
-        if run.peak_memory_bytes and run.stand_in is None:
-            row: Row = {"run": run.name, "role": run.role}
-            row["measured_bytes"] = float(max(run.peak_memory_bytes))
-            row["predicted_bytes"] = estimate_memory(run.job, endless).stages[0].tensors
-            rows.append(row)
-    training = [row for row in rows if row["role"] == "train"]
-    smallest = min(training, key=lambda row: row["predicted_bytes"], default=None)
-    libraries = max(0.0, smallest["measured_bytes"] - smallest["predicted_bytes"]) if smallest else 0.0
-    return [{**row, "with_libraries_bytes": row["predicted_bytes"] + libraries} for row in rows]
-
-
-def stand_in_rows(collection: Path, predictor: Predictor) -> list[Row]:
-    """Compare measured and predicted times of one rank of a large job with emulated communication."""
-    rows = []
-    for run in read_collection(collection).runs:
+    memory: list[Row] = []
+    stand_ins: list[Row] = []
+    endless = replace(predictor.hardware, memory_bytes=1e15)
+    for run in collection.runs:
         if run.stand_in is not None:
             predicted = stand_in_seconds(run.job, run.stand_in, predictor.latency(run.job, alone=True))
             predicted *= predictor.calibration.factor(run.job)
-            row = {"run": run.name, "measured_s": run.iteration_time_s, "predicted_s": predicted}
-            rows.append({**row, "error_percent": 100 * (predicted / run.iteration_time_s - 1)})
-    return rows
+            times = {"measured_s": run.iteration_time_s, "predicted_s": predicted}
+            stand_ins.append({"run": run.name, **times, "error_percent": 100 * (predicted / run.iteration_time_s - 1)})
+        elif run.peak_memory_bytes:
+            measured, estimate = float(max(run.peak_memory_bytes)), estimate_memory(run.job, endless).stages[0].tensors
+            sizes: Row = {"measured_bytes": measured, "predicted_bytes": estimate}
+            memory.append({"run": run.name, "role": run.role, **sizes})
+    training = [row for row in memory if row["role"] == "train"]
+    smallest = min(training, key=lambda row: row["predicted_bytes"], default=None)
+    libraries = max(0.0, smallest["measured_bytes"] - smallest["predicted_bytes"]) if smallest else 0.0
+    for row in memory:
+        row["with_libraries_bytes"] = row["predicted_bytes"] + libraries
+    return {"memory": memory, "stand_ins": stand_ins}
 
 
 # --- text -------------------------------------------------------------------------------------------------------------
@@ -304,20 +281,20 @@ def study_text(figures: Row) -> str:
     for name, of in figures["variants"].items():
         parts.append(f"== {name}: {of['hardware']}, {of['num_training_ops']} ops taught ==")
         parts += [f"note: {note}" for note in of["notes"]]
-        parts += [each(of) for each in (_ops_text, _steps_text, _memory_text, _stand_ins_text)]
-    return "\n\n".join([*filter(None, parts), f"took {figures['seconds']:.0f} s here"])
-
-
-def _ops_text(of: Row) -> str:
-    rows = [{"name": name, "long_mape": None, **sums} for name, sums in of["ops"].items()]
-    columns = {"held-out ops": "name", "rows": "rows", "MAPE %": "mape", "median %": "median", "max %": "max",
-               "from 50 us": "long_rows", "their MAPE %": "long_mape"}  # fmt: skip
-    return rows_text(rows, columns) if rows else ""
+        if rows := [{"name": kind, "long_mape": None, **sums} for kind, sums in of["ops"].items()]:
+            columns = {"held-out ops": "name", "rows": "rows", "MAPE %": "mape", "median %": "median", "max %": "max",
+                       "from 50 us": "long_rows", "their MAPE %": "long_mape"}  # fmt: skip
+            parts.append(rows_text(rows, columns))
+        parts += [_steps_text(of)] if of["steps"] else []
+        parts.append(_memory_text(of["memory"]) if of["memory"] else "peak memory: not measured (a CPU counts none)")
+        if of["stand_ins"]:
+            columns = {"stand-ins: one rank of": "run", "measured ms": "measured_s", "predicted ms": "predicted_s",
+                       "error %": "error_percent"}  # fmt: skip
+            parts.append(rows_text(of["stand_ins"], columns))
+    return "\n\n".join([*parts, f"took {figures['seconds']:.0f} s here"])
 
 
 def _steps_text(of: Row) -> str:
-    if not of["steps"]:
-        return ""
     rows = [{**row, "name": row["run"] + " *" * row["launch_bound"]} for row in of["steps"]]
     for row in rows:
         row["without"] = 100 * (row["predicted_without_gnn_s"] / row["measured_s"] - 1)
@@ -329,18 +306,16 @@ def _steps_text(of: Row) -> str:
         if one := sums.get(name):
             lines.append(f"steps, {name} ({one['rows']}): MAPE {one['mape']:.1f} %, max {one['max']:.1f} %")
     by = f"{sums['op_error_with_gnn']:.1f} % with the {sums['gnn']}" if sums["gnn"] else "which no context model beat"
-    return "\n".join([
-        *lines,
+    lines.append(
         f"by regressors alone MAPE {sums['mape_without_gnn']:.1f} %; Spearman {sums['spearman']:.3f}, "
-        f"{sums['coverage']:.0f} % of the runs lie in their intervals",
-        f"ops in context: error {sums['op_error_regressor']:.1f} % by regressors alone, {by}",
-    ])  # fmt: skip
+        f"{sums['coverage']:.0f} % of the runs lie in their intervals"
+    )
+    lines.append(f"ops in context: error {sums['op_error_regressor']:.1f} % by regressors alone, {by}")
+    return "\n".join(lines)
 
 
-def _memory_text(of: Row) -> str:
-    if not of["memory"]:
-        return "peak memory: not measured (a CPU counts none)"
-    rows, lines = [{**row, "measured": row["measured_bytes"] / 1e9} for row in of["memory"]], []
+def _memory_text(found: Sequence[Row]) -> str:
+    rows, lines = [{**row, "measured": row["measured_bytes"] / 1e9} for row in found], []
     for kind, words in {"predicted": "", "with_libraries": " with workspaces of libraries"}.items():
         for row in rows:
             row[kind] = row[f"{kind}_bytes"] / 1e9
@@ -353,12 +328,6 @@ def _memory_text(of: Row) -> str:
                "with libraries": "with_libraries", "error %": "predicted_off",
                "with libraries %": "with_libraries_off"}  # fmt: skip
     return "\n".join([rows_text(rows, columns, 3), *lines])
-
-
-def _stand_ins_text(of: Row) -> str:
-    columns = {"stand-ins: one rank of": "run", "measured ms": "measured_s", "predicted ms": "predicted_s",
-               "error %": "error_percent"}  # fmt: skip
-    return rows_text(of["stand_ins"], columns) if of["stand_ins"] else ""
 
 
 def run(options: argparse.Namespace) -> tuple[Any, str]:

@@ -96,13 +96,11 @@ CPU_HELDOUT: tuple[Row, ...] = (
 
 def step_cases(device: str, hardware: str) -> list[StepCase]:
     """Runs of a device: ``cuda`` in pure bf16 on some hardware, or ``cpu`` in fp32 (``local-cpu``), on one rank."""
-    rows = (GPU_TRAIN, GPU_HELDOUT) if device == "cuda" else (CPU_TRAIN, CPU_HELDOUT)
+    train, heldout = (GPU_TRAIN, GPU_HELDOUT) if device == "cuda" else (CPU_TRAIN, CPU_HELDOUT)
     found = []
-    for role, of_role in zip(("train", "heldout"), rows, strict=True):
-        for *sizes, words in of_role:
-            parallel = {"recompute": "full"} if "recompute" in words else {}
-            job = _job(device, hardware, sizes, parallel)
-            found.append(StepCase(job, role, "launch-bound" in words, "compiled" in words and device == "cuda"))
+    for role, (*sizes, words) in [*(("train", row) for row in train), *(("heldout", row) for row in heldout)]:
+        job = _job(device, hardware, sizes, {"recompute": "full"} if "recompute" in words else {})
+        found.append(StepCase(job, role, "launch-bound" in words, "compiled" in words and device == "cuda"))
     return found
 
 
@@ -218,23 +216,25 @@ def make_study(device: str, hardware: str, minutes: float) -> Study:
     else:
         least = math.ceil(10 * (costs.launch + sum(fixed.values())) / (1 - LEAST_EVENTS) / 60) / 10
         raise CollectError(f"minutes must be >= {least:.1f} for the fewest runs that teach anything, got {minutes:g}")
-    space = drawn_ops.GPU if device == "cuda" else drawn_ops.CPU
+    space, own = drawn_ops.GPU if device == "cuda" else drawn_ops.CPU, drawn_ops.VARIANT_FAMILIES
     space = replace(space, dtypes={name: part for name, part in space.dtypes.items() if name in preset.peak_flops})
-    compiled = _compiled_ops(chosen, space, preset, left, costs)
+    compiled: tuple[list[Op], list[Op]] = ([], [])
+    if "compiled" in variants:  # ops of its runs, and more, in about a third of the remaining time
+        needed, unseen = ([op for op in ops if op.family in own] for ops in _asked(chosen["compiled"], preset))
+        more = max(FEWEST_COMPILED, int(left / 3 / costs.compiled_op) - len(needed))
+        compiled = drawn_ops.split(drawn_ops.draw(space, more, preset, SEED + 1, own), needed, unseen, SEED + 1)
     compiled_s = costs.compiled_op * sum(map(len, compiled))
     drawn = drawn_ops.draw(space, int((left - compiled_s) / costs.op), preset, SEED)
-    train, heldout = drawn_ops.split(drawn, *_asked(chosen["eager"], preset), SEED)
-    own = drawn_ops.VARIANT_FAMILIES
-    halves = {
-        OPS: tuple([op for op in half if op.family not in own] for half in (train, heldout)),
-        "eager": tuple([op for op in half if op.family in own] for half in (train, heldout)),
-    }
-    each = (left - compiled_s) / (len(train) + len(heldout))
-    seconds = {name: each * sum(map(len, of)) for name, of in halves.items()}
-    if "compiled" in variants:
-        halves["compiled"], seconds["compiled"] = compiled, compiled_s
-    plans = {name: _plan(device, name, chosen.get(name, []), *of, seconds=seconds[name]) for name, of in halves.items()}
-    return Study(device, plans, {name: fixed.get(name, costs.launch) + seconds[name] for name in plans})
+    halves = drawn_ops.split(drawn, *_asked(chosen["eager"], preset), SEED)
+    each = (left - compiled_s) / sum(map(len, halves))
+    plans, seconds = dict[str, dict[str, Any]](), dict[str, float]()
+    for name in (OPS, *variants):
+        train, heldout = ([op for op in half if (op.family in own) == (name == "eager")] for half in halves)
+        ops = compiled if name == "compiled" else (train, heldout)
+        ops_s = compiled_s if name == "compiled" else each * sum(map(len, ops))
+        plans[name] = _plan(device, name, chosen.get(name, []), ops, ops_s)
+        seconds[name] = fixed.get(name, costs.launch) + ops_s
+    return Study(device, plans, seconds)
 
 
 def facts(device: str, hardware: str) -> Hardware:
@@ -245,11 +245,17 @@ def facts(device: str, hardware: str) -> Hardware:
 
 
 def _chosen(device: str, hardware: str, variant: str, part: float) -> list[StepCase]:
-    """Runs of a variant, the first of each role; emulated ranks run once, eager."""
+    """Runs of a variant, the first of each role; emulated ranks run once, eager, at the end.
+
+    Training and held-out runs alternate, so that a drift of the device affects both equally.
+    """
     found = [case for case in step_cases(device, hardware) if variant == "eager" or case.compiled]
-    train, heldout = ([case for case in found if case.role == role] for role in ("train", "heldout"))
-    kept = train[: max(FEWEST_TRAIN, round(part * len(train)))]
-    kept += heldout[: max(FEWEST_HELDOUT, round(part * len(heldout)))]
+    places: list[tuple[float, str, StepCase]] = []
+    for role, fewest in (("train", FEWEST_TRAIN), ("heldout", FEWEST_HELDOUT)):
+        own = [case for case in found if case.role == role]
+        own = own[: max(fewest, round(part * len(own)))]
+        places += [((index + (role == "heldout") / 2) / len(own), role, case) for index, case in enumerate(own)]
+    kept = [case for _, _, case in sorted(places, key=lambda place: place[:2])]
     return kept + (stand_ins(device, hardware) if variant == "eager" else [])
 
 
@@ -276,56 +282,31 @@ def _runs_s(chosen: Sequence[StepCase], hardware: Hardware, costs: Costs, varian
 
 def _asked(chosen: Sequence[StepCase], hardware: Hardware) -> tuple[list[Op], list[Op]]:
     """Ops of the training runs, and of the held-out ones."""
-    return tuple(  # type: ignore[return-value]
+    train, heldout = (
         sorted({op for case in chosen if case.role == role for op in signatures(case.job, hardware)[0]}, key=str)
         for role in ("train", "heldout")
     )
-
-
-def _compiled_ops(
-    chosen: dict[str, list[StepCase]], space: drawn_ops.OpSpace, hardware: Hardware, left: float, costs: Costs
-) -> tuple[list[Op], list[Op]]:
-    """Ops of the compiled variant, in about a third of the remaining time: those of its runs, and more."""
-    if "compiled" not in chosen:
-        return [], []
-    most = int(left / 3 / costs.compiled_op)
-    needed, unseen = (
-        [op for op in ops if op.family in drawn_ops.VARIANT_FAMILIES] for ops in _asked(chosen["compiled"], hardware)
-    )
-    drawn = drawn_ops.draw(
-        space, max(FEWEST_COMPILED, most - len(needed)), hardware, SEED + 1, drawn_ops.VARIANT_FAMILIES
-    )
-    return drawn_ops.split(drawn, needed, unseen, SEED + 1)
+    return train, heldout
 
 
 def _plan(
-    device: str, variant: str, chosen: Sequence[StepCase], train: Sequence[Op], heldout: Sequence[Op], *, seconds: float
+    device: str, variant: str, chosen: Sequence[StepCase], ops: tuple[Sequence[Op], Sequence[Op]], seconds: float
 ) -> dict[str, Any]:
-    plan = make_plan([(case.role, case.job, _counts(device, case)) for case in _in_turns(chosen)])
+    """The plan of a collection; ``ops``: those that teach and those that judge."""
+    plan = make_plan([(case.role, case.job, _counts(device, case)) for case in chosen])
     plan["events"] = [
         {
             "name": name,
             "world_size": 1,
-            "ops": [asdict(op) for op in sorted(ops, key=str)],
+            "ops": [asdict(op) for op in sorted(half, key=str)],
             "collectives": [],
-            "seconds": seconds * len(ops) / (len(train) + len(heldout)),
+            "seconds": seconds * len(half) / sum(map(len, ops)),
         }
-        for name, ops in (("train", train), (HELDOUT, heldout))
-        if ops
+        for name, half in zip(("train", HELDOUT), ops, strict=True)
+        if half
     ]
-    plan["device"] = device
-    if variant == "compiled":
-        plan["compile"] = True
+    plan |= {"device": device, "schema": SCHEMA, **({"compile": True} if variant == "compiled" else {})}
     try:
-        return check_plan(json.loads(json.dumps({**plan, "schema": SCHEMA})))
+        return check_plan(json.loads(json.dumps(plan)))
     except HarnessError as error:
         raise CollectError(f"plan {variant}: {error}") from None
-
-
-def _in_turns(chosen: Sequence[StepCase]) -> list[StepCase]:
-    """Training and held-out runs alternate, so that a drift of the device affects both equally; then the others."""
-    places: list[tuple[float, str, StepCase]] = [(1.0, STAND_IN, case) for case in chosen if case.role == STAND_IN]
-    for role in ("train", "heldout"):
-        own = [case for case in chosen if case.role == role]
-        places += [((index + (role == "heldout") / 2) / len(own), role, case) for index, case in enumerate(own)]
-    return [case for _, _, case in sorted(places, key=lambda place: place[:2])]
