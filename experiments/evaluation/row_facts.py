@@ -13,7 +13,7 @@ from __future__ import annotations
 import csv
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from importlib import resources
 from typing import Any, TypeVar
 
@@ -100,26 +100,34 @@ def fabric_of(row: Row, hardware: str, gpus_per_node: int) -> Any:
         return usual
     gbits = number_in(ports[2], "inter_interconnect") * number_in(ports[1] or "1", "inter_interconnect")
     per_device = gbits / 8 / (1 if "per gpu" in lower else gpus_per_node)
-    fabric = find_fabric(usual)
-    if per_device * 1e9 == fabric.inter_node.bandwidth_bytes_per_s:
+    within, between = find_fabric(usual).intra_node, find_fabric(usual).inter_node
+    if per_device * 1e9 == between.bandwidth_bytes_per_s:
         return usual
-    within, between = fabric.intra_node, fabric.inter_node
     slower = 1.5 if "roce" in lower or "rdma" in lower else 1.0  # Ethernet's latency over InfiniBand's
+    links = {
+        "intra_node": (within.bandwidth_bytes_per_s / 1e9, within.latency_s),
+        "inter_node": (per_device, between.latency_s * slower),
+    }
     return {
-        "intra_node": _link(within.bandwidth_bytes_per_s / 1e9, within.latency_s),
-        "inter_node": _link(per_device, between.latency_s * slower),
+        key: {"bandwidth_gbytes_per_s": gbytes_per_s, "latency_us": latency_s * 1e6}
+        for key, (gbytes_per_s, latency_s) in links.items()
     }
 
 
-def _link(gbytes_per_s: float, latency_s: float) -> dict[str, float]:
-    return {"bandwidth_gbytes_per_s": gbytes_per_s, "latency_us": latency_s * 1e6}
-
-
 def cluster_of(row: Row) -> dict[str, Any]:
-    """The ``[cluster]`` table of a row's job."""
-    gpus = row.gpus
-    hardware = preset_of_device(row)
-    per_node = min(gpus, _gpus_per_node(row))
+    """The ``[cluster]`` table of a row's job.
+
+    Nodes have as many GPUs as the row states or implies, 8 if it states nothing.  A partly used node is one node.
+    """
+    gpus, hardware = row.gpus, preset_of_device(row)
+    nodes, per_node = row.whole("nodes"), row.whole("gpus_per_node")
+    if nodes is None:
+        per_node = 8 if per_node is None else per_node
+    else:
+        per_node = gpus // max(nodes, 1) if per_node is None else per_node
+        if nodes * per_node != gpus and not (nodes == 1 and gpus < per_node):
+            raise RowError(f"nodes * gpus_per_node must be gpus, got {nodes} * {per_node} != {gpus}")
+    per_node = min(gpus, per_node)
     fabric = fabric_of(row, hardware, per_node)
     domain = NVLINK_DOMAIN.get(fabric) if isinstance(fabric, str) else None
     if domain is not None:
@@ -127,17 +135,6 @@ def cluster_of(row: Row) -> dict[str, Any]:
     if per_node < 1 or gpus % per_node:
         raise RowError("gpus_per_node does not divide gpus")
     return {"hardware": hardware, "nodes": gpus // per_node, "devices_per_node": per_node, "fabric": fabric}
-
-
-def _gpus_per_node(row: Row) -> int:
-    """GPUs per node as the row states or implies; 8 if it states nothing.  A partly used node is one node."""
-    nodes, stated = row.whole("nodes"), row.whole("gpus_per_node")
-    if nodes is None:
-        return 8 if stated is None else stated
-    of_each = row.gpus // max(nodes, 1) if stated is None else stated
-    if nodes * of_each != row.gpus and not (nodes == 1 and row.gpus < of_each):
-        raise RowError(f"nodes * gpus_per_node must be gpus, got {nodes} * {of_each} != {row.gpus}")
-    return of_each
 
 
 # What dgxc-benchmarking's models of PaxML recompute (paxml_mod_configs.py, v24.11.1): SAVE_DOT_ONLY keeps products, of
@@ -190,14 +187,13 @@ def framework_of(row: Row) -> Framework:
 
 def _container_habits(row: Row, framework: Framework) -> dict[str, Any]:
     """What recipes of Megatron-Bridge do with a mixture; where none is known: with most on that hardware."""
-    hardware, changes = row.text("hardware"), {}
+    calls, changes = FRAMEWORKS["nemo"].dispatch_calls, dict[str, Any]()
     if framework.overlap_ep and "mxfp8" not in row.text("precision").lower():
-        changes = {"overlap_ep": False, "fused_experts": False, "dispatch_calls": FRAMEWORKS["nemo"].dispatch_calls}
-    degrees = {key: row.whole(key) for key in DEGREES}
-    recipe = find_recipe(plain_name(row), hardware, row.text("precision"), row.software, degrees)
+        changes = {"overlap_ep": False, "fused_experts": False, "dispatch_calls": calls}
+    recipe = find_recipe(row)
     if recipe is not None:
-        return {**changes, "dispatch_calls": FRAMEWORKS["nemo"].dispatch_calls, **recipe.habits()}
-    if hardware.lower().startswith("gb"):  # CUDA graphs of the router and what precedes the dispatch
+        return {**changes, "dispatch_calls": calls, **recipe_habits(recipe)}
+    if row.text("hardware").lower().startswith("gb"):  # CUDA graphs of the router and what precedes the dispatch
         changes["dispatch_calls"] = 0.0
     return changes
 
@@ -215,91 +211,51 @@ DEGREES = ("tp", "pp", "vp", "ep", "micro_batch")
 FIRST = "25.11"  # release: before it, runs were with all-to-alls and limited capacity
 
 
-@dataclass(frozen=True, slots=True)
-class Recipe:
-    """A line of the table of Megatron-Bridge.
-
-    Attributes:
-        release: Container in which it appeared.
-        model, device: Beginning of a model's name without marks; word of the hardware.
-        precisions: ``bf16``, ``cs`` and ``sc`` (8 bits), ``mx`` (MXFP8) or ``nvfp4``.
-        degrees: In the order of ``DEGREES``.
-        dispatcher: As in ``ParallelSpec``.
-        overlap: Whether all-to-alls run beside another micro-batch.
-        graphs: ``none``, ``parts`` or ``whole``.
-        recompute: Modules.
-    """
-
-    release: str
-    model: str
-    device: str
-    precisions: tuple[str, ...]
-    degrees: tuple[int, ...]
-    dispatcher: str
-    overlap: bool
-    graphs: str
-    recompute: tuple[str, ...]
-
-    def habits(self) -> dict[str, Any]:
-        """Fields of a framework's profile that the recipe sets.
-
-        Where graphs hold the router and what precedes the dispatch, and HybridEP sorts on the device, the host does no
-        more than launch; so it is where the iteration is one graph.
-        """
-        free = self.graphs == "whole" or (self.graphs == "parts" and self.dispatcher == "hybridep")
-        return {
-            "dispatcher": self.dispatcher,
-            "overlap_ep": self.overlap,
-            "fused_experts": self.graphs == "whole",
-            **({"dispatch_calls": 0.0} if free else {}),
-            **({"recompute": "selective", "recompute_modules": self.recompute} if self.recompute else {}),
-        }
-
-
 @cached(1)
-def recipes() -> tuple[Recipe, ...]:
-    """All lines, oldest first."""
-    text = resources.files("stepsight.dataset").joinpath("presets/megatron_bridge.csv").read_text("utf-8")
-    found = [
-        Recipe(
-            line["release"],
-            line["model"],
-            line["device"],
-            tuple(line["precisions"].split()),
-            tuple([int(line[key]) for key in DEGREES]),
-            line["dispatcher"],
-            line["overlap"] == "yes",
-            line["graphs"],
-            tuple(line["recompute"].split()),
-        )
-        for line in csv.DictReader(text.splitlines())
-    ]
-    return tuple(sorted(found, key=lambda recipe: recipe.release))
+def recipes() -> tuple[dict[str, str], ...]:
+    """Lines of the table of Megatron-Bridge, oldest first.
 
-
-def find_recipe(
-    model: str, hardware: str, precision: str, software: str, degrees: Mapping[str, int | None]
-) -> Recipe | None:
-    """The recipe that a row is a run of: the one whose degrees are the row's, in its release or before.
-
-    Args:
-        model: Name without marks.
-        hardware, precision, software: As in the row.
-        degrees: By ``DEGREES``; None: the row does not say.
+    Its columns: the ``release`` in which a recipe appeared; the beginning of a ``model``'s name without marks; a word
+    of the ``device``; ``precisions``: ``bf16``, ``cs`` and ``sc`` (8 bits), ``mx`` (MXFP8) or ``nvfp4``; ``DEGREES``;
+    the ``dispatcher``; ``overlap``: whether all-to-alls run beside another micro-batch; ``graphs``: ``none``, ``parts``
+    or ``whole``; modules that it has to ``recompute``.
     """
-    container = re.search(r"\b(\d\d\.\d\d(?:\.\d\d)?)\b", software)
-    release, text = container[1] if container else "", precision.lower()
-    kind = next((word for word in ("nvfp4", "bf16", "mx") if word in text), "cs")
-    device = re.sub("[^a-z0-9].*", "", hardware.lower())
-    alike = [r for r in recipes() if model.startswith(r.model) and device == r.device]
-    same = [r for r in alike if kind in r.precisions] or alike
+    text = resources.files("stepsight.dataset").joinpath("presets/megatron_bridge.csv").read_text("utf-8")
+    return tuple(sorted(csv.DictReader(text.splitlines()), key=lambda line: line["release"]))
+
+
+def recipe_habits(recipe: Mapping[str, str]) -> dict[str, Any]:
+    """Fields of a framework's profile that a recipe sets.
+
+    Where graphs hold the router and what precedes the dispatch, and HybridEP sorts on the device, the host does no more
+    than launch; so it is where the iteration is one graph.
+    """
+    graphs, dispatcher, modules = recipe["graphs"], recipe["dispatcher"], tuple(recipe["recompute"].split())
+    free = graphs == "whole" or (graphs == "parts" and dispatcher == "hybridep")
+    return {
+        "dispatcher": dispatcher,
+        "overlap_ep": recipe["overlap"] == "yes",
+        "fused_experts": graphs == "whole",
+        **({"dispatch_calls": 0.0} if free else {}),
+        **({"recompute": "selective", "recompute_modules": modules} if modules else {}),
+    }
+
+
+def find_recipe(row: Row) -> dict[str, str] | None:
+    """The recipe that a row is a run of: the one whose degrees are the row's, in its release or before."""
+    container = re.search(r"\b(\d\d\.\d\d(?:\.\d\d)?)\b", row.software)
+    release, model = container[1] if container else "", plain_name(row)
+    kind = next((word for word in ("nvfp4", "bf16", "mx") if word in row.text("precision").lower()), "cs")
+    device = re.sub("[^a-z0-9].*", "", row.text("hardware").lower())
+    degrees = [str(row.whole(key) or 1) for key in DEGREES]
+    alike = [line for line in recipes() if model.startswith(line["model"]) and device == line["device"]]
+    same = [line for line in alike if kind in line["precisions"].split()] or alike
     if not same or release < FIRST:
         return None
 
-    def fit(recipe: Recipe) -> tuple[int, bool]:
-        stated = [(degrees.get(key), own) for key, own in zip(DEGREES, recipe.degrees, strict=True)]
-        return sum((value or 1) == own for value, own in stated), recipe.release <= release
+    def fit(line: Mapping[str, str]) -> tuple[int, bool]:
+        return sum(line[key] == own for key, own in zip(DEGREES, degrees, strict=True)), line["release"] <= release
 
     best = max(map(fit, same))
-    newest_last = [recipe for recipe in same if fit(recipe) == best]
+    newest_last = [line for line in same if fit(line) == best]
     return newest_last[-1] if best[1] else newest_last[0]

@@ -12,6 +12,7 @@ from functools import cached_property
 from pathlib import Path
 
 from stepsight.dataset.base.bounded import read_unpacked, reason
+from stepsight.dataset.base.caching import cached
 from stepsight.dataset.base.errors import JobError, TableError
 from stepsight.experiments.reports.text_table import table
 
@@ -111,8 +112,20 @@ COLUMNS = (
     Column("quality", "C: too much of it is guessed, it is left out"),
     Column("notes", "settings as overlap_grad_sync=true; SUSPECT: predicted but not scored"),
 )  # fmt: skip
-_NAMES = frozenset(column.name for column in COLUMNS)
 _UNIT = re.compile(r"[ _]*(?:\(([a-z]+)\)|\[([a-z]+)\])$")
+
+
+@cached(1)
+def _known_names() -> dict[str, tuple[Column, float]]:
+    """Every name of a column, also with a unit at its end, and the factor from that unit to the column's."""
+    known: dict[str, tuple[Column, float]] = {}
+    for column in COLUMNS:
+        for name in (column.name, *column.others):
+            known.setdefault(name, (column, 1.0))
+        for suffix, factor in UNITS.get(column.unit, {}).items():
+            for name in (column.name.removesuffix(f"_{column.unit}"), *column.others):
+                known.setdefault(f"{name}_{suffix}", (column, factor))
+    return known
 
 
 def read_header(names: Sequence[str]) -> list[tuple[str, float]]:
@@ -123,34 +136,24 @@ def read_header(names: Sequence[str]) -> list[tuple[str, float]]:
     Raises:
         TableError: If two columns mean the same, or a unit is not one of the column's.
     """
-    plain = [name.strip().lower() for name in names]
-    found = [(own, 1.0) if own in _NAMES else _read_name(own) for own in plain]
-    found = [
-        (own, 1.0) if name in plain and own != name else (name, f) for own, (name, f) in zip(plain, found, strict=True)
-    ]
+    plain, found = [name.strip().lower() for name in names], list[tuple[str, float]]()
+    for written, lower in zip(names, plain, strict=True):
+        stated = _UNIT.search(lower)
+        unit = next(filter(None, stated.groups()), "") if stated else ""
+        bare = re.sub(r"[ -]+", "_", _UNIT.sub("", lower).strip())
+        column, factor = _known_names().get(lower) or _known_names().get(bare) or (None, 1.0)
+        units = UNITS.get(column.unit, {}) if column else {}
+        if unit and units and column and bare in (column.name, *column.others):
+            if unit not in units:
+                raise TableError(f"the unit of {written.strip()!r:.80} must be one of {', '.join(units)}")
+            factor = units[unit]
+        own = column.name if column else lower
+        found.append((lower, 1.0) if own in plain and own != lower else (own, factor))
     for name in {name for name, _ in found}:
         same = [names[index].strip() for index, (other, _) in enumerate(found) if other == name]
         if len(same) > 1:
             raise TableError(f"a table has a column once, got twice {name} ({', '.join(same)})")
     return found
-
-
-def _read_name(written: str) -> tuple[str, float]:
-    lower = written.strip().lower()
-    stated = _UNIT.search(lower)
-    unit = next(filter(None, stated.groups()), "") if stated else ""
-    bare = re.sub(r"[ -]+", "_", _UNIT.sub("", lower).strip())
-    for column in COLUMNS:
-        units = UNITS.get(column.unit, {})
-        if unit and units and unit not in units and bare in (column.name, *column.others):
-            raise TableError(f"the unit of {written.strip()!r:.80} must be one of {', '.join(units)}")
-        if bare in (column.name, *column.others):
-            return column.name, units.get(unit, 1.0)
-        for suffix, factor in units.items():
-            own = column.name.removesuffix(f"_{column.unit}")
-            if any(bare == f"{name}_{suffix}" for name in (own, *column.others)):
-                return column.name, factor
-    return lower, 1.0
 
 
 def template() -> str:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from stepsight.dataset.job.specs import DISPATCHERS, RECOMPUTE_MODULES
-from stepsight.experiments.evaluation.row_facts import Recipe, cluster_of, find_recipe, recipes
+from stepsight.experiments.evaluation.row_facts import DEGREES, cluster_of, find_recipe, recipe_habits, recipes
 from stepsight.experiments.evaluation.runs_table import RowError
 from tests.experiments.evaluation.run_tables import run_row
 
@@ -93,15 +93,18 @@ def test_nodes_that_contradict_each_other_are_no_cluster(changes: dict[str, Any]
         cluster_of(run_row(**changes))
 
 
-def recipe(model: str, hardware: str, precision: str, release: str, **degrees: int) -> Recipe | None:
-    return find_recipe(model, hardware, precision, f"{release} NeMo Container", degrees)
+def recipe(model: str, hardware: str, precision: str, release: str, **degrees: int) -> dict[str, str] | None:
+    cells = {"tp": 1, "pp": 1, "vp": "", "ep": 1, "micro_batch": "", **degrees}
+    software = f"{release} NeMo Container"
+    return find_recipe(run_row(model_name=model, hardware=hardware, precision=precision, framework=software, **cells))
 
 
 def test_every_line_is_one_that_a_job_can_say() -> None:
     for line in recipes():
-        assert line.dispatcher in DISPATCHERS and line.graphs in ("none", "parts", "whole")
-        assert set(line.recompute) <= set(RECOMPUTE_MODULES)
-    assert [line.release for line in recipes()] == sorted(line.release for line in recipes())
+        assert line["dispatcher"] in DISPATCHERS and line["graphs"] in ("none", "parts", "whole")
+        assert set(line["recompute"].split()) <= set(RECOMPUTE_MODULES)
+        assert line["overlap"] in ("yes", "no") and all(line[key].isdigit() for key in DEGREES)
+    assert [line["release"] for line in recipes()] == sorted(line["release"] for line in recipes())
 
 
 @pytest.mark.parametrize(
@@ -110,23 +113,23 @@ def test_every_line_is_one_that_a_job_can_say() -> None:
 def test_the_newest_one_up_to_a_release_counts(release: str, dispatcher: str) -> None:
     """GPT-OSS on B200 sent copies, then tokens once, then copies again."""
     found = recipe("gptoss120b", "B200", "BF16", release, ep=8, micro_batch=4)
-    assert found is not None and found.habits()["recompute_modules"] == ("layernorm", "moe_act")
+    assert found is not None and recipe_habits(found)["recompute_modules"] == ("layernorm", "moe_act")
     if release != "26.02":
-        assert found.dispatcher == dispatcher
+        assert found["dispatcher"] == dispatcher
 
 
 def test_degrees_tell_variants_apart() -> None:
     """Virtual stages mark the recipe for B300 that overlapped."""
     overlapped = recipe("qwen3235ba22b", "B300", "MXFP8", "26.02.01", pp=8, vp=4, ep=8, micro_batch=1)
     plain = recipe("qwen3235ba22b", "B300", "MXFP8", "26.04", pp=8, ep=8, micro_batch=2)
-    assert overlapped is not None and overlapped.overlap and overlapped.dispatcher == "alltoall"
-    assert plain is not None and not plain.overlap
+    assert overlapped is not None and overlapped["overlap"] == "yes" and overlapped["dispatcher"] == "alltoall"
+    assert plain is not None and plain["overlap"] == "no"
 
 
 def test_whole_graphs_fuse_experts_and_leave_the_host_nothing() -> None:
     whole = recipe("qwen330ba3b", "GB300", "MXFP8", "26.06", ep=8, micro_batch=8)
     assert whole is not None
-    assert whole.habits() == {
+    assert recipe_habits(whole) == {
         "dispatcher": "hybridep", "overlap_ep": True, "fused_experts": True, "dispatch_calls": 0.0,
     }  # fmt: skip
 
