@@ -32,6 +32,12 @@ def _preset_tables() -> dict[str, Any]:
     return tomllib.loads(text)
 
 
+def reported_devices() -> Mapping[str, str]:
+    """Presets by the names that drivers report."""
+    reported: dict[str, str] = _preset_tables()["reported"]
+    return reported
+
+
 @cached(1)
 def _presets() -> tuple[Mapping[str, Hardware], Mapping[str, Fabric]]:
     """Hardware and fabrics of the package."""
@@ -189,28 +195,6 @@ def _check_units(hardware: Hardware) -> None:
             )
 
 
-# Words in a hardware's name, and the fabric of its vendor's own systems; the first match counts.
-_USUAL_FABRICS = {
-    ("h100", "pcie"): "pcie-gen5",
-    ("rtx", "5090"): "pcie-gen5",
-    ("rtx", "pro"): "pcie-gen5",
-    ("rtx", "4090"): "pcie-gen4",
-    ("pcie",): "pcie-gen4",
-    ("mi300x",): "mi300x-platform",
-    ("gaudi3",): "gaudi3-node",
-    ("a100",): "dgx-a100",
-    ("h100",): "dgx-h100",
-    ("h200",): "dgx-h100",
-    ("b200",): "dgx-b200",
-    ("b300",): "dgx-b300",
-    ("gb200",): "gb200-nvl72",
-    ("gb300",): "gb300-nvl72",
-    ("v100",): "dgx-1v",
-    ("cpu",): "loopback",
-    ("box",): "loopback",  # ranks of a cluster in a box are processes of one machine
-}
-
-
 def usual_fabric(hardware: str) -> str:
     """The usual fabric of a hardware: the one in its file, or that of its vendor's own systems.
 
@@ -220,7 +204,8 @@ def usual_fabric(hardware: str) -> str:
     if is_facts_file(hardware) and _hardware_file(hardware)[1]:
         return hardware
     words = set(hardware_name(hardware).split("-"))
-    found = next((fabric for needed, fabric in _USUAL_FABRICS.items() if words.issuperset(needed)), None)
+    usual: dict[str, str] = _preset_tables()["usual_fabric"]
+    found = next((fabric for needed, fabric in usual.items() if words.issuperset(needed.split())), None)
     if found is None and find_hardware(hardware) is None:
         raise JobError(
             f"cluster.{unknown_hardware(hardware)}; for hardware that only a predictor knows, state cluster.fabric too"

@@ -24,6 +24,9 @@ def _model(family: str, layers: int, hidden: int, heads: int, vocab: int, seq_le
 
 _MIXTRAL = {"kv_heads": 8, "experts": 8, "experts_per_token": 2}
 _LATENT = {"head_dim": 128, "attention": "mla", "kv_lora_rank": 512, "rope_head_dim": 64, "v_head_dim": 128}
+_DEEPSEEK_LITE = {"experts": 64, "experts_per_token": 6, "expert_ffn": 1408, "shared_experts": 2, "dense_layers": 1}
+_DEEPSEEK_3 = {"experts": 256, "experts_per_token": 8, "expert_ffn": 2048, "shared_experts": 1, "dense_layers": 3}
+_DEEPSEEK_3["q_lora_rank"] = 1536
 _T5 = {"encoder_layers": 24, "encoder_seq_len": 512, "tied_embeddings": True}
 
 # Family, layers, hidden, heads, vocab, seq_len; then the sizes that the family does not imply.
@@ -40,37 +43,8 @@ MODELS: MappingProxyType[str, dict[str, Any]] = MappingProxyType(
         "llama3-405b": _model("llama", 126, 16384, 128, 128256, 8192, kv_heads=8, ffn=53248),
         "mixtral-8x7b": _model("llama", 32, 4096, 32, 32000, 4096, ffn=14336, **_MIXTRAL),
         "mixtral-8x22b": _model("llama", 56, 6144, 48, 32000, 4096, ffn=16384, **_MIXTRAL),
-        "deepseek-v2-lite": _model(
-            "llama",
-            27,
-            2048,
-            16,
-            102400,
-            4096,
-            ffn=10944,
-            experts=64,
-            experts_per_token=6,
-            expert_ffn=1408,
-            shared_experts=2,
-            dense_layers=1,
-            **_LATENT,
-        ),
-        "deepseek-v3": _model(
-            "llama",
-            61,
-            7168,
-            128,
-            129280,
-            4096,
-            ffn=18432,
-            q_lora_rank=1536,
-            experts=256,
-            experts_per_token=8,
-            expert_ffn=2048,
-            shared_experts=1,
-            dense_layers=3,
-            **_LATENT,
-        ),
+        "deepseek-v2-lite": _model("llama", 27, 2048, 16, 102400, 4096, ffn=10944, **_DEEPSEEK_LITE, **_LATENT),
+        "deepseek-v3": _model("llama", 61, 7168, 128, 129280, 4096, ffn=18432, **_DEEPSEEK_3, **_LATENT),
         "bert-large": _model("bert", 24, 1024, 16, 30522, 512, tied_embeddings=True),
         "t5-large": _model("t5", 24, 1024, 16, 32128, 128, head_dim=64, ffn=4096, **_T5),
         "t5-11b": _model("t5", 24, 1024, 128, 32128, 128, head_dim=128, ffn=65536, **_T5),

@@ -7,8 +7,10 @@ import io
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
+from importlib import resources
 from pathlib import Path
 
 from stepsight.dataset.base.bounded import read_unpacked, reason
@@ -18,30 +20,28 @@ from stepsight.experiments.reports.text_table import table
 
 MOST = 1e18  # of any number: larger ones are typing mistakes
 SHORTEST_S, LONGEST_S = 1e-6, 1e7  # of an iteration
-NEEDED = (
-    "source", "hardware", "gpus", "framework", "family", "layers", "hidden", "seq_len", "micro_batch", "global_batch",
-    "precision", "iteration_time_s",
-)  # fmt: skip
 UNKNOWN = ("", "nan", "na", "none?")
 
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """A column that is read.
+    """A column that is read, a line of ``dataset/presets/run_columns.csv``.
 
     Attributes:
         name: As stepsight calls it.
-        meaning: For people.
+        needed: Whether a table must have it.
+        unit: Key of ``UNITS`` that its name stands for; empty: a number or a text without one.
         example: A cell of the template.
         others: Names that others give it; with a unit at their end where the column has one.
-        unit: Key of ``UNITS`` that its name stands for; empty: a number or a text without one.
+        meaning: For people.
     """
 
     name: str
+    needed: bool
+    unit: str
+    example: str
+    others: tuple[str, ...]
     meaning: str
-    example: str = ""
-    others: tuple[str, ...] = ()
-    unit: str = ""
 
 
 # How many of the column's own unit one of another is, by kind of unit.
@@ -50,76 +50,24 @@ UNITS: dict[str, dict[str, float]] = {
     "gb": {"gb": 1.0, "gib": 1.073741824, "mb": 1e-3, "mib": 1.048576e-3, "bytes": 1e-9},
 }
 
-COLUMNS = (
-    Column("source", "who measured it; rows of one source are reported together", "mine", ("dataset", "experiment")),
-    Column("hardware", "devices, as H100 or a preset's name", "H100", ("gpu", "gpu_model", "gpu_type", "accelerator")),
-    Column("gpu_mem_gb", "memory of a device, in GB", "80", ("gpu_memory",), "gb"),
-    Column("nodes", "number of nodes", "2", ("num_nodes", "n_nodes", "nnodes")),
-    Column(
-        "gpus_per_node", "devices of a node", "8", ("devices_per_node", "num_gpus_per_node", "nproc_per_node")
-    ),
-    Column(
-        "gpus", "devices of the run", "16",
-        ("num_gpus", "n_gpus", "ngpus", "gpu_count", "num_devices", "n_devices", "world_size", "total_gpus"),
-    ),
-    Column("inter_interconnect", "network between nodes: a preset's name, or words", "", ("network", "fabric")),
-    Column("framework", "what ran it, as megatron-core or torchtitan", "megatron-core", ("software", "library")),
-    Column("date", "when it ran, as 2025-04: it tells generations of a framework apart", "", ("month", "year")),
-    Column("container", "its image, as nvcr.io/nvidia/nemo:24.07: it tells releases of a framework apart", "",
-           ("image", "docker_image", "container_image")),
-    Column("cuda", "version of CUDA, as 12.4; does not change the answer", "", ("cuda_version",)),
-    Column("cublas", "version of cuBLAS; does not change the answer", "", ("cublas_version",)),
-    Column("nccl", "version of NCCL, as 2.21.5; a warning says if the model does not describe it", "",
-           ("nccl_version",)),
-    Column("attention", "attention kernels, as unfused, flash-attn 2.5.8 or cuDNN 9; default: as the framework has it",
-           "", ("attention_backend", "attn_impl", "attention_kernels")),
-    Column("kernels", "software whose measured kernels are taken, as TensorRT-LLM or SGLang; default: the predictor's"),
-    Column("model_name", "name of the model", "my-7b", ("model",)),
-    Column("family", "gpt, llama, bert, t5 or vit", "llama", ("architecture", "model_family", "model_type")),
-    Column("layers", "layers", "32", ("num_layers", "n_layers", "n_layer", "num_hidden_layers")),
-    Column("hidden", "hidden size", "4096", ("hidden_size", "hidden_dim", "d_model", "dim", "n_embd", "embed_dim")),
-    Column("ffn", "inner size of the MLP", "11008", ("ffn_hidden_size", "intermediate_size", "d_ff", "ffn_dim")),
-    Column("heads", "attention heads", "32", ("num_heads", "n_heads", "n_head", "num_attention_heads")),
-    Column("kv_heads", "heads of keys and values", "32", ("num_kv_heads", "num_key_value_heads", "n_kv_heads",
-           "num_query_groups")),
-    Column("vocab", "vocabulary", "32000", ("vocab_size", "padded_vocab_size")),
-    Column("seq_len", "tokens of a sequence", "4096", ("seq_length", "sequence_length", "max_seq_len",
-           "context_length", "seqlen")),
-    Column("experts", "experts of a layer", "", ("num_experts", "n_experts", "num_local_experts")),
-    Column("top_k", "experts of a token", "", ("topk", "moe_router_topk", "num_experts_per_tok")),
-    Column("gated_mlp", "yes or no", "", ("swiglu",)),
-    Column("tied_embeddings", "yes or no", "", ("tie_word_embeddings",)),
-    Column("tp", "tensor parallel ranks", "8", ("tensor_parallel", "tensor_parallel_size", "tp_size",
-           "tensor_model_parallel_size", "tensor_parallel_degree")),
-    Column("pp", "pipeline stages", "2", ("pipeline_parallel", "pipeline_parallel_size", "pp_size",
-           "pipeline_model_parallel_size", "pipeline_parallel_degree")),
-    Column("vp", "virtual stages of a pipeline stage", "1", ("virtual_stages", "vpp",
-           "virtual_pipeline_model_parallel_size")),
-    Column("cp", "context parallel ranks", "1", ("context_parallel", "context_parallel_size", "cp_size")),
-    Column("ep", "expert parallel ranks", "1", ("expert_parallel", "expert_model_parallel_size", "ep_size")),
-    Column("dp", "data parallel ranks", "1", ("data_parallel", "data_parallel_size", "dp_size")),
-    Column("zero_stage", "0 to 3; FSDP is 3", "1", ("zero", "zero_optimization_stage")),
-    Column("sequence_parallel", "yes or no", "yes", ("sp",)),
-    Column("micro_batch", "sequences of a micro-batch of a replica", "1", ("micro_batch_size", "mbs",
-           "per_device_batch_size", "per_device_train_batch_size", "local_batch_size")),
-    Column("global_batch", "sequences of an iteration", "128", ("global_batch_size", "gbs", "train_batch_size")),
-    Column("recompute", "none, selective or full", "none", ("activation_checkpointing", "recompute_granularity",
-           "activation_recompute")),
-    Column("precision", "bf16, fp16, fp8 or fp32", "bf16", ("dtype", "data_type")),
-    Column("iteration_time_s", "seconds of one optimizer step", "4.5", ("iteration_time", "iter_time", "step_time",
-           "time_per_step", "time_per_iteration", "elapsed_time_per_iteration"), "s"),
-    Column("memory_gb", "peak memory of a device, in GB", "", ("memory", "peak_memory", "max_memory"), "gb"),
-    Column("quality", "C: too much of it is guessed, it is left out"),
-    Column("notes", "settings as overlap_grad_sync=true; SUSPECT: predicted but not scored"),
-)  # fmt: skip
 _UNIT = re.compile(r"[ _]*(?:\(([a-z]+)\)|\[([a-z]+)\])$")
+
+
+@cached(1)
+def columns() -> tuple[Column, ...]:
+    """All columns, in the order of the template."""
+    text = resources.files("stepsight.dataset").joinpath("presets/run_columns.csv").read_text("utf-8")
+    return tuple(
+        Column(name, needed == "yes", unit, example, tuple(others.split()), meaning)
+        for name, needed, unit, example, others, meaning in [*csv.reader(text.splitlines())][1:]
+    )
 
 
 @cached(1)
 def _known_names() -> dict[str, tuple[Column, float]]:
     """Every name of a column, also with a unit at its end, and the factor from that unit to the column's."""
     known: dict[str, tuple[Column, float]] = {}
-    for column in COLUMNS:
+    for column in columns():
         for name in (column.name, *column.others):
             known.setdefault(name, (column, 1.0))
         for suffix, factor in UNITS.get(column.unit, {}).items():
@@ -158,14 +106,14 @@ def read_header(names: Sequence[str]) -> list[tuple[str, float]]:
 
 def template() -> str:
     """A table with one made-up run, to be filled in."""
-    filled = [column for column in COLUMNS if column.example]
+    filled = [column for column in columns() if column.example]
     header, row = (",".join(getattr(column, key) for column in filled) for key in ("name", "example"))
     return f"{header}\n{row}"
 
 
 def explanation() -> str:
     """Every column, for the terminal."""
-    rows = [[c.name, "yes" if c.name in NEEDED else "", c.meaning, ", ".join(c.others)] for c in COLUMNS]
+    rows = [[c.name, "yes" * c.needed, c.meaning, ", ".join(c.others)] for c in columns()]
     units = "; ".join(f"{', '.join(units)} for {kind}" for kind, units in UNITS.items())
     legend = f"a unit may stand at the end of a name, as step_time_ms, or behind it, as step_time (ms): {units}"
     return f"{table(['column', 'needed', 'meaning', 'also called'], rows)}\n{legend}"
@@ -232,7 +180,6 @@ class Row:
 
     @property
     def software(self) -> str:
-        """The framework, in the words of the source."""
         return self.text("framework")
 
     @cached_property
@@ -280,7 +227,7 @@ def number_in(text: str, name: str) -> float:
 
 
 def read_runs_table(path: Path) -> list[Row]:
-    """Rows of a ``.csv`` or ``.csv.gz`` file with the columns ``NEEDED`` and as many of the others as are known.
+    """Rows of a ``.csv`` or ``.csv.gz`` file with the needed columns and as many of the others as are known.
 
     A row without a ``row_id`` has the number of its line; a column's name may be written in capitals.
 
@@ -301,24 +248,18 @@ def _rows(path: Path) -> Iterator[Row]:
         except TableError as error:
             raise TableError(f"{path}: {error}") from None
         reader.fieldnames = names = [name for name, _ in found]
-        factors = {name: factor for name, factor in found if factor != 1.0}
-        missing = [name for name in NEEDED if name not in names]
+        needed = [column.name for column in columns() if column.needed]
+        missing = [name for name in needed if name not in names]
         if missing:
             raise TableError(
-                f"a table of runs has columns {', '.join(NEEDED)}; {path} lacks {', '.join(missing)}: "
+                f"a table of runs has columns {', '.join(needed)}; {path} lacks {', '.join(missing)}: "
                 "`stepsight evaluate --explain-columns` says what else they may be called"
             )
         for cells in reader:
             if None in cells or None in cells.values():
                 raise TableError(f"{path}, line {reader.line_num}: more or fewer cells than columns")
-            for name, factor in factors.items():
-                cells[name] = _scaled(cells[name], factor)
+            for name, factor in found:
+                if factor != 1.0 and cells[name].strip():
+                    with suppress(ValueError):  # other text stays as it is, and its reader refuses it
+                        cells[name] = repr(float(cells[name]) * factor)
             yield Row(cells if (cells.get("row_id") or "").strip() else {**cells, "row_id": str(reader.line_num)})
-
-
-def _scaled(cell: str, factor: float) -> str:
-    """A number in the unit of the column; other text stays as it is, and its reader refuses it."""
-    try:
-        return repr(float(cell) * factor) if cell.strip() else cell
-    except ValueError:
-        return cell

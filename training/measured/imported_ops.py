@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from stepsight.dataset.base.errors import TraceError
 from stepsight.dataset.graph.rank_trace import TracedSegment
+from stepsight.dataset.hardware.hardware import reported_devices
 from stepsight.dataset.job.job import Job
 from stepsight.dataset.kinds.op import Collective, Op
 from stepsight.dataset.runs.run_folder import read_imported
-from stepsight.dataset.tables.rows import PRESETS, device_name
+from stepsight.dataset.tables.rows import device_name
 from stepsight.training.measured.host_steps import HostStep, host_step
 
 if TYPE_CHECKING:
@@ -100,7 +101,7 @@ def imported_times(runs: Iterable[ImportedSegments]) -> ImportedTimes:
 
 
 def _check_hardware(traced: str, hardware: str, folder: Path) -> None:
-    known = hardware in PRESETS.values() or traced in PRESETS
+    known = hardware in reported_devices().values() or traced in reported_devices()
     if hardware and traced != "cpu" and known and device_name(traced) != hardware:
         raise TraceError(
             f"every run must be on the predictor's hardware: the device must be {hardware!r:.80}, got "
