@@ -23,13 +23,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ServedModel:
-    """The model inside the object that ``mlflow.pyfunc.load_model`` returns.
+    """The model inside the object that ``mlflow.pyfunc.load_model`` returns."""
 
-    Attributes:
-        predictor: Answers.
-    """
-
-    predictor: Predictor
+    predictor: Predictor  # answers
 
     def predict(self, model_input: DataFrame, params: dict[str, Any] | None = None) -> DataFrame:
         """Predict jobs.

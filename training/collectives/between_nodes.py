@@ -64,15 +64,10 @@ def never_falling(values: Array) -> Array:
 
 @dataclass(frozen=True)
 class SizeResidual:
-    """The correction of one kind on one cluster.
+    """The correction of one kind on one cluster."""
 
-    Attributes:
-        logs: At ``KNOTS``, log units.
-        support: Logarithms of bytes, ranks and ranks per node that were measured.
-    """
-
-    logs: Array
-    support: Support
+    logs: Array  # at KNOTS, log units
+    support: Support  # logarithms of bytes, ranks and ranks per node that were measured
 
     prior_std_log = 0.15  # by which NCCL's constants are wrong on a real network
 
@@ -126,18 +121,14 @@ AXES = 3  # of the measured range: logarithms of bytes, ranks and ranks per node
 
 @dataclass(frozen=True)
 class BetweenNodes:
-    """Fitted factors of collectives between nodes.
+    """Fitted factors of collectives between nodes."""
 
-    Attributes:
-        factors: Of ``CHOICE_TERMS``, ``(terms,)`` each, by kind, and by route for kinds that were not measured.
-        support: Smallest and largest logarithm of bytes, ranks and ranks per node that were measured, by kind.
-        errors: Mean absolute log-error on layouts that were left out in turn, by kind.
-        residuals: Corrections of one cluster by the size of a message, by kind.
-    """
-
+    # of CHOICE_TERMS, (terms,) each, by kind, and by route for kinds that were not measured
     factors: Mapping[str, Array]
+    # smallest and largest logarithm of bytes, ranks and ranks per node that were measured, by kind
     support: Mapping[str, Support]
-    errors: Mapping[str, float]
+    errors: Mapping[str, float]  # mean absolute log-error on layouts that were left out in turn, by kind
+    # corrections of one cluster by the size of a message, by kind
     residuals: Mapping[str, SizeResidual] = field(default_factory=dict)
 
     def seconds(self, collectives: Sequence[Collective], fabric: Fabric) -> Array:

@@ -109,20 +109,13 @@ def _curve_memo() -> Memo[Any, Array]:
 
 @dataclass(frozen=True)
 class CollectiveModel:
-    """Collectives on one hardware's links.
+    """Collectives on one hardware's links."""
 
-    Attributes:
-        regressor: Physics, trees and neighbours by kind and layout.
-        left_out: Answer as if the collectives asked about had not been measured (for honest intervals).
-        nccl: Whether this is NCCL on GPUs: its rings and trees (``nccl_terms``), not one host's messages.
-        carried: Labels that were measured on another device's links alone.
-        between: NCCL between nodes by its own choices; None: by ``regressor``, as in predictors of earlier versions.
-    """
-
-    regressor: Regressor
-    left_out: bool = False
-    nccl: bool = False
-    carried: tuple[str, ...] = ()
+    regressor: Regressor  # physics, trees and neighbours by kind and layout
+    left_out: bool = False  # answer as if the collectives asked about had not been measured (for honest intervals)
+    nccl: bool = False  # whether this is NCCL on GPUs: its rings and trees (nccl_terms), not one host's messages
+    carried: tuple[str, ...] = ()  # labels that were measured on another device's links alone
+    # NCCL between nodes by its own choices; None: by regressor, as in predictors of earlier versions
     between: BetweenNodes | None = None
     _curves: Memo[Any, Array] = field(default_factory=_curve_memo, init=False, compare=False, repr=False)
 

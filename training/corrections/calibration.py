@@ -25,14 +25,10 @@ Array = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class Resource:
-    """One factor.
+    """One factor."""
 
-    Attributes:
-        prior_std_log: How far from 1 it is believed to be before any iteration was seen, in log units.
-        low_log, high_log: What it may not leave.
-    """
-
-    prior_std_log: float
+    prior_std_log: float  # how far from 1 it is believed to be before any iteration was seen, in log units
+    # low_log, high_log: what it may not leave
     low_log: float
     high_log: float
 
@@ -72,13 +68,9 @@ def prior_stds() -> Array:
 
 @dataclass(frozen=True)
 class Constants:
-    """Factors by resource.
+    """Factors by resource."""
 
-    Attributes:
-        logs: Their logarithms in the order of ``NAMES``; 0: as measured.
-    """
-
-    logs: tuple[float, ...] = (0.0,) * len(NAMES)
+    logs: tuple[float, ...] = (0.0,) * len(NAMES)  # their logarithms in the order of NAMES; 0: as measured
 
     def __post_init__(self) -> None:
         if len(self.logs) != len(NAMES):
@@ -144,17 +136,11 @@ DRIFT_DOUBLINGS = 2.0  # doublings of the number of devices over which a correct
 
 @dataclass(frozen=True, slots=True)
 class JobFeatures:
-    """The features of a job that its similarity depends on.
+    """The features of a job that its similarity depends on."""
 
-    Attributes:
-        place: Doublings over ``SCALES``, ``(len(SCALES),)``.
-        labels: In the order of ``UNLIKE``.
-        doublings: Of one device.
-    """
-
-    place: tuple[float, ...]
-    labels: tuple[str, ...]
-    doublings: float
+    place: tuple[float, ...]  # doublings over SCALES, (len(SCALES),)
+    labels: tuple[str, ...]  # in the order of UNLIKE
+    doublings: float  # of one device
 
     @classmethod
     def of(cls, job: Job, software: str = "") -> JobFeatures:
@@ -211,16 +197,11 @@ LEAST = 1e-3  # of spread and noise: with smaller ones the matrix has no inverse
 
 @dataclass(frozen=True)
 class Residual:
-    """``log(measured / predicted)`` of some jobs.
+    """``log(measured / predicted)`` of some jobs."""
 
-    Attributes:
-        rows: The jobs, as far as it matters.
-        logs: What is left of each, ``(rows,)``.
-        spread, noise: Deviation of corrections from job to job, and of the same run repeated, in log units.
-    """
-
-    rows: tuple[JobFeatures, ...]
-    logs: tuple[float, ...]
+    rows: tuple[JobFeatures, ...]  # the jobs, as far as it matters
+    logs: tuple[float, ...]  # what is left of each, (rows,)
+    # spread, noise: deviation of corrections from job to job, and of the same run repeated, in log units
     spread: float
     noise: float
 
@@ -295,23 +276,15 @@ MOST_WIDTH = 10.0
 
 @dataclass(frozen=True)
 class Calibration:
-    """``calibrated = scale * exp(residual) * seconds``; the seconds are simulated with the constants.
+    """``calibrated = scale * exp(residual) * seconds``; the seconds are simulated with the constants."""
 
-    Attributes:
-        scale: Multiplies every duration; 1: uncalibrated.
-        constants: Multiply durations by what bounds them.
-        residual: What is left of jobs that are alike; None: nothing is known.
-        width: Of the interval, half of it, in deviations of the residual.
-        left_log: What the runs that taught it are still off by: half of the narrowest interval, in log-seconds.
-        judged_log: Likewise the runs that judged it.
-    """
-
-    scale: float = 1.0
-    constants: Constants = field(default_factory=Constants)
-    residual: Residual | None = None
-    width: float = 0.0
+    scale: float = 1.0  # multiplies every duration; 1: uncalibrated
+    constants: Constants = field(default_factory=Constants)  # multiply durations by what bounds them
+    residual: Residual | None = None  # what is left of jobs that are alike; None: nothing is known
+    width: float = 0.0  # of the interval, half of it, in deviations of the residual
+    # what the runs that taught it are still off by: half of the narrowest interval, in log-seconds
     left_log: float = 0.0
-    judged_log: float = 0.0
+    judged_log: float = 0.0  # likewise the runs that judged it
 
     @property
     def by_runs(self) -> bool:

@@ -91,15 +91,10 @@ LENGTHS = (0.02, 0.25, 0.5, 1.0, 2.0)  # log units; the first one only reproduce
 
 @dataclass(frozen=True, eq=False)
 class GaussianProcess:
-    """A process given its observations.
+    """A process given its observations."""
 
-    Attributes:
-        covariance: Of the observations, their noise included, ``(n, n)``.
-        values: The observations, ``(n,)``.
-    """
-
-    covariance: Array
-    values: Array
+    covariance: Array  # of the observations, their noise included, (n, n)
+    values: Array  # the observations, (n,)
 
     @cached_property
     def weights(self) -> Array:

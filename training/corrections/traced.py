@@ -30,17 +30,11 @@ _REACH = LENGTHS[2:]  # shorter lengths would memorise single signatures
 
 @dataclass(frozen=True)
 class TracedKind:
-    """The correction of one kind; log-seconds.
+    """The correction of one kind; log-seconds."""
 
-    Attributes:
-        offset: Of every op of the kind.
-        near: What is left near signatures that were traced.
-        support: Positions that were traced.
-    """
-
-    offset: float
-    near: Neighbours
-    support: Support
+    offset: float  # of every op of the kind
+    near: Neighbours  # what is left near signatures that were traced
+    support: Support  # positions that were traced
 
     prior_std_log = 0.3  # kernels in traces against tables of the same kernels
 

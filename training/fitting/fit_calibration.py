@@ -43,16 +43,11 @@ NORMAL_WIDTH = 1.645  # deviations that contain 90 % of a normal distribution
 
 @dataclass(frozen=True, slots=True)
 class TimedJob:
-    """A job and its measured iteration time.
-
-    Attributes:
-        seconds: Measured.
-        software: What ran it, in the words of who measured.
-    """
+    """A job and its measured iteration time."""
 
     job: Job
-    seconds: float
-    software: str = ""
+    seconds: float  # measured
+    software: str = ""  # what ran it, in the words of who measured
 
     @property
     def like(self) -> JobFeatures:
@@ -61,15 +56,11 @@ class TimedJob:
 
 @dataclass(frozen=True)
 class CalibrationFit:
-    """A calibrated predictor with what the calibration was fitted on.
+    """A calibrated predictor with what the calibration was fitted on."""
 
-    Attributes:
-        predictor: The predictor with its calibration.
-        process: ``log(measured / predicted)`` of every row before calibration, with the covariance that the fit
-            assumed.  Rows left out of it are predicted to first order in the factors, and without their bounds.
-    """
-
-    predictor: Predictor
+    predictor: Predictor  # the predictor with its calibration
+    # log(measured / predicted) of every row before calibration, with the covariance that the fit assumed.  Rows left
+    # out of it are predicted to first order in the factors, and without their bounds.
     process: GaussianProcess
 
 

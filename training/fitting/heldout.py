@@ -23,29 +23,18 @@ Array = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class HeldoutEvaluation:
-    """Errors and coverage of a predictor on held-out runs.
+    """Errors and coverage of a predictor on held-out runs."""
 
-    Attributes:
-        rows: One per run: ``run``, ``job``, ``measured_s``, ``spread_percent``, ``repeat_percent``, ``num_steps``,
-            ``predicted_s``, ``low_s``, ``high_s``, ``error_percent``, ``predicted_without_gnn_s``, ``unsupported``, and
-            the run's own ``op_error_regressor`` and ``op_error_with_gnn``.
-        mape: Mean absolute error of the iteration time, percent.
-        floor: Mean of ``repeat_percent``: the error that measuring the runs again would have, percent.
-        mape_without_gnn: The same by regressors alone, percent.
-        spearman: Rank correlation of predicted and measured iteration times.
-        coverage: Percent of the runs that their interval holds.
-        op_error_regressor: Time-weighted error of ops in context by regressors alone, percent; 0 without traces.
-        op_error_with_gnn: The same with the context model that ships, whichever it is.
-    """
-
+    # one per run: run, job, measured_s, spread_percent, repeat_percent, num_steps, predicted_s, low_s, high_s,
+    # error_percent, predicted_without_gnn_s, unsupported, and the run's own op_error_regressor and op_error_with_gnn
     rows: list[dict[str, Any]]
-    mape: float
-    floor: float
-    mape_without_gnn: float
-    spearman: float
-    coverage: float
-    op_error_regressor: float
-    op_error_with_gnn: float
+    mape: float  # mean absolute error of the iteration time, percent
+    floor: float  # mean of repeat_percent: the error that measuring the runs again would have, percent
+    mape_without_gnn: float  # the same by regressors alone, percent
+    spearman: float  # rank correlation of predicted and measured iteration times
+    coverage: float  # percent of the runs that their interval holds
+    op_error_regressor: float  # time-weighted error of ops in context by regressors alone, percent; 0 without traces
+    op_error_with_gnn: float  # the same with the context model that ships, whichever it is
 
 
 def evaluate_heldout(predictor: Predictor, collection: Path, *, role: str = "heldout") -> HeldoutEvaluation:

@@ -34,23 +34,14 @@ Array = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class OwnTable:
-    """Measurements of one device.
+    """Measurements of one device."""
 
-    Attributes:
-        hardware: Its facts.
-        ops: Distinct ops of each software; variants are places in ``software`` of the op's label.
-        software: What ran the ops, by label; first what is predicted for.
-        collectives: Distinct ones of ``library``.
-        library: What ran the collectives; empty without any.
-        skipped: Rows that are not used, by reason.
-    """
-
-    hardware: Hardware
-    ops: OpRows
-    software: Mapping[str, tuple[str, ...]]
-    collectives: CollectiveRows
-    library: str
-    skipped: Mapping[str, int]
+    hardware: Hardware  # its facts
+    ops: OpRows  # distinct ops of each software; variants are places in software of the op's label
+    software: Mapping[str, tuple[str, ...]]  # what ran the ops, by label; first what is predicted for
+    collectives: CollectiveRows  # distinct ones of library
+    library: str  # what ran the collectives; empty without any
+    skipped: Mapping[str, int]  # rows that are not used, by reason
 
     def labels(self) -> list[str]:
         """Label of each op."""

@@ -37,17 +37,11 @@ MOST_LOG = 100.0  # a wider interval is useless, and its end would overflow
 
 @dataclass(frozen=True)
 class Intervals:
-    """Symmetric interval in log-seconds.
+    """Symmetric interval in log-seconds."""
 
-    Attributes:
-        half_width_log: Half of its width.
-        coverage: Part of held-back runs that it is meant to hold.
-        num_runs: From how many held-back runs it comes; 0: not from measurement.
-    """
-
-    half_width_log: float = ROOFLINE_LOG
-    coverage: float = COVERAGE
-    num_runs: int = 0
+    half_width_log: float = ROOFLINE_LOG  # half of its width
+    coverage: float = COVERAGE  # part of held-back runs that it is meant to hold
+    num_runs: int = 0  # from how many held-back runs it comes; 0: not from measurement
 
     def half_width(self, unsupported_share: float = 0.0) -> float:
         """Half of the width in log-seconds; it grows with the share of the time outside the measured range."""
@@ -114,15 +108,10 @@ MOST_KNOWN = 4096
 
 @dataclass(frozen=True, slots=True)
 class JobClass:
-    """The properties of a job that the size of its prediction error depends on.
+    """The properties of a job that the size of its prediction error depends on."""
 
-    Attributes:
-        kind: Dense or a mixture, width of products, attention, and generation of the chip.
-        devices: How many move in step.
-    """
-
-    kind: tuple[str, str, str, str]
-    devices: int
+    kind: tuple[str, str, str, str]  # dense or a mixture, width of products, attention, and generation of the chip
+    devices: int  # how many move in step
 
 
 def class_of(job: Job) -> JobClass:
@@ -153,19 +142,12 @@ def job_class(mixture: bool, narrow: bool, fused: bool, hardware: str, devices: 
 
 @dataclass(frozen=True, slots=True)
 class PublishedRun:
-    """One published run.
+    """One published run."""
 
-    Attributes:
-        digest: Of its row.
-        like: What its job is like.
-        share: Part of its predicted time outside of what was measured.
-        error: ``|log(measured / predicted)|``.
-    """
-
-    digest: str
-    like: JobClass
-    share: float
-    error: float
+    digest: str  # of its row
+    like: JobClass  # what its job is like
+    share: float  # part of its predicted time outside of what was measured
+    error: float  # |log(measured / predicted)|
 
 
 def _scale(share: Array, devices: Array, others: Array) -> Array:

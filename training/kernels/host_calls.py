@@ -222,34 +222,21 @@ class Contention:
 
 @dataclass(frozen=True)
 class HostCalls:
-    """Durations of the calls of a host.
+    """Durations of the calls of a host."""
 
-    Attributes:
-        everything: Physics of all calls.
-        families, labels: Physics of families and of labels.
-        trees: By family.
-        known: Seconds of calls that were measured within steps, by label and op.
-        alone: Shortest and longest seconds of calls that were measured alone.
-        scale: Of all calls' seconds within a step.
-        gaps_s: Between calls, by phase, ``(3,)``.
-        step_s: Of every step besides.
-        loops: Physics of loops that a compiler fused.
-        contention: What calls lose beside other ranks.
-        shared: Whether other ranks compute on the host.
-    """
-
-    everything: Physics
+    everything: Physics  # physics of all calls
+    # families, labels: physics of families and of labels
     families: Mapping[str, Physics]
     labels: Mapping[str, Physics]
-    trees: Mapping[str, Trees] = field(default_factory=dict)
-    known: Known = field(default_factory=dict)
-    alone: Alone = field(default_factory=dict)
-    scale: float = 1.0
-    gaps_s: tuple[float, ...] = (0.0, 0.0, 0.0)
-    step_s: float = 0.0
-    loops: Physics = field(default_factory=usual_loops)
-    contention: Contention = field(default_factory=Contention)
-    shared: bool = False
+    trees: Mapping[str, Trees] = field(default_factory=dict)  # by family
+    known: Known = field(default_factory=dict)  # seconds of calls that were measured within steps, by label and op
+    alone: Alone = field(default_factory=dict)  # shortest and longest seconds of calls that were measured alone
+    scale: float = 1.0  # of all calls' seconds within a step
+    gaps_s: tuple[float, ...] = (0.0, 0.0, 0.0)  # between calls, by phase, (3,)
+    step_s: float = 0.0  # of every step besides
+    loops: Physics = field(default_factory=usual_loops)  # physics of loops that a compiler fused
+    contention: Contention = field(default_factory=Contention)  # what calls lose beside other ranks
+    shared: bool = False  # whether other ranks compute on the host
 
     def seconds(self, calls: Sequence[str], ops: Sequence[Op], phases: Sequence[int]) -> Array:
         """Seconds of each call within a step, without the gaps between calls, ``(n,)``."""

@@ -35,15 +35,10 @@ HEAD_DIM_STEP = 32  # FlashAttention-2 has kernels for these head sizes and pads
 
 @dataclass(frozen=True)
 class Ratio:
-    """The slowdown of a kind relative to its base's efficiency.
+    """The slowdown of a kind relative to its base's efficiency."""
 
-    Attributes:
-        log_ratio: What was measured elsewhere, from ``MIN_LOG_RATIO`` to ``MAX_LOG_RATIO``.
-        evidence: Where it was measured, for people.
-    """
-
-    log_ratio: float
-    evidence: str
+    log_ratio: float  # what was measured elsewhere, from MIN_LOG_RATIO to MAX_LOG_RATIO
+    evidence: str  # where it was measured, for people
 
     prior_std_log = 0.3  # of the ratio of two kinds' efficiencies
 
@@ -197,29 +192,22 @@ class OtherDevices(Protocol):
 
 @dataclass(frozen=True)
 class KernelModel:
-    """Ops of one hardware.
+    """Ops of one hardware."""
 
-    Attributes:
-        hardware: What was measured.
-        regressor: Physics, trees and neighbours by kind.
-        left_out: Answer as if the ops asked about had not been measured (for honest intervals).
-        derives: Whether this comes from tables of a device on its own: then kinds that were not measured take the
-            efficiency of others (see ``derived``) instead of the roofline, and busy neighbours do not count.
-        ratios: By kind that was not measured here, what others measured of it against its base.
-        traced: By kind, what traces of real steps add.
-        serves: Another device with the same chip that is asked about: ops take as much longer as its roofline says.
-        transfer: Answers for ops that the regressor says nothing of; None: they run at the roofline.
-        software: What ran the measured ops, by label, the one to predict for first.
-    """
-
-    hardware: Hardware
-    regressor: Regressor
-    left_out: bool = False
+    hardware: Hardware  # what was measured
+    regressor: Regressor  # physics, trees and neighbours by kind
+    left_out: bool = False  # answer as if the ops asked about had not been measured (for honest intervals)
+    # whether this comes from tables of a device on its own: then kinds that were not measured take the efficiency of
+    # others (see derived) instead of the roofline, and busy neighbours do not count
     derives: bool = False
+    # by kind that was not measured here, what others measured of it against its base
     ratios: Mapping[str, Ratio] = field(default_factory=dict)
-    traced: Mapping[str, TracedKind] = field(default_factory=dict)
+    traced: Mapping[str, TracedKind] = field(default_factory=dict)  # by kind, what traces of real steps add
+    # another device with the same chip that is asked about: ops take as much longer as its roofline says
     serves: Hardware | None = None
+    # answers for ops that the regressor says nothing of; None: they run at the roofline
     transfer: OtherDevices | None = None
+    # what ran the measured ops, by label, the one to predict for first
     software: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     def seconds(self, ops: Sequence[Op], busy: int, software: Sequence[str] = ()) -> Array:

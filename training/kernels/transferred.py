@@ -47,18 +47,13 @@ _CHUNK = 2048
 
 @dataclass(frozen=True, eq=False)
 class Posterior:
-    """The posterior from the measured ops of one label.
+    """The posterior from the measured ops of one label."""
 
-    Attributes:
-        scales: Logarithms of the constant, the noise, the amplitude and length of each term, and how much more noise
-            short ops have.
-        rows: Columns of the measured ops by term.
-        weights: Of each measured op, ``(rows,)``.
-    """
-
+    # logarithms of the constant, the noise, the amplitude and length of each term, and how much more noise short ops
+    # have
     scales: Array
-    rows: dict[str, Array]
-    weights: Array
+    rows: dict[str, Array]  # columns of the measured ops by term
+    weights: Array  # of each measured op, (rows,)
 
     def mean(self, asked: Blocks) -> Array:
         """Expected correction of each op in log units, ``(asked,)``."""
@@ -126,16 +121,11 @@ class Correction:
 
     Short ops scatter more.  A posterior that knows it is nearer for long ops, but smooths away what is really different
     about short ones; for those one is taken that believes every measurement alike.
-
-    Attributes:
-        long: With more noise in short ops.
-        short: With the same noise in all.
-        support: Lowest and highest log dims that were measured.
     """
 
-    long: Posterior
-    short: Posterior
-    support: Support
+    long: Posterior  # with more noise in short ops
+    short: Posterior  # with the same noise in all
+    support: Support  # lowest and highest log dims that were measured
 
     prior_std_log = CONSTANT
 
@@ -280,17 +270,11 @@ def own_columns() -> dict[str, tuple[str, ...]]:
 
 @dataclass(frozen=True, eq=False)
 class Teacher:
-    """A shipped predictor whose efficiencies are used.
+    """A shipped predictor whose efficiencies are used."""
 
-    Attributes:
-        name: Of the predictor.
-        digest: Of it, as its manifest says.
-        kernel: Its ops.
-    """
-
-    name: str
-    digest: str
-    kernel: KernelModel
+    name: str  # of the predictor
+    digest: str  # of it, as its manifest says
+    kernel: KernelModel  # its ops
 
     def efficiency(self, ops: Sequence[Op]) -> Array:
         """Log of time over roofline of each op, ``(ops,)``."""
@@ -304,20 +288,13 @@ class Teacher:
 
 @dataclass(frozen=True, eq=False)
 class Transfer:
-    """Ops by other devices' efficiency and by the measured ones.
+    """Ops by other devices' efficiency and by the measured ones."""
 
-    Attributes:
-        hardware: The device.
-        teachers: Whose efficiencies count.
-        like: Name of the teacher whose efficiency is the first guess; empty: the mean of all.
-        posteriors: Corrections by label and software (``name_of``).
-        columns: Features that each term of the covariance reads.
-    """
-
-    hardware: Hardware
-    teachers: tuple[Teacher, ...]
-    like: str = ""
-    posteriors: Mapping[str, Correction] = field(default_factory=dict)
+    hardware: Hardware  # the device
+    teachers: tuple[Teacher, ...]  # whose efficiencies count
+    like: str = ""  # name of the teacher whose efficiency is the first guess; empty: the mean of all
+    posteriors: Mapping[str, Correction] = field(default_factory=dict)  # corrections by label and software (name_of)
+    # features that each term of the covariance reads
     columns: Mapping[str, tuple[str, ...]] = field(default_factory=own_columns)
 
     def seconds(self, ops: Sequence[Op], variants: Sequence[int] | NDArray[np.int64] | int = 0) -> Array:

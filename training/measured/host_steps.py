@@ -50,26 +50,16 @@ class HostStep:
     """The work of one rank's host in one step.
 
     Shapes: ``n`` ops in order.
-
-    Attributes:
-        name: Of the run.
-        ops: ``(n,)`` signatures.
-        calls: ``(n,)`` names of the framework's calls.
-        phase: ``(n,)``: index of ``PHASES``.
-        op_s: ``(n,)``: seconds without a profiler, the median over traced steps.
-        step_s: Median seconds of a step that was timed without a profiler.
-        place: Of the graph of such a step in the dataset.
-        ranks: Of the run, on one host.
     """
 
-    name: str
-    ops: tuple[Op, ...]
-    calls: tuple[str, ...]
-    phase: Ints
-    op_s: Floats
-    step_s: float
-    place: int = -1
-    ranks: int = 1
+    name: str  # of the run
+    ops: tuple[Op, ...]  # (n,) signatures
+    calls: tuple[str, ...]  # (n,) names of the framework's calls
+    phase: Ints  # (n,): index of PHASES
+    op_s: Floats  # (n,): seconds without a profiler, the median over traced steps
+    step_s: float  # median seconds of a step that was timed without a profiler
+    place: int = -1  # of the graph of such a step in the dataset
+    ranks: int = 1  # of the run, on one host
 
     def counts(self) -> Floats:
         """Number of ops by phase, shape ``(len(PHASES),)``."""

@@ -41,20 +41,14 @@ _BESIDE, _ALONE = 0.5, 0.02  # share of an op that overlaps with a collective
 
 @dataclass(frozen=True)
 class Overlap:
-    """The slowdown of compute that overlaps with collectives.
+    """The slowdown of compute that overlaps with collectives."""
 
-    Attributes:
-        share: Part of the overlapped time that is lost, the median weighted by time: ``Hardware.comm_compute_share``.
-        ops: Overlapped ops that have the same kernel of the same signature without overlap, and take ``LEAST_ALONE_S``
-            there at least.
-        seconds: Overlapped.
-        slowdown: How many times as long those ops take, the median weighted by time.
-    """
-
-    share: float
+    share: float  # part of the overlapped time that is lost, the median weighted by time: Hardware.comm_compute_share
+    # overlapped ops that have the same kernel of the same signature without overlap, and take LEAST_ALONE_S there at
+    # least
     ops: int
-    seconds: float
-    slowdown: float
+    seconds: float  # overlapped
+    slowdown: float  # how many times as long those ops take, the median weighted by time
 
 
 def with_facts(hardware: Hardware, launches: Mapping[str, float], overlap: Overlap | None) -> Hardware:

@@ -26,42 +26,28 @@ HELDOUT = "heldout"  # role of runs that judge: they never train
 
 @dataclass(frozen=True)
 class ImportedSegments:
-    """An imported run, read from the dataset.
+    """An imported run, read from the dataset."""
 
-    Attributes:
-        folder: The run folder.
-        name: Of the run.
-        device: Name of the device as the trace has it; ``cpu`` where the host computed.
-        job: The job that ran; None if unknown.
-        segments: Of all steps and ranks.
-        steps: What ran in all steps, kernel by kernel.
-        host: The step of a host that computes; None where a device does, or where no step was timed.
-    """
-
-    folder: Path
-    name: str
-    device: str
-    job: Job | None
-    segments: tuple[TracedSegment, ...]
-    steps: StepWorks
-    host: HostStep | None
+    folder: Path  # the run folder
+    name: str  # of the run
+    device: str  # name of the device as the trace has it; cpu where the host computed
+    job: Job | None  # the job that ran; None if unknown
+    segments: tuple[TracedSegment, ...]  # of all steps and ranks
+    steps: StepWorks  # what ran in all steps, kernel by kernel
+    host: HostStep | None  # the step of a host that computes; None where a device does, or where no step was timed
 
     whole = False  # its iteration was not timed without a profiler
 
 
 @dataclass
 class ImportedTimes:
-    """Seconds of each signature, over all imported runs.
+    """Seconds of each signature, over all imported runs."""
 
-    Attributes:
-        ops: Of each op, once for each call; where nothing ran beside it, if that ever was.
-        collectives: Of each collective, from when its last rank came to it.
-        device: ``cuda`` or ``cpu``; empty if nothing was imported.
-    """
-
+    # of each op, once for each call; where nothing ran beside it, if that ever was
     ops: dict[Op, list[float]] = field(default_factory=dict)
+    # of each collective, from when its last rank came to it
     collectives: dict[Collective, list[float]] = field(default_factory=dict)
-    device: str = ""
+    device: str = ""  # cuda or cpu; empty if nothing was imported
 
 
 def read_imported_segments(folders: Iterable[Path], hardware: str = "") -> list[ImportedSegments]:

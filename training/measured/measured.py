@@ -36,30 +36,23 @@ _MOST_SLOWDOWN = 1.7  # of a call within a step to the same call alone, if it wa
 
 @dataclass
 class Profile:
-    """Ops and collectives measured on their own, and the hardware's facts.
+    """Ops and collectives measured on their own, and the hardware's facts."""
 
-    Attributes:
-        ops, op_busy, op_seconds: Measured ops, one entry each.
-        op_host_seconds: What the host took to launch each, 0 where that was not measured.
-        fabric: Of collectives whose file does not say on which links.
-        collectives, fabrics, collective_seconds: Measured collectives.
-        facts: Fields of ``Hardware`` that were measured.
-        digest: Of the files.
-        device: On what imported runs computed; empty if there are none.
-        calls: Shortest and longest seconds of framework calls that were measured alone, by label and op.
-    """
-
-    fabric: Fabric | None
+    fabric: Fabric | None  # of collectives whose file does not say on which links
+    # ops, op_busy, op_seconds: measured ops, one entry each
     ops: list[Op] = field(default_factory=list)
     op_busy: list[int] = field(default_factory=list)
     op_seconds: list[float] = field(default_factory=list)
+    # what the host took to launch each, 0 where that was not measured
     op_host_seconds: list[float] = field(default_factory=list)
+    # collectives, fabrics, collective_seconds: measured collectives
     collectives: list[Collective] = field(default_factory=list)
     fabrics: list[Fabric] = field(default_factory=list)
     collective_seconds: list[float] = field(default_factory=list)
-    facts: dict[str, Any] = field(default_factory=dict)
-    digest: str = ""
-    device: str = ""
+    facts: dict[str, Any] = field(default_factory=dict)  # fields of Hardware that were measured
+    digest: str = ""  # of the files
+    device: str = ""  # on what imported runs computed; empty if there are none
+    # shortest and longest seconds of framework calls that were measured alone, by label and op
     calls: dict[tuple[str, Op], tuple[float, float]] = field(default_factory=dict)
 
     def add_op(self, op: Op, busy: int, seconds: float, host_seconds: float = 0.0) -> None:
@@ -305,21 +298,13 @@ def fill_from_traces(profile: Profile, runs: Iterable[MeasuredRun]) -> list[str]
 
 @dataclass(frozen=True)
 class MeanSegment:
-    """Executions of one segment of one run, averaged.
+    """Executions of one segment of one run, averaged."""
 
-    Attributes:
-        program: What they have in common.
-        slot_s: Mean in-context seconds of each node, ``(n,)``, stalls cut off.
-        busy: Devices that compute at once.
-        run: Name of the run.
-        repeats: How many executions.
-    """
-
-    program: Program
-    slot_s: Array
-    busy: int
-    run: str
-    repeats: int
+    program: Program  # what they have in common
+    slot_s: Array  # mean in-context seconds of each node, (n,), stalls cut off
+    busy: int  # devices that compute at once
+    run: str  # name of the run
+    repeats: int  # how many executions
 
 
 STALL = 2.5  # times the median of the same signature in the same run

@@ -44,20 +44,14 @@ SHARED = 64  # predictions whose intervals are computed together when the first 
 
 
 class Answers(NamedTuple):
-    """Predicted times and memory of ``n`` jobs, in their order; each of shape ``(n,)``.
+    """Predicted times and memory of ``n`` jobs, in their order; each of shape ``(n,)``."""
 
-    Attributes:
-        seconds: Iteration time, in seconds; NaN where a job does not fit in memory and was not timed.
-        low_s, high_s: Ends of the prediction interval, in seconds; NaN where ``seconds`` is, or if not asked for.
-        peak_bytes: Memory that the fullest stage needs.
-        capacity_bytes: Memory of that stage's device.
-    """
-
-    seconds: Floats
+    seconds: Floats  # iteration time, in seconds; NaN where a job does not fit in memory and was not timed
+    # low_s, high_s: ends of the prediction interval, in seconds; NaN where seconds is, or if not asked for
     low_s: Floats
     high_s: Floats
-    peak_bytes: Floats
-    capacity_bytes: Floats
+    peak_bytes: Floats  # memory that the fullest stage needs
+    capacity_bytes: Floats  # memory of that stage's device
 
     @property
     def fits(self) -> NDArray[np.bool_]:

@@ -28,23 +28,14 @@ _MODEL_OVER_FORWARD = 3.0  # FLOP of forward and backward, without recomputation
 
 @dataclass(frozen=True, eq=False)
 class CapturedPrediction:
-    """The predicted time and memory of one captured training step.
+    """The predicted time and memory of one captured training step."""
 
-    Attributes:
-        captured: The script's ranks.
-        hardware_name: Of the devices.
-        step: The timed step.
-        latency: The durations that the prediction is made of.
-        predictor: The predictor that answered; None: hardware facts.
-        source: Where the durations come from, for people.
-    """
-
-    captured: Captured
-    hardware_name: str
-    step: CapturedStep
-    latency: LearnedLatency | RooflineLatency
-    predictor: Predictor | None
-    source: str
+    captured: Captured  # the script's ranks
+    hardware_name: str  # of the devices
+    step: CapturedStep  # the timed step
+    latency: LearnedLatency | RooflineLatency  # the durations that the prediction is made of
+    predictor: Predictor | None  # the predictor that answered; None: hardware facts
+    source: str  # where the durations come from, for people
 
     @property
     def iteration_time_s(self) -> float:

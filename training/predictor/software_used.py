@@ -31,21 +31,14 @@ class Asked(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class SoftwareUsed:
-    """The software that a prediction stands for.
+    """The software that a prediction stands for."""
 
-    Attributes:
-        profile: Name of the framework's profile; empty: the job names no framework.
-        kernels: Whose kernels run the job's ops, by family of ops (``gemm/fp8``), where a predictor knows several.
-        nccl: Versions that collectives were measured with.
-        unused: Stated facts that do not change the prediction, each with the reason.
-        doubts: Stated facts that the prediction does not stand for, so that it may be wrong.
-    """
-
-    profile: str = ""
+    profile: str = ""  # name of the framework's profile; empty: the job names no framework
+    # whose kernels run the job's ops, by family of ops (gemm/fp8), where a predictor knows several
     kernels: Mapping[str, str] = field(default_factory=dict)
-    nccl: tuple[str, ...] = ()
-    unused: tuple[str, ...] = ()
-    doubts: tuple[str, ...] = ()
+    nccl: tuple[str, ...] = ()  # versions that collectives were measured with
+    unused: tuple[str, ...] = ()  # stated facts that do not change the prediction, each with the reason
+    doubts: tuple[str, ...] = ()  # stated facts that the prediction does not stand for, so that it may be wrong
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON."""

@@ -31,25 +31,15 @@ MOST_WEIGHT = 1e3  # of a neighbour
 
 @dataclass(frozen=True)
 class SignatureRows:
-    """Signatures as numbers for a regressor.
+    """Signatures as numbers for a regressor."""
 
-    Attributes:
-        kinds: Kind of each row; physics is fitted per kind.
-        families: Family of each row; trees are fitted per family.
-        terms: Physical quantities, ``(rows, terms)``.
-        busy: Devices of a node that compute at once, ``(rows,)``.
-        positions: Where each row lies among its kind, one array ``(axes,)`` per row.
-        features: For the trees, ``(rows, len(names))``.
-        names: Of the features.
-    """
-
-    kinds: tuple[str, ...]
-    families: tuple[str, ...]
-    terms: Array
-    busy: Array
-    positions: tuple[Array, ...]
-    features: Array
-    names: tuple[str, ...]
+    kinds: tuple[str, ...]  # kind of each row; physics is fitted per kind
+    families: tuple[str, ...]  # family of each row; trees are fitted per family
+    terms: Array  # physical quantities, (rows, terms)
+    busy: Array  # devices of a node that compute at once, (rows,)
+    positions: tuple[Array, ...]  # where each row lies among its kind, one array (axes,) per row
+    features: Array  # for the trees, (rows, len(names))
+    names: tuple[str, ...]  # of the features
 
     def __len__(self) -> int:
         return len(self.kinds)
@@ -90,24 +80,16 @@ def rows_by(labels: Iterable[H]) -> dict[H, NDArray[np.int64]]:
 
 @dataclass(frozen=True)
 class Regressor:
-    """Fitted layers; see the module.
+    """Fitted layers; see the module."""
 
-    Attributes:
-        physics: By kind; a kind that is not here was never measured.
-        trees: By family, where they help.
-        neighbours: By kind; none where a table is so large that its trees say all.
-        support: By kind, lowest and highest position that was measured, two arrays ``(axes,)``.
-        busy: Fewest and most busy devices of a node that were measured.
-        errors: By family, mean absolute log-error on signatures left out in turn.
-        left_out: Seconds of each measured row, predicted by a fit that did not see its signature; not saved.
-    """
-
-    physics: Mapping[str, Physics]
-    trees: Mapping[str, Trees]
-    neighbours: Mapping[str, Neighbours]
-    support: Mapping[str, Support]
-    busy: tuple[float, float] = (1.0, 1.0)
+    physics: Mapping[str, Physics]  # by kind; a kind that is not here was never measured
+    trees: Mapping[str, Trees]  # by family, where they help
+    neighbours: Mapping[str, Neighbours]  # by kind; none where a table is so large that its trees say all
+    support: Mapping[str, Support]  # by kind, lowest and highest position that was measured, two arrays (axes,)
+    busy: tuple[float, float] = (1.0, 1.0)  # fewest and most busy devices of a node that were measured
+    # by family, mean absolute log-error on signatures left out in turn
     errors: Mapping[str, float] = field(default_factory=dict)
+    # seconds of each measured row, predicted by a fit that did not see its signature; not saved
     left_out: Mapping[Key, float] = field(default_factory=dict)
 
     def seconds(self, rows: SignatureRows) -> Array:

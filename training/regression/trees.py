@@ -117,15 +117,10 @@ class _Tree(NamedTuple):
 
 @dataclass(frozen=True)
 class Trees:
-    """A LightGBM model from its text.
+    """A LightGBM model from its text."""
 
-    Attributes:
-        text: As ``Booster.model_to_string`` writes it.
-        share: Part of its prediction that counts; the neighbours make up the rest where they can.
-    """
-
-    text: str
-    share: float = 1.0
+    text: str  # as Booster.model_to_string writes it
+    share: float = 1.0  # part of its prediction that counts; the neighbours make up the rest where they can
 
     @cached_property
     def _packed(self) -> tuple[_Tree, NDArray[np.int64], float]:

@@ -39,48 +39,32 @@ __all__ = ["RECIPES", "Recipe", "TableSource", "read_recipe", "retrain", "shippe
 
 @dataclass(frozen=True)
 class TableSource:
-    """A part of the public data.
+    """A part of the public data."""
 
-    Attributes:
-        format: Of ``dataset.tables.FORMATS``.
-        path: Within the folder of all data.
-        families: Of ops that are taken from it; empty: all.
-    """
-
-    format: str
-    path: str
-    families: tuple[str, ...] = ()
+    format: str  # of dataset.tables.FORMATS
+    path: str  # within the folder of all data
+    families: tuple[str, ...] = ()  # of ops that are taken from it; empty: all
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """A recipe of a shipped predictor.
+    """A recipe of a shipped predictor."""
 
-    Attributes:
-        chip: What the hardware and its twins share.
-        hardware: Preset of what was measured.
-        twins: Presets with the same chip, served too: ops take as much longer as their roofline says.
-        own: Measurements of the hardware.
-        others: Measurements of other devices, for kinds that ``own`` lacks.
-        software: Patterns of what ran them and of its precision (``TRTLLM 1.0 fp8``): first what training runs most
-            alike, then what only lends its shapes.
-        kernels: Names of the groups of ``software``, by label of ops, for jobs that ask for one.
-        collectives: Measurements of collectives; between nodes those of other devices count too, relative to their
-            links.
-        stated: Ratios of kinds that are in no table, from papers.
-        lent: Measurements of devices with the same chip, by preset, of what ``own`` lacks: ops count as much longer or
-            shorter as rooflines say, and collectives within a node as they are.
-    """
-
-    chip: str
-    hardware: str
-    twins: tuple[str, ...]
-    own: tuple[TableSource, ...]
-    others: tuple[TableSource, ...]
+    chip: str  # what the hardware and its twins share
+    hardware: str  # preset of what was measured
+    twins: tuple[str, ...]  # presets with the same chip, served too: ops take as much longer as their roofline says
+    own: tuple[TableSource, ...]  # measurements of the hardware
+    others: tuple[TableSource, ...]  # measurements of other devices, for kinds that own lacks
+    # patterns of what ran them and of its precision (TRTLLM 1.0 fp8): first what training runs most alike, then what
+    # only lends its shapes
     software: tuple[str, ...]
+    # names of the groups of software, by label of ops, for jobs that ask for one
     kernels: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    # measurements of collectives; between nodes those of other devices count too, relative to their links
     collectives: tuple[TableSource, ...] = ()
-    stated: Mapping[str, Ratio] = field(default_factory=dict)
+    stated: Mapping[str, Ratio] = field(default_factory=dict)  # ratios of kinds that are in no table, from papers
+    # measurements of devices with the same chip, by preset, of what own lacks: ops count as much longer or shorter as
+    # rooflines say, and collectives within a node as they are
     lent: Mapping[str, tuple[TableSource, ...]] = field(default_factory=dict)
 
 

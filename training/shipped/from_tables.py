@@ -36,17 +36,11 @@ def medians(times: Iterable[Sequence[float]]) -> Array:
 
 @dataclass(frozen=True)
 class OpRows:
-    """Distinct measured ops, shapes ``(rows,)``: the median where an op was measured several times.
+    """Distinct measured ops, shapes ``(rows,)``: the median where an op was measured several times."""
 
-    Attributes:
-        ops: Signatures.
-        seconds: Of one call.
-        variants: Which group of software ran it; 0 is the one to predict for.
-    """
-
-    ops: tuple[Op, ...]
-    seconds: Array
-    variants: NDArray[np.int64]
+    ops: tuple[Op, ...]  # signatures
+    seconds: Array  # of one call
+    variants: NDArray[np.int64]  # which group of software ran it; 0 is the one to predict for
 
     @classmethod
     def of(cls, times: Mapping[tuple[Op, int], Sequence[float]]) -> OpRows:
@@ -144,18 +138,13 @@ def fit_ratios(model: KernelModel, others: Measurements) -> dict[str, Ratio]:
 
 @dataclass(frozen=True)
 class CollectiveRows:
-    """Distinct measured collectives, shapes ``(rows,)``: the median where one was measured several times.
+    """Distinct measured collectives, shapes ``(rows,)``: the median where one was measured several times."""
 
-    Attributes:
-        collectives, fabrics: Signatures, each on its links.
-        seconds: Of one call.
-        own: Whether it was measured on the device itself, rather than on another one's links.
-    """
-
+    # collectives, fabrics: signatures, each on its links
     collectives: tuple[Collective, ...]
     fabrics: tuple[Fabric, ...]
-    seconds: Array
-    own: NDArray[np.bool_]
+    seconds: Array  # of one call
+    own: NDArray[np.bool_]  # whether it was measured on the device itself, rather than on another one's links
 
     def __len__(self) -> int:
         return len(self.collectives)

@@ -40,16 +40,12 @@ TABLED: Mapping[str, Mapping[str, float]] = {"H100": {"bf16": 1.105}, "A100": {"
 
 @dataclass(frozen=True, slots=True)
 class SourceClock:
-    """Power of a chip estimated from the runs of one source.
+    """Power of a chip estimated from the runs of one source."""
 
-    Attributes:
-        slowdown_log: Median of ``log(measured / predicted)`` over how much the time follows products: the logarithm of
-            how many times as long products took as alone, at the reference limit of the chip.
-        runs: How many.
-    """
-
+    # median of log(measured / predicted) over how much the time follows products: the logarithm of how many times as
+    # long products took as alone, at the reference limit of the chip
     slowdown_log: float
-    runs: int
+    runs: int  # how many
 
     @property
     def weight(self) -> float:
@@ -59,19 +55,12 @@ class SourceClock:
 
 @dataclass(frozen=True)
 class ChipPower:
-    """Power of a chip estimated from all sources.
+    """Power of a chip estimated from all sources."""
 
-    Attributes:
-        reference_w: The power limit for which sources speak: the highest of the chip's devices.
-        idle_w: ``Hardware.idle_w`` of the chip's devices.
-        prior_log: Logarithm of the slowdown that the chip's table shows; 0: none.
-        sources: By name.
-    """
-
-    reference_w: float
-    sources: Mapping[str, SourceClock]
-    idle_w: float = 0.0
-    prior_log: float = 0.0
+    reference_w: float  # the power limit for which sources speak: the highest of the chip's devices
+    sources: Mapping[str, SourceClock]  # by name
+    idle_w: float = 0.0  # hardware.idle_w of the chip's devices
+    prior_log: float = 0.0  # logarithm of the slowdown that the chip's table shows; 0: none
 
     def slowdown_log(self, without: str = "") -> float:
         """Logarithm of the slowdown at the reference limit: Huber's mean of sources and the prior."""
