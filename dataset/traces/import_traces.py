@@ -17,7 +17,6 @@ from stepsight.dataset.traces.assembly import graph_of_trace
 from stepsight.dataset.traces.read_rank import read_kineto, read_rank
 
 _SUFFIXES = (".json", ".json.gz")
-_CHAKRA = (".et", ".et.gz", *_SUFFIXES)
 _RANK = re.compile(r"(?:rank|worker|gpu|proc|node)[-_.]?(\d+)|[-_.](\d+)(?=[-_.]|$)", re.IGNORECASE)
 _MOST_TOLD = 8  # most ranks listed in a message
 _LEAST_ALIKE = 0.5  # share of the collectives of two ranks of a job that must be of one kind
@@ -60,69 +59,52 @@ def import_ranks(
     executions: Sequence[Path] = (),
     placement: Placement | None = None,
     on_file: Progress | None = None,
+    *,
+    form: str = "kineto",
 ) -> Imported:
     """Read the traces of one job's ranks.
 
     Args:
-        paths: Kineto traces, one for each rank.
+        paths: One file for each rank, or folders of them.
         executions: PyTorch's execution traces, of all ranks or of some.
         placement: What is known of the job's ranks.
         on_file: Told how many files are read, of how many.
+        form: Name of their format.
 
     Raises:
-        TraceError: If a file is no whole trace, two are of one rank, or the ranks are of different jobs.
+        TraceError: If there is no such format, a file is no whole trace, two are of one rank, or the ranks are of
+            different jobs.
     """
-    files = trace_files(paths)
+    reader, place = find_format(form), replace(placement or Placement(), rank=None)
+    if executions and reader.read_graph is None:
+        raise TraceError(f"import {form} takes no execution traces (--et), got {len(executions)}")
+    files = trace_files(paths, reader.suffixes)
     joined = _execution_of(files, trace_files(executions) if executions else [])
-    where = replace(placement, rank=None) if placement is not None else Placement()
-    graphs: list[RankGraph] = []
-    for number, path in enumerate(files):
-        graphs.append(read_rank(path, where, joined.get(path)))
+    graphs = reader.read_job(files, on_file) if reader.read_job is not None else []
+    for number, path in enumerate(files if reader.read_job is None else ()):
+        if reader.read_graph is not None:
+            graphs.append(reader.read_graph(path, place, joined.get(path)))
+        else:
+            graphs.append(graph_of_trace(read_rank_trace(form, path, place)))
         if on_file is not None:
             on_file(number + 1, len(files))
-    return imported(graphs, files)
-
-
-def imported(graphs: Sequence[RankGraph], files: Sequence[Path]) -> Imported:
-    """Graphs of a job's ranks in order, with what is wrong with them.
-
-    Raises:
-        TraceError: If two are of one rank, or the ranks are of different jobs.
-    """
-    graphs = _numbered(list(graphs), files)
-    order = sorted(range(len(graphs)), key=lambda place: graphs[place].rank)
-    ordered = [graphs[place] for place in order]
+    graphs = _numbered(graphs, files)
+    order = sorted(range(len(graphs)), key=lambda number: graphs[number].rank)
+    ordered = [graphs[number] for number in order]
     warnings = [
         f"rank {graph.rank}: {told}" if len(graphs) > 1 else told for graph in ordered for told in graph.warnings
     ]
-    return Imported(tuple(ordered), tuple(files[place] for place in order), (*warnings, *_check_ranks(ordered)))
+    return Imported(tuple(ordered), tuple(files[number] for number in order), (*warnings, *_check_ranks(ordered)))
 
 
-def import_chakra(
-    paths: Sequence[Path],
-    executions: Sequence[Path] = (),
-    placement: Placement | None = None,
-    on_file: Progress | None = None,
-) -> Imported:
-    """Read the Chakra execution traces of one job's ranks; the rank is the number in the file name.
-
-    Raises:
-        TraceError: If a file is no whole trace, two are of one rank, or the ranks do not fit together; or if there are
-            other execution traces.
-    """
-    if executions:
-        raise TraceError("import chakra takes no --et: a Chakra trace is an execution trace with durations")
-    files = trace_files(paths, _CHAKRA)
+def _read_chakra(files: Sequence[Path], on_file: Progress | None) -> list[RankGraph]:
+    """Graphs of a job's Chakra traces; the rank is the number in the file name."""
     named = [_rank_in(path) for path in files]
     ranks = [int(rank or 0) for rank in named] if None not in named else list(range(len(files)))
-    twice = {rank for rank in ranks if ranks.count(rank) > 1}
-    if twice:
-        raise TraceError(f"every rank must have one trace, got rank {min(twice)} twice: name files as chakra.0.et")
-    order = sorted(range(len(files)), key=lambda place: ranks[place])
-    ordered = [files[place] for place in order]
+    _check_once(ranks, files)
     from stepsight.dataset.traces.chakra_graph import read_chakra  # other formats need no reader of Chakra traces
 
-    return imported(read_chakra(ordered, [ranks[place] for place in order], on_file), ordered)
+    return read_chakra(files, ranks, on_file)
 
 
 def _execution_of(files: Sequence[Path], executions: Sequence[Path]) -> dict[Path, Path]:
@@ -155,22 +137,27 @@ def _rank_in(path: Path) -> int | None:
 
 def _numbered(graphs: list[RankGraph], files: Sequence[Path]) -> list[RankGraph]:
     """Graphs with their ranks: from the files, else from their names, else by their order."""
-    if len(graphs) > 1 and len({graph.rank for graph in graphs}) == 1 and all(g.world_size == 1 for g in graphs):
-        named = [_rank_in(path) for path in files]
-        ranks = named if None not in named and len(set(named)) == len(named) else list(range(len(files)))
-        graphs = [
-            replace(graph, rank=int(rank or 0), world_size=max(len(files), 1 + max(int(r or 0) for r in ranks)))
-            for graph, rank in zip(graphs, ranks, strict=True)
-        ]
+    ranks = [graph.rank for graph in graphs]
+    if len(graphs) > 1 and all(graph.world_size == 1 for graph in graphs):
+        if len(set(ranks)) == 1:
+            named = [_rank_in(path) for path in files]
+            distinct = None not in named and len(set(named)) == len(named)
+            ranks = [int(rank or 0) for rank in named] if distinct else list(range(len(files)))
+        world = max(len(files), 1 + max(ranks))
+        graphs = [replace(graph, rank=rank, world_size=world) for graph, rank in zip(graphs, ranks, strict=True)]
+    _check_once(ranks, files)
+    return graphs
+
+
+def _check_once(ranks: Sequence[int], files: Sequence[Path]) -> None:
     seen: dict[int, Path] = {}
-    for graph, path in zip(graphs, files, strict=True):
-        if graph.rank in seen:
+    for rank, path in zip(ranks, files, strict=True):
+        if rank in seen:
             raise TraceError(
-                f"every rank must have one trace, got rank {graph.rank} twice: {seen[graph.rank].name} and "
+                f"every rank must have one trace, got rank {rank} twice: {seen[rank].name} and "
                 f"{path.name}; if they are of different runs, import each by itself"
             )
-        seen[graph.rank] = path
-    return graphs
+        seen[rank] = path
 
 
 def _check_ranks(graphs: Sequence[RankGraph]) -> list[str]:
@@ -221,7 +208,7 @@ def _check_meetings(graphs: Sequence[RankGraph]) -> list[str]:
 
 
 def summary(found: Imported) -> dict[str, Any]:
-    """The output of ``stepsight import kineto --json``."""
+    """The output of ``stepsight import FORMAT --json``."""
     graphs = found.graphs
     device = sum(graph.device_time_s for graph in graphs)
     counts = {why.value: 0 for why in Dependency}
@@ -260,12 +247,14 @@ class TraceFormat:
         read: Reads one rank's file.
         read_graph: Reads one rank's file, with its execution trace if there is one, as the graph of which ``read``
             returns the view; None: ``read`` says all.
-        read_job: Reads files of all ranks, and execution traces of some; None: each file by itself.
+        read_job: Reads the files of all ranks as graphs; None: each file by itself.
+        suffixes: Of its files in a folder.
     """
 
     read: TraceReader
     read_graph: Callable[[Path, Placement, Path | None], RankGraph] | None = None
-    read_job: Callable[[Sequence[Path], Sequence[Path], Placement | None, Progress | None], Imported] | None = None
+    read_job: Callable[[Sequence[Path], Progress | None], list[RankGraph]] | None = None
+    suffixes: tuple[str, ...] = ("",)
 
     def __call__(self, path: Path, placement: Placement) -> RankTrace:
         return self.read(path, placement)
@@ -283,8 +272,8 @@ def _refuse_rank(path: Path, placement: Placement) -> RankTrace:
 TRACE_READERS: Registry[TraceReader] = Registry(
     "trace format",
     {
-        "kineto": TraceFormat(read_kineto, read_rank, import_ranks),
-        "chakra": TraceFormat(_refuse_rank, read_job=import_chakra),
+        "kineto": TraceFormat(read_kineto, read_rank, suffixes=_SUFFIXES),
+        "chakra": TraceFormat(_refuse_rank, read_job=_read_chakra, suffixes=(".et", ".et.gz", *_SUFFIXES)),
     },
     group="stepsight.trace_readers",
     check=_check_reader,
@@ -348,39 +337,3 @@ def trace_format(files: Mapping[str, str], rank: int | None, folder: Path) -> st
             f"got {sorted(files)} in {folder}"
         )
     return form
-
-
-def import_traces(
-    form: str,
-    paths: Sequence[Path],
-    executions: Sequence[Path] = (),
-    placement: Placement | None = None,
-    on_file: Progress | None = None,
-) -> Imported:
-    """Read the traces of one job's ranks, in any format.
-
-    Args:
-        form: Name of the format.
-        paths: One file for each rank, or a folder of them.
-        executions: PyTorch's execution traces, of all ranks or of some.
-        placement: What is known of the job's ranks.
-        on_file: Told how many files are read, of how many.
-
-    Raises:
-        TraceError: If there is no such format, a file is no whole trace, two are of one rank, or the ranks are of
-            different jobs.
-    """
-    found = find_format(form)
-    if found.read_job is not None:
-        return found.read_job(paths, executions, placement, on_file)
-    if executions:
-        raise TraceError(f"import {form} takes no execution traces, got {len(executions)}")
-    files, graphs = trace_files(paths, ("",)), []
-    for number, path in enumerate(files):
-        place = replace(placement or Placement(), rank=None)
-        graphs.append(graph_of_trace(read_rank_trace(form, path, place)))
-        if on_file is not None:
-            on_file(number + 1, len(files))
-    world = max(len(files), 1 + max(graph.rank for graph in graphs))
-    several = len({graph.rank for graph in graphs}) > 1
-    return imported([replace(graph, world_size=world) if several else graph for graph in graphs], files)

@@ -79,7 +79,7 @@ def _import_traces(
     from stepsight.dataset.base.files import check_writable
     from stepsight.dataset.graph.rank_trace import Placement
     from stepsight.dataset.runs.run_folder import write_imported
-    from stepsight.dataset.traces.import_traces import import_traces, summary
+    from stepsight.dataset.traces.import_traces import import_ranks, summary
     from stepsight.experiments.reports.trace_texts import import_text
 
     if out is None:
@@ -94,7 +94,7 @@ def _import_traces(
         read = Job.from_file(job)
         degrees = read.parallel
         placement = Placement(devices_per_node=read.cluster.devices_per_node, tp=degrees.tp, dp=degrees.dp)
-    found = import_traces(format, paths, executions, placement, progress("traces read"))
+    found = import_ranks(paths, executions, placement, progress("traces read"), form=format)
     told = summary(found)
     if read is not None:
         from stepsight.experiments.tasks.job_check import check_job

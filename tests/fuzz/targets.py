@@ -24,7 +24,7 @@ from stepsight.dataset.runs.box_spec import read_box
 from stepsight.dataset.runs.event_file import read_event_file
 from stepsight.dataset.runs.run_manifest import read_manifest
 from stepsight.dataset.tables import FORMATS, Measurements, read_table, summary, summary_text
-from stepsight.dataset.traces.import_traces import Imported, import_chakra, import_ranks
+from stepsight.dataset.traces.import_traces import Imported, import_ranks
 from stepsight.dataset.traces.import_traces import summary as import_summary
 from stepsight.dataset.traces.read_rank import read_kineto
 from stepsight.experiments.evaluation.evaluate import evaluate
@@ -108,7 +108,7 @@ def _kineto(path: Path) -> None:
 
 
 def _chakra(path: Path) -> None:
-    _check_import(import_chakra([path]))
+    _check_import(import_ranks([path], form="chakra"))
 
 
 def _imported(path: Path) -> None:

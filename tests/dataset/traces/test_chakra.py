@@ -9,14 +9,14 @@ import pytest
 from stepsight.dataset.base.errors import TraceError
 from stepsight.dataset.graph.rank_graph import meetings
 from stepsight.dataset.kinds.op import Collective, Op
-from stepsight.dataset.traces.import_traces import import_chakra, summary
+from stepsight.dataset.traces.import_traces import import_ranks, summary
 from stepsight.simulator.replay.replay import replay
 from tests.dataset.chakra_files import jsonized, protobuf, two_products, workload, write_ranks
 
 
 def test_one_rank_is_walked_in_closed_form(tmp_path: Path) -> None:
     (path,) = write_ranks(tmp_path, (1,))
-    found = import_chakra([path])
+    found = import_ranks([path], form="chakra")
     told, replayed = summary(found), replay(found.graphs)
     # call 10, product 100, all-reduce 50, wait 1, call 10, product 100: measured from the first work on the device
     assert replayed.measured_s == pytest.approx(261e-6) and abs(replayed.error_percent) < 1e-9
@@ -30,12 +30,12 @@ def test_every_form_is_the_same_graph(form: str, tmp_path: Path) -> None:
     text = jsonized(two_products()) if form == "jsonized" else workload(two_products())
     path = tmp_path / f"chakra.0.{'et' if form == 'protobuf' else 'json'}"
     path.write_bytes(protobuf(two_products()) if form == "protobuf" else text.encode())
-    graph = import_chakra([path]).graphs[0]
+    graph = import_ranks([path], form="chakra").graphs[0]
     assert replay([graph]).measured_s == pytest.approx(261e-6) and len(graph) == 7
 
 
 def test_ranks_meet_and_the_slow_one_decides(tmp_path: Path) -> None:
-    found = import_chakra(write_ranks(tmp_path, (1, 3)))
+    found = import_ranks(write_ranks(tmp_path, (1, 3)), form="chakra")
     assert len(meetings(found.graphs)[0]) == 1 and found.graphs[0].world_size == 2
     replayed = replay(found.graphs)
     assert replayed.measured_s == pytest.approx(661e-6) and abs(replayed.error_percent) < 1e-6
@@ -53,7 +53,7 @@ def test_messages_round_a_ring_are_walked(tmp_path: Path) -> None:
         ]
         paths.append(tmp_path / f"chakra.{rank}.et")
         paths[-1].write_bytes(protobuf(nodes))
-    found = import_chakra(paths)
+    found = import_ranks(paths, form="chakra")
     # the message of rank 2 takes 90: rank 0 receives it then, the others after their own
     assert [float(graph.end_s.max()) for graph in found.graphs] == pytest.approx([90e-6, 60e-6, 100e-6])
     assert abs(replay(found.graphs).error_percent) < 1e-6
@@ -64,7 +64,7 @@ def test_bad_traces_are_refused_with_the_reason(tmp_path: Path) -> None:
         path = tmp_path / name
         path.write_bytes(data if isinstance(data, bytes) else data.encode())
         with pytest.raises(TraceError, match=match):
-            import_chakra([path])
+            import_ranks([path], form="chakra")
 
     whole = protobuf(two_products())
     refused(whole[:-30], "whole Chakra execution trace")
@@ -84,11 +84,13 @@ def test_ranks_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     twice.parent.mkdir()
     twice.write_bytes(paths[1].read_bytes())
     with pytest.raises(TraceError, match="rank 1 twice"):
-        import_chakra([*paths, twice])
+        import_ranks([*paths, twice], form="chakra")
 
 
 def test_dependencies_on_absent_nodes_are_told(tmp_path: Path) -> None:
     nodes = two_products()
     nodes[0]["deps"] = [99]
     (tmp_path / "chakra.0.et").write_bytes(protobuf(nodes))
-    assert any("does not hold: 1" in warning for warning in import_chakra([tmp_path / "chakra.0.et"]).warnings)
+    assert any(
+        "does not hold: 1" in warning for warning in import_ranks([tmp_path / "chakra.0.et"], form="chakra").warnings
+    )
