@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -109,25 +110,30 @@ class Assembly:
         )
 
 
+def edges_by_kind(pairs: Sequence[tuple[int, int, Dependency]]) -> Iterator[Edges]:
+    """Edges without delays, those of each kind of dependency together."""
+    for why in Dependency:
+        ends = np.array([pair[:2] for pair in pairs if pair[2] is why], dtype=np.int64).reshape(-1, 2)
+        yield ends[:, 0], ends[:, 1], why, np.zeros(len(ends))
+
+
 def graph_of_trace(trace: RankTrace) -> RankGraph:
     """The graph of a rank whose trace a reader of its own gave: nodes with their times, and the program's edges.
 
     The time of the host before an op on a host delays the op; what else a node waits for is not known.
     """
-    nodes, edges = trace.program.nodes, list(trace.program.all_edges())
     start = trace.start_s / MICROSECOND
     end = (trace.start_s + trace.duration_s) / MICROSECOND
     hosted = bool((trace.slot_s > trace.duration_s).any())
     found: list[Edges] = []
-    for why in Dependency:
-        source, target = (np.array([edge[k] for edge in edges if edge[2] is why], dtype=np.int64) for k in range(2))
+    for source, target, why, _ in edges_by_kind(list(trace.program.all_edges())):
         apart = start[target] - end[source]
         kept = apart if hosted and why is Dependency.STREAM_ORDER else np.minimum(apart, 0.0)
         found.append((source, target, why, kept))
     built = Assembly(start, end, start, start, found, _steps_of(trace, start, end))
     columns = built.columns
     columns["known"][:] = 1
-    for place, node in enumerate(nodes):
+    for place, node in enumerate(trace.program.nodes):
         columns["kind"][place] = COLLECTIVE if isinstance(node.work, Collective) else OP
         columns["work"][place], columns["stream"][place] = built.works(node.work), built.streams(node.stream)
         columns["name"][place] = built.names(node.name or node.work.kind)

@@ -12,6 +12,7 @@ import heapq
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from stepsight.dataset.graph.program import Dependency
 from stepsight.dataset.graph.rank_graph import COLLECTIVE, HOST, OP, RankGraph
 from stepsight.dataset.graph.rank_trace import Rendezvous
 from stepsight.dataset.kinds.op import COLLECTIVE_KINDS, OP_KINDS, Collective, Op
-from stepsight.dataset.traces.assembly import Assembly
+from stepsight.dataset.traces.assembly import Assembly, edges_by_kind
 from stepsight.dataset.traces.chakra_nodes import COMM, COMM_TYPES, COMP, RECEIVE, SEND, ChakraNode, read_nodes
 from stepsight.dataset.traces.classify import Scope, call_table, classify, classify_unknown, intern_op
 from stepsight.dataset.traces.kernel_kinds import named_kind
@@ -82,43 +83,36 @@ def read_chakra(
         if on_file is not None:
             on_file(number + 1, len(files))
     _walk(found)
-    sizes: dict[str, set[int]] = {}
+    members: dict[str, set[int]] = {}
     for each in found:
-        for met in each.meets:
-            if met is not None:
-                sizes.setdefault(met[0], set()).add(each.rank)
-    return [_graph(each, world, {name: len(members) for name, members in sizes.items()}) for each in found]
+        for met in filter(None, each.meets):
+            members.setdefault(met[0], set()).add(each.rank)
+    return [_graph(each, world, {name: len(ranks) for name, ranks in members.items()}) for each in found]
 
 
 def _ordered(nodes: list[ChakraNode], rank: int, path: Path) -> _Rank:
     """Sort nodes such that each follows its dependencies, otherwise by id."""
-    place = {node.id: number for number, node in enumerate(nodes)}
-    known = [sorted({place[dep] for dep in node.data_deps if dep in place and dep != node.id}) for node in nodes]
-    absent = sum(dep not in place for node in nodes for dep in node.data_deps)
-    waiting, after = [len(deps) for deps in known], [[] for _ in nodes]  # type: tuple[list[int], list[list[int]]]
-    for number, deps in enumerate(known):
-        for dep in deps:
-            after[dep].append(number)
-    ready = [(node.id, number) for number, node in enumerate(nodes) if not waiting[number]]
-    heapq.heapify(ready)
-    order: list[int] = []
-    while ready:
-        _, number = heapq.heappop(ready)
-        order.append(number)
-        for other in after[number]:
-            waiting[other] -= 1
-            if not waiting[other]:
-                heapq.heappush(ready, (nodes[other].id, other))
-    if len(order) < len(nodes):
-        stuck = [nodes[number].id for number, left in enumerate(waiting) if left][:4]
+    by_id = {node.id: node for node in nodes}
+    absent = sum(dep not in by_id for node in nodes for dep in node.data_deps)
+    before = {node.id: {dep for dep in node.data_deps if dep in by_id and dep != node.id} for node in nodes}
+    sorter = TopologicalSorter(before)
+    try:
+        sorter.prepare()
+    except CycleError as error:
+        circle = ", ".join(map(str, error.args[1][:4]))
         raise TraceError(
-            f"dependencies of a Chakra trace must not form a circle, got {len(nodes) - len(order)} nodes that wait for "
-            f"each other (ids {', '.join(map(str, stuck))} …) in {path}"
-        )
-    where = {number: at for at, number in enumerate(order)}
-    found = _Rank(
-        rank, [nodes[number] for number in order], [[where[dep] for dep in known[number]] for number in order]
-    )
+            f"dependencies of a Chakra trace must not form a circle, got nodes {circle} … that wait for each other: "
+            f"{path}"
+        ) from None
+    place: dict[int, int] = {}
+    ready = sorted(sorter.get_ready())
+    while ready:
+        node = heapq.heappop(ready)
+        place[node] = len(place)
+        sorter.done(node)
+        for other in sorter.get_ready():
+            heapq.heappush(ready, other)
+    found = _Rank(rank, [by_id[node] for node in place], [sorted(place[dep] for dep in before[node]) for node in place])
     if absent:
         found.warnings.append(f"dependencies on nodes that the trace does not hold: {absent}; they are left out")
     idle = sum(node.type in (COMP, COMM, SEND, RECEIVE) and not node.duration_us for node in nodes)
@@ -222,25 +216,16 @@ def _walk(ranks: Sequence[_Rank]) -> None:
 
 def _graph(rank: _Rank, world: int, sizes: dict[str, int]) -> RankGraph:
     start, end = np.array(rank.start_us), np.array(rank.end_us)
-    pairs: dict[Dependency, tuple[list[int], list[int]]] = {why: ([], []) for why in Dependency}
+    edges: list[tuple[int, int, Dependency]] = []
     last: dict[str, int] = {}
     for node, deps in enumerate(rank.before):
         order = Dependency.HOST_ORDER if rank.kind[node] == HOST else Dependency.STREAM_ORDER
-        before = last.get(rank.stream[node], -1)
-        if before >= 0:
-            pairs[order][0].append(before)
-            pairs[order][1].append(node)
+        if rank.stream[node] in last:
+            edges.append((last[rank.stream[node]], node, order))
         last[rank.stream[node]] = node
-        for one in deps:
-            why = _why(rank.kind[one], rank.kind[node])
-            pairs[why][0].append(one)
-            pairs[why][1].append(node)
-    edges = [
-        (np.array(source, np.int64), np.array(target, np.int64), why, np.zeros(len(source)))
-        for why, (source, target) in pairs.items()
-    ]
+        edges += [(one, node, _why(rank.kind[one], rank.kind[node])) for one in deps]
     bounds = Steps([(0.0, float(end.max(initial=0.0)))], -1, "nothing")
-    built = Assembly(start, end, start, start, edges, bounds)
+    built = Assembly(start, end, start, start, [*edges_by_kind(edges)], bounds)
     nodes, hosted = built.columns, all(kind != HOST for kind in rank.kind)
     nodes["kind"] = np.array(rank.kind, np.int64)
     for place, each in enumerate(rank.nodes):

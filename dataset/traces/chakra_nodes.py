@@ -31,6 +31,11 @@ _KEYS = {
     "ctrlDeps": "ctrl_deps", "inputs": "inputs",
 }  # fmt: skip
 
+_KNOWN = frozenset({
+    "id", "name", "type", "duration", "startTimeMicros", "start_time_micros", "data_deps", "ctrl_deps", "inputs",
+    "outputs", "attr",
+})  # fmt: skip
+
 
 @dataclass
 class ChakraNode:
@@ -89,23 +94,22 @@ def read_nodes(path: Path) -> list[ChakraNode]:
 
 
 def _wire_nodes(data: bytes) -> Iterator[ChakraNode]:
-    at, first = 0, True
+    at, messages = 0, []
     while at < len(data):
         length, at = _varint(data, at)
         if at + length > len(data):
             raise ValueError(f"a message of {length} bytes begins {len(data) - at} bytes before the end")
-        message, at = data[at : at + length], at + length
-        if not first:
-            yield _wire_node(message)
-        first = False
+        messages.append(data[at : at + length])
+        at += length
+    return map(_wire_node, messages[1:])
 
 
 def _wire_node(message: bytes) -> ChakraNode:
     node: dict[str, Any] = {"id": 0, "attrs": {}}
     deps: list[int] = []
     for number, value in _fields(message):
-        if number == 1:
-            node["id"] = _whole(value)
+        if number in (1, 7):
+            node["id" if number == 1 else "duration_us"] = _whole(value)
         elif number == 2:
             node["name"] = _text(value)
         elif number == 3:
@@ -113,31 +117,27 @@ def _wire_node(message: bytes) -> ChakraNode:
             node["type"] = NODE_TYPES[kind] if kind < len(NODE_TYPES) else str(kind)
         elif number == 5:
             deps += [value] if isinstance(value, int) else _packed(value)
-        elif number == 7:
-            node["duration_us"] = _whole(value)
         elif number == 8:
             told = {place: _text(text) for place, text in _fields(_bytes(value))}
             node["shapes"], node["types"] = told.get(2, ""), told.get(3, "")
         elif number == 10:
-            name, attr = _attribute(_bytes(value))
-            node["attrs"][name] = attr
+            attr = dict(_fields(_bytes(value)))
+            node["attrs"][_text(attr.pop(1, b""))] = _wire_value(attr)
     return ChakraNode(data_deps=tuple(deps), **node)
 
 
-def _attribute(message: bytes) -> tuple[str, Any]:
-    name = ""
+def _wire_value(attr: Mapping[int, int | bytes]) -> Any:
+    """The value of an attribute, from its last field that holds one."""
     found: Any = None
-    for number, value in _fields(message):
-        if number == 1:
-            name = _text(value)
-        elif number in _TEXTS:
+    for number, value in attr.items():
+        if number in _TEXTS:
             found = _text(value)
         elif number in _BOOLS:
             found = bool(value)
         elif number > 2 and isinstance(value, int):
             found = value - 2**64 if number in _SIGNED and value >= 2**63 else value
             found = (value >> 1) ^ -(value & 1) if number in _ZIGZAG else found
-    return name, found
+    return found
 
 
 def _fields(message: bytes) -> Iterator[tuple[int, int | bytes]]:
@@ -223,20 +223,7 @@ def _json_node(table: Mapping[str, Any]) -> ChakraNode:
     kind = named.get("type", COMP)
     kind = NODE_TYPES[kind] if isinstance(kind, int) and 0 <= kind < len(NODE_TYPES) else str(kind)
     attrs = {str(each["name"]): _json_value(each) for each in named.get("attr", ())}
-    known = {
-        "id",
-        "name",
-        "type",
-        "duration",
-        "startTimeMicros",
-        "start_time_micros",
-        "data_deps",
-        "ctrl_deps",
-        "inputs",
-        "outputs",
-        "attr",
-    }
-    attrs |= {key: value for key, value in named.items() if key not in known}
+    attrs |= {key: value for key, value in named.items() if key not in _KNOWN}
     inputs = named.get("inputs") or {}
     return ChakraNode(
         int(str(named["id"])),
