@@ -72,7 +72,7 @@ class Assembly:
     def meet(self, node: int, meets: Rendezvous | None) -> None:
         """Record which collective of other ranks a node belongs to."""
         if meets is not None:
-            self.columns["group"][node] = self.groups((meets.group, meets.ranks))
+            self.columns["group"][node] = self.groups[(meets.group, meets.ranks)]
             self.columns["seq"][node] = meets.seq
 
     def graph(self, device: str, device_name: str, events: int) -> RankGraph:
@@ -99,10 +99,10 @@ class Assembly:
             columns={name: values[order] for name, values in self.columns.items()},
             edge_columns={"source": source[forward], "target": target[forward], "why": why[forward]},
             delay_s=delay[forward] * MICROSECOND,
-            streams=tuple(self.streams.things),
-            names=tuple(self.names.things),
-            works=tuple(self.works.things),
-            groups=tuple(self.groups.things),
+            streams=tuple(self.streams),
+            names=tuple(self.names),
+            works=tuple(self.works),
+            groups=tuple(self.groups),
             steps_s=(bounds - origin) * MICROSECOND,
             whole=self.steps.found_by != "nothing",
             unrecorded_s=np.zeros(count),
@@ -135,8 +135,8 @@ def graph_of_trace(trace: RankTrace) -> RankGraph:
     columns["known"][:] = 1
     for place, node in enumerate(trace.program.nodes):
         columns["kind"][place] = COLLECTIVE if isinstance(node.work, Collective) else OP
-        columns["work"][place], columns["stream"][place] = built.works(node.work), built.streams(node.stream)
-        columns["name"][place] = built.names(node.name or node.work.kind)
+        columns["work"][place], columns["stream"][place] = built.works[node.work], built.streams[node.stream]
+        columns["name"][place] = built.names[node.name or node.work.kind]
         label = trace.spans[trace.span[place]].label if trace.span[place] >= 0 else ""
         columns["phase"][place] = PHASES.index(label) if label in PHASES else -1
         built.meet(place, trace.meets.get(place))

@@ -229,12 +229,12 @@ def _graph(rank: _Rank, world: int, sizes: dict[str, int]) -> RankGraph:
     nodes, hosted = built.columns, all(kind != HOST for kind in rank.kind)
     nodes["kind"] = np.array(rank.kind, np.int64)
     for place, each in enumerate(rank.nodes):
-        nodes["stream"][place], nodes["name"][place] = built.streams(rank.stream[place]), built.names(each.name)
+        nodes["stream"][place], nodes["name"][place] = built.streams[rank.stream[place]], built.names[each.name]
         nodes["known"][place] = 1
         met = rank.meets[place]
         if rank.kind[place] != HOST:
             work, known = _work(rank, place, max(sizes.get(met[0], 1), 2) if met else 2, world)
-            nodes["work"][place], nodes["known"][place] = built.works(work), int(known)
+            nodes["work"][place], nodes["known"][place] = built.works[work], int(known)
             nodes["kind"][place] = COLLECTIVE if isinstance(work, Collective) else OP
         if met is not None and world > 1 and each.type == COMM:
             built.meet(place, Rendezvous(met[0], met[1], ()))

@@ -130,9 +130,7 @@ def tie(events: RankEvents, steps: Steps, rows: Ints) -> Parts:
     by_stream = np.argsort(device["stream"], kind="stable")
     previous, same = np.full(len(device), -1, dtype=np.int64), np.diff(device["stream"][by_stream]) == 0
     previous[by_stream[1:][same]] = by_stream[:-1][same]
-    names = Interned()
-    for name in events.names:
-        names(name)
+    names = Interned({name: number for number, name in enumerate(events.names)})
     idle = np.flatnonzero((rows >= 0) & (picked(device.end, previous, -np.inf) < picked(runtime.start, rows, 0.0)))
     staged = dict(zip(rows[idle].tolist(), (device.start[idle] - LAUNCH_US).tolist(), strict=True))
     blocked = {row: staged.get(row, np.nan) for row in _blocked_copies(events, rows).tolist()}
@@ -171,7 +169,7 @@ def _host_calls(
         np.concatenate([end, middle, marks]),
         np.concatenate([thread, thread[split], np.full(len(marks), main)]).astype(np.int64),
         np.concatenate([rows, rows[split], np.full(len(marks), -1)]).astype(np.int64),
-        np.concatenate([name, name[split], np.full(len(marks), names("step"))]).astype(np.int64),
+        np.concatenate([name, name[split], np.full(len(marks), names["step"])]).astype(np.int64),
     ).sorted()
     first, last = np.full((2, len(runtime)), -1, dtype=np.int64)
     places = np.flatnonzero(calls.row >= 0)

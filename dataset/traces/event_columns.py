@@ -35,26 +35,19 @@ _NO_DIMS = (b"null", b"[]")
 _COMMUNICATION = "record_param_comms"
 _MARKS = ("ProfilerStep#", "Optimizer.", "enumerate(DataLoader)")  # annotations that PyTorch 1.8 writes as operators
 _CATEGORIES = {
-    "cpu_op": _HOST,
-    "operator": _HOST,
-    "user_annotation": _ANNOTATION,
-    "cuda_runtime": _RUNTIME,
-    "cuda_driver": _RUNTIME,
-    "hip_runtime": _RUNTIME,
-    "xpu_runtime": _RUNTIME,
-    "runtime": _RUNTIME,
-    "driver": _RUNTIME,
-    "kernel": _DEVICE,
-    "concurrent_kernel": _DEVICE,
-    "gpu_memcpy": _DEVICE,
-    "gpu_memset": _DEVICE,
-    "memcpy": _DEVICE,
-    "memset": _DEVICE,
-    "cuda_sync": _SYNC,
+    name: kind
+    for kind, names in (
+        (_HOST, "cpu_op operator"),
+        (_ANNOTATION, "user_annotation"),
+        (_RUNTIME, "cuda_runtime cuda_driver hip_runtime xpu_runtime runtime driver"),
+        (_DEVICE, "kernel concurrent_kernel gpu_memcpy gpu_memset memcpy memset"),
+        (_SYNC, "cuda_sync"),
+    )
+    for name in names.split()
 }
 
 
-class _Numbers(dict[Any, int]):
+class Interned(dict[Any, int]):
     """Numbers of distinct values, in order of first use; a lookup of a new value assigns the next number."""
 
     def __missing__(self, thing: Any) -> int:
@@ -62,21 +55,6 @@ class _Numbers(dict[Any, int]):
             raise ValueError("no name or no tid")
         number = self[thing] = len(self)
         return number
-
-
-class Interned:
-    """Numbers of distinct values, in order of first use."""
-
-    def __init__(self) -> None:
-        self.numbers: dict[Any, int] = {}
-
-    def __call__(self, thing: Any) -> int:
-        return self.numbers.setdefault(thing, len(self.numbers))
-
-    @property
-    def things(self) -> list[Any]:
-        """The values by their number."""
-        return list(self.numbers)
 
 
 @dataclass
@@ -259,8 +237,8 @@ class _Reader:
         self._annotations: list[Annotation] = []
         self._comms: list[Annotation] = []
         self._collectives: dict[int, dict[str, Any]] = {}
-        self._names, self._signatures, self._kernels = _Numbers(), _Numbers(), _Numbers()
-        self._threads, self._streams = _Numbers(), _Numbers()
+        self._names, self._signatures, self._kernels = Interned(), Interned(), Interned()
+        self._threads, self._streams = Interned(), Interned()
         self._kinds: dict[Any, int] = {}
         self._named: dict[int, str] = {}  # names of ops that are annotations or communication calls, by number
 

@@ -62,6 +62,7 @@ def host_graph(events: RankEvents, tree: CallTree, world_size: int, placement: P
         edges=edges,
         steps=steps,
         names=names,
+        streams=Interned(compute=0),
     )
     works = [host.ops[number] if of == OP else None for of, number in zip(kind.tolist(), item.tolist(), strict=True)]
     _fill(built, events, tree, calls.name, [*works, *collectives])
@@ -108,8 +109,8 @@ def _calls(host: HostWorks, collectives: list[Work], steps: Steps, names: Intern
     start = np.array([*(work.start for work in host.ops), *issued, *marks], dtype=np.float64)
     end = np.array([*(work.end for work in host.ops), *issued, *marks], dtype=np.float64)
     thread = [*(streams[work.stream] for work in host.ops), *([main] * (len(issued) + len(marks)))]
-    name = [names(work.name) for work in host.ops]
-    name += [names(f"issue {work.name}") for work in collectives] + [names("step")] * len(marks)
+    name = [names[work.name] for work in host.ops]
+    name += [names[f"issue {work.name}"] for work in collectives] + [names["step"]] * len(marks)
     kind = np.repeat([OP, COLLECTIVE, HOST], [len(host.ops), len(issued), len(marks)])
     item = np.concatenate([np.arange(len(each)) for each in (host.ops, issued, marks)]).astype(np.int64)
     calls = HostCalls(start, end, np.array(thread, np.int64), np.arange(len(start)), np.array(name, np.int64)).sorted()
@@ -171,14 +172,13 @@ def _fill(built: Assembly, events: RankEvents, tree: CallTree, names: Ints, work
     nodes, base = built.columns, len(names)
     nodes["known"][:], nodes["name"][:base] = 1, names
     rows = np.searchsorted(events.ops.start, built.start[:base] - 1e-6)
-    built.streams("compute")
     for node, work in enumerate(works):
         nodes["kind"][node] = HOST if work is None else OP if node < base else COLLECTIVE
-        nodes["stream"][node] = built.streams("compute" if work is None else str(work.stream))
+        nodes["stream"][node] = built.streams["compute" if work is None else str(work.stream)]
         if work is None:
             continue
         if node >= base:
-            nodes["work"][node], nodes["name"][node] = built.works(work.work), built.names(work.name)
+            nodes["work"][node], nodes["name"][node] = built.works[work.work], built.names[work.name]
             built.meet(node, work.meets)
             continue
         op = work.work
@@ -187,7 +187,7 @@ def _fill(built: Assembly, events: RankEvents, tree: CallTree, names: Ints, work
         if known is not None and isinstance(op, Op):
             alike = len(OP_KINDS[known].dim_names) == len(op.dims)
             op = intern_op(known, op.dims if alike else (0,) * len(OP_KINDS[known].dim_names), op.dtype)
-        nodes["work"][node], nodes["known"][node] = built.works(op), int(work.known or known is not None)
+        nodes["work"][node], nodes["known"][node] = built.works[op], int(work.known or known is not None)
         if rows[node] < len(events.ops) and abs(events.ops.start[rows[node]] - built.start[node]) < 1e-3:
             nodes["call"][node] = rows[node]
     called = nodes["call"] >= 0

@@ -186,11 +186,11 @@ def _set_works(built: Assembly, events: RankEvents, tree: CallTree, parts: Parts
     moved = device["bytes"].tolist()
     for row in np.flatnonzero(~mask).tolist():
         op, nodes["call"][row], nodes["known"][row] = kinds.find(configs[kernels[row]], owners[row], moved[row])
-        nodes["work"][row] = built.works(op)
+        nodes["work"][row] = built.works[op]
     issued, threads = picked(runtime.start, parts.row, device.start), picked(runtime["thread"], parts.row, -1)
     for row in np.flatnonzero(mask)[np.argsort(issued[mask], kind="stable")].tolist():
         work, meets = collectives.find(row, configs[kernels[row]], float(issued[row]), int(threads[row]))
-        nodes["work"][row], nodes["known"][row], nodes["call"][row] = built.works(work), 1, owners[row]
+        nodes["work"][row], nodes["known"][row], nodes["call"][row] = built.works[work], 1, owners[row]
         if meets is not None:
             nodes["kind"][row] = COLLECTIVE
             built.meet(base + row, meets)
@@ -224,10 +224,10 @@ def _assembly(events: RankEvents, tree: CallTree, steps: Steps, parts: Parts) ->
     several = len({device for device, _ in events.streams}) > 1
     streams = [f"device{place}.stream{stream}" if several else f"stream{stream}" for place, stream in events.streams]
     threads = {thread: f"host{index}" for index, thread in enumerate(dict.fromkeys(calls.thread.tolist()))}
-    names = [built.streams(name) for name in streams]
+    names = [built.streams[name] for name in streams]
     nodes["stream"][base:] = np.array(names, dtype=np.int64)[device["stream"]]
-    nodes["stream"][:base] = [built.streams(threads[thread]) for thread in calls.thread.tolist()]
-    kernels = np.array([built.names(name) for _, name, _ in events.kernels], dtype=np.int64)
+    nodes["stream"][:base] = [built.streams[threads[thread]] for thread in calls.thread.tolist()]
+    kernels = np.array([built.names[name] for _, name, _ in events.kernels], dtype=np.int64)
     nodes["name"][:base], nodes["name"][base:] = calls.name, kernels[device["kernel"]]
     return built
 
