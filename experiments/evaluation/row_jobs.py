@@ -52,6 +52,7 @@ _DROPOUT, _DROPOUT_RECIPES = 0.1, ("gpt3", r"\b(24\.0[1-7]|v24\.11|v25\.0[12])")
 # Recipes that tokenise with GPT-2's vocabulary, whatever the model's is: dgxc-benchmarking v24.11.1 to v25.02 for Llama
 # 3.1 405B (llama3.1_405b.yaml has GPT2BPETokenizer, configure.sh megatron-gpt2-345m).
 _GPT2_TOKENS, _GPT2_RECIPES = 50257, ("llama31405b", r"\b(v24\.11|v25\.0[12])\b")
+_UNSTATED = "of a row that states none"
 VOCABULARIES = (32000, 256000)  # Llama 2's, and the largest usual one (Gemma, Nemotron)
 MICRO_BATCHES = (1, 2, 4, 8)
 MOST_OPEN = 2  # cells: with more, the run is unknown
@@ -86,62 +87,49 @@ def jobs_of(row: Row) -> list[PublishedJob]:
     if "optimizer step NOT included" in row.text("iter_time_derivation"):
         raise RowError("the time is not that of a training iteration")
     framework = framework_of(row)
-    row = _with_micro_batches(row, framework)
+    stages, batch = row.whole("pp") or 1, row.whole("global_batch")
+    if framework.stage_micro_batches and stages > 1 and row.whole("micro_batch") is None and batch is not None:
+        size, rest = divmod(batch, stages * _degrees(row)["dp"])  # as the framework cuts where nothing is said
+        chunks = row.text("vp") or ("2" if "interleaved" in row.notes.lower() else "1")
+        row = row if rest else Row({**row.cells, "micro_batch": str(size), "vp": chunks})
     cells = open_cells(row, framework)
     if len(cells) > MOST_OPEN:
         raise RowError(f"{len(cells)} of its columns are unknown: {', '.join(cells)}")
     words = ", ".join(f"{name} ({' or '.join(map(str, values))})" for name, values in cells.items())
-    built: list[PublishedJob] = []
-    first: JobError | None = None
+    built, errors = list[PublishedJob](), list[JobError]()
     for values in itertools.product(*cells.values()):
         filled = Row({**row.cells, **dict(zip(cells, map(str, values), strict=True))})
         try:
             built.append(PublishedJob(_job(filled, framework), framework, words))
         except JobError as error:
-            first = first or error
-    if not built and first is not None:
-        raise first
-    return [one for one in built if len(built) == 1 or _fits(one.job)] or built
-
-
-def _fits(job: Job) -> bool:
-    hardware = find_hardware(job.cluster.hardware)
-    return hardware is None or estimate_memory(job, hardware).fits
-
-
-def _with_micro_batches(row: Row, framework: Framework) -> Row:
-    """A row with the micro-batches and chunks that a framework cuts pipelines into where nothing is said."""
-    stages, batch = row.whole("pp") or 1, row.whole("global_batch")
-    if not framework.stage_micro_batches or stages == 1 or row.whole("micro_batch") is not None or batch is None:
-        return row
-    chunks = row.text("vp") or ("2" if "interleaved" in row.notes.lower() else "1")
-    size, rest = divmod(batch, stages * _degrees(row)["dp"])
-    return row if rest else Row({**row.cells, "micro_batch": str(size), "vp": chunks})
+            errors.append(error)
+    if not built:
+        raise errors[0]
+    if len(built) == 1:
+        return built
+    devices = {one.job.cluster.hardware: find_hardware(one.job.cluster.hardware) for one in built}
+    facts = ((one, devices[one.job.cluster.hardware]) for one in built)
+    return [one for one, hardware in facts if hardware is None or estimate_memory(one.job, hardware).fits] or built
 
 
 def _job(row: Row, framework: Framework) -> Job:
-    parallel = _parallel(row, framework)
-    model = _model(row)
+    parallel, model = _parallel(row, framework), _model(row)
     start, recipes = _DROPOUT_RECIPES
     if framework.name == "nemo" and plain_name(row).startswith(start) and re.search(recipes, row.software):
         model["dropout"] = _DROPOUT
     if model.get("experts"):
         parallel["expert_tp"] = 0 if parallel["dp"] * parallel["cp"] % parallel["ep"] == 0 else 1
-    return Job.from_dict(
-        {
-            "model": model,
-            "parallel": parallel,
-            "batch": {
-                "micro_batch": row.known("micro_batch"),
-                "global_batch": row.known("global_batch"),
-                "precision": precision_of(row.text("precision")),
-            },
-            "cluster": cluster_of(row),
-            "execution": {name: row.text(name) for name in ("kernels", "container") if row.text(name)}
-            | {name: plain_version(row.text(name)) for name in LIBRARIES if row.text(name)},
-        },
-        habits=framework,
-    )
+    batch = {key: row.known(key) for key in ("micro_batch", "global_batch")}
+    execution = {name: row.text(name) for name in ("kernels", "container") if row.text(name)}
+    execution |= {name: plain_version(row.text(name)) for name in LIBRARIES if row.text(name)}
+    tables = {
+        "model": model,
+        "parallel": parallel,
+        "batch": {**batch, "precision": precision_of(row.text("precision"))},
+        "cluster": cluster_of(row),
+        "execution": execution,
+    }
+    return Job.from_dict(tables, habits=framework)
 
 
 def run_digest(job: Job, measured_s: float) -> str:
@@ -171,31 +159,23 @@ def precision_of(text: str) -> str:
     """The job's word for a row's precision: the type of the large products."""
     found = re.match(r"(?:amp_)?(?:mx)?(nvfp4|fp16|bf16|tf32|fp8|float8|fp32)(?![a-z0-9/+])", text.lower())
     if found is None:
-        raise RowError(f"no job has the precision {_shown(text)} (known: {', '.join(MIXED)})")
+        raise RowError(f"no job has the precision {text[:40] or _UNSTATED} (known: {', '.join(MIXED)})")
     return "fp8" if found[1] == "float8" else found[1]
-
-
-def _shown(text: str) -> str:
-    return text[:40] or "of a row that states none"
 
 
 def _model(row: Row) -> dict[str, Any]:
     family, name = row.text("family"), row.text("model_name")
     if family not in ROW_FAMILIES:
-        raise RowError(f"no job has the family {_shown(family)} (known: {', '.join(ROW_FAMILIES)})")
+        raise RowError(f"no job has the family {family[:40] or _UNSTATED} (known: {', '.join(ROW_FAMILIES)})")
     hidden, experts = row.known("hidden"), row.whole("experts") or 0
     if family == "moe" and not experts:
         raise RowError("experts is unknown")
     gated = row.flag("gated_mlp")
-    if gated is None:
-        gated = family in ("llama", "moe")
+    gated = family in ("llama", "moe") if gated is None else gated
     ffn = row.whole("ffn") or (0 if gated else 4 * hidden)
     if not ffn:
         raise RowError("ffn is unknown")
-    heads = row.whole("heads") or hidden // HEAD
-    facts, vocab = _facts(row), _vocab(row)
-    assert vocab, "an open vocabulary is filled"
-    tied = row.flag("tied_embeddings")
+    heads, tied = row.whole("heads") or hidden // HEAD, row.flag("tied_embeddings")
     model: dict[str, Any] = {
         "name": name if name.isprintable() else "",
         "family": "llama" if family == "moe" else family,
@@ -204,22 +184,14 @@ def _model(row: Row) -> dict[str, Any]:
         "heads": heads,
         "kv_heads": row.whole("kv_heads") or heads,
         "ffn": ffn,
-        "vocab": vocab,
         "seq_len": row.known("seq_len"),
         "gated_mlp": gated,
         "tied_embeddings": family in ("gpt", "bert") if tied is None else tied,
     }
     if experts:
         model |= {"expert_ffn": ffn, "experts": experts, "experts_per_token": row.known("top_k")}
-    if experts and "tokendrop" in plain_name(row):
-        facts = {"capacity_factor": 1.0, **facts}
-    return model | {key: value for key, value in facts.items() if key != "vocab"}
-
-
-def _facts(row: Row) -> dict[str, Any]:
-    """What is known of a row's model by its name."""
-    plain = plain_name(row)
-    return next((facts for start, facts in _MODELS.items() if plain.startswith(start)), {})
+        model |= {"capacity_factor": 1.0} if "tokendrop" in plain_name(row) else {}
+    return {**model, **by_model(row, _MODELS, {}), "vocab": _vocab(row)}
 
 
 def _vocab(row: Row) -> int:
@@ -227,7 +199,8 @@ def _vocab(row: Row) -> int:
     model, recipes = _GPT2_RECIPES
     if plain_name(row).startswith(model) and re.search(recipes, row.software):
         return _GPT2_TOKENS
-    return row.whole("vocab") or _facts(row).get("vocab", 0)
+    known: int = by_model(row, _MODELS, {}).get("vocab", 0)
+    return row.whole("vocab") or known
 
 
 def _degrees(row: Row) -> dict[str, int]:
@@ -240,27 +213,26 @@ def _degrees(row: Row) -> dict[str, int]:
 
 
 def _parallel(row: Row, framework: Framework) -> dict[str, Any]:
-    degrees = _degrees(row)
+    degrees, layers = _degrees(row), row.known("layers")
     chunks = (row.whole("vp") or 1) if degrees["pp"] > 1 else 1
-    shared = row.flag("sequence_parallel")
+    parts, shared, stage_layers = degrees["pp"] * chunks, row.flag("sequence_parallel"), list[int]()
+    # Uneven where embedding and loss count as a layer each.
+    if 1 < parts <= MOST_LAYERS and layers % parts and (layers + 2) % parts == 0:
+        each = (layers + 2) // parts
+        stage_layers = [each - 1, *[each] * (parts - 2), each - 1]
+    text = (row.text("recompute") or framework.recompute).lower()
+    found = re.match(rf"({'|'.join(RECOMPUTE)})(?![a-z0-9/])", text)  # with any remark after it
+    sharding = _sharding(row, framework, degrees["dp"])
+    if found is None:
+        raise RowError(f"recompute is {text!r:.40}: it must be {', '.join(RECOMPUTE)}, with any remark in brackets")
     return {
         **degrees,
         "virtual_stages": chunks,
-        "stage_layers": _stage_layers(row.known("layers"), degrees["pp"] * chunks),
+        "stage_layers": stage_layers,
         **({} if shared is None else {"sequence_parallel": degrees["tp"] > 1 and shared}),
-        **_sharding(row, framework, degrees["dp"]),
-        "recompute": _recompute(row, framework),
+        **sharding,
+        "recompute": found[1],
     }
-
-
-def _stage_layers(layers: int, parts: int) -> list[int]:
-    """Layers of every part where embedding and loss count as a layer each; empty: even."""
-    if not 1 < parts <= MOST_LAYERS or layers % parts == 0 or (layers + 2) % parts:
-        return []
-    each = [(layers + 2) // parts] * parts
-    each[0] -= 1
-    each[-1] -= 1
-    return each
 
 
 def _sharding(row: Row, framework: Framework, dp: int) -> dict[str, Any]:
@@ -283,15 +255,6 @@ def _sharding(row: Row, framework: Framework, dp: int) -> dict[str, Any]:
         "dp_shard": shard if 0 < shard < dp else 0,
         **({"reshard_after_forward": False} if keeps else {}),
     }
-
-
-def _recompute(row: Row, framework: Framework) -> str:
-    """A word of ``RECOMPUTE``, with any remark after it."""
-    text = (row.text("recompute") or framework.recompute).lower()
-    found = re.match(rf"({'|'.join(RECOMPUTE)})(?![a-z0-9/])", text)
-    if found is None:
-        raise RowError(f"recompute is {text!r:.40}: it must be {', '.join(RECOMPUTE)}, with any remark in brackets")
-    return found[1]
 
 
 def open_cells(row: Row, framework: Framework) -> dict[str, tuple[Any, ...]]:
