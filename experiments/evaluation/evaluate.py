@@ -12,7 +12,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
-from stepsight.dataset.base.errors import JobError, PredictorError, StepsightError, TableError
+from stepsight.dataset.base.errors import JobError, PredictorError, TableError
 from stepsight.dataset.job.frameworks import GENERIC, unknown_frameworks
 from stepsight.dataset.job.job import Job
 from stepsight.experiments.evaluation.error_metrics import (
@@ -30,14 +30,17 @@ from stepsight.experiments.evaluation.error_metrics import (
 from stepsight.experiments.evaluation.row_jobs import is_copy, jobs_of
 from stepsight.experiments.evaluation.runs_table import Row, RowError, read_runs_table
 from stepsight.experiments.reports.notebook_bar import NotebookBar
+from stepsight.experiments.reports.text_table import Number, table
 from stepsight.training.intervals.published_errors import published_widths
 from stepsight.training.prediction.prediction import ROOFLINE, named_predictor, predict
+from stepsight.training.prediction.prediction_views import seconds_text
 from stepsight.training.predictor.predictor import Predictor
 from stepsight.training.predictor.software_used import kernels_asked
 from stepsight.training.shipped.catalogue import shipped_predictor, shipped_without
 
 if TYPE_CHECKING:
     from pandas import DataFrame
+
 
 SUSPECT = "marked SUSPECT (scored apart)"
 WEAK = "grade C: more than one field is a guess"
@@ -71,14 +74,10 @@ class Evaluation:
         return {str(name): [self.scored[i] for i in found] for name, found in grouped(self.scored, key).items()}
 
     @property
-    def by_source(self) -> dict[str, list[Scored]]:
-        """Rows that count, by source."""
-        return self.by(lambda row: row.row.source)
-
-    @property
     def points(self) -> dict[str, list[tuple[float, float]]]:
         """Measured and predicted seconds by source."""
-        return {name: [(r.measured_s, r.predicted_s) for r in rows] for name, rows in self.by_source.items()}
+        by_source = self.by(lambda row: row.row.source)
+        return {name: [(r.measured_s, r.predicted_s) for r in rows] for name, rows in by_source.items()}
 
     def worst(self, most: int = 10) -> list[Scored]:
         """Rows with the largest absolute errors, the largest first."""
@@ -114,10 +113,26 @@ class Evaluation:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON; times in seconds, other figures in percent, except ``spearman`` and counts."""
-        by_source, overall = self.by_source, ("overall", self.scored)
+        by_source = self.by(lambda row: row.row.source)
         kinds = self.by(lambda row: f"{row.row.source}: {row.kind}")
         choices = {name: mean_figures([g for g in self.groups if g.source == name])
                    for name in dict.fromkeys(group.source for group in self.groups)}  # fmt: skip
+        worst = [
+            {**row.to_dict(), "source": row.row.source, "job": row.job.name, "framework": row.framework.name,
+             "error": row.error, "breakdown": row.breakdown}
+            for row in self.worst()
+        ]  # fmt: skip
+        references = {}
+        for name, rows in [*by_source.items(), ("overall", self.scored)]:
+            # Errors of the baselines, and of the predictions on the rows that the second baseline can predict.
+            measured, forward = [row.measured_s for row in rows], carried_forward(rows)
+            pairs = [(row, seconds) for row, seconds in zip(rows, forward, strict=True) if seconds is not None]
+            truth = [row.measured_s for row, _ in pairs]
+            references[name] = {
+                "constant_mfu": errors(constant_mfu(rows), measured).to_dict(),
+                "carried_forward": errors([seconds for _, seconds in pairs], truth).to_dict(),
+                "ours_where_carried": errors([row.predicted_s for row, _ in pairs], truth).to_dict(),
+            }
         return {
             "sources": {name: {"rows": n, **figures(by_source.get(name, ()))} for name, n in self.rows.items()},
             "overall": {"rows": sum(self.rows.values()), **figures(self.scored)},
@@ -125,11 +140,11 @@ class Evaluation:
             "warnings": self.warnings,
             "predictions": [row.to_dict() for row in self.scored],
             "kinds": {name: figures(rows) for name, rows in kinds.items()},
-            "references": {name: reference_figures(rows) for name, rows in [*by_source.items(), overall]},
+            "references": references,
             "choices": {**choices, "overall": mean_figures(self.groups)},
             "groups": [asdict(group) for group in self.groups],
             "suspect": {**figures(self.suspect), "predictions": [row.to_dict() for row in self.suspect]},
-            "worst": [worst_row(row) for row in self.worst()],
+            "worst": worst,
             "interval_rows": {name: len(rows) for name, rows in published_widths().sources.items()},
         }
 
@@ -143,23 +158,6 @@ def figures(rows: Sequence[Scored]) -> dict[str, float | None]:
         "coverage": share([row.in_interval for row in rows]),
         "out_of_support": share([row.out_of_support for row in rows]),
     }
-
-
-def reference_figures(rows: Sequence[Scored]) -> dict[str, dict[str, float | None]]:
-    """Errors of the baselines, and of the predictions on the rows that the second baseline can predict."""
-    carried = [(row, seconds) for row, seconds in zip(rows, carried_forward(rows), strict=True) if seconds is not None]
-    truth = [row.measured_s for row, _ in carried]
-    return {
-        "constant_mfu": errors(constant_mfu(rows), [row.measured_s for row in rows]).to_dict(),
-        "carried_forward": errors([seconds for _, seconds in carried], truth).to_dict(),
-        "ours_where_carried": errors([row.predicted_s for row, _ in carried], truth).to_dict(),
-    }
-
-
-def worst_row(row: Scored) -> dict[str, Any]:
-    """A row with its breakdown."""
-    what = {"source": row.row.source, "job": row.job.name, "framework": row.framework.name}
-    return {**row.to_dict(), **what, "error": row.error, "breakdown": row.breakdown}
 
 
 def without_source(predictor: Predictor | None, source: str) -> Predictor | None:
@@ -228,29 +226,27 @@ def evaluate(
     scored: list[Scored] = []
     suspect: list[Scored] = []
     for number, row in enumerate(rows, 1):
-        if row.weak:
-            skipped[WEAK] += 1
-        else:
-            try:
+        try:
+            if row.weak:
+                skipped[WEAK] += 1
+            else:
                 (suspect if row.suspect else scored).append(score(row, predictor_of))
-            except JobError as error:
-                skipped[_reason(error)] += 1
-            except FittedRowError:
-                skipped[FITTED] += 1
+        except JobError as error:  # counted without the row's own values, so that rows can share the reason
+            skipped[str(error).split("; ")[0].split(", got ")[0]] += 1
+        except FittedRowError:
+            skipped[FITTED] += 1
         (on_row or bar.show)(number, len(rows))
     skipped[SUSPECT] += len(suspect)
     left_out = {why: count for why, count in skipped.most_common() if count}
     if not scored:
-        raise _nothing(f"{len(rows)} row{'' if len(rows) == 1 else 's'} of {path}", left_out, there)
+        them = f"{len(rows)} row{'' if len(rows) == 1 else 's'} of {path}"
+        reasons = ", ".join(f"{count} x {why}" for why, count in left_out.items())
+        if FITTED in left_out:
+            raise PredictorError(
+                f"rows that a predictor was fitted on cannot judge it, of {them} are left out: {reasons}"
+            )
+        raise TableError(f"at least one row must be usable; of {them} left out: {reasons}{there}")
     return Evaluation(Counter(row.source for row in rows), scored, suspect, left_out)
-
-
-def _nothing(rows: str, skipped: Mapping[str, int], there: str) -> StepsightError:
-    """Why no row can be scored."""
-    reasons = ", ".join(f"{count} x {why}" for why, count in skipped.items())
-    if FITTED in skipped:
-        return PredictorError(f"rows that a predictor was fitted on cannot judge it, of {rows} are left out: {reasons}")
-    return TableError(f"at least one row must be usable; of {rows} left out: {reasons}{there}")
 
 
 def score(row: Row, predictor_of: PredictorOf) -> Scored:
@@ -306,6 +302,130 @@ def _check_lawful(row: Row, job: Job, predictor: Predictor) -> None:
         )
 
 
-def _reason(error: JobError) -> str:
-    """A reason without a row's own values, so that rows can share it."""
-    return str(error).split("; ")[0].split(", got ")[0]
+_COLUMNS = ("mape", "median", "p90", "max", "bias", "spearman", "regret", "coverage", "out_of_support")
+_NAME = 44  # letters of a source's name that are shown
+_LEGEND = """\
+mape, median, p90, max: of the absolute error |predicted / measured - 1|; bias: its mean with sign; spearman: rank
+correlation, 1 at best; regret: how much slower the run that we would choose is than the fastest of the same model,
+devices and batch; coverage: measured times within their intervals; outside: rows that take a fifth of their time
+or more in what was never measured"""
+
+_BASELINES = ["MAPE (max), percent", "constant MFU x bubble, fitted here", "carried forward", "ours there", "on"]
+_MEANS_OF = ("choosing a run, percent", "groups", "runs")
+_CHOICE = {
+    "regret": "regret",
+    "random_regret": "by chance",
+    "constant_mfu_regret": "by constant MFU",
+    "top_shared": "top 5 found",
+    "top_order": "top 5 order",
+}
+_CHOICE_LEGEND = """\
+a group holds several strategies of one model on the same devices with the same global batch; regret: how much longer
+the run takes than the fastest that predictions, chance (on average) or constant MFU choose; top 5 found: how many of
+the five fastest runs are among the five predicted to be fastest, in groups of more; top 5 order: how many pairs of the
+five fastest runs are predicted in their order"""
+
+
+def evaluation_text(
+    result: Evaluation, num_worst: int, calibrated: Mapping[str, Any] | None = None, *, groups: bool = False
+) -> str:
+    """Figures per source, per kind and overall; the baselines; calibrated figures; skipped rows; the worst rows.
+
+    ``calibrated`` holds what ``Calibrated.to_dict`` returns, by a description of the rows that were fitted;
+    ``groups``: also every group of runs between which one could choose.
+    """
+    value = result.to_dict()
+    used = {name: row for name, row in value["sources"].items() if row["used"]}
+    parts = [
+        f"{_figures([*used.items(), ('overall', value['overall'])])}\n{_LEGEND}",
+        table(
+            _BASELINES,
+            [
+                [
+                    _short(name),
+                    *(_pair(row[key]) for key in ("constant_mfu", "carried_forward", "ours_where_carried")),
+                    row["carried_forward"]["used"],
+                ]
+                for name, row in ((name, value["references"][name]) for name in (*used, "overall"))
+            ],
+        ),
+    ]
+    if result.groups:
+        means = [[_short(name), row["groups"], row["runs"], *_choice(row)] for name, row in value["choices"].items()]
+        parts.append(f"{table([*_MEANS_OF, *_CHOICE.values()], means)}\n{_CHOICE_LEGEND}")
+    if result.groups and groups:
+        cells = [[row["name"], row["runs"], Number(row["best_s"], 3), Number(row["chosen_s"], 3), row["place"],
+                  *_choice(row)] for row in value["groups"]]  # fmt: skip
+        parts.append(table(["group", "runs", "fastest s", "chosen s", "place", *_CHOICE.values()], cells))
+    parts += [_calibrated(words, figures) for words, figures in (calibrated or {}).items()]
+    if kinds := _several(value["kinds"]):
+        parts.append(_figures(kinds))
+    if result.suspect:
+        row = value["suspect"]
+        figures = f"{row['used']} rows, MAPE {row['mape']:.1f} %, max {row['max']:.1f} %"
+        parts.append(f"rows marked SUSPECT, apart: {figures}")
+    others = value["interval_rows"]
+    parts.append(
+        f"intervals of shipped predictors are as wide as errors on {sum(others.values())} published runs of "
+        f"{len(others)} sources say; those of a row's own source never count for it"
+    )
+    parts += [f"warning: {text}" for text in result.warnings]
+    parts += [f"left out {count}: {why}" for why, count in result.skipped.items()]
+    parts += [_worst(row) for row in value["worst"][:num_worst]]
+    return "\n\n".join(parts)
+
+
+def _several(kinds: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    """Rows of the kinds of sources that have more than one."""
+    sources = [name.rsplit(": ", 1)[0] for name in kinds]
+    return [item for item, source in zip(kinds.items(), sources, strict=True) if sources.count(source) > 1]
+
+
+def _cell(name: str, value: float | None) -> object:
+    return "-" if value is None else Number(value, 3 if name == "spearman" else 1)
+
+
+def _choice(row: Mapping[str, Any]) -> list[object]:
+    return [_cell(key, row[key]) for key in _CHOICE]
+
+
+def _short(name: str) -> str:
+    """A source's name, and its kind if it has one."""
+    source, colon, kind = name.rpartition(": ") if ": " in name else (name, "", "")
+    return (source if len(source) <= _NAME else source[: _NAME - 3] + "...") + colon + kind
+
+
+def _figures(rows: Sequence[tuple[str, Mapping[str, Any]]]) -> str:
+    header = ["percent", "rows", "used", *(c.replace("out_of_support", "outside") for c in _COLUMNS)]
+    cells = [[_short(name), row.get("rows", "-"), row["used"], *(_cell(c, row[c]) for c in _COLUMNS)]
+             for name, row in rows]  # fmt: skip
+    return table(header, cells)
+
+
+def _calibrated(words: str, value: Mapping[str, Any]) -> str:
+    """Table of shipped and calibrated errors on the same larger rows."""
+    figures = ("bias", "spearman", "regret", "coverage")
+    header = ["larger rows, MAPE (max), percent", "fitted", "judged", "as shipped", "calibrated", "carried forward"]
+    rows = [*value["sources"].items(), *_several(value["kinds"]), ("overall", value["overall"])]
+    cells = [
+        [_short(name), row.get("fitted", "-"), row["used"], _pair(row["as_shipped"]), _pair(row),
+         _pair(row["carried_forward"]), *(_cell(key, row[key]) for key in figures)]
+        for name, row in rows
+    ]  # fmt: skip
+    return f"calibrated on {words}, judged by larger rows alone\n{table([*header, *figures], cells)}"
+
+
+def _pair(row: Mapping[str, Any] | None) -> str:
+    return f"{row['mape']:.1f} ({row['max']:.1f})" if row and row["used"] else "-"
+
+
+def _worst(row: Mapping[str, Any]) -> str:
+    causes = sorted(row["breakdown"].items(), key=lambda item: -item[1])
+    shares = [(name, 100 * seconds / row["predicted_s"]) for name, seconds in causes]
+    made_of = ", ".join(f"{name} {percent:.0f} %" for name, percent in shares if percent > 1)
+    ran = f"{row['job']}, profile {row['framework']}"
+    return (
+        f"{row['error']:+.1f} %  row {row['row_id']} of {_short(row['source'])}: {ran}\n"
+        f"    measured {seconds_text(row['measured_s'])}, predicted {seconds_text(row['predicted_s'])} "
+        f"({seconds_text(row['low_s'])} to {seconds_text(row['high_s'])}): {made_of}"
+    )

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stepsight.dataset.base.errors import JobError, TableError
-from stepsight.dataset.hardware.hardware import FABRICS, Fabric, Hardware, find_fabric, find_hardware, usual_fabric
+from stepsight.dataset.hardware.hardware import FABRICS, Fabric, find_fabric, find_hardware, usual_fabric
 from stepsight.dataset.kinds.op import DTYPE_BYTES, Collective, Op
 from stepsight.dataset.tables import Measurements
 from stepsight.experiments.evaluation.error_metrics import Errors, errors
@@ -95,16 +95,21 @@ def judge_table(
     rows: dict[tuple[str, str, str], list[int]] = {}
     for index in known.tolist():
         rows.setdefault(group_of(measured.works[index], measured.seconds[index]), []).append(index)
-    groups = [(*key, errors(predicted[i], measured.seconds[i])) for key, i in sorted(rows.items(), key=_order)]
-    names = [family_of(measured.works[index]) for index in known.tolist()]
-    sent = [index for index, work in enumerate(measured.works) if isinstance(work, Collective)]
-    works = [work for work in measured.works if isinstance(work, Collective)]
+    place = {name: place for classes in (SIZES, RANKS, TIMES) for place, (_, name) in enumerate(classes)}
+    order = sorted(rows, key=lambda group: (group[0], place.get(group[2], -1), place[group[1]]))
+    groups = [(*group, errors(predicted[rows[group]], measured.seconds[rows[group]])) for group in order]
+    names = []  # family of an op, with its precision where that has kernels of its own; kind and place of a collective
+    for work in (measured.works[index] for index in known.tolist()):
+        own = isinstance(work, Op) and work.record.bound == "compute" and DTYPE_BYTES[work.dtype] != 2
+        name = label_of(work) if isinstance(work, Collective) else work.family
+        names.append(f"{name}/{work.dtype}" if own and isinstance(work, Op) else name)
+    sent = {index: work for index, work in enumerate(measured.works) if isinstance(work, Collective)}
     return TableErrors(
         tuple(groups),
         errors(predicted[known], measured.seconds[known]),
         skipped,
         family_figures(names, predicted[known], measured.seconds[known]),
-        () if fabric is None else link_doubts(works, fabric, measured.seconds[sent]),
+        () if fabric is None else link_doubts([*sent.values()], fabric, measured.seconds[[*sent]]),
     )
 
 
@@ -122,83 +127,58 @@ def _held_out(measured: Measurements, predictor_of: PredictorOf, skipped: dict[s
     return TableErrors((), Errors(sum(rows), mape=mean), skipped, families, note=note)
 
 
-def family_of(work: Op | Collective) -> str:
-    """Family of an op, with its precision where that has kernels of its own; kind and place of a collective."""
-    if isinstance(work, Collective):
-        return label_of(work)
-    own = work.record.bound == "compute" and DTYPE_BYTES[work.dtype] != 2
-    return f"{work.family}/{work.dtype}" if own else work.family
-
-
 def predict_table(
     measured: Measurements, predictor_of: PredictorOf, fabric: Fabric | None = None, on_rows: OnRows | None = None
 ) -> tuple[Array, dict[str, int]]:
     """Predicted seconds of each row, NaN where there are none, and the number of those rows by reason."""
-    batches: dict[tuple[str, str, bool], list[int]] = {}
     predicted, skipped = np.full(len(measured), np.nan), Counter[str]()
-    seen = _trained_on(measured, predictor_of)
-    if seen.any():
-        skipped["the predictor was trained on the shape"] = int(seen.sum())
-    for index in np.flatnonzero(~seen).tolist():
-        work = measured.works[index]
-        links = "" if isinstance(work, Op) else measured.fabric[index]
-        batches.setdefault((measured.device[index], links, isinstance(work, Op)), []).append(index)
-    for (device, links, are_ops), members in batches.items():
-        predictor, hardware = predictor_of(device), find_hardware(device) if device else None
-        used = fabric if fabric is not None else _links(links, predictor)
-        if predictor is None and hardware is None:
-            skipped[f"no predictor and no facts of the device {device!r:.80}: name a predictor"] += len(members)
-        elif not are_ops and used is None:
-            skipped[f"no facts of the fabric {links!r:.80}: state its links with --fabric"] += len(members)
-        else:
-            for start in range(0, len(members), AT_ONCE):
-                some = members[start : start + AT_ONCE]
-                software = [measured.software[i] for i in some]
-                predicted[some] = _seconds([measured.works[i] for i in some], software, predictor, hardware, used)
-                if on_rows is not None:
-                    on_rows(int(np.isfinite(predicted).sum()), int((~seen).sum()))
-    return predicted, dict(skipped)
-
-
-def _trained_on(measured: Measurements, predictor_of: PredictorOf) -> NDArray[np.bool_]:
-    """Rows whose shape their predictor was trained on, in any precision and with any software."""
-    seen = np.zeros(len(measured), dtype=np.bool_)
+    seen = np.zeros(len(measured), dtype=np.bool_)  # shapes that their predictor was trained on
     for device in dict.fromkeys(measured.device):
         predictor = predictor_of(device)
         if predictor is not None and predictor.manifest.get("trained_shapes"):
             rows = [index for index, name in enumerate(measured.device) if name == device]
             seen[rows] = trained_on(predictor.manifest, [shape_of(measured.works[index]) for index in rows])
-    return seen
+    if seen.any():
+        skipped["the predictor was trained on the shape"] = int(seen.sum())
+    batches: dict[tuple[str, str, bool], list[int]] = {}
+    for index in np.flatnonzero(~seen).tolist():
+        is_op = isinstance(measured.works[index], Op)
+        batches.setdefault((measured.device[index], "" if is_op else measured.fabric[index], is_op), []).append(index)
+    for (device, links, are_ops), members in batches.items():
+        predictor, hardware = predictor_of(device), find_hardware(device) if device else None
+        used = fabric if fabric is not None else _links(links, predictor)
+        if predictor is None and hardware is None:
+            skipped[f"no predictor and no facts of the device {device!r:.80}: name a predictor"] += len(members)
+            continue
+        if not are_ops and used is None:
+            skipped[f"no facts of the fabric {links!r:.80}: state its links with --fabric"] += len(members)
+            continue
+        for start in range(0, len(members), AT_ONCE):
+            some = members[start : start + AT_ONCE]
+            works: Any = [measured.works[index] for index in some]
+            if predictor is None:
+                assert hardware is not None
+                facts = RooflineLatency(hardware, used or next(iter(FABRICS.values())))
+                predicted[some] = facts.op_seconds(works) if are_ops else facts.collective_seconds(works)
+            elif are_ops:
+                predicted[some] = predictor.kernel.seconds(works, 1, [measured.software[index] for index in some])
+            else:
+                assert used is not None
+                predicted[some] = predictor.collective.seconds(works, used)
+            if on_rows is not None:
+                on_rows(int(np.isfinite(predicted).sum()), int((~seen).sum()))
+    return predicted, dict(skipped)
 
 
 def _links(named: str, predictor: Predictor | None) -> Fabric | None:
     """The known fabric of a name; for rows that name none, the usual one of the predictor's hardware."""
     if named or predictor is None:
-        return next((FABRICS[name] for name in [named] if name in FABRICS), None)
+        known: Fabric | None = FABRICS.get(named)
+        return known
     try:
         return find_fabric(usual_fabric(predictor.hardware.name))
     except JobError:
         return None
-
-
-def _seconds(
-    works: Sequence[Op | Collective],
-    software: Sequence[str],
-    predictor: Predictor | None,
-    hardware: Hardware | None,
-    fabric: Fabric | None,
-) -> Array:
-    """Seconds of works that are all ops or all collectives, each by the software that ran it where that is known."""
-    ops = [work for work in works if isinstance(work, Op)]
-    collectives = [work for work in works if isinstance(work, Collective)]
-    if predictor is not None:
-        if ops:
-            return predictor.kernel.seconds(ops, 1, software)
-        assert fabric is not None
-        return predictor.collective.seconds(collectives, fabric)
-    assert hardware is not None
-    facts = RooflineLatency(hardware, fabric or next(iter(FABRICS.values())))
-    return facts.op_seconds(ops) if ops else facts.collective_seconds(collectives)
 
 
 def group_of(work: Op | Collective, seconds: float) -> tuple[str, str, str]:
@@ -211,14 +191,6 @@ def group_of(work: Op | Collective, seconds: float) -> tuple[str, str, str]:
 
 def _class(classes: Sequence[tuple[float, str]], value: float, *, closed: bool = False) -> str:
     return next(name for end, name in classes if value < end or (closed and value == end))
-
-
-_PLACE = {name: place for classes in (SIZES, RANKS, TIMES) for place, (_, name) in enumerate(classes)}
-
-
-def _order(group: tuple[tuple[str, str, str], list[int]]) -> tuple[str, int, int]:
-    (kind, size, ranks), _ = group
-    return kind, _PLACE.get(ranks, -1), _PLACE[size]
 
 
 def table_errors_text(result: TableErrors) -> str:

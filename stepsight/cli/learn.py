@@ -152,8 +152,7 @@ def evaluate_command(
         return Answer(judged.to_dict(), table_errors_text(judged))
     _refuse(runs, {"--fabric": fabric})
     from stepsight.experiments.calibration.calibrate_runs import read_most_gpus
-    from stepsight.experiments.evaluation.evaluate import evaluate
-    from stepsight.experiments.evaluation.evaluation_report import evaluation_text
+    from stepsight.experiments.evaluation.evaluate import evaluate, evaluation_text
     from stepsight.experiments.reports.plots import plot_published_runs
 
     most_gpus = None if calibrate is None else read_most_gpus(calibrate)

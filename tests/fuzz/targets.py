@@ -27,8 +27,7 @@ from stepsight.dataset.tables import FORMATS, Measurements, read_table, summary,
 from stepsight.dataset.traces.import_traces import Imported, import_ranks
 from stepsight.dataset.traces.import_traces import summary as import_summary
 from stepsight.dataset.traces.read_rank import read_kineto
-from stepsight.experiments.evaluation.evaluate import evaluate
-from stepsight.experiments.evaluation.evaluation_report import evaluation_text
+from stepsight.experiments.evaluation.evaluate import evaluate, evaluation_text
 from stepsight.experiments.reports.job_texts import prediction_report
 from stepsight.experiments.reports.trace_texts import trace_summary
 from stepsight.experiments.search.search import search

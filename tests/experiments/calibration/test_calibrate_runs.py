@@ -31,10 +31,10 @@ from stepsight.experiments.evaluation.evaluate import (
     WEAK,
     Evaluation,
     evaluate,
+    evaluation_text,
     predictor_by_hardware,
     score,
 )
-from stepsight.experiments.evaluation.evaluation_report import evaluation_text
 from stepsight.experiments.evaluation.runs_table import Row
 from stepsight.experiments.questions.describe import describe
 from stepsight.training.prediction.prediction import predict

@@ -11,8 +11,14 @@ import pytest
 from stepsight.dataset.base.errors import PredictorError, TableError
 from stepsight.experiments.calibration.calibrate_runs import split_by_size
 from stepsight.experiments.evaluation.error_metrics import carried_forward, constant_mfu
-from stepsight.experiments.evaluation.evaluate import PredictorOf, evaluate, figures, predictor_by_hardware, score
-from stepsight.experiments.evaluation.evaluation_report import evaluation_text
+from stepsight.experiments.evaluation.evaluate import (
+    PredictorOf,
+    evaluate,
+    evaluation_text,
+    figures,
+    predictor_by_hardware,
+    score,
+)
 from stepsight.training.prediction.prediction import ROOFLINE
 from tests.experiments.evaluation.run_tables import digest_of, run_row, write_runs
 
