@@ -14,7 +14,7 @@ import numpy as np
 
 from stepsight.dataset.base.errors import PredictorError, StepsightError, TableError
 from stepsight.dataset.base.files import digest
-from stepsight.experiments.calibration.report import LEAST_GAIN, Change, Report, starting_predictor
+from stepsight.experiments.calibration.calibrate_parts import LEAST_GAIN, Change, Report, starting_predictor
 from stepsight.experiments.evaluation.error_metrics import Scored, carried_forward, grouped, series_of
 from stepsight.experiments.evaluation.evaluate import (
     FITTED,
@@ -147,28 +147,6 @@ def calibrate(
     """
     runs, out = Path(runs), Path(out)
     predictor = starting_predictor(predictor, out)
-    evaluation = _usable(runs, predictor, source)
-    fitted, every_larger = split_by_size(evaluation.scored, max_devices)
-    larger = without_copies(every_larger, fitted)
-    copies = {COPY: len(every_larger) - len(larger)} if len(larger) < len(every_larger) else {}
-    fit = with_rows(predictor, fitted)
-    evidence = _on_larger(fit.predictor, larger) if larger else _left_out(fit, fitted)
-    judged = replace(fit.predictor.calibration, judged_log=evidence.off_log)
-    report = CalibrationReport(
-        source=predictor.source,
-        calibrated=replace(fit.predictor, calibration=judged),
-        out=out,
-        num_fitted=len(fitted),
-        evidence=evidence,
-        skipped={**evaluation.skipped, **copies},
-    )
-    files = {runs.name: digest(runs.read_bytes())}
-    report.save(fit.predictor.manifest["fitted_rows"], judged_rows=list(evidence.digests), runs=files)
-    return report
-
-
-def _usable(runs: Path, predictor: Predictor, source: str) -> Evaluation:
-    """The rows that the predictor can be calibrated on, with its predictions."""
     evaluation = evaluate(runs, predictor, source=source)
     if FITTED in evaluation.skipped:
         raise PredictorError(
@@ -181,20 +159,30 @@ def _usable(runs: Path, predictor: Predictor, source: str) -> Evaluation:
             f"got {len(evaluation.scored)} of {sum(evaluation.rows.values())} rows in {runs} "
             f"(left out: {'; '.join(f'{count} x {why}' for why, count in evaluation.skipped.items()) or 'none'})"
         )
-    return evaluation
-
-
-def _on_larger(predictor: Predictor, rows: Sequence[Scored]) -> Evidence:
-    after = [score(row.row, lambda hardware: predictor).predicted_s for row in rows]
-    return _evidence(LARGER, rows, after)
-
-
-def _left_out(fit: CalibrationFit, rows: Sequence[Scored]) -> Evidence:
-    """Hold out sizes in turn if no run is larger, or runs if there is one size."""
-    sizes: list[Hashable] = [row.row.gpus for row in rows]
-    by = SIZES if len(set(sizes)) > 1 else ROWS
-    off, _ = fit.process.left_out(sizes if by == SIZES else [row.job for row in rows])
-    return _evidence(by, rows, [row.measured_s * float(np.exp(-log)) for row, log in zip(rows, off, strict=True)])
+    fitted, every_larger = split_by_size(evaluation.scored, max_devices)
+    larger = without_copies(every_larger, fitted)
+    copies = {COPY: len(every_larger) - len(larger)} if len(larger) < len(every_larger) else {}
+    fit = with_rows(predictor, fitted)
+    if larger:
+        after = [score(row.row, lambda hardware: fit.predictor).predicted_s for row in larger]
+        evidence = _evidence(LARGER, larger, after)
+    else:  # sizes are held out in turn, or runs if there is one size
+        sizes: list[Hashable] = [row.row.gpus for row in fitted]
+        by = SIZES if len(set(sizes)) > 1 else ROWS
+        off, _ = fit.process.left_out(sizes if by == SIZES else [row.job for row in fitted])
+        after = [row.measured_s * float(np.exp(-log)) for row, log in zip(fitted, off, strict=True)]
+        evidence = _evidence(by, fitted, after)
+    report = CalibrationReport(
+        source=predictor.source,
+        calibrated=replace(fit.predictor, calibration=replace(fit.predictor.calibration, judged_log=evidence.off_log)),
+        out=out,
+        num_fitted=len(fitted),
+        evidence=evidence,
+        skipped={**evaluation.skipped, **copies},
+    )
+    files = {runs.name: digest(runs.read_bytes())}
+    report.save(fit.predictor.manifest["fitted_rows"], judged_rows=list(evidence.digests), runs=files)
+    return report
 
 
 def _evidence(by: str, rows: Sequence[Scored], after: Sequence[float]) -> Evidence:

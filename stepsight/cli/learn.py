@@ -225,7 +225,7 @@ def calibrate_command(
     if runs.is_dir():
         unread = {"--source": rows.strip("*"), "--fabric": fabric, "--max-devices": max_devices}
         _refuse(runs, {**unread, "--software": software})
-        from stepsight.experiments.calibration.calibrate_traces import calibrate_traces, traces_text
+        from stepsight.experiments.calibration.calibrate_parts import calibrate_traces, traces_text
 
         report = calibrate_traces([runs], load_predictor(predictor), out)
         text, problem = traces_text(report), "the traces improve neither launches, overlap nor kernels"
@@ -234,7 +234,7 @@ def calibrate_command(
         if fabric is None:
             raise StepsightError(f"--fabric must state the links of the cluster that {runs} was measured on")
         from stepsight.dataset.hardware.hardware import find_fabric
-        from stepsight.experiments.calibration.calibrate_links import calibrate_links, links_text
+        from stepsight.experiments.calibration.calibrate_parts import calibrate_links, links_text
 
         chosen: dict[str, Any] = {"max_devices": max_devices or 64, "software": software}
         report = calibrate_links(runs, load_predictor(predictor), find_fabric(fabric), out, **chosen)

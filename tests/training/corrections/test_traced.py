@@ -42,7 +42,7 @@ def test_corrections_round_trip_and_wild_ones_are_refused() -> None:
 
 
 def test_calibration_by_imported_traces_keeps_what_helps(tmp_path: Path) -> None:
-    from stepsight.experiments.calibration.calibrate_traces import calibrate_traces, traces_text
+    from stepsight.experiments.calibration.calibrate_parts import calibrate_traces, traces_text
     from stepsight.training.predictor.predictor import Predictor
     from tests.dataset.traced_jobs import many_sizes
 

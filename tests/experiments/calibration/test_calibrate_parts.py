@@ -15,7 +15,7 @@ from stepsight.dataset.base.errors import TableError
 from stepsight.dataset.hardware.hardware import Link, find_fabric
 from stepsight.dataset.kinds.op import Collective
 from stepsight.dataset.tables import Measurements, SourceFile
-from stepsight.experiments.calibration.calibrate_links import LARGER, LAYOUTS, calibrate_links, links_text
+from stepsight.experiments.calibration.calibrate_parts import LARGER, LAYOUTS, calibrate_links, links_text
 from stepsight.experiments.questions.predictor_summary import predictor_text
 from stepsight.training.collectives.between_nodes import BetweenNodes
 from stepsight.training.predictor.predictor import Predictor
