@@ -124,7 +124,7 @@ class Report(ABC):
         replace(self.calibrated, manifest={**manifest, "name": "", "digest": own, self.KEY: record}).save(self.out)
 
 
-# --- a table of collectives --------------------------------------------------------------------------------------------
+# --- a table of collectives -------------------------------------------------------------------------------------------
 
 _PLACE = re.compile(r"\b(?:in|out-of)-place\b")
 FEWEST_COLLECTIVES = 8  # collectives between nodes that a calibration takes
@@ -287,7 +287,7 @@ def links_text(report: LinksReport) -> str:
 Array = NDArray[np.float64]
 
 
-# --- imported traces ---------------------------------------------------------------------------------------------------
+# --- imported traces --------------------------------------------------------------------------------------------------
 
 FEWEST_OPS = 8  # distinct ops that a calibration takes
 
