@@ -10,11 +10,11 @@ from numpy.typing import NDArray
 
 from stepsight.dataset.traces.event_columns import Annotation, RankEvents
 
+Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
 FORWARD, BACKWARD, OPTIMIZER = range(3)
 _MARK, _OP, _CALL = range(3)
-_CARRIED = ("phase", "backward", "sequence")  # from a call to those within it
 _EVALUATE = "autograd::engine::evaluate_function: "
 _BACKWARDS = ("autograd::engine::", "torch::autograd::AccumulateGrad")
 _NODE = re.compile(r"Backward\d*$")  # of autograd's graph
@@ -48,15 +48,28 @@ class CallTree:
 
 def call_tree(events: RankEvents) -> CallTree:
     """Nest the calls of each thread by their times."""
-    num_ops, num_calls = len(events.ops), len(events.runtime)
-    of_ops = [np.full(num_ops, -1, dtype=np.int64) for _ in range(4)]
-    of_calls = [np.full(num_calls, -1, dtype=np.int64) for _ in range(2)]
-    tree = CallTree(of_ops[0], of_ops[1], of_ops[2], of_ops[3], of_calls[0], of_calls[1], crossed=0)
-    phases = [_named_phase(name) for name in events.names]
+    ops, runtime = events.ops, events.runtime
     marks = [each for each in events.annotations if annotated_phase(each.name) is not None]
-    for thread in range(len(events.threads)):
-        _nest(events, tree, thread, phases, [mark for mark in marks if mark.thread == thread])
-    return tree
+    first, last = len(marks), len(marks) + len(ops)
+    what = np.repeat([_MARK, _OP, _CALL], [len(marks), len(ops), len(runtime)])
+    start = np.concatenate([[mark.start for mark in marks], ops.start, runtime.start])
+    end = np.concatenate([[mark.end for mark in marks], ops.end, runtime.end])
+    thread = np.concatenate([[mark.thread for mark in marks], ops["thread"], runtime["thread"]])
+    row, own = np.arange(len(ops)), {key: np.full(len(what), -1) for key in ("row", "phase", "backward", "sequence")}
+    evaluated = np.array([is_evaluation(name) for name in events.names], dtype=np.bool_)[ops["name"]]
+    phases = np.array([_named_phase(name) for name in events.names], dtype=np.int64)[ops["name"]]
+    own["phase"][:first] = [annotated_phase(mark.name) or FORWARD for mark in marks]
+    own["row"][first:last], own["phase"][first:last] = row, phases
+    own["backward"][first:last], own["sequence"][first:last] = np.where(evaluated, row, -1), ops["sequence"]
+    order = np.lexsort((what == _CALL, -end, start, thread))
+    above, depth = _enclosing(start[order], end[order], thread[order], what[order] != _CALL)
+    found = _inherited({key: values[order] for key, values in own.items()}, what[order] == _MARK, above, depth)
+    ends = np.append(end[order], np.inf)
+    crossed = int((ends[:-1] > ends[above])[what[order] == _OP].sum())
+    place = np.argsort(order)
+    around, phase = found["row"][above][place], found["phase"][place]
+    backward, sequence = (found[key][place[first:last]] for key in ("backward", "sequence"))
+    return CallTree(around[first:last], phase[first:last], backward, sequence, around[last:], phase[last:], crossed)
 
 
 def annotated_phase(name: str) -> int | None:
@@ -96,49 +109,20 @@ def _named_phase(name: str) -> int:
     return -1
 
 
-def _nest(events: RankEvents, tree: CallTree, thread: int, phases: list[int], marks: list[Annotation]) -> None:
-    """Nest the calls of one thread."""
-    ops = np.flatnonzero(events.ops["thread"] == thread)
-    calls = np.flatnonzero(events.runtime["thread"] == thread)
-    start = np.concatenate([[mark.start for mark in marks], events.ops.start[ops], events.runtime.start[calls]])
-    end = np.concatenate([[mark.end for mark in marks], events.ops.end[ops], events.runtime.end[calls]])
-    what = np.repeat([_MARK, _OP, _CALL], [len(marks), len(ops), len(calls)])
-    named = np.array([annotated_phase(mark.name) or FORWARD for mark in marks], dtype=np.int64)
-    name, nothing = events.ops["name"][ops], np.full(len(calls), -1)
-    evaluated = np.array([is_evaluation(each) for each in events.names], dtype=np.bool_)[name]
-    own = {
-        "row": np.concatenate([np.full(len(marks), -1), ops, nothing]),
-        "phase": np.concatenate([named, np.array(phases, dtype=np.int64)[name], nothing]),
-        "backward": np.concatenate([np.full(len(marks), -1), np.where(evaluated, ops, -1), nothing]),
-        "sequence": np.concatenate([np.full(len(marks), -1), events.ops["sequence"][ops], nothing]),
-    }
-    order = np.lexsort((what == _CALL, -end, start))
-    above, depth = _enclosing(start[order], end[order], what[order] != _CALL)
-    found = _inherited({key: values[order] for key, values in own.items()}, what[order] == _MARK, above, depth)
-    around = found["row"][above]
-    what, ends = what[order], np.append(end[order], np.inf)
-    tree.crossed += int((ends[:-1] > ends[above])[what == _OP].sum())
-    for kind, rows, columns in (
-        (_CALL, calls, ((tree.owner, around), (tree.call_phase, found["phase"][:-1]))),
-        (_OP, ops, ((tree.parent, around), *((getattr(tree, key), found[key][:-1]) for key in _CARRIED))),
-    ):
-        first = {_CALL: len(marks) + len(ops), _OP: len(marks)}[kind]
-        chosen = np.flatnonzero(what == kind)
-        for array, values in columns:
-            array[rows[order[chosen] - first]] = values[chosen]
-
-
-def _enclosing(start: NDArray[np.float64], end: NDArray[np.float64], opens: NDArray[np.bool_]) -> tuple[Ints, Ints]:
-    """The innermost span around each span, -1 for none, and the depth; ``(n,)`` each, in order of start.
+def _enclosing(start: Floats, end: Floats, thread: Ints, opens: NDArray[np.bool_]) -> tuple[Ints, Ints]:
+    """The innermost span around each span of a thread, -1 for none, and the depth; ``(n,)`` each, by thread and start.
 
     Args:
-        start, end: ``(n,)``.
+        start, end, thread: ``(n,)``.
         opens: ``(n,)``: which of them may lie around others.
     """
     above: list[int] = []
     depth: list[int] = []
-    ends, inside = [np.inf], [-1]  # stack of open spans
-    for place, (begin, until, is_open) in enumerate(zip(start.tolist(), end.tolist(), opens.tolist(), strict=True)):
+    ends, inside, current = [np.inf], [-1], -1  # stack of open spans
+    spans = zip(start.tolist(), end.tolist(), thread.tolist(), opens.tolist(), strict=True)
+    for place, (begin, until, of, is_open) in enumerate(spans):
+        if of != current:
+            ends, inside, current = [np.inf], [-1], of
         while ends[-1] <= begin:
             ends.pop()
             inside.pop()
@@ -165,8 +149,6 @@ def _inherited(own: dict[str, Ints], marks: NDArray[np.bool_], above: Ints, dept
             values[places] = np.where(kept, mine, outer)
     return found
 
-
-Floats = NDArray[np.float64]
 
 _LEAST_WAIT_US = 15.0  # shorter gaps are the host's own work
 
@@ -208,28 +190,12 @@ class HostCalls:
         return HostCalls(start[again], end[again], self.thread[order], self.row[order], self.name[order])
 
 
-@dataclass
-class HostEdges:
-    """Order of host calls: ``(e,)`` each; delays in microseconds."""
-
-    source: Ints
-    target: Ints
-    delay: Floats
-
-
-def chain(calls: HostCalls, events: RankEvents) -> HostEdges:
-    """Order the calls of each thread, and across threads where one waits for another."""
+def chain(calls: HostCalls, events: RankEvents) -> tuple[Ints, Ints, Floats]:
+    """Order the calls of each thread, and across threads where one waits for another: sources, targets and delays."""
+    nothing = np.zeros(0, dtype=np.int64)
     found = [_chain_of(calls, int(thread), events) for thread in np.unique(calls.thread)]
-    source, target, delay = (
-        (np.concatenate([each[column] for each in found]) for column in range(3))
-        if found
-        else (
-            np.zeros(0, dtype=np.int64),
-            np.zeros(0, dtype=np.int64),
-            np.zeros(0),
-        )
-    )
-    return HostEdges(source, target, delay)
+    source, target, delay = zip((nothing, nothing, np.zeros(0)), *found, strict=True)
+    return np.concatenate(source), np.concatenate(target), np.concatenate(delay)
 
 
 def _chain_of(calls: HostCalls, thread: int, events: RankEvents) -> tuple[Ints, Ints, Floats]:

@@ -136,8 +136,8 @@ def tie(events: RankEvents, steps: Steps, rows: Ints) -> Parts:
     blocked = {row: staged.get(row, np.nan) for row in _blocked_copies(events, rows).tolist()}
     calls, first, last = _host_calls(events, steps, np.flatnonzero(waiting | launching), blocked, names)
     waits = np.unique(np.concatenate([last[waiting], last[list(blocked)]]))
-    order = chain(calls, events)
-    edges = [(order.source, order.target, Dependency.HOST_ORDER, order.delay)]
+    source, target, delay = chain(calls, events)
+    edges = [(source, target, Dependency.HOST_ORDER, delay)]
     parts = Parts(calls, rows, picked(first, rows, -1), previous, names, waits, edges, {"event": EVENT_US})
     _add_launches(parts, events)
     known = np.flatnonzero(previous >= 0)

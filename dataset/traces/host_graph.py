@@ -49,9 +49,9 @@ def host_graph(events: RankEvents, tree: CallTree, world_size: int, placement: P
         raise TraceError(f"a trace must hold at least one op or collective, got none in {events.path}")
     steps, names = find_steps(events, tree, np.zeros(0)), Interned()
     calls, kind, item = _calls(host, collectives, steps, names)
-    order = chain(calls, events)
-    waited = overlap(merge([wait[1:] for wait in waits]), calls.end[order.source], calls.start[order.target])
-    edges = [(order.source, order.target, Dependency.HOST_ORDER, np.maximum(order.delay - waited, 0.0))]
+    source, target, delay = chain(calls, events)
+    waited = overlap(merge([wait[1:] for wait in waits]), calls.end[source], calls.start[target])
+    edges = [(source, target, Dependency.HOST_ORDER, np.maximum(delay - waited, 0.0))]
     edges += _around(collectives, waits, calls, np.where(kind == COLLECTIVE, item, -1), host.main or 0)
     start = np.concatenate([calls.start, [work.start for work in collectives]])
     built = Assembly(
