@@ -34,7 +34,7 @@ from stepsight.dataset.traces.event_columns import RankEvents, picked, read_colu
 from stepsight.dataset.traces.host_graph import host_graph
 from stepsight.dataset.traces.host_works import host_call_starts
 from stepsight.dataset.traces.kernel_kinds import CollectiveNodes, KernelKinds, launches, mask_of
-from stepsight.dataset.traces.step_bounds import OWN_STEP, Steps, find_steps, observed_steps, segment_spans
+from stepsight.dataset.traces.step_bounds import Steps, find_steps, observed_steps, segment_spans
 from stepsight.dataset.traces.stream_waits import StreamWaits
 
 Floats = NDArray[np.float64]
@@ -88,7 +88,7 @@ def _graph_of(events: RankEvents, placement: Placement, execution: Path | None) 
     _check_sizes(graph)
     if execution is not None:
         graph = with_tensor_edges(graph, events, read_execution_trace(execution), execution)
-    graph = without_observed_steps(graph, _observed(events, graph))
+    graph = without_observed_steps(graph, observed_steps(events, graph.steps_s / MICROSECOND + graph.origin_us))
     graph = with_sequence_edges(graph, tree.sequence)
     warnings = [*graph.warnings, *_check_training(events, tree)]
     loading = [(each.start, each.end) for each in events.annotations if each.name.startswith(_LOADING)]
@@ -102,14 +102,6 @@ def _check_sizes(graph: RankGraph) -> None:
         sizes = work.dims if isinstance(work, Op) else (work.num_bytes, work.group_size, work.ranks_per_node)
         if not all(isinstance(size, int) and 0 <= size <= MOST_SIZE for size in sizes):
             raise TraceError(f"sizes of a trace must be whole numbers from 0 to {MOST_SIZE}, got {work!s:.120}")
-
-
-def _observed(events: RankEvents, graph: RankGraph) -> NDArray[np.bool_]:
-    """``(k,)``: steps that an execution-trace observer slowed, by the numbers of calls or by their annotation."""
-    bounds = graph.steps_s / MICROSECOND + graph.origin_us
-    marks = [each.start for each in events.annotations if each.name.startswith(OWN_STEP) and " et=1" in each.name]
-    first, last = np.searchsorted(np.array(marks), bounds - [1.0, 0.0]).T
-    return np.asarray(observed_steps(events.ops, bounds) | (last > first))
 
 
 def _device_graph(events: RankEvents, tree: CallTree, world_size: int, placement: Placement) -> RankGraph:

@@ -13,10 +13,10 @@ from numpy.typing import NDArray
 from stepsight.dataset.graph.rank_graph import Span
 from stepsight.dataset.traces.call_tree import CallTree
 from stepsight.dataset.traces.classify import parse_annotation
-from stepsight.dataset.traces.event_columns import Annotation, RankEvents, Table
+from stepsight.dataset.traces.event_columns import Annotation, RankEvents
 
 _STEP = re.compile(r"^ProfilerStep#(\d+)")
-OWN_STEP = "stepsight::segment label=step"
+_OWN_STEP = "stepsight::segment label=step"
 _OWN_SEGMENT = "stepsight::segment "
 _ENOUGH = 3  # with more ends of steps, the first step can be dropped
 _ALIKE = 0.2  # allowed difference of the number of calls of a complete step from the usual number
@@ -33,14 +33,12 @@ class Steps:
         bounds: Begin and end of each on the host.
         thread: Host thread that runs them, -1: unknown.
         found_by: ``annotations``, ``optimizer``, ``backward``, ``repetition`` or ``nothing``.
-        numbers: Of annotated steps, what the profiler calls them.
         warnings: What is wrong with them.
     """
 
     bounds: list[tuple[float, float]]
     thread: int
     found_by: str
-    numbers: tuple[int, ...] = ()
     warnings: list[str] = field(default_factory=list)
 
 
@@ -52,12 +50,12 @@ def find_steps(events: RankEvents, tree: CallTree, launched: NDArray[np.float64]
         tree: Nesting of its calls.
         launched: When each device node was launched, by order of start on the device; NaN where that is unknown.
     """
-    marks = [each for each in events.annotations if each.name.startswith(OWN_STEP)]
+    marks = [each for each in events.annotations if each.name.startswith(_OWN_STEP)]
     marks = marks or [each for each in events.annotations if _STEP.match(each.name)]
     if marks:
         return _annotated(marks)
-    starts = [float(table.start.min()) for table in (events.ops, events.runtime, events.device) if len(table)]
-    begin = min(starts, default=0.0)
+    tables = [table for table in (events.ops, events.runtime, events.device) if len(table)]
+    begin = min((float(table.start.min()) for table in tables), default=0.0)
     ends, thread = _optimizer_ends(events)
     found_by = "optimizer"
     if not ends:
@@ -67,9 +65,9 @@ def find_steps(events: RankEvents, tree: CallTree, launched: NDArray[np.float64]
     bounds = _repeated(events, launched)
     if bounds:
         return Steps(bounds, -1, "repetition")
-    last = [float(table.end.max()) for table in (events.ops, events.runtime, events.device) if len(table)]
+    last = max((float(table.end.max()) for table in tables), default=begin)
     told = "no steps: neither annotations nor repetition bound one, so the whole trace counts as a step"
-    return Steps([(begin, max(last, default=begin))], -1, "nothing", warnings=[told])
+    return Steps([(begin, last)], -1, "nothing", [told])
 
 
 def segment_spans(events: RankEvents, origin_us: float) -> tuple[Span, ...]:
@@ -92,47 +90,38 @@ def segment_spans(events: RankEvents, origin_us: float) -> tuple[Span, ...]:
     )
 
 
-def observed_steps(calls: Table, bounds: NDArray[np.float64]) -> NDArray[np.bool_]:
-    """Steps in which an execution-trace observer ran too: they are several times slower.
+def observed_steps(events: RankEvents, bounds: NDArray[np.float64]) -> NDArray[np.bool_]:
+    """``(k,)``: steps in which an execution-trace observer ran too: they are several times slower.
 
-    The observer numbers the recorded functions; without it they are all 0.
+    Our annotation says so, or recorded functions have numbers, which are 0 without the observer.
 
     Args:
-        calls: Calls of host threads, in order of start.
+        events: Of the rank.
         bounds: Begin and end of each step, ``(k, 2)``, microseconds.
-
-    Returns:
-        ``(k,)``.
     """
-    first, last = np.searchsorted(calls.start, bounds.reshape(-1, 2)).T
-    numbered = np.concatenate([[0], np.cumsum(calls["record"] > 0)])
-    return np.asarray(numbered[last] > numbered[first])
+    first, last = np.searchsorted(events.ops.start, bounds).T
+    numbered = np.concatenate([[0], np.cumsum(events.ops["record"] > 0)])
+    marks = [each.start for each in events.annotations if each.name.startswith(_OWN_STEP) and " et=1" in each.name]
+    begun, ended = np.searchsorted(np.array(marks), bounds - [1.0, 0.0]).T
+    return np.asarray((numbered[last] > numbered[first]) | (ended > begun))
 
 
 def _annotated(marks: list[Annotation]) -> Steps:
-    threads = Counter(mark.thread for mark in marks)
-    thread = threads.most_common(1)[0][0]
+    thread = Counter(mark.thread for mark in marks).most_common(1)[0][0]
     marks = sorted((mark for mark in marks if mark.thread == thread), key=lambda mark: mark.start)
     bounds, warnings = [(mark.start, mark.end) for mark in marks], []
     for place, (one, other) in enumerate(pairwise(marks)):
         if one.end > other.start + _MOST_OVERLAP_US:
-            over = one.end - other.start
-            warnings.append(
-                f"overlapping steps: {_title(other)} begins {over:.0f} us before {_title(one)} ends; it is cut there"
-            )
+            ends, begins = (mark.name.split(" ")[0][:40] for mark in (one, other))
+            told = f"{begins} begins {one.end - other.start:.0f} us before {ends} ends; it is cut there"
+            warnings.append(f"overlapping steps: {told}")
             bounds[place] = (one.start, other.start)
-    found = [_STEP.match(mark.name) for mark in marks]
-    numbers = tuple(int(match[1]) for match in found if match)
+    numbers = tuple(int(match[1]) for mark in marks if (match := _STEP.match(mark.name)))
     for earlier, later in pairwise(numbers):
-        if later > earlier + 1:
-            warnings.append(f"missing steps: ProfilerStep#{earlier} is followed by ProfilerStep#{later}")
-        elif later <= earlier:
-            warnings.append(f"repeated steps: ProfilerStep#{earlier} is followed by ProfilerStep#{later}")
-    return Steps([(start, end) for start, end in bounds if end > start], thread, "annotations", numbers, warnings)
-
-
-def _title(mark: Annotation) -> str:
-    return mark.name.split(" ")[0][:40]
+        if later != earlier + 1:
+            what = "missing" if later > earlier else "repeated"
+            warnings.append(f"{what} steps: ProfilerStep#{earlier} is followed by ProfilerStep#{later}")
+    return Steps([(start, end) for start, end in bounds if end > start], thread, "annotations", warnings)
 
 
 def _optimizer_ends(events: RankEvents) -> tuple[list[float], int]:
@@ -171,7 +160,7 @@ def _between(begin: float, ends: list[float], thread: int, found_by: str, events
     warnings = []
     if left := len(counts) - len(bounds):
         warnings.append(f"steps that are not whole: {left} of {len(counts)} differ from the usual one and are left out")
-    return Steps([(float(a), float(b)) for a, b in bounds], thread, found_by, warnings=warnings)
+    return Steps([(float(a), float(b)) for a, b in bounds], thread, found_by, warnings)
 
 
 def _repeated(events: RankEvents, launched: NDArray[np.float64]) -> list[tuple[float, float]]:
@@ -191,20 +180,12 @@ def _repeated(events: RankEvents, launched: NDArray[np.float64]) -> list[tuple[f
         lengths = np.diff(places)
         if not len(lengths) or lengths.min() < 2 or lengths.max() > (1 + _ALIKE) * lengths.min():
             continue
-        alike = [
-            _in_order(kernels, a, b, c) for a, b, c in zip(*(places[skip:].tolist() for skip in range(3)), strict=False)
-        ]
-        if alike and min(alike) >= _SAME_ORDER and not _goes_on(kernels, places):
+        alike = []
+        for first, second, third in zip(*(places[skip:].tolist() for skip in range(3)), strict=False):
+            length = min(second - first, third - second)
+            alike.append((kernels[first : first + length] == kernels[second : second + length]).mean())
+        # if other kernels follow the repeating part, layers repeat within one step
+        after = ~np.isin(kernels[places[-1] :], kernels[places[0] : places[-1]])
+        if alike and min(alike) >= _SAME_ORDER and after.sum() <= _MOST_AFTER:
             return list(pairwise(moments[places].tolist()))
     return []
-
-
-def _goes_on(kernels: NDArray[np.int64], places: NDArray[np.int64]) -> bool:
-    """Whether other kernels follow the repeating part: then layers repeat within one step."""
-    after = kernels[places[-1] :]
-    return int((~np.isin(after, kernels[places[0] : places[-1]])).sum()) > _MOST_AFTER
-
-
-def _in_order(kernels: NDArray[np.int64], first: int, second: int, third: int) -> float:
-    length = min(second - first, third - second)
-    return float((kernels[first : first + length] == kernels[second : second + length]).mean())
