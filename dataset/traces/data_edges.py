@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,8 +29,7 @@ _LEAST_WORK = 0.5  # of that of an observed step, for a step to stand for it
 _LEAST_FOUND = 0.5  # share of a trace's calls that an execution trace of the same run must contain
 
 
-@dataclass(frozen=True)
-class TensorCall:
+class TensorCall(NamedTuple):
     """A call of an execution trace: its name, its number, and the storages that it reads and writes."""
 
     name: str
@@ -96,13 +95,10 @@ def with_sequence_edges(graph: RankGraph, sequence: Ints) -> RankGraph:
     numbers = sequence[graph.columns["call"][chosen]]
     chosen, numbers = chosen[numbers >= 0], numbers[numbers >= 0]
     backward = graph.columns["phase"][chosen] == 1
-    forward_nodes, forward_numbers = chosen[~backward], numbers[~backward]
-    last = dict(zip(forward_numbers.tolist(), forward_nodes.tolist(), strict=True))
-    first: dict[int, int] = {}
-    for node, number in zip(chosen[backward].tolist(), numbers[backward].tolist(), strict=True):
-        first.setdefault(number, node)
-    pairs = [(last[number], node) for number, node in first.items() if number in last]
-    return _with_pairs(graph, pairs)
+    last = dict(zip(numbers[~backward].tolist(), chosen[~backward].tolist(), strict=True))
+    first = dict(zip(numbers[backward][::-1].tolist(), chosen[backward][::-1].tolist(), strict=True))
+    found = sorted((node, number) for number, node in first.items() if number in last)
+    return _with_pairs(graph, [(last[number], node) for node, number in found])
 
 
 def with_tensor_edges(graph: RankGraph, events: RankEvents, calls: list[TensorCall], path: Path) -> RankGraph:
@@ -130,11 +126,9 @@ def with_tensor_edges(graph: RankGraph, events: RankEvents, calls: list[TensorCa
         )
         graph = replace(graph, warnings=(*graph.warnings, told))
     nodes = np.flatnonzero((graph.columns["call"] >= 0) & (graph.columns["kind"] != HOST))
-    first: dict[int, int] = {}
-    last: dict[int, int] = {}
-    for node, call in zip(nodes.tolist(), graph.columns["call"][nodes].tolist(), strict=True):
-        first.setdefault(call, node)
-        last[call] = node
+    rows_of_nodes = graph.columns["call"][nodes].tolist()
+    last = dict(zip(rows_of_nodes, nodes.tolist(), strict=True))
+    first = dict(zip(reversed(rows_of_nodes), reversed(nodes.tolist()), strict=True))
     pairs: dict[tuple[int, int], None] = {}
     writer: dict[tuple[int, int, str], int] = {}
     for turn, call, row in rows:
@@ -198,30 +192,24 @@ def _works_in_order(graph: RankGraph, step: int) -> Ints:
 
 
 def _rows_of(events: RankEvents, calls: list[TensorCall]) -> list[tuple[int, TensorCall, int]]:
-    """Row of the profile for each call of an execution trace, with its repetition."""
-    ops = events.ops
-    record = {int(number): row for row, number in enumerate(ops["record"].tolist()) if number > 0}
+    """Row of the profile for each call of an execution trace, with its repetition: by number, or name and order."""
+    names = [events.names[number] for number in events.ops["name"].tolist()]
+    record = {number: row for row, number in enumerate(events.ops["record"].tolist()) if number > 0}
     matched = [(0, call, record[call.record]) for call in calls if call.record in record]
-    matched = [(turn, call, row) for turn, call, row in matched if events.names[int(ops["name"][row])] == call.name]
+    matched = [(turn, call, row) for turn, call, row in matched if names[row] == call.name]
     if len(matched) > _LEAST_FOUND * len(calls):
         return matched
-    numbers = {name: number for number, name in enumerate(events.names)}
-    there, given = Counter(ops["name"].tolist()), Counter(call.name for call in calls)
     places: dict[str, list[int]] = {}
-    for name, count in given.items():
-        number = numbers.get(name)
-        if number is not None and there[number] % count == 0:
-            places[name] = np.flatnonzero(ops["name"] == number).tolist()
+    for row, name in enumerate(names):
+        places.setdefault(name, []).append(row)
+    given = Counter(call.name for call in calls)
+    repeats = {name: len(places[name]) / count for name, count in given.items() if name in places}
+    usual = Counter(times for times in repeats.values() if times == int(times)).most_common(1)
+    turns = int(usual[0][0]) if usual else 0
     found = []
-    usual = Counter(len(rows) // given[name] for name, rows in places.items()).most_common(1)
-    turns = usual[0][0] if usual else 0
     for turn in range(turns):
-        seen: Counter[str] = Counter()
-        for call in calls:
-            rows = places.get(call.name, [])
-            if len(rows) == turns * given[call.name]:
-                found.append((turn, call, rows[turn * given[call.name] + seen[call.name]]))
-                seen[call.name] += 1
+        rows = {name: iter(places[name][turn * given[name] :]) for name, times in repeats.items() if times == turns}
+        found += [(turn, call, next(rows[call.name])) for call in calls if call.name in rows]
     return found
 
 

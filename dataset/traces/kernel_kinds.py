@@ -6,8 +6,8 @@ import json
 import math
 import re
 from bisect import bisect_right
-from dataclasses import dataclass
-from typing import Any
+from contextlib import suppress
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -86,9 +86,8 @@ _TYPES = (
 _COPIES = {"gpu_memcpy": "copy", "memcpy": "copy", "gpu_memset": "fill", "memset": "fill"}
 
 
-@dataclass(frozen=True)
-class Launch:
-    """The launch of a kernel."""
+class Launch(NamedTuple):
+    """How a kernel is launched."""
 
     name: str
     category: str
@@ -100,30 +99,21 @@ class Launch:
 
 def launches(events: RankEvents) -> list[Launch]:
     """Launch configuration of each distinct kernel."""
-    return [_launch(*kernel) for kernel in events.kernels]
-
-
-def _launch(category: str, name: str, config: bytes) -> Launch:
-    grid, block, registers, shared = parse(config)
-    return Launch(name, category, _product(grid), _product(block), _whole(registers), _whole(shared))
+    found = []
+    for category, name, config in events.kernels:
+        grid, block, registers, shared = parse(config)
+        found.append(Launch(name, category, *map(_product, (grid, block)), *map(_whole, (registers, shared))))
+    return found
 
 
 def _product(sizes: Any) -> int:
     if not isinstance(sizes, list) or not all(isinstance(size, int) for size in sizes):
         return 0
-    return min(max(math.prod(sizes), 0), _MOST_THREADS)
+    return _whole(math.prod(sizes))
 
 
 def _whole(value: Any) -> int:
     return min(max(int(value), 0), _MOST_THREADS) if isinstance(value, int | float) else 0
-
-
-def _annotated(name: str) -> Op | None:
-    """The op that an operator's name states; None if the name is wrong."""
-    try:
-        return annotated_op(parse_annotation(name))
-    except (KeyError, ValueError):
-        return None
 
 
 class KernelKinds:
@@ -154,7 +144,7 @@ class KernelKinds:
         call, op = self._of_call(owner) if owner >= 0 else (-1, None)
         if launch.category in _COPIES and not (op is not None and op.kind == "copy" == _copy_kind(launch)):
             return intern_op(_copy_kind(launch), (max(num_bytes, 0) // 4,), "fp32"), call, True
-        if op is not None and not _compiled(launch.name):
+        if op is not None and not launch.name.startswith("triton_"):
             return op, call, True
         named = self._of_name(launch)
         if named is not None:
@@ -180,14 +170,15 @@ class KernelKinds:
         return result
 
     def _classified(self, call: int) -> Op | None:
-        tree, number = self._tree, self._signature[call]
+        tree, number, op = self._tree, self._signature[call], None
         evaluation, sequence = int(tree.backward[call]), int(tree.sequence[call])
         if number in self._by_signature:
             op = self._by_signature[number]
         else:
             name = self._events.names[self._names[call]]
             if name.startswith(_ANNOTATED):
-                op = _annotated(name)
+                with suppress(KeyError, ValueError):  # the name may be wrong
+                    op = annotated_op(parse_annotation(name))
             else:
                 op = classify(name, self._events.arguments(number), self._scope(evaluation, sequence))
             if not depends_on_scope(name):
@@ -220,10 +211,6 @@ class KernelKinds:
 def named_kind(name: str) -> str | None:
     """Kind of ops in the name of a kernel or call, None if there is none."""
     return next((kind for pattern, kind in _BY_NAME if pattern.search(name)), None)
-
-
-def _compiled(name: str) -> bool:
-    return name.startswith("triton_")
 
 
 def _copy_kind(launch: Launch) -> str:
