@@ -49,7 +49,7 @@ from stepsight.dataset.schedules import SCHEDULES
 from stepsight.dataset.schedules.schedule import Schedule, ScheduleKind, loop_placement, v_placement
 from stepsight.dataset.tables.formats import FORMATS as TABLE_READERS
 from stepsight.dataset.tables.formats import Format
-from stepsight.dataset.tables.rows import Rows
+from stepsight.dataset.tables.measurements import Rows
 from stepsight.dataset.traces.import_traces import TRACE_READERS
 from stepsight.simulator import blocks
 from stepsight.simulator.blocks.family import Family

@@ -20,7 +20,7 @@ from typing import NamedTuple
 from stepsight.dataset.base.bounded import check_unpacked, read_unpacked, reason
 from stepsight.dataset.kinds import benchmark_names
 from stepsight.dataset.kinds.op import COLLECTIVE_KINDS, Collective
-from stepsight.dataset.tables.rows import Line, Rows, device_name, read_csv, read_text
+from stepsight.dataset.tables.measurements import Line, Rows, device_name, read_csv, read_text
 
 LOGS = r"\.(log|out|txt)(\.gz)?$"
 FILES = LOGS + r"|\.(csv|tar)(\.gz)?$|\.tgz$"

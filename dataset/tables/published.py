@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable
 from statistics import median
-from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from stepsight.dataset.base.bounded import parquet_rows, read_parquet, reason
 from stepsight.dataset.base.errors import TableError
+from stepsight.dataset.kinds import benchmark_names
 from stepsight.dataset.kinds.op import COLLECTIVE_KINDS, Collective, Op
-from stepsight.dataset.tables.rows import Line, Rows, device_name, read_csv, read_text
+from stepsight.dataset.tables.measurements import Line, Rows, device_name, read_csv, read_text
+
+if TYPE_CHECKING:
+    import pyarrow as pa
 
 _NEUSIGHT = ("OPName", "Latency", "Device", "Torch Version")
 # A product or quotient of two tensors reads and writes what their sum does.
@@ -43,22 +48,22 @@ def read_neusight(rows: Rows) -> None:
 
 
 def _neusight_op(name: str, line: Line) -> Op | None:
+    def sizes(columns: str) -> list[int]:
+        for column in columns:
+            if column not in line.cells:
+                raise line.rows.error(f"{line.text('OPName')} needs column {column}", line.number)
+        return [line.whole(column) for column in columns]
+
     if name in ("linear", "bmm"):
-        batch, m, inner, n = (_neusight_size(line, column) for column in "BMNK")
+        batch, m, inner, n = sizes("BMNK")
         if name == "bmm":
             return Op("batched_matmul", (batch, m, n, inner), "fp32")
         return Op("linear", (batch * m, n, inner), "fp32")
     if name in _ELEMENTWISE:
-        return Op(_ELEMENTWISE[name], (_neusight_size(line, "B") * _neusight_size(line, "H"),), "fp32")
+        return Op(_ELEMENTWISE[name], (math.prod(sizes("BH")),), "fp32")
     if name in ("ln", "softmax"):
-        return Op({"ln": "layer_norm"}.get(name, name), (_neusight_size(line, "B"), _neusight_size(line, "H")), "fp32")
+        return Op({"ln": "layer_norm"}.get(name, name), tuple(sizes("BH")), "fp32")
     return None
-
-
-def _neusight_size(line: Line, column: str) -> int:
-    if column not in line.cells:
-        raise line.rows.error(f"{line.text('OPName')} needs column {column}", line.number)
-    return line.whole(column)
 
 
 _SIMUMAX_DEVICES = {
@@ -88,29 +93,24 @@ def read_simumax(rows: Rows) -> None:
         raise rows.error(f"must be JSON with sys_name and accelerator.op ({error!r:.200})") from None
     device = next((ours for start, ours in _SIMUMAX_DEVICES.items() if name.startswith(start)), device_name(name))
     for section, table in tables.items():
-        shapes = table.get("accurate_efficient_factor")
+        shapes = table.get("accurate_efficient_factor") or {}
         if not shapes:
             rows.skip("a fitted factor")
-        else:
-            _read_simumax_section(rows, section, table, device)
+        for index, (shape, efficiency) in enumerate(shapes.items(), 1):
+            try:
+                sizes = dict(part.split("=") for part in shape.replace(" ", "").split(","))
+                flops, work = _simumax_work(section, sizes)
+                rate = float(table["tflops"]) * 1e12 * float(efficiency)
+            except (ValueError, KeyError) as error:
+                raise rows.error(f"{section} {shape!r:.80} cannot be read ({error!r:.200})", index) from None
+            told = [f"{key}={sizes[key]}" for key in _TOLD if key in sizes]
+            if work is None:
+                rows.skip(f"{section}: no op kind for such sizes")
+            else:
+                seconds, software = flops / rate if rate > 0 else 0.0, ("simumax", "transformer-engine", *told)
+                rows.add(work, seconds, device=device, software=" ".join(software))
     for fitted in (system["accelerator"].get("bandwidth", {}), system.get("networks", {})):
         rows.skip("a fitted factor", len(fitted))
-
-
-def _read_simumax_section(rows: Rows, section: str, table: dict[str, Any], device: str) -> None:
-    for index, (shape, efficiency) in enumerate(table["accurate_efficient_factor"].items(), 1):
-        try:
-            sizes = dict(part.split("=") for part in shape.replace(" ", "").split(","))
-            flops, work = _simumax_work(section, sizes)
-            rate = float(table["tflops"]) * 1e12 * float(efficiency)
-        except (ValueError, KeyError) as error:
-            raise rows.error(f"{section} {shape!r:.80} cannot be read ({error!r:.200})", index) from None
-        told = [f"{key}={sizes[key]}" for key in _TOLD if key in sizes]
-        if work is None:
-            rows.skip(f"{section}: no op kind for such sizes")
-        else:
-            seconds = flops / rate if rate > 0 else 0.0
-            rows.add(work, seconds, device=device, software=" ".join(("simumax", "transformer-engine", *told)))
 
 
 def _simumax_work(section: str, sizes: dict[str, str]) -> tuple[float, Op | None]:
@@ -138,28 +138,19 @@ def _simumax_work(section: str, sizes: dict[str, str]) -> tuple[float, Op | None
 
 
 # Folders of computation and of networks; both A100 and H100 of computation stream faster than PCIe cards can.
-_VIDUR_DEVICES = MappingProxyType(
-    {
-        "a100": "a100-sxm-80gb",
-        "h100": "h100-sxm-80gb",
-        "a40": "a40-pcie-48gb",
-        "a100_dgx": "a100-sxm-80gb",
-        "h100_dgx": "h100-sxm-80gb",
-        "a100_pairwise_nvlink": "a100-pcie-80gb",
-        "h100_pairwise_nvlink": "h100-nvl-94gb",
-        "a40_pairwise_nvlink": "a40-pcie-48gb",
-    }
-)
-_ONE_NODE = MappingProxyType({"a100_dgx": "dgx-a100", "h100_dgx": "dgx-h100"})
-_VIDUR_SIZES = (
-    "n_head",
-    "n_kv_head",
-    "n_embd",
-    "n_expanded_embd",
-    "vocab_size",
-    "num_tokens",
-    "num_tensor_parallel_workers",
-)
+_VIDUR_DEVICES = {
+    "a100": "a100-sxm-80gb",
+    "h100": "h100-sxm-80gb",
+    "a40": "a40-pcie-48gb",
+    "a100_dgx": "a100-sxm-80gb",
+    "h100_dgx": "h100-sxm-80gb",
+    "a100_pairwise_nvlink": "a100-pcie-80gb",
+    "h100_pairwise_nvlink": "h100-nvl-94gb",
+    "a40_pairwise_nvlink": "a40-pcie-48gb",
+}
+_ONE_NODE = {"a100_dgx": "dgx-a100", "h100_dgx": "dgx-h100"}
+_VIDUR_SIZES = ("n_head", "n_kv_head", "n_embd", "n_expanded_embd", "vocab_size", "num_tokens")
+_VIDUR_DEGREE = "num_tensor_parallel_workers"
 
 
 def read_vidur(rows: Rows) -> None:
@@ -167,17 +158,12 @@ def read_vidur(rows: Rows) -> None:
 
     ``size`` of a collective is in bytes. Where a run spans nodes, the network is the authors' own and slow.
     """
-    if rows.path.name.startswith("mlp."):
-        _read_vidur_layer(rows)
-    else:
+    if not rows.path.name.startswith("mlp."):
         _read_vidur_collective(rows, rows.path.name.split(".")[0])
-
-
-def _read_vidur_layer(rows: Rows) -> None:
+        return
     folder = next((part for part in reversed(rows.path.parts) if part in _VIDUR_DEVICES), "")
-    device = _VIDUR_DEVICES.get(folder, "")
-    for line in read_csv(rows, (*_VIDUR_SIZES, "use_gated_mlp")):
-        for name, work in _vidur_layer(line):
+    for line in read_csv(rows, (*_VIDUR_SIZES, _VIDUR_DEGREE, "use_gated_mlp")):
+        for name, work in _vidur_layer(line).items():
             column = f"time_stats.{name}.median"
             if column not in line.cells:
                 if name == "post_attention_layernorm":
@@ -186,42 +172,44 @@ def _read_vidur_layer(rows: Rows) -> None:
             if name == "add" and line.text("use_gated_mlp") != "True":
                 rows.skip("two additions timed as one")  # likewise
             else:
+                device = _VIDUR_DEVICES.get(folder, "")
                 rows.add(work, line.real(column) * 1e-3, device=device, software="vidur sarathi-serve")
 
 
-def _vidur_layer(line: Line) -> Iterator[tuple[str, Op]]:
+def _vidur_layer(line: Line) -> dict[str, Op]:
     """Ops of one layer on a tensor-parallel rank."""
-    heads, kv_heads, hidden, ffn, vocab, tokens, tp = (line.whole(name) for name in _VIDUR_SIZES)
+    heads, kv_heads, hidden, ffn, vocab, tokens = (line.whole(name) for name in _VIDUR_SIZES)
+    tp, gated = line.whole(_VIDUR_DEGREE), line.text("use_gated_mlp") == "True"
     if hidden % heads or heads % tp or ffn % tp:
         raise line.rows.error(f"n_head {heads} and tp {tp} must divide {hidden}, {heads} and {ffn}", line.number)
-    gated = line.text("use_gated_mlp") == "True"
-    size, own_heads, own_ffn = hidden // heads, heads // tp, ffn // tp
-    own_kv = max(1, kv_heads // tp)
-    norm = Op("rms_norm" if gated else "layer_norm", (tokens, hidden), "fp16")
-    yield "emb", Op("embedding", (tokens, hidden, -(-vocab // tp)), "fp16")
-    yield "input_layernorm", norm
-    yield "attn_pre_proj", Op("linear", (tokens, (own_heads + 2 * own_kv) * size, hidden), "fp16")
-    yield "attn_rope", Op("rope", (tokens * (own_heads + own_kv) * size,), "fp16")
-    yield "attn_post_proj", Op("linear", (tokens, hidden, own_heads * size), "fp16")
-    yield "post_attention_layernorm", norm
-    yield "mlp_up_proj", Op("linear", (tokens, own_ffn * (2 if gated else 1), hidden), "fp16")
-    yield "mlp_act", Op("swiglu" if gated else "gelu", (tokens * own_ffn,), "fp16")
-    yield "mlp_down_proj", Op("linear", (tokens, hidden, own_ffn), "fp16")
-    yield "add", Op("add", (tokens * hidden,), "fp16")
+    size, own_heads, own_kv, own_ffn = hidden // heads, heads // tp, max(1, kv_heads // tp), ffn // tp
+    norm = ("rms_norm" if gated else "layer_norm", tokens, hidden)
+    layer: dict[str, tuple[Any, ...]] = {
+        "emb": ("embedding", tokens, hidden, -(-vocab // tp)),
+        "input_layernorm": norm,
+        "attn_pre_proj": ("linear", tokens, (own_heads + 2 * own_kv) * size, hidden),
+        "attn_rope": ("rope", tokens * (own_heads + own_kv) * size),
+        "attn_post_proj": ("linear", tokens, hidden, own_heads * size),
+        "post_attention_layernorm": norm,
+        "mlp_up_proj": ("linear", tokens, own_ffn * (2 if gated else 1), hidden),
+        "mlp_act": ("swiglu" if gated else "gelu", tokens * own_ffn),
+        "mlp_down_proj": ("linear", tokens, hidden, own_ffn),
+        "add": ("add", tokens * hidden),
+    }
+    return {name: Op(kind, tuple(dims), "fp16") for name, (kind, *dims) in layer.items()}
 
 
 def _read_vidur_collective(rows: Rows, kind: str) -> None:
-    folder = rows.path.parent.name
-    device = _VIDUR_DEVICES.get(folder) or device_name(folder)
-    time = f"time_stats.{kind}.median"
+    folder, time = rows.path.parent.name, f"time_stats.{kind}.median"
     for line in read_csv(rows, (time, "num_workers", "size", "devices_per_node")):
         if (folder, kind) == ("h100_pairwise_nvlink", "send_recv"):
             rows.skip("a copy of the A100's file")
             continue
         ranks, per_node = line.whole("num_workers"), line.whole("devices_per_node")
         work = Collective(kind, line.whole("size"), ranks, min(per_node, ranks))
-        here = _ONE_NODE.get(folder) or folder.replace("_", "-")
-        fabric = here if work.num_nodes == 1 else f"vidur-{folder.replace('_', '-')}"
+        name = folder.replace("_", "-")
+        fabric = _ONE_NODE.get(folder) or name if work.num_nodes == 1 else f"vidur-{name}"
+        device = _VIDUR_DEVICES.get(folder) or device_name(folder)
         rows.add(work, line.real(time) * 1e-3, device=device, fabric=fabric, software="nccl")
 
 
@@ -296,3 +284,138 @@ def read_vtrain(rows: Rows) -> None:
             raise rows.error(f"size must be >= 1, got {size}", number)
         work = Collective("all_reduce", size, group, group)
         rows.add(work, seconds, device=device, fabric=fabric, software="nccl-tests in-place")
+
+
+_AIC_DTYPES = {"bfloat16": "bf16", "float16": "fp16", "fp8": "fp8", "fp8_block": "fp8"}
+_NCCL_BYTES = {"half": 2, "int8": 1}
+_AIC_FABRICS = {
+    "a100-sxm-80gb": "dgx-a100",
+    "h100-sxm-80gb": "dgx-h100",
+    "h200-sxm-141gb": "dgx-h100",  # the same NVLink 4
+    "b200-sxm-180gb": "dgx-b200",
+    "gb200-sxm-186gb": "gb200-nvl72",
+    "l40s-pcie-48gb": "pcie-gen4",
+}
+Found = Op | Collective | str  # a reason where it is no work of ours
+
+
+def _sizes(*sizes: int) -> tuple[int, ...]:
+    if min(sizes) < 1:
+        raise ValueError(f"sizes must be >= 1, got {sizes}")
+    return sizes
+
+
+def _aic_attention(dtype: str, told: str, kv_dtype: str, *numbers: int) -> Found:
+    batch, length, heads, kv_heads, size, step, window = numbers
+    if kv_dtype != told:
+        return "keys and values in another dtype"
+    if step:
+        return "attention onto a prefix"
+    if 0 < window < length:
+        return "a window narrower than the sequence"
+    return Op("attention", (*_sizes(batch, heads, kv_heads or heads, length, length, size), 1), dtype)
+
+
+def _aic_moe(dtype: str, told: str, *cells: Any) -> Found:
+    tokens, hidden, inter, top_k, experts, tp, ep, distribution = cells
+    if ep > 1:
+        return "experts of which some are on other ranks"
+    if distribution != "balanced":
+        return "experts loaded unevenly"
+    if top_k == 22 or inter == 1856:  # Nemotron 3 (squared ReLU)
+        return "experts of a model whose MLP has no gate"
+    tokens, hidden, inter, top_k, experts, tp = _sizes(tokens, hidden, inter, top_k, experts, tp)
+    copies = tokens * top_k
+    return Op("grouped_linear", (min(experts, copies), copies, 3 * inter // tp, hidden), dtype)
+
+
+def _aic_collective(dtype: str, told: str, kind: str, num_gpus: int, elements: int) -> Found:
+    if kind not in benchmark_names():
+        return f"no collective kind for {kind}"
+    return Collective(benchmark_names()[kind], elements * _NCCL_BYTES[told], num_gpus, num_gpus)
+
+
+# By table: what has its dtype, in words; its columns, that dtype first; and what makes work of the dtype as ops have
+# it, of the dtype as it is told and of the other cells.
+_AIC_TABLES: dict[str, tuple[str, str, Callable[..., Found]]] = {
+    "gemm": ("weights", "gemm_dtype m n k", lambda dtype, told, *mnk: Op("linear", _sizes(*mnk), dtype)),
+    "context_attention": (
+        "attention",
+        "attn_dtype kv_cache_dtype batch_size isl num_heads num_key_value_heads head_dim step window_size",
+        _aic_attention,
+    ),
+    "encoder_attention": (
+        "attention",
+        "attn_dtype batch_size isl num_heads head_dim",
+        lambda dtype, told, b, length, h, d: Op("attention", (*_sizes(b, h, h, length, length, d), 0), dtype),
+    ),
+    "moe": (
+        "weights",
+        "moe_dtype num_tokens hidden_size inter_size topk num_experts moe_tp_size moe_ep_size distribution",
+        _aic_moe,
+    ),
+    "nccl": ("collectives", "nccl_dtype op_name num_gpus message_size", _aic_collective),
+}
+_AIC_OPTIONAL = {"window_size": 0, "step": 0}
+_AIC_TEXTS = ("framework", "version", "device", "kernel_source", "op_name", "distribution")
+
+
+def read_aiconfigurator(rows: Rows) -> None:
+    """aiconfigurator (NVIDIA): kernels of inference engines and NCCL within a node, milliseconds.
+
+    Forward only.  ``message_size`` of a collective is in *elements* of its dtype.  Attention with a window narrower
+    than the sequence, onto a longer prefix, or with keys in another dtype than queries is none of our ops.  ``moe``
+    times the experts' whole MLP; it is told as one grouped product with the same FLOP and weights (``n = 3 *
+    inter_size``: gate, up and down), which leaves the activation between them out of the account; experts of other
+    ranks (``moe_ep_size > 1``) are left out, since how many rows reached those here is not said, and so are uneven
+    loads.
+    """
+    table = rows.path.name.removesuffix(".parquet").removesuffix("_perf")
+    try:
+        if table not in _AIC_TABLES:
+            rows.skip(f"{table}: no op of a training step", parquet_rows(rows.path))
+            return
+        found = read_parquet(rows.path)
+    except OSError as error:
+        raise rows.error(f"must be a Parquet file ({reason(error)})") from None
+    what, columns, convert = _AIC_TABLES[table]
+    every = (*_AIC_TEXTS[:4], "latency", *columns.split())
+    cells = zip(*(_column(rows, found, name, every) for name in every), strict=True)
+    for index, (framework, version, told_device, kernel, latency_ms, told, *others) in enumerate(cells, 1):
+        if told not in (_NCCL_BYTES if table == "nccl" else _AIC_DTYPES):
+            rows.skip(f"{what} in {told}")
+            continue
+        try:
+            work = convert(_AIC_DTYPES.get(told, ""), told, *others)
+        except ValueError as error:
+            raise rows.error(str(error), index) from None
+        device, seconds = device_name(told_device), math.nan if latency_ms is None else latency_ms * 1e-3
+        if isinstance(work, str):
+            rows.skip(work)
+        elif isinstance(work, Op):
+            variant = f" {told}" if told == "fp8_block" else ""
+            rows.add(work, seconds, device=device, software=f"{framework} {version} {kernel}{variant}")
+        else:
+            fabric = _AIC_FABRICS.get(device, "")
+            rows.add(work, seconds, device=device, fabric=fabric, software=f"nccl {version} {told}")
+
+
+def _column(rows: Rows, table: pa.Table, name: str, every: tuple[str, ...]) -> list[Any]:
+    """Cells of a column as texts, sizes or, of the latency, milliseconds or None."""
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    if name not in table.column_names:
+        if name in _AIC_OPTIONAL:
+            return [_AIC_OPTIONAL[name]] * len(table)
+        missing = [each for each in every if each not in table.column_names and each not in _AIC_OPTIONAL]
+        raise rows.error(f"the table must have columns {', '.join(every)}; {', '.join(missing)} missing")
+    text = name in _AIC_TEXTS or name.endswith("dtype")
+    wanted = pa.string() if text else pa.float64() if name == "latency" else pa.int64()
+    try:
+        values: list[Any] = pc.cast(table[name], wanted).to_pylist()
+    except (pa.ArrowInvalid, pa.ArrowNotImplementedError):
+        raise rows.error(f"{name} must be {wanted} throughout, got {table[name].type}") from None
+    if table[name].null_count and name != "latency":
+        raise rows.error(f"{name} must be filled throughout", values.index(None) + 1)
+    return values

@@ -183,7 +183,7 @@ def _ranks(row: dict[str, Any]) -> Any:
 
 def write_table(collection: Path, table: Path) -> int:
     """Write every measurement of a collection as Parquet; return their number."""
-    from stepsight.dataset.tables.collection_table import read_collection_table
+    from stepsight.dataset.tables.formats import read_collection_table
 
     if table.suffix != ".parquet":
         raise StepsightError(f"--table ends in .parquet, got {str(table)!r:.80}")

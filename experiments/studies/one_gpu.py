@@ -20,7 +20,7 @@ from stepsight.dataset.harness.base.atomic_files import locked
 from stepsight.dataset.kinds.op import Op
 from stepsight.dataset.runs.event_file import read_event_file
 from stepsight.dataset.runs.run_folder import Collection, read_collection
-from stepsight.dataset.tables.rows import device_name
+from stepsight.dataset.tables.measurements import device_name
 from stepsight.experiments.evaluation import error_metrics
 from stepsight.experiments.reports.plots import plot_predicted_against_measured
 from stepsight.experiments.studies.one_gpu_plans import CPU, MINUTES, OPS, VARIANTS, make_study, step_cases

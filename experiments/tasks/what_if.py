@@ -22,7 +22,7 @@ from stepsight.dataset.hardware.hardware import (
 )
 from stepsight.dataset.job.job import Job
 from stepsight.dataset.runs.run_folder import run_folders, run_graphs
-from stepsight.dataset.tables.rows import device_name
+from stepsight.dataset.tables.measurements import device_name
 from stepsight.experiments.tasks.settings import TraceChanges
 from stepsight.simulator.durations.latency_model import LatencyModel, RooflineLatency
 from stepsight.simulator.replay import changes

@@ -14,7 +14,7 @@ from stepsight.dataset.hardware.hardware import reported_devices
 from stepsight.dataset.job.job import Job
 from stepsight.dataset.kinds.op import Collective, Op
 from stepsight.dataset.runs.run_folder import read_imported
-from stepsight.dataset.tables.rows import device_name
+from stepsight.dataset.tables.measurements import device_name
 from stepsight.training.measured.host_steps import HostStep, host_step
 
 if TYPE_CHECKING:
