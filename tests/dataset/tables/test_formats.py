@@ -21,7 +21,6 @@ from stepsight.dataset.tables import (
     summary_text,
 )
 from stepsight.dataset.tables.formats import Format, read_collection_table
-from stepsight.dataset.tables.measurements import Measurements
 from stepsight.testing import TableReaderContract
 from tests.dataset.kineto_files import KinetoFile
 from tests.dataset.run_folders import write_events, write_run
