@@ -6,7 +6,8 @@ it) are one number each for the whole trace: the mean of those that were seen wh
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from copy import copy
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -88,7 +89,9 @@ def with_assumed_launches(events: RankEvents) -> RankEvents:
     columns = {name: np.concatenate([runtime[name], values]) for name, values in more.items()}
     told = f"launches were not recorded for {int(absent.sum())} of {len(device)} kernels: their framework calls count"
     calls = Table(start, end, columns).take(np.lexsort((-end, start)))
-    return replace(events, runtime=calls, names=names, warnings=[*events.warnings, told])
+    changed = copy(events)
+    changed.runtime, changed.names, changed.warnings = calls, names, [*events.warnings, told]
+    return changed
 
 
 def with_stand_in_collectives(events: RankEvents) -> RankEvents:
@@ -108,7 +111,9 @@ def with_stand_in_collectives(events: RankEvents) -> RankEvents:
             args |= dict.fromkeys(np.flatnonzero(inside & spins).tolist(), parse_annotation(call.name))
     place = np.cumsum(keep) - 1
     args = {int(place[row]): said for row, said in args.items() if keep[row]}
-    return replace(events, device=device.take(keep), collective_args=args)
+    changed = copy(events)
+    changed.device, changed.collective_args = device.take(keep), args
+    return changed
 
 
 def _matching(wanted: Ints, given: Ints) -> Ints:

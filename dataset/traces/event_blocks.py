@@ -44,13 +44,11 @@ class EventBlocks:
 
     Attributes:
         header: Top-level keys beside the events.
-        num_bytes: Size of the JSON text read so far.
         warnings: What was put right.
     """
 
     def __init__(self, path: Path, block: int = BLOCK) -> None:
         self.header: dict[str, Any] = {}
-        self.num_bytes = 0
         self.warnings: list[str] = []
         self._path = path
         self._block = block
@@ -70,7 +68,6 @@ class EventBlocks:
         parts = unpacked_blocks(self._path, self._block)
         text, listed = self._first(parts)
         for part in parts:
-            self.num_bytes += len(part)
             text += part
             if len(text) < self._block:
                 continue
@@ -92,7 +89,6 @@ class EventBlocks:
         """Text from the first event on, and whether the file is a bare list of events."""
         text = b""
         for part in parts:
-            self.num_bytes += len(part)
             text = (text + part).removeprefix(_BOM)
             self._refuse_archive(text)
             start = text.lstrip()[:1]

@@ -61,7 +61,7 @@ class Interned(dict[Any, int]):
 class Table:
     """Events of one category; microseconds.
 
-    Shapes: ``n`` events in the order of the file until ``sort`` puts them in order.
+    Shapes: ``n`` events in order of start.
 
     Attributes:
         start: ``(n,)``.
@@ -90,12 +90,12 @@ def picked(values: NDArray[Any], index: Ints, otherwise: Any) -> NDArray[Any]:
 
 
 class _Rows:
-    """A growing table: a start, a duration and other numbers for each event."""
+    """A growing table: a start, a duration and other numbers for each event; ``order``: the rows, sorted by start."""
 
     def __init__(self, *names: str) -> None:
         self.names = names
         self.parts: list[Floats] = []
-        self.count = 0
+        self.count, self.order = 0, np.zeros(0, dtype=np.int64)
 
     def add(self, events: list[Event], *columns: list[Any]) -> None:
         """Add events, each with its number in every column."""
@@ -106,6 +106,7 @@ class _Rows:
         self.count += len(events)
 
     def table(self, what: str, path: Path, warnings: list[str]) -> Table:
+        """All events in order of start, outer ones first."""
         rows = np.concatenate([np.zeros((0, 2 + len(self.names))), *self.parts])
         start, length = rows[:, 0].copy(), rows[:, 1]
         wrong = np.flatnonzero(~((start >= 0) & (start <= _MOST_US) & (np.abs(length) <= _MOST_US)))
@@ -115,8 +116,9 @@ class _Rows:
         if negative := int((length < 0).sum()):
             warnings.append(f"negative durations: {negative} {what} events last less than nothing; they count as 0")
         numbers = np.clip(np.nan_to_num(rows[:, 2:]), -_MOST_US, _MOST_US).astype(np.int64)
-        columns = {name: numbers[:, place].copy() for place, name in enumerate(self.names)}
-        return Table(start, start + np.maximum(length, 0.0), columns)
+        end = start + np.maximum(length, 0.0)
+        self.order = np.lexsort((-end, start))
+        return Table(start, end, dict(zip(self.names, numbers.T, strict=True))).take(self.order)
 
 
 @dataclass
@@ -130,7 +132,6 @@ class Annotation:
     args: dict[str, Any]
 
 
-@dataclass
 class RankEvents:
     """Events of one rank's file.
 
@@ -146,104 +147,68 @@ class RankEvents:
         comms: Recorded communication calls in order of start.
         collective_args: What a kernel says of the collective that it is, by row of ``device``.
         names: Names of ops and runtime calls.
-        signatures: Of ops: name number and the JSON text of dims, types, strides and literals.
         kernels: Of device events: category, name and the JSON text of grid, block, registers and shared memory.
-        threads: Process and thread ids.
         streams: Device and stream ids.
         header: Top-level keys of the file beside the events.
         num_events: Events of any kind in the file.
-        num_bytes: Size of the JSON text.
         warnings: What was found wrong and put right.
+
+    Raises:
+        TraceError: If the file is no whole Kineto trace, or an event lacks what every event has.
     """
 
-    path: Path
-    ops: Table
-    runtime: Table
-    device: Table
-    syncs: list[dict[str, Any]]
-    annotations: list[Annotation]
-    comms: list[Annotation]
-    collective_args: dict[int, dict[str, Any]]
-    names: list[str]
-    signatures: list[tuple[int, bytes]]
-    kernels: list[tuple[str, str, bytes]]
-    threads: list[Any]
-    streams: list[Any]
-    header: dict[str, Any]
-    num_events: int
-    num_bytes: int
-    warnings: list[str]
-    _arguments: dict[int, dict[str, Any]] = field(default_factory=dict)
+    def __init__(self, path: Path) -> None:
+        self.path, self.num_events, self.syncs = path, 0, list[dict[str, Any]]()
+        self.annotations, self.comms = list[Annotation](), list[Annotation]()
+        self.collective_args: dict[int, dict[str, Any]] = {}
+        self._ops = _Rows("name", "signature", "thread", "sequence", "record", "external")
+        self._runtime = _Rows("name", "thread", "correlation", "external")
+        self._device = _Rows("kernel", "stream", "correlation", "external", "bytes")
+        self._names, self._signatures, self._kernels = Interned(), Interned(), Interned()
+        self._threads, self._streams = Interned(), Interned()
+        self._kinds: dict[Any, int] = {}
+        self._named: dict[int, str] = {}  # names of ops that are annotations or communication calls, by number
+        self._arguments: dict[int, dict[str, Any]] = {}
+        complete, blocks = 0, EventBlocks(path)
+        try:
+            for events in blocks:
+                self.num_events += len(events)
+                complete += self._add(events)
+        except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
+            if isinstance(error, TraceError):
+                raise
+            raise TraceError(
+                f"every event must be a table with ph, and a complete one with name, tid, ts and dur, got "
+                f"{type(error).__name__}: {error!s:.120} in {path}"
+            ) from None
+        if not complete:
+            told = f"got none among {self.num_events} in {path}"
+            raise TraceError(f"a Kineto trace must hold complete events (ph = X), {told}")
+        self.header, self.warnings = blocks.header, list(blocks.warnings)
+        tables = (("host", self._ops), ("runtime", self._runtime), ("device", self._device))
+        self.ops, self.runtime, self.device = (rows.table(what, path, self.warnings) for what, rows in tables)
+        order = np.argsort(self._device.order)
+        self.collective_args = {int(order[row]): args for row, args in self.collective_args.items()}
+        for marks in (self.annotations, self.comms):
+            marks.sort(key=lambda each: (each.start, -each.end))
+        self.names, self.streams, self._texts = list(self._names), list(self._streams), list(self._signatures)
+        self.kernels = [(str(category).lower(), name, _json(launch)) for category, name, launch in self._kernels]
+        self._warn_of_unread_devices()
+        del self._ops, self._runtime, self._device  # as much memory again
 
     def arguments(self, signature: int) -> dict[str, Any]:
         """Dims, types, strides and literals of calls with a signature, by the profiler's names; parsed once."""
         known = self._arguments.get(signature)
         if known is None:
-            text = self.signatures[signature][1]
-            values = parse(text) if text else ()
+            key = self._texts[signature]
+            values = () if isinstance(key, int) else parse(_json(key[1:]))
             names = ("Input Dims", "Input type", "Input Strides", "Concrete Inputs")
             known = {name: value for name, value in zip(names, values, strict=False) if value is not None}
             self._arguments[signature] = known
         return known
 
-
-@contextmanager
-def well_formed(path: Path) -> Iterator[None]:
-    """Refuse a file whose events are not as they must be.
-
-    Raises:
-        TraceError: If the block raises what malformed events cause.
-    """
-    try:
-        yield
-    except StepsightError:
-        raise
-    except (ValueError, KeyError, TypeError, IndexError, AttributeError, OverflowError) as error:
-        raise TraceError(f"{path} must hold well-formed events, got {type(error).__name__}: {error}") from None
-
-
-def read_columns(path: Path) -> RankEvents:
-    """Read the events of one rank.
-
-    Raises:
-        TraceError: If the file is no whole Kineto trace, or an event lacks what every event has.
-    """
-    reader = _Reader()
-    blocks = EventBlocks(path)
-    count = 0
-    try:
-        for events in blocks:
-            count += len(events)
-            reader.add(events)
-    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
-        if isinstance(error, TraceError):
-            raise
-        raise TraceError(
-            f"every event must be a table with ph, and a complete one with name, tid, ts and dur, got "
-            f"{type(error).__name__}: {error!s:.120} in {path}"
-        ) from None
-    if not reader.complete:
-        raise TraceError(f"a Kineto trace must hold complete events (ph = X), got none among {count} in {path}")
-    return reader.finish(path, blocks, count)
-
-
-class _Reader:
-    def __init__(self) -> None:
-        self.complete = 0
-        self._ops = _Rows("name", "signature", "thread", "sequence", "record", "external")
-        self._runtime = _Rows("name", "thread", "correlation", "external")
-        self._device = _Rows("kernel", "stream", "correlation", "external", "bytes")
-        self._syncs: list[dict[str, Any]] = []
-        self._annotations: list[Annotation] = []
-        self._comms: list[Annotation] = []
-        self._collectives: dict[int, dict[str, Any]] = {}
-        self._names, self._signatures, self._kernels = Interned(), Interned(), Interned()
-        self._threads, self._streams = Interned(), Interned()
-        self._kinds: dict[Any, int] = {}
-        self._named: dict[int, str] = {}  # names of ops that are annotations or communication calls, by number
-
-    def add(self, events: list[Event]) -> None:
-        """Add the events of a block, by category."""
+    def _add(self, events: list[Event]) -> int:
+        """Add the events of a block, by category; return how many are complete."""
         kinds = self._kinds
         sorted_out: list[list[Event]] = [[] for _ in range(6)]
         add = [each.append for each in sorted_out]
@@ -254,12 +219,12 @@ class _Reader:
                 if kind is None:
                     kind = kinds[category] = _CATEGORIES.get(str(category).lower(), -1)
                 add[kind](event)
-        self.complete += sum(map(len, sorted_out))
         self._add_ops(sorted_out[_HOST])
         self._add_calls(sorted_out[_RUNTIME])
         self._add_kernels(sorted_out[_DEVICE])
-        self._syncs += [event.table() for event in sorted_out[_SYNC]]
-        self._annotations += [self._stretch(event) for event in sorted_out[_ANNOTATION]]
+        self.syncs += [event.table() for event in sorted_out[_SYNC]]
+        self.annotations += [self._stretch(event) for event in sorted_out[_ANNOTATION]]
+        return sum(map(len, sorted_out))
 
     def _add_ops(self, events: list[Event]) -> None:
         signatures, threads = self._signatures, self._threads
@@ -293,9 +258,9 @@ class _Reader:
         for row, number in enumerate(numbers):
             if number in self._named:
                 if self._named[number] == _COMMUNICATION:
-                    self._comms.append(self._stretch(events[row]))
+                    self.comms.append(self._stretch(events[row]))
                 else:
-                    self._annotations.append(self._stretch(events[row]))
+                    self.annotations.append(self._stretch(events[row]))
                     marks.append(row)
         if not marks:
             return events, numbers
@@ -316,7 +281,7 @@ class _Reader:
         stream: list[int] = []
         for event, each in zip(events, args, strict=True):
             if each.collective is not NO_TEXT:
-                self._collectives[self._device.count + len(kernel)] = event.table()
+                self.collective_args[self._device.count + len(kernel)] = event.table()
             launch = (bytes(each.grid), bytes(each.block), bytes(each.registers), bytes(each.shared_bytes))
             kernel.append(kernels[event.cat, event.name, launch])
             device = event.pid if each.device is UNSET else each.device
@@ -335,40 +300,27 @@ class _Reader:
         thread = self._threads[event.pid, event.tid]
         return Annotation(str(event.name), start, start + max(length, 0.0), thread, event.table())
 
-    def _unread_devices(self, kernels: int, header: dict[str, Any]) -> list[str]:
-        """A warning if the trace is from an accelerator but has no readable device events."""
+    def _warn_of_unread_devices(self) -> None:
+        """Warn if the trace is from an accelerator but has no readable device events."""
         other = sorted(str(category) for category, kind in self._kinds.items() if kind < 0 and _OTHER in str(category))
-        if kernels or not (other or header.get("deviceProperties")):
-            return []
-        what = f"its events are of category {', '.join(other)[:80]}" if other else "it holds no kernels"
-        return [f"the graph is that of the host: the trace names an accelerator, and {what}"]
+        if not len(self.device) and (other or self.header.get("deviceProperties")):
+            what = f"its events are of category {', '.join(other)[:80]}" if other else "it holds no kernels"
+            self.warnings.append(f"the graph is that of the host: the trace names an accelerator, and {what}")
 
-    def finish(self, path: Path, blocks: EventBlocks, count: int) -> RankEvents:
-        warnings = list(blocks.warnings)
-        tables = (("host", self._ops), ("runtime", self._runtime), ("device", self._device))
-        ops, runtime, device = (lists.table(what, path, warnings) for what, lists in tables)
-        warnings += self._unread_devices(len(device), blocks.header)
-        order = np.lexsort((-device.end, device.start))
-        rows = {int(row): place for place, row in enumerate(order)} if self._collectives else {}
-        return RankEvents(
-            path=path,
-            ops=ops.take(np.lexsort((-ops.end, ops.start))),
-            runtime=runtime.take(np.lexsort((-runtime.end, runtime.start))),
-            device=device.take(order),
-            syncs=self._syncs,
-            annotations=sorted(self._annotations, key=lambda each: (each.start, -each.end)),
-            comms=sorted(self._comms, key=lambda each: (each.start, -each.end)),
-            collective_args={rows[row]: args for row, args in self._collectives.items()},
-            names=list(self._names),
-            signatures=[_signature(key) for key in self._signatures],
-            kernels=[(str(category).lower(), name, _json(launch)) for category, name, launch in self._kernels],
-            threads=list(self._threads),
-            streams=list(self._streams),
-            header=blocks.header,
-            num_events=count,
-            num_bytes=blocks.num_bytes,
-            warnings=warnings,
-        )
+
+@contextmanager
+def well_formed(path: Path) -> Iterator[None]:
+    """Refuse a file whose events are not as they must be.
+
+    Raises:
+        TraceError: If the block raises what malformed events cause.
+    """
+    try:
+        yield
+    except StepsightError:
+        raise
+    except (ValueError, KeyError, TypeError, IndexError, AttributeError, OverflowError) as error:
+        raise TraceError(f"{path} must hold well-formed events, got {type(error).__name__}: {error}") from None
 
 
 def _sizes(args: OpArgs) -> tuple[bytes, ...]:
@@ -379,12 +331,6 @@ def _sizes(args: OpArgs) -> tuple[bytes, ...]:
         if dims in _NO_DIMS:
             return ()
     return dims, bytes(args.types), bytes(args.strides), bytes(args.literals)
-
-
-def _signature(key: int | tuple[Any, ...]) -> tuple[int, bytes]:
-    if isinstance(key, int):
-        return key, b""
-    return key[0], _json(key[1:]) if len(key) > 1 else b""
 
 
 def _json(parts: tuple[bytes, ...]) -> bytes:

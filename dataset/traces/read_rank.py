@@ -30,7 +30,7 @@ from stepsight.dataset.traces.device_graph import (
     with_assumed_launches,
     with_stand_in_collectives,
 )
-from stepsight.dataset.traces.event_columns import RankEvents, picked, read_columns, well_formed
+from stepsight.dataset.traces.event_columns import RankEvents, picked, well_formed
 from stepsight.dataset.traces.host_graph import host_graph
 from stepsight.dataset.traces.host_works import host_call_starts
 from stepsight.dataset.traces.kernel_kinds import CollectiveNodes, KernelKinds, launches, mask_of
@@ -62,7 +62,7 @@ def read_rank(path: Path, placement: Placement | None = None, execution: Path | 
         TraceError: If it is no whole Kineto trace, or holds nothing that could be a node; or if the execution trace is
             of another run.
     """
-    events = read_columns(path)
+    events = RankEvents(path)
     with well_formed(path):
         return _graph_of(events, placement or Placement(), execution)
 
