@@ -145,7 +145,7 @@ def _write_devices(view: JobView) -> None:
 def _write_precision(view: JobView) -> None:
     precision = view["batch.precision"]
     if precision not in _PRECISIONS.values():
-        view.unexpressed("batch.precision")
+        view.refuse("batch.precision")
         precision = view.job.batch.dtype
     view.put(mixed_precision="no" if precision == "fp32" else precision)
 
@@ -154,7 +154,8 @@ def _write_way(view: JobView) -> None:
     parallel, stage = view.job.parallel, view[_STAGE]
     again = view["parallel.recompute"] == "full" and view["parallel.recompute_every"] == 1
     if not (again and stage in (2, 3)) and parallel.recompute != "none":
-        view.unexpressed("parallel.recompute", "parallel.recompute_every")
+        view.refuse("parallel.recompute")
+        view.refuse("parallel.recompute_every")
     if stage < 2:
         view.put(distributed_type="DEEPSPEED" if stage else "MULTI_GPU")
     if stage == 1:
@@ -169,10 +170,8 @@ def _write_way(view: JobView) -> None:
     view.put("fsdp_config.", fsdp_offload_params=view["optimizer.offload"])
     prefetch = "BACKWARD_PRE" if view["parallel.prefetch"] else "NO_PREFETCH"
     view.put("fsdp_config.", fsdp_auto_wrap_policy="TRANSFORMER_BASED_WRAP", fsdp_backward_prefetch=prefetch)
-    if parallel.prefetch > 1:
-        view.unexpressed("parallel.prefetch")
-    if parallel.dp_shard and not hybrid:
-        view.unexpressed("parallel.dp_shard")
+    view.refuse("parallel.prefetch", parallel.prefetch > 1)
+    view.refuse("parallel.dp_shard", parallel.dp_shard and not hybrid)
 
 
 def _read_replicated(reading: Reading) -> None:
@@ -276,8 +275,7 @@ def _read_enabled(reading: Reading) -> None:
 def _write_enabled(view: JobView) -> None:
     precision = view["batch.precision"]
     view.put(bf16={"enabled": precision in ("bf16", "fp8")}, fp16={"enabled": precision == "fp16"})
-    if precision not in ("bf16", "fp16", "fp32"):
-        view.unexpressed("batch.precision")
+    view.refuse("batch.precision", precision not in ("bf16", "fp16", "fp32"))
     view.put(gradient_accumulation_steps=view.job.num_micro_batches)
 
 
@@ -288,7 +286,7 @@ def _write_gradients(view: JobView) -> None:
     elif kind == "fp32":
         view.put("data_types.", grad_accum_dtype="fp32")
     elif kind:
-        view.unexpressed("parallel.gradient_dtype")
+        view.refuse("parallel.gradient_dtype")
 
 
 def _read_zero(reading: Reading) -> None:

@@ -168,7 +168,8 @@ class Reading:
         self.get, self.degree, self.ignore, self.fact = draft.get, draft.degree, draft.ignore, draft.fact
         self._stated = {name: value for name, value in values.items() if value is not None}
         self._values = {**(defaults or {}), **self._stated}
-        self._shown, self._looked, self._settled = dict(shown or {}), dict[str, None](), set[str]()
+        self._shown, self._settled = dict(shown or {}), set[str]()
+        self._looked, self._fresh = list[str](), list[str]()  # settings of a row, and of its next key
 
     def __contains__(self, name: str) -> bool:
         return name in self._stated
@@ -179,7 +180,7 @@ class Reading:
         The words of ``key``, or else of the last key that was set, then name them all.
         """
         draft, before, ignored = self.draft, len(self.draft.told), len(self.draft.ignored)
-        self._looked.clear()
+        self._looked, self._fresh = [], []
         read(self)
         places = (draft.sources, draft.reasons, draft.fact_words)
         told = sorted(draft.told[before:], key=key.__eq__)
@@ -196,12 +197,14 @@ class Reading:
     def map(self, key: str, value: Any, *names: str, words: str = "", reason: str = "") -> None:
         """Set a key of the job by the first of some settings; if none is stated, the value is the framework's default.
 
-        Without settings, ``words`` state the value.
+        Without settings, ``words`` state the value, or else all settings that were looked at since the last key.
         """
-        if names and not self.stated(*names):
-            self.assume(key, value, reason)
-        else:
+        if not names and not words:
+            words, self._fresh = "; ".join(map(self._written, self._fresh)), []
+        if (words and not names) or (names and self.stated(*names)):
             self.draft.map(key, value, words or self.source(*names))
+        else:
+            self.assume(key, value, reason)
 
     def assume(self, key: str, value: Any, reason: str = "") -> None:
         """Set a key of the job that nothing states yet, by default to the framework's default."""
@@ -210,7 +213,9 @@ class Reading:
     def find(self, *names: str) -> str:
         """The first of some settings that has a value; empty if none has."""
         found = next((name for name in names if name in self._stated), "")
-        self._looked |= {found: None} if found else {}
+        if found and found not in self._looked:
+            self._looked.append(found)
+            self._fresh.append(found)
         return found or next((name for name in names if self._values.get(name) is not None), "")
 
     def take(self, *names: str) -> Any:

@@ -240,8 +240,7 @@ def _write_length(view: JobView) -> None:
         view.put(patch_size=side, image_size=image, num_channels=3, id2label=labels)
     if family == "t5":
         view.put(feed_forward_proj="gated-gelu" if view["model.gated_mlp"] else "relu")
-        if view["model.seq_len"] != 128:
-            view.unexpressed("model.seq_len")
+        view.refuse("model.seq_len", view["model.seq_len"] != 128)
     if family == "llama":
         view.put(hidden_act="silu")
 

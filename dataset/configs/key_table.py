@@ -106,9 +106,9 @@ class JobView:
         """Mark keys as expressed because other keys imply them."""
         self._read.update(keys)
 
-    def unexpressed(self, *keys: str) -> None:
-        """Mark keys as not expressed, even if they were read or have their default."""
-        self._refused.update(keys)
+    def refuse(self, key: str, lost: object = True) -> None:
+        """Mark a key as not expressed if it is lost, even if it was read or has its default."""
+        self._refused |= {key} if lost else set()
 
     def put(self, prefix: str = "", /, **settings: Any) -> None:
         """Write settings, with the same prefix before their names."""
@@ -127,18 +127,14 @@ class JobView:
 
     def stage_layers(self) -> list[int]:
         """Layers of each part of the model: as stated, or even; the first parts take the remainder."""
-        parallel = self.job.parallel
-        parts = parallel.pp * parallel.virtual_stages
-        each, rest = divmod(self.job.model.total_layers, parts)
-        return list(self["parallel.stage_layers"]) or [each + (part < rest) for part in range(parts)]
+        parallel, layers = self.job.parallel, self.job.model.total_layers
+        return list(self["parallel.stage_layers"]) or even_stages(parallel.pp * parallel.virtual_stages, layers)
 
     def image(self) -> tuple[int, int]:
         """Sides of a patch and of a square image of three channels; what gives no square is not expressed."""
         patch, image = round((self["model.patch_dim"] / 3) ** 0.5), round(max(0, self["model.seq_len"] - 1) ** 0.5)
-        if 3 * patch**2 != self.job.model.patch_dim:
-            self.unexpressed("model.patch_dim")
-        if image**2 + 1 != self.job.model.seq_len:
-            self.unexpressed("model.seq_len")
+        self.refuse("model.patch_dim", 3 * patch**2 != self.job.model.patch_dim)
+        self.refuse("model.seq_len", image**2 + 1 != self.job.model.seq_len)
         return patch, patch * image
 
     def text(self, text: str, suffix: str, *notes: str, sections: tuple[str, ...] = ()) -> ConfigText:
@@ -153,6 +149,15 @@ class JobView:
             if (dropped or key in self._refused) and key.startswith(sections or ""):
                 ignored.append(f"{key} = {shorten(value, 80)}")
         return ConfigText(text=text, suffix=suffix, ignored=tuple(ignored), notes=(*notes, *self._notes()))
+
+
+def even_stages(stages: int, layers: int, first: int = 0, last: int = 0) -> list[int]:
+    """Layers of each stage where embedding and output count as some layers each."""
+    even, rest = divmod(layers + first + last, max(1, stages))
+    counts = [even + (stage < rest) for stage in range(stages)]
+    counts[0] -= first
+    counts[-1] -= last
+    return counts
 
 
 OTHER = ...  # in a row's values: any other value of the setting
@@ -250,13 +255,11 @@ def _written(row: Row, view: JobView) -> Any:
         return value
     if isinstance(row.values, tuple):
         written = row.values[1](value)
-        if value != default and written is not None and row.values[0](written) != value:
-            view.unexpressed(row.key)
+        view.refuse(row.key, value != default and written is not None and row.values[0](written) != value)
         return written
     pairs = reversed(list(row.values.items()))
     words = {default if meant is None else meant: word for word, meant in pairs if word is not OTHER}
-    if value not in words:
-        view.unexpressed(row.key)
+    view.refuse(row.key, value not in words)
     return words.get(value, next(iter(row.values)))
 
 

@@ -199,10 +199,11 @@ def _write_degrees(view: JobView) -> None:
     parallel = view.job.parallel
     ep, shard = view["parallel.ep"], view["parallel.dp_shard"] or view["parallel.dp"]
     if shard % ep:  # expert parallelism also divides the tensor-parallel ranks
-        view.unexpressed("parallel.ep")
+        view.refuse("parallel.ep")
         ep = 1
-    if view["parallel.zero_stage"] in (1, 2) or (ep > 1 and parallel.zero_stage == 0):
-        view.unexpressed("parallel.zero_stage")  # MaxText's expert axis also shards all other weights
+    view.refuse(
+        "parallel.zero_stage", view["parallel.zero_stage"] in (1, 2) or (ep > 1 and parallel.zero_stage == 0)
+    )  # MaxText's expert axis also shards all other weights
     fsdp = shard if parallel.zero_stage == 3 else 1
     spread = "tensor_sequence" if view["parallel.sequence_parallel"] else "tensor"
     sizes = {"ici_fsdp": max(1, fsdp // ep), "ici_data": 1, "dcn_data": max(1, parallel.dp // max(fsdp, ep))}
@@ -242,8 +243,7 @@ def _write_batch(view: JobView) -> None:
     view.put(per_device_batch_size=size, gradient_accumulation_steps=count // pieces)
     if parallel.pp > 1:
         view.put(num_pipeline_microbatches=pieces, num_pipeline_repeats=view["parallel.virtual_stages"])
-        if view["parallel.schedule"] not in ("gpipe", "looped-bfs"):
-            view.unexpressed("parallel.schedule")
+        view.refuse("parallel.schedule", view["parallel.schedule"] not in ("gpipe", "looped-bfs"))
 
 
 def _read_precision(reading: Reading) -> None:
@@ -263,7 +263,7 @@ def _write_precision(view: JobView) -> None:
     if precision == "fp8":
         view.put(quantization="fp8")
     elif precision not in known:
-        view.unexpressed("batch.precision")
+        view.refuse("batch.precision")
 
 
 _SIZES = {

@@ -9,7 +9,7 @@ from __future__ import annotations
 import shlex
 
 from stepsight.dataset.configs.drafts import Reading
-from stepsight.dataset.configs.key_table import ConfigText, JobView, Row, read_rows, same, write_rows
+from stepsight.dataset.configs.key_table import CLIP, ConfigText, JobView, Row, even_stages, read_rows, same, write_rows
 from stepsight.dataset.configs.megatron_model import MODEL_ROWS, MOST_STAGES, stages_of_layout
 from stepsight.dataset.job.job import Job
 from stepsight.dataset.job.specs import RECOMPUTE_MODULES
@@ -62,17 +62,15 @@ def write_megatron(job: Job, *, script: bool = False) -> ConfigText:
 
 
 def _read_tensor_parallel(reading: Reading) -> None:
-    sequence, tp = reading.flag("sequence_parallel"), reading.degree("tp")
+    tp, expert_tp = reading.degree("tp"), reading.get("parallel.expert_tp")
+    sequence = reading.flag("sequence_parallel")
     if tp > 1:
         reading.map("parallel.sequence_parallel", bool(sequence), "sequence_parallel")
     elif sequence:
-        reason = "Megatron-LM turns it off without tensor parallelism"
-        reading.assume("parallel.sequence_parallel", False, reason)
-    expert_tp = reading.get("parallel.expert_tp")
+        reading.assume("parallel.sequence_parallel", False, "Megatron-LM turns it off without tensor parallelism")
     if expert_tp not in (None, 1, tp):
         reading.draft.drop("parallel.expert_tp")
-        reason = f"experts have tensor parallelism of 1 or tp, got {expert_tp}"
-        reading.assume("parallel.expert_tp", tp, reason)
+        reading.assume("parallel.expert_tp", tp, f"experts have tensor parallelism of 1 or tp, got {expert_tp}")
     if reading.flag("tp_comm_overlap"):
         reading.map("parallel.overlap_tp", "split", "tp_comm_overlap")
     elif tp > 1 and reading.flag("async_tensor_model_parallel_allreduce") is not False:
@@ -83,8 +81,7 @@ def _write_tensor_parallel(view: JobView) -> None:
     parallel = view.job.parallel
     view.put(sequence_parallel=view["parallel.sequence_parallel"] and parallel.tp > 1)
     view.put(tp_comm_overlap=view["parallel.overlap_tp"] == "split")
-    if parallel.overlap_tp == "torch-async":
-        view.unexpressed("parallel.overlap_tp")
+    view.refuse("parallel.overlap_tp", parallel.overlap_tp == "torch-async")
 
 
 def _read_dispatcher(reading: Reading) -> None:
@@ -105,17 +102,16 @@ def _write_dispatcher(view: JobView) -> None:
 
 def _read_zero(reading: Reading) -> None:
     strategy = reading.word("data_parallel_sharding_strategy")
-    fsdp = next((name for name in ("use_megatron_fsdp", "use_torch_fsdp2") if reading.flag(name)), "")
-    if fsdp:
+    if fsdp := next((name for name in ("use_megatron_fsdp", "use_torch_fsdp2") if reading.flag(name)), ""):
         words = f"{reading.source(fsdp)} {strategy}".strip()
         reading.map("parallel.zero_stage", _SHARDING.get(strategy or "optim_grads_params", 3), words=words)
     elif reading.flag("use_distributed_optimizer"):
         reading.map("parallel.zero_stage", 1, "use_distributed_optimizer")
     elif reading.get("parallel.zero_stage") is None:
         reading.map("parallel.zero_stage", reading.number("zero_stage") or 0, "zero_stage")
-    instances = reading.positive("num_distributed_optimizer_instances") or 1
-    if instances > 1:
-        reading.fact("replicas_of_shards", instances, f"num_distributed_optimizer_instances {instances}")
+    name = "num_distributed_optimizer_instances"
+    if (instances := reading.positive(name) or 1) > 1:
+        reading.fact("replicas_of_shards", instances, f"{reading.source(name)} {instances}")
 
 
 def _write_zero(view: JobView) -> None:
@@ -130,17 +126,15 @@ def _write_zero(view: JobView) -> None:
 
 
 def _read_gradients(reading: Reading) -> None:
-    wide, narrow = "accumulate_allreduce_grads_in_fp32", "grad_reduce_in_bf16"
-    fp32, bf16 = reading.flag(wide), reading.flag(narrow)
-    if bf16:
-        reading.map("parallel.gradient_dtype", "model", narrow)
-    elif fp32:
-        reading.map("parallel.gradient_dtype", "fp32", wide)
+    narrow = reading.flag("grad_reduce_in_bf16")
+    if narrow:
+        reading.map("parallel.gradient_dtype", "model", "grad_reduce_in_bf16")
+    elif reading.flag("accumulate_allreduce_grads_in_fp32"):
+        reading.map("parallel.gradient_dtype", "fp32", "accumulate_allreduce_grads_in_fp32")
     elif reading.flag("fp16"):
         reading.assume("parallel.gradient_dtype", "model")
-    elements = reading.positive("ddp_bucket_size")
-    if elements:
-        size = elements * (2 if bf16 else 4) / 2**20
+    if elements := reading.positive("ddp_bucket_size"):
+        size = elements * (2 if narrow else 4) / 2**20
         reading.map("parallel.bucket_mbytes", float(f"{size:.6g}"), "ddp_bucket_size")
 
 
@@ -148,8 +142,8 @@ def _write_gradients(view: JobView) -> None:
     kind, precision = view["parallel.gradient_dtype"], view.job.batch.precision
     narrow = precision in ("bf16", "fp8")
     view.put(accumulate_allreduce_grads_in_fp32=kind == "fp32", grad_reduce_in_bf16=kind == "model" and narrow)
-    if precision != "fp32" and (kind == "fp32-cast" or (kind == "model" and not narrow and precision != "fp16")):
-        view.unexpressed("parallel.gradient_dtype")
+    wide = kind == "model" and not narrow and precision != "fp16"
+    view.refuse("parallel.gradient_dtype", precision != "fp32" and (kind == "fp32-cast" or wide))
     if view.job.parallel.overlap_grad_reduce:  # otherwise there is one bucket
         size = 2 if kind in ("model", "model-fused") and narrow else 4
         view.put(ddp_bucket_size=round(view.job.parallel.bucket_mbytes * 2**20 / size))
@@ -169,14 +163,13 @@ def _read_stages(reading: Reading) -> None:
             reading.map("parallel.virtual_stages", len(stages) // pp, words=source)
         reading.map("parallel.stage_layers", counts, words=f"{source} {layout}")
         return
-    names = ["num_virtual_stages_per_pipeline_rank", "virtual_pipeline_model_parallel_size"]
-    chunks, each = reading.positive(*names), reading.positive("num_layers_per_virtual_pipeline_stage")
-    if chunks is None and each and layers:
-        names = ["num_layers_per_virtual_pipeline_stage"]
+    chunks = reading.positive("num_virtual_stages_per_pipeline_rank", "virtual_pipeline_model_parallel_size")
+    if chunks is None and layers and (each := reading.positive("num_layers_per_virtual_pipeline_stage")):
         chunks = max(1, layers // pp // each)
     if chunks and chunks > 1:
-        reading.map("parallel.virtual_stages", chunks, *names)
-    _read_uneven_stages(reading, pp * (chunks or 1))
+        reading.map("parallel.virtual_stages", chunks)
+    if layers and pp > 1 and pp * (chunks or 1) <= MOST_STAGES:
+        _read_uneven_stages(reading, layers, pp, chunks or 1)
 
 
 _LAYOUT = "pipeline_model_parallel_layout"
@@ -184,29 +177,26 @@ _TABLES = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipel
 _ENDS = ("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers")
 
 
-def _read_uneven_stages(reading: Reading, parts: int) -> None:
-    layers, pp = reading.get("model.layers"), reading.degree("pp")
-    first, last = (reading.positive(name) for name in _ENDS)
+def _read_uneven_stages(reading: Reading, layers: int, pp: int, chunks: int) -> None:
+    first, last = (reading.positive(name) or 0 for name in _ENDS)
     parted = "embedding" in reading.word(_TABLES[2])  # DeepSpeed counts both tables as layers
     embedding, loss = (reading.flag(name) or parted for name in _TABLES[:2])
-    if not layers or pp == 1 or parts > MOST_STAGES or not (first or last or embedding or loss):
-        return
     if embedding or loss:
-        source = reading.source(*_TABLES)
-        even, rest = divmod(layers + embedding + loss, parts)
-        counts = [even] * parts
-        counts[0] -= embedding
-        counts[-1] -= loss
-    else:
+        source, rest = reading.source(*_TABLES), (layers + embedding + loss) % (pp * chunks)
+        counts = even_stages(pp * chunks, layers, embedding, loss)
+    elif first or last:
         # Counts are those of a rank, so that each of its virtual stages has an equal part.
-        source, chunks = reading.source(*_ENDS), parts // pp
-        even, rest = divmod(layers - (first or 0) - (last or 0), max(1, pp - bool(first) - bool(last)))
-        ranks = [even] * pp
-        ranks[0], ranks[-1] = first or ranks[0], last or ranks[-1]
+        source, (even, rest) = (
+            reading.source(*_ENDS),
+            divmod(layers - first - last, max(1, pp - bool(first) - bool(last))),
+        )
+        ranks = [first or even, *[even] * (pp - 2), last or even]
         rest += sum(count % chunks for count in ranks)
-        counts = [count // chunks for _ in range(chunks) for count in ranks]
+        counts = [count // chunks for count in ranks] * chunks
+    else:
+        return
     if rest or sum(counts) != layers or min(counts) < 0:
-        reading.ignore(f"{source}: {layers} layers cannot be shared so by {parts} stages")
+        reading.ignore(f"{source}: {layers} layers cannot be shared so by {pp * chunks} stages")
     else:
         reading.map("parallel.stage_layers", counts, words=source)
 
@@ -214,32 +204,25 @@ def _read_uneven_stages(reading: Reading, parts: int) -> None:
 def _write_stages(view: JobView) -> None:
     chunks, layers = view["parallel.virtual_stages"], view.stage_layers()
     uneven, t5 = len(set(layers)) > 1, view.job.model.family == "t5"
-    if view["parallel.schedule"] != "1f1b":
-        view.unexpressed("parallel.schedule")
+    view.refuse("parallel.schedule", view["parallel.schedule"] != "1f1b")
+    view.refuse("parallel.stage_layers", uneven and t5)
     if uneven and not t5:
         stages = ["t" * count for count in layers]
         view.put(pipeline_model_parallel_layout="|".join(["E" + stages[0], *stages[1:-1], stages[-1] + "L"]))
-        return
-    if uneven:
-        view.unexpressed("parallel.stage_layers")
-    view.put(num_virtual_stages_per_pipeline_rank=chunks if chunks > 1 else None)
+    else:
+        view.put(num_virtual_stages_per_pipeline_rank=chunks if chunks > 1 else None)
 
 
 def _read_precision(reading: Reading) -> None:
+    half = next((name for name in ("bf16", "fp16") if reading.flag(name)), "")
     if "fp8" in reading and reading.take("fp8") not in (False, "false"):
         reading.map("batch.precision", "fp8", "fp8")
-        recipe = reading.word("fp8_recipe")
         known = {"tensorwise": "dynamic", "blockwise": "dynamic", "mxfp8": "mxfp8"}
-        if recipe:
-            reading.map("batch.fp8_scaling", known.get(recipe, "delayed"), "fp8_recipe")
-        else:
-            reading.assume("batch.fp8_scaling", "delayed")
-        return
-    for name in ("bf16", "fp16"):
-        if reading.flag(name):
-            reading.map("batch.precision", name, name)
-            return
-    reading.assume("batch.precision", "fp32")
+        reading.map("batch.fp8_scaling", known.get(reading.word("fp8_recipe"), "delayed"), "fp8_recipe")
+    elif half:
+        reading.map("batch.precision", half, half)
+    else:
+        reading.assume("batch.precision", "fp32")
 
 
 def _write_precision(view: JobView) -> None:
@@ -247,34 +230,28 @@ def _write_precision(view: JobView) -> None:
     view.put(bf16=precision in ("bf16", "fp8"), fp16=precision == "fp16")
     if precision == "fp8":
         view.put(fp8_format="hybrid", fp8_recipe=scaling if scaling in ("delayed", "mxfp8") else "tensorwise")
-        if scaling == "rowwise":
-            view.unexpressed("batch.fp8_scaling")
-    elif precision not in ("bf16", "fp16", "fp32"):
-        view.unexpressed("batch.precision")
+    view.refuse("batch.fp8_scaling", precision == "fp8" and scaling == "rowwise")
+    view.refuse("batch.precision", precision not in ("fp8", "bf16", "fp16", "fp32"))
 
 
 def _read_batch(reading: Reading) -> None:
-    steps, name = reading.word("step_batch_size_schedule"), "step_batch_size_schedule"
-    if reading.get("batch.global_batch") is None and steps:
-        last = steps.replace(";", " ").split()[-1:] or [""]
-        size = last[0].rpartition(":")[2]
+    name = "step_batch_size_schedule"
+    steps = reading.word(name).replace(";", " ").split()
+    if reading.get("batch.global_batch") is None:
+        size = steps[-1].rpartition(":")[2] if steps else ""
         if size.isdigit():
             reading.map("batch.global_batch", int(size), words=f"{reading.source(name)}, last step")
-    if reading.get("batch.global_batch") is None and reading.get("batch.micro_batch") is not None:
-        reading.draft.facts["accumulation"] = 1
+        elif reading.get("batch.micro_batch") is not None:
+            reading.draft.facts["accumulation"] = 1
 
 
 def _read_recompute(reading: Reading) -> None:
-    granularity, name = reading.word("recompute_granularity"), "recompute_granularity"
-    method = reading.word("recompute_method")
+    name, method = "recompute_granularity", reading.word("recompute_method")
+    granularity = reading.word(name)
     if reading.flag("recompute_activations"):
         granularity, name = "selective", "recompute_activations"
-    for other, stated in (
-        ("activations_checkpoint", reading.find("activations_checkpoint")),
-        ("recompute_method", method),
-    ):
-        if stated and not granularity:
-            granularity, name = "full", other
+    elif not granularity and (found := reading.find("activations_checkpoint") or (method and "recompute_method")):
+        granularity, name = "full", found
     if not granularity:
         reading.assume("parallel.recompute", "none")
         return
@@ -284,15 +261,15 @@ def _read_recompute(reading: Reading) -> None:
         return
     reading.map("parallel.recompute", granularity, name)
     if granularity == "full" and method == "block" and count:
-        per_stage = max(1, reading.get("model.layers", 1) // max(1, reading.degree("pp")))
+        layers = reading.get("model.layers", 1) + reading.get("model.encoder_layers", 0)
+        per_stage = max(1, layers // max(1, reading.degree("pp")))
         every = max(1, round(per_stage / count))
         reason = f"{count} layers of each stage's {per_stage} are computed again: one of {every}"
         reading.assume("parallel.recompute_every", every, reason)
     elif granularity == "full" and count and count > 1:
         reading.ignore(f"{source} {count}: layers are computed again one by one")
-    modules = reading.take("recompute_modules")
-    named = [modules] if isinstance(modules, str) else modules if isinstance(modules, list) else []
-    if granularity == "selective" and named:
+    modules = reading.take("recompute_modules") if granularity == "selective" else None
+    if named := [modules] if isinstance(modules, str) else modules if isinstance(modules, list) else []:
         known = [module for module in named if module in RECOMPUTE_MODULES]
         reading.map("parallel.recompute_modules", known, "recompute_modules")
         if len(known) < len(named):
@@ -309,10 +286,8 @@ def _write_recompute(view: JobView) -> None:
         per_stage = view.job.model.total_layers // view.job.parallel.pp
         view.put(recompute_method="uniform" if every == 1 else "block")
         view.put(recompute_num_layers=1 if every == 1 else max(1, per_stage // every))
-        if every > 1 and per_stage % every:
-            view.unexpressed("parallel.recompute_every")
-    if view["parallel.offload_activations"]:
-        view.unexpressed("parallel.offload_activations")
+        view.refuse("parallel.recompute_every", every > 1 and per_stage % every)
+    view.refuse("parallel.offload_activations", view["parallel.offload_activations"])
 
 
 def _read_optimizer(reading: Reading) -> None:
@@ -325,18 +300,9 @@ def _read_optimizer(reading: Reading) -> None:
         reading.map("optimizer.kind", "adamw", words=f"{words} (decoupled weight decay)")
     if kind in _NO_ZERO and reading.get("parallel.zero_stage", 0) < 1:
         reading.map("parallel.zero_stage", 1, words=words)
-    clips = ("clip_grad", "gradient_clip_val")
-    clip = reading.number(*clips, whole=False)
-    if clip is None:
-        reading.assume("optimizer.clip_grad_norm", True)
-    else:
-        reading.map("optimizer.clip_grad_norm", clip > 0, words=f"{reading.source(*clips)} {clip:g}")
 
 
-def _write_optimizer(view: JobView) -> None:
-    view.put(optimizer="adam", clip_grad=1.0 if view["optimizer.clip_grad_norm"] else 0.0)
-    if view["optimizer.kind"] != "adamw":
-        view.unexpressed("optimizer.kind")
+def _write_offload(view: JobView) -> None:
     if view["optimizer.offload"]:
         view.put(optimizer_cpu_offload=True, use_precision_aware_optimizer=True)
 
@@ -371,6 +337,7 @@ _ROWS = (
     Row("batch.precision", read=_read_precision, write=_write_precision),
     Row("batch.global_batch", read=_read_batch),
     Row("parallel.recompute", read=_read_recompute, write=_write_recompute),
-    Row("optimizer.kind", read=_read_optimizer, write=_write_optimizer),
-    Row("optimizer.offload", _OFFLOADS, _TRUE_ONLY, only="read"),
+    Row("optimizer.kind", "optimizer", {"adam": "adamw"}, read=_read_optimizer),
+    Row("optimizer.clip_grad_norm", ("clip_grad", "gradient_clip_val"), CLIP, default=True),
+    Row("optimizer.offload", _OFFLOADS, _TRUE_ONLY, write=_write_offload),
 )

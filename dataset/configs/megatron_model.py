@@ -244,8 +244,7 @@ def _write_experts(view: JobView) -> None:
         view.put(moe_layer_freq=f"([0]*{dense}+[1]*{layers - dense})")
     elif every > 1:
         view.put(moe_layer_freq=every)
-        if dense:
-            view.unexpressed("model.dense_layers")
+        view.refuse("model.dense_layers", dense)
 
 
 def _without_experts(reading: Reading) -> None:

@@ -119,8 +119,7 @@ def _write_expert_degree(view: JobView) -> None:
     parallel = view.job.parallel
     fits = parallel.dp * parallel.cp % view["parallel.ep"] == 0
     view.put("parallelism.", expert_parallel_size=parallel.ep if fits else 1)
-    if not fits:
-        view.unexpressed("parallel.ep")
+    view.refuse("parallel.ep", not fits)
 
 
 def _read_batch(reading: Reading) -> None:

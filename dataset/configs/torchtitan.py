@@ -15,8 +15,17 @@ from typing import Any
 from stepsight.dataset.base.errors import JobError
 from stepsight.dataset.configs.documents import flat, read_source, toml_text
 from stepsight.dataset.configs.drafts import ConfigFile, Draft, Reading
-from stepsight.dataset.configs.key_table import CLIP, OTHER, ConfigText, JobView, Row, read_rows, write_rows
-from stepsight.dataset.configs.torchtitan_models import FLAVORS, even_stages, flavor_of, flavor_sizes, registry_settings
+from stepsight.dataset.configs.key_table import (
+    CLIP,
+    OTHER,
+    ConfigText,
+    JobView,
+    Row,
+    even_stages,
+    read_rows,
+    write_rows,
+)
+from stepsight.dataset.configs.torchtitan_models import FLAVORS, flavor_of, flavor_sizes, registry_settings
 from stepsight.dataset.job.job import Job
 from stepsight.dataset.job.rules import MOST_LAYERS
 
@@ -32,8 +41,6 @@ _SCHEDULES = {
 }
 _PRESET = re.compile(r"preset for (\d+) (\w+) GPUs?")  # a comment in the published files
 _DEVICES = {"a100": "a100-sxm-80gb", "h100": "h100-sxm-80gb", "h200": "h200-sxm-141gb", "b200": "b200-sxm-180gb"}
-_DEFAULT = "torchtitan's default"
-_IGNORED = ("job.", "profiling.", "metrics.", "lr_scheduler.", "checkpoint.", "comm.", "validation.", "debug.")
 
 
 def is_torchtitan(file: ConfigFile) -> bool:
@@ -47,53 +54,39 @@ def is_torchtitan(file: ConfigFile) -> bool:
 
 def read_torchtitan(file: ConfigFile, draft: Draft) -> None:
     """Fill a draft from a configuration, whose comments may name the devices."""
-    draft.framework = "torchtitan"
     preset = _PRESET.search(read_source(file.path))
     if preset:
-        draft.facts["devices"] = int(preset[1])
+        draft.fact("devices", int(preset[1]), f"comment: {preset[0]}")
         hardware = _DEVICES.get(preset[2].lower())
         if hardware:
             draft.map("cluster.hardware", hardware, f"comment: {preset[0]}")
-    settings = flat(file.tables)
-    if "model" in file.tables:
-        name = str(settings.pop("model.name", None) or "llama3")
-        flavor = str(settings.pop("model.flavor", None) or "debugmodel")
-        sizes = flavor_sizes(name, flavor)
-        if sizes is None:
-            flavors = FLAVORS.get(name)
-            what, known = ("flavor", flavors) if flavors else ("name", FLAVORS)
-            raise JobError(f"model.{what} must be one of {', '.join(known)}, got {name} {flavor}")
-        for key, value in sizes.items():
-            draft.map(f"model.{key}", value, f"{name} {flavor}")
-    _read_settings(settings, draft)
+    rows = (Row("model.family", read=_read_flavor), *_ROWS) if "model" in file.tables else _ROWS
+    _read_settings(flat(file.tables), draft, rows)
 
 
 def read_registry(file: ConfigFile, draft: Draft) -> None:
     """Fill a draft from one function of a Python registry."""
-    _read_settings(registry_settings(file, draft), draft)
+    _read_settings(registry_settings(file, draft), draft, _ROWS)
 
 
-def _read_settings(settings: Mapping[str, Any], draft: Draft) -> None:
-    """Fill a draft from all but the model's sizes."""
-    reading = Reading(draft, settings, default=_DEFAULT)
-    read_rows(_ROWS, reading)
+def _read_settings(settings: Mapping[str, Any], draft: Draft, rows: tuple[Row, ...]) -> None:
+    draft.framework = "torchtitan"
+    read_rows(rows, Reading(draft, settings, default="torchtitan's default"))
 
 
 def write_torchtitan(job: Job) -> ConfigText:
     """Write a job as TOML; if the model is none of torchtitan's flavors, its sizes are listed as not expressed."""
     view, notes = JobView(job), []
-    found = flavor_of(job.model)
-    if found is not None:
+    if found := flavor_of(job.model):
         view.put("model.", name=found[0], flavor=found[1])
-        sizes = {key for flavors in FLAVORS.values() for each in flavors.values() for key in each}
-        view.expressed(*(f"model.{key}" for key in sizes))
+        view.expressed(*(f"model.{key}" for flavors in FLAVORS.values() for each in flavors.values() for key in each))
     else:
         notes.append("no flavor of torchtitan has these sizes: add one to its models, and name it in [model]")
-    view.expressed("model.gated_mlp")
     write_rows(_ROWS, view)
     if view.settings.get("activation_checkpoint.selective_ac_option") == "2":
         notes.append("a job takes selective_ac_option op as every second layer too: write op if that is meant")
     view.expressed("cluster.nodes", "cluster.devices_per_node", "model.fused_attention", "model.attention_kernels")
+    view.expressed("model.gated_mlp", "parallel.runtime", "batch.fp8_scaling")
     notes.append(f"torchrun --nnodes {job.cluster.nodes} --nproc_per_node {job.cluster.devices_per_node}")
     return view.text(toml_text(view.tables()), ".toml", *notes)
 
@@ -103,13 +96,23 @@ def _in(key: str) -> tuple[str, ...]:
     return f"parallelism.{key}", f"training.{key}", f"experimental.{key}"
 
 
+def _read_flavor(reading: Reading) -> None:
+    name, flavor = reading.word("model.name") or "llama3", reading.word("model.flavor") or "debugmodel"
+    sizes = flavor_sizes(name, flavor)
+    if sizes is None:
+        flavors = FLAVORS.get(name)
+        what, known = ("flavor", flavors) if flavors else ("name", FLAVORS)
+        raise JobError(f"model.{what} must be one of {', '.join(known)}, got {name} {flavor}")
+    for key, value in sizes.items():
+        reading.map(f"model.{key}", value, words=f"{name} {flavor}")
+
+
 def _read_length(reading: Reading) -> None:
-    names = ("training.seq_len", "training.max_context_length")
-    reading.map("model.seq_len", reading.positive(*names) or 2048, *names)
+    reading.map("model.seq_len", reading.positive("training.seq_len", "training.max_context_length") or 2048)
 
 
 def _read_expert_degree(reading: Reading) -> None:
-    if reading.number(*_in("expert_parallel_degree")) is not None and reading.get("model.experts"):
+    if reading.get("model.experts"):
         reading.copy("parallel.ep", *_in("expert_parallel_degree"))
 
 
@@ -117,23 +120,20 @@ def _read_degrees(reading: Reading) -> None:
     replicate = reading.positive(*_in("data_parallel_replicate_degree")) or 1
     names = (*_in("data_parallel_shard_degree"), "training.data_parallel_degree")
     shard, source = reading.positive(*names, auto=-1) or -1, reading.source(*names)
-    if shard == 1:
-        reading.map("parallel.zero_stage", 0, words=f"{source} 1")
-    else:
-        words, reason = f"{source} {shard} (FSDP2)", f"{_DEFAULT} (FSDP2)"
-        reading.map("parallel.zero_stage", 3, *names, words=words, reason=reason)
+    words = f"{source} {shard} (FSDP2)" if shard != 1 else f"{source} 1"
+    reading.map("parallel.zero_stage", 0 if shard == 1 else 3, *names, words=words, reason=f"{reading.default} (FSDP2)")
     if shard > 0:
-        words = f"{source} {shard}, replicated {replicate} times"
-        reading.map("parallel.dp", replicate * shard, words=words)
+        reading.map("parallel.dp", replicate * shard, words=f"{source} {shard}, replicated {replicate} times")
         if replicate > 1 and shard > 1:
             reading.map("parallel.dp_shard", shard, *names)
     elif replicate > 1:
         words = f"{reading.source(*_in('data_parallel_replicate_degree'))} {replicate}"
         reading.fact("replicas_of_shards", replicate, words)
-    again = reading.word("parallelism.fsdp_reshard_after_forward") or "default"
+    name = "parallelism.fsdp_reshard_after_forward"
+    again = reading.word(name) or "default"
     if shard != 1:
         value = again == "always" or (again == "default" and reading.degree("pp") == 1)
-        name, reason = "parallelism.fsdp_reshard_after_forward", f"{_DEFAULT}: fsdp_reshard_after_forward default"
+        reason = f"{reading.default}: fsdp_reshard_after_forward default"
         reading.map("parallel.reshard_after_forward", value, name, words=f"{name} {again}", reason=reason)
 
 
@@ -143,27 +143,23 @@ def _write_degrees(view: JobView) -> None:
     replicate = parallel.dp // shard if stage else parallel.dp
     view.put("parallelism.", data_parallel_replicate_degree=replicate)
     view.put("parallelism.", data_parallel_shard_degree=parallel.dp // replicate)
-    if stage in (1, 2):
-        view.unexpressed("parallel.zero_stage")
+    view.refuse("parallel.zero_stage", stage in (1, 2))
     if parallel.dp // replicate > 1:
         again = view["parallel.reshard_after_forward"]
         words = "default" if again == (parallel.pp == 1) else "always" if again else "never"
         view.put("parallelism.", fsdp_reshard_after_forward=words)
-    if not view["parallel.overlap_grad_reduce"]:
-        view.unexpressed("parallel.overlap_grad_reduce")
-    view.expressed("parallel.runtime")
+    view.refuse("parallel.overlap_grad_reduce", not view["parallel.overlap_grad_reduce"])
 
 
 def _read_tensor_parallel(reading: Reading) -> None:
-    names = _in("expert_tensor_parallel_degree")
-    etp, tp = reading.positive(*names), reading.degree("tp")
+    names, tp = _in("expert_tensor_parallel_degree"), reading.degree("tp")
+    etp = reading.positive(*names)
     if reading.get("model.experts") and tp > 1 and reading.degree("ep") > 1 and (etp or 1) == 1:
         words = reading.source(*names) if etp else "experts share out the tensor-parallel ranks"
         reading.map("parallel.expert_tp", 1, words=words)
     sequence = reading.flag("parallelism.enable_sequence_parallel") is not False
     if tp > 1:
-        reason = "torchtitan's tensor parallelism shares out norms"
-        reading.assume("parallel.sequence_parallel", sequence, reason)
+        reading.assume("parallel.sequence_parallel", sequence, "torchtitan's tensor parallelism shares out norms")
     if reading.flag(*_in("enable_async_tensor_parallel"), "compile.enable_async_tensor_parallel"):
         reading.map("parallel.overlap_tp", "torch-async", words="enable_async_tensor_parallel")
 
@@ -173,26 +169,17 @@ def _write_tensor_parallel(view: JobView) -> None:
     view.expressed("parallel.expert_tp")
     if parallel.tp == 1:
         return
-    if not view["parallel.sequence_parallel"]:
-        view.unexpressed("parallel.sequence_parallel")
+    view.refuse("parallel.sequence_parallel", not view["parallel.sequence_parallel"])
     if view["parallel.overlap_tp"] == "torch-async":
         view.put("parallelism.", enable_async_tensor_parallel=True)
-    elif parallel.overlap_tp:
-        view.unexpressed("parallel.overlap_tp")
+    view.refuse("parallel.overlap_tp", parallel.overlap_tp not in ("", "torch-async"))
     if parallel.ep > 1:
         view.put("parallelism.", expert_tensor_parallel_degree=parallel.expert_tp or parallel.tp)
 
 
 def _read_pipeline(reading: Reading) -> None:
     pp, layers, names = reading.degree("pp"), reading.get("model.layers"), _in("pipeline_parallel_schedule")
-    word = reading.word(*names) or "1F1B"
-    less = "parallelism.pipeline_parallel_{}_stage_less_layers"
-    first, last = (reading.number(less.format(end)) for end in ("first", "last"))
-    each = reading.positive("parallelism.pipeline_parallel_layers_per_stage")
-    splits = reading.take(*_in("pipeline_parallel_split_points"))
-    parts = reading.take("parallelism.module_fqns_per_model_part")
-    if pp == 1:
-        return
+    word, less = reading.word(*names) or "1F1B", "parallelism.pipeline_parallel_{}_stage_less_layers"
     known = {name.lower(): schedule for name, schedule in _SCHEDULES.items()}
     schedule, chunks = known.get(word.lower().replace(" ", ""), ("", 1))
     if not schedule:
@@ -200,8 +187,11 @@ def _read_pipeline(reading: Reading) -> None:
     reading.map("parallel.schedule", schedule, *names, words=f"{reading.source(*names)} {word}")
     if not layers:
         return
+    first, last = (reading.number(less.format(end)) for end in ("first", "last"))
+    each = reading.positive("parallelism.pipeline_parallel_layers_per_stage")
+    splits = reading.take(*_in("pipeline_parallel_split_points"))
+    parts = reading.take("parallelism.module_fqns_per_model_part")
     weights = 1 if first is None else first, 1 if last is None else last
-    counts: list[int] = []
     if isinstance(splits, list) and splits:
         places = [str(split).rpartition(".")[2] for split in splits]
         if not all(place.isdecimal() for place in places):
@@ -224,65 +214,52 @@ def _read_pipeline(reading: Reading) -> None:
 
 def _write_pipeline(view: JobView) -> None:
     parallel, layers = view.job.parallel, view.job.model.layers
-    if parallel.pp == 1:
-        return
-    view.put("parallelism.", pipeline_parallel_microbatch_size=view["batch.micro_batch"])
     wanted = (view["parallel.schedule"], view["parallel.virtual_stages"] > 1)
     name = next((name for name, (schedule, chunks) in _SCHEDULES.items() if (schedule, chunks > 1) == wanted), "")
-    if name:
-        view.put("parallelism.", pipeline_parallel_schedule=name)
-    else:
-        view.unexpressed("parallel.schedule")
+    view.refuse("parallel.schedule", not name)
+    view.put("parallelism.", **({"pipeline_parallel_schedule": name} if name else {}))
+    view.put("parallelism.", pipeline_parallel_microbatch_size=view["batch.micro_batch"])
     stages, counts = parallel.pp * parallel.virtual_stages, view.stage_layers()
     weight = 0 if len(set(counts)) == 1 else 1
-    if counts != even_stages(stages, layers, weight, weight):
-        view.put("parallelism.", module_fqns_per_model_part=_modules(counts))
+    if counts == even_stages(stages, layers, weight, weight):
+        for end in ("first", "last"):
+            view.put("parallelism.", **{f"pipeline_parallel_{end}_stage_less_layers": weight})
+        if parallel.virtual_stages > 2:
+            view.put("parallelism.", pipeline_parallel_layers_per_stage=-(-(layers + 2 * weight) // stages))
         return
-    for end in ("first", "last"):
-        view.put("parallelism.", **{f"pipeline_parallel_{end}_stage_less_layers": weight})
-    if parallel.virtual_stages > 2:
-        view.put("parallelism.", pipeline_parallel_layers_per_stage=-(-(layers + 2 * weight) // stages))
-
-
-def _modules(counts: list[int]) -> list[list[str]]:
-    """Names of the modules of each stage."""
-    ends = [sum(counts[:stage]) for stage in range(len(counts) + 1)]
+    ends = [sum(counts[:stage]) for stage in range(stages + 1)]
     parts = [[f"layers.{layer}" for layer in range(start, end)] for start, end in pairwise(ends)]
     parts[0].insert(0, "tok_embeddings")
     parts[-1] += ["norm", "output"]
-    return parts
+    view.put("parallelism.", module_fqns_per_model_part=parts)
 
 
 def _read_batch(reading: Reading) -> None:
     pp, length = reading.degree("pp"), reading.get("model.seq_len")
-    tokens = reading.positive("training.num_tokens_per_microbatch_per_dp_rank")
-    pieces = reading.positive("parallelism.num_pp_microbatches") or 1
-    if tokens is not None:
+    if tokens := reading.positive("training.num_tokens_per_microbatch_per_dp_rank"):
         reading.map("batch.micro_batch", max(1, tokens // length), words=f"{tokens} tokens of {length}")
-        total = reading.positive("training.num_tokens_per_train_step", auto=-1)
-        if total is not None:
+        if total := reading.positive("training.num_tokens_per_train_step", auto=-1):
             reading.map("batch.global_batch", total // length, words=f"num_tokens_per_train_step {total}")
-        stated = reading.stated("parallelism.num_pp_microbatches")
+        name = "parallelism.num_pp_microbatches"
+        pieces, stated = reading.positive(name) or 1, reading.stated(name)
         reading.fact("accumulation", pieces if pp > 1 else 1, stated and f"{stated} {pieces}")
         return
     names, one = ("training.local_batch_size", "training.batch_size"), "parallelism.pipeline_parallel_microbatch_size"
     local, source = reading.positive(*names) or 8, reading.source(*names)
-    micro, count = reading.positive(one), reading.positive(*_in("pipeline_parallel_microbatches"))
     if pp == 1:
         reading.map("batch.micro_batch", local, *names)
-    elif count:
-        words, reason = f"{source} over {count} micro-batches", f"{_DEFAULT} over {count} micro-batches"
+    elif count := reading.positive(*_in("pipeline_parallel_microbatches")):
+        words, reason = f"{source} over {count} micro-batches", f"{reading.default} over {count} micro-batches"
         reading.map("batch.micro_batch", max(1, local // count), *names, words=words, reason=reason)
-    elif micro is None and "training.batch_size" in reading:
-        reading.assume("batch.micro_batch", max(1, local // pp), f"{source} over {pp} micro-batches, {_DEFAULT}")
+    elif one not in reading and "training.batch_size" in reading:
+        reason = f"{source} over {pp} micro-batches, {reading.default}"
+        reading.assume("batch.micro_batch", max(1, local // pp), reason)
     else:
-        reading.map("batch.micro_batch", micro or 1, one)
-    total = reading.positive("training.global_batch_size", auto=-1)
-    if total is not None:
+        reading.map("batch.micro_batch", reading.positive(one) or 1, one)
+    if total := reading.positive("training.global_batch_size", auto=-1):
         reading.map("batch.global_batch", total, "training.global_batch_size")
-    words = reading.stated(*names) and f"{source} {local}"
-    reading.fact("local_batch", local, words)
-    reading.fact("flush_batch", local, words)
+    for fact in ("local_batch", "flush_batch"):
+        reading.fact(fact, local, reading.stated(*names) and f"{source} {local}")
 
 
 def _write_batch(view: JobView) -> None:
@@ -293,62 +270,56 @@ def _write_batch(view: JobView) -> None:
 
 
 def _read_precision(reading: Reading) -> None:
-    converters = reading.take("model.converters")
+    converters, old = reading.take("model.converters"), reading.flag("float8.enable_float8_linear")
     names = [str(name) for name in (converters if isinstance(converters, list) else [converters])]
-    old = reading.flag("float8.enable_float8_linear")
-    dtype, mixed = reading.word("training.dtype"), reading.word("training.mixed_precision_param")
     if old or any("float8" in name for name in names):
-        words = "float8.enable_float8_linear" if old else "model.converters float8"
-        reading.map("batch.precision", "fp8", words=words)
+        reading.map("batch.precision", "fp8")
         reading.assume("batch.fp8_scaling", "dynamic", "torchao scales by what tensors hold")
     elif any(name.startswith(("mx", "quantize.linear.mx")) for name in names):
         reading.assume("batch.precision", "fp8", "MXFP8 is taken as fp8")
-    elif dtype == "bfloat16":
+    elif reading.word("training.dtype") == "bfloat16":
         reading.map("batch.precision", "pure-bf16", words="training.dtype bfloat16")
-    elif mixed == "float32":
+    elif reading.word("training.mixed_precision_param") == "float32":
         reading.map("batch.precision", "fp32", words="training.mixed_precision_param float32")
     else:
-        reading.assume("batch.precision", "bf16", f"{_DEFAULT}: mixed_precision_param bfloat16")
-    reading.assume("parallel.gradient_dtype", "fp32", f"{_DEFAULT}: mixed_precision_reduce float32")
+        reading.assume("batch.precision", "bf16", f"{reading.default}: mixed_precision_param bfloat16")
 
 
 def _write_precision(view: JobView) -> None:
-    match view["batch.precision"]:
-        case "pure-bf16":
-            view.put("training.", dtype="bfloat16")
-        case "fp32":
-            view.put("training.", mixed_precision_param="float32")
-        case "fp16" | "pure-fp16":
-            view.unexpressed("batch.precision")
-        case "fp8":
-            view.put("model.", converters=["float8"])
-            if view.job.batch.fp8_scaling != "dynamic":
-                view.unexpressed("batch.fp8_scaling")
-    view.expressed("batch.fp8_scaling")
-    if view["parallel.gradient_dtype"] not in ("", "fp32"):
-        view.unexpressed("parallel.gradient_dtype")
+    precision = view["batch.precision"]
+    if precision == "pure-bf16":
+        view.put("training.", dtype="bfloat16")
+    elif precision == "fp32":
+        view.put("training.", mixed_precision_param="float32")
+    elif precision == "fp8":
+        view.put("model.", converters=["float8"])
+    view.refuse("batch.precision", precision in ("fp16", "pure-fp16"))
+    view.refuse("parallel.gradient_dtype", view["parallel.gradient_dtype"] not in ("", "fp32"))
+    view.refuse("batch.fp8_scaling", precision == "fp8" and view.job.batch.fp8_scaling != "dynamic")
 
 
 def _read_recompute(reading: Reading) -> None:
     names = ("activation_checkpoint.mode", "activation_checkpoint.selective_ac_option")
-    mode, stated, source = reading.word(names[0]) or "selective", reading.word(names[1]), reading.source(names[0])
-    option = stated or "2"
-    if mode == "selective" and option.isdecimal():
-        reason = f"{_DEFAULT}: mode selective, selective_ac_option {option}"
+    mode, source = reading.word(names[0]) or "selective", reading.source(names[0])
+    if mode in ("none", "full"):
+        reading.map("parallel.recompute", mode, words=f"{source} {mode}")
+        return
+    if mode != "selective":
+        reading.assume("parallel.recompute", "selective", f"a job has no {source} {mode}")
+        return
+    option = reading.word(names[1]) or "2"
+    if option.isdecimal():
+        reason = f"{reading.default}: mode selective, selective_ac_option {option}"
         words = f"{source} selective, every {option} layers"
         reading.map("parallel.recompute", "full", *names, words=words, reason=reason)
         words = f"selective_ac_option {option}"
         reading.map("parallel.recompute_every", int(option), names[1], words=words, reason=reason)
-    elif mode == "selective" and option == "op":
+    elif option == "op":
         words = "attention and every second product are kept; a job of torchtitan takes it as recompute_every 2"
         words = f"{source} selective, selective_ac_option op: {words}"
         reading.map("parallel.recompute", "selective", words=words)
-    elif mode == "selective":
-        raise JobError(f"activation_checkpoint.selective_ac_option must be op or a whole number, got {option!r:.80}")
-    elif mode in ("none", "full"):
-        reading.map("parallel.recompute", mode, words=f"{source} {mode}")
     else:
-        reading.assume("parallel.recompute", "selective", f"a job has no {source} {mode}")
+        raise JobError(f"activation_checkpoint.selective_ac_option must be op or a whole number, got {option!r:.80}")
 
 
 def _write_recompute(view: JobView) -> None:
@@ -361,12 +332,9 @@ def _write_recompute(view: JobView) -> None:
 
 
 def _read_compile(reading: Reading) -> None:
-    components, names = reading.take("compile.components"), ("compile.enable", "training.compile")
-    compiled = reading.flag(*names)
+    compiled, components = reading.flag("compile.enable", "training.compile"), reading.take("compile.components")
     if compiled is not None:
-        of_model = compiled and (components is None or "model" in str(components))
-        words = f"{reading.source(*names)} {str(compiled).lower()}"
-        reading.map("model.eager_kernels", not of_model, words=words)
+        reading.map("model.eager_kernels", not (compiled and (components is None or "model" in str(components))))
 
 
 def _write_compile(view: JobView) -> None:
@@ -378,7 +346,7 @@ _OFFLOAD = {True: True, False: None}
 _ROTATE_METHOD = "parallelism.context_parallel_rotate_method"
 _ROTATE = {"allgather": "all_gather", "alltoall": "ring", OTHER: "ring"}
 _ROWS = (
-    Row("model.seq_len", ("training.seq_len", "training.max_context_length"), read=_read_length),
+    Row("model.seq_len", "training.seq_len", read=_read_length),
     Row("parallel.tp", _in("tensor_parallel_degree")),
     Row("parallel.cp", _in("context_parallel_degree")),
     Row("parallel.pp", _in("pipeline_parallel_degree")),
@@ -386,9 +354,10 @@ _ROWS = (
     Row("parallel.dp", read=_read_degrees, write=_write_degrees),
     Row("parallel.expert_tp", read=_read_tensor_parallel, write=_write_tensor_parallel),
     Row("parallel.context_parallel", _ROTATE_METHOD, _ROTATE, "all_gather", needs="parallel.cp"),
-    Row("parallel.schedule", read=_read_pipeline, write=_write_pipeline),
+    Row("parallel.schedule", read=_read_pipeline, write=_write_pipeline, needs="parallel.pp"),
     Row("batch.micro_batch", read=_read_batch, write=_write_batch),
     Row("batch.precision", read=_read_precision, write=_write_precision),
+    Row("parallel.gradient_dtype", "training.mixed_precision_reduce", {"float32": "fp32"}, "fp32", only="read"),
     Row("parallel.recompute", read=_read_recompute, write=_write_recompute),
     Row("model.eager_kernels", read=_read_compile, write=_write_compile),
     Row("optimizer.offload", "training.enable_cpu_offload", _OFFLOAD, omit=True),

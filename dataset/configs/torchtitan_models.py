@@ -13,6 +13,7 @@ import copy
 import operator
 import re
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -22,35 +23,22 @@ from stepsight.dataset.configs.documents import flat, read_python
 from stepsight.dataset.configs.drafts import ConfigFile, Draft
 from stepsight.dataset.job.job import ModelSpec
 
-_Sizes = tuple[int, ...]
-
 
 def _llama(layers: int, hidden: int, heads: int, kv_heads: int, ffn: int, **more: Any) -> dict[str, Any]:
     sizes = {"layers": layers, "hidden": hidden, "heads": heads, "kv_heads": kv_heads, "ffn": ffn}
     return {"family": "llama", "vocab": 128256, **sizes, **more}
 
 
-def _latent(
-    layers: int, hidden: int, heads: int, ffn: int, q_rank: int, experts: _Sizes, **more: Any
-) -> dict[str, Any]:
-    count, used, inner, shared, dense = experts
-    return {
-        **_llama(layers, hidden, heads, heads, ffn),
-        **{"attention": "mla", "head_dim": 128, "q_lora_rank": q_rank, "kv_lora_rank": 512, "rope_head_dim": 64},
-        **{"v_head_dim": 128, "experts": count, "experts_per_token": used, "expert_ffn": inner},
-        **{"shared_experts": shared, "dense_layers": dense, "vocab": 102400},
-        **more,
-    }
-
-
-def _qwen(layers: int, hidden: int, heads: int, kv_heads: int, ffn: int, **more: Any) -> dict[str, Any]:
-    return _llama(layers, hidden, heads, kv_heads, ffn, head_dim=128, **{"vocab": 151936, **more})
-
-
 def _experts(count: int, used: int, inner: int, shared: int = 0) -> dict[str, Any]:
     return {"experts": count, "experts_per_token": used, "expert_ffn": inner, "shared_experts": shared}
 
 
+def _latent(layers: int, hidden: int, heads: int, ffn: int, q_lora_rank: int, **more: Any) -> dict[str, Any]:
+    ranks = {"q_lora_rank": q_lora_rank, "kv_lora_rank": 512, "head_dim": 128, "rope_head_dim": 64, "v_head_dim": 128}
+    return _llama(layers, hidden, heads, heads, ffn, attention="mla", **ranks, **{"vocab": 102400, **more})
+
+
+_qwen = partial(_llama, head_dim=128, vocab=151936)
 _TIED = {"tied_embeddings": True}
 _DEBUG = {"vocab": 2048}
 FLAVORS: Mapping[str, Mapping[str, Mapping[str, Any]]] = MappingProxyType(
@@ -76,10 +64,10 @@ FLAVORS: Mapping[str, Mapping[str, Mapping[str, Any]]] = MappingProxyType(
             "17bx128e": _llama(48, 5120, 40, 8, 16384, vocab=202048, moe_every=2, **_experts(128, 1, 8192, 1)),
         },
         "deepseek_v3": {
-            "debugmodel": _latent(6, 256, 16, 1024, 0, (8, 3, 256, 2, 1), **_DEBUG),
-            "16B": _latent(27, 2048, 16, 10944, 0, (64, 6, 1408, 2, 1)),
-            "236B": _latent(60, 5120, 128, 12288, 1536, (160, 6, 1536, 2, 1)),
-            "671B": _latent(61, 7168, 128, 18432, 1536, (256, 8, 2048, 1, 3), vocab=129280),
+            "debugmodel": _latent(6, 256, 16, 1024, 0, dense_layers=1, **_experts(8, 3, 256, 2), **_DEBUG),
+            "16B": _latent(27, 2048, 16, 10944, 0, dense_layers=1, **_experts(64, 6, 1408, 2)),
+            "236B": _latent(60, 5120, 128, 12288, 1536, dense_layers=1, **_experts(160, 6, 1536, 2)),
+            "671B": _latent(61, 7168, 128, 18432, 1536, vocab=129280, dense_layers=3, **_experts(256, 8, 2048, 1)),
         },
         "qwen3": {
             "debugmodel": _qwen(8, 256, 16, 8, 3072, **_DEBUG, **_TIED),
@@ -138,10 +126,9 @@ _SIZES = {
 def flavor_sizes(name: str, flavor: str) -> dict[str, Any] | None:
     """Sizes of a flavor, as keys of a job's model; None if it is not known."""
     longest = max((family for family in FLAVORS if family in name), key=len, default="")
-    name = longest or name  # experiments name theirs simple_fsdp.llama3, llama3_ft ...
     for suffix in _SUFFIXES:
         flavor = flavor.removesuffix(suffix)
-    found = FLAVORS.get(name, {}).get(flavor)
+    found = FLAVORS.get(longest or name, {}).get(flavor)  # experiments name theirs simple_fsdp.llama3, llama3_ft ...
     return None if found is None else dict(found)
 
 
@@ -149,22 +136,12 @@ def flavor_of(model: ModelSpec) -> tuple[str, str] | None:
     """Name and flavor whose sizes a model has; its vocabulary may be padded."""
     for name, flavors in FLAVORS.items():
         for flavor, sizes in flavors.items():
-            exact = {key: value for key, value in sizes.items() if key != "vocab"}
+            exact = {"experts": 0, "attention": "mha", "tied_embeddings": False, **sizes, "gated_mlp": True}
+            vocab = exact.pop("vocab")
             same = all(getattr(model, key) == value for key, value in exact.items())
-            others = {key for key in ("experts", "attention", "tied_embeddings") if key not in exact}
-            plain = all(getattr(model, key) in (0, "mha", False) for key in others)
-            if same and plain and 0 <= model.vocab - sizes["vocab"] < 1024 and model.gated_mlp:
+            if same and 0 <= model.vocab - vocab < 1024:
                 return name, flavor
     return None
-
-
-def even_stages(stages: int, layers: int, first: int, last: int) -> list[int]:
-    """Layers of each stage where embedding and output count as some layers each."""
-    even, rest = divmod(layers + first + last, max(1, stages))
-    counts = [even + (stage < rest) for stage in range(stages)]
-    counts[0] -= first
-    counts[-1] -= last
-    return counts
 
 
 def registry_settings(file: ConfigFile, draft: Draft) -> dict[str, Any]:
@@ -173,54 +150,49 @@ def registry_settings(file: ConfigFile, draft: Draft) -> dict[str, Any]:
     Raises:
         JobError: If there is more than one and none is picked, or it states no known model.
     """
-    module, pick = read_python(file.path), file.given.pick
-    functions = _functions(module)
+    evaluation, pick = _Evaluation(read_python(file.path)), file.given.pick
     names = [
         name
-        for name, node in functions.items()
+        for name, node in evaluation.functions.items()
         if name[0] != "_" and node.returns and "Trainer.Config" in ast.unparse(node.returns)
     ]
     if pick not in names and (pick or len(names) != 1):
         got = f", got {pick!r:.80}" if pick else ""
         raise JobError(f"a registry holds several configurations: pick one of {', '.join(names)}{got}")
-    name = pick or names[0]
-    config = _Evaluation(module).call(name, 0)
+    config = evaluation.call(pick or names[0], 0)
     if not isinstance(config, dict):
-        raise JobError(f"function {name} must return a configuration")
-    draft.framework = "torchtitan"
-    spec = config.pop("model_spec", None) or {}
-    _model(file.path, name, spec if isinstance(spec, dict) else {}, draft)
+        raise JobError(f"function {pick or names[0]} must return a configuration")
+    spec = config.pop("model_spec", None)
+    spec = spec if isinstance(spec, dict) else {}
+    _model(file.path, pick or names[0], spec, draft)
     return _settings(config, spec)
 
 
-def _functions(module: ast.Module) -> dict[str, ast.FunctionDef]:
-    return {node.name: node for node in module.body if isinstance(node, ast.FunctionDef)}
-
-
 class _Evaluation:
-    """Values of simple statements: assignments, calls with keyword arguments, attributes, arithmetic."""
+    """Values of simple statements of a module: assignments, calls with keyword arguments, attributes, arithmetic."""
 
     def __init__(self, module: ast.Module) -> None:
-        self._functions = _functions(module)
-        self._constants = {
-            node.targets[0].id: node.value.value
-            for node in module.body
-            if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name)
-            if isinstance(node.value, ast.Constant)
-        }
+        self.functions = {node.name: node for node in module.body if isinstance(node, ast.FunctionDef)}
+        self._constants: dict[str, Any] = {}
+        for node in module.body:
+            match node:
+                case ast.Assign(targets=[ast.Name(id=name), *_], value=ast.Constant(value=value)):
+                    self._constants[name] = value
 
     def call(self, name: str, depth: int, given: Mapping[str, Any] = MappingProxyType({})) -> Any:
-        """What a function returns.
+        """What a function returns, with some arguments (by name) and the defaults of the others.
 
-        Args:
-            name: Of the function.
-            depth: Of calls within calls.
-            given: Values of its arguments by name; others have their defaults.
+        Raises:
+            JobError: If calls are nested too deeply.
         """
         if depth > MOST_DEPTH:
             raise JobError(f"functions of a registry must build on each other at most {MOST_DEPTH} times")
-        values: dict[str, Any] = {**self._constants, **_defaults(self._functions[name].args), **given}
-        for statement in self._functions[name].body:
+        words, body = self.functions[name].args, self.functions[name].body
+        last = words.args[len(words.args) - len(words.defaults) :]
+        pairs = [*zip(last, words.defaults, strict=True), *zip(words.kwonlyargs, words.kw_defaults, strict=True)]
+        defaults = {word.arg: node.value for word, node in pairs if isinstance(node, ast.Constant)}
+        values: dict[str, Any] = {**self._constants, **defaults, **given}
+        for statement in body:
             if isinstance(statement, ast.Return) and statement.value is not None:
                 return self._value(statement.value, values, depth)
             self._carry_out(statement, values, depth)
@@ -229,10 +201,13 @@ class _Evaluation:
     def _carry_out(self, statement: ast.stmt, values: dict[str, Any], depth: int) -> None:
         """Run an assignment, or the body of a loop once (loops append to lists)."""
         match statement:
-            case ast.Assign(targets=[target]):
-                self._assign(target, self._value(statement.value, values, depth), values)
-            case ast.AnnAssign(value=ast.expr() as value):
-                self._assign(statement.target, self._value(value, values, depth), values)
+            case ast.Assign(targets=[target]) | ast.AnnAssign(target=target, value=ast.expr()):
+                *outer, key = ast.unparse(target).split(".")
+                table: Any = values
+                for name in outer:
+                    table = table.setdefault(name, {}) if isinstance(table, dict) else None
+                if isinstance(table, dict):
+                    table[key] = self._value(statement.value, values, depth)
             case ast.For():
                 for inner in statement.body:
                     self._carry_out(inner, values, depth)
@@ -240,24 +215,7 @@ class _Evaluation:
                 if isinstance(values.get(name), list):
                     values[name].append(self._value(item, values, depth))
 
-    def _assign(self, target: ast.AST, value: Any, values: dict[str, Any]) -> None:
-        if isinstance(target, ast.Name):
-            values[target.id] = value
-            return
-        keys: list[str] = []
-        while isinstance(target, ast.Attribute):
-            keys.append(target.attr)
-            target = target.value
-        if isinstance(target, ast.Name) and keys:
-            table = values.setdefault(target.id, {})
-            for key in reversed(keys[1:]):
-                if not isinstance(table, dict):
-                    return
-                table = table.setdefault(key, {})
-            if isinstance(table, dict):
-                table[keys[0]] = value
-
-    def _value(self, node: ast.AST, values: dict[str, Any], depth: int) -> Any:
+    def _value(self, node: ast.AST | None, values: dict[str, Any], depth: int) -> Any:
         match node:
             case ast.Constant():
                 return node.value
@@ -277,7 +235,6 @@ class _Evaluation:
                 left, right = self._value(node.left, values, depth), self._value(node.right, values, depth)
                 if all(isinstance(number, int | float) and abs(number) < 2**40 for number in (left, right)):
                     return _ACTIONS[type(node.op)](left, right) if right else None
-                return None
             case ast.Call():
                 return self._called(node, values, depth)
         return None
@@ -285,55 +242,35 @@ class _Evaluation:
     def _called(self, node: ast.Call, values: dict[str, Any], depth: int) -> Any:
         name = ast.unparse(node.func)
         found = {word.arg: self._value(word.value, values, depth) for word in node.keywords if word.arg}
-        if name in self._functions:
-            names = [word.arg for word in self._functions[name].args.args]
-            places = dict(zip(names, [self._value(item, values, depth) for item in node.args], strict=False))
-            value = copy.deepcopy(self.call(name, depth + 1, {**places, **found}))
+        places = [self._value(item, values, depth) for item in node.args]
+        if name in self.functions:
+            names = [word.arg for word in self.functions[name].args.args]
+            value = copy.deepcopy(self.call(name, depth + 1, {**dict(zip(names, places, strict=False)), **found}))
             whole = not found or (isinstance(value, dict) and str(value.get(_CALLED)).endswith("Trainer.Config"))
             return value if whole else {_CALLED: name, **found, "_returned": value}
-        if name == "int" and len(node.args) == 1:
-            number = self._value(node.args[0], values, depth)
-            return int(number) if isinstance(number, int | float) else None
+        if name == "int" and len(places) == 1:
+            return int(places[0]) if isinstance(places[0], int | float) else None
         if name.rpartition(".")[2] == "compute_ffn_hidden_dim":
-            dim = self._value(node.args[0], values, depth) if node.args else found.get("dim")
-            return _ffn(dim, found.get("multiple_of") or 1, found.get("ffn_dim_multiplier"))
-        positional = [self._value(argument, values, depth) for argument in node.args]
-        return {_CALLED: name, **found, **({"_arguments": positional} if positional else {})}
-
-
-def _defaults(arguments: ast.arguments) -> dict[str, Any]:
-    """Default values of a function's arguments."""
-    pairs = [
-        *zip(arguments.args[len(arguments.args) - len(arguments.defaults) :], arguments.defaults, strict=True),
-        *((word, node) for word, node in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True) if node),
-    ]
-    return {word.arg: node.value for word, node in pairs if isinstance(node, ast.Constant)}
-
-
-def _ffn(dim: Any, multiple: int, multiplier: float | None) -> int | None:
-    if not isinstance(dim, int):
-        return None
-    size = int(2 * 4 * dim / 3)
-    size = size if multiplier is None else int(multiplier * size)
-    return multiple * ((size + multiple - 1) // multiple)
+            dim, multiple = places[0] if places else found.get("dim"), found.get("multiple_of") or 1
+            if not isinstance(dim, int):
+                return None
+            size = int(8 * dim / 3)
+            size = int((found.get("ffn_dim_multiplier") or 1) * size)
+            return -(-size // multiple) * multiple
+        return {_CALLED: name, **found, **({"_arguments": places} if places else {})}
 
 
 def _model(path: Path, function: str, spec: Mapping[str, Any], draft: Draft) -> None:
     """Sizes of the flavor that a configuration names: from the code beside the registry, else the known ones."""
-    flavor = str(spec.get("flavor") or (spec.get("_arguments") or [""])[0])
-    beside = path.parent / "__init__.py"
-    sizes = _flavor_in_code(beside, flavor) if beside.is_file() else None
-    source = f"{beside.name} {flavor}"
+    flavor, beside = str(spec.get("flavor") or (spec.get("_arguments") or [""])[0]), path.parent / "__init__.py"
+    sizes, source = (_flavor_in_code(beside, flavor) if beside.is_file() else None), f"{beside.name} {flavor}"
+    for name in (path.resolve().parent.name, *(family for family in FLAVORS if function.startswith(family))):
+        if sizes is None:
+            sizes, source = flavor_sizes(name, flavor), f"{name} {flavor}"
     if sizes is None:
-        names = [path.resolve().parent.name, *(family for family in FLAVORS if function.startswith(family))]
-        found = [(flavor_sizes(name, flavor), f"{name} {flavor}") for name in names]
-        sizes, source = next((pair for pair in found if pair[0] is not None), (None, ""))
-    if sizes is None and beside.is_file():
-        raise JobError(
-            f"{beside} must state the sizes of flavor {flavor!r:.80} as arguments of calls: give them instead"
-        )
-    if sizes is None:
-        raise JobError(f"the sizes of flavor {flavor!r:.80} are not known: put the model's __init__.py beside {path}")
+        what = f"{beside} must state the sizes of flavor {flavor!r:.80} as arguments of calls: give them instead"
+        put = f"the sizes of flavor {flavor!r:.80} are not known: put the model's __init__.py beside {path}"
+        raise JobError(what if beside.is_file() else put)
     for key, value in sizes.items():
         draft.map(f"model.{key}", value, source)
 
@@ -341,52 +278,40 @@ def _model(path: Path, function: str, spec: Mapping[str, Any], draft: Draft) -> 
 def _flavor_in_code(path: Path, flavor: str) -> dict[str, Any] | None:
     """Sizes of a flavor from keyword arguments of the calls in its function."""
     module = read_python(path)
-    functions = _functions(module)
-    other = next((node.id for node in ast.walk(module) if isinstance(node, ast.Name) and _NO_ATTENTION(node.id)), "")
-    if other:
-        raise JobError(f"a job has no layers with linear attention or state spaces, got {other} in {path.name}")
-    name = next(
-        (
-            value.id
-            for node in ast.walk(module)
-            if isinstance(node, ast.Dict)
-            for key, value in zip(node.keys, node.values, strict=True)
-            if isinstance(key, ast.Constant) and key.value == flavor and isinstance(value, ast.Name)
-        ),
-        "",
-    )
-    if name not in functions:
+    evaluation, name = _Evaluation(module), ""
+    for node in ast.walk(module):
+        if isinstance(node, ast.Name) and _NO_ATTENTION(node.id):
+            raise JobError(f"a job has no layers with linear attention or state spaces, got {node.id} in {path.name}")
+        for key, value in zip(node.keys, node.values, strict=True) if isinstance(node, ast.Dict) else ():
+            if isinstance(key, ast.Constant) and key.value == flavor and isinstance(value, ast.Name):
+                name = name or value.id
+    if name not in evaluation.functions:
         return None
     found: dict[str, Any] = {}
-    _collect(_Evaluation(module).call(name, 0), found)
+    _collect(evaluation.call(name, 0), found)
     if not {"layers", "hidden", "heads"} <= set(found) or not {"ffn", "expert_ffn"} & set(found):
         return None
     if "kv_lora_rank" in found:
         found |= {"attention": "mla", "kv_heads": found["heads"]}
-    if found.get("experts") and "expert_ffn" not in found and "ffn" in found:
-        found["expert_ffn"] = found["ffn"]
+    if found.get("experts") and "ffn" in found:
+        found.setdefault("expert_ffn", found["ffn"])
     return {"family": "llama", **found}
 
 
 def _collect(value: Any, found: dict[str, Any]) -> None:
-    if isinstance(value, list):
-        for item in value:
-            _collect(item, found)
-    if not isinstance(value, dict):
-        return
-    called = str(value.get(_CALLED, ""))
-    for key, item in value.items():
-        name = _SIZES.get(key)
-        if name and isinstance(item, bool | int) and not called.endswith(("RoPE.Config", "Embedding.Config")):
-            found.setdefault(name, item)
+    """Gather the sizes in the tables of calls; the first of a name counts."""
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    other = isinstance(value, dict) and str(value.get(_CALLED, "")).endswith(("RoPE.Config", "Embedding.Config"))
+    for key, item in items:
+        if key in _SIZES and isinstance(item, bool | int) and not other:
+            found.setdefault(_SIZES[key], item)
         elif isinstance(item, dict | list):
             _collect(item, found)
 
 
 def _settings(config: Mapping[str, Any], spec: Mapping[str, Any]) -> dict[str, Any]:
     """A configuration's values by the names of torchtitan's TOML."""
-    tables = {key: value for key, value in config.items() if isinstance(value, dict)}
-    values = {key: value for key, value in flat(tables).items() if not key.rpartition(".")[2].startswith("_")}
+    values = {key: value for key, value in flat(config).items() if not key.rpartition(".")[2].startswith("_")}
     policy = config.get("activation_checkpoint")
     recompute = str(policy.get(_CALLED, "")) if isinstance(policy, dict) else ""
     modes = {"FullAC": "full", "SelectiveAC": "selective", "MemoryBudgetAC": "memory_budget"}
@@ -395,6 +320,4 @@ def _settings(config: Mapping[str, Any], spec: Mapping[str, Any]) -> dict[str, A
     converters = [str(item.get(_CALLED, "")) for item in spec.get("converters") or [] if isinstance(item, dict)]
     names = {"Float8": "float8", "MXFP8": "mx", "NVFP4": "nvfp4"}
     values["model.converters"] = [name for text in converters for word, name in names.items() if word in text]
-    if values.get("optimizer.lr") is not None:
-        values.pop("optimizer.lr")
     return values
