@@ -21,7 +21,7 @@ import harness_jobs as jobs
 
 from stepsight.dataset.hardware.hardware import find_hardware
 from stepsight.dataset.harness.base.plan_error import HarnessError
-from stepsight.dataset.harness.box.namespaces import SUBNET, check_possible
+from stepsight.dataset.harness.running.box import SUBNET, check_possible
 from stepsight.dataset.job.job import BatchSpec, ClusterSpec, Job, ModelSpec, ParallelSpec
 from stepsight.dataset.runs.box_spec import HARDWARE, read_box
 from stepsight.training.measured.planning import SleepingLatency, box_plan

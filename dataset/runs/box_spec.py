@@ -52,7 +52,7 @@ class Box:
     @property
     def fabric(self) -> dict[str, Any]:
         """The ``[cluster] fabric`` of a job: the fastest link, shared by a node's ranks, and the longest latency."""
-        from stepsight.dataset.harness.box.namespaces import BURST_BYTES
+        from stepsight.dataset.harness.running.box import BURST_BYTES
 
         rate = max(self.mbits_per_s) / 8e3 / self.ranks_per_node
         return {

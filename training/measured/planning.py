@@ -160,7 +160,7 @@ class SleepingLatency(RooflineLatency):
 
 
 def sleeps_of(job: Job, latency: LatencyModel) -> dict[str, Any]:
-    """What the harness needs to run a sleeping job (``dataset.harness.box.sleeping``).
+    """What the harness needs to run a sleeping job (``dataset.harness.models.sleeping``).
 
     Args:
         job: On a box.

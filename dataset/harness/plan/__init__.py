@@ -12,7 +12,7 @@ A plan is a JSON object::
      "box": {"nodes", "ranks_per_node", "mbits_per_s": [rate of each node's link], "latency_ms": [...]}}   # optional
 
 A plan with ``box`` is for a cluster in a box (``latency_ms`` is optional).  Each of its runs also has ``sleeps`` (see
-``box.sleeping``), because its ranks sleep instead of computing.
+``models.sleeping``), because its ranks sleep instead of computing.
 
 A job is what ``stepsight.dataset.job.job.Job.to_dict`` writes, with every key filled in.
 

@@ -25,11 +25,11 @@ from ..base.atomic_files import new_folder, write_json
 from ..base.plan_error import HarnessError
 from ..base.progress import ROUND_UNITS
 from ..base.ranks import barrier, gather
-from ..box.sleeping import WARM_UP_PACE, SleepingTraining
 from ..emulation import stand_in
 from ..measuring.device import Sample, Watch, clocks, fingerprint, free_memory, gpu_name, out_of_memory
 from ..measuring.measure import noted_steps, profiled_steps, timed_steps
 from ..models.parallel import Training, end_groups
+from ..models.sleeping import WARM_UP_PACE, SleepingTraining
 from ..ops import compiled
 from .rounds import is_done, least_certain, read_rounds, rounds_path, write_rounds
 from .workers import join

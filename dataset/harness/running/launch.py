@@ -25,7 +25,7 @@ from ..base import cores
 from ..base.atomic_files import locked, read_json, write_json
 from ..base.plan_error import HarnessError
 from ..base.progress import ROUND_UNITS, Progress
-from ..box.namespaces import check_possible
+from .box import check_possible
 from .rounds import is_done, read_rounds
 from .workers import follow, how_ended, places, started
 

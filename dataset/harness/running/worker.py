@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from ..base.plan_error import HarnessError
-from ..box.namespaces import die_with, run_box
+from .box import die_with, run_box
 from .workers import end_with_launcher, report
 
 

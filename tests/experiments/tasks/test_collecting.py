@@ -15,7 +15,7 @@ from stepsight.dataset.capture.captured import Captured, read_captured, write_ca
 from stepsight.dataset.capture.capturing_run import CaptureRequest, capture
 from stepsight.dataset.hardware.hardware import HARDWARE
 from stepsight.dataset.harness.base.plan_error import HarnessError
-from stepsight.dataset.harness.box.namespaces import check_possible
+from stepsight.dataset.harness.running.box import check_possible
 from stepsight.dataset.job.job import Job
 from stepsight.dataset.kinds.op import OP_KINDS
 from stepsight.dataset.runs.box_spec import HARDWARE as BOX_HARDWARE
@@ -141,7 +141,7 @@ def test_a_box_of_another_size_is_refused(tmp_path: Path, text: str, says: str) 
 
 
 def test_a_machine_without_boxes_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("stepsight.dataset.harness.box.namespaces.shutil.which", lambda tool: None)
+    monkeypatch.setattr("stepsight.dataset.harness.running.box.shutil.which", lambda tool: None)
     with pytest.raises(CollectError, match=r"^a box needs iproute2 \(the commands ip and tc\): ip and tc not found$"):
         collect(BOX_JOB, tmp_path / "c", **BOX_COUNTS, box=read_box("4x1@100mbit"))
 

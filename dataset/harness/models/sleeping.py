@@ -37,7 +37,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..base import annotate
 from ..base.collective_calls import Group, all_gather, reduce_scatter
-from ..models.parallel import ParallelRank, stages_group
+from .parallel import ParallelRank, stages_group
 
 SINGLE = {"gpipe": "ScheduleGPipe", "1f1b": "Schedule1F1B"}
 MULTI = {

@@ -2,7 +2,7 @@
 
 A plan's ``box`` says how many nodes there are and how fast their links are; ``running.worker`` collects in it.
 Real processes of ``torch.distributed`` talk over real TCP, and every rank listens in its node's network alone.
-Computation is slept (see ``sleeping``), so sixteen ranks fit on two cores.
+Computation is slept (see ``models.sleeping``), so sixteen ranks fit on two cores.
 
 The namespaces have no names: a bridge in one, and one for each node, joined by pairs of ``veth`` that ``tc tbf`` limits
 both ways.  The kernel removes them with the last process inside, and every process here is killed with its parent, so

@@ -14,8 +14,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from stepsight.dataset.hardware.hardware import find_hardware
 from stepsight.dataset.harness.base import annotate
-from stepsight.dataset.harness.box.sleeping import Block, Device, Part, Rank, SleepingTraining, _own
 from stepsight.dataset.harness.models.parallel import end_groups
+from stepsight.dataset.harness.models.sleeping import Block, Device, Part, Rank, SleepingTraining, _own
 from stepsight.dataset.job.job import BatchSpec, ClusterSpec, Job, ModelSpec, ParallelSpec
 from stepsight.dataset.runs.box_spec import HARDWARE, read_box
 from stepsight.training.measured.planning import SleepingLatency, box_plan

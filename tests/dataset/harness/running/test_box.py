@@ -17,10 +17,10 @@ import pytest
 
 from stepsight.dataset.hardware.hardware import find_hardware
 from stepsight.dataset.harness.base.plan_error import HarnessError
-from stepsight.dataset.harness.box import namespaces as boxes
-from stepsight.dataset.harness.box.namespaces import check_possible
+from stepsight.dataset.harness.running import box as boxes
 from stepsight.dataset.harness.plan import MOST_CPU, check_plan
 from stepsight.dataset.harness.running import launch
+from stepsight.dataset.harness.running.box import check_possible
 from stepsight.dataset.harness.running.collection import Collection
 from stepsight.dataset.job.job import BatchSpec, ClusterSpec, Job, ModelSpec, ParallelSpec
 from stepsight.dataset.kinds.op import Collective
@@ -133,7 +133,7 @@ def _check_run(folder: Path, kept: list[list[float]], plan: dict[str, Any]) -> N
 def test_every_rank_is_alone_with_its_node_behind_a_limited_link() -> None:
     code = """
 import os, subprocess, sys, time
-from stepsight.dataset.harness.box.namespaces import run_box
+from stepsight.dataset.harness.running.box import run_box
 def work():
     time.sleep(0.2 * int(os.environ["RANK"]))  # one after the other: their lines stay whole
     link = subprocess.run("tc qdisc show dev eth0".split(), capture_output=True, text=True).stdout
@@ -156,7 +156,7 @@ sys.exit(run_box({"nodes": 2, "ranks_per_node": 2, "mbits_per_s": [200, 50]}, wo
 def test_a_rank_that_fails_ends_all_others() -> None:
     code = """
 import os, sys, time
-from stepsight.dataset.harness.box.namespaces import run_box
+from stepsight.dataset.harness.running.box import run_box
 def work():
     if os.environ["RANK"] == "2":
         return 3
