@@ -31,9 +31,9 @@ PLANTED = {
         "stepsight.simulator.iteration.simulate imports stepsight.training.fitting",
     ),
     "out of the harness": (
-        "dataset/harness/ops/compiled.py",
+        "dataset/harness/ops/composite.py",
         "from ...job.job import Job",
-        "stepsight.dataset.harness.ops.compiled imports stepsight.dataset.job.job",
+        "stepsight.dataset.harness.ops.composite imports stepsight.dataset.job.job",
     ),
     "importlib": (
         "features/op_features.py",
@@ -48,9 +48,9 @@ PLANTED = {
         "stepsight.simulator.memory.states imports torch",
     ),
     "numpy in the harness": (
-        "dataset/harness/plan/form.py",
+        "dataset/harness/plan/job_checks.py",
         "import numpy",
-        "stepsight.dataset.harness.plan.form imports numpy",
+        "stepsight.dataset.harness.plan.job_checks imports numpy",
     ),
     "lazy, in a sub-folder": (
         "training/regression/trees.py",

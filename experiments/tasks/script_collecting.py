@@ -12,8 +12,8 @@ from stepsight.dataset.base.files import check_writable, digest, new_folder, rea
 from stepsight.dataset.graph.rank_graph import OPAQUE
 from stepsight.dataset.harness.base.atomic_files import locked
 from stepsight.dataset.harness.base.plan_error import HarnessError
-from stepsight.dataset.harness.base.progress import Progress
 from stepsight.dataset.harness.plan import SCHEMA, check_plan
+from stepsight.dataset.harness.running.progress import Progress
 from stepsight.dataset.harness.scripts.launch import Ranks, run_ranks
 from stepsight.dataset.kinds.op import Collective
 from stepsight.dataset.runs.run_folder import read_imported, write_imported

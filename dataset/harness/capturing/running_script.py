@@ -25,7 +25,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from ..base.atomic_files import parse_json
 from ..base.script_lines import own_place
-from . import corrections, distributed, fake_device
+from . import distributed, fake_device
 from .fake_tensors import FakeWorld
 from .recorder import Recorder
 
@@ -56,9 +56,9 @@ def run(request: dict[str, Any]) -> dict[str, Any]:
     fake = FakeWorld(recorder, script)
     fake_device.follow_streams(recorder)
     if not on_host:
-        fake_device.install(request["local_size"])
+        fake_device.install_device(request["local_size"])
     distributed.install_world(request["rank"], request["world_size"], fake.collectives)
-    corrections.install(fake, on_host=on_host)
+    fake_device.install_corrections(fake, on_host=on_host)
     boundary = distributed.install_pipelines(
         recorder, request.get("boundary"), only_boundary=request.get("only_boundary", False)
     )

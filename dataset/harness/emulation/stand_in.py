@@ -6,17 +6,21 @@ shard, a reduce-scatter keeps its own part, an all-reduce changes nothing, and w
 numbers.  All values are finite and none means anything.
 
 A collective is over a delay after its issue (``clocks``), within a group one after the other as on a link; messages to
-one peer and from it are links of their own (``links``).  Who issues does not wait.
+one peer and from it are links of their own.  Who issues does not wait.
 """
 
 from __future__ import annotations
 
+import json
+import math
 import sys
+import threading
+from bisect import bisect_left
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, BinaryIO, Protocol
 
 import torch
 import torch.distributed as dist
@@ -24,19 +28,81 @@ from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 
 from ..base import annotate
+from ..base.collective_calls import STAND_IN
 from ..base.one_rank_group import LISTS, Call, Effect, OneRankGroup, listed
 from ..base.plan_error import HarnessError
-from ..base.ranks import STAND_IN
 from ..models.parallel import end_groups
 from ..plan import world_size
-from .clocks import Delays, HostClock, RealClock, ended
-from .links import DeviceLine, HostLine, Peers, SharedLine, Spinner
+from .clocks import DeviceLine, HostClock, HostLine, Peers, RealClock, SharedLine, Spinner, ended
 
 
 class DelayModel(Protocol):
     """The durations of collectives."""
 
     def seconds(self, kind: str, num_bytes: int, group_size: int, ranks_per_node: int) -> float: ...
+
+
+class Delays:
+    """Seconds of collectives by kind, bytes, group size and ranks per node, from a plan (``plan.plan_checks``).
+
+    Between two sizes of a kind and group seconds are log-linear in bytes, beyond the ends in proportion to them.
+    """
+
+    def __init__(self, rows: list[dict[str, Any]]) -> None:
+        self._known: dict[tuple[str, int, int], list[tuple[int, float]]] = {}
+        for row in sorted(rows, key=lambda row: (row["num_bytes"], row["seconds"])):
+            key = (row["kind"], row["group_size"], row["ranks_per_node"])
+            self._known.setdefault(key, []).append((row["num_bytes"], row["seconds"]))
+
+    def seconds(self, kind: str, num_bytes: int, group_size: int, ranks_per_node: int) -> float:
+        """Seconds of one collective.
+
+        Raises:
+            HarnessError: If the table has none of its kind and group.
+        """
+        known = self._known.get((kind, group_size, ranks_per_node))
+        if known is None:
+            raise HarnessError(
+                f"stand_in.collectives must list every collective of the job, got no {kind} of {group_size} ranks, "
+                f"{ranks_per_node} on each node"
+            )
+        after = bisect_left(known, num_bytes, key=lambda row: row[0])
+        if after in (0, len(known)):
+            size, seconds = known[min(after, len(known) - 1)]
+            return seconds * num_bytes / size
+        (small, short), (large, long) = known[after - 1 : after + 1]
+        part = math.log(num_bytes / small) / math.log(large / small)
+        return math.exp((1 - part) * math.log(short) + part * math.log(long))
+
+
+class AskedDelays:
+    """Seconds of collectives that another process tells, each signature once.
+
+    A question is a line of JSON with kind, bytes, group size and ranks per node; an answer is a line with the seconds,
+    or ``{"error": ...}``.
+    """
+
+    def __init__(self, questions: BinaryIO, answers: BinaryIO) -> None:
+        self._questions, self._answers = questions, answers
+        self._known: dict[tuple[str, int, int, int], float] = {}
+        self._lock = threading.Lock()
+
+    def seconds(self, kind: str, num_bytes: int, group_size: int, ranks_per_node: int) -> float:
+        """Seconds of one collective.
+
+        Raises:
+            HarnessError: If a delay is unknown.
+        """
+        key = (kind, num_bytes, group_size, ranks_per_node)
+        with self._lock:
+            if key not in self._known:
+                self._questions.write(json.dumps(key).encode() + b"\n")
+                self._questions.flush()
+                told = json.loads(self._answers.readline() or b'{"error": "who tells delays has ended"}')
+                if isinstance(told, dict):
+                    raise HarnessError(told["error"])
+                self._known[key] = float(told)
+            return self._known[key]
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch.profiler import ExecutionTraceObserver, ProfilerActivity, profile, schedule
 
 from ..base import annotate
-from ..base.ranks import barrier, gather
+from ..base.collective_calls import barrier, gather
 
 
 class Training(Protocol):

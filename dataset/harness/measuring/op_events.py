@@ -21,13 +21,11 @@ import torch
 import torch.distributed as dist
 
 from ..base import cores
-from ..base.collective_calls import all_gather, buffers, collective_call
+from ..base.collective_calls import all_gather, barrier, buffers, collective_call, gather
 from ..base.plan_error import HarnessError
-from ..base.ranks import barrier, gather
-from ..ops.callables import op_call
+from ..ops.callables import is_replayed, op_call, replayed_call
 from ..ops.input_pool import DTYPES, NARROW, Call, Pool
 from ..ops.op_products import precision, scaled_product
-from ..ops.op_replayed import is_replayed, replayed_call
 from .call_timing import Clock
 from .device import free_memory, out_of_memory
 

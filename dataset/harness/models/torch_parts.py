@@ -12,6 +12,7 @@ another type than activations are cast where they are used, as autocast does; FS
 from __future__ import annotations
 
 import zlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -237,59 +238,37 @@ def _scatter_rows(x: Tensor, group: Group) -> Tensor:
     return output
 
 
-class CopyToRegion(torch.autograd.Function):
-    """f: identity forward, all-reduce backward (in place: the gradient comes fresh from a linear)."""
+def _reduce(x: Tensor, group: Group) -> Tensor:
+    """In place: what is reduced comes fresh from a linear."""
+    x = x.contiguous()
+    dist.all_reduce(x, group=group)
+    return x
 
-    @staticmethod
+
+Pass = Callable[[Tensor, Group], Tensor]
+
+
+def _conjugate(name: str, ahead: Pass, back: Pass) -> Any:
+    """The function of autograd that communicates with a group forward and backward."""
+
     def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
         ctx.group = group
-        return x.view_as(x)
+        y = ahead(x, group)
+        if y is x:
+            ctx.mark_dirty(x)
+        return y
 
-    @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        grad = grad.contiguous()
-        dist.all_reduce(grad, group=ctx.group)
-        return grad, None
+        return back(grad, ctx.group), None
+
+    methods = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
+    return type(name, (torch.autograd.Function,), methods)
 
 
-class ReduceFromRegion(torch.autograd.Function):
-    """g: all-reduce forward (in place), identity backward."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
-        ctx.mark_dirty(x)
-        dist.all_reduce(x, group=group)
-        return x
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad, None
-
-
-class GatherRows(torch.autograd.Function):
-    """Sequence parallel's f: all-gather the rows forward, reduce-scatter backward."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
-        ctx.group = group
-        return _gather_rows(x, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _scatter_rows(grad, ctx.group), None
-
-
-class ScatterRows(torch.autograd.Function):
-    """Sequence parallel's g: reduce-scatter the rows forward, all-gather backward."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
-        ctx.group = group
-        return _scatter_rows(x, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _gather_rows(grad, ctx.group), None
+CopyToRegion = _conjugate("CopyToRegion", lambda x, _: x.view_as(x), _reduce)  # f
+ReduceFromRegion = _conjugate("ReduceFromRegion", _reduce, lambda grad, _: grad)  # g
+GatherRows = _conjugate("GatherRows", _gather_rows, _scatter_rows)  # sequence parallel's f
+ScatterRows = _conjugate("ScatterRows", _scatter_rows, _gather_rows)  # sequence parallel's g
 
 
 class BiasedRowLinear(torch.autograd.Function):

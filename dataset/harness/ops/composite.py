@@ -2,21 +2,113 @@
 
 Each op is a pair of plain functions (which event profiling times) and an ``autograd.Function`` that calls
 them under an annotation (which the model uses), so that both run the same code, compiled or as it is written.
+
+If a plan requests it, ``torch.compile`` compiles them: one or two kernels instead of one per step.  Each shape is
+compiled on its own when it is met first, and has a function of its own: PyTorch counts the shapes of a function, and
+beyond eight runs it as it is written, without a word (and the setting of that limit does not reach the thread in which
+autograd runs on a GPU).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from functools import wraps
+from types import FunctionType
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from ..base import annotate
-from .compiled import composite, composite_as
+from ..base.plan_error import HarnessError
 
 EPSILON = 1e-5
+BACKEND = "inductor"
+Made = TypeVar("Made", bound=Callable[..., Any])
+
+
+class _Compiling:
+    active = False  # for the whole process: threads of autograd call composites too
+
+
+def composite(function: Made, whole: Any = None) -> Made:
+    """A function of tensors and plain numbers that runs compiled once ``enable_compiling`` was called.
+
+    ``whole`` is compiled in its place, if the compiler refuses the written one.
+    """
+    made: dict[Any, Callable[..., Any]] = {}
+    plain: Any = whole or function
+
+    @wraps(function)
+    def run(*args: Any) -> Any:
+        if not _Compiling.active:
+            return function(*args)
+        key = tuple((x.shape, x.dtype) if isinstance(x, Tensor) else x for x in args)
+        if key not in made:
+            code = plain.__code__.replace(co_name=f"{plain.__name__}_{len(made)}")
+            own = FunctionType(code, plain.__globals__, plain.__name__, plain.__defaults__, plain.__closure__)
+            made[key] = torch.compile(own, dynamic=False, fullgraph=True, backend=BACKEND)
+        return made[key](*args)
+
+    return run  # type: ignore[return-value]
+
+
+def enable_compiling(device: torch.device) -> None:
+    """Make composites of this process run compiled from now on.
+
+    Raises:
+        HarnessError: If nothing can be compiled here.
+    """
+    _Compiling.active = True
+    try:
+        found = _trial(torch.ones(4, 64, device=device))
+        if found.tolist() != [192.0] * 4:
+            raise HarnessError(f"got {found.tolist()} for 64 times 3")
+    except Exception as error:  # whatever a compiler that is missing or broken raises
+        _Compiling.active = False
+        why = " ".join(str(error).split())
+        raise HarnessError(
+            f"compile needs a compiler that works here (gcc or g++, on a GPU also Triton), got "
+            f"{type(error).__name__}: {why:.200}"
+        ) from None
+
+
+@composite
+def _trial(x: Tensor) -> Tensor:
+    return (2 * x + 1).sum(-1)
+
+
+def _differentiable(
+    name: str,
+    kind: str,
+    dims: Callable[[Tensor], tuple[int, ...]],
+    run: Callable[..., tuple[Tensor, tuple[Tensor, ...]]],
+    derive: Callable[..., Any],
+) -> Any:
+    """The function of autograd of an op, annotated as ``kind`` and ``kind_backward``.
+
+    Args:
+        name: Its name.
+        kind: Of the op.
+        dims: Of its first tensor.
+        run: Gives the result, and what its gradient needs.
+        derive: Gradients, from that of the result and from what it needs.
+    """
+
+    def forward(ctx: Any, *inputs: Tensor) -> Tensor:
+        with annotate.op(kind, dims(inputs[0]), inputs[0].dtype):
+            y, kept = run(*inputs)
+        ctx.save_for_backward(*kept)
+        return y
+
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        kept = ctx.saved_tensors
+        with annotate.op(f"{kind}_backward", dims(kept[0]), kept[0].dtype):
+            return derive(grad, *kept)
+
+    methods = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
+    return type(name, (torch.autograd.Function,), methods)
 
 
 class Cast(torch.autograd.Function):
@@ -39,9 +131,7 @@ def _converted(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 def cast(x: Tensor, dtype: torch.dtype) -> Tensor:
     """A tensor in a type; the tensor itself where it has the type."""
-    if x.dtype == dtype:
-        return x
-    y: Tensor = Cast.apply(x, dtype)
+    y: Tensor = x if x.dtype == dtype else Cast.apply(x, dtype)
     return y
 
 
@@ -63,21 +153,12 @@ def rms_norm_backward(grad: Tensor, x: Tensor, weight: Tensor, inverse: Tensor) 
     return grad_x.sub_(normed.mul_(mean)).mul_(inverse), grad_weight
 
 
-class RMSNorm(torch.autograd.Function):
-    """``rms_norm`` with its gradient."""
+def _normed(x: Tensor, weight: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
+    y, inverse = rms_norm(x, weight)
+    return y, (x, weight, inverse)
 
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
-        with annotate.op("rms_norm", x.shape, x.dtype):
-            y, inverse = rms_norm(x, weight)
-        ctx.save_for_backward(x, weight, inverse)
-        return y
 
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
-        x, weight, inverse = ctx.saved_tensors
-        with annotate.op("rms_norm_backward", x.shape, x.dtype):
-            return rms_norm_backward(grad, x, weight, inverse)
+RMSNorm = _differentiable("RMSNorm", "rms_norm", lambda x: x.shape, _normed, rms_norm_backward)
 
 
 def rope_tables(seq_len: int, head_dim: int, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -110,21 +191,20 @@ class Rope(torch.autograd.Function):
         ctx.save_for_backward(cos, sin)
         ctx.rotated = rotated
         ctx.mark_dirty(qkv)
-        _rotate("rope", qkv, cos, sin, rotated)
-        return qkv
+        return _rotate("rope", qkv, cos, sin, rotated)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         cos, sin = ctx.saved_tensors
-        _rotate("rope_backward", grad, cos, sin, ctx.rotated)
-        return grad, None, None, None
+        return _rotate("rope_backward", grad, cos, sin, ctx.rotated), None, None, None
 
 
-def _rotate(kind: str, qkv: Tensor, cos: Tensor, sin: Tensor, rotated: int) -> None:
+def _rotate(kind: str, qkv: Tensor, cos: Tensor, sin: Tensor, rotated: int) -> Tensor:
     seq_len, head_dim = cos.shape[0], 2 * cos.shape[-1]
     with annotate.op(kind, (qkv.shape[0] * rotated * head_dim,), qkv.dtype):
         heads = qkv.view(-1, seq_len, qkv.shape[1] // head_dim, head_dim)[:, :, :rotated]
         rope_(heads, cos, sin if kind == "rope" else -sin)
+    return qkv
 
 
 def gelu(x: Tensor) -> Tensor:
@@ -132,10 +212,13 @@ def gelu(x: Tensor) -> Tensor:
     return F.gelu(x, approximate="tanh")
 
 
-def _gated(activation: Callable[[Tensor], Tensor], derivative: Any, **options: Any) -> tuple[Any, Any]:
-    """``activation(gate) * up`` of ``gate_up[rows, 2 * ffn]``, and its gradient for ``gate_up``.
+def _gated(
+    name: str, activation: Callable[[Tensor], Tensor], derivative: Any, **options: Any
+) -> tuple[Callable[[Tensor], Tensor], Callable[[Tensor, Tensor], Tensor], Any]:
+    """``activation(gate) * up`` of ``gate_up[rows, 2 * ffn]``, its gradient for ``gate_up``, and autograd's function.
 
     Args:
+        name: Of the function.
         activation: Of the gate.
         derivative: ATen's op for its gradient, with ``options``.
     """
@@ -156,38 +239,13 @@ def _gated(activation: Callable[[Tensor], Tensor], derivative: Any, **options: A
         derivative.grad_input(grad * up, gate, grad_input=grad_gate, **options)
         return out
 
-    return composite(forward), composite_as(joined)(backward)
+    run, derive = composite(forward), composite(backward, joined)
+    function = _differentiable(name, name.lower(), lambda x: (x.numel() // 2,), lambda x: (run(x), (x,)), derive)
+    return run, derive, function
 
 
-swiglu, swiglu_backward = _gated(F.silu, torch.ops.aten.silu_backward)
-geglu, geglu_backward = _gated(gelu, torch.ops.aten.gelu_backward, approximate="tanh")
-
-
-def _gated_function(kind: str, run: Callable[[Tensor], Tensor], derive: Callable[[Tensor, Tensor], Tensor]) -> Any:
-    """The function of autograd for what ``_gated`` makes, named in traces."""
-
-    class Gated(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, gate_up: Tensor) -> Tensor:
-            ctx.save_for_backward(gate_up)
-            with annotate.op(kind, (gate_up.numel() // 2,), gate_up.dtype):
-                return run(gate_up)
-
-        @staticmethod
-        def backward(ctx: Any, grad: Tensor) -> Tensor:
-            (gate_up,) = ctx.saved_tensors
-            with annotate.op(f"{kind}_backward", (gate_up.numel() // 2,), gate_up.dtype):
-                return derive(grad, gate_up)
-
-    return Gated
-
-
-class SwiGLU(_gated_function("swiglu", swiglu, swiglu_backward)):  # type: ignore[misc]
-    """``silu(gate) * up`` with its gradient."""
-
-
-class GeGLU(_gated_function("geglu", geglu, geglu_backward)):  # type: ignore[misc]
-    """``gelu(gate) * up`` with its gradient."""
+swiglu, swiglu_backward, SwiGLU = _gated("SwiGLU", F.silu, torch.ops.aten.silu_backward)
+geglu, geglu_backward, GeGLU = _gated("GeGLU", gelu, torch.ops.aten.gelu_backward, approximate="tanh")
 
 
 def relu_backward(grad: Tensor, y: Tensor) -> Tensor:
@@ -196,21 +254,12 @@ def relu_backward(grad: Tensor, y: Tensor) -> Tensor:
     return found
 
 
-class ReLU(torch.autograd.Function):
-    """``relu`` with its gradient, named in traces."""
+def _relu(x: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
+    y = torch.relu(x)
+    return y, (y,)
 
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        with annotate.op("relu", (x.numel(),), x.dtype):
-            y = torch.relu(x)
-        ctx.save_for_backward(y)
-        return y
 
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        (y,) = ctx.saved_tensors
-        with annotate.op("relu_backward", (y.numel(),), y.dtype):
-            return relu_backward(grad, y)
+ReLU = _differentiable("ReLU", "relu", lambda x: (x.numel(),), _relu, relu_backward)
 
 
 @composite

@@ -18,18 +18,14 @@ A job is what ``stepsight.dataset.job.job.Job.to_dict`` writes, with every key f
 
 ====================  ==========================================================================
 ``plan_checks``       the rules of a whole plan, of its box and of its stand-ins; ``check_plan`` fills in options
-``form``              types and ranges of a job's values; ranks and micro-batches of a run
+``job_checks``        types and ranges of a job's values; what the harness can run, and what a box can
 ``parallel_rules``    the arithmetic that every job keeps: the file of ``dataset/job``, linked so that a copy of
                       the harness has it
-``runnable_jobs``     what the harness can run
-``sleeping_jobs``     what a box can run
 ====================  ==========================================================================
 """
 
-from .form import num_micro_batches, ranks_needed, world_size, world_sizes
+from .job_checks import job_problems, num_micro_batches, ranks_needed, sleeping_problems, world_size, world_sizes
 from .plan_checks import MOST_CPU, OPTIONS, SCHEMA, check_plan
-from .runnable_jobs import job_problems
-from .sleeping_jobs import sleeping_problems
 
 __all__ = [
     "MOST_CPU",

@@ -5,9 +5,17 @@ from __future__ import annotations
 from typing import Any
 
 from ..base.plan_error import HarnessError
-from .form import MOST, are_sizes, has_keys, is_of, name_problems, number_problems, world_size
-from .runnable_jobs import job_problems
-from .sleeping_jobs import sleeping_run_problems
+from .job_checks import (
+    MOST,
+    are_sizes,
+    has_keys,
+    is_of,
+    job_problems,
+    name_problems,
+    number_problems,
+    sleeping_run_problems,
+    world_size,
+)
 
 SCHEMA = 1
 MOST_CPU = 0.25  # of all cores' time that the ranks of a run in a box may compute; beyond, its times mean nothing

@@ -22,16 +22,15 @@ import torch.distributed as dist
 from .. import plan as plans
 from ..base import annotate, cores
 from ..base.atomic_files import new_folder, write_json
+from ..base.collective_calls import barrier, gather
 from ..base.plan_error import HarnessError
-from ..base.progress import ROUND_UNITS
-from ..base.ranks import barrier, gather
 from ..emulation import stand_in
 from ..measuring.device import Sample, Watch, clocks, fingerprint, free_memory, gpu_name, out_of_memory
 from ..measuring.measure import noted_steps, profiled_steps, timed_steps
 from ..models.parallel import Training, end_groups
 from ..models.sleeping import WARM_UP_PACE, SleepingTraining
-from ..ops import compiled
-from .rounds import is_done, least_certain, read_rounds, rounds_path, write_rounds
+from ..ops.composite import enable_compiling
+from .progress import ROUND_UNITS, is_done, least_certain, read_rounds, rounds_path, write_rounds
 from .workers import join
 
 
@@ -68,7 +67,7 @@ class Collection:
         self.compile = {"compile": True} if "compile" in self.plan else {}
         if self.compile:
             self._say("compiling")
-            compiled.enable(self.device)
+            enable_compiling(self.device)
         self._watch = Watch(gpu_name(self.device)) if self.device.type == "cuda" else None
         self._samples: defaultdict[str, list[Sample]] = defaultdict(list)  # of each run
         self._took: defaultdict[str, dict[str, float]] = defaultdict(dict)  # seconds of each run's parts

@@ -24,9 +24,8 @@ from .. import plan as plans
 from ..base import cores
 from ..base.atomic_files import locked, read_json, write_json
 from ..base.plan_error import HarnessError
-from ..base.progress import ROUND_UNITS, Progress
 from .box import check_possible
-from .rounds import is_done, read_rounds
+from .progress import ROUND_UNITS, Progress, is_done, read_rounds
 from .workers import follow, how_ended, places, started
 
 _UNBEGUN = (".lock", ".plan.json.")  # files that a launch leaves if it is killed before it has written the plan

@@ -14,7 +14,7 @@ import torch
 
 from ..base import annotate, cores
 from ..base.atomic_files import write_json
-from ..base.ranks import barrier
+from ..base.collective_calls import barrier
 from ..measuring.measure import StepClock, StepTracer
 from .step_marks import StepMarks
 from .world import EmulatedWorld

@@ -21,11 +21,10 @@ from torch.distributed import distributed_c10d as c10d
 from torch.distributed.rendezvous import _rendezvous_handlers
 
 from ..base import annotate, cores
+from ..base.collective_calls import STAND_IN
 from ..base.patching import patch
-from ..base.ranks import STAND_IN
-from ..emulation.clocks import AskedDelays, HostClock, RealClock, VirtualClock
-from ..emulation.links import Peers, Spinner
-from ..emulation.stand_in import DelayModel, World, enter
+from ..emulation.clocks import HostClock, Peers, RealClock, Spinner, VirtualClock
+from ..emulation.stand_in import AskedDelays, DelayModel, World, enter
 from ..running.workers import FILE
 from .launch import PIPES
 

@@ -87,7 +87,7 @@ def losses(job: dict[str, Any]) -> list[float]:
     """Mean loss of each of three SGD steps over the whole batch (on every rank)."""
     import torch
 
-    from stepsight.dataset.harness.base.ranks import gather
+    from stepsight.dataset.harness.base.collective_calls import gather
     from stepsight.dataset.harness.models.parallel import Training
 
     training = Training(job, torch.device("cpu"))

@@ -14,9 +14,8 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from stepsight.dataset.harness.base import annotate
-from stepsight.dataset.harness.base.collective_calls import all_gather, reduce_scatter
+from stepsight.dataset.harness.base.collective_calls import all_gather, gather, reduce_scatter
 from stepsight.dataset.harness.base.plan_error import HarnessError
-from stepsight.dataset.harness.base.ranks import gather
 from stepsight.dataset.harness.emulation import stand_in
 from stepsight.dataset.harness.models.parallel import Training
 from tests.busy_machines import retried

@@ -17,8 +17,8 @@ import pytest
 
 from stepsight.dataset.hardware.hardware import find_hardware
 from stepsight.dataset.harness.base.plan_error import HarnessError
-from stepsight.dataset.harness.running import box as boxes
 from stepsight.dataset.harness.plan import MOST_CPU, check_plan
+from stepsight.dataset.harness.running import box as boxes
 from stepsight.dataset.harness.running import launch
 from stepsight.dataset.harness.running.box import check_possible
 from stepsight.dataset.harness.running.collection import Collection

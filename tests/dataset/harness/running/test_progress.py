@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from pathlib import Path
 
@@ -10,8 +11,9 @@ import pytest
 
 from stepsight.dataset.harness.plan import check_plan
 from stepsight.dataset.harness.running.launch import collect
-from stepsight.dataset.harness.running.rounds import (
+from stepsight.dataset.harness.running.progress import (
     CERTAIN,
+    Progress,
     least_certain,
     read_rounds,
     rounds_path,
@@ -101,3 +103,38 @@ def test_extra_seconds_become_rounds(tmp_path: Path) -> None:
     collect(check_plan({"schema": 1, "runs": [run], "events": [], "extra_seconds": 0.5}), tmp_path, progress=False)
     rounds = json.loads((tmp_path / "runs" / "a" / "manifest.json").read_text())["rounds"]
     assert len(rounds) > 2 or uncertainty(rounds[:1]) <= CERTAIN
+
+
+class _Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_terminal_gets_one_line_that_updates() -> None:
+    stream = _Terminal()
+    bar = Progress(4, stream=stream)
+    bar.update("first", done=1)
+    bar.close("end")
+    assert stream.getvalue().count("\n") == 1
+    assert stream.getvalue().count("\r") == 2
+    assert " 25% " in stream.getvalue()
+
+
+def test_log_gets_plain_lines_now_and_then() -> None:
+    stream = io.StringIO()
+    bar = Progress(4, done=2, stream=stream)
+    for _ in range(2):
+        bar.update("work", done=1)
+    bar.close("end")
+    lines = stream.getvalue().splitlines()
+    assert len(lines) == 2
+    assert lines[0].startswith("collect  75% ")
+    assert lines[1].endswith("end")
+
+
+def test_quiet_writes_nothing() -> None:
+    stream = io.StringIO()
+    bar = Progress(1, shown=False, stream=stream)
+    bar.update("work", done=1)
+    bar.close("end")
+    assert stream.getvalue() == ""

@@ -1,0 +1,382 @@
+"""What the harness and a cluster in a box can run: types, ranges and rules of the values of a job."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from .parallel_rules import (
+    Rules,
+    check_batch,
+    check_degrees,
+    check_heads,
+    check_rotary,
+    check_sequence,
+    check_shards,
+    check_stages,
+)
+
+MOST = 2**48  # a larger number is a typing mistake
+_WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "a string"}
+_JOB: dict[str, dict[str, type]] = {  # the keys that a job must have, and their types
+    "model": {
+        "family": str, "layers": int, "hidden": int, "heads": int, "kv_heads": int, "ffn": int, "vocab": int,
+        "seq_len": int, "gated_mlp": bool, "tied_embeddings": bool,
+    },
+    "parallel": {
+        "tp": int, "pp": int, "dp": int, "sequence_parallel": bool, "zero_stage": int, "schedule": str,
+        "virtual_stages": int, "recompute": str, "bucket_mbytes": float,
+    },
+    "batch": {"micro_batch": int, "global_batch": int, "precision": str},
+    "cluster": {"hardware": str, "nodes": int, "devices_per_node": int},
+}  # fmt: skip
+_TABLES = (*_JOB, "optimizer", "execution")
+
+
+def is_of(value: Any, kind: type) -> bool:
+    """Return whether a value has a type: a truth value is not a number, and a number is finite and not absurd."""
+    if isinstance(value, bool):
+        return kind is bool
+    if kind is float:
+        return isinstance(value, int | float) and abs(value) <= MOST
+    return isinstance(value, kind) and (not isinstance(value, int) or abs(value) <= MOST)
+
+
+def number_problems(name: str, value: Any, least: int, most: int | None = None) -> list[str]:
+    """Check that a value is a whole number from ``least`` to ``most`` (None: any that is not absurd)."""
+    if is_of(value, int) and least <= value <= (MOST if most is None else most):
+        return []
+    allowed = f">= {least}" if most is None else f"from {least} to {most}"
+    return [f"{name} must be a whole number {allowed}, got {value!r:.80}"]
+
+
+def has_keys(value: Any, *keys: str, optional: str = "") -> bool:
+    """Return whether a value is a table with exactly these keys, and perhaps an optional one."""
+    return isinstance(value, dict) and set(value) - {optional} == set(keys)
+
+
+def are_sizes(values: Any) -> bool:
+    """Return whether the value is a list of whole numbers >= 0."""
+    return isinstance(values, list) and all(is_of(value, int) and value >= 0 for value in values)
+
+
+def name_problems(item: dict[str, Any]) -> list[str]:
+    """Check the name of a run or an event file, which becomes a file's name."""
+    name = item.get("name")
+    good = isinstance(name, str) and re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.+-]*", name)
+    return [] if good else [f"name must be letters, digits, '_', '.', '+' and '-', got {name!r:.80}"]
+
+
+def form_problems(job: Any) -> list[str]:
+    """Check that a job is a table of tables with the keys and types that the rules read."""
+    if not isinstance(job, dict):
+        return [f"job must be a table, got {job!r:.80}"]
+    wrong = [name for name in _TABLES if not isinstance(job.get(name, {}), dict)]
+    if wrong:
+        return [f"{name} of a job must be a table, got {job[name]!r:.80}" for name in wrong]
+    missing = [f"{t}.{key}" for t, keys in _JOB.items() for key in sorted(set(keys) - set(job.get(t, {})))]
+    if missing:
+        return [f"a job needs {', '.join(missing)}"]
+    problems = []
+    for table, keys in _JOB.items():
+        for key, kind in keys.items():
+            value = job[table][key]
+            if not is_of(value, kind):
+                problems.append(f"{table}.{key} must be {_WORDS[kind]}, got {value!r:.80}")
+            elif kind in (int, float) and value < (0 if key == "zero_stage" else 1e-9):
+                problems.append(f"{table}.{key} must be > 0, got {value}")
+    return problems
+
+
+def world_size(job: dict[str, Any]) -> int:
+    """Return the number of ranks of a job."""
+    parallel = job["parallel"]
+    return int(parallel["tp"] * parallel["pp"] * parallel["dp"])
+
+
+def ranks_needed(run: dict[str, Any]) -> int:
+    """Return the number of processes that a run needs: the ranks of its job, or 1 for a stand-in."""
+    return 1 if "stand_in" in run else world_size(run["job"])
+
+
+def num_micro_batches(job: dict[str, Any]) -> int:
+    """Return the number of micro-batches that each replica runs in a step."""
+    batch = job["batch"]
+    return int(batch["global_batch"] // (batch["micro_batch"] * job["parallel"]["dp"]))
+
+
+def world_sizes(plan: dict[str, Any]) -> list[int]:
+    """Return every world size that a plan needs, smallest first."""
+    return sorted({ranks_needed(run) for run in plan["runs"]} | {e["world_size"] for e in plan["events"]})
+
+
+PRECISIONS = ("fp32", "bf16", "pure-bf16", "pure-fp16")
+ENGINES = ("", "eager-pytorch")  # empty: the default of the precisions that the harness runs
+FAMILIES = ("gpt", "llama", "bert", "t5")
+OPTIMIZER = {"kind": "adamw", "fused": True, "clip_grad_norm": False, "offload": False}
+_PLAIN = {
+    "eager_kernels": False, "norms_again": False, "token_metrics": False, "metric_losses": 0, "fused_loss": False,
+    "loss_share": 1, "unpadded_len": 0, "qk_norm": False, "expert_bias": False, "fused_experts": False,
+}  # fmt: skip
+ONLY: dict[str, dict[str, Any]] = {  # optional keys of a job, and their only value here
+    "model": {"attention": "mha", "experts": 0, "attention_kernels": "", "dropout": 0, **_PLAIN},
+    "batch": {"fp8_scaling": "delayed"},
+    "parallel": {
+        "cp": 1, "ep": 1, "order": "tp-cp-dp-pp", "vocab_parallel": True, "overlap_grad_reduce": True,
+        "overlap_tp": "", "overlap_ep": False, "dispatcher": "alltoall", "recompute_modules": [],
+        "overlap_param_gather": False, "reshard_after_forward": True, "prefetch": 1,
+        "stage_layers": [], "recompute_every": 1, "offload_activations": False, "gradient_dtype": "",
+        "scatter_p2p": False, "reduce_scatter": True,
+    },
+    "optimizer": OPTIMIZER,
+    "cluster": {"stragglers": [], "slow_links": [], "mixed": []},
+}  # fmt: skip
+
+
+def job_problems(job: Any) -> list[str]:
+    """Return every reason why the harness cannot run a job."""
+    if problems := form_problems(job):
+        return problems
+    rules = Rules()
+    check_job(rules, job)
+    _check_choices(rules, job)
+    _check_pipeline(rules, job)
+    if job["model"]["family"] == "t5":
+        _check_t5(rules, job)
+    else:
+        _check_one_stack(rules, job["model"])
+    check_fixed(rules, job, ONLY, "the harness runs")
+    return rules
+
+
+def check_job(rules: Rules, job: dict[str, Any]) -> None:
+    """Check the arithmetic that every job keeps."""
+    model, parallel, batch, cluster = (job[name] for name in ("model", "parallel", "batch", "cluster"))
+    tp, pp, dp, cp = parallel["tp"], parallel["pp"], parallel["dp"], parallel.get("cp", 1)
+    devices = cluster["nodes"] * cluster["devices_per_node"]
+    check_degrees(rules, tp=tp, cp=cp if is_of(cp, int) else 1, pp=pp, dp=dp, devices=devices)
+    check_batch(rules, micro_batch=batch["micro_batch"], dp=dp, global_batch=batch["global_batch"])
+    encoder = model.get("encoder_layers", 0)
+    check_stages(rules, layers=model["layers"] + (encoder if is_of(encoder, int) else 0), pp=pp)
+    check_heads(rules, hidden=model["hidden"], heads=model["heads"], kv_heads=model["kv_heads"], head_dim=0)
+    check_shards(rules, tp, {key: model[key] for key in ("heads", "kv_heads", "ffn", "vocab")})
+
+
+def check_fixed(rules: Rules, job: dict[str, Any], fixed: dict[str, dict[str, Any]], who: str) -> None:
+    """Check optional keys of a job that may have one value only."""
+    for table, only in fixed.items():
+        for key, wanted in only.items():
+            value = job.get(table, {}).get(key, wanted)
+            value = list(value) if isinstance(value, tuple) else value  # a tuple becomes a list in JSON
+            rules.require(value == wanted, f"{who} {table}.{key} = {wanted!r}, got {value!r:.80}")
+
+
+def check_1f1b(rules: Rules, job: dict[str, Any]) -> None:
+    """Check what PyTorch's 1F1B schedule requires."""
+    parallel, count = job["parallel"], num_micro_batches(job)
+    rules.require(
+        parallel["pp"] == 1 or parallel["schedule"] != "1f1b" or count >= parallel["pp"],
+        f"schedule 1f1b needs as many micro-batches as stages, got {count} < {parallel['pp']}",
+    )
+
+
+def _check_choices(rules: Rules, job: dict[str, Any]) -> None:
+    model, parallel, batch = job["model"], job["parallel"], job["batch"]
+    head_dim, dp = model["hidden"] // model["heads"], parallel["dp"]
+    for table, key, allowed, words in (
+        (model, "family", FAMILIES, "families gpt, llama, bert and t5"),
+        (model, "head_dim", (0, head_dim), f"head_dim = hidden / heads = {head_dim}"),
+        (batch, "precision", PRECISIONS, "precisions fp32, bf16, pure-bf16 and pure-fp16"),
+        (parallel, "zero_stage", (0, 3), "zero_stage 0 (DDP) and 3 (FSDP2)"),
+        (parallel, "dp_shard", (0, dp), f"zero_stage over all {dp} replicas (dp_shard)"),
+        (parallel, "recompute", ("none", "full"), "recompute none and full"),
+        (parallel, "schedule", ("gpipe", "1f1b"), "schedules gpipe and 1f1b"),
+        (parallel, "virtual_stages", (1,), "virtual_stages = 1"),
+        (parallel, "runtime", ("", "torch"), "PyTorch's own pipeline runtime"),
+        (job.get("execution", {}), "engine", ENGINES, "the engine eager-pytorch"),
+        (job.get("execution", {}), "checkpoint", ("", "early-stop"), "PyTorch's non-reentrant checkpoint"),
+    ):
+        value = table.get(key, allowed[0])
+        rules.require(value in allowed, f"the harness runs {words}, got {value!r:.80}")
+    rules.require(
+        batch.get("precision") != "bf16" or job.get("execution", {}).get("engine") == "eager-pytorch",
+        'mixed precision runs as in PyTorch: execution.engine = "eager-pytorch" must say so',
+    )
+    if model["family"] == "llama":
+        check_rotary(rules, head_dim)
+
+
+def _check_pipeline(rules: Rules, job: dict[str, Any]) -> None:
+    model, parallel = job["model"], job["parallel"]
+    rules.require(
+        not (model["tied_embeddings"] and parallel["pp"] > 1),
+        f"the harness ties embeddings only within one stage, got tied_embeddings and pp = {parallel['pp']}",
+    )
+    check_1f1b(rules, job)
+    if parallel["sequence_parallel"]:
+        check_sequence(rules, "seq_len", model["seq_len"], tp=parallel["tp"])
+
+
+def _check_one_stack(rules: Rules, model: dict[str, Any]) -> None:
+    """Check a model that has no encoder besides its layers."""
+    fused, layers = model.get("fused_attention", True), model.get("encoder_layers", 0)
+    rules.require(fused is True, f"the harness runs model.fused_attention = True, got {fused!r:.80}")
+    rules.require(layers == 0, f"the harness runs model.encoder_layers = 0 but for t5, got {layers!r:.80}")
+
+
+def _check_t5(rules: Rules, job: dict[str, Any]) -> None:
+    """Check an encoder and a decoder whose attention scores have a learned bias."""
+    model, parallel = job["model"], job["parallel"]
+    layers, length, fused = (model.get(key, 0) for key in ("encoder_layers", "encoder_seq_len", "fused_attention"))
+    rules.require(
+        fused is False,
+        "no fused CPU kernel computes the gradient of t5's learned bias: the harness runs "
+        f"model.fused_attention = False, got {fused!r:.80}",
+    )
+    for key, value in (("encoder_layers", layers), ("encoder_seq_len", length)):
+        good = is_of(value, int) and value > 0
+        rules.require(good, f"model.{key} of t5 must be a whole number > 0, got {value!r:.80}")
+    heads, kv_heads, pp = model["heads"], model["kv_heads"], parallel["pp"]
+    rules.require(kv_heads == heads, f"the harness runs t5 with kv_heads = heads, got {kv_heads} and {heads}")
+    rules.require(
+        pp == 1,
+        f"stages of t5 would have to share its tables of relative positions: the harness runs t5 with pp = 1, got {pp}",
+    )
+    if parallel["sequence_parallel"] and is_of(length, int):
+        check_sequence(rules, "encoder_seq_len", length, tp=parallel["tp"])
+
+
+SLEEPS = {"parts", "blocks", "root", "boundary_numel", "optimizer", "paces", "table"}  # the keys of ``sleeps``
+_FREE = ("vocab_parallel", "stage_layers", "recompute_every")  # keys of ``parallel`` that a box runs with any value
+_ONLY: dict[str, dict[str, Any]] = {  # optional keys of a job, and their only value in a box
+    "model": {"experts": 0},
+    "parallel": {key: value for key, value in ONLY["parallel"].items() if key not in _FREE},
+    "optimizer": OPTIMIZER,
+    "cluster": {"mixed": []},
+}
+
+
+def sleeping_problems(job: Any) -> list[str]:
+    """Return every reason why a box cannot run a job."""
+    if problems := form_problems(job):
+        return problems
+    rules = Rules()
+    check_job(rules, job)
+    _check_asleep(rules, job)
+    return rules
+
+
+def sleeping_run_problems(run: dict[str, Any], ranks: int) -> list[str]:
+    """Check the job and the ``sleeps`` of a run for a box with a number of ranks."""
+    job: Any = run.get("job")
+    sleeps: Any = run.get("sleeps")
+    if problems := form_problems(job):
+        return problems
+    if not isinstance(sleeps, dict) or set(sleeps) != SLEEPS:
+        got = sorted(sleeps) if isinstance(sleeps, dict) else sleeps
+        return [f"a run in a box has sleeps with {', '.join(sorted(SLEEPS))}, got {got!r:.80}"]
+    rules = Rules(sleeping_problems(job))
+    size, parallel = world_size(job), job["parallel"]
+    rules.require(size == ranks, f"a run must have as many ranks as its box, got {size} != {ranks}")
+    parts = parallel["pp"] * parallel["virtual_stages"]
+    counts = {"parts": parts, "boundary_numel": parts - 1, "optimizer": parallel["pp"], "paces": ranks}
+    for key, count in counts.items():
+        good = isinstance(sleeps[key], list) and len(sleeps[key]) == count
+        rules.require(good, f"sleeps.{key} must be a list of {count}, got {sleeps[key]!r:.60}")
+    return rules or _value_problems(sleeps, parallel["tp"])
+
+
+def _value_problems(sleeps: dict[str, Any], tp: int) -> list[str]:
+    """Check every value of ``sleeps``, whose lists are as long as they must be."""
+    rules = Rules()
+    blocks = sleeps["blocks"] if isinstance(sleeps["blocks"], list) else [sleeps["blocks"]]
+    rules += [f"sleeps.blocks must be lists of steps, got {block!r:.80}" for block in blocks if not is_block(block, tp)]
+    for key, good, words in (
+        ("parts", all(are_indices(part, len(blocks)) for part in sleeps["parts"]), "lists of numbers of blocks"),
+        ("root", are_indices(sleeps["root"], len(blocks)), "a list of numbers of blocks"),
+        ("boundary_numel", are_sizes(sleeps["boundary_numel"]), "whole numbers >= 0"),
+        ("optimizer", all(map(is_sleep, sleeps["optimizer"])), "ops with their seconds"),
+        ("paces", all(is_of(pace, float) and pace > 0 for pace in sleeps["paces"]), "numbers > 0"),
+        ("table", isinstance(sleeps["table"], str), "text"),
+    ):
+        rules.require(good, f"sleeps.{key} must be {words}, got {sleeps[key]!r:.80}")
+    return rules
+
+
+def _check_asleep(rules: Rules, job: dict[str, Any]) -> None:
+    parallel, pp, precision = job["parallel"], job["parallel"]["pp"], job["batch"]["precision"]
+    zero, recompute = parallel["zero_stage"], parallel["recompute"]
+    rules.require(zero in (0, 3), f"in a box zero_stage is 0 (DDP) or 3 (FSDP2), got {zero}")
+    rules.require(zero == 0 or pp == 1, f"in a box zero_stage 3 runs without a pipeline, got pp = {pp}")
+    rules.require(precision == "fp32", f"in a box precision is fp32, got {precision!r:.80}")
+    engine = job.get("execution", {}).get("engine", "")
+    rules.require(engine in ENGINES, f"in a box the engine is eager-pytorch, got {engine!r:.80}")
+    rules.require(recompute == "none", f"in a box recompute is none, got {recompute!r:.80}")
+    rules.require(
+        not (job["model"]["tied_embeddings"] and pp > 1),
+        f"a box ties embeddings only within one stage, got tied_embeddings and pp = {pp}",
+    )
+    check_1f1b(rules, job)
+    for key, allowed, words in (
+        ("dp_shard", (0, parallel["dp"]), "zero_stage over all replicas (dp_shard)"),
+        ("runtime", ("", "torch"), "PyTorch's own pipeline runtime"),
+    ):
+        value = parallel.get(key, allowed[0])
+        rules.require(value in allowed, f"a box runs {words}, got {value!r:.80}")
+    check_fixed(rules, job, _ONLY, "a box runs")
+
+
+LONGEST_SLEEP_S = 3600  # of one op; a longer one is a typing mistake
+DTYPES = ("fp32", "bf16", "fp16")
+COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter")
+_STEP = {"forward", "backward", "weight", "parameters", "weight_first"}
+
+
+def is_sleep(item: Any) -> bool:
+    """Return whether an item is ``["op", kind, dims, dtype, seconds]``."""
+    return (
+        isinstance(item, list)
+        and len(item) == 5
+        and item[0] == "op"
+        and is_of(item[1], str)
+        and are_sizes(item[2])
+        and item[3] in DTYPES
+        and is_of(item[4], float)
+        and 0 <= item[4] <= LONGEST_SLEEP_S
+    )
+
+
+def is_block(block: Any, tp: int) -> bool:
+    """Return whether a block is a list of steps of ops, and of collectives if ``tp`` > 1."""
+    return isinstance(block, list) and all(_is_step(step, tp) for step in block)
+
+
+def are_indices(values: Any, count: int) -> bool:
+    """Return whether the value is a list of whole numbers from 0 to below ``count``."""
+    return are_sizes(values) and all(value < count for value in values)
+
+
+def _is_step(step: Any, tp: int) -> bool:
+    return (
+        isinstance(step, dict)
+        and set(step) == _STEP
+        and all(isinstance(step[key], list) for key in ("forward", "backward", "weight"))
+        and all(
+            is_sleep(item) or (tp > 1 and _is_collective(item))
+            for key in ("forward", "backward", "weight")
+            for item in step[key]
+        )
+        and are_sizes(step["parameters"])
+        and isinstance(step["weight_first"], bool)
+    )
+
+
+def _is_collective(item: Any) -> bool:
+    """``["tp", kind, bytes]``."""
+    return (
+        isinstance(item, list)
+        and len(item) == 3
+        and item[0] == "tp"
+        and item[1] in COLLECTIVES
+        and are_sizes([item[2]])
+    )
