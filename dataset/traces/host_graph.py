@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -27,7 +27,7 @@ from stepsight.dataset.traces.step_bounds import Steps, find_steps, segment_span
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
-Wait = tuple[Work, float, float]  # a stretch of the main thread that is spent waiting for a collective; microseconds
+Wait = tuple[int, float, float]  # number of a collective for which the main thread waits, begin and end; microseconds
 
 _MOST_AT_ONCE = 64  # collectives of one stream that may be in flight
 _FUSED = "kind=fused_loops"  # in the annotation of a compiled function
@@ -48,11 +48,12 @@ def host_graph(events: RankEvents, tree: CallTree, world_size: int, placement: P
     if not host.ops and not collectives:
         raise TraceError(f"a trace must hold at least one op or collective, got none in {events.path}")
     steps, names = find_steps(events, tree, np.zeros(0)), Interned()
-    calls, kind, item = _calls(host, collectives, steps, names)
+    calls, main, first = _calls(host, collectives, steps, names), host.main or 0, len(host.ops)
+    issues = np.argsort(calls.row)[first : first + len(collectives)]
     source, target, delay = chain(calls, events)
     waited = overlap(merge([wait[1:] for wait in waits]), calls.end[source], calls.start[target])
     edges = [(source, target, Dependency.HOST_ORDER, np.maximum(delay - waited, 0.0))]
-    edges += _around(collectives, waits, calls, np.where(kind == COLLECTIVE, item, -1), host.main or 0)
+    edges += [*_in_streams(collectives, calls, issues), _ends(collectives, waits, calls, main)]
     start = np.concatenate([calls.start, [work.start for work in collectives]])
     built = Assembly(
         start=start,
@@ -64,17 +65,15 @@ def host_graph(events: RankEvents, tree: CallTree, world_size: int, placement: P
         names=names,
         streams=Interned(compute=0),
     )
-    works = [host.ops[number] if of == OP else None for of, number in zip(kind.tolist(), item.tolist(), strict=True)]
-    _fill(built, events, tree, calls.name, [*works, *collectives])
+    works = [*(host.ops[row] if row < first else None for row in calls.row.tolist()), *collectives]
+    _fill(built, events, tree, calls.name, works)
     graph = built.graph("cpu", "cpu", events.num_events)
-    own = [work.own if work is not None else 0.0 for work in [*works, *collectives]]
-    numbers = {id(work): number for number, work in enumerate(collectives, len(calls))}
     record = HostRecord(
         spans=segment_spans(events, graph.origin_us),
         calls_s=(host_call_starts(events, host.main) - graph.origin_us) * MICROSECOND,
-        own_s=np.array(own)[built.order] * MICROSECOND,
+        own_s=np.array([0.0 if work is None else work.own for work in works])[built.order] * MICROSECOND,
         waits_s=(np.array([wait[1:] for wait in waits]).reshape(-1, 2) - graph.origin_us) * MICROSECOND,
-        awaited=built.place[np.array([numbers[id(wait[0])] for wait in waits], dtype=np.int64)],
+        awaited=built.place[np.array([len(calls) + wait[0] for wait in waits], dtype=np.int64)],
     )
     warnings = tuple(dict.fromkeys([*events.warnings, *steps.warnings, *_compiled(events)]))
     return replace(graph, record=record, warnings=warnings)
@@ -98,32 +97,28 @@ def _largest_group(events: RankEvents, rank: int, world_size: int) -> tuple[int,
     return max(sizes, default=(0, ()))[1]
 
 
-def _calls(host: HostWorks, collectives: list[Work], steps: Steps, names: Interned) -> tuple[HostCalls, Ints, Ints]:
-    """Ops, issues of collectives and bounds of steps as calls; the type of each, and its index within the type."""
-    main = host.main or 0
+def _calls(host: HostWorks, collectives: list[Work], steps: Steps, names: Interned) -> HostCalls:
+    """Ops, issues of collectives and bounds of steps as calls, whose rows number them in this order."""
+    main, marks = host.main or 0, sorted({moment for bounds in steps.bounds for moment in bounds})
     streams = {"compute": main}
     for work in host.ops:
         streams.setdefault(work.stream, -len(streams))
-    marks = sorted({moment for bounds in steps.bounds for moment in bounds})
-    issued = [work.issue for work in collectives]
-    start = np.array([*(work.start for work in host.ops), *issued, *marks], dtype=np.float64)
-    end = np.array([*(work.end for work in host.ops), *issued, *marks], dtype=np.float64)
-    thread = [*(streams[work.stream] for work in host.ops), *([main] * (len(issued) + len(marks)))]
-    name = [names[work.name] for work in host.ops]
-    name += [names[f"issue {work.name}"] for work in collectives] + [names["step"]] * len(marks)
-    kind = np.repeat([OP, COLLECTIVE, HOST], [len(host.ops), len(issued), len(marks)])
-    item = np.concatenate([np.arange(len(each)) for each in (host.ops, issued, marks)]).astype(np.int64)
-    calls = HostCalls(start, end, np.array(thread, np.int64), np.arange(len(start)), np.array(name, np.int64)).sorted()
-    return calls, kind[calls.row], item[calls.row]
+    moments = [*(work.issue for work in collectives), *marks]
+    start = np.array([*(work.start for work in host.ops), *moments], dtype=np.float64)
+    end = np.array([*(work.end for work in host.ops), *moments], dtype=np.float64)
+    thread = [*(streams[work.stream] for work in host.ops), *([main] * len(moments))]
+    name = [
+        *(work.name for work in host.ops),
+        *(f"issue {work.name}" for work in collectives),
+        *(["step"] * len(marks)),
+    ]
+    numbers = np.array([names[each] for each in name], np.int64)
+    return HostCalls(start, end, np.array(thread, np.int64), np.arange(len(start)), numbers).sorted()
 
 
-def _around(collectives: list[Work], waits: list[Wait], calls: HostCalls, issues: Ints, main: int) -> list[Edges]:
-    """Launches of collectives, their order on their streams, and waits for them; collectives follow the calls.
-
-    ``issues``: ``(n,)``: the collective that each call issues, -1: none.
-    """
-    base = len(calls)
-    issue = np.argsort(issues, kind="stable")[base - len(collectives) :]
+def _in_streams(collectives: list[Work], calls: HostCalls, issues: Ints) -> Iterator[Edges]:
+    """Launches of collectives by the calls that issue them, and the order on their streams; they follow the calls."""
+    base, everyone = len(calls), np.arange(len(collectives), dtype=np.int64)
     launches: list[float] = []
     ordered: list[tuple[int, int, float]] = []
     ended: dict[Any, list[tuple[float, int]]] = {}  # by stream: ends of the newest collectives before, in order
@@ -134,32 +129,30 @@ def _around(collectives: list[Work], waits: list[Wait], calls: HostCalls, issues
         if place >= 0:
             end, other = before[place]
             ordered.append((base + other, base + number, work.start - end if queued else 0.0))
-        launches.append(0.0 if queued else work.start - float(calls.end[issue[number]]))
+        launches.append(0.0 if queued else work.start - float(calls.end[issues[number]]))
         insort(before, (work.end, number))
         del before[:-_MOST_AT_ONCE]
+    yield issues, base + everyone, Dependency.LAUNCH, np.array(launches, dtype=np.float64)
+    yield _columns(ordered, Dependency.STREAM_ORDER)
+
+
+def _ends(collectives: list[Work], waits: list[Wait], calls: HostCalls, main: int) -> Edges:
+    """Ends of waits for collectives: the next call of the main thread depends on them."""
     found: dict[int, dict[int, float]] = {}  # by what waits: delays after the awaited work
-    numbers = {id(work): number for number, work in enumerate(collectives)}
     mains = np.flatnonzero(calls.thread == main)
     starts = calls.start[mains].tolist()
-    for work, begin, end in waits:
-        place = bisect_left(starts, end - 1e-3)
+    for number, begin, end in waits:
+        place, work = bisect_left(starts, end - 1e-3), collectives[number]
         if place < len(mains):
-            target = int(mains[place])
             held = work.end > begin or end > begin  # otherwise it had ended before the wait
-            delay = float(calls.start[target]) - work.end if held else 0.0
-            if delay > -_MOST_EARLY_US and work.start <= calls.start[target]:
-                found.setdefault(target, {})[base + numbers[id(work)]] = delay
-    ends = [
-        (source, target, delay if source == max(delays, key=lambda each: collectives[each - base].end) else 0.0)
-        for target, delays in found.items()
-        for source, delay in delays.items()
-    ]  # of several, the last one to end is waited for; the others had ended
-    everyone = np.arange(len(collectives), dtype=np.int64)
-    return [
-        (issue, base + everyone, Dependency.LAUNCH, np.array(launches, dtype=np.float64)),
-        _columns(ordered, Dependency.STREAM_ORDER),
-        _columns(ends, Dependency.SYNCHRONISATION),
-    ]
+            delay = starts[place] - work.end if held else 0.0
+            if delay > -_MOST_EARLY_US and work.start <= starts[place]:
+                found.setdefault(int(mains[place]), {})[number] = delay
+    ends: list[tuple[int, int, float]] = []
+    for target, delays in found.items():
+        last = max(delays, key=lambda number: collectives[number].end)  # the others had ended
+        ends += [(len(calls) + number, target, delay if number == last else 0.0) for number, delay in delays.items()]
+    return _columns(ends, Dependency.SYNCHRONISATION)
 
 
 def _columns(edges: list[tuple[int, int, float]], why: Dependency) -> Edges:
@@ -220,33 +213,34 @@ class _Collectives:
         """Collectives in order of issue, and waits for them."""
         works: list[Work] = []
         waits: list[Wait] = []
-        by_key: dict[tuple[str, str], Work] = {}
-        implicit: list[Work] = []
+        by_key: dict[tuple[str, str], int] = {}
+        implicit: list[int] = []
         for call in sorted(self._host.calls, key=lambda call: call.start):
             work = self._work(call)
             if work is None:
                 continue
-            works.append(work)
             if call.values.get("async", "0") == "0":
-                waits.append((work, call.start, call.end))
+                waits.append((len(works), call.start, call.end))
             elif "seq" in call.values:
-                by_key[call.values["group"], call.values["seq"]] = work
+                by_key[call.values["group"], call.values["seq"]] = len(works)
             else:
-                implicit.append(work)
+                implicit.append(len(works))
+            works.append(work)
         for wait in sorted(self._host.waits, key=lambda wait: wait.start):
-            awaited = by_key.get((wait.values.get("group", ""), wait.values.get("seq", "")))
-            if awaited is not None:
-                waits.append((awaited, wait.start, wait.end))
+            number = by_key.get((wait.values.get("group", ""), wait.values.get("seq", "")))
+            if number is not None:
+                waits.append((number, wait.start, wait.end))
+                awaited = works[number]
                 if awaited.end > wait.end or awaited.end == awaited.start:
                     awaited.end, awaited.own = wait.end, max(wait.end - awaited.start, 0.0)
-        known = {id(work) for work, _, _ in waits}  # a communication hook of DDP is waited for where nothing records it
-        implicit += [work for work in by_key.values() if id(work) not in known and not is_message(work.work)]
-        for work in implicit:  # DDP's end with their segment: it hands back gradients that are reduced
+        known = {wait[0] for wait in waits}  # a communication hook of DDP is waited for where nothing records it
+        implicit += [each for each in by_key.values() if each not in known and not is_message(works[each].work)]
+        for work in [works[number] for number in implicit]:
+            # DDP's end with their segment: it hands back gradients that are reduced
             inside = (1e6 * each.end_s for each in self._segments if each.start_s <= 1e-6 * work.issue < each.end_s)
-            limit = min(inside, default=work.end)
-            work.end = max(min(work.end, limit), work.start)
+            work.end = max(min(work.end, min(inside, default=work.end)), work.start)
             work.own = work.end - work.start
-        return works, waits + _invisible_waits(implicit, self._host.top)
+        return works, waits + _invisible_waits({number: works[number] for number in implicit}, self._host.top)
 
     def _work(self, call: Call) -> Work | None:
         """The collective of a call; None if it joins no ranks."""
@@ -285,25 +279,24 @@ class _Collectives:
         return best.pop() if best else None
 
 
-def _invisible_waits(works: list[Work], calls: list[tuple[float, float]]) -> list[Wait]:
+def _invisible_waits(works: dict[int, Work], calls: list[tuple[float, float]]) -> list[Wait]:
     """Waits that nothing records: an end of a collective that falls between two calls of the main thread.
 
     All of a step are awaited at the same place (the end of DDP's backward), so each synchronises there: where the next
     wait that can be seen ends.
     """
-    if not works or not calls:
+    if not calls:
         return []
     starts, ends = np.array(calls).T
     out: list[Wait] = []
-    for work in works:
+    for number, work in works.items():
         at = int(np.searchsorted(starts, work.end, "right")) - 1
         if at >= 0 and ends[at] < work.end:
             begin = max(float(ends[at]), work.issue)
-            out.append((work, begin, max(begin, work.end)))
-    until = sorted(end for _, _, end in out)
-    seen = {id(work) for work, _, _ in out}
-    for work in works:
+            out.append((number, begin, max(begin, work.end)))
+    seen, until = {wait[0] for wait in out}, sorted(wait[2] for wait in out)
+    for number, work in works.items():
         place = bisect_left(until, work.end)
-        if id(work) not in seen and place < len(until):
-            out.append((work, until[place], until[place]))
+        if number not in seen and place < len(until):
+            out.append((number, until[place], until[place]))
     return out
