@@ -18,8 +18,7 @@ from stepsight.dataset.kinds import (
     traced_kinds,
 )
 from stepsight.dataset.kinds.collective_kinds import CollectiveKind, Side
-from stepsight.dataset.kinds.kind_table import KindTable
-from stepsight.dataset.kinds.op_kind import STREAMED, OpKind, check_base
+from stepsight.dataset.kinds.kind_table import STREAMED, KindTable, OpKind, check_base
 
 __all__ = [
     "COLLECTIVE_KINDS",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from stepsight.dataset.kinds.call_dims import attention as call_dims
-from stepsight.dataset.kinds.op_kind import OpKind
+from stepsight.dataset.kinds.kind_table import OpKind
 
 _ATTENTION = ("batch", "heads", "kv_heads", "q_len", "kv_len", "head_dim", "causal")
 _LATENT = ("batch", "heads", "q_len", "kv_len", "qk_dim", "v_dim", "causal")  # as many keys as queries

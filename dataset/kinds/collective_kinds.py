@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 from math import inf
 from typing import Any, Literal, get_args
 
-from stepsight.dataset.base.errors import StepsightError
-from stepsight.dataset.kinds.kind_table import check_record, code_of
+from stepsight.dataset.kinds.kind_table import check_record
 
 # Pattern of the transfers: around a ring of all ranks, from every rank directly to every other, or from one rank to
 # one.
@@ -50,21 +49,18 @@ class CollectiveKind:
     test_names: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        check_record(self, "collective kind", {"route": Route}, ("trees",))
-        for field_name, right, rule in (
+        passes, buffers = (isinstance(one, int | float) and abs(one) < inf for one in (self.passes, self.buffers))
+        sides = _maps(self.nccl_names, lambda side: side in get_args(Side))
+        rules = (
             ("counts", _is_text(self.counts), "a line of text"),
-            ("passes", _is_number(self.passes) and self.passes > 0, "a finite number > 0"),
-            ("buffers", _is_number(self.buffers) and self.buffers >= 1, "a finite number >= 1"),
-            ("nccl_names", _maps(self.nccl_names, lambda side: side in get_args(Side)), "a table of In or Out by name"),
+            ("passes", passes and self.passes > 0, "a finite number > 0"),
+            ("buffers", buffers and self.buffers >= 1, "a finite number >= 1"),
+            ("nccl_names", sides, "a table of In or Out by name"),
             ("c10d_calls", _maps(self.c10d_calls, lambda at: type(at) is int and at >= 0), "a table of inputs by call"),
             ("gloo_spans", _are_texts(self.gloo_spans), "a tuple of names"),
             ("test_names", _are_texts(self.test_names), "a tuple of names"),
-        ):
-            if not right:
-                raise StepsightError(
-                    f"collective kind {self.name!r}: {field_name} must be {rule}, got {getattr(self, field_name)!r:.80}"
-                )
-        object.__setattr__(self, "code", code_of(self.name, self.code))
+        )
+        check_record(self, "collective kind", {"route": Route}, rules)
 
     def __repr__(self) -> str:
         return f"<CollectiveKind {self.name}>"
@@ -76,10 +72,6 @@ def _is_text(value: Any) -> bool:
 
 def _are_texts(value: Any) -> bool:
     return isinstance(value, tuple) and all(map(_is_text, value))
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and abs(value) < inf
 
 
 def _maps(value: Any, is_right: Callable[[Any], bool]) -> bool:

@@ -1,16 +1,26 @@
-"""Registries of kinds, the codes of kinds in features, and checks of the records when they are built."""
+"""Registries of kinds, the codes of kinds in features, and the record of an op kind, checked when it is built.
+
+The record has all properties of a kind, except how the harness runs it.  Functions of a kind take its dims as
+positional arguments, in the order of ``dim_names``.
+"""
 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, field, fields
 from math import inf
-from typing import Any, NoReturn, Protocol, TypeVar, get_args
+from typing import Any, Literal, NoReturn, Protocol, TypeVar, get_args
 
 from stepsight.dataset.base.errors import StepsightError, shorten
 from stepsight.dataset.base.registry import Registry, check_takes, instance_of
 
+Args = Mapping[str, Any]  # of a call in a profiler's trace: "Input Dims", "Concrete Inputs", …
+Dims = tuple[int, ...]
+Bound = Literal["compute", "memory", "host_memory", "host_link", "host"]
+
+STREAMED = "add"  # base of streaming kinds: an addition that moves as many bytes
 _FIRST_BY_NAME, _MOST_BY_NAME = 1000, 100_000  # with a half between them, codes keep within seven digits
 
 
@@ -85,106 +95,185 @@ class KindTable(Registry[K]):
         return kind
 
 
-_TRIED = (8, 3, 1)  # sizes of all dims with which a kind's functions are called once
-
-
-def check_record(record: Any, noun: str, choices: Mapping[str, Any], flags: Sequence[str]) -> None:
-    """Check what op kinds and collective kinds have in common.
+def check_record(record: Any, noun: str, choices: Mapping[str, Any], rules: Iterable[tuple[str, bool, str]]) -> None:
+    """Check the fields of a record of a kind, and set its code.
 
     Args:
         record: With ``name`` and ``code``.
         noun: What it is, for messages.
         choices: By field: the ``Literal`` type that lists its values.
-        flags: Fields that are True or False.
+        rules: Other fields, each with whether it is right, and what it must be.
 
     Raises:
         StepsightError: If a field has a wrong type or value.
     """
     if not isinstance(record.name, str) or not record.name.isidentifier():
         raise StepsightError(f"{noun} {record.name!r:.80}: a name must be an identifier")
-    if type(record.code) is not int or record.code < -1:
-        raise StepsightError(
-            f"{noun} {record.name!r}: code must be a whole number >= 0, or -1 for the code of the name, "
-            f"got {record.code!r:.80}"
-        )
-    for field, literal in choices.items():
-        if getattr(record, field) not in get_args(literal):
-            raise StepsightError(
-                f"{noun} {record.name!r}: {field} must be one of {', '.join(get_args(literal))}, "
-                f"got {getattr(record, field)!r:.80}"
-            )
-    for field in flags:
-        if not isinstance(getattr(record, field), bool):
-            raise StepsightError(
-                f"{noun} {record.name!r}: {field} must be True or False, got {getattr(record, field)!r:.80}"
-            )
+    code = type(record.code) is int and record.code >= -1
+    found = [("code", code, "a whole number >= 0, or -1 for the code of the name")]
+    for name, literal in choices.items():
+        words = get_args(literal)
+        found.append((name, getattr(record, name) in words, f"one of {', '.join(words)}"))
+    flags = [one.name for one in fields(record) if isinstance(one.default, bool)]
+    found += [(name, isinstance(getattr(record, name), bool), "True or False") for name in flags]
+    for name, right, rule in (*found, *rules):
+        if not right:
+            raise StepsightError(f"{noun} {record.name!r}: {name} must be {rule}, got {getattr(record, name)!r:.80}")
+    object.__setattr__(record, "code", code_of(record.name, record.code))
 
 
-def check_names(what: str, names: Any, *, among: Sequence[str] | None = None, at_least: int = 0) -> None:
-    """Check that ``names`` is a tuple of different identifiers, all in ``among`` if that is given."""
-    if (
-        not isinstance(names, tuple)
-        or not all(isinstance(name, str) and name.isidentifier() for name in names)
-        or len(set(names)) != len(names)
-        or len(names) < at_least
-    ):
-        least = f" at least {at_least}" if at_least else ""
-        raise StepsightError(f"{what} must be a tuple of{least} different identifiers, got {names!r:.200}")
-    strange = [name for name in names if among is not None and name not in among]
-    if strange:
-        raise StepsightError(f"{what} must be among {', '.join(among or ())}, got {', '.join(strange)}")
+def _nothing(*dims: int) -> float:
+    return 0.0
 
 
-def check_functions(kind: Any) -> None:
-    """Call the functions of an op kind for a few dims, and check what they return.
+def _same(*dims: int) -> Dims:
+    return dims
+
+
+@dataclass(frozen=True, eq=False, repr=False, kw_only=True)
+class OpKind:
+    """Properties of one kind of op: the meaning of its dims, its cost, and its names in libraries.
+
+    Attributes:
+        name: As in ``Op.kind``.
+        family: Ops of a family share a regressor (``gemm``, ``attention``, ``norm``, …).
+        dim_names: Names of ``Op.dims``, in order.
+        flops: FLOP of one call (one multiply-add is two).
+        elements: Elements that one call reads plus those that it writes.
+        bound: What bounds its time: the device's arithmetic or memory, the host's memory, the link to the host, or the
+            time in which the host makes its first dim of calls.
+        code: Number that represents the kind in the features of trees.  It never changes, because trained predictors
+            hold it.  The package's first kinds have numbers of their own; -1 takes one from the name.
+        flags: Dims that are 0 or 1.
+        in_harness: Whether the harness has a callable of this name (``dataset/harness/ops``), so that it can run it.
+        units: Parts of a call that each cost time: rows, heads, matrices, tensors.  0: none.
+        operands: Elements of up to three operands that caches treat differently.  None: all ``elements`` in one.
+        keeps_second_operand: Whether a fused kernel keeps its second operand on the chip, as attention its scores.
+        grid: Number of independent matrices of the output, and the rows and columns of each: what a GPU cuts into
+            tiles.  None: the kind is not tiled.
+        aligned: Dims whose divisibility by powers of two decides which kernel runs.
+        padded: Dim that GPU libraries pad to the next size that they have a kernel for.
+        streams: Whether time grows in proportion to the first dim beyond the longest op that was measured.
+        base: Kind whose efficiency tells most about this one where this one was not measured.  ``STREAMED``: an
+            addition of as many bytes.  Empty: none does.
+        base_dims: Dims of that op.
+        reads_saved: Whether it reads what forward saved for backward.
+        weight_gradient: Whether it computes the gradient of a linear's weight from its input and output gradient.
+        slept: Whether ranks of a cluster in a box sleep for it.  False: it takes so little that they run it.
+        calls: Calls of frameworks that are this op, and how the dims follow from a call's arguments (None: the call
+            does no work).
+        in_parts: Whether consecutive calls of equal dims are parts of one op.
 
     Raises:
-        StepsightError: If one is not callable, does not take the kind's dims, raises, or returns a wrong value.
+        StepsightError: On construction, if a field has a wrong type or value, or if a function does not take the dims
+            or does not return what it must for a few of them.
     """
-    functions = {
-        "flops": (kind.flops, _is_cost, "a finite number >= 0"),
-        "elements": (kind.elements, _is_cost, "a finite number >= 0"),
-        "units": (kind.units, _is_cost, "a finite number >= 0"),
-        "operands": (kind.operands, _three(_is_cost), "three finite numbers >= 0"),
-        "grid": (kind.grid, _three(_is_size), "three sizes >= 1"),
-        "base_dims": (kind.base_dims, _is_dims, "a tuple of sizes >= 0"),
-    }
-    for field, (function, is_right, rule) in functions.items():
-        if function is None and field in ("operands", "grid"):
-            continue
+
+    name: str
+    family: str
+    dim_names: tuple[str, ...]
+    flops: Callable[..., float]
+    elements: Callable[..., float]
+    bound: Bound = "memory"
+    code: int = -1
+    flags: tuple[str, ...] = ()
+    in_harness: bool = True
+    units: Callable[..., float] = _nothing
+    operands: Callable[..., tuple[float, float, float]] | None = None
+    keeps_second_operand: bool = False
+    grid: Callable[..., tuple[int, int, int]] | None = None
+    aligned: tuple[str, ...] = ()
+    padded: str = ""
+    streams: bool = False
+    base: str = STREAMED
+    base_dims: Callable[..., Dims] = _same
+    reads_saved: bool = True
+    weight_gradient: bool = False
+    slept: bool = True
+    calls: Mapping[str, Callable[[Args], Dims | None]] = field(default_factory=dict)
+    in_parts: bool = False
+
+    def __post_init__(self) -> None:
+        calls = isinstance(self.calls, Mapping) and all(map(callable, self.calls.values()))
+        base = isinstance(self.base, str) and (not self.base or self.base.isidentifier())
+        rules = [
+            ("dim_names", bool(self.dim_names) and _are_names(self.dim_names), _NAMES.format(" at least 1")),
+            *((name, _are_names(getattr(self, name)), _NAMES.format("")) for name in ("flags", "aligned")),
+            ("family", isinstance(self.family, str) and self.family.isidentifier(), "a name"),
+            ("base", base, "a name"),
+            ("calls", calls, "a table of functions by names of calls"),
+        ]
+        check_record(self, "op kind", {"bound": Bound}, rules)
+        for field_name, names in (("flags", self.flags), ("aligned", self.aligned), ("padded", (self.padded,))):
+            strange = [name for name in names if name and name not in self.dim_names]
+            if strange:
+                raise StepsightError(
+                    f"op kind {self.name!r}: {field_name} must be among {', '.join(self.dim_names)}, "
+                    f"got {', '.join(map(str, strange))}"
+                )
+        for name, (count, low, rule) in _FUNCTIONS.items():
+            if getattr(self, name) is not None or name not in ("operands", "grid"):
+                self._check_function(name, count, low, rule)
+
+    def _check_function(self, name: str, count: int | None, low: int, rule: str) -> None:
+        """Call a function for a few dims, and check what it returns."""
+        function, what = getattr(self, name), f"op kind {self.name!r}: {name}"
+        if not callable(function):
+            check_takes(what, function, self.dim_names)
         for size in _TRIED:
-            dims = tuple(1 if name in kind.flags else size for name in kind.dim_names)
-            if not callable(function):
-                check_takes(f"op kind {kind.name!r}: {field}", function, kind.dim_names)
+            dims = tuple(1 if name in self.flags else size for name in self.dim_names)
             try:
                 value = function(*dims)
-                right = is_right(value)
+                numbers = (value,) if count == 1 else value
+                right = isinstance(numbers, tuple) and count in (None, len(numbers))
+                right = right and all(not isinstance(one, str) and low <= one < inf for one in numbers)
+                right = right and (count is not None or all(int(one) == one for one in numbers))
             except Exception as error:  # a user's function can raise any exception
-                check_takes(f"op kind {kind.name!r}: {field}", function, kind.dim_names)
+                check_takes(what, function, self.dim_names)
                 raise StepsightError(
-                    f"op kind {kind.name!r}: {field}{dims} must be {rule}, but it raises {type(error).__name__}: "
-                    f"{shorten(str(error))}"
+                    f"{what}{dims} must be {rule}, but it raises {type(error).__name__}: {shorten(str(error))}"
                 ) from error
             if not right:
-                raise StepsightError(f"op kind {kind.name!r}: {field}{dims} must be {rule}, got {value!r:.80}")
+                raise StepsightError(f"{what}{dims} must be {rule}, got {value!r:.80}")
+
+    def __repr__(self) -> str:
+        return f"<OpKind {self.name}>"
+
+
+_TRIED = (8, 3, 1)  # sizes of all dims with which a kind's functions are called once
+_NAMES = "a tuple of{} different identifiers"
+_COST = "a finite number >= 0"
+# What the functions of a kind return: how many numbers (None: any number of sizes), the least of them, and in words.
+_FUNCTIONS: Mapping[str, tuple[int | None, int, str]] = {
+    "flops": (1, 0, _COST),
+    "elements": (1, 0, _COST),
+    "units": (1, 0, _COST),
+    "operands": (3, 0, "three finite numbers >= 0"),
+    "grid": (3, 1, "three sizes >= 1"),
+    "base_dims": (None, 0, "a tuple of sizes >= 0"),
+}
+
+
+def _are_names(names: Any) -> bool:
+    right = isinstance(names, tuple) and all(isinstance(name, str) and name.isidentifier() for name in names)
+    return right and len(set(names)) == len(names)
 
 
 def refuse_cost(op: object, field: str, value: Any) -> NoReturn:
     """Report FLOP or elements of an op that are not a finite number >= 0: a mistake in the record of its kind."""
-    raise StepsightError(f"{field} of {op} must be a finite number >= 0, got {value!r:.80}: correct its OpKind")
+    raise StepsightError(f"{field} of {op} must be {_COST}, got {value!r:.80}: correct its OpKind")
 
 
-def _is_cost(value: Any) -> bool:
-    return not isinstance(value, str) and bool(0 <= value < inf)
+def check_base(kind: OpKind, known: Mapping[str, OpKind]) -> None:
+    """Check that the base of a kind is another kind that is known, and that ``base_dims`` returns dims of it.
 
-
-def _is_size(value: Any) -> bool:
-    return bool(1 <= value < inf)
-
-
-def _is_dims(value: Any) -> bool:
-    return isinstance(value, tuple) and all(bool(0 <= size < inf) and int(size) == size for size in value)
-
-
-def _three(is_right: Callable[[Any], bool]) -> Callable[[Any], bool]:
-    return lambda value: isinstance(value, tuple) and len(value) == 3 and all(map(is_right, value))
+    Raises:
+        StepsightError: If not.
+    """
+    if kind.base in ("", STREAMED):
+        return
+    if kind.base == kind.name or kind.base not in known:
+        raise StepsightError(f"base must be another kind that is registered already, got {kind.base!r:.80}")
+    takes, got = known[kind.base].dim_names, kind.base_dims(*(1 for _ in kind.dim_names))
+    if len(got) != len(takes):
+        raise StepsightError(f"base_dims must return the dims {takes} of {kind.base}, got {got}")

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from stepsight.dataset.kinds.call_dims import Args, Dims, DimsOf, literal_of, named_calls, shape_of
-from stepsight.dataset.kinds.op_kind import OpKind
+from stepsight.dataset.kinds.kind_table import OpKind
 
 _PRODUCT = ("m", "n", "k")  # y[m, n] = x[m, k] @ w[n, k].T; for gradients the sizes are those of the forward product
 _GROUPED = ("groups", *_PRODUCT)  # a product for every group of the rows; m counts the rows of all groups

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from stepsight.dataset.kinds.call_dims import embedding, embedding_backward, named_calls, normed, rows
-from stepsight.dataset.kinds.op_kind import OpKind
+from stepsight.dataset.kinds.kind_table import OpKind
 
 _ROWS = ("rows", "hidden")
 _SCORES = ("rows", "columns")

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any, cast
 
 from stepsight.dataset.kinds.call_dims import dropout, first, largest, named_calls, tensors
-from stepsight.dataset.kinds.op_kind import STREAMED, Bound, OpKind
+from stepsight.dataset.kinds.kind_table import STREAMED, Bound, OpKind
 
 
 def _elementwise(name: str, code: int, flops: float, moved: float, **more: Any) -> OpKind:

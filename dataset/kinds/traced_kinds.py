@@ -12,7 +12,7 @@ from typing import Any
 
 from stepsight.dataset.kinds import call_dims
 from stepsight.dataset.kinds.call_dims import Args, Dims, DimsOf, count, literal_of, named_calls, shape_of
-from stepsight.dataset.kinds.op_kind import OpKind
+from stepsight.dataset.kinds.kind_table import OpKind
 
 _POOL = ("batch_channels", "in_positions", "out_positions")
 _BAG = ("indices", "hidden", "bags", "rows")

@@ -114,7 +114,7 @@ SCAN: dict[str, Any] = {
         ({"code": -2}, "code must be a whole number >= 0, or -1"),
         ({"base": None}, "base must be a name, got None"),
         ({"streams": 1}, "streams must be True or False, got 1"),
-        ({"calls": {"aten::scan": 3}}, "calls must map names of calls to functions"),
+        ({"calls": {"aten::scan": 3}}, "calls must be a table of functions by names of calls"),
         ({"flops": 6.0}, "flops must be a function of batch, length, got 6.0"),
         ({"flops": lambda n: n}, "flops must take 2 (batch, length), got (n)"),
         ({"elements": lambda b, n, k: n}, "elements must take 2 (batch, length), got (b, n, k)"),
