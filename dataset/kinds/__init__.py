@@ -1,6 +1,6 @@
 """Kinds of ops and of collectives: one record for each, from which everything else is derived.
 
-A record stands in the module of its family.  A module of its own is one more line below.
+A record stands in the module of what bounds it.
 """
 
 from __future__ import annotations
@@ -9,14 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from stepsight.dataset.base.caching import cached
-from stepsight.dataset.kinds import (
-    attention_kinds,
-    collective_kinds,
-    product_kinds,
-    row_kinds,
-    streamed_kinds,
-    traced_kinds,
-)
+from stepsight.dataset.kinds import collective_kinds, compute_kinds, memory_kinds
 from stepsight.dataset.kinds.collective_kinds import CollectiveKind, Side
 from stepsight.dataset.kinds.kind_table import STREAMED, KindTable, OpKind, check_base
 
@@ -33,10 +26,9 @@ __all__ = [
     "nccl_names",
 ]
 
-_FAMILIES = (product_kinds, attention_kinds, row_kinds, streamed_kinds, traced_kinds)
 _tables: list[KindTable[Any]] = []
 OP_KINDS: KindTable[OpKind] = KindTable(
-    "op kind", (kind for family in _FAMILIES for kind in family.KINDS), "stepsight.op_kinds", _tables, check_base
+    "op kind", (*compute_kinds.KINDS, *memory_kinds.KINDS), "stepsight.op_kinds", _tables, check_base
 )
 COLLECTIVE_KINDS: KindTable[CollectiveKind] = KindTable(
     "collective kind", collective_kinds.KINDS, "stepsight.collective_kinds", _tables

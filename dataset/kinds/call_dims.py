@@ -15,9 +15,10 @@ Dims = tuple[int, ...]
 DimsOf = Callable[[Args], Dims | None]
 
 
-def named_calls(names: str, dims: DimsOf) -> dict[str, DimsOf]:
-    """A function that finds the dims of calls, by their names; names without a namespace are PyTorch's."""
-    return {name if "::" in name else f"aten::{name}": dims for name in names.split()}
+def named_calls(names: str, dims: DimsOf, *others: tuple[str, DimsOf]) -> dict[str, DimsOf]:
+    """Functions that find the dims of calls, by their names; names without a namespace are PyTorch's."""
+    pairs = [(name, of) for text, of in ((names, dims), *others) for name in text.split()]
+    return {name if "::" in name else f"aten::{name}": of for name, of in pairs}
 
 
 def all_shapes(args: Args) -> list[Any]:
