@@ -1,4 +1,4 @@
-"""What compiled functions do, from the C++ that Inductor wrote: operations, accesses of memory, and bytes by distance.
+"""What compiled functions do, from the C++ that Inductor wrote: the terms of an op ``fused_loops``.
 
 The code is loops with constant bounds, one statement a line, and braces around every body.  So each statement's number
 of executions, and the addresses that it touches, follow from the text.
@@ -7,8 +7,8 @@ of executions, and the addresses that it touches, follow from the text.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from .inductor import Launch, Region
@@ -20,16 +20,15 @@ from .statements import (
     MOVES,
     SCALAR_ACCESS,
     SLOW,
-    WIDE,
     WORK,
     Accesses,
-    BodyOp,
     Known,
     Touch,
     functions_in,
     kind_of,
     known_of,
     name_of,
+    vectors_in,
 )
 
 _CAST = re.compile(r"static_cast<int64_t>\(([^()]*)\)")
@@ -49,7 +48,40 @@ _SKIPPED = (
     "#", "//", "return", "[&]", "()", ";", "TORCH_CHECK", "std::atomic", "inductor_cpu", "extern", "alignas",
     "__at_align", "static Welford", "Welford", "Cascade", "std::unique",
 )  # fmt: skip
-REMEMBERED = 40_000  # truth values that branch prediction learns from one call to the next
+_REMEMBERED = 40_000  # truth values that branch prediction learns from one call to the next
+
+
+class BodyOp(NamedTuple):
+    """An operation of a loop's body.
+
+    Attributes:
+        name: One of ``COSTS``.
+        registers: Vectors that it works on; 0: a number.
+        kind: Type of its numbers.
+        times: How often it runs, where the innermost loop that changes it runs it.
+        inputs: Places of the operations whose results it takes.
+        touch: Place of its access of memory; -1: none.
+        text: Of the statement, if it accesses memory.
+    """
+
+    name: str
+    registers: int
+    kind: str
+    times: float
+    inputs: tuple[int, ...] = ()
+    touch: int = -1
+    text: str = ""
+
+    @property
+    def work(self) -> float:
+        """Registers (or numbers) times runs."""
+        return self.times * max(self.registers, 1)
+
+    @property
+    def cycles(self) -> float:
+        """Of all its runs."""
+        _, vector, number = COSTS[self.name]
+        return (vector if self.registers else number) * self.work
 
 
 class Nest(NamedTuple):
@@ -59,8 +91,7 @@ class Nest(NamedTuple):
     touches: tuple[Touch, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class _Value:
+class _Value(NamedTuple):
     """What is known of a variable: registers (0: a number), loops that it depends on, type, and place of its op."""
 
     registers: int = 0
@@ -87,69 +118,88 @@ class _Scope:
         """A scope within."""
         return _Scope(times, **loop, values=dict(self.values), known=dict(self.known), same=dict(self.same))
 
+    def place(self, name: str) -> str:
+        """A name by the operation that made it, so that equal statements read alike."""
+        value = self.values.get(name)
+        return f"#{value.op}" if value is not None and value.op >= 0 else name
 
-@dataclass
-class _Lambda:
-    """A function within a body: its name, where its operations and accesses begin, and whether it is called later."""
+
+class _Lambda(NamedTuple):
+    """A function within a body: its name, where its operations and scopes begin, and whether it is called later."""
 
     name: str
-    ops: int
-    touches: int
+    first_op: int
     level: int
     later: bool
 
 
 def nests_of(source: str) -> list[Nest]:
     """Loop nests of a function in order."""
-    return _Reader(source).nests
+    reader = _Reader(source)
+    for raw in source.split("\n"):
+        line = raw.strip()
+        while (made := _CAST.sub(r"\1", line)) != line:
+            line = made
+        if line:
+            reader.read(line)
+    return reader.nests
 
 
 class _Reader:
-    """Reads one function."""
+    """Reads the lines of one function."""
 
     def __init__(self, source: str) -> None:
         self.nests: list[Nest] = []
         self._accesses = Accesses(source)
         self._scopes = [_Scope(1.0)]
         self._pending: _Scope | None = None
+        self._lambdas: list[_Lambda] = []
+        self._begin_nest()
+
+    def _begin_nest(self) -> None:
         self._ops: list[BodyOp] = []
         self._touches: list[Touch] = []
-        self._lambdas: list[_Lambda] = []
-        self._later: dict[str, tuple[range, range]] = {}  # operations and accesses of functions that are called later
+        self._later: dict[str, range] = {}  # operations of functions that are called later
         self._done: dict[str, dict[Any, int]] = {}  # what was done where a condition holds
-        self._texts: list[str] = []  # of accesses, by operation
-        for line in _lines(source):
-            self._line(line)
 
-    def _line(self, line: str) -> None:
+    def read(self, line: str) -> None:
+        """Read the next line."""
         scope = self._scopes[-1]
         if line == "{":
             self._scopes.append(self._pending or scope.inner(scope.times))
             self._pending = None
         elif line.startswith("}"):
             self._close()
-        elif (line.endswith((" =", "= [&]"))) and (found := _NAME.search(line)):
-            begin = len(self._ops), len(self._touches), len(self._scopes)
-            self._lambdas.append(_Lambda(found[0], *begin, line.endswith("[&]")))
+        elif line.endswith((" =", "= [&]")) and (found := _NAME.search(line)):
+            self._lambdas.append(_Lambda(found[0], len(self._ops), len(self._scopes), line.endswith("[&]")))
         elif line.startswith("return") and self._lambdas:
-            self._returns(line)
+            self._return(line.removeprefix("return ").rstrip(";"))
         elif found := _FOR.match(line):
-            self._pending = self._loop(found)
+            low, high, step = int(found[2]), int(found[3]), int(found[4] or 1)
+            trips = max(0.0, -(-(high - low) // step))
+            self._pending = scope.inner(scope.times * trips, loop=found[1], start=low, end=high, step=step, trips=trips)
         elif line.startswith(("if", "else")):
-            self._pending = self._branch(line)
+            self._pending = scope.inner(scope.times * self._part(line))
         elif not line.startswith(_SKIPPED):
             self._statement(line)
 
-    def _returns(self, line: str) -> None:
+    def _part(self, line: str) -> float:
+        """The part of a loop's rounds in which a branch is taken."""
+        part = _PART.search(line)
+        loop = next((each for each in reversed(self._scopes) if each.loop == part[1]), None) if part else None
+        if part is None or loop is None or not loop.trips:
+            return 1.0
+        before, until = (len(range(loop.start, int(bound), loop.step)) for bound in (part[2], part[3]))
+        return min(max(until - before, 0), loop.trips) / loop.trips
+
+    def _return(self, right: str) -> None:
         """Keep what a function within a body makes, for the scope around it."""
-        right, name = line.removeprefix("return ").rstrip(";"), self._lambdas[-1].name
+        name = self._lambdas[-1].name
         if not _NAME.fullmatch(right):
             self._statement(f"auto {name} = {right};")
-        value = self._scopes[-1].values.get(name if not _NAME.fullmatch(right) else right, _Value())
-        if right == "tmpbuf":
-            value = replace(value, registers=1)
+        value = self._scopes[-1].values.get(right if _NAME.fullmatch(right) else name, _Value())
         for scope in self._scopes[self._lambdas[-1].level - 1 :]:
-            scope.values[name] = value
+            scope.values[name] = value._replace(registers=1) if right == "tmpbuf" else value
 
     def _close(self) -> None:
         if len(self._scopes) < 2:
@@ -158,31 +208,13 @@ class _Reader:
         if self._lambdas and len(self._scopes) <= self._lambdas[-1].level:
             made = self._lambdas.pop()
             if made.later:
-                self._later[made.name] = range(made.ops, len(self._ops)), range(made.touches, len(self._touches))
+                self._later[made.name] = range(made.first_op, len(self._ops))
         if gone.loop and not any(scope.loop for scope in self._scopes) and (self._ops or self._touches):
             self.nests.append(Nest(tuple(self._ops), tuple(self._touches)))
             for scope in self._scopes:
-                scope.values = {name: replace(value, op=-1) for name, value in scope.values.items()}
+                scope.values = {name: value._replace(op=-1) for name, value in scope.values.items()}
                 scope.same.clear()
-            self._ops, self._touches, self._later, self._done, self._texts = [], [], {}, {}, []
-
-    def _loop(self, found: re.Match[str]) -> _Scope:
-        name, low, high, step = found[1], int(found[2]), int(found[3]), int(found[4] or 1)
-        trips = max(0.0, -(-(high - low) // step))
-        outer = self._scopes[-1]
-        return outer.inner(outer.times * trips, loop=name, start=low, end=high, step=step, trips=trips)
-
-    def _branch(self, line: str) -> _Scope:
-        outer = self._scopes[-1]
-        times = outer.times
-        if part := _PART.search(line):
-            loop = next((scope for scope in reversed(self._scopes) if scope.loop == part[1]), None)
-            if loop is not None and loop.trips:
-                inside = len(range(loop.start, int(part[3]), loop.step)) - len(
-                    range(loop.start, int(part[2]), loop.step)
-                )
-                times *= min(max(inside, 0), loop.trips) / loop.trips
-        return outer.inner(times)
+            self._begin_nest()
 
     def _statement(self, line: str) -> None:
         scope = self._scopes[-1]
@@ -194,9 +226,9 @@ class _Reader:
         if name and (told := known_of(right, scope.known, {each.loop: (each.start, each.end) for each in loops})):
             scope.known[name] = told
         if called := _CALLED.match(right):
-            self._runs(called[2], called[1], scope.known.get(called[1]))
+            self._run(called[2], called[1], scope.known.get(called[1], Known()).share)
         value, inputs = self._value(line, name, loops)
-        key = _NAME.sub(lambda found: _place(scope, found[0]), right)
+        key = _NAME.sub(lambda found: scope.place(found[0]), right)
         pure = bool(name) and left.startswith("auto ")
         if pure and key in scope.same and "tmpbuf" not in line:
             scope.values[name] = scope.same[key]
@@ -204,139 +236,110 @@ class _Reader:
         times = scope.times
         for loop in loops[value.depth :]:  # the compiler takes it out of loops that do not change it
             times /= max(loop.trips, 1.0)
-        first = len(self._touches)
-        self._touches += self._accesses.of(line, loops, scope.times)
-        carried = not left.startswith("auto ") and bool(re.search(rf"\b{name}\b", right)) if name else False
-        last = self._emit(line, value, (times, inputs, carried), first)
-        if name and last >= 0:
-            value = replace(value, op=last)
+        touches = list(self._accesses.of(line, loops, scope.times))
+        carried = bool(name) and not left.startswith("auto ") and bool(re.search(rf"\b{name}\b", right))
+        wrote = self._emit(line, value, (times, inputs, carried), touches)
+        if name and wrote:
+            value = value._replace(op=len(self._ops) - 1)
         elif len(inputs) == 1:
-            value = replace(value, op=inputs[0])
-        if name:
-            self._keep(name, value)
-        if ".store(tmpbuf" in line:
-            self._keep("tmpbuf", value)
-        if pure and last >= 0:
+            value = value._replace(op=inputs[0])
+        for kept in filter(None, (name, "tmpbuf" if ".store(tmpbuf" in line else "")):
+            # what a loop fills is also kept for the scopes around it
+            for each in self._scopes[1:] if "tmp_acc" in kept or kept == "tmpbuf" else [scope]:
+                each.values[kept] = value
+        if pure and wrote:
             scope.same[key] = value
 
-    def _keep(self, name: str, value: _Value) -> None:
-        """Keep what is known of a variable, of one that a loop fills for the scopes around it, too."""
-        for scope in self._scopes[1:] if "tmp_acc" in name or name == "tmpbuf" else self._scopes[-1:]:
-            scope.values[name] = value
-
-    def _runs(self, name: str, condition: str, known: Known | None) -> None:
+    def _run(self, name: str, condition: str, share: float) -> None:
         """A function of the body is called where a condition holds: its operations run that often.
 
         What another function did where the same condition holds is not done again.
         """
-        if name not in self._later:
-            return
-        share = known.share if known is not None and known.share == known.share else 1.0
-        places, touches = self._later.pop(name)
         done = self._done.setdefault(condition, {})
         same: dict[int, int] = {}
-        for place in places:
+        for place in self._later.pop(name, ()):
             op = self._ops[place]
-            key = op.name, op.kind, tuple(same.get(each, each) for each in op.inputs), self._texts[place]
+            key = op.name, op.kind, tuple(same.get(each, each) for each in op.inputs), op.text
             same[place] = done.setdefault(key, place)
-            share_now = share if same[place] == place else 0.0
-            self._ops[place] = replace(op, times=op.times * share_now)
-            if op.touch in touches:
+            often = 0.0 if same[place] != place else share if share == share else 1.0
+            self._ops[place] = op._replace(times=op.times * often)
+            if op.touch >= 0:
                 touch = self._touches[op.touch]
-                self._touches[op.touch] = replace(touch, times=touch.times * share_now)
+                self._touches[op.touch] = touch._replace(times=touch.times * often)
 
-    def _emit(self, line: str, value: _Value, how: tuple[float, list[int], bool], first: int) -> int:
-        """Write the operations of a statement down; returns the place of the last, -1 without any."""
-        times, inputs, carried = how
+    def _emit(self, line: str, value: _Value, how: tuple[float, list[int], bool], touches: list[Touch]) -> bool:
+        """Write the operations of a statement down; returns whether there are any."""
+        (times, inputs, carried), functions = how, functions_in(line)
+        self._touches += touches
         starts = not value.depth or ("tmp_acc" in line and not carried)
-        if starts and not (inputs or len(self._touches) > first or functions_in(line)):
-            return -1  # a constant, or what a sum begins with
+        if starts and not (inputs or touches or functions):
+            return False  # a constant, or what a sum begins with
         names: list[tuple[str, int]] = []
-        for place in range(first, len(self._touches)):
-            if _WORKED_OUT.search(line):
-                names.append(("mod", -1))
-            names.append((self._move(line, self._touches[place]), place))
+        for place, touch in enumerate(touches, len(self._touches) - len(touches)):
+            names += [("mod", -1)] * bool(_WORKED_OUT.search(line)) + [(_move(line, touch), place)]
         taken = tuple(self._ops[each].kind for each in inputs)
-        names += [(each, -1) for each in functions_in(line)]
-        more = not names or (len(self._touches) == first and any(sign in line for sign in _SIGNS))
+        names += [(each, -1) for each in functions]
+        more = not names or (not touches and any(sign in line for sign in _SIGNS))
         if more and _NAME.search(line) and not _ALONE.search(line):
             name = name_of(line, value.kind, taken, carried=carried)
             names += [(name, -1)] if name else []
-        for name, touch in names:
-            self._texts.append(line.partition(" = ")[2] if "ptr" in line else "")
-            runs = self._touches[touch].times if touch >= 0 else times
-            kind = value.kind if touch < 0 else self._accesses.kind_of(self._touches[touch].pointer)
-            registers = 0 if name == "mod" and touch < 0 and "ptr" in line else value.registers
-            self._ops.append(BodyOp(name, registers, kind, runs, tuple(inputs), touch))
+        text = line.partition(" = ")[2] if "ptr" in line else ""
+        for name, at in names:
+            runs, kind = times, value.kind
+            if at >= 0:
+                runs, kind = self._touches[at].times, self._accesses.kind_of(self._touches[at].pointer)
+            registers = 0 if name == "mod" and at < 0 and "ptr" in line else value.registers
+            self._ops.append(BodyOp(name, registers, kind, runs, tuple(inputs), at, text))
             inputs = [len(self._ops) - 1]
-        return len(self._ops) - 1 if names else -1
-
-    @staticmethod
-    def _move(line: str, touch: Touch) -> str:
-        what = "store" if touch.writes else "load"
-        if touch.form == "indirect":
-            return "scatter" if touch.writes else "gather"
-        if touch.form == "vector" and touch.masks:
-            many = touch.times * touch.num_bytes > REMEMBERED
-            return f"many_mask_{what}" if many else f"mask_{what}"
-        if "transpose_mxn" in line:
-            return "transpose"
-        return f"part_{what}" if touch.part else what
+        return bool(names)
 
     def _value(self, line: str, target: str, loops: list[_Scope]) -> tuple[_Value, list[int]]:
         """What is known of the result of a statement, and the places of the operations whose results it takes."""
-        values = [self._scopes[-1].values[n] for n in _NAME.findall(line) if n in self._scopes[-1].values]
-        names = [each.loop for each in loops]
+        known = self._scopes[-1].values
+        values, names = [known[n] for n in _NAME.findall(line) if n in known], [each.loop for each in loops]
         depth = max([*(names.index(w) + 1 for w in _WORD.findall(line) if w in names), *(v.depth for v in values), 0])
-        if target.startswith(("tmp_acc", "masked_tmp_acc", "tmpbuf")) or not target or "ptr" in target:
+        if not target or target.startswith(("tmp_acc", "masked_tmp_acc", "tmpbuf")) or "ptr" in target:
             depth = len(loops)
-        inputs = list(dict.fromkeys(each.op for each in values if each.op >= 0))
         right = line.partition(" = ")[2] or line
         kind = kind_of(right, tuple(each.kind for each in values))
         if found := _POINTED.search(right):
             kind = self._accesses.kind_of(found[0])
-        widths = [each.registers for each in values]
-        registers = max(widths, default=0)
-        if wide := WIDE.search(line):
-            registers = int(wide[1] or wide[2])
+        registers, is_vector = max((each.registers for each in values), default=0), target.endswith("_vec")
+        if wide := vectors_in(line):
+            registers = wide
         elif "tmpbuf[" in line or SCALAR_ACCESS.search(line):
             registers = 0  # a lane of a vector at a time
         elif "vec_reduce_all" in line or "cascade_sum_final(&scalar" in line:
-            registers = 0 if not target.endswith("_vec") else registers
-        elif ("at::vec::" in line and "at::vec::convert<" not in line) or target.endswith("_vec"):
+            registers *= is_vector
+        elif is_vector or ("at::vec::" in line and "at::vec::convert<" not in line):
             registers = max(1, registers)
-        return _Value(registers, depth, kind), inputs
+        return _Value(registers, depth, kind), list(dict.fromkeys(each.op for each in values if each.op >= 0))
 
 
-def _place(scope: _Scope, name: str) -> str:
-    """A name by the operation that made it, so that equal statements read alike."""
-    value = scope.values.get(name)
-    return f"#{value.op}" if value is not None and value.op >= 0 else name
-
-
-def _lines(source: str) -> Iterator[str]:
-    for raw in source.split("\n"):
-        line = raw.strip()
-        while (made := _CAST.sub(r"\1", line)) != line:
-            line = made
-        if line:
-            yield line
+def _move(line: str, touch: Touch) -> str:
+    """Name of the operation that accesses memory."""
+    what = "store" if touch.writes else "load"
+    if touch.form == "indirect":
+        return "scatter" if touch.writes else "gather"
+    if touch.form == "vector" and touch.masks:
+        return f"{'many_' * (touch.times * touch.num_bytes > _REMEMBERED)}mask_{what}"
+    if "transpose_mxn" in line:
+        return "transpose"
+    return f"part_{what}" if touch.part else what
 
 
 # --- dims of the op that a call is ------------------------------------------------------------------------------------
 
-NEAR, MIDDLE = (
-    700_000,
-    12_000_000,
-)  # bytes touched between two uses of a buffer that a core's caches, or all, still hold
+# bytes touched between two uses of a buffer that a core's caches, or all, still hold
+NEAR, MIDDLE = 700_000, 12_000_000
 
 
 class Use(NamedTuple):
     """What a nest does with a buffer: bytes that it reads and writes, and whether with strides."""
 
-    read: float
-    written: float
-    strided: bool
+    read: float = 0.0
+    written: float = 0.0
+    strided: bool = False
 
     @property
     def moved(self) -> float:
@@ -363,12 +366,9 @@ def uses_of(nest: Nest, pointers: Mapping[str, str], buffers: Mapping[str, int])
             continue
         name = pointers.get(touch.pointer, touch.pointer)
         whole = buffers.get(name, 0) or touch.distinct
-        old, moved = found.get(name, Use(0.0, 0.0, False)), min(touch.distinct, whole)
-        strided = old.strided or is_strided(touch)
-        if touch.writes:
-            found[name] = Use(old.read, min(max(old.written, moved), whole), strided)
-        else:
-            found[name] = Use(min(max(old.read, moved), whole), old.written, strided)
+        old, side = found.get(name, Use()), "written" if touch.writes else "read"
+        moved = min(max(getattr(old, side), touch.distinct), whole)
+        found[name] = old._replace(**{side: moved, "strided": old.strided or is_strided(touch)})
     return found
 
 

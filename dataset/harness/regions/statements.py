@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 FAR, MOVES, WORK, SLOW = "far", "moves", "work", "slow"  # how dims count an operation
 COSTS: Mapping[str, tuple[str, float, float]] = {  # and cycles of one on a vector of 64 bytes, and on a number
@@ -33,11 +32,16 @@ _FUNCTION = re.compile(
     r"log10|log|expm1|tanh|erfc|erf|sin|cos|tan|asin|acos|atan|pow|"
     r"sqrt|rsqrt|reciprocal|sigmoid|lgamma|fmod|round|floor|ceil|trunc)\("
 )
-_NAMED = {
+_COSTS_LIKE = {
     "exp2": "exp", "log2": "log", "log10": "log", "erfc": "erf", "randn_cpu": "rand_cpu", "randint64_cpu": "rand_cpu",
     "floor": "round", "ceil": "round", "trunc": "round",
 }  # fmt: skip
-_DIVIDES = re.compile(r" / |\)/\(")
+_TELLING = (  # words that name an operation; and its name where it ends a reduction
+    ("welford_combine", "welford", "welford_end"), ("cascade_sum_final", "cascade_end", ""),
+    ("cascade", "cascade", ""), ("argm", "argmax", "argmax_end"), ("vec_reduce_all", "reduce", ""),
+    ("masked_reduce", "masked_reduce", ""), ("transpose_mxn", "transpose", ""), ("tmpbuf", "copy", ""),
+    ("::arange", "range", ""), ("blendv", "select", ""), ("?", "select", ""), ("template cast", "cast", ""),
+)  # fmt: skip
 _CONVERT = re.compile(r"convert<([\w:]+?)(?:,\d+,[\w:]+,\d+)?>|\.to<(\w+),")
 _KINDS = (("BFloat16", HALF), ("Half", HALF), ("int", WHOLE), ("bool", TRUTH), ("Mask", TRUTH), ("float", FLOAT))
 _COMPARES = re.compile(r" (?:==|!=|<=|>=|<|>) ")
@@ -49,70 +53,38 @@ _ALIAS = re.compile(r"auto (\w+) = (in_out_ptr\d+|out_ptr\d+|in_ptr\d+);")
 _VECTOR_ACCESS = re.compile(r"(?:::loadu\(|loadu<[^>]*>\(|::from\(|\.store\()(\w*ptr\d+|local_\w+) \+ (.*)$")
 SCALAR_ACCESS = re.compile(r"\b(\w*ptr\d+|local_\w+)\[")
 _TRANSPOSE = re.compile(r"transpose_mxn<[\w:]+,(\d+),(\d+),\w+>\(")
-WIDE = re.compile(r"Vec(?:torizedN|Mask)<\w[\w:]*,(\d+)>|convert<[\w:]+,(\d+)")
+_WIDE = re.compile(r"Vec(?:torizedN|Mask)<\w[\w:]*,(\d+)>|convert<[\w:]+,(\d+)")
 LINE = 64  # bytes of a cache line, and of a vector
-SIZES = {
-    "float": 4, "double": 8, "int64_t": 8, "int32_t": 4, "int16_t": 2, "int8_t": 1, "uint8_t": 1, "bool": 1,
+_SIZES = {
+    "double": 8, "int64_t": 8, "int16_t": 2, "int8_t": 1, "uint8_t": 1, "bool": 1,
     "at::BFloat16": 2, "at::Half": 2, "bfloat16": 2, "half": 2,
 }  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
-class BodyOp:
-    """An operation of a loop's body.
-
-    Attributes:
-        name: One of ``COSTS``.
-        registers: Vectors that it works on; 0: a number.
-        kind: Type of its numbers.
-        times: How often it runs, where the innermost loop that changes it runs it.
-        inputs: Places of the operations whose results it takes.
-        touch: Place of its access of memory; -1: none.
-    """
-
-    name: str
-    registers: int
-    kind: str
-    times: float
-    inputs: tuple[int, ...] = ()
-    touch: int = -1
-
-    @property
-    def work(self) -> float:
-        """Registers (or numbers) times runs."""
-        return self.times * max(self.registers, 1)
-
-    @property
-    def cycles(self) -> float:
-        """Of all its runs."""
-        _, vector, number = COSTS[self.name]
-        return (vector if self.registers else number) * self.work
-
-
 def kind_of(right: str, kinds: tuple[str, ...]) -> str:
-    """Type of the numbers that a statement makes.
-
-    Args:
-        right: The statement.
-        kinds: Types of what it takes.
-    """
+    """Type of the numbers that the right side of a statement makes of others."""
     if _COMPARES.search(right) and "?" not in right:
         return TRUTH
     if found := _CONVERT.search(right):
-        return named_kind(found[1] or found[2])
+        return _named_kind(found[1] or found[2])
     if right.startswith(("at::vec::", "float(", "int64_t(", "bool(")):
-        return named_kind(right[: right.find("(")])
+        return _named_kind(right[: right.find("(")])
     return (kinds[-1] if "?" in right else kinds[0]) if kinds else FLOAT
 
 
-def named_kind(name: str) -> str:
-    """Type of numbers by its name in the code."""
+def _named_kind(name: str) -> str:
     return next((kind for part, kind in _KINDS if part in name), FLOAT)
+
+
+def vectors_in(line: str) -> int:
+    """Vectors of a number of a statement, where its types say it; else 0."""
+    wide = _WIDE.search(line)
+    return int(wide[1] or wide[2]) if wide else 0
 
 
 def functions_in(line: str) -> list[str]:
     """Slow functions that a statement calls."""
-    found = [_NAMED.get(each, each) for each in _FUNCTION.findall(line)]
+    found = [_COSTS_LIKE.get(each, each) for each in _FUNCTION.findall(line)]
     return [each if each in COSTS else "other" for each in found]
 
 
@@ -125,16 +97,10 @@ def name_of(line: str, made: str, taken: tuple[str, ...], *, carried: bool) -> s
         taken: Types of what it takes.
         carried: Whether it takes its own result of the iteration before.
     """
-    for word, name in (
-        ("welford_combine", "welford_end" if "reduce_all" in line else "welford"), ("cascade_sum_final", "cascade_end"),
-        ("cascade", "cascade"), ("argm", "argmax_end" if "reduce_all" in line else "argmax"),
-        ("vec_reduce_all", "reduce"), ("masked_reduce", "masked_reduce"),
-        ("transpose_mxn", "transpose"), ("tmpbuf", "copy"), ("::arange", "range"), ("blendv", "select"),
-        ("?", "select"), ("template cast", "cast"),
-    ):  # fmt: skip
+    for word, name, ending in _TELLING:
         if word in line:
-            return name
-    if _DIVIDES.search(line):
+            return ending if ending and "reduce_all" in line else name
+    if " / " in line or ")/(" in line:
         return "divide"
     if "convert<" in line or ".to<" in line:
         if HALF in (made, *taken):
@@ -153,8 +119,7 @@ def name_of(line: str, made: str, taken: tuple[str, ...], *, carried: bool) -> s
     return "integer" if made == WHOLE else "arithmetic"
 
 
-@dataclass(frozen=True, slots=True)
-class Known:
+class Known(NamedTuple):
     """What is known of a number that depends on loop variables alone.
 
     Attributes:
@@ -186,14 +151,12 @@ def known_of(right: str, known: Mapping[str, Known], ranges: Mapping[str, tuple[
     if found := _INDEX.fullmatch(re.sub(r"static_cast<int64_t>|[()]", "", right)):
         return Known(found[2], int(found[1] or 0) + int(found[3] or 0), int(found[4] or 0))
     if found := _CHECK.fullmatch(right):
-        left, other = known.get(found[1]), known.get(found[3])
-        if other is None and _NUMBER.fullmatch(found[3]):
-            other = Known(offset=int(found[3].rstrip("L")))
+        left, other = known.get(found[1]), known_of(found[3], known, {})
         if left is not None and other is not None and left.loop in ranges and not other.loop:
             return Known(share=_share(left, found[2], other.offset, ranges[left.loop]))
         return None
     if found := re.fullmatch(r"(tmp\d+) (&|\|) (tmp\d+)", right):
-        one, two = (known[name].share if name in known else math.nan for name in (found[1], found[3]))
+        one, two = (known.get(name, Known()).share for name in (found[1], found[3]))
         return Known(share=one * two if found[2] == "&" else 1 - (1 - one) * (1 - two))
     if found := re.fullmatch(r"[!~](tmp\d+)", right):
         return Known(share=1 - known[found[1]].share) if found[1] in known else None
@@ -201,11 +164,8 @@ def known_of(right: str, known: Mapping[str, Known], ranges: Mapping[str, tuple[
 
 
 def _share(value: Known, sign: str, bound: int, within: tuple[int, int]) -> float:
-    first, last = within
-    if value.modulus:
-        low, high = 0, value.modulus
-    else:
-        low, high = first + value.offset, last + value.offset
+    """How often a comparison with a number holds while a loop goes through its values."""
+    low, high = (0, value.modulus) if value.modulus else (within[0] + value.offset, within[1] + value.offset)
     count = max(high - low, 1)
     below = min(max(bound - low, 0), count) / count
     equal = float(low <= bound < high) / count
@@ -223,8 +183,7 @@ class Loop(Protocol):
     trips: float
 
 
-@dataclass(frozen=True, slots=True)
-class Touch:
+class Touch(NamedTuple):
     """An access of memory in a loop nest.
 
     Attributes:
@@ -251,100 +210,76 @@ class Touch:
 
 
 class Accesses:
-    """Finds the accesses of a function's statements.
-
-    Args:
-        source: Of the function.
-    """
+    """Finds the accesses of a function's statements in its source."""
 
     def __init__(self, source: str) -> None:
-        kinds = {name: kind for kind, name in _POINTER.findall(source)}
-        self.sizes = {name: SIZES.get(kind, 4) for name, kind in kinds.items()}
-        self.masks = {name for name, kind in kinds.items() if kind == "bool"}
-        self._kinds = {name: named_kind(kind) for name, kind in kinds.items()}
+        self._types = {name: kind for kind, name in _POINTER.findall(source)}
         self._alias: dict[str, str] = dict(_ALIAS.findall(source))
-
-    def name_of(self, pointer: str) -> str:
-        """A pointer's name in the arguments of the function."""
-        return self._alias.get(pointer, pointer)
 
     def kind_of(self, pointer: str) -> str:
         """Type of the numbers behind a pointer."""
-        return self._kinds.get(self.name_of(pointer), FLOAT)
+        return _named_kind(self._types.get(self._alias.get(pointer, pointer), ""))
 
     def of(self, line: str, loops: Sequence[Loop], times: float) -> Iterator[Touch]:
         """Accesses of a statement in loops that runs so often."""
-        if found := _TRANSPOSE.search(line):
-            yield from self._transposed(line, found, (loops, times))
-            return
-        if found := _VECTOR_ACCESS.search(line):
-            index, lanes = _split_last(found[2])
-            name = self.name_of(found[1])
-            size = self.sizes.get(name, 4)
-            whole = _whole(line, size)
-            writes, masks = ".store(" in line, name in self.masks
-            touch = _touch(name, writes, "vector", (index, size, lanes or whole), (loops, times))
-            yield replace(touch, masks=masks, part="loadu<" in found[0] or bool(lanes and lanes % (LINE // size)))
-            return
-        stores = line.find(" = ") if " += " not in line else line.find(" += ")
-        for found in SCALAR_ACCESS.finditer(line):
-            name = self.name_of(found[1])
-            index = _bracketed(line, found.end())
-            writes = found.start() < stores and not line.startswith("auto ") and "tmpbuf[" not in line[:stores]
-            yield _touch(name, writes, "scalar", (index, self.sizes.get(name, 4), 1), (loops, times))
+        if found := _TRANSPOSE.search(line):  # the block that it reads and the one that it writes, row by row
+            rows, columns = int(found[1]), int(found[2])
+            source, from_stride, target, to_stride, *_ = _arguments(line[found.end() :])
+            for place, apart, writes in ((source, from_stride, False), (target, to_stride, True)):
+                pointer, _, index = place.partition(" + ")
+                if self._alias.get(pointer, pointer) in self._types:
+                    touch = self._touch(pointer, index, rows * columns, (loops, times), "vector")
+                    size, apart = self._size(pointer), apart.rstrip("L);")
+                    stride, often = int(apart) * size if apart.isdigit() else 0, touch.times * rows
+                    yield touch._replace(writes=writes, times=often, num_bytes=columns * size, stride=stride)
+        elif found := _VECTOR_ACCESS.search(line):
+            index, number, *_ = _arguments(found[2])
+            lanes = re.match(r"\d+", number)
+            most = LINE // self._size(found[1])
+            count = int(lanes[0]) if lanes else 0
+            touch = self._touch(found[1], index, count or most * max(vectors_in(line), 1), (loops, times), "vector")
+            part = "loadu<" in found[0] or bool(count % most)
+            yield touch._replace(writes=".store(" in line, masks=self._types.get(touch.pointer) == "bool", part=part)
+        else:
+            stores = line.find(" = ") if " += " not in line else line.find(" += ")
+            for found in SCALAR_ACCESS.finditer(line):
+                touch = self._touch(found[1], _arguments(line[found.end() :])[0], 1, (loops, times), "scalar")
+                writes = found.start() < stores and not line.startswith("auto ") and "tmpbuf[" not in line[:stores]
+                yield touch._replace(writes=writes)
 
-    def _transposed(self, line: str, found: re.Match[str], runs: tuple[Sequence[Loop], float]) -> Iterator[Touch]:
-        """The block that a transposition reads or writes, row by row."""
-        rows, columns = int(found[1]), int(found[2])
-        parts = _arguments(line[found.end() :])
-        for place in (0, 2):
-            name, _, index = parts[place].partition(" + ")
-            name = self.name_of(name)
-            if name in self.sizes:
-                size, apart = self.sizes[name], parts[place + 1].rstrip("L);")
-                touch = _touch(name, place > 0, "vector", (index, size, rows * columns), runs)
-                stride = int(apart) * size if apart.isdigit() else 0
-                yield replace(touch, times=touch.times * rows, num_bytes=columns * size, stride=stride)
+    def _size(self, pointer: str) -> int:
+        return _SIZES.get(self._types.get(self._alias.get(pointer, pointer), ""), 4)
 
-
-def _whole(line: str, size: int) -> int:
-    """Elements of a vector access that does not say how many."""
-    wide = WIDE.search(line)
-    return LINE // size * (int(wide[1] or wide[2]) if wide else 1)
+    def _touch(self, pointer: str, index: str, lanes: int, runs: tuple[Sequence[Loop], float], form: str) -> Touch:
+        """An access of so many elements from an index on, in loops, so often."""
+        (loops, times), size = runs, self._size(pointer)
+        pointer = self._alias.get(pointer, pointer)
+        factors = _linear(index, [each.loop for each in loops])
+        if factors is None:
+            form = "indirect" if "tmp" in index else form
+            return Touch(pointer, False, form, times, size * lanes, 0, times * size * lanes)
+        distinct, stride, moved = float(lanes), 0, False
+        for loop in reversed(loops):
+            if factor := factors.get(loop.loop, 0):
+                stride = stride if moved else abs(factor) * loop.step * size
+                moved, distinct = True, distinct * loop.trips
+            elif not moved:
+                times /= max(loop.trips, 1.0)  # the compiler takes it out of the loop
+        return Touch(pointer, False, form, times, size * lanes, stride, distinct * size)
 
 
 def _arguments(text: str) -> list[str]:
-    """Arguments of a call, from the text behind its parenthesis."""
-    found, depth, start = [], 0, 0
+    """Arguments of a call or an index from the text behind its bracket, and empty ones."""
+    found, depth, begin, end = [], 0, 0, len(text)
     for place, sign in enumerate(text):
         depth += (sign in "([") - (sign in ")]")
-        if depth < 0 or (sign == "," and not depth):
-            found.append(text[start:place].strip())
-            start = place + 1
-            if depth < 0:
-                break
-    return found + [""] * (4 - len(found))
-
-
-def _touch(
-    name: str, writes: bool, form: str, where: tuple[str, int, int], runs: tuple[Sequence[Loop], float]
-) -> Touch:
-    """An access of the elements from an index on (index, bytes of one, number), in loops, so often."""
-    (index, size, lanes), (loops, times) = where, runs
-    coefficients = _linear(index, [each.loop for each in loops])
-    if coefficients is None:
-        form = "indirect" if "tmp" in index else form
-        return Touch(name, writes, form, times, size * lanes, 0, times * size * lanes)
-    distinct, stride, moved = float(lanes), 0, False
-    for loop in reversed(loops):
-        coefficient = coefficients.get(loop.loop, 0)
-        if coefficient:
-            if not moved:
-                stride, moved = abs(coefficient) * loop.step * size, True
-            distinct *= loop.trips
-        elif not moved:
-            times /= max(loop.trips, 1.0)  # the compiler takes it out of the loop
-    return Touch(name, writes, form, times, size * lanes, stride, distinct * size)
+        if depth < 0:
+            end = place
+            break
+        if sign == "," and not depth:
+            found.append(text[begin:place].strip())
+            begin = place + 1
+    return [*found, text[begin:end].strip(), "", "", ""]
 
 
 def _linear(index: str, loops: list[str]) -> dict[str, int] | None:
@@ -352,38 +287,11 @@ def _linear(index: str, loops: list[str]) -> dict[str, int] | None:
     found: dict[str, int] = {}
     for term in index.replace(" - ", " + -").split(" + "):
         term = term.strip().strip("()")
-        if re.fullmatch(r"-?\d+L?", term):
+        if _NUMBER.fullmatch(term):
             continue
         match = re.fullmatch(r"(-?\d+)L\*(\w+)|(-?\w+)", term)
-        if match is None:
+        name = (match[2] or match[3].lstrip("-")) if match else ""
+        if match is None or name not in loops:
             return None
-        name, factor = match[2] or match[3].lstrip("-"), int(match[1] or 1)
-        if name not in loops:
-            return None
-        found[name] = found.get(name, 0) + factor
+        found[name] = found.get(name, 0) + int(match[1] or 1)
     return found
-
-
-def _split_last(text: str) -> tuple[str, int]:
-    """The index of a vector access, and how many elements it takes (0: not said)."""
-    depth = 0
-    for place, sign in enumerate(text):
-        if sign in "([":
-            depth += 1
-        elif sign in ")]":
-            depth -= 1
-            if depth < 0:
-                return text[:place], 0
-        elif sign == "," and not depth:
-            number = re.match(r"\s*(\d+)", text[place + 1 :])
-            return text[:place], int(number[1]) if number else 0
-    return text, 0
-
-
-def _bracketed(line: str, start: int) -> str:
-    depth = 1
-    for place in range(start, len(line)):
-        depth += (line[place] == "[") - (line[place] == "]")
-        if not depth:
-            return line[start:place]
-    return line[start:]

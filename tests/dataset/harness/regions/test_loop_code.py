@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from stepsight.dataset.harness.regions.inductor import Access, Launch, Loop, Region
-from stepsight.dataset.harness.regions.loop_code import Nest, is_strided, launch_dims, nests_of, region_dims
-from stepsight.dataset.harness.regions.statements import BodyOp, Touch
+from stepsight.dataset.harness.regions.loop_code import BodyOp, Nest, is_strided, launch_dims, nests_of, region_dims
+from stepsight.dataset.harness.regions.statements import Touch
 
 ROWS, WIDTH = 100, 40
 _SOFT = """
