@@ -198,23 +198,27 @@ class _View:
         begin, end = _nanoseconds(graph.start_s), _nanoseconds(graph.end_s)
         issue, launched = begin.copy(), graph.edge_columns["why"] == WHY_NUMBER[Dependency.LAUNCH]
         issue[graph.edge_columns["target"][launched]] = begin[graph.edge_columns["source"][launched]]
+        on_device = on_device[np.lexsort((begin[on_device], issue[on_device]))]
         joined = (nodes["kind"][on_device] == OP) & (nodes["call"][on_device] >= 0) & (not self.hosted)
         keys = nodes["call"][on_device] * len(graph.streams) + nodes["stream"][on_device]
-        _, label = np.unique(np.where(joined, keys, -1 - on_device), return_inverse=True)
+        _, seen, label = np.unique(np.where(joined, keys, -1 - on_device), return_index=True, return_inverse=True)
+        label = np.argsort(np.argsort(seen))[label]  # in order of issue
         copies = np.array([work.kind in _COPIES for work in graph.works], dtype=np.bool_)[nodes["work"][on_device]]
         order = np.lexsort((copies, label))
         members, first = on_device[order], np.flatnonzero(np.diff(label[order], prepend=-1))
+        if not self.hosted:  # consecutive calls may be parts of one op
+            in_parts = np.array([isinstance(work, Op) and work.record.in_parts for work in graph.works], dtype=np.bool_)
+            work, stream = nodes["work"][members[first]], nodes["stream"][members[first]]
+            first = first[np.append(True, (np.diff(work) != 0) | (np.diff(stream) != 0) | ~in_parts[work[1:]])]
         own = self._own(begin, end, issue)
-        columns = [
+        self.start, self.end, self.own, self.issue, self.issued = (
             of.reduceat(values[members], first)
             for of, values in (
                 (np.minimum, begin), (np.maximum, end), (np.add, own), (np.minimum, issue), (np.maximum, issue)
             )
-        ]  # fmt: skip
-        by_issue = np.lexsort((columns[0], columns[3]))
-        self.start, self.end, self.own, self.issue, self.issued = (column[by_issue] for column in columns)
-        self.place, self.node = members[first][by_issue], np.full(len(graph), -1, dtype=np.int64)
-        self.node[members] = np.argsort(by_issue)[label[order]]
+        )  # fmt: skip
+        self.place, self.node = members[first], np.full(len(graph), -1, dtype=np.int64)
+        self.node[members] = np.searchsorted(first, np.arange(len(members)), "right") - 1
         self.works = [graph.works[number] for number in nodes["work"][self.place].tolist()]
         self.is_op = nodes["kind"][self.place] == OP
         self.streams = self._streams()

@@ -136,9 +136,12 @@ _BY_SCOPE: Mapping[str, Classify] = MappingProxyType(
 )
 
 
+_JOINS = ("aten::cat", "aten::stack")
+
+
 def depends_on_scope(name: str) -> bool:
-    """Whether what a call is depends on what encloses it."""
-    return name in _BY_SCOPE
+    """Whether what a call is depends on what encloses it or is before it."""
+    return name in _BY_SCOPE or name in _JOINS
 
 
 def call_table() -> Mapping[str, Classify]:
@@ -160,7 +163,6 @@ def _as(kind: str, dims_of: Callable[[Args], tuple[int, ...] | None]) -> Classif
     return classify_as
 
 
-_JOINS = ("aten::cat", "aten::stack")
 _interned: Memo[tuple[str, tuple[int, ...], str], Op] = Memo("ops of traces", 100_000)
 
 

@@ -83,6 +83,12 @@ class Table:
         """Some rows of the table, in that order."""
         return Table(self.start[rows], self.end[rows], {name: column[rows] for name, column in self.columns.items()})
 
+    def joined(self, other: Table) -> Table:
+        """The events of both tables, in order."""
+        columns = {name: np.concatenate([values, other[name]]) for name, values in self.columns.items()}
+        found = Table(np.concatenate([self.start, other.start]), np.concatenate([self.end, other.end]), columns)
+        return found.take(np.lexsort((-found.end, found.start)))
+
 
 def picked(values: NDArray[Any], index: Ints, otherwise: Any) -> NDArray[Any]:
     """``values[index]``; ``otherwise`` where the index is -1, which stands for none."""
@@ -197,10 +203,13 @@ class RankEvents:
         del self._ops, self._runtime, self._device  # as much memory again
 
     def arguments(self, signature: int) -> dict[str, Any]:
-        """Dims, types, strides and literals of calls with a signature, by the profiler's names; parsed once."""
+        """Dims, types, strides and literals of calls with a signature, by the profiler's names; parsed once.
+
+        A negative signature has none of them.
+        """
         known = self._arguments.get(signature)
         if known is None:
-            key = self._texts[signature]
+            key = self._texts[signature] if signature >= 0 else 0
             values = () if isinstance(key, int) else parse(_json(key[1:]))
             names = ("Input Dims", "Input type", "Input Strides", "Concrete Inputs")
             known = {name: value for name, value in zip(names, values, strict=False) if value is not None}

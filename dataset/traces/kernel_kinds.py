@@ -124,7 +124,8 @@ class KernelKinds:
         self._tree = tree
         self._known = call_table()
         self._parent, self._names = tree.parent.tolist(), events.ops["name"].tolist()
-        self._signature = events.ops["signature"].tolist()
+        self._signature, self._sequence = events.ops["signature"].tolist(), events.ops["sequence"].tolist()
+        self._dtype = "fp32"  # of the newest op
         self._is_known = [name in self._known or name.startswith(_ANNOTATED) for name in events.names]
         self._is_evaluation = [is_evaluation(name) for name in events.names]
         self._calls: dict[int, tuple[int, Op | None]] = {}
@@ -172,6 +173,8 @@ class KernelKinds:
     def _classified(self, call: int) -> Op | None:
         tree, number, op = self._tree, self._signature[call], None
         evaluation, sequence = int(tree.backward[call]), int(tree.sequence[call])
+        if evaluation >= 0 and self._sequence[call] not in (-1, self._sequence[evaluation]):
+            evaluation = -1  # backward computes a part of forward again
         if number in self._by_signature:
             op = self._by_signature[number]
         else:
@@ -180,11 +183,12 @@ class KernelKinds:
                 with suppress(KeyError, ValueError):  # the name may be wrong
                     op = annotated_op(parse_annotation(name))
             else:
-                op = classify(name, self._events.arguments(number), self._scope(evaluation, sequence))
+                op = classify(name, self._events.arguments(number), self._scope(evaluation, sequence), self._dtype)
             if not depends_on_scope(name):
                 self._by_signature[number] = op
         if op is not None and op.kind == "linear" and sequence >= 0 and evaluation < 0:
             self._forward_dims[sequence] = op.dims
+        self._dtype = op.dtype if op is not None else self._dtype
         return op
 
     def _scope(self, evaluation: int, sequence: int) -> Scope:

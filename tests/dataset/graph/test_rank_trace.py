@@ -263,6 +263,26 @@ def test_the_time_to_launch_goes_from_launch_to_launch_of_a_step(tmp_path: Path)
     assert not cpu.launch_s.any() and not cpu.launch_events.any()
 
 
+def test_ops_of_a_device_are_what_their_calls_are(tmp_path: Path) -> None:
+    """An annotated composite is one op, parts of the loss are one, what is joined has the dtype of the op before."""
+    file = KinetoFile().note("stepsight::op kind=swiglu dims=64 dtype=bf16", 0, 19)
+    names = ("aten::silu", "aten::mul", "aten::cat", "aten::log_softmax", "aten::nll_loss_nd")
+    dims = ([[64]], [[64]], [[[4], [4]]], [[16, 10]], [[16, 10], [16]])
+    for number, (name, sizes) in enumerate(zip(names, dims, strict=True)):
+        file.call(name, 10.0 * number, 8, *sizes).launch(10.0 * number + 2, number + 1)
+        file.kernel(name, 100.0 * (number + 1), 10, 7, number + 1)
+    trace = read(file, tmp_path)
+    assert works(trace) == ["swiglu[64]bf16", "copy[8]bf16", "cross_entropy[16x10]fp32"]
+    assert trace.duration_s == pytest.approx([20e-6, 10e-6, 20e-6])
+
+
+def test_a_product_that_backward_computes_again_is_one_of_forward(tmp_path: Path) -> None:
+    file = KinetoFile().call("autograd::engine::evaluate_function: AddmmBackward0", 0, 100, Sequence_number=7)
+    file.call("aten::mm", 10, 20, [4, 6], [6, 8], Sequence_number=9).launch(12, 1).kernel("a", 50, 10, 7, 1)
+    file.call("aten::mm", 40, 20, [4, 8], [8, 6], Input_Strides=[[8, 1], [6, 1]]).launch(42, 2)
+    assert works(read(file.kernel("b", 70, 10, 7, 2), tmp_path)) == ["linear[4x8x6]fp32", "linear_dgrad[4x8x6]fp32"]
+
+
 def test_spinning_kernels_are_a_stand_ins_collectives(tmp_path: Path) -> None:
     """On CUDA the spin is the collective, copies beside it are its own, and no spinning stream computes."""
     file = KinetoFile(0, 8).call("aten::gelu", 0, 10, [8]).launch(2, 1)
