@@ -17,15 +17,7 @@ from stepsight.dataset.base.caching import cached
 from stepsight.dataset.base.errors import JobError
 from stepsight.dataset.base.files import file_version, is_facts_file, only_one, read_facts
 from stepsight.dataset.base.registry import Registry, instance_of
-from stepsight.dataset.job.specs import (
-    CHECKPOINTS,
-    DISPATCHERS,
-    ENGINES,
-    FP8_SCALING,
-    OVERLAP_TP,
-    RECOMPUTE_MODULES,
-    RUNTIMES,
-)
+from stepsight.dataset.job.specs import CHOICES
 
 SELECTIVE = ("attention", "every-2nd-layer")
 GRADIENTS = ("model", "model-fused", "fp32", "fp32-cast")
@@ -117,21 +109,16 @@ class Framework:
     mean_tokens: int = 0
 
     def __post_init__(self) -> None:
-        for key, value, allowed in (
-            ("engine", self.engine, ("", *ENGINES)),
-            ("checkpoint", self.checkpoint, ("", *CHECKPOINTS)),
-            ("selective", self.selective, SELECTIVE),
-            ("gradients", self.gradients, GRADIENTS),
-            ("runtime", self.runtime, ("", *RUNTIMES)),
-            ("overlap_tp", self.overlap_tp, OVERLAP_TP),
-            ("fp8_scaling", self.fp8_scaling, FP8_SCALING),
-            ("dispatcher", self.dispatcher, DISPATCHERS),
-            *(("recompute_modules", module, RECOMPUTE_MODULES) for module in self.recompute_modules),
-            ("p2p", self.p2p, P2P),
-            ("attention", self.attention, ATTENTION),
-        ):
-            if value not in allowed:
-                raise JobError(f"framework {self.name}: {key} must be one of {', '.join(allowed)}, got {value!r:.80}")
+        choices = {key.partition(".")[2]: words for key, words in CHOICES.items()}
+        own = {"selective": SELECTIVE, "gradients": GRADIENTS, "p2p": P2P, "attention": ATTENTION}
+        stated = ("engine", "checkpoint", "runtime", "overlap_tp", "fp8_scaling", "dispatcher", "recompute_modules")
+        for key, allowed in {**{key: choices[key] for key in stated}, **own}.items():
+            value = getattr(self, key)
+            for word in value if isinstance(value, tuple) else (value,):
+                if word not in allowed:
+                    raise JobError(
+                        f"framework {self.name}: {key} must be one of {', '.join(allowed)}, got {word!r:.80}"
+                    )
         if self.until and not re.fullmatch(_MONTH, self.until):
             raise JobError(f"framework {self.name}: until must be a month as 2021-11, got {self.until!r:.80}")
         if not 0 < self.loss_share <= 1 or self.mean_tokens < 0:

@@ -8,6 +8,7 @@ from typing import Protocol
 from stepsight.dataset.base.errors import JobError
 from stepsight.dataset.base.registry import Registry, did_you_mean
 from stepsight.dataset.hardware.hardware import Fabric, hardware_name
+from stepsight.dataset.job import specs
 from stepsight.dataset.job.frameworks import LIBRARIES, software_problems
 from stepsight.dataset.job.parallel_rules import (
     Rules,
@@ -18,30 +19,6 @@ from stepsight.dataset.job.parallel_rules import (
     check_sequence,
     check_shards,
     check_stages,
-)
-from stepsight.dataset.job.specs import (
-    ATTENTION_KERNELS,
-    ATTENTIONS,
-    AXES,
-    CHECKPOINTS,
-    CONTEXT_PARALLEL,
-    DISPATCHERS,
-    ENGINES,
-    FAMILIES,
-    FP8_SCALING,
-    GRADIENT_DTYPES,
-    OPTIMIZERS,
-    OVERLAP_TP,
-    PRECISIONS,
-    RECOMPUTE,
-    RECOMPUTE_MODULES,
-    RUNTIMES,
-    BatchSpec,
-    ClusterSpec,
-    ExecutionSpec,
-    ModelSpec,
-    OptimizerSpec,
-    ParallelSpec,
 )
 
 # Larger numbers are typing mistakes.
@@ -71,17 +48,17 @@ class JobTables(Protocol):
     """What the rules read of a job."""
 
     @property
-    def model(self) -> ModelSpec: ...
+    def model(self) -> specs.ModelSpec: ...
     @property
-    def parallel(self) -> ParallelSpec: ...
+    def parallel(self) -> specs.ParallelSpec: ...
     @property
-    def batch(self) -> BatchSpec: ...
+    def batch(self) -> specs.BatchSpec: ...
     @property
-    def optimizer(self) -> OptimizerSpec: ...
+    def optimizer(self) -> specs.OptimizerSpec: ...
     @property
-    def cluster(self) -> ClusterSpec: ...
+    def cluster(self) -> specs.ClusterSpec: ...
     @property
-    def execution(self) -> ExecutionSpec: ...
+    def execution(self) -> specs.ExecutionSpec: ...
     @property
     def num_micro_batches(self) -> int: ...
     @property
@@ -133,29 +110,15 @@ def _elements(rules: Rules, job: JobTables) -> None:
 
 
 def _choices(rules: Rules, job: JobTables) -> None:
-    m, p = job.model, job.parallel
-    for key, value, allowed in (
-        ("model.family", m.family, FAMILIES),
-        ("model.attention", m.attention, ATTENTIONS),
-        ("model.attention_kernels", m.attention_kernels, ATTENTION_KERNELS),
-        ("parallel.gradient_dtype", p.gradient_dtype, GRADIENT_DTYPES),
-        ("parallel.overlap_tp", p.overlap_tp, OVERLAP_TP),
-        ("parallel.recompute", p.recompute, RECOMPUTE),
-        *(("parallel.recompute_modules", module, RECOMPUTE_MODULES) for module in p.recompute_modules),
-        ("parallel.dispatcher", p.dispatcher, DISPATCHERS),
-        ("parallel.zero_stage", p.zero_stage, (0, 1, 2, 3)),
-        ("parallel.context_parallel", p.context_parallel, CONTEXT_PARALLEL),
-        ("parallel.runtime", p.runtime, ("", *RUNTIMES)),
-        ("batch.precision", job.batch.precision, PRECISIONS),
-        ("batch.fp8_scaling", job.batch.fp8_scaling, FP8_SCALING),
-        ("optimizer.kind", job.optimizer.kind, OPTIMIZERS),
-        ("execution.engine", job.execution.engine, ("", *ENGINES)),
-        ("execution.checkpoint", job.execution.checkpoint, ("", *CHECKPOINTS)),
-    ):
-        if value not in allowed:
-            names: Iterable[object] = allowed.names() if isinstance(allowed, Registry) else allowed
-            words = ", ".join(repr(name) if name == "" else str(name) for name in names)
-            rules.append(f"{key} must be one of {words}, got {value!r:.80}{did_you_mean(value, names)}")
+    p = job.parallel
+    for key, allowed in specs.CHOICES.items():
+        section, _, name = key.partition(".")
+        value = getattr(getattr(job, section), name)
+        for word in value if isinstance(value, tuple) else (value,):
+            if word not in allowed:
+                names: Iterable[object] = allowed.names() if isinstance(allowed, Registry) else allowed
+                words = ", ".join(repr(known) if known == "" else str(known) for known in names)
+                rules.append(f"{key} must be one of {words}, got {word!r:.80}{did_you_mean(word, names)}")
     _schedule(rules, p)
     rules.require(
         0 <= job.execution.dispatch_calls <= 10_000,
@@ -165,8 +128,8 @@ def _choices(rules: Rules, job: JobTables) -> None:
     for problem in software_problems(stated) if any(stated.values()) else ():
         rules.append(f"execution.{problem}")
     rules.require(
-        sorted(p.order.split("-")) == sorted(AXES),
-        f"parallel.order must name {', '.join(AXES)} once each, joined by '-', got {p.order!r:.80}",
+        sorted(p.order.split("-")) == sorted(specs.AXES),
+        f"parallel.order must name {', '.join(specs.AXES)} once each, joined by '-', got {p.order!r:.80}",
     )
     rules.require(bool(job.cluster.hardware), "cluster.hardware must name a device, got ''")
     try:
@@ -177,7 +140,7 @@ def _choices(rules: Rules, job: JobTables) -> None:
         rules.append(str(error))
 
 
-def _schedule(rules: Rules, parallel: ParallelSpec) -> None:
+def _schedule(rules: Rules, parallel: specs.ParallelSpec) -> None:
     """A schedule by name, with its virtual stages; a file is checked when it is read."""
     from stepsight.dataset.schedules import SCHEDULES  # numpy: only once there is a job
 

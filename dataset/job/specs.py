@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -254,6 +254,27 @@ ENGINES = ("eager-pytorch", "megatron", "deepspeed-0.3")  # what each does: ``ex
 REENTRANT, EARLY_STOP, PROJECTIONS = "reentrant", "early-stop", "projections"
 CHECKPOINTS = (REENTRANT, EARLY_STOP, PROJECTIONS)
 AXES = ("tp", "cp", "dp", "pp")
+# Words that a field may hold, and each word of a field that holds several.
+CHOICES: Mapping[str, Collection[Any]] = MappingProxyType(
+    {
+        "model.family": FAMILIES,
+        "model.attention": ATTENTIONS,
+        "model.attention_kernels": ATTENTION_KERNELS,
+        "parallel.gradient_dtype": GRADIENT_DTYPES,
+        "parallel.overlap_tp": OVERLAP_TP,
+        "parallel.recompute": RECOMPUTE,
+        "parallel.recompute_modules": RECOMPUTE_MODULES,
+        "parallel.dispatcher": DISPATCHERS,
+        "parallel.zero_stage": (0, 1, 2, 3),
+        "parallel.context_parallel": CONTEXT_PARALLEL,
+        "parallel.runtime": ("", *RUNTIMES),
+        "batch.precision": PRECISIONS,
+        "batch.fp8_scaling": FP8_SCALING,
+        "optimizer.kind": OPTIMIZERS,
+        "execution.engine": ("", *ENGINES),
+        "execution.checkpoint": ("", *CHECKPOINTS),
+    }
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
