@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import fnmatch
 import json
+import re
 import sys
 from collections import Counter
 from collections.abc import Mapping
@@ -23,7 +24,7 @@ from stepsight.dataset.capture.captured import collective_counts, compute_flops
 from stepsight.dataset.capture.capturing_run import CaptureRequest, capture
 from stepsight.dataset.job.job import Job
 from stepsight.dataset.kinds.op import Collective
-from stepsight.experiments.studies.study import Row, Study, rows_text
+from stepsight.experiments.studies.study import Row, Study, cases, rows_text
 from stepsight.simulator.iteration.simulate import segment_flops, simulate
 from stepsight.simulator.programs.lower import Lowered
 from stepsight.simulator.replay.captured_step import time_captured
@@ -33,54 +34,19 @@ SCRIPT = Path(__file__).with_name("scripts.py")
 HARDWARE = "h100-sxm-80gb"
 Counts = Counter[tuple[str, int, int]]  # by kind, bytes and group size
 
-_GPT: Row = {"family": "gpt", "layers": 4, "hidden": 2048, "heads": 16, "vocab": 32000, "seq_len": 2048}
-_LLAMA: Row = {**_GPT, "family": "llama", "kv_heads": 8, "ffn": 5632}
-_BERT: Row = {**_GPT, "family": "bert", "seq_len": 512}
-_MIXED = {"precision": "bf16"}  # parameters, gradients, loss and step in fp32
-STRATEGIES: Mapping[str, Row] = {
-    "gpt, one device": {**_GPT},
-    "gpt, two micro-batches": {**_GPT, "micro_batches": 2},
-    "llama, one device": {**_LLAMA},
-    "llama, recomputed": {**_LLAMA, "recompute": "full"},
-    "gpt, ddp 8": {**_GPT, "dp": 8},
-    "gpt, ddp 64": {**_GPT, "dp": 64},
-    "llama, ddp 16, two micro-batches": {**_LLAMA, "dp": 16, "micro_batches": 2},
-    "bert, ddp 8": {**_BERT, "dp": 8},
-    "gpt, fsdp 8": {**_GPT, "dp": 8, "zero_stage": 3},
-    "llama, fsdp 64": {**_LLAMA, "dp": 64, "zero_stage": 3},
-    "llama, fsdp 16, recomputed": {**_LLAMA, "dp": 16, "zero_stage": 3, "recompute": "full"},
-    "llama, fsdp 8, two micro-batches": {**_LLAMA, "dp": 8, "zero_stage": 3, "micro_batches": 2},
-    "gpt, tp 2": {**_GPT, "tp": 2},
-    "llama, tp 4": {**_LLAMA, "tp": 4},
-    "gpt, tp 4, sequence parallel": {**_GPT, "tp": 4, "sequence_parallel": True},
-    "llama, tp 8, sequence parallel": {**_LLAMA, "tp": 8, "sequence_parallel": True},
-    "gpt, tp 2 x ddp 4": {**_GPT, "tp": 2, "dp": 4},
-    "llama, tp 2 x fsdp 8": {**_LLAMA, "tp": 2, "dp": 8, "zero_stage": 3, "sequence_parallel": True},
-    "gpt, pp 2": {**_GPT, "pp": 2, "micro_batches": 4},
-    "llama, pp 4": {**_LLAMA, "pp": 4, "micro_batches": 8},
-    "gpt, pp 4, gpipe": {**_GPT, "pp": 4, "micro_batches": 4, "schedule": "gpipe"},
-    "llama, pp 2 x tp 2": {**_LLAMA, "pp": 2, "tp": 2, "micro_batches": 4, "sequence_parallel": True},
-    "gpt, pp 2 x dp 2": {**_GPT, "pp": 2, "dp": 2, "micro_batches": 4},
-    "llama, pp 2 x dp 2 x tp 2": {**_LLAMA, "pp": 2, "dp": 2, "tp": 2, "micro_batches": 4},
-    "gpt, one device, mixed": {**_GPT, **_MIXED},
-    "llama, recomputed, mixed": {**_LLAMA, **_MIXED, "recompute": "full", "micro_batches": 2},
-    "gpt, ddp 8, mixed": {**_GPT, **_MIXED, "dp": 8},
-    "llama, ddp 16, mixed, two micro-batches": {**_LLAMA, **_MIXED, "dp": 16, "micro_batches": 2},
-    "llama, tp 2 x ddp 4, mixed": {**_LLAMA, **_MIXED, "tp": 2, "dp": 4, "sequence_parallel": True},
-    "gpt, ddp 8, autocast": {**_GPT, **_MIXED, "dp": 8, "autocast": True},
-    "llama, one device, autocast": {**_LLAMA, **_MIXED, "autocast": True},
-    "gpt, fsdp 8, mixed": {**_GPT, **_MIXED, "dp": 8, "zero_stage": 3},
-    "llama, fsdp 64, mixed": {**_LLAMA, **_MIXED, "dp": 64, "zero_stage": 3},
-    "llama, tp 2 x fsdp 8, mixed": {**_LLAMA, **_MIXED, "tp": 2, "dp": 8, "zero_stage": 3, "sequence_parallel": True},
-    "gpt, pp 2 x dp 2, mixed": {**_GPT, **_MIXED, "pp": 2, "dp": 2, "micro_batches": 4},
-}
+
+def strategies() -> dict[str, Row]:
+    """Sizes and degrees of every strategy, by name."""
+    found = cases("capture")
+    models: dict[str, Row] = found["models"]
+    return {name: {**models[re.split("[ ,]", name)[0]], **own} for name, own in found["strategies"].items()}
 
 
 def job_of(values: Mapping[str, Any]) -> Job:
     """A job from sizes and degrees."""
     merged = {"tp": 1, "pp": 1, "dp": 1, "micro_batches": 1, **values}
     many = merged.pop("micro_batches")
-    model = {key: merged.pop(key) for key in _LLAMA if key in merged}
+    model = {key: merged.pop(key) for key in cases("capture")["models"]["llama"] if key in merged}
     precision = merged.pop("precision", "pure-bf16")
     merged.pop("autocast", None)  # concerns the script alone
     ranks = merged["tp"] * merged["pp"] * merged["dp"]
@@ -158,12 +124,12 @@ def compare(name: str, values: Mapping[str, Any]) -> Row:
 def run(options: argparse.Namespace) -> tuple[Any, str]:
     """All strategies whose names match."""
     rows = []
-    for name, values in STRATEGIES.items():
+    for name, values in strategies().items():
         if fnmatch.fnmatch(name, options.only):
             print(f"capturing {name}", file=sys.stderr)
             rows.append(compare(name, values))
     if not rows:
-        raise StepsightError(f"--only must match one of {', '.join(STRATEGIES)}, got {options.only!r:.80}")
+        raise StepsightError(f"--only must match one of {', '.join(strategies())}, got {options.only!r:.80}")
     told = [{**row, "agree": f"{len(row['differences'])} differ" if row["differences"] else "all"} for row in rows]
     columns = {"strategy": "strategy", "ranks": "ranks", "collectives": "collectives", "agree": "agree",
                "FLOP off, %": "flops_off_percent", "job ms": "lowered_s", "script ms": "captured_s",

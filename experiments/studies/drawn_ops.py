@@ -13,6 +13,7 @@ from types import MappingProxyType
 
 from stepsight.dataset.hardware.hardware import Hardware, roofline_seconds
 from stepsight.dataset.kinds.op import Op
+from stepsight.experiments.studies.study import cases
 
 HELDOUT_PART = 0.15  # share of all ops, and of the (n, k), widths and lengths of each family
 VARIANT_FAMILIES = ("norm", "elementwise", "loss")  # if compiled kernels may replace eager ones
@@ -23,7 +24,7 @@ _TRIES = 200  # draws for each op: most are too long, too large or repeated
 class OpSpace:
     """The distributions of ops."""
 
-    models: Sequence[tuple[int, int, int, int, int]]  # hidden, heads, kv heads, feed-forward, and 2 if gated, else 1
+    models: Sequence[Sequence[int]]  # hidden, heads, kv heads, feed-forward, and 2 if gated, else 1
     tps: Sequence[int]  # tensor-parallel degrees that shard products
     tokens: Sequence[int]  # rows of an op
     lengths: Sequence[int]  # tokens of a sequence
@@ -33,51 +34,14 @@ class OpSpace:
     vocabs: Sequence[int]
     dtypes: Mapping[str, float]  # of products, with their parts
     dtype: str  # of all else
-    numels: tuple[int, int]  # least and most elements of an optimizer's step
+    numels: Sequence[int]  # least and most elements of an optimizer's step
     most_s: float  # by the roofline
     most_bytes: float  # that an op reads and writes
 
 
-GPU = OpSpace(
-    models=(
-        (512, 8, 8, 2048, 1), (768, 12, 12, 3072, 1), (896, 14, 2, 4864, 2), (1024, 16, 16, 4096, 1),
-        (1280, 20, 20, 5120, 1), (1536, 16, 16, 6144, 1), (1536, 12, 2, 8960, 2), (2048, 16, 16, 8192, 1),
-        (2048, 32, 8, 8192, 2), (2304, 24, 24, 9216, 1), (2560, 32, 32, 10240, 1), (3072, 24, 8, 8192, 2),
-        (3584, 32, 32, 14336, 1), (4096, 32, 32, 11008, 2), (4096, 32, 8, 14336, 2), (5120, 40, 40, 13824, 2),
-        (6144, 48, 8, 16384, 2), (7168, 56, 8, 20480, 2), (8192, 64, 8, 28672, 2), (12288, 96, 96, 49152, 1),
-    ),
-    tps=(1, 1, 2, 4, 8),
-    tokens=(*(2**power for power in range(7, 17)), 384, 1536, 3072, 6144, 12288, 24576),
-    lengths=(512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192, 12288, 16384),
-    batches=(1, 2, 3, 4, 8, 16),
-    head_dims=(64, 80, 96, 112, 128),
-    heads=(4, 6, 8, 12, 16, 24, 32, 40),
-    vocabs=(8192, 32000, 49152, 50304, 65536, 100352, 128256),
-    dtypes=MappingProxyType({"bf16": 0.7, "fp16": 0.1, "fp8": 0.12, "tf32": 0.08}),
-    dtype="bf16",
-    numels=(2**20, 2**31),
-    most_s=0.03,
-    most_bytes=12e9,
-)  # fmt: skip
-CPU = OpSpace(
-    models=(
-        (64, 2, 2, 192, 2), (96, 3, 3, 384, 1), (128, 4, 4, 512, 1), (160, 5, 5, 640, 1), (192, 6, 2, 512, 2),
-        (224, 7, 7, 608, 2), (256, 4, 4, 1024, 1), (256, 8, 4, 768, 2), (320, 5, 5, 896, 2), (352, 11, 11, 1408, 1),
-        (384, 6, 6, 1536, 1), (448, 7, 7, 1792, 1), (512, 8, 8, 2048, 1), (640, 10, 5, 1792, 2),
-    ),
-    tps=(1, 1, 2),
-    tokens=(48, 64, 96, 128, 192, 256, 384, 512),
-    lengths=(48, 64, 96, 128, 192, 256, 384),
-    batches=(1, 2, 3, 4),
-    head_dims=(16, 32, 48, 64),
-    heads=(2, 4, 6, 8),
-    vocabs=(512, 1024, 1536, 2048, 2560, 3072, 4096, 6144),
-    dtypes=MappingProxyType({"fp32": 1.0}),
-    dtype="fp32",
-    numels=(2**14, 2**23),
-    most_s=0.08,
-    most_bytes=5e8,
-)  # fmt: skip
+def op_space(device: str) -> OpSpace:
+    """The ops of ``cuda`` or ``cpu``."""
+    return OpSpace(**cases("ops")[device])
 
 
 def _product(space: OpSpace, rng: random.Random) -> Op:

@@ -26,42 +26,9 @@ from stepsight.dataset.base.errors import JobError
 from stepsight.dataset.hardware.hardware import HARDWARE
 from stepsight.dataset.harness.models import parallel
 from stepsight.dataset.job.job import Job
-from stepsight.experiments.studies.study import Row, Study, rows_text
+from stepsight.experiments.studies.study import Row, Study, cases, rows_text
 from stepsight.simulator.memory import estimate_memory
 
-_SIZES: tuple[Row, ...] = (
-    {"layers": 4, "hidden": 256, "heads": 4, "vocab": 1024, "seq_len": 256, "micro_batch": 4},
-    {"layers": 4, "hidden": 512, "heads": 4, "vocab": 1024, "seq_len": 64, "micro_batch": 1},
-    {"layers": 6, "hidden": 512, "heads": 8, "vocab": 8192, "seq_len": 128, "micro_batch": 2},
-)
-_LLAMA: Row = {"family": "llama", "ffn": 704}
-_WAYS: tuple[tuple[int, Row], ...] = (  # rank, changes
-    (0, {}),
-    (0, {"micro_batches": 3}),
-    (0, {**_LLAMA, "kv_heads": 2}),
-    (0, {**_LLAMA, "micro_batches": 3}),
-    (0, {"tied_embeddings": True}),
-    (0, {"recompute": "full"}),
-    (0, {**_LLAMA, "recompute": "full", "micro_batches": 2}),
-    (0, {"tp": 2}),
-    (0, {"tp": 2, "sequence_parallel": True}),
-    (0, {**_LLAMA, "tp": 4, "sequence_parallel": True, "micro_batches": 2}),
-    (0, {"dp": 8, "zero_stage": 3}),
-    (0, {**_LLAMA, "dp": 8, "zero_stage": 3, "micro_batches": 2}),
-    (0, {"dp": 4, "zero_stage": 3, "recompute": "full"}),
-    (0, {"dp": 4, "zero_stage": 3, "recompute": "full", "micro_batches": 3}),
-    (0, {"dp": 4, "tp": 2, "zero_stage": 3, "sequence_parallel": True}),
-    # In bf16 the harness has its loss in bf16, unlike other frameworks: a small vocabulary makes this unimportant.
-    (0, {"dp": 8, "zero_stage": 3, "precision": "bf16", "vocab": 128}),
-    (0, {**_LLAMA, "dp": 64, "zero_stage": 3, "precision": "bf16", "vocab": 128, "recompute": "full"}),
-    (0, {"pp": 2, "micro_batches": 4}),
-    (1, {"pp": 2, "micro_batches": 4}),
-    (1, {"pp": 4, "layers": 4, "micro_batches": 8}),
-    (0, {"pp": 4, "layers": 4, "micro_batches": 8, "schedule": "gpipe"}),
-    (3, {"pp": 4, "layers": 4, "micro_batches": 4, "recompute": "full"}),
-    (2, {"pp": 2, "tp": 2, "micro_batches": 4, "sequence_parallel": True}),
-    (0, {"pp": 2, "dp": 2, "micro_batches": 4}),
-)
 _MODEL = ("family", "layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "seq_len", "tied_embeddings")
 
 
@@ -144,7 +111,11 @@ def _agree_on_static_shapes(_: object, stages: list[object], *__: object) -> Non
 
 def run(options: argparse.Namespace) -> tuple[Any, str]:
     """Track every size with every strategy."""
-    rows = [tracked_row(tracked_job({**size, **change}), rank) for size in _SIZES for rank, change in _WAYS]
+    tried, rows = cases("memory"), list[Row]()
+    for size in tried["sizes"]:
+        for way in tried["ways"]:
+            change = {key: value for key, value in way.items() if key != "rank"}
+            rows.append(tracked_row(tracked_job({**size, **change}), way["rank"]))
     errors = [row["error"] for row in rows]
     sizes = list(map(abs, errors))
     median, worst, bias = statistics.median(sizes), max(sizes), statistics.median(errors)

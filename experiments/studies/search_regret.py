@@ -18,52 +18,20 @@ from stepsight.dataset.job.job import Job
 from stepsight.experiments.search.search import search
 from stepsight.experiments.search.settings import Space
 from stepsight.experiments.search.strategies import Grid
-from stepsight.experiments.studies.study import Row, Study, rows_text
+from stepsight.experiments.studies.study import Row, Study, cases, rows_text
 
 JOBS = 30
 MOST_DRAWN = 100
 MOST_LEGAL = 20_000  # strategies of a job
-# Layers, hidden, heads and the rest of a model, smallest to largest, and how many devices it may have.
-FAMILIES: dict[str, list[Row]] = {
-    "gpt": [
-        {"layers": layers, "hidden": hidden, "heads": hidden // 128, "vocab": 51200, "seq_len": 2048}
-        for layers, hidden in ((24, 2048), (32, 4096), (48, 6144), (80, 10240), (96, 12288))
-    ],
-    "llama": [
-        {"layers": layers, "hidden": hidden, "heads": hidden // 128, "kv_heads": 8, "ffn": ffn, "vocab": 128256}
-        for layers, hidden, ffn in ((32, 4096, 14336), (80, 8192, 28672), (126, 16384, 53248))
-    ],
-    "mixtral": [
-        {"layers": layers, "hidden": hidden, "heads": hidden // 128, "kv_heads": 8, "vocab": 32768, "experts": 8,
-         "experts_per_token": 2, "ffn": ffn, "expert_ffn": ffn}
-        for layers, hidden, ffn in ((32, 4096, 14336), (56, 6144, 16384))
-    ],
-    "deepseek": [
-        {"layers": layers, "hidden": hidden, "heads": heads, "vocab": 102400, "seq_len": 4096, "experts": experts,
-         "experts_per_token": 6, "ffn": ffn, "expert_ffn": inner, "shared_experts": 2, "dense_layers": 1,
-         "attention": "mla", "head_dim": 128, "q_lora_rank": 1536, "kv_lora_rank": 512, "rope_head_dim": 64,
-         "v_head_dim": 128}
-        for layers, hidden, heads, experts, ffn, inner in ((27, 2048, 16, 64, 10944, 1408),
-                                                           (60, 5120, 128, 160, 12288, 1536))
-    ],
-    "bert": [
-        {"layers": layers, "hidden": hidden, "heads": heads, "vocab": 30592, "seq_len": 512}
-        for layers, hidden, heads in ((24, 1024, 16), (48, 2560, 40))
-    ],
-    "vit": [
-        {"layers": layers, "hidden": hidden, "heads": heads, "ffn": ffn, "vocab": 1000, "seq_len": 256,
-         "patch_dim": 768}
-        for layers, hidden, heads, ffn in ((32, 1280, 16, 5120), (48, 1664, 16, 8192), (56, 6144, 48, 24576))
-    ],
-}  # fmt: skip
 OF_LLAMA = ("mixtral", "deepseek")
 CLUSTERS = {"a100-sxm-80gb": "dgx-a100", "h100-sxm-80gb": "dgx-h100", "b200-sxm-180gb": "dgx-b200"}
 
 
 def drawn_job(random: Random) -> Job:
     """A job whose model, cluster, fabric and batch are drawn at random."""
-    name = random.choice(list(FAMILIES))
-    model = {"seq_len": random.choice([4096, 8192]), **random.choice(FAMILIES[name])}
+    families = cases("search")
+    name = random.choice(list(families))
+    model = {"seq_len": random.choice([4096, 8192]), **random.choice(families[name])}
     hardware = random.choice(list(CLUSTERS))
     nodes = 2 ** random.randint(0, 11)
     fabric: Any = CLUSTERS[hardware]

@@ -5,14 +5,22 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from stepsight.dataset.base.errors import StepsightError
 from stepsight.experiments.reports.text_table import Number, table
 
 Row = dict[str, Any]
+
+
+def cases(study: str) -> Row:
+    """The models, strategies and runs of a study, as ``cases.toml`` beside this file lists them."""
+    tables: dict[str, Row] = tomllib.loads(Path(__file__).with_name("cases.toml").read_text("utf-8"))
+    return tables[study]
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import pytest
 
 from stepsight.dataset.hardware.hardware import Hardware, find_hardware, roofline_seconds
 from stepsight.dataset.kinds.op import Op
-from stepsight.experiments.studies.drawn_ops import CPU, GPU, OpSpace, draw, likeness, split
+from stepsight.experiments.studies.drawn_ops import OpSpace, draw, likeness, op_space, split
 from stepsight.experiments.studies.one_gpu_plans import CPU as LOCAL
 
 
@@ -16,7 +16,7 @@ def _facts(name: str) -> Hardware:
     return found
 
 
-@pytest.mark.parametrize(("space", "name"), [(GPU, "h200-sxm-141gb"), (CPU, LOCAL)])
+@pytest.mark.parametrize(("space", "name"), [(op_space("cuda"), "h200-sxm-141gb"), (op_space("cpu"), LOCAL)])
 def test_draws_are_distinct_and_within_bounds(space: OpSpace, name: str) -> None:
     hardware = _facts(name)
     ops = draw(space, 500, hardware, seed=3)
@@ -29,7 +29,7 @@ def test_draws_are_distinct_and_within_bounds(space: OpSpace, name: str) -> None
 
 
 def test_a_gpu_is_asked_for_what_the_issue_names() -> None:
-    ops = draw(GPU, 1500, _facts("h200-sxm-141gb"), seed=0)
+    ops = draw(op_space("cuda"), 1500, _facts("h200-sxm-141gb"), seed=0)
     products = [op for op in ops if op.family == "gemm"]
     assert {op.dtype for op in products} == {"bf16", "fp16", "fp8", "tf32"}
     assert {op.kind for op in products} == {"linear", "linear_dgrad", "linear_wgrad"}
@@ -41,12 +41,12 @@ def test_a_gpu_is_asked_for_what_the_issue_names() -> None:
 
 
 def test_some_families_alone() -> None:
-    ops = draw(GPU, 60, _facts("h200-sxm-141gb"), 0, ("norm", "loss"))
+    ops = draw(op_space("cuda"), 60, _facts("h200-sxm-141gb"), 0, ("norm", "loss"))
     assert {op.family for op in ops} == {"norm", "loss"}
 
 
 def test_what_judges_is_like_nothing_that_teaches() -> None:
-    drawn = draw(CPU, 400, _facts(LOCAL), seed=0)
+    drawn = draw(op_space("cpu"), 400, _facts(LOCAL), seed=0)
     needed = [op for op in drawn[:40] if 448 not in op.dims]
     unseen = [Op("linear", (64, 448, 448), "fp32"), Op("layer_norm", (64, 448), "fp32")]
     train, heldout = split(drawn, needed, unseen, seed=0)

@@ -7,13 +7,14 @@ import pytest
 
 from stepsight.dataset.job.job import Job
 from stepsight.experiments.studies import search_regret
+from stepsight.experiments.studies.study import cases
 
 
 def test_families_and_clusters_are_drawn() -> None:
     """Six families on all clusters, 8 to 16,384 devices, each job legal."""
     random = Random(0)
     jobs = [search_regret.drawn_job(random) for _ in range(200)]
-    assert {job.model.name for job in jobs} == set(search_regret.FAMILIES)
+    assert {job.model.name for job in jobs} == set(cases("search"))
     assert {job.cluster.hardware for job in jobs} == set(search_regret.CLUSTERS)
     assert min(job.cluster.num_devices for job in jobs) == 8
     assert max(job.cluster.num_devices for job in jobs) == 16_384
