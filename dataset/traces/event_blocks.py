@@ -127,7 +127,7 @@ class EventBlocks:
         for end in ends[-1:]:
             try:
                 events = [event_of(event) for event in tolerant(b"[" + text[:end] + b"]")]
-            except ValueError:
+            except (ValueError, RecursionError):
                 continue
             self._warn()
             return events, text[text.index(b",", end) + 1 :]

@@ -51,6 +51,13 @@ def test_what_is_no_trace_is_refused(tmp_path: Path, text: str) -> None:
         list(EventBlocks(path))
 
 
+def test_tables_nested_too_deeply_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "t.json"
+    path.write_text(f'[{{"ph": "X", "args": {"[" * 10_000}{"]" * 10_000}}}, {{"ph": "X"}}, {{"ph": "X"}}]')
+    with pytest.raises(TraceError, match="nested thousands deep"):
+        list(EventBlocks(path))
+
+
 def test_nan_and_broken_text_are_read_with_a_warning(tmp_path: Path) -> None:
     file = KinetoFile().call("aten::mm", 0, 5, [2, 2], Occupancy=float("nan")).call("aten::add", 6, 5, [2])
     blocks = EventBlocks(file.write(tmp_path / "t.json"))
