@@ -43,9 +43,10 @@ def spread_of(tensor: Any) -> Spread:
     return found
 
 
-def _known(tensor: Any, spread: Spread) -> None:
+def _known(tensor: Any, spread: Spread) -> Any:
     if isinstance(tensor, FakeTensor) and spread != UNKNOWN:
         setattr(tensor, _SPREAD, spread)
+    return tensor
 
 
 def even(total: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -58,19 +59,13 @@ def even(total: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         return values.view(shape)
 
 
-def _histogram(values: Tensor, bins: int = 100, *limits: Any, **more: Any) -> Any:
-    return _counts(values, bins, values.dtype)
-
-
 def _bin_counts(values: Tensor, weights: Any = None, minlength: int = 0) -> Any:
     return None if weights is not None else _counts(values, max(minlength, spread_of(values).choices, 1), torch.int64)
 
 
 def _counts(values: Tensor, bins: int, dtype: torch.dtype) -> Any:
     if dtype.is_floating_point or bins > MOST_COUNTS:
-        out = values.new_empty((bins,), dtype=dtype)
-        _known(out, Spread(mean=values.numel() / bins))
-        return out
+        return _known(values.new_empty((bins,), dtype=dtype), Spread(mean=values.numel() / bins))
     return even(values.numel(), (bins,), dtype)
 
 
@@ -91,22 +86,19 @@ def _selected(mask: Tensor) -> int:
     return mask.numel() if mean is None else round(mean * mask.numel())
 
 
+def _is_mask(index: Any) -> bool:
+    return isinstance(index, FakeTensor) and index.dtype in (torch.bool, torch.uint8)
+
+
 def selects_unknown(func: Any, tensors: list[Tensor]) -> bool:
     """Whether an op selects by an unknown mask, which then selects everything."""
-    masks = tensors if func is _aten.nonzero.default else [each for each in tensors if _is_mask(each)]
-    return func in _SELECTING and any(spread_of(mask).mean is None for mask in masks)
-
-
-def _nonzero(mask: Tensor) -> Any:
-    return mask.new_empty((_selected(mask), mask.dim()), dtype=torch.int64)
-
-
-def _masked_select(values: Tensor, mask: Tensor) -> Any:
-    return values.new_empty((_selected(mask),))
+    masks = tensors if func is _aten.nonzero.default else filter(_is_mask, tensors)
+    selects = func in (_aten.nonzero.default, _aten.masked_select.default, _aten.index.Tensor)
+    return selects and any(spread_of(mask).mean is None for mask in masks)
 
 
 def _index(values: Tensor, indices: Any) -> Any:
-    if not any(_is_mask(each) for each in indices):
+    if not any(map(_is_mask, indices)):
         return None
     found: list[Any] = []
     for each in indices:
@@ -117,20 +109,15 @@ def _index(values: Tensor, indices: Any) -> Any:
     return _aten.index.Tensor(values, found)
 
 
-def _is_mask(index: Any) -> bool:
-    return isinstance(index, FakeTensor) and index.dtype in (torch.bool, torch.uint8)
-
-
-_SELECTING = frozenset((_aten.nonzero.default, _aten.masked_select.default, _aten.index.Tensor))
 # Ops of which the result depends on values: what they give instead, None: as the op itself.
 RESULTS: MappingProxyType[Any, Callable[..., Any]] = MappingProxyType(
     {
-        _aten.histc.default: _histogram,
+        _aten.histc.default: lambda values, bins=100, *limits, **more: _counts(values, bins, values.dtype),
         _aten.bincount.default: _bin_counts,
         _aten.sum.default: _sum,
         _aten.sum.dim_IntList: _sum,
-        _aten.nonzero.default: _nonzero,
-        _aten.masked_select.default: _masked_select,
+        _aten.nonzero.default: lambda mask: mask.new_empty((_selected(mask), mask.dim()), dtype=torch.int64),
+        _aten.masked_select.default: lambda values, mask: values.new_empty((_selected(mask),)),
         _aten.index.Tensor: _index,
     }
 )
@@ -157,75 +144,64 @@ def follow(func: Any, args: Any, out: Any) -> None:
         _known(out[1], Spread(choices=args[0].shape[dim] if args[0].dim() else 1))
     elif func is _aten.argmax.default and len(args) > 1 and args[1] is not None:
         _known(out, Spread(choices=args[0].shape[args[1]]))
-    elif func in _MASKS:
-        _known(out, _MASKS[func](*args))
+    elif func in _MEANS:
+        _known(out, Spread(mean=_MEANS[func](*args)))
 
 
-def _equal_to_one(values: Any, other: Any) -> Spread:
+def _equal(values: Any, other: Any) -> float | None:
+    """As ``one_hot`` compares choices with all numbers, or with one; what is equal to itself is a number."""
+    if values is other:
+        return 1.0
+    if isinstance(other, Tensor) and not isinstance(other, FakeTensor) and other.dim() == 1:
+        return 1.0 / max(len(other), 1)
     if isinstance(other, float) and math.isinf(other):
-        return Spread(mean=0.0)
+        return 0.0
     choices = spread_of(values).choices
-    return Spread(mean=1.0 / choices) if choices else UNKNOWN
+    return 1.0 / choices if choices else None
 
 
-def _equal_to_each(values: Any, others: Any) -> Spread:
-    """As ``one_hot`` compares choices with all numbers; what is equal to itself is a number."""
-    if values is others:
-        return Spread(mean=1.0)
-    if isinstance(others, Tensor) and not isinstance(others, FakeTensor) and others.dim() == 1:
-        return Spread(mean=1.0 / max(len(others), 1))
-    return _equal_to_one(values, others)
+def _inverse(mean: float | None) -> float | None:
+    return None if mean is None else 1.0 - mean
 
 
-def _different(values: Any, others: Any) -> Spread:
-    return _inverse((_equal_to_each if isinstance(others, Tensor) else _equal_to_one)(values, others).mean)
+def _different(values: Any, other: Any) -> float | None:
+    return _inverse(_equal(values, other))
 
 
-def _inverse(mean: float | None) -> Spread:
-    return UNKNOWN if mean is None else Spread(mean=1.0 - mean)
+def _scattered(values: Any, dim: int, index: Any, what: Any) -> float:
+    return float(min(1.0, index.numel() / max(values.numel(), 1)))
 
 
-def _scattered(values: Any, dim: int, index: Any, what: Any) -> Spread:
-    return Spread(mean=min(1.0, index.numel() / max(values.numel(), 1)))
-
-
-def _any(mask: Any, dim: int, keepdim: bool = False) -> Spread:
+def _any_of(mask: Any, dim: int, keepdim: bool = False) -> float | None:
     mean = spread_of(mask).mean
-    return UNKNOWN if mean is None else Spread(mean=1.0 - (1.0 - mean) ** mask.shape[dim])
+    return None if mean is None else 1.0 - (1.0 - mean) ** mask.shape[dim]
 
 
-def _all(mask: Any, *dims: Any) -> Spread:
+def _all_alike(mask: Any, *dims: Any) -> float | None:
     mean = spread_of(mask).mean
-    return Spread(mean=mean) if mean in (0.0, 1.0) else UNKNOWN
+    return mean if mean in (0.0, 1.0) else None
 
 
-def _both(one: Any, other: Any) -> Spread:
+def _both(one: Any, other: Any) -> float | None:
     means = spread_of(one).mean, spread_of(other).mean
     if not isinstance(one, Tensor) or one.dtype is not torch.bool or means[0] is None or means[1] is None:
-        return UNKNOWN
-    return Spread(mean=means[0] * means[1])
+        return None
+    return means[0] * means[1]
 
 
-def _negated(mask: Any) -> Spread:
+def _negated(mask: Any) -> float | None:
     return _inverse(spread_of(mask).mean)
 
 
-_MASKS: MappingProxyType[Any, Callable[..., Spread]] = MappingProxyType(
+# Ops that make masks: which part of theirs is set, None: not known.
+_MEANS: MappingProxyType[Any, Callable[..., float | None]] = MappingProxyType(
     {
-        _aten.eq.Scalar: _equal_to_one,
-        _aten.eq.Tensor: _equal_to_each,
-        _aten.scatter.value: _scattered,
-        _aten.scatter_.value: _scattered,
-        _aten.any.dim: _any,
-        _aten.any.default: _all,
-        _aten.all.default: _all,
-        _aten.all.dim: _all,
-        _aten.ne.Scalar: _different,
-        _aten.ne.Tensor: _different,
-        _aten.mul.Tensor: _both,
-        _aten.logical_and.default: _both,
-        _aten.bitwise_and.Tensor: _both,
-        _aten.logical_not.default: _negated,
-        _aten.bitwise_not.default: _negated,
+        **dict.fromkeys((_aten.eq.Scalar, _aten.eq.Tensor), _equal),
+        **dict.fromkeys((_aten.ne.Scalar, _aten.ne.Tensor), _different),
+        **dict.fromkeys((_aten.scatter.value, _aten.scatter_.value), _scattered),
+        **dict.fromkeys((_aten.any.default, _aten.all.default, _aten.all.dim), _all_alike),
+        **dict.fromkeys((_aten.mul.Tensor, _aten.logical_and.default, _aten.bitwise_and.Tensor), _both),
+        **dict.fromkeys((_aten.logical_not.default, _aten.bitwise_not.default), _negated),
+        _aten.any.dim: _any_of,
     }
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from typing import Any
 
 from .parallel_rules import (
@@ -34,7 +35,7 @@ _TABLES = (*_JOB, "optimizer", "execution")
 
 
 def is_of(value: Any, kind: type) -> bool:
-    """Return whether a value has a type: a truth value is not a number, and a number is finite and not absurd."""
+    """Whether a value has a type: a truth value is not a number, and a number is finite and not absurd."""
     if isinstance(value, bool):
         return kind is bool
     if kind is float:
@@ -111,14 +112,15 @@ def world_sizes(plan: dict[str, Any]) -> list[int]:
 
 
 PRECISIONS = ("fp32", "bf16", "pure-bf16", "pure-fp16")
-ENGINES = ("", "eager-pytorch")  # empty: the default of the precisions that the harness runs
 FAMILIES = ("gpt", "llama", "bert", "t5")
+_ENGINES = ("", "eager-pytorch")  # empty: the default of the precisions that the harness runs
+_RUNTIME = ("parallel", "runtime", ("", "torch"), "PyTorch's own pipeline runtime")
 OPTIMIZER = {"kind": "adamw", "fused": True, "clip_grad_norm": False, "offload": False}
 _PLAIN = {
     "eager_kernels": False, "norms_again": False, "token_metrics": False, "metric_losses": 0, "fused_loss": False,
     "loss_share": 1, "unpadded_len": 0, "qk_norm": False, "expert_bias": False, "fused_experts": False,
 }  # fmt: skip
-ONLY: dict[str, dict[str, Any]] = {  # optional keys of a job, and their only value here
+_ONLY: dict[str, dict[str, Any]] = {  # optional keys of a job, and their only value here
     "model": {"attention": "mha", "experts": 0, "attention_kernels": "", "dropout": 0, **_PLAIN},
     "batch": {"fp8_scaling": "delayed"},
     "parallel": {
@@ -133,23 +135,81 @@ ONLY: dict[str, dict[str, Any]] = {  # optional keys of a job, and their only va
 }  # fmt: skip
 
 
+_FREE = ("vocab_parallel", "stage_layers", "recompute_every")  # keys of ``parallel`` that a box runs with any value
+_ONLY_ASLEEP: dict[str, dict[str, Any]] = {  # as ``_ONLY``, in a box
+    "model": {"experts": 0},
+    "parallel": {key: value for key, value in _ONLY["parallel"].items() if key not in _FREE},
+    "optimizer": OPTIMIZER,
+    "cluster": {"mixed": []},
+}
+
+
 def job_problems(job: Any) -> list[str]:
     """Return every reason why the harness cannot run a job."""
     if problems := form_problems(job):
         return problems
     rules = Rules()
-    check_job(rules, job)
-    _check_choices(rules, job)
-    _check_pipeline(rules, job)
-    if job["model"]["family"] == "t5":
+    _check_job(rules, job)
+    model, parallel, precision = job["model"], job["parallel"], job["batch"]["precision"]
+    head_dim, dp = model["hidden"] // model["heads"], parallel["dp"]
+    allowed = (
+        ("model", "family", FAMILIES, "families gpt, llama, bert and t5"),
+        ("model", "head_dim", (0, head_dim), f"head_dim = hidden / heads = {head_dim}"),
+        ("batch", "precision", PRECISIONS, "precisions fp32, bf16, pure-bf16 and pure-fp16"),
+        ("parallel", "zero_stage", (0, 3), "zero_stage 0 (DDP) and 3 (FSDP2)"),
+        ("parallel", "dp_shard", (0, dp), f"zero_stage over all {dp} replicas (dp_shard)"),
+        ("parallel", "recompute", ("none", "full"), "recompute none and full"),
+        ("parallel", "schedule", ("gpipe", "1f1b"), "schedules gpipe and 1f1b"),
+        ("parallel", "virtual_stages", (1,), "virtual_stages = 1"),
+        _RUNTIME,
+        ("execution", "engine", _ENGINES, "the engine eager-pytorch"),
+        ("execution", "checkpoint", ("", "early-stop"), "PyTorch's non-reentrant checkpoint"),
+    )
+    _check_allowed(rules, job, allowed, "the harness runs")
+    rules.require(
+        precision != "bf16" or job.get("execution", {}).get("engine") == "eager-pytorch",
+        'mixed precision runs as in PyTorch: execution.engine = "eager-pytorch" must say so',
+    )
+    if model["family"] == "llama":
+        check_rotary(rules, head_dim)
+    _check_tied(rules, job, "the harness ties")
+    if parallel["sequence_parallel"]:
+        check_sequence(rules, "seq_len", model["seq_len"], tp=parallel["tp"])
+    if model["family"] == "t5":
         _check_t5(rules, job)
     else:
-        _check_one_stack(rules, job["model"])
-    check_fixed(rules, job, ONLY, "the harness runs")
+        fused, layers = model.get("fused_attention", True), model.get("encoder_layers", 0)
+        rules.require(fused is True, f"the harness runs model.fused_attention = True, got {fused!r:.80}")
+        rules.require(layers == 0, f"the harness runs model.encoder_layers = 0 but for t5, got {layers!r:.80}")
+    _check_fixed(rules, job, _ONLY, "the harness runs")
     return rules
 
 
-def check_job(rules: Rules, job: dict[str, Any]) -> None:
+def sleeping_problems(job: Any) -> list[str]:
+    """Return every reason why a box, whose ranks sleep instead of computing, cannot run a job."""
+    if problems := form_problems(job):
+        return problems
+    rules = Rules()
+    _check_job(rules, job)
+    parallel, pp, precision = job["parallel"], job["parallel"]["pp"], job["batch"]["precision"]
+    zero, recompute = parallel["zero_stage"], parallel["recompute"]
+    engine = job.get("execution", {}).get("engine", "")
+    for holds, text in (
+        (zero in (0, 3), f"in a box zero_stage is 0 (DDP) or 3 (FSDP2), got {zero}"),
+        (zero == 0 or pp == 1, f"in a box zero_stage 3 runs without a pipeline, got pp = {pp}"),
+        (precision == "fp32", f"in a box precision is fp32, got {precision!r:.80}"),
+        (engine in _ENGINES, f"in a box the engine is eager-pytorch, got {engine!r:.80}"),
+        (recompute == "none", f"in a box recompute is none, got {recompute!r:.80}"),
+    ):
+        rules.require(holds, text)
+    _check_tied(rules, job, "a box ties")
+    over_all = ("parallel", "dp_shard", (0, parallel["dp"]), "zero_stage over all replicas (dp_shard)")
+    _check_allowed(rules, job, (over_all, _RUNTIME), "a box runs")
+    _check_fixed(rules, job, _ONLY_ASLEEP, "a box runs")
+    return rules
+
+
+def _check_job(rules: Rules, job: dict[str, Any]) -> None:
     """Check the arithmetic that every job keeps."""
     model, parallel, batch, cluster = (job[name] for name in ("model", "parallel", "batch", "cluster"))
     tp, pp, dp, cp = parallel["tp"], parallel["pp"], parallel["dp"], parallel.get("cp", 1)
@@ -162,7 +222,14 @@ def check_job(rules: Rules, job: dict[str, Any]) -> None:
     check_shards(rules, tp, {key: model[key] for key in ("heads", "kv_heads", "ffn", "vocab")})
 
 
-def check_fixed(rules: Rules, job: dict[str, Any], fixed: dict[str, dict[str, Any]], who: str) -> None:
+def _check_allowed(rules: Rules, job: dict[str, Any], rows: Iterable[tuple[str, str, Any, str]], who: str) -> None:
+    """Check keys of a job (table and key) that may have some values only, the first if they are absent."""
+    for table, key, allowed, words in rows:
+        value = job.get(table, {}).get(key, allowed[0])
+        rules.require(value in allowed, f"{who} {words}, got {value!r:.80}")
+
+
+def _check_fixed(rules: Rules, job: dict[str, Any], fixed: dict[str, dict[str, Any]], who: str) -> None:
     """Check optional keys of a job that may have one value only."""
     for table, only in fixed.items():
         for key, wanted in only.items():
@@ -171,57 +238,17 @@ def check_fixed(rules: Rules, job: dict[str, Any], fixed: dict[str, dict[str, An
             rules.require(value == wanted, f"{who} {table}.{key} = {wanted!r}, got {value!r:.80}")
 
 
-def check_1f1b(rules: Rules, job: dict[str, Any]) -> None:
-    """Check what PyTorch's 1F1B schedule requires."""
-    parallel, count = job["parallel"], num_micro_batches(job)
+def _check_tied(rules: Rules, job: dict[str, Any], who: str) -> None:
+    """Check the stages of a pipeline, and what PyTorch's 1F1B schedule requires."""
+    parallel, pp, count = job["parallel"], job["parallel"]["pp"], num_micro_batches(job)
     rules.require(
-        parallel["pp"] == 1 or parallel["schedule"] != "1f1b" or count >= parallel["pp"],
-        f"schedule 1f1b needs as many micro-batches as stages, got {count} < {parallel['pp']}",
+        not (job["model"]["tied_embeddings"] and pp > 1),
+        f"{who} embeddings only within one stage, got tied_embeddings and pp = {pp}",
     )
-
-
-def _check_choices(rules: Rules, job: dict[str, Any]) -> None:
-    model, parallel, batch = job["model"], job["parallel"], job["batch"]
-    head_dim, dp = model["hidden"] // model["heads"], parallel["dp"]
-    for table, key, allowed, words in (
-        (model, "family", FAMILIES, "families gpt, llama, bert and t5"),
-        (model, "head_dim", (0, head_dim), f"head_dim = hidden / heads = {head_dim}"),
-        (batch, "precision", PRECISIONS, "precisions fp32, bf16, pure-bf16 and pure-fp16"),
-        (parallel, "zero_stage", (0, 3), "zero_stage 0 (DDP) and 3 (FSDP2)"),
-        (parallel, "dp_shard", (0, dp), f"zero_stage over all {dp} replicas (dp_shard)"),
-        (parallel, "recompute", ("none", "full"), "recompute none and full"),
-        (parallel, "schedule", ("gpipe", "1f1b"), "schedules gpipe and 1f1b"),
-        (parallel, "virtual_stages", (1,), "virtual_stages = 1"),
-        (parallel, "runtime", ("", "torch"), "PyTorch's own pipeline runtime"),
-        (job.get("execution", {}), "engine", ENGINES, "the engine eager-pytorch"),
-        (job.get("execution", {}), "checkpoint", ("", "early-stop"), "PyTorch's non-reentrant checkpoint"),
-    ):
-        value = table.get(key, allowed[0])
-        rules.require(value in allowed, f"the harness runs {words}, got {value!r:.80}")
     rules.require(
-        batch.get("precision") != "bf16" or job.get("execution", {}).get("engine") == "eager-pytorch",
-        'mixed precision runs as in PyTorch: execution.engine = "eager-pytorch" must say so',
+        pp == 1 or parallel["schedule"] != "1f1b" or count >= pp,
+        f"schedule 1f1b needs as many micro-batches as stages, got {count} < {pp}",
     )
-    if model["family"] == "llama":
-        check_rotary(rules, head_dim)
-
-
-def _check_pipeline(rules: Rules, job: dict[str, Any]) -> None:
-    model, parallel = job["model"], job["parallel"]
-    rules.require(
-        not (model["tied_embeddings"] and parallel["pp"] > 1),
-        f"the harness ties embeddings only within one stage, got tied_embeddings and pp = {parallel['pp']}",
-    )
-    check_1f1b(rules, job)
-    if parallel["sequence_parallel"]:
-        check_sequence(rules, "seq_len", model["seq_len"], tp=parallel["tp"])
-
-
-def _check_one_stack(rules: Rules, model: dict[str, Any]) -> None:
-    """Check a model that has no encoder besides its layers."""
-    fused, layers = model.get("fused_attention", True), model.get("encoder_layers", 0)
-    rules.require(fused is True, f"the harness runs model.fused_attention = True, got {fused!r:.80}")
-    rules.require(layers == 0, f"the harness runs model.encoder_layers = 0 but for t5, got {layers!r:.80}")
 
 
 def _check_t5(rules: Rules, job: dict[str, Any]) -> None:
@@ -246,24 +273,11 @@ def _check_t5(rules: Rules, job: dict[str, Any]) -> None:
         check_sequence(rules, "encoder_seq_len", length, tp=parallel["tp"])
 
 
-SLEEPS = {"parts", "blocks", "root", "boundary_numel", "optimizer", "paces", "table"}  # the keys of ``sleeps``
-_FREE = ("vocab_parallel", "stage_layers", "recompute_every")  # keys of ``parallel`` that a box runs with any value
-_ONLY: dict[str, dict[str, Any]] = {  # optional keys of a job, and their only value in a box
-    "model": {"experts": 0},
-    "parallel": {key: value for key, value in ONLY["parallel"].items() if key not in _FREE},
-    "optimizer": OPTIMIZER,
-    "cluster": {"mixed": []},
-}
-
-
-def sleeping_problems(job: Any) -> list[str]:
-    """Return every reason why a box cannot run a job."""
-    if problems := form_problems(job):
-        return problems
-    rules = Rules()
-    check_job(rules, job)
-    _check_asleep(rules, job)
-    return rules
+_SLEEPS = {"parts", "blocks", "root", "boundary_numel", "optimizer", "paces", "table"}  # the keys of ``sleeps``
+_LONGEST_SLEEP_S = 3600  # of one op; a longer one is a typing mistake
+_DTYPES = ("fp32", "bf16", "fp16")
+_COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter")
+_ITEMS = ("forward", "backward", "weight")  # of a step
 
 
 def sleeping_run_problems(run: dict[str, Any], ranks: int) -> list[str]:
@@ -272,9 +286,9 @@ def sleeping_run_problems(run: dict[str, Any], ranks: int) -> list[str]:
     sleeps: Any = run.get("sleeps")
     if problems := form_problems(job):
         return problems
-    if not isinstance(sleeps, dict) or set(sleeps) != SLEEPS:
+    if not isinstance(sleeps, dict) or set(sleeps) != _SLEEPS:
         got = sorted(sleeps) if isinstance(sleeps, dict) else sleeps
-        return [f"a run in a box has sleeps with {', '.join(sorted(SLEEPS))}, got {got!r:.80}"]
+        return [f"a run in a box has sleeps with {', '.join(sorted(_SLEEPS))}, got {got!r:.80}"]
     rules = Rules(sleeping_problems(job))
     size, parallel = world_size(job), job["parallel"]
     rules.require(size == ranks, f"a run must have as many ranks as its box, got {size} != {ranks}")
@@ -283,19 +297,21 @@ def sleeping_run_problems(run: dict[str, Any], ranks: int) -> list[str]:
     for key, count in counts.items():
         good = isinstance(sleeps[key], list) and len(sleeps[key]) == count
         rules.require(good, f"sleeps.{key} must be a list of {count}, got {sleeps[key]!r:.60}")
-    return rules or _value_problems(sleeps, parallel["tp"])
-
-
-def _value_problems(sleeps: dict[str, Any], tp: int) -> list[str]:
-    """Check every value of ``sleeps``, whose lists are as long as they must be."""
-    rules = Rules()
+    if rules:
+        return rules
     blocks = sleeps["blocks"] if isinstance(sleeps["blocks"], list) else [sleeps["blocks"]]
-    rules += [f"sleeps.blocks must be lists of steps, got {block!r:.80}" for block in blocks if not is_block(block, tp)]
+    for block in blocks:
+        good = isinstance(block, list) and all(_is_step(step, parallel["tp"]) for step in block)
+        rules.require(good, f"sleeps.blocks must be lists of steps, got {block!r:.80}")
+
+    def are_blocks(values: Any) -> bool:
+        return are_sizes(values) and all(value < len(blocks) for value in values)
+
     for key, good, words in (
-        ("parts", all(are_indices(part, len(blocks)) for part in sleeps["parts"]), "lists of numbers of blocks"),
-        ("root", are_indices(sleeps["root"], len(blocks)), "a list of numbers of blocks"),
+        ("parts", all(map(are_blocks, sleeps["parts"])), "lists of numbers of blocks"),
+        ("root", are_blocks(sleeps["root"]), "a list of numbers of blocks"),
         ("boundary_numel", are_sizes(sleeps["boundary_numel"]), "whole numbers >= 0"),
-        ("optimizer", all(map(is_sleep, sleeps["optimizer"])), "ops with their seconds"),
+        ("optimizer", all(map(_is_item, sleeps["optimizer"])), "ops with their seconds"),
         ("paces", all(is_of(pace, float) and pace > 0 for pace in sleeps["paces"]), "numbers > 0"),
         ("table", isinstance(sleeps["table"], str), "text"),
     ):
@@ -303,80 +319,22 @@ def _value_problems(sleeps: dict[str, Any], tp: int) -> list[str]:
     return rules
 
 
-def _check_asleep(rules: Rules, job: dict[str, Any]) -> None:
-    parallel, pp, precision = job["parallel"], job["parallel"]["pp"], job["batch"]["precision"]
-    zero, recompute = parallel["zero_stage"], parallel["recompute"]
-    rules.require(zero in (0, 3), f"in a box zero_stage is 0 (DDP) or 3 (FSDP2), got {zero}")
-    rules.require(zero == 0 or pp == 1, f"in a box zero_stage 3 runs without a pipeline, got pp = {pp}")
-    rules.require(precision == "fp32", f"in a box precision is fp32, got {precision!r:.80}")
-    engine = job.get("execution", {}).get("engine", "")
-    rules.require(engine in ENGINES, f"in a box the engine is eager-pytorch, got {engine!r:.80}")
-    rules.require(recompute == "none", f"in a box recompute is none, got {recompute!r:.80}")
-    rules.require(
-        not (job["model"]["tied_embeddings"] and pp > 1),
-        f"a box ties embeddings only within one stage, got tied_embeddings and pp = {pp}",
-    )
-    check_1f1b(rules, job)
-    for key, allowed, words in (
-        ("dp_shard", (0, parallel["dp"]), "zero_stage over all replicas (dp_shard)"),
-        ("runtime", ("", "torch"), "PyTorch's own pipeline runtime"),
-    ):
-        value = parallel.get(key, allowed[0])
-        rules.require(value in allowed, f"a box runs {words}, got {value!r:.80}")
-    check_fixed(rules, job, _ONLY, "a box runs")
-
-
-LONGEST_SLEEP_S = 3600  # of one op; a longer one is a typing mistake
-DTYPES = ("fp32", "bf16", "fp16")
-COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter")
-_STEP = {"forward", "backward", "weight", "parameters", "weight_first"}
-
-
-def is_sleep(item: Any) -> bool:
-    """Return whether an item is ``["op", kind, dims, dtype, seconds]``."""
-    return (
-        isinstance(item, list)
-        and len(item) == 5
-        and item[0] == "op"
-        and is_of(item[1], str)
-        and are_sizes(item[2])
-        and item[3] in DTYPES
-        and is_of(item[4], float)
-        and 0 <= item[4] <= LONGEST_SLEEP_S
-    )
-
-
-def is_block(block: Any, tp: int) -> bool:
-    """Return whether a block is a list of steps of ops, and of collectives if ``tp`` > 1."""
-    return isinstance(block, list) and all(_is_step(step, tp) for step in block)
-
-
-def are_indices(values: Any, count: int) -> bool:
-    """Return whether the value is a list of whole numbers from 0 to below ``count``."""
-    return are_sizes(values) and all(value < count for value in values)
-
-
 def _is_step(step: Any, tp: int) -> bool:
+    """Whether a step of a block has ops, and collectives if ``tp`` > 1."""
     return (
-        isinstance(step, dict)
-        and set(step) == _STEP
-        and all(isinstance(step[key], list) for key in ("forward", "backward", "weight"))
-        and all(
-            is_sleep(item) or (tp > 1 and _is_collective(item))
-            for key in ("forward", "backward", "weight")
-            for item in step[key]
-        )
+        has_keys(step, *_ITEMS, "parameters", "weight_first")
+        and all(isinstance(step[key], list) and all(_is_item(item, tp) for item in step[key]) for key in _ITEMS)
         and are_sizes(step["parameters"])
         and isinstance(step["weight_first"], bool)
     )
 
 
-def _is_collective(item: Any) -> bool:
-    """``["tp", kind, bytes]``."""
-    return (
-        isinstance(item, list)
-        and len(item) == 3
-        and item[0] == "tp"
-        and item[1] in COLLECTIVES
-        and are_sizes([item[2]])
-    )
+def _is_item(item: Any, tp: int = 1) -> bool:
+    """Whether an item is ``["op", kind, dims, dtype, seconds]``, or ``["tp", kind, bytes]`` if ``tp`` > 1."""
+    match item:
+        case ["op", kind, dims, dtype, seconds]:
+            timed = is_of(seconds, float) and 0 <= seconds <= _LONGEST_SLEEP_S
+            return timed and is_of(kind, str) and are_sizes(dims) and dtype in _DTYPES
+        case ["tp", kind, num_bytes]:
+            return tp > 1 and kind in _COLLECTIVES and are_sizes([num_bytes])
+    return False

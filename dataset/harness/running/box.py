@@ -22,6 +22,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ..base.plan_error import HarnessError
+from .workers import place
 
 SUBNET = "10.77.0"
 INTERFACE = "eth0"
@@ -133,33 +134,18 @@ def _node(node: int, box: dict[str, Any], unshared: int, has_link: int, work: Ca
     _run("ip link set lo up")
     _limit(INTERFACE, box["mbits_per_s"][node], box["latency_ms"][node] if _is_late(box) else 0.0)
     size = box["ranks_per_node"]
-    ranks = []
     here = os.getpid()
     for local in range(size):
-        pid = os.fork()
-        if pid == 0:
+        if os.fork() == 0:
             die_with(here)
-            os.environ.update(_environment(node, local, box))
-            _leave(lambda: work())
-        ranks.append(pid)
-    worst = 0
-    for _ in ranks:
+            os.environ.update(place(node * size + local, box["nodes"] * size, local, size))
+            os.environ["GLOO_SOCKET_IFNAME"] = INTERFACE
+            _leave(work)
+    for _ in range(size):
         _, status = os.wait()
-        code = os.waitstatus_to_exitcode(status)
-        if code:
+        if code := os.waitstatus_to_exitcode(status):
             return code  # the others die with this process
-    return worst
-
-
-def _environment(node: int, local: int, box: dict[str, Any]) -> dict[str, str]:
-    size = box["ranks_per_node"]
-    return {
-        "RANK": str(node * size + local),
-        "WORLD_SIZE": str(box["nodes"] * size),
-        "LOCAL_RANK": str(local),
-        "LOCAL_WORLD_SIZE": str(size),
-        "GLOO_SOCKET_IFNAME": INTERFACE,
-    }
+    return 0
 
 
 def _limit(device: str, mbits_per_s: float, late_ms: float = 0.0) -> None:

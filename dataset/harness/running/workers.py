@@ -39,27 +39,22 @@ _ADDRESS_OF = 0x8915  # ioctl SIOCGIFADDR
 _BACKLOG = 4096  # connections that may wait: one of every rank
 
 # One thread a rank, output line by line, and a watch on standard input.
-WORKER_ENVIRONMENT = {
-    "OMP_NUM_THREADS": "1",
-    "MKL_NUM_THREADS": "1",
-    "PYTHONUNBUFFERED": "1",
-    "STEPSIGHT_WATCH_STDIN": "1",
-}
+WORKER_ENVIRONMENT = dict.fromkeys(
+    ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "PYTHONUNBUFFERED", "STEPSIGHT_WATCH_STDIN"), "1"
+)
 PROGRESS = "@stepsight "  # prefix of a progress line on standard output
 _OUTLIVED_S = 1.0  # seconds for which output is read after all ranks have ended: their children may keep the pipe open
 
 
+def place(rank: int, world_size: int, local_rank: int, local_size: int) -> dict[str, str]:
+    """Environment variables that give a rank its number, named as torchrun names them."""
+    numbers = {"RANK": rank, "WORLD_SIZE": world_size, "LOCAL_RANK": local_rank, "LOCAL_WORLD_SIZE": local_size}
+    return {name: str(number) for name, number in numbers.items()}
+
+
 def places(ranks: int, nodes: int = 1, node: int = 0) -> list[dict[str, str]]:
-    """Environment variables that give each rank of a node its number, named as torchrun names them."""
-    return [
-        {
-            "RANK": str(node * ranks + local),
-            "WORLD_SIZE": str(nodes * ranks),
-            "LOCAL_RANK": str(local),
-            "LOCAL_WORLD_SIZE": str(ranks),
-        }
-        for local in range(ranks)
-    ]
+    """What gives each rank of a node its number."""
+    return [place(node * ranks + local, nodes * ranks, local, ranks) for local in range(ranks)]
 
 
 class Workers:
@@ -85,14 +80,9 @@ class Workers:
         try:
             for environment in environments:
                 process = subprocess.Popen(
-                    command,
-                    stdin=held,
-                    stdout=into,
-                    stderr=subprocess.STDOUT,
-                    env=environment,
-                    start_new_session=True,
-                    pass_fds=descriptors,
-                )
+                    command, stdin=held, stdout=into, stderr=subprocess.STDOUT, env=environment,
+                    start_new_session=True, pass_fds=descriptors,
+                )  # fmt: skip
                 self._processes.append(process)
         except BaseException:
             self.stop()
@@ -262,7 +252,9 @@ def join(backend: str, device: torch.device | None = None) -> None:
         store = dist.FileStore(file, size)  # type: ignore[attr-defined]
     else:
         host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        _bind_to(_interface_to(host, port))
+        interface = _interface_to(host, port)
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")
         torchrun = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # it listens itself, on every address
         listener = _listen(host, port).detach() if rank == 0 and not torchrun else None
         store = dist.TCPStore(  # type: ignore[attr-defined]
@@ -279,12 +271,6 @@ def _listen(host: str, port: int) -> socket.socket:
         return socket.create_server(address[:2], family=family, backlog=_BACKLOG)
     except OSError as error:
         raise HarnessError(f"MASTER_ADDR must be an address of rank 0's node, got {host}:{port}: {error}") from None
-
-
-def _bind_to(interface: str) -> None:
-    """Make collectives use one interface, unless the user chose others."""
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
-    os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")
 
 
 def _interface_to(host: str, port: int) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 
 from ..base.atomic_files import read_json, write_json
 from ..base.plan_error import HarnessError
-from ..running.workers import follow, how_ended, places, started
+from ..running.workers import follow, how_ended, place, places, started
 
 SETTINGS = "settings.json"
 PIPES = "STEPSIGHT_DELAYS"  # environment variable of ``world``
@@ -49,13 +49,11 @@ class Ranks:
     @classmethod
     def emulated(cls, pipes: Mapping[int, tuple[int, int]], world_size: int, devices_per_node: int) -> Ranks:
         """Some ranks of a world; ``pipes`` are where each one asks for delays, and where it reads them."""
+        local_size = min(world_size, devices_per_node)
         environments = [
             {
                 **_TORCHRUN,
-                "RANK": str(rank),
-                "WORLD_SIZE": str(world_size),
-                "LOCAL_RANK": str(rank % devices_per_node),
-                "LOCAL_WORLD_SIZE": str(min(world_size, devices_per_node)),
+                **place(rank, world_size, rank % devices_per_node, local_size),
                 PIPES: ",".join(map(str, ends)),
             }
             for rank, ends in pipes.items()
