@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from stepsight.dataset.base.bounded import read_text
 from stepsight.dataset.base.errors import JobError
-from stepsight.dataset.configs.shell_values import Variables, arithmetic, part_end
+from stepsight.dataset.configs.shell_values import Variables, part_end
 
 MOST_TOKENS, MOST_COMMANDS = 200_000, 20_000
 MOST_DEPTH, _MOST_CALLS = 40, 20  # of statements within statements; of functions that call each other
@@ -23,7 +23,10 @@ _TOKEN = re.compile(r"([ \t\r]|\\\n|#[^\n]*)|&&|\|\||;;|<<<|<<|>>|>&|<&|&>|[|&;(
 _HEREDOC = re.compile(r"(-?)[ \t]*(['\"]?)([A-Za-z_][\w.-]*)\2")
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\[[^\]]*\])?(\+?)=(.*)", re.DOTALL)
 _DECLARE = ("export", "declare", "local", "readonly", "typeset")
-_SILENT = ("echo", "printf", "mkdir", "cd", "set", "exit", "return", "rm", "cp", "shift", "unset", "trap", "ulimit")
+_SILENT = (
+    *("true", "false", ":", "echo", "printf", "mkdir", "cd", "set", "exit", "return", "rm", "cp", "shift", "unset"),
+    *("trap", "ulimit"),
+)
 _COMPARE = {"-eq": "==", "-ne": "!=", "-lt": "<", "-le": "<=", "-gt": ">", "-ge": ">="}
 _SBATCH = re.compile(r"^\s*#SBATCH\s+(.*?)\s*$", re.MULTILINE)
 
@@ -62,7 +65,7 @@ def read_script(text: str, defined: dict[str, str] | None = None, folder: Path |
 
 
 class _Token(NamedTuple):
-    """A word as written, an ``operator``, or a here-``document`` (``literal`` if nothing in it is substituted)."""
+    """A word as written, an ``operator``, a here-``document`` (``literal``: nothing in it is substituted), the end."""
 
     kind: str
     text: str
@@ -84,6 +87,8 @@ def _tokens(text: str) -> list[_Token]:
         if found is None:
             while at < len(text) and text[at] not in " \t\r\n;&|<>()":
                 at = part_end(text, at)
+            if at > len(text):
+                raise JobError("a quote or a bracket of the script is never closed")
             tokens.append(_Token("word", text[start:at]))
             continue
         at, operator = found.end(), found[0]
@@ -122,36 +127,36 @@ class _Reading:
     def run(self, tokens: list[_Token]) -> None:
         """Read all statements of some tokens."""
         outer = self._tokens, self._at, self._depth
-        self._tokens, self._at, self._depth = tokens, 0, 0
+        self._tokens, self._at, self._depth = [*tokens, _Token("end", "")], 0, 0
         self._block((), True)
         self._tokens, self._at, self._depth = outer
 
-    def _peek(self) -> _Token | None:
-        return self._tokens[self._at] if self._at < len(self._tokens) else None
+    @property
+    def _now(self) -> _Token:
+        return self._tokens[self._at]
 
     def _next(self) -> str:
-        """The text of the next token, which is taken; empty at the end."""
-        token = self._peek()
-        self._at += 1
-        return "" if token is None else token.text
+        """The text of the current token, which is taken; empty at the end, which stays."""
+        text = self._now.text
+        self._at += self._now.kind != "end"
+        return text
 
     def _skip(self, *operators: str) -> None:
-        while (token := self._peek()) is not None and token.kind == "operator" and token.text in operators:
+        while self._now.kind == "operator" and self._now.text in operators:
             self._at += 1
 
     def _take(self, *texts: str) -> str:
         """Skip ends of statements, and take one of some words."""
         self._skip("\n", ";")
-        token = self._peek()
-        if token is None or token.text not in texts:
-            shown = "the end of the file" if token is None else f"{token.text!r:.60}"
+        if self._now.text not in texts:
+            shown = "the end of the file" if self._now.kind == "end" else f"{self._now.text!r:.60}"
             raise JobError(f"a script's statement must be closed by {' or '.join(texts)}, got {shown}")
         return self._next()
 
     def _until(self, text: str) -> list[str]:
         """The words before a token, which is left."""
         words = []
-        while (token := self._peek()) is not None and token.text != text:
+        while (token := self._now).kind != "end" and token.text != text:
             words += [token.text] if token.kind == "word" else []
             self._at += 1
         return words
@@ -162,7 +167,7 @@ class _Reading:
         if self._depth > MOST_DEPTH:
             raise JobError(f"statements of a script must be nested at most {MOST_DEPTH} deep")
         last, after = True, ""
-        while (token := self._peek()) is not None and token.text not in ends:
+        while (token := self._now).kind != "end" and token.text not in ends:
             if token.kind == "operator" and token.text in ("\n", ";", "&", "|", "&&", "||"):
                 self._at += 1
                 after = token.text if token.text in ("&&", "||") else after if token.text == "\n" else ""
@@ -176,7 +181,7 @@ class _Reading:
         match token:
             case ("operator", "("):
                 self._at += 1
-                if self._peek() == ("operator", "("):
+                if self._now == ("operator", "("):
                     return self._arithmetic(runs)
                 last = self._block((")",), runs)
                 self._take(")")
@@ -199,13 +204,12 @@ class _Reading:
 
     def _arithmetic(self, runs: bool) -> bool:
         """Read ``(( ... ))``, which succeeds if its value is known and not 0."""
-        start = self._at
-        depth = 1
-        while depth and (token := self._peek()) is not None:
-            depth += (token.text == "(") - (token.text == ")")
+        start, depth = self._at, 1
+        while depth and self._now.kind != "end":
+            depth += (self._now.text == "(") - (self._now.text == ")")
             self._at += 1
         text = " ".join(token.text for token in self._tokens[start : self._at - 1])
-        return runs and arithmetic(text, self._variables) not in ("", "0")
+        return runs and self._variables.arithmetic(text) not in ("", "0")
 
     def _group(self, name: str, runs: bool) -> bool:
         """Read a function, or statements in braces."""
@@ -245,11 +249,10 @@ class _Reading:
 
     def _cases(self, runs: bool) -> bool:
         self._at += 1
-        word = self._next()
-        word = self._variables.joined(word) if runs else word
+        word = self._variables.joined(self._next()) if runs else self._next()
         self._take("in")
         self._skip("\n", ";;", ";")
-        while (token := self._peek()) is not None and token.text != "esac":
+        while self._now.kind != "end" and self._now.text != "esac":
             patterns = self._until(")")
             self._take(")")
             fits = runs and any(fnmatchcase(word, self._variables.joined(pattern)) for pattern in patterns)
@@ -263,7 +266,7 @@ class _Reading:
         words: list[str] = []
         arrays: dict[int, list[str]] = {}
         documents: list[_Token] = []
-        while (token := self._peek()) is not None:
+        while (token := self._now).kind != "end":
             if token.kind in ("document", "literal"):
                 documents.append(token)
             elif token.kind == "word":
@@ -277,67 +280,53 @@ class _Reading:
                 return self._group(words[0], runs)
             elif token.text not in ("<", ">", ">>", ">&", "<&", "&>", "<<<"):
                 break
-            elif self._at + 1 < len(self._tokens) and self._tokens[self._at + 1].kind == "word":
+            elif self._tokens[self._at + 1].kind == "word":
                 self._at += 1  # the file of a redirection
             self._at += 1
         if words and words[0] == "[[":  # && and || within its brackets belong to the test
-            while "]]" not in words and self._peek() is not None:
+            while "]]" not in words and self._now.kind != "end":
                 words.append(self._next())
         return self._carry_out(words, arrays, documents) if runs else last
 
     def _carry_out(self, words: list[str], arrays: dict[int, list[str]], documents: list[_Token]) -> bool:
+        variables, script = self._variables, self.script
         for kind, text in documents:
-            self.script.documents.append(text if kind == "literal" else self._variables.joined(text, quotes=False))
-        rest = self._assign(words, arrays)
-        words = [word for raw in rest for word in self._variables.expanded(raw)]
+            script.documents.append(text if kind == "literal" else variables.joined(text, quotes=False))
+        words = [word for raw in self._assign(words, arrays) for word in variables.expanded(raw)]
         name = words[0] if words else "true"
         if name in ("[", "[[", "test"):
             return self._test(words)
         if name in (".", "source") and len(words) > 1:
-            self._source(words[1])
+            path = None if self._folder is None else self._folder / Path(words[1]).name
+            if path is not None and path not in self._sourced and path.is_file():  # others stay unknown
+                self._sourced.add(path)
+                self.run(_tokens(read_text(path, "utf-8-sig")))
         elif name in self._functions:
-            self._call(self._functions[name], words[1:])
-        elif name not in ("true", "false", ":", *_SILENT) and len(self.script.commands) < MOST_COMMANDS:
-            self.script.commands.append(_flat(words))
+            if self._calls < _MOST_CALLS and len(script.commands) < MOST_COMMANDS:
+                self._calls += 1
+                for number, argument in enumerate(words[1:], 1):
+                    variables.set(str(number), argument)
+                variables.set("@", words[1:])
+                self.run(self._functions[name])
+                self._calls -= 1
+        elif name not in _SILENT and len(script.commands) < MOST_COMMANDS:
+            script.commands.append(_flat(words))
         return name != "false"
 
     def _assign(self, words: list[str], arrays: dict[int, list[str]]) -> list[str]:
         """Run the assignments at the beginning of a command; return the words after them."""
-        declares = bool(words) and words[0] in _DECLARE
         for index, raw in enumerate(words):
             found = _ASSIGNMENT.fullmatch(raw)
-            if found is None:
-                if declares:
-                    continue  # the word itself, an option, or a name alone
+            if found is not None:
+                name, _, plus, value = found.groups()
+                items = [word for item in arrays.get(index, ()) for word in self._variables.expanded(item)]
+                self._variables.set(name, items if index in arrays else self._variables.joined(value), add=bool(plus))
+            elif words[0] not in _DECLARE:  # whose options and names alone say nothing
                 return words[index:]
-            name, _, plus, value = found.groups()
-            if index in arrays:
-                items = [word for item in arrays[index] for word in self._variables.expanded(item)]
-                self._variables.set(name, items, add=bool(plus))
-            else:
-                self._variables.set(name, self._variables.joined(value), add=bool(plus))
         return []
-
-    def _call(self, body: list[_Token], arguments: list[str]) -> None:
-        if self._calls >= _MOST_CALLS or len(self.script.commands) >= MOST_COMMANDS:
-            return
-        self._calls += 1
-        for number, argument in enumerate(arguments, 1):
-            self._variables.set(str(number), argument)
-        self._variables.set("@", arguments)
-        self.run(body)
-        self._calls -= 1
-
-    def _source(self, name: str) -> None:
-        """Read a sourced script if it is in the same folder; others stay unknown."""
-        path = None if self._folder is None else self._folder / Path(name).name
-        if path is not None and path not in self._sourced and path.is_file():
-            self._sourced.add(path)
-            self.run(_tokens(read_text(path, "utf-8-sig")))
 
     def _test(self, words: list[str]) -> bool:
         """The value of a test; false where it is not known."""
-        text = " ".join(words)
         inner = [word for word in words[1:] if word not in ("]", "]]")]
         for operator, decide in (("||", any), ("-o", any), ("&&", all), ("-a", all)):
             if operator in inner:
@@ -350,19 +339,15 @@ class _Reading:
                 return True
             case ["-z" | "-n" as flag, word]:
                 return (not word) == (flag == "-z")
-            case [left, "=" | "==", right]:
-                return fnmatchcase(left, right)
-            case [left, "!=", right]:
-                return not fnmatchcase(left, right)
-            case ["=" | "==", _] | [_, "=" | "=="]:  # one side is empty
-                return False
-            case ["!=", _] | [_, "!="]:
-                return True
+            case [left, "=" | "==" | "!=" as compare, right]:
+                return fnmatchcase(left, right) == (compare != "!=")
+            case ["=" | "==" | "!=" as compare, _] | [_, "=" | "==" | "!=" as compare]:  # one side is empty
+                return compare == "!="
             case [left, "-eq" | "-ne" | "-lt" | "-le" | "-gt" | "-ge" as compare, right]:
-                return arithmetic(f"({left}) {_COMPARE[compare]} ({right})", self._variables) == "1"
+                return self._variables.arithmetic(f"({left}) {_COMPARE[compare]} ({right})") == "1"
             case [word] if not word.startswith("-"):
                 return True
-        self.script.undecided.append(text[:80])
+        self.script.undecided.append(" ".join(words)[:80])
         return False
 
 
@@ -371,11 +356,8 @@ def _flat(words: list[str]) -> list[str]:
 
     An option and its value that stand in one word are taken apart too.
     """
-    return [
-        part
-        for word in words
-        for part in (_split(word) if " --" in word or (word[:2] == "--" and " " in word) else [word])
-    ]
+    lines = (_split(word) if " --" in word or (word[:2] == "--" and " " in word) else [word] for word in words)
+    return [part for line in lines for part in line]
 
 
 def _split(text: str) -> list[str]:

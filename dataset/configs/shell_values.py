@@ -16,24 +16,45 @@ _PLAIN = re.compile(r"[^\\'\"$`]+")
 _NAME = re.compile(r"\$([A-Za-z_]\w*|[0-9@*#?$!-])")
 _IN_BRACES = re.compile(r"(#?)([A-Za-z_]\w*|[0-9@*]+)(\[[^\]]*\])?(?:(:?)([-=+?])(.*)|.*)", re.DOTALL)
 _QUOTED_ITEMS = re.compile(r'"(?:\$\{(\w+)\[@\]\}|\$@)"')  # no words where there are no items
+_NAMES = re.compile(r"\$\{(\w+)\}|\$([A-Za-z_]\w*)|(?<![\w$.{])([A-Za-z_]\w*)")  # in an expression
+
+
+def _quotient(left: int, right: int) -> int:
+    return abs(left) // abs(right) * (1 if (left < 0) == (right < 0) else -1)  # towards 0
+
+
 _ACTIONS: dict[type[ast.AST], Callable[..., Any]] = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.Mod: operator.mod,
-    ast.Eq: operator.eq,
-    ast.NotEq: operator.ne,
-    ast.Lt: operator.lt,
-    ast.LtE: operator.le,
-    ast.Gt: operator.gt,
-    ast.GtE: operator.ge,
-    ast.USub: operator.neg,
-    ast.UAdd: operator.pos,
+    **{ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Mod: operator.mod},
+    **{ast.Eq: operator.eq, ast.NotEq: operator.ne, ast.Lt: operator.lt, ast.LtE: operator.le},
+    **{ast.Gt: operator.gt, ast.GtE: operator.ge, ast.USub: operator.neg, ast.UAdd: operator.pos},
+    **{ast.Div: _quotient, ast.FloorDiv: _quotient},
+    ast.Pow: lambda left, right: left**right if 0 <= right <= 64 and abs(left) <= 1024 else MOST_NUMBER,
 }
 
 
+def part_end(text: str, at: int) -> int:
+    """The place after a character, a quoted text or a substitution; past the end if that is never closed."""
+    char, following = text[at], text[at + 1 : at + 2]
+    if char == "\\":
+        return min(at + 2, len(text))
+    if char in "'`":
+        return (text.find(char, at + 1) + 1) or len(text) + 1
+    if char == '"':
+        at += 1
+        while at < len(text) and text[at] != '"':
+            at = at + 2 if text[at] == "\\" else part_end(text, at) if text[at] in "$`" else at + 1
+        return min(at, len(text)) + 1
+    if char == "$" and following in ("(", "{"):
+        closing, depth, at = {"(": ")", "{": "}"}[following], 1, at + 2
+        while at < len(text) and depth:
+            depth += (text[at] == following) - (text[at] == closing)
+            at = part_end(text, at) if text[at] in "'\"\\" and following == "(" else at + 1
+        return at if depth == 0 else len(text) + 1
+    return at + 1
+
+
 class Variables:
-    """Variables of a script while it is read.
+    """Variables of a script while it is read; those that the user defined keep their values.
 
     Attributes:
         values: By name; a list is an array.
@@ -46,7 +67,7 @@ class Variables:
         self._defined = frozenset(defined)
 
     def set(self, name: str, value: str | list[str], *, add: bool = False) -> None:
-        """Set a variable, or append to it; variables that the user defined keep their values."""
+        """Set a variable, or append to it."""
         if name in self._defined:
             return
         old = self.values.get(name)
@@ -74,8 +95,7 @@ class Variables:
         if split and (found := _QUOTED_ITEMS.fullmatch(raw)) and not self.values.get(found[1] or "@"):
             return []
         words: list[str] = []
-        word: str | None = None
-        length = 0
+        word, length = None, 0
         for text, whole in self._pieces(raw, quotes):
             length += len(text)
             if length > LONGEST_VALUE:
@@ -90,41 +110,27 @@ class Variables:
         return [*words, word] if word is not None else words
 
     def _pieces(self, raw: str, quotes: bool) -> Iterator[tuple[str, bool]]:
-        """Parts of a written word, and whether blanks in a part do not end the word."""
+        """Parts of a written word, and whether blanks in a part do not end the word; what commands print is empty."""
         at, quoted = 0, False
         while at < len(raw):
-            char = raw[at]
-            if char == "\\" and at + 1 < len(raw):
-                if raw[at + 1] != "\n":  # otherwise the line goes on
-                    yield raw[at + 1], True
-                at += 2
+            char, start = raw[at], at
+            at = at + 1 if char == '"' else part_end(raw, at)
+            if char == "\\" and start + 1 < len(raw):
+                if raw[start + 1] != "\n":  # otherwise the line goes on
+                    yield raw[start + 1], True
             elif char == "'" and quotes and not quoted:
-                end = raw.find("'", at + 1)
-                yield raw[at + 1 : end], True
-                at = end + 1
+                yield raw[start + 1 : at - 1], True
             elif char == '"' and quotes:
                 quoted = not quoted
                 yield "", True
-                at += 1
-            elif char == "`":
-                at = raw.find("`", at + 1) + 1 or len(raw)
-            elif raw.startswith("$((", at):
-                end = _closing(raw, at + 1, "()")
-                yield arithmetic(raw[at + 3 : end - 1], self), True
-                at = end + 1
-            elif raw.startswith("$(", at):
-                at = _closing(raw, at + 1, "()") + 1  # what a command would print is not known
-            elif raw.startswith("${", at):
-                end = _closing(raw, at + 1, "{}")
-                yield from self._braces(raw[at + 2 : end], quoted)
-                at = end + 1
-            elif found := _NAME.match(raw, at):
-                yield self.text(found[1]), quoted
-                at = found.end()
-            else:
-                found = _PLAIN.match(raw, at)
-                yield found[0] if found else char, True
-                at = found.end() if found else at + 1
+            elif raw.startswith("$((", start):
+                yield self.arithmetic(raw[start + 3 : at - 2]), True
+            elif raw.startswith("${", start):
+                yield from self._braces(raw[start + 2 : at - 1], quoted)
+            elif char != "`" and not raw.startswith("$(", start):
+                named, plain = _NAME.match(raw, start), _PLAIN.match(raw, start)
+                yield (self.text(named[1]), quoted) if named else (plain[0] if plain else char, True)
+                at = named.end() if named else plain.end() if plain else start + 1
 
     def _braces(self, text: str, quoted: bool) -> Iterator[tuple[str, bool]]:
         """Parts of ``${text}``."""
@@ -142,7 +148,7 @@ class Variables:
                 yield item, quoted
         else:
             if isinstance(value, list) and index is not None:
-                place = arithmetic(index[1:-1], self)
+                place = self.arithmetic(index[1:-1])
                 value = value[int(place)] if place.lstrip("-").isdigit() and int(place) < len(value) else ""
             given = bool(value) if colon else value is not None
             if kind is not None and (kind == "+" or not given):
@@ -150,80 +156,33 @@ class Variables:
             else:
                 yield self.text(name) if index is None else str(value or ""), quoted
 
-
-def part_end(text: str, at: int) -> int:
-    """The place after a character, a quoted text or a substitution."""
-    char, following = text[at], text[at + 1 : at + 2]
-    if char == "\\":
-        return min(at + 2, len(text))
-    if char in "'`":
-        at = text.find(char, at + 1)
-    elif char == '"':
-        at += 1
-        while at < len(text) and text[at] != '"':
-            at = at + 2 if text[at] == "\\" else part_end(text, at) if text[at] in "$`" else at + 1
-    elif char == "$" and following in ("(", "{"):
-        closing, depth, at = {"(": ")", "{": "}"}[following], 1, at + 2
-        while at < len(text) and depth:
-            depth += (text[at] == following) - (text[at] == closing)
-            at = part_end(text, at) if text[at] in "'\"\\" and following == "(" else at + 1
-        at = at - 1 if depth == 0 else len(text)
-    if not 0 <= at < len(text):
-        raise JobError("a quote or a bracket of the script is never closed")
-    return at + 1
-
-
-def _closing(text: str, at: int, pair: str) -> int:
-    """The place of the bracket that closes the one at a place."""
-    depth = 0
-    for place in range(at, len(text)):
-        depth += (text[place] == pair[0]) - (text[place] == pair[1])
-        if depth == 0:
-            return place
-    return len(text)
-
-
-def arithmetic(text: str, variables: Variables) -> str:
-    """The value of ``$(( text ))``; empty where it is not known, as with a variable that is not set."""
-    names = re.findall(r"\$\{(\w+)\}|\$([A-Za-z_]\w*)|(?<![\w$.{])([A-Za-z_]\w*)", text)
-    unknown = any(not variables.values.get(name) for found in names for name in found if name)
-    if unknown or "$(" in text.replace("$((", "") or "`" in text:
-        return ""
-    text = variables.joined(text.strip())
-    for _ in range(4):  # a variable may hold an expression
-        text = re.sub(r"(?<![\w.])[A-Za-z_]\w*", lambda found: variables.text(found[0]) or "unknown", text)
-    try:
-        value = _number(ast.parse(text.replace("&&", " and ").replace("||", " or ").strip(), mode="eval").body)
-    except (SyntaxError, ValueError, ZeroDivisionError, RecursionError, MemoryError):
-        return ""
-    return str(int(value))
+    def arithmetic(self, text: str) -> str:
+        """The value of ``$(( text ))``; empty where it is not known, as with a variable that is not set."""
+        unknown = any(not self.values.get(name) for found in _NAMES.findall(text) for name in found if name)
+        if unknown or "$(" in text.replace("$((", "") or "`" in text:
+            return ""
+        text = self.joined(text.strip())
+        for _ in range(4):  # a variable may hold an expression
+            text = re.sub(r"(?<![\w.])[A-Za-z_]\w*", lambda found: self.text(found[0]) or "unknown", text)
+        try:
+            return str(_number(ast.parse(text.replace("&&", " and ").replace("||", " or ").strip(), mode="eval").body))
+        except (SyntaxError, ValueError, KeyError, ZeroDivisionError, RecursionError, MemoryError):
+            return ""
 
 
 def _number(node: ast.AST) -> int:
     match node:
         case ast.Constant(value=int(value)) if type(value) is int:
             result = value
-        case ast.UnaryOp() if type(node.op) in _ACTIONS:
-            result = int(_ACTIONS[type(node.op)](_number(node.operand)))
+        case ast.UnaryOp(op=op, operand=one) if type(op) in _ACTIONS:
+            result = int(_ACTIONS[type(op)](_number(one)))
         case ast.BoolOp():
             values = [_number(value) != 0 for value in node.values]
             result = int(all(values) if isinstance(node.op, ast.And) else any(values))
-        case ast.Compare(ops=[op]) if type(op) in _ACTIONS:
-            result = int(_ACTIONS[type(op)](_number(node.left), _number(node.comparators[0])))
-        case ast.BinOp():
-            result = _combined(type(node.op), _number(node.left), _number(node.right))
+        case ast.Compare(left=left, ops=[op], comparators=[right]) | ast.BinOp(left=left, op=op, right=right):
+            result = int(_ACTIONS[type(op)](_number(left), _number(right)))
         case _:
             raise ValueError(ast.dump(node)[:60])
     if abs(result) >= MOST_NUMBER:
         raise ValueError("a number is too large")
     return result
-
-
-def _combined(kind: type[ast.operator], left: int, right: int) -> int:
-    if kind in (ast.Div, ast.FloorDiv):  # towards 0
-        return int(abs(left) // abs(right)) * (1 if (left < 0) == (right < 0) else -1)
-    if kind is ast.Pow and 0 <= right <= 64 and abs(left) <= 1024:
-        return int(left**right)
-    if kind in _ACTIONS:
-        return int(_ACTIONS[kind](left, right))
-    raise ValueError(f"a script's arithmetic has no {kind.__name__}")
