@@ -27,11 +27,12 @@ _STRATEGIES = {
     "HYBRID_SHARD_ZERO2": (2, True),
 }
 _NUMBERS = dict(zip("12345", _STRATEGIES, strict=True))
-_FSDP = (
-    *("sharding_strategy", "auto_wrap_policy", "transformer_layer_cls_to_wrap", "backward_prefetch", "state_dict_type"),
-    *("reshard_after_forward", "activation_checkpointing", "min_num_params", "forward_prefetch", "use_orig_params"),
+DEEPSPEED_MARKS = (
+    "zero_optimization",
+    "train_micro_batch_size_per_gpu",
+    "train_batch_size",
+    "gradient_accumulation_steps",
 )
-_MARKS = ("zero_optimization", "train_micro_batch_size_per_gpu", "train_batch_size", "gradient_accumulation_steps")
 _SECTIONS = {  # that DeepSpeed has as tables, and how they look
     "zero_optimization": '{"stage": 3}',
     "bf16": '{"enabled": true}',
@@ -41,29 +42,6 @@ _SECTIONS = {  # that DeepSpeed has as tables, and how they look
 }
 _STAGE, _ZERO = "parallel.zero_stage", "zero_optimization."
 _TRAINING_SECTIONS = ("parallel.", "batch.", "cluster.", "optimizer.", "execution.")  # of a job beside the model's
-_ARGUMENTS = ("per_device_train_batch_size", "gradient_checkpointing", "output_dir", "num_train_epochs")
-
-
-def is_accelerate(file: ConfigFile) -> bool:
-    """Whether tables are those of Accelerate's YAML."""
-    tables = file.tables
-    return "distributed_type" in tables or ("num_processes" in tables and "mixed_precision" in tables)
-
-
-def is_fsdp(file: ConfigFile) -> bool:
-    """Whether tables are the ``fsdp_config`` of transformers' training arguments, in a file of their own."""
-    return any(str(name).removeprefix("fsdp_") in _FSDP for name in file.tables)
-
-
-def is_training_arguments(file: ConfigFile) -> bool:
-    """Whether tables are training arguments of transformers, or of a trainer that has the same."""
-    return sum(name in file.tables for name in _ARGUMENTS) >= 2
-
-
-def is_deepspeed(file: ConfigFile) -> bool:
-    """Whether tables are those of DeepSpeed's JSON."""
-    known = any(mark in file.tables for mark in _MARKS) and "distributed_type" not in file.tables
-    return "zero_optimization" in file.tables or known
 
 
 def read_accelerate(file: ConfigFile, draft: Draft) -> None:

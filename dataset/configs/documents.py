@@ -20,6 +20,7 @@ MOST_CHARACTERS = 4 * 2**20
 MOST_VALUES = 100_000  # of a file's tables, each counted wherever it stands (YAML repeats by reference)
 MOST_DEPTH = 30
 _BRACKETS = re.compile(r"[\[\]{}]")
+_EXPONENT = re.compile(r"^[-+]?[0-9][0-9_]*(\.[0-9_]*)?[eE][-+]?[0-9]+$")
 
 
 def read_source(path: Path) -> str:
@@ -45,7 +46,8 @@ def read_tables(path: Path) -> Mapping[str, Any]:
     """
     text = read_source(path)
     try:
-        value = _parsed(path, text)
+        toml = path.suffix == ".toml"
+        value = read_toml(path, "utf-8-sig") if toml else parse_json(text) if path.suffix == ".json" else _yaml(text)
         _count(value, 0)
     except RecursionError:
         raise JobError(f"{path} must be tables of values, got tables nested too deeply") from None
@@ -56,55 +58,32 @@ def read_tables(path: Path) -> Mapping[str, Any]:
     return value
 
 
-def _parsed(path: Path, text: str) -> Any:
-    if path.suffix == ".json":
-        return parse_json(text)
-    if path.suffix == ".toml":
-        return read_toml(path, "utf-8-sig")
+def _yaml(text: str) -> Any:
+    """Tables of YAML, with ``1e-5`` as a number, as in YAML 1.2, and without tags of other loaders (``!!python/...``).
+
+    If a key occurs twice, the last one counts, as for the frameworks: some of their own files have such keys.  Brackets
+    that are nested deeply are refused first: the parser takes time in the square of the depth.
+    """
     import yaml
 
-    _check_brackets(text)
-    try:
-        return yaml.load(text, Loader=_loader(yaml))
-    except yaml.YAMLError as error:
-        raise ValueError(" ".join(str(error).split())) from None
-
-
-def _check_brackets(text: str) -> None:
-    """Refuse YAML whose brackets are nested deeply: the parser takes time in the square of the depth.
-
-    Raises:
-        ValueError: If so.
-    """
     depth = 0
     for bracket in _BRACKETS.findall(text):
         depth = max(0, depth + (1 if bracket in "[{" else -1))
         if depth > 4 * MOST_DEPTH:
             raise ValueError(f"tables must be nested at most {MOST_DEPTH} deep")
 
-
-def _loader(yaml: Any) -> Any:
-    """PyYAML's safe loader that reads ``1e-5`` as a number, as YAML 1.2 does.
-
-    It refuses tags of other loaders (``!!python/...``).  If a key occurs twice, the last one counts, as for the
-    frameworks: some of their own files have such keys.
-    """
-
     class Loader(yaml.SafeLoader):  # type: ignore[misc]
         pass
 
-    Loader.add_implicit_resolver(
-        "tag:yaml.org,2002:float", re.compile(r"^[-+]?[0-9][0-9_]*(\.[0-9_]*)?[eE][-+]?[0-9]+$"), list("-+0123456789")
-    )
-    return Loader
+    Loader.add_implicit_resolver("tag:yaml.org,2002:float", _EXPONENT, list("-+0123456789"))
+    try:
+        return yaml.load(text, Loader=Loader)
+    except yaml.YAMLError as error:
+        raise ValueError(" ".join(str(error).split())) from None
 
 
 def _count(value: Any, depth: int, counted: int = 0) -> int:
-    """Count the values of tables.
-
-    Raises:
-        ValueError: If there are more than ``MOST_VALUES``, or they are nested more than ``MOST_DEPTH`` deep.
-    """
+    """Count the values of tables; too many, or too deeply nested ones, are refused."""
     if depth > MOST_DEPTH:
         raise ValueError(f"tables must be nested at most {MOST_DEPTH} deep")
     items = value.values() if isinstance(value, Mapping) else value if isinstance(value, list) else ()
@@ -147,22 +126,15 @@ def yaml_text(tables: Mapping[str, Any]) -> str:
     return str(yaml.safe_dump(tables, sort_keys=False))
 
 
-def toml_text(tables: Mapping[str, Mapping[str, Any]], comments: Mapping[str, str] | None = None) -> str:
-    """Tables of plain values as TOML.
-
-    Args:
-        tables: Sections and their values; values outside of tables come first.
-        comments: By key with dots (``model.layers``): the comment after its value.
-    """
-    comments = comments or {}
+def toml_text(tables: Mapping[str, Any], comments: Mapping[str, str] | None = None) -> str:
+    """Tables of plain values as TOML, with comments after values (by key: ``model.layers``)."""
     lines = [f"{key} = {_toml(value)}" for key, value in tables.items() if not isinstance(value, Mapping)]
     for section, table in tables.items():
         if not isinstance(table, Mapping) or not table:
             continue
         lines += ["", f"[{section}]"] if lines else [f"[{section}]"]
         for key, value in table.items():
-            line = f"{key} = {_toml(value)}"
-            comment = " ".join(comments.get(f"{section}.{key}", "").split())
+            line, comment = f"{key} = {_toml(value)}", " ".join((comments or {}).get(f"{section}.{key}", "").split())
             comment = "".join(char if char.isprintable() else "?" for char in comment)
             lines.append(f"{line:<32} # {comment}" if comment else line)
     text = "\n".join(lines) + "\n"

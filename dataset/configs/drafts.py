@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -232,16 +233,13 @@ class Reading:
         return self._shown.get(name, name)
 
     def number(self, *keys: str, whole: bool = True) -> Any:
-        """A number, None where no key has one.
-
-        Raises:
-            JobError: If the value is something else.
-        """
+        """A number, None where no key has one; a JobError if the value is something else."""
         value = stated = self.take(*keys)
         if value is None or (value is True and self.source(*keys).startswith("-")):
             return None  # a flag whose value is an unset variable of a script
-        if isinstance(value, str):
-            value = _parsed_number(value)
+        for kind in (lambda text: int(text.replace("_", "")), float):
+            with suppress(ValueError):
+                value = kind(value) if isinstance(value, str) else value
         if isinstance(value, float) and whole and value.is_integer():
             value = int(value)
         wrong = isinstance(value, bool) or not isinstance(value, int if whole else int | float)
@@ -251,11 +249,7 @@ class Reading:
         return value
 
     def positive(self, *keys: str, auto: int | None = None, whole: bool = True) -> Any:
-        """A number above 0; None where no key has one, or it is ``auto``, with which the framework decides itself.
-
-        Raises:
-            JobError: If the value is something else.
-        """
+        """A number above 0; None where no key has one, or it is ``auto``, with which the framework decides itself."""
         value = self.number(*keys, whole=whole)
         if value is None or value == auto:
             return None
@@ -265,11 +259,7 @@ class Reading:
         return value
 
     def flag(self, *keys: str) -> bool | None:
-        """True or false, None where no key has a value.
-
-        Raises:
-            JobError: If the value is something else.
-        """
+        """True or false, None where no key has a value; a JobError if the value is something else."""
         value = self.take(*keys)
         if isinstance(value, str) and value.lower() in ("true", "false", "yes", "no", "1", "0"):
             return value.lower() in ("true", "yes", "1")
@@ -322,12 +312,3 @@ class Reading:
         if words.startswith("--") and value in (True, False):  # an option of a command line without a value
             return words
         return f"{words} {' '.join(map(str, value)) if isinstance(value, list) else value}".strip()
-
-
-def _parsed_number(text: str) -> Any:
-    for kind in (lambda text: int(text.replace("_", "")), float):
-        try:
-            return kind(text)
-        except ValueError:
-            pass
-    return text

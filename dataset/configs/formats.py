@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from itertools import combinations
 from pathlib import Path
+from typing import Any
 
 from stepsight.dataset.base.errors import JobError
 from stepsight.dataset.base.registry import Registry, check_takes, instance_of
@@ -104,9 +106,17 @@ def written_formats() -> tuple[str, ...]:
     return tuple(name for name in CONFIG_FORMATS.names() if CONFIG_FORMATS[name].write is not None)
 
 
-def _is_job(file: ConfigFile) -> bool:
-    model = file.tables.get("model")
-    return isinstance(file.tables.get("cluster"), Mapping) and isinstance(model, Mapping) and "flavor" not in model
+def _with(*alternatives: str) -> Callable[[ConfigFile], bool]:
+    """Whether the tables of a file have all places of one alternative: ``a.b``, a table ``a.``, or no ``!a``."""
+
+    def has(tables: Any, place: str) -> bool:
+        for name in place.strip("!.").split("."):
+            tables = tables.get(name, _MISSING) if isinstance(tables, Mapping) else _MISSING
+        if place.startswith("!"):
+            return tables in (_MISSING, None)
+        return isinstance(tables, Mapping) if place.endswith(".") else tables is not _MISSING
+
+    return lambda file: any(all(has(file.tables, place) for place in one.split()) for one in alternatives)
 
 
 def _read_job(file: ConfigFile, draft: Draft) -> None:
@@ -118,24 +128,54 @@ def _read_job(file: ConfigFile, draft: Draft) -> None:
             draft.map(f"{section}.{key}", value, "job file")
 
 
+_MISSING = object()
+_FSDP = (
+    *("sharding_strategy", "auto_wrap_policy", "transformer_layer_cls_to_wrap", "backward_prefetch", "state_dict_type"),
+    *("reshard_after_forward", "activation_checkpointing", "min_num_params", "forward_prefetch", "use_orig_params"),
+)
+_ARGUMENTS = ("per_device_train_batch_size", "gradient_checkpointing", "output_dir", "num_train_epochs")
+_MAXTEXT = ("base_emb_dim", "base_num_decoder_layers", "per_device_batch_size", "ici_fsdp_parallelism", "base_config")
+_SIZES = (*huggingface.LAYERS, *huggingface.HIDDEN)
 CONFIG_FORMATS: Registry[ConfigFormat] = Registry(
     "configuration format",
     {
-        "job": ConfigFormat(_is_job, _read_job),
-        "megatron": ConfigFormat(megatron_words.is_words, megatron_words.read_words, write_megatron),
+        "job": ConfigFormat(_with("cluster. model. !model.flavor"), _read_job),
+        "megatron": ConfigFormat(
+            lambda file: not file.has_tables and file.path.suffix != ".py", megatron_words.read_words, write_megatron
+        ),
         "megatron-script": ConfigFormat(write=partial(write_megatron, script=True)),
-        "megatron-arguments": ConfigFormat(megatron_words.is_arguments, megatron_words.read_arguments),
-        "megatron-yaml": ConfigFormat(megatron_words.is_yaml, megatron_words.read_yaml),
-        "torchtitan": ConfigFormat(torchtitan.is_torchtitan, torchtitan.read_torchtitan, torchtitan.write_torchtitan),
+        "megatron-arguments": ConfigFormat(_with("MODEL_ARGS."), megatron_words.read_arguments),
+        "megatron-yaml": ConfigFormat(_with("language_model."), megatron_words.read_yaml),
+        "torchtitan": ConfigFormat(
+            _with("model.flavor", "!model training. parallelism."),
+            torchtitan.read_torchtitan,
+            torchtitan.write_torchtitan,
+        ),
         "torchtitan-registry": ConfigFormat(lambda file: file.path.suffix == ".py", torchtitan.read_registry),
-        "nemo": ConfigFormat(megatron_words.is_nemo, megatron_words.read_nemo),
-        "nanotron": ConfigFormat(nanotron.is_nanotron, nanotron.read_nanotron, nanotron.write_nanotron),
-        "maxtext": ConfigFormat(maxtext.is_maxtext, maxtext.read_maxtext, maxtext.write_maxtext),
-        "huggingface": ConfigFormat(huggingface.is_model, huggingface.read_model, huggingface.write_model),
-        "accelerate": ConfigFormat(accelerate.is_accelerate, accelerate.read_accelerate, accelerate.write_accelerate),
-        "training-arguments": ConfigFormat(accelerate.is_training_arguments, accelerate.read_training_arguments),
-        "deepspeed": ConfigFormat(accelerate.is_deepspeed, accelerate.read_deepspeed, accelerate.write_deepspeed),
-        "fsdp": ConfigFormat(accelerate.is_fsdp, accelerate.read_fsdp),
+        "nemo": ConfigFormat(
+            _with("trainer. model.hidden_size", "trainer. model.encoder.hidden_size"), megatron_words.read_nemo
+        ),
+        "nanotron": ConfigFormat(
+            _with("tokens. parallelism. model.model_config"), nanotron.read_nanotron, nanotron.write_nanotron
+        ),
+        "maxtext": ConfigFormat(_with(*_MAXTEXT), maxtext.read_maxtext, maxtext.write_maxtext),
+        "huggingface": ConfigFormat(
+            _with("model_type", *(f"architectures {name}" for name in _SIZES)),
+            huggingface.read_model,
+            huggingface.write_model,
+        ),
+        "accelerate": ConfigFormat(
+            _with("distributed_type", "num_processes mixed_precision"),
+            accelerate.read_accelerate,
+            accelerate.write_accelerate,
+        ),
+        "training-arguments": ConfigFormat(
+            _with(*map(" ".join, combinations(_ARGUMENTS, 2))), accelerate.read_training_arguments
+        ),
+        "deepspeed": ConfigFormat(
+            _with(*accelerate.DEEPSPEED_MARKS), accelerate.read_deepspeed, accelerate.write_deepspeed
+        ),
+        "fsdp": ConfigFormat(_with(*_FSDP, *(f"fsdp_{name}" for name in _FSDP)), accelerate.read_fsdp),
     },
     group="stepsight.config_formats",
     check=instance_of(ConfigFormat),

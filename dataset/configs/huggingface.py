@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from stepsight.dataset.base.errors import JobError
 from stepsight.dataset.configs.documents import flat
 from stepsight.dataset.configs.drafts import ConfigFile, Draft, Reading
-from stepsight.dataset.configs.key_table import OTHER, ConfigText, JobView, Row, read_rows, write_rows
+from stepsight.dataset.configs.key_table import OTHER, ConfigText, JobView, Row, read_rows, same, write_rows
 from stepsight.dataset.configs.megatron_model import expert_layers
 from stepsight.dataset.job.job import Job
 
@@ -79,8 +79,8 @@ LEFT_OUT: Mapping[str, Mapping[str, int]] = {
     "bert": {"vocab_size": 30522, "max_position_embeddings": 512},
     "t5": {"vocab_size": 32128, "d_kv": 64},
 }  # fmt: skip
-_LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
-_HIDDEN = ("hidden_size", "n_embd", "d_model", "dim")
+LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+HIDDEN = ("hidden_size", "n_embd", "d_model", "dim")
 _HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads", "attention_heads")
 _KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_head_kv", "attn_config.kv_n_heads", "multi_query_group_num")
 _FFN = (
@@ -95,19 +95,15 @@ _DROPOUT = ("resid_pdrop", "hidden_dropout_prob", "hidden_dropout", "dropout", "
 _SCORES_DROPOUT = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
 _EVERY = ("moe_layer_freq", "decoder_sparse_step", "interleave_moe_layer_step", "moe_layer_interval")
 _LABELS = ("id2label", "label2id")
-# By family: the type, the class, and the names that it has in place of a row's first ones.
-_CLASSES: Mapping[str, tuple[str, str, tuple[str, ...]]] = {
-    "gpt": ("gpt2", "GPT2LMHeadModel", ("n_layer", "n_embd", "n_head", "n_inner", "n_positions", "resid_pdrop")),
-    "bert": ("bert", "BertForMaskedLM", ("hidden_dropout_prob",)),
-    "t5": ("t5", "T5ForConditionalGeneration", ("d_model", "num_heads", "d_ff", "n_positions", "dropout_rate")),
-    "vit": ("vit", "ViTForImageClassification", ("hidden_dropout_prob",)),
+# By family: the type, the class, and its own names of settings in place of the rows' first ones.
+_GPT = {"num_hidden_layers": "n_layer", "hidden_size": "n_embd", "num_attention_heads": "n_head"}
+_GPT |= {"intermediate_size": "n_inner", "max_position_embeddings": "n_positions", "attention_dropout": "resid_pdrop"}
+_CLASSES: Mapping[str, tuple[str, str, Mapping[str, str]]] = {
+    "gpt": ("gpt2", "GPT2LMHeadModel", _GPT),
+    "bert": ("bert", "BertForMaskedLM", {"attention_dropout": "hidden_dropout_prob"}),
+    "t5": ("t5", "T5ForConditionalGeneration", {"attention_dropout": "dropout_rate"}),
+    "vit": ("vit", "ViTForImageClassification", {"attention_dropout": "hidden_dropout_prob"}),
 }
-
-
-def is_model(file: ConfigFile) -> bool:
-    """Whether tables are those of a model's ``config.json``."""
-    tables = file.tables
-    return "model_type" in tables or ("architectures" in tables and any(name in tables for name in _LAYERS + _HIDDEN))
 
 
 def read_model(file: ConfigFile, draft: Draft) -> None:
@@ -133,56 +129,40 @@ def read_model(file: ConfigFile, draft: Draft) -> None:
     stated |= {name: f"of {len(tables[name])} classes" for name in _LABELS if isinstance(tables.get(name), Mapping)}
     draft.framework = draft.framework or "huggingface"
     reading = Reading(draft, {**stated, "model_type": kind}, None, f"the default of {kind}", LEFT_OUT.get(kind))
-    read_rows(_ROWS, reading)
+    read_rows((_FAMILY, *_SIZES.get(TYPES[kind][0], _LAYERED), *_ROWS), reading)
 
 
 def write_model(job: Job) -> ConfigText:
     """Write the model of a job as ``config.json``."""
-    if job.model.family != "llama" and job.model.family not in _CLASSES:
-        raise JobError(f"transformers has no model of the family {job.model.family!r:.80}")
+    family = job.model.family
+    if family != "llama" and family not in _CLASSES:
+        raise JobError(f"transformers has no model of the family {family!r:.80}")
     view = JobView(job)
-    kind, name, _ = _class_of(job)
+    kind, name, own = _class_of(job)
     view.put(model_type=kind, architectures=[name])
-    write_rows(_ROWS, view)
+    write_rows((*_SIZES.get(family, _LAYERED), *_ROWS), view)
     view.expressed("model.family", "model.gated_mlp", "model.attention_kernels")
     if not job.model.experts:
         view.expressed("model.expert_ffn")
+    if family != "llama" and job.model.kv_heads == job.model.heads:
+        view.expressed("model.kv_heads")
     view.put(torch_dtype="float16" if job.batch.dtype == "fp16" else "bfloat16")
+    settings = {own.get(name, name): value for name, value in view.settings.items()}
     notes = "a model's file holds no strategy: write deepspeed or accelerate too"
-    return view.text(json.dumps(view.settings, indent=2) + "\n", ".json", notes, sections=("model.",))
+    return view.text(json.dumps(settings, indent=2) + "\n", ".json", notes, sections=("model.",))
 
 
-def _class_of(job: Job) -> tuple[str, str, tuple[str, ...]]:
+def _class_of(job: Job) -> tuple[str, str, Mapping[str, str]]:
     """Type and class of a model, and its own names of settings."""
     model = job.model
     if model.family != "llama":
         return _CLASSES[model.family]
     if model.attention == "mla":
         new = model.experts and model.q_lora_rank
-        return ("deepseek_v3", "DeepseekV3ForCausalLM", ()) if new else ("deepseek_v2", "DeepseekV2ForCausalLM", ())
+        return ("deepseek_v3", "DeepseekV3ForCausalLM", {}) if new else ("deepseek_v2", "DeepseekV2ForCausalLM", {})
     if model.experts and (model.expert_ffn != model.ffn or model.shared_experts or model.moe_every > 1):
-        return "qwen2_moe", "Qwen2MoeForCausalLM", ()
-    return ("mixtral", "MixtralForCausalLM", ()) if model.experts else ("llama", "LlamaForCausalLM", ())
-
-
-def _write_names(view: JobView) -> None:
-    """Write the sizes that all classes have, each under the name of the model's class."""
-    own = _class_of(view.job)[2]
-    keys = {"hidden": _HIDDEN, "heads": _HEADS, "ffn": _FFN, "dropout": (_SCORES_DROPOUT[0], *_DROPOUT)}
-    if view.job.model.family != "vit":
-        keys |= {"vocab": ("vocab_size",), "tied_embeddings": ("tie_word_embeddings",)}
-    if view.job.model.family == "t5":
-        keys |= {"encoder_layers": ("num_layers",), "layers": ("num_decoder_layers",), "head_dim": ("d_kv",)}
-        keys |= {"encoder_seq_len": ("n_positions",)}
-    else:
-        keys |= {"layers": _LAYERS}
-        keys |= {} if view.job.model.family == "vit" else {"seq_len": _LENGTH}
-    if view.job.model.family == "llama":
-        keys |= {"kv_heads": _KV_HEADS}
-    elif view.job.model.kv_heads == view.job.model.heads:
-        view.expressed("model.kv_heads")
-    for key, names in keys.items():
-        view.put(**{next((name for name in names if name in own), names[0]): view[f"model.{key}"]})
+        return "qwen2_moe", "Qwen2MoeForCausalLM", {}
+    return ("mixtral", "MixtralForCausalLM", {}) if model.experts else ("llama", "LlamaForCausalLM", {})
 
 
 def _read_family(reading: Reading) -> None:
@@ -196,17 +176,8 @@ def _read_family(reading: Reading) -> None:
     reading.assume("model.fused_attention", True, "transformers attends with PyTorch's fused kernels since 4.36")
 
 
-def _read_sizes(reading: Reading) -> None:
-    kind = reading.word("model_type")
-    if reading.get("model.family") == "t5":
-        reading.copy("model.encoder_layers", "num_layers")
-        reading.copy("model.layers", "num_decoder_layers", "num_layers")
-        for key, name in (("hidden", "d_model"), ("heads", "num_heads"), ("head_dim", "d_kv"), ("ffn", "d_ff")):
-            reading.copy(f"model.{key}", name)
-        return
-    reading.copy("model.layers", *_LAYERS)
-    hidden, ffn = reading.copy("model.hidden", *_HIDDEN), reading.copy("model.ffn", *_FFN)
-    reading.copy("model.heads", *_HEADS)
+def _read_ffn(reading: Reading) -> None:
+    kind, ffn, hidden = reading.word("model_type"), reading.copy("model.ffn", *_FFN), reading.get("model.hidden")
     if ffn is None and hidden:
         reading.assume("model.ffn", 4 * hidden, f"{kind} has it so")
     elif kind == "qwen" and ffn:
@@ -214,17 +185,12 @@ def _read_sizes(reading: Reading) -> None:
 
 
 def _read_length(reading: Reading) -> None:
-    """Tokens of a sequence, or patches of an image, of which a model's file states at most the largest number."""
-    if reading.get("model.family") == "t5":
-        reading.map("model.gated_mlp", "gated" in reading.word("feed_forward_proj"), words="feed_forward_proj")
-        reading.assume("model.encoder_seq_len", reading.positive("n_positions") or 512, "T5's n_positions")
-        reading.assume("model.seq_len", 128, "a model's file does not state how many tokens are predicted")
-    elif reading.word("model_type") in ("vit", "deit"):
+    """Tokens of a sequence, of which a model's file states at most the largest number, or patches of an image."""
+    if reading.get("model.family") == "vit":
         image, patch = reading.positive("image_size") or 224, reading.positive("patch_size") or 16
         channels = reading.positive("num_channels") or 3
         reading.map("model.patch_dim", patch * patch * channels, words=f"patch_size {patch}, {channels} channels")
-        words = f"image_size {image}, patch_size {patch}"
-        reading.map("model.seq_len", (image // patch) ** 2 + 1, words=words)
+        reading.map("model.seq_len", (image // patch) ** 2 + 1, words=f"image_size {image}, patch_size {patch}")
         classes = reading.word("id2label").removeprefix("of ").partition(" ")[0]
         reading.map("model.vocab", int(classes or 1000), words="id2label" if classes else "classes of ImageNet")
     elif longest := reading.positive(*_LENGTH):
@@ -232,17 +198,22 @@ def _read_length(reading: Reading) -> None:
         reading.assume("model.seq_len", min(longest, LONGEST_ASSUMED), why)
 
 
-def _write_length(view: JobView) -> None:
-    family = view.job.model.family
-    if family == "vit":
-        side, image = view.image()
-        labels = {str(label): f"LABEL_{label}" for label in range(view["model.vocab"])}
-        view.put(patch_size=side, image_size=image, num_channels=3, id2label=labels)
-    if family == "t5":
-        view.put(feed_forward_proj="gated-gelu" if view["model.gated_mlp"] else "relu")
-        view.refuse("model.seq_len", view["model.seq_len"] != 128)
-    if family == "llama":
-        view.put(hidden_act="silu")
+def _write_image(view: JobView) -> None:
+    side, image = view.image()
+    labels = {str(label): f"LABEL_{label}" for label in range(view["model.vocab"])}
+    view.put(patch_size=side, image_size=image, num_channels=3, id2label=labels)
+
+
+def _read_halves(reading: Reading) -> None:
+    reading.map("model.gated_mlp", "gated" in reading.word("feed_forward_proj"), words="feed_forward_proj")
+    reading.assume("model.encoder_seq_len", reading.positive("n_positions") or 512, "T5's n_positions")
+    reading.assume("model.seq_len", 128, "a model's file does not state how many tokens are predicted")
+
+
+def _write_halves(view: JobView) -> None:
+    view.put(feed_forward_proj="gated-gelu" if view["model.gated_mlp"] else "relu")
+    view.put(n_positions=view["model.encoder_seq_len"], d_kv=view["model.head_dim"] or view.job.model.head_size)
+    view.refuse("model.seq_len", view["model.seq_len"] != 128)
 
 
 def _read_heads(reading: Reading) -> None:
@@ -264,14 +235,16 @@ def _read_heads(reading: Reading) -> None:
 
 
 def _write_heads(view: JobView) -> None:
-    model = view.job.model
-    if view["model.attention"] == "mla":
+    model, latent = view.job.model, view["model.attention"] == "mla"
+    if latent:
         view.put(q_lora_rank=view["model.q_lora_rank"] or None, kv_lora_rank=view["model.kv_lora_rank"])
         view.put(qk_nope_head_dim=model.head_size, qk_rope_head_dim=view["model.rope_head_dim"])
         view.put(v_head_dim=view["model.v_head_dim"], first_k_dense_replace=view["model.dense_layers"])
         view.expressed("model.head_dim")
-    elif model.family == "llama" and view["model.head_dim"]:
-        view.put(head_dim=model.head_dim)
+    if model.family == "llama":
+        view.put(hidden_act="silu", num_key_value_heads=view["model.kv_heads"])
+        if not latent and view["model.head_dim"]:
+            view.put(head_dim=model.head_dim)
 
 
 def _read_experts(reading: Reading) -> None:
@@ -321,29 +294,51 @@ def _write_experts(view: JobView) -> None:
             view.put(moe_intermediate_size=view["model.expert_ffn"])
 
 
-def _read_rest(reading: Reading) -> None:
-    kind = reading.word("model_type")
-    tied = reading.flag("tie_word_embeddings")
+def _read_tied(reading: Reading) -> None:
+    kind, tied = reading.word("model_type"), reading.flag("tie_word_embeddings")
     value, reason = TYPES[kind][1] if tied is None else tied, f"transformers' default for {kind}"
     reading.map("model.tied_embeddings", value, "tie_word_embeddings", reason=reason)
-    drops = [reading.number(*names, whole=False) for names in (_DROPOUT, _SCORES_DROPOUT)]
-    found = [value for value in drops if value is not None]
-    if found:
-        reading.map("model.dropout", float(max(found)), *_DROPOUT, *_SCORES_DROPOUT)
+
+
+def _read_dropout(reading: Reading) -> None:
+    found = [reading.number(*names, whole=False) for names in (_DROPOUT, _SCORES_DROPOUT)]
+    if rates := [rate for rate in found if rate is not None]:
+        reading.map("model.dropout", float(max(rates)), *_DROPOUT, *_SCORES_DROPOUT)
+
+
+def _read_dtype(reading: Reading) -> None:
     dtype = reading.word("torch_dtype", "dtype").removeprefix("torch.")
-    if dtype in ("bfloat16", "float16", "float32") and reading.get("batch.precision") is None:
+    if dtype in ("bfloat16", "float16", "float32"):
         reading.assume("batch.precision", "fp16" if dtype == "float16" else "bf16", f"weights are stored as {dtype}")
 
 
 _ATTENTION = ("_attn_implementation", "attn_implementation")
+_T5 = {"d_model": "model.hidden", "num_heads": "model.heads", "d_ff": "model.ffn", "num_layers": "model.encoder_layers"}
+_VOCAB = Row("model.vocab", ("vocab_size", "padded_vocab_size"))
+_FAMILY = Row("model.family", read=_read_family)
+_LAYERS_ROWS = (
+    Row("model.layers", LAYERS),
+    Row("model.hidden", HIDDEN),
+    Row("model.heads", _HEADS),
+    Row("model.ffn", _FFN, read=_read_ffn),
+)
+_LAYERED = (*_LAYERS_ROWS, _VOCAB, Row("model.seq_len", _LENGTH, read=_read_length))
+_SIZES = {  # of families that have others than most
+    "t5": (
+        *same(_T5),
+        Row("model.layers", ("num_decoder_layers", "num_layers")),
+        Row("model.head_dim", "d_kv", only="read"),
+        _VOCAB,
+        Row("model.seq_len", read=_read_halves, write=_write_halves),
+    ),
+    "vit": (*_LAYERS_ROWS, Row("model.seq_len", read=_read_length, write=_write_image)),
+}
 _ROWS = (
-    Row("model.family", read=_read_family),
-    Row("model.hidden", read=_read_sizes, write=_write_names),
-    Row("model.vocab", ("vocab_size", "padded_vocab_size"), only="read"),
-    Row("model.seq_len", read=_read_length, write=_write_length),
     Row("model.head_dim", read=_read_heads, write=_write_heads),
     Row("model.experts", read=_read_experts),
     Row("model.experts", needs="model.experts", write=_write_experts),
-    Row("model.tied_embeddings", read=_read_rest),
+    Row("model.tied_embeddings", "tie_word_embeddings", read=_read_tied),
+    Row("model.dropout", "attention_dropout", read=_read_dropout),
+    Row("batch.precision", read=_read_dtype),
     Row("model.fused_attention", _ATTENTION, {"eager": False, OTHER: True}, omit=True),
 )

@@ -18,7 +18,6 @@ from stepsight.dataset.job.models import MODELS
 
 # Axes of the mesh within and between slices, and the degree of a job.
 _AXES = {"tensor": "tp", "tensor_sequence": "tp", "context": "cp", "sequence": "cp", "pipeline": "pp", "expert": "ep"}
-_MARKS = ("base_emb_dim", "base_num_decoder_layers", "per_device_batch_size", "ici_fsdp_parallelism", "base_config")
 _BASE = {  # what base.yml states, where it is not near
     "base_emb_dim": 2048,
     "base_num_query_heads": 16,
@@ -43,12 +42,6 @@ _BASE = {  # what base.yml states, where it is not near
     "dtype": "bfloat16",
 }
 _FOLDERS = ("", "models", *(f"{'../' * up}{place}" for up in range(1, 5) for place in ("models", "", "configs/models")))
-
-
-def is_maxtext(file: ConfigFile) -> bool:
-    """Whether tables are those of MaxText's YAML."""
-    tables = file.tables
-    return any(mark in tables for mark in _MARKS) or ("per_device_batch_size" in tables and "model_name" in tables)
 
 
 def read_maxtext(file: ConfigFile, draft: Draft) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from stepsight.dataset.base.errors import JobError
 from stepsight.dataset.base.files import parse_json
-from stepsight.dataset.configs.accelerate import is_deepspeed, read_deepspeed
+from stepsight.dataset.configs.accelerate import DEEPSPEED_MARKS, read_deepspeed
 from stepsight.dataset.configs.documents import flat, read_source
 from stepsight.dataset.configs.drafts import ConfigFile, Draft, Reading
 from stepsight.dataset.configs.key_table import Row
@@ -72,11 +72,6 @@ DEFAULT = "Megatron-LM's default"
 _NUMBER = re.compile(r"-?\d")
 
 
-def is_words(file: ConfigFile) -> bool:
-    """Whether a file is taken as a shell script or a file of arguments: any that has neither tables nor Python."""
-    return not file.has_tables and file.path.suffix != ".py"
-
-
 def read_words(file: ConfigFile, draft: Draft) -> None:
     """Fill a draft from a shell script, or a file of arguments."""
     text = read_source(file.path)
@@ -94,15 +89,9 @@ def read_words(file: ConfigFile, draft: Draft) -> None:
             tables = parse_json(document)
         except (ValueError, RecursionError):
             continue
-        inner = ConfigFile(file.path, tables if isinstance(tables, dict) else {})
-        if is_deepspeed(inner):
-            read_deepspeed(inner, draft)
+        if isinstance(tables, dict) and any(mark in tables for mark in DEEPSPEED_MARKS):
+            read_deepspeed(ConfigFile(file.path, tables), draft)
     read_megatron(_reading_of_script(script, draft))
-
-
-def is_arguments(file: ConfigFile) -> bool:
-    """Whether a file holds arguments by name, as Megatron-LM's functional tests have them."""
-    return isinstance(file.tables.get("MODEL_ARGS"), Mapping)
 
 
 def read_arguments(file: ConfigFile, draft: Draft) -> None:
@@ -113,11 +102,6 @@ def read_arguments(file: ConfigFile, draft: Draft) -> None:
             values = [] if value is True else value if isinstance(value, list) else [value]
             words += [str(flag), *map(str, values)]
     read_megatron(_reading_of_words(draft, words))
-
-
-def is_yaml(file: ConfigFile) -> bool:
-    """Whether a file is Megatron-Core's YAML (``--yaml-cfg``)."""
-    return isinstance(file.tables.get("language_model"), Mapping)
 
 
 def read_yaml(file: ConfigFile, draft: Draft) -> None:
@@ -227,15 +211,6 @@ def _cluster_words(script: ShellScript, words: Sequence[str]) -> list[str]:
         if value and setting not in stated and not stated & {"gres", "N"}:
             found += [f"--{setting}", value]
     return found
-
-
-def is_nemo(file: ConfigFile) -> bool:
-    """Whether tables are those of NeMo's YAML."""
-    model = file.tables.get("model")
-    if not isinstance(file.tables.get("trainer"), Mapping) or not isinstance(model, Mapping):
-        return False
-    encoder = model.get("encoder")
-    return "hidden_size" in model or (isinstance(encoder, Mapping) and "hidden_size" in encoder)
 
 
 def read_nemo(file: ConfigFile, draft: Draft) -> None:

@@ -5,8 +5,6 @@ Source: nanotron ``config/config.py``, ``config/parallelism_config.py``, ``confi
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from stepsight.dataset.base.errors import JobError
 from stepsight.dataset.configs.documents import flat, yaml_text
 from stepsight.dataset.configs.drafts import ConfigFile, Draft, Reading
@@ -16,13 +14,6 @@ from stepsight.dataset.job.job import Job
 _MODEL = "model.model_config."
 _EXPERTS = f"{_MODEL}moe_config."
 _OPTIMIZER = "optimizer.optimizer_factory."
-_TABLES = ("tokens", "parallelism", "model")
-
-
-def is_nanotron(file: ConfigFile) -> bool:
-    """Whether tables are those of Nanotron's YAML."""
-    model = file.tables.get("model")
-    return all(isinstance(file.tables.get(name), Mapping) for name in _TABLES) and "model_config" in (model or {})
 
 
 def read_nanotron(file: ConfigFile, draft: Draft) -> None:

@@ -43,15 +43,6 @@ _PRESET = re.compile(r"preset for (\d+) (\w+) GPUs?")  # a comment in the publis
 _DEVICES = {"a100": "a100-sxm-80gb", "h100": "h100-sxm-80gb", "h200": "h200-sxm-141gb", "b200": "b200-sxm-180gb"}
 
 
-def is_torchtitan(file: ConfigFile) -> bool:
-    """Whether tables are those of torchtitan's TOML."""
-    tables = file.tables
-    model = tables.get("model")
-    if model is None:  # how a model is trained, without the model
-        return all(isinstance(tables.get(name), Mapping) for name in ("training", "parallelism"))
-    return isinstance(model, Mapping) and "flavor" in model
-
-
 def read_torchtitan(file: ConfigFile, draft: Draft) -> None:
     """Fill a draft from a configuration, whose comments may name the devices."""
     preset = _PRESET.search(read_source(file.path))
