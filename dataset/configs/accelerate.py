@@ -52,7 +52,7 @@ def read_accelerate(file: ConfigFile, draft: Draft) -> None:
         "MEGATRON_LM": _MEGATRON_WAY,
     }
     rows = ways.get(str(file.tables.get("distributed_type")), (Row(_STAGE, read=_read_replicated),))
-    read_rows((*_ROWS, *rows, *_LAST), Reading(draft, flat(file.tables)))
+    read_rows((*ROWS, *rows, *_LAST), Reading(draft, flat(file.tables)))
 
 
 def read_fsdp(file: ConfigFile, draft: Draft) -> None:
@@ -67,7 +67,7 @@ def read_training_arguments(file: ConfigFile, draft: Draft) -> None:
     draft.facts["accumulation"] = 1
     named = Row(_STAGE, read=partial(_read_named, file=file, key="deepspeed"))
     reading = Reading(draft, flat(file.tables), default="transformers' default: max_grad_norm 1")
-    read_rows((*_TRAINING, named, Row(_STAGE, read=_read_shards)), reading)
+    read_rows((*TRAINING_ROWS, named, Row(_STAGE, read=_read_shards)), reading)
 
 
 def read_deepspeed(file: ConfigFile, draft: Draft) -> None:
@@ -81,7 +81,7 @@ def read_deepspeed(file: ConfigFile, draft: Draft) -> None:
             raise JobError(f"{name} must be a table, as {example}, got {file.tables[name]!r:.80}")
     settings = flat(file.tables)
     stated = {key: value for key, value in settings.items() if value != "auto"}
-    read_rows(_DEEPSPEED_ROWS, Reading(draft, stated, default="DeepSpeed's default"))
+    read_rows(DEEPSPEED_ROWS, Reading(draft, stated, default="DeepSpeed's default"))
     for name in settings:
         if name not in stated:
             draft.ignore(f"{name} auto: left to other configurations")
@@ -90,7 +90,7 @@ def read_deepspeed(file: ConfigFile, draft: Draft) -> None:
 def write_accelerate(job: Job) -> ConfigText:
     """Write how a job is trained as Accelerate's YAML: FSDP where parameters or gradients are sharded."""
     view = JobView(job)
-    write_rows(_ROWS, view)
+    write_rows(ROWS, view)
     view.expressed("parallel.dp", "cluster.devices_per_node")
     note = "the model's sizes stand in its config.json, the micro-batch in the training arguments"
     return view.text(yaml_text(view.tables()), ".yaml", note, sections=_TRAINING_SECTIONS)
@@ -99,7 +99,7 @@ def write_accelerate(job: Job) -> ConfigText:
 def write_deepspeed(job: Job) -> ConfigText:
     """Write how a job is trained as DeepSpeed's JSON."""
     view = JobView(job)
-    write_rows(_DEEPSPEED_ROWS, view)
+    write_rows(DEEPSPEED_ROWS, view)
     view.expressed("parallel.dp", "cluster.nodes", "cluster.devices_per_node")
     text = json.dumps(view.tables(), indent=2) + "\n"
     note = "the model's sizes stand in its config.json: write huggingface too"
@@ -289,7 +289,7 @@ _PRECISIONS = {"bf16": "bf16", "fp16": "fp16", "fp8": "fp8", "no": "fp32"}
 _DEGREES = {"parallelism_config_tp_size": "parallel.tp", "parallelism_config_cp_size": "parallel.cp"}
 _OFFLOAD = {"cpu": True, "nvme": True, OTHER: None}
 _LENGTHS = ("max_seq_length", "max_length", "model_max_length", "cutoff_len", "sequence_len")
-_ROWS = (
+ROWS = (
     Row("cluster.nodes", read=_read_devices, write=_write_devices),
     Row("batch.precision", "mixed_precision", _PRECISIONS, write=_write_precision),
     Row(_STAGE, write=_write_way),
@@ -309,7 +309,7 @@ _MEGATRON_WAY = (
     Row("parallel.recompute", "megatron_lm_config.megatron_lm_recompute_activations", {True: "selective"}),
 )
 _LAST = (Row("parallel.dp", read=_read_replicas), Row("batch.micro_batch", read=_read_accumulation))
-_TRAINING = (
+TRAINING_ROWS = (
     Row("batch.micro_batch", read=_read_accumulation),
     Row("batch.precision", read=_read_halves),
     Row("model.seq_len", _LENGTHS),
@@ -323,7 +323,7 @@ _TRAINING = (
 _DEGREE = (lambda degree: int(degree) if degree > 1 else None, lambda degree: degree)
 _DEVICES = {"none": None, "cpu": True, OTHER: True}
 _GRADIENTS = {"fp32": "fp32", OTHER: "model"}
-_DEEPSPEED_ROWS = (
+DEEPSPEED_ROWS = (
     Row("batch.global_batch", "train_batch_size"),
     Row("batch.micro_batch", "train_micro_batch_size_per_gpu"),
     Row("batch.global_batch", read=_read_accumulation),

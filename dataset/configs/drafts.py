@@ -138,6 +138,10 @@ class Draft:
         self.framework, self.sources["framework"] = framework, words
         self.told.append("framework")
 
+    def places(self) -> tuple[dict[str, str], ...]:
+        """Where the words of a configuration stand."""
+        return self.sources, self.reasons, self.fact_words
+
     def fact(self, name: str, value: int, words: str) -> None:
         """Set a fact, with the words of the configuration that state it; empty: it is the framework's default."""
         self.facts[name] = value
@@ -183,17 +187,19 @@ class Reading:
         draft, before, ignored = self.draft, len(self.draft.told), len(self.draft.ignored)
         self._looked, self._fresh = [], []
         read(self)
-        places = (draft.sources, draft.reasons, draft.fact_words)
         told = sorted(draft.told[before:], key=key.__eq__)
-        found = [(words, name) for name in told for words in places if name in words]
+        found = [(words, name) for name in told for words in draft.places() if name in words]
         texts = " ".join([*(words[name] for words, name in found), *draft.ignored[ignored:]])
         for name in self._looked:
-            if not re.search(rf"(?<![\w.-]){re.escape(self.source(name))}(?![\w-])", texts):
+            if not self._named(name, texts):
                 if not found:
                     continue
                 words, last = found[-1]
                 words[last] += f"; {self._written(name)}"
             self._settled.add(name)
+
+    def _named(self, name: str, texts: str) -> bool:
+        return re.search(rf"(?<![\w.-]){re.escape(self.source(name))}(?![\w-])", texts) is not None
 
     def map(self, key: str, value: Any, *names: str, words: str = "", reason: str = "") -> None:
         """Set a key of the job by the first of some settings; if none is stated, the value is the framework's default.
@@ -301,9 +307,11 @@ class Reading:
         record(key, max(1, round(total / size)), words)
 
     def ignore_rest(self) -> None:
-        """Record the settings that set nothing."""
+        """Record the settings that set nothing, or only what later ones set again."""
+        draft = self.draft
+        texts = " ".join([*(text for words in draft.places() for text in words.values()), *draft.ignored])
         for name in self._stated:
-            if name not in self._settled:
+            if name not in self._settled or not self._named(name, texts):
                 self.ignore(self._written(name))
 
     def _written(self, name: str) -> str:

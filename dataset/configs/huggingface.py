@@ -129,7 +129,7 @@ def read_model(file: ConfigFile, draft: Draft) -> None:
     stated |= {name: f"of {len(tables[name])} classes" for name in _LABELS if isinstance(tables.get(name), Mapping)}
     draft.framework = draft.framework or "huggingface"
     reading = Reading(draft, {**stated, "model_type": kind}, None, f"the default of {kind}", LEFT_OUT.get(kind))
-    read_rows((_FAMILY, *_SIZES.get(TYPES[kind][0], _LAYERED), *_ROWS), reading)
+    read_rows(ROWS, reading)
 
 
 def write_model(job: Job) -> ConfigText:
@@ -140,7 +140,7 @@ def write_model(job: Job) -> ConfigText:
     view = JobView(job)
     kind, name, own = _class_of(job)
     view.put(model_type=kind, architectures=[name])
-    write_rows((*_SIZES.get(family, _LAYERED), *_ROWS), view)
+    write_rows(ROWS, view)
     view.expressed("model.family", "model.gated_mlp", "model.attention_kernels")
     if not job.model.experts:
         view.expressed("model.expert_ffn")
@@ -184,18 +184,24 @@ def _read_ffn(reading: Reading) -> None:
         reading.map("model.ffn", ffn // 2, words=f"{reading.source(*_FFN)} {ffn}, of the gate and the other product")
 
 
+def _read_image(reading: Reading) -> None:
+    image, patch = reading.positive("image_size") or 224, reading.positive("patch_size") or 16
+    channels = reading.positive("num_channels") or 3
+    reading.map("model.patch_dim", patch * patch * channels, words=f"patch_size {patch}, {channels} channels")
+    reading.map("model.seq_len", (image // patch) ** 2 + 1, words=f"image_size {image}, patch_size {patch}")
+    classes = reading.word("id2label").removeprefix("of ").partition(" ")[0]
+    reading.map("model.vocab", int(classes or 1000), words="id2label" if classes else "classes of ImageNet")
+
+
 def _read_length(reading: Reading) -> None:
-    """Tokens of a sequence, of which a model's file states at most the largest number, or patches of an image."""
-    if reading.get("model.family") == "vit":
-        image, patch = reading.positive("image_size") or 224, reading.positive("patch_size") or 16
-        channels = reading.positive("num_channels") or 3
-        reading.map("model.patch_dim", patch * patch * channels, words=f"patch_size {patch}, {channels} channels")
-        reading.map("model.seq_len", (image // patch) ** 2 + 1, words=f"image_size {image}, patch_size {patch}")
-        classes = reading.word("id2label").removeprefix("of ").partition(" ")[0]
-        reading.map("model.vocab", int(classes or 1000), words="id2label" if classes else "classes of ImageNet")
-    elif longest := reading.positive(*_LENGTH):
+    if longest := reading.positive(*_LENGTH):
         why = f"a model's file does not state it: {reading.source(*_LENGTH)} {longest}"
         reading.assume("model.seq_len", min(longest, LONGEST_ASSUMED), why)
+
+
+def _write_length(view: JobView) -> None:
+    if view.job.model.family != "vit":
+        view.put(max_position_embeddings=view["model.seq_len"])
 
 
 def _write_image(view: JobView) -> None:
@@ -314,26 +320,20 @@ def _read_dtype(reading: Reading) -> None:
 
 _ATTENTION = ("_attn_implementation", "attn_implementation")
 _T5 = {"d_model": "model.hidden", "num_heads": "model.heads", "d_ff": "model.ffn", "num_layers": "model.encoder_layers"}
-_VOCAB = Row("model.vocab", ("vocab_size", "padded_vocab_size"))
-_FAMILY = Row("model.family", read=_read_family)
-_LAYERS_ROWS = (
-    Row("model.layers", LAYERS),
-    Row("model.hidden", HIDDEN),
-    Row("model.heads", _HEADS),
-    Row("model.ffn", _FFN, read=_read_ffn),
-)
-_LAYERED = (*_LAYERS_ROWS, _VOCAB, Row("model.seq_len", _LENGTH, read=_read_length))
-_SIZES = {  # of families that have others than most
-    "t5": (
-        *same(_T5),
-        Row("model.layers", ("num_decoder_layers", "num_layers")),
-        Row("model.head_dim", "d_kv", only="read"),
-        _VOCAB,
-        Row("model.seq_len", read=_read_halves, write=_write_halves),
-    ),
-    "vit": (*_LAYERS_ROWS, Row("model.seq_len", read=_read_length, write=_write_image)),
-}
-_ROWS = (
+_IS_T5, _IS_VIT, _NOT_T5 = "model.family=t5", "model.family=vit", "model.family!=t5"
+ROWS = (
+    Row("model.family", read=_read_family),
+    *same(_T5, needs=_IS_T5),
+    Row("model.layers", ("num_decoder_layers", "num_layers"), needs=_IS_T5),
+    Row("model.head_dim", "d_kv", only="read", needs=_IS_T5),
+    Row("model.seq_len", read=_read_halves, write=_write_halves, needs=_IS_T5),
+    Row("model.layers", LAYERS, needs=_NOT_T5),
+    Row("model.hidden", HIDDEN, needs=_NOT_T5),
+    Row("model.heads", _HEADS, needs=_NOT_T5),
+    Row("model.ffn", _FFN, read=_read_ffn, needs=_NOT_T5),
+    Row("model.seq_len", read=_read_image, write=_write_image, needs=_IS_VIT),
+    Row("model.seq_len", _LENGTH, read=_read_length, write=_write_length, needs=_NOT_T5),
+    Row("model.vocab", ("vocab_size", "padded_vocab_size"), needs="model.family!=vit"),
     Row("model.head_dim", read=_read_heads, write=_write_heads),
     Row("model.experts", read=_read_experts),
     Row("model.experts", needs="model.experts", write=_write_experts),

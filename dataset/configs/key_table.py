@@ -179,8 +179,8 @@ class Row:
             listed.  Two functions: how the setting's number becomes the key's value, and back; a value that does not
             come back is listed.  None: the setting has the key's own values.
         default: What the framework takes, which is assumed where no setting has a value; None: nothing is assumed.
-        needs: A key without which the row means nothing: a degree or a number of experts, above 1, or the kind of
-            attention, latent.
+        needs: Without which the row means nothing: a degree or a number of experts, above 1 (``parallel.tp``), or a
+            value (``model.family=t5``, ``model.family!=t5``).
         read: Reads the settings in place of the rule above.
         write: Writes the settings in place of the rule above.
         only: ``"read"`` or ``"write"`` if the row has one direction.
@@ -206,7 +206,7 @@ def same(keys: Mapping[str, str], prefix: str = "", **rest: Any) -> tuple[Row, .
 def read_rows(rows: Iterable[Row], reading: Reading) -> None:
     """Read settings by a table, in its order; those that set nothing are listed as ignored."""
     for row in rows:
-        if row.only != "write" and (not row.needs or _counts(reading.get(row.needs))) and (row.read or row.names):
+        if row.only != "write" and _counts(row.needs, reading.get) and (row.read or row.names):
             reading.settle(row.read or partial(_read_row, row), row.key)
     reading.ignore_rest()
 
@@ -241,7 +241,7 @@ def _read_row(row: Row, reading: Reading) -> None:
 def write_rows(rows: Iterable[Row], view: JobView) -> None:
     """Write settings by a table, in its order; a value that the table does not have is listed as not expressed."""
     for row in rows:
-        if row.only == "read" or (row.needs and not _counts(view.value(row.needs))):
+        if row.only == "read" or not _counts(row.needs, view.value):
             continue  # a value without effect is listed as not expressed
         if row.write is not None:
             row.write(view)
@@ -263,5 +263,9 @@ def _written(row: Row, view: JobView) -> Any:
     return words.get(value, next(iter(row.values)))
 
 
-def _counts(value: object) -> bool:
-    return value == "mla" or (isinstance(value, int) and value > 1)
+def _counts(needs: str, get: Callable[[str], Any]) -> bool:
+    key, equals, wanted = needs.partition("=")
+    value = get(key.rstrip("!")) if needs else None
+    if equals:
+        return (value == wanted) != key.endswith("!")
+    return not needs or (isinstance(value, int) and value > 1)

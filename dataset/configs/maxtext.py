@@ -18,7 +18,7 @@ from stepsight.dataset.job.models import MODELS
 
 # Axes of the mesh within and between slices, and the degree of a job.
 _AXES = {"tensor": "tp", "tensor_sequence": "tp", "context": "cp", "sequence": "cp", "pipeline": "pp", "expert": "ep"}
-_BASE = {  # what base.yml states, where it is not near
+BASE = {  # what base.yml states, where it is not near
     "base_emb_dim": 2048,
     "base_num_query_heads": 16,
     "base_num_kv_heads": 16,
@@ -51,7 +51,7 @@ def read_maxtext(file: ConfigFile, draft: Draft) -> None:
         JobError: If the file names a model whose own file is not near it.
     """
     path, stated = file.path, flat(file.tables)
-    defaults = dict(_BASE)
+    defaults = dict(BASE)
     base = _near(path.parent, str(stated.get("base_config") or ""))
     if base is not None and base != path:
         defaults |= {key: value for key, value in flat(read_tables(base)).items() if value is not None}
@@ -65,7 +65,7 @@ def read_maxtext(file: ConfigFile, draft: Draft) -> None:
             model = flat(read_tables(own))
     reading = Reading(draft, {**model, **stated}, default="MaxText's base.yml", defaults=defaults)
     draft.framework = draft.framework or "maxtext"
-    read_rows(_ROWS, reading)
+    read_rows(ROWS, reading)
 
 
 def _known_model(name: str, draft: Draft) -> None:
@@ -94,7 +94,7 @@ def write_maxtext(job: Job) -> ConfigText:
     """Write a job as MaxText's YAML, the model's sizes in the same file."""
     view = JobView(job, "MaxText")
     view.put(base_config="base.yml", model_name="default")
-    write_rows(_ROWS, view)
+    write_rows(ROWS, view)
     view.expressed("batch.global_batch", "cluster.nodes", "cluster.devices_per_node", "model.attention_kernels")
     return view.text(yaml_text(view.settings), ".yml")
 
@@ -284,12 +284,12 @@ _EXPERT_FFN = (lambda size: size if size > 0 else None, lambda size: size)
 _STRATEGIES = {"all_gather": "all_gather", "ring": "ring", OTHER: "all_gather"}
 _REMAT = {"minimal_with_context": "none", "full": "full", "minimal": "selective", "none": "none"}
 _OPTIMIZERS = {"adamw": "adamw", "adam_pax": "adamw"}
-_ROWS = (
+ROWS = (
     Row("model.family", read=_read_family, write=_write_family),
     *same(_SIZES),
     Row("model.experts", read=_read_experts),
-    *same(_LATENT, needs="model.attention"),
-    Row("model.head_dim", "qk_nope_head_dim", needs="model.attention", only="read"),
+    *same(_LATENT, needs="model.attention=mla"),
+    Row("model.head_dim", "qk_nope_head_dim", needs="model.attention=mla", only="read"),
     Row("model.gated_mlp", read=_read_mlp, write=_write_mlp),
     *same(_EXPERTS, needs="model.experts"),
     Row("model.capacity_factor", "capacity_factor", _CAPACITY, needs="model.experts"),

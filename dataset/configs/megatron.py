@@ -25,7 +25,7 @@ def read_megatron(reading: Reading, first: tuple[Row, ...] = (), last: tuple[Row
 
     Rows of a file's own stand ``first`` and ``last``.
     """
-    read_rows((Row("framework", read=_read_framework), *first, *_ROWS, *last), reading)
+    read_rows((Row("framework", read=_read_framework), *first, *ROWS, *last), reading)
 
 
 def _read_framework(reading: Reading) -> None:
@@ -42,7 +42,7 @@ def _read_framework(reading: Reading) -> None:
 def write_megatron(job: Job, *, script: bool = False) -> ConfigText:
     """Write a job as arguments, one to a line, or as a shell script that launches them with torchrun."""
     view = JobView(job)
-    write_rows(_ROWS, view)
+    write_rows(ROWS, view)
     lines = []
     for name, value in view.settings.items():
         if value is not None and value is not False:
@@ -311,7 +311,7 @@ _CP_COMM = {"p2p": "ring", "allgather": "all_gather"}
 _FALSE_ONLY = {False: False, True: None}
 _TRUE_ONLY = {True: True, False: None}
 _OFFLOADS = ("optimizer_cpu_offload", "cpu_optimizer")
-_ROWS = (
+ROWS = (
     Row("parallel.tp", "tensor_model_parallel_size"),
     Row("parallel.cp", "context_parallel_size", omit=True),
     Row("parallel.pp", "pipeline_model_parallel_size"),

@@ -86,124 +86,108 @@ def _pattern(text: str) -> list[int]:
 
 
 def _read_kind(reading: Reading) -> None:
-    hybrid = reading.find("hybrid_layer_pattern", "hybrid_override_pattern", "hybrid_attention_ratio")
-    if hybrid:
+    if hybrid := reading.find("hybrid_layer_pattern", "hybrid_override_pattern", "hybrid_attention_ratio"):
         raise JobError(f"a job has no layers with state spaces (Mamba), got {reading.source(hybrid)}")
     if "encoder_num_layers" in reading and "decoder_seq_length" in reading:
         reading.assume("model.family", "t5", "an encoder and a decoder have layers")
-    if reading.get("model.family") == "t5":
-        reading.copy("model.encoder_layers", "encoder_num_layers", "num_layers")
-        reading.copy("model.layers", "decoder_num_layers", "num_layers")
-        reading.copy("model.encoder_seq_len", "seq_length", "encoder_seq_length")
-        reading.copy("model.seq_len", "decoder_seq_length")
-    else:
-        reading.copy("model.layers", "num_layers")
 
 
 def _write_kind(view: JobView) -> None:
-    family = view["model.family"]
-    if family == "t5":
-        view.put(encoder_num_layers=view["model.encoder_layers"], decoder_num_layers=view["model.layers"])
-        view.put(encoder_seq_length=view["model.encoder_seq_len"], decoder_seq_length=view["model.seq_len"])
-    else:
-        view.put(num_layers=view["model.layers"])
-    if family == "vit":
+    llama, vit = view["model.family"] == "llama", view["model.family"] == "vit"
+    view.put(normalization="RMSNorm" if llama else "LayerNorm", disable_bias_linear=llama)
+    if vit:
         patch, image = view.image()
         view.put(num_classes=view["model.vocab"], patch_dim=patch, img_h=image, img_w=image)
-        return
-    if family != "t5":
-        view.put(seq_length=view["model.seq_len"])
-    positions = "rope" if family == "llama" else "learned_absolute"
-    view.put(vocab_size=view["model.vocab"], position_embedding_type=positions)
-    view.put(max_position_embeddings=max(view["model.seq_len"], view["model.encoder_seq_len"]))
+    else:
+        positions = "rope" if llama else "learned_absolute"
+        view.put(vocab_size=view["model.vocab"], position_embedding_type=positions)
+        view.put(**({} if view["model.family"] == "t5" else {"seq_length": view["model.seq_len"]}))
+        view.put(max_position_embeddings=max(view["model.seq_len"], view["model.encoder_seq_len"]))
 
 
 def _read_family(reading: Reading) -> None:
-    norm = reading.word("normalization").lower()
-    bias = reading.flag("add_bias_linear", "bias")
-    position = reading.word("position_embedding_type")
-    if reading.flag("use_rotary_position_embeddings"):
-        position = "rope"
+    norm, bias = reading.word("normalization").lower(), reading.flag("add_bias_linear", "bias")
+    rotary = reading.flag("use_rotary_position_embeddings")
+    position = "rope" if rotary else reading.word("position_embedding_type")
     facts = f"{norm or 'layernorm'}, positions {position or 'learned_absolute'}, bias {str(bias is not False).lower()}"
-    if reading.get("model.family") is None:
-        exact = {norm == "rmsnorm", position == "rope", bias is False}
-        like_llama = norm == "rmsnorm" or (position == "rope" and bias is False)
-        family = "llama" if like_llama else "gpt"
-        if norm or position or bias is not None:
-            reading.map("model.family", family, words=facts)
-        else:
-            reading.assume("model.family", family)
-        if len(exact) > 1:
-            wanted = "RMSNorm, rotary positions, no biases" if like_llama else "LayerNorm, learned positions, biases"
-            reading.ignore(f"{facts}: the family stands for {wanted}")
-    activation = ("activation", "activation_func")
-    gated = next((name for name in _GATED if reading.flag(name)), "")
-    word = reading.word(*activation).lower()
+    if reading.get("model.family") is not None:
+        return
+    like_llama = norm == "rmsnorm" or (position == "rope" and bias is False)
+    family = "llama" if like_llama else "gpt"
+    if norm or position or bias is not None:
+        reading.map("model.family", family, words=facts)
+    else:
+        reading.assume("model.family", family)
+    if len({norm == "rmsnorm", position == "rope", bias is False}) > 1:
+        wanted = "RMSNorm, rotary positions, no biases" if like_llama else "LayerNorm, learned positions, biases"
+        reading.ignore(f"{facts}: the family stands for {wanted}")
+
+
+def _read_activation(reading: Reading) -> None:
+    names = ("activation", "activation_func")
+    gated, word = next((name for name in _GATED if reading.flag(name)), ""), reading.word(*names).lower()
     if gated or word:
-        reading.map("model.gated_mlp", bool(gated) or word in _GATED_WORDS, *([gated] if gated else activation))
+        reading.map("model.gated_mlp", bool(gated) or word in _GATED_WORDS, *([gated] if gated else names))
     else:
         reading.assume("model.gated_mlp", False)
 
 
-def _write_family(view: JobView) -> None:
-    llama = view.job.model.family == "llama"
-    view.put(normalization="RMSNorm" if llama else "LayerNorm", disable_bias_linear=llama)
-    view.put(swiglu=view["model.gated_mlp"])
-    view.put(untie_embeddings_and_output_weights=not view["model.tied_embeddings"])
-
-
-def _read_sizes(reading: Reading) -> None:
-    hidden, default = reading.get("model.hidden"), "Megatron-LM's default"
+def _read_ffn(reading: Reading) -> None:
+    hidden = reading.get("model.hidden")
     if reading.copy("model.ffn", "ffn_hidden_size") is None and hidden:
         if reading.get("model.gated_mlp"):
-            reading.assume("model.ffn", int(4 * hidden * 2 / 3 / 64) * 64, f"{default} with --swiglu")
-        reading.assume("model.ffn", 4 * hidden, default)
-    names, family = ["seq_length", "encoder_seq_length"], reading.get("model.family")
-    if "decoder_seq_length" in reading and family != "t5":  # of a model of images and text
+            reading.assume("model.ffn", int(4 * hidden * 2 / 3 / 64) * 64, f"{reading.default} with --swiglu")
+        reading.assume("model.ffn", 4 * hidden)
+
+
+def _read_length(reading: Reading) -> None:
+    names = ["seq_length", "encoder_seq_length"]
+    if "decoder_seq_length" in reading:  # of a model of images and text
         words = f"{reading.source(*names)} {reading.number(*names)}"
         reading.ignore(f"the encoder of images, with {words}: the job is the model of text alone")
         names = ["decoder_seq_length"]
     length = reading.number(*names)
     if length is not None and reading.get("model.seq_len") is None:
         reading.map("model.seq_len", length, *names)
-    if family == "vit":
-        height, width = reading.positive("img_h") or 224, reading.positive("img_w") or 224
-        patch, channels = reading.positive("patch_dim") or 16, reading.positive("num_channels") or 3
-        words = f"{reading.source('patch_dim')} {patch}"
-        reading.map("model.patch_dim", patch * patch * channels, words=words)
-        reading.assume("model.seq_len", (height // patch) * (width // patch) + 1, "patches and the class token")
-        reading.map("model.vocab", reading.positive("num_classes") or 1000, "num_classes")
+
+
+def _read_image(reading: Reading) -> None:
+    height, width = reading.positive("img_h") or 224, reading.positive("img_w") or 224
+    patch, channels = reading.positive("patch_dim") or 16, reading.positive("num_channels") or 3
+    reading.map("model.patch_dim", patch * patch * channels, words=f"{reading.source('patch_dim')} {patch}")
+    reading.assume("model.seq_len", (height // patch) * (width // patch) + 1, "patches and the class token")
+    reading.map("model.vocab", reading.positive("num_classes") or 1000, "num_classes")
 
 
 def _read_attention(reading: Reading) -> None:
     groups, switch = reading.positive("num_query_groups"), reading.flag("group_query_attention")
-    if groups and (switch or (switch is None and groups > 1)):
-        reading.map("model.kv_heads", groups, "num_query_groups")
-    size = reading.positive("kv_channels")
-    if reading.flag("multi_latent_attention"):
+    size, latent = reading.positive("kv_channels"), reading.flag("multi_latent_attention")
+    if latent:
         reading.map("model.attention", "mla", "multi_latent_attention")
         reading.draft.drop("model.kv_heads")
-    elif size:
+    elif groups and (switch or (switch is None and groups > 1)):
+        reading.map("model.kv_heads", groups, "num_query_groups")
+    if size and not latent:
         reading.map("model.head_dim", size, "kv_channels")
+
+
+def _read_kernels(reading: Reading) -> None:
     backend = reading.word("attention_backend").removeprefix("AttnBackend.")
-    names = ("use_flash_attn", "use_flash_attn_v2", "use_flash_attention", "attention_backend")
-    if reading.flag(*names[:3]) or backend in ("flash", "fused"):
-        reading.map("model.fused_attention", True, *names)
-    elif backend in ("unfused", "local"):
-        reading.map("model.fused_attention", False, "attention_backend")
-    elif reading.word("transformer_impl") == "local":
-        reading.map("model.fused_attention", False, "transformer_impl")
+    flash = reading.flag("use_flash_attn", "use_flash_attn_v2", "use_flash_attention")
+    if flash or backend in ("flash", "fused"):
+        reading.map("model.fused_attention", True)
+    elif backend in ("unfused", "local") or reading.word("transformer_impl") == "local":
+        reading.map("model.fused_attention", False)
 
 
 def _write_attention(view: JobView) -> None:
     heads, groups, size = view["model.heads"], view["model.kv_heads"], view["model.head_dim"]
-    latent = view["model.attention"] == "mla"
-    if latent:
+    if view["model.attention"] == "mla":
         view.put(multi_latent_attention=True, qk_head_dim=size or view.job.model.head_size)
     else:
+        view.put(kv_channels=size or None)
         if groups != heads:
             view.put(group_query_attention=True, num_query_groups=groups)
-        view.put(kv_channels=size or None)
     if not view["model.fused_attention"]:
         view.put(attention_backend="unfused")
     elif view["model.attention_kernels"]:
@@ -211,6 +195,9 @@ def _write_attention(view: JobView) -> None:
 
 
 def _read_experts(reading: Reading) -> None:
+    if reading.get("model.experts", 0) <= 1:
+        reading.draft.drop("model.experts")
+        return
     if reading.draft.framework == "megatron-deepspeed":
         reading.copy("model.experts_per_token", "topk", "moe_router_topk")
         reading.copy("model.moe_every", "expert_interval")
@@ -218,24 +205,27 @@ def _read_experts(reading: Reading) -> None:
         reading.copy("parallel.ep", "moe_expert_parallel_size")
         for key, value in (("experts_per_token", 1), ("moe_every", 2), ("capacity_factor", 1.0)):
             reading.assume(f"model.{key}", value, "Megatron-DeepSpeed's default")
+
+
+def _read_expert_sizes(reading: Reading) -> None:
     reading.assume("model.experts_per_token", 2)
-    size = reading.copy("model.expert_ffn", "moe_ffn_hidden_size") or reading.get("model.ffn") or 0
-    name = "moe_shared_expert_intermediate_size"
-    shared = reading.number(name)
-    if shared and size and shared % size == 0:
-        reading.map("model.shared_experts", shared // size, name)
-    elif shared and size:
-        words = f"{reading.source(name)} {shared} is {shared / size:.2f} experts of {size}"
-        reading.assume("model.shared_experts", max(1, round(shared / size)), words)
-    frequency = reading.take("moe_layer_freq")
-    if frequency is not None:
+    size, name = reading.copy("model.expert_ffn", "moe_ffn_hidden_size"), "moe_shared_expert_intermediate_size"
+    size, shared = size or reading.get("model.ffn") or 0, reading.number(name)
+    if shared and size:
+        rest = f" {shared} is {shared / size:.2f} experts of {size}" if shared % size else ""
+        reading.share("model.shared_experts", shared, size, reading.source(name) + rest)
+    if (frequency := reading.take("moe_layer_freq")) is not None:
         expert_layers(reading, frequency, reading.source("moe_layer_freq"))
-    dense = reading.number("first_k_dense_replace")
-    if dense:
-        reading.map("model.dense_layers", dense, "first_k_dense_replace")
+    if reading.number("first_k_dense_replace"):
+        reading.copy("model.dense_layers", "first_k_dense_replace")
 
 
 def _write_experts(view: JobView) -> None:
+    if not view["model.experts"]:
+        view.expressed("model.expert_ffn", "model.moe_every", "model.dense_layers", "model.experts_per_token")
+
+
+def _write_expert_sizes(view: JobView) -> None:
     view.put(moe_ffn_hidden_size=view["model.expert_ffn"], moe_grouped_gemm=True, moe_token_dispatcher_type="alltoall")
     if view["model.shared_experts"]:
         view.put(moe_shared_expert_intermediate_size=view["model.shared_experts"] * view["model.expert_ffn"])
@@ -247,45 +237,34 @@ def _write_experts(view: JobView) -> None:
         view.refuse("model.dense_layers", dense)
 
 
-def _without_experts(reading: Reading) -> None:
-    count = reading.get("model.experts", 0)
-    if count <= 1:
-        reading.draft.drop("model.experts")
-
-
-def _write_without_experts(view: JobView) -> None:
-    if not view["model.experts"]:
-        view.expressed("model.expert_ffn", "model.moe_every", "model.dense_layers", "model.experts_per_token")
-
-
 def _read_vocabulary(reading: Reading) -> None:
     if reading.get("model.vocab") is not None:
         return
     sizes = ("vocab_size", "padded_vocab_size", "override_vocab_size", "pad_vocab_size_to")
-    size = reading.positive(*sizes)
-    if size:
+    if size := reading.positive(*sizes):
         reading.map("model.vocab", size, *sizes)
         return
     names = ("tokenizer_type", "tokenizer_model", "tokenizer_name_or_path", "vocab_file", "merge_file", "run_name")
     text = " ".join([reading.word(name) for name in names]).lower().replace("_", "-")
     known = ((size, word) for size, words in _VOCABULARIES for word in words)
     found = next((pair for pair in known if re.search(re.escape(pair[1]) + r"(?!\d)", text)), None)
+    value, reason = 32000, "give it, the tokenizer is not known"
     if reading.get("model.family") in ("bert", "t5") and "wordpiece" not in text:
         value, reason = 30522, "BERT's lower-case WordPiece"
     elif found:
         value, reason = found[0], f"tokens of the tokenizer {found[1]}"
     elif reading.word("tokenizer_type") in ("", "GPT2BPETokenizer"):
         value, reason = 50257, "GPT-2's tokens"
-    else:
-        reading.assume("model.vocab", 32000, "no vocab_size is stated, and the tokenizer is not known: give it")
-        return
     reading.assume("model.vocab", value, f"no vocab_size is stated: {reason}")
 
 
-def _read_rest(reading: Reading) -> None:
+def _read_tied(reading: Reading) -> None:
     tied, untied = "share_embeddings_and_output_weights", "untie_embeddings_and_output_weights"
     shared, apart = reading.flag(tied), reading.flag(untied)
     reading.map("model.tied_embeddings", not apart if shared is None else shared, tied, untied)
+
+
+def _read_dropout(reading: Reading) -> None:
     after, scores = (reading.number(f"{name}_dropout", whole=False) for name in ("hidden", "attention"))
     values = [0.1 if value is None else value for value in (after, scores)]
     if after is None and scores is None:
@@ -306,20 +285,31 @@ _LATENT = (  # settings of latent attention, keys and Megatron-LM's defaults
     ("qk_pos_emb_head_dim", "model.rope_head_dim", 64),
     ("v_head_dim", "model.v_head_dim", 128),
 )
+_IS_T5, _NOT_T5, _MLA = "model.family=t5", "model.family!=t5", "model.attention=mla"
 MODEL_ROWS = (
     Row("model.family", read=_read_kind, write=_write_kind),
+    Row("model.encoder_layers", ("encoder_num_layers", "num_layers"), needs=_IS_T5),
+    Row("model.layers", ("decoder_num_layers", "num_layers"), needs=_IS_T5),
+    Row("model.encoder_seq_len", ("encoder_seq_length", "seq_length"), needs=_IS_T5),
+    Row("model.seq_len", ("decoder_seq_length", "seq_length", "encoder_seq_length"), needs=_IS_T5),
+    Row("model.layers", "num_layers", needs=_NOT_T5),
     *same({"hidden_size": "model.hidden", "num_attention_heads": "model.heads"}),
     Row("model.experts", "num_experts", omit=True),
-    Row("model.family", read=_read_family, write=_write_family),
-    Row("model.ffn", "ffn_hidden_size", read=_read_sizes),
+    Row("model.family", read=_read_family),
+    Row("model.gated_mlp", "swiglu", read=_read_activation),
+    Row("model.ffn", "ffn_hidden_size", read=_read_ffn),
+    Row("model.seq_len", read=_read_length, needs=_NOT_T5),
+    Row("model.patch_dim", read=_read_image, needs="model.family=vit"),
     Row("model.attention", read=_read_attention, write=_write_attention),
-    Row("model.q_lora_rank", "q_lora_rank", needs="model.attention", omit=True),
-    Row("model.head_dim", "qk_head_dim", default=128, needs="model.attention", only="read"),
-    *(Row(key, name, default=default, needs="model.attention") for name, key, default in _LATENT),
-    Row("model.experts", read=_without_experts, write=_write_without_experts),
+    Row("model.fused_attention", read=_read_kernels),
+    Row("model.q_lora_rank", "q_lora_rank", needs=_MLA, omit=True),
+    Row("model.head_dim", "qk_head_dim", default=128, needs=_MLA, only="read"),
+    *(Row(key, name, default=default, needs=_MLA) for name, key, default in _LATENT),
+    Row("model.experts", read=_read_experts, write=_write_experts),
     Row("model.experts_per_token", "moe_router_topk", needs="model.experts"),
     Row("model.capacity_factor", "moe_expert_capacity_factor", needs="model.experts", omit=True),
-    Row("model.expert_ffn", read=_read_experts, write=_write_experts, needs="model.experts"),
+    Row("model.expert_ffn", read=_read_expert_sizes, write=_write_expert_sizes, needs="model.experts"),
     Row("model.vocab", read=_read_vocabulary),
-    Row("model.dropout", read=_read_rest, write=_write_dropout),
+    Row("model.tied_embeddings", "untie_embeddings_and_output_weights", {True: False, False: True}, read=_read_tied),
+    Row("model.dropout", read=_read_dropout, write=_write_dropout),
 )

@@ -18,13 +18,13 @@ _OPTIMIZER = "optimizer.optimizer_factory."
 
 def read_nanotron(file: ConfigFile, draft: Draft) -> None:
     """Fill a draft from a configuration."""
-    read_rows(_ROWS, Reading(draft, flat(file.tables), default="Nanotron's default"))
+    read_rows(ROWS, Reading(draft, flat(file.tables), default="Nanotron's default"))
 
 
 def write_nanotron(job: Job) -> ConfigText:
     """Write a job as Nanotron's YAML."""
     view = JobView(job, "Nanotron")
-    write_rows(_ROWS, view)
+    write_rows(ROWS, view)
     view.expressed("cluster.nodes", "cluster.devices_per_node", "model.attention_kernels")
     return view.text(yaml_text(view.tables()), ".yaml")
 
@@ -141,7 +141,7 @@ _TP_MODES = {"REDUCE_SCATTER": True, "ALL_REDUCE": False}
 _CLIP = (lambda norm: norm > 0, lambda clips: 1.0 if clips else None)
 _ZERO = (int, lambda stage: min(stage, 1))
 _ASYNC = {False: None, True: "backward"}
-_ROWS = (
+ROWS = (
     Row("model.family", read=_read_family, write=_write_family),
     *same(_SIZES, _MODEL),
     Row("model.kv_heads", read=_read_kv_heads),

@@ -51,13 +51,13 @@ def read_torchtitan(file: ConfigFile, draft: Draft) -> None:
         hardware = _DEVICES.get(preset[2].lower())
         if hardware:
             draft.map("cluster.hardware", hardware, f"comment: {preset[0]}")
-    rows = (Row("model.family", read=_read_flavor), *_ROWS) if "model" in file.tables else _ROWS
+    rows = (Row("model.family", read=_read_flavor), *ROWS) if "model" in file.tables else ROWS
     _read_settings(flat(file.tables), draft, rows)
 
 
 def read_registry(file: ConfigFile, draft: Draft) -> None:
     """Fill a draft from one function of a Python registry."""
-    _read_settings(registry_settings(file, draft), draft, _ROWS)
+    _read_settings(registry_settings(file, draft), draft, ROWS)
 
 
 def _read_settings(settings: Mapping[str, Any], draft: Draft, rows: tuple[Row, ...]) -> None:
@@ -73,7 +73,7 @@ def write_torchtitan(job: Job) -> ConfigText:
         view.expressed(*(f"model.{key}" for flavors in FLAVORS.values() for each in flavors.values() for key in each))
     else:
         notes.append("no flavor of torchtitan has these sizes: add one to its models, and name it in [model]")
-    write_rows(_ROWS, view)
+    write_rows(ROWS, view)
     if view.settings.get("activation_checkpoint.selective_ac_option") == "2":
         notes.append("a job takes selective_ac_option op as every second layer too: write op if that is meant")
     view.expressed("cluster.nodes", "cluster.devices_per_node", "model.fused_attention", "model.attention_kernels")
@@ -336,7 +336,7 @@ def _write_compile(view: JobView) -> None:
 _OFFLOAD = {True: True, False: None}
 _ROTATE_METHOD = "parallelism.context_parallel_rotate_method"
 _ROTATE = {"allgather": "all_gather", "alltoall": "ring", OTHER: "ring"}
-_ROWS = (
+ROWS = (
     Row("model.seq_len", "training.seq_len", read=_read_length),
     Row("parallel.tp", _in("tensor_parallel_degree")),
     Row("parallel.cp", _in("context_parallel_degree")),

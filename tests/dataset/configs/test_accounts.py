@@ -1,0 +1,118 @@
+"""Every setting of a configuration sets a key of the job, or is listed as ignored: none is dropped in silence."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from stepsight.cli import app
+from stepsight.dataset.base.errors import JobError
+from stepsight.dataset.configs import accelerate, huggingface, maxtext, megatron, megatron_model, nanotron, torchtitan
+from stepsight.dataset.configs.documents import flat
+from stepsight.dataset.configs.drafts import Draft, Reading
+from stepsight.dataset.configs.key_table import Row, read_rows
+from tests.dataset.configs import test_published as published
+
+# Settings that the functions in a table ask for, besides the names in its rows.
+_ASKED = re.compile(r'"([a-zA-Z][\w.]*_[\w.]*|[a-z]+\.[\w.]+)"')
+_JOB_KEYS = ("model.", "parallel.", "batch.", "optimizer.", "cluster.", "execution.")
+
+
+def names(module: Any, rows: tuple[Row, ...]) -> list[str]:
+    """All settings that a format knows: the names in its rows, and in the text of its functions."""
+    found = {name for row in rows for name in ((row.names,) if isinstance(row.names, str) else row.names)}
+    found |= {name for name in _ASKED.findall(Path(module.__file__).read_text()) if not name.startswith(_JOB_KEYS)}
+    return sorted(name for name in found - {""} if not name.endswith("."))
+
+
+def told(found: Mapping[str, Any]) -> str:
+    return "\n".join([*found["sources"].values(), *found["reasons"].values(), *found["ignored"]])
+
+
+def silent(settings: Mapping[str, Any], found: Mapping[str, Any]) -> list[str]:
+    """Settings whose names, or the last parts of them, no source, reason or ignored text has."""
+    text = told(found).replace("-", "_")
+    last = {name: name.rpartition(".")[2].replace("-", "_") for name in settings}
+    return [name for name, word in last.items() if not re.search(rf"(?<![a-zA-Z0-9]){re.escape(word)}(?!\w)", text)]
+
+
+FORMATS: dict[str, tuple[str, Any]] = {
+    "megatron": ("args.txt", published.DEEPSEEK),
+    "megatron-arguments": ("args.yaml", published.MIXTRAL),
+    "torchtitan": ("run.toml", published.TITAN),
+    "nanotron": ("run.yaml", published.NANOTRON),
+    "maxtext": ("run.yml", published.MAXTEXT),
+    "nemo": ("run.yaml", published.NEMO),
+    "huggingface": ("config.json", json.dumps(published.LLAMA)),
+    "deepspeed": ("ds.json", json.dumps(published.ZERO3)),
+}
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_published_files(name: str, tmp_path: Path) -> None:
+    """``stepsight job FILE --json`` tells what each setting of a published file became."""
+    file, text = FORMATS[name]
+    path = tmp_path / file
+    path.write_text(text)
+    result = CliRunner().invoke(app, ["job", str(path), "--json"])
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    assert {"mapped", "assumed", "ignored"} <= set(found) and found["formats"] == [name]
+    assert not set(found["mapped"]) & set(found["assumed"])
+    match path.suffix:
+        case ".txt":
+            settings: Mapping[str, Any] = dict.fromkeys(re.findall(r"--([\w-]+)", text))
+        case ".toml":
+            import tomllib
+
+            settings = flat(tomllib.loads(text))
+        case ".json":
+            settings = flat(json.loads(text))
+        case _:
+            settings = flat(yaml.safe_load(text))
+    assert silent({key: value for key, value in settings.items() if not key.startswith("ENV.")}, found) == []
+
+
+ROWS = {
+    "megatron": (megatron, megatron.ROWS),
+    "megatron-model": (megatron_model, megatron_model.MODEL_ROWS),
+    "torchtitan": (torchtitan, torchtitan.ROWS),
+    "nanotron": (nanotron, nanotron.ROWS),
+    "maxtext": (maxtext, maxtext.ROWS),
+    "huggingface": (huggingface, huggingface.ROWS),
+    "deepspeed": (accelerate, accelerate.DEEPSPEED_ROWS),
+    "training-arguments": (accelerate, accelerate.TRAINING_ROWS),
+    "accelerate": (accelerate, accelerate.ROWS),
+}
+_WORDS = {"model_type": "llama", "parallelism.pipeline_parallel_schedule": "1F1B", "decoder_block": "llama2"}
+_WORDS |= {"hybrid_layer_pattern": None, "hybrid_override_pattern": None, "hybrid_attention_ratio": None}
+_WORDS |= {f"{place}.pipeline_parallel_schedule": "1F1B" for place in ("experimental", "training")}
+_WORDS |= {"model.model_config.is_mamba_config": 0, "fp16": 0, "fp16.enabled": 0}
+
+
+@pytest.mark.parametrize("value", [0, 1, 2])
+@pytest.mark.parametrize("name", ROWS)
+def test_all_settings_that_a_format_knows(name: str, value: int) -> None:
+    """Each number for all settings at once: those that have no effect beside the others are listed too."""
+    settings = {key: _WORDS.get(key, value) for key in (*names(*ROWS[name]), "no_setting_of_any")}
+    draft, defaults = Draft(), maxtext.BASE if name == "maxtext" else {}
+    known = {key: number for key, number in settings.items() if number is not None}
+    refused = 0
+    while True:
+        try:
+            read_rows(ROWS[name][1], Reading(draft := Draft(), known, defaults=defaults))
+            break
+        except JobError as error:
+            refused += 1
+            key = max((key for key in known if key.rpartition(".")[2] in str(error)), key=len)
+            del known[key]
+    assert refused < len(settings) / 3
+    words = {**draft.sources, **{f"fact {key}": text for key, text in draft.fact_words.items()}}
+    assert silent(known, {"sources": words, "reasons": draft.reasons, "ignored": draft.ignored}) == []
