@@ -61,7 +61,8 @@ def read_execution_trace(path: Path) -> list[TensorCall]:
 
 
 def _call(node: dict[str, Any]) -> TensorCall:
-    inputs, outputs = (_values(node.get(side)) for side in ("inputs", "outputs"))
+    sides = [node.get(side) for side in ("inputs", "outputs")]  # older schemas list values, newer ones have a table
+    inputs, outputs = ((side.get("values") if isinstance(side, dict) else side) or [] for side in sides)
     record = node.get("rf_id")
     if record is None:
         record = next((each["value"] for each in node.get("attrs") or [] if each.get("name") == "rf_id"), 0)
@@ -70,11 +71,6 @@ def _call(node: dict[str, Any]) -> TensorCall:
     if name.endswith("_") or name.endswith("_out") or ".out" in name:
         writes += list(_storages(inputs[:1]))
     return TensorCall(name, int(record), reads, tuple(writes))
-
-
-def _values(side: Any) -> Any:
-    """Inputs or outputs of a call: older schemas list them, newer ones have a table."""
-    return (side.get("values") if isinstance(side, dict) else side) or []
 
 
 def _storages(values: Any) -> Iterator[tuple[int, str]]:

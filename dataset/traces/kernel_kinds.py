@@ -102,14 +102,10 @@ def launches(events: RankEvents) -> list[Launch]:
     found = []
     for category, name, config in events.kernels:
         grid, block, registers, shared = parse(config)
-        found.append(Launch(name, category, *map(_product, (grid, block)), *map(_whole, (registers, shared))))
+        whole = [isinstance(sizes, list) and all(isinstance(size, int) for size in sizes) for sizes in (grid, block)]
+        counts = [math.prod(sizes) if fine else 0 for fine, sizes in zip(whole, (grid, block), strict=True)]
+        found.append(Launch(name, category, *map(_whole, (*counts, registers, shared))))
     return found
-
-
-def _product(sizes: Any) -> int:
-    if not isinstance(sizes, list) or not all(isinstance(size, int) for size in sizes):
-        return 0
-    return _whole(math.prod(sizes))
 
 
 def _whole(value: Any) -> int:
