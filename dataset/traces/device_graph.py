@@ -27,7 +27,6 @@ _MOST_LAUNCH_US = 50.0  # longest usual delay from the end of a launch to the ke
 _HELD_US = 10.0  # time by which a kernel may start before its call ends, if the call continues for other reasons
 _NEAR_US = 3.0  # deviation from the median up to which delays count as usual
 _BLOCKED_US = 10.0  # if its call lasts longer, and until the copy ends, the host waited for the copy
-_ANNOTATED = "stepsight::op "
 _SPIN = "spin_kernel"  # torch's, by which a stand-in lets the time of a collective pass
 
 
@@ -85,25 +84,6 @@ def with_assumed_launches(events: RankEvents) -> RankEvents:
     told = f"launches were not recorded for {int(absent.sum())} of {len(device)} kernels: their framework calls count"
     changed = copy(events)
     changed.runtime, changed.names, changed.warnings = runtime.joined(calls), names, [*events.warnings, told]
-    return changed
-
-
-def with_annotated_ops(events: RankEvents) -> RankEvents:
-    """Events in which our annotations of composite ops are framework calls; autograd's number is that of a part."""
-    marks = [each for each in events.annotations if each.name.startswith(_ANNOTATED)]
-    if not marks:
-        return events
-    changed, ops, names = copy(events), events.ops, Interned({name: at for at, name in enumerate(events.names)})
-    columns = {name: np.full(len(marks), -1) for name in ops.columns}
-    for row, mark in enumerate(marks):
-        inner = slice(*np.searchsorted(ops.start, (mark.start, mark.end)))
-        sequence = ops["sequence"][inner][(ops["thread"][inner] == mark.thread) & (ops["sequence"][inner] >= 0)]
-        columns["sequence"][row] = sequence[0] if len(sequence) else -1
-        columns["name"][row], columns["thread"][row] = names[mark.name], mark.thread
-    columns["signature"], columns["record"] = -1 - columns["name"], np.zeros(len(marks), dtype=np.int64)
-    start, end = (np.array([getattr(mark, name) for mark in marks]) for name in ("start", "end"))
-    changed.ops, changed.names = ops.joined(Table(start, end, columns)), list(names)
-    changed.annotations = [each for each in events.annotations if not each.name.startswith(_ANNOTATED)]
     return changed
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from copy import copy
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -215,6 +216,25 @@ class RankEvents:
             known = {name: value for name, value in zip(names, values, strict=False) if value is not None}
             self._arguments[signature] = known
         return known
+
+    def with_calls(self, prefixes: tuple[str, ...]) -> RankEvents:
+        """The events with some annotations, by their beginnings, as framework calls; autograd's number is a part's."""
+        marks = [each for each in self.annotations if each.name.startswith(prefixes)]
+        if not marks:
+            return self
+        changed, ops, names = copy(self), self.ops, Interned({name: number for number, name in enumerate(self.names)})
+        columns = {name: np.full(len(marks), -1) for name in ops.columns}
+        columns["record"][:] = 0
+        for row, mark in enumerate(marks):
+            inner = slice(*np.searchsorted(ops.start, (mark.start, mark.end)))
+            sequence = ops["sequence"][inner][(ops["thread"][inner] == mark.thread) & (ops["sequence"][inner] >= 0)]
+            columns["sequence"][row] = sequence[0] if len(sequence) else -1
+            columns["name"][row], columns["thread"][row] = names[mark.name], mark.thread
+        columns["signature"] = -1 - columns["name"]
+        start, end = (np.array([getattr(mark, name) for mark in marks]) for name in ("start", "end"))
+        changed.ops, changed.names = ops.joined(Table(start, end, columns)), list(names)
+        changed.annotations = [each for each in self.annotations if not each.name.startswith(prefixes)]
+        return changed
 
     def _add(self, events: list[Event]) -> int:
         """Add the events of a block, by category; return how many are complete."""

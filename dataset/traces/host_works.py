@@ -1,9 +1,8 @@
-"""Ops and communication calls of a host that computes: one pass over its calls in order of time."""
+"""Ops and communication calls of a host that computes."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -13,16 +12,16 @@ from stepsight.dataset.graph.rank_trace import Rendezvous
 from stepsight.dataset.kinds import c10d_calls
 from stepsight.dataset.kinds.call_dims import count
 from stepsight.dataset.kinds.op import Collective, Op
+from stepsight.dataset.traces.call_tree import call_tree
 from stepsight.dataset.traces.classify import (
     ELEMENT_BYTES,
-    Scope,
     annotated_op,
     call_table,
-    classify,
     classify_unknown,
     parse_annotation,
 )
 from stepsight.dataset.traces.event_columns import Annotation, RankEvents
+from stepsight.dataset.traces.kernel_kinds import KernelKinds
 
 
 def _aten_names(words: str) -> frozenset[str]:
@@ -41,8 +40,6 @@ _WEIGHTLESS = _aten_names(
 ) | {"detach", "detach_", "view", "slice", "torch::autograd::AccumulateGrad", "torch::autograd::GraphRoot", "aten::T"}
 # Runtime calls that put something on a device; all others are the host's own.
 _LAUNCHES = ("Launch", "Memcpy", "Memset", "EventRecord", "WaitEvent")
-_EVALUATE = "autograd::engine::evaluate_function: "
-_OURS = "stepsight::"
 # Wrappers that are no work of their own even where nothing within them is.
 _WRAPPERS = _aten_names(
     "to linear matmul layer_norm scaled_dot_product_attention zeros ones full zeros_like ones_like full_like "
@@ -50,7 +47,8 @@ _WRAPPERS = _aten_names(
     "_pin_memory _nested_tensor_size conj conj_physical"
 )
 _BOOKKEEPING = ("autograd::", "torch::", "c10d::", "profiler::", "gloo:", "nccl:", "torch.distributed", "record_param")
-_ANNOTATION, _OP, _COMMUNICATION = range(3)
+_OP, _COLLECTIVE = "stepsight::op ", "stepsight::collective "  # our annotations of calls
+_NOWHERE, _COMMUNICATION = -1, -2  # where a call lies, unless within a work
 
 
 @dataclass(slots=True)
@@ -91,33 +89,15 @@ class Call:
     end: float
 
 
-@dataclass(slots=True)
-class _Thread:
-    """What is running on a host thread while its calls are read."""
-
-    node: Work | None = None  # classified call
-    node_end: float = -1.0
-    maybe: Work | None = None  # call of no known kind
-    maybe_end: float = -1.0
-    last: Work | None = None
-    scope: Scope = field(default_factory=Scope)
-    scope_end: float = -1.0
-    call: Call | None = None
-    call_end: float = -1.0
-    c10d_end: float = -1.0
-    top: list[tuple[float, float]] = field(default_factory=list)
-    top_end: float = -1.0
-
-
 class HostWorks:
-    """What one pass over a host's calls finds; microseconds.
+    """Ops of a host that computes, and what its annotations tell of communication; microseconds.
 
     Attributes:
         ops: By order of start.
         calls: ``stepsight::collective`` annotations, and c10d calls that no annotation encloses.
         waits: ``stepsight::wait`` annotations.
         workers: ``gloo:*`` spans: kind, start, end.
-        main: The thread of the segments, or that with the most calls; None without any call.
+        main: The thread of the segments, or that with the most calls.
         top: Outermost calls of that thread, ``(start, end)``.
 
     Raises:
@@ -125,119 +105,94 @@ class HostWorks:
     """
 
     def __init__(self, events: RankEvents) -> None:
-        self.ops: list[Work] = []
         self.calls: list[Call] = []
         self.waits: list[Call] = []
         self.workers: list[tuple[str, float, float]] = []
-        self._worker_threads: set[int] = set()
-        self.main: int | None = None
-        self._events, self._known, self._communication = events, call_table(), c10d_calls()
-        self._names, self._signatures, self._sequence = (
-            events.ops[name].tolist() for name in ("name", "signature", "sequence")
-        )
-        self._forward_dims: dict[int, tuple[int, ...]] = {}  # of each forward product, by its sequence number
-        threads: dict[int, _Thread] = {}
-        self._read(threads)
-        if self.main is None:
-            self.main = max(
-                (tid for tid in threads if threads[tid].top), key=lambda tid: len(threads[tid].top), default=None
-            )
-        self.top = threads[self.main].top if self.main in threads else []
-        self.ops.sort(key=lambda node: node.start)
-        self._name_threads()
-
-    def _name_threads(self) -> None:
-        """Name the streams of ops after their threads; what gloo's workers copy is part of their collectives."""
+        weighty, threads = ~_weightless(events), events.ops["thread"]
+        self.main = int(np.bincount(threads[weighty]).argmax()) if weighty.any() else 0
+        for name in {each.name for each in events.annotations if each.name.startswith(_OP)}:
+            annotated_op(parse_annotation(name))
+        workers = self._read_annotations(events.annotations)
+        ops = self._read_ops(events.with_calls((_OP, _COLLECTIVE)))
         names = {self.main: "compute"}
-        self.ops = [work for work in self.ops if work.stream == self.main or work.stream not in self._worker_threads]
-        for work in self.ops:
+        self.ops = [work for work in ops if work.stream == self.main or work.stream not in workers]
+        for work in self.ops:  # what gloo's workers copy is part of their collectives
             work.stream = names.setdefault(work.stream, f"host{len(names)}")
+        own, comms = weighty & (threads == self.main), [each for each in events.comms if each.thread == self.main]
+        start = np.concatenate([events.ops.start[own], [each.start for each in comms]])
+        end = np.concatenate([events.ops.end[own], [each.end for each in comms]])
+        order = np.lexsort((-end, start))
+        reached = np.maximum.accumulate(np.append(-1.0, end[order]))[:-1]
+        self.top = [(start[row], end[row]) for row in order[start[order] >= reached].tolist()]
 
-    def _read(self, threads: dict[int, _Thread]) -> None:
-        for kind, row, start, end, tid in _in_order(self._events):
-            thread = threads.get(tid)
-            if thread is None:
-                thread = threads[tid] = _Thread()
-            if kind == _ANNOTATION:
-                self._annotation(thread, self._events.annotations[row], tid)
+    def _read_annotations(self, marks: list[Annotation]) -> set[int]:
+        """Add what our annotations and gloo's tell; return the threads of gloo's workers."""
+        workers: set[int] = set()
+        newest: dict[int, Call] = {}  # by thread
+        for mark in marks:
+            word, values = mark.name.split(" ", 1)[0].removeprefix("stepsight::"), parse_annotation(mark.name)
+            if mark.name.startswith("gloo:"):
+                self.workers.append((mark.name[5:], mark.start, mark.end))
+                workers.add(mark.thread)
+            elif not mark.name.startswith("stepsight::"):
                 continue
-            if start >= thread.top_end:
-                thread.top.append((start, end))
-                thread.top_end = end
-            if thread.node is not None and start < thread.node_end:
-                thread.node.recorded += 1
-            elif kind == _OP and start >= thread.c10d_end:
-                self._op(thread, row, start, end, tid)
-        for thread in threads.values():
-            self._commit(thread)
+            elif word == "segment":
+                self.main = mark.thread
+            elif word == "collective":
+                newest[mark.thread] = Call(dict(values), mark.start, mark.end)
+                self.calls.append(newest[mark.thread])
+            elif word == "modelled" and mark.thread in newest and mark.start < newest[mark.thread].end:
+                newest[mark.thread].values.update(values)
+            elif word == "wait":
+                self.waits.append(Call(dict(values), mark.start, mark.end))
+        return workers
 
-    def _op(self, thread: _Thread, row: int, start: float, end: float, tid: int) -> None:
-        """Add a framework call that lies within no known op."""
-        name, sequence = self._events.names[self._names[row]], self._sequence[row]
-        if name in self._known:
-            scope = thread.scope if start < thread.scope_end and sequence < 0 else Scope()
-            before = thread.last.work if thread.last is not None else None
-            op = classify(name, self._arguments(row), scope, before.dtype if isinstance(before, Op) else "fp32")
-            if op is None:
-                return
-            if op.kind == "linear" and sequence >= 0:
-                self._forward_dims[sequence] = op.dims
-            self._add(thread, Work(op, name, start, start, end, end - start, tid))
-        elif name.startswith(_EVALUATE):
-            thread.scope = Scope(name[len(_EVALUATE) :], self._forward_dims.get(sequence, ()))
-            thread.scope_end = end
-        elif name in self._communication:
-            self.calls.append(_c10d_call(name, self._arguments(row), start, end))
-            thread.c10d_end = end
-        elif start >= thread.maybe_end and _may_be_work(name):
-            self._commit(thread)
-            op = classify_unknown(self._arguments(row))
-            if op is not None:
-                thread.maybe = Work(op, name, start, start, end, end - start, tid, known=False)
-                thread.maybe_end = end
+    def _read_ops(self, events: RankEvents) -> list[Work]:
+        """Outermost calls of known kinds, and of no known kind if none of a known one is within; add c10d calls."""
+        tree, known, communication = call_tree(events), call_table(), c10d_calls()
+        kinds, signatures = KernelKinds(events, tree), events.ops["signature"].tolist()
+        works: dict[int, Work] = {}
+        around, maybe = [_NOWHERE] * len(events.ops), [_NOWHERE] * len(events.ops)
+        columns = (tree.parent, events.ops["name"], events.ops["thread"], events.ops.start, events.ops.end)
+        for row, (up, number, thread, start, end) in enumerate(zip(*(each.tolist() for each in columns), strict=True)):
+            name = events.names[number]
+            around[row], maybe[row] = (around[up], maybe[up]) if up >= 0 else (_NOWHERE, _NOWHERE)
+            if around[row] == _COMMUNICATION or name in _WEIGHTLESS:
+                continue
+            if around[row] >= 0:
+                works[around[row]].recorded += not name.startswith((_OP, _COLLECTIVE))
+            elif name in known or name.startswith(_OP):
+                op = kinds.classified(row)
+                if op is not None:
+                    works.pop(maybe[row], None)
+                    told = f"stepsight::{op.kind}" if name.startswith(_OP) else name
+                    works[row] = Work(op, told, start, start, end, end - start, thread)
+                    around[row] = row
+            elif name in communication or name.startswith(_COLLECTIVE):
+                around[row] = _COMMUNICATION
+                if name in communication:
+                    self.calls.append(_c10d_call(name, events.arguments(signatures[row]), start, end))
+            elif maybe[row] < 0 and _may_be_work(name):
+                op = classify_unknown(events.arguments(signatures[row]))
+                if op is not None:
+                    works[row] = Work(op, name, start, start, end, end - start, thread, known=False)
+                    maybe[row] = row
+        return _whole_ops([works[row] for row in sorted(works)])
 
-    def _arguments(self, row: int) -> dict[str, Any]:
-        return self._events.arguments(self._signatures[row])
 
-    def _add(self, thread: _Thread, node: Work) -> None:
-        if node.start < thread.maybe_end:
-            thread.maybe = None
-        self._commit(thread)
-        last = thread.last
-        if last is not None and isinstance(node.work, Op) and node.work.record.in_parts and last.work == node.work:
-            last.end, last.own, last.recorded = node.end, last.own + node.own, last.recorded + 1
-            node = last
+def _whole_ops(works: list[Work]) -> list[Work]:
+    """Ops of which consecutive calls of a thread may be parts."""
+    out: list[Work] = []
+    last: dict[int, Work] = {}  # by thread
+    for work in works:
+        before = last.get(work.stream)
+        if before is not None and before.work == work.work and isinstance(work.work, Op) and work.work.record.in_parts:
+            before.end, before.own = work.end, before.own + work.own
+            before.recorded += work.recorded
         else:
-            self.ops.append(node)
-        thread.node, thread.node_end, thread.last = node, node.end, node
-
-    def _commit(self, thread: _Thread) -> None:
-        """Nothing known was found within the call of no known kind: it is work itself."""
-        if thread.maybe is not None:
-            self.ops.append(thread.maybe)
-            thread.last, thread.maybe = thread.maybe, None
-
-    def _annotation(self, thread: _Thread, mark: Annotation, tid: int) -> None:
-        start, end = mark.start, mark.end
-        if mark.name.startswith("gloo:"):
-            self.workers.append((mark.name[5:], start, end))
-            self._worker_threads.add(tid)
-        if not mark.name.startswith(_OURS):
-            return
-        word, values = mark.name[len(_OURS) :].split(" ", 1)[0], parse_annotation(mark.name)
-        if word == "op" and start >= thread.node_end:
-            name = f"{_OURS}{values['kind']}"
-            self._add(thread, Work(annotated_op(values), name, start, start, end, end - start, tid))
-        elif word == "segment":
-            self.main = tid
-        elif word == "collective":
-            thread.call = Call(dict(values), start, end)
-            thread.call_end = thread.c10d_end = end
-            self.calls.append(thread.call)
-        elif word == "modelled" and thread.call is not None and start < thread.call_end:
-            thread.call.values.update(values)
-        elif word == "wait":
-            self.waits.append(Call(dict(values), start, end))
+            out.append(work)
+            last[work.stream] = work
+    return out
 
 
 def host_call_starts(events: RankEvents, main: int | None) -> NDArray[np.float64]:
@@ -253,20 +208,6 @@ def host_call_starts(events: RankEvents, main: int | None) -> NDArray[np.float64
 def _weightless(events: RankEvents) -> NDArray[np.bool_]:
     """``(n,)``: which framework calls move nothing."""
     return np.array([name in _WEIGHTLESS for name in events.names], dtype=np.bool_)[events.ops["name"]]
-
-
-def _in_order(events: RankEvents) -> Iterator[tuple[int, int, float, float, int]]:
-    """Kind, row, start, end and thread of what the host did, in order of time, outer calls first."""
-    columns: list[list[Any]] = []
-    for kind, marks in ((_ANNOTATION, events.annotations), (_COMMUNICATION, events.comms)):
-        about = [[each.start for each in marks], [each.end for each in marks], [each.thread for each in marks]]
-        columns.append([np.full(len(marks), kind), np.arange(len(marks)), *map(np.array, about)])
-    rows, ops = np.flatnonzero(~_weightless(events)), events.ops
-    columns.append([np.full(len(rows), _OP), rows, ops.start[rows], ops.end[rows], ops["thread"][rows]])
-    kinds, places, start, end, thread = (np.concatenate(each) for each in zip(*columns, strict=True))
-    order = np.lexsort((-end, start))
-    kind, row, tid = (each[order].astype(np.int64).tolist() for each in (kinds, places, thread))
-    return zip(kind, row, start[order].tolist(), end[order].tolist(), tid, strict=True)
 
 
 def _may_be_work(name: str) -> bool:

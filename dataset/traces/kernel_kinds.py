@@ -161,12 +161,13 @@ class KernelKinds:
             if self._is_known[self._names[at]]:
                 known = at
             outer, at = at, self._parent[at]
-        op = self._classified(known) if known >= 0 else None
+        op = self.classified(known) if known >= 0 else None
         result = (known if known >= 0 else outer, op)
         self._calls[owner] = result
         return result
 
-    def _classified(self, call: int) -> Op | None:
+    def classified(self, call: int) -> Op | None:
+        """The op that a known call is; must be called in the order of calls."""
         tree, number, op = self._tree, self._signature[call], None
         evaluation, sequence = int(tree.backward[call]), int(tree.sequence[call])
         if evaluation >= 0 and self._sequence[call] not in (-1, self._sequence[evaluation]):

@@ -27,7 +27,6 @@ from stepsight.dataset.traces.device_graph import (
     Parts,
     launch_rows,
     tie,
-    with_annotated_ops,
     with_assumed_launches,
     with_stand_in_collectives,
 )
@@ -80,7 +79,7 @@ def read_kineto(path: Path, placement: Placement | None = None) -> RankTrace:
 def _graph_of(events: RankEvents, placement: Placement, execution: Path | None) -> RankGraph:
     rank, world_size = _identity(events, placement)
     if len(events.device):
-        events = with_stand_in_collectives(with_assumed_launches(with_annotated_ops(events)))
+        events = with_stand_in_collectives(with_assumed_launches(events.with_calls(("stepsight::op ",))))
     tree = call_tree(events)
     if len(events.device):
         graph = _device_graph(events, tree, world_size, placement)
