@@ -52,11 +52,7 @@ def parse_json(text: str) -> Any:
 
 
 def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """``object_pairs_hook`` of ``json.loads`` that rejects duplicate keys.
-
-    Raises:
-        ValueError: If a key is there twice.
-    """
+    """A table of JSON; refuses a key that is there twice."""
     out = dict(pairs)
     if len(out) < len(pairs):
         keys = [key for key, _ in pairs]
@@ -70,10 +66,7 @@ def _no_constant(name: str) -> None:
 
 @contextmanager
 def new_folder(path: Path, temporary: Path) -> Iterator[Path]:
-    """Make ``temporary`` empty, and rename it to ``path`` if the block succeeds.
-
-    Both must lie on one file system; what a killed process left in ``temporary`` is removed first.
-    """
+    """Make ``temporary`` empty, and rename it to ``path`` on the same file system if the block succeeds."""
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
     try:
@@ -87,11 +80,7 @@ def new_folder(path: Path, temporary: Path) -> Iterator[Path]:
 
 @contextmanager
 def locked(path: Path, *, wait: bool = False) -> Iterator[bool]:
-    """Whether this process gets the lock of a file, until the block ends; else another process has it.
-
-    Args:
-        wait: Wait until no other process has it.
-    """
+    """Whether this process gets the lock of a file, until the block ends; with ``wait`` it waits for others."""
     with path.open("w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))

@@ -34,14 +34,7 @@ def reduce_scatter(shard: Tensor, full: Tensor, group: Group) -> None:
 
 @dataclass(frozen=True)
 class Buffers:
-    """What a collective works on.
-
-    Attributes:
-        full, other: ``(numel,)``, where ``size`` divides ``numel``.
-        shard: ``(numel / size,)``.
-        ranks: Global ranks of the group, in order.
-        group: The group.
-    """
+    """What a collective works on: ``full``, ``other`` ``(numel,)``, ``shard`` ``(numel / size,)``; global ``ranks``."""
 
     full: Tensor
     other: Tensor
@@ -116,11 +109,7 @@ WRAPPED: Mapping[str, tuple[str, str, str]] = MappingProxyType(
 
 
 def collective_call(kind: str, group_size: int) -> CollectiveCall:
-    """How a kind is run in a group.
-
-    Raises:
-        HarnessError: If the harness has no such collective, or not in a group of that size.
-    """
+    """How a kind is run in a group; refused if the harness has no such collective, or not in a group of that size."""
     call = CALLS.get(kind)
     if call is None:
         raise HarnessError(f"collective kind must be one of {', '.join(CALLS)}, got {kind!r}")

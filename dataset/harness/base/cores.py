@@ -31,8 +31,7 @@ def unpin() -> None:
 def compute_in_real_time() -> None:
     """Let the calling thread go before all others of the machine from now on, where that is allowed.
 
-    For a process that computes alone: one that waits for others by polling would keep them from running. What it starts
-    goes as others do.
+    For a process that computes alone: one that polls for others would keep them from running.
     """
     with suppress(AttributeError, PermissionError):
         os.sched_setscheduler(0, os.SCHED_RR | os.SCHED_RESET_ON_FORK, os.sched_param(1))

@@ -51,13 +51,7 @@ class Call:
 
 
 class OneRankGroup(_Base):  # type: ignore[misc]
-    """A process group with only this rank.
-
-    Args:
-        rank: In the group.
-        ranks: Of the job, in the order of the group.
-        name: torch's.
-    """
+    """A process group with only this rank; ``rank`` is one of the group, whose ``ranks`` are those of the job."""
 
     def __init__(self, rank: int, ranks: list[int], name: str) -> None:
         super().__init__(rank, len(ranks))

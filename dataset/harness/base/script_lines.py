@@ -16,9 +16,7 @@ _LIBRARIES = tuple(str(Path(path).resolve()) for path in sysconfig.get_paths().v
 def own_line(frames: Sequence[traceback.FrameSummary], script: Path) -> str:
     """``train.py:12: x = model(batch)``: the innermost line of the user's script, "" if there is none.
 
-    Args:
-        frames: Outermost first.
-        script: Its folder holds what is the user's own.
+    The outermost of ``frames`` comes first; the folder of ``script`` holds what is the user's own.
     """
     for frame in _own_frames(frames, script):
         source = (frame.line or linecache.getline(frame.filename, frame.lineno or 0)).strip()

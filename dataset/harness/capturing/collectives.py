@@ -143,11 +143,7 @@ class FunctionalCollectives:
         self._marks: dict[int, Any] = {}  # by storage, until it is waited for
 
     def record(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
-        """Record one call.
-
-        Raises:
-            RuntimeError: If it is none that is known.
-        """
+        """Record one call, of a collective that is known."""
         name = func._schema.name.split("::")[1]
         outputs = list(out) if isinstance(out, list | tuple) else [out]
         if name == "wait_tensor":

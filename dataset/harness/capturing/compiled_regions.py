@@ -33,13 +33,7 @@ _NO_CALL = ("MultiOutput",)  # parts of what a library returned
 
 
 def install(world: FakeWorld, plain: Callable[..., Any], *, on_host: bool) -> None:
-    """Let ``torch.compile`` read regions in place of compiling them.
-
-    Args:
-        world: What records.
-        plain: ``torch.compile`` itself.
-        on_host: Whether the script finds no GPU.
-    """
+    """Let ``torch.compile`` (``plain``) read regions instead of compiling; ``on_host``: the script finds no GPU."""
     torch._inductor.config.fx_graph_cache = False  # else a graph that was compiled before is not scheduled
     torch._functorch.config.enable_autograd_cache = False
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 64)
@@ -179,12 +173,7 @@ class _DeviceRegion(_Region):
 
 
 def kernel_bytes(region: Region, loops: Sequence[Loop]) -> tuple[int, int]:
-    """Bytes that a fused kernel reads from memory and writes to it, and bytes of an element of its largest buffer.
-
-    Args:
-        region: That the kernel is in.
-        loops: That the kernel holds.
-    """
+    """Bytes that the loops of a fused kernel read from and write to memory, and of an element of its largest buffer."""
     own = {loop.name for loop in loops}
     made = {access.buffer for loop in loops for access in loop.writes}
     outside = {access.buffer for loop in region.loops if loop.name not in own for access in loop.reads}

@@ -128,15 +128,9 @@ class FoundBoundary(BaseException):
 
 
 def install_pipelines(recorder: Recorder, boundary: Boundary | None, *, only_boundary: bool) -> list[Boundary]:
-    """Give stages the shapes of their neighbours.
+    """Give stages the shapes of their neighbours: ``boundary``, if it is known.
 
-    Args:
-        recorder: For notes.
-        boundary: What passes between stages, if it is known.
-        only_boundary: Stop as soon as it is known here.
-
-    Returns:
-        What passes between stages, in a list that is empty until it is known.
+    With ``only_boundary`` the script ends as soon as it is known here.  The list is empty until then.
     """
     known: list[Boundary] = [] if boundary is None else [boundary]
 
@@ -195,13 +189,7 @@ def _restored(sent: dict[str, Any]) -> dict[str, Any]:
 
 
 class Chunks(Sequence[Tensor]):
-    """Chunks of a tensor as ``torch.chunk`` makes them, with empty ones at the end; each is made when it is asked for.
-
-    Args:
-        tensor: What is cut.
-        count: Number of chunks.
-        dim: Along which dimension.
-    """
+    """Chunks of a tensor as ``torch.chunk`` makes them, with empty ones at the end; each is made when asked for."""
 
     def __init__(self, tensor: Tensor, count: int, dim: int) -> None:
         self._tensor, self._count, self._dim = tensor, count, dim

@@ -200,12 +200,7 @@ def synchronize(device: Any = None) -> None:
 
 
 def install_corrections(world: FakeWorld, *, on_host: bool = False) -> None:
-    """Install all corrections.
-
-    Args:
-        world: What records.
-        on_host: Whether the script finds no GPU: then the CPU's own kernels are what runs.
-    """
+    """Install all corrections; ``on_host``: the script finds no GPU, and the CPU's own kernels are what runs."""
     patch(nn.Module, _apply=_apply)
     install_shards()
     _composite_ops(world)

@@ -127,16 +127,9 @@ class StepCaptured(BaseException):
 
 
 class Steps:
-    """Starts the recording after so many steps, and ends the script a step later.
+    """Starts the recording after ``warm_up`` steps, and ends the script a step later.
 
-    Args:
-        world: What records.
-        warm_up: Steps that come before.
-        leave: Ends the process with the step written down, where the script catches ``StepCaptured`` and goes on.
-
-    Attributes:
-        seen: Steps so far.
-        done: Whether the step that was asked for is over.
+    ``leave`` ends the process with the step written down, where the script catches ``StepCaptured`` and goes on.
     """
 
     def __init__(self, world: FakeWorld, warm_up: int, leave: Callable[[], None]) -> None:

@@ -118,11 +118,7 @@ class Event:
 
 
 class VirtualClock:
-    """Virtual times of the streams of this thread.
-
-    Attributes:
-        stream: The current stream.
-    """
+    """Virtual times of the streams of this thread, of which ``stream`` is the current one."""
 
     def __init__(self) -> None:
         self.main = self.stream = Stream(self)
@@ -246,11 +242,7 @@ class Peers:
         return self._gloo
 
     def agree(self, now: float, seconds: float, what: str) -> tuple[float, float]:
-        """Wait for all of them; return the time of the last one, and the longest of their delays.
-
-        Raises:
-            HarnessError: If one of them calls something else, or has ended.
-        """
+        """Wait for all of them to call the same; return the time of the last one, and the longest of their delays."""
         told = json.dumps([now, seconds, what]).encode().ljust(_MESSAGE)
         own = torch.frombuffer(bytearray(told), dtype=torch.uint8)
         every = [torch.empty_like(own) for _ in self.ranks]
@@ -294,10 +286,7 @@ class HostLine:
 
 
 class SharedLine(HostLine):
-    """A link whose collectives begin when all real ranks on it have issued them.
-
-    They run on a thread of the link, one after the other, while the script goes on.
-    """
+    """A link whose collectives begin when all real ranks on it have issued them, one after the other on its thread."""
 
     def __init__(self, clock: HostClock, peers: Peers) -> None:
         super().__init__(clock)

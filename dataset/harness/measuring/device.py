@@ -101,11 +101,7 @@ def ask(gpu: str, *fields: str) -> list[str]:
 
 
 class Watch:
-    """Samples of one GPU from now on.
-
-    Args:
-        gpu: What ``nvidia-smi`` knows it by: its UUID with ``GPU-`` before it, or its number.
-    """
+    """Samples of one GPU from now on, by its UUID with ``GPU-`` before it, or by its number."""
 
     def __init__(self, gpu: str) -> None:
         self._samples: list[tuple[float, Sample]] = []

@@ -68,12 +68,10 @@ LEAD_S = 0.05  # lead time with which all ranks learn the common start of a step
 
 
 def noted_steps(training: Training, steps: int) -> tuple[list[float], list[dict[str, Any]]]:
-    """Seconds of steps that all ranks begin at one time, and what they did when.
+    """Seconds from the common start of all ranks to the last rank's end, of each step; and a record of each.
 
-    Returns:
-        Seconds from the common start to the last rank's end, of each step; and a record of each: ``begin``, per rank
-        ``spans`` (see ``annotate.Span``) and ``ends``, in monotonic seconds, and ``cpu``, the part of all cores'
-        time that the ranks computed.
+    A record has ``begin``, per rank ``spans`` (see ``annotate.Span``) and ``ends``, in monotonic seconds, and ``cpu``,
+    the part of all cores' time that the ranks computed.
     """
     seconds, records = [], []
     for _ in range(steps):
@@ -99,16 +97,10 @@ def noted_steps(training: Training, steps: int) -> tuple[list[float], list[dict[
 
 
 class StepTracer:
-    """Profiles steps one after the other: ``begin`` and ``end`` of each, within the block.
+    """Profiles ``steps`` one after the other: ``begin`` and ``end`` of each, within the block; one more warms up.
 
     Kineto records every step.  The execution trace, which slows small ops several times more than Kineto does, is on
     in the last one alone: durations are to be read from the steps before it, dependencies from it.
-
-    Args:
-        device: Where this rank computes.
-        steps: How many are wanted; one more comes before them, the profiler's own warm-up.
-        folder: Where the traces are written.
-        rank: Of the files' names.
     """
 
     def __init__(self, device: torch.device, steps: int, folder: Path, rank: int) -> None:

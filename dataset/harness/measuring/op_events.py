@@ -39,10 +39,8 @@ def measure_events(
 ) -> dict[str, Any]:
     """Records of all ops and collectives of one entry of a plan, plus measured hardware facts.
 
-    Args:
-        event: ``{"name", "world_size", "ops", "collectives", "seconds"}``.
-        say: Told what has begun, and ``done`` units (one per signature).
-        asleep: Whether this is a box, whose ranks do not compute: there are no facts to measure.
+    ``say`` is told what has begun, and ``done`` units (one per signature).  ``asleep``: the ranks of a box do not
+    compute, so there are no facts to measure.
     """
     clock, began = Clock(device), time.monotonic()
     ops, collectives = list(event.get("ops", ())), list(event.get("collectives", ()))
@@ -89,10 +87,7 @@ class _Budget:
 
 
 def _repeats(first: float, share: float, limits: tuple[int, int]) -> int:
-    """How often all ranks repeat what took this rank ``first`` seconds; they also meet here.
-
-    Endless seconds: it could not run.  Then all get 0.
-    """
+    """How often all ranks, which meet here, repeat what took this one ``first`` seconds; 0 if one cannot run it."""
     agreed = min(gather_numbers(-1 if first == float("inf") else int(share / max(first, 1e-6))))
     return max(limits[0], min(limits[1], agreed)) if agreed >= 0 else 0
 
@@ -238,12 +233,9 @@ _SECONDS = 0.1  # for one fact, on CUDA
 def measure_facts(device: torch.device, clock: Clock, dtypes: Collection[str] = ()) -> dict[str, Any]:
     """Facts of one device while all ranks measure at the same time: the mean over ranks.
 
-    ``peak_flops`` in FLOP/s by dtype, ``memory_bandwidth_bytes_per_s`` (read plus written), ``memory_bytes`` (the
-    node's share of one rank on CPU), ``op_latency_s`` of an op that does nothing, and with at least two ranks
-    ``comm_compute_share`` (see ``comm_compute_share``).
-
-    Args:
-        dtypes: Of the ops that are measured: on a CPU, peaks of others than fp32 are measured only for them.
+    ``peak_flops`` in FLOP/s by dtype (on a CPU fp32, and others only of ``dtypes``), ``memory_bandwidth_bytes_per_s``
+    (read plus written), ``memory_bytes`` (the node's share of one rank on CPU), ``op_latency_s`` of an op that does
+    nothing, and with at least two ranks ``comm_compute_share``.
     """
     peaks = _peaks(device, clock, dtypes)
     found = {

@@ -65,12 +65,7 @@ def end_groups(mesh: DeviceMesh | None, stages: Any = None) -> None:
 
 
 class ParallelRank:
-    """This rank's place in a job: its mesh and groups, and what data parallelism does with models and gradients.
-
-    Args:
-        job: A checked job, as ``Job.to_dict`` writes it.
-        device: Where this rank computes.
-    """
+    """This rank's place in a checked job: its mesh and groups, and data parallelism of models and gradients."""
 
     def __init__(self, job: dict[str, Any], device: torch.device) -> None:
         self.job, self.device = job, device
@@ -123,12 +118,7 @@ class ParallelRank:
 
 
 class Training(ParallelRank):
-    """One job's model, data and optimizer on this rank.
-
-    Args:
-        job: A checked job, as ``Job.to_dict`` writes it.
-        device: Where this rank computes.
-    """
+    """One checked job's model, data and optimizer on this rank."""
 
     def __init__(self, job: dict[str, Any], device: torch.device) -> None:
         super().__init__(job, device)

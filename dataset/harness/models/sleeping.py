@@ -77,12 +77,7 @@ class RecordedStage(PipelineStage):
 
 
 class SleepingTraining(ParallelRank):
-    """Like ``parallel.Training``, with sleeping instead of computation.
-
-    Args:
-        run: A run of a checked plan.
-        device: The CPU.
-    """
+    """Like ``parallel.Training`` of a run of a checked plan, with sleeping instead of computation."""
 
     def __init__(self, run: dict[str, Any], device: torch.device) -> None:
         job, sleeps = run["job"], run["sleeps"]

@@ -30,12 +30,7 @@ Group = dist.ProcessGroup
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """The ``[model]`` table of a job, as the harness needs it, with what one rank holds of it.
-
-    Attributes:
-        dtype: Of activations.
-        main_dtype: Of parameters, gradients and the loss.
-    """
+    """The ``[model]`` table of a job; ``dtype`` is of activations, ``main_dtype`` of parameters and gradients."""
 
     family: str
     layers: int

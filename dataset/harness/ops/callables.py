@@ -23,11 +23,7 @@ _MAKERS: MappingProxyType[str, Maker] = MappingProxyType(
 
 
 def op_call(kind: str, dims: list[int], pool: Pool) -> Call:
-    """The op of this signature, ready to be called.
-
-    Raises:
-        HarnessError: If the harness has no such op, or not in the pool's dtype.
-    """
+    """The op of this signature, ready to be called; refused if there is none, or not in the dtype of the pool."""
     make = _MAKERS.get(kind)
     narrow = op_products.NARROW_MAKERS.get(pool.name)
     if narrow is not None and make is not None:
@@ -52,11 +48,7 @@ _SETS, _MOST_BYTES = 8, 2**26  # of inputs that calls take in turn, so that they
 
 
 def replayed_call(call: Sequence[Any], device: torch.device) -> Call:
-    """The call, ready to be made.
-
-    Raises:
-        HarnessError: If it is none of PyTorch's own, or cannot be made from its signature.
-    """
+    """The call, ready to be made; refused if it is none of PyTorch's own, or cannot be made from its signature."""
     name, dims, types, strides, literals = call[:5]
     if not is_replayed(name):
         raise HarnessError(f"only calls of PyTorch ops that read no values can be measured, got {name!r:.80}")

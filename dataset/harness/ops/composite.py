@@ -55,11 +55,7 @@ def composite(function: Made, whole: Any = None) -> Made:
 
 
 def enable_compiling(device: torch.device) -> None:
-    """Make composites of this process run compiled from now on.
-
-    Raises:
-        HarnessError: If nothing can be compiled here.
-    """
+    """Make composites of this process run compiled from now on; refused if nothing can be compiled here."""
     _Compiling.active = True
     try:
         found = _trial(torch.ones(4, 64, device=device))
@@ -86,14 +82,9 @@ def _differentiable(
     run: Callable[..., tuple[Tensor, tuple[Tensor, ...]]],
     derive: Callable[..., Any],
 ) -> Any:
-    """The function of autograd of an op, annotated as ``kind`` and ``kind_backward``.
+    """The function of autograd of an op, annotated as ``kind`` and ``kind_backward`` with the dims of its first tensor.
 
-    Args:
-        name: Its name.
-        kind: Of the op.
-        dims: Of its first tensor.
-        run: Gives the result, and what its gradient needs.
-        derive: Gradients, from that of the result and from what it needs.
+    ``run`` gives the result and what its gradient needs; ``derive`` takes the gradient of the result, and that.
     """
 
     def forward(ctx: Any, *inputs: Tensor) -> Tensor:
@@ -215,13 +206,7 @@ def gelu(x: Tensor) -> Tensor:
 def _gated(
     name: str, activation: Callable[[Tensor], Tensor], derivative: Any, **options: Any
 ) -> tuple[Callable[[Tensor], Tensor], Callable[[Tensor, Tensor], Tensor], Any]:
-    """``activation(gate) * up`` of ``gate_up[rows, 2 * ffn]``, its gradient for ``gate_up``, and autograd's function.
-
-    Args:
-        name: Of the function.
-        activation: Of the gate.
-        derivative: ATen's op for its gradient, with ``options``.
-    """
+    """``activation(gate) * up`` of ``gate_up[rows, 2 * ffn]``, its gradient by ATen, and the function of autograd."""
 
     def forward(gate_up: Tensor) -> Tensor:
         gate, up = gate_up.chunk(2, dim=-1)

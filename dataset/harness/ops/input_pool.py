@@ -19,10 +19,7 @@ _CACHES = 8  # so many times a GPU's cache: what a call reads has left the cache
 class Pool:
     """Random numbers from which inputs are read without copying.
 
-    Args:
-        device: Where.
-        name: A key of ``DTYPES`` or ``NARROW``.
-        numel: Least size of the block; it grows to hold an op's inputs twice.
+    ``name`` is a key of ``DTYPES`` or ``NARROW``; the block has at least ``numel``, and grows to hold inputs twice.
     """
 
     def __init__(self, device: torch.device, name: str, numel: int = 2**24) -> None:

@@ -117,10 +117,7 @@ _MOST_RANKS = 1024  # on a node
 
 
 def box_problems(box: Any) -> list[str]:
-    """Return everything that is wrong with ``box`` of a plan.
-
-    A box is ``{"nodes", "ranks_per_node", "mbits_per_s": [per node]}``; ``"latency_ms": [per node]`` is optional.
-    """
+    """Return everything that is wrong with ``box`` of a plan; ``latency_ms`` is optional."""
     if not has_keys(box, "nodes", "ranks_per_node", "mbits_per_s", optional="latency_ms"):
         return [f"a box has nodes, ranks_per_node, mbits_per_s and maybe latency_ms, got {box!r:.80}"]
     problems = number_problems("nodes of a box", box["nodes"], 1, MOST_NODES)

@@ -45,12 +45,10 @@ class Loop:
     """One loop nest of Inductor, or a call of a library (an extern kernel).
 
     Attributes:
-        name: Of the loop.
         kernel: Number of the fused kernel that it is in.
         extern: Name of the library's op; empty for a loop.
         elements: That its loops run over.
         element_bytes: Of its output's type.
-        reads, writes: Buffers.
         origins: Numbers of the framework ops that it computes.
     """
 
@@ -71,13 +69,7 @@ class Loop:
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """A call of a compiled function.
-
-    Attributes:
-        call: Name of the function.
-        pointers: Name of the buffer behind each pointer of its source.
-        loops: Names of the loops that it runs.
-    """
+    """A call of a compiled function: its name, the buffer behind each pointer of its source, and names of its loops."""
 
     call: str
     pointers: Mapping[str, str]
@@ -92,8 +84,7 @@ class Region:
         direction: ``forward``, ``backward`` or ``inference``.
         nodes: Framework ops before fusion, in order, as ``origins`` number them.
         loops: After fusion, in the order in which they run.
-        buffers: Bytes of every buffer by name.
-        inputs, outputs: Names of buffers that come from outside, and that are returned.
+        buffers: Bytes of every buffer by name; ``inputs`` and ``outputs`` are names of some.
         code: Source of every compiled function by its name.
         launches: Calls of compiled functions in order.
     """
@@ -113,12 +104,7 @@ class _ReadError(Exception):
 
 
 def read_region(graph: Any, example_inputs: Sequence[Any], **options: Any) -> Region:
-    """The region of a graph that ``compile_fx_inner`` would be given, for a CPU.
-
-    Args:
-        graph: Of framework ops.
-        example_inputs: Its arguments.
-        options: As ``compile_fx_inner`` takes them.
+    """The region of a graph that ``compile_fx_inner`` would be given, for a CPU; it takes the same arguments.
 
     Raises:
         HarnessError: If this version of PyTorch cannot be asked.
@@ -127,11 +113,7 @@ def read_region(graph: Any, example_inputs: Sequence[Any], **options: Any) -> Re
 
 
 def read_device_region(graph: Any, example_inputs: Sequence[Any], **options: Any) -> Region:
-    """As ``read_region``, for a GPU: what is fused, without code; inputs are fake tensors on the CPU.
-
-    Raises:
-        HarnessError: If this version of PyTorch cannot be asked.
-    """
+    """As ``read_region``, for a GPU: what is fused, without code; inputs are fake tensors on the CPU."""
 
     def ask() -> None:
         moved, inputs = _on_device(graph, example_inputs)

@@ -353,13 +353,7 @@ def is_strided(touch: Touch) -> bool:
 
 
 def uses_of(nest: Nest, pointers: Mapping[str, str], buffers: Mapping[str, int]) -> dict[str, Use]:
-    """What a nest does with each buffer.
-
-    Args:
-        nest: Of a compiled function.
-        pointers: Names of buffers behind the function's pointers.
-        buffers: Their bytes.
-    """
+    """What a nest does with each buffer, of bytes ``buffers``; ``pointers`` name them by pointers of the code."""
     found: dict[str, Use] = {}
     for touch in nest.touches:
         if touch.pointer.startswith("local"):
@@ -377,11 +371,7 @@ def launch_dims(
 ) -> tuple[int, ...]:
     """Dims of the op ``fused_loops`` that a call of a compiled function is.
 
-    Args:
-        nests: Of the function.
-        launch: The call.
-        buffers: Bytes by name.
-        since: Bytes that were touched since a buffer was, before this call.
+    ``since`` tells the bytes that were touched since a buffer was, before this call.
     """
     levels, strided, cycles = [0.0, 0.0, 0.0], [0.0, 0.0], dict.fromkeys((FAR, MOVES, "vector", "scalar", SLOW), 0.0)
     passed, last = 0.0, dict[str, float]()

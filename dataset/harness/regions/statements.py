@@ -91,11 +91,7 @@ def functions_in(line: str) -> list[str]:
 def name_of(line: str, made: str, taken: tuple[str, ...], *, carried: bool) -> str:
     """Name of what a statement that does not access memory does, slow functions aside; empty: nothing.
 
-    Args:
-        line: The statement.
-        made: Type of its result.
-        taken: Types of what it takes.
-        carried: Whether it takes its own result of the iteration before.
+    It makes a type of some types; ``carried``: it takes its own result of the iteration before.
     """
     for word, name, ending in _TELLING:
         if word in line:
@@ -136,13 +132,7 @@ class Known(NamedTuple):
 
 
 def known_of(right: str, known: Mapping[str, Known], ranges: Mapping[str, tuple[int, int]]) -> Known | None:
-    """What is known of the right side of an assignment.
-
-    Args:
-        right: The text.
-        known: Of variables.
-        ranges: First and past-the-last value of loop variables.
-    """
+    """What is known of the right side of an assignment; ``ranges`` are first and past-the-last values of loops."""
     right = re.sub(r"^(?:c10::convert<\w+>|static_cast<int64_t>|int64_t)\((.*)\)$", r"\1", right)
     if right in known:
         return known[right]

@@ -34,11 +34,7 @@ _DEATH_SIGNAL = 1
 
 
 def check_possible(box: dict[str, Any]) -> None:
-    """Whether this machine can hold a box.
-
-    Raises:
-        HarnessError: If not, with what it lacks.
-    """
+    """Refuse a box that this machine cannot hold, with what it lacks."""
     if not sys.platform.startswith("linux"):
         raise HarnessError(f"a box needs Linux's network namespaces, got {sys.platform}")
     lacking = [tool for tool in ("ip", "tc") if not shutil.which(tool)]
@@ -171,10 +167,7 @@ def _unshare() -> None:
 
 
 def die_with(parent: int) -> None:
-    """Make the kernel kill the calling process when its parent ends for any reason.
-
-    ``parent``: its number as it was before the fork; a parent that has ended already has another one.
-    """
+    """Make the kernel kill the calling process when its parent, numbered as before the fork, ends for any reason."""
     ctypes.CDLL(None).prctl(_DEATH_SIGNAL, signal.SIGKILL)
     if os.getppid() != parent:  # it ended just before
         os._exit(1)

@@ -35,12 +35,9 @@ from .workers import join
 
 
 class Collection:
-    """The runs and events of a plan with this process group's world size.
+    """The runs and events of a plan with this process group's world size, in a folder that all ranks share.
 
-    Args:
-        plan: A plan, checked again here.
-        out: The collection's folder, shared by all ranks.
-        report: Called on rank 0 with what has begun: ``doing`` (text) and ``done`` (units of work).
+    On rank 0 ``report`` is called with what has begun: ``doing`` (text) and ``done`` (units of work).
     """
 
     def __init__(self, plan: dict[str, Any], out: Path, report: Callable[..., None]) -> None:

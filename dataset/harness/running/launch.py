@@ -192,11 +192,7 @@ def _units_done(out: Path, plan: dict[str, Any]) -> int:
 
 
 def _run_world(out: Path, size: int, bar: Progress, boxed: bool) -> None:
-    """Run one launch of this world size to its end; show its progress and log its other output.
-
-    Raises:
-        HarnessError: If a worker refused the plan or failed.
-    """
+    """Run one launch of this world size to its end; show its progress and log its other output."""
     doing, failure, log = f"start of {size} ranks", "", out / "logs" / f"world{size}.log"
 
     def told(facts: dict[str, Any]) -> None:

@@ -40,11 +40,7 @@ def read_rounds(out: Path, run: dict[str, Any]) -> dict[str, Any]:
 
 
 def least_certain(rounds: Mapping[str, Sequence[Sequence[float]]]) -> str | None:
-    """Return the run whose median step is least certain, an unmeasured one first; None if all are certain.
-
-    Args:
-        rounds: Seconds of each step by round, of each run.
-    """
+    """The run whose median step is least certain by its rounds, an unmeasured one first; None if all are certain."""
     unsure = {name: uncertainty(of) for name, of in rounds.items()}
     worst = max(unsure, key=unsure.__getitem__, default=None)
     return worst if worst is not None and unsure[worst] > CERTAIN else None
@@ -88,15 +84,7 @@ ROUND_UNITS = 40  # a round of a run takes about as long as this many signatures
 
 
 class Progress:
-    """Counts units of work: one per signature, ``ROUND_UNITS`` per round of a run.
-
-    Args:
-        total: Units in all.
-        done: Units that an earlier collection did.
-        shown: Whether to write anything at all.
-        stream: Where to.
-        verb: What goes on, as lines begin.
-    """
+    """Counts units of work: one per signature, ``ROUND_UNITS`` per round of a run; lines begin with ``verb``."""
 
     def __init__(
         self, total: int, done: int = 0, *, shown: bool = True, stream: TextIO | None = None, verb: str = "collect"

@@ -152,12 +152,7 @@ def started(
 ) -> Iterator[Workers]:
     """Processes that run a module of the harness and meet on this machine; they end with the block.
 
-    Args:
-        module: Its name within the harness.
-        arguments: Of its command line.
-        folder: That all of them share.
-        each: What tells each process its place.
-        descriptors: Open files that all of them inherit.
+    All share ``folder`` and inherit ``descriptors``; ``each`` tells one its place.
     """
     package = (__package__ or "harness.running").rpartition(".")[0]
     command = [sys.executable, "-P", "-m", f"{package}.{module}", *arguments]
@@ -237,12 +232,7 @@ def meeting_file(out: Path) -> Iterator[dict[str, str]]:
 
 
 def join(backend: str, device: torch.device | None = None) -> None:
-    """Join the process group of all ranks; the environment names this rank and the address of the others.
-
-    Args:
-        backend: ``gloo`` or ``nccl``.
-        device: This rank's GPU, with ``nccl``.
-    """
+    """Join the process group of all ranks; the environment names this rank and the address of the others."""
     import torch.distributed as dist
 
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -274,11 +264,7 @@ def _listen(host: str, port: int) -> socket.socket:
 
 
 def _interface_to(host: str, port: int) -> str:
-    """The network interface by which this machine reaches an address, or the user's choice.
-
-    Raises:
-        HarnessError: If none is found.
-    """
+    """The network interface by which this machine reaches an address, or the user's choice."""
     if "GLOO_SOCKET_IFNAME" in os.environ:
         return os.environ["GLOO_SOCKET_IFNAME"]
     try:

@@ -24,12 +24,9 @@ _SHOWN = 200  # characters of the last line of output
 
 @dataclass(frozen=True)
 class Ranks:
-    """The processes of a script.
+    """The processes of a script: what tells each one its place, and open files that they inherit.
 
-    Attributes:
-        environments: What tells each one its place.
-        descriptors: Open files that they inherit.
-        box: Whose ranks they are, started by one process; None outside of a box.
+    ``box``: whose ranks they are, started by one process; None outside of a box.
     """
 
     environments: Sequence[Mapping[str, str]]

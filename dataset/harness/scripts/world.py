@@ -32,12 +32,8 @@ from .launch import PIPES
 class EmulatedWorld:
     """The world of an emulated script, and its rank's communication.
 
-    Args:
-        settings: ``ranks`` (the real ones), ``devices_per_node`` and ``virtual``.
-        delays: Of collectives; None: who started this process tells them.
-
-    Attributes:
-        clock: Of the world.
+    ``settings`` are ``ranks`` (the real ones), ``devices_per_node`` and ``virtual``.  Without
+    ``delays`` of collectives, who started this process tells them.
     """
 
     def __init__(self, settings: dict[str, Any], delays: DelayModel | None = None) -> None:
