@@ -20,9 +20,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ..base import one_rank_group
-from ..base.patching import patch
 from ..base.plan_error import HarnessError
-from ..regions.inductor import Launch, Loop, Region, eager, read_device_region, read_region
+from ..regions.inductor import Launch, Loop, Region, eager, read_device_region, read_region, replace_compile
 from ..regions.loop_code import region_dims
 from . import collectives
 from .fake_tensors import BACKWARD, FORWARD, FakeWorld
@@ -34,8 +33,6 @@ _NO_CALL = ("MultiOutput",)  # parts of what a library returned
 
 def install(world: FakeWorld, plain: Callable[..., Any], *, on_host: bool) -> None:
     """Let ``torch.compile`` (``plain``) read regions instead of compiling; ``on_host``: the script finds no GPU."""
-    torch._inductor.config.fx_graph_cache = False  # else a graph that was compiled before is not scheduled
-    torch._functorch.config.enable_autograd_cache = False
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 64)
     for module in (one_rank_group, collectives):  # DDP's C++ calls our groups: their methods are not to be traced
         trace_rules.add(module.__name__)
@@ -69,16 +66,13 @@ def install(world: FakeWorld, plain: Callable[..., Any], *, on_host: bool) -> No
         with _disable_current_modes():  # within DDP's forward dynamo leaves them on
             return compile_fx(graph, example_inputs, inner_compile=inner)
 
-    def compiled(model: Any = None, **options: Any) -> Any:
-        if model is None:
-            return lambda given: compiled(given, **options)
-        if options.get("backend", "inductor") != "inductor" or options.get("disable"):
-            return plain(model, **options)
-        # A region is read for the shapes of each call, so that its ops have sizes.
-        kept = {"dynamic": False, "fullgraph": bool(on_host and options.get("fullgraph"))}
-        return plain(model, backend=backend, **kept)
+    def kept(options: dict[str, Any]) -> dict[str, Any] | None:
+        """A region is read for the shapes of each call, so that its ops have sizes."""
+        if options.get("disable"):
+            return None
+        return {"dynamic": False, "fullgraph": bool(on_host and options.get("fullgraph"))}
 
-    patch(torch, compile=compiled)
+    replace_compile(plain, lambda: backend, kept)
 
 
 class _Region:

@@ -22,8 +22,8 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any, cast
 
@@ -56,10 +56,8 @@ class RecordedStage(PipelineStage):
 
     rank: Rank
 
-    @contextmanager
-    def _segment(self, label: str, micro_batch: int) -> Iterator[None]:
-        with self.rank.device_segment(label, micro_batch, self.stage_index):
-            yield
+    def _segment(self, label: str, micro_batch: int) -> AbstractContextManager[None]:
+        return self.rank.device_segment(label, micro_batch, self.stage_index)
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         with self._segment("forward", fwd_chunk_id):
@@ -121,18 +119,17 @@ class SleepingTraining(ParallelRank):
             stage.rank = self.rank
             stages.append(stage)
         name, chunks = parallel["schedule"], parallel["virtual_stages"]
-        settings: dict[str, Any] = {"n_microbatches": self.num_micro_batches, "loss_fn": _loss, "scale_grads": False}
-        schedule: Any
+        settings: dict[str, Any] = {"n_microbatches": self.num_micro_batches, "scale_grads": False}
+        settings["loss_fn"] = lambda output, target: output.sum()
         if chunks == 1 and name in SINGLE:
-            schedule = getattr(torch_schedules, SINGLE[name])(stages[0], **settings)
-        elif name in MULTI:
-            schedule = getattr(torch_schedules, MULTI[name])(stages, **settings)
-        else:
-            schedule = torch_schedules._PipelineScheduleRuntime(stages, **settings)
-            with tempfile.NamedTemporaryFile("w", suffix=".csv") as file:
-                file.write(sleeps["table"])
-                file.flush()
-                schedule._load_csv(file.name)
+            return getattr(torch_schedules, SINGLE[name])(stages[0], **settings)
+        if name in MULTI:
+            return getattr(torch_schedules, MULTI[name])(stages, **settings)
+        schedule = torch_schedules._PipelineScheduleRuntime(stages, **settings)
+        with tempfile.NamedTemporaryFile("w", suffix=".csv") as file:
+            file.write(sleeps["table"])
+            file.flush()
+            schedule._load_csv(file.name)
         return schedule
 
     def step(self) -> Tensor:
@@ -177,14 +174,11 @@ def _own(parallel: dict[str, Any], stage: int) -> list[int]:
     return [stage + chunk * stages for chunk in range(chunks)]
 
 
-def _loss(output: Tensor, target: Tensor) -> Tensor:
-    return output.sum()
-
-
 SLACK_S = 2e-3  # time by which the host may be late without delaying the device
 FP32_BYTES = 4
 
 Item = Sequence[Any]
+Work = Callable[[], object]
 
 
 class Device:
@@ -268,18 +262,17 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class _Input(torch.autograd.Function):
-    """A step forward, and the gradient of its input."""
+    """Work on the way forward, and other work on the way back, which do nothing to the numbers."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, rank: Rank, step: dict[str, Any]) -> Tensor:
-        ctx.work = (rank, step["backward"])
-        rank.do(step["forward"])
+    def forward(ctx: Any, x: Tensor, ahead: Work, back: Work) -> Tensor:
+        ctx.back = back
+        ahead()
         return x.clone()
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        rank, items = ctx.work
-        rank.do(items)
+        ctx.back()
         return gradients[0], None, None
 
 
@@ -287,16 +280,14 @@ class _Weight(torch.autograd.Function):
     """Gradients of a step's parameters."""
 
     @staticmethod
-    def forward(ctx: Any, rank: Rank, step: dict[str, Any], *parameters: Tensor) -> Tensor:
-        ctx.work = (rank, step["weight"])
-        ctx.shapes = [parameter.shape for parameter in parameters]
+    def forward(ctx: Any, back: Work, *parameters: Tensor) -> Tensor:
+        ctx.back, ctx.shapes = back, [parameter.shape for parameter in parameters]
         return parameters[0].new_zeros(1)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
-        rank, items = ctx.work
-        rank.do(items)
-        return (None, None, *(torch.zeros(shape) for shape in ctx.shapes))
+        ctx.back()
+        return (None, *(torch.zeros(shape) for shape in ctx.shapes))
 
 
 class _Resize(torch.autograd.Function):
@@ -312,21 +303,6 @@ class _Resize(torch.autograd.Function):
         return torch.zeros(ctx.shape), None
 
 
-class _Edge(torch.autograd.Function):
-    """The begin or end of a block: hooks at this place find the device idle."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, rank: Rank) -> Tensor:
-        ctx.rank = rank
-        rank.at_edge()
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        ctx.rank.at_edge()
-        return gradients[0], None
-
-
 class Block(nn.Module):
     """A layer, an embedding or a head."""
 
@@ -336,16 +312,18 @@ class Block(nn.Module):
         self.weights = nn.ParameterList(torch.zeros(numel) for step in steps for numel in step["parameters"])
 
     def forward(self, x: Tensor) -> Tensor:
-        held = iter(self.weights)
-        x = cast(Tensor, _Edge.apply(x, self.rank))
+        held, edge, do = iter(self.weights), self.rank.at_edge, self.rank.do
+        x = cast(Tensor, _Input.apply(x, edge, edge))  # hooks at both ends find the device idle
         for step in self.steps:
             parameters = [next(held) for _ in step["parameters"]]
-            apply = [partial(_Input.apply, x, self.rank, step)]
+            work = (partial(do, step[way]) for way in ("forward", "backward"))
+            apply = [partial(_Input.apply, x, *work)]
             if parameters:  # autograd goes back first through what came last
-                apply.insert(0 if not step["weight_first"] else 1, partial(_Weight.apply, self.rank, step, *parameters))
+                weight = partial(_Weight.apply, partial(do, step["weight"]), *parameters)
+                apply.insert(0 if not step["weight_first"] else 1, weight)
             results = [cast(Tensor, make()) for make in apply]
             x = results[0] if len(results) == 1 else results[0] + results[1]
-        return cast(Tensor, _Edge.apply(x, self.rank))
+        return cast(Tensor, _Input.apply(x, edge, edge))
 
 
 class Part(nn.Module):

@@ -25,7 +25,7 @@ from torch._inductor.virtualized import V
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_map
 
-from ..base.patching import CAPTURED_DEVICE, NoContext, always, cuda_answers
+from ..base.patching import CAPTURED_DEVICE, NoContext, always, cuda_answers, patch
 from ..base.plan_error import HarnessError
 
 Compiled: TypeAlias = Callable[..., Any]
@@ -131,6 +131,23 @@ def eager(graph: Any) -> Compiled:
 
     call._boxed_call = True  # type: ignore[attr-defined]
     return call
+
+
+def replace_compile(
+    plain: Compiled, backend: Callable[[], Compiled], kept: Callable[[dict[str, Any]], dict[str, Any] | None]
+) -> None:
+    """Have ``torch.compile`` (``plain``) take another backend, with the options that are kept; None: leave it alone."""
+
+    def compiled(model: Any = None, **options: Any) -> Any:
+        if model is None:
+            return lambda given: compiled(given, **options)
+        chosen = kept(options) if options.get("backend", "inductor") == "inductor" else None
+        return plain(model, **options) if chosen is None else plain(model, backend=backend(), **chosen)
+
+    # else a graph that was compiled before is not scheduled
+    torch._inductor.config.fx_graph_cache = False
+    torch._functorch.config.enable_autograd_cache = False
+    patch(torch, compile=compiled)
 
 
 def compiling_backend(on_region: Callable[[Region, Any], None]) -> Compiled:

@@ -158,24 +158,19 @@ def annotate_compiled() -> None:
     """
     plain = torch.compile
 
-    def compiled(model: Any = None, **options: Any) -> Any:
-        if model is None:
-            return lambda given: compiled(given, **options)
-        others = {name for name, value in options.items() if value not in (None, False)} - {"fullgraph", "dynamic"}
-        if others - {"backend"} or options.get("backend", "inductor") != "inductor":
-            return plain(model, **options)
-        kept = {name: options[name] for name in ("fullgraph", "dynamic") if name in options}
-        return plain(model, backend=_backend(), **kept)
+    def compile_(*args: Any, **kwargs: Any) -> Any:
+        from ..regions.inductor import compiling_backend, replace_compile  # at the first call: it takes a second
 
-    patch(torch, compile=compiled)
+        replace_compile(plain, lambda: compiling_backend(_annotate), _kept)
+        return torch.compile(*args, **kwargs)
+
+    patch(torch, compile=compile_)
 
 
-def _backend() -> Callable[..., Any]:
-    from ..regions.inductor import compiling_backend
-
-    torch._inductor.config.fx_graph_cache = False  # else the code of a graph that was compiled before is not told
-    torch._functorch.config.enable_autograd_cache = False
-    return compiling_backend(_annotate)
+def _kept(options: dict[str, Any]) -> dict[str, Any] | None:
+    given = {name for name, value in options.items() if value not in (None, False)} - {"backend"}
+    plain = given <= {"fullgraph", "dynamic"}
+    return {name: options[name] for name in ("fullgraph", "dynamic") if name in options} if plain else None
 
 
 def _annotate(region: Any, made: Any) -> None:
