@@ -94,42 +94,28 @@ class RankTrace:
 
 @dataclass(frozen=True)
 class TracedSegment:
-    """One segment of one rank and step: what the context model learns from.
+    """One segment of one rank and step: what the context model learns from."""
 
-    Attributes:
-        program: Its nodes and the edges among them; ``program.label`` is the label too.
-        slot_s: ``(n,)``, in-context seconds of each node, profiling overhead removed; NaN where unknown.
-        label: ``forward``, ``backward`` or ``optimizer``.
-        rank: Which rank.
-        busy: Ranks that compute at the same time on the node.
-        run: Name of the run.
-        step: Which profiled step.
-        micro_batch: Which micro-batch.
-        stage: Which pipeline stage.
-        launch_s: ``(n,)``, host time from the launch before to each node's, of what a device runs, profiled; else 0.
-        launch_events: ``(n,)``, calls that the profiler recorded in that time.
-        wait_s: Seconds that the compute stream waited for collectives in all.
-        span_s: Seconds from begin to end; compute slots + waits, profiling overhead removed.
-        start_s, end_s: ``(n,)``, when each node ran, on the rank's clock; empty if that is not known.
-        alone_s: ``(n,)``, measured seconds of each node's signature where nothing ran beside it, NaN where that never
-            was; empty if not looked for.
-    """
-
-    program: Program
-    slot_s: Seconds
-    label: str
-    rank: int
-    busy: int
-    run: str
-    step: int = 0
-    micro_batch: int = 0
-    stage: int = 0
+    program: Program  # its nodes and the edges among them; ``program.label`` is the label too
+    slot_s: Seconds  # ``(n,)``, in-context seconds of each node, profiling overhead removed; NaN where unknown
+    label: str  # ``forward``, ``backward`` or ``optimizer``
+    rank: int  # which rank
+    busy: int  # ranks that compute at the same time on the node
+    run: str  # name of the run
+    step: int = 0  # which profiled step
+    micro_batch: int = 0  # which micro-batch
+    stage: int = 0  # which pipeline stage
+    # ``(n,)``, host time from the launch before to each node's, of what a device runs, profiled; else 0
     launch_s: Seconds = field(default_factory=lambda: np.zeros(0))
+    # ``(n,)``, calls that the profiler recorded in that time
     launch_events: NDArray[np.float64] = field(default_factory=lambda: np.zeros(0))
-    wait_s: float = 0.0
-    span_s: float = 0.0
+    wait_s: float = 0.0  # seconds that the compute stream waited for collectives in all
+    span_s: float = 0.0  # seconds from begin to end; compute slots + waits, profiling overhead removed
+    # ``(n,)``, when each node ran, on the rank's clock; empty if that is not known
     start_s: Seconds = field(default_factory=lambda: np.zeros(0))
     end_s: Seconds = field(default_factory=lambda: np.zeros(0))
+    # ``(n,)``, measured seconds of each node's signature where nothing ran beside it, NaN where that never was; empty
+    # if not looked for
     alone_s: Seconds = field(default_factory=lambda: np.zeros(0))
 
 

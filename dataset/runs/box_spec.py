@@ -21,18 +21,12 @@ _INTER_LATENCY_US = 150.0
 
 @dataclass(frozen=True)
 class Box:
-    """A cluster in a box.
+    """A cluster in a box."""
 
-    Attributes:
-        nodes, ranks_per_node: Sizes.
-        mbits_per_s: Rate of every node's link, both ways.
-        latency_ms: Delay of everything that leaves each node; empty: none.
-    """
-
-    nodes: int
+    nodes: int  # sizes
     ranks_per_node: int
-    mbits_per_s: tuple[float, ...]
-    latency_ms: tuple[float, ...] = ()
+    mbits_per_s: tuple[float, ...]  # rate of every node's link, both ways
+    latency_ms: tuple[float, ...] = ()  # delay of everything that leaves each node; empty: none
 
     def __post_init__(self) -> None:
         _check(self.to_dict())

@@ -25,29 +25,17 @@ PEAKS = "peak_flops"  # the fact that is a table by dtype
 
 @dataclass(frozen=True)
 class EventFile:
-    """Ops and collectives that were measured alone.
-
-    Attributes:
-        path: The file.
-        busy: Ranks that computed at the same time.
-        works: What was measured.
-        seconds: Of each.
-        host_seconds: What the host took to launch each, 0 where that was not measured.
-        fresh_seconds: Of each with fresh memory for its results, 0 where that was not measured.
-        calls: Name of the framework call that was measured, "" where it was the op by its dims.
-        hardware: Fields of ``Hardware`` that were measured.
-        box: That it was measured in, None outside of one.
-    """
+    """Ops and collectives that were measured alone."""
 
     path: Path
-    busy: int
-    works: tuple[Op | Collective, ...]
-    seconds: tuple[float, ...]
-    host_seconds: tuple[float, ...]
-    fresh_seconds: tuple[float, ...]
-    calls: tuple[str, ...]
-    hardware: Mapping[str, Any]
-    box: Box | None = None
+    busy: int  # ranks that computed at the same time
+    works: tuple[Op | Collective, ...]  # what was measured
+    seconds: tuple[float, ...]  # of each
+    host_seconds: tuple[float, ...]  # what the host took to launch each, 0 where that was not measured
+    fresh_seconds: tuple[float, ...]  # of each with fresh memory for its results, 0 where that was not measured
+    calls: tuple[str, ...]  # name of the framework call that was measured, "" where it was the op by its dims
+    hardware: Mapping[str, Any]  # fields of ``Hardware`` that were measured
+    box: Box | None = None  # that it was measured in, None outside of one
 
 
 def read_event_file(path: Path) -> EventFile:

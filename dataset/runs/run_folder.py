@@ -27,23 +27,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Collection:
-    """What of a collection folder is there.
-
-    Attributes:
-        folder: The folder.
-        runs: Manifests of the complete runs, by name.
-        absent: Names of planned runs that are not there.
-        events: Event files that are there.
-        absent_events: Names of planned event files that are not there.
-        imported: Folders of runs that were imported from other people's traces.
-    """
+    """What of a collection folder is there."""
 
     folder: Path
-    runs: tuple[RunManifest, ...]
-    absent: tuple[str, ...] = ()
-    events: tuple[Path, ...] = ()
-    absent_events: tuple[str, ...] = ()
-    imported: tuple[Path, ...] = ()
+    runs: tuple[RunManifest, ...]  # manifests of the complete runs, by name
+    absent: tuple[str, ...] = ()  # names of planned runs that are not there
+    events: tuple[Path, ...] = ()  # event files that are there
+    absent_events: tuple[str, ...] = ()  # names of planned event files that are not there
+    imported: tuple[Path, ...] = ()  # folders of runs that were imported from other people's traces
 
     def __iter__(self) -> Iterator[RunManifest]:
         return iter(self.runs)
@@ -136,27 +127,17 @@ MANIFEST = "manifest.json"
 
 @dataclass(frozen=True)
 class ImportedRun:
-    """The manifest of an imported run.
-
-    Attributes:
-        folder: The run folder.
-        name: Of the run.
-        ranks: Stem of the graph's files by rank.
-        job: The job that ran; None if unknown.
-        sources: Names of the traces.
-        warnings: About all ranks.
-        role: ``train``, ``heldout`` or what else the user called it.
-        rounds: Seconds of each step that was timed without a profiler, by round; empty where there were none.
-    """
+    """The manifest of an imported run."""
 
     folder: Path
     name: str
-    ranks: Mapping[int, str]
-    job: Job | None = None
-    sources: tuple[str, ...] = ()
-    warnings: tuple[str, ...] = ()
-    role: str = "train"
+    ranks: Mapping[int, str]  # stem of the graph's files by rank
+    job: Job | None = None  # the job that ran; None if unknown
+    sources: tuple[str, ...] = ()  # names of the traces
+    warnings: tuple[str, ...] = ()  # about all ranks
+    role: str = "train"  # ``train``, ``heldout`` or what else the user called it
     hardware: str = ""
+    # seconds of each step that was timed without a profiler, by round; empty where there were none
     rounds: tuple[tuple[float, ...], ...] = ()
 
     @property
@@ -290,21 +271,13 @@ def run_folders(path: Path) -> list[Path]:
 
 
 class TracedRun(NamedTuple):
-    """A run with the graphs of its ranks.
-
-    Attributes:
-        name: Of the run.
-        job: The job that ran; None if unknown.
-        graphs: Of its ranks, in order.
-        role: ``heldout`` for one that must never train.
-        iteration_s: A step without a profiler; 0 if not timed.
-    """
+    """A run with the graphs of its ranks."""
 
     name: str
-    job: Job | None
-    graphs: list[RankGraph]
-    role: str
-    iteration_s: float = 0.0
+    job: Job | None  # the job that ran; None if unknown
+    graphs: list[RankGraph]  # of its ranks, in order
+    role: str  # ``heldout`` for one that must never train
+    iteration_s: float = 0.0  # a step without a profiler; 0 if not timed
 
 
 def has_traces(folder: Path) -> bool:

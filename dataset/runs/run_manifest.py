@@ -23,43 +23,26 @@ _WORDS = {str: "string", int: "whole number", dict: "table"}
 
 @dataclass(frozen=True, kw_only=True)
 class RunManifest:
-    """What ``manifest.json`` of a run folder says, checked.
-
-    Attributes:
-        folder: The run folder.
-        name: Name of the run in its collection.
-        role: ``train``, ``heldout`` or what the plan called it.
-        job: What ran.
-        world_size: Number of ranks that ran.
-        rounds: Seconds of each timed step without a profiler, by round.
-        profiled_seconds: Seconds of each profiled step.
-        fingerprint: Machine and software it ran on.
-        versions: Software versions.
-        traces: File names by rank and format (``kineto``, ``et``); empty for a run that was only timed.
-        digests: SHA-256 by file name, of the traces.
-        peak_memory_bytes: Per rank.
-        losses: Per step.
-        box: That it ran in, None outside of one.
-        compiled: Whether composite ops were compiled.
-        stand_in: The rank of the job for which one process stood in, its collectives only taking their modelled time;
-            None: all ranks ran.
-    """
+    """What ``manifest.json`` of a run folder says, checked."""
 
     folder: Path
-    name: str
-    role: str
+    name: str  # name of the run in its collection
+    role: str  # ``train``, ``heldout`` or what the plan called it
     job: Job
-    world_size: int
-    rounds: tuple[tuple[float, ...], ...]
-    profiled_seconds: tuple[float, ...] = ()
-    fingerprint: Mapping[str, Any] = field(default_factory=dict)
-    versions: Mapping[str, Any] = field(default_factory=dict)
+    world_size: int  # number of ranks that ran
+    rounds: tuple[tuple[float, ...], ...]  # seconds of each timed step without a profiler, by round
+    profiled_seconds: tuple[float, ...] = ()  # seconds of each profiled step
+    fingerprint: Mapping[str, Any] = field(default_factory=dict)  # machine and software it ran on
+    versions: Mapping[str, Any] = field(default_factory=dict)  # software versions
+    # file names by rank and format (``kineto``, ``et``); empty for a run that was only timed
     traces: Mapping[int, Mapping[str, str]] = field(default_factory=dict)
-    digests: Mapping[str, str] = field(default_factory=dict)
-    peak_memory_bytes: tuple[float, ...] = ()
-    losses: tuple[float, ...] = ()
-    box: Box | None = None
-    compiled: bool = False
+    digests: Mapping[str, str] = field(default_factory=dict)  # SHA-256 by file name, of the traces
+    peak_memory_bytes: tuple[float, ...] = ()  # per rank
+    losses: tuple[float, ...] = ()  # per step
+    box: Box | None = None  # that it ran in, None outside of one
+    compiled: bool = False  # whether composite ops were compiled
+    # the rank of the job for which one process stood in, its collectives only taking their modelled time; None: all
+    # ranks ran
     stand_in: int | None = None
 
     @property

@@ -107,15 +107,10 @@ MOST_DRIFT = 0.15
 
 @dataclass(frozen=True, slots=True)
 class Correction:
-    """Constants that turn profiled seconds into unprofiled ones.
+    """Constants that turn profiled seconds into unprofiled ones."""
 
-    Attributes:
-        per_event_s: To be taken off for every recorded call.
-        drift: Factor on what is left of compute.
-    """
-
-    per_event_s: float
-    drift: float
+    per_event_s: float  # to be taken off for every recorded call
+    drift: float  # factor on what is left of compute
 
 
 def profiling_correction(iteration_s: float, profiled_s: float, num_events: float, waited_share: float) -> Correction:

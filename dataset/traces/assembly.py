@@ -28,26 +28,16 @@ class Assembly:
     """A graph before its nodes are in order; microseconds.
 
     Shapes: ``n`` nodes.
-
-    Attributes:
-        start: ``(n,)``.
-        end: ``(n,)``.
-        key: ``(n,)``: what nodes are ordered by; equal keys by place.
-        issued: ``(n,)``: when the host came to each, which decides its step.
-        edges: Dependencies by place of the nodes here.
-        steps: Of the rank.
-        columns: Columns of nodes, -1 where nothing else is set.
-        streams, names, works, groups: What the columns number.
     """
 
-    start: Floats
-    end: Floats
-    key: Floats
-    issued: Floats
-    edges: list[Edges]
+    start: Floats  # ``(n,)``
+    end: Floats  # ``(n,)``
+    key: Floats  # ``(n,)``: what nodes are ordered by; equal keys by place
+    issued: Floats  # ``(n,)``: when the host came to each, which decides its step
+    edges: list[Edges]  # dependencies by place of the nodes here
     steps: Steps
-    columns: dict[str, Ints] = field(init=False)
-    streams: Interned = field(default_factory=Interned)
+    columns: dict[str, Ints] = field(init=False)  # columns of nodes, -1 where nothing else is set
+    streams: Interned = field(default_factory=Interned)  # what the columns number
     names: Interned = field(default_factory=Interned)
     works: Interned = field(default_factory=Interned)
     groups: Interned = field(default_factory=Interned)

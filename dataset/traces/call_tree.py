@@ -26,24 +26,15 @@ class CallTree:
     """Nesting of the calls of all host threads.
 
     Shapes: ``n`` ops, ``r`` runtime calls.
-
-    Attributes:
-        parent: ``(n,)``: the op that encloses each, -1: none.
-        phase: ``(n,)``.
-        backward: ``(n,)``: the autograd node (an op) in which each is evaluated, -1: none.
-        sequence: ``(n,)``: autograd's sequence number of the op or of the nearest that encloses it, -1: none.
-        owner: ``(r,)``: innermost op around each runtime call, -1: none.
-        call_phase: ``(r,)``: phase of each runtime call.
-        crossed: Calls of a thread that overlap another without nesting.
     """
 
-    parent: Ints
-    phase: Ints
-    backward: Ints
-    sequence: Ints
-    owner: Ints
-    call_phase: Ints
-    crossed: int
+    parent: Ints  # ``(n,)``: the op that encloses each, -1: none
+    phase: Ints  # ``(n,)``
+    backward: Ints  # ``(n,)``: the autograd node (an op) in which each is evaluated, -1: none
+    sequence: Ints  # ``(n,)``: autograd's sequence number of the op or of the nearest that encloses it, -1: none
+    owner: Ints  # ``(r,)``: innermost op around each runtime call, -1: none
+    call_phase: Ints  # ``(r,)``: phase of each runtime call
+    crossed: int  # calls of a thread that overlap another without nesting
 
 
 def call_tree(events: RankEvents) -> CallTree:
@@ -158,20 +149,13 @@ class HostCalls:
     """Calls of host threads on which other nodes depend, in order of start; microseconds.
 
     Shapes: ``n`` calls.
-
-    Attributes:
-        start: ``(n,)``.
-        end: ``(n,)``.
-        thread: ``(n,)``.
-        row: ``(n,)``: row of the runtime table, -1 for marks.
-        name: ``(n,)``: number of a name.
     """
 
-    start: Floats
-    end: Floats
-    thread: Ints
-    row: Ints
-    name: Ints
+    start: Floats  # ``(n,)``
+    end: Floats  # ``(n,)``
+    thread: Ints  # ``(n,)``
+    row: Ints  # ``(n,)``: row of the runtime table, -1 for marks
+    name: Ints  # ``(n,)``: number of a name
 
     def __len__(self) -> int:
         return len(self.start)

@@ -37,28 +37,18 @@ _WALKED = "the step is the one that durations and dependencies imply: Chakra tra
 
 @dataclass
 class _Rank:
-    """One rank while it is read: nodes in an order such that each follows its dependencies.
+    """One rank while it is read: nodes in an order such that each follows its dependencies."""
 
-    Attributes:
-        rank: Which.
-        nodes: In order.
-        before: Places of what each depends on.
-        stream: Of each node.
-        kind: ``OP``, ``COLLECTIVE`` or ``HOST`` of each.
-        meets: Group and number of each collective or message, None for what is none.
-        start_us, end_us: As walked.
-        warnings: What is missing.
-    """
-
-    rank: int
-    nodes: list[ChakraNode]
-    before: list[list[int]]
-    stream: list[str] = field(default_factory=list)
-    kind: list[int] = field(default_factory=list)
+    rank: int  # which
+    nodes: list[ChakraNode]  # in order
+    before: list[list[int]]  # places of what each depends on
+    stream: list[str] = field(default_factory=list)  # of each node
+    kind: list[int] = field(default_factory=list)  # ``OP``, ``COLLECTIVE`` or ``HOST`` of each
+    # group and number of each collective or message, None for what is none
     meets: list[tuple[str, int] | None] = field(default_factory=list)
-    start_us: list[float] = field(default_factory=list)
+    start_us: list[float] = field(default_factory=list)  # as walked
     end_us: list[float] = field(default_factory=list)
-    warnings: list[str] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)  # what is missing
 
 
 def read_chakra(

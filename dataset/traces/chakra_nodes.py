@@ -39,26 +39,16 @@ _KNOWN = frozenset({
 
 @dataclass
 class ChakraNode:
-    """One node.
+    """One node."""
 
-    Attributes:
-        id: Of the node.
-        name: Of the call, kernel or collective.
-        type: One of ``NODE_TYPES``.
-        data_deps: Nodes that end before it begins.
-        duration_us: Microseconds.
-        shapes, types: Of the inputs, as text.
-        attrs: Named attributes.
-    """
-
-    id: int
-    name: str = ""
-    type: str = NODE_TYPES[0]
-    data_deps: tuple[int, ...] = ()
-    duration_us: float = 0.0
-    shapes: str = ""
+    id: int  # of the node
+    name: str = ""  # of the call, kernel or collective
+    type: str = NODE_TYPES[0]  # one of ``NODE_TYPES``
+    data_deps: tuple[int, ...] = ()  # nodes that end before it begins
+    duration_us: float = 0.0  # microseconds
+    shapes: str = ""  # of the inputs, as text
     types: str = ""
-    attrs: dict[str, Any] = field(default_factory=dict)
+    attrs: dict[str, Any] = field(default_factory=dict)  # named attributes
 
     def __post_init__(self) -> None:
         if not 0 <= self.duration_us < _MOST_US:

@@ -50,17 +50,11 @@ ELEMENT_BYTES: Mapping[str, int] = MappingProxyType(
 
 @dataclass(slots=True)
 class Scope:
-    """What encloses a call.
+    """What encloses a call."""
 
-    Attributes:
-        backward: Name of the autograd node being evaluated, "" in forward.
-        forward_dims: ``(m, n, k)`` of the forward product that this backward belongs to, if known.
-        products: Matrix products seen so far in this backward.
-    """
-
-    backward: str = ""
-    forward_dims: tuple[int, ...] = ()
-    products: int = 0
+    backward: str = ""  # name of the autograd node being evaluated, "" in forward
+    forward_dims: tuple[int, ...] = ()  # ``(m, n, k)`` of the forward product that this backward belongs to, if known
+    products: int = 0  # matrix products seen so far in this backward
 
 
 def _product(first: int) -> Callable[[Args, Scope], Signature]:

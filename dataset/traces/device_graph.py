@@ -32,27 +32,16 @@ _SPIN = "spin_kernel"  # torch's, by which a stand-in lets the time of a collect
 
 @dataclass
 class Parts:
-    """A graph while it grows: the host's calls first, then the device's events, each in order; microseconds.
+    """A graph while it grows: the host's calls first, then the device's events, each in order; microseconds."""
 
-    Attributes:
-        calls: Of the host.
-        row: ``(d,)``: row of the runtime table that launched each device event, -1: unknown.
-        launch: ``(d,)``: call of that row, -1: unknown.
-        previous: ``(d,)``: event before each on its stream, -1: none.
-        names: Of calls.
-        waits: Calls of the host that wait for the device.
-        edges: Source, target, kind and delay of each dependency.
-        constants: Delays of the device: ``launch``, ``gap`` and ``event``.
-    """
-
-    calls: HostCalls
-    row: Ints
-    launch: Ints
-    previous: Ints
-    names: Interned
-    waits: Ints
-    edges: list[tuple[Ints, Ints, Dependency, Floats]]
-    constants: dict[str, float]
+    calls: HostCalls  # of the host
+    row: Ints  # ``(d,)``: row of the runtime table that launched each device event, -1: unknown
+    launch: Ints  # ``(d,)``: call of that row, -1: unknown
+    previous: Ints  # ``(d,)``: event before each on its stream, -1: none
+    names: Interned  # of calls
+    waits: Ints  # calls of the host that wait for the device
+    edges: list[tuple[Ints, Ints, Dependency, Floats]]  # source, target, kind and delay of each dependency
+    constants: dict[str, float]  # delays of the device: ``launch``, ``gap`` and ``event``
 
 
 def is_wait(name: str) -> bool:

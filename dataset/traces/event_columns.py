@@ -63,16 +63,11 @@ class Table:
     """Events of one category; microseconds.
 
     Shapes: ``n`` events in order of start.
-
-    Attributes:
-        start: ``(n,)``.
-        end: ``(n,)``.
-        columns: Other numbers by name, each ``(n,)``.
     """
 
-    start: Floats
-    end: Floats
-    columns: dict[str, Ints] = field(default_factory=dict)
+    start: Floats  # ``(n,)``
+    end: Floats  # ``(n,)``
+    columns: dict[str, Ints] = field(default_factory=dict)  # other numbers by name, each ``(n,)``
 
     def __len__(self) -> int:
         return len(self.start)

@@ -53,31 +53,18 @@ _NOWHERE, _COMMUNICATION = -1, -2  # where a call lies, unless within a work
 
 @dataclass(slots=True)
 class Work:
-    """One op or collective while it is being read; microseconds.
+    """One op or collective while it is being read; microseconds."""
 
-    Attributes:
-        work: Signature.
-        name: Call it comes from.
-        issue: When the host came to it.
-        start: When it began.
-        end: When it ended.
-        own: Time within it that is its own.
-        stream: Host thread or group.
-        known: False for a call of no known kind.
-        meets: Of a collective.
-        recorded: Calls that a profiler recorded within it, itself included.
-    """
-
-    work: Op | Collective
-    name: str
-    issue: float
-    start: float
-    end: float
-    own: float
-    stream: Any
-    known: bool = True
-    meets: Rendezvous | None = None
-    recorded: int = 1
+    work: Op | Collective  # signature
+    name: str  # call it comes from
+    issue: float  # when the host came to it
+    start: float  # when it began
+    end: float  # when it ended
+    own: float  # time within it that is its own
+    stream: Any  # host thread or group
+    known: bool = True  # false for a call of no known kind
+    meets: Rendezvous | None = None  # of a collective
+    recorded: int = 1  # calls that a profiler recorded within it, itself included
 
 
 @dataclass(slots=True)

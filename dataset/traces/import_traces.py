@@ -241,20 +241,15 @@ TraceReader = Callable[[Path, Placement], RankTrace]
 
 @dataclass(frozen=True)
 class TraceFormat:
-    """How traces of one format are read; a call reads one rank's file as ``RankTrace``.
+    """How traces of one format are read; a call reads one rank's file as ``RankTrace``."""
 
-    Attributes:
-        read: Reads one rank's file.
-        read_graph: Reads one rank's file, with its execution trace if there is one, as the graph of which ``read``
-            returns the view; None: ``read`` says all.
-        read_job: Reads the files of all ranks as graphs; None: each file by itself.
-        suffixes: Of its files in a folder.
-    """
-
-    read: TraceReader
+    read: TraceReader  # reads one rank's file
+    # reads one rank's file, with its execution trace if there is one, as the graph of which ``read`` returns the
+    # view; None: ``read`` says all
     read_graph: Callable[[Path, Placement, Path | None], RankGraph] | None = None
+    # reads the files of all ranks as graphs; None: each file by itself
     read_job: Callable[[Sequence[Path], Progress | None], list[RankGraph]] | None = None
-    suffixes: tuple[str, ...] = ("",)
+    suffixes: tuple[str, ...] = ("",)  # of its files in a folder
 
     def __call__(self, path: Path, placement: Placement) -> RankTrace:
         return self.read(path, placement)

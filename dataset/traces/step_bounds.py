@@ -27,19 +27,12 @@ _SAME_ORDER = 0.9  # of the kernels of two steps that follow in the same order
 
 @dataclass
 class Steps:
-    """Steps of one rank; microseconds.
+    """Steps of one rank; microseconds."""
 
-    Attributes:
-        bounds: Begin and end of each on the host.
-        thread: Host thread that runs them, -1: unknown.
-        found_by: ``annotations``, ``optimizer``, ``backward``, ``repetition`` or ``nothing``.
-        warnings: What is wrong with them.
-    """
-
-    bounds: list[tuple[float, float]]
-    thread: int
-    found_by: str
-    warnings: list[str] = field(default_factory=list)
+    bounds: list[tuple[float, float]]  # begin and end of each on the host
+    thread: int  # host thread that runs them, -1: unknown
+    found_by: str  # ``annotations``, ``optimizer``, ``backward``, ``repetition`` or ``nothing``
+    warnings: list[str] = field(default_factory=list)  # what is wrong with them
 
 
 def find_steps(events: RankEvents, tree: CallTree, launched: NDArray[np.float64]) -> Steps:
