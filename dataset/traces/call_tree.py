@@ -103,9 +103,7 @@ def _named_phase(name: str) -> int:
 def _enclosing(start: Floats, end: Floats, thread: Ints, opens: NDArray[np.bool_]) -> tuple[Ints, Ints]:
     """The innermost span around each span of a thread, -1 for none, and the depth; ``(n,)`` each, by thread and start.
 
-    Args:
-        start, end, thread: ``(n,)``.
-        opens: ``(n,)``: which of them may lie around others.
+    ``opens``: which of them may lie around others.
     """
     above: list[int] = []
     depth: list[int] = []

@@ -54,12 +54,7 @@ class _Rank:
 def read_chakra(
     files: Sequence[Path], ranks: Sequence[int], on_file: Callable[[int, int], None] | None = None
 ) -> list[RankGraph]:
-    """Read the Chakra traces of a job's ranks as graphs.
-
-    Args:
-        files: One for each rank (``.et`` or JSON).
-        ranks: Their numbers.
-        on_file: Told how many files are read, of how many.
+    """Read the Chakra traces of a job's ranks as graphs; ``on_file`` is told how many files are read, of how many.
 
     Raises:
         TraceError: If a file is no whole trace, dependencies form a circle, or ranks wait for each other in one.

@@ -144,10 +144,6 @@ def without_observed_steps(graph: RankGraph, observed: NDArray[np.bool_]) -> Ran
 
     The observer makes an op of many small calls half as long again and a tiny copy ten times as long, so its steps'
     times would teach what no other step shows.  They stay where no other step has half as much work.
-
-    Args:
-        graph: With edges of data within the observed steps.
-        observed: ``(k,)``: which steps.
     """
     if observed.all() or not observed.any():
         return graph

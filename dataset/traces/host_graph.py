@@ -192,11 +192,7 @@ def _fill(built: Assembly, events: RankEvents, tree: CallTree, names: Ints, work
 class _Collectives:
     """Finds the collectives of a host that computes, and when its main thread waits for them.
 
-    Args:
-        host: Its calls.
-        replicas: Ranks of the collectives that do not name any: DDP's.
-        placement: Where ranks lie.
-        segments: Of its steps, on the clock of its calls.
+    ``replicas``: ranks of the collectives that do not name any: DDP's; ``segments``: on the clock of the calls.
     """
 
     def __init__(

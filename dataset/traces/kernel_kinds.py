@@ -133,10 +133,7 @@ class KernelKinds:
     def find(self, launch: Launch, owner: int, num_bytes: int) -> tuple[Op, int, bool]:
         """Op of a kernel, the call that it belongs to (-1: unknown) and whether its kind is known.
 
-        Args:
-            launch: Of the kernel.
-            owner: Innermost op around the launch, -1: unknown.
-            num_bytes: That a copy moves, -1: unknown.
+        ``owner``: innermost op around the launch, -1: unknown; ``num_bytes``: that a copy moves, -1: unknown.
         """
         call, op = self._of_call(owner) if owner >= 0 else (-1, None)
         if launch.category in _COPIES and not (op is not None and op.kind == "copy" == _copy_kind(launch)):
@@ -247,13 +244,7 @@ def is_collective(name: str) -> bool:
 
 
 class CollectiveNodes:
-    """Finds the collectives of one rank.
-
-    Args:
-        events: Of the rank.
-        world_size: Of its job.
-        placement: Where ranks lie.
-    """
+    """Finds the collectives of one rank."""
 
     def __init__(self, events: RankEvents, world_size: int, placement: Placement) -> None:
         self._events, self._world_size, self._placement = events, world_size, placement

@@ -38,10 +38,7 @@ class Steps:
 def find_steps(events: RankEvents, tree: CallTree, launched: NDArray[np.float64]) -> Steps:
     """Find the steps of a rank.
 
-    Args:
-        events: Of the rank.
-        tree: Nesting of its calls.
-        launched: When each device node was launched, by order of start on the device; NaN where that is unknown.
+    ``launched``: when each device event was launched, in order of start on the device; NaN where that is unknown.
     """
     marks = [each for each in events.annotations if each.name.startswith(_OWN_STEP)]
     marks = marks or [each for each in events.annotations if _STEP.match(each.name)]
@@ -86,11 +83,8 @@ def segment_spans(events: RankEvents, origin_us: float) -> tuple[Span, ...]:
 def observed_steps(events: RankEvents, bounds: NDArray[np.float64]) -> NDArray[np.bool_]:
     """``(k,)``: steps in which an execution-trace observer ran too: they are several times slower.
 
-    Our annotation says so, or recorded functions have numbers, which are 0 without the observer.
-
-    Args:
-        events: Of the rank.
-        bounds: Begin and end of each step, ``(k, 2)``, microseconds.
+    Our annotation says so, or recorded functions have numbers, which are 0 without the observer.  ``bounds``: begin
+    and end of each step, ``(k, 2)``, microseconds.
     """
     first, last = np.searchsorted(events.ops.start, bounds).T
     numbered = np.concatenate([[0], np.cumsum(events.ops["record"] > 0)])

@@ -36,14 +36,7 @@ def _within(late: Floats) -> Floats:
 
 
 class StreamWaits:
-    """Finds the synchronisation of one rank.
-
-    Args:
-        events: Of the rank.
-        parts: Its graph so far; edges are added.
-        collective: ``(d,)``: which device events are collectives.
-        phase: ``(d,)``: phase of each device event.
-    """
+    """Adds synchronisation to the graph of a rank; ``(d,)``: which device events are collectives, and their phases."""
 
     def __init__(self, events: RankEvents, parts: Parts, collective: NDArray[np.bool_], phase: Ints) -> None:
         self._events, self._parts, self._collective, self._phase = events, parts, collective, phase
@@ -214,12 +207,7 @@ class StreamWaits:
         """A kernel that waits for room on a full device, or for an idle one with unrecorded work.
 
         Blocks of a kernel on another stream start when the last blocks of one that fills the device have started:
-        just before its end.
-
-        Args:
-            row: The kernel.
-            late: Microseconds by which it is late.
-            ended: What ended last before it, -1: nothing.
+        just before its end.  ``late``: microseconds; ``ended``: what ended last before it, -1: nothing.
         """
         moment = float(self._start[row])
         running = []
