@@ -18,12 +18,19 @@ from stepsight.dataset.graph.rank_trace import Placement, Rendezvous, is_message
 from stepsight.dataset.kinds import gloo_spans
 from stepsight.dataset.kinds.op import OP_KINDS, Collective, Op
 from stepsight.dataset.traces.assembly import MICROSECOND, Assembly, Edges
-from stepsight.dataset.traces.call_tree import CallTree, HostCalls, annotated_phases, chain
+from stepsight.dataset.traces.call_tree import (
+    CallTree,
+    HostCalls,
+    Steps,
+    annotated_phases,
+    chain,
+    find_steps,
+    segment_spans,
+)
 from stepsight.dataset.traces.classify import intern_op
 from stepsight.dataset.traces.event_columns import Interned, RankEvents
 from stepsight.dataset.traces.host_works import Call, HostWorks, Work, host_call_starts
 from stepsight.dataset.traces.kernel_kinds import named_kind
-from stepsight.dataset.traces.step_bounds import Steps, find_steps, segment_spans
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
