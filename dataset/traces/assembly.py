@@ -13,8 +13,8 @@ from stepsight.dataset.graph.program import WHY_NUMBER, Dependency
 from stepsight.dataset.graph.rank_graph import COLLECTIVE, NODE_COLUMNS, OP, PHASES, RankGraph
 from stepsight.dataset.graph.rank_trace import RankTrace, Rendezvous
 from stepsight.dataset.kinds.op import Collective
-from stepsight.dataset.traces.call_tree import Steps
 from stepsight.dataset.traces.event_columns import Interned
+from stepsight.dataset.traces.host_calls import Steps
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]

@@ -24,9 +24,9 @@ from stepsight.dataset.graph.rank_graph import COLLECTIVE, HOST, OP, RankGraph
 from stepsight.dataset.graph.rank_trace import Rendezvous
 from stepsight.dataset.kinds.op import COLLECTIVE_KINDS, OP_KINDS, Collective, Op
 from stepsight.dataset.traces.assembly import Assembly, edges_by_kind
-from stepsight.dataset.traces.call_tree import Steps
 from stepsight.dataset.traces.chakra_nodes import COMM, COMM_TYPES, COMP, RECEIVE, SEND, ChakraNode, read_nodes
 from stepsight.dataset.traces.classify import Scope, call_table, classify, classify_unknown, intern_op
+from stepsight.dataset.traces.host_calls import Steps
 from stepsight.dataset.traces.kernel_kinds import named_kind
 
 _PART = re.compile(r"\(\d+\)$")  # of a call that the converter split at its launches

@@ -13,9 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stepsight.dataset.graph.program import Dependency
-from stepsight.dataset.traces.call_tree import HostCalls, Steps, chain
 from stepsight.dataset.traces.classify import parse_annotation
 from stepsight.dataset.traces.event_columns import Interned, RankEvents, Table, picked
+from stepsight.dataset.traces.host_calls import HostCalls, Steps, chain
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]

@@ -18,7 +18,9 @@ from stepsight.dataset.graph.rank_trace import Placement, Rendezvous, is_message
 from stepsight.dataset.kinds import gloo_spans
 from stepsight.dataset.kinds.op import OP_KINDS, Collective, Op
 from stepsight.dataset.traces.assembly import MICROSECOND, Assembly, Edges
-from stepsight.dataset.traces.call_tree import (
+from stepsight.dataset.traces.classify import intern_op
+from stepsight.dataset.traces.event_columns import Interned, RankEvents
+from stepsight.dataset.traces.host_calls import (
     CallTree,
     HostCalls,
     Steps,
@@ -27,8 +29,6 @@ from stepsight.dataset.traces.call_tree import (
     find_steps,
     segment_spans,
 )
-from stepsight.dataset.traces.classify import intern_op
-from stepsight.dataset.traces.event_columns import Interned, RankEvents
 from stepsight.dataset.traces.host_works import Call, HostWorks, Work, host_call_starts
 from stepsight.dataset.traces.kernel_kinds import named_kind
 

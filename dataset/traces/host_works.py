@@ -12,7 +12,6 @@ from stepsight.dataset.graph.rank_trace import Rendezvous
 from stepsight.dataset.kinds import c10d_calls
 from stepsight.dataset.kinds.call_dims import count
 from stepsight.dataset.kinds.op import Collective, Op
-from stepsight.dataset.traces.call_tree import call_tree
 from stepsight.dataset.traces.classify import (
     ELEMENT_BYTES,
     annotated_op,
@@ -21,6 +20,7 @@ from stepsight.dataset.traces.classify import (
     parse_annotation,
 )
 from stepsight.dataset.traces.event_columns import Annotation, RankEvents
+from stepsight.dataset.traces.host_calls import call_tree
 from stepsight.dataset.traces.kernel_kinds import KernelKinds
 
 

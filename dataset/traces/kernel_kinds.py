@@ -16,7 +16,6 @@ from stepsight.dataset.graph.rank_trace import Placement, Rendezvous
 from stepsight.dataset.kinds import nccl_names
 from stepsight.dataset.kinds.call_dims import count
 from stepsight.dataset.kinds.op import OP_KINDS, Collective, Op
-from stepsight.dataset.traces.call_tree import CallTree, is_evaluation
 from stepsight.dataset.traces.classify import (
     ELEMENT_BYTES,
     Scope,
@@ -30,6 +29,7 @@ from stepsight.dataset.traces.classify import (
 )
 from stepsight.dataset.traces.event_blocks import parse
 from stepsight.dataset.traces.event_columns import Annotation, RankEvents
+from stepsight.dataset.traces.host_calls import CallTree, is_evaluation
 
 _MOST_THREADS = 2**31
 _ANNOTATED = "stepsight::op "  # operators of predicted traces

@@ -16,7 +16,6 @@ from stepsight.dataset.graph.rank_graph import COLLECTIVE, HOST, OP, HostRecord,
 from stepsight.dataset.graph.rank_trace import Placement, RankTrace, rank_trace
 from stepsight.dataset.kinds.op import MOST_SIZE, Op
 from stepsight.dataset.traces.assembly import MICROSECOND, Assembly
-from stepsight.dataset.traces.call_tree import CallTree, Steps, call_tree, find_steps, observed_steps, segment_spans
 from stepsight.dataset.traces.data_edges import (
     read_execution_trace,
     with_sequence_edges,
@@ -31,6 +30,7 @@ from stepsight.dataset.traces.device_graph import (
     with_stand_in_collectives,
 )
 from stepsight.dataset.traces.event_columns import RankEvents, picked, well_formed
+from stepsight.dataset.traces.host_calls import CallTree, Steps, call_tree, find_steps, observed_steps, segment_spans
 from stepsight.dataset.traces.host_graph import host_graph
 from stepsight.dataset.traces.host_works import host_call_starts
 from stepsight.dataset.traces.kernel_kinds import CollectiveNodes, KernelKinds, launches, mask_of

@@ -1,4 +1,7 @@
-"""Calls of host threads: the call that encloses each, its phase, and chains of launches and waits across threads."""
+"""Calls of host threads: the call that encloses each, its phase, their order across threads, and the steps they form.
+
+Steps are bounded by annotations, optimizer steps, backward passes or repetition, in this order.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ _MARK, _OP, _CALL = range(3)
 _EVALUATE = "autograd::engine::evaluate_function: "
 _BACKWARDS = ("autograd::engine::", "torch::autograd::AccumulateGrad")
 _NODE = re.compile(r"Backward\d*$")  # of autograd's graph
-_OPTIMIZERS = ("aten::_fused_adam", "aten::_fused_sgd", "aten::_fused_adagrad", "fbgemm::emb_")
+_OPTIMIZERS = ("aten::_fused_adam", "aten::_fused_sgd", "aten::_fused_adagrad")
 
 
 @dataclass
@@ -99,7 +102,7 @@ def is_evaluation(name: str) -> bool:
 def _named_phase(name: str) -> int:
     if name.startswith(_BACKWARDS) or _NODE.search(name):
         return BACKWARD
-    if name.startswith(_OPTIMIZERS[:3]):
+    if name.startswith(_OPTIMIZERS):
         return OPTIMIZER
     return -1
 
