@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -53,6 +54,12 @@ class Pool:
     def ids(self, count: int, below: int) -> Tensor:
         return torch.randint(below, (count,), device=self.device)
 
+    def input(self, shape: Shape) -> Tensor:
+        """The next input of an op."""
+        if isinstance(shape, Ids):
+            return self.ids(*shape)
+        return self.take(*shape.shape).transpose(-1, -2) if isinstance(shape, Turned) else self.take(*shape)
+
 
 def _cache_bytes(device: torch.device) -> int:
     """Size of a GPU's last-level cache in bytes; 0 if unknown."""
@@ -76,17 +83,39 @@ class Call:
     fresh: bool = False
 
 
+Run = Callable[..., object]
 Maker = Callable[..., Call]  # of a pool and an op's dims
 
 
-def taking(run: Callable[..., object], shapes: Callable[..., Iterable[Sequence[int]]]) -> Maker:
-    """Make calls of ``run`` with tensors of the pool, of the shapes that an op's dims give."""
+class Ids(NamedTuple):
+    """An input of so many whole numbers below a bound."""
+
+    numel: int
+    below: int
+
+
+class Turned(NamedTuple):
+    """An input whose last two dimensions are those of memory, transposed."""
+
+    shape: Sequence[int]
+
+
+Shape = Sequence[int] | Ids | Turned
+
+
+def made(build: Callable[..., Run], shapes: Callable[..., Iterable[Shape]] = lambda *dims: ()) -> Maker:
+    """Make calls of what ``build`` makes of a pool and an op's dims, with inputs of the shapes that the dims give."""
 
     def make(pool: Pool, *dims: int) -> Call:
-        wanted = tuple(shapes(*dims))
-        return Call(run, lambda: tuple(pool.take(*shape) for shape in wanted))
+        run, wanted = build(pool, *dims), tuple(shapes(*dims))
+        return Call(run, lambda: tuple(pool.input(shape) for shape in wanted))
 
     return make
+
+
+def taking(run: Run, shapes: Callable[..., Iterable[Shape]]) -> Maker:
+    """Make calls of ``run``, as ``made`` does."""
+    return made(lambda *_: run, shapes)
 
 
 def shares(count: int, groups: int) -> list[int]:

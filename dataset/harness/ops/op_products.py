@@ -5,7 +5,7 @@ Dims of products are those of the forward linear (m rows, n outputs, k inputs), 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import MappingProxyType
 
@@ -15,16 +15,7 @@ from torch import Tensor
 
 from ..base.plan_error import HarnessError
 from .composite import attend
-from .input_pool import Call, Inputs, Maker, Pool, shares, taking
-
-
-def _wgrad(pool: Pool, m: int, n: int, k: int) -> Call:
-    return Call(torch.mm, lambda: (pool.take(m, n).t(), pool.take(m, k)))
-
-
-def _batched_matmul(pool: Pool, batch: int, m: int, n: int, k: int) -> Call:
-    """Batched product as for attention scores: every query with every key."""
-    return Call(torch.bmm, lambda: (pool.take(batch, m, k), pool.take(batch, n, k).transpose(1, 2)))
+from .input_pool import Call, Inputs, Maker, Pool, Run, Turned, made, shares, taking
 
 
 def _parts(pool: Pool, *sizes: int) -> Inputs:
@@ -42,23 +33,19 @@ def _latent_parts(pool: Pool, *sizes: int) -> Inputs:
     return pool.take(b, q_len, heads, qk_dim), pool.take(b, kv_len, heads, qk_dim), pool.take(b, kv_len, heads, v_dim)
 
 
-def _attention(parts: Callable[..., Inputs], lengths: slice) -> Maker:
-    """Attention of ``parts``; its dims are their sizes, of which two are ``lengths``, and whether it is causal."""
+def _attention(parts: Callable[..., Inputs], lengths: slice, *, backward: bool = False) -> Maker:
+    """Attention of ``parts``, or its gradients.
+
+    Its dims are the sizes of the parts, of which two are ``lengths``, and whether it is causal.
+    """
 
     def make(pool: Pool, *dims: int) -> Call:
         *sizes, causal = dims
-        _check_lengths(sizes[lengths], causal)
-        return Call(lambda q, k, v: attend(q, k, v, causal=bool(causal)), lambda: parts(pool, *sizes))
-
-    return make
-
-
-def _attention_backward(parts: Callable[..., Inputs], lengths: slice) -> Maker:
-    """Gradients of ``_attention``."""
-
-    def make(pool: Pool, *dims: int) -> Call:
-        *sizes, causal = dims
-        _check_lengths(sizes[lengths], causal)
+        q_len, kv_len = sizes[lengths]
+        if causal and q_len != kv_len:  # PyTorch's mask begins at the first key, and hides other pairs than half
+            raise HarnessError(f"the harness measures causal attention with q_len = kv_len, got {q_len}, {kv_len}")
+        if not backward:
+            return Call(lambda q, k, v: attend(q, k, v, causal=bool(causal)), lambda: parts(pool, *sizes))
         leaves = [part.detach().requires_grad_() for part in parts(pool, *sizes)]
         with torch.enable_grad():
             y = attend(*leaves, causal=bool(causal))
@@ -67,13 +54,6 @@ def _attention_backward(parts: Callable[..., Inputs], lengths: slice) -> Maker:
         )
 
     return make
-
-
-def _check_lengths(lengths: Sequence[int], causal: int) -> None:
-    """PyTorch's mask of a rectangle begins at its first key, and hides other pairs than half of them."""
-    q_len, kv_len = lengths
-    if causal and q_len != kv_len:
-        raise HarnessError(f"the harness measures causal attention with q_len = kv_len, got {q_len}, {kv_len}")
 
 
 @contextmanager
@@ -97,17 +77,14 @@ def scaled_product(device: torch.device, *, fast: bool) -> Callable[[Tensor, Ten
     return run
 
 
-def _fp8(shapes: Callable[..., tuple[tuple[int, int], tuple[int, int]]], *, fast: bool) -> Maker:
-    """A product in fp8; ``shapes`` of its operands, of which the second is transposed."""
-
-    def make(pool: Pool, *dims: int) -> Call:
+def _fp8(*, fast: bool) -> Callable[..., Run]:
+    def build(pool: Pool, *dims: int) -> Run:
         if any(dim % 16 for dim in dims):
             told = ", ".join(map(str, dims))
             raise HarnessError(f"products in fp8 need dims that are multiples of 16, got {told}")
-        left, right = shapes(*dims)
-        return Call(scaled_product(pool.device, fast=fast), lambda: (pool.take(*left), pool.take(*right).t()))
+        return scaled_product(pool.device, fast=fast)
 
-    return make
+    return build
 
 
 # Mixtures of experts, which get equal shares of the rows: one kernel where the device has it, else a loop over them.
@@ -124,18 +101,7 @@ def _ends(pool: Pool, m: int, groups: int) -> Tensor:
     return torch.tensor(shares(m, groups), device=pool.device).cumsum(0).to(torch.int32)
 
 
-def _grouped_linear(pool: Pool, groups: int, m: int, n: int, k: int) -> Call:
-    def inputs() -> tuple[Tensor, Tensor]:
-        return pool.take(m, k), pool.take(groups, n, k).transpose(1, 2)
-
-    return Call(_grouped(pool, groups, m, n, k), inputs)
-
-
-def _grouped_dgrad(pool: Pool, groups: int, m: int, n: int, k: int) -> Call:
-    return Call(_grouped(pool, groups, m, k, n), lambda: (pool.take(m, n), pool.take(groups, n, k)))
-
-
-def _grouped(pool: Pool, groups: int, m: int, wide: int, deep: int) -> Callable[[Tensor, Tensor], Tensor]:
+def _grouped(pool: Pool, groups: int, m: int, wide: int, deep: int) -> Run:
     """``y[m, wide] = x[m, deep] @ w[group, deep, wide]``, each row with its group's matrix."""
     if one_kernel(pool, wide, deep):
         ends = _ends(pool, m, groups)
@@ -151,15 +117,11 @@ def _grouped(pool: Pool, groups: int, m: int, wide: int, deep: int) -> Callable[
     return run
 
 
-def _grouped_wgrad(pool: Pool, groups: int, m: int, n: int, k: int) -> Call:
+def _grouped_wgrad(pool: Pool, groups: int, m: int, n: int, k: int) -> Run:
     """``[groups, n, k]`` from ``grad[m, n]`` and ``x[m, k]``."""
-
-    def inputs() -> tuple[Tensor, Tensor]:
-        return pool.take(m, n), pool.take(m, k)
-
     if one_kernel(pool, n, k):
         ends = _ends(pool, m, groups)
-        return Call(lambda grad, x: torch._grouped_mm(grad.t(), x, offs=ends), inputs)
+        return lambda grad, x: torch._grouped_mm(grad.t(), x, offs=ends)
     sizes = shares(m, groups)
 
     def run(grad: Tensor, x: Tensor) -> Tensor:
@@ -168,7 +130,7 @@ def _grouped_wgrad(pool: Pool, groups: int, m: int, n: int, k: int) -> Call:
             torch.mm(grads.t(), rows, out=out)
         return weights
 
-    return Call(run, inputs)
+    return run
 
 
 def _order(pool: Pool, copies: int, tokens: int) -> Tensor:
@@ -176,21 +138,17 @@ def _order(pool: Pool, copies: int, tokens: int) -> Tensor:
     return torch.randperm(copies, device=pool.device) % tokens
 
 
-def _permute(pool: Pool, copies: int, tokens: int, hidden: int) -> Call:
+def _permute(pool: Pool, copies: int, tokens: int, hidden: int) -> Run:
     order = _order(pool, copies, tokens)
-    return Call(lambda x: x.index_select(0, order), lambda: (pool.take(tokens, hidden),))
+    return lambda x: x.index_select(0, order)
 
 
-def _unpermute(pool: Pool, copies: int, tokens: int, hidden: int) -> Call:
+def _unpermute(pool: Pool, copies: int, tokens: int, hidden: int) -> Run:
     order = _order(pool, copies, tokens)
-
-    def run(x: Tensor, weight: Tensor) -> Tensor:
-        return x.new_zeros(tokens, hidden).index_add_(0, order, x * weight)
-
-    return Call(run, lambda: (pool.take(copies, hidden), pool.take(copies, 1)))
+    return lambda x, weight: x.new_zeros(tokens, hidden).index_add_(0, order, x * weight)
 
 
-def _unpermute_backward(pool: Pool, copies: int, tokens: int, hidden: int) -> Call:
+def _unpermute_backward(pool: Pool, copies: int, tokens: int, hidden: int) -> Run:
     """Gradients for the copies and their weights."""
     order = _order(pool, copies, tokens)
 
@@ -198,32 +156,37 @@ def _unpermute_backward(pool: Pool, copies: int, tokens: int, hidden: int) -> Ca
         grads = grad.index_select(0, order)
         return grads * weight, (grads * x).sum(-1)
 
-    return Call(run, lambda: (pool.take(tokens, hidden), pool.take(copies, hidden), pool.take(copies, 1)))
+    return run
 
 
 MAKERS: MappingProxyType[str, Maker] = MappingProxyType(
     {
         "linear": taking(F.linear, lambda m, n, k: [(m, k), (n, k)]),
         "linear_dgrad": taking(torch.mm, lambda m, n, k: [(m, n), (n, k)]),
-        "linear_wgrad": _wgrad,
+        "linear_wgrad": taking(torch.mm, lambda m, n, k: [Turned((m, n)), (m, k)]),
         "bias_grad": taking(lambda grad: grad.sum(0), lambda rows, hidden: [(rows, hidden)]),
-        "batched_matmul": _batched_matmul,
+        "batched_matmul": taking(torch.bmm, lambda batch, m, n, k: [(batch, m, k), Turned((batch, n, k))]),
         "attention": _attention(_parts, slice(3, 5)),
-        "attention_backward": _attention_backward(_parts, slice(3, 5)),
+        "attention_backward": _attention(_parts, slice(3, 5), backward=True),
         "mla_attention": _attention(_latent_parts, slice(2, 4)),
-        "mla_attention_backward": _attention_backward(_latent_parts, slice(2, 4)),
-        "grouped_linear": _grouped_linear,
-        "grouped_linear_dgrad": _grouped_dgrad,
-        "grouped_linear_wgrad": _grouped_wgrad,
-        "permute": _permute,
-        "unpermute": _unpermute,
-        "unpermute_backward": _unpermute_backward,
+        "mla_attention_backward": _attention(_latent_parts, slice(2, 4), backward=True),
+        "grouped_linear": made(_grouped, lambda groups, m, n, k: [(m, k), Turned((groups, n, k))]),
+        "grouped_linear_dgrad": made(
+            lambda pool, groups, m, n, k: _grouped(pool, groups, m, k, n),
+            lambda groups, m, n, k: [(m, n), (groups, n, k)],
+        ),
+        "grouped_linear_wgrad": made(_grouped_wgrad, lambda groups, m, n, k: [(m, n), (m, k)]),
+        "permute": made(_permute, lambda copies, tokens, hidden: [(tokens, hidden)]),
+        "unpermute": made(_unpermute, lambda copies, tokens, hidden: [(copies, hidden), (copies, 1)]),
+        "unpermute_backward": made(
+            _unpermute_backward, lambda copies, tokens, hidden: [(tokens, hidden), (copies, hidden), (copies, 1)]
+        ),
     }
 )
 _FP8: dict[str, Maker] = {
-    "linear": _fp8(lambda m, n, k: ((m, k), (n, k)), fast=True),
-    "linear_dgrad": _fp8(lambda m, n, k: ((m, n), (k, n)), fast=False),
-    "linear_wgrad": _fp8(lambda m, n, k: ((n, m), (k, m)), fast=False),
+    "linear": made(_fp8(fast=True), lambda m, n, k: [(m, k), Turned((n, k))]),
+    "linear_dgrad": made(_fp8(fast=False), lambda m, n, k: [(m, n), Turned((k, n))]),
+    "linear_wgrad": made(_fp8(fast=False), lambda m, n, k: [(n, m), Turned((k, m))]),
 }
 NARROW_MAKERS: MappingProxyType[str, MappingProxyType[str, Maker]] = MappingProxyType(
     {"fp8": MappingProxyType(_FP8), "tf32": MappingProxyType({kind: MAKERS[kind] for kind in _FP8})}
