@@ -17,8 +17,7 @@ from stepsight.dataset.base.files import check_output_file, digest_files
 from stepsight.dataset.base.registry import Registry, check_takes, instance_of
 from stepsight.dataset.kinds import benchmark_names
 from stepsight.dataset.kinds.op import COLLECTIVE_KINDS, Collective, Op
-from stepsight.dataset.runs.event_file import read_event_file
-from stepsight.dataset.runs.run_folder import read_collection
+from stepsight.dataset.runs.run_folder import read_collection, read_event_file
 from stepsight.dataset.runs.run_manifest import read_object
 from stepsight.dataset.tables import nccl_tests, published
 from stepsight.dataset.tables.measurements import Line, Measurements, Rows, SourceFile, device_name, read_csv

@@ -17,11 +17,11 @@ from stepsight.dataset.hardware.hardware import FABRICS, HARDWARE, Fabric, Hardw
 from stepsight.dataset.job.frameworks import FRAMEWORKS, Framework, find_framework
 from stepsight.dataset.job.job import Job
 from stepsight.dataset.job.specs import SECTIONS
-from stepsight.dataset.runs.event_file import read_event_file
 from stepsight.dataset.runs.run_folder import (
     ImportedRun,
     is_imported,
     read_collection,
+    read_event_file,
     read_imported,
     read_run,
     run_graphs,

@@ -18,8 +18,7 @@ from stepsight.dataset.base.files import check_writable, new_folder, write_json,
 from stepsight.dataset.hardware.hardware import find_hardware, hardware_names
 from stepsight.dataset.harness.base.atomic_files import locked
 from stepsight.dataset.kinds.op import Op
-from stepsight.dataset.runs.event_file import read_event_file
-from stepsight.dataset.runs.run_folder import Collection, read_collection
+from stepsight.dataset.runs.run_folder import Collection, read_collection, read_event_file
 from stepsight.dataset.tables.measurements import device_name
 from stepsight.experiments.evaluation import error_metrics
 from stepsight.experiments.reports.plots import plot_predicted_against_measured

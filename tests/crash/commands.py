@@ -16,8 +16,7 @@ import pytest
 from stepsight.cli import main
 from stepsight.dataset.base.errors import PredictorError, TraceError
 from stepsight.dataset.base.files import write_json
-from stepsight.dataset.runs.event_file import read_event_file
-from stepsight.dataset.runs.run_folder import read_collection, read_run
+from stepsight.dataset.runs.run_folder import read_collection, read_event_file, read_run
 from stepsight.dataset.tables import Measurements
 from stepsight.experiments.demo.local_jobs import LocalJob
 from stepsight.training.measured.planning import make_plan

@@ -21,7 +21,7 @@ from stepsight.dataset.configs.formats import write_config
 from stepsight.dataset.job.job import Job
 from stepsight.dataset.kinds.op import Collective, Op
 from stepsight.dataset.runs.box_spec import read_box
-from stepsight.dataset.runs.event_file import read_event_file
+from stepsight.dataset.runs.run_folder import read_event_file
 from stepsight.dataset.runs.run_manifest import read_manifest
 from stepsight.dataset.tables import FORMATS, Measurements, read_table, summary, summary_text
 from stepsight.dataset.traces.import_traces import Imported, import_ranks

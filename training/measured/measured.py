@@ -16,8 +16,7 @@ from stepsight.dataset.graph.program import Program
 from stepsight.dataset.graph.rank_trace import TracedSegment
 from stepsight.dataset.hardware.hardware import BOX, Fabric, Hardware, Link, find_hardware, hardware_from_dict
 from stepsight.dataset.kinds.op import Collective, Op
-from stepsight.dataset.runs.event_file import EventFile, read_event_file
-from stepsight.dataset.runs.run_folder import read_collection
+from stepsight.dataset.runs.run_folder import EventFile, read_collection, read_event_file
 from stepsight.dataset.runs.run_manifest import RunManifest
 from stepsight.training.kernels.host_calls import call_label, holds_several
 from stepsight.training.measured.imported_ops import (

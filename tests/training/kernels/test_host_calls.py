@@ -11,7 +11,7 @@ import pytest
 
 from stepsight.dataset.base.errors import PredictorError
 from stepsight.dataset.kinds.op import Op
-from stepsight.dataset.runs.event_file import read_event_file
+from stepsight.dataset.runs.run_folder import read_event_file
 from stepsight.dataset.runs.run_manifest import SCHEMA
 from stepsight.training.kernels.host_calls import (
     USUAL_S,
