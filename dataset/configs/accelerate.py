@@ -47,7 +47,7 @@ _TRAINING_SECTIONS = ("parallel.", "batch.", "cluster.", "optimizer.", "executio
 def read_accelerate(file: ConfigFile, draft: Draft) -> None:
     """Fill a draft; a DeepSpeed JSON of the same folder that the file names is read too."""
     ways: dict[str, tuple[Row, ...]] = {
-        "FSDP": (_FSDP_ROW,),
+        "FSDP": _FSDP,
         "DEEPSPEED": (Row(_STAGE, read=partial(_read_deepspeed_way, file=file)), *_DEEPSPEED_WAY),
         "MEGATRON_LM": _MEGATRON_WAY,
     }
@@ -59,7 +59,7 @@ def read_fsdp(file: ConfigFile, draft: Draft) -> None:
     """Fill a draft from transformers' ``fsdp_config``: names with or without ``fsdp_`` before them."""
     settings = flat(file.tables)
     names = {f"fsdp_config.fsdp_{name.removeprefix('fsdp_')}": name for name in settings}
-    read_rows((_FSDP_ROW,), Reading(draft, {name: settings[shown] for name, shown in names.items()}, names))
+    read_rows(_FSDP, Reading(draft, {name: settings[shown] for name, shown in names.items()}, names))
 
 
 def read_training_arguments(file: ConfigFile, draft: Draft) -> None:
@@ -186,12 +186,6 @@ def _read_fsdp(reading: Reading) -> None:
         reading.map(_STAGE, 3, words="distributed_type FSDP")
         if reshard in ("TRUE", "FALSE"):
             reading.map("parallel.reshard_after_forward", reshard == "TRUE", words="fsdp_reshard_after_forward")
-    if reading.flag("fsdp_config.fsdp_activation_checkpointing"):
-        reading.map("parallel.recompute", "full", words="fsdp_activation_checkpointing")
-    if reading.flag("fsdp_config.fsdp_offload_params"):
-        reading.map("optimizer.offload", True, words="fsdp_offload_params")
-    if reading.word("fsdp_config.fsdp_backward_prefetch") in ("NO_PREFETCH", "3"):
-        reading.map("parallel.prefetch", 0, words="fsdp_backward_prefetch")
 
 
 def _read_named(reading: Reading, file: ConfigFile, key: str) -> None:
@@ -223,12 +217,9 @@ def _read_accumulation(reading: Reading) -> None:
             reading.fact("replicas", total // (micro * steps), f"{names[0]} {steps}")
 
 
-def _read_halves(reading: Reading) -> None:
+def _read_training(reading: Reading) -> None:
     if reading.flag("bf16") and reading.flag("fp16"):
         raise JobError("only one of bf16 and fp16 must be true, got both")
-
-
-def _read_fused(reading: Reading) -> None:
     if "adamw_torch_fused" in reading.word("optim"):
         reading.map("optimizer.fused", True, "optim")
 
@@ -259,21 +250,17 @@ def _write_enabled(view: JobView) -> None:
 
 def _write_gradients(view: JobView) -> None:
     kind, precision = view["parallel.gradient_dtype"], view.job.batch.precision
-    if kind in ("model", "model-fused"):
-        view.put("data_types.", grad_accum_dtype="bf16" if precision == "fp8" else view.job.batch.dtype)
-    elif kind == "fp32":
-        view.put("data_types.", grad_accum_dtype="fp32")
-    elif kind:
-        view.refuse("parallel.gradient_dtype")
+    own = "bf16" if precision == "fp8" else view.job.batch.dtype
+    known = {"model": own, "model-fused": own, "fp32": "fp32"}
+    view.put("data_types.", **({"grad_accum_dtype": known[kind]} if kind in known else {}))
+    view.refuse("parallel.gradient_dtype", kind and kind not in known)
 
 
 def _read_zero(reading: Reading) -> None:
-    stage = reading.number(f"{_ZERO}stage")
+    stage, overlap = reading.number(f"{_ZERO}stage"), reading.flag(f"{_ZERO}overlap_comm")
     reading.map(_STAGE, stage or 0, f"{_ZERO}stage")
-    overlap = reading.flag(f"{_ZERO}overlap_comm")
     reading.map("parallel.overlap_grad_reduce", stage == 3 if overlap is None else overlap, f"{_ZERO}overlap_comm")
-    bucket = reading.positive(f"{_ZERO}reduce_bucket_size")
-    if bucket:
+    if bucket := reading.positive(f"{_ZERO}reduce_bucket_size"):
         size = bucket * (4 if reading.get("batch.precision") == "fp32" else 2) / 2**20
         words = f"{_ZERO}reduce_bucket_size {bucket}"
         reading.map("parallel.bucket_mbytes", float(f"{size:.6g}"), words=words)
@@ -295,7 +282,12 @@ ROWS = (
     Row(_STAGE, write=_write_way),
     *same(_DEGREES, "parallelism_config.", only="read"),
 )
-_FSDP_ROW = Row(_STAGE, read=_read_fsdp)
+_FSDP = (
+    Row(_STAGE, read=_read_fsdp),
+    Row("parallel.recompute", "fsdp_config.fsdp_activation_checkpointing", {True: "full"}),
+    Row("optimizer.offload", "fsdp_config.fsdp_offload_params", {True: True}),
+    Row("parallel.prefetch", "fsdp_config.fsdp_backward_prefetch", {"NO_PREFETCH": 0, "3": 0, OTHER: None}),
+)
 _DEEPSPEED_WAY = (
     Row("optimizer.offload", "deepspeed_config.offload_optimizer_device", _OFFLOAD),
     Row("optimizer.clip_grad_norm", "deepspeed_config.gradient_clipping", CLIP),
@@ -311,14 +303,13 @@ _MEGATRON_WAY = (
 _LAST = (Row("parallel.dp", read=_read_replicas), Row("batch.micro_batch", read=_read_accumulation))
 TRAINING_ROWS = (
     Row("batch.micro_batch", read=_read_accumulation),
-    Row("batch.precision", read=_read_halves),
+    Row("optimizer.fused", read=_read_training),
     Row("model.seq_len", _LENGTHS),
     Row("batch.micro_batch", "per_device_train_batch_size"),
     Row("batch.precision", "bf16", {True: "bf16"}),
     Row("batch.precision", "fp16", {True: "fp16"}),
     Row("parallel.recompute", "gradient_checkpointing", {True: "full", False: "none"}),
     Row("optimizer.clip_grad_norm", "max_grad_norm", CLIP, default=True),
-    Row("optimizer.fused", read=_read_fused),
 )
 _DEGREE = (lambda degree: int(degree) if degree > 1 else None, lambda degree: degree)
 _DEVICES = {"none": None, "cpu": True, OTHER: True}

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Any
 
 from stepsight.dataset.base.errors import JobError
 from stepsight.dataset.configs.documents import flat, read_tables, yaml_text
@@ -48,45 +47,31 @@ def read_maxtext(file: ConfigFile, draft: Draft) -> None:
     """Fill a draft from a run's or a model's file.
 
     Raises:
-        JobError: If the file names a model whose own file is not near it.
+        JobError: If the file names a model whose own file is not near it, and which the catalogue does not have.
     """
-    path, stated = file.path, flat(file.tables)
-    defaults = dict(BASE)
+    path, stated, defaults = file.path, flat(file.tables), dict(BASE)
     base = _near(path.parent, str(stated.get("base_config") or ""))
     if base is not None and base != path:
         defaults |= {key: value for key, value in flat(read_tables(base)).items() if value is not None}
-    name = str(stated.get("model_name") or "")
-    model: dict[str, Any] = {}
-    if name and name != "default" and "base_emb_dim" not in stated:
+    name = str(stated.get("model_name") or "default")
+    if name != "default" and "base_emb_dim" not in stated:
         own = _near(path.parent, f"{name}.yml")
-        if own is None:
-            _known_model(name, draft)
+        found = MODELS.get(name.replace("llama3.1-", "llama3-").replace("llama3.3-", "llama3-"))
+        if own is not None:
+            stated = {**flat(read_tables(own)), **stated}
+        elif found is None:
+            raise JobError(f"model_name {name}: its file {name}.yml must lie beside the configuration, or in models/")
         else:
-            model = flat(read_tables(own))
-    reading = Reading(draft, {**model, **stated}, default="MaxText's base.yml", defaults=defaults)
+            derived = {"kv_heads": found["heads"], "gated_mlp": found["family"] == "llama", "tied_embeddings": False}
+            for key, value in {**derived, "ffn": 4 * found["hidden"], **found}.items():
+                if key != "seq_len":
+                    draft.map(f"model.{key}", value, f"model_name {name}, by the catalogue")
     draft.framework = draft.framework or "maxtext"
-    read_rows(ROWS, reading)
-
-
-def _known_model(name: str, draft: Draft) -> None:
-    """Sizes of a model whose own file is not near, from the catalogue.
-
-    Raises:
-        JobError: If the catalogue does not have it.
-    """
-    found = MODELS.get(name.replace("llama3.1-", "llama3-").replace("llama3.3-", "llama3-"))
-    if found is None:
-        raise JobError(f"model_name {name}: its file {name}.yml must lie beside the configuration, or in models/")
-    derived = {"kv_heads": found["heads"], "gated_mlp": found["family"] == "llama", "tied_embeddings": False}
-    for key, value in {**derived, "ffn": 4 * found["hidden"], **found}.items():
-        if key != "seq_len":
-            draft.map(f"model.{key}", value, f"model_name {name}, by the catalogue")
+    read_rows(ROWS, Reading(draft, stated, default="MaxText's base.yml", defaults=defaults))
 
 
 def _near(folder: Path, name: str) -> Path | None:
-    if not name:
-        return None
-    places = (folder / place / Path(name).name for place in _FOLDERS)
+    places = (folder / place / Path(name).name for place in _FOLDERS if name)
     return next((place for place in places if place.is_file()), None)
 
 
@@ -125,10 +110,10 @@ def _write_family(view: JobView) -> None:
     block = "gpt3" if view["model.family"] == "gpt" else "deepseek" if latent else "llama2"
     view.put(decoder_block="mixtral" if model.experts and block == "llama2" else block)
     view.put(base_num_decoder_layers=view["model.layers"], base_num_kv_heads=view["model.kv_heads"])
+    view.put(mlp_activations=["silu", "linear"] if view["model.gated_mlp"] else ["gelu"])
     view.put(**{"qk_nope_head_dim" if latent else "head_dim": model.head_size})
+    view.put(**({"attention_type": "mla"} if latent else {}))
     view.expressed("model.head_dim", "model.expert_ffn")
-    if latent:
-        view.put(attention_type="mla")
 
 
 def _read_mlp(reading: Reading) -> None:
@@ -136,13 +121,6 @@ def _read_mlp(reading: Reading) -> None:
     kinds = kinds if isinstance(kinds, list) else [kinds]
     words = f"mlp_activations {' '.join(map(str, kinds))}"
     reading.map("model.gated_mlp", "linear" in kinds, "mlp_activations", words=words)
-
-
-def _write_mlp(view: JobView) -> None:
-    view.put(mlp_activations=["silu", "linear"] if view["model.gated_mlp"] else ["gelu"])
-
-
-def _read_experts(reading: Reading) -> None:
     if (reading.positive("num_experts") or 1) > 1:
         reading.copy("model.experts", "num_experts")
 
@@ -177,8 +155,7 @@ def _read_degrees(reading: Reading) -> None:
 
 def _axis(reading: Reading, axis: str) -> int:
     """Size of an axis over both meshes; 0: what remains."""
-    sizes = [_size(reading, f"{mesh}_{axis}") for mesh in ("ici", "dcn")]
-    return 0 if -1 in sizes else sizes[0] * sizes[1]
+    return math.prod(max(0, _size(reading, f"{mesh}_{axis}")) for mesh in ("ici", "dcn"))
 
 
 def _size(reading: Reading, axis: str) -> int:
@@ -191,12 +168,10 @@ def _write_degrees(view: JobView) -> None:
     """Sizes of the mesh's axes; expert parallelism takes a part of the data-parallel ranks."""
     parallel = view.job.parallel
     ep, shard = view["parallel.ep"], view["parallel.dp_shard"] or view["parallel.dp"]
-    if shard % ep:  # expert parallelism also divides the tensor-parallel ranks
-        view.refuse("parallel.ep")
-        ep = 1
-    view.refuse(
-        "parallel.zero_stage", view["parallel.zero_stage"] in (1, 2) or (ep > 1 and parallel.zero_stage == 0)
-    )  # MaxText's expert axis also shards all other weights
+    view.refuse("parallel.ep", shard % ep)  # expert parallelism also divides the tensor-parallel ranks
+    ep = 1 if shard % ep else ep
+    stage = view["parallel.zero_stage"]
+    view.refuse("parallel.zero_stage", stage in (1, 2) or (ep > 1 and stage == 0))  # ep also shards all other weights
     fsdp = shard if parallel.zero_stage == 3 else 1
     spread = "tensor_sequence" if view["parallel.sequence_parallel"] else "tensor"
     sizes = {"ici_fsdp": max(1, fsdp // ep), "ici_data": 1, "dcn_data": max(1, parallel.dp // max(fsdp, ep))}
@@ -251,12 +226,9 @@ def _read_precision(reading: Reading) -> None:
 
 def _write_precision(view: JobView) -> None:
     precision = view["batch.precision"]
-    known = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp8": "bfloat16"}
-    view.put(dtype=known.get(precision, "bfloat16"))
-    if precision == "fp8":
-        view.put(quantization="fp8")
-    elif precision not in known:
-        view.refuse("batch.precision")
+    view.put(dtype={"fp16": "float16", "fp32": "float32"}.get(precision, "bfloat16"))
+    view.put(**({"quantization": "fp8"} if precision == "fp8" else {}))
+    view.refuse("batch.precision", precision not in ("bf16", "fp16", "fp32", "fp8"))
 
 
 _SIZES = {
@@ -287,10 +259,9 @@ _OPTIMIZERS = {"adamw": "adamw", "adam_pax": "adamw"}
 ROWS = (
     Row("model.family", read=_read_family, write=_write_family),
     *same(_SIZES),
-    Row("model.experts", read=_read_experts),
+    Row("model.gated_mlp", read=_read_mlp),
     *same(_LATENT, needs="model.attention=mla"),
     Row("model.head_dim", "qk_nope_head_dim", needs="model.attention=mla", only="read"),
-    Row("model.gated_mlp", read=_read_mlp, write=_write_mlp),
     *same(_EXPERTS, needs="model.experts"),
     Row("model.capacity_factor", "capacity_factor", _CAPACITY, needs="model.experts"),
     Row("model.expert_ffn", "base_moe_mlp_dim", _EXPERT_FFN, needs="model.experts"),

@@ -107,10 +107,10 @@ def _read_expert_degree(reading: Reading) -> None:
 
 
 def _write_expert_degree(view: JobView) -> None:
-    parallel = view.job.parallel
-    fits = parallel.dp * parallel.cp % view["parallel.ep"] == 0
-    view.put("parallelism.", expert_parallel_size=parallel.ep if fits else 1)
-    view.refuse("parallel.ep", not fits)
+    parallel, ep = view.job.parallel, view["parallel.ep"]
+    lost = parallel.dp * parallel.cp % ep > 0
+    view.put("parallelism.", expert_parallel_size=1 if lost else ep)
+    view.refuse("parallel.ep", lost)
 
 
 def _read_batch(reading: Reading) -> None:
