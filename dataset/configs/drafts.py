@@ -317,6 +317,6 @@ class Reading:
     def _written(self, name: str) -> str:
         """A setting as the configuration writes it, with its value."""
         value, words = self._stated[name], self.source(name)
-        if words.startswith("--") and value in (True, False):  # an option of a command line without a value
+        if words.startswith("--") and isinstance(value, bool):  # an option of a command line without a value
             return words
         return f"{words} {' '.join(map(str, value)) if isinstance(value, list) else value}".strip()

@@ -95,13 +95,13 @@ def read_words(file: ConfigFile, draft: Draft) -> None:
 
 
 def read_arguments(file: ConfigFile, draft: Draft) -> None:
-    """Fill a draft from arguments by name."""
-    words: list[str] = []
-    for flag, value in file.tables["MODEL_ARGS"].items():
-        if value is not False:
-            values = [] if value is True else value if isinstance(value, list) else [value]
-            words += [str(flag), *map(str, values)]
-    read_megatron(_reading_of_words(draft, words))
+    """Fill a draft from arguments by name; a false one is a flag that is not given."""
+    found: list[tuple[str, str, Any]] = []
+    for place, value in flat(file.tables).items():
+        flag = place.removeprefix("MODEL_ARGS.")
+        name, value = (f":{place}", value) if flag == place or value is False else canonical(flag, value)
+        found.append((flag, name, value[0] if isinstance(value, list) and len(value) == 1 else value))
+    read_megatron(_reading(draft, found))
 
 
 def read_yaml(file: ConfigFile, draft: Draft) -> None:
@@ -125,7 +125,9 @@ def canonical(name: str, value: Any) -> tuple[str, Any]:
     name = name.lstrip("-").replace("-", "_")
     if name in _SWITCHED_OFF:
         return _SWITCHED_OFF[name], not (value is True or value == "true")
-    return _SAME.get(name, name), value
+    name = _SAME.get(name, name)
+    # A number of nodes that is none is a word that the user fills in.
+    return (f":{name}" if name in _VARIABLES and not re.fullmatch(r"\d+", str(value)) else name), value
 
 
 def _reading_of_words(draft: Draft, words: Sequence[str], launcher: Sequence[str] = ()) -> Reading:
@@ -135,15 +137,12 @@ def _reading_of_words(draft: Draft, words: Sequence[str], launcher: Sequence[str
     """
     found: list[tuple[str, str, Any]] = []
     for flag, value in _flags(launcher):
-        name, digits = canonical(flag, value)[0], re.findall(r"\d+", str(value))
+        name, digits = canonical(flag, 0)[0], re.findall(r"\d+", str(value))
         name = {"N": "nodes", "gres": "devices_per_node"}.get(name, name)
-        if name not in ("nodes", "devices_per_node") or not digits:
-            name = f"#SBATCH {flag}"
-        found.append((f"#SBATCH {flag}", name, digits[-1] if name == "devices_per_node" else value))
+        value = digits[-1] if digits and name == "devices_per_node" else value
+        known = name in _VARIABLES and re.fullmatch(r"\d+", str(value))
+        found.append((f"#SBATCH {flag}", name if known else f"#SBATCH {flag}", value))
     found += [(flag, *canonical(flag, value)) for flag, value in _flags(words)]
-    for place, (flag, name, value) in enumerate(found):
-        if name in _VARIABLES and not re.fullmatch(r"\d+", str(value)):  # a word that the user fills in
-            found[place] = (flag, f":{name}", value)
     return _reading(draft, found)
 
 
@@ -181,36 +180,26 @@ def _reading_of_script(script: ShellScript, draft: Draft) -> Reading:
         held = (value.split() if isinstance(value, str) else value for value in script.variables.values())
         longest = max(held, key=options, default=[])
         if options(longest) > options(words):
-            words = longest
             model = script.variables.get("HF_MODEL_CKPT") or script.variables.get("TOKENIZER_MODEL")
-            words = [*words, "--tokenizer-name-or-path", model] if isinstance(model, str) and model else words
+            words = [*longest, *(["--tokenizer-name-or-path", model] if model and isinstance(model, str) else [])]
     if not options(words):
         raise JobError("a script must hold a command with options of Megatron-LM, as --num-layers, got none")
-    words = [*words, *_cluster_words(script, words)]
+    stated = {canonical(flag, 0)[0] for flag, _ in _flags([*script.batch_options, *words])}
+    for setting, names in _VARIABLES.items():  # where only the script's variables state the size of the cluster
+        values = (script.variables.get(name) for name in names)
+        value = next((value for value in values if isinstance(value, str) and value.isdigit()), "")
+        if value and not stated & {setting, "gres", "N"}:
+            words = [*words, f"--{setting}", value]
     for condition in script.undecided:
         draft.ignore(f"condition taken as false: {condition}")
     for name in script.unset:
         if any(name in word for word in ("SLURM_NNODES", "WORLD_SIZE", "NNODES", "NUM_LAYERS", "HIDDEN_SIZE")):
             draft.ignore(f"variable {name} is not set in the script")
-    reading = _reading_of_words(draft, words, script.batch_options)
     program = next((word for word in words if word.endswith(".py")), "")
-    for part, family in _PROGRAMS:
-        if part in program.rpartition("/")[2]:
-            draft.assume("model.family", family, f"the program is {program}")
-            break
-    return reading
-
-
-def _cluster_words(script: ShellScript, words: Sequence[str]) -> list[str]:
-    """Options for the size of the cluster, where only the script's variables state it."""
-    found = []
-    stated = {canonical(flag, None)[0] for flag, _ in _flags([*script.batch_options, *words])}
-    for setting, names in _VARIABLES.items():
-        values = (script.variables.get(name) for name in names)
-        value = next((value for value in values if isinstance(value, str) and value.isdigit()), "")
-        if value and setting not in stated and not stated & {"gres", "N"}:
-            found += [f"--{setting}", value]
-    return found
+    family = next((family for part, family in _PROGRAMS if part in program.rpartition("/")[2]), "")
+    if family:
+        draft.assume("model.family", family, f"the program is {program}")
+    return _reading_of_words(draft, words, script.batch_options)
 
 
 def read_nemo(file: ConfigFile, draft: Draft) -> None:
