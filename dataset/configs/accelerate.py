@@ -15,7 +15,7 @@ from pathlib import Path
 from stepsight.dataset.base.errors import JobError
 from stepsight.dataset.configs.documents import flat, yaml_text
 from stepsight.dataset.configs.drafts import ConfigFile, Draft, Reading
-from stepsight.dataset.configs.key_table import CLIP, OTHER, ConfigText, JobView, Row, read_rows, same, write_rows
+from stepsight.dataset.configs.key_table import CLIP, OTHER, ConfigText, JobView, Row, read_rows, same
 from stepsight.dataset.job.job import Job
 
 # torch's ShardingStrategy, in the order of its numbers from 1: ZeRO stage, and whether each node has its own copy.
@@ -90,7 +90,7 @@ def read_deepspeed(file: ConfigFile, draft: Draft) -> None:
 def write_accelerate(job: Job) -> ConfigText:
     """Write how a job is trained as Accelerate's YAML: FSDP where parameters or gradients are sharded."""
     view = JobView(job)
-    write_rows(ROWS, view)
+    view.write(ROWS)
     view.expressed("parallel.dp", "cluster.devices_per_node")
     note = "the model's sizes stand in its config.json, the micro-batch in the training arguments"
     return view.text(yaml_text(view.tables()), ".yaml", note, sections=_TRAINING_SECTIONS)
@@ -99,7 +99,7 @@ def write_accelerate(job: Job) -> ConfigText:
 def write_deepspeed(job: Job) -> ConfigText:
     """Write how a job is trained as DeepSpeed's JSON."""
     view = JobView(job)
-    write_rows(DEEPSPEED_ROWS, view)
+    view.write(DEEPSPEED_ROWS)
     view.expressed("parallel.dp", "cluster.nodes", "cluster.devices_per_node")
     text = json.dumps(view.tables(), indent=2) + "\n"
     note = "the model's sizes stand in its config.json: write huggingface too"

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from stepsight.dataset.base.errors import JobError
 from stepsight.dataset.configs.documents import flat
 from stepsight.dataset.configs.drafts import ConfigFile, Draft, Reading
-from stepsight.dataset.configs.key_table import OTHER, ConfigText, JobView, Row, read_rows, same, write_rows
+from stepsight.dataset.configs.key_table import OTHER, ConfigText, JobView, Row, read_rows, same
 from stepsight.dataset.configs.megatron_model import expert_layers
 from stepsight.dataset.job.job import Job
 
@@ -140,7 +140,7 @@ def write_model(job: Job) -> ConfigText:
     view = JobView(job)
     kind, name, own = _class_of(job)
     view.put(model_type=kind, architectures=[name])
-    write_rows(ROWS, view)
+    view.write(ROWS)
     view.expressed("model.family", "model.gated_mlp", "model.attention_kernels")
     if not job.model.experts:
         view.expressed("model.expert_ffn")

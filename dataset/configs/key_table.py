@@ -114,6 +114,16 @@ class JobView:
         """Write settings, with the same prefix before their names."""
         self.settings.update({prefix + name: value for name, value in settings.items()})
 
+    def write(self, rows: Iterable[Row]) -> None:
+        """Write settings by a table, in its order; a value that the table does not have is listed as not expressed."""
+        for row in rows:
+            if row.only == "read" or not _counts(row.needs, self.value):
+                continue  # a value without effect is listed as not expressed
+            if row.write is not None:
+                row.write(self)
+            elif row.names and not (row.omit and self[row.key] == _DEFAULTS[row.key]):
+                self.settings[row.names if isinstance(row.names, str) else row.names[0]] = _written(row, self)
+
     def tables(self) -> dict[str, Any]:
         """The settings as nested tables."""
         found: dict[str, Any] = {}
@@ -236,17 +246,6 @@ def _read_row(row: Row, reading: Reading) -> None:
         reading.map(row.key, value, *names, words=words)
     elif row.default is not None:
         reading.assume(row.key, row.default)
-
-
-def write_rows(rows: Iterable[Row], view: JobView) -> None:
-    """Write settings by a table, in its order; a value that the table does not have is listed as not expressed."""
-    for row in rows:
-        if row.only == "read" or not _counts(row.needs, view.value):
-            continue  # a value without effect is listed as not expressed
-        if row.write is not None:
-            row.write(view)
-        elif row.names and not (row.omit and view[row.key] == _DEFAULTS[row.key]):
-            view.settings[row.names if isinstance(row.names, str) else row.names[0]] = _written(row, view)
 
 
 def _written(row: Row, view: JobView) -> Any:

@@ -11,7 +11,7 @@ from pathlib import Path
 from stepsight.dataset.base.errors import JobError
 from stepsight.dataset.configs.documents import flat, read_tables, yaml_text
 from stepsight.dataset.configs.drafts import ConfigFile, Draft, Reading
-from stepsight.dataset.configs.key_table import CLIP, OTHER, ConfigText, JobView, Row, read_rows, same, write_rows
+from stepsight.dataset.configs.key_table import CLIP, OTHER, ConfigText, JobView, Row, read_rows, same
 from stepsight.dataset.job.job import Job
 from stepsight.dataset.job.models import MODELS
 
@@ -79,7 +79,7 @@ def write_maxtext(job: Job) -> ConfigText:
     """Write a job as MaxText's YAML, the model's sizes in the same file."""
     view = JobView(job, "MaxText")
     view.put(base_config="base.yml", model_name="default")
-    write_rows(ROWS, view)
+    view.write(ROWS)
     view.expressed("batch.global_batch", "cluster.nodes", "cluster.devices_per_node", "model.attention_kernels")
     return view.text(yaml_text(view.settings), ".yml")
 

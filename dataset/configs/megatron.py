@@ -9,7 +9,7 @@ from __future__ import annotations
 import shlex
 
 from stepsight.dataset.configs.drafts import Reading
-from stepsight.dataset.configs.key_table import CLIP, ConfigText, JobView, Row, even_stages, read_rows, same, write_rows
+from stepsight.dataset.configs.key_table import CLIP, ConfigText, JobView, Row, even_stages, read_rows, same
 from stepsight.dataset.configs.megatron_model import MODEL_ROWS, MOST_STAGES, stages_of_layout
 from stepsight.dataset.job.job import Job
 from stepsight.dataset.job.specs import RECOMPUTE_MODULES
@@ -42,7 +42,7 @@ def _read_framework(reading: Reading) -> None:
 def write_megatron(job: Job, *, script: bool = False) -> ConfigText:
     """Write a job as arguments, one to a line, or as a shell script that launches them with torchrun."""
     view = JobView(job)
-    write_rows(ROWS, view)
+    view.write(ROWS)
     lines = []
     for name, value in view.settings.items():
         if value is not None and value is not False:

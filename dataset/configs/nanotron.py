@@ -8,7 +8,7 @@ from __future__ import annotations
 from stepsight.dataset.base.errors import JobError
 from stepsight.dataset.configs.documents import flat, yaml_text
 from stepsight.dataset.configs.drafts import ConfigFile, Draft, Reading
-from stepsight.dataset.configs.key_table import OTHER, ConfigText, JobView, Row, read_rows, same, write_rows
+from stepsight.dataset.configs.key_table import OTHER, ConfigText, JobView, Row, read_rows, same
 from stepsight.dataset.job.job import Job
 
 _MODEL = "model.model_config."
@@ -24,7 +24,7 @@ def read_nanotron(file: ConfigFile, draft: Draft) -> None:
 def write_nanotron(job: Job) -> ConfigText:
     """Write a job as Nanotron's YAML."""
     view = JobView(job, "Nanotron")
-    write_rows(ROWS, view)
+    view.write(ROWS)
     view.expressed("cluster.nodes", "cluster.devices_per_node", "model.attention_kernels")
     return view.text(yaml_text(view.tables()), ".yaml")
 

@@ -8,23 +8,14 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from itertools import pairwise
 from typing import Any
 
 from stepsight.dataset.base.errors import JobError
 from stepsight.dataset.configs.documents import flat, read_source, toml_text
 from stepsight.dataset.configs.drafts import ConfigFile, Draft, Reading
-from stepsight.dataset.configs.key_table import (
-    CLIP,
-    OTHER,
-    ConfigText,
-    JobView,
-    Row,
-    even_stages,
-    read_rows,
-    write_rows,
-)
+from stepsight.dataset.configs.key_table import CLIP, OTHER, ConfigText, JobView, Row, even_stages, read_rows
 from stepsight.dataset.configs.torchtitan_models import FLAVORS, flavor_of, flavor_sizes, registry_settings
 from stepsight.dataset.job.job import Job
 from stepsight.dataset.job.rules import MOST_LAYERS
@@ -45,24 +36,21 @@ _DEVICES = {"a100": "a100-sxm-80gb", "h100": "h100-sxm-80gb", "h200": "h200-sxm-
 
 def read_torchtitan(file: ConfigFile, draft: Draft) -> None:
     """Fill a draft from a configuration, whose comments may name the devices."""
-    preset = _PRESET.search(read_source(file.path))
-    if preset:
+    if preset := _PRESET.search(read_source(file.path)):
         draft.fact("devices", int(preset[1]), f"comment: {preset[0]}")
-        hardware = _DEVICES.get(preset[2].lower())
-        if hardware:
+        if hardware := _DEVICES.get(preset[2].lower()):
             draft.map("cluster.hardware", hardware, f"comment: {preset[0]}")
-    rows = (Row("model.family", read=_read_flavor), *ROWS) if "model" in file.tables else ROWS
-    _read_settings(flat(file.tables), draft, rows)
+    _read(flat(file.tables), draft, _read_flavor if "model" in file.tables else None)
 
 
 def read_registry(file: ConfigFile, draft: Draft) -> None:
     """Fill a draft from one function of a Python registry."""
-    _read_settings(registry_settings(file, draft), draft, ROWS)
+    _read(registry_settings(file, draft), draft)
 
 
-def _read_settings(settings: Mapping[str, Any], draft: Draft, rows: tuple[Row, ...]) -> None:
+def _read(settings: Mapping[str, Any], draft: Draft, flavor: Callable[[Reading], None] | None = None) -> None:
     draft.framework = "torchtitan"
-    read_rows(rows, Reading(draft, settings, default="torchtitan's default"))
+    read_rows((Row("model.family", read=flavor), *ROWS), Reading(draft, settings, default="torchtitan's default"))
 
 
 def write_torchtitan(job: Job) -> ConfigText:
@@ -73,7 +61,7 @@ def write_torchtitan(job: Job) -> ConfigText:
         view.expressed(*(f"model.{key}" for flavors in FLAVORS.values() for each in flavors.values() for key in each))
     else:
         notes.append("no flavor of torchtitan has these sizes: add one to its models, and name it in [model]")
-    write_rows(ROWS, view)
+    view.write(ROWS)
     if view.settings.get("activation_checkpoint.selective_ac_option") == "2":
         notes.append("a job takes selective_ac_option op as every second layer too: write op if that is meant")
     view.expressed("cluster.nodes", "cluster.devices_per_node", "model.fused_attention", "model.attention_kernels")
@@ -96,15 +84,6 @@ def _read_flavor(reading: Reading) -> None:
         raise JobError(f"model.{what} must be one of {', '.join(known)}, got {name} {flavor}")
     for key, value in sizes.items():
         reading.map(f"model.{key}", value, words=f"{name} {flavor}")
-
-
-def _read_length(reading: Reading) -> None:
-    reading.map("model.seq_len", reading.positive("training.seq_len", "training.max_context_length") or 2048)
-
-
-def _read_expert_degree(reading: Reading) -> None:
-    if reading.get("model.experts"):
-        reading.copy("parallel.ep", *_in("expert_parallel_degree"))
 
 
 def _read_degrees(reading: Reading) -> None:
@@ -337,11 +316,11 @@ _OFFLOAD = {True: True, False: None}
 _ROTATE_METHOD = "parallelism.context_parallel_rotate_method"
 _ROTATE = {"allgather": "all_gather", "alltoall": "ring", OTHER: "ring"}
 ROWS = (
-    Row("model.seq_len", "training.seq_len", read=_read_length),
+    Row("model.seq_len", ("training.seq_len", "training.max_context_length"), default=2048),
     Row("parallel.tp", _in("tensor_parallel_degree")),
     Row("parallel.cp", _in("context_parallel_degree")),
     Row("parallel.pp", _in("pipeline_parallel_degree")),
-    Row("parallel.ep", _in("expert_parallel_degree"), read=_read_expert_degree),
+    Row("parallel.ep", _in("expert_parallel_degree"), needs="model.experts"),
     Row("parallel.dp", read=_read_degrees, write=_write_degrees),
     Row("parallel.expert_tp", read=_read_tensor_parallel, write=_write_tensor_parallel),
     Row("parallel.context_parallel", _ROTATE_METHOD, _ROTATE, "all_gather", needs="parallel.cp"),
