@@ -31,9 +31,9 @@ if TYPE_CHECKING:
     from stepsight.dataset.base.errors import StepsightError as StepsightError
     from stepsight.dataset.base.errors import TableError as TableError
     from stepsight.dataset.base.errors import TraceError as TraceError
-    from stepsight.dataset.configs.config_job import ConfigJob as ConfigJob
-    from stepsight.dataset.configs.config_job import read_configs as read_configs
     from stepsight.dataset.configs.drafts import Given as Given
+    from stepsight.dataset.configs.formats import ConfigJob as ConfigJob
+    from stepsight.dataset.configs.formats import read_configs as read_configs
     from stepsight.dataset.configs.formats import write_config as write_config
     from stepsight.dataset.harness.scripts.step_marks import step as step
     from stepsight.dataset.job.job import BatchSpec as BatchSpec
@@ -66,9 +66,8 @@ __version__ = "0.1.0"
 # Modules are imported when a name of theirs is first used, so that ``import stepsight`` takes milliseconds.
 _MODULES = {
     "dataset.base.caching": ("clear_caches",),
-    "dataset.configs.config_job": ("ConfigJob", "read_configs"),
     "dataset.configs.drafts": ("Given",),
-    "dataset.configs.formats": ("write_config",),
+    "dataset.configs.formats": ("ConfigJob", "read_configs", "write_config"),
     "dataset.base.errors": (
         "CaptureError",
         "CollectError",

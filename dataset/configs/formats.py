@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import combinations
 from pathlib import Path
@@ -12,10 +13,12 @@ from typing import Any
 from stepsight.dataset.base.errors import JobError
 from stepsight.dataset.base.registry import Registry, check_takes, instance_of
 from stepsight.dataset.configs import accelerate, huggingface, maxtext, megatron_words, nanotron, torchtitan
+from stepsight.dataset.configs.documents import toml_text
 from stepsight.dataset.configs.drafts import ConfigFile, Draft, Given
 from stepsight.dataset.configs.key_table import ConfigText
 from stepsight.dataset.configs.megatron import write_megatron
 from stepsight.dataset.job.job import Job, JobLike
+from stepsight.dataset.job.specs import SECTIONS
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,25 +45,6 @@ class ConfigFormat:
                 check_takes(f"{name} of a configuration format", getattr(self, name), arguments, JobError)
         if (self.fits is None) != (self.read is None) or (self.read is None and self.write is None):
             raise JobError("a configuration format needs fits and read, or write, or all of them")
-
-
-def read_config(path: Path, draft: Draft, given: Given) -> str:
-    """Read a configuration into a draft; return the name of its format.
-
-    Raises:
-        JobError: If it is of no known format, or cannot be read.
-    """
-    file = ConfigFile.open(path, given)
-    name, form = _format_of(file)
-    if form is None or form.read is None:
-        known = ", ".join(name for name, form in CONFIG_FORMATS.items() if form.read)
-        shown = ", ".join(map(str, list(file.tables)[:8])) or "nothing"
-        raise JobError(f"{path} must be a configuration of {known}, got tables {shown:.120}")
-    try:
-        form.read(file, draft)
-    except JobError as error:
-        raise JobError(f"{path}: {error}") from None
-    return name
 
 
 def _format_of(file: ConfigFile) -> tuple[str, ConfigFormat | None]:
@@ -182,3 +166,236 @@ CONFIG_FORMATS: Registry[ConfigFormat] = Registry(
     error=JobError,
 )
 _BUILT_IN = tuple(CONFIG_FORMATS)
+
+
+HARDWARE, DEVICES_PER_NODE = "h100-sxm-80gb", 8
+_MOST_TRIED = 1024  # numbers of devices
+_NEEDED = ("family", "layers", "hidden", "heads", "vocab", "seq_len")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConfigJob:
+    """A job that was read from configuration files, and how.
+
+    Attributes:
+        read: The job; None if the configurations do not state all sizes of the model.
+        missing: Sizes of the model that no configuration states.
+        tables: Tables of a job file: ``mapped`` and ``assumed`` in their sections.
+        mapped: Values that a configuration states, by key of the job (``model.layers``).
+        assumed: Values that no configuration states, by key of the job.
+        sources: The words of the configuration, by key of ``mapped``.
+        reasons: Why a value is assumed, by key of ``assumed``.
+        ignored: Settings that no key of a job expresses.
+        formats: Format of each file.
+    """
+
+    read: Job | None
+    tables: Mapping[str, Any]
+    mapped: Mapping[str, Any]
+    assumed: Mapping[str, Any]
+    sources: Mapping[str, str] = field(default_factory=dict)
+    reasons: Mapping[str, str] = field(default_factory=dict)
+    ignored: Sequence[str] = ()
+    formats: Sequence[str] = ()
+    missing: Sequence[str] = ()
+
+    @property
+    def job(self) -> Job:
+        """The job.
+
+        Raises:
+            JobError: If the configurations do not state all sizes of the model.
+        """
+        if self.read is None:
+            raise JobError(
+                f"no configuration states {', '.join(self.missing)}: name the file that does, as a model's "
+                "config.json, or give the values"
+            )
+        return self.read
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for JSON."""
+        return {
+            "mapped": dict(self.mapped),
+            "assumed": dict(self.assumed),
+            "ignored": list(self.ignored),
+            "sources": dict(self.sources),
+            "reasons": dict(self.reasons),
+            "formats": list(self.formats),
+            "missing": list(self.missing),
+        }
+
+    def to_toml(self) -> str:
+        """A job file, with where each value comes from."""
+        comments = {key: f"from {words}" for key, words in self.sources.items()}
+        comments |= {key: f"assumed: {why}" for key, why in self.reasons.items()}
+        return toml_text(self.tables, comments)
+
+
+def read_configs(paths: str | Path | Sequence[str | Path], given: Given | None = None) -> ConfigJob:
+    """Read a job from configuration files: one that states the model, and others that state how it is trained.
+
+    Nothing is executed: scripts and Python files are parsed.
+
+    Args:
+        paths: One or several configuration files of Megatron-LM, torchtitan, Hugging Face, DeepSpeed, Accelerate,
+            Nanotron, MaxText or NeMo, or a job file; later files override earlier ones.
+        given: Values that no file states, or that override the files: ``Given(values={"cluster.nodes": 16})``.
+
+    Returns:
+        The job (``.job``), and what was ``mapped``, ``assumed`` and ``ignored``.
+
+    Raises:
+        JobError: If a file cannot be read or recognised, or no job follows.
+
+    Example:
+        >>> read_configs([Path("pretrain_gpt.sh")]).job  # doctest: +SKIP
+    """
+    given = given or Given()
+    files = [Path(path) for path in ([paths] if isinstance(paths, str | Path) else paths)]
+    if not files:
+        raise JobError("a configuration must be named, got none")
+    draft, formats = Draft(), list[str]()
+    for path in files:
+        file = ConfigFile.open(path, given)
+        named, form = _format_of(file)
+        if form is None or form.read is None:
+            known = ", ".join(name for name, form in CONFIG_FORMATS.items() if form.read)
+            shown = ", ".join(map(str, list(file.tables)[:8])) or "nothing"
+            raise JobError(f"{path} must be a configuration of {known}, got tables {shown:.120}")
+        try:
+            form.read(file, draft)
+        except JobError as error:
+            raise JobError(f"{path}: {error}") from None
+        formats.append(named)
+    try:
+        for key, value in given.values.items():
+            section, _, name = key.partition(".")
+            if key == "framework":
+                draft.choose(value, "given")
+            elif section not in SECTIONS or name not in SECTIONS[section].__annotations__:
+                raise JobError(f"a value must be given for a key of a job, as model.seq_len, got {key!r:.80}")
+            else:
+                draft.map(key, value, "given")
+        whole = draft.get("model.name") is not None
+        missing = [f"model.{name}" for name in _NEEDED if not whole and draft.get(f"model.{name}") is None]
+        if not missing:
+            _fill_cluster(draft, given)
+            _fill_batch(draft)
+        for words in draft.fact_words.values():
+            if not any(words in text for text in (*draft.sources.values(), *draft.reasons.values(), *draft.ignored)):
+                draft.ignore(f"{words}: sets no key of this job")
+        tables: dict[str, Any] = {"framework": draft.framework} if draft.framework else {}
+        tables |= {name: table for name, table in draft.tables.items() if table}
+        job = None if missing else Job.from_dict(tables)
+    except JobError as error:
+        raise JobError(f"{', '.join(map(str, files))}: {error}") from None
+    values = {f"{section}.{name}": value for section in SECTIONS for name, value in draft.tables[section].items()}
+    framework = {"framework": draft.framework} if "framework" in draft.sources else {}
+    return ConfigJob(
+        read=job,
+        tables=tables,
+        mapped=framework | {key: value for key, value in values.items() if key not in draft.reasons},
+        assumed={key: value for key, value in values.items() if key in draft.reasons},
+        sources=dict(draft.sources),
+        reasons=dict(draft.reasons),
+        ignored=tuple(draft.ignored),
+        formats=tuple(formats),
+        missing=tuple(missing),
+    )
+
+
+def _fill_cluster(draft: Draft, given: Given) -> None:
+    """Set the number of devices: that of the run, or the largest that the degrees and the batch allow."""
+    draft.assume("cluster.hardware", HARDWARE, "no configuration states the hardware: give it")
+    draft.assume("cluster.devices_per_node", DEVICES_PER_NODE, "no configuration states the devices of a node")
+    if "cluster.nodes" in given.values:
+        return
+    per_node, stated = _positive(draft.get("cluster.devices_per_node")), draft.get("cluster.nodes")
+    others = draft.degree("tp") * draft.degree("cp") * draft.degree("pp")
+    least, reason = _least_devices(draft, others)
+    replicas = draft.facts.get("replicas", 0)  # that the batch implies
+    devices = draft.facts.get("devices") or replicas * others or (stated * per_node if isinstance(stated, int) else 0)
+    held = bool(devices) and devices % least == 0
+    if held and devices >= least and _shares_batch(draft, devices // others):
+        wanted = devices
+        words = draft.fact_words.get("devices" if "devices" in draft.facts else "replicas", "")
+        reason = _because(f"the run has {devices} devices", words)
+    elif draft.get("parallel.dp") is not None:
+        wanted = least
+    else:
+        most = devices if held else math.lcm(least, per_node)
+        counts = range(most, max(0, most - least * _MOST_TRIED), -least)
+        wanted = next(
+            (count for count in counts if count % least == 0 and _shares_batch(draft, count // others)), least
+        )
+        reason = f"{reason} in whole nodes"
+        if devices:
+            can = "share the global batch" if held else f"hold {reason.removesuffix(' in whole nodes')}"
+            reason = f"{devices} devices cannot {can}"
+    if stated is not None and stated * per_node == wanted:
+        return
+    if wanted % per_node:
+        if "cluster.devices_per_node" in given.values:
+            return
+        per_node = math.gcd(wanted, per_node)
+        draft.drop("cluster.devices_per_node")
+        draft.assume("cluster.devices_per_node", per_node, f"{wanted} devices are needed: {reason}")
+    draft.drop("cluster.nodes")
+    draft.assume("cluster.nodes", wanted // per_node, f"{wanted} devices are needed: {reason}")
+
+
+def _shares_batch(draft: Draft, replicas: int) -> bool:
+    """Whether replicas share the stated global batch evenly."""
+    total, micro = draft.get("batch.global_batch"), _positive(draft.get("batch.micro_batch", 1))
+    return not isinstance(total, int) or total % max(1, replicas * micro) == 0
+
+
+def _positive(value: object) -> int:
+    return value if isinstance(value, int) and value > 0 else DEVICES_PER_NODE
+
+
+def _least_devices(draft: Draft, others: int) -> tuple[int, str]:
+    """The smallest number of devices for the parallel degrees, and the degrees in words."""
+    words = " * ".join(f"{name} {draft.degree(name)}" for name in ("tp", "cp", "pp") if draft.degree(name) > 1)
+    dp = draft.get("parallel.dp")
+    if isinstance(dp, int) and dp > 0:
+        return others * dp, f"{words} * dp {dp}" if words else f"dp {dp}"
+    ep = draft.degree("ep")
+    group = draft.degree("cp") * (draft.degree("tp") if draft.get("parallel.expert_tp") == 1 else 1)
+    replicas = math.lcm(ep // math.gcd(ep, group), draft.get("parallel.dp_shard") or 1)
+    more = f"{' * ' if words else ''}dp {replicas} (ep {ep})" if replicas > 1 else ""
+    return others * replicas, (words + more) or "one replica"
+
+
+def _fill_batch(draft: Draft) -> None:
+    """Set what is missing of the batch, and say where a job has fewer flushes of the pipeline than the run."""
+    cluster, facts, words, pp = draft.tables["cluster"], draft.facts, draft.fact_words, draft.degree("pp")
+    devices = _positive(cluster.get("nodes")) * _positive(cluster.get("devices_per_node"))
+    dp = draft.get("parallel.dp") or max(1, devices // (draft.degree("tp") * draft.degree("cp") * pp))
+    copies, accumulation = facts.get("replicas_of_shards", 0), facts.get("accumulation", 0)
+    if copies > 1 and dp % copies == 0:
+        why = f"{copies} copies of the shards in dp {dp}"
+        draft.assume("parallel.dp_shard", dp // copies, _because(why, words.get("replicas_of_shards")))
+    total = draft.get("batch.global_batch")
+    if draft.get("batch.micro_batch") is None and isinstance(total, int) and accumulation:
+        why = f"global_batch {total} over dp {dp} and {accumulation} micro-batches"
+        size = max(1, total // (dp * accumulation))
+        draft.assume("batch.micro_batch", size, _because(why, words.get("accumulation")))
+    draft.assume("batch.micro_batch", 1, "no configuration states a micro-batch")
+    micro, local = _positive(draft.get("batch.micro_batch")), facts.get("local_batch", 0)
+    if local:
+        why = f"{local} sequences of each of dp {dp} replicas"
+        draft.assume("batch.global_batch", local * dp, _because(why, words.get("local_batch")))
+    count = accumulation or max(1, pp)
+    why = f"no configuration states a global batch: micro_batch {micro} * dp {dp} * {count} micro-batches"
+    draft.assume("batch.global_batch", micro * dp * count, _because(why, words.get("accumulation")))
+    draft.assume("batch.precision", "bf16", "no configuration states a precision")
+    total, flush = draft.get("batch.global_batch"), facts.get("flush_batch", 0) * dp
+    if pp > 1 and flush and isinstance(total, int) and total >= 2 * flush:
+        often = f"{words.get('flush_batch', 'the batch')}: the pipeline is flushed {total // flush} times in a step"
+        draft.ignore(f"{often}; a job has one flush of {total // (micro * dp)} micro-batches, which takes less time")
+
+
+def _because(why: str, words: str | None) -> str:
+    return f"{why} ({words})" if words else why

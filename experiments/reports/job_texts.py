@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from stepsight.dataset.base.errors import shorten
-from stepsight.dataset.configs.config_job import ConfigJob
+from stepsight.dataset.configs.formats import ConfigJob
 from stepsight.dataset.configs.key_table import ConfigText
 from stepsight.dataset.job.frameworks import LIBRARIES
 from stepsight.dataset.job.job import Job

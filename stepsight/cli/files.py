@@ -113,9 +113,8 @@ class JobOptions:
         Raises:
             StepsightError: If the file is neither, or holds no whole job.
         """
-        from stepsight.dataset.configs.config_job import read_configs
         from stepsight.dataset.configs.drafts import Given
-        from stepsight.dataset.configs.formats import is_job_file
+        from stepsight.dataset.configs.formats import is_job_file, read_configs
         from stepsight.dataset.job.job import Job
 
         refuse_program(path)

@@ -49,9 +49,8 @@ def job_command(
         pick: Configuration to read from a file with several, for example llama3_8b.
     """
     from stepsight.dataset.base.files import write_text
-    from stepsight.dataset.configs.config_job import read_configs
     from stepsight.dataset.configs.drafts import Given
-    from stepsight.dataset.configs.formats import write_config
+    from stepsight.dataset.configs.formats import read_configs, write_config
     from stepsight.experiments.questions.sweep import toml_value
     from stepsight.experiments.reports.job_texts import config_text, written_text
 

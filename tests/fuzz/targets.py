@@ -16,8 +16,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from stepsight.dataset.configs.config_job import read_configs
-from stepsight.dataset.configs.formats import write_config
+from stepsight.dataset.configs.formats import read_configs, write_config
 from stepsight.dataset.job.job import Job
 from stepsight.dataset.kinds.op import Collective, Op
 from stepsight.dataset.runs.box_spec import read_box

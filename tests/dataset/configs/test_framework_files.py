@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from stepsight.dataset.configs.config_job import ConfigJob, read_configs
 from stepsight.dataset.configs.drafts import Given
+from stepsight.dataset.configs.formats import ConfigJob, read_configs
 from tests.dataset.configs.test_published import LLAMA, NANOTRON, num_parameters, read
 
 BLOOM = r"""

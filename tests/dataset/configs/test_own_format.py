@@ -9,8 +9,7 @@ from typer.testing import CliRunner
 
 from stepsight.cli import app
 from stepsight.dataset.base.errors import JobError
-from stepsight.dataset.configs.config_job import read_configs
-from stepsight.dataset.configs.formats import write_config
+from stepsight.dataset.configs.formats import read_configs, write_config
 from stepsight.dataset.job.job import Job
 from stepsight.registries import CONFIG_FORMATS, ConfigFile, ConfigFormat, ConfigText, Draft
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from stepsight.dataset.configs.config_job import ConfigJob, read_configs
 from stepsight.dataset.configs.drafts import Given
+from stepsight.dataset.configs.formats import ConfigJob, read_configs
 from stepsight.dataset.job.job import ModelSpec
 
 GPT3 = """#!/bin/bash

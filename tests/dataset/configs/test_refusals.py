@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from stepsight.dataset.base.errors import JobError
-from stepsight.dataset.configs.config_job import read_configs
 from stepsight.dataset.configs.drafts import Given
+from stepsight.dataset.configs.formats import read_configs
 
 BOMB = "a0: &a0 [1, 1, 1, 1, 1, 1, 1, 1, 1, 1]\n" + "".join(
     f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]\n" for n in range(1, 9)

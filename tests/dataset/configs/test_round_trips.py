@@ -11,9 +11,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 
 from stepsight.dataset.base.errors import JobError
-from stepsight.dataset.configs.config_job import ConfigJob, read_configs
 from stepsight.dataset.configs.drafts import Given
-from stepsight.dataset.configs.formats import write_config, written_formats
+from stepsight.dataset.configs.formats import ConfigJob, read_configs, write_config, written_formats
 from stepsight.dataset.job.job import Job, ModelSpec
 from stepsight.dataset.job.models import MODELS
 from tests.simulator.any_job import jobs
