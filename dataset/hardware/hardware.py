@@ -13,13 +13,13 @@ from stepsight.dataset.base.caching import cached
 from stepsight.dataset.base.errors import JobError
 from stepsight.dataset.base.files import file_version, is_facts_file, only_one, read_facts
 from stepsight.dataset.base.registry import Registry, did_you_mean, instance_of
-from stepsight.dataset.hardware.fabric import Fabric as Fabric
-from stepsight.dataset.hardware.fabric import Link as Link
-from stepsight.dataset.hardware.fabric import fabric_from_dict as fabric_from_dict
-from stepsight.dataset.hardware.fabric import suspicious_links as suspicious_links
+from stepsight.dataset.hardware.hardware_facts import Fabric as Fabric
 from stepsight.dataset.hardware.hardware_facts import Hardware as Hardware
+from stepsight.dataset.hardware.hardware_facts import Link as Link
+from stepsight.dataset.hardware.hardware_facts import fabric_from_dict as fabric_from_dict
 from stepsight.dataset.hardware.hardware_facts import hardware_from_dict as hardware_from_dict
 from stepsight.dataset.hardware.hardware_facts import launch_units as launch_units
+from stepsight.dataset.hardware.hardware_facts import suspicious_links as suspicious_links
 from stepsight.dataset.kinds.op import Collective, Op
 
 BOX = "box"  # the preset of clusters in a box, whose roofline gives the sleeping times

@@ -1,4 +1,6 @@
-"""Facts about a device: peaks, bandwidths and latencies, in SI units."""
+"""Facts about a device (peaks, bandwidths and latencies) and about fabrics: links within a node and between nodes, per
+device and per direction.  All in SI units.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,7 @@ from stepsight.dataset.kinds.op import COLLECTIVE_KINDS, DTYPE_BYTES, OP_KINDS, 
 
 # Least and most of a device's numbers.  No device will exceed them for decades; larger numbers are errors.
 _SECONDS, _RATE, _BYTES, _SHARE, _FLOPS = (0.0, 1e3), (1.0, 1e18), (1.0, 1e18), (0.0, 1.0), (1.0, 1e21)
-_RANGES = {
+_FACT_RANGES = {
     "memory_bandwidth_bytes_per_s": _RATE,
     "memory_bytes": _BYTES,
     "num_processors": (0, 10**9),
@@ -106,7 +108,7 @@ class Hardware:
                 raise JobError(
                     f"hardware {self.name:.80}: {table} must be a table of numbers, got {getattr(self, table)!r:.80}"
                 )
-        numbers = {name: (getattr(self, name), within) for name, within in _RANGES.items()}
+        numbers = {name: (getattr(self, name), within) for name, within in _FACT_RANGES.items()}
         numbers |= {f"peak_flops.{dtype}": (peak, _FLOPS) for dtype, peak in self.peak_flops.items()}
         numbers |= {f"host_kinds_s.{kind}": (value, _SECONDS) for kind, value in self.host_kinds_s.items()}
         numbers |= {f"product_power_w.{dtype}": (value, (0.0, 1e6)) for dtype, value in self.product_power_w.items()}
@@ -208,3 +210,143 @@ def hardware_from_dict(value: Mapping[str, Any]) -> Hardware:
         wrong += [f"{', '.join(unknown):.200} must be left out"] if unknown else []
         raise JobError(f"{named}: {' and '.join(wrong)}; the fields are {', '.join(known)}")
     return Hardware(**value)
+
+
+# Keys of a link in a job file, with its units: least and most, the field of ``Link`` and how many of its units one is.
+_LINK_KEYS = {
+    "bandwidth_gbytes_per_s": (1e-6, 1e6, "bandwidth_bytes_per_s", 1e9),
+    "latency_us": (0.0, 1e9, "latency_s", 1e-6),
+    "burst_bytes": (0.0, 1e12, "burst_bytes", 1.0),
+    "adapter_gbytes_per_s": (1e-6, 1e6, "adapter_bytes_per_s", 1e9),
+    "message_us": (0.0, 1e9, "message_s", 1e-6),
+}
+_NEEDED = ("bandwidth_gbytes_per_s", "latency_us")
+_LINK_RANGES = {
+    "bandwidth_bytes_per_s": (1e3, 1e15),
+    "latency_s": (0.0, 1e3),
+    "burst_bytes": (0.0, 1e12),
+    "adapter_bytes_per_s": (0.0, 1e15),
+    "message_s": (0.0, 1e3),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """The link of one device.
+
+    Attributes:
+        bandwidth_bytes_per_s: Per device and per direction.
+        latency_s: Time for an empty message between two devices.
+        burst_bytes: Of what follows a pause, so much passes at once (a limited link's bucket).
+        ll128: Whether NCCL uses its protocol LL128 over this link: not where adapters are not behind the devices' own
+            PCIe switch, or the network does not keep the order of 128 bytes.
+        adapter_bytes_per_s: Bandwidth of one adapter that several devices share; if smaller than the bandwidth of a
+            device, each has its own.
+        message_s: Time of the host for each message that it posts: messages to one adapter follow each other no closer.
+    """
+
+    bandwidth_bytes_per_s: float
+    latency_s: float
+    burst_bytes: float = 0.0
+    ll128: bool = True
+    adapter_bytes_per_s: float = 0.0
+    message_s: float = 1e-6
+
+    def __post_init__(self) -> None:
+        for name, (least, most) in _LINK_RANGES.items():
+            if not least <= getattr(self, name) <= most:
+                raise JobError(f"a link's {name} must lie within {least:g} and {most:g}, got {getattr(self, name)}")
+
+
+@dataclass(frozen=True, slots=True)
+class Fabric:
+    """Links within a node and between nodes."""
+
+    name: str
+    intra_node: Link
+    inter_node: Link
+
+
+def fabric_from_dict(name: str, table: dict[str, Any]) -> Fabric:
+    """A fabric from a table with ``intra_node`` and ``inter_node`` links in Gbyte/s per device and microseconds."""
+    links = {key: _link(key, table.get(key)) for key in ("intra_node", "inter_node")}
+    unknown = set(table) - set(links) - {"source"}
+    if unknown:
+        raise JobError(f"fabric has keys intra_node and inter_node, got also {', '.join(sorted(unknown))}")
+    return Fabric(name, links["intra_node"], links["inter_node"])
+
+
+def _link(key: str, link: Any) -> Link:
+    """A link from its table."""
+    optional = {*_LINK_KEYS, "ll128"} - set(_NEEDED)
+    if not isinstance(link, dict) or set(link) - optional != set(_NEEDED):
+        raise JobError(
+            f"fabric.{key} must be a table of bandwidth_gbytes_per_s (per device, per direction) and latency_us, and "
+            f"may have {', '.join(sorted(optional))}, got {link!r:.80}"
+        )
+    values: dict[str, Any] = {}
+    for name, value in link.items():
+        if name == "ll128":
+            if not isinstance(value, bool):
+                raise JobError(f"fabric.{key}.ll128 must be true or false, got {value!r:.80}")
+            values[name] = value
+            continue
+        least, most, field, unit = _LINK_KEYS[name]
+        if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= most:
+            raise JobError(f"fabric.{key}.{name} must be a number from {least:g} to {most:g}, got {value!r:.80}")
+        values[field] = value * unit
+    return Link(**values)
+
+
+# Fastest links of one device that exist (NVLink 5: 900 GB/s; XDR InfiniBand, one 800 Gb/s port per device: 100 GB/s).
+FASTEST = {"intra_node": 900e9, "inter_node": 100e9}
+CLOSE = 0.05  # relative difference up to which a bandwidth counts as a multiple of the usual one
+
+
+def suspicious_links(fabric: Fabric, devices_per_node: int, usual: Fabric | None = None) -> tuple[str, ...]:
+    """Bandwidths that are probably of a whole node, of both directions, or in bits.
+
+    Args:
+        fabric: Links as stated, which are to be one device's, in one direction, in bytes.
+        devices_per_node: Of the cluster.
+        usual: The usual links of the device, if they are known: multiples of them are suspicious.
+
+    Returns:
+        What looks wrong, for people.
+    """
+    found = []
+    kinds = [(2.0, "both directions together"), (8.0, "in Gbit/s")]
+    if devices_per_node > 2:
+        kinds.insert(0, (float(devices_per_node), f"a node's, of {devices_per_node} devices"))
+        kinds.append((2.0 * devices_per_node, f"both directions of a node's {devices_per_node} devices"))
+    for name in FASTEST if usual is not None else ():
+        speed, known = (getattr(one, name).bandwidth_bytes_per_s for one in (fabric, usual))
+        what = " or ".join(words for factor, words in kinds if abs(speed / known / factor - 1) <= CLOSE)
+        if what:
+            found.append(
+                f"fabric.{name}.bandwidth_gbytes_per_s is per device and per direction, in Gbyte/s; {speed / 1e9:g} is "
+                f"{speed / known:.3g} times what these devices usually have ({known / 1e9:g}): is it {what}?"
+            )
+    if found:
+        return tuple(found)
+    for name, fastest in FASTEST.items():
+        speed = getattr(fabric, name).bandwidth_bytes_per_s
+        if speed > 1.05 * fastest:
+            found.append(
+                f"fabric.{name}.bandwidth_gbytes_per_s is per device and per direction, in Gbyte/s; {speed / 1e9:g} is "
+                f"more than any device has ({fastest / 1e9:g}): is it a node's ({devices_per_node} devices: "
+                f"{speed / 1e9 / devices_per_node:g} each), or in Gbit/s ({speed / 8e9:g} Gbyte/s)?"
+            )
+    inter, intra = fabric.inter_node.bandwidth_bytes_per_s, fabric.intra_node.bandwidth_bytes_per_s
+    adapter = fabric.inter_node.adapter_bytes_per_s
+    if 0 < adapter < inter:
+        found.append(
+            f"fabric.inter_node.adapter_gbytes_per_s has no effect: it is the bandwidth of one adapter that several "
+            f"devices share, and {adapter / 1e9:g} is less than bandwidth_gbytes_per_s of one device ({inter / 1e9:g})"
+        )
+    if devices_per_node > 1 and inter > intra:
+        found.append(
+            f"fabric.inter_node is faster than intra_node ({inter / 1e9:g} > {intra / 1e9:g} Gbyte/s per device): "
+            f"is it a node's ({devices_per_node} devices: {inter / 1e9 / devices_per_node:g} each)?"
+        )
+    return tuple(found)

@@ -18,7 +18,7 @@ import numpy as np
 
 from stepsight.dataset.base.errors import EXTRAS, StepsightError
 from stepsight.dataset.graph.rank_graph import RankGraph
-from stepsight.dataset.hardware.fabric import Fabric
+from stepsight.dataset.hardware.hardware_facts import Fabric
 from stepsight.dataset.harness.base.plan_error import HarnessError
 from stepsight.dataset.harness.running.box import check_possible
 from stepsight.dataset.harness.running.launch import busy_note

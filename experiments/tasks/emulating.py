@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from stepsight.dataset.base.errors import CollectError, StepsightError
-from stepsight.dataset.hardware.fabric import Fabric
 from stepsight.dataset.hardware.hardware import alpha_beta_seconds
+from stepsight.dataset.hardware.hardware_facts import Fabric
 from stepsight.dataset.harness.base.plan_error import HarnessError
 from stepsight.dataset.harness.scripts.launch import Ranks
 from stepsight.dataset.kinds import COLLECTIVE_KINDS

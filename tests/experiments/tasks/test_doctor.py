@@ -10,7 +10,7 @@ import pytest
 
 from stepsight.cli import app
 from stepsight.dataset.base.errors import StepsightError
-from stepsight.dataset.hardware.fabric import Fabric, Link
+from stepsight.dataset.hardware.hardware_facts import Fabric, Link
 from stepsight.dataset.kinds.op import Collective
 from stepsight.dataset.runs.run_folder import write_imported
 from stepsight.dataset.traces.import_traces import import_ranks
