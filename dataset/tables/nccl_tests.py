@@ -12,15 +12,14 @@ import io
 import re
 import tarfile
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import PurePath
 from typing import NamedTuple
 
 from stepsight.dataset.base.bounded import check_unpacked, read_unpacked, reason
+from stepsight.dataset.base.errors import TableError
 from stepsight.dataset.kinds import benchmark_names
 from stepsight.dataset.kinds.op import COLLECTIVE_KINDS, Collective
-from stepsight.dataset.tables.measurements import Line, Rows, device_name, read_csv, read_text
+from stepsight.dataset.tables.measurements import Rows, device_name, read_csv, read_text
 
 LOGS = r"\.(log|out|txt)(\.gz)?$"
 FILES = LOGS + r"|\.(csv|tar)(\.gz)?$|\.tgz$"
@@ -38,8 +37,7 @@ _ROW = re.compile(rf"(?:\d+: )?\s*(\d+)\s+(\d+)\s+({_TYPES})\s+(.*)")
 _CLUSTER = re.compile(r"(?:example-)?cluster\d+")
 
 
-@dataclass(frozen=True, slots=True)
-class _Where:
+class _Where(NamedTuple):
     """Ranks of a run, and what tells its log from others."""
 
     num_ranks: int
@@ -50,29 +48,20 @@ class _Where:
     log: str
 
 
-class _Result(NamedTuple):
-    """A row of a log: its line, test and bytes; out of place and in place microseconds and wrong results."""
-
-    number: int
-    test: str
-    size: int
-    times_us: tuple[float, float]
-    wrong: tuple[str, str]
-
-
 def read(rows: Rows) -> None:
+    """Logs, archives of logs, or a table of what logs say."""
     if rows.path.name.endswith((".csv", ".csv.gz")):
         for line in read_csv(rows, _PARSED):
-            _read_parsed(rows, line)
-    elif rows.path.name.endswith((".tar", ".tar.gz", ".tgz")):
-        for name, text in _archived(rows):
-            _read_log(rows, name, text)
-    else:
+            log, nodes, device = line.cells.get("file", ""), line.whole("n_nodes"), device_name(line.text("device"))
+            fabric = _fabric(nodes, device, log)
+            where = _Where(line.whole("n_ranks", 2), nodes, device, fabric, "nccl-tests", log)
+            times = line.real("time_us_oop"), line.real("time_us_ip")
+            wrong = line.cells.get("wrong_oop", "0"), line.cells.get("wrong_ip", "0")
+            _add(rows, where, line.number, line.text("collective"), line.whole("size_bytes", 0), (times, wrong))
+        return
+    if not rows.path.name.endswith((".tar", ".tar.gz", ".tgz")):
         _read_log(rows, str(rows.path), read_text(rows))
-
-
-def _archived(rows: Rows) -> Iterator[tuple[str, str]]:
-    """Path and text of each log of an archive."""
+        return
     try:
         data = read_unpacked(rows.path)
         with tarfile.open(fileobj=io.BytesIO(data), mode="r:") as archive:
@@ -80,19 +69,11 @@ def _archived(rows: Rows) -> Iterator[tuple[str, str]]:
                 file = archive.extractfile(member) if re.search(LOGS, member.name) else None
                 if file is not None:
                     check_unpacked(member.size, len(data), rows.path)  # a sparse member takes no room in the archive
-                    yield member.name, file.read().decode("utf-8")
+                    _read_log(rows, member.name, file.read().decode("utf-8"))
+    except TableError:
+        raise
     except (OSError, EOFError, tarfile.TarError, UnicodeDecodeError) as error:
         raise rows.error(f"must be a whole archive of logs ({reason(error)})") from None
-
-
-def _read_parsed(rows: Rows, line: Line) -> None:
-    log = line.cells.get("file", "")
-    ranks, nodes = line.whole("n_ranks", 2), line.whole("n_nodes")
-    device = device_name(line.text("device"))
-    where = _Where(ranks, nodes, device, _fabric(nodes, device, log), "nccl-tests", log)
-    wrong = (line.cells.get("wrong_oop", "0"), line.cells.get("wrong_ip", "0"))
-    times = (line.real("time_us_oop"), line.real("time_us_ip"))
-    _add(rows, _Result(line.number, line.text("collective"), line.whole("size_bytes", 0), times, wrong), where)
 
 
 def _fabric(num_nodes: int, device: str, path: str) -> str:
@@ -120,22 +101,30 @@ def _read_log(rows: Rows, path: str, log: str) -> None:
                     "sums of 1 GB/s and more",
                     number,
                 )
-            if not _are_all(ranks):
-                num_left_out += 1
+            per_host = Counter(host for host, _ in ranks.values())
+            if len(ranks) > 1 and (len(ranks) <= max(ranks) or len(set(per_host.values())) > 1):
+                num_left_out += 1  # lines of several processes may overwrite each other
                 continue
             if _OTHER_OUTPUT.search(row[4]):
                 rows.skip("a row that other output interrupts")
                 continue
-            software = " ".join([f"nccl-tests{library}", *(f"{name}={variables[name]}" for name in sorted(variables))])
-            where = where or _where(rows, number, ranks, software, path)
+            if len(ranks) < 2:
+                rule = f"a log must list two ranks or more (#  Rank  0 ... on HOST ...), got {len(ranks)}"
+                raise rows.error(rule, number)
+            if where is None:
+                nodes, device = len({host for host, _ in ranks.values()}), device_name(ranks[min(ranks)][1])
+                software = [f"nccl-tests{library}", *(f"{name}={variables[name]}" for name in sorted(variables))]
+                fabric, log = _fabric(nodes, device, path), f"{path}:{number}"
+                where = _Where(len(ranks), nodes, device, fabric, " ".join(software), log)
             size = int(row[1])
-            _add(rows, _Result(number, test, size, *_times(rows, number, size, row[4])), where)
+            _add(rows, where, number, test, size, _times(rows, number, size, row[4]))
             num_rows += 1
             continue
         if found := tests.search(text):
             test = found[1]
         if found := _LIBRARY.search(text):
-            library = f" nccl {found[2] or _version(int(found[1]))}"
+            code = int(found[1] or 0)
+            library = f" nccl {found[2] or f'{code // 10000}.{code // 100 % 100}.{code % 100}'}"
         if found := _VARIABLE.search(text):
             variables[found[1]] = found[2].rstrip(".")
         if found := _RANK.search(text):
@@ -175,34 +164,6 @@ def _named(tests: re.Pattern[str], path: str, log: str) -> str:
     return ""
 
 
-def _is_wrong(cell: str) -> bool:
-    """Whether a run was wrong: by a number of wrong results, or in logs before 2022 by the largest relative error."""
-    if cell in ("0", "N/A", ""):
-        return False
-    try:
-        return not float(cell) < MOST_ERROR
-    except ValueError:
-        return True
-
-
-def _are_all(ranks: dict[int, tuple[str, str]]) -> bool:
-    """Whether a log lists every rank: lines of several processes may overwrite each other."""
-    per_host = Counter(host for host, _ in ranks.values())
-    return len(ranks) < 2 or (len(ranks) == max(ranks) + 1 and len(set(per_host.values())) == 1)
-
-
-def _version(code: int) -> str:
-    return f"{code // 10000}.{code // 100 % 100}.{code % 100}"
-
-
-def _where(rows: Rows, number: int, ranks: dict[int, tuple[str, str]], software: str, path: str) -> _Where:
-    if len(ranks) < 2:
-        raise rows.error(f"a log must list two ranks or more (#  Rank  0 ... on HOST ...), got {len(ranks)}", number)
-    nodes = len({host for host, _ in ranks.values()})
-    device = device_name(ranks[min(ranks)][1])
-    return _Where(len(ranks), nodes, device, _fabric(nodes, device, path), software, f"{path}:{number}")
-
-
 def _times(rows: Rows, number: int, size: int, text: str) -> tuple[tuple[float, float], tuple[str, str]]:
     """Out-of-place and in-place microseconds, and their wrong results, of what follows size, count and type.
 
@@ -221,8 +182,11 @@ def _times(rows: Rows, number: int, size: int, text: str) -> tuple[tuple[float, 
     return times, wrong
 
 
-def _add(rows: Rows, result: _Result, where: _Where) -> None:
-    number, test, size, times_us, wrong = result
+def _add(
+    rows: Rows, where: _Where, number: int, test: str, size: int, found: tuple[tuple[float, float], tuple[str, str]]
+) -> None:
+    """Add a result; ``found``: microseconds and wrong results, each out of place and in place."""
+    times_us, wrong = found
     kind = benchmark_names().get(test)
     in_place = kind == "all_reduce"
     if kind is None:
@@ -231,22 +195,22 @@ def _add(rows: Rows, result: _Result, where: _Where) -> None:
     if size == 0:
         rows.skip("no message size")
         return
-    if _is_wrong(wrong[in_place].strip()):
+    cell = wrong[in_place].strip()  # a number of wrong results, or in logs before 2022 the largest relative error
+    try:
+        right = cell in ("", "N/A") or float(cell) < MOST_ERROR
+    except ValueError:
+        right = False
+    if not right:
         rows.skip("wrong results")
         return
+    group, per_node = where.num_ranks, where.num_ranks // where.num_nodes
     if where.num_ranks % where.num_nodes:
         raise rows.error(f"nodes must have as many ranks each, got {where.num_ranks} on {where.num_nodes}", number)
-    group, per_node = where.num_ranks, where.num_ranks // where.num_nodes
     if COLLECTIVE_KINDS[kind].route == "message":
         if where.num_nodes > 2:
             rows.skip("a ring of messages over more than two nodes")
             return
         group, per_node = 2, 3 - where.num_nodes
-    rows.add(
-        Collective(kind, size, group, per_node),
-        times_us[in_place] * 1e-6,
-        device=where.device,
-        fabric=where.fabric,
-        software=f"{where.software} {'in-place' if in_place else 'out-of-place'}",
-        part=where.log,
-    )
+    software = f"{where.software} {'in-place' if in_place else 'out-of-place'}"
+    work, seconds = Collective(kind, size, group, per_node), times_us[in_place] * 1e-6
+    rows.add(work, seconds, device=where.device, fabric=where.fabric, software=software, part=where.log)
