@@ -15,6 +15,7 @@ from stepsight.dataset.hardware.hardware import HARDWARE
 from stepsight.dataset.job.execution import semantics_of
 from stepsight.dataset.job.job import BatchSpec, ClusterSpec, Job, ModelSpec, OptimizerSpec, ParallelSpec
 from stepsight.simulator.memory import estimate_memory
+from stepsight.simulator.memory.estimate import estimate_moments
 from stepsight.simulator.memory.part import part_memory
 from stepsight.simulator.memory.states import states_of
 from stepsight.simulator.programs.sizes import groups_of, part_shapes, rank_shape
@@ -77,6 +78,12 @@ JOBS: dict[str, dict[str, Any]] = {
     "experts fsdp": {"precision": "bf16", "dp": 4, "ep": 2, "zero_stage": 3, **EXPERTS},
     "latent attention": {"precision": "bf16", "tp": 2, **LATENT},
     "context parallel": {"precision": "bf16", "cp": 2, "dp": 2},
+    "foreach small vocabulary": {"vocab": 128, "fused": False},
+    "torch's runtime without prefetch": {"prefetch": 0, "runtime": "torch"},
+    "fsdp foreach of one layer": {"precision": "bf16", "dp": 2, "zero_stage": 3, "layers": 1, "seq_len": 248,
+                                  "vocab": 64, "fused": False, "prefetch": 2, "family": "bert"},
+    "foreach split backward": {"pp": 2, "layers": 6, "seq_len": 40, "micro_batch": 2, "vocab": 9000, "fused": False,
+                               "recompute": "selective", "schedule": "zb-h1", "zero_stage": 1, **TIED},
 }  # fmt: skip
 
 
@@ -101,7 +108,7 @@ def job(changes: dict[str, Any]) -> Job:
 
 
 def values(changes: dict[str, Any]) -> dict[str, Any]:
-    """Bytes per element, of every distinct part, and of every stage of a job."""
+    """Bytes per element, of every distinct part, and of every stage of a job, at most and at the step."""
     asked, gpu = job(changes), replace(HARDWARE["a100-sxm-80gb"], reserved_bytes=1e6, fragmentation=0.25)
     semantics = semantics_of(asked, gpu.kind)
     states = states_of(asked.parallel, semantics, asked.batch.dtype, groups_of(asked))
@@ -116,6 +123,7 @@ def values(changes: dict[str, Any]) -> dict[str, Any]:
                    "placeholder_bytes": execution["placeholder_bytes"], "loss_bytes": execution["loss_bytes"]},
         "parts": [asdict(part) for part in parts],
         "stages": [[*sizes, flying, moment] for sizes, flying, moment in stages],
+        "moments": [[each.max(), each[-1]] for each in estimate_moments(asked, gpu)],  # the last one: the step
     }  # fmt: skip
     tables: dict[str, Any] = json.loads(json.dumps(found))
     return tables

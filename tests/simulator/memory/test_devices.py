@@ -38,6 +38,9 @@ def test_a_smaller_device_decides_for_its_stage(job: Job, gpu: Hardware) -> None
     assert "its smallest device, a100-sxm-40gb, has 42.5 GB" in memory.reason
     assert memory.to_dict()["capacity_bytes"] == 42.5e9
     assert memory.to_dict()["stages"][0]["capacity_bytes"] == 80e9
+    larger = estimate_memory(mixed(job, 0, 1, hardware="b200-sxm-180gb"), gpu)  # more bytes, and a smaller share
+    assert larger.stages[0].total > larger.stages[1].total and larger.fullest == 1
+    assert (larger.peak_bytes, larger.capacity_bytes) == (larger.stages[1].total, 80e9)
 
 
 def test_the_smaller_devices_reserve_counts(job: Job, gpu: Hardware) -> None:
