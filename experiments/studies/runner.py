@@ -6,32 +6,18 @@ from collections.abc import Mapping
 
 from stepsight.experiments.studies import (
     bench,
-    capture_agreement,
     context,
-    emulation,
-    memory,
+    emulation_and_what_if,
     one_gpu,
     public_tables,
     search_regret,
     small_to_large,
-    what_if_accuracy,
+    torch_agreement,
 )
 from stepsight.experiments.studies.study import Study
 
-STUDIES: Mapping[str, Study] = {
-    study.name: study
-    for study in (
-        bench.STUDY,
-        capture_agreement.STUDY,
-        public_tables.COLLECTIVES,
-        context.STUDY,
-        emulation.STUDY,
-        public_tables.KERNELS,
-        memory.STUDY,
-        one_gpu.STUDY,
-        search_regret.STUDY,
-        small_to_large.STUDY,
-        public_tables.TRANSFER,
-        what_if_accuracy.STUDY,
-    )
-}
+_TABLES = (public_tables.COLLECTIVES, public_tables.KERNELS, public_tables.TRANSFER)
+_REPLAYS = (emulation_and_what_if.EMULATE, emulation_and_what_if.WHAT_IF)
+_TORCH = (torch_agreement.CAPTURE, torch_agreement.MEMORY)
+_ALONE = (bench.STUDY, context.STUDY, one_gpu.STUDY, search_regret.STUDY, small_to_large.STUDY)
+STUDIES: Mapping[str, Study] = {study.name: study for study in (*_ALONE, *_TABLES, *_REPLAYS, *_TORCH)}

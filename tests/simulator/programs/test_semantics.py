@@ -19,7 +19,7 @@ from stepsight.dataset.job.job import ExecutionSpec, Job
 from stepsight.dataset.job.specs import ENGINES, PRECISIONS
 from stepsight.dataset.kinds.op import DTYPE_BYTES, Collective, Op
 from stepsight.dataset.runs.run_folder import read_run
-from stepsight.experiments.studies.memory import tracked_job, tracked_row
+from stepsight.experiments.studies.torch_agreement import tracked_job, tracked_row
 from stepsight.simulator.memory import estimate_memory
 from stepsight.simulator.programs import lower as lowering
 from stepsight.simulator.programs.lower import Lowered, lower, signatures

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from stepsight.dataset.base.errors import JobError
-from stepsight.experiments.studies.memory import tracked_job, tracked_row
+from stepsight.experiments.studies.torch_agreement import tracked_job, tracked_row
 
 SIZE: dict[str, Any] = {"layers": 2, "hidden": 256, "heads": 4, "vocab": 1024, "seq_len": 128, "micro_batch": 2}
 LLAMA: dict[str, Any] = {"family": "llama", "kv_heads": 2, "ffn": 704}

@@ -1,0 +1,263 @@
+"""Jobs against PyTorch itself: predicted peak memory, and programs captured from scripts.
+
+The reference of memory is torch's ``MemTracker`` in training steps of the harness in a fake world: tensors are fake and
+messages go nowhere, but every storage is made and freed as in a real run.  Plain data parallelism is left out: DDP's
+reducer reads data that fake tensors lack.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fnmatch
+import json
+import math
+import re
+import statistics
+import sys
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed._tools.mem_tracker import MemTracker
+from torch.distributed.pipelining import schedules as pipelines
+from torch.distributed.pipelining import stage as stages_of_pipelines
+from torch.testing._internal.distributed.fake_pg import FakeStore  # importing it registers the backend
+
+from stepsight.dataset.base.errors import JobError, StepsightError
+from stepsight.dataset.capture.captured import collective_counts, compute_flops
+from stepsight.dataset.capture.capturing_run import CaptureRequest, capture
+from stepsight.dataset.hardware.hardware import HARDWARE
+from stepsight.dataset.harness.models import parallel
+from stepsight.dataset.job.job import Job
+from stepsight.dataset.kinds.op import Collective
+from stepsight.experiments.studies.study import Row, Study, cases, rows_text
+from stepsight.simulator.iteration.simulate import segment_flops, simulate
+from stepsight.simulator.memory import estimate_memory
+from stepsight.simulator.programs.lower import Lowered
+from stepsight.simulator.replay.captured_step import time_captured
+from stepsight.training.prediction.prediction import asked_predictor
+
+_MODEL = ("family", "layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "seq_len", "tied_embeddings")
+
+
+def tracked_job(values: Mapping[str, Any], **tables: Row) -> Job:
+    """A job of the harness from sizes and changes; other tables of it as they are stated."""
+    merged: Row = {"family": "gpt", "tp": 1, "pp": 1, "dp": 1, "micro_batch": 1, "micro_batches": 1, **values}
+    micro, many = merged.pop("micro_batch"), merged.pop("micro_batches")
+    model = {key: merged.pop(key) for key in _MODEL if key in merged}
+    precision = merged.pop("precision", "fp32")
+    devices = merged["tp"] * merged["pp"] * merged["dp"]
+    return Job.from_dict(
+        {
+            "model": model,
+            "parallel": merged,
+            "batch": {"micro_batch": micro, "global_batch": micro * many * merged["dp"], "precision": precision},
+            "cluster": {"hardware": "local-cpu", "devices_per_node": devices, "fabric": "loopback"},
+            **tables,
+        }
+    )
+
+
+def tracked_row(job: Job, rank: int = 0) -> Row:
+    """One rank of a job, tracked and estimated."""
+    p = job.parallel
+    stage = estimate_memory(job, HARDWARE["local-cpu"]).stages[rank // (p.tp * p.dp)]
+    name = job.name + (f" {p.recompute}" if p.recompute != "none" else "") + (f" rank {rank}" if rank else "")
+    truth = tracked_peak(job, rank)
+    return {"name": name, "truth_bytes": truth, "estimate_bytes": stage.tensors, "error": stage.tensors / truth - 1}
+
+
+class _Tracker(MemTracker):
+    """Only storages: statistics of modules allow one micro-batch."""
+
+    _ignored: Any = lambda *_: None
+    _pre_fw_hook = _post_fw_hook = _pre_bw_hook = _post_bw_hook = _ignored
+
+
+def tracked_peak(job: Job, rank: int = 0) -> int:
+    """Bytes of all tensors of a rank at the peak of its second step.
+
+    Raises:
+        JobError: If the fake world cannot run it.
+    """
+    p, device = job.parallel, torch.device("cpu")
+    ranks, sharded = p.tp * p.pp * p.dp, p.zero_stage == 3 and p.dp > 1
+    if p.dp > 1 and p.pp == 1 and not sharded:
+        raise JobError("DDP does not run on fake tensors: dp > 1 needs zero_stage 3 or pp > 1")
+    if job.batch.precision == "bf16" and not sharded:
+        raise JobError("mixed precision is FSDP2's here: bf16 needs zero_stage 3 and dp > 1")
+    with ExitStack() as stack:
+        if ranks > 1:
+            stack.enter_context(_fake_world(ranks, rank))
+            parallel.device_mesh("cpu", pp=p.pp, dp=p.dp, tp=p.tp)  # with real numbers, before all tensors are fake
+        stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        training, tracker = parallel.Training(job.to_dict(), device), _Tracker()
+        tracker.track_external(training.model, training.optimizer, training.tokens, training.targets)
+        with tracker:
+            training.step()
+            tracker._peak_mem = dict.fromkeys(tracker._peak_mem, 0)
+            training.step()
+        return int(tracker.get_tracker_snapshot("peak")[device]["Total"])
+
+
+@contextmanager
+def _fake_world(size: int, rank: int) -> Iterator[None]:
+    parallel.device_mesh.cache_clear()
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
+    try:
+        with mock.patch.object(pipelines._PipelineSchedule, "_warmup_p2p", _agree_on_static_shapes):
+            yield
+    finally:
+        dist.destroy_process_group()
+        parallel.device_mesh.cache_clear()
+
+
+def _agree_on_static_shapes(_: object, stages: list[object], *__: object) -> None:
+    """Stages exchange messages about whether their shapes are static; they are."""
+    for stage in stages:
+        stage._inference_mode = stages_of_pipelines.InferenceMode.STATIC  # type: ignore[attr-defined]
+
+
+def run_memory(options: argparse.Namespace) -> tuple[Any, str]:
+    """Track every size with every strategy."""
+    tried, rows = cases("memory"), list[Row]()
+    for size in tried["sizes"]:
+        for way in tried["ways"]:
+            change = {key: value for key, value in way.items() if key != "rank"}
+            rows.append(tracked_row(tracked_job({**size, **change}), way["rank"]))
+    errors = [row["error"] for row in rows]
+    sizes = list(map(abs, errors))
+    median, worst, bias = statistics.median(sizes), max(sizes), statistics.median(errors)
+    shown = [
+        {"name": row["name"], "truth": row["truth_bytes"] / 1e9, "estimate": row["estimate_bytes"] / 1e9,
+         "percent": 100 * row["error"]}
+        for row in rows
+    ]  # fmt: skip
+    columns = {"job": "name", "MemTracker GB": "truth", "estimate GB": "estimate", "error %": "percent"}
+    told = f"{len(rows)} jobs: median error {100 * median:.1f} %, worst {100 * worst:.1f} %, bias {100 * bias:.1f} %"
+    summary = {"rows": len(rows), "median": median, "worst": worst, "bias": bias}
+    return {"summary": summary, "rows": rows}, f"{rows_text(shown, columns, 3)}\n\n{told}"
+
+
+MEMORY = Study(
+    "memory",
+    "Compare predicted peak memory with PyTorch's own count of every tensor, in training steps of the harness on fake "
+    "tensors.",
+    run_memory,
+)
+
+
+SCRIPT = Path(__file__).with_name("scripts.py")
+CAPTURED_ON = "h100-sxm-80gb"
+Counts = Counter[tuple[str, int, int]]  # by kind, bytes and group size
+
+
+def strategies() -> dict[str, Row]:
+    """Sizes and degrees of every strategy, by name."""
+    found = cases("capture")
+    models: dict[str, Row] = found["models"]
+    return {name: {**models[re.split("[ ,]", name)[0]], **own} for name, own in found["strategies"].items()}
+
+
+def captured_job(values: Mapping[str, Any]) -> Job:
+    """A job from sizes and degrees."""
+    values = {"precision": "pure-bf16", **{key: value for key, value in values.items() if key != "autocast"}}
+    ranks = math.prod(values.get(key, 1) for key in ("tp", "pp", "dp"))
+    if values.get("pp", 1) > 1:  # as the harness runs pipelines: torch's runtime, gradients reduced after the schedule
+        values |= {"runtime": "torch", "overlap_grad_reduce": False}
+    cluster = {"hardware": CAPTURED_ON, "nodes": -(-ranks // 8), "devices_per_node": min(ranks, 8)}
+    return tracked_job(values, cluster=cluster, execution={"engine": "eager-pytorch"})
+
+
+def lowered_counts(lowered: Lowered, stage: int) -> tuple[Counts, float]:
+    """Collectives and FLOP of one rank of a stage."""
+    found: Counts = Counter()
+    flops, track = 0.0, lowered.track
+    for index in [*lowered.segment[track.stage == stage].tolist(), int(lowered.optimizer[stage])]:
+        segment = lowered.segments[index]
+        flops += segment_flops(segment)
+        for node, lost in zip(segment.program.nodes, segment.graph.taken, strict=True):
+            if isinstance(node.work, Collective) and not lost:
+                both = 2 if node.work.kind == "send_recv" else 1  # a rank of a ring sends one and receives one
+                found[node.work.kind, node.work.num_bytes, node.work.group_size] += both
+    for message, source, target in zip(lowered.message, track.source, track.target, strict=True):
+        if stage in (track.stage[source], track.stage[target]):
+            work = lowered.messages[message]
+            found[work.kind, work.num_bytes, work.group_size] += 1
+    return found, flops
+
+
+def compare(name: str, values: Mapping[str, Any]) -> Row:
+    """One strategy, lowered and captured."""
+    job = captured_job(values)
+    predictor = asked_predictor(job.cluster.hardware, None)
+    assert predictor is not None
+    latency = predictor.latency(job)
+    simulation = simulate(job, latency)
+    words = ("job", json.dumps(job.to_dict()), *(["--autocast"] if values.get("autocast") else []))
+    asked = CaptureRequest(SCRIPT, words, job.cluster.num_devices, job.cluster.devices_per_node)
+    captured = capture(asked)
+    step = time_captured(captured.graphs, latency)
+    differences, flops, collectives = [], [], 0
+    for graph in captured.graphs:
+        stage = graph.rank // (job.cluster.num_devices // job.parallel.pp)
+        mine, lowered_flops = lowered_counts(simulation.lowered, stage)
+        theirs: Counts = Counter()
+        for row in collective_counts(graph):
+            theirs[row["kind"], row["num_bytes"], row["group_size"]] += row["count"]
+        flops.append(abs(lowered_flops / compute_flops(graph) - 1.0))
+        collectives += int(theirs.total())
+        differences += [
+            {"stage": stage, "kind": key[0], "num_bytes": key[1], "group_size": key[2], "lowered": mine[key],
+             "captured": theirs[key]}
+            for key in sorted(mine.keys() | theirs.keys())
+            if mine[key] != theirs[key]
+        ]  # fmt: skip
+    return {
+        "strategy": name,
+        "ranks": job.cluster.num_devices,
+        "captured_ranks": len(captured.graphs),
+        "collectives": collectives,
+        "differences": differences,
+        "flops_off_percent": 100.0 * max(flops),
+        "lowered_s": simulation.iteration_time_s,
+        "captured_s": step.iteration_time_s,
+        "time_off_percent": 100.0 * (simulation.iteration_time_s / step.iteration_time_s - 1.0),
+        "breakdowns": [simulation.breakdown, step.breakdown],
+    }
+
+
+def run_capture(options: argparse.Namespace) -> tuple[Any, str]:
+    """All strategies whose names match."""
+    rows = []
+    for name, values in strategies().items():
+        if fnmatch.fnmatch(name, options.only):
+            print(f"capturing {name}", file=sys.stderr)
+            rows.append(compare(name, values))
+    if not rows:
+        raise StepsightError(f"--only must match one of {', '.join(strategies())}, got {options.only!r:.80}")
+    told = [{**row, "agree": f"{len(row['differences'])} differ" if row["differences"] else "all"} for row in rows]
+    columns = {"strategy": "strategy", "ranks": "ranks", "collectives": "collectives", "agree": "agree",
+               "FLOP off, %": "flops_off_percent", "job ms": "lowered_s", "script ms": "captured_s",
+               "time off, %": "time_off_percent"}  # fmt: skip
+    off = [abs(row["time_off_percent"]) for row in rows]
+    told_off = f"time off by {np.mean(off):.2f} % on average, {max(off):.2f} % at most, over {len(rows)} strategies"
+    return {"rows": rows}, f"{rows_text(told, columns, 2)}\n\n{told_off}"
+
+
+CAPTURE = Study(
+    "capture",
+    "Compare lowered jobs with the same models and strategies captured from scripts. The script trains the harness' "
+    "own model of the job. Both are timed with the same durations. The table shows, for each strategy, whether all "
+    "collectives agree in kind, bytes, group size and count, by how much FLOP differ, and by how much the predicted "
+    "times differ.",
+    run_capture,
+    {"--only": {"default": "*", "help": "strategies whose names match, as '*fsdp*'"}},
+)
