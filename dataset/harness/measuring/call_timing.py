@@ -15,7 +15,6 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
 from ..ops.input_pool import Call
 from .device import give_back_memory
@@ -75,7 +74,7 @@ class Clock:
     def __init__(self, device: torch.device) -> None:
         self._queue = CudaQueue() if device.type == "cuda" else None
 
-    def __call__(self, run: Callable[..., object], *inputs: Tensor) -> float:
+    def __call__(self, run: Callable[..., object], *inputs: Any) -> float:
         """Time one call from the host, until the device has finished."""
         if self._queue is not None:
             self._queue.wait()

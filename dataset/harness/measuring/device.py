@@ -17,7 +17,6 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
-from functools import lru_cache
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
@@ -149,15 +148,12 @@ def free_memory() -> None:
         torch.cuda.empty_cache()
 
 
+_trim: Callable[[int], object] = getattr(ctypes.CDLL(None), "malloc_trim", abs)  # glibc has it
+
+
 def give_back_memory() -> None:
-    """Return the host's free memory to the system, where the C library can (glibc)."""
-    _trim()(0)
-
-
-@lru_cache(1)
-def _trim() -> Callable[[int], object]:
-    found = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    return found if found is not None else abs
+    """Return the host's free memory to the system, where the C library can."""
+    _trim(0)
 
 
 def out_of_memory(error: RuntimeError) -> bool:
@@ -175,15 +171,25 @@ def gpu_name(device: torch.device) -> str:
     return "0" if alone and not ask(name, "clocks.sm") else name
 
 
+def memory_bytes(device: torch.device) -> int:
+    """Memory of a GPU, or of this machine."""
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).total_memory)
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
 def fingerprint(device: torch.device) -> dict[str, Any]:
     """Return the properties of the machine that times depend on."""
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text("utf-8", errors="replace").splitlines() if cpuinfo.exists() else []
+    models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     facts: dict[str, Any] = {
         "device": "cpu",
         "machine": platform.machine(),
         "system": platform.system(),
-        "processor": _processor(),
+        "processor": models[0] if models else platform.processor(),
         "cores": os.cpu_count(),
-        "memory_bytes": _memory_bytes(),
+        "memory_bytes": memory_bytes(device),
         "torch": torch.__version__,
         "threads_per_rank": torch.get_num_threads(),
     }
@@ -192,7 +198,6 @@ def fingerprint(device: torch.device) -> dict[str, Any]:
         driver = ask(gpu_name(device), "driver_version")
         facts |= {
             "device": properties.name,
-            "memory_bytes": properties.total_memory,
             "num_processors": properties.multi_processor_count,
             "cache_bytes": int(getattr(properties, "L2_cache_size", 0)),
             "cuda": torch.version.cuda,
@@ -200,16 +205,3 @@ def fingerprint(device: torch.device) -> dict[str, Any]:
             **({"driver": driver[0]} if driver else {}),
         }
     return facts
-
-
-def _processor() -> str:
-    path = Path("/proc/cpuinfo")
-    if path.exists():
-        for line in path.read_text("utf-8", errors="replace").splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor()
-
-
-def _memory_bytes() -> int:
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -12,7 +12,7 @@ import os
 import random
 import statistics
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from contextlib import suppress
 from functools import lru_cache
 from typing import Any
@@ -27,7 +27,7 @@ from ..ops.callables import is_replayed, op_call, replayed_call
 from ..ops.input_pool import DTYPES, NARROW, Call, Pool
 from ..ops.op_products import precision, scaled_product
 from .call_timing import Clock
-from .device import free_memory, out_of_memory
+from .device import free_memory, memory_bytes, out_of_memory
 
 _OP_REPEATS, _COLLECTIVE_REPEATS = (3, 25), (8, 40)  # per visit
 _PAUSE_S = 5e-3
@@ -42,108 +42,127 @@ def measure_events(
     ``say`` is told what has begun, and ``done`` units (one per signature).  ``asleep``: the ranks of a box do not
     compute, so there are no facts to measure.
     """
-    clock, began = Clock(device), time.monotonic()
+    began = time.monotonic()
     ops, collectives = list(event.get("ops", ())), list(event.get("collectives", ()))
-    hardware = {} if asleep else measure_facts(device, clock, {op["dtype"] for op in ops})
+    dtypes = {op["dtype"] for op in ops}
+    hardware = {} if asleep else measure_facts(device, Clock(device), dtypes)
     took = {"facts": time.monotonic() - began}
     random.Random(0).shuffle(ops)  # ops of similar sizes are measured at different times
     # Collectives are measured before and after the ops, because their times drift more within seconds.
-    budget = _Budget(event["seconds"], len(ops) + 2 * len(collectives), _MOST_SECONDS[device.type])
     known = {*DTYPES, *(name for name in hardware.get("peak_flops", ()) if name in NARROW)}
-    pools = {name: Pool(device, name) for name in sorted({op["dtype"] for op in ops} & known)}
+    visits = _Visits(device, event["seconds"], len(ops) + 2 * len(collectives), sorted(dtypes & known))
+    visits.pause_s = _PAUSE_S if asleep else 0.0
     records: list[dict[str, Any]] = []
     skipped: list[dict[str, Any]] = []
-    pause_s = _PAUSE_S if asleep else 0.0
-    earlier = [_try_collective(collective, device, clock, budget, pause_s) for collective in collectives]
+    earlier: list[list[float] | str] = []
+    for collective in collectives:
+        try:
+            earlier.append(visits.collective(collective))
+        except (HarnessError, RuntimeError) as error:  # RuntimeError: this backend has no such collective
+            earlier.append(str(error).splitlines()[0])
     for op in ops:
         try:
-            samples = _time_op(op, pools, clock, budget)
+            records.append({"op": op, **visits.op(op)})
         except HarnessError as error:
             skipped.append({"op": op, "reason": str(error)})
-        else:
-            records.append({"op": op, **samples})
         say(f"events {event['name']}: {op['kind']}", done=1)
     for collective, first in zip(collectives, earlier, strict=True):
         if isinstance(first, str):
             skipped.append({"collective": collective, "reason": first})
         else:
-            second = _time_collective(collective, device, clock, budget, pause_s)
-            records.append({"collective": collective, "samples": first + second})
+            records.append({"collective": collective, "samples": first + visits.collective(collective)})
         say(f"events {event['name']}: {collective['kind']}", done=1)
     took["signatures"] = time.monotonic() - began - took["facts"]
     return {"records": _merge(records), "skipped": skipped, "hardware": hardware, "took_seconds": took}
 
 
-class _Budget:
-    """Divides the remaining time among the remaining signatures."""
+class _Visits:
+    """Times one signature after the other, on all ranks; the time that is left is divided among those that are left.
 
-    def __init__(self, seconds: float, items: int, most: float) -> None:
-        self._end, self._left, self._most = time.perf_counter() + seconds, items, most
+    ``pause_s`` between samples of a collective lets links rest, as computation does in training.
+    """
 
-    def share(self) -> float:
+    def __init__(self, device: torch.device, seconds: float, items: int, dtypes: Iterable[str]) -> None:
+        self._device, self._clock = device, Clock(device)
+        self._end, self._left = time.perf_counter() + seconds, items
+        self._pools = {name: Pool(device, name) for name in dtypes}
+        self.pause_s = 0.0
+
+    def _share(self) -> float:
         left = max(0.0, self._end - time.perf_counter()) / max(1, self._left)
         self._left -= 1
-        return min(left, self._most)
+        return min(left, _MOST_SECONDS[self._device.type])
+
+    def op(self, op: dict[str, Any]) -> dict[str, Any]:
+        """``samples``; on CUDA ``host_samples``, and for some calls on a CPU ``fresh_samples``."""
+        share, dtype = self._share(), op["dtype"]
+        if dtype not in self._pools:
+            raise HarnessError(f"dtype must be one of {', '.join(sorted({*DTYPES, *self._pools}))}, got {dtype!r}")
+        with torch.no_grad(), precision(dtype):
+            call, first, reason = self._warm(op)
+            count = _repeats(first, share, _OP_REPEATS)
+            if call is None or not count:
+                raise HarnessError(reason or "another rank could not run it")
+            found = self._clock.samples(call, count, share)
+            fresh = self._clock.fresh_samples(call, count) if call.fresh else []
+        others = {"host_samples": found.host, "fresh_samples": fresh}
+        return {"samples": found.device, **{name: samples for name, samples in others.items() if samples}}
+
+    def _warm(self, op: dict[str, Any]) -> tuple[Call | None, float, str]:
+        """The op once it has run twice, the second time's seconds, and what kept it from running (then there is no
+        call).
+
+        Where memory runs out, all pools make room and it is tried once more.
+        """
+        pool, clock, reason = self._pools[op["dtype"]], self._clock, ""
+        for _ in range(2):
+            call = None
+            try:
+                if "call" in op and is_replayed(op["call"][0]):
+                    call = replayed_call(op["call"], self._device)
+                else:
+                    call = op_call(op["kind"], op["dims"], pool)
+                clock(call.run, *call.inputs())
+                return call, clock(call.run, *call.inputs()), ""
+            except RuntimeError as error:
+                reason = str(error).splitlines()[0]
+                if not out_of_memory(error):  # no kernel of this device or version does it
+                    break
+            for each in self._pools.values():
+                each.clear()
+            free_memory()
+        clock(lambda: None)  # what a kernel did wrong for good shows here, and ends the collection
+        return None, float("inf"), reason
+
+    def collective(self, collective: dict[str, Any]) -> list[float]:
+        """Samples of a collective, none on ranks that are left over."""
+        share = self._share()
+        kind, size = collective["kind"], collective["group_size"]
+        how = collective_call(kind, size)
+        ranks, group = _group(size, collective["ranks_per_node"], how.messages > 0)
+        member = dist.get_rank() in ranks
+        data = buffers(collective["num_bytes"], ranks, group, size, self._device)
+        first = 0.0
+        for _ in range(3):
+            barrier()
+            first = self._clock(how.run, data) if member else 0.0
+        samples: list[float] = []
+        for _ in range(_repeats(first, share, _COLLECTIVE_REPEATS)):
+            time.sleep(self.pause_s)
+            if member:
+                samples.append(self._clock(how.run, data) / max(how.messages, 1))
+        return samples
 
 
 def _repeats(first: float, share: float, limits: tuple[int, int]) -> int:
     """How often all ranks, which meet here, repeat what took this one ``first`` seconds; 0 if one cannot run it."""
-    agreed = min(gather_numbers(-1 if first == float("inf") else int(share / max(first, 1e-6))))
-    return max(limits[0], min(limits[1], agreed)) if agreed >= 0 else 0
-
-
-def gather_numbers(value: int) -> list[int]:
-    """Every rank's number; faster than ``gather``."""
-    if dist.get_world_size() == 1:
-        return [value]
-    device = "cuda" if dist.get_backend() == "nccl" else "cpu"
-    mine = torch.tensor([value], device=device, dtype=torch.int64)
-    everyone = torch.empty(dist.get_world_size(), device=device, dtype=torch.int64)
-    all_gather(everyone, mine, None)
-    numbers: list[int] = everyone.tolist()
-    return numbers
-
-
-def _time_op(op: dict[str, Any], pools: dict[str, Pool], clock: Clock, budget: _Budget) -> dict[str, Any]:
-    """``samples``; on CUDA ``host_samples``, and for some calls on a CPU ``fresh_samples``."""
-    share = budget.share()
-    if op["dtype"] not in pools:
-        raise HarnessError(f"dtype must be one of {', '.join(sorted({*DTYPES, *pools}))}, got {op['dtype']!r}")
-    with torch.no_grad(), precision(op["dtype"]):
-        call, first, reason = _warm(op, pools, clock)
-        count = _repeats(first, share, _OP_REPEATS)
-        if call is None or not count:
-            raise HarnessError(reason or "another rank could not run it")
-        found = clock.samples(call, count, share)
-        fresh = clock.fresh_samples(call, count) if call.fresh else []
-    others = {"host_samples": found.host, "fresh_samples": fresh}
-    return {"samples": found.device, **{name: samples for name, samples in others.items() if samples}}
-
-
-def _warm(op: dict[str, Any], pools: dict[str, Pool], clock: Clock) -> tuple[Call | None, float, str]:
-    """The op once it has run twice, the second time's seconds, and what kept it from running (then there is no call).
-
-    Where memory runs out, all pools make room and it is tried once more.
-    """
-    reason = ""
-    for _ in range(2):
-        call = None
-        try:
-            if "call" in op and is_replayed(op["call"][0]):
-                call = replayed_call(op["call"], pools[op["dtype"]].device)
-            else:
-                call = op_call(op["kind"], op["dims"], pools[op["dtype"]])
-            clock(call.run, *call.inputs())
-            return call, clock(call.run, *call.inputs()), ""
-        except RuntimeError as error:
-            reason = str(error).splitlines()[0]
-            if not out_of_memory(error):  # no kernel of this device or version does it
-                break
-        for pool in pools.values():
-            pool.clear()
-        free_memory()
-    clock(lambda: None)  # what a kernel did wrong for good shows here, and ends the collection
-    return None, float("inf"), reason
+    wanted = -1 if first == float("inf") else int(share / max(first, 1e-6))
+    if (size := dist.get_world_size()) > 1:  # faster than ``gather``
+        device = "cuda" if dist.get_backend() == "nccl" else "cpu"
+        everyone = torch.empty(size, device=device, dtype=torch.int64)
+        all_gather(everyone, torch.tensor([wanted], device=device, dtype=torch.int64), None)
+        wanted = min(everyone.tolist())
+    return max(limits[0], min(limits[1], wanted)) if wanted >= 0 else 0
 
 
 @lru_cache(maxsize=1024)  # process groups of this worker; all of its ranks ask alike
@@ -169,43 +188,6 @@ def _group(group_size: int, ranks_per_node: int, messages: bool) -> tuple[list[i
                 if dist.get_rank() in places[:group_size]:
                     mine = (places[:group_size], group)
     return mine
-
-
-def _try_collective(
-    collective: dict[str, Any], device: torch.device, clock: Clock, budget: _Budget, pause_s: float
-) -> list[float] | str:
-    """Samples, or why there are none."""
-    try:
-        return _time_collective(collective, device, clock, budget, pause_s)
-    except (HarnessError, RuntimeError) as error:  # RuntimeError: this backend has no such collective
-        return str(error).splitlines()[0]
-
-
-def _time_collective(
-    collective: dict[str, Any], device: torch.device, clock: Clock, budget: _Budget, pause_s: float
-) -> list[float]:
-    """Samples; ``pause_s`` between them lets links rest, as computation does in training."""
-    share = budget.share()
-    kind, size = collective["kind"], collective["group_size"]
-    how = collective_call(kind, size)
-    ranks, group = _group(size, collective["ranks_per_node"], how.messages > 0)
-    member = dist.get_rank() in ranks
-    data = buffers(collective["num_bytes"], ranks, group, size, device)
-
-    def call() -> object:
-        return how.run(data)
-
-    first = 0.0
-    for _ in range(3):
-        barrier()
-        first = clock(call) if member else 0.0
-    count = _repeats(first, share, _COLLECTIVE_REPEATS)
-    samples: list[float] = []
-    for _ in range(count):
-        time.sleep(pause_s)
-        if member:
-            samples.append(clock(call) / max(how.messages, 1))
-    return samples
 
 
 def _merge(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -237,32 +219,31 @@ def measure_facts(device: torch.device, clock: Clock, dtypes: Collection[str] = 
     (read plus written), ``memory_bytes`` (the node's share of one rank on CPU), ``op_latency_s`` of an op that does
     nothing, and with at least two ranks ``comm_compute_share``.
     """
-    peaks = _peaks(device, clock, dtypes)
+    on_cpu = device.type == "cpu"
+    peaks = {name: _peak_flops(device, name, clock) for name in DTYPES if not on_cpu or name in ("fp32", *dtypes)}
+    for name, since in (("tf32", (8, 0)), ("fp8", (8, 9))):
+        if not on_cpu and torch.cuda.get_device_capability(device) >= since:
+            with suppress(RuntimeError):
+                peaks[name] = _peak_flops(device, name, clock)
+    numel = 2**24 if on_cpu else 2**28
+    source, target = torch.rand(numel, device=device), torch.empty(numel, device=device)
+    barrier()
+    clock(target.copy_, source)
+    copying = statistics.median(clock.samples(Call(lambda: target.copy_(source)), 7, _SECONDS).device)
     found = {
         **{f"peak_flops.{name}": peak for name, peak in peaks.items()},
-        "memory_bandwidth_bytes_per_s": _bandwidth(device, clock),
+        "memory_bandwidth_bytes_per_s": 8.0 * numel / copying,
         "op_latency_s": _op_latency(device, clock),
     }
     everyone = gather(found)
     mean = {key: statistics.fmean(each[key] for each in everyone) for key in found}
     result: dict[str, Any] = {"peak_flops": {name: mean.pop(f"peak_flops.{name}") for name in peaks}, **mean}
-    result["memory_bytes"] = _memory_bytes(device)
+    result["memory_bytes"] = memory_bytes(device)
+    if on_cpu:
+        result["memory_bytes"] //= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if dist.get_world_size() > 1:
         result["comm_compute_share"] = comm_compute_share(device, clock)
     return result
-
-
-def _peaks(device: torch.device, clock: Clock, dtypes: Collection[str]) -> dict[str, float]:
-    """Measure the peak by dtype, for the dtypes in which this GPU has products."""
-    if device.type == "cpu":
-        return {name: _peak_flops(device, name, clock) for name in DTYPES if name == "fp32" or name in dtypes}
-    peaks = {name: _peak_flops(device, name, clock) for name in DTYPES}
-    capability = torch.cuda.get_device_capability(device)
-    for name, since in (("tf32", (8, 0)), ("fp8", (8, 9))):
-        if capability >= since:
-            with suppress(RuntimeError):
-                peaks[name] = _peak_flops(device, name, clock)
-    return peaks
 
 
 def _peak_flops(device: torch.device, dtype: str, clock: Clock) -> float:
@@ -288,14 +269,6 @@ def _product(device: torch.device, dtype: str, size: int) -> Call:
     return Call(lambda: a @ b)
 
 
-def _bandwidth(device: torch.device, clock: Clock) -> float:
-    numel = 2**24 if device.type == "cpu" else 2**28
-    source, target = torch.rand(numel, device=device), torch.empty(numel, device=device)
-    barrier()
-    clock(target.copy_, source)
-    return 8.0 * numel / statistics.median(clock.samples(Call(lambda: target.copy_(source)), 7, _SECONDS).device)
-
-
 def _op_latency(device: torch.device, clock: Clock) -> float:
     """Measure the latency of an op on the device alone, if the device is not the host."""
     x = torch.zeros(1, device=device)
@@ -309,14 +282,6 @@ def _op_latency(device: torch.device, clock: Clock) -> float:
     if device.type == "cuda":
         return statistics.median(clock.samples(Call(lambda: x.add_(1.0)), 1, _SECONDS).device)
     return clock(many) / calls
-
-
-def _memory_bytes(device: torch.device) -> int:
-    if device.type == "cuda":
-        total: int = torch.cuda.get_device_properties(device).total_memory
-        return total
-    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // ranks
 
 
 def comm_compute_share(device: torch.device, clock: Clock, num_bytes: int = 2**22, repeats: int = 7) -> float:
