@@ -283,6 +283,16 @@ def test_a_product_that_backward_computes_again_is_one_of_forward(tmp_path: Path
     assert works(read(file.kernel("b", 70, 10, 7, 2), tmp_path)) == ["linear[4x8x6]fp32", "linear_dgrad[4x8x6]fp32"]
 
 
+def test_our_annotation_says_more_of_a_collective_than_nccl(tmp_path: Path) -> None:
+    file = KinetoFile(0, 4).call("aten::gelu", 0, 10, [8]).launch(2, 1).kernel("gelu", 20, 5, 7, 1)
+    file.note("stepsight::collective kind=all_gather num_bytes=64 ranks=0,2 group=tp seq=0 async=1", 20, 30)
+    record = {"Collective name": "_allgather_base", "In msg nelems": 1, "dtype": "Float", "Group size": 2}
+    file.event("cpu_op", "record_param_comms", 25, 20, MAIN, record).launch(30, 2)
+    trace = read(file.kernel("ncclDevKernel_AllGather_RING(x)", 50, 10, 20, 2), tmp_path)
+    assert trace.program.nodes[1].work == Collective("all_gather", 64, 2, 2)
+    assert trace.meets[1].group == trace.program.nodes[1].stream == "tp" and trace.meets[1].ranks == (0, 2)
+
+
 def test_spinning_kernels_are_a_stand_ins_collectives(tmp_path: Path) -> None:
     """On CUDA the spin is the collective, copies beside it are its own, and no spinning stream computes."""
     file = KinetoFile(0, 8).call("aten::gelu", 0, 10, [8]).launch(2, 1)
