@@ -24,6 +24,7 @@ from stepsight.dataset.traces.event_columns import RankEvents
 
 Ints = NDArray[np.int64]
 
+_OURS = "stepsight::"  # annotations of ops that count as calls
 _SLACK_S = 2e-6  # clock error by which an effect may precede its cause
 _LEAST_WORK = 0.5  # of that of an observed step, for a step to stand for it
 _LEAST_FOUND = 0.5  # share of a trace's calls that an execution trace of the same run must contain
@@ -97,17 +98,18 @@ def with_sequence_edges(graph: RankGraph, sequence: Ints) -> RankGraph:
     return _with_pairs(graph, [(last[number], node) for node, number in found])
 
 
-def with_tensor_edges(graph: RankGraph, events: RankEvents, calls: list[TensorCall], path: Path) -> RankGraph:
-    """Add edges from the tensors of an execution trace.
+def with_tensor_edges(
+    graph: RankGraph, events: RankEvents, parent: Ints, calls: list[TensorCall], path: Path
+) -> RankGraph:
+    """Add edges from the tensors of an execution trace; ``parent``: the call around each framework call.
 
     Raises:
         TraceError: If the execution trace is that of another run.
     """
     rows = _rows_of(events, calls)
     names = {call.name for call in calls}
-    known = {
-        name for name in {events.names[number] for number in np.unique(events.ops["name"]).tolist()} if "::" in name
-    }
+    called = {events.names[number] for number in np.unique(events.ops["name"]).tolist()}
+    known = {name for name in called if "::" in name and not name.startswith(_OURS)}
     shared = len(names & known) / max(len(known), 1)
     if not rows or shared < _LEAST_FOUND:
         raise TraceError(
@@ -127,7 +129,9 @@ def with_tensor_edges(graph: RankGraph, events: RankEvents, calls: list[TensorCa
     first = dict(zip(reversed(rows_of_nodes), reversed(nodes.tolist()), strict=True))
     pairs: dict[tuple[int, int], None] = {}
     writer: dict[tuple[int, int, str], int] = {}
-    for turn, call, row in rows:
+    home = _annotated_calls(events, parent)
+    for turn, call, inner in rows:
+        row = home[inner]
         if row not in first:
             continue
         for storage, device in call.reads:
@@ -137,6 +141,16 @@ def with_tensor_edges(graph: RankGraph, events: RankEvents, calls: list[TensorCa
         for storage, device in call.writes:
             writer[turn, storage, device] = last[row]
     return _with_pairs(graph, list(pairs))
+
+
+def _annotated_calls(events: RankEvents, parent: Ints) -> list[int]:
+    """The outermost of our annotations around each framework call; without one, the call itself."""
+    home = list(range(len(events.ops)))
+    ours = np.array([name.startswith(_OURS) for name in events.names], dtype=np.bool_)[events.ops["name"]]
+    for row, up in enumerate(parent.tolist() if ours.any() else ()):
+        if up >= 0 and (ours[up] or home[up] != up):
+            home[row] = home[up]
+    return home
 
 
 def without_observed_steps(graph: RankGraph, observed: NDArray[np.bool_]) -> RankGraph:

@@ -86,7 +86,7 @@ def _graph_of(events: RankEvents, placement: Placement, execution: Path | None) 
         graph = host_graph(events, tree, world_size, placement, rank)
     _check_sizes(graph)
     if execution is not None:
-        graph = with_tensor_edges(graph, events, read_execution_trace(execution), execution)
+        graph = with_tensor_edges(graph, events, tree.parent, read_execution_trace(execution), execution)
     graph = without_observed_steps(graph, observed_steps(events, graph.steps_s / MICROSECOND + graph.origin_us))
     graph = with_sequence_edges(graph, tree.sequence)
     warnings = [*graph.warnings, *_check_training(events, tree)]

@@ -183,6 +183,29 @@ def test_an_execution_trace_of_another_run_is_refused(tmp_path: Path) -> None:
         read_rank(GpuJob().step(1).file.write(tmp_path / "t.json"), None, path)
 
 
+def test_an_annotated_op_depends_on_what_its_parts_read(tmp_path: Path) -> None:
+    """Kernels of a composite belong to its annotation; what an execution trace tells of its parts is its own."""
+    file = KinetoFile()
+    file.note("stepsight::op kind=swiglu dims=64 dtype=fp32", 5, 40)
+    for number, name in enumerate(("aten::silu", "aten::mul", "aten::add")):
+        begin = 10.0 + 20 * number
+        file.call(name, begin, 15, [64], Record_function_id=7 + number).launch(begin + 5, number + 1)
+        file.kernel(name, 100.0 + 50 * number, 30, 7, number + 1)
+    path, (one, other) = tmp_path / "et.json", ([[5, number, 0, 64, 4, "cuda:0"]] for number in (1, 2))
+    calls = [("aten::silu", [], one), ("aten::mul", one, other), ("aten::add", other, [])]
+    nodes = [
+        {"id": place, "name": name, "rf_id": 6 + place, "inputs": read, "outputs": written}
+        for place, (name, read, written) in enumerate(calls, 1)
+    ]
+    path.write_text(json.dumps({"schema": "1.0.1", "nodes": nodes}))
+    graph = read_rank(file.write(tmp_path / "t.json"), None, path)
+    kernels = np.flatnonzero(graph.on_device)
+    data = graph.edge_columns["why"] == WHY_NUMBER[Dependency.DATA]
+    assert [graph.kind_of(node) for node in kernels] == ["swiglu", "swiglu", "add"]
+    assert graph.edge_columns["source"][data].tolist() == [kernels[1]]
+    assert graph.edge_columns["target"][data].tolist() == [kernels[2]]
+
+
 def test_an_observed_step_gives_its_dependencies_and_not_its_times(tmp_path: Path) -> None:
     """The observer made the second step three times as long: the first one's times count, with the second's edges."""
     file = KinetoFile()
