@@ -10,11 +10,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
+from typing import TypeVar
 
 from stepsight.dataset.base.caching import cached, hashed_once
 from stepsight.dataset.job.job import Job
 from stepsight.dataset.job.specs import PROJECTIONS, PURE, REENTRANT, BatchSpec, OptimizerSpec
 
+T = TypeVar("T")
 COMPUTE_DTYPE: Mapping[str, str] = MappingProxyType(
     {"fp32": "fp32", "tf32": "fp32", "bf16": "bf16", "fp16": "fp16", "fp8": "bf16", "nvfp4": "bf16", **PURE}
 )  # by precision: of activations and weights, in all ops except matrix products
@@ -192,58 +194,20 @@ def semantics_of(job: Job, device_kind: str = "gpu") -> ExecutionSemantics:
     On CPUs the runtime that is not stated is PyTorch's own, and gradients of a pipeline's replicas without ZeRO are
     reduced when the schedule is over: so does the harness.
     """
-    m = job.model
-    habits = (m.eager_kernels, m.norms_again, m.token_metrics)
-    on_cpu, p = device_kind == "cpu", job.parallel
+    m, p, on_cpu = job.model, job.parallel, device_kind == "cpu"
+    where = job.execution.engine, job.execution.checkpoint, on_cpu
+    habits = m.eager_kernels, m.norms_again, m.token_metrics
     unsummed = on_cpu and p.pp > 1 and p.zero_stage == 0  # until the end of the schedule
+    # Their type, whether they are scattered, whether a rank has whole ones, whether they travel while backward runs.
     gradients = p.gradient_dtype, p.reduce_scatter, p.zero_stage < 3, p.overlap_grad_reduce and not unsummed
-    overlap = p.overlap_tp, p.overlap_param_gather, p.prefetch, p.reshard_after_forward, p.bucket_mbytes, p.runtime
-    return _semantics(
-        (job.execution.engine, job.execution.checkpoint, on_cpu), habits, gradients, overlap, job.batch, job.optimizer
-    )
+    traffic = p.overlap_tp, p.overlap_param_gather, p.prefetch, p.reshard_after_forward, p.bucket_mbytes, p.runtime
+    return _semantics(where, habits, gradients, traffic, job.batch, job.optimizer)
 
 
-@cached(1024)
-def _kernels(
-    engine: tuple[str, str], precision: str, habits: tuple[bool, bool, bool], sums: str, fp8_scaling: str
-) -> KernelSemantics:
-    kernels = ENGINE_SEMANTICS[engine[0]].kernels
-    if engine[1]:
-        whole = engine[1] == REENTRANT
-        keeps = engine[1] == PROJECTIONS
-        kernels = replace(kernels, whole_layers_again=whole, last_product_again=whole, keeps_projections=keeps)
-    separate, norms_again, metrics = habits
-    modules = kernels.accumulation == "autograd"  # these are measured as a whole, as their autograd is
-    accumulation = {"": "product", "fp32-cast": "cast", "model-fused": "read"}.get(sums, "buffer")
-    return replace(
-        kernels,
-        main_dtype=PURE.get(precision, "fp32"),
-        separate_kernels=separate and not modules,
-        norms_again=norms_again and not modules,
-        token_metrics=metrics,
-        accumulation=kernels.accumulation if modules else accumulation,
-        casts_parameters=kernels.casts_parameters and COMPUTE_DTYPE[precision] != PURE.get(precision, "fp32"),
-        fp8_dynamic=precision == "fp8" and fp8_scaling in ("dynamic", "rowwise"),
-        fp8_gathers=fp8_scaling != "rowwise",
-        casts_by_group=precision == "fp8" and fp8_scaling == "mxfp8",
-    )
-
-
-@cached(1024)
-def _states(engine: str, precision: str, stated: str, holds_gradients: bool, scatters: bool) -> StateSemantics:
-    """``stated``: the job's ``gradient_dtype``; ``holds_gradients``: whether a rank has whole ones (ZeRO below 3).
-
-    By default gradients are summed in the main type, but Megatron sums those of fp16 in fp16.
-    """
-    states, scales = ENGINE_SEMANTICS[engine].states, precision == "fp16"
-    in_model = stated in ("model", "model-fused") or (not stated and states.main_copy and scales and holds_gradients)
-    return replace(
-        states,
-        gradient_dtype=COMPUTE_DTYPE[precision] if in_model else PURE.get(precision, "fp32"),
-        scales_loss=scales,
-        main_gradients=scales and states.main_copy,
-        scatters_sums=scatters,
-    )
+@cached(4096)
+def _shared(value: T) -> T:
+    """The first of equal semantics: they are keys many times, hashed once and compared by identity."""
+    return value
 
 
 @cached(1024)
@@ -255,23 +219,41 @@ def _semantics(
     batch: BatchSpec,
     optimizer: OptimizerSpec,
 ) -> ExecutionSemantics:
-    """Semantics shared by all strategies with the same relevant values.
-
-    Args:
-        where: Engine and checkpoint as the job states them, and whether it runs on CPUs.
-        habits: Of the model's kernels.
-        gradients: ``gradient_dtype`` and ``reduce_scatter``; whether a rank has whole gradients (ZeRO below 3); whether
-            these travel while backward runs.
-        traffic: ``overlap_tp``, ``overlap_param_gather``, ``prefetch``, ``reshard_after_forward``, ``bucket_mbytes``
-            and ``runtime`` as the job states them.
-        batch, optimizer: Of the job.
-    """
-    engine, on_cpu = where[0] or default_engine(batch.precision), where[2]
-    dtype, scatters, whole, overlapped = gradients
-    kernels = _kernels((engine, where[1]), batch.precision, habits, dtype if whole else "", batch.fp8_scaling)
-    states = _states(engine, batch.precision, dtype, whole, scatters)
+    """Semantics shared by all strategies with the same relevant values, which ``semantics_of`` names."""
+    (engine, checkpoint, on_cpu), precision = where, batch.precision
+    semantics = ENGINE_SEMANTICS[engine or default_engine(precision)]
+    kernels, states, main = semantics.kernels, semantics.states, PURE.get(precision, "fp32")
+    separate, norms_again, metrics = habits
+    stated, scatters, whole, overlapped = gradients
+    if checkpoint:
+        repeats = checkpoint == REENTRANT
+        kernels = replace(kernels, whole_layers_again=repeats, last_product_again=repeats)
+        kernels = replace(kernels, keeps_projections=checkpoint == PROJECTIONS)
+    modules = kernels.accumulation == "autograd"  # these are measured as a whole, as their autograd is
+    sums = {"": "product", "fp32-cast": "cast", "model-fused": "read"}.get(stated if whole else "", "buffer")
+    kernels = replace(
+        kernels,
+        main_dtype=main,
+        separate_kernels=separate and not modules,
+        norms_again=norms_again and not modules,
+        token_metrics=metrics,
+        accumulation=kernels.accumulation if modules else sums,
+        casts_parameters=kernels.casts_parameters and COMPUTE_DTYPE[precision] != main,
+        fp8_dynamic=precision == "fp8" and batch.fp8_scaling in ("dynamic", "rowwise"),
+        fp8_gathers=batch.fp8_scaling != "rowwise",
+        casts_by_group=precision == "fp8" and batch.fp8_scaling == "mxfp8",
+    )
+    scales = precision == "fp16"  # by default gradients are summed in the main type, but Megatron's of fp16 in fp16
+    in_model = stated in ("model", "model-fused") or (not stated and states.main_copy and scales and whole)
+    states = replace(
+        states,
+        gradient_dtype=COMPUTE_DTYPE[precision] if in_model else main,
+        scales_loss=scales,
+        main_gradients=scales and states.main_copy,
+        scatters_sums=scatters,
+    )
     overlap_tp, parameters, prefetch, reshard, bucket_mbytes, runtime = traffic
-    overlap = _overlap(
+    overlap = OverlapSemantics(
         tensor_parallel=overlap_tp,
         gradients=overlapped,
         parameters=parameters,
@@ -280,12 +262,8 @@ def _semantics(
         bucket_bytes=bucket_mbytes * 2**20,
         runtime=runtime or ("torch" if on_cpu else "asynchronous"),
         reads_norm=optimizer.clip_grad_norm,
-        gathers_lists=ENGINE_SEMANTICS[engine].overlap.gathers_lists,
+        gathers_lists=semantics.overlap.gathers_lists,
     )
-    form = "host" if optimizer.offload else "fused" if optimizer.fused else "foreach"
-    return _execution(kernels=kernels, states=states, overlap=overlap, optimizer=form)
-
-
-# Equal semantics are one object: it is a key many times, hashed once and compared by identity.
-_overlap = cached(1024)(OverlapSemantics)
-_execution = cached(1024)(ExecutionSemantics)
+    step = "host" if optimizer.offload else "fused" if optimizer.fused else "foreach"
+    kernels, states, overlap = _shared(kernels), _shared(states), _shared(overlap)
+    return _shared(ExecutionSemantics(kernels=kernels, states=states, overlap=overlap, optimizer=step))
