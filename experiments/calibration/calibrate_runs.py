@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 import re
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -262,16 +262,11 @@ def split_by_series(rows: Sequence[Scored], most_gpus: int = MOST_GPUS) -> Split
 
 
 def _split(rows: Sequence[Scored], most_gpus: int, set_of: Callable[[Scored], Hashable]) -> Split:
-    smallest: dict[Hashable, int] = {}
-    for row in rows:
-        name = set_of(row)
-        smallest[name] = min(smallest.get(name, row.row.gpus), row.row.gpus)
-    fitted: list[Scored] = []
-    judging: list[Scored] = []
-    for row in rows:
-        limit = max(most_gpus, smallest[set_of(row)])
-        (fitted if row.row.gpus <= limit else judging).append(row)
-    return fitted, judging
+    fitted = set[int]()
+    for indices in grouped(rows, set_of).values():
+        limit = max(most_gpus, min(rows[i].row.gpus for i in indices))
+        fitted.update(i for i in indices if rows[i].row.gpus <= limit)
+    return [rows[i] for i in sorted(fitted)], [row for i, row in enumerate(rows) if i not in fitted]
 
 
 def without_copies(judging: Sequence[Scored], fitted: Sequence[Scored]) -> list[Scored]:
@@ -292,7 +287,7 @@ def read_most_gpus(text: str) -> int:
     return int(found[1])
 
 
-# What is fitted, for people: how a table is split into rows to fit and rows that judge.
+# How a table is split into rows to fit and rows that judge; and what is fitted, for people.
 SPLITS: dict[str, Callable[[Sequence[Scored], int], Split]] = {
     "calibrated": split_by_series,
     "calibrated_by_source": split_by_size,
@@ -303,52 +298,12 @@ FITTED_ON = {
 }
 
 
-@dataclass(frozen=True)
-class CalibratedRow:
-    """A larger row, as shipped and calibrated.
-
-    Attributes:
-        carried_s: The smallest run of its series carried forward; None where the row is of the smallest size.
-    """
+class _Judged(NamedTuple):
+    """A larger row, as shipped, calibrated, and carried forward (None where it is of the smallest size)."""
 
     as_shipped: Scored
     calibrated: Scored
     carried_s: float | None
-
-
-@dataclass
-class Calibrated:
-    """Errors before and after calibration.
-
-    Attributes:
-        fitted: Number of rows fitted, by source.
-        rows: Larger rows by source.
-    """
-
-    fitted: dict[str, int] = field(default_factory=lambda: defaultdict(int))
-    rows: dict[str, list[CalibratedRow]] = field(default_factory=lambda: defaultdict(list))
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain values for JSON: figures of the calibrated predictions, with those as shipped of the same rows."""
-        every = [row for rows in self.rows.values() for row in rows]
-        kinds: dict[str, list[CalibratedRow]] = defaultdict(list)
-        for row in every:
-            kinds[f"{row.as_shipped.row.source}: {row.as_shipped.kind}"].append(row)
-        return {
-            "sources": {name: {"fitted": self.fitted[name], **_beside(rows)} for name, rows in self.rows.items()},
-            "overall": {"fitted": sum(self.fitted[name] for name in self.rows), **_beside(every)},
-            "kinds": {name: _beside(rows) for name, rows in kinds.items()},
-            "predictions": [row.calibrated.to_dict() for row in every],
-        }
-
-
-def _beside(rows: Sequence[CalibratedRow]) -> dict[str, Any]:
-    carried = [replace(r.as_shipped, predicted_s=r.carried_s) for r in rows if r.carried_s is not None]
-    return {
-        **figures([row.calibrated for row in rows]),
-        "as_shipped": figures([row.as_shipped for row in rows]),
-        "carried_forward": figures(carried) if len(carried) == len(rows) else None,
-    }
 
 
 def calibrate_small(
@@ -357,32 +312,53 @@ def calibrate_small(
     most_gpus: int,
     split: Callable[[Sequence[Scored], int], Split],
     on_set: Callable[[int, int], None] | None = None,
-) -> Calibrated:
+) -> dict[str, Any]:
     """Fit and judge every source's hardware for which there is a predictor.
 
     Args:
         split: One of ``SPLITS``.
         on_set: Called with how many sources' hardware are done, of how many.
+
+    Returns:
+        Plain values for JSON: figures of the calibrated predictions by source and kind, with those as shipped of the
+        same rows.
     """
     carried = dict(zip(map(id, evaluation.scored), carried_forward(evaluation.scored), strict=True))
-    result = Calibrated()
+    fitted_of, judged = Counter[str](), dict[str, list[_Judged]]()
     sets = evaluation.by(lambda row: f"{row.row.source}/{row.job.cluster.hardware}")
     for number, rows in enumerate(sets.values(), 1):
         if on_set is not None:
             on_set(number, len(sets))
-        predictor = without_source(predictor_of(rows[0].job.cluster.hardware), rows[0].row.source)
+        source = rows[0].row.source
+        predictor = without_source(predictor_of(rows[0].job.cluster.hardware), source)
         fitted, judging = split(rows, most_gpus)
         judging = without_copies(judging, fitted)
         if predictor is None or not judging:
             continue
         own = with_rows(predictor, fitted).predictor
-        source = rows[0].row.source
-        result.fitted[source] += len(fitted)
-        result.rows[source] += [
-            CalibratedRow(row, score(row.row, lambda hardware, own=own: own), carried[id(row)])  # type: ignore[misc]
-            for row in judging
-        ]
-    return result
+        fitted_of[source] += len(fitted)
+        again = [score(row.row, lambda hardware, own=own: own) for row in judging]  # type: ignore[misc]
+        found = [_Judged(row, after, carried[id(row)]) for row, after in zip(judging, again, strict=True)]
+        judged.setdefault(source, []).extend(found)
+    every = [row for found in judged.values() for row in found]
+    kinds: dict[str, list[_Judged]] = {}
+    for row in every:
+        kinds.setdefault(f"{row.as_shipped.row.source}: {row.as_shipped.kind}", []).append(row)
+    return {
+        "sources": {name: {"fitted": fitted_of[name], **_beside(found)} for name, found in judged.items()},
+        "overall": {"fitted": fitted_of.total(), **_beside(every)},
+        "kinds": {name: _beside(found) for name, found in kinds.items()},
+        "predictions": [row.calibrated.to_dict() for row in every],
+    }
+
+
+def _beside(rows: Sequence[_Judged]) -> dict[str, Any]:
+    carried = [replace(r.as_shipped, predicted_s=r.carried_s) for r in rows if r.carried_s is not None]
+    return {
+        **figures([row.calibrated for row in rows]),
+        "as_shipped": figures([row.as_shipped for row in rows]),
+        "carried_forward": figures(carried) if len(carried) == len(rows) else None,
+    }
 
 
 def with_rows(predictor: Predictor, rows: Sequence[Scored]) -> CalibrationFit:

@@ -167,7 +167,7 @@ def evaluate_command(
 
         for name, split in SPLITS.items():
             on_set = progress(f"sources calibrated, {name}")
-            value[name] = calibrate_small(result, predictor_by_hardware(predictor), most_gpus, split, on_set).to_dict()
+            value[name] = calibrate_small(result, predictor_by_hardware(predictor), most_gpus, split, on_set)
             shown[FITTED_ON[name].format(most_gpus)] = value[name]
     return Answer(value, evaluation_text(result, worst, shown, groups=groups))
 

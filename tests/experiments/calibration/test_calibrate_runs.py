@@ -63,7 +63,7 @@ def table(path: Path, *rows: Row) -> Evaluation:
 def test_small_rows_alone_are_fitted(tmp_path: Path) -> None:
     """What is off by as much at all sizes is right after calibration, beside figures as shipped of the same rows."""
     result = table(tmp_path, *lab(dict.fromkeys(SIZES_SEEN, 1.15)))
-    value = calibrate_small(result, shipped_predictor, 8, split_by_size).to_dict()
+    value = calibrate_small(result, shipped_predictor, 8, split_by_size)
     found = value["sources"]["lab"]
     assert (found["fitted"], found["used"], found["as_shipped"]["used"]) == (1, 3, 3)
     assert found["as_shipped"]["mape"] == pytest.approx(13.0, abs=0.1) and found["mape"] < 2.5
@@ -80,7 +80,7 @@ def test_larger_rows_change_nothing_of_a_fit(tmp_path: Path) -> None:
     for number, factor in enumerate((1.0, 1.4)):
         (tmp_path / str(number)).mkdir()
         result = table(tmp_path / str(number), *lab({8: 1.15, 16: factor, 64: 1 / factor}))
-        value = calibrate_small(result, shipped_predictor, 8, split_by_size).to_dict()
+        value = calibrate_small(result, shipped_predictor, 8, split_by_size)
         found.append([row["predicted_s"] for row in value["predictions"]])
     assert found[0] == found[1]
 
