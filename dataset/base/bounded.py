@@ -87,7 +87,7 @@ def read_text(path: Path, encoding: str = "utf-8", most: int | None = None) -> s
         size = os.fstat(file.fileno()).st_size
         if most is not None and size > most:
             raise ReadError(path, f"must hold at most {_size(most)}, got {_size(size)}")
-        return _with_newlines(file.read().decode(encoding))
+        return file.read().decode(encoding).replace("\r\n", "\n").replace("\r", "\n")
 
 
 def read_toml(path: Path, encoding: str = "utf-8") -> dict[str, Any]:
@@ -113,7 +113,7 @@ def read_unpacked(path: Path) -> bytes:
     with _opened(path) as file:
         packed = file.read(2) == _GZIP
         file.seek(0)
-        return _inflated(file, path) if packed else file.read()
+        return b"".join(_inflated_parts(file, path, _CHUNK)) if packed else file.read()
 
 
 def unpacked_blocks(path: Path, size: int) -> Iterator[bytes]:
@@ -181,11 +181,10 @@ def parquet_rows(path: Path) -> int:
 
 def _parquet_table(source: BinaryIO, path: Path) -> pa.Table:
     import pyarrow as pa
+    import pyarrow.compute as pc
     import pyarrow.parquet as pq
 
-    stated = read_footer(source)
-    file = pq.ParquetFile(source)
-    schema = file.schema_arrow
+    stated, schema = read_footer(source), pq.ParquetFile(source).schema_arrow
     cells = max(stated.num_rows * max(1, len(schema)), stated.num_values)
     check_unpacked(max(8 * cells, stated.num_bytes), os.fstat(source.fileno()).st_size, path)
     texts = [field.name for field in schema if pa.types.is_string(field.type) or pa.types.is_binary(field.type)]
@@ -193,22 +192,12 @@ def _parquet_table(source: BinaryIO, path: Path) -> pa.Table:
     table = pq.ParquetFile(source, read_dictionary=texts).read()
     for index, field in enumerate(table.schema):
         if pa.types.is_dictionary(field.type):
-            for chunk in table.column(index).chunks:
-                _check_texts(chunk.dictionary, path)
-            table = table.set_column(index, field.with_type(schema.field(index).type), _plain(table, index, schema))
+            column, plain = table.column(index), schema.field(index).type
+            longest = max((pc.max(pc.binary_length(each.dictionary)).as_py() or 0 for each in column.chunks), default=0)
+            if longest > LONGEST_TEXT:
+                raise ReadError(path, f"a text of a table must have at most {LONGEST_TEXT} bytes, got {longest}")
+            table = table.set_column(index, field.with_type(plain), column.cast(plain))
     return table.replace_schema_metadata(schema.metadata)
-
-
-def _check_texts(texts: Any, path: Path) -> None:
-    import pyarrow.compute as pc
-
-    longest = pc.max(pc.binary_length(texts)).as_py() or 0
-    if longest > LONGEST_TEXT:
-        raise ReadError(path, f"a text of a table must have at most {LONGEST_TEXT} bytes, got {longest}")
-
-
-def _plain(table: pa.Table, index: int, schema: pa.Schema) -> Any:
-    return table.column(index).cast(schema.field(index).type)
 
 
 def _opened(path: Path) -> BinaryIO:
@@ -228,11 +217,6 @@ def _opened(path: Path) -> BinaryIO:
     except BaseException:
         os.close(descriptor)
         raise
-
-
-def _inflated(file: BinaryIO, path: Path) -> bytes:
-    """Unpack a gzip file, up to a limit."""
-    return b"".join(_inflated_parts(file, path, _CHUNK))
 
 
 def _inflated_parts(file: BinaryIO, path: Path, size: int) -> Iterator[bytes]:
@@ -286,10 +270,6 @@ def _size(num_bytes: float) -> str:
         if num_bytes >= unit:
             return f"{num_bytes / unit:.3g} {name}"
     return f"{num_bytes:.0f} bytes"
-
-
-def _with_newlines(text: str) -> str:
-    return text.replace("\r\n", "\n").replace("\r", "\n") if "\r" in text else text
 
 
 MAGIC = b"PAR1"
