@@ -21,7 +21,7 @@ from torch.distributed.pipelining._utils import (
     _TensorMeta,
 )
 
-from ..base.patching import patch
+from ..base.patching import always, patch
 from .collectives import BACKEND, WHOLE, Collectives, Group
 from .recorder import Recorder
 
@@ -83,17 +83,11 @@ def _all_gather_object(found: list[Any], value: Any, group: Any = None) -> None:
 
 
 def _gather_object(value: Any, found: list[Any] | None = None, *args: Any, **kwargs: Any) -> None:
-    if found is not None:
-        found[:] = [value] * len(found)
+    _all_gather_object(found or [], value)
 
 
 def _scatter_object_list(found: list[Any], values: list[Any] | None = None, *args: Any, **kwargs: Any) -> None:
-    if values:
-        found[0] = values[0]
-
-
-def _keep_objects(values: list[Any], *args: Any, **kwargs: Any) -> None:
-    return None
+    found[:1] = (values or found)[:1]
 
 
 def _recv_object_list(values: list[Any], *args: Any, **kwargs: Any) -> int:
@@ -101,8 +95,8 @@ def _recv_object_list(values: list[Any], *args: Any, **kwargs: Any) -> int:
 
 
 _OBJECTS = {
-    "all_gather_object": _all_gather_object, "gather_object": _gather_object, "send_object_list": _keep_objects,
-    "broadcast_object_list": _keep_objects, "scatter_object_list": _scatter_object_list,
+    "all_gather_object": _all_gather_object, "gather_object": _gather_object, "send_object_list": always(None),
+    "broadcast_object_list": always(None), "scatter_object_list": _scatter_object_list,
     "recv_object_list": _recv_object_list,
 }  # fmt: skip
 
@@ -150,7 +144,7 @@ def install_pipelines(recorder: Recorder, boundary: Boundary | None, *, only_bou
             return _StageBackwardMeta(backward_metas=_derive_grad_metas(self._stage_meta.outputs))
         if not known:
             raise NeedsBoundary(self._resolve_peer_global_rank(0))
-        return _StageForwardMeta(forward_metas=tuple(_TensorMeta(**_restored(each)) for each in known[0]))
+        return _StageForwardMeta(forward_metas=tuple(map(_restored, known[0])))
 
     patch(_stages.PipelineStage, _send_meta=send_meta, _recv_meta=receive_meta)
     patch(_stages.PipelineStage, _warmup_forward_vote=_vote, _warmup_backward_result=_result)
@@ -161,13 +155,11 @@ def _vote(self: Any, has_backward: bool, received_acc: Any = None) -> torch.Tens
     """Whether this stage states all shapes itself (1) or asks its neighbours (0): the others do as it does."""
     asks = _stages.InferenceMode.needs_dynamic(self._user_meta, has_backward)
     self._captured_vote = torch.tensor([0 if asks else 1], dtype=torch.int32)
-    vote: torch.Tensor = self._captured_vote
-    return vote
+    return self._captured_vote
 
 
 def _result(self: Any, received_result: Any = None) -> torch.Tensor:
-    vote: torch.Tensor = self._captured_vote
-    return vote
+    return self._captured_vote
 
 
 def _described(meta: Any) -> dict[str, Any]:
@@ -179,13 +171,9 @@ def _described(meta: Any) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _restored(sent: dict[str, Any]) -> dict[str, Any]:
-    return {
-        "shape": torch.Size(sent["shape"]),
-        "stride": tuple(sent["stride"]),
-        "dtype": getattr(torch, sent["dtype"]),
-        "requires_grad": sent["requires_grad"],
-    }
+def _restored(sent: dict[str, Any]) -> _TensorMeta:
+    shape, stride, dtype = torch.Size(sent["shape"]), tuple(sent["stride"]), getattr(torch, sent["dtype"])
+    return _TensorMeta(shape=shape, stride=stride, dtype=dtype, requires_grad=sent["requires_grad"])
 
 
 class Chunks(Sequence[Tensor]):

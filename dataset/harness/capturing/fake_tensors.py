@@ -267,8 +267,7 @@ def install_fused_kernels() -> None:
 
 def rms_norm(x: Tensor, shape: Any, weight: Tensor | None = None, eps: float | None = None) -> Tensor:
     """``torch.nn.functional.rms_norm`` by the fused kernel."""
-    normed: Tensor = _aten._fused_rms_norm.default(x, list(shape), weight, eps)[0]
-    return normed
+    return _aten._fused_rms_norm.default(x, list(shape), weight, eps)[0]
 
 
 def attention(func: Any, args: Any, kwargs: Any) -> Tensor:
@@ -280,10 +279,8 @@ def attention(func: Any, args: Any, kwargs: Any) -> Tensor:
     q, k, v = (named.pop(name) for name in _ATTENTION[:3])
     if type(q) is DTensor and named.get("attn_mask") is None:
         causal, scale = named.get("is_causal", False), named.get("scale")
-        y: Tensor = _aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, False, scale=scale)[0]
-        return y
-    found: Tensor = func(q, k, v, **named)
-    return found
+        return _aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, False, scale=scale)[0]
+    return func(q, k, v, **named)
 
 
 def dropout(x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:

@@ -87,9 +87,12 @@ def run(request: dict[str, Any]) -> dict[str, Any]:
         return {"needs_boundary_of": ended.rank}
     if isinstance(ended, distributed.FoundBoundary):
         return {"boundary": ended.boundary}
-    if ended is None or (isinstance(ended, SystemExit) and not ended.code):
-        return {"error": "few steps", "line": "", "steps": steps.seen, "trace": "", "notes": list(recorder.notes)}
-    return _failure(ended, script, steps.seen) | {"notes": list(recorder.notes)}
+    record = {"error": "few steps", "line": "", "steps": steps.seen, "trace": "", "notes": list(recorder.notes)}
+    if ended is not None and (not isinstance(ended, SystemExit) or ended.code):
+        record["error"] = f"{type(ended).__name__}: {ended}"[:2000]
+        record["line"] = own_place(traceback.extract_tb(ended.__traceback__), script)
+        record["trace"] = "".join(traceback.format_exception(ended))[-20000:]
+    return record
 
 
 def _record(fake: Any) -> dict[str, Any]:
@@ -107,18 +110,6 @@ def _record(fake: Any) -> dict[str, Any]:
         "groups": [[name, list(ranks)] for name, ranks in groups],
         "issued": collectives.issued,
         "notes": list(recorder.notes),
-    }
-
-
-def _failure(error: BaseException, script: Path, steps: int) -> dict[str, Any]:
-    """An error with the script's line."""
-    what = f"{type(error).__name__}: {error}"
-    text = "".join(traceback.format_exception(error))
-    return {
-        "error": what[:2000],
-        "line": own_place(traceback.extract_tb(error.__traceback__), script),
-        "steps": steps,
-        "trace": text[-20000:],
     }
 
 

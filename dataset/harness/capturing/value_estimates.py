@@ -39,8 +39,7 @@ UNKNOWN = Spread()
 
 def spread_of(tensor: Any) -> Spread:
     """The known properties of a tensor's values."""
-    found: Spread = getattr(tensor, _SPREAD, UNKNOWN)
-    return found
+    return getattr(tensor, _SPREAD, UNKNOWN)
 
 
 def _known(tensor: Any, spread: Spread) -> Any:

@@ -374,8 +374,7 @@ class DeviceLine:
             self._spinner.spin(seconds)
         if effect is not None:
             self._spin.wait_stream(self._copy)
-        end: torch.cuda.Event = self._spin.record_event()
-        return end
+        return self._spin.record_event()
 
     def wait(self, end: torch.cuda.Event) -> None:
         """Make the current stream wait; the host continues."""

@@ -151,8 +151,7 @@ class StandInWork(dist.Work):
         return True
 
     def get_future(self) -> torch.futures.Future[list[Tensor]]:
-        future: torch.futures.Future[list[Tensor]] = self._line.future(self._end, self._result)
-        return future
+        return self._line.future(self._end, self._result)
 
 
 class Group(OneRankGroup):

@@ -100,9 +100,7 @@ class ColumnLinear(nn.Module):
         full = full_weight(shape, name, sum(blocks), shape.hidden).split(blocks)
         shards = [block.chunk(shape.size)[shape.rank] for block in full]
         self.weight = parameter(torch.cat(shards) if len(shards) > 1 else shards[0])
-        self.bias: nn.Parameter | None = None
-        if shape.has_bias:
-            self.bias = parameter(self.weight.new_zeros(self.weight.shape[0]))
+        self.bias = parameter(self.weight.new_zeros(self.weight.shape[0])) if shape.has_bias else None
 
     def forward(self, x: Tensor) -> Tensor:
         return linear(self.shape, x, self.weight, self.bias)
@@ -115,17 +113,14 @@ class RowLinear(nn.Module):
         super().__init__()
         self.shape = shape
         self.weight = parameter(full_weight(shape, name, shape.hidden, columns).chunk(shape.size, 1)[shape.rank])
-        self.bias: nn.Parameter | None = None
-        if shape.has_bias:
-            self.bias = parameter(self.weight.new_zeros(shape.hidden))
+        self.bias = parameter(self.weight.new_zeros(shape.hidden)) if shape.has_bias else None
 
     def forward(self, x: Tensor) -> Tensor:
         shape = self.shape
         if shape.size > 1 and self.bias is not None:
             bias = composite.cast(self.bias, shape.dtype)
             weight = composite.cast(self.weight, shape.dtype)
-            y: Tensor = BiasedRowLinear.apply(x, weight, bias, shape.size)
-            return y
+            return BiasedRowLinear.apply(x, weight, bias, shape.size)
         return linear(shape, x, self.weight, self.bias)
 
 
@@ -135,16 +130,13 @@ class Norm(nn.Module):
     def __init__(self, shape: Shape) -> None:
         super().__init__()
         self.dtype = shape.dtype
-        self.weight = nn.Parameter(torch.ones(shape.hidden, device=shape.device, dtype=shape.main_dtype))
-        self.bias: nn.Parameter | None = None
-        if shape.has_bias:
-            self.bias = nn.Parameter(torch.zeros(shape.hidden, device=shape.device, dtype=shape.main_dtype))
+        self.weight = parameter(torch.ones(shape.hidden, device=shape.device, dtype=shape.main_dtype))
+        self.bias = parameter(torch.zeros_like(self.weight)) if shape.has_bias else None
 
     def forward(self, x: Tensor) -> Tensor:
         weight = composite.cast(self.weight, self.dtype)
         if self.bias is None:
-            y: Tensor = composite.RMSNorm.apply(x, weight)
-            return y
+            return composite.RMSNorm.apply(x, weight)
         return F.layer_norm(x, weight.shape, weight, composite.cast(self.bias, self.dtype), composite.EPSILON)
 
 
@@ -152,16 +144,14 @@ def enter_region(shape: Shape, x: Tensor) -> Tensor:
     """Into a tensor-parallel region: every rank gets all rows."""
     if shape.group is None:
         return x
-    y: Tensor = (GatherRows if shape.sequence_parallel else CopyToRegion).apply(x, shape.group)
-    return y
+    return (GatherRows if shape.sequence_parallel else CopyToRegion).apply(x, shape.group)
 
 
 def leave_region(shape: Shape, x: Tensor) -> Tensor:
     """Out of a tensor-parallel region: the ranks' partial results are summed."""
     if shape.group is None:
         return x
-    y: Tensor = (ScatterRows if shape.sequence_parallel else ReduceFromRegion).apply(x, shape.group)
-    return y
+    return (ScatterRows if shape.sequence_parallel else ReduceFromRegion).apply(x, shape.group)
 
 
 class Tokens(nn.Module):

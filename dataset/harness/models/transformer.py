@@ -76,8 +76,7 @@ class Stage(nn.Module):
             x = x if self.embedding is None else self.embedding(x)
             for layer in self.layers:
                 x = self._run(layer, x, *self.beside)
-        y: Tensor = x if self.head is None else self.head(x)
-        return y
+        return x if self.head is None else self.head(x)
 
     def _encode_and_decode(self, tokens: Tensor) -> Tensor:
         far: Tensor
@@ -91,10 +90,8 @@ class Stage(nn.Module):
 
     def _run(self, layer: nn.Module, *inputs: Any) -> Tensor:
         if self.shape.recompute:
-            again: Tensor = checkpoint(layer, *inputs, use_reentrant=False)
-            return again
-        y: Tensor = layer(*inputs)
-        return y
+            return checkpoint(layer, *inputs, use_reentrant=False)
+        return layer(*inputs)
 
     def replicated_parameters(self) -> list[nn.Parameter]:
         """Parameters that all tensor-parallel ranks hold; with sequence parallelism each has part of their gradient."""
@@ -170,8 +167,7 @@ class Attention(nn.Module):
             fused = qkv.view(-1, shape.seq_len, heads + 2 * kv_heads, shape.head_dim)
             parts = fused.split([heads, kv_heads, kv_heads], dim=2)
             found = composite.attend(*parts, causal=shape.family != "bert")
-        y: Tensor = self.out(found)
-        return y
+        return self.out(found)
 
 
 class CrossAttention(nn.Module):
@@ -187,8 +183,7 @@ class CrossAttention(nn.Module):
     def forward(self, x: Tensor, far: Tensor) -> Tensor:
         q, kv = self.q(x), self.kv(enter_region(self.shape, far))
         heads = self.shape.heads // self.shape.size
-        y: Tensor = self.out(composite.CrossAttention.apply(q, kv, heads, self.shape.micro_batch))
-        return y
+        return self.out(composite.CrossAttention.apply(q, kv, heads, self.shape.micro_batch))
 
 
 class MLP(nn.Module):
@@ -204,8 +199,7 @@ class MLP(nn.Module):
             self.activate = composite.SwiGLU.apply if shape.gated_mlp else composite.gelu
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.down(self.activate(self.up(x)))
-        return y
+        return self.down(self.activate(self.up(x)))
 
 
 class Residual(nn.Module):
@@ -248,8 +242,7 @@ class Decoder(Layer):
         self.cross = Residual(shape, CrossAttention, name)
 
     def forward(self, x: Tensor, positions: Any, far: Tensor) -> Tensor:  # type: ignore[override]
-        y: Tensor = self.mlp(self.cross(self.attention(x, positions), far))
-        return y
+        return self.mlp(self.cross(self.attention(x, positions), far))
 
 
 def encoder_and_decoder(shape: Shape) -> list[nn.Module]:
@@ -271,8 +264,7 @@ class RelativePositions(nn.Module):
 
     def forward(self) -> Tensor:
         weight = composite.cast(self.weight, self.dtype)
-        y: Tensor = composite.RelativeBias.apply(weight, self.buckets, self.causal)
-        return y
+        return composite.RelativeBias.apply(weight, self.buckets, self.causal)
 
 
 def relative_buckets(length: int, *, causal: bool) -> Tensor:
@@ -347,8 +339,7 @@ class Head(nn.Module):
         self.logits = Logits(shape)
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.logits(self.norm(x))
-        return y
+        return self.logits(self.norm(x))
 
 
 class BertHead(nn.Module):
@@ -364,8 +355,7 @@ class BertHead(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = composite.gelu(linear(self.shape, x, self.transform, self.transform_bias))
-        y: Tensor = self.logits(self.norm(x))
-        return y
+        return self.logits(self.norm(x))
 
 
 EMBEDDINGS: dict[str, Any] = {"gpt": Embedding, "llama": Embedding, "bert": BertEmbedding, "t5": T5Embedding}

@@ -122,8 +122,7 @@ def _converted(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 def cast(x: Tensor, dtype: torch.dtype) -> Tensor:
     """A tensor in a type; the tensor itself where it has the type."""
-    y: Tensor = x if x.dtype == dtype else Cast.apply(x, dtype)
-    return y
+    return x if x.dtype == dtype else Cast.apply(x, dtype)
 
 
 @composite
@@ -235,8 +234,7 @@ geglu, geglu_backward, GeGLU = _gated("GeGLU", gelu, torch.ops.aten.gelu_backwar
 
 def relu_backward(grad: Tensor, y: Tensor) -> Tensor:
     """Gradient where ``y`` is positive."""
-    found: Tensor = torch.ops.aten.threshold_backward(grad, y, 0)
-    return found
+    return torch.ops.aten.threshold_backward(grad, y, 0)
 
 
 def _relu(x: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:

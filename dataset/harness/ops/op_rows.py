@@ -207,8 +207,7 @@ def _recurrent(pool: Pool, steps: int, batch: int, into: int, hidden: int, gates
     kind = {4 * hidden: torch.nn.LSTM, 3 * hidden: torch.nn.GRU, hidden: torch.nn.RNN}.get(gates)
     if kind is None:
         raise HarnessError(f"gates must be 1, 3 or 4 times hidden, got {gates} and {hidden}")
-    layer: torch.nn.Module = kind(into, hidden).to(pool.device, pool.dtype)
-    return layer
+    return kind(into, hidden).to(pool.device, pool.dtype)
 
 
 def _recurrent_backward(pool: Pool, *dims: int) -> Call:

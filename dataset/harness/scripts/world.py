@@ -54,7 +54,14 @@ class EmulatedWorld:
             store = dist.FileStore(os.environ[FILE], len(real))  # type: ignore[attr-defined]
             self._peers = Peers(real, int(os.environ["RANK"]), "world", store)
         enter(World(self, settings["devices_per_node"], device, self.clock, spinner, real=real, store=store))
-        patch(c10d, _new_process_group_helper=_in_this_world(c10d._new_process_group_helper))
+        original = c10d._new_process_group_helper
+
+        @functools.wraps(original)
+        def in_this_world(size: int, rank: int, ranks: list[int], backend: Any, *args: Any, **options: Any) -> Any:
+            options |= {"backend_options": None, "device_id": None}
+            return original(size, rank, ranks, dist.Backend(STAND_IN), *args, **options)
+
+        patch(c10d, _new_process_group_helper=in_this_world)
 
     def seconds(self, kind: str, num_bytes: int, group_size: int, ranks_per_node: int) -> float:
         """Seconds of one collective, which is counted."""
@@ -95,17 +102,6 @@ def _asked() -> AskedDelays:
     return AskedDelays(os.fdopen(questions, "wb"), os.fdopen(answers, "rb"))
 
 
-def _in_this_world(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Make all groups of a script belong to this world, with any backend."""
-
-    @functools.wraps(original)
-    def made(size: int, rank: int, ranks: list[int], backend: Any, *args: Any, **options: Any) -> Any:
-        options |= {"backend_options": None, "device_id": None}
-        return original(size, rank, ranks, dist.Backend(STAND_IN), *args, **options)
-
-    return made
-
-
 def rendezvous_alone() -> None:
     """Make ``init_process_group`` of a script wait for no other rank."""
 
@@ -135,16 +131,14 @@ def rendezvous_through_file() -> None:
         raise RuntimeError("ranks of a script meet once for each process group")
 
     _rendezvous_handlers.update(dict.fromkeys(("env", "tcp"), handler))
-    patch(c10d, _new_process_group_helper=_on_any_core(c10d._new_process_group_helper))
+    original = c10d._new_process_group_helper
 
-
-def _on_any_core(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
-    def made(*args: Any, **kwargs: Any) -> Any:
+    def on_any_core(*args: Any, **kwargs: Any) -> Any:
         with cores.any_core():
             return original(*args, **kwargs)
 
-    return made
+    patch(c10d, _new_process_group_helper=on_any_core)
 
 
 FUSED = "fused_loops"
