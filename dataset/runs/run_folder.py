@@ -53,8 +53,8 @@ class Collection:
                 yield read_run(manifest.folder)
 
 
-def read_run(folder: Path) -> Trace:
-    """Read a run folder whole.
+def read_run(folder: Path, executions: bool = False) -> Trace:
+    """Read a run folder whole; with ``executions``, data dependencies from its execution traces too.
 
     Raises:
         TraceError: If the manifest, a rank or a trace is missing, truncated or inconsistent.
@@ -68,7 +68,7 @@ def read_run(folder: Path) -> Trace:
     for rank, files in sorted(manifest.traces.items()):
         _check_digest(manifest, files[trace_format(files, rank, manifest.folder)])
         place = Placement(rank=rank, devices_per_node=devices, tp=parallel.tp, dp=parallel.dp)
-        trace, graph = read_rank_files(files, manifest.folder, place)
+        trace, graph = read_rank_files(files, manifest.folder, place, executions)
         traces.append(trace)
         graphs.append(graph)
     return Trace(manifest, tuple(traces), tuple(graphs))
@@ -300,7 +300,7 @@ def run_graphs(folder: Path) -> TracedRun:
     if is_imported(folder):
         run = read_imported(folder)
         return TracedRun(run.name, run.job, run.graphs(), run.role)
-    return traced_run(read_run(folder))
+    return traced_run(read_run(folder, executions=True))
 
 
 def traced_run(trace: Trace) -> TracedRun:

@@ -90,7 +90,7 @@ def _check_out(out: Path) -> None:
 
 def _add_run(raw: Path, folder: Path, scopes: Sequence[str], warnings: list[str]) -> dict[str, Any] | None:
     """Write a run into the dataset; return its metadata, None if no step of it was traced."""
-    trace = None if is_imported(folder) else read_run(folder)
+    trace = None if is_imported(folder) else read_run(folder, executions="step" in scopes)
     run = run_graphs(folder) if trace is None else traced_run(trace)
     if not any(len(graph.steps_s) for graph in run.graphs):
         return None

@@ -304,8 +304,12 @@ def read_rank_trace(form: str, path: Path, placement: Placement) -> RankTrace:
     return trace
 
 
-def read_rank_files(files: Mapping[str, str], folder: Path, placement: Placement) -> tuple[RankTrace, RankGraph]:
+def read_rank_files(
+    files: Mapping[str, str], folder: Path, placement: Placement, executions: bool
+) -> tuple[RankTrace, RankGraph]:
     """Trace and graph of a rank of a run folder, from the first of its files that has a known format.
+
+    ``executions``: read the rank's execution trace too, if there is one, for the data dependencies of the graph.
 
     Raises:
         TraceError: As ``read_rank_trace``.
@@ -315,7 +319,7 @@ def read_rank_files(files: Mapping[str, str], folder: Path, placement: Placement
     if read is None:
         trace = read_rank_trace(form, path, placement)
         return trace, graph_of_trace(trace)
-    graph = read(path, placement, folder / files["et"] if "et" in files else None)
+    graph = read(path, placement, folder / files["et"] if executions and "et" in files else None)
     return rank_trace(graph), graph
 
 
