@@ -156,33 +156,28 @@ def _files(files: Any) -> dict[str, str]:
 
 
 def _check(manifest: RunManifest, path: Path) -> None:
-    if not manifest.rounds or not all(steps and min(steps) > 0 for steps in manifest.rounds):
-        raise TraceError(f"every round must have timed steps of more than 0 s, got {manifest.rounds!s:.80} in {path}")
-    devices = manifest.job.cluster.num_devices
-    if manifest.stand_in is not None:
-        _check_stand_in(manifest, path)
-        return
-    if manifest.world_size != devices:
-        raise TraceError(f"world_size must equal the job's devices, got {manifest.world_size} != {devices} in {path}")
-    if manifest.box is not None and manifest.box.num_ranks != devices:
-        raise TraceError(f"a box must have the job's ranks, got {manifest.box.num_ranks} != {devices} in {path}")
-    ranks = sorted(manifest.traces)
-    if ranks and ranks != list(range(manifest.world_size)):
-        absent = sorted(set(range(manifest.world_size)) - set(ranks))
-        raise TraceError(
-            f"a run must have a trace of every rank of {manifest.world_size}, got ranks {ranks}"
-            f"{f', rank {absent[0]} is missing' if absent else ''} in {path}"
-        )
-
-
-def _check_stand_in(manifest: RunManifest, path: Path) -> None:
-    rank, devices = manifest.stand_in, manifest.job.cluster.num_devices
-    if manifest.world_size != 1 or manifest.box is not None:
-        raise TraceError(f"a stand-in is one rank outside of a box, got world_size = {manifest.world_size} in {path}")
-    if rank not in range(devices):
-        raise TraceError(f"stand_in.rank must be one of the job's {devices} ranks, got {rank} in {path}")
-    if sorted(manifest.traces) not in ([], [rank]):
-        raise TraceError(f"a stand-in must have a trace of rank {rank}, got ranks {sorted(manifest.traces)} in {path}")
+    devices, ranks, box = manifest.job.cluster.num_devices, sorted(manifest.traces), manifest.box
+    world, rank, rounds = manifest.world_size, manifest.stand_in, manifest.rounds
+    timed = bool(rounds) and all(steps and min(steps) > 0 for steps in rounds)
+    rules = [(timed, f"every round must have timed steps of more than 0 s, got {rounds!s:.80}")]
+    if rank is not None:
+        rules += [
+            (world == 1 and box is None, f"a stand-in is one rank outside of a box, got world_size = {world}"),
+            (rank in range(devices), f"stand_in.rank must be one of the job's {devices} ranks, got {rank}"),
+            (ranks in ([], [rank]), f"a stand-in must have a trace of rank {rank}, got ranks {ranks}"),
+        ]
+    else:
+        held = box.num_ranks if box is not None else devices
+        absent = next((f", rank {rank} is missing" for rank in range(world) if rank not in manifest.traces), "")
+        told = f"a run must have a trace of every rank of {world}, got ranks {ranks}{absent}"
+        rules += [
+            (world == devices, f"world_size must equal the job's devices, got {world} != {devices}"),
+            (held == devices, f"a box must have the job's ranks, got {held} != {devices}"),
+            (not ranks or (len(ranks) == world and ranks == list(range(len(ranks)))), told),
+        ]
+    for kept, rule in rules:
+        if not kept:
+            raise TraceError(f"{rule} in {path}")
 
 
 def read_object(path: Path) -> dict[str, Any]:

@@ -119,19 +119,19 @@ class EventBlocks:
         """Events up to the last complete one, and the text after it."""
         window = max(len(text) - _WINDOW, 0)
         ends = [found.start() + 1 for found in _BETWEEN.finditer(text, window)]
-        for end in ends[: -_MOST_CUTS - 1 : -1]:
+        attempts = [(end, events_of) for end in ends[: -_MOST_CUTS - 1 : -1]] + [(end, self._odd) for end in ends[-1:]]
+        for end, read in attempts:
             try:
-                return events_of(b"[" + text[:end] + b"]"), text[text.index(b",", end) + 1 :]
-            except ValueError:
-                continue
-        for end in ends[-1:]:
-            try:
-                events = [event_of(event) for event in tolerant(b"[" + text[:end] + b"]")]
+                return read(b"[" + text[:end] + b"]"), text[text.index(b",", end) + 1 :]
             except (ValueError, RecursionError):
                 continue
-            self._warn()
-            return events, text[text.index(b",", end) + 1 :]
         return [], text
+
+    def _odd(self, text: bytes) -> list[Event]:
+        """Events of a JSON list that is not strict."""
+        events = [event_of(event) for event in tolerant(text)]
+        self._warn()
+        return events
 
     def _parse(self, text: bytes) -> Any:
         try:
