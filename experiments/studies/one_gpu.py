@@ -22,8 +22,8 @@ from stepsight.dataset.runs.run_folder import Collection, read_collection, read_
 from stepsight.dataset.tables.measurements import device_name
 from stepsight.experiments.evaluation import error_metrics
 from stepsight.experiments.reports.plots import plot_predicted_against_measured
-from stepsight.experiments.studies.one_gpu_plans import CPU, MINUTES, OPS, VARIANTS, make_study, step_cases
-from stepsight.experiments.studies.study import Row, Study, rows_text
+from stepsight.experiments.studies.one_gpu_plans import CPU, OPS, VARIANTS, make_study, step_cases
+from stepsight.experiments.studies.study import Row, Study, cases, rows_text
 from stepsight.experiments.tasks.collecting import read_plan, run_plan
 from stepsight.simulator.memory import estimate_memory
 from stepsight.training.fitting.heldout import evaluate_heldout
@@ -60,7 +60,8 @@ def write_plans(asked: StudyOptions) -> str:
     if (asked.out / COLLECTIONS).exists():
         raise CollectError(f"a folder holds one study: {asked.out / COLLECTIONS} is there; choose another folder")
     device, hardware = _device(asked.device, asked.hardware)
-    study = make_study(device, hardware, MINUTES[device] if asked.minutes is None else asked.minutes)
+    usual: float = cases("one-gpu")[device]["minutes"]
+    study = make_study(device, hardware, usual if asked.minutes is None else asked.minutes)
     lines = []
     with new_folder(asked.out / COLLECTIONS) as folder:
         for name, plan in study.plans.items():

@@ -12,7 +12,7 @@ import math
 import random
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from types import MappingProxyType
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 from stepsight.dataset.base.errors import CollectError
@@ -82,38 +82,11 @@ def _job(device: str, hardware: str, sizes: Any, parallel: dict[str, Any], nodes
 
 VARIANTS = ("eager", "compiled")
 OPS = "ops"  # the collection of runs that are the same in every variant
-# Steps of a run by its role.  Times of a GPU hardly vary, and building a model again takes longer than some steps.
-COUNTS = {
-    ("cuda", "train"): {"rounds": 1, "steps": 6, "warmup": 3, "profile_steps": 2},
-    ("cuda", "heldout"): {"rounds": 2, "steps": 5, "warmup": 3, "profile_steps": 2},
-    ("cpu", "train"): {"rounds": 2, "steps": 4, "warmup": 2, "profile_steps": 2},
-    ("cpu", "heldout"): {"rounds": 3, "steps": 4, "warmup": 2, "profile_steps": 2},
-}
 FEWEST_TRAIN, FEWEST_HELDOUT = 5, 3
 PARTS = (1.0, 0.75, 0.5, 0.35)  # of the runs, until enough time is left for ops
 FEWEST_COMPILED = 40  # ops that no run needs
 LEAST_EVENTS = 0.3  # share of all time for ops
 SEED = 0
-
-
-@dataclass(frozen=True)
-class Costs:
-    """Overheads of measuring, in seconds; rules of thumb, rather too large than too small."""
-
-    launch: float  # to start the harness
-    round: float  # to build a model
-    profile: float  # to write a run's traces
-    step: float  # least of a training step
-    compile: float  # for the kernels of a run
-    op: float  # for an op
-    compiled_op: float
-
-
-COSTS = {
-    "cuda": Costs(launch=20.0, round=1.5, profile=4.0, step=0.02, compile=8.0, op=0.08, compiled_op=0.8),
-    "cpu": Costs(launch=6.0, round=0.2, profile=0.8, step=0.01, compile=30.0, op=0.09, compiled_op=20.0),
-}
-MINUTES = {"cuda": 10.0, "cpu": 3.0}
 MOST_MINUTES = 240.0
 
 
@@ -139,27 +112,27 @@ def make_study(device: str, hardware: str, minutes: float) -> Study:
     """
     if not 0 < minutes <= MOST_MINUTES:
         raise CollectError(f"minutes must be > 0 and at most {MOST_MINUTES:g}, got {minutes:g}")
-    preset, costs = facts(device, hardware), COSTS[device]
+    preset, costs = facts(device, hardware), cases("one-gpu")[device]["costs"]
     variants = VARIANTS if device == "cuda" else VARIANTS[:1]
     fixed: dict[str, float] = {}
     for part in PARTS:
         chosen = {name: _chosen(device, hardware, name, part) for name in variants}
-        fixed = {name: costs.launch + _runs_s(of, preset, costs, name) for name, of in chosen.items()}
-        left = 60 * minutes - costs.launch - sum(fixed.values())
+        fixed = {name: costs["launch"] + _runs_s(of, preset, costs, name) for name, of in chosen.items()}
+        left = 60 * minutes - costs["launch"] - sum(fixed.values())
         if left >= LEAST_EVENTS * 60 * minutes:
             break
     else:
-        least = math.ceil(10 * (costs.launch + sum(fixed.values())) / (1 - LEAST_EVENTS) / 60) / 10
+        least = math.ceil(10 * (costs["launch"] + sum(fixed.values())) / (1 - LEAST_EVENTS) / 60) / 10
         raise CollectError(f"minutes must be >= {least:.1f} for the fewest runs that teach anything, got {minutes:g}")
     space, own = op_space(device), VARIANT_FAMILIES
-    space = replace(space, dtypes={name: part for name, part in space.dtypes.items() if name in preset.peak_flops})
+    space.dtypes = {name: part for name, part in space.dtypes.items() if name in preset.peak_flops}
     compiled: tuple[list[Op], list[Op]] = ([], [])
     if "compiled" in variants:  # ops of its runs, and more, in about a third of the remaining time
         needed, unseen = ([op for op in ops if op.family in own] for ops in _asked(chosen["compiled"], preset))
-        more = max(FEWEST_COMPILED, int(left / 3 / costs.compiled_op) - len(needed))
+        more = max(FEWEST_COMPILED, int(left / 3 / costs["compiled_op"]) - len(needed))
         compiled = split(draw(space, more, preset, SEED + 1, own), needed, unseen, SEED + 1)
-    compiled_s = costs.compiled_op * sum(map(len, compiled))
-    drawn = draw(space, int((left - compiled_s) / costs.op), preset, SEED)
+    compiled_s = costs["compiled_op"] * sum(map(len, compiled))
+    drawn = draw(space, int((left - compiled_s) / costs["op"]), preset, SEED)
     halves = split(drawn, *_asked(chosen["eager"], preset), SEED)
     each = (left - compiled_s) / sum(map(len, halves))
     plans, seconds = dict[str, dict[str, Any]](), dict[str, float]()
@@ -168,7 +141,7 @@ def make_study(device: str, hardware: str, minutes: float) -> Study:
         ops = compiled if name == "compiled" else (train, heldout)
         ops_s = compiled_s if name == "compiled" else each * sum(map(len, ops))
         plans[name] = _plan(device, name, chosen.get(name, []), ops, ops_s)
-        seconds[name] = fixed.get(name, costs.launch) + ops_s
+        seconds[name] = fixed.get(name, costs["launch"]) + ops_s
     return Study(device, plans, seconds)
 
 
@@ -195,12 +168,11 @@ def _chosen(device: str, hardware: str, variant: str, part: float) -> list[StepC
 
 
 def _counts(device: str, case: StepCase) -> dict[str, Any]:
-    if case.role == STAND_IN:
-        return {**COUNTS[device, "heldout"], "stand_in": stand_in_of(case.job, case.rank)}
-    return dict(COUNTS[device, case.role])
+    counts = cases("one-gpu")[device]["counts"]["train" if case.role == "train" else "heldout"]
+    return {**counts, **({"stand_in": stand_in_of(case.job, case.rank)} if case.role == STAND_IN else {})}
 
 
-def _runs_s(chosen: Sequence[StepCase], hardware: Hardware, costs: Costs, variant: str) -> float:
+def _runs_s(chosen: Sequence[StepCase], hardware: Hardware, costs: Mapping[str, float], variant: str) -> float:
     """Estimated seconds of runs."""
     whole = 0.0
     for case in chosen:
@@ -208,10 +180,10 @@ def _runs_s(chosen: Sequence[StepCase], hardware: Hardware, costs: Costs, varian
         job = replace(case.job, cluster=replace(case.job.cluster, hardware=hardware.name))
         latency = preset_latency(hardware.name, job.fabric)
         assert latency is not None
-        step = max(costs.step, simulate(job, latency).iteration_time_s)
+        step = max(costs["step"], simulate(job, latency).iteration_time_s)
         steps = counts["rounds"] * (counts["steps"] + counts["warmup"]) + counts["profile_steps"] + 1
-        whole += counts["rounds"] * costs.round + costs.profile + steps * step
-        whole += costs.compile if variant == "compiled" else 0.0
+        whole += counts["rounds"] * costs["round"] + costs["profile"] + steps * step
+        whole += costs["compile"] if variant == "compiled" else 0.0
     return whole
 
 
@@ -252,23 +224,7 @@ VARIANT_FAMILIES = ("norm", "elementwise", "loss")  # if compiled kernels may re
 _TRIES = 200  # draws for each op: most are too long, too large or repeated
 
 
-@dataclass(frozen=True)
-class OpSpace:
-    """The distributions of ops."""
-
-    models: Sequence[Sequence[int]]  # hidden, heads, kv heads, feed-forward, and 2 if gated, else 1
-    tps: Sequence[int]  # tensor-parallel degrees that shard products
-    tokens: Sequence[int]  # rows of an op
-    lengths: Sequence[int]  # tokens of a sequence
-    batches: Sequence[int]  # sequences
-    head_dims: Sequence[int]
-    heads: Sequence[int]  # of attention
-    vocabs: Sequence[int]
-    dtypes: Mapping[str, float]  # of products, with their parts
-    dtype: str  # of all else
-    numels: Sequence[int]  # least and most elements of an optimizer's step
-    most_s: float  # by the roofline
-    most_bytes: float  # that an op reads and writes
+OpSpace = SimpleNamespace  # the distributions of ops: a table of ``cases.toml``
 
 
 def op_space(device: str) -> OpSpace:
