@@ -161,51 +161,38 @@ class Framework:
         vocab, multiple = model.get("vocab"), self.vocab_multiple * tp
         if type(vocab) is int and model.get("family") != "vit":
             model["vocab"] = -(-vocab // multiple) * multiple
-        habits: dict[str, dict[str, Any]] = {
-            "model": {
-                "attention_kernels": self.attention if fused and self.fused_attention else "",
-                "dropout": self.dropout,
-                "eager_kernels": self.eager_kernels,
-                "norms_again": self.norms_again and recompute != "full",
-                "token_metrics": self.token_metrics,
-                "metric_losses": self.metric_losses,
-                "fused_loss": self.fused_loss,
-                "fused_experts": self.fused_experts,
-                **self._of_bert(model),
-            },
-            "parallel": {
-                "sequence_parallel": tp > 1 and self.sequence_parallel,
-                "overlap_grad_reduce": self.overlap_grad_reduce,
-                "overlap_param_gather": self.overlap_param_gather,
-                "bucket_mbytes": self.bucket_mbytes,
-                "overlap_tp": self.overlap_tp,
-                "overlap_ep": self.overlap_ep,
-                "dispatcher": self.dispatcher,
-                "recompute_modules": self.recompute_modules if recompute == "selective" else (),
-                "gradient_dtype": self.gradients,
-                "reduce_scatter": self.reduce_scatter,
-                "reshard_after_forward": self.reshard_after_forward,
-                "runtime": self.runtime_of(pp, chunks),
-                "scatter_p2p": self.p2p == "scattered",
-                "prefetch": self.prefetch,
-            },
-            "batch": {"fp8_scaling": self.fp8_scaling},
-            "optimizer": {"fused": self.fused_optimizer, "clip_grad_norm": self.clip_grad_norm},
-            "execution": {
-                "engine": self.engine,
-                "checkpoint": self.checkpoint,
-                "dispatch_calls": self.dispatch_calls,
-            },
+        habits = {name: {key: getattr(self, key) for key in keys} for name, keys in _AS_THEY_ARE.items()}
+        habits["model"] |= {
+            "attention_kernels": self.attention if fused and self.fused_attention else "",
+            "norms_again": self.norms_again and recompute != "full",
         }
+        length = model.get("seq_len")
+        if model.get("family") == "bert" and type(length) is int:
+            unpadded = self.mean_tokens if length > self.mean_tokens else 0
+            habits["model"] |= {"loss_share": self.loss_share, "unpadded_len": unpadded}
+        habits["parallel"] |= {
+            "sequence_parallel": tp > 1 and self.sequence_parallel,
+            "recompute_modules": self.recompute_modules if recompute == "selective" else (),
+            "gradient_dtype": self.gradients,
+            "runtime": self.runtime_of(pp, chunks),
+            "scatter_p2p": self.p2p == "scattered",
+        }
+        habits["optimizer"]["fused"] = self.fused_optimizer
         stated = {**tables, "model": model, "parallel": parallel}
         return {name: {**habits.get(name, {}), **stated.get(name, {})} for name in {**stated, **habits}}
 
-    def _of_bert(self, model: Mapping[str, Any]) -> dict[str, Any]:
-        """Keys of ``[model]`` that only BERT has."""
-        length = model.get("seq_len")
-        if model.get("family") != "bert" or type(length) is not int:
-            return {}
-        return {"loss_share": self.loss_share, "unpadded_len": self.mean_tokens if length > self.mean_tokens else 0}
+
+# Fields that a job's tables have under the same names.
+_AS_THEY_ARE = {
+    "model": ("dropout", "eager_kernels", "token_metrics", "metric_losses", "fused_loss", "fused_experts"),
+    "parallel": (
+        *("overlap_grad_reduce", "overlap_param_gather", "bucket_mbytes", "overlap_tp", "overlap_ep", "dispatcher"),
+        *("reduce_scatter", "reshard_after_forward", "prefetch"),
+    ),
+    "batch": ("fp8_scaling",),
+    "optimizer": ("clip_grad_norm",),
+    "execution": ("engine", "checkpoint", "dispatch_calls"),
+}
 
 
 def _count(value: Any) -> int:
