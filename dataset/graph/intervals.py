@@ -32,11 +32,6 @@ def overlap(intervals: Intervals, start: Floats, end: Floats) -> Floats:
     return np.asarray(np.interp(end, marks, total) - np.interp(start, marks, total))
 
 
-def waited(intervals: Intervals, start: float, end: float) -> float:
-    """``overlap`` of a single stretch."""
-    return float(overlap(intervals, np.array([start]), np.array([end]))[0])
-
-
 def covered(start: Floats, end: Floats, begin: Floats, until: Floats) -> Floats:
     """Seconds of each span ``begin … until``, ``(k,)``, that intervals in any order, ``(n,)``, cover once."""
     return overlap(merge(np.stack([start, end], axis=1)), begin, until)

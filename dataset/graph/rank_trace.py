@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from stepsight.dataset.graph.intervals import Intervals, merge, overlap, waited
+from stepsight.dataset.graph.intervals import Intervals, merge, overlap
 from stepsight.dataset.graph.program import WHY_NUMBER, Dependency, Node, Program
 from stepsight.dataset.graph.rank_graph import OP, HostRecord, RankGraph, Span
 from stepsight.dataset.kinds.op import Collective, Op
@@ -355,7 +355,7 @@ class _View:
             since = np.concatenate([[begin], upto[:-1]])
             wait[nodes] = overlap(idle, since, upto)
             slot[nodes] = np.maximum(upto - since - wait[nodes], 0.0)
-            tail[index] = waited(idle, self.end[nodes[-1]], end)
+            tail[index] = overlap(idle, self.end[nodes[-1:]], np.array([end]))[0]
             wait[nodes[-1]] -= tail[index]
             num_events[nodes] = self._recorded(since, upto)
         num_events[self.blocks] = self._recorded(self.start[self.blocks], self.end[self.blocks])

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stepsight.dataset.graph.intervals import merge, overlap, waited
+from stepsight.dataset.graph.intervals import merge, overlap
 from stepsight.dataset.graph.rank_trace import Placement
 
 intervals = st.lists(st.tuples(st.integers(0, 50), st.integers(0, 20)), max_size=12)
@@ -17,7 +17,8 @@ def test_overlap_counts_every_moment_once(stretches: list[tuple[int, int]], wind
     start, end = sorted(window)
     covered = {moment for begin, length in stretches for moment in range(begin, begin + length)}
     merged = merge([(float(begin), float(begin + length)) for begin, length in stretches])
-    assert waited(merged, start, end) == pytest.approx(len(covered & set(range(start, end))))
+    found = overlap(merged, np.array([float(start)]), np.array([float(end)]))
+    assert found[0] == pytest.approx(len(covered & set(range(start, end))))
 
 
 @given(intervals)
