@@ -67,7 +67,7 @@ def job_command(
     if to:
         written = write_config(read.job, to)
         content, text = written.text, written_text(written, to)
-        value |= {"config": content, "ignored": list(written.ignored), "notes": list(written.notes)}
+        value |= {"config": content, "ignored": [*read.ignored, *written.ignored], "notes": list(written.notes)}
     if out is not None:
         write_text(out, content)
         value["out"] = str(out)

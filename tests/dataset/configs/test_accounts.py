@@ -17,6 +17,7 @@ from stepsight.dataset.base.errors import JobError
 from stepsight.dataset.configs import accelerate, huggingface, maxtext, megatron, megatron_model, nanotron, torchtitan
 from stepsight.dataset.configs.documents import flat
 from stepsight.dataset.configs.drafts import Draft, Reading
+from stepsight.dataset.configs.formats import read_configs
 from stepsight.dataset.configs.key_table import Row, read_rows
 from tests.dataset.configs import test_published as published
 
@@ -50,6 +51,13 @@ FORMATS: dict[str, tuple[str, Any]] = {
     "nanotron": ("run.yaml", published.NANOTRON),
     "maxtext": ("run.yml", published.MAXTEXT),
     "nemo": ("run.yaml", published.NEMO),
+    "megatron-yaml": ("core.yaml", "language_model: {num_layers: 2, hidden_size: 64, bias: true}\nseed: 1\n"),
+    "accelerate": (
+        "a.yaml",
+        "distributed_type: FSDP\nfsdp_config: {fsdp_offload_params: true, x: 1}\n",
+    ),
+    "fsdp": ("f.json", '{"fsdp_sharding_strategy": "FULL_SHARD", "use_orig_params": true}'),
+    "training-arguments": ("t.json", '{"output_dir": "x", "num_train_epochs": 3, "bf16": true, "optim": "adamw"}'),
     "huggingface": ("config.json", json.dumps(published.LLAMA)),
     "deepspeed": ("ds.json", json.dumps(published.ZERO3)),
 }
@@ -66,6 +74,7 @@ def test_published_files(name: str, tmp_path: Path) -> None:
     found = json.loads(result.stdout)
     assert {"mapped", "assumed", "ignored"} <= set(found) and found["formats"] == [name]
     assert not set(found["mapped"]) & set(found["assumed"])
+    assert not any(text in found["sources"].values() for text in found["ignored"])
     match path.suffix:
         case ".txt":
             settings: Mapping[str, Any] = dict.fromkeys(re.findall(r"--([\w-]+)", text))
@@ -116,3 +125,24 @@ def test_all_settings_that_a_format_knows(name: str, value: int) -> None:
     assert refused < len(settings) / 3
     words = {**draft.sources, **{f"fact {key}": text for key, text in draft.fact_words.items()}}
     assert silent(known, {"sources": words, "reasons": draft.reasons, "ignored": draft.ignored}) == []
+
+
+def test_settings_that_others_override(tmp_path: Path) -> None:
+    path = tmp_path / "run.sh"
+    path.write_text("#SBATCH --nodes=4 --time=1\ntorchrun --nnodes 2 train.py --num-layers 2 --bf16 --num-layers 4\n")
+    ignored = read_configs(path).ignored
+    assert any("#SBATCH --nodes 4: --nnodes 2 comes later" in text for text in ignored)
+    assert any("--num-layers 2: --num-layers 4 comes later" in text for text in ignored)
+    assert "#SBATCH --time 1" in ignored
+
+
+def test_flushes_of_a_pipeline_are_told(tmp_path: Path) -> None:
+    """Eight flushes of eight micro-batches take longer than one flush of 64, which is what a job has."""
+    path = tmp_path / "run.toml"
+    text = '[model]\nname = "llama3"\nflavor = "8B"\n[training]\nlocal_batch_size = 8\nglobal_batch_size = 128\n'
+    path.write_text(f"{text}[parallelism]\npipeline_parallel_degree = 4\ndata_parallel_shard_degree = 2\n")
+    told = [text for text in read_configs(path).ignored if "local_batch_size 8" in text]
+    assert len(told) == 1 and "flushed 8 times in a step; a job has one flush of 64 micro-batches" in told[0]
+    run = "base_emb_dim: 64\nici_pipeline_parallelism: 2\nper_device_batch_size: 4\ngradient_accumulation_steps: 3\n"
+    (tmp_path / "run.yml").write_text(run)
+    assert any("flushed 3 times" in text for text in read_configs(tmp_path / "run.yml").ignored)
