@@ -91,7 +91,6 @@ def write_accelerate(job: Job) -> ConfigText:
     """Write how a job is trained as Accelerate's YAML: FSDP where parameters or gradients are sharded."""
     view = JobView(job)
     view.write(ROWS)
-    view.expressed("parallel.dp", "cluster.devices_per_node")
     note = "the model's sizes stand in its config.json, the micro-batch in the training arguments"
     return view.text(yaml_text(view.tables()), ".yaml", note, sections=_TRAINING_SECTIONS)
 
@@ -100,7 +99,6 @@ def write_deepspeed(job: Job) -> ConfigText:
     """Write how a job is trained as DeepSpeed's JSON."""
     view = JobView(job)
     view.write(DEEPSPEED_ROWS)
-    view.expressed("parallel.dp", "cluster.nodes", "cluster.devices_per_node")
     text = json.dumps(view.tables(), indent=2) + "\n"
     note = "the model's sizes stand in its config.json: write huggingface too"
     return view.text(text, ".json", note, sections=_TRAINING_SECTIONS)

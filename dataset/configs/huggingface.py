@@ -141,7 +141,7 @@ def write_model(job: Job) -> ConfigText:
     kind, name, own = _class_of(job)
     view.put(model_type=kind, architectures=[name])
     view.write(ROWS)
-    view.expressed("model.family", "model.gated_mlp", "model.attention_kernels")
+    view.expressed("model.family", "model.gated_mlp")
     if not job.model.experts:
         view.expressed("model.expert_ffn")
     if family != "llama" and job.model.kv_heads == job.model.heads:

@@ -13,11 +13,12 @@ from stepsight.dataset.job.job import Job
 from stepsight.dataset.job.models import MODELS
 from stepsight.dataset.job.specs import SECTIONS
 
-# Facts about machines, frameworks and models' names, which no configuration of a framework states.
+# Facts about machines, frameworks and models' names, which no configuration of a framework states, and what the
+# command states that starts it.
 _NOT_ASKED = (
-    "cluster.hardware", "cluster.fabric", "model.name", "execution.engine", "execution.checkpoint",
-    "execution.dispatch_calls", "execution.container", "execution.date", "execution.cuda", "execution.cublas",
-    "execution.nccl",
+    "cluster.hardware", "cluster.fabric", "cluster.nodes", "cluster.devices_per_node", "parallel.dp", "model.name",
+    "model.attention_kernels", "execution.engine", "execution.checkpoint", "execution.dispatch_calls",
+    "execution.container", "execution.date", "execution.cuda", "execution.cublas", "execution.nccl",
 )  # fmt: skip
 _DEFAULTS = {
     f"{section}.{item.name}": None if item.default is MISSING else item.default

@@ -80,7 +80,7 @@ def write_maxtext(job: Job) -> ConfigText:
     view = JobView(job, "MaxText")
     view.put(base_config="base.yml", model_name="default")
     view.write(ROWS)
-    view.expressed("batch.global_batch", "cluster.nodes", "cluster.devices_per_node", "model.attention_kernels")
+    view.expressed("batch.global_batch")
     return view.text(yaml_text(view.settings), ".yml")
 
 
@@ -92,8 +92,7 @@ def _read_family(reading: Reading) -> None:
         raise JobError(f"a job has no layers with compressed attention, got decoder_block {block}")
     if kind not in ("", "global", "mla"):
         reading.ignore(f"attention_type {kind}: a job attends to all tokens before")
-    words = f"decoder_block {block}"
-    reading.map("model.family", "gpt" if block == "gpt3" else "llama", "decoder_block", words=words)
+    reading.map("model.family", "gpt" if block == "gpt3" else "llama", "decoder_block")
     if kind == "mla":
         reading.map("model.attention", kind, "attention_type")
     else:
@@ -119,8 +118,7 @@ def _write_family(view: JobView) -> None:
 def _read_mlp(reading: Reading) -> None:
     kinds = reading.take("mlp_activations")
     kinds = kinds if isinstance(kinds, list) else [kinds]
-    words = f"mlp_activations {' '.join(map(str, kinds))}"
-    reading.map("model.gated_mlp", "linear" in kinds, "mlp_activations", words=words)
+    reading.map("model.gated_mlp", "linear" in kinds)
     if (reading.positive("num_experts") or 1) > 1:
         reading.copy("model.experts", "num_experts")
 
@@ -137,11 +135,9 @@ def _read_degrees(reading: Reading) -> None:
         axes = [f"{mesh}_{axis}" for axis, name in _AXES.items() if name == degree for mesh in ("ici", "dcn")]
         value = math.prod(max(1, _size(reading, axis)) for axis in axes)
         if value > 1:
-            stated = [f"{axis}_parallelism" for axis in axes if f"{axis}_parallelism" in reading]
-            reading.map(f"parallel.{degree}", value, words=" * ".join(stated))
-    name = "ici_tensor_sequence_parallelism"
-    if (reading.positive(name, auto=-1) or 1) > 1:
-        reading.map("parallel.sequence_parallel", True, name)
+            reading.map(f"parallel.{degree}", value)
+    if _size(reading, "ici_tensor_sequence") > 1:
+        reading.map("parallel.sequence_parallel", True, "ici_tensor_sequence_parallelism")
     shard, ep = _axis(reading, "fsdp") * _axis(reading, "fsdp_transpose"), reading.degree("ep")
     data = _axis(reading, "data")
     sharded = shard not in (0, 1) or ep > 1 or reading.number("ici_fsdp_parallelism") == -1
@@ -217,11 +213,10 @@ def _write_batch(view: JobView) -> None:
 def _read_precision(reading: Reading) -> None:
     dtype, quantized = reading.word("dtype"), reading.word("quantization")
     if "fp8" in quantized:
-        reading.map("batch.precision", "fp8", words=f"quantization {quantized}")
+        reading.map("batch.precision", "fp8")
         reading.assume("batch.fp8_scaling", "delayed", "scales are those of earlier steps")
     else:
-        precision = {"float32": "fp32", "float16": "fp16"}.get(dtype, "bf16")
-        reading.map("batch.precision", precision, "dtype", words=f"dtype {dtype}")
+        reading.map("batch.precision", {"float32": "fp32", "float16": "fp16"}.get(dtype, "bf16"))
 
 
 def _write_precision(view: JobView) -> None:

@@ -48,8 +48,7 @@ def write_megatron(job: Job, *, script: bool = False) -> ConfigText:
         if value is not None and value is not False:
             words = [] if value is True else value if isinstance(value, list) else [value]
             lines.append(" ".join([f"--{name.replace('_', '-')}", *(shlex.quote(str(word)) for word in words)]))
-    view.expressed("cluster.nodes", "cluster.devices_per_node", "parallel.dp", "parallel.runtime")
-    view.expressed("parallel.recompute_modules", "parallel.scatter_p2p", "parallel.bucket_mbytes")
+    view.expressed("parallel.runtime", "parallel.recompute_modules", "parallel.scatter_p2p", "parallel.bucket_mbytes")
     program = _PROGRAMS.get(job.model.family, "pretrain_gpt.py")
     note = f"they are for {program}; give the tokenizer and the data: --tokenizer-type, --data-path"
     if not script:
@@ -302,15 +301,9 @@ def _read_optimizer(reading: Reading) -> None:
         reading.map("parallel.zero_stage", 1, words=words)
 
 
-def _write_offload(view: JobView) -> None:
-    if view["optimizer.offload"]:
-        view.put(optimizer_cpu_offload=True, use_precision_aware_optimizer=True)
-
-
 _CP_COMM = {"p2p": "ring", "allgather": "all_gather"}
 _FALSE_ONLY = {False: False, True: None}
 _TRUE_ONLY = {True: True, False: None}
-_OFFLOADS = ("optimizer_cpu_offload", "cpu_optimizer")
 ROWS = (
     Row("parallel.tp", "tensor_model_parallel_size"),
     Row("parallel.cp", "context_parallel_size", omit=True),
@@ -339,5 +332,6 @@ ROWS = (
     Row("parallel.recompute", read=_read_recompute, write=_write_recompute),
     Row("optimizer.kind", "optimizer", {"adam": "adamw"}, read=_read_optimizer),
     Row("optimizer.clip_grad_norm", ("clip_grad", "gradient_clip_val"), CLIP, default=True),
-    Row("optimizer.offload", _OFFLOADS, _TRUE_ONLY, write=_write_offload),
+    Row("optimizer.offload", ("optimizer_cpu_offload", "cpu_optimizer"), _TRUE_ONLY, omit=True),
+    Row("optimizer.offload", "use_precision_aware_optimizer", _TRUE_ONLY, only="write", omit=True),
 )

@@ -276,10 +276,6 @@ def _read_dropout(reading: Reading) -> None:
         reading.ignore(f"{words}: a job has one for both")
 
 
-def _write_dropout(view: JobView) -> None:
-    view.put(attention_dropout=view["model.dropout"], hidden_dropout=view["model.dropout"])
-
-
 _LATENT = (  # settings of latent attention, keys and Megatron-LM's defaults
     ("kv_lora_rank", "model.kv_lora_rank", 32),
     ("qk_pos_emb_head_dim", "model.rope_head_dim", 64),
@@ -311,5 +307,6 @@ MODEL_ROWS = (
     Row("model.expert_ffn", read=_read_expert_sizes, write=_write_expert_sizes, needs="model.experts"),
     Row("model.vocab", read=_read_vocabulary),
     Row("model.tied_embeddings", "untie_embeddings_and_output_weights", {True: False, False: True}, read=_read_tied),
-    Row("model.dropout", read=_read_dropout, write=_write_dropout),
+    Row("model.dropout", "hidden_dropout", read=_read_dropout),
+    Row("model.dropout", "attention_dropout", only="write"),
 )

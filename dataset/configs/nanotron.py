@@ -25,7 +25,6 @@ def write_nanotron(job: Job) -> ConfigText:
     """Write a job as Nanotron's YAML."""
     view = JobView(job, "Nanotron")
     view.write(ROWS)
-    view.expressed("cluster.nodes", "cluster.devices_per_node", "model.attention_kernels")
     return view.text(yaml_text(view.tables()), ".yaml")
 
 

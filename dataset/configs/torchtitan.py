@@ -64,8 +64,7 @@ def write_torchtitan(job: Job) -> ConfigText:
     view.write(ROWS)
     if view.settings.get("activation_checkpoint.selective_ac_option") == "2":
         notes.append("a job takes selective_ac_option op as every second layer too: write op if that is meant")
-    view.expressed("cluster.nodes", "cluster.devices_per_node", "model.fused_attention", "model.attention_kernels")
-    view.expressed("model.gated_mlp", "parallel.runtime", "batch.fp8_scaling")
+    view.expressed("model.fused_attention", "model.gated_mlp", "parallel.runtime", "batch.fp8_scaling")
     notes.append(f"torchrun --nnodes {job.cluster.nodes} --nproc_per_node {job.cluster.devices_per_node}")
     return view.text(toml_text(view.tables()), ".toml", *notes)
 
