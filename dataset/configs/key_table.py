@@ -141,6 +141,10 @@ class JobView:
         parallel, layers = self.job.parallel, self.job.model.total_layers
         return list(self["parallel.stage_layers"]) or even_stages(parallel.pp * parallel.virtual_stages, layers)
 
+    def head_size(self) -> int:
+        """Size of an attention head, stated or not."""
+        return int(self["model.head_dim"] or self.job.model.head_size)
+
     def image(self) -> tuple[int, int]:
         """Sides of a patch and of a square image of three channels; what gives no square is not expressed."""
         patch, image = round((self["model.patch_dim"] / 3) ** 0.5), round(max(0, self["model.seq_len"] - 1) ** 0.5)

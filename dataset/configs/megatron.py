@@ -83,16 +83,6 @@ def _write_tensor_parallel(view: JobView) -> None:
     view.refuse("parallel.overlap_tp", parallel.overlap_tp == "torch-async")
 
 
-def _read_dispatcher(reading: Reading) -> None:
-    name = "moe_token_dispatcher_type"
-    way, backend = reading.word(name), reading.word("moe_flex_dispatcher_backend")
-    if way in ("flex", "alltoall"):
-        flex = "hybridep" if backend == "hybridep" else "deepep"
-        reading.map("parallel.dispatcher", flex if way == "flex" else way, name)
-    elif way:
-        reading.ignore(f"{reading.source(name)} {way}: a job has no such dispatcher")
-
-
 def _write_dispatcher(view: JobView) -> None:
     if view["parallel.dispatcher"] != "alltoall":
         view.put(moe_token_dispatcher_type="flex", moe_flex_dispatcher_backend=view["parallel.dispatcher"])
@@ -302,6 +292,8 @@ def _read_optimizer(reading: Reading) -> None:
 
 
 _CP_COMM = {"p2p": "ring", "allgather": "all_gather"}
+_DISPATCHERS = {"alltoall": "alltoall", "flex": "deepep"}
+_FLEX = {"deepep": "deepep", "hybridep": "hybridep"}
 _FALSE_ONLY = {False: False, True: None}
 _TRUE_ONLY = {True: True, False: None}
 ROWS = (
@@ -323,7 +315,8 @@ ROWS = (
     Row("parallel.gradient_dtype", read=_read_gradients, write=_write_gradients),
     Row("parallel.order", "use_tp_pp_dp_mapping", {False: None, True: "tp-cp-pp-dp"}),
     Row("parallel.context_parallel", "cp_comm_type", _CP_COMM, needs="parallel.cp"),
-    Row("parallel.dispatcher", read=_read_dispatcher, write=_write_dispatcher),
+    Row("parallel.dispatcher", "moe_token_dispatcher_type", _DISPATCHERS, write=_write_dispatcher),
+    Row("parallel.dispatcher", "moe_flex_dispatcher_backend", _FLEX, needs="parallel.dispatcher=deepep", only="read"),
     Row("parallel.scatter_p2p", "scatter_gather_tensors_in_pipeline", _FALSE_ONLY, only="read"),
     Row("parallel.offload_activations", "cpu_offloading", _TRUE_ONLY, only="read"),
     Row("parallel.stage_layers", read=_read_stages, write=_write_stages),

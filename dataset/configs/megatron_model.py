@@ -10,7 +10,7 @@ from typing import Any
 
 from stepsight.dataset.base.errors import JobError
 from stepsight.dataset.configs.drafts import Reading
-from stepsight.dataset.configs.key_table import JobView, Row, same
+from stepsight.dataset.configs.key_table import OTHER, JobView, Row, same
 
 MOST_STAGES = 10_000
 _REPEATED = re.compile(r"\(([^()]*)\)(?:\*(\d+))?|([A-Za-z|])\*(\d+)")
@@ -38,7 +38,6 @@ _VOCABULARIES = (
     (151936, ("qwen",)),
     (32000, ("llama",)),
 )
-_GATED = ("swiglu", "geglu", "quick_geglu", "gated_linear_unit")
 _GATED_WORDS = ("swiglu", "fast-swiglu", "geglu", "fast-geglu", "reglu", "fast-reglu")
 _BACKENDS = {"flash-1": "flash", "flash-2": "flash", "flash-3": "fused"}
 
@@ -123,15 +122,6 @@ def _read_family(reading: Reading) -> None:
         reading.ignore(f"{facts}: the family stands for {wanted}")
 
 
-def _read_activation(reading: Reading) -> None:
-    names = ("activation", "activation_func")
-    gated, word = next((name for name in _GATED if reading.flag(name)), ""), reading.word(*names).lower()
-    if gated or word:
-        reading.map("model.gated_mlp", bool(gated) or word in _GATED_WORDS, *([gated] if gated else names))
-    else:
-        reading.assume("model.gated_mlp", False)
-
-
 def _read_ffn(reading: Reading) -> None:
     hidden = reading.get("model.hidden")
     if reading.copy("model.ffn", "ffn_hidden_size") is None and hidden:
@@ -159,35 +149,18 @@ def _read_image(reading: Reading) -> None:
     reading.map("model.vocab", reading.positive("num_classes") or 1000, "num_classes")
 
 
-def _read_attention(reading: Reading) -> None:
+def _read_groups(reading: Reading) -> None:
     groups, switch = reading.positive("num_query_groups"), reading.flag("group_query_attention")
-    size, latent = reading.positive("kv_channels"), reading.flag("multi_latent_attention")
-    if latent:
-        reading.map("model.attention", "mla", "multi_latent_attention")
-        reading.draft.drop("model.kv_heads")
-    elif groups and (switch or (switch is None and groups > 1)):
+    if reading.get("model.attention") != "mla" and groups and (switch or (switch is None and groups > 1)):
         reading.map("model.kv_heads", groups, "num_query_groups")
-    if size and not latent:
-        reading.map("model.head_dim", size, "kv_channels")
 
 
-def _read_kernels(reading: Reading) -> None:
-    backend = reading.word("attention_backend").removeprefix("AttnBackend.")
-    flash = reading.flag("use_flash_attn", "use_flash_attn_v2", "use_flash_attention")
-    if flash or backend in ("flash", "fused"):
-        reading.map("model.fused_attention", True)
-    elif backend in ("unfused", "local") or reading.word("transformer_impl") == "local":
-        reading.map("model.fused_attention", False)
+def _write_groups(view: JobView) -> None:
+    if view["model.kv_heads"] != view["model.heads"] and view.job.model.attention != "mla":
+        view.put(group_query_attention=True, num_query_groups=view["model.kv_heads"])
 
 
-def _write_attention(view: JobView) -> None:
-    heads, groups, size = view["model.heads"], view["model.kv_heads"], view["model.head_dim"]
-    if view["model.attention"] == "mla":
-        view.put(multi_latent_attention=True, qk_head_dim=size or view.job.model.head_size)
-    else:
-        view.put(kv_channels=size or None)
-        if groups != heads:
-            view.put(group_query_attention=True, num_query_groups=groups)
+def _write_kernels(view: JobView) -> None:
     if not view["model.fused_attention"]:
         view.put(attention_backend="unfused")
     elif view["model.attention_kernels"]:
@@ -207,17 +180,17 @@ def _read_experts(reading: Reading) -> None:
             reading.assume(f"model.{key}", value, "Megatron-DeepSpeed's default")
 
 
-def _read_expert_sizes(reading: Reading) -> None:
-    reading.assume("model.experts_per_token", 2)
-    size, name = reading.copy("model.expert_ffn", "moe_ffn_hidden_size"), "moe_shared_expert_intermediate_size"
-    size, shared = size or reading.get("model.ffn") or 0, reading.number(name)
+def _read_shared_experts(reading: Reading) -> None:
+    size, name = reading.get("model.expert_ffn") or reading.get("model.ffn"), "moe_shared_expert_intermediate_size"
+    shared = reading.number(name)
     if shared and size:
         rest = f" {shared} is {shared / size:.2f} experts of {size}" if shared % size else ""
         reading.share("model.shared_experts", shared, size, reading.source(name) + rest)
+
+
+def _read_expert_layers(reading: Reading) -> None:
     if (frequency := reading.take("moe_layer_freq")) is not None:
         expert_layers(reading, frequency, reading.source("moe_layer_freq"))
-    if reading.number("first_k_dense_replace"):
-        reading.copy("model.dense_layers", "first_k_dense_replace")
 
 
 def _write_experts(view: JobView) -> None:
@@ -225,8 +198,8 @@ def _write_experts(view: JobView) -> None:
         view.expressed("model.expert_ffn", "model.moe_every", "model.dense_layers", "model.experts_per_token")
 
 
-def _write_expert_sizes(view: JobView) -> None:
-    view.put(moe_ffn_hidden_size=view["model.expert_ffn"], moe_grouped_gemm=True, moe_token_dispatcher_type="alltoall")
+def _write_expert_layers(view: JobView) -> None:
+    view.put(moe_grouped_gemm=True, moe_token_dispatcher_type="alltoall")
     if view["model.shared_experts"]:
         view.put(moe_shared_expert_intermediate_size=view["model.shared_experts"] * view["model.expert_ffn"])
     dense, every, layers = view["model.dense_layers"], view["model.moe_every"], view["model.layers"]
@@ -258,12 +231,6 @@ def _read_vocabulary(reading: Reading) -> None:
     reading.assume("model.vocab", value, f"no vocab_size is stated: {reason}")
 
 
-def _read_tied(reading: Reading) -> None:
-    tied, untied = "share_embeddings_and_output_weights", "untie_embeddings_and_output_weights"
-    shared, apart = reading.flag(tied), reading.flag(untied)
-    reading.map("model.tied_embeddings", not apart if shared is None else shared, tied, untied)
-
-
 def _read_dropout(reading: Reading) -> None:
     after, scores = (reading.number(f"{name}_dropout", whole=False) for name in ("hidden", "attention"))
     values = [0.1 if value is None else value for value in (after, scores)]
@@ -276,12 +243,14 @@ def _read_dropout(reading: Reading) -> None:
         reading.ignore(f"{words}: a job has one for both")
 
 
-_LATENT = (  # settings of latent attention, keys and Megatron-LM's defaults
-    ("kv_lora_rank", "model.kv_lora_rank", 32),
-    ("qk_pos_emb_head_dim", "model.rope_head_dim", 64),
-    ("v_head_dim", "model.v_head_dim", 128),
-)
-_IS_T5, _NOT_T5, _MLA = "model.family=t5", "model.family!=t5", "model.attention=mla"
+_IS_T5, _NOT_T5, _MLA, _EXPERTS = "model.family=t5", "model.family!=t5", "model.attention=mla", "model.experts"
+_HEAD_DIM = "model.head_dim"
+_ON = {True: True, False: None}
+_GATED = ("swiglu", "geglu", "quick_geglu", "gated_linear_unit")
+_BY_WORD: dict[Any, bool] = {**dict.fromkeys(_GATED_WORDS, True), OTHER: False}
+_KERNELS = {"unfused": False, "local": False, "flash": True, "fused": True}
+_KERNELS |= {f"AttnBackend.{name}": fused for name, fused in _KERNELS.items()}
+_FLASH = ("use_flash_attn", "use_flash_attn_v2", "use_flash_attention")
 MODEL_ROWS = (
     Row("model.family", read=_read_kind, write=_write_kind),
     Row("model.encoder_layers", ("encoder_num_layers", "num_layers"), needs=_IS_T5),
@@ -292,21 +261,33 @@ MODEL_ROWS = (
     *same({"hidden_size": "model.hidden", "num_attention_heads": "model.heads"}),
     Row("model.experts", "num_experts", omit=True),
     Row("model.family", read=_read_family),
-    Row("model.gated_mlp", "swiglu", read=_read_activation),
+    Row("model.gated_mlp", "swiglu", default=False),
+    Row("model.gated_mlp", ("activation", "activation_func"), _BY_WORD, only="read"),
+    *(Row("model.gated_mlp", name, _ON, only="read") for name in _GATED),
     Row("model.ffn", "ffn_hidden_size", read=_read_ffn),
     Row("model.seq_len", read=_read_length, needs=_NOT_T5),
     Row("model.patch_dim", read=_read_image, needs="model.family=vit"),
-    Row("model.attention", read=_read_attention, write=_write_attention),
-    Row("model.fused_attention", read=_read_kernels),
+    Row("model.attention", "multi_latent_attention", {True: "mla", False: None}, omit=True),
+    Row("model.kv_heads", read=_read_groups, write=_write_groups),
+    Row(_HEAD_DIM, "kv_channels", needs="model.attention!=mla", omit=True),
+    Row("model.fused_attention", "transformer_impl", {"local": False, OTHER: None}, only="read"),
+    Row("model.fused_attention", "attention_backend", {**_KERNELS, OTHER: None}, write=_write_kernels),
+    Row("model.fused_attention", _FLASH, _ON, only="read"),
     Row("model.q_lora_rank", "q_lora_rank", needs=_MLA, omit=True),
-    Row("model.head_dim", "qk_head_dim", default=128, needs=_MLA, only="read"),
-    *(Row(key, name, default=default, needs=_MLA) for name, key, default in _LATENT),
+    Row(_HEAD_DIM, "qk_head_dim", default=128, needs=_MLA, write=lambda view: view.put(qk_head_dim=view.head_size())),
+    Row("model.kv_lora_rank", "kv_lora_rank", default=32, needs=_MLA),
+    Row("model.rope_head_dim", "qk_pos_emb_head_dim", default=64, needs=_MLA),
+    Row("model.v_head_dim", "v_head_dim", default=128, needs=_MLA),
     Row("model.experts", read=_read_experts, write=_write_experts),
-    Row("model.experts_per_token", "moe_router_topk", needs="model.experts"),
-    Row("model.capacity_factor", "moe_expert_capacity_factor", needs="model.experts", omit=True),
-    Row("model.expert_ffn", read=_read_expert_sizes, write=_write_expert_sizes, needs="model.experts"),
+    Row("model.experts_per_token", "moe_router_topk", default=2, needs=_EXPERTS),
+    Row("model.capacity_factor", "moe_expert_capacity_factor", needs=_EXPERTS, omit=True),
+    Row("model.expert_ffn", "moe_ffn_hidden_size", needs=_EXPERTS),
+    Row("model.shared_experts", read=_read_shared_experts, needs=_EXPERTS),
+    Row("model.moe_every", read=_read_expert_layers, write=_write_expert_layers, needs=_EXPERTS),
+    Row("model.dense_layers", "first_k_dense_replace", needs=_EXPERTS, only="read"),
     Row("model.vocab", read=_read_vocabulary),
-    Row("model.tied_embeddings", "untie_embeddings_and_output_weights", {True: False, False: True}, read=_read_tied),
+    Row("model.tied_embeddings", "untie_embeddings_and_output_weights", {True: False, False: True}, default=True),
+    Row("model.tied_embeddings", "share_embeddings_and_output_weights", only="read"),
     Row("model.dropout", "hidden_dropout", read=_read_dropout),
     Row("model.dropout", "attention_dropout", only="write"),
 )
