@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import csv
 import re
+import tomllib
 from collections.abc import Mapping
 from dataclasses import replace
 from importlib import resources
@@ -20,41 +21,21 @@ from typing import Any, TypeVar
 from stepsight.dataset.base.caching import cached
 from stepsight.dataset.hardware.hardware import fabric_names, find_fabric, find_hardware, hardware_names, usual_fabric
 from stepsight.dataset.job.frameworks import FRAMEWORKS, Framework, attention_of, framework_in, release_month
-from stepsight.dataset.job.specs import EARLY_STOP
 from stepsight.experiments.evaluation.runs_table import Row, RowError, number_in
 
-# Words of a row's hardware, the usual size of its memory in GB, and the kind of preset; the first that fits.
-_DEVICES: tuple[tuple[tuple[str, ...], int, str], ...] = (
-    (("gb300",), 279, "gb300-sxm"),
-    (("b300",), 270, "b300-sxm"),
-    (("gb200",), 186, "gb200-sxm"),
-    (("b200",), 180, "b200-sxm"),
-    (("h200",), 141, "h200-sxm"),
-    (("h100", "pcie"), 80, "h100-pcie"),
-    (("h100",), 80, "h100-sxm"),
-    (("a100", "pcie"), 80, "a100-pcie"),
-    (("a100",), 80, "a100-sxm"),
-    (("v100", "pcie"), 32, "v100-pcie"),
-    (("v100",), 32, "v100-sxm"),
-    (("l40s",), 48, "l40s-pcie"),
-    (("a40",), 48, "a40-pcie"),
-)
-# Words of a row's network between nodes, and the devices and presets that they stand for.
-_FABRICS: tuple[tuple[str, str, str], ...] = (
-    ("omni-path", "a100", "jean-zay-a100"),
-    ("4 x 100gb roce", "a100", "roce-400-a100"),
-    ("1600 gbps node-node", "a100", "roce-1600-a100"),
-    ("inter_node_bandwidth=800 gbps", "a100", "a100-hdr-800"),
-    ("400 gb/s rdma per gpu", "h100", "grand-teton-h100"),
-    ("roce 400 gb/s per gpu", "h100", "grand-teton-h100"),
-)
-_BY_MACHINE = (("dgx-1", "dgx-1v"), ("dgx-2", "dgx-2"))  # words of the hardware itself
 # Words that may stand beside a device's without making it another one.
 _REMARKS = re.compile(r"nvidia|tesla|gpus?|tensor|core|hgx|dgx|nvl72|superchip|sxm[0-9]?|pcie|hbm[0-9]e?")
 _MEMORY = re.compile(r"([0-9]{1,4}) ?gb\b")
 _PORTS = re.compile(r"(?:(\d+) ?x ?)?(\d+) ?g(?:b/s|bps|bit/s|b)\b")
-# Devices that NVLink joins, where these are more than a node has.
-NVLINK_DOMAIN = {"gb200-nvl72": 72, "gb300-nvl72": 72}
+T = TypeVar("T")
+
+
+@cached(1)
+def told() -> dict[str, Any]:
+    """What rows say in words, and what they leave out: ``dataset/presets/published_rows.toml``."""
+    return tomllib.loads(
+        resources.files("stepsight.dataset").joinpath("presets/published_rows.toml").read_text("utf-8")
+    )
 
 
 def preset_of_device(row: Row) -> str:
@@ -73,9 +54,9 @@ def preset_of_device(row: Row) -> str:
         raise RowError(f"hardware {text!r:.60} and gpu_mem_gb state different memories")
     memory = memory or (int(stated[1]) if stated else None)
     said = set(re.findall("[a-z0-9]+", _MEMORY.sub(" ", main))) | ({"pcie"} if "pcie" in lower else set())
-    known = [words[0] for words, _, _ in _DEVICES if len(words) == 1]
-    for words, usual, kind in _DEVICES:
-        if said.issuperset(words) and all(map(_REMARKS.fullmatch, said - set(words))):
+    known = [words for words, _, _ in told()["devices"] if " " not in words]
+    for words, usual, kind in told()["devices"]:
+        if said.issuperset(words.split()) and all(map(_REMARKS.fullmatch, said - set(words.split()))):
             name = f"{kind}-{memory or usual}gb"
             if find_hardware(name) is not None:
                 return name
@@ -91,8 +72,8 @@ def fabric_of(row: Row, hardware: str, gpus_per_node: int) -> Any:
     if text in fabric_names():
         return text
     lower, machine = text.lower(), row.text("hardware").lower()
-    named = [fabric for word, device, fabric in _FABRICS if word in lower and device in hardware]
-    named += [fabric for word, fabric in _BY_MACHINE if word in machine]
+    named = [fabric for word, device, fabric in told()["networks"] if word in lower and device in hardware]
+    named += [fabric for word, fabric in told()["machines"] if word in machine]
     if named:
         return named[0]
     ports = _PORTS.search(lower)
@@ -129,38 +110,12 @@ def cluster_of(row: Row) -> dict[str, Any]:
             raise RowError(f"nodes * gpus_per_node must be gpus, got {nodes} * {per_node} != {gpus}")
     per_node = min(gpus, per_node)
     fabric = fabric_of(row, hardware, per_node)
-    domain = NVLINK_DOMAIN.get(fabric) if isinstance(fabric, str) else None
+    domain = told()["nvlink_domains"].get(fabric) if isinstance(fabric, str) else None
     if domain is not None:
         per_node = max(size for size in range(1, domain + 1) if gpus % size == 0)
     if per_node < 1 or gpus % per_node:
         raise RowError("gpus_per_node does not divide gpus")
     return {"hardware": hardware, "nodes": gpus // per_node, "devices_per_node": per_node, "fabric": fabric}
-
-
-# What dgxc-benchmarking's models of PaxML recompute (paxml_mod_configs.py, v24.11.1): SAVE_DOT_ONLY keeps products, of
-# which Transformer Engine's attention is none, SAVE_QKV_OUT_PROJ those around attention.
-_PAXML_RECOMPUTES = {"gpt35b": "selective", "gpt3175b": "full"}
-# Columns of a row, what stands in them in small letters, and the fields of the profile that it sets.  The flag of
-# tensor-parallel overlap (``ub_tp_comm_overlap``) is not among them: notes have it of recipes whose launch scripts
-# switch it on in any case (dgxc-benchmarking v24.11.1 to v25.02, grok1/configure.sh and nemotron/configure.sh).
-# "MP mode DEFAULT" is Composer's name for parameters in half, reduction in full.  llm-foundry's tables with it came
-# with its sweep.sh of October 2023, which runs PyTorch 2.1, the first whose checkpoint stops early; earlier tables are
-# of PyTorch 1.13.  DeepSpeed's "BF16 optimizer" casts and adds to fp32 and all-reduces that.
-_STATED: tuple[tuple[str, str, dict[str, Any]], ...] = (
-    ("notes", r"\boverlap_grad_sync=true\b", {"overlap_grad_reduce": True}),
-    ("notes", r"\boverlap_grad_sync=false\b", {"overlap_grad_reduce": False}),
-    ("notes", r"\boverlap_param_sync=true\b", {"overlap_param_gather": True}),
-    ("notes", r"\boverlap_param_sync=false\b", {"overlap_param_gather": False}),
-    ("notes", r"async ?tp", {"overlap_tp": "torch-async"}),
-    ("notes", r"\bcompile\b", {"eager_kernels": False}),
-    ("framework notes", r"\bno (?:comm(?:unication)? )?overlap\b",
-     {"overlap_tp": "", "overlap_grad_reduce": False, "overlap_param_gather": False}),
-    ("precision", r"\bmxfp8|\bfp8-mx", {"fp8_scaling": "mxfp8"}),
-    ("precision", r"rowwise", {"fp8_scaling": "rowwise"}),
-    ("precision", r"mp mode default", {"gradients": "fp32", "checkpoint": EARLY_STOP}),
-    ("precision", r"bf16 optimizer", {"gradients": "fp32-cast", "reduce_scatter": False}),
-)  # fmt: skip
-T = TypeVar("T")
 
 
 def framework_of(row: Row) -> Framework:
@@ -172,14 +127,14 @@ def framework_of(row: Row) -> Framework:
     dated = " ".join(filter(None, dates))
     framework = framework_in(row.text("framework"), container, dated)
     changes: dict[str, Any] = {"attention": attention_of(row.text("attention"))} if row.text("attention") else {}
-    for columns, words, fields in _STATED:
+    for columns, words, fields in told()["stated"]:
         if re.search(words, " ".join(map(row.text, columns.split())).lower()):
             changes |= fields
     bucket = re.search(r"\bbucket_cap_mb=([0-9.]+)", row.notes)
     if bucket and number_in(bucket[1], "bucket_cap_mb") > 0:
         changes["bucket_mbytes"] = float(bucket[1])
     if framework.name == "paxml":
-        changes["recompute"] = by_model(row, _PAXML_RECOMPUTES, framework.recompute)
+        changes["recompute"] = by_model(row, told()["paxml"]["recompute"], framework.recompute)
     if "nemo container" in row.software.lower() or "nemo:" in container.lower():
         changes |= _container_habits(row, framework)
     return replace(framework, **changes) if changes else framework

@@ -1,11 +1,11 @@
 """Rows as jobs: stated values are kept, and open ones are filled by rules or left open.
 
 Rules for unknown cells: heads of 128 values; as many key-value heads as heads; ``ffn`` four times ``hidden`` without a
-gate; what ``_MODELS`` has of a name; no tied tables for Llama, tied ones for others; one virtual stage; no context or
-expert parallelism; ``dp`` what the devices leave; ZeRO 0 for a single replica; sequence parallelism and recomputation
-as the framework has them; experts cut by tensor parallelism where that leaves room for their own.  Where embedding and
-loss count as a layer each when a pipeline is cut (Llama 3 405B, BLOOM), the first and last part have one layer less.
-What else a row leaves open is answered for the values that it may have (``open_cells``).
+gate; what ``published_rows.toml`` has of a name; no tied tables for Llama, tied ones for others; one virtual stage; no
+context or expert parallelism; ``dp`` what the devices leave; ZeRO 0 for a single replica; sequence parallelism and
+recomputation as the framework has them; experts cut by tensor parallelism where that leaves room for their own.  Where
+embedding and loss count as a layer each when a pipeline is cut (Llama 3 405B, BLOOM), the first and last part have one
+layer less.  What else a row leaves open is answered for the values that it may have (``open_cells``).
 """
 
 from __future__ import annotations
@@ -23,35 +23,12 @@ from stepsight.dataset.job.frameworks import LIBRARIES, Framework, plain_version
 from stepsight.dataset.job.job import Job
 from stepsight.dataset.job.rules import MOST_LAYERS
 from stepsight.dataset.job.specs import MIXED, RECOMPUTE
-from stepsight.experiments.evaluation.row_facts import by_model, cluster_of, framework_of, plain_name
+from stepsight.experiments.evaluation.row_facts import by_model, cluster_of, framework_of, plain_name, told
 from stepsight.experiments.evaluation.runs_table import Row, RowError, number_in
 from stepsight.simulator.memory import estimate_memory
 
 HEAD = 128
 ROW_FAMILIES = ("gpt", "llama", "bert", "moe")
-# What rows leave out of these models (their published configurations), by the start of the name without marks.
-_LATENT: dict[str, Any] = {
-    "attention": "mla", "q_lora_rank": 1536, "kv_lora_rank": 512, "rope_head_dim": 64, "head_dim": 128,
-    "v_head_dim": 128, "dense_layers": 1,
-}  # fmt: skip
-_MODELS: dict[str, dict[str, Any]] = {
-    "deepseekv2": {**_LATENT, "ffn": 12288, "expert_ffn": 1536, "shared_experts": 2, "vocab": 102400},
-    "deepseekv3": {**_LATENT, "ffn": 18432, "expert_ffn": 2048, "shared_experts": 1, "vocab": 129280},
-    "gpt3": {"vocab": 50257},
-    "grok1": {"capacity_factor": 1.0},  # dgxc-benchmarking, grok1/grok1_314b.yaml: moe_expert_capacity_factor
-    "gptoss": {"head_dim": 64, "expert_bias": True},
-    "nemotron8b": {"vocab": 256000},
-    "qwen3": {"head_dim": 128, "qk_norm": True},
-}
-# Nodes over which they share parameters; groups of as many are replicas (paxml/configure.sh, v24.11.1: FSDP nodes and
-# DCN_MESH_SHAPE of [nodes / FSDP, FSDP, 1]).
-_PAXML_SHARED_NODES = {"gpt35b": 1, "gpt3175b": 16}
-# Recipes of NeMo's GPT-3 models have a dropout of 0.1: launcher_scripts/conf/training/gpt3 of the NeMo launcher 24.01
-# to 24.07 (none in 23.11), nemo_megatron/gpt3_175b_hydra.yaml of dgxc-benchmarking v24.11.1 and v25.02.
-_DROPOUT, _DROPOUT_RECIPES = 0.1, ("gpt3", r"\b(24\.0[1-7]|v24\.11|v25\.0[12])")
-# Recipes that tokenise with GPT-2's vocabulary, whatever the model's is: dgxc-benchmarking v24.11.1 to v25.02 for Llama
-# 3.1 405B (llama3.1_405b.yaml has GPT2BPETokenizer, configure.sh megatron-gpt2-345m).
-_GPT2_TOKENS, _GPT2_RECIPES = 50257, ("llama31405b", r"\b(v24\.11|v25\.0[12])\b")
 _UNSTATED = "of a row that states none"
 VOCABULARIES = (32000, 256000)  # Llama 2's, and the largest usual one (Gemma, Nemotron)
 MICRO_BATCHES = (1, 2, 4, 8)
@@ -114,9 +91,9 @@ def jobs_of(row: Row) -> list[PublishedJob]:
 
 def _job(row: Row, framework: Framework) -> Job:
     parallel, model = _parallel(row, framework), _model(row)
-    start, recipes = _DROPOUT_RECIPES
+    start, recipes, dropout = told()["dropout"]
     if framework.name == "nemo" and plain_name(row).startswith(start) and re.search(recipes, row.software):
-        model["dropout"] = _DROPOUT
+        model["dropout"] = dropout
     if model.get("experts"):
         parallel["expert_tp"] = 0 if parallel["dp"] * parallel["cp"] % parallel["ep"] == 0 else 1
     batch = {key: row.known(key) for key in ("micro_batch", "global_batch")}
@@ -191,15 +168,15 @@ def _model(row: Row) -> dict[str, Any]:
     if experts:
         model |= {"expert_ffn": ffn, "experts": experts, "experts_per_token": row.known("top_k")}
         model |= {"capacity_factor": 1.0} if "tokendrop" in plain_name(row) else {}
-    return {**model, **by_model(row, _MODELS, {}), "vocab": _vocab(row)}
+    return {**model, **by_model(row, told()["models"], {}), "vocab": _vocab(row)}
 
 
 def _vocab(row: Row) -> int:
     """The vocabulary, 0 if it is unknown."""
-    model, recipes = _GPT2_RECIPES
+    model, recipes, tokens = told()["tokens"]
     if plain_name(row).startswith(model) and re.search(recipes, row.software):
-        return _GPT2_TOKENS
-    known: int = by_model(row, _MODELS, {}).get("vocab", 0)
+        return int(tokens)
+    known: int = by_model(row, told()["models"], {}).get("vocab", 0)
     return row.whole("vocab") or known
 
 
@@ -249,7 +226,7 @@ def _sharding(row: Row, framework: Framework, dp: int) -> dict[str, Any]:
     if "hsdp" in text and not shard:
         shard = of_node
     if framework.name == "paxml" and stage == 3 and not shard:
-        shard = of_node * by_model(row, _PAXML_SHARED_NODES, 0)
+        shard = of_node * by_model(row, told()["paxml"]["shared_nodes"], 0)
     return {
         "zero_stage": stage,
         "dp_shard": shard if 0 < shard < dp else 0,
