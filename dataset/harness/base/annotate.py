@@ -28,6 +28,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
 from functools import wraps
 from typing import Any
 
@@ -49,16 +50,16 @@ class _State(threading.local):
     inside = False  # within a wrapped call: c10d functions call each other
 
 
+@dataclass
 class _Recorder:
     """The state of the recording; one per process, like the profiler."""
 
-    def __init__(self) -> None:
-        self.active = False
-        self.group_names: dict[str, str] = {}
-        self.sequence: dict[str, int] = {}
-        self.pending: dict[int, tuple[Any, str]] = {}  # id of a work -> (the work, kept alive; its wait's name)
-        self.installed = False
-        self.spans: list[Span] | None = None
+    active: bool = False
+    installed: bool = False
+    group_names: dict[str, str] = field(default_factory=dict)
+    sequence: dict[str, int] = field(default_factory=dict)
+    pending: dict[int, tuple[Any, str]] = field(default_factory=dict)  # by id of a work: it, kept alive, and its wait
+    spans: list[Span] | None = None
 
 
 _recorder = _Recorder()
@@ -92,17 +93,11 @@ def noting(spans: list[Span]) -> Iterator[None]:
         _recorder.spans = None
 
 
-class _Noted:
-    """A segment whose times are noted."""
-
-    def __init__(self, spans: list[Span], label: str, stage: int, micro_batch: int) -> None:
-        self._spans, self._what = spans, (label, stage, micro_batch)
-
-    def __enter__(self) -> None:
-        self._start = time.monotonic()
-
-    def __exit__(self, *_: object) -> None:
-        self._spans.append((*self._what, self._start, time.monotonic()))
+@contextmanager
+def _noted(spans: list[Span], label: str, stage: int, micro_batch: int) -> Iterator[None]:
+    start = time.monotonic()
+    yield
+    spans.append((label, stage, micro_batch, start, time.monotonic()))
 
 
 def name_groups(groups: Mapping[str, dist.ProcessGroup | None]) -> None:
@@ -113,7 +108,7 @@ def name_groups(groups: Mapping[str, dist.ProcessGroup | None]) -> None:
 def segment(label: str, **facts: int) -> AbstractContextManager[Any]:
     """A part of a step: ``forward``, ``backward``, ``optimizer``, or the ``step`` itself."""
     if _recorder.spans is not None:
-        return _Noted(_recorder.spans, label, facts.get("stage", 0), facts.get("micro_batch", -1))
+        return _noted(_recorder.spans, label, facts.get("stage", 0), facts.get("micro_batch", -1))
     if not _recorder.active:
         return _NOTHING
     words = [f"label={label}", *(f"{key}={value}" for key, value in facts.items())]
@@ -203,12 +198,9 @@ def _wrap(original: Callable[..., Any], kind: str, tensor: str, direction: str) 
 
 def _ranks(called: dict[str, Any], group: dist.ProcessGroup, direction: str) -> str:
     """Global ranks that take part: of the group, or the sender and the receiver."""
-    members = dist.get_process_group_ranks(group)
-    if not direction:
-        return ",".join(map(str, members))
-    local, everywhere = ("group_dst", "dst") if direction == "send" else ("group_src", "src")
-    peer = called.get(everywhere)
-    if peer is None:
-        peer = members[called[local]]
-    pair = (dist.get_rank(), peer) if direction == "send" else (peer, dist.get_rank())
-    return ",".join(map(str, pair))
+    ranks = dist.get_process_group_ranks(group)
+    if direction:
+        end = "dst" if direction == "send" else "src"
+        peer = called.get(end)
+        ranks = [dist.get_rank(), ranks[called[f"group_{end}"]] if peer is None else peer]
+    return ",".join(map(str, ranks if direction != "recv" else ranks[::-1]))

@@ -6,7 +6,7 @@ import linecache
 import sys
 import sysconfig
 import traceback
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 PACKAGE = str(Path(__file__).resolve().parents[1])  # its frames are not part of the script
@@ -18,32 +18,29 @@ def own_line(frames: Sequence[traceback.FrameSummary], script: Path) -> str:
 
     The outermost of ``frames`` comes first; the folder of ``script`` holds what is the user's own.
     """
-    for frame in _own_frames(frames, script):
-        source = (frame.line or linecache.getline(frame.filename, frame.lineno or 0)).strip()
-        return f"{_place(frame, script)}: {source}"
-    return ""
+    place, frame = _innermost(frames, script)
+    if frame is None:
+        return ""
+    return f"{place}: {(frame.line or linecache.getline(frame.filename, frame.lineno or 0)).strip()}"
 
 
 def own_place(frames: Sequence[traceback.FrameSummary], script: Path) -> str:
     """``train.py:12``: like ``own_line``, without the text of the line."""
-    return next((_place(frame, script) for frame in _own_frames(frames, script)), "")
+    return _innermost(frames, script)[0]
 
 
-def _own_frames(frames: Sequence[traceback.FrameSummary], script: Path) -> Iterable[traceback.FrameSummary]:
-    """Frames in the script's folder, then others outside libraries, each innermost first."""
-    home = script.resolve().parent
-    own = [frame for frame in reversed(frames) if not frame.filename.startswith("<") and _is_users(frame.filename)]
-    return sorted(own, key=lambda frame: not Path(frame.filename).resolve().is_relative_to(home))
-
-
-def _place(frame: traceback.FrameSummary, script: Path) -> str:
-    path, home = Path(frame.filename), script.resolve().parent
-    return f"{path.relative_to(home) if path.is_relative_to(home) else path}:{frame.lineno}"
-
-
-def _is_users(filename: str) -> bool:
-    path = str(Path(filename).resolve())
-    return Path(path).exists() and not path.startswith((*_LIBRARIES, PACKAGE))
+def _innermost(frames: Sequence[traceback.FrameSummary], script: Path) -> tuple[str, traceback.FrameSummary | None]:
+    """The innermost frame in the script's folder, else outside of libraries; its place comes first."""
+    home, found = script.resolve().parent, list[traceback.FrameSummary]()
+    for frame in reversed(frames):
+        path = Path(frame.filename).resolve()
+        if not frame.filename.startswith("<") and path.exists() and not str(path).startswith((*_LIBRARIES, PACKAGE)):
+            found.append(frame)
+    found.sort(key=lambda frame: not Path(frame.filename).resolve().is_relative_to(home))
+    if not found:
+        return "", None
+    path = Path(found[0].filename)
+    return f"{path.relative_to(home) if path.is_relative_to(home) else path}:{found[0].lineno}", found[0]
 
 
 def line_of(error: BaseException, script: Path) -> str:

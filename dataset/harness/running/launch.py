@@ -30,6 +30,10 @@ from .workers import follow, how_ended, places, started
 
 _UNBEGUN = (".lock", ".plan.json.")  # files that a launch leaves if it is killed before it has written the plan
 _QUIET = 0.5  # cores that other processes may keep busy
+_FORBIDDEN = (
+    "threads of a box that communicate should run in real time, but this system forbids it (in a container: "
+    "the cgroup's cpu.rt_runtime_us); runs take more of the cores and vary more"
+)
 __all__ = ["HarnessError", "collect", "main"]
 
 
@@ -67,8 +71,13 @@ def collect(plan: dict[str, Any], out: Path, *, progress: bool = True) -> dict[s
     plan = plans.check_plan(json.loads(json.dumps(plan)))  # as it will be read back: lists for tuples
     if "box" in plan:
         check_possible(plan["box"])
-    else:
-        _check_cores(plan)
+    have = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    for item in [*plan["runs"], *plan["events"]] if "box" not in plan else ():
+        size = item["world_size"] if "world_size" in item else plans.ranks_needed(item)
+        if size > have:
+            raise HarnessError(
+                f"every rank needs a core of its own: ranks <= cores must hold, got {size} > {have} for {item['name']}"
+            )
     out = Path(out)
     if out.exists() and not out.is_dir():
         raise HarnessError(f"a collection is a folder, got the file {out}")
@@ -86,9 +95,11 @@ def collect(plan: dict[str, Any], out: Path, *, progress: bool = True) -> dict[s
         sizes, items = plans.world_sizes(plan), len(plan["runs"]) + len(plan["events"])
         outstanding = {size: names for size in sizes if (names := _outstanding(out, plan, size))}
         kept = items - sum(map(len, outstanding.values()))
-        bar = Progress(_units(plan), _units_done(out, plan), shown=progress)
-        for note in _notes(plan) if outstanding and progress else ():
-            print(f"warning: {note}", file=sys.stderr)
+        bar = Progress(*_units(out, plan), shown=progress)
+        if outstanding and progress:
+            slow = _FORBIDDEN if "box" in plan and not cores.may_hurry() else ""
+            for note in filter(None, (busy_note(), slow)):
+                print(f"warning: {note}", file=sys.stderr)
         try:
             for size in outstanding:
                 _run_world(out, size, bar, "box" in plan)
@@ -112,17 +123,6 @@ def _read_plan(path: Path) -> Any:
         return read_json(path)
     except (OSError, ValueError) as error:
         raise HarnessError(f"cannot read plan {path}: {error}") from None
-
-
-def _notes(plan: dict[str, Any]) -> list[str]:
-    """Warnings about conditions that make measurements on this machine worse."""
-    notes = [busy_note()]
-    if "box" in plan and not cores.may_hurry():
-        notes.append(
-            "threads of a box that communicate should run in real time, but this system forbids it (in a container: "
-            "the cgroup's cpu.rt_runtime_us); runs take more of the cores and vary more"
-        )
-    return [note for note in notes if note]
 
 
 def busy_note(seconds: float = 0.5) -> str:
@@ -153,16 +153,6 @@ def _busy_seconds() -> float:
     return sum(int(cpu[i]) for cpu in ticks for i in range(1, 9) if i not in idle) / os.sysconf("SC_CLK_TCK")
 
 
-def _check_cores(plan: dict[str, Any]) -> None:
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    for item in [*plan["runs"], *plan["events"]]:
-        size = item["world_size"] if "world_size" in item else plans.ranks_needed(item)
-        if size > cores:
-            raise HarnessError(
-                f"every rank needs a core of its own: ranks <= cores must hold, got {size} > {cores} for {item['name']}"
-            )
-
-
 def _outstanding(out: Path, plan: dict[str, Any], size: int) -> list[str]:
     """Names of the unfinished runs and events of this world size."""
     runs = [run["name"] for run in plan["runs"] if plans.ranks_needed(run) == size]
@@ -171,24 +161,17 @@ def _outstanding(out: Path, plan: dict[str, Any], size: int) -> list[str]:
     return runs + [name for name in events if not (out / "events" / f"{name}.json").exists()]
 
 
-def _event_units(event: dict[str, Any]) -> int:
-    return len(event.get("ops", ())) + len(event.get("collectives", ()))
-
-
-def _units(plan: dict[str, Any]) -> int:
-    """Rounds and signatures, in units of progress."""
-    rounds: int = sum(run["rounds"] for run in plan["runs"])
-    return ROUND_UNITS * rounds + sum(map(_event_units, plan["events"]))
-
-
-def _units_done(out: Path, plan: dict[str, Any]) -> int:
-    done: int = 0
+def _units(out: Path, plan: dict[str, Any]) -> tuple[int, int]:
+    """Rounds and signatures, in units of progress: all of a plan, and those on disk."""
+    total = done = 0
     for run in plan["runs"]:
-        if is_done(out, run["name"]):
-            done += ROUND_UNITS * run["rounds"]
-        else:
-            done += ROUND_UNITS * min(run["rounds"] - 1, len(read_rounds(out, run)["rounds"]))
-    return done + sum(_event_units(e) for e in plan["events"] if (out / "events" / f"{e['name']}.json").exists())
+        total += (rounds := run["rounds"]) * ROUND_UNITS
+        finished = rounds if is_done(out, run["name"]) else min(rounds - 1, len(read_rounds(out, run)["rounds"]))
+        done += finished * ROUND_UNITS
+    for event in plan["events"]:
+        total += (units := len(event.get("ops", ())) + len(event.get("collectives", ())))
+        done += units * (out / "events" / f"{event['name']}.json").exists()
+    return total, done
 
 
 def _run_world(out: Path, size: int, bar: Progress, boxed: bool) -> None:
