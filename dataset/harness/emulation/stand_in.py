@@ -180,7 +180,9 @@ class Group(OneRankGroup):
             return StandInWork(HostLine(self._world.clock), ended(0.0), held, result)
         key = call.direction, call.peer
         if key not in self._links:
-            self._links[key] = self._link(*key)
+            ranks = list(self._ranks) if call.peer < 0 else [self._ranks[self.rank()], self._ranks[call.peer]]
+            nodes = len({rank // self._world.devices_per_node for rank in ranks})
+            self._links[key] = Link(ranks, -(-len(ranks) // nodes), self._line(*key))
         link, num_bytes = self._links[key], call.num_bytes
         kind = "all_gather" if call.kind == LISTS else call.kind
         size = "" if kind in _UNEVEN else f" of {num_bytes} bytes"
@@ -188,12 +190,6 @@ class Group(OneRankGroup):
         seconds = self._world.delays.seconds(kind, num_bytes, len(link.ranks), link.ranks_per_node)
         with annotate.stood_in(kind, num_bytes, link.ranks, self._name, seconds), torch.no_grad():
             return StandInWork(link.line, link.line.issue(seconds, call.effect, what), held, result)
-
-    def _link(self, direction: str, peer: int) -> Link:
-        world = self._world
-        ranks = list(self._ranks) if peer < 0 else [self._ranks[self.rank()], self._ranks[peer]]
-        nodes = len({rank // world.devices_per_node for rank in ranks})
-        return Link(ranks, -(-len(ranks) // nodes), self._line(direction, peer))
 
     def _line(self, direction: str, peer: int) -> Any:
         world = self._world

@@ -149,8 +149,12 @@ class StepTracer:
 
     def written(self) -> tuple[list[float], dict[str, str]]:
         """This rank's seconds of each step, and the traces' names in the folder, by format; after the block."""
-        names = {key: _compress(self._folder / name) for key, name in self._names.items()}
-        return self._clock.seconds()[2::2], names
+        for name in self._names.values():
+            path = self._folder / name
+            with path.open("rb") as source, gzip.open(f"{path}.gz", "wb", compresslevel=3) as target:
+                shutil.copyfileobj(source, target, 2**20)
+            path.unlink()
+        return self._clock.seconds()[2::2], {key: f"{name}.gz" for key, name in self._names.items()}
 
 
 class Profiler(profile):
@@ -166,11 +170,3 @@ def profiled_steps(training: Training, steps: int, folder: Path, rank: int) -> t
             tracer.end()
     own, names = tracer.written()
     return [max(column) for column in zip(*gather(own), strict=True)], names
-
-
-def _compress(path: Path) -> str:
-    packed = path.with_name(path.name + ".gz")
-    with path.open("rb") as source, gzip.open(packed, "wb", compresslevel=3) as target:
-        shutil.copyfileobj(source, target, 2**20)
-    path.unlink()
-    return packed.name

@@ -12,7 +12,7 @@ import platform
 import time
 from collections import defaultdict
 from collections.abc import Callable
-from contextlib import ExitStack, nullcontext
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from ..base.plan_error import HarnessError
 from ..emulation import stand_in
 from ..measuring.device import Sample, Watch, clocks, fingerprint, free_memory, gpu_name, out_of_memory
 from ..measuring.measure import noted_steps, profiled_steps, timed_steps
+from ..measuring.op_events import measure_events
 from ..models.parallel import Training, end_groups
 from ..models.sleeping import WARM_UP_PACE, SleepingTraining
 from ..ops.composite import enable_compiling
@@ -92,7 +93,12 @@ class Collection:
     def _runs(self) -> None:
         runs = [run for run in self.plan["runs"] if plans.ranks_needed(run) == self.size]
         runs = [run for run in runs if not self._agreed(is_done(self.out, run["name"]))]
-        state = {run["name"]: self._agreed(self._load_rounds(run)) for run in runs}
+        state: dict[str, dict[str, Any]] = {}
+        for run in runs:
+            found = read_rounds(self.out, run)
+            if "extra_seconds" not in self.plan:  # the last round also profiles, so it is done again
+                found |= {key: found[key][: run["rounds"] - 1] for key in ("rounds", "records")}
+            state[run["name"]] = self._agreed(found)
         for number in range(max((run["rounds"] - 1 for run in runs), default=0)):
             for run in runs:
                 if len(state[run["name"]]["rounds"]) <= number < run["rounds"] - 1:
@@ -112,13 +118,6 @@ class Collection:
             if chosen is None:
                 return
             self._round(runs[chosen], state[chosen])
-
-    def _load_rounds(self, run: dict[str, Any]) -> dict[str, Any]:
-        state = read_rounds(self.out, run)
-        if "extra_seconds" in self.plan:
-            return state
-        keep = run["rounds"] - 1  # the last round also profiles, so it is done again
-        return {**state, "rounds": state["rounds"][:keep], "records": state["records"][:keep]}
 
     def _round(self, run: dict[str, Any], state: dict[str, Any], *, last: bool = False) -> None:
         """Do a round of a run, unless the run was rejected; the last round profiles, and writes the run."""
@@ -140,7 +139,9 @@ class Collection:
         else:
             self._say(name, done=0 if extra else ROUND_UNITS)
             return
-        self._reject(run, reason)
+        with new_folder(self.out / "rejected" / name, self.out / ".partial" / name) as folder:  # it is not tried again
+            write_json(folder / "manifest.json", {**self._head(run), "rounds": [], "rejected": reason})
+        rounds_path(self.out, name).unlink(missing_ok=True)
         if self.size > 1:  # the others wait for this rank in vain
             raise RuntimeError(f"{name} was skipped: out of memory; run again to continue with the rest: {reason}")
         self._say(name, done=ROUND_UNITS * max(1, run["rounds"] - number))
@@ -165,25 +166,11 @@ class Collection:
         del training
         end_groups(*groups)
 
-    def _reject(self, run: dict[str, Any], reason: str) -> None:
-        """Record that a run is impossible, so that it is not tried again."""
-        manifest = {**self._head(run), "rounds": [], "rejected": reason}
-        with new_folder(self.out / "rejected" / run["name"], self.out / ".partial" / run["name"]) as folder:
-            write_json(folder / "manifest.json", manifest)
-        rounds_path(self.out, run["name"]).unlink(missing_ok=True)
-
     def _head(self, run: dict[str, Any]) -> dict[str, Any]:
         """The first fields of a manifest."""
-        return {
-            "schema": 1,
-            "name": run["name"],
-            "role": run["role"],
-            "job": run["job"],
-            "world_size": self.size,
-            "fingerprint": self.fingerprint,
-            "versions": self.versions,
-            **self.compile,
-        }
+        own = {key: run[key] for key in ("name", "role", "job")}
+        facts = {"world_size": self.size, "fingerprint": self.fingerprint, "versions": self.versions}
+        return {"schema": 1, **own, **facts, **self.compile}
 
     def _steps(
         self, run: dict[str, Any], number: int, state: dict[str, Any], training: Training | SleepingTraining
@@ -199,25 +186,18 @@ class Collection:
         else:
             _, losses = timed_steps(training, run["warmup"])
             seconds, more = timed_steps(training, run["steps"])
-            if number == 0:
-                state["losses"] = self._losses(training, losses + more)
+            if number == 0:  # the mean over replicas: only ranks of the last stage know their losses
+                known = gather([float(loss) for loss in losses + more] if training.stage.last else None)
+                replicas = [column for column in known if column is not None]
+                state["losses"] = [sum(column) / len(replicas) for column in zip(*replicas, strict=True)]
         state["rounds"].append(seconds)
-
-    def _losses(self, training: Training, losses: list[torch.Tensor]) -> list[float]:
-        """Loss of each step, the mean over replicas; only ranks of the last stage know theirs."""
-        known = gather([float(loss) for loss in losses] if training.stage.last else None)
-        replicas = [column for column in known if column is not None]
-        return [sum(column) / len(replicas) for column in zip(*replicas, strict=True)]
 
     def _finish(self, run: dict[str, Any], state: dict[str, Any], training: Training | SleepingTraining) -> None:
         """Profile, and move the run's folder to its place."""
         folder = self.out / ".partial" / run["name"]
-        stack = ExitStack()
         cpu = max((record["cpu"] for steps in state["records"] for record in steps), default=0.0)
-        if self.rank == 0:
-            place = "runs" if cpu <= plans.MOST_CPU else "rejected"
-            stack.enter_context(new_folder(self.out / place / run["name"], folder))
-        with stack:
+        place = "runs" if cpu <= plans.MOST_CPU else "rejected"
+        with new_folder(self.out / place / run["name"], folder) if self.rank == 0 else nullcontext():
             barrier()
             self._profile(run, state, training, folder)
         rounds_path(self.out, run["name"]).unlink(missing_ok=True)
@@ -256,8 +236,6 @@ class Collection:
         write_json(folder / "manifest.json", manifest)
 
     def _events(self) -> None:
-        from ..measuring.op_events import measure_events
-
         for event in self.plan["events"]:
             path = self.out / "events" / f"{event['name']}.json"
             if event["world_size"] != self.size or self._agreed(path.exists()):

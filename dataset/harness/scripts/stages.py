@@ -25,12 +25,8 @@ RESULT = "script_rank{}.json"  # file that one rank writes when it has finished
 class Stages:
     """Goes through the stages of a script on one rank; ``step_ended`` is called at the end of each of its steps.
 
-    Args:
-        settings: ``warmup``, ``rounds``, ``steps`` (of each round), ``profile_steps`` and ``out``, where results go.
-        rank: Of this process.
-        say: Told what goes on.
-        leave: Ends the process; called when all is written.
-        world: Of an emulated script, else None.
+    ``settings`` are ``warmup``, ``rounds``, ``steps`` (of each round), ``profile_steps`` and ``out``, where results go.
+    ``say`` is told what goes on; ``leave`` ends the process when all is written.
     """
 
     def __init__(
@@ -116,10 +112,7 @@ class Stages:
 
     def _meet(self) -> None:
         """Wait for all ranks."""
-        if self._world is not None:
-            self._world.meet()
-        else:
-            barrier()
+        (barrier if self._world is None else self._world.meet)()
 
     def _begin(self, tracer: StepTracer) -> None:
         tracer.begin()
@@ -141,17 +134,12 @@ class Stages:
         """Write this rank's measurements, and end the process after all ranks have finished."""
         folder = Path(self._settings["out"])
         digests = {name: hashlib.sha256((folder / name).read_bytes()).hexdigest() for name in names.values()}
+        memory = torch.cuda.max_memory_allocated() if torch.cuda.is_initialized() else None
         found = {
-            "rank": self.rank,
-            "steps_by": self.marks.kind,
-            "rounds": self._rounds,
-            "profiled_seconds": profiled,
-            "traces": names,
-            "digests": digests,
-            "device": device().type,
-            "threads": torch.get_num_threads(),
-            "peak_memory_bytes": torch.cuda.max_memory_allocated() if torch.cuda.is_initialized() else None,
-        }
+            "rank": self.rank, "steps_by": self.marks.kind, "rounds": self._rounds, "profiled_seconds": profiled,
+            "traces": names, "digests": digests, "device": device().type, "threads": torch.get_num_threads(),
+            "peak_memory_bytes": memory,
+        }  # fmt: skip
         if self._world is not None:
             found["collectives"] = self._collectives
         write_json(folder / RESULT.format(self.rank), found)
