@@ -105,11 +105,7 @@ def missing_extra(error: ImportError) -> str:
 
 
 def need(module: str) -> None:
-    """Check that a library is installed, before work that would fail without it in another process.
-
-    Raises:
-        StepsightError: If it is not; the message says what to install.
-    """
+    """Check that a library is installed, before work that would fail without it in another process."""
     if find_spec(module) is None:
         raise StepsightError(_advice(module))
 

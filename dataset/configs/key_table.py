@@ -10,8 +10,7 @@ from typing import Any
 from stepsight.dataset.base.errors import JobError, shorten
 from stepsight.dataset.configs.drafts import Reading
 from stepsight.dataset.job.job import Job
-from stepsight.dataset.job.models import MODELS
-from stepsight.dataset.job.specs import SECTIONS
+from stepsight.dataset.job.specs import MODELS, SECTIONS
 
 # Facts about machines, frameworks and models' names, which no configuration of a framework states, and what the
 # command states that starts it.

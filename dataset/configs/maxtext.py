@@ -13,7 +13,7 @@ from stepsight.dataset.configs.documents import flat, read_tables, yaml_text
 from stepsight.dataset.configs.drafts import ConfigFile, Draft, Reading
 from stepsight.dataset.configs.key_table import CLIP, OTHER, ConfigText, JobView, Row, read_rows, same
 from stepsight.dataset.job.job import Job
-from stepsight.dataset.job.models import MODELS
+from stepsight.dataset.job.specs import MODELS
 
 # Axes of the mesh within and between slices, and the degree of a job.
 _AXES = {"tensor": "tp", "tensor_sequence": "tp", "context": "cp", "sequence": "cp", "pipeline": "pp", "expert": "ep"}

@@ -97,11 +97,7 @@ def unknown_hardware(name: str) -> str:
 
 
 def stated_hardware(table: Mapping[str, Any]) -> str:
-    """The table ``[cluster.hardware]`` of a job as the text that represents it in a ``Job``.
-
-    Raises:
-        JobError: If it holds something that no text can.
-    """
+    """The table ``[cluster.hardware]`` of a job as the text that represents it in a ``Job``."""
     try:
         return json.dumps({"name": "custom", **table}, sort_keys=True)
     except (TypeError, ValueError) as error:
@@ -121,11 +117,7 @@ def _stated(text: str) -> Hardware:
 
 
 def hardware_name(name: str) -> str:
-    """The name of the hardware in a ``.json`` or ``.toml`` file; of everything else, the name itself.
-
-    Raises:
-        JobError: As ``find_hardware``.
-    """
+    """The name of the hardware in a ``.json`` or ``.toml`` file; of everything else, the name itself."""
     if name.startswith("{"):
         return _stated(name).name
     return _hardware_file(name)[0].name if is_facts_file(name) else name
@@ -158,11 +150,7 @@ def _hardware_file(path: str) -> tuple[Hardware, Mapping[str, Fabric]]:
 
 
 def facts_in(path: str) -> tuple[Mapping[str, Hardware], Mapping[str, Fabric]]:
-    """Hardware and fabrics of a file, by name.
-
-    Raises:
-        JobError: If it cannot be read, or holds something else.
-    """
+    """Hardware and fabrics of a file, by name."""
     return _read_facts(path, file_version(path))
 
 
@@ -179,11 +167,7 @@ def _read_facts(path: str, version: tuple[int, int]) -> tuple[Mapping[str, Hardw
 
 
 def _check_units(hardware: Hardware) -> None:
-    """Refuse facts in units that are 10^9 or 10^12 times too large, as TFLOP/s and Gbyte/s.
-
-    Raises:
-        JobError: If a number is far below that of any device.
-    """
+    """Refuse facts in units that are 10^9 or 10^12 times too large, as TFLOP/s and Gbyte/s."""
     facts = {f"peak_flops.{dtype}": (peak, "FLOP/s") for dtype, peak in hardware.peak_flops.items()}
     facts["memory_bandwidth_bytes_per_s"] = hardware.memory_bandwidth_bytes_per_s, "byte/s"
     facts["memory_bytes"] = hardware.memory_bytes, "byte"

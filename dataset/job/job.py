@@ -26,9 +26,9 @@ from stepsight.dataset.hardware.hardware import (
     usual_fabric,
 )
 from stepsight.dataset.job.frameworks import GENERIC, Framework, find_framework, framework_in
-from stepsight.dataset.job.models import MODELS
 from stepsight.dataset.job.rules import broken_rules
 from stepsight.dataset.job.specs import (
+    MODELS,
     OPTIONAL,
     SECTIONS,
     BatchSpec,

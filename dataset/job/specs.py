@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import tomllib
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from importlib import resources
 from types import MappingProxyType
 from typing import Any
 
@@ -22,7 +24,7 @@ class ModelSpec:
     ``gpt`` and ``llama`` into mixtures of experts.
 
     Attributes:
-        name: A model of the catalogue (``dataset/job/models.py``), or any name for people to read.
+        name: A model of the catalogue (``dataset/presets/models.toml``), or any name for people to read.
         family: One of the families above, or one that you registered.
         layers: Decoder layers; of ``bert`` and ``vit`` encoder layers.
         hidden: Size of the hidden state.
@@ -436,3 +438,6 @@ SECTIONS: MappingProxyType[str, type] = MappingProxyType(
     }
 )
 OPTIONAL = ("parallel", "optimizer", "execution")  # tables that may be left out
+# A small catalogue of published models, by name: ``[model] name = "gpt3-175b"``.
+_CATALOGUE = resources.files("stepsight.dataset").joinpath("presets/models.toml")
+MODELS: Mapping[str, dict[str, Any]] = MappingProxyType(tomllib.loads(_CATALOGUE.read_text("utf-8")))

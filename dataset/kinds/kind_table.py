@@ -265,11 +265,7 @@ def refuse_cost(op: object, field: str, value: Any) -> NoReturn:
 
 
 def check_base(kind: OpKind, known: Mapping[str, OpKind]) -> None:
-    """Check that the base of a kind is another kind that is known, and that ``base_dims`` returns dims of it.
-
-    Raises:
-        StepsightError: If not.
-    """
+    """Check that the base of a kind is another kind that is known, and that ``base_dims`` returns dims of it."""
     if kind.base in ("", STREAMED):
         return
     if kind.base == kind.name or kind.base not in known:

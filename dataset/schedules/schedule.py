@@ -105,11 +105,7 @@ class ScheduleKind:
         return f"= {fewest}" if fewest == most else f"from {fewest} to {most}"
 
     def build(self, name: str, num_stages: int, num_micro_batches: int, virtual_stages: int) -> Schedule:
-        """Make a schedule, under the name by which a job asked for it.
-
-        Raises:
-            JobError: If the numbers are not allowed, or something else came out than was asked for.
-        """
+        """Make a schedule, under the name by which a job asked for it."""
         if not self.allows(virtual_stages):
             raise JobError(f"schedule {name} has virtual_stages {self.allowed}, got {virtual_stages}")
         try:

@@ -39,11 +39,7 @@ LEAST_GAIN = 0.02  # of the mean error: less is chance
 
 
 def starting_predictor(predictor: Predictor | str, out: Path) -> Predictor:
-    """The predictor that a calibration begins with.
-
-    Raises:
-        PredictorError: If there is none of that name, or ``out`` exists and is no predictor.
-    """
+    """The predictor that a calibration begins with."""
     check_output(out)
     return named_predictor(predictor) if isinstance(predictor, str) else predictor
 
@@ -242,11 +238,7 @@ def calibrate_links(
 
 
 def _one_software(measured: Measurements, asked: str) -> tuple[dict[Collective, list[float]], str, dict[str, int]]:
-    """Seconds of each collective between nodes by one software, which that is, and the number of rows of each other.
-
-    Raises:
-        TableError: If none is the one that is asked for.
-    """
+    """Seconds of each collective between nodes by one software, which that is, and the number of rows of each other."""
     found: dict[str, dict[Collective, list[float]]] = {}  # by software, whether in place or not
     for work, seconds, software in zip(measured.works, measured.seconds.tolist(), measured.software, strict=True):
         if isinstance(work, Collective) and work.num_nodes > 1:

@@ -276,11 +276,7 @@ def without_copies(judging: Sequence[Scored], fitted: Sequence[Scored]) -> list[
 
 
 def read_most_gpus(text: str) -> int:
-    """The number in ``8``, ``8gpus`` or ``<=8gpus``.
-
-    Raises:
-        StepsightError: If it is no such text.
-    """
+    """The number in ``8``, ``8gpus`` or ``<=8gpus``."""
     found = re.fullmatch(r"\s*(?:<=|≤)?\s*([1-9]\d{0,8})\s*(?:gpus?|devices?)?\s*", text, re.IGNORECASE)
     if found is None:
         raise StepsightError(f"--calibrate takes a number of devices below 10^9, as in 8gpus, got {text!r:.40}")

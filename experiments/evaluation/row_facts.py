@@ -39,11 +39,7 @@ def told() -> dict[str, Any]:
 
 
 def preset_of_device(row: Row) -> str:
-    """The preset of a row's devices.
-
-    Raises:
-        RowError: If there is none.
-    """
+    """The preset of a row's devices."""
     text = row.text("hardware")
     if find_hardware(text) is not None:
         return text

@@ -45,11 +45,7 @@ class PublishedJob:
 
 
 def job_of(row: Row) -> PublishedJob:
-    """The first of a row's jobs: the only one where the row leaves nothing open.
-
-    Raises:
-        JobError: As ``jobs_of``.
-    """
+    """The first of a row's jobs: the only one where the row leaves nothing open."""
     return jobs_of(row)[0]
 
 

@@ -139,11 +139,7 @@ class Row:
         return "" if value.lower() in UNKNOWN else value
 
     def real(self, key: str) -> float | None:
-        """A number, or None if it is unknown.
-
-        Raises:
-            RowError: If it is no number, or beyond ``MOST``.
-        """
+        """A number, or None if it is unknown."""
         text = self.text(key)
         return number_in(text, key) if text else None
 
@@ -212,11 +208,7 @@ class Row:
 
 
 def number_in(text: str, name: str) -> float:
-    """A number from a cell or a part of one.
-
-    Raises:
-        RowError: If it is none, or beyond ``MOST``.
-    """
+    """A number from a cell or a part of one."""
     try:
         value = float(text)
     except ValueError:

@@ -217,11 +217,7 @@ def measure_cases(cases: Sequence[BoxCase], out: Path, *, events: bool = True) -
 
 
 def training_folders(out: Path) -> list[Path]:
-    """Collections for training: all of ``profile``.
-
-    Raises:
-        CollectError: If one is of more ranks than may train.
-    """
+    """Collections for training: all of ``profile``."""
     folders = sorted(folder for folder in (out / PROFILE).iterdir() if (folder / "plan.json").exists())
     for folder in folders:
         ranks = Box.from_dict(read_json(folder / "plan.json")["box"]).num_ranks

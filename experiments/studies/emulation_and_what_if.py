@@ -175,11 +175,7 @@ def jobs_of(box: Box) -> dict[str, Job]:
 
 
 def measure(box: Box, out: Path) -> dict[str, RunManifest]:
-    """Run missing cases; manifests by name.
-
-    Raises:
-        CollectError: If a run failed, or kept the cores too busy.
-    """
+    """Run missing cases; manifests by name."""
     own, other = [(name, "train", job, COUNTS) for name, job in jobs_of(box).items()], slower_links(box)
     links = [("links", "train", jobs_of(other)[TRACED], {**COUNTS, "profile_steps": 0})]
     found: dict[str, Path] = {}

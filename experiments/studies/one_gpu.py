@@ -51,11 +51,7 @@ class StudyOptions:
 
 
 def write_plans(asked: StudyOptions) -> str:
-    """Write a plan for each collection, and print how to run them.
-
-    Raises:
-        CollectError: If there are other plans, or too little time for any.
-    """
+    """Write a plan for each collection, and print how to run them."""
     check_writable(asked.out)
     if (asked.out / COLLECTIONS).exists():
         raise CollectError(f"a folder holds one study: {asked.out / COLLECTIONS} is there; choose another folder")
@@ -74,11 +70,7 @@ def write_plans(asked: StudyOptions) -> str:
 
 
 def run_study(asked: StudyOptions) -> Row:
-    """Measure what is missing, train, judge; the figures, with ``text``.
-
-    Raises:
-        CollectError: If nothing can be measured here, and nothing was.
-    """
+    """Measure what is missing, train, judge; the figures, with ``text``."""
     check_writable(asked.out)
     asked.out.mkdir(parents=True, exist_ok=True)
     with locked(asked.out / ".lock") as ours:

@@ -106,9 +106,6 @@ def make_study(device: str, hardware: str, minutes: float) -> Study:
         device: ``cuda`` or ``cpu``.
         hardware: What jobs call it.
         minutes: All launches of the harness together.
-
-    Raises:
-        CollectError: If there is too little time, or the harness cannot run a job.
     """
     if not 0 < minutes <= MOST_MINUTES:
         raise CollectError(f"minutes must be > 0 and at most {MOST_MINUTES:g}, got {minutes:g}")

@@ -79,11 +79,7 @@ def compare(job: Job, *, enumerates: bool, space: str) -> Row | None:
 
 
 def run(options: argparse.Namespace) -> tuple[Any, str]:
-    """Draw jobs until enough have a strategy that fits, search and compare.
-
-    Raises:
-        StepsightError: If hardly any job has as few strategies as asked for.
-    """
+    """Draw jobs until enough have a strategy that fits, search and compare."""
     enumerates, random, drawn = not options.no_enumeration, Random(options.seed), 0
     rows: list[Row] = []
     while len(rows) < options.jobs:

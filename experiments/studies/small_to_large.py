@@ -245,9 +245,6 @@ def run_boxes(out: Path, only: str = "*") -> Row:
     """Measure, train, predict and compare the runs whose names match ``only``; a second call continues.
 
     What trains is always measured whole.  The search runs with ``only = "*"`` or ``box/*``.
-
-    Raises:
-        CollectError: Where there can be no box, or no run was lawful.
     """
     check_writable(out)
     wanted, whole = [case for case in box_cases() if fnmatch(case.name, only)], fnmatch("box/searched", only)

@@ -82,11 +82,7 @@ class _Tracker(MemTracker):
 
 
 def tracked_peak(job: Job, rank: int = 0) -> int:
-    """Bytes of all tensors of a rank at the peak of its second step.
-
-    Raises:
-        JobError: If the fake world cannot run it.
-    """
+    """Bytes of all tensors of a rank at the peak of its second step."""
     p, device = job.parallel, torch.device("cpu")
     ranks, sharded = p.tp * p.pp * p.dp, p.zero_stage == 3 and p.dp > 1
     if p.dp > 1 and p.pp == 1 and not sharded:

@@ -14,7 +14,7 @@ from stepsight.dataset.base.errors import JobError
 from stepsight.dataset.configs.drafts import Given
 from stepsight.dataset.configs.formats import ConfigJob, read_configs, write_config, written_formats
 from stepsight.dataset.job.job import Job, ModelSpec
-from stepsight.dataset.job.models import MODELS
+from stepsight.dataset.job.specs import MODELS
 from tests.simulator.any_job import jobs
 
 ROOT = Path(__file__).parents[3]
