@@ -10,8 +10,9 @@ from __future__ import annotations
 import ast
 import heapq
 import re
+from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 from typing import Any
@@ -32,23 +33,13 @@ from stepsight.dataset.traces.kernel_kinds import named_kind
 _PART = re.compile(r"\(\d+\)$")  # of a call that the converter split at its launches
 _MOST_TEXT = 100_000
 _MOST_RANKS = 2**20
+_WHY = {  # of a data dependency, by whether the host runs the node before and the node after
+    (True, True): Dependency.HOST_ORDER,
+    (True, False): Dependency.LAUNCH,
+    (False, True): Dependency.SYNCHRONISATION,
+    (False, False): Dependency.DATA,
+}
 _WALKED = "the step is the one that durations and dependencies imply: Chakra traces hold no measured step"
-
-
-@dataclass
-class _Rank:
-    """One rank while it is read: nodes in an order such that each follows its dependencies."""
-
-    rank: int  # which
-    nodes: list[ChakraNode]  # in order
-    before: list[list[int]]  # places of what each depends on
-    stream: list[str] = field(default_factory=list)  # of each node
-    kind: list[int] = field(default_factory=list)  # ``OP``, ``COLLECTIVE`` or ``HOST`` of each
-    # group and number of each collective or message, None for what is none
-    meets: list[tuple[str, int] | None] = field(default_factory=list)
-    start_us: list[float] = field(default_factory=list)  # as walked
-    end_us: list[float] = field(default_factory=list)
-    warnings: list[str] = field(default_factory=list)  # what is missing
 
 
 def read_chakra(
@@ -59,26 +50,29 @@ def read_chakra(
     Raises:
         TraceError: If a file is no whole trace, dependencies form a circle, or ranks wait for each other in one.
     """
-    found, world = [], max(len(files), 1 + max(ranks))
+    found: list[list[ChakraNode]] = []
+    world = max(len(files), 1 + max(ranks))
     for number, (path, rank) in enumerate(zip(files, ranks, strict=True)):
-        nodes = read_nodes(path)
-        told = next((each.attrs.get("ngpus") for each in nodes if "ngpus" in each.attrs), None)
+        nodes = _ordered(read_nodes(path), path)
+        told = next((each.attrs["ngpus"] for each in nodes if "ngpus" in each.attrs), None)
         world = max(world, min(told, _MOST_RANKS)) if isinstance(told, int) else world
-        found.append(_placed(_ordered(nodes, rank, path)))
+        _place(nodes, rank)
+        found.append(nodes)
         if on_file is not None:
             on_file(number + 1, len(files))
     _walk(found)
     members: dict[str, set[int]] = {}
-    for each in found:
-        for met in filter(None, each.meets):
-            members.setdefault(met[0], set()).add(each.rank)
-    return [_graph(each, world, {name: len(ranks) for name, ranks in members.items()}) for each in found]
+    for rank, nodes in zip(ranks, found, strict=True):
+        for node in nodes:
+            if node.met is not None:
+                members.setdefault(node.met[0], set()).add(rank)
+    sizes = {name: len(each) for name, each in members.items()}
+    return [replace(_graph(nodes, world, sizes), rank=rank) for rank, nodes in zip(ranks, found, strict=True)]
 
 
-def _ordered(nodes: list[ChakraNode], rank: int, path: Path) -> _Rank:
-    """Sort nodes such that each follows its dependencies, otherwise by id."""
+def _ordered(nodes: list[ChakraNode], path: Path) -> list[ChakraNode]:
+    """Nodes such that each follows its dependencies, otherwise by id."""
     by_id = {node.id: node for node in nodes}
-    absent = sum(dep not in by_id for node in nodes for dep in node.data_deps)
     before = {node.id: {dep for dep in node.data_deps if dep in by_id and dep != node.id} for node in nodes}
     sorter = TopologicalSorter(before)
     try:
@@ -89,49 +83,37 @@ def _ordered(nodes: list[ChakraNode], rank: int, path: Path) -> _Rank:
             f"dependencies of a Chakra trace must not form a circle, got nodes {circle} … that wait for each other: "
             f"{path}"
         ) from None
-    place: dict[int, int] = {}
+    found: list[ChakraNode] = []
     ready = sorted(sorter.get_ready())
     while ready:
-        node = heapq.heappop(ready)
-        place[node] = len(place)
-        sorter.done(node)
+        node = by_id[heapq.heappop(ready)]
+        node.place, node.before = len(found), sorted((by_id[dep] for dep in before[node.id]), key=lambda one: one.place)
+        found.append(node)
+        sorter.done(node.id)
         for other in sorter.get_ready():
             heapq.heappush(ready, other)
-    found = _Rank(rank, [by_id[node] for node in place], [sorted(place[dep] for dep in before[node]) for node in place])
-    if absent:
-        found.warnings.append(f"dependencies on nodes that the trace does not hold: {absent}; they are left out")
-    idle = sum(node.type in (COMP, COMM, SEND, RECEIVE) and not node.duration_us for node in nodes)
-    if idle:
-        found.warnings.append(f"nodes without a duration: {idle} of {len(nodes)}; they take no time")
     return found
 
 
-def _placed(rank: _Rank) -> _Rank:
-    """Stream, kind and meeting of each node."""
-    said = [_flag(node.attrs.get("is_cpu_op")) for node in rank.nodes]
-    hosted = all(each is True for each in said)
+def _place(nodes: list[ChakraNode], rank: int) -> None:
+    """Set stream, kind and meeting of each node."""
+    hosted = all(_on_cpu(node) is True for node in nodes)
     numbers: dict[str, int] = {}
-    for node, on_host in zip(rank.nodes, said, strict=True):
-        communicates = node.type in (COMM, SEND, RECEIVE)
+    for node in nodes:
+        communicates, on_cpu = node.type in (COMM, SEND, RECEIVE), _on_cpu(node)
         number = node.attrs.get("stream", node.attrs.get("tid", ""))
-        if on_host and not hosted:
-            rank.stream.append(f"host{number}")
-            rank.kind.append(HOST)
+        if on_cpu and not hosted:
+            node.stream, node.kind = f"host{number}", "host"
         else:
             usual = "comm" if communicates else "compute"
-            rank.stream.append(usual if on_host or number == "" else f"stream{number}")
-            rank.kind.append(COLLECTIVE if communicates else OP)
-        met = None
-        if communicates and rank.kind[-1] == COLLECTIVE and node.type == COMM:
-            group = str(node.attrs.get("pg_name") or node.attrs.get("comm_group") or "")[:80]
-            numbers[group] = numbers.get(group, -1) + 1
-            met = (group, numbers[group])
-        elif communicates and node.type in (SEND, RECEIVE):
-            message = _message(node, rank.rank)
-            numbers[message] = numbers.get(message, -1) + 1
-            met = (message, numbers[message]) if message else None
-        rank.meets.append(met)
-    return rank
+            node.stream = usual if on_cpu or number == "" else f"stream{number}"
+            node.kind = "collective" if communicates else "op"
+        met = _message(node, rank) if node.type in (SEND, RECEIVE) else ""
+        if node.type == COMM and node.kind == "collective":
+            met = str(node.attrs.get("pg_name") or node.attrs.get("comm_group") or "")[:80]
+        if met or (node.type == COMM and node.kind == "collective"):
+            numbers[met] = numbers.get(met, -1) + 1
+            node.met = (met, numbers[met])
 
 
 def _message(node: ChakraNode, rank: int) -> str:
@@ -142,53 +124,46 @@ def _message(node: ChakraNode, rank: int) -> str:
     return f"message {source} to {target}, tag {tag}" if source != target else ""
 
 
-def _flag(value: Any) -> bool | None:
+def _on_cpu(node: ChakraNode) -> bool | None:
+    value = node.attrs.get("is_cpu_op")
     return {"true": True, "false": False}.get(str(value).lower(), bool(value) if isinstance(value, int) else None)
 
 
-def _walk(ranks: Sequence[_Rank]) -> None:
-    """Start and end of all nodes: after their dependencies, in order on their stream, collectives together."""
-    members: dict[tuple[str, int], list[tuple[int, int]]] = {}
-    for number, rank in enumerate(ranks):
-        rank.start_us, rank.end_us = [0.0] * len(rank.nodes), [0.0] * len(rank.nodes)
-        for node, met in enumerate(rank.meets):
-            if met is not None:
-                members.setdefault(met, []).append((number, node))
-    at, free = [0] * len(ranks), [dict[str, float]() for _ in ranks]
-    arrived: dict[tuple[str, int], int] = {}
-    sent: dict[tuple[str, int], float] = {}  # end of each message
-    held: list[bool] = [False] * len(ranks)
+def _walk(ranks: Sequence[list[ChakraNode]]) -> None:
+    """Set start and end of all nodes: after their dependencies, in order on their stream, collectives together."""
+    members: dict[tuple[str, int], list[tuple[int, ChakraNode]]] = {}
+    for number, nodes in enumerate(ranks):
+        for node in nodes:
+            if node.met is not None:
+                members.setdefault(node.met, []).append((number, node))
+    at, free, held = [0] * len(ranks), [dict[str, float]() for _ in ranks], [False] * len(ranks)
+    arrived: Counter[tuple[str, int] | None] = Counter()
+    sent: dict[tuple[str, int] | None, float] = {}  # end of each message
     active = list(range(len(ranks)))
     while active:
         number = active.pop()
-        rank, held[number] = ranks[number], False
-        while at[number] < len(rank.nodes):
-            node, stream = at[number], rank.stream[at[number]]
-            begin = max([free[number].get(stream, 0.0), *(rank.end_us[dep] for dep in rank.before[node])])
-            rank.start_us[node] = begin
-            met = rank.meets[node]
-            together = members[met] if met is not None else [(number, node)]
-            if met is not None and len(together) > 1 and rank.nodes[node].type in (SEND, RECEIVE):
-                if rank.nodes[node].type == SEND:  # it starts at once, independent of who waits for it
-                    sent[met] = begin + rank.nodes[node].duration_us
-                    active += [one for one, _ in together if held[one] and ranks[one].meets[at[one]] == met]
-                elif met not in sent:
-                    held[number] = True
-                    break
-                end = max(begin + rank.nodes[node].duration_us, sent[met])  # the receiver waits for it
-                rank.end_us[node] = free[number][stream] = end
-                at[number] += 1
-                continue
-            if len(together) > 1 and met is not None:
-                arrived[met] = arrived.get(met, 0) + 1
-                if arrived[met] < len(together):
-                    held[number] = True
-                    break
-            last = max(ranks[one].start_us[other] for one, other in together)
-            seconds = min(ranks[one].nodes[other].duration_us for one, other in together)
-            for one, other in together:
-                ranks[one].end_us[other] = last + seconds
-                free[one][ranks[one].stream[other]] = last + seconds
+        held[number] = False
+        while at[number] < len(ranks[number]):
+            node = ranks[number][at[number]]
+            node.start_us = max([free[number].get(node.stream, 0.0), *(each.end_us for each in node.before)])
+            together = members[node.met] if node.met is not None else [(number, node)]
+            if len(together) > 1 and node.type in (SEND, RECEIVE):
+                if node.type == SEND:  # it starts at once, independent of who waits for it
+                    sent[node.met] = node.start_us + node.duration_us
+                    active += [one for one, _ in together if held[one] and ranks[one][at[one]].met == node.met]
+                held[number] = node.met not in sent
+                # the receiver waits for it
+                ended = [(number, node, max(node.start_us + node.duration_us, sent.get(node.met, 0.0)))]
+            else:
+                arrived[node.met] += 1
+                held[number] = node.met is not None and arrived[node.met] < len(together)
+                last = max(other.start_us for _, other in together)
+                seconds = min(other.duration_us for _, other in together)
+                ended = [(one, other, last + seconds) for one, other in together]
+            if held[number]:
+                break
+            for one, other, end in ended:
+                other.end_us = free[one][other.stream] = end
                 at[one] += 1
                 if held[one]:
                     active.append(one)
@@ -199,48 +174,44 @@ def _walk(ranks: Sequence[_Rank]) -> None:
         )
 
 
-def _graph(rank: _Rank, world: int, sizes: dict[str, int]) -> RankGraph:
-    start, end = np.array(rank.start_us), np.array(rank.end_us)
+def _graph(nodes: list[ChakraNode], world: int, sizes: dict[str, int]) -> RankGraph:
+    start, end = (np.array([getattr(node, name) for node in nodes]) for name in ("start_us", "end_us"))
     edges: list[tuple[int, int, Dependency]] = []
     last: dict[str, int] = {}
-    for node, deps in enumerate(rank.before):
-        order = Dependency.HOST_ORDER if rank.kind[node] == HOST else Dependency.STREAM_ORDER
-        if rank.stream[node] in last:
-            edges.append((last[rank.stream[node]], node, order))
-        last[rank.stream[node]] = node
-        edges += [(one, node, _why(rank.kind[one], rank.kind[node])) for one in deps]
+    for node in nodes:
+        if node.stream in last:
+            order = Dependency.HOST_ORDER if node.kind == "host" else Dependency.STREAM_ORDER
+            edges.append((last[node.stream], node.place, order))
+        last[node.stream] = node.place
+        edges += [(one.place, node.place, _WHY[one.kind == "host", node.kind == "host"]) for one in node.before]
     bounds = Steps([(0.0, float(end.max(initial=0.0)))], -1, "nothing")
     built = Assembly(start, end, start, start, [*edges_by_kind(edges)], bounds)
-    nodes, hosted = built.columns, all(kind != HOST for kind in rank.kind)
-    nodes["kind"] = np.array(rank.kind, np.int64)
-    for place, each in enumerate(rank.nodes):
-        nodes["stream"][place], nodes["name"][place] = built.streams[rank.stream[place]], built.names[each.name]
-        nodes["known"][place] = 1
-        met = rank.meets[place]
-        if rank.kind[place] != HOST:
-            work, known = _work(rank, place, max(sizes.get(met[0], 1), 2) if met else 2, world)
-            nodes["work"][place], nodes["known"][place] = built.works[work], int(known)
-            nodes["kind"][place] = COLLECTIVE if isinstance(work, Collective) else OP
-        if met is not None and world > 1 and each.type == COMM:
-            built.meet(place, Rendezvous(met[0], met[1], ()))
-    device = "cpu" if hosted and any(_flag(node.attrs.get("is_cpu_op")) for node in rank.nodes) else "cuda"
-    graph = built.graph(device, "cpu" if device == "cpu" else "", len(start))
-    return replace(graph, rank=rank.rank, world_size=world, warnings=(_WALKED, *rank.warnings))
+    for node in nodes:
+        columns, work, known = {"kind": HOST, "known": 1}, None, True
+        if node.kind != "host":
+            work, known = _work(node, max(sizes[node.met[0]], 2) if node.met else 2, world)
+            columns = {"kind": COLLECTIVE if isinstance(work, Collective) else OP, "known": int(known)}
+            columns["work"] = built.works[work]
+        columns |= {"stream": built.streams[node.stream], "name": built.names[node.name]}
+        for name, value in columns.items():
+            built.columns[name][node.place] = value
+        if node.met is not None and world > 1 and node.type == COMM:
+            built.meet(node.place, Rendezvous(*node.met))
+    device = "cpu" if all(node.kind != "host" for node in nodes) and any(map(_on_cpu, nodes)) else "cuda"
+    warnings, ids = [_WALKED], {node.id for node in nodes}
+    if absent := sum(dep not in ids for node in nodes for dep in node.data_deps):
+        warnings.append(f"dependencies on nodes that the trace does not hold: {absent}; they are left out")
+    if idle := sum(node.type in (COMP, COMM, SEND, RECEIVE) and not node.duration_us for node in nodes):
+        warnings.append(f"nodes without a duration: {idle} of {len(nodes)}; they take no time")
+    graph = built.graph(device, "cpu" if device == "cpu" else "", len(nodes))
+    return replace(graph, world_size=world, warnings=tuple(warnings))
 
 
-def _why(before: int, after: int) -> Dependency:
-    """Kind of a data dependency by its two nodes."""
-    if before == HOST:
-        return Dependency.HOST_ORDER if after == HOST else Dependency.LAUNCH
-    return Dependency.SYNCHRONISATION if after == HOST else Dependency.DATA
-
-
-def _work(rank: _Rank, place: int, group: int, world: int) -> tuple[Op | Collective, bool]:
+def _work(node: ChakraNode, group: int, world: int) -> tuple[Op | Collective, bool]:
     """Signature of a node, and whether its kind is known."""
-    node = rank.nodes[place]
     size = node.attrs.get("comm_size", node.attrs.get("tensor_size", 0))
     size = size if isinstance(size, int) and 0 <= size < 2**60 else 0
-    if rank.kind[place] == COLLECTIVE:
+    if node.kind == "collective":
         kind = _collective_kind(node)
         group = max(group, world) if kind != "send_recv" and not node.attrs.get("pg_name") else group
         if kind is not None:
@@ -248,8 +219,7 @@ def _work(rank: _Rank, place: int, group: int, world: int) -> tuple[Op | Collect
     moved = {"MEM_LOAD_NODE": "from_host", "MEM_STORE_NODE": "to_host"}.get(node.type)
     if moved is not None:
         return intern_op(moved, (max(size // 4, 0),), "fp32"), True
-    call = next((rank.nodes[dep] for dep in rank.before[place] if rank.kind[dep] == HOST), node)
-    op = _classified(call)
+    op = _classified(next((each for each in node.before if each.kind == "host"), node))
     if op is not None:
         return op, True
     named = named_kind(node.name)

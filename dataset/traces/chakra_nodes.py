@@ -49,6 +49,14 @@ class ChakraNode:
     shapes: str = ""  # of the inputs, as text
     types: str = ""
     attrs: dict[str, Any] = field(default_factory=dict)  # named attributes
+    # where it stands among the nodes of its rank
+    place: int = -1
+    before: list[ChakraNode] = field(default_factory=list, repr=False)  # what it depends on
+    stream: str = ""
+    kind: str = "op"  # or ``collective`` or ``host``
+    met: tuple[str, int] | None = None  # group and number of a collective or message
+    start_us: float = 0.0
+    end_us: float = 0.0
 
     def __post_init__(self) -> None:
         if not 0 <= self.duration_us < _MOST_US:
