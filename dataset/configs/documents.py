@@ -7,10 +7,12 @@ import re
 import tomllib
 from collections.abc import Mapping
 from dataclasses import MISSING, asdict, fields
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
 from stepsight.dataset.base.bounded import read_text, read_toml, reason
+from stepsight.dataset.base.caching import cached
 from stepsight.dataset.base.errors import JobError
 from stepsight.dataset.base.files import parse_json
 from stepsight.dataset.job.job import Job
@@ -21,6 +23,12 @@ MOST_VALUES = 100_000  # of a file's tables, each counted wherever it stands (YA
 MOST_DEPTH = 30
 _BRACKETS = re.compile(r"[\[\]{}]")
 _EXPONENT = re.compile(r"^[-+]?[0-9][0-9_]*(\.[0-9_]*)?[eE][-+]?[0-9]+$")
+
+
+@cached(1)
+def facts() -> Mapping[str, Any]:
+    """What frameworks' configurations leave to the frameworks' code (``presets/configs.toml``)."""
+    return tomllib.loads(resources.files("stepsight.dataset").joinpath("presets/configs.toml").read_text("utf-8"))
 
 
 def read_source(path: Path) -> str:

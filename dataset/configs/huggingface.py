@@ -8,77 +8,16 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 
+from stepsight.dataset.base.caching import cached
 from stepsight.dataset.base.errors import JobError
-from stepsight.dataset.configs.documents import flat
+from stepsight.dataset.configs.documents import facts, flat
 from stepsight.dataset.configs.drafts import ConfigFile, Draft, Reading
 from stepsight.dataset.configs.key_table import OTHER, ConfigText, JobView, Row, read_rows, same
 from stepsight.dataset.configs.megatron_model import expert_layers
 from stepsight.dataset.job.job import Job
 
 LONGEST_ASSUMED = 8192  # tokens of a training sequence, where a model takes more
-_BIASES, _NORMS = "biases of query, key and value", "norms of query and key"
-_SPARSE = "sparse attention over the index_topk keys that an indexer chooses"
-_KINDS = (  # the closest family, whether embeddings are tied where the file does not say, what differs, model types
-    ("llama", False, "", (
-        "llama", "llama4_text", "mistral", "ministral", "mixtral", "deepseek", "deepseek_v2", "deepseek_v3", "kimi_k2",
-        "minicpm", "minicpm3", "exaone", "granitemoe", "phi3", "granite", "internlm2", "baichuan",
-    )),
-    ("llama", False, _BIASES, (
-        "qwen", "qwen2", "qwen2_moe", "chatglm", "glm", "glm4_moe", "mimo", "seed_oss", "internlm",
-    )),
-    ("llama", False, _NORMS, (
-        "qwen3", "qwen3_moe", "qwen3_vl_text", "qwen3_vl_moe_text", "minimax_m2", "hunyuan_v1_dense", "olmoe",
-    )),
-    ("llama", False, _SPARSE, ("deepseek_v32", "glm_moe_dsa")),
-    ("llama", False, "norms after blocks", ("glm4", "olmo2")),
-    ("llama", False, "norms after blocks, sliding windows", ("exaone4", "olmo3")),
-    ("llama", True, "", ("ernie4_5", "ernie4_5_moe", "smollm3")),
-    ("llama", True, "LayerNorm, attention beside the MLP", ("cohere",)),
-    ("llama", True, "LayerNorm, attention beside the MLP, sliding windows", ("cohere2",)),
-    ("llama", False, "LayerNorm, squared ReLU", ("nemotron",)),
-    ("llama", False, "squared ReLU", ("arcee",)),
-    ("llama", False, "LayerNorm, biases", ("phimoe",)),
-    ("llama", True, "GELU", ("gemma",)),
-    ("llama", True, "GELU, norms after blocks, sliding windows", ("gemma2", "gemma3_text")),
-    ("llama", False, "norms without parameters", ("olmo",)),
-    ("llama", False, "LayerNorm", ("stablelm", "dbrx")),
-    ("llama", False, "biases, attention sinks, sliding windows", ("gpt_oss",)),
-    ("gpt", True, "", ("gpt2", "gpt_bigcode", "xglm")),
-    ("gpt", True, "local attention", ("gpt_neo",)),
-    ("gpt", False, "rotary positions", ("gpt_neox", "gptj", "codegen", "phi")),
-    ("gpt", True, "ReLU", ("opt",)),
-    ("gpt", True, "positions as biases of attention", ("bloom",)),
-    ("gpt", True, "rotary positions, no biases", ("falcon",)),
-    ("gpt", True, "positions as biases of attention, no biases", ("mpt",)),
-    ("gpt", True, "rotary positions", ("starcoder2",)),
-    ("bert", True, "", ("bert", "roberta", "xlm-roberta", "camembert", "distilbert", "electra")),
-    ("bert", True, "rotary positions, sliding windows", ("modernbert",)),
-    ("t5", True, "", ("t5",)),
-    ("t5", False, "", ("mt5", "umt5")),
-    ("vit", False, "", ("vit", "deit", "dinov2")),
-)  # fmt: skip
-TYPES = {kind: (family, tied, differs) for family, tied, differs, kinds in _KINDS for kind in kinds}
 _GATED = {"nemotron": False, "arcee": False, "modernbert": True}  # where the family has it the other way
-_NO_ATTENTION = (
-    *("mamba", "mamba2", "falcon_mamba", "jamba", "bamba", "zamba", "zamba2", "falcon_h1", "nemotron_h", "rwkv"),
-    *("granitemoehybrid", "qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text", "kimi_linear"),
-    *("minimax", "lfm2"),
-)
-# What files of some models leave out, because it is the default of their class in transformers.
-LEFT_OUT: Mapping[str, Mapping[str, int]] = {
-    "gemma3_text": {
-        "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "vocab_size": 262208,
-        "max_position_embeddings": 131072,
-    },
-    "falcon": {"max_position_embeddings": 2048},
-    "gemma2": {"head_dim": 256},
-    "gemma": {"head_dim": 256},
-    "gpt2": {"n_layer": 12, "n_embd": 768, "n_head": 12, "vocab_size": 50257, "n_positions": 1024},
-    "mistral": {"num_key_value_heads": 8, "vocab_size": 32000},
-    "mixtral": {"num_key_value_heads": 8, "vocab_size": 32000},
-    "bert": {"vocab_size": 30522, "max_position_embeddings": 512},
-    "t5": {"vocab_size": 32128, "d_kv": 64},
-}  # fmt: skip
 LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 HIDDEN = ("hidden_size", "n_embd", "d_model", "dim")
 _HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads", "attention_heads")
@@ -106,6 +45,13 @@ _CLASSES: Mapping[str, tuple[str, str, Mapping[str, str]]] = {
 }
 
 
+@cached(1)
+def _types() -> Mapping[str, tuple[str, bool, str]]:
+    """By model type: the closest family, whether embeddings are tied, and what differs."""
+    kinds = facts()["transformers"]["kinds"]
+    return {kind: (each["family"], each["tied"], each.get("differs", "")) for each in kinds for kind in each["types"]}
+
+
 def read_model(file: ConfigFile, draft: Draft) -> None:
     """Fill the model of a draft; of a model of text and images, the part that reads text.
 
@@ -121,14 +67,20 @@ def read_model(file: ConfigFile, draft: Draft) -> None:
         inner = tables[within]
         tables = {**{key: tables[key] for key in ("tie_word_embeddings", "torch_dtype") if key in tables}, **inner}
         kind = str(inner.get("model_type") or kind)
-    if kind in _NO_ATTENTION or outer in _NO_ATTENTION:
+    if {kind, outer} & set(facts()["transformers"]["without_attention"]):
         raise JobError(f"a job has no layers with linear attention or state spaces, got model_type {kind}")
-    if kind not in TYPES:
-        raise JobError(f"model_type must be one of {', '.join(TYPES)}, got {kind!r:.80}")
+    if kind not in _types():
+        raise JobError(f"model_type must be one of {', '.join(_types())}, got {kind!r:.80}")
     stated = flat({name: table for name, table in tables.items() if name not in _LABELS})
     stated |= {name: f"of {len(tables[name])} classes" for name in _LABELS if isinstance(tables.get(name), Mapping)}
     draft.framework = draft.framework or "huggingface"
-    reading = Reading(draft, {**stated, "model_type": kind}, None, f"the default of {kind}", LEFT_OUT.get(kind))
+    reading = Reading(
+        draft,
+        {**stated, "model_type": kind},
+        None,
+        f"the default of {kind}",
+        facts()["transformers"]["left_out"].get(kind),
+    )
     read_rows(ROWS, reading)
 
 
@@ -167,7 +119,7 @@ def _class_of(job: Job) -> tuple[str, str, Mapping[str, str]]:
 
 def _read_family(reading: Reading) -> None:
     kind = reading.word("model_type")
-    family, _, differs = TYPES[kind]
+    family, _, differs = _types()[kind]
     reading.map("model.family", family, words=f"model_type {kind}")
     if differs:
         reading.ignore(f"{differs} of {kind}: no key of a job")
@@ -302,7 +254,7 @@ def _write_experts(view: JobView) -> None:
 
 def _read_tied(reading: Reading) -> None:
     kind, tied = reading.word("model_type"), reading.flag("tie_word_embeddings")
-    value, reason = TYPES[kind][1] if tied is None else tied, f"transformers' default for {kind}"
+    value, reason = _types()[kind][1] if tied is None else tied, f"transformers' default for {kind}"
     reading.map("model.tied_embeddings", value, "tie_word_embeddings", reason=reason)
 
 

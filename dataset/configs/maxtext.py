@@ -9,7 +9,7 @@ import math
 from pathlib import Path
 
 from stepsight.dataset.base.errors import JobError
-from stepsight.dataset.configs.documents import flat, read_tables, yaml_text
+from stepsight.dataset.configs.documents import facts, flat, read_tables, yaml_text
 from stepsight.dataset.configs.drafts import ConfigFile, Draft, Reading
 from stepsight.dataset.configs.key_table import CLIP, OTHER, ConfigText, JobView, Row, read_rows, same
 from stepsight.dataset.job.job import Job
@@ -17,29 +17,6 @@ from stepsight.dataset.job.specs import MODELS
 
 # Axes of the mesh within and between slices, and the degree of a job.
 _AXES = {"tensor": "tp", "tensor_sequence": "tp", "context": "cp", "sequence": "cp", "pipeline": "pp", "expert": "ep"}
-BASE = {  # what base.yml states, where it is not near
-    "base_emb_dim": 2048,
-    "base_num_query_heads": 16,
-    "base_num_kv_heads": 16,
-    "base_mlp_dim": 7168,
-    "base_num_decoder_layers": 16,
-    "head_dim": 128,
-    "vocab_size": 32000,
-    "logits_via_embedding": False,
-    "max_target_length": 2048,
-    "per_device_batch_size": 12.0,
-    "remat_policy": "full",
-    "ici_fsdp_parallelism": -1,
-    "dcn_data_parallelism": -1,
-    "mlp_activations": ["silu", "linear"],
-    "decoder_block": "llama2",
-    "gradient_clipping_threshold": 1.0,
-    "kv_lora_rank": 512,
-    "qk_nope_head_dim": 128,
-    "qk_rope_head_dim": 64,
-    "v_head_dim": 128,
-    "dtype": "bfloat16",
-}
 _FOLDERS = ("", "models", *(f"{'../' * up}{place}" for up in range(1, 5) for place in ("models", "", "configs/models")))
 
 
@@ -49,7 +26,7 @@ def read_maxtext(file: ConfigFile, draft: Draft) -> None:
     Raises:
         JobError: If the file names a model whose own file is not near it, and which the catalogue does not have.
     """
-    path, stated, defaults = file.path, flat(file.tables), dict(BASE)
+    path, stated, defaults = file.path, flat(file.tables), dict(facts()["maxtext"]["base"])
     base = _near(path.parent, str(stated.get("base_config") or ""))
     if base is not None and base != path:
         defaults |= {key: value for key, value in flat(read_tables(base)).items() if value is not None}

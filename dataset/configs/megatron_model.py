@@ -9,35 +9,12 @@ import re
 from typing import Any
 
 from stepsight.dataset.base.errors import JobError
+from stepsight.dataset.configs.documents import facts
 from stepsight.dataset.configs.drafts import Reading
 from stepsight.dataset.configs.key_table import OTHER, JobView, Row, same
 
 MOST_STAGES = 10_000
 _REPEATED = re.compile(r"\(([^()]*)\)(?:\*(\d+))?|([A-Za-z|])\*(\d+)")
-# Tokens of a tokenizer whose type or name has one of some words; the first that fits counts.
-_VOCABULARIES = (
-    (50257, ("gpt2",)),
-    (256000, ("256k",)),
-    (250680, ("250k",)),  # BigScience's, of BLOOM
-    (128256, ("llama-3", "llama3")),
-    (32000, ("llama2", "llama-2", "mixtral", "mistral")),
-    (129280, ("deepseek-v3", "deepseek-r1")),
-    (163840, ("kimi-k2",)),
-    (201088, ("gpt-oss",)),
-    (202048, ("llama-4",)),
-    (256000, ("nemotron-mini",)),
-    (102400, ("deepseek-v2",)),
-    (151936, ("qwen3",)),
-    (152064, ("qwen2",)),
-    (30522, ("bertwordpiecelowercase",)),
-    (28996, ("bertwordpiececase",)),
-    (125696, ("baichuan2",)),
-    (65024, ("falcon",)),
-    (256000, ("gemma", "nemotron")),
-    (49152, ("starcoder",)),
-    (151936, ("qwen",)),
-    (32000, ("llama",)),
-)
 _GATED_WORDS = ("swiglu", "fast-swiglu", "geglu", "fast-geglu", "reglu", "fast-reglu")
 _BACKENDS = {"flash-1": "flash", "flash-2": "flash", "flash-3": "fused"}
 
@@ -219,7 +196,7 @@ def _read_vocabulary(reading: Reading) -> None:
         return
     names = ("tokenizer_type", "tokenizer_model", "tokenizer_name_or_path", "vocab_file", "merge_file", "run_name")
     text = " ".join([reading.word(name) for name in names]).lower().replace("_", "-")
-    known = ((size, word) for size, words in _VOCABULARIES for word in words)
+    known = ((one["tokens"], word) for one in facts()["megatron"]["vocabularies"] for word in one["words"])
     found = next((pair for pair in known if re.search(re.escape(pair[1]) + r"(?!\d)", text)), None)
     value, reason = 32000, "give it, the tokenizer is not known"
     if reading.get("model.family") in ("bert", "t5") and "wordpiece" not in text:

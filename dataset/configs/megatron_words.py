@@ -10,58 +10,14 @@ from typing import Any
 from stepsight.dataset.base.errors import JobError
 from stepsight.dataset.base.files import parse_json
 from stepsight.dataset.configs.accelerate import DEEPSPEED_MARKS, read_deepspeed
-from stepsight.dataset.configs.documents import flat, read_source
+from stepsight.dataset.configs.documents import facts, flat, read_source
 from stepsight.dataset.configs.drafts import ConfigFile, Draft, Reading
 from stepsight.dataset.configs.key_table import Row
 from stepsight.dataset.configs.megatron import read_megatron
 from stepsight.dataset.configs.shell_scripts import ShellScript, read_script
 
-# NeMo's own names, of its 1.x releases and launchers (examples/nlp/language_modeling/conf, r1.20 to r2.0).
 _REFERENCE = re.compile(r"\$\{([.\w]+)\}")
-_NEMO = {
-    "trainer.devices": "devices_per_node",
-    "trainer.num_nodes": "nodes",
-    "trainer.gradient_clip_val": "clip_grad",
-    "run.name": "run_name",
-    "model.data.seq_length_dec": "decoder_seq_length",
-    "model.optim.name": "optim.name",
-}
 _OF_MODEL = ("model.data.", "model.tokenizer.", "model.optim.", "model.nsys_profile.", "model.peft.")
-# Flags that set another name to false (megatron/training/arguments.py, ``dest`` with ``store_false``).
-_SWITCHED_OFF = {
-    "disable_bias_linear": "add_bias_linear",
-    "no_position_embedding": "add_position_embedding",
-    "no_overlap_p2p_communication": "overlap_p2p_comm",
-    "no_scatter_gather_tensors_in_pipeline": "scatter_gather_tensors_in_pipeline",
-    "no_gradient_accumulation_fusion": "gradient_accumulation_fusion",
-    "no_async_tensor_model_parallel_allreduce": "async_tensor_model_parallel_allreduce",
-    "torch_fsdp2_no_reshard_after_forward": "torch_fsdp2_reshard_after_forward",
-    "no_query_key_layer_scaling": "apply_query_key_layer_scaling",
-    "no_masked_softmax_fusion": "masked_softmax_fusion",
-}
-# Other names of the same setting: of older releases, Megatron-Core's dataclasses, NeMo's files and launchers.
-_SAME = {
-    "fp8_format": "fp8",
-    "num_moe_experts": "num_experts",
-    "model_parallel_size": "tensor_model_parallel_size",
-    "batch_size": "micro_batch_size",
-    "nproc_per_node": "devices_per_node",
-    "nproc-per-node": "devices_per_node",
-    "num_gpus": "devices_per_node",
-    "gpus_per_node": "devices_per_node",
-    "ntasks_per_node": "devices_per_node",
-    "nnodes": "nodes",
-    "num_nodes": "nodes",
-    "checkpoint_activations": "activations_checkpoint",
-    "activations_checkpoint_granularity": "recompute_granularity",
-    "activations_checkpoint_method": "recompute_method",
-    "activations_checkpoint_num_layers": "recompute_num_layers",
-    "checkpoint_num_layers": "recompute_num_layers",
-    "num_layers_in_first_pipeline_stage": "decoder_first_pipeline_num_layers",
-    "num_layers_in_last_pipeline_stage": "decoder_last_pipeline_num_layers",
-    "use_custom_fsdp": "use_megatron_fsdp",
-    "ub_tp_comm_overlap": "tp_comm_overlap",
-}
 _PROGRAMS = (("bert", "bert"), ("t5", "t5"), ("vision", "vit"), ("vit", "vit"))  # part of a program's name: family
 # Variables by which scripts name the size of the cluster.
 _VARIABLES = {
@@ -123,9 +79,10 @@ def _reading(draft: Draft, found: Iterable[tuple[str, str, Any]]) -> Reading:
 def canonical(name: str, value: Any) -> tuple[str, Any]:
     """A setting's name and value as ``megatron`` reads them."""
     name = name.lstrip("-").replace("-", "_")
-    if name in _SWITCHED_OFF:
-        return _SWITCHED_OFF[name], not (value is True or value == "true")
-    name = _SAME.get(name, name)
+    names = facts()["megatron"]
+    if name in names["switched_off"]:
+        return names["switched_off"][name], not (value is True or value == "true")
+    name = names["same"].get(name, name)
     # A number of nodes that is none is a word that the user fills in.
     return (f":{name}" if name in _VARIABLES and not re.fullmatch(r"\d+", str(value)) else name), value
 
@@ -222,8 +179,8 @@ def _nemo_setting(key: str, value: Any) -> tuple[str, Any]:
     if key == "trainer.precision":
         half = {"bf16": "bf16", "16": "fp16"}.get(str(value).split("-")[0], "")
         return (half, True) if half else (f":{key}", value)
-    if key in _NEMO:
-        return _NEMO[key], value
+    if key in facts()["nemo"]["names"]:
+        return facts()["nemo"]["names"][key], value
     if key.startswith(("model.encoder.", "model.decoder.")):  # of T5, whose other sizes are those of the encoder
         side, _, name = key.removeprefix("model.").partition(".")
         name = f"{side}_num_layers" if name == "num_layers" else name if side == "encoder" else f":{key}"

@@ -16,7 +16,7 @@ from stepsight.dataset.base.errors import JobError
 from stepsight.dataset.configs.documents import flat, read_source, toml_text
 from stepsight.dataset.configs.drafts import ConfigFile, Draft, Reading
 from stepsight.dataset.configs.key_table import CLIP, OTHER, ConfigText, JobView, Row, even_stages, read_rows
-from stepsight.dataset.configs.torchtitan_models import FLAVORS, flavor_of, flavor_sizes, registry_settings
+from stepsight.dataset.configs.torchtitan_models import flavor_of, flavor_sizes, flavors, registry_settings
 from stepsight.dataset.job.job import Job
 from stepsight.dataset.job.rules import MOST_LAYERS
 
@@ -58,7 +58,7 @@ def write_torchtitan(job: Job) -> ConfigText:
     view, notes = JobView(job), []
     if found := flavor_of(job.model):
         view.put("model.", name=found[0], flavor=found[1])
-        view.expressed(*(f"model.{key}" for flavors in FLAVORS.values() for each in flavors.values() for key in each))
+        view.expressed(*(f"model.{key}" for table in flavors().values() for each in table.values() for key in each))
     else:
         notes.append("no flavor of torchtitan has these sizes: add one to its models, and name it in [model]")
     view.write(ROWS)
@@ -78,8 +78,7 @@ def _read_flavor(reading: Reading) -> None:
     name, flavor = reading.word("model.name") or "llama3", reading.word("model.flavor") or "debugmodel"
     sizes = flavor_sizes(name, flavor)
     if sizes is None:
-        flavors = FLAVORS.get(name)
-        what, known = ("flavor", flavors) if flavors else ("name", FLAVORS)
+        what, known = ("flavor", flavors()[name]) if name in flavors() else ("name", flavors())
         raise JobError(f"model.{what} must be one of {', '.join(known)}, got {name} {flavor}")
     for key, value in sizes.items():
         reading.map(f"model.{key}", value, words=f"{name} {flavor}")

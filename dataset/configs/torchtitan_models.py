@@ -13,81 +13,16 @@ import copy
 import operator
 import re
 from collections.abc import Callable, Mapping
-from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from stepsight.dataset.base.caching import cached
 from stepsight.dataset.base.errors import JobError
-from stepsight.dataset.configs.documents import flat, read_python
+from stepsight.dataset.configs.documents import facts, flat, read_python
 from stepsight.dataset.configs.drafts import ConfigFile, Draft
 from stepsight.dataset.job.job import ModelSpec
 
-
-def _llama(layers: int, hidden: int, heads: int, kv_heads: int, ffn: int, **more: Any) -> dict[str, Any]:
-    sizes = {"layers": layers, "hidden": hidden, "heads": heads, "kv_heads": kv_heads, "ffn": ffn}
-    return {"family": "llama", "vocab": 128256, **sizes, **more}
-
-
-def _experts(count: int, used: int, inner: int, shared: int = 0) -> dict[str, Any]:
-    return {"experts": count, "experts_per_token": used, "expert_ffn": inner, "shared_experts": shared}
-
-
-def _latent(layers: int, hidden: int, heads: int, ffn: int, q_lora_rank: int, **more: Any) -> dict[str, Any]:
-    ranks = {"q_lora_rank": q_lora_rank, "kv_lora_rank": 512, "head_dim": 128, "rope_head_dim": 64, "v_head_dim": 128}
-    return _llama(layers, hidden, heads, heads, ffn, attention="mla", **ranks, **{"vocab": 102400, **more})
-
-
-_qwen = partial(_llama, head_dim=128, vocab=151936)
-_TIED = {"tied_embeddings": True}
-_DEBUG = {"vocab": 2048}
-FLAVORS: Mapping[str, Mapping[str, Mapping[str, Any]]] = MappingProxyType(
-    {
-        "llama2": {
-            "debugmodel": _llama(8, 256, 16, 16, 768, vocab=32000),
-            "7B": _llama(32, 4096, 32, 32, 11008, vocab=32000),
-            "13B": _llama(40, 5120, 40, 40, 13824, vocab=32000),
-            "26B": _llama(80, 5120, 40, 40, 13824, vocab=32000),
-            "70B": _llama(80, 8192, 64, 8, 28672, vocab=32000),
-        },
-        "llama3": {
-            "debugmodel": _llama(6, 256, 16, 16, 768, **_DEBUG),
-            "1B": _llama(16, 2048, 32, 8, 8192, **_TIED),
-            "3B": _llama(28, 3072, 24, 8, 8192, **_TIED),
-            "8B": _llama(32, 4096, 32, 8, 14336),
-            "70B": _llama(80, 8192, 64, 8, 28672),
-            "405B": _llama(126, 16384, 128, 8, 53248),
-        },
-        "llama4": {
-            "debugmodel": _llama(6, 256, 16, 16, 768, moe_every=2, **_experts(8, 1, 512, 1), **_DEBUG),
-            "17bx16e": _llama(48, 5120, 40, 8, 16384, vocab=202048, **_experts(16, 1, 8192, 1)),
-            "17bx128e": _llama(48, 5120, 40, 8, 16384, vocab=202048, moe_every=2, **_experts(128, 1, 8192, 1)),
-        },
-        "deepseek_v3": {
-            "debugmodel": _latent(6, 256, 16, 1024, 0, dense_layers=1, **_experts(8, 3, 256, 2), **_DEBUG),
-            "16B": _latent(27, 2048, 16, 10944, 0, dense_layers=1, **_experts(64, 6, 1408, 2)),
-            "236B": _latent(60, 5120, 128, 12288, 1536, dense_layers=1, **_experts(160, 6, 1536, 2)),
-            "671B": _latent(61, 7168, 128, 18432, 1536, vocab=129280, dense_layers=3, **_experts(256, 8, 2048, 1)),
-        },
-        "qwen3": {
-            "debugmodel": _qwen(8, 256, 16, 8, 3072, **_DEBUG, **_TIED),
-            "debugmodel_moe": _qwen(8, 256, 16, 8, 3072, **_DEBUG, **_experts(64, 8, 768)),
-            "0.6B": _qwen(28, 1024, 16, 8, 3072, **_TIED),
-            "1.7B": _qwen(28, 2048, 16, 8, 6144, **_TIED),
-            "4B": _qwen(36, 2560, 32, 8, 9728, **_TIED),
-            "8B": _qwen(36, 4096, 32, 8, 12288),
-            "14B": _qwen(40, 5120, 40, 8, 17408),
-            "32B": _qwen(64, 5120, 64, 8, 25600),
-            "30B-A3B": _qwen(48, 2048, 32, 4, 6144, **_experts(128, 8, 768)),
-            "235B-A22B": _qwen(94, 4096, 64, 4, 12288, **_experts(128, 8, 1536)),
-        },
-        "gpt_oss": {
-            "debugmodel": _llama(4, 256, 64, 8, 2880, head_dim=64, vocab=201088, **_experts(8, 4, 2880)),
-            "20b": _llama(24, 2880, 64, 8, 2880, head_dim=64, vocab=201088, **_experts(32, 4, 2880)),
-            "120b": _llama(36, 2880, 64, 8, 2880, head_dim=64, vocab=201088, **_experts(128, 4, 2880)),
-        },
-    }
-)
 _SUFFIXES = ("_flex_attn", "_varlen_attn", "_flex", "_varlen", "_irope")  # of flavors that differ in attention alone
 MOST_DEPTH = 20  # of functions that build on each other
 _CALLED = "_called"  # key of a call's name in the table of its keyword arguments
@@ -98,44 +33,34 @@ _ACTIONS: dict[type[ast.AST], Callable[[Any, Any], Any]] = {
     ast.FloorDiv: operator.floordiv,
 }
 _NO_ATTENTION = re.compile("DeltaNet|Mamba|LinearAttention").search  # in names of a model's parts
-# Keyword arguments of a flavor's calls, and the keys of a job's model.
-_SIZES = {
-    "n_layers": "layers",
-    "dim": "hidden",
-    "n_heads": "heads",
-    "n_kv_heads": "kv_heads",
-    "head_dim": "head_dim",
-    "hidden_dim": "ffn",
-    "dense_hidden_dim": "ffn",
-    "vocab_size": "vocab",
-    "moe_hidden_dim": "expert_ffn",
-    "num_experts": "experts",
-    "num_shared_experts": "shared_experts",
-    "router_top_k": "experts_per_token",
-    "top_k": "experts_per_token",
-    "n_dense_layers": "dense_layers",
-    "q_lora_rank": "q_lora_rank",
-    "kv_lora_rank": "kv_lora_rank",
-    "qk_nope_head_dim": "head_dim",
-    "qk_rope_head_dim": "rope_head_dim",
-    "v_head_dim": "v_head_dim",
-    "enable_weight_tying": "tied_embeddings",
-}
+
+
+@cached(1)
+def flavors() -> Mapping[str, Mapping[str, Mapping[str, Any]]]:
+    """Sizes of torchtitan's models by name and flavor, as keys of a job's model."""
+    return {
+        name: {
+            flavor: {"family": "llama", **table.get("all", {}), **sizes}
+            for flavor, sizes in table.items()
+            if flavor != "all"
+        }
+        for name, table in facts()["torchtitan"].items()
+    }
 
 
 def flavor_sizes(name: str, flavor: str) -> dict[str, Any] | None:
     """Sizes of a flavor, as keys of a job's model; None if it is not known."""
-    longest = max((family for family in FLAVORS if family in name), key=len, default="")
+    longest = max((family for family in flavors() if family in name), key=len, default="")
     for suffix in _SUFFIXES:
         flavor = flavor.removesuffix(suffix)
-    found = FLAVORS.get(longest or name, {}).get(flavor)  # experiments name theirs simple_fsdp.llama3, llama3_ft ...
+    found = flavors().get(longest or name, {}).get(flavor)  # experiments name theirs simple_fsdp.llama3, llama3_ft ...
     return None if found is None else dict(found)
 
 
 def flavor_of(model: ModelSpec) -> tuple[str, str] | None:
     """Name and flavor whose sizes a model has; its vocabulary may be padded."""
-    for name, flavors in FLAVORS.items():
-        for flavor, sizes in flavors.items():
+    for name, table in flavors().items():
+        for flavor, sizes in table.items():
             exact = {"experts": 0, "attention": "mha", "tied_embeddings": False, **sizes, "gated_mlp": True}
             vocab = exact.pop("vocab")
             same = all(getattr(model, key) == value for key, value in exact.items())
@@ -264,7 +189,7 @@ def _model(path: Path, function: str, spec: Mapping[str, Any], draft: Draft) -> 
     """Sizes of the flavor that a configuration names: from the code beside the registry, else the known ones."""
     flavor, beside = str(spec.get("flavor") or (spec.get("_arguments") or [""])[0]), path.parent / "__init__.py"
     sizes, source = (_flavor_in_code(beside, flavor) if beside.is_file() else None), f"{beside.name} {flavor}"
-    for name in (path.resolve().parent.name, *(family for family in FLAVORS if function.startswith(family))):
+    for name in (path.resolve().parent.name, *(family for family in flavors() if function.startswith(family))):
         if sizes is None:
             sizes, source = flavor_sizes(name, flavor), f"{name} {flavor}"
     if sizes is None:
@@ -302,9 +227,10 @@ def _collect(value: Any, found: dict[str, Any]) -> None:
     """Gather the sizes in the tables of calls; the first of a name counts."""
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     other = isinstance(value, dict) and str(value.get(_CALLED, "")).endswith(("RoPE.Config", "Embedding.Config"))
+    sizes = facts()["torchtitan_code"]["sizes"]
     for key, item in items:
-        if key in _SIZES and isinstance(item, bool | int) and not other:
-            found.setdefault(_SIZES[key], item)
+        if key in sizes and isinstance(item, bool | int) and not other:
+            found.setdefault(sizes[key], item)
         elif isinstance(item, dict | list):
             _collect(item, found)
 

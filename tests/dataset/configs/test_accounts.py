@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from stepsight.cli import app
 from stepsight.dataset.base.errors import JobError
 from stepsight.dataset.configs import accelerate, huggingface, maxtext, megatron, megatron_model, nanotron, torchtitan
-from stepsight.dataset.configs.documents import flat
+from stepsight.dataset.configs.documents import facts, flat
 from stepsight.dataset.configs.drafts import Draft, Reading
 from stepsight.dataset.configs.formats import read_configs
 from stepsight.dataset.configs.key_table import Row, read_rows
@@ -111,7 +111,7 @@ _WORDS |= {"model.model_config.is_mamba_config": 0, "fp16": 0, "fp16.enabled": 0
 def test_all_settings_that_a_format_knows(name: str, value: int) -> None:
     """Each number for all settings at once: those that have no effect beside the others are listed too."""
     settings = {key: _WORDS.get(key, value) for key in (*names(*ROWS[name]), "no_setting_of_any")}
-    draft, defaults = Draft(), maxtext.BASE if name == "maxtext" else {}
+    draft, defaults = Draft(), facts()["maxtext"]["base"] if name == "maxtext" else {}
     known = {key: number for key, number in settings.items() if number is not None}
     refused = 0
     while True:

@@ -8,8 +8,11 @@ from typing import Any
 
 import pytest
 
+from stepsight.dataset.configs.documents import facts
 from stepsight.dataset.configs.drafts import Given
 from stepsight.dataset.configs.formats import ConfigJob, read_configs
+from stepsight.dataset.configs.torchtitan_models import flavors
+from stepsight.dataset.job.specs import FAMILIES, ModelSpec
 from tests.dataset.configs.test_published import LLAMA, NANOTRON, num_parameters, read
 
 BLOOM = r"""
@@ -145,3 +148,13 @@ def test_a_deepspeed_file_that_accelerate_names_elsewhere(tmp_path: Path) -> Non
     path.write_text("distributed_type: DEEPSPEED\ndeepspeed_config: {deepspeed_config_file: ../ds/zero3.json}\n")
     found: ConfigJob = read_configs([path], Given())
     assert found.mapped["parallel.zero_stage"] == 3
+
+
+def test_facts_of_frameworks_are_sound() -> None:
+    """Sizes are keys of a job's model, every type has a family, and no type has two."""
+    keys = set(ModelSpec.__annotations__)
+    assert all(set(sizes) <= keys for table in flavors().values() for sizes in table.values())
+    kinds = facts()["transformers"]["kinds"]
+    assert {kind["family"] for kind in kinds} <= set(FAMILIES)
+    types = [name for kind in kinds for name in kind["types"]]
+    assert len(types) == len(set(types)) and not set(types) & set(facts()["transformers"]["without_attention"])
