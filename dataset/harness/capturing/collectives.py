@@ -41,45 +41,31 @@ class Collectives:
         self._newest.clear()
         self.issued.clear()
 
-    def issue(
-        self,
-        kind: str,
-        full: Sequence[Tensor],
-        tensors: tuple[Sequence[Tensor], Sequence[Tensor]],
-        where: tuple[str, str, tuple[int, ...]],
-        *,
-        is_async: bool,
-        direction: str = "",
-    ) -> Any:
-        """Record a collective; return the handle for a wait.
+    def issue(self, call: Call, where: tuple[str, str, tuple[int, ...]]) -> Any:
+        """Record a collective, on the current stream or on NCCL's own; return the handle for a wait.
 
-        Args:
-            kind: Of the collective.
-            full: Whose bytes count.
-            tensors: What it reads, and what it writes.
-            where: torch's name of the group, its name for people, and its ranks.
-            is_async: Whether it runs on NCCL's own stream, rather than on the current one.
-            direction: Of a message: ``send`` or ``recv``.
+        ``where`` are torch's name of the group, its name for people, and its ranks.
         """
         recorder, (name, people, ranks) = self._recorder, where
-        num_bytes = total_bytes(full)
         if not recorder.active or len(ranks) < 2:
             return None
+        kind = "all_gather" if call.kind == LISTS else call.kind
         current = recorder.stream
-        if is_async:
-            recorder.stream = self._stream(name, f"{people} {direction}".strip())
+        if not call.waits:
+            recorder.stream = self._stream(name, f"{people} {call.direction}".strip())
             recorder.wait(recorder.stream, recorder.mark(current))
         try:
-            work = recorder.work(("collective", kind, num_bytes, self._group(people, ranks)))
+            group = self._group(people, ranks)
+            work = recorder.work(("collective", kind, call.num_bytes, group))
             number = self._numbers.get(ranks, 0)
             self._numbers[ranks] = number + 1
-            reads, writes = ([storage_of(tensor) for tensor in part] for part in tensors)
+            reads, writes = ([storage_of(tensor) for tensor in part] for part in (call.reads, call.writes))
             node = recorder.add((COLLECTIVE, work, number, kind), reads, writes, self._scope())
-            if not direction:  # NCCL runs what a communicator is given one after the other, whatever the streams
+            if not call.direction:  # NCCL runs what a communicator is given one after the other, whatever the streams
                 if name in self._newest:
                     recorder.edges.setdefault((self._newest[name], node), SYNCHRONISATION)
                 self._newest[name] = node
-                self.issued.append((self._group(people, ranks), name, kind, num_bytes, self._line()))
+                self.issued.append((group, name, kind, call.num_bytes, self._line()))
             return recorder.mark(recorder.stream)
         finally:
             recorder.stream = current
@@ -159,7 +145,7 @@ class FunctionalCollectives:
         if isinstance(group, str):
             group = _c10d._resolve_process_group(group)
         full = {"in": inputs, "out": outputs}.get(side) or max(inputs, outputs, key=total_bytes)
-        mark = self._collectives.issue(kind, full, (inputs, outputs), group.where, is_async=True)
+        mark = self._collectives.issue(Call(kind, full, inputs, outputs), group.where)
         if mark is not None:
             self._marks.update({storage_of(tensor)._cdata: mark for tensor in outputs})
 
@@ -273,11 +259,7 @@ class Group(OneRankGroup):
         if call.effect is not None and not any(isinstance(each, FakeTensor) for each in (*call.reads, *call.writes)):
             with unset_fake_temporarily(), torch.no_grad():
                 call.effect()
-        kind = "all_gather" if call.kind == LISTS else call.kind
-        tensors = call.reads, call.writes
-        mark = self._collectives.issue(
-            kind, call.full, tensors, self._place_of(call), is_async=not call.waits, direction=call.direction
-        )
+        mark = self._collectives.issue(call, self._place_of(call))
         done = Done(self._collectives, mark, list(call.writes))
         if self._batch is not None:
             self._batch.append(done)

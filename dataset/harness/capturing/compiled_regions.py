@@ -7,7 +7,6 @@ compiler.  Inductor is asked before it compiles anything.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -50,7 +49,8 @@ def install(world: FakeWorld, plain: Callable[..., Any], *, on_host: bool) -> No
         if any(getattr(node.target, "namespace", "") == "_c10d_functional" for node in graph.graph.nodes):
             world.recorder.note("a compiled region with collectives runs as it is written")
             return eager(graph)
-        if _changing(example_inputs):
+        sizes = (size for each in example_inputs for size in (each.shape if isinstance(each, Tensor) else (each,)))
+        if any(isinstance(size, torch.SymInt) for size in sizes):
             world.recorder.note("a compiled region runs as it is written: its shapes are marked as dynamic")
             return eager(graph)
         try:
@@ -81,7 +81,7 @@ class _Region:
     def __init__(self, world: FakeWorld, graph: Any, region: Region) -> None:
         self._world, self._graph, self._region = world, graph, region
         self._launches = self._calls()
-        self._last_use = _last_uses(region)
+        self._last_use = {name: place for place, loop in enumerate(region.loops) for name in loop.buffers}
 
     def _calls(self) -> dict[str, Launch]:
         """The call that each loop is in, by the loop's name."""
@@ -128,7 +128,11 @@ class _Region:
         if node is None:
             self._world.recorder.note(f"a compiled region calls {loop.extern}, which is left out")
             return
-        args, kwargs = tree_map(_value, (node.args, node.kwargs), is_leaf=lambda each: isinstance(each, Node))
+        args, kwargs = tree_map(  # tensors without values for nodes of the graph
+            lambda each: each.meta.get("val") if isinstance(each, Node) else each,
+            (node.args, node.kwargs),
+            is_leaf=lambda each: isinstance(each, Node),
+        )
         outputs = [each for each in tree_leaves(node.meta.get("val")) if isinstance(each, Tensor)]
         recorder = self._world.recorder
         target: Any = node.target
@@ -208,23 +212,3 @@ class _Storages:
         """Give up buffers that are used no more."""
         for name in list(names):
             self._own.pop(name, None)
-
-
-def _changing(inputs: Iterable[Any]) -> bool:
-    """Whether a region was traced for sizes that may change (``torch._dynamo.mark_dynamic``)."""
-    sizes = (size for each in inputs for size in (each.shape if isinstance(each, Tensor) else (each,)))
-    return any(isinstance(size, torch.SymInt) for size in sizes)
-
-
-def _last_uses(region: Region) -> Counter[str]:
-    """Place of the last loop that uses each buffer."""
-    found: Counter[str] = Counter()
-    for place, loop in enumerate(region.loops):
-        for name in loop.buffers:
-            found[name] = place
-    return found
-
-
-def _value(argument: Any) -> Any:
-    """What a call is given: a tensor without values for a node of the graph."""
-    return argument.meta.get("val") if isinstance(argument, Node) else argument

@@ -10,6 +10,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -97,7 +98,7 @@ class Recorder:
             self.edges.setdefault((self._host, index), LAUNCH)
             self._launched[stream] = self._host
         for storage in reads:
-            writer = self._follow(storage).writer
+            writer = self.follow(storage).writer
             if writer < 0:
                 continue
             if known.get(self._stream_of(writer), -1) >= writer:
@@ -106,9 +107,9 @@ class Recorder:
                 self.edges.setdefault((writer, index), SYNCHRONISATION)
                 known[self._stream_of(writer)] = writer
         for storage in writes:
-            self._follow(storage).writer = index
-        row = (kind, work, self._stream_number(stream), scope[0], self._name(name), scope[1], scope[2], seq)
-        self.nodes.append(row)
+            self.follow(storage).writer = index
+        line, name_number = self._stream_number(stream), self.names.setdefault(name, len(self.names))
+        self.nodes.append((kind, work, line, scope[0], name_number, scope[1], scope[2], seq))
         self.live_bytes.append(self._bytes)
         self._last[stream] = known[stream] = index
         return index
@@ -124,7 +125,8 @@ class Recorder:
                     self.edges.setdefault((before, index), SYNCHRONISATION)
         if self._host >= 0:
             self.edges.setdefault((self._host, index), "host_order")
-        self.nodes.append((HOST, -1, self._stream_number("host"), phase, self._name(name), -1, -1, -1))
+        name_number = self.names.setdefault(name, len(self.names))
+        self.nodes.append((HOST, -1, self._stream_number("host"), phase, name_number, -1, -1, -1))
         self.live_bytes.append(self._bytes)
         self._host = index
 
@@ -149,18 +151,15 @@ class Recorder:
         """Say once what the user should know."""
         self.notes.setdefault(text)
 
-    def follow(self, storage: Any) -> None:
-        """Count the memory of a storage while it is alive."""
-        self._follow(storage)
-
     def resized(self, storage: Any) -> None:
         """Count a storage's memory anew."""
-        found = self._follow(storage)
+        found = self.follow(storage)
         size = storage.nbytes()
         self._bytes += size - found.num_bytes
         found.num_bytes = size
 
-    def _follow(self, storage: Any) -> _Storage:
+    def follow(self, storage: Any) -> _Storage:
+        """Count the memory of a storage while it is alive."""
         key = storage._cdata
         found = self._storages.get(key)
         if found is None:
@@ -170,8 +169,7 @@ class Recorder:
         return found
 
     def _forget(self, key: int) -> None:
-        gone = self._storages.pop(key, None)
-        if gone is not None:
+        if gone := self._storages.pop(key, None):
             self._bytes -= gone.num_bytes
 
     def _stream_of(self, node: int) -> str:
@@ -180,19 +178,14 @@ class Recorder:
     def _stream_number(self, stream: str) -> int:
         return self.streams.setdefault(stream, len(self.streams))
 
-    def _name(self, name: str) -> int:
-        return self.names.setdefault(name, len(self.names))
 
-
+@dataclass(slots=True)
 class _Storage:
     """A storage that is alive: its bytes, and the node that wrote it last."""
 
-    __slots__ = ("alive", "num_bytes", "writer")
-
-    def __init__(self, num_bytes: int) -> None:
-        self.num_bytes = num_bytes
-        self.writer = -1
-        self.alive: weakref.ref[Any] | None = None
+    num_bytes: int
+    writer: int = -1
+    alive: weakref.ref[Any] | None = None
 
 
 def storage_of(tensor: torch.Tensor) -> Any:
