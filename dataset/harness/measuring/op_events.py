@@ -26,8 +26,8 @@ from ..base.plan_error import HarnessError
 from ..ops.callables import is_replayed, op_call, replayed_call
 from ..ops.input_pool import DTYPES, NARROW, Call, Pool
 from ..ops.op_products import precision, scaled_product
-from .call_timing import Clock
 from .device import free_memory, memory_bytes, out_of_memory
+from .timing import Clock
 
 _OP_REPEATS, _COLLECTIVE_REPEATS = (3, 25), (8, 40)  # per visit
 _PAUSE_S = 5e-3

@@ -26,8 +26,8 @@ from ..base.collective_calls import barrier, gather
 from ..base.plan_error import HarnessError
 from ..emulation import stand_in
 from ..measuring.device import Sample, Watch, clocks, fingerprint, free_memory, gpu_name, out_of_memory
-from ..measuring.measure import noted_steps, profiled_steps, timed_steps
 from ..measuring.op_events import measure_events
+from ..measuring.timing import noted_steps, profiled_steps, timed_steps
 from ..models.parallel import Training, end_groups
 from ..models.sleeping import WARM_UP_PACE, SleepingTraining
 from ..ops.composite import enable_compiling

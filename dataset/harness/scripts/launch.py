@@ -15,7 +15,7 @@ from ..base.plan_error import HarnessError
 from ..running.workers import follow, how_ended, place, places, started
 
 SETTINGS = "settings.json"
-PIPES = "STEPSIGHT_DELAYS"  # environment variable of ``world``
+PIPES = "STEPSIGHT_DELAYS"  # environment variable of ``stages``
 _TORCHRUN = {  # what scripts read; nobody listens at that address
     "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500", "GROUP_RANK": "0", "TORCHELASTIC_RUN_ID": "stepsight"
 }  # fmt: skip

@@ -33,7 +33,7 @@ def main() -> None:
         end_with_launcher()
         run_rank(settings)
     die_with(os.getppid())
-    from . import stages, world  # noqa: F401  torch takes seconds to import: the ranks share it
+    from . import stages  # noqa: F401  torch takes seconds to import: the ranks share it
 
     sys.exit(run_box(settings["box"], lambda: run_rank(settings)))
 
@@ -46,9 +46,8 @@ def run_rank(settings: dict[str, Any]) -> NoReturn:
     import torch
 
     from ..base import annotate
-    from ..measuring.measure import Profiler
-    from .stages import Stages
-    from .world import EmulatedWorld, annotate_compiled, rendezvous_alone, rendezvous_through_file
+    from ..measuring.timing import Profiler
+    from .stages import EmulatedWorld, Stages, annotate_compiled, rendezvous_alone, rendezvous_through_file
 
     torch.set_num_threads(1)
     if "emulate" in settings:

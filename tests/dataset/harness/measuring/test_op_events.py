@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from stepsight.dataset.harness.measuring import call_timing, op_events
+from stepsight.dataset.harness.measuring import op_events, timing
 from stepsight.dataset.harness.measuring.op_events import _merge, measure_events
 from stepsight.dataset.harness.ops.callables import op_call
 from stepsight.dataset.harness.ops.input_pool import Call, Pool
@@ -80,9 +80,7 @@ def test_an_op_without_a_kernel_is_skipped(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_the_hosts_seconds_are_recorded_where_they_are_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        call_timing.Clock, "samples", lambda *_: call_timing.Samples([3e-6, 5e-6, 4e-6], [2e-5, 1e-5, 9e-5])
-    )
+    monkeypatch.setattr(timing.Clock, "samples", lambda *_: timing.Samples([3e-6, 5e-6, 4e-6], [2e-5, 1e-5, 9e-5]))
     (record,) = _measure(OPS[:1])["records"]
     assert record["seconds"] == 4e-6
     assert record["host_seconds"] == 2e-5

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from stepsight.dataset.harness.base import annotate
-from stepsight.dataset.harness.scripts import world
+from stepsight.dataset.harness.scripts import stages as world
 
 
 def test_each_call_of_a_compiled_function_is_annotated_with_its_dims(monkeypatch: pytest.MonkeyPatch) -> None:
