@@ -219,14 +219,15 @@ class RankEvents:
             return self
         changed, ops, names = copy(self), self.ops, Interned({name: number for number, name in enumerate(self.names)})
         columns = {name: np.full(len(marks), -1) for name in ops.columns}
-        columns["record"][:] = 0
-        for row, mark in enumerate(marks):
-            inner = slice(*np.searchsorted(ops.start, (mark.start, mark.end)))
-            sequence = ops["sequence"][inner][(ops["thread"][inner] == mark.thread) & (ops["sequence"][inner] >= 0)]
-            columns["sequence"][row] = sequence[0] if len(sequence) else -1
-            columns["name"][row], columns["thread"][row] = names[mark.name], mark.thread
-        columns["signature"] = -1 - columns["name"]
         start, end = (np.array([getattr(mark, name) for mark in marks]) for name in ("start", "end"))
+        columns["name"] = np.array([names[mark.name] for mark in marks])
+        columns["record"][:] = 0
+        columns["signature"], columns["thread"] = -1 - columns["name"], np.array([mark.thread for mark in marks])
+        for thread in np.unique(columns["thread"]):
+            own, rows = columns["thread"] == thread, np.flatnonzero((ops["thread"] == thread) & (ops["sequence"] >= 0))
+            rows = np.append(rows, -1)[np.searchsorted(ops.start[rows], start[own])]
+            inside = picked(ops.start, rows, np.inf) < end[own]
+            columns["sequence"][own] = np.where(inside, picked(ops["sequence"], rows, -1), -1)
         changed.ops, changed.names = ops.joined(Table(start, end, columns)), list(names)
         changed.annotations = [each for each in self.annotations if not each.name.startswith(prefixes)]
         return changed
