@@ -86,9 +86,8 @@ class Job:
             raise JobError("; ".join(problems))
         if self.framework and not is_facts_file(self.framework):
             _ = self.profile
-        object.__setattr__(self, "cluster", _named_cluster(self.cluster))
-        object.__setattr__(self, "model", _filled_model(self.model))
-        object.__setattr__(self, "parallel", _filled_parallel(self.parallel, self.cluster.num_devices))
+        for name, table in _filled(self).items():
+            object.__setattr__(self, name, table)
         problems = broken_rules(self)
         if problems:
             raise JobError("; ".join(problems))
@@ -223,7 +222,10 @@ class Job:
         if not isinstance(framework, str) or not framework.isprintable():
             problems.append(f"framework must be a printable string, got {framework!a:.80}")
         elif habits is None:
-            container, date = _released(tables.get("execution"))
+            execution = tables.get("execution")
+            told = execution if isinstance(execution, Mapping) else {}
+            words = (told.get(key) for key in ("container", "date"))  # other than text is reported by the rules
+            container, date = (word if isinstance(word, str) else "" for word in words)
             if container and not framework:
                 found = framework_in("", container, date)
                 framework = "" if found is GENERIC else found.name
@@ -298,14 +300,6 @@ class Job:
             raise JobError(f"{path}: {error}") from None
 
 
-def _released(execution: Any) -> tuple[str, str]:
-    """Container and date that a table ``[execution]`` states; empty where they are no text, which the rules report."""
-    table = execution if isinstance(execution, Mapping) else {}
-    stated = (table.get(key) for key in ("container", "date"))
-    container, date = (value if isinstance(value, str) else "" for value in stated)
-    return container, date
-
-
 def _resolve_paths(tables: dict[str, Any], folder: Path) -> None:
     """Make paths in the tables of a job file relative to where the reader is, not to the job file."""
     parallel, cluster = (tables.get(name) for name in ("parallel", "cluster"))
@@ -322,31 +316,21 @@ def _resolve_paths(tables: dict[str, Any], folder: Path) -> None:
             table[key] = str(folder / value)
 
 
-def _filled_model(model: ModelSpec) -> ModelSpec:
-    if model.kv_heads and model.ffn and model.expert_ffn and model.gated_mlp is not None:
-        return model
-    return replace(
-        model,
-        kv_heads=model.kv_heads or model.heads,
-        ffn=model.ffn or 4 * model.hidden,
-        expert_ffn=model.expert_ffn or model.ffn or 4 * model.hidden,
-        gated_mlp=model.family == "llama" if model.gated_mlp is None else model.gated_mlp,
-    )
-
-
-def _named_cluster(cluster: ClusterSpec) -> ClusterSpec:
-    """The cluster with devices by the names of their presets."""
+def _filled(job: Job) -> dict[str, Any]:
+    """Tables with what they leave open: devices by the names of their presets, derived sizes, and replicas."""
+    m, p, cluster = job.model, job.parallel, job.cluster
     hardware = canonical_hardware(cluster.hardware)
     mixed = tuple(replace(other, hardware=canonical_hardware(other.hardware)) for other in cluster.mixed)
-    if hardware == cluster.hardware and mixed == cluster.mixed:
-        return cluster
-    return replace(cluster, hardware=hardware, mixed=mixed)
-
-
-def _filled_parallel(p: ParallelSpec, num_devices: int) -> ParallelSpec:
-    others = p.tp * p.cp * p.pp
-    dp = p.dp or (max(1, num_devices // others) if others > 0 else 1)
-    return p if p.dp else replace(p, dp=dp)
+    if hardware != cluster.hardware or mixed != cluster.mixed:
+        cluster = replace(cluster, hardware=hardware, mixed=mixed)
+    if not (m.kv_heads and m.ffn and m.expert_ffn and m.gated_mlp is not None):
+        ffn, gated = m.ffn or 4 * m.hidden, m.family == "llama" if m.gated_mlp is None else m.gated_mlp
+        kv_heads = m.kv_heads or m.heads
+        m = replace(m, kv_heads=kv_heads, ffn=ffn, expert_ffn=m.expert_ffn or ffn, gated_mlp=gated)
+    if not p.dp:
+        others = p.tp * p.cp * p.pp
+        p = replace(p, dp=max(1, cluster.num_devices // others) if others > 0 else 1)
+    return {"model": m, "parallel": p, "cluster": cluster}
 
 
 JobLike: TypeAlias = Job | Mapping[str, Any] | str | Path  # what ``Job.of`` takes

@@ -126,11 +126,12 @@ def _batch_normed(index: int) -> Callable[[Args], Dims]:
     return dims
 
 
-def _batch_norm(name: str, flops: float, moved: float, calls: dict[str, DimsOf]) -> OpKind:
-    base_dims = lambda p, c: (p * c,)
-    return _streamed(name, "batch_norm", "positions channels", flops, moved, over=2, calls=calls, base_dims=base_dims)
-
-
+_BATCH_NORM: dict[str, Any] = {"over": 2, "base_dims": lambda p, c: (p * c,)}
+_BATCH_NORMS = (
+    "native_batch_norm cudnn_batch_norm miopen_batch_norm _batch_norm_impl_index batch_norm "
+    "_native_batch_norm_legit _batch_norm_with_update native_group_norm instance_norm"
+)
+_BATCH_NORMS_BACKWARD = "native_batch_norm_backward batch_norm_backward native_group_norm_backward"
 _ROWS = (
     OpKind(
         name="bias_grad",
@@ -161,25 +162,19 @@ _ROWS = (
         calls=named_calls("nll_loss_backward", rows(1), ("_log_softmax_backward_data", rows(0))),
         in_parts=True,
     ),
-    _batch_norm(
-        "batch_norm",
-        6.0,
-        2.0,
-        named_calls(
-            "native_batch_norm cudnn_batch_norm miopen_batch_norm _batch_norm_impl_index batch_norm "
-            "_native_batch_norm_legit _batch_norm_with_update native_group_norm instance_norm",
-            _batch_normed(0),
-        ),
+    _streamed(
+        *("batch_norm", "batch_norm", "positions channels", 6.0, 2.0),
+        calls=named_calls(_BATCH_NORMS, _batch_normed(0)),
+        **_BATCH_NORM,
     ),
-    _batch_norm(
-        "batch_norm_backward",
-        11.0,
-        3.0,
-        named_calls(
+    _streamed(
+        *("batch_norm_backward", "batch_norm", "positions channels", 11.0, 3.0),
+        calls=named_calls(
             "cudnn_batch_norm_backward miopen_batch_norm_backward",
             _batch_normed(0),
-            ("native_batch_norm_backward batch_norm_backward native_group_norm_backward", _batch_normed(1)),
+            (_BATCH_NORMS_BACKWARD, _batch_normed(1)),
         ),
+        **_BATCH_NORM,
     ),
 )
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -111,19 +111,13 @@ def run_kernels(options: argparse.Namespace) -> tuple[Any, str]:
 # --- collectives between nodes ----------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Site:
-    """Measurements between the nodes of one cluster: its table's rows of a fabric, and the links that are stated."""
+class Site(NamedTuple):
+    """Measurements between the nodes of one cluster: its table, the links that are stated, and the predictor."""
 
     name: str
     path: str
     links: Fabric
     predictor: str
-
-    @property
-    def fabric(self) -> str:
-        """Name in the rows."""
-        return f"nccl-tests-example-{self.name}"
 
 
 # The links of ``cluster00`` are not stated: 14 GB/s are the bandwidth of its longest messages.
@@ -165,7 +159,7 @@ def site_rows(site: Site, measured: Measurements) -> tuple[list[Collective], Arr
     """Distinct collectives between the nodes of a site, and the median of their seconds."""
     found: dict[Collective, list[float]] = {}
     for work, fabric, seconds in zip(measured.works, measured.fabric, measured.seconds, strict=True):
-        if fabric == site.fabric and isinstance(work, Collective) and work.num_nodes > 1:
+        if fabric == f"nccl-tests-example-{site.name}" and isinstance(work, Collective) and work.num_nodes > 1:
             found.setdefault(work, []).append(float(seconds))
     return list(found), np.array([np.median(times) for times in found.values()])
 
@@ -198,8 +192,7 @@ def run_collectives(options: argparse.Namespace) -> tuple[Any, str]:
 # --- a device with few measurements -----------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Case:
+class Case(NamedTuple):
     """A device, the folder of its tables, the predictors left out for it, and whether one of the same chip remains."""
 
     device: str
