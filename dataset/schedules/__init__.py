@@ -10,11 +10,11 @@ A schedule is declared once, as a ``ScheduleKind``: a built-in one in the table 
 from stepsight.dataset.base.caching import cached
 from stepsight.dataset.base.errors import JobError
 from stepsight.dataset.base.registry import Registry, instance_of
-from stepsight.dataset.schedules.schedule import LOOPED_SCHEDULES, V_SCHEDULES, Schedule, ScheduleKind, alternate
+from stepsight.dataset.schedules.schedule import BUILT_IN, Schedule, ScheduleKind, alternate
 
 SCHEDULES: Registry[ScheduleKind] = Registry(
     "schedule",
-    {**LOOPED_SCHEDULES, **V_SCHEDULES},
+    BUILT_IN,
     group="stepsight.schedules",
     check=instance_of(ScheduleKind),
     error=JobError,

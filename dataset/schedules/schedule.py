@@ -300,26 +300,12 @@ def _looped(words: list[bytes], num_micro_batches: int, virtual_stages: int, in_
     kind, chunk, _ = spell(words)
     if virtual_stages > 1:
         turn = np.arange(num_micro_batches * virtual_stages, dtype=np.int32) // in_round % virtual_stages
-        for number in range(4):
-            _fill(chunk, kind == number, turn if number == FORWARD else virtual_stages - 1 - turn)
+        for number in np.unique(kind).tolist():  # all stages have as many actions of a kind, or none
+            where = kind == number
+            turns = turn if number == FORWARD else virtual_stages - 1 - turn
+            chunk[where] = np.tile(turns, np.count_nonzero(where) // len(turn))
     actions = number_actions(kind, chunk, [len(word) for word in words])
     return Schedule(actions, num_micro_batches, loop_placement(len(words), virtual_stages), name)
-
-
-def _fill(chunk: Ints, where: NDArray[np.bool_], turn: Ints) -> None:
-    """Set the chunks of one kind: all stages have as many actions of it, or none."""
-    count = int(np.count_nonzero(where))
-    if count:
-        chunk[where] = np.tile(turn, count // len(turn))
-
-
-LOOPED_SCHEDULES = {
-    "gpipe": ScheduleKind(gpipe),
-    "1f1b": ScheduleKind(one_f_one_b, (1, MOST_VIRTUAL_STAGES)),  # more than one: interleaved
-    "looped-bfs": ScheduleKind(looped_bfs, (1, MOST_VIRTUAL_STAGES)),
-    "zb-h1": ScheduleKind(zb_h1),
-    "interleaved-zb": ScheduleKind(interleaved_zb, (2, MOST_VIRTUAL_STAGES)),
-}
 
 
 F0, F1, B0, B1, I0, I1, W0, W1 = (letters(kind, chunk) for kind in (F, B, I, W) for chunk in range(2))
@@ -359,7 +345,12 @@ def dualpipev(num_stages: int, num_micro_batches: int, virtual_stages: int = 2) 
         main = (FORWARD_WITH[0] + FORWARD_WITH[1]) * (num_micro_batches - 2 * num_stages + stage + 1)
         if below == 0:  # the turn of the V starts with a pair that is not overlapped
             main = F0 + main[1:]
-        ending, delayed = _ending(stage, below)
+        # Backwards after the last forward, the later half of them split, and the weight gradients that were put off.
+        # Splitting starts with the second chunk on odd stages and with the first on even ones.
+        half, odd = divmod(stage + 1, 2)
+        turn = (B1 + B0) * half + (B1 + I0) * odd + (I1 + I0) * (stage + 1 - half - odd)
+        delayed = (turn + I0 * below).translate(AS_WEIGHT, delete=B0 + B1)
+        ending = turn + b"".join(delayed[at : at + 1] + I0 for at in range(below))
         words.append(
             F0 * (2 * below)
             + (F0 + F1) * (stage + 1)
@@ -372,16 +363,6 @@ def dualpipev(num_stages: int, num_micro_batches: int, virtual_stages: int = 2) 
     return _vee(words, num_micro_batches, "dualpipev")
 
 
-def _ending(stage: int, below: int) -> tuple[bytes, bytes]:
-    """Backwards after the last forward, the later half of them split, and the weight gradients that were put off."""
-    half, odd = divmod(stage + 1, 2)
-    # Splitting starts with the second chunk on odd stages and with the first on even ones.
-    turn = (B1 + B0) * half + (B1 + I0) * odd + (I1 + I0) * (stage + 1 - half - odd)
-    delayed = (turn + I0 * below).translate(AS_WEIGHT, delete=B0 + B1)
-    between = b"".join(delayed[at : at + 1] + I0 for at in range(below))
-    return turn + between, delayed
-
-
 def _vee(words: list[bytes], num_micro_batches: int, name: str) -> Schedule:
     kind, chunk, fused = spell(words)
     lengths = [len(word) for word in words]
@@ -392,4 +373,12 @@ def _vee(words: list[bytes], num_micro_batches: int, name: str) -> Schedule:
     return Schedule(actions, num_micro_batches, v_placement(len(words)), name, overlapped)
 
 
-V_SCHEDULES = {"zbv": ScheduleKind(zbv, (2, 2)), "dualpipev": ScheduleKind(dualpipev, (2, 2))}
+BUILT_IN = {
+    "gpipe": ScheduleKind(gpipe),
+    "1f1b": ScheduleKind(one_f_one_b, (1, MOST_VIRTUAL_STAGES)),  # more than one: interleaved
+    "looped-bfs": ScheduleKind(looped_bfs, (1, MOST_VIRTUAL_STAGES)),
+    "zb-h1": ScheduleKind(zb_h1),
+    "interleaved-zb": ScheduleKind(interleaved_zb, (2, MOST_VIRTUAL_STAGES)),
+    "zbv": ScheduleKind(zbv, (2, 2)),
+    "dualpipev": ScheduleKind(dualpipev, (2, 2)),
+}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -191,7 +191,7 @@ def read_table(name: str, path: Path) -> Measurements:
     if broken:
         others[f"a log that cannot be read, such as {broken[0]!s:.200}"] = len(broken)
     found = Measurements.concat(tables)
-    return found if not others else found.with_skipped(others)
+    return replace(found, skipped=dict(Counter(found.skipped) + others))
 
 
 def check_table_output(name: str, path: Path, out: Path) -> None:
@@ -217,20 +217,15 @@ def _read_file(name: str, path: Path, place: str, root: Path) -> Measurements:
         raise
     except (ValueError, TypeError, KeyError, IndexError, AttributeError, OverflowError, RecursionError) as error:
         raise rows.error(f"must be a table of format {name}, got {type(error).__name__}: {error!s:.200}") from None
-    licence = _licence_beside(path, root) or FORMATS[name].licence
-    return rows.table(f"{name}/{place}", SourceFile(licence, digest_files([path])))
-
-
-def _licence_beside(path: Path, root: Path) -> str:
-    """The licence of a file by the nearest LICENSE up to the folder that was given, or ""."""
+    licence = FORMATS[name].licence  # unless the nearest LICENSE, up to the folder that was given, says another
     for folder in path.parents:
-        text = folder / "LICENSE"
-        if text.is_file():
-            head = read_file(text).decode("utf-8", "replace")
-            return next((name for phrase, name in _LICENCES.items() if phrase in head), "")
+        if (folder / "LICENSE").is_file():
+            head = read_file(folder / "LICENSE").decode("utf-8", "replace")
+            licence = next((name for phrase, name in _LICENCES.items() if phrase in head), licence)
+            break
         if folder == root:
             break
-    return ""
+    return rows.table(f"{name}/{place}", SourceFile(licence, digest_files([path])))
 
 
 def read_collection_table(folder: Path) -> Measurements:

@@ -8,7 +8,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -96,10 +96,6 @@ class Measurements:
         if devices is not None:
             mask &= np.fromiter((name in devices for name in self.device), bool, len(self))
         return self.take(mask)
-
-    def with_skipped(self, more: Mapping[str, int]) -> Measurements:
-        """Copy with more rows counted as left out."""
-        return replace(self, skipped=dict(Counter(self.skipped) + Counter(more)))
 
     @staticmethod
     def concat(tables: Iterable[Measurements]) -> Measurements:
