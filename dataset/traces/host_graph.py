@@ -55,12 +55,12 @@ def host_graph(events: RankEvents, tree: CallTree, world_size: int, placement: P
     if not host.ops and not collectives:
         raise TraceError(f"a trace must hold at least one op or collective, got none in {events.path}")
     steps, names = find_steps(events, tree, np.zeros(0)), Interned()
-    calls, main, first = _calls(host, collectives, steps, names), host.main or 0, len(host.ops)
+    calls, first = _calls(host, collectives, steps, names), len(host.ops)
     issues = np.argsort(calls.row)[first : first + len(collectives)]
     source, target, delay = chain(calls, events)
     waited = overlap(merge([wait[1:] for wait in waits]), calls.end[source], calls.start[target])
     edges = [(source, target, Dependency.HOST_ORDER, np.maximum(delay - waited, 0.0))]
-    edges += [*_in_streams(collectives, calls, issues), _ends(collectives, waits, calls, main)]
+    edges += [*_in_streams(collectives, calls, issues), _ends(collectives, waits, calls, host.main)]
     start = np.concatenate([calls.start, [work.start for work in collectives]])
     built = Assembly(
         start=start,
@@ -106,14 +106,14 @@ def _largest_group(events: RankEvents, rank: int, world_size: int) -> tuple[int,
 
 def _calls(host: HostWorks, collectives: list[Work], steps: Steps, names: Interned) -> HostCalls:
     """Ops, issues of collectives and bounds of steps as calls, whose rows number them in this order."""
-    main, marks = host.main or 0, sorted({moment for bounds in steps.bounds for moment in bounds})
-    streams = {"compute": main}
+    marks = sorted({moment for bounds in steps.bounds for moment in bounds})
+    streams = {"compute": host.main}
     for work in host.ops:
         streams.setdefault(work.stream, -len(streams))
     moments = [*(work.issue for work in collectives), *marks]
     start = np.array([*(work.start for work in host.ops), *moments], dtype=np.float64)
     end = np.array([*(work.end for work in host.ops), *moments], dtype=np.float64)
-    thread = [*(streams[work.stream] for work in host.ops), *([main] * len(moments))]
+    thread = [*(streams[work.stream] for work in host.ops), *([host.main] * len(moments))]
     name = [
         *(work.name for work in host.ops),
         *(f"issue {work.name}" for work in collectives),
