@@ -5,10 +5,9 @@ import math
 import pytest
 
 from stepsight.experiments.evaluation.evaluate import score, without_source
-from stepsight.experiments.evaluation.row_jobs import job_of
 from stepsight.training.shipped.catalogue import shipped_predictor
 from stepsight.training.shipped.product_power import chip_powers
-from tests.experiments.evaluation.run_tables import run_row
+from tests.experiments.evaluation.run_tables import job_of, run_row
 from tools.shipped_data import dense_job, learn, slowdown_of
 
 DENSE = {"hidden": 8192, "ffn": 32768, "heads": 64, "seq_len": 2048, "tp": 8, "pp": 1, "dp": 2, "framework": "NeMo",

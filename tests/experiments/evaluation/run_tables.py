@@ -4,7 +4,7 @@ import gzip
 from pathlib import Path
 from typing import Any
 
-from stepsight.experiments.evaluation.row_jobs import job_of, run_digest
+from stepsight.experiments.evaluation.row_jobs import PublishedJob, jobs_of, run_digest
 from stepsight.experiments.evaluation.runs_table import Row
 
 COLUMNS: dict[str, Any] = {
@@ -52,6 +52,11 @@ COLUMNS: dict[str, Any] = {
 def run_row(**changes: Any) -> Row:
     """A row of 16 A100 with some cells changed."""
     return Row({key: str(value) for key, value in {**COLUMNS, **changes}.items()})
+
+
+def job_of(row: Row) -> PublishedJob:
+    """The first of a row's jobs: the only one where the row leaves nothing open."""
+    return jobs_of(row)[0]
 
 
 def digest_of(row: Row) -> str:

@@ -11,9 +11,9 @@ import pytest
 from stepsight.dataset.base.errors import JobError
 from stepsight.dataset.job.job import Job
 from stepsight.experiments.evaluation.evaluate import score
-from stepsight.experiments.evaluation.row_jobs import PublishedJob, framework_of, job_of, jobs_of, precision_of
+from stepsight.experiments.evaluation.row_jobs import PublishedJob, framework_of, jobs_of, precision_of
 from stepsight.experiments.evaluation.runs_table import Row, RowError
-from tests.experiments.evaluation.run_tables import digest_of, run_row
+from tests.experiments.evaluation.run_tables import digest_of, job_of, run_row
 
 
 def test_a_whole_row() -> None:

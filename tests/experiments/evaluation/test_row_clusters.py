@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from stepsight.dataset.job.specs import DISPATCHERS, RECOMPUTE_MODULES
-from stepsight.experiments.evaluation.row_facts import DEGREES, cluster_of, find_recipe, recipe_habits, recipes
+from stepsight.experiments.evaluation.row_jobs import DEGREES, cluster_of, find_recipe, recipe_habits, recipes
 from stepsight.experiments.evaluation.runs_table import RowError
-from tests.experiments.evaluation.run_tables import run_row
+from tests.experiments.evaluation.run_tables import job_of, run_row
 
 
 @pytest.mark.parametrize(
@@ -49,8 +49,6 @@ def test_devices(hardware: str, memory: object, name: str) -> None:
 )
 def test_networks(hardware: str, text: str, gbytes_per_s: float) -> None:
     """Gbit/s of a node's ports, or of one device where it says so, are Gbyte/s of one device."""
-    from stepsight.experiments.evaluation.row_jobs import job_of
-
     fabric = job_of(run_row(hardware=hardware, inter_interconnect=text)).job.fabric
     assert fabric.inter_node.bandwidth_bytes_per_s == pytest.approx(gbytes_per_s * 1e9)
 
