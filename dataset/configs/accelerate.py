@@ -44,7 +44,7 @@ _STAGE, _ZERO = "parallel.zero_stage", "zero_optimization."
 _TRAINING_SECTIONS = ("parallel.", "batch.", "cluster.", "optimizer.", "execution.")  # of a job beside the model's
 
 
-def read_accelerate(file: ConfigFile, draft: Draft) -> None:
+def read(file: ConfigFile, draft: Draft) -> None:
     """Fill a draft; a DeepSpeed JSON of the same folder that the file names is read too."""
     ways: dict[str, tuple[Row, ...]] = {
         "FSDP": _FSDP,
@@ -62,7 +62,7 @@ def read_fsdp(file: ConfigFile, draft: Draft) -> None:
     read_rows(_FSDP, Reading(draft, {name: settings[shown] for name, shown in names.items()}, names))
 
 
-def read_training_arguments(file: ConfigFile, draft: Draft) -> None:
+def read_training(file: ConfigFile, draft: Draft) -> None:
     """Fill a draft from training arguments; a DeepSpeed JSON of the same folder that they name is read too."""
     draft.facts["accumulation"] = 1
     named = Row(_STAGE, read=partial(_read_named, file=file, key="deepspeed"))
@@ -87,7 +87,7 @@ def read_deepspeed(file: ConfigFile, draft: Draft) -> None:
             draft.ignore(f"{name} auto: left to other configurations")
 
 
-def write_accelerate(job: Job) -> ConfigText:
+def write(job: Job) -> ConfigText:
     """Write how a job is trained as Accelerate's YAML: FSDP where parameters or gradients are sharded."""
     view = JobView(job)
     view.write(ROWS)

@@ -12,7 +12,8 @@ from typing import Any
 
 from stepsight.dataset.base.errors import JobError
 from stepsight.dataset.base.registry import Registry, check_takes, instance_of
-from stepsight.dataset.configs import accelerate, huggingface, maxtext, megatron_words, nanotron, torchtitan
+from stepsight.dataset.configs import accelerate, huggingface, maxtext, nanotron, torchtitan
+from stepsight.dataset.configs import megatron_words as words
 from stepsight.dataset.configs.documents import toml_text
 from stepsight.dataset.configs.drafts import ConfigFile, Draft, Given
 from stepsight.dataset.configs.key_table import ConfigText
@@ -103,6 +104,10 @@ def _with(*alternatives: str) -> Callable[[ConfigFile], bool]:
     return lambda file: any(all(has(file.tables, place) for place in one.split()) for one in alternatives)
 
 
+def _is_script(file: ConfigFile) -> bool:
+    return not file.has_tables and file.path.suffix != ".py"
+
+
 def _read_job(file: ConfigFile, draft: Draft) -> None:
     """Map all keys that a job file states."""
     job = Job.from_file(file.path)
@@ -119,42 +124,30 @@ _FSDP = (
 )
 _ARGUMENTS = ("per_device_train_batch_size", "gradient_checkpointing", "output_dir", "num_train_epochs")
 _MAXTEXT = ("base_emb_dim", "base_num_decoder_layers", "per_device_batch_size", "ici_fsdp_parallelism", "base_config")
-_SIZES = (*huggingface.LAYERS, *huggingface.HIDDEN)
+_MODEL = ("model_type", *(f"architectures {name}" for name in (*huggingface.LAYERS, *huggingface.HIDDEN)))
 CONFIG_FORMATS: Registry[ConfigFormat] = Registry(
     "configuration format",
     {
         "job": ConfigFormat(_with("cluster. model. !model.flavor"), _read_job),
-        "megatron": ConfigFormat(
-            lambda file: not file.has_tables and file.path.suffix != ".py", megatron_words.read_words, write_megatron
-        ),
+        "megatron": ConfigFormat(_is_script, words.read_words, write_megatron),
         "megatron-script": ConfigFormat(write=partial(write_megatron, script=True)),
-        "megatron-arguments": ConfigFormat(_with("MODEL_ARGS."), megatron_words.read_arguments),
-        "megatron-yaml": ConfigFormat(_with("language_model."), megatron_words.read_yaml),
+        "megatron-arguments": ConfigFormat(_with("MODEL_ARGS."), words.read_arguments),
+        "megatron-yaml": ConfigFormat(_with("language_model."), words.read_yaml),
         "torchtitan": ConfigFormat(
-            _with("model.flavor", "!model training. parallelism."),
-            torchtitan.read_torchtitan,
-            torchtitan.write_torchtitan,
+            _with("model.flavor", "!model training. parallelism."), torchtitan.read, torchtitan.write
         ),
         "torchtitan-registry": ConfigFormat(lambda file: file.path.suffix == ".py", torchtitan.read_registry),
         "nemo": ConfigFormat(
-            _with("trainer. model.hidden_size", "trainer. model.encoder.hidden_size"), megatron_words.read_nemo
+            _with("trainer. model.hidden_size", "trainer. model.encoder.hidden_size"), words.read_nemo
         ),
-        "nanotron": ConfigFormat(
-            _with("tokens. parallelism. model.model_config"), nanotron.read_nanotron, nanotron.write_nanotron
-        ),
-        "maxtext": ConfigFormat(_with(*_MAXTEXT), maxtext.read_maxtext, maxtext.write_maxtext),
-        "huggingface": ConfigFormat(
-            _with("model_type", *(f"architectures {name}" for name in _SIZES)),
-            huggingface.read_model,
-            huggingface.write_model,
-        ),
+        "nanotron": ConfigFormat(_with("tokens. parallelism. model.model_config"), nanotron.read, nanotron.write),
+        "maxtext": ConfigFormat(_with(*_MAXTEXT), maxtext.read, maxtext.write),
+        "huggingface": ConfigFormat(_with(*_MODEL), huggingface.read, huggingface.write),
         "accelerate": ConfigFormat(
-            _with("distributed_type", "num_processes mixed_precision"),
-            accelerate.read_accelerate,
-            accelerate.write_accelerate,
+            _with("distributed_type", "num_processes mixed_precision"), accelerate.read, accelerate.write
         ),
         "training-arguments": ConfigFormat(
-            _with(*map(" ".join, combinations(_ARGUMENTS, 2))), accelerate.read_training_arguments
+            _with(*map(" ".join, combinations(_ARGUMENTS, 2))), accelerate.read_training
         ),
         "deepspeed": ConfigFormat(
             _with(*accelerate.DEEPSPEED_MARKS), accelerate.read_deepspeed, accelerate.write_deepspeed

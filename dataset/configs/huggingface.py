@@ -52,7 +52,7 @@ def _types() -> Mapping[str, tuple[str, bool, str]]:
     return {kind: (each["family"], each["tied"], each.get("differs", "")) for each in kinds for kind in each["types"]}
 
 
-def read_model(file: ConfigFile, draft: Draft) -> None:
+def read(file: ConfigFile, draft: Draft) -> None:
     """Fill the model of a draft; of a model of text and images, the part that reads text.
 
     Raises:
@@ -84,7 +84,7 @@ def read_model(file: ConfigFile, draft: Draft) -> None:
     read_rows(ROWS, reading)
 
 
-def write_model(job: Job) -> ConfigText:
+def write(job: Job) -> ConfigText:
     """Write the model of a job as ``config.json``."""
     family = job.model.family
     if family != "llama" and family not in _CLASSES:

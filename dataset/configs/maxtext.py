@@ -20,7 +20,7 @@ _AXES = {"tensor": "tp", "tensor_sequence": "tp", "context": "cp", "sequence": "
 _FOLDERS = ("", "models", *(f"{'../' * up}{place}" for up in range(1, 5) for place in ("models", "", "configs/models")))
 
 
-def read_maxtext(file: ConfigFile, draft: Draft) -> None:
+def read(file: ConfigFile, draft: Draft) -> None:
     """Fill a draft from a run's or a model's file.
 
     Raises:
@@ -52,7 +52,7 @@ def _near(folder: Path, name: str) -> Path | None:
     return next((place for place in places if place.is_file()), None)
 
 
-def write_maxtext(job: Job) -> ConfigText:
+def write(job: Job) -> ConfigText:
     """Write a job as MaxText's YAML, the model's sizes in the same file."""
     view = JobView(job, "MaxText")
     view.put(base_config="base.yml", model_name="default")

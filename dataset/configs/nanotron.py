@@ -16,12 +16,12 @@ _EXPERTS = f"{_MODEL}moe_config."
 _OPTIMIZER = "optimizer.optimizer_factory."
 
 
-def read_nanotron(file: ConfigFile, draft: Draft) -> None:
+def read(file: ConfigFile, draft: Draft) -> None:
     """Fill a draft from a configuration."""
     read_rows(ROWS, Reading(draft, flat(file.tables), default="Nanotron's default"))
 
 
-def write_nanotron(job: Job) -> ConfigText:
+def write(job: Job) -> ConfigText:
     """Write a job as Nanotron's YAML."""
     view = JobView(job, "Nanotron")
     view.write(ROWS)

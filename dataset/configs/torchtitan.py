@@ -34,7 +34,7 @@ _PRESET = re.compile(r"preset for (\d+) (\w+) GPUs?")  # a comment in the publis
 _DEVICES = {"a100": "a100-sxm-80gb", "h100": "h100-sxm-80gb", "h200": "h200-sxm-141gb", "b200": "b200-sxm-180gb"}
 
 
-def read_torchtitan(file: ConfigFile, draft: Draft) -> None:
+def read(file: ConfigFile, draft: Draft) -> None:
     """Fill a draft from a configuration, whose comments may name the devices."""
     if preset := _PRESET.search(read_source(file.path)):
         draft.fact("devices", int(preset[1]), f"comment: {preset[0]}")
@@ -53,7 +53,7 @@ def _read(settings: Mapping[str, Any], draft: Draft, flavor: Callable[[Reading],
     read_rows((Row("model.family", read=flavor), *ROWS), Reading(draft, settings, default="torchtitan's default"))
 
 
-def write_torchtitan(job: Job) -> ConfigText:
+def write(job: Job) -> ConfigText:
     """Write a job as TOML; if the model is none of torchtitan's flavors, its sizes are listed as not expressed."""
     view, notes = JobView(job), []
     if found := flavor_of(job.model):
