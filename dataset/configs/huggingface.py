@@ -174,31 +174,21 @@ def _write_halves(view: JobView) -> None:
     view.refuse("model.seq_len", view["model.seq_len"] != 128)
 
 
-def _read_heads(reading: Reading) -> None:
-    if reading.number("kv_lora_rank"):
-        reading.map("model.attention", "mla", "kv_lora_rank")
-        for name in ("q_lora_rank", "kv_lora_rank", "v_head_dim"):
-            reading.copy(f"model.{name}", name)
-        reading.copy("model.head_dim", "qk_nope_head_dim")
-        reading.copy("model.rope_head_dim", "qk_rope_head_dim")
-        return
+def _read_groups(reading: Reading) -> None:
     kind = reading.word("model_type")
+    if reading.get("model.attention") == "mla":
+        return
     old = kind == "falcon" and not reading.flag("new_decoder_architecture")
     if (old or kind == "gpt_bigcode") and reading.flag("multi_query") is not False:
         reading.map("model.kv_heads", 1, "multi_query")
     elif not old and reading.positive(*_KV_HEADS):
         reading.copy("model.kv_heads", *_KV_HEADS)
-    if reading.positive("head_dim") and reading.get("model.family") != "t5":
-        reading.copy("model.head_dim", "head_dim")
 
 
 def _write_heads(view: JobView) -> None:
     model, latent = view.job.model, view["model.attention"] == "mla"
     if latent:
-        view.put(q_lora_rank=view["model.q_lora_rank"] or None, kv_lora_rank=view["model.kv_lora_rank"])
-        view.put(qk_nope_head_dim=model.head_size, qk_rope_head_dim=view["model.rope_head_dim"])
-        view.put(v_head_dim=view["model.v_head_dim"], first_k_dense_replace=view["model.dense_layers"])
-        view.expressed("model.head_dim")
+        view.put(qk_nope_head_dim=view.head_size(), first_k_dense_replace=view["model.dense_layers"])
     if model.family == "llama":
         view.put(hidden_act="silu", num_key_value_heads=view["model.kv_heads"])
         if not latent and view["model.head_dim"]:
@@ -272,6 +262,9 @@ def _read_dtype(reading: Reading) -> None:
 
 _ATTENTION = ("_attn_implementation", "attn_implementation")
 _T5 = {"d_model": "model.hidden", "num_heads": "model.heads", "d_ff": "model.ffn", "num_layers": "model.encoder_layers"}
+_LATENT = {"kv_lora_rank": "model.kv_lora_rank", "qk_rope_head_dim": "model.rope_head_dim"}
+_LATENT |= {"v_head_dim": "model.v_head_dim"}
+_MLA = "model.attention=mla"
 _IS_T5, _IS_VIT, _NOT_T5 = "model.family=t5", "model.family=vit", "model.family!=t5"
 ROWS = (
     Row("model.family", read=_read_family),
@@ -286,7 +279,12 @@ ROWS = (
     Row("model.seq_len", read=_read_image, write=_write_image, needs=_IS_VIT),
     Row("model.seq_len", _LENGTH, read=_read_length, write=_write_length, needs=_NOT_T5),
     Row("model.vocab", ("vocab_size", "padded_vocab_size"), needs="model.family!=vit"),
-    Row("model.head_dim", read=_read_heads, write=_write_heads),
+    Row("model.attention", "kv_lora_rank", (lambda rank: "mla" if rank else None, str), only="read"),
+    *same(_LATENT, needs=_MLA),
+    Row("model.q_lora_rank", "q_lora_rank", (int, lambda rank: rank or None), needs=_MLA),
+    Row("model.head_dim", "qk_nope_head_dim", needs=_MLA, only="read"),
+    Row("model.head_dim", "head_dim", needs="model.attention!=mla", only="read"),
+    Row("model.kv_heads", read=_read_groups, write=_write_heads),
     Row("model.experts", read=_read_experts),
     Row("model.experts", needs="model.experts", write=_write_experts),
     Row("model.tied_embeddings", "tie_word_embeddings", read=_read_tied),

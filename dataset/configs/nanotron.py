@@ -68,13 +68,9 @@ def _read_vocab(reading: Reading) -> None:
 
 def _read_experts(reading: Reading) -> None:
     names = (f"{_EXPERTS}num_experts", f"{_MODEL}moe_num_experts")  # the second of the example with the older model
-    count = reading.number(*names)
-    if not count or count == 1:
+    if (reading.number(*names) or 0) <= 1:
         return
-    reading.map("model.experts", count, *names)
-    used = (f"{_MODEL}moe_num_experts_per_tok", f"{_MODEL}num_experts_per_tok", f"{_EXPERTS}top_k")
-    if reading.copy("model.experts_per_token", *used) is None:
-        reading.assume("model.experts_per_token", 2)
+    reading.copy("model.experts", *names)
     if reading.copy("model.expert_ffn", f"{_EXPERTS}moe_intermediate_size") is None and names[0] in reading:
         reading.assume("model.expert_ffn", 1408)
     name = "shared_expert_intermediate_size"
@@ -82,19 +78,14 @@ def _read_experts(reading: Reading) -> None:
     if reading.flag(f"{_EXPERTS}enable_shared_expert"):
         size, inner = shared or 5632, reading.get("model.expert_ffn")
         reading.share("model.shared_experts", size, inner, f"{name} {size} / {inner}")
-    factor = reading.number(f"{_MODEL}moe_capacity_factor", whole=False)
-    if factor:
-        reading.map("model.capacity_factor", float(factor), f"{_MODEL}moe_capacity_factor")
 
 
 def _write_experts(view: JobView) -> None:
-    model = view.job.model
-    view.expressed("model.expert_ffn")
-    if view["model.experts"]:
-        view.put(_EXPERTS, num_experts=model.experts, top_k=view["model.experts_per_token"])
-        view.put(_EXPERTS, moe_intermediate_size=model.expert_ffn, enable_shared_expert=bool(model.shared_experts))
-        if view["model.shared_experts"]:
-            view.put(_EXPERTS, shared_expert_intermediate_size=model.shared_experts * model.expert_ffn)
+    count, shared, size = view["model.experts"], view["model.shared_experts"], view["model.expert_ffn"]
+    if count:
+        view.put(_EXPERTS, num_experts=count, moe_intermediate_size=size, enable_shared_expert=bool(shared))
+    if count and shared:
+        view.put(_EXPERTS, shared_expert_intermediate_size=shared * size)
 
 
 def _read_expert_degree(reading: Reading) -> None:
@@ -135,6 +126,7 @@ _SIZES = {
     "num_hidden_layers": "model.layers",
     "tie_word_embeddings": "model.tied_embeddings",
 }
+_USED = (f"{_EXPERTS}top_k", f"{_MODEL}moe_num_experts_per_tok", f"{_MODEL}num_experts_per_tok")
 _ATTENTION = {"eager": False, "sdpa_eager": False, OTHER: True}
 _TP_MODES = {"REDUCE_SCATTER": True, "ALL_REDUCE": False}
 _CLIP = (lambda norm: norm > 0, lambda clips: 1.0 if clips else None)
@@ -146,6 +138,8 @@ ROWS = (
     Row("model.kv_heads", read=_read_kv_heads),
     Row("model.vocab", f"{_MODEL}vocab_size", read=_read_vocab),
     Row("model.experts", read=_read_experts, write=_write_experts),
+    Row("model.experts_per_token", _USED, default=2, needs="model.experts"),
+    Row("model.capacity_factor", f"{_MODEL}moe_capacity_factor", needs="model.experts", only="read"),
     Row("model.fused_attention", f"{_MODEL}_attn_implementation", _ATTENTION, only="read"),
     *same({"tp": "parallel.tp", "pp": "parallel.pp", "dp": "parallel.dp"}, "parallelism."),
     Row("parallel.cp", "parallelism.context_parallel_size"),
