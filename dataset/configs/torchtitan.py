@@ -65,6 +65,7 @@ def write(job: Job) -> ConfigText:
     if view.settings.get("activation_checkpoint.selective_ac_option") == "2":
         notes.append("a job takes selective_ac_option op as every second layer too: write op if that is meant")
     view.expressed("model.fused_attention", "model.gated_mlp", "parallel.runtime", "batch.fp8_scaling")
+    view.expressed("parallel.expert_tp")
     notes.append(f"torchrun --nnodes {job.cluster.nodes} --nproc_per_node {job.cluster.devices_per_node}")
     return view.text(toml_text(view.tables()), ".toml", *notes)
 
@@ -119,24 +120,16 @@ def _write_degrees(view: JobView) -> None:
     view.refuse("parallel.overlap_grad_reduce", not view["parallel.overlap_grad_reduce"])
 
 
-def _read_tensor_parallel(reading: Reading) -> None:
-    names, tp = _in("expert_tensor_parallel_degree"), reading.degree("tp")
+def _read_expert_tensor_parallel(reading: Reading) -> None:
+    names = _in("expert_tensor_parallel_degree")
     etp = reading.positive(*names)
-    if reading.get("model.experts") and tp > 1 and reading.degree("ep") > 1 and (etp or 1) == 1:
+    if reading.get("model.experts") and reading.degree("ep") > 1 and (etp or 1) == 1:
         words = reading.source(*names) if etp else "experts share out the tensor-parallel ranks"
         reading.map("parallel.expert_tp", 1, words=words)
-    sequence = reading.flag("parallelism.enable_sequence_parallel") is not False
-    if tp > 1:
-        reading.assume("parallel.sequence_parallel", sequence, "torchtitan's tensor parallelism shares out norms")
-    if reading.flag(*_in("enable_async_tensor_parallel"), "compile.enable_async_tensor_parallel"):
-        reading.map("parallel.overlap_tp", "torch-async", words="enable_async_tensor_parallel")
 
 
 def _write_tensor_parallel(view: JobView) -> None:
     parallel = view.job.parallel
-    view.expressed("parallel.expert_tp")
-    if parallel.tp == 1:
-        return
     view.refuse("parallel.sequence_parallel", not view["parallel.sequence_parallel"])
     if view["parallel.overlap_tp"] == "torch-async":
         view.put("parallelism.", enable_async_tensor_parallel=True)
@@ -311,6 +304,7 @@ def _write_compile(view: JobView) -> None:
 
 
 _OFFLOAD = {True: True, False: None}
+_ASYNC = (*_in("enable_async_tensor_parallel"), "compile.enable_async_tensor_parallel")
 _ROTATE_METHOD = "parallelism.context_parallel_rotate_method"
 _ROTATE = {"allgather": "all_gather", "alltoall": "ring", OTHER: "ring"}
 ROWS = (
@@ -320,7 +314,9 @@ ROWS = (
     Row("parallel.pp", _in("pipeline_parallel_degree")),
     Row("parallel.ep", _in("expert_parallel_degree"), needs="model.experts"),
     Row("parallel.dp", read=_read_degrees, write=_write_degrees),
-    Row("parallel.expert_tp", read=_read_tensor_parallel, write=_write_tensor_parallel),
+    Row("parallel.expert_tp", read=_read_expert_tensor_parallel, write=_write_tensor_parallel, needs="parallel.tp"),
+    Row("parallel.sequence_parallel", "parallelism.enable_sequence_parallel", None, True, "parallel.tp", only="read"),
+    Row("parallel.overlap_tp", _ASYNC, {True: "torch-async", False: None}, only="read"),
     Row("parallel.context_parallel", _ROTATE_METHOD, _ROTATE, "all_gather", needs="parallel.cp"),
     Row("parallel.schedule", read=_read_pipeline, write=_write_pipeline, needs="parallel.pp"),
     Row("batch.micro_batch", read=_read_batch, write=_write_batch),
