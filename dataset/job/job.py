@@ -222,8 +222,7 @@ class Job:
         if not isinstance(framework, str) or not framework.isprintable():
             problems.append(f"framework must be a printable string, got {framework!a:.80}")
         elif habits is None:
-            execution = tables.get("execution")
-            told = execution if isinstance(execution, Mapping) else {}
+            told = tables["execution"] if isinstance(tables.get("execution"), Mapping) else {}
             words = (told.get(key) for key in ("container", "date"))  # other than text is reported by the rules
             container, date = (word if isinstance(word, str) else "" for word in words)
             if container and not framework:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -212,12 +212,7 @@ def calibrate_links(
     fitted = fit(small)
     by, judged, after = LARGER, ~small, fitted.seconds(works, fabric)
     if small.all():
-        by, judged = LAYOUTS, small
-        layouts = np.array([(work.group_size, work.ranks_per_node) for work in works])
-        for layout in np.unique(layouts, axis=0):  # each by a fit that did not see it
-            held = (layouts == layout).all(axis=1)
-            model = start if held.all() else fit(~held)
-            after[held] = model.seconds([work for work, out in zip(works, held, strict=True) if out], fabric)
+        by, judged, after = LAYOUTS, small, _left_out(start, works, fabric, fit)
     change = Change.of(start.seconds(works, fabric)[judged], after[judged], seconds[judged])
     report = LinksReport(
         source=predictor.source,
@@ -231,10 +226,21 @@ def calibrate_links(
         software=chosen,
         left_out=left_out,
     )
-    file = digest(path.read_bytes())
-    evidence = [file, chosen, repr(fabric), str(report.values()["factors"])]
-    report.save(evidence, fabric=fabric.name, tables={path.name: file})
+    file, factors = digest(path.read_bytes()), str(report.values()["factors"])
+    report.save([file, chosen, repr(fabric), factors], fabric=fabric.name, tables={path.name: file})
     return report
+
+
+def _left_out(
+    start: BetweenNodes, works: Sequence[Collective], fabric: Fabric, fit: Callable[[NDArray[np.bool_]], BetweenNodes]
+) -> Array:
+    """Seconds of each layout by a fit that did not see it, ``(works,)``."""
+    layouts, predicted = np.array([(work.group_size, work.ranks_per_node) for work in works]), np.empty(len(works))
+    for layout in np.unique(layouts, axis=0):
+        held = (layouts == layout).all(axis=1)
+        model = start if held.all() else fit(~held)
+        predicted[held] = model.seconds([work for work, out in zip(works, held, strict=True) if out], fabric)
+    return predicted
 
 
 def _one_software(measured: Measurements, asked: str) -> tuple[dict[Collective, list[float]], str, dict[str, int]]:

@@ -148,40 +148,36 @@ def calibrate(
     runs, out = Path(runs), Path(out)
     predictor = starting_predictor(predictor, out)
     evaluation = evaluate(runs, predictor, source=source)
+    rows = f"{sum(evaluation.rows.values())} rows in {runs}"
     if FITTED in evaluation.skipped:
         raise PredictorError(
             f"a calibration begins with a predictor that was fitted on none of its rows, got {predictor.source}, "
-            f"fitted on {evaluation.skipped[FITTED]} of {sum(evaluation.rows.values())} rows in {runs}"
+            f"fitted on {evaluation.skipped[FITTED]} of {rows}"
         )
     if len(evaluation.scored) < 2:
+        left_out = "; ".join(f"{count} x {why}" for why, count in evaluation.skipped.items()) or "none"
         raise TableError(
             f"a calibration takes at least 2 runs on {predictor.hardware.name} that can be expressed as jobs, "
-            f"got {len(evaluation.scored)} of {sum(evaluation.rows.values())} rows in {runs} "
-            f"(left out: {'; '.join(f'{count} x {why}' for why, count in evaluation.skipped.items()) or 'none'})"
+            f"got {len(evaluation.scored)} of {rows} (left out: {left_out})"
         )
     fitted, every_larger = split_by_size(evaluation.scored, max_devices)
     larger = without_copies(every_larger, fitted)
-    copies = {COPY: len(every_larger) - len(larger)} if len(larger) < len(every_larger) else {}
+    copies = {COPY: many} if (many := len(every_larger) - len(larger)) else {}
     fit = with_rows(predictor, fitted)
     if larger:
-        after = [score(row.row, lambda hardware: fit.predictor).predicted_s for row in larger]
-        evidence = _evidence(LARGER, larger, after)
+        evidence = _evidence(LARGER, larger, [score(row.row, lambda _: fit.predictor).predicted_s for row in larger])
     else:  # sizes are held out in turn, or runs if there is one size
-        sizes: list[Hashable] = [row.row.gpus for row in fitted]
-        by = SIZES if len(set(sizes)) > 1 else ROWS
-        off, _ = fit.process.left_out(sizes if by == SIZES else [row.job for row in fitted])
+        by = SIZES if len({row.row.gpus for row in fitted}) > 1 else ROWS
+        off, _ = fit.process.left_out([row.row.gpus if by == SIZES else row.job for row in fitted])
         after = [row.measured_s * float(np.exp(-log)) for row, log in zip(fitted, off, strict=True)]
         evidence = _evidence(by, fitted, after)
+    own = replace(fit.predictor, calibration=replace(fit.predictor.calibration, judged_log=evidence.off_log))
+    told = {**evaluation.skipped, **copies}
     report = CalibrationReport(
-        source=predictor.source,
-        calibrated=replace(fit.predictor, calibration=replace(fit.predictor.calibration, judged_log=evidence.off_log)),
-        out=out,
-        num_fitted=len(fitted),
-        evidence=evidence,
-        skipped={**evaluation.skipped, **copies},
+        source=predictor.source, calibrated=own, out=out, num_fitted=len(fitted), evidence=evidence, skipped=told
     )
-    files = {runs.name: digest(runs.read_bytes())}
-    report.save(fit.predictor.manifest["fitted_rows"], judged_rows=list(evidence.digests), runs=files)
+    data: dict[str, Any] = {"judged_rows": list(evidence.digests), "runs": {runs.name: digest(runs.read_bytes())}}
+    report.save(fit.predictor.manifest["fitted_rows"], **data)
     return report
 
 

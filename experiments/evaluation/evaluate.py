@@ -12,7 +12,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
-from stepsight.dataset.base.errors import JobError, PredictorError, TableError
+from stepsight.dataset.base.errors import JobError, PredictorError, StepsightError, TableError
 from stepsight.dataset.job.frameworks import GENERIC, unknown_frameworks
 from stepsight.dataset.job.job import Job
 from stepsight.experiments.evaluation.error_metrics import (
@@ -239,14 +239,16 @@ def evaluate(
     skipped[SUSPECT] += len(suspect)
     left_out = {why: count for why, count in skipped.most_common() if count}
     if not scored:
-        them = f"{len(rows)} row{'' if len(rows) == 1 else 's'} of {path}"
-        reasons = ", ".join(f"{count} x {why}" for why, count in left_out.items())
-        if FITTED in left_out:
-            raise PredictorError(
-                f"rows that a predictor was fitted on cannot judge it, of {them} are left out: {reasons}"
-            )
-        raise TableError(f"at least one row must be usable; of {them} left out: {reasons}{there}")
+        raise _nothing(f"{len(rows)} row{'' if len(rows) == 1 else 's'} of {path}", left_out, there)
     return Evaluation(Counter(row.source for row in rows), scored, suspect, left_out)
+
+
+def _nothing(rows: str, skipped: Mapping[str, int], there: str) -> StepsightError:
+    """Why no row can be scored."""
+    reasons = ", ".join(f"{count} x {why}" for why, count in skipped.items())
+    if FITTED in skipped:
+        return PredictorError(f"rows that a predictor was fitted on cannot judge it, of {rows} are left out: {reasons}")
+    return TableError(f"at least one row must be usable; of {rows} left out: {reasons}{there}")
 
 
 def score(row: Row, predictor_of: PredictorOf) -> Scored:
