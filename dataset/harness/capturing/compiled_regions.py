@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from ..base import one_rank_group
 from ..base.plan_error import HarnessError
-from ..regions.inductor import Launch, Loop, Region, eager, read_device_region, read_region, replace_compile
+from ..regions.inductor import Launch, Loop, Region, eager, read_region, replace_compile
 from ..regions.loop_code import region_dims
 from . import collectives
 from .fake_tensors import BACKWARD, FORWARD, FakeWorld
@@ -38,10 +38,12 @@ def install(world: FakeWorld, plain: Callable[..., Any], *, on_host: bool) -> No
     if not on_host:  # what the compiler cannot trace beside the fake device runs as it is written
         torch._dynamo.config.suppress_errors = True
 
-    def fused_on_device(graph: Any, example_inputs: Any, **options: Any) -> Any:
+    def read(graph: Any, example_inputs: Any, **options: Any) -> Region:
         try:
-            return read_device_region(graph, example_inputs, **options)
+            return read_region(graph, example_inputs, on_device=not on_host, **options)
         except HarnessError as error:
+            if on_host:
+                raise
             world.recorder.note(f"a compiled region is fused as for a CPU: {error!s:.300}")
             return read_region(graph, example_inputs, **options)
 
@@ -55,7 +57,6 @@ def install(world: FakeWorld, plain: Callable[..., Any], *, on_host: bool) -> No
             return eager(graph)
         try:
             with _disable_current_modes():
-                read = read_region if on_host else fused_on_device
                 region = read(graph, example_inputs, **options)
         except HarnessError as error:
             world.recorder.note(f"a compiled region runs as it is written: {error!s:.300}")

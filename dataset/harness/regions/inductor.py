@@ -103,24 +103,27 @@ class _ReadError(Exception):
     """Raised when the scheduler was read: nothing is to be compiled."""
 
 
-def read_region(graph: Any, example_inputs: Sequence[Any], **options: Any) -> Region:
-    """The region of a graph that ``compile_fx_inner`` would be given, for a CPU; it takes the same arguments.
+def read_region(graph: Any, example_inputs: Sequence[Any], *, on_device: bool = False, **options: Any) -> Region:
+    """The region of a graph that ``compile_fx_inner`` would be given; nothing is compiled.
+
+    ``on_device``: for a GPU: what is fused, without code; inputs are fake tensors on the CPU.
 
     Raises:
         HarnessError: If this version of PyTorch cannot be asked.
     """
-    return _region_of(lambda: compile_fx_inner(graph, example_inputs, **options), options, code=True)
-
-
-def read_device_region(graph: Any, example_inputs: Sequence[Any], **options: Any) -> Region:
-    """As ``read_region``, for a GPU: what is fused, without code; inputs are fake tensors on the CPU."""
-
-    def ask() -> None:
-        moved, inputs = _on_device(graph, example_inputs)
-        with _device_answers():
-            compile_fx_inner(moved, inputs, **options)
-
-    return _region_of(ask, options, code=False)
+    found: list[Region] = []
+    version = f"Inductor of PyTorch {torch.__version__}"
+    try:
+        given = _on_device(graph, example_inputs) if on_device else (graph, example_inputs)
+        answers = _device_answers() if on_device else nullcontext()
+        with _reading(found, options, stop=True, code=not on_device), answers:
+            compile_fx_inner(*given, **options)
+    except Exception as error:
+        if not found:
+            raise HarnessError(f"{version} could not be asked: {error!s:.200}") from error
+    if not found:
+        raise HarnessError(f"{version} made no region of a graph")
+    return found[0]
 
 
 def eager(graph: Any) -> Compiled:
@@ -162,21 +165,6 @@ def compiling_backend(on_region: Callable[[Region, Any], None]) -> Compiled:
         return made
 
     return lambda graph, inputs: compile_fx(graph, inputs, inner_compile=inner)
-
-
-def _region_of(ask: Callable[[], Any], options: Mapping[str, Any], *, code: bool) -> Region:
-    """The region that Inductor makes when it is asked; it does not compile."""
-    found: list[Region] = []
-    version = f"Inductor of PyTorch {torch.__version__}"
-    try:
-        with _reading(found, options, stop=True, code=code):
-            ask()
-    except Exception as error:
-        if not found:
-            raise HarnessError(f"{version} could not be asked: {error!s:.200}") from error
-    if not found:
-        raise HarnessError(f"{version} made no region of a graph")
-    return found[0]
 
 
 @contextmanager
