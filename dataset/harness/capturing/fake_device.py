@@ -211,9 +211,12 @@ def install_corrections(world: FakeWorld, *, on_host: bool = False) -> None:
     _ddp(world)
     _scalers(world)
     _storages(world)
-    _shardings(world)
     _processes()
     _compiles(world, on_host=on_host)
+    # DTensor runs ops on full-size tensors to find shapes, once for each; this is not recorded.
+    propagator, shapes = _sharding_prop.ShardingPropagator, "_propagate_tensor_meta_non_cached"
+    patch(propagator, **{shapes: _unrecorded(world, getattr(propagator, shapes))})
+    patch(_sharding_prop, _are_we_tracing=lambda: False)
     autocast = _autocast_on_cpu(torch.autocast)
     for module in (torch, torch.amp, torch.amp.autocast_mode):
         patch(module, autocast=autocast)
@@ -291,14 +294,6 @@ def _unrecorded(world: FakeWorld, function: Any) -> Any:
     return run
 
 
-def _shardings(world: FakeWorld) -> None:
-    """DTensor runs ops on full-size tensors to find shapes, once for each; this is not recorded."""
-    shapes = "_propagate_tensor_meta_non_cached"
-    patch(_sharding_prop, _are_we_tracing=lambda: False)
-    propagator = _sharding_prop.ShardingPropagator
-    patch(propagator, **{shapes: _unrecorded(world, getattr(propagator, shapes))})
-
-
 def _scalers(world: FakeWorld) -> None:
     """A gradient scaler finds no overflow, and its optimizer steps."""
     scaler = torch.amp.GradScaler
@@ -317,8 +312,8 @@ def _scalers(world: FakeWorld) -> None:
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__("cuda", *args, **kwargs)
 
-    patch(torch.cuda.amp, GradScaler=CudaScaler)
-    patch(torch.cuda.amp.grad_scaler, GradScaler=CudaScaler)
+    for module in (torch.cuda.amp, torch.cuda.amp.grad_scaler):
+        patch(module, GradScaler=CudaScaler)
 
 
 def _storages(world: FakeWorld) -> None:
@@ -352,18 +347,14 @@ def _apply(self: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True
     """``Module.to`` and its like for fake parameters: torch would swap tensors, which fake ones refuse."""
     for child in self.children() if recurse else ():
         child._apply(fn)
-    for name, parameter in self._parameters.items():
-        if parameter is not None:
-            self._parameters[name] = _applied(parameter, fn)
-    for name, buffer in self._buffers.items():
-        if buffer is not None:
-            self._buffers[name] = fn(buffer)
+    for held, change in ((self._parameters, _applied), (self._buffers, lambda buffer, fn: fn(buffer))):
+        for name, tensor in held.items():
+            held[name] = None if tensor is None else change(tensor, fn)
     return self
 
 
 def _applied(parameter: Any, fn: Callable[[Tensor], Tensor]) -> Any:
-    known = getattr(parameter, _NEW, None)
-    if known is not None:
+    if (known := getattr(parameter, _NEW, None)) is not None:
         return known
     with torch.no_grad():
         applied = fn(parameter)

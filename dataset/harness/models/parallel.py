@@ -140,15 +140,11 @@ class Training(ParallelRank):
         hidden = torch.empty(shape.rows, shape.hidden, device="meta", dtype=shape.dtype, requires_grad=True)
         logits = torch.empty(rows, vocab, device="meta", dtype=shape.dtype, requires_grad=True)
         tokens = torch.empty(shape.micro_batch, shape.seq_len, device="meta", dtype=torch.int64)
+        given, made = (tokens if self.stage.first else hidden,), (logits if self.stage.last else hidden,)
         stage = _AnnotatedStage(
-            self.model,
-            self.stage_index,
-            num_stages,
-            self.device,
-            input_args=(tokens if self.stage.first else hidden,),
-            output_args=(logits if self.stage.last else hidden,),
+            self.model, self.stage_index, num_stages, self.device, input_args=given, output_args=made,
             group=self.groups["pp"],
-        )
+        )  # fmt: skip
         kind = ScheduleGPipe if job["parallel"]["schedule"] == "gpipe" else Schedule1F1B
 
         def loss_fn(output: Tensor, target: Tensor) -> Tensor:
@@ -188,7 +184,9 @@ class Training(ParallelRank):
         with annotate.segment("step"):
             losses: list[Tensor] = []
             if self.schedule is not None:
-                self._pipeline(losses)
+                arguments = (self.tokens,) if self.stage.first else ()
+                self.schedule.step(*arguments, target=self.targets if self.stage.last else None, losses=losses)
+                losses = [loss.detach() for loss in losses]
             else:
                 losses.extend(self._micro_batches())
             with annotate.segment("optimizer", stage=self.stage_index):
@@ -199,26 +197,15 @@ class Training(ParallelRank):
         return torch.stack(losses).sum() if losses else torch.zeros((), device=self.device)
 
     def _micro_batches(self) -> Iterator[Tensor]:
-        count = self.num_micro_batches
-        for index, (tokens, targets) in enumerate(
-            zip(self.tokens.chunk(count), self.targets.chunk(count), strict=True)
-        ):
-            last = index == count - 1
-            ddp = isinstance(self.model, DistributedDataParallel)
-            with self.model.no_sync() if ddp and not last else nullcontext():  # type: ignore[operator]
+        count, ddp = self.num_micro_batches, isinstance(self.model, DistributedDataParallel)
+        batches = zip(self.tokens.chunk(count), self.targets.chunk(count), strict=True)
+        for index, (tokens, targets) in enumerate(batches):
+            with self.model.no_sync() if ddp and index < count - 1 else nullcontext():  # type: ignore[operator]
                 with annotate.segment("forward", micro_batch=index, stage=0):
                     loss = self._loss(self.model(tokens), targets)
                 with annotate.segment("backward", micro_batch=index, stage=0):
                     loss.backward()
             yield loss.detach()
-
-    def _pipeline(self, losses: list[Tensor]) -> None:
-        assert self.schedule is not None
-        arguments = (self.tokens,) if self.stage.first else ()
-        target = self.targets if self.stage.last else None
-        found: list[Tensor] = []
-        self.schedule.step(*arguments, target=target, losses=found)
-        losses.extend(loss.detach() for loss in found)
 
     def _synchronise_gradients(self) -> None:
         """Sum partial gradients: of replicated weights under sequence parallelism, and of a pipeline's replicas."""
