@@ -224,12 +224,6 @@ class _RMSNorm(torch.autograd.Function):
         return dx, None, dweight, None
 
 
-def _differentiable_rms_norm(
-    x: Tensor, shape: list[int], weight: Tensor | None = None, eps: float | None = None
-) -> Any:
-    return _RMSNorm.apply(x, shape, weight, eps)
-
-
 def _fake_rms_norm(x: Tensor, shape: list[int], weight: Tensor | None = None, eps: float | None = None) -> Any:
     sizes = [*x.shape[: x.dim() - len(shape)], *[1] * len(shape)]
     return torch.empty_like(x, memory_format=torch.contiguous_format), x.new_empty(sizes, dtype=torch.float32)
@@ -262,7 +256,9 @@ FAKE: dict[Any, Any] = {
 
 def install_fused_kernels() -> None:
     """Register the fused kernels on the CPU with autograd."""
-    _library.impl("_fused_rms_norm", _differentiable_rms_norm, "AutogradCPU")
+    _library.impl(
+        "_fused_rms_norm", lambda x, shape, weight=None, eps=None: _RMSNorm.apply(x, shape, weight, eps), "AutogradCPU"
+    )
 
 
 def rms_norm(x: Tensor, shape: Any, weight: Tensor | None = None, eps: float | None = None) -> Tensor:

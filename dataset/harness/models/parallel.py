@@ -153,7 +153,8 @@ class Training(ParallelRank):
             return loss
 
         schedule = kind(stage, self.num_micro_batches, loss_fn=loss_fn, scale_grads=False)
-        schedule._merge_outputs = _no_outputs  # type: ignore[method-assign]
+        # The logits of a whole batch are not used, and joining them would take time.
+        schedule._merge_outputs = lambda output_chunks: None  # type: ignore[method-assign]
         return schedule
 
     def _data(self) -> tuple[Tensor, Tensor]:
@@ -190,7 +191,10 @@ class Training(ParallelRank):
             else:
                 losses.extend(self._micro_batches())
             with annotate.segment("optimizer", stage=self.stage_index):
-                self._synchronise_gradients()
+                if self.shape.sequence_parallel and self.groups["tp"] is not None:
+                    partial = [p.grad for p in self.stage.replicated_parameters() if p.grad is not None]
+                    all_reduce_flat(list(map(_local, partial)), self.groups["tp"], 1)
+                self.all_reduce_gradients(self.model.parameters())
                 with annotate.op("adamw", self._adamw_dims, self.shape.main_dtype):
                     self.optimizer.step()
                 self.optimizer.zero_grad(set_to_none=True)
@@ -206,13 +210,6 @@ class Training(ParallelRank):
                 with annotate.segment("backward", micro_batch=index, stage=0):
                     loss.backward()
             yield loss.detach()
-
-    def _synchronise_gradients(self) -> None:
-        """Sum partial gradients: of replicated weights under sequence parallelism, and of a pipeline's replicas."""
-        if self.shape.sequence_parallel and self.groups["tp"] is not None:
-            partial = self.stage.replicated_parameters()
-            all_reduce_flat([_local(p.grad) for p in partial if p.grad is not None], self.groups["tp"], 1)
-        self.all_reduce_gradients(self.model.parameters())
 
 
 class _AnnotatedStage(PipelineStage):
@@ -232,10 +229,6 @@ class _AnnotatedStage(PipelineStage):
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         with annotate.segment("backward", micro_batch=bwd_chunk_id, stage=self.stage_index):
             return super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
-
-
-def _no_outputs(output_chunks: list[Any]) -> None:
-    """Drop the logits of a whole batch: they are not used, and concatenating them would take time."""
 
 
 def _local(tensor: Tensor) -> Tensor:

@@ -57,7 +57,9 @@ class Stage(nn.Module):
         self.first, self.last = stage == 0, stage == num_stages - 1
         self.embedding: Any = EMBEDDINGS[shape.family](shape) if self.first else None
         if shape.family == "t5":  # never in a pipeline
-            layers = encoder_and_decoder(shape)
+            count = shape.encoder_layers
+            layers: list[nn.Module] = [Layer(shape, f"encoder{at}", last=at == count - 1) for at in range(count)]
+            layers += [Decoder(shape, f"decoder{at}") for at in range(shape.layers)]
         else:
             layers = [Layer(shape, f"layer{index}") for index in stage_layers(shape.layers, stage, num_stages)]
         self.layers = nn.ModuleList(layers)
@@ -243,13 +245,6 @@ class Decoder(Layer):
 
     def forward(self, x: Tensor, positions: Any, far: Tensor) -> Tensor:  # type: ignore[override]
         return self.mlp(self.cross(self.attention(x, positions), far))
-
-
-def encoder_and_decoder(shape: Shape) -> list[nn.Module]:
-    """Layers of t5's encoder, then of its decoder."""
-    count = shape.encoder_layers
-    encoder = [Layer(shape, f"encoder{index}", last=index == count - 1) for index in range(count)]
-    return [*encoder, *(Decoder(shape, f"decoder{index}") for index in range(shape.layers))]
 
 
 class RelativePositions(nn.Module):

@@ -53,17 +53,16 @@ def replayed_call(call: Sequence[Any], device: torch.device) -> Call:
     if not is_replayed(name):
         raise HarnessError(f"only calls of PyTorch ops that read no values can be measured, got {name!r:.80}")
     packet = getattr(torch.ops.aten, name[6:], None)
-    function = _overload(packet, types, literals)
+    overloads = [getattr(packet, overload) for overload in (packet.overloads() if packet is not None else ())]
+    fitting = (each for each in overloads if len(each._schema.arguments) == len(types))
+    function = next((e for e in fitting if all(map(_fits, e._schema.arguments, types, literals))), None)
     if function is None:
         raise HarnessError(f"this PyTorch has no {name} that takes {len(types)} such arguments")
     most = _most_index(name[6:], dims, types, literals)
-    made = [_Inputs(function, (dims, types, strides, literals), most, device)]
-    size = max(made[0].num_bytes, 1)
-    made += [
-        _Inputs(function, (dims, types, strides, literals), most, device)
-        for _ in range(min(_SETS, _MOST_BYTES // size) - 1)
-    ]
-    turns = cycle(made)
+    told = dims, types, strides, literals
+    first = _Inputs(function, told, most, device)
+    sets = min(_SETS, _MOST_BYTES // max(first.num_bytes, 1))
+    turns = cycle([first, *(_Inputs(function, told, most, device) for _ in range(sets - 1))])
 
     def run() -> Any:
         inputs = next(turns)
@@ -75,16 +74,6 @@ def replayed_call(call: Sequence[Any], device: torch.device) -> Call:
 def is_replayed(name: str) -> bool:
     """Whether a call can be made from its signature."""
     return name.startswith("aten::") and name[6:].isidentifier() and not name.startswith(_READS_VALUES)
-
-
-def _overload(packet: Any, types: Sequence[str], literals: Sequence[str]) -> Any:
-    """The overload whose arguments are of such kinds."""
-    for name in packet.overloads() if packet is not None else ():
-        function = getattr(packet, name)
-        arguments = function._schema.arguments
-        if len(arguments) == len(types) and all(map(_fits, arguments, types, literals)):
-            return function
-    return None
 
 
 def _fits(argument: Any, kind: str, literal: str) -> bool:

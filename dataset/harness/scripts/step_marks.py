@@ -48,7 +48,8 @@ class StepMarks:
         self._process, self._thread = os.getpid(), threading.get_ident()
         self._counts: dict[int, int] = {}
         self._chosen: int | None = None
-        self._silence = _Silence()
+        self._marks = self._since = self._usual = 0  # of a profiler, optimizer's steps since its last, and usually
+        self._final = False  # whether a profiler steps no more: many scripts profile only their first steps
         self.kind = ""
 
     @property
@@ -70,14 +71,18 @@ class StepMarks:
             fewest = min(self._counts.values())
             self._chosen = [key for key, count in self._counts.items() if count == fewest][-1]
         if key == self._chosen:
-            self._silence.broken()
+            self._usual, self._since, self._marks = max(self._usual, self._since), 0, self._marks + 1
             self._on_step()
 
     def _is_better(self, kind: str) -> bool:
         """Whether another kind of mark has priority from now on."""
         if KINDS.index(kind) > KINDS.index(self.kind):
-            return not (kind == PROFILER and self._silence.final)
-        return self._silence.goes_on() if self.kind == PROFILER and kind == OPTIMIZER else False
+            return not (kind == PROFILER and self._final)
+        if self.kind != PROFILER or kind != OPTIMIZER:
+            return False
+        self._since += 1  # an optimizer's step without the profiler's, and perhaps one too many
+        self._final = self._marks > 1 and self._since > 2 * self._usual + 1
+        return self._final
 
     def _restart(self, kind: str) -> None:
         if kind != self.kind:
@@ -87,24 +92,6 @@ class StepMarks:
         if self._chosen is not None:
             self._on_restart()
         self.kind, self._chosen = kind, None
-
-
-class _Silence:
-    """Whether a profiler still steps (``final``: no): many scripts profile only their first steps."""
-
-    def __init__(self) -> None:
-        self._since, self._usual, self._marks = 0, 0, 0
-        self.final = False
-
-    def broken(self) -> None:
-        """The mark of a step."""
-        self._usual, self._since, self._marks = max(self._usual, self._since), 0, self._marks + 1
-
-    def goes_on(self) -> bool:
-        """Note an optimizer's step without the profiler's; return whether it is one too many."""
-        self._since += 1
-        self.final = self._marks > 1 and self._since > 2 * self._usual + 1
-        return self.final
 
 
 @contextmanager
