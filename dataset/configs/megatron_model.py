@@ -46,7 +46,7 @@ def expert_layers(reading: Reading, frequency: Any, source: str) -> None:
     if pattern and all(pattern[dense:]):
         reading.map("model.dense_layers", dense, words=f"{source} {text}")
         return
-    places = [(every, place) for every in range(2, 9) for place in range(every)]
+    places = [(every, place) for every in range(2, 9) for place in range(every) if pattern]
     every = next((n for n, k in places if pattern == [int(i % n == k) for i in range(len(pattern))]), 0)
     if every:
         reading.map("model.moe_every", every, words=f"{source} {text}")

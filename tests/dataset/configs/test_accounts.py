@@ -146,3 +146,11 @@ def test_flushes_of_a_pipeline_are_told(tmp_path: Path) -> None:
     run = "base_emb_dim: 64\nici_pipeline_parallelism: 2\nper_device_batch_size: 4\ngradient_accumulation_steps: 3\n"
     (tmp_path / "run.yml").write_text(run)
     assert any("flushed 3 times" in text for text in read_configs(tmp_path / "run.yml").ignored)
+
+
+def test_a_pattern_that_is_none_is_told(tmp_path: Path) -> None:
+    """Layers with experts are not guessed from words that are no list of zeros and ones."""
+    path = tmp_path / "args.txt"
+    path.write_text("--num-layers 4 --num-experts 8 --moe-layer-freq [3]*2+[1]*2\n")
+    found = read_configs(path)
+    assert "model.moe_every" not in found.mapped and any("--moe-layer-freq [3]*2" in text for text in found.ignored)
