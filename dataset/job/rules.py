@@ -8,18 +8,9 @@ from typing import Protocol
 from stepsight.dataset.base.errors import JobError
 from stepsight.dataset.base.registry import Registry, did_you_mean
 from stepsight.dataset.hardware.hardware import Fabric, hardware_name
-from stepsight.dataset.job import specs
+from stepsight.dataset.job import parallel_rules, specs
 from stepsight.dataset.job.frameworks import LIBRARIES, software_problems
-from stepsight.dataset.job.parallel_rules import (
-    Rules,
-    check_batch,
-    check_degrees,
-    check_heads,
-    check_rotary,
-    check_sequence,
-    check_shards,
-    check_stages,
-)
+from stepsight.dataset.job.parallel_rules import Rules
 
 # Larger numbers are typing mistakes.
 MOST, MOST_LAYERS, MOST_DEVICES, MOST_ACTIONS, MOST_SLOWDOWN = 2**31, 10_000, 2**24, 2**20, 1000.0
@@ -158,8 +149,8 @@ def _schedule(rules: Rules, parallel: specs.ParallelSpec) -> None:
 
 def _degrees(rules: Rules, job: JobTables) -> None:
     p, b = job.parallel, job.batch
-    check_degrees(rules, tp=p.tp, cp=p.cp, pp=p.pp, dp=p.dp, devices=job.cluster.num_devices)
-    check_batch(rules, micro_batch=b.micro_batch, dp=p.dp, global_batch=b.global_batch)
+    parallel_rules.check_degrees(rules, tp=p.tp, cp=p.cp, pp=p.pp, dp=p.dp, devices=job.cluster.num_devices)
+    parallel_rules.check_batch(rules, micro_batch=b.micro_batch, dp=p.dp, global_batch=b.global_batch)
     rules.divides(p.shards, "parallel.dp_shard", p.dp, "dp")
     rules.require(p.expert_tp in (0, 1, p.tp), f"parallel.expert_tp must be 1 or tp, got {p.expert_tp} with tp {p.tp}")
     group, words = p.dp * p.cp, "dp * cp"
@@ -170,13 +161,13 @@ def _degrees(rules: Rules, job: JobTables) -> None:
 
 def _model(rules: Rules, job: JobTables) -> None:
     m, p = job.model, job.parallel
-    check_heads(rules, hidden=m.hidden, heads=m.heads, kv_heads=m.kv_heads, head_dim=m.head_dim)
+    parallel_rules.check_heads(rules, hidden=m.hidden, heads=m.heads, kv_heads=m.kv_heads, head_dim=m.head_dim)
     shared = {"heads": m.heads, "kv_heads": m.kv_heads, "ffn": m.ffn}
     if p.vocab_parallel and m.family != "vit":
         shared["vocab"] = m.vocab
-    check_shards(rules, p.tp, shared)
+    parallel_rules.check_shards(rules, p.tp, shared)
     if m.family == "llama" and m.attention != "mla":
-        check_rotary(rules, m.head_size)
+        parallel_rules.check_rotary(rules, m.head_size)
     _lengths(rules, job)
     _attention(rules, job)
     _experts(rules, job)
@@ -214,7 +205,7 @@ def _lengths(rules: Rules, job: JobTables) -> None:
                 f"context parallelism needs {words} to divide model.{key}, got {length} % {parts} = {length % parts}",
             )
         if p.sequence_parallel:
-            check_sequence(rules, key, length, tp=p.tp, cp=p.cp)
+            parallel_rules.check_sequence(rules, key, length, tp=p.tp, cp=p.cp)
 
 
 def _attention(rules: Rules, job: JobTables) -> None:
@@ -273,7 +264,7 @@ def _pipeline(rules: Rules, job: JobTables) -> None:
     )
     layers = m.total_layers
     if not p.stage_layers:
-        check_stages(rules, layers=layers, pp=p.pp, virtual_stages=p.virtual_stages)
+        parallel_rules.check_stages(rules, layers=layers, pp=p.pp, virtual_stages=p.virtual_stages)
         return
     given = len(p.stage_layers)
     rules.require(given == parts, f"stage_layers must have pp * virtual_stages = {parts} entries, got {given}")

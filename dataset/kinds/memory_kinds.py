@@ -8,23 +8,8 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from stepsight.dataset.kinds.call_dims import (
-    Args,
-    Dims,
-    DimsOf,
-    count,
-    dropout,
-    embedding,
-    embedding_backward,
-    first,
-    largest,
-    literal_of,
-    named_calls,
-    normed,
-    rows,
-    shape_of,
-    tensors,
-)
+from stepsight.dataset.kinds import call_dims
+from stepsight.dataset.kinds.call_dims import Args, Dims, DimsOf, count, first, largest, named_calls, shape_of
 from stepsight.dataset.kinds.kind_table import STREAMED, OpKind
 
 
@@ -85,7 +70,7 @@ _ELEMENTWISE = (
     _elementwise("rope", 20, 4.0, 2.0),
     _elementwise("rope_backward", 21, 4.0, 2.0, base="rope"),
     _elementwise(  # the mask takes a byte, half of an element in 16 bits
-        "dropout", 22, 2.0, 2.5, calls=named_calls("native_dropout", largest, ("dropout", dropout))
+        "dropout", 22, 2.0, 2.5, calls=named_calls("native_dropout", largest, ("dropout", call_dims.dropout))
     ),
     _elementwise(
         "dropout_backward", 23, 1.0, 2.5, base="dropout", calls=named_calls("native_dropout_backward", largest)
@@ -141,25 +126,25 @@ _ROWS = (
         elements=lambda r, h: float(r * h + h),
         code=3,
     ),
-    _on_rows("layer_norm", 12, 8.0, 2.0, _NORM, calls=named_calls("native_layer_norm", normed(0, 2))),
+    _on_rows("layer_norm", 12, 8.0, 2.0, _NORM, calls=named_calls("native_layer_norm", call_dims.normed(0, 2))),
     _on_rows(
         *("layer_norm_backward", 13, 14.0, 3.0, _NORM),
         base="layer_norm",
-        calls=named_calls("native_layer_norm_backward", normed(1, 5)),
+        calls=named_calls("native_layer_norm_backward", call_dims.normed(1, 5)),
     ),
-    _on_rows("rms_norm", 14, 5.0, 2.0, _NORM, calls=named_calls("_fused_rms_norm rms_norm", normed(0, 2))),
+    _on_rows("rms_norm", 14, 5.0, 2.0, _NORM, calls=named_calls("_fused_rms_norm rms_norm", call_dims.normed(0, 2))),
     _on_rows(
         *("rms_norm_backward", 15, 10.0, 3.0, _NORM),
         base="rms_norm",
-        calls=named_calls("_fused_rms_norm_backward", normed(1, 4)),
+        calls=named_calls("_fused_rms_norm_backward", call_dims.normed(1, 4)),
     ),
     _on_rows("softmax", 32, 5.0, 2.0, _SOFTMAX),
     _on_rows("softmax_backward", 33, 4.0, 3.0, _SOFTMAX, base="softmax"),
-    _on_rows("cross_entropy", 8, 5.0, 2.0, _LOSS, calls=named_calls(_LOSSES, rows(0)), in_parts=True),
+    _on_rows("cross_entropy", 8, 5.0, 2.0, _LOSS, calls=named_calls(_LOSSES, call_dims.rows(0)), in_parts=True),
     _on_rows(
         *("cross_entropy_backward", 9, 3.0, 2.0, _LOSS),
         base="cross_entropy",
-        calls=named_calls("nll_loss_backward", rows(1), ("_log_softmax_backward_data", rows(0))),
+        calls=named_calls("nll_loss_backward", call_dims.rows(1), ("_log_softmax_backward_data", call_dims.rows(0))),
         in_parts=True,
     ),
     _streamed(
@@ -203,7 +188,7 @@ def _bag_backward(rows_at: int) -> DimsOf:
     """``rows_at``: argument that says how many rows the table has."""
 
     def dims(args: Args) -> Dims:
-        grad, rows = shape_of(args, 0), literal_of(args, rows_at)
+        grad, rows = shape_of(args, 0), call_dims.literal_of(args, rows_at)
         return (
             count(shape_of(args, 1)), grad[-1] if grad else 0, grad[0] if grad else 0,
             int(rows) if rows.isdigit() else 0,
@@ -247,7 +232,7 @@ _LOOKUPS = (
         elements=lambda t, h, v: 2.0 * t * h,
         code=6,
         units=lambda t, h, v: t,
-        calls=named_calls("embedding", embedding),
+        calls=named_calls("embedding", call_dims.embedding),
     ),
     OpKind(
         name="embedding_backward",  # it also clears the whole table's gradient, so that its base is what streams
@@ -257,7 +242,7 @@ _LOOKUPS = (
         elements=lambda t, h, v: 3.0 * t * h + v * h,
         code=7,
         units=lambda t, h, v: t,
-        calls=named_calls("embedding_dense_backward", embedding_backward),
+        calls=named_calls("embedding_dense_backward", call_dims.embedding_backward),
     ),
     _permute("permute", 34, lambda c, t, h: 0.0, lambda c, t, h: float((c + t) * h), STREAMED),
     _permute("unpermute", 35, lambda c, t, h: 2.0 * c * h, lambda c, t, h: float((c + t) * h), STREAMED),
@@ -310,9 +295,12 @@ _LOOKUPS = (
 # --- the optimizer, the host, and what traces alone have --------------------------------------------------------------
 
 
-def _over_tensors(name: str, family: str, code: int, flops: float, moved: float, **more: Any) -> OpKind:
-    """A kind that iterates over tensors."""
-    return _streamed(name, family, "numel tensors", flops, moved, code, **{"units": lambda n, t: t, **more})
+def _over_tensors(
+    name: str, family: str, code: int, flops: float, moved: float, calls: str = "", **more: Any
+) -> OpKind:
+    """A kind that iterates over tensors; ``calls``: their names."""
+    more = {"units": lambda n, t: t, "calls": named_calls(calls, call_dims.tensors), **more}
+    return _streamed(name, family, "numel tensors", flops, moved, code, **more)
 
 
 def _of_host(name: str, moved: float, bound: str, **more: Any) -> OpKind:
@@ -332,8 +320,8 @@ _FOREACH = (
 )
 _SORTS = "sort topk argsort msort searchsorted bucketize nonzero unique _unique2 kthvalue"
 _OF_STEPS = (
-    _over_tensors("adamw", "optimizer", 10, 12.0, 7.0, calls=named_calls("_fused_adamw_ _fused_adam_", tensors)),
-    _over_tensors("grad_norm", "optimizer", 11, 2.0, 1.0, calls=named_calls("_foreach_norm", tensors)),
+    _over_tensors("adamw", "optimizer", 10, 12.0, 7.0, "_fused_adamw_ _fused_adam_"),
+    _over_tensors("grad_norm", "optimizer", 11, 2.0, 1.0, "_foreach_norm"),
     _over_tensors("adamw_host", "host", 46, 12.0, 7.0, bound="host_memory", base=""),
     _of_host("to_host", 1.0, "host_link", code=37),
     _of_host("from_host", 1.0, "host_link", code=38),
@@ -342,8 +330,7 @@ _OF_STEPS = (
     _traced("random", 8.0, 1.0, named_calls("randperm randint rand randn multinomial", largest)),
     _traced("fused", 4.0, 2.0, {}),  # a compiler's kernel, as Triton's of Inductor
     _over_tensors(
-        *("foreach", "optimizer", -1, 2.0, 3.0),
-        calls=named_calls(_FOREACH, tensors),
+        *("foreach", "optimizer", -1, 2.0, 3.0, _FOREACH),
         base_dims=lambda n, t: (n,),
         in_harness=False,
     ),

@@ -146,8 +146,7 @@ def calibrate(
         >>> report.released, report.evidence.after.mape  # doctest: +SKIP
     """
     runs, out = Path(runs), Path(out)
-    predictor = starting_predictor(predictor, out)
-    evaluation = evaluate(runs, predictor, source=source)
+    evaluation = evaluate(runs, predictor := starting_predictor(predictor, out), source=source)
     rows = f"{sum(evaluation.rows.values())} rows in {runs}"
     if FITTED in evaluation.skipped:
         raise PredictorError(

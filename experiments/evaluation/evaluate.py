@@ -15,18 +15,8 @@ from typing import TYPE_CHECKING, Any
 from stepsight.dataset.base.errors import JobError, PredictorError, StepsightError, TableError
 from stepsight.dataset.job.frameworks import GENERIC, unknown_frameworks
 from stepsight.dataset.job.job import Job
-from stepsight.experiments.evaluation.error_metrics import (
-    ChoiceGroup,
-    Scored,
-    carried_forward,
-    choice_groups,
-    constant_mfu,
-    errors,
-    grouped,
-    mean_figures,
-    regret,
-    share,
-)
+from stepsight.experiments.evaluation import error_metrics
+from stepsight.experiments.evaluation.error_metrics import ChoiceGroup, Scored, errors, grouped
 from stepsight.experiments.evaluation.row_jobs import is_copy, jobs_of
 from stepsight.experiments.evaluation.runs_table import Row, RowError, read_runs_table
 from stepsight.experiments.reports.notebook_bar import NotebookBar
@@ -86,7 +76,7 @@ class Evaluation:
     @cached_property
     def groups(self) -> list[ChoiceGroup]:
         """Groups of scored runs that differ only in strategy, with the regret of choosing by prediction."""
-        return choice_groups(self.scored)
+        return error_metrics.choice_groups(self.scored)
 
     @property
     def warnings(self) -> list[str]:
@@ -115,7 +105,7 @@ class Evaluation:
         """Plain values for JSON; times in seconds, other figures in percent, except ``spearman`` and counts."""
         by_source = self.by(lambda row: row.row.source)
         kinds = self.by(lambda row: f"{row.row.source}: {row.kind}")
-        choices = {name: mean_figures([g for g in self.groups if g.source == name])
+        choices = {name: error_metrics.mean_figures([g for g in self.groups if g.source == name])
                    for name in dict.fromkeys(group.source for group in self.groups)}  # fmt: skip
         worst = [
             {**row.to_dict(), "source": row.row.source, "job": row.job.name, "framework": row.framework.name,
@@ -125,11 +115,11 @@ class Evaluation:
         references = {}
         for name, rows in [*by_source.items(), ("overall", self.scored)]:
             # Errors of the baselines, and of the predictions on the rows that the second baseline can predict.
-            measured, forward = [row.measured_s for row in rows], carried_forward(rows)
+            measured, forward = [row.measured_s for row in rows], error_metrics.carried_forward(rows)
             pairs = [(row, seconds) for row, seconds in zip(rows, forward, strict=True) if seconds is not None]
             truth = [row.measured_s for row, _ in pairs]
             references[name] = {
-                "constant_mfu": errors(constant_mfu(rows), measured).to_dict(),
+                "constant_mfu": errors(error_metrics.constant_mfu(rows), measured).to_dict(),
                 "carried_forward": errors([seconds for _, seconds in pairs], truth).to_dict(),
                 "ours_where_carried": errors([row.predicted_s for row, _ in pairs], truth).to_dict(),
             }
@@ -141,7 +131,7 @@ class Evaluation:
             "predictions": [row.to_dict() for row in self.scored],
             "kinds": {name: figures(rows) for name, rows in kinds.items()},
             "references": references,
-            "choices": {**choices, "overall": mean_figures(self.groups)},
+            "choices": {**choices, "overall": error_metrics.mean_figures(self.groups)},
             "groups": [asdict(group) for group in self.groups],
             "suspect": {**figures(self.suspect), "predictions": [row.to_dict() for row in self.suspect]},
             "worst": worst,
@@ -154,9 +144,9 @@ def figures(rows: Sequence[Scored]) -> dict[str, float | None]:
     predicted, measured = [row.predicted_s for row in rows], [row.measured_s for row in rows]
     return {
         **errors(predicted, measured).to_dict(),
-        "regret": regret([row.choice for row in rows], predicted, measured),
-        "coverage": share([row.in_interval for row in rows]),
-        "out_of_support": share([row.out_of_support for row in rows]),
+        "regret": error_metrics.regret([row.choice for row in rows], predicted, measured),
+        "coverage": error_metrics.share([row.in_interval for row in rows]),
+        "out_of_support": error_metrics.share([row.out_of_support for row in rows]),
     }
 
 

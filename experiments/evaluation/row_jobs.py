@@ -23,15 +23,8 @@ from stepsight.dataset.base.caching import cached
 from stepsight.dataset.base.errors import JobError
 from stepsight.dataset.base.files import digest
 from stepsight.dataset.hardware.hardware import fabric_names, find_fabric, find_hardware, hardware_names, usual_fabric
-from stepsight.dataset.job.frameworks import (
-    FRAMEWORKS,
-    LIBRARIES,
-    Framework,
-    attention_of,
-    framework_in,
-    plain_version,
-    release_month,
-)
+from stepsight.dataset.job import frameworks
+from stepsight.dataset.job.frameworks import Framework
 from stepsight.dataset.job.job import Job
 from stepsight.dataset.job.rules import MOST_LAYERS
 from stepsight.dataset.job.specs import MIXED, RECOMPUTE
@@ -134,10 +127,12 @@ def framework_of(row: Row) -> Framework:
     # The date of a run, or of a paper: it tells generations of a framework apart.
     source = re.sub(r"\bSC'?(\d\d)\b", r"20\1", row.text("source"))
     container = row.text("container")
-    dates = row.text("date"), release_month(container), *re.findall(r"\b20\d\d\b", source)
+    dates = row.text("date"), frameworks.release_month(container), *re.findall(r"\b20\d\d\b", source)
     dated = " ".join(filter(None, dates))
-    framework = framework_in(row.text("framework"), container, dated)
-    changes: dict[str, Any] = {"attention": attention_of(row.text("attention"))} if row.text("attention") else {}
+    framework = frameworks.framework_in(row.text("framework"), container, dated)
+    changes: dict[str, Any] = (
+        {"attention": frameworks.attention_of(row.text("attention"))} if row.text("attention") else {}
+    )
     for columns, words, fields in told()["stated"]:
         if re.search(words, " ".join(map(row.text, columns.split())).lower()):
             changes |= fields
@@ -153,7 +148,7 @@ def framework_of(row: Row) -> Framework:
 
 def _container_habits(row: Row, framework: Framework) -> dict[str, Any]:
     """What recipes of Megatron-Bridge do with a mixture; where none is known: with most on that hardware."""
-    calls, changes = FRAMEWORKS["nemo"].dispatch_calls, dict[str, Any]()
+    calls, changes = frameworks.FRAMEWORKS["nemo"].dispatch_calls, dict[str, Any]()
     if framework.overlap_ep and "mxfp8" not in row.text("precision").lower():
         changes = {"overlap_ep": False, "fused_experts": False, "dispatch_calls": calls}
     recipe = find_recipe(row)
@@ -289,7 +284,7 @@ def _job(row: Row, framework: Framework) -> Job:
         parallel["expert_tp"] = 0 if parallel["dp"] * parallel["cp"] % parallel["ep"] == 0 else 1
     batch = {key: row.known(key) for key in ("micro_batch", "global_batch")}
     execution = {name: row.text(name) for name in ("kernels", "container") if row.text(name)}
-    execution |= {name: plain_version(row.text(name)) for name in LIBRARIES if row.text(name)}
+    execution |= {name: frameworks.plain_version(row.text(name)) for name in frameworks.LIBRARIES if row.text(name)}
     tables = {
         "model": model,
         "parallel": parallel,
