@@ -23,6 +23,18 @@ WHOLE = "default_pg"  # torch's description of the group of all ranks
 Scope = Callable[[], tuple[int, int, int]]
 
 
+# The kind of each functional collective, in one call or coalesced, and the side whose bytes count ("": the larger one).
+_KINDS = MappingProxyType(
+    {
+        "all_reduce": ("all_reduce", "in"),
+        "all_gather_into_tensor": ("all_gather", "out"),
+        "reduce_scatter_tensor": ("reduce_scatter", "in"),
+        "all_to_all_single": ("all_to_all", ""),
+        "broadcast": ("broadcast", "in"),
+    }
+)
+
+
 class Collectives:
     """Records collectives; ``scope`` tells phase, evaluation and sequence number, ``script`` is the user's."""
 
@@ -34,6 +46,7 @@ class Collectives:
         self._streams: dict[str, str] = {}  # of NCCL, by torch's name of the group
         self._numbers: dict[tuple[int, ...], int] = {}
         self._newest: dict[str, int] = {}  # node by torch's name of the group
+        self._marks: dict[int, Any] = {}  # of ops by storage, until it is waited for
 
     def start(self) -> None:
         """Number the collectives of each group from 0."""
@@ -75,6 +88,27 @@ class Collectives:
         if mark is not None and self._recorder.active:
             self._recorder.wait(self._recorder.stream, mark)
 
+    def record(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+        """Record one call of an op (``_c10d_functional``), as DTensor issues them; it runs until it is waited for."""
+        name = func._schema.name.split("::")[1]
+        outputs = list(out) if isinstance(out, list | tuple) else [out]
+        if name == "wait_tensor":
+            self.wait(self._marks.pop(storage_of(args[0])._cdata, None))
+            return
+        plain = name.removesuffix("_").removesuffix("_out").removesuffix("_coalesced")
+        if plain not in _KINDS:
+            raise RuntimeError(f"the functional collective {name} is not supported")
+        kind, side = _KINDS[plain]
+        inputs = list(args[0]) if isinstance(args[0], list | tuple) else [args[0]]
+        given = {argument.name: value for argument, value in zip(func._schema.arguments, args, strict=False)}
+        group = {**given, **kwargs}["group_name"]
+        if isinstance(group, str):
+            group = _c10d._resolve_process_group(group)
+        full = {"in": inputs, "out": outputs}.get(side) or max(inputs, outputs, key=total_bytes)
+        mark = self.issue(Call(kind, full, inputs, outputs), group.where)
+        if mark is not None:
+            self._marks.update({storage_of(tensor)._cdata: mark for tensor in outputs})
+
     def wait_on_host(self, name: str) -> None:
         """Make the host wait for all streams, as a barrier does."""
         self._recorder.wait_on_host(None, name, self._scope()[0])
@@ -105,49 +139,6 @@ def people_name(description: str, ranks: Sequence[int]) -> str:
     if description in (WHOLE, "undefined", ""):
         return "world" if description == WHOLE else f"group of {len(ranks)}"
     return description.removeprefix("mesh_").removeprefix("mesh")
-
-
-# The kind of each functional collective, in one call or coalesced, and the side whose bytes count ("": the larger one).
-_KINDS = MappingProxyType(
-    {
-        "all_reduce": ("all_reduce", "in"),
-        "all_gather_into_tensor": ("all_gather", "out"),
-        "reduce_scatter_tensor": ("reduce_scatter", "in"),
-        "all_to_all_single": ("all_to_all", ""),
-        "broadcast": ("broadcast", "in"),
-    }
-)
-
-
-class FunctionalCollectives:
-    """Collectives that are ops (``_c10d_functional``), as DTensor issues them: each runs on NCCL's stream until it is
-    waited for.
-    """
-
-    def __init__(self, collectives: Collectives) -> None:
-        self._collectives = collectives
-        self._marks: dict[int, Any] = {}  # by storage, until it is waited for
-
-    def record(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
-        """Record one call, of a collective that is known."""
-        name = func._schema.name.split("::")[1]
-        outputs = list(out) if isinstance(out, list | tuple) else [out]
-        if name == "wait_tensor":
-            self._collectives.wait(self._marks.pop(storage_of(args[0])._cdata, None))
-            return
-        plain = name.removesuffix("_").removesuffix("_out").removesuffix("_coalesced")
-        if plain not in _KINDS:
-            raise RuntimeError(f"the functional collective {name} is not supported")
-        kind, side = _KINDS[plain]
-        inputs = list(args[0]) if isinstance(args[0], list | tuple) else [args[0]]
-        given = {argument.name: value for argument, value in zip(func._schema.arguments, args, strict=False)}
-        group = {**given, **kwargs}["group_name"]
-        if isinstance(group, str):
-            group = _c10d._resolve_process_group(group)
-        full = {"in": inputs, "out": outputs}.get(side) or max(inputs, outputs, key=total_bytes)
-        mark = self._collectives.issue(Call(kind, full, inputs, outputs), group.where)
-        if mark is not None:
-            self._marks.update({storage_of(tensor)._cdata: mark for tensor in outputs})
 
 
 BACKEND = "captured"
@@ -259,17 +250,13 @@ class Group(OneRankGroup):
         if call.effect is not None and not any(isinstance(each, FakeTensor) for each in (*call.reads, *call.writes)):
             with unset_fake_temporarily(), torch.no_grad():
                 call.effect()
-        mark = self._collectives.issue(call, self._place_of(call))
+        where = name, _, ranks = self.where
+        if call.direction:  # a message joins two ranks
+            line = ranks[self.rank()], ranks[call.peer]
+            line = line if call.direction == "send" else line[::-1]
+            where = f"{name} {line}", where[1], line
+        mark = self._collectives.issue(call, where)
         done = Done(self._collectives, mark, list(call.writes))
         if self._batch is not None:
             self._batch.append(done)
         return done
-
-    def _place_of(self, call: Call) -> tuple[str, str, tuple[int, ...]]:
-        """As ``where``; a message joins two ranks."""
-        name, people, ranks = self.where
-        if not call.direction:
-            return name, people, ranks
-        own, other = ranks[self.rank()], ranks[call.peer]
-        line = (own, other) if call.direction == "send" else (other, own)
-        return f"{name} {line}", people, line

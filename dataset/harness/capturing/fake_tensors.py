@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ..base.script_lines import own_place
-from .collectives import Collectives, FunctionalCollectives
+from .collectives import Collectives
 from .recorder import OP, Recorder, signature_of, storage_of
 from .value_estimates import RESULTS, follow, selects_unknown, spread_of
 
@@ -51,7 +51,6 @@ class FakeWorld(TorchDispatchMode):
         self.in_optimizer = 0
         self.composite: tuple[list[Any], list[Any], list[Any]] | None = None  # one op's reads, writes and scopes
         self.collectives = Collectives(recorder, self.scope, script)
-        self._functional = FunctionalCollectives(self.collectives)
         self._evaluations: dict[tuple[int, int], int] = {}
 
     @classmethod
@@ -79,7 +78,7 @@ class FakeWorld(TorchDispatchMode):
             out = FAKE.get(func, func)(*args, **kwargs)
             follow(func, args, out)
         if func.namespace == "_c10d_functional":
-            self._functional.record(func, args, kwargs, out)
+            self.collectives.record(func, args, kwargs, out)
         else:
             self._record(func, args, kwargs, tensors, out)
         return out

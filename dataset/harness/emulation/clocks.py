@@ -34,8 +34,6 @@ from ..base.plan_error import HarnessError
 Ending = Future[float]  # the end time of a collective
 Effect = Callable[[], object] | None
 Tensors = list[Tensor]
-
-
 _SPIN_S = 5e-4
 
 

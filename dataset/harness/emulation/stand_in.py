@@ -196,7 +196,6 @@ class Group(OneRankGroup):
         return HostLine(world.clock) if world.spinner is None else DeviceLine(world.device, world.spinner)
 
 
-AVG = dist.ReduceOp.AVG
 _UNEVEN = ("all_to_all",)  # each rank has its own number of bytes
 
 
@@ -279,7 +278,7 @@ class RealRanksGroup(Group):
 
     def _sum(self, tensor: Tensor, opts: Any) -> None:
         """Reduce a tensor over the real ranks, in place; gloo has no mean."""
-        mean = opts is not None and opts.reduceOp == AVG
+        mean = opts is not None and opts.reduceOp == dist.ReduceOp.AVG
         options = dist.AllreduceOptions()
         if opts is not None and not mean:
             options.reduceOp = opts.reduceOp
@@ -307,7 +306,9 @@ class RealRanksGroup(Group):
     def _swap_rows(self, output: Tensor, given: Tensor, splits: Sequence[Sequence[int]]) -> None:
         super()._swap_rows(output, given, splits)
         to, of = splits
-        self._exchange(_split(output, to, self.size()), _split(given, of, self.size()))
+        size = self.size()
+        got = output.split(list(to)) if to else output.chunk(size)
+        self._exchange(got, given.split(list(of)) if of else given.chunk(size))
 
     def _exchange(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
         """Send each real rank its part, and put what it sends into its place."""
@@ -318,10 +319,6 @@ class RealRanksGroup(Group):
         self._gloo.alltoall_base(into, torch.cat(given), sizes, [part.numel() for part in given]).wait()
         for part, flat in zip(got, into.split(sizes), strict=True):
             part.copy_(flat.view_as(part))
-
-
-def _split(tensor: Tensor, sizes: Sequence[int], ranks: int) -> Sequence[Tensor]:
-    return tensor.split(list(sizes)) if sizes else tensor.chunk(ranks)
 
 
 SETUP = ("gather", "broadcast")  # what training does before its first step only

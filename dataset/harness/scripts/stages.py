@@ -63,16 +63,15 @@ class Stages:
         self._restart()
 
     @property
-    def traces(self) -> bool:
-        """Whether steps are traced after the timed ones."""
-        return bool(self._settings["profile_steps"])
+    def traced(self) -> int:
+        """Steps that are traced after the timed ones, with the profiler's warm-up."""
+        return self._settings["profile_steps"] + 1 if self._settings["profile_steps"] else 0
 
     @property
     def needed(self) -> int:
         """Number of steps that a script must run before its steps can be identified."""
         wanted = self._settings
-        traced = wanted["profile_steps"] + 1 if wanted["profile_steps"] else 0
-        return int(1 + wanted["warmup"] + wanted["rounds"] * wanted["steps"] + traced)
+        return int(1 + wanted["warmup"] + wanted["rounds"] * wanted["steps"] + self.traced)
 
     def _restart(self) -> None:
         self._close()

@@ -56,7 +56,10 @@ def run_rank(settings: dict[str, Any]) -> NoReturn:
         cores.hurry_communication()
         cores.go_first()
     elif not torch.cuda.is_available():
-        cores.pin(_place(settings))
+        local = int(os.environ.get("LOCAL_RANK", "0"))
+        if "emulate" in settings:
+            local = settings["emulate"]["ranks"].index(int(os.environ["RANK"]))
+        cores.pin(local)
         os.register_at_fork(after_in_child=cores.unpin)
     annotate.install()
     if "emulate" not in settings and not torch.cuda.is_available():
@@ -72,13 +75,6 @@ def run_rank(settings: dict[str, Any]) -> NoReturn:
     with listening(stages.marks):
         run_script(script, settings["arguments"])
     refuse(_ended_early(script, stages))
-
-
-def _place(settings: dict[str, Any]) -> int:
-    """Cores of this rank on this machine."""
-    if "emulate" in settings:
-        return int(settings["emulate"]["ranks"].index(int(os.environ["RANK"])))
-    return int(os.environ.get("LOCAL_RANK", "0"))
 
 
 def run_script(script: Path, arguments: list[str]) -> None:
@@ -108,7 +104,7 @@ def _ended_early(script: Path, stages: Any) -> str:
             "profiler; if it has steps of another kind, call stepsight.step() at the end of each. Processes that it "
             "starts itself are not seen: start ranks with --nproc-per-node"
         )
-    fewer = "--warmup, --rounds, --steps and --profile-steps" if stages.traces else "--warmup, --rounds and --steps"
+    fewer = "--warmup, --rounds, --steps and --profile-steps" if stages.traced else "--warmup, --rounds and --steps"
     return (
         f"{script.name} must run at least {stages.needed} steps, but it ended after {stages.marks.count} (by "
         f"{stages.marks.kind}); have it run more, or ask for fewer with {fewer}"
