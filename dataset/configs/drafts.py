@@ -150,10 +150,11 @@ class Draft:
             self.told.append(name)
 
 
+@dataclass
 class Reading:
     """The settings of a configuration while a reader maps them to the keys of a job.
 
-    Args:
+    Attributes:
         draft: Of the job.
         values: Settings by name; nested tables have names with dots.
         shown: How a setting is written in the configuration, by name; else as it is.
@@ -161,19 +162,17 @@ class Reading:
         defaults: The framework's values of settings that the configuration does not state.
     """
 
-    def __init__(
-        self,
-        draft: Draft,
-        values: Mapping[str, Any],
-        shown: Mapping[str, str] | None = None,
-        default: str = "default",
-        defaults: Mapping[str, Any] | None = None,
-    ) -> None:
-        self.draft, self.default = draft, default
+    draft: Draft
+    values: Mapping[str, Any]
+    shown: Mapping[str, str] = field(default_factory=dict)
+    default: str = "default"
+    defaults: Mapping[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        draft = self.draft
         self.get, self.degree, self.ignore, self.fact = draft.get, draft.degree, draft.ignore, draft.fact
-        self._stated = {name: value for name, value in values.items() if value is not None}
-        self._values = {**(defaults or {}), **self._stated}
-        self._shown, self._settled = dict(shown or {}), set[str]()
+        self._stated = {name: value for name, value in self.values.items() if value is not None}
+        self._all, self._settled = {**(self.defaults or {}), **self._stated}, set[str]()
         self._looked, self._fresh = list[str](), list[str]()  # settings of a row, and of its next key
 
     def __contains__(self, name: str) -> bool:
@@ -223,11 +222,11 @@ class Reading:
         if found and found not in self._looked:
             self._looked.append(found)
             self._fresh.append(found)
-        return found or next((name for name in names if self._values.get(name) is not None), "")
+        return found or next((name for name in names if self._all.get(name) is not None), "")
 
     def take(self, *names: str) -> Any:
         """The value of the first of some settings that has one."""
-        return self._values.get(self.find(*names))
+        return self._all.get(self.find(*names))
 
     def stated(self, *names: str) -> str:
         """How the configuration writes the first of some settings that it states; empty if it states none."""
@@ -236,7 +235,7 @@ class Reading:
     def source(self, *names: str) -> str:
         """How the configuration writes the first of some settings that it states."""
         name = next((name for name in names if name in self._stated), names[0])
-        return self._shown.get(name, name)
+        return self.shown.get(name, name)
 
     def number(self, *keys: str, whole: bool = True) -> Any:
         """A number, None where no key has one; a JobError if the value is something else."""

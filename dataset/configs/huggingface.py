@@ -74,14 +74,8 @@ def read(file: ConfigFile, draft: Draft) -> None:
     stated = flat({name: table for name, table in tables.items() if name not in _LABELS})
     stated |= {name: f"of {len(tables[name])} classes" for name in _LABELS if isinstance(tables.get(name), Mapping)}
     draft.framework = draft.framework or "huggingface"
-    reading = Reading(
-        draft,
-        {**stated, "model_type": kind},
-        None,
-        f"the default of {kind}",
-        facts()["transformers"]["left_out"].get(kind),
-    )
-    read_rows(ROWS, reading)
+    stated["model_type"], left_out = kind, facts()["transformers"]["left_out"].get(kind)
+    read_rows(ROWS, Reading(draft, stated, default=f"the default of {kind}", defaults=left_out))
 
 
 def write(job: Job) -> ConfigText:
@@ -149,11 +143,6 @@ def _read_length(reading: Reading) -> None:
     if longest := reading.positive(*_LENGTH):
         why = f"a model's file does not state it: {reading.source(*_LENGTH)} {longest}"
         reading.assume("model.seq_len", min(longest, LONGEST_ASSUMED), why)
-
-
-def _write_length(view: JobView) -> None:
-    if view.job.model.family != "vit":
-        view.put(max_position_embeddings=view["model.seq_len"])
 
 
 def _write_image(view: JobView) -> None:
@@ -265,7 +254,8 @@ _T5 = {"d_model": "model.hidden", "num_heads": "model.heads", "d_ff": "model.ffn
 _LATENT = {"kv_lora_rank": "model.kv_lora_rank", "qk_rope_head_dim": "model.rope_head_dim"}
 _LATENT |= {"v_head_dim": "model.v_head_dim"}
 _MLA = "model.attention=mla"
-_IS_T5, _IS_VIT, _NOT_T5 = "model.family=t5", "model.family=vit", "model.family!=t5"
+_IS_T5, _IS_VIT = "model.family=t5", "model.family=vit"
+_NOT_T5, _NOT_VIT = "model.family!=t5", "model.family!=vit"
 ROWS = (
     Row("model.family", read=_read_family),
     *same(_T5, needs=_IS_T5),
@@ -277,8 +267,8 @@ ROWS = (
     Row("model.heads", _HEADS, needs=_NOT_T5),
     Row("model.ffn", _FFN, read=_read_ffn, needs=_NOT_T5),
     Row("model.seq_len", read=_read_image, write=_write_image, needs=_IS_VIT),
-    Row("model.seq_len", _LENGTH, read=_read_length, write=_write_length, needs=_NOT_T5),
-    Row("model.vocab", ("vocab_size", "padded_vocab_size"), needs="model.family!=vit"),
+    Row("model.seq_len", _LENGTH, read=_read_length, needs=f"{_NOT_T5} {_NOT_VIT}"),
+    Row("model.vocab", ("vocab_size", "padded_vocab_size"), needs=_NOT_VIT),
     Row("model.attention", "kv_lora_rank", (lambda rank: "mla" if rank else None, str), only="read"),
     *same(_LATENT, needs=_MLA),
     Row("model.q_lora_rank", "q_lora_rank", (int, lambda rank: rank or None), needs=_MLA),

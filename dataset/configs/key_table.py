@@ -194,7 +194,7 @@ class Row:
             come back is listed.  None: the setting has the key's own values.
         default: What the framework takes, which is assumed where no setting has a value; None: nothing is assumed.
         needs: Without which the row means nothing: a degree or a number of experts, above 1 (``parallel.tp``), or a
-            value (``model.family=t5``, ``model.family!=t5``).
+            value (``model.family=t5``, ``model.family!=t5``); several have blanks between them.
         read: Reads the settings in place of the rule above.
         write: Writes the settings in place of the rule above.
         only: ``"read"`` or ``"write"`` if the row has one direction.
@@ -267,8 +267,9 @@ def _written(row: Row, view: JobView) -> Any:
 
 
 def _counts(needs: str, get: Callable[[str], Any]) -> bool:
-    key, equals, wanted = needs.partition("=")
-    value = get(key.rstrip("!")) if needs else None
-    if equals:
-        return (value == wanted) != key.endswith("!")
-    return not needs or (isinstance(value, int) and value > 1)
+    for need in needs.split():
+        key, equals, wanted = need.partition("=")
+        value = get(key.rstrip("!"))
+        if not ((value == wanted) != key.endswith("!") if equals else isinstance(value, int) and value > 1):
+            return False
+    return True
