@@ -159,7 +159,7 @@ def calibrate(
             f"a calibration takes at least 2 runs on {predictor.hardware.name} that can be expressed as jobs, "
             f"got {len(evaluation.scored)} of {rows} (left out: {left_out})"
         )
-    fitted, every_larger = split_by_size(evaluation.scored, max_devices)
+    fitted, every_larger = split_rows(evaluation.scored, max_devices)
     larger = without_copies(every_larger, fitted)
     copies = {COPY: many} if (many := len(every_larger) - len(larger)) else {}
     fit = with_rows(predictor, fitted)
@@ -242,21 +242,19 @@ MOST_GPUS = 8
 Split = tuple[list[Scored], list[Scored]]
 
 
-def split_by_size(rows: Sequence[Scored], most_gpus: int = MOST_GPUS) -> Split:
-    """Rows to fit and rows to judge, of every source's hardware for itself.
+def source_of(row: Scored) -> Hashable:
+    """Common properties of the runs of a source's hardware."""
+    return row.row.source, row.job.cluster.hardware
 
-    Its rows of at most ``most_gpus`` devices are fitted, or those of its smallest size where it has none; its larger
-    ones judge.
+
+def split_rows(
+    rows: Sequence[Scored], most_gpus: int = MOST_GPUS, set_of: Callable[[Scored], Hashable] = source_of
+) -> Split:
+    """Rows to fit and rows to judge, of every set for itself: a source's hardware, or a model in one strategy.
+
+    Rows of a set with at most ``most_gpus`` devices are fitted, or those of its smallest size where it has none; its
+    larger ones judge.
     """
-    return _split(rows, most_gpus, lambda row: (row.row.source, row.job.cluster.hardware))
-
-
-def split_by_series(rows: Sequence[Scored], most_gpus: int = MOST_GPUS) -> Split:
-    """Split every series: a model in one strategy; the smallest size of a larger model begins one too."""
-    return _split(rows, most_gpus, series_of)
-
-
-def _split(rows: Sequence[Scored], most_gpus: int, set_of: Callable[[Scored], Hashable]) -> Split:
     fitted = set[int]()
     for indices in grouped(rows, set_of).values():
         limit = max(most_gpus, min(rows[i].row.gpus for i in indices))
@@ -278,11 +276,8 @@ def read_most_gpus(text: str) -> int:
     return int(found[1])
 
 
-# How a table is split into rows to fit and rows that judge; and what is fitted, for people.
-SPLITS: dict[str, Callable[[Sequence[Scored], int], Split]] = {
-    "calibrated": split_by_series,
-    "calibrated_by_source": split_by_size,
-}
+# The sets into which a table is split, each with rows to fit and rows that judge; and what is fitted, for people.
+SPLITS: dict[str, Callable[[Scored], Hashable]] = {"calibrated": series_of, "calibrated_by_source": source_of}
 FITTED_ON = {
     "calibrated": "rows of at most {} devices, and the smallest runs of series that have none",
     "calibrated_by_source": "rows of at most {} devices alone, or a source's smallest size where it has none",
@@ -301,13 +296,13 @@ def calibrate_small(
     evaluation: Evaluation,
     predictor_of: PredictorOf,
     most_gpus: int,
-    split: Callable[[Sequence[Scored], int], Split],
+    set_of: Callable[[Scored], Hashable],
     on_set: Callable[[int, int], None] | None = None,
 ) -> dict[str, Any]:
     """Fit and judge every source's hardware for which there is a predictor.
 
     Args:
-        split: One of ``SPLITS``.
+        set_of: One of ``SPLITS``.
         on_set: Called with how many sources' hardware are done, of how many.
 
     Returns:
@@ -322,7 +317,7 @@ def calibrate_small(
             on_set(number, len(sets))
         source = rows[0].row.source
         predictor = without_source(predictor_of(rows[0].job.cluster.hardware), source)
-        fitted, judging = split(rows, most_gpus)
+        fitted, judging = split_rows(rows, most_gpus, set_of)
         judging = without_copies(judging, fitted)
         if predictor is None or not judging:
             continue

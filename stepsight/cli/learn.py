@@ -165,9 +165,9 @@ def evaluate_command(
     if most_gpus is not None:
         from stepsight.experiments.calibration.calibrate_runs import FITTED_ON, SPLITS, calibrate_small
 
-        for name, split in SPLITS.items():
+        for name, set_of in SPLITS.items():
             on_set = progress(f"sources calibrated, {name}")
-            value[name] = calibrate_small(result, predictor_by_hardware(predictor), most_gpus, split, on_set)
+            value[name] = calibrate_small(result, predictor_by_hardware(predictor), most_gpus, set_of, on_set)
             shown[FITTED_ON[name].format(most_gpus)] = value[name]
     return Answer(value, evaluation_text(result, worst, shown, groups=groups))
 

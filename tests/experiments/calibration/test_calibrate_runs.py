@@ -21,8 +21,8 @@ from stepsight.experiments.calibration.calibrate_runs import (
     calibrate_small,
     calibration_text,
     read_most_gpus,
-    split_by_series,
-    split_by_size,
+    source_of,
+    split_rows,
     sure_gain,
 )
 from stepsight.experiments.evaluation.evaluate import (
@@ -63,7 +63,7 @@ def table(path: Path, *rows: Row) -> Evaluation:
 def test_small_rows_alone_are_fitted(tmp_path: Path) -> None:
     """What is off by as much at all sizes is right after calibration, beside figures as shipped of the same rows."""
     result = table(tmp_path, *lab(dict.fromkeys(SIZES_SEEN, 1.15)))
-    value = calibrate_small(result, shipped_predictor, 8, split_by_size)
+    value = calibrate_small(result, shipped_predictor, 8, source_of)
     found = value["sources"]["lab"]
     assert (found["fitted"], found["used"], found["as_shipped"]["used"]) == (1, 3, 3)
     assert found["as_shipped"]["mape"] == pytest.approx(13.0, abs=0.1) and found["mape"] < 2.5
@@ -80,7 +80,7 @@ def test_larger_rows_change_nothing_of_a_fit(tmp_path: Path) -> None:
     for number, factor in enumerate((1.0, 1.4)):
         (tmp_path / str(number)).mkdir()
         result = table(tmp_path / str(number), *lab({8: 1.15, 16: factor, 64: 1 / factor}))
-        value = calibrate_small(result, shipped_predictor, 8, split_by_size)
+        value = calibrate_small(result, shipped_predictor, 8, source_of)
         found.append([row["predicted_s"] for row in value["predictions"]])
     assert found[0] == found[1]
 
@@ -89,8 +89,8 @@ def test_series_begin_at_their_own_smallest_size() -> None:
     """A model that needs 64 devices is fitted there; by source alone it is judged there."""
     rows = [score(row, shipped_predictor) for row in lab({8: 1.0, 16: 1.0})]
     rows += [score(row, shipped_predictor) for row in lab({64: 1.0, 256: 1.0}, hidden=2048, ffn=8192)]
-    assert [row.row.gpus for row in split_by_series(rows)[0]] == [8, 64]
-    assert [row.row.gpus for row in split_by_size(rows)[0]] == [8]
+    assert [row.row.gpus for row in split_rows(rows, set_of=SPLITS["calibrated"])[0]] == [8, 64]
+    assert [row.row.gpus for row in split_rows(rows)[0]] == [8]
     assert set(SPLITS) == set(FITTED_ON)
 
 

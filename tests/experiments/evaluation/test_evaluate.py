@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from stepsight.dataset.base.errors import PredictorError, TableError
-from stepsight.experiments.calibration.calibrate_runs import split_by_size
+from stepsight.experiments.calibration.calibrate_runs import split_rows
 from stepsight.experiments.evaluation.error_metrics import carried_forward, constant_mfu
 from stepsight.experiments.evaluation.evaluate import (
     PredictorOf,
@@ -112,7 +112,7 @@ def test_carried_from_the_run_that_is_most_alike() -> None:
 def test_small_rows_calibrate_and_large_ones_judge() -> None:
     """At most 8 devices, or a source's smallest size."""
     rows = [score(row, FACTS) for row in (*series(8, 16), *series(16, 32, source="big"))]
-    fitted, judging = split_by_size(rows)
+    fitted, judging = split_rows(rows)
     assert [(r.row.source, r.row.gpus) for r in fitted] == [("lab", 8), ("big", 16)]
     assert [(r.row.source, r.row.gpus) for r in judging] == [("lab", 16), ("big", 32)]
 
