@@ -9,7 +9,7 @@ import argparse
 import sys
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -40,54 +40,51 @@ UNKNOWN_GPU = "local-gpu"
 _HARNESS = f"python -m harness {COLLECTIONS}/NAME/plan.json --out {COLLECTIONS}/NAME"
 
 
-@dataclass(frozen=True)
-class StudyOptions:
-    """The options of the command line."""
+def write_plans(out: Path, device: str = "auto", minutes: float | None = None, hardware: str = "") -> str:
+    """Write a plan for each collection, and print how to run them.
 
-    out: Path  # folder of everything
-    device: str = "auto"  # or cpu or cuda
-    minutes: float | None = None  # of the device, of a new plan; None: as is usual for it
-    hardware: str = ""  # preset of the GPU that a new plan is for; empty: the one that is here, else an H200
-
-
-def write_plans(asked: StudyOptions) -> str:
-    """Write a plan for each collection, and print how to run them."""
-    check_writable(asked.out)
-    if (asked.out / COLLECTIONS).exists():
-        raise CollectError(f"a folder holds one study: {asked.out / COLLECTIONS} is there; choose another folder")
-    device, hardware = _device(asked.device, asked.hardware)
+    Args:
+        out: Folder of everything.
+        device: Or ``cpu`` or ``cuda``.
+        minutes: Of the device; None: as is usual for it.
+        hardware: Preset of the GPU that the plans are for; empty: the one that is here, else an H200.
+    """
+    check_writable(out)
+    if (out / COLLECTIONS).exists():
+        raise CollectError(f"a folder holds one study: {out / COLLECTIONS} is there; choose another folder")
+    device, hardware = _device(device, hardware)
     usual: float = cases("one-gpu")[device]["minutes"]
-    study = make_study(device, hardware, usual if asked.minutes is None else asked.minutes)
+    study = make_study(device, hardware, usual if minutes is None else minutes)
     lines = []
-    with new_folder(asked.out / COLLECTIONS) as folder:
+    with new_folder(out / COLLECTIONS) as folder:
         for name, plan in study.plans.items():
             write_json(folder / name / "plan.json", plan)
     for name, plan in study.plans.items():
         counts = f"{len(plan['runs'])} runs, {sum(len(event['ops']) for event in plan['events'])} ops"
         lines.append(f"{COLLECTIONS}/{name}/plan.json: {counts}, about {study.seconds[name] / 60:.1f} min")
     lines.append(f"for {hardware}, about {sum(study.seconds.values()) / 60:.1f} min in all")
-    return "\n".join([f"in {asked.out}:", *lines, f"run each with: {_HARNESS}"])
+    return "\n".join([f"in {out}:", *lines, f"run each with: {_HARNESS}"])
 
 
-def run_study(asked: StudyOptions) -> Row:
-    """Measure what is missing, train, judge; the figures, with ``text``."""
-    check_writable(asked.out)
-    asked.out.mkdir(parents=True, exist_ok=True)
-    with locked(asked.out / ".lock") as ours:
+def run_study(out: Path, **planned: Any) -> Row:
+    """Measure what is missing, train, judge; the figures, with ``text``; ``planned``: as of ``write_plans``."""
+    check_writable(out)
+    out.mkdir(parents=True, exist_ok=True)
+    with locked(out / ".lock") as ours:
         if not ours:
-            raise CollectError(f"another study is writing to {asked.out}: wait for its end, or choose another folder")
-        return _run(asked)
+            raise CollectError(f"another study is writing to {out}: wait for its end, or choose another folder")
+        return _run(out, planned)
 
 
-def _run(asked: StudyOptions) -> Row:
+def _run(out: Path, planned: Row) -> Row:
     started = time.monotonic()
 
     def say(text: str) -> None:
         print(f"[{time.monotonic() - started:4.0f} s] {text}", file=sys.stderr, flush=True)
 
-    if not (asked.out / COLLECTIONS).exists():
-        say("planning\n" + write_plans(asked))
-    folders = {name: asked.out / COLLECTIONS / name for name in (OPS, *VARIANTS)}
+    if not (out / COLLECTIONS).exists():
+        say("planning\n" + write_plans(out, **planned))
+    folders = {name: out / COLLECTIONS / name for name in (OPS, *VARIANTS)}
     folders = {name: folder for name, folder in folders.items() if (folder / "plan.json").exists()}
     if not {OPS, "eager"} <= set(folders):
         raise CollectError(f"a study needs collections {OPS} and eager, got {', '.join(folders) or 'none'}")
@@ -102,20 +99,20 @@ def _run(asked: StudyOptions) -> Row:
     for name, folder in folders.items():
         if name != OPS and read_collection(folder).runs:
             say(f"{name}: learning from training runs and ops")
-            figures["variants"][name] = _variant(asked.out, name, folders[OPS], folder)
+            figures["variants"][name] = _variant(out, name, folders[OPS], folder)
     if not figures["variants"]:
         raise CollectError(
-            f"a study needs runs, got none in {asked.out / COLLECTIONS}: there is no GPU here; measure where there is "
+            f"a study needs runs, got none in {out / COLLECTIONS}: there is no GPU here; measure where there is "
             f"one ({_HARNESS}, for {', '.join(folders)}), and bring the folder back"
         )
     figures["seconds"] = time.monotonic() - started
-    made = [f"{name}: {asked.out / f'predictor-{name}'}" for name in figures["variants"]]
+    made = [f"{name}: {out / f'predictor-{name}'}" for name in figures["variants"]]
     figures["text"] = "\n".join([study_text(figures), *made])
     rows = [row for of in figures["variants"].values() for row in of["steps"]]
     if rows:
-        plot_predicted_against_measured(rows, asked.out / "predicted_vs_measured.png", "held-out training steps")
-    write_text(asked.out / "summary.txt", figures["text"] + "\n")
-    write_json(asked.out / "summary.json", figures)
+        plot_predicted_against_measured(rows, out / "predicted_vs_measured.png", "held-out training steps")
+    write_text(out / "summary.txt", figures["text"] + "\n")
+    write_json(out / "summary.json", figures)
     return figures
 
 
@@ -324,11 +321,11 @@ def _memory_text(found: Sequence[Row]) -> str:
 
 def run(options: argparse.Namespace) -> tuple[Any, str]:
     """Write the plans, or all of it."""
-    asked = StudyOptions(options.out.resolve(), options.device, options.minutes, options.hardware)
+    out, planned = options.out.resolve(), {key: getattr(options, key) for key in ("device", "minutes", "hardware")}
     if options.plan_only:
-        text = write_plans(asked)
-        return {"out": str(asked.out), "text": text}, text
-    figures = run_study(asked)
+        text = write_plans(out, **planned)
+        return {"out": str(out), "text": text}, text
+    figures = run_study(out, **planned)
     return figures, figures.pop("text")
 
 

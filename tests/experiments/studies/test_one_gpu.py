@@ -14,7 +14,7 @@ import pytest
 from stepsight.dataset.base.errors import CollectError
 from stepsight.experiments.questions.describe import describe
 from stepsight.experiments.studies import one_gpu as study
-from stepsight.experiments.studies.one_gpu import StudyOptions, run_study, write_plans
+from stepsight.experiments.studies.one_gpu import run_study, write_plans
 from stepsight.training.fitting import train_runs
 
 
@@ -26,7 +26,7 @@ def figures(brought_back: Path) -> dict[str, Any]:
         patch.setattr(study, "plot_predicted_against_measured", lambda rows, path, title: path.touch())
         patch.setattr(train_runs, "tracked", lambda uri, name: nullcontext(SimpleNamespace(run_id="")))
         patch.setattr(train_runs, "_track", lambda *_: None)
-        return run_study(StudyOptions(brought_back))
+        return run_study(brought_back)
 
 
 def test_what_was_brought_back_is_judged(figures: dict[str, Any], brought_back: Path) -> None:
@@ -71,15 +71,15 @@ def test_plans_are_written_once_and_tell_how_to_run_them(tmp_path: Path, capsys:
     assert "for h200-sxm-141gb" in said
     assert {path.parent.name for path in tmp_path.glob("collections/*/plan.json")} == {"ops", "eager", "compiled"}
     with pytest.raises(CollectError, match="a folder holds one study"):
-        write_plans(StudyOptions(tmp_path, "cuda"))
+        write_plans(tmp_path, "cuda")
 
 
 def test_plans_are_for_the_gpu_that_is_named(tmp_path: Path) -> None:
-    assert "for a100-sxm-80gb" in write_plans(StudyOptions(tmp_path / "a", hardware="a100-sxm-80gb"))
+    assert "for a100-sxm-80gb" in write_plans(tmp_path / "a", hardware="a100-sxm-80gb")
     with pytest.raises(CollectError, match=r"--hardware must be one of .*h100-sxm-80gb.*, got 'h100'"):
-        write_plans(StudyOptions(tmp_path / "b", hardware="h100"))
+        write_plans(tmp_path / "b", hardware="h100")
     with pytest.raises(CollectError, match="--hardware names a GPU"):
-        write_plans(StudyOptions(tmp_path / "b", "cpu", hardware="h100-sxm-80gb"))
+        write_plans(tmp_path / "b", "cpu", hardware="h100-sxm-80gb")
 
 
 def test_another_gpu_than_the_plans_are_for_teaches_nothing(
@@ -91,14 +91,14 @@ def test_another_gpu_than_the_plans_are_for_teaches_nothing(
     for path in tmp_path.glob("collections/*/runs/*/manifest.json"):
         path.write_text(path.read_text().replace("NVIDIA H200", "NVIDIA A100-SXM4-80GB"))
     with pytest.raises(CollectError, match=r"made for h200.*, and ran on NVIDIA A100.*--hardware a100-sxm-80gb"):
-        run_study(StudyOptions(tmp_path))
+        run_study(tmp_path)
 
 
 def test_what_holds_no_runs_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(study, "_has_gpu", lambda: False)
-    write_plans(StudyOptions(tmp_path, "cuda"))
+    write_plans(tmp_path, "cuda")
     assert study.STUDY.main(["--out", str(tmp_path)]) == 2
     assert "there is no GPU here; measure where there is one" in capsys.readouterr().err
 
