@@ -65,11 +65,6 @@ FABRICS: Registry[Fabric] = Registry(
 )
 
 
-def hardware_names() -> tuple[str, ...]:
-    """Names of the known hardware: presets, registered ones, and those of installed packages."""
-    return HARDWARE.names()
-
-
 def find_hardware(name: str) -> Hardware | None:
     """The hardware of a name, or of a ``.json`` or ``.toml`` file; None if the name is unknown.
 
@@ -121,11 +116,6 @@ def hardware_name(name: str) -> str:
     if name.startswith("{"):
         return _stated(name).name
     return _hardware_file(name)[0].name if is_facts_file(name) else name
-
-
-def fabric_names() -> tuple[str, ...]:
-    """Names of the fabrics that are known."""
-    return FABRICS.names()
 
 
 def find_fabric(name: str) -> Fabric:

@@ -234,11 +234,6 @@ FRAMEWORKS: Registry[Framework] = Registry(
 )
 
 
-def framework_names() -> tuple[str, ...]:
-    """Names of the known profiles, in the order in which their words are matched."""
-    return FRAMEWORKS.names()
-
-
 def find_framework(text: str, container: str = "", date: str = "") -> Framework:
     """The profile that a job names: by its name, by a file, or the first one with a word in the text.
 
@@ -284,9 +279,9 @@ def _by_words(text: str, version: int) -> tuple[Framework | None, str]:
     date = re.search(rf"(?<![0-9]){_MONTH}|(?<![0-9])20[0-9]{{2}}(?![0-9])", text)
     for profile in FRAMEWORKS.values():
         held = not profile.until or (date is not None and date[0] < profile.until)
-        word = next((word for word in profile.words if held and _stands(word, text)), "")
-        if word:
-            return profile, word
+        for word in profile.words if held else ():  # not as a part of another one; a version number may follow it
+            if re.search(rf"(?<![a-z]){re.escape(word)}(?![a-z])", text):
+                return profile, word
     return None, ""
 
 
@@ -300,11 +295,6 @@ def _read_profile(path: str, version: tuple[int, int]) -> Framework:
     return only_one(profiles, "profile", path)
 
 
-def _stands(word: str, text: str) -> bool:
-    """Whether a text has a word, not as a part of another one; a version number may follow it directly."""
-    return re.search(rf"(?<![a-z]){re.escape(word)}(?![a-z])", text) is not None
-
-
 def unknown_frameworks(names: Iterable[str]) -> str:
     """A warning about runs whose framework no profile knows; empty if there are none."""
     unknown = [name for name in names if name not in ("", GENERIC.name) and framework_in(name) is GENERIC]
@@ -312,7 +302,7 @@ def unknown_frameworks(names: Iterable[str]) -> str:
         return ""
     return (
         f"no profile knows framework {', '.join(f'{name!r:.80}' for name in unknown)}: {GENERIC.name}, PyTorch's own "
-        f"defaults, is taken (known: {', '.join(framework_names())})"
+        f"defaults, is taken (known: {', '.join(FRAMEWORKS.names())})"
     )
 
 

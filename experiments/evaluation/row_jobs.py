@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 from stepsight.dataset.base.caching import cached
 from stepsight.dataset.base.errors import JobError
 from stepsight.dataset.base.files import digest
-from stepsight.dataset.hardware.hardware import fabric_names, find_fabric, find_hardware, hardware_names, usual_fabric
+from stepsight.dataset.hardware.hardware import FABRICS, HARDWARE, find_fabric, find_hardware, usual_fabric
 from stepsight.dataset.job import frameworks
 from stepsight.dataset.job.frameworks import Framework
 from stepsight.dataset.job.job import Job
@@ -64,7 +64,7 @@ def preset_of_device(row: Row) -> str:
             name = f"{kind}-{memory or usual}gb"
             if find_hardware(name) is not None:
                 return name
-            known = [other for other in hardware_names() if other.startswith(f"{kind}-")]
+            known = [other for other in HARDWARE.names() if other.startswith(f"{kind}-")]
             break
     named = repr(text[:60]) if text else "an unnamed device"
     raise RowError(f"no hardware preset for {named}{f' of {memory} GB' if memory else ''} (known: {', '.join(known)})")
@@ -73,7 +73,7 @@ def preset_of_device(row: Row) -> str:
 def fabric_of(row: Row, hardware: str, gpus_per_node: int) -> Any:
     """A preset's name, or links from the ports that the row states; otherwise the usual fabric of the devices."""
     text, usual = row.text("inter_interconnect"), usual_fabric(hardware)
-    if text in fabric_names():
+    if text in FABRICS.names():
         return text
     lower, machine = text.lower(), row.text("hardware").lower()
     named = [fabric for word, device, fabric in told()["networks"] if word in lower and device in hardware]

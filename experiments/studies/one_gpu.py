@@ -15,7 +15,7 @@ from typing import Any
 
 from stepsight.dataset.base.errors import CollectError, TraceError
 from stepsight.dataset.base.files import check_writable, new_folder, write_json, write_text
-from stepsight.dataset.hardware.hardware import find_hardware, hardware_names
+from stepsight.dataset.hardware.hardware import HARDWARE, find_hardware
 from stepsight.dataset.harness.base.atomic_files import locked
 from stepsight.dataset.kinds.op import Op
 from stepsight.dataset.runs.run_folder import Collection, read_collection, read_event_file
@@ -127,7 +127,7 @@ def _device(wanted: str, hardware: str) -> tuple[str, str]:
     if hardware:
         preset = find_hardware(hardware)
         if preset is None or preset.kind != "gpu":
-            gpus = [name for name in hardware_names() if (found := find_hardware(name)) and found.kind == "gpu"]
+            gpus = [name for name in HARDWARE.names() if (found := find_hardware(name)) and found.kind == "gpu"]
             raise CollectError(f"--hardware must be one of {', '.join(gpus)}, got {hardware!r}")
         return "cuda", hardware
     return "cuda", _hardware(torch.cuda.get_device_name(0)) if torch.cuda.is_available() else H200

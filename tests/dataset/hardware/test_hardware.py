@@ -8,16 +8,15 @@ import pytest
 
 from stepsight.dataset.base.errors import JobError
 from stepsight.dataset.hardware.hardware import (
+    FABRICS,
     HARDWARE,
     _preset_tables,
     alpha_beta_seconds,
     canonical_hardware,
     fabric_from_dict,
-    fabric_names,
     find_fabric,
     find_hardware,
     hardware_from_dict,
-    hardware_names,
     roofline_seconds,
     suspicious_links,
     usual_fabric,
@@ -29,10 +28,10 @@ from stepsight.training.prediction.prediction import predict
 
 def test_presets_are_sound() -> None:
     """Every preset can be built, and round-trips."""
-    for name in hardware_names():
+    for name in HARDWARE.names():
         hardware = find_hardware(name)
         assert hardware is not None and hardware_from_dict(hardware.to_dict()) == hardware and hardware.source
-    for name in fabric_names():
+    for name in FABRICS.names():
         assert find_fabric(name).intra_node.bandwidth_bytes_per_s > 0
     assert find_hardware("abacus") is None
 
@@ -41,7 +40,7 @@ def test_presets_are_sound() -> None:
 OTHERS = ("apple", "ascend", "gaudi3", "mi250x", "rtx", "a10g", "tpu")
 
 
-@pytest.mark.parametrize("name", [name for name in hardware_names() if find_hardware(name).kind == "gpu"])
+@pytest.mark.parametrize("name", [name for name in HARDWARE.names() if find_hardware(name).kind == "gpu"])
 def test_presets_of_gpus(name: str) -> None:
     """Half-precision peaks are dense and above fp32; the usual fabric exists and looks like one device's links."""
     hardware = find_hardware(name)
@@ -87,7 +86,7 @@ def _job(hardware: object, **cluster: object) -> Job:
 
 def test_aliases_name_presets() -> None:
     aliases = _preset_tables()["alias"]
-    assert set(aliases.values()) <= set(hardware_names())
+    assert set(aliases.values()) <= set(HARDWARE.names())
 
 
 def test_hardware_stated_in_the_job() -> None:

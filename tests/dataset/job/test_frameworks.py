@@ -6,12 +6,12 @@ import pytest
 
 from stepsight.dataset.base.errors import JobError
 from stepsight.dataset.job.frameworks import (
+    FRAMEWORKS,
     GENERIC,
     attention_of,
     find_framework,
     framework_from_dict,
     framework_in,
-    framework_names,
     plain_version,
     release_month,
     unknown_frameworks,
@@ -22,8 +22,8 @@ from stepsight.dataset.job.job import Job
 
 def test_presets_are_sound() -> None:
     """Every preset can be built, says where it is known from, and is found by its own name."""
-    assert len(framework_names()) > 10
-    for name in framework_names():
+    assert len(FRAMEWORKS.names()) > 10
+    for name in FRAMEWORKS.names():
         framework = find_framework(name)
         assert framework.name == name and (framework.words or framework is GENERIC) and len(framework.source) > 40
         assert all(word == word.lower() for word in framework.words)
@@ -91,7 +91,7 @@ def test_bad_profiles(table: dict[str, object], text: str) -> None:
 def test_filling_twice_changes_nothing() -> None:
     """Also where selective recomputation becomes every second layer."""
     tables = {"model": {"vocab": 50257}, "parallel": {"tp": 8, "recompute": "selective"}}
-    for name in framework_names():
+    for name in FRAMEWORKS.names():
         framework = find_framework(name)
         once = framework.fill(tables)
         assert framework.fill(once) == once
