@@ -227,13 +227,10 @@ def link_facts(fabric: Fabric) -> Array:
 def choice_terms(collectives: Sequence[Collective], links: Array) -> Array:
     """Seconds by term of every choice that NCCL has for collectives of one kind.
 
-    Args:
-        collectives: Of one kind.
-        links: ``link_facts`` of each one's fabric, ``(collectives, 7)``, or of the one fabric, ``(7,)``.
-
-    Returns:
-        Seconds, ``(collectives, choices, len(CHOICE_TERMS))``.  Of each choice, they add up to its time, except that
-        of the terms ``OVERLAPPING`` the longer counts.  A choice that NCCL does not have there is infinitely long.
+    ``collectives``: of one kind.  ``links``: ``link_facts`` of each one's fabric, ``(collectives, 7)``, or of the one
+    fabric, ``(7,)``.  Returns seconds, ``(collectives, choices, len(CHOICE_TERMS))``.  Of each choice, they add up to
+    its time, except that of the terms ``OVERLAPPING`` the longer counts.  A choice that NCCL does not have there is
+    infinitely long.
     """
     sizes = np.array([(c.num_bytes, c.group_size, c.ranks_per_node) for c in collectives], float).reshape(-1, 3)
     record = collectives[0].record

@@ -53,8 +53,7 @@ FEATURE_VERSION = 1
 def columns_of(asked: Sequence[str], known: Sequence[str], model: str) -> list[int]:
     """Index in ``known`` of each feature that a model reads.
 
-    Raises:
-        PredictorError: If some are not known; the message names them.
+    Raises ``PredictorError`` if some are not known; the message names them.
     """
     check_known(asked, known, model)
     place = {name: index for index, name in enumerate(known)}
@@ -64,8 +63,7 @@ def columns_of(asked: Sequence[str], known: Sequence[str], model: str) -> list[i
 def check_known(asked: Collection[str], known: Collection[str], model: str) -> None:
     """Check that this version computes every feature that a model reads.
 
-    Raises:
-        PredictorError: If it does not; the message names those that are missing.
+    Raises ``PredictorError`` if it does not; the message names those that are missing.
     """
     missing = sorted(set(asked) - set(known))
     if missing:
@@ -76,11 +74,7 @@ def check_known(asked: Collection[str], known: Collection[str], model: str) -> N
 
 
 def check_version(saved: Any, model: str) -> None:
-    """Check the version of features that a model was saved with.
-
-    Raises:
-        PredictorError: If it is another one.
-    """
+    """Check the version of features that a model was saved with.  Raises ``PredictorError`` if it is another one."""
     if saved != FEATURE_VERSION:
         raise PredictorError(
             f"{model} must read features of version {FEATURE_VERSION}, got version {saved!r:.40}: use the version of "
@@ -139,11 +133,8 @@ def op_features(
 ) -> Array:
     """Features for trees, shape ``(len(ops), len(op_feature_names()))``.
 
-    Args:
-        ops: Signatures.
-        hardware: For rooflines and tiles.
-        busy: Devices of the node that compute at the same time, one number or one per op.
-        variants: Which software ran it, one number or one per op; 0 is the one to predict for.
+    ``hardware``: for rooflines and tiles.  ``busy``: devices of the node that compute at the same time, one number or
+    one per op.  ``variants``: which software ran it, one number or one per op; 0 is the one to predict for.
     """
     busies = np.broadcast_to(np.asarray(busy, dtype=np.float64), (len(ops),))
     names = op_feature_names()

@@ -40,9 +40,7 @@ MOST = 1.0  # log units of a correction
 def read_curve(log_seconds: Array, num_bytes: Array) -> Array:
     """Seconds at some sizes, ``(sizes,)``; beyond the last knot, time is proportional to bytes.
 
-    Args:
-        log_seconds: At ``KNOTS``.
-        num_bytes: The sizes.
+    ``log_seconds``: at ``KNOTS``.
     """
     sizes = np.log(np.maximum(num_bytes, 1.0))
     return np.asarray(np.exp(np.interp(sizes, LOG_KNOTS, log_seconds) + np.maximum(sizes - LOG_KNOTS[-1], 0.0)))
@@ -86,9 +84,7 @@ class SizeResidual:
 def size_residual(num_bytes: Array, off: Array) -> Array:
     """Correction at ``KNOTS``, log units, ``(knots,)``.
 
-    Args:
-        num_bytes: Of the measured collectives of a kind.
-        off: Logarithms of measured over fitted seconds.
+    ``num_bytes``: of the measured collectives of a kind.  ``off``: logarithms of measured over fitted seconds.
     """
     sizes = np.log(np.maximum(num_bytes, 1.0))
     weights = np.exp(-0.5 * ((LOG_KNOTS[:, None] - sizes) / WIDTH) ** 2)
@@ -164,11 +160,7 @@ class BetweenNodes:
         return self.factors.get(COLLECTIVE_KINDS[kind].route, FACTORS.prior) if known is None else known
 
     def check(self) -> None:
-        """Check what was read.
-
-        Raises:
-            ValueError: If factors are not within their bounds, or a range is none.
-        """
+        """Check what was read.  Raises ``ValueError`` if factors are not within their bounds, or a range is none."""
         for name, factors in self.factors.items():
             low, high = FACTORS.low * (1 - SLACK), FACTORS.high * (1 + SLACK)
             if factors.shape != (len(CHOICE_TERMS),) or not ((low <= factors) & (factors <= high)).all():
@@ -338,11 +330,8 @@ def link_doubts(
 ) -> tuple[str, ...]:
     """Suggest the links between nodes that explain the measurements; empty if they may be as stated.
 
-    Args:
-        collectives: Measured; those within a node are left out.
-        fabric: As stated.
-        seconds: Measured, ``(collectives,)``.
-        model: What the stated links imply.
+    ``collectives``: measured; those within a node are left out.  ``seconds``: measured, ``(collectives,)``.  ``model``:
+    what the stated links imply.
     """
     across = [index for index, collective in enumerate(collectives) if collective.num_nodes > 1]
     across = across[:: max(1, len(across) // ENOUGH)]

@@ -75,11 +75,9 @@ def collective_rows(
 ) -> SignatureRows:
     """Collectives, each with its fabric, as rows of the regressor.
 
-    Args:
-        collectives, fabrics: One row each.
-        nccl: See ``CollectiveModel.nccl``.
-        measured: Bandwidth of the links within a node by label, where what was learned knows a single one.  Physics
-            alone then says what another bandwidth changes: trees would make a step of it, up or down.
+    ``collectives, fabrics``: one row each.  ``nccl``: see ``CollectiveModel.nccl``.  ``measured``: bandwidth of the
+    links within a node by label, where what was learned knows a single one.  Physics alone then says what another
+    bandwidth changes: trees would make a step of it, up or down.
     """
     pairs = list(zip(collectives, fabrics, strict=True))
     labels = tuple(label_of(c) for c in collectives)

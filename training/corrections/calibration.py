@@ -253,10 +253,8 @@ class Residual:
 def most_likely(logs: Array, shared: Array, more: Array) -> tuple[float, float]:
     """The most likely spread and noise of residuals, among ``SPREADS`` and ``NOISES``.
 
-    Args:
-        logs: ``log(measured / predicted)``, ``(rows,)``.
-        shared: ``covariance`` of the rows, ``(rows, rows)``.
-        more: Covariance from elsewhere, same shape.
+    ``logs``: ``log(measured / predicted)``, ``(rows,)``.  ``shared``: ``covariance`` of the rows, ``(rows, rows)``.
+    ``more``: covariance from elsewhere, same shape.
     """
     if len(logs) < 3:
         return USUAL

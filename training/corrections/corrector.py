@@ -122,11 +122,8 @@ class GaussianProcess:
     def left_out(self, groups: Sequence[Hashable]) -> tuple[Array, Array]:
         """Predict every observation from those of other groups.
 
-        Args:
-            groups: The group of each observation.
-
-        Returns:
-            Observed minus predicted values, and the deviation expected of them, ``(n,)`` each.
+        ``groups``: the group of each observation.  Returns observed minus predicted values, and the deviation expected
+        of them, ``(n,)`` each.
         """
         weights = self.inverse @ self.values
         off, stds = np.zeros(len(self.values)), np.zeros(len(self.values))

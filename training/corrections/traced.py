@@ -56,11 +56,7 @@ class TracedKind:
 
     @classmethod
     def from_dict(cls, value: Mapping[str, Any], axes: int) -> TracedKind:
-        """Read the result of ``to_dict``.
-
-        Raises:
-            ValueError: If its arrays do not fit each other.
-        """
+        """Read the result of ``to_dict``.  Raises ``ValueError`` if its arrays do not fit each other."""
         table = value["near"]
         near = Neighbours.from_dict(table) if table["weights"] else Neighbours.none(axes)
         found = cls(float(value["offset"]), near, Support.from_dict(value))

@@ -101,8 +101,7 @@ def _row(run: MeasuredRun, predictor: Predictor, examples: list[Example]) -> dic
 def repeat_error(rounds: Sequence[Sequence[float]]) -> float:
     """Compute how far a round's median lies from the median of all other rounds: the mean over rounds.
 
-    Args:
-        rounds: Seconds of each step by round; of one round, each step counts as a round.
+    ``rounds``: seconds of each step by round; of one round, each step counts as a round.
     """
     parts = [np.array(steps) for steps in (rounds if len(rounds) > 1 else [[step] for step in rounds[0]])]
     if len(parts) < 2:

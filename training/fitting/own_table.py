@@ -112,13 +112,9 @@ def own_table(table: Measurements, hardware: Hardware, software: str = "", fabri
 def find_own_hardware(table: Measurements, stated: str, like: str) -> Hardware:
     """The device of a table.
 
-    Args:
-        table: The measurements.
-        stated: Preset or file of hardware; empty: the table's only device.
-        like: Preset whose facts count where none are known of the device; empty: none.
-
-    Raises:
-        TableError: If the table holds several devices, or an unknown one.
+    ``stated``: preset or file of hardware; empty: the table's only device.  ``like``: preset whose facts count where
+    none are known of the device; empty: none.  Raises ``TableError`` if the table holds several devices, or an unknown
+    one.
     """
     if not len(table):
         raise TableError(f"training needs rows of ops or collectives, got an empty table ({dict(table.skipped)})")
@@ -265,8 +261,7 @@ def pack_shapes(shapes: Iterable[Hashable]) -> str:
 def trained_on(manifest: Mapping[str, Any], shapes: Sequence[Hashable]) -> NDArray[np.bool_]:
     """Which shapes a predictor was trained on, by its manifest, ``(shapes,)``.
 
-    Raises:
-        PredictorError: If the manifest's list is damaged.
+    Raises ``PredictorError`` if the manifest's list is damaged.
     """
     packed = manifest.get("trained_shapes", "")
     try:

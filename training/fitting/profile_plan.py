@@ -176,9 +176,7 @@ def _links(devices: int, seconds: float) -> list[dict[str, Any]]:
 def time_shares(jobs: Sequence[Job], hardware: Hardware) -> dict[Op, float]:
     """Shares of the ops' time on the critical path, by op; every job counts alike, and all shares sum to 1.
 
-    Args:
-        jobs: Whose ops.
-        hardware: Its roofline gives the seconds, so nothing needs to be measured.
+    ``hardware``: its roofline gives the seconds, so nothing needs to be measured.
     """
     found: dict[Op, float] = {}
     for job in jobs:

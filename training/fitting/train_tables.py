@@ -57,12 +57,8 @@ FEWEST = 5  # fewest rows of a label and software for a correction
 def fit_ops(own: OwnTable, teachers: Sequence[Teacher], like: str, *, seed: int, say: Say) -> KernelModel:
     """Fit a device's ops: by its own trees if it has many rows, else by other devices' predictors.
 
-    Args:
-        own: Its rows.
-        teachers: Other devices' ops; none: everything is fitted from its own rows.
-        like: Name of the teacher whose efficiency is the first guess; empty: the mean of all.
-        seed: Of everything random.
-        say: Reports progress.
+    ``teachers``: other devices' ops; none: everything is fitted from its own rows.  ``like``: name of the teacher whose
+    efficiency is the first guess; empty: the mean of all.
     """
     names = np.array(own.labels(), dtype=object)
     counts = {name: int((names == name).sum()) for name in dict.fromkeys(names.tolist())}
@@ -114,10 +110,7 @@ def _correct(transfer: Transfer, ops: Sequence[Op], seconds: Array, seed: int) -
 def fit_links_of(rows: CollectiveRows, lender: Predictor, *, seed: int) -> CollectiveModel:
     """Fit a device's collectives; kinds that were not measured on it come from another device's links.
 
-    Args:
-        rows: Measured on it.
-        lender: A predictor of the package, whose links are the nearest.
-        seed: Of everything random.
+    ``rows``: measured on it.  ``lender``: a predictor of the package, whose links are the nearest.
     """
     other = lender.collective
     across = np.array([work.num_nodes > 1 for work in rows.collectives], dtype=np.bool_)
@@ -237,12 +230,8 @@ def fit_own_table(
 ) -> Predictor:
     """Fit a predictor to a device's rows, without saving it.
 
-    Args:
-        own: The rows.
-        like: Name of the predictor of the package whose efficiency is the first guess; empty: the mean of all.
-        seed: Of everything random.
-        say: Reports progress.
-        without: Predictors of the package that are left out, as if they did not exist.
+    ``like``: name of the predictor of the package whose efficiency is the first guess; empty: the mean of all.
+    ``without``: predictors of the package that are left out, as if they did not exist.
     """
     names = [name for name in shipped_names() if name not in without]
     teachers = [teacher_of(name) for name in names] if own.hardware.kind == "gpu" else []

@@ -64,13 +64,10 @@ class Intervals:
 def conformal_quantile(scores: Sequence[float], coverage: float = COVERAGE, *, too_few: float | None = None) -> float:
     """Find the score that a new one exceeds with a probability of at most ``1 - coverage``.
 
-    With the finite-sample correction of split-conformal prediction (Vovk et al. 2005; Lei et al. 2018).
-
-    Args:
-        scores: Scores of what was held out, in any order.
-        coverage: Probability, 0 to 1.
-        too_few: Returned if there are too few scores for the coverage; None: the largest score, stretched by the
-            ratio of the rank that is needed to the number of scores, and ``ROOFLINE_LOG`` if there is no score.
+    With the finite-sample correction of split-conformal prediction (Vovk et al. 2005; Lei et al. 2018).  ``scores``:
+    scores of what was held out, in any order.  ``coverage``: probability, 0 to 1.  ``too_few``: returned if there are
+    too few scores for the coverage; None: the largest score, stretched by the ratio of the rank that is needed to the
+    number of scores, and ``ROOFLINE_LOG`` if there is no score.
     """
     rank, count = math.ceil((len(scores) + 1) * coverage), len(scores)
     if rank > count and too_few is not None:
@@ -84,10 +81,9 @@ def conformal_quantile(scores: Sequence[float], coverage: float = COVERAGE, *, t
 def fit_intervals(log_residuals: Array, spread_log: float, coverage: float = COVERAGE) -> Intervals:
     """Fit a symmetric split-conformal interval.
 
-    Args:
-        log_residuals: ``log(measured / predicted)`` of runs that were held out, ``(runs,)``.
-        spread_log: The spread of repeated measurements, in log-seconds: the least half width.
-        coverage: Part of runs that the interval is meant to hold.
+    ``log_residuals``: ``log(measured / predicted)`` of runs that were held out, ``(runs,)``.  ``spread_log``: the
+    spread of repeated measurements, in log-seconds: the least half width.  ``coverage``: part of runs that the interval
+    is meant to hold.
     """
     if not len(log_residuals):
         return Intervals()
@@ -153,10 +149,8 @@ class PublishedRun:
 def _scale(share: Array, devices: Array, others: Array) -> Array:
     """The scale of errors.
 
-    Args:
-        share: Part of the time outside of what was measured.
-        devices: How many move in step.
-        others: Sources that ran on the chip, the run's own left out.
+    ``share``: part of the time outside of what was measured.  ``devices``: how many move in step.  ``others``: sources
+    that ran on the chip, the run's own left out.
     """
     evidence = 1.0 + CHIP_WEIGHT / np.maximum(others, 0.5)
     scale: Array = (1.0 + SHARE_WEIGHT * np.clip(share, 0.0, 1.0)) * _growth(devices) * evidence

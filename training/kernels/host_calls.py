@@ -177,9 +177,8 @@ def loop_seconds(physics: Physics, ops: Sequence[Op]) -> Array:
 def fit_loops(terms: Array, seconds: Array) -> Physics:
     """Constants of a machine.
 
-    Args:
-        terms: Sums of ``loop_terms`` over the calls that were measured together, ``(rows, terms)``.
-        seconds: Measured, ``(rows,)``.
+    ``terms``: sums of ``loop_terms`` over the calls that were measured together, ``(rows, terms)``.  ``seconds``:
+    measured, ``(rows,)``.
     """
     return fit_physics(terms, np.ones(len(terms)), seconds, LOOP_BOUNDS, noise=LOOP_NOISE, prior_std=LOOP_STD)
 
@@ -302,11 +301,7 @@ class HostCalls:
 
     @classmethod
     def from_dict(cls, value: Mapping[str, Any], trees: Mapping[str, Trees]) -> HostCalls:
-        """Read the result of ``to_dict``.
-
-        Raises:
-            ValueError: If a number is none that a fit finds.
-        """
+        """Read the result of ``to_dict``.  Raises ``ValueError`` if a number is none that a fit finds."""
         if value["terms"] != list(CALL_TERMS):
             raise ValueError(f"terms must be {', '.join(CALL_TERMS)}, got {value['terms']!r:.80}")
         known = {
@@ -338,12 +333,7 @@ class HostCalls:
 
 
 def fit_host_calls(rows: Iterable[tuple[str, Op, int, float]], seed: int = 0) -> HostCalls:
-    """Fit physics and trees.
-
-    Args:
-        rows: Call, op, phase and seconds of each distinct one.
-        seed: Of the trees.
-    """
+    """Fit physics and trees.  ``rows``: call, op, phase and seconds of each distinct one."""
     kept = [row for row in rows if row[3] > 0 and min(row[1].dims) > 0 and row[1].kind != FUSED]
     calls, ops, phases = [row[0] for row in kept], [row[1] for row in kept], [row[2] for row in kept]
     seconds = np.array([row[3] for row in kept]) + FLOOR_S

@@ -213,10 +213,8 @@ class KernelModel:
     def seconds(self, ops: Sequence[Op], busy: int, software: Sequence[str] = ()) -> Array:
         """Seconds of each op alone, shape ``(len(ops),)``; see ``derives`` for kinds that were not measured.
 
-        Args:
-            ops: Signatures.
-            busy: Devices of the node that compute at the same time.
-            software: What runs each op, as a part of its name; if it is unknown or empty: the one to predict for.
+        ``busy``: devices of the node that compute at the same time.  ``software``: what runs each op, as a part of its
+        name; if it is unknown or empty: the one to predict for.
         """
         if not ops:
             return np.zeros(0)
@@ -248,11 +246,7 @@ class KernelModel:
         return next((number for number, name in enumerate(known) if wanted in name.lower()), 0) if wanted else 0
 
     def check_software(self, software: str) -> None:
-        """Check that ops were measured with some software.
-
-        Raises:
-            PredictorError: If none of them were.
-        """
+        """Check that ops were measured with some software.  Raises ``PredictorError`` if none of them were."""
         known = sorted({name for names in self.software.values() for name in names})
         if software and not any(software.lower() in name.lower() for name in known):
             raise PredictorError(

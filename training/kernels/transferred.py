@@ -84,11 +84,8 @@ class Posterior:
 def fit_posterior(rows: Blocks, residuals: Array, seconds: Array, seed: int = 0) -> Posterior:
     """Fit to measured ops.
 
-    Args:
-        rows: Columns of the ops by term.
-        residuals: Log of the measured time over what other devices' efficiency says, ``(rows,)``.
-        seconds: Measured, ``(rows,)``: short ops are noisier.
-        seed: Of the choice of rows where there are more than ``MOST_ROWS``.
+    ``rows``: columns of the ops by term.  ``residuals``: log of the measured time over what other devices' efficiency
+    says, ``(rows,)``.  ``seconds``: measured, ``(rows,)``: short ops are noisier.
     """
     order = np.random.default_rng(seed).permutation(len(residuals))[:MOST_ROWS]
     kept, wanted, times = {name: rows[name][order] for name in TERMS}, residuals[order], seconds[order]
@@ -298,12 +295,7 @@ class Transfer:
     columns: Mapping[str, tuple[str, ...]] = field(default_factory=own_columns)
 
     def seconds(self, ops: Sequence[Op], variants: Sequence[int] | NDArray[np.int64] | int = 0) -> Array:
-        """Seconds of each op, ``(ops,)``.
-
-        Args:
-            ops: Of any kinds.
-            variants: Which software runs each; 0 is the one to predict for.
-        """
+        """Seconds of each op, ``(ops,)``.  ``variants``: which software runs each; 0 is the one to predict for."""
         seconds = np.array([roofline_seconds(op, self.hardware) for op in ops], dtype=np.float64)
         which = np.broadcast_to(np.asarray(variants), (len(ops),)).tolist()
         groups = rows_by((self._posterior_name(op, variant), op.dtype) for op, variant in zip(ops, which, strict=True))
@@ -355,8 +347,7 @@ class Transfer:
     def from_dict(cls, value: Mapping[str, Any], hardware: Hardware, teacher_of: Callable[[str], Teacher]) -> Transfer:
         """Read the result of ``to_dict``.
 
-        Raises:
-            PredictorError: If a teacher of the package is no longer the one that it was trained with.
+        Raises ``PredictorError`` if a teacher of the package is no longer the one that it was trained with.
         """
         teachers = tuple(teacher_of(str(name)) for name in value["teachers"])
         for teacher in teachers:

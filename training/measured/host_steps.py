@@ -69,12 +69,8 @@ class HostStep:
 def host_step(graphs: TraceGraphs, places: Sequence[int]) -> HostStep | None:
     """What a run's host does in one step, from the dataset's graphs of its steps.
 
-    Args:
-        graphs: The dataset.
-        places: Of the run's steps in it.
-
-    Returns:
-        Of the first rank.  None where a device computed, or no step was timed without a profiler.
+    ``graphs``: the dataset.  ``places``: of the run's steps in it.  Returns of the first rank.  None where a device
+    computed, or no step was timed without a profiler.
     """
     places = sorted(places, key=graphs.values("step").__getitem__)
     timed_s, ranks, hardware = (
@@ -154,10 +150,8 @@ _NOISE = 0.1  # deviation of log-seconds between steps
 def learn_host_calls(steps: Sequence[HostStep], alone: Alone | None = None, seed: int = 0) -> HostCalls:
     """Learn the durations of calls from steps.
 
-    Args:
-        steps: At least one of a single rank; those of several ranks of a host tell what calls lose beside each other.
-        alone: Shortest and longest seconds of calls that were measured alone, by label and op.
-        seed: Of the trees.
+    ``steps``: at least one of a single rank; those of several ranks of a host tell what calls lose beside each other.
+    ``alone``: shortest and longest seconds of calls that were measured alone, by label and op.
     """
     together = [step for step in steps if step.ranks > 1]
     steps = [step for step in steps if step.ranks == 1]
@@ -209,9 +203,8 @@ class _Run(NamedTuple):
 def learn_contention(steps: Sequence[HostStep], costs: HostCalls) -> dict[str, float]:
     """Factors by family of ops, ``""`` for all others; empty where ops lose nothing, or nothing tells.
 
-    Args:
-        steps: Of runs whose host several ranks shared.
-        costs: Learned from runs of one rank; only calls that these measured are compared.
+    ``steps``: of runs whose host several ranks shared.  ``costs``: learned from runs of one rank; only calls that these
+    measured are compared.
     """
     runs = [run for step in steps if (run := _compared(step, costs)).alone]
     if not runs:

@@ -131,9 +131,8 @@ _STEPS = 9
 def launches_in_traces(runs: Sequence[MeasuredRun], per_event_s: float) -> dict[str, float]:
     """Seconds that the host takes to launch an op or collective of each kind, the mean over runs.
 
-    Args:
-        runs: Traced, on a GPU; others say nothing.
-        per_event_s: What a profiler takes for each call that it records.
+    ``runs``: traced, on a GPU; others say nothing.  ``per_event_s``: what a profiler takes for each call that it
+    records.
     """
     found: dict[str, list[float]] = {}
     for run in runs:
@@ -169,10 +168,8 @@ def fit_launches(
 ) -> dict[str, float]:
     """Launch seconds by kind.
 
-    Args:
-        runs: Of a GPU, traced and timed without a profiler.
-        alone: What event profiles say, for kinds that no trace holds.
-        iterations: Predicted seconds of the runs' iterations from launch seconds by kind, ``(runs,)``.
+    ``runs``: of a GPU, traced and timed without a profiler.  ``alone``: what event profiles say, for kinds that no
+    trace holds.  ``iterations``: predicted seconds of the runs' iterations from launch seconds by kind, ``(runs,)``.
     """
     if not launches_in_traces(runs, 0.0):
         return dict(alone)
@@ -196,8 +193,7 @@ CLEAR_S = 2e-3  # by which a message was ready earlier where a rank certainly di
 def measured(step: dict[str, Any], track: Track) -> tuple[Floats, Floats]:
     """Start and end of every action of a track in one recorded step, from the first start; shape ``(num_actions,)``.
 
-    Raises:
-        ValueError: If the actions of a rank, or their order, are others than the track's.
+    Raises ``ValueError`` if the actions of a rank, or their order, are others than the track's.
     """
     start, end = np.empty((2, track.num_actions))
     for rank, rows in enumerate(step["ranks"]):
@@ -214,11 +210,8 @@ def measured(step: dict[str, Any], track: Track) -> tuple[Floats, Floats]:
 def fit_host(records: Sequence[tuple[Job, dict[str, Any]]]) -> tuple[float, float]:
     """Seconds that the runtime's host takes before each action, and to post a side of a message.
 
-    Args:
-        records: Jobs with pipelines on a box, and the records of their steps (``measure.noted_steps`` of the harness).
-
-    Returns:
-        Both 0 where nothing tells.
+    ``records``: jobs with pipelines on a box, and the records of their steps (``measure.noted_steps`` of the harness).
+    Returns both 0 where nothing tells.
     """
     gaps: Gaps = []
     for job, step in records:

@@ -53,8 +53,7 @@ class ImportedTimes:
 def read_imported_segments(folders: Iterable[Path], hardware: str = "") -> list[ImportedSegments]:
     """Read imported runs, except those that judge.
 
-    Raises:
-        TraceError: If a run was traced on another hardware than the one named.
+    Raises ``TraceError`` if a run was traced on another hardware than the one named.
     """
     runs = [run for run in map(read_imported, folders) if run.role != HELDOUT]
     for run in runs:
@@ -109,12 +108,8 @@ class RunGraphs(NamedTuple):
 def read_graphs(folders: Sequence[Path], scopes: Sequence[str] = ("segment",)) -> list[RunGraphs]:
     """Read the graphs of each traced run from a dataset that is made in a temporary folder.
 
-    Args:
-        folders: Run folders, each with traces.
-        scopes: ``segment``, and ``step`` for launches and overlap.
-
-    Raises:
-        TraceError: If a folder is no run, or its traces cannot be read.
+    ``folders``: run folders, each with traces.  ``scopes``: ``segment``, and ``step`` for launches and overlap.  Raises
+    ``TraceError`` if a folder is no run, or its traces cannot be read.
     """
     if not folders:
         return []

@@ -68,8 +68,7 @@ class Profile:
     def hardware(self, name: str, device: str) -> Hardware:
         """The measured hardware; facts that were not measured come from a preset of the same name.
 
-        Raises:
-            TraceError: If neither knows the facts.
+        Raises ``TraceError`` if neither knows the facts.
         """
         preset = find_hardware(name)
         if preset is not None and name == BOX:
@@ -116,14 +115,9 @@ def read_profiles(
 ) -> Profile:
     """Read every event file of some collections except ``HELDOUT``, and add the measurements of imported runs.
 
-    Args:
-        collections: Folders.
-        fabric: Of files which name none, and of imported runs.
-        imported: Runs that were imported.
-
-    Raises:
-        TraceError: If a folder is no collection or named twice, a file is not what the harness writes, or is of a box
-            with more than ``MOST_TRAINING_RANKS``; or if collectives were measured and no fabric is known.
+    ``collections``: folders.  ``fabric``: of files which name none, and of imported runs.  ``imported``: runs that were
+    imported.  Raises ``TraceError`` if a folder is no collection or named twice, a file is not what the harness writes,
+    or is of a box with more than ``MOST_TRAINING_RANKS``; or if collectives were measured and no fabric is known.
     """
     profile = Profile(fabric)
     collections = _distinct(collections)
@@ -215,8 +209,7 @@ def _distinct(collections: Iterable[Path]) -> list[Path]:
 def read_runs(collections: Iterable[Path], roles: Sequence[str] | None) -> list[MeasuredRun]:
     """Read the complete runs of some roles (None: all), with traces if there are any.
 
-    Raises:
-        TraceError: As ``read_profiles``.
+    Raises ``TraceError`` as ``read_profiles``.
     """
     chosen = []
     for collection in _distinct(collections):
@@ -233,8 +226,7 @@ def read_runs(collections: Iterable[Path], roles: Sequence[str] | None) -> list[
 def read_imported_runs(collections: Iterable[Path], hardware: str = "") -> list[ImportedSegments]:
     """Read the imported runs of some collections, except those that judge.
 
-    Raises:
-        TraceError: If a folder is no collection, or a run was traced on another hardware than the one named.
+    Raises ``TraceError`` if a folder is no collection, or a run was traced on another hardware than the one named.
     """
     folders = [folder for collection in _distinct(collections) for folder in read_collection(collection).imported]
     return read_imported_segments(folders, hardware)
@@ -251,8 +243,7 @@ def _check_ranks(ranks: int, where: Path) -> None:
 def check_hardware(runs: Sequence[MeasuredRun], name: str) -> None:
     """Check that every run is on the hardware to learn, and that all or none are compiled.
 
-    Raises:
-        TraceError: With the values.
+    Raises ``TraceError`` with the values.
     """
     compiled = [run.manifest.folder for run in runs if run.manifest.compiled]
     if 0 < len(compiled) < len(runs):

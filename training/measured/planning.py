@@ -37,11 +37,7 @@ def run_name(job: Job) -> str:
 
 
 def collectable(job: Job, max_ranks: int | None = None) -> None:
-    """Check that the harness can run a job unchanged.
-
-    Raises:
-        CollectError: With the rule and the values.
-    """
+    """Check that the harness can run a job unchanged.  Raises ``CollectError`` with the rule and the values."""
     problems = job_problems(job.to_dict())
     if problems:
         raise CollectError("; ".join(problems))
@@ -162,12 +158,8 @@ class SleepingLatency(RooflineLatency):
 def sleeps_of(job: Job, latency: LatencyModel) -> dict[str, Any]:
     """What the harness needs to run a sleeping job (``dataset.harness.models.sleeping``).
 
-    Args:
-        job: On a box.
-        latency: How long its ops would take.
-
-    Raises:
-        CollectError: If the harness cannot run it, or a layer would sleep for less than ``SHORTEST_BLOCK_S``.
+    ``job``: on a box.  ``latency``: how long its ops would take.  Raises ``CollectError`` if the harness cannot run it,
+    or a layer would sleep for less than ``SHORTEST_BLOCK_S``.
     """
     problems = sleeping_problems(job.to_dict())
     if problems:

@@ -167,14 +167,9 @@ def predict_captured(
 ) -> CapturedPrediction:
     """Predict one captured training step.
 
-    Args:
-        captured: The script's ranks.
-        hardware: Name of the devices; empty: those of the predictor.
-        fabric: Name of the links; empty: the usual ones of the devices.
-        predictor: As in ``predict``.
-
-    Raises:
-        PredictorError: If the predictor is for other hardware, or there is neither a predictor nor a preset.
+    ``hardware``: name of the devices; empty: those of the predictor.  ``fabric``: name of the links; empty: the usual
+    ones of the devices.  ``predictor``: as in ``predict``.  Raises ``PredictorError`` if the predictor is for other
+    hardware, or there is neither a predictor nor a preset.
     """
     if not hardware:
         if not isinstance(predictor, Predictor):

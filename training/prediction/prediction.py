@@ -347,13 +347,8 @@ def predict(
 def asked_predictor(hardware: str, predictor: Predictor | str | None) -> Predictor | None:
     """The predictor for a hardware; None: use its facts.
 
-    Args:
-        hardware: As in ``cluster.hardware``.
-        predictor: As in ``predict``.
-
-    Raises:
-        JobError: If ``predictor`` is something else.
-        PredictorError: If no predictor has that name.
+    ``hardware``: as in ``cluster.hardware``.  ``predictor``: as in ``predict``.  Raises ``JobError`` if ``predictor``
+    is something else.  Raises ``PredictorError`` if no predictor has that name.
     """
     if predictor is None:
         return shipped_predictor(hardware)
@@ -367,8 +362,7 @@ def asked_predictor(hardware: str, predictor: Predictor | str | None) -> Predict
 def named_predictor(name: str) -> Predictor:
     """The shipped predictor with a name or for a hardware of that name, or one of MLflow's registry.
 
-    Raises:
-        PredictorError: If there is none.
+    Raises ``PredictorError`` if there is none.
     """
     if name.startswith(REGISTERED):
         from stepsight.training.tracking.store import load_model_uri
@@ -390,11 +384,7 @@ def source_of_facts(job: Job) -> str:
 
 
 def latency_of_facts(job: Job) -> RooflineLatency:
-    """Durations from the hardware facts of a job.
-
-    Raises:
-        JobError: If the hardware is unknown.
-    """
+    """Durations from the hardware facts of a job.  Raises ``JobError`` if the hardware is unknown."""
     latency = preset_latency(job.cluster.hardware, job.fabric, job.execution.dispatch_calls)
     if latency is None:
         raise JobError(

@@ -132,12 +132,8 @@ def one_row(prediction: Answer) -> DataFrame:
 def plot_breakdown(prediction: Answer, axes: Axes | None = None) -> Axes:
     """Draw one bar for each cause of the iteration's time, with its share of the iteration.
 
-    Args:
-        prediction: What to draw.
-        axes: Where to draw; None: a new figure.
-
-    Returns:
-        The axes; ``axes.figure.savefig("breakdown.png")`` writes the figure.
+    ``axes``: where to draw; None: a new figure.  Returns the axes; ``axes.figure.savefig("breakdown.png")`` writes the
+    figure.
     """
     if axes is None:
         from matplotlib import pyplot

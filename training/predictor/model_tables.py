@@ -44,11 +44,7 @@ def write_manifest(folder: Path, manifest: Mapping[str, Any], hardware: str) -> 
 
 
 def read_predictor_manifest(folder: Path) -> dict[str, Any]:
-    """Read the manifest of a folder.
-
-    Raises:
-        PredictorError: If it is none, or one of another schema.
-    """
+    """Read the manifest of a folder.  Raises ``PredictorError`` if it is none, or one of another schema."""
     return read_part(folder / MANIFEST, _manifest)
 
 
@@ -63,13 +59,8 @@ def changed_files(folder: Path, manifest: Mapping[str, Any]) -> list[str]:
 def read_folder(folder: Path, parse: Callable[[dict[str, Any]], T], shipped: Sequence[str]) -> T:
     """Read a predictor's folder, none of whose files may have been changed.
 
-    Args:
-        folder: Of the predictor.
-        parse: Reads it, given its manifest.
-        shipped: Names that may be used instead of a folder.
-
-    Raises:
-        PredictorError: If it is no predictor, or its files are not those that were saved.
+    ``parse``: reads it, given its manifest.  ``shipped``: names that may be used instead of a folder.  Raises
+    ``PredictorError`` if it is no predictor, or its files are not those that were saved.
     """
     old = set_aside(folder)
     if old is not None:
@@ -101,8 +92,7 @@ def read_folder(folder: Path, parse: Callable[[dict[str, Any]], T], shipped: Seq
 def check_output(folder: Path) -> None:
     """Check that a predictor's folder is new, empty, or another predictor.
 
-    Raises:
-        StepsightError: If something else is there, or nothing can be written there.
+    Raises ``StepsightError`` if something else is there, or nothing can be written there.
     """
     rule = "a predictor is written to a new or empty folder or over a predictor, got"
     if folder.is_symlink():
@@ -118,8 +108,7 @@ def check_output(folder: Path) -> None:
 def read_part(path: Path, make: Callable[[Any], T]) -> T:
     """Parse one JSON file of a predictor.
 
-    Raises:
-        PredictorError: If it cannot be read, or ``make`` refuses what stands in it.
+    Raises ``PredictorError`` if it cannot be read, or ``make`` refuses what stands in it.
     """
     try:
         table = read_json(path)
@@ -139,11 +128,7 @@ def made(path: Path, make: Callable[[Any], T], table: Any) -> T:
 
 
 def tree_text(folder: Path, name: Any) -> str:
-    """LightGBM's text of trees in a file of a predictor.
-
-    Raises:
-        PredictorError: If it cannot be read.
-    """
+    """LightGBM's text of trees in a file of a predictor.  Raises ``PredictorError`` if it cannot be read."""
     path = folder / Path(str(name)).name  # never outside the folder
     try:
         return read_unpacked(path).decode("utf-8")
@@ -152,11 +137,7 @@ def tree_text(folder: Path, name: Any) -> str:
 
 
 def texts(value: Any, name: str) -> list[str]:
-    """A list of strings.
-
-    Raises:
-        PredictorError: If it is none.
-    """
+    """A list of strings.  Raises ``PredictorError`` if it is none."""
     if not isinstance(value, list) or not all(isinstance(text, str) for text in value):
         raise PredictorError(f"{name} of a predictor must be a list of texts, got {value!r:.80}")
     return value
@@ -219,13 +200,8 @@ def save_kernel(kernel: KernelModel, folder: Path) -> None:
 def load_kernel(folder: Path, hardware: Hardware, teacher_of: Callable[[str], Teacher]) -> KernelModel:
     """Read what ``save_kernel`` wrote.
 
-    Args:
-        folder: Of the predictor.
-        hardware: Of the predictor; another one with the same chip may have been measured.
-        teacher_of: Finds a shipped predictor that teaches others.
-
-    Raises:
-        PredictorError: If it is not that.
+    ``hardware``: of the predictor; another one with the same chip may have been measured.  ``teacher_of``: finds a
+    shipped predictor that teaches others.  Raises ``PredictorError`` if it is not that.
     """
 
     def make(table: dict[str, Any]) -> KernelModel:
@@ -258,8 +234,7 @@ def save_collective(collective: CollectiveModel, folder: Path) -> None:
 def load_collective(folder: Path) -> CollectiveModel:
     """Read what ``save_collective`` wrote; a table without ``nccl`` was trained on one host's messages.
 
-    Raises:
-        PredictorError: If it is not that.
+    Raises ``PredictorError`` if it is not that.
     """
 
     def make(table: dict[str, Any]) -> CollectiveModel:
@@ -284,8 +259,7 @@ def save_host_calls(host: HostCalls, folder: Path) -> None:
 def load_host_calls(folder: Path) -> HostCalls | None:
     """Read the files that ``save_host_calls`` wrote; None if the predictor has none.
 
-    Raises:
-        PredictorError: If it is not that.
+    Raises ``PredictorError`` if it is not that.
     """
     if not (folder / FILE).exists():
         return None
@@ -334,13 +308,8 @@ def _trees(folder: Path, file: Any, share: float, features: Sequence[str]) -> Tr
 def _check_features(table: Mapping[str, Any], terms: Sequence[str], kinds: Kinds) -> None:
     """Check a saved regressor against this version; predictors without a description have version 1.
 
-    Args:
-        table: What was saved.
-        terms: Names of the physical terms that this version computes.
-        kinds: Records of the kinds that there are.
-
-    Raises:
-        PredictorError: If it reads other terms or features, or kinds that are not there or have other codes.
+    ``terms``: names of the physical terms that this version computes.  ``kinds``: records of the kinds that there are.
+    Raises ``PredictorError`` if it reads other terms or features, or kinds that are not there or have other codes.
     """
     said = table.get(KEY, {})
     check_version(said.get("version", 1), "a regressor")

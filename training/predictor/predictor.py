@@ -193,9 +193,8 @@ class LearnedLatency:
     def outside(self, works: Sequence[Op | Collective]) -> tuple[str, list[str]]:
         """Work outside the measured range.
 
-        Returns:
-            Why all of it does (more devices of a node compute at once than were measured), and why each work does;
-            empty where it does not.
+        Returns why all of it does (more devices of a node compute at once than were measured), and why each work does;
+        empty where it does not.
         """
         return self._kernel.crowded(self.busy), [self._reason(work) for work in works]
 
@@ -438,8 +437,7 @@ def shipped_by_name(name: str) -> Predictor:
 def teacher_of(name: str) -> Teacher:
     """A shipped predictor whose efficiencies are used for other devices.
 
-    Raises:
-        PredictorError: If none has that name.
+    Raises ``PredictorError`` if none has that name.
     """
     if name not in shipped_names():
         raise PredictorError(f"{name!r:.80} must be a shipped predictor ({', '.join(shipped_names())})")

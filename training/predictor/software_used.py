@@ -59,8 +59,7 @@ class SoftwareUsed:
 def kernels_asked(predictor: Asked, job: Job) -> str:
     """The software whose kernels a job asks for, without its version; empty: that to predict for.
 
-    Raises:
-        PredictorError: If the predictor does not know that software, or not that version of it.
+    Raises ``PredictorError`` if the predictor does not know that software, or not that version of it.
     """
     asked = job.execution.kernels
     if not asked:
@@ -82,10 +81,8 @@ def kernels_asked(predictor: Asked, job: Job) -> str:
 def software_used(job: Job, predictor: Asked | None, works: Iterable[Op | Collective]) -> SoftwareUsed:
     """Find the software that a prediction of a job stands for.
 
-    Args:
-        job: What is predicted.
-        predictor: The predictor that answers; None: hardware facts.
-        works: Distinct ops and collectives of the job.
+    ``predictor``: the predictor that answers; None: hardware facts.  ``works``: distinct ops and collectives of the
+    job.
     """
     execution = job.execution
     unused, doubts = [], []

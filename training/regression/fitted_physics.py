@@ -56,9 +56,8 @@ def minimise(objective: Objective, start: Array, low: Array, high: Array, *, lon
 def robust_loss(residuals: Callable[[Array], tuple[Array, Array]], prior: Array, stds: Array) -> Objective:
     """Huber's loss of residuals, and a normal prior, for ``minimise``.
 
-    Args:
-        residuals: Returns the residuals of a point in deviations, ``(rows,)``, and their derivatives, ``(rows, n)``.
-        prior, stds: Mean and deviation of each number, ``(n,)``.
+    ``residuals``: returns the residuals of a point in deviations, ``(rows,)``, and their derivatives, ``(rows, n)``.
+    ``prior, stds``: mean and deviation of each number, ``(n,)``.
     """
 
     def objective(point: Array) -> tuple[float, Array, Array]:
@@ -123,8 +122,7 @@ class Physics:
     def check(self, kind: str, bounds: Bounds) -> None:
         """Check values read from a file against the bounds of a fit.
 
-        Raises:
-            ValueError: If these are no constants of so many terms, or beyond the bounds.
+        Raises ``ValueError`` if these are no constants of so many terms, or beyond the bounds.
         """
         num_terms = len(bounds.low)
         shapes = (self.log_constants.shape, self.busy_exponents.shape)

@@ -131,11 +131,8 @@ class Regressor:
     def gap(self, kind: str, position: Array) -> float:
         """Distance of a position from the nearest measured one, in log units of the axis where they differ most.
 
-        0 where the table is so large that positions are not kept.
-
-        Args:
-            kind: As in ``support``.
-            position: Its first axes, those that count.
+        0 where the table is so large that positions are not kept.  ``kind``: as in ``support``.  ``position``: its
+        first axes, those that count.
         """
         known = self.neighbours.get(kind)
         if known is None or not len(known.positions):
@@ -156,12 +153,8 @@ class Regressor:
     def check(self, num_axes: Callable[[str], int], bounds: Callable[[str], Bounds]) -> None:
         """Check values read from a file.
 
-        Args:
-            num_axes: Of a position, by kind.
-            bounds: Of the constants, by kind.
-
-        Raises:
-            ValueError: If its arrays do not fit each other, or a number is no such number.
+        ``num_axes``: of a position, by kind.  ``bounds``: of the constants, by kind.  Raises ``ValueError`` if its
+        arrays do not fit each other, or a number is no such number.
         """
         if set(self.support) != set(self.physics) or not set(self.neighbours) <= set(self.physics):
             raise ValueError("physics and support must be of the same kinds, and neighbours of no others")

@@ -168,11 +168,7 @@ class Trees:
     def check(self, names: Sequence[str]) -> None:
         """Parse the text now instead of on first use.
 
-        Args:
-            names: Of the features that there are.
-
-        Raises:
-            PredictorError: If it is no LightGBM model that can be evaluated here on these features.
+        Raises ``PredictorError`` if it is no LightGBM model that can be evaluated here on these features.
         """
         if not 0 < self.share <= 1:
             raise PredictorError(f"0 < share <= 1 must hold for trees, got {self.share}")

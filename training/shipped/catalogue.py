@@ -228,8 +228,7 @@ def shipped_without(name: str, source: str) -> Predictor | None:
 def read_recipe(recipe: Recipe, data: Path) -> tuple[OpRows, dict[str, Measurements]]:
     """Distinct ops of a recipe: rows of its hardware that are its ``own``, ``lent`` to it, and of ``others``.
 
-    Raises:
-        TableError: If a source is not there or malformed.
+    Raises ``TableError`` if a source is not there or malformed.
     """
     from stepsight.dataset.tables import Measurements
     from stepsight.training.shipped.from_tables import lend, op_table, products_alone
@@ -249,8 +248,7 @@ def read_recipe(recipe: Recipe, data: Path) -> tuple[OpRows, dict[str, Measureme
 def read_links(recipe: Recipe, data: Path) -> tuple[CollectiveRows, Measurements]:
     """Distinct collectives of a recipe, and their rows.
 
-    Raises:
-        TableError: If a source is not there or malformed.
+    Raises ``TableError`` if a source is not there or malformed.
     """
     from stepsight.dataset.tables import Measurements, read_table
     from stepsight.training.shipped.from_tables import collective_table

@@ -58,11 +58,8 @@ class OpRows:
 def op_table(table: Measurements, device: str, software: Sequence[str]) -> OpRows:
     """Ops of one device.
 
-    Args:
-        table: Any rows.
-        device: Whose rows.
-        software: Patterns of what ran them and of its precision (``library 1.0 bf16``), those to predict for first;
-            rows that match none are left out.
+    ``software``: patterns of what ran them and of its precision (``library 1.0 bf16``), those to predict for first;
+    rows that match none are left out.
     """
     groups = [re.compile(pattern) for pattern in software]
     variants: dict[str, int] = {}
@@ -89,14 +86,9 @@ def lend(table: Measurements, lender: Hardware, hardware: Hardware) -> Measureme
 def fit_table(rows: OpRows, hardware: Hardware, others: Measurements, *, seed: int = 0) -> KernelModel:
     """Fit one device's ops.
 
-    Args:
-        rows: Measured on it.
-        hardware: The device; kinds that were not measured stream at its bandwidth, or run at its roofline.
-        others: Rows of other devices, for ratios of kinds that ``rows`` lacks.
-        seed: Of everything random.
-
-    Raises:
-        TableError: If there are no rows.
+    ``rows``: measured on it.  ``hardware``: the device; kinds that were not measured stream at its bandwidth, or run at
+    its roofline.  ``others``: rows of other devices, for ratios of kinds that ``rows`` lacks.  Raises ``TableError`` if
+    there are no rows.
     """
     if not len(rows):
         raise TableError(f"fitting {hardware.name} needs measured ops of it, got none")
@@ -225,10 +217,8 @@ def products_alone(table: Measurements, hardware: Hardware) -> Measurements:
 def conversion_seconds(dims: Array, seconds: Array, hardware: Hardware) -> float:
     """Time of the conversion per element of the input; 0 if too few rows show it.
 
-    Args:
-        dims: ``m``, ``n`` and ``k`` of products with their conversion, shape ``(rows, 3)``.
-        seconds: Of each, shape ``(rows,)``.
-        hardware: Whose memory bounds it.
+    ``dims``: ``m``, ``n`` and ``k`` of products with their conversion, shape ``(rows, 3)``.  ``seconds``: of each,
+    shape ``(rows,)``.  ``hardware``: whose memory bounds it.
     """
     m, n, k = dims.T
     long = (m >= LEAST_ROWS) & (n >= LEAST_SIDE) & (k >= LEAST_SIDE)

@@ -99,9 +99,8 @@ def learn_chip(
 ) -> ChipPower:
     """Power of a chip estimated from some runs.
 
-    Args:
-        reference_w, idle_w, prior_log: As in ``ChipPower``.
-        runs: By source, the logarithm of each run's slowdown of products at that limit.
+    ``reference_w, idle_w, prior_log``: as in ``ChipPower``.  ``runs``: by source, the logarithm of each run's slowdown
+    of products at that limit.
     """
     told = {name: SourceClock(median(logs), len(logs)) for name, logs in runs.items() if logs}
     return ChipPower(reference_w, told, idle_w, prior_log)
@@ -110,9 +109,7 @@ def learn_chip(
 def tabled_power_w(chip: str, facts: Hardware) -> dict[str, float]:
     """Watts that the long products in a chip's table would have drawn at the highest clock, by type.
 
-    Args:
-        chip: As in ``Recipe``.
-        facts: The device of the table, with its power limit.
+    ``chip``: as in ``Recipe``.  ``facts``: the device of the table, with its power limit.
     """
     room = facts.power_w - facts.idle_w
     return {dtype: facts.idle_w + room * slowdown**3 for dtype, slowdown in TABLED.get(chip, {}).items()}
@@ -128,9 +125,7 @@ def chip_powers() -> Mapping[str, Mapping[str, ChipPower]]:
 def product_power_w(chip: str, without: str = "") -> dict[str, float]:
     """``Hardware.product_power_w`` of a chip.
 
-    Args:
-        chip: As in ``Recipe``.
-        without: A source of published runs that is not to count.
+    ``chip``: as in ``Recipe``.  ``without``: a source of published runs that is not to count.
     """
     found = {dtype: power.power_w(without) for dtype, power in chip_powers().get(chip, {}).items()}
     return {dtype: watts for dtype, watts in found.items() if watts}

@@ -27,11 +27,7 @@ _PORTS = {"http": 80, "https": 443, "postgresql": 5432, "mysql": 3306, "mssql": 
 
 
 def check_store(uri: str) -> None:
-    """Check that a store can be reached; called before long work.
-
-    Raises:
-        PredictorError: If not.
-    """
+    """Check that a store can be reached; called before long work.  Raises ``PredictorError`` if not."""
     problem = _unreachable(uri)
     if problem:
         raise PredictorError(f"tracking needs a store that can be reached, got {uri}: {problem}")
@@ -45,8 +41,7 @@ def is_missing(uri: str) -> bool:
 def check_exists(uri: str) -> None:
     """Check that a store can be reached and is there; MLflow would create a database that is missing.
 
-    Raises:
-        PredictorError: If not.
+    Raises ``PredictorError`` if not.
     """
     check_store(uri)
     if is_missing(uri):
@@ -129,14 +124,9 @@ _KEEP_ALIVE = {
 def store_lock(store: str | Path) -> Iterator[None]:
     """Hold the lock of a store until the block or this process ends; wait while another process holds it.
 
-    SQLite databases and files are locked through a file beside them, PostgreSQL through an advisory lock.  Other
-    stores have no lock.
-
-    Args:
-        store: A database URL, or the path of a file.
-
-    Raises:
-        StepsightError: If no file can be written beside the store.
+    SQLite databases and files are locked through a file beside them, PostgreSQL through an advisory lock. Other stores
+    have no lock.  ``store``: a database URL, or the path of a file.  Raises ``StepsightError`` if no file can be
+    written beside the store.
     """
     path = _lock_file(store)
     with ExitStack() as stack:
@@ -213,13 +203,9 @@ def load_predictor(name: str | Path) -> Predictor:
 def load_model_uri(uri: str, store: str = "") -> Predictor:
     """Load a registered predictor by MLflow's names: ``models:/h100@champion``, ``models:/stepsight-h100-sxm-80gb/3``.
 
-    Args:
-        uri: Its name is a registered model's, or a hardware's.
-        store: The registry; empty: the one that ``MLFLOW_REGISTRY_URI`` or ``MLFLOW_TRACKING_URI`` names, else
-            ``mlflow.db`` in the current folder.
-
-    Raises:
-        PredictorError: If there is no registry, or it holds no such version.
+    ``uri``: its name is a registered model's, or a hardware's.  ``store``: the registry; empty: the one that
+    ``MLFLOW_REGISTRY_URI`` or ``MLFLOW_TRACKING_URI`` names, else ``mlflow.db`` in the current folder.  Raises
+    ``PredictorError`` if there is no registry, or it holds no such version.
     """
     from mlflow.exceptions import MlflowException
 

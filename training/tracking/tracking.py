@@ -85,11 +85,8 @@ class TrackedRun:
     ) -> None:
         """Log and publish a trained predictor.
 
-        Args:
-            predictor: The predictor, saved in ``out``.
-            params, metrics: To log.
-            data: Digests of what trained it, by name.
-            compare: As in ``publish``.
+        ``predictor``: the predictor, saved in ``out``.  ``data``: digests of what trained it, by name.  ``compare``: as
+        in ``publish``.
         """
         manifest, hardware = predictor.manifest, predictor.hardware.name
         tags = {"hardware": hardware, "digest": manifest["digest"]}
@@ -177,13 +174,9 @@ def _save_model(folder: Path, out: Path) -> None:
 def begin_training(out: Path, stated: str | None, progress: bool) -> tuple[str, Callable[[str], None]]:
     """Check, before long work, that a predictor can be written and tracked.
 
-    Args:
-        out: Folder of the predictor.
-        stated: URI of the store that the user stated; None: a database beside ``out``.
-        progress: Whether to report on stderr.
-
-    Returns:
-        The store's URI, and what reports progress, with the seconds since the beginning.
+    ``out``: folder of the predictor.  ``stated``: URI of the store that the user stated; None: a database beside
+    ``out``.  ``progress``: whether to report on stderr.  Returns the store's URI, and what reports progress, with the
+    seconds since the beginning.
     """
     started = time.monotonic()
 
@@ -203,8 +196,7 @@ def begin_training(out: Path, stated: str | None, progress: bool) -> tuple[str, 
 def tracked(uri: str, run_name: str) -> Iterator[TrackedRun]:
     """An MLflow run that ends as ``FINISHED``, ``FAILED`` if the block raises, or ``KILLED`` if it is interrupted.
 
-    Raises:
-        PredictorError: If the store cannot be used; within seconds, before the block begins.
+    Raises ``PredictorError`` if the store cannot be used; within seconds, before the block begins.
     """
     from mlflow.exceptions import MlflowException
 
