@@ -15,8 +15,7 @@ from stepsight.experiments.reports.job_texts import demo_text
 from stepsight.experiments.reports.plots import plot_predicted_against_measured, plot_search
 from stepsight.experiments.search.search import search
 from stepsight.experiments.tasks.collecting import available_ranks, run_plan
-from stepsight.training.fitting.heldout import evaluate_heldout
-from stepsight.training.fitting.train_runs import train
+from stepsight.training.fitting.train_runs import evaluate_heldout, train
 from stepsight.training.measured.planning import make_plan
 from stepsight.training.tracking.tracking import reopened
 

@@ -20,7 +20,7 @@ from stepsight.dataset.job.frameworks import Framework
 from stepsight.dataset.job.job import Job
 from stepsight.experiments.evaluation.row_jobs import run_digest
 from stepsight.experiments.evaluation.runs_table import Row
-from stepsight.training.fitting.heldout import spearman
+from stepsight.training.fitting.train_runs import spearman
 from stepsight.training.predictor.software_used import SoftwareUsed
 
 Times = Sequence[float] | NDArray[np.float64]

@@ -26,9 +26,8 @@ from stepsight.experiments.studies.one_gpu_plans import CPU, OPS, VARIANTS, make
 from stepsight.experiments.studies.study import Row, Study, cases, rows_text
 from stepsight.experiments.tasks.collecting import read_plan, run_plan
 from stepsight.simulator.memory import estimate_memory
-from stepsight.training.fitting.heldout import evaluate_heldout
 from stepsight.training.fitting.own_table import LONG_S
-from stepsight.training.fitting.train_runs import train
+from stepsight.training.fitting.train_runs import evaluate_heldout, train
 from stepsight.training.measured.measured import HELDOUT
 from stepsight.training.measured.planning import run_name
 from stepsight.training.measured.stand_in_runs import stand_in_seconds

@@ -44,8 +44,7 @@ from stepsight.simulator.iteration.simulate import Simulation, simulate
 from stepsight.simulator.programs.lower import lower
 from stepsight.simulator.programs.segment import Segment
 from stepsight.simulator.schedules import KIND_NAMES
-from stepsight.training.fitting.heldout import spearman
-from stepsight.training.fitting.train_runs import train
+from stepsight.training.fitting.train_runs import spearman, train
 from stepsight.training.measured.planning import SleepingLatency
 from stepsight.training.prediction.prediction import Prediction, predict
 from stepsight.training.predictor.predictor import Predictor

@@ -15,8 +15,7 @@ from stepsight.dataset.job.job import BatchSpec, ClusterSpec, Job, ModelSpec, Pa
 from stepsight.dataset.kinds.op import Op
 from stepsight.dataset.runs.run_folder import read_run
 from stepsight.simulator.programs.lower import lower
-from stepsight.training.fitting.heldout import evaluate_heldout
-from stepsight.training.fitting.train_runs import train
+from stepsight.training.fitting.train_runs import evaluate_heldout, train
 from stepsight.training.measured.imported_facts import fit_launches, launches_alone, launches_in_traces
 from stepsight.training.measured.measured import read_runs
 from tests.dataset.kineto_files import MAIN, KinetoFile

@@ -1,21 +1,21 @@
-"""``train``: from collections to a saved, tracked predictor."""
+"""``train``: from collections to a saved, tracked predictor; predicted against measured times of held-out runs."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from stepsight.dataset.base.errors import JobError, TraceError
 from stepsight.dataset.base.files import digest, read_json
 from stepsight.dataset.hardware.hardware import Fabric, Hardware, find_fabric, usual_fabric
 from stepsight.training.collectives.collective_models import fit_collectives
-from stepsight.training.intervals.published_errors import Intervals
 from stepsight.training.kernels.kernel_models import fit_kernels
 from stepsight.training.measured.host_steps import learn_host_calls
 from stepsight.training.measured.imported_facts import (
@@ -40,8 +40,13 @@ from stepsight.training.measured.measured import (
 from stepsight.training.measured.stand_in_runs import predict_run
 from stepsight.training.predictor.predictor import Predictor
 from stepsight.training.regression.regressor import UNKNOWN
-from stepsight.training.tracking.tracking import TrackedRun, begin_training, tracked
+from stepsight.training.tracking.tracking import begin_training, tracked
 
+if TYPE_CHECKING:
+    from stepsight.training.context.fit_context import Example
+
+
+Array = NDArray[np.float64]
 MIN_RUNS = 4  # fewer cannot be held back in turn
 
 
@@ -83,7 +88,11 @@ def train(
     runs = read_runs(folders, roles)
     imported = read_imported_runs(folders, hardware_name)
     profile = read_profiles(folders, _fabric(hardware_name, runs), imported)
-    _check_measured(profile, runs, roles, folders)
+    if not profile.ops and not any(run.segments for run in runs):
+        raise TraceError(
+            f"training needs event profiles or traces of runs with role {' or '.join(roles)}, "
+            f"got none in {', '.join(map(str, folders))}"
+        )
     check_hardware(runs, hardware_name)
     device = next((str(run.manifest.fingerprint.get("device", "cpu")) for run in runs), profile.device or "cpu")
     hardware = with_imported(with_host(profile.hardware(hardware_name, device), runs), imported)
@@ -94,19 +103,9 @@ def train(
         predictor = replace(predictor, manifest=manifest)
         predictor.save(out)
         say("tracking in MLflow")
-        _track(run, predictor, out, folders)
+        run.finish(predictor, out, _compared(predictor, folders))
     say(f"done: {out}")
     return Predictor.load(out)
-
-
-def _check_measured(
-    profile: Profile, runs: Sequence[MeasuredRun], roles: Sequence[str], folders: Sequence[Path]
-) -> None:
-    if not profile.ops and not any(run.segments for run in runs):
-        raise TraceError(
-            f"training needs event profiles or traces of runs with role {' or '.join(roles)}, "
-            f"got none in {', '.join(map(str, folders))}"
-        )
 
 
 def _fabric(hardware_name: str, runs: Sequence[MeasuredRun]) -> Fabric | None:
@@ -158,8 +157,8 @@ def _learn(
         for family, error in model.errors.items()
         if error < UNKNOWN  # too few rows of a family to leave any out
     }
-    predictor = _with_launches(Predictor(hardware, kernel, collective, manifest={"metrics": metrics}), profile, runs)
-    predictor = _with_host_calls(predictor, imported, profile, seed, say)
+    predictor = Predictor(hardware, kernel, collective, manifest={"metrics": metrics})
+    predictor = _with_host_calls(_with_launches(predictor, profile, runs), imported, profile, seed, say)
     if not runs and len(imported) < MIN_RUNS:
         return predictor
     from stepsight.training.context.learn_context import learn_context
@@ -196,10 +195,6 @@ def _with_launches(predictor: Predictor, profile: Profile, runs: Sequence[Measur
     alone = launches_alone(profile.ops, profile.op_host_seconds)
     kinds = fit_launches(timed, alone, lambda kinds: iteration_times(timed, having(kinds)))
     return having(kinds) if kinds else predictor
-
-
-def _mape(predicted: Any, measured: Any) -> float:
-    return 100 * float(np.mean(np.abs(predicted / measured - 1)))
 
 
 def _manifest(
@@ -239,7 +234,7 @@ def _compared(predictor: Predictor, folders: Sequence[Path]) -> Callable[[Predic
         if whole and not trained & {run.manifest.name for run in whole}:
             measured = np.array([run.manifest.iteration_time_s for run in whole])
             own, its = (
-                _mape(np.array([predict_run(run.manifest, p).iteration_time_s for run in whole]), measured)
+                mape(np.array([predict_run(run.manifest, p).iteration_time_s for run in whole]), measured)
                 for p in (predictor, champion)
             )
             return own, its
@@ -250,16 +245,127 @@ def _compared(predictor: Predictor, folders: Sequence[Path]) -> Callable[[Predic
     return compare
 
 
-def _track(run: TrackedRun, predictor: Predictor, out: Path, folders: Sequence[Path]) -> None:
-    manifest = predictor.manifest
-    params = {
-        "num_ops": manifest["num_ops"],
-        "num_collectives": manifest["num_collectives"],
-        "num_runs": len(manifest["runs"]),
-        "context_model": manifest["context_model"].get("ships", "none"),
-        "families_with_trees": " ".join(sorted(predictor.kernel.regressor.trees)) or "none",
-        "interval_coverage": predictor.intervals.coverage if predictor.intervals != Intervals() else 0.0,
+@dataclass(frozen=True)
+class HeldoutEvaluation:
+    """Errors and coverage of a predictor on held-out runs."""
+
+    # one per run: run, job, measured_s, spread_percent, repeat_percent, num_steps, predicted_s, low_s, high_s,
+    # error_percent, predicted_without_gnn_s, unsupported, and the run's own op_error_regressor and op_error_with_gnn
+    rows: list[dict[str, Any]]
+    mape: float  # mean absolute error of the iteration time, percent
+    floor: float  # mean of repeat_percent: the error that measuring the runs again would have, percent
+    mape_without_gnn: float  # the same by regressors alone, percent
+    spearman: float  # rank correlation of predicted and measured iteration times
+    coverage: float  # percent of the runs that their interval holds
+    op_error_regressor: float  # time-weighted error of ops in context by regressors alone, percent; 0 without traces
+    op_error_with_gnn: float  # the same with the context model that ships, whichever it is
+
+
+def evaluate_heldout(predictor: Predictor, collection: Path, *, role: str = "heldout") -> HeldoutEvaluation:
+    """Predict every run of a role and compare the prediction with the measured time.
+
+    Emulated pipeline stages judge only ops, because their iterations are not iterations of a job.
+
+    Raises:
+        TraceError: If the collection has no such run to judge iterations by, or one of them trained the predictor.
+        PredictorError: If a run was on other hardware.
+    """
+    runs = read_runs([collection], (role,))
+    if not any(run.manifest.whole for run in runs):
+        got = f"{len(runs)} that stand in for stages" if runs else "none"
+        raise TraceError(f"evaluation needs runs with role {role!r:.80}, got {got} in {collection}")
+    trained = set(predictor.manifest.get("runs", ())) & {run.manifest.name for run in runs}
+    known = {Path(str(path)).resolve() for path in predictor.manifest.get("collections", ())}
+    if trained and role != "train" and collection.resolve() in known:
+        raise TraceError(f"runs that trained a predictor cannot judge it, got {', '.join(sorted(trained))}")
+    examples = _examples(runs, predictor)
+    rows = [
+        _row(run, predictor, [e for e in examples if e.run == run.manifest.name]) for run in runs if run.manifest.whole
+    ]
+    measured = np.array([row["measured_s"] for row in rows])
+    predicted = np.array([row["predicted_s"] for row in rows])
+    alone = np.array([row["predicted_without_gnn_s"] for row in rows])
+    held = [row["low_s"] <= row["measured_s"] <= row["high_s"] for row in rows]
+    return HeldoutEvaluation(
+        rows,
+        mape(predicted, measured),
+        float(np.mean([row["repeat_percent"] for row in rows])),
+        mape(alone, measured),
+        spearman(predicted, measured),
+        100.0 * float(np.mean(held)),
+        *_op_errors(examples, predictor),
+    )
+
+
+def _row(run: MeasuredRun, predictor: Predictor, examples: list[Example]) -> dict[str, Any]:
+    manifest = run.manifest
+    prediction = predict_run(manifest, predictor)
+    alone = predict_run(manifest, predictor.without_context)
+    measured = manifest.iteration_time_s
+    steps = np.array(manifest.step_seconds)
+    by_regressor, with_gnn = _op_errors(examples, predictor)
+    return {
+        "run": manifest.name,
+        "job": manifest.job.name,
+        "measured_s": measured,
+        "spread_percent": 100 * float(np.std(steps) / measured),
+        "repeat_percent": 100 * repeat_error(manifest.rounds),
+        "num_steps": len(steps),
+        "predicted_s": prediction.iteration_time_s,
+        "low_s": prediction.low_s,
+        "high_s": prediction.high_s,
+        "error_percent": 100 * (prediction.iteration_time_s / measured - 1),
+        "predicted_without_gnn_s": alone.iteration_time_s,
+        "unsupported": len(prediction.unsupported),
+        "op_error_regressor": by_regressor,
+        "op_error_with_gnn": with_gnn,
     }
-    metrics = {key.replace("@", "_"): value for key, value in manifest["metrics"].items()}
-    data = {name: value for name, value in manifest["data_digests"].items() if value}
-    run.finish(predictor, out, params, metrics, data, _compared(predictor, folders))
+
+
+def repeat_error(rounds: Sequence[Sequence[float]]) -> float:
+    """Compute how far a round's median lies from the median of all other rounds: the mean over rounds.
+
+    ``rounds``: seconds of each step by round; of one round, each step counts as a round.
+    """
+    parts = [np.array(steps) for steps in (rounds if len(rounds) > 1 else [[step] for step in rounds[0]])]
+    if len(parts) < 2:
+        return 0.0
+    others = [np.median(np.concatenate(parts[:at] + parts[at + 1 :])) for at in range(len(parts))]
+    return float(np.mean([abs(np.median(part) / other - 1) for part, other in zip(parts, others, strict=True)]))
+
+
+def _op_errors(examples: list[Example], predictor: Predictor) -> tuple[float, float]:
+    """Errors of ops in context by regressors alone, and with the context model; 0 without examples."""
+    if not examples:
+        return 0.0, 0.0
+    from stepsight.training.context.fit_context import op_error
+
+    alone = op_error(examples, None, predictor.hardware)
+    return alone, op_error(examples, predictor.context, predictor.hardware)
+
+
+def _examples(runs: list[MeasuredRun], predictor: Predictor) -> list[Example]:
+    if not any(run.segments for run in runs):
+        return []
+    from stepsight.training.context.examples import make_examples
+
+    return make_examples(runs, predictor)
+
+
+def mape(predicted: Array, measured: Array) -> float:
+    return 100.0 * float(np.mean(np.abs(predicted / measured - 1)))
+
+
+def spearman(one: Array, two: Array) -> float:
+    """Rank correlation, ties ranked by their mean; 1 for fewer than two values."""
+    if len(one) < 2:
+        return 1.0
+    first, second = _ranks(one), _ranks(two)
+    if min(first.std(), second.std()) == 0:
+        return 0.0
+    return float(np.corrcoef(first, second)[0, 1])
+
+
+def _ranks(values: Array) -> Array:
+    _, inverse, counts = np.unique(values, return_inverse=True, return_counts=True)
+    return np.asarray((np.cumsum(counts) - (counts - 1) / 2)[inverse])

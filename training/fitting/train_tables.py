@@ -9,18 +9,16 @@ from contextlib import suppress
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from stepsight.dataset.base.errors import JobError, TableError
 from stepsight.dataset.base.files import digest
-from stepsight.dataset.hardware.hardware import Fabric, canonical_hardware, find_fabric, roofline_seconds, usual_fabric
-from stepsight.dataset.kinds.op import Op
+from stepsight.dataset.hardware.hardware import canonical_hardware, find_fabric, roofline_seconds, usual_fabric
 from stepsight.dataset.tables import Measurements
-from stepsight.training.collectives.between_nodes import UNFITTED, fit_between_nodes
-from stepsight.training.collectives.collective_models import CollectiveModel, fit_collectives, label_of
+from stepsight.training.collectives.collective_models import label_of
 from stepsight.training.fitting.own_table import (
     OwnTable,
     family_figures,
@@ -31,7 +29,7 @@ from stepsight.training.fitting.own_table import (
     shape_of,
     trained_on,
 )
-from stepsight.training.kernels.kernel_models import KernelModel, fit_kernels, label
+from stepsight.training.kernels.kernel_models import KernelModel, fit_kernels
 from stepsight.training.kernels.transferred import (
     AskedOps,
     Correction,
@@ -41,14 +39,13 @@ from stepsight.training.kernels.transferred import (
     name_of,
 )
 from stepsight.training.predictor.predictor import Predictor, shipped_by_name, shipped_names, teacher_of
-from stepsight.training.regression.regressor import Regressor
+from stepsight.training.regression.regressor import Regressor, rows_by
 from stepsight.training.shipped.catalogue import RECIPES
-from stepsight.training.shipped.from_tables import CollectiveRows
-from stepsight.training.tracking.tracking import TrackedRun, begin_training, tracked
+from stepsight.training.shipped.from_tables import OpRows, fit_links
+from stepsight.training.tracking.tracking import begin_training, tracked
 
 Array = NDArray[np.float64]
 Say = Callable[[str], None]
-T = TypeVar("T")
 
 ENOUGH = 2000  # fewest rows of a label for its own trees: B200 7.7 % against 8.5, L40S 9.4 against 12.5
 FEWEST = 5  # fewest rows of a label and software for a correction
@@ -71,11 +68,12 @@ def fit_ops(own: OwnTable, teachers: Sequence[Teacher], like: str, *, seed: int,
             rows.ops, 1, rows.seconds, own.hardware, variants=rows.variants, seed=seed, judged=not teachers
         )
     transfer = Transfer(own.hardware, tuple(teachers), like)
+    groups = rows_by(name_of(name, variant) for name, variant in zip(names, own.ops.variants.tolist(), strict=True))
     posteriors = {}
-    for name, index in _groups(own, names, ~many).items():
-        rows = own.ops.take(np.array(index))
-        say(f"transfer: {len(rows)} ops of {name}")
-        posteriors[name] = _correct(transfer, rows.ops, rows.seconds, seed)
+    for name, index in groups.items():
+        if not many[index[0]] and len(index) >= FEWEST:
+            say(f"transfer: {len(index)} ops of {name}")
+            posteriors[name] = _correct(transfer, own.ops.take(index), seed)
     return replace(
         kernel,
         derives=own.hardware.kind == "gpu",
@@ -84,71 +82,19 @@ def fit_ops(own: OwnTable, teachers: Sequence[Teacher], like: str, *, seed: int,
     )
 
 
-def _groups(own: OwnTable, names: NDArray[np.object_], few: NDArray[np.bool_]) -> dict[str, list[int]]:
-    """Rows of each label and software with enough rows for a correction."""
-    found: dict[str, list[int]] = {}
-    for index in np.flatnonzero(few).tolist():
-        found.setdefault(name_of(names[index], int(own.ops.variants[index])), []).append(index)
-    return {name: index for name, index in found.items() if len(index) >= FEWEST}
-
-
-def _correct(transfer: Transfer, ops: Sequence[Op], seconds: Array, seed: int) -> Correction:
+def _correct(transfer: Transfer, rows: OpRows, seed: int) -> Correction:
     """The correction of ops of one label, in any precision."""
-    roofline = np.array([roofline_seconds(op, transfer.hardware) for op in ops])
-    residuals, blocks = np.log(seconds / roofline), []
-    order: list[int] = []
-    for dtype in dict.fromkeys(op.dtype for op in ops):
-        index = [place for place, op in enumerate(ops) if op.dtype == dtype]
-        base, rows = transfer.rows_of([ops[place] for place in index])
+    roofline = np.array([roofline_seconds(op, transfer.hardware) for op in rows.ops])
+    residuals, blocks = np.log(rows.seconds / roofline), []
+    precisions = rows_by(op.dtype for op in rows.ops)
+    for index in precisions.values():
+        base, columns = transfer.rows_of([rows.ops[place] for place in index])
         residuals[index] -= base
-        blocks.append(rows)
-        order += index
-    rows = {term: np.concatenate([block[term] for block in blocks]) for term in blocks[0]}
-    return fit_correction(AskedOps([ops[place] for place in order], rows, seconds[order]), residuals[order], seed)
-
-
-def fit_links_of(rows: CollectiveRows, lender: Predictor, *, seed: int) -> CollectiveModel:
-    """Fit a device's collectives; kinds that were not measured on it come from another device's links.
-
-    ``rows``: measured on it.  ``lender``: a predictor of the package, whose links are the nearest.
-    """
-    other = lender.collective
-    across = np.array([work.num_nodes > 1 for work in rows.collectives], dtype=np.bool_)
-    within, between = rows.take(np.flatnonzero(~across)), rows.take(np.flatnonzero(across))
-    model = fit_collectives(within.collectives, within.fabrics, within.seconds, seed=seed, nccl=True)
-    own, base = model.regressor, other.regressor
-
-    def both(mine: Mapping[str, T], lent: Mapping[str, T]) -> dict[str, T]:
-        return {**{name: part for name, part in lent.items() if name not in own.physics}, **mine}
-
-    regressor = replace(
-        own,
-        physics=both(own.physics, base.physics),
-        trees=both(own.trees, base.trees),
-        neighbours=both(own.neighbours, base.neighbours),
-        support=both(own.support, base.support),
-    )
-    nodes = other.between
-    if len(between):
-        nodes = fit_between_nodes(between.collectives, between.fabrics, between.seconds, start=other.between)
-    measured = {label_of(work) for work in rows.collectives}
-    carried = tuple(sorted(set(other.labels) - measured))
-    return replace(model, regressor=regressor, between=nodes or UNFITTED, carried=carried)
-
-
-def nearest_links(fabric: Fabric, predictors: Sequence[Predictor]) -> Predictor:
-    """The predictor whose device has the most similar usual links within a node."""
-
-    def distance(predictor: Predictor) -> float:
-        links = find_fabric(usual_fabric(predictor.hardware.name)).intra_node
-        return abs(float(np.log(links.bandwidth_bytes_per_s / fabric.intra_node.bandwidth_bytes_per_s)))
-
-    return min(predictors, key=distance)
-
-
-def label_of_work(op: Op, model: KernelModel) -> str:
-    """Family of an op, with the precision if it has its own kernels."""
-    return label(op.family, op, model.hardware)
+        blocks.append(columns)
+    order = np.concatenate(list(precisions.values()))
+    columns = {term: np.concatenate([block[term] for block in blocks]) for term in blocks[0]}
+    asked = AskedOps([rows.ops[place] for place in order], columns, rows.seconds[order])
+    return fit_correction(asked, residuals[order], seed)
 
 
 FEWEST_TO_SPLIT = 25  # fewest rows for holding out a fifth of the shapes
@@ -209,7 +155,7 @@ def train_tables(
         told |= {"held_out": held_out, "mlflow_run_id": run.run_id, "mlflow_uri": uri, "warnings": few_rows(used)}
         predictor = replace(predictor, manifest={**_manifest(table, whole, used, software), **told})
         predictor.save(out)
-        _track(run, predictor, out, whole)
+        run.finish(predictor, out, _compared(predictor, whole))
     say(f"done: {out}")
     return Predictor.load(out)
 
@@ -240,21 +186,25 @@ def fit_own_table(
     if links is None and (usual := _usual(own.hardware.name)):
         links = find_fabric(usual)
     lenders = [shipped_by_name(name) for name in ([like] if like else names)]
-    lender = lenders[0] if links is None else nearest_links(links, lenders)
-    return Predictor(own.hardware, kernel, fit_links_of(own.collectives, lender, seed=seed))
+    if links is not None:
+        speed = links.intra_node.bandwidth_bytes_per_s
+        usual_speeds = [find_fabric(usual_fabric(p.hardware.name)).intra_node.bandwidth_bytes_per_s for p in lenders]
+        lender = lenders[int(np.argmin(np.abs(np.log(np.array(usual_speeds) / speed))))]
+    else:
+        lender = lenders[0]
+    return Predictor(own.hardware, kernel, fit_links(own.collectives, seed=seed, lender=lender.collective))
 
 
 def judge_own_table(predictor: Predictor, rows: OwnTable) -> dict[str, Any]:
     """Errors of a predictor on rows of its device, by family."""
     software = [rows.software[name][variant] for name, variant in zip(rows.labels(), rows.ops.variants, strict=True)]
     predicted = predictor.kernel.seconds(rows.ops.ops, 1, software)
-    names = [label_of_work(op, predictor.kernel) for op in rows.ops.ops]
     links = rows.collectives
     timed = [
         float(predictor.collective.seconds([work], fabric)[0])
         for work, fabric in zip(links.collectives, links.fabrics, strict=True)
     ]
-    names += [label_of(work) for work in links.collectives]
+    names = [*rows.labels(), *map(label_of, links.collectives)]
     return family_figures(names, np.append(predicted, timed), np.append(rows.ops.seconds, links.seconds))
 
 
@@ -336,7 +286,7 @@ def _compared(predictor: Predictor, whole: OwnTable) -> Callable[[Predictor], tu
         same = all(own[key] == its.get(key) for key in ("sources", "seed"))
         if not (same and own["held_out"] and its.get("held_out")):
             return None
-        return _mean(predictor.manifest["held_out"]), _mean(champion.manifest["held_out"])
+        return _mean(own["held_out"]), _mean(its["held_out"])
 
     return compare
 
@@ -344,14 +294,3 @@ def _compared(predictor: Predictor, whole: OwnTable) -> Callable[[Predictor], tu
 def _mean(figures: Mapping[str, Any]) -> float:
     """Mean error in percent over the rows of all families."""
     return float(np.average([f["mape"] for f in figures.values()], weights=[f["rows"] for f in figures.values()]))
-
-
-def _track(run: TrackedRun, predictor: Predictor, out: Path, whole: OwnTable) -> None:
-    manifest = predictor.manifest
-    params = {key: manifest[key] for key in ("samples", "num_ops", "num_collectives", "like")}
-    metrics = {
-        f"held_out_{name.replace('/', '_')}_mape_percent": figures["mape"]
-        for name, figures in manifest["held_out"].items()
-    }
-    data = {name[:200]: file["digest"] for name, file in list(manifest["sources"].items())[:50]}
-    run.finish(predictor, out, params, metrics, data, _compared(predictor, whole))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,7 +14,7 @@ from stepsight.dataset.base.errors import TableError
 from stepsight.dataset.hardware.hardware import Fabric, Hardware, find_fabric, roofline_seconds
 from stepsight.dataset.kinds.op import Collective, Op
 from stepsight.dataset.tables import Measurements
-from stepsight.training.collectives.between_nodes import fit_between_nodes
+from stepsight.training.collectives.between_nodes import UNFITTED, fit_between_nodes
 from stepsight.training.collectives.collective_models import CollectiveModel, fit_collectives, label_of
 from stepsight.training.kernels.kernel_models import (
     MAX_LOG_RATIO,
@@ -181,14 +182,28 @@ def collective_table(
     )
 
 
-def fit_links(rows: CollectiveRows, *, seed: int = 0) -> CollectiveModel:
-    """Fit NCCL's collectives; kinds that were measured only on other links are marked."""
+def fit_links(rows: CollectiveRows, *, seed: int = 0, lender: CollectiveModel | None = None) -> CollectiveModel:
+    """Fit NCCL's collectives; kinds that were measured only on other links are marked.
+
+    ``lender``: answers for kinds that ``rows`` lack, and its factors are the prior between nodes.
+    """
     across = np.array([c.num_nodes > 1 for c in rows.collectives], dtype=np.bool_)
     within, between = rows.take(np.flatnonzero(~across)), rows.take(np.flatnonzero(across))
     model = fit_collectives(within.collectives, within.fabrics, within.seconds, seed=seed, nccl=True)
-    model = replace(model, between=fit_between_nodes(between.collectives, between.fabrics, between.seconds))
-    own = {label_of(c) for c, measured in zip(rows.collectives, rows.own, strict=True) if measured}
-    return replace(model, carried=tuple(sorted({label_of(c) for c in rows.collectives} - own)))
+    nodes = UNFITTED if lender is None or lender.between is None else lender.between
+    if len(between):
+        start = None if lender is None else lender.between
+        nodes = fit_between_nodes(between.collectives, between.fabrics, between.seconds, start=start)
+    measured = {label_of(c) for c, own in zip(rows.collectives, rows.own, strict=True) if own}
+    known, regressor = set(map(label_of, rows.collectives)), model.regressor
+    if lender is not None:
+        known |= set(lender.labels)
+        parts: dict[str, Any] = {}
+        for part in ("physics", "trees", "neighbours", "support"):
+            lent, own = getattr(lender.regressor, part), getattr(regressor, part)
+            parts[part] = {**{label: of for label, of in lent.items() if label not in regressor.physics}, **own}
+        regressor = replace(regressor, **parts)
+    return replace(model, regressor=regressor, between=nodes, carried=tuple(sorted(known - measured)))
 
 
 LEAST_ROWS, LEAST_SIDE = 4096, 1024  # fewest products that are long enough for an estimate

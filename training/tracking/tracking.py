@@ -17,6 +17,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from stepsight.dataset.base.errors import PredictorError
+from stepsight.training.intervals.published_errors import Intervals
 from stepsight.training.predictor.model_tables import check_output
 from stepsight.training.predictor.predictor import Predictor
 from stepsight.training.tracking.store import (
@@ -39,6 +40,7 @@ ANSWERS = ("iteration_time_s", "low_s", "high_s", "tokens_per_s", "peak_memory_b
 CHALLENGER = "challenger"
 Compare = Callable[[Predictor], tuple[float, float] | None]
 PROCESS = "stepsight.process"  # tag: the process that wrote a run
+_PARAMS = ("seed", "num_ops", "num_collectives", "samples", "like")  # of the manifest
 _EXISTS = "RESOURCE_ALREADY_EXISTS"
 
 
@@ -74,26 +76,27 @@ class TrackedRun:
         tag = InputTag("mlflow.data.context", context)
         self._client.log_inputs(self.run_id, [DatasetInput(dataset, [tag])])
 
-    def finish(
-        self,
-        predictor: Predictor,
-        out: Path,
-        params: Mapping[str, Any],
-        metrics: Mapping[str, float],
-        data: Mapping[str, str],
-        compare: Compare,
-    ) -> None:
-        """Log and publish a trained predictor.
-
-        ``predictor``: the predictor, saved in ``out``.  ``data``: digests of what trained it, by name.  ``compare``: as
-        in ``publish``.
-        """
+    def finish(self, predictor: Predictor, out: Path, compare: Compare) -> None:
+        """Log and publish a trained predictor that is saved in ``out``; ``compare`` as in ``publish``."""
         manifest, hardware = predictor.manifest, predictor.hardware.name
+        params = {"hardware": hardware, **{key: manifest[key] for key in _PARAMS if key in manifest}}
+        if "runs" in manifest:
+            params |= {
+                "num_runs": len(manifest["runs"]),
+                "context_model": manifest["context_model"].get("ships", "none"),
+                "families_with_trees": " ".join(sorted(predictor.kernel.regressor.trees)) or "none",
+                "interval_coverage": predictor.intervals.coverage if predictor.intervals != Intervals() else 0.0,
+            }
+        metrics = {key.replace("@", "_"): value for key, value in manifest["metrics"].items()}
+        for name, figures in manifest.get("held_out", {}).items():
+            metrics[f"held_out_{name.replace('/', '_')}_mape_percent"] = figures["mape"]
         tags = {"hardware": hardware, "digest": manifest["digest"]}
         tags |= {f"version.{name}": value for name, value in manifest["versions"].items()}
-        self.log({"hardware": hardware, "seed": manifest["seed"], **params}, metrics, tags)
-        for name, value in data.items():
-            self.log_data(name, value, "training")
+        self.log(params, metrics, tags)
+        files = {name[:200]: file["digest"] for name, file in list(manifest.get("sources", {}).items())[:50]}
+        for name, value in manifest.get("data_digests", files).items():
+            if value:
+                self.log_data(name, value, "training")
         self.publish(out, hardware, tags, compare)
 
     def publish(

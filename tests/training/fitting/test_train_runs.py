@@ -19,8 +19,7 @@ from stepsight.dataset.job.job import BatchSpec, ClusterSpec, Job, ModelSpec, Pa
 from stepsight.dataset.kinds.op import Collective, Op
 from stepsight.simulator.iteration.simulate import simulate
 from stepsight.simulator.programs.lower import signatures
-from stepsight.training.fitting.heldout import evaluate_heldout, spearman
-from stepsight.training.fitting.train_runs import train
+from stepsight.training.fitting.train_runs import evaluate_heldout, spearman, train
 from stepsight.training.predictor.predictor import Predictor
 from stepsight.training.tracking.store import load_model_uri
 from stepsight.training.tracking.tracking import default_uri

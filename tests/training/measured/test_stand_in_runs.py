@@ -22,7 +22,7 @@ from stepsight.simulator.durations.latency_model import RooflineLatency
 from stepsight.simulator.iteration.simulate import simulate
 from stepsight.simulator.programs.lower import lower
 from stepsight.training.context.examples import make_examples, make_wholes
-from stepsight.training.fitting.heldout import evaluate_heldout
+from stepsight.training.fitting.train_runs import evaluate_heldout
 from stepsight.training.measured.measured import MeasuredRun, Profile, fill_from_traces
 from stepsight.training.measured.stand_in_runs import StandInLatency, predict_run, stand_in_seconds
 from stepsight.training.predictor.predictor import Predictor
