@@ -94,7 +94,7 @@ class FakeWorld(TorchDispatchMode):
         if made is not None and made not in _REAL_TYPES:
             return False
         try:
-            outputs = tree_leaves(func(*args, **kwargs)) if not _mutates(func) else tensors
+            outputs = tree_leaves(func(*args, **kwargs)) if not func._schema.is_mutable else tensors
         except (DynamicOutputShapeException, DataDependentOutputException):
             return True
         return all(
@@ -142,19 +142,16 @@ class FakeWorld(TorchDispatchMode):
         if name in _NO_KERNEL:
             return
         reads = [storage_of(tensor) for tensor in tensors]
-        held = {storage._cdata for storage in reads}
-        if name in _WRITES_INPUTS:
-            held = set()
+        held = set() if name in _WRITES_INPUTS else {storage._cdata for storage in reads}
         writes = [storage for storage in map(storage_of, outputs) if storage._cdata not in held]
         writes += [storage_of(tensor) for tensor in mutated(func, args, kwargs)]
         if not writes:
             return  # a view
-        if self.composite is not None:
-            self.composite[0].extend(reads)
-            self.composite[1].extend(writes)
-            self.composite[2].append(self.scope())
-            return
         scope = self.scope()
+        if self.composite is not None:
+            for kept, more in zip(self.composite, (reads, writes, [scope]), strict=True):
+                kept.extend(more)
+            return
         work = self.recorder.work(signature_of(func, args, kwargs, outputs))
         self.recorder.add((OP, work, -1, name), reads, writes, scope)
 
@@ -162,15 +159,9 @@ class FakeWorld(TorchDispatchMode):
 _VALUES = (_aten._local_scalar_dense.default, _aten.equal.default)
 
 
-def _mutates(func: Any) -> bool:
-    return bool(func._schema.is_mutable)
-
-
 def mutated(func: Any, args: Any, kwargs: Any) -> Iterator[Tensor]:
     """Tensors that an op writes in place."""
-    if not _mutates(func):
-        return
-    for place, argument in enumerate(func._schema.arguments):
+    for place, argument in enumerate(func._schema.arguments if func._schema.is_mutable else ()):
         if argument.alias_info is not None and argument.alias_info.is_write:
             value = args[place] if place < len(args) else kwargs.get(argument.name)
             for leaf in value if isinstance(value, list | tuple) else (value,):
@@ -197,7 +188,6 @@ def cpu_of(device: Any) -> Any:
     return torch.device("cpu") if isinstance(device, torch.device) and device.type == "cuda" else device
 
 
-_aten = torch.ops.aten
 _ATTENTION = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
 _library = torch.library.Library("aten", "IMPL")
 

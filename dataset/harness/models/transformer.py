@@ -72,23 +72,16 @@ class Stage(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """``tokens`` (see ``Training``) or ``activation[rows, hidden]`` to the same or ``logits[rows, vocab]``."""
+        layers, beside = list(self.layers), self.beside
+        x = x if self.embedding is None else self.embedding(x)
         if self.shape.family == "t5":
-            x = self._encode_and_decode(x)
-        else:
-            x = x if self.embedding is None else self.embedding(x)
-            for layer in self.layers:
-                x = self._run(layer, x, *self.beside)
+            far, x, far_bias, bias = x
+            for _ in range(self.shape.encoder_layers):
+                far = self._run(layers.pop(0), far, far_bias)
+            beside = bias, far
+        for layer in layers:
+            x = self._run(layer, x, *beside)
         return x if self.head is None else self.head(x)
-
-    def _encode_and_decode(self, tokens: Tensor) -> Tensor:
-        far: Tensor
-        x: Tensor
-        far, x, far_bias, bias = self.embedding(tokens)
-        for layer in self.layers[: self.shape.encoder_layers]:
-            far = self._run(layer, far, far_bias)
-        for layer in self.layers[self.shape.encoder_layers :]:
-            x = self._run(layer, x, bias, far)
-        return x
 
     def _run(self, layer: nn.Module, *inputs: Any) -> Tensor:
         if self.shape.recompute:
