@@ -70,8 +70,7 @@ class OneRankGroup(_Base):  # type: ignore[misc]
         tensors = listed(tensors)
         return self._in_place("all_reduce", tensors, self._on_sum(tensors, opts), opts)
 
-    def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> Any:
-        return self.allreduce(tensors, opts)
+    allreduce_coalesced = allreduce
 
     def broadcast(self, tensors: Any, opts: Any = None, *rest: Any) -> Any:
         tensors = listed(tensors)
@@ -84,10 +83,9 @@ class OneRankGroup(_Base):  # type: ignore[misc]
     def _in_place(self, kind: str, tensors: list[Tensor], effect: Effect, opts: Any) -> Any:
         return self._issue(Call(kind, tensors, tensors, tensors, effect, blocking(opts)))
 
-    def all_gather_single(self, output: Tensor, shard: Tensor, opts: Any = None) -> Any:
-        return self.all_gather_single_coalesced([output], [shard], opts)
+    def all_gather_single(self, outputs: Any, shards: Any, opts: Any = None) -> Any:
+        outputs, shards = listed(outputs), listed(shards)
 
-    def all_gather_single_coalesced(self, outputs: list[Tensor], shards: list[Tensor], opts: Any = None) -> Any:
         def effect() -> None:
             for output, shard in zip(outputs, shards, strict=True):
                 self._repeat(output, shard)
@@ -105,8 +103,7 @@ class OneRankGroup(_Base):  # type: ignore[misc]
         flat = [part for parts in lists for part in parts]
         return self._issue(Call(LISTS, flat, given, flat, effect, blocking(opts)))
 
-    def allgather_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
-        return self.allgather(outputs, inputs, opts)
+    allgather_coalesced = allgather
 
     def gather(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
         if outputs:
@@ -114,10 +111,9 @@ class OneRankGroup(_Base):  # type: ignore[misc]
         own = listed(inputs)
         return self._issue(Call("all_gather", own * self.size(), own, [], waits=blocking(opts)))
 
-    def reduce_scatter_single(self, shard: Tensor, full: Tensor, opts: Any = None) -> Any:
-        return self.reduce_scatter_single_coalesced([shard], [full], opts)
+    def reduce_scatter_single(self, shards: Any, fulls: Any, opts: Any = None) -> Any:
+        shards, fulls = listed(shards), listed(fulls)
 
-    def reduce_scatter_single_coalesced(self, shards: list[Tensor], fulls: list[Tensor], opts: Any = None) -> Any:
         def effect() -> None:
             for shard, full in zip(shards, fulls, strict=True):
                 self._take(shard, full.view(self.size(), -1), opts)
@@ -154,10 +150,10 @@ class OneRankGroup(_Base):  # type: ignore[misc]
         full = max(inputs, outputs, key=total_bytes)
         return self._issue(Call("all_to_all", full, inputs, outputs, effect, blocking(opts)))
 
+    all_gather_single_coalesced, reduce_scatter_single_coalesced = all_gather_single, reduce_scatter_single
     # Names until torch 2.12
     _allgather_base, _reduce_scatter_base = all_gather_single, reduce_scatter_single
-    allgather_into_tensor_coalesced = all_gather_single_coalesced
-    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+    allgather_into_tensor_coalesced, reduce_scatter_tensor_coalesced = all_gather_single, reduce_scatter_single
     alltoall_base = all_to_all_single
 
     def send(self, tensors: Any, peer: int, tag: int = 0) -> Any:
