@@ -25,7 +25,7 @@ from stepsight.training.context.fit_context import Example, Whole
 from stepsight.training.fitting.train_runs import with_host, with_imported
 from stepsight.training.kernels.host_calls import HostCalls
 from stepsight.training.kernels.kernel_models import fit_kernels
-from stepsight.training.measured.host_steps import HostStep, learn_host_calls
+from stepsight.training.measured.imported_ops import HostStep, learn_host_calls
 from stepsight.training.measured.measured import (
     MeasuredRun,
     fill_from_traces,

@@ -101,10 +101,6 @@ def _on_links_of(fabric: Fabric, bandwidth_bytes_per_s: float | None) -> Fabric:
     return replace(fabric, intra_node=replace(fabric.intra_node, bandwidth_bytes_per_s=bandwidth_bytes_per_s))
 
 
-def _curve_memo() -> Memo[Any, Array]:
-    return Memo("collectives: curves over sizes", MAX_CURVES)
-
-
 @dataclass(frozen=True)
 class CollectiveModel:
     """Collectives on one hardware's links."""
@@ -115,7 +111,12 @@ class CollectiveModel:
     carried: tuple[str, ...] = ()  # labels that were measured on another device's links alone
     # NCCL between nodes by its own choices; None: by regressor, as in predictors of earlier versions
     between: BetweenNodes | None = None
-    _curves: Memo[Any, Array] = field(default_factory=_curve_memo, init=False, compare=False, repr=False)
+    _curves: Memo[Any, Array] = field(
+        default_factory=lambda: Memo("collectives: curves over sizes", MAX_CURVES),
+        init=False,
+        compare=False,
+        repr=False,
+    )
 
     def seconds(self, collectives: Sequence[Collective], fabric: Fabric) -> Array:
         """Seconds of each collective alone; from the fabric's facts if its kind and layout were not measured."""

@@ -87,7 +87,9 @@ def fit_calibration(predictor: Predictor, rows: Sequence[TimedJob]) -> Calibrati
     residual = Residual(tuple(likes), tuple((measured - logs).tolist()), spread, noise)
     corrections = residual.log_factor(likes)
     fit = CalibrationFit(predictor, GaussianProcess(total, first))
-    width = _width(fit, [row.job for row in rows])
+    off, stds = fit.process.left_out([row.job for row in rows])
+    width = conformal_quantile(np.abs(off / stds).tolist(), too_few=2 * NORMAL_WIDTH)
+    width = min(max(NORMAL_WIDTH, width), MOST_WIDTH)  # of COVERAGE of jobs left out in turn, in deviations
     calibration = Calibration(scale, constants, residual, width, off_by(measured - logs - corrections))
     return replace(fit, predictor=replace(predictor, calibration=calibration))
 
@@ -111,10 +113,3 @@ def _simulate(predictor: Predictor, constants: Constants, rows: Sequence[TimedJo
             known[row.job] = math.log(simulation.iteration_time_s), own
         logs[index], parts[index] = known[row.job]
     return logs, parts
-
-
-def _width(fit: CalibrationFit, jobs: Sequence[Job]) -> float:
-    """Deviations that contain ``COVERAGE`` of jobs left out in turn; at least those of a normal distribution."""
-    off, stds = fit.process.left_out(jobs)
-    width = conformal_quantile(np.abs(off / stds).tolist(), too_few=2 * NORMAL_WIDTH)
-    return min(max(NORMAL_WIDTH, width), MOST_WIDTH)

@@ -146,14 +146,6 @@ def find_own_hardware(table: Measurements, stated: str, like: str) -> Hardware:
     return found
 
 
-def renamed(table: Measurements, hardware: Hardware) -> Measurements:
-    """The table with its only device renamed to the hardware."""
-    devices = {device for device in table.device if device}
-    if len(devices) != 1 or hardware.name in devices:
-        return table
-    return replace(table, device=(hardware.name,) * len(table))
-
-
 def _ops(
     table: Measurements, mine: Sequence[int], hardware: Hardware, software: str, skipped: Counter[str]
 ) -> tuple[OpRows, dict[str, tuple[str, ...]]]:

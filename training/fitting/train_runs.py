@@ -17,7 +17,6 @@ from stepsight.dataset.base.files import digest, read_json
 from stepsight.dataset.hardware.hardware import Fabric, Hardware, find_fabric, usual_fabric
 from stepsight.training.collectives.collective_models import fit_collectives
 from stepsight.training.kernels.kernel_models import fit_kernels
-from stepsight.training.measured.host_steps import learn_host_calls
 from stepsight.training.measured.imported_facts import (
     fit_host,
     fit_launches,
@@ -26,7 +25,7 @@ from stepsight.training.measured.imported_facts import (
     overlap_of,
     with_facts,
 )
-from stepsight.training.measured.imported_ops import ImportedSegments
+from stepsight.training.measured.imported_ops import ImportedSegments, learn_host_calls
 from stepsight.training.measured.measured import (
     MeasuredRun,
     Profile,
@@ -278,7 +277,11 @@ def evaluate_heldout(predictor: Predictor, collection: Path, *, role: str = "hel
     known = {Path(str(path)).resolve() for path in predictor.manifest.get("collections", ())}
     if trained and role != "train" and collection.resolve() in known:
         raise TraceError(f"runs that trained a predictor cannot judge it, got {', '.join(sorted(trained))}")
-    examples = _examples(runs, predictor)
+    examples: list[Example] = []
+    if any(run.segments for run in runs):
+        from stepsight.training.context.examples import make_examples
+
+        examples = make_examples(runs, predictor)
     rows = [
         _row(run, predictor, [e for e in examples if e.run == run.manifest.name]) for run in runs if run.manifest.whole
     ]
@@ -342,14 +345,6 @@ def _op_errors(examples: list[Example], predictor: Predictor) -> tuple[float, fl
 
     alone = op_error(examples, None, predictor.hardware)
     return alone, op_error(examples, predictor.context, predictor.hardware)
-
-
-def _examples(runs: list[MeasuredRun], predictor: Predictor) -> list[Example]:
-    if not any(run.segments for run in runs):
-        return []
-    from stepsight.training.context.examples import make_examples
-
-    return make_examples(runs, predictor)
 
 
 def mape(predicted: Array, measured: Array) -> float:

@@ -25,7 +25,6 @@ from stepsight.training.fitting.own_table import (
     find_own_hardware,
     own_table,
     pack_shapes,
-    renamed,
     shape_of,
     trained_on,
 )
@@ -168,7 +167,9 @@ def _read(
     preset = RECIPES[like].hardware if like else ""
     device = find_own_hardware(table, hardware, preset)
     usual = fabric or _usual(hardware, device.name, preset)
-    return table, own_table(renamed(table, device), device, software, usual)
+    single = len(set(table.device) - {""}) == 1  # whatever its rows call the only device
+    own = replace(table, device=(device.name,) * len(table)) if single else table
+    return table, own_table(own, device, software, usual)
 
 
 def fit_own_table(

@@ -48,14 +48,6 @@ def read_predictor_manifest(folder: Path) -> dict[str, Any]:
     return read_part(folder / MANIFEST, _manifest)
 
 
-def changed_files(folder: Path, manifest: Mapping[str, Any]) -> list[str]:
-    """Names of files that were changed, removed or added since the predictor was saved."""
-    saved, found = manifest["files"], _digests(folder)
-    if manifest["schema"] == UNSEALED:
-        del found[MANIFEST]
-    return sorted(name for name in {*saved, *found} if saved.get(name) != found.get(name))
-
-
 def read_folder(folder: Path, parse: Callable[[dict[str, Any]], T], shipped: Sequence[str]) -> T:
     """Read a predictor's folder, none of whose files may have been changed.
 
@@ -72,7 +64,10 @@ def read_folder(folder: Path, parse: Callable[[dict[str, Any]], T], shipped: Seq
         names = "".join(f", or {name}" for name in shipped)
         raise PredictorError(f"a predictor is a folder with manifest.json{names}, got {folder}")
     manifest = read_predictor_manifest(folder)
-    changed = changed_files(folder, manifest)
+    saved, found = manifest["files"], _digests(folder)
+    if manifest["schema"] == UNSEALED:
+        del found[MANIFEST]
+    changed = sorted(name for name in {*saved, *found} if saved.get(name) != found.get(name))  # removed or added, too
     refusal = PredictorError(
         f"{folder}: files must be those that were saved, got changed, missing or added {', '.join(changed)}"
     )
@@ -100,7 +95,14 @@ def check_output(folder: Path) -> None:
     check_writable(folder.resolve().parent)
     if not folder.exists():
         return
-    strangers = _strangers(folder) if folder.is_dir() else [folder.name]
+    strangers = [folder.name]
+    if folder.is_dir():
+        try:
+            table = read_json(folder / MANIFEST)
+            ours = {MANIFEST, *table["files"]} if table["format"] == FORMAT else set()
+        except (OSError, ValueError, KeyError, TypeError):
+            ours = set()
+        strangers = sorted(path.name for path in folder.iterdir() if path.name not in ours)
     if strangers:
         raise PredictorError(f"{rule} {folder} with {', '.join(strangers[:3])}")
 
@@ -148,16 +150,6 @@ def _digests(folder: Path) -> dict[str, str]:
     found = {path.name: digest(read_file(path)) if path.is_file() else "" for path in sorted(folder.iterdir())}
     said = {key: value for key, value in read_json(folder / MANIFEST).items() if key != "files"}
     return {**found, MANIFEST: digest(json.dumps(said, sort_keys=True))}
-
-
-def _strangers(folder: Path) -> list[str]:
-    """Names in a folder that do not belong to a predictor."""
-    try:
-        table = read_json(folder / MANIFEST)
-        ours = {MANIFEST, *table["files"]} if table["format"] == FORMAT else set()
-    except (OSError, ValueError, KeyError, TypeError):
-        ours = set()
-    return sorted(path.name for path in folder.iterdir() if path.name not in ours)
 
 
 def _manifest(table: dict[str, Any]) -> dict[str, Any]:

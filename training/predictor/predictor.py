@@ -17,7 +17,7 @@ that come with the package lie in ``predictors``.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -202,7 +202,7 @@ class LearnedLatency:
         """Why a work lies outside the measured range; empty if it lies within."""
         known = self._outside.get(work)
         if known is None:
-            self._outside[work] = known = self._predictor.why_unsupported(work, self.fabric)
+            self._outside[work] = known = self._predictor.unsupported(work, self.fabric)
         return known
 
 
@@ -347,11 +347,7 @@ class Predictor:
             self, kernel=replace(self.kernel, left_out=True), collective=replace(self.collective, left_out=True)
         )
 
-    def unsupported(self, works: Iterable[Op | Collective], fabric: Fabric) -> list[str]:
-        """Ops, and collectives on a fabric, that lie outside the measured range, and why."""
-        return [reason for work in works if (reason := self.why_unsupported(work, fabric))]
-
-    def why_unsupported(self, work: Op | Collective, fabric: Fabric) -> str:
+    def unsupported(self, work: Op | Collective, fabric: Fabric) -> str:
         """Why a work lies outside the measured range; empty if it lies within."""
         return self.kernel.unsupported(work) if isinstance(work, Op) else self.collective.unsupported(work, fabric)
 

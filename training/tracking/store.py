@@ -38,16 +38,6 @@ def is_missing(uri: str) -> bool:
     return uri.startswith("sqlite:") and not database_file(uri).is_file()
 
 
-def check_exists(uri: str) -> None:
-    """Check that a store can be reached and is there; MLflow would create a database that is missing.
-
-    Raises ``PredictorError`` if not.
-    """
-    check_store(uri)
-    if is_missing(uri):
-        raise PredictorError(f"the store must exist, got {uri}: there is no file {database_file(uri)}")
-
-
 def store_client(uri: str) -> Any:
     os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
     os.environ.setdefault("MLFLOW_LOGGING_LEVEL", "WARNING")
@@ -218,7 +208,9 @@ def load_model_uri(uri: str, store: str = "") -> Predictor:
         if not Path("mlflow.db").is_file():
             raise PredictorError(f"{uri} needs a registry: set MLFLOW_TRACKING_URI, as sqlite:///runs/mlflow.db")
         store = "sqlite:///mlflow.db"
-    check_exists(store)
+    check_store(store)
+    if is_missing(store):  # MLflow would create it
+        raise PredictorError(f"the store must exist, got {store}: there is no file {database_file(store)}")
     client, tried = store_client(store), dict.fromkeys([name, model_name(name), model_name(canonical_hardware(name))])
     problem = ""
     for registered in tried:

@@ -22,7 +22,7 @@ from stepsight.training.kernels.host_calls import (
     loop_terms,
     usual_loops,
 )
-from stepsight.training.measured.host_steps import HostStep, learn_host_calls
+from stepsight.training.measured.imported_ops import HostStep, learn_host_calls
 from stepsight.training.measured.measured import calls_alone
 from stepsight.training.predictor.model_tables import FILE, load_host_calls, save_host_calls
 

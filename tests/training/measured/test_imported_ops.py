@@ -7,7 +7,7 @@ import pytest
 
 from stepsight.dataset.kinds.op import Op
 from stepsight.training.kernels.host_calls import HostCalls
-from stepsight.training.measured.host_steps import HostStep, learn_contention, learn_host_calls
+from stepsight.training.measured.imported_ops import HostStep, learn_contention, learn_host_calls
 
 PRODUCT, SUM = Op("linear", (64, 256, 256), "fp32"), Op("elementwise", (1 << 20,), "fp32")
 NOISE = 0.02
