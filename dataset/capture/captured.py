@@ -14,7 +14,7 @@ from stepsight.dataset.base.errors import CaptureError, StepsightError
 from stepsight.dataset.base.files import new_folder, read_json, write_json
 from stepsight.dataset.capture.record_graph import CapturedRank
 from stepsight.dataset.graph.graph_files import read_graph, write_graph
-from stepsight.dataset.graph.rank_graph import COLLECTIVE, HOST, OP, PHASES, RankGraph
+from stepsight.dataset.graph.program import COLLECTIVE, HOST, OP, PHASES, Program
 from stepsight.dataset.kinds.op import Collective, Op
 
 FORM = 1  # of the folder
@@ -40,7 +40,7 @@ class Captured:
     ranks: tuple[CapturedRank, ...]
 
     @property
-    def graphs(self) -> tuple[RankGraph, ...]:
+    def graphs(self) -> tuple[Program, ...]:
         """Of the captured ranks."""
         return tuple(each.graph for each in self.ranks)
 
@@ -77,14 +77,14 @@ def rank_summary(captured: CapturedRank) -> dict[str, Any]:
     }
 
 
-def compute_flops(graph: RankGraph) -> float:
+def compute_flops(graph: Program) -> float:
     """FLOP of matrix products, convolutions and attention, as ``iteration_flops`` counts them for a job."""
     counts = np.bincount(graph.columns["work"][graph.columns["work"] >= 0], minlength=len(graph.works)).tolist()
     works = zip(counts, graph.works, strict=True)
     return float(sum(n * each.flops for n, each in works if isinstance(each, Op) and each.record.bound == "compute"))
 
 
-def collective_counts(graph: RankGraph) -> list[dict[str, Any]]:
+def collective_counts(graph: Program) -> list[dict[str, Any]]:
     """Count and bytes of collectives by kind, group size and bytes of one."""
     chosen = graph.columns["kind"] == COLLECTIVE
     pairs = zip(*(graph.columns[name][chosen].tolist() for name in ("work", "group")), strict=True)

@@ -21,7 +21,7 @@ from stepsight.dataset.base.errors import CaptureError
 from stepsight.dataset.base.files import read_json
 from stepsight.dataset.capture.captured import Captured
 from stepsight.dataset.capture.record_graph import CapturedRank, graph_of_record
-from stepsight.dataset.graph.rank_graph import COLLECTIVE
+from stepsight.dataset.graph.program import COLLECTIVE
 
 MODULE = "stepsight.dataset.harness.capturing.running_script"
 MOST_RANKS = 256  # limit of one capture

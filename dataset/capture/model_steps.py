@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from stepsight.dataset.capture.record_graph import COMPOSITE, FORM, CapturedRank, graph_of_record
-from stepsight.dataset.graph.rank_graph import COLLECTIVE, OP
+from stepsight.dataset.graph.program import COLLECTIVE, OP
 from stepsight.dataset.kinds.op import DTYPE_BYTES, OP_KINDS, Op
 
 FORWARD, BACKWARD, OPTIMIZER = range(3)

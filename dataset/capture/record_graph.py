@@ -12,8 +12,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stepsight.dataset.base.errors import CaptureError
-from stepsight.dataset.graph.program import WHY_NUMBER, Dependency
-from stepsight.dataset.graph.rank_graph import COLLECTIVE, EDGE_COLUMNS, HOST, NODE_COLUMNS, OP, RankGraph
+from stepsight.dataset.graph.program import (
+    COLLECTIVE,
+    EDGE_COLUMNS,
+    HOST,
+    NODE_COLUMNS,
+    OP,
+    WHY_NUMBER,
+    Dependency,
+    Program,
+)
 from stepsight.dataset.kinds import OP_KINDS
 from stepsight.dataset.kinds.call_dims import count
 from stepsight.dataset.kinds.op import Collective, Op
@@ -35,7 +43,7 @@ class CapturedRank:
             node is an index of it.  Empty for a capture of an earlier version.
     """
 
-    graph: RankGraph
+    graph: Program
     live_bytes: NDArray[np.int64]
     calls: tuple[Any, ...] = ()
 
@@ -73,23 +81,18 @@ def graph_of_record(record: dict[str, Any], local_size: int) -> CapturedRank:
     columns["call"] = np.where(rows[:, _KIND] == OP, rows[:, _WORK], -1)
     columns |= {"work": nodes.work[first], "known": nodes.known[first], "group": nodes.group[first]}
     edges = _edges(record, kept, columns)
-    graph = RankGraph(
+    graph = Program.of_columns(
         rank=record["rank"],
         world_size=record["world_size"],
         device=record.get("device", "cuda"),
         device_name="captured",
-        origin_us=0.0,
-        start_s=np.zeros(count),
-        duration_s=np.zeros(count),
         columns=columns,
-        edge_columns={name: edges[:, place] for place, name in enumerate(EDGE_COLUMNS)},
-        delay_s=np.zeros(len(edges)),
+        edge_columns=dict(zip(EDGE_COLUMNS, edges.T, strict=True)),
         streams=tuple(record["streams"]),
         names=tuple(record["names"]),
         works=tuple(nodes.works),
         groups=tuple((name, tuple(ranks)) for name, ranks in record["groups"]),
         steps_s=np.zeros((1, 2)),
-        unrecorded_s=np.zeros(count),
         warnings=tuple(record["notes"]),
         events=len(record["nodes"]),
     )

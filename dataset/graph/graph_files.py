@@ -10,15 +10,14 @@ import numpy as np
 from stepsight.dataset.base.bounded import read_parquet
 from stepsight.dataset.base.errors import TraceError
 from stepsight.dataset.base.files import new_file, read_json, write_json
-from stepsight.dataset.graph.program import WHY
-from stepsight.dataset.graph.rank_graph import EDGE_COLUMNS, NODE_COLUMNS, NODE_KINDS, RankGraph
+from stepsight.dataset.graph.program import EDGE_COLUMNS, NODE_COLUMNS, NODE_KINDS, WHY, Program
 from stepsight.dataset.kinds.op import Collective, Op
 
 FORM = 1  # of the files
 _SECONDS = ("start_s", "duration_s", "unrecorded_s")
 
 
-def write_graph(graph: RankGraph, folder: Path, stem: str) -> None:
+def write_graph(graph: Program, folder: Path, stem: str) -> None:
     """Write ``<stem>.nodes.parquet``, ``<stem>.edges.parquet`` and ``<stem>.json``."""
     import pyarrow as pa
     import pyarrow.parquet as pq
@@ -32,7 +31,7 @@ def write_graph(graph: RankGraph, folder: Path, stem: str) -> None:
     write_json(folder / f"{stem}.json", _described(graph), indent=None)
 
 
-def _described(graph: RankGraph) -> dict[str, Any]:
+def _described(graph: Program) -> dict[str, Any]:
     return {
         "form": FORM,
         "rank": graph.rank,
@@ -62,7 +61,7 @@ def work_to_list(work: Op | Collective) -> list[Any]:
     return ["collective", work.kind, work.num_bytes, work.group_size, work.ranks_per_node]
 
 
-def read_graph(folder: Path, stem: str) -> RankGraph:
+def read_graph(folder: Path, stem: str) -> Program:
     """Read the files that ``write_graph`` wrote.
 
     Raises:
@@ -97,9 +96,9 @@ def read_steps(folder: Path, stem: str) -> tuple[float, ...]:
         raise TraceError(f"{path} must describe an imported graph, got {error}") from None
 
 
-def _graph(tree: dict[str, Any], nodes: Any, edges: Any) -> RankGraph:
+def _graph(tree: dict[str, Any], nodes: Any, edges: Any) -> Program:
     seconds = {name: _numbers(nodes, name, np.float64) for name in _SECONDS}
-    return RankGraph(
+    return Program.of_columns(
         rank=int(tree["rank"]),
         world_size=int(tree["world_size"]),
         device=str(tree["device"]),
@@ -135,7 +134,7 @@ def work_from_list(work: list[Any]) -> Op | Collective:
     return Collective(work[1], *map(int, work[2:]))
 
 
-def _check(graph: RankGraph, path: Path) -> None:
+def _check(graph: Program, path: Path) -> None:
     """Check that indices are in range and edges lead forward."""
     count = len(graph)
     limits = {"kind": len(NODE_KINDS), "stream": len(graph.streams), "name": len(graph.names)}

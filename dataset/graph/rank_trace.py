@@ -19,8 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stepsight.dataset.graph.intervals import Intervals, merge, overlap
-from stepsight.dataset.graph.program import WHY_NUMBER, Dependency, Node, Program
-from stepsight.dataset.graph.rank_graph import OP, HostRecord, RankGraph, Span
+from stepsight.dataset.graph.program import OP, WHY_NUMBER, Dependency, HostRecord, Node, Program, Span
 from stepsight.dataset.kinds.op import Collective, Op
 
 Seconds = NDArray[np.float64]
@@ -160,7 +159,7 @@ class Placement:
         return tuple(range(first, first + self.tp * self.dp, self.tp))
 
 
-def rank_trace(graph: RankGraph) -> RankTrace:
+def rank_trace(graph: Program) -> RankTrace:
     """The program of a rank with the times of its nodes and segments, as its graph and its host's record tell them."""
     return _View(graph).trace()
 
@@ -177,7 +176,7 @@ class _View:
         issue, issued: ``(m,)``: when the host came to it, and when it had launched all of it.
     """
 
-    def __init__(self, graph: RankGraph) -> None:
+    def __init__(self, graph: Program) -> None:
         self.graph, self.record = graph, graph.record or HostRecord()
         self.hosted = graph.device == "cpu"
         nodes, on_device = graph.columns, np.flatnonzero(graph.on_device)

@@ -15,7 +15,7 @@ from stepsight.dataset.base.bounded import read_file
 from stepsight.dataset.base.errors import TraceError
 from stepsight.dataset.base.files import digest, new_folder, read_json, write_json
 from stepsight.dataset.graph.graph_files import read_graph, write_graph
-from stepsight.dataset.graph.rank_graph import RankGraph
+from stepsight.dataset.graph.program import Program
 from stepsight.dataset.graph.rank_trace import Placement, RankTrace
 from stepsight.dataset.kinds.op import MOST_SIZE, Collective, Op
 from stepsight.dataset.runs.run_manifest import SCHEMA, RunManifest, number, read_manifest, read_object, typed
@@ -64,7 +64,7 @@ def read_run(folder: Path, executions: bool = False) -> Trace:
         raise TraceError(f"a run must have traces to be read, got none in {manifest.folder}")
     parallel, devices = manifest.job.parallel, manifest.job.cluster.devices_per_node
     traces: list[RankTrace] = []
-    graphs: list[RankGraph] = []
+    graphs: list[Program] = []
     for rank, files in sorted(manifest.traces.items()):
         _check_digest(manifest, files[trace_format(files, rank, manifest.folder)])
         place = Placement(rank=rank, devices_per_node=devices, tp=parallel.tp, dp=parallel.dp)
@@ -148,7 +148,7 @@ class ImportedRun:
         steps = [seconds for each in self.rounds for seconds in each]
         return float(np.median(steps)) if steps else 0.0
 
-    def graphs(self) -> list[RankGraph]:
+    def graphs(self) -> list[Program]:
         """Graphs of all ranks, in order."""
         return [read_graph(self.folder, stem) for _, stem in sorted(self.ranks.items())]
 
@@ -200,7 +200,7 @@ def _job(tables: Any) -> Job | None:
 
 
 def write_imported(
-    graphs: Sequence[RankGraph],
+    graphs: Sequence[Program],
     sources: Sequence[Path],
     collection: Path,
     job: Job | None,
@@ -277,7 +277,7 @@ class TracedRun(NamedTuple):
 
     name: str
     job: Job | None  # the job that ran; None if unknown
-    graphs: list[RankGraph]  # of its ranks, in order
+    graphs: list[Program]  # of its ranks, in order
     role: str  # ``heldout`` for one that must never train
     iteration_s: float = 0.0  # a step without a profiler; 0 if not timed
 

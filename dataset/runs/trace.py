@@ -11,7 +11,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stepsight.dataset.graph.program import Program
-from stepsight.dataset.graph.rank_graph import RankGraph
 from stepsight.dataset.graph.rank_trace import RankTrace, Rendezvous, Seconds, TracedSegment
 from stepsight.dataset.runs.run_manifest import RunManifest
 
@@ -22,7 +21,7 @@ class Trace:
 
     manifest: RunManifest
     ranks: tuple[RankTrace, ...]
-    graphs: tuple[RankGraph, ...] = ()
+    graphs: tuple[Program, ...] = ()
 
     def segments(self) -> list[TracedSegment]:
         """Every forward, backward and optimizer segment, by rank and time; equal programs are one object."""

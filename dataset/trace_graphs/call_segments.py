@@ -11,8 +11,8 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from stepsight.dataset.graph.program import WHY_NUMBER, Dependency, Program
-from stepsight.dataset.graph.rank_graph import COLLECTIVE, OP, PHASES, Meeting, RankGraph, meetings
+from stepsight.dataset.graph.program import COLLECTIVE, OP, PHASES, WHY_NUMBER, Dependency, Program
+from stepsight.dataset.graph.rank_graph import Meeting, meetings
 from stepsight.dataset.graph.rank_trace import TracedSegment
 from stepsight.dataset.kinds.op import Collective
 
@@ -25,7 +25,7 @@ _HOST_ORDER, _LAUNCH = WHY_NUMBER[Dependency.HOST_ORDER], WHY_NUMBER[Dependency.
 _SYNC = WHY_NUMBER[Dependency.SYNCHRONISATION]
 
 
-def call_segments(graphs: Sequence[RankGraph], run: str) -> list[TracedSegment]:
+def call_segments(graphs: Sequence[Program], run: str) -> list[TracedSegment]:
     """Every phase of every step of every rank, by rank and time; equal programs are one object.
 
     The seconds of a collective are those of the rank that came last, which waited for nobody; they are NaN where not
@@ -40,7 +40,7 @@ def call_segments(graphs: Sequence[RankGraph], run: str) -> list[TracedSegment]:
     ]
 
 
-def _collective_seconds(graphs: Sequence[RankGraph], place: int, met: Sequence[Meeting]) -> Floats:
+def _collective_seconds(graphs: Sequence[Program], place: int, met: Sequence[Meeting]) -> Floats:
     """``(n,)``: seconds of each collective without waiting for other ranks, NaN if they are unknown."""
     graph = graphs[place]
     found = np.full(len(graph), np.nan)
@@ -59,7 +59,7 @@ class _Calls:
     Shapes: ``n`` nodes, ``m`` calls in the order of their first nodes.
     """
 
-    def __init__(self, graph: RankGraph, collective_s: Floats) -> None:
+    def __init__(self, graph: Program, collective_s: Floats) -> None:
         nodes = graph.columns
         self._graph = graph
         own = np.flatnonzero(graph.on_device & (nodes["step"] >= 0))
@@ -144,7 +144,7 @@ class _Calls:
         place[calls] = np.arange(len(calls))
         columns = (graph.columns["work"][self._first[calls]], graph.columns["stream"][self._first[calls]])
         edges = (place[ends[0]], place[ends[1]], ends[2])
-        program = Program.of_columns(graph.works, graph.streams, columns, edges, label)
+        program = Program.of_rows(graph.works, graph.streams, columns, edges, label)
         return TracedSegment(
             program=shared.setdefault(program.digest_key, program),
             slot_s=self._seconds[calls],

@@ -11,7 +11,7 @@ from stepsight.dataset.base.caching import without_collection
 from stepsight.dataset.base.errors import TraceError
 from stepsight.dataset.base.files import digest, new_folder, write_json, write_text
 from stepsight.dataset.graph.graph_files import write_graph
-from stepsight.dataset.graph.rank_graph import NODE_KINDS
+from stepsight.dataset.graph.program import NODE_KINDS
 from stepsight.dataset.runs.run_folder import (
     has_traces,
     is_imported,

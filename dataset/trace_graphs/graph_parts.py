@@ -8,8 +8,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stepsight.dataset.graph.intervals import covered
-from stepsight.dataset.graph.program import CONCURRENT, WHY, WHY_NUMBER, Dependency
-from stepsight.dataset.graph.rank_graph import COLLECTIVE, HOST, NODE_KINDS, OP, Meeting, RankGraph
+from stepsight.dataset.graph.program import (
+    COLLECTIVE,
+    CONCURRENT,
+    HOST,
+    NODE_KINDS,
+    OP,
+    WHY,
+    WHY_NUMBER,
+    Dependency,
+    Program,
+)
+from stepsight.dataset.graph.rank_graph import Meeting
 from stepsight.dataset.trace_graphs.graph_schema import (
     EDGE_NUMBERS,
     NUMBERS,
@@ -39,7 +49,7 @@ class RankParts:
         met: Collectives that the ranks share.
     """
 
-    def __init__(self, graphs: Sequence[RankGraph], place: int, met: Sequence[Meeting]) -> None:
+    def __init__(self, graphs: Sequence[Program], place: int, met: Sequence[Meeting]) -> None:
         self._graphs, self._place, self._graph = graphs, place, graphs[place]
         graph = self._graph
         self._met = {members[place]: members for members in met if place in members}
@@ -201,7 +211,7 @@ def positions(stream: Ints) -> Ints:
     return position
 
 
-def _seconds_alone(graph: RankGraph) -> Floats:
+def _seconds_alone(graph: Program) -> Floats:
     """Median duration of each node's signature and kernel without concurrent work, NaN if it never ran alone.
 
     Collectives and host calls have none: a collective's duration holds waiting for others.
@@ -227,7 +237,7 @@ def _seconds_alone(graph: RankGraph) -> Floats:
     return out
 
 
-def concurrent_pairs(graph: RankGraph, nodes: Ints, inside: Ints, position: Ints) -> tuple[Ints, Ints]:
+def concurrent_pairs(graph: Program, nodes: Ints, inside: Ints, position: Ints) -> tuple[Ints, Ints]:
     """Nodes of different device streams neither of which precedes the other, in both directions, a few nearest each.
 
     A vector clock for each node says how far each stream is that the node follows.
@@ -260,7 +270,7 @@ def concurrent_pairs(graph: RankGraph, nodes: Ints, inside: Ints, position: Ints
     return np.concatenate([first, second]), np.concatenate([second, first])
 
 
-def _beside(graph: RankGraph, one: Ints, other: Ints) -> tuple[Ints, Ints]:
+def _beside(graph: Program, one: Ints, other: Ints) -> tuple[Ints, Ints]:
     """Each node of a stream with the nearest of another."""
     middle = np.searchsorted(graph.start_s[other], graph.start_s[one])
     places = middle[:, None] + np.arange(-_WINDOW, _WINDOW)[None, :]
@@ -269,7 +279,7 @@ def _beside(graph: RankGraph, one: Ints, other: Ints) -> tuple[Ints, Ints]:
     return left, other[places[valid]]
 
 
-def _clocks(graph: RankGraph, nodes: Ints, inside: Ints, columns: dict[int, int], position: Ints) -> Ints:
+def _clocks(graph: Program, nodes: Ints, inside: Ints, columns: dict[int, int], position: Ints) -> Ints:
     source, target = graph.edge_columns["source"], graph.edge_columns["target"]
     order = inside[np.argsort(target[inside], kind="stable")]
     clocks = np.zeros((len(nodes), len(columns)), dtype=np.int64)
@@ -287,7 +297,7 @@ def _clocks(graph: RankGraph, nodes: Ints, inside: Ints, columns: dict[int, int]
     return np.array(rows, dtype=np.int64).reshape(len(nodes), len(columns))
 
 
-def launch_times(graph: RankGraph) -> Floats:
+def launch_times(graph: Program) -> Floats:
     """Seconds of the host, and calls recorded in that time, of each op and collective, ``(n, 2)``.
 
     A call of the framework may launch several kernels: the first holds the seconds of all, the others 0.  Calls that
@@ -317,7 +327,7 @@ def launch_times(graph: RankGraph) -> Floats:
     return out
 
 
-def _host_seconds(graph: RankGraph) -> Floats:
+def _host_seconds(graph: Program) -> Floats:
     """``(n,)``: what each call of the host takes, with the host's work since the call before it on its thread; NaN for
     the first, for calls that wait for the device, and after loading data."""
     out = np.full(len(graph), np.nan)
@@ -333,7 +343,7 @@ def _host_seconds(graph: RankGraph) -> Floats:
     return out
 
 
-def beside_collectives(graph: RankGraph) -> Floats:
+def beside_collectives(graph: Program) -> Floats:
     """``(n,)``: seconds of each op that overlapped with a collective of its rank."""
     out = np.zeros(len(graph))
     ops, others = (np.flatnonzero(graph.columns["kind"] == kind) for kind in (OP, COLLECTIVE))

@@ -8,8 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from stepsight.dataset.graph.program import CONCURRENT
-from stepsight.dataset.graph.rank_graph import NODE_KINDS, PHASES
+from stepsight.dataset.graph.program import CONCURRENT, NODE_KINDS, PHASES
 from stepsight.dataset.kinds.op import COLLECTIVE_KINDS, DTYPE_BYTES, OP_KINDS, Collective, Op
 
 Floats = NDArray[np.float64]

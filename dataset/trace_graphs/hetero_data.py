@@ -15,7 +15,7 @@ from torch_geometric.data import HeteroData
 from stepsight.dataset.base.bounded import read_parquet
 from stepsight.dataset.base.errors import TraceError
 from stepsight.dataset.base.files import new_folder
-from stepsight.dataset.graph.rank_graph import NODE_KINDS
+from stepsight.dataset.graph.program import NODE_KINDS
 from stepsight.dataset.trace_graphs.graph_schema import (
     EDGE_NUMBERS,
     NUMBERS,

@@ -119,7 +119,7 @@ class _Columns:
         columns = (self._work[own], self._stream[own], self._share[own], edges)
         key = (label, tuple(streams), *(column.tobytes() for column in columns))
         if key not in shared:
-            shared[key] = Program.of_columns(self._works, streams, columns[:3], edges, label)
+            shared[key] = Program.of_rows(self._works, streams, columns[:3], edges, label)
         return shared[key]
 
 

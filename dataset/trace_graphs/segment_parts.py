@@ -15,8 +15,16 @@ from stepsight.dataset.base.errors import TraceError
 from stepsight.dataset.base.files import new_file, read_json, write_json
 from stepsight.dataset.graph.graph_files import work_from_list, work_to_list
 from stepsight.dataset.graph.intervals import covered
-from stepsight.dataset.graph.program import CONCURRENT, WHY, WHY_NUMBER, Dependency, Program, relation_pairs
-from stepsight.dataset.graph.rank_graph import OPAQUE, PHASES
+from stepsight.dataset.graph.program import (
+    CONCURRENT,
+    OPAQUE,
+    PHASES,
+    WHY,
+    WHY_NUMBER,
+    Dependency,
+    Program,
+    relation_pairs,
+)
 from stepsight.dataset.graph.rank_trace import TracedSegment
 from stepsight.dataset.kinds.op import Op
 from stepsight.dataset.trace_graphs.graph_parts import positions
@@ -311,5 +319,5 @@ def _programs(tree: dict[str, Any], nodes: Any, edges: Any) -> list[Program]:
     for place, label in enumerate(tree["programs"]):
         own, ends = ([column[low[place] : low[place + 1]] for column in each[1:]] for each, low in parts)
         ends[2] = number[ends[2]]
-        found.append(Program.of_columns(works, tree["streams"], own, ends, label))
+        found.append(Program.of_rows(works, tree["streams"], own, ends, label))
     return found

@@ -14,7 +14,8 @@ from torch_geometric.data import HeteroData, InMemoryDataset
 from stepsight.dataset.base.errors import StepsightError, TraceError
 from stepsight.dataset.base.files import digest, digest_files, read_json
 from stepsight.dataset.graph.graph_files import read_graph
-from stepsight.dataset.graph.rank_graph import RankGraph, meetings
+from stepsight.dataset.graph.program import Program
+from stepsight.dataset.graph.rank_graph import meetings
 from stepsight.dataset.job.job import Job
 from stepsight.dataset.runs.run_manifest import RunManifest
 from stepsight.dataset.trace_graphs.graph_parts import RankParts
@@ -227,7 +228,7 @@ SCOPES = ("step", "segment")
 FORM = 4  # version of features and relations: changing it makes every dataset a new version
 
 
-def describe_run(name: str, job: Job | None, graphs: Sequence[RankGraph], timed_s: float = 0.0) -> dict[str, Any]:
+def describe_run(name: str, job: Job | None, graphs: Sequence[Program], timed_s: float = 0.0) -> dict[str, Any]:
     """Metadata of a run, which splits use. Without a job, model and strategy are derived from its ops.
 
     ``timed_s``: a step without a profiler; 0 if not timed.
@@ -246,7 +247,7 @@ def describe_run(name: str, job: Job | None, graphs: Sequence[RankGraph], timed_
     }
 
 
-def _of_graphs(graphs: Sequence[RankGraph]) -> tuple[str, str]:
+def _of_graphs(graphs: Sequence[Program]) -> tuple[str, str]:
     kinds = sorted({work.kind for work in graphs[0].works})
     groups = sorted({str(ranks or name) for name, ranks in graphs[0].groups})
     return digest(*kinds, *sorted(graphs[0].names)), digest(str(graphs[0].world_size), *groups)

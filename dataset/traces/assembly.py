@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
 
-from stepsight.dataset.graph.program import WHY_NUMBER, Dependency
-from stepsight.dataset.graph.rank_graph import COLLECTIVE, NODE_COLUMNS, OP, PHASES, RankGraph
+from stepsight.dataset.graph.program import COLLECTIVE, NODE_COLUMNS, OP, PHASES, WHY_NUMBER, Dependency, Program
 from stepsight.dataset.graph.rank_trace import RankTrace, Rendezvous
 from stepsight.dataset.kinds.op import Collective
 from stepsight.dataset.traces.event_columns import Interned
@@ -65,7 +64,7 @@ class Assembly:
             self.columns["group"][node] = self.groups[(meets.group, meets.ranks)]
             self.columns["seq"][node] = meets.seq
 
-    def graph(self, device: str, device_name: str, events: int) -> RankGraph:
+    def graph(self, device: str, device_name: str, events: int) -> Program:
         """The graph: nodes in order, and edges that lead forward."""
         count = len(self.start)
         bounds = np.array(self.steps.bounds, dtype=np.float64).reshape(-1, 2)
@@ -78,9 +77,7 @@ class Assembly:
         delay = np.concatenate([edge[3] for edge in self.edges])
         forward = source < target
         origin = float(self.start.min()) if count else 0.0
-        return RankGraph(
-            rank=0,
-            world_size=1,
+        return Program.of_columns(
             device=device,
             device_name=device_name,
             origin_us=origin,
@@ -95,7 +92,6 @@ class Assembly:
             groups=tuple(self.groups),
             steps_s=(bounds - origin) * MICROSECOND,
             whole=self.steps.found_by != "nothing",
-            unrecorded_s=np.zeros(count),
             events=events,
         )
 
@@ -107,7 +103,7 @@ def edges_by_kind(pairs: Sequence[tuple[int, int, Dependency]]) -> Iterator[Edge
         yield ends[:, 0], ends[:, 1], why, np.zeros(len(ends))
 
 
-def graph_of_trace(trace: RankTrace) -> RankGraph:
+def graph_of_trace(trace: RankTrace) -> Program:
     """The graph of a rank whose trace a reader of its own gave: nodes with their times, and the program's edges.
 
     The time of the host before an op on a host delays the op; what else a node waits for is not known.
@@ -131,7 +127,7 @@ def graph_of_trace(trace: RankTrace) -> RankGraph:
         columns["phase"][place] = PHASES.index(label) if label in PHASES else -1
         built.meet(place, trace.meets.get(place))
     graph = built.graph("cpu" if hosted else "cuda", "cpu" if hosted else "", int(trace.num_events.sum()))
-    return replace(graph, rank=trace.rank)
+    return graph.replace(rank=trace.rank)
 
 
 def _steps_of(trace: RankTrace, start: Floats, end: Floats) -> Steps:

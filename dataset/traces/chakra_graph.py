@@ -12,7 +12,6 @@ import heapq
 import re
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 from typing import Any
@@ -20,8 +19,7 @@ from typing import Any
 import numpy as np
 
 from stepsight.dataset.base.errors import TraceError
-from stepsight.dataset.graph.program import Dependency
-from stepsight.dataset.graph.rank_graph import COLLECTIVE, HOST, OP, RankGraph
+from stepsight.dataset.graph.program import COLLECTIVE, HOST, OP, Dependency, Program
 from stepsight.dataset.graph.rank_trace import Rendezvous
 from stepsight.dataset.kinds.op import COLLECTIVE_KINDS, OP_KINDS, Collective, Op
 from stepsight.dataset.traces.assembly import Assembly, edges_by_kind
@@ -44,7 +42,7 @@ _WALKED = "the step is the one that durations and dependencies imply: Chakra tra
 
 def read_chakra(
     files: Sequence[Path], ranks: Sequence[int], on_file: Callable[[int, int], None] | None = None
-) -> list[RankGraph]:
+) -> list[Program]:
     """Read the Chakra traces of a job's ranks as graphs; ``on_file`` is told how many files are read, of how many.
 
     Raises:
@@ -67,7 +65,7 @@ def read_chakra(
             if node.met is not None:
                 members.setdefault(node.met[0], set()).add(rank)
     sizes = {name: len(each) for name, each in members.items()}
-    return [replace(_graph(nodes, world, sizes), rank=rank) for rank, nodes in zip(ranks, found, strict=True)]
+    return [_graph(nodes, world, sizes).replace(rank=rank) for rank, nodes in zip(ranks, found, strict=True)]
 
 
 def _ordered(nodes: list[ChakraNode], path: Path) -> list[ChakraNode]:
@@ -174,7 +172,7 @@ def _walk(ranks: Sequence[list[ChakraNode]]) -> None:
         )
 
 
-def _graph(nodes: list[ChakraNode], world: int, sizes: dict[str, int]) -> RankGraph:
+def _graph(nodes: list[ChakraNode], world: int, sizes: dict[str, int]) -> Program:
     start, end = (np.array([getattr(node, name) for node in nodes]) for name in ("start_us", "end_us"))
     edges: list[tuple[int, int, Dependency]] = []
     last: dict[str, int] = {}
@@ -204,7 +202,7 @@ def _graph(nodes: list[ChakraNode], world: int, sizes: dict[str, int]) -> RankGr
     if idle := sum(node.type in (COMP, COMM, SEND, RECEIVE) and not node.duration_us for node in nodes):
         warnings.append(f"nodes without a duration: {idle} of {len(nodes)}; they take no time")
     graph = built.graph(device, "cpu" if device == "cpu" else "", len(nodes))
-    return replace(graph, world_size=world, warnings=tuple(warnings))
+    return graph.replace(world_size=world, warnings=tuple(warnings))
 
 
 def _work(node: ChakraNode, group: int, world: int) -> tuple[Op | Collective, bool]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,8 +16,7 @@ from numpy.typing import NDArray
 
 from stepsight.dataset.base.bounded import read_unpacked
 from stepsight.dataset.base.errors import TraceError
-from stepsight.dataset.graph.program import WHY_NUMBER, Dependency
-from stepsight.dataset.graph.rank_graph import HOST, RankGraph
+from stepsight.dataset.graph.program import HOST, WHY_NUMBER, Dependency, Program
 from stepsight.dataset.traces.event_blocks import parse
 from stepsight.dataset.traces.event_columns import RankEvents
 
@@ -86,7 +84,7 @@ def _storages(values: Any) -> Iterator[tuple[int, str]]:
             yield from _storages(value)
 
 
-def with_sequence_edges(graph: RankGraph, sequence: Ints) -> RankGraph:
+def with_sequence_edges(graph: Program, sequence: Ints) -> Program:
     """Add edges from autograd's sequence numbers; ``sequence`` is that of each framework call."""
     chosen = np.flatnonzero((graph.columns["call"] >= 0) & (graph.columns["kind"] != HOST))
     numbers = sequence[graph.columns["call"][chosen]]
@@ -98,9 +96,7 @@ def with_sequence_edges(graph: RankGraph, sequence: Ints) -> RankGraph:
     return _with_pairs(graph, [(last[number], node) for node, number in found])
 
 
-def with_tensor_edges(
-    graph: RankGraph, events: RankEvents, parent: Ints, calls: list[TensorCall], path: Path
-) -> RankGraph:
+def with_tensor_edges(graph: Program, events: RankEvents, parent: Ints, calls: list[TensorCall], path: Path) -> Program:
     """Add edges from the tensors of an execution trace; ``parent``: the call around each framework call.
 
     Raises:
@@ -122,7 +118,7 @@ def with_tensor_edges(
             f"the execution trace has no record ids of the profile, and {joined} of its {len(calls)} calls are in the "
             "same place: it may be of another run, and data dependencies are few"
         )
-        graph = replace(graph, warnings=(*graph.warnings, told))
+        graph = graph.replace(warnings=(*graph.warnings, told))
     nodes = np.flatnonzero((graph.columns["call"] >= 0) & (graph.columns["kind"] != HOST))
     rows_of_nodes = graph.columns["call"][nodes].tolist()
     last = dict(zip(rows_of_nodes, nodes.tolist(), strict=True))
@@ -153,7 +149,7 @@ def _annotated_calls(events: RankEvents, parent: Ints) -> list[int]:
     return home
 
 
-def without_observed_steps(graph: RankGraph, observed: NDArray[np.bool_]) -> RankGraph:
+def without_observed_steps(graph: Program, observed: NDArray[np.bool_]) -> Program:
     """Leave steps out that an execution-trace observer slowed; steps of the same work keep their data dependencies.
 
     The observer makes an op of many small calls half as long again and a tiny copy ten times as long, so its steps'
@@ -182,8 +178,7 @@ def without_observed_steps(graph: RankGraph, observed: NDArray[np.bool_]) -> Ran
     number = np.append(np.where(observed, -1, np.cumsum(~observed) - 1), -1)
     count = int(observed.sum())
     told = f"steps slowed by an execution-trace observer: {count} of {len(observed)}; their times are left out"
-    return replace(
-        graph,
+    return graph.replace(
         columns={**graph.columns, "step": number[step]},
         steps_s=graph.steps_s[~observed],
         observed=count,
@@ -191,7 +186,7 @@ def without_observed_steps(graph: RankGraph, observed: NDArray[np.bool_]) -> Ran
     )
 
 
-def _works_in_order(graph: RankGraph, step: int) -> Ints:
+def _works_in_order(graph: Program, step: int) -> Ints:
     """Ops and collectives of a step, by stream and time."""
     nodes = np.flatnonzero(graph.on_device & (graph.columns["step"] == step))
     return nodes[np.argsort(graph.columns["stream"][nodes], kind="stable")]
@@ -219,7 +214,7 @@ def _rows_of(events: RankEvents, calls: list[TensorCall]) -> list[tuple[int, Ten
     return found
 
 
-def _with_pairs(graph: RankGraph, pairs: list[tuple[int, int]]) -> RankGraph:
+def _with_pairs(graph: Program, pairs: list[tuple[int, int]]) -> Program:
     if not pairs:
         return graph
     source, target = np.array(pairs, dtype=np.int64).T

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -12,8 +11,7 @@ from numpy.typing import NDArray
 
 from stepsight.dataset.base.errors import TraceError
 from stepsight.dataset.graph.intervals import merge, overlap
-from stepsight.dataset.graph.program import Dependency
-from stepsight.dataset.graph.rank_graph import COLLECTIVE, HOST, OP, HostRecord, RankGraph, Span
+from stepsight.dataset.graph.program import COLLECTIVE, HOST, OP, Dependency, HostRecord, Program, Span
 from stepsight.dataset.graph.rank_trace import Placement, Rendezvous, is_message
 from stepsight.dataset.kinds import gloo_spans
 from stepsight.dataset.kinds.op import OP_KINDS, Collective, Op
@@ -43,7 +41,7 @@ _LAST = 2**62  # larger than the number of any collective
 _MOST_EARLY_US = 1000.0  # clock error by which a wait may end before the awaited call
 
 
-def host_graph(events: RankEvents, tree: CallTree, world_size: int, placement: Placement, rank: int) -> RankGraph:
+def host_graph(events: RankEvents, tree: CallTree, world_size: int, placement: Placement, rank: int) -> Program:
     """The graph of a rank without device events.
 
     Raises:
@@ -83,7 +81,7 @@ def host_graph(events: RankEvents, tree: CallTree, world_size: int, placement: P
         awaited=built.place[np.array([len(calls) + wait[0] for wait in waits], dtype=np.int64)],
     )
     warnings = tuple(dict.fromkeys([*events.warnings, *steps.warnings, *_compiled(events)]))
-    return replace(graph, record=record, warnings=warnings)
+    return graph.replace(record=record, warnings=warnings)
 
 
 def _compiled(events: RankEvents) -> list[str]:

@@ -10,8 +10,8 @@ from typing import Any
 
 from stepsight.dataset.base.errors import StepsightError, TraceError
 from stepsight.dataset.base.registry import Registry, check_takes
-from stepsight.dataset.graph.program import Dependency
-from stepsight.dataset.graph.rank_graph import COLLECTIVE, RankGraph, meetings, numbered_alike
+from stepsight.dataset.graph.program import COLLECTIVE, Dependency, Program
+from stepsight.dataset.graph.rank_graph import meetings, numbered_alike
 from stepsight.dataset.graph.rank_trace import Placement, RankTrace, rank_trace
 from stepsight.dataset.traces.assembly import graph_of_trace
 from stepsight.dataset.traces.read_rank import read_kineto, read_rank
@@ -28,7 +28,7 @@ Progress = Callable[[int, int], None]
 class Imported:
     """Traces that were read: the graphs by rank, their files, and warnings with the rank."""
 
-    graphs: tuple[RankGraph, ...]
+    graphs: tuple[Program, ...]
     sources: tuple[Path, ...]
     warnings: tuple[str, ...]
 
@@ -97,7 +97,7 @@ def import_ranks(
     return Imported(tuple(ordered), tuple(files[number] for number in order), (*warnings, *_check_ranks(ordered)))
 
 
-def _read_chakra(files: Sequence[Path], on_file: Progress | None) -> list[RankGraph]:
+def _read_chakra(files: Sequence[Path], on_file: Progress | None) -> list[Program]:
     """Graphs of a job's Chakra traces; the rank is the number in the file name."""
     named = [_rank_in(path) for path in files]
     ranks = [int(rank or 0) for rank in named] if None not in named else list(range(len(files)))
@@ -135,7 +135,7 @@ def _rank_in(path: Path) -> int | None:
     return int(match[1] or match[2]) if match else None
 
 
-def _numbered(graphs: list[RankGraph], files: Sequence[Path]) -> list[RankGraph]:
+def _numbered(graphs: list[Program], files: Sequence[Path]) -> list[Program]:
     """Graphs with their ranks: from the files, else from their names, else by their order."""
     ranks = [graph.rank for graph in graphs]
     if len(graphs) > 1 and all(graph.world_size == 1 for graph in graphs):
@@ -144,7 +144,7 @@ def _numbered(graphs: list[RankGraph], files: Sequence[Path]) -> list[RankGraph]
             distinct = None not in named and len(set(named)) == len(named)
             ranks = [int(rank or 0) for rank in named] if distinct else list(range(len(files)))
         world = max(len(files), 1 + max(ranks))
-        graphs = [replace(graph, rank=rank, world_size=world) for graph, rank in zip(graphs, ranks, strict=True)]
+        graphs = [graph.replace(rank=rank, world_size=world) for graph, rank in zip(graphs, ranks, strict=True)]
     _check_once(ranks, files)
     return graphs
 
@@ -160,7 +160,7 @@ def _check_once(ranks: Sequence[int], files: Sequence[Path]) -> None:
         seen[rank] = path
 
 
-def _check_ranks(graphs: Sequence[RankGraph]) -> list[str]:
+def _check_ranks(graphs: Sequence[Program]) -> list[str]:
     """Warnings about ranks that do not belong together.
 
     Raises:
@@ -186,7 +186,7 @@ def _check_ranks(graphs: Sequence[RankGraph]) -> list[str]:
     return warnings + _check_meetings(graphs)
 
 
-def _check_meetings(graphs: Sequence[RankGraph]) -> list[str]:
+def _check_meetings(graphs: Sequence[Program]) -> list[str]:
     if len(graphs) < 2:
         return []
     collectives = [int(((g.columns["kind"] == COLLECTIVE) & (g.columns["group"] >= 0)).sum()) for g in graphs]
@@ -246,9 +246,9 @@ class TraceFormat:
     read: TraceReader  # reads one rank's file
     # reads one rank's file, with its execution trace if there is one, as the graph of which ``read`` returns the
     # view; None: ``read`` says all
-    read_graph: Callable[[Path, Placement, Path | None], RankGraph] | None = None
+    read_graph: Callable[[Path, Placement, Path | None], Program] | None = None
     # reads the files of all ranks as graphs; None: each file by itself
-    read_job: Callable[[Sequence[Path], Progress | None], list[RankGraph]] | None = None
+    read_job: Callable[[Sequence[Path], Progress | None], list[Program]] | None = None
     suffixes: tuple[str, ...] = ("",)  # of its files in a folder
 
     def __call__(self, path: Path, placement: Placement) -> RankTrace:
@@ -306,7 +306,7 @@ def read_rank_trace(form: str, path: Path, placement: Placement) -> RankTrace:
 
 def read_rank_files(
     files: Mapping[str, str], folder: Path, placement: Placement, executions: bool
-) -> tuple[RankTrace, RankGraph]:
+) -> tuple[RankTrace, Program]:
     """Trace and graph of a rank of a run folder, from the first of its files that has a known format.
 
     ``executions``: read the rank's execution trace too, if there is one, for the data dependencies of the graph.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -11,8 +10,7 @@ from numpy.typing import NDArray
 from stepsight.dataset.base.caching import without_collection
 from stepsight.dataset.base.errors import TraceError
 from stepsight.dataset.graph.intervals import covered
-from stepsight.dataset.graph.program import WHY_NUMBER, Dependency
-from stepsight.dataset.graph.rank_graph import COLLECTIVE, HOST, OP, HostRecord, RankGraph
+from stepsight.dataset.graph.program import COLLECTIVE, HOST, OP, WHY_NUMBER, Dependency, HostRecord, Program
 from stepsight.dataset.graph.rank_trace import Placement, RankTrace, rank_trace
 from stepsight.dataset.kinds.op import MOST_SIZE, Op
 from stepsight.dataset.traces.assembly import MICROSECOND, Assembly
@@ -49,7 +47,7 @@ _IDLE_GAP_US, _IDLE_SHARE = 150.0, 0.5  # gaps, and part of them, in which a dev
 
 
 @without_collection()
-def read_rank(path: Path, placement: Placement | None = None, execution: Path | None = None) -> RankGraph:
+def read_rank(path: Path, placement: Placement | None = None, execution: Path | None = None) -> Program:
     """Read one rank's file (``.json`` or ``.json.gz``) as a graph.
 
     Args:
@@ -75,7 +73,7 @@ def read_kineto(path: Path, placement: Placement | None = None) -> RankTrace:
     return rank_trace(read_rank(path, placement))
 
 
-def _graph_of(events: RankEvents, placement: Placement, execution: Path | None) -> RankGraph:
+def _graph_of(events: RankEvents, placement: Placement, execution: Path | None) -> Program:
     rank, world_size = _identity(events, placement)
     if len(events.device):
         events = with_stand_in_collectives(with_assumed_launches(events.with_calls(("stepsight::op ",))))
@@ -92,10 +90,10 @@ def _graph_of(events: RankEvents, placement: Placement, execution: Path | None) 
     warnings = [*graph.warnings, *_check_training(events, tree)]
     loading = [(each.start, each.end) for each in events.annotations if each.name.startswith(_LOADING)]
     graph.loading_s = (np.array(loading).reshape(-1, 2) - graph.origin_us) * MICROSECOND
-    return replace(graph, rank=rank, world_size=world_size, warnings=tuple(dict.fromkeys(warnings)))
+    return graph.replace(rank=rank, world_size=world_size, warnings=tuple(dict.fromkeys(warnings)))
 
 
-def _check_sizes(graph: RankGraph) -> None:
+def _check_sizes(graph: Program) -> None:
     """Sizes are whole numbers that anybody could have run: JSON also holds NaN, fractions and made-up ones."""
     for work in graph.works:
         sizes = work.dims if isinstance(work, Op) else (work.num_bytes, work.group_size, work.ranks_per_node)
@@ -103,7 +101,7 @@ def _check_sizes(graph: RankGraph) -> None:
             raise TraceError(f"sizes of a trace must be whole numbers from 0 to {MOST_SIZE}, got {work!s:.120}")
 
 
-def _device_graph(events: RankEvents, tree: CallTree, world_size: int, placement: Placement) -> RankGraph:
+def _device_graph(events: RankEvents, tree: CallTree, world_size: int, placement: Placement) -> Program:
     rows = launch_rows(events)
     issued = picked(events.runtime.start, rows, events.device.start)
     steps = find_steps(events, tree, issued)
@@ -117,7 +115,7 @@ def _device_graph(events: RankEvents, tree: CallTree, world_size: int, placement
         spans=segment_spans(events, graph.origin_us),
         calls_s=(host_call_starts(events, None) - graph.origin_us) * MICROSECOND,
     )
-    return _with_unrecorded(replace(graph, record=record, warnings=tuple(warnings)))
+    return _with_unrecorded(graph.replace(record=record, warnings=tuple(warnings)))
 
 
 def _identity(events: RankEvents, placement: Placement) -> tuple[int, int]:
@@ -230,7 +228,7 @@ def _device_name(events: RankEvents) -> str:
     return str([*used, *devices, {}][0].get("name", ""))[:80]
 
 
-def lateness(graph: RankGraph) -> Floats:
+def lateness(graph: Program) -> Floats:
     """``(n,)``: seconds by which each node starts later than its dependencies explain; 0 for nodes without any."""
     earliest = np.full(len(graph), -np.inf)
     ready = graph.end_s[graph.edge_columns["source"]] + graph.delay_s
@@ -238,7 +236,7 @@ def lateness(graph: RankGraph) -> Floats:
     return np.where(np.isinf(earliest), 0.0, np.maximum(graph.start_s - earliest, 0.0))
 
 
-def _with_unrecorded(graph: RankGraph) -> RankGraph:
+def _with_unrecorded(graph: Program) -> Program:
     """Treat gaps of a trace with missing kernels as unrecorded work."""
     late = lateness(graph)
     inner = np.zeros(len(graph), dtype=np.bool_)
@@ -251,7 +249,7 @@ def _with_unrecorded(graph: RankGraph) -> RankGraph:
             f"kernels are missing: {int((gaps & inner).sum())} of {int(inner.sum())} kernels start later than anything "
             "recorded explains; the trace was trimmed, and the gaps count as work that was not recorded"
         )
-        return replace(graph, unrecorded_s=np.where(gaps & inner, late, 0.0), warnings=(*graph.warnings, told))
+        return graph.replace(unrecorded_s=np.where(gaps & inner, late, 0.0), warnings=(*graph.warnings, told))
     idle = np.where(graph.on_device, late, 0.0)
     chosen = idle > _IDLE_GAP_US * MICROSECOND
     copies = np.array([*(work.kind in ("from_host", "to_host") for work in graph.works), True], dtype=np.bool_)
@@ -266,4 +264,4 @@ def _with_unrecorded(graph: RankGraph) -> RankGraph:
             f"{1e3 * idle.sum():.1f} ms in all, although work was launched; they count as work that was not recorded"
         )
         warnings = (*warnings, told)
-    return replace(graph, unrecorded_s=idle, warnings=warnings)
+    return graph.replace(unrecorded_s=idle, warnings=warnings)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from stepsight.dataset.graph.rank_graph import RankGraph
+from stepsight.dataset.graph.program import Program
 from stepsight.dataset.runs.run_folder import has_traces, run_folders, run_graphs
 from stepsight.experiments.reports.text_table import Number, table
 
@@ -25,7 +25,7 @@ def import_text(told: dict[str, Any]) -> str:
     return "\n".join([*lines, *(f"warning: {warning}" for warning in told["warnings"])])
 
 
-def trace_summary(name: str, graphs: Sequence[RankGraph]) -> dict[str, Any]:
+def trace_summary(name: str, graphs: Sequence[Program]) -> dict[str, Any]:
     """Breakdown of a traced run, as JSON and as ``text``."""
     from stepsight.simulator.replay.causes import breakdown  # importing a trace needs no simulator
 

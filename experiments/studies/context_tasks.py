@@ -11,8 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stepsight.dataset.base.errors import TraceError
-from stepsight.dataset.graph.program import Node, Program
-from stepsight.dataset.graph.rank_graph import PHASES
+from stepsight.dataset.graph.program import PHASES, Node, Program
 from stepsight.dataset.hardware.hardware import HARDWARE as PRESETS
 from stepsight.dataset.hardware.hardware import Hardware, find_fabric, usual_fabric
 from stepsight.dataset.runs.run_folder import read_collection

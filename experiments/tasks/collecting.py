@@ -16,7 +16,7 @@ from stepsight.dataset.base.errors import CollectError
 from stepsight.dataset.base.files import check_writable, read_json, write_json
 from stepsight.dataset.capture.captured import Captured
 from stepsight.dataset.capture.record_graph import COMPOSITE, CapturedRank
-from stepsight.dataset.graph.rank_graph import OP
+from stepsight.dataset.graph.program import OP
 from stepsight.dataset.hardware.hardware import HARDWARE, Hardware, find_hardware, roofline_seconds
 from stepsight.dataset.harness.plan import MOST_CPU, SCHEMA, check_plan
 from stepsight.dataset.job.job import Job

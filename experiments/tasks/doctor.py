@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from stepsight.dataset.base.errors import EXTRAS, StepsightError
-from stepsight.dataset.graph.rank_graph import RankGraph
+from stepsight.dataset.graph.program import Program
 from stepsight.dataset.hardware.hardware_facts import Fabric
 from stepsight.dataset.harness.base.plan_error import HarnessError
 from stepsight.dataset.harness.running.box import check_possible
@@ -128,7 +128,7 @@ def _idle_causes(told: dict[str, Any], steps: float) -> list[Cause]:
     return found
 
 
-def _message_causes(graphs: Sequence[RankGraph], steps: float, fabric: Fabric | None) -> list[Cause]:
+def _message_causes(graphs: Sequence[Program], steps: float, fabric: Fabric | None) -> list[Cause]:
     """Many small messages, and large ones that do not reach the links' bandwidth."""
     sizes, seconds, rates = [], [], []
     for graph in graphs:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from stepsight.dataset.base.errors import StepsightError, TraceError
-from stepsight.dataset.graph.rank_graph import OP, RankGraph
+from stepsight.dataset.graph.program import OP, Program
 from stepsight.dataset.hardware.hardware import HARDWARE, Hardware, find_hardware
 from stepsight.dataset.job.job import Job
 from stepsight.dataset.kinds.op import OP_KINDS, Collective, Op
@@ -34,7 +34,7 @@ _LEAST_SHARE = 0.05  # share of the device's time from which a family distinguis
 Work = Op | Collective
 
 
-def check_job(job: Job, graphs: Sequence[RankGraph]) -> None:
+def check_job(job: Job, graphs: Sequence[Program]) -> None:
     """Check that a job can have produced a trace.
 
     Raises:
@@ -66,11 +66,11 @@ def check_job(job: Job, graphs: Sequence[RankGraph]) -> None:
         raise TraceError(f"a job must be the one that was traced, got {'; '.join(wrong)}")
 
 
-def _hardware(job: Job, graphs: Sequence[RankGraph]) -> Hardware:
+def _hardware(job: Job, graphs: Sequence[Program]) -> Hardware:
     return find_hardware(job.hardware_name) or HARDWARE[_HOST if graphs[0].device == "cpu" else _DEVICE]
 
 
-def _traced_shares(graphs: Sequence[RankGraph]) -> defaultdict[str, float]:
+def _traced_shares(graphs: Sequence[Program]) -> defaultdict[str, float]:
     """Share of the ops' time by family."""
     seconds: defaultdict[str, float] = defaultdict(float)
     for graph in graphs:
@@ -104,7 +104,7 @@ def lowered_works(lowered: Lowered, stage: int) -> Counter[Work]:
     return found
 
 
-def traced_works(graph: RankGraph) -> tuple[dict[Work, float], dict[Work, float]]:
+def traced_works(graph: Program) -> tuple[dict[Work, float], dict[Work, float]]:
     """How often a rank runs each op and collective in one traced step, and for how many seconds.
 
     The kernels of one framework call are one op; calls of which nobody knows are ops by themselves.
@@ -124,7 +124,7 @@ def traced_works(graph: RankGraph) -> tuple[dict[Work, float], dict[Work, float]
     return dict(count), dict(seconds)
 
 
-def compare(job: Job, graphs: Sequence[RankGraph]) -> dict[str, Any]:
+def compare(job: Job, graphs: Sequence[Program]) -> dict[str, Any]:
     """Compare a traced run with its job: one rank of each pipeline stage.
 
     Raises:
@@ -132,7 +132,7 @@ def compare(job: Job, graphs: Sequence[RankGraph]) -> dict[str, Any]:
     """
     hardware = _hardware(job, graphs)
     lowered, latency = lower(job, hardware), _latency(job, hardware.name)
-    stages: dict[int, RankGraph] = {}
+    stages: dict[int, Program] = {}
     for graph in graphs:
         if graph.rank >= job.cluster.num_devices:
             raise TraceError(f"the job must have the trace's ranks, got rank {graph.rank} of {job.cluster.num_devices}")
@@ -160,7 +160,7 @@ def _latency(job: Job, hardware: str) -> LatencyModel | None:
         return None
 
 
-def _stage(stage: int, graph: RankGraph, lowered: Lowered, latency: LatencyModel | None) -> dict[str, Any]:
+def _stage(stage: int, graph: Program, lowered: Lowered, latency: LatencyModel | None) -> dict[str, Any]:
     """One rank of a stage: totals by kind, and what differs."""
     count, spent = traced_works(graph)
     asked = lowered_works(lowered, stage)

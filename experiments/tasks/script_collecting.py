@@ -9,7 +9,7 @@ from typing import Any
 
 from stepsight.dataset.base.errors import CollectError
 from stepsight.dataset.base.files import check_writable, digest, new_folder, read_json, write_json
-from stepsight.dataset.graph.rank_graph import OPAQUE
+from stepsight.dataset.graph.program import OPAQUE
 from stepsight.dataset.harness.base.atomic_files import locked
 from stepsight.dataset.harness.base.plan_error import HarnessError
 from stepsight.dataset.harness.plan import SCHEMA, check_plan

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from stepsight.dataset.base.errors import JobError, StepsightError
-from stepsight.dataset.graph.rank_graph import RankGraph
+from stepsight.dataset.graph.program import Program
 from stepsight.dataset.hardware.hardware import (
     FABRICS,
     HARDWARE,
@@ -32,7 +32,7 @@ from stepsight.simulator.replay.replay import Walk, replay
 if TYPE_CHECKING:
     from stepsight.training.predictor.predictor import Predictor
 
-Change = Callable[[Sequence[RankGraph], changes.Tally], list[RankGraph]]
+Change = Callable[[Sequence[Program], changes.Tally], list[Program]]
 
 
 def what_if(path: Path, wanted: TraceChanges) -> dict[str, Any]:
@@ -47,7 +47,7 @@ def what_if(path: Path, wanted: TraceChanges) -> dict[str, Any]:
     if len(folders) != 1:
         raise StepsightError(f"what-if takes one run, got {len(folders)} in {path}: name one of its runs/")
     run = run_graphs(folders[0])
-    graphs: Sequence[RankGraph] = run.graphs
+    graphs: Sequence[Program] = run.graphs
     traced = _traced_on(wanted, graphs, run.job) if wanted.by_predictor else None
     asked = _changes(wanted, traced)
     if not asked:
@@ -128,7 +128,7 @@ def _changes(asked: TraceChanges, traced: tuple[str, Fabric] | None) -> list[tup
     return found
 
 
-def _traced_on(asked: TraceChanges, graphs: Sequence[RankGraph], job: Job | None) -> tuple[str, Fabric]:
+def _traced_on(asked: TraceChanges, graphs: Sequence[Program], job: Job | None) -> tuple[str, Fabric]:
     """Hardware and fabric of the trace: from the user, from the job, or from the device's name in the trace."""
     said = graphs[0].device_name
     name = preset_name(asked.on) if asked.on else (job.cluster.hardware if job is not None else "")

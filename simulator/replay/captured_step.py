@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -18,8 +18,18 @@ from numpy.typing import NDArray
 
 from stepsight.dataset.base.errors import CaptureError, TraceError
 from stepsight.dataset.base.files import new_file
-from stepsight.dataset.graph.program import WHY, WHY_NUMBER, Dependency, Node, Program
-from stepsight.dataset.graph.rank_graph import COLLECTIVE, EDGE_COLUMNS, HOST, OP, PHASES, RankGraph
+from stepsight.dataset.graph.program import (
+    COLLECTIVE,
+    EDGE_COLUMNS,
+    HOST,
+    OP,
+    PHASES,
+    WHY,
+    WHY_NUMBER,
+    Dependency,
+    Node,
+    Program,
+)
 from stepsight.dataset.hardware.hardware import Hardware
 from stepsight.dataset.kinds.op import Op
 from stepsight.simulator.durations.latency_model import HostTimes, LatencyModel, host_times
@@ -48,7 +58,7 @@ class CapturedStep:
     """
 
     walked: Walk
-    graphs: tuple[RankGraph, ...]
+    graphs: tuple[Program, ...]
     alone: tuple[Floats, ...]
 
     @cached_property
@@ -80,7 +90,7 @@ class CapturedStep:
         return places, nodes - first[places]
 
 
-def time_captured(graphs: Sequence[RankGraph], latency: LatencyModel) -> CapturedStep:
+def time_captured(graphs: Sequence[Program], latency: LatencyModel) -> CapturedStep:
     """Time one captured step.
 
     Args:
@@ -109,7 +119,7 @@ def time_captured(graphs: Sequence[RankGraph], latency: LatencyModel) -> Capture
         ) from None
 
 
-def program_of(graph: RankGraph) -> Program:
+def program_of(graph: Program) -> Program:
     """Ops and collectives of a rank as a program."""
     inside, place = graph.on_device, np.cumsum(graph.on_device) - 1
     columns = (graph.columns[name][inside].tolist() for name in ("work", "stream", "name"))
@@ -127,12 +137,12 @@ def program_of(graph: RankGraph) -> Program:
     return Program(tuple(nodes), tuple(edges), "step")
 
 
-def _of_works(graph: RankGraph, values: Floats) -> Floats:
+def _of_works(graph: Program, values: Floats) -> Floats:
     """The value of each node's work; 0 for calls of the host."""
     return np.append(values, 0.0)[graph.columns["work"]]
 
 
-def _timed(graph: RankGraph, alone: Floats, latency: LatencyModel) -> RankGraph:
+def _timed(graph: Program, alone: Floats, latency: LatencyModel) -> Program:
     """The graph with durations; with launches after waits of the host."""
     seconds = _of_works(graph, alone)
     if latency.knows_context:
@@ -141,7 +151,7 @@ def _timed(graph: RankGraph, alone: Floats, latency: LatencyModel) -> RankGraph:
     share = latency.hardware.comm_compute_share
     if share > 0:
         seconds = seconds + _lost_to_overlap(graph, seconds, share)
-    graph = replace(graph, duration_s=seconds)
+    graph = graph.replace(duration_s=seconds)
     waits = np.flatnonzero(graph.columns["kind"] == HOST)
     if not latency.hardware.has_host or not len(waits):
         return graph
@@ -151,7 +161,7 @@ def _timed(graph: RankGraph, alone: Floats, latency: LatencyModel) -> RankGraph:
     return graph.with_edges(waits[since[after]], after, Dependency.LAUNCH, done[after] - done[waits[since[after]]])
 
 
-def _timed_on_host(graph: RankGraph, alone: Floats, host: HostTimes) -> RankGraph:
+def _timed_on_host(graph: Program, alone: Floats, host: HostTimes) -> Program:
     """The graph of a rank whose host runs its ops: durations, and the host's time between ops."""
     nodes, work, seconds = graph.columns, graph.columns["work"], _of_works(graph, alone)
     chosen = np.flatnonzero((nodes["kind"] == OP) & (work >= 0))
@@ -167,10 +177,10 @@ def _timed_on_host(graph: RankGraph, alone: Floats, host: HostTimes) -> RankGrap
     )
     if len(chosen):  # time that no op follows is before the first op
         seconds[chosen[0]] += host.step_s
-    return replace(graph, duration_s=seconds, delay_s=delay)
+    return graph.replace(duration_s=seconds, delay_s=delay)
 
 
-def _lost_to_overlap(graph: RankGraph, seconds: Floats, share: float) -> Floats:
+def _lost_to_overlap(graph: Program, seconds: Floats, share: float) -> Floats:
     """Seconds that ops lose to overlapping collectives: charged to the next op after the issue, unless it waits for
     it.
     """
@@ -185,7 +195,7 @@ def _lost_to_overlap(graph: RankGraph, seconds: Floats, share: float) -> Floats:
     return lost
 
 
-def _launches(graph: RankGraph, hardware: Hardware) -> Floats:
+def _launches(graph: Program, hardware: Hardware) -> Floats:
     """The host's time to launch each node."""
     return _of_works(graph, np.array([hardware.launch_s(work) for work in graph.works]))
 
@@ -239,7 +249,7 @@ def _count_gap(step: CapturedStep, place: int, node: int, gap: float, found: dic
     found["host"] += gap
 
 
-def axis_of(graph: RankGraph, node: int) -> str:
+def axis_of(graph: Program, node: int) -> str:
     """The entry of ``CAUSES`` that a collective's time counts as; for an op, ``dp_communication``."""
     work = graph.works[graph.columns["work"][node]] if graph.columns["work"][node] >= 0 else None
     if work is None or isinstance(work, Op):

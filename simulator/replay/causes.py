@@ -11,8 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stepsight.dataset.graph.intervals import Intervals, merge, overlap
-from stepsight.dataset.graph.program import WHY_NUMBER, Dependency
-from stepsight.dataset.graph.rank_graph import COLLECTIVE, HOST, OP, RankGraph
+from stepsight.dataset.graph.program import COLLECTIVE, HOST, OP, WHY_NUMBER, Dependency, Program
 from stepsight.dataset.kinds.op import OP_KINDS
 from stepsight.dataset.traces.read_rank import lateness
 from stepsight.simulator.replay.replay import Joined, Walk, join, walk
@@ -57,7 +56,7 @@ class Breakdown:
         return {**vars(self), "exposed_communication_s": exposed, "overlap_percent": share}
 
 
-def breakdown(graphs: Sequence[RankGraph]) -> Breakdown:
+def breakdown(graphs: Sequence[Program]) -> Breakdown:
     """Break down the traced steps of a run."""
     walked = walk(join(graphs))
     out = Breakdown()
@@ -90,7 +89,7 @@ def _largest_first(seconds: Mapping[str, float]) -> dict[str, float]:
     return dict(sorted(seconds.items(), key=lambda item: -item[1]))
 
 
-def _busy(graph: RankGraph, nodes: NDArray[np.bool_]) -> Intervals:
+def _busy(graph: Program, nodes: NDArray[np.bool_]) -> Intervals:
     return merge(np.stack([graph.start_s[nodes], graph.end_s[nodes]], axis=1))
 
 
@@ -98,7 +97,7 @@ def _length(intervals: Intervals) -> float:
     return float((intervals[:, 1] - intervals[:, 0]).sum())
 
 
-def _idle(graph: RankGraph, walked: Walk, first: int) -> dict[str, float]:
+def _idle(graph: Program, walked: Walk, first: int) -> dict[str, float]:
     """Idle seconds of the busiest stream, by what its next op waited for."""
     inside = np.flatnonzero((graph.columns["step"] >= 0) & (graph.columns["kind"] == OP))
     if not len(inside):
@@ -125,14 +124,14 @@ def _idle(graph: RankGraph, walked: Walk, first: int) -> dict[str, float]:
     return {cause: seconds for cause, seconds in found.items() if seconds > 0}
 
 
-def _host_waits(graph: RankGraph) -> Intervals:
+def _host_waits(graph: Program) -> Intervals:
     """The intervals in which the host was in a call that waits for the device."""
     into = graph.edge_columns["target"][graph.edge_columns["why"] == WHY_NUMBER[Dependency.SYNCHRONISATION]]
     nodes = np.unique(into[graph.columns["kind"][into] == HOST])
     return merge(np.stack([graph.start_s[nodes], graph.end_s[nodes]], axis=1))
 
 
-def _cause(graph: RankGraph, walked: Walk, node: int, first: int) -> str:
+def _cause(graph: Program, walked: Walk, node: int, first: int) -> str:
     """The dependency that decided the start of a node."""
     source = walked.before(node)
     if source < 0:
@@ -179,7 +178,7 @@ def _is_host(joined: Joined, node: int) -> bool:
     return bool(graph.columns["kind"][node - joined.first[place]] == HOST or graph.device == "cpu")
 
 
-def _family(graph: RankGraph, node: int) -> str:
+def _family(graph: Program, node: int) -> str:
     kind = graph.kind_of(node)
     return OP_KINDS[kind].family if kind in OP_KINDS else kind
 

@@ -16,14 +16,14 @@ from numpy.typing import NDArray
 
 from stepsight.dataset.base.errors import StepsightError
 from stepsight.dataset.graph.intervals import merge
-from stepsight.dataset.graph.program import WHY_NUMBER, Dependency
-from stepsight.dataset.graph.rank_graph import COLLECTIVE, HOST, OP, RankGraph, meetings
+from stepsight.dataset.graph.program import COLLECTIVE, HOST, OP, WHY_NUMBER, Dependency, Program
+from stepsight.dataset.graph.rank_graph import meetings
 from stepsight.dataset.kinds.op import COLLECTIVE_KINDS, OP_KINDS, Collective, Op
 from stepsight.simulator.durations.latency_model import LatencyModel
 from stepsight.simulator.replay.replay import replay
 
 Floats = NDArray[np.float64]
-Graphs = Sequence[RankGraph]
+Graphs = Sequence[Program]
 
 DEVICES_PER_NODE = 8  # nodes whose phase the trace does not show
 COMMUNICATION, ANY_HOST = "communication", "host"
@@ -43,7 +43,7 @@ class Tally:
         self.scaled_s += seconds * (not predicted)
 
 
-def faster(graphs: Graphs, tally: Tally, what: str, factor: float) -> list[RankGraph]:
+def faster(graphs: Graphs, tally: Tally, what: str, factor: float) -> list[Program]:
     """Divide the durations of the named ops by a factor.
 
     Args:
@@ -63,7 +63,7 @@ def faster(graphs: Graphs, tally: Tally, what: str, factor: float) -> list[RankG
         chosen = _named(graph, what)
         found |= bool(chosen.any())
         tally.add(float(graph.duration_s[chosen].sum()), False)
-        out.append(replace(graph, duration_s=np.where(chosen, graph.duration_s / factor, graph.duration_s)))
+        out.append(graph.replace(duration_s=np.where(chosen, graph.duration_s / factor, graph.duration_s)))
     if not found:
         kinds = sorted({work.kind for graph in graphs for work in graph.works})
         raise StepsightError(
@@ -73,7 +73,7 @@ def faster(graphs: Graphs, tally: Tally, what: str, factor: float) -> list[RankG
     return out
 
 
-def _named(graph: RankGraph, what: str) -> NDArray[np.bool_]:
+def _named(graph: Program, what: str) -> NDArray[np.bool_]:
     kinds = graph.columns["kind"]
     if what == COMMUNICATION:
         return np.asarray(kinds == COLLECTIVE)
@@ -87,7 +87,7 @@ def _named(graph: RankGraph, what: str) -> NDArray[np.bool_]:
     return np.asarray(by_name & (kinds != HOST))
 
 
-def host_scaled(graph: RankGraph, factor: float, loading: float | None = None) -> RankGraph:
+def host_scaled(graph: Program, factor: float, loading: float | None = None) -> Program:
     """Multiply the host's time by ``factor``; the time of loading data by ``loading``, None: by ``factor``."""
     factors = np.full(len(graph), factor)
     if loading is not None:
@@ -99,16 +99,16 @@ def host_scaled(graph: RankGraph, factor: float, loading: float | None = None) -
     delay = np.where(order, graph.delay_s * factors[graph.edge_columns["target"]], graph.delay_s)
     launch = (graph.edge_columns["why"] == WHY_NUMBER[Dependency.LAUNCH]) & (delay < 0)
     delay = np.where(launch, delay * factor, delay)  # before the call returns: at most the duration of the call
-    return replace(graph, duration_s=duration, delay_s=delay)
+    return graph.replace(duration_s=duration, delay_s=delay)
 
 
-def without_host(graphs: Graphs, _: Tally) -> list[RankGraph]:
+def without_host(graphs: Graphs, _: Tally) -> list[Program]:
     """Set the host's time to zero."""
     _need_device(graphs, "--no-host")
     return [host_scaled(graph, 0.0) for graph in graphs]
 
 
-def as_device_graph(graphs: Graphs, _: Tally) -> list[RankGraph]:
+def as_device_graph(graphs: Graphs, _: Tally) -> list[Program]:
     """Set the time of launches to zero, as with a CUDA graph that is launched once a step; loading of data remains."""
     _need_device(graphs, "--cuda-graph")
     return [host_scaled(graph, 0.0, loading=1.0) for graph in graphs]
@@ -119,7 +119,7 @@ def _need_device(graphs: Graphs, option: str) -> None:
         raise StepsightError(f"{option} needs a trace of a device, got one of a host that computes itself")
 
 
-def without_straggler(graphs: Graphs, _: Tally) -> list[RankGraph]:
+def without_straggler(graphs: Graphs, _: Tally) -> list[Program]:
     """Let the rank whose ops take longest compute like the median of the others.
 
     Raises:
@@ -138,11 +138,11 @@ def without_straggler(graphs: Graphs, _: Tally) -> list[RankGraph]:
             chosen = _named(graph, kind) & (graph.columns["kind"] == OP)
             duration[chosen] *= min(float(np.median(like)) / seconds, 1.0)
     ratio = min(float(np.median(host[:slowest] + host[slowest + 1 :])) / host[slowest], 1.0) if host[slowest] else 1.0
-    changed = host_scaled(replace(graph, duration_s=duration), ratio)
+    changed = host_scaled(graph.replace(duration_s=duration), ratio)
     return [changed if place == slowest else each for place, each in enumerate(graphs)]
 
 
-def _mean_by_kind(graph: RankGraph) -> dict[str, float]:
+def _mean_by_kind(graph: Program) -> dict[str, float]:
     """Mean seconds of an op by kind."""
     ops = graph.columns["kind"] == OP
     work = graph.columns["work"][ops]
@@ -157,12 +157,12 @@ def _mean_by_kind(graph: RankGraph) -> dict[str, float]:
     return {kind: total / count for kind, (total, count) in totals.items()}
 
 
-def _host_work(graph: RankGraph) -> float:
+def _host_work(graph: Program) -> float:
     order = graph.edge_columns["why"] == WHY_NUMBER[Dependency.HOST_ORDER]
     return float(np.maximum(graph.delay_s[order], 0.0).sum())
 
 
-def on_latencies(graphs: Graphs, tally: Tally, before: LatencyModel, after: LatencyModel) -> list[RankGraph]:
+def on_latencies(graphs: Graphs, tally: Tally, before: LatencyModel, after: LatencyModel) -> list[Program]:
     """Scale durations by the ratio of two latency models: another device, or another fabric.
 
     Ops of unknown sizes change as the memory bandwidths of the devices differ.
@@ -171,7 +171,7 @@ def on_latencies(graphs: Graphs, tally: Tally, before: LatencyModel, after: Late
     return [_scaled(graph, [(work, work) for work in graph.works], (before, after), plain, tally) for graph in graphs]
 
 
-def with_batch(graphs: Graphs, tally: Tally, factor: float, latency: LatencyModel) -> list[RankGraph]:
+def with_batch(graphs: Graphs, tally: Tally, factor: float, latency: LatencyModel) -> list[Program]:
     """Multiply the size of every micro-batch; the optimizer, gradients and the host do not change.
 
     Raises:
@@ -186,11 +186,11 @@ def with_batch(graphs: Graphs, tally: Tally, factor: float, latency: LatencyMode
         pairs = [(work, _larger(work, factor)) for work in graph.works]
         changed = _scaled(graph, pairs, (latency, latency), factor, tally)
         fixed = (graph.columns["phase"] == _OPTIMIZER) | sent
-        out.append(replace(graph, duration_s=np.where(fixed, graph.duration_s, changed.duration_s)))
+        out.append(graph.replace(duration_s=np.where(fixed, graph.duration_s, changed.duration_s)))
     return out
 
 
-def with_replicas(graphs: Graphs, tally: Tally, factor: int, latency: LatencyModel) -> list[RankGraph]:
+def with_replicas(graphs: Graphs, tally: Tally, factor: int, latency: LatencyModel) -> list[Program]:
     """Multiply the number of ranks: groups of all ranks grow with it, other groups do not.
 
     A node holds as many ranks as the trace says, at most ``DEVICES_PER_NODE`` of a group that is said to share one.
@@ -207,7 +207,7 @@ def with_replicas(graphs: Graphs, tally: Tally, factor: int, latency: LatencyMod
             raise StepsightError(f"--replicas needs collectives of all {world} ranks, got none in rank {graph.rank}")
         same = np.array([*(old == new for old, new in pairs), True], dtype=np.bool_)[graph.columns["work"]]
         changed = _scaled(graph, pairs, (latency, latency), 1.0, tally)
-        out.append(replace(graph, duration_s=np.where(same, graph.duration_s, changed.duration_s)))
+        out.append(graph.replace(duration_s=np.where(same, graph.duration_s, changed.duration_s)))
     return out
 
 
@@ -228,12 +228,12 @@ def _larger(work: Op | Collective, factor: float) -> Op | Collective:
 
 
 def _scaled(
-    graph: RankGraph,
+    graph: Program,
     pairs: Sequence[tuple[Op | Collective, Op | Collective]],
     models: tuple[LatencyModel, LatencyModel],
     plain: float,
     tally: Tally,
-) -> RankGraph:
+) -> Program:
     """Scale durations by the models' predictions for each signature before and after; by ``plain`` if the models cannot
     predict it.
     """
@@ -252,7 +252,7 @@ def _scaled(
     device = graph.on_device
     for predicted in (True, False):
         tally.add(float(graph.duration_s[device & (known[work] == predicted)].sum()), predicted)
-    return replace(graph, duration_s=np.where(device, graph.duration_s * ratios[work], graph.duration_s))
+    return graph.replace(duration_s=np.where(device, graph.duration_s * ratios[work], graph.duration_s))
 
 
 def _can_know(work: Op | Collective, models: Sequence[LatencyModel]) -> bool:
@@ -269,7 +269,7 @@ def seconds_of(model: LatencyModel, works: Sequence[Op | Collective]) -> Floats:
     return model.collective_seconds([work for work in works if isinstance(work, Collective)])
 
 
-def with_buckets(graphs: Graphs, tally: Tally, num_bytes: float, latency: LatencyModel) -> list[RankGraph]:
+def with_buckets(graphs: Graphs, tally: Tally, num_bytes: float, latency: LatencyModel) -> list[Program]:
     """Merge the gradient all-reduces of a step into buckets of at least a number of bytes.
 
     Each bucket runs when its last part was ready on all ranks.  It takes what its parts took together, those that ran
@@ -292,7 +292,7 @@ def with_buckets(graphs: Graphs, tally: Tally, num_bytes: float, latency: Latenc
             duration[bucket[:-1]], duration[bucket[-1]] = 0.0, waited + seconds * ratio
             tally.add(seconds, True)
             joined += 1
-        out.append(replace(graph, duration_s=duration))
+        out.append(graph.replace(duration_s=duration))
     if not joined:
         raise StepsightError(f"--bucket-mb joins gradient all-reduces, got none smaller than {num_bytes / 1e6:g} MB")
     return out
@@ -309,7 +309,7 @@ def _arrivals(graphs: Graphs) -> list[Floats]:
     return found
 
 
-def _buckets(graph: RankGraph, num_bytes: float) -> list[list[int]]:
+def _buckets(graph: Program, num_bytes: float) -> list[list[int]]:
     """Groups of at least two all-reduces in backward that are merged."""
     kinds = np.array([*(work.kind == "all_reduce" for work in graph.works), False], dtype=np.bool_)
     nodes = np.flatnonzero(kinds[graph.columns["work"]] & (graph.columns["phase"] == 1) & (graph.columns["step"] >= 0))
@@ -332,7 +332,7 @@ _LEAST_PACE = 0.25  # share of the profiled time: a profiler does not slow a hos
 _HALVINGS = 12
 
 
-def as_timed(graphs: Graphs, iteration_s: float) -> list[RankGraph]:
+def as_timed(graphs: Graphs, iteration_s: float) -> list[Program]:
     """Scale the host's time such that a step takes as long as without a profiler.
 
     All ops and the host's own work take the same part of their profiled time.  Collectives stay as they are, because a
@@ -345,9 +345,9 @@ def as_timed(graphs: Graphs, iteration_s: float) -> list[RankGraph]:
     if any(graph.device != "cpu" for graph in graphs) or replay(graphs).replayed_s <= iteration_s:
         return list(graphs)
 
-    def paced(pace: float) -> list[RankGraph]:
+    def paced(pace: float) -> list[Program]:
         changed = [(graph.columns["kind"] == OP, host_scaled(graph, pace)) for graph in graphs]
-        return [replace(g, duration_s=np.where(ops, g.duration_s * pace, g.duration_s)) for ops, g in changed]
+        return [g.replace(duration_s=np.where(ops, g.duration_s * pace, g.duration_s)) for ops, g in changed]
 
     low, high = _LEAST_PACE, 1.0
     for _ in range(_HALVINGS):

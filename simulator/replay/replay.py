@@ -15,7 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stepsight.dataset.base.errors import TraceError
-from stepsight.dataset.graph.rank_graph import HOST, Meeting, RankGraph, meetings
+from stepsight.dataset.graph.program import HOST, Program
+from stepsight.dataset.graph.rank_graph import Meeting, meetings
 from stepsight.dataset.traces.read_rank import lateness
 from stepsight.simulator.clock.engine import DelayedGraph, delayed_paths
 
@@ -42,7 +43,7 @@ class Joined:
         meeting: ``(n,)``: the meeting that a collective waits for, -1: none.
     """
 
-    graphs: Sequence[RankGraph]
+    graphs: Sequence[Program]
     first: list[int]
     meetings: Sequence[Meeting]
     offset_s: Sequence[float]
@@ -91,7 +92,7 @@ class Walk:
         return start
 
 
-def join(graphs: Sequence[RankGraph]) -> Joined:
+def join(graphs: Sequence[Program]) -> Joined:
     """Join the graphs of a job's ranks: clocks are aligned, and a collective begins when all of its ranks are there."""
     met, offsets = meetings(graphs)
     first = np.concatenate([[0], np.cumsum([len(graph) for graph in graphs])]).tolist()
@@ -237,7 +238,7 @@ class Replay:
         }
 
 
-def replay(graphs: Sequence[RankGraph]) -> Replay:
+def replay(graphs: Sequence[Program]) -> Replay:
     """Replay the traced steps of a run.
 
     Raises:
@@ -269,7 +270,7 @@ def replay(graphs: Sequence[RankGraph]) -> Replay:
     return Replay(walked, tuple(ranks), tuple(streams), *shares)
 
 
-def _span(graph: RankGraph, start: Floats, end: Floats) -> float:
+def _span(graph: Program, start: Floats, end: Floats) -> float:
     """Time from the beginning of the first step to the end of the last, on the host and on the device."""
     marks = [number for number, name in enumerate(graph.names) if name == MARK]
     is_mark = np.isin(graph.columns["name"], marks) & (graph.columns["kind"] == HOST)
@@ -285,7 +286,7 @@ def _span(graph: RankGraph, start: Floats, end: Floats) -> float:
     return max(ends) - float(begins[0]) if ends and len(begins) else 0.0
 
 
-def _streams(graph: RankGraph, start: Floats, end: Floats) -> list[StreamReplay]:
+def _streams(graph: Program, start: Floats, end: Floats) -> list[StreamReplay]:
     late = lateness(graph) - graph.unrecorded_s
     out = []
     inside = (graph.columns["step"] >= 0) & graph.on_device

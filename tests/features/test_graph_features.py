@@ -22,9 +22,9 @@ def _overlapping() -> ProgramBuilder:
 def test_relations_are_those_of_the_program() -> None:
     graph = topology(_overlapping().build())
     assert set(graph.edges) == set(RELATIONS)
-    assert graph.edge_columns["stream_order"].T.tolist() == [[0, 2], [2, 3]]
-    assert graph.edge_columns["synchronisation"].T.tolist() == [[0, 1], [1, 3]]
-    assert sorted(graph.edge_columns["may_run_concurrently"].T.tolist()) == [[1, 2], [2, 1]]
+    assert graph.edges["stream_order"].T.tolist() == [[0, 2], [2, 3]]
+    assert graph.edges["synchronisation"].T.tolist() == [[0, 1], [1, 3]]
+    assert sorted(graph.edges["may_run_concurrently"].T.tolist()) == [[1, 2], [2, 1]]
     assert graph.stream.tolist() == [0, 1, 0, 0]
 
 
@@ -41,7 +41,7 @@ def test_joining_keeps_programs_apart() -> None:
     one = topology(_overlapping().build())
     joined = join([one, one])
     assert joined.num_nodes == 8
-    assert joined.edge_columns["synchronisation"].T.tolist() == [[0, 1], [1, 3], [4, 5], [5, 7]]
+    assert joined.edges["synchronisation"].T.tolist() == [[0, 1], [1, 3], [4, 5], [5, 7]]
     assert joined.stream.tolist() == [0, 1, 0, 0, 2, 3, 2, 2]
 
 

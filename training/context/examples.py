@@ -9,8 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stepsight.dataset.base.errors import JobError
-from stepsight.dataset.graph.program import Node
-from stepsight.dataset.graph.rank_graph import OPAQUE
+from stepsight.dataset.graph.program import OPAQUE, Node
 from stepsight.dataset.hardware.hardware import find_fabric, usual_fabric
 from stepsight.dataset.kinds.op import Op
 from stepsight.gnn.context_table import Context

@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stepsight.dataset.base.errors import TraceError
-from stepsight.dataset.graph.rank_graph import PHASES
+from stepsight.dataset.graph.program import PHASES
 from stepsight.dataset.graph.rank_trace import TracedSegment
 from stepsight.dataset.hardware.hardware import reported_devices
 from stepsight.dataset.job.job import Job

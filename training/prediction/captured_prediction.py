@@ -12,7 +12,7 @@ import numpy as np
 from stepsight.dataset.base.errors import PredictorError
 from stepsight.dataset.capture.captured import Captured, compute_flops
 from stepsight.dataset.capture.record_graph import CapturedRank
-from stepsight.dataset.graph.rank_graph import OP, PHASES, RankGraph
+from stepsight.dataset.graph.program import OP, PHASES, Program
 from stepsight.dataset.hardware.hardware import canonical_hardware, find_fabric, unknown_hardware, usual_fabric
 from stepsight.dataset.kinds.op import Op
 from stepsight.simulator.durations.latency_model import RooflineLatency, preset_latency
@@ -201,7 +201,7 @@ def _class_of(captured: Captured, hardware: str) -> JobClass:
     return job_class(mixture, False, fused, hardware, captured.world_size)
 
 
-def _message_ranks(graph: RankGraph) -> set[int]:
+def _message_ranks(graph: Program) -> set[int]:
     pairs = set(zip(graph.columns["group"].tolist(), graph.columns["work"].tolist(), strict=True))
     messages = {group for group, work in pairs if group >= 0 and graph.works[work].kind == "send_recv"}
     return {rank for group in messages for rank in graph.groups[group][1]}

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from stepsight.dataset.graph.rank_graph import RankGraph
+from stepsight.dataset.graph.program import Program
 from stepsight.dataset.kinds.op import Op
 from stepsight.dataset.traces.read_rank import lateness, read_rank
 from stepsight.simulator.replay.replay import replay
@@ -25,7 +25,7 @@ class Kernels:
         self.file.kernel(name, start, length, stream, self.count, grid=[64, 1, 1], block=[256, 1, 1])
         return self
 
-    def graph(self, tmp_path: Path) -> RankGraph:
+    def graph(self, tmp_path: Path) -> Program:
         self.file.note("ProfilerStep#1", 0.0, 20_000.0)
         return read_rank(self.file.write(tmp_path / "trace.json"))
 

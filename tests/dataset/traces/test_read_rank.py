@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -11,19 +10,18 @@ import pytest
 
 from stepsight.dataset.base.errors import TraceError
 from stepsight.dataset.graph.graph_files import read_graph, write_graph
-from stepsight.dataset.graph.program import WHY, WHY_NUMBER, Dependency
-from stepsight.dataset.graph.rank_graph import COLLECTIVE, HOST, RankGraph
+from stepsight.dataset.graph.program import COLLECTIVE, HOST, WHY, WHY_NUMBER, Dependency, Program
 from stepsight.dataset.trace_graphs.graph_parts import RankParts
 from stepsight.dataset.traces.read_rank import lateness, read_rank
 from tests.dataset.kineto_files import KinetoFile, tiny_step
 from tests.dataset.traced_jobs import PRODUCT, REDUCTION, GpuJob, two_ranks
 
 
-def graph_of(tmp_path: Path, file: KinetoFile) -> RankGraph:
+def graph_of(tmp_path: Path, file: KinetoFile) -> Program:
     return read_rank(file.write(tmp_path / "trace.json"))
 
 
-def edges(graph: RankGraph, why: str) -> list[tuple[str, str]]:
+def edges(graph: Program, why: str) -> list[tuple[str, str]]:
     names = [graph.names[name] for name in graph.columns["name"].tolist()]
     ends = zip(
         graph.edge_columns["source"].tolist(),
@@ -169,7 +167,7 @@ def test_graphs_round_trip_through_files(tmp_path: Path, world_size: int) -> Non
 
 def test_stored_graphs_with_wild_indices_are_refused(tmp_path: Path) -> None:
     graph = graph_of(tmp_path, GpuJob().step(1).file)
-    wild = replace(graph, columns={**graph.columns, "work": graph.columns["work"] + 1000})
+    wild = graph.replace(columns={**graph.columns, "work": graph.columns["work"] + 1000})
     write_graph(wild, tmp_path / "out", "rank0")
     with pytest.raises(TraceError, match="work of nodes must be below"):
         read_graph(tmp_path / "out", "rank0")

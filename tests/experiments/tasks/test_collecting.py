@@ -231,7 +231,7 @@ def test_products_and_convolutions_come_first(captured: Captured) -> None:
 def test_calls_of_a_gpu_measured_on_a_cpu_are_a_warning(captured: Captured, tmp_path: Path) -> None:
     """They say nothing about the GPU that the script was captured for."""
     (rank,) = captured.ranks
-    of_gpu = replace(captured, ranks=(replace(rank, graph=replace(rank.graph, device="cuda")),))
+    of_gpu = replace(captured, ranks=(replace(rank, graph=rank.graph.replace(device="cuda")),))
     (warning,) = collect_ops(of_gpu, None, tmp_path / "gpu", 0.2, progress=False)["warnings"]
     assert "was captured for a GPU" in warning
     assert not collect_ops(captured, None, tmp_path / "cpu", 0.2, progress=False)["warnings"]

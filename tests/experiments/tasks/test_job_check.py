@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from stepsight.dataset.base.errors import TraceError
-from stepsight.dataset.graph.rank_graph import COLLECTIVE, OP, RankGraph
+from stepsight.dataset.graph.program import COLLECTIVE, OP, Program
 from stepsight.dataset.hardware.hardware import HARDWARE
 from stepsight.dataset.job.job import Job
 from stepsight.dataset.kinds.op import Op
@@ -29,7 +29,7 @@ JOB = Job.from_dict(
 )
 
 
-def traced_as_lowered(tmp_path: Path, rank: int) -> RankGraph:
+def traced_as_lowered(tmp_path: Path, rank: int) -> Program:
     """A graph whose step holds just what the job lowers to."""
     works = lowered_works(lower(JOB, HARDWARE["local-cpu"]), stage_of(JOB, rank))
     own = [work for work, count in works.items() for _ in range(count)]
@@ -42,11 +42,11 @@ def traced_as_lowered(tmp_path: Path, rank: int) -> RankGraph:
     nodes["kind"] = np.array([OP if isinstance(work, Op) else COLLECTIVE for work in own])
     nodes["known"], nodes["name"] = np.ones(len(own), np.int64), np.zeros(len(own), np.int64)
     edges = {name: np.zeros(0, np.int64) for name in graph.edge_columns}
-    graph = replace(
-        graph, columns=nodes, edge_columns=edges, delay_s=np.zeros(0), works=tuple(works), steps_s=np.eye(1, 2, 1)
+    graph = graph.replace(
+        columns=nodes, edge_columns=edges, delay_s=np.zeros(0), works=tuple(works), steps_s=np.eye(1, 2, 1)
     )
-    graph = replace(graph, start_s=start, duration_s=np.full(len(own), 1e-4), unrecorded_s=np.zeros(len(own)))
-    return replace(graph, rank=rank, world_size=4, device="cpu", device_name="cpu")
+    graph = graph.replace(start_s=start, duration_s=np.full(len(own), 1e-4), unrecorded_s=np.zeros(len(own)))
+    return graph.replace(rank=rank, world_size=4, device="cpu", device_name="cpu")
 
 
 def test_a_step_as_lowered_has_no_differences(tmp_path: Path) -> None:
@@ -71,7 +71,7 @@ def test_differences_are_named_by_kind_and_dims(tmp_path: Path) -> None:
     names = [work for work in graph.works if work.kind != "gelu"]
     moved = np.array([names.index(graph.works[number]) for number in graph.columns["work"][kept]])
     nodes = {name: values[kept] for name, values in graph.columns.items()} | {"work": moved}
-    changed = replace(graph, columns=nodes, works=wider, start_s=graph.start_s[kept], duration_s=graph.duration_s[kept])
+    changed = graph.replace(columns=nodes, works=wider, start_s=graph.start_s[kept], duration_s=graph.duration_s[kept])
     whats = Counter(each["what"] for each in compare(JOB, [changed])["stages"][0]["differences"])
     assert whats["missing"] == 1 and whats["dims"] >= 1 and not whats["extra"]
 

@@ -7,8 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from stepsight.dataset.graph.program import WHY_NUMBER, Dependency
-from stepsight.dataset.graph.rank_graph import COLLECTIVE, EDGE_COLUMNS, NODE_COLUMNS, OP, RankGraph
+from stepsight.dataset.graph.program import COLLECTIVE, EDGE_COLUMNS, NODE_COLUMNS, OP, WHY_NUMBER, Dependency, Program
 from stepsight.dataset.hardware.hardware import find_fabric, find_hardware
 from stepsight.dataset.kinds.op import Collective, Op
 from stepsight.simulator.durations.latency_model import RooflineLatency
@@ -26,7 +25,7 @@ def latency() -> RooflineLatency:
     return RooflineLatency(plain, find_fabric("dgx-h100"))
 
 
-def graph(rank: int, works: list[tuple[Op | Collective, int]], edges: list[tuple[int, int]]) -> RankGraph:
+def graph(rank: int, works: list[tuple[Op | Collective, int]], edges: list[tuple[int, int]]) -> Program:
     """Nodes with their streams, and who waits for whom."""
     count = len(works)
     columns = {name: np.zeros(count, dtype=np.int64) for name in NODE_COLUMNS}
@@ -36,12 +35,16 @@ def graph(rank: int, works: list[tuple[Op | Collective, int]], edges: list[tuple
     columns["group"] = np.where(columns["kind"] == COLLECTIVE, 0, -1)
     columns["seq"] = np.where(columns["kind"] == COLLECTIVE, 0, -1)
     table = np.array([(*edge, WHY_NUMBER[Dependency.DATA]) for edge in edges], dtype=np.int64).reshape(-1, 3)
-    return RankGraph(
-        rank, 16, "cuda", "captured", 0.0, np.zeros(count), np.zeros(count), columns,
-        {name: table[:, place] for place, name in enumerate(EDGE_COLUMNS)}, np.zeros(len(edges)),
-        ("compute", "dp"), ("op",), tuple(work for work, _ in works), groups=(("pp", (0, 1)),),
-        unrecorded_s=np.zeros(count),
-    )  # fmt: skip
+    return Program.of_columns(
+        rank=rank,
+        world_size=16,
+        columns=columns,
+        edge_columns=dict(zip(EDGE_COLUMNS, table.T, strict=True)),
+        streams=("compute", "dp"),
+        names=("op",),
+        works=tuple(work for work, _ in works),
+        groups=(("pp", (0, 1)),),
+    )
 
 
 def test_a_reduction_is_hidden_until_the_computation_waits_for_it() -> None:

@@ -7,8 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from stepsight.dataset.graph.program import WHY_NUMBER, Dependency
-from stepsight.dataset.graph.rank_graph import PHASES, RankGraph
+from stepsight.dataset.graph.program import PHASES, WHY_NUMBER, Dependency, Program
 from stepsight.dataset.graph.rank_trace import Placement
 from stepsight.dataset.traces.read_rank import read_rank
 from stepsight.simulator.replay.changes import as_timed
@@ -40,11 +39,11 @@ def hooked(steps: int = 2) -> KinetoFile:
 
 
 @pytest.fixture
-def graph(tmp_path: Path) -> RankGraph:
+def graph(tmp_path: Path) -> Program:
     return read_rank(hooked().write(tmp_path / "rank0.json"), Placement(rank=0, dp=2))
 
 
-def test_the_optimizer_waits_for_the_gradients_of_its_step(graph: RankGraph) -> None:
+def test_the_optimizer_waits_for_the_gradients_of_its_step(graph: Program) -> None:
     waits = graph.edge_columns["why"] == WHY_NUMBER[Dependency.SYNCHRONISATION]
     source, target = graph.edge_columns["source"][waits], graph.edge_columns["target"][waits]
     assert len(source) == 6 and (graph.columns["step"][source] == graph.columns["step"][target]).all()
@@ -52,18 +51,18 @@ def test_the_optimizer_waits_for_the_gradients_of_its_step(graph: RankGraph) -> 
     assert replay([graph]).error_percent == pytest.approx(0.0, abs=0.1)
 
 
-def test_gradients_lie_in_the_backward_pass(graph: RankGraph) -> None:
+def test_gradients_lie_in_the_backward_pass(graph: Program) -> None:
     collectives = graph.columns["kind"] == 1
     assert [PHASES[phase] for phase in graph.columns["phase"][collectives]] == ["backward"] * 6
 
 
-def test_a_faster_host_still_waits_for_its_gradients(graph: RankGraph) -> None:
+def test_a_faster_host_still_waits_for_its_gradients(graph: Program) -> None:
     """Two all-reduces follow each other on one thread, whatever the host does beside them."""
     (quick,) = as_timed([graph], 1e-6)
     assert 2 * SENT * US < replay([quick]).replayed_s < (STEP - 150.0) * US
 
 
-def test_a_step_takes_what_it_took_without_a_profiler(graph: RankGraph) -> None:
+def test_a_step_takes_what_it_took_without_a_profiler(graph: Program) -> None:
     wanted = 0.95 * replay([graph]).replayed_s
     paced = as_timed([graph], wanted)
     assert replay(paced).replayed_s == pytest.approx(wanted, rel=1e-3)

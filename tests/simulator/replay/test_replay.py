@@ -2,27 +2,26 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from stepsight.dataset.base.errors import TraceError
-from stepsight.dataset.graph.rank_graph import COLLECTIVE, RankGraph
+from stepsight.dataset.graph.program import COLLECTIVE, Program
 from stepsight.dataset.traces.import_traces import import_ranks
 from stepsight.simulator.replay.replay import replay
 from tests.dataset.traced_jobs import PRODUCT, GpuJob, two_ranks
 
 
-def graphs_of(tmp_path: Path, ranks: int = 2) -> list[RankGraph]:
+def graphs_of(tmp_path: Path, ranks: int = 2) -> list[Program]:
     files = two_ranks() if ranks == 2 else [GpuJob().step(1).step(2).file]
     return list(import_ranks([file.write(tmp_path / f"{place}.json") for place, file in enumerate(files)]).graphs)
 
 
-def faster(graph: RankGraph, name: str, factor: float) -> RankGraph:
+def faster(graph: Program, name: str, factor: float) -> Program:
     chosen = graph.columns["name"] == graph.names.index(name)
-    return replace(graph, duration_s=np.where(chosen, graph.duration_s / factor, graph.duration_s))
+    return graph.replace(duration_s=np.where(chosen, graph.duration_s / factor, graph.duration_s))
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -41,7 +40,7 @@ def test_a_replay_uses_no_recorded_start(tmp_path: Path) -> None:
     rooted = np.ones(len(graph), dtype=bool)
     rooted[graph.edge_columns["target"]] = False
     marks = graph.columns["name"] == graph.names.index("step")
-    moved = replace(graph, start_s=np.where(rooted | marks, graph.start_s, graph.start_s + 1.0))
+    moved = graph.replace(start_s=np.where(rooted | marks, graph.start_s, graph.start_s + 1.0))
     assert replay([moved]).replayed_s == pytest.approx(replay(graphs).replayed_s)
 
 
@@ -70,6 +69,6 @@ def test_a_collective_takes_its_own_time_once_all_are_there(tmp_path: Path) -> N
 
 
 def test_a_trace_without_a_step_is_refused(tmp_path: Path) -> None:
-    graph = replace(graphs_of(tmp_path, 1)[0], steps_s=np.zeros((0, 2)))
+    graph = graphs_of(tmp_path, 1)[0].replace(steps_s=np.zeros((0, 2)))
     with pytest.raises(TraceError, match="at least one traced step"):
         replay([graph])

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from stepsight.dataset.graph.rank_graph import RankGraph
+from stepsight.dataset.graph.program import Program
 from stepsight.dataset.traces.read_rank import read_rank
 from stepsight.simulator.replay import changes
 from stepsight.simulator.replay.replay import replay
 from tests.dataset.sharded_job import ShardedJob
 
-Change = Callable[[list[RankGraph]], list[RankGraph]]
+Change = Callable[[list[Program]], list[Program]]
 
 
 def faster(what: str, factor: float) -> Change:
