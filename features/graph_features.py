@@ -12,7 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stepsight.dataset.base.caching import cached
-from stepsight.dataset.graph.program import Dependency, Program, relation_pairs
+from stepsight.dataset.graph.program import Dependency, Program
+from stepsight.dataset.graph.relations import relation_pairs
 from stepsight.dataset.hardware.hardware import Hardware, roofline_seconds
 from stepsight.dataset.kinds import kinds_version
 from stepsight.dataset.kinds.op import COLLECTIVE_KINDS, OP_KINDS, Op

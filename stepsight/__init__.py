@@ -11,7 +11,8 @@ arguments and an example.
 
 A job is a ``Job``, the tables of one as a dict, or the path of a job file; ``Job`` is made of ``ModelSpec``,
 ``ParallelSpec``, ``BatchSpec``, ``OptimizerSpec`` and ``ClusterSpec`` (with ``Straggler``, ``SlowLink`` and
-``OtherDevices``).  Every error that a user can correct is a ``StepsightError``.  ``clear_caches`` frees memory.
+``OtherDevices``).  A ``Program`` is the graph of what one rank executes.  Every error that a user can correct is a
+``StepsightError``.  ``clear_caches`` frees memory.
 
 The public interface is the names in ``__all__``, ``stepsight.registries`` (where you add parts of your own),
 ``stepsight.testing`` (contracts that check them) and the ``stepsight`` command.  Every other module is private: it
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     from stepsight.dataset.configs.formats import ConfigJob as ConfigJob
     from stepsight.dataset.configs.formats import read_configs as read_configs
     from stepsight.dataset.configs.formats import write_config as write_config
+    from stepsight.dataset.graph.program import Program as Program
     from stepsight.dataset.harness.scripts.step_marks import step as step
     from stepsight.dataset.job.job import BatchSpec as BatchSpec
     from stepsight.dataset.job.job import ClusterSpec as ClusterSpec
@@ -77,6 +79,7 @@ _MODULES = {
         "TableError",
         "TraceError",
     ),
+    "dataset.graph.program": ("Program",),
     "dataset.harness.scripts.step_marks": ("step",),
     "dataset.job.job": ("BatchSpec", "ClusterSpec", "Job", "ModelSpec", "OptimizerSpec", "ParallelSpec"),
     "dataset.job.specs": ("OtherDevices", "SlowLink", "Straggler"),

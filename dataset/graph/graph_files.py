@@ -24,6 +24,7 @@ def write_graph(graph: Program, folder: Path, stem: str) -> None:
 
     columns = {name: getattr(graph, name) for name in _SECONDS}
     columns |= {name: graph.columns[name].astype(np.int32) for name in NODE_COLUMNS}
+    columns |= {"share": graph.columns["share"]} if "share" in graph.columns else {}
     edges = {name: graph.edge_columns[name].astype(np.int32) for name in EDGE_COLUMNS} | {"delay_s": graph.delay_s}
     for name, table in (("nodes", columns), ("edges", edges)):
         with new_file(folder / f"{stem}.{name}.parquet") as part:
@@ -34,6 +35,7 @@ def write_graph(graph: Program, folder: Path, stem: str) -> None:
 def _described(graph: Program) -> dict[str, Any]:
     return {
         "form": FORM,
+        "label": graph.label,
         "rank": graph.rank,
         "world_size": graph.world_size,
         "device": graph.device,
@@ -104,7 +106,9 @@ def _graph(tree: dict[str, Any], nodes: Any, edges: Any) -> Program:
         device=str(tree["device"]),
         device_name=str(tree["device_name"]),
         origin_us=float(tree["origin_us"]),
-        columns={name: _numbers(nodes, name, np.int64) for name in NODE_COLUMNS},
+        label=str(tree.get("label", "")),
+        columns={name: _numbers(nodes, name, np.int64) for name in NODE_COLUMNS}
+        | ({"share": _numbers(nodes, "share", np.float64)} if "share" in nodes.column_names else {}),
         edge_columns={name: _numbers(edges, name, np.int64) for name in EDGE_COLUMNS},
         delay_s=_numbers(edges, "delay_s", np.float64),
         streams=tuple(map(str, tree["streams"])),

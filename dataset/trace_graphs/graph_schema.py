@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from stepsight.dataset.graph.program import CONCURRENT, NODE_KINDS, PHASES
+from stepsight.dataset.graph.program import NODE_KINDS, PHASES
+from stepsight.dataset.graph.relations import CONCURRENT
 from stepsight.dataset.kinds.op import COLLECTIVE_KINDS, DTYPE_BYTES, OP_KINDS, Collective, Op
 
 Floats = NDArray[np.float64]

@@ -15,17 +15,9 @@ from stepsight.dataset.base.errors import TraceError
 from stepsight.dataset.base.files import new_file, read_json, write_json
 from stepsight.dataset.graph.graph_files import work_from_list, work_to_list
 from stepsight.dataset.graph.intervals import covered
-from stepsight.dataset.graph.program import (
-    CONCURRENT,
-    OPAQUE,
-    PHASES,
-    WHY,
-    WHY_NUMBER,
-    Dependency,
-    Program,
-    relation_pairs,
-)
+from stepsight.dataset.graph.program import OPAQUE, PHASES, WHY, WHY_NUMBER, Dependency, Program
 from stepsight.dataset.graph.rank_trace import TracedSegment
+from stepsight.dataset.graph.relations import CONCURRENT, relation_pairs
 from stepsight.dataset.kinds.op import Op
 from stepsight.dataset.trace_graphs.graph_parts import positions
 from stepsight.dataset.trace_graphs.graph_schema import (

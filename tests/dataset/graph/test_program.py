@@ -5,17 +5,12 @@ import sys
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stepsight.dataset.graph.program import (
-    RELATIONS,
-    Dependency,
-    Program,
-    ProgramBuilder,
-    concurrent_pairs,
-    relation_pairs,
-)
+from stepsight.dataset.graph.graph_files import read_graph, write_graph
+from stepsight.dataset.graph.program import Dependency, Program, ProgramBuilder
+from stepsight.dataset.graph.relations import RELATIONS, concurrent_pairs, relation_pairs
 from stepsight.dataset.kinds.op import Collective, Op
 
 ADD = Op("add", (4,), "fp32")
@@ -67,6 +62,19 @@ def programs(draw: st.DrawFn) -> Program:
         after = draw(st.lists(st.integers(0, index - 1), max_size=2, unique=True)) if index else []
         builder.add(ADD if stream == "compute" else REDUCE, stream, after=after, why=draw(st.sampled_from(EXPLICIT)))
     return builder.build()
+
+
+@settings(deadline=None, max_examples=20)
+@given(program=programs())
+def test_a_saved_program_is_loaded_unchanged(tmp_path_factory: pytest.TempPathFactory, program: Program) -> None:
+    """Nodes, edges, and what they make as columns are the same from either face."""
+    folder = tmp_path_factory.mktemp("saved")
+    write_graph(program, folder, "forward")
+    again = read_graph(folder, "forward")
+    assert again == program and again.digest_key == program.digest_key and again.part([0], "") == program.part([0], "")
+    assert all(np.array_equal(again.columns[name], values) for name, values in program.columns.items())
+    with pytest.raises(TypeError, match="a program has no colour"):
+        program.replace(colour="red")
 
 
 def reachable(program: Program) -> np.ndarray:

@@ -11,8 +11,9 @@ from hypothesis import given, settings
 from torch_geometric.data import Batch, InMemoryDataset
 
 from stepsight.dataset import TraceGraphs
-from stepsight.dataset.graph.program import CONCURRENT, RELATIONS, Program
+from stepsight.dataset.graph.program import Program
 from stepsight.dataset.graph.rank_trace import TracedSegment
+from stepsight.dataset.graph.relations import CONCURRENT, RELATIONS
 from stepsight.dataset.kinds.op import Op
 from stepsight.dataset.runs.run_folder import read_run
 from stepsight.dataset.trace_graphs.call_segments import call_segments
