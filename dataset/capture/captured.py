@@ -13,7 +13,7 @@ from stepsight.dataset.base.bounded import read_parquet
 from stepsight.dataset.base.errors import CaptureError, StepsightError
 from stepsight.dataset.base.files import new_folder, read_json, write_json
 from stepsight.dataset.capture.record_graph import CapturedRank
-from stepsight.dataset.graph.graph_files import read_graph, write_graph
+from stepsight.dataset.graph.graph_files import write_graph
 from stepsight.dataset.graph.program import COLLECTIVE, HOST, OP, PHASES, Program
 from stepsight.dataset.kinds.op import Collective, Op
 
@@ -166,7 +166,7 @@ def read_captured(folder: Path) -> Captured:
 
 
 def _read_rank(folder: Path, rank: int, world_size: int) -> CapturedRank:
-    graph = read_graph(folder, f"rank{rank}")
+    graph = Program.load(folder / f"rank{rank}")
     live = read_parquet(folder / f"rank{rank}.memory.parquet").column("live_bytes").to_numpy().astype(np.int64)
     path = folder / f"rank{rank}.calls.json"
     calls = tuple(read_json(path)) if path.is_file() else ()

@@ -10,14 +10,14 @@ import numpy as np
 from stepsight.dataset.base.bounded import read_parquet
 from stepsight.dataset.base.errors import TraceError
 from stepsight.dataset.base.files import new_file, read_json, write_json
-from stepsight.dataset.graph.program import EDGE_COLUMNS, NODE_COLUMNS, NODE_KINDS, WHY, Program
+from stepsight.dataset.graph.columns import EDGE_COLUMNS, NODE_COLUMNS, NODE_KINDS, WHY
 from stepsight.dataset.kinds.op import Collective, Op
 
 FORM = 1  # of the files
 _SECONDS = ("start_s", "duration_s", "unrecorded_s")
 
 
-def write_graph(graph: Program, folder: Path, stem: str) -> None:
+def write_graph(graph: Any, folder: Path, stem: str) -> None:
     """Write ``<stem>.nodes.parquet``, ``<stem>.edges.parquet`` and ``<stem>.json``."""
     import pyarrow as pa
     import pyarrow.parquet as pq
@@ -32,7 +32,7 @@ def write_graph(graph: Program, folder: Path, stem: str) -> None:
     write_json(folder / f"{stem}.json", _described(graph), indent=None)
 
 
-def _described(graph: Program) -> dict[str, Any]:
+def _described(graph: Any) -> dict[str, Any]:
     return {
         "form": FORM,
         "label": graph.label,
@@ -63,8 +63,8 @@ def work_to_list(work: Op | Collective) -> list[Any]:
     return ["collective", work.kind, work.num_bytes, work.group_size, work.ranks_per_node]
 
 
-def read_graph(folder: Path, stem: str) -> Program:
-    """Read the files that ``write_graph`` wrote.
+def read_facts(folder: Path, stem: str) -> dict[str, Any]:
+    """Read what ``write_graph`` wrote, as ``Program.of_columns`` takes it.
 
     Raises:
         TraceError: If it is not that.
@@ -98,9 +98,9 @@ def read_steps(folder: Path, stem: str) -> tuple[float, ...]:
         raise TraceError(f"{path} must describe an imported graph, got {error}") from None
 
 
-def _graph(tree: dict[str, Any], nodes: Any, edges: Any) -> Program:
+def _graph(tree: dict[str, Any], nodes: Any, edges: Any) -> dict[str, Any]:
     seconds = {name: _numbers(nodes, name, np.float64) for name in _SECONDS}
-    return Program.of_columns(
+    return dict(
         rank=int(tree["rank"]),
         world_size=int(tree["world_size"]),
         device=str(tree["device"]),
@@ -138,17 +138,19 @@ def work_from_list(work: list[Any]) -> Op | Collective:
     return Collective(work[1], *map(int, work[2:]))
 
 
-def _check(graph: Program, path: Path) -> None:
+def _check(graph: dict[str, Any], path: Path) -> None:
     """Check that indices are in range and edges lead forward."""
-    count = len(graph)
-    limits = {"kind": len(NODE_KINDS), "stream": len(graph.streams), "name": len(graph.names)}
-    limits |= {"work": len(graph.works), "group": len(graph.groups)}
+    count = len(graph["start_s"])
+    limits = {"kind": len(NODE_KINDS), "stream": len(graph["streams"]), "name": len(graph["names"])}
+    limits |= {"work": len(graph["works"]), "group": len(graph["groups"])}
     for name, limit in limits.items():
-        column = graph.columns[name]
+        column = graph["columns"][name]
         if len(column) != count or (count and (column.max() >= limit or column.min() < -1)):
             raise TraceError(f"{name} of nodes must be below {limit} for each of {count} nodes in {path}")
-    source, target = graph.edge_columns["source"], graph.edge_columns["target"]
+    source, target = graph["edge_columns"]["source"], graph["edge_columns"]["target"]
     if len(source) and not ((source >= 0) & (source < target) & (target < count)).all():
         raise TraceError(f"edges must lead from an earlier to a later node of {count} in {path}")
-    if not (np.isfinite(graph.start_s).all() and (graph.duration_s >= 0).all() and np.isfinite(graph.delay_s).all()):
+    if not (
+        np.isfinite(graph["start_s"]).all() and (graph["duration_s"] >= 0).all() and np.isfinite(graph["delay_s"]).all()
+    ):
         raise TraceError(f"times must be finite and durations >= 0 in {path}")

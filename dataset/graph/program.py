@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
-import enum
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from stepsight.dataset.graph.columns import COLLECTIVE as COLLECTIVE
+from stepsight.dataset.graph.columns import EDGE_COLUMNS as EDGE_COLUMNS
+from stepsight.dataset.graph.columns import HOST as HOST
+from stepsight.dataset.graph.columns import NODE_COLUMNS as NODE_COLUMNS
+from stepsight.dataset.graph.columns import NODE_KINDS as NODE_KINDS
+from stepsight.dataset.graph.columns import OP as OP
+from stepsight.dataset.graph.columns import OPAQUE as OPAQUE
+from stepsight.dataset.graph.columns import PHASES as PHASES
+from stepsight.dataset.graph.columns import WHY as WHY
+from stepsight.dataset.graph.columns import WHY_NUMBER as WHY_NUMBER
+from stepsight.dataset.graph.columns import Dependency as Dependency
+from stepsight.dataset.graph.graph_files import read_facts, write_graph
 from stepsight.dataset.kinds.op import Collective, Op
 
 Indices = NDArray[np.int64]
@@ -19,29 +31,6 @@ Floats = NDArray[np.float64]
 Columns = dict[str, NDArray[Any]]
 
 
-class Dependency(enum.Enum):
-    """Why one node waits for another (the field's taxonomy)."""
-
-    DATA = "data"  # reads what the other wrote
-    STREAM_ORDER = "stream_order"  # issued later on the same stream
-    LAUNCH = "launch"  # the host launched it on the device
-    SYNCHRONISATION = "synchronisation"  # an event or a wait across streams of one rank
-    RENDEZVOUS = "rendezvous"  # the same collective on another rank
-    HOST_ORDER = "host_order"  # later on the same host thread
-
-
-WHY = tuple(Dependency)  # by number
-WHY_NUMBER = {why: number for number, why in enumerate(WHY)}
-
-OP, COLLECTIVE, HOST = range(3)
-NODE_KINDS = ("op", "collective", "host")
-PHASES = ("forward", "backward", "optimizer")
-NODE_COLUMNS = (
-    "kind", "stream", "step", "phase", "work", "name", "known", "call", "group", "seq", "blocks", "threads",
-    "registers", "shared_bytes", "recorded",
-)  # fmt: skip
-EDGE_COLUMNS = ("source", "target", "why")
-OPAQUE = "opaque"
 _HOST_CALL = Op("host_calls", (1,), "fp32")  # what a call of the host is as a node
 
 
@@ -208,6 +197,20 @@ class Program:
     def replace(self, **changes: Any) -> Program:
         """A copy with other arrays or facts; where the number of nodes or edges changes, all arrays of these."""
         return self.of_columns(**{name: getattr(self, name) for name in FACTS} | changes)
+
+    def save(self, path: str | Path) -> None:
+        """Write ``<path>.json``, ``<path>.nodes.parquet`` and ``<path>.edges.parquet``."""
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        write_graph(self, Path(path).parent, Path(path).name)
+
+    @classmethod
+    def load(cls, path: str | Path) -> Program:
+        """Read what ``save`` wrote, or a rank of a capture or of an imported run (``folder/rank0``).
+
+        Raises:
+            TraceError: If it is not that.
+        """
+        return cls.of_columns(**read_facts(Path(path).parent, Path(path).name.removesuffix(".json")))
 
     def __len__(self) -> int:
         return len(self.nodes) if "nodes" in vars(self) else len(self.columns["work"])

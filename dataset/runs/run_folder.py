@@ -14,7 +14,7 @@ import numpy as np
 from stepsight.dataset.base.bounded import read_file
 from stepsight.dataset.base.errors import TraceError
 from stepsight.dataset.base.files import digest, new_folder, read_json, write_json
-from stepsight.dataset.graph.graph_files import read_graph, write_graph
+from stepsight.dataset.graph.graph_files import write_graph
 from stepsight.dataset.graph.program import Program
 from stepsight.dataset.graph.rank_trace import Placement, RankTrace
 from stepsight.dataset.kinds.op import MOST_SIZE, Collective, Op
@@ -150,7 +150,7 @@ class ImportedRun:
 
     def graphs(self) -> list[Program]:
         """Graphs of all ranks, in order."""
-        return [read_graph(self.folder, stem) for _, stem in sorted(self.ranks.items())]
+        return [Program.load(self.folder / stem) for _, stem in sorted(self.ranks.items())]
 
 
 def is_imported(folder: Path) -> bool:

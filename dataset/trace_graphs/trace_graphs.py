@@ -13,7 +13,6 @@ from torch_geometric.data import HeteroData, InMemoryDataset
 
 from stepsight.dataset.base.errors import StepsightError, TraceError
 from stepsight.dataset.base.files import digest, digest_files, read_json
-from stepsight.dataset.graph.graph_files import read_graph
 from stepsight.dataset.graph.program import Program
 from stepsight.dataset.graph.rank_graph import meetings
 from stepsight.dataset.job.job import Job
@@ -298,7 +297,7 @@ def read_index(root: Path) -> dict[str, Any]:
 
 def run_parts(folder: Path, run: dict[str, Any]) -> Iterator[tuple[dict[str, Any], GraphPart]]:
     """Metadata and parts of a stored run: every step and segment of every rank."""
-    graphs = [read_graph(folder, stem) for stem in run["ranks"]]
+    graphs = [Program.load(folder / stem) for stem in run["ranks"]]
     names = ("source", "run", "role", "model", "strategy", "scale", "hardware", "group", "timed_s")
     about = {name: run[name] for name in names}
     if graphs:

@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stepsight.dataset.graph.graph_files import read_graph, write_graph
 from stepsight.dataset.graph.program import Dependency, Program, ProgramBuilder
 from stepsight.dataset.graph.relations import RELATIONS, concurrent_pairs, relation_pairs
 from stepsight.dataset.kinds.op import Collective, Op
@@ -68,9 +67,9 @@ def programs(draw: st.DrawFn) -> Program:
 @given(program=programs())
 def test_a_saved_program_is_loaded_unchanged(tmp_path_factory: pytest.TempPathFactory, program: Program) -> None:
     """Nodes, edges, and what they make as columns are the same from either face."""
-    folder = tmp_path_factory.mktemp("saved")
-    write_graph(program, folder, "forward")
-    again = read_graph(folder, "forward")
+    path = tmp_path_factory.mktemp("saved") / "new" / "forward"
+    program.save(path)
+    again = Program.load(path)
     assert again == program and again.digest_key == program.digest_key and again.part([0], "") == program.part([0], "")
     assert all(np.array_equal(again.columns[name], values) for name, values in program.columns.items())
     with pytest.raises(TypeError, match="a program has no colour"):

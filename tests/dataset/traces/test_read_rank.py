@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from stepsight.dataset.base.errors import TraceError
-from stepsight.dataset.graph.graph_files import read_graph, write_graph
+from stepsight.dataset.graph.graph_files import write_graph
 from stepsight.dataset.graph.program import COLLECTIVE, HOST, WHY, WHY_NUMBER, Dependency, Program
 from stepsight.dataset.trace_graphs.graph_parts import RankParts
 from stepsight.dataset.traces.read_rank import lateness, read_rank
@@ -153,7 +153,7 @@ def test_compiled_functions_on_a_host_are_warned_of(tmp_path: Path) -> None:
 def test_graphs_round_trip_through_files(tmp_path: Path, world_size: int) -> None:
     graph = graph_of(tmp_path, GpuJob(0, world_size).step(1).file)
     write_graph(graph, tmp_path / "out", "rank0")
-    again = read_graph(tmp_path / "out", "rank0")
+    again = Program.load(tmp_path / "out" / "rank0")
     for name in ("start_s", "duration_s", "delay_s", "steps_s", "unrecorded_s"):
         assert np.array_equal(getattr(again, name), getattr(graph, name))
     assert all(np.array_equal(again.columns[name], graph.columns[name]) for name in graph.columns)
@@ -170,7 +170,7 @@ def test_stored_graphs_with_wild_indices_are_refused(tmp_path: Path) -> None:
     wild = graph.replace(columns={**graph.columns, "work": graph.columns["work"] + 1000})
     write_graph(wild, tmp_path / "out", "rank0")
     with pytest.raises(TraceError, match="work of nodes must be below"):
-        read_graph(tmp_path / "out", "rank0")
+        Program.load(tmp_path / "out" / "rank0")
 
 
 def test_an_execution_trace_of_another_run_is_refused(tmp_path: Path) -> None:
