@@ -14,7 +14,7 @@ from typing import TypeVar
 
 from stepsight.dataset.base.caching import cached, hashed_once
 from stepsight.dataset.job.job import Job
-from stepsight.dataset.job.specs import PROJECTIONS, PURE, REENTRANT, BatchSpec, OptimizerSpec
+from stepsight.dataset.job.specs import PROJECTIONS, PURE, QUANTIZED, REENTRANT, BatchSpec, OptimizerSpec
 
 T = TypeVar("T")
 COMPUTE_DTYPE: Mapping[str, str] = MappingProxyType(
@@ -90,6 +90,7 @@ class StateSemantics:
         scales_loss: Whether gradients are divided by a scale and searched for overflows before the step.
         main_gradients: Whether the optimizer makes copies of gradients in ``main_dtype`` for its step.
         scatters_sums: ZeRO 1: whether a rank is sent the sums of its own share alone, rather than all sums.
+        narrow_parameters: Whether the model's parameters exist in the type of products alone (``fp8_parameters``).
     """
 
     main_copy: bool = True
@@ -99,6 +100,7 @@ class StateSemantics:
     scales_loss: bool = False
     main_gradients: bool = False
     scatters_sums: bool = True
+    narrow_parameters: bool = False
 
 
 @hashed_once
@@ -251,6 +253,7 @@ def _semantics(
         scales_loss=scales,
         main_gradients=scales and states.main_copy,
         scatters_sums=scatters,
+        narrow_parameters=states.main_copy and batch.fp8_parameters and precision in QUANTIZED,
     )
     overlap_tp, parameters, prefetch, reshard, bucket_mbytes, runtime = traffic
     overlap = OverlapSemantics(

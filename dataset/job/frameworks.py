@@ -61,7 +61,7 @@ class Framework:
             ``scattered`` part that is gathered there.
         overlap_tp, overlap_ep, dispatcher: As in ``ParallelSpec``.
         eager_kernels, norms_again, token_metrics, metric_losses, fused_loss, fused_experts: As in ``ModelSpec``.
-        fp8_scaling: As in ``BatchSpec``.
+        fp8_scaling, fp8_parameters: As in ``BatchSpec``.
         dispatch_calls: As in ``ExecutionSpec``.
         loss_share: As in ``ModelSpec``, for ``bert`` models.
         mean_tokens: Tokens of a sequence of ``bert`` that are computed on average, where padding is left out and the
@@ -102,6 +102,7 @@ class Framework:
     token_metrics: bool = False
     metric_losses: int = 0
     fp8_scaling: str = "delayed"
+    fp8_parameters: bool = False
     dispatch_calls: float = 0.0
     fused_loss: bool = False
     fused_experts: bool = False
@@ -189,7 +190,7 @@ _AS_THEY_ARE = {
         *("overlap_grad_reduce", "overlap_param_gather", "bucket_mbytes", "overlap_tp", "overlap_ep", "dispatcher"),
         *("reduce_scatter", "reshard_after_forward", "prefetch"),
     ),
-    "batch": ("fp8_scaling",),
+    "batch": ("fp8_scaling", "fp8_parameters"),
     "optimizer": ("clip_grad_norm",),
     "execution": ("engine", "checkpoint", "dispatch_calls"),
 }

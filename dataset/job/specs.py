@@ -293,12 +293,15 @@ class BatchSpec:
             Transformer Engine), ``dynamic`` (each operand is scaled by its largest value and cast where it is used,
             weights too: torchao), ``rowwise`` (as ``dynamic``, with a scale for each row and other kernels) or
             ``mxfp8`` (a scale for every 32 values, so that nothing is searched for; experts are cast one by one).
+        fp8_parameters: With ``fp8`` or ``nvfp4``: whether the model's parameters exist in the narrow type alone, beside
+            the optimizer's main ones (``fp8_param_gather`` of Transformer Engine and Megatron); else in 16 bits too.
     """
 
     micro_batch: int
     global_batch: int
     precision: str = "bf16"
     fp8_scaling: str = "delayed"
+    fp8_parameters: bool = False
 
     @property
     def dtype(self) -> str:

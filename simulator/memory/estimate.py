@@ -215,6 +215,11 @@ class Memory:
         return self.peak_bytes <= self.capacity_bytes
 
     @property
+    def tight(self) -> bool:
+        """Whether the job fits, but the allocator's usual slack does not."""
+        return self.fits and self.peak_bytes >= self.capacity_bytes - 2.0
+
+    @property
     def reason(self) -> str:
         """Why the job does not fit, and what to try; empty if it fits."""
         if self.fits:
@@ -241,6 +246,7 @@ class Memory:
             "peak_bytes": self.peak_bytes,
             "capacity_bytes": self.capacity_bytes,
             "fits": self.fits,
+            "tight": self.tight,
             "reason": self.reason,
             "stages": [stage.to_dict() for stage in self.stages],
         }
@@ -257,8 +263,8 @@ def estimate_memory(job: Job, hardware: Hardware) -> Memory:
     devices = smallest_devices(job, hardware)
     if job.cluster.mixed:
         bytes_of = bytes_of.copy()
-        fixed, more = (np.array([getattr(d, name) for d in devices]) for name in ("reserved_bytes", "fragmentation"))
-        bytes_of[:, 5] = fixed + more * _passing(bytes_of, asked.states)
+        facts = ("reserved_bytes", "fragmentation", "memory_bytes")
+        bytes_of[:, 5] = _reserved(bytes_of, asked.states, *(np.array([getattr(d, f) for d in devices]) for f in facts))
     return Memory(bytes_of, flying, moments, devices, job, hardware)
 
 
@@ -270,7 +276,7 @@ def _asked(job: Job, hardware: Hardware) -> _Asked:
         states_of(p, semantics, job.batch.dtype, groups_of(job)),
         (p.schedule, p.pp, job.num_micro_batches, p.virtual_stages, _changed(p.schedule)),
         semantics.overlap.runtime == "torch",
-        (hardware.reserved_bytes, hardware.fragmentation),
+        (hardware.reserved_bytes, hardware.fragmentation, hardware.memory_bytes),
     )
 
 
@@ -283,7 +289,7 @@ class _Asked:
     states: States
     schedule: tuple[str, int, int, int, int]  # argument of ``_schedule``
     torch_runtime: bool
-    reserve: tuple[float, float]  # bytes, included in the rest
+    reserve: tuple[float, float, float]  # bytes, slack as a part of what is allocated and freed, the device's bytes
 
 
 def estimate_moments(job: Job, hardware: Hardware) -> tuple[Floats, ...]:
@@ -299,20 +305,15 @@ def estimate_moments(job: Job, hardware: Hardware) -> tuple[Floats, ...]:
     asked = _asked(job, hardware)
     states = asked.states
     schedule, bytes_of, (parameters, gradients, optimizer, workspace), passing = _held(asked)
-    reserved_bytes, fragmentation = asked.reserve
-    more = 1.0 + fragmentation
-    own = more if _frees_gradients(states) else 1.0
-    base = parameters + optimizer + reserved_bytes
-    apart = 0.0 * gradients if _frees_gradients(states) else gradients
-    return tuple(
-        np.append(base_of_actions + more * moments, base_of_step)
-        for moments, base_of_actions, base_of_step in zip(
-            find_moments(schedule, bytes_of),
-            base + apart + more * passing,
-            base + own * gradients + more * workspace,
-            strict=True,
-        )
-    )
+    reserved_bytes, fragmentation, memory_bytes = asked.reserve
+    stays = parameters + optimizer + reserved_bytes
+    frees = _frees_gradients(states)
+    found = []
+    for at, actions in enumerate(find_moments(schedule, bytes_of)):
+        freed = np.append(actions + passing[at], workspace[at] + (gradients[at] if frees else 0.0))
+        held = stays[at] + (0.0 if frees else gradients[at])
+        found.append(held + freed + np.minimum(fragmentation * freed, _room_left(memory_bytes - held - freed)))
+    return tuple(found)
 
 
 def _held(asked: _Asked) -> tuple[Schedule, Floats, Floats, Floats]:
@@ -340,7 +341,7 @@ def _stages(asked: _Asked) -> tuple[Floats, Floats, Floats]:
     peak = find_peaks(schedule, bytes_of)
     there = peak[:, GRADIENTS] if _frees_gradients(states) else gradients
     moment = peak[:, MOMENT] - peak[:, GRADIENTS] + passing
-    reserved_bytes, fragmentation = asked.reserve
+    reserved_bytes, fragmentation, memory_bytes = asked.reserve
     more = 1.0 + fragmentation
     own = more if _frees_gradients(states) else 1.0
     steps = own * gradients + more * workspace > own * there + more * moment  # at the peak of the optimizer's step
@@ -349,9 +350,26 @@ def _stages(asked: _Asked) -> tuple[Floats, Floats, Floats]:
     out[:, 1] = np.where(steps, gradients, there)
     out[:, 3] = np.where(steps, 0.0, peak[:, ACTIVATIONS])
     out[:, 4] = np.where(steps, workspace, moment - peak[:, ACTIVATIONS])
-    out[:, 5] = reserved_bytes + fragmentation * _passing(out, states)
+    out[:, 5] = _reserved(out, states, reserved_bytes, fragmentation, memory_bytes)
     out.flags.writeable = False  # shared by all equal jobs
     return out, np.where(steps, 0, peak[:, FLYING]), np.where(steps, len(MOMENTS) - 1, peak[:, ACTION])
+
+
+def _reserved(bytes_of: Floats, states: States, fixed: Any, fragmentation: Any, device: Any) -> Floats:
+    """Bytes of each stage that no tensor has.
+
+    The allocator keeps what it has freed while there is room.  When there is none it gives the free blocks back and
+    asks again (PyTorch's ``CUDACachingAllocator.cpp``, ``release_cached_blocks``), so its slack fills a device and
+    does not overflow it.
+    """
+    room = _room_left(device - bytes_of[:, :5].sum(axis=1) - fixed)
+    found: Floats = fixed + np.minimum(fragmentation * _passing(bytes_of, states), room)
+    return found
+
+
+def _room_left(free: Floats) -> Floats:
+    """Bytes of a device that slack may fill; one less than are free, since the sums that use it are rounded."""
+    return np.maximum(free - 1.0, 0.0)
 
 
 def _frees_gradients(states: States) -> bool:

@@ -4,7 +4,7 @@ r"""Parameters, gradients and optimizer states: bytes per element, and the share
 \               fp32  fp16  bf16  fp8   FSDP
 =============  ====  ====  ====  ====  ====  ======================================================================
 parameters      4     2     2     4     4     fp8: bf16, and casts of both layouts; FSDP: shards are the main ones
-gradients       4     2     4     4     4     Megatron has a place for all from the beginning
+gradients       4     2     4     4     4     Megatron has a place for all from the beginning, of ``gradient_dtype``
 optimizer       8     16    12    12    8     moments; a main copy in fp32; fp16: the gradients in fp32
 =============  ====  ====  ====  ====  ====  ======================================================================
 
@@ -72,7 +72,9 @@ def states_of(p: ParallelSpec, semantics: ExecutionSemantics, precision: str, gr
         return size / divisors[0], size / divisors[1]
 
     moments = main * (2.0 + (copied and casts) + half)
-    gradients = each(float(size if half else main), parts[1])
+    own = states.gradient_buffers and not sharded
+    model = QUANTIZED.get(precision, 0) + (0 if states.narrow_parameters else size)
+    gradients = each(float(size if half else DTYPE_BYTES[states.gradient_dtype] if own else main), parts[1])
     copies = states.bucket_copies and not sharded and replicated
     grows = not (states.gradient_buffers and not sharded) and not (copies and p.pp == 1)
     gathering, gathered = gathering_of(p, semantics.overlap), Gathered()
@@ -86,7 +88,7 @@ def states_of(p: ParallelSpec, semantics: ExecutionSemantics, precision: str, gr
     bucket_bytes = semantics.overlap.bucket_bytes
     own_loss = 6 if p.tp == 1 else 14  # as in PyTorch's cross-entropy, and in its ``loss_parallel``
     return States(
-        parameters=each(float(size + QUANTIZED.get(precision, 0) if copied else main), parts[0]),
+        parameters=each(float(model if copied else main), parts[0]),
         gradients=gradients,
         optimizer=each(0.0 if semantics.optimizer == "host" else moments, parts[2]),
         workspace=each(float(main), parts[2]) if semantics.optimizer == "foreach" else (0.0, 0.0),

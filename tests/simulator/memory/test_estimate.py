@@ -50,6 +50,22 @@ def test_more_parallel_never_needs_more(make_job: JobMaker, gpu: Hardware, name:
     assert peak(offload_activations=True) < recompute[0]
 
 
+def test_slack_fills_a_device_and_does_not_overflow_it(make_job: JobMaker, gpu: Hardware) -> None:
+    """With room the allocator keeps its part of what passes; without room it gives that back; tensors must fit."""
+    job = make_job(micro_batch=2, precision="bf16", model=LARGE)
+    slack = replace(gpu, fragmentation=0.5, reserved_bytes=1e6)
+    tensors = estimate_memory(job, gpu).stages[0].tensors
+    for device_bytes, fits, tight in ((4 * tensors, True, False), (1.1 * tensors, True, True), (tensors, False, False)):
+        device = replace(slack, memory_bytes=device_bytes)
+        memory = estimate_memory(job, device)
+        (stage,) = memory.stages
+        assert (memory.fits, memory.tight) == (fits, tight)
+        assert stage.tensors == pytest.approx(tensors)
+        most = 1e6 + 0.5 * (stage.activations + stage.temporary)
+        assert stage.reserved == pytest.approx(min(most, max(1e6, device_bytes - tensors)))
+        assert estimate_moments(job, device)[0].max() == pytest.approx(stage.total)
+
+
 def test_parts_add_up(make_job: JobMaker, gpu: Hardware) -> None:
     """A stage's total is the sum of its fields, and the peak the largest total."""
     memory = estimate_memory(make_job(pp=2, tp=2, precision="bf16"), gpu)

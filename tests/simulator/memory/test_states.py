@@ -105,3 +105,32 @@ def test_parameters_stay_gathered_in_a_pipeline(make_job: JobMaker, gpu: Hardwar
     layer = 12 * 64**2 + 13 * 64
     assert stay.temporary - few.temporary == pytest.approx(2 * layer * (6 - 2))
     assert stay.activations == few.activations
+
+
+@pytest.mark.parametrize(
+    ("precision", "gradient_dtype", "narrow", "bytes_per_parameter"),
+    [
+        ("bf16", "fp32", False, (2, 4)),
+        ("bf16", "model", False, (2, 2)),
+        ("bf16", "model-fused", False, (2, 2)),
+        ("fp16", "model", False, (2, 2)),
+        ("fp8", "model", False, (4, 2)),  # 16 bits, and casts of both layouts
+        ("fp8", "model", True, (2, 2)),
+        ("nvfp4", "model", True, (1, 2)),
+        ("bf16", "model", True, (2, 2)),  # not quantised
+    ],
+)
+def test_types_that_a_job_states(
+    make_job: JobMaker,
+    gpu: Hardware,
+    precision: str,
+    gradient_dtype: str,
+    narrow: bool,
+    bytes_per_parameter: tuple[int, int],
+) -> None:
+    """Megatron's gradient buffers have the type that replicas exchange; parameters may be in the narrow type alone."""
+    job = make_job(dp=2, precision=precision, gradient_dtype=gradient_dtype)
+    job = replace(job, batch=replace(job.batch, fp8_parameters=narrow), execution=ExecutionSpec(engine="megatron"))
+    (stage,) = estimate_memory(job, gpu).stages
+    own, gradients = bytes_per_parameter
+    assert (stage.parameters, stage.gradients) == pytest.approx((own * NUMEL, gradients * NUMEL))
