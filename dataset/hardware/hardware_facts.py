@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import MISSING, asdict, dataclass, field, fields
-from typing import Any
+from typing import Any, NamedTuple
 
 from stepsight.dataset.base.errors import JobError
 from stepsight.dataset.kinds.op import COLLECTIVE_KINDS, DTYPE_BYTES, OP_KINDS, Collective, Op
@@ -36,6 +36,16 @@ _OPTIONAL = ("host_kinds_s", "power_w", "idle_w", "product_power_w")  # written 
 # Kinds of op around which a dispatcher of tokens runs its host code: four in a layer's forward and backward.
 _DISPATCHED = ("permute", "unpermute", "unpermute_backward")
 MOST_SLOWDOWN = 1.5  # at a power limit: base clocks are about two thirds of the highest ones
+
+
+class LaunchCalls(NamedTuple):
+    """Launches' time that a host takes, as in ``ExecutionSpec``: ``op_calls`` and ``dispatch_calls``."""
+
+    op: float = 1.0
+    dispatch: float = 0.0
+
+
+ONE_LAUNCH = LaunchCalls()
 
 
 @dataclass(frozen=True)
@@ -151,15 +161,15 @@ class Hardware:
             return 1.0
         return float(min(((drawn - self.idle_w) / (self.power_w - self.idle_w)) ** (1 / 3), MOST_SLOWDOWN))
 
-    def launch_s(self, work: Op | Collective, dispatch_calls: float = 0.0) -> float:
+    def launch_s(self, work: Op | Collective, calls: LaunchCalls = ONE_LAUNCH) -> float:
         """The host's time to launch an op or collective.
 
         Args:
             work: What is launched.
-            dispatch_calls: As in ``ExecutionSpec``; it counts for kinds of which no host time was measured.
+            calls: Of the host's software; they count for kinds of which no host time was measured.
         """
         seconds = self.host_kinds_s.get(work.kind)
-        return self.host_op_s * _calls(work, dispatch_calls) if seconds is None else seconds * launch_units(work)
+        return self.host_op_s * _calls(work, calls) if seconds is None else seconds * launch_units(work)
 
     def flops_per_s(self, dtype: str) -> float:
         """Peak for a dtype."""
@@ -176,14 +186,14 @@ def power_type(dtype: str) -> str:
     return "fp8" if DTYPE_BYTES[dtype] == 1 else "bf16"
 
 
-def _calls(work: Op | Collective, dispatch_calls: float) -> float:
+def _calls(work: Op | Collective, calls: LaunchCalls) -> float:
     """The host's time for an op or collective, in launches."""
-    if not dispatch_calls or not isinstance(work, Op):
-        return 1.0
+    if not calls.dispatch or not isinstance(work, Op):
+        return calls.op
     if work.kind in _DISPATCHED:
-        return dispatch_calls
+        return calls.dispatch
     names = work.record.dim_names
-    return float(work.dims[names.index("groups")]) if "groups" in names else 1.0
+    return float(work.dims[names.index("groups")]) if "groups" in names else calls.op
 
 
 def launch_units(work: Op | Collective) -> float:

@@ -62,7 +62,7 @@ class Framework:
         overlap_tp, overlap_ep, dispatcher: As in ``ParallelSpec``.
         eager_kernels, norms_again, token_metrics, metric_losses, fused_loss, fused_experts: As in ``ModelSpec``.
         fp8_scaling, fp8_parameters: As in ``BatchSpec``.
-        dispatch_calls: As in ``ExecutionSpec``.
+        dispatch_calls, op_calls: As in ``ExecutionSpec``.
         loss_share: As in ``ModelSpec``, for ``bert`` models.
         mean_tokens: Tokens of a sequence of ``bert`` that are computed on average, where padding is left out and the
             sequences are not shorter than this; 0: all.
@@ -104,6 +104,7 @@ class Framework:
     fp8_scaling: str = "delayed"
     fp8_parameters: bool = False
     dispatch_calls: float = 0.0
+    op_calls: float = 1.0
     fused_loss: bool = False
     fused_experts: bool = False
     loss_share: float = 1.0
@@ -192,7 +193,7 @@ _AS_THEY_ARE = {
     ),
     "batch": ("fp8_scaling", "fp8_parameters"),
     "optimizer": ("clip_grad_norm",),
-    "execution": ("engine", "checkpoint", "dispatch_calls"),
+    "execution": ("engine", "checkpoint", "dispatch_calls", "op_calls"),
 }
 
 

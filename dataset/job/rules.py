@@ -112,8 +112,9 @@ def _choices(rules: Rules, job: JobTables) -> None:
                 rules.append(f"{key} must be one of {words}, got {word!r:.80}{did_you_mean(word, names)}")
     _schedule(rules, p)
     rules.require(
-        0 <= job.execution.dispatch_calls <= 10_000,
-        f"execution.dispatch_calls must lie from 0 to 10000, got {job.execution.dispatch_calls}",
+        0 <= job.execution.dispatch_calls <= 10_000 and 0 <= job.execution.op_calls <= 10_000,
+        "execution.dispatch_calls and op_calls must lie from 0 to 10000, got "
+        f"{job.execution.dispatch_calls} and {job.execution.op_calls}",
     )
     stated = {name: getattr(job.execution, name) for name in ("date", *LIBRARIES)}
     for problem in software_problems(stated) if any(stated.values()) else ():

@@ -410,6 +410,7 @@ class ExecutionSpec:
         dispatch_calls: Launches' time that the host takes for each permutation of a mixture without capacity limits,
             whose dispatcher asks the device where tokens go; then it also launches each expert's product apart.
             Megatron takes about 195; 0: it only launches kernels, or a CUDA graph.
+        op_calls: Launches' time that the host takes for each op: modules, autograd and the allocator beside the launch.
         container: The image that the job runs in, as ``nvcr.io/nvidia/nemo:24.07``: its name and release choose among
             profiles of frameworks.
         date: When the software was released, as ``2024-07`` or ``2024``: it chooses among profiles of a framework;
@@ -423,6 +424,7 @@ class ExecutionSpec:
     checkpoint: str = ""
     kernels: str = ""
     dispatch_calls: float = 0.0
+    op_calls: float = 1.0
     container: str = ""
     date: str = ""
     cuda: str = ""

@@ -26,7 +26,7 @@ from stepsight.experiments.search.strategies import Block, Grid
 from stepsight.simulator.blocks.family import find_family
 from stepsight.simulator.blocks.step import RankShape
 from stepsight.simulator.clock.engine import Floats
-from stepsight.simulator.durations.latency_model import LatencyModel, Seconds, dispatch_calls
+from stepsight.simulator.durations.latency_model import LatencyModel, Seconds, launch_calls
 from stepsight.simulator.durations.segment_timing import Timer
 from stepsight.simulator.iteration.lower_bounds import (
     Collectives,
@@ -110,7 +110,7 @@ class FastestDevice:
 
     def __init__(self, own: LatencyModel, others: Sequence[LatencyModel]) -> None:
         self.hardware = own.hardware
-        self.dispatch_calls = dispatch_calls(own)
+        self.calls = launch_calls(own)
         self._own, self._others = own, others
 
     def op_seconds(self, ops: Sequence[Op]) -> Seconds:

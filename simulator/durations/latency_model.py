@@ -21,6 +21,7 @@ from stepsight.dataset.hardware.hardware import (
     roofline_seconds,
     unknown_hardware,
 )
+from stepsight.dataset.hardware.hardware_facts import ONE_LAUNCH, LaunchCalls
 from stepsight.dataset.job.job import Job
 from stepsight.dataset.kinds.op import Collective, Op
 
@@ -72,41 +73,47 @@ def host_times(latency: LatencyModel) -> HostTimes | None:
     return getattr(latency, "host_times", None)
 
 
-def dispatch_calls(latency: LatencyModel) -> float:
-    """``ExecutionSpec.dispatch_calls`` of the job that a latency model was made for; 0 if the model has none."""
-    return float(getattr(latency, "dispatch_calls", 0.0))
+def launch_calls_of(job: Job) -> LaunchCalls:
+    """The host's software of a job."""
+    return LaunchCalls(job.execution.op_calls, job.execution.dispatch_calls)
 
 
-def preset_latency(hardware_name: str, fabric: Fabric, dispatch_calls: float = 0.0) -> RooflineLatency | None:
+def launch_calls(latency: LatencyModel) -> LaunchCalls:
+    """The host's software of the job that a latency model was made for; a launch an op if the model states none."""
+    found: LaunchCalls = getattr(latency, "calls", ONE_LAUNCH)
+    return found
+
+
+def preset_latency(hardware_name: str, fabric: Fabric, calls: LaunchCalls = ONE_LAUNCH) -> RooflineLatency | None:
     """The roofline of a known hardware or of a hardware file, the same object each time; None if the name is
     unknown.
 
     Args:
         hardware_name: As in ``ClusterSpec``.
         fabric: The links.
-        dispatch_calls: As in ``ExecutionSpec``.
+        calls: Of the host's software.
     """
     hardware = find_hardware(hardware_name)
-    return None if hardware is None else _roofline(hardware, fabric, dispatch_calls)
+    return None if hardware is None else _roofline(hardware, fabric, calls)
 
 
 @cached(64)
-def _roofline(hardware: Hardware, fabric: Fabric, dispatch_calls: float) -> RooflineLatency:
-    return RooflineLatency(hardware, fabric, dispatch_calls)
+def _roofline(hardware: Hardware, fabric: Fabric, calls: LaunchCalls) -> RooflineLatency:
+    return RooflineLatency(hardware, fabric, calls)
 
 
 class RooflineLatency:
     """Roofline and latency-bandwidth model from hardware facts: the fallback without measurements.
 
-    ``dispatch_calls``: as in ``ExecutionSpec``.
+    ``calls``: of the host's software.
     """
 
     knows_context = False
 
-    def __init__(self, hardware: Hardware, fabric: Fabric, dispatch_calls: float = 0.0) -> None:
+    def __init__(self, hardware: Hardware, fabric: Fabric, calls: LaunchCalls = ONE_LAUNCH) -> None:
         self.hardware = hardware
         self.fabric = fabric
-        self.dispatch_calls = dispatch_calls
+        self.calls = calls
 
     def op_seconds(self, ops: Sequence[Op]) -> Seconds:
         return np.array([roofline_seconds(op, self.hardware) for op in ops], dtype=np.float64)

@@ -17,7 +17,7 @@ from stepsight.dataset.base.caching import Memo, hashed_once
 from stepsight.dataset.kinds.op import Collective, Op
 from stepsight.simulator.clock.engine import COMPUTE, HOST, NUM_CLOCKS, Floats, add_path, find_ends, longest_paths
 from stepsight.simulator.clock.event_run import STARTS, BlockPassTable, SegmentList, StreamSeconds, run_events, to_from
-from stepsight.simulator.durations.latency_model import LatencyModel, dispatch_calls
+from stepsight.simulator.durations.latency_model import LatencyModel, launch_calls
 from stepsight.simulator.programs.block_pass import STREAMS, BlockPass, Work
 from stepsight.simulator.programs.segment import Segment
 
@@ -119,7 +119,7 @@ class Timer:
 
     def __init__(self, latency: LatencyModel, known: Mapping[Work, float] | None = None) -> None:
         self._latency = latency
-        self._hardware, self._dispatch_calls = latency.hardware, dispatch_calls(latency)
+        self._hardware, self._calls = latency.hardware, launch_calls(latency)
         self._given = dict(known or {})
         self._works: Memo[Work, float] = Memo("timer: works", MAX_WORKS)
         self._passages: Memo[_Key, tuple[BlockPass, BlockPassTime]] = Memo("timer: passages", MAX_PASSAGES)
@@ -183,7 +183,7 @@ class Timer:
         """The host's launch time of one of each, shape ``(len(works),)``."""
         if not self._hardware.has_host:
             return np.zeros(len(works))
-        return np.array([self._hardware.launch_s(work, self._dispatch_calls) for work in works], dtype=np.float64)
+        return np.array([self._hardware.launch_s(work, self._calls) for work in works], dtype=np.float64)
 
     def node_seconds(self, segment: Segment, slowdown: Slowdown = AS_IT_IS) -> Floats:
         """Seconds of every node of a segment's program in its context, shape ``(num_nodes,)``."""

@@ -19,7 +19,7 @@ from torch import Tensor
 from stepsight.dataset.graph.program import Program
 from stepsight.dataset.job.job import Job
 from stepsight.simulator.clock.engine import add_path
-from stepsight.simulator.durations.latency_model import LatencyModel, dispatch_calls
+from stepsight.simulator.durations.latency_model import LatencyModel, launch_calls
 from stepsight.simulator.durations.segment_timing import Timer, timer_of
 from stepsight.simulator.iteration.simulate import Simulation, simulate_lowered
 from stepsight.simulator.iteration.simulated_iteration import distinct_pipelines
@@ -38,7 +38,7 @@ class _Given:
 
     def __init__(self, alone: LatencyModel, inside: dict[int, tuple[Array, Array]]) -> None:
         self.hardware = alone.hardware
-        self.dispatch_calls = dispatch_calls(alone)
+        self.calls = launch_calls(alone)
         self.op_seconds = alone.op_seconds
         self.collective_seconds = alone.collective_seconds
         self._inside = inside

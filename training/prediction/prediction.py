@@ -17,6 +17,7 @@ from stepsight.simulator.durations.latency_model import (
     RooflineLatency,
     latency_name,
     latency_of_job,
+    launch_calls_of,
     preset_latency,
 )
 from stepsight.simulator.iteration.simulate import Sensitivity, Simulation, explain, iteration_flops, simulate
@@ -385,7 +386,7 @@ def source_of_facts(job: Job) -> str:
 
 def latency_of_facts(job: Job) -> RooflineLatency:
     """Durations from the hardware facts of a job.  Raises ``JobError`` if the hardware is unknown."""
-    latency = preset_latency(job.cluster.hardware, job.fabric, job.execution.dispatch_calls)
+    latency = preset_latency(job.cluster.hardware, job.fabric, launch_calls_of(job))
     if latency is None:
         raise JobError(
             f"without a predictor, cluster.{unknown_hardware(job.cluster.hardware)}: train a predictor, or "

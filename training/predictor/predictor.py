@@ -32,9 +32,10 @@ from stepsight.dataset.base.errors import PredictorError
 from stepsight.dataset.base.files import new_folder, write_json
 from stepsight.dataset.graph.program import Program
 from stepsight.dataset.hardware.hardware import Fabric, Hardware, canonical_hardware, hardware_from_dict
-from stepsight.dataset.hardware.hardware_facts import power_type
+from stepsight.dataset.hardware.hardware_facts import ONE_LAUNCH, LaunchCalls, power_type
 from stepsight.dataset.job.job import Job
 from stepsight.dataset.kinds.op import Collective, Op
+from stepsight.simulator.durations.latency_model import launch_calls_of
 from stepsight.training.collectives.collective_models import CollectiveModel
 from stepsight.training.corrections.calibration import Calibration
 from stepsight.training.corrections.corrector import Corrector, corrected
@@ -105,12 +106,12 @@ class LearnedLatency:
         devices: int,
         dtype: str,
         software: str,
-        dispatch_calls: float,
+        calls: LaunchCalls,
     ) -> None:
         self._predictor = predictor
         self._kernel, self._collective, self._context = predictor.kernel, predictor.collective, predictor.context
         self.hardware, self.fabric, self.busy = predictor.hardware, fabric, busy
-        self.dispatch_calls = dispatch_calls
+        self.calls = calls
         self.knows_context = predictor.context is not None
         self.host_times = None if predictor.host is None else predictor.host.shared_by(busy)
         self._software = software
@@ -256,8 +257,8 @@ class Predictor:
             )
         busy = 1 if alone else min(job.cluster.devices_per_node, job.cluster.num_devices)
         devices = 1 if alone else job.cluster.num_devices
-        software, calls = kernels_asked(self, job), job.execution.dispatch_calls
-        return self.latency_on(job.fabric, busy, devices, job.batch.dtype, software, dispatch_calls=calls)
+        software, calls = kernels_asked(self, job), launch_calls_of(job)
+        return self.latency_on(job.fabric, busy, devices, job.batch.dtype, software, calls=calls)
 
     def latency_on(
         self,
@@ -267,7 +268,7 @@ class Predictor:
         dtype: str = "bf16",
         software: str = "",
         *,
-        dispatch_calls: float = 0.0,
+        calls: LaunchCalls = ONE_LAUNCH,
     ) -> LearnedLatency:
         """Durations on any cluster of the predictor's devices.
 
@@ -277,10 +278,10 @@ class Predictor:
             num_devices: That move in step.
             dtype: Of most matrix products: decides how far the power limit lowers the clock.
             software: As in ``ExecutionSpec.kernels``; one that is not known is the one to predict for.
-            dispatch_calls: As in ``ExecutionSpec``.
+            calls: Of the host's software.
         """
         devices = num_devices if self.hardware.compute_spread else 1
-        key = (busy, fabric, devices, power_type(dtype), software, dispatch_calls)
+        key = (busy, fabric, devices, power_type(dtype), software, calls)
         known = self._bound.get(key)
         if known is None:
             self._bound[key] = known = LearnedLatency(
@@ -290,7 +291,7 @@ class Predictor:
                 devices=devices,
                 dtype=dtype,
                 software=software,
-                dispatch_calls=dispatch_calls,
+                calls=calls,
             )
         return known
 
