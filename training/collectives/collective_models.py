@@ -138,11 +138,17 @@ class CollectiveModel:
         return seconds
 
     def _curve(self, kind: str, near: int, fabric: Fabric) -> Array:
-        """Logarithm of the seconds of a kind within a node, at ``KNOTS``."""
+        """Logarithm of the seconds of a kind within a node, at ``KNOTS``: flat below the smallest measured size.
+
+        Sizes that were not measured must not pull those that were: a curve that never falls pools them.
+        """
         key = (kind, near, fabric)
         known = self._curves.get(key)
         if known is None:
-            alone = self._by_regressor([Collective(kind, size, near, near) for size in KNOTS.tolist()], fabric)
+            support = self.regressor.support.get(f"{kind}/intra")
+            smallest = 1 if support is None else round(float(np.exp(support[0][0])))
+            sizes = np.maximum(KNOTS, min(smallest, int(KNOTS[-1])))
+            alone = self._by_regressor([Collective(kind, size, near, near) for size in sizes.tolist()], fabric)
             self._curves[key] = known = never_falling(np.log(alone))
         return known
 

@@ -233,3 +233,21 @@ def test_it_is_saved_read_and_checked() -> None:
     wrong = fitted.to_dict() | {"residuals": {"all_reduce": [0.0, 5.0]}}
     with pytest.raises(ValueError, match="the correction of all_reduce must be"):
         BetweenNodes.from_dict(wrong)
+
+
+@pytest.mark.parametrize("name", shipped_names())
+@pytest.mark.parametrize("kind", ["all_reduce", "all_gather", "reduce_scatter", "all_to_all"])
+@pytest.mark.parametrize("ranks", [2, 8])
+def test_sizes_that_were_not_measured_do_not_move_those_that_were(name: str, kind: str, ranks: int) -> None:
+    """Below the smallest measured size a curve is flat; above it, it is what was learned, up to small violations."""
+    found = shipped_predictor(name)
+    assert found is not None and found.collective is not None
+    model, fabric = found.collective, find_fabric(usual_fabric(found.hardware.name))
+    assert fabric is not None
+    smallest = round(float(np.exp(model.regressor.support[f"{kind}/intra"][0][0])))
+    sizes = [1, 16, smallest, *(smallest * 4**power for power in range(1, 10))]
+    works = [Collective(kind, size, ranks, ranks) for size in sizes]
+    shown, learned = model.seconds(works, fabric), model._by_regressor(works, fabric)
+    assert shown[0] == pytest.approx(shown[2]) and shown[1] == pytest.approx(shown[2])
+    assert np.median(np.abs(np.log(shown[2:] / learned[2:]))) < 0.1
+    assert (np.diff(shown) >= 0).all()
