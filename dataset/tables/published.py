@@ -6,7 +6,7 @@ import json
 import math
 import re
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
@@ -47,12 +47,15 @@ def read_neusight(rows: Rows) -> None:
             rows.add(work, line.real("Latency") * 1e-3, device=device, software=software)
 
 
+_CONVOLUTION = ("B", "Input_Channel", "Output_Channel", "Input_Size", "Kernel_Szie", "Stride")  # as the tables spell it
+
+
 def _neusight_op(name: str, line: Line) -> Op | None:
-    def sizes(columns: str) -> list[int]:
+    def sizes(columns: Iterable[str], least: int = 1) -> list[int]:
         for column in columns:
             if column not in line.cells:
                 raise line.rows.error(f"{line.text('OPName')} needs column {column}", line.number)
-        return [line.whole(column) for column in columns]
+        return [line.whole(column, least) for column in columns]
 
     if name in ("linear", "bmm"):
         batch, m, inner, n = sizes("BMNK")
@@ -61,6 +64,13 @@ def _neusight_op(name: str, line: Line) -> Op | None:
         return Op("linear", (batch * m, n, inner), "fp32")
     if name in _ELEMENTWISE:
         return Op(_ELEMENTWISE[name], (math.prod(sizes("BH")),), "fp32")
+    if name == "conv":
+        batch, ins, outs, size, kernel, stride = sizes(_CONVOLUTION)
+        padded = size + 2 * sizes(["Padding"], 0)[0]
+        if kernel > padded:
+            raise line.rows.error(f"a kernel of {kernel} must fit into {padded} positions", line.number)
+        result = (padded - kernel) // stride + 1
+        return Op("conv", (batch, ins, outs, result**2, kernel**2, 1, size**2, 2), "fp32")
     if name in ("ln", "softmax"):
         return Op({"ln": "layer_norm"}.get(name, name), tuple(sizes("BH")), "fp32")
     return None
