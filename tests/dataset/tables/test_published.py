@@ -27,7 +27,7 @@ class TestNeusight(TableReaderContract):
         "bmm,80.3231,NVIDIA A100-PCIE-40GB,p2.1.0,sgemm,868,986,754,979,\n"
         "mul,0.0253,NVIDIA A100-PCIE-40GB,p2.1.0,k,127,,,,168\n"
         "ln,0.0469,NVIDIA A100-PCIE-40GB,p2.1.0,k,60,,,,272\n"
-        "conv,0.9,NVIDIA A100-PCIE-40GB,p2.1.0,k,38,,,,1\n"
+        "fft,0.9,NVIDIA A100-PCIE-40GB,p2.1.0,k,38,,,,1\n"
         "tanh,0,NVIDIA A100-PCIE-40GB,p2.1.0,k,127,,,,168\n"
     )
 
@@ -41,7 +41,26 @@ class TestNeusight(TableReaderContract):
         )
         assert table.seconds[2] == pytest.approx(25.3e-6)
         assert set(table.device) == {"a100-pcie-40gb"} and set(table.software) == {"torch 2.1.0"}
-        assert table.skipped == {"no op kind for conv": 1, "no time": 1}
+        assert table.skipped == {"no op kind for fft": 1, "no time": 1}
+
+
+class TestConvolutions(TableReaderContract):
+    """As the kernel moves over the padded image, by steps of the stride."""
+
+    format = "neusight"
+    place = "train/collect/conv/p2.1.0/Tesla T4.csv"
+    text = (
+        "OPName,Latency,Device,Torch Version,B,Input_Channel,Output_Channel,Kernel_Szie,Input_Size,Stride,Padding\n"
+        "conv,0.88,Tesla T4,p2.1.0,38,893,326,3,5,1,1\nconv,0.9,Tesla T4,p2.1.0,8,3,64,7,224,2,3\n"
+        "conv,0.1,Tesla T4,p2.1.0,8,16,32,1,10,2,0\n"
+    )
+
+    def test_positions_follow_kernel_stride_and_padding(self, table: Measurements) -> None:
+        assert table.works == (
+            Op("conv", (38, 893, 326, 25, 9, 1, 25, 2), "fp32"),
+            Op("conv", (8, 3, 64, 112**2, 49, 1, 224**2, 2), "fp32"),
+            Op("conv", (8, 16, 32, 25, 1, 1, 100, 2), "fp32"),
+        )
 
 
 class TestThrottled(TableReaderContract):

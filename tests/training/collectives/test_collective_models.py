@@ -25,8 +25,8 @@ def test_sizes_between_and_beyond_the_measured(
 def test_layouts_never_measured_follow_the_fabric_and_are_reported(predictor: Predictor) -> None:
     across = Collective("all_reduce", 1 << 20, 4, 2)
     assert predictor.collective.seconds([across], FABRIC)[0] == alpha_beta_seconds(across, FABRIC)
-    assert "no all_reduce across nodes was measured" in predictor.unsupported([across], FABRIC)[0]
-    assert "groups of 2 to 2 ranks" in predictor.unsupported([Collective("all_reduce", 1 << 20, 4, 4)], FABRIC)[0]
+    assert "no all_reduce across nodes was measured" in predictor.unsupported(across, FABRIC)
+    assert "groups of 2 to 2 ranks" in predictor.unsupported(Collective("all_reduce", 1 << 20, 4, 4), FABRIC)
 
 
 def test_nccl_learns_relative_to_its_links_and_says_what_it_carries() -> None:
