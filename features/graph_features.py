@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,6 +19,9 @@ from stepsight.dataset.hardware.hardware import Hardware, roofline_seconds
 from stepsight.dataset.kinds import kinds_version
 from stepsight.dataset.kinds.op import COLLECTIVE_KINDS, OP_KINDS, Op
 from stepsight.features.op_features import check_known
+
+if TYPE_CHECKING:
+    from torch_geometric.data import HeteroData
 
 Array = NDArray[np.float64]
 Edges = NDArray[np.int64]
@@ -39,9 +43,36 @@ NUMBERS = (
     "log_segment_bytes",  # all bytes that the segment moves: whether they fit in caches
     "log_segment_seconds",
 )
-_KIND = "kind="
-_AFTER_KINDS = (*(f"stream={stream}" for stream in STREAMS), *(f"label={label}" for label in LABELS), *NUMBERS)
+KIND, LABEL = "kind=", "label="  # how features begin that say what a node is, and what its program
+_AFTER_KINDS = (*(f"stream={stream}" for stream in STREAMS), *(f"{LABEL}{label}" for label in LABELS), *NUMBERS)
 RELATIONS = ("stream_order", "data", "synchronisation", "may_run_concurrently")
+
+
+@dataclass(frozen=True)
+class SegmentGraph:
+    """A segment as context models see it: what runs, and where.
+
+    Attributes:
+        program: Ops and collectives in the order of issue, with their streams and edges.
+        hardware: What they run on.
+        busy: Devices of the node that compute at the same time.
+    """
+
+    program: Program
+    hardware: Hardware
+    busy: int
+
+    def to_heterodata(self, alone: Array) -> HeteroData:
+        """The graph as ``TraceGraphs`` has those of segments, without targets.
+
+        Args:
+            alone: Seconds of each node on its own, ``(len(program),)``: their logarithm is the first column of ``y``.
+        """
+        from stepsight.dataset.trace_graphs.hetero_data import to_hetero_data
+        from stepsight.dataset.trace_graphs.segment_parts import program_part
+
+        about = {"hardware": self.hardware.name, "busy": self.busy}
+        return to_hetero_data(program_part(self.program, alone, self.busy), about)
 
 
 @dataclass(frozen=True)
@@ -76,18 +107,19 @@ def _names(version: tuple[int, int]) -> tuple[str, ...]:
     ops = sorted(OP_KINDS.values(), key=lambda kind: kind.code)
     collectives = sorted(COLLECTIVE_KINDS.values(), key=lambda kind: kind.code)
     names = (*(kind.name for kind in ops), *(kind.name for kind in collectives))
-    return (*(f"{_KIND}{name}" for name in names), *_AFTER_KINDS)
+    return (*(f"{KIND}{name}" for name in names), *_AFTER_KINDS)
 
 
 def check_node_features(names: Sequence[str], model: str) -> None:
     """Check that this version computes every feature that a model reads.
 
-    A kind that is not registered here occurs in no program, so its feature is 0 whatever it would be elsewhere.
+    A kind that is not registered here occurs in no program, so its feature is 0 whatever it would be elsewhere; nor
+    does a label that nothing here uses.
 
     Raises:
         PredictorError: If it does not; the message names those that are missing.
     """
-    check_known([name for name in names if not name.startswith(_KIND)], _AFTER_KINDS, model)
+    check_known([name for name in names if not name.startswith((KIND, LABEL))], _AFTER_KINDS, model)
 
 
 @cached(16)
@@ -95,36 +127,32 @@ def _columns(names: tuple[str, ...]) -> dict[str, int]:
     return {name: index for index, name in enumerate(names)}
 
 
-def node_features(
-    program: Program, alone: Array, hardware: Hardware, busy: int, names: tuple[str, ...] | None = None
-) -> Array:
-    """Features of every node, shape ``(len(program), len(names))``.
+def node_features(graph: SegmentGraph, alone: Array, names: tuple[str, ...] | None = None) -> Array:
+    """Features of every node, shape ``(nodes, len(names))``.
 
     Args:
-        program: The segment.
-        alone: Seconds of each node on its own, ``(len(program),)``.
-        hardware: For the roofline.
-        busy: Devices of the node that compute at the same time.
+        graph: The segment.
+        alone: Seconds of each node on its own, ``(nodes,)``.
         names: Which features, in which order; None: all of ``node_feature_names``.
     """
     column = _columns(node_feature_names() if names is None else names)
-    nodes = program.nodes
+    program, nodes = graph.program, graph.program.nodes
     features = np.zeros((len(nodes), len(column)))
     if not nodes:
         return features
     for row, node in zip(features, nodes, strict=True):
-        for name in (f"{_KIND}{node.work.kind}", f"stream={node.stream}", f"label={program.label}"):
+        for name in (f"{KIND}{node.work.kind}", f"stream={node.stream}", f"{LABEL}{program.label}"):
             if name in column:
                 row[column[name]] = 1.0
-    for name, values in zip(NUMBERS, _numbers(program, alone, hardware, busy), strict=True):
+    for name, values in zip(NUMBERS, _numbers(graph, alone), strict=True):
         if name in column:
             features[:, column[name]] = values
     return features
 
 
-def _numbers(program: Program, alone: Array, hardware: Hardware, busy: int) -> tuple[Array, ...]:
-    """Numbers of every node in the order of ``NUMBERS``, each ``(len(program),)``."""
-    nodes = program.nodes
+def _numbers(graph: SegmentGraph, alone: Array) -> tuple[Array, ...]:
+    """Numbers of every node in the order of ``NUMBERS``, each ``(nodes,)``."""
+    nodes, hardware = graph.program.nodes, graph.hardware
     rows = np.arange(len(nodes))
     is_op = np.array([isinstance(node.work, Op) for node in nodes])
     num_bytes = np.array([float(node.work.num_bytes) for node in nodes])
@@ -138,7 +166,7 @@ def _numbers(program: Program, alone: Array, hardware: Hardware, busy: int) -> t
         np.where(is_op, _log(flops, 1e7), 0.0),
         np.where(is_op, _log(flops / np.maximum(num_bytes, 1.0), 1.0), 0.0),
         np.where(is_op, np.clip(np.log(alone / np.maximum(roofline, 1e-9)), -3, 3) / 2, 0.0),
-        np.full(len(nodes), np.log2(busy)),
+        np.full(len(nodes), np.log2(graph.busy)),
         np.array([node.share for node in nodes]),
         rows == 0,
         _log(alone[before], 1e-4),

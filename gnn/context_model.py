@@ -1,8 +1,8 @@
-"""The context model: the slowdown of a node within its program, relative to the node alone."""
+"""The context model: the slowdown of a node within its program, relative to the node alone, and its losses."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
@@ -11,11 +11,13 @@ from torch.nn import functional
 from torch_geometric.nn import SimpleConv
 
 from stepsight.features.graph_features import RELATIONS, Topology, node_feature_names
-from stepsight.gnn.inference import ContextWeights
+from stepsight.gnn.inference import LEVELS, ContextNetwork, table_columns
 
 BOUND = 2.0  # log units: small ops take several times as long with cold caches and host gaps, but never a hundred times
 HIDDEN = 24
 LAYERS = 2
+NODE_DELTA = 0.15  # log units; beyond, an outlier counts linearly
+ITERATION_DELTA = 0.1
 
 
 class RelationalLayer(nn.Module):
@@ -50,11 +52,27 @@ def _edges(graph: Topology) -> Iterator[Tensor]:
             yield forward.flip(0)
 
 
+class Head(nn.Module):
+    """A correction within ``+-bound``, of a hidden state and of the features themselves; zero when it is made."""
+
+    def __init__(self, channels: int, num_features: int, bound: float) -> None:
+        super().__init__()
+        self.bound = bound
+        self.decode, self.direct = nn.Linear(channels, 1), nn.Linear(num_features, 1)
+        for parameter in self.parameters():
+            nn.init.zeros_(parameter)
+
+    def forward(self, hidden: Tensor, features: Tensor) -> Tensor:
+        raw = (self.decode(hidden) + self.direct(features))[:, 0]
+        return self.bound * torch.tanh(raw / self.bound)
+
+
 class ContextModel(nn.Module):
-    """Bounded log-correction of every op and collective.  Untrained it is the identity: all corrections are zero.
+    """Three log-corrections of every op and collective, each good by itself.  Untrained, all are zero.
 
     Shapes:
-        ``features`` ``(nodes, len(self.features))`` -> ``(nodes,)``, within ``+-bound``.
+        ``features`` ``(nodes, len(self.features))`` -> ``(3, nodes)``: by kind and phase; by the node's own features;
+        and with messages.  The last two lie within ``+-bound``.
 
     Attributes:
         features: Names of the features that it reads: all those there are when it is made.
@@ -64,16 +82,13 @@ class ContextModel(nn.Module):
         super().__init__()
         self.bound = bound
         self.features = node_feature_names()
-        num_features = len(self.features)
-        self.encode = nn.Linear(num_features, channels)
+        self._kinds, self._labels = table_columns(self.features)
+        self.table = nn.Parameter(torch.zeros(1 + len(self._labels), 1 + len(self._kinds)))
+        self.encode = nn.Linear(len(self.features), channels)
         self.layers = nn.ModuleList(RelationalLayer(channels) for _ in range(num_layers))
-        self.decode = nn.Linear(channels, 1)
-        self.direct = nn.Linear(num_features, 1)
-        self.register_buffer("low", torch.full((num_features,), -torch.inf))
-        self.register_buffer("high", torch.full((num_features,), torch.inf))
-        for head in (self.decode, self.direct):
-            nn.init.zeros_(head.weight)
-            nn.init.zeros_(head.bias)
+        self.heads = nn.ModuleDict({level: Head(channels, len(self.features), bound) for level in LEVELS[1:]})
+        self.register_buffer("low", torch.full((len(self.features),), -torch.inf))
+        self.register_buffer("high", torch.full((len(self.features),), torch.inf))
 
     def set_range(self, features: Tensor) -> None:
         """Store the range of the training features; beyond it, corrections are constant."""
@@ -81,14 +96,34 @@ class ContextModel(nn.Module):
         self.high = features.amax(dim=0)
 
     def forward(self, features: Tensor, graph: Topology) -> Tensor:
+        one = features.new_ones(len(features), 1)
+        labels, kinds = (torch.cat([one, features[:, own]], dim=1) for own in (self._labels, self._kinds))
+        by_kind = ((labels @ self.table) * kinds).sum(dim=1)
         features = features.clamp(self.low, self.high)
         hidden = functional.silu(self.encode(features))
+        by_features = self.heads["features"](hidden, features)
         for layer in self.layers:
             hidden = layer(hidden, graph)
-        raw = self.decode(hidden) + self.direct(features)
-        return self.bound * torch.tanh(raw[:, 0] / self.bound)
+        return torch.stack([by_kind, by_features, self.heads["graph"](hidden, features)])
 
-    def weights(self) -> ContextWeights:
-        """A copy for inference without PyTorch."""
-        tensors = {name: value.detach().double().numpy().copy() for name, value in self.state_dict().items()}
-        return ContextWeights(self.bound, len(self.layers), tensors, self.features)
+
+def mean_network(models: Sequence[ContextModel], strengths: tuple[float, float, float]) -> ContextNetwork:
+    """The mean of some models for inference without PyTorch; ``strengths`` of its three levels."""
+    first, states = models[0], [model.state_dict() for model in models]
+    tensors = {name: torch.stack([state[name] for state in states]).double().numpy() for name in states[0]}
+    tensors["table"] = tensors["table"].mean(axis=0)
+    return ContextNetwork(first.bound, strengths, len(first.layers), tensors, first.features)
+
+
+def node_loss(corrections: Tensor, target: Tensor, weight: Tensor) -> Tensor:
+    """Huber loss of log-corrections ``(levels, nodes)`` against ``(nodes,)``, weighted; summed over levels."""
+    off = functional.huber_loss(corrections, target.expand_as(corrections), reduction="none", delta=NODE_DELTA)
+    return (off / NODE_DELTA @ weight).sum() / weight.sum()
+
+
+def iteration_loss(seconds: Tensor, measured: Tensor) -> Tensor:
+    """Huber loss of log iteration times ``(levels, runs)`` against ``(runs,)``: mean over runs, summed over levels."""
+    off = functional.huber_loss(
+        seconds.log(), measured.log().expand_as(seconds), reduction="none", delta=ITERATION_DELTA
+    )
+    return off.mean(dim=1).sum() / ITERATION_DELTA

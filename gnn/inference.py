@@ -1,4 +1,4 @@
-"""The context model without PyTorch: its weights, and its forward pass in numpy.
+"""The context network without PyTorch: weights of some trained models, and their mean in numpy.
 
 Prediction must start fast, and a forward pass over a few hundred nodes is a handful of matrix products.
 ``tests/gnn`` holds it to the PyTorch Geometric model.
@@ -6,7 +6,7 @@ Prediction must start fast, and a forward pass over a few hundred nodes is a han
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,61 +17,116 @@ from numpy.typing import NDArray
 from stepsight.dataset.base.bounded import read_file
 from stepsight.dataset.base.errors import PredictorError
 from stepsight.dataset.base.files import read_json, write_json
-from stepsight.dataset.graph.program import Program
-from stepsight.dataset.hardware.hardware import Hardware
-from stepsight.features.graph_features import RELATIONS, Topology, check_node_features, node_features, topology
+from stepsight.features.graph_features import (
+    KIND,
+    LABEL,
+    RELATIONS,
+    SegmentGraph,
+    Topology,
+    check_node_features,
+    node_features,
+    topology,
+)
 from stepsight.features.op_features import FEATURE_VERSION, check_version
 
 Array = NDArray[np.float64]
+Ints = NDArray[np.int64]
 
-SCHEMA = 1
+SCHEMA = 2
 MOST_BOUND = 10.0  # largest allowed bound of a correction, in log units
-WEIGHTS = "gnn.safetensors"
-CONFIG = "gnn.json"
+WEIGHTS, CONFIG = "gnn.safetensors", "gnn.json"
+TABLE = "context_table.json"  # of earlier versions
+LEVELS = ("table", "features", "graph")  # each contains those before it
+FORMS = {"none": (0.0, 0.0, 0.0), "table": (1.0, 0.0, 0.0), "features": (1.0, 1.0, 0.0), "graph": (1.0, 1.0, 1.0)}
+LEAST_STRENGTH = 0.05  # a level with less of it gives the form no name
+
+
+def form_of(strengths: Sequence[float]) -> str:
+    """The highest level that counts, of ``FORMS``."""
+    counting = [level for level, strength in zip(LEVELS, strengths, strict=True) if strength >= LEAST_STRENGTH]
+    return counting[-1] if counting else "none"
+
+
+def table_columns(features: Sequence[str]) -> tuple[list[int], list[int]]:
+    """Columns of the features that say what a node is, and of those that say what its program is."""
+    kinds, labels = ([at for at, name in enumerate(features) if name.startswith(what)] for what in (KIND, LABEL))
+    return kinds, labels
 
 
 @dataclass(frozen=True)
-class ContextWeights:
-    """Weights of ``gnn.context_model.ContextModel``.
+class ContextNetwork:
+    """Log of seconds in context over seconds alone: ``s1 t + s2 (e - t) + s3 (n - e)``, within ``+-bound``.
 
     Attributes:
         bound: Largest absolute log-correction.
-        num_layers: Rounds of message passing; 0: a network without edges.
-        tensors: By name, as in the PyTorch model's ``state_dict``.
+        strengths: ``s1`` of the table by kind and phase ``t``, ``s2`` of own features ``e``, ``s3`` of messages ``n``.
+        num_layers: Rounds of messages.
+        tensors: By name, as in the ``state_dict`` of ``gnn.context_model.ContextModel``; the first axis of all but
+            ``table``, their mean, numbers the models.  Heads that have no weight may be missing.
         features: Names of the features that it reads, in the order of its weights.
     """
 
     bound: float
+    strengths: tuple[float, float, float]
     num_layers: int
     tensors: Mapping[str, Array]
     features: tuple[str, ...]
 
     @property
+    def form(self) -> str:
+        """The highest level that counts, of ``FORMS``."""
+        return form_of(self.strengths)
+
+    @property
     def name(self) -> str:
         """What it is, for reports."""
-        return "graph network" if self.num_layers else "network without edges"
+        told = ", ".join(f"{level} {part:.2f}" for level, part in zip(LEVELS, self.strengths, strict=True))
+        return f"context network ({told})"
 
-    def log_correction(self, program: Program, alone: Array, hardware: Hardware, busy: int) -> Array:
-        """Log of seconds in context over seconds alone for every node, ``(len(program),)``, within ``+-bound``."""
-        return self.forward(node_features(program, alone, hardware, busy, self.features), topology(program))
+    def __call__(self, graph: SegmentGraph, alone: Array) -> Array:
+        """Seconds of every node within its segment, from the seconds alone, ``(nodes,)``."""
+        features, edges = node_features(graph, alone, self.features), topology(graph.program)
+        log = self.weights @ self.levels(features, edges, self.weights != 0.0)
+        return np.asarray(alone * np.exp(np.clip(log, -self.bound, self.bound)))
 
-    def forward(self, features: Array, graph: Topology) -> Array:
-        """Forward pass on features, ``(nodes, len(self.features))``, of one or several joined programs."""
-        features = np.clip(features, self.tensors["low"], self.tensors["high"])
+    @property
+    def weights(self) -> Array:
+        """Of ``t``, ``e`` and ``n``, ``(3,)``, in sum ``s1``."""
+        return np.asarray(-np.diff(self.strengths, append=0.0))
+
+    def levels(self, features: Array, graph: Topology, wanted: Sequence[bool] = (True,) * 3) -> Array:
+        """``t``, ``e`` and ``n``, ``(3, nodes)``; those not wanted are zero.
+
+        Args:
+            features: Of one or several joined programs, ``(nodes, len(self.features))``.
+            graph: Their edges.
+            wanted: Which levels.
+        """
+        found = np.zeros((len(LEVELS), len(features)))
+        if wanted[0]:
+            one = np.ones((len(features), 1))
+            kinds, labels = (np.concatenate([one, features[:, own]], axis=1) for own in table_columns(self.features))
+            found[0] = ((labels @ self.tensors["table"]) * kinds).sum(axis=1)
+        if not any(wanted[1:]):
+            return found
+        features = np.clip(features, self.tensors["low"][:, None], self.tensors["high"][:, None])
         hidden = _silu(self._linear("encode", features))
-        for layer in range(self.num_layers):
-            heard = [hidden, _stream_mean(hidden, graph)]
-            for relation in RELATIONS:
-                source, target = graph.edges[relation]
-                heard.append(_mean(hidden, source, target, graph.num_nodes))
-                if relation != "may_run_concurrently":
-                    heard.append(_mean(hidden, target, source, graph.num_nodes))
-            hidden = hidden + _silu(self._linear(f"layers.{layer}.combine", np.concatenate(heard, axis=1)))
-        raw = self._linear("decode", hidden) + self._linear("direct", features)
-        return np.asarray(self.bound * np.tanh(raw[:, 0] / self.bound))
+        if wanted[1]:
+            found[1] = self._head("features", hidden, features)
+        if wanted[2]:
+            for layer in range(self.num_layers):
+                heard = [hidden, *_messages(hidden, graph)]
+                hidden = hidden + _silu(self._linear(f"layers.{layer}.combine", np.concatenate(heard, axis=2)))
+            found[2] = self._head("graph", hidden, features)
+        return found
+
+    def _head(self, level: str, hidden: Array, features: Array) -> Array:
+        raw = self._linear(f"heads.{level}.decode", hidden) + self._linear(f"heads.{level}.direct", features)
+        return np.asarray(self.bound * np.tanh(raw[:, :, 0] / self.bound).mean(axis=0))
 
     def _linear(self, name: str, value: Array) -> Array:
-        return np.asarray(value @ self.tensors[f"{name}.weight"].T + self.tensors[f"{name}.bias"])
+        weight, bias = self.tensors[f"{name}.weight"], self.tensors[f"{name}.bias"]
+        return np.asarray(value @ weight.swapaxes(1, 2) + bias[:, None])
 
     def save(self, folder: Path) -> None:
         """Write ``gnn.json`` and ``gnn.safetensors`` into a predictor's folder."""
@@ -82,6 +137,7 @@ class ContextWeights:
         config = {
             "schema": SCHEMA,
             "bound": self.bound,
+            "strengths": list(self.strengths),
             "num_layers": self.num_layers,
             "features_version": FEATURE_VERSION,
             "features": list(self.features),
@@ -90,37 +146,53 @@ class ContextWeights:
         write_json(folder / CONFIG, config)
 
     @classmethod
-    def load(cls, folder: Path) -> ContextWeights:
-        """Read the files that ``save`` wrote.
+    def load(cls, folder: Path) -> ContextNetwork:
+        """Read what ``save`` wrote, in this version or an earlier one.
 
         Raises:
             PredictorError: If a file is missing or broken, or it reads features that this version does not have.
         """
         from safetensors import SafetensorError
-        from safetensors.numpy import load
 
+        path = folder / (TABLE if (folder / TABLE).exists() else CONFIG)
         try:
-            config = read_json(folder / CONFIG)
-            tensors = {name: np.asarray(t, np.float64) for name, t in load(read_file(folder / WEIGHTS)).items()}
-            features = _check_config(config, str(folder / CONFIG))
-            bound, layers = config["bound"], config["num_layers"]
-            if type(bound) not in (int, float) or not 0 < bound <= MOST_BOUND or type(layers) is not int or layers < 0:
-                raise PredictorError(
-                    f"{folder / CONFIG} must have a bound of 0 to {MOST_BOUND} and a whole num_layers, "
-                    f"got {bound!r:.40} and {layers!r:.40}"
-                )
-            model = cls(float(bound), layers, tensors, features)
-            model.forward(np.zeros((1, len(features))), _ONE_NODE)
+            config = read_json(path)
+            bound = config["bound"]
+            if type(bound) not in (int, float) or not 0 < bound <= MOST_BOUND:
+                raise ValueError(f"bound must be from 0 to {MOST_BOUND}, got {bound!r:.40}")
+            return _of_table(config) if path.name == TABLE else _of_weights(config, path)
         except PredictorError:
             raise
         except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
-            raise PredictorError(f"{folder / WEIGHTS} must be what Predictor.save wrote, got {error}") from None
-        return model
+            raise PredictorError(f"{path} must be what Predictor.save wrote, got {error}") from None
 
 
-def _check_config(config: dict[str, Any], name: str) -> tuple[str, ...]:
+def _of_weights(config: dict[str, Any], path: Path) -> ContextNetwork:
+    from safetensors.numpy import load
+
+    schema, layers, features = config["schema"], config["num_layers"], _checked_features(config, str(path))
+    tensors = {name: np.asarray(t, np.float64) for name, t in load(read_file(path.with_name(WEIGHTS))).items()}
+    level = ""
+    if schema == 1:  # one model with one level: messages, or own features where it has no layers
+        level = "graph" if layers else "features"
+        named = {name: f"heads.{level}.{name}" if name.startswith(("decode", "direct")) else name for name in tensors}
+        tensors = {named[name]: tensor[None] for name, tensor in tensors.items()}
+    strengths = FORMS[level] if schema == 1 else tuple(config["strengths"])
+    parts = len(strengths) == len(LEVELS) and all(type(s) in (int, float) and 0 <= s <= 1 for s in strengths)
+    if not parts or type(layers) is not int or layers < 0:
+        raise ValueError(
+            f"strengths must be {len(LEVELS)} from 0 to 1 and num_layers a whole number, "
+            f"got {strengths!r:.80} and {layers!r:.40}"
+        )
+    network = ContextNetwork(float(config["bound"]), strengths, layers, tensors, features)
+    one = Topology(1, {r: np.zeros((2, 0), np.int64) for r in RELATIONS}, np.zeros(1, np.int64), 1)
+    network.levels(np.zeros((1, len(features))), one, network.weights != 0.0)
+    return network
+
+
+def _checked_features(config: dict[str, Any], name: str) -> tuple[str, ...]:
     """Features that a saved model reads; the first models did not write their version and relations."""
-    if config["schema"] != SCHEMA:
+    if config["schema"] not in (1, SCHEMA):
         raise PredictorError(f"{name} must have schema {SCHEMA}, got {config['schema']!r:.40}: train it again")
     if config.get("relations", list(RELATIONS)) != list(RELATIONS):
         raise PredictorError(
@@ -134,22 +206,44 @@ def _check_config(config: dict[str, Any], name: str) -> tuple[str, ...]:
     return features
 
 
-_ONE_NODE = Topology(1, {r: np.zeros((2, 0), np.int64) for r in RELATIONS}, np.zeros(1, np.int64), 1)
+def _of_table(config: dict[str, Any]) -> ContextNetwork:
+    """The table of an earlier version: entries of all nodes, of a kind, and of a kind in programs of a label."""
+    logs = {(str(kind), str(label)): value for kind, label, value in config["logs"]}
+    wrong = [value for value in logs.values() if type(value) not in (int, float) or not abs(value) <= MOST_BOUND]
+    if wrong or config["schema"] != 1:
+        raise ValueError(f"logs must be from -{MOST_BOUND} to {MOST_BOUND}, got {wrong[:1]!r:.40}")
+    kinds, labels = (list(dict.fromkeys(cell[at] for cell in logs)) for at in (0, 1))
+    table = np.zeros((1 + len(labels), 1 + len(kinds)))
+    table[0, 0] = logs.pop(("", ""), 0.0)
+    for (kind, label), value in logs.items():
+        table[1 + labels.index(label), 1 + kinds.index(kind)] = value
+        if not label:  # of all phases: it counts twice in a program without a label
+            table[0, 1 + kinds.index(kind)] = value
+    features = (*(f"{KIND}{kind}" for kind in kinds), *(f"{LABEL}{label}" for label in labels))
+    return ContextNetwork(float(config["bound"]), FORMS["table"], 0, {"table": table}, features)
 
 
 def _silu(value: Array) -> Array:
     return np.asarray(value / (1.0 + np.exp(-np.clip(value, -60, 60))))
 
 
-def _mean(hidden: Array, source: NDArray[np.int64], target: NDArray[np.int64], num_targets: int) -> Array:
-    """Mean of the sources of each target, ``(num_targets, hidden)``; zero where there is none."""
-    total = np.zeros((num_targets, hidden.shape[1]))
-    np.add.at(total, target, hidden[source])
-    count = np.bincount(target, minlength=num_targets)
-    return np.asarray(total / np.maximum(count, 1)[:, None])
+def _messages(hidden: Array, graph: Topology) -> list[Array]:
+    """What each node hears: the mean over its stream, and over each relation in each direction."""
+    stream = graph.stream
+    heard = [_mean(hidden, np.arange(graph.num_nodes), stream, graph.num_streams)[:, stream]]
+    for relation in RELATIONS:
+        source, target = graph.edges[relation]
+        heard.append(_mean(hidden, source, target, graph.num_nodes))
+        if relation != "may_run_concurrently":
+            heard.append(_mean(hidden, target, source, graph.num_nodes))
+    return heard
 
 
-def _stream_mean(hidden: Array, graph: Topology) -> Array:
-    """The mean over the nodes of each node's stream."""
-    state = _mean(hidden, np.arange(graph.num_nodes), graph.stream, graph.num_streams)
-    return state[graph.stream]
+def _mean(hidden: Array, source: Ints, target: Ints, num_targets: int) -> Array:
+    """Mean of the sources of each target, ``(models, num_targets, channels)``; zero where there is none."""
+    means = np.zeros((len(hidden), num_targets, hidden.shape[2]))
+    if len(target):
+        order = np.argsort(target, kind="stable")
+        there, first, count = np.unique(target[order], return_index=True, return_counts=True)
+        means[:, there] = np.add.reduceat(hidden[:, source[order]], first, axis=1) / count[:, None]
+    return means

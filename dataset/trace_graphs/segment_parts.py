@@ -116,6 +116,17 @@ class SegmentParts:
         return part
 
 
+def program_part(program: Program, alone: Floats, busy: int) -> GraphPart:
+    """A segment that nobody has traced: ``y`` has the logarithm of the seconds of each node alone, ``(n,)``."""
+    none = np.full(len(program), np.nan)
+    part = SegmentParts([TracedSegment(program, none, program.label, 0, busy, "")]).parts()[0]
+    with np.errstate(divide="ignore"):
+        logs = np.where(alone > 0, np.log(alone), np.nan)
+    for name, nodes in part.node.items():
+        part.y[name][:, 0] = logs[nodes]
+    return part
+
+
 def _overlap(segment: TracedSegment, pairs: Ints) -> Floats:
     """Seconds for which the nodes of each pair overlapped; 0 if their times are unknown."""
     if not len(segment.start_s):

@@ -260,7 +260,8 @@ def _predictor(path: Path) -> dict[str, Any]:
     from stepsight.training.predictor.predictor import Predictor
 
     predictor = Predictor.load(path)
-    return {"predictor": str(path), **predictor.manifest, "text": predictor_text(path, predictor)}
+    told = {"predictor": str(path), **predictor.manifest, "context": predictor.context_facts}
+    return {**told, "text": predictor_text(path, predictor)}
 
 
 Thing = Hardware | Fabric | Framework

@@ -68,15 +68,9 @@ def _kernels(predictor: Predictor) -> str:
 
 
 def _context(predictor: Predictor) -> str:
-    told = predictor.manifest.get("context_model", {})
     ships = predictor.context.name if predictor.context is not None else "none: ops take as long as on their own"
-    rows = [row for row in told.get("held_back", ()) if row["op_error_percent"] or row["mape_percent"]]
-    if not rows:
-        return ships
-    by_ops = any(row["op_error_percent"] for row in rows)
-    key, what = ("op_error_percent", "ops") if by_ops else ("mape_percent", "iterations")
-    off = ", ".join(f"{row['model']} {row[key]:.1f} %" for row in rows)
-    return f"{ships} ({what} of runs held back, off by: {off})"
+    errors = [f"{form} {error:.2f}" for form, error in predictor.context_facts["held_back"].items()]
+    return f"{ships}; errors on runs held back: {', '.join(errors)}" if errors else ships
 
 
 def _held_back(metrics: Mapping[str, float]) -> str:

@@ -1,12 +1,12 @@
-"""Compare context models, task by task, on groups that taught none of them.
+"""Compare forms of the context network, task by task, on groups that taught none of them.
 
-    stepsight experiment context --data DATA [--task ops] [--seeds 3]
+    stepsight experiment context --data DATA [--task ops] [--seeds 3] [--teach 5]
 
-Each model corrects the seconds of ops and collectives alone: physics (a roofline, the regressors), a table by kind and
-phase, trees on features of a node and of its neighbours, and the network without and with messages.  DATA holds a
-folder for each task: ``runs`` (collections), ``cluster`` (``profile`` and ``judge``, as ``small-to-large`` writes
-them) and ``scripts`` (of the task ops, as --collect writes it).  Errors are in parts of the error of the regressors
-alone.
+Each form corrects the seconds of ops and collectives alone: none, a table by kind and phase, own features, messages of
+neighbours, and ``auto``, which takes as much of each as runs held back say.  A roofline, and trees on features of a
+node and of its neighbours, stand beside them.  DATA holds a folder for each task: ``runs`` (collections), ``cluster``
+(``profile`` and ``judge``, as ``small-to-large`` writes them) and ``scripts`` (of the task ops, as --collect writes
+it).  Errors are in parts of the error of the regressors alone.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,31 +23,36 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stepsight.dataset.base.errors import TraceError
-from stepsight.dataset.graph.program import Program
-from stepsight.dataset.hardware.hardware import Hardware, roofline_seconds
+from stepsight.dataset.hardware.hardware import roofline_seconds
 from stepsight.dataset.kinds.op import Op
-from stepsight.experiments.studies.context_tasks import SCRIPTS, TASKS, Task, collect_families
+from stepsight.experiments.studies.context_tasks import SCRIPTS, TASKS, Split, Task, collect_families
 from stepsight.experiments.studies.study import Study, rows_text
-from stepsight.features.graph_features import NUMBERS, RELATIONS, node_feature_names, node_features, topology
-from stepsight.gnn.context_model import BOUND
-from stepsight.training.context.examples import iteration_times
-from stepsight.training.context.fit_context import ITERATION_WEIGHT, Example, Whole, node_weights, op_error
-from stepsight.training.context.learn_context import ALONE, CANDIDATES, simplest, standard_error
+from stepsight.features.graph_features import (
+    NUMBERS,
+    RELATIONS,
+    SegmentGraph,
+    node_feature_names,
+    node_features,
+    topology,
+)
+from stepsight.gnn.context_model import BOUND, mean_network
+from stepsight.gnn.inference import FORMS
+from stepsight.training.context.examples import iteration_times, joined
+from stepsight.training.context.fit_context import ITERATION_WEIGHT, node_weights, op_error
+from stepsight.training.context.learn_context import AUTO, hold_back, standard_error
+from stepsight.training.predictor.own_context import OwnContext
 from stepsight.training.regression.trees import Trees, fit_trees
 
 Array = NDArray[np.float64]
-MESSAGES = list(CANDIDATES)[-1]  # the model that hears its neighbours
 LEAST_LOG = 1e-4  # smaller mean errors of the regressors alone count as this one
+MODELS = ("roofline", *FORMS, AUTO, "trees, own features", "trees, neighbours' features")
 
 
-class Roofline:
+def roofline(graph: SegmentGraph, alone: Array) -> Array:
     """A context model that replaces the seconds alone by those of a roofline."""
-
-    def log_correction(self, program: Program, alone: Array, hardware: Hardware, busy: int) -> Array:
-        """As of any context model, ``(n,)``."""
-        works = [node.work for node in program.nodes]
-        limits = [roofline_seconds(work, hardware) if isinstance(work, Op) else np.nan for work in works]
-        return np.nan_to_num(np.log(np.maximum(limits, 1e-9) / alone))
+    works = [node.work for node in graph.program.nodes]
+    limits = np.array([roofline_seconds(w, graph.hardware) if isinstance(w, Op) else np.nan for w in works])
+    return np.where(np.isnan(limits), alone, np.maximum(limits, 1e-9))
 
 
 @dataclass(frozen=True)
@@ -58,17 +63,17 @@ class TreeContext:
     names: tuple[str, ...]
     hears: bool
 
-    def log_correction(self, program: Program, alone: Array, hardware: Hardware, busy: int) -> Array:
+    def __call__(self, graph: SegmentGraph, alone: Array) -> Array:
         """As of any context model, ``(n,)``."""
-        rows = rows_of(program, alone, hardware, busy, hears=self.hears)
-        return np.clip(self.trees.predict(rows, self.names), -BOUND, BOUND)
+        rows = rows_of(graph, alone, hears=self.hears)
+        return np.asarray(alone * np.exp(np.clip(self.trees.predict(rows, self.names), -BOUND, BOUND)))
 
 
-def rows_of(program: Program, alone: Array, hardware: Hardware, busy: int, *, hears: bool) -> Array:
+def rows_of(graph: SegmentGraph, alone: Array, *, hears: bool) -> Array:
     """Features of each node; and, by relation and direction, the number of neighbours and the mean of what they are."""
-    own = node_features(program, alone, hardware, busy)
+    own = node_features(graph, alone)
     parts = [own]
-    edges = topology(program).edges if hears else {}
+    edges = topology(graph.program).edges if hears else {}
     for relation in RELATIONS if hears else ():
         told = own if relation == "stream_order" else own[:, -len(NUMBERS) :]
         for near, far in ((1, 0), (0, 1)):
@@ -79,37 +84,43 @@ def rows_of(program: Program, alone: Array, hardware: Hardware, busy: int, *, he
     return np.concatenate(parts, axis=1)
 
 
-def tree_fit(*, hears: bool) -> Any:
-    """What trains ``TreeContext``: on nodes, and on iterations, whose error each node on the critical path has."""
-
-    def fit(examples: Sequence[Example], wholes: Sequence[Whole], hardware: Hardware, seed: int) -> TreeContext:
-        known = [each for each in examples if each.known.any()]
-        rows = [rows_of(e.program, e.alone, hardware, e.busy, hears=hears)[e.known] for e in known]
-        targets, weights = [each.target[each.known] for each in known], [node_weights(examples)]
-        weights[0] = weights[0] / max(float(weights[0].sum()), 1e-12)
-        for whole in wholes:
-            alone, bounds = whole.iteration.alone, whole.iteration.bounds
-            seconds, counts = whole.iteration.seconds_and_counts(alone)
-            parts = zip(whole.iteration.lowered.programs, np.split(alone, bounds[1:-1]), strict=True)
-            rows += [rows_of(program, part, hardware, whole.busy, hears=hears) for program, part in parts]
-            targets.append(np.full(len(alone), np.log(whole.measured_s / seconds)))
-            weights.append(ITERATION_WEIGHT * counts * alone / seconds / len(wholes))
-        target, weight = np.concatenate(targets), np.concatenate(weights)
-        found = np.concatenate(rows)
-        names = (*node_feature_names(), *(f"neighbour{n}" for n in range(found.shape[1] - len(node_feature_names()))))
-        grown = fit_trees(found, np.clip(target, -BOUND, BOUND), names, seed, weight / weight.mean() + 1e-9)
-        return TreeContext(grown, names, hears)
-
-    return fit
+def fit_tree_context(split: Split, seed: int, *, hears: bool) -> TreeContext:
+    """Train ``TreeContext`` on nodes, and on iterations, whose error each node on the critical path has."""
+    examples, wholes = joined(split.seen)
+    known = [each for each in examples if each.known.any()]
+    rows = [rows_of(e.graph, e.alone, hears=hears)[e.known] for e in known]
+    targets, weights = [each.target[each.known] for each in known], [node_weights(examples)]
+    weights[0] = weights[0] / max(float(weights[0].sum()), 1e-12)
+    for whole in wholes:
+        alone, bounds = whole.iteration.alone, whole.iteration.bounds
+        seconds, counts = whole.iteration.seconds_and_counts(alone)
+        parts = zip(whole.iteration.lowered.programs, np.split(alone, bounds[1:-1]), strict=True)
+        hardware = whole.iteration.latency.hardware
+        rows += [rows_of(SegmentGraph(program, hardware, whole.busy), part, hears=hears) for program, part in parts]
+        targets.append(np.full(len(alone), np.log(whole.measured_s / seconds)))
+        weights.append(ITERATION_WEIGHT * counts * alone / seconds / len(wholes))
+    target, weight = np.concatenate(targets), np.concatenate(weights)
+    found = np.concatenate(rows)
+    names = (*node_feature_names(), *(f"neighbour{n}" for n in range(found.shape[1] - len(node_feature_names()))))
+    grown = fit_trees(found, np.clip(target, -BOUND, BOUND), names, seed, weight / weight.mean() + 1e-9)
+    return TreeContext(grown, names, hears)
 
 
-MODELS: Mapping[str, Any] = {  # the simplest first
-    "roofline": lambda examples, wholes, hardware, seed: Roofline(),
-    **dict(list(CANDIDATES.items())[:2]),
-    "trees, own features": tree_fit(hears=False),
-    "trees, neighbours' features": tree_fit(hears=True),
-    **dict(list(CANDIDATES.items())[2:]),
-}
+def fit_all(split: Split, seed: int) -> tuple[dict[str, Any], dict[str, float]]:
+    """Every model by name, trained on a split, and the CPU seconds that each took."""
+    begin = time.process_time()
+    held, networks = hold_back(split.seen, split.unseen, seed, lambda at, of: None)
+    took = time.process_time() - begin
+    forms = {**FORMS, AUTO: tuple(held.strengths.tolist())}
+    print(f"strengths {held.strengths.round(2).tolist()}", file=sys.stderr, flush=True)
+    models: dict[str, Any] = {form: mean_network(networks, own) if any(own) else None for form, own in forms.items()}
+    spent = dict.fromkeys(models, took) | {"none": 0.0, "roofline": 0.0}
+    models["roofline"] = OwnContext(roofline)
+    for hears, name in enumerate(MODELS[-2:]):
+        begin = time.process_time()
+        models[name] = OwnContext(fit_tree_context(split, seed, hears=bool(hears)))
+        spent[name] = time.process_time() - begin
+    return models, spent
 
 
 @dataclass
@@ -118,86 +129,81 @@ class _Errors:
 
     ops: Array
     iterations: Array
-    fit_s: list[float]
-    answer_s: list[float]
+    fit_s: list[float] = field(default_factory=list)
+    answer_s: list[float] = field(default_factory=list)
 
 
-def judge(task: Task, seeds: int, folds: int) -> dict[str, Any]:
+def judge(task: Task, seeds: int, folds: int, teach: int = 0) -> dict[str, Any]:
     """Train and judge all models.
 
     Args:
         task: What is predicted.
         seeds: Splits and trainings.
         folds: Parts of the groups, each of which is held out in turn.
+        teach: Train on this many groups, drawn at random, and judge by all others; 0: on all but a part.
 
     Returns:
-        ``task``, ``about``, ``runs``, ``groups``, ``best`` (the simplest model within one standard error) and ``rows``,
-        one for each model: mean errors of ops and iterations in percent (None where nothing of the kind judges),
-        ``score`` (in parts of the errors of the regressors alone, mean over groups; ``seed_error``: its standard error
-        over seeds), ``behind`` (score minus that of the network with messages; ``behind_error``: over groups), and CPU
-        time of training on one fold and of the first answer.
+        ``task``, ``about``, ``runs``, ``groups`` and ``rows``, one for each model: mean errors of ops and iterations in
+        percent (None where nothing of the kind judges), ``score`` (in parts of the errors of the regressors alone, mean
+        over groups; ``seed_error``: its standard error over seeds), ``behind`` (score minus that of ``auto``;
+        ``behind_error``: over groups), and CPU time of training and of the first answer for a segment.
     """
     names = list(task.groups)
-    errors = {
-        model: _Errors(np.full((seeds, len(names)), np.nan), np.full((seeds, len(names)), np.nan), [], [])
-        for model in MODELS
-    }
+    errors = {model: _Errors(*np.full((2, seeds, len(names)), np.nan)) for model in MODELS}
     for seed in range(seeds):
-        for fold, held in enumerate(_folds(task, folds, seed)):
+        for fold, held in enumerate(_folds(task, folds, seed, teach)):
             print(f"{task.name}: seed {seed}, fold {fold}", file=sys.stderr, flush=True)
             split = task.split(held)
-            for model, fit in MODELS.items():
-                own, begin = errors[model], time.process_time()
-                context = fit(split.examples, split.wholes, task.hardware, seed)
-                own.fit_s.append(time.process_time() - begin)
-                for name, examples in split.judged.items():
-                    begin = time.process_time()
-                    own.ops[seed, names.index(name)] = np.log1p(op_error(examples, context, task.hardware) / 100)
-                    own.answer_s.append((time.process_time() - begin) / max(len(examples), 1))
-                if split.runs and split.predictor is not None:
-                    times = iteration_times(split.runs, replace(split.predictor, context=context))
-                    for run, seconds in zip(split.runs, times.tolist(), strict=True):
-                        off = abs(np.log(seconds / run.manifest.iteration_time_s))
-                        own.iterations[seed, names.index(run.name)] = off
+            models, spent = fit_all(split, seed)
+            for model, own in errors.items():
+                own.fit_s.append(spent[model])
+                _judge(split, models[model], own, {name: (seed, place) for place, name in enumerate(names)})
     return _outcome(task, errors)
 
 
-def _folds(task: Task, count: int, seed: int) -> list[frozenset[str]]:
+def _judge(split: Split, context: Any, errors: _Errors, places: Mapping[str, tuple[int, int]]) -> None:
+    """Write the errors of a model on what judges; ``places`` of runs in the arrays."""
+    for name, examples in split.judged.items():
+        begin = time.process_time()
+        errors.ops[places[name]] = np.log1p(op_error(examples, context) / 100)
+        errors.answer_s.append((time.process_time() - begin) / max(len(examples), 1))
+    if split.runs and split.predictor is not None:
+        times = iteration_times(split.runs, replace(split.predictor, context=context))
+        for run, seconds in zip(split.runs, times.tolist(), strict=True):
+            errors.iterations[places[run.name]] = abs(np.log(seconds / run.manifest.iteration_time_s))
+
+
+def _folds(task: Task, count: int, seed: int, teach: int) -> list[frozenset[str]]:
     """Groups that are held out together."""
     groups = sorted(set(task.groups.values()))
     if task.is_fixed:
         return [frozenset(groups)]
-    if len(groups) < 2:
-        raise TraceError(f"task {task.name} needs at least 2 groups, got {len(groups)}: collect more")
+    if len(groups) < max(2, teach + 1):
+        raise TraceError(f"task {task.name} needs at least {max(2, teach + 1)} groups, got {len(groups)}: collect more")
     order = np.random.default_rng(seed).permutation(groups).tolist()
+    if teach:
+        return [frozenset(order[teach:])]
     return [frozenset(order[part::count]) for part in range(min(count, len(order)))]
 
 
 def _outcome(task: Task, errors: Mapping[str, _Errors]) -> dict[str, Any]:
     groups = np.array(list(task.groups.values()))
-    scores = {model: _scores(own, errors[ALONE]) for model, own in errors.items()}
+    scores = {model: _scores(own, errors["none"]) for model, own in errors.items()}
+    judged = [group for group in sorted(set(groups.tolist())) if np.isfinite(scores["none"][:, groups == group]).any()]
     by_group = {
-        model: np.array([np.nanmean(own[:, groups == group]) for group in sorted(set(groups.tolist()))])
-        for model, own in scores.items()
+        model: np.array([np.nanmean(own[:, groups == group]) for group in judged]) for model, own in scores.items()
     }
     rows = []
     for model, own in errors.items():
-        behind = by_group[model] - by_group[MESSAGES]
+        behind = by_group[model] - by_group[AUTO]
         row: dict[str, Any] = {"model": model}
         row |= {"op_percent": _percent(own.ops), "iteration_percent": _percent(own.iterations)}
-        row["score"] = float(by_group[model].mean())
+        row["score"] = float(np.nanmean(scores[model]))
         row["seed_error"] = standard_error(np.nanmean(scores[model], axis=1))
         row |= {"behind": float(behind.mean()), "behind_error": standard_error(behind)}
         row |= {"fit_s": float(np.mean(own.fit_s)), "answer_s": float(np.median(own.answer_s or [0.0]))}
         rows.append(row)
-    return {
-        "task": task.name,
-        "about": task.about,
-        "runs": len(task.groups),
-        "groups": len(set(groups.tolist())),
-        "rows": rows,
-        "best": simplest(by_group),
-    }
+    return {"task": task.name, "about": task.about, "runs": len(task.groups), "groups": len(judged), "rows": rows}
 
 
 def _scores(own: _Errors, alone: _Errors) -> Array:
@@ -207,7 +213,7 @@ def _scores(own: _Errors, alone: _Errors) -> Array:
         if np.isfinite(usual).any():
             parts.append(errors / max(float(np.nanmean(usual)), LEAST_LOG))
     known = np.isfinite(parts)
-    return np.asarray(np.where(known, parts, 0.0).sum(axis=0) / np.maximum(known.sum(axis=0), 1))
+    return np.asarray(np.where(known, parts, 0.0).sum(axis=0) / np.where(known.any(axis=0), known.sum(axis=0), np.nan))
 
 
 def _percent(errors: Array) -> float | None:
@@ -217,11 +223,10 @@ def _percent(errors: Array) -> float | None:
 def outcome_text(outcome: Mapping[str, Any]) -> str:
     """A task's table."""
     columns = {"model": "model", "op error %": "op_percent", "iteration error %": "iteration_percent", "score": "score",
-               "± seeds": "seed_error", f"behind {MESSAGES}": "behind", "± groups": "behind_error",
+               "± seeds": "seed_error", f"behind {AUTO}": "behind", "± groups": "behind_error",
                "training s": "fit_s", "first answer ms": "answer_s"}  # fmt: skip
-    told = f"{outcome['task']}: {outcome['about']} ({outcome['runs']} runs, {outcome['groups']} groups)"
-    best = f"simplest within one standard error of the best: {outcome['best']}"
-    return "\n".join([told, rows_text(outcome["rows"], columns, 3), best])
+    told = f"{outcome['task']}: {outcome['about']} ({outcome['runs']} runs, {outcome['groups']} groups judge)"
+    return "\n".join([told, rows_text(outcome["rows"], columns, 3)])
 
 
 def run(options: argparse.Namespace) -> tuple[Any, str]:
@@ -233,7 +238,7 @@ def run(options: argparse.Namespace) -> tuple[Any, str]:
     if not names:
         raise TraceError(f"--data must be a folder with a folder for a task ({', '.join(TASKS)}), got {options.data}")
     tasks = [TASKS[name][1](options.data / TASKS[name][0]) for name in names]
-    outcomes = [judge(task, options.seeds, options.folds) for task in tasks]
+    outcomes = [judge(task, options.seeds, options.folds, options.teach) for task in tasks]
     return outcomes, "\n\n".join(map(outcome_text, outcomes))
 
 
@@ -246,6 +251,7 @@ STUDY = Study(
         "--task": {"choices": list(TASKS), "action": "append", "help": "a task alone (repeatable)"},
         "--collect": {"action": "store_true", "help": "first measure the scripts of small models on this machine"},
         "--seeds": {"type": int, "default": 3, "help": "splits and trainings"},
+        "--teach": {"type": int, "default": 0, "help": "groups that teach, drawn at random; 0: all but a part"},
         "--folds": {"type": int, "default": 5, "help": "parts of the groups that are held out in turn"},
     },
 )

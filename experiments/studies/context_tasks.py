@@ -13,14 +13,15 @@ from numpy.typing import NDArray
 from stepsight.dataset.base.errors import TraceError
 from stepsight.dataset.graph.program import PHASES, Node, Program
 from stepsight.dataset.hardware.hardware import HARDWARE as PRESETS
-from stepsight.dataset.hardware.hardware import Hardware, find_fabric, usual_fabric
+from stepsight.dataset.hardware.hardware import find_fabric, usual_fabric
 from stepsight.dataset.runs.run_folder import read_collection
 from stepsight.dataset.runs.run_manifest import RunManifest
 from stepsight.experiments.studies.families import FAMILIES
 from stepsight.experiments.tasks.script_collecting import Script, collect_script
+from stepsight.features.graph_features import SegmentGraph
 from stepsight.training.collectives.collective_models import fit_collectives
-from stepsight.training.context.examples import Taught, make_examples, make_wholes
-from stepsight.training.context.fit_context import Example, Whole
+from stepsight.training.context.examples import Measured, Taught, measured_runs
+from stepsight.training.context.fit_context import Example
 from stepsight.training.fitting.train_runs import with_host, with_imported
 from stepsight.training.kernels.host_calls import HostCalls
 from stepsight.training.kernels.kernel_models import fit_kernels
@@ -42,13 +43,21 @@ PARTS = 3  # of the families that teach; regressors of the others give their sec
 
 @dataclass(frozen=True)
 class Split:
-    """What models learn from, and what judges them."""
+    """What models learn from, and what judges them.
 
-    examples: Sequence[Example]
-    wholes: Sequence[Whole]
-    judged: Mapping[str, Sequence[Example]]  # nodes that judge, by run
-    runs: Sequence[MeasuredRun] = ()  # whose iterations judge
-    predictor: Predictor | None = None  # gives the seconds alone of these iterations
+    Attributes:
+        seen: What each teaching run measured, with seconds alone for training.
+        unseen: The same, with seconds alone by regressors that never saw them.
+        judged: Nodes that judge, by run.
+        runs: Runs whose iterations judge.
+        predictor: Gives the seconds alone of these iterations.
+    """
+
+    seen: Sequence[Measured]
+    unseen: Sequence[Measured]
+    judged: Mapping[str, Sequence[Example]]
+    runs: Sequence[MeasuredRun] = ()
+    predictor: Predictor | None = None
 
 
 @dataclass(frozen=True)
@@ -57,7 +66,6 @@ class Task:
 
     name: str
     about: str  # what is predicted, and what is held out
-    hardware: Hardware  # of all runs
     groups: Mapping[str, str]  # group of each run that judges; a split never parts a group
     split: Callable[[frozenset[str]], Split]  # from the groups that are held out
     is_fixed: bool = False  # all groups are judged at once, by models that other runs taught
@@ -66,21 +74,22 @@ class Task:
 def runs_task(folder: Path) -> Task:
     """Ops in context and whole iterations of collections, as ``train`` reads them; runs held out."""
     predictor, runs = _regressors(_collections(folder))
-    examples = make_examples(runs, predictor)
-    wholes = make_wholes([run for run in runs if isinstance(run, MeasuredRun)], predictor)
+    names = [run.name for run in runs]
+    seen = dict(zip(names, measured_runs(runs, predictor), strict=True))
+    unseen = dict(zip(names, measured_runs(runs, predictor.left_out), strict=True))
 
     def split(held: frozenset[str]) -> Split:
-        unseen = predictor.left_out
+        teach = [name for name in names if name not in held]
         return Split(
-            [each for each in examples if each.run not in held],
-            [each for each in wholes if each.run not in held],
-            {run.name: make_examples([run], unseen) for run in runs if run.name in held},
+            [seen[name] for name in teach],
+            [unseen[name] for name in teach],
+            {name: unseen[name][0] for name in names if name in held},
             [run for run in runs if run.name in held and isinstance(run, MeasuredRun) and run.whole],
-            unseen,
+            predictor.left_out,
         )
 
     about = "ops in context and iterations of collected runs; runs held out"
-    return Task("runs", about, predictor.hardware, {run.name: run.name for run in runs}, split)
+    return Task("runs", about, {name: name for name in names}, split)
 
 
 def cluster_task(folder: Path) -> Task:
@@ -88,10 +97,10 @@ def cluster_task(folder: Path) -> Task:
     predictor, small = _regressors(_collections(folder / "profile"))
     found = [run for each in _collections(folder / "judge") for run in read_collection(each).runs]
     large = {run.name: MeasuredRun(run, ()) for run in sorted(found, key=_spread, reverse=True) if run.whole}
-    wholes = make_wholes([run for run in small if isinstance(run, MeasuredRun)], predictor)
-    split = Split(make_examples(small, predictor), wholes, {}, list(large.values()), predictor)
+    seen, unseen = (measured_runs(small, each) for each in (predictor, predictor.left_out))
+    split = Split(seen, unseen, {}, list(large.values()), predictor)
     about = "iterations of 8 and 16 ranks in boxes, learned from at most 4; the steadiest run of a job judges"
-    return Task("cluster", about, predictor.hardware, {name: name for name in large}, lambda held: split, is_fixed=True)
+    return Task("cluster", about, {name: name for name in large}, lambda held: split, is_fixed=True)
 
 
 def collect_families(folder: Path) -> None:
@@ -108,20 +117,21 @@ def ops_task(folder: Path) -> Task:
     """Calls of scripts that a CPU runs eagerly; families of models held out."""
     named = {step.name: step for step in _script_steps(folder)}
 
-    def examples_of(names: Iterable[str], costs: HostCalls) -> list[Example]:
-        return [each for name in names for each in _step_examples(named[name], _seconds(named[name], costs), 1)]
+    def measured(names: Iterable[str], costs: HostCalls) -> dict[str, Measured]:
+        return {name: (_step_examples(named[name], _seconds(named[name], costs)), []) for name in names}
 
     def split(held: frozenset[str]) -> Split:
         teach = sorted(set(named) - held)
-        examples: list[Example] = []
+        found: dict[str, Measured] = {}
         for turn in range(PARTS):  # seconds alone come from other families, as they do where a family judges
             others = [named[name] for place, name in enumerate(teach) if place % PARTS != turn]
-            examples += examples_of(teach[turn::PARTS], learn_host_calls(others))
-        costs = learn_host_calls([named[name] for name in teach])
-        return Split(examples, [], {name: examples_of([name], costs) for name in held})
+            found |= measured(teach[turn::PARTS], learn_host_calls(others))
+        judged = measured(held, learn_host_calls([named[name] for name in teach]))
+        own = list(found.values())
+        return Split(own, own, {name: examples for name, (examples, _) in judged.items()})
 
     about = "calls of scripts that a CPU runs eagerly; families of models held out"
-    return Task("ops", about, PRESETS["local-cpu"], {name: name for name in named}, split)
+    return Task("ops", about, {name: name for name in named}, split)
 
 
 SCRIPTS = "scripts"
@@ -175,12 +185,13 @@ def _seconds(step: HostStep, costs: HostCalls) -> Array:
     return np.maximum(costs.seconds(step.calls, step.ops, step.phase.tolist()) / costs.scale, 1e-7)
 
 
-def _step_examples(step: HostStep, alone: Array, busy: int) -> list[Example]:
+def _step_examples(step: HostStep, alone: Array) -> list[Example]:
     """The calls of a step as one program for each phase, in order."""
     found = []
     for number, label in enumerate(PHASES):
         own = np.flatnonzero(step.phase == number)
         if len(own):
             program = Program(tuple(Node(step.ops[place]) for place in own.tolist()), (), label)
-            found.append(Example(program, alone[own], np.maximum(step.op_s[own], 1e-7), busy, step.name))
+            graph = SegmentGraph(program, PRESETS["local-cpu"], 1)
+            found.append(Example(graph, alone[own], np.maximum(step.op_s[own], 1e-7), step.name))
     return found

@@ -27,7 +27,7 @@ RowSource = Annotated[
 
 
 def train_command(
-    context: typer.Context,
+    called: typer.Context,
     sources: Annotated[list[Path], typer.Argument(metavar="SOURCE…")],
     *,
     out: Annotated[Path, "-o"],
@@ -36,13 +36,14 @@ def train_command(
     software: str = "",
     fabric: str = "",
     samples: Annotated[int, typer.Option(min=0)] = 0,
+    context: str = "auto",
     seed: int = 0,
     tracking_uri: str | None = None,
 ) -> Answer:
     """Train a predictor on collections, or on tables of a device's ops and collectives; record it in MLflow.
 
-    Collections train regressors for ops and collectives, and a model that corrects them in context: the simplest of a
-    table, a network without edges and a graph neural network that is as good as the best on runs held back.
+    Collections train regressors for ops and collectives, and a graph neural network that corrects them in context. It
+    contains a table by kind and phase and a network on an op's own features; runs held back say how much each counts.
     Tables train only the regressors. A family of ops with thousands of rows is trained on its own rows. A family with
     fewer rows starts from the efficiency of the shipped predictors' devices, and its rows correct it. A fifth of the
     shapes is held out to judge the predictor (`held_out` in --json). Examples:
@@ -62,6 +63,8 @@ def train_command(
         software: Tables: the software to predict for, or a part of its name. Default: the software of most rows.
         fabric: Tables: the fabric for rows that name none: a name or a .toml file.
         samples: Tables: learn from at most this many shapes of each family, drawn at random. 0: all shapes.
+        context: Collections: correction of ops in context: none, table (by kind and phase), features (own features
+            too), graph (messages of neighbours too), or auto: as much of each as helps on runs held back.
         seed: Random seed.
         tracking_uri: MLflow tracking URI. Default: SQLite in the folder of the predictor.
     """
@@ -75,14 +78,15 @@ def train_command(
         from stepsight.training.fitting.train_tables import train_tables
 
         facts: dict[str, Any] = {"like": like, "software": software, "fabric": fabric, "samples": samples}
+        refuse_given(called, ("context",), "is for collections, got tables (.parquet): leave it out")
         predictor = train_tables(tables, out, hardware=hardware or "", **facts, **shared)
     else:
         from stepsight.training.fitting.train_runs import train
 
         of_tables = ("like", "software", "fabric", "samples")
-        refuse_given(context, of_tables, "is for tables (.parquet), got collections: leave it out")
+        refuse_given(called, of_tables, "is for tables (.parquet), got collections: leave it out")
         name = "local-cpu" if hardware is None else hardware
-        predictor = train(sources, out, hardware_name=name, progress=True, **shared)
+        predictor = train(sources, out, hardware_name=name, progress=True, context=context, **shared)
     report = training_report(predictor, out)
     return Answer(report, report["text"])
 

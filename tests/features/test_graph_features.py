@@ -3,7 +3,7 @@ import numpy as np
 from stepsight.dataset.graph.program import Dependency, ProgramBuilder
 from stepsight.dataset.hardware.hardware import find_hardware
 from stepsight.dataset.kinds.op import Collective, Op
-from stepsight.features.graph_features import RELATIONS, join, node_feature_names, node_features, topology
+from stepsight.features.graph_features import RELATIONS, SegmentGraph, join, node_feature_names, node_features, topology
 
 HARDWARE = find_hardware("local-cpu")
 assert HARDWARE is not None
@@ -30,7 +30,7 @@ def test_relations_are_those_of_the_program() -> None:
 
 def test_features_are_finite_and_named() -> None:
     program = _overlapping().build()
-    features = node_features(program, np.array([1e-6, 1e-2, 1e-6, 1e-6]), HARDWARE, 2)
+    features = node_features(SegmentGraph(program, HARDWARE, 2), np.array([1e-6, 1e-2, 1e-6, 1e-6]))
     assert features.shape == (4, len(node_feature_names()))
     assert np.isfinite(features).all()
     assert np.abs(features).max() < 10
@@ -47,5 +47,5 @@ def test_joining_keeps_programs_apart() -> None:
 
 def test_an_empty_program_has_empty_arrays() -> None:
     program = ProgramBuilder("forward").build()
-    assert node_features(program, np.zeros(0), HARDWARE, 1).shape == (0, len(node_feature_names()))
+    assert node_features(SegmentGraph(program, HARDWARE, 1), np.zeros(0)).shape == (0, len(node_feature_names()))
     assert topology(program).num_nodes == 0

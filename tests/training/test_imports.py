@@ -5,10 +5,8 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-import torch
-
-from stepsight.gnn.context_model import ContextModel
 from stepsight.training.predictor.predictor import Predictor
+from tests.gnn.random_networks import random_network
 
 SCRIPT = """
 import sys
@@ -26,8 +24,7 @@ print(*sorted({"torch", "torch_geometric", "lightgbm", "mlflow", "pandas"} & set
 
 
 def test_predicting_imports_nothing_heavy(predictor: Predictor, tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    replace(predictor, context=ContextModel().weights()).save(tmp_path / "p")
+    replace(predictor, context=random_network()).save(tmp_path / "p")
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT, str(tmp_path / "p")], capture_output=True, text=True, check=True
     )

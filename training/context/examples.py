@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -12,7 +12,7 @@ from stepsight.dataset.base.errors import JobError
 from stepsight.dataset.graph.program import OPAQUE, Node
 from stepsight.dataset.hardware.hardware import find_fabric, usual_fabric
 from stepsight.dataset.kinds.op import Op
-from stepsight.gnn.context_table import Context
+from stepsight.features.graph_features import SegmentGraph
 from stepsight.simulator.durations.latency_model import LatencyModel
 from stepsight.simulator.durations.segment_timing import timer_of
 from stepsight.simulator.iteration.simulate import simulate
@@ -41,7 +41,8 @@ def make_examples(runs: Sequence[Taught], predictor: Predictor) -> list[Example]
                 if imported:
                     mean = replace(mean, slot_s=np.where(_learnable(mean.program.nodes), mean.slot_s, np.nan))
                 alone = seconds_alone(mean.program.nodes, latency)
-                examples.append(Example(mean.program, alone, mean.slot_s, mean.busy, mean.run, mean.repeats))
+                graph = SegmentGraph(mean.program, predictor.hardware, mean.busy)
+                examples.append(Example(graph, alone, mean.slot_s, mean.run, mean.repeats))
     return examples
 
 
@@ -83,23 +84,22 @@ def make_wholes(runs: Sequence[MeasuredRun], predictor: Predictor) -> list[Whole
     return wholes
 
 
+Measured = tuple[list[Example], list[Whole]]  # segments of a run, and its iteration if that was timed
+
+
+def measured_runs(runs: Sequence[Taught], predictor: Predictor) -> list[Measured]:
+    """What each run teaches, with a predictor's seconds alone."""
+    wholes = [make_wholes([run], predictor) if isinstance(run, MeasuredRun) else [] for run in runs]
+    return list(zip([make_examples([run], predictor) for run in runs], wholes, strict=True))
+
+
+def joined(runs: Iterable[Measured]) -> Measured:
+    """What some runs teach together."""
+    parts = list(runs)
+    return [each for examples, _ in parts for each in examples], [each for _, wholes in parts for each in wholes]
+
+
 def iteration_times(runs: Sequence[MeasuredRun], predictor: Predictor) -> Array:
     """Predicted seconds of each run's job, before calibration, ``(runs,)``."""
     latencies = [(run.manifest.job, run_latency(run.manifest, predictor)) for run in runs]
     return np.array([simulate(job, latency).iteration_time_s for job, latency in latencies])
-
-
-def family_errors(examples: Sequence[Example], context: Context | None, predictor: Predictor) -> dict[str, float]:
-    """Time-weighted error of ops in context by family, percent."""
-    off: dict[str, list[tuple[float, float]]] = {}
-    for example in examples:
-        log = np.log(example.alone / np.maximum(example.inside, 1e-9))
-        if context is not None:
-            log = log + context.log_correction(example.program, example.alone, predictor.hardware, example.busy)
-        for node, error, seconds in zip(example.program.nodes, np.abs(log), example.inside, strict=True):
-            if isinstance(node.work, Op) and np.isfinite(seconds):
-                off.setdefault(node.work.family, []).append((float(error), float(seconds) * example.repeats))
-    return {
-        family: 100 * float(np.expm1(np.average([e for e, _ in pairs], weights=[w + 1e-12 for _, w in pairs])))
-        for family, pairs in off.items()
-    }

@@ -1,19 +1,20 @@
-"""Context model, calibration and intervals of a predictor, each judged on runs held back."""
+"""Context network, calibration and intervals of a predictor, each judged on runs held back."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
-from stepsight.dataset.hardware.hardware import Hardware
-from stepsight.gnn.context_model import LAYERS
-from stepsight.gnn.context_table import Context
-from stepsight.training.context.examples import Taught, family_errors, iteration_times, make_examples, make_wholes
-from stepsight.training.context.fit_context import Example, Whole, fit_context, fit_table, op_error
+from stepsight.dataset.kinds.op import Op
+from stepsight.gnn.context_model import BOUND, ITERATION_DELTA, NODE_DELTA, ContextModel, mean_network
+from stepsight.gnn.inference import FORMS, LEVELS, form_of
+from stepsight.training.context.examples import Measured, Taught, joined, measured_runs
+from stepsight.training.context.fit_context import ITERATION_WEIGHT, Batch, Example, Whole, fit_context, node_weights
 from stepsight.training.corrections.calibration import fit_scale
 from stepsight.training.intervals.published_errors import fit_intervals
 from stepsight.training.measured.imported_ops import ImportedSegments
@@ -22,97 +23,156 @@ from stepsight.training.predictor.predictor import Predictor
 
 Array = NDArray[np.float64]
 FOLDS = 5
-ALONE = "regressors alone"
+MIN_RUNS = 4  # fewer cannot be held back in turn
+STEPS = 4  # of reweighted least squares
+AUTO = "auto"
 _LEAST = 1e-4  # log units; smaller errors count as this one
-
-Fit = Callable[[Sequence[Example], Sequence[Whole], Hardware, int], Context | None]
-CANDIDATES: dict[str, Fit] = {  # the simplest first
-    ALONE: lambda examples, wholes, hardware, seed: None,
-    "table by kind and phase": lambda examples, wholes, hardware, seed: fit_table(examples, wholes),
-    "network without edges": lambda *given: fit_context(*given[:3], seed=given[3], layers=0),
-    "graph network": lambda *given: fit_context(*given[:3], seed=given[3], layers=LAYERS),
-}
 
 
 @dataclass(frozen=True)
-class HeldBack:
-    """Errors of every candidate on runs that it never saw.
+class HeldBackRun:
+    """What a network says of a run that did not teach it: ``table``, ``features - table`` and ``graph - features``.
 
     Attributes:
-        measured: Iteration times of the runs that are whole, ``(whole runs,)``.
-        predicted: By candidate: iteration times predicted for them, same shape.
-        op_errors: By candidate: mean absolute log error of ops of each run, weighted by time, ``(runs,)``; NaN without
-            traces.
-        whole: ``(runs,)``: which runs are whole.
+        target: Log of measured seconds over seconds alone of its nodes, ``(n,)``.
+        weight: Of each node, in sum 1, ``(n,)``; of ops alone, by time, in sum 1: ``op_weight``.
+        parts: Log-corrections of each node, ``(n, 3)``.
+        whole: Its iteration, None if that was not timed; ``whole_parts`` of its nodes, ``(m, 3)``.
     """
 
-    measured: Array
-    predicted: Mapping[str, Array]
-    op_errors: Mapping[str, Array]
-    whole: NDArray[np.bool_]
+    target: Array
+    weight: Array
+    op_weight: Array
+    parts: Array
+    whole: Whole | None
+    whole_parts: Array
 
-    @property
-    def scores(self) -> dict[str, Array]:
-        """By candidate: errors of each run over the mean errors of regressors alone, ``(runs,)``; 1: no better.
+    @classmethod
+    def of(cls, model: ContextModel, examples: Sequence[Example], wholes: Sequence[Whole]) -> HeldBackRun:
+        """Of a run's distinct segments, and its iteration if that was timed."""
+        batch = Batch.of(examples, wholes)
+        with torch.no_grad():
+            levels = model(batch.features, batch.graph).double().numpy().T
+        parts = np.diff(levels, axis=1, prepend=0.0)
+        inside, alone, time = np.concatenate([np.zeros((3, 0)), *map(_known, examples)], axis=1)
+        own = np.concatenate([np.zeros(0, np.int64), *(nodes.numpy() for _, nodes, _ in batch.wholes)])
+        return cls(
+            np.log(np.maximum(inside, 1e-9) / alone),
+            node_weights(examples),
+            time / max(float(time.sum()), 1e-30),
+            parts[batch.index.numpy()],
+            wholes[0] if wholes else None,
+            parts[own],
+        )
 
-        Errors of iterations and of ops count alike where a run has both.
-        """
-        iterations = {name: np.full(len(self.whole), np.nan) for name in self.predicted}
-        for name, seconds in self.predicted.items():
-            iterations[name][self.whole] = np.abs(np.log(seconds / self.measured))
-        found = {}
-        for name in self.predicted:
-            parts = []
-            for errors in (iterations, self.op_errors):
-                usual = errors[ALONE][np.isfinite(errors[ALONE])]
-                parts.append(errors[name] / max(float(usual.mean()), _LEAST) if len(usual) else errors[name])
-            known = np.isfinite(parts)
-            found[name] = np.where(known, parts, 0.0).sum(axis=0) / np.maximum(known.sum(axis=0), 1)
-        return found
+    def op_error(self, strengths: Array) -> float:
+        """Mean absolute log error of ops, weighted by time; NaN without traces."""
+        if not self.op_weight.any():
+            return float("nan")
+        return float(self.op_weight @ np.abs(self.target - np.clip(self.parts @ strengths, -BOUND, BOUND)))
 
-    @property
-    def chosen(self) -> str:
-        """The simplest candidate that is within one standard error of the best."""
-        return simplest(self.scores)
+    def iteration(self, strengths: Array) -> tuple[float, Array]:
+        """Seconds of the iteration, and the slope of their logarithm by strengths, ``(3,)``."""
+        assert self.whole is not None
+        iteration = self.whole.iteration
+        inside = iteration.alone * np.exp(np.clip(self.whole_parts @ strengths, -BOUND, BOUND))
+        seconds, counts = iteration.seconds_and_counts(inside)
+        return seconds, (counts * inside / seconds) @ self.whole_parts
 
-    def op_percent(self, name: str) -> float:
-        """Error of ops, mean over runs, percent; 0 without traces."""
-        known = self.op_errors[name][np.isfinite(self.op_errors[name])]
-        return 100 * float(np.expm1(known.mean())) if len(known) else 0.0
-
-    def mape(self, name: str) -> float:
-        """Mean absolute error of iteration times, percent; 0 where no run is whole."""
-        return 100 * float(np.abs(self.predicted[name] / self.measured - 1).mean()) if len(self.measured) else 0.0
-
-    def rows(self) -> list[dict[str, Any]]:
-        """Every candidate's figures, as the manifest has them."""
-        scores = self.scores
-        best = min(scores, key=lambda name: float(scores[name].mean()))
-        return [
-            {
-                "model": name,
-                "op_error_percent": self.op_percent(name),
-                "mape_percent": self.mape(name),
-                "score": float(own.mean()),
-                "behind_best": float((own - scores[best]).mean()),
-                "standard_error": standard_error(own - scores[best]),
-            }
-            for name, own in scores.items()
-        ]
+    def rows(self, strengths: Array) -> tuple[Array, Array, Array]:
+        """Rows of Huber's reweighted least squares: slopes ``(r, 3)``, what they should give, and weights ``(r,)``."""
+        slopes, goals = self.parts, self.target
+        weights = self.weight / np.maximum(np.abs(goals - slopes @ strengths), NODE_DELTA)
+        if self.whole is not None:
+            seconds, slope = self.iteration(strengths)
+            off = np.log(self.whole.measured_s / seconds)
+            slopes, goals = np.vstack([slopes, slope]), np.append(goals, off + slope @ strengths)
+            weights = np.append(weights, ITERATION_WEIGHT / max(abs(off), ITERATION_DELTA))
+        return slopes, goals, weights
 
 
-def simplest(scores: Mapping[str, Array]) -> str:
-    """The first name, the simplest come first, whose mean is within one standard error of the least.
+def _known(example: Example) -> Array:
+    """Measured seconds, seconds alone, and time of ops of the measured nodes of a segment, ``(3, n)``."""
+    ops = np.array([isinstance(node.work, Op) for node in example.graph.program.nodes])
+    return np.stack([example.inside, example.alone, example.repeats * ops * example.inside])[:, example.known]
+
+
+def solve_strengths(runs: Sequence[HeldBackRun]) -> Array:
+    """Strengths of the levels, each from 0 to 1, ``(3,)``, that minimise the losses of training on some runs."""
+    from scipy.optimize import lsq_linear
+
+    strengths: Array = np.ones(len(LEVELS))
+    for _ in range(STEPS):
+        slopes, goals, weights = (np.concatenate(each) for each in zip(*(r.rows(strengths) for r in runs), strict=True))
+        root = np.sqrt(weights)
+        strengths = lsq_linear(slopes * root[:, None], goals * root, bounds=(0.0, 1.0)).x
+    return strengths
+
+
+class Errors(NamedTuple):
+    """Errors of one form of the network on runs held back, ``(runs,)`` each.
+
+    ``ops``: mean absolute log error of ops, NaN without traces; ``seconds``: predicted for the iteration, NaN where it
+    was not timed; ``scores``: errors over the mean errors without a model, where ops and iterations count alike.
+    """
+
+    ops: Array
+    seconds: Array
+    scores: Array
+
+
+class HeldBack:
+    """Runs held back in turn, how well each form of the context network predicts them, and the strengths that follow.
 
     Args:
-        scores: By name, ``(runs,)``; the standard error is that of paired differences.
+        runs: In any order.
+        folds: Which of them were held back together, ``(runs,)``.
+
+    Attributes:
+        measured: Seconds of each iteration, ``(runs,)``, NaN where it was not timed.
+        errors: By form; the strengths of ``auto`` come from runs of other folds.
+        strengths: Of the levels, by all runs, ``(3,)``.
     """
-    best = min(scores, key=lambda name: float(scores[name].mean()))
-    for name, own in scores.items():
-        off = own - scores[best]
-        if off.mean() <= standard_error(off):
-            return name
-    return best
+
+    def __init__(self, runs: Sequence[HeldBackRun], folds: NDArray[np.int64]) -> None:
+        self._runs = runs
+        self.measured = np.array([np.nan if run.whole is None else run.whole.measured_s for run in runs])
+        self.errors: dict[str, Errors] = {}
+        for form, fixed in FORMS.items():  # the first is that without a model
+            self.errors[form] = self._judge(np.tile(fixed, (len(runs), 1)))
+        strengths = np.zeros((len(runs), len(LEVELS)))
+        for fold in set(folds.tolist()):
+            own = (folds == fold).tolist()
+            strengths[own] = solve_strengths([run for run, held in zip(runs, own, strict=True) if not held])
+        self.errors[AUTO] = self._judge(strengths)
+        self.strengths = solve_strengths(runs)
+
+    def _judge(self, strengths: Array) -> Errors:
+        """Errors where each run has its own strengths, ``(runs, 3)``."""
+        pairs = list(zip(self._runs, strengths, strict=True))
+        ops = np.array([run.op_error(own) for run, own in pairs])
+        seconds = np.array([np.nan if run.whole is None else run.iteration(own)[0] for run, own in pairs])
+        usual = self.errors.get("none", Errors(ops, seconds, ops))
+        parts = []
+        for errors, least in ((ops, usual.ops), (self._off(seconds), self._off(usual.seconds))):
+            known = least[np.isfinite(least)]
+            parts.append(errors / max(float(known.mean()), _LEAST) if len(known) else errors)
+        known = np.isfinite(parts)
+        return Errors(ops, seconds, np.where(known, parts, 0.0).sum(axis=0) / np.maximum(known.sum(axis=0), 1))
+
+    def _off(self, seconds: Array) -> Array:
+        return np.asarray(np.abs(np.log(seconds / self.measured)))
+
+    def metrics(self) -> dict[str, float]:
+        """Errors of every form in percent, where something was measured, and strengths."""
+        found = {f"context_strength_{level}": own for level, own in zip(LEVELS, self.strengths.tolist(), strict=True)}
+        for form, errors in self.errors.items():
+            found[f"context_held_back_{form}"] = float(errors.scores.mean())
+            if np.isfinite(errors.ops).any():
+                found[f"op_error_{form}_percent"] = 100 * float(np.expm1(np.nanmean(errors.ops)))
+            if np.isfinite(errors.seconds).sum() >= MIN_RUNS:
+                found[f"mape_{form}_percent"] = 100 * float(np.nanmean(np.abs(errors.seconds / self.measured - 1)))
+        return found
 
 
 def standard_error(values: Array) -> float:
@@ -121,58 +181,26 @@ def standard_error(values: Array) -> float:
 
 
 def hold_back(
-    runs: Sequence[Taught],
-    examples: Sequence[Example],
-    wholes: Sequence[Whole],
-    predictor: Predictor,
-    *,
-    seed: int,
-    on_fold: Callable[[int, int], None],
-) -> HeldBack:
-    """Cross-validate over runs; what is held back counts as never measured, its ops and collectives included.
+    seen: Sequence[Measured], unseen: Sequence[Measured], seed: int, on_fold: Callable[[int, int], None]
+) -> tuple[HeldBack, list[ContextModel]]:
+    """Train a network without each part of the runs; what is held back counts as never measured, its ops included.
 
     Args:
-        runs: To hold back in turn.
-        examples, wholes: Of the runs, for training.
-        predictor: Fitted regressors, no context model.
+        seen: Of each run, with seconds alone for training.
+        unseen: Of the same runs, with seconds alone by regressors that never saw them.
         seed: Of folds and weights.
         on_fold: Called with the number of the fold and of all folds.
     """
-    folds = np.random.default_rng(seed).permutation(len(runs)) % min(FOLDS, len(runs))
-    unseen = predictor.left_out
-    whole = np.array([run.whole for run in runs], dtype=np.bool_)
-    predicted = {name: np.zeros(len(runs)) for name in CANDIDATES}
-    errors = {name: np.full(len(runs), np.nan) for name in CANDIDATES}
+    folds = np.random.default_rng(seed).permutation(len(seen)) % min(FOLDS, len(seen))
+    held: dict[int, HeldBackRun] = {}
+    models = []
     for fold in range(folds.max() + 1):
         on_fold(fold, int(folds.max()) + 1)
-        own = np.flatnonzero(folds == fold)
-        places: list[int] = own.tolist()
-        names = {runs[place].name for place in places}
-        taught = [example for example in examples if example.run not in names]
-        taught_wholes = [each for each in wholes if each.run not in names]
-        left_out = {place: make_examples([runs[place]], unseen) for place in places}
-        for name, fit in CANDIDATES.items():
-            context = fit(taught, taught_wholes, predictor.hardware, seed)
-            judged = [runs[place] for place in places if whole[place]]
-            predicted[name][own[whole[own]]] = iteration_times(_measured(judged), replace(unseen, context=context))
-            for place, of_run in left_out.items():
-                if any(example.known.any() for example in of_run):
-                    errors[name][place] = np.log1p(op_error(of_run, context, predictor.hardware) / 100)
-    measured = np.array([run.manifest.iteration_time_s for run in _measured(runs)])
-    return HeldBack(measured, {name: each[whole] for name, each in predicted.items()}, errors, whole)
-
-
-def _measured(runs: Sequence[Taught]) -> list[MeasuredRun]:
-    return [run for run in runs if isinstance(run, MeasuredRun) and run.whole]
-
-
-Say = Callable[[str], None]
-MIN_RUNS = 4  # fewer cannot be held back in turn
-_METRICS = {
-    ALONE: "regressor", "table by kind and phase": "with_table", "network without edges": "without_edges",
-    "graph network": "with_gnn",
-}  # fmt: skip
-_RULE = "the simplest model within one standard error of the best, on runs held back in turn"
+        teach = np.flatnonzero(folds != fold).tolist()
+        models.append(fit_context(*joined(seen[place] for place in teach), seed=seed))
+        for place in np.flatnonzero(folds == fold).tolist():
+            held[place] = HeldBackRun.of(models[-1], *unseen[place])
+    return HeldBack([held[place] for place in range(len(seen))], folds), models
 
 
 def learn_context(
@@ -180,48 +208,56 @@ def learn_context(
     runs: Sequence[MeasuredRun],
     imported: Sequence[ImportedSegments],
     seed: int,
-    say: Say,
+    say: Callable[[str], None],
+    form: str = AUTO,
 ) -> Predictor:
-    """Choose the context model that ships, and learn it, the calibration and the interval.
+    """Learn the context network, its strengths, the calibration and the interval.
 
     Args:
         predictor: Regressors, no context model.
         runs, imported: What was measured.
         seed: Of folds and weights.
         say: Told what is going on.
+        form: One of ``FORMS``, or ``auto``: strengths by runs held back.
     """
     every: list[Taught] = [*runs, *imported]
     judged = sum(run.whole for run in runs)
-    examples, wholes = make_examples(every, predictor), make_wholes(runs, predictor)
-    say(f"context: {len(every)} runs, {len(examples)} distinct segments")
+    say(f"context: {len(every)} runs")
     if judged < MIN_RUNS and len(every) < MIN_RUNS:
         say(f"only {judged} runs, {MIN_RUNS} are needed to hold some back: errors unknown, a wide default interval")
-        few = fit_table(examples, wholes)
-        told = {"ships": few.name, "rule": f"fewer than {MIN_RUNS} runs cannot judge a network"}
-        return replace(predictor, context=few, manifest={**predictor.manifest, "context_model": told})
-    held = hold_back(
-        every, examples, wholes, predictor, seed=seed, on_fold=lambda at, of: say(f"context: fold {at + 1} of {of}")
-    )
-    context = CANDIDATES[held.chosen](examples, wholes, predictor.hardware, seed)
-    metrics = predictor.manifest["metrics"] | _errors(held, judged)
-    for family, error in family_errors(examples, context, predictor).items():
-        metrics[f"in_context_fit_{family}_percent"] = error
-    say(_text(held, judged))
-    manifest = {"metrics": metrics, "context_model": {"ships": held.chosen, "rule": _RULE, "held_back": held.rows()}}
-    if judged < MIN_RUNS:
+        held, models = None, [fit_context(*joined(measured_runs(every, predictor)), seed=seed)]
+    else:
+        seen, unseen = (measured_runs(every, each) for each in (predictor, predictor.left_out))
+        held, models = hold_back(seen, unseen, seed, lambda at, of: say(f"context: fold {at + 1} of {of}"))
+    solved = FORMS["table"] if held is None else tuple(held.strengths.tolist())
+    strengths = FORMS.get(form, solved)
+    metrics = predictor.manifest["metrics"] | (held.metrics() if held else {})
+    told = {
+        "asked": form,
+        "form": form_of(strengths),
+        "strengths": dict(zip(LEVELS, strengths, strict=True)),
+        "held_back": {name: float(errors.scores.mean()) for name, errors in held.errors.items()} if held else {},
+    }
+    say(f"context network: {context_text(told)}")
+    context = mean_network(models, strengths) if any(strengths) else None
+    learned = replace(predictor, context=context, manifest={"metrics": metrics, "context": told})
+    if held is None or judged < MIN_RUNS:
         say(f"{judged} iterations were timed, {MIN_RUNS} are needed for an interval: a wide default one")
-        return replace(predictor, context=context, manifest=manifest)
-    return _with_interval(replace(predictor, context=context, manifest=manifest), held, runs, say)
+        return learned
+    return _with_interval(learned, held.errors[form].seconds, held.measured, runs, say)
 
 
-def _with_interval(predictor: Predictor, held: HeldBack, runs: Sequence[MeasuredRun], say: Say) -> Predictor:
+def _with_interval(
+    predictor: Predictor, seconds: Array, measured: Array, runs: Sequence[MeasuredRun], say: Callable[[str], None]
+) -> Predictor:
     """The predictor with a scale and an interval from runs held back."""
-    predicted = held.predicted[held.chosen]
-    calibration = fit_scale(predicted, held.measured)
-    off = np.log(held.measured / (predicted * calibration.scale))
+    timed = np.isfinite(measured)
+    predicted, measured = seconds[timed], measured[timed]
+    calibration = fit_scale(predicted, measured)
+    off = np.log(measured / (predicted * calibration.scale))
     intervals = fit_intervals(off, 2 * float(np.median([run.spread_log for run in runs])))
     metrics = predictor.manifest["metrics"] | {
-        "mape_percent": _mape(predicted * calibration.scale, held.measured),
+        "mape_percent": 100 * float(np.mean(np.abs(np.expm1(-off)))),
         "calibration_scale": calibration.scale,
         "interval_half_width_percent": 100 * float(np.expm1(intervals.half_width_log)),
     }
@@ -230,26 +266,9 @@ def _with_interval(predictor: Predictor, held: HeldBack, runs: Sequence[Measured
     return replace(predictor, calibration=calibration, intervals=intervals, manifest=manifest)
 
 
-def _errors(held: HeldBack, judged: int) -> dict[str, float]:
-    """Metrics of every candidate."""
-    found = {f"op_error_{_METRICS[name]}_percent": held.op_percent(name) for name in CANDIDATES}
-    if judged >= MIN_RUNS:
-        found |= {f"mape_{_METRICS[name]}_percent": held.mape(name) for name in CANDIDATES}
-    return found
-
-
-def _text(held: HeldBack, judged: int) -> str:
-    """Figures of every candidate, and which one ships."""
-    told = []
-    for name in CANDIDATES:
-        parts = []
-        if np.isfinite(held.op_errors[name]).any():
-            parts.append(f"ops {held.op_percent(name):.1f} %")
-        if judged:
-            parts.append(f"iterations {held.mape(name):.1f} %")
-        told.append(f"{name}: {', '.join(parts)}")
-    return f"errors on runs held back: {'; '.join(told)}. Ships: {held.chosen} ({_RULE})"
-
-
-def _mape(predicted: NDArray[np.float64], measured: NDArray[np.float64]) -> float:
-    return 100 * float(np.mean(np.abs(predicted / measured - 1)))
+def context_text(told: Mapping[str, Any]) -> str:
+    """The strengths of a context network, and what each form is worth, for people."""
+    strengths = ", ".join(f"{level} {part:.2f}" for level, part in told["strengths"].items())
+    errors = ", ".join(f"{form} {error:.2f}" for form, error in told["held_back"].items())
+    text = f"strengths {strengths}"
+    return f"{text}; errors on runs held back, in parts of those without it: {errors}" if errors else text

@@ -18,12 +18,14 @@ from torch import Tensor
 
 from stepsight.dataset.graph.program import Program
 from stepsight.dataset.job.job import Job
+from stepsight.dataset.kinds.op import Collective
 from stepsight.simulator.clock.engine import add_path
 from stepsight.simulator.durations.latency_model import LatencyModel, launch_calls
 from stepsight.simulator.durations.segment_timing import Timer, timer_of
 from stepsight.simulator.iteration.simulate import Simulation, simulate_lowered
 from stepsight.simulator.iteration.simulated_iteration import distinct_pipelines
 from stepsight.simulator.programs.lower import Lowered, lower
+from stepsight.training.measured.stand_in_runs import StandInLatency
 
 Array = NDArray[np.float64]
 
@@ -81,14 +83,22 @@ class Iteration:
         segments = self.lowered.segments
         return np.concatenate([timer.work_seconds(s.works)[s.graph.work] * s.graph.share for s in segments])
 
+    @cached_property
+    def fixed(self) -> NDArray[np.bool_]:
+        """``(nodes,)``: collectives of an emulated rank, which take what its table says in any context."""
+        emulated = isinstance(self.latency, StandInLatency)
+        nodes = [node for program in self.lowered.programs for node in program.nodes]
+        return np.array([emulated and isinstance(node.work, Collective) for node in nodes], dtype=np.bool_)
+
     def seconds_and_counts(self, inside: Array) -> tuple[float, Array]:
         """Iteration time for given node durations, ``(nodes,)``, and ``n_i`` of every node, same shape."""
+        inside = np.where(self.fixed, self.alone, inside)
         parts = (np.split(values, self.bounds[1:-1]) for values in (inside, self.alone))
         given = _Given(self.latency, dict(zip(map(id, self.lowered.programs), zip(*parts, strict=True), strict=True)))
         hardware = self.latency.hardware
         pipelines = distinct_pipelines(self.job, given)
         simulation = simulate_lowered(self.job, self.lowered, Timer(given), hardware, pipelines)
-        return simulation.iteration_time_s, _node_counts(simulation, self.bounds, inside)
+        return simulation.iteration_time_s, np.where(self.fixed, 0.0, _node_counts(simulation, self.bounds, inside))
 
 
 def _ratio(slowed: Array, seconds: Array) -> Array:

@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from stepsight.dataset.base.errors import JobError, TraceError
+from stepsight.dataset.base.errors import JobError, StepsightError, TraceError
 from stepsight.dataset.base.files import digest, read_json
 from stepsight.dataset.hardware.hardware import Fabric, Hardware, find_fabric, usual_fabric
+from stepsight.gnn.inference import FORMS
 from stepsight.training.collectives.collective_models import fit_collectives
 from stepsight.training.kernels.kernel_models import fit_kernels
 from stepsight.training.measured.imported_facts import (
@@ -47,6 +48,7 @@ if TYPE_CHECKING:
 
 Array = NDArray[np.float64]
 MIN_RUNS = 4  # fewer cannot be held back in turn
+CONTEXT_FORMS = ("auto", *FORMS)
 
 
 def train(
@@ -58,6 +60,7 @@ def train(
     tracking_uri: str | None = None,
     progress: bool = True,
     roles: Sequence[str] = ("train",),
+    context: str = "auto",
 ) -> Predictor:
     """Train a predictor on measured runs, save it, and record the training in MLflow.
 
@@ -69,6 +72,9 @@ def train(
         tracking_uri: MLflow tracking URI; None: a SQLite database beside ``out``.
         progress: Whether to report progress on stderr.
         roles: Use only runs with these roles.
+        context: How ops and collectives are corrected in context: ``none``, ``table`` (by kind and phase), ``features``
+            (their own features as well), ``graph`` (messages as well), or ``auto``: as much of each as runs held back
+            say.
 
     Returns:
         The predictor, as ``Predictor.load(out)`` reads it.
@@ -76,11 +82,14 @@ def train(
     Raises:
         TraceError: If a folder is not a collection, or no collection holds measurements.
         PredictorError: If ``out`` exists and is no predictor.
+        StepsightError: If ``context`` is unknown.
 
     Example:
         >>> predictor = train(["runs/mine"], "runs/predictor", hardware_name="my-gpu")  # doctest: +SKIP
         >>> stepsight.predict("job.toml", predictor)  # doctest: +SKIP
     """
+    if context not in CONTEXT_FORMS:
+        raise StepsightError(f"context must be one of {', '.join(CONTEXT_FORMS)}, got {context!r:.80}")
     folders, out = [Path(folder) for folder in collections], Path(out)
     uri, say = begin_training(out, tracking_uri, progress)
     say("reading event profiles and traces")
@@ -96,7 +105,7 @@ def train(
     device = next((str(run.manifest.fingerprint.get("device", "cpu")) for run in runs), profile.device or "cpu")
     hardware = with_imported(with_host(profile.hardware(hardware_name, device), runs), imported)
     with tracked(uri, f"train {hardware_name}") as run:
-        predictor = _learn(profile, runs, imported, hardware, seed, say)
+        predictor = _learn(profile, runs, imported, hardware, (seed, context), say)
         tracking = {"mlflow_run_id": run.run_id, "mlflow_uri": uri}
         manifest = _manifest(predictor, profile, runs, folders, seed=seed, tracking=tracking)
         predictor = replace(predictor, manifest=manifest)
@@ -141,9 +150,11 @@ def _learn(
     runs: list[MeasuredRun],
     imported: list[ImportedSegments],
     hardware: Hardware,
-    seed: int,
+    settings: tuple[int, str],
     say: Callable[[str], None],
 ) -> Predictor:
+    """Learn from measurements; ``settings``: the seed, and the form of the context network."""
+    seed, form = settings
     from_traces = fill_from_traces(profile, runs)
     if from_traces:
         say(f"kinds known from traces alone: {', '.join(from_traces)}")
@@ -162,7 +173,7 @@ def _learn(
         return predictor
     from stepsight.training.context.learn_context import learn_context
 
-    return learn_context(predictor, runs, imported, seed, say)
+    return learn_context(predictor, runs, imported, seed, say, form)
 
 
 def _with_host_calls(
@@ -218,7 +229,7 @@ def _manifest(
         "versions": {name: version(name) for name in ("stepsight", "lightgbm", "torch", "torch-geometric", "numpy")},
         "seed": seed,
         "metrics": predictor.manifest["metrics"],
-        "context_model": predictor.manifest.get("context_model", {}),
+        "context": predictor.manifest.get("context", {}),
         **tracking,
         "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
     }
@@ -343,8 +354,8 @@ def _op_errors(examples: list[Example], predictor: Predictor) -> tuple[float, fl
         return 0.0, 0.0
     from stepsight.training.context.fit_context import op_error
 
-    alone = op_error(examples, None, predictor.hardware)
-    return alone, op_error(examples, predictor.context, predictor.hardware)
+    alone = op_error(examples, None)
+    return alone, op_error(examples, predictor.context)
 
 
 def mape(predicted: Array, measured: Array) -> float:

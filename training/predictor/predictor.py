@@ -6,8 +6,8 @@
     hardware.json       measured facts
     kernel.json         physics, neighbours and supports of ops;        kernel.<family>.txt.gz  LightGBM
     collective.json     the same for collectives;                       collective.<label>.txt.gz
-    gnn.json            shape of the context network, where there is one; gnn.safetensors    its weights
-    context_table.json  instead of a network: a table of corrections in context
+    gnn.json            strengths and shape of the context network, where there is one; gnn.safetensors    its weights
+    own_context.json    instead of a network: the name of a registered context model
     intervals.json      held-back residuals, calibration
 
 Loading reads numbers and never executes code, and refuses a folder with a file changed, missing or added.  Predictors
@@ -22,7 +22,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
 from statistics import NormalDist
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,6 +35,8 @@ from stepsight.dataset.hardware.hardware import Fabric, Hardware, canonical_hard
 from stepsight.dataset.hardware.hardware_facts import ONE_LAUNCH, LaunchCalls, power_type
 from stepsight.dataset.job.job import Job
 from stepsight.dataset.kinds.op import Collective, Op
+from stepsight.features.graph_features import SegmentGraph
+from stepsight.gnn.inference import CONFIG, FORMS, LEVELS, TABLE, ContextNetwork
 from stepsight.simulator.durations.latency_model import launch_calls_of
 from stepsight.training.collectives.collective_models import CollectiveModel
 from stepsight.training.corrections.calibration import Calibration
@@ -60,10 +62,8 @@ from stepsight.training.predictor.model_tables import (
     save_kernel,
     write_manifest,
 )
+from stepsight.training.predictor.own_context import OWN, Context, ContextFunction, OwnContext
 from stepsight.training.predictor.software_used import kernels_asked
-
-if TYPE_CHECKING:
-    from stepsight.gnn.context_table import Context
 
 Seconds = NDArray[np.float64]
 SHIPPED = Path(__file__).parents[1] / "shipped" / "predictors"
@@ -187,7 +187,7 @@ class LearnedLatency:
         if known is not None and (known[1] is alone or np.array_equal(known[1], alone)):
             return known[2]
         assert self._context is not None
-        inside: Seconds = alone * np.exp(self._context.log_correction(program, alone, self.hardware, self.busy))
+        inside = self._context(SegmentGraph(program, self.hardware, self.busy), alone)
         self._programs[id(program)] = (program, alone, inside)  # a reference to the program keeps its id unique
         return inside
 
@@ -336,6 +336,18 @@ class Predictor:
         }
         return {name: kinds for name, kinds in found.items() if kinds}
 
+    @property
+    def context_facts(self) -> dict[str, Any]:
+        """Form and strengths of the context model, and the error of each form on runs held back (none: 1)."""
+        strengths = (0.0,) * len(LEVELS) if self.context is None else self.context.strengths
+        form = "none" if self.context is None else self.context.form
+        told = self.manifest.get("context", {}) if form in FORMS else {}
+        return {
+            "form": form,
+            "strengths": dict(zip(LEVELS, strengths, strict=True)),
+            "held_back": told.get("held_back", {}),
+        }
+
     @cached_property
     def without_context(self) -> Predictor:
         """Copy without the context model, to measure its effect."""
@@ -347,6 +359,21 @@ class Predictor:
         return replace(
             self, kernel=replace(self.kernel, left_out=True), collective=replace(self.collective, left_out=True)
         )
+
+    def with_context(self, model: ContextFunction | str | None) -> Predictor:
+        """Copy with another context model, and without the calibration, which was fitted to the old one.
+
+        Args:
+            model: A function ``model(graph, alone) -> seconds``, called once for each distinct segment, or its name in
+                ``stepsight.registries.CONTEXTS``.  ``graph`` has ``program``, ``hardware``, ``busy`` (devices of the
+                node that compute at once) and ``to_heterodata``; ``alone`` has the seconds of each node on its own, in
+                the order of issue, as the result has those in context.  A ``torch.nn.Module`` gets ``HeteroData``, as
+                ``TraceGraphs`` has it, and a tensor.  None: durations in context are those alone.
+
+        Raises:
+            PredictorError: If the model does not take two arguments, or its name is unknown.
+        """
+        return replace(self.without_context, context=None if model is None else OwnContext.of(model))
 
     def unsupported(self, work: Op | Collective, fabric: Fabric) -> str:
         """Why a work lies outside the measured range; empty if it lies within."""
@@ -397,21 +424,29 @@ class Predictor:
                 f"got {manifest['hardware']!r:.80} and {hardware.name!r:.80}"
             )
         tables = read_part(folder / "intervals.json", dict)
-        context = None
-        if any((folder / name).exists() for name in ("gnn.json", "context_table.json")):
-            from stepsight.gnn.context_table import load_context
-
-            context = load_context(folder)
         return cls(
             hardware,
             load_kernel(folder, hardware, teacher_of),
             load_collective(folder),
-            context,
+            load_context(folder),
             made(folder / "intervals.json", Calibration.from_dict, tables.get("calibration")),
             made(folder / "intervals.json", Intervals.from_dict, tables.get("intervals")),
             manifest,
             load_host_calls(folder),
         )
+
+
+def load_context(folder: Path) -> Context | None:
+    """The context model of a predictor's folder, None if it has none.
+
+    Raises ``PredictorError`` if its files are broken, or it has two.
+    """
+    found = [name for name in (CONFIG, TABLE, OWN) if (folder / name).exists()]
+    if len(found) > 1:
+        raise PredictorError(f"a predictor has one context model, got {' and '.join(found)} in {folder}")
+    if found in ([], [OWN]):
+        return read_part(folder / OWN, OwnContext.named) if found else None
+    return ContextNetwork.load(folder)
 
 
 def shipped_names() -> tuple[str, ...]:

@@ -83,7 +83,7 @@ class TrackedRun:
         if "runs" in manifest:
             params |= {
                 "num_runs": len(manifest["runs"]),
-                "context_model": manifest["context_model"].get("ships", "none"),
+                "context_form": manifest["context"].get("form", "none"),
                 "families_with_trees": " ".join(sorted(predictor.kernel.regressor.trees)) or "none",
                 "interval_coverage": predictor.intervals.coverage if predictor.intervals != Intervals() else 0.0,
             }

@@ -9,6 +9,7 @@ from stepsight.experiments.questions.describe import describe
 from stepsight.experiments.questions.predictor_summary import predictor_text
 from stepsight.training.intervals.published_errors import Intervals
 from stepsight.training.predictor.predictor import Predictor
+from tests.gnn.random_networks import random_network
 
 
 def test_one_from_tables() -> None:
@@ -26,7 +27,8 @@ def test_one_from_tables() -> None:
 def test_json_has_the_whole_manifest() -> None:
     shown = describe(Path("a100-sxm"))
     del shown["text"]
-    assert shown == {"predictor": "a100-sxm", **Predictor.load("a100-sxm").manifest}
+    nothing = {"form": "none", "strengths": {"table": 0.0, "features": 0.0, "graph": 0.0}, "held_back": {}}
+    assert shown == {"predictor": "a100-sxm", **Predictor.load("a100-sxm").manifest, "context": nothing}
 
 
 def test_one_from_own_runs() -> None:
@@ -34,10 +36,17 @@ def test_one_from_own_runs() -> None:
     manifest = {
         "num_ops": 1200, "num_collectives": 0, "runs": ["a", "b"], "collections": ["/runs/mine"], "digest": "d1",
         "versions": {"torch": "2.13.0"}, "created": "2026-01-02T03:04:05Z", "metrics": {"mape_percent": 3.21},
+        "context": {"held_back": {"none": 1.0, "auto": 0.31}},
     }  # fmt: skip
-    own = replace(Predictor.load("a100-sxm"), manifest=manifest, intervals=Intervals(0.1, 0.9, 12))
+    network = random_network()
+    own = replace(Predictor.load("a100-sxm"), manifest=manifest, intervals=Intervals(0.1, 0.9, 12), context=network)
     text = predictor_text(Path("mine"), own)
     assert "learned from 1,200 ops and 0 collectives on their own, 2 runs in /runs/mine" in text
+    told = "context network (table 0.90, features 0.70, graph 0.40); errors on runs held back: none 1.00, auto 0.31"
+    assert f"context      {told}" in text
+    assert own.context_facts == {
+        "form": "graph", "strengths": {"table": 0.9, "features": 0.7, "graph": 0.4}, **manifest["context"]
+    }  # fmt: skip
     assert "held back    iterations of runs held back 3.2 % off on average" in text
     assert "interval     -9.5 % to +10.5 %, for 90 %, by 12 runs held back" in text
     assert "made         2026-01-02T03:04:05Z, digest d1, with torch 2.13.0" in text

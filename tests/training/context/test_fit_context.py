@@ -1,12 +1,20 @@
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
-from stepsight.dataset.graph.program import Program
+from stepsight.dataset.graph.program import Node, Program
 from stepsight.dataset.hardware.hardware import Hardware, find_fabric
 from stepsight.dataset.job.job import BatchSpec, ClusterSpec, Job, ModelSpec, ParallelSpec
-from stepsight.training.context.fit_context import Example, Whole, fit_context, fit_table, op_error
+from stepsight.dataset.kinds.op import Op
+from stepsight.features.graph_features import SegmentGraph
+from stepsight.gnn.context_model import mean_network
+from stepsight.gnn.inference import FORMS
+from stepsight.training.context.fit_context import Example, Whole, fit_context, op_error
 from stepsight.training.context.through_simulator import Iteration
 from stepsight.training.predictor.predictor import Predictor
+
+Measured = tuple[list[Example], list[Whole], list[Example], list[Whole]]
 
 
 def _job(layers: int, hidden: int, dp: int) -> Job:
@@ -38,14 +46,14 @@ def _measured(
         inside = [_truth(p, a) for p, a in zip(iteration.lowered.programs, parts, strict=True)]
         for program, before, after in zip(iteration.lowered.programs, parts, inside, strict=True):
             noisy = after * np.exp(rng.normal(0, 0.05, len(after)))
-            examples.append(Example(program, before, noisy, dp, job.name))
+            examples.append(Example(SegmentGraph(program, hardware, dp), before, noisy, job.name))
         seconds, _ = iteration.seconds_and_counts(np.concatenate(inside))
         wholes.append(Whole(iteration, seconds, dp, job.name))
     return examples, wholes
 
 
 @pytest.fixture(scope="module")
-def measured(predictor: Predictor, hardware: Hardware) -> tuple[list[Example], list[Whole], list[Example], list[Whole]]:
+def measured(predictor: Predictor, hardware: Hardware) -> Measured:
     assert find_fabric("loopback")
     train = _measured(predictor, hardware, [(2, 128, 1), (3, 256, 1), (2, 128, 2), (3, 192, 2), (4, 128, 2)])
     heldout = _measured(predictor, hardware, [(3, 160, 1), (4, 224, 2)])
@@ -63,45 +71,28 @@ def _iteration_error(wholes: list[Whole], predictor: Predictor) -> float:
     return float(np.mean(off))
 
 
-def test_traces_teach_it_ops_of_jobs_it_never_saw(
-    measured: tuple[list[Example], list[Whole], list[Example], list[Whole]], hardware: Hardware
-) -> None:
+@pytest.mark.parametrize("form", ["table", "features", "graph"])
+def test_traces_teach_every_level_ops_of_jobs_it_never_saw(measured: Measured, form: str) -> None:
     train, _, heldout, _ = measured
-    context = fit_context(train, [], hardware, epochs=60)
-    assert op_error(heldout, context, hardware) < 0.6 * op_error(heldout, None, hardware)
+    context = mean_network([fit_context(train, [], epochs=60)], FORMS[form])
+    assert op_error(heldout, context) < 0.6 * op_error(heldout, None)
 
 
-def test_whole_iterations_alone_teach_it_too(
-    measured: tuple[list[Example], list[Whole], list[Example], list[Whole]], hardware: Hardware, predictor: Predictor
-) -> None:
+def test_the_table_learns_a_factor_of_each_kind(measured: Measured, hardware: Hardware) -> None:
+    context = mean_network([fit_context(measured[0], [])], FORMS["table"])
+    program = Program((Node(Op("gelu", (4096,), "fp32")), Node(Op("linear", (64, 64, 64), "fp32"))), (), "forward")
+    slow, plain = np.log(context(SegmentGraph(program, hardware, 1), np.ones(2)))
+    assert slow - plain == pytest.approx(np.log(1.3), abs=0.05)
+
+
+@pytest.mark.parametrize("form", ["table", "features", "graph"])
+def test_whole_iterations_alone_teach_it_too(measured: Measured, predictor: Predictor, form: str) -> None:
     _, train, _, heldout = measured
-    context = fit_context([], train, hardware, epochs=40)
-    taught = Predictor(hardware, predictor.kernel, predictor.collective, context)
-    assert _iteration_error(heldout, taught) < 0.5 * _iteration_error(heldout, predictor)
-
-
-def test_a_table_learns_a_factor_of_each_kind(
-    measured: tuple[list[Example], list[Whole], list[Example], list[Whole]], hardware: Hardware
-) -> None:
-    train, _, heldout, _ = measured
-    table = fit_table(train, [])
-    assert op_error(heldout, table, hardware) < 0.6 * op_error(heldout, None, hardware)
-    slow = table.logs["", ""] + table.logs["gelu", ""] + table.logs["gelu", "forward"]
-    plain = table.logs["", ""] + table.logs["linear", ""] + table.logs["linear", "forward"]
-    assert slow - plain == pytest.approx(np.log(1.3), abs=0.03)
-
-
-def test_whole_iterations_alone_teach_a_table_too(
-    measured: tuple[list[Example], list[Whole], list[Example], list[Whole]], hardware: Hardware, predictor: Predictor
-) -> None:
-    _, train, _, heldout = measured
-    taught = Predictor(hardware, predictor.kernel, predictor.collective, fit_table([], train))
+    taught = replace(predictor, context=mean_network([fit_context([], train, epochs=40)], FORMS[form]))
     assert _iteration_error(heldout, taught) < 0.6 * _iteration_error(heldout, predictor)
 
 
-def test_training_is_deterministic(
-    measured: tuple[list[Example], list[Whole], list[Example], list[Whole]], hardware: Hardware
-) -> None:
+def test_training_is_deterministic(measured: Measured) -> None:
     train, wholes, _, _ = measured
-    one, two = (fit_context(train[:3], wholes[:1], hardware, epochs=3).tensors for _ in range(2))
+    one, two = (fit_context(train[:3], wholes[:1], epochs=3).state_dict() for _ in range(2))
     assert all((one[name] == two[name]).all() for name in one)

@@ -1,28 +1,59 @@
+"""Strengths of the levels come from runs held back; what brings nothing there counts next to nothing."""
+
+from collections.abc import Callable
+
 import numpy as np
+import pytest
 
-from stepsight.training.context.learn_context import ALONE, HeldBack, simplest
+from stepsight.gnn.context_model import BOUND
+from stepsight.training.context.learn_context import HeldBack, HeldBackRun, solve_strengths
 
-
-def test_the_simplest_within_one_standard_error_of_the_best_ships() -> None:
-    rng = np.random.default_rng(0)
-    table, noise = rng.uniform(0.4, 0.6, 12), rng.normal(0, 0.1, 12)
-    noise -= noise.mean()
-    assert simplest({"alone": np.ones(12), "table": table, "network": table + noise - 0.01}) == "table"
-    assert simplest({"alone": np.ones(12), "table": table, "network": table + noise - 0.2}) == "network"
-    assert simplest({"alone": np.ones(12), "table": np.ones(12) + 0.1}) == "alone"
-    assert simplest({"alone": np.ones(1), "table": np.ones(1) - 0.1}) == "table"
+Truth = Callable[[np.ndarray], np.ndarray]
 
 
-def test_iterations_and_ops_count_alike_and_runs_without_one_are_judged_by_the_other() -> None:
-    measured = np.array([1.0, 2.0])
-    off = {ALONE: np.array([0.2, 0.2]), "table": np.array([0.1, 0.1])}
-    held = HeldBack(
-        measured,
-        {name: measured * np.exp(each) for name, each in off.items()},
-        {ALONE: np.array([0.4, np.nan, 0.4]), "table": np.array([0.4, np.nan, 0.2])},
-        np.array([True, True, False]),
-    )
-    assert np.allclose(held.scores[ALONE], 1.0)
-    assert np.allclose(held.scores["table"], [0.75, 0.5, 0.5])
-    assert held.chosen == "table"
-    assert [row["model"] for row in held.rows()] == [ALONE, "table"]
+def _runs(truth: Truth, noise: float, count: int = 12) -> list[HeldBackRun]:
+    """Runs of 40 nodes with random parts, whose targets follow from the parts, ``(nodes, 3)``."""
+    rng, even = np.random.default_rng(0), np.full(40, 1 / 40)
+    made = []
+    for _ in range(count):
+        parts = rng.normal(0, [0.5, 0.3, 0.2], (40, 3))
+        target = truth(parts) + rng.normal(0, noise, 40)
+        made.append(HeldBackRun(target, even, even, parts, None, np.zeros((0, 3))))
+    return made
+
+
+def _held(truth: Truth, noise: float = 0.05) -> HeldBack:
+    return HeldBack(_runs(truth, noise), np.arange(12) % 4)
+
+
+def test_strengths_are_those_that_fit_within_0_and_1() -> None:
+    """Beyond either end they stop there; an outlier hardly moves them."""
+    for slopes, expected in (((0.9, 0.5, 0.2), (0.9, 0.5, 0.2)), ((1.4, 0.5, -0.3), (1.0, 0.5, 0.0))):
+        assert solve_strengths(_runs(lambda parts, s=slopes: parts @ s, 0.02)) == pytest.approx(expected, abs=0.1)
+    runs = _runs(lambda parts: parts @ [0.8, 0.8, 0.8], 0.02)
+    runs[0].target[:5] += 3.0
+    assert solve_strengths(runs) == pytest.approx([0.8, 0.8, 0.8], abs=0.06)
+
+
+def test_all_levels_count_where_each_tells_something() -> None:
+    """``auto`` is then as good as the highest level, on runs whose strengths come from other runs."""
+    held = _held(lambda parts: parts.sum(axis=1))
+    scores = {form: float(errors.scores.mean()) for form, errors in held.errors.items()}
+    assert list(scores) == ["none", "table", "features", "graph", "auto"] and scores["none"] == pytest.approx(1.0)
+    assert scores["none"] > scores["table"] > scores["features"] > scores["graph"]
+    assert (held.strengths > 0.8).all() and scores["auto"] < scores["features"]
+
+
+def test_a_level_without_gain_counts_next_to_nothing() -> None:
+    held = _held(lambda parts: parts[:, 0])
+    assert held.strengths[0] > 0.8 and (held.strengths[1:] < 0.1).all()
+    assert _held(lambda parts: 0 * parts[:, 0]).strengths == pytest.approx([0.0, 0.0, 0.0], abs=0.05)
+
+
+def test_errors_are_of_bounded_corrections_and_metrics_name_every_form() -> None:
+    held = _held(lambda parts: parts[:, 0])
+    far = HeldBackRun(np.zeros(1), np.ones(1), np.ones(1), np.full((1, 3), 5.0), None, np.zeros((0, 3)))
+    assert far.op_error(np.ones(3)) == BOUND
+    metrics = held.metrics()
+    assert metrics["context_strength_graph"] < 0.05 and metrics["context_held_back_none"] == pytest.approx(1.0)
+    assert {f"op_error_{form}_percent" for form in held.errors} < set(metrics) and "mape_auto_percent" not in metrics

@@ -2,15 +2,14 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-import torch
 
 from stepsight.dataset.hardware.hardware import find_hardware
 from stepsight.dataset.job.job import BatchSpec, ClusterSpec, Job, ModelSpec, ParallelSpec
 from stepsight.dataset.kinds.op import Op
-from stepsight.gnn.context_model import ContextModel
 from stepsight.testing import LatencyModelContract
 from stepsight.testing.latency_models import small_program
 from stepsight.training.predictor.predictor import LearnedLatency, Predictor, slowest_of, throttled
+from tests.gnn.random_networks import random_network
 
 
 def _job() -> Job:
@@ -27,19 +26,12 @@ class TestLearnedLatency(LatencyModelContract):
 
     @pytest.fixture
     def latency(self, predictor: Predictor) -> LearnedLatency:
-        torch.manual_seed(0)
-        model = ContextModel()
-        for parameter in model.parameters():
-            torch.nn.init.normal_(parameter, std=0.1)
-        taught = Predictor(predictor.hardware, predictor.kernel, predictor.collective, model.weights())
-        return taught.latency(_job())
+        return replace(predictor, context=random_network(std=0.1)).latency(_job())
 
 
-def test_a_program_is_worked_out_once(predictor: Predictor, monkeypatch: pytest.MonkeyPatch) -> None:
-    context = ContextModel().weights()
+def test_a_program_is_worked_out_once(predictor: Predictor) -> None:
     calls = []
-    monkeypatch.setattr(type(context), "log_correction", lambda *a: calls.append(1) or np.zeros(len(a[1])))
-    latency = Predictor(predictor.hardware, predictor.kernel, predictor.collective, context).latency(_job())
+    latency = predictor.with_context(lambda graph, alone: calls.append(1) or alone).latency(_job())
     program = small_program()
     alone = np.full(len(program), 1e-4)
     for _ in range(3):

@@ -17,13 +17,14 @@ from stepsight.dataset.hardware.hardware import find_fabric
 from stepsight.dataset.job.job import Job
 from stepsight.dataset.kinds import COLLECTIVE_KINDS, OP_KINDS, CollectiveKind, OpKind
 from stepsight.dataset.kinds.op import Collective, Op
-from stepsight.features.graph_features import node_feature_names
+from stepsight.features.graph_features import SegmentGraph, node_feature_names
 from stepsight.features.op_features import op_feature_names
-from stepsight.gnn.context_model import ContextModel
+from stepsight.gnn.inference import ContextNetwork
 from stepsight.training.kernels.kernel_models import fit_kernels
 from stepsight.training.prediction.prediction import predict
 from stepsight.training.predictor.model_tables import write_manifest
 from stepsight.training.predictor.predictor import Predictor, shipped_names
+from tests.gnn.random_networks import random_network
 
 EXAMPLES = sorted((Path(__file__).parents[3] / "examples").glob("*.toml"))
 DIMS = tuple(f"dim{i}" for i in range(max(8, 1 + max(len(kind.dim_names) for kind in OP_KINDS.values()))))
@@ -90,33 +91,30 @@ def test_a_predictor_trained_before_is_loaded_and_answers_after(predictor: Predi
 
 
 def test_a_context_model_trained_before_is_loaded_and_answers_after(predictor: Predictor, tmp_path: Path) -> None:
-    model = ContextModel()
-    for parameter in model.parameters():
-        parameter.data.normal_(std=0.3)
-    replace(predictor, context=model.weights()).save(tmp_path / "p")
+    replace(predictor, context=random_network()).save(tmp_path / "p")
     builder = ProgramBuilder("backward")
     for work in (*OPS, *COLLECTIVES):
         builder.add(work)
     program, alone = builder.build(), np.full(4, 2e-4)
     loaded = Predictor.load(tmp_path / "p").context
     assert loaded is not None
-    before = loaded.log_correction(program, alone, predictor.hardware, 2)
+    before = loaded(SegmentGraph(program, predictor.hardware, 2), alone)
     names = node_feature_names()
     with more_kinds():
         assert set(node_feature_names()) - set(names) == {"kind=scan", "kind=gossip"}
         after = Predictor.load(tmp_path / "p").context
         assert after is not None
-        assert after.log_correction(program, alone, predictor.hardware, 2).tolist() == before.tolist()
+        assert after(SegmentGraph(program, predictor.hardware, 2), alone).tolist() == before.tolist()
         builder.add(Op("scan", (2,) * len(DIMS), "fp32"))
-        assert np.isfinite(after.log_correction(builder.build(), np.full(5, 2e-4), predictor.hardware, 2)).all()
+        assert np.isfinite(after(SegmentGraph(builder.build(), predictor.hardware, 2), np.full(5, 2e-4))).all()
 
 
 def test_a_context_model_trained_with_a_kind_answers_without_it(predictor: Predictor, tmp_path: Path) -> None:
     """No program holds the kind, so its feature is 0, as it was where the kind did not occur."""
     with more_kinds():
-        replace(predictor, context=ContextModel().weights()).save(tmp_path / "p")
+        replace(predictor, context=random_network()).save(tmp_path / "p")
     context = Predictor.load(tmp_path / "p").context
-    assert context is not None and "kind=scan" in context.features
+    assert isinstance(context, ContextNetwork) and "kind=scan" in context.features
 
 
 def test_what_is_trained_with_other_kinds_about_says_the_same(predictor: Predictor) -> None:
@@ -183,7 +181,7 @@ def test_another_version_is_refused(
     predictor: Predictor, tmp_path: Path, file: str, keys: tuple[str, ...], value: object, message: str
 ) -> None:
     folder = tmp_path / "p"
-    replace(predictor, context=ContextModel().weights()).save(folder)
+    replace(predictor, context=random_network()).save(folder)
     table = json.loads((folder / file).read_text())
     at = table
     for key in keys[:-1]:
