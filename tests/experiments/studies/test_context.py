@@ -14,6 +14,8 @@ from stepsight.dataset.hardware.hardware import HARDWARE
 from stepsight.dataset.kinds.op import Op
 from stepsight.experiments.studies import context
 from stepsight.experiments.studies.context_tasks import Split, Task
+from stepsight.features.graph_features import SegmentGraph
+from stepsight.training.context.examples import Measured
 from stepsight.training.context.fit_context import Example
 
 NAMES = tuple(f"run{number}" for number in range(4))
@@ -25,7 +27,7 @@ def _example(run: str, order: Sequence[int]) -> Example:
     program = Program(tuple(Node(WORKS[each]) for each in order), ((0, 2, Dependency.DATA),), "forward")
     alone = np.array([1e-3, 1e-4])[list(order)]
     inside = alone * np.array([2.0, 0.5])[list(order)]
-    return Example(program, alone, inside, 1, run)
+    return Example(SegmentGraph(program, HARDWARE["local-cpu"], 1), alone, inside, run)
 
 
 @pytest.fixture
@@ -33,30 +35,27 @@ def task() -> Task:
     examples = {name: [_example(name, order) for order in ((0, 1, 0, 1), (1, 0, 1))] for name in NAMES}
 
     def split(held: frozenset[str]) -> Split:
-        teach = [each for name, own in examples.items() if name not in held for each in own]
-        return Split(teach, [], {name: examples[name] for name in held})
+        teach: list[Measured] = [(own, []) for name, own in examples.items() if name not in held]
+        return Split(teach, teach, {name: examples[name] for name in held})
 
-    return Task("made", "products and additions", HARDWARE["local-cpu"], {name: name for name in NAMES}, split)
+    return Task("made", "products and additions", {name: name for name in NAMES}, split)
 
 
-def test_what_a_table_can_learn_is_learned_on_runs_that_are_held_out(
-    task: Task, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize(("teach", "judged"), [(0, 4), (3, 1)])
+def test_what_a_table_can_learn_is_learned_on_runs_that_are_held_out(task: Task, teach: int, judged: int) -> None:
     """Errors are in parts of those of the regressors alone, whose own is 1."""
-    chosen = ("roofline", context.ALONE, "table by kind and phase", "trees, neighbours' features", context.MESSAGES)
-    monkeypatch.setattr(context, "MODELS", {name: context.MODELS[name] for name in chosen})
-    outcome = context.judge(task, seeds=1, folds=2)
+    outcome = context.judge(task, seeds=1, folds=2, teach=teach)
     rows = {row["model"]: row for row in outcome["rows"]}
-    assert rows[context.ALONE]["score"] == pytest.approx(1.0)
-    assert rows["table by kind and phase"]["score"] < 0.2 and rows[context.MESSAGES]["behind"] == 0.0
-    assert outcome["best"] != context.ALONE and "made" in context.outcome_text(outcome)
+    assert list(rows) == list(context.MODELS) and outcome["groups"] == judged
+    assert rows["none"]["score"] == pytest.approx(1.0)
+    assert max(rows[form]["score"] for form in ("table", "features", "graph", "auto")) < 0.2
+    assert rows["auto"]["behind"] == 0.0 and "made" in context.outcome_text(outcome)
 
 
 def test_features_of_neighbours_come_from_both_sides() -> None:
     """Columns by relation and direction follow a node's own ones; without them, rows are the network's features."""
     example = _example("a", (0, 1, 0))
-    given = example.program, example.alone, HARDWARE["local-cpu"], 1
-    own, more = context.rows_of(*given, hears=False), context.rows_of(*given, hears=True)
+    own, more = (context.rows_of(example.graph, example.alone, hears=hears) for hears in (False, True))
     assert np.array_equal(more[:, : own.shape[1]], own)
     before, after = more[:, own.shape[1]], more[:, 2 * own.shape[1] + 1]
     assert before.tolist() == [0.0, 1.0, 1.0] and after.tolist() == [1.0, 1.0, 0.0]
@@ -66,6 +65,6 @@ def test_a_folder_without_data_is_refused(tmp_path: Path, capsys: pytest.Capture
     """A task needs at least two groups, and ``--data`` a task's folder."""
     assert context.STUDY.main(["--data", str(tmp_path)]) == 2
     assert "runs, cluster, ops" in capsys.readouterr().err
-    single = Task("one", "", HARDWARE["local-cpu"], {"a": "a"}, lambda held: Split([], [], {}))
+    single = Task("one", "", {"a": "a"}, lambda held: Split([], [], {}))
     with pytest.raises(TraceError, match="at least 2 groups"):
         context.judge(single, 1, 2)
