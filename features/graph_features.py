@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,9 +19,6 @@ from stepsight.dataset.hardware.hardware import Hardware, roofline_seconds
 from stepsight.dataset.kinds import kinds_version
 from stepsight.dataset.kinds.op import COLLECTIVE_KINDS, OP_KINDS, Op
 from stepsight.features.op_features import check_known
-
-if TYPE_CHECKING:
-    from torch_geometric.data import HeteroData
 
 Array = NDArray[np.float64]
 Edges = NDArray[np.int64]
@@ -62,8 +59,8 @@ class SegmentGraph:
     hardware: Hardware
     busy: int
 
-    def to_heterodata(self, alone: Array) -> HeteroData:
-        """The graph as ``TraceGraphs`` has those of segments, without targets.
+    def to_heterodata(self, alone: Array) -> Any:
+        """The graph as ``HeteroData``, as ``TraceGraphs`` has those of segments, without targets.
 
         Args:
             alone: Seconds of each node on its own, ``(len(program),)``: their logarithm is the first column of ``y``.

@@ -25,6 +25,7 @@ registry              entry points' group             a part is a
 ``TABLE_READERS``     ``stepsight.table_readers``     ``Format``, which reads a file into ``Rows``
 ``CONFIG_FORMATS``    ``stepsight.config_formats``    ``ConfigFormat``, which reads and writes configurations
 ``LATENCIES``         ``stepsight.latencies``         function of ``Hardware`` and ``Fabric``: makes durations
+``CONTEXTS``          ``stepsight.contexts``          function of a graph and seconds alone: seconds in context
 ====================  ==============================  ==============================================
 
 ``HARDWARE.names()`` lists all names, ``HARDWARE.unregister`` removes what was registered, and
@@ -54,10 +55,12 @@ from stepsight.dataset.traces.import_traces import TRACE_READERS
 from stepsight.simulator import blocks
 from stepsight.simulator.blocks.family import Family
 from stepsight.simulator.durations.latency_model import LATENCIES, GivenLatency, LatencyModel
+from stepsight.training.predictor.own_context import CONTEXTS
 
 __all__ = [
     "COLLECTIVE_KINDS",
     "CONFIG_FORMATS",
+    "CONTEXTS",
     "FABRICS",
     "FAMILIES",
     "FRAMEWORKS",
