@@ -1,14 +1,17 @@
-"""The contract of latency models: what the simulator asks for durations."""
+"""The contracts of latency and context models: what the simulator asks for durations."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import numpy as np
 import pytest
 
 from stepsight.dataset.graph.program import Program, ProgramBuilder
-from stepsight.dataset.hardware.hardware import Hardware
+from stepsight.dataset.hardware.hardware import FABRICS, Hardware
 from stepsight.dataset.kinds.op import Collective, Op
 from stepsight.simulator.durations.latency_model import LatencyModel
+from stepsight.training.predictor.predictor import Predictor
 
 OPS = (
     Op("linear", (64, 128, 256), "fp32"),
@@ -33,6 +36,13 @@ def small_program() -> Program:
     sent = builder.add(COLLECTIVES[0], "dp", after=[first])
     builder.add(OPS[1], after=[first])
     builder.add(OPS[3], after=[sent])
+    return builder.build()
+
+
+def _alone(work: Op | Collective) -> Program:
+    """Return a program of one op or collective."""
+    builder = ProgramBuilder("forward")
+    builder.add(work)
     return builder.build()
 
 
@@ -85,8 +95,45 @@ class LatencyModelContract:
     def test_context_keeps_shapes_and_stays_positive(self, latency: LatencyModel) -> None:
         program = small_program()
         alone = [np.full(len(program), 1e-3), np.full(1, 2e-3)]
-        short = ProgramBuilder("forward")
-        short.add(OPS[0])
-        inside = latency.in_context([program, short.build()], alone)
+        inside = latency.in_context([program, _alone(OPS[0])], alone)
         assert [part.shape for part in inside] == [part.shape for part in alone]
         assert all((part > 0).all() and np.isfinite(part).all() for part in inside)
+
+
+class ContextModelContract:
+    """Tests that every context model passes: ``model(graph, alone) -> seconds``, a function or a ``torch.nn.Module``.
+
+    Subclass it in a test module and give it a ``model`` fixture::
+
+        from stepsight.testing import ContextModelContract
+
+        class TestMyModel(ContextModelContract):
+            @pytest.fixture
+            def model(self):
+                return MyModule()
+    """
+
+    @pytest.fixture
+    def model(self) -> Any:
+        raise NotImplementedError("a subclass gives its context model")
+
+    @pytest.fixture
+    def latency(self, model: Any) -> LatencyModel:
+        predictor = Predictor.load("a100-sxm")
+        return predictor.with_context(model).latency_on(FABRICS["dgx-a100"], 8, 8)
+
+    def test_every_node_of_every_segment_gets_seconds(self, latency: LatencyModel) -> None:
+        for program in (small_program(), _alone(OPS[0]), _alone(COLLECTIVES[0])):
+            (inside,) = latency.in_context([program], [np.full(len(program), 1e-3)])
+            assert inside.shape == (len(program),)
+            assert (np.isfinite(inside) & (inside > 0)).all()
+
+    def test_asking_twice_gives_the_same(self, model: Any, latency: LatencyModel) -> None:
+        program, alone = small_program(), np.full(4, 1e-3)
+        again = Predictor.load("a100-sxm").with_context(model).latency_on(FABRICS["dgx-a100"], 8, 8)
+        assert np.array_equal(latency.in_context([program], [alone])[0], again.in_context([program], [alone])[0])
+
+    def test_the_seconds_alone_stay_as_they_are(self, latency: LatencyModel) -> None:
+        alone = np.full(4, 1e-3)
+        latency.in_context([small_program()], [alone])
+        assert (alone == 1e-3).all()

@@ -5,15 +5,20 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from stepsight.dataset import TraceGraphs
+from stepsight.dataset.trace_graphs.graph_dataset import make_dataset
 from stepsight.registries import FABRICS, HARDWARE, OP_KINDS, GivenLatency, OpKind, ScheduleKind
-from stepsight.testing import LatencyModelContract, OpKindContract, ScheduleContract
+from stepsight.testing import ContextModelContract, LatencyModelContract, OpKindContract, ScheduleContract
+from tests.dataset.trace_graphs.test_trace_graphs import collection
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SCHEDULE = runpy.run_path(str(EXAMPLES / "own_schedule.py"))
 LATENCY = runpy.run_path(str(EXAMPLES / "own_latency.py"))
+CONTEXT = runpy.run_path(str(EXAMPLES / "own_context.py"))
 OP_KIND = runpy.run_path(str(EXAMPLES / "own_op_kind.py"))
 
 
@@ -38,6 +43,15 @@ class TestOwnLatency(LatencyModelContract):
     def latency(self) -> GivenLatency:
         hardware, fabric = HARDWARE["a100-sxm-80gb"], FABRICS["dgx-a100"]
         return GivenLatency(LATENCY["vendor_table"](hardware, fabric), hardware, fabric)
+
+
+class TestOwnContext(ContextModelContract):
+    """Trained on two ranks and three single steps."""
+
+    @pytest.fixture
+    def model(self, tmp_path: Path) -> Any:
+        make_dataset([collection(tmp_path)], tmp_path / "data")
+        return CONTEXT["fit"](TraceGraphs(tmp_path / "data", scope="segment"), epochs=2)
 
 
 def printed_ms(example: str) -> list[float]:
