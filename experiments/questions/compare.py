@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from stepsight.dataset.base.errors import StepsightError
 from stepsight.dataset.job.job import Job
-from stepsight.dataset.runs.run_folder import has_traces, is_imported, read_imported, run_folders, run_graphs
+from stepsight.dataset.runs.run_folder import has_traces, is_imported, read_imported, run_graphs
 from stepsight.dataset.runs.run_manifest import read_manifest
+from stepsight.experiments.questions.traced_runs import measured_step, one_run
 from stepsight.experiments.reports.text_table import Number, table
 from stepsight.simulator.replay.causes import breakdown
 from stepsight.training.prediction.prediction import Prediction, predict
@@ -62,29 +62,22 @@ def run_side(folder: Path) -> Side:
     Raises:
         StepsightError: If the folder is no run, or no step of it was timed.
     """
-    folders = run_folders(folder)
-    if len(folders) != 1:
-        raise StepsightError(f"compare takes one run, got {len(folders)} in {folder}: name one folder of its runs/")
+    folder = one_run(folder, "compare")
     facts: dict[str, Any]
-    if is_imported(folders[0]):
-        imported = read_imported(folders[0])
+    if is_imported(folder):
+        imported = read_imported(folder)
         name, job = imported.name, imported.job
-        timed = [seconds for steps in imported.rounds for seconds in steps]
         facts = {"hardware": imported.hardware, "ranks": len(imported.ranks)}
     else:
-        manifest = read_manifest(folders[0])
-        name, job, timed = manifest.name, manifest.job, list(manifest.step_seconds)
+        manifest = read_manifest(folder)
+        name, job = manifest.name, manifest.job
         facts = {"ranks": manifest.world_size, **{f"versions.{key}": v for key, v in manifest.versions.items()}}
-    causes: dict[str, float] = {}
-    if has_traces(folders[0]):
-        told = breakdown(run_graphs(folders[0]).graphs).to_dict()
-        path = sum(told["critical"].values()) or 1.0
-        seconds = statistics.median(timed) if timed else statistics.fmean(rank["step_s"] for rank in told["ranks"])
-        causes = {kind: spent / path * seconds for kind, spent in told["critical"].items()}
-    elif timed:
-        seconds = statistics.median(timed)
-    else:
+    told = breakdown(run_graphs(folder).graphs).to_dict() if has_traces(folder) else {"ranks": [], "critical": {}}
+    seconds = measured_step(folder, told["ranks"])
+    if not seconds:
         raise StepsightError(f"compare needs a run with timed or traced steps, got {folder}")
+    path = sum(told["critical"].values()) or 1.0
+    causes = {kind: spent / path * seconds for kind, spent in told["critical"].items()}
     return Side(name, seconds, True, {**({} if job is None else _flat(job)), **facts}, causes)
 
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -12,25 +11,16 @@ from stepsight.dataset.base.errors import JobError, StepsightError, shorten
 from stepsight.dataset.base.files import check_output_file, is_facts_file, read_facts, set_aside
 from stepsight.dataset.base.registry import did_you_mean
 from stepsight.dataset.capture.captured import MANIFEST, read_captured
-from stepsight.dataset.graph.graph_files import read_steps
 from stepsight.dataset.hardware.hardware import FABRICS, HARDWARE, Fabric, Hardware, facts_in, find_fabric, usual_fabric
 from stepsight.dataset.job.frameworks import FRAMEWORKS, Framework, find_framework
 from stepsight.dataset.job.job import Job
 from stepsight.dataset.job.specs import SECTIONS
-from stepsight.dataset.runs.run_folder import (
-    ImportedRun,
-    is_imported,
-    read_collection,
-    read_event_file,
-    read_imported,
-    read_run,
-    run_graphs,
-)
-from stepsight.dataset.runs.run_manifest import RunManifest, read_object
+from stepsight.dataset.runs.run_folder import is_imported, run_graphs
+from stepsight.dataset.runs.run_manifest import read_object
 from stepsight.dataset.traces.event_blocks import is_trace
 from stepsight.dataset.traces.import_traces import import_ranks
-from stepsight.experiments.reports.text_table import Number, table
-from stepsight.experiments.reports.trace_texts import capture_text, trace_summary
+from stepsight.experiments.reports.run_texts import capture_text, describe_collection, describe_run, trace_summary
+from stepsight.experiments.reports.text_table import table
 
 
 def describe(path: Path) -> dict[str, Any]:
@@ -40,49 +30,53 @@ def describe(path: Path) -> dict[str, Any]:
         StepsightError: If nothing of ours is there.
     """
     if not path.exists():
-        from stepsight.training.predictor.predictor import shipped_names
-
-        if str(path) in shipped_names() or set_aside(path) is not None:
-            return _predictor(path)
-        preset = describe_preset(str(path))
-        if preset is not None:
-            return preset
-        names = (*shipped_names(), *facts_names())
-        raise StepsightError(
-            "show needs an existing file or folder, or the name of a predictor, hardware, fabric or framework "
-            f"({', '.join(names)}), got {str(path)!r:.80}{did_you_mean(path, names)}"
-        )
+        return _named(path)
+    for is_one, tell in _FOLDERS if path.is_dir() else _FILES:
+        if is_one(path):
+            return tell(path)
     if path.is_dir():
-        if (path / "summary.json").is_file():
-            return describe(path / "summary.json")
-        if (path / "runs").is_dir():
-            return describe_collection(path)
-        if (path / MANIFEST).is_file():
-            told = read_captured(path).to_dict()
-            return {**told, "text": capture_text(told)}
-        if is_imported(path):
-            run = run_graphs(path)
-            return trace_summary(run.name, run.graphs)
-        if (path / "manifest.json").is_file():
-            return _predictor(path) if "format" in read_object(path / "manifest.json") else _run(path)
-        if any(map(is_trace, path.iterdir())):
-            return trace_summary(path.name, import_ranks([path]).graphs)
         raise StepsightError(f"{path} is no collection (runs/), run, predictor (manifest.json) or folder of traces")
-    if is_trace(path):
-        return trace_summary(path.name, import_ranks([path]).graphs)
-    if path.suffix == ".parquet":
-        return _measurements(path)
-    if path.name.endswith((".csv", ".csv.gz")):
-        return _runs_table(path)
     value = read_object(path) if path.suffix == ".json" else {}
     if "heldout" in value:
         return _summary(path, value)
     if "variants" in value and isinstance(value.get("text"), str):
         return value  # of a study on one GPU
-    facts = describe_facts_file(path)
-    if facts is not None:
-        return facts
-    return _job(Job.from_file(path))
+    return _facts_file(path) or _job(Job.from_file(path))
+
+
+def _named(path: Path) -> dict[str, Any]:
+    """A predictor, or the hardware, fabric or framework of a name."""
+    from stepsight.training.predictor.predictor import shipped_names
+
+    name = str(path)
+    if name in shipped_names() or set_aside(path) is not None:
+        return _predictor(path)
+    for registry in (HARDWARE, FABRICS, FRAMEWORKS):
+        if name in registry:
+            return _description([(name, registry[name])], "")
+    names = (*shipped_names(), *HARDWARE.names(), *FABRICS.names(), *FRAMEWORKS.names())
+    raise StepsightError(
+        "show needs an existing file or folder, or the name of a predictor, hardware, fabric or framework "
+        f"({', '.join(names)}), got {name!r:.80}{did_you_mean(path, names)}"
+    )
+
+
+def _captured(path: Path) -> dict[str, Any]:
+    told = read_captured(path).to_dict()
+    return {**told, "text": capture_text(told)}
+
+
+def _imported(path: Path) -> dict[str, Any]:
+    run = run_graphs(path)
+    return trace_summary(run.name, run.graphs)
+
+
+def _predictor_or_run(path: Path) -> dict[str, Any]:
+    return (_predictor if "format" in read_object(path / "manifest.json") else describe_run)(path)
+
+
+def _traces(path: Path) -> dict[str, Any]:
+    return trace_summary(path.name, import_ranks([path]).graphs)
 
 
 def _job(job: Job) -> dict[str, Any]:
@@ -112,75 +106,6 @@ def _summary(path: Path, value: dict[str, Any]) -> dict[str, Any]:
         ) from None
 
 
-def run_row(manifest: RunManifest) -> dict[str, Any]:
-    """One line about a run: median of the unprofiled steps and the spread of the rounds' medians."""
-    return {
-        "name": manifest.name,
-        "role": manifest.role,
-        "ranks": manifest.world_size,
-        **({} if manifest.stand_in is None else {"stand_in": manifest.stand_in}),
-        **({"compiled": True} if manifest.compiled else {}),
-        **_step_times(manifest.rounds),
-    }
-
-
-def _step_times(rounds: Sequence[Sequence[float]]) -> dict[str, Any]:
-    seconds = [each for steps in rounds for each in steps]
-    medians, whole = [statistics.median(steps) for steps in rounds], statistics.median(seconds)
-    spread = 100 * (max(medians) - min(medians)) / whole
-    return {"steps": len(seconds), "measured_s": whole, "spread_percent": spread}
-
-
-def describe_collection(path: Path) -> dict[str, Any]:
-    """Runs and event profiles of a collection, and planned ones that are missing."""
-    collection = read_collection(path)
-    rows = [run_row(manifest) for manifest in collection]
-    events = {file.stem: len(read_event_file(file).works) for file in collection.events}
-    cells = [
-        [r["name"], r["role"], _ranks(r), r["steps"], Number(1e3 * r["measured_s"]), Number(r["spread_percent"])]
-        for r in rows
-    ]
-    text = f"collection {path}\n" + table(["run", "role", "ranks", "steps", "median ms", "spread % over rounds"], cells)
-    if collection.imported:
-        others = [imported_row(read_imported(folder)) for folder in collection.imported]
-        rows += others
-        text = text if cells else f"collection {path}"
-        titles = ["imported run", "ranks", "hardware", "steps", "median ms", "spread % over rounds"]
-        text += "\n" + table(titles, [_imported_cells(row) for row in others])
-        if any("traced_s" in row for row in others):
-            text += "\ntraced: steps under the profiler, which makes them longer; look into one with show RUN_FOLDER"
-    if any(manifest.compiled for manifest in collection):
-        text += "\ncomposite ops were compiled"
-    for name, count in events.items():
-        text += f"\nevents {name}: {count} distinct signatures measured"
-    if collection.missing:
-        text += f"\nplanned but absent: {', '.join(collection.missing)}"
-    return {"collection": str(path), "runs": rows, "events": events, "absent": collection.missing, "text": text}
-
-
-def imported_row(run: ImportedRun) -> dict[str, Any]:
-    """An imported run: with its timed steps if it has any, as a script has, else with its traced ones."""
-    row = {"name": run.name, "imported": True, "role": run.role, "ranks": len(run.ranks), "hardware": run.hardware}
-    if not run.rounds:
-        ranks = [read_steps(run.folder, stem) for stem in run.ranks.values()]
-        longest = [max(of_ranks) for of_ranks in zip(*ranks, strict=False)]
-        return {**row, "traced_steps": len(longest), "traced_s": statistics.median(longest)} if longest else row
-    return {**row, **_step_times(run.rounds)}
-
-
-def _imported_cells(row: dict[str, Any]) -> list[Any]:
-    timed: list[Any] = [""] * 3
-    if "steps" in row:
-        timed = [row["steps"], Number(1e3 * row["measured_s"]), Number(row["spread_percent"])]
-    elif "traced_steps" in row:
-        timed = [row["traced_steps"], Number(1e3 * row["traced_s"]), "traced"]
-    return [row["name"], row["ranks"], row["hardware"], *timed]
-
-
-def _ranks(row: dict[str, Any]) -> Any:
-    return f"as {row['stand_in']}" if "stand_in" in row else row["ranks"]
-
-
 def write_table(collection: Path, table: Path) -> int:
     """Write every measurement of a collection as Parquet; return their number."""
     from stepsight.dataset.tables.formats import read_collection_table
@@ -191,27 +116,6 @@ def write_table(collection: Path, table: Path) -> int:
     found = read_collection_table(collection)
     found.to_parquet(table)
     return len(found)
-
-
-def _run(path: Path) -> dict[str, Any]:
-    trace = read_run(path)
-    totals: dict[str, list[float]] = {}
-    for segment in trace.segments():
-        for node, seconds in zip(segment.program.nodes, segment.slot_s, strict=True):
-            entry = totals.setdefault(node.work.kind, [0, 0.0])
-            entry[0] += 1
-            entry[1] += float(seconds)
-    whole = sum(seconds for _, seconds in totals.values()) or 1.0
-    ordered = sorted(totals.items(), key=lambda item: -item[1][1])
-    row = run_row(trace.manifest)
-    cells = [[kind, int(n), Number(1e3 * s, 2), Number(100 * s / whole)] for kind, (n, s) in ordered]
-    manifest, told = trace.manifest, ""
-    if manifest.stand_in is not None:
-        told = f", in place of rank {manifest.stand_in} of {manifest.job.cluster.num_devices}"
-    told += ", composite ops compiled" if manifest.compiled else ""
-    text = f"run {row['name']}: {1e3 * row['measured_s']:.1f} ms on {row['ranks']} rank(s){told}\n"
-    text += table(["kind", "calls traced", "ms", "%"], cells)
-    return {**row, "kinds": {kind: {"calls": int(n), "seconds": s} for kind, (n, s) in ordered}, "text": text}
 
 
 def _measurements(path: Path) -> dict[str, Any]:
@@ -268,22 +172,11 @@ Thing = Hardware | Fabric | Framework
 _NOUNS = {Hardware: "hardware", Fabric: "fabric", Framework: "framework"}
 
 
-def facts_names() -> tuple[str, ...]:
-    """Names of all hardware, fabrics and frameworks that are known."""
-    return (*HARDWARE.names(), *FABRICS.names(), *FRAMEWORKS.names())
-
-
-def describe_preset(name: str) -> dict[str, Any] | None:
-    """Describe the hardware, fabric or framework of a name; None if there is none."""
-    registry = next((each for each in (HARDWARE, FABRICS, FRAMEWORKS) if name in each), None)
-    return None if registry is None else _description([(name, registry[name])], "")
-
-
-def describe_facts_file(path: Path) -> dict[str, Any] | None:
+def _facts_file(path: Path) -> dict[str, Any] | None:
     """Describe a file of hardware and fabrics, or of a framework's profile; None if it is another kind of file.
 
     Raises:
-        JobError: If it cannot be read, or breaks a rule of these files.
+        JobError: If it breaks a rule of these files.
     """
     if not is_facts_file(str(path)):
         return None
@@ -310,7 +203,10 @@ def _description(things: Sequence[tuple[str, Thing]], path: str) -> dict[str, An
         shown = {key: fact for key, fact in facts.items() if key != "source"}
         lines = [f"{noun} {name}{f' in {path}' if path else ''}", table(["key", "value"], _rows(shown))]
         if isinstance(thing, Hardware):
-            facts["usual_fabric"] = _usual_fabric(path or name)
+            try:
+                facts["usual_fabric"] = find_fabric(usual_fabric(path or name)).name
+            except JobError:
+                facts["usual_fabric"] = ""
             lines.append(f"usual fabric  {facts['usual_fabric'] or 'none: a job must state cluster.fabric'}")
         if facts.get("source"):
             lines.append(f"source        {facts['source']}")
@@ -331,8 +227,17 @@ def _rows(facts: Mapping[str, Any], before: str = "") -> list[list[str]]:
     return rows
 
 
-def _usual_fabric(hardware: str) -> str:
-    try:
-        return find_fabric(usual_fabric(hardware)).name
-    except JobError:
-        return ""
+Kinds = tuple[tuple[Callable[[Path], bool], Callable[[Path], dict[str, Any]]], ...]  # test of a kind, and description
+_FOLDERS: Kinds = (
+    (lambda path: (path / "summary.json").is_file(), lambda path: describe(path / "summary.json")),
+    (lambda path: (path / "runs").is_dir(), describe_collection),
+    (lambda path: (path / MANIFEST).is_file(), _captured),
+    (is_imported, _imported),
+    (lambda path: (path / "manifest.json").is_file(), _predictor_or_run),
+    (lambda path: any(map(is_trace, path.iterdir())), _traces),
+)
+_FILES: Kinds = (
+    (is_trace, _traces),
+    (lambda path: path.suffix == ".parquet", _measurements),
+    (lambda path: path.name.endswith((".csv", ".csv.gz")), _runs_table),
+)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
@@ -16,6 +17,20 @@ def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
         return "  ".join(padded).rstrip()
 
     return "\n".join([line(list(header)), line(["-" * w for w in widths]), *map(line, cells)])
+
+
+Column = Callable[[Any], object]  # the cell of a row
+
+
+def table_of(rows: Sequence[Any], columns: Mapping[str, str | Column]) -> str:
+    """A table with a row for each of ``rows``; a column has its title, and a key of the rows or a function of a row."""
+    gets = [(lambda row, key=get: row[key]) if isinstance(get, str) else get for get in columns.values()]
+    return table(list(columns), [[get(row) for get in gets] for row in rows])
+
+
+def number(key: str, decimals: int = 1, times: float = 1.0) -> Callable[[Mapping[str, float]], Number]:
+    """A column of ``table_of``: the number of a key, in another unit."""
+    return lambda row: Number(times * row[key], decimals)
 
 
 MOST_PRINTED = 1e12

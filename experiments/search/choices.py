@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from statistics import NormalDist
@@ -15,7 +16,7 @@ from numpy.typing import NDArray
 
 from stepsight.dataset.base.errors import JobError
 from stepsight.dataset.job.job import Job
-from stepsight.dataset.kinds.op import Collective, Op
+from stepsight.dataset.kinds.op import Op
 from stepsight.experiments.search.settings import Goal, Seconds
 from stepsight.simulator.memory import Memory
 from stepsight.training.prediction.ask_many import Answers
@@ -80,19 +81,15 @@ class Choice:
         """The full prediction, computed on first use; None if the strategy does not fit in memory."""
         return None if self.seconds is None else self._predict(self.job)
 
-    def instead(self, job: Job) -> Prediction:
-        """Predict another job with the same predictor."""
-        return self._predict(job)
-
     @cached_property
     def memory(self) -> Memory:
         """Predicted peak memory of every stage, computed on first use."""
         return self._predict(self.job).memory
 
     def __repr__(self) -> str:
-        memory = f"{self.peak_bytes / 1e9:.1f} GB"
         time = f"{self.seconds[0]:.4g} s" if self.seconds is not None else "not timed"
-        return f"Choice({self.job.name}, {time}, {memory}{'' if self.fits else ', does not fit'})"
+        fits = "" if self.fits else ", does not fit"
+        return f"Choice({self.job.name}, {time}, {self.peak_bytes / 1e9:.1f} GB{fits})"
 
     @property
     def fits(self) -> bool:
@@ -234,8 +231,8 @@ class SearchResult:
     def _rows(self) -> list[dict[str, Any]]:
         rows = [self._row(choice) for choice in self.choices]
         if self.regrets:
-            for at, row in enumerate(rows):
-                row["expected_regret_percent"] = self.regrets[at] if at < len(self.regrets) else None
+            for row, regret in itertools.zip_longest(rows, self.regrets):
+                row["expected_regret_percent"] = regret
         return rows
 
     def to_dict(self) -> dict[str, Any]:
@@ -251,17 +248,19 @@ class SearchResult:
             "plans": [self._row(choice) for choice in self.plans],
             "skipped": list(self.skipped),
             "rivals": [rival.to_dict() for rival in self.rivals],
-            **({} if self.expert_loads is None else {"expert_placement": self._experts(self.expert_loads)}),
+            **self._experts,
             "choices": rows,
         }
 
-    def _experts(self, loads: ExpertLoads) -> dict[str, Any] | None:
+    @property
+    def _experts(self) -> dict[str, Any]:
         """Placement of the best strategy's experts; None if no strategy fits in memory."""
-        if not self.any_fits:
-            return None
+        loads = self.expert_loads
+        if loads is None or not self.any_fits:
+            return {} if loads is None else {"expert_placement": None}
         best = self.choices[0]
-        in_order = best.instead(loads.apply(best.job, by_load=False))
-        return {**loads.to_dict(best.job.parallel.ep), "iteration_time_in_order_s": in_order.iteration_time_s}
+        in_order = best._predict(loads.apply(best.job, by_load=False)).iteration_time_s
+        return {"expert_placement": {**loads.to_dict(best.job.parallel.ep), "iteration_time_in_order_s": in_order}}
 
     def to_frame(self) -> DataFrame:
         """A pandas table with a row for each strategy, best first.
@@ -327,26 +326,22 @@ DRAWS = 4096  # of errors; their number decides the last digit of a regret, not 
 MOST_RIVALS = 24  # strategies that are compared with the best: each comparison takes a full prediction
 
 
-def _compared(choices: Sequence[Choice]) -> list[Choice]:
-    """The best strategies that fit, of which a full prediction is made."""
-    return [choice for choice in choices if choice.fits and choice.seconds is not None][: 1 + MOST_RIVALS]
-
-
 def find_rivals(choices: Sequence[Choice]) -> tuple[Rival, ...]:
-    """Find the strategies that cannot be distinguished from the first, of ``MOST_RIVALS`` at most; best first."""
-    if not (compared := _compared(choices)):
-        return ()
-    best = compared[0]
-    own, time_s = seconds_by_kind(best), best.timed[0]
-    size = _error_of_kinds(best, own)
+    """Find the strategies that cannot be distinguished from the first, of ``MOST_RIVALS`` at most; best first.
+
+    Two strategies of a job share most of their ops, and errors that they share cancel when they are compared.  The
+    error of each kind of op and collective is taken as independent of the others, and of the same relative size for all
+    kinds: the size that makes up the prediction interval of the best strategy.  The error of a difference then comes
+    from the kinds of which one strategy spends more time than the other, along their critical paths.
+    """
+    compared, kinds, seconds, size = _compared(choices)
     found = []
-    for choice in compared[1:]:
-        other = seconds_by_kind(choice)
-        more = {kind: other.get(kind, 0.0) - own.get(kind, 0.0) for kind in {**own, **other}}
-        slower, error = choice.timed[0] / time_s - 1.0, size * _norm(more.values()) / time_s
+    for choice, spent in zip(compared[1:], seconds[1:], strict=True):
+        more, time_s = spent - seconds[0], compared[0].timed[0]
+        slower, error = choice.timed[0] / time_s - 1.0, size * float(np.linalg.norm(more)) / time_s
         if abs(slower) <= error:
-            measure = max(more, key=lambda kind: abs(more[kind]))
-            found.append(Rival(choice, 100.0 * slower, 100.0 * error, measure, more[measure]))
+            most = int(np.abs(more).argmax())
+            found.append(Rival(choice, 100.0 * slower, 100.0 * error, kinds[most], float(more[most])))
     return tuple(found)
 
 
@@ -362,18 +357,29 @@ def by_expected_regret(choices: Sequence[Choice]) -> tuple[list[Choice], tuple[f
     Returns:
         All choices, and the expected regret in percent of the first of them: ``1 + MOST_RIVALS`` strategies at most.
     """
-    if not (compared := _compared(choices)):
+    compared, _, seconds, size = _compared(choices)
+    if not compared:
         return list(choices), ()
-    spent = [seconds_by_kind(choice) for choice in compared]
-    kinds = list(dict.fromkeys(kind for one in spent for kind in one))
-    seconds = np.array([[one.get(kind, 0.0) for kind in kinds] for one in spent])
-    size = _error_of_kinds(compared[0], spent[0]) / NormalDist().inv_cdf((1.0 + COVERAGE) / 2.0)
     rest = np.array([choice.timed[0] for choice in compared]) - seconds.sum(axis=1)  # launches
-    regrets = expected_regrets(seconds, rest, size)
+    regrets = expected_regrets(seconds, rest, size / NormalDist().inv_cdf((1.0 + COVERAGE) / 2.0))
     order = np.argsort(regrets, kind="stable").tolist()
     first = {id(choice) for choice in compared}
     ranked = [*(compared[at] for at in order), *(choice for choice in choices if id(choice) not in first)]
     return ranked, tuple((100.0 * regrets[order]).tolist())
+
+
+def _compared(choices: Sequence[Choice]) -> tuple[list[Choice], list[str], Floats, float]:
+    """The best strategies that fit, kinds, and seconds by kind, shape ``(strategies, kinds)``; and the relative error
+    of each kind that adds up to half of the interval of the best, with the interval's coverage.
+    """
+    best = [choice for choice in choices if choice.fits and choice.seconds is not None][: 1 + MOST_RIVALS]
+    spent = [seconds_by_kind(choice) for choice in best]
+    kinds = list(dict.fromkeys(kind for one in spent for kind in one))
+    seconds = np.array([[one.get(kind, 0.0) for kind in kinds] for one in spent])
+    if not best:
+        return [], kinds, seconds, 0.0
+    time_s, _, high_s = best[0].timed
+    return best, kinds, seconds, math.log(high_s / time_s) * time_s / float(np.linalg.norm(seconds[0]))
 
 
 def expected_regrets(seconds: Floats, rest: Floats, size: float) -> Floats:
@@ -390,31 +396,15 @@ def expected_regrets(seconds: Floats, rest: Floats, size: float) -> Floats:
     return np.asarray((times / times.min(axis=1, keepdims=True)).mean(axis=0) - 1.0)
 
 
-def _error_of_kinds(best: Choice, own: dict[str, float]) -> float:
-    """Relative error of each kind that adds up to half of the interval of a strategy (with the interval's coverage)."""
-    time_s, _, high_s = best.timed
-    return math.log(high_s / time_s) / (_norm(own.values()) / time_s)
-
-
 def seconds_by_kind(choice: Choice) -> dict[str, float]:
     """Seconds of the critical path of a strategy by kind of op and collective; they add up to the iteration time."""
-    prediction = choice.prediction
-    assert prediction is not None
-    simulation = prediction.simulation
+    assert choice.prediction is not None
+    simulation = choice.prediction.simulation
     counts = simulation.op_counts
     seconds = simulation.timer.work_seconds(list(counts)).tolist()
-    scale = prediction.iteration_time_s / simulation.iteration_time_s
+    scale = choice.prediction.iteration_time_s / simulation.iteration_time_s
     found: dict[str, float] = defaultdict(float)
     for (work, count), each in zip(counts.items(), seconds, strict=True):
-        found[_kind(work)] += count * each
+        where = "" if isinstance(work, Op) else " within a node" if work.num_nodes == 1 else " across nodes"
+        found[work.kind + where] += count * each
     return {kind: value * scale for kind, value in found.items()}
-
-
-def _kind(work: Op | Collective) -> str:
-    if isinstance(work, Op):
-        return work.kind
-    return f"{work.kind} {'within a node' if work.num_nodes == 1 else 'across nodes'}"
-
-
-def _norm(values: Iterable[float]) -> float:
-    return math.sqrt(sum(value**2 for value in values))

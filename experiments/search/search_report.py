@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from stepsight.dataset.job.job import Job
 from stepsight.experiments.reports.plots import plot_front, plot_search
-from stepsight.experiments.reports.text_table import Number, table
+from stepsight.experiments.reports.text_table import Number, table_of
 from stepsight.experiments.search.choices import cost_axis
 from stepsight.experiments.search.settings import INTERVAL
 from stepsight.training.prediction.prediction_views import seconds_text
 
 if TYPE_CHECKING:
-    from stepsight.experiments.search.choices import SearchResult
+    from stepsight.experiments.search.choices import Rival, SearchResult
 
 
 def search_report(job: Job, result: SearchResult, top: int) -> dict[str, Any]:
@@ -25,7 +26,7 @@ def search_report(job: Job, result: SearchResult, top: int) -> dict[str, Any]:
     too_large = min(result.evaluated, sum(not choice.fits for choice in result.choices))
     several = bool(result.plans or result.skipped)
     lines = [f"{job.name}: {_counts(result, too_large)}"]
-    lines += _plans(result, top) if several else [table(*_table(rows))]
+    lines += _plans(result, top) if several else [_table(rows)]
     own = told["own"]
     if own is not None:
         fits = "fits" if own["fits"] else "does not fit"
@@ -75,39 +76,34 @@ def _verdict(result: SearchResult) -> str:
 def _plans(result: SearchResult, top: int) -> list[str]:
     """The best strategy of each of the ``top`` best scenarios; those on the front of time and cost are marked."""
     front = result.front
-    rows = result.to_dict()["plans"]
-    known = [("cost", "cost"), ("energy_kwh", "MWh, estimate")]
-    shown = [column for column in known if any(row[column[0]] is not None for row in rows)]
-    cells = [
-        [
-            number,
-            row["nodes"],
-            f"{row['hardware']} {row['fabric']}",
-            row["global_batch"],
-            row["seq_len"],
-            choice.job.name.removeprefix(f"{choice.job.model_name} "),
-            seconds_text(row["iteration_time_s"]),
-            f"{row['tokens_per_s_per_device']:,.0f}",
-            days_text(row["training_time_s"]),
-            *(_amount(row[key], key) for key, _ in shown),
-            "yes" if row in front else "",
-        ]
-        for number, (row, choice) in enumerate(zip(rows, result.plans, strict=True), start=1)
+    rows = [
+        {"number": number, "strategy": choice.job.name.removeprefix(f"{choice.job.model_name} "), **row}
+        for number, (row, choice) in enumerate(zip(result.to_dict()["plans"], result.plans, strict=True), start=1)
     ]
-    header = ["#", "nodes", "cluster", "batch", "tokens", "best strategy", "iteration", "tokens/s/device", "training"]
-    lines = [table([*header, *(name for _, name in shown), "front"], cells[:top])] if cells else []
-    if len(cells) > top:
-        lines.append(f"{len(cells) - top} more combinations (--top {len(cells)} prints all)")
+    columns: dict[str, str | Callable[[dict[str, Any]], Any]] = {
+        "#": "number",
+        "nodes": "nodes",
+        "cluster": lambda row: f"{row['hardware']} {row['fabric']}",
+        "batch": "global_batch",
+        "tokens": "seq_len",
+        "best strategy": "strategy",
+        "iteration": lambda row: seconds_text(row["iteration_time_s"]),
+        "tokens/s/device": lambda row: f"{row['tokens_per_s_per_device']:,.0f}",
+        "training": lambda row: days_text(row["training_time_s"]),
+    }
+    if any(row["cost"] is not None for row in rows):
+        columns["cost"] = lambda row: "-" if row["cost"] is None else f"{row['cost']:,.2f}"
+    if any(row["energy_kwh"] is not None for row in rows):
+        energy = "energy_kwh"
+        columns["MWh, estimate"] = lambda row: "-" if row[energy] is None else f"{row[energy] / 1e3:,.1f}"
+    columns["front"] = lambda row: "yes" if {key: row[key] for key in front[0]} in front else ""
+    lines = [table_of(rows[:top], columns)] if rows else []
+    if len(rows) > top:
+        lines.append(f"{len(rows) - top} more combinations (--top {len(rows)} prints all)")
     goal = result.goal
     penalty = f" * (1 + batch / {goal.critical_batch:g})" if goal.critical_batch else ""
     lines.append(f"by {goal.objective}; training on {goal.tokens:.4g}{penalty} tokens")
     return [*lines, *(f"skipped: {text}" for text in result.skipped)]
-
-
-def _amount(value: float | None, key: str) -> str:
-    if value is None:
-        return "-"
-    return f"{value / 1e3:,.1f}" if key == "energy_kwh" else f"{value:,.2f}"
 
 
 def days_text(seconds: float) -> str:
@@ -147,65 +143,52 @@ def _rivals(result: SearchResult) -> list[str]:
         return []
     if not result.rivals:
         return ["no other strategy that was evaluated can be faster: the errors of their differences are too small"]
-    cells = [
-        [
-            rival.choice.job.name.removeprefix(f"{rival.choice.job.model_name} "),
-            Number(rival.slower_percent),
-            Number(rival.error_percent),
-            rival.measure,
-        ]
-        for rival in result.rivals
-    ]
-    many = "strategies" if len(cells) > 1 else "strategy"
-    head = f"{len(cells)} {many} cannot be told from the best; the kind of op or collective to measure is beside each:"
-    return [head, table(["strategy", "slower by %", "error of this, %", "measure"], cells)]
+    many = "strategies" if len(result.rivals) > 1 else "strategy"
+    head = f"{len(result.rivals)} {many} cannot be told from the best; the kind of op or collective to measure is "
+    columns: dict[str, Callable[[Rival], Any]] = {
+        "strategy": lambda rival: rival.choice.job.name.removeprefix(f"{rival.choice.job.model_name} "),
+        "slower by %": lambda rival: Number(rival.slower_percent),
+        "error of this, %": lambda rival: Number(rival.error_percent),
+        "measure": lambda rival: rival.measure,
+    }
+    return [f"{head}beside each:", table_of(result.rivals, columns)]
 
 
-def _table(rows: list[dict[str, Any]]) -> tuple[list[str], list[list[Any]]]:
-    """Header and cells; columns without information are left out."""
-    optional = [axis for axis in ("cp", "ep") if any(row[axis] > 1 for row in rows)]
-    ordered = len({row["order"] for row in rows}) > 1
-    uneven = any(row["stage_layers"] for row in rows)
-    placed = any("imbalance" in row for row in rows)
-    regret = any("expected_regret_percent" in row for row in rows)
-    header = ["#", "tp", *optional, "pp", "dp", "mb", "schedule", "zero", "recompute", "sp"]
-    cells = [
-        [
-            number,
-            *(row[key] for key in ("tp", *optional, "pp", "dp", "micro_batch")),
-            _schedule(row),
-            f"{row['zero_stage']}/{row['dp_shard']}" if row["dp_shard"] else str(row["zero_stage"]),
-            _recompute(row),
-            "yes" if row["sequence_parallel"] else "no",
-            *([row["order"]] if ordered else []),
-            *([_layers(row["stage_layers"])] if uneven else []),
-            *([f"{row['imbalance']:.3g}"] if placed else []),
-            *_times(row),
-            *([_percent(row["expected_regret_percent"])] if regret else []),
-            Number(row["memory_bytes"] / 1e9, 2),
-            "yes" if row["fits"] else "NO",
-        ]
-        for number, row in enumerate(rows, start=1)
-    ]
-    header += [name for name, shown in (("order", ordered), ("layers per stage", uneven), ("busiest", placed)) if shown]
-    return [*header, "iteration", "interval", *(["regret %"] if regret else []), "GB", "fits"], cells
+def _table(rows: list[dict[str, Any]]) -> str:
+    """The strategies; columns without information are left out."""
+    numbered = [{"#": number, **row} for number, row in enumerate(rows, start=1)]
+    columns: dict[str, str | Callable[[dict[str, Any]], Any]] = {"#": "#", "tp": "tp"}
+    columns |= {axis: axis for axis in ("cp", "ep") if any(row[axis] > 1 for row in rows)}
+    columns |= {"pp": "pp", "dp": "dp", "mb": "micro_batch", "schedule": _schedule, "zero": _sharding}
+    columns |= {"recompute": _recompute, "sp": lambda row: "yes" if row["sequence_parallel"] else "no"}
+    if len({row["order"] for row in rows}) > 1:
+        columns["order"] = "order"
+    if any(row["stage_layers"] for row in rows):
+        columns["layers per stage"] = _layers
+    if any("imbalance" in row for row in rows):
+        columns["busiest"] = lambda row: f"{row['imbalance']:.3g}"
+    timed = {"iteration": "{iteration_time_s}", "interval": "{low_s} to {high_s}"}
+    columns |= {name: partial(_times, text) for name, text in timed.items()}
+    if any("expected_regret_percent" in row for row in rows):
+        regret = "expected_regret_percent"
+        columns["regret %"] = lambda row: "-" if row[regret] is None else f"{row[regret]:.2f}"
+    columns["GB"] = lambda row: Number(row["memory_bytes"] / 1e9, 2)
+    return table_of(numbered, {**columns, "fits": lambda row: "yes" if row["fits"] else "NO"})
 
 
-def _layers(counts: Sequence[int]) -> str:
+def _layers(row: dict[str, Any]) -> str:
     """Layers of each part of the model, as ``11 14*12 13``; even ones as ``even``."""
-    runs = [(count, len(list(run))) for count, run in itertools.groupby(counts)]
+    runs = [(count, len(list(run))) for count, run in itertools.groupby(row["stage_layers"])]
     return " ".join(f"{times}*{count}" if times > 1 else str(count) for count, times in runs) or "even"
 
 
-def _percent(value: float | None) -> str:
-    return "-" if value is None else f"{value:.2f}"
-
-
 def _schedule(row: dict[str, Any]) -> str:
-    if row["pp"] == 1:
-        return "-"
     chunks = row["virtual_stages"]
-    return f"{row['schedule']} x{chunks}" if chunks > 1 else str(row["schedule"])
+    return "-" if row["pp"] == 1 else f"{row['schedule']} x{chunks}" if chunks > 1 else str(row["schedule"])
+
+
+def _sharding(row: dict[str, Any]) -> str:
+    return f"{row['zero_stage']}/{row['dp_shard']}" if row["dp_shard"] else str(row["zero_stage"])
 
 
 def _recompute(row: dict[str, Any]) -> str:
@@ -215,11 +198,8 @@ def _recompute(row: dict[str, Any]) -> str:
     return f"full/{every}" if row["recompute"] == "full" and every > 1 else str(row["recompute"])
 
 
-def _times(row: dict[str, Any]) -> list[str]:
-    """Iteration and interval; strategies that do not fit were not timed."""
+def _times(text: str, row: dict[str, Any]) -> str:
+    """Times in a text; strategies that do not fit were not timed."""
     if row["iteration_time_s"] is None:
-        return ["-", "-"]
-    return [
-        seconds_text(row["iteration_time_s"]),
-        f"{seconds_text(row['low_s'])} to {seconds_text(row['high_s'])}",
-    ]
+        return "-"
+    return text.format(**{key: seconds_text(row[key]) for key in ("iteration_time_s", "low_s", "high_s")})

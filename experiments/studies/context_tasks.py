@@ -17,7 +17,7 @@ from stepsight.dataset.hardware.hardware import find_fabric, usual_fabric
 from stepsight.dataset.runs.run_folder import read_collection
 from stepsight.dataset.runs.run_manifest import RunManifest
 from stepsight.experiments.studies.families import FAMILIES
-from stepsight.experiments.tasks.script_collecting import Script, collect_script
+from stepsight.experiments.tasks.scripts import Script, collect_script
 from stepsight.features.graph_features import SegmentGraph
 from stepsight.training.collectives.collective_models import fit_collectives
 from stepsight.training.context.examples import Measured, Taught, measured_runs

@@ -24,12 +24,12 @@ from stepsight.dataset.job.job import BatchSpec, ClusterSpec, Job, ModelSpec, Pa
 from stepsight.dataset.job.specs import Straggler
 from stepsight.dataset.runs.box_spec import HARDWARE, Box, read_box
 from stepsight.dataset.runs.run_manifest import RunManifest, read_manifest
+from stepsight.experiments.questions.traced_runs import what_if
 from stepsight.experiments.studies.box_cases import sleeping
 from stepsight.experiments.studies.study import Row, Study, rows_text
 from stepsight.experiments.tasks.collecting import run_plan
-from stepsight.experiments.tasks.emulating import emulate
+from stepsight.experiments.tasks.scripts import emulate
 from stepsight.experiments.tasks.settings import Emulation, TraceChanges
-from stepsight.experiments.tasks.what_if import what_if
 from stepsight.training.measured.planning import box_plan
 
 SCRIPT = Path(__file__).with_name("scripts.py")

@@ -23,6 +23,7 @@ from stepsight.dataset.job.job import Job
 from stepsight.dataset.kinds.op import Op
 from stepsight.dataset.runs.box_spec import HARDWARE as BOX_HARDWARE
 from stepsight.dataset.runs.box_spec import Box
+from stepsight.experiments.reports.run_texts import describe_collection
 from stepsight.experiments.tasks.settings import CollectSettings
 from stepsight.simulator.programs.lower import signatures
 from stepsight.training.kernels.host_calls import call_label
@@ -102,8 +103,10 @@ def collect_jobs(
             raise CollectError("--extra-seconds is for runs outside of a box: leave out one of them")
         plan = plan_in_box(box, [Job.from_file(path) for path in paths], settings.role, counts, settings.event_seconds)
     else:
-        jobs = [_as_pytorch(Job.from_file(path)) for path in paths]
-        for job in jobs:
+        jobs = [Job.from_file(path) for path in paths]
+        for at, job in enumerate(jobs):
+            if not job.execution.engine and job.batch.precision == "bf16":  # the harness runs eager PyTorch
+                jobs[at] = job = replace(job, execution=replace(job.execution, engine="eager-pytorch"))
             collectable(job, None if plan_only else available_ranks())
         runs = [(settings.role, job, counts) for job in jobs]
         seconds = {"event_seconds": settings.event_seconds, "extra_seconds": settings.extra_seconds}
@@ -115,20 +118,11 @@ def collect_jobs(
         where = out / "plan.json"
         return {"plan": str(where), "text": f"wrote {where}; run it with: python -m harness {where} --out DIR"}
     summary = run_plan(plan, out, progress=progress)
-    text = collection_text(out)
+    text = describe_collection(out)["text"]
     if summary.get("rejected"):
         why = f"more than {100 * MOST_CPU:.0f} % CPU" if "box" in plan else "too little memory"
         text += f"\nrejected, {why}: {', '.join(summary['rejected'])}"
     return {**summary, "text": text}
-
-
-def _as_pytorch(job: Job) -> Job:
-    """The job with eager PyTorch as its engine, which the harness runs, if it is in mixed precision and names no
-    engine.
-    """
-    if job.execution.engine or job.batch.precision != "bf16":
-        return job
-    return replace(job, execution=replace(job.execution, engine="eager-pytorch"))
 
 
 def plan_in_box(
@@ -153,12 +147,6 @@ def plan_in_box(
         ops=sorted(ops, key=str),
         event_seconds=event_seconds,
     )
-
-
-def collection_text(out: Path) -> str:
-    from stepsight.experiments.questions.describe import describe_collection
-
-    return str(describe_collection(out)["text"])
 
 
 HEAVY = 0.98  # share of the time of unknown calls that is measured
@@ -199,7 +187,11 @@ def heavy_calls(captured: Captured, predictor: Predictor | None, hardware: Hardw
     for rank in captured.ranks:
         for each in _calls(rank, predictor, hardware):
             total += each.seconds
-            if _is_known(predictor, each.call[0], each.op):
+            if predictor is not None and (
+                predictor.host.is_known(each.call[0], each.op)
+                if predictor.host is not None
+                else not predictor.kernel.unsupported(each.op)
+            ):
                 known += each.seconds
                 continue
             key = call_label(each.call[0], each.op), each.op
@@ -240,9 +232,15 @@ def collect_ops(
             "CPU and say nothing about a GPU. Run this on a machine with the GPU, or capture the script with --device "
             "cpu"
         )
-    if warning and progress:
-        print(f"warning: {warning}", file=sys.stderr, flush=True)
-    plan = plan_of(chosen, seconds)
+        if progress:
+            print(f"warning: {warning}", file=sys.stderr, flush=True)
+    ops = [
+        {"kind": each.op.kind, "dims": list(each.op.dims), "dtype": each.op.dtype, "call": list(each.call)}
+        for each in chosen
+    ]
+    budget = min(seconds, SECONDS_OF_ONE * len(ops))
+    event = {"name": "ops", "world_size": 1, "ops": ops, "collectives": [], "seconds": budget}
+    plan = check_plan({"schema": SCHEMA, "runs": [], "events": [event], "device": "auto"})
     if not (out / "plan.json").exists():
         out.mkdir(parents=True, exist_ok=True)
         write_json(out / "plan.json", plan)
@@ -259,24 +257,6 @@ def collect_ops(
         "text": f"{len(chosen)} calls of {captured.script} measured alone; {knew}\nwrote {out}; name it beside the "
         "other collections when you train",
     }
-
-
-def plan_of(calls: Sequence[HeavyCall], seconds: float) -> dict[str, Any]:
-    ops = [
-        {"kind": each.op.kind, "dims": list(each.op.dims), "dtype": each.op.dtype, "call": list(each.call)}
-        for each in calls
-    ]
-    budget = min(seconds, SECONDS_OF_ONE * len(ops))
-    event = {"name": "ops", "world_size": 1, "ops": ops, "collectives": [], "seconds": budget}
-    return check_plan({"schema": SCHEMA, "runs": [], "events": [event], "device": "auto"})
-
-
-def _is_known(predictor: Predictor | None, call: str, op: Op) -> bool:
-    if predictor is None:
-        return False
-    if predictor.host is not None:
-        return predictor.host.is_known(call, op)
-    return not predictor.kernel.unsupported(op)
 
 
 def _calls(rank: CapturedRank, predictor: Predictor | None, hardware: Hardware) -> list[HeavyCall]:

@@ -67,7 +67,7 @@ def collect_command(
         return Answer(summary, summary["text"])
     refuse_given(context, ("predictor",), "is for a captured program (--ops)")
     if script is not None:
-        from stepsight.experiments.tasks.script_collecting import Script, collect_script, ranks_of
+        from stepsight.experiments.tasks.scripts import Script, collect_script, ranks_of
 
         refuse_given(context, ("box", "plan_only", "jobs", "extra_seconds"), "is for job files, not for a script")
         counts, ranks, words = settings.counts(), ranks_of(nproc_per_node), context.meta[WORDS]
@@ -238,11 +238,11 @@ def doctor_command(
     if run is None:
         if job is not None:
             raise StepsightError("--job is the job of a run: name the run folder too")
-        from stepsight.experiments.tasks.doctor import check_machine, machine_text
+        from stepsight.experiments.tasks.machine import check_machine, machine_text
 
         told = check_machine()
         return Answer(told, machine_text(told))
-    from stepsight.experiments.tasks.doctor import diagnose, diagnosis_text
+    from stepsight.experiments.questions.traced_runs import diagnose, diagnosis_text
 
     told = diagnose(run, None if job is None else JobOptions().read(job), source.load())
     return Answer(told, diagnosis_text(told))

@@ -139,7 +139,7 @@ def capture_command(
     from stepsight.dataset.capture.captured import check_capture_folder, write_captured
     from stepsight.dataset.capture.capturing_run import CaptureRequest, capture
     from stepsight.dataset.capture.model_files import ModelRequest, is_model, read_model
-    from stepsight.experiments.reports.trace_texts import capture_text
+    from stepsight.experiments.reports.run_texts import capture_text
 
     if is_model(script):
         if arguments:
@@ -194,7 +194,7 @@ def emulate_command(
             size) or bytes:N (N bytes or more). Repeatable.
     """
     from stepsight.dataset.hardware.hardware import find_fabric
-    from stepsight.experiments.tasks.emulating import Extra, delays_of, emulate
+    from stepsight.experiments.tasks.scripts import Extra, delays_of, emulate
     from stepsight.training.tracking.store import load_predictor
 
     learned = load_predictor(predictor) if predictor is not None else None

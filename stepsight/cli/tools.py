@@ -90,7 +90,7 @@ def show_command(path: Path, other: Path | None = None, *, table: Path | None = 
 
     if other is not None:
         from stepsight.dataset.capture.captured import read_captured
-        from stepsight.experiments.reports.trace_texts import captures_differ, difference_text
+        from stepsight.experiments.reports.run_texts import captures_differ, difference_text
 
         told = captures_differ(read_captured(path).to_dict(), read_captured(other).to_dict())
         return Answer(told, difference_text(told))

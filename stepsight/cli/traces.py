@@ -80,7 +80,7 @@ def _import_traces(
     from stepsight.dataset.graph.rank_trace import Placement
     from stepsight.dataset.runs.run_folder import write_imported
     from stepsight.dataset.traces.import_traces import import_ranks, summary
-    from stepsight.experiments.reports.trace_texts import import_text
+    from stepsight.experiments.reports.run_texts import import_text
 
     if out is None:
         raise StepsightError(f"import {format} needs --out: the folder of the collection to write")
@@ -97,7 +97,7 @@ def _import_traces(
     found = import_ranks(paths, executions, placement, progress("traces read"), form=format)
     told = summary(found)
     if read is not None:
-        from stepsight.experiments.tasks.job_check import check_job
+        from stepsight.experiments.questions.job_check import check_job
 
         check_job(read, found.graphs)
     run = write_imported(found.graphs, found.sources, out, read, told["warnings"])
@@ -125,8 +125,8 @@ def replay_command(run: Annotated[Path, typer.Argument(metavar="RUN")], *, job: 
     """
     from stepsight.dataset.job.job import Job
     from stepsight.dataset.runs.run_folder import run_folders, run_graphs
-    from stepsight.experiments.reports.trace_texts import replay_runs, replay_text
-    from stepsight.experiments.tasks.job_check import check_job, compare, comparison_text
+    from stepsight.experiments.questions.job_check import check_job, compare, comparison_text
+    from stepsight.experiments.questions.traced_runs import replay_runs, replay_text
 
     told = replay_runs(run)
     text = replay_text(told)
@@ -160,7 +160,7 @@ def dataset_command(
         out: Folder of the dataset to write.
     """
     from stepsight.dataset.trace_graphs.graph_dataset import make_dataset
-    from stepsight.experiments.reports.trace_texts import dataset_text
+    from stepsight.experiments.reports.run_texts import dataset_text
 
     told = make_dataset(collections, out, on_run=progress("runs read"))
     return Answer(told, dataset_text(told))
@@ -179,8 +179,7 @@ def what_if_command(run: Annotated[Path, typer.Argument(metavar="RUN")], *, chan
     Args:
         run: A run folder, or a collection of one run.
     """
-    from stepsight.experiments.reports.trace_texts import what_if_text
-    from stepsight.experiments.tasks.what_if import what_if
+    from stepsight.experiments.questions.traced_runs import what_if, what_if_text
 
     told = what_if(run, changes)
     return Answer(told, what_if_text(told))

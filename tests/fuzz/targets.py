@@ -28,7 +28,7 @@ from stepsight.dataset.traces.import_traces import summary as import_summary
 from stepsight.dataset.traces.read_rank import read_kineto
 from stepsight.experiments.evaluation.evaluate import evaluate, evaluation_text
 from stepsight.experiments.reports.job_texts import prediction_report
-from stepsight.experiments.reports.trace_texts import trace_summary
+from stepsight.experiments.reports.run_texts import trace_summary
 from stepsight.experiments.search.search import search
 from stepsight.experiments.search.search_report import search_report
 from stepsight.experiments.tasks.collecting import read_plan

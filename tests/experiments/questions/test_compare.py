@@ -11,7 +11,7 @@ from stepsight.dataset.traces.import_traces import import_ranks
 from stepsight.experiments.questions.compare import compare_sides, comparison_text, predicted_side, run_side
 from stepsight.experiments.questions.sweep import change_job
 from tests.dataset.run_folders import write_run
-from tests.experiments.tasks.test_doctor import host_bound_trace
+from tests.experiments.questions.test_traced_runs import host_bound_trace
 
 JOB = Job.from_file(Path(__file__).parents[3] / "examples" / "gpt3-175b-1024.toml")
 

@@ -13,7 +13,7 @@ from stepsight.experiments.studies.emulation_and_what_if import (
     fsdp2_seconds,
     knee,
 )
-from stepsight.experiments.tasks.emulating import emulate
+from stepsight.experiments.tasks.scripts import emulate
 from stepsight.experiments.tasks.settings import Emulation
 
 FORWARD_S, BACKWARD_S = 0.5, 1.0

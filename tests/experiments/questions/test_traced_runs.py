@@ -1,4 +1,4 @@
-"""Causes of slow runs, planted in traces made by hand; and what a machine can do."""
+"""Causes of slow runs, planted in traces made by hand."""
 
 import json
 from pathlib import Path
@@ -8,20 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from stepsight.cli import app
 from stepsight.dataset.base.errors import StepsightError
 from stepsight.dataset.hardware.hardware_facts import Fabric, Link
 from stepsight.dataset.kinds.op import Collective
 from stepsight.dataset.runs.run_folder import write_imported
 from stepsight.dataset.traces.import_traces import import_ranks
-from stepsight.experiments.tasks.doctor import (
-    _clock_causes,
-    _message_causes,
-    check_machine,
-    diagnose,
-    diagnosis_text,
-    machine_text,
-)
+from stepsight.experiments.questions.traced_runs import _clock_causes, _message_causes, diagnose, diagnosis_text
 from tests.dataset.kineto_files import KinetoFile
 
 
@@ -59,9 +51,9 @@ def messages(num_bytes: int, seconds: float, count: int) -> Any:
 def test_small_messages_and_slow_links_are_named() -> None:
     """Many messages of 1 KB; large ones at a hundredth of the stated bandwidth; and neither."""
     fabric = Fabric("toy", Link(300e9, 1e-6), Link(25e9, 1e-5))
-    assert [each.cause for each in _message_causes([messages(1024, 1e-3, 50)], 0.1, fabric)] == ["small_messages"]
+    assert [each["cause"] for each in _message_causes([messages(1024, 1e-3, 50)], 0.1, fabric)] == ["small_messages"]
     slow = messages(64 << 20, (64 << 20) / 0.25e9, 2)
-    assert [each.cause for each in _message_causes([slow], 10.0, fabric)] == ["slow_transport"]
+    assert [each["cause"] for each in _message_causes([slow], 10.0, fabric)] == ["slow_transport"]
     assert _message_causes([slow], 10.0, None) == []
     assert _message_causes([messages(64 << 20, (64 << 20) / 20e9, 2)], 10.0, fabric) == []
 
@@ -70,7 +62,7 @@ def test_throttling_is_read_from_the_clocks(tmp_path: Path) -> None:
     clocks = {"samples": 10, "reasons": {"power_cap": 0.4, "idle": 0.5}}
     (tmp_path / "manifest.json").write_text(json.dumps({"clocks": clocks}))
     (cause,) = _clock_causes(tmp_path)
-    assert cause.cause == "throttling" and cause.evidence == "power_cap in 40 % of the samples"
+    assert cause["cause"] == "throttling" and cause["evidence"] == "power_cap in 40 % of the samples"
     (tmp_path / "manifest.json").write_text(json.dumps({"clocks": {"reasons": {"idle": 1.0}}}))
     assert _clock_causes(tmp_path) == []
 
@@ -78,12 +70,3 @@ def test_throttling_is_read_from_the_clocks(tmp_path: Path) -> None:
 def test_a_folder_without_a_traced_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(StepsightError, match="a run folder or a collection"):
         diagnose(tmp_path)
-
-
-def test_this_machine(capsys: pytest.CaptureFixture[str]) -> None:
-    told: dict[str, Any] = check_machine()
-    assert told["cores"] > 0 and told["can"]["predict, explain, search, evaluate"] == ""
-    text = machine_text(told)
-    assert "what works here" in text and "torch" in text
-    app(["doctor", "--json"], standalone_mode=False)
-    assert json.loads(capsys.readouterr().out)["libraries"].keys() == told["libraries"].keys()

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from stepsight.experiments.reports.trace_texts import capture_text, scaled
+from stepsight.experiments.reports.run_texts import capture_text, scaled
 
 UNITS = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1, "B"))
 

@@ -15,7 +15,7 @@ from stepsight.dataset.hardware.hardware import HARDWARE
 from stepsight.dataset.job.job import Job
 from stepsight.dataset.kinds.op import Op
 from stepsight.dataset.traces.read_rank import read_rank
-from stepsight.experiments.tasks.job_check import check_job, compare, comparison_text, lowered_works, stage_of
+from stepsight.experiments.questions.job_check import check_job, compare, comparison_text, lowered_works, stage_of
 from stepsight.simulator.programs.lower import lower
 from tests.dataset.traced_jobs import GpuJob
 

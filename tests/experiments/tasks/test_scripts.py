@@ -12,7 +12,7 @@ from stepsight.dataset.hardware.hardware import alpha_beta_seconds, find_fabric
 from stepsight.dataset.harness.base.plan_error import HarnessError
 from stepsight.dataset.harness.emulation.stand_in import AskedDelays
 from stepsight.dataset.kinds.op import Collective
-from stepsight.experiments.tasks.emulating import Extra, answers_of, delays_of
+from stepsight.experiments.tasks.scripts import Extra, answers_of, delays_of
 
 SMALL = Collective("all_reduce", 1000, 16, 8)
 LARGE = Collective("all_gather", 10**8, 256, 8)

@@ -1,16 +1,17 @@
-"""What verbs print of traces and captured scripts."""
+"""What verbs print of traces, runs, collections and captured scripts."""
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from stepsight.dataset.graph.graph_files import read_steps
 from stepsight.dataset.graph.program import Program
-from stepsight.dataset.runs.run_folder import has_traces, run_folders, run_graphs
-from stepsight.experiments.reports.text_table import Number, table
-
-_HOST_LIMIT = 50.0  # percent of the critical path from which the host limits a step
+from stepsight.dataset.runs.run_folder import ImportedRun, read_collection, read_event_file, read_imported, read_run
+from stepsight.dataset.runs.run_manifest import RunManifest
+from stepsight.experiments.reports.text_table import Column, Number, number, table, table_of
 
 
 def import_text(told: dict[str, Any]) -> str:
@@ -57,73 +58,6 @@ def _shares(what: str, unit: str, seconds: dict[str, float], whole: float, of: s
     """A table of seconds and their shares of ``whole``, which is the time that ``of`` names."""
     cells = [[name[:60], Number(1e3 * spent, 3), Number(100 * spent / whole)] for name, spent in seconds.items()]
     return table([what, unit, f"% of {of}"], cells)
-
-
-def replay_runs(path: Path) -> dict[str, Any]:
-    """Replay a run, or every run of a collection: then the totals, and each run under ``runs``.
-
-    Raises:
-        StepsightError: If there is no run with traces, or its dependencies contradict each other.
-    """
-    told = []
-    from stepsight.simulator.replay.replay import replay
-
-    folders = run_folders(path)
-    for folder in [each for each in folders if has_traces(each)] or folders[:1]:
-        run = run_graphs(folder)
-        warnings = [warning for graph in run.graphs for warning in graph.warnings]
-        told.append({"run": run.name, **replay(run.graphs).to_dict(), "warnings": list(dict.fromkeys(warnings))})
-    if len(told) == 1:
-        return told[0]
-    measured, replayed = (sum(each[key] for each in told) for key in ("measured_s", "replayed_s"))
-    streams = [{"run": each["run"], **stream} for each in told for stream in each["streams"]]
-    error = 100.0 * (replayed / measured - 1.0) if measured else 0.0
-    return {"measured_s": measured, "replayed_s": replayed, "error_percent": error, "streams": streams, "runs": told}
-
-
-def replay_text(told: dict[str, Any]) -> str:
-    return "\n\n".join(_replay_text(each) for each in told.get("runs", [told]))
-
-
-def _replay_text(told: dict[str, Any]) -> str:
-    lines = [
-        f"run {told['run']}: step measured {1e3 * told['measured_s']:.3f} ms, replayed "
-        f"{1e3 * told['replayed_s']:.3f} ms ({told['error_percent']:+.2f} %), {told['steps']} step(s)",
-        f"idle time without a known cause: {told['unexplained_percent']:.2f} % of the steps",
-    ]
-    if told["unrecorded_percent"]:
-        lines.append(f"work that the trace leaves out: {told['unrecorded_percent']:.2f} % of the steps")
-    cells = [
-        [s["rank"], s["stream"], Number(1e3 * s["measured_busy_s"], 3), Number(1e3 * s["replayed_busy_s"], 3),
-         Number(s["error_percent"], 2), Number(1e3 * s["unexplained_idle_s"], 3)]
-        for s in told["streams"]
-    ]  # fmt: skip
-    lines.append(table(["rank", "stream", "busy ms", "replayed ms", "error %", "unexplained idle ms"], cells))
-    return "\n".join([*lines, *(f"warning: {warning}" for warning in told["warnings"])])
-
-
-def what_if_text(told: dict[str, Any]) -> str:
-    cells = [[each["change"], Number(1e3 * each["step_s"], 3), Number(each["speedup"], 3)] for each in told["changes"]]
-    if len(cells) > 1:
-        cells.append(["all of them", Number(1e3 * told["changed_s"], 3), Number(told["speedup"], 3)])
-    lines = [
-        f"run {told['run']}: step measured {1e3 * told['measured_s']:.3f} ms, replayed "
-        f"{1e3 * told['replayed_s']:.3f} ms"
-        + (f", without a profiler {1e3 * told['unprofiled_s']:.3f} ms" if told["unprofiled_s"] else ""),
-        table(["change", "step ms", "speed-up"], cells),
-        f"durations changed by a predictor for {told['predicted_percent']:.1f} %, by a plain factor for "
-        f"{told['scaled_percent']:.1f} % of device time",
-    ]
-    if max(told["host_percent"], told["changed_host_percent"]) >= 1.0:
-        lines.append(
-            f"the host's share of the critical path: {told['host_percent']:.0f} % before the changes, "
-            f"{told['changed_host_percent']:.0f} % after them"
-        )
-    if told["changed_host_percent"] >= _HOST_LIMIT:
-        lines.append("the host is the limit: faster kernels and links gain little; see --cuda-graph and --no-host")
-    if told["traced_on"]:
-        lines.append("traced on {hardware} ({fabric}); predicted by {predictor}".format(**told["traced_on"]))
-    return "\n".join([*lines, *(f"warning: {warning}" for warning in told["warnings"])])
 
 
 def dataset_text(told: dict[str, Any]) -> str:
@@ -229,3 +163,91 @@ def difference_text(told: dict[str, Any]) -> str:
         first, second = rank["ranks"]
         lines += ["", table([f"rank {first} of A, {second} of B: what differs", "A", "B"], rows)]
     return "\n".join(lines)
+
+
+def describe_collection(path: Path) -> dict[str, Any]:
+    """Runs and event profiles of a collection, and planned ones that are missing."""
+    collection = read_collection(path)
+    rows = [_run_row(manifest) for manifest in collection]
+    others = [_imported_row(read_imported(folder)) for folder in collection.imported]
+    events = {file.stem: len(read_event_file(file).works) for file in collection.events}
+    lines = [f"collection {path}"]
+    if rows or not others:
+        ranks: Column = lambda row: f"as {row['stand_in']}" if "stand_in" in row else row["ranks"]
+        timed = {"median ms": number("measured_s", 1, 1e3), "spread % over rounds": number("spread_percent")}
+        lines.append(table_of(rows, {"run": "name", "role": "role", "ranks": ranks, "steps": "steps", **timed}))
+    if others:
+        columns: dict[str, str | Column] = {
+            "imported run": "name",
+            "ranks": "ranks",
+            "hardware": "hardware",
+            "steps": lambda row: row.get("steps", row.get("traced_steps", "")),
+            "median ms": lambda row: Number(1e3 * row.get("measured_s", row.get("traced_s"))) if len(row) > 5 else "",
+            "spread % over rounds": lambda row: (
+                Number(row["spread_percent"]) if "steps" in row else "traced" if "traced_s" in row else ""
+            ),
+        }
+        lines.append(table_of(others, columns))
+        if any("traced_s" in row for row in others):
+            lines.append(
+                "traced: steps under the profiler, which makes them longer; look into one with show RUN_FOLDER"
+            )
+    if any(manifest.compiled for manifest in collection):
+        lines.append("composite ops were compiled")
+    lines += [f"events {name}: {count} distinct signatures measured" for name, count in events.items()]
+    if collection.missing:
+        lines.append(f"planned but absent: {', '.join(collection.missing)}")
+    told = {"collection": str(path), "runs": rows + others, "events": events, "absent": collection.missing}
+    return {**told, "text": "\n".join(lines)}
+
+
+def _run_row(manifest: RunManifest) -> dict[str, Any]:
+    """One line about a run: median of the unprofiled steps and the spread of the rounds' medians."""
+    return {
+        "name": manifest.name,
+        "role": manifest.role,
+        "ranks": manifest.world_size,
+        **({} if manifest.stand_in is None else {"stand_in": manifest.stand_in}),
+        **({"compiled": True} if manifest.compiled else {}),
+        **_step_times(manifest.rounds),
+    }
+
+
+def _imported_row(run: ImportedRun) -> dict[str, Any]:
+    """An imported run: with its timed steps if it has any, as a script has, else with its traced ones."""
+    row = {"name": run.name, "imported": True, "role": run.role, "ranks": len(run.ranks), "hardware": run.hardware}
+    if run.rounds:
+        return {**row, **_step_times(run.rounds)}
+    ranks = [read_steps(run.folder, stem) for stem in run.ranks.values()]
+    longest = [max(of_ranks) for of_ranks in zip(*ranks, strict=False)]
+    return {**row, "traced_steps": len(longest), "traced_s": statistics.median(longest)} if longest else row
+
+
+def _step_times(rounds: Sequence[Sequence[float]]) -> dict[str, Any]:
+    seconds = [each for steps in rounds for each in steps]
+    medians, whole = [statistics.median(steps) for steps in rounds], statistics.median(seconds)
+    spread = 100 * (max(medians) - min(medians)) / whole
+    return {"steps": len(seconds), "measured_s": whole, "spread_percent": spread}
+
+
+def describe_run(path: Path) -> dict[str, Any]:
+    """A run that the harness made: its times, and the traced seconds of each kind of op and collective."""
+    trace = read_run(path)
+    manifest, row = trace.manifest, _run_row(trace.manifest)
+    totals: dict[str, dict[str, Any]] = {}
+    for segment in trace.segments():
+        for node, seconds in zip(segment.program.nodes, segment.slot_s, strict=True):
+            entry = totals.setdefault(node.work.kind, {"calls": 0, "seconds": 0.0})
+            entry["calls"] += 1
+            entry["seconds"] += float(seconds)
+    whole = sum(entry["seconds"] for entry in totals.values()) or 1.0
+    kinds = dict(sorted(totals.items(), key=lambda item: -item[1]["seconds"]))
+    cells = [
+        [kind, entry["calls"], Number(1e3 * entry["seconds"], 2), Number(100 * entry["seconds"] / whole)]
+        for kind, entry in kinds.items()
+    ]
+    head = f"run {row['name']}: {1e3 * row['measured_s']:.1f} ms on {row['ranks']} rank(s)"
+    if manifest.stand_in is not None:
+        head += f", in place of rank {manifest.stand_in} of {manifest.job.cluster.num_devices}"
+    head += ", composite ops compiled" if manifest.compiled else ""
+    return {**row, "kinds": kinds, "text": f"{head}\n{table(['kind', 'calls traced', 'ms', '%'], cells)}"}

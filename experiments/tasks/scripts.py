@@ -1,0 +1,425 @@
+"""What is done with a training script of the user: it is collected, or some ranks of it run in an emulated world."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import runpy
+import statistics
+import tempfile
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from stepsight.dataset.base.errors import CollectError, StepsightError
+from stepsight.dataset.base.files import check_writable, digest, new_folder, read_json, write_json
+from stepsight.dataset.graph.program import OPAQUE
+from stepsight.dataset.hardware.hardware import alpha_beta_seconds
+from stepsight.dataset.hardware.hardware_facts import Fabric
+from stepsight.dataset.harness.base.atomic_files import locked
+from stepsight.dataset.harness.base.plan_error import HarnessError
+from stepsight.dataset.harness.plan import SCHEMA, check_plan
+from stepsight.dataset.harness.running.progress import Progress
+from stepsight.dataset.harness.scripts.launch import Ranks, run_ranks
+from stepsight.dataset.kinds import COLLECTIVE_KINDS
+from stepsight.dataset.kinds.op import Collective
+from stepsight.dataset.runs.run_folder import read_imported, write_imported
+from stepsight.dataset.traces.import_traces import Imported, import_ranks
+from stepsight.experiments.reports.run_texts import describe_collection
+from stepsight.experiments.reports.text_table import Number, number, table_of
+from stepsight.experiments.tasks.collecting import available_ranks, run_plan
+from stepsight.experiments.tasks.settings import Emulation
+from stepsight.training.predictor.predictor import Predictor
+
+_SHOWN = 500  # characters of a failed script's output
+
+
+def emulate(
+    script: Path, arguments: Sequence[str], world: Emulation, delay: Delay, *, progress: bool = True
+) -> dict[str, Any]:
+    """Run ranks of a script in an emulated world.
+
+    Args:
+        script: The user's Python file.
+        arguments: Its own.
+        world: Which ranks run, and how long.
+        delay: Seconds of each collective.
+        progress: Say on standard error what goes on.
+
+    Returns:
+        ``step_seconds`` (of the slowest rank in each step), ``rounds``, ``iteration_s`` (their median),
+        ``spread_percent`` over rounds, ``collectives`` of a step of the first rank: kind, bytes, group,
+        ``calls_per_step`` and modelled ``seconds`` of each; and ``ranks``, with steps and collectives of each.
+
+    Raises:
+        CollectError: If the script cannot be emulated; with its own line.
+    """
+    if not script.is_file():
+        raise CollectError(f"emulate takes a Python file, got no file {script}")
+    emulated = {"ranks": list(world.ranks), "devices_per_node": world.devices_per_node, "virtual": world.virtual}
+    counts = {"warmup": world.warmup, "rounds": world.rounds, "steps": world.steps, "profile_steps": 0}
+    settings = {"arguments": list(arguments), "timeout_s": world.timeout_s, "emulate": emulated, **counts}
+    with tempfile.TemporaryDirectory(prefix="stepsight-") as temporary, ExitStack() as open_pipes:
+        pipes = {rank: open_pipes.enter_context(answers_of(delay)) for rank in world.ranks}
+        ranks, log = Ranks.emulated(pipes, world.world_size, world.devices_per_node), Path(temporary) / "script.log"
+        try:
+            found = run_script(script, settings, Path(temporary), log, ranks, "emulate" if progress else "")
+        except HarnessError as error:
+            output = log.read_text("utf-8", errors="replace")[-_SHOWN:].strip() if log.exists() else ""
+            output = " | ".join(output.splitlines())  # errors are one line
+            told = str(error).removesuffix(f"; see {log}")
+            raise CollectError(told + (f"; the end of its output: {output}" if output else "")) from None
+    return _summary(script, world, found)
+
+
+def _summary(script: Path, world: Emulation, found: list[dict[str, Any]]) -> dict[str, Any]:
+    rounds = slowest_of(found)
+    seconds = [each for steps in rounds for each in steps]
+    medians, whole = [statistics.median(steps) for steps in rounds], statistics.median(seconds)
+    ranks = [
+        {
+            "rank": rank,
+            "step_seconds": [each for steps in each_rank["rounds"] for each in steps],
+            "collectives": [
+                {**{name: value for name, value in each.items() if name != "calls"},
+                 "calls_per_step": each["calls"] / len(seconds)}
+                for each in each_rank["collectives"]
+            ],
+        }
+        for rank, each_rank in zip(world.ranks, found, strict=True)
+    ]  # fmt: skip
+    told = {
+        "script": str(script),
+        "world_size": world.world_size,
+        "ranks": ranks,
+        "clock": "virtual" if world.virtual else "real",
+        "steps_by": found[0]["steps_by"],
+        "iteration_s": whole,
+        "spread_percent": 100 * (max(medians) - min(medians)) / whole if whole else 0.0,
+        "rounds": rounds,
+        "step_seconds": seconds,
+        "collectives": ranks[0]["collectives"],
+    }
+    columns: dict[str, str | Callable[[Any], object]] = {
+        "collective": "kind", "bytes": "num_bytes", "ranks": "group_size", "per node": "ranks_per_node",
+        "calls per step": number("calls_per_step"), "ms each": number("seconds", 3, 1e3),
+        "ms per step": lambda each: Number(1e3 * each["seconds"] * each["calls_per_step"], 3),
+    }  # fmt: skip
+    lines = [
+        f"rank {', '.join(map(str, world.ranks))} of {world.world_size}, {told['clock']} clock, steps by "
+        f"{told['steps_by']}",
+        f"iteration {1e3 * whole:.2f} ms, spread {told['spread_percent']:.1f} % over rounds",
+        table_of(told["collectives"], columns) if told["collectives"] else "no collectives",
+    ]
+    return {**told, "text": "\n".join(lines)}
+
+
+Delay = Callable[[Collective], float]
+FUNCTION = "seconds"  # of a user's file
+_MOST_S = 3600.0
+
+
+@dataclass(frozen=True)
+class Extra:
+    """An additional delay of collectives that match.
+
+    Attributes:
+        what: ``all``, a kind, ``group`` (of ``number`` ranks) or ``bytes`` (at least ``number``).
+        number: See ``what``.
+        seconds: On top.
+    """
+
+    what: str
+    number: int
+    seconds: float
+
+    @classmethod
+    def parse(cls, text: str) -> Extra:
+        """``all_reduce=5``, ``group:256=5``, ``bytes:1000000=5`` or ``all=5``, in milliseconds.
+
+        Raises:
+            CollectError: If it is none of these.
+        """
+        name, _, milliseconds = text.rpartition("=")
+        what, _, number = name.partition(":")
+        wrong = CollectError(
+            f"--extra-ms takes WHAT=MS, where WHAT is all, group:RANKS, bytes:AT_LEAST or one of "
+            f"{', '.join(COLLECTIVE_KINDS.names())}, got {text!r:.80}"
+        )
+        try:
+            found = cls(what, int(number) if number else 0, float(milliseconds) * 1e-3)
+        except ValueError:
+            raise wrong from None
+        numbered = what in ("group", "bytes")
+        if numbered != bool(number) or not (numbered or what == "all" or what in COLLECTIVE_KINDS):
+            raise wrong
+        if not 0 <= found.seconds <= _MOST_S:
+            raise CollectError(f"--extra-ms takes 0 to {1e3 * _MOST_S:g} ms, got {text!r:.80}")
+        return found
+
+    def of(self, collective: Collective) -> float:
+        """Additional seconds of a collective."""
+        matches = {"group": collective.group_size == self.number, "bytes": collective.num_bytes >= self.number}
+        return self.seconds if matches.get(self.what, self.what in ("all", collective.kind)) else 0.0
+
+
+def delays_of(source: str, fabric: Fabric | None, predictor: Predictor | None, extra: Sequence[Extra]) -> Delay:
+    """Seconds of collectives from ``alpha-beta``, ``predictor`` or a Python file, plus additional delays.
+
+    Raises:
+        CollectError: If the source lacks what it needs.
+    """
+    base: Delay
+    if source.endswith(".py"):
+        base = _from_file(Path(source))
+    elif source not in ("alpha-beta", "predictor"):
+        raise CollectError(f"--delays must be alpha-beta, predictor or a Python file (.py), got {source!r:.80}")
+    elif fabric is None:
+        raise CollectError(f"--delays {source} needs --fabric: a name or a file")
+    elif source == "alpha-beta":
+        base = partial(alpha_beta_seconds, fabric=fabric)
+    elif predictor is None:
+        raise CollectError("--delays predictor needs --predictor: a folder, or a name as a100-sxm")
+    else:
+        base = partial(_learned_seconds, predictor, fabric)
+
+    def delay(collective: Collective) -> float:
+        seconds = float(base(collective))
+        if not (math.isfinite(seconds) and 0 <= seconds <= _MOST_S):
+            raise CollectError(f"delays must be 0 to {_MOST_S:g} seconds, got {seconds} for {collective}")
+        return seconds + sum(each.of(collective) for each in extra)
+
+    return delay
+
+
+def _learned_seconds(predictor: Predictor, fabric: Fabric, collective: Collective) -> float:
+    return float(predictor.collective.seconds([collective], fabric)[0])
+
+
+def _from_file(path: Path) -> Delay:
+    """Run a file, and return its function ``seconds(kind, num_bytes, group_size, ranks_per_node)``."""
+    if not path.is_file():
+        raise CollectError(f"--delays must be alpha-beta, predictor or an existing Python file, got no file {path}")
+    try:
+        function = runpy.run_path(str(path)).get(FUNCTION)
+    except Exception as error:
+        raise CollectError(f"--delays {path} raised {type(error).__name__}: {error}") from None
+    if not callable(function):
+        raise CollectError(f"--delays {path} must define {FUNCTION}(kind, num_bytes, group_size, ranks_per_node)")
+
+    def delay(c: Collective) -> float:
+        try:
+            return float(function(c.kind, c.num_bytes, c.group_size, c.ranks_per_node))
+        except Exception as error:
+            raise CollectError(f"{FUNCTION} of {path} raised {type(error).__name__}: {error} for {c}") from None
+
+    return delay
+
+
+_ASKED = threading.Lock()  # ranks send their questions from their own threads
+
+
+@contextmanager
+def answers_of(delay: Delay) -> Iterator[tuple[int, int]]:
+    """Answer one process' requests for delays until the block ends; yield its ends of both pipes.
+
+    A question is a line of JSON: kind, bytes, group size and ranks per node.
+    """
+    asked, questions = os.pipe()
+    answers, told = os.pipe()
+    threading.Thread(target=_answer, args=(asked, told, delay), daemon=True).start()
+    try:
+        yield questions, answers
+    finally:
+        os.close(questions)
+        os.close(answers)
+
+
+def _answer(asked: int, told: int, delay: Delay) -> None:
+    with os.fdopen(asked, encoding="utf-8") as questions, os.fdopen(told, "w", encoding="utf-8") as answers:
+        for line in questions:
+            try:
+                with _ASKED:
+                    answer: object = delay(Collective(*json.loads(line)))
+            except (StepsightError, ValueError, TypeError) as error:
+                answer = {"error": str(error)}
+            try:
+                answers.write(json.dumps(answer) + "\n")
+                answers.flush()
+            except OSError:
+                return
+
+
+TRACED = "traced"  # folder in a collection: files that the script wrote
+FACTS = "script.json"
+
+
+@dataclass(frozen=True)
+class Script:
+    """A script and its measurement settings.
+
+    Attributes:
+        path: The file.
+        arguments: Its own.
+        ranks: None: one process that knows of no ranks.
+        counts: ``warmup``, ``rounds``, ``steps`` and ``profile_steps``.
+        timeout_s: Within which all its measured steps must be through.
+        role: What the run is for.
+    """
+
+    path: Path
+    arguments: Sequence[str]
+    ranks: int | None
+    counts: dict[str, int]
+    timeout_s: float
+    role: str
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """Identity of the script."""
+        told = {"script": str(self.path.resolve()), "arguments": list(self.arguments), "ranks": self.ranks or 1}
+        return {**told, "sha256": digest(self.path.read_bytes()), "role": self.role, **self.counts}
+
+    @property
+    def name(self) -> str:
+        """Identity of its run: the same for the same script, arguments and ranks."""
+        return f"{self.path.stem}-r{self.ranks or 1}-{digest(*map(str, self.facts.values()))[:8]}"
+
+
+def ranks_of(text: str | None) -> int | None:
+    """Ranks that ``--nproc-per-node`` asks for.
+
+    Raises:
+        CollectError: If it is no number >= 1, nor a word of torchrun for as many as there can be.
+    """
+    if text is None:
+        return None
+    if text in ("auto", "cpu", "gpu"):
+        return available_ranks()
+    if not text.isdecimal() or int(text) < 1:
+        raise CollectError(f"--nproc-per-node must be a whole number >= 1 or auto, got {text!r:.80}")
+    return int(text)
+
+
+def collect_script(script: Script, out: Path, event_seconds: float, *, progress: bool = True) -> dict[str, Any]:
+    """Run a script, trace it, import the traces, and measure its distinct ops and collectives.
+
+    A killed collection resumes: with the script, with the import, or where the measurements stopped.
+
+    Raises:
+        CollectError: If the script cannot be measured, or the folder holds something else.
+    """
+    _check(script, out)
+    out.mkdir(parents=True, exist_ok=True)
+    folder = out / TRACED / script.name
+    with locked(out / ".lock") as ours:
+        if not ours:
+            raise CollectError(f"another collection is writing to {out}: wait for its end, or choose another folder")
+        if not (folder / FACTS).exists():
+            ranks = Ranks.as_python() if script.ranks is None else Ranks.as_torchrun(script.ranks)
+            settings = {"arguments": list(script.arguments), "timeout_s": script.timeout_s, **script.counts}
+            log = out / "logs" / "script.log"
+            try:
+                with new_folder(folder) as part:  # it is written completely or not at all
+                    measured = run_script(script.path, settings, part, log, ranks, "collect" if progress else "")
+                    write_json(part / FACTS, {**script.facts, **_merged(measured)})
+            except HarnessError as error:
+                raise CollectError(str(error)) from None
+        facts = read_json(folder / FACTS)
+        if not (out / "plan.json").exists():
+            files = [files for _, files in sorted(facts["traces"].items(), key=lambda item: int(item[0]))]
+            kineto, et = ([folder / each[form] for each in files] for form in ("kineto", "et"))
+            found = import_ranks(kineto, et)
+            plan = _event_plan(found, event_seconds)
+            more = {name: facts[name] for name in ("role", "rounds", "profiled_seconds", "script", "arguments")}
+            write_imported(found.graphs, found.sources, out, None, found.warnings, name=script.name, more=more)
+            write_json(out / "plan.json", plan)
+    summary = run_plan(read_json(out / "plan.json"), out, progress=progress)
+    seconds = [each for steps in facts["rounds"] for each in steps]
+    warnings = list(read_imported(out / "runs" / script.name).warnings)
+    told = {"run": script.name, "steps_by": facts["steps_by"], "step_seconds": seconds, "warnings": warnings}
+    text = "\n".join([describe_collection(out)["text"], *(f"warning: {each}" for each in warnings)])
+    return {**summary, **told, "runs": 1, "text": text}
+
+
+def _check(script: Script, out: Path) -> None:
+    if not script.path.is_file():
+        raise CollectError(f"--script takes a Python file, got no file {script.path}")
+    if script.ranks is not None and script.ranks > available_ranks():
+        raise CollectError(
+            f"every rank needs a core (or GPU) of its own: --nproc-per-node <= {available_ranks()} here, "
+            f"got {script.ranks}"
+        )
+    if out.exists() and not out.is_dir():
+        raise CollectError(f"a collection is a folder, got the file {out}")
+    check_writable(out)
+    others = [path.name for path in (out / TRACED).glob("[!.]*") if path.name != script.name]
+    if others or ((out / "plan.json").exists() and not (out / TRACED / script.name).exists()):
+        raise CollectError(
+            f"a folder holds one script with its arguments, or one plan: {out} was begun with another; choose another "
+            "folder (and name both when you train)"
+        )
+
+
+def run_script(
+    path: Path, settings: dict[str, Any], folder: Path, log: Path, ranks: Ranks, verb: str
+) -> list[dict[str, Any]]:
+    """Run a script on all ranks until its measured steps are done; progress is shown unless ``verb`` is empty.
+
+    Raises:
+        HarnessError: As ``run_ranks``.
+    """
+    left = settings["warmup"] + settings["rounds"] + 2  # a script in which a better mark shows up tells more
+    bar = Progress(left, shown=bool(verb), verb=verb)
+    bar.update(f"starting {path.name}")
+
+    def say(doing: str) -> None:
+        nonlocal left
+        bar.update(doing, int(left > 0))
+        left -= 1
+
+    try:
+        found = run_ranks({"script": str(path), **settings}, folder, log, ranks, say)
+    except HarnessError:
+        bar.end_line()
+        raise
+    bar.close(f"{path.name}: steps by {found[0]['steps_by']}")
+    return found
+
+
+def slowest_of(ranks: Sequence[dict[str, Any]]) -> list[list[float]]:
+    """Seconds of each step of each round on its slowest rank."""
+    every = zip(*(rank["rounds"] for rank in ranks), strict=True)
+    return [[max(step) for step in zip(*steps, strict=True)] for steps in every]
+
+
+def _merged(ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Combine the measurements of all ranks: a step takes as long as on its slowest rank."""
+    profiled = [max(column) for column in zip(*(r["profiled_seconds"] for r in ranks), strict=True)]
+    shared = {name: ranks[0][name] for name in ("steps_by", "device", "threads")}
+    files = {str(r["rank"]): r["traces"] for r in ranks}
+    digests = {name: found for r in ranks for name, found in r["digests"].items()}
+    memory = [r["peak_memory_bytes"] for r in ranks if r["peak_memory_bytes"] is not None]
+    measured = {"rounds": slowest_of(ranks), "profiled_seconds": profiled, "traces": files, "digests": digests}
+    return {**shared, **measured, "peak_memory_bytes": memory}
+
+
+def _event_plan(found: Imported, seconds: float) -> dict[str, Any]:
+    """A plan with every distinct op and collective of the traces; None if it gets no time."""
+    world = found.graphs[0].world_size
+    works = {work for graph in found.graphs for work in graph.works if work.kind != OPAQUE}
+    collectives = sorted((w for w in works if isinstance(w, Collective) and 1 < w.group_size <= world), key=str)
+    ops = sorted((work for work in works if not isinstance(work, Collective)), key=str)
+    event = {
+        "name": f"world{world}",
+        "world_size": world,
+        "ops": [{**asdict(op), "dims": list(op.dims)} for op in ops],
+        "collectives": [asdict(each) for each in collectives],
+        "seconds": seconds,
+    }
+    return check_plan({"schema": SCHEMA, "runs": [], "events": [event] if seconds > 0 else [], "device": "auto"})
