@@ -6,7 +6,7 @@ Prediction must start fast, and a forward pass over a few hundred nodes is a han
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -115,14 +115,22 @@ class ContextNetwork:
             found[1] = self._head("features", hidden, features)
         if wanted[2]:
             for layer in range(self.num_layers):
-                heard = [hidden, *_messages(hidden, graph)]
-                hidden = hidden + _silu(self._linear(f"layers.{layer}.combine", np.concatenate(heard, axis=2)))
+                hidden = hidden + _silu(self._combine(f"layers.{layer}.combine", hidden, graph))
             found[2] = self._head("graph", hidden, features)
         return found
 
     def _head(self, level: str, hidden: Array, features: Array) -> Array:
         raw = self._linear(f"heads.{level}.decode", hidden) + self._linear(f"heads.{level}.direct", features)
         return np.asarray(self.bound * np.tanh(raw[:, :, 0] / self.bound).mean(axis=0))
+
+    def _combine(self, name: str, hidden: Array, graph: Topology) -> Array:
+        """A linear map of hidden states and of messages, a product for each: small ones run on one thread."""
+        weight, bias = self.tensors[f"{name}.weight"].swapaxes(1, 2), self.tensors[f"{name}.bias"]
+        found, width = bias[:, None], hidden.shape[2]
+        for place, heard in enumerate((hidden, *_messages(hidden, graph))):
+            if heard is not None:
+                found = found + heard @ weight[:, place * width : (place + 1) * width]
+        return np.asarray(found)
 
     def _linear(self, name: str, value: Array) -> Array:
         weight, bias = self.tensors[f"{name}.weight"], self.tensors[f"{name}.bias"]
@@ -227,23 +235,22 @@ def _silu(value: Array) -> Array:
     return np.asarray(value / (1.0 + np.exp(-np.clip(value, -60, 60))))
 
 
-def _messages(hidden: Array, graph: Topology) -> list[Array]:
-    """What each node hears: the mean over its stream, and over each relation in each direction."""
+def _messages(hidden: Array, graph: Topology) -> Iterator[Array | None]:
+    """What each node hears: the mean over its stream, and over each relation in each direction; None: no edges."""
     stream = graph.stream
-    heard = [_mean(hidden, np.arange(graph.num_nodes), stream, graph.num_streams)[:, stream]]
+    yield _mean(hidden, np.arange(graph.num_nodes), stream, graph.num_streams)[:, stream]
     for relation in RELATIONS:
         source, target = graph.edges[relation]
-        heard.append(_mean(hidden, source, target, graph.num_nodes))
+        yield _mean(hidden, source, target, graph.num_nodes) if len(source) else None
         if relation != "may_run_concurrently":
-            heard.append(_mean(hidden, target, source, graph.num_nodes))
-    return heard
+            yield _mean(hidden, target, source, graph.num_nodes) if len(source) else None
 
 
 def _mean(hidden: Array, source: Ints, target: Ints, num_targets: int) -> Array:
     """Mean of the sources of each target, ``(models, num_targets, channels)``; zero where there is none."""
     means = np.zeros((len(hidden), num_targets, hidden.shape[2]))
-    if len(target):
-        order = np.argsort(target, kind="stable")
-        there, first, count = np.unique(target[order], return_index=True, return_counts=True)
+    order = np.argsort(target, kind="stable")
+    there, first, count = np.unique(target[order], return_index=True, return_counts=True)
+    if len(there):
         means[:, there] = np.add.reduceat(hidden[:, source[order]], first, axis=1) / count[:, None]
     return means
