@@ -327,7 +327,7 @@ def predict(
 
     Example:
         >>> predict("examples/gpt3-175b-1024.toml")  # doctest: +SKIP
-        Prediction(21.58 s, 18.92 to 24.62 s, 24.7 GB, gpt3-175b on 1024 x a100-sxm-80gb)
+        Prediction(21.58 s, 18.92 to 24.61 s, 24.7 GB, gpt3-175b on 1024 x a100-sxm-80gb)
     """
     if not isinstance(job, Job):
         job = Job.of(job)
