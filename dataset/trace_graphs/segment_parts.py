@@ -117,7 +117,7 @@ class SegmentParts:
 
 
 def program_part(program: Program, alone: Floats, busy: int) -> GraphPart:
-    """A segment that nobody has traced: ``y`` has the logarithm of the seconds of each node alone, ``(n,)``."""
+    """A segment without a trace: ``y`` has the logarithm of the seconds of each node alone, ``(n,)``."""
     none = np.full(len(program), np.nan)
     part = SegmentParts([TracedSegment(program, none, program.label, 0, busy, "")]).parts()[0]
     with np.errstate(divide="ignore"):
