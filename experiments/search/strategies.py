@@ -202,6 +202,11 @@ class Block:
         return tuple(map(len, self.options.values()))
 
     @cached_property
+    def fields(self) -> list[list[Fields]]:
+        """What each value of each choice sets."""
+        return [list(values.values()) for values in self.options.values()]
+
+    @cached_property
     def parameters(self) -> dict[str, list[Any]]:
         """Values by parameter of a trial.
 
@@ -212,6 +217,13 @@ class Block:
     def index(self, places: Sequence[int]) -> int:
         """Number of the strategy with these places among the values of each choice."""
         return self.first + int(np.ravel_multi_index(tuple(places), self.shape))
+
+    def places(self, index: int) -> list[int]:
+        """Places of a strategy's values; the last choice varies fastest."""
+        places, rest = [0] * len(self.shape), index - self.first
+        for axis in range(len(self.shape) - 1, -1, -1):
+            rest, places[axis] = divmod(rest, self.shape[axis])
+        return places
 
 
 class Grid:
@@ -251,18 +263,20 @@ class Grid:
     def __len__(self) -> int:
         return len(self.remaining)
 
-    def point(self, index: int) -> tuple[Block, list[Any]]:
+    def _block(self, index: int) -> Block:
+        return self._ordered[bisect_right(self._firsts, index) - 1]
+
+    def _point(self, index: int) -> tuple[Block, list[Any]]:
         """The block of a strategy, and its further choices."""
-        block = self._ordered[bisect_right(self._firsts, index) - 1]
-        places = np.unravel_index(index - block.first, block.shape)
-        return block, [list(values)[int(at)] for values, at in zip(block.options.values(), places, strict=True)]
+        block = self._block(index)
+        return block, [values[at] for values, at in zip(block.parameters.values(), block.places(index), strict=True)]
 
     def strategy(self, index: int) -> Job:
         """The job in a strategy."""
-        block, chosen = self.point(index)
+        block = self._block(index)
         fields: Fields = {}
-        for values, value in zip(block.options.values(), chosen, strict=True):
-            fields |= values[value]
+        for sets, at in zip(block.fields, block.places(index), strict=True):
+            fields |= sets[at]
         return self.build(block.layout, **fields)
 
     def build(self, layout: Degrees, **fields: Any) -> Job:
@@ -277,8 +291,8 @@ class Grid:
         if block is None:
             return None
         places = []
-        for values in block.options.values():
-            same = [at for at, sets in enumerate(values.values()) if all(stated[key] == sets[key] for key in sets)]
+        for values in block.fields:
+            same = [at for at, sets in enumerate(values) if all(stated[key] == sets[key] for key in sets)]
             if not same:
                 return None
             places.append(same[0])
@@ -287,7 +301,7 @@ class Grid:
 
     def params(self, index: int) -> dict[str, Any]:
         """Parameters of a trial: ``layout``, and one for each further choice."""
-        block, chosen = self.point(index)
+        block, chosen = self._point(index)
         return {"layout": str(block.layout), **dict(zip(block.parameters, chosen, strict=True))}
 
     @cached_property
@@ -321,7 +335,7 @@ class Grid:
         """The remaining strategy that differs from this one in the fewest choices; of several the first in ``order``,
         the place of each strategy, shape ``(n,)``.
         """
-        home, chosen = self.point(index)
+        home, chosen = self._point(index)
         distances = []
         for block in self._ordered:
             other = [
