@@ -17,7 +17,8 @@ from stepsight.dataset.job.specs import MODELS, SECTIONS
 _NOT_ASKED = (
     "cluster.hardware", "cluster.fabric", "cluster.nodes", "cluster.devices_per_node", "parallel.dp", "model.name",
     "model.attention_kernels", "execution.engine", "execution.checkpoint", "execution.dispatch_calls",
-    "execution.container", "execution.date", "execution.cuda", "execution.cublas", "execution.nccl",
+    "execution.op_calls", "execution.container", "execution.date", "execution.cuda", "execution.cublas",
+    "execution.nccl",
 )  # fmt: skip
 _DEFAULTS = {
     f"{section}.{item.name}": None if item.default is MISSING else item.default

@@ -21,6 +21,7 @@ from stepsight.dataset.hardware.hardware import (
     suspicious_links,
     usual_fabric,
 )
+from stepsight.dataset.hardware.hardware_facts import LaunchCalls
 from stepsight.dataset.job.job import Job
 from stepsight.dataset.kinds.op import Collective, Op
 from stepsight.training.prediction.prediction import predict
@@ -295,5 +296,10 @@ def test_a_dispatchers_host_takes_its_calls_and_a_launch_for_each_expert() -> No
         Op("grouped_linear_dgrad", (16, 64, 8, 8)),
         Op("rms_norm", (8, 8)),
     )
-    assert [plain.launch_s(op, 195.0) / plain.host_op_s for op in (permute, experts, norm)] == [195.0, 16.0, 1.0]
+    calls = LaunchCalls(dispatch=195.0)
+    assert [plain.launch_s(op, calls) / plain.host_op_s for op in (permute, experts, norm)] == [
+        195.0,
+        16.0,
+        1.0,
+    ]
     assert {plain.launch_s(op) for op in (permute, experts, norm)} == {plain.host_op_s}

@@ -24,8 +24,8 @@ def figures(brought_back: Path) -> dict[str, Any]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(study, "_has_gpu", lambda: False)
         patch.setattr(study, "plot_predicted_against_measured", lambda rows, path, title: path.touch())
-        patch.setattr(train_runs, "tracked", lambda uri, name: nullcontext(SimpleNamespace(run_id="")))
-        patch.setattr(train_runs, "_track", lambda *_: None)
+        tracked = SimpleNamespace(run_id="", finish=lambda *_: None)
+        patch.setattr(train_runs, "tracked", lambda uri, name: nullcontext(tracked))
         return run_study(brought_back)
 
 
