@@ -14,7 +14,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 FOLDERS = ("dataset", "features", "gnn", "simulator", "training", "experiments")
-MOST_LINES, MOST_FUNCTION_LINES, MOST_POSITIONAL = 480, 60, 6
+MOST_LINES, MOST_FUNCTION_LINES, MOST_POSITIONAL = 450, 60, 6
 VERBS = ROOT / "stepsight" / "cli"  # their docstrings say what each option means
 MODULES = sorted(path for folder in (*FOLDERS, "stepsight") for path in (ROOT / folder).rglob("*.py"))
 
@@ -138,8 +138,6 @@ def test_functions_are_short_and_take_few_positional_arguments() -> None:
         for node in ast.walk(ast.parse(path.read_text("utf-8"))):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and path.parent != VERBS:
                 where, lines = f"{path.relative_to(ROOT)}:{node.name}", (node.end_lineno or 0) - node.lineno + 1
-                if (docs := ast.get_docstring(node, clean=False)) is not None:
-                    lines -= docs.count("\n") + 1
                 named = [argument.arg for argument in (*node.args.posonlyargs, *node.args.args)]
                 positional = len(named) - (named[:1] in (["self"], ["cls"], ["ctx"]))
                 if lines > MOST_FUNCTION_LINES:

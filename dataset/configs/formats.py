@@ -225,6 +225,21 @@ class ConfigJob:
         return toml_text(self.tables, comments)
 
 
+def _read_file(path: Path, draft: Draft, given: Given) -> str:
+    """Read one file into the draft; the name of its format."""
+    file = ConfigFile.open(path, given)
+    named, form = _format_of(file)
+    if form is None or form.read is None:
+        known = ", ".join(name for name, form in CONFIG_FORMATS.items() if form.read)
+        shown = ", ".join(map(str, list(file.tables)[:8])) or "nothing"
+        raise JobError(f"{path} must be a configuration of {known}, got tables {shown:.120}")
+    try:
+        form.read(file, draft)
+    except JobError as error:
+        raise JobError(f"{path}: {error}") from None
+    return named
+
+
 def read_configs(paths: str | Path | Sequence[str | Path], given: Given | None = None) -> ConfigJob:
     """Read a job from configuration files: one that states the model, and others that state how it is trained.
 
@@ -248,19 +263,8 @@ def read_configs(paths: str | Path | Sequence[str | Path], given: Given | None =
     files = [Path(path) for path in ([paths] if isinstance(paths, str | Path) else paths)]
     if not files:
         raise JobError("a configuration must be named, got none")
-    draft, formats = Draft(), list[str]()
-    for path in files:
-        file = ConfigFile.open(path, given)
-        named, form = _format_of(file)
-        if form is None or form.read is None:
-            known = ", ".join(name for name, form in CONFIG_FORMATS.items() if form.read)
-            shown = ", ".join(map(str, list(file.tables)[:8])) or "nothing"
-            raise JobError(f"{path} must be a configuration of {known}, got tables {shown:.120}")
-        try:
-            form.read(file, draft)
-        except JobError as error:
-            raise JobError(f"{path}: {error}") from None
-        formats.append(named)
+    draft = Draft()
+    formats = tuple([_read_file(path, draft, given) for path in files])
     try:
         for key, value in given.values.items():
             section, _, name = key.partition(".")
@@ -293,7 +297,7 @@ def read_configs(paths: str | Path | Sequence[str | Path], given: Given | None =
         sources=dict(draft.sources),
         reasons=dict(draft.reasons),
         ignored=tuple(draft.ignored),
-        formats=tuple(formats),
+        formats=formats,
         missing=tuple(missing),
     )
 

@@ -4,10 +4,16 @@ device and per direction.  All in SI units.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import MISSING, asdict, dataclass, field, fields
+from statistics import NormalDist
 from typing import Any, NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
+from stepsight.dataset.base.caching import cached
 from stepsight.dataset.base.errors import JobError
 from stepsight.dataset.kinds.op import COLLECTIVE_KINDS, DTYPE_BYTES, OP_KINDS, Collective, Op
 
@@ -36,6 +42,9 @@ _OPTIONAL = ("host_kinds_s", "power_w", "idle_w", "product_power_w")  # written 
 # Kinds of op around which a dispatcher of tokens runs its host code: four in a layer's forward and backward.
 _DISPATCHED = ("permute", "unpermute", "unpermute_backward")
 MOST_SLOWDOWN = 1.5  # at a power limit: base clocks are about two thirds of the highest ones
+
+
+THROTTLED_S = (0.8e-3, 1.6e-3)  # a product in a table is as fast as at the highest clock below, slowed in full above
 
 
 class LaunchCalls(NamedTuple):
@@ -179,6 +188,26 @@ class Hardware:
 
     def to_dict(self) -> dict[str, Any]:
         return {name: value for name, value in asdict(self).items() if name not in _OPTIONAL or value}
+
+
+@cached(4096)
+def slowest_of(devices: int) -> float:
+    """Expected maximum of the slowdowns of some devices, in standard deviations above their mean.
+
+    Blom's approximation to the largest of as many normal deviates (Statistical Estimates, 1958).
+    """
+    return NormalDist().inv_cdf((devices - 0.375) / (devices + 0.25))
+
+
+def throttled(seconds: NDArray[np.float64]) -> NDArray[np.float64]:
+    """The part of the power limit's slowdown that products in 16 bits show in tables of kernels already, 0 to 1.
+
+    A benchmark repeats a kernel, so that with a long one the clock falls.  In the tables of H100, H200 and B200
+    (SGLang 0.5.14) the best tenth of products reaches 797, 790 and 1631 TFLOP/s if they take 0.4 to 0.8 ms, and 721,
+    706 and 1490 if they take 1.6 to 3.2 ms.  Products in fp8 (TensorRT-LLM) show no such fall, and A100 has none.
+    """
+    start, end = THROTTLED_S
+    return np.clip(np.log(np.maximum(seconds, start) / start) / math.log(end / start), 0.0, 1.0)
 
 
 def power_type(dtype: str) -> str:

@@ -81,12 +81,7 @@ def search(
     Example:
         >>> search("examples/gpt3-175b-1024.toml").best.job.parallel  # doctest: +SKIP
     """
-    if scenarios is not None and not isinstance(scenarios, Scenarios):
-        raise StepsightError(f"scenarios must be Scenarios, as in Scenarios(nodes=(8, 16)), got {scenarios!r:.80}")
-    if goal is not None and not isinstance(goal, Goal):
-        raise StepsightError(f"goal must be a Goal, for example Goal(objective='cost'), got {goal!r:.80}")
-    if map_fn is not None and not callable(map_fn):
-        raise StepsightError(f"map_fn must be a function such as Executor.map, got {map_fn!r:.80}")
+    _check_kinds(scenarios, goal, map_fn)
     with NotebookBar("strategies") as bar:
 
         def show(number: int, best: float | None) -> None:
@@ -104,6 +99,16 @@ def search(
         if scenarios is None or scenarios.is_empty:
             return _JobSearch(Job.of(job), asked).run()
         return _search_scenarios(Job.of(job), asked, scenarios)
+
+
+def _check_kinds(scenarios: Any, goal: Any, map_fn: Any) -> None:
+    """Whether these arguments of ``search`` are what they must be, if they are given."""
+    if scenarios is not None and not isinstance(scenarios, Scenarios):
+        raise StepsightError(f"scenarios must be Scenarios, as in Scenarios(nodes=(8, 16)), got {scenarios!r:.80}")
+    if goal is not None and not isinstance(goal, Goal):
+        raise StepsightError(f"goal must be a Goal, for example Goal(objective='cost'), got {goal!r:.80}")
+    if map_fn is not None and not callable(map_fn):
+        raise StepsightError(f"map_fn must be a function such as Executor.map, got {map_fn!r:.80}")
 
 
 @dataclass(frozen=True)

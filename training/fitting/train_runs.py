@@ -72,9 +72,8 @@ def train(
         tracking_uri: MLflow tracking URI; None: a SQLite database beside ``out``.
         progress: Whether to report progress on stderr.
         roles: Use only runs with these roles.
-        context: How ops and collectives are corrected in context: ``none``, ``table`` (by kind and phase), ``features``
-            (their own features as well), ``graph`` (messages as well), or ``auto``: as much of each as runs held back
-            say.
+        context: What corrects ops and collectives in context: ``none``, ``table`` (by kind and phase), ``features`` (own
+            ones as well), ``graph`` (messages as well), or ``auto``: as much of each as runs held back say.
 
     Returns:
         The predictor, as ``Predictor.load(out)`` reads it.
@@ -101,9 +100,7 @@ def train(
             f"training needs event profiles or traces of runs with role {' or '.join(roles)}, "
             f"got none in {', '.join(map(str, folders))}"
         )
-    check_hardware(runs, hardware_name)
-    device = next((str(run.manifest.fingerprint.get("device", "cpu")) for run in runs), profile.device or "cpu")
-    hardware = with_imported(with_host(profile.hardware(hardware_name, device), runs), imported)
+    hardware = _hardware(hardware_name, profile, runs, imported)
     with tracked(uri, f"train {hardware_name}") as run:
         predictor = _learn(profile, runs, imported, hardware, (seed, context), say)
         tracking = {"mlflow_run_id": run.run_id, "mlflow_uri": uri}
@@ -114,6 +111,15 @@ def train(
         run.finish(predictor, out, _compared(predictor, folders))
     say(f"done: {out}")
     return Predictor.load(out)
+
+
+def _hardware(
+    name: str, profile: Profile, runs: Sequence[MeasuredRun], imported: Sequence[ImportedSegments]
+) -> Hardware:
+    """The measured facts of the hardware, all of whose runs must be on it."""
+    check_hardware(runs, name)
+    device = next((str(run.manifest.fingerprint.get("device", "cpu")) for run in runs), profile.device or "cpu")
+    return with_imported(with_host(profile.hardware(name, device), runs), imported)
 
 
 def _fabric(hardware_name: str, runs: Sequence[MeasuredRun]) -> Fabric | None:

@@ -16,12 +16,10 @@ that come with the package lie in ``predictors``.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
-from statistics import NormalDist
 from typing import Any, TypeVar
 
 import numpy as np
@@ -32,11 +30,11 @@ from stepsight.dataset.base.errors import PredictorError
 from stepsight.dataset.base.files import new_folder, write_json
 from stepsight.dataset.graph.program import Program
 from stepsight.dataset.hardware.hardware import Fabric, Hardware, canonical_hardware, hardware_from_dict
-from stepsight.dataset.hardware.hardware_facts import ONE_LAUNCH, LaunchCalls, power_type
+from stepsight.dataset.hardware.hardware_facts import ONE_LAUNCH, LaunchCalls, power_type, slowest_of, throttled
 from stepsight.dataset.job.job import Job
 from stepsight.dataset.kinds.op import Collective, Op
 from stepsight.features.graph_features import SegmentGraph
-from stepsight.gnn.inference import CONFIG, FORMS, LEVELS, TABLE, ContextNetwork
+from stepsight.gnn.inference import FORMS, LEVELS
 from stepsight.simulator.durations.latency_model import launch_calls_of
 from stepsight.training.collectives.collective_models import CollectiveModel
 from stepsight.training.corrections.calibration import Calibration
@@ -62,7 +60,7 @@ from stepsight.training.predictor.model_tables import (
     save_kernel,
     write_manifest,
 )
-from stepsight.training.predictor.own_context import OWN, Context, ContextFunction, OwnContext
+from stepsight.training.predictor.own_context import Context, ContextFunction, OwnContext, load_context
 from stepsight.training.predictor.software_used import kernels_asked
 
 Seconds = NDArray[np.float64]
@@ -70,28 +68,7 @@ SHIPPED = Path(__file__).parents[1] / "shipped" / "predictors"
 MAX_LATENCIES = 128  # latency models in a predictor's cache
 MAX_PROGRAMS, MAX_WORKS = 4096, 100_000  # entries of a latency model's cache
 FASTER, SLOWER, SLOWEST_S = 10.0, 1e6, 100.0  # factors relative to peaks and bandwidths; a latency
-THROTTLED_S = (0.8e-3, 1.6e-3)  # a product in a table is as fast as at the highest clock below, slowed in full above
 T = TypeVar("T", Op, Collective)
-
-
-@cached(4096)
-def slowest_of(devices: int) -> float:
-    """Expected maximum of the slowdowns of some devices, in standard deviations above their mean.
-
-    Blom's approximation to the largest of as many normal deviates (Statistical Estimates, 1958).
-    """
-    return NormalDist().inv_cdf((devices - 0.375) / (devices + 0.25))
-
-
-def throttled(seconds: Seconds) -> Seconds:
-    """The part of the power limit's slowdown that products in 16 bits show in tables of kernels already, 0 to 1.
-
-    A benchmark repeats a kernel, so that with a long one the clock falls.  In the tables of H100, H200 and B200
-    (SGLang 0.5.14) the best tenth of products reaches 797, 790 and 1631 TFLOP/s if they take 0.4 to 0.8 ms, and 721,
-    706 and 1490 if they take 1.6 to 3.2 ms.  Products in fp8 (TensorRT-LLM) show no such fall, and A100 has none.
-    """
-    start, end = THROTTLED_S
-    return np.clip(np.log(np.maximum(seconds, start) / start) / math.log(end / start), 0.0, 1.0)
 
 
 class LearnedLatency:
@@ -434,19 +411,6 @@ class Predictor:
             manifest,
             load_host_calls(folder),
         )
-
-
-def load_context(folder: Path) -> Context | None:
-    """The context model of a predictor's folder, None if it has none.
-
-    Raises ``PredictorError`` if its files are broken, or it has two.
-    """
-    found = [name for name in (CONFIG, TABLE, OWN) if (folder / name).exists()]
-    if len(found) > 1:
-        raise PredictorError(f"a predictor has one context model, got {' and '.join(found)} in {folder}")
-    if found in ([], [OWN]):
-        return read_part(folder / OWN, OwnContext.named) if found else None
-    return ContextNetwork.load(folder)
 
 
 def shipped_names() -> tuple[str, ...]:

@@ -4,11 +4,12 @@ import numpy as np
 import pytest
 
 from stepsight.dataset.hardware.hardware import find_hardware
+from stepsight.dataset.hardware.hardware_facts import slowest_of, throttled
 from stepsight.dataset.job.job import BatchSpec, ClusterSpec, Job, ModelSpec, ParallelSpec
 from stepsight.dataset.kinds.op import Op
 from stepsight.testing import LatencyModelContract
 from stepsight.testing.latency_models import small_program
-from stepsight.training.predictor.predictor import LearnedLatency, Predictor, slowest_of, throttled
+from stepsight.training.predictor.predictor import LearnedLatency, Predictor
 from tests.gnn.random_networks import random_network
 
 
