@@ -72,7 +72,7 @@ def train(
         tracking_uri: MLflow tracking URI; None: a SQLite database beside ``out``.
         progress: Whether to report progress on stderr.
         roles: Use only runs with these roles.
-        context: What corrects ops and collectives in context: ``none``, ``table`` (by kind and phase), ``features`` (own
+        context: What corrects ops in context: ``none``, ``table`` (by kind and phase), ``features`` (own
             ones as well), ``graph`` (messages as well), or ``auto``: as much of each as runs held back say.
 
     Returns:
