@@ -4,7 +4,7 @@ A model's family is a few functions from a rank's shape to lists of steps; ``exa
 """
 
 from stepsight.simulator.blocks.attention import attention, core, self_heads
-from stepsight.simulator.blocks.family import Family, find_family, register_family
+from stepsight.simulator.blocks.family import Family, find_family, logits_and_loss, positions, register_family, tokens
 from stepsight.simulator.blocks.layer_parts import (
     activation,
     column_linear,
@@ -19,7 +19,6 @@ from stepsight.simulator.blocks.layer_parts import (
 )
 from stepsight.simulator.blocks.moe import experts
 from stepsight.simulator.blocks.step import Block, Comm, Item, Join, OverlappedOp, RankShape, Saved, Step
-from stepsight.simulator.blocks.vocabulary import logits_and_loss, positions, tokens
 
 Beside = OverlappedOp  # its earlier name
 

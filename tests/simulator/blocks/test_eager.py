@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from stepsight.dataset.kinds.op import Op
-from stepsight.simulator.blocks import dense, layer_parts
+from stepsight.simulator.blocks import family, layer_parts
 from stepsight.simulator.blocks.layer_parts import eager_gated, eager_rms_norm, eager_rope
 from stepsight.simulator.blocks.step import Block, RankShape
 from tests.simulator.blocks.shapes import GEMMS, both, ops, small_shape, words
@@ -35,7 +35,7 @@ def test_an_eager_gate_moves_10_and_18_bytes_and_rotary_positions_20() -> None:
     assert sum(op.num_bytes for op in eager_rope(_shape(), 100)) == 2000
 
 
-@pytest.mark.parametrize("block", [dense.layer, dense.head])
+@pytest.mark.parametrize("block", [family.decoder_layer, family.decoder_head])
 def test_eager_kernels_stream_more_and_compute_the_same_products(block: object) -> None:
     plain, loose = (block(_shape(separate_kernels=flag)) for flag in (False, True))  # type: ignore[operator]
     assert _streamed(loose) > _streamed(plain)
@@ -45,7 +45,7 @@ def test_eager_kernels_stream_more_and_compute_the_same_products(block: object) 
 
 
 def test_norms_that_run_again_do_so_with_the_residual_before_them() -> None:
-    plain, again = (dense.layer(_shape(norms_again=flag)) for flag in (False, True))
+    plain, again = (family.decoder_layer(_shape(norms_again=flag)) for flag in (False, True))
     assert len(ops(again, "rms_norm")) == 2 * len(ops(plain, "rms_norm"))
     assert {op.dtype for op in ops(again, "rms_norm")} == {"fp32"}
     assert len(ops(again, "add")) == len(ops(plain, "add")) + 2
@@ -53,7 +53,7 @@ def test_norms_that_run_again_do_so_with_the_residual_before_them() -> None:
 
 def test_metrics_read_all_logits_seven_times() -> None:
     plain, counted = _shape(), _shape(token_metrics=True)
-    more = _streamed(dense.head(counted)) - _streamed(dense.head(plain))
+    more = _streamed(family.decoder_head(counted)) - _streamed(family.decoder_head(plain))
     logits = plain.rows * plain.model.vocab
     assert more == (5 * 4 + 2 * 8 + 2 * 6) * logits
 
@@ -61,15 +61,15 @@ def test_metrics_read_all_logits_seven_times() -> None:
 def test_each_loss_for_metrics_casts_the_logits_and_reads_and_writes_them_in_fp32() -> None:
     plain = _shape()
     counted = replace(plain, model=replace(plain.model, metric_losses=2))
-    more = _streamed(dense.head(counted)) - _streamed(dense.head(plain))
+    more = _streamed(family.decoder_head(counted)) - _streamed(family.decoder_head(plain))
     assert more == 2 * (6 + 8) * plain.rows * plain.model.vocab
-    assert words(dense.head(counted), backward=True) == words(dense.head(plain), backward=True)
+    assert words(family.decoder_head(counted), backward=True) == words(family.decoder_head(plain), backward=True)
 
 
 @pytest.mark.parametrize("flag", ["separate_kernels", "norms_again", "token_metrics"])
 def test_where_both_types_are_one_nothing_is_cast(flag: str) -> None:
     """Otherwise the same kernels run in the same order."""
-    for part in (dense.layer, dense.head):
+    for part in (family.decoder_layer, family.decoder_head):
         full, half = (part(_shape(precision, **{flag: True})) for precision in ("fp32", "bf16"))
         assert "cast" not in words(full) + words(full, backward=True)
         assert [op.kind for op in ops(full)] == [op.kind for op in ops(half) if op.kind != "cast"]

@@ -5,7 +5,7 @@ import pytest
 from stepsight.dataset.base.errors import JobError
 from stepsight.dataset.job import specs
 from stepsight.dataset.job.job import Job
-from stepsight.simulator.blocks import dense
+from stepsight.simulator.blocks import family
 from stepsight.simulator.blocks.family import (
     Family,
     embedding_block,
@@ -127,7 +127,9 @@ def test_only_decoders_look_back_alone(family: str) -> None:
 def test_a_family_of_ones_own_is_known_to_jobs() -> None:
     """By the name it was registered with, once."""
     name = "family-of-this-test"
-    register_family(name, Family(dense.embedding, lambda shape, kind: dense.layer(shape)[:5], dense.head))
+    register_family(
+        name, Family(family.decoder_embedding, lambda shape, kind: family.decoder_layer(shape)[:5], family.decoder_head)
+    )
     try:
         shape = small_shape(name)
         assert len(layer_block(shape, "layer")) == 5
@@ -153,7 +155,7 @@ def test_a_family_of_ones_own_is_known_to_jobs() -> None:
 )
 def test_a_family_of_wrong_functions_is_refused(layer: Any, message: str) -> None:
     with pytest.raises(JobError, match=message):
-        Family(dense.embedding, layer, dense.head)
+        Family(family.decoder_embedding, layer, family.decoder_head)
 
 
 @pytest.mark.parametrize(
@@ -164,7 +166,7 @@ def test_a_family_of_wrong_functions_is_refused(layer: Any, message: str) -> Non
     ],
 )
 def test_a_family_whose_blocks_cannot_be_built_says_why(layer: Any, message: str) -> None:
-    register_family("broken", Family(dense.embedding, layer, dense.head))
+    register_family("broken", Family(family.decoder_embedding, layer, family.decoder_head))
     try:
         shape = small_shape(family="broken")
         with pytest.raises(JobError, match=message):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from stepsight.simulator.blocks import dense
+from stepsight.simulator.blocks import family
 from stepsight.simulator.blocks.layer_parts import arrivals
 from stepsight.simulator.programs.sizes import PartShape
 from stepsight.simulator.programs.stage import part_units
@@ -14,27 +14,27 @@ UNFUSED = {"fused_attention": False}
 
 
 def test_dropout_of_unfused_scores_is_a_kernel_and_of_residuals_one_more_in_backward() -> None:
-    block = dense.layer(small_shape(model={**UNFUSED, "dropout": 0.1}))
+    block = family.decoder_layer(small_shape(model={**UNFUSED, "dropout": 0.1}))
     assert "softmax dropout batched_matmul" in words(block)
-    assert "dropout_backward" not in words(dense.layer(small_shape(model=UNFUSED)), backward=True)
+    assert "dropout_backward" not in words(family.decoder_layer(small_shape(model=UNFUSED)), backward=True)
     numel = [op.dims[0] for op in ops(block, "dropout_backward")]
     assert sorted(numel) == [2 * 32 * 64, 2 * 32 * 64, 2 * 4 * 32 * 32]
 
 
 def test_fused_attention_drops_scores_at_no_cost() -> None:
-    block = dense.layer(small_shape(model={"dropout": 0.1}))
+    block = family.decoder_layer(small_shape(model={"dropout": 0.1}))
     assert "attention" in words(block) and not ops(block, "dropout")
 
 
 def test_gradients_added_to_buffers_cost_an_addition_for_each_product() -> None:
     plain, buffers = (small_shape(precision="bf16", kernels={"accumulation": how}) for how in ("product", "buffer"))
-    more = len(ops(dense.layer(buffers), "add")) - len(ops(dense.layer(plain), "add"))
-    assert more == len(ops(dense.layer(plain), "linear_wgrad")) == 4
+    more = len(ops(family.decoder_layer(buffers), "add")) - len(ops(family.decoder_layer(plain), "add"))
+    assert more == len(ops(family.decoder_layer(plain), "linear_wgrad")) == 4
 
 
 def test_gradients_in_16_bits_are_cast_before_they_are_added_to_fp32_buffers() -> None:
     """18 bytes of each weight: read 2 and write 4, then read 8 and write 4."""
-    casts = dense.layer(small_shape(precision="bf16", kernels={"accumulation": "cast"}))
+    casts = family.decoder_layer(small_shape(precision="bf16", kernels={"accumulation": "cast"}))
     weights = sum(op.dims[1] * op.dims[2] for op in ops(casts, "linear_wgrad"))
     added = [op for op in ops(casts, "add") if op.dtype == "fp32"]
     assert sum(op.num_bytes for op in (*ops(casts, "cast"), *added)) == 18 * weights
@@ -44,7 +44,7 @@ def test_gradients_in_16_bits_are_cast_before_they_are_added_to_fp32_buffers() -
     ("kernels", "kind"), [("", "attention"), ("flash-3", "attention"), ("flash-2", "flash2_attention")]
 )
 def test_a_generation_of_attention_has_kernels_of_its_own(kernels: str, kind: str) -> None:
-    block = dense.layer(small_shape(model={"attention_kernels": kernels}))
+    block = family.decoder_layer(small_shape(model={"attention_kernels": kernels}))
     assert len(ops(block, kind)) == len(ops(block, f"{kind}_backward")) == 1
 
 

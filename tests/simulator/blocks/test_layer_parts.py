@@ -1,5 +1,5 @@
 from stepsight.dataset.kinds.op import Op
-from stepsight.simulator.blocks.dense import head, layer
+from stepsight.simulator.blocks.family import decoder_head, decoder_layer
 from stepsight.simulator.blocks.layer_parts import column_linear
 from tests.simulator.blocks.shapes import items, ops, small_shape
 
@@ -17,9 +17,15 @@ def test_fp8_products_cast_their_input_and_the_gradient_of_their_output() -> Non
 
 def test_all_but_products_of_layers_stay_in_bf16() -> None:
     shape = small_shape("llama", precision="fp8")
-    assert {op.kind for op in ops(layer(shape)) if op.dtype == "fp8"} == {"linear", "linear_dgrad", "linear_wgrad"}
-    assert not [op for op in ops(head(shape)) if op.dtype == "fp8"]
+    assert {op.kind for op in ops(decoder_layer(shape)) if op.dtype == "fp8"} == {
+        "linear",
+        "linear_dgrad",
+        "linear_wgrad",
+    }
+    assert not [op for op in ops(decoder_head(shape)) if op.dtype == "fp8"]
 
 
 def test_other_precisions_cast_nothing() -> None:
-    assert not [i for i in items(layer(small_shape("llama", precision="bf16"))) if getattr(i, "kind", "") == "copy"]
+    assert not [
+        i for i in items(decoder_layer(small_shape("llama", precision="bf16"))) if getattr(i, "kind", "") == "copy"
+    ]

@@ -2,7 +2,7 @@ import pytest
 
 from stepsight.dataset.kinds.op import Collective, Op
 from stepsight.simulator.blocks.attention import latent_attention
-from stepsight.simulator.blocks.dense import layer
+from stepsight.simulator.blocks.family import decoder_layer
 from stepsight.simulator.blocks.step import kept_bytes
 from tests.simulator.blocks.shapes import collectives, flops, items, parameters, small_shape, words
 
@@ -42,7 +42,7 @@ def test_tensor_parallel_ranks_share_heads_and_exchange_latents(sequence_paralle
 
 
 def test_a_rings_messages_hold_wide_keys_and_values() -> None:
-    block = layer(small_shape("llama", cp=2, model=QUERIES))
+    block = decoder_layer(small_shape("llama", cp=2, model=QUERIES))
     assert collectives(block, "cp", backward=False)[0].num_bytes == 2 * 16 * 4 * (24 + 12) * 4
 
 

@@ -4,7 +4,7 @@ from typing import Any
 import pytest
 
 from stepsight.dataset.kinds.op import Collective, Op
-from stepsight.simulator.blocks.dense import layer
+from stepsight.simulator.blocks.family import decoder_layer
 from stepsight.simulator.blocks.moe import HIDDEN, experts, places_of_token, token_counts
 from stepsight.simulator.blocks.step import Block, Comm, Group, RankShape, kept_bytes
 from tests.simulator.blocks.shapes import collectives, flops, items, ops, parameters, small_shape, words
@@ -105,9 +105,11 @@ def test_experts_of_gpt_have_biases() -> None:
 
 
 def test_dense_layers_of_a_mixture_have_an_ordinary_mlp() -> None:
-    assert layer(mixture(), "dense") == layer(small_shape("llama", model={"experts": 8, "experts_per_token": 2}))
-    assert not ops(layer(mixture(), "dense"), *GROUPED)
-    assert ops(layer(mixture(), "moe"), *GROUPED)
+    assert decoder_layer(mixture(), "dense") == decoder_layer(
+        small_shape("llama", model={"experts": 8, "experts_per_token": 2})
+    )
+    assert not ops(decoder_layer(mixture(), "dense"), *GROUPED)
+    assert ops(decoder_layer(mixture(), "moe"), *GROUPED)
 
 
 def test_overlapped_all_to_alls_save_the_published_part_of_their_bytes() -> None:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from stepsight.dataset.kinds.op import Collective, Op
-from stepsight.simulator.blocks import dense
+from stepsight.simulator.blocks import family
 from stepsight.simulator.blocks.layer_parts import column_linear, entered, left, row_linear
 from stepsight.simulator.blocks.step import Block, RankShape
 from stepsight.simulator.durations.segment_timing import _time_passage
@@ -122,7 +122,7 @@ def test_halves_of_the_backward_hold_their_own() -> None:
 
 @pytest.mark.parametrize("overlap", OVERLAPS)
 def test_a_layer_computes_the_same_and_forward_moves_as_much(overlap: str) -> None:
-    plain, block = dense.layer(_shape("")), dense.layer(_shape(overlap))
+    plain, block = family.decoder_layer(_shape("")), family.decoder_layer(_shape(overlap))
 
     def moved(block: Block) -> int:
         nodes = forward_pass(block).program.nodes
@@ -137,5 +137,5 @@ def test_a_layer_computes_the_same_and_forward_moves_as_much(overlap: str) -> No
 
 
 def test_a_single_rank_overlaps_nothing() -> None:
-    nodes = forward_pass(dense.layer(small_shape(overlap_tp="split"))).program.nodes
+    nodes = forward_pass(family.decoder_layer(small_shape(overlap_tp="split"))).program.nodes
     assert not any(isinstance(node.work, Collective) for node in nodes)
