@@ -1,3 +1,7 @@
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -5,9 +9,14 @@ import pytest
 from stepsight.dataset.base.errors import JobError
 from stepsight.dataset.job import specs
 from stepsight.dataset.job.job import Job
+from stepsight.dataset.kinds.op import Collective, Op
 from stepsight.simulator.blocks import family
 from stepsight.simulator.blocks.family import (
     Family,
+    decoder_embedding,
+    decoder_head,
+    decoder_kinds,
+    decoder_layer,
     embedding_block,
     find_family,
     head_block,
@@ -15,7 +24,18 @@ from stepsight.simulator.blocks.family import (
     register_family,
 )
 from stepsight.simulator.blocks.step import Block, RankShape
-from tests.simulator.blocks.shapes import both, default_kernels, flops, items, ops, parameters, small_shape
+from tests.simulator.blocks.shapes import (
+    both,
+    collectives,
+    default_kernels,
+    flops,
+    items,
+    ops,
+    parameters,
+    small_model,
+    small_shape,
+    words,
+)
 
 FAMILIES = tuple(specs.FAMILIES)
 CAUSAL = ("gpt", "llama")
@@ -173,3 +193,185 @@ def test_a_family_whose_blocks_cannot_be_built_says_why(layer: Any, message: str
             layer_block(shape, "layer")
     finally:
         specs.FAMILIES.unregister("broken")
+
+
+def test_gpt_layer_forward() -> None:
+    assert (
+        words(decoder_layer(small_shape()))
+        == "layer_norm linear attention linear add layer_norm linear gelu linear add"
+    )
+
+
+def test_gpt_layer_backward() -> None:
+    linear = "linear_dgrad linear_wgrad bias_grad"
+    assert words(decoder_layer(small_shape()), backward=True) == (
+        f"{linear} gelu_backward {linear} layer_norm_backward add "
+        f"{linear} attention_backward copy {linear} layer_norm_backward add"
+    )
+
+
+def test_llama_layer_has_rotary_gated_mlp_and_no_biases() -> None:
+    block = decoder_layer(small_shape("llama"))
+    assert words(block) == "rms_norm linear rope attention linear add rms_norm linear swiglu linear add"
+    assert "bias_grad" not in words(block, backward=True)
+    assert words(block, backward=True).split().count("linear_wgrad") == 4
+    assert "rope_backward linear_wgrad linear_dgrad" in words(block, backward=True)
+    qkv = next(step for step in block if step.name == "qkv")
+    assert qkv.forward == (Op("linear", (64, (4 + 2 * 2) * 16, 64), "fp32"),)
+
+
+@pytest.mark.parametrize("family", ["gpt", "llama"])
+def test_tensor_parallel_halves_gemms_and_reduces_what_they_leave(family: str) -> None:
+    """Two all-reduces forward, two backward, each of the whole activation (Shoeybi et al. 2019)."""
+    block = decoder_layer(small_shape(family, tp=2))
+    full = Collective("all_reduce", 64 * 64 * 4, 2, 2)
+    assert collectives(block, "tp", backward=False) == collectives(block, "tp", backward=True) == [full, full]
+    assert flops(block, "linear") * 2 == flops(decoder_layer(small_shape(family)), "linear")
+
+
+def test_sequence_parallel_gathers_and_scatters_instead() -> None:
+    """The volume of an all-reduce stays; norms and residuals hold a share of the rows (Korthikanti et al. 2022)."""
+    block = decoder_layer(small_shape(tp=2, sequence_parallel=True))
+    assert words(block).count("all_gather") == words(block).count("reduce_scatter") == 2
+    assert words(block, backward=True).count("all_gather") == words(block, backward=True).count("reduce_scatter") == 2
+    norm = next(step for step in block if step.name == "norm1")
+    assert norm.forward == (Op("layer_norm", (32, 64), "fp32"),)
+
+
+@pytest.mark.parametrize("family", ["gpt", "llama"])
+def test_flop_of_a_layer_is_six_per_parameter_and_token_and_attention(family: str) -> None:
+    """Matrix products: 6 x weights x tokens; causal attention: 7 s^2 h b (2 forward, 5 in the backward's kernel)."""
+    shape = small_shape(family)
+    block = decoder_layer(shape)
+    weights = sum(numel for step in block for numel in step.parameters if numel > 2 * 256)
+    assert flops(block, "linear", "linear_dgrad", "linear_wgrad") == 6 * weights * shape.rows
+    assert flops(block, "attention", "attention_backward") == 7 * 32**2 * 64 * shape.micro_batch
+
+
+def test_embedding_computes_no_gradient_of_its_input() -> None:
+    block = decoder_embedding(small_shape())
+    assert words(block) == "embedding add"
+    assert words(block, backward=True) == "reduce embedding_backward"
+
+
+def test_head_shares_the_table_of_tied_embeddings() -> None:
+    assert parameters(decoder_head(small_shape(), shared=True)) == 2 * 64
+    assert parameters(decoder_head(small_shape())) == 2 * 64 + 512 * 64
+
+
+def test_parameters_of_a_gpt_layer() -> None:
+    """12 h^2 + 13 h."""
+    assert parameters(decoder_layer(small_shape())) == 12 * 64**2 + 13 * 64
+
+
+def test_a_whole_vocabulary_on_every_rank_needs_no_reduction() -> None:
+    """Each rank looks up its own rows; with sequence parallelism it fetches all rows before the logits."""
+    shape = small_shape(tp=2, vocab_parallel=False, sequence_parallel=True)
+    first, last = decoder_embedding(shape), decoder_head(shape)
+    assert parameters(first) == parameters(decoder_embedding(small_shape()))
+    assert collectives(first, "tp") == []
+    assert first[0].replicated and items(first)[0] == Op("embedding", (32, 64, 512), "fp32")
+    assert collectives(last, "tp") == [Collective("all_gather", 64 * 64 * 4, 2, 2)]
+    assert collectives(decoder_head(small_shape(tp=2, vocab_parallel=False)), "tp") == []
+
+
+def test_layers_of_a_mixture_are_dense_first_and_then_every_other() -> None:
+    model = small_model(layers=7, experts=8, experts_per_token=2, dense_layers=3, moe_every=2)
+    assert decoder_kinds(model) == (("dense", 4), ("moe", 1), ("dense", 1), ("moe", 1))
+    assert decoder_kinds(small_model()) == (("layer", 2),)
+
+
+def test_norms_come_after_the_residuals() -> None:
+    block = family.bert_layer(small_shape("bert"))
+    assert words(block) == "linear attention linear add layer_norm linear gelu linear add layer_norm"
+    assert parameters(block) == 12 * 64**2 + 13 * 64
+
+
+def test_gradients_are_added_where_the_residual_begins() -> None:
+    """As often as in a layer with norms before: twice."""
+    assert words(family.bert_layer(small_shape("bert")), backward=True).split().count("add") == 2
+
+
+def test_masked_tokens_are_predicted_through_a_transform() -> None:
+    block = family.bert_head(small_shape("bert"), shared=True)
+    assert words(block) == "linear gelu layer_norm linear cross_entropy"
+    assert parameters(block) == 64**2 + 64 + 2 * 64 + 512
+
+
+def test_only_masked_tokens_reach_the_head() -> None:
+    """They are copied together first, and the products have as few rows."""
+    shape = small_shape("bert")
+    few = family.bert_head(replace(shape, model=replace(shape.model, loss_share=0.25)), shared=True)
+    assert words(few) == "copy linear gelu layer_norm linear cross_entropy"
+    rows = [item.dims[0] for step in few for item in step.forward if isinstance(item, Op) and item.kind == "linear"]
+    assert rows == [shape.rows // 4] * 2
+
+
+def test_padding_that_is_left_out_shortens_sequences() -> None:
+    shape = small_shape("bert")
+    short = replace(shape, model=replace(shape.model, unpadded_len=shape.model.seq_len // 2))
+    assert 2 * short.rows == shape.rows
+    assert parameters(family.bert_embedding(short)) == parameters(family.bert_embedding(shape))
+
+
+def test_patches_are_a_linear_without_a_gradient_of_the_image() -> None:
+    """32 patches of two images; the class token comes after."""
+    block = family.vit_embedding(small_shape("vit"))
+    assert items(block)[0] == Op("linear", (64, 64, 48), "fp32")
+    assert words(block, backward=True) == "reduce reduce linear_wgrad bias_grad"
+
+
+def test_one_row_of_each_image_is_classified() -> None:
+    block = family.vit_head(small_shape("vit"))
+    assert Op("linear", (2, 512, 64), "fp32") in items(block)
+    assert words(block) == "layer_norm copy linear cross_entropy"
+
+
+def test_the_decoder_also_looks_at_the_encoder() -> None:
+    """32 queries of the decoder, 64 keys of the encoder, every one seen."""
+    block = family.t5_layer(small_shape("t5"), "decoder")
+    assert [op.dims for op in ops(block, "attention")] == [(2, 4, 4, 32, 32, 16, 1), (2, 4, 4, 32, 64, 16, 0)]
+    linears = [item.dims for item in items(block) if isinstance(item, Op) and item.kind == "linear"]
+    assert (128, 2 * 64, 64) in linears  # keys and values of the encoder's tokens
+
+
+def test_encoder_layers_have_the_encoders_tokens() -> None:
+    block = family.t5_layer(small_shape("t5"), "encoder")
+    assert items(block)[0] == Op("rms_norm", (128, 64), "fp32")
+    assert words(block) == "rms_norm linear attention linear add rms_norm linear relu linear add"
+
+
+def test_the_last_encoder_layer_ends_with_the_encoders_norm() -> None:
+    shape = small_shape("t5")
+    assert family.t5_kinds(shape.model) == (("encoder", 2), ("last_encoder", 1), ("decoder", 1), ("last_decoder", 1))
+    assert family.t5_kinds(small_model("t5", encoder_layers=1))[0] == ("last_encoder", 1)
+    more = parameters(family.t5_layer(shape, "last_encoder")) - parameters(family.t5_layer(shape, "encoder"))
+    assert more == 64
+
+
+def test_one_table_embeds_both_and_adds_their_gradients() -> None:
+    block = family.t5_embedding(small_shape("t5"))
+    assert [op.dims[0] for op in ops(block, "embedding") if op.dims[2] == 512] == [128, 64]
+    assert sum(512 * 64 in step.parameters for step in block) == 1
+    assert "embedding_backward add embedding_backward" in words(block, backward=True)
+
+
+def test_every_boundary_passes_encoder_and_decoder() -> None:
+    shape = small_shape("t5", precision="bf16")
+    assert {family.t5_boundary_bytes(shape, layers) for layers in range(1, 5)} == {(128 + 64) * 64 * 2}
+
+
+def test_gated_models_have_gated_gelu() -> None:
+    assert "geglu" in words(family.t5_layer(small_shape("t5", model={"gated_mlp": True}), "encoder"))
+
+
+def test_unfused_attention_adds_the_bias_to_the_scores() -> None:
+    block = family.t5_layer(small_shape("t5", model={"fused_attention": False}), "encoder")
+    assert "batched_matmul add softmax batched_matmul" in words(block)
+
+
+def test_only_the_last_layers_add_to_no_gradient() -> None:
+    """Of the bias (4 heads of 32 x 32) and of the encoder's output (2 x 64 tokens, 64 wide)."""
+    shape = small_shape("t5", model={"fused_attention": False})
+    both, none = (Counter(ops(family.t5_layer(shape, kind), "add")) for kind in ("decoder", "last_decoder"))
+    assert both - none == Counter([shape.op("add", 4 * 32 * 32), shape.op("add", 2 * 64 * 64)])
