@@ -8,11 +8,12 @@ for.
 
 from __future__ import annotations
 
-from collections.abc import Callable, ItemsView, Iterable, Iterator, KeysView, Mapping, Sequence, ValuesView
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from threading import RLock
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, cast, overload
+from typing import TYPE_CHECKING, Any, TypeVar, cast, overload
 
 from stepsight.dataset.base.caching import cached, clear_caches
 from stepsight.dataset.base.errors import JobError, StepsightError
@@ -24,7 +25,7 @@ T = TypeVar("T")
 Own = TypeVar("Own")
 
 
-class Registry(dict[str, T]):
+class Registry(Mapping[str, T]):
     """A mapping from names to things of one kind, to which users and other packages add.
 
     ``registry[name]`` raises ``error`` for an unknown name, with the known ones; ``in`` and ``get`` do not.  Iterating
@@ -53,16 +54,20 @@ class Registry(dict[str, T]):
         error: type[StepsightError] = JobError,
         more: str = "",
     ) -> None:
-        super().__init__({} if callable(built_in) else built_in)
-        self.noun = noun
-        self.group = group
-        self.version = 0
-        self._later = built_in if callable(built_in) else None
+        self.noun, self.group, self.version = noun, group, 0
+        self._built_in, self._check, self._error, self._more = built_in, check, error, more
         self._added: dict[str, str] = {}  # name -> "" of what was registered, else the package that brings it
-        self._check = check
-        self._error = error
-        self._more = more
         self._lock = RLock()
+
+    @cached_property
+    def _things(self) -> dict[str, T]:
+        with self._lock:
+            built_in = self._built_in() if callable(self._built_in) else self._built_in
+            return self.__dict__.setdefault("_things", dict(built_in))  # type: ignore[no-any-return]
+
+    def fill(self, built_in: Mapping[str, T]) -> None:
+        """Set what comes with the package, where only the names were given before."""
+        self._things.update(built_in)
 
     @overload
     def register(self, name: str) -> Callable[[Own], Own]: ...
@@ -83,8 +88,7 @@ class Registry(dict[str, T]):
         if not isinstance(name, str) or not name.strip() or not name.isprintable():
             raise self._error(f"{self.noun}: a name must be a printable string, got {name!r:.80}")
         with self._lock:
-            self._fill()
-            if super().__contains__(name):
+            if name in self._things:
                 origin = "is registered already" if name in self._added else "comes with stepsight"
                 raise self._error(f"{self.noun} {name!r:.80} {origin}: choose another name")
             try:
@@ -136,12 +140,14 @@ class Registry(dict[str, T]):
         rule = f"{self.noun} must be {'one of ' if names else ''}{', or '.join([*known, *filter(None, [self._more])])}"
         return f"{rule}, got {name!r:.80}{did_you_mean(name, names)}"
 
-    def __missing__(self, name: str) -> T:
+    def __getitem__(self, name: str) -> T:
+        try:
+            return self._things[name]
+        except KeyError:
+            pass
         with self._lock:
-            if self._fill() and super().__contains__(name):
-                return super().__getitem__(name)
             if isinstance(name, str) and name in _entry_points(self.group):
-                return self._load(name)
+                return self._things[name] if name in self._things else self._load(name)
         raise self._error(self.unknown(name))
 
     def get(self, name: str, default: Any = None) -> Any:
@@ -151,69 +157,33 @@ class Registry(dict[str, T]):
         return self[name]
 
     def __contains__(self, name: object) -> bool:
-        if super().__contains__(name) or (self._fill() and super().__contains__(name)):
-            return True
-        return isinstance(name, str) and name in _entry_points(self.group)
+        return name in self._things or (isinstance(name, str) and name in _entry_points(self.group))
 
     def __iter__(self) -> Iterator[str]:
-        self._fill()
-        return super().__iter__()
+        return iter(self._things)
 
     def __len__(self) -> int:
-        self._fill()
-        return super().__len__()
-
-    def keys(self) -> KeysView[str]:  # type: ignore[override]
-        self._fill()
-        return KeysView(self)
-
-    def values(self) -> ValuesView[T]:  # type: ignore[override]
-        self._fill()
-        return ValuesView(self)
-
-    def items(self) -> ItemsView[str, T]:  # type: ignore[override]
-        self._fill()
-        return ItemsView(self)
-
-    def __setitem__(self, name: str, thing: T) -> NoReturn:
-        raise TypeError(f"{self.noun}: things are added with register")
-
-    def __delitem__(self, name: str) -> NoReturn:
-        raise TypeError(f"{self.noun}: things are removed with unregister")
-
-    def _refuse(self, *_: Any, **__: Any) -> NoReturn:
-        raise TypeError(f"{self.noun}: things are added with register and removed with unregister")
-
-    pop = popitem = clear = update = setdefault = __ior__ = _refuse
+        return len(self._things)
 
     def __repr__(self) -> str:
         return f"<{self.noun} registry: {', '.join(self)}>"
 
-    def _fill(self) -> bool:
-        """Take what comes with the package; whether that was still to do."""
-        if self._later is None:
-            return False
-        with self._lock:
-            if self._later is not None:
-                super().update(self._later())
-                self._later = None
-        return True
-
     def _add(self, name: str, thing: T, package: str) -> None:
-        super().__setitem__(name, thing)
+        self._things[name] = thing
         self._added[name] = package
         self.version += 1
 
     def _remove(self, name: str) -> None:
         del self._added[name]
-        super().__delitem__(name)
+        del self._things[name]
         self.version += 1
         clear_caches()
 
     def _load(self, name: str) -> T:
         """The thing of an entry point."""
         points = _entry_points(self.group)[name]
-        origin = " and ".join(f"{point.value} of package {_package(point)}" for point in points)
+        packages = [repr(point.dist.name) if point.dist is not None else "that is not named" for point in points]
+        origin = " and ".join(f"{point.value} of package {name}" for point, name in zip(points, packages, strict=True))
         if len(points) > 1:
             raise self._error(f"{self.noun} {name!r} is brought by {origin}: uninstall all except one")
         try:
@@ -235,10 +205,6 @@ def _entry_points(group: str) -> Mapping[str, tuple[EntryPoint, ...]]:
         if point not in found.get(point.name, ()):
             found[point.name] = (*found.get(point.name, ()), point)
     return found
-
-
-def _package(point: EntryPoint) -> str:
-    return repr(point.dist.name) if point.dist is not None else "that is not named"
 
 
 def did_you_mean(name: object, names: Iterable[object]) -> str:

