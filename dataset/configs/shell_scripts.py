@@ -11,7 +11,6 @@ import shlex
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import NamedTuple
 
 from stepsight.dataset.base.bounded import read_text
 from stepsight.dataset.base.errors import JobError
@@ -19,8 +18,12 @@ from stepsight.dataset.configs.shell_values import Variables, part_end
 
 MOST_TOKENS, MOST_COMMANDS = 200_000, 20_000
 MOST_DEPTH, _MOST_CALLS = 40, 20  # of statements within statements; of functions that call each other
-_TOKEN = re.compile(r"([ \t\r]|\\\n|#[^\n]*)|&&|\|\||;;|<<<|<<|>>|>&|<&|&>|[|&;()<>\n]")
-_HEREDOC = re.compile(r"(-?)[ \t]*(['\"]?)([A-Za-z_][\w.-]*)\2")
+_BLANK = re.compile(r"(?:[ \t\r]|\\\n|#[^\n]*)+")
+_REDIRECTION = re.compile(r"\d*(?:<<<|>>|>&|<&|&>|<(?!<)|>)[ \t]*")
+_HEREDOC = re.compile(r"\d*<<-?[ \t]*(['\"]?)([A-Za-z_][\w.-]*)\1")
+_FUNCTION = re.compile(r"(?:function[ \t]+([\w-]+)[ \t]*(?:\([ \t]*\))?|([\w-]+)[ \t]*\([ \t]*\))\s*\{")
+_ARITHMETIC = re.compile(r"\(\(.*?\)\)(?!\))", re.DOTALL)
+_END = re.compile(r"&&|\|\||;;|[|&;()\n]")
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\[[^\]]*\])?(\+?)=(.*)", re.DOTALL)
 _DECLARE = ("export", "declare", "local", "readonly", "typeset")
 _SILENT = (
@@ -28,6 +31,9 @@ _SILENT = (
     *("trap", "ulimit"),
 )
 _COMPARE = {"-eq": "==", "-ne": "!=", "-lt": "<", "-le": "<=", "-gt": ">", "-ge": ">="}
+_CLOSED_BY = {"if": "fi", "loop": "done", "case": "esac", "{": "}", "function": "}", "(": ")"}
+_WITHIN = {"then": "if", "elif": "if", "else": "if", "do": "loop", "fi": "if", "done": "loop", "esac": "case", "}": "{"}
+_KEYWORDS = {*_WITHIN, "if", "{", "for", "select", "while", "until", "case"} - {"(", ")"}
 _SBATCH = re.compile(r"^\s*#SBATCH\s+(.*?)\s*$", re.MULTILINE)
 
 
@@ -55,252 +61,208 @@ def read_script(text: str, defined: dict[str, str] | None = None, folder: Path |
         JobError: If the script cannot be parsed, or is too large.
     """
     variables = Variables(dict(defined or {}))
-    reading = _Reading(variables, folder)
-    reading.run(_tokens(text))
-    script = reading.script
+    reader = _Reader(variables, folder)
+    reader.run(_statements(text))
+    script = reader.script
     script.variables, script.unset = variables.values, list(variables.unset)
     for line in _SBATCH.findall(text):
         script.batch_options += _split(line.partition(" #")[0])
     return script
 
 
-class _Token(NamedTuple):
-    """A word as written, an ``operator``, a here-``document`` (``literal``: nothing in it is substituted), the end."""
+class _Array(str):
+    """A word ``NAME=`` or ``NAME+=`` with the words in the brackets after it."""
 
-    kind: str
-    text: str
+    items: list[str]
 
 
-def _tokens(text: str) -> list[_Token]:
-    """Split a script into tokens.
+@dataclass
+class _Statement:
+    """Words as written, up to an operator (``end``); or the beginning of a ``function``."""
+
+    words: list[str] = field(default_factory=list)
+    documents: list[tuple[str, str]] = field(default_factory=list)  # a quote, if nothing is substituted, and the text
+    end: str = ""
+    function: str = ""
+
+
+def _statements(text: str) -> list[_Statement]:
+    """Split a script into statements.
 
     Raises:
         JobError: If a quote or a bracket is left open, or the script is too long.
     """
-    tokens: list[_Token] = []
-    documents: list[tuple[str, bool]] = []  # here-documents whose text follows the line
-    at = 0
+    found, waiting = [_Statement()], list[tuple[_Statement, str, str]]()  # here-documents whose text follows the line
+    at = count = 0
     while at < len(text):
-        if len(tokens) > MOST_TOKENS:
+        now = found[-1]
+        in_test = "[[" in now.words and "]]" not in now.words  # && and || within its brackets belong to it
+        if (count := count + 1) > MOST_TOKENS:
             raise JobError(f"a script must have at most {MOST_TOKENS} words")
-        start, found = at, _TOKEN.match(text, at)
-        if found is None:
-            while at < len(text) and text[at] not in " \t\r\n;&|<>()":
-                at = part_end(text, at)
-            if at > len(text):
-                raise JobError("a quote or a bracket of the script is never closed")
-            tokens.append(_Token("word", text[start:at]))
-            continue
-        at, operator = found.end(), found[0]
-        if found[1] is not None:
-            continue
-        if operator[0] in "<>" and text[max(0, start - 1)].isdigit() and tokens[-1].text.isdigit():
-            tokens.pop()  # the number of a stream, as in 2>&1
-        if operator == "<<":
-            named = _HEREDOC.match(text, at)
-            if named is None:
-                raise JobError(f"a here-document of a script needs a delimiter, got {text[at : at + 40]!r}")
-            at = named.end()
-            documents.append((named[3], bool(named[2])))
-            continue
-        if operator == "\n":  # documents belong to the command before the end of the line
-            for delimiter, literal in documents:
+        if part := _BLANK.match(text, at):
+            at = part.end()
+        elif part := _HEREDOC.match(text, at):
+            at = part.end()
+            waiting.append((now, part[1], part[2]))
+        elif part := _REDIRECTION.match(text, at):
+            at = _word_end(text, part.end())
+        elif not now.words and (part := _FUNCTION.match(text, at)):
+            at, now.function = part.end(), part[1] or part[2]
+            found.append(_Statement())
+        elif text[at] == "(" and now.words and now.words[-1].endswith("="):
+            now.words[-1], at = _array(now.words[-1], text, at + 1)
+        elif part := _ARITHMETIC.match(text, at) or (_END.match(text, at) if in_test and text[at] != "\n" else None):
+            at = part.end()
+            now.words.append(part[0])
+        elif part := _END.match(text, at):
+            at, now.end = part.end(), part[0]
+            for statement, quote, delimiter in waiting if now.end == "\n" else ():
                 end = re.compile(rf"^\s*{re.escape(delimiter)}\s*$", re.MULTILINE).search(text, at)
-                lines = text[at : end.start() if end else len(text)]
-                tokens.append(_Token("literal" if literal else "document", lines.removesuffix("\n")))
+                lines = text[at : end.start() if end else len(text)].removesuffix("\n")
+                statement.documents.append((quote, lines))
                 at = end.end() + 1 if end else len(text)
-            documents.clear()
-        tokens.append(_Token("operator", operator))
-    return tokens
+            waiting = [] if now.end == "\n" else waiting
+            found.append(_Statement())
+        elif (end_of_word := _word_end(text, at)) > at:
+            now.words.append(text[at:end_of_word])
+            at = end_of_word
+        else:
+            raise JobError(f"a here-document of a script needs a delimiter, got {text[at + 2 : at + 42]!r}")
+    return found
 
 
-class _Reading:
-    """Reads the tokens of a script, and follows those statements that would run (``runs``)."""
+def _word_end(text: str, at: int) -> int:
+    while at < len(text) and text[at] not in " \t\r\n;&|<>()":
+        at = part_end(text, at)
+    if at > len(text):
+        raise JobError("a quote or a bracket of the script is never closed")
+    return at
+
+
+def _array(name: str, text: str, at: int) -> tuple[_Array, int]:
+    """A word with the items of the array after it, and the place after its bracket."""
+    word = _Array(name)
+    word.items = []
+    while at < len(text) and text[at] != ")":
+        blank, end = _BLANK.match(text, at), _word_end(text, at) if text[at] != "#" else at
+        if blank is None and end > at:
+            word.items.append(text[at:end])
+        at = blank.end() if blank else max(end, at + 1)
+    if at >= len(text):
+        raise JobError("a script's statement must be closed by ), got the end of the file")
+    return word, at + 1
+
+
+@dataclass
+class _Frame:
+    """A statement that holds others, such as ``if``."""
+
+    kind: str
+    outer: bool  # whether the statements around it run, with a loop also whether its body does
+    runs: bool  # whether the statements at this place run
+    taken: bool = False  # a branch of it ran
+    patterns: list[str] | None = None  # of the next branch of a ``case``, while they are read
+    name: str = ""  # of a function; the word of a ``case``
+    start: int = 0  # of a function's statements
+
+
+class _Reader:
+    """Reads the statements of a script, and follows those that would run."""
 
     def __init__(self, variables: Variables, folder: Path | None) -> None:
         self.script, self._variables, self._folder = ShellScript(), variables, folder
-        self._functions: dict[str, list[_Token]] = {}
-        self._tokens: list[_Token] = []
-        self._at = self._depth = self._calls = 0
+        self._functions: dict[str, list[_Statement]] = {}
         self._sourced: set[Path] = set()
+        self._calls, self._last = 0, True  # the last command succeeded
 
-    def run(self, tokens: list[_Token]) -> None:
-        """Read all statements of some tokens."""
-        outer = self._tokens, self._at, self._depth
-        self._tokens, self._at, self._depth = [*tokens, _Token("end", "")], 0, 0
-        self._block((), True)
-        self._tokens, self._at, self._depth = outer
-
-    @property
-    def _now(self) -> _Token:
-        return self._tokens[self._at]
-
-    def _next(self) -> str:
-        """The text of the current token, which is taken; empty at the end, which stays."""
-        text = self._now.text
-        self._at += self._now.kind != "end"
-        return text
-
-    def _skip(self, *operators: str) -> None:
-        while self._now.kind == "operator" and self._now.text in operators:
-            self._at += 1
-
-    def _take(self, *texts: str) -> str:
-        """Skip ends of statements, and take one of some words."""
-        self._skip("\n", ";")
-        if self._now.text not in texts:
-            shown = "the end of the file" if self._now.kind == "end" else f"{self._now.text!r:.60}"
-            raise JobError(f"a script's statement must be closed by {' or '.join(texts)}, got {shown}")
-        return self._next()
-
-    def _until(self, text: str) -> list[str]:
-        """The words before a token, which is left."""
-        words = []
-        while (token := self._now).kind != "end" and token.text != text:
-            words += [token.text] if token.kind == "word" else []
-            self._at += 1
-        return words
-
-    def _block(self, ends: tuple[str, ...], runs: bool) -> bool:
-        """Read statements up to one of some words, which is left; return whether the last command succeeds."""
-        self._depth += 1
-        if self._depth > MOST_DEPTH:
-            raise JobError(f"statements of a script must be nested at most {MOST_DEPTH} deep")
-        last, after = True, ""
-        while (token := self._now).kind != "end" and token.text not in ends:
-            if token.kind == "operator" and token.text in ("\n", ";", "&", "|", "&&", "||"):
-                self._at += 1
-                after = token.text if token.text in ("&&", "||") else after if token.text == "\n" else ""
+    def run(self, statements: list[_Statement]) -> None:
+        """Follow all statements; each may begin or end statements that hold others."""
+        frames, after = [_Frame("", True, True)], ""
+        for place, statement in enumerate(statements):
+            words, runs = statement.words, frames[-1].runs and after != ("||" if self._last else "&&")
+            if statement.function:
+                frames.append(_Frame("function", runs, False, name=statement.function, start=place + 1))
+            while words and words[0] in _KEYWORDS and (frames[-1].patterns is None or words[0] == "esac"):
+                if words[0] == "}" and frames[-1].kind == "function" and frames[-1].outer:
+                    self._functions[frames[-1].name] = statements[frames[-1].start : place]
+                words = self._follow(words, frames, runs)
+                runs = frames[-1].runs
+            if len(frames) > MOST_DEPTH:
+                raise JobError(f"statements of a script must be nested at most {MOST_DEPTH} deep")
+            if frames[-1].patterns is not None:
+                self._choose(frames[-1], words, statement.end)
                 continue
-            last = self._statement(token, runs, last, after)
-            after = ""
-        self._depth -= 1
-        return last
+            if runs and (words or statement.documents):
+                self._last = self._carry_out(words, statement.documents)
+            if statement.end == "(":
+                frames.append(_Frame("(", runs, runs))
+            elif statement.end == ")" and frames[-1].kind == "(":
+                frames.pop()
+            elif statement.end == ";;" and frames[-1].kind == "case":
+                frames[-1].runs, frames[-1].patterns = False, []
+            if statement.words or statement.end != "\n":
+                after = statement.end
+        if len(frames) > 1:
+            end = _CLOSED_BY[frames[-1].kind]
+            raise JobError(f"a script's statement must be closed by {end}, got the end of the file")
 
-    def _statement(self, token: _Token, runs: bool, last: bool, after: str) -> bool:
-        match token:
-            case ("operator", "("):
-                self._at += 1
-                if self._now == ("operator", "("):
-                    return self._arithmetic(runs)
-                last = self._block((")",), runs)
-                self._take(")")
-                return last
-            case ("word", "if"):
-                return self._branches(runs)
-            case ("word", "for" | "while" | "until" | "select"):
-                return self._loop(runs)
-            case ("word", "case"):
-                return self._cases(runs)
-            case ("word", "{"):
-                return self._group("", runs)
-            case ("word", "function"):
-                self._at += 1
-                return self._group(self._next(), runs)
-            case ("operator", _):
-                self._at += 1  # a stray bracket or redirection says nothing
-                return True
-        return self._command(runs and after != ("||" if last else "&&"), last)
+    def _follow(self, words: list[str], frames: list[_Frame], runs: bool) -> list[str]:
+        """Begin, go on with or end a statement that holds others; return the words after its own."""
+        frame, variables = frames[-1], self._variables
+        if _WITHIN.get(words[0], frame.kind) != frame.kind and (words[0], frame.kind) != ("}", "function"):
+            raise JobError(f"a script's {words[0]} must end a statement that it belongs to, got one in {frame.kind!r}")
+        match words[0]:
+            case "if":
+                frames.append(_Frame("if", runs, runs))
+                self._last = True
+            case "then":
+                frame.runs = frame.runs and self._last
+                frame.taken = frame.taken or frame.runs
+            case "elif" | "else":
+                frame.runs = frame.outer and not frame.taken
+                self._last = True
+            case "for" | "select" if runs and words[2:3] == ["in"]:
+                items = [item for word in words[3:] for item in variables.expanded(word)]
+                if items:
+                    variables.set(words[1], items[0])
+                frames.append(_Frame("loop", bool(items), False))
+            case "for" | "select" | "while" | "until":
+                frames.append(_Frame("loop", runs, False))
+            case "do":
+                frame.runs = frame.outer
+            case "case":
+                word = variables.joined(words[1]) if runs and len(words) > 1 else ""
+                frames.append(_Frame("case", runs, False, name=word, patterns=[]))
+                return words[3:]
+            case "{":
+                frames.append(_Frame("{", runs, runs))
+            case _:
+                frames.pop()
+                self._last = self._last if words[0] == "}" else True
+        return [] if words[0] in ("for", "select", "while", "until") else words[1:]
 
-    def _arithmetic(self, runs: bool) -> bool:
-        """Read ``(( ... ))``, which succeeds if its value is known and not 0."""
-        start, depth = self._at, 1
-        while depth and self._now.kind != "end":
-            depth += (self._now.text == "(") - (self._now.text == ")")
-            self._at += 1
-        text = " ".join(token.text for token in self._tokens[start : self._at - 1])
-        return runs and self._variables.arithmetic(text) not in ("", "0")
+    def _choose(self, frame: _Frame, words: list[str], end: str) -> None:
+        """Read patterns of a branch of a ``case``; behind the last one it is known whether the branch runs."""
+        frame.patterns = [*(frame.patterns or ()), *words]
+        if end == ")":
+            fits = any(fnmatchcase(frame.name, self._variables.joined(pattern)) for pattern in frame.patterns)
+            frame.runs, frame.patterns = frame.outer and not frame.taken and fits, None
+            frame.taken = frame.taken or frame.runs
 
-    def _group(self, name: str, runs: bool) -> bool:
-        """Read a function, or statements in braces."""
-        self._skip("(", ")", "\n")
-        self._take("{")
-        start = self._at
-        last = self._block(("}",), runs and not name)
-        if name and runs:
-            self._functions[name] = self._tokens[start : self._at]
-        self._take("}")
-        return last
-
-    def _branches(self, runs: bool) -> bool:
-        word = self._take("if")
-        while word != "fi":
-            holds = True
-            if word != "else":
-                holds = self._block(("then",), runs)
-                self._take("then")
-            self._block(("elif", "else", "fi"), runs and holds)
-            runs = runs and not holds
-            word = self._take("elif", "else", "fi")
-        return True
-
-    def _loop(self, runs: bool) -> bool:
-        name = self._next() if self._next() in ("for", "select") else ""
-        words = self._until("do")
-        if name and runs:
-            items = [item for word in words if word != "in" for item in self._variables.expanded(word)]
-            runs = bool(items)
-            if items:
-                self._variables.set(name, items[0])
-        self._take("do")
-        self._block(("done",), runs)
-        self._take("done")
-        return True
-
-    def _cases(self, runs: bool) -> bool:
-        self._at += 1
-        word = self._variables.joined(self._next()) if runs else self._next()
-        self._take("in")
-        self._skip("\n", ";;", ";")
-        while self._now.kind != "end" and self._now.text != "esac":
-            patterns = self._until(")")
-            self._take(")")
-            fits = runs and any(fnmatchcase(word, self._variables.joined(pattern)) for pattern in patterns)
-            self._block((";;", "esac"), fits)
-            runs = runs and not fits
-            self._skip("\n", ";;", ";")
-        self._take("esac")
-        return True
-
-    def _command(self, runs: bool, last: bool) -> bool:
-        words: list[str] = []
-        arrays: dict[int, list[str]] = {}
-        documents: list[_Token] = []
-        while (token := self._now).kind != "end":
-            if token.kind in ("document", "literal"):
-                documents.append(token)
-            elif token.kind == "word":
-                words.append(token.text)
-            elif token.text == "(" and words and words[-1].endswith("="):
-                self._at += 1
-                arrays[len(words) - 1] = self._until(")")
-                self._take(")")
-                continue
-            elif token.text == "(" and len(words) == 1:
-                return self._group(words[0], runs)
-            elif token.text not in ("<", ">", ">>", ">&", "<&", "&>", "<<<"):
-                break
-            elif self._tokens[self._at + 1].kind == "word":
-                self._at += 1  # the file of a redirection
-            self._at += 1
-        if words and words[0] == "[[":  # && and || within its brackets belong to the test
-            while "]]" not in words and self._now.kind != "end":
-                words.append(self._next())
-        return self._carry_out(words, arrays, documents) if runs else last
-
-    def _carry_out(self, words: list[str], arrays: dict[int, list[str]], documents: list[_Token]) -> bool:
+    def _carry_out(self, words: list[str], documents: list[tuple[str, str]]) -> bool:
         variables, script = self._variables, self.script
-        for kind, text in documents:
-            script.documents.append(text if kind == "literal" else variables.joined(text, quotes=False))
-        words = [word for raw in self._assign(words, arrays) for word in variables.expanded(raw)]
+        script.documents += [text if quote else variables.joined(text, quotes=False) for quote, text in documents]
+        words = [word for raw in self._assign(words) for word in variables.expanded(raw)]
         name = words[0] if words else "true"
+        if name.startswith("(("):
+            return variables.arithmetic(name[2:-2]) not in ("", "0")
         if name in ("[", "[[", "test"):
             return self._test(words)
         if name in (".", "source") and len(words) > 1:
             path = None if self._folder is None else self._folder / Path(words[1]).name
             if path is not None and path not in self._sourced and path.is_file():  # others stay unknown
                 self._sourced.add(path)
-                self.run(_tokens(read_text(path, "utf-8-sig")))
+                self.run(_statements(read_text(path, "utf-8-sig")))
         elif name in self._functions:
             if self._calls < _MOST_CALLS and len(script.commands) < MOST_COMMANDS:
                 self._calls += 1
@@ -313,14 +275,14 @@ class _Reading:
             script.commands.append(_flat(words))
         return name != "false"
 
-    def _assign(self, words: list[str], arrays: dict[int, list[str]]) -> list[str]:
+    def _assign(self, words: list[str]) -> list[str]:
         """Run the assignments at the beginning of a command; return the words after them."""
         for index, raw in enumerate(words):
-            found = _ASSIGNMENT.fullmatch(raw)
-            if found is not None:
+            if found := _ASSIGNMENT.fullmatch(raw):
                 name, _, plus, value = found.groups()
-                items = [word for item in arrays.get(index, ()) for word in self._variables.expanded(item)]
-                self._variables.set(name, items if index in arrays else self._variables.joined(value), add=bool(plus))
+                items = [word for item in getattr(raw, "items", ()) for word in self._variables.expanded(item)]
+                array = isinstance(raw, _Array)
+                self._variables.set(name, items if array else self._variables.joined(value), add=bool(plus))
             elif words[0] not in _DECLARE:  # whose options and names alone say nothing
                 return words[index:]
         return []
