@@ -25,7 +25,7 @@ from stepsight.experiments.search.choices import MOST_RIVALS, Choice, SearchResu
 from stepsight.experiments.search.expert_loads import ExpertLoads
 from stepsight.experiments.search.settings import REGRET, Goal, Scenarios, SearchSettings, Seconds, Space
 from stepsight.experiments.search.strategies import VARIED, Grid, scenario_jobs, strategies
-from stepsight.experiments.search.study import Evaluations, MapFn, StoredEvaluations, ask_mapped
+from stepsight.experiments.search.study import Evaluations, MapFn, ask_mapped
 from stepsight.simulator.memory import estimate_memory
 from stepsight.training.prediction.ask_many import ask_many
 from stepsight.training.prediction.prediction import predict
@@ -81,7 +81,12 @@ def search(
     Example:
         >>> search("examples/gpt3-175b-1024.toml").best.job.parallel  # doctest: +SKIP
     """
-    _check_kinds(scenarios, goal, map_fn)
+    if scenarios is not None and not isinstance(scenarios, Scenarios):
+        raise StepsightError(f"scenarios must be Scenarios, as in Scenarios(nodes=(8, 16)), got {scenarios!r:.80}")
+    if goal is not None and not isinstance(goal, Goal):
+        raise StepsightError(f"goal must be a Goal, for example Goal(objective='cost'), got {goal!r:.80}")
+    if map_fn is not None and not callable(map_fn):
+        raise StepsightError(f"map_fn must be a function such as Executor.map, got {map_fn!r:.80}")
     with NotebookBar("strategies") as bar:
 
         def show(number: int, best: float | None) -> None:
@@ -101,16 +106,6 @@ def search(
         return _search_scenarios(Job.of(job), asked, scenarios)
 
 
-def _check_kinds(scenarios: Any, goal: Any, map_fn: Any) -> None:
-    """Whether these arguments of ``search`` are what they must be, if they are given."""
-    if scenarios is not None and not isinstance(scenarios, Scenarios):
-        raise StepsightError(f"scenarios must be Scenarios, as in Scenarios(nodes=(8, 16)), got {scenarios!r:.80}")
-    if goal is not None and not isinstance(goal, Goal):
-        raise StepsightError(f"goal must be a Goal, for example Goal(objective='cost'), got {goal!r:.80}")
-    if map_fn is not None and not callable(map_fn):
-        raise StepsightError(f"map_fn must be a function such as Executor.map, got {map_fn!r:.80}")
-
-
 @dataclass(frozen=True)
 class _Asked:
     """What ``search`` is asked beside the job."""
@@ -128,12 +123,7 @@ class _Asked:
 
 
 def _search_scenarios(job: Job, asked: _Asked, scenarios: Scenarios) -> SearchResult:
-    """Search every scenario; the result has the strategies of all, and its ``own`` is the job as it was given.
-
-    Raises:
-        JobError: If no scenario has a legal strategy.
-        StepsightError: If the goal is the least expected regret, which is for one cluster and batch.
-    """
+    """Search every scenario; the result has the strategies of all, and its ``own`` is the job as it was given."""
     goal, study = asked.goal, asked.settings.study_name
     if goal.robust == REGRET:
         raise StepsightError(f"robust {REGRET} is for one cluster and batch: search the best scenario again with it")
@@ -174,12 +164,7 @@ def _search_scenarios(job: Job, asked: _Asked, scenarios: Scenarios) -> SearchRe
 
 
 class _JobSearch:
-    """Predicts strategies of one job on one cluster until the best is proved, or a limit is reached.
-
-    Raises:
-        JobError: If the job cannot be predicted, or no legal strategy exists.
-        StepsightError: If the stored study answers another question.
-    """
+    """Predicts strategies of one job on one cluster until the best is proved, or a limit is reached."""
 
     def __init__(self, job: Job, asked: _Asked) -> None:
         settings, goal, loads = asked.settings, asked.goal, asked.expert_loads
@@ -204,13 +189,10 @@ class _JobSearch:
         settings, job, loads = self._settings, self._grid.job, self._asked.expert_loads
         if settings.storage is None and settings.sampler != "tpe":
             return Evaluations(self._grid)
-        import optuna
-
-        optuna.logging.set_verbosity(optuna.logging.WARNING)
         batch, parallel = replace(job.batch, micro_batch=1), {**asdict(job.parallel), **dict.fromkeys(VARIED)}
         asked = (job.model, batch, job.optimizer, job.cluster, job.framework, parallel, self._grid.space)
         question = digest("3", repr(asked), self._given.source, *([] if loads is None else [repr(loads)]))
-        return StoredEvaluations(settings.storage, settings.study_name, question, self._grid)
+        return Evaluations(self._grid, question, settings.storage, settings.study_name)
 
     def run(self) -> SearchResult:
         """Predict strategies until none is worth it, or a limit is reached."""
@@ -225,7 +207,8 @@ class _JobSearch:
             while time.monotonic() < until:
                 evaluations.read()
                 room = min(most, total - len(self._done))
-                chosen = list(choose(room)) if room > 0 else []
+                own = [self._first] if self._first is not None and self._grid.remaining[self._first] else []
+                chosen = (own or list(choose(room))) if room > 0 else []  # the job's own strategy before all others
                 if not chosen:
                     break
                 self._evaluate(chosen)
@@ -240,8 +223,6 @@ class _JobSearch:
         random = np.random.default_rng()
 
         def choose(count: int) -> Sequence[int]:
-            if own := self._own_first():
-                return own
             self._learn()
             known, beat = self._shortest, math.inf  # the value that a bound must be below to be worth predicting
             if len(known) >= self._wanted:
@@ -259,36 +240,27 @@ class _JobSearch:
         order: NDArray[np.int64] = np.arange(len(self._grid))
         if self._settings.sampler == "random":
             order = np.random.default_rng(self._settings.seed).permutation(len(self._grid))
-        if self._first is not None:
-            order = np.concatenate([[self._first], order[order != self._first]])
         return lambda count: list(map(int, order[self._grid.remaining[order]][:count]))
 
     def _by_tpe(self) -> Choose:
-        """The choice of Optuna's TPE sampler, or the nearest remaining one if that was evaluated."""
+        """The choice of Optuna's TPE sampler, or the next remaining one if that was evaluated."""
         import optuna
 
         grid, evaluations, seed = self._grid, self._evaluations, self._settings.seed
-        assert isinstance(evaluations, StoredEvaluations)
-        turn = np.random.default_rng(seed).permutation(len(grid))
         sampler = optuna.samplers.TPESampler(seed=seed + len(self._done))  # a continued study repeats no choices
         study, known = optuna.create_study(sampler=sampler), 0
 
         def choose(count: int) -> Sequence[int]:
             nonlocal known
-            if own := self._own_first():
-                return own
             study.add_trials(evaluations.trials[known:])
             known = len(evaluations.trials)
             trial = study.ask()
             index = grid.suggest(trial)
             study.tell(trial, state=optuna.trial.TrialState.FAIL)  # samplers learn nothing from these
-            return [index if grid.remaining[index] else grid.nearest(index, turn)]
+            left = np.flatnonzero(grid.remaining)  # neighbours in number differ in few choices
+            return [int(left[np.abs(left - index).argmin()])]
 
         return choose
-
-    def _own_first(self) -> list[int]:
-        """The job's own strategy until it is evaluated: it is tried before all others."""
-        return [self._first] if self._first is not None and self._grid.remaining[self._first] else []
 
     @cached_property
     def _bounds(self) -> Bounds:

@@ -7,7 +7,7 @@ is predicted, and becomes the next point of departure.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
@@ -73,7 +73,6 @@ def best_stage_layers(job: Job, predictor: Predictor | str | None = None) -> Sta
     counts = start = job.parallel.stage_layers or tuple(each + (part < rest) for part in range(parts))
     search = _Search(job, predictor)
     for _ in range(MOST_ROUNDS):
-        search.ask(counts)
         wanted = search.next_counts(counts)
         if wanted in search.tried:
             break
@@ -81,7 +80,7 @@ def best_stage_layers(job: Job, predictor: Predictor | str | None = None) -> Sta
         counts = search.best
     search.move_layers()
     best = search.tried[search.best]
-    return StageLayers(job if search.best == start else best.job, best, search.tried[start], len(search.tried))
+    return StageLayers(job if search.best == start else best.job, best, search.ask(start), len(search.tried))
 
 
 def with_uneven_stages(result: SearchResult, predictor: Predictor | str | None = None, top: int = 3) -> SearchResult:
@@ -163,56 +162,46 @@ class _Search:
         return min(self.tried, key=key)
 
     def next_counts(self, counts: Counts) -> Counts:
-        """The distribution that the dynamic program chooses, by lines through one and its shifted neighbour."""
-        shifted = _shifted(counts)
-        if shifted == counts:  # one layer for each part: there is nothing to distribute
+        """The distribution that the dynamic program chooses, by lines through one and its shifted neighbour.
+
+        In the neighbour, of every two neighbouring parts, one has given a layer to the other.
+        """
+        here, shifted, parts = self.ask(counts), list(counts), len(counts)
+        for part in range(0, parts - 1, 2):
+            source, target = (part, part + 1) if shifted[part] > 1 else (part + 1, part)
+            if shifted[source] > 1:
+                shifted[source] -= 1
+                shifted[target] += 1
+        if parts % 2 and parts > 2 and shifted[-2] > 1:
+            shifted[-2] -= 1
+            shifted[-1] += 1
+        if tuple(shifted) == counts:  # one layer for each part: there is nothing to distribute
             return counts
-        here, there = self.ask(counts), self.ask(shifted)
-        step = np.array(shifted) - np.array(counts)
-        moved = step != 0
-        seconds = part_seconds(here)
+        there, step = self.ask(tuple(shifted)), np.array(shifted) - np.array(counts)
+        moved, seconds = step != 0, part_seconds(here)
         slope = np.maximum((part_seconds(there) - seconds) / np.where(moved, step, 1), 0.0)
         slope[~moved] = slope[moved].mean()
         intercept = np.maximum(seconds - slope * np.array(counts), 0.0)
-        least = [1] * len(counts)
-        least[0] = least[-1] = 0 if len(counts) > 2 else 1
+        least = [1] * parts
+        least[0] = least[-1] = 0 if parts > 2 else 1
         return least_bottleneck(intercept, slope, sum(counts), least, _most(here, there, counts, step)) or counts
 
     def move_layers(self) -> None:
-        """Move single layers between parts as long as the iteration gets shorter."""
+        """Move single layers from the longest parts to the shortest as long as the iteration gets shorter."""
         for _ in range(MOST_MOVES):
             best = self.best
-            for counts in _moves(best, part_seconds(self.tried[best])):
+            order = np.argsort(part_seconds(self.tried[best])).tolist()
+            for source, target in product(order[::-1], order):
+                if source == target or best[source] <= (1 if 0 < source < len(best) - 1 else 0):
+                    continue
                 if len(self.tried) >= MOST_PREDICTIONS:
                     return
-                self.ask(counts)
+                moved = list(best)
+                moved[source] -= 1
+                moved[target] += 1
+                self.ask(tuple(moved))
             if self.tried[self.best].iteration_time_s > self.tried[best].iteration_time_s * (1 - _LESS):
                 return
-
-
-def _moves(counts: Counts, seconds: Floats) -> Iterator[Counts]:
-    """Distributions with one layer moved from one part to another, from the longest parts to the shortest first."""
-    order = np.argsort(seconds).tolist()
-    for source, target in product(order[::-1], order):
-        if source != target and counts[source] > (1 if 0 < source < len(counts) - 1 else 0):
-            moved = list(counts)
-            moved[source] -= 1
-            moved[target] += 1
-            yield tuple(moved)
-
-
-def _shifted(counts: Counts) -> Counts:
-    """A distribution in which, of every two neighbouring parts, one has given a layer to the other."""
-    shifted = list(counts)
-    for part in range(0, len(counts) - 1, 2):
-        source, target = (part, part + 1) if shifted[part] > 1 else (part + 1, part)
-        if shifted[source] > 1:
-            shifted[source] -= 1
-            shifted[target] += 1
-    if len(counts) % 2 and len(counts) > 2 and shifted[-2] > 1:
-        shifted[-2] -= 1
-        shifted[-1] += 1
-    return tuple(shifted)
 
 
 def part_seconds(prediction: Prediction) -> Floats:

@@ -7,13 +7,11 @@ from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import cached_property, reduce
+from functools import cached_property
 from math import isqrt, prod
-from operator import ne
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from stepsight.dataset.base.caching import cached
 from stepsight.dataset.base.errors import JobError
@@ -330,20 +328,6 @@ class Grid:
         if block is None or any(params.get(name) not in values for name, values in block.parameters.items()):
             return None
         return block.index([values.index(params[name]) for name, values in block.parameters.items()])
-
-    def nearest(self, index: int, order: NDArray[np.int64]) -> int:
-        """The remaining strategy that differs from this one in the fewest choices; of several the first in ``order``,
-        the place of each strategy, shape ``(n,)``.
-        """
-        home, chosen = self._point(index)
-        distances = []
-        for block in self._ordered:
-            other = [
-                [value != own for value in values] for values, own in zip(block.options.values(), chosen, strict=True)
-            ]
-            distances.append(reduce(np.add.outer, other, sum(map(ne, block.layout, home.layout))).ravel())
-        left = np.flatnonzero(self.remaining)
-        return int(left[np.lexsort((order[left], np.concatenate(distances)[left]))[0]])
 
 
 def strategies(job: Job, space: Space | None = None) -> Iterator[Job]:

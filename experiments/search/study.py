@@ -51,55 +51,32 @@ _DATABASES = (".db", ".sqlite", ".sqlite3")
 
 
 class Evaluations:
-    """The evaluated strategies of a grid, in memory.
+    """The evaluated strategies of a grid: in memory, and as the finished trials of an Optuna study if there is one.
+
+    Args:
+        grid: Of the strategies.
+        question: Digest of what the study is about; empty: there is no study, and Optuna is not imported.
+        storage: None (in memory), a database URL, or the path of a journal file.
+        name: Of the study in the storage, which continues if it exists; None for a new one.
 
     Attributes:
         done: Seconds by number in the grid; None where a strategy does not fit in memory.
         shared: Whether other processes evaluate strategies meanwhile.
-    """
-
-    def __init__(self, grid: Grid) -> None:
-        self.done: dict[int, Seconds | None] = {}
-        self.shared = False
-        self._grid = grid
-
-    def read(self) -> None:
-        """Read what other processes evaluated."""
-
-    def add(self, found: Mapping[int, Choice]) -> None:
-        """Add strategies that this process predicted, by number in the grid."""
-        for index, choice in found.items():
-            self._note(index, choice.seconds if choice.fits else None)
-
-    def close(self) -> None:
-        """Close the connections to a storage."""
-
-    def _note(self, strategy: int, seconds: Seconds | None) -> None:
-        self.done[strategy] = seconds
-        self._grid.remaining[strategy] = False
-
-
-class StoredEvaluations(Evaluations):
-    """The evaluated strategies of a grid as the finished trials of an Optuna study.
-
-    Args:
-        storage: None (in memory), a database URL, or the path of a journal file.
-        name: Of the study in the storage, which continues if it exists; None for a new one.
-        question: Digest of what the study is about.
-        grid: Of the strategies.
-
-    Attributes:
-        trials: Of the strategies in ``done``.
+        trials: Of the strategies in ``done``, if there is a study.
 
     Raises:
         StepsightError: If the storage cannot be used, or the stored study answers another question.
     """
 
-    def __init__(self, storage: str | None, name: str | None, question: str, grid: Grid) -> None:
-        super().__init__(grid)
+    def __init__(self, grid: Grid, question: str = "", storage: str | None = None, name: str | None = None) -> None:
+        self.done: dict[int, Seconds | None] = {}
         self.trials: list[optuna.trial.FrozenTrial] = []
+        self.shared = False
+        self._grid, self._place = grid, _place_of(storage)
+        self._study: optuna.Study | None = None
         self._seen = self._added = 0  # trials that were read, and those of them that this process added
-        self._place = _place_of(storage)
+        if not question:
+            return
         with self._usable():
             self._study, self._storage = _create(self._place, name)
             known = self._study.user_attrs.get("question")
@@ -109,36 +86,43 @@ class StoredEvaluations(Evaluations):
                 raise StepsightError(
                     f"study {name!r:.80} in {storage} is about another job, space or predictor: choose another name"
                 )
-            self._read()
+            self.read()
             self.shared = False
 
     def read(self) -> None:
-        """See ``Evaluations.read``."""
-        with self._usable():
-            self._read()
-
-    def _read(self) -> None:
+        """Read what other processes evaluated."""
+        if self._study is None:
+            return
         from optuna.trial import TrialState
 
-        new = self._study.get_trials(deepcopy=False)[self._seen :]
-        for trial in new:
-            index = self._grid.index(trial.params)
-            if trial.state in (TrialState.COMPLETE, TrialState.PRUNED) and index is not None:
-                if index not in self.done:
-                    self.trials.append(trial)
-                self._note(index, _seconds_of(trial))
+        with self._usable():
+            new = self._study.get_trials(deepcopy=False)[self._seen :]
+            for trial in new:
+                index = self._grid.index(trial.params)
+                if trial.state in (TrialState.COMPLETE, TrialState.PRUNED) and index is not None:
+                    if index not in self.done:
+                        self.trials.append(trial)
+                    self._note(index, _seconds_of(trial))
         self._seen += len(new)
         self.shared = self.shared or len(new) > self._added
         self._added = 0
 
     def add(self, found: Mapping[int, Choice]) -> None:
-        """See ``Evaluations.add``."""
+        """Add strategies that this process predicted, by number in the grid."""
+        if self._study is None:
+            for index, choice in found.items():
+                self._note(index, choice.seconds if choice.fits else None)
+            return
+        self.read()
+        trials = [self._trial(index, choice) for index, choice in found.items() if index not in self.done]
         with self._usable():
-            self._read()
-            trials = [self._trial(index, choice) for index, choice in found.items() if index not in self.done]
             self._study.add_trials(trials)
-            self._added = len(trials)
-            self._read()
+        self._added = len(trials)
+        self.read()
+
+    def _note(self, strategy: int, seconds: Seconds | None) -> None:
+        self.done[strategy] = seconds
+        self._grid.remaining[strategy] = False
 
     def _trial(self, index: int, choice: Choice) -> optuna.trial.FrozenTrial:
         from optuna.trial import FrozenTrial, TrialState
@@ -162,10 +146,11 @@ class StoredEvaluations(Evaluations):
         return trial
 
     def close(self) -> None:
-        """See ``Evaluations.close``."""
-        self._storage.remove_session()
-        if engine := getattr(self._storage, "engine", None):
-            engine.dispose()
+        """Close the connections to a storage."""
+        if self._study is not None:
+            self._storage.remove_session()
+            if engine := getattr(self._storage, "engine", None):
+                engine.dispose()
 
     @contextmanager
     def _usable(self) -> Iterator[None]:
@@ -202,6 +187,7 @@ def _create(place: str | Path | None, name: str | None) -> tuple[optuna.Study, A
     import optuna
     from sqlalchemy.exc import DatabaseError
 
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
     for pause_s in (*_PAUSES_S, None):
         try:
             storage = open_storage(place)
@@ -244,11 +230,7 @@ def open_storage(place: str | Path | None) -> Any:
 
 
 def _seconds_of(trial: optuna.trial.FrozenTrial) -> Seconds | None:
-    """Times that a finished trial recorded.
-
-    Raises:
-        StepsightError: If they are none.
-    """
+    """Times that a finished trial recorded."""
     seconds = trial.user_attrs.get(_SECONDS)
     if seconds is None and trial.value is None:
         return None

@@ -4,7 +4,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from stepsight.dataset.base.errors import StepsightError
@@ -74,17 +73,8 @@ def test_every_trial_is_another_strategy(job: Job, sampler: str) -> None:
     assert search(job, space=SMALL, trials=legal + 50, sampler=sampler).evaluated == legal
 
 
-def test_a_duplicate_becomes_its_nearest_neighbour(job: Job) -> None:
+def test_parameters_name_a_strategy(job: Job) -> None:
     grid = Grid(job, SMALL)
-    grid.remaining[0] = False
-    first, neighbour = grid.strategy(0), grid.strategy(grid.nearest(0, np.arange(len(grid))))
-    differs = [
-        key
-        for section in ("parallel", "batch")
-        for key, value in first.to_dict()[section].items()
-        if neighbour.to_dict()[section][key] != value
-    ]
-    assert len(differs) == 1
     assert grid.index(grid.params(7)) == 7 and grid.index({"layout": "tp9"}) is None
 
 
