@@ -83,10 +83,6 @@ def search(
     """
     if scenarios is not None and not isinstance(scenarios, Scenarios):
         raise StepsightError(f"scenarios must be Scenarios, as in Scenarios(nodes=(8, 16)), got {scenarios!r:.80}")
-    if goal is not None and not isinstance(goal, Goal):
-        raise StepsightError(f"goal must be a Goal, for example Goal(objective='cost'), got {goal!r:.80}")
-    if map_fn is not None and not callable(map_fn):
-        raise StepsightError(f"map_fn must be a function such as Executor.map, got {map_fn!r:.80}")
     with NotebookBar("strategies") as bar:
 
         def show(number: int, best: float | None) -> None:
@@ -95,7 +91,7 @@ def search(
         asked = _Asked(
             predictor,
             Space.of(space),
-            goal or Goal(),
+            Goal() if goal is None else goal,
             replace(settings or SearchSettings(), **options),
             ExpertLoads.of(expert_loads),
             on_trial or (show if bar.active else None),
@@ -117,6 +113,12 @@ class _Asked:
     expert_loads: ExpertLoads | None
     on_trial: OnTrial | None
     map_fn: MapFn | None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.goal, Goal):
+            raise StepsightError(f"goal must be a Goal, for example Goal(objective='cost'), got {self.goal!r:.80}")
+        if self.map_fn is not None and not callable(self.map_fn):
+            raise StepsightError(f"map_fn must be a function such as Executor.map, got {self.map_fn!r:.80}")
 
     def predict(self, job: Job) -> Any:
         return predict(job, self.predictor)
