@@ -11,7 +11,7 @@ import numpy as np
 from stepsight.dataset.base.errors import StepsightError
 from stepsight.dataset.job.job import Job
 from stepsight.experiments.questions.sweep import Axis, change_job, sweep
-from stepsight.experiments.reports.page_parts import bars, lines, timeline_part, tornado_bars
+from stepsight.experiments.reports.page_parts import BLUE, ORANGE, bars, lines, timeline_part
 from stepsight.simulator.memory import estimate_moments
 from stepsight.training.prediction.prediction import Prediction, predict
 from stepsight.training.prediction.prediction_views import seconds_text
@@ -140,7 +140,7 @@ def jobs_page(parts: Sequence[str], titles: Sequence[str], compared: Mapping[str
 def _comparison(told: Mapping[str, Any], titles: Sequence[str]) -> str:
     links = "".join(f'<a href="#job-{at}">{at + 1}: {escape(title)}</a>' for at, title in enumerate(titles))
     rows = [
-        (f"job {at}", side["seconds"], f"{seconds_text(side['seconds'])}, {side['percent']:+.1f} %")
+        (f"job {at}", [(side["seconds"], f"{seconds_text(side['seconds'])}, {side['percent']:+.1f} %", BLUE)])
         for at, side in enumerate(told["sides"], 1)
     ]
     header = ["what differs", *(side["name"] for side in told["sides"])]
@@ -183,7 +183,7 @@ def _answer(facts: Mapping[str, Any]) -> str:
 def _time(facts: Mapping[str, Any]) -> str:
     whole = facts["iteration_time_s"]
     rows = [
-        (cause.replace("_", " "), seconds, f"{seconds_text(seconds)}, {100 * seconds / whole:.1f} %")
+        (cause.replace("_", " "), [(seconds, f"{seconds_text(seconds)}, {100 * seconds / whole:.1f} %", BLUE)])
         for cause, seconds in facts["breakdown"].items()
         if seconds > 1e-6 * whole
     ]
@@ -237,11 +237,16 @@ def _plan(plan: Mapping[str, Any]) -> str:
 
 
 def _sensitivity(facts: Mapping[str, Any]) -> str:
-    def percent(effect: Mapping[str, Any] | None) -> float | None:
-        return None if effect is None else 100 * (effect["tokens_per_s_ratio"] - 1)
+    def bar(effect: Mapping[str, Any], color: str) -> tuple[float, str, str]:
+        percent = 100 * (effect["tokens_per_s_ratio"] - 1)
+        return percent, f"{percent:+.1f} %", color
 
-    rows = [(row["name"], percent(row["half"]), percent(row["double"])) for row in facts["tornado"]]
-    parts = ["<p>Change of tokens/s when one thing is halved or doubled; the rest stays.</p>", tornado_bars(rows)]
+    ways = {"half": ORANGE, "double": BLUE}
+    rows = [
+        (row["name"], [bar(row[way], color) for way, color in ways.items() if row[way]]) for row in facts["tornado"]
+    ]
+    turns = " or ".join(f'<b style="color:{color}">{way}d</b>' for way, color in (("halve", ORANGE), ("double", BLUE)))
+    parts = [f"<p>Change of tokens/s when one thing is {turns}; the rest stays.</p>", bars(rows)]
     for key, points in facts["curves"].items():
         legal = [point for point in points if point["iteration_time_s"] is not None]
         named = {"predicted": "iteration_time_s", "interval, low": "low_s", "interval, high": "high_s"}

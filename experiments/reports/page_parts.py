@@ -13,50 +13,32 @@ from typing import Any
 
 BLUE, ORANGE, GREY = "#3b6fb5", "#d9822b", "#8a8f98"
 PALETTE = (BLUE, ORANGE, "#3a9b6c", "#b5497a", "#7a5fb5", "#8f7a3b", "#4aa3b5", "#a35b4a")
-_WIDTH, _LEFT, _RIGHT, _ROW = 720, 190, 130, 24
+_WIDTH, _LEFT = 720, 190
 
 
-def bars(rows: Sequence[tuple[str, float, str]]) -> str:
-    """Draw horizontal bars.
-
-    Args:
-        rows: Label, value >= 0 and text of each bar.
-    """
-    most = max((value for _, value, _ in rows), default=0.0) or 1.0
-    room = _WIDTH - _LEFT - _RIGHT
-    parts = []
-    for at, (label, value, text) in enumerate(rows):
-        y, width = at * _ROW, room * value / most
-        parts.append(_text(_LEFT - 8, y + 16, label, "end"))
-        parts.append(f'<rect x="{_LEFT}" y="{y + 4}" width="{width:.1f}" height="16" fill="{BLUE}"/>')
-        parts.append(_text(_LEFT + width + 6, y + 16, text))
-    return _svg(len(rows) * _ROW, parts)
-
-
-def tornado_bars(rows: Sequence[tuple[str, float | None, float | None]]) -> str:
-    """Draw the changes by halving and doubling a quantity, in percent, around a line at zero.
+def bars(rows: Sequence[tuple[str, Sequence[tuple[float, str, str]]]]) -> str:
+    """Draw horizontal bars from a line at zero: to the right, and to the left where a value is negative.
 
     Args:
-        rows: Label, percent when halved and percent when doubled; None: not possible.
+        rows: Label of each row, and value, text and colour of each of its bars.
     """
-    most = max((abs(value) for _, *pair in rows for value in pair if value is not None), default=0.0) or 1.0
-    left, half, row = 240, 170, 40
-    middle = left + 60 + half
-    parts = [_text(left, 14, "halved", color=ORANGE), _text(left + 60, 14, "doubled", color=BLUE)]
-    for at, (label, *pair) in enumerate(rows):
-        y = 20 + at * row
-        parts.append(_text(left - 8, y + 20, label, "end"))
-        for turn, (value, color) in enumerate(zip(pair, (ORANGE, BLUE), strict=True)):
-            if value is None:
-                continue
-            width = half * abs(value) / most
-            x, top = (middle if value >= 0 else middle - width), y + 16 * turn
-            parts.append(f'<rect x="{x:.1f}" y="{top}" width="{max(width, 0.5):.1f}" height="14" fill="{color}"/>')
-            place, anchor = (x + width + 4, "start") if value >= 0 else (x - 4, "end")
-            parts.append(_text(place, top + 11, f"{value:+.1f} %", anchor))
-    height = 20 + len(rows) * row
-    parts.append(f'<line x1="{middle}" x2="{middle}" y1="18" y2="{height}" stroke="{GREY}"/>')
-    return _svg(height, parts)
+    values = [value for _, own in rows for value, *_ in own]
+    most = max(map(abs, values), default=0.0) or 1.0
+    left, zero, room = (232, 470, 170) if min(values, default=0.0) < 0 else (_LEFT - 8, _LEFT, _WIDTH - _LEFT - 130)
+    parts, top = [], 0
+    for label, own in rows:
+        parts.append(_text(left, top + 8 + 8 * len(own), label, "end"))
+        for value, text, color in own:
+            width = room * abs(value) / most
+            x, place, anchor = (
+                (zero, zero + width + 6, "start") if value >= 0 else (zero - width, zero - width - 6, "end")
+            )
+            parts.append(f'<rect x="{x:.1f}" y="{top + 4}" width="{width:.1f}" height="14" fill="{color}"/>')
+            parts.append(_text(place, top + 15, text, anchor))
+            top += 16
+        top += 8
+    parts.append(f'<line x1="{zero}" x2="{zero}" y1="0" y2="{top}" stroke="{GREY}"/>')
+    return _svg(top, parts)
 
 
 def lines(

@@ -9,20 +9,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from stepsight.cli.files import (
-    PLOT,
-    SCHEDULE,
-    STRATEGIES,
-    TIMELINE,
     Force,
     JobOptions,
     MovedJobOptions,
+    Plot,
     Prices,
     Source,
     check_job_output,
-    check_result,
     goal_of,
 )
-from stepsight.cli.options import Answer, Positive, progress, refuse_given
+from stepsight.cli.options import Answer, Positive, Written, progress, refuse_given
 from stepsight.dataset.base.errors import StepsightError
 from stepsight.experiments.search.settings import REGRET, TOKENS, Goal, Scenarios, SearchSettings
 
@@ -51,11 +47,11 @@ class PredictionFiles:
         schedule: Write the pipeline schedule to this file (.csv), in the format of torch's pipelining. One job only.
     """
 
-    timeline: Path | None = None
+    timeline: Annotated[Path | None, Written((".json",), rb'\{"displayTimeUnit":')] = None
     level: str = "segment"
     traces: Path | None = None
     trace_stages: str = ""
-    schedule: Path | None = None
+    schedule: Annotated[Path | None, Written((".csv",), rb"\(?\d+[A-Z]")] = None
 
     def check(self, context: typer.Context, num_jobs: int) -> None:
         """Check, before the work, that the files are of one job and can be written."""
@@ -68,8 +64,6 @@ class PredictionFiles:
             raise StepsightError(f"--level must be segment or op, got {self.level!r:.80}")
         if self.timeline is None:
             refuse_given(context, ("level",), "sets the detail of a timeline: name the file with --timeline FILE")
-        check_result("--timeline", self.timeline, TIMELINE)
-        check_result("--schedule", self.schedule, SCHEDULE)
         if self.traces is None:
             refuse_given(context, ("trace_stages",), "chooses stages of traces: name their folder with --traces DIR")
             return
@@ -156,7 +150,6 @@ def _predict_program(
     from stepsight.simulator.replay.captured_step import write_timeline
     from stepsight.training.prediction.captured_prediction import predict_captured
 
-    check_result("--timeline", timeline, TIMELINE)
     reads_model = is_model(program) and program.is_file()
     captured = read_model(ModelRequest(program)) if reads_model else read_captured(program)
     prediction = predict_captured(captured, *cluster, predictor)
@@ -315,8 +308,8 @@ def search_command(
     settings: SearchSettings = TEN_BEST,
     workers: Positive = 1,
     best: BestStrategyFile,
-    plot: Path | None = None,
-    csv: Path | None = None,
+    plot: Plot = None,
+    csv: Annotated[Path | None, Written((".csv",), b"tp,cp,pp,ep,dp,")] = None,
 ) -> Answer:
     """Find the parallel strategy with the shortest predicted iteration that fits in memory.
 
@@ -351,9 +344,7 @@ def search_command(
     from stepsight.dataset.base.files import write_text
     from stepsight.experiments.search.search_report import plot_result, search_report
 
-    check_result("--plot", plot, PLOT)
     best.check(job)
-    check_result("--csv", csv, STRATEGIES)
     if uneven and not scenarios.is_empty:
         raise StepsightError("--uneven is for one cluster and batch: search the best scenario again with it")
     if uneven and goal_options.robust == REGRET:

@@ -8,20 +8,17 @@ from typing import Annotated
 import typer
 
 from stepsight.cli.files import (
-    PAGE,
-    PLOT,
-    SWEEP,
     JobOptions,
     LearnedSource,
     MovedJobOptions,
+    Plot,
     Prices,
     Source,
-    check_result,
     goal_of,
     load_predictor,
     refuse_program,
 )
-from stepsight.cli.options import Answer, progress
+from stepsight.cli.options import Answer, Written, progress
 from stepsight.dataset.base.errors import StepsightError
 from stepsight.experiments.questions.training_plan import Reliability
 
@@ -33,8 +30,8 @@ def sweep_command(
     source: Source,
     overrides: JobOptions,
     weak: bool = False,
-    plot: Path | None = None,
-    csv: Path | None = None,
+    plot: Plot = None,
+    csv: Annotated[Path | None, Written((".csv",), rb"[a-z_]+\.[a-z_.]+,")] = None,
 ) -> Answer:
     """Predict a job over ranges of its keys.
 
@@ -56,8 +53,6 @@ def sweep_command(
     from stepsight.dataset.base.files import write_text
     from stepsight.experiments.questions.sweep import Axis, plot_sweep, sweep, sweep_csv, sweep_text
 
-    check_result("--plot", plot, PLOT)
-    check_result("--csv", csv, SWEEP)
     axes = [Axis.parse(text) for text in vary]
     if len({axis.key for axis in axes}) < len(axes):
         raise StepsightError(f"--vary takes each key once, got {', '.join(axis.key for axis in axes)}")
@@ -110,7 +105,7 @@ def compare_command(
 def report_command(
     jobs: Annotated[list[Path], typer.Argument(metavar="JOB…")],
     *,
-    out: Annotated[Path, "-o"],
+    out: Annotated[Path, "-o", Written((".html",), b"<!doctype html>")],
     source: LearnedSource,
     overrides: MovedJobOptions,
     search: bool = False,
@@ -140,7 +135,6 @@ def report_command(
     from stepsight.experiments.search.search import search as search_strategies
     from stepsight.training.prediction.prediction import predict
 
-    check_result("--out", out, PAGE)
     goal, predictor, tell = goal_of(tokens, prices), source.load(), progress("jobs reported")
     read = [overrides.read(job) for job in jobs]
     facts, parts = [], []

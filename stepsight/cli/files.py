@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from stepsight.cli.options import Written
 from stepsight.dataset.base.errors import StepsightError
 
 if TYPE_CHECKING:
@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from stepsight.experiments.search.settings import Goal
     from stepsight.training.predictor.predictor import Predictor
 
+Plot = Annotated[Path | None, Written((".png", ".svg", ".pdf"))]
+JOB_FILE = Written((".toml",), rb"framework = |\[model\]")  # as we write it: no table of prices, no job with comments
 _TOLD = ("cluster.hardware", "cluster.nodes", "batch.global_batch", "model.seq_len", "model.vocab")
 
 Prices = Annotated[
@@ -173,42 +175,6 @@ def goal_of(tokens: float, prices: Path | None, **more: Any) -> Goal:
     return Goal(tokens=tokens, prices=price, power_w=power, **more)
 
 
-# Suffixes, and the beginnings of files that a verb may overwrite: those that it wrote itself.
-TIMELINE, SCHEDULE = (".json", rb'\{"displayTimeUnit":'), (".csv", rb"\(?\d+[A-Z]")
-STRATEGIES, SWEEP = (".csv", rb"tp,cp,pp,ep,dp,"), (".csv", rb"[a-z_]+\.[a-z_.]+,")
-PAGE = (".html", rb"<!doctype html>")
-JOB_FILE = (".toml", rb"framework = |\[model\]")  # as stepsight writes it: no table of prices, no job with comments
-
-
-PLOT = ((".png", ".svg", ".pdf"), b"")
-
-
-def check_result(option: str, wanted: Path | None, kind: tuple[str | tuple[str, ...], bytes]) -> None:
-    """Check, before the work, that a file can be written and overwrites none of another type.
-
-    Args:
-        option: That names the file.
-        wanted: The file; None: none is written.
-        kind: Its suffix, or several, and a pattern of the first bytes.
-
-    Raises:
-        StepsightError: If not.
-    """
-    from stepsight.dataset.base.files import check_output_file
-
-    if wanted is None:
-        return
-    suffixes, begins = kind
-    suffixes = (suffixes,) if isinstance(suffixes, str) else suffixes
-    if wanted.suffix not in suffixes:
-        raise StepsightError(f"{option} ends in {', '.join(suffixes)}, got {str(wanted)!r:.80}")
-    check_output_file(wanted)
-    if wanted.exists():
-        with wanted.open("rb") as file:
-            if not re.match(begins, file.read(64)):
-                raise StepsightError(f"{option} refuses to overwrite a file of another type, got {str(wanted)!r:.80}")
-
-
 def check_job_output(out: Path | None, to: str, read: Sequence[Path], force: bool = False) -> None:
     """Check, before the work, that a job or a configuration can be written and replaces no file of the user.
 
@@ -230,7 +196,7 @@ def check_job_output(out: Path | None, to: str, read: Sequence[Path], force: boo
     if any(out.exists() and each.exists() and out.samefile(each) for each in read):
         raise StepsightError(f"--out must not be a file that is read, got {str(out)!r:.80}: name a new file")
     if not to:
-        check_result("--out", out, JOB_FILE)
+        JOB_FILE.checked("--out", out)
         return
     check_output_file(out)
     if out.exists() and not force:

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from stepsight.cli.files import PLOT, LearnedSource, check_result
+from stepsight.cli.files import LearnedSource, Plot
 from stepsight.cli.options import Answer, progress, refuse_given
 from stepsight.dataset.base.errors import StepsightError
 
+_NOT_FOR_TABLES = "must be left out for a table of ops and collectives (.parquet)"
+_NOT_FOR_RUNS = "must be left out for a table of runs"
 Runs = Annotated[
     Path,
     typer.Argument(
@@ -105,12 +106,13 @@ def _prints(name: str) -> Any:
 
 
 def evaluate_command(
+    context: typer.Context,
     runs: Runs,
     *,
     source: LearnedSource,
     rows: RowSource = "*",
     calibrate: str | None = None,
-    plot: Path | None = None,
+    plot: Plot = None,
     worst: Annotated[int, typer.Option(min=0)] = 5,
     groups: bool = False,
     fabric: str | None = None,
@@ -145,8 +147,7 @@ def evaluate_command(
     from stepsight.experiments.evaluation.evaluate import predictor_by_hardware
 
     if runs.suffix == ".parquet":
-        unread = {"--calibrate": calibrate, "--plot": plot, "--source": rows.strip("*"), "--groups": groups}
-        _refuse(runs, unread)
+        refuse_given(context, ("calibrate", "plot", "rows", "groups"), _NOT_FOR_TABLES)
         from stepsight.dataset.hardware.hardware import find_fabric
         from stepsight.dataset.tables import Measurements
         from stepsight.experiments.evaluation.table_errors import judge_table, table_errors_text
@@ -154,13 +155,12 @@ def evaluate_command(
         links, judges = None if fabric is None else find_fabric(fabric), predictor_by_hardware(source.load())
         judged = judge_table(Measurements.from_parquet(runs), judges, links, progress("rows predicted"))
         return Answer(judged.to_dict(), table_errors_text(judged))
-    _refuse(runs, {"--fabric": fabric})
+    refuse_given(context, ("fabric",), _NOT_FOR_RUNS)
     from stepsight.experiments.calibration.calibrate_runs import read_most_gpus
     from stepsight.experiments.evaluation.evaluate import evaluate, evaluation_text
     from stepsight.experiments.reports.plots import plot_published_runs
 
     most_gpus = None if calibrate is None else read_most_gpus(calibrate)
-    check_result("--plot", plot, PLOT)
     predictor = source.load()
     result = evaluate(runs, predictor, source=rows, on_row=progress("rows predicted"))
     if plot is not None:
@@ -176,16 +176,8 @@ def evaluate_command(
     return Answer(value, evaluation_text(result, worst, shown, groups=groups))
 
 
-def _refuse(table: Path, options: Mapping[str, object]) -> None:
-    """Refuse options that mean nothing for the table that was given."""
-    given = ", ".join(name for name, value in options.items() if value)
-    if given:
-        kind = "a table of ops and collectives (.parquet)" if table.suffix == ".parquet" else "a table of runs"
-        kind = "a folder of imported traces" if table.is_dir() else kind
-        raise StepsightError(f"{given} must be left out for {kind}, got {table}")
-
-
 def calibrate_command(
+    context: typer.Context,
     runs: Runs,
     *,
     out: Annotated[Path, "-o"],
@@ -227,14 +219,14 @@ def calibrate_command(
 
     report: Any
     if runs.is_dir():
-        unread = {"--source": rows.strip("*"), "--fabric": fabric, "--max-devices": max_devices}
-        _refuse(runs, {**unread, "--software": software})
+        others = ("rows", "fabric", "max_devices", "software")
+        refuse_given(context, others, "must be left out for a folder of imported traces")
         from stepsight.experiments.calibration.calibrate_parts import calibrate_traces, traces_text
 
         report = calibrate_traces([runs], load_predictor(predictor), out)
         text, problem = traces_text(report), "the traces improve neither launches, overlap nor kernels"
     elif runs.suffix == ".parquet":
-        _refuse(runs, {"--source": rows.strip("*")})
+        refuse_given(context, ("rows",), _NOT_FOR_TABLES)
         if fabric is None:
             raise StepsightError(f"--fabric must state the links of the cluster that {runs} was measured on")
         from stepsight.dataset.hardware.hardware import find_fabric
@@ -246,7 +238,7 @@ def calibrate_command(
         if report.doubts and not report.released:
             return Answer(report.to_dict(), text, report.doubts[0])
     else:
-        _refuse(runs, {"--fabric": fabric, "--software": software})
+        refuse_given(context, ("fabric", "software"), _NOT_FOR_RUNS)
         from stepsight.experiments.calibration.calibrate_runs import calibrate, calibration_text
 
         report = calibrate(runs, load_predictor(predictor), out, source=rows, max_devices=max_devices or 8)

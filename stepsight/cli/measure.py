@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
-from stepsight.cli.files import Box, JobOptions, LearnedSource, check_result, load_predictor
-from stepsight.cli.options import Answer, Positive, refuse_given
+from stepsight.cli.files import Box, JobOptions, LearnedSource, load_predictor
+from stepsight.cli.options import Answer, Positive, Written, refuse_given
 from stepsight.cli.scripts import WORDS
 from stepsight.dataset.base.errors import StepsightError, need
 from stepsight.experiments.tasks.settings import CollectSettings, Rounds
@@ -98,7 +98,7 @@ def plan_profile_command(
     minutes: float = 5.0,
     job: list[Path] | None = None,
     devices: Positive = 1,
-    out: Annotated[Path, "-o"] = Path("plan.json"),
+    out: Annotated[Path, "-o", Written((".json",))] = Path("plan.json"),
     seed: int = 0,
 ) -> Answer:
     """Choose what to measure first on a new device, and write it as a plan for the harness.
@@ -131,7 +131,6 @@ def plan_profile_command(
     found = find_hardware(canonical_hardware(hardware))
     if found is None:
         raise StepsightError(unknown_hardware(hardware))
-    check_result("--out", out, (".json", b""))
     teachers, jobs = [teacher_of(name) for name in shipped_names()], [Job.from_file(each) for each in job or ()]
     plan = profile_plan(found, teachers, minutes, jobs=jobs, devices=devices, seed=seed)
     write_json(out, plan)

@@ -4,8 +4,8 @@ A verb is a function.  Its parameters before ``*`` become arguments, the others 
 ``--timeout-s``.  A parameter that is annotated with a dataclass stands for one option for each of its fields.  What an
 option means is in the docstring, under ``Args:`` or ``Attributes:``.  Tuples are written with commas, numbers by name
 as ``NAME=NUMBER``.  An annotation may add a name of the option (``"--study"`` replaces its own, ``"-p"`` is
-another one), what Typer shall know (``typer.Option(min=1)``), or a dataclass that has a field of this name with its
-meaning.
+another one), what Typer shall know (``typer.Option(min=1)``), a dataclass that has a field of this name with its
+meaning, or ``Written`` for a file that the verb writes.
 """
 
 from __future__ import annotations
@@ -46,6 +46,39 @@ class Answer(NamedTuple):
     value: dict[str, Any]
     text: str
     error: str | None = None
+
+
+class Written(NamedTuple):
+    """A file that a verb writes; it is checked before the work.
+
+    Attributes:
+        suffixes: Allowed ones.
+        begins: Pattern of the first bytes of a file that may be overwritten: one that the verb wrote itself.
+    """
+
+    suffixes: tuple[str, ...]
+    begins: bytes = b""
+
+    def checked(self, option: str, wanted: Path | None) -> Path | None:
+        """Return the file if it can be written and replaces none of another type; None: no file is wanted.
+
+        Raises:
+            StepsightError: If not.
+        """
+        from stepsight.dataset.base.files import check_output_file
+
+        if wanted is None:
+            return None
+        if wanted.suffix not in self.suffixes:
+            raise StepsightError(f"{option} ends in {', '.join(self.suffixes)}, got {str(wanted)!r:.80}")
+        check_output_file(wanted)
+        if wanted.exists():
+            with wanted.open("rb") as file:
+                if not re.match(self.begins, file.read(64)):
+                    raise StepsightError(
+                        f"{option} refuses to overwrite a file of another type, got {str(wanted)!r:.80}"
+                    )
+        return wanted
 
 
 def command(verb: Callable[..., Answer]) -> Callable[..., None]:
@@ -136,7 +169,8 @@ def _option(
     source = next((each for each in extras if is_dataclass(each)), None)
     info.help = info.help or (meanings(source)[name] if source else meaning).replace("``", "`")
     assert info.help, f"{name} needs a meaning in a docstring"
-    read = None
+    written = next((each for each in extras if isinstance(each, Written)), None)
+    read: Callable[[Any], Any] | None = partial(written.checked, own) if written else None
     if get_origin(kind) is tuple:
         read = partial(comma_separated, names[0] if names else own, get_args(kind)[0], default)
         kind, default, info.metavar = str | None, None, info.metavar or "VALUE,VALUE…"
@@ -198,7 +232,7 @@ def refuse_given(context: typer.Context, names: Sequence[str], why: str) -> None
     Args:
         context: Of the verb.
         names: Of the verb's parameters.
-        why: Why they change nothing, and what to do: completes "--name ...".
+        why: Why they change nothing, and what to do: completes "--option ...".
 
     Raises:
         StepsightError: If one of them stands on the command line.
@@ -206,7 +240,8 @@ def refuse_given(context: typer.Context, names: Sequence[str], why: str) -> None
     for name in names:
         source = context.get_parameter_source(name)
         if source is not None and source.name == "COMMANDLINE":
-            raise StepsightError(f"--{name.replace('_', '-')} {why}")
+            option = next(each for each in context.command.params if each.name == name)
+            raise StepsightError(f"{option.opts[0] if option.opts[0] != name else name} {why}")
 
 
 def progress(what: str) -> Callable[..., None]:

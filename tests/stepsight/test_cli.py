@@ -165,7 +165,13 @@ def test_a_rejected_run_is_an_exit_code(
         (("collect", EXAMPLE, "--box", "4x1@200mbit", "--out", "c"), "must equal"),
     ],
 )
-def test_mistakes(arguments: tuple[object, ...], text: str, tmp_path: Path) -> None:
+def test_mistakes(
+    arguments: tuple[object, ...],
+    text: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     """A mistake is one line on stderr, exit code 2, no traceback, nothing written."""
     (tmp_path / "bad.toml").write_text(EXAMPLE.read_text().replace("tp = 8", "tp = 7"))
     (tmp_path / "empty.json").write_text("")
@@ -174,11 +180,14 @@ def test_mistakes(arguments: tuple[object, ...], text: str, tmp_path: Path) -> N
     (tmp_path / "notes.txt").write_text("precious")
     (tmp_path / "folder.png").mkdir()
     before = sorted(tmp_path.iterdir())
-    done = run(*arguments, cwd=tmp_path)
-    assert done.returncode == 2 and text in done.stderr
-    assert "Traceback" not in done.stderr and done.stderr.count("error: ") == 1
-    assert done.stderr.strip().splitlines()[-1].startswith("error: ")
-    assert sorted(tmp_path.iterdir()) == before and done.stdout == ""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["stepsight", *map(str, arguments)])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    out, err = capsys.readouterr()
+    assert ended.value.code == 2 and text in err and err.count("error: ") == 1
+    assert err.strip().splitlines()[-1].startswith("error: ")
+    assert sorted(tmp_path.iterdir()) == before and out == ""
 
 
 def test_an_interrupted_collection_says_how_to_go_on(tmp_path: Path) -> None:
