@@ -16,7 +16,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from stepsight.dataset.base.caching import cached, hashed_once
+from stepsight.dataset.base.caching import HashedTuple, cached, hashed_once
 from stepsight.dataset.graph.program import Dependency, Program, ProgramBuilder
 from stepsight.dataset.kinds.op import Collective, Op
 from stepsight.simulator.blocks.step import Block, Comm, Item, Join, LostTime, OverlappedOp, Step
@@ -116,35 +116,8 @@ FORWARD, BACKWARD, INPUT, WEIGHT = "forward", "backward", "input", "weight"
 STREAMS = ("compute", "tp", "cp", "ep", "offload")  # streams
 
 
-@dataclass(frozen=True, slots=True)
-class Gradient:
-    """Gradient of one parameter tensor.
-
-    Attributes:
-        node: It is there when this many nodes of its passage are done.
-        numel: Elements on this rank.
-        expert: Whether it is an expert's.
-    """
-
-    node: int
-    numel: int
-    expert: bool
-
-
-@dataclass(frozen=True, eq=False)
-class GradientTable:
-    """Gradients of a passage; equal tables are one object, because they are keys of a cache.
-
-    Attributes:
-        rows: Node, elements and whether an expert's, of each gradient, shape ``(num_gradients, 3)``.
-    """
-
-    rows: NDArray[np.int64]
-
-
-@cached(4096)
-def _gradient_table(rows: tuple[tuple[int, int, bool], ...]) -> GradientTable:
-    return GradientTable(np.array(rows, dtype=np.int64).reshape(-1, 3))
+Gradients = HashedTuple[tuple[int, int, bool]]
+_NONE = Gradients(())
 
 
 @dataclass(frozen=True, eq=False)
@@ -153,11 +126,12 @@ class BlockPass:
 
     Attributes:
         items: What is issued, each with the name of its step.
-        gradients: In order of arrival.
+        gradients: Of each parameter tensor, in order of arrival: after how many nodes it is there, its elements on
+            this rank, and whether it is an expert's.
     """
 
     items: tuple[tuple[Item, str], ...]
-    gradients: tuple[Gradient, ...] = ()
+    gradients: Gradients = _NONE
 
     @cached_property
     def program(self) -> Program:
@@ -168,11 +142,6 @@ class BlockPass:
     def num_nodes(self) -> int:
         """Items that are work."""
         return len(self.nodes)
-
-    @cached_property
-    def gradient_table(self) -> GradientTable:
-        """The gradients as an array."""
-        return _gradient_table(tuple([(g.node, g.numel, g.expert) for g in self.gradients]))
 
     def between(self, first: int, last: int) -> Iterator[tuple[Item, str]]:
         """Items of nodes ``first`` to ``last`` (exclusive), and joins between them."""
@@ -308,7 +277,7 @@ def backward_pass(block: Block, spec: BackwardSpec, casts: str = "") -> BlockPas
     ``casts``: as in ``forward_pass``; gradients of parameters are cast back.
     """
     items: list[tuple[Item, str]] = []
-    gradients: list[Gradient] = []
+    gradients: list[tuple[int, int, bool]] = []
     last, again = _needed_again(block, spec) if spec.recompute == "full" and spec.part != WEIGHT else (-1, ())
     cores = _attention_cores(block) if spec.recompute == "selective" and spec.part != WEIGHT else {}
     num_nodes = 0
@@ -329,7 +298,8 @@ def backward_pass(block: Block, spec: BackwardSpec, casts: str = "") -> BlockPas
                 add_named(_run_forward(before, f"again.{before.name}", casts))
         for before in cores.get(id(step), ()):
             add(before.forward, f"{before.name}.again")
-        add(_gradient_items(step, spec.part), step.name)
+        items_of = {BACKWARD: step.full_backward, INPUT: step.backward, WEIGHT: step.weight_grad}
+        add(items_of[spec.part], step.name)
         for numel in _by_arrival(step, casts) if spec.part != INPUT else ():
             if casts:
                 add([Op("cast", (numel,), casts)], f"{step.name}.cast")
@@ -337,11 +307,11 @@ def backward_pass(block: Block, spec: BackwardSpec, casts: str = "") -> BlockPas
                 add([Op("add", (numel,), spec.dtype)], f"{step.name}.accumulate")
             if spec.bucket_experts if step.expert else spec.bucket:
                 add([Op("copy", (numel,), spec.dtype)], f"{step.name}.bucket")
-            gradients.append(Gradient(num_nodes, numel, step.expert))
+            gradients.append((num_nodes, numel, step.expert))
     return _closed(items, gradients)
 
 
-def _closed(items: list[tuple[Item, str]], gradients: Sequence[Gradient] = ()) -> BlockPass:
+def _closed(items: list[tuple[Item, str]], gradients: Sequence[tuple[int, int, bool]] = ()) -> BlockPass:
     """A passage that ends when all of its streams have finished."""
     running: dict[str, None] = {}
     for item, _ in items:
@@ -349,7 +319,7 @@ def _closed(items: list[tuple[Item, str]], gradients: Sequence[Gradient] = ()) -
             running[item.stream] = None
         elif isinstance(item, Join | Comm):
             running.pop(item.stream, None)
-    return BlockPass((*items, *((Join(stream), "") for stream in running)), tuple(gradients))
+    return BlockPass((*items, *((Join(stream), "") for stream in running)), Gradients(gradients))
 
 
 def _attention_cores(block: Block) -> dict[int, Block]:
@@ -364,10 +334,6 @@ def _attention_cores(block: Block) -> dict[int, Block]:
         else:
             run = ()
     return found
-
-
-def _gradient_items(step: Step, part: str) -> tuple[Item, ...]:
-    return {BACKWARD: step.full_backward, INPUT: step.backward, WEIGHT: step.weight_grad}[part]
 
 
 def _needed_again(block: Block, spec: BackwardSpec) -> tuple[int, Block]:

@@ -4,33 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from stepsight.dataset.base.caching import cached
+from stepsight.dataset.base.caching import HashedTuple, cached
 from stepsight.dataset.base.compiling import compiled
 from stepsight.dataset.kinds.op import Collective
 from stepsight.simulator.clock.engine import DATA, RUN, SECOND, SEND
-from stepsight.simulator.programs.block_pass import BlockPass, GradientTable
+from stepsight.simulator.programs.block_pass import BlockPass
 from stepsight.simulator.programs.replicas import BUCKET_NAMES, Replicas, bucket_works
 from stepsight.simulator.programs.segment import NUM_COLUMNS, Segment
 
-
-@dataclass(frozen=True, slots=True)
-class Repeated:
-    """A backward passage that runs several times in a row.
-
-    Attributes:
-        passage, times: What, and how often.
-        name, newest: For people: the first has this number, the others lower ones.
-    """
-
-    passage: BlockPass
-    times: int
-    name: str
-    newest: int
+Longs = NDArray[np.int64]
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,125 +28,81 @@ class BucketPlan:
         places: Of each unit: passage, its nodes, times, name, number, whether it can be cut anywhere; shape ``(u, 6)``.
         tensors: Node, elements and whether an expert's of each gradient of each unit, shape ``(g, 3)``.
         bounds: Gradients of unit ``i`` are ``bounds[i]:bounds[i + 1]``.
-        most: No more buckets than this.
     """
 
     names: tuple[str, ...]
-    places: NDArray[np.int64]
-    tensors: NDArray[np.int64]
-    bounds: NDArray[np.int64]
-    most: int
+    places: Longs
+    tensors: Longs
+    bounds: Longs
 
 
-class BucketRun(NamedTuple):
-    """A backward pass in which gradients are sent bucket by bucket.
+def plan_buckets(units: Sequence[tuple[BlockPass, int, str, int]]) -> tuple[tuple[BlockPass, ...], BucketPlan]:
+    """Distinct passages of a backward pass, and where their gradients arrive.
 
-    Attributes:
-        label: Of the segment.
-        passages: Distinct ones.
-        plan: Where their gradients arrive.
+    ``units``: passages in the order of backward; how often each runs in a row, its name, and the number of the first.
     """
-
-    label: str
-    passages: tuple[BlockPass, ...]
-    plan: BucketPlan
-
-    @classmethod
-    def of(cls, label: str, units: Sequence[Repeated]) -> BucketRun:
-        passages: dict[BlockPass, int] = {}
-        rows = []
-        for u in units:
-            at = passages.setdefault(u.passage, len(passages))
-            rows.append((at, u.passage.num_nodes, u.times, u.name, u.newest, u.passage.serial))
-        tables = tuple([unit.passage.gradient_table for unit in units])
-        return cls(label, tuple(passages), _plan(tuple(rows), tables))
+    passages: dict[BlockPass, int] = {}
+    rows = []
+    for passage, times, name, newest in units:
+        at = passages.setdefault(passage, len(passages))
+        rows.append((at, passage.num_nodes, times, name, newest, passage.serial))
+    return tuple(passages), _plan(tuple(rows), tuple([passage.gradients for passage, *_ in units]))
 
 
 @cached(4096)
-def _plan(rows: tuple[tuple[int, int, int, str, int, bool], ...], tables: tuple[GradientTable, ...]) -> BucketPlan:
+def _plan(
+    rows: tuple[tuple[int, int, int, str, int, bool], ...], gradients: tuple[HashedTuple[tuple[int, int, bool]], ...]
+) -> BucketPlan:
     """The plan of some units; it is the same for all micro-batches."""
     names = dict.fromkeys([*(name for _, _, _, name, _, _ in rows), *BUCKET_NAMES])
     number = {name: at for at, name in enumerate(names)}
-    numbered = [(*row[:3], number[row[3]], *row[4:]) for row in rows]
-    places = np.array(numbered, dtype=np.int64).reshape(-1, 6)
-    bounds = np.cumsum([0, *(len(table.rows) for table in tables)])
-    most = int((np.diff(bounds) * places[:, 2]).sum()) + 2
-    tensors = np.concatenate([np.zeros((0, 3), dtype=np.int64), *(table.rows for table in tables)])
-    return BucketPlan(tuple(names), places, tensors, bounds, most)
+    places = np.array([(*row[:3], number[row[3]], *row[4:]) for row in rows], dtype=np.int64).reshape(-1, 6)
+    tensors = np.array([gradient for own in gradients for gradient in own], dtype=np.int64).reshape(-1, 3)
+    return BucketPlan(tuple(names), places, tensors, np.cumsum([0, *map(len, gradients)]))
 
 
-def send_buckets(run: BucketRun, replicas: Replicas) -> Segment:
+def send_buckets(label: str, passages: tuple[BlockPass, ...], plan: BucketPlan, replicas: Replicas) -> Segment:
     """Run a backward pass that sends gradients on the way; the last bucket has the remainder."""
-    sent = _sent(run.plan, replicas)
-    return Segment(run.label, run.passages, sent.works, sent.events, run.plan.names, replicas.compute_share)
-
-
-class _Sent(NamedTuple):
-    """The messages of replicas in a backward pass.
-
-    Attributes:
-        works: Distinct collectives.
-        events: Of the segment.
-    """
-
-    works: tuple[Collective, ...]
-    events: NDArray[np.int32]
+    sent, events = _sent(plan, replicas)
+    return Segment(label, passages, sent, events, plan.names, replicas.compute_share)
 
 
 @cached(8192)
-def _sent(plan: BucketPlan, replicas: Replicas) -> _Sent:
-    cuts = _cuts(plan, -(-replicas.bucket_bytes // replicas.gradient_bytes))
+def _sent(plan: BucketPlan, replicas: Replicas) -> tuple[tuple[Collective, ...], NDArray[np.int32]]:
+    """Distinct collectives of a backward pass, and the events of its segment."""
+    limit = -(-replicas.bucket_bytes // replicas.gradient_bytes)
     sent: dict[Collective, int] = {}
     works = []
-    for numel, expert in cuts.sizes:
-        first, second = bucket_works(replicas, numel, expert=expert)
-        works.append(-1 if first is None else sent.setdefault(first, len(sent)))
-        works.append(-1 if second is None else sent.setdefault(second, len(sent)))
-    return _Sent(tuple(sent), _bucket_events(plan, cuts, tuple(works)))
-
-
-@dataclass(frozen=True, eq=False)
-class _Cuts:
-    """The positions at which buckets are full.
-
-    Attributes:
-        cuts: As in ``bucket_rows``.
-        sizes: Elements of each distinct bucket, and whether experts'.
-    """
-
-    cuts: NDArray[np.int64]
-    sizes: tuple[tuple[int, bool], ...]
+    for numel, expert in _cuts(plan, limit)[1]:
+        for work in bucket_works(replicas, numel, expert=bool(expert)):
+            works.append(-1 if work is None else sent.setdefault(work, len(sent)))
+    return tuple(sent), _bucket_events(plan, limit, tuple(works))
 
 
 @cached(8192)
-def _cuts(plan: BucketPlan, limit: int) -> _Cuts:
-    table, found = np.empty((plan.most, 7), dtype=np.int64), np.zeros(2, dtype=np.int64)
+def _cuts(plan: BucketPlan, limit: int) -> tuple[Longs, list[list[int]]]:
+    """Where buckets are full, as ``bucket_rows`` takes it; elements of each distinct one, and whether experts'."""
+    most = int((np.diff(plan.bounds) * plan.places[:, 2]).sum()) + 2
+    table, found = np.empty((most, 7), dtype=np.int64), np.zeros(2, dtype=np.int64)
     cut_buckets(plan.places, plan.tensors, plan.bounds, limit, table, found)
-    cuts, sizes = np.ascontiguousarray(table[: found[0], :5]), table[: found[1], 5:]
+    cuts = np.ascontiguousarray(table[: found[0], :5])
     if cuts[:, 4].any():  # the cuts of experts come after the others
         cuts = cuts[np.lexsort((cuts[:, 4], cuts[:, 2], cuts[:, 1], cuts[:, 0]))]
-    return _Cuts(cuts, tuple([(numel, bool(expert)) for numel, expert in sizes.tolist()]))
+    return cuts, table[: found[1], 5:].tolist()
 
 
 @cached(8192)
-def _bucket_events(plan: BucketPlan, cuts: _Cuts, works: tuple[int, ...]) -> NDArray[np.int32]:
-    """Events of a backward pass; ``works``: the one or two collectives of each size, -1 if none."""
-    rows = np.empty((5 * len(cuts.cuts) + 3 * len(plan.places), NUM_COLUMNS), dtype=np.int32)
+def _bucket_events(plan: BucketPlan, limit: int, works: tuple[int, ...]) -> NDArray[np.int32]:
+    """Events of a backward pass; ``works``: the two collectives of each size, -1 if none."""
+    cuts, _ = _cuts(plan, limit)
+    rows = np.empty((5 * len(cuts) + 3 * len(plan.places), NUM_COLUMNS), dtype=np.int32)
     count = np.zeros(1, dtype=np.int64)
-    pairs = np.array(works, dtype=np.int64).reshape(-1, 2)
-    bucket_rows(plan.places, cuts.cuts, pairs, len(plan.names) - 2, rows, count)
+    bucket_rows(plan.places, cuts, np.array(works, dtype=np.int64).reshape(-1, 2), len(plan.names) - 2, rows, count)
     return rows[: count[0]]
 
 
 @compiled
-def cut_buckets(
-    places: NDArray[np.int64],
-    tensors: NDArray[np.int64],
-    bounds: NDArray[np.int64],
-    limit: int,
-    table: NDArray[np.int64],
-    found: NDArray[np.int64],
-) -> None:
+def cut_buckets(places: Longs, tensors: Longs, bounds: Longs, limit: int, table: Longs, found: Longs) -> None:
     """The positions at which buckets are full.
 
     Args:
@@ -200,14 +142,7 @@ def cut_buckets(
 
 
 @compiled
-def bucket_rows(
-    places: NDArray[np.int64],
-    cuts: NDArray[np.int64],
-    works: NDArray[np.int64],
-    names: int,
-    rows: NDArray[np.int32],
-    count: NDArray[np.int64],
-) -> None:
+def bucket_rows(places: Longs, cuts: Longs, works: Longs, names: int, rows: NDArray[np.int32], count: Longs) -> None:
     """Events of units that are interrupted where buckets are full.
 
     Args:

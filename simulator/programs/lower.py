@@ -26,8 +26,15 @@ from stepsight.dataset.kinds.op import Collective, Op
 from stepsight.simulator.blocks.step import RankShape
 from stepsight.simulator.clock.track import Track, find_track
 from stepsight.simulator.clock.track import track as order_entries
-from stepsight.simulator.programs.optimizer_step import OptimizerHabits
-from stepsight.simulator.programs.rank_work import LABELS, Rank, message_kinds, passes_of, placement_of, rank_work
+from stepsight.simulator.programs.rank_work import (
+    LABELS,
+    OptimizerHabits,
+    Rank,
+    message_kinds,
+    passes_of,
+    placement_of,
+    rank_work,
+)
 from stepsight.simulator.programs.replicas import replicas_of
 from stepsight.simulator.programs.segment import Segment
 from stepsight.simulator.programs.sizes import (

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 
@@ -10,7 +10,7 @@ from stepsight.dataset.base.caching import cached, hashed_once
 from stepsight.dataset.job.execution import ExecutionSemantics, OverlapSemantics
 from stepsight.dataset.job.specs import ParallelSpec
 from stepsight.dataset.kinds.op import DTYPE_BYTES, Collective, Op
-from stepsight.simulator.blocks.step import Group, RankShape
+from stepsight.simulator.blocks.step import Group
 from stepsight.simulator.clock.engine import DATA, SECOND
 from stepsight.simulator.programs.block_pass import BlockPass, items_pass
 from stepsight.simulator.programs.segment import TWICE, SegmentBuilder, Slot
@@ -219,41 +219,11 @@ _CALLS_PER_PART = 2
 Tensors = tuple[tuple[int, ...], tuple[int, ...]]
 
 
-class SlotWork:
-    """Fills the slots of a plan.
-
-    Args:
-        shape: The rank.
-        tensors: Elements of others' and of experts' parameter tensors of each unit and of ``ROOT``, by index, in the
-            order in which gradients arrive.
-        passages: Of each unit.
-        replicas: Who shares.
-    """
-
-    def __init__(
-        self, shape: RankShape, tensors: Callable[[int], Tensors], passages: tuple[BlockPass, ...], replicas: Replicas
-    ) -> None:
-        self._dtypes = shape.dtype, shape.kernels.main_dtype
-        self._tensors, self._passages, self._replicas = tensors, passages, replicas
-        self._works: dict[int, _UnitWork] = {}
-
-    def of(self, slot: Slot) -> BlockPass | Collective | Op:
-        """The work of a slot."""
-        if slot.what == "run":
-            return self._passages[slot.unit]
-        work = self._works.get(slot.unit)
-        if work is None:
-            self._works[slot.unit] = work = _unit_work(self._tensors(slot.unit), self._dtypes, self._replicas)
-        return work.of(slot)
-
-
 class _UnitWork:
     """The replicas' work on the parameters and gradients of one unit; each is made once.
 
-    Args:
-        tensors: Elements of others' and of experts' parameter tensors, in the order in which gradients arrive.
-        dtypes: Of activations, and the main one.
-        replicas: Who shares.
+    ``tensors``: elements of others' and of experts' parameter tensors, in the order in which gradients arrive.
+    ``dtypes``: of activations, and the main one.
     """
 
     def __init__(self, tensors: Tensors, dtypes: tuple[str, str], replicas: Replicas) -> None:
@@ -319,4 +289,4 @@ def _gathered(tensors: tuple[int, ...], *, lists: bool, twice: bool) -> tuple[in
     return (*large, *again) if twice else large
 
 
-_unit_work = cached(8192)(_UnitWork)
+unit_work = cached(8192)(_UnitWork)

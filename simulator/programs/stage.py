@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
-from stepsight.dataset.base.caching import Memo, cached, hashed_once
+from stepsight.dataset.base.caching import HashedTuple, Memo, cached, hashed_once
 from stepsight.dataset.job.execution import KernelSemantics
 from stepsight.simulator.blocks.family import embedding_block, head_block, layer_block
 from stepsight.simulator.blocks.layer_parts import arrivals
@@ -25,9 +25,9 @@ from stepsight.simulator.programs.block_pass import (
     backward_pass,
     forward_pass,
 )
-from stepsight.simulator.programs.buckets import BucketRun, Repeated, send_buckets
+from stepsight.simulator.programs.buckets import BucketPlan, plan_buckets, send_buckets
 from stepsight.simulator.programs.part_plan import BackwardTraffic, Patterns, backward_plan, forward_plan
-from stepsight.simulator.programs.replicas import SILENT, Replicas, SlotWork, Tensors
+from stepsight.simulator.programs.replicas import SILENT, Replicas, Tensors, unit_work
 from stepsight.simulator.programs.segment import ROOT, Segment, UnitPattern
 from stepsight.simulator.programs.sizes import PartShape
 
@@ -156,38 +156,17 @@ class Call:
     casts: bool = False
 
 
-@dataclass(frozen=True, eq=False)
-class Calls:
-    """The segments of a part in several passes.
-
-    Attributes:
-        distinct: Each once.
-        of_pass: Position in ``distinct`` of each pass.
-    """
-
-    distinct: tuple[Call, ...]
-    of_pass: tuple[int, ...]
-
-
 @cached(4096)
 def calls_of(
     kernels: KernelSemantics, replicas: Replicas, recompute: tuple[str, int], passes: tuple[Pass, ...]
-) -> Calls:
-    """The segments of a rank's parts.
-
-    Args:
-        kernels: Of the engine.
-        replicas: Who shares parameters.
-        recompute: ``recompute`` and ``recompute_every`` of ``ParallelSpec``.
-        passes: Of a micro-batch.
-    """
-    found: dict[Call, int] = {}
-    of_pass = []
-    for own in passes:
-        forward = own.label == FORWARD
-        call = _forward(kernels, replicas, own) if forward else _backward(kernels, replicas, recompute, own)
-        of_pass.append(found.setdefault(call, len(found)))
-    return Calls(tuple(found), tuple(of_pass))
+) -> HashedTuple[Call]:
+    """The segments of a rank's parts in each pass; ``recompute``: and ``recompute_every`` of ``ParallelSpec``."""
+    return HashedTuple(
+        [
+            _forward(kernels, replicas, own) if own.label == FORWARD else _backward(kernels, replicas, recompute, own)
+            for own in passes
+        ]
+    )
 
 
 def _forward(kernels: KernelSemantics, replicas: Replicas, own: Pass) -> Call:
@@ -226,10 +205,9 @@ _call = cached(4096)(Call)  # equal calls are one object, because they are keys 
 
 
 @cached(8192)
-def part_segments(shape: RankShape, part: PartShape, calls: Calls) -> tuple[Segment, ...]:
+def part_segments(shape: RankShape, part: PartShape, calls: HashedTuple[Call]) -> tuple[Segment, ...]:
     """Make the segments of a part for each of some passes."""
-    own = [_segment(shape, part, call) for call in calls.distinct]
-    return tuple([own[at] for at in calls.of_pass])
+    return tuple([_segment(shape, part, call) for call in calls])
 
 
 @cached(16384)
@@ -239,11 +217,18 @@ def _segment(shape: RankShape, part: PartShape, call: Call) -> Segment:
         run = _part_run(shape, part, 1, None, call.casts)
         plan = forward_plan(run.patterns, replicas.pattern)
     elif traffic.reduces and replicas.zero_stage < 2:
-        return send_buckets(_bucket_run(shape, part, traffic.every, spec, call.casts), replicas)
+        return send_buckets(spec.part, *_bucket_plan(shape, part, traffic.every, spec, call.casts), replicas)
     else:
         run = _part_run(shape, part, traffic.every, spec, call.casts)
         plan = backward_plan(run.patterns, replicas.pattern, spec.part, traffic)
-    return plan.filled(SlotWork(shape, run.tensors, run.passages, replicas).of)
+    dtypes = shape.dtype, shape.kernels.main_dtype
+    return plan.filled(
+        lambda slot: (
+            run.passages[slot.unit]
+            if slot.what == "run"
+            else unit_work(run.tensors(slot.unit), dtypes, replicas).of(slot)
+        )
+    )
 
 
 class _PartRun(NamedTuple):
@@ -266,7 +251,8 @@ class _PartRun(NamedTuple):
 def _part_run(shape: RankShape, part: PartShape, every: int, spec: BackwardSpec | None, casts: bool) -> _PartRun:
     """``spec``: of the backward; None: the forward.  ``casts``: as in ``Call``."""
     units, to = part_units(shape, part, every), shape.dtype if casts and shape.casts else ""
-    passages = tuple([block_pass_of(u.block, None if spec is None else _spec_for(u, spec), to) for u in units])
+    once = _without_recompute(spec) if spec is not None and spec.recompute == "full" else spec
+    passages = tuple([block_pass_of(u.block, spec if u.again and not u.root else once, to) for u in units])
     numbers = [(u.name, u.first, u.times, u.root, *_numbers(u, p)) for u, p in zip(units, passages, strict=True)]
     return _PartRun(units, passages, _patterns(tuple(numbers)))
 
@@ -280,7 +266,8 @@ def _numbers(unit: Unit, passage: BlockPass) -> _Numbers:
     key = id(passage), unit.name
     known = _NUMBERS.get(key)
     if known is None:
-        loss = _loss_nodes(passage) if unit.name == "head" else 0
+        names = [name for _, name in passage.items]  # of a head's backward, the first step is the loss
+        loss = next((i for i, name in enumerate(names) if name != names[0]), len(names)) if unit.name == "head" else 0
         tensors = len(unit.tensors), len(unit.expert_tensors)
         numbers = passage.num_nodes, loss, tensors, unit.numel > 0, unit.expert_numel > 0
         _NUMBERS[key] = known = (passage, numbers)
@@ -293,24 +280,13 @@ def _patterns(numbers: tuple[tuple[Any, ...], ...]) -> Patterns:
     return Patterns([UnitPattern(at, *own) for at, own in enumerate(numbers)])
 
 
-def _loss_nodes(passage: BlockPass) -> int:
-    """Nodes of the first step of a head's backward, which is the loss."""
-    names = [name for _, name in passage.items]
-    return next((i for i, name in enumerate(names) if name != names[0]), len(names))
-
-
 @cached(4096)
-def _bucket_run(shape: RankShape, part: PartShape, every: int, spec: BackwardSpec, casts: bool) -> BucketRun:
+def _bucket_plan(
+    shape: RankShape, part: PartShape, every: int, spec: BackwardSpec, casts: bool
+) -> tuple[tuple[BlockPass, ...], BucketPlan]:
     run = _part_run(shape, part, every, spec, casts)
     pairs = zip(run.units[::-1], run.passages[::-1], strict=True)
-    in_order = [Repeated(p, unit.times, unit.name, unit.first + unit.times - 1) for unit, p in pairs]
-    return BucketRun.of(spec.part, in_order)
-
-
-def _spec_for(unit: Unit, spec: BackwardSpec) -> BackwardSpec:
-    if spec.recompute == "full" and (unit.root or not unit.again):
-        return _without_recompute(spec)
-    return spec
+    return plan_buckets([(p, unit.times, unit.name, unit.first + unit.times - 1) for unit, p in pairs])
 
 
 @cached(512)

@@ -90,7 +90,7 @@ def values(changes: dict[str, Any]) -> dict[str, Any]:
 def _checksum(segment: Segment) -> int:
     nodes = [(str(node.work), node.stream, node.name, node.share) for node in segment.program.nodes]
     edges = sorted(str(edge) for edge in segment.program.all_edges())
-    gradients = [[(g.node, g.numel, g.expert) for g in each.gradients] for each in segment.passages]
+    gradients = [list(each.gradients) for each in segment.passages]
     return zlib.crc32(repr((nodes, edges, gradients, segment.events.tolist(), segment.joined)).encode())
 
 

@@ -38,7 +38,7 @@ def test_the_halves_of_a_backward_are_the_whole(block: Block, accumulate: bool, 
     )
     works = [sorted(str(node.work) for node in passage.program.nodes) for passage in (whole, of_input, of_weights)]
     assert works[0] == sorted(works[1] + works[2])
-    sizes = [[gradient.numel for gradient in passage.gradients] for passage in (whole, of_input, of_weights)]
+    sizes = [[numel for _, numel, _ in passage.gradients] for passage in (whole, of_input, of_weights)]
     assert sizes == [sizes[0], [], sizes[0]]
     assert sum(sizes[0]) == sum(sum(step.parameters) for step in block)
 
@@ -53,8 +53,8 @@ def test_parameters_are_cast_where_they_are_used_and_their_gradients_back(block:
              for passage in (forward, backward)]  # fmt: skip
     assert sorted(casts[0]) == sizes
     assert sorted(casts[1]) == sorted(sizes * (2 if how == "full" else 1))
-    for gradient in backward.gradients:
-        assert backward.nodes[gradient.node - 1] == Op("cast", (gradient.numel,), "bf16")
+    for node, numel, _ in backward.gradients:
+        assert backward.nodes[node - 1] == Op("cast", (numel,), "bf16")
     plain, uncast = forward_pass(block), [item for item, name in forward.items if not name.endswith(".cast")]
     assert uncast == [item for item, _ in plain.items]
 
@@ -62,7 +62,7 @@ def test_parameters_are_cast_where_they_are_used_and_their_gradients_back(block:
 @given(block=blocks, spec=st.builds(BackwardSpec, recompute=st.sampled_from(["none", "selective", "full"])))
 def test_a_gradient_is_there_after_the_op_that_makes_it(block: Block, spec: BackwardSpec) -> None:
     """Nodes never go back, and the last gradient is there when the passage ends."""
-    nodes = [gradient.node for gradient in backward_pass(block, spec).gradients]
+    nodes = [node for node, _, _ in backward_pass(block, spec).gradients]
     assert nodes == sorted(nodes)
     assert nodes[0] > 0 and nodes[-1] <= backward_pass(block, spec).num_nodes
 
