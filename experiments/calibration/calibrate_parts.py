@@ -183,10 +183,6 @@ def calibrate_links(
             in turn.
         software: Part of the software whose rows are taken (``nccl 2.27.3``, ``NCCL_PROTO=Simple``); by default that
             of most rows, since another version or environment of NCCL is another network.
-
-    Raises:
-        TableError: If the table has too few collectives between nodes, or none of that software.
-        PredictorError: If the predictor does not model NCCL between nodes, or ``out`` is something else.
     """
     predictor = starting_predictor(predictor, out)
     start = predictor.collective.between
@@ -339,10 +335,6 @@ def calibrate_traces(paths: Sequence[Path], predictor: Predictor | str, out: Pat
         paths: Collections or run folders that ``import kineto`` wrote.
         predictor: To start from, or its name.
         out: Folder of the predictor to write.
-
-    Raises:
-        TraceError: If there are no imported runs of that hardware, or too few ops.
-        PredictorError: If ``out`` is something else.
     """
     start = starting_predictor(predictor, out)
     folders = [folder for path in paths for folder in run_folders(path) if is_imported(folder)]

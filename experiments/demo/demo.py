@@ -42,9 +42,6 @@ def run_demo(out: Path) -> tuple[dict[str, Any], str]:
 
     Returns:
         The content of ``summary.json`` and the same as text.
-
-    Raises:
-        CollectError: On fewer than two cores.
     """
     if available_ranks() < 2:
         raise CollectError(f"the demo needs 2 cores (or GPUs) for 2 ranks, got {available_ranks()}")

@@ -158,11 +158,7 @@ def without_source(predictor: Predictor | None, source: str) -> Predictor | None
 
 
 def predictor_by_hardware(asked: Predictor | str | None = None) -> PredictorOf:
-    """The given predictor (or hardware facts) for every row; if none is given, the shipped one for each hardware.
-
-    Raises:
-        PredictorError: If the package has no predictor of that name.
-    """
+    """The given predictor (or hardware facts) for every row; if none is given, the shipped one for each hardware."""
     if asked is None:
         return shipped_predictor
     if asked == ROOFLINE:
@@ -242,12 +238,7 @@ def _nothing(rows: str, skipped: Mapping[str, int], there: str) -> StepsightErro
 
 
 def score(row: Row, predictor_of: PredictorOf) -> Scored:
-    """Predict one row: the geometric mean over its possible jobs, with an interval that covers all of theirs.
-
-    Raises:
-        JobError: If no job says what ran, or nobody can predict it; the message is a reason that rows share.
-        FittedRowError: If the predictor was fitted on the row.
-    """
+    """Predict one row: the geometric mean over its possible jobs, with an interval that covers all of theirs."""
     measured = row.measured_s
     every = jobs_of(row)
     published = every[0]

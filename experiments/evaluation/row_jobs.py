@@ -243,9 +243,6 @@ def jobs_of(row: Row) -> list[PublishedJob]:
     """The jobs of a row: one for each combination of values of the cells that it leaves open.
 
     Those that break a rule are left out and, where some fit the devices' memory, those that do not.
-
-    Raises:
-        JobError: If the row leaves out what matters (``RowError``), or no job says what ran.
     """
     if "optimizer step NOT included" in row.text("iter_time_derivation"):
         raise RowError("the time is not that of a training iteration")

@@ -80,9 +80,6 @@ def read_header(names: Sequence[str]) -> list[tuple[str, float]]:
     """Stepsight's name of each column, and the factor from its unit to stepsight's.
 
     A column that is not known keeps its name, in lower case, and so does another name of a column that is there itself.
-
-    Raises:
-        TableError: If two columns mean the same, or a unit is not one of the column's.
     """
     plain, found = [name.strip().lower() for name in names], list[tuple[str, float]]()
     for written, lower in zip(names, plain, strict=True):
@@ -222,9 +219,6 @@ def read_runs_table(path: Path) -> list[Row]:
     """Rows of a ``.csv`` or ``.csv.gz`` file with the needed columns and as many of the others as are known.
 
     A row without a ``row_id`` has the number of its line; a column's name may be written in capitals.
-
-    Raises:
-        TableError: If it is no such table; the message says which file and why.
     """
     try:
         return list(_rows(path))

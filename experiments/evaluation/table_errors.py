@@ -81,9 +81,6 @@ def judge_table(
         predictor_of: The predictor of a device; None: its facts answer.
         fabric: Links of all collectives; None: the known fabric that a row names.
         on_rows: Called with the numbers of rows that are predicted and of all rows.
-
-    Raises:
-        TableError: If no row can be judged.
     """
     predicted, skipped = predict_table(measured, predictor_of, fabric, on_rows)
     known = np.flatnonzero(np.isfinite(predicted))

@@ -57,11 +57,7 @@ def predicted_side(job: Job, predictor: Predictor | str | None, name: str) -> Si
 
 
 def run_side(folder: Path) -> Side:
-    """A measured run, with its traces if it has any.
-
-    Raises:
-        StepsightError: If the folder is no run, or no step of it was timed.
-    """
+    """A measured run, with its traces if it has any."""
     folder = one_run(folder, "compare")
     facts: dict[str, Any]
     if is_imported(folder):
@@ -100,9 +96,6 @@ def compare_sides(sides: Sequence[Side]) -> dict[str, Any]:
     Returns:
         ``sides`` (name, seconds, ratio to the first), ``facts`` that differ, ``causes`` of all sides, and ``works``
         whose seconds differ most; each with a value for every side, None where it is unknown.
-
-    Raises:
-        StepsightError: If there is only one side.
     """
     if len(sides) < 2:
         raise StepsightError(f"compare takes at least two jobs, predictors or runs, got {len(sides)}")

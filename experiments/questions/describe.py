@@ -24,11 +24,7 @@ from stepsight.experiments.reports.text_table import table
 
 
 def describe(path: Path) -> dict[str, Any]:
-    """A description, with a ``text``.
-
-    Raises:
-        StepsightError: If nothing of ours is there.
-    """
+    """A description, with a ``text``."""
     if not path.exists():
         return _named(path)
     for is_one, tell in _FOLDERS if path.is_dir() else _FILES:
@@ -173,11 +169,7 @@ _NOUNS = {Hardware: "hardware", Fabric: "fabric", Framework: "framework"}
 
 
 def _facts_file(path: Path) -> dict[str, Any] | None:
-    """Describe a file of hardware and fabrics, or of a framework's profile; None if it is another kind of file.
-
-    Raises:
-        JobError: If it breaks a rule of these files.
-    """
+    """Describe a file of hardware and fabrics, or of a framework's profile; None if it is another kind of file."""
     if not is_facts_file(str(path)):
         return None
     try:

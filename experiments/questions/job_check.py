@@ -35,11 +35,7 @@ Work = Op | Collective
 
 
 def check_job(job: Job, graphs: Sequence[Program]) -> None:
-    """Check that a job can have produced a trace.
-
-    Raises:
-        TraceError: If not, with the differences.
-    """
+    """Check that a job can have produced a trace."""
     wrong = []
     world, devices = graphs[0].world_size, job.cluster.num_devices
     if world != devices:
@@ -125,11 +121,7 @@ def traced_works(graph: Program) -> tuple[dict[Work, float], dict[Work, float]]:
 
 
 def compare(job: Job, graphs: Sequence[Program]) -> dict[str, Any]:
-    """Compare a traced run with its job: one rank of each pipeline stage.
-
-    Raises:
-        TraceError: If a rank is beyond the job's devices.
-    """
+    """Compare a traced run with its job: one rank of each pipeline stage."""
     hardware = _hardware(job, graphs)
     lowered, latency = lower(job, hardware), _latency(job, hardware.name)
     stages: dict[int, Program] = {}

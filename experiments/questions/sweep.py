@@ -43,9 +43,6 @@ def change_job(job: Job, values: Mapping[str, Any]) -> Job:
         job: The job to start from; it stays as it is.
         values: New values by key, such as ``cluster.nodes``, ``model.seq_len`` or
             ``cluster.fabric.inter_node.latency_us``.
-
-    Raises:
-        JobError: If a key is unknown, or the changed job breaks a rule.
     """
     unknown = [key for key in values if key not in known_keys()]
     if unknown:
@@ -103,11 +100,7 @@ class Axis:
 
     @classmethod
     def parse(cls, text: str) -> Axis:
-        """Read ``KEY=8..1024`` (doubling), ``KEY=8..64+8`` (steps of 8) or ``KEY=1,2,"full"``.
-
-        Raises:
-            StepsightError: If the text is none of these, or the key is unknown.
-        """
+        """Read ``KEY=8..1024`` (doubling), ``KEY=8..64+8`` (steps of 8) or ``KEY=1,2,"full"``."""
         key, equals, words = text.partition("=")
         rule = "--vary takes KEY=FIRST..LAST, KEY=FIRST..LAST+STEP or KEY=VALUE,VALUE"
         if not equals or not words:
@@ -184,9 +177,6 @@ def sweep(
         predictor: As in ``predict``.
         weak: Whether the global batch grows with the number of devices (weak scaling).
         on_point: Called with the number of jobs done, and of all.
-
-    Raises:
-        StepsightError: If there are too many jobs, or none is legal; the message gives the first reason.
     """
     combinations = list(product(*(axis.values for axis in axes)))
     if not 0 < len(combinations) <= MOST_JOBS:

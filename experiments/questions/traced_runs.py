@@ -58,11 +58,7 @@ _ADVICE = {
 
 
 def one_run(path: Path, verb: str, *, traced: bool = False) -> Path:
-    """The folder of the only run (the only traced run) of a path.
-
-    Raises:
-        StepsightError: If there are several or none.
-    """
+    """The folder of the only run (the only traced run) of a path."""
     folders = [folder for folder in run_folders(path) if not traced or has_traces(folder)]
     if len(folders) != 1:
         what = "one traced run" if traced else "one run"
@@ -84,11 +80,7 @@ def _warnings(graphs: Sequence[Program]) -> list[str]:
 
 
 def replay_runs(path: Path) -> dict[str, Any]:
-    """Replay a run, or every run of a collection: then the totals, and each run under ``runs``.
-
-    Raises:
-        StepsightError: If there is no run with traces, or its dependencies contradict each other.
-    """
+    """Replay a run, or every run of a collection: then the totals, and each run under ``runs``."""
     folders = run_folders(path)
     told = []
     for folder in [each for each in folders if has_traces(each)] or folders[:1]:
@@ -137,9 +129,6 @@ def diagnose(run: Path, job: Job | None = None, predictor: Predictor | str | Non
     Returns:
         The measured step, the prediction beside it, and ``causes``: ``share`` is the part of the steps' time, None
         where a cause is not a part of the time.
-
-    Raises:
-        StepsightError: If there is no traced run.
     """
     folder = one_run(run, "doctor", traced=True)
     found = run_graphs(folder)
@@ -233,9 +222,6 @@ def what_if(path: Path, wanted: TraceChanges) -> dict[str, Any]:
     """Compute one run: the unchanged replayed step, the step after each change, and with all changes.
 
     Where a step was timed without a profiler too, changes are to that step (``unprofiled_s``).
-
-    Raises:
-        StepsightError: If nothing is asked, the run is not one, or the hardware must be named.
     """
     run = run_graphs(one_run(path, "what-if"))
     graphs: Sequence[Program] = run.graphs
@@ -348,11 +334,7 @@ def _preset_name(name: str) -> str:
 
 
 def latency_of(hardware: str, fabric: Fabric) -> LatencyModel:
-    """The latency model of a hardware: the shipped predictor, else a roofline.
-
-    Raises:
-        StepsightError: If the hardware is not known.
-    """
+    """The latency model of a hardware: the shipped predictor, else a roofline."""
     facts = find_hardware(hardware)
     if facts is None:
         raise StepsightError(f"hardware must be one of {', '.join(HARDWARE.names())} or a file, got {hardware!r:.80}")

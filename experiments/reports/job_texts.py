@@ -11,7 +11,7 @@ from stepsight.dataset.configs.formats import ConfigJob
 from stepsight.dataset.configs.key_table import ConfigText
 from stepsight.dataset.job.frameworks import LIBRARIES
 from stepsight.dataset.job.job import Job
-from stepsight.experiments.reports.text_table import Number, table
+from stepsight.experiments.reports.text_table import Column, Number, table, table_of
 from stepsight.training.prediction.prediction_views import seconds_text
 
 if TYPE_CHECKING:
@@ -83,19 +83,15 @@ def explanation_report(job: Job, prediction: Prediction, top: int) -> dict[str, 
     """Sensitivity of the time to ops and collectives."""
     rows = prediction.explain(top)
     whole = prediction.iteration_time_s
-    cells = [
-        [
-            str(row.work),
-            Number(row.count, 0),
-            f"{row.seconds * 1e6:.1f} us",
-            Number(100 * row.share),
-            seconds_text(row.halved_s),
-            Number(100 * row.halved_s / whole),
-        ]
-        for row in rows
-    ]
-    header = ["op or collective", "times on the critical path", "each", "% of the time", "halving it saves", "%"]
-    text = f"{job.name}: {seconds_text(whole)}\n{table(header, cells)}"
+    columns: dict[str, Column] = {
+        "op or collective": lambda row: str(row.work),
+        "times on the critical path": lambda row: Number(row.count, 0),
+        "each": lambda row: f"{row.seconds * 1e6:.1f} us",
+        "% of the time": lambda row: 100 * row.share,
+        "halving it saves": lambda row: seconds_text(row.halved_s),
+        "%": lambda row: 100 * row.halved_s / whole,
+    }
+    text = f"{job.name}: {seconds_text(whole)}\n{table_of(rows, columns)}"
     launches = prediction.simulation.launches_share
     if launches > 0.01:
         text += f"\nthe host's launches are {100 * launches:.1f} % of the critical path: faster ops do not shorten them"
@@ -115,10 +111,12 @@ def training_report(predictor: Predictor, out: Path) -> dict[str, Any]:
     if "trained_shapes" not in manifest:
         return {**told, "text": text}
     held_out = manifest["held_out"]
-    rows = [[name, f["rows"], *(Number(f[key]) for key in ("mape", "median", "p90"))] for name, f in held_out.items()]
-    text = f"predictor {out} for {predictor.hardware.name}: {_learned(manifest)}\n"
-    if rows:
-        text += "a fifth of the shapes, held out:\n" + table(["family", "rows", "mean error %", "median", "p90"], rows)
+    learned = f"{manifest['num_ops']} ops, {manifest['num_collectives']} collectives"
+    text = f"predictor {out} for {predictor.hardware.name}: {learned}\n"
+    if held_out:
+        rows = [{"family": name, **figures} for name, figures in held_out.items()]
+        names = {"family": "family", "rows": "rows", "mean error %": "mape", "median": "median", "p90": "p90"}
+        text += f"a fifth of the shapes, held out:\n{table_of(rows, names)}"
     else:
         text += f"judge it: stepsight evaluate TABLE.parquet --predictor {out}"
     text += "".join(f"\nwarning: {warning}" for warning in manifest.get("warnings", ()))
@@ -127,29 +125,22 @@ def training_report(predictor: Predictor, out: Path) -> dict[str, Any]:
     return {**told, **used, "held_out": held_out, "text": text}
 
 
-def _learned(manifest: Mapping[str, Any]) -> str:
-    return f"{manifest['num_ops']} ops, {manifest['num_collectives']} collectives"
-
-
 def demo_text(summary: dict[str, Any]) -> str:
     """The demo's summary as tables."""
-    cells = [
-        [
-            row["job"],
-            seconds_text(row["measured_s"]),
-            seconds_text(row["predicted_s"]),
-            f"{seconds_text(row['low_s'])} to {seconds_text(row['high_s'])}",
-            Number(row["error_percent"]),
-            Number(row["repeat_percent"]),
-        ]
-        for row in summary["heldout"]
-    ]
+    columns: dict[str, str | Column] = {
+        "run": "job",
+        "measured": lambda row: seconds_text(row["measured_s"]),
+        "predicted": lambda row: seconds_text(row["predicted_s"]),
+        "interval": lambda row: f"{seconds_text(row['low_s'])} to {seconds_text(row['high_s'])}",
+        "error %": "error_percent",
+        "repeat error %": "repeat_percent",
+    }
     gnn, best = summary["gnn"], summary["search"]["best"]
     strategy = " ".join(f"{key}={best[key]}" for key in ("tp", "pp", "dp", "micro_batch", "zero_stage", "recompute"))
     return "\n".join(
         [
             "held-out runs (no training run had their shapes):",
-            table(["run", "measured", "predicted", "interval", "error %", "repeat error %"], cells),
+            table_of(summary["heldout"], columns),
             "repeat error: how far one repeat of the measurement lies from the others; errors below it are noise",
             f"iteration time: MAPE {summary['mape']:.1f} %, mean repeat error {summary['floor']:.1f} %, "
             f"Spearman {summary['spearman']:.3f}, "

@@ -11,7 +11,7 @@ from stepsight.dataset.graph.graph_files import read_steps
 from stepsight.dataset.graph.program import Program
 from stepsight.dataset.runs.run_folder import ImportedRun, read_collection, read_event_file, read_imported, read_run
 from stepsight.dataset.runs.run_manifest import RunManifest
-from stepsight.experiments.reports.text_table import Column, Number, number, table, table_of
+from stepsight.experiments.reports.text_table import Column, Number, table, table_of
 
 
 def import_text(told: dict[str, Any]) -> str:
@@ -48,8 +48,8 @@ def trace_summary(name: str, graphs: Sequence[Program]) -> dict[str, Any]:
         _shares("critical path", "ms", told["critical"], path, "critical path"),
     ]
     if len(graphs) > 1:
-        cells = [[int(r["rank"]), Number(1e3 * r["step_s"], 3), Number(1e3 * r["late_s"], 3)] for r in told["ranks"]]
-        lines.append(table(["rank", "step ms", "late at collectives ms"], cells))
+        late: dict[str, str | Column] = {"step ms": "step_s", "late at collectives ms": "late_s"}
+        lines.append(table_of(told["ranks"], {"rank": lambda row: int(row["rank"]), **late}, 3))
     lines += [f"warning: {warning}" for warning in warnings]
     return {"trace": name, **told, "warnings": warnings, "text": "\n\n".join(lines)}
 
@@ -97,11 +97,8 @@ def _world(told: dict[str, Any]) -> str:
 def _collectives(rows: list[dict[str, Any]]) -> list[str]:
     if not rows:
         return ["no collectives"]
-    cells = [
-        [c["kind"], c["group"], Number(c["group_size"], 0), scaled(c["num_bytes"], _BYTES), Number(c["count"], 0)]
-        for c in rows
-    ]
-    return [table(["collective", "group", "ranks", "bytes each", "count"], cells)]
+    size: dict[str, str | Column] = {"bytes each": lambda row: scaled(row["num_bytes"], _BYTES), "count": "count"}
+    return [table_of(rows, {"collective": "kind", "group": "group", "ranks": "group_size", **size}, 0)]
 
 
 def scaled(value: float, units: tuple[tuple[float, str], ...]) -> str:
@@ -174,7 +171,7 @@ def describe_collection(path: Path) -> dict[str, Any]:
     lines = [f"collection {path}"]
     if rows or not others:
         ranks: Column = lambda row: f"as {row['stand_in']}" if "stand_in" in row else row["ranks"]
-        timed = {"median ms": number("measured_s", 1, 1e3), "spread % over rounds": number("spread_percent")}
+        timed = {"median ms": "measured_s", "spread % over rounds": "spread_percent"}
         lines.append(table_of(rows, {"run": "name", "role": "role", "ranks": ranks, "steps": "steps", **timed}))
     if others:
         columns: dict[str, str | Column] = {
@@ -182,10 +179,8 @@ def describe_collection(path: Path) -> dict[str, Any]:
             "ranks": "ranks",
             "hardware": "hardware",
             "steps": lambda row: row.get("steps", row.get("traced_steps", "")),
-            "median ms": lambda row: Number(1e3 * row.get("measured_s", row.get("traced_s"))) if len(row) > 5 else "",
-            "spread % over rounds": lambda row: (
-                Number(row["spread_percent"]) if "steps" in row else "traced" if "traced_s" in row else ""
-            ),
+            "median ms": lambda row: row.get("measured_s", row.get("traced_s", "")),
+            "spread % over rounds": lambda row: row.get("spread_percent", "traced" if "traced_s" in row else ""),
         }
         lines.append(table_of(others, columns))
         if any("traced_s" in row for row in others):

@@ -22,15 +22,24 @@ def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
 Column = Callable[[Any], object]  # the cell of a row
 
 
-def table_of(rows: Sequence[Any], columns: Mapping[str, str | Column]) -> str:
-    """A table with a row for each of ``rows``; a column has its title, and a key of the rows or a function of a row."""
-    gets = [(lambda row, key=get: row[key]) if isinstance(get, str) else get for get in columns.values()]
-    return table(list(columns), [[get(row) for get in gets] for row in rows])
+def table_of(rows: Sequence[Any], columns: Mapping[str, str | Column], decimals: int = 1) -> str:
+    """A table with a row for each of ``rows``.
 
+    Args:
+        rows: Mappings, or what the functions of ``columns`` take.
+        columns: By title: a key of the rows, or a function of a row.  Seconds print in the unit that the title ends in;
+            None prints as "-".
+        decimals: Of floats.
+    """
 
-def number(key: str, decimals: int = 1, times: float = 1.0) -> Callable[[Mapping[str, float]], Number]:
-    """A column of ``table_of``: the number of a key, in another unit."""
-    return lambda row: Number(times * row[key], decimals)
+    def cell(title: str, row: Any) -> object:
+        column = columns[title]
+        value = row[column] if isinstance(column, str) else column(row)
+        if not isinstance(value, float) or isinstance(value, Number):
+            return "-" if value is None else value
+        return Number(1e3 * value if title.endswith(" ms") else value, 3 if title.endswith(" s") else decimals)
+
+    return table(list(columns), [[cell(title, row) for title in columns] for row in rows])
 
 
 MOST_PRINTED = 1e12

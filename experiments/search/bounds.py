@@ -124,11 +124,7 @@ class FastestDevice:
 
 
 def best_devices(job: Job, timer: Timer, hardware: Hardware) -> tuple[Timer, Hardware]:
-    """A timer of the fastest device for every op, and the hardware with the largest memory and the least overhead.
-
-    Raises:
-        JobError: If the devices of some nodes are unknown.
-    """
+    """A timer of the fastest device for every op, and the hardware with the largest memory and the least overhead."""
     others = [other_latency(other.hardware, job) for other in job.cluster.mixed]
     devices = [hardware, *(model.hardware for model in others)]
     roomy = replace(

@@ -29,9 +29,6 @@ class ExpertLoads:
 
     Attributes:
         layers: Of each layer with experts, or one row for all of them: tokens of each expert, in any unit.
-
-    Raises:
-        StepsightError: If a load is negative or no number, or rows differ in their number of experts.
     """
 
     layers: tuple[tuple[float, ...], ...]
@@ -69,11 +66,7 @@ class ExpertLoads:
         return cls.read(Path(value)) if isinstance(value, str | Path) else value
 
     def check(self, job: Job) -> None:
-        """Check that the job has the same experts and layers.
-
-        Raises:
-            StepsightError: If the numbers differ.
-        """
+        """Check that the job has the same experts and layers."""
         model, experts = job.model, len(self.layers[0])
         mixtures = (model.layers - model.dense_layers) // model.moe_every
         if not model.experts:

@@ -148,9 +148,6 @@ def read_prices(path: Path) -> tuple[dict[str, float], dict[str, float]]:
     Args:
         path: A ``.toml`` file with a table ``[price_per_device_hour]`` and, if wanted, ``[power_w]``; keys are names
             of hardware, as a job file takes them.
-
-    Raises:
-        StepsightError: If the file cannot be read, or holds something else.
     """
     from stepsight.dataset.hardware.hardware import canonical_hardware
 
@@ -380,11 +377,7 @@ def _is_number(value: Any, least: int) -> bool:
 
 
 def _checked(name: str, value: Any) -> Any:
-    """A value of an axis; a schedule without virtual stages has as few as it allows.
-
-    Raises:
-        StepsightError: If it is not allowed.
-    """
+    """A value of an axis; a schedule without virtual stages has as few as it allows."""
     if name == "schedules":
         return _schedule(value)
     least = 0 if name == "dp_shard" else 1

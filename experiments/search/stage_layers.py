@@ -60,9 +60,6 @@ def best_stage_layers(job: Job, predictor: Predictor | str | None = None) -> Sta
     Args:
         job: With a pipeline; its ``stage_layers``, or even ones, are the point of departure.
         predictor: As in ``predict``.
-
-    Raises:
-        JobError: If the job has no pipeline, or its stages come from a ``.csv`` schedule.
     """
     if job.parallel.pp == 1:
         raise JobError(f"layers per stage need a pipeline, got pp 1 in {job.name}")

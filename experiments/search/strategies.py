@@ -236,9 +236,6 @@ class Grid:
     Args:
         job, space: As the attributes.
         loads: Of the model's experts, which every strategy then places by their loads.
-
-    Raises:
-        JobError: If there is none.
     """
 
     def __init__(self, job: Job, space: Space, loads: ExpertLoads | None = None) -> None:
@@ -357,11 +354,7 @@ def scenario_jobs(job: Job, scenarios: Scenarios) -> Iterator[tuple[str, Job | J
 
 
 def _first_legal(job: Job, *, model: ModelSpec, batch: BatchSpec, cluster: ClusterSpec) -> Job:
-    """The job with another model, batch and cluster, in its own strategy if that is legal, else in the first that is.
-
-    Raises:
-        JobError: If no strategy is legal, with the rules that the plainest one breaks.
-    """
+    """The job with another model, batch and cluster, in its own strategy if that is legal, else in the first legal."""
     devices, own = cluster.num_devices, job.parallel
     free: Fields = {"cp": 1, "ep": 1, "schedule": "1f1b", "virtual_stages": 1, "stage_layers": (), "dp_shard": 0}
     plain, one = replace(own, sequence_parallel=False, **free), replace(batch, micro_batch=1)

@@ -63,9 +63,6 @@ class Evaluations:
         done: Seconds by number in the grid; None where a strategy does not fit in memory.
         shared: Whether other processes evaluate strategies meanwhile.
         trials: Of the strategies in ``done``, if there is a study.
-
-    Raises:
-        StepsightError: If the storage cannot be used, or the stored study answers another question.
     """
 
     def __init__(self, grid: Grid, question: str = "", storage: str | None = None, name: str | None = None) -> None:
@@ -330,10 +327,6 @@ def ask_mapped(jobs: Sequence[Job], predictor: Predictor | str | None, map_fn: M
         predictor: As in ``predict``.  Each process unpacks it once.
         map_fn: Calls a function with each part and returns the results in order, as
             ``concurrent.futures.Executor.map``.
-
-    Raises:
-        JobError: As ``predict``.
-        StepsightError: If ``map_fn`` returns something else.
     """
     size = max(SMALLEST_PART, -(-len(jobs) // MOST_PARTS))
     parts = [jobs[at : at + size] for at in range(0, len(jobs), size)]
@@ -362,11 +355,7 @@ def _unpacked(packed: bytes) -> Predictor:
 
 @contextmanager
 def local_map(workers: int) -> Iterator[MapFn | None]:
-    """Provide a ``map_fn`` with a number of processes on this machine; None for one: the search predicts itself.
-
-    Raises:
-        StepsightError: If a process ends early.
-    """
+    """Provide a ``map_fn`` with a number of processes on this machine; None for one: the search predicts itself."""
     if workers == 1:
         yield None
         return

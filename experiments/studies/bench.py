@@ -19,9 +19,10 @@ from pathlib import Path
 from stepsight.dataset.base.caching import clear_caches
 from stepsight.dataset.base.files import write_json
 from stepsight.dataset.job.job import Job
+from stepsight.experiments.reports.text_table import table_of
 from stepsight.experiments.search.settings import Space
 from stepsight.experiments.search.strategies import strategies
-from stepsight.experiments.studies.study import Row, Study, rows_text
+from stepsight.experiments.studies.study import Row, Study
 from stepsight.training.prediction.ask_many import FEWEST, ask_many, predict_many
 from stepsight.training.prediction.prediction import predict
 from stepsight.training.predictor.predictor import Predictor
@@ -146,7 +147,7 @@ def bench_text(figures: Row) -> str:
     sizes = {key: key for key in ("tp", "pp", "dp", "micro_batches")}
     curve = {**sizes, "predict ms": "time", "every action ms": "every"}
     times = [{**row, "time": row["ms"] / 1e3, "every": row["every_action_ms"] / 1e3} for row in figures["scaling"]]
-    return f"{rows_text(rows, {key: key for key in keys}, 2)}\n\n{rows_text(times, curve, 2)}"
+    return f"{table_of(rows, {key: key for key in keys}, 2)}\n\n{table_of(times, curve, 2)}"
 
 
 def run(options: argparse.Namespace) -> tuple[Row, str]:

@@ -25,8 +25,9 @@ from numpy.typing import NDArray
 from stepsight.dataset.base.errors import TraceError
 from stepsight.dataset.hardware.hardware import roofline_seconds
 from stepsight.dataset.kinds.op import Op
+from stepsight.experiments.reports.text_table import table_of
 from stepsight.experiments.studies.context_tasks import SCRIPTS, TASKS, Split, Task, collect_families
-from stepsight.experiments.studies.study import Study, rows_text
+from stepsight.experiments.studies.study import Study
 from stepsight.features.graph_features import (
     NUMBERS,
     RELATIONS,
@@ -226,7 +227,7 @@ def outcome_text(outcome: Mapping[str, Any]) -> str:
                "± seeds": "seed_error", f"behind {AUTO}": "behind", "± groups": "behind_error",
                "training s": "fit_s", "first answer ms": "answer_s"}  # fmt: skip
     told = f"{outcome['task']}: {outcome['about']} ({outcome['runs']} runs, {outcome['groups']} groups judge)"
-    return "\n".join([told, rows_text(outcome["rows"], columns, 3)])
+    return "\n".join([told, table_of(outcome["rows"], columns, 3)])
 
 
 def run(options: argparse.Namespace) -> tuple[Any, str]:

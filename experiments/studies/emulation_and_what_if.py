@@ -25,8 +25,9 @@ from stepsight.dataset.job.specs import Straggler
 from stepsight.dataset.runs.box_spec import HARDWARE, Box, read_box
 from stepsight.dataset.runs.run_manifest import RunManifest, read_manifest
 from stepsight.experiments.questions.traced_runs import what_if
+from stepsight.experiments.reports.text_table import table_of
 from stepsight.experiments.studies.box_cases import sleeping
-from stepsight.experiments.studies.study import Row, Study, rows_text
+from stepsight.experiments.studies.study import Row, Study
 from stepsight.experiments.tasks.collecting import run_plan
 from stepsight.experiments.tasks.scripts import emulate
 from stepsight.experiments.tasks.settings import Emulation, TraceChanges
@@ -123,7 +124,7 @@ def run_emulation(options: argparse.Namespace) -> tuple[Any, str]:
             rows.append({**row, "error_percent": 100 * (step_s / closed - 1)})
         figures[part] = rows
         titles = {f"{key[:-2].replace('_', ' ')} ms" if key.endswith("_s") else key: key for key in rows[0]}
-        texts.append(f"{part}\n{rows_text(rows, titles, 2)}")
+        texts.append(f"{part}\n{table_of(rows, titles, 2)}")
         if mode == "ddp":
             bend, closed_bend = knee(rows), expected_knee(forward_s)
             figures[f"{part}-knee"] = bend
@@ -221,7 +222,7 @@ def run_what_if(options: argparse.Namespace) -> tuple[Any, str]:
     columns = {"change": "change", "before, s": "before_s", "after, s": "after_s",
                "measured, %": "measured_change_percent", "predicted, %": "predicted_change_percent",
                "error, %": "error_percent", "spread, %": "spread_percent"}  # fmt: skip
-    text = f"{rows_text(rows, columns)}\n\nbox {box.name}; worst error {worst:.1f} %"
+    text = f"{table_of(rows, columns)}\n\nbox {box.name}; worst error {worst:.1f} %"
     return {"box": box.name, "rows": rows, "worst_percent": worst}, text
 
 

@@ -22,8 +22,9 @@ from stepsight.dataset.runs.run_folder import Collection, read_collection, read_
 from stepsight.dataset.tables.measurements import device_name
 from stepsight.experiments.evaluation import error_metrics
 from stepsight.experiments.reports.plots import plot_predicted_against_measured
+from stepsight.experiments.reports.text_table import table_of
 from stepsight.experiments.studies.one_gpu_plans import CPU, OPS, VARIANTS, make_study, step_cases
-from stepsight.experiments.studies.study import Row, Study, cases, rows_text
+from stepsight.experiments.studies.study import Row, Study, cases
 from stepsight.experiments.tasks.collecting import read_plan, run_plan
 from stepsight.simulator.memory import estimate_memory
 from stepsight.training.fitting.own_table import LONG_S
@@ -272,13 +273,13 @@ def study_text(figures: Row) -> str:
         if rows := [{"name": kind, "long_mape": None, **sums} for kind, sums in of["ops"].items()]:
             columns = {"held-out ops": "name", "rows": "rows", "MAPE %": "mape", "median %": "median", "max %": "max",
                        "from 50 us": "long_rows", "their MAPE %": "long_mape"}  # fmt: skip
-            parts.append(rows_text(rows, columns))
+            parts.append(table_of(rows, columns))
         parts += [_steps_text(of)] if of["steps"] else []
         parts.append(_memory_text(of["memory"]) if of["memory"] else "peak memory: not measured (a CPU counts none)")
         if of["stand_ins"]:
             columns = {"stand-ins: one rank of": "run", "measured ms": "measured_s", "predicted ms": "predicted_s",
                        "error %": "error_percent"}  # fmt: skip
-            parts.append(rows_text(of["stand_ins"], columns))
+            parts.append(table_of(of["stand_ins"], columns))
     return "\n\n".join([*parts, f"took {figures['seconds']:.0f} s here"])
 
 
@@ -289,7 +290,7 @@ def _steps_text(of: Row) -> str:
     columns = {"held-out steps (* launch-bound)": "name", "measured ms": "measured_s", "spread %": "spread_percent",
                "predicted ms": "predicted_s", "from ms": "low_s", "to ms": "high_s", "error %": "error_percent",
                "without context %": "without"}  # fmt: skip
-    sums, lines = of["step_figures"], [rows_text(rows, columns)]
+    sums, lines = of["step_figures"], [table_of(rows, columns)]
     for name in ("all", "launch-bound", "others"):
         if one := sums.get(name):
             lines.append(f"steps, {name} ({one['rows']}): MAPE {one['mape']:.1f} %, max {one['max']:.1f} %")
@@ -315,7 +316,7 @@ def _memory_text(found: Sequence[Row]) -> str:
     columns = {"peak memory": "run", "role": "role", "measured GB": "measured", "predicted GB": "predicted",
                "with libraries": "with_libraries", "error %": "predicted_off",
                "with libraries %": "with_libraries_off"}  # fmt: skip
-    return "\n".join([rows_text(rows, columns, 3), *lines])
+    return "\n".join([table_of(rows, columns, 3), *lines])
 
 
 def run(options: argparse.Namespace) -> tuple[Any, str]:

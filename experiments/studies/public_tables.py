@@ -17,7 +17,8 @@ from stepsight.dataset.hardware.hardware import Fabric, Hardware, Link, find_fab
 from stepsight.dataset.kinds.op import OP_KINDS, Collective, Op
 from stepsight.dataset.tables import Measurements, read_table
 from stepsight.experiments.evaluation.table_errors import group_of
-from stepsight.experiments.studies.study import Row, Study, rows_text
+from stepsight.experiments.reports.text_table import table_of
+from stepsight.experiments.studies.study import Row, Study
 from stepsight.training.collectives.between_nodes import UNFITTED, fit_site
 from stepsight.training.fitting.own_table import LONG_S, OwnTable, own_table
 from stepsight.training.fitting.train_tables import fit_ops
@@ -105,7 +106,7 @@ def run_kernels(options: argparse.Namespace) -> tuple[Any, str]:
     columns = {"predictor": "predictor", "ops": "ops", "split": "split", "rows": "rows", "MAPE %": "mape",
                "median": "median", "p90": "p90", "own software": "own_mape", "own, long": "long_mape",
                "roofline": "roofline_mape"}  # fmt: skip
-    return {"figures": figures}, rows_text(figures, columns)
+    return {"figures": figures}, table_of(figures, columns)
 
 
 # --- collectives between nodes ----------------------------------------------------------------------------------------
@@ -186,7 +187,7 @@ def run_collectives(options: argparse.Namespace) -> tuple[Any, str]:
     columns = {"site": "site", "kind": "kind", "ranks": "ranks", "size": "size", "rows": "rows",
                "shipped %": "shipped", "left out": "left_out", "unfitted": "unfitted",
                "not fitted": "calibrated_rows", "calibrated": "calibrated"}  # fmt: skip
-    return {"figures": figures}, rows_text(figures, columns)
+    return {"figures": figures}, table_of(figures, columns)
 
 
 # --- a device with few measurements -----------------------------------------------------------------------------------
@@ -254,7 +255,7 @@ def run_transfer(options: argparse.Namespace) -> tuple[Any, str]:
     columns = {"device": "device", "twin known": "twin", "samples": "samples", "transfer %": "transfer",
                ">= 50 us": "transfer_long", "own rows alone %": "alone", ">= 50 us alone": "alone_long",
                "roofline %": "roofline"}  # fmt: skip
-    return {"figures": figures}, rows_text(figures, columns)
+    return {"figures": figures}, table_of(figures, columns)
 
 
 _DATA = {"--data": {"type": Path, "required": True, "help": "folder of the public tables"}}

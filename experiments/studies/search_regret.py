@@ -15,10 +15,11 @@ from typing import Any
 from stepsight.dataset.base.caching import clear_caches
 from stepsight.dataset.base.errors import StepsightError
 from stepsight.dataset.job.job import Job
+from stepsight.experiments.reports.text_table import table_of
 from stepsight.experiments.search.search import search
 from stepsight.experiments.search.settings import Space
 from stepsight.experiments.search.strategies import Grid
-from stepsight.experiments.studies.study import Row, Study, cases, rows_text
+from stepsight.experiments.studies.study import Row, Study, cases
 
 JOBS = 30
 MOST_DRAWN = 100
@@ -96,7 +97,7 @@ def run(options: argparse.Namespace) -> tuple[Any, str]:
             print(f"{len(rows)}/{options.jobs}  {job!r}: {row['search_cpu_s']:.1f} s{regret}", file=sys.stderr)
     keys = ["job", "devices", "cluster", "global_batch", "legal", "evaluated", "search_cpu_s"]
     keys += ["enumerate_cpu_s", "regret_percent"] if enumerates else []
-    lines = [rows_text(rows, {key.replace("_", " "): key for key in keys}, 4)]
+    lines = [table_of(rows, {key.replace("_", " "): key for key in keys}, 4)]
     slowest, proved = max(row["search_cpu_s"] for row in rows), sum(row["gap_percent"] == 0 for row in rows)
     lines.append(f"{len(rows)} jobs: {proved} proved optimal; slowest search {slowest:.1f} s of CPU")
     if enumerates:

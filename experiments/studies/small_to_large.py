@@ -28,6 +28,7 @@ from stepsight.dataset.runs.box_spec import HARDWARE
 from stepsight.dataset.runs.run_manifest import read_manifest
 from stepsight.experiments.evaluation.error_metrics import regret
 from stepsight.experiments.reports.plots import plot_predicted_against_measured
+from stepsight.experiments.reports.text_table import table_of
 from stepsight.experiments.studies.box_cases import (
     JUDGE,
     SEARCHED,
@@ -38,7 +39,7 @@ from stepsight.experiments.studies.box_cases import (
     strategy_name,
     training_folders,
 )
-from stepsight.experiments.studies.study import Row, Study, rows_text
+from stepsight.experiments.studies.study import Row, Study
 from stepsight.simulator.durations.latency_model import Seconds
 from stepsight.simulator.iteration.simulate import Simulation, simulate
 from stepsight.simulator.programs.lower import lower
@@ -362,7 +363,7 @@ def box_text(summary: Mapping[str, Any]) -> str:
                "stamps %": "timestamp_error", "cpu %": "cpu"}  # fmt: skip
     bound = summary["communication_bound"]
     lines = [
-        rows_text(runs, columns, 2),
+        table_of(runs, columns, 2),
         "* communication decides; spread: largest less smallest of three repeats; activity: lengths of what each rank "
         "did; stamps: begin and end of every pass, median, in parts of the iteration\n",
         f"mean error {summary['mean_error']:.2f} %, max {summary['max_error']:.2f} %, where communication decides "
@@ -378,12 +379,12 @@ def box_text(summary: Mapping[str, Any]) -> str:
             f"{spent['direct_rank_s']:.0f}: {spent['percent']:.1f} %; predicting all of them {spent['predict_s']:.2f} s"
         )
     same = [{"name": name, **of} for name, of in summary["others"].items()]
-    lines += ["", rows_text(same, {"the same runs by": "name", "mean error %": "mean_error", "max %": "max_error"}, 2)]
+    lines += ["", table_of(same, {"the same runs by": "name", "mean error %": "mean_error", "max %": "max_error"}, 2)]
     if found := summary.get("search"):
         keys = {"": "place", "strategy": "strategy", "predicted s": "predicted_s", "measured s": "measured_s",
                 "error %": "error"}  # fmt: skip
         lines += [f"\nsearch: {found['model']}, 16 ranks, {found['strategies']} strategies",
-                  rows_text(found["choices"], keys, 2),
+                  table_of(found["choices"], keys, 2),
                   "" if found["regret"] is None else f"regret {found['regret']:.2f} %"]  # fmt: skip
     if summary["rejected"]:
         lines.append(f"\nleft out, cores more than 25 % busy: {', '.join(summary['rejected'])}")

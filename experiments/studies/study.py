@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from stepsight.dataset.base.errors import StepsightError
-from stepsight.experiments.reports.text_table import Number, table
 
 Row = dict[str, Any]
 
@@ -53,22 +52,3 @@ class Study:
             return 2
         print(json.dumps(figures, allow_nan=False) if options.json else text)
         return 0
-
-
-def rows_text(rows: Sequence[Mapping[str, Any]], columns: Mapping[str, str], decimals: int = 1) -> str:
-    """A table of rows.
-
-    Args:
-        rows: By key; None prints as "-".
-        columns: Title of each column, and the key of its values; seconds print in the unit that the title ends in.
-        decimals: Of floats.
-    """
-
-    def cell(title: str, value: Any) -> object:
-        if value is None:
-            return "-"
-        if isinstance(value, float):
-            return Number(1e3 * value if title.endswith(" ms") else value, 3 if title.endswith(" s") else decimals)
-        return value
-
-    return table(list(columns), [[cell(title, row[key]) for title, key in columns.items()] for row in rows])

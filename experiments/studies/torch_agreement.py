@@ -37,7 +37,8 @@ from stepsight.dataset.hardware.hardware import HARDWARE
 from stepsight.dataset.harness.models import parallel
 from stepsight.dataset.job.job import Job
 from stepsight.dataset.kinds.op import Collective
-from stepsight.experiments.studies.study import Row, Study, cases, rows_text
+from stepsight.experiments.reports.text_table import table_of
+from stepsight.experiments.studies.study import Row, Study, cases
 from stepsight.simulator.iteration.simulate import segment_flops, simulate
 from stepsight.simulator.memory import estimate_memory
 from stepsight.simulator.programs.lower import Lowered
@@ -139,7 +140,7 @@ def run_memory(options: argparse.Namespace) -> tuple[Any, str]:
     columns = {"job": "name", "MemTracker GB": "truth", "estimate GB": "estimate", "error %": "percent"}
     told = f"{len(rows)} jobs: median error {100 * median:.1f} %, worst {100 * worst:.1f} %, bias {100 * bias:.1f} %"
     summary = {"rows": len(rows), "median": median, "worst": worst, "bias": bias}
-    return {"summary": summary, "rows": rows}, f"{rows_text(shown, columns, 3)}\n\n{told}"
+    return {"summary": summary, "rows": rows}, f"{table_of(shown, columns, 3)}\n\n{told}"
 
 
 MEMORY = Study(
@@ -245,7 +246,7 @@ def run_capture(options: argparse.Namespace) -> tuple[Any, str]:
                "time off, %": "time_off_percent"}  # fmt: skip
     off = [abs(row["time_off_percent"]) for row in rows]
     told_off = f"time off by {np.mean(off):.2f} % on average, {max(off):.2f} % at most, over {len(rows)} strategies"
-    return {"rows": rows}, f"{rows_text(told, columns, 2)}\n\n{told_off}"
+    return {"rows": rows}, f"{table_of(told, columns, 2)}\n\n{told_off}"
 
 
 CAPTURE = Study(

@@ -54,11 +54,7 @@ def is_plan(path: Path) -> bool:
 
 
 def read_plan(path: Path) -> dict[str, Any]:
-    """Read a plan, and check that the harness can run it and that its jobs are valid.
-
-    Raises:
-        CollectError: If it is none.
-    """
+    """Read a plan, and check that the harness can run it and that its jobs are valid."""
     try:
         plan = check_plan(read_json(path))
         for run in plan["runs"]:
@@ -215,9 +211,6 @@ def collect_ops(
         out: Collection to write.
         seconds: Most that all measurements take.
         progress: Whether to report it on stderr.
-
-    Raises:
-        CollectError: If nothing is left to measure, or the folder holds another collection.
     """
     predictor = asked if isinstance(asked, Predictor) else None
     hardware = predictor.hardware if predictor is not None else HARDWARE["local-cpu"]

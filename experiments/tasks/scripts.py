@@ -31,7 +31,7 @@ from stepsight.dataset.kinds.op import Collective
 from stepsight.dataset.runs.run_folder import read_imported, write_imported
 from stepsight.dataset.traces.import_traces import Imported, import_ranks
 from stepsight.experiments.reports.run_texts import describe_collection
-from stepsight.experiments.reports.text_table import Number, number, table_of
+from stepsight.experiments.reports.text_table import Number, table_of
 from stepsight.experiments.tasks.collecting import available_ranks, run_plan
 from stepsight.experiments.tasks.settings import Emulation
 from stepsight.training.predictor.predictor import Predictor
@@ -55,9 +55,6 @@ def emulate(
         ``step_seconds`` (of the slowest rank in each step), ``rounds``, ``iteration_s`` (their median),
         ``spread_percent`` over rounds, ``collectives`` of a step of the first rank: kind, bytes, group,
         ``calls_per_step`` and modelled ``seconds`` of each; and ``ranks``, with steps and collectives of each.
-
-    Raises:
-        CollectError: If the script cannot be emulated; with its own line.
     """
     if not script.is_file():
         raise CollectError(f"emulate takes a Python file, got no file {script}")
@@ -107,14 +104,14 @@ def _summary(script: Path, world: Emulation, found: list[dict[str, Any]]) -> dic
     }
     columns: dict[str, str | Callable[[Any], object]] = {
         "collective": "kind", "bytes": "num_bytes", "ranks": "group_size", "per node": "ranks_per_node",
-        "calls per step": number("calls_per_step"), "ms each": number("seconds", 3, 1e3),
-        "ms per step": lambda each: Number(1e3 * each["seconds"] * each["calls_per_step"], 3),
+        "calls per step": lambda each: Number(each["calls_per_step"]), "each ms": "seconds",
+        "of a step ms": lambda each: each["seconds"] * each["calls_per_step"],
     }  # fmt: skip
     lines = [
         f"rank {', '.join(map(str, world.ranks))} of {world.world_size}, {told['clock']} clock, steps by "
         f"{told['steps_by']}",
         f"iteration {1e3 * whole:.2f} ms, spread {told['spread_percent']:.1f} % over rounds",
-        table_of(told["collectives"], columns) if told["collectives"] else "no collectives",
+        table_of(told["collectives"], columns, 3) if told["collectives"] else "no collectives",
     ]
     return {**told, "text": "\n".join(lines)}
 
@@ -140,11 +137,7 @@ class Extra:
 
     @classmethod
     def parse(cls, text: str) -> Extra:
-        """``all_reduce=5``, ``group:256=5``, ``bytes:1000000=5`` or ``all=5``, in milliseconds.
-
-        Raises:
-            CollectError: If it is none of these.
-        """
+        """``all_reduce=5``, ``group:256=5``, ``bytes:1000000=5`` or ``all=5``, in milliseconds."""
         name, _, milliseconds = text.rpartition("=")
         what, _, number = name.partition(":")
         wrong = CollectError(
@@ -169,11 +162,7 @@ class Extra:
 
 
 def delays_of(source: str, fabric: Fabric | None, predictor: Predictor | None, extra: Sequence[Extra]) -> Delay:
-    """Seconds of collectives from ``alpha-beta``, ``predictor`` or a Python file, plus additional delays.
-
-    Raises:
-        CollectError: If the source lacks what it needs.
-    """
+    """Seconds of collectives from ``alpha-beta``, ``predictor`` or a Python file, plus additional delays."""
     base: Delay
     if source.endswith(".py"):
         base = _from_file(Path(source))
@@ -292,11 +281,7 @@ class Script:
 
 
 def ranks_of(text: str | None) -> int | None:
-    """Ranks that ``--nproc-per-node`` asks for.
-
-    Raises:
-        CollectError: If it is no number >= 1, nor a word of torchrun for as many as there can be.
-    """
+    """Ranks that ``--nproc-per-node`` asks for."""
     if text is None:
         return None
     if text in ("auto", "cpu", "gpu"):
@@ -310,9 +295,6 @@ def collect_script(script: Script, out: Path, event_seconds: float, *, progress:
     """Run a script, trace it, import the traces, and measure its distinct ops and collectives.
 
     A killed collection resumes: with the script, with the import, or where the measurements stopped.
-
-    Raises:
-        CollectError: If the script cannot be measured, or the folder holds something else.
     """
     _check(script, out)
     out.mkdir(parents=True, exist_ok=True)
@@ -369,11 +351,7 @@ def _check(script: Script, out: Path) -> None:
 def run_script(
     path: Path, settings: dict[str, Any], folder: Path, log: Path, ranks: Ranks, verb: str
 ) -> list[dict[str, Any]]:
-    """Run a script on all ranks until its measured steps are done; progress is shown unless ``verb`` is empty.
-
-    Raises:
-        HarnessError: As ``run_ranks``.
-    """
+    """Run a script on all ranks until its measured steps are done; progress is shown unless ``verb`` is empty."""
     left = settings["warmup"] + settings["rounds"] + 2  # a script in which a better mark shows up tells more
     bar = Progress(left, shown=bool(verb), verb=verb)
     bar.update(f"starting {path.name}")

@@ -14,7 +14,7 @@ from stepsight.dataset.job.job import BatchSpec, Job, ParallelSpec
 from stepsight.dataset.runs.box_spec import Box
 from stepsight.dataset.runs.run_folder import read_collection
 from stepsight.dataset.runs.run_manifest import RunManifest
-from stepsight.experiments.reports.text_table import table
+from stepsight.experiments.reports.text_table import Column, table_of
 from stepsight.experiments.tasks.collecting import available_ranks, plan_in_box, run_plan
 from stepsight.training.measured.planning import as_the_harness_runs, collectable, make_plan, run_name
 from stepsight.training.prediction.prediction import Prediction, predict
@@ -31,9 +31,6 @@ def strategies_of(job: Job, found: Mapping[str, Any]) -> list[Job]:
     Args:
         job: That the search was about.
         found: What ``stepsight search --json`` printed.
-
-    Raises:
-        CollectError: If it is something else, or a strategy is none of the job's.
     """
     rows = found.get("choices") or found.get("top")
     if not isinstance(rows, list) or not all(isinstance(row, Mapping) for row in rows):
@@ -82,9 +79,6 @@ def verify(
         medians of the rounds lie apart, signed error, and whether the measurement lies in the interval; ``not_run`` by
         name with the reason, ``best_is_best`` (whether the one predicted to be fastest is the fastest),
         ``regret_percent`` and ``text``.
-
-    Raises:
-        CollectError: If no job can be run.
     """
     held, not_run = runnable(jobs, most, box)
     if not held:
@@ -161,13 +155,15 @@ def runnable(jobs: Sequence[Job], most: int | None, box: Box | None) -> tuple[di
 
 def _report(runs: Sequence[dict[str, Any]], not_run: Mapping[str, str]) -> dict[str, Any]:
     value: dict[str, Any] = {"runs": list(runs), "not_run": dict(not_run)}
-    header = ["strategy", "predicted ms", "interval ms", "measured ms", "error %", "spread %"]
-    rows = []
-    for run in runs:
-        predicted, low, high, measured = (1e3 * run[f"{key}_s"] for key in ("predicted", "low", "high", "measured"))
-        off = f"{run['error_percent']:+.1f}", f"{run['spread_percent']:.1f}"
-        rows.append([run["name"], f"{predicted:.1f}", f"{low:.1f} to {high:.1f}", f"{measured:.1f}", *off])
-    lines = [table(header, rows)] if rows else ["no run was measured"]
+    columns: dict[str, str | Column] = {
+        "strategy": "name",
+        "predicted ms": "predicted_s",
+        "interval ms": lambda run: f"{1e3 * run['low_s']:.1f} to {1e3 * run['high_s']:.1f}",
+        "measured ms": "measured_s",
+        "error %": lambda run: f"{run['error_percent']:+.1f}",
+        "spread %": "spread_percent",
+    }
+    lines = [table_of(runs, columns)] if runs else ["no run was measured"]
     if len(runs) > 1:
         chosen = min(runs, key=lambda run: run["predicted_s"])
         fastest = min(runs, key=lambda run: run["measured_s"])
