@@ -20,7 +20,16 @@ from stepsight.dataset.kinds.op import COLLECTIVE_KINDS, Collective, Op
 from stepsight.dataset.runs.run_folder import read_collection, read_event_file
 from stepsight.dataset.runs.run_manifest import read_object
 from stepsight.dataset.tables import nccl_tests, published
-from stepsight.dataset.tables.measurements import Line, Measurements, Rows, SourceFile, device_name, read_csv
+from stepsight.dataset.tables.measurements import (
+    MALFORMED,
+    NO_TIME,
+    Line,
+    Measurements,
+    Rows,
+    SourceFile,
+    device_name,
+    read_csv,
+)
 
 _VERSIONS = ("cuda", "nccl", "driver")
 _UNITS = {"microseconds": 1e-6, "us": 1e-6, "milliseconds": 1e-3, "ms": 1e-3, "seconds": 1.0, "s": 1.0}
@@ -48,32 +57,40 @@ def read_own(rows: Rows) -> None:
     what is summed over), and words are those of PyTorch and of benchmarks too: ``gemm``, ``bfloat16``,
     ``alltoall``.
     """
+    named, time = "", ""
     for line in read_csv(rows, ()):
-        named = next((name for name in _NAMES if name in line.cells), "")
-        if not named:
-            add = ": add a column op (gemm for products of m, n, k)" if set(_SIZES) <= line.cells.keys() else ""
-            raise rows.error(f"the header must have a column op, which names the op or collective{add}")
-        times = [name for name in TIMES if name in line.cells]
-        if len(times) != 1:
-            raise rows.error(
-                f"the header must have one column with the time ({', '.join(_UNITS)} or time_us, latency_ms ...), "
-                f"got {' and '.join(times) or 'none'}{': rename or remove the others' if times else ''}"
-            )
-        time = times[0]
-        kind = _kind(line.text(named))
-        needs = ("num_bytes", "group_size", "ranks_per_node") if kind in COLLECTIVE_KINDS else ("dims",)
-        if kind == "linear" and "dims" not in line.cells:
-            needs = _SIZES
-        missing = [name for name in needs if name not in line.cells]
-        if missing:
-            raise rows.error(f"{kind} needs columns {', '.join(needs)}; {', '.join(missing)} missing", line.number)
-        work = _collective(line, kind) if kind in COLLECTIVE_KINDS else _op(line, kind)
-        told = {name: line.cells.get(name, "").strip() for name in ("device", "fabric", "software")}
-        versions = [f"{name} {text}" for name in _VERSIONS if (text := line.cells.get(name, "").strip())]
-        told["software"] = " ".join(filter(None, [told["software"], *versions]))
-        rows.add(work, line.real(time) * TIMES[time], **told)
-    if not len(rows):
+        if line.number == 1 or not named:
+            named, time = _own_header(rows, line)
+        with rows.row(line.number):
+            kind = _kind(line.text(named))
+            needs = ("num_bytes", "group_size", "ranks_per_node") if kind in COLLECTIVE_KINDS else ("dims",)
+            if kind == "linear" and "dims" not in line.cells:
+                needs = _SIZES
+            missing = [name for name in needs if name not in line.cells]
+            if missing:
+                raise ValueError(f"{kind} needs columns {', '.join(needs)}; {', '.join(missing)} missing")
+            work = _collective(line, kind) if kind in COLLECTIVE_KINDS else _op(line, kind)
+            told = {name: line.cells.get(name, "").strip() for name in ("device", "fabric", "software")}
+            versions = [f"{name} {text}" for name in _VERSIONS if (text := line.cells.get(name, "").strip())]
+            told["software"] = " ".join(filter(None, [told["software"], *versions]))
+            rows.add(work, line.real(time) * TIMES[time], **told)
+    if not len(rows) and rows.skipped.keys() <= {NO_TIME}:
         raise rows.error(f"a table must hold a row with a time, got none ({rows.skipped.total()} rows without)")
+
+
+def _own_header(rows: Rows, line: Line) -> tuple[str, str]:
+    """Columns of a user's own table that name the op and that hold the time."""
+    named = next((name for name in _NAMES if name in line.cells), "")
+    if not named:
+        add = ": add a column op (gemm for products of m, n, k)" if set(_SIZES) <= line.cells.keys() else ""
+        raise rows.error(f"the header must have a column op, which names the op or collective{add}")
+    times = [name for name in TIMES if name in line.cells]
+    if len(times) != 1:
+        raise rows.error(
+            f"the header must have one column with the time ({', '.join(_UNITS)} or time_us, latency_ms ...), "
+            f"got {' and '.join(times) or 'none'}{': rename or remove the others' if times else ''}"
+        )
+    return named, times[0]
 
 
 def _kind(word: str) -> str:
@@ -87,22 +104,19 @@ def _op(line: Line, kind: str) -> Op:
     sizes = line.text("dims") if "dims" in line.cells else "x".join(line.text(name) for name in _SIZES)
     numbers = re.split(r"[x*,;\s\u00d7]+", sizes.lower().strip("()[] "))
     if not all(re.fullmatch(r"\d+", number) for number in numbers):
-        raise line.rows.error(f"dims must be whole numbers joined by x, got {sizes!r:.80}", line.number)
+        raise ValueError(f"dims must be whole numbers joined by x, got {sizes!r:.80}")
     told = line.cells.get("dtype", "").strip().lower().removeprefix("torch.") or "bf16"
-    try:
-        work = Op(kind, tuple(map(int, numbers)), _DTYPES.get(told, told))
-    except ValueError as error:
-        raise line.rows.error(str(error), line.number) from None
+    work = Op(kind, tuple(map(int, numbers)), _DTYPES.get(told, told))
     record = work.record
     if any(size < 1 for name, size in zip(record.dim_names, work.dims, strict=True) if name not in record.flags):
-        raise line.rows.error(f"dims must be >= 1, got {sizes}", line.number)
+        raise ValueError(f"dims must be >= 1, got {sizes}")
     return work
 
 
 def _collective(line: Line, kind: str) -> Collective:
     size, ranks, per_node = line.whole("num_bytes"), line.whole("group_size", 2), line.whole("ranks_per_node")
     if ranks % per_node:
-        raise line.rows.error(f"ranks_per_node must divide group_size, got {ranks} % {per_node}", line.number)
+        raise ValueError(f"ranks_per_node must divide group_size, got {ranks} % {per_node}")
     return Collective(kind, size, ranks, per_node)
 
 
@@ -114,7 +128,6 @@ class Format:
         read: Reads a file into rows.
         names: Pattern of the paths, within a folder, of the files that are read.
         licence: SPDX identifier under which it was published; "unknown" for what users measured.
-        runs: Pattern of the paths of files that hold one run each: of a folder, one that cannot be read is left out.
 
     Raises:
         TableError: On construction, if ``read`` does not take the rows, or ``names`` is no regular expression.
@@ -123,17 +136,15 @@ class Format:
     read: Callable[[Rows], None]
     names: str
     licence: str
-    runs: str = r"(?!)"
 
     def __post_init__(self) -> None:
         check_takes("read of a table format", self.read, ("rows",), TableError)
-        for name, pattern in (("names", self.names), ("runs", self.runs)):
-            try:
-                re.compile(pattern)
-            except (re.error, TypeError) as error:
-                raise TableError(
-                    f"{name} of a table format must be a regular expression, got {pattern!r:.80}: {error}"
-                ) from None
+        try:
+            re.compile(self.names)
+        except (re.error, TypeError) as error:
+            raise TableError(
+                f"names of a table format must be a regular expression, got {self.names!r:.80}: {error}"
+            ) from None
         if not isinstance(self.licence, str) or not self.licence:
             raise TableError(f'licence of a table format must be a text such as "unknown", got {self.licence!r:.80}')
 
@@ -145,7 +156,7 @@ FORMATS: Registry[Format] = Registry(
         "neusight": Format(published.read_neusight, r"^(?!.*(label|summary)/).*\.csv(\.gz)?$", "MIT"),
         "vidur": Format(published.read_vidur, r"(^|/)(mlp|all_reduce|send_recv)\.csv(\.gz)?$", "MIT"),
         "simumax": Format(published.read_simumax, r"^(?!.*docs/).*\.json(\.gz)?$", "Apache-2.0"),
-        "nccl-tests": Format(nccl_tests.read, nccl_tests.FILES, "unknown", nccl_tests.LOGS),
+        "nccl-tests": Format(nccl_tests.read, nccl_tests.FILES, "unknown"),
         "vtrain": Format(published.read_vtrain, r"(^|/)AR_GPU\d+_[^/]*LUT$", "MIT"),
         "aicb": Format(published.read_aicb, r"\.csv(\.gz)?$", "Apache-2.0"),
         "csv": Format(read_own, r"\.csv(\.gz)?$", "unknown"),
@@ -159,10 +170,10 @@ _NO_DATA = re.compile(r"(^|/)(LICENSE|NOTICE|README|SOURCE)[^/]*$|\.(md|yaml)$|(
 
 
 def read_table(name: str, path: Path) -> Measurements:
-    """Measurements of a file, or of all files of a folder that have the format.
+    """Measurements of a file, or of all files of a folder that have the format; those that cannot be read are counted.
 
     Raises:
-        TableError: If there is no such format or path, nothing of the format is there, or a file is malformed.
+        TableError: If there is no such format or path, or no file can be read.
     """
     path, form = Path(path), FORMATS[name]
     if path.is_file():
@@ -183,13 +194,11 @@ def read_table(name: str, path: Path) -> Measurements:
         try:
             tables.append(_read_file(name, file, place, path))
         except TableError as error:
-            if not re.search(form.runs, place):
-                raise
             broken.append(error)
     if not tables:
         raise broken[0]
     if broken:
-        others[f"a log that cannot be read, such as {broken[0]!s:.200}"] = len(broken)
+        others[f"a file that cannot be read, such as {broken[0]!s:.200}"] = len(broken)
     found = Measurements.concat(tables)
     return replace(found, skipped=dict(Counter(found.skipped) + others))
 
@@ -215,7 +224,7 @@ def _read_file(name: str, path: Path, place: str, root: Path) -> Measurements:
         FORMATS[name].read(rows)
     except StepsightError:
         raise
-    except (ValueError, TypeError, KeyError, IndexError, AttributeError, OverflowError, RecursionError) as error:
+    except MALFORMED as error:
         raise rows.error(f"must be a table of format {name}, got {type(error).__name__}: {error!s:.200}") from None
     licence = FORMATS[name].licence  # unless the nearest LICENSE, up to the folder that was given, says another
     for folder in path.parents:

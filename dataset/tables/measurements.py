@@ -8,6 +8,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -68,7 +69,12 @@ class Measurements:
     def __post_init__(self) -> None:
         lengths = {name: len(getattr(self, name)) for name in ("works", "seconds", *_TEXTS)}
         assert len(set(lengths.values())) == 1, lengths
-        assert set(self.source) <= set(self.files), set(self.source) - set(self.files)
+        if unknown := set(self.source) - set(self.files):
+            raise TableError(
+                f"the source of every row must be one of the files, got {', '.join(map(repr, unknown)):.200}"
+            )
+        if not all(isinstance(text, str) for name in _TEXTS for text in set(getattr(self, name))):
+            raise TableError(f"{', '.join(_TEXTS)} of a measurement must be texts")
         if not (np.isfinite(self.seconds) & (self.seconds > 0)).all():
             raise TableError("seconds of a measurement must be positive and finite")
 
@@ -142,18 +148,22 @@ class Measurements:
                 f"a table of measurements must have columns {', '.join(_schema().names)} and what stepsight wrote "
                 f"beside them, got {', '.join(table.column_names)} in {path}"
             )
-        *signatures, seconds, device, fabric, software, source = (tuple(column.to_pylist()) for column in table.columns)
         shared: dict[tuple[Any, ...], Op | Collective] = {}
         try:
+            *signatures, seconds, device, fabric, software, source = (
+                tuple(column.to_pylist()) for column in table.columns
+            )
             works = tuple(_work(shared, *row) for row in zip(*signatures, strict=True))
             said = json.loads(meta)
-            files = {name: SourceFile(**file) for name, file in said["files"].items()}
-            skipped = dict(said["skipped"])
-        except (ValueError, TypeError, KeyError) as error:
+            files = {
+                name: SourceFile(str(file["licence"]), str(file["digest"])) for name, file in said["files"].items()
+            }
+            skipped = {str(why): int(count) for why, count in said["skipped"].items()}
+            return Measurements(
+                works, np.array(seconds, float), device, fabric, software, source, files=files, skipped=skipped
+            )
+        except MALFORMED as error:
             raise TableError(f"{path}: {error}") from None
-        return Measurements(
-            works, np.array(seconds, float), device, fabric, software, source, files=files, skipped=skipped
-        )
 
 
 def _schema() -> pa.Schema:
@@ -210,6 +220,8 @@ def summary(table: Measurements) -> dict[str, Any]:
             for name, count in sorted((dict.fromkeys(table.files, 0) | Counter(table.source)).items())
         },
         "skipped": dict(sorted(table.skipped.items())),
+        "rows_used": len(table),
+        "rows_left_out": dict(sorted(table.skipped.items())),
     }
 
 
@@ -236,6 +248,17 @@ def device_name(told: str) -> str:
 NO_TIME = "no time"
 COPY = "equal in all to another row"
 MOST_SECONDS = 1e6  # of one call: larger values are typing mistakes
+# What a value that is none of a reader's raises, in a file that is none of its format.
+MALFORMED = (
+    ValueError,
+    TypeError,
+    KeyError,
+    IndexError,
+    AttributeError,
+    OverflowError,
+    RecursionError,
+    ArithmeticError,
+)
 
 
 class Rows:
@@ -249,16 +272,22 @@ class Rows:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.skipped: Counter[str] = Counter()
+        self._broken: dict[str, tuple[int, str]] = {}  # by rule: the first row that breaks it, and the whole message
         self._shared: dict[Op | Collective, Op | Collective] = {}
         self._rows: dict[tuple[Op | Collective, float, str, str, str, str], None] = {}  # each once, in order
 
     def add(
-        self, work: Op | Collective, seconds: float, *, device: str, software: str, fabric: str = "", part: str = ""
-    ) -> None:
-        """A measurement; one without a time, or equal in all to another of its part, is counted as skipped."""
+        self, work: Op | Collective | str, seconds: float, *, device: str, software: str, fabric: str = "",
+        part: str = "",
+    ) -> None:  # fmt: skip
+        """A measurement, or the reason why a row is none.
+
+        One without a time, or equal in all to another of its part, is counted as skipped.
+        """
+        if isinstance(work, str):
+            return self.skip(work)
         if not (math.isfinite(seconds) and seconds > 0):
-            self.skipped[NO_TIME] += 1
-            return
+            return self.skip(NO_TIME)
         sizes = work.dims if isinstance(work, Op) else (work.num_bytes, work.group_size)
         if max(sizes) > MOST_SIZE or seconds > MOST_SECONDS:
             raise self.error(
@@ -267,9 +296,9 @@ class Rows:
         work = self._shared.setdefault(work, work)
         row = (work, seconds, device, fabric, software, part)
         if row in self._rows:
-            self.skipped[COPY] += 1
-        else:
-            self._rows[row] = None
+            return self.skip(COPY)
+        self._rows[row] = None
+        return None
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -277,12 +306,33 @@ class Rows:
     def skip(self, reason: str, count: int = 1) -> None:
         self.skipped[reason] += count
 
+    @contextmanager
+    def row(self, number: int) -> Iterator[None]:
+        """Read one row: one that breaks a rule is left out, and counted by the rule."""
+        try:
+            yield
+        except MALFORMED as error:
+            text = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+            text = text.removeprefix(str(self.path)).removeprefix(f", row {number}").removeprefix(": ")
+            rule = text.split(", got ")[0]
+            self._broken.setdefault(rule, (number, text))
+            self.skip(rule)
+
     def error(self, rule: str, row: int | None = None) -> TableError:
         """An error that names the file and the row."""
         where = "" if row is None else f", row {row}"
         return TableError(f"{self.path}{where}: {rule}")
 
     def table(self, source: str, file: SourceFile) -> Measurements:
+        """What was found.
+
+        Raises:
+            TableError: If there is no measurement, and a row breaks a rule.
+        """
+        if self._broken and not self._rows:
+            number, text = next(iter(self._broken.values()))
+            raise self.error(text, number)
+        said = {rule: f"{text:.200} (the first in row {number})" for rule, (number, text) in self._broken.items()}
         works, seconds, device, fabric, software, _ = zip(*self._rows, strict=True) if self._rows else ((),) * 6
         return Measurements(
             works,
@@ -292,7 +342,7 @@ class Rows:
             software,
             source=(source,) * len(works),
             files={source: file},
-            skipped=dict(self.skipped),
+            skipped={said.get(reason, reason): count for reason, count in self.skipped.items()},
         )
 
 
@@ -311,6 +361,9 @@ class Line:
     cells: dict[str, str]
 
     def text(self, column: str) -> str:
+        """A cell without spaces around it; an error where the table has no such column."""
+        if column not in self.cells:
+            raise self.rows.error(f"the row needs column {column}", self.number)
         return self.cells[column].strip()
 
     def real(self, column: str) -> float:
@@ -340,10 +393,10 @@ def read_text(rows: Rows) -> str:
 
 
 def read_csv(rows: Rows, columns: Sequence[str]) -> Iterator[Line]:
-    """Lines of a CSV file with a header that holds at least some columns.
+    """Lines of a CSV file with a header that holds at least some columns; others than the header are left out.
 
     Raises:
-        TableError: If a column is missing or there twice, or a row has another number of cells than the header.
+        TableError: If a column is missing or there twice.
     """
     text = read_text(rows).splitlines()
     first = text[0] if text else ""
@@ -357,8 +410,10 @@ def read_csv(rows: Rows, columns: Sequence[str]) -> Iterator[Line]:
         if twice:
             raise rows.error(f"a table has a column once, got twice {', '.join(twice)}")
         for number, cells in enumerate(lines, 1):
-            if len(cells) != len(header):
-                raise rows.error(f"a row must have {len(header)} cells, got {len(cells)}", number)
-            yield Line(rows, number, dict(zip(header, cells, strict=True)))
+            if len(cells) == len(header):
+                yield Line(rows, number, dict(zip(header, cells, strict=True)))
+                continue
+            with rows.row(number):
+                raise ValueError(f"a row must have {len(header)} cells, got {len(cells)}")
     except csv.Error as error:
         raise rows.error(f"must be CSV ({error})") from None

@@ -2,8 +2,8 @@
 
 ``size`` is the gathered output of an all-gather, the whole input of a reduce-scatter, one rank's input of an
 all-to-all: what ``Collective.num_bytes`` says.  All-reduces are taken in place, as training runs them, others out of
-place.  ``sendrecv`` sends around a ring of all ranks at once: within a node every message stays there, over two nodes
-the slowest crosses; over more it depends on their order and is left out.
+place; both are times of one software.  ``sendrecv`` sends around a ring of all ranks at once: within a node every
+message stays there, over two nodes the slowest crosses; over more it depends on their order and is left out.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from pathlib import PurePath
 from typing import NamedTuple
 
 from stepsight.dataset.base.bounded import check_unpacked, read_unpacked, reason
-from stepsight.dataset.base.errors import TableError
 from stepsight.dataset.kinds import benchmark_names
 from stepsight.dataset.kinds.op import COLLECTIVE_KINDS, Collective
 from stepsight.dataset.tables.measurements import Rows, device_name, read_csv, read_text
@@ -34,6 +33,8 @@ _LIBRARY = re.compile(r"nccl-library=(\d+)|NCCL version (\d+\.\d+\.\d+)")
 _VARIABLE = re.compile(r"\b(NCCL_(?!DEBUG|SOCKET_IFNAME|TESTS)[A-Z0-9_]+)(?: set by environment to |=)([^\s,;\"']+)")
 _TYPES = "int8|uint8|int32|uint32|int64|uint64|half|float|double|bfloat16|fp8_e4m3|fp8_e5m2|f8e4m3|f8e5m2"
 _ROW = re.compile(rf"(?:\d+: )?\s*(\d+)\s+(\d+)\s+({_TYPES})\s+(.*)")
+_LIKE_A_ROW = re.compile(r"(?:\d+: )?\s*\d+\s+\d+\s+[a-z]\w*\s+(?:\S+\s+){6,}")
+UNKNOWN_TYPE = "a row of a type that is not known"
 _CLUSTER = re.compile(r"(?:example-)?cluster\d+")
 
 
@@ -52,12 +53,13 @@ def read(rows: Rows) -> None:
     """Logs, archives of logs, or a table of what logs say."""
     if rows.path.name.endswith((".csv", ".csv.gz")):
         for line in read_csv(rows, _PARSED):
-            log, nodes, device = line.cells.get("file", ""), line.whole("n_nodes"), device_name(line.text("device"))
-            fabric = _fabric(nodes, device, log)
-            where = _Where(line.whole("n_ranks", 2), nodes, device, fabric, "nccl-tests", log)
-            times = line.real("time_us_oop"), line.real("time_us_ip")
-            wrong = line.cells.get("wrong_oop", "0"), line.cells.get("wrong_ip", "0")
-            _add(rows, where, line.number, line.text("collective"), line.whole("size_bytes", 0), (times, wrong))
+            with rows.row(line.number):
+                log, nodes, device = line.cells.get("file", ""), line.whole("n_nodes"), device_name(line.text("device"))
+                fabric = _fabric(nodes, device, log)
+                where = _Where(line.whole("n_ranks", 2), nodes, device, fabric, "nccl-tests", log)
+                times = line.real("time_us_oop"), line.real("time_us_ip")
+                wrong = line.cells.get("wrong_oop", "0"), line.cells.get("wrong_ip", "0")
+                _add(rows, where, line.text("collective"), line.whole("size_bytes", 0), times, wrong)
         return
     if not rows.path.name.endswith((".tar", ".tar.gz", ".tgz")):
         _read_log(rows, str(rows.path), read_text(rows))
@@ -65,14 +67,13 @@ def read(rows: Rows) -> None:
     try:
         data = read_unpacked(rows.path)
         with tarfile.open(fileobj=io.BytesIO(data), mode="r:") as archive:
-            for member in archive:
+            for number, member in enumerate(archive, 1):
                 file = archive.extractfile(member) if re.search(LOGS, member.name) else None
                 if file is not None:
                     check_unpacked(member.size, len(data), rows.path)  # a sparse member takes no room in the archive
-                    _read_log(rows, member.name, file.read().decode("utf-8"))
-    except TableError:
-        raise
-    except (OSError, EOFError, tarfile.TarError, UnicodeDecodeError) as error:
+                    with rows.row(number):
+                        _read_log(rows, member.name, file.read().decode("utf-8"))
+    except (OSError, EOFError, tarfile.TarError) as error:
         raise rows.error(f"must be a whole archive of logs ({reason(error)})") from None
 
 
@@ -88,52 +89,53 @@ def _read_log(rows: Rows, path: str, log: str) -> None:
     """A log may hold several runs, each with its own header; a run that failed just ends."""
     log = _TAG.sub("", log)
     tests = re.compile(rf"({'|'.join((*benchmark_names(), *_OTHERS))})_perf")
-    test, library, num_rows, num_left_out = _named(tests, path, log), "", 0, 0
+    test, library, num_rows = _named(tests, path, log), "", 0
     ranks: dict[int, tuple[str, str]] = {}
     variables: dict[str, str] = {}
     where: _Where | None = None
     for number, text in enumerate(log.splitlines(), 1):
         row = _ROW.match(text)
-        if row is not None:
-            if not test:
-                raise rows.error(
-                    "a log must name its test in it (as all_reduce_perf) or in its name (as all_reduce), or must hold "
-                    "sums of 1 GB/s and more",
-                    number,
-                )
-            per_host = Counter(host for host, _ in ranks.values())
-            if len(ranks) > 1 and (len(ranks) <= max(ranks) or len(set(per_host.values())) > 1):
-                num_left_out += 1  # lines of several processes may overwrite each other
-                continue
-            if _OTHER_OUTPUT.search(row[4]):
-                rows.skip("a row that other output interrupts")
-                continue
-            if len(ranks) < 2:
-                rule = f"a log must list two ranks or more (#  Rank  0 ... on HOST ...), got {len(ranks)}"
-                raise rows.error(rule, number)
-            if where is None:
-                nodes, device = len({host for host, _ in ranks.values()}), device_name(ranks[min(ranks)][1])
-                software = [f"nccl-tests{library}", *(f"{name}={variables[name]}" for name in sorted(variables))]
-                fabric, log = _fabric(nodes, device, path), f"{path}:{number}"
-                where = _Where(len(ranks), nodes, device, fabric, " ".join(software), log)
-            size = int(row[1])
-            _add(rows, where, number, test, size, _times(rows, number, size, row[4]))
-            num_rows += 1
+        if row is None:
+            if _LIKE_A_ROW.match(text):
+                rows.skip(UNKNOWN_TYPE)
+            if found := tests.search(text):
+                test = found[1]
+            if found := _LIBRARY.search(text):
+                code = int(found[1] or 0)
+                library = f" nccl {found[2] or f'{code // 10000}.{code // 100 % 100}.{code % 100}'}"
+            if found := _VARIABLE.search(text):
+                variables[found[1]] = found[2].rstrip(".")
+            if found := _RANK.search(text):
+                if where is not None:  # the next run's
+                    ranks, where, variables = {}, None, {}
+                ranks[int(found[1])] = (found[2], found[3].strip())
             continue
-        if found := tests.search(text):
-            test = found[1]
-        if found := _LIBRARY.search(text):
-            code = int(found[1] or 0)
-            library = f" nccl {found[2] or f'{code // 10000}.{code // 100 % 100}.{code % 100}'}"
-        if found := _VARIABLE.search(text):
-            variables[found[1]] = found[2].rstrip(".")
-        if found := _RANK.search(text):
-            if where is not None:  # the next run's
-                ranks, where, variables = {}, None, {}
-            ranks[int(found[1])] = (found[2], found[3].strip())
-    if num_left_out:
-        rows.skip("a run whose log does not list all of its ranks", num_left_out)
-    elif not num_rows:
+        num_rows += 1
+        if not test:
+            raise rows.error(
+                "a log must name its test in it (as all_reduce_perf) or in its name (as all_reduce), or must hold "
+                "sums of 1 GB/s and more",
+                number,
+            )
+        per_host = Counter(host for host, _ in ranks.values())
+        if len(ranks) > 1 and (len(ranks) <= max(ranks) or len(set(per_host.values())) > 1):
+            rows.skip("a run whose log does not list all of its ranks")  # processes may overwrite each other's lines
+            continue
+        if _OTHER_OUTPUT.search(row[4]):
+            rows.skip("a row that other output interrupts")
+            continue
+        if len(ranks) < 2:
+            rule = f"a log must list two ranks or more (#  Rank  0 ... on HOST ...), got {len(ranks)}"
+            raise rows.error(rule, number)
+        if where is None:
+            device = device_name(ranks[min(ranks)][1])
+            software = [f"nccl-tests{library}", *(f"{name}={variables[name]}" for name in sorted(variables))]
+            fabric = _fabric(len(per_host), device, path)
+            where = _Where(len(ranks), len(per_host), device, fabric, " ".join(software), f"{path}:{number}")
+        with rows.row(number):
+            size = int(row[1])
+            _add(rows, where, test, size, *_times(size, row[4]))
+    if not num_rows:
         if not (test and ranks):
             raise rows.error("a log of nccl-tests must list its ranks, then sizes with times and bandwidths")
         rows.skip("a log of failed runs alone")
@@ -164,7 +166,7 @@ def _named(tests: re.Pattern[str], path: str, log: str) -> str:
     return ""
 
 
-def _times(rows: Rows, number: int, size: int, text: str) -> tuple[tuple[float, float], tuple[str, str]]:
+def _times(size: int, text: str) -> tuple[tuple[float, float], tuple[str, str]]:
     """Out-of-place and in-place microseconds, and their wrong results, of what follows size, count and type.
 
     Before them stand the reduction and the root, in old versions one of them or neither.
@@ -175,42 +177,34 @@ def _times(rows: Rows, number: int, size: int, text: str) -> tuple[tuple[float, 
         times, rates = (float(cells[0]), float(cells[4])), (float(cells[1]), float(cells[5]))
         wrong = cells[3], cells[7]
     except (ValueError, IndexError):
-        raise rows.error(f"a row must end with twice time, algbw, busbw, #wrong, got {text!r:.80}", number) from None
+        raise ValueError(f"a row must end with twice time, algbw, busbw, #wrong, got {text!r:.80}") from None
     for time_us, rate in zip(times, rates, strict=True):
         if time_us < 0 or abs((size / time_us / 1e3 if time_us else 0.0) - rate) > 0.02 + 0.05 * rate:
-            raise rows.error(f"algbw must be size / time, got {rate} for {size} bytes in {time_us} us", number)
+            raise ValueError(f"algbw must be size / time, got {rate} for {size} bytes in {time_us} us")
     return times, wrong
 
 
 def _add(
-    rows: Rows, where: _Where, number: int, test: str, size: int, found: tuple[tuple[float, float], tuple[str, str]]
+    rows: Rows, where: _Where, test: str, size: int, times_us: tuple[float, float], wrong: tuple[str, str]
 ) -> None:
-    """Add a result; ``found``: microseconds and wrong results, each out of place and in place."""
-    times_us, wrong = found
+    """Add a result; microseconds and wrong results, each out of place and in place."""
     kind = benchmark_names().get(test)
     in_place = kind == "all_reduce"
-    if kind is None:
-        rows.skip(f"no collective kind for {test}")
-        return
-    if size == 0:
-        rows.skip("no message size")
-        return
     cell = wrong[in_place].strip()  # a number of wrong results, or in logs before 2022 the largest relative error
     try:
         right = cell in ("", "N/A") or float(cell) < MOST_ERROR
     except ValueError:
         right = False
-    if not right:
-        rows.skip("wrong results")
+    if kind is None or size == 0 or not right:
+        rows.skip(f"no collective kind for {test}" if kind is None else "wrong results" if size else "no message size")
         return
     group, per_node = where.num_ranks, where.num_ranks // where.num_nodes
     if where.num_ranks % where.num_nodes:
-        raise rows.error(f"nodes must have as many ranks each, got {where.num_ranks} on {where.num_nodes}", number)
+        raise ValueError(f"nodes must have as many ranks each, got {where.num_ranks} on {where.num_nodes}")
     if COLLECTIVE_KINDS[kind].route == "message":
         if where.num_nodes > 2:
             rows.skip("a ring of messages over more than two nodes")
             return
         group, per_node = 2, 3 - where.num_nodes
-    software = f"{where.software} {'in-place' if in_place else 'out-of-place'}"
     work, seconds = Collective(kind, size, group, per_node), times_us[in_place] * 1e-6
-    rows.add(work, seconds, device=where.device, fabric=where.fabric, software=software, part=where.log)
+    rows.add(work, seconds, device=where.device, fabric=where.fabric, software=where.software, part=where.log)

@@ -7,8 +7,9 @@ import math
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable
+from itertools import repeat
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import Any, cast
 
 from stepsight.dataset.base.bounded import parquet_rows, read_parquet, reason
 from stepsight.dataset.base.errors import TableError
@@ -16,9 +17,7 @@ from stepsight.dataset.kinds import benchmark_names
 from stepsight.dataset.kinds.op import COLLECTIVE_KINDS, Collective, Op
 from stepsight.dataset.tables.measurements import Line, Rows, device_name, read_csv, read_text
 
-if TYPE_CHECKING:
-    import pyarrow as pa
-
+Found = Op | Collective | str  # a reason where it is no work of ours
 _NEUSIGHT = ("OPName", "Latency", "Device", "Torch Version")
 # A product or quotient of two tensors reads and writes what their sum does.
 _ELEMENTWISE = {
@@ -36,13 +35,11 @@ def read_neusight(rows: Rows) -> None:
     kernels show (tiles of every row cover ``M x K``).
     """
     for line in read_csv(rows, _NEUSIGHT):
-        name, device = line.text("OPName").lower(), device_name(line.text("Device"))
-        work = _neusight_op(name, line)
-        if work is None:
-            rows.skip(f"no op kind for {name}")
-        elif device == "p4-pcie-8gb" and name == "linear" and "train" in rows.path.parts:
-            rows.skip("a throttled device")  # a quarter of what the same device reaches in the test set
-        else:
+        with rows.row(line.number):
+            name, device = line.text("OPName").lower(), device_name(line.text("Device"))
+            work: Found = _neusight_op(name, line) or f"no op kind for {name}"
+            if device == "p4-pcie-8gb" and name == "linear" and "train" in rows.path.parts:
+                work = "a throttled device"  # a quarter of what the same device reaches in the test set
             software = f"torch {line.text('Torch Version').lstrip('p')}"
             rows.add(work, line.real("Latency") * 1e-3, device=device, software=software)
 
@@ -51,11 +48,8 @@ _CONVOLUTION = ("B", "Input_Channel", "Output_Channel", "Input_Size", "Kernel_Sz
 
 
 def _neusight_op(name: str, line: Line) -> Op | None:
-    def sizes(columns: Iterable[str], least: int = 1) -> list[int]:
-        for column in columns:
-            if column not in line.cells:
-                raise line.rows.error(f"{line.text('OPName')} needs column {column}", line.number)
-        return [line.whole(column, least) for column in columns]
+    def sizes(columns: Iterable[str]) -> list[int]:
+        return [line.whole(column) for column in columns]
 
     if name in ("linear", "bmm"):
         batch, m, inner, n = sizes("BMNK")
@@ -66,9 +60,9 @@ def _neusight_op(name: str, line: Line) -> Op | None:
         return Op(_ELEMENTWISE[name], (math.prod(sizes("BH")),), "fp32")
     if name == "conv":
         batch, ins, outs, size, kernel, stride = sizes(_CONVOLUTION)
-        padded = size + 2 * sizes(["Padding"], 0)[0]
+        padded = size + 2 * line.whole("Padding", 0)
         if kernel > padded:
-            raise line.rows.error(f"a kernel of {kernel} must fit into {padded} positions", line.number)
+            raise ValueError(f"a kernel must fit into the padded positions, got {kernel} > {padded}")
         result = (padded - kernel) // stride + 1
         return Op("conv", (batch, ins, outs, result**2, kernel**2, 1, size**2, 2), "fp32")
     if name in ("ln", "softmax"):
@@ -107,18 +101,14 @@ def read_simumax(rows: Rows) -> None:
         if not shapes:
             rows.skip("a fitted factor")
         for index, (shape, efficiency) in enumerate(shapes.items(), 1):
-            try:
+            with rows.row(index):
                 sizes = dict(part.split("=") for part in shape.replace(" ", "").split(","))
                 flops, work = _simumax_work(section, sizes)
                 rate = float(table["tflops"]) * 1e12 * float(efficiency)
-            except (ValueError, KeyError) as error:
-                raise rows.error(f"{section} {shape!r:.80} cannot be read ({error!r:.200})", index) from None
-            told = [f"{key}={sizes[key]}" for key in _TOLD if key in sizes]
-            if work is None:
-                rows.skip(f"{section}: no op kind for such sizes")
-            else:
+                told = [f"{key}={sizes[key]}" for key in _TOLD if key in sizes]
                 seconds, software = flops / rate if rate > 0 else 0.0, ("simumax", "transformer-engine", *told)
-                rows.add(work, seconds, device=device, software=" ".join(software))
+                why = f"{section}: no op kind for such sizes"
+                rows.add(work or why, seconds, device=device, software=" ".join(software))
     for fitted in (system["accelerator"].get("bandwidth", {}), system.get("networks", {})):
         rows.skip("a fitted factor", len(fitted))
 
@@ -173,17 +163,15 @@ def read_vidur(rows: Rows) -> None:
         return
     folder = next((part for part in reversed(rows.path.parts) if part in _VIDUR_DEVICES), "")
     for line in read_csv(rows, (*_VIDUR_SIZES, _VIDUR_DEGREE, "use_gated_mlp")):
-        for name, work in _vidur_layer(line).items():
-            column = f"time_stats.{name}.median"
-            if column not in line.cells:
-                if name == "post_attention_layernorm":
+        with rows.row(line.number):
+            for name, work in _vidur_layer(line).items():
+                column, found = f"time_stats.{name}.median", cast(Found, work)
+                if name == "post_attention_layernorm" and column not in line.cells:
                     continue  # Phi-2: attention and MLP side by side, of one norm
-                raise rows.error(f"a layer must have column {column}", line.number)
-            if name == "add" and line.text("use_gated_mlp") != "True":
-                rows.skip("two additions timed as one")  # likewise
-            else:
+                if name == "add" and line.text("use_gated_mlp") != "True":
+                    found = "two additions timed as one"  # likewise
                 device = _VIDUR_DEVICES.get(folder, "")
-                rows.add(work, line.real(column) * 1e-3, device=device, software="vidur sarathi-serve")
+                rows.add(found, line.real(column) * 1e-3, device=device, software="vidur sarathi-serve")
 
 
 def _vidur_layer(line: Line) -> dict[str, Op]:
@@ -191,7 +179,7 @@ def _vidur_layer(line: Line) -> dict[str, Op]:
     heads, kv_heads, hidden, ffn, vocab, tokens = (line.whole(name) for name in _VIDUR_SIZES)
     tp, gated = line.whole(_VIDUR_DEGREE), line.text("use_gated_mlp") == "True"
     if hidden % heads or heads % tp or ffn % tp:
-        raise line.rows.error(f"n_head {heads} and tp {tp} must divide {hidden}, {heads} and {ffn}", line.number)
+        raise ValueError(f"n_head and tp must divide the sizes, got {heads} and {tp} for {hidden}, {heads} and {ffn}")
     size, own_heads, own_kv, own_ffn = hidden // heads, heads // tp, max(1, kv_heads // tp), ffn // tp
     norm = ("rms_norm" if gated else "layer_norm", tokens, hidden)
     layer: dict[str, tuple[Any, ...]] = {
@@ -211,16 +199,15 @@ def _vidur_layer(line: Line) -> dict[str, Op]:
 
 def _read_vidur_collective(rows: Rows, kind: str) -> None:
     folder, time = rows.path.parent.name, f"time_stats.{kind}.median"
+    name, device = folder.replace("_", "-"), _VIDUR_DEVICES.get(folder) or device_name(folder)
     for line in read_csv(rows, (time, "num_workers", "size", "devices_per_node")):
-        if (folder, kind) == ("h100_pairwise_nvlink", "send_recv"):
-            rows.skip("a copy of the A100's file")
-            continue
-        ranks, per_node = line.whole("num_workers"), line.whole("devices_per_node")
-        work = Collective(kind, line.whole("size"), ranks, min(per_node, ranks))
-        name = folder.replace("_", "-")
-        fabric = _ONE_NODE.get(folder) or name if work.num_nodes == 1 else f"vidur-{name}"
-        device = _VIDUR_DEVICES.get(folder) or device_name(folder)
-        rows.add(work, line.real(time) * 1e-3, device=device, fabric=fabric, software="nccl")
+        with rows.row(line.number):
+            ranks, per_node = line.whole("num_workers"), line.whole("devices_per_node")
+            work = Collective(kind, line.whole("size"), ranks, min(per_node, ranks))
+            fabric = _ONE_NODE.get(folder) or name if work.num_nodes == 1 else f"vidur-{name}"
+            copied = (folder, kind) == ("h100_pairwise_nvlink", "send_recv")
+            found = "a copy of the A100's file" if copied else work
+            rows.add(found, line.real(time) * 1e-3, device=device, fabric=fabric, software="nccl")
 
 
 _AICB = ("comm_type", "comm_group_size", "msg_size", "stage", "_elapsed_time")
@@ -238,21 +225,23 @@ def read_aicb(rows: Rows) -> None:
     ends = 0
     for line in read_csv(rows, _AICB):
         kind, group = line.text("comm_type").rpartition(".")[2], line.text("comm_group_size")
+        ends += kind == "epoch_end"
         if kind == "epoch_end":
             rows.skip("the end of an iteration")
-            ends += 1
         elif ends < 2 or line.text("stage").startswith("init"):
             rows.skip("up to the first iteration, which sets communicators up")
         elif kind not in COLLECTIVE_KINDS:
             rows.skip(f"no collective kind for {kind}")
         elif group == "None":
             rows.skip("no group size")
-        elif line.whole("msg_size", 0) == 0:
-            rows.skip("no message size")
         else:
-            size = line.whole("comm_group_size", 2)
-            work = Collective(kind, line.whole("msg_size"), size, size)
-            calls[work, line.text("stage")].append(line.real("_elapsed_time"))
+            with rows.row(line.number):
+                num_bytes, size = line.whole("msg_size", 0), line.whole("comm_group_size", 2)
+                if num_bytes:
+                    work = Collective(kind, num_bytes, size, size)
+                    calls[work, line.text("stage")].append(line.real("_elapsed_time"))
+                else:
+                    rows.skip("no message size")
     for (work, stage), times_ms in calls.items():
         rows.skip("folded into a median", len(times_ms) - 1)
         rows.add(
@@ -285,15 +274,12 @@ def read_vtrain(rows: Rows) -> None:
     if header.strip() != _VTRAIN_HEADER:
         raise rows.error(f"the header must be {_VTRAIN_HEADER}")
     for number, line in enumerate(lines, 1):
-        try:
-            size_text, _, _, _, _, in_place_ns, _ = line.split(",")
-            size, seconds = int(size_text), float(in_place_ns) * 1e-9
-        except ValueError:
-            raise rows.error(f"a row must have seven cells with sizes and times, got {line!r:.80}", number) from None
-        if size < 1:
-            raise rows.error(f"size must be >= 1, got {size}", number)
-        work = Collective("all_reduce", size, group, group)
-        rows.add(work, seconds, device=device, fabric=fabric, software="nccl-tests in-place")
+        with rows.row(number):
+            cells = line.split(",")
+            if len(cells) != 7:
+                raise ValueError(f"a row must have seven cells with sizes and times, got {line!r:.80}")
+            work = Collective("all_reduce", _sizes(int(cells[0]))[0], group, group)
+            rows.add(work, float(cells[5]) * 1e-9, device=device, fabric=fabric, software="nccl-tests")
 
 
 _AIC_DTYPES = {"bfloat16": "bf16", "float16": "fp16", "fp8": "fp8", "fp8_block": "fp8"}
@@ -306,7 +292,6 @@ _AIC_FABRICS = {
     "gb200-sxm-186gb": "gb200-nvl72",
     "l40s-pcie-48gb": "pcie-gen4",
 }
-Found = Op | Collective | str  # a reason where it is no work of ours
 
 
 def _sizes(*sizes: int) -> tuple[int, ...]:
@@ -366,7 +351,7 @@ _AIC_TABLES: dict[str, tuple[str, str, Callable[..., Found]]] = {
     ),
     "nccl": ("collectives", "nccl_dtype op_name num_gpus message_size", _aic_collective),
 }
-_AIC_OPTIONAL = {"window_size": 0, "step": 0}
+_AIC_OPTIONAL = ("window_size", "step")  # 0 where they are missing
 _AIC_TEXTS = ("framework", "version", "device", "kernel_source", "op_name", "distribution")
 
 
@@ -390,42 +375,32 @@ def read_aiconfigurator(rows: Rows) -> None:
         raise rows.error(f"must be a Parquet file ({reason(error)})") from None
     what, columns, convert = _AIC_TABLES[table]
     every = (*_AIC_TEXTS[:4], "latency", *columns.split())
-    cells = zip(*(_column(rows, found, name, every) for name in every), strict=True)
-    for index, (framework, version, told_device, kernel, latency_ms, told, *others) in enumerate(cells, 1):
-        if told not in (_NCCL_BYTES if table == "nccl" else _AIC_DTYPES):
-            rows.skip(f"{what} in {told}")
-            continue
-        try:
-            work = convert(_AIC_DTYPES.get(told, ""), told, *others)
-        except ValueError as error:
-            raise rows.error(str(error), index) from None
-        device, seconds = device_name(told_device), math.nan if latency_ms is None else latency_ms * 1e-3
-        if isinstance(work, str):
-            rows.skip(work)
-        elif isinstance(work, Op):
-            variant = f" {told}" if told == "fp8_block" else ""
-            rows.add(work, seconds, device=device, software=f"{framework} {version} {kernel}{variant}")
-        else:
-            fabric = _AIC_FABRICS.get(device, "")
-            rows.add(work, seconds, device=device, fabric=fabric, software=f"nccl {version} {told}")
-
-
-def _column(rows: Rows, table: pa.Table, name: str, every: tuple[str, ...]) -> list[Any]:
-    """Cells of a column as texts, sizes or, of the latency, milliseconds or None."""
-    import pyarrow as pa
-    import pyarrow.compute as pc
-
-    if name not in table.column_names:
-        if name in _AIC_OPTIONAL:
-            return [_AIC_OPTIONAL[name]] * len(table)
-        missing = [each for each in every if each not in table.column_names and each not in _AIC_OPTIONAL]
+    missing = [name for name in every if name not in found.column_names and name not in _AIC_OPTIONAL]
+    if missing:
         raise rows.error(f"the table must have columns {', '.join(every)}; {', '.join(missing)} missing")
-    text = name in _AIC_TEXTS or name.endswith("dtype")
-    wanted = pa.string() if text else pa.float64() if name == "latency" else pa.int64()
-    try:
-        values: list[Any] = pc.cast(table[name], wanted).to_pylist()
-    except (pa.ArrowInvalid, pa.ArrowNotImplementedError):
-        raise rows.error(f"{name} must be {wanted} throughout, got {table[name].type}") from None
-    if table[name].null_count and name != "latency":
-        raise rows.error(f"{name} must be filled throughout", values.index(None) + 1)
-    return values
+    cells = [found[name].to_pylist() if name in found.column_names else repeat(0, len(found)) for name in every]
+    for index, row in enumerate(zip(*cells, strict=True), 1):
+        with rows.row(index):
+            framework, version, told_device, kernel, latency_ms, told, *others = map(_cell, every, row)
+            device, seconds = device_name(told_device), latency_ms * 1e-3
+            if told not in (_NCCL_BYTES if table == "nccl" else _AIC_DTYPES):
+                work: Found = f"{what} in {told}"
+            else:
+                work = convert(_AIC_DTYPES.get(told, ""), told, *others)
+            software, fabric = f"{framework} {version} {kernel}{' fp8_block' if told == 'fp8_block' else ''}", ""
+            if isinstance(work, Collective):
+                software, fabric = f"nccl {version} {told}", _AIC_FABRICS.get(device, "")
+            rows.add(work, seconds, device=device, fabric=fabric, software=software)
+
+
+def _cell(name: str, value: Any) -> Any:
+    """A cell as a text, a size or, of the latency, milliseconds, NaN where it is empty."""
+    if name == "latency":
+        return math.nan if value is None else float(value)
+    if name in _AIC_TEXTS or name.endswith("dtype"):
+        if not isinstance(value, str):
+            raise ValueError(f"{name} must be a text, got {value!r:.80}")
+        return value
+    if isinstance(value, bool) or not isinstance(value, int | float) or value != int(value):
+        raise ValueError(f"{name} must be a whole number, got {value!r:.80}")
+    return int(value)

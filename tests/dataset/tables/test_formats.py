@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -90,7 +91,7 @@ def test_import_writes_the_table(tmp_path: Path) -> None:
 
 
 def test_import_refuses_in_one_line(tmp_path: Path) -> None:
-    (tmp_path / "mine.csv").write_text(_TEXT.replace("4x8x2", "4x8"))
+    (tmp_path / "mine.csv").write_text(_TEXT.replace("x2,", ","))
     done = _run("csv", tmp_path / "mine.csv", "--out", tmp_path / "table.parquet")
     assert done.returncode == 2 and len(done.stderr.splitlines()) == 1
     assert "mine.csv, row 1: linear takes non-negative dims" in done.stderr
@@ -150,20 +151,32 @@ def test_usual_words_and_units(tmp_path: Path) -> None:
     ("row", "rule"),
     [
         ("einsum,4x4x4,bf16,1", "op kind must be one of"),
-        ("linear,4x4,bf16,1", "takes non-negative dims"),
-        ("linear,4x4.5x4,bf16,1", "whole numbers joined by x"),
+        ("linear,4x4,bf16,1", "linear takes non-negative dims"),
+        ("linear,4x4.5x4,bf16,1", "dims must be whole numbers joined by x"),
         ("linear,4x0x4,bf16,1", "dims must be >= 1"),
         ("linear,4x4x4,int8,1", "dtype must be one of"),
         ("linear,4x4x4,bf16,fast", "microseconds must be a number"),
-        ("all_reduce,,,1", "needs columns num_bytes"),
+        ("all_reduce,,,1", "all_reduce needs columns num_bytes"),
         ("linear,4x4x4", "a row must have 4 cells"),
     ],
 )
 def test_a_mistake_is_told_by_row_and_rule(tmp_path: Path, row: str, rule: str) -> None:
     path = tmp_path / "mine.csv"
-    path.write_text(f"op,dims,dtype,microseconds\nlinear,2x2x2,bf16,1\n{row}\n")
-    with pytest.raises(TableError, match=f"mine.csv, row 2: .*{rule}"):
+    path.write_text(f"op,dims,dtype,microseconds\n{row}\n")
+    with pytest.raises(TableError, match=f"mine.csv, row 1: .*{rule}"):
         read_table("csv", path)
+    path.write_text(f"op,dims,dtype,microseconds\nlinear,2x2x2,bf16,1\n{row}\n{row}\n")
+    table = read_table("csv", path)
+    ((reason, count),) = table.skipped.items()
+    assert len(table) == 1 and count == 2 and re.search(rf"^{rule}.*\(the first in row 2\)$", reason)
+
+
+def test_every_row_is_used_or_listed(tmp_path: Path) -> None:
+    """In the JSON of the command: as many as the file has."""
+    (tmp_path / "mine.csv").write_text(_TEXT + "einsum,8x8x2,bf16,5,\nlinear,8x8,bf16,5,\nlinear,8x8x2,bf16,5,\n\n")
+    told = json.loads(_run("csv", tmp_path / "mine.csv", "--json").stdout)
+    assert told["rows_used"] == 2 and sum(told["rows_left_out"].values()) == 5
+    assert {"no time": 1, "equal in all to another row": 1}.items() <= told["rows_left_out"].items()
 
 
 @pytest.mark.parametrize(

@@ -323,11 +323,14 @@ class TestGemm(ParquetContract):
         assert table.software[1:] == ("SGLang 0.5.14 fa3", "SGLang 0.5.14 fa3 fp8_block")
         assert table.skipped == {"weights in nvfp4": 1, "no time": 1}
 
-    def test_a_size_of_zero_is_refused_by_its_row(self, tmp_path: Path) -> None:
+    def test_a_row_with_a_wrong_cell_is_left_out(self, tmp_path: Path) -> None:
         path = tmp_path / "gemm_perf.parquet"
-        path.write_bytes(_parquet(**{**self.columns, "m": [4096, 0, 1, 1, 1]}))
-        with pytest.raises(TableError, match="row 2: sizes must be >= 1"):
-            read_table("aiconfigurator", path)
+        path.write_bytes(_parquet(**{**self.columns, "m": [4096, 0, None, 4.5, 1], "latency": [1.0] * 5}))
+        table = read_table("aiconfigurator", path)
+        assert len(table) == 2 and table.skipped == {
+            "sizes must be >= 1, got (0, 1024, 2048) (the first in row 2)": 1,
+            "m must be a whole number, got None (the first in row 3)": 2,
+        }
 
 
 class TestContextAttention(ParquetContract):
