@@ -30,7 +30,7 @@ from stepsight.simulator.clock.kernel import (
     run_periods,
     trace_path,
 )
-from stepsight.simulator.schedules import KIND_NAMES, Order, Schedule, find_schedule, order_actions
+from stepsight.simulator.schedules import KIND_NAMES, Order, Schedule, order_actions, schedule_of
 from stepsight.simulator.schedules.order import COMPUTE, POST, WAIT, Entries, find_messages
 from stepsight.simulator.schedules.runtimes import asynchronous, deepspeed_entries, torch_entries
 
@@ -81,14 +81,14 @@ class Track:
         return len(self.source)
 
 
-@cached(256)
 def find_track(
     name: str, num_stages: int, num_micro_batches: int, virtual_stages: int = 1, runtime: str = "asynchronous"
 ) -> Track:
-    """The track of a schedule by its name."""
-    return track(find_schedule(name, num_stages, num_micro_batches, virtual_stages), runtime)
+    """The track of a schedule by its name, or of a user's table."""
+    return track(schedule_of(name, num_stages, num_micro_batches, virtual_stages), runtime)
 
 
+@cached(256)
 def track(schedule: Schedule, runtime: str = "asynchronous") -> Track:
     """The track of a schedule.
 

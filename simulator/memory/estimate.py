@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -37,7 +36,7 @@ from stepsight.simulator.programs.sizes import (
     part_shapes,
     rank_shape,
 )
-from stepsight.simulator.schedules import Schedule, find_schedule, read_schedule
+from stepsight.simulator.schedules import Schedule, schedule_of
 
 
 def smallest_devices(job: Job, hardware: Hardware) -> tuple[Hardware, ...]:
@@ -274,7 +273,7 @@ def _asked(job: Job, hardware: Hardware) -> _Asked:
         rank_shape(job, semantics=semantics),
         part_shapes(job),
         states_of(p, semantics, job.batch.dtype, groups_of(job)),
-        (p.schedule, p.pp, job.num_micro_batches, p.virtual_stages, _changed(p.schedule)),
+        schedule_of(p.schedule, p.pp, job.num_micro_batches, p.virtual_stages),
         semantics.overlap.runtime == "torch",
         (hardware.reserved_bytes, hardware.fragmentation, hardware.memory_bytes),
     )
@@ -287,7 +286,7 @@ class _Asked:
     shape: RankShape
     parts: Parts
     states: States
-    schedule: tuple[str, int, int, int, int]  # argument of ``_schedule``
+    schedule: Schedule
     torch_runtime: bool
     reserve: tuple[float, float, float]  # bytes, slack as a part of what is allocated and freed, the device's bytes
 
@@ -310,7 +309,7 @@ def estimate_moments(job: Job, hardware: Hardware) -> tuple[Floats, ...]:
     frees = _frees_gradients(states)
     found = []
     for at, actions in enumerate(find_moments(schedule, bytes_of)):
-        freed = np.append(actions + passing[at], workspace[at] + (gradients[at] if frees else 0.0))
+        freed = np.append(actions[:, MOMENT] + passing[at], workspace[at] + (gradients[at] if frees else 0.0))
         held = stays[at] + (0.0 if frees else gradients[at])
         found.append(held + freed + np.minimum(fragmentation * freed, _room_left(memory_bytes - held - freed)))
     return tuple(found)
@@ -320,7 +319,7 @@ def _held(asked: _Asked) -> tuple[Schedule, Floats, Floats, Floats]:
     """The schedule; the bytes of its passes, as ``find_peaks`` takes them; bytes of states and of the optimizer's
     workspace, shape ``(4, num_stages)``; and of messages and buckets, shape ``(num_stages,)``.
     """
-    schedule, states = _schedule(*asked.schedule), asked.states
+    schedule, states = asked.schedule, asked.states
     places = places_of(asked.shape, asked.parts)
     parts = [part_memory(asked.shape, place.part, states.execution) for place in places.distinct]
     bytes_of, messages = schedule_bytes(asked.shape, schedule, places, parts, torch_runtime=asked.torch_runtime)
@@ -381,22 +380,3 @@ def _passing(bytes_of: Floats, states: States) -> Floats:
     """Bytes of each stage that are allocated and freed within a step and cause fragmentation; states do not."""
     found: Floats = bytes_of[:, 3] + bytes_of[:, 4]
     return found + bytes_of[:, 1] if _frees_gradients(states) else found
-
-
-def _changed(name: str) -> int:
-    """When a user's schedule table was written; 0 for built-in schedules."""
-    if not name.endswith(".csv"):
-        return 0
-    path = Path(name)
-    return path.stat().st_mtime_ns if path.is_file() else 0
-
-
-def _schedule(name: str, num_stages: int, num_micro_batches: int, virtual_stages: int, _: int) -> Schedule:
-    if not name.endswith(".csv") or num_stages == 1:
-        return find_schedule(name, num_stages, num_micro_batches, virtual_stages)
-    schedule = read_schedule(name)
-    has = (schedule.num_stages, schedule.num_micro_batches, schedule.num_parts)
-    want = (num_stages, num_micro_batches, num_stages * virtual_stages)
-    if has != want:
-        raise JobError(f"{name} must hold pp, micro-batches and pp * virtual_stages = {want}, got {has}")
-    return schedule

@@ -11,14 +11,13 @@ gradients of row-parallel linears' outputs wait as they were used, gathered (as 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from math import prod
 
 from stepsight.dataset.base.caching import cached, hashed_once
 from stepsight.dataset.kinds.op import DTYPE_BYTES, Op
 from stepsight.simulator.blocks.family import embedding_block, find_family, head_block, layer_block
-from stepsight.simulator.blocks.step import Block, Comm, Item, RankShape, Step
+from stepsight.simulator.blocks.step import Block, Comm, RankShape, Step
 from stepsight.simulator.programs.replicas import Gathering
 from stepsight.simulator.programs.sizes import PartShape
 
@@ -41,7 +40,7 @@ class Gradients:
 
 @dataclass(frozen=True, slots=True)
 class BlockMemory:
-    """Bytes of one block and micro-batch on one rank.
+    """Bytes of one block, or of one part of the model, and micro-batch on one rank.
 
     Attributes:
         numel, expert_numel: Elements of its parameters.
@@ -54,6 +53,7 @@ class BlockMemory:
         backward: Peak of backward over what is there after it, once all gradients are.
         backward_first: The same where they are not yet, over what was there before.
         output: What the last step keeps: of a head, the logits.
+        gathered: Of parameters that stay whole from the first forward on, also while other parts of the rank run.
     """
 
     numel: int
@@ -67,6 +67,7 @@ class BlockMemory:
     backward: float
     backward_first: float
     output: float
+    gathered: float = 0.0
 
 
 @cached(4096)
@@ -97,7 +98,12 @@ def block_memory(
     """
     saved = _saved(block)
     work = [_working_bytes(step) for step in block]
-    core = [_inside(step) if recompute == "selective" and step.attention_core else 0.0 for step in block]
+    core = [  # bytes of an attention core's own tensors, which selective recomputation does not keep
+        float(sum(tensor.num_bytes for tensor in step.saved if not tensor.outside))
+        if recompute == "selective" and step.attention_core
+        else 0.0
+        for step in block
+    ]
     before, forward = 0.0, 0.0
     live = []  # memory of this block during each step of its backward
     for step, size, needs, inside in zip(block, saved, work, core, strict=True):
@@ -120,7 +126,9 @@ def block_memory(
         numel=sum(sum(step.parameters) for step in block if not step.expert),
         expert_numel=sum(sum(step.parameters) for step in block if step.expert),
         kept=kept,
-        deferred=sum(size + _output_gradients(step) for step, size in zip(block, saved, strict=True) if _waits(step)),
+        deferred=sum(
+            size + _output_gradients(step) for step, size in zip(block, saved, strict=True) if _products(step)
+        ),
         output_gradients=sum(map(_output_gradients, block)),
         weight=max((_weight_bytes(step) + sum(step.parameters) * gradients.fresh for step in block), default=0.0),
         grown=grown,
@@ -134,11 +142,6 @@ def block_memory(
 def _output_bytes(step: Step) -> float:
     """Bytes of what a linear returns, in 16 bits or more; the product for its weights says how large it is."""
     return sum(float(op.dims[-3] * op.dims[-2] * max(DTYPE_BYTES[op.dtype], 2)) for op in _products(step))
-
-
-def _inside(step: Step) -> float:
-    """Bytes of an attention core's own tensors that it keeps."""
-    return float(sum(tensor.num_bytes for tensor in step.saved if not tensor.outside))
 
 
 def _saved(block: Block) -> list[float]:
@@ -159,25 +162,17 @@ def _working_bytes(step: Step) -> float:
     """The largest temporary memory of a step, without kept tensors and parameters."""
     numel, kept = sum(step.parameters), step.saved_bytes
     most = 0.0
-    for item in _ops((*step.forward, *step.backward, *step.weight_grad)):
+    for item in (*step.forward, *step.backward, *step.weight_grad):
         if isinstance(item, Comm):
             most = max(most, item.work.num_bytes * item.work.record.buffers)
-        else:
+        elif isinstance(item, Op):
             read = kept if item.record.reads_saved else 0.0
             most = max(most, item.num_bytes - numel * DTYPE_BYTES[item.dtype] - read)
     return most + step.temporary_bytes
 
 
-def _ops(items: Iterable[Item]) -> Iterable[Op | Comm]:
-    return (item for item in items if isinstance(item, Op | Comm))
-
-
 def _products(step: Step) -> list[Op]:
     return [item for item in step.weight_grad if isinstance(item, Op) and item.record.weight_gradient]
-
-
-def _waits(step: Step) -> bool:
-    return bool(_products(step))
 
 
 def _output_gradients(step: Step) -> float:
@@ -211,11 +206,6 @@ class Gathered:
     reduce_bytes: int = 4
     how: Gathering = field(default=Gathering())
 
-    @property
-    def all_stay(self) -> bool:
-        """Whether layers stay gathered after their forward."""
-        return bool(self.element_bytes) and not self.how.reshard
-
 
 @hashed_once
 @dataclass(frozen=True)
@@ -239,25 +229,18 @@ class PartExecution:
     loss_bytes: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class PartMemory(BlockMemory):
-    """Bytes of one part and micro-batch on one rank; attributes as in ``BlockMemory``.
-
-    Attributes:
-        gathered: Of parameters that stay whole from the first forward on, also while other parts of the rank run.
-    """
-
-    gathered: float
-
-
 @dataclass(slots=True)
 class _Run:
-    """Equal consecutive blocks."""
+    """Equal consecutive blocks, and bytes of gathered parameters and gradients while one of them runs."""
 
     block: BlockMemory
     times: int = 1
     root: bool = False  # wrapped with the model itself
     before: float = 0.0  # tensors that earlier blocks keep
+    in_forward: float = 0.0  # gathered parameters
+    in_backward: float = 0.0  # parameters of a layer and of the next one, and the head's gradients
+    gradients: float = 0.0  # all gradients of a layer
+    reduced: float = 0.0  # a layer's gradients during their reduction
 
     @property
     def numel(self) -> int:
@@ -265,7 +248,7 @@ class _Run:
 
 
 @cached(4096)
-def part_memory(shape: RankShape, part: PartShape, execution: PartExecution) -> PartMemory:
+def part_memory(shape: RankShape, part: PartShape, execution: PartExecution) -> BlockMemory:
     """Memory of one part of the model."""
     runs = _runs(shape, part, execution)
     layers = [run for run in runs if not run.root]
@@ -273,31 +256,33 @@ def part_memory(shape: RankShape, part: PartShape, execution: PartExecution) -> 
     if shape.offload_activations:  # one layer is copied out or in while another computes
         resident += 2.0 * max((run.block.kept for run in layers), default=0.0)
     shared = shape.model.tied_embeddings and part.first and part.last
-    gathered = _GatheredBytes(runs, execution.gathered, shared)
-    kept, forward = 0.0, gathered.begin
+    forward, backward, stays, ahead = _gather(runs, execution.gathered, shared)
+    kept = 0.0
     for run in runs:
         each = 0.0 if shape.offload_activations and not run.root else run.block.kept
         run.before = kept + (run.times - 1) * each
-        forward = max(forward, run.before + run.block.forward + gathered.forward(run))
+        forward = max(forward, run.before + run.block.forward + run.in_forward)
         kept += run.times * each
     grown, under_way = 0.0, 0.0  # gradients that stay, and those that are being reduced
-    backward = gathered.end
     first = backward + sum(run.times * run.block.grown for run in runs)
     for run in reversed(runs):
         if part.last and run is runs[-1] and not shape.model.fused_loss:
-            run.block = _with_copies(run.block, execution.loss_bytes / shape.main_bytes)
-        block, around, reduced = run.block, gathered.backward(run), gathered.reduced(run)
+            more = run.block.output * (execution.loss_bytes / shape.main_bytes)  # copies of logits, in the main type
+            run.block = replace(
+                run.block, backward=run.block.backward + more, backward_first=run.block.backward_first + more
+            )
+        block, around, reduced = run.block, run.in_backward, run.reduced
         each = 0.0 if shape.offload_activations and not run.root else block.kept
-        backward = max(backward, run.before + around + gathered.gradients(run) + reduced)
+        backward = max(backward, run.before + around + run.gradients + reduced)
         for turn in {0, 1, run.times - 2, run.times - 1} & set(range(run.times)):  # in between all changes evenly
             there = run.before - turn * each + around + (reduced if turn else under_way)
-            if gathered.is_last(run, turn):
-                there -= gathered.ahead
+            if layers and run is layers[0] and turn == run.times - 1:  # no layer is gathered ahead of the last one
+                there -= ahead
             backward = max(backward, there + block.backward)
             first = max(first, there + block.backward_first + grown + turn * block.grown)
         under_way = max(under_way, reduced)
         grown += run.times * block.grown
-    return PartMemory(
+    return BlockMemory(
         numel=sum(run.times * run.block.numel for run in runs),
         expert_numel=sum(run.times * run.block.expert_numel for run in runs),
         kept=kept,
@@ -309,7 +294,7 @@ def part_memory(shape: RankShape, part: PartShape, execution: PartExecution) -> 
         backward=backward + resident,
         backward_first=first + resident,
         output=runs[-1].block.output if part.last else 0.0,
-        gathered=gathered.stays,
+        gathered=stays,
     )
 
 
@@ -331,75 +316,35 @@ def _runs(shape: RankShape, part: PartShape, execution: PartExecution) -> list[_
     return runs
 
 
-def _with_copies(head: BlockMemory, of_output: float) -> BlockMemory:
-    """A head's memory with copies of some part of its output, in the main type."""
-    more = head.output * of_output
-    return replace(head, backward=head.backward + more, backward_first=head.backward_first + more)
+def _gather(runs: list[_Run], gathered: Gathered, shared: bool) -> tuple[float, float, float, float]:
+    """Fill in what FSDP gathers and reduces during each run.
 
-
-class _GatheredBytes:
-    """Gathered parameters and gradients during a block."""
-
-    def __init__(self, runs: list[_Run], gathered: Gathered, shared: bool) -> None:
-        self.gathered = gathered
-        self.how = how = gathered.how
-        self.total = sum(run.times * run.numel for run in runs)
-        self.root = sum(run.numel for run in runs if run.root)
-        self.layer = max((run.numel for run in runs if not run.root), default=0)
-        self.head = 0  # gradients that exist before those of the layers, unless they stay anyway
-        if runs and runs[-1].root and not how.reduce_once:
-            self.head = self.root if shared else runs[-1].numel
-        self.last = runs[-1] if runs else None
-        self.first_layers = next((run for run in runs if not run.root), None)
-        layers = sum(run.times for run in runs if not run.root)
-        self.prefetch = max(0, min(how.prefetch, layers - 1))  # there are no more layers to gather
-        self.ahead = 0.0 if gathered.all_stay else float(self.layer * self.prefetch * gathered.element_bytes)
-
-    @property
-    def begin(self) -> float:
-        """The buffer of the root's all-gather still exists when the first layer is gathered."""
-        return float(2 * (self.root + self.layer) * self.gathered.element_bytes)
-
-    @property
-    def stays(self) -> float:
-        """Bytes that later passes find gathered: always the root."""
-        return float((self.total if self.gathered.all_stay else self.root) * self.gathered.element_bytes)
-
-    def forward(self, run: _Run) -> float:
-        size = self.gathered.element_bytes
-        if self.gathered.all_stay:
-            return float(self.total * size)
-        here = run.numel * (1 + self.prefetch) if not run.root else 0
-        return float((self.root + here) * size)
-
-    def backward(self, run: _Run) -> float:
-        """A layer's parameters and the next one's, and the head's gradients."""
-        size = self.gathered.element_bytes
-        if self.gathered.all_stay:
-            return float((self.total + self.head) * size)
-        if run is self.last and run.root:
-            return float((self.root + self.layer * self.prefetch) * size)
-        here = 0 if run.root else self.layer * (1 + self.prefetch)
-        return float((self.root + here + self.head) * size)
-
-    def gradients(self, run: _Run) -> float:
-        """All gradients of a layer."""
-        return 0.0 if self.how.reduce_once or run.root else float(run.numel * self.gathered.element_bytes)
-
-    def reduced(self, run: _Run) -> float:
-        """A layer's gradients during their reduction."""
-        if not self.gathered.element_bytes or self.how.reduce_once or run.root:
-            return 0.0
-        return float(run.numel * self.gathered.reduce_bytes)
-
-    def is_last(self, run: _Run, turn: int) -> bool:
-        """Whether this layer is the last one in backward: no layer is then gathered ahead."""
-        return run is self.first_layers and turn == run.times - 1
-
-    @property
-    def end(self) -> float:
-        """The reduction of the root's own gradients, at the end; its parameters are freed by then."""
-        size = self.gathered.element_bytes
-        if not size or self.how.reduce_once:
-            return 0.0
-        return float(self.root * size + self.root * self.gathered.reduce_bytes)
+    Returns:
+        Bytes when the first layer is gathered, with the buffer of the root's all-gather; when the root's own gradients
+        are reduced at the end, its parameters being freed; that later passes find gathered, always the root; and of
+        the layers gathered ahead in backward.
+    """
+    size, how = gathered.element_bytes, gathered.how
+    if not size:
+        return 0.0, 0.0, 0.0, 0.0
+    layers = [run for run in runs if not run.root]
+    root = sum(run.numel for run in runs if run.root)
+    layer = max((run.numel for run in layers), default=0)
+    total = sum(run.times * run.numel for run in runs)
+    head = 0  # gradients that exist before those of the layers, unless they stay anyway
+    if runs[-1].root and not how.reduce_once:
+        head = root if shared else runs[-1].numel
+    prefetch = max(0, min(how.prefetch, sum(run.times for run in layers) - 1))  # there are no more layers to gather
+    for run in runs:
+        forward = root + (0 if run.root else run.numel * (1 + prefetch))
+        backward = root + (0 if run.root else layer * (1 + prefetch)) + head
+        if run is runs[-1] and run.root:
+            backward = root + layer * prefetch
+        if not how.reshard:
+            forward, backward = total, total + head
+        run.in_forward, run.in_backward = float(forward * size), float(backward * size)
+        if not how.reduce_once and not run.root:
+            run.gradients, run.reduced = float(run.numel * size), float(run.numel * gathered.reduce_bytes)
+    end = 0.0 if how.reduce_once else float(root * size + root * gathered.reduce_bytes)
+    ahead = float(layer * prefetch * size) if how.reshard else 0.0
+    return float(2 * (root + layer) * size), end, float((root if how.reshard else total) * size), ahead

@@ -11,9 +11,9 @@ from numpy.typing import NDArray
 from stepsight.dataset.base.caching import cached
 from stepsight.dataset.base.compiling import compiled
 from stepsight.simulator.blocks.step import RankShape
-from stepsight.simulator.memory.part import PartMemory
+from stepsight.simulator.memory.part import BlockMemory
 from stepsight.simulator.programs.sizes import Parts, PartShape, boundary_bytes
-from stepsight.simulator.schedules import Schedule
+from stepsight.simulator.schedules import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, Schedule
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int32]
@@ -28,7 +28,7 @@ def _flat(schedule: Schedule) -> tuple[NDArray[np.int64], Ints]:
     return np.concatenate([[0], np.cumsum(lengths)]), np.concatenate(schedule.actions)
 
 
-def find_peaks(schedule: Schedule, bytes_of: Floats) -> Floats:
+def find_moments(schedule: Schedule, bytes_of: Floats) -> tuple[Floats, ...]:
     """Walk every stage's actions.
 
     Args:
@@ -39,41 +39,23 @@ def find_peaks(schedule: Schedule, bytes_of: Floats) -> Floats:
             peak of the parameters' half of a backward.
 
     Returns:
-        Shape ``(num_stages, 5)``: bytes of the largest moment, of it kept activations and gradients, micro-batches in
-        flight, and the kind of action.
+        For each stage an array of shape ``(num_actions, 5)``, in the order of its schedule: bytes that the action
+        needs, of them kept activations and gradients, micro-batches in flight, and the kind of action.
     """
     bounds, rows = _flat(schedule)
-    out = np.zeros((schedule.num_stages, 5))
-    ran = np.zeros((2, *bytes_of.shape[:2]), dtype=np.bool_)
-    _run_actions(bounds, rows, bytes_of, ran, out, np.empty(0))
-    return out
-
-
-def find_moments(schedule: Schedule, bytes_of: Floats) -> tuple[Floats, ...]:
-    """Find the bytes that each action of every stage needs; the largest of a stage is its ``MOMENT``.
-
-    Args:
-        schedule: Of all stages.
-        bytes_of: As in ``find_peaks``.
-
-    Returns:
-        For each stage an array of shape ``(num_actions,)``, in the order of its schedule.
-    """
-    bounds, rows = _flat(schedule)
-    moments = np.zeros(len(rows))
-    ran = np.zeros((2, *bytes_of.shape[:2]), dtype=np.bool_)
-    _run_actions(bounds, rows, bytes_of, ran, np.zeros((schedule.num_stages, 5)), moments)
+    moments = np.empty((len(rows), 5))
+    _run_actions(bounds, rows, bytes_of, np.zeros((2, *bytes_of.shape[:2]), dtype=np.bool_), moments)
     return tuple(np.split(moments, bounds[1:-1]))
+
+
+def find_peaks(schedule: Schedule, bytes_of: Floats) -> Floats:
+    """The largest moment of every stage, shape ``(num_stages, 5)``: rows of ``find_moments``."""
+    return np.array([moments[moments[:, MOMENT].argmax()] for moments in find_moments(schedule, bytes_of)])
 
 
 @compiled
 def _run_actions(
-    bounds: NDArray[np.int64],
-    rows: Ints,
-    bytes_of: Floats,
-    ran: NDArray[np.bool_],
-    out: Floats,
-    moments: Floats,
+    bounds: NDArray[np.int64], rows: Ints, bytes_of: Floats, ran: NDArray[np.bool_], moments: Floats
 ) -> None:
     """Walk the actions of every stage in order."""
     came, seen = ran[0], ran[1]
@@ -81,43 +63,39 @@ def _run_actions(
         kept, grown, flying, gathered = 0.0, 0.0, 0, 0.0
         for at in range(bounds[stage], bounds[stage + 1]):
             kind, chunk = rows[at, 0], rows[at, 2]
-            size = bytes_of[stage, chunk, 0]
-            if kind == 0 and not came[stage, chunk]:
+            size = bytes_of[stage, chunk]
+            if kind == FORWARD and not came[stage, chunk]:
                 came[stage, chunk] = True
-                gathered += bytes_of[stage, chunk, 7]
-            if kind == 0:  # forward
-                moment = kept + bytes_of[stage, chunk, 4]
-                kept += size + bytes_of[stage, chunk, 1]
+                gathered += size[GATHERED]
+            if kind == FORWARD:
+                moment = kept + size[FORWARD_PEAK]
+                kept += size[KEPT] + size[LEFT]
                 flying += 1
                 there, number = kept, flying
-            elif kind == 3:  # parameters' gradients
+            elif kind == BACKWARD_WEIGHT:
                 there, number = kept, flying
-                kept -= bytes_of[stage, chunk, 2]
-                moment = kept + bytes_of[stage, chunk, 8] + bytes_of[stage, chunk, 7]
+                kept -= size[DEFERRED]
+                moment = kept + size[WEIGHT_PEAK] + size[GATHERED]
                 if not seen[stage, chunk]:
-                    moment += bytes_of[stage, chunk, 3]
+                    moment += size[GROWN]
                 flying -= 1
             else:
-                peak = bytes_of[stage, chunk, 5 if kind == 2 or seen[stage, chunk] else 6]
+                again = kind == BACKWARD_INPUT or seen[stage, chunk]
                 there, number = kept, flying
-                kept -= size
-                moment = kept + peak
-                if kind == 1:
+                kept -= size[KEPT]
+                moment = kept + size[BACKWARD_PEAK if again else FIRST_PEAK]
+                if kind == BACKWARD:
                     flying -= 1
                 else:  # the gradients of the parameters come later
-                    kept += bytes_of[stage, chunk, 2]
-                    if kept + bytes_of[stage, chunk, 7] > moment:
-                        moment, there = kept + bytes_of[stage, chunk, 7], kept
-            moment += gathered - bytes_of[stage, chunk, 7]  # the chunk's own bytes are included in its peaks
-            if len(moments):
-                moments[at] = moment + grown
-            if moment + grown > out[stage, 0]:
-                out[stage, 0] = moment + grown
-                out[stage, 1], out[stage, 2] = min(there, moment), grown
-                out[stage, 3], out[stage, 4] = number, kind
-            if (kind == 1 or kind == 3) and not seen[stage, chunk]:
+                    kept += size[DEFERRED]
+                    if kept + size[GATHERED] > moment:
+                        moment, there = kept + size[GATHERED], kept
+            moment += gathered - size[GATHERED]  # the chunk's own bytes are included in its peaks
+            moments[at, MOMENT], moments[at, ACTIVATIONS] = moment + grown, min(there, moment)
+            moments[at, GRADIENTS], moments[at, FLYING], moments[at, ACTION] = grown, number, kind
+            if kind in (BACKWARD, BACKWARD_WEIGHT) and not seen[stage, chunk]:
                 seen[stage, chunk] = True
-                grown += bytes_of[stage, chunk, 3]
+                grown += size[GROWN]
 
 
 class Place(NamedTuple):
@@ -161,7 +139,7 @@ def places_of(shape: RankShape, parts: Parts) -> Places:
 
 
 def schedule_bytes(
-    shape: RankShape, schedule: Schedule, places: Places, parts: list[PartMemory], *, torch_runtime: bool
+    shape: RankShape, schedule: Schedule, places: Places, parts: list[BlockMemory], *, torch_runtime: bool
 ) -> tuple[Floats, Floats]:
     """Arguments of ``find_peaks``, and bytes of messages on every stage; ``parts``: of the distinct places.
 

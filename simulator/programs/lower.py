@@ -4,20 +4,14 @@ stages.
 
 from __future__ import annotations
 
-import io
-import itertools
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from stepsight.dataset.base.bounded import read_file
 from stepsight.dataset.base.caching import cached
-from stepsight.dataset.base.errors import JobError
 from stepsight.dataset.graph.program import Program
 from stepsight.dataset.hardware.hardware import Hardware
 from stepsight.dataset.job.execution import ExecutionSemantics, semantics_of
@@ -25,7 +19,6 @@ from stepsight.dataset.job.job import Job
 from stepsight.dataset.kinds.op import Collective, Op
 from stepsight.simulator.blocks.step import RankShape
 from stepsight.simulator.clock.track import Track, find_track
-from stepsight.simulator.clock.track import track as order_entries
 from stepsight.simulator.programs.rank_work import (
     LABELS,
     OptimizerHabits,
@@ -48,7 +41,7 @@ from stepsight.simulator.programs.sizes import (
     rank_shape,
 )
 from stepsight.simulator.programs.stage import part_units
-from stepsight.simulator.schedules import KIND_NAMES, read_schedule
+from stepsight.simulator.schedules import KIND_NAMES
 
 Ints = NDArray[np.int32]
 
@@ -189,7 +182,7 @@ def _largest_tensor(shape: RankShape, parts: Parts) -> int:
 @cached(512)
 def _lower(asked: _Asked) -> Lowered:
     p, overlap = asked.strategy, asked.semantics.overlap
-    track = _find_track(p, overlap.runtime)
+    track = find_track(p.schedule, p.pp, p.num_micro_batches, p.virtual_stages, overlap.runtime)
     zero = p.zero_stage, p.pp > 1
     replicas = replicas_of(zero, asked.groups, asked.semantics, beside=asked.beside, share=asked.share)
     if overlap.gathers_lists and _largest_tensor(asked.shape, asked.parts) >= _MOST_LIVE:
@@ -222,32 +215,6 @@ def _lower(asked: _Asked) -> Lowered:
 def _place(track: Track) -> Ints:
     """Position of each action in a table of parts, kinds and turns."""
     return (track.part * len(KIND_NAMES) + track.kind) * 3 + track.turn
-
-
-def _find_track(p: _Strategy, runtime: str) -> Track:
-    if p.schedule.endswith(".csv"):
-        path = Path(p.schedule)
-        changed = path.stat().st_mtime_ns if path.is_file() else 0
-        return _read_track(path, changed, p.pp, p.num_micro_batches, p.virtual_stages, runtime)
-    return find_track(p.schedule, p.pp, p.num_micro_batches, p.virtual_stages, runtime)
-
-
-@cached(64)
-def _read_track(path: Path, changed: int, stages: int, micro_batches: int, virtual_stages: int, runtime: str) -> Track:
-    """A user's schedule table; ``changed`` makes the cache read a file again after it was changed."""
-    with suppress(OSError):  # the reader reports a path that is no file
-        ranks = sum(1 for _ in itertools.islice(io.BytesIO(read_file(path)), stages + 1))
-        if ranks != stages:
-            got = ranks if ranks < stages else "more"
-            raise JobError(f"{path} must hold a row for each of pp = {stages} ranks, got {got}")
-    schedule = read_schedule(path)
-    has = (schedule.num_stages, schedule.num_micro_batches, schedule.num_parts)
-    if has != (stages, micro_batches, stages * virtual_stages):
-        raise JobError(
-            f"{path} must hold pp = {stages} ranks, {micro_batches} micro-batches and pp * virtual_stages = "
-            f"{stages * virtual_stages} parts, got {has[0]}, {has[1]} and {has[2]}"
-        )
-    return order_entries(schedule, runtime)
 
 
 def signatures(job: Job, hardware: Hardware) -> tuple[set[Op], set[Collective]]:

@@ -9,13 +9,17 @@ from __future__ import annotations
 import csv
 import io
 import re
+from contextlib import suppress
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
 
-from stepsight.dataset.base.bounded import read_text, reason
+from stepsight.dataset.base.bounded import read_file, read_text, reason
+from stepsight.dataset.base.caching import cached
 from stepsight.dataset.base.errors import JobError
 from stepsight.dataset.base.files import write_text
+from stepsight.dataset.schedules import find_schedule
 from stepsight.dataset.schedules.schedule import BACKWARD, FORWARD, KIND_NAMES, Actions, Schedule
 from stepsight.simulator.schedules.order import order_actions
 
@@ -57,6 +61,36 @@ def read_schedule(path: str | Path) -> Schedule:
         order_actions(schedule)
     except JobError as error:
         raise JobError(f"{path}: {error}") from error
+    return schedule
+
+
+def schedule_of(name: str, num_stages: int, num_micro_batches: int, virtual_stages: int = 1) -> Schedule:
+    """The schedule that a job names: a known one, or a user's table, which is read again after it was changed.
+
+    Raises:
+        JobError: If there is none, it cannot run, or its numbers are not the job's.
+    """
+    if not name.endswith(".csv"):
+        return find_schedule(name, num_stages, num_micro_batches, virtual_stages)
+    path = Path(name)
+    changed = path.stat().st_mtime_ns if path.is_file() else 0
+    return _table_of_job(path, changed, num_stages, num_micro_batches, virtual_stages)
+
+
+@cached(64)
+def _table_of_job(path: Path, changed: int, stages: int, micro_batches: int, virtual_stages: int) -> Schedule:
+    with suppress(OSError):  # the reader reports a path that is no file
+        ranks = sum(1 for _ in islice(io.BytesIO(read_file(path)), stages + 1))
+        if ranks != stages:
+            got = ranks if ranks < stages else "more"
+            raise JobError(f"{path} must hold a row for each of pp = {stages} ranks, got {got}")
+    schedule = read_schedule(path)
+    has = (schedule.num_stages, schedule.num_micro_batches, schedule.num_parts)
+    if has != (stages, micro_batches, stages * virtual_stages):
+        raise JobError(
+            f"{path} must hold pp = {stages} ranks, {micro_batches} micro-batches and pp * virtual_stages = "
+            f"{stages * virtual_stages} parts, got {has[0]}, {has[1]} and {has[2]}"
+        )
     return schedule
 
 

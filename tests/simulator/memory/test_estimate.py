@@ -162,7 +162,7 @@ def test_users_own_schedule(make_job: JobMaker, gpu: Hardware, tmp_path: Path) -
     write_schedule(find_schedule("1f1b", 2, 4), path)
     os.utime(path, (1, 1))
     assert [stage.in_flight for stage in estimate_memory(job, gpu).stages] == [2, 1]
-    with pytest.raises(JobError, match="must hold pp, micro-batches"):
+    with pytest.raises(JobError, match="must hold pp = 2 ranks"):
         estimate_memory(make_job(pp=2, micro_batches=8, schedule=str(path)), gpu)
 
 
