@@ -12,8 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stepsight.dataset.graph.program import COLLECTIVE, OP, PHASES, WHY_NUMBER, Dependency, Program
-from stepsight.dataset.graph.rank_graph import Meeting, meetings
 from stepsight.dataset.graph.rank_trace import TracedSegment
+from stepsight.dataset.graph.rendezvous import Meeting, meetings
 from stepsight.dataset.kinds.op import Collective
 
 Floats = NDArray[np.float64]

@@ -9,8 +9,8 @@ from numpy.typing import NDArray
 
 from stepsight.dataset.graph.intervals import covered
 from stepsight.dataset.graph.program import COLLECTIVE, HOST, NODE_KINDS, OP, WHY, WHY_NUMBER, Dependency, Program
-from stepsight.dataset.graph.rank_graph import Meeting
 from stepsight.dataset.graph.relations import CONCURRENT
+from stepsight.dataset.graph.rendezvous import Meeting
 from stepsight.dataset.trace_graphs.graph_schema import (
     EDGE_NUMBERS,
     NUMBERS,

@@ -14,7 +14,7 @@ from torch_geometric.data import HeteroData, InMemoryDataset
 from stepsight.dataset.base.errors import StepsightError, TraceError
 from stepsight.dataset.base.files import digest, digest_files, read_json
 from stepsight.dataset.graph.program import Program
-from stepsight.dataset.graph.rank_graph import meetings
+from stepsight.dataset.graph.rendezvous import meetings
 from stepsight.dataset.job.job import Job
 from stepsight.dataset.runs.run_manifest import RunManifest
 from stepsight.dataset.trace_graphs.graph_parts import RankParts
