@@ -65,11 +65,10 @@ class SegmentGraph:
         Args:
             alone: Seconds of each node on its own, ``(len(program),)``: their logarithm is the first column of ``y``.
         """
-        from stepsight.dataset.trace_graphs.hetero_data import to_hetero_data
-        from stepsight.dataset.trace_graphs.segment_parts import program_part
+        from stepsight.dataset.trace_graphs.graph_rows import program_graph
+        from stepsight.dataset.trace_graphs.trace_graphs import hetero_data
 
-        about = {"hardware": self.hardware.name, "busy": self.busy}
-        return to_hetero_data(program_part(self.program, alone, self.busy), about)
+        return hetero_data(program_graph(self.program, alone, self.busy, self.hardware.name), 0)
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+from numpy.typing import NDArray
 
 from stepsight.dataset.graph.program import WHY, Dependency, Indices, Program
 
@@ -19,19 +20,22 @@ def relation_pairs(program: Program, max_concurrent: int = 16) -> dict[str, Indi
 
 
 def concurrent_pairs(program: Program, max_concurrent: int = 16) -> Indices:
-    """Nodes on different streams neither of which precedes the other, in both directions, ``(2, e)``.
+    """Work on different streams neither of which precedes the other, in both directions, ``(2, e)``.
 
     A stream is totally ordered, so what precedes a node on it is a prefix, what follows a suffix, and what may run
     beside it lies between: vector clocks give both ends without comparing pairs.
     """
-    if len(program.streams) < 2:
+    work = np.flatnonzero(program.on_device)
+    used, column = np.unique(program.columns["stream"][work], return_inverse=True)
+    if len(used) < 2:
         return np.zeros((2, 0), dtype=np.int64)
-    first, last = (np.array(clocks, dtype=np.int64) for clocks in concurrent_ranges(program))
-    streams = np.array([program.streams.index(node.stream) for node in program.nodes])
+    columns = np.full(len(program), -1, dtype=np.int64)
+    columns[work] = column
+    first, last = concurrent_ranges(program, columns)
     pairs = []
-    for column in range(len(program.streams)):
-        there, others = np.flatnonzero(streams == column), np.flatnonzero(streams != column)
-        low, high = first[others, column], np.maximum(last[others, column], first[others, column])
+    for place in range(len(used)):
+        there, others = work[column == place], work[column != place]
+        low, high = first[others, place], np.maximum(last[others, place], first[others, place])
         nearest = np.searchsorted(there, others) - max_concurrent // 2  # in order of issue
         low = np.maximum(low, np.minimum(nearest, high - max_concurrent))
         count = np.minimum(high - low, max_concurrent)
@@ -42,34 +46,39 @@ def concurrent_pairs(program: Program, max_concurrent: int = 16) -> Indices:
     return np.stack(np.divmod(np.unique(both[0] * len(program) + both[1]), len(program)))
 
 
-def concurrent_ranges(program: Program) -> tuple[list[list[int]], list[list[int]]]:
-    """For every node and stream, the positions on it that may run concurrently: ``first <= position < last``."""
-    column = {stream: number for number, stream in enumerate(program.streams)}
-    before: list[list[int]] = [[] for _ in program.nodes]
-    after: list[list[int]] = [[] for _ in program.nodes]
-    for source, target, _ in program.all_edges():
-        before[target].append(source)
-        after[source].append(target)
-    counts = [0] * len(column)
-    where = []
-    for node in program.nodes:
-        stream = column[node.stream]
-        where.append((stream, counts[stream]))
-        counts[stream] += 1
-    first: list[list[int]] = []
-    for sources in before:  # edges go forward, so one pass is enough
-        clock = [0] * len(counts)
-        for source in sources:
-            stream, position = where[source]
-            clock = [mine if mine > other else other for mine, other in zip(clock, first[source], strict=True)]
-            clock[stream] = max(clock[stream], position + 1)
-        first.append(clock)
-    last: list[list[int]] = [counts] * len(where)
-    for place in range(len(where) - 1, -1, -1):
-        clock = list(counts)
-        for target in after[place]:
-            stream, position = where[target]
-            clock = [mine if mine < other else other for mine, other in zip(clock, last[target], strict=True)]
-            clock[stream] = min(clock[stream], position)
-        last[place] = clock
-    return first, last
+def concurrent_ranges(program: Program, columns: Indices) -> tuple[Indices, Indices]:
+    """For every node and stream, the positions on it that may run concurrently: ``first <= position < last``.
+
+    ``columns``: ``(n,)``, number of each node's stream, -1 for nodes that run beside anything.
+    """
+    position = positions(columns)
+    counts = np.bincount(columns[columns >= 0]).tolist()
+    order = np.argsort(program.edge_columns["target"], kind="stable")  # edges go forward, so one pass is enough
+    ends = [program.edge_columns[name][order].tolist() for name in ("source", "target")]
+    where = list(zip(columns.tolist(), position.tolist(), strict=True))
+    first = [[0] * len(counts) for _ in where]
+    for source, target in zip(*ends, strict=True):
+        clock = [mine if mine > other else other for mine, other in zip(first[target], first[source], strict=True)]
+        stream, place = where[source]
+        if stream >= 0 and clock[stream] <= place:
+            clock[stream] = place + 1
+        first[target] = clock
+    last = [counts] * len(where)
+    order = np.argsort(-program.edge_columns["source"], kind="stable")
+    ends = [program.edge_columns[name][order].tolist() for name in ("source", "target")]
+    for source, target in zip(*ends, strict=True):
+        clock = [mine if mine < other else other for mine, other in zip(last[source], last[target], strict=True)]
+        stream, place = where[target]
+        if stream >= 0 and clock[stream] > place:
+            clock[stream] = place
+        last[source] = clock
+    return np.array(first, dtype=np.int64), np.array(last, dtype=np.int64)
+
+
+def positions(stream: NDArray[np.int64]) -> Indices:
+    """Position of each node on its stream."""
+    order = np.argsort(stream, kind="stable")
+    firsts = np.searchsorted(stream[order], stream[order], "left")
+    position = np.empty(len(stream), dtype=np.int64)
+    position[order] = np.arange(len(stream)) - firsts
+    return position

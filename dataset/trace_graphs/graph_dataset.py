@@ -9,9 +9,9 @@ from typing import Any
 
 from stepsight.dataset.base.caching import without_collection
 from stepsight.dataset.base.errors import TraceError
-from stepsight.dataset.base.files import digest, new_folder, write_json, write_text
-from stepsight.dataset.graph.graph_files import write_graph
-from stepsight.dataset.graph.program import NODE_KINDS
+from stepsight.dataset.base.files import digest, digest_files, new_folder, read_json, write_json, write_text
+from stepsight.dataset.graph.program import NODE_KINDS, Program
+from stepsight.dataset.job.job import Job
 from stepsight.dataset.runs.run_folder import (
     has_traces,
     is_imported,
@@ -21,15 +21,19 @@ from stepsight.dataset.runs.run_folder import (
     run_graphs,
     traced_run,
 )
+from stepsight.dataset.runs.run_manifest import RunManifest
 from stepsight.dataset.trace_graphs.call_segments import call_segments
+from stepsight.dataset.trace_graphs.graph_rows import segment_graphs, step_graphs
 from stepsight.dataset.trace_graphs.graph_schema import DTYPES, EDGE_NUMBERS, NUMBERS, TARGETS, edge_types, kind_names
-from stepsight.dataset.trace_graphs.segment_parts import write_segments
-from stepsight.dataset.trace_graphs.trace_graphs import FORM, INDEX, SCOPES, describe_own_run, describe_run
+from stepsight.dataset.trace_graphs.graph_table import GraphTable
 
 Progress = Callable[[int, int], None]
+INDEX = "dataset.json"
+SCOPES = ("step", "segment")
+_OF_RUN = ("run", "role", "model", "strategy", "scale", "hardware", "group", "timed_s")
+FORM = 5  # version of features and relations: changing it makes every dataset a new version
 
 
-@without_collection()
 def make_dataset(
     collections: Sequence[Path], out: Path, on_run: Progress | None = None, scopes: Sequence[str] = SCOPES
 ) -> dict[str, Any]:
@@ -44,93 +48,103 @@ def make_dataset(
     Raises:
         TraceError: If a folder is no collection, a run is named twice, or no step was traced.
     """
-    folders = [folder for collection in collections for folder in run_folders(collection)]
-    where = [folder.resolve() for folder in folders]
-    if len(set(where)) < len(where):
-        raise TraceError(f"every run must be named once, got {len(where) - len(set(where))} twice")
     _check_out(out)
-    runs: list[dict[str, Any]] = []
-    warnings: list[str] = []
+    folders = [folder for collection in collections for folder in run_folders(collection)]
+    table, runs, warnings = read_graph_table(folders, scopes, on_run)
+    nodes = {kind: len(table.rows[kind]["graph"]) for kind in (*NODE_KINDS, "stream")}
+    edges: Counter[str] = Counter()
+    for key in edge_types():
+        edges[key[1]] += len(table.rows[key]["graph"])
+    told = {
+        "graphs": len(table),
+        "step_graphs": table.about["scope"].count("step"),
+        "segment_graphs": table.about["scope"].count("segment"),
+        "nodes": nodes,
+        "edges": dict(edges),
+        "version": digest(str(FORM), "observed steps left out", *sorted(run["group"] for run in runs), *kind_names()),
+        "runs": len(runs),
+        "warnings": list(dict.fromkeys(warnings)),
+    }
+    index = {
+        "form": FORM,
+        "version": told["version"],
+        "features": list(NUMBERS),
+        "targets": list(TARGETS),
+        "edge_features": list(EDGE_NUMBERS),
+        "kinds": list(kind_names()),
+        "dtypes": list(DTYPES),
+        "runs": runs,
+    }
     with new_folder(out) as part:
-        for number, folder in enumerate(folders):
-            if not has_traces(folder):
-                warnings.append(f"run {folder.name}: only timed, not traced: left out")
-                continue
-            run = _add_run(part / "raw" / f"run{number}", folder, scopes, warnings)
-            if run is None:
-                warnings.append(f"run {folder.name}: no traced step, left out")
-                continue
-            runs.append({"folder": f"run{number}", "source": number} | run)
-            if on_run is not None:
-                on_run(number + 1, len(folders))
-        if not runs:
-            raise TraceError(f"a dataset needs at least one run with a traced step, got none in {collections[0]}")
-        version = digest(str(FORM), "observed steps left out", *sorted(run["group"] for run in runs), *kind_names())
-        index = {
-            "form": FORM,
-            "version": version,
-            "features": list(NUMBERS),
-            "targets": list(TARGETS),
-            "edge_features": list(EDGE_NUMBERS),
-            "kinds": list(kind_names()),
-            "dtypes": list(DTYPES),
-            "runs": runs,
-        }
-        write_json(part / "raw" / INDEX, index)
-        told = _process(part) | {"version": version, "runs": len(runs), "warnings": list(dict.fromkeys(warnings))}
+        table.save(part)
+        write_json(part / INDEX, index)
         write_text(part / "README.md", _card(told, index))
     return told | {"out": str(out)}
 
 
 def _check_out(out: Path) -> None:
     """Check that only a dataset, or nothing, is replaced."""
-    if out.exists() and (not out.is_dir() or (any(out.iterdir()) and not (out / "raw" / INDEX).is_file())):
+    known = (INDEX, "raw/runs.json")  # the second one of earlier versions
+    replaced = out.is_dir() and (not any(out.iterdir()) or any((out / name).is_file() for name in known))
+    if out.exists() and not replaced:
         raise TraceError(f"--out must be a new folder or a dataset of before, got {out}: choose another")
 
 
-def _add_run(raw: Path, folder: Path, scopes: Sequence[str], warnings: list[str]) -> dict[str, Any] | None:
-    """Write a run into the dataset; return its metadata, None if no step of it was traced."""
+@without_collection()
+def read_graph_table(
+    folders: Sequence[Path], scopes: Sequence[str] = SCOPES, on_run: Progress | None = None
+) -> tuple[GraphTable, list[dict[str, Any]], list[str]]:
+    """Graphs of traced runs; ``source`` of each is the number of its folder.
+
+    Returns:
+        The graphs, what is known of each run that has any, and warnings.
+
+    Raises:
+        TraceError: If a run is named twice, or no step was traced.
+    """
+    where = [folder.resolve() for folder in folders]
+    if len(set(where)) < len(where):
+        raise TraceError(f"every run must be named once, got {len(where) - len(set(where))} twice")
+    tables: list[GraphTable] = []
+    runs: list[dict[str, Any]] = []
+    warnings: list[str] = []
+    for number, folder in enumerate(folders):
+        if not has_traces(folder):
+            warnings.append(f"run {folder.name}: only timed, not traced: left out")
+            continue
+        found, about = _run_tables(folder, scopes, warnings)
+        if not found:
+            warnings.append(f"run {folder.name}: no traced step, left out")
+            continue
+        for table in found:
+            table.about |= {name: [about.get(name, number)] * len(table) for name in (*_OF_RUN, "source")}
+        tables += found
+        runs.append({"source": number} | about)
+        if on_run is not None:
+            on_run(number + 1, len(folders))
+    if not tables:
+        raise TraceError(f"a dataset needs at least one run with a traced step, got none of {len(folders)}")
+    return GraphTable.joined(tables), runs, warnings
+
+
+def _run_tables(folder: Path, scopes: Sequence[str], warnings: list[str]) -> tuple[list[GraphTable], dict[str, Any]]:
+    """Graphs of a run, none if no step of it was traced, and its metadata."""
     trace = None if is_imported(folder) else read_run(folder, executions="step" in scopes)
     run = run_graphs(folder) if trace is None else traced_run(trace)
     if not any(len(graph.steps_s) for graph in run.graphs):
-        return None
-    raw.mkdir(parents=True)
+        return [], {}
     warnings += [f"run {run.name}: {each}" for graph in run.graphs for each in graph.warnings]
-    told: dict[str, Any] = {"ranks": [], "segments": False, "role": run.role}
     if trace is None or "step" in scopes:
         timed_s = read_imported(folder).timed_s if trace is None else run.iteration_s
-        told |= describe_run(run.name, run.job, run.graphs, timed_s)
+        about = describe_run(run.name, run.job, run.graphs, timed_s)
     else:
-        told |= describe_own_run(trace.manifest)
-    if "step" in scopes:
-        told["ranks"] = [f"rank{graph.rank}" for graph in run.graphs]
-        for graph, stem in zip(run.graphs, told["ranks"], strict=True):
-            write_graph(graph, raw, stem)
+        about = describe_own_run(trace.manifest)
+    about |= {"role": run.role, "ranks": [graph.rank for graph in run.graphs]}
+    found = [step_graphs(run.graphs)] if "step" in scopes else []
     if "segment" in scopes:
-        found = call_segments(run.graphs, run.name) if trace is None else trace.segments()
-        told["segments"] = bool(found)
-        if found:
-            write_segments(found, raw)
-    return told
-
-
-def _process(root: Path) -> dict[str, Any]:
-    """Let PyTorch Geometric process the raw folder, and count the graphs."""
-    from stepsight.dataset.trace_graphs.trace_graphs import TraceGraphs  # and with it PyTorch
-
-    dataset = TraceGraphs(root)
-    nodes = {kind: int(dataset._data[kind].x.shape[0]) for kind in (*NODE_KINDS, "stream")}
-    edges: Counter[str] = Counter()
-    for source, relation, target in edge_types():
-        edges[relation] += int(dataset._data[source, relation, target].edge_index.shape[1])
-    scopes = Counter(dataset._data.scope)
-    return {
-        "graphs": len(dataset),
-        "step_graphs": scopes["step"],
-        "segment_graphs": scopes["segment"],
-        "nodes": nodes,
-        "edges": dict(edges),
-    }
+        segments = call_segments(run.graphs, run.name) if trace is None else trace.segments()
+        found += [segment_graphs(segments)] if segments else []
+    return found, about
 
 
 _HOW = """## How it was made
@@ -197,3 +211,67 @@ target where nothing else holds it up.
 {_HOW}
 Warnings: {warnings}
 """
+
+
+def describe_run(name: str, job: Job | None, graphs: Sequence[Program], timed_s: float = 0.0) -> dict[str, Any]:
+    """Metadata of a run, which splits use. Without a job, model and strategy are derived from its ops.
+
+    ``timed_s``: a step without a profiler; 0 if not timed.
+    """
+    first = graphs[0]
+    model, strategy = _of_graphs(graphs) if job is None else _of_job(job)
+    group = digest(*(part.tobytes() for graph in graphs for part in (graph.start_s, graph.duration_s)))
+    return {
+        "run": name,
+        "model": model,
+        "strategy": strategy,
+        "scale": str(first.world_size),
+        "hardware": first.device_name or first.device,
+        "group": group,
+        "timed_s": timed_s,
+    }
+
+
+def _of_graphs(graphs: Sequence[Program]) -> tuple[str, str]:
+    kinds = sorted({work.kind for work in graphs[0].works})
+    groups = sorted({str(ranks or name) for name, ranks in graphs[0].groups})
+    return digest(*kinds, *sorted(graphs[0].names)), digest(str(graphs[0].world_size), *groups)
+
+
+def _of_job(job: Job) -> tuple[str, str]:
+    tables = job.to_dict()
+    model = job.model.name or digest(str(sorted(tables["model"].items())))
+    return model, digest(str(sorted(tables["parallel"].items())))
+
+
+def describe_own_run(run: RunManifest) -> dict[str, Any]:
+    """Metadata of a run of the harness by its manifest, without its graphs."""
+    model, strategy = _of_job(run.job)
+    files = [run.folder / name for rank in sorted(run.traces) for name in sorted(run.traces[rank].values())]
+    return {
+        "run": run.name,
+        "model": model,
+        "strategy": strategy,
+        "scale": str(run.world_size),
+        "hardware": run.job.hardware_name,
+        "group": digest_files(files),
+        "timed_s": run.iteration_time_s if run.whole else 0.0,
+    }
+
+
+def read_index(root: Path) -> dict[str, Any]:
+    """Index of a dataset.
+
+    Raises:
+        TraceError: If the folder holds none, or one of another form.
+    """
+    path = Path(root) / INDEX
+    try:
+        index = read_json(path)
+        if index["form"] != FORM:
+            raise ValueError(f"form must be {FORM}, got {index['form']!r:.40}")
+        if tuple(index["kinds"]) != kind_names() or tuple(index["dtypes"]) != DTYPES:
+            raise ValueError("its kinds of ops are not those of this version")
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise TraceError(f"{root} must be a dataset that `stepsight dataset` made: {error}") from None
+    return dict(index)

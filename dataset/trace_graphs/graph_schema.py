@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -52,58 +51,6 @@ def kind_names() -> tuple[str, ...]:
     ops = sorted(OP_KINDS.values(), key=lambda kind: kind.code)
     collectives = sorted(COLLECTIVE_KINDS.values(), key=lambda kind: kind.code)
     return (*(kind.name for kind in ops), *(kind.name for kind in collectives), "host")
-
-
-@dataclass
-class GraphPart:
-    """A step or a segment of a rank.
-
-    Attributes:
-        scope: ``step`` or ``segment``.
-        label: ``step``, or what the segment is (``forward``, ``backward``, ``optimizer`` ...).
-        step: Which step.
-        x: By node type, ``(k, len(NUMBERS))``; of streams ``(k, 1)``: whether it is a device's.
-        y: By node type, ``(k, 2)``: natural logarithms of seconds, NaN where they are not known.
-        kind: By node type, ``(k,)``: index of ``kind_names()``.
-        node: By node type, ``(k,)``: place in the rank's graph; in a segment, place in the order of issue.
-        signature: By node type, ``(k, signature_width())``: as ``signatures`` gives them.
-        share: By node type, ``(k,)``: part of the signature's time that the node takes.
-        launch: By node type, ``(k, 2)``: host seconds from the launch before, and calls recorded in that time.
-        beside: By node type, ``(k,)``: seconds of an op in which a collective of its rank ran.
-        call: By node type, ``(k,)``: of an op that the host runs itself, index of ``calls``; else -1.
-        recorded: By node type, ``(k,)``: calls that a profiler recorded within such an op; else 0.
-        edges: By edge type: ``(2, e)`` and ``(e, len(EDGE_NUMBERS))``.
-        streams: Names.
-        calls: Of a step on a host: names of the framework's calls.
-        events: Of a step: what the profiler recorded in it, mean over the steps of its trace.
-        busy: Ranks that compute at the same time on the node.
-        micro_batch, stage: Of a segment.
-        wait_s: Of a segment: seconds in which the compute stream waited.
-        span_s: Seconds in all, as traced.
-    """
-
-    scope: str
-    label: str
-    step: int
-    x: dict[str, NDArray[np.float32]] = field(default_factory=dict)
-    y: dict[str, NDArray[np.float32]] = field(default_factory=dict)
-    kind: dict[str, Ints] = field(default_factory=dict)
-    node: dict[str, Ints] = field(default_factory=dict)
-    signature: dict[str, Ints] = field(default_factory=dict)
-    share: dict[str, Floats] = field(default_factory=dict)
-    launch: dict[str, Floats] = field(default_factory=dict)
-    beside: dict[str, Floats] = field(default_factory=dict)
-    call: dict[str, Ints] = field(default_factory=dict)
-    recorded: dict[str, Ints] = field(default_factory=dict)
-    edges: dict[tuple[str, str, str], tuple[Ints, NDArray[np.float32]]] = field(default_factory=dict)
-    streams: tuple[str, ...] = ()
-    calls: tuple[str, ...] = ()
-    events: float = 0.0
-    busy: int = 1
-    micro_batch: int = 0
-    stage: int = 0
-    wait_s: float = 0.0
-    span_s: float = 0.0
 
 
 def work_numbers(works: Sequence[Op | Collective]) -> Floats:

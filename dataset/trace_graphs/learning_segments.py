@@ -12,43 +12,32 @@ from numpy.typing import NDArray
 from stepsight.dataset.graph.program import Dependency, Program
 from stepsight.dataset.graph.rank_trace import TracedSegment
 from stepsight.dataset.kinds.op import Collective, Op
-from stepsight.dataset.trace_graphs.graph_schema import NUMBERS, WORK_TYPES, edge_types, work_of
-from stepsight.dataset.trace_graphs.trace_graphs import TraceGraphs
+from stepsight.dataset.trace_graphs.graph_schema import NUMBERS, WORK_TYPES, edge_types, kind_names, work_of
+from stepsight.dataset.trace_graphs.graph_table import GraphTable, Rows
 
 Ints = NDArray[np.int64]
 _WHY = {why.value: number for number, why in enumerate(Dependency)}
+_ABOUT = ("rank", "busy", "run", "step", "micro_batch", "stage", "wait_s", "span_s")
 _ORDERED = _WHY[Dependency.STREAM_ORDER.value]  # given by the program itself
 
 
-def learning_segments(graphs: TraceGraphs) -> list[TracedSegment]:
-    """Every segment of a dataset, or of a part of one, in the order of its graphs; equal programs are one object."""
-    places = [place for place, scope in enumerate(graphs.values("scope")) if scope == "segment"]
-    columns = _Columns(graphs, places)
-    about = {
-        name: graphs.values(name)
-        for name in ("segment", "rank", "busy", "run", "step", "micro_batch", "stage", "wait_s", "span_s", "streams")
-    }
+def learning_segments(table: GraphTable) -> list[TracedSegment]:
+    """Every segment among some graphs, in their order; equal programs are one object."""
+    table = table.select([place for place, scope in enumerate(table.about["scope"]) if scope == "segment"])
+    columns, about = _Columns(table), table.about
     shared: dict[object, Program] = {}
     out = []
-    for row, place in enumerate(places):
-        program = columns.program(row, str(about["segment"][place]), about["streams"][place], shared)
-        alone, seconds, launch = columns.times(row)
+    for place, label in enumerate(about["segment"]):
+        alone, seconds, launch = columns.times(place)
         out.append(
             TracedSegment(
-                program=program,
+                program=columns.program(place, label, about["streams"][place], shared),
                 slot_s=seconds,
-                label=program.label,
-                rank=int(about["rank"][place]),
-                busy=int(about["busy"][place]),
-                run=str(about["run"][place]),
-                step=int(about["step"][place]),
-                micro_batch=int(about["micro_batch"][place]),
-                stage=int(about["stage"][place]),
+                label=label,
                 launch_s=launch[:, 0],
                 launch_events=launch[:, 1],
-                wait_s=float(about["wait_s"][place]),
-                span_s=float(about["span_s"][place]),
                 alone_s=alone,
+                **{name: about[name][place] for name in _ABOUT},
             )
         )
     return out
@@ -57,55 +46,40 @@ def learning_segments(graphs: TraceGraphs) -> list[TracedSegment]:
 class _Columns:
     """Nodes and edges of all segments as columns, in the order of the segments and of issue."""
 
-    def __init__(self, graphs: TraceGraphs, places: Sequence[int]) -> None:
-        parts = [self._nodes(graphs, name, places) for name in WORK_TYPES]
-        owner, node, kind, exact, share, seconds, launch, stream = (
-            np.concatenate(each) for each in zip(*parts, strict=True)
-        )
-        own = np.flatnonzero(node >= 0)  # not collectives of peers
-        order = own[np.lexsort((node[own], owner[own]))]
-        self._bounds = np.searchsorted(owner[order], np.arange(len(places) + 1))
-        self._seconds, self._launch = seconds[order], launch[order]
-        rows = np.concatenate([kind[order, None], exact[order]], axis=1)
-        distinct, work = np.unique(rows, axis=0, return_inverse=True)
-        kinds = graphs.kinds
-        self._works: list[Op | Collective] = [work_of(kinds[row[0]], row[1:]) for row in distinct.tolist()]
-        self._work, self._stream, self._share = work.reshape(-1), stream[order], share[order]
-        self._edges, self._edge_bounds = self._all_edges(graphs, places)
+    def __init__(self, table: GraphTable) -> None:
+        rows = [{**table.rows[name], "stream": self._streams(table, name)} for name in WORK_TYPES]
+        nodes = {name: np.concatenate([each[name] for each in rows]) for name in rows[0]}
+        order = np.lexsort((nodes["node"], nodes["graph"]))
+        nodes = {name: values[order] for name, values in nodes.items()}
+        self._bounds = np.searchsorted(nodes["graph"], np.arange(len(table) + 1))
+        self._seconds, self._launch = np.exp(nodes["y"].astype(np.float64)), nodes["launch"]
+        self._works, self._work = distinct_works(nodes)
+        self._stream, self._share = nodes["stream"], nodes["share"]
+        self._edges, self._edge_bounds = self._all_edges(table)
 
     @staticmethod
-    def _nodes(graphs: TraceGraphs, name: str, places: Sequence[int]) -> tuple[Any, ...]:
-        columns = {each: graphs.column(name, each, places) for each in ("node", "kind", "signature", "share", "launch")}
-        node, owner = columns["node"]
-        seconds = np.exp(graphs.column(name, "y", places)[0].astype(np.float64))
-        ends, runs = graphs.column((name, "runs_on", "stream"), "edge_index", places)
-        stream = np.full(len(node), -1, dtype=np.int64)
-        stream[np.searchsorted(owner, runs) + ends[0]] = ends[1]  # owner is in order
-        return (
-            owner,
-            node,
-            *(columns[each][0] for each in ("kind", "signature", "share")),
-            seconds,
-            columns["launch"][0],
-            stream,
-        )
+    def _streams(table: GraphTable, name: str) -> Ints:
+        """Stream of each node of a type."""
+        runs = table.rows[name, "runs_on", "stream"]
+        stream = np.full(len(table.rows[name]["graph"]), -1)
+        stream[table.bounds[name][runs["graph"]] + runs["ends"][:, 0]] = runs["ends"][:, 1]
+        return stream
 
     @staticmethod
-    def _all_edges(graphs: TraceGraphs, places: Sequence[int]) -> tuple[Ints, Ints]:
-        nodes = {name: graphs.column(name, "node", places) for name in WORK_TYPES}
+    def _all_edges(table: GraphTable) -> tuple[Ints, Ints]:
         found = [np.zeros((4, 0), dtype=np.int64)]
-        for source, relation, target in edge_types():
+        for key in edge_types():
+            source, relation, target = key
             if relation in _WHY and _WHY[relation] != _ORDERED and {source, target} <= set(WORK_TYPES):
-                ends, owner = graphs.column((source, relation, target), "edge_index", places)
+                graph, ends = table.rows[key]["graph"], table.rows[key]["ends"]
                 pair = [
-                    nodes[name][0][np.searchsorted(nodes[name][1], owner) + ends[side]]
+                    table.rows[name]["node"][table.bounds[name][graph] + ends[:, side]]
                     for side, name in enumerate((source, target))
                 ]
-                found.append(np.stack([owner, *pair, np.full(len(owner), _WHY[relation])]))
+                found.append(np.stack([graph, *pair, np.full(len(graph), _WHY[relation])]))
         edges = np.concatenate(found, axis=1)
-        edges = edges[:, (edges[1] >= 0) & (edges[2] >= 0)]
         edges = edges[:, np.lexsort((edges[3], edges[1], edges[2], edges[0]))]
-        return edges[1:], np.searchsorted(edges[0], np.arange(len(places) + 1))
+        return edges[1:], np.searchsorted(edges[0], np.arange(len(table) + 1))
 
     def times(self, row: int) -> tuple[Any, Any, Any]:
         """Seconds alone and in context, ``(n,)`` each, and launches, ``(n, 2)``, of a segment's nodes."""
@@ -153,17 +127,23 @@ class StepWorks:
     launch_events: Floats
 
 
-def step_works(graphs: TraceGraphs, places: Sequence[int]) -> StepWorks:
+def step_works(table: GraphTable) -> StepWorks:
     """The work in some graphs of steps, without the collectives of other ranks."""
-    names = ("kind", "signature", "x", "y", "beside", "launch", "node")
-    parts = [[graphs.column(kind, name, places)[0] for name in names] for kind in WORK_TYPES]
-    kind, exact, x, logs, beside, launch, node = (np.concatenate(each) for each in zip(*parts, strict=True))
-    own = np.flatnonzero(node >= 0)
-    rows = np.concatenate([kind[own, None], exact[own]], axis=1)
-    distinct, work = np.unique(rows, axis=0, return_inverse=True)
-    works = tuple(work_of(graphs.kinds[row[0]], row[1:]) for row in distinct.tolist())
-    work = work.reshape(-1)
-    launched = x[own][:, [NUMBERS.index(name) for name in _LAUNCHED]]
+    rows = [
+        {name: values[of["node"] >= 0] for name, values in of.items()}
+        for of in (table.rows[kind] for kind in WORK_TYPES)
+    ]
+    nodes = {name: np.concatenate([each[name] for each in rows]) for name in rows[0]}
+    works, work = distinct_works(nodes)
+    launched = nodes["x"][:, [NUMBERS.index(name) for name in _LAUNCHED]]
     _, kernel = np.unique(np.concatenate([work[:, None], launched], axis=1), axis=0, return_inverse=True)
-    seconds = np.exp(logs[own, 1].astype(np.float64))
-    return StepWorks(works, work, kernel.reshape(-1), seconds, beside[own], launch[own, 0], launch[own, 1])
+    seconds = np.exp(nodes["y"][:, 1].astype(np.float64))
+    return StepWorks(works, work, kernel.reshape(-1), seconds, nodes["beside"], *nodes["launch"].T)
+
+
+def distinct_works(nodes: Rows) -> tuple[tuple[Op | Collective, ...], Ints]:
+    """Distinct signatures of nodes, and the number of each node's, ``(k,)``."""
+    rows = np.concatenate([nodes["kind"][:, None], nodes["signature"]], axis=1)
+    distinct, work = np.unique(rows, axis=0, return_inverse=True)
+    kinds = kind_names()
+    return tuple(work_of(kinds[row[0]], row[1:]) for row in distinct.tolist()), work.reshape(-1)

@@ -1,9 +1,9 @@
-"""``TraceGraphs``: traced runs as a PyTorch Geometric dataset, and the index of its runs."""
+"""``TraceGraphs``: traced runs as a PyTorch Geometric dataset."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,15 +12,9 @@ import torch
 from torch_geometric.data import HeteroData, InMemoryDataset
 
 from stepsight.dataset.base.errors import StepsightError, TraceError
-from stepsight.dataset.base.files import digest, digest_files, read_json
-from stepsight.dataset.graph.program import Program
-from stepsight.dataset.graph.rendezvous import meetings
-from stepsight.dataset.job.job import Job
-from stepsight.dataset.runs.run_manifest import RunManifest
-from stepsight.dataset.trace_graphs.graph_parts import RankParts
-from stepsight.dataset.trace_graphs.graph_schema import DTYPES, WORK_TYPES, GraphPart, kind_names
-from stepsight.dataset.trace_graphs.hetero_data import collated, read_tables, to_hetero_data, write_tables
-from stepsight.dataset.trace_graphs.segment_parts import SegmentParts, read_segments
+from stepsight.dataset.base.files import new_folder
+from stepsight.dataset.trace_graphs.graph_dataset import read_index
+from stepsight.dataset.trace_graphs.graph_table import GraphTable
 
 SPLITS = ("run", "model", "strategy", "scale", "hardware")
 
@@ -42,9 +36,11 @@ class TraceGraphs(InMemoryDataset):  # type: ignore[misc]
     (recorded in a step), ``timed_s`` (a step without a profiler, 0: not timed), ``calls``, ``model``,
     ``strategy``, ``scale``, ``hardware``, ``group`` (of the trace) and ``digest`` (of what was measured).
 
+    A dataset is Parquet and JSON: opening it unpickles nothing and runs no code that the folder holds.
+
     Args:
         root: Folder of the dataset.
-        transform, pre_transform, pre_filter: As for every dataset of PyTorch Geometric.
+        transform, pre_transform, pre_filter: As for every dataset of PyTorch Geometric; the folder is not changed.
         scope: ``step`` or ``segment`` for graphs of one scope; None for both.
 
     Raises:
@@ -62,20 +58,25 @@ class TraceGraphs(InMemoryDataset):  # type: ignore[misc]
         if scope not in (None, "step", "segment"):
             raise StepsightError(f"scope must be step, segment or None, got {scope!r:.80}")
         self._index = read_index(Path(root))
+        table = GraphTable.load(Path(root))
+        if pre_filter is not None:
+            table = table.select([place for place in range(len(table)) if pre_filter(hetero_data(table, place))])
+        if not len(table):
+            raise TraceError(f"a dataset must hold at least one traced step, got none in {root}")
         super().__init__(str(root), transform, pre_transform, pre_filter, log=False)
-        self.load(self.processed_paths[0], data_cls=HeteroData)
+        self._table = table
+        if pre_transform is None:
+            self._data, self.slices = collated(table)
+        else:
+            graphs = [pre_transform(hetero_data(table, place)) for place in range(len(table))]
+            self._data, self.slices = self.collate(graphs)
         if scope is not None:
             self._indices = [place for place, each in enumerate(self.values("scope")) if each == scope]
 
     @property
-    def raw_file_names(self) -> list[str]:
-        """Files that must exist."""
-        return [INDEX]
-
-    @property
-    def processed_file_names(self) -> list[str]:
-        """Files that ``process`` writes: another version of the traces has another file."""
-        return [f"graphs-{self.version}.pt"]
+    def table(self) -> GraphTable:
+        """The graphs as arrays, without PyTorch and without transforms."""
+        return self._table.select(list(self.indices()))
 
     @property
     def version(self) -> str:
@@ -99,10 +100,7 @@ class TraceGraphs(InMemoryDataset):  # type: ignore[misc]
 
     def values(self, name: str) -> list[Any]:
         """An attribute of every graph, such as ``run``."""
-        stored = self._data[name]
-        if self.slices is None:  # a single graph is stored unchanged
-            return [stored]
-        every = stored.tolist() if isinstance(stored, torch.Tensor) else stored
+        every = self._table.about[name]
         return [every[place] for place in self.indices()]
 
     def column(self, key: Any, name: str, places: Sequence[int]) -> tuple[Any, Any]:
@@ -113,42 +111,14 @@ class TraceGraphs(InMemoryDataset):  # type: ignore[misc]
             name: Of the tensor; of ``edge_index``, each column counts as a row.
             places: Which graphs of this dataset.
         """
-        values = self._data[key][name].numpy()
-        length = values.shape[-1] if name == "edge_index" else len(values)
-        bounds = np.array([0, length]) if self.slices is None else self.slices[key][name].numpy()
-        stored = np.array(list(self.indices()), dtype=np.int64)[np.asarray(places, dtype=np.int64)]
-        counts = bounds[stored + 1] - bounds[stored]
-        owner = np.repeat(np.arange(len(stored)), counts)
-        rows = np.arange(len(owner)) + np.repeat(bounds[stored] - (np.cumsum(counts) - counts), counts)
-        return (values[:, rows] if name == "edge_index" else values[rows]), owner
-
-    def download(self) -> None:
-        """Raise an error: ``stepsight dataset`` makes the raw folder.
-
-        Raises:
-            TraceError: Always.
-        """
-        raise TraceError(f"a dataset must hold raw/{INDEX}, got none in {self.root}: `stepsight dataset` makes one")
-
-    def process(self) -> None:
-        """Split the stored graphs into steps and segments."""
-        parts = [part for run in self._index["runs"] for part in run_parts(Path(self.raw_dir) / run["folder"], run)]
-        if self.pre_filter is None and self.pre_transform is None:
-            _check_some(parts, self.root)
-            data, slices = collated(parts)
-            torch.save((data.to_dict(), slices, HeteroData), self.processed_paths[0])
-            return
-        graphs = [to_hetero_data(part, about) for about, part in parts]
-        if self.pre_filter is not None:
-            graphs = [graph for graph in graphs if self.pre_filter(graph)]
-        if self.pre_transform is not None:
-            graphs = [self.pre_transform(graph) for graph in graphs]
-        _check_some(graphs, self.root)
-        self.save(graphs, self.processed_paths[0])
+        every = list(self.indices())
+        rows = self._table.select([every[place] for place in places]).rows[key]
+        return (rows["ends"].T if name == "edge_index" else rows[name]), rows["graph"]
 
     def to_parquet(self, folder: str | Path) -> None:
         """Write the graphs as Parquet tables, for tools without PyTorch; ``from_parquet`` reads them."""
-        write_tables([self[place] for place in range(len(self))], Path(folder))
+        with new_folder(Path(folder)) as part:
+            self.table.save(part)
 
     @staticmethod
     def from_parquet(folder: str | Path) -> list[HeteroData]:
@@ -157,7 +127,8 @@ class TraceGraphs(InMemoryDataset):  # type: ignore[misc]
         Raises:
             TraceError: If the folder holds no such tables.
         """
-        return read_tables(Path(folder))
+        table = GraphTable.load(Path(folder))
+        return [hetero_data(table, place) for place in range(len(table))]
 
     def split(
         self, by: str = "run", fractions: Sequence[float] = (0.8, 0.1, 0.1), seed: int = 0
@@ -198,9 +169,42 @@ class TraceGraphs(InMemoryDataset):  # type: ignore[misc]
         return tuple(self[[place for place, key in enumerate(keys) if key in part]] for part in chosen)
 
 
-def _check_some(graphs: Sequence[Any], root: str) -> None:
-    if not graphs:
-        raise TraceError(f"a dataset must hold at least one traced step, got none in {root}")
+def hetero_data(table: GraphTable, place: int) -> HeteroData:
+    """One graph of a table as PyTorch Geometric has it."""
+    one = table.select([place])
+    data = _tensors(one)
+    for name, values in one.about.items():
+        setattr(data, name, values[0])
+    return data
+
+
+def collated(table: GraphTable) -> tuple[HeteroData, dict[Any, Any] | None]:
+    """What ``InMemoryDataset.collate`` makes of all graphs, without making each; of a single graph as it is, and None.
+
+    Returns:
+        One ``HeteroData`` that holds all nodes and edges, and where each graph's begin.
+    """
+    if len(table) == 1:
+        return hetero_data(table, 0), None
+    data = _tensors(table)
+    slices: dict[Any, Any] = {
+        key: dict.fromkeys(data[key].keys(), torch.from_numpy(bounds)) for key, bounds in table.bounds.items()
+    }
+    for name, values in table.about.items():
+        setattr(data, name, torch.tensor(values) if isinstance(values[0], int | float) else values)
+        slices[name] = torch.arange(len(table) + 1)
+    return data, slices
+
+
+def _tensors(table: GraphTable) -> HeteroData:
+    data = HeteroData()
+    for key, rows in table.rows.items():
+        for name, values in rows.items():
+            if name == "ends":
+                data[key].edge_index = torch.from_numpy(np.ascontiguousarray(values.T))
+            elif name != "graph":
+                data[key][name] = torch.from_numpy(values)
+    return data
 
 
 def _joined(keys: list[str], *groups: Sequence[str | None]) -> list[str]:
@@ -219,102 +223,3 @@ def _joined(keys: list[str], *groups: Sequence[str | None]) -> list[str]:
                 one, other = root(key), root(first.setdefault(label, key))
                 parent[max(one, other)] = min(one, other)
     return [root(key) for key in keys]
-
-
-_LEAST_TOLD = 8  # least number of nodes that identifies a graph
-INDEX = "runs.json"
-SCOPES = ("step", "segment")
-FORM = 4  # version of features and relations: changing it makes every dataset a new version
-
-
-def describe_run(name: str, job: Job | None, graphs: Sequence[Program], timed_s: float = 0.0) -> dict[str, Any]:
-    """Metadata of a run, which splits use. Without a job, model and strategy are derived from its ops.
-
-    ``timed_s``: a step without a profiler; 0 if not timed.
-    """
-    first = graphs[0]
-    model, strategy = _of_graphs(graphs) if job is None else _of_job(job)
-    group = digest(*(part.tobytes() for graph in graphs for part in (graph.start_s, graph.duration_s)))
-    return {
-        "run": name,
-        "model": model,
-        "strategy": strategy,
-        "scale": str(first.world_size),
-        "hardware": first.device_name or first.device,
-        "group": group,
-        "timed_s": timed_s,
-    }
-
-
-def _of_graphs(graphs: Sequence[Program]) -> tuple[str, str]:
-    kinds = sorted({work.kind for work in graphs[0].works})
-    groups = sorted({str(ranks or name) for name, ranks in graphs[0].groups})
-    return digest(*kinds, *sorted(graphs[0].names)), digest(str(graphs[0].world_size), *groups)
-
-
-def _of_job(job: Job) -> tuple[str, str]:
-    tables = job.to_dict()
-    model = job.model.name or digest(str(sorted(tables["model"].items())))
-    return model, digest(str(sorted(tables["parallel"].items())))
-
-
-def describe_own_run(run: RunManifest) -> dict[str, Any]:
-    """Metadata of a run of the harness by its manifest, without its graphs."""
-    model, strategy = _of_job(run.job)
-    files = [run.folder / name for rank in sorted(run.traces) for name in sorted(run.traces[rank].values())]
-    return {
-        "run": run.name,
-        "model": model,
-        "strategy": strategy,
-        "scale": str(run.world_size),
-        "hardware": run.job.hardware_name,
-        "group": digest_files(files),
-        "timed_s": run.iteration_time_s if run.whole else 0.0,
-    }
-
-
-def read_index(root: Path) -> dict[str, Any]:
-    """Index of a dataset.
-
-    Raises:
-        TraceError: If the folder holds none, or one of another form.
-    """
-    path = Path(root) / "raw" / INDEX
-    try:
-        index = read_json(path)
-        if index["form"] != FORM:
-            raise ValueError(f"form must be {FORM}, got {index['form']!r:.40}")
-        if (
-            tuple(index["kinds"]) != kind_names()
-            or tuple(index["dtypes"]) != DTYPES
-            or not all(isinstance(run["folder"], str) for run in index["runs"])
-        ):
-            raise ValueError("its kinds of ops are not those of this version")
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise TraceError(f"{root} must be a dataset that `stepsight dataset` made: {error}") from None
-    return dict(index)
-
-
-def run_parts(folder: Path, run: dict[str, Any]) -> Iterator[tuple[dict[str, Any], GraphPart]]:
-    """Metadata and parts of a stored run: every step and segment of every rank."""
-    graphs = [Program.load(folder / stem) for stem in run["ranks"]]
-    names = ("source", "run", "role", "model", "strategy", "scale", "hardware", "group", "timed_s")
-    about = {name: run[name] for name in names}
-    if graphs:
-        met = meetings(graphs)[0]
-        for place, graph in enumerate(graphs):
-            for part in RankParts(graphs, place, met).parts():
-                yield {**about, "rank": graph.rank, "digest": part_digest(part)}, part
-    if run["segments"]:
-        segments = read_segments(folder)
-        for segment, part in zip(segments, SegmentParts(segments).parts(), strict=True):
-            yield {**about, "rank": segment.rank, "digest": part_digest(part)}, part
-
-
-def part_digest(part: GraphPart) -> str:
-    """Digest of the nodes and their durations; empty for few nodes, which may be equal by chance."""
-    if sum(len(part.kind[name]) for name in WORK_TYPES) < _LEAST_TOLD:
-        return ""
-    columns: list[Any] = [each[name] for name in WORK_TYPES for each in (part.kind, part.signature)]
-    columns += [part.y[name][:, 1] for name in WORK_TYPES]
-    return digest(*(np.ascontiguousarray(column).tobytes() for column in columns))

@@ -14,7 +14,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -29,7 +28,7 @@ from stepsight.dataset.kinds.op import Collective, Op
 from stepsight.dataset.runs.run_folder import read_imported
 from stepsight.dataset.runs.trace import profiling_correction, without_overhead
 from stepsight.dataset.tables.measurements import device_name
-from stepsight.dataset.trace_graphs.graph_schema import NUMBERS, work_of
+from stepsight.dataset.trace_graphs.graph_schema import NUMBERS, kind_names, work_of
 from stepsight.training.kernels.host_calls import (
     FUSED,
     MOST_CROWDED,
@@ -44,8 +43,8 @@ from stepsight.training.kernels.host_calls import (
 from stepsight.training.regression.fitted_physics import Bounds, fit_physics
 
 if TYPE_CHECKING:
+    from stepsight.dataset.trace_graphs.graph_table import GraphTable
     from stepsight.dataset.trace_graphs.learning_segments import StepWorks
-    from stepsight.dataset.trace_graphs.trace_graphs import TraceGraphs
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -74,20 +73,19 @@ class HostStep:
         return np.bincount(self.phase, minlength=len(PHASES)).astype(np.float64)
 
 
-def host_step(graphs: TraceGraphs, places: Sequence[int]) -> HostStep | None:
+def host_step(graphs: GraphTable, places: Sequence[int]) -> HostStep | None:
     """What a run's host does in one step, from the dataset's graphs of its steps.
 
     ``graphs``: the dataset.  ``places``: of the run's steps in it.  Returns of the first rank.  None where a device
     computed, or no step was timed without a profiler.
     """
-    places = sorted(places, key=graphs.values("step").__getitem__)
-    timed_s, ranks, hardware = (
-        {graphs.values(name)[place] for place in places} for name in ("timed_s", "rank", "hardware")
-    )
+    about = graphs.about
+    places = sorted(places, key=about["step"].__getitem__)
+    timed_s, ranks, hardware = ({about[name][place] for place in places} for name in ("timed_s", "rank", "hardware"))
     if not ranks or hardware != {"cpu"} or timed_s == {0.0}:
         return None
-    places = [place for place in places if graphs.values("rank")[place] == min(ranks)]
-    steps = [_Step.of(graphs, place) for place in places]
+    places = [place for place in places if about["rank"][place] == min(ranks)]
+    steps = [_Step.of(graphs.select([place])) for place in places]
     alike = _alike(steps)
     if not alike:
         return None
@@ -102,9 +100,10 @@ def host_step(graphs: TraceGraphs, places: Sequence[int]) -> HostStep | None:
         axis=0,
     )
     first = steps[alike[0]]
-    works = [work_of(graphs.kinds[kind], exact) for kind, *exact in first.works]
+    kinds = kind_names()
+    works = [work_of(kinds[kind], exact) for kind, *exact in first.works]
     ops = tuple(work for work in works if isinstance(work, Op))
-    name = str(graphs.values("run")[places[0]])
+    name = str(about["run"][places[0]])
     return HostStep(name, ops, first.calls, first.phase, seconds, step_s, places[alike[0]], len(ranks))
 
 
@@ -121,20 +120,18 @@ class _Step:
     events: float
 
     @classmethod
-    def of(cls, graphs: TraceGraphs, place: int) -> _Step:
-        told = {name: graphs.column("op", name, [place])[0] for name in ("kind", "signature", "x", "y", "recorded")}
-        names = graphs.values("calls")[place]
-        calls = tuple(names[call] for call in graphs.column("op", "call", [place])[0].tolist())
+    def of(cls, graph: GraphTable) -> _Step:
+        ops, about = graph.rows["op"], {name: values[0] for name, values in graph.about.items()}
         columns = [NUMBERS.index(f"is_{phase}") for phase in PHASES]
-        works = np.concatenate([told["kind"][:, None], told["signature"]], axis=1)
+        works = np.concatenate([ops["kind"][:, None], ops["signature"]], axis=1)
         return cls(
             tuple(map(tuple, works.tolist())),
-            calls,
-            told["x"][:, columns].argmax(axis=1).astype(np.int64),
-            np.exp(told["y"][:, 1].astype(np.float64)),
-            told["recorded"].astype(np.float64),
-            float(graphs.values("span_s")[place]),
-            float(graphs.values("events")[place]),
+            tuple(about["calls"][call] for call in ops["call"].tolist()),
+            ops["x"][:, columns].argmax(axis=1).astype(np.int64),
+            np.exp(ops["y"][:, 1].astype(np.float64)),
+            ops["recorded"].astype(np.float64),
+            float(about["span_s"]),
+            float(about["events"]),
         )
 
 
@@ -362,30 +359,28 @@ class RunGraphs(NamedTuple):
 
 
 def read_graphs(folders: Sequence[Path], scopes: Sequence[str] = ("segment",)) -> list[RunGraphs]:
-    """Read the graphs of each traced run from a dataset that is made in a temporary folder.
+    """Read the graphs of each traced run, as a dataset of them holds them.
 
     ``folders``: run folders, each with traces.  ``scopes``: ``segment``, and ``step`` for launches and overlap.  Raises
     ``TraceError`` if a folder is no run, or its traces cannot be read.
     """
     if not folders:
         return []
-    from stepsight.dataset.trace_graphs.graph_dataset import make_dataset
+    from stepsight.dataset.trace_graphs.graph_dataset import read_graph_table
     from stepsight.dataset.trace_graphs.learning_segments import learning_segments, step_works
-    from stepsight.dataset.trace_graphs.trace_graphs import TraceGraphs
 
-    with TemporaryDirectory(prefix="stepsight-") as scratch:
-        make_dataset(folders, Path(scratch) / "dataset", scopes=scopes)
-        graphs = TraceGraphs(Path(scratch) / "dataset")
-        scope, source = graphs.values("scope"), graphs.values("source")
-        found: list[list[TracedSegment]] = [[] for _ in folders]
-        steps: list[list[int]] = [[] for _ in folders]
-        for place, run in enumerate(source):
-            if scope[place] == "step":
-                steps[run].append(place)
-        runs = [run for run, each in zip(source, scope, strict=True) if each == "segment"]
-        for run, segment in zip(runs, learning_segments(graphs), strict=True):
-            found[run].append(segment)
-        works = [step_works(graphs, places) for places in steps]
-        hosts = [host_step(graphs, places) if places else None for places in steps]
+    graphs = read_graph_table(folders, scopes)[0]
+    found: list[list[TracedSegment]] = [[] for _ in folders]
+    steps: list[list[int]] = [[] for _ in folders]
+    of_segments = []
+    for place, (run, scope) in enumerate(zip(graphs.about["source"], graphs.about["scope"], strict=True)):
+        if scope == "step":
+            steps[run].append(place)
+        else:
+            of_segments.append(run)
+    for run, segment in zip(of_segments, learning_segments(graphs), strict=True):
+        found[run].append(segment)
+    works = [step_works(graphs.select(places)) for places in steps]
+    hosts = [host_step(graphs, places) if places else None for places in steps]
     told = zip(found, works, hosts, strict=True)
     return [RunGraphs(tuple(segments), step, host) for segments, step, host in told]

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import pickle
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch_geometric.data import HeteroData
 
 from stepsight.dataset import TraceGraphs
 from stepsight.dataset.base.errors import StepsightError, TraceError
 from stepsight.dataset.runs.run_folder import write_imported
-from stepsight.dataset.trace_graphs.graph_dataset import make_dataset
+from stepsight.dataset.trace_graphs.graph_dataset import make_dataset, read_index
+from stepsight.dataset.trace_graphs.graph_table import GraphTable
 from stepsight.dataset.traces.import_traces import import_ranks
 from tests.dataset.kineto_files import KinetoFile
 from tests.dataset.traced_jobs import GpuJob, two_ranks
@@ -108,6 +112,55 @@ def test_graphs_round_trip_through_parquet(tmp_path: Path) -> None:
         for edge_type in one.edge_types:
             assert torch.equal(one[edge_type].edge_index, other[edge_type].edge_index)
             assert torch.equal(one[edge_type].edge_attr, other[edge_type].edge_attr)
+
+
+class Evil:
+    """Fails the test if somebody unpickles it."""
+
+    def __reduce__(self) -> Any:
+        return pytest.fail, ("a file was unpickled",)
+
+
+def test_nothing_in_a_folder_runs(tmp_path: Path) -> None:
+    """Planted pickles stay unread, those that PyTorch Geometric would open too, and an earlier form is refused."""
+    make_dataset([collection(tmp_path)], tmp_path / "data")
+    whole = len(TraceGraphs(tmp_path / "data"))
+    for name in (
+        "pre_transform.pt",
+        "pre_filter.pt",
+        "graphs.pt",
+        f"graphs-{read_index(tmp_path / 'data')['version']}.pt",
+    ):
+        for folder in (tmp_path / "data", tmp_path / "data" / "processed", tmp_path / "old" / "processed"):
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / name).write_bytes(pickle.dumps(Evil()))
+    assert len(TraceGraphs(tmp_path / "data", transform=lambda graph: graph)) == whole
+    (tmp_path / "old" / "raw").mkdir()
+    (tmp_path / "old" / "raw" / "runs.json").write_text('{"form": 4}')
+    with pytest.raises(TraceError, match="stepsight dataset"):
+        TraceGraphs(tmp_path / "old")
+    make_dataset([tmp_path / "col"], tmp_path / "old")  # takes its place
+    assert len(TraceGraphs(tmp_path / "old")) == whole
+
+
+def test_broken_tables_are_refused(tmp_path: Path) -> None:
+    make_dataset([collection(tmp_path)], tmp_path / "data")
+    table = GraphTable.load(tmp_path / "data")
+    table.rows["op", "stream_order", "op"]["ends"][0] = 10**6
+    table.save(tmp_path / "data")
+    with pytest.raises(TraceError, match="edges must lead to nodes of their graph"):
+        TraceGraphs(tmp_path / "data")
+
+
+def test_filters_and_transforms_apply(tmp_path: Path) -> None:
+    make_dataset([collection(tmp_path)], tmp_path / "data")
+    steps = TraceGraphs(tmp_path / "data", pre_filter=lambda graph: graph.scope == "step")
+    assert set(steps.values("scope")) == {"step"} and len(steps) == len(TraceGraphs(tmp_path / "data", scope="step"))
+    assert all(graph.num_edges == 0 for graph in TraceGraphs(tmp_path / "data", pre_transform=_without_edges))
+
+
+def _without_edges(graph: HeteroData) -> HeteroData:
+    return graph.edge_type_subgraph([])
 
 
 def test_other_folders_are_not_replaced(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import pytest
 from stepsight.dataset.base.errors import TraceError
 from stepsight.dataset.graph.graph_files import write_graph
 from stepsight.dataset.graph.program import COLLECTIVE, HOST, WHY, WHY_NUMBER, Dependency, Program
-from stepsight.dataset.trace_graphs.graph_parts import RankParts
+from stepsight.dataset.trace_graphs.graph_rows import step_graphs
 from stepsight.dataset.traces.read_rank import lateness, read_rank
 from tests.dataset.kineto_files import KinetoFile, tiny_step
 from tests.dataset.traced_jobs import PRODUCT, REDUCTION, GpuJob, two_ranks
@@ -229,8 +229,7 @@ def test_an_observed_step_gives_its_dependencies_and_not_its_times(tmp_path: Pat
     assert (ops[0], ops[2]) in set(
         zip(graph.edge_columns["source"][data], graph.edge_columns["target"][data], strict=True)
     )
-    (part,) = RankParts([graph], 0, []).parts()
-    assert np.exp(part.y["op"]) == pytest.approx(50e-6, rel=1e-5)
+    assert np.exp(step_graphs([graph]).rows["op"]["y"]) == pytest.approx(50e-6, rel=1e-5)
     assert read_rank(file.write(tmp_path / "t.json")).observed == 1
 
 

@@ -44,7 +44,7 @@ def test_a_module_gets_the_graph_as_the_dataset_has_it(tmp_path: Path) -> None:
     """Features, edges and kinds of a segment's graph are those of the same program's, without its times."""
     make_dataset([collection(tmp_path)], tmp_path / "data")
     graphs = TraceGraphs(tmp_path / "data", scope="segment")
-    for stored, segment in list(zip(graphs, learning_segments(graphs), strict=True))[:6]:
+    for stored, segment in list(zip(graphs, learning_segments(graphs.table), strict=True))[:6]:
         alone = np.full(len(segment.program), 2e-4)
         made = SegmentGraph(segment.program, HARDWARE["local-cpu"], segment.busy).to_heterodata(alone)
         assert made.edge_types == stored.edge_types and made.segment == stored.segment

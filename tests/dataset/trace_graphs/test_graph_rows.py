@@ -18,10 +18,10 @@ from stepsight.dataset.kinds.op import Op
 from stepsight.dataset.runs.run_folder import read_run
 from stepsight.dataset.trace_graphs.call_segments import call_segments
 from stepsight.dataset.trace_graphs.graph_dataset import make_dataset
+from stepsight.dataset.trace_graphs.graph_rows import segment_graphs
 from stepsight.dataset.trace_graphs.graph_schema import WORK_TYPES, edge_types
-from stepsight.dataset.trace_graphs.hetero_data import collated, to_hetero_data
 from stepsight.dataset.trace_graphs.learning_segments import learning_segments
-from stepsight.dataset.trace_graphs.segment_parts import SegmentParts, read_segments, write_segments
+from stepsight.dataset.trace_graphs.trace_graphs import collated, hetero_data
 from stepsight.dataset.traces.import_traces import import_ranks
 from tests.dataset.graph.test_program import overlapped, programs
 from tests.dataset.run_folders import write_run
@@ -35,7 +35,7 @@ def _traced(program: Program) -> TracedSegment:
 def test_training_reads_what_the_harness_traced(tmp_path: Path) -> None:
     traced = read_run(write_run(tmp_path, 2)).segments()
     make_dataset([tmp_path], tmp_path / "data")
-    found = learning_segments(TraceGraphs(tmp_path / "data"))
+    found = learning_segments(TraceGraphs(tmp_path / "data").table)
     assert len(found) == len(traced) > 2
     for one, other in zip(found, traced, strict=True):
         assert one.program.digest_key == other.program.digest_key
@@ -54,8 +54,7 @@ def test_segments_alone_need_no_graphs_of_steps(tmp_path: Path) -> None:
 @settings(deadline=None, max_examples=25)
 @given(programs())
 def test_a_graph_holds_every_node_and_edge_once(program: Program) -> None:
-    (part,) = SegmentParts([_traced(program)]).parts()
-    data = to_hetero_data(part, {})
+    data = hetero_data(segment_graphs([_traced(program)]), 0)
     node = {name: data[name].node.tolist() for name in WORK_TYPES}
     assert sorted(node["op"] + node["collective"]) == list(range(len(program)))
     assert all(isinstance(program.nodes[place].work, Op) for place in node["op"])
@@ -76,30 +75,21 @@ def test_a_graph_holds_every_node_and_edge_once(program: Program) -> None:
 
 def test_graphs_batch() -> None:
     """The loader of PyTorch Geometric joins graphs of segments."""
-    parts = SegmentParts([_traced(overlapped()), _traced(overlapped())]).parts()
-    batch = Batch.from_data_list([to_hetero_data(part, {}) for part in parts])
+    table = segment_graphs([_traced(overlapped()), _traced(overlapped())])
+    batch = Batch.from_data_list([hetero_data(table, place) for place in range(2)])
     assert batch["op"].num_nodes == 6
     assert batch["op", CONCURRENT, "collective"].edge_index.tolist() == [[1, 4], [0, 1]]
 
 
 def test_graphs_are_stored_as_pytorch_geometric_stores_them() -> None:
-    about = {"run": "one", "rank": 0}
     programs_of = [overlapped(), Program((overlapped().nodes[0],), label="forward"), overlapped()]
-    parts = SegmentParts([_traced(program) for program in programs_of]).parts()
-    data, slices = collated([(about, part) for part in parts])
-    expected, wanted = InMemoryDataset.collate([to_hetero_data(part, about) for part in parts])
+    table = segment_graphs([_traced(program) for program in programs_of])
+    data, slices = collated(table)
+    expected, wanted = InMemoryDataset.collate([hetero_data(table, place) for place in range(3)])
     assert str(data.to_dict()) == str(expected.to_dict()) and slices is not None and slices.keys() == wanted.keys()
     for key, names in wanted.items():
         for name, bounds in names.items() if isinstance(names, dict) else [(None, names)]:
             assert torch.equal(bounds, slices[key] if name is None else slices[key][name])
-
-
-def test_files_hold_segments(tmp_path: Path) -> None:
-    segments = [_traced(overlapped()), _traced(Program((overlapped().nodes[0],), label="forward"))]
-    write_segments(segments, tmp_path)
-    for one, other in zip(read_segments(tmp_path), segments, strict=True):
-        assert one.program == other.program and one.label == other.label
-        assert one.slot_s.tolist() == other.slot_s.tolist() and not len(one.launch_s)
 
 
 def test_calls_of_imported_traces_are_nodes(tmp_path: Path) -> None:
@@ -127,5 +117,6 @@ def test_a_part_of_a_dataset_is_read(tmp_path: Path) -> None:
     make_dataset([tmp_path], tmp_path / "data")
     graphs = TraceGraphs(tmp_path / "data")
     places = [place for place, scope in enumerate(graphs.values("scope")) if scope == "segment"][1::2]
-    whole = learning_segments(graphs)[1::2]
-    assert [each.program for each in learning_segments(graphs[torch.tensor(places)])] == [e.program for e in whole]
+    whole = learning_segments(graphs.table)[1::2]
+    found = learning_segments(graphs[torch.tensor(places)].table)
+    assert [each.program for each in found] == [each.program for each in whole]

@@ -1,0 +1,159 @@
+"""Graphs of a dataset as tables: one of graphs, one of nodes of each type, and one of edges of each type."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from stepsight.dataset.base.bounded import read_parquet
+from stepsight.dataset.base.errors import TraceError
+from stepsight.dataset.graph.program import NODE_KINDS
+from stepsight.dataset.trace_graphs.graph_schema import EDGE_NUMBERS, NUMBERS, TARGETS, edge_types, signature_width
+
+Key = str | tuple[str, str, str]  # type of node or edge
+Rows = dict[str, NDArray[Any]]
+
+ABOUT = (
+    "source", "run", "role", "model", "strategy", "scale", "hardware", "group", "digest", "rank", "scope", "segment",
+    "step", "streams", "busy", "micro_batch", "stage", "wait_s", "span_s", "calls",
+    "events", "timed_s",
+)  # fmt: skip
+
+
+def keys() -> tuple[Key, ...]:
+    """Every type of node and edge, in a fixed order; each table has all of them, empty or not."""
+    return (*NODE_KINDS, "stream", *edge_types())
+
+
+class GraphTable:
+    """Many graphs; each is a selection of rows.
+
+    Shapes: ``g`` graphs; ``k`` rows of a type.
+
+    Attributes:
+        about: By name, ``g`` values each: what ``ABOUT`` lists, as far as it is known.
+        rows: By type, then by name.  All types have ``graph``, ``(k,)`` and ascending.  Nodes have ``x``
+            ``(k, len(NUMBERS))``, of streams ``(k, 1)``: whether it is a device's; and all but streams ``y`` ``(k, 2)``
+            (natural logarithms of seconds, NaN where unknown), ``kind`` (index of ``kind_names()``), ``node`` (place in
+            the rank's graph or in the segment's order of issue, -1: a peer's), ``signature``
+            ``(k, signature_width())``, ``share``, ``launch`` ``(k, 2)`` (host seconds from the launch before, and calls
+            recorded in them), ``beside`` (seconds of an op in which a collective of its rank ran), ``call`` (index of
+            the graph's ``calls``, -1: none) and ``recorded`` (calls that a profiler recorded within an op of the host).
+            Edges have ``ends`` ``(k, 2)``, rows of their types within the graph, and ``edge_attr``
+            ``(k, len(EDGE_NUMBERS))``.
+    """
+
+    def __init__(self, about: dict[str, list[Any]], rows: dict[Key, Rows]) -> None:
+        self.about, self.rows = about, rows
+
+    def __len__(self) -> int:
+        return len(self.about["scope"])
+
+    @cached_property
+    def bounds(self) -> dict[Key, NDArray[np.int64]]:
+        """``(g + 1,)`` by type: where the rows of each graph begin."""
+        every = np.arange(len(self) + 1)
+        return {key: np.searchsorted(rows["graph"], every) for key, rows in self.rows.items()}
+
+    def select(self, places: Sequence[int]) -> GraphTable:
+        """Some graphs, in the order of ``places``."""
+        chosen, found = np.asarray(places, dtype=np.int64), {}
+        for key, rows in self.rows.items():
+            first, counts = self.bounds[key][chosen], np.diff(self.bounds[key])[chosen]
+            at = np.arange(counts.sum()) + np.repeat(first - (np.cumsum(counts) - counts), counts)
+            found[key] = {name: values[at] for name, values in rows.items()}
+            found[key]["graph"] = np.repeat(np.arange(len(chosen)), counts)
+        return GraphTable({name: [values[place] for place in places] for name, values in self.about.items()}, found)
+
+    @classmethod
+    def joined(cls, tables: Iterable[GraphTable]) -> GraphTable:
+        """The graphs of at least one table, one table after the other."""
+        every = list(tables)
+        first = np.cumsum([0, *(len(table) for table in every)]).tolist()
+        found: dict[Key, Rows] = {}
+        for key, rows in every[0].rows.items():
+            found[key] = {name: np.concatenate([table.rows[key][name] for table in every]) for name in rows}
+            owners = zip(every, first, strict=False)
+            found[key]["graph"] = np.concatenate([table.rows[key]["graph"] + before for table, before in owners])
+        return cls({name: [each for t in every for each in t.about[name]] for name in every[0].about}, found)
+
+    def save(self, folder: Path) -> None:
+        """Write ``graphs.parquet``, ``nodes.<type>.parquet`` and ``edges.<source>.<relation>.<target>.parquet``."""
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+
+        pq.write_table(pa.table({name: self.about[name] for name in ABOUT}), folder / "graphs.parquet")
+        for key, rows in self.rows.items():
+            columns = {"graph": rows["graph"]}
+            for name, labels in _labels(key).items():
+                split = zip(labels, rows[name].reshape(-1, len(labels)).T, strict=True)
+                columns |= {label: np.ascontiguousarray(values) for label, values in split}
+            pq.write_table(pa.table(columns), folder / _file(key), compression="zstd", compression_level=1)
+
+    @classmethod
+    def load(cls, folder: Path) -> GraphTable:
+        """Read what ``save`` wrote.
+
+        Raises:
+            TraceError: If it is not that.
+        """
+        try:
+            listed = read_parquet(Path(folder) / "graphs.parquet").to_pydict()
+            table = cls({name: listed[name] for name in ABOUT}, {key: _read(Path(folder), key) for key in keys()})
+            table.check()
+        except (OSError, KeyError, ValueError, IndexError, TypeError) as error:
+            raise TraceError(f"{folder} must hold the tables of a graph dataset: {error}") from None
+        return table
+
+    def check(self) -> None:
+        """Check that rows are in the order of graphs, and that edges lead to nodes of their graph.
+
+        Raises:
+            ValueError: If not.
+        """
+        for key, rows in self.rows.items():
+            graph = rows["graph"]
+            if len(graph) and (graph[0] < 0 or graph[-1] >= len(self) or (np.diff(graph) < 0).any()):
+                raise ValueError(f"graph must ascend from 0 to {len(self) - 1} in {_file(key)}")
+        for key in edge_types():
+            for side, kind in enumerate((key[0], key[2])):
+                ends, graph = self.rows[key]["ends"][:, side], self.rows[key]["graph"]
+                if (ends < 0).any() or (ends >= np.diff(self.bounds[kind])[graph]).any():
+                    raise ValueError(f"edges must lead to nodes of their graph in {_file(key)}")
+
+
+def _file(key: Key) -> str:
+    return f"nodes.{key}.parquet" if isinstance(key, str) else f"edges.{'.'.join(key)}.parquet"
+
+
+def _labels(key: Key) -> dict[str, tuple[str, ...]]:
+    """Columns of the file by the array that holds them."""
+    if key == "stream":
+        return {"x": ("is_device",)}
+    if not isinstance(key, str):
+        return {"ends": ("source", "target"), "edge_attr": EDGE_NUMBERS}
+    wide = {
+        "x": NUMBERS,
+        "y": TARGETS,
+        "signature": tuple(f"signature{place}" for place in range(signature_width())),
+        "launch": ("launch_s", "launch_events"),
+    }
+    return wide | {name: (name,) for name in ("kind", "node", "share", "beside", "call", "recorded")}
+
+
+_FLOATS = dict.fromkeys(("x", "y", "edge_attr"), np.float32) | dict.fromkeys(("share", "launch", "beside"), np.float64)
+
+
+def _read(folder: Path, key: Key) -> Rows:
+    table = read_parquet(folder / _file(key))
+    found: Rows = {"graph": table.column("graph").to_numpy().astype(np.int64)}
+    for name, labels in _labels(key).items():
+        values = np.stack([table.column(label).to_numpy() for label in labels], axis=1)
+        values = values if len(labels) > 1 or name == "x" else values[:, 0]
+        found[name] = np.ascontiguousarray(values, dtype=_FLOATS.get(name, np.int64))
+    return found
