@@ -13,7 +13,7 @@ from stepsight.dataset.base.bounded import read_parquet
 from stepsight.dataset.base.errors import CaptureError, StepsightError
 from stepsight.dataset.base.files import new_folder, read_json, write_json
 from stepsight.dataset.capture.record_graph import CapturedRank
-from stepsight.dataset.graph.graph_files import write_graph
+from stepsight.dataset.graph.graph_files import write_columns, write_graph
 from stepsight.dataset.graph.program import COLLECTIVE, HOST, OP, PHASES, Program
 from stepsight.dataset.kinds.op import Collective, Op
 
@@ -110,14 +110,11 @@ def write_captured(captured: Captured, folder: Path) -> None:
     Raises:
         StepsightError: If something else than a capture is there.
     """
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
     check_capture_folder(folder)
     with new_folder(folder) as part:
         for each in captured.ranks:
             write_graph(each.graph, part, f"rank{each.rank}")
-            pq.write_table(pa.table({"live_bytes": each.live_bytes}), part / f"rank{each.rank}.memory.parquet")
+            write_columns({"live_bytes": each.live_bytes}, part / f"rank{each.rank}.memory.parquet")
             write_json(part / f"rank{each.rank}.calls.json", list(each.calls))
         write_json(
             part / MANIFEST,

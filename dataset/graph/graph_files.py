@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,17 +20,22 @@ _SECONDS = ("start_s", "duration_s", "unrecorded_s")
 
 def write_graph(graph: Any, folder: Path, stem: str) -> None:
     """Write ``<stem>.nodes.parquet``, ``<stem>.edges.parquet`` and ``<stem>.json``."""
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
     columns = {name: getattr(graph, name) for name in _SECONDS}
     columns |= {name: graph.columns[name].astype(np.int32) for name in NODE_COLUMNS}
     columns |= {"share": graph.columns["share"]} if "share" in graph.columns else {}
     edges = {name: graph.edge_columns[name].astype(np.int32) for name in EDGE_COLUMNS} | {"delay_s": graph.delay_s}
     for name, table in (("nodes", columns), ("edges", edges)):
-        with new_file(folder / f"{stem}.{name}.parquet") as part:
-            pq.write_table(pa.table(table), part, compression="zstd", compression_level=1)
+        write_columns(table, folder / f"{stem}.{name}.parquet")
     write_json(folder / f"{stem}.json", _described(graph), indent=None)
+
+
+def write_columns(columns: Mapping[str, Any], path: Path) -> None:
+    """Write columns by name as a Parquet file."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    with new_file(path) as part:
+        pq.write_table(pa.table(dict(columns)), part, compression="zstd", compression_level=1)
 
 
 def _described(graph: Any) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from stepsight.dataset.base.bounded import read_parquet
 from stepsight.dataset.base.errors import TraceError
+from stepsight.dataset.graph.graph_files import write_columns
 from stepsight.dataset.graph.program import NODE_KINDS
 from stepsight.dataset.trace_graphs.graph_schema import EDGE_NUMBERS, NUMBERS, TARGETS, edge_types, signature_width
 
@@ -84,16 +85,13 @@ class GraphTable:
 
     def save(self, folder: Path) -> None:
         """Write ``graphs.parquet``, ``nodes.<type>.parquet`` and ``edges.<source>.<relation>.<target>.parquet``."""
-        import pyarrow as pa
-        import pyarrow.parquet as pq
-
-        pq.write_table(pa.table({name: self.about[name] for name in ABOUT}), folder / "graphs.parquet")
+        write_columns({name: self.about[name] for name in ABOUT}, folder / "graphs.parquet")
         for key, rows in self.rows.items():
             columns = {"graph": rows["graph"]}
             for name, labels in _labels(key).items():
                 split = zip(labels, rows[name].reshape(-1, len(labels)).T, strict=True)
                 columns |= {label: np.ascontiguousarray(values) for label, values in split}
-            pq.write_table(pa.table(columns), folder / _file(key), compression="zstd", compression_level=1)
+            write_columns(columns, folder / _file(key))
 
     @classmethod
     def load(cls, folder: Path) -> GraphTable:
