@@ -1,8 +1,8 @@
 """Write what the package learns from a table of published runs: power of matrix products by chip, widths of intervals.
 
 ``python tools/shipped_data.py power RUNS`` and then ``python tools/shipped_data.py widths RUNS`` write the files of
-``training.shipped.product_power`` and of ``training.intervals``.  To be run after shipped predictors or what is
-simulated have changed.
+``training.shipped.product_power`` and of ``training.corrections.intervals``.  To be run after shipped predictors or
+what is simulated have changed.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from stepsight.dataset.job.job import Job
 from stepsight.experiments.evaluation.evaluate import Evaluation, evaluate
 from stepsight.experiments.evaluation.row_jobs import jobs_of
 from stepsight.experiments.evaluation.runs_table import Row, read_runs_table
-from stepsight.training.intervals import published_errors
-from stepsight.training.intervals.published_errors import PublishedRun, Widths, class_of
+from stepsight.training.corrections import intervals
+from stepsight.training.corrections.intervals import PublishedRun, Widths, class_of
 from stepsight.training.prediction.prediction import predict
 from stepsight.training.predictor.predictor import Predictor
 from stepsight.training.shipped import product_power
@@ -126,7 +126,7 @@ def write_widths(runs: Path, out: Path) -> str:
     return f"{sum(map(len, found.sources.values()))} runs of {len(found.sources)} sources: {out}"
 
 
-WRITERS = {"power": (write_power, product_power.PRESET), "widths": (write_widths, published_errors.PRESET)}
+WRITERS = {"power": (write_power, product_power.PRESET), "widths": (write_widths, intervals.PRESET)}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

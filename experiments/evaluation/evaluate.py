@@ -21,7 +21,7 @@ from stepsight.experiments.evaluation.row_jobs import is_copy, jobs_of
 from stepsight.experiments.evaluation.runs_table import Row, RowError, read_runs_table
 from stepsight.experiments.reports.notebook_bar import NotebookBar
 from stepsight.experiments.reports.text_table import Number, table
-from stepsight.training.intervals.published_errors import published_widths
+from stepsight.training.corrections.intervals import published_widths
 from stepsight.training.prediction.prediction import ROOFLINE, named_predictor, predict
 from stepsight.training.prediction.prediction_views import seconds_text
 from stepsight.training.predictor.predictor import Predictor

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from stepsight.experiments.reports.text_table import Number, table
-from stepsight.training.intervals.published_errors import job_class, published_widths
+from stepsight.training.corrections.intervals import job_class, published_widths
 from stepsight.training.predictor.predictor import Predictor
 from stepsight.training.regression.regressor import UNKNOWN
 from stepsight.training.shipped.catalogue import RECIPES

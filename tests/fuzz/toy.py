@@ -15,7 +15,7 @@ from stepsight.dataset.kinds.op import Collective, Op
 from stepsight.experiments.search.search import search
 from stepsight.training.collectives.collective_models import fit_collectives
 from stepsight.training.corrections.calibration import Calibration
-from stepsight.training.intervals.published_errors import Intervals
+from stepsight.training.corrections.intervals import Intervals
 from stepsight.training.kernels.kernel_models import fit_kernels
 from stepsight.training.predictor.predictor import Predictor
 

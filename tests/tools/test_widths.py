@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from stepsight.experiments.evaluation.evaluate import evaluate
-from stepsight.training.intervals import published_errors
-from stepsight.training.intervals.published_errors import Widths, published_widths
+from stepsight.training.corrections import intervals
+from stepsight.training.corrections.intervals import Widths, published_widths
 from tests.experiments.evaluation.run_tables import digest_of, run_row, write_runs
 from tools.shipped_data import main, widths_of
 
@@ -42,7 +42,7 @@ def test_no_interval_depends_on_its_own_source(tmp_path: Path, monkeypatch: pyte
     value = published_widths().to_dict()
     value["sources"][name] = [[*row[:-1], 9.0] for row in value["sources"][name]]
     changed = Widths.from_dict(value)
-    monkeypatch.setattr(published_errors, "published_widths", lambda: changed)
+    monkeypatch.setattr(intervals, "published_widths", lambda: changed)
     after = [(row.low_s, row.high_s) for row in evaluate(runs).scored]
     assert after[0] == before[0]
     assert after[1] != before[1]

@@ -15,11 +15,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
+from stepsight.dataset.base.codec import IF_SET, Saved
 from stepsight.dataset.hardware.hardware import Fabric
 from stepsight.dataset.kinds.op import COLLECTIVE_KINDS, Collective
 from stepsight.features.collective_features import CHOICE_TERMS, LINK_FACTS, OVERLAPPING, choice_terms, link_facts
@@ -61,7 +62,7 @@ def never_falling(values: Array) -> Array:
 
 
 @dataclass(frozen=True)
-class SizeResidual:
+class SizeResidual(Saved):
     """The correction of one kind on one cluster."""
 
     logs: Array  # at KNOTS, log units
@@ -116,7 +117,7 @@ AXES = 3  # of the measured range: logarithms of bytes, ranks and ranks per node
 
 
 @dataclass(frozen=True)
-class BetweenNodes:
+class BetweenNodes(Saved):
     """Fitted factors of collectives between nodes."""
 
     # of CHOICE_TERMS, (terms,) each, by kind, and by route for kinds that were not measured
@@ -125,7 +126,7 @@ class BetweenNodes:
     support: Mapping[str, Support]
     errors: Mapping[str, float]  # mean absolute log-error on layouts that were left out in turn, by kind
     # corrections of one cluster by the size of a message, by kind
-    residuals: Mapping[str, SizeResidual] = field(default_factory=dict)
+    residuals: Mapping[str, SizeResidual] = field(default_factory=dict, metadata=IF_SET)
 
     def seconds(self, collectives: Sequence[Collective], fabric: Fabric) -> Array:
         """Seconds of each collective alone, ``(collectives,)``."""
@@ -159,8 +160,7 @@ class BetweenNodes:
         known = self.factors.get(kind)
         return self.factors.get(COLLECTIVE_KINDS[kind].route, FACTORS.prior) if known is None else known
 
-    def check(self) -> None:
-        """Check what was read.  Raises ``ValueError`` if factors are not within their bounds, or a range is none."""
+    def __post_init__(self) -> None:
         for name, factors in self.factors.items():
             low, high = FACTORS.low * (1 - SLACK), FACTORS.high * (1 + SLACK)
             if factors.shape != (len(CHOICE_TERMS),) or not ((low <= factors) & (factors <= high)).all():
@@ -179,26 +179,14 @@ class BetweenNodes:
             if low.shape != (AXES,) or high.shape != (AXES,) or not (low <= high).all():
                 raise ValueError(f"the measured range of {kind} must be two lists of {AXES} numbers, lowest first")
 
-    def to_dict(self) -> dict[str, Any]:
-        return {
-            "factors": {name: factors.tolist() for name, factors in self.factors.items()},
-            "support": {kind: support.to_dict() for kind, support in self.support.items()},
-            "errors": dict(self.errors),
-            **({"residuals": {k: r.logs.tolist() for k, r in self.residuals.items()}} if self.residuals else {}),
-        }
-
     @classmethod
-    def from_dict(cls, value: Mapping[str, Any]) -> BetweenNodes:
-        support = {str(kind): Support.from_dict(table) for kind, table in value["support"].items()}
-        logs = {str(kind): np.array(off, float) for kind, off in value.get("residuals", {}).items()}
-        read = cls(
-            {str(name): np.array(factors, float) for name, factors in value["factors"].items()},
-            support,
-            {str(kind): float(error) for kind, error in value["errors"].items()},
-            {kind: SizeResidual(off, support[kind]) for kind, off in logs.items()},
-        )
-        read.check()
-        return read
+    def from_dict(cls, value: Mapping[str, Any], **given: Any) -> Self:
+        """As of ``Saved``; earlier versions saved the logarithms alone of a correction by size."""
+        residuals = {
+            kind: {"logs": table, "support": value["support"][kind]} if isinstance(table, list) else table
+            for kind, table in value.get("residuals", {}).items()
+        }
+        return super().from_dict({**value, "residuals": residuals}, **given)
 
 
 UNFITTED = BetweenNodes({}, {}, {})

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stepsight.dataset.base.caching import Memo
+from stepsight.dataset.base.codec import IF_SET, OPTIONAL, UNSAVED, Saved
 from stepsight.dataset.hardware.hardware import Fabric, Link, alpha_beta_seconds
 from stepsight.dataset.kinds.op import COLLECTIVE_KINDS, Collective
 from stepsight.features.collective_features import (
@@ -102,15 +103,18 @@ def _on_links_of(fabric: Fabric, bandwidth_bytes_per_s: float | None) -> Fabric:
 
 
 @dataclass(frozen=True)
-class CollectiveModel:
+class CollectiveModel(Saved):
     """Collectives on one hardware's links."""
 
-    regressor: Regressor  # physics, trees and neighbours by kind and layout
-    left_out: bool = False  # answer as if the collectives asked about had not been measured (for honest intervals)
-    nccl: bool = False  # whether this is NCCL on GPUs: its rings and trees (nccl_terms), not one host's messages
-    carried: tuple[str, ...] = ()  # labels that were measured on another device's links alone
+    regressor: Regressor = field(metadata=UNSAVED)  # physics, trees and neighbours by kind and layout
+    # answer as if the collectives asked about had not been measured (for honest intervals)
+    left_out: bool = field(default=False, metadata=UNSAVED)
+    # whether this is NCCL on GPUs: its rings and trees (nccl_terms), not one host's messages
+    nccl: bool = field(default=False, metadata=OPTIONAL)
+    # labels that were measured on another device's links alone
+    carried: tuple[str, ...] = field(default=(), metadata=OPTIONAL)
     # NCCL between nodes by its own choices; None: by regressor, as in predictors of earlier versions
-    between: BetweenNodes | None = None
+    between: BetweenNodes | None = field(default=None, metadata=IF_SET)
     _curves: Memo[Any, Array] = field(
         default_factory=lambda: Memo("collectives: curves over sizes", MAX_CURVES),
         init=False,

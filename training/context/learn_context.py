@@ -16,7 +16,7 @@ from stepsight.gnn.inference import FORMS, LEVELS, form_of
 from stepsight.training.context.examples import Measured, Taught, joined, measured_runs
 from stepsight.training.context.fit_context import ITERATION_WEIGHT, Batch, Example, Whole, fit_context, node_weights
 from stepsight.training.corrections.calibration import fit_scale
-from stepsight.training.intervals.published_errors import fit_intervals
+from stepsight.training.corrections.intervals import fit_intervals
 from stepsight.training.measured.imported_ops import ImportedSegments
 from stepsight.training.measured.measured import MeasuredRun
 from stepsight.training.predictor.predictor import Predictor

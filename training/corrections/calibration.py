@@ -15,10 +15,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from stepsight.dataset.base.codec import IF_SET, Saved
 from stepsight.dataset.job.job import Job
 from stepsight.dataset.kinds.op import Collective, Op
 from stepsight.training.corrections.corrector import GaussianProcess, doubt
-from stepsight.training.intervals.published_errors import MOST_LOG
+from stepsight.training.corrections.intervals import MOST_LOG
 
 Array = NDArray[np.float64]
 
@@ -135,7 +136,7 @@ DRIFT_DOUBLINGS = 2.0  # doublings of the number of devices over which a correct
 
 
 @dataclass(frozen=True, slots=True)
-class JobFeatures:
+class JobFeatures(Saved):
     """The features of a job that its similarity depends on."""
 
     place: tuple[float, ...]  # doublings over SCALES, (len(SCALES),)
@@ -157,20 +158,14 @@ class JobFeatures:
         labels = (software, job.hardware_name, batch.precision, p.recompute, m.family, mixture)
         return cls(tuple(place.tolist()), labels, float(np.log2(job.cluster.num_devices)))
 
-    def to_dict(self) -> dict[str, object]:
-        return {"place": list(self.place), "labels": list(self.labels), "doublings": self.doublings}
-
-    @classmethod
-    def from_dict(cls, value: dict[str, object]) -> JobFeatures:
-        place, labels = value["place"], value["labels"]
-        if not isinstance(place, list) or not isinstance(labels, list):
-            raise ValueError(f"place and labels must be lists, got {place!r:.40} and {labels!r:.40}")
-        if (len(place), len(labels)) != (len(SCALES), len(UNLIKE)):
-            raise ValueError(f"{len(SCALES)} places and {len(UNLIKE)} labels must be there, got {place} and {labels}")
-        numbers = tuple(map(float, [*place, value["doublings"]]))
+    def __post_init__(self) -> None:
+        if (len(self.place), len(self.labels)) != (len(SCALES), len(UNLIKE)):
+            raise ValueError(
+                f"{len(SCALES)} places and {len(UNLIKE)} labels must be there, got {self.place} and {self.labels}"
+            )
+        numbers = (*self.place, self.doublings)
         if not all(abs(number) <= MOST_DOUBLINGS for number in numbers):
             raise ValueError(f"places and doublings must lie within +-{MOST_DOUBLINGS:g}, got {numbers}")
-        return cls(numbers[:-1], tuple(map(str, labels)), numbers[-1])
 
 
 def covariance(one: Sequence[JobFeatures], two: Sequence[JobFeatures]) -> Array:
@@ -273,16 +268,18 @@ MOST_WIDTH = 10.0
 
 
 @dataclass(frozen=True)
-class Calibration:
+class Calibration(Saved):
     """``calibrated = scale * exp(residual) * seconds``; the seconds are simulated with the constants."""
 
     scale: float = 1.0  # multiplies every duration; 1: uncalibrated
-    constants: Constants = field(default_factory=Constants)  # multiply durations by what bounds them
-    residual: Residual | None = None  # what is left of jobs that are alike; None: nothing is known
-    width: float = 0.0  # of the interval, half of it, in deviations of the residual
+    # multiply durations by what bounds them
+    constants: Constants = field(default_factory=Constants, metadata=IF_SET)
+    # what is left of jobs that are alike; None: nothing is known
+    residual: Residual | None = field(default=None, metadata=IF_SET)
+    width: float = field(default=0.0, metadata=IF_SET)  # of the interval, half of it, in deviations of the residual
     # what the runs that taught it are still off by: half of the narrowest interval, in log-seconds
-    left_log: float = 0.0
-    judged_log: float = 0.0  # likewise the runs that judged it
+    left_log: float = field(default=0.0, metadata=IF_SET)
+    judged_log: float = field(default=0.0, metadata=IF_SET)  # likewise the runs that judged it
 
     @property
     def by_runs(self) -> bool:
@@ -307,31 +304,15 @@ class Calibration:
         half = math.sqrt(known * own**2 + (1.0 - known) * otherwise**2)
         return max(half, self.left_log, 0.0 if judged else self.judged_log)
 
-    def to_dict(self) -> dict[str, Any]:
-        value: dict[str, Any] = {"scale": self.scale}
-        if not self.constants.plain:
-            value["constants"] = self.constants.to_dict()
-        if self.residual is not None:
-            value |= {"residual": self.residual.to_dict(), "width": self.width}
-            value |= {"left_log": self.left_log, "judged_log": self.judged_log}
-        return value
-
-    @classmethod
-    def from_dict(cls, value: dict[str, Any]) -> Calibration:
-        scale = float(value["scale"])
-        if not (scale > 0 and abs(np.log(scale)) <= MAX_LOG_SCALE + 1e-9):
-            raise ValueError(f"scale must lie within exp(+-{MAX_LOG_SCALE}), got {scale}")
-        constants = Constants.from_dict(value["constants"]) if "constants" in value else Constants()
-        if "residual" not in value:
-            return cls(scale, constants)
-        width = float(value["width"])
-        left, judged = (float(value.get(name, 0.0)) for name in ("left_log", "judged_log"))
-        if not (0 < width <= MOST_WIDTH and 0 <= left <= MOST_LOG and 0 <= judged <= MOST_LOG):
+    def __post_init__(self) -> None:
+        if not (self.scale > 0 and abs(np.log(self.scale)) <= MAX_LOG_SCALE + 1e-9):
+            raise ValueError(f"scale must lie within exp(+-{MAX_LOG_SCALE}), got {self.scale}")
+        logs, needed = (self.left_log, self.judged_log), 0 if self.residual is None else 1e-9
+        if not (needed <= self.width <= MOST_WIDTH and all(0 <= log <= MOST_LOG for log in logs)):
             raise ValueError(
                 f"0 < width <= {MOST_WIDTH} and 0 <= left_log and judged_log <= {MOST_LOG:g} must hold, "
-                f"got {width}, {left} and {judged}"
+                f"got {self.width}, {self.left_log} and {self.judged_log}"
             )
-        return cls(scale, constants, Residual.from_dict(value["residual"]), width, left, judged)
 
 
 def fit_scale(predicted: Array, measured: Array) -> Calibration:

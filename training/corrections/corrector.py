@@ -14,13 +14,15 @@ Learning, 2006, equations 2.25 and 2.26).
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import NamedTuple, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
+
+from stepsight.dataset.base.codec import ROUNDED, Saved
 
 Array = NDArray[np.float64]
 Asked = TypeVar("Asked", contravariant=True)
@@ -76,13 +78,6 @@ class Support(NamedTuple):
         """How far positions, ``(..., axes)``, lie outside the range on each axis; same shape."""
         return np.asarray(np.maximum(np.maximum(self.low - positions, positions - self.high), 0.0))
 
-    def to_dict(self) -> dict[str, Any]:
-        return {"low": self.low.tolist(), "high": self.high.tolist()}
-
-    @classmethod
-    def from_dict(cls, value: Mapping[str, Any]) -> Support:
-        return cls(np.array(value["low"], float), np.array(value["high"], float))
-
 
 NOISE = 0.03  # log-seconds; two library versions, and repeats on one machine, agree within about 3 %
 MAX_POINTS = 600
@@ -136,19 +131,19 @@ class GaussianProcess:
 
 
 @dataclass(frozen=True)
-class Neighbours:
+class Neighbours(Saved):
     """Positions that were measured, ``(points, axes)``, and their weights, ``(points,)``."""
 
-    positions: Array
-    weights: Array
     length: float
+    positions: Array = field(metadata=ROUNDED)
+    weights: Array = field(metadata=ROUNDED)
 
     prior_std_log = NOISE
 
     @classmethod
     def none(cls, axes: int) -> Neighbours:
         """Nothing was measured."""
-        return cls(np.zeros((0, axes)), np.zeros(0), LENGTHS[0])
+        return cls(LENGTHS[0], np.zeros((0, axes)), np.zeros(0))
 
     def log_factor(self, asked: Array) -> Array:
         """Log-residual at each position, ``(rows, axes)``; shape ``(rows,)``."""
@@ -162,19 +157,12 @@ class Neighbours:
             return np.zeros(len(asked))
         return np.asarray(_similarity(asked, self.positions, self.length).max(axis=1) ** 2)
 
-    def to_dict(self) -> dict[str, Any]:
-        return {
-            "length": self.length,
-            "positions": np.round(self.positions, 6).tolist(),
-            "weights": np.round(self.weights, 6).tolist(),
-        }
-
-    @classmethod
-    def from_dict(cls, value: dict[str, Any]) -> Neighbours:
-        weights = np.array(value["weights"], float)
-        if weights.ndim != 1:
-            raise ValueError(f"weights of neighbours must be one list of numbers, got shape {weights.shape}")
-        return cls(np.array(value["positions"], float).reshape(len(weights), -1), weights, float(value["length"]))
+    def __post_init__(self) -> None:
+        if self.weights.ndim != 1:
+            raise ValueError(f"weights of neighbours must be one list of numbers, got shape {self.weights.shape}")
+        if self.positions.ndim != 2:  # an empty list in a file tells no axes
+            axes = -1 if len(self.weights) else 0
+            object.__setattr__(self, "positions", self.positions.reshape(len(self.weights), axes))
 
 
 def _similarity(left: Array, right: Array, length: float) -> Array:
@@ -189,4 +177,4 @@ def fit_neighbours(positions: Array, residuals: Array, length: float) -> Neighbo
         positions, residuals = positions[chosen], residuals[chosen]
     signal = max(float(np.mean(residuals**2)), NOISE**2)
     covariance = _similarity(positions, positions, length) + (NOISE**2 / signal) * np.eye(len(positions))
-    return Neighbours(positions, GaussianProcess(covariance, residuals).weights, length)
+    return Neighbours(length, positions, GaussianProcess(covariance, residuals).weights)

@@ -8,12 +8,13 @@ a factor, or a factor and a Gaussian process on what it leaves; it fades for siz
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
+from stepsight.dataset.base.codec import ROUNDED, Saved
 from stepsight.dataset.kinds.op import Op
 from stepsight.features.op_features import op_position
 from stepsight.training.corrections.corrector import LENGTHS, Neighbours, Support, faded, fit_neighbours
@@ -29,10 +30,10 @@ _REACH = LENGTHS[2:]  # shorter lengths would memorise single signatures
 
 
 @dataclass(frozen=True)
-class TracedKind:
+class TracedKind(Saved):
     """The correction of one kind; log-seconds."""
 
-    offset: float  # of every op of the kind
+    offset: float = field(metadata=ROUNDED)  # of every op of the kind
     near: Neighbours  # what is left near signatures that were traced
     support: Support  # positions that were traced
 
@@ -51,23 +52,20 @@ class TracedKind:
         """Whether an op lies within the traced range."""
         return bool((self.support.beyond(op_position(op)) <= 1e-9).all())
 
-    def to_dict(self) -> dict[str, Any]:
-        return {"offset": round(self.offset, 6), "near": self.near.to_dict(), **self.support.to_dict()}
-
     @classmethod
-    def from_dict(cls, value: Mapping[str, Any], axes: int) -> TracedKind:
-        """Read the result of ``to_dict``.  Raises ``ValueError`` if its arrays do not fit each other."""
-        table = value["near"]
-        near = Neighbours.from_dict(table) if table["weights"] else Neighbours.none(axes)
-        found = cls(float(value["offset"]), near, Support.from_dict(value))
-        low, high = found.support
-        shaped = low.shape == high.shape == (axes,) and near.positions.shape[1:] == (axes,)
-        numbers = np.concatenate([low, high, near.positions.ravel(), near.weights, [found.offset]])
+    def from_dict(cls, value: Mapping[str, Any], **given: Any) -> Self:
+        """As of ``Saved``; earlier versions saved the ends of the support beside the other fields."""
+        return super().from_dict({"support": value, **value}, **given)
+
+    def check(self, axes: int) -> None:
+        """Check values read from a file.  Raises ``ValueError`` if arrays do not fit each other, or so many axes."""
+        (low, high), near = self.support, self.near
+        shaped = low.shape == high.shape == (axes,) and near.positions.shape in ((0, 0), (len(near.weights), axes))
+        numbers = np.concatenate([low, high, near.positions.ravel(), near.weights, [self.offset]])
         if not shaped or not np.isfinite(numbers).all() or not 0 < near.length <= LENGTHS[-1]:
             raise ValueError(
                 f"a traced kind must have finite numbers and {axes} axes, got {low.shape} and {high.shape}"
             )
-        return found
 
 
 def log_factors(kinds: Mapping[str, TracedKind], ops: Sequence[Op], labels: Sequence[str]) -> Array:

@@ -31,7 +31,7 @@ from stepsight.training.corrections.calibration import (
     resource_of,
 )
 from stepsight.training.corrections.corrector import GaussianProcess
-from stepsight.training.intervals.published_errors import conformal_quantile
+from stepsight.training.corrections.intervals import conformal_quantile
 from stepsight.training.predictor.predictor import Predictor
 
 Array = NDArray[np.float64]

@@ -15,11 +15,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
+from stepsight.dataset.base.codec import OPTIONAL, UNSAVED, Saved
 from stepsight.dataset.kinds.op import DTYPE_BYTES, Op
 from stepsight.features.op_features import op_terms
 from stepsight.training.corrections.corrector import corrected
@@ -220,22 +221,25 @@ class Contention:
 
 
 @dataclass(frozen=True)
-class HostCalls:
+class HostCalls(Saved):
     """Durations of the calls of a host."""
 
     everything: Physics  # physics of all calls
     # families, labels: physics of families and of labels
     families: Mapping[str, Physics]
     labels: Mapping[str, Physics]
-    trees: Mapping[str, Trees] = field(default_factory=dict)  # by family
-    known: Known = field(default_factory=dict)  # seconds of calls that were measured within steps, by label and op
-    alone: Alone = field(default_factory=dict)  # shortest and longest seconds of calls that were measured alone
+    trees: Mapping[str, Trees] = field(default_factory=dict, metadata=UNSAVED)  # by family
+    # seconds of calls that were measured within steps, by label and op
+    known: Known = field(default_factory=dict, metadata=UNSAVED)
+    # shortest and longest seconds of calls that were measured alone
+    alone: Alone = field(default_factory=dict, metadata=UNSAVED)
     scale: float = 1.0  # of all calls' seconds within a step
     gaps_s: tuple[float, ...] = (0.0, 0.0, 0.0)  # between calls, by phase, (3,)
     step_s: float = 0.0  # of every step besides
-    loops: Physics = field(default_factory=usual_loops)  # physics of loops that a compiler fused
-    contention: Contention = field(default_factory=Contention)  # what calls lose beside other ranks
-    shared: bool = False  # whether other ranks compute on the host
+    loops: Physics = field(default_factory=usual_loops, metadata=OPTIONAL)  # physics of loops that a compiler fused
+    # what calls lose beside other ranks
+    contention: Contention = field(default_factory=Contention, metadata=UNSAVED)
+    shared: bool = field(default=False, metadata=UNSAVED)  # whether other ranks compute on the host
 
     def seconds(self, calls: Sequence[str], ops: Sequence[Op], phases: Sequence[int]) -> Array:
         """Seconds of each call within a step, without the gaps between calls, ``(n,)``."""
@@ -284,49 +288,40 @@ class HostCalls:
         return out
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything except the trees, which are LightGBM text."""
-        return {
-            "terms": list(CALL_TERMS),
-            "everything": self.everything.to_dict(),
-            "families": {name: physics.to_dict() for name, physics in self.families.items()},
-            "labels": {name: physics.to_dict() for name, physics in self.labels.items()},
-            "known": [[label, op.kind, list(op.dims), op.dtype, s] for (label, op), s in self.known.items()],
-            "alone": [[label, op.kind, list(op.dims), op.dtype, *s] for (label, op), s in self.alone.items()],
-            "scale": self.scale,
-            "gaps_s": list(self.gaps_s),
-            "step_s": self.step_s,
-            "loops": self.loops.to_dict(),
-            "crowded": dict(self.contention.factors),
+        """As of ``Saved``; calls that were measured are rows of a label, an op and seconds."""
+        rows: dict[str, Mapping[tuple[str, Op], tuple[float, ...]]] = {
+            "known": {key: (seconds,) for key, seconds in self.known.items()},
+            "alone": self.alone,
         }
+        calls = {
+            name: [[label, op.kind, list(op.dims), op.dtype, *seconds] for (label, op), seconds in of.items()]
+            for name, of in rows.items()
+        }
+        return {"terms": list(CALL_TERMS), **super().to_dict(), **calls, "crowded": dict(self.contention.factors)}
 
     @classmethod
-    def from_dict(cls, value: Mapping[str, Any], trees: Mapping[str, Trees]) -> HostCalls:
-        """Read the result of ``to_dict``.  Raises ``ValueError`` if a number is none that a fit finds."""
+    def from_dict(cls, value: Mapping[str, Any], **given: Any) -> Self:
+        """As of ``Saved``.  Raises ``ValueError`` if a number is none that a fit finds."""
         if value["terms"] != list(CALL_TERMS):
             raise ValueError(f"terms must be {', '.join(CALL_TERMS)}, got {value['terms']!r:.80}")
-        known = {
-            (str(label), Op(kind, tuple(map(int, dims)), dtype)): float(seconds)
-            for label, kind, dims, dtype, seconds in value["known"]
-        }
-        alone = {
-            (str(label), Op(kind, tuple(map(int, dims)), dtype)): (float(least), float(most))
-            for label, kind, dims, dtype, least, most in value["alone"]
-        }
-        tables = {name: {k: Physics.from_dict(v) for k, v in value[name].items()} for name in ("families", "labels")}
-        found = cls(
-            Physics.from_dict(value["everything"]), tables["families"], tables["labels"], trees, known, alone,
-            float(value["scale"]), tuple(map(float, value["gaps_s"])), float(value["step_s"]),
-            Physics.from_dict(value["loops"]) if "loops" in value else usual_loops(),
-            Contention({str(name): float(factor) for name, factor in value.get("crowded", {}).items()}),
-        )  # fmt: skip
+        known, alone = (
+            {
+                (str(at), Op(kind, tuple(map(int, dims)), dtype)): seconds
+                for at, kind, dims, dtype, *seconds in value[name]
+            }
+            for name in ("known", "alone")
+        )
+        given["known"] = {key: float(seconds) for key, (seconds,) in known.items()}
+        given["alone"] = {key: (float(least), float(most)) for key, (least, most) in alone.items()}
+        found = super().from_dict(value, **given, contention=Contention(value.get("crowded", {})))
         found.loops.check("fused loops", LOOP_BOUNDS)
         for name, physics in {"all calls": found.everything, **found.families, **found.labels}.items():
             physics.check(name, BOUNDS)
         if not all(1.0 <= factor <= MOST_CROWDED for factor in found.contention.factors.values()):
             raise ValueError(f"factors beside other ranks must be from 1 to {MOST_CROWDED:g}")
-        if any(least > most for least, most in alone.values()):
+        if any(least > most for least, most in found.alone.values()):
             raise ValueError("seconds of calls alone must be the shortest, then the longest")
-        numbers = [found.scale, *found.gaps_s, found.step_s, *known.values(), *sum(alone.values(), ())]
+        numbers = [found.scale, *found.gaps_s, found.step_s, *found.known.values(), *sum(found.alone.values(), ())]
         if len(found.gaps_s) != 3 or not all(0 <= each < 1e4 for each in numbers) or not found.scale:
             raise ValueError("scale must be > 0, three gaps and all seconds from 0 to 1e4")
         return found

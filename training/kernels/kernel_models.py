@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from stepsight.dataset.base.codec import IF_SET, UNSAVED, Saved
 from stepsight.dataset.base.errors import PredictorError
 from stepsight.dataset.hardware.hardware import BOX, Hardware, roofline_seconds
 from stepsight.dataset.kinds import STREAMED
@@ -34,7 +35,7 @@ HEAD_DIM_STEP = 32  # FlashAttention-2 has kernels for these head sizes and pads
 
 
 @dataclass(frozen=True)
-class Ratio:
+class Ratio(Saved):
     """The slowdown of a kind relative to its base's efficiency."""
 
     log_ratio: float  # what was measured elsewhere, from MIN_LOG_RATIO to MAX_LOG_RATIO
@@ -53,13 +54,6 @@ class Ratio:
     def __post_init__(self) -> None:
         if not MIN_LOG_RATIO <= self.log_ratio <= MAX_LOG_RATIO:
             raise ValueError(f"log_ratio must lie from {MIN_LOG_RATIO} to {MAX_LOG_RATIO}, got {self.log_ratio}")
-
-    def to_dict(self) -> dict[str, Any]:
-        return {"log_ratio": self.log_ratio, "evidence": self.evidence}
-
-    @classmethod
-    def from_dict(cls, value: dict[str, Any]) -> Ratio:
-        return cls(float(value["log_ratio"]), str(value["evidence"]))
 
 
 def dtype_class(op: Op, hardware: Hardware) -> str:
@@ -191,24 +185,26 @@ class OtherDevices(Protocol):
 
 
 @dataclass(frozen=True)
-class KernelModel:
+class KernelModel(Saved):
     """Ops of one hardware."""
 
-    hardware: Hardware  # what was measured
-    regressor: Regressor  # physics, trees and neighbours by kind
-    left_out: bool = False  # answer as if the ops asked about had not been measured (for honest intervals)
+    hardware: Hardware = field(metadata=UNSAVED)  # what was measured
+    regressor: Regressor = field(metadata=UNSAVED)  # physics, trees and neighbours by kind
+    # answer as if the ops asked about had not been measured (for honest intervals)
+    left_out: bool = field(default=False, metadata=UNSAVED)
     # whether this comes from tables of a device on its own: then kinds that were not measured take the efficiency of
     # others (see derived) instead of the roofline, and busy neighbours do not count
     derives: bool = False
     # by kind that was not measured here, what others measured of it against its base
     ratios: Mapping[str, Ratio] = field(default_factory=dict)
-    traced: Mapping[str, TracedKind] = field(default_factory=dict)  # by kind, what traces of real steps add
+    # by kind, what traces of real steps add
+    traced: Mapping[str, TracedKind] = field(default_factory=dict, metadata=IF_SET)
     # another device with the same chip that is asked about: ops take as much longer as its roofline says
-    serves: Hardware | None = None
+    serves: Hardware | None = field(default=None, metadata=UNSAVED)
     # answers for ops that the regressor says nothing of; None: they run at the roofline
-    transfer: OtherDevices | None = None
+    transfer: OtherDevices | None = field(default=None, metadata=UNSAVED)
     # what ran the measured ops, by label, the one to predict for first
-    software: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    software: Mapping[str, tuple[str, ...]] = field(default_factory=dict, metadata=IF_SET)
 
     def seconds(self, ops: Sequence[Op], busy: int, software: Sequence[str] = ()) -> Array:
         """Seconds of each op alone, shape ``(len(ops),)``; see ``derives`` for kinds that were not measured.

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from stepsight.dataset.base.codec import ROUNDED, Saved, plain
 from stepsight.dataset.base.errors import PredictorError
 from stepsight.dataset.hardware.hardware import Hardware, roofline_seconds
 from stepsight.dataset.kinds.op import Op
@@ -46,13 +47,13 @@ _CHUNK = 2048
 
 
 @dataclass(frozen=True, eq=False)
-class Posterior:
+class Posterior(Saved):
     """The posterior from the measured ops of one label."""
 
     # logarithms of the constant, the noise, the amplitude and length of each term, and how much more noise short ops
     # have
     scales: Array
-    rows: dict[str, Array]  # columns of the measured ops by term
+    rows: Mapping[str, Array] = field(metadata=ROUNDED)  # columns of the measured ops by term
     weights: Array  # of each measured op, (rows,)
 
     def mean(self, asked: Blocks) -> Array:
@@ -65,20 +66,14 @@ class Posterior:
             found[part] = _covariance(self.scales, _distances(some, self.rows)) @ self.weights
         return np.clip(found, -MOST_CORRECTION, MOST_CORRECTION)
 
-    def to_dict(self) -> dict[str, Any]:
-        rows = {name: np.round(block, 6).tolist() for name, block in self.rows.items()}
-        return {"scales": self.scales.tolist(), "rows": rows, "weights": self.weights.tolist()}
-
-    @classmethod
-    def from_dict(cls, value: Mapping[str, Any]) -> Posterior:
-        weights = np.array(value["weights"], dtype=np.float64)
-        rows = {name: np.array(value["rows"][name], dtype=np.float64).reshape(len(weights), -1) for name in TERMS}
-        scales = np.array(value["scales"], dtype=np.float64)
-        if scales.shape != _prior()[0].shape or weights.ndim != 1 or not len(weights):
-            raise ValueError(f"a posterior must have {len(_prior()[0])} scales and a weight for each row")
-        if not all(np.isfinite(numbers).all() for numbers in (scales, weights, *rows.values())):
+    def __post_init__(self) -> None:
+        count = len(_prior()[0])
+        if self.scales.shape != (count,) or self.weights.ndim != 1 or not len(self.weights):
+            raise ValueError(f"a posterior must have {count} scales and a weight for each row")
+        if any(self.rows[name].ndim != 2 or len(self.rows[name]) != len(self.weights) for name in TERMS):
+            raise ValueError("a posterior must have columns of every term, and as many rows as weights")
+        if not all(np.isfinite(numbers).all() for numbers in (self.scales, self.weights, *self.rows.values())):
             raise ValueError("numbers of a posterior must be finite")
-        return cls(scales, rows, weights)
 
 
 def fit_posterior(rows: Blocks, residuals: Array, seconds: Array, seed: int = 0) -> Posterior:
@@ -113,7 +108,7 @@ class AskedOps(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Correction:
+class Correction(Saved):
     """Two posteriors of the same measured ops, blended by the duration of an op.
 
     Short ops scatter more.  A posterior that knows it is nearer for long ops, but smooths away what is really different
@@ -141,14 +136,6 @@ class Correction:
         place = _place(op)[: len(self.support.low)]
         low, high = (limit[: len(place)] for limit in self.support)
         return float(Support(low, high).beyond(place).sum())
-
-    def to_dict(self) -> dict[str, Any]:
-        return {"long": self.long.to_dict(), "short": self.short.to_dict()}
-
-    @classmethod
-    def from_dict(cls, value: Mapping[str, Any], limits: Sequence[Sequence[float]]) -> Correction:
-        low, high = (np.array(limit, dtype=np.float64) for limit in limits)
-        return cls(Posterior.from_dict(value["long"]), Posterior.from_dict(value["short"]), Support(low, high))
 
 
 def fit_correction(asked: AskedOps, residuals: Array, seed: int = 0) -> Correction:
@@ -338,9 +325,8 @@ class Transfer:
         return {
             "teachers": {teacher.name: teacher.digest for teacher in self.teachers},
             "like": self.like,
-            "columns": {term: list(names) for term, names in self.columns.items()},
-            "posteriors": {name: posterior.to_dict() for name, posterior in self.posteriors.items()},
-            "support": {name: [limit.tolist() for limit in p.support] for name, p in self.posteriors.items()},
+            "columns": plain(self.columns),
+            "posteriors": plain(self.posteriors),
         }
 
     @classmethod
@@ -355,10 +341,10 @@ class Transfer:
                 raise PredictorError(
                     f"this predictor was trained with another version of {teacher.name}: train it again from its table"
                 )
-        limits = value["support"]
-        posteriors = {
-            str(name): Correction.from_dict(table, limits[name]) for name, table in value["posteriors"].items()
-        }
+        tables = value["posteriors"]
+        for name, limits in value.get("support", {}).items():  # where earlier versions saved them
+            tables = {**tables, name: {**tables[name], "support": dict(zip(("low", "high"), limits, strict=True))}}
+        posteriors = {name: Correction.from_dict(table) for name, table in tables.items()}
         if any(p.long.rows[LINEAR].shape[1] != len(teachers) + 1 for p in posteriors.values()):
             raise PredictorError("every correction must have a range and a column for each teacher")
         columns = {term: tuple(map(str, value["columns"][term])) for term in _COLUMNS}

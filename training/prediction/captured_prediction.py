@@ -17,7 +17,7 @@ from stepsight.dataset.hardware.hardware import canonical_hardware, find_fabric,
 from stepsight.dataset.kinds.op import Op
 from stepsight.simulator.durations.latency_model import RooflineLatency, preset_latency
 from stepsight.simulator.replay.captured_step import CapturedStep, time_captured
-from stepsight.training.intervals.published_errors import Intervals, JobClass, job_class, uncalibrated_half_width
+from stepsight.training.corrections.intervals import Intervals, JobClass, job_class, uncalibrated_half_width
 from stepsight.training.kernels.host_calls import HostCalls
 from stepsight.training.prediction.prediction import ROOFLINE_SOURCE, asked_predictor
 from stepsight.training.predictor.predictor import LearnedLatency, Predictor
@@ -194,7 +194,7 @@ def predict_captured(
 
 
 def _class_of(captured: Captured, hardware: str) -> JobClass:
-    """The likeness of a captured script, as ``published_errors.class_of`` gives it for a job."""
+    """The likeness of a captured script, as ``intervals.class_of`` gives it for a job."""
     kinds = {work.kind for graph in captured.graphs for work in graph.works}
     mixture = bool(kinds & {"all_to_all", "grouped_linear", "permute"})
     fused = any(isinstance(work, Op) and work.family == "attention" for g in captured.graphs for work in g.works)

@@ -23,7 +23,7 @@ from stepsight.simulator.durations.latency_model import (
 from stepsight.simulator.iteration.simulate import Sensitivity, Simulation, explain, iteration_flops, simulate
 from stepsight.simulator.iteration.timeline import timeline_json
 from stepsight.simulator.memory import Memory, estimate_memory
-from stepsight.training.intervals.published_errors import Intervals, class_of, uncalibrated_half_width
+from stepsight.training.corrections.intervals import Intervals, class_of, uncalibrated_half_width
 from stepsight.training.prediction.prediction_views import html_view, one_line, one_row, plot_breakdown, warnings_of
 from stepsight.training.predictor.model_tables import REGISTERED
 from stepsight.training.predictor.predictor import LearnedLatency, Predictor, shipped_names

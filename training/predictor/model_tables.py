@@ -19,11 +19,9 @@ from stepsight.dataset.kinds import CollectiveKind, OpKind
 from stepsight.dataset.kinds.op import COLLECTIVE_KINDS, OP_KINDS
 from stepsight.features.collective_features import COLLECTIVE_AXES, COLLECTIVE_FEATURES, COLLECTIVE_TERMS, NCCL_TERMS
 from stepsight.features.op_features import FEATURE_VERSION, OP_TERMS, check_version, op_feature_names
-from stepsight.training.collectives.between_nodes import BetweenNodes
 from stepsight.training.collectives.collective_models import BOUNDS, NCCL_BOUNDS, CollectiveModel
-from stepsight.training.corrections.traced import TracedKind
 from stepsight.training.kernels.host_calls import CALL_FEATURES, HostCalls
-from stepsight.training.kernels.kernel_models import KernelModel, Ratio, num_axes, op_bounds, same_chip
+from stepsight.training.kernels.kernel_models import KernelModel, num_axes, op_bounds, same_chip
 from stepsight.training.kernels.transferred import Teacher, Transfer
 from stepsight.training.regression.regressor import Regressor
 from stepsight.training.regression.trees import Trees
@@ -176,16 +174,11 @@ Kinds = Mapping[str, OpKind] | Mapping[str, CollectiveKind]
 
 def save_kernel(kernel: KernelModel, folder: Path) -> None:
     """Write ``kernel.json`` and the trees of ops."""
-    more: dict[str, Any] = {"derives": kernel.derives}
-    more["ratios"] = {kind: ratio.to_dict() for kind, ratio in kernel.ratios.items()}
+    more = kernel.to_dict()
     if kernel.serves is not None:
         more["measured_on"] = kernel.hardware.to_dict()
-    if kernel.software:
-        more["software"] = {label: list(names) for label, names in kernel.software.items()}
     if isinstance(kernel.transfer, Transfer):
         more["transfer"] = kernel.transfer.to_dict()
-    if kernel.traced:
-        more["traced"] = {label: kind.to_dict() for label, kind in kernel.traced.items()}
     _save_regressor(kernel.regressor, folder, "kernel", more, OP_TERMS, OP_KINDS)
 
 
@@ -200,27 +193,24 @@ def load_kernel(folder: Path, hardware: Hardware, teacher_of: Callable[[str], Te
         measured = hardware_from_dict(table["measured_on"]) if "measured_on" in table else hardware
         regressor = _regressor(folder, table, OP_TERMS, OP_KINDS, op_feature_names())
         regressor.check(num_axes, lambda label: op_bounds(measured, OP_KINDS[_kind_of(label)]))
-        return KernelModel(
-            measured,
-            regressor,
-            derives=_flag(table, "derives"),
-            ratios={kind: Ratio.from_dict(ratio) for kind, ratio in table["ratios"].items()},
-            traced={at: TracedKind.from_dict(kind, num_axes(at)) for at, kind in table.get("traced", {}).items()},
+        kernel = KernelModel.from_dict(
+            table,
+            hardware=measured,
+            regressor=regressor,
             serves=None if measured is hardware else same_chip(hardware, measured),
             transfer=Transfer.from_dict(table["transfer"], hardware, teacher_of) if "transfer" in table else None,
-            software={str(at): tuple(texts(names, "software")) for at, names in table.get("software", {}).items()},
         )
+        for at, kind in kernel.traced.items():
+            kind.check(num_axes(at))
+        return kernel
 
     return read_part(folder / "kernel.json", make)
 
 
 def save_collective(collective: CollectiveModel, folder: Path) -> None:
     """Write ``collective.json`` and the trees of collectives."""
-    more: dict[str, Any] = {"nccl": collective.nccl, "carried": list(collective.carried)}
-    if collective.between is not None:
-        more["between"] = collective.between.to_dict()
     terms = NCCL_TERMS if collective.nccl else COLLECTIVE_TERMS
-    _save_regressor(collective.regressor, folder, "collective", more, terms, COLLECTIVE_KINDS)
+    _save_regressor(collective.regressor, folder, "collective", collective.to_dict(), terms, COLLECTIVE_KINDS)
 
 
 def load_collective(folder: Path) -> CollectiveModel:
@@ -230,14 +220,11 @@ def load_collective(folder: Path) -> CollectiveModel:
     """
 
     def make(table: dict[str, Any]) -> CollectiveModel:
-        nccl = "nccl" in table and _flag(table, "nccl")
+        nccl = table.get("nccl", False)
         terms = NCCL_TERMS if nccl else COLLECTIVE_TERMS
         regressor = _regressor(folder, table, terms, COLLECTIVE_KINDS, COLLECTIVE_FEATURES)
         regressor.check(lambda label: COLLECTIVE_AXES, lambda label: NCCL_BOUNDS if nccl else BOUNDS)
-        between = BetweenNodes.from_dict(table["between"]) if "between" in table else None
-        return CollectiveModel(
-            regressor, nccl=nccl, carried=tuple(texts(table.get("carried", []), "carried")), between=between
-        )
+        return CollectiveModel.from_dict(table, regressor=regressor)
 
     return read_part(folder / "collective.json", make)
 
@@ -258,7 +245,7 @@ def load_host_calls(folder: Path) -> HostCalls | None:
 
     def make(table: dict[str, Any]) -> HostCalls:
         trees = {name: _trees(folder, file, 1.0, CALL_FEATURES) for name, file in table["trees"].items()}
-        return HostCalls.from_dict(table, trees)
+        return HostCalls.from_dict(table, trees=trees)
 
     return read_part(folder / FILE, make)
 
@@ -282,7 +269,7 @@ def _regressor(
     trees = {
         label: _trees(folder, model["file"], float(model["share"]), features) for label, model in table["trees"].items()
     }
-    return Regressor.from_dict(table, trees)
+    return Regressor.from_dict(table, trees=trees)
 
 
 def _save_trees(trees: Trees, folder: Path, stem: str) -> str:
@@ -328,9 +315,3 @@ def _check_features(table: Mapping[str, Any], terms: Sequence[str], kinds: Kinds
 def _kind_of(label: str) -> str:
     """The kind in a regressor's label: ``linear`` of ``linear/fp8``."""
     return label.split("/")[0]
-
-
-def _flag(table: dict[str, Any], key: str) -> bool:
-    if not isinstance(table[key], bool):
-        raise ValueError(f"{key} must be true or false, got {table[key]!r:.80}")
-    return bool(table[key])

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from stepsight.dataset.base.codec import Saved
 from stepsight.dataset.base.errors import JobError, PredictorError
 from stepsight.dataset.job.frameworks import GENERIC, LIBRARIES, framework_in, release_month, version_numbers
 from stepsight.dataset.job.job import Job
@@ -30,7 +31,7 @@ class Asked(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
-class SoftwareUsed:
+class SoftwareUsed(Saved):
     """The software that a prediction stands for."""
 
     profile: str = ""  # name of the framework's profile; empty: the job names no framework
@@ -39,16 +40,6 @@ class SoftwareUsed:
     nccl: tuple[str, ...] = ()  # versions that collectives were measured with
     unused: tuple[str, ...] = ()  # stated facts that do not change the prediction, each with the reason
     doubts: tuple[str, ...] = ()  # stated facts that the prediction does not stand for, so that it may be wrong
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain values for JSON."""
-        return {
-            "profile": self.profile,
-            "kernels": dict(self.kernels),
-            "nccl": list(self.nccl),
-            "unused": list(self.unused),
-            "doubts": list(self.doubts),
-        }
 
     def __str__(self) -> str:
         parts = [f"{family} by {name}" for family, name in self.kernels.items()]

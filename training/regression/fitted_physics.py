@@ -7,12 +7,12 @@ prior, so that a handful of points suffices and no constant leaves what physics 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from operator import index
-from typing import Any
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
+
+from stepsight.dataset.base.codec import IF_SET, Saved
 
 Array = NDArray[np.float64]
 Objective = Callable[[Array], tuple[float, Array, Array]]
@@ -96,12 +96,12 @@ class Bounds:
 
 
 @dataclass(frozen=True)
-class Physics:
+class Physics(Saved):
     """Fitted constants of one kind, shapes ``(terms,)``; of ``overlapping`` terms only the longest counts."""
 
     log_constants: Array
     busy_exponents: Array
-    overlapping: tuple[int, ...] = ()
+    overlapping: tuple[int, ...] = field(default=(), metadata=IF_SET)
 
     def seconds(self, terms: Array, busy: Array) -> Array:
         """Seconds of each row; ``terms`` is ``(rows, terms)``, ``busy`` is ``(rows,)``."""
@@ -144,18 +144,6 @@ class Physics:
             )
         if not set(self.overlapping) <= set(range(num_terms)):
             raise ValueError(f"overlapping terms of {kind} must be of 0 ... {num_terms - 1}, got {self.overlapping}")
-
-    def to_dict(self) -> dict[str, Any]:
-        table = {"log_constants": self.log_constants.tolist(), "busy_exponents": self.busy_exponents.tolist()}
-        return {**table, "overlapping": list(self.overlapping)} if self.overlapping else table
-
-    @classmethod
-    def from_dict(cls, value: dict[str, Any]) -> Physics:
-        return cls(
-            np.array(value["log_constants"], float),
-            np.array(value["busy_exponents"], float),
-            tuple(index(term) for term in value.get("overlapping", ())),
-        )
 
 
 def fit_physics(

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
+from stepsight.dataset.base.codec import UNSAVED, Saved
 from stepsight.training.corrections.corrector import LENGTHS, Neighbours, Support, faded, fit_neighbours
 from stepsight.training.regression.fitted_physics import MOST_LOG, Bounds, Physics, fit_physics
 from stepsight.training.regression.trees import MANY_ROWS, MIN_ROWS, Trees, fit_trees
@@ -79,18 +80,18 @@ def rows_by(labels: Iterable[H]) -> dict[H, NDArray[np.int64]]:
 
 
 @dataclass(frozen=True)
-class Regressor:
+class Regressor(Saved):
     """Fitted layers; see the module."""
 
     physics: Mapping[str, Physics]  # by kind; a kind that is not here was never measured
-    trees: Mapping[str, Trees]  # by family, where they help
+    trees: Mapping[str, Trees] = field(metadata=UNSAVED)  # by family, where they help; files of LightGBM's text
     neighbours: Mapping[str, Neighbours]  # by kind; none where a table is so large that its trees say all
     support: Mapping[str, Support]  # by kind, lowest and highest position that was measured, two arrays (axes,)
     busy: tuple[float, float] = (1.0, 1.0)  # fewest and most busy devices of a node that were measured
     # by family, mean absolute log-error on signatures left out in turn
     errors: Mapping[str, float] = field(default_factory=dict)
-    # seconds of each measured row, predicted by a fit that did not see its signature; not saved
-    left_out: Mapping[Key, float] = field(default_factory=dict)
+    # seconds of each measured row, predicted by a fit that did not see its signature
+    left_out: Mapping[Key, float] = field(default_factory=dict, metadata=UNSAVED)
 
     def seconds(self, rows: SignatureRows) -> Array:
         """Seconds of each row; NaN for kinds that were not measured."""
@@ -172,27 +173,6 @@ class Regressor:
                     raise ValueError(
                         f"neighbours of {kind} must reach from {least} to {most}, weights lie within +-{MOST_WEIGHT:g}"
                     )
-
-    def to_dict(self) -> dict[str, Any]:
-        """Everything except the trees, which are LightGBM text."""
-        return {
-            "physics": {kind: value.to_dict() for kind, value in self.physics.items()},
-            "neighbours": {kind: value.to_dict() for kind, value in self.neighbours.items()},
-            "support": {kind: support.to_dict() for kind, support in self.support.items()},
-            "busy": list(self.busy),
-            "errors": dict(self.errors),
-        }
-
-    @classmethod
-    def from_dict(cls, value: dict[str, Any], trees: Mapping[str, Trees]) -> Regressor:
-        return cls(
-            {kind: Physics.from_dict(table) for kind, table in value["physics"].items()},
-            trees,
-            {kind: Neighbours.from_dict(table) for kind, table in value["neighbours"].items()},
-            {kind: Support.from_dict(table) for kind, table in value["support"].items()},
-            (float(value["busy"][0]), float(value["busy"][1])),
-            {family: float(error) for family, error in value["errors"].items()},
-        )
 
 
 def _check_positions(name: str, positions: Array, num_axes: int) -> None:

@@ -17,7 +17,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from stepsight.dataset.base.errors import PredictorError
-from stepsight.training.intervals.published_errors import Intervals
+from stepsight.training.corrections.intervals import Intervals
 from stepsight.training.predictor.model_tables import check_output
 from stepsight.training.predictor.predictor import Predictor
 from stepsight.training.tracking.store import (

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from stepsight.experiments.questions.describe import describe
 from stepsight.experiments.questions.predictor_summary import predictor_text
-from stepsight.training.intervals.published_errors import Intervals
+from stepsight.training.corrections.intervals import Intervals
 from stepsight.training.predictor.predictor import Predictor
 from tests.gnn.random_networks import random_network
 

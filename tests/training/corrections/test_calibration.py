@@ -31,7 +31,7 @@ def test_a_residual_is_read_as_it_was_written() -> None:
         (table({}, doublings=float("inf")), "places and doublings must lie within"),
         (table({}, place=[float("nan")] * len(SCALES)), "places and doublings must lie within"),
         (table({}, place=[1.0]), "12 places and 6 labels must be there"),
-        (table({}, place="x" * len(SCALES)), "place and labels must be lists"),
+        (table({}, place="x" * len(SCALES)), "place must be a list"),
     ],
 )
 def test_numbers_that_nothing_was_off_by_are_refused(value: dict[str, Any], message: str) -> None:

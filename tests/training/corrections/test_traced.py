@@ -36,9 +36,13 @@ def test_corrections_round_trip_and_wild_ones_are_refused() -> None:
     kind = fit_traced(OPS, predicted, 2 * predicted, LABELS)[0]["add"]
     table = json.loads(json.dumps(kind.to_dict()))
     positions = np.array(kind.support)
-    assert TracedKind.from_dict(table, 3).log_factor(positions) == pytest.approx(kind.log_factor(positions), abs=1e-5)
+    older = {"offset": table["offset"], "near": table["near"], **table["support"]}
+    for saved in (table, older):
+        again = TracedKind.from_dict(saved)
+        again.check(3)
+        assert again.log_factor(positions) == pytest.approx(kind.log_factor(positions), abs=1e-5)
     with pytest.raises(ValueError, match="axes"):
-        TracedKind.from_dict({**table, "low": [1.0]}, 3)
+        TracedKind.from_dict({**older, "low": [1.0]}).check(3)
 
 
 def test_calibration_by_imported_traces_keeps_what_helps(tmp_path: Path) -> None:

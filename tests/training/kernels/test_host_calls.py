@@ -46,7 +46,7 @@ def test_a_host_takes_its_loops_by_their_own_physics() -> None:
     fitted = fit_host_calls([("aten::add", Op("add", (10**k,), "fp32"), 0, 1e-9 * 10**k) for k in range(3, 8)])
     (op,) = _ops(1)
     host = HostCalls(fitted.everything, fitted.families, fitted.labels, loops=fit_loops(loop_terms([op]), np.ones(1)))
-    again = HostCalls.from_dict(host.to_dict(), {})
+    again = HostCalls.from_dict(host.to_dict(), trees={})
     for each in (host, again):
         assert np.isclose(each.seconds(["cpp_fused_0"], [op], [0])[0], loop_seconds(host.loops, [op])[0])
 

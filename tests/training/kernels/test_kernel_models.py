@@ -102,7 +102,7 @@ def test_a_hole_within_the_measured_range_is_told() -> None:
     assert shipped is not None
     kernel, low, high = shipped.kernel, Op("rms_norm", (128, 1024)), Op("rms_norm", (131072, 16384))
     places = np.array([[*op_position(op), 0.0] for op in (low, high)])
-    sparse = {"rms_norm": Neighbours(places, np.zeros(2), 1.0)}
+    sparse = {"rms_norm": Neighbours(1.0, places, np.zeros(2))}
     support = {**kernel.regressor.support, "rms_norm": Support(places[0, :-1], places[1, :-1])}
     kernel = replace(kernel, regressor=replace(kernel.regressor, neighbours=sparse, support=support))
     assert kernel.unsupported(low) == kernel.unsupported(high) == ""

@@ -65,4 +65,4 @@ def test_only_calls_of_a_shared_host_take_longer(alone: HostCalls) -> None:
     asked = (["aten::mm", "aten::add"], [PRODUCT, SUM], [0, 0])
     assert both.shared_by(1).seconds(*asked) == pytest.approx(alone.seconds(*asked))
     assert both.shared_by(2).seconds(*asked) == pytest.approx(1.5 * alone.seconds(*asked), rel=0.05)
-    assert HostCalls.from_dict(both.to_dict(), both.trees).contention == both.contention
+    assert HostCalls.from_dict(both.to_dict(), trees=both.trees).contention == both.contention

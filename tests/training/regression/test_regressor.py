@@ -25,7 +25,7 @@ class Constant:
 
 
 def _regressor(*, many: bool) -> Regressor:
-    near = {} if many else {"k": Neighbours(np.zeros((0, 3)), np.zeros(0), 1.0)}
+    near = {} if many else {"k": Neighbours(1.0, np.zeros((0, 3)), np.zeros(0))}
     physics = {"k": Physics(np.zeros(1), np.zeros(1))}
     return Regressor(physics, {"f": Constant()}, near, {"k": Support(LOW, HIGH)})  # type: ignore[dict-item]
 

@@ -10,7 +10,7 @@ import pytest
 
 from stepsight.dataset.job.job import Job
 from stepsight.training.corrections.calibration import Calibration, fit_scale
-from stepsight.training.intervals.published_errors import (
+from stepsight.training.corrections.intervals import (
     ROOFLINE_LOG,
     UNSUPPORTED_LOG,
     Intervals,

@@ -23,6 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stepsight.dataset.base.caching import Memo, cached
+from stepsight.dataset.base.codec import Saved
 from stepsight.dataset.base.files import read_json
 from stepsight.dataset.job.job import Job
 from stepsight.dataset.job.specs import QUANTIZED
@@ -36,7 +37,7 @@ MOST_LOG = 100.0  # a wider interval is useless, and its end would overflow
 
 
 @dataclass(frozen=True)
-class Intervals:
+class Intervals(Saved):
     """Symmetric interval in log-seconds."""
 
     half_width_log: float = ROOFLINE_LOG  # half of its width
@@ -47,18 +48,12 @@ class Intervals:
         """Half of the width in log-seconds; it grows with the share of the time outside the measured range."""
         return self.half_width_log + UNSUPPORTED_LOG * min(max(unsupported_share, 0.0), 1.0)
 
-    def to_dict(self) -> dict[str, Any]:
-        return {"half_width_log": self.half_width_log, "coverage": self.coverage, "num_runs": self.num_runs}
-
-    @classmethod
-    def from_dict(cls, value: dict[str, Any]) -> Intervals:
-        half_width, coverage, runs = float(value["half_width_log"]), float(value["coverage"]), int(value["num_runs"])
-        if not (0 <= half_width <= MOST_LOG and 0 < coverage < 1 and runs >= 0):
+    def __post_init__(self) -> None:
+        if not (0 <= self.half_width_log <= MOST_LOG and 0 < self.coverage < 1 and self.num_runs >= 0):
             raise ValueError(
                 f"0 <= half_width_log <= {MOST_LOG}, 0 < coverage < 1 and num_runs >= 0 must hold, "
-                f"got {half_width}, {coverage} and {runs}"
+                f"got {self.half_width_log}, {self.coverage} and {self.num_runs}"
             )
-        return cls(half_width, coverage, runs)
 
 
 def conformal_quantile(scores: Sequence[float], coverage: float = COVERAGE, *, too_few: float | None = None) -> float:
