@@ -173,18 +173,13 @@ def _numbers(graph: SegmentGraph, alone: Array) -> tuple[Array, ...]:
 
 
 def topology(program: Program) -> Topology:
-    """Relations between the nodes of one program."""
+    """``RELATIONS`` between the nodes of one program; the rarer ones count as synchronisation."""
     number = {stream: index for index, stream in enumerate(program.streams)}
     stream = np.array([number[node.stream] for node in program.nodes], dtype=np.int64)
-    return make_topology(relation_pairs(program), stream, len(number))
-
-
-def make_topology(pairs: Mapping[str, Edges], stream: Edges, num_streams: int) -> Topology:
-    """A topology of ``RELATIONS`` from all relations of a graph; the rarer ones count as synchronisation."""
     edges = {relation: [np.zeros((2, 0), dtype=np.int64)] for relation in RELATIONS}
-    for relation, found in pairs.items():
+    for relation, found in relation_pairs(program).items():
         edges[relation if relation in edges else Dependency.SYNCHRONISATION.value].append(found)
-    return Topology(len(stream), {r: np.concatenate(e, axis=1) for r, e in edges.items()}, stream, num_streams)
+    return Topology(len(stream), {r: np.concatenate(e, axis=1) for r, e in edges.items()}, stream, len(number))
 
 
 def join(parts: list[Topology]) -> Topology:

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
-from numpy.typing import NDArray
 
 from stepsight.dataset.graph.program import Program
 from stepsight.dataset.graph.rank_trace import RankTrace, Rendezvous, Seconds, TracedSegment
@@ -69,7 +68,7 @@ class Trace:
             nodes = np.flatnonzero(trace.span == index)
             if span.label == "step" or not len(nodes):
                 continue
-            program = _part(trace.program, nodes, span.label)
+            program = trace.program.part(nodes, span.label)
             program = shared.setdefault(program.digest_key, program)
             wait = float(trace.wait_s[nodes].sum() + trace.tail_s[index])
             compute = float(slots[nodes][trace.is_compute[nodes]].sum())
@@ -90,13 +89,6 @@ class Trace:
                 start_s=trace.start_s[nodes],
                 end_s=trace.start_s[nodes] + trace.duration_s[nodes],
             )
-
-
-def _part(program: Program, nodes: NDArray[np.int64], label: str) -> Program:
-    """The nodes of a program and the edges among them."""
-    place = {int(node): position for position, node in enumerate(nodes)}
-    edges = tuple((place[b], place[a], why) for b, a, why in program.edges if b in place and a in place)
-    return Program(tuple(program.nodes[int(node)] for node in nodes), edges, label)
 
 
 # Bounds and prior of the cost of one recorded call.

@@ -20,14 +20,10 @@ from stepsight.dataset.base.errors import CaptureError, TraceError
 from stepsight.dataset.base.files import new_file
 from stepsight.dataset.graph.program import (
     COLLECTIVE,
-    EDGE_COLUMNS,
     HOST,
     OP,
     PHASES,
-    WHY,
-    WHY_NUMBER,
     Dependency,
-    Node,
     Program,
 )
 from stepsight.dataset.hardware.hardware import Hardware
@@ -119,24 +115,6 @@ def time_captured(graphs: Sequence[Program], latency: LatencyModel) -> CapturedS
         ) from None
 
 
-def program_of(graph: Program) -> Program:
-    """Ops and collectives of a rank as a program."""
-    inside, place = graph.on_device, np.cumsum(graph.on_device) - 1
-    columns = (graph.columns[name][inside].tolist() for name in ("work", "stream", "name"))
-    nodes = [Node(graph.works[w], graph.streams[s], graph.names[n]) for w, s, n in zip(*columns, strict=True)]
-    listed = (graph.edge_columns["why"] != WHY_NUMBER[Dependency.STREAM_ORDER]) & inside[graph.edge_columns["target"]]
-    incoming: dict[int, list[tuple[int, int]]] = {}
-    for source, target, why in zip(*(graph.edge_columns[name][listed].tolist() for name in EDGE_COLUMNS), strict=True):
-        incoming.setdefault(target, []).append((source, why))
-    edges = [
-        (int(place[source]), int(place[target]), WHY[why])
-        for target, sources in incoming.items()
-        for source, why in sources
-        if inside[source]
-    ]
-    return Program(tuple(nodes), tuple(edges), "step")
-
-
 def _of_works(graph: Program, values: Floats) -> Floats:
     """The value of each node's work; 0 for calls of the host."""
     return np.append(values, 0.0)[graph.columns["work"]]
@@ -146,7 +124,7 @@ def _timed(graph: Program, alone: Floats, latency: LatencyModel) -> Program:
     """The graph with durations; with launches after waits of the host."""
     seconds = _of_works(graph, alone)
     if latency.knows_context:
-        program = program_of(graph)
+        program = graph.part(np.flatnonzero(graph.on_device), "step")
         seconds[graph.on_device] = latency.in_context([program], [seconds[graph.on_device]])[0]
     share = latency.hardware.comm_compute_share
     if share > 0:
