@@ -66,7 +66,7 @@ def memory_over_time(prediction: Prediction) -> list[dict[str, Any]]:
     rows = []
     for stage, moments in enumerate(estimate_moments(prediction.job, simulation.hardware)):
         actions = np.flatnonzero(track.stage == stage)
-        starts = np.sort(run.start[actions, 0])
+        starts = np.sort(run.log.start[actions, 0])
         if len(starts) != len(moments) - 1:
             continue  # a schedule whose actions are merged: its peaks have no times
         times = np.append(starts, simulation.begin[stage]) * scale

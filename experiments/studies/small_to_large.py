@@ -91,12 +91,12 @@ def predicted_passes(simulation: Simulation) -> Passes:
         pipeline = pipelines[within // parallel.tp]
         own = np.flatnonzero(track.stage == stage)
         done = pipeline.clocks[stage].max()  # and all overlapping messages
-        ends = pipeline.run.finish[own, 0].copy()
+        ends = pipeline.run.log.finish[own, 0].copy()
         if parallel.pp == 1:  # DDP and FSDP2 wait for the group of every replica within the last backward
             done = max(other.clocks[stage].max() for other in simulation.pipeline_runs)
             ends[np.argmax(ends)] = done
         what = (np.full(len(own), rank), track.kind[own], track.part[own], track.micro_batch[own])
-        tables.append(np.stack([*what, pipeline.run.start[own, 0], ends], axis=1))
+        tables.append(np.stack([*what, pipeline.run.log.start[own, 0], ends], axis=1))
         optimizer[rank] = done, simulation.finish[stage].max()
     return _in_order(np.concatenate(tables)), optimizer
 

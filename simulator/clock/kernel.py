@@ -85,17 +85,13 @@ class Outside(NamedTuple):
     state: State
 
 
-class OutsideRuns(NamedTuple):
-    """``Outside`` for several runs; arrays have a leading axis of runs.
-
-    Attributes:
-        transition, message: Of those of ``Durations``.
-        clocks: Of the clocks; 0 at the start.
+class RunDurations(NamedTuple):
+    """Durations of entries in many runs, or the parts of them outside the measured range: fields of ``Durations`` with
+    a leading axis of runs.
     """
 
     transition: Floats
     message: Floats
-    clocks: Floats
 
 
 class Log(NamedTuple):
@@ -229,27 +225,32 @@ run_entries = compiled(advance)
 
 @compiled
 def run_periods(
-    entries: Entries, durations: Durations, clocks: Floats, outside: OutsideRuns | None, steady: Steady
+    entries: Entries,
+    durations: Durations,
+    clocks: tuple[Floats, Floats],
+    outside: RunDurations | None,
+    steady: Steady,
 ) -> None:
     """Process all entries of several runs that differ only in durations; skip periods that repeat the one before.
 
     Args:
         entries: What happens.
         durations: What it takes; ``transition`` and ``message`` have a first axis of runs.
-        clocks: Of each rank in each run, 0 at the start, shape ``(num_runs, num_ranks, K)``; filled.
-        outside: Likewise, if it is wanted.
+        clocks: Of each rank in each run, and the parts of these outside the measured range; 0 at the start, shape
+            ``(num_runs, num_ranks, K)``; filled.
+        outside: The parts of durations outside the measured range, if they are wanted.
         steady: What repeats.
     """
     segment, transition, message, host, numbers = durations
     state = at_rest(len(host), message.shape[1], len(numbers), steady.length)
     parts = at_rest(len(host), message.shape[1] if outside is not None else 0, len(numbers), steady.length)
-    for run in range(len(clocks)):
+    for run in range(len(message)):
         own = None
         if outside is not None:
-            of_clocks = State(outside.clocks[run], parts.posted, parts.after, parts.before)
+            of_clocks = State(clocks[1][run], parts.posted, parts.after, parts.before)
             own = Outside(outside.transition[run], outside.message[run], of_clocks)
         takes = Durations(segment, transition[run], message[run], host, numbers)
-        _run_periods(entries, takes, State(clocks[run], state.posted, state.after, state.before), own, steady)
+        _run_periods(entries, takes, State(clocks[0][run], state.posted, state.after, state.before), own, steady)
 
 
 def _run_periods(entries: Entries, durations: Durations, state: State, outside: Outside | None, steady: Steady) -> None:

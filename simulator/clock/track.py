@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,7 +20,7 @@ from stepsight.simulator.clock.kernel import (
     APART,
     Durations,
     Log,
-    OutsideRuns,
+    RunDurations,
     Steady,
     Uses,
     at_rest,
@@ -226,31 +225,6 @@ class TrackRun:
     posted: Floats
     log: Log
 
-    @property
-    def start(self) -> Floats:
-        """Clocks of its stage before each action, shape ``(num_actions, K)``."""
-        return self.log.start
-
-    @property
-    def finish(self) -> Floats:
-        """Clocks of its stage after each action, shape ``(num_actions, K)``."""
-        return self.log.finish
-
-    @property
-    def message_start(self) -> Floats:
-        """When each message began to be transferred, shape ``(num_messages,)``."""
-        return self.log.message_start
-
-    @property
-    def message_finish(self) -> Floats:
-        """When each message had been transferred, shape ``(num_messages,)``."""
-        return self.log.message_finish
-
-    @property
-    def held(self) -> NDArray[np.bool_]:
-        """Whether each message delayed its sender and its receiver, shape ``(num_messages, 2)``."""
-        return self.log.held
-
 
 def run_track(
     track: Track,
@@ -260,16 +234,7 @@ def run_track(
     host_action_s: float = 0.0,
     host_message_s: float = 0.0,
 ) -> TrackRun:
-    """Run all entries of a track.
-
-    Args:
-        track: What ranks do.
-        segment: Of each action, shape ``(num_actions,)``.
-        transition: Of each segment, shape ``(num_segments, K, K)``: to clock, from clock; ``-inf`` where none leads.
-        message_seconds: Of each message once both sides are ready, shape ``(num_messages,)``.
-        host_action_s: What the host takes before each action.
-        host_message_s: What it takes to post a side of a message.
-    """
+    """Run all entries of a track; arguments as in ``Durations``, the host's for all stages."""
     state = at_rest(track.num_stages, track.num_messages, transition.shape[1], 0)
     log = new_log(track.num_actions, track.num_messages, transition.shape[1])
     durations = _durations(track, segment, transition, message_seconds, (host_action_s, host_message_s))
@@ -285,25 +250,10 @@ def track_clocks(
     host_action_s: float = 0.0,
     host_message_s: float = 0.0,
 ) -> Floats:
-    """The clocks at the end, shape ``(num_stages, K)``: ``run_track(...).clocks`` up to rounding.
-
-    Most of a long schedule does the same again and again, and is skipped.
-    """
+    """``run_track(...).clocks`` up to rounding, shape ``(num_stages, K)``; skips what repeats."""
     takes = RunDurations(transition[None], message_seconds[None])
     clocks: Floats = many_clocks(track, segment, takes, None, (host_action_s, host_message_s))[0][0]
     return clocks
-
-
-class RunDurations(NamedTuple):
-    """Durations of a track's entries in many runs, or their share outside the measured range; seconds.
-
-    Attributes:
-        transition: Of each segment of each run, shape ``(num_runs, num_segments, K, K)``: to clock, from clock.
-        message: Of each message of each run, shape ``(num_runs, num_messages)``.
-    """
-
-    transition: Floats
-    message: Floats
 
 
 def many_clocks(
@@ -322,10 +272,9 @@ def many_clocks(
         The clocks, shape ``(num_runs, num_stages, K)``; and the parts of them outside of what was measured.
     """
     durations = _durations(track, segment, takes.transition, takes.message, host)
-    clocks = np.zeros((len(takes.message), track.num_stages, takes.transition.shape[-1]))
-    outside = None if far is None else OutsideRuns(far.transition, far.message, np.zeros(clocks.shape))
-    run_periods(track.unsigned, durations, clocks, outside, steady_state(track))
-    return clocks, None if outside is None else outside.clocks
+    clocks, of_clocks = np.zeros((2, len(takes.message), track.num_stages, takes.transition.shape[-1]))
+    run_periods(track.unsigned, durations, (clocks, of_clocks), far, steady_state(track))
+    return clocks, None if far is None else of_clocks
 
 
 def end_clocks(entries: Entries, durations: Durations) -> Floats:
@@ -365,7 +314,6 @@ def path_uses(run: TrackRun, stage: int, clock: int = 0) -> tuple[Floats, Floats
 def _durations(
     track: Track, segment: Ints, transition: Floats, message_seconds: Floats, host: tuple[float, float]
 ) -> Durations:
-    """Durations of a track's entries if every stage's host takes the same time before an action, and before a post."""
     of_stages = np.empty((track.num_stages, 2))
     of_stages[:] = host
     numbers = tuple(range(transition.shape[-1]))

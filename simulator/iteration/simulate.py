@@ -68,7 +68,7 @@ def break_down(simulation: SimulatedIteration) -> dict[str, float]:
     host = _host(pipeline_run) if simulation.carried else float(runs[used] @ np.array([time.host for time in times]))
     seconds = {"compute": streams["compute"], "host": host + streams["offload"]}
     seconds |= {f"{axis}_communication": streams[axis] for axis in ("tp", "cp", "ep")}
-    inside = float((run.finish[:, 0] - run.start[:, 0]).sum()) / stages - sum(seconds.values())
+    inside = float((run.log.finish[:, 0] - run.log.start[:, 0]).sum()) / stages - sum(seconds.values())
     # The optimizer's ops; the remaining time between a stage's last backward and its end is traffic, or waiting for
     # others.
     ends = [

@@ -15,7 +15,8 @@ from numpy.typing import NDArray
 from stepsight.dataset.job.job import Job
 from stepsight.simulator.clock.engine import NUM_CLOCKS, Floats, Ints, add_path, longest_paths
 from stepsight.simulator.clock.event_run import NO_STREAMS, OutsideEvents, SegmentList, run_events, to_from
-from stepsight.simulator.clock.track import RunDurations, many_clocks, through
+from stepsight.simulator.clock.kernel import RunDurations
+from stepsight.simulator.clock.track import many_clocks, through
 from stepsight.simulator.durations.latency_model import LatencyModel
 from stepsight.simulator.durations.segment_timing import BlockPassTime, Timer, block_pass_table, timer_of
 from stepsight.simulator.iteration.simulated_iteration import begin_optimizers, enter_optimizers, last_steps

@@ -132,7 +132,7 @@ class _Writer:
                 continue
             row = int(pipeline_run.rows[action])
             of = (int(pipeline_run.segments[row]), pipeline_run.condition(row))
-            yield from self._action(name, first + stage, of, run.start[action], run.finish[action])
+            yield from self._action(name, first + stage, of, run.log.start[action], run.log.finish[action])
         yield from self._messages(pipeline_run, first, names, wanted)
         yield from self._memory(pipeline_run, first)
         entry = self._simulation.entry
@@ -195,12 +195,12 @@ class _Writer:
     ) -> Iterator[bytes]:
         track, run = self._simulation.lowered.track, pipeline_run.run
         lanes: dict[tuple[int, str], list[float]] = {}  # end of the last message of each lane of a stream
-        for message in np.argsort(run.message_start, kind="stable").tolist():
+        for message in np.argsort(run.log.message_start, kind="stable").tolist():
             source, target = int(track.source[message]), int(track.target[message])
             stage, to = int(track.stage[source]), int(track.stage[target])
             if stage not in wanted:
                 continue
-            begin, end = float(run.message_start[message]), float(run.message_finish[message])
+            begin, end = float(run.log.message_start[message]), float(run.log.message_finish[message])
             stream = f"pp {names[source][0]} to stage {to}"
             ends = lanes.setdefault((stage, stream), [])
             lane = next((number for number, last in enumerate(ends) if last <= begin), len(ends))
@@ -209,8 +209,8 @@ class _Writer:
                 stream += f" ({lane + 1})"
             yield self._event(f"{names[source]} to stage {to}", first + stage, stream, begin, end, "pp")
             if not self._by_op:
-                places = ((stage, "compute", run.start[source, 0]), (stage, stream, begin))
-                yield self._flow(first, (*places, (to, "compute", run.start[target, 0])))
+                places = ((stage, "compute", run.log.start[source, 0]), (stage, stream, begin))
+                yield self._flow(first, (*places, (to, "compute", run.log.start[target, 0])))
         yield from self._in_flight(pipeline_run, first)
 
     def _flow(self, first: int, places: tuple[tuple[int, str, float], ...]) -> bytes:
@@ -236,8 +236,8 @@ class _Writer:
         stages = track.stage[track.source]
         for stage in range(track.num_stages):
             mine = stages == stage
-            changes = [(float(at), 1) for at in run.message_start[mine]]
-            changes += [(float(at), -1) for at in run.message_finish[mine]]
+            changes = [(float(at), 1) for at in run.log.message_start[mine]]
+            changes += [(float(at), -1) for at in run.log.message_finish[mine]]
             count = 0
             for at, change in sorted(changes):
                 count += change
@@ -248,7 +248,7 @@ class _Writer:
         simulation = self._simulation
         track, run = simulation.lowered.track, pipeline_run.run
         for stage, moments in enumerate(estimate_moments(simulation.job, simulation.hardware)):
-            begins = np.sort(run.start[np.flatnonzero(track.stage == stage), 0])
+            begins = np.sort(run.log.start[np.flatnonzero(track.stage == stage), 0])
             if len(begins) == len(moments) - 1:
                 for begin, size in zip(
                     [*begins.tolist(), float(simulation.begin[stage])], moments.tolist(), strict=True

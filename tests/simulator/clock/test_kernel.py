@@ -11,7 +11,7 @@ from stepsight.simulator.clock.kernel import (
     Durations,
     Log,
     Outside,
-    OutsideRuns,
+    RunDurations,
     State,
     Steady,
     Uses,
@@ -56,9 +56,9 @@ def skipping_run(
 ) -> tuple[Floats, Floats]:
     """The clocks after all entries but those of periods that repeat, and their parts outside."""
     clocks, parts = np.zeros((2, 1, len(takes.host), len(takes.clocks)))
-    outside = None if far is None else OutsideRuns(far.transition[None], far.message[None], parts)
+    outside = None if far is None else RunDurations(far.transition[None], far.message[None])
     given = takes._replace(transition=takes.transition[None], message=takes.message[None])
-    run_periods(what.unsigned(), given, clocks, outside, steady)
+    run_periods(what.unsigned(), given, (clocks, parts), outside, steady)
     return clocks[0], parts[0]
 
 

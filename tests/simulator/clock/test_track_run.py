@@ -37,7 +37,7 @@ def test_zero_bubble_schedules_as_published(name: str, v: int, bubble: float) ->
     kinds = (FORWARD, BACKWARD_INPUT, BACKWARD_WEIGHT)
     run = run_track(track, *plain(track, dict.fromkeys(kinds, 1.0 / v)), np.zeros(track.num_messages))
     work = [track.schedule.actions[stage].shape[0] / v for stage in range(4)]
-    first = [float(run.start[track.stage == stage].min()) for stage in range(4)]
+    first = [float(run.log.start[track.stage == stage].min()) for stage in range(4)]
     idle = [float(run.clocks[stage, 0]) - first[stage] - work[stage] for stage in range(4)]
     assert max(idle) == pytest.approx(bubble)
 
@@ -48,8 +48,8 @@ def test_a_message_passes_when_both_sides_are_ready() -> None:
     run = run_track(track, *plain(track, {0: 1.0, 1: 2.0}), np.full(2, 0.25), host_action_s=0.01, host_message_s=0.002)
     asked, sent = 0.002, 1.01 + 0.002
     assert run.posted[0].tolist() == pytest.approx([sent, asked])
-    assert run.message_start[0] == pytest.approx(sent)
-    assert run.message_finish[0] == pytest.approx(sent + 0.25)
+    assert run.log.message_start[0] == pytest.approx(sent)
+    assert run.log.message_finish[0] == pytest.approx(sent + 0.25)
     assert run.clocks[:, 0].tolist() == pytest.approx([6.5 + 4 * 0.01 + 2 * 0.002, 4.25 + 3 * 0.01 + 2 * 0.002])
 
 
@@ -82,8 +82,8 @@ def test_torchs_gpipe_waits_for_its_receivers_at_the_end_of_a_pass() -> None:
     transition = np.array([1.0, 0.1, 3.0, 0.1]).reshape(4, 1, 1)
     run = run_track(track, segment, transition, np.zeros(track.num_messages))
     forward = track.kind[track.source] == FORWARD
-    assert run.held[forward, 0].tolist() == [False, False, True, True]
-    assert run.message_start[forward].tolist() == [1.0, 4.0, 7.0, 10.0]
+    assert run.log.held[forward, 0].tolist() == [False, False, True, True]
+    assert run.log.message_start[forward].tolist() == [1.0, 4.0, 7.0, 10.0]
 
 
 @st.composite
@@ -127,12 +127,12 @@ def test_every_wait_is_kept(case: tuple[Track, Ints, Floats, Floats, float, floa
     """No action starts before its message is there, and a stage's actions do not overlap."""
     track, segment, transition, message_seconds, host_action_s, host_message_s = case
     run = run_track(track, segment, transition, message_seconds, host_action_s, host_message_s)
-    assert (run.start[track.target, 0] >= run.message_finish).all()
-    assert (run.message_start == run.posted.max(axis=1)).all()
-    assert (run.posted[:, 0] >= run.finish[track.source, 0]).all()
+    assert (run.log.start[track.target, 0] >= run.log.message_finish).all()
+    assert (run.log.message_start == run.posted.max(axis=1)).all()
+    assert (run.posted[:, 0] >= run.log.finish[track.source, 0]).all()
     for stage in range(track.num_stages):
         own = track.stage == stage
-        assert (run.start[own, 0][1:] >= run.finish[own, 0][:-1]).all()
+        assert (run.log.start[own, 0][1:] >= run.log.finish[own, 0][:-1]).all()
 
 
 def test_compiled_and_interpreted_agree(monkeypatch: pytest.MonkeyPatch) -> None:
