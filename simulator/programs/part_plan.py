@@ -15,35 +15,35 @@ from stepsight.simulator.programs.block_pass import WEIGHT
 from stepsight.simulator.programs.replicas import BUCKET_NAMES, Replicas, bucket_works, reduce_gradients
 from stepsight.simulator.programs.segment import ROOT, TWICE, Segment, SegmentBuilder, Slot, UnitPattern
 
+Patterns = HashedTuple[UnitPattern]
 
-class Gathers:
+
+def _one_by_one(units: Patterns) -> list[tuple[UnitPattern, int]]:
+    """Each block of some units with its number, in order."""
+    return [(unit, unit.first + turn) for unit in units for turn in range(unit.times)]
+
+
+class _Gathers:
     """FSDP's all-gathers of parameters; if they overlap, they run some units ahead of the computation.
 
-    Args:
-        builder: Where to.
-        replicas: Who shares.
-        units: What is gathered, in the order of use, each with its number; equal units are one object.
-        ahead: Whether the next unit is asked for early even where that hides nothing (backward on CPU).
-        early: Whether all are on their way before the computation begins (parameters that stay, once an iteration).
-        twice: Whether recomputation and backward each gather what they use.
+    They come in the order of use: the root first; in backward only layers, as the root stays gathered.
+    ``twice``: whether recomputation and backward each gather what they use.
     """
 
     def __init__(
-        self,
-        builder: SegmentBuilder,
-        replicas: Replicas,
-        units: Sequence[tuple[UnitPattern, int]],
-        *,
-        ahead: bool,
-        early: bool = False,
-        twice: bool = False,
+        self, builder: SegmentBuilder, units: Patterns, replicas: Replicas, *, backward: bool, twice: bool = False
     ) -> None:
-        self._builder = builder
-        self._replicas = replicas
-        self._units = units
-        self._early = early and replicas.beside
+        layers = [(unit, number) for unit, number in _one_by_one(units) if not unit.root]
+        wrapped = [unit for unit in units if unit.root]
+        there = any(u.numel for u in wrapped), any(u.expert_numel for u in wrapped)
+        root = UnitPattern(ROOT, "root", 0, 1, True, 0, 0, (0, 0), *there)
+        self._builder, self._replicas = builder, replicas
+        self._units = layers[::-1] if backward else ([(root, 0)] if root.numel else []) + layers
+        # Parameters that stay are all on their way before the computation begins: nothing needs to be freed before.
+        self._early = not backward and not replicas.gathering.reshard and replicas.beside
         self._suffix = TWICE if twice else ""
-        self._ahead = replicas.gathering.prefetch if ahead or replicas.beside else 0
+        # In backward the next unit is asked for early even where that hides nothing (on CPU).
+        self._ahead = replicas.gathering.prefetch if backward or replicas.beside else 0
         self._asked = self._used = 0
         self._steady = 0  # consecutive units with the same events
         self._flying: list[tuple[int, ...]] = []  # events of gathers whose unit has not been used yet
@@ -65,22 +65,23 @@ class Gathers:
         self._used += 1
         self._builder.run(Slot(f"copy_out{self._suffix}", unit.number), unit.name, number)
 
-    def alike(self) -> int:
-        """Count the next units that have the same events as the last one: the same sizes waited for and gathered."""
-        if self._steady <= self._ahead or len(self._flying) < self._ahead:
+    def repeat(self, unit: UnitPattern, since: int, most: int, step: int) -> int:
+        """Repeat the events of a layer for the next layers as long as they wait for and gather the same sizes; return
+        the number of repetitions.
+        """
+        if unit.root or self._steady <= self._ahead or len(self._flying) < self._ahead:
             return 0  # the gather that it waited for was started by a unit of another kind
-        units, used, asked, count = self._units, self._used, self._asked, 0
-        while asked + count < len(units):
-            if units[used + count][0] is not units[used - 1][0] or units[asked + count][0] is not units[used - 1][0]:
+        units, last, count = self._units, self._units[self._used - 1][0], 0
+        while count < most and self._asked + count < len(units):
+            if units[self._used + count][0] is not last or units[self._asked + count][0] is not last:
                 break
             count += 1
+        if count > 0:
+            shift = self._builder.repeat(since, count, step)
+            self._used += count
+            self._asked += count
+            self._flying = [tuple(event + shift for event in events) for events in self._flying]
         return count
-
-    def skip(self, count: int, shift: int) -> None:
-        """Record that the events of the last unit were repeated ``count`` times, which shifted events by ``shift``."""
-        self._used += count
-        self._asked += count
-        self._flying = [tuple(event + shift for event in events) for events in self._flying]
 
     def _issue(self) -> None:
         (unit, number), groups = self._units[self._asked], self._replicas.groups
@@ -99,9 +100,6 @@ class Gathers:
             else:
                 self._builder.block(gather, clock, name, number)
         self._flying.append(tuple(events))
-
-
-Patterns = HashedTuple[UnitPattern]
 
 
 class BackwardTraffic(NamedTuple):
@@ -136,7 +134,7 @@ def forward_plan(units: Patterns, replicas: Replicas) -> Segment:
         for unit in units:
             builder.run(unit.run, unit.name, unit.first, times=unit.times)
     elif replicas.fully_sharded:
-        gathers = _gathers(builder, units, replicas, backward=False)
+        gathers = _Gathers(builder, units, replicas, backward=False)
         if any(unit.root for unit in units):
             gathers.arrive()
         for unit in units:
@@ -147,10 +145,16 @@ def forward_plan(units: Patterns, replicas: Replicas) -> Segment:
                     gathers.arrive()
                     gathers.ask()  # parameters of the next layers are gathered during this one
                 builder.run(unit.run, unit.name, number)
-                turn += 1 + _repeat(builder, gathers, unit, since, unit.times - turn - 1, 1)
+                turn += 1 + gathers.repeat(unit, since, unit.times - turn - 1, 1)
     else:  # parameters of the optimizer's shards; each gather is waited for before its first use
-        sent = [_send_parameters(builder, unit, number, replicas) for unit, number in _one_by_one(units)]
-        for (unit, number), events in zip(_one_by_one(units), sent, strict=True):
+        each, groups = _one_by_one(units), replicas.groups
+        sent: list[list[int]] = [[] for _ in each]
+        for (unit, number), events in zip(each, sent, strict=True):
+            for group, there, clock in ((groups.shard, unit.numel, DATA), (groups.experts, unit.expert_numel, SECOND)):
+                if group.size > 1 and there:
+                    gather = Slot("gather", unit.number, clock == SECOND)
+                    events.append(builder.send(gather, clock, f"{unit.name}.parameters", number, early=True))
+        for (unit, number), events in zip(each, sent, strict=True):
             for event in events:
                 builder.wait(event)
             builder.run(unit.run, unit.name, number)
@@ -170,53 +174,22 @@ def backward_plan(units: Patterns, replicas: Replicas, label: str, traffic: Back
     builder = SegmentBuilder(label, replicas.compute_share if replicas.size > 1 else 0.0, joined)
     if replicas.fully_sharded and traffic.gathers and label != WEIGHT:
         _run_gathered(builder, units, replicas, traffic)
-    elif traffic.reduces:
-        _run_by_unit(builder, units, replicas, traffic)
+    elif traffic.reduces:  # gradients are scattered unit by unit
+        for unit in reversed(units):
+            since, newest = builder.num_events, unit.first + unit.times - 1
+            builder.run(unit.run, unit.name, newest, -1)
+            _reduce_unit(builder, replicas, unit.number, unit.tensors, (newest, traffic.accumulates))
+            if unit.times > 1:
+                builder.repeat(since, unit.times - 1, -1)
     else:
         for unit in reversed(units):
             builder.run(unit.run, unit.name, unit.first + unit.times - 1, -1, times=unit.times)
     return builder.build()
 
 
-def _one_by_one(units: Patterns) -> list[tuple[UnitPattern, int]]:
-    """Each block of some units with its number, in order."""
-    return [(unit, unit.first + turn) for unit in units for turn in range(unit.times)]
-
-
-def _gathers(
-    builder: SegmentBuilder, units: Patterns, replicas: Replicas, *, backward: bool, twice: bool = False
-) -> Gathers:
-    """All-gathers in the order of use: the root first; in backward only layers (the root stays gathered)."""
-    layers = [(unit, number) for unit, number in _one_by_one(units) if not unit.root]
-    wrapped = [unit for unit in units if unit.root]
-    root = UnitPattern(
-        ROOT, "root", 0, 1, True, 0, 0, (0, 0), any(u.numel for u in wrapped), any(u.expert_numel for u in wrapped)
-    )
-    order = layers[::-1] if backward else ([(root, 0)] if root.numel else []) + layers
-    early = not backward and not replicas.gathering.reshard  # nothing needs to be freed before
-    return Gathers(builder, replicas, order, ahead=backward, early=early, twice=twice)
-
-
-def _repeat(builder: SegmentBuilder, gathers: Gathers, unit: UnitPattern, since: int, most: int, step: int) -> int:
-    """Repeat the events of a layer for the next layers as long as they are equal; return the number of repetitions."""
-    times = 0 if unit.root else min(most, gathers.alike())
-    if times > 0:
-        gathers.skip(times, builder.repeat(since, times, step))
-    return max(times, 0)
-
-
-def _send_parameters(builder: SegmentBuilder, unit: UnitPattern, number: int, replicas: Replicas) -> list[int]:
-    groups, sent = replicas.groups, []
-    for group, there, clock in ((groups.shard, unit.numel, DATA), (groups.experts, unit.expert_numel, SECOND)):
-        if group.size > 1 and there:
-            gather = Slot("gather", unit.number, clock == SECOND)
-            sent.append(builder.send(gather, clock, f"{unit.name}.parameters", number, early=True))
-    return sent
-
-
 def _run_gathered(builder: SegmentBuilder, units: Patterns, replicas: Replicas, traffic: BackwardTraffic) -> None:
     """FSDP: layers are gathered before their use; the root's gradients are reduced at the end."""
-    gathers = _gathers(builder, units, replicas, backward=True, twice=traffic.again)
+    gathers = _Gathers(builder, units, replicas, backward=True, twice=traffic.again)
     for unit in reversed(units):
         if unit.root:
             loss, nodes = unit.loss_nodes, unit.num_nodes
@@ -237,22 +210,12 @@ def _run_gathered(builder: SegmentBuilder, units: Patterns, replicas: Replicas, 
                 _reduce_unit(builder, replicas, unit.number, unit.tensors, (number, traffic.accumulates))
             if lists:
                 builder.wait(cut)
-            turn += 1 + _repeat(builder, gathers, unit, since, unit.times - turn - 1, -1)
+            turn += 1 + gathers.repeat(unit, since, unit.times - turn - 1, -1)
     if traffic.reduces:
         number = sum(unit.times for unit in units if not unit.root)
         tensors = [unit.tensors for unit in units if unit.root]
         others, experts = sum(other for other, _ in tensors), sum(expert for _, expert in tensors)
         _reduce_unit(builder, replicas, ROOT, (others, experts), (number, traffic.accumulates))
-
-
-def _run_by_unit(builder: SegmentBuilder, units: Patterns, replicas: Replicas, traffic: BackwardTraffic) -> None:
-    """Gradients are scattered unit by unit."""
-    for unit in reversed(units):
-        since, newest = builder.num_events, unit.first + unit.times - 1
-        builder.run(unit.run, unit.name, newest, -1)
-        _reduce_unit(builder, replicas, unit.number, unit.tensors, (newest, traffic.accumulates))
-        if unit.times > 1:
-            builder.repeat(since, unit.times - 1, -1)
 
 
 def _reduce_unit(

@@ -97,11 +97,9 @@ class Replicas:
 
     @cached_property
     def pattern(self) -> Replicas:
-        """The replicas with groups of two instead of larger ones, because the events of a segment do not depend on the
-        size.
-        """
-        groups = {field.name: _pair(getattr(self.groups, field.name)) for field in fields(self.groups)}
-        return _same(replace(self, groups=Groups(**groups)))
+        """The replicas with groups of two instead of larger ones: the events of a segment do not depend on the size."""
+        groups = [Group(min(getattr(self.groups, field.name).size, 2)) for field in fields(self.groups)]
+        return _same(replace(self, groups=Groups(*groups)))
 
     def reduces(self, last: bool) -> bool:
         """Whether the backward of a micro-batch sends gradients; ``last``: whether it is the last one."""
@@ -119,10 +117,6 @@ SILENT = Replicas()
 def _same(replicas: Replicas) -> Replicas:
     """Return one object for equal replicas, because they are keys of caches."""
     return replicas
-
-
-def _pair(group: Group) -> Group:
-    return Group(min(group.size, 2))
 
 
 @cached(16384)

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -151,13 +151,6 @@ NUM_COLUMNS = 8
 _Row = tuple[int, int, int, int, int, int, int, int]  # as ``Segment.events``
 
 
-class Runnable(Protocol):
-    """The target of a run: a passage, or a slot for one."""
-
-    @property
-    def num_nodes(self) -> int: ...
-
-
 class SegmentBuilder:
     """Records events in the order of issue. ``send`` returns the handle that ``wait`` takes.
 
@@ -181,7 +174,7 @@ class SegmentBuilder:
 
     def run(
         self,
-        passage: Runnable,
+        passage: BlockPass | Slot,
         name: str,
         number: int = 0,
         step: int = 1,
@@ -227,18 +220,12 @@ class SegmentBuilder:
         again[:, 1] += np.where(kind == WAIT, length * turn, 0)
         again[:, 3] += np.where((kind == SEND) & (again[:, 3] >= 0), length * turn, 0)
         again[:, 6] += np.where(kind == WAIT, 0, step * turn)
-        self.extend(again)
+        self._done += [*([np.array(self._rows, dtype=np.int32)] if self._rows else []), again]
+        self._before += len(self._rows) + len(again)
+        self._rows = []
         return length * times
 
-    def extend(self, rows: NDArray[np.int32]) -> None:
-        """Append rows unchanged."""
-        if self._rows:
-            self._done.append(np.array(self._rows, dtype=np.int32))
-        self._done.append(rows)
-        self._before += len(self._rows) + len(rows)
-        self._rows = []
-
-    def passage(self, passage: Runnable) -> int:
+    def passage(self, passage: BlockPass | Slot) -> int:
         """Index of a passage."""
         return self._passages.setdefault(passage, len(self._passages))
 

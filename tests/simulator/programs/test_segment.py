@@ -12,7 +12,7 @@ from stepsight.dataset.kinds.op import Collective, Op
 from stepsight.simulator.blocks.step import Item
 from stepsight.simulator.clock.engine import DATA, SECOND
 from stepsight.simulator.programs.lower import Lowered, lower
-from stepsight.simulator.programs.part_plan import Gathers
+from stepsight.simulator.programs.part_plan import _Gathers
 from stepsight.simulator.programs.segment import Segment, SegmentBuilder
 from tests.simulator.any_job import devices, jobs
 from tests.simulator.conftest import JobMaker
@@ -60,7 +60,7 @@ def test_layers_that_are_alike_are_as_one_by_one(job: Job, hardware: Hardware) -
     """FSDP's layers, whatever is gathered ahead: the same programs as if each were written down on its own."""
     with pytest.MonkeyPatch.context() as patch:
         clear_caches()
-        patch.setattr(Gathers, "alike", lambda self: 0)
+        patch.setattr(_Gathers, "repeat", lambda self, unit, since, most, step: 0)
         slow = lower(job, hardware)
         clear_caches()
     fast: Lowered = lower(job, hardware)
