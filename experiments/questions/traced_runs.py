@@ -1,39 +1,30 @@
-"""What replays of traced runs tell: how exact they are, why a run is slow, and what changes would gain."""
+"""What one replay of a traced run tells: how exact it is, why the run is slow, and what changes would gain."""
 
 from __future__ import annotations
 
-import re
 import statistics
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from stepsight.dataset.base.errors import JobError, StepsightError
-from stepsight.dataset.graph.program import Program
+from stepsight.dataset.base.errors import StepsightError, shorten
+from stepsight.dataset.graph.intervals import merge, overlap
+from stepsight.dataset.graph.program import COLLECTIVE, OP, Program
 from stepsight.dataset.hardware.hardware import (
-    FABRICS,
-    HARDWARE,
     Fabric,
-    canonical_hardware,
-    find_fabric,
-    find_hardware,
-    unknown_hardware,
-    usual_fabric,
 )
 from stepsight.dataset.job.job import Job
-from stepsight.dataset.kinds.op import Collective
-from stepsight.dataset.runs.run_folder import has_traces, is_imported, read_imported, run_folders, run_graphs
+from stepsight.dataset.kinds.op import Collective, Op
+from stepsight.dataset.runs.run_folder import TracedRun, has_traces, is_imported, read_imported, run_folders, run_graphs
 from stepsight.dataset.runs.run_manifest import read_manifest, read_object
-from stepsight.dataset.tables.measurements import device_name
-from stepsight.experiments.reports.text_table import Number, table
-from stepsight.experiments.tasks.settings import TraceChanges
-from stepsight.simulator.durations.latency_model import LatencyModel, RooflineLatency
+from stepsight.experiments.reports.text_table import Column, Number, table_of
 from stepsight.simulator.replay import changes
-from stepsight.simulator.replay.causes import COMMUNICATION, HOST_BOUND, LOADER, PEERS, breakdown, critical_path
-from stepsight.simulator.replay.replay import Walk, replay
+from stepsight.simulator.replay.causes import COMMUNICATION, HOST_BOUND, LOADER, PEERS, breakdown
+from stepsight.simulator.replay.replay import Replay, replay
 from stepsight.training.prediction.prediction import predict
 from stepsight.training.prediction.prediction_views import seconds_text
 
@@ -41,11 +32,12 @@ if TYPE_CHECKING:
     from stepsight.training.predictor.predictor import Predictor
 
 Change = Callable[[Sequence[Program], changes.Tally], list[Program]]
-LEAST_SHARE = 0.02  # share of the steps: smaller causes are not named
+LEAST_SHARE = 0.02  # of the step: causes whose removal saves less are not printed
 SMALL_BYTES, LARGE_BYTES = 1 << 20, 16 << 20
 SLOW_LINK = 0.4  # share of the stated bandwidth: a large collective below it does not use the stated links
 THROTTLED = ("power_cap", "hardware_slowdown", "thermal", "hardware_thermal", "hardware_power_brake")
-_HOST_LIMIT = 50.0  # percent of the critical path from which the host limits a step
+MOST_NODES, MOST_RANKS = 20, 8  # that are printed: of the critical path, and of exposed communication
+THROTTLING = "throttling"
 _ADVICE = {
     HOST_BOUND: "the host launches too slowly: CUDA graphs, torch.compile, fused optimizers, larger micro-batches",
     LOADER: "the data loader is late: more workers, prefetching, pinned memory, faster storage",
@@ -53,7 +45,7 @@ _ADVICE = {
     COMMUNICATION: "communication is exposed: overlap it, use larger buckets, or communicate less",
     "small_messages": "join messages: larger buckets, fewer shards",
     "slow_transport": "check the transport (NCCL_DEBUG=INFO: NET/Socket instead of NET/IB), GPUDirect, and the links",
-    "throttling": "cool the devices, or raise the power limit; predictions assume neither",
+    THROTTLING: "cool the devices, or raise the power limit; predictions assume neither",
 }
 
 
@@ -75,17 +67,172 @@ def measured_step(folder: Path, ranks: Sequence[dict[str, float]] = ()) -> float
     return statistics.median(timed) if timed else statistics.fmean([rank["step_s"] for rank in ranks] or [0.0])
 
 
-def _warnings(graphs: Sequence[Program]) -> list[str]:
-    return list(dict.fromkeys(warning for graph in graphs for warning in graph.warnings))
+@dataclass(frozen=True, eq=False)
+class ReplayedRun:
+    """One traced run and its replay: what ``replay``, ``doctor`` and ``what-if`` all answer from.
+
+    Attributes:
+        run: As it was read.
+        graphs: Of its ranks; where steps were timed without a profiler too, the host is as fast as in those.
+        profiled: The replay of the graphs as they were traced.
+        base: The replay of ``graphs``: the step that all causes and changes are compared with.
+    """
+
+    run: TracedRun
+    graphs: Sequence[Program]
+    profiled: Replay
+    base: Replay
+
+    @classmethod
+    def read(cls, folder: Path) -> ReplayedRun:
+        """Read and replay a run."""
+        run = run_graphs(folder)
+        profiled = replay(run.graphs)
+        if not run.iteration_s:
+            return cls(run, run.graphs, profiled, profiled)
+        graphs = changes.as_timed(run.graphs, run.iteration_s)
+        return cls(run, graphs, profiled, replay(graphs))
+
+    @property
+    def warnings(self) -> list[str]:
+        """Of reading the traces."""
+        return list(dict.fromkeys(warning for graph in self.graphs for warning in graph.warnings))
+
+    def step_with(self, change: Change, tally: changes.Tally | None = None) -> float:
+        """Seconds of a step with a change."""
+        return replay(change(self.graphs, tally or changes.Tally())).replayed_s
+
+    def exposed(self) -> list[dict[str, Any]]:
+        """Communication beside which a rank computes nothing: rank, seconds of a step, and percent of it."""
+        start, end = self.base.walked.arrivals(), self.base.walked.end_s
+        found, steps = [], {each.rank: each.replayed_s for each in self.base.ranks}
+        for graph, first in zip(self.graphs, self.base.walked.joined.first, strict=False):
+            spans = np.stack([each[first : first + len(graph)] for each in (start, end)], axis=1)
+            inside = graph.columns["step"] >= 0
+            compute, sent = (merge(spans[inside & (graph.columns["kind"] == kind)]) for kind in (OP, COLLECTIVE))
+            alone = float((sent[:, 1] - sent[:, 0] - overlap(compute, sent[:, 0], sent[:, 1])).sum())
+            seconds, step_s = alone / max(len(graph.steps_s), 1), steps.get(graph.rank, 0.0)
+            found.append({"rank": graph.rank, "seconds": seconds, "percent": 100.0 * seconds / step_s if step_s else 0})
+        return found
+
+    def critical_path(self) -> list[dict[str, Any]]:
+        """Nodes of the longest path through the steps, in time: rank, stream, name, kind, start and seconds."""
+        joined, walked = self.base.walked.joined, self.base.walked
+        inside = np.concatenate([graph.columns["step"] >= 0 for graph in self.graphs])
+        last, found = np.flatnonzero(inside), list[dict[str, Any]]()
+        for node in walked.path(int(last[np.argmax(walked.end_s[last])])):
+            place = joined.rank_of(node)
+            if place == len(self.graphs):  # where ranks meet
+                continue
+            if not inside[node]:
+                break
+            graph, own = self.graphs[place], node - joined.first[place]
+            where = {"rank": graph.rank, "stream": graph.streams[graph.columns["stream"][own]]}
+            what = {"name": graph.names[graph.columns["name"][own]], "kind": graph.kind_of(own)}
+            found.append(
+                {**where, **what, "start_s": float(walked.start_s[node]), "seconds": float(joined.seconds[node])}
+            )
+        return found[::-1]
+
+    def causes(self, fabric: Fabric | None = None) -> list[dict[str, Any]]:
+        """What makes the step longer, by what it saves to remove it: that of ``what-if`` with the same change.
+
+        Args:
+            fabric: Of the run; None: as its job states, if it does.
+
+        Returns:
+            ``cause``, ``seconds`` that a step without it saves, ``saved_percent`` of the step, ``evidence`` and
+            ``advice``; the largest first.
+        """
+        fabric = fabric or (None if self.run.job is None else self.run.job.fabric)
+        told = breakdown(self.graphs)
+        steps = told.steps_s or 1.0
+        wanted: list[tuple[str, Change]] = []
+        if all(graph.device != "cpu" for graph in self.graphs):
+            wanted.append((HOST_BOUND, changes.as_device_graph))
+        if any(len(graph.loading_s) for graph in self.graphs):
+            wanted.append((LOADER, lambda graphs, _: [changes.host_scaled(each, 1.0, loading=0.0) for each in graphs]))
+        if len(self.graphs) > 1:
+            wanted.append((PEERS, changes.without_straggler))
+        if told.communication_s:
+            wanted.append((COMMUNICATION, partial(changes.faster, what=changes.COMMUNICATION, factor=1e9)))
+        idle = "the device idles {:.1f} ms of {:.1f} ms for it"
+        tried = [(name, idle.format(1e3 * told.idle.get(name, 0.0), 1e3 * steps), change) for name, change in wanted]
+        most = max(self.exposed(), key=lambda each: float(each["seconds"]))
+        exposed = f"rank {most['rank']} computes nothing beside {1e3 * most['seconds']:.1f} ms of it, the most of all"
+        tried = [(name, exposed if name == COMMUNICATION else evidence, change) for name, evidence, change in tried]
+        tried += _of_messages(self.graphs, steps, fabric)
+        found, step_s = list[dict[str, Any]](), self.base.replayed_s
+        for name, evidence, change in tried:
+            saved = max(step_s - self.step_with(change), 0.0)
+            percent = 100.0 * saved / step_s if step_s else 0.0
+            found.append({"cause": name, "seconds": saved, "saved_percent": percent, "evidence": evidence})
+        found.sort(key=lambda cause: -cause["saved_percent"])
+        return [{**cause, "advice": _ADVICE[cause["cause"]]} for cause in found]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, as ``stepsight replay --json`` prints them."""
+        exposed = self.exposed()
+        return {
+            "run": self.run.name,
+            **self.profiled.to_dict(),
+            "step_s": self.base.replayed_s,
+            "exposed_communication_s": {str(each["rank"]): each["seconds"] for each in exposed},
+            "exposed_communication_percent": {str(each["rank"]): each["percent"] for each in exposed},
+            "causes": self.causes(),
+            "critical_path": self.critical_path(),
+            "warnings": self.warnings,
+        }
+
+
+def _of_messages(graphs: Sequence[Program], steps: float, fabric: Fabric | None) -> list[tuple[str, str, Change]]:
+    """Many small messages, and large ones that do not reach the links' bandwidth; the change that removes each."""
+    sent: list[tuple[Collective, float]] = []
+    for graph in graphs:
+        for node in np.flatnonzero(graph.on_device & (graph.columns["step"] >= 0)).tolist():
+            work = graph.works[graph.columns["work"][node]]
+            if isinstance(work, Collective):
+                sent.append((work, float(graph.duration_s[node])))
+    found: list[tuple[str, str, Change]] = []
+    small = [seconds for work, seconds in sent if _is_small(work)]
+    if sum(small) / steps > LEAST_SHARE and len(small) > len(sent) / 2:
+        evidence = f"{len(small)} of {len(sent)} collectives have less than 1 MiB and take {1e3 * sum(small):.1f} ms"
+        found.append(("small_messages", evidence, partial(_scaled, chosen=_is_small, factor=0.0)))
+    across = [work.num_bytes / seconds for work, seconds in sent if _is_across(work) and seconds > 0]
+    if fabric is not None and across:
+        reached, stated = statistics.median(across), fabric.inter_node.bandwidth_bytes_per_s
+        if reached < SLOW_LINK * stated:
+            evidence = (
+                f"collectives of 16 MiB and more between nodes reach {reached / 1e9:.2f} GB/s, the fabric states "
+                f"{stated / 1e9:.2f} GB/s"
+            )
+            found.append(("slow_transport", evidence, partial(_scaled, chosen=_is_across, factor=reached / stated)))
+    return found
+
+
+def _is_small(work: Op | Collective) -> bool:
+    return isinstance(work, Collective) and work.num_bytes < SMALL_BYTES
+
+
+def _is_across(work: Op | Collective) -> bool:
+    return isinstance(work, Collective) and work.num_bytes >= LARGE_BYTES and work.ranks_per_node < work.group_size
+
+
+def _scaled(
+    graphs: Sequence[Program], _: changes.Tally, chosen: Callable[[Op | Collective], bool], factor: float
+) -> list[Program]:
+    """The graphs with the durations of some collectives times a factor."""
+    out = []
+    for graph in graphs:
+        which = np.array([*map(chosen, graph.works), False], dtype=np.bool_)[graph.columns["work"]]
+        out.append(graph.replace(duration_s=np.where(which, graph.duration_s * factor, graph.duration_s)))
+    return out
 
 
 def replay_runs(path: Path) -> dict[str, Any]:
     """Replay a run, or every run of a collection: then the totals, and each run under ``runs``."""
     folders = run_folders(path)
-    told = []
-    for folder in [each for each in folders if has_traces(each)] or folders[:1]:
-        run = run_graphs(folder)
-        told.append({"run": run.name, **replay(run.graphs).to_dict(), "warnings": _warnings(run.graphs)})
+    told = [ReplayedRun.read(each).to_dict() for each in [f for f in folders if has_traces(f)] or folders[:1]]
     if len(told) == 1:
         return told[0]
     measured, replayed = (sum(each[key] for each in told) for key in ("measured_s", "replayed_s"))
@@ -96,26 +243,67 @@ def replay_runs(path: Path) -> dict[str, Any]:
 
 def replay_text(told: dict[str, Any]) -> str:
     blocks = []
+    streams: dict[str, str | Column] = {
+        "rank": "rank",
+        "stream": "stream",
+        "busy ms": "measured_busy_s",
+        "replayed ms": "replayed_busy_s",
+        "error %": lambda row: Number(row["error_percent"], 2),
+        "unexplained idle ms": "unexplained_idle_s",
+    }
+    nodes: dict[str, str | Column] = {
+        "rank": "rank",
+        "stream": "stream",
+        "longest on the critical path": lambda node: shorten(node["name"] or node["kind"], 60),
+        "their ms": "seconds",
+    }
     for each in told.get("runs", [told]):
         lines = [
-            f"{_replayed(each)} ({each['error_percent']:+.2f} %), {each['steps']} step(s)",
+            _exposed_text(each),
+            f"{step_text(each)}, {each['steps']} step(s)",
             f"idle time without a known cause: {each['unexplained_percent']:.2f} % of the steps",
         ]
         if each["unrecorded_percent"]:
             lines.append(f"work that the trace leaves out: {each['unrecorded_percent']:.2f} % of the steps")
-        cells = [
-            [s["rank"], s["stream"], Number(1e3 * s["measured_busy_s"], 3), Number(1e3 * s["replayed_busy_s"], 3),
-             Number(s["error_percent"], 2), Number(1e3 * s["unexplained_idle_s"], 3)]
-            for s in each["streams"]
-        ]  # fmt: skip
-        lines.append(table(["rank", "stream", "busy ms", "replayed ms", "error %", "unexplained idle ms"], cells))
+        path = sorted(each["critical_path"], key=lambda node: -node["seconds"])[:MOST_NODES]
+        lines += [_causes_text(each["causes"]), table_of(each["streams"], streams, 3)]
+        lines.append(table_of(path, nodes, 3))
         blocks.append("\n".join([*lines, *(f"warning: {warning}" for warning in each["warnings"])]))
     return "\n\n".join(blocks)
 
 
-def _replayed(told: dict[str, Any]) -> str:
-    measured, replayed = 1e3 * told["measured_s"], 1e3 * told["replayed_s"]
-    return f"run {told['run']}: step measured {measured:.3f} ms, replayed {replayed:.3f} ms"
+def _exposed_text(told: dict[str, Any]) -> str:
+    """The communication that no computation hides, by rank."""
+    percent = told["exposed_communication_percent"]
+    ranks = [
+        f"rank {rank} {1e3 * seconds:.3f} ms ({percent[rank]:.1f} %)"
+        for rank, seconds in told["exposed_communication_s"].items()
+    ]
+    more = f", and {len(ranks) - MOST_RANKS} more (--json)" if len(ranks) > MOST_RANKS else ""
+    return f"exposed communication of a step: {', '.join(ranks[:MOST_RANKS])}{more}"
+
+
+def step_text(told: dict[str, Any]) -> str:
+    measured, replayed, step = (1e3 * told[key] for key in ("measured_s", "replayed_s", "step_s"))
+    timed = "" if step == replayed else f"; without a profiler {step:.3f} ms, which causes and changes refer to"
+    error = f" ({told['error_percent']:+.2f} %)" if "error_percent" in told else ""
+    return f"run {told['run']}: step measured {measured:.3f} ms, replayed {replayed:.3f} ms{error}{timed}"
+
+
+def _causes_text(causes: Sequence[dict[str, Any]]) -> str:
+    """The causes whose removal saves something."""
+    worth = [cause for cause in causes if cause["saved_percent"] > 100 * LEAST_SHARE or not cause["seconds"]]
+    worth = [cause for cause in worth if cause["seconds"] or cause["cause"] == THROTTLING]
+    if not worth:
+        return f"no cause was found whose removal saves {100 * LEAST_SHARE:g} % of the step"
+    columns: dict[str, str | Column] = {
+        "cause": "cause",
+        "saves ms": lambda cause: Number(1e3 * cause["seconds"], 3),
+        "% of the step": "saved_percent",
+        "evidence": "evidence",
+        "what to do": "advice",
+    }
+    return table_of(worth, columns)
 
 
 def diagnose(run: Path, job: Job | None = None, predictor: Predictor | str | None = None) -> dict[str, Any]:
@@ -127,21 +315,13 @@ def diagnose(run: Path, job: Job | None = None, predictor: Predictor | str | Non
         predictor: As in ``predict``, for the comparison.
 
     Returns:
-        The measured step, the prediction beside it, and ``causes``: ``share`` is the part of the steps' time, None
-        where a cause is not a part of the time.
+        The measured step, the prediction beside it, exposed communication by rank, and ``causes`` as of
+        ``ReplayedRun.causes``, with throttling, whose worth a replay does not know.
     """
     folder = one_run(run, "doctor", traced=True)
-    found = run_graphs(folder)
-    job = job or found.job
-    told = breakdown(found.graphs).to_dict()
-    steps, measured = told["steps_s"] or 1.0, measured_step(folder, told["ranks"])
-    causes = [
-        _cause(name, told["idle"][name] / steps, f"the device idles {1e3 * told['idle'][name]:.1f} ms of "
-               f"{1e3 * steps:.1f} ms for it")
-        for name in (HOST_BOUND, LOADER, PEERS, COMMUNICATION)
-        if told["idle"].get(name, 0.0) / steps > LEAST_SHARE
-    ]  # fmt: skip
-    causes += _message_causes(found.graphs, steps, None if job is None else job.fabric) + _clock_causes(folder)
+    found = ReplayedRun.read(folder)
+    job = job or found.run.job
+    told, measured = found.to_dict(), measured_step(folder)
     compared: dict[str, Any] = {"predicted_s": None}
     try:
         if job is not None:
@@ -150,46 +330,14 @@ def diagnose(run: Path, job: Job | None = None, predictor: Predictor | str | Non
                 "predicted_s": prediction.iteration_time_s,
                 "low_s": prediction.low_s,
                 "high_s": prediction.high_s,
-                "slower_percent": 100.0 * (measured / prediction.iteration_time_s - 1.0),
+                "slower_percent": 100.0 * ((measured or found.base.replayed_s) / prediction.iteration_time_s - 1.0),
                 "predicted_breakdown": dict(prediction.breakdown),
             }
     except StepsightError as error:
         compared["why_not_predicted"] = str(error)
-    causes.sort(key=lambda cause: -(cause["share"] or 0.0))
-    return {"run": found.name, "measured_s": measured, **compared, "causes": causes}
-
-
-def _cause(name: str, share: float | None, evidence: str) -> dict[str, Any]:
-    return {"cause": name, "share": share, "evidence": evidence, "advice": _ADVICE[name]}
-
-
-def _message_causes(graphs: Sequence[Program], steps: float, fabric: Fabric | None) -> list[dict[str, Any]]:
-    """Many small messages, and large ones that do not reach the links' bandwidth."""
-    sent: list[tuple[Collective, float]] = []
-    for graph in graphs:
-        for node in np.flatnonzero(graph.on_device & (graph.columns["step"] >= 0)).tolist():
-            work = graph.works[graph.columns["work"][node]]
-            if isinstance(work, Collective):
-                sent.append((work, float(graph.duration_s[node])))
-    found = []
-    small = [seconds for work, seconds in sent if work.num_bytes < SMALL_BYTES]
-    if sum(small) / steps > LEAST_SHARE and len(small) > len(sent) / 2:
-        evidence = f"{len(small)} of {len(sent)} collectives have less than 1 MiB and take {1e3 * sum(small):.1f} ms"
-        found.append(_cause("small_messages", sum(small) / steps, evidence))
-    across = [
-        work.num_bytes / seconds
-        for work, seconds in sent
-        if work.num_bytes >= LARGE_BYTES and seconds > 0 and work.ranks_per_node < work.group_size
-    ]
-    if fabric is not None and across:
-        reached, stated = statistics.median(across), fabric.inter_node.bandwidth_bytes_per_s
-        if reached < SLOW_LINK * stated:
-            evidence = (
-                f"collectives of 16 MiB and more between nodes reach {reached / 1e9:.2f} GB/s, the fabric states "
-                f"{stated / 1e9:.2f} GB/s"
-            )
-            found.append(_cause("slow_transport", None, evidence))
-    return found
+    causes = found.causes(None if job is None else job.fabric) + _clock_causes(folder)
+    kept = {key: told[key] for key in told if key.startswith("exposed") or key in ("run", "step_s", "warnings")}
+    return {**kept, "measured_s": measured or found.profiled.measured_s, **compared, "causes": causes}
 
 
 def _clock_causes(folder: Path) -> list[dict[str, Any]]:
@@ -197,178 +345,17 @@ def _clock_causes(folder: Path) -> list[dict[str, Any]]:
     reasons = noted.get("reasons", {}) if isinstance(noted, dict) else {}
     seen = {name: share for name, share in reasons.items() if name in THROTTLED and share > LEAST_SHARE}
     evidence = ", ".join(f"{name} in {100 * share:.0f} % of the samples" for name, share in seen.items())
-    return [_cause("throttling", None, evidence)] if seen else []
+    unknown = {"seconds": 0.0, "saved_percent": 0.0}
+    return [{"cause": THROTTLING, **unknown, "evidence": evidence, "advice": _ADVICE[THROTTLING]}] if seen else []
 
 
 def diagnosis_text(told: dict[str, Any]) -> str:
-    lines = [f"run {told['run']}: measured {seconds_text(told['measured_s'])}"]
+    line = f"run {told['run']}: measured {seconds_text(told['measured_s'])}"
     if told["predicted_s"] is not None:
-        lines[0] += (
+        line += (
             f", predicted {seconds_text(told['predicted_s'])} "
             f"({seconds_text(told['low_s'])} to {seconds_text(told['high_s'])}): {told['slower_percent']:+.1f} %"
         )
     elif "why_not_predicted" in told:
-        lines.append(f"not predicted: {told['why_not_predicted']}")
-    cells = [
-        [row["cause"], "" if row["share"] is None else f"{100 * row['share']:.1f}", row["evidence"], row["advice"]]
-        for row in told["causes"]
-    ]
-    if not cells:
-        return "\n".join([*lines, "no cause of idle time, small messages, slow transport or throttling was found"])
-    return "\n".join([*lines, "", table(["cause", "% of the steps", "evidence", "what to do"], cells)])
-
-
-def what_if(path: Path, wanted: TraceChanges) -> dict[str, Any]:
-    """Compute one run: the unchanged replayed step, the step after each change, and with all changes.
-
-    Where a step was timed without a profiler too, changes are to that step (``unprofiled_s``).
-    """
-    run = run_graphs(one_run(path, "what-if"))
-    graphs: Sequence[Program] = run.graphs
-    traced = _traced_on(wanted, graphs, run.job) if wanted.by_predictor else None
-    asked = _changes(wanted, traced)
-    if not asked:
-        raise StepsightError("what-if needs at least one change, as --faster gemm=1.5 or --no-host")
-    profiled = before = replay(graphs)
-    if run.iteration_s:
-        graphs = changes.as_timed(graphs, run.iteration_s)
-        before = replay(graphs)
-    each = []
-    for title, change in asked:
-        alone = replay(change(graphs, changes.Tally())).replayed_s
-        each.append({"change": title, "step_s": alone, "speedup": before.replayed_s / alone})
-    tally, changed = changes.Tally(), list(graphs)
-    for _, change in asked:
-        changed = change(changed, tally)
-    after = replay(changed)
-    device = sum(graph.device_time_s for graph in graphs) or 1.0
-    source = None if traced is None else getattr(_predictor_of(traced[0]), "source", "roofline")
-    return {
-        "run": run.name,
-        "measured_s": profiled.measured_s,
-        "replayed_s": profiled.replayed_s,
-        "unprofiled_s": before.replayed_s,
-        "changed_s": after.replayed_s,
-        "speedup": before.replayed_s / after.replayed_s if after.replayed_s else 0.0,
-        "changes": each,
-        "host_percent": _host_percent(before.walked),
-        "changed_host_percent": _host_percent(after.walked),
-        "traced_on": traced and {"hardware": traced[0], "fabric": traced[1].name, "predictor": source},
-        "predicted_percent": min(100.0 * tally.predicted_s / device, 100.0),
-        "scaled_percent": min(100.0 * tally.scaled_s / device, 100.0),
-        "warnings": _warnings(graphs),
-    }
-
-
-def _host_percent(walked: Walk) -> float:
-    """Share of the critical path that is work of the host, percent; 0 for ranks that compute on their host."""
-    path = critical_path(walked)
-    whole = sum(path.values())
-    return 100.0 * path.get("host", 0.0) / whole if whole and walked.joined.graphs[0].device != "cpu" else 0.0
-
-
-def _changes(asked: TraceChanges, traced: tuple[str, Fabric] | None) -> list[tuple[str, Change]]:
-    """Titles and functions of the changes that are asked for."""
-    found: list[tuple[str, Change]] = [
-        (f"{what} {factor:g} times as fast", partial(changes.faster, what=what, factor=factor))
-        for what, factor in asked.faster.items()
-    ]
-    if asked.no_host:
-        found.append(("no host", changes.without_host))
-    if asked.cuda_graph:
-        found.append(("launches cost nothing", changes.as_device_graph))
-    if asked.remove_straggler:
-        found.append(("no straggler", changes.without_straggler))
-    if traced is None:
-        return found
-    name, fabric = traced
-    now = latency_of(name, fabric)
-    if asked.times != 1.0:
-        found.append((f"batch {asked.times:g} x", partial(changes.with_batch, factor=asked.times, latency=now)))
-    if asked.replicas != 1:
-        found.append((f"{asked.replicas} x ranks", partial(changes.with_replicas, factor=asked.replicas, latency=now)))
-    if asked.bucket_mb:
-        merged = partial(changes.with_buckets, num_bytes=asked.bucket_mb * 1e6, latency=now)
-        found.append((f"buckets of {asked.bucket_mb:g} MB", merged))
-    if asked.fabric or asked.hardware:
-        device = _preset_name(asked.hardware) if asked.hardware else name
-        other = find_fabric(asked.fabric or usual_fabric(device))
-        title = " and ".join(filter(None, (asked.hardware, asked.fabric)))
-        found.append((f"on {title}", partial(changes.on_latencies, before=now, after=latency_of(device, other))))
-    return found
-
-
-def _traced_on(asked: TraceChanges, graphs: Sequence[Program], job: Job | None) -> tuple[str, Fabric]:
-    """Hardware and fabric of the trace: from the user, from the job, or from the device's name in the trace."""
-    said = graphs[0].device_name
-    name = _preset_name(asked.on) if asked.on else (job.cluster.hardware if job is not None else "")
-    if not name:
-        name = "local-cpu" if graphs[0].device == "cpu" else device_name(said)
-    if find_hardware(name) is None and not asked.on:  # of another memory size, which changes no duration
-        name = _preset_name(re.sub(r"-\d+gb$", "", name))
-    if find_hardware(name) is None:
-        if asked.on:
-            raise StepsightError(f"--on must be the traced device, a name or a file: {unknown_hardware(asked.on)}")
-        told = f"the trace names {said!r:.80}, which is no known device" if said else "the trace names no device"
-        raise StepsightError(
-            f"{told}: name the device or a similar one with --on (as in --on mi300x); --on takes "
-            f"{', '.join(HARDWARE.names())}, or a file of a device"
-        )
-    if asked.on_fabric:
-        return name, find_fabric(asked.on_fabric)
-    try:
-        return name, job.fabric if job is not None else find_fabric(usual_fabric(name))
-    except JobError:
-        raise StepsightError(
-            f"no usual fabric of {name} is known: name the traced one with --on-fabric, one of "
-            f"{', '.join(FABRICS.names())}, or a file"
-        ) from None
-
-
-def _preset_name(name: str) -> str:
-    """A known hardware by name, usual name or prefix (``h100-sxm``): the first one that matches."""
-    name = canonical_hardware(name)
-    if find_hardware(name) is not None:
-        return name
-    return next((known for known in HARDWARE.names() if known.startswith(f"{name}-")), name)
-
-
-def latency_of(hardware: str, fabric: Fabric) -> LatencyModel:
-    """The latency model of a hardware: the shipped predictor, else a roofline."""
-    facts = find_hardware(hardware)
-    if facts is None:
-        raise StepsightError(f"hardware must be one of {', '.join(HARDWARE.names())} or a file, got {hardware!r:.80}")
-    predictor = _predictor_of(hardware)
-    if predictor is None:
-        return RooflineLatency(facts, fabric)
-    return predictor.latency_on(fabric, 1, 1)
-
-
-def _predictor_of(hardware: str) -> Predictor | None:
-    from stepsight.training.prediction.prediction import asked_predictor
-
-    facts = find_hardware(hardware)
-    return asked_predictor(facts.name, None) if facts is not None else None
-
-
-def what_if_text(told: dict[str, Any]) -> str:
-    cells = [[each["change"], Number(1e3 * each["step_s"], 3), Number(each["speedup"], 3)] for each in told["changes"]]
-    if len(cells) > 1:
-        cells.append(["all of them", Number(1e3 * told["changed_s"], 3), Number(told["speedup"], 3)])
-    unprofiled = f", without a profiler {1e3 * told['unprofiled_s']:.3f} ms" if told["unprofiled_s"] else ""
-    lines = [
-        _replayed(told) + unprofiled,
-        table(["change", "step ms", "speed-up"], cells),
-        f"durations changed by a predictor for {told['predicted_percent']:.1f} %, by a plain factor for "
-        f"{told['scaled_percent']:.1f} % of device time",
-    ]
-    if max(told["host_percent"], told["changed_host_percent"]) >= 1.0:
-        lines.append(
-            f"the host's share of the critical path: {told['host_percent']:.0f} % before the changes, "
-            f"{told['changed_host_percent']:.0f} % after them"
-        )
-    if told["changed_host_percent"] >= _HOST_LIMIT:
-        lines.append("the host is the limit: faster kernels and links gain little; see --cuda-graph and --no-host")
-    if told["traced_on"]:
-        lines.append("traced on {hardware} ({fabric}); predicted by {predictor}".format(**told["traced_on"]))
-    return "\n".join([*lines, *(f"warning: {warning}" for warning in told["warnings"])])
+        line += f"\nnot predicted: {told['why_not_predicted']}"
+    return "\n".join([_exposed_text(told), line, "", _causes_text(told["causes"])])

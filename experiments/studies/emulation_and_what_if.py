@@ -24,7 +24,7 @@ from stepsight.dataset.job.job import BatchSpec, ClusterSpec, Job, ModelSpec, Pa
 from stepsight.dataset.job.specs import Straggler
 from stepsight.dataset.runs.box_spec import HARDWARE, Box, read_box
 from stepsight.dataset.runs.run_manifest import RunManifest, read_manifest
-from stepsight.experiments.questions.traced_runs import what_if
+from stepsight.experiments.questions.what_if import what_if
 from stepsight.experiments.reports.text_table import table_of
 from stepsight.experiments.studies.box_cases import sleeping
 from stepsight.experiments.studies.study import Row, Study

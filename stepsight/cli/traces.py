@@ -179,7 +179,7 @@ def what_if_command(run: Annotated[Path, typer.Argument(metavar="RUN")], *, chan
     Args:
         run: A run folder, or a collection of one run.
     """
-    from stepsight.experiments.questions.traced_runs import what_if, what_if_text
+    from stepsight.experiments.questions.what_if import what_if, what_if_text
 
     told = what_if(run, changes)
     return Answer(told, what_if_text(told))

@@ -1,0 +1,192 @@
+"""``stepsight what-if``: a traced step with changes, such as faster kernels, another batch, fabric or device."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from stepsight.dataset.base.errors import JobError, StepsightError
+from stepsight.dataset.graph.program import Program
+from stepsight.dataset.hardware.hardware import (
+    FABRICS,
+    HARDWARE,
+    Fabric,
+    canonical_hardware,
+    find_fabric,
+    find_hardware,
+    unknown_hardware,
+    usual_fabric,
+)
+from stepsight.dataset.job.job import Job
+from stepsight.dataset.tables.measurements import device_name
+from stepsight.experiments.questions.traced_runs import LEAST_SHARE, Change, ReplayedRun, one_run, step_text
+from stepsight.experiments.reports.text_table import table_of
+from stepsight.experiments.tasks.settings import TraceChanges
+from stepsight.simulator.durations.latency_model import LatencyModel, RooflineLatency
+from stepsight.simulator.replay import changes
+from stepsight.simulator.replay.causes import critical_path
+from stepsight.simulator.replay.replay import Walk, replay
+
+if TYPE_CHECKING:
+    from stepsight.training.predictor.predictor import Predictor
+
+_HOST_LIMIT = 50.0  # percent of the critical path from which the host limits a step
+
+
+def what_if(path: Path, wanted: TraceChanges) -> dict[str, Any]:
+    """Compute one run: the unchanged replayed step, the step after each change, and with all changes.
+
+    Where a step was timed without a profiler too, changes are to that step (``unprofiled_s``).
+    """
+    found = ReplayedRun.read(one_run(path, "what-if"))
+    traced = _traced_on(wanted, found.run.graphs, found.run.job) if wanted.by_predictor else None
+    asked = _changes(wanted, traced)
+    if not asked:
+        raise StepsightError("what-if needs at least one change, as --faster gemm=1.5 or --no-host")
+    step_s, each = found.base.replayed_s, []
+    for title, change in asked:
+        alone = found.step_with(change)
+        each.append({"change": title, "step_s": alone, "speedup": step_s / alone if alone else 0.0})
+    tally, changed = changes.Tally(), list(found.graphs)
+    for _, change in asked:
+        changed = change(changed, tally)
+    after, host_saves = replay(changed), 0.0
+    changed_host = _host_percent(after.walked)
+    if changed_host >= _HOST_LIMIT and after.replayed_s:
+        free = replay(changes.as_device_graph(changed, changes.Tally())).replayed_s
+        host_saves = 100.0 * (1.0 - free / after.replayed_s)
+    device = sum(graph.device_time_s for graph in found.run.graphs) or 1.0
+    source = None if traced is None else getattr(_predictor_of(traced[0]), "source", "roofline")
+    return {
+        "run": found.run.name,
+        "measured_s": found.profiled.measured_s,
+        "replayed_s": found.profiled.replayed_s,
+        "step_s": step_s,
+        "unprofiled_s": step_s,
+        "changed_s": after.replayed_s,
+        "speedup": step_s / after.replayed_s if after.replayed_s else 0.0,
+        "changes": each,
+        "host_percent": _host_percent(found.base.walked),
+        "changed_host_percent": changed_host,
+        "host_saves_percent": host_saves,
+        "traced_on": traced and {"hardware": traced[0], "fabric": traced[1].name, "predictor": source},
+        "predicted_percent": min(100.0 * tally.predicted_s / device, 100.0),
+        "scaled_percent": min(100.0 * tally.scaled_s / device, 100.0),
+        "warnings": found.warnings,
+    }
+
+
+def _host_percent(walked: Walk) -> float:
+    """Share of the critical path that is work of the host, percent; 0 for ranks that compute on their host."""
+    path = critical_path(walked)
+    whole = sum(path.values())
+    return 100.0 * path.get("host", 0.0) / whole if whole and walked.joined.graphs[0].device != "cpu" else 0.0
+
+
+def _changes(asked: TraceChanges, traced: tuple[str, Fabric] | None) -> list[tuple[str, Change]]:
+    """Titles and functions of the changes that are asked for."""
+    found: list[tuple[str, Change]] = [
+        (f"{what} {factor:g} times as fast", partial(changes.faster, what=what, factor=factor))
+        for what, factor in asked.faster.items()
+    ]
+    if asked.no_host:
+        found.append(("no host", changes.without_host))
+    if asked.cuda_graph:
+        found.append(("launches cost nothing", changes.as_device_graph))
+    if asked.remove_straggler:
+        found.append(("no straggler", changes.without_straggler))
+    if traced is None:
+        return found
+    name, fabric = traced
+    now = latency_of(name, fabric)
+    if asked.times != 1.0:
+        found.append((f"batch {asked.times:g} x", partial(changes.with_batch, factor=asked.times, latency=now)))
+    if asked.replicas != 1:
+        found.append((f"{asked.replicas} x ranks", partial(changes.with_replicas, factor=asked.replicas, latency=now)))
+    if asked.bucket_mb:
+        merged = partial(changes.with_buckets, num_bytes=asked.bucket_mb * 1e6, latency=now)
+        found.append((f"buckets of {asked.bucket_mb:g} MB", merged))
+    if asked.fabric or asked.hardware:
+        device = _preset_name(asked.hardware) if asked.hardware else name
+        other = find_fabric(asked.fabric or usual_fabric(device))
+        title = " and ".join(filter(None, (asked.hardware, asked.fabric)))
+        found.append((f"on {title}", partial(changes.on_latencies, before=now, after=latency_of(device, other))))
+    return found
+
+
+def _traced_on(asked: TraceChanges, graphs: Sequence[Program], job: Job | None) -> tuple[str, Fabric]:
+    """Hardware and fabric of the trace: from the user, from the job, or from the device's name in the trace."""
+    said = graphs[0].device_name
+    name = _preset_name(asked.on) if asked.on else (job.cluster.hardware if job is not None else "")
+    if not name:
+        name = "local-cpu" if graphs[0].device == "cpu" else device_name(said)
+    if find_hardware(name) is None and not asked.on:  # of another memory size, which changes no duration
+        name = _preset_name(re.sub(r"-\d+gb$", "", name))
+    if find_hardware(name) is None:
+        if asked.on:
+            raise StepsightError(f"--on must be the traced device, a name or a file: {unknown_hardware(asked.on)}")
+        told = f"the trace names {said!r:.80}, which is no known device" if said else "the trace names no device"
+        raise StepsightError(
+            f"{told}: name the device or a similar one with --on (as in --on mi300x); --on takes "
+            f"{', '.join(HARDWARE.names())}, or a file of a device"
+        )
+    if asked.on_fabric:
+        return name, find_fabric(asked.on_fabric)
+    try:
+        return name, job.fabric if job is not None else find_fabric(usual_fabric(name))
+    except JobError:
+        raise StepsightError(
+            f"no usual fabric of {name} is known: name the traced one with --on-fabric, one of "
+            f"{', '.join(FABRICS.names())}, or a file"
+        ) from None
+
+
+def _preset_name(name: str) -> str:
+    """A known hardware by name, usual name or prefix (``h100-sxm``): the first one that matches."""
+    name = canonical_hardware(name)
+    if find_hardware(name) is not None:
+        return name
+    return next((known for known in HARDWARE.names() if known.startswith(f"{name}-")), name)
+
+
+def latency_of(hardware: str, fabric: Fabric) -> LatencyModel:
+    """The latency model of a hardware: the shipped predictor, else a roofline."""
+    facts = find_hardware(hardware)
+    if facts is None:
+        raise StepsightError(f"hardware must be one of {', '.join(HARDWARE.names())} or a file, got {hardware!r:.80}")
+    predictor = _predictor_of(hardware)
+    if predictor is None:
+        return RooflineLatency(facts, fabric)
+    return predictor.latency_on(fabric, 1, 1)
+
+
+def _predictor_of(hardware: str) -> Predictor | None:
+    from stepsight.training.prediction.prediction import asked_predictor
+
+    facts = find_hardware(hardware)
+    return asked_predictor(facts.name, None) if facts is not None else None
+
+
+def what_if_text(told: dict[str, Any]) -> str:
+    rows = list(told["changes"])
+    if len(rows) > 1:
+        rows.append({"change": "all of them", "step_s": told["changed_s"], "speedup": told["speedup"]})
+    lines = [
+        step_text(told),
+        table_of(rows, {"change": "change", "step ms": "step_s", "speed-up": "speedup"}, 3),
+        f"durations changed by a predictor for {told['predicted_percent']:.1f} %, by a plain factor for "
+        f"{told['scaled_percent']:.1f} % of device time",
+    ]
+    if max(told["host_percent"], told["changed_host_percent"]) >= 1.0:
+        lines.append(
+            f"the host's share of the critical path: {told['host_percent']:.0f} % before the changes, "
+            f"{told['changed_host_percent']:.0f} % after them"
+        )
+    if told["host_saves_percent"] > 100 * LEAST_SHARE:
+        lines.append(f"free launches (--cuda-graph) would save a further {told['host_saves_percent']:.1f} %")
+    if told["traced_on"]:
+        lines.append("traced on {hardware} ({fabric}); predicted by {predictor}".format(**told["traced_on"]))
+    return "\n".join([*lines, *(f"warning: {warning}" for warning in told["warnings"])])
