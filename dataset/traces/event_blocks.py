@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
-from msgspec import UNSET, Raw, UnsetType, field
+from msgspec import UNSET, Raw, field
 
 from stepsight.dataset.base.bounded import unpacked_blocks
 from stepsight.dataset.base.errors import TraceError
@@ -83,14 +83,19 @@ class EventBlocks:
             raise TraceError(f"a Kineto trace must hold a list traceEvents, got {type(last).__name__} in {self._path}")
         if not listed:
             self.header.update(tree)
-        yield [event_of(event) for event in last]
+        yield events_of(msgspec.json.encode(last))
 
     def _first(self, parts: Iterator[bytes]) -> tuple[bytes, bool]:
         """Text from the first event on, and whether the file is a bare list of events."""
         text = b""
         for part in parts:
             text = (text + part).removeprefix(_BOM)
-            self._refuse_archive(text)
+            archive = next((kind for kind, begin, sign in _ARCHIVES if text[begin:].startswith(sign)), "")
+            if archive:
+                raise TraceError(
+                    f"{self._path} must be the trace of one rank, got a {archive} archive: unpack it and import the "
+                    "traces that it holds"
+                )
             start = text.lstrip()[:1]
             if start == b"[":
                 return text.lstrip()[1:], True
@@ -107,31 +112,23 @@ class EventBlocks:
         keys = f"keys {', '.join(sorted(map(str, tree))[:8])}" if isinstance(tree, dict) else type(tree).__name__
         raise TraceError(f"a Kineto trace must hold a list traceEvents, got {keys} in {self._path}")
 
-    def _refuse_archive(self, text: bytes) -> None:
-        for kind, begin, sign in _ARCHIVES:
-            if text[begin : begin + len(sign)] == sign:
-                raise TraceError(
-                    f"{self._path} must be the trace of one rank, got a {kind} archive: unpack it and import the "
-                    "traces that it holds"
-                )
-
     def _cut(self, text: bytes) -> tuple[list[Event], bytes]:
         """Events up to the last complete one, and the text after it."""
         window = max(len(text) - _WINDOW, 0)
         ends = [found.start() + 1 for found in _BETWEEN.finditer(text, window)]
-        attempts = [(end, events_of) for end in ends[: -_MOST_CUTS - 1 : -1]] + [(end, self._odd) for end in ends[-1:]]
-        for end, read in attempts:
+        for cut in ends[: -_MOST_CUTS - 1 : -1]:
             try:
-                return read(b"[" + text[:end] + b"]"), text[text.index(b",", end) + 1 :]
+                return events_of(b"[" + text[:cut] + b"]"), text[text.index(b",", cut) + 1 :]
+            except ValueError:
+                continue
+        for cut in ends[-1:]:
+            try:
+                events = events_of(strict(b"[" + text[:cut] + b"]"))
             except (ValueError, RecursionError):
                 continue
+            self._warn()
+            return events, text[text.index(b",", cut) + 1 :]
         return [], text
-
-    def _odd(self, text: bytes) -> list[Event]:
-        """Events of a JSON list that is not strict."""
-        events = [event_of(event) for event in tolerant(text)]
-        self._warn()
-        return events
 
     def _parse(self, text: bytes) -> Any:
         try:
@@ -139,7 +136,7 @@ class EventBlocks:
         except ValueError:
             pass
         try:
-            tree = tolerant(text)
+            tree = parse(strict(text))
         except RecursionError:
             raise TraceError(f"{self._path} must be events, got tables nested thousands deep") from None
         except ValueError:
@@ -155,26 +152,24 @@ class EventBlocks:
             self.warnings.append(told)
 
 
-NOTHING = Raw(b"{}")
 NO_TEXT = Raw(b"null")
-Whole = int | None
 
 
 class Event(msgspec.Struct, gc=False):
     """Common fields of all events; microseconds."""
 
-    ph: str
-    name: str | UnsetType = UNSET
-    cat: str | None = None
-    ts: float | UnsetType = UNSET
-    dur: float | UnsetType = UNSET
-    pid: int | str | None = None
-    tid: int | str | UnsetType = UNSET
-    args: Raw = NOTHING
+    ph: Any
+    name: Any = UNSET
+    cat: Any = None
+    ts: Any = UNSET
+    dur: Any = UNSET
+    pid: Any = None
+    tid: Any = UNSET
+    args: Raw = NO_TEXT
 
     def table(self) -> dict[str, Any]:
         """All fields of ``args``."""
-        return table_of(self.args)
+        return dict(parse(self.args) or {})
 
 
 class OpArgs(msgspec.Struct, gc=False):
@@ -185,26 +180,26 @@ class OpArgs(msgspec.Struct, gc=False):
     types: Raw = field(name="Input type", default=NO_TEXT)
     strides: Raw = field(name="Input Strides", default=NO_TEXT)
     literals: Raw = field(name="Concrete Inputs", default=NO_TEXT)
-    sequence: Whole = field(name="Sequence number", default=-1)
-    record: Whole = field(name="Record function id", default=0)
-    external: Whole = field(name="External id", default=-1)
+    sequence: Any = field(name="Sequence number", default=-1)
+    record: Any = field(name="Record function id", default=0)
+    external: Any = field(name="External id", default=-1)
 
 
 class CallArgs(msgspec.Struct, gc=False):
     """Fields of a call of the device's runtime."""
 
-    correlation: Whole = -1
-    external: Whole = field(name="External id", default=-1)
+    correlation: Any = -1
+    external: Any = field(name="External id", default=-1)
 
 
 class KernelArgs(msgspec.Struct, gc=False):
     """Fields of a kernel or a copy; its launch as JSON text."""
 
-    correlation: Whole = -1
-    external: Whole = field(name="External id", default=-1)
-    num_bytes: Whole = field(name="bytes", default=-1)
-    device: int | str | UnsetType | None = UNSET
-    stream: int | str | UnsetType | None = UNSET
+    correlation: Any = -1
+    external: Any = field(name="External id", default=-1)
+    num_bytes: Any = field(name="bytes", default=-1)
+    device: Any = UNSET
+    stream: Any = UNSET
     grid: Raw = NO_TEXT
     block: Raw = NO_TEXT
     registers: Raw = field(name="registers per thread", default=NO_TEXT)
@@ -223,45 +218,24 @@ def events_of(text: bytes) -> list[Event]:
 
     Raises:
         ValueError: If the text is no JSON.
-        KeyError, TypeError, AttributeError: If an event is no table with ``ph``.
+        TypeError: If an event is no table with ``ph``.
     """
     try:
-        return list(_EVENTS.decode(text))
-    except (msgspec.DecodeError, RecursionError):
-        return [event_of(table) for table in parse(text)]
-
-
-def event_of(table: dict[str, Any]) -> Event:
-    """An event of a parsed table, with fields of any type."""
-    given = {name: table[name] for name in Event.__struct_fields__ if name in table}
-    given["args"] = Raw(json.dumps(table.get("args") or {}).encode())
-    return Event(**{"ph": table["ph"], **given})
+        return _EVENTS.decode(text)
+    except msgspec.ValidationError as error:
+        raise TypeError(str(error)) from None
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise ValueError(str(error)) from None
 
 
 def args_of(kind: type[Args], events: Sequence[Event]) -> list[Args]:
-    """Arguments of events of one category, as structures of one type."""
+    """Arguments of events of one category, as structures of one type; defaults for what is no table."""
+    texts = [event.args if event.args is not NO_TEXT else b"{}" for event in events]
     try:
-        return list(_ARGS[kind].decode(b"[" + b",".join([event.args for event in events]) + b"]"))
-    except (msgspec.DecodeError, RecursionError):
-        return [_filled(kind, event.table()) for event in events]
-
-
-def _filled(kind: type[Args], table: dict[str, Any]) -> Args:
-    given: dict[str, Any] = {}
-    for info in msgspec.structs.fields(kind):
-        if info.encode_name in table:
-            value = table[info.encode_name]
-            given[info.name] = Raw(json.dumps(value).encode()) if info.type is Raw else value
-    return kind(**given)
-
-
-def table_of(text: bytes | Raw) -> dict[str, Any]:
-    """A JSON table; empty for a missing one."""
-    try:
-        found = parse(text)
-    except ValueError:
-        found = tolerant(bytes(text))
-    return dict(found or {})
+        return list(_ARGS[kind].decode(b"[" + b",".join(texts) + b"]"))
+    except msgspec.ValidationError:
+        tables = (text if bytes(text)[:1] == b"{" else b"{}" for text in texts)
+        return list(_ARGS[kind].decode(b"[" + b",".join(tables) + b"]"))
 
 
 def parse(text: bytes | Raw) -> Any:
@@ -276,6 +250,7 @@ def parse(text: bytes | Raw) -> Any:
         raise ValueError(str(error)) from None
 
 
-def tolerant(text: bytes) -> Any:
-    """Parse JSON as Python does: with NaN, control characters in names and bytes that are not UTF-8."""
-    return json.loads(text.decode("utf-8", "replace"), strict=False)
+def strict(text: bytes) -> bytes:
+    """Strict JSON of what Python parses: NaN becomes null, broken characters are replaced."""
+    found = json.loads(text.decode("utf-8", "replace"), strict=False, parse_constant=lambda _: None)
+    return json.dumps(found, ensure_ascii=False).encode("utf-8", "replace")

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from stepsight.dataset.base.errors import TraceError
-from stepsight.dataset.traces.event_blocks import EventBlocks, event_of
+from stepsight.dataset.traces.event_blocks import EventBlocks, events_of
 from tests.dataset.kineto_files import KinetoFile, tiny_step
 
 
@@ -20,7 +20,7 @@ def test_blocks_of_any_size_hold_the_same_events(tmp_path: Path, layout: str, bl
     file.call('a name with }, { and "quotes"', 2000, 5)
     blocks = EventBlocks(file.write(tmp_path / "t.json", layout), block)
     events = [event for part in blocks for event in part]
-    written = [event_of(table) for table in json.loads(file.text("compact"))["traceEvents"]]
+    written = events_of(json.dumps(json.loads(file.text("compact"))["traceEvents"]).encode())
     assert [event.table() for event in events] == [event.table() for event in written]
     fields = ("ph", "name", "cat", "ts", "dur", "pid", "tid")
     assert [[getattr(e, f) for f in fields] for e in events] == [[getattr(e, f) for f in fields] for e in written]
