@@ -16,7 +16,8 @@ from stepsight.dataset.graph.rendezvous import meetings, numbered_alike
 from stepsight.dataset.traces.assembly import graph_of_trace
 from stepsight.dataset.traces.read_rank import read_kineto, read_rank
 
-_SUFFIXES = (".json", ".json.gz")
+_JSON = (".json", ".json.gz")
+_SUFFIXES = {"kineto": _JSON, "chakra": (".et", ".et.gz", *_JSON)}  # of files in a folder, by format
 _RANK = re.compile(r"(?:rank|worker|gpu|proc|node)[-_.]?(\d+)|[-_.](\d+)(?=[-_.]|$)", re.IGNORECASE)
 _MOST_TOLD = 8  # most ranks listed in a message
 _LEAST_ALIKE = 0.5  # share of the collectives of two ranks of a job that must be of one kind
@@ -33,7 +34,7 @@ class Imported:
     warnings: tuple[str, ...]
 
 
-def trace_files(paths: Sequence[Path], suffixes: tuple[str, ...] = _SUFFIXES) -> list[Path]:
+def trace_files(paths: Sequence[Path], suffixes: tuple[str, ...] = _JSON) -> list[Path]:
     """The given files, and the files of given folders with one of the suffixes.
 
     Raises:
@@ -75,19 +76,23 @@ def import_ranks(
         TraceError: If there is no such format, a file is no whole trace, two are of one rank, or the ranks are of
             different jobs.
     """
-    reader, place = find_format(form), replace(placement or Placement(), rank=None)
-    if executions and reader.read_graph is None:
+    place = replace(placement or Placement(), rank=None)
+    _ = TRACE_READERS[form]  # it is known
+    if executions and form != "kineto":
         raise TraceError(f"import {form} takes no execution traces (--et), got {len(executions)}")
-    files = trace_files(paths, reader.suffixes)
-    joined = _execution_of(files, trace_files(executions) if executions else [])
-    graphs = reader.read_job(files, on_file) if reader.read_job is not None else []
-    for number, path in enumerate(files if reader.read_job is None else ()):
-        if reader.read_graph is not None:
-            graphs.append(reader.read_graph(path, place, joined.get(path)))
-        else:
-            graphs.append(graph_of_trace(read_rank_trace(form, path, place)))
-        if on_file is not None:
-            on_file(number + 1, len(files))
+    files = trace_files(paths, _SUFFIXES.get(form, ("",)))
+    if form == "chakra":  # all ranks together, since they hold no times of their own
+        from stepsight.dataset.traces.chakra_graph import read_chakra  # other formats need no reader of them
+
+        ranks = _ranks_of(files)
+        _check_once(ranks, files)
+        graphs = read_chakra(files, ranks, on_file)
+    else:
+        joined, graphs = _execution_of(files, trace_files(executions) if executions else []), []
+        for number, path in enumerate(files, 1):
+            graphs.append(_read(form, path, place, joined.get(path))[1])
+            if on_file is not None:
+                on_file(number, len(files))
     graphs = _numbered(graphs, files)
     order = sorted(range(len(graphs)), key=lambda number: graphs[number].rank)
     ordered = [graphs[number] for number in order]
@@ -95,16 +100,6 @@ def import_ranks(
         f"rank {graph.rank}: {told}" if len(graphs) > 1 else told for graph in ordered for told in graph.warnings
     ]
     return Imported(tuple(ordered), tuple(files[number] for number in order), (*warnings, *_check_ranks(ordered)))
-
-
-def _read_chakra(files: Sequence[Path], on_file: Progress | None) -> list[Program]:
-    """Graphs of a job's Chakra traces; the rank is the number in the file name."""
-    named = [_rank_in(path) for path in files]
-    ranks = [int(rank or 0) for rank in named] if None not in named else list(range(len(files)))
-    _check_once(ranks, files)
-    from stepsight.dataset.traces.chakra_graph import read_chakra  # other formats need no reader of Chakra traces
-
-    return read_chakra(files, ranks, on_file)
 
 
 def _execution_of(files: Sequence[Path], executions: Sequence[Path]) -> dict[Path, Path]:
@@ -135,14 +130,19 @@ def _rank_in(path: Path) -> int | None:
     return int(match[1] or match[2]) if match else None
 
 
+def _ranks_of(files: Sequence[Path]) -> list[int]:
+    """Ranks by the numbers in the files' names, if every file has one; otherwise by their order."""
+    named = [_rank_in(path) for path in files]
+    return [int(rank or 0) for rank in named] if None not in named else list(range(len(files)))
+
+
 def _numbered(graphs: list[Program], files: Sequence[Path]) -> list[Program]:
     """Graphs with their ranks: from the files, else from their names, else by their order."""
     ranks = [graph.rank for graph in graphs]
     if len(graphs) > 1 and all(graph.world_size == 1 for graph in graphs):
         if len(set(ranks)) == 1:
-            named = [_rank_in(path) for path in files]
-            distinct = None not in named and len(set(named)) == len(named)
-            ranks = [int(rank or 0) for rank in named] if distinct else list(range(len(files)))
+            named = _ranks_of(files)
+            ranks = named if len(set(named)) == len(named) else list(range(len(files)))
         world = max(len(files), 1 + max(ranks))
         graphs = [graph.replace(rank=rank, world_size=world) for graph, rank in zip(graphs, ranks, strict=True)]
     _check_once(ranks, files)
@@ -239,22 +239,6 @@ def summary(found: Imported) -> dict[str, Any]:
 TraceReader = Callable[[Path, Placement], RankTrace]
 
 
-@dataclass(frozen=True)
-class TraceFormat:
-    """How traces of one format are read; a call reads one rank's file as ``RankTrace``."""
-
-    read: TraceReader  # reads one rank's file
-    # reads one rank's file, with its execution trace if there is one, as the graph of which ``read`` returns the
-    # view; None: ``read`` says all
-    read_graph: Callable[[Path, Placement, Path | None], Program] | None = None
-    # reads the files of all ranks as graphs; None: each file by itself
-    read_job: Callable[[Sequence[Path], Progress | None], list[Program]] | None = None
-    suffixes: tuple[str, ...] = ("",)  # of its files in a folder
-
-    def __call__(self, path: Path, placement: Placement) -> RankTrace:
-        return self.read(path, placement)
-
-
 def _check_reader(name: str, reader: Any) -> TraceReader:
     check_takes("a reader of traces", reader, ("path", "placement"))
     return reader  # type: ignore[no-any-return]
@@ -266,24 +250,11 @@ def _refuse_rank(path: Path, placement: Placement) -> RankTrace:
 
 TRACE_READERS: Registry[TraceReader] = Registry(
     "trace format",
-    {
-        "kineto": TraceFormat(read_kineto, read_rank, suffixes=_SUFFIXES),
-        "chakra": TraceFormat(_refuse_rank, read_job=_read_chakra, suffixes=(".et", ".et.gz", *_SUFFIXES)),
-    },
+    {"kineto": read_kineto, "chakra": _refuse_rank},
     group="stepsight.trace_readers",
     check=_check_reader,
     error=TraceError,
 )
-
-
-def find_format(form: str) -> TraceFormat:
-    """The format of that name; a reader of the user's own reads each file by itself.
-
-    Raises:
-        TraceError: If there is no such format.
-    """
-    reader = TRACE_READERS[form]
-    return reader if isinstance(reader, TraceFormat) else TraceFormat(reader)
 
 
 def read_rank_trace(form: str, path: Path, placement: Placement) -> RankTrace:
@@ -292,7 +263,7 @@ def read_rank_trace(form: str, path: Path, placement: Placement) -> RankTrace:
     Raises:
         TraceError: If there is no such format, or if the reader raises or returns something else than a trace.
     """
-    reader = find_format(form).read
+    reader = TRACE_READERS[form]
     try:
         trace = reader(path, placement)
     except (StepsightError, OSError):
@@ -302,6 +273,14 @@ def read_rank_trace(form: str, path: Path, placement: Placement) -> RankTrace:
     if not isinstance(trace, RankTrace):
         raise TraceError(f"trace format {form}: a reader must return a RankTrace, got {trace!r:.80} for {path}")
     return trace
+
+
+def _read(form: str, path: Path, placement: Placement, execution: Path | None) -> tuple[RankTrace | None, Program]:
+    """Graph of one rank's file; its trace too, where that is what the reader gives."""
+    if form == "kineto":
+        return None, read_rank(path, placement, execution)
+    trace = read_rank_trace(form, path, placement)
+    return trace, graph_of_trace(trace)
 
 
 def read_rank_files(
@@ -315,12 +294,9 @@ def read_rank_files(
         TraceError: As ``read_rank_trace``.
     """
     form = trace_format(files, placement.rank, folder)
-    read, path = find_format(form).read_graph, folder / files[form]
-    if read is None:
-        trace = read_rank_trace(form, path, placement)
-        return trace, graph_of_trace(trace)
-    graph = read(path, placement, folder / files["et"] if executions and "et" in files else None)
-    return rank_trace(graph), graph
+    execution = folder / files["et"] if executions and "et" in files else None
+    trace, graph = _read(form, folder / files[form], placement, execution)
+    return trace or rank_trace(graph), graph
 
 
 def trace_format(files: Mapping[str, str], rank: int | None, folder: Path) -> str:
