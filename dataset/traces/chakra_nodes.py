@@ -94,11 +94,8 @@ def read_nodes(path: Path) -> list[ChakraNode]:
 def _wire_nodes(data: bytes) -> Iterator[ChakraNode]:
     at, messages = 0, []
     while at < len(data):
-        length, at = _varint(data, at)
-        if at + length > len(data):
-            raise ValueError(f"a message of {length} bytes begins {len(data) - at} bytes before the end")
-        messages.append(data[at : at + length])
-        at += length
+        message, at = _bytes(data, at)
+        messages.append(message)
     return map(_wire_node, messages[1:])
 
 
@@ -106,20 +103,27 @@ def _wire_node(message: bytes) -> ChakraNode:
     node: dict[str, Any] = {"id": 0, "attrs": {}}
     deps: list[int] = []
     for number, value in _fields(message):
-        if number in (1, 7):
-            node["id" if number == 1 else "duration_us"] = _whole(value)
+        if isinstance(value, int) != (number in (1, 3, 7)) and number in (1, 2, 3, 7, 8, 10):
+            raise ValueError(f"field {number} of a node must be of another type, got {value!r:.40}")
+        if isinstance(value, int):
+            if number in (1, 7):
+                node["id" if number == 1 else "duration_us"] = value
+            elif number == 3:
+                node["type"] = NODE_TYPES[value] if value < len(NODE_TYPES) else str(value)
+            elif number == 5:
+                deps.append(value)
         elif number == 2:
             node["name"] = _text(value)
-        elif number == 3:
-            kind = _whole(value)
-            node["type"] = NODE_TYPES[kind] if kind < len(NODE_TYPES) else str(kind)
         elif number == 5:
-            deps += [value] if isinstance(value, int) else _packed(value)
+            at = 0
+            while at < len(value):
+                dep, at = _varint(value, at)
+                deps.append(dep)
         elif number == 8:
-            told = {place: _text(text) for place, text in _fields(_bytes(value))}
-            node["shapes"], node["types"] = told.get(2, ""), told.get(3, "")
+            told = dict(_fields(value))
+            node["shapes"], node["types"] = (_text(told.get(place, b"")) for place in (2, 3))
         elif number == 10:
-            attr = dict(_fields(_bytes(value)))
+            attr = dict(_fields(value))
             node["attrs"][_text(attr.pop(1, b""))] = _wire_value(attr)
     return ChakraNode(data_deps=tuple(deps), **node)
 
@@ -128,11 +132,11 @@ def _wire_value(attr: Mapping[int, int | bytes]) -> Any:
     """The value of an attribute, from its last field that holds one."""
     found: Any = None
     for number, value in attr.items():
-        if number in _TEXTS:
-            found = _text(value)
+        if isinstance(value, bytes):
+            found = _text(value) if number in _TEXTS else found
         elif number in _BOOLS:
             found = bool(value)
-        elif number > 2 and isinstance(value, int):
+        elif number > 2:
             found = value - 2**64 if number in _SIGNED and value >= 2**63 else value
             found = (value >> 1) ^ -(value & 1) if number in _ZIGZAG else found
     return found
@@ -142,56 +146,41 @@ def _fields(message: bytes) -> Iterator[tuple[int, int | bytes]]:
     at = 0
     while at < len(message):
         key, at = _varint(message, at)
-        number, wire = key >> 3, key & 7
-        if wire == 0:
+        value: int | bytes
+        if key & 7 == 0:
             value, at = _varint(message, at)
-            yield number, value
-            continue
-        if wire not in (1, 2, 5):
-            raise ValueError(f"a field must be of wire type 0, 1, 2 or 5, got {wire}")
-        length = {1: 8, 5: 4}.get(wire, 0)
-        if wire == 2:
-            length, at = _varint(message, at)
-        if at + length > len(message):
-            raise ValueError(f"field {number} of {length} bytes goes beyond its message")
-        yield number, message[at : at + length]
-        at += length
+        elif key & 7 in (1, 2, 5):
+            value, at = _bytes(message, at, {1: 8, 5: 4}.get(key & 7))
+        else:
+            raise ValueError(f"a field must be of wire type 0, 1, 2 or 5, got {key & 7}")
+        yield key >> 3, value
 
 
-def _varint(data: bytes, at: int) -> tuple[int, int]:
-    value = shift = 0
-    while True:
-        if at >= len(data) or shift > 63:
-            raise ValueError("the file ends within a number, or a number has more than 64 bits")
-        byte = data[at]
-        value |= (byte & 127) << shift
-        at, shift = at + 1, shift + 7
-        if byte < 128:
-            return value, at
-
-
-def _packed(value: bytes) -> list[int]:
-    out, at = [], 0
-    while at < len(value):
-        number, at = _varint(value, at)
-        out.append(number)
-    return out
-
-
-def _whole(value: int | bytes) -> int:
-    if not isinstance(value, int):
-        raise ValueError(f"a number must be a varint, got {len(value)} bytes")
-    return value
-
-
-def _bytes(value: int | bytes) -> bytes:
-    if isinstance(value, int):
-        raise ValueError(f"a message must be bytes, got the number {value}")
-    return value
+def _bytes(data: bytes, at: int, length: int | None = None) -> tuple[bytes, int]:
+    """Bytes of a length, which stands before them if it is not given, and where they end."""
+    if length is None:
+        length, at = _varint(data, at)
+    if at + length > len(data):
+        raise ValueError(f"a message of {length} bytes begins {len(data) - at} bytes before the end")
+    return data[at : at + length], at + length
 
 
 def _text(value: int | bytes) -> str:
-    return _bytes(value).decode("utf-8")
+    if isinstance(value, int):
+        raise ValueError(f"a text must be bytes, got the number {value}")
+    return value.decode()
+
+
+def _varint(data: bytes, at: int) -> tuple[int, int]:
+    value = 0
+    for shift in range(0, 70, 7):
+        if at >= len(data):
+            break
+        byte = data[at]
+        value, at = value | (byte & 127) << shift, at + 1
+        if byte < 128:
+            return value, at
+    raise ValueError("the file ends within a number, or a number has more than 64 bits")
 
 
 def _json_nodes(data: bytes) -> Iterator[ChakraNode]:
