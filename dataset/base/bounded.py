@@ -117,11 +117,7 @@ def read_unpacked(path: Path) -> bytes:
 
 
 def unpacked_blocks(path: Path, size: int) -> Iterator[bytes]:
-    """Bytes of a plain file in blocks of at most ``size``, unpacked if it is gzip.
-
-    Raises:
-        OSError: As ``read_unpacked``.
-    """
+    """Bytes of a plain file in blocks of at most ``size``, unpacked if it is gzip."""
     with _opened(path) as file:
         packed = file.read(2) == _GZIP
         file.seek(0)
@@ -167,11 +163,7 @@ def read_parquet(path: Path) -> pa.Table:
 
 
 def parquet_rows(path: Path) -> int:
-    """Number of rows according to a Parquet file.
-
-    Raises:
-        OSError: As ``read_parquet``.
-    """
+    """Number of rows according to a Parquet file."""
     try:
         with _opened(path) as source:
             return read_footer(source).num_rows
@@ -296,11 +288,7 @@ class Stated:
 
 
 def read_footer(file: BinaryIO) -> Stated:
-    """Read the footer of a Parquet file.
-
-    Raises:
-        ValueError: If it is none.
-    """
+    """Read the footer of a Parquet file."""
     size = file.seek(0, 2)
     file.seek(max(0, size - 8))
     end = file.read(8)

@@ -222,11 +222,7 @@ def read_facts(path: str, sections: Sequence[str] = ()) -> dict[str, dict[str, A
 
 
 def only_one(found: Mapping[str, T], noun: str, path: str) -> T:
-    """The only object of its kind in a file.
-
-    Raises:
-        JobError: If there is none, or more than one.
-    """
+    """The only object of its kind in a file."""
     if len(found) != 1:
         raise JobError(f"{path} must hold exactly one {noun}, got {', '.join(found) or 'none'}")
     return next(iter(found.values()))

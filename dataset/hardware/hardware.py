@@ -66,11 +66,7 @@ FABRICS: Registry[Fabric] = Registry(
 
 
 def find_hardware(name: str) -> Hardware | None:
-    """The hardware of a name, or of a ``.json`` or ``.toml`` file; None if the name is unknown.
-
-    Raises:
-        JobError: If the file cannot be read, or is not a file of one hardware.
-    """
+    """The hardware of a name, or of a ``.json`` or ``.toml`` file; None if the name is unknown."""
     if name.startswith("{"):
         return _stated(name)
     return _hardware_file(name)[0] if is_facts_file(name) else HARDWARE.get(name)
@@ -119,11 +115,7 @@ def hardware_name(name: str) -> str:
 
 
 def find_fabric(name: str) -> Fabric:
-    """The fabric of that name, or of a ``.json`` or ``.toml`` file.
-
-    Raises:
-        JobError: If there is none; the message lists those there are.
-    """
+    """The fabric of that name, or of a ``.json`` or ``.toml`` file."""
     if not is_facts_file(name):
         return FABRICS[name]
     _, fabrics = facts_in(name)

@@ -233,11 +233,7 @@ def launch_units(work: Op | Collective) -> float:
 
 
 def hardware_from_dict(value: Mapping[str, Any]) -> Hardware:
-    """Read the result of ``Hardware.to_dict``, or a preset's table.
-
-    Raises:
-        JobError: If a field is unknown, missing, of another type or out of its bounds.
-    """
+    """Read the result of ``Hardware.to_dict``, or a preset's table."""
     if not isinstance(value, Mapping):
         raise JobError(f"a hardware table holds the fields of Hardware, got {value!r:.80}")
     known = {field.name: field for field in fields(Hardware)}

@@ -77,11 +77,7 @@ class Box:
 
     @classmethod
     def from_dict(cls, table: Any) -> Box:
-        """Read the result of ``to_dict``.
-
-        Raises:
-            JobError: If it is something else.
-        """
+        """Read the result of ``to_dict``."""
         _check(table)
         return cls(
             table["nodes"], table["ranks_per_node"], tuple(table["mbits_per_s"]), tuple(table.get("latency_ms", ()))

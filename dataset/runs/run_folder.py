@@ -254,11 +254,7 @@ def _stem(path: Path) -> str:
 
 
 def run_folders(path: Path) -> list[Path]:
-    """Run folders of a collection, or the run folder itself.
-
-    Raises:
-        TraceError: If it is neither.
-    """
+    """Run folders of a collection, or the run folder itself."""
     path = Path(path)
     if (path / MANIFEST).is_file():
         return [path]
@@ -283,20 +279,12 @@ class TracedRun(NamedTuple):
 
 
 def has_traces(folder: Path) -> bool:
-    """Whether a run was traced: runs may only have been timed.
-
-    Raises:
-        TraceError: If the folder is no run.
-    """
+    """Whether a run was traced: runs may only have been timed."""
     return is_imported(folder) or bool(read_manifest(Path(folder)).traces)
 
 
 def run_graphs(folder: Path) -> TracedRun:
-    """Graphs of a run: an imported one, or one that the harness traced (then its files are read).
-
-    Raises:
-        TraceError: If it is no run with traces.
-    """
+    """Graphs of a run: an imported one, or one that the harness traced (then its files are read)."""
     if is_imported(folder):
         run = read_imported(folder)
         return TracedRun(run.name, run.job, run.graphs(), run.role)
@@ -337,11 +325,7 @@ class EventFile:
 
 
 def read_event_file(path: Path) -> EventFile:
-    """Read and check an event file.
-
-    Raises:
-        TraceError: If it is not what the harness writes.
-    """
+    """Read and check an event file."""
     from stepsight.dataset.runs.box_spec import Box  # importing a trace needs no jobs
 
     tree = read_object(path)

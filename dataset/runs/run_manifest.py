@@ -67,11 +67,7 @@ class RunManifest:
 
 
 def read_manifest(folder: Path) -> RunManifest:
-    """Read and check ``manifest.json`` of a run folder.
-
-    Raises:
-        TraceError: If there is none, or it is not what the harness writes.
-    """
+    """Read and check ``manifest.json`` of a run folder."""
     path = folder / "manifest.json"
     tree = read_object(path)
     if tree.get("schema") != SCHEMA:
@@ -116,11 +112,7 @@ def _manifest(folder: Path, tree: dict[str, Any]) -> RunManifest:
 
 
 def typed(value: Any, kind: type[T], name: str) -> T:
-    """The value, if it is of that kind.
-
-    Raises:
-        ValueError: If it is of another.
-    """
+    """The value, if it is of that kind."""
     if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
         raise ValueError(f"{name} must be a {_WORDS.get(kind, kind.__name__)}, got {value!r:.80}")
     if isinstance(value, str) and not value.isprintable():
@@ -129,11 +121,7 @@ def typed(value: Any, kind: type[T], name: str) -> T:
 
 
 def number(value: Any, name: str) -> float:
-    """The value, if it is a number that can be reckoned with.
-
-    Raises:
-        ValueError: If it is none.
-    """
+    """The value, if it is a number that can be reckoned with."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= MOST:
         raise ValueError(f"{name} must be a number within +-{MOST:g}, got {value!r:.80}")
     return float(value)
@@ -181,11 +169,7 @@ def _check(manifest: RunManifest, path: Path) -> None:
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """The table that a JSON file of a run or collection holds.
-
-    Raises:
-        TraceError: If it holds none.
-    """
+    """The table that a JSON file of a run or collection holds."""
     try:
         tree = read_json(path)
     except OSError as error:

@@ -324,11 +324,7 @@ class Rows:
         return TableError(f"{self.path}{where}: {rule}")
 
     def table(self, source: str, file: SourceFile) -> Measurements:
-        """What was found.
-
-        Raises:
-            TableError: If there is no measurement, and a row breaks a rule.
-        """
+        """What was found."""
         if self._broken and not self._rows:
             number, text = next(iter(self._broken.values()))
             raise self.error(text, number)

@@ -43,11 +43,7 @@ _WALKED = "the step is the one that durations and dependencies imply: Chakra tra
 def read_chakra(
     files: Sequence[Path], ranks: Sequence[int], on_file: Callable[[int, int], None] | None = None
 ) -> list[Program]:
-    """Read the Chakra traces of a job's ranks as graphs; ``on_file`` is told how many files are read, of how many.
-
-    Raises:
-        TraceError: If a file is no whole trace, dependencies form a circle, or ranks wait for each other in one.
-    """
+    """Read the Chakra traces of a job's ranks as graphs; ``on_file`` is told how many files are read, of how many."""
     found: list[list[ChakraNode]] = []
     world = max(len(files), 1 + max(ranks))
     for number, (path, rank) in enumerate(zip(files, ranks, strict=True)):

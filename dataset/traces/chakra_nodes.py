@@ -68,11 +68,7 @@ class ChakraNode:
 
 
 def read_nodes(path: Path) -> list[ChakraNode]:
-    """Read the nodes of one rank's trace.
-
-    Raises:
-        TraceError: If it is none, is cut off, or holds a node twice, a negative duration or a number out of range.
-    """
+    """Read the nodes of one rank's trace."""
     try:
         data = read_unpacked(path)
     except (OSError, ValueError) as error:

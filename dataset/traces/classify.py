@@ -211,11 +211,7 @@ def parse_annotation(name: str) -> dict[str, str]:
 
 
 def annotated_op(values: Mapping[str, str]) -> Op:
-    """The op that ``stepsight::op kind=… dims=4x8 dtype=…`` names.
-
-    Raises:
-        ValueError: If there is no such kind, or its dims are wrong.
-    """
+    """The op that ``stepsight::op kind=… dims=4x8 dtype=…`` names."""
     kind, dims = values["kind"], tuple(int(part) for part in values["dims"].split("x"))
     if kind not in OP_KINDS:
         raise ValueError(f"op kind must be one of {', '.join(OP_KINDS)}, got {kind!r:.80}")

@@ -38,11 +38,7 @@ class TensorCall(NamedTuple):
 
 
 def read_execution_trace(path: Path) -> list[TensorCall]:
-    """Calls of PyTorch's execution trace (``.json`` or ``.json.gz``), in order.
-
-    Raises:
-        TraceError: If it is no execution trace.
-    """
+    """Calls of PyTorch's execution trace (``.json`` or ``.json.gz``), in order."""
     try:
         tree = parse(read_unpacked(path))
     except OSError as error:
@@ -97,11 +93,7 @@ def with_sequence_edges(graph: Program, sequence: Ints) -> Program:
 
 
 def with_tensor_edges(graph: Program, events: RankEvents, parent: Ints, calls: list[TensorCall], path: Path) -> Program:
-    """Add edges from the tensors of an execution trace; ``parent``: the call around each framework call.
-
-    Raises:
-        TraceError: If the execution trace is that of another run.
-    """
+    """Add edges from the tensors of an execution trace; ``parent``: the call around each framework call."""
     rows = _rows_of(events, calls)
     names = {call.name for call in calls}
     called = {events.names[number] for number in np.unique(events.ops["name"]).tolist()}

@@ -54,11 +54,7 @@ class EventBlocks:
         self._block = block
 
     def __iter__(self) -> Iterator[list[Event]]:
-        """Yield lists of events.
-
-        Raises:
-            TraceError: If the file is missing, corrupt, truncated or no Kineto trace.
-        """
+        """Yield lists of events."""
         try:
             yield from self._lists()
         except OSError as error:
@@ -214,12 +210,7 @@ _ARGS: dict[type, Any] = {kind: msgspec.json.Decoder(list[kind]) for kind in (Op
 
 
 def events_of(text: bytes) -> list[Event]:
-    """Events of a JSON list.
-
-    Raises:
-        ValueError: If the text is no JSON.
-        TypeError: If an event is no table with ``ph``.
-    """
+    """Events of a JSON list."""
     try:
         return _EVENTS.decode(text)
     except msgspec.ValidationError as error:
@@ -239,11 +230,7 @@ def args_of(kind: type[Args], events: Sequence[Event]) -> list[Args]:
 
 
 def parse(text: bytes | Raw) -> Any:
-    """Parse strict JSON to Python's values.
-
-    Raises:
-        ValueError: If it is none.
-    """
+    """Parse strict JSON to Python's values."""
     try:
         return msgspec.json.decode(text)
     except (msgspec.DecodeError, RecursionError) as error:

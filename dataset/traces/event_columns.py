@@ -335,11 +335,7 @@ class RankEvents:
 
 @contextmanager
 def well_formed(path: Path) -> Iterator[None]:
-    """Refuse a file whose events are not as they must be.
-
-    Raises:
-        TraceError: If the block raises what malformed events cause.
-    """
+    """Refuse a file whose events are not as they must be."""
     try:
         yield
     except StepsightError:

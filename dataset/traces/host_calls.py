@@ -271,11 +271,7 @@ def find_steps(events: RankEvents, tree: CallTree, launched: NDArray[np.float64]
 
 
 def segment_spans(events: RankEvents, origin_us: float) -> tuple[Span, ...]:
-    """Annotated segments of steps, from the origin on; whole steps of PyTorch's profiler where no step is ours.
-
-    Raises:
-        ValueError: If one of our own annotations is malformed.
-    """
+    """Annotated segments of steps, from the origin on; whole steps of PyTorch's profiler where no step is ours."""
     own = [(each, parse_annotation(each.name)) for each in events.annotations if each.name.startswith(_OWN_SEGMENT)]
     found = [
         (each, said["label"], int(said.get("micro_batch", 0)), int(said.get("stage", 0)))

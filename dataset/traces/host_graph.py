@@ -42,11 +42,7 @@ _MOST_EARLY_US = 1000.0  # clock error by which a wait may end before the awaite
 
 
 def host_graph(events: RankEvents, tree: CallTree, world_size: int, placement: Placement, rank: int) -> Program:
-    """The graph of a rank without device events.
-
-    Raises:
-        TraceError: If it holds nothing that could be a node.
-    """
+    """The graph of a rank without device events."""
     host = HostWorks(events)
     replicas = placement.data_parallel_group(rank) or _largest_group(events, rank, world_size)
     collectives, waits = _Collectives(host, replicas, placement, segment_spans(events, 0.0)).found()

@@ -35,11 +35,7 @@ class Imported:
 
 
 def trace_files(paths: Sequence[Path], suffixes: tuple[str, ...] = _JSON) -> list[Path]:
-    """The given files, and the files of given folders with one of the suffixes.
-
-    Raises:
-        TraceError: If there are none, or one is named twice.
-    """
+    """The given files, and the files of given folders with one of the suffixes."""
     found: list[Path] = []
     for path in paths:
         if path.is_dir():
@@ -161,11 +157,7 @@ def _check_once(ranks: Sequence[int], files: Sequence[Path]) -> None:
 
 
 def _check_ranks(graphs: Sequence[Program]) -> list[str]:
-    """Warnings about ranks that do not belong together.
-
-    Raises:
-        TraceError: If they are of different jobs.
-    """
+    """Warnings about ranks that do not belong together."""
     for what, values in (
         ("world size", {graph.world_size for graph in graphs}),
         ("kind of device", {graph.device for graph in graphs}),
@@ -258,11 +250,7 @@ TRACE_READERS: Registry[TraceReader] = Registry(
 
 
 def read_rank_trace(form: str, path: Path, placement: Placement) -> RankTrace:
-    """Read one rank's file with the reader of its format.
-
-    Raises:
-        TraceError: If there is no such format, or if the reader raises or returns something else than a trace.
-    """
+    """Read one rank's file with the reader of its format."""
     reader = TRACE_READERS[form]
     try:
         trace = reader(path, placement)
@@ -300,11 +288,7 @@ def read_rank_files(
 
 
 def trace_format(files: Mapping[str, str], rank: int | None, folder: Path) -> str:
-    """The first known format among a rank's files, which are listed by format.
-
-    Raises:
-        TraceError: If there is none.
-    """
+    """The first known format among a rank's files, which are listed by format."""
     form = next((name for name in files if name in TRACE_READERS), None)
     if form is None:
         raise TraceError(

@@ -65,11 +65,7 @@ def read_rank(path: Path, placement: Placement | None = None, execution: Path | 
 
 
 def read_kineto(path: Path, placement: Placement | None = None) -> RankTrace:
-    """Read one rank's file as its program with times.
-
-    Raises:
-        TraceError: As ``read_rank``.
-    """
+    """Read one rank's file as its program with times."""
     return rank_trace(read_rank(path, placement))
 
 
