@@ -299,10 +299,8 @@ def _split(
 
 
 def _sum_of_parts(shape: RankShape) -> tuple[Op, ...]:
-    """The sum of the stacked parts of all ranks after a reduce-scatter in parts.
-
-    ``_fused_matmul_reduce_scatter_impl`` of torch/distributed/_symmetric_memory (PyTorch 2.5 to 2.13): products write
-    their parts, ranks copy them to each other, and ``torch.sum`` or ``mean`` reads all of them.
+    """The sum of the stacked parts of all ranks (``torch.sum``) after a reduce-scatter in parts: PyTorch 2.5 to 2.13,
+    ``_fused_matmul_reduce_scatter_impl`` of torch/distributed/_symmetric_memory.
     """
     if shape.overlap_tp != "torch-async" or not shape.sequence_parallel:
         return ()
@@ -353,13 +351,8 @@ def activation(shape: RankShape, rows: int, ffn: int) -> Step:
 
 
 def mlp(shape: RankShape, ffn: int = 0, prefix: str = "", *, keeps: str = "") -> Block:
-    """A tensor-parallel MLP without norm and residual.
-
-    Args:
-        shape: The rank.
-        ffn: Inner size on all ranks together, 0: the model's.
-        prefix: Of the names of its linears.
-        keeps: Name of its input, where other steps keep the same tensor.
+    """A tensor-parallel MLP without norm and residual; ``ffn``: on all ranks together, 0: the model's; ``prefix``: of
+    the names of its linears; ``keeps``: name of its input, where other steps keep the same tensor.
     """
     model, own = shape.model, (ffn or shape.model.ffn) // shape.tp.size
     first, width = ("gate_up", 2 * own) if model.gated_mlp else ("fc1", own)

@@ -87,12 +87,8 @@ def grouped_linear(
 ) -> Step:
     """One linear for each local expert, all in one kernel.
 
-    Args:
-        shape: The rank.
-        name: For people.
-        sizes: Rows of all experts together, outputs and inputs of one.
-        casts_input, casts_gradient: Whether kernels of their own cast the input in forward, and the gradient of the
-            output in backward, where products have a narrower type.
+    ``sizes``: rows of all experts together, outputs and inputs of one.  ``casts_input``, ``casts_gradient``: whether
+    kernels of their own cast the input in forward, the gradient in backward, where products have a narrower type.
     """
     (rows, n, k), bias = sizes, shape.model.has_bias
     groups = shape.model.experts // shape.ep.size
@@ -133,14 +129,10 @@ def _cast_groups(shape: RankShape, numel: int) -> tuple[Op, ...]:
 
 
 def _clamp(shape: RankShape, numel: int) -> Step:
-    """Both halves of what a gate takes, clamped by a kernel each and joined by one more.
+    """Both halves of what a gate takes, of ``numel`` elements each, clamped by a kernel each and joined by one more.
 
     In backward the gradient's halves are joined, after one comparison and a selection of the half with one bound, and
     two comparisons, their conjunction and a selection of the other; a comparison writes one byte.
-
-    Args:
-        shape: The rank.
-        numel: Elements of a half.
     """
     half, both = shape.op("copy", numel), shape.op("copy", 2 * numel)
     return Step("clamp", (half, half, both), (*(half,) * 6, both), saved=(Saved(2 * numel * shape.dtype_bytes),))
@@ -152,10 +144,6 @@ def _bias(shape: RankShape, numel: int) -> Step:
     Forward writes the product, adds it to the output, joins the experts' rows and casts them back.  Backward casts the
     gradient up, and down for the output; it multiplies it by the probabilities and sums over rows for the bias,
     multiplies it by the bias and sums over columns for the probabilities, and joins the experts' rows.
-
-    Args:
-        shape: The rank.
-        numel: Elements of the output.
     """
     groups = shape.model.experts // shape.ep.size
     narrow, wide = shape.op("copy", numel), shape.main_op("copy", numel)
@@ -174,13 +162,8 @@ HIDDEN = 0.45
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """Numbers of rows at each step of a mixture, on one rank.
-
-    Attributes:
-        routed: Tokens that this rank routes.
-        sent: Copies of them that go to experts.
-        received: Copies that come from the expert-parallel group, or tokens, if each comes once.
-        computed: Copies that this rank's experts compute.
+    """Numbers of rows at each step of a mixture, on one rank: tokens that it routes; copies of them that go to experts;
+    copies that come from the expert-parallel group, or tokens, if each comes once; copies that its experts compute.
     """
 
     routed: int

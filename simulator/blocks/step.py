@@ -51,13 +51,7 @@ class OverlappedOp:
 
 @dataclass(frozen=True, slots=True)
 class LostTime:
-    """Computation time lost to an overlapping collective, which occupies some of the device's cores.
-
-    Attributes:
-        work: The collective's signature.
-        share: Part of its time.
-        stream: Which line of the breakdown.
-    """
+    """Computation time lost to a ``share`` of an overlapping collective; ``stream``: which line of the breakdown."""
 
     work: Collective
     share: float
@@ -154,13 +148,9 @@ def in_module(block: Block, module: str, *, whole: bool = False) -> Block:
 
 
 def recomputed(block: Block, modules: Collection[str]) -> Block:
-    """A layer some of whose modules run again in backward, just before their own backward.
+    """A layer some of whose ``modules`` run again in backward, just before their own backward.
 
     What a recomputed module makes is not kept; it is there again while the module's backward runs.
-
-    Args:
-        block: The layer.
-        modules: Some of ``RECOMPUTE_MODULES``, without the attention core.
     """
     if not modules:
         return block
@@ -202,12 +192,7 @@ def offloaded(block: Block, dtype: str) -> Block:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """A process group as a rank sees it.
-
-    Attributes:
-        size: Ranks.
-        per_node: Its ranks that share a node.
-    """
+    """A process group as a rank sees it; ``per_node``: its ranks that share a node."""
 
     size: int = 1
     per_node: int = 1

@@ -101,12 +101,8 @@ class OutsideEvents(NamedTuple):
 
 
 class _Clocks(NamedTuple):
-    """The state of a walk over the events of a segment, from all starts at once.
-
-    Attributes:
-        now: The clocks, shape ``(num_starts, HOST + 1)``.
-        finish: End of each event that was sent, shape ``(num_events, num_starts)``.
-        now_outside, finish_outside: The parts of these outside of what was measured.
+    """The state of a walk over the events of a segment, from all starts at once: the clocks, shape
+    ``(num_starts, HOST + 1)``; the end of each sent event, shape ``(num_events, num_starts)``; their parts outside.
     """
 
     now: Floats
@@ -282,11 +278,7 @@ def _run_nodes(
 def _send(event: Ints, number: int, seconds: tuple[float, float, float], clocks: _Clocks) -> None:
     """Run a collective on its own clock; it starts when the computation reaches it, or earlier if it is marked early.
 
-    Args:
-        event: Row of its event, see ``Segment.events``.
-        number: Of the event within its segment.
-        seconds: What the host takes to launch it, what it takes, and the part of that outside of what was measured.
-        clocks: Moved on.
+    ``seconds``: what the host takes to launch it, what it takes, and the part of that outside of what was measured.
     """
     now, finish, now_outside, finish_outside = clocks
     launch, length, far = seconds
@@ -307,15 +299,10 @@ def _send(event: Ints, number: int, seconds: tuple[float, float, float], clocks:
 
 
 def to_from(ends: Floats, *, carried: bool, nothing: float = -np.inf) -> Floats:
-    """Longest paths from each clock to each clock.
+    """Longest paths from each clock to each, shape ``(..., K, K)``, from the ends that ``run_events`` filled in.
 
-    Args:
-        ends: As filled by ``run_events``, shape ``(..., num_starts, HOST + 1)``.
-        carried: Whether the host is a clock of its own, the last; otherwise it starts with the computation.
-        nothing: Where no path leads.
-
-    Returns:
-        Shape ``(..., NUM_CLOCKS, NUM_CLOCKS)``, ``(..., HOST + 1, HOST + 1)`` if carried.
+    ``carried``: whether the host is a clock of its own, the last; otherwise it starts with the computation.
+    ``nothing``: the value where no path leads.
     """
     if carried and ends.shape[-2] == len(STARTS):
         return ends[..., _EACH_ALONE, :].swapaxes(-1, -2)

@@ -319,9 +319,8 @@ def _time_passage(passage: BlockPass, seconds: Floats, launches: Floats) -> Bloc
 def time_ops(segment: Segment, seconds: Floats, launches: Floats, *, carried: bool = False) -> OpTimes:
     """Compute all longest paths of a segment whose nodes take ``seconds``, shape ``(num_nodes,)``.
 
-    Args:
-        launches: What the host takes to launch each; of time that is lost to a collective it is not asked.
-        carried: Whether the host has a clock of its own, rather than start with the computation.
+    ``launches``: what the host takes to launch each; ``carried``: whether it has a clock of its own, rather than start
+    with the computation.
     """
     graph, count = segment.graph, len(seconds)
     starts = HOST + 1 if carried else NUM_CLOCKS

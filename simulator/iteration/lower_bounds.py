@@ -36,13 +36,7 @@ VEE = ("zbv", "dualpipev")  # parts go to the last stage and back
 
 
 class PassKind(NamedTuple):
-    """A pass through a block.
-
-    Attributes:
-        part: ``forward``, ``backward``, ``input`` or ``weight``.
-        recompute: ``none``, ``selective`` or ``full``.
-        whole: As ``BackwardSpec.whole``.
-    """
+    """A pass through a block: ``forward``, ``backward``, ``input`` or ``weight``; fields as in ``BackwardSpec``."""
 
     part: str
     recompute: str = "none"
@@ -52,13 +46,7 @@ class PassKind(NamedTuple):
 def block_seconds(
     timer: Timer, shapes: Sequence[RankShape], kinds: Sequence[str], passes: Sequence[PassKind]
 ) -> Floats:
-    """Time passes through the blocks of several ranks; all durations are requested in one batch.
-
-    Args:
-        timer: Of the latency model that predicts.
-        shapes: Of ranks.
-        kinds: Kinds of layers.  The blocks are one layer of each kind, then the embedding, then the head.
-        passes: Which passes.
+    """Time passes through one layer of each kind, the embedding and the head of several ranks, in one batch.
 
     Returns:
         Seconds of the computation, and of the host that launches it; shape
@@ -113,17 +101,8 @@ def block_sizes(shapes: Sequence[RankShape], kinds: Sequence[str], recompute: Se
 
 @cached(1024)
 def layer_counts(shape: RankShape, num_parts: int, kinds: tuple[str, ...], every: int) -> tuple[Floats, Floats]:
-    """Blocks of each part of a model that is split evenly.
-
-    Args:
-        shape: Its model counts alone.
-        num_parts: Parts of the model.
-        kinds: Kinds of layers, in the order of ``block_seconds``.
-        every: Of each part, the first and every n-th layer after it are recomputed.
-
-    Returns:
-        How many blocks of each part there are, and how many of these are recomputed; shape
-        ``(num_parts, num_blocks)``.
+    """Blocks of each part of a model that is split evenly, in the order of ``block_seconds``, and how many of these are
+    recomputed, one in ``every``; shape ``(num_parts, num_blocks)``.  Of the shape, its model counts alone.
     """
     of_layers = [kinds.index(kind) for kind, count in find_family(shape.model.family).layer_kinds(shape.model)
                  for _ in range(count)]  # fmt: skip
@@ -150,15 +129,9 @@ def placement_of(schedule: str, stages: int) -> str:
 
 
 def stage_sums(parts: Floats, placement: str, stages: int) -> Floats:
-    """Sums over the parts of each stage.
+    """Sums over the parts of each stage, shape ``(..., stages)``, of values of each part, shape ``(..., num_parts)``.
 
-    Args:
-        parts: Of each part of the model, shape ``(..., num_parts)``.
-        placement: From ``placement_of``; ``any`` gives every stage the mean, which the fullest has at least.
-        stages: Number of stages.
-
-    Returns:
-        Shape ``(..., stages)``.
+    Where the placement is ``any``, every stage has the mean, which the fullest has at least.
     """
     if placement == "loop":
         return np.asarray(parts.reshape(*parts.shape[:-1], -1, stages).sum(axis=-2))
@@ -169,7 +142,7 @@ def stage_sums(parts: Floats, placement: str, stages: int) -> Floats:
 
 
 def stage_times(placement: str, stages: int, micro_batches: Floats, passes: tuple[Floats, Floats, Floats]) -> Floats:
-    """Lower bound of the time when each stage has run its last backward.
+    """Lower bound of the time when each stage has run its last backward, shape ``(..., stages)``.
 
     Nothing runs on a stage before one micro-batch came through all stages before it.  After its last gradient of an
     input, the micro-batch goes back through these stages; only gradients of weights may be left to run beside that.
@@ -180,9 +153,6 @@ def stage_times(placement: str, stages: int, micro_batches: Floats, passes: tupl
         micro_batches: Of an iteration; broadcast against the others without their last axis.
         passes: The least seconds of each part for a forward, for the gradient of the input, and for a whole backward;
             shape ``(..., num_parts)``.
-
-    Returns:
-        Shape ``(..., stages)``.
     """
     forward, to_input, backward = passes
     many = micro_batches[..., None]
@@ -216,15 +186,7 @@ def in_flight(schedule: str, stages: int, micro_batches: int, chunks: int) -> ND
 
 
 class Sharing(NamedTuple):
-    """One way of sharing states between replicas.
-
-    Attributes:
-        job: A strategy that has it.
-        semantics: What executes the job.
-        groups: Who shares.
-        states: Bytes that a rank holds.
-        beside: Whether collectives run beside the computation.
-    """
+    """One way of sharing states between replicas: a job that has it, who shares, and bytes that a rank holds."""
 
     job: Job
     semantics: ExecutionSemantics
@@ -239,12 +201,8 @@ class Sharing(NamedTuple):
 
 
 class Traffic(NamedTuple):
-    """Seconds of collectives of each stage.
-
-    Attributes:
-        each: Of every micro-batch, on a stream of its own, shape ``(stages,)``.
-        once: Of an iteration, on the same stream, same shape.
-        after: After the last backward, while the computation waits; same shape.
+    """Seconds of collectives of each stage, shape ``(stages,)``: of every micro-batch and of an iteration, on a stream
+    of their own; and after the last backward, while the computation waits.
     """
 
     each: Floats
@@ -287,11 +245,7 @@ def traffic(sharing: Sharing, sent: Collectives, layers: Floats, numel: Floats, 
 
 
 class Collectives:
-    """Seconds of collectives of some sizes, cached because the same sizes occur repeatedly.
-
-    Args:
-        timer: Of the latency model that predicts.
-    """
+    """Seconds of collectives of some sizes, cached because the same sizes occur repeatedly."""
 
     def __init__(self, timer: Timer) -> None:
         self._timer = timer

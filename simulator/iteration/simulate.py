@@ -12,7 +12,7 @@ computed.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
 
@@ -37,7 +37,7 @@ from stepsight.simulator.iteration.simulated_iteration import (
 from stepsight.simulator.iteration.timeline import trace_events
 from stepsight.simulator.memory import Memory as Memory
 from stepsight.simulator.memory import estimate_memory
-from stepsight.simulator.programs.block_pass import STREAMS, BlockPass
+from stepsight.simulator.programs.block_pass import STREAMS
 from stepsight.simulator.programs.lower import Lowered, lower
 from stepsight.simulator.programs.segment import Segment
 from stepsight.simulator.schedules import FORWARD
@@ -65,7 +65,11 @@ def break_down(simulation: SimulatedIteration) -> dict[str, float]:
         simulation.timer.segment(low.segments[pipeline_run.segments[row]], pipeline_run.condition(row)) for row in used
     ]
     streams = dict(zip(STREAMS, runs[used] @ np.stack([time.by_stream for time in times]), strict=True))
-    host = _host(pipeline_run) if simulation.carried else float(runs[used] @ np.array([time.host for time in times]))
+    if simulation.carried:
+        free = np.ascontiguousarray(pipeline_run.transition[:, :NUM_CLOCKS, :NUM_CLOCKS])
+        host = float(pipeline_run.clocks[0, 0] - _ends(pipeline_run, free, pipeline_run.message_seconds)[0, 0])
+    else:
+        host = float(runs[used] @ np.array([time.host for time in times]))
     seconds = {"compute": streams["compute"], "host": host + streams["offload"]}
     seconds |= {f"{axis}_communication": streams[axis] for axis in ("tp", "cp", "ep")}
     inside = float((run.log.finish[:, 0] - run.log.start[:, 0]).sum()) / stages - sum(seconds.values())
@@ -78,11 +82,20 @@ def break_down(simulation: SimulatedIteration) -> dict[str, float]:
     seconds["optimizer"] = float(np.stack([end.by_stream for end in ends])[:, 0].mean())
     until = simulation.clocks[:, :NUM_CLOCKS].max(axis=1) - simulation.clocks[:, 0]
     after = simulation.finish[:, :NUM_CLOCKS].max(axis=1) - simulation.begin
-    launched = float((after - _unlaunched(simulation)).mean()) if simulation.hardware.has_host else 0.0
+    launched = 0.0
+    if simulation.hardware.has_host:
+        paths = (
+            simulation.entry[:, None, :NUM_CLOCKS]
+            + simulation.optimizer_paths(carried=True)[:, :NUM_CLOCKS, :NUM_CLOCKS]
+        )
+        launched = float((after - (paths.max(axis=(1, 2)) - simulation.begin)).mean())
     data = inside + float((until + after).mean()) - seconds["optimizer"] - launched
     seconds["host"] += launched
     seconds["dp_communication"] = max(data, 0.0)
-    seconds["pp_communication"] = _messages(simulation) if low.track.num_messages else 0.0
+    seconds["pp_communication"] = 0.0
+    if low.track.num_messages:
+        alone = _ends(pipeline_run, pipeline_run.transition, np.zeros(len(pipeline_run.message_seconds)))
+        seconds["pp_communication"] = max(0.0, float(pipeline_run.clocks.max() - alone.max()))
     seconds["bubble"] = total - sum(seconds.values())
     if seconds["bubble"] < 0:  # messages that overlap
         seconds["pp_communication"] = max(0.0, seconds["pp_communication"] + seconds["bubble"])
@@ -91,29 +104,9 @@ def break_down(simulation: SimulatedIteration) -> dict[str, float]:
     return {category: float(seconds[category]) for category in CATEGORIES}
 
 
-def _host(pipeline_run: PipelineRun) -> float:
-    """Seconds for which a single stage waits for the host."""
-    free = np.ascontiguousarray(pipeline_run.transition[:, :NUM_CLOCKS, :NUM_CLOCKS])
-    clocks = track_clocks(
-        pipeline_run.lowered.track, pipeline_run.rows, free, pipeline_run.message_seconds, *pipeline_run.host
-    )
-    return float(pipeline_run.clocks[0, 0] - clocks[0, 0])
-
-
-def _unlaunched(simulation: SimulatedIteration) -> Floats:
-    """Seconds of every stage's optimizer without host time, shape ``(num_stages,)``."""
-    optimizers = simulation.optimizer_paths(carried=True)[:, :NUM_CLOCKS, :NUM_CLOCKS]
-    paths = simulation.entry[:, None, :NUM_CLOCKS] + optimizers
-    return np.asarray(paths.max(axis=(1, 2)) - simulation.begin)
-
-
-def _messages(simulation: SimulatedIteration) -> float:
-    pipeline_run = simulation.slowest
-    free = np.zeros(len(pipeline_run.message_seconds))
-    clocks = track_clocks(
-        pipeline_run.lowered.track, pipeline_run.rows, pipeline_run.transition, free, *pipeline_run.host
-    )
-    return max(0.0, float(pipeline_run.clocks.max() - clocks.max()))
+def _ends(pipeline_run: PipelineRun, transition: Floats, messages: Floats) -> Floats:
+    """Clocks of a pipeline's stages at the end with other paths through segments, or other messages."""
+    return track_clocks(pipeline_run.lowered.track, pipeline_run.rows, transition, messages, *pipeline_run.host)
 
 
 class Simulation(SimulatedIteration):
@@ -216,13 +209,7 @@ class Sensitivity:
 
     def to_dict(self) -> dict[str, object]:
         """Plain values for JSON."""
-        return {
-            "work": str(self.work),
-            "count": self.count,
-            "seconds": self.seconds,
-            "share": self.share,
-            "halved_s": self.halved_s,
-        }
+        return {**asdict(self), "work": str(self.work)}
 
 
 def explain(simulation: Simulation, most: int = 10) -> tuple[Sensitivity, ...]:
@@ -249,16 +236,13 @@ def _with(simulation: Simulation, work: Op | Collective) -> float:
 BACKWARD_OVER_FORWARD = 2.0  # gradients of the input and of the weights
 
 
-def block_pass_flops(passage: BlockPass, first: int, last: int) -> float:
-    """FLOP of some nodes of a passage."""
-    works = [node.work for node in passage.program.nodes[first:last]]
-    return sum(work.flops for work in works if isinstance(work, Op) and work.record.bound == "compute")
-
-
 def segment_flops(segment: Segment) -> float:
     """FLOP of one run of a segment on one rank."""
-    rows = segment.events[segment.events[:, 0] == RUN, 1:5].tolist()
-    return float(sum(times * block_pass_flops(segment.passages[what], a, b) for what, a, b, times in rows))
+    total = 0.0
+    for what, first, last, times in segment.events[segment.events[:, 0] == RUN, 1:5].tolist():
+        works = [node.work for node in segment.passages[what].program.nodes[first:last]]
+        total += times * sum(work.flops for work in works if isinstance(work, Op) and work.record.bound == "compute")
+    return total
 
 
 def iteration_flops(lowered: Lowered) -> tuple[float, float]:

@@ -129,10 +129,7 @@ def other_latency(name: str, job: Job) -> RooflineLatency:
 
 def begin_optimizers(low: Lowered, clocks: Floats) -> Floats:
     """When each stage's optimizer starts, shape ``(num_stages, ...)``: stages of one group wait for the last of them.
-
-    Args:
-        low: The job.
-        clocks: Of each stage after its last action, shape ``(num_stages, ..., K)``.
+    ``clocks``: of each stage after its last action, shape ``(num_stages, ..., K)``.
     """
     begin: Floats = clocks[..., :NUM_CLOCKS].max(axis=-1)
     latest = np.full(begin.shape, -np.inf)
@@ -150,13 +147,8 @@ def enter_optimizers(low: Lowered, clocks: Floats, begin: Floats) -> Floats:
 
 
 class LastSteps(NamedTuple):
-    """The end of the critical path of an iteration.
-
-    Attributes:
-        stage: Whose optimizer ends last.
-        to, since: The clock that it ends on, and the one that the path enters it on.
-        pipeline: The one of the distinct pipelines that it waited for.
-        before, clock: The stage and the clock of that pipeline that it waited for.
+    """The end of the critical path of an iteration: the stage whose optimizer ends last, the clock that it ends on and
+    the one that the path enters it on; the pipeline, its stage and its clock that it waited for.
     """
 
     stage: int
@@ -173,8 +165,7 @@ def last_steps(low: Lowered, clocks: Floats, entry: Floats, finish: Floats, path
     Args:
         low: The job.
         clocks: Of each distinct pipeline's stages after their last actions, shape ``(num_pipelines, num_stages, K)``.
-        entry: As the optimizers take over, shape ``(num_stages, K)``.
-        finish: After them, at least ``NUM_CLOCKS`` of each stage's clocks.
+        entry, finish: Before and after the optimizers, shape ``(num_stages, K)``.
         paths: Through them, shape ``(num_stages, K, K)``.
     """
     stage, to = divmod(int(finish[:, :NUM_CLOCKS].argmax()), NUM_CLOCKS)

@@ -282,9 +282,7 @@ _KERNELS = {
 
 
 class _Span(NamedTuple):
-    """One kernel: its pass (``F3``), its phase, its operator, its signature, its stream, and its times in
-    microseconds.
-    """
+    """One kernel: its pass (``F3``), phase, operator, signature and stream, and its times in microseconds."""
 
     action: str
     phase: str

@@ -99,13 +99,7 @@ def _run_actions(
 
 
 class Place(NamedTuple):
-    """A part of the model, and the messages at its ends.
-
-    Attributes:
-        part: Its layers.
-        arrives, leaves: Bytes of the messages from the part before it and to the next.
-        is_first: Whether it is the model's first.
-    """
+    """A part of the model, bytes of the messages that arrive at it and leave it, and whether it is the first."""
 
     part: PartShape
     arrives: int
@@ -115,12 +109,7 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Places:
-    """All parts of a model.
-
-    Attributes:
-        distinct: Each distinct one once.
-        of_part: Position in ``distinct`` of each part, shape ``(num_parts,)``.
-    """
+    """All parts of a model: each distinct one once, and the position of each, shape ``(num_parts,)``."""
 
     distinct: tuple[Place, ...]
     of_part: NDArray[np.int64]

@@ -122,12 +122,7 @@ class BackwardTraffic(NamedTuple):
 
 @cached(4096)
 def forward_plan(units: Patterns, replicas: Replicas) -> Segment:
-    """Plan of the forward of one micro-batch.
-
-    Args:
-        units: Of the part, in forward order.
-        replicas: Their ``pattern``.
-    """
+    """Plan of the forward of one micro-batch; ``units``: in forward order; ``replicas``: their ``pattern``."""
     joined = replicas.fully_sharded and not replicas.beside
     builder = SegmentBuilder("forward", replicas.compute_share, joined)
     if replicas.size == 1:
@@ -165,10 +160,7 @@ def forward_plan(units: Patterns, replicas: Replicas) -> Segment:
 def backward_plan(units: Patterns, replicas: Replicas, label: str, traffic: BackwardTraffic) -> Segment:
     """Plan of the backward of one micro-batch whose gradients are not sent bucket by bucket.
 
-    Args:
-        units, replicas: As in ``forward_plan``.
-        label: ``backward``, ``input`` or ``weight``.
-        traffic: What it does beside its passages.
+    ``label``: ``backward``, ``input`` or ``weight``; ``traffic``: what it does beside its passages.
     """
     joined = replicas.fully_sharded and not replicas.beside
     builder = SegmentBuilder(label, replicas.compute_share if replicas.size > 1 else 0.0, joined)

@@ -73,11 +73,7 @@ LABELS = {FORWARD: FORWARDS, BACKWARD: WHOLE, BACKWARD_INPUT: INPUT, BACKWARD_WE
 class Rank(NamedTuple):
     """Everything that the work of a job's ranks depends on, except the schedule.
 
-    Attributes:
-        shape, parts, layout: What a rank sees of a micro-batch, parts of the model, where ranks lie.
-        replicas: Who shares parameters, and how.
-        recompute: ``recompute`` and ``recompute_every`` of ``ParallelSpec``.
-        habits: What the optimizer does.
+    ``recompute``: and ``recompute_every`` of ``ParallelSpec``; ``habits``: what the optimizer does.
     """
 
     shape: RankShape
@@ -89,12 +85,7 @@ class Rank(NamedTuple):
 
 
 class RankWork(NamedTuple):
-    """The work of a job's ranks.
-
-    Attributes:
-        segments, table, optimizer, messages, meets: As in ``Lowered``.
-        after_part: Index into ``messages`` of the message after each part, -1 if there is none.
-    """
+    """The work of a job's ranks: fields of ``Lowered``, and the index of the message after each part, -1 if none."""
 
     segments: tuple[Segment, ...]
     table: Ints
@@ -186,13 +177,8 @@ def _tables(
 
 
 class OptimizerHabits(NamedTuple):
-    """Sizes that the optimizer of a rank works on.
-
-    Attributes:
-        form: As ``ExecutionSemantics.optimizer``.
-        decays: Whether weights decay (AdamW).
-        clips: Whether the norm of all gradients is computed, and they are scaled.
-        states: Of parameters and gradients.
+    """What the optimizer of a rank does: its form, as ``ExecutionSemantics.optimizer``; whether weights decay (AdamW);
+    whether gradients are clipped by their norm; types of parameters and gradients.
     """
 
     form: str
@@ -206,12 +192,7 @@ def optimizer_segment(
     shape: RankShape, parts: Parts, replicas: Replicas, habits: OptimizerHabits, tied: Group
 ) -> Segment:
     """Sum the remaining gradients, then run the optimizer on a rank's share of the parameters; ZeRO stages 1 and 2 then
-    all-gather the parameters.
-
-    Args:
-        shape, parts, replicas: The rank and all of the model that it holds.
-        habits: What the optimizer does.
-        tied: First and last stage, where both hold the embedding's table and this is one of them.
+    all-gather the parameters.  ``tied``: first and last stage, where both hold the embedding's table.
     """
     tensors = _tensors_of(shape, parts)
     builder = SegmentBuilder("optimizer")

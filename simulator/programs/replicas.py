@@ -141,14 +141,9 @@ def reduce_gradients(
     expert: bool = False,
     wait: bool = False,
 ) -> None:
-    """Sum one bucket of gradients over the replicas; with hybrid sharding, within a group and then between groups.
+    """Sum one bucket of gradients, with hybrid sharding within a group and then between groups.
 
-    Args:
-        builder: Where to.
-        works: What ``bucket_works`` says, or slots for it.
-        number: Of the bucket.
-        expert: Whether it holds experts' gradients.
-        wait: Whether the computation waits for it.
+    ``works``: what ``bucket_works`` says, or slots for it; ``wait``: whether the computation waits for it.
     """
     first, second = works
     name, sent = BUCKET_NAMES[expert], -1
@@ -172,12 +167,8 @@ def replicas_of(
 ) -> Replicas:
     """The synchronisation of a rank's replicas.
 
-    Args:
-        zero: The ZeRO stage, and whether there is a pipeline.
-        groups: Who the replicas are.
-        semantics: What executes the job.
-        beside: Whether the hardware runs collectives beside the computation.
-        share: Part of their time that the computation then loses.
+    ``zero``: the ZeRO stage, and whether there is a pipeline; ``beside``: whether the hardware runs collectives beside
+    the computation; ``share``: the part of their time that the computation then loses.
     """
     states, overlap = semantics.states, semantics.overlap
     zero_stage, pipelined = zero

@@ -126,11 +126,8 @@ def block_pass_of(block: Block, backward: BackwardSpec | None = None, casts: str
 
 
 class Pass(NamedTuple):
-    """One kind of passage of a micro-batch through a part.
-
-    Attributes:
-        label: ``forward``, ``backward``, or ``input`` or ``weight`` for halves of a backward.
-        first, last: Whether it is the part's first of an iteration, its last.
+    """One kind of passage of a micro-batch through a part: ``forward``, ``backward``, or ``input`` or ``weight`` for
+    halves of a backward; and whether it is the part's first of an iteration, its last.
     """
 
     label: str
@@ -143,11 +140,8 @@ class Pass(NamedTuple):
 class Call:
     """The kind of a segment, independent of the rank and of its part of the model.
 
-    Attributes:
-        replicas: Those that it exchanges something with; ``SILENT`` if it does not.
-        backward: What backward does; None: this is a forward.
-        traffic: What backward does beside its passages.
-        casts: Whether parameters are cast where they are used.
+    ``replicas``: those that it exchanges something with; ``SILENT`` if it does not.  ``backward`` and ``traffic``: what
+    backward does, None in a forward.  ``casts``: whether parameters are cast where they are used.
     """
 
     replicas: Replicas

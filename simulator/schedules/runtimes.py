@@ -32,11 +32,7 @@ UNSHARDED_PARTS = 3  # parts that torch's lowering keeps gathered at the same ti
 class _Actions(NamedTuple):
     """Actions of all ranks, rank after rank; those of rank ``r`` are ``first[r]`` to ``first[r + 1]``.
 
-    Attributes:
-        first: Shape ``(num_ranks + 1,)``.
-        action: Index in ``Order`` of each, shape ``(num_actions,)``.
-        kind, part: Of each, same shape.
-        fused: Whether each and the next one are lowered as one, same shape.
+    ``action``: index in ``Order``; ``fused``: whether each and the next one are lowered as one.
     """
 
     first: Ints
@@ -47,12 +43,8 @@ class _Actions(NamedTuple):
 
 
 class _Needs(NamedTuple):
-    """Per action of an ``Order``, shape ``(num_actions,)``.
-
-    Attributes:
-        source: The action on another part whose result each needs, -1 if none.
-        sends, asks: The message that each makes and needs, -1 if none.
-        receiver: The rank that the message goes to, 0 if there is none.
+    """Per action of an ``Order``: the action on another part whose result it needs, the messages that it makes and
+    needs, -1 if none, and the rank that the message goes to.
     """
 
     source: Ints
@@ -62,12 +54,8 @@ class _Needs(NamedTuple):
 
 
 class _Turns(NamedTuple):
-    """The state of the lowering.
-
-    Attributes:
-        at, to: Where each rank is in ``_Actions`` and in ``RankLists``, shape ``(num_ranks,)``.
-        waiting: Turns that pass before each of ``_Actions``.
-        done: Whether each action of an ``Order`` is lowered.
+    """The state of the lowering: where each rank is in ``_Actions`` and in ``RankLists``, turns that pass before each
+    of ``_Actions``, and whether each action of an ``Order`` is lowered.
     """
 
     at: Ints
