@@ -51,7 +51,7 @@ def read(file: ConfigFile, draft: Draft) -> None:
         "DEEPSPEED": (Row(_STAGE, read=partial(_read_deepspeed_way, file=file)), *_DEEPSPEED_WAY),
         "MEGATRON_LM": _MEGATRON_WAY,
     }
-    rows = ways.get(str(file.tables.get("distributed_type")), (Row(_STAGE, read=_read_replicated),))
+    rows = ways.get(str(file.tables.get("distributed_type")), _REPLICATED)
     read_rows((*ROWS, *rows, *_LAST), Reading(draft, flat(file.tables)))
 
 
@@ -64,10 +64,10 @@ def read_fsdp(file: ConfigFile, draft: Draft) -> None:
 
 def read_training(file: ConfigFile, draft: Draft) -> None:
     """Fill a draft from training arguments; a DeepSpeed JSON of the same folder that they name is read too."""
-    draft.facts["accumulation"] = 1
+    draft.assume("run.accumulation", 1, "transformers' default")
     named = Row(_STAGE, read=partial(_read_named, file=file, key="deepspeed"))
     reading = Reading(draft, flat(file.tables), default="transformers' default: max_grad_norm 1")
-    read_rows((*TRAINING_ROWS, named, Row(_STAGE, read=_read_shards)), reading)
+    read_rows((*TRAINING_ROWS, named, Row(_STAGE, "fsdp", _SHARDS)), reading)
 
 
 def read_deepspeed(file: ConfigFile, draft: Draft) -> None:
@@ -90,6 +90,8 @@ def read_deepspeed(file: ConfigFile, draft: Draft) -> None:
 def write(job: Job) -> ConfigText:
     """Write how a job is trained as Accelerate's YAML: FSDP where parameters or gradients are sharded."""
     view = JobView(job)
+    view.put(compute_environment="LOCAL_MACHINE", num_machines=view["cluster.nodes"])
+    view.put(num_processes=job.cluster.num_devices, gradient_accumulation_steps=job.num_micro_batches)
     view.write(ROWS)
     note = "the model's sizes stand in its config.json, the micro-batch in the training arguments"
     return view.text(yaml_text(view.tables()), ".yaml", note, sections=_TRAINING_SECTIONS)
@@ -107,15 +109,10 @@ def write_deepspeed(job: Job) -> ConfigText:
 def _read_devices(reading: Reading) -> None:
     processes, machines = reading.positive("num_processes"), reading.positive("num_machines") or 1
     if processes:
-        reading.map("cluster.nodes", machines, words="num_machines")
+        reading.map("cluster.nodes", machines)
         if processes % machines == 0:
-            reading.map("cluster.devices_per_node", processes // machines, words=f"num_processes {processes}")
-        reading.fact("devices", processes, f"num_processes {processes}")
-
-
-def _write_devices(view: JobView) -> None:
-    view.put(compute_environment="LOCAL_MACHINE", num_machines=view["cluster.nodes"])
-    view.put(num_processes=view.job.cluster.num_devices, gradient_accumulation_steps=view.job.num_micro_batches)
+            reading.map("cluster.devices_per_node", processes // machines, "num_processes")
+        reading.map("run.devices", processes, "num_processes")
 
 
 def _write_precision(view: JobView) -> None:
@@ -150,10 +147,6 @@ def _write_way(view: JobView) -> None:
     view.refuse("parallel.dp_shard", parallel.dp_shard and not hybrid)
 
 
-def _read_replicated(reading: Reading) -> None:
-    reading.assume(_STAGE, 0, f"distributed_type {reading.word('distributed_type')} replicates parameters")
-
-
 def _read_deepspeed_way(reading: Reading, file: ConfigFile) -> None:
     named = "deepspeed_config.deepspeed_config_file"
     _read_named(reading, file, named)
@@ -162,28 +155,21 @@ def _read_deepspeed_way(reading: Reading, file: ConfigFile) -> None:
         reading.assume(_STAGE, 2, "Accelerate's default with DeepSpeed")
 
 
-def _read_megatron_way(reading: Reading) -> None:
-    reading.draft.choose("megatron-core", f"distributed_type {reading.word('distributed_type')}")
-    name = "megatron_lm_config.megatron_lm_num_micro_batches"
-    if count := reading.positive(name):
-        reading.fact("accumulation", count, f"{name} {count}")
-
-
 def _read_fsdp(reading: Reading) -> None:
     names = ("fsdp_config.fsdp_sharding_strategy", "fsdp_config.fsdp_reshard_after_forward")
     strategy, reshard = reading.word(names[0]), reading.word(names[1]).upper()
     name = _NUMBERS.get(strategy, strategy) or _NUMBERS.get(reshard, reshard)
     reading.find("distributed_type")
     if name in _STRATEGIES:
-        (stage, hybrid), words = _STRATEGIES[name], f"fsdp_sharding_strategy {name}"
-        reading.map(_STAGE, stage, words=words)
+        stage, hybrid = _STRATEGIES[name]
+        reading.map(_STAGE, stage)
         per_node = reading.get("cluster.devices_per_node")
         if hybrid and isinstance(per_node, int) and reading.get("cluster.nodes", 1) > 1:
-            reading.map("parallel.dp_shard", per_node, words=words)
+            reading.map("parallel.dp_shard", per_node, *names)
     else:
-        reading.map(_STAGE, 3, words="distributed_type FSDP")
+        reading.map(_STAGE, 3, words="FSDP")
         if reshard in ("TRUE", "FALSE"):
-            reading.map("parallel.reshard_after_forward", reshard == "TRUE", words="fsdp_reshard_after_forward")
+            reading.map("parallel.reshard_after_forward", reshard == "TRUE", names[1])
 
 
 def _read_named(reading: Reading, file: ConfigFile, key: str) -> None:
@@ -197,46 +183,32 @@ def _read_named(reading: Reading, file: ConfigFile, key: str) -> None:
 
 
 def _read_replicas(reading: Reading) -> None:
-    replicate = reading.positive("parallelism_config.parallelism_config_dp_replicate_size") or 1
-    shard = reading.positive("parallelism_config.parallelism_config_dp_shard_size") or 1
+    names = [f"parallelism_config.parallelism_config_dp_{name}_size" for name in ("replicate", "shard")]
+    replicate, shard = (reading.positive(name) or 1 for name in names)
     if replicate * shard > 1:
-        reading.map("parallel.dp", replicate * shard, words="dp_replicate_size * dp_shard_size")
-        reading.map(_STAGE, 3 if shard > 1 else 0, words="dp_shard_size")
+        reading.map("parallel.dp", replicate * shard)
+        reading.map(_STAGE, 3 if shard > 1 else 0, *reversed(names))
         if replicate > 1 and shard > 1:
-            reading.map("parallel.dp_shard", shard, words="dp_shard_size")
+            reading.map("parallel.dp_shard", shard, names[1])
 
 
 def _read_accumulation(reading: Reading) -> None:
     names = ("gradient_accumulation_steps", "deepspeed_config.gradient_accumulation_steps")
     if steps := reading.positive(*names):
-        reading.fact("accumulation", steps, f"{reading.source(*names)} {steps}")
+        reading.map("run.accumulation", steps, *names)
         total, micro = reading.get("batch.global_batch"), reading.get("batch.micro_batch")
         if total and micro and names[0] in reading and total % (micro * steps) == 0:
-            reading.fact("replicas", total // (micro * steps), f"{names[0]} {steps}")
+            reading.map("run.replicas", total // (micro * steps), names[0])
 
 
-def _read_training(reading: Reading) -> None:
-    if reading.flag("bf16") and reading.flag("fp16"):
-        raise JobError("only one of bf16 and fp16 must be true, got both")
-    if "adamw_torch_fused" in reading.word("optim"):
-        reading.map("optimizer.fused", True, "optim")
-
-
-def _read_shards(reading: Reading) -> None:
-    shards = reading.word("fsdp")
-    if "full_shard" in shards or "shard_grad_op" in shards:
-        reading.map(_STAGE, 3 if "full_shard" in shards else 2, "fsdp")
-
-
-def _read_enabled(reading: Reading) -> None:
-    names = {"bf16.enabled": "bf16", "bfloat16.enabled": "bf16", "fp16.enabled": "fp16"}
+def _read_halves(reading: Reading, names: Mapping[str, str], neither: str = "") -> None:
     enabled = [name for name in names if reading.flag(name)]
     if len({names[name] for name in enabled}) > 1:
-        raise JobError("only one of bf16.enabled and fp16.enabled must be true, got both")
+        raise JobError(f"only one of {' and '.join(enabled)} must be true, got both")
     if enabled:
         reading.map("batch.precision", names[enabled[0]], enabled[0])
-    elif reading.find(*names):
-        reading.map("batch.precision", "fp32", words="bf16 and fp16 are not enabled")
+    elif neither and reading.find(*names):
+        reading.map("batch.precision", neither)
 
 
 def _write_enabled(view: JobView) -> None:
@@ -260,8 +232,7 @@ def _read_zero(reading: Reading) -> None:
     reading.map("parallel.overlap_grad_reduce", stage == 3 if overlap is None else overlap, f"{_ZERO}overlap_comm")
     if bucket := reading.positive(f"{_ZERO}reduce_bucket_size"):
         size = bucket * (4 if reading.get("batch.precision") == "fp32" else 2) / 2**20
-        words = f"{_ZERO}reduce_bucket_size {bucket}"
-        reading.map("parallel.bucket_mbytes", float(f"{size:.6g}"), words=words)
+        reading.map("parallel.bucket_mbytes", float(f"{size:.6g}"))
 
 
 def _write_zero(view: JobView) -> None:
@@ -273,9 +244,10 @@ def _write_zero(view: JobView) -> None:
 _PRECISIONS = {"bf16": "bf16", "fp16": "fp16", "fp8": "fp8", "no": "fp32"}
 _DEGREES = {"parallelism_config_tp_size": "parallel.tp", "parallelism_config_cp_size": "parallel.cp"}
 _OFFLOAD = {"cpu": True, "nvme": True, OTHER: None}
+_SHARDS = {"*full_shard*": 3, "*shard_grad_op*": 2, OTHER: None}
 _LENGTHS = ("max_seq_length", "max_length", "model_max_length", "cutoff_len", "sequence_len")
 ROWS = (
-    Row("cluster.nodes", read=_read_devices, write=_write_devices),
+    Row("cluster.nodes", read=_read_devices),
     Row("batch.precision", "mixed_precision", _PRECISIONS, write=_write_precision),
     Row(_STAGE, write=_write_way),
     *same(_DEGREES, "parallelism_config.", only="read"),
@@ -290,8 +262,10 @@ _DEEPSPEED_WAY = (
     Row("optimizer.offload", "deepspeed_config.offload_optimizer_device", _OFFLOAD),
     Row("optimizer.clip_grad_norm", "deepspeed_config.gradient_clipping", CLIP),
 )
+_REPLICATED = (Row(_STAGE, read=lambda all: all.assume(_STAGE, 0, f"distributed_type {all.word('distributed_type')}")),)
 _MEGATRON_WAY = (
-    Row("framework", read=_read_megatron_way),
+    Row("framework", read=lambda all: all.draft.choose("megatron-core", all.word("distributed_type"))),
+    Row("run.accumulation", "megatron_lm_config.megatron_lm_num_micro_batches"),
     Row("parallel.tp", "megatron_lm_config.megatron_lm_tp_degree"),
     Row("parallel.pp", "megatron_lm_config.megatron_lm_pp_degree"),
     Row("parallel.sequence_parallel", "megatron_lm_config.megatron_lm_sequence_parallelism"),
@@ -301,14 +275,14 @@ _MEGATRON_WAY = (
 _LAST = (Row("parallel.dp", read=_read_replicas), Row("batch.micro_batch", read=_read_accumulation))
 TRAINING_ROWS = (
     Row("batch.micro_batch", read=_read_accumulation),
-    Row("optimizer.fused", read=_read_training),
+    Row("optimizer.fused", "optim", {"*adamw_torch_fused*": True, OTHER: None}),
     Row("model.seq_len", _LENGTHS),
     Row("batch.micro_batch", "per_device_train_batch_size"),
-    Row("batch.precision", "bf16", {True: "bf16"}),
-    Row("batch.precision", "fp16", {True: "fp16"}),
+    Row("batch.precision", read=partial(_read_halves, names={"bf16": "bf16", "fp16": "fp16"})),
     Row("parallel.recompute", "gradient_checkpointing", {True: "full", False: "none"}),
     Row("optimizer.clip_grad_norm", "max_grad_norm", CLIP, default=True),
 )
+_ENABLED = {"bf16.enabled": "bf16", "bfloat16.enabled": "bf16", "fp16.enabled": "fp16"}
 _DEGREE = (lambda degree: int(degree) if degree > 1 else None, lambda degree: degree)
 _DEVICES = {"none": None, "cpu": True, OTHER: True}
 _GRADIENTS = {"fp32": "fp32", OTHER: "model"}
@@ -316,7 +290,7 @@ DEEPSPEED_ROWS = (
     Row("batch.global_batch", "train_batch_size"),
     Row("batch.micro_batch", "train_micro_batch_size_per_gpu"),
     Row("batch.global_batch", read=_read_accumulation),
-    Row("batch.precision", read=_read_enabled, write=_write_enabled),
+    Row("batch.precision", read=partial(_read_halves, names=_ENABLED, neither="fp32"), write=_write_enabled),
     Row("parallel.gradient_dtype", "data_types.grad_accum_dtype", _GRADIENTS, write=_write_gradients),
     Row(_STAGE, read=_read_zero, write=_write_zero),
     Row("optimizer.offload", f"{_ZERO}offload_optimizer.device", _DEVICES, omit=True),

@@ -73,26 +73,25 @@ class ConfigFile:
 class Draft:
     """Tables of a job that a reader of a configuration fills.
 
+    The table ``run`` has what follows from a configuration without being a job's key: ``devices`` (of the run),
+    ``replicas``, ``replicas_of_shards``, ``accumulation`` (micro-batches of a replica in an iteration), ``local_batch``
+    (sequences of a replica in an iteration), ``flush_batch`` (sequences of a replica between two flushes of the
+    pipeline).
+
     Attributes:
         framework: Of the job.
         tables: By section.
         sources: By key of the job (``model.layers``): the words of the configuration that state it.
         reasons: By key of the job: why a value is assumed that no configuration states.
         ignored: What no key of a job expresses.
-        facts: What follows from a configuration without being a job's key: ``devices`` (of the run), ``accumulation``
-            (micro-batches of a replica in an iteration), ``local_batch`` (sequences of a replica in an iteration),
-            ``flush_batch`` (sequences of a replica between two flushes of the pipeline).
-        fact_words: By fact: the words of the configuration that state it.
-        told: The keys that were set, and the facts, in their order; ``ignored`` for what no key expresses.
+        told: The keys that were set, in their order; ``ignored`` for what no key expresses.
     """
 
     framework: str = ""
-    tables: dict[str, dict[str, Any]] = field(default_factory=lambda: {name: {} for name in SECTIONS})
+    tables: dict[str, dict[str, Any]] = field(default_factory=lambda: {name: {} for name in (*SECTIONS, "run")})
     sources: dict[str, str] = field(default_factory=dict)
     reasons: dict[str, str] = field(default_factory=dict)
     ignored: list[str] = field(default_factory=list)
-    facts: dict[str, int] = field(default_factory=dict)
-    fact_words: dict[str, str] = field(default_factory=dict)
     told: list[str] = field(default_factory=list)
 
     def get(self, key: str, default: Any = None) -> Any:
@@ -120,12 +119,12 @@ class Draft:
         self.reasons.pop(key, None)
         self.told.append(key)
 
-    def assume(self, key: str, value: Any, reason: str) -> None:
-        """Set a key that nothing states yet."""
+    def assume(self, key: str, value: Any, reason: str, because: str = "") -> None:
+        """Set a key that nothing states yet; the words of the key ``because`` belong to the reason."""
         section, _, name = key.partition(".")
         if name not in self.tables[section]:
             self.tables[section][name] = value
-            self.reasons[key] = reason
+            self.reasons[key] = f"{reason} ({words})" if (words := self.sources.get(because)) else reason
             self.told.append(key)
 
     def ignore(self, text: str) -> None:
@@ -137,17 +136,6 @@ class Draft:
         """Set the framework, which a configuration states."""
         self.framework, self.sources["framework"] = framework, words
         self.told.append("framework")
-
-    def places(self) -> tuple[dict[str, str], ...]:
-        """Where the words of a configuration stand."""
-        return self.sources, self.reasons, self.fact_words
-
-    def fact(self, name: str, value: int, words: str) -> None:
-        """Set a fact, with the words of the configuration that state it; empty: it is the framework's default."""
-        self.facts[name] = value
-        if words:
-            self.fact_words[name] = words
-            self.told.append(name)
 
 
 @dataclass
@@ -170,7 +158,7 @@ class Reading:
 
     def __post_init__(self) -> None:
         draft = self.draft
-        self.get, self.degree, self.ignore, self.fact = draft.get, draft.degree, draft.ignore, draft.fact
+        self.get, self.degree, self.ignore = draft.get, draft.degree, draft.ignore
         self._stated = {name: value for name, value in self.values.items() if value is not None}
         self._all, self._settled = {**(self.defaults or {}), **self._stated}, set[str]()
         self._looked, self._fresh = list[str](), list[str]()  # settings of a row, and of its next key
@@ -179,7 +167,7 @@ class Reading:
         return name in self._stated
 
     def settle(self, read: Callable[[Reading], None], key: str) -> None:
-        """Read some settings: those that were looked at count as read if they set a key, a fact, or were ignored.
+        """Read some settings: those that were looked at count as read if they set a key or were ignored.
 
         The words of ``key``, or else of the last key that was set, then name them all.
         """
@@ -187,7 +175,7 @@ class Reading:
         self._looked, self._fresh = [], []
         read(self)
         told = sorted(draft.told[before:], key=key.__eq__)
-        found = [(words, name) for name in told for words in draft.places() if name in words]
+        found = [(words, name) for name in told for words in (draft.sources, draft.reasons) if name in words]
         texts = " ".join([*(words[name] for words, name in found), *draft.ignored[ignored:]])
         for name in self._looked:
             if not self._named(name, texts):
@@ -200,17 +188,18 @@ class Reading:
     def _named(self, name: str, texts: str) -> bool:
         return re.search(rf"(?<![\w.-]){re.escape(self.source(name))}(?![\w-])", texts) is not None
 
-    def map(self, key: str, value: Any, *names: str, words: str = "", reason: str = "") -> None:
+    def map(self, key: str, value: Any, *names: str, words: str = "") -> None:
         """Set a key of the job by the first of some settings; if none is stated, the value is the framework's default.
 
         Without settings, ``words`` state the value, or else all settings that were looked at since the last key.
         """
-        if not names and not words:
-            words, self._fresh = "; ".join(map(self._written, self._fresh)), []
-        if (words and not names) or (names and self.stated(*names)):
-            self.draft.map(key, value, words or self.source(*names))
+        if not words:
+            stated = [name for name in names if name in self._stated][:1] if names else self._fresh
+            words, self._fresh = "; ".join(map(self._written, stated)), [] if not names else self._fresh
+        if words:
+            self.draft.map(key, value, words)
         else:
-            self.assume(key, value, reason)
+            self.assume(key, value)
 
     def assume(self, key: str, value: Any, reason: str = "") -> None:
         """Set a key of the job that nothing states yet, by default to the framework's default."""
@@ -286,11 +275,13 @@ class Reading:
     def typed(self, key: str, *names: str) -> Any:
         """The value of the first of some settings that has one, of the type of a job's key."""
         section, _, name = key.partition(".")
-        match str(SECTIONS[section].__annotations__[name]).partition(" ")[0]:
+        kind = str(SECTIONS[section].__annotations__[name]) if section in SECTIONS else "int"
+        match kind.partition(" ")[0]:
             case "bool":
                 return self.flag(*names)
             case "int" | "float" as kind:
-                return (self.positive if key in _OPEN_AT_0 else self.number)(*names, whole=kind == "int")
+                above_0 = key in _OPEN_AT_0 or section == "run"
+                return (self.positive if above_0 else self.number)(*names, whole=kind == "int")
         return self.take(*names)
 
     def copy(self, key: str, *names: str) -> Any:
@@ -308,7 +299,7 @@ class Reading:
     def ignore_rest(self) -> None:
         """Record the settings that set nothing, or only what later ones set again."""
         draft = self.draft
-        texts = " ".join([*(text for words in draft.places() for text in words.values()), *draft.ignored])
+        texts = " ".join([*draft.sources.values(), *draft.reasons.values(), *draft.ignored])
         for name in self._stated:
             if name not in self._settled or not self._named(name, texts):
                 self.ignore(self._written(name))

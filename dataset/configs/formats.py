@@ -279,7 +279,9 @@ def read_configs(paths: str | Path | Sequence[str | Path], given: Given | None =
         if not missing:
             _fill_cluster(draft, given)
             _fill_batch(draft)
-        for words in draft.fact_words.values():
+        del draft.tables["run"]
+        of_run = [draft.sources.pop(key) for key in list(draft.sources) if key.startswith("run.")]
+        for words in of_run:
             if not any(words in text for text in (*draft.sources.values(), *draft.reasons.values(), *draft.ignored)):
                 draft.ignore(f"{words}: sets no key of this job")
         tables: dict[str, Any] = {"framework": draft.framework} if draft.framework else {}
@@ -295,7 +297,7 @@ def read_configs(paths: str | Path | Sequence[str | Path], given: Given | None =
         mapped=framework | {key: value for key, value in values.items() if key not in draft.reasons},
         assumed={key: value for key, value in values.items() if key in draft.reasons},
         sources=dict(draft.sources),
-        reasons=dict(draft.reasons),
+        reasons={key: why for key, why in draft.reasons.items() if not key.startswith("run.")},
         ignored=tuple(draft.ignored),
         formats=formats,
         missing=tuple(missing),
@@ -311,35 +313,32 @@ def _fill_cluster(draft: Draft, given: Given) -> None:
     per_node, stated = _positive(draft.get("cluster.devices_per_node")), draft.get("cluster.nodes")
     others = draft.degree("tp") * draft.degree("cp") * draft.degree("pp")
     least, reason = _least_devices(draft, others)
-    replicas = draft.facts.get("replicas", 0)  # that the batch implies
-    devices = draft.facts.get("devices") or replicas * others or (stated * per_node if isinstance(stated, int) else 0)
+    replicas = draft.get("run.replicas", 0)  # that the batch implies
+    devices = draft.get("run.devices") or replicas * others or (stated * per_node if isinstance(stated, int) else 0)
     held = bool(devices) and devices % least == 0
+    because = ""
     if held and devices >= least and _shares_batch(draft, devices // others):
-        wanted = devices
-        words = draft.fact_words.get("devices" if "devices" in draft.facts else "replicas", "")
-        reason = _because(f"the run has {devices} devices", words)
+        wanted, reason = devices, f"the run has {devices} devices"
+        because = "run.devices" if draft.get("run.devices") else "run.replicas"
     elif draft.get("parallel.dp") is not None:
         wanted = least
     else:
         most = devices if held else math.lcm(least, per_node)
-        counts = range(most, max(0, most - least * _MOST_TRIED), -least)
-        wanted = next(
-            (count for count in counts if count % least == 0 and _shares_batch(draft, count // others)), least
-        )
-        reason = f"{reason} in whole nodes"
-        if devices:
-            can = "share the global batch" if held else f"hold {reason.removesuffix(' in whole nodes')}"
-            reason = f"{devices} devices cannot {can}"
+        counts = [*range(most, max(0, most - least * _MOST_TRIED), -least), least]
+        wanted = next(n for n in counts if n == least or (n % least == 0 and _shares_batch(draft, n // others)))
+        can = "share the global batch" if held else f"hold {reason}"
+        reason = f"{devices} devices cannot {can}" if devices else f"{reason} in whole nodes"
     if stated is not None and stated * per_node == wanted:
         return
+    reason = f"{wanted} devices are needed: {reason}"
     if wanted % per_node:
         if "cluster.devices_per_node" in given.values:
             return
         per_node = math.gcd(wanted, per_node)
         draft.drop("cluster.devices_per_node")
-        draft.assume("cluster.devices_per_node", per_node, f"{wanted} devices are needed: {reason}")
+        draft.assume("cluster.devices_per_node", per_node, reason, because)
     draft.drop("cluster.nodes")
-    draft.assume("cluster.nodes", wanted // per_node, f"{wanted} devices are needed: {reason}")
+    draft.assume("cluster.nodes", wanted // per_node, reason, because)
 
 
 def _shares_batch(draft: Draft, replicas: int) -> bool:
@@ -367,32 +366,30 @@ def _least_devices(draft: Draft, others: int) -> tuple[int, str]:
 
 def _fill_batch(draft: Draft) -> None:
     """Set what is missing of the batch, and say where a job has fewer flushes of the pipeline than the run."""
-    cluster, facts, words, pp = draft.tables["cluster"], draft.facts, draft.fact_words, draft.degree("pp")
+    cluster, pp = draft.tables["cluster"], draft.degree("pp")
     devices = _positive(cluster.get("nodes")) * _positive(cluster.get("devices_per_node"))
     dp = draft.get("parallel.dp") or max(1, devices // (draft.degree("tp") * draft.degree("cp") * pp))
-    copies, accumulation = facts.get("replicas_of_shards", 0), facts.get("accumulation", 0)
+    copies, steps, local = (
+        draft.get(f"run.{name}", 0) for name in ("replicas_of_shards", "accumulation", "local_batch")
+    )
     if copies > 1 and dp % copies == 0:
-        why = f"{copies} copies of the shards in dp {dp}"
-        draft.assume("parallel.dp_shard", dp // copies, _because(why, words.get("replicas_of_shards")))
+        reason = f"{copies} copies of the shards in dp {dp}"
+        draft.assume("parallel.dp_shard", dp // copies, reason, "run.replicas_of_shards")
     total = draft.get("batch.global_batch")
-    if draft.get("batch.micro_batch") is None and isinstance(total, int) and accumulation:
-        why = f"global_batch {total} over dp {dp} and {accumulation} micro-batches"
-        size = max(1, total // (dp * accumulation))
-        draft.assume("batch.micro_batch", size, _because(why, words.get("accumulation")))
+    if isinstance(total, int) and steps:
+        reason = f"global_batch {total} over dp {dp} and {steps} micro-batches"
+        draft.assume("batch.micro_batch", max(1, total // (dp * steps)), reason, "run.accumulation")
     draft.assume("batch.micro_batch", 1, "no configuration states a micro-batch")
-    micro, local = _positive(draft.get("batch.micro_batch")), facts.get("local_batch", 0)
+    micro = _positive(draft.get("batch.micro_batch"))
     if local:
-        why = f"{local} sequences of each of dp {dp} replicas"
-        draft.assume("batch.global_batch", local * dp, _because(why, words.get("local_batch")))
-    count = accumulation or max(1, pp)
-    why = f"no configuration states a global batch: micro_batch {micro} * dp {dp} * {count} micro-batches"
-    draft.assume("batch.global_batch", micro * dp * count, _because(why, words.get("accumulation")))
+        reason = f"{local} sequences of each of dp {dp} replicas"
+        draft.assume("batch.global_batch", local * dp, reason, "run.local_batch")
+    count = steps or max(1, pp)
+    reason = f"no configuration states a global batch: micro_batch {micro} * dp {dp} * {count} micro-batches"
+    draft.assume("batch.global_batch", micro * dp * count, reason, "run.accumulation")
     draft.assume("batch.precision", "bf16", "no configuration states a precision")
-    total, flush = draft.get("batch.global_batch"), facts.get("flush_batch", 0) * dp
+    total, flush = draft.get("batch.global_batch"), draft.get("run.flush_batch", 0) * dp
     if pp > 1 and flush and isinstance(total, int) and total >= 2 * flush:
-        often = f"{words.get('flush_batch', 'the batch')}: the pipeline is flushed {total // flush} times in a step"
+        words = draft.sources.get("run.flush_batch", "the batch")
+        often = f"{words}: the pipeline is flushed {total // flush} times in a step"
         draft.ignore(f"{often}; a job has one flush of {total // (micro * dp)} micro-batches, which takes less time")
-
-
-def _because(why: str, words: str | None) -> str:
-    return f"{why} ({words})" if words else why

@@ -206,11 +206,7 @@ def _read_experts(reading: Reading) -> None:
         reading.map("model.dense_layers", len(dense), words=f"mlp_only_layers {dense}")
     elif dense:
         reading.ignore(f"mlp_only_layers {dense}: a job has dense layers first, or experts in every n-th layer")
-    every = reading.find(*_EVERY)
-    if isinstance(reading.take(every), list):
-        expert_layers(reading, reading.take(every), every)
-    elif every and reading.positive(every) > 1:
-        reading.copy("model.moe_every", every)
+    expert_layers(reading, *_EVERY)
 
 
 def _write_experts(view: JobView) -> None:
@@ -232,9 +228,9 @@ def _write_experts(view: JobView) -> None:
 
 
 def _read_tied(reading: Reading) -> None:
-    kind, tied = reading.word("model_type"), reading.flag("tie_word_embeddings")
-    value, reason = _types()[kind][1] if tied is None else tied, f"transformers' default for {kind}"
-    reading.map("model.tied_embeddings", value, "tie_word_embeddings", reason=reason)
+    tied = reading.flag("tie_word_embeddings")
+    value = _types()[reading.word("model_type")][1] if tied is None else tied
+    reading.map("model.tied_embeddings", value, "tie_word_embeddings")
 
 
 def _read_dropout(reading: Reading) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import MISSING, dataclass, fields
+from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any
 
@@ -189,10 +190,10 @@ class Row:
     Attributes:
         key: Of the job, as ``parallel.tp``.
         names: The settings; the first that has a value is read, and the first is written.
-        values: Values of the setting (without regard to case; True and False of a flag), and those of the key that
-            they mean (None: the setting states nothing then).  What none of them means is written as the first, and
-            listed.  Two functions: how the setting's number becomes the key's value, and back; a value that does not
-            come back is listed.  None: the setting has the key's own values.
+        values: Values of the setting (without regard to case, ``*`` is any text; True and False of a flag), and those
+            of the key that they mean (None: the setting states nothing then).  What none of them means is written as
+            the first, and listed.  Two functions: how the setting's number becomes the key's value, and back; a value
+            that does not come back is listed.  None: the setting has the key's own values.
         default: What the framework takes, which is assumed where no setting has a value; None: nothing is assumed.
         needs: Without which the row means nothing: a degree or a number of experts, above 1 (``parallel.tp``), or a
             value (``model.family=t5``, ``model.family!=t5``); several have blanks between them.
@@ -228,27 +229,25 @@ def read_rows(rows: Iterable[Row], reading: Reading) -> None:
 
 def _read_row(row: Row, reading: Reading) -> None:
     names = (row.names,) if isinstance(row.names, str) else row.names
-    stated, words = reading.stated(*names), ""
     if row.values is None:
         value = reading.typed(row.key, *names)
     elif isinstance(row.values, tuple):
         number = reading.number(*names, whole=False)
         value = None if number is None else row.values[0](number)
-        words = f"{stated} {number}"
     elif True in row.values:
         flag = reading.flag(*names)
         value = None if flag is None else row.values.get(flag)
     else:
         word = reading.word(*names)
-        known = {str(name).lower(): meant for name, meant in row.values.items()}
-        value, words = known.get(word.lower(), row.values.get(OTHER) if word else None), f"{stated} {word}"
-        if word and word.lower() not in known and OTHER not in row.values:
+        known = [item for item in row.values.items() if fnmatchcase(word.lower(), str(item[0]).lower())]
+        value = known[0][1] if known else row.values.get(OTHER) if word else None
+        if word and not known and OTHER not in row.values:
             fallback = row.default or _DEFAULTS[row.key]
             if fallback:
-                reading.assume(row.key, fallback, f"a job has no {words}")
+                reading.assume(row.key, fallback, f"a job has no {reading.source(*names)} {word}")
             return
     if value is not None:
-        reading.map(row.key, value, *names, words=words)
+        reading.map(row.key, value, *names)
     elif row.default is not None:
         reading.assume(row.key, row.default)
 

@@ -170,11 +170,9 @@ def _read_batch(reading: Reading) -> None:
         reading.assume("batch.micro_batch", 1, f"{words} is less than a sequence")
         return
     pieces = reading.positive("num_pipeline_microbatches", auto=-1) or reading.degree("pp")
-    reading.map("batch.micro_batch", max(1, int(sequences) // pieces), "per_device_batch_size", words=words)
-    words = words if "per_device_batch_size" in reading else ""
-    more = f"gradient_accumulation_steps {steps}" if "gradient_accumulation_steps" in reading else ""
-    reading.fact("local_batch", int(sequences) * steps, " * ".join(filter(None, (words, more))))
-    reading.fact("flush_batch", int(sequences), words)
+    reading.map("batch.micro_batch", max(1, int(sequences) // pieces), "per_device_batch_size")
+    reading.map("run.local_batch", int(sequences) * steps, "per_device_batch_size", "gradient_accumulation_steps")
+    reading.map("run.flush_batch", int(sequences), "per_device_batch_size")
 
 
 def _write_batch(view: JobView) -> None:

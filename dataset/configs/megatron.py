@@ -17,6 +17,7 @@ from stepsight.dataset.job.specs import RECOMPUTE_MODULES
 _SHARDING = {"no_shard": 0, "optim": 1, "optim_grads": 2, "optim_grads_params": 3}
 _PROGRAMS = {"bert": "pretrain_bert.py", "t5": "pretrain_t5.py", "vit": "pretrain_vision_classify.py"}
 _ADAM = ("adam", "", "fused_adam", "distributed_fused_adam", "mcore_distributed_optim", "adamw")
+_OF_2022 = ("DDP_impl", "activations_checkpoint", "async_tensor_model_parallel_allreduce")
 _NO_ZERO = "distributed_fused_adam", "mcore_distributed_optim"
 
 
@@ -29,13 +30,12 @@ def read_megatron(reading: Reading, first: tuple[Row, ...] = (), last: tuple[Row
 
 
 def _read_framework(reading: Reading) -> None:
-    old = ("DDP_impl", "activations_checkpoint", "async_tensor_model_parallel_allreduce")
     if reading.draft.framework:
         return
     reading.draft.framework = "megatron-core"
     if found := reading.find("deepspeed", "deepspeed_config"):
         reading.draft.choose("megatron-deepspeed", reading.source(found))
-    elif (found := reading.find(*old)) and "use_mcore_models" not in reading:
+    elif (found := reading.find(*_OF_2022)) and "use_mcore_models" not in reading:
         reading.draft.choose("megatron-lm-2022", reading.source(found))
 
 
@@ -91,16 +91,14 @@ def _write_dispatcher(view: JobView) -> None:
 
 def _read_zero(reading: Reading) -> None:
     strategy = reading.word("data_parallel_sharding_strategy")
-    if fsdp := next((name for name in ("use_megatron_fsdp", "use_torch_fsdp2") if reading.flag(name)), ""):
-        words = f"{reading.source(fsdp)} {strategy}".strip()
-        reading.map("parallel.zero_stage", _SHARDING.get(strategy or "optim_grads_params", 3), words=words)
+    if any(reading.flag(name) for name in ("use_megatron_fsdp", "use_torch_fsdp2")):
+        reading.map("parallel.zero_stage", _SHARDING.get(strategy or "optim_grads_params", 3))
     elif reading.flag("use_distributed_optimizer"):
         reading.map("parallel.zero_stage", 1, "use_distributed_optimizer")
     elif reading.get("parallel.zero_stage") is None:
         reading.map("parallel.zero_stage", reading.number("zero_stage") or 0, "zero_stage")
-    name = "num_distributed_optimizer_instances"
-    if (instances := reading.positive(name) or 1) > 1:
-        reading.fact("replicas_of_shards", instances, f"{reading.source(name)} {instances}")
+    if (instances := reading.positive("num_distributed_optimizer_instances") or 1) > 1:
+        reading.map("run.replicas_of_shards", instances, "num_distributed_optimizer_instances")
 
 
 def _write_zero(view: JobView) -> None:
@@ -142,15 +140,14 @@ def _read_stages(reading: Reading) -> None:
     """Virtual stages, and the layers of each stage if they are uneven."""
     layers, pp, layout = reading.get("model.layers"), reading.degree("pp"), reading.word(_LAYOUT)
     if layout and layers:
-        stages, source = stages_of_layout(layout), reading.source(_LAYOUT)
-        counts = [stage.count("t") for stage in stages]
-        if not stages or len(stages) % pp or sum(counts) != layers:
-            words = f"{len(stages)} stages of {sum(counts)} layers for pp {pp} and {layers} layers"
-            reading.ignore(f"{source} {layout}: {words}")
+        counts = [stage.count("t") for stage in stages_of_layout(layout)]
+        if not counts or len(counts) % pp or sum(counts) != layers:
+            words = f"{len(counts)} stages of {sum(counts)} layers for pp {pp} and {layers} layers"
+            reading.ignore(f"{reading.source(_LAYOUT)} {layout}: {words}")
             return
-        if len(stages) // pp > 1:
-            reading.map("parallel.virtual_stages", len(stages) // pp, words=source)
-        reading.map("parallel.stage_layers", counts, words=f"{source} {layout}")
+        if len(counts) // pp > 1:
+            reading.map("parallel.virtual_stages", len(counts) // pp, _LAYOUT)
+        reading.map("parallel.stage_layers", counts, _LAYOUT)
         return
     chunks = reading.positive("num_virtual_stages_per_pipeline_rank", "virtual_pipeline_model_parallel_size")
     if chunks is None and layers and (each := reading.positive("num_layers_per_virtual_pipeline_stage")):
@@ -171,23 +168,20 @@ def _read_uneven_stages(reading: Reading, layers: int, pp: int, chunks: int) -> 
     parted = "embedding" in reading.word(_TABLES[2])  # DeepSpeed counts both tables as layers
     embedding, loss = (reading.flag(name) or parted for name in _TABLES[:2])
     if embedding or loss:
-        source, rest = reading.source(*_TABLES), (layers + embedding + loss) % (pp * chunks)
+        names, rest = _TABLES, (layers + embedding + loss) % (pp * chunks)
         counts = even_stages(pp * chunks, layers, embedding, loss)
     elif first or last:
         # Counts are those of a rank, so that each of its virtual stages has an equal part.
-        source, (even, rest) = (
-            reading.source(*_ENDS),
-            divmod(layers - first - last, max(1, pp - bool(first) - bool(last))),
-        )
+        names, (even, rest) = _ENDS, divmod(layers - first - last, max(1, pp - bool(first) - bool(last)))
         ranks = [first or even, *[even] * (pp - 2), last or even]
         rest += sum(count % chunks for count in ranks)
         counts = [count // chunks for count in ranks] * chunks
     else:
         return
     if rest or sum(counts) != layers or min(counts) < 0:
-        reading.ignore(f"{source}: {layers} layers cannot be shared so by {pp * chunks} stages")
+        reading.ignore(f"{reading.source(*names)}: {layers} layers cannot be shared so by {pp * chunks} stages")
     else:
-        reading.map("parallel.stage_layers", counts, words=source)
+        reading.map("parallel.stage_layers", counts, *names)
 
 
 def _write_stages(view: JobView) -> None:
@@ -224,31 +218,27 @@ def _write_precision(view: JobView) -> None:
 
 
 def _read_batch(reading: Reading) -> None:
-    name = "step_batch_size_schedule"
-    steps = reading.word(name).replace(";", " ").split()
+    steps = reading.word("step_batch_size_schedule").replace(";", " ").split()
     if reading.get("batch.global_batch") is None:
         size = steps[-1].rpartition(":")[2] if steps else ""
         if size.isdigit():
-            reading.map("batch.global_batch", int(size), words=f"{reading.source(name)}, last step")
+            reading.map("batch.global_batch", int(size))
         elif reading.get("batch.micro_batch") is not None:
-            reading.draft.facts["accumulation"] = 1
+            reading.assume("run.accumulation", 1)
 
 
 def _read_recompute(reading: Reading) -> None:
-    name, method = "recompute_granularity", reading.word("recompute_method")
-    granularity = reading.word(name)
+    granularity, method = reading.word("recompute_granularity"), reading.word("recompute_method")
     if reading.flag("recompute_activations"):
-        granularity, name = "selective", "recompute_activations"
-    elif not granularity and (found := reading.find("activations_checkpoint") or (method and "recompute_method")):
-        granularity, name = "full", found
+        granularity = "selective"
+    elif not granularity and (reading.find("activations_checkpoint") or method):
+        granularity = "full"
     if not granularity:
         reading.assume("parallel.recompute", "none")
         return
     count, source = reading.number("recompute_num_layers"), reading.source("recompute_num_layers")
-    if granularity == "full" and method == "block" and count == 0:
-        reading.map("parallel.recompute", "none", words=f"{source} 0")
-        return
-    reading.map("parallel.recompute", granularity, name)
+    none = granularity == "full" and method == "block" and count == 0
+    reading.map("parallel.recompute", "none" if none else granularity)
     if granularity == "full" and method == "block" and count:
         layers = reading.get("model.layers", 1) + reading.get("model.encoder_layers", 0)
         per_stage = max(1, layers // max(1, reading.degree("pp")))
@@ -282,13 +272,12 @@ def _write_recompute(view: JobView) -> None:
 def _read_optimizer(reading: Reading) -> None:
     names = ("optimizer", "optim.name")
     kind = reading.word(*names)
-    words = f"{reading.source(*names)} {kind}"
     if kind not in _ADAM:
         reading.assume("optimizer.kind", "adamw", f"a job has no optimizer {kind}")
     elif kind:
-        reading.map("optimizer.kind", "adamw", words=f"{words} (decoupled weight decay)")
+        reading.map("optimizer.kind", "adamw", *names)
     if kind in _NO_ZERO and reading.get("parallel.zero_stage", 0) < 1:
-        reading.map("parallel.zero_stage", 1, words=words)
+        reading.map("parallel.zero_stage", 1, *names)
 
 
 _CP_COMM = {"p2p": "ring", "allgather": "all_gather"}

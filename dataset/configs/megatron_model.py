@@ -34,31 +34,25 @@ def _repeated(text: str) -> str:
     return text
 
 
-def expert_layers(reading: Reading, frequency: Any, source: str) -> None:
-    """Which layers have experts: every n-th one, or a pattern of zeros and ones."""
+def expert_layers(reading: Reading, *names: str) -> None:
+    """Which layers have experts: every n-th one, or a pattern of zeros and ones, as ``[0]*3+[1]*58``."""
+    frequency = reading.take(*names)
     text = frequency if isinstance(frequency, str) else repr(frequency)
+    if frequency is None or text.strip() in ("0", "1"):
+        return
     if text.strip().isdigit():
-        if int(text) > 1:
-            reading.map("model.moe_every", int(text), words=source)
+        reading.map("model.moe_every", int(text))
         return
-    pattern = _pattern(text)
-    dense = next((place for place, one in enumerate(pattern) if one), len(pattern))
-    if pattern and all(pattern[dense:]):
-        reading.map("model.dense_layers", dense, words=f"{source} {text}")
-        return
-    places = [(every, place) for every in range(2, 9) for place in range(every) if pattern]
-    every = next((n for n, k in places if pattern == [int(i % n == k) for i in range(len(pattern))]), 0)
-    if every:
-        reading.map("model.moe_every", every, words=f"{source} {text}")
-    else:
-        reading.ignore(f"{source} {text}: a job has dense layers first, or experts in every n-th layer")
-
-
-def _pattern(text: str) -> list[int]:
-    """A list written as Python: ``[0]*3+[1]*58``; empty if it is something else."""
     plain = re.sub(r"[\s,'\"+]", "", text).replace("[", "(").replace("]", ")")
     layers = _repeated(plain) if re.fullmatch(r"[01()*\d]*", plain) else ""
-    return [int(layer) for layer in layers] if re.fullmatch("[01]+", layers) else []
+    if re.fullmatch("0*1+|0+", layers):
+        reading.map("model.dense_layers", layers.count("0"))
+        return
+    periods = {("0" * at + "1").ljust(n, "0") * len(layers): n for n in range(2, 9) for at in range(n)}
+    if every := next((n for period, n in periods.items() if layers and period.startswith(layers)), 0):
+        reading.map("model.moe_every", every)
+    else:
+        reading.ignore(f"{reading.source(*names)} {text}: a job has dense layers first, or experts in every n-th layer")
 
 
 def _read_kind(reading: Reading) -> None:
@@ -85,18 +79,15 @@ def _read_family(reading: Reading) -> None:
     norm, bias = reading.word("normalization").lower(), reading.flag("add_bias_linear", "bias")
     rotary = reading.flag("use_rotary_position_embeddings")
     position = "rope" if rotary else reading.word("position_embedding_type")
-    facts = f"{norm or 'layernorm'}, positions {position or 'learned_absolute'}, bias {str(bias is not False).lower()}"
     if reading.get("model.family") is not None:
         return
     like_llama = norm == "rmsnorm" or (position == "rope" and bias is False)
     family = "llama" if like_llama else "gpt"
-    if norm or position or bias is not None:
-        reading.map("model.family", family, words=facts)
-    else:
-        reading.assume("model.family", family)
+    reading.map("model.family", family)
     if len({norm == "rmsnorm", position == "rope", bias is False}) > 1:
         wanted = "RMSNorm, rotary positions, no biases" if like_llama else "LayerNorm, learned positions, biases"
-        reading.ignore(f"{facts}: the family stands for {wanted}")
+        stated = f"{norm or 'layernorm'}, positions {position or 'learned_absolute'}, bias {str(bias is not False).lower()}"
+        reading.ignore(f"{stated}: the family stands for {wanted}")
 
 
 def _read_ffn(reading: Reading) -> None:
@@ -121,7 +112,7 @@ def _read_length(reading: Reading) -> None:
 def _read_image(reading: Reading) -> None:
     height, width = reading.positive("img_h") or 224, reading.positive("img_w") or 224
     patch, channels = reading.positive("patch_dim") or 16, reading.positive("num_channels") or 3
-    reading.map("model.patch_dim", patch * patch * channels, words=f"{reading.source('patch_dim')} {patch}")
+    reading.map("model.patch_dim", patch * patch * channels, "patch_dim")
     reading.assume("model.seq_len", (height // patch) * (width // patch) + 1, "patches and the class token")
     reading.map("model.vocab", reading.positive("num_classes") or 1000, "num_classes")
 
@@ -163,11 +154,6 @@ def _read_shared_experts(reading: Reading) -> None:
     if shared and size:
         rest = f" {shared} is {shared / size:.2f} experts of {size}" if shared % size else ""
         reading.share("model.shared_experts", shared, size, reading.source(name) + rest)
-
-
-def _read_expert_layers(reading: Reading) -> None:
-    if (frequency := reading.take("moe_layer_freq")) is not None:
-        expert_layers(reading, frequency, reading.source("moe_layer_freq"))
 
 
 def _write_experts(view: JobView) -> None:
@@ -260,7 +246,12 @@ MODEL_ROWS = (
     Row("model.capacity_factor", "moe_expert_capacity_factor", needs=_EXPERTS, omit=True),
     Row("model.expert_ffn", "moe_ffn_hidden_size", needs=_EXPERTS),
     Row("model.shared_experts", read=_read_shared_experts, needs=_EXPERTS),
-    Row("model.moe_every", read=_read_expert_layers, write=_write_expert_layers, needs=_EXPERTS),
+    Row(
+        "model.moe_every",
+        read=lambda all: expert_layers(all, "moe_layer_freq"),
+        write=_write_expert_layers,
+        needs=_EXPERTS,
+    ),
     Row("model.dense_layers", "first_k_dense_replace", needs=_EXPERTS, only="read"),
     Row("model.vocab", read=_read_vocabulary),
     Row("model.tied_embeddings", "untie_embeddings_and_output_weights", {True: False, False: True}, default=True),

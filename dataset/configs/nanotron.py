@@ -107,7 +107,7 @@ def _read_batch(reading: Reading) -> None:
     steps, replicas = reading.positive("tokens.batch_accumulation_per_replica"), reading.get("parallel.dp")
     micro = reading.get("batch.micro_batch")
     if steps and not (replicas and micro):
-        reading.fact("accumulation", steps, f"batch_accumulation_per_replica {steps}")
+        reading.map("run.accumulation", steps)
     elif replicas and micro:
         steps = steps or 1
         words = f"micro_batch_size {micro} * batch_accumulation_per_replica {steps} * dp {replicas}"

@@ -37,7 +37,7 @@ _DEVICES = {"a100": "a100-sxm-80gb", "h100": "h100-sxm-80gb", "h200": "h200-sxm-
 def read(file: ConfigFile, draft: Draft) -> None:
     """Fill a draft from a configuration, whose comments may name the devices."""
     if preset := _PRESET.search(read_source(file.path)):
-        draft.fact("devices", int(preset[1]), f"comment: {preset[0]}")
+        draft.map("run.devices", int(preset[1]), f"comment: {preset[0]}")
         if hardware := _DEVICES.get(preset[2].lower()):
             draft.map("cluster.hardware", hardware, f"comment: {preset[0]}")
     _read(flat(file.tables), draft, _read_flavor if "model" in file.tables else None)
@@ -88,22 +88,18 @@ def _read_flavor(reading: Reading) -> None:
 def _read_degrees(reading: Reading) -> None:
     replicate = reading.positive(*_in("data_parallel_replicate_degree")) or 1
     names = (*_in("data_parallel_shard_degree"), "training.data_parallel_degree")
-    shard, source = reading.positive(*names, auto=-1) or -1, reading.source(*names)
-    words = f"{source} {shard} (FSDP2)" if shard != 1 else f"{source} 1"
-    reading.map("parallel.zero_stage", 0 if shard == 1 else 3, *names, words=words, reason=f"{reading.default} (FSDP2)")
+    shard = reading.positive(*names, auto=-1) or -1
+    reading.map("parallel.zero_stage", 0 if shard == 1 else 3, *names)
     if shard > 0:
-        reading.map("parallel.dp", replicate * shard, words=f"{source} {shard}, replicated {replicate} times")
+        reading.map("parallel.dp", replicate * shard)
         if replicate > 1 and shard > 1:
             reading.map("parallel.dp_shard", shard, *names)
     elif replicate > 1:
-        words = f"{reading.source(*_in('data_parallel_replicate_degree'))} {replicate}"
-        reading.fact("replicas_of_shards", replicate, words)
-    name = "parallelism.fsdp_reshard_after_forward"
-    again = reading.word(name) or "default"
+        reading.map("run.replicas_of_shards", replicate)
+    again = reading.word("parallelism.fsdp_reshard_after_forward") or "default"
     if shard != 1:
         value = again == "always" or (again == "default" and reading.degree("pp") == 1)
-        reason = f"{reading.default}: fsdp_reshard_after_forward default"
-        reading.map("parallel.reshard_after_forward", value, name, words=f"{name} {again}", reason=reason)
+        reading.map("parallel.reshard_after_forward", value, "parallelism.fsdp_reshard_after_forward")
 
 
 def _write_degrees(view: JobView) -> None:
@@ -121,11 +117,9 @@ def _write_degrees(view: JobView) -> None:
 
 
 def _read_expert_tensor_parallel(reading: Reading) -> None:
-    names = _in("expert_tensor_parallel_degree")
-    etp = reading.positive(*names)
-    if reading.get("model.experts") and reading.degree("ep") > 1 and (etp or 1) == 1:
-        words = reading.source(*names) if etp else "experts share out the tensor-parallel ranks"
-        reading.map("parallel.expert_tp", 1, words=words)
+    etp = reading.positive(*_in("expert_tensor_parallel_degree")) or 1
+    if reading.get("model.experts") and reading.degree("ep") > 1 and etp == 1:
+        reading.map("parallel.expert_tp", 1)
 
 
 def _write_tensor_parallel(view: JobView) -> None:
@@ -139,20 +133,24 @@ def _write_tensor_parallel(view: JobView) -> None:
 
 
 def _read_pipeline(reading: Reading) -> None:
-    pp, layers, names = reading.degree("pp"), reading.get("model.layers"), _in("pipeline_parallel_schedule")
-    word, less = reading.word(*names) or "1F1B", "parallelism.pipeline_parallel_{}_stage_less_layers"
+    pp, layers, less = (
+        reading.degree("pp"),
+        reading.get("model.layers"),
+        _in("pipeline_parallel_{}_stage_less_layers")[0],
+    )
+    word = reading.word(*_in("pipeline_parallel_schedule")) or "1F1B"
     known = {name.lower(): schedule for name, schedule in _SCHEDULES.items()}
     schedule, chunks = known.get(word.lower().replace(" ", ""), ("", 1))
     if not schedule:
         raise JobError(f"pipeline_parallel_schedule must be one of {', '.join(known)}, got {word!r:.80}")
-    reading.map("parallel.schedule", schedule, *names, words=f"{reading.source(*names)} {word}")
+    reading.map("parallel.schedule", schedule)
     if not layers:
         return
-    first, last = (reading.number(less.format(end)) for end in ("first", "last"))
+    weights = [reading.number(less.format(end)) for end in ("first", "last")]
+    weights = [1 if weight is None else weight for weight in weights]
     each = reading.positive("parallelism.pipeline_parallel_layers_per_stage")
     splits = reading.take(*_in("pipeline_parallel_split_points"))
     parts = reading.take("parallelism.module_fqns_per_model_part")
-    weights = 1 if first is None else first, 1 if last is None else last
     if isinstance(splits, list) and splits:
         places = [str(split).rpartition(".")[2] for split in splits]
         if not all(place.isdecimal() for place in places):
@@ -198,29 +196,26 @@ def _write_pipeline(view: JobView) -> None:
 def _read_batch(reading: Reading) -> None:
     pp, length = reading.degree("pp"), reading.get("model.seq_len")
     if tokens := reading.positive("training.num_tokens_per_microbatch_per_dp_rank"):
-        reading.map("batch.micro_batch", max(1, tokens // length), words=f"{tokens} tokens of {length}")
+        reading.map("batch.micro_batch", max(1, tokens // length))
         if total := reading.positive("training.num_tokens_per_train_step", auto=-1):
-            reading.map("batch.global_batch", total // length, words=f"num_tokens_per_train_step {total}")
-        name = "parallelism.num_pp_microbatches"
-        pieces, stated = reading.positive(name) or 1, reading.stated(name)
-        reading.fact("accumulation", pieces if pp > 1 else 1, stated and f"{stated} {pieces}")
+            reading.map("batch.global_batch", total // length)
+        pieces = reading.positive("parallelism.num_pp_microbatches") or 1
+        reading.map("run.accumulation", pieces if pp > 1 else 1, "parallelism.num_pp_microbatches")
         return
     names, one = ("training.local_batch_size", "training.batch_size"), "parallelism.pipeline_parallel_microbatch_size"
-    local, source = reading.positive(*names) or 8, reading.source(*names)
+    local = reading.positive(*names) or 8
     if pp == 1:
         reading.map("batch.micro_batch", local, *names)
     elif count := reading.positive(*_in("pipeline_parallel_microbatches")):
-        words, reason = f"{source} over {count} micro-batches", f"{reading.default} over {count} micro-batches"
-        reading.map("batch.micro_batch", max(1, local // count), *names, words=words, reason=reason)
+        reading.map("batch.micro_batch", max(1, local // count), words=f"{local} sequences over {count} micro-batches")
     elif one not in reading and "training.batch_size" in reading:
-        reason = f"{source} over {pp} micro-batches, {reading.default}"
-        reading.assume("batch.micro_batch", max(1, local // pp), reason)
+        reading.assume("batch.micro_batch", max(1, local // pp), f"{local} sequences over {pp} micro-batches")
     else:
         reading.map("batch.micro_batch", reading.positive(one) or 1, one)
     if total := reading.positive("training.global_batch_size", auto=-1):
         reading.map("batch.global_batch", total, "training.global_batch_size")
-    for fact in ("local_batch", "flush_batch"):
-        reading.fact(fact, local, reading.stated(*names) and f"{source} {local}")
+    for key in ("run.local_batch", "run.flush_batch"):
+        reading.map(key, local, *names)
 
 
 def _write_batch(view: JobView) -> None:
@@ -239,9 +234,9 @@ def _read_precision(reading: Reading) -> None:
     elif any(name.startswith(("mx", "quantize.linear.mx")) for name in names):
         reading.assume("batch.precision", "fp8", "MXFP8 is taken as fp8")
     elif reading.word("training.dtype") == "bfloat16":
-        reading.map("batch.precision", "pure-bf16", words="training.dtype bfloat16")
+        reading.map("batch.precision", "pure-bf16", "training.dtype")
     elif reading.word("training.mixed_precision_param") == "float32":
-        reading.map("batch.precision", "fp32", words="training.mixed_precision_param float32")
+        reading.map("batch.precision", "fp32", "training.mixed_precision_param")
     else:
         reading.assume("batch.precision", "bf16", f"{reading.default}: mixed_precision_param bfloat16")
 
@@ -260,25 +255,19 @@ def _write_precision(view: JobView) -> None:
 
 
 def _read_recompute(reading: Reading) -> None:
-    names = ("activation_checkpoint.mode", "activation_checkpoint.selective_ac_option")
-    mode, source = reading.word(names[0]) or "selective", reading.source(names[0])
+    mode = reading.word("activation_checkpoint.mode") or "selective"
     if mode in ("none", "full"):
-        reading.map("parallel.recompute", mode, words=f"{source} {mode}")
+        reading.map("parallel.recompute", mode)
         return
     if mode != "selective":
-        reading.assume("parallel.recompute", "selective", f"a job has no {source} {mode}")
+        reading.assume("parallel.recompute", "selective", f"a job has no activation_checkpoint.mode {mode}")
         return
-    option = reading.word(names[1]) or "2"
+    option = reading.word("activation_checkpoint.selective_ac_option") or "2"
     if option.isdecimal():
-        reason = f"{reading.default}: mode selective, selective_ac_option {option}"
-        words = f"{source} selective, every {option} layers"
-        reading.map("parallel.recompute", "full", *names, words=words, reason=reason)
-        words = f"selective_ac_option {option}"
-        reading.map("parallel.recompute_every", int(option), names[1], words=words, reason=reason)
+        reading.map("parallel.recompute", "full")
+        reading.map("parallel.recompute_every", int(option), "activation_checkpoint.selective_ac_option")
     elif option == "op":
-        words = "attention and every second product are kept; a job of torchtitan takes it as recompute_every 2"
-        words = f"{source} selective, selective_ac_option op: {words}"
-        reading.map("parallel.recompute", "selective", words=words)
+        reading.map("parallel.recompute", "selective", words=_OPERATORS)
     else:
         raise JobError(f"activation_checkpoint.selective_ac_option must be op or a whole number, got {option!r:.80}")
 
@@ -303,6 +292,9 @@ def _write_compile(view: JobView) -> None:
         view.put("compile.", enable=True, components=["model", "loss"])
 
 
+_OPERATORS = (
+    "selective_ac_option op: attention and every second product are kept; torchtitan's profile takes it as half"
+)
 _OFFLOAD = {True: True, False: None}
 _ASYNC = (*_in("enable_async_tensor_parallel"), "compile.enable_async_tensor_parallel")
 _ROTATE_METHOD = "parallelism.context_parallel_rotate_method"
