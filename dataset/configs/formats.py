@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from itertools import combinations
 from pathlib import Path
@@ -166,31 +166,41 @@ _MOST_TRIED = 1024  # numbers of devices
 _NEEDED = ("family", "layers", "hidden", "heads", "vocab", "seq_len")
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class ConfigJob:
     """A job that was read from configuration files, and how.
 
     Attributes:
         read: The job; None if the configurations do not state all sizes of the model.
-        missing: Sizes of the model that no configuration states.
         tables: Tables of a job file: ``mapped`` and ``assumed`` in their sections.
-        mapped: Values that a configuration states, by key of the job (``model.layers``).
-        assumed: Values that no configuration states, by key of the job.
         sources: The words of the configuration, by key of ``mapped``.
         reasons: Why a value is assumed, by key of ``assumed``.
         ignored: Settings that no key of a job expresses.
         formats: Format of each file.
+        missing: Sizes of the model that no configuration states.
     """
 
     read: Job | None
     tables: Mapping[str, Any]
-    mapped: Mapping[str, Any]
-    assumed: Mapping[str, Any]
-    sources: Mapping[str, str] = field(default_factory=dict)
-    reasons: Mapping[str, str] = field(default_factory=dict)
+    sources: Mapping[str, str]
+    reasons: Mapping[str, str]
     ignored: Sequence[str] = ()
     formats: Sequence[str] = ()
     missing: Sequence[str] = ()
+
+    @property
+    def mapped(self) -> dict[str, Any]:
+        """Values that a configuration states, by key of the job (``model.layers``)."""
+        return {key: self._value(key) for key in self.sources}
+
+    @property
+    def assumed(self) -> dict[str, Any]:
+        """Values that no configuration states, by key of the job."""
+        return {key: self._value(key) for key in self.reasons}
+
+    def _value(self, key: str) -> Any:
+        section, _, name = key.partition(".")
+        return self.tables[section][name] if name else self.tables[section]
 
     @property
     def job(self) -> Job:
@@ -208,15 +218,8 @@ class ConfigJob:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON."""
-        return {
-            "mapped": dict(self.mapped),
-            "assumed": dict(self.assumed),
-            "ignored": list(self.ignored),
-            "sources": dict(self.sources),
-            "reasons": dict(self.reasons),
-            "formats": list(self.formats),
-            "missing": list(self.missing),
-        }
+        tables = {name: dict(getattr(self, name)) for name in ("mapped", "assumed", "sources", "reasons")}
+        return tables | {name: list(getattr(self, name)) for name in ("ignored", "formats", "missing")}
 
     def to_toml(self) -> str:
         """A job file, with where each value comes from."""
@@ -280,28 +283,17 @@ def read_configs(paths: str | Path | Sequence[str | Path], given: Given | None =
             _fill_cluster(draft, given)
             _fill_batch(draft)
         del draft.tables["run"]
-        of_run = [draft.sources.pop(key) for key in list(draft.sources) if key.startswith("run.")]
-        for words in of_run:
-            if not any(words in text for text in (*draft.sources.values(), *draft.reasons.values(), *draft.ignored)):
+        reasons = {key: why for key, why in draft.reasons.items() if not key.startswith("run.")}
+        sources = {key: words for key, words in draft.sources.items() if not key.startswith("run.")}
+        for words in (draft.sources[key] for key in draft.sources if key not in sources):
+            if not any(words in text for text in (*sources.values(), *reasons.values(), *draft.ignored)):
                 draft.ignore(f"{words}: sets no key of this job")
         tables: dict[str, Any] = {"framework": draft.framework} if draft.framework else {}
         tables |= {name: table for name, table in draft.tables.items() if table}
         job = None if missing else Job.from_dict(tables)
     except JobError as error:
         raise JobError(f"{', '.join(map(str, files))}: {error}") from None
-    values = {f"{section}.{name}": value for section in SECTIONS for name, value in draft.tables[section].items()}
-    framework = {"framework": draft.framework} if "framework" in draft.sources else {}
-    return ConfigJob(
-        read=job,
-        tables=tables,
-        mapped=framework | {key: value for key, value in values.items() if key not in draft.reasons},
-        assumed={key: value for key, value in values.items() if key in draft.reasons},
-        sources=dict(draft.sources),
-        reasons={key: why for key, why in draft.reasons.items() if not key.startswith("run.")},
-        ignored=tuple(draft.ignored),
-        formats=formats,
-        missing=tuple(missing),
-    )
+    return ConfigJob(job, tables, sources, reasons, tuple(draft.ignored), formats, tuple(missing))
 
 
 def _fill_cluster(draft: Draft, given: Given) -> None:

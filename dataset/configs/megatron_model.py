@@ -86,7 +86,9 @@ def _read_family(reading: Reading) -> None:
     reading.map("model.family", family)
     if len({norm == "rmsnorm", position == "rope", bias is False}) > 1:
         wanted = "RMSNorm, rotary positions, no biases" if like_llama else "LayerNorm, learned positions, biases"
-        stated = f"{norm or 'layernorm'}, positions {position or 'learned_absolute'}, bias {str(bias is not False).lower()}"
+        stated = (
+            f"{norm or 'layernorm'}, positions {position or 'learned_absolute'}, bias {str(bias is not False).lower()}"
+        )
         reading.ignore(f"{stated}: the family stands for {wanted}")
 
 

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from stepsight.dataset.base.errors import JobError
 from stepsight.dataset.base.registry import Registry, did_you_mean
-from stepsight.dataset.hardware.hardware import Fabric, hardware_name
+from stepsight.dataset.hardware.hardware import hardware_name
 from stepsight.dataset.job import parallel_rules, specs
 from stepsight.dataset.job.frameworks import LIBRARIES, software_problems
 from stepsight.dataset.job.parallel_rules import Rules
+
+if TYPE_CHECKING:
+    from stepsight.dataset.job.job import Job
 
 # Larger numbers are typing mistakes.
 MOST, MOST_LAYERS, MOST_DEVICES, MOST_ACTIONS, MOST_SLOWDOWN = 2**31, 10_000, 2**24, 2**20, 1000.0
@@ -35,28 +38,7 @@ _NO_DECODER = ("bert", "t5", "vit")
 MOST_METRICS = 16  # losses of a micro-batch for metrics
 
 
-class JobTables(Protocol):
-    """What the rules read of a job."""
-
-    @property
-    def model(self) -> specs.ModelSpec: ...
-    @property
-    def parallel(self) -> specs.ParallelSpec: ...
-    @property
-    def batch(self) -> specs.BatchSpec: ...
-    @property
-    def optimizer(self) -> specs.OptimizerSpec: ...
-    @property
-    def cluster(self) -> specs.ClusterSpec: ...
-    @property
-    def execution(self) -> specs.ExecutionSpec: ...
-    @property
-    def num_micro_batches(self) -> int: ...
-    @property
-    def fabric(self) -> Fabric: ...
-
-
-def broken_rules(job: JobTables) -> list[str]:
+def broken_rules(job: Job) -> list[str]:
     """List the rules that a job breaks; later rules are checked only if the first ones hold."""
     rules = Rules()
     _sizes(rules, job)
@@ -72,7 +54,7 @@ def broken_rules(job: JobTables) -> list[str]:
     return rules
 
 
-def _sizes(rules: Rules, job: JobTables) -> None:
+def _sizes(rules: Rules, job: Job) -> None:
     for names, least in ((_POSITIVE, "> 0"), (_NOT_NEGATIVE, ">= 0")):
         for section, keys in names.items():
             for key in keys:
@@ -84,7 +66,7 @@ def _sizes(rules: Rules, job: JobTables) -> None:
     rules.require(devices <= MOST_DEVICES, f"nodes * devices_per_node must be <= {MOST_DEVICES}, got {devices}")
 
 
-def _elements(rules: Rules, job: JobTables) -> None:
+def _elements(rules: Rules, job: Job) -> None:
     """Limit products of sizes that are allowed one by one: parameters, activations and attention scores."""
     m = job.model
     head = max(m.head_size + m.rope_head_dim, m.v_head_dim)
@@ -100,7 +82,7 @@ def _elements(rules: Rules, job: JobTables) -> None:
         rules.require(value <= MOST_ELEMENTS, f"{words} must be <= {MOST_ELEMENTS:.3g}, got {value:.3g}")
 
 
-def _choices(rules: Rules, job: JobTables) -> None:
+def _choices(rules: Rules, job: Job) -> None:
     p = job.parallel
     for key, allowed in specs.CHOICES.items():
         section, _, name = key.partition(".")
@@ -148,7 +130,7 @@ def _schedule(rules: Rules, parallel: specs.ParallelSpec) -> None:
     )
 
 
-def _degrees(rules: Rules, job: JobTables) -> None:
+def _degrees(rules: Rules, job: Job) -> None:
     p, b = job.parallel, job.batch
     parallel_rules.check_degrees(rules, tp=p.tp, cp=p.cp, pp=p.pp, dp=p.dp, devices=job.cluster.num_devices)
     parallel_rules.check_batch(rules, micro_batch=b.micro_batch, dp=p.dp, global_batch=b.global_batch)
@@ -160,7 +142,7 @@ def _degrees(rules: Rules, job: JobTables) -> None:
     rules.divides(p.ep, "parallel.ep", group, words)
 
 
-def _model(rules: Rules, job: JobTables) -> None:
+def _model(rules: Rules, job: Job) -> None:
     m, p = job.model, job.parallel
     parallel_rules.check_heads(rules, hidden=m.hidden, heads=m.heads, kv_heads=m.kv_heads, head_dim=m.head_dim)
     shared = {"heads": m.heads, "kv_heads": m.kv_heads, "ffn": m.ffn}
@@ -174,7 +156,7 @@ def _model(rules: Rules, job: JobTables) -> None:
     _experts(rules, job)
 
 
-def _lengths(rules: Rules, job: JobTables) -> None:
+def _lengths(rules: Rules, job: Job) -> None:
     m, p = job.model, job.parallel
     lengths = {"seq_len": m.seq_len}
     if m.family == "t5":
@@ -209,7 +191,7 @@ def _lengths(rules: Rules, job: JobTables) -> None:
             parallel_rules.check_sequence(rules, key, length, tp=p.tp, cp=p.cp)
 
 
-def _attention(rules: Rules, job: JobTables) -> None:
+def _attention(rules: Rules, job: Job) -> None:
     m, p = job.model, job.parallel
     rules.require(0 <= m.dropout < 1, f"model.dropout must lie in [0, 1), got {m.dropout}")
     rules.require(
@@ -233,7 +215,7 @@ def _attention(rules: Rules, job: JobTables) -> None:
             rules.require(getattr(m, key) > 0, f"model.{key} must be > 0 with attention 'mla', got {getattr(m, key)}")
 
 
-def _experts(rules: Rules, job: JobTables) -> None:
+def _experts(rules: Rules, job: Job) -> None:
     m, p = job.model, job.parallel
     if not m.experts:
         rules.require(p.ep == 1, f"parallel.ep > 1 needs model.experts, got ep {p.ep} with a dense model")
@@ -254,7 +236,7 @@ def _experts(rules: Rules, job: JobTables) -> None:
     rules.require(m.imbalance >= 1, f"model.imbalance must be >= 1 (busiest rank over the mean), got {m.imbalance}")
 
 
-def _pipeline(rules: Rules, job: JobTables) -> None:
+def _pipeline(rules: Rules, job: Job) -> None:
     m, p = job.model, job.parallel
     micro_batches, parts = job.num_micro_batches, p.pp * p.virtual_stages
     rules.require(p.pp > 1 or p.virtual_stages == 1, f"virtual_stages > 1 needs pp > 1, got {p.virtual_stages}")
@@ -277,7 +259,7 @@ def _pipeline(rules: Rules, job: JobTables) -> None:
     )
 
 
-def _cluster(rules: Rules, job: JobTables) -> None:
+def _cluster(rules: Rules, job: Job) -> None:
     c = job.cluster
     places = [
         *(("stragglers", "rank", s.rank, c.num_devices) for s in c.stragglers),
