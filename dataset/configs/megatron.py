@@ -167,6 +167,7 @@ def _read_uneven_stages(reading: Reading, layers: int, pp: int, chunks: int) -> 
     first, last = (reading.positive(name) or 0 for name in _ENDS)
     parted = "embedding" in reading.word(_TABLES[2])  # DeepSpeed counts both tables as layers
     embedding, loss = (reading.flag(name) or parted for name in _TABLES[:2])
+    names: tuple[str, ...]
     if embedding or loss:
         names, rest = _TABLES, (layers + embedding + loss) % (pp * chunks)
         counts = even_stages(pp * chunks, layers, embedding, loss)

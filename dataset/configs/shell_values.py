@@ -88,73 +88,65 @@ class Variables:
 
     def joined(self, raw: str, *, quotes: bool = True) -> str:
         """The text that a written word expands to, without splitting: of an assignment, or of a here-document."""
-        return " ".join(self.expanded(raw, split=False, quotes=quotes))
+        return "".join(text for text, _ in self._pieces(raw, quotes))
 
-    def expanded(self, raw: str, *, split: bool = True, quotes: bool = True) -> list[str]:
+    def expanded(self, raw: str) -> list[str]:
         """The words that a written word expands to."""
-        if split and (found := _QUOTED_ITEMS.fullmatch(raw)) and not self.values.get(found[1] or "@"):
+        if (found := _QUOTED_ITEMS.fullmatch(raw)) and not self.values.get(found[1] or "@"):
             return []
-        words: list[str] = []
-        word, length = None, 0
-        for text, whole in self._pieces(raw, quotes):
-            length += len(text)
-            if length > LONGEST_VALUE:
-                raise JobError(f"a word of a script must have at most {LONGEST_VALUE} characters, got {raw!r:.60}")
-            if whole or not split:
-                word = (word or "") + text
-                continue
-            for blank, part in re.findall(r"(\s+)|(\S+)", text):
-                if blank and word is not None:
-                    words.append(word)
-                word = None if blank else (word or "") + part
-        return [*words, word] if word is not None else words
+        words, ended = list[str](), True
+        for text, whole in self._pieces(raw, True):
+            for blank, part in [("", text)] if whole else re.findall(r"(\s+)|(\S+)", text):
+                if part or not blank:
+                    words[len(words) if ended else -1 :] = [part if ended else words[-1] + part]
+                ended = bool(blank)
+        return words
 
     def _pieces(self, raw: str, quotes: bool) -> Iterator[tuple[str, bool]]:
         """Parts of a written word, and whether blanks in a part do not end the word; what commands print is empty."""
-        at, quoted = 0, False
+        at, length, quoted = 0, 0, False
         while at < len(raw):
             char, start = raw[at], at
             at = at + 1 if char == '"' else part_end(raw, at)
+            pieces = list[tuple[str, bool]]()
             if char == "\\" and start + 1 < len(raw):
-                if raw[start + 1] != "\n":  # otherwise the line goes on
-                    yield raw[start + 1], True
+                pieces = [(raw[start + 1], True)] if raw[start + 1] != "\n" else []  # otherwise the line goes on
             elif char == "'" and quotes and not quoted:
-                yield raw[start + 1 : at - 1], True
+                pieces = [(raw[start + 1 : at - 1], True)]
             elif char == '"' and quotes:
-                quoted = not quoted
-                yield "", True
+                pieces, quoted = [("", True)], not quoted
             elif raw.startswith("$((", start):
-                yield self.arithmetic(raw[start + 3 : at - 2]), True
+                pieces = [(self.arithmetic(raw[start + 3 : at - 2]), True)]
             elif raw.startswith("${", start):
-                yield from self._braces(raw[start + 2 : at - 1], quoted)
+                pieces = self._braces(raw[start + 2 : at - 1], quoted)
             elif char != "`" and not raw.startswith("$(", start):
                 named, plain = _NAME.match(raw, start), _PLAIN.match(raw, start)
-                yield (self.text(named[1]), quoted) if named else (plain[0] if plain else char, True)
+                pieces = [(self.text(named[1]), quoted) if named else (plain[0] if plain else char, True)]
                 at = named.end() if named else plain.end() if plain else start + 1
+            length += sum(len(text) for text, _ in pieces)
+            if length > LONGEST_VALUE:
+                raise JobError(f"a word of a script must have at most {LONGEST_VALUE} characters, got {raw!r:.60}")
+            yield from pieces
 
-    def _braces(self, text: str, quoted: bool) -> Iterator[tuple[str, bool]]:
+    def _braces(self, text: str, quoted: bool) -> list[tuple[str, bool]]:
         """Parts of ``${text}``."""
         found = _IN_BRACES.fullmatch(text)
         if found is None:
-            return
+            return []
         length, name, index, colon, kind, default = found.groups()
         value = self.values.get(name)
         if length:
-            yield str(len(value) if value is not None else 0), True
-        elif index in ("[@]", "[*]") and found.end(3) == len(text):
-            for number, item in enumerate(value if isinstance(value, list) else [value] if value else []):
-                if number:
-                    yield " ", False
-                yield item, quoted
-        else:
-            if isinstance(value, list) and index is not None:
-                place = self.arithmetic(index[1:-1])
-                value = value[int(place)] if place.lstrip("-").isdigit() and int(place) < len(value) else ""
-            given = bool(value) if colon else value is not None
-            if kind is not None and (kind == "+" or not given):
-                yield self.joined(default) if (kind == "+") == given and kind != "?" else "", quoted
-            else:
-                yield self.text(name) if index is None else str(value or ""), quoted
+            return [(str(len(value or "")), True)]
+        if index in ("[@]", "[*]") and found.end(3) == len(text):
+            items = value if isinstance(value, list) else [value] if value else []
+            return [piece for item in items for piece in ((" ", False), (item, quoted))][1:]
+        if isinstance(value, list) and index is not None:
+            place = self.arithmetic(index[1:-1])
+            value = value[int(place)] if place.lstrip("-").isdigit() and int(place) < len(value) else ""
+        given = bool(value) if colon else value is not None
+        if kind is not None and (kind == "+" or not given):
+            return [(self.joined(default) if (kind == "+") == given and kind != "?" else "", quoted)]
+        return [(self.text(name) if index is None else str(value or ""), quoted)]
 
     def arithmetic(self, text: str) -> str:
         """The value of ``$(( text ))``; empty where it is not known, as with a variable that is not set."""
