@@ -1,4 +1,12 @@
-"""What a pipeline schedule is, what jobs may name, and the way built-in ones are made: words, numbered afterwards."""
+"""Pipeline schedules as data: for every stage the order in which it runs its actions.
+
+One format for all: an array of rows ``(kind, micro_batch, chunk)`` per stage.  A chunk is one of the stage's virtual
+stages; ``placement`` says which stage and chunk hold the model's n-th part.  Built-in schedules are made as words of
+letters, which are numbered afterwards.
+
+A schedule is declared once, as a ``ScheduleKind``: a built-in one in the table below, a user's with
+``SCHEDULES.register(name, ScheduleKind(make))`` or with an entry point of the group ``stepsight.schedules``.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +16,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from stepsight.dataset.base.caching import cached
 from stepsight.dataset.base.errors import JobError
-from stepsight.dataset.base.registry import check_takes
+from stepsight.dataset.base.registry import Registry, check_takes, instance_of
 
 FORWARD, BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT = range(4)
 KIND_NAMES = ("F", "B", "I", "W")
@@ -373,12 +382,32 @@ def _vee(words: list[bytes], num_micro_batches: int, name: str) -> Schedule:
     return Schedule(actions, num_micro_batches, v_placement(len(words)), name, overlapped)
 
 
-BUILT_IN = {
-    "gpipe": ScheduleKind(gpipe),
-    "1f1b": ScheduleKind(one_f_one_b, (1, MOST_VIRTUAL_STAGES)),  # more than one: interleaved
-    "looped-bfs": ScheduleKind(looped_bfs, (1, MOST_VIRTUAL_STAGES)),
-    "zb-h1": ScheduleKind(zb_h1),
-    "interleaved-zb": ScheduleKind(interleaved_zb, (2, MOST_VIRTUAL_STAGES)),
-    "zbv": ScheduleKind(zbv, (2, 2)),
-    "dualpipev": ScheduleKind(dualpipev, (2, 2)),
-}
+SCHEDULES: Registry[ScheduleKind] = Registry(
+    "schedule",
+    {
+        "gpipe": ScheduleKind(gpipe),
+        "1f1b": ScheduleKind(one_f_one_b, (1, MOST_VIRTUAL_STAGES)),  # more than one: interleaved
+        "looped-bfs": ScheduleKind(looped_bfs, (1, MOST_VIRTUAL_STAGES)),
+        "zb-h1": ScheduleKind(zb_h1),
+        "interleaved-zb": ScheduleKind(interleaved_zb, (2, MOST_VIRTUAL_STAGES)),
+        "zbv": ScheduleKind(zbv, (2, 2)),
+        "dualpipev": ScheduleKind(dualpipev, (2, 2)),
+    },
+    group="stepsight.schedules",
+    check=instance_of(ScheduleKind),
+    error=JobError,
+    more="a .csv file of actions",
+)
+
+
+@cached(256)
+def find_schedule(name: str, num_stages: int, num_micro_batches: int, virtual_stages: int = 1) -> Schedule:
+    """Find the schedule of that name; with a single stage, forward and backward of every micro-batch alternate.
+
+    Raises:
+        JobError: If there is none of that name, or it does not allow these numbers.
+    """
+    kind = SCHEDULES[name]
+    if num_stages == 1:
+        return alternate(num_micro_batches, virtual_stages, name)
+    return kind.build(name, num_stages, num_micro_batches, virtual_stages)
