@@ -43,11 +43,10 @@ from stepsight.dataset.configs.key_table import ConfigText
 from stepsight.dataset.graph.rank_trace import Placement, RankTrace
 from stepsight.dataset.hardware.hardware import FABRICS, HARDWARE, Fabric, Hardware, Link
 from stepsight.dataset.job.frameworks import FRAMEWORKS, Framework
+from stepsight.dataset.job.schedules import SCHEDULES, Schedule, ScheduleKind, loop_placement, v_placement
 from stepsight.dataset.job.specs import FAMILIES
 from stepsight.dataset.kinds import COLLECTIVE_KINDS, OP_KINDS, CollectiveKind, OpKind
 from stepsight.dataset.kinds.op import Collective, Op
-from stepsight.dataset.schedules import SCHEDULES
-from stepsight.dataset.schedules.schedule import Schedule, ScheduleKind, loop_placement, v_placement
 from stepsight.dataset.tables.formats import FORMATS as TABLE_READERS
 from stepsight.dataset.tables.formats import Format
 from stepsight.dataset.tables.measurements import Rows

@@ -12,10 +12,10 @@ from stepsight.dataset.base.errors import JobError
 from stepsight.dataset.base.registry import Registry
 from stepsight.dataset.hardware.hardware import FABRICS, HARDWARE, find_hardware
 from stepsight.dataset.job.frameworks import FRAMEWORKS, find_framework
+from stepsight.dataset.job.schedules import SCHEDULES
 from stepsight.dataset.job.specs import FAMILIES
 from stepsight.dataset.kinds import COLLECTIVE_KINDS, OP_KINDS
 from stepsight.dataset.kinds.op import Collective, Op
-from stepsight.dataset.schedules import SCHEDULES
 from stepsight.dataset.tables.formats import FORMATS
 from stepsight.dataset.traces.import_traces import TRACE_READERS
 
@@ -35,7 +35,7 @@ from dataclasses import replace
 from stepsight.dataset.job.frameworks import find_framework
 from stepsight.dataset.hardware.hardware import find_fabric, find_hardware
 from stepsight.dataset.kinds import COLLECTIVE_KINDS, OP_KINDS
-from stepsight.dataset.schedules import SCHEDULES
+from stepsight.dataset.job.schedules import SCHEDULES
 from stepsight.dataset.tables.formats import FORMATS
 from stepsight.simulator.blocks.family import find_family
 

@@ -16,9 +16,7 @@ from stepsight.dataset.base.files import SUFFIXES, is_facts_file, parse_json
 from stepsight.dataset.base.registry import did_you_mean
 from stepsight.dataset.hardware.hardware import (
     FABRICS,
-    Fabric,
     canonical_hardware,
-    fabric_from_dict,
     find_fabric,
     hardware_name,
     stated_hardware,
@@ -26,7 +24,7 @@ from stepsight.dataset.hardware.hardware import (
     usual_fabric,
 )
 from stepsight.dataset.job.frameworks import GENERIC, Framework, find_framework, framework_in
-from stepsight.dataset.job.rules import broken_rules
+from stepsight.dataset.job.rules import JobTables, broken_rules
 from stepsight.dataset.job.specs import (
     MODELS,
     OPTIONAL,
@@ -46,7 +44,7 @@ _WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: 
 
 
 @dataclass(frozen=True, kw_only=True)
-class Job:
+class Job(JobTables):
     """One training iteration of one model on one cluster in one parallel strategy.
 
     Attributes:
@@ -61,12 +59,6 @@ class Job:
         JobError: On construction, with every broken rule and its values.
     """
 
-    model: ModelSpec
-    parallel: ParallelSpec
-    batch: BatchSpec
-    optimizer: OptimizerSpec = field(default_factory=OptimizerSpec)
-    cluster: ClusterSpec
-    execution: ExecutionSpec = field(default_factory=ExecutionSpec)
     framework: str = ""
     open_stages: bool = field(default=False, compare=False, repr=False)
 
@@ -121,11 +113,6 @@ class Job:
         return find_framework(self.framework, execution.container, execution.date) if self.framework else None
 
     @property
-    def num_micro_batches(self) -> int:
-        """Micro-batches that each replica runs in an iteration."""
-        return self.batch.global_batch // (self.batch.micro_batch * self.parallel.dp)
-
-    @property
     def tokens(self) -> int:
         """Tokens of an iteration, including those of an encoder."""
         return self.batch.global_batch * (self.model.seq_len + self.model.encoder_seq_len)
@@ -134,11 +121,6 @@ class Job:
     def hardware_name(self) -> str:
         """Name of the cluster's hardware, also if ``cluster.hardware`` is the path of a file."""
         return hardware_name(self.cluster.hardware)
-
-    @cached_property
-    def fabric(self) -> Fabric:
-        value = self.cluster.fabric or usual_fabric(self.cluster.hardware)
-        return find_fabric(value) if isinstance(value, str) else fabric_from_dict("custom", dict(value))
 
     @cached_property
     def warnings(self) -> tuple[str, ...]:

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field
+from functools import cached_property
 
 from stepsight.dataset.base.errors import JobError
 from stepsight.dataset.base.registry import Registry, did_you_mean
-from stepsight.dataset.hardware.hardware import hardware_name
+from stepsight.dataset.hardware.hardware import Fabric, fabric_from_dict, find_fabric, hardware_name, usual_fabric
 from stepsight.dataset.job import parallel_rules, specs
 from stepsight.dataset.job.frameworks import LIBRARIES, software_problems
 from stepsight.dataset.job.parallel_rules import Rules
-
-if TYPE_CHECKING:
-    from stepsight.dataset.job.job import Job
 
 # Larger numbers are typing mistakes.
 MOST, MOST_LAYERS, MOST_DEVICES, MOST_ACTIONS, MOST_SLOWDOWN = 2**31, 10_000, 2**24, 2**20, 1000.0
@@ -38,7 +36,30 @@ _NO_DECODER = ("bert", "t5", "vit")
 MOST_METRICS = 16  # losses of a micro-batch for metrics
 
 
-def broken_rules(job: Job) -> list[str]:
+@dataclass(frozen=True, kw_only=True)
+class JobTables:
+    """The tables of a job: what the rules read."""
+
+    model: specs.ModelSpec
+    parallel: specs.ParallelSpec
+    batch: specs.BatchSpec
+    optimizer: specs.OptimizerSpec = field(default_factory=specs.OptimizerSpec)
+    cluster: specs.ClusterSpec
+    execution: specs.ExecutionSpec = field(default_factory=specs.ExecutionSpec)
+
+    @property
+    def num_micro_batches(self) -> int:
+        """Micro-batches that each replica runs in an iteration."""
+        return self.batch.global_batch // (self.batch.micro_batch * self.parallel.dp)
+
+    @cached_property
+    def fabric(self) -> Fabric:
+        """The links of the cluster."""
+        value = self.cluster.fabric or usual_fabric(self.cluster.hardware)
+        return find_fabric(value) if isinstance(value, str) else fabric_from_dict("custom", dict(value))
+
+
+def broken_rules(job: JobTables) -> list[str]:
     """List the rules that a job breaks; later rules are checked only if the first ones hold."""
     rules = Rules()
     _sizes(rules, job)
@@ -54,7 +75,7 @@ def broken_rules(job: Job) -> list[str]:
     return rules
 
 
-def _sizes(rules: Rules, job: Job) -> None:
+def _sizes(rules: Rules, job: JobTables) -> None:
     for names, least in ((_POSITIVE, "> 0"), (_NOT_NEGATIVE, ">= 0")):
         for section, keys in names.items():
             for key in keys:
@@ -66,7 +87,7 @@ def _sizes(rules: Rules, job: Job) -> None:
     rules.require(devices <= MOST_DEVICES, f"nodes * devices_per_node must be <= {MOST_DEVICES}, got {devices}")
 
 
-def _elements(rules: Rules, job: Job) -> None:
+def _elements(rules: Rules, job: JobTables) -> None:
     """Limit products of sizes that are allowed one by one: parameters, activations and attention scores."""
     m = job.model
     head = max(m.head_size + m.rope_head_dim, m.v_head_dim)
@@ -82,7 +103,7 @@ def _elements(rules: Rules, job: Job) -> None:
         rules.require(value <= MOST_ELEMENTS, f"{words} must be <= {MOST_ELEMENTS:.3g}, got {value:.3g}")
 
 
-def _choices(rules: Rules, job: Job) -> None:
+def _choices(rules: Rules, job: JobTables) -> None:
     p = job.parallel
     for key, allowed in specs.CHOICES.items():
         section, _, name = key.partition(".")
@@ -116,7 +137,7 @@ def _choices(rules: Rules, job: Job) -> None:
 
 def _schedule(rules: Rules, parallel: specs.ParallelSpec) -> None:
     """A schedule by name, with its virtual stages; a file is checked when it is read."""
-    from stepsight.dataset.schedules import SCHEDULES  # numpy: only once there is a job
+    from stepsight.dataset.job.schedules import SCHEDULES  # numpy: only once there is a job
 
     if parallel.schedule.endswith(".csv"):
         return
@@ -130,7 +151,7 @@ def _schedule(rules: Rules, parallel: specs.ParallelSpec) -> None:
     )
 
 
-def _degrees(rules: Rules, job: Job) -> None:
+def _degrees(rules: Rules, job: JobTables) -> None:
     p, b = job.parallel, job.batch
     parallel_rules.check_degrees(rules, tp=p.tp, cp=p.cp, pp=p.pp, dp=p.dp, devices=job.cluster.num_devices)
     parallel_rules.check_batch(rules, micro_batch=b.micro_batch, dp=p.dp, global_batch=b.global_batch)
@@ -142,7 +163,7 @@ def _degrees(rules: Rules, job: Job) -> None:
     rules.divides(p.ep, "parallel.ep", group, words)
 
 
-def _model(rules: Rules, job: Job) -> None:
+def _model(rules: Rules, job: JobTables) -> None:
     m, p = job.model, job.parallel
     parallel_rules.check_heads(rules, hidden=m.hidden, heads=m.heads, kv_heads=m.kv_heads, head_dim=m.head_dim)
     shared = {"heads": m.heads, "kv_heads": m.kv_heads, "ffn": m.ffn}
@@ -156,7 +177,7 @@ def _model(rules: Rules, job: Job) -> None:
     _experts(rules, job)
 
 
-def _lengths(rules: Rules, job: Job) -> None:
+def _lengths(rules: Rules, job: JobTables) -> None:
     m, p = job.model, job.parallel
     lengths = {"seq_len": m.seq_len}
     if m.family == "t5":
@@ -191,7 +212,7 @@ def _lengths(rules: Rules, job: Job) -> None:
             parallel_rules.check_sequence(rules, key, length, tp=p.tp, cp=p.cp)
 
 
-def _attention(rules: Rules, job: Job) -> None:
+def _attention(rules: Rules, job: JobTables) -> None:
     m, p = job.model, job.parallel
     rules.require(0 <= m.dropout < 1, f"model.dropout must lie in [0, 1), got {m.dropout}")
     rules.require(
@@ -215,7 +236,7 @@ def _attention(rules: Rules, job: Job) -> None:
             rules.require(getattr(m, key) > 0, f"model.{key} must be > 0 with attention 'mla', got {getattr(m, key)}")
 
 
-def _experts(rules: Rules, job: Job) -> None:
+def _experts(rules: Rules, job: JobTables) -> None:
     m, p = job.model, job.parallel
     if not m.experts:
         rules.require(p.ep == 1, f"parallel.ep > 1 needs model.experts, got ep {p.ep} with a dense model")
@@ -236,7 +257,7 @@ def _experts(rules: Rules, job: Job) -> None:
     rules.require(m.imbalance >= 1, f"model.imbalance must be >= 1 (busiest rank over the mean), got {m.imbalance}")
 
 
-def _pipeline(rules: Rules, job: Job) -> None:
+def _pipeline(rules: Rules, job: JobTables) -> None:
     m, p = job.model, job.parallel
     micro_batches, parts = job.num_micro_batches, p.pp * p.virtual_stages
     rules.require(p.pp > 1 or p.virtual_stages == 1, f"virtual_stages > 1 needs pp > 1, got {p.virtual_stages}")
@@ -259,7 +280,7 @@ def _pipeline(rules: Rules, job: Job) -> None:
     )
 
 
-def _cluster(rules: Rules, job: Job) -> None:
+def _cluster(rules: Rules, job: JobTables) -> None:
     c = job.cluster
     places = [
         *(("stragglers", "rank", s.rank, c.num_devices) for s in c.stragglers),

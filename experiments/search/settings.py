@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 from stepsight.dataset.base.bounded import read_toml
 from stepsight.dataset.base.errors import StepsightError
 from stepsight.dataset.base.registry import did_you_mean
+from stepsight.dataset.job.schedules import SCHEDULES
 from stepsight.dataset.job.specs import AXES, RECOMPUTE
-from stepsight.dataset.schedules import SCHEDULES
 
 if TYPE_CHECKING:
     from stepsight.dataset.job.job import Job

@@ -1,17 +1,17 @@
 """Pipeline schedules: found by name, read from tables, checked, and sorted into an order that can run.
 
-What a schedule is, and which there are: ``dataset.schedules``.
+What a schedule is, and which there are: ``dataset.job.schedules``.
 """
 
-from stepsight.dataset.schedules import find_schedule as find_schedule
-from stepsight.dataset.schedules.schedule import BACKWARD as BACKWARD
-from stepsight.dataset.schedules.schedule import BACKWARD_INPUT as BACKWARD_INPUT
-from stepsight.dataset.schedules.schedule import BACKWARD_WEIGHT as BACKWARD_WEIGHT
-from stepsight.dataset.schedules.schedule import FORWARD as FORWARD
-from stepsight.dataset.schedules.schedule import KIND_NAMES as KIND_NAMES
-from stepsight.dataset.schedules.schedule import Schedule as Schedule
-from stepsight.dataset.schedules.schedule import loop_placement as loop_placement
-from stepsight.dataset.schedules.schedule import v_placement as v_placement
+from stepsight.dataset.job.schedules import BACKWARD as BACKWARD
+from stepsight.dataset.job.schedules import BACKWARD_INPUT as BACKWARD_INPUT
+from stepsight.dataset.job.schedules import BACKWARD_WEIGHT as BACKWARD_WEIGHT
+from stepsight.dataset.job.schedules import FORWARD as FORWARD
+from stepsight.dataset.job.schedules import KIND_NAMES as KIND_NAMES
+from stepsight.dataset.job.schedules import Schedule as Schedule
+from stepsight.dataset.job.schedules import find_schedule as find_schedule
+from stepsight.dataset.job.schedules import loop_placement as loop_placement
+from stepsight.dataset.job.schedules import v_placement as v_placement
 from stepsight.simulator.schedules.csv_table import read_schedule as read_schedule
 from stepsight.simulator.schedules.csv_table import schedule_of as schedule_of
 from stepsight.simulator.schedules.csv_table import write_schedule as write_schedule

@@ -19,8 +19,7 @@ from stepsight.dataset.base.bounded import read_file, read_text, reason
 from stepsight.dataset.base.caching import cached
 from stepsight.dataset.base.errors import JobError
 from stepsight.dataset.base.files import write_text
-from stepsight.dataset.schedules import find_schedule
-from stepsight.dataset.schedules.schedule import BACKWARD, FORWARD, KIND_NAMES, Actions, Schedule
+from stepsight.dataset.job.schedules import BACKWARD, FORWARD, KIND_NAMES, Actions, Schedule, find_schedule
 from stepsight.simulator.schedules.order import order_actions
 
 _ACTION = re.compile(r"(\d{1,6})([FBIW])(\d{1,6})")

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from stepsight.dataset.base.compiling import compiled
 from stepsight.dataset.base.errors import JobError
-from stepsight.dataset.schedules.schedule import (
+from stepsight.dataset.job.schedules import (
     BACKWARD,
     BACKWARD_INPUT,
     BACKWARD_WEIGHT,

@@ -10,8 +10,7 @@ from numpy.typing import NDArray
 
 from stepsight.dataset.base.compiling import compiled
 from stepsight.dataset.base.errors import JobError
-from stepsight.dataset.schedules import find_schedule
-from stepsight.dataset.schedules.schedule import BACKWARD, BACKWARD_WEIGHT, Ints, Schedule
+from stepsight.dataset.job.schedules import BACKWARD, BACKWARD_WEIGHT, Ints, Schedule, find_schedule
 from stepsight.simulator.schedules.order import (
     COMPUTE,
     POST,

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from stepsight.dataset.base.errors import JobError
-from stepsight.dataset.schedules.schedule import (
+from stepsight.dataset.job.schedules import (
     BACKWARD,
     BACKWARD_INPUT,
     BACKWARD_WEIGHT,

@@ -47,7 +47,7 @@ SEGMENTS = ("tests/simulator/durations/test_segment_timing.py", "tests/simulator
 RECORDED = "tests/simulator/programs/test_recorded_programs.py"
 SCHEDULES = (
     "tests/simulator/schedules/test_find.py", "tests/simulator/schedules/test_torch.py",
-    "tests/simulator/schedules/test_csv_table.py", "tests/dataset/schedules",
+    "tests/simulator/schedules/test_csv_table.py", "tests/dataset/job/test_schedule_kinds.py",
 )  # fmt: skip
 # The tests of each module, those that fail soonest first.
 TESTS: dict[str, tuple[str, ...]] = {
@@ -57,15 +57,14 @@ TESTS: dict[str, tuple[str, ...]] = {
     "simulator/clock/event_run.py": ("tests/simulator/clock/test_event_run.py", *SEGMENTS, MANY, SIMULATE),
     "simulator/clock/kernel.py": (KERNEL, RUNS, MANY, SIMULATE),
     "simulator/clock/track.py": (
-        TRACK, KERNEL, RUNS, "tests/dataset/schedules/test_schedule_kinds.py", SIMULATE,
+        TRACK, KERNEL, RUNS, "tests/dataset/job/test_schedule_kinds.py", SIMULATE,
         "tests/training/measured/test_stand_in_runs.py",
     ),
     "dataset/base/compiling.py": ("tests/dataset/base/test_compiling.py",),
     "simulator/iteration/simulated_iteration.py": (MANY, SIMULATE),
     "simulator/durations/segment_timing.py": (*SEGMENTS, SIMULATE),
     "simulator/schedules/csv_table.py": ("tests/simulator/schedules/test_csv_table.py",),
-    "dataset/schedules/__init__.py": SCHEDULES,
-    "dataset/schedules/schedule.py": SCHEDULES,
+    "dataset/job/schedules.py": SCHEDULES,
     **{f"simulator/memory/{name}.py": ("tests/simulator/memory/test_reference_values.py", "tests/simulator/memory")
        for name in ("estimate", "part", "peaks", "states")},
     **{f"simulator/blocks/{name}.py": (RECORDED, "tests/simulator/memory/test_reference_values.py",

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stepsight.dataset.base.errors import JobError
-from stepsight.dataset.schedules import SCHEDULES
+from stepsight.dataset.job.schedules import SCHEDULES
 from stepsight.simulator.schedules import KIND_NAMES, Schedule, find_schedule, order_actions
 
 

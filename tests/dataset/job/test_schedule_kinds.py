@@ -9,8 +9,7 @@ import pytest
 
 from stepsight.dataset.base.errors import JobError
 from stepsight.dataset.job.job import Job
-from stepsight.dataset.schedules import SCHEDULES
-from stepsight.dataset.schedules.schedule import BACKWARD, FORWARD, Schedule, ScheduleKind, _count, loop_placement
+from stepsight.dataset.job.schedules import BACKWARD, FORWARD, SCHEDULES, Schedule, ScheduleKind, _count, loop_placement
 from stepsight.simulator.schedules import find_schedule
 from stepsight.testing import ScheduleContract
 from stepsight.training.prediction.prediction import predict
