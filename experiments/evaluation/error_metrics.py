@@ -41,6 +41,7 @@ class Scored:
         breakdown: Seconds by cause.
         open: Columns that the row leaves open, each with the values that were predicted; empty: none.
         software: Whose kernels answered, and what the row states of its software without effect.
+        fits: Whether the job is predicted to fit in the devices' memory; a run that ran does.
     """
 
     row: Row
@@ -55,6 +56,7 @@ class Scored:
     breakdown: dict[str, float] = field(repr=False)
     open: str = ""
     software: SoftwareUsed = field(default_factory=SoftwareUsed)
+    fits: bool = True
 
     @property
     def digest(self) -> str:
@@ -106,6 +108,7 @@ class Scored:
             **self._times(),
             "error_percent": self.error,
             "in_interval": self.in_interval,
+            "fits": self.fits,
             "open": self.open,
             "kernels": "; ".join(f"{family} by {name}" for family, name in self.software.kernels.items()),
             "unused_software": "; ".join(self.software.unused),
@@ -116,7 +119,8 @@ class Scored:
     def to_dict(self) -> dict[str, Any]:
         """The measured and predicted times in seconds and the profile, for JSON."""
         open_cells = {"open": self.open} if self.open else {}
-        return {"row_id": self.row.row_id, "profile": self.framework.name, **self._times(), **open_cells}
+        profile = {"profile": self.framework.name, "fits": self.fits}
+        return {"row_id": self.row.row_id, **profile, **self._times(), **open_cells}
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,6 +183,22 @@ def chosen_time(predicted: Sequence[float], measured: Sequence[float]) -> float:
     shortest = min(predicted)
     chosen = [truth for seconds, truth in zip(predicted, measured, strict=True) if seconds == shortest]
     return sum(chosen) / len(chosen)
+
+
+MISSED = 0.1  # share of measured times that may lie outside of their intervals
+
+
+def interval_score(rows: Sequence[Scored]) -> float | None:
+    """Mean interval score in parts of the measured time: width, and ``2 / MISSED`` times what a run lies outside of it.
+
+    Less is better: wide intervals cost their width, narrow ones what they miss (Gneiting and Raftery 2007, eq. 43).
+    """
+    costs = [
+        (row.high_s - row.low_s + 2.0 / MISSED * max(row.low_s - row.measured_s, row.measured_s - row.high_s, 0.0))
+        / row.measured_s
+        for row in rows
+    ]
+    return sum(costs) / len(costs) if costs else None
 
 
 def share(flags: Sequence[bool]) -> float | None:

@@ -80,13 +80,18 @@ class Evaluation:
 
     @property
     def warnings(self) -> list[str]:
-        """Assumptions that replace unknown values."""
+        """Assumptions that replace unknown values, and runs that are said not to fit in memory although they ran."""
         rows = (*self.scored, *self.suspect)
         generic = (row.row.software for row in rows if row.framework.name == GENERIC.name)
         unknown = unknown_frameworks(dict.fromkeys(generic))
         doubts = Counter(doubt for row in rows for doubt in row.software.doubts)
+        large = [f"{row.row.row_id} of {_short(row.row.source)}" for row in rows if not row.fits]
+        named = ", ".join(large[:MOST_NAMED])
+        more = f" and {len(large) - MOST_NAMED} more" if len(large) > MOST_NAMED else ""
+        said = [f"{len(large)} of {len(rows)} runs that ran are said not to fit in memory: rows {named}{more}"]
         return [
             *filter(None, [unknown]),
+            *(said if large else []),
             *(f"{count} row{'s' * (count > 1)}: {doubt}" for doubt, count in doubts.items()),
         ]
 
@@ -112,7 +117,7 @@ class Evaluation:
              "error": row.error, "breakdown": row.breakdown}
             for row in self.worst()
         ]  # fmt: skip
-        references = {}
+        overall, references = figures(self.scored), {}
         for name, rows in [*by_source.items(), ("overall", self.scored)]:
             # Errors of the baselines, and of the predictions on the rows that the second baseline can predict.
             measured, forward = [row.measured_s for row in rows], error_metrics.carried_forward(rows)
@@ -125,8 +130,9 @@ class Evaluation:
             }
         return {
             "sources": {name: {"rows": n, **figures(by_source.get(name, ()))} for name, n in self.rows.items()},
-            "overall": {"rows": sum(self.rows.values()), **figures(self.scored)},
+            "overall": {"rows": sum(self.rows.values()), **overall},
             "skipped": dict(self.skipped),
+            **{name: overall[name] for name in ("interval_score", "said_not_to_fit")},
             "warnings": self.warnings,
             "predictions": [row.to_dict() for row in self.scored],
             "kinds": {name: figures(rows) for name, rows in kinds.items()},
@@ -146,6 +152,8 @@ def figures(rows: Sequence[Scored]) -> dict[str, float | None]:
         **errors(predicted, measured).to_dict(),
         "regret": error_metrics.regret([row.choice for row in rows], predicted, measured),
         "coverage": error_metrics.share([row.in_interval for row in rows]),
+        "interval_score": error_metrics.interval_score(rows),
+        "said_not_to_fit": sum(not row.fits for row in rows),
         "out_of_support": error_metrics.share([row.out_of_support for row in rows]),
     }
 
@@ -267,6 +275,7 @@ def score(row: Row, predictor_of: PredictorOf) -> Scored:
         {cause: own * share for cause, own in nearest.breakdown.items()},
         published.open,
         replace(predictions[0].software_used, profile=published.framework.name),
+        any(prediction.memory.fits for prediction in predictions),
     )
 
 
@@ -285,13 +294,17 @@ def _check_lawful(row: Row, job: Job, predictor: Predictor) -> None:
         )
 
 
-_COLUMNS = ("mape", "median", "p90", "max", "bias", "spearman", "regret", "coverage", "out_of_support")
+_COLUMNS = ("mape", "median", "p90", "max", "bias", "spearman", "regret", "coverage", "interval_score",
+            "out_of_support", "said_not_to_fit")  # fmt: skip
+_TITLES = {"out_of_support": "outside", "interval_score": "score", "said_not_to_fit": "too large"}
+MOST_NAMED = 5  # rows in a warning
 _NAME = 44  # letters of a source's name that are shown
 _LEGEND = """\
 mape, median, p90, max: of the absolute error |predicted / measured - 1|; bias: its mean with sign; spearman: rank
 correlation, 1 at best; regret: how much slower the run that we would choose is than the fastest of the same model,
-devices and batch; coverage: measured times within their intervals; outside: rows that take a fifth of their time
-or more in what was never measured"""
+devices and batch; coverage: measured times within their intervals; score: mean width of intervals and 20 times what
+runs lie outside of them, in parts of the measured time; outside: rows that take a fifth of their time or more in what
+was never measured; too large: runs that ran and are said not to fit in memory"""
 
 _BASELINES = ["MAPE (max), percent", "constant MFU x bubble, fitted here", "carried forward", "ours there", "on"]
 _MEANS_OF = ("choosing a run, percent", "groups", "runs")
@@ -365,7 +378,9 @@ def _several(kinds: Mapping[str, Any]) -> list[tuple[str, Any]]:
 
 
 def _cell(name: str, value: float | None) -> object:
-    return "-" if value is None else Number(value, 3 if name == "spearman" else 1)
+    if value is None or name == "said_not_to_fit":
+        return "-" if value is None else value
+    return Number(value, {"spearman": 3, "interval_score": 2}.get(name, 1))
 
 
 def _choice(row: Mapping[str, Any]) -> list[object]:
@@ -379,7 +394,7 @@ def _short(name: str) -> str:
 
 
 def _figures(rows: Sequence[tuple[str, Mapping[str, Any]]]) -> str:
-    header = ["percent", "rows", "used", *(c.replace("out_of_support", "outside") for c in _COLUMNS)]
+    header = ["percent", "rows", "used", *(_TITLES.get(column, column) for column in _COLUMNS)]
     cells = [[_short(name), row.get("rows", "-"), row["used"], *(_cell(c, row[c]) for c in _COLUMNS)]
              for name, row in rows]  # fmt: skip
     return table(header, cells)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -14,6 +15,7 @@ from stepsight.experiments.evaluation.error_metrics import (
     choice_groups,
     constant_mfu,
     errors,
+    interval_score,
     mean_figures,
     regret,
     share,
@@ -45,6 +47,15 @@ def test_regret_without_a_choice() -> None:
     """Rows alone or predicted alike leave no choice; among those predicted alike the mean is what one gets."""
     assert regret(["a", "b", "b"], [1.0, 2.0, 2.0], [1.0, 2.0, 3.0]) is None
     assert regret(["a"] * 3, [1.0, 1.0, 2.0], [1.0, 2.0, 9.0]) == pytest.approx(50.0)
+
+
+def test_interval_score_is_width_and_what_is_missed() -> None:
+    """Inside: 0.4 of the time wide.  Outside by a tenth of it: twenty times that more."""
+    inside, outside = (
+        cast("Scored", SimpleNamespace(low_s=low, high_s=low + 0.8, measured_s=2.0)) for low in (1.6, 2.2)
+    )
+    assert interval_score([inside]) == pytest.approx(0.4) and interval_score([]) is None
+    assert interval_score([inside, outside]) == pytest.approx((0.4 + 0.4 + 20 * 0.1) / 2)
 
 
 def test_share() -> None:

@@ -27,6 +27,7 @@ RUNS = Path(os.environ.get("STEPSIGHT_DATA", ROOT.parent / "shared" / "data")) /
 FACTS: PredictorOf = lambda hardware: None
 FIGURES = {
     "used", "mape", "median", "p90", "max", "bias", "spearman", "regret", "coverage", "out_of_support",
+    "interval_score", "said_not_to_fit",
 }  # fmt: skip
 
 
@@ -34,6 +35,17 @@ def series(*gpus: int, **changes: Any) -> list[Any]:
     """Runs of one job that grows by replicas."""
     tables = ({"row_id": n, "gpus": n, "nodes": n // 8, "dp": n // 8, "global_batch": 4 * n} for n in gpus)
     return [run_row(**{**table, **changes}) for table in tables]
+
+
+def test_a_run_that_cannot_fit_is_said(tmp_path: Path) -> None:
+    """Counted, named in a warning, and marked; the others are not."""
+    large = run_row(row_id=7, layers=96, hidden=12288, heads=96, ffn=49152, tp=1, pp=1, dp=16, recompute="none")
+    result = evaluate(write_runs(tmp_path / "runs.csv", run_row(), large), ROOFLINE)
+    value = result.to_dict()
+    assert value["said_not_to_fit"] == value["overall"]["said_not_to_fit"] == 1
+    assert [row["fits"] for row in value["predictions"]] == [True, False]
+    assert "1 of 2 runs that ran are said not to fit in memory: rows 7 of lab" in value["warnings"]
+    assert "warning: 1 of 2 runs that ran" in evaluation_text(result, 0) and value["interval_score"] > 0
 
 
 def test_what_counts(tmp_path: Path) -> None:
@@ -49,7 +61,7 @@ def test_what_counts(tmp_path: Path) -> None:
     value = result.to_dict()
     assert json.loads(json.dumps(value, allow_nan=False)) == value
     assert [row["row_id"] for row in value["predictions"]] == [8, 16, 32]
-    assert set(value["predictions"][0]) == {"row_id", "profile", "measured_s", "predicted_s", "low_s", "high_s"}
+    assert set(value["predictions"][0]) == {"row_id", "profile", "fits", "measured_s", "predicted_s", "low_s", "high_s"}
     assert set(value["sources"]) == {"lab"} and set(value["sources"]["lab"]) == FIGURES | {"rows"}
     assert value["sources"]["lab"]["rows"] == 6 and value["overall"]["used"] == 3
     assert value["suspect"]["used"] == 1 and sum(value["skipped"].values()) == 3
@@ -66,7 +78,7 @@ def test_a_source_without_usable_rows(tmp_path: Path) -> None:
         tmp_path / "runs.csv", run_row(), run_row(hidden="", source="two"), run_row(quality="C", source="two")
     )
     result = evaluate(path, ROOFLINE).to_dict()
-    assert result["sources"]["two"] == {"rows": 2, **dict.fromkeys(FIGURES), "used": 0}
+    assert result["sources"]["two"] == {"rows": 2, **dict.fromkeys(FIGURES), "used": 0, "said_not_to_fit": 0}
     reasons = "1 x hidden is unknown, 1 x grade C: more than one field is a guess; sources: 'lab', 'two'"
     with pytest.raises(TableError, match=f"of 2 rows of .*runs.csv left out: {reasons}"):
         evaluate(path, ROOFLINE, source="two")
