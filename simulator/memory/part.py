@@ -332,7 +332,7 @@ def _gather(runs: list[_Run], gathered: Gathered, shared: bool) -> tuple[float, 
     layer = max((run.numel for run in layers), default=0)
     total = sum(run.times * run.numel for run in runs)
     head = 0  # gradients that exist before those of the layers, unless they stay anyway
-    if runs[-1].root and not how.reduce_once:
+    if runs and runs[-1].root and not how.reduce_once:  # a stage may have no layer
         head = root if shared else runs[-1].numel
     prefetch = max(0, min(how.prefetch, sum(run.times for run in layers) - 1))  # there are no more layers to gather
     for run in runs:
