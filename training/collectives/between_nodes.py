@@ -39,10 +39,7 @@ MOST = 1.0  # log units of a correction
 
 
 def read_curve(log_seconds: Array, num_bytes: Array) -> Array:
-    """Seconds at some sizes, ``(sizes,)``; beyond the last knot, time is proportional to bytes.
-
-    ``log_seconds``: at ``KNOTS``.
-    """
+    """Seconds at some sizes by a curve at ``KNOTS``, ``(sizes,)``; beyond the last, in proportion to bytes."""
     sizes = np.log(np.maximum(num_bytes, 1.0))
     return np.asarray(np.exp(np.interp(sizes, LOG_KNOTS, log_seconds) + np.maximum(sizes - LOG_KNOTS[-1], 0.0)))
 
@@ -83,10 +80,7 @@ class SizeResidual(Saved):
 
 
 def size_residual(num_bytes: Array, off: Array) -> Array:
-    """Correction at ``KNOTS``, log units, ``(knots,)``.
-
-    ``num_bytes``: of the measured collectives of a kind.  ``off``: logarithms of measured over fitted seconds.
-    """
+    """Correction at ``KNOTS``, ``(knots,)``, from logarithms of measured over fitted seconds at some sizes."""
     sizes = np.log(np.maximum(num_bytes, 1.0))
     weights = np.exp(-0.5 * ((LOG_KNOTS[:, None] - sizes) / WIDTH) ** 2)
     return np.asarray(np.clip(weights @ off / (weights.sum(axis=1) + SHRINK), -MOST, MOST))
@@ -239,14 +233,7 @@ def fit_between_nodes(
 
 
 def fit_site(start: BetweenNodes, collectives: Sequence[Collective], fabric: Fabric, seconds: Array) -> BetweenNodes:
-    """Fit the factors and a correction by size to one cluster's own measurements, for predictions on that cluster.
-
-    Args:
-        start: Factors from elsewhere, the prior.
-        collectives: Measured, all between nodes.
-        fabric: The cluster's links.
-        seconds: Measured, ``(collectives,)``.
-    """
+    """Fit the factors and a correction by size to one cluster's own measurements; ``start``: factors from elsewhere."""
     layouts = len({(c.group_size, c.ranks_per_node) for c in collectives})
     fabrics = [fabric] * len(collectives)
     each = INDEPENDENT * layouts  # rows of one layout share its peculiarities
@@ -316,11 +303,7 @@ TRANSFERS = [CHOICE_TERMS.index("adapters"), CHOICE_TERMS.index("links_within_no
 def link_doubts(
     collectives: Sequence[Collective], fabric: Fabric, seconds: Array, model: BetweenNodes = UNFITTED
 ) -> tuple[str, ...]:
-    """Suggest the links between nodes that explain the measurements; empty if they may be as stated.
-
-    ``collectives``: measured; those within a node are left out.  ``seconds``: measured, ``(collectives,)``.  ``model``:
-    what the stated links imply.
-    """
+    """Links between nodes that would explain the measurements better than the stated ones; empty: none would."""
     across = [index for index, collective in enumerate(collectives) if collective.num_nodes > 1]
     across = across[:: max(1, len(across) // ENOUGH)]
     works, measured = [collectives[index] for index in across], np.asarray(seconds)[across]

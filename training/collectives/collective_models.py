@@ -214,9 +214,7 @@ class CollectiveModel(Saved):
         return replace(collective, num_bytes=most), collective.num_bytes / most
 
     def _tree_seconds(self, collective: Collective, fabric: Fabric) -> float:
-        """Seconds of an all-reduce over more ranks than were measured, by NCCL's trees; infinite for all other
-        collectives.
-        """
+        """Seconds of an all-reduce over more ranks than were measured, by NCCL's trees; else infinite."""
         physics = self.regressor.physics.get(label_of(collective))
         if physics is None or not collective.record.trees or collective.num_nodes == 1:
             return float("inf")

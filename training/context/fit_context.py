@@ -73,15 +73,7 @@ def fit_context(
     epochs: int = EPOCHS,
     on_epoch: Callable[[int, float], None] | None = None,
 ) -> ContextModel:
-    """Train the context network.
-
-    Args:
-        examples: Distinct segments of traces.
-        wholes: Whole iterations, which train through the simulator.
-        seed: Of the weights.
-        epochs: Full-batch steps.
-        on_epoch: Called with the number of the epoch and its loss.
-    """
+    """Train the context network on distinct segments, and on whole iterations through the simulator."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     state = torch.random.get_rng_state()
@@ -186,9 +178,7 @@ class Batch:
 
 
 def node_weights(examples: Sequence[Example]) -> Array:
-    """Weight of every measured node: its share of its run's time plus a constant; every run has the same total
-    weight.
-    """
+    """Weight of every measured node: its share of its run's time plus a constant; all runs weigh the same."""
     totals: dict[str, float] = {}
     counts: dict[str, int] = {}
     for example in examples:

@@ -183,14 +183,7 @@ def standard_error(values: Array) -> float:
 def hold_back(
     seen: Sequence[Measured], unseen: Sequence[Measured], seed: int, on_fold: Callable[[int, int], None]
 ) -> tuple[HeldBack, list[ContextModel]]:
-    """Train a network without each part of the runs; what is held back counts as never measured, its ops included.
-
-    Args:
-        seen: Of each run, with seconds alone for training.
-        unseen: Of the same runs, with seconds alone by regressors that never saw them.
-        seed: Of folds and weights.
-        on_fold: Called with the number of the fold and of all folds.
-    """
+    """Train a network without each part of the runs; of those, ``unseen`` has seconds by regressors without them."""
     folds = np.random.default_rng(seed).permutation(len(seen)) % min(FOLDS, len(seen))
     held: dict[int, HeldBackRun] = {}
     models = []
@@ -211,15 +204,7 @@ def learn_context(
     say: Callable[[str], None],
     form: str = AUTO,
 ) -> Predictor:
-    """Learn the context network, its strengths, the calibration and the interval.
-
-    Args:
-        predictor: Regressors, no context model.
-        runs, imported: What was measured.
-        seed: Of folds and weights.
-        say: Told what is going on.
-        form: One of ``FORMS``, or ``auto``: strengths by runs held back.
-    """
+    """Learn the context network, its strengths (``form``: one of ``FORMS``, or ``auto``), calibration and interval."""
     every: list[Taught] = [*runs, *imported]
     judged = sum(run.whole for run in runs)
     say(f"context: {len(every)} runs")

@@ -55,13 +55,7 @@ class _Given:
 
 @dataclass(frozen=True)
 class Iteration:
-    """A job as a function of the durations of its nodes.
-
-    Attributes:
-        job: What runs.
-        lowered: Its segments.
-        latency: What is known of their durations alone.
-    """
+    """A job, its segments and their durations alone, as a function of the durations of its nodes in context."""
 
     job: Job
     lowered: Lowered

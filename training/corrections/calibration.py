@@ -246,11 +246,7 @@ class Residual:
 
 
 def most_likely(logs: Array, shared: Array, more: Array) -> tuple[float, float]:
-    """The most likely spread and noise of residuals, among ``SPREADS`` and ``NOISES``.
-
-    ``logs``: ``log(measured / predicted)``, ``(rows,)``.  ``shared``: ``covariance`` of the rows, ``(rows, rows)``.
-    ``more``: covariance from elsewhere, same shape.
-    """
+    """Most likely spread and noise of residuals, by their ``covariance``, and ``more`` of it from elsewhere."""
     if len(logs) < 3:
         return USUAL
     found = {}
@@ -293,9 +289,7 @@ class Calibration(Saved):
         return self.scale * math.exp(self.residual.log_factor([JobFeatures.of(job, software)])[0])
 
     def half_width_log(self, job: Job, software: str, otherwise: float, *, judged: bool = False) -> float:
-        """Half of a job's interval: from the residual if it knows similar jobs, else ``otherwise``; at least the errors
-        on runs, except the judging ones if the job is itself ``judged``.
-        """
+        """Half of a job's interval: by similar jobs, else ``otherwise``; at least the errors on runs."""
         if self.residual is None:
             return otherwise
         asked = [JobFeatures.of(job, software)]

@@ -115,11 +115,7 @@ class GaussianProcess:
         return float(self.values @ self.weights + log_determinant)
 
     def left_out(self, groups: Sequence[Hashable]) -> tuple[Array, Array]:
-        """Predict every observation from those of other groups.
-
-        ``groups``: the group of each observation.  Returns observed minus predicted values, and the deviation expected
-        of them, ``(n,)`` each.
-        """
+        """Every observation less its prediction from other groups, and the deviation expected, ``(n,)`` each."""
         weights = self.inverse @ self.values
         off, stds = np.zeros(len(self.values)), np.zeros(len(self.values))
         for group in set(groups):

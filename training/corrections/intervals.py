@@ -112,15 +112,7 @@ def class_of(job: Job) -> JobClass:
 
 
 def job_class(mixture: bool, narrow: bool, fused: bool, hardware: str, devices: int) -> JobClass:
-    """A likeness from plain facts.
-
-    Args:
-        mixture: Whether there are experts.
-        narrow: Whether products are in 8 bits or fewer.
-        fused: Whether attention is one kernel.
-        hardware: Name of the device; its chip's generation is the first letter and digit (``h1`` of H100).
-        devices: How many move in step.
-    """
+    """A likeness from plain facts; the chip's generation is the name's first letter and digit (``h1`` of H100)."""
     chip = re.match(r"g?([a-z]+-?\d)", hardware.lower())
     kind = (
         "mixture" if mixture else "dense",
@@ -142,11 +134,7 @@ class PublishedRun:
 
 
 def _scale(share: Array, devices: Array, others: Array) -> Array:
-    """The scale of errors.
-
-    ``share``: part of the time outside of what was measured.  ``devices``: how many move in step.  ``others``: sources
-    that ran on the chip, the run's own left out.
-    """
+    """Scale of errors; ``share`` of the time is outside of what was measured, ``others``: more sources of the chip."""
     evidence = 1.0 + CHIP_WEIGHT / np.maximum(others, 0.5)
     scale: Array = (1.0 + SHARE_WEIGHT * np.clip(share, 0.0, 1.0)) * _growth(devices) * evidence
     return scale

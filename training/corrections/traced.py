@@ -80,17 +80,7 @@ def log_factors(kinds: Mapping[str, TracedKind], ops: Sequence[Op], labels: Sequ
 def fit_traced(
     ops: Sequence[Op], predicted: Array, measured: Array, labels: Sequence[str]
 ) -> tuple[dict[str, TracedKind], Array]:
-    """Fit corrections from traced ops.
-
-    Args:
-        ops: Distinct signatures.
-        predicted: What a predictor says of each, seconds, ``(ops,)``.
-        measured: The same in traces.
-        labels: Kind of each, with the precision if it has its own kernels.
-
-    Returns:
-        Corrections by kind, of the kinds that they help; and for each op the log-factor by a fit that did not see it.
-    """
+    """Corrections by kind, of those that they help, and each op's log-factor by a fit that did not see it."""
     found: dict[str, TracedKind] = {}
     left_out = np.zeros(len(ops))
     residual = np.log(measured / predicted)
@@ -106,9 +96,7 @@ def fit_traced(
 
 
 def _choose(positions: Array, residual: Array) -> tuple[float, Array]:
-    """Choose the reach of neighbours (0: only a factor, below 0: nothing helps); also log-factors of left-out
-    positions.
-    """
+    """The reach of neighbours (0: only a factor, below 0: nothing helps), and log-factors of left-out positions."""
     folds = np.random.default_rng(0).permutation(len(residual)) % FOLDS
     best, best_left = -1.0, np.zeros(len(residual))
     error = float(np.abs(residual).mean())

@@ -52,10 +52,7 @@ class OwnTable:
         return replace(self, ops=self.ops.take(ops), collectives=self.collectives.take(collectives))
 
     def sample(self, most: int, seed: int) -> OwnTable:
-        """Draw at most ``most`` shapes of each label of ops (of the first software) and of collectives at random.
-
-        A fifth of a label is never drawn, so that something is left to judge by.
-        """
+        """Draw at most ``most`` shapes of each label, and four fifths of them: the rest judges."""
         rng = np.random.default_rng(seed)
         first = np.flatnonzero(self.ops.variants == 0)
         names = self.labels()
@@ -110,12 +107,7 @@ def own_table(table: Measurements, hardware: Hardware, software: str = "", fabri
 
 
 def find_own_hardware(table: Measurements, stated: str, like: str) -> Hardware:
-    """The device of a table.
-
-    ``stated``: preset or file of hardware; empty: the table's only device.  ``like``: preset whose facts count where
-    none are known of the device; empty: none.  Raises ``TableError`` if the table holds several devices, or an unknown
-    one.
-    """
+    """The stated device, or the table's only one (``like``: a preset with its facts); else a ``TableError``."""
     if not len(table):
         raise TableError(f"training needs rows of ops or collectives, got an empty table ({dict(table.skipped)})")
     devices = sorted({device for device in table.device if device})
@@ -226,10 +218,7 @@ LONG_S = 50e-6  # launches and clocks blur shorter times
 
 
 def family_figures(names: Sequence[str], predicted: Array, measured: Array) -> dict[str, dict[str, float | int | None]]:
-    """Rows, and mean, median and 90th percentile of the absolute error in percent, by name.
-
-    ``mape_over_50us`` is the mean error of what takes 50 microseconds and more; None if nothing does.
-    """
+    """Rows, and mean, median and 90th percentile of the error in percent, by name; also of what takes 50 us."""
     figures: dict[str, dict[str, float | int | None]] = {}
     for name, members in sorted(rows_by(names).items()):
         off = 100 * np.abs(predicted[members] / measured[members] - 1)
@@ -251,10 +240,7 @@ def pack_shapes(shapes: Iterable[Hashable]) -> str:
 
 
 def trained_on(manifest: Mapping[str, Any], shapes: Sequence[Hashable]) -> NDArray[np.bool_]:
-    """Which shapes a predictor was trained on, by its manifest, ``(shapes,)``.
-
-    Raises ``PredictorError`` if the manifest's list is damaged.
-    """
+    """Which shapes a predictor was trained on, by its manifest, ``(shapes,)``."""
     packed = manifest.get("trained_shapes", "")
     try:
         known = np.frombuffer(base64.b64decode(packed, validate=True), dtype="<u8")

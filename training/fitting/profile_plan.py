@@ -174,10 +174,7 @@ def _links(devices: int, seconds: float) -> list[dict[str, Any]]:
 
 
 def time_shares(jobs: Sequence[Job], hardware: Hardware) -> dict[Op, float]:
-    """Shares of the ops' time on the critical path, by op; every job counts alike, and all shares sum to 1.
-
-    ``hardware``: its roofline gives the seconds, so nothing needs to be measured.
-    """
+    """Share of each op in the time on the critical path by the roofline; jobs count alike, the sum is 1."""
     found: dict[Op, float] = {}
     for job in jobs:
         own = _op_seconds(job, hardware)

@@ -343,10 +343,7 @@ def _row(run: MeasuredRun, predictor: Predictor, examples: list[Example]) -> dic
 
 
 def repeat_error(rounds: Sequence[Sequence[float]]) -> float:
-    """Compute how far a round's median lies from the median of all other rounds: the mean over rounds.
-
-    ``rounds``: seconds of each step by round; of one round, each step counts as a round.
-    """
+    """Mean distance of a round's median from that of all other rounds; of one round, steps count as rounds."""
     parts = [np.array(steps) for steps in (rounds if len(rounds) > 1 else [[step] for step in rounds[0]])]
     if len(parts) < 2:
         return 0.0

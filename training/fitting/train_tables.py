@@ -175,11 +175,7 @@ def _read(
 def fit_own_table(
     own: OwnTable, like: str = "", *, seed: int = 0, say: Say = lambda text: None, without: Sequence[str] = ()
 ) -> Predictor:
-    """Fit a predictor to a device's rows, without saving it.
-
-    ``like``: name of the predictor of the package whose efficiency is the first guess; empty: the mean of all.
-    ``without``: predictors of the package that are left out, as if they did not exist.
-    """
+    """Fit a predictor to a device's rows, without saving it; ``without``: shipped ones that are left out."""
     names = [name for name in shipped_names() if name not in without]
     teachers = [teacher_of(name) for name in names] if own.hardware.kind == "gpu" else []
     kernel = fit_ops(own, teachers, like, seed=seed, say=say)

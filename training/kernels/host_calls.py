@@ -176,11 +176,7 @@ def loop_seconds(physics: Physics, ops: Sequence[Op]) -> Array:
 
 
 def fit_loops(terms: Array, seconds: Array) -> Physics:
-    """Constants of a machine.
-
-    ``terms``: sums of ``loop_terms`` over the calls that were measured together, ``(rows, terms)``.  ``seconds``:
-    measured, ``(rows,)``.
-    """
+    """Constants of a machine, from sums of ``loop_terms`` over calls that were measured together, ``(rows, terms)``."""
     return fit_physics(terms, np.ones(len(terms)), seconds, LOOP_BOUNDS, noise=LOOP_NOISE, prior_std=LOOP_STD)
 
 

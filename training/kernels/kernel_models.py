@@ -297,9 +297,7 @@ class KernelModel(Saved):
         return (op, 0.0, True) if at is None else (at, log_ratio, evident)
 
     def _within_length(self, op: Op) -> tuple[Op, float]:
-        """A streaming op longer than the longest measured one of its kind: that one (itself if it is not longer), and
-        the factor between them.
-        """
+        """A streaming op no longer than the longest measured one of its kind, and the factor to this op."""
         kind = label(op.kind, op, self.hardware)
         if not self.derives or not op.record.streams or kind not in self.regressor.support:
             return op, 1.0
@@ -346,9 +344,7 @@ class KernelModel(Saved):
 
 
 def same_chip(hardware: Hardware, measured: Hardware) -> Hardware:
-    """A device for ``KernelModel.serves``: products are as efficient as on the measured device with the same chip, and
-    power limits are separate (``Hardware.power_slowdown``).
-    """
+    """A device for ``KernelModel.serves``: its products are as efficient as on the measured one with the same chip."""
     return replace(hardware, compute_efficiency=measured.compute_efficiency)
 
 

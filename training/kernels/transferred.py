@@ -331,10 +331,7 @@ class Transfer:
 
     @classmethod
     def from_dict(cls, value: Mapping[str, Any], hardware: Hardware, teacher_of: Callable[[str], Teacher]) -> Transfer:
-        """Read the result of ``to_dict``.
-
-        Raises ``PredictorError`` if a teacher of the package is no longer the one that it was trained with.
-        """
+        """Read the result of ``to_dict``; a teacher of another version is a ``PredictorError``."""
         teachers = tuple(teacher_of(str(name)) for name in value["teachers"])
         for teacher in teachers:
             if teacher.digest != value["teachers"][teacher.name]:

@@ -106,10 +106,7 @@ def _usual(keys: NDArray[np.int64], values: Floats, chosen: NDArray[np.bool_]) -
 
 
 def launch_seconds(steps: Sequence[StepWorks]) -> dict[str, float]:
-    """Seconds that the host takes to launch an op or collective of each kind with enough launches.
-
-    From one launch of a thread to the next, less what the profiler takes for the calls that it records between.
-    """
+    """Host seconds of a launch by kind, from one launch of a thread to the next, less the profiler's."""
     found: dict[str, list[float]] = {}
     for step in steps:
         known = np.flatnonzero(step.launch_s > 0)
@@ -129,11 +126,7 @@ _STEPS = 9
 
 
 def launches_in_traces(runs: Sequence[MeasuredRun], per_event_s: float) -> dict[str, float]:
-    """Seconds that the host takes to launch an op or collective of each kind, the mean over runs.
-
-    ``runs``: traced, on a GPU; others say nothing.  ``per_event_s``: what a profiler takes for each call that it
-    records.
-    """
+    """Host seconds of a launch by kind, mean over runs; ``per_event_s``: what the profiler takes for a call."""
     found: dict[str, list[float]] = {}
     for run in runs:
         for kind, (seconds, units) in _by_kind(run, per_event_s).items():
@@ -191,10 +184,7 @@ CLEAR_S = 2e-3  # by which a message was ready earlier where a rank certainly di
 
 
 def measured(step: dict[str, Any], track: Track) -> tuple[Floats, Floats]:
-    """Start and end of every action of a track in one recorded step, from the first start; shape ``(num_actions,)``.
-
-    Raises ``ValueError`` if the actions of a rank, or their order, are others than the track's.
-    """
+    """Start and end of every action of a track in one recorded step, from the first start, ``(num_actions,)``."""
     start, end = np.empty((2, track.num_actions))
     for rank, rows in enumerate(step["ranks"]):
         own = np.flatnonzero(track.stage == rank)
@@ -208,11 +198,7 @@ def measured(step: dict[str, Any], track: Track) -> tuple[Floats, Floats]:
 
 
 def fit_host(records: Sequence[tuple[Job, dict[str, Any]]]) -> tuple[float, float]:
-    """Seconds that the runtime's host takes before each action, and to post a side of a message.
-
-    ``records``: jobs with pipelines on a box, and the records of their steps (``measure.noted_steps`` of the harness).
-    Returns both 0 where nothing tells.
-    """
+    """Seconds of the runtime's host before each action, and to post a side of a message; 0 where nothing tells."""
     gaps: Gaps = []
     for job, step in records:
         p = job.parallel

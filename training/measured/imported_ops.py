@@ -54,10 +54,7 @@ _SLOWED = 1.2  # times the median of the steps before: traces that earlier versi
 
 @dataclass(frozen=True, eq=False)
 class HostStep:
-    """The work of one rank's host in one step.
-
-    Shapes: ``n`` ops in order.
-    """
+    """The ``n`` ops of one rank's host in one step, in order."""
 
     name: str  # of the run
     ops: tuple[Op, ...]  # (n,) signatures
@@ -74,11 +71,7 @@ class HostStep:
 
 
 def host_step(graphs: GraphTable, places: Sequence[int]) -> HostStep | None:
-    """What a run's host does in one step, from the dataset's graphs of its steps.
-
-    ``graphs``: the dataset.  ``places``: of the run's steps in it.  Returns of the first rank.  None where a device
-    computed, or no step was timed without a profiler.
-    """
+    """What the host of a run's first rank does in a step; None where a device computed, or no step was timed."""
     about = graphs.about
     places = sorted(places, key=about["step"].__getitem__)
     timed_s, ranks, hardware = ({about[name][place] for place in places} for name in ("timed_s", "rank", "hardware"))
@@ -304,10 +297,7 @@ class ImportedTimes:
 
 
 def read_imported_segments(folders: Iterable[Path], hardware: str = "") -> list[ImportedSegments]:
-    """Read imported runs, except those that judge.
-
-    Raises ``TraceError`` if a run was traced on another hardware than the one named.
-    """
+    """Read imported runs, except those that judge; one on another hardware than named is a ``TraceError``."""
     runs = [run for run in map(read_imported, folders) if run.role != HELDOUT]
     for run in runs:
         _check_hardware(run.hardware, hardware, run.folder)
@@ -319,10 +309,7 @@ def read_imported_segments(folders: Iterable[Path], hardware: str = "") -> list[
 
 
 def imported_times(runs: Iterable[ImportedSegments]) -> ImportedTimes:
-    """Seconds by signature.
-
-    A collective counts only where all of its ranks were traced: else nobody knows how long it waited for the others.
-    """
+    """Seconds by signature; of collectives all of whose ranks were traced: others waited nobody knows how long."""
     found = ImportedTimes()
     for run in runs:
         found.device = "cpu" if run.device == "cpu" else "cuda"

@@ -66,10 +66,7 @@ class Profile:
         self.collective_seconds.append(seconds)
 
     def hardware(self, name: str, device: str) -> Hardware:
-        """The measured hardware; facts that were not measured come from a preset of the same name.
-
-        Raises ``TraceError`` if neither knows the facts.
-        """
+        """The measured hardware; facts that were not measured come from a preset, else a ``TraceError``."""
         preset = find_hardware(name)
         if preset is not None and name == BOX:
             return preset  # ranks sleep as long as it says: there is nothing to measure
@@ -207,10 +204,7 @@ def _distinct(collections: Iterable[Path]) -> list[Path]:
 
 
 def read_runs(collections: Iterable[Path], roles: Sequence[str] | None) -> list[MeasuredRun]:
-    """Read the complete runs of some roles (None: all), with traces if there are any.
-
-    Raises ``TraceError`` as ``read_profiles``.
-    """
+    """Read the complete runs of some roles (None: all), with traces if there are any."""
     chosen = []
     for collection in _distinct(collections):
         for manifest in read_collection(collection).runs:
@@ -224,10 +218,7 @@ def read_runs(collections: Iterable[Path], roles: Sequence[str] | None) -> list[
 
 
 def read_imported_runs(collections: Iterable[Path], hardware: str = "") -> list[ImportedSegments]:
-    """Read the imported runs of some collections, except those that judge.
-
-    Raises ``TraceError`` if a folder is no collection, or a run was traced on another hardware than the one named.
-    """
+    """Read the imported runs of some collections, except those that judge."""
     folders = [folder for collection in _distinct(collections) for folder in read_collection(collection).imported]
     return read_imported_segments(folders, hardware)
 
@@ -241,10 +232,7 @@ def _check_ranks(ranks: int, where: Path) -> None:
 
 
 def check_hardware(runs: Sequence[MeasuredRun], name: str) -> None:
-    """Check that every run is on the hardware to learn, and that all or none are compiled.
-
-    Raises ``TraceError`` with the values.
-    """
+    """Check that every run is on the hardware to learn, and that all or none are compiled."""
     compiled = [run.manifest.folder for run in runs if run.manifest.compiled]
     if 0 < len(compiled) < len(runs):
         raise TraceError(
@@ -265,10 +253,7 @@ def runs_digest(runs: Sequence[MeasuredRun]) -> str:
 
 
 def fill_from_traces(profile: Profile, runs: Iterable[MeasuredRun]) -> list[str]:
-    """Add the in-context median of op and collective kinds that no event profile has; return those kinds.
-
-    A stand-in's collectives are none that was measured.
-    """
+    """Add the in-context median of kinds that no event profile has, a stand-in's collectives left out; return them."""
     have = {op.kind for op in profile.ops} | {c.kind for c in profile.collectives}
     found: dict[tuple[Op | Collective, int, Fabric], list[float]] = {}
     for run in runs:

@@ -33,12 +33,7 @@ Seconds = NDArray[np.float64]
 
 
 class StandInLatency:
-    """A latency model for an emulated rank: collectives take the times of its table and do not slow the computation.
-
-    Args:
-        latency: Knows the ops.
-        fabric: Of the job.
-    """
+    """A latency model for an emulated rank: collectives take its table's times and slow no computation."""
 
     def __init__(self, latency: LatencyModel, fabric: Fabric) -> None:
         self.hardware = replace(latency.hardware, comm_compute_share=0.0)

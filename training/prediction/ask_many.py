@@ -140,12 +140,7 @@ def _no_garbage() -> Iterator[None]:
 
 
 class _Together:
-    """Jobs that were predicted together; the shares of their times outside the measured range are computed on request.
-
-    Args:
-        group: Who answers for them.
-        jobs: The jobs.
-    """
+    """Jobs that one group answers, with the shares of their times outside the measured range, computed on request."""
 
     def __init__(self, group: _Group, jobs: list[Job]) -> None:
         self._group, self._jobs = group, jobs

@@ -171,9 +171,7 @@ class Prediction:
 
     @cached_property
     def mfu(self) -> float:
-        """Model FLOP utilisation, 0 to 1: FLOP that the model needs, divided by what the devices could do at their
-        peak.
-        """
+        """Model FLOP utilisation, 0 to 1: FLOP that the model needs over those at the devices' peak."""
         return self._utilisation(0)
 
     @cached_property
@@ -346,11 +344,7 @@ def predict(
 
 
 def asked_predictor(hardware: str, predictor: Predictor | str | None) -> Predictor | None:
-    """The predictor for a hardware; None: use its facts.
-
-    ``hardware``: as in ``cluster.hardware``.  ``predictor``: as in ``predict``.  Raises ``JobError`` if ``predictor``
-    is something else.  Raises ``PredictorError`` if no predictor has that name.
-    """
+    """The predictor for ``cluster.hardware``, as ``predict`` takes it; None: use the hardware's facts."""
     if predictor is None:
         return shipped_predictor(hardware)
     if isinstance(predictor, str):
@@ -361,10 +355,7 @@ def asked_predictor(hardware: str, predictor: Predictor | str | None) -> Predict
 
 
 def named_predictor(name: str) -> Predictor:
-    """The shipped predictor with a name or for a hardware of that name, or one of MLflow's registry.
-
-    Raises ``PredictorError`` if there is none.
-    """
+    """The shipped predictor with a name or for a hardware of that name, or one of MLflow's registry."""
     if name.startswith(REGISTERED):
         from stepsight.training.tracking.store import load_model_uri
 

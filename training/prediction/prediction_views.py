@@ -2,49 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from html import escape
-from typing import TYPE_CHECKING, Any, Protocol
-
-from stepsight.dataset.job.job import Job
-from stepsight.simulator.memory import Memory
-from stepsight.training.predictor.predictor import Predictor
-from stepsight.training.predictor.software_used import SoftwareUsed
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from pandas import DataFrame
 
+    from stepsight.training.prediction.prediction import Prediction
+
 
 MAX_NAME = 28  # characters shown of a model's or a hardware's name
 LEAST_SHOWN = 1e-3  # causes with a smaller share of the iteration are not drawn
-
-
-class Answer(Protocol):
-    """The fields of a ``Prediction`` that the views need."""
-
-    @property
-    def job(self) -> Job: ...
-    @property
-    def iteration_time_s(self) -> float: ...
-    @property
-    def low_s(self) -> float: ...
-    @property
-    def high_s(self) -> float: ...
-    @property
-    def breakdown(self) -> Mapping[str, float]: ...
-    @property
-    def memory(self) -> Memory: ...
-    @property
-    def tokens_per_s(self) -> float: ...
-    @property
-    def mfu(self) -> float: ...
-    @property
-    def hfu(self) -> float: ...
-    @property
-    def unsupported_share(self) -> float: ...
-    @property
-    def source(self) -> str: ...
 
 
 MOST_PRINTED = 1e9  # larger numbers are printed with an exponent
@@ -66,7 +35,7 @@ def interval_text(low_s: float, high_s: float) -> str:
     return f"{value if high.endswith(f' {unit}') else low} to {high}"
 
 
-def one_line(prediction: Answer) -> str:
+def one_line(prediction: Prediction) -> str:
     """The prediction in one line of less than 120 characters: time, interval, memory, and the job."""
     job, memory = prediction.job, prediction.memory
     facts = [
@@ -82,7 +51,7 @@ def _cut(text: str, most: int = MAX_NAME) -> str:
     return text if len(text) <= most else f"{text[: most - 3]}..."
 
 
-def html_view(prediction: Answer) -> str:
+def html_view(prediction: Prediction) -> str:
     """The prediction as HTML for a notebook: the answer, and a bar for each cause of the time."""
     whole, memory = prediction.iteration_time_s, prediction.memory
     rows = "".join(
@@ -104,7 +73,7 @@ def html_view(prediction: Answer) -> str:
     )
 
 
-def one_row(prediction: Answer) -> DataFrame:
+def one_row(prediction: Prediction) -> DataFrame:
     """The prediction as a table of one row; times in seconds, memory of the fullest stage in bytes."""
     from pandas import DataFrame
 
@@ -129,12 +98,8 @@ def one_row(prediction: Answer) -> DataFrame:
     return DataFrame([row])
 
 
-def plot_breakdown(prediction: Answer, axes: Axes | None = None) -> Axes:
-    """Draw one bar for each cause of the iteration's time, with its share of the iteration.
-
-    ``axes``: where to draw; None: a new figure.  Returns the axes; ``axes.figure.savefig("breakdown.png")`` writes the
-    figure.
-    """
+def plot_breakdown(prediction: Prediction, axes: Axes | None = None) -> Axes:
+    """Draw one bar for each cause of the iteration's time, with its share; ``axes`` None: a new figure."""
     if axes is None:
         from matplotlib import pyplot
 
@@ -154,20 +119,7 @@ def plot_breakdown(prediction: Answer, axes: Axes | None = None) -> Axes:
 POSSIBLE_MFU = 1.5  # differences in clocks and precision explain no more
 
 
-class Warned(Answer, Protocol):
-    """The fields of a ``Prediction`` that the warnings need."""
-
-    @property
-    def predictor(self) -> Predictor | None: ...
-    @property
-    def software(self) -> str: ...
-    @property
-    def software_used(self) -> SoftwareUsed: ...
-    @property
-    def interleaved(self) -> Warned | None: ...
-
-
-def warnings_of(prediction: Warned) -> tuple[str, ...]:
+def warnings_of(prediction: Prediction) -> tuple[str, ...]:
     """Warnings about a job and the predictor, for people."""
     found = list(prediction.job.warnings)
     execution = prediction.job.execution

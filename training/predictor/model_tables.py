@@ -83,10 +83,7 @@ def read_folder(folder: Path, parse: Callable[[dict[str, Any]], T], shipped: Seq
 
 
 def check_output(folder: Path) -> None:
-    """Check that a predictor's folder is new, empty, or another predictor.
-
-    Raises ``StepsightError`` if something else is there, or nothing can be written there.
-    """
+    """Check that a predictor's folder is new, empty, or another predictor, and can be written."""
     rule = "a predictor is written to a new or empty folder or over a predictor, got"
     if folder.is_symlink():
         raise PredictorError(f"{rule} {folder}, a link")
@@ -106,10 +103,7 @@ def check_output(folder: Path) -> None:
 
 
 def read_part(path: Path, make: Callable[[Any], T]) -> T:
-    """Parse one JSON file of a predictor.
-
-    Raises ``PredictorError`` if it cannot be read, or ``make`` refuses what stands in it.
-    """
+    """Parse one JSON file of a predictor; one that is broken, or that ``make`` refuses, is a ``PredictorError``."""
     try:
         table = read_json(path)
     except (OSError, ValueError) as error:
@@ -214,10 +208,7 @@ def save_collective(collective: CollectiveModel, folder: Path) -> None:
 
 
 def load_collective(folder: Path) -> CollectiveModel:
-    """Read what ``save_collective`` wrote; a table without ``nccl`` was trained on one host's messages.
-
-    Raises ``PredictorError`` if it is not that.
-    """
+    """Read what ``save_collective`` wrote; a table without ``nccl`` was trained on one host's messages."""
 
     def make(table: dict[str, Any]) -> CollectiveModel:
         nccl = table.get("nccl", False)

@@ -296,9 +296,7 @@ class Predictor:
 
     @property
     def corrections(self) -> dict[str, Mapping[str, Corrector[Any]]]:
-        """What was learned to multiply predictions by, in the order in which it is applied: by what it corrects, and by
-        kind or label (``""``: all).
-        """
+        """What multiplies predictions, in the order of application: by what it corrects, and by kind (``""``: all)."""
         kernel, between, calibration = self.kernel, self.collective.between, self.calibration
         shared = self.host is not None and self.host.contention.factors
         found: dict[str, Mapping[str, Corrector[Any]]] = {
@@ -431,10 +429,7 @@ def shipped_by_name(name: str) -> Predictor:
 
 
 def teacher_of(name: str) -> Teacher:
-    """A shipped predictor whose efficiencies are used for other devices.
-
-    Raises ``PredictorError`` if none has that name.
-    """
+    """A shipped predictor whose efficiencies are used for other devices."""
     if name not in shipped_names():
         raise PredictorError(f"{name!r:.80} must be a shipped predictor ({', '.join(shipped_names())})")
     loaded = shipped_by_name(name)

@@ -48,10 +48,7 @@ class SoftwareUsed(Saved):
 
 
 def kernels_asked(predictor: Asked, job: Job) -> str:
-    """The software whose kernels a job asks for, without its version; empty: that to predict for.
-
-    Raises ``PredictorError`` if the predictor does not know that software, or not that version of it.
-    """
+    """The software whose kernels a job asks for, without its version (empty: the usual one), if it is known."""
     asked = job.execution.kernels
     if not asked:
         return ROWWISE if job.batch.fp8_scaling == "rowwise" else ""
@@ -70,11 +67,7 @@ def kernels_asked(predictor: Asked, job: Job) -> str:
 
 
 def software_used(job: Job, predictor: Asked | None, works: Iterable[Op | Collective]) -> SoftwareUsed:
-    """Find the software that a prediction of a job stands for.
-
-    ``predictor``: the predictor that answers; None: hardware facts.  ``works``: distinct ops and collectives of the
-    job.
-    """
+    """The software that a prediction of a job stands for; ``works``: its distinct ops and collectives."""
     execution = job.execution
     unused, doubts = [], []
     kernels: dict[str, str] = {}
@@ -129,9 +122,7 @@ def _same(table: str, name: str) -> bool:
 
 
 def _described(version: str, measured: tuple[str, ...]) -> bool:
-    """Whether a version of NCCL lies between the oldest that the model describes and the newest that was measured; no
-    version is in doubt where none was measured.
-    """
+    """Whether a version of NCCL lies between the oldest that is described and the newest that was measured."""
     if not measured:
         return True
     newest = version_numbers(measured[-1])[:2]

@@ -22,18 +22,7 @@ LEAST_DAMPING, MOST_DAMPING = 1e-6, 1e9
 
 
 def minimise(objective: Objective, start: Array, low: Array, high: Array, *, longest: float, steps: int) -> Array:
-    """Find the minimum of a loss, from a start.
-
-    Args:
-        objective: Returns the loss of a point, its gradient, and a Gauss-Newton Hessian.
-        start: Where to begin, shape ``(n,)``; beyond the bounds, at the bound.
-        low, high: Bounds of each number, same shape.
-        longest: Most by which a step changes a number.
-        steps: Most steps.
-
-    Returns:
-        The point, shape ``(n,)``.
-    """
+    """The minimum within bounds of a loss, given as loss, gradient and Gauss-Newton Hessian of a point, ``(n,)``."""
     point, damping = np.clip(start, low, high), 1.0
     loss, gradient, hessian = objective(point)
     for _ in range(steps):
@@ -84,10 +73,7 @@ MAX_BUSY_EXPONENT = 1.2  # 1: the quantity is fully shared among the busy device
 
 @dataclass(frozen=True)
 class Bounds:
-    """Bounds and prior of the constants: prior, lowest and highest seconds per unit of each term, ``(terms,)``.
-
-    Of ``overlapping`` terms only the longest counts.
-    """
+    """Prior, lowest and highest constant of each term, ``(terms,)``; of ``overlapping`` ones the longest counts."""
 
     prior: Array
     low: Array
@@ -120,10 +106,7 @@ class Physics(Saved):
         return parts
 
     def check(self, kind: str, bounds: Bounds) -> None:
-        """Check values read from a file against the bounds of a fit.
-
-        Raises ``ValueError`` if these are no constants of so many terms, or beyond the bounds.
-        """
+        """Check values read from a file against the bounds of a fit."""
         num_terms = len(bounds.low)
         shapes = (self.log_constants.shape, self.busy_exponents.shape)
         if shapes != ((num_terms,), (num_terms,)):

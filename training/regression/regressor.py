@@ -152,11 +152,7 @@ class Regressor(Saved):
         return float(np.maximum(np.maximum(low - position, above), 0.0)[varied].sum())
 
     def check(self, num_axes: Callable[[str], int], bounds: Callable[[str], Bounds]) -> None:
-        """Check values read from a file.
-
-        ``num_axes``: of a position, by kind.  ``bounds``: of the constants, by kind.  Raises ``ValueError`` if its
-        arrays do not fit each other, or a number is no such number.
-        """
+        """Check values read from a file, by a kind's number of axes and its constants' bounds."""
         if set(self.support) != set(self.physics) or not set(self.neighbours) <= set(self.physics):
             raise ValueError("physics and support must be of the same kinds, and neighbours of no others")
         if not 1 <= self.busy[0] <= self.busy[1] <= MOST:

@@ -166,10 +166,7 @@ class Trees:
         return read
 
     def check(self, names: Sequence[str]) -> None:
-        """Parse the text now instead of on first use.
-
-        Raises ``PredictorError`` if it is no LightGBM model that can be evaluated here on these features.
-        """
+        """Parse the text now, and check that it is a LightGBM model that can be evaluated on these features."""
         if not 0 < self.share <= 1:
             raise PredictorError(f"0 < share <= 1 must hold for trees, got {self.share}")
         if len(set(self.names)) != len(self.names):
@@ -185,12 +182,7 @@ class Trees:
         check_known([self.names[index] for index in self._read], names, "a regressor")
 
     def predict(self, features: Array, names: tuple[str, ...]) -> Array:
-        """Sum of all trees times a share for each row, shape ``(rows,)``.
-
-        Args:
-            features: ``(rows, len(names))``.
-            names: Of the columns; the trees read theirs by name.
-        """
+        """Sum of all trees times a share for each row, shape ``(rows,)``; ``names`` are those of the columns."""
         if names != self.names:
             own = np.zeros((len(features), len(self.names)))
             own[:, self._read] = features[:, columns_of([self.names[i] for i in self._read], names, "a regressor")]

@@ -226,10 +226,7 @@ def shipped_without(name: str, source: str) -> Predictor | None:
 
 
 def read_recipe(recipe: Recipe, data: Path) -> tuple[OpRows, dict[str, Measurements]]:
-    """Distinct ops of a recipe: rows of its hardware that are its ``own``, ``lent`` to it, and of ``others``.
-
-    Raises ``TableError`` if a source is not there or malformed.
-    """
+    """Distinct ops of a recipe: rows of its hardware that are its ``own``, ``lent`` to it, and of ``others``."""
     from stepsight.dataset.tables import Measurements
     from stepsight.training.shipped.from_tables import lend, op_table, products_alone
 
@@ -246,10 +243,7 @@ def read_recipe(recipe: Recipe, data: Path) -> tuple[OpRows, dict[str, Measureme
 
 
 def read_links(recipe: Recipe, data: Path) -> tuple[CollectiveRows, Measurements]:
-    """Distinct collectives of a recipe, and their rows.
-
-    Raises ``TableError`` if a source is not there or malformed.
-    """
+    """Distinct collectives of a recipe, and their rows."""
     from stepsight.dataset.tables import Measurements, read_table
     from stepsight.training.shipped.from_tables import collective_table
 

@@ -97,20 +97,13 @@ class ChipPower:
 def learn_chip(
     reference_w: float, runs: Mapping[str, Sequence[float]], idle_w: float = 0.0, prior_log: float = 0.0
 ) -> ChipPower:
-    """Power of a chip estimated from some runs.
-
-    ``reference_w, idle_w, prior_log``: as in ``ChipPower``.  ``runs``: by source, the logarithm of each run's slowdown
-    of products at that limit.
-    """
+    """Power of a chip from logarithms of its runs' slowdown of products, by source."""
     told = {name: SourceClock(median(logs), len(logs)) for name, logs in runs.items() if logs}
     return ChipPower(reference_w, told, idle_w, prior_log)
 
 
 def tabled_power_w(chip: str, facts: Hardware) -> dict[str, float]:
-    """Watts that the long products in a chip's table would have drawn at the highest clock, by type.
-
-    ``chip``: as in ``Recipe``.  ``facts``: the device of the table, with its power limit.
-    """
+    """Watts that the long products in a chip's table would have drawn at the highest clock, by type."""
     room = facts.power_w - facts.idle_w
     return {dtype: facts.idle_w + room * slowdown**3 for dtype, slowdown in TABLED.get(chip, {}).items()}
 
@@ -123,9 +116,6 @@ def chip_powers() -> Mapping[str, Mapping[str, ChipPower]]:
 
 
 def product_power_w(chip: str, without: str = "") -> dict[str, float]:
-    """``Hardware.product_power_w`` of a chip.
-
-    ``chip``: as in ``Recipe``.  ``without``: a source of published runs that is not to count.
-    """
+    """``Hardware.product_power_w`` of a chip, without a source of published runs."""
     found = {dtype: power.power_w(without) for dtype, power in chip_powers().get(chip, {}).items()}
     return {dtype: watts for dtype, watts in found.items() if watts}

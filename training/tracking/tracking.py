@@ -197,10 +197,7 @@ def begin_training(out: Path, stated: str | None, progress: bool) -> tuple[str, 
 
 @contextmanager
 def tracked(uri: str, run_name: str) -> Iterator[TrackedRun]:
-    """An MLflow run that ends as ``FINISHED``, ``FAILED`` if the block raises, or ``KILLED`` if it is interrupted.
-
-    Raises ``PredictorError`` if the store cannot be used; within seconds, before the block begins.
-    """
+    """An MLflow run, ended as what the block did; a store that cannot be used is a ``PredictorError`` before it."""
     from mlflow.exceptions import MlflowException
 
     client, experiment_id = _open(uri)
