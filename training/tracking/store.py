@@ -8,7 +8,7 @@ import socket
 import sqlite3
 import warnings
 from collections.abc import Iterator
-from contextlib import ExitStack, closing, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -99,69 +99,37 @@ def _unusable_database(uri: str) -> str:
     return ""
 
 
-_SERVER_LOCK = 0x7374657073696768  # number of the advisory lock; every PostgreSQL database has its own
-# By these a server ends the connection of a machine that was switched off, and frees its lock, within half a minute:
-# probes where nothing is under way, else a limit for what is not acknowledged.
-_KEEP_ALIVE = {
-    "tcp_keepalives_idle": "10s",
-    "tcp_keepalives_interval": "5s",
-    "tcp_keepalives_count": "4",
-    "tcp_user_timeout": "30s",
-}
-
-
 @contextmanager
-def store_lock(store: str | Path) -> Iterator[None]:
-    """Hold the lock of a store until the block or this process ends; wait while another process holds it.
+def store_lock(uri: str) -> Iterator[None]:
+    """Hold the lock of an SQLite store, a file beside it, until the block or this process ends; others have none.
 
-    SQLite databases and files are locked through a file beside them, PostgreSQL through an advisory lock. Other stores
-    have no lock.  ``store``: a database URL, or the path of a file.  Raises ``StepsightError`` if no file can be
-    written beside the store.
+    It is not the store itself: closing any handle of an SQLite file would release SQLite's own locks on it.  Raises
+    ``StepsightError`` if no file can be written beside the store.
     """
-    path = _lock_file(store)
     with ExitStack() as stack:
-        if path is not None:
+        if uri.startswith("sqlite:///"):
+            path = database_file(uri).resolve()
             try:
                 path.parent.mkdir(parents=True, exist_ok=True)
-                stack.enter_context(locked(path, wait=True))
+                stack.enter_context(locked(path.with_name(f".{path.name}.lock"), wait=True))
             except OSError as error:
-                raise StepsightError(f"a store needs a folder that can be written to, got {store}: {error}") from None
-        elif str(store).startswith("postgresql"):
-            _lock_server(str(store), stack)
+                raise StepsightError(f"a store needs a folder that can be written to, got {uri}: {error}") from None
         yield
 
 
-def _lock_file(store: str | Path) -> Path | None:
-    """The file next to a store that processes lock; None for a server or a database in memory.
+def create_store(uri: str) -> None:
+    """Create the tables of an SQLite store that is not there, under its lock: whole, or not at all.
 
-    It is not the store itself: closing any handle of an SQLite file would release SQLite's own locks on it.
+    MLflow migrates a new database in many steps; one that was killed between them refuses every later use.
     """
-    from sqlalchemy.engine import make_url
-    from sqlalchemy.exc import ArgumentError
-
-    if isinstance(store, str):
-        try:
-            url = make_url(store)
-        except ArgumentError:
-            return None
-        if url.get_backend_name() != "sqlite" or not url.database or url.database.startswith((":memory:", "file:")):
-            return None
-        store = Path(url.database)
-    store = store.resolve()
-    return store.with_name(f".{store.name}.lock")
-
-
-def _lock_server(url: str, stack: ExitStack) -> None:
-    """Take the lock of a database until the stack ends; if it is out of reach, the caller's next call reports it."""
-    import sqlalchemy
-    from sqlalchemy.exc import SQLAlchemyError
-
-    with suppress(SQLAlchemyError, ImportError):
-        engine = sqlalchemy.create_engine(url, poolclass=sqlalchemy.NullPool)
-        connection = stack.enter_context(engine.connect())
-        settings = ", ".join(f"set_config('{name}', '{value}', false)" for name, value in _KEEP_ALIVE.items())
-        connection.execute(sqlalchemy.text(f"SELECT {settings}"))
-        connection.execute(sqlalchemy.text("SELECT pg_advisory_lock(:number)"), {"number": _SERVER_LOCK})
+    path = database_file(uri).resolve()
+    if not uri.startswith("sqlite:///") or (path.is_file() and path.stat().st_size):
+        return
+    new = path.with_name(f".{path.name}.new")
+    for left in path.parent.glob(f"{new.name}*"):  # with its journal, of a process that was killed
+        left.unlink()
+    store_client(f"sqlite:///{new}").search_registered_models(max_results=1)
+    new.replace(path)
 
 
 ALIAS = "champion"

@@ -24,6 +24,7 @@ from stepsight.training.tracking.store import (
     ALIAS,
     ARTIFACT,
     check_store,
+    create_store,
     database_file,
     download,
     first_line,
@@ -232,6 +233,7 @@ def _open(uri: str) -> tuple[Any, str]:
     check_store(uri)
     try:
         with store_lock(uri), impatient(), _quiet():  # two processes that create a store break each other's migrations
+            create_store(uri)
             client = store_client(uri)
             client.search_registered_models(max_results=1)  # a store without a registry would fail at the end
             return client, _experiment_id(client, uri)

@@ -2,6 +2,7 @@ import os
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import mlflow
@@ -180,6 +181,22 @@ def test_several_processes_create_one_store(tmp_path: Path) -> None:
     printed = [process.communicate(timeout=300) for process in processes]
     assert [process.returncode for process in processes] == [0] * 3, [error[-1000:] for _, error in printed]
     assert sorted(version.strip() for version, _ in printed) == ["1", "2", "3"]
+
+
+def test_a_process_that_is_killed_while_it_creates_a_store_leaves_none(tmp_path: Path) -> None:
+    """MLflow would refuse a database that is migrated in part."""
+    uri, folder = f"sqlite:///{tmp_path / 'mlflow.db'}", tmp_path / "p"
+    folder.mkdir()
+    process = subprocess.Popen([sys.executable, "-c", PUBLISH, uri, str(folder), "0"], stderr=subprocess.DEVNULL)
+    new = tmp_path / ".mlflow.db.new"
+    while process.poll() is None and not (new.exists() and new.stat().st_size):
+        time.sleep(0.005)
+    process.kill()
+    process.wait()
+    assert new.exists() and not (tmp_path / "mlflow.db").exists()
+    with tracked(uri, "again") as run:
+        assert run.run_id
+    assert not new.exists()
 
 
 def test_reading_creates_no_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
