@@ -18,8 +18,7 @@ from stepsight.dataset.job.job import Job
 from stepsight.dataset.job.specs import SECTIONS
 from stepsight.experiments.reports.plots import figure_file
 from stepsight.experiments.reports.text_table import Number, table
-from stepsight.training.prediction.prediction import Prediction, predict
-from stepsight.training.prediction.prediction_views import seconds_text
+from stepsight.training.prediction.prediction import Prediction, predict, seconds_text
 
 if TYPE_CHECKING:
     from stepsight.training.predictor.predictor import Predictor

@@ -34,8 +34,7 @@ from stepsight.experiments.search.search_report import search_report
 from stepsight.experiments.tasks.collecting import read_plan
 from stepsight.simulator.replay.replay import replay
 from stepsight.simulator.schedules import read_schedule, write_schedule
-from stepsight.training.prediction.prediction import predict
-from stepsight.training.prediction.prediction_views import POSSIBLE_MFU
+from stepsight.training.prediction.prediction import POSSIBLE_MFU, predict
 from stepsight.training.predictor.model_tables import write_manifest
 from stepsight.training.predictor.predictor import Predictor
 from tests.fuzz.mutate import Mutate, mutated_bytes, mutated_csv, mutated_json, mutated_text

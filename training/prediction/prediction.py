@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from html import escape
 from typing import TYPE_CHECKING, Any
 
 from stepsight.dataset.base.errors import JobError, PredictorError, StepsightError
@@ -24,7 +25,6 @@ from stepsight.simulator.iteration.simulate import Sensitivity, Simulation, expl
 from stepsight.simulator.iteration.timeline import timeline_json
 from stepsight.simulator.memory import Memory, estimate_memory
 from stepsight.training.corrections.intervals import Intervals, class_of, uncalibrated_half_width
-from stepsight.training.prediction.prediction_views import html_view, one_line, one_row, plot_breakdown, warnings_of
 from stepsight.training.predictor.model_tables import REGISTERED
 from stepsight.training.predictor.predictor import LearnedLatency, Predictor, shipped_names
 from stepsight.training.predictor.software_used import SoftwareUsed, software_used
@@ -34,8 +34,13 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from pandas import DataFrame
 
+
 ROOFLINE = "roofline"  # instead of a predictor: hardware facts, even if the package has a predictor
 ROOFLINE_SOURCE = "roofline from hardware facts alone: {}"
+MAX_NAME = 28  # characters shown of a model's or a hardware's name
+LEAST_SHOWN = 1e-3  # causes with a smaller share of the iteration are not drawn
+MOST_PRINTED = 1e9  # larger numbers are printed with an exponent
+POSSIBLE_MFU = 1.5  # differences in clocks and precision explain no more
 
 
 @dataclass(frozen=True, repr=False)
@@ -66,10 +71,34 @@ class Prediction:
     given: GivenLatency | None = field(default=None, compare=False)
 
     def __repr__(self) -> str:
-        return one_line(self)
+        job, memory = self.job, self.memory
+        facts = [
+            seconds_text(self.iteration_time_s),
+            interval_text(self.low_s, self.high_s),
+            f"{memory.peak_bytes / 1e9:.1f} GB" + ("" if memory.fits else " does not fit"),
+            f"{_cut(job.model_name)} on {job.cluster.num_devices} x {_cut(job.hardware_name)}",
+        ]
+        return f"Prediction({', '.join(facts)})"
 
     def _repr_html_(self) -> str:
-        return html_view(self)
+        whole, memory = self.iteration_time_s, self.memory
+        rows = "".join(
+            f"<tr><td style='text-align:left'>{name.replace('_', ' ')}</td><td>{seconds_text(seconds)}</td>"
+            "<td style='text-align:left'>"
+            f"<div style='background:#3b6fb5;height:.8em;width:{200 * seconds / whole:.0f}px'></div></td></tr>"
+            for name, seconds in self.breakdown.items()
+            if seconds > LEAST_SHOWN * whole
+        )
+        outside = 100 * self.unsupported_share
+        fits = "" if memory.fits else " (does not fit)"
+        return (
+            f"<b>{escape(_cut(self.job.name, 120))}</b><br>"
+            f"{seconds_text(whole)} per iteration, 90 % interval {interval_text(self.low_s, self.high_s)}; "
+            f"{memory.peak_bytes / 1e9:.1f} of {memory.capacity_bytes / 1e9:.1f} GB{fits}; "
+            f"{self.tokens_per_s:,.0f} tokens/s, MFU {100 * self.mfu:.1f} %<br>"
+            f"<small>{escape(self.source)}; {outside:.0f} % of the time outside the measured range</small>"
+            f"<table>{rows}</table>"
+        )
 
     @property
     def latency(self) -> LearnedLatency | RooflineLatency | GivenLatency:
@@ -198,7 +227,30 @@ class Prediction:
     @property
     def warnings(self) -> tuple[str, ...]:
         """Legal settings that are probably mistakes, open choices, unknown software, impossible rates."""
-        return warnings_of(self)
+        found = list(self.job.warnings)
+        execution = self.job.execution
+        found += self.software_used.doubts if execution.kernels or execution.nccl or execution.date else ()
+        other = self.interleaved
+        if other is not None:
+            found.append(
+                f"parallel.virtual_stages is not stated, and {self.job.framework} usually interleaves: 1 is taken; "
+                f"{other.job.parallel.virtual_stages} would take {seconds_text(other.iteration_time_s)}, and the "
+                "interval covers both; state it for a narrower one"
+            )
+        if self.mfu > POSSIBLE_MFU:
+            found.append(
+                f"devices reach at most {100 * POSSIBLE_MFU:.0f} % of their peak, got {100 * self.mfu:.0f} %: the "
+                "peak FLOP/s or the times of this predictor are wrong"
+            )
+        residual = None if self.predictor is None else self.predictor.calibration.residual
+        if residual is not None and self.software not in residual.software:
+            software = self.software
+            named = f"framework {software!r:.80}" if software else "a framework that is not named"
+            found.append(
+                f"{named} ran none of the runs that this predictor was calibrated on: their correction counts for less "
+                f"(theirs: {', '.join(map(repr, residual.software))})"
+            )
+        return tuple(found)
 
     @cached_property
     def interleaved(self) -> Prediction | None:
@@ -271,7 +323,27 @@ class Prediction:
 
         ``pandas.concat([prediction.to_frame() for prediction in predictions])`` compares several jobs.
         """
-        return one_row(self)
+        from pandas import DataFrame
+
+        job, memory = self.job, self.memory
+        row: dict[str, Any] = {
+            "job": job.name,
+            "hardware": job.hardware_name,
+            "devices": job.cluster.num_devices,
+            "iteration_time_s": self.iteration_time_s,
+            "low_s": self.low_s,
+            "high_s": self.high_s,
+            **{f"{cause}_s": seconds for cause, seconds in self.breakdown.items()},
+            "tokens_per_s": self.tokens_per_s,
+            "mfu": self.mfu,
+            "hfu": self.hfu,
+            "memory_bytes": memory.peak_bytes,
+            "capacity_bytes": memory.capacity_bytes,
+            "fits": memory.fits,
+            "unsupported_share": self.unsupported_share,
+            "source": self.source,
+        }
+        return DataFrame([row])
 
     def plot(self, axes: Axes | None = None) -> Axes:
         """Draw where the time goes, a bar for each cause; needs no screen.
@@ -282,7 +354,20 @@ class Prediction:
         Returns:
             The axes; ``prediction.plot().figure.savefig("breakdown.png")`` writes the figure.
         """
-        return plot_breakdown(self, axes)
+        if axes is None:
+            from matplotlib import pyplot
+
+            axes = pyplot.subplots(figsize=(7.0, 3.5), layout="constrained")[1]
+        whole = self.iteration_time_s
+        causes = {name: s for name, s in self.breakdown.items() if s > LEAST_SHOWN * whole}
+        bars = axes.barh([name.replace("_", " ") for name in causes], list(causes.values()), color="tab:blue")
+        axes.bar_label(bars, [f" {seconds_text(s)}, {100 * s / whole:.1f} %" for s in causes.values()])
+        axes.margins(x=0.3)
+        axes.invert_yaxis()
+        axes.set_xlabel("time in an iteration (s), mean over pipeline stages")
+        interval = interval_text(self.low_s, self.high_s)
+        axes.set_title(f"{self.job.name}: {seconds_text(whole)} ({interval})", fontsize="medium")
+        return axes
 
 
 def half_width(
@@ -384,3 +469,23 @@ def latency_of_facts(job: Job) -> RooflineLatency:
             "state its facts in a .toml file"
         )
     return latency
+
+
+def seconds_text(seconds: float) -> str:
+    """``31.0 us``, ``12.3 ms``, ``4.56 s`` or ``3.2e+30 s``."""
+    if 0 < seconds < 1e-4:  # in milliseconds it would round to zero
+        return f"{seconds * 1e6:.1f} us"
+    if seconds >= MOST_PRINTED:
+        return f"{seconds:.3g} s"
+    return f"{seconds * 1e3:.1f} ms" if seconds < 1 else f"{seconds:.2f} s"
+
+
+def interval_text(low_s: float, high_s: float) -> str:
+    """``19.12 to 23.62 s``; with both units if they differ."""
+    low, high = seconds_text(low_s), seconds_text(high_s)
+    value, unit = low.rsplit(" ", 1)
+    return f"{value if high.endswith(f' {unit}') else low} to {high}"
+
+
+def _cut(text: str, most: int = MAX_NAME) -> str:
+    return text if len(text) <= most else f"{text[: most - 3]}..."
