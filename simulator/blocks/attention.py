@@ -179,28 +179,21 @@ def unfused_core(shape: RankShape, heads: Heads, joined: tuple[Item, ...]) -> Bl
         saved=(Saved(numel * size, "scores"),),
         attention_core=True,
     )
+    dropout: Block = ()  # the mask takes one byte per score, and the output is the input of the second product
+    if shape.model.dropout:
+        kept = (Saved(numel), Saved(numel * size, "dropped scores"))
+        ops = (shape.op("dropout", numel),), (shape.op("dropout_backward", numel),)
+        dropout = (Step("dropout", *ops, saved=kept, attention_core=True),)
+    # Heads are copied into one row per token, unless the product writes them there.
+    join = (shape.op("copy", heads.out_numel(shape)),) if shape.kernels.joins_heads else ()
     context = Step(
         "context",
-        (product(q_len, heads.v_dim, kv_len), *_side_by_side(shape, heads)),
+        (product(q_len, heads.v_dim, kv_len), *join),
         (product(q_len, kv_len, heads.v_dim), product(kv_len, heads.v_dim, q_len)),
         saved=(Saved(own_v * size, outside=True), Saved((v_numel - own_v) * size)),
         attention_core=True,
     )
-    return (scores, softmax, *_dropout(shape, numel), context)
-
-
-def _side_by_side(shape: RankShape, heads: Heads) -> tuple[Item, ...]:
-    """Copy the output of the heads into one row per token, unless the product writes it there."""
-    return (shape.op("copy", heads.out_numel(shape)),) if shape.kernels.joins_heads else ()
-
-
-def _dropout(shape: RankShape, numel: int) -> Block:
-    """Dropout of the scores: the mask takes one byte per score, and the output is the input of the second product."""
-    if not shape.model.dropout:
-        return ()
-    forward, backward = (shape.op("dropout", numel),), (shape.op("dropout_backward", numel),)
-    kept = (Saved(numel), Saved(numel * shape.dtype_bytes, "dropped scores"))
-    return (Step("dropout", forward, backward, saved=kept, attention_core=True),)
+    return (scores, softmax, *dropout, context)
 
 
 def attention(shape: RankShape, *, causal: bool = True, rotary: bool = False) -> Block:
@@ -270,7 +263,8 @@ def latent_attention(shape: RankShape, *, causal: bool = True) -> Block:
     """Attention with compressed keys and values, and compressed queries where ``q_lora_rank`` > 0; no norm, no
     residual."""
     model = shape.model
-    heads = latent_heads(shape, causal)
+    own, size = model.heads // shape.tp.size, model.head_size + model.rope_head_dim  # each has its own keys and values
+    heads = Heads(own, own, size, model.v_head_dim, shape.seq_len, shape.seq_len, causal)
     kv_width = model.kv_lora_rank + model.rope_head_dim
     queries = heads.heads * heads.head_dim
     keys_values = heads.heads * (model.head_size + model.v_head_dim)
@@ -291,19 +285,8 @@ def latent_attention(shape: RankShape, *, causal: bool = True) -> Block:
         latents = (fork(shape), kv_down, kv_norm, *enter(shape, kv_width), *enter(shape))
         up = (column_linear(shape, "q", queries, model.hidden, keeps="norm1"), kv_up)
     out = row_linear(shape, "out", model.hidden, heads.heads * model.v_head_dim)
-    up = in_module((*up, _rope(shape, heads)), "mla_up_proj")
+    # Rotary positions of each head's queries and of one shared key, which is then concatenated to each head's keys.
+    numel, join = shape.rows * (own + 1) * model.rope_head_dim, shape.op("copy", shape.rows * own * size)
+    rope = Step("rope", (shape.op("rope", numel), join), (join, shape.op("rope_backward", numel)))
+    up = in_module((*up, rope), "mla_up_proj")
     return (*latents, *up, *core(shape, heads, made_by="mla_up_proj"), out, *leave(shape))
-
-
-def latent_heads(shape: RankShape, causal: bool) -> Heads:
-    """Heads of latent attention: each has its own keys and values."""
-    model, heads = shape.model, shape.model.heads // shape.tp.size
-    size = model.head_size + model.rope_head_dim
-    return Heads(heads, heads, size, model.v_head_dim, shape.seq_len, shape.seq_len, causal)
-
-
-def _rope(shape: RankShape, heads: Heads) -> Step:
-    """Rotary positions of each head's queries and of one shared key, which is then concatenated to each head's keys."""
-    numel = shape.rows * (heads.heads + 1) * shape.model.rope_head_dim
-    join = shape.op("copy", shape.rows * heads.heads * heads.head_dim)
-    return Step("rope", (shape.op("rope", numel), join), (join, shape.op("rope_backward", numel)))

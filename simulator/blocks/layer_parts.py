@@ -18,7 +18,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from stepsight.dataset.base.caching import cached
-from stepsight.dataset.job.specs import SPLIT_TP, ModelSpec
+from stepsight.dataset.job.specs import SPLIT_TP
 from stepsight.dataset.kinds.op import Op
 from stepsight.simulator.blocks.step import Block, Comm, Item, Join, LostTime, RankShape, Saved, Step
 
@@ -73,9 +73,6 @@ def token_metrics(shape: RankShape, rows: int, vocab: int) -> Ops:
     """
     read, both = (shape.main_op(kind, rows * vocab) for kind in ("reduce", "elementwise"))
     return read, read, read, read, both, both, read
-
-
-_NOTHING: tuple[Item, ...] = ()
 
 
 def column_linear(shape: RankShape, name: str, n: int, k: int, *, keeps: str = "") -> Step:
@@ -176,14 +173,9 @@ def cast_again(shape: RankShape, numel: int) -> tuple[Op, ...]:
     return cast(shape, numel) if shape.kernels.fp8_dynamic else ()
 
 
-def norm_kind(model: ModelSpec) -> str:
-    """The kind of norm: models without biases have RMSNorm."""
-    return "layer_norm" if model.has_bias else "rms_norm"
-
-
 def norm(shape: RankShape, name: str, *, fork: bool = True, rows: int = 0, width: int = 0) -> Step:
     """A norm; if the residual forks before it, its backward adds the two gradients."""
-    kind = norm_kind(shape.model)
+    kind = "layer_norm" if shape.model.has_bias else "rms_norm"  # models without biases have RMSNorm
     rows, width = rows or shape.local_rows, width or shape.model.hidden
     forward: tuple[Op, ...] = (shape.op(kind, rows, width),)
     backward: tuple[Op, ...] = (shape.op(f"{kind}_backward", rows, width),)
@@ -257,8 +249,9 @@ def entered(shape: RankShape, linear: Step) -> Block:
     """
     if not shape.overlap_tp or shape.tp.size == 1:
         return (*enter(shape, operand=True), linear)
-    num_bytes = _full_bytes(shape)
-    arrive, again, forward = _NOTHING, _NOTHING, linear.forward
+    num_bytes, forward = _full_bytes(shape), linear.forward
+    arrive: tuple[Item, ...] = ()
+    again: tuple[Item, ...] = ()
     if shape.sequence_parallel:
         arrive, forward = _split(shape, "all_gather", _operand_bytes(shape), forward)
         again = _beside(shape, "all_gather", _operand_bytes(shape))
@@ -324,29 +317,23 @@ def arrivals(shape: RankShape) -> tuple[Block, Block]:
     return (Step("arrival", forward=(gather,)),), (Step("arrival", backward=(gather,)),)
 
 
-def activation_kind(model: ModelSpec) -> str:
-    """Activation of the MLP: ReLU or gated GELU for T5 (Raffel et al. 2019, arXiv:1910.10683), GELU or gated SiLU
-    otherwise.
-    """
-    if model.family == "t5":
-        return "geglu" if model.gated_mlp else "relu"
-    return "swiglu" if model.gated_mlp else "gelu"
-
-
 def activation(shape: RankShape, rows: int, ffn: int) -> Step:
-    """The activation between the two linears."""
-    kind, numel = activation_kind(shape.model), rows * ffn
-    width = 2 * ffn if shape.model.gated_mlp else ffn
+    """The activation between the two linears: ReLU or gated GELU for T5 (Raffel et al. 2019, arXiv:1910.10683), GELU or
+    gated SiLU otherwise.
+    """
+    gated, numel = bool(shape.model.gated_mlp), rows * ffn
+    kind = ("relu", "geglu")[gated] if shape.model.family == "t5" else ("gelu", "swiglu")[gated]
+    width = 2 * ffn if gated else ffn
     forward: tuple[Op, ...] = (shape.op(kind, numel),)
     backward: tuple[Op, ...] = (shape.op(f"{kind}_backward", numel),)
-    if shape.kernels.separate_kernels and shape.model.gated_mlp:
+    if shape.kernels.separate_kernels and gated:
         forward, backward = eager_gated(shape, numel)
     return Step(
         kind,
         forward,
         backward,
         saved=(Saved(rows * width * shape.dtype_bytes),),
-        temporary_bytes=numel * shape.dtype_bytes if shape.model.gated_mlp else 0,  # the gate is computed again
+        temporary_bytes=numel * shape.dtype_bytes if gated else 0,  # the gate is computed again
     )
 
 

@@ -66,15 +66,10 @@ def local_experts(shape: RankShape, rows: int) -> Block:
     if model.expert_bias:
         between, after = (_clamp(shape, rows * ffn), *between), (_bias(shape, rows * model.hidden),)
     inside = (first, *in_module(between, "moe_act"), last, *after)
-    if not _pads(shape):
+    if not shape.quantizes or shape.model.capacity_factor or shape.dispatcher == "hybridep":
         return inside
     moved = (shape.op("copy", rows * model.hidden),)
     return Step("pad", moved, moved), *inside, Step("unpad", moved, moved)
-
-
-def _pads(shape: RankShape) -> bool:
-    """Whether rows are copied to where each expert has a multiple of some rows, and back."""
-    return shape.quantizes and not shape.model.capacity_factor and shape.dispatcher != "hybridep"
 
 
 def _fused(shape: RankShape) -> bool:
@@ -221,7 +216,8 @@ def experts(shape: RankShape) -> Block:
         first: Block = (_router(shape, count),)
     else:
         out = (*_away_and_back(shape, count, shared), _unpermute(shape, count))
-        first = (_router(shape, count), _permute(shape, count))
+        moves = _moves(shape, count, "permute"), _moves(shape, count, "unpermute")
+        first = (_router(shape, count), Step("permute", *moves, saved=(Saved(4 * count.sent),)))
     if split:
         own = Step("tp", backward=(shape.tp_comm("all_gather", whole_bytes),))
         gather = Step("tp", (shape.tp_comm("all_gather", whole_bytes),))
@@ -258,11 +254,6 @@ def _router(shape: RankShape, count: Tokens) -> Step:
         replicated=True,
         saved=(kept(count.routed * hidden * shape.dtype_bytes, "norm2"), Saved(numel * shape.main_bytes)),
     )
-
-
-def _permute(shape: RankShape, count: Tokens) -> Step:
-    return Step("permute", _moves(shape, count, "permute"), _moves(shape, count, "unpermute"),
-                saved=(Saved(4 * count.sent),))  # fmt: skip
 
 
 def _moves(shape: RankShape, count: Tokens, kind: str) -> tuple[Op, ...]:

@@ -156,7 +156,7 @@ def recomputed(block: Block, modules: Collection[str]) -> Block:
         return block
     found: list[Step] = []
     for module, run in groupby(block, lambda step: step.module):
-        steps = tuple([_without(step, modules) for step in run])
+        steps = tuple([replace(s, saved=tuple([each for each in s.saved if each.made_by not in modules])) for s in run])
         if module not in modules:
             found += steps
             continue
@@ -166,12 +166,6 @@ def recomputed(block: Block, modules: Collection[str]) -> Block:
             steps = (steps[0], *(replace(step, saved=()) for step in steps[1:]))
         found += [*steps, Step(f"{module}.again", backward=tuple(again), temporary_bytes=made)]
     return tuple(found)
-
-
-def _without(step: Step, modules: Collection[str]) -> Step:
-    """A step without the tensors that recomputed modules make again."""
-    kept = tuple([tensor for tensor in step.saved if tensor.made_by not in modules])
-    return step if len(kept) == len(step.saved) else replace(step, saved=kept)
 
 
 def kept_bytes(block: Block) -> int:

@@ -166,16 +166,12 @@ def critical_path(walked: Walk) -> dict[str, float]:
             families[_family(joined.graphs[place], own)] += float(joined.seconds[node])
         if before >= 0:
             waited = float(walked.start_s[node] - walked.end_s[before])
-            families["host" if _is_host(joined, before) else "device_delays"] += max(waited, 0.0)
+            at = joined.rank_of(before)
+            graph = joined.graphs[at] if at < len(joined.graphs) else None  # None: ranks meet
+            if graph is not None and graph.columns["kind"][before - joined.first[at]] != HOST and graph.device != "cpu":
+                graph = None
+            families["device_delays" if graph is None else "host"] += max(waited, 0.0)
     return _largest_first(families)
-
-
-def _is_host(joined: Joined, node: int) -> bool:
-    place = joined.rank_of(node)
-    if place == len(joined.graphs):
-        return False
-    graph = joined.graphs[place]
-    return bool(graph.columns["kind"][node - joined.first[place]] == HOST or graph.device == "cpu")
 
 
 def _family(graph: Program, node: int) -> str:

@@ -8,7 +8,7 @@ scaled by a plain factor.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -104,19 +104,18 @@ def host_scaled(graph: Program, factor: float, loading: float | None = None) -> 
 
 def without_host(graphs: Graphs, _: Tally) -> list[Program]:
     """Set the host's time to zero."""
-    _need_device(graphs, "--no-host")
-    return [host_scaled(graph, 0.0) for graph in graphs]
+    return _host_free(graphs, "--no-host", 0.0)
 
 
 def as_device_graph(graphs: Graphs, _: Tally) -> list[Program]:
     """Set the time of launches to zero, as with a CUDA graph that is launched once a step; loading of data remains."""
-    _need_device(graphs, "--cuda-graph")
-    return [host_scaled(graph, 0.0, loading=1.0) for graph in graphs]
+    return _host_free(graphs, "--cuda-graph", 1.0)
 
 
-def _need_device(graphs: Graphs, option: str) -> None:
+def _host_free(graphs: Graphs, option: str, loading: float) -> list[Program]:
     if any(graph.device == "cpu" for graph in graphs):
         raise StepsightError(f"{option} needs a trace of a device, got one of a host that computes itself")
+    return [host_scaled(graph, 0.0, loading) for graph in graphs]
 
 
 def without_straggler(graphs: Graphs, _: Tally) -> list[Program]:
@@ -127,7 +126,10 @@ def without_straggler(graphs: Graphs, _: Tally) -> list[Program]:
     """
     if len(graphs) < 2:
         raise StepsightError(f"--remove-straggler needs traces of at least two ranks, got {len(graphs)}")
-    host = [_host_work(graph) for graph in graphs]
+    host = [
+        float(np.maximum(g.delay_s[g.edge_columns["why"] == WHY_NUMBER[Dependency.HOST_ORDER]], 0.0).sum())
+        for g in graphs
+    ]
     own = [float(graph.duration_s[graph.columns["kind"] == OP].sum()) for graph in graphs]
     slowest = int(np.argmax(np.add(own, host)))
     graph, duration = graphs[slowest], graphs[slowest].duration_s.copy()
@@ -155,11 +157,6 @@ def _mean_by_kind(graph: Program) -> dict[str, float]:
             total[0] += spent
             total[1] += count
     return {kind: total / count for kind, (total, count) in totals.items()}
-
-
-def _host_work(graph: Program) -> float:
-    order = graph.edge_columns["why"] == WHY_NUMBER[Dependency.HOST_ORDER]
-    return float(np.maximum(graph.delay_s[order], 0.0).sum())
 
 
 def on_latencies(graphs: Graphs, tally: Tally, before: LatencyModel, after: LatencyModel) -> list[Program]:
@@ -239,11 +236,12 @@ def _scaled(
     """
     ratios = np.full(len(pairs) + 1, plain)
     known = np.zeros(len(pairs) + 1, dtype=np.bool_)
+    dtypes = set(models[0].hardware.peak_flops) & set(models[1].hardware.peak_flops)
     for kind in (Op, Collective):
         places = [place for place, (work, _) in enumerate(pairs) if isinstance(work, kind)]
         if kind is Collective:
             ratios[places] = 1.0  # of unknown size
-        chosen = [place for place in places if _can_know(pairs[place][0], models)]
+        chosen = [place for place in places if _is_sized(pairs[place][0], dtypes)]
         if chosen:
             old, new = ([pairs[place][side] for place in chosen] for side in range(2))
             ratios[chosen] = seconds_of(models[1], new) / np.maximum(seconds_of(models[0], old), 1e-12)
@@ -255,12 +253,11 @@ def _scaled(
     return graph.replace(duration_s=np.where(device, graph.duration_s * ratios[work], graph.duration_s))
 
 
-def _can_know(work: Op | Collective, models: Sequence[LatencyModel]) -> bool:
-    """Whether models can predict the duration of a work: its sizes are known, and both devices support its dtype."""
+def _is_sized(work: Op | Collective, dtypes: Collection[str]) -> bool:
+    """Whether the sizes of a work are known, and devices support its dtype."""
     if isinstance(work, Collective):
         return work.num_bytes > 0
-    sized = work.kind != "opaque" and min(work.dims, default=0) > 0
-    return sized and all(work.dtype in model.hardware.peak_flops for model in models)
+    return work.kind != "opaque" and min(work.dims, default=0) > 0 and work.dtype in dtypes
 
 
 def seconds_of(model: LatencyModel, works: Sequence[Op | Collective]) -> Floats:
