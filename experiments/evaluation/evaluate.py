@@ -21,8 +21,8 @@ from stepsight.experiments.evaluation.row_jobs import is_copy, jobs_of
 from stepsight.experiments.evaluation.runs_table import Row, RowError, read_runs_table
 from stepsight.experiments.reports.notebook_bar import NotebookBar
 from stepsight.experiments.reports.text_table import Number, table
-from stepsight.training.corrections.intervals import published_widths
-from stepsight.training.prediction.prediction import ROOFLINE, named_predictor, predict, seconds_text
+from stepsight.training.corrections.intervals import published_widths, seconds_text
+from stepsight.training.prediction.prediction import ROOFLINE, named_predictor, predict
 from stepsight.training.predictor.predictor import Predictor
 from stepsight.training.predictor.software_used import kernels_asked
 from stepsight.training.shipped.catalogue import shipped_predictor, shipped_without

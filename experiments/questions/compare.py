@@ -14,7 +14,8 @@ from stepsight.dataset.runs.run_manifest import read_manifest
 from stepsight.experiments.questions.traced_runs import measured_step, one_run
 from stepsight.experiments.reports.text_table import Number, table
 from stepsight.simulator.replay.causes import breakdown
-from stepsight.training.prediction.prediction import Prediction, predict, seconds_text
+from stepsight.training.corrections.intervals import seconds_text
+from stepsight.training.prediction.prediction import Prediction, predict
 
 if TYPE_CHECKING:
     from stepsight.training.predictor.predictor import Predictor

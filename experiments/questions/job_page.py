@@ -13,7 +13,8 @@ from stepsight.dataset.job.job import Job
 from stepsight.experiments.questions.sweep import Axis, change_job, sweep
 from stepsight.experiments.reports.page_parts import BLUE, ORANGE, bars, lines, timeline_part
 from stepsight.simulator.memory import estimate_moments
-from stepsight.training.prediction.prediction import Prediction, predict, seconds_text
+from stepsight.training.corrections.intervals import seconds_text
+from stepsight.training.prediction.prediction import Prediction, predict
 
 if TYPE_CHECKING:
     from stepsight.training.predictor.predictor import Predictor

@@ -18,7 +18,8 @@ from stepsight.dataset.job.job import Job
 from stepsight.dataset.job.specs import SECTIONS
 from stepsight.experiments.reports.plots import figure_file
 from stepsight.experiments.reports.text_table import Number, table
-from stepsight.training.prediction.prediction import Prediction, predict, seconds_text
+from stepsight.training.corrections.intervals import seconds_text
+from stepsight.training.prediction.prediction import Prediction, predict
 
 if TYPE_CHECKING:
     from stepsight.training.predictor.predictor import Predictor

@@ -25,7 +25,8 @@ from stepsight.experiments.reports.text_table import Column, Number, table_of
 from stepsight.simulator.replay import changes
 from stepsight.simulator.replay.causes import COMMUNICATION, HOST_BOUND, LOADER, PEERS, breakdown
 from stepsight.simulator.replay.replay import Replay, replay
-from stepsight.training.prediction.prediction import predict, seconds_text
+from stepsight.training.corrections.intervals import seconds_text
+from stepsight.training.prediction.prediction import predict
 
 if TYPE_CHECKING:
     from stepsight.training.predictor.predictor import Predictor

@@ -12,7 +12,7 @@ from stepsight.dataset.configs.key_table import ConfigText
 from stepsight.dataset.job.frameworks import LIBRARIES
 from stepsight.dataset.job.job import Job
 from stepsight.experiments.reports.text_table import Column, Number, table, table_of
-from stepsight.training.prediction.prediction import seconds_text
+from stepsight.training.corrections.intervals import seconds_text
 
 if TYPE_CHECKING:
     from stepsight.training.prediction.prediction import Prediction

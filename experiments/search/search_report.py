@@ -13,7 +13,7 @@ from stepsight.experiments.reports.plots import plot_front, plot_search
 from stepsight.experiments.reports.text_table import Number, table_of
 from stepsight.experiments.search.choices import cost_axis
 from stepsight.experiments.search.settings import INTERVAL
-from stepsight.training.prediction.prediction import seconds_text
+from stepsight.training.corrections.intervals import seconds_text
 
 if TYPE_CHECKING:
     from stepsight.experiments.search.choices import Rival, SearchResult

@@ -275,3 +275,22 @@ class Widths:
 def published_widths() -> Widths:
     """The preset of the package."""
     return Widths.from_dict(read_json(PRESET))
+
+
+MOST_PRINTED = 1e9  # larger numbers are printed with an exponent
+
+
+def seconds_text(seconds: float) -> str:
+    """``31.0 us``, ``12.3 ms``, ``4.56 s`` or ``3.2e+30 s``."""
+    if 0 < seconds < 1e-4:  # in milliseconds it would round to zero
+        return f"{seconds * 1e6:.1f} us"
+    if seconds >= MOST_PRINTED:
+        return f"{seconds:.3g} s"
+    return f"{seconds * 1e3:.1f} ms" if seconds < 1 else f"{seconds:.2f} s"
+
+
+def interval_text(low_s: float, high_s: float) -> str:
+    """``19.12 to 23.62 s``; with both units if they differ."""
+    low, high = seconds_text(low_s), seconds_text(high_s)
+    value, unit = low.rsplit(" ", 1)
+    return f"{value if high.endswith(f' {unit}') else low} to {high}"

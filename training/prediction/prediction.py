@@ -24,7 +24,13 @@ from stepsight.simulator.durations.latency_model import (
 from stepsight.simulator.iteration.simulate import Sensitivity, Simulation, explain, iteration_flops, simulate
 from stepsight.simulator.iteration.timeline import timeline_json
 from stepsight.simulator.memory import Memory, estimate_memory
-from stepsight.training.corrections.intervals import Intervals, class_of, uncalibrated_half_width
+from stepsight.training.corrections.intervals import (
+    Intervals,
+    class_of,
+    interval_text,
+    seconds_text,
+    uncalibrated_half_width,
+)
 from stepsight.training.predictor.model_tables import REGISTERED
 from stepsight.training.predictor.predictor import LearnedLatency, Predictor, shipped_names
 from stepsight.training.predictor.software_used import SoftwareUsed, software_used
@@ -39,7 +45,6 @@ ROOFLINE = "roofline"  # instead of a predictor: hardware facts, even if the pac
 ROOFLINE_SOURCE = "roofline from hardware facts alone: {}"
 MAX_NAME = 28  # characters shown of a model's or a hardware's name
 LEAST_SHOWN = 1e-3  # causes with a smaller share of the iteration are not drawn
-MOST_PRINTED = 1e9  # larger numbers are printed with an exponent
 POSSIBLE_MFU = 1.5  # differences in clocks and precision explain no more
 
 
@@ -49,26 +54,17 @@ class Prediction:
 
     ``to_dict`` gives plain values, ``to_frame`` a table of one row, ``plot`` shows where the time goes, ``explain``
     names the ops and collectives that decide the time, and ``timeline`` gives a trace for Perfetto.
-
-    Attributes:
-        job: The job that was asked about.
-        iteration_time_s: Predicted time of one iteration, in seconds.
-        source: Where the durations come from, for people.
-        simulated: The simulated iteration, if it is at hand.
-        predictor: The predictor that answered; None: hardware facts.
-        software: The framework that is said to run the job.
-        share: Computes ``unsupported_share``, where jobs were predicted together.
-        given: Durations from elsewhere, which answered.
     """
 
-    job: Job
-    iteration_time_s: float
-    source: str
-    simulated: Simulation | None = None
-    predictor: Predictor | None = None
-    software: str = ""
+    job: Job  # that was asked about
+    iteration_time_s: float  # predicted seconds of one iteration
+    source: str  # where the durations come from, for people
+    simulated: Simulation | None = None  # the iteration, if it is at hand
+    predictor: Predictor | None = None  # that answered; None: hardware facts
+    software: str = ""  # the framework that is said to run the job
+    # computes ``unsupported_share``, where jobs were predicted together
     share: Callable[[], float] | None = field(default=None, compare=False)
-    given: GivenLatency | None = field(default=None, compare=False)
+    given: GivenLatency | None = field(default=None, compare=False)  # durations from elsewhere, which answered
 
     def __repr__(self) -> str:
         job, memory = self.job, self.memory
@@ -136,9 +132,6 @@ class Prediction:
 
         Returns:
             Low and high end, in seconds.
-
-        Raises:
-            StepsightError: If ``without`` is no string.
         """
         if not isinstance(without, str):
             raise StepsightError(f"without must be the name of a source, got {without!r:.80}: the coverage is 90 %")
@@ -272,22 +265,14 @@ class Prediction:
         return self.iteration_time_s / self.simulation.iteration_time_s
 
     def explain(self, most: int = 10) -> tuple[Sensitivity, ...]:
-        """List the ops and collectives that determine the time, and what halving each would save.
-
-        Args:
-            most: Number of rows at most.
-        """
+        """List at most so many ops and collectives that determine the time, and what halving each would save."""
         return tuple(
             replace(row, seconds=row.seconds * self._scale, halved_s=row.halved_s * self._scale)
             for row in explain(self.simulation, most)
         )
 
     def timeline(self, level: str = "segment") -> dict[str, Any]:
-        """Chrome trace events of the iteration; a file of them opens at ui.perfetto.dev.
-
-        Args:
-            level: Detail: ``segment`` (one event for each pass of a stage) or ``op``.
-        """
+        """Chrome trace events, for ui.perfetto.dev; ``level``: ``segment`` (a pass of a stage) or ``op``."""
         events: dict[str, Any] = json.loads(b"".join(self.timeline_json(level)))
         return events
 
@@ -319,10 +304,7 @@ class Prediction:
         }
 
     def to_frame(self) -> DataFrame:
-        """A pandas table of one row: job, time, interval, breakdown (``compute_s``, ``bubble_s`` ...), memory.
-
-        ``pandas.concat([prediction.to_frame() for prediction in predictions])`` compares several jobs.
-        """
+        """A pandas table of one row: job, time, interval, breakdown (``compute_s``, ...), memory."""
         from pandas import DataFrame
 
         job, memory = self.job, self.memory
@@ -348,11 +330,7 @@ class Prediction:
     def plot(self, axes: Axes | None = None) -> Axes:
         """Draw where the time goes, a bar for each cause; needs no screen.
 
-        Args:
-            axes: The matplotlib axes to draw on; None: a new figure.
-
-        Returns:
-            The axes; ``prediction.plot().figure.savefig("breakdown.png")`` writes the figure.
+        ``axes``: matplotlib's, None: a new figure.  ``prediction.plot().figure.savefig("breakdown.png")`` writes it.
         """
         if axes is None:
             from matplotlib import pyplot
@@ -365,25 +343,19 @@ class Prediction:
         axes.margins(x=0.3)
         axes.invert_yaxis()
         axes.set_xlabel("time in an iteration (s), mean over pipeline stages")
-        interval = interval_text(self.low_s, self.high_s)
-        axes.set_title(f"{self.job.name}: {seconds_text(whole)} ({interval})", fontsize="medium")
+        title = f"{self.job.name}: {seconds_text(whole)} ({interval_text(self.low_s, self.high_s)})"
+        axes.set_title(title, fontsize="medium")
         return axes
 
 
 def half_width(
-    predictor: Predictor | None,
-    job: Job,
-    software: str,
-    unsupported_share: float,
-    *,
-    without: str = "",
-    judged: bool = False,
+    predictor: Predictor | None, job: Job, software: str, share: float, *, without: str = "", judged: bool = False
 ) -> float:
     """Half of the width of a prediction interval, in log-seconds; see ``Prediction.interval``."""
     if predictor is None:
         return Intervals().half_width_log
     half = uncalibrated_half_width(
-        predictor.intervals, class_of(job), unsupported_share, public=predictor.kernel.derives, without=without
+        predictor.intervals, class_of(job), share, public=predictor.kernel.derives, without=without
     )
     return predictor.calibration.half_width_log(job, software, half, judged=judged)
 
@@ -469,22 +441,6 @@ def latency_of_facts(job: Job) -> RooflineLatency:
             "state its facts in a .toml file"
         )
     return latency
-
-
-def seconds_text(seconds: float) -> str:
-    """``31.0 us``, ``12.3 ms``, ``4.56 s`` or ``3.2e+30 s``."""
-    if 0 < seconds < 1e-4:  # in milliseconds it would round to zero
-        return f"{seconds * 1e6:.1f} us"
-    if seconds >= MOST_PRINTED:
-        return f"{seconds:.3g} s"
-    return f"{seconds * 1e3:.1f} ms" if seconds < 1 else f"{seconds:.2f} s"
-
-
-def interval_text(low_s: float, high_s: float) -> str:
-    """``19.12 to 23.62 s``; with both units if they differ."""
-    low, high = seconds_text(low_s), seconds_text(high_s)
-    value, unit = low.rsplit(" ", 1)
-    return f"{value if high.endswith(f' {unit}') else low} to {high}"
 
 
 def _cut(text: str, most: int = MAX_NAME) -> str:

@@ -9,8 +9,9 @@ import pytest
 
 from stepsight.dataset.base.errors import JobError, PredictorError, StepsightError
 from stepsight.dataset.job.job import BatchSpec, ClusterSpec, Job, ModelSpec, ParallelSpec
+from stepsight.training.corrections.intervals import interval_text, seconds_text
 from stepsight.training.prediction.ask_many import ask_many, predict_many
-from stepsight.training.prediction.prediction import Prediction, interval_text, predict, seconds_text
+from stepsight.training.prediction.prediction import Prediction, predict
 from stepsight.training.predictor.predictor import Predictor
 
 
