@@ -10,6 +10,8 @@ from typing import Any
 from stepsight.dataset.base.caching import without_collection
 from stepsight.dataset.base.errors import TraceError
 from stepsight.dataset.base.files import digest, digest_files, new_folder, read_json, write_json, write_text
+from stepsight.dataset.graph.graph_schema import DTYPES, EDGE_NUMBERS, NUMBERS, TARGETS, edge_types, kind_names
+from stepsight.dataset.graph.graph_table import GraphTable
 from stepsight.dataset.graph.program import NODE_KINDS, Program
 from stepsight.dataset.job.job import Job
 from stepsight.dataset.runs.run_folder import (
@@ -23,9 +25,7 @@ from stepsight.dataset.runs.run_folder import (
 )
 from stepsight.dataset.runs.run_manifest import RunManifest
 from stepsight.dataset.trace_graphs.call_segments import call_segments
-from stepsight.dataset.trace_graphs.graph_rows import segment_graphs, step_graphs
-from stepsight.dataset.trace_graphs.graph_schema import DTYPES, EDGE_NUMBERS, NUMBERS, TARGETS, edge_types, kind_names
-from stepsight.dataset.trace_graphs.graph_table import GraphTable
+from stepsight.dataset.trace_graphs.traced_graphs import segment_graphs, step_graphs
 
 Progress = Callable[[int, int], None]
 INDEX = "dataset.json"

@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from stepsight.dataset.graph.graph_schema import NUMBERS, WORK_TYPES, edge_types, kind_names, work_of
+from stepsight.dataset.graph.graph_table import GraphTable, Rows
 from stepsight.dataset.graph.program import Dependency, Program
 from stepsight.dataset.graph.rank_trace import TracedSegment
 from stepsight.dataset.kinds.op import Collective, Op
-from stepsight.dataset.trace_graphs.graph_schema import NUMBERS, WORK_TYPES, edge_types, kind_names, work_of
-from stepsight.dataset.trace_graphs.graph_table import GraphTable, Rows
 
 Ints = NDArray[np.int64]
 _WHY = {why.value: number for number, why in enumerate(Dependency)}

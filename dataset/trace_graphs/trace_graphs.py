@@ -13,8 +13,8 @@ from torch_geometric.data import HeteroData, InMemoryDataset
 
 from stepsight.dataset.base.errors import StepsightError, TraceError
 from stepsight.dataset.base.files import new_folder
+from stepsight.dataset.graph.graph_table import GraphTable
 from stepsight.dataset.trace_graphs.graph_dataset import read_index
-from stepsight.dataset.trace_graphs.graph_table import GraphTable
 
 SPLITS = ("run", "model", "strategy", "scale", "hardware")
 

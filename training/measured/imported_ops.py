@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stepsight.dataset.base.errors import TraceError
+from stepsight.dataset.graph.graph_schema import NUMBERS, kind_names, work_of
 from stepsight.dataset.graph.program import PHASES
 from stepsight.dataset.graph.rank_trace import TracedSegment
 from stepsight.dataset.hardware.hardware import reported_devices
@@ -28,7 +29,6 @@ from stepsight.dataset.kinds.op import Collective, Op
 from stepsight.dataset.runs.run_folder import read_imported
 from stepsight.dataset.runs.trace import profiling_correction, without_overhead
 from stepsight.dataset.tables.measurements import device_name
-from stepsight.dataset.trace_graphs.graph_schema import NUMBERS, kind_names, work_of
 from stepsight.training.kernels.host_calls import (
     FUSED,
     MOST_CROWDED,
@@ -43,7 +43,7 @@ from stepsight.training.kernels.host_calls import (
 from stepsight.training.regression.fitted_physics import Bounds, fit_physics
 
 if TYPE_CHECKING:
-    from stepsight.dataset.trace_graphs.graph_table import GraphTable
+    from stepsight.dataset.graph.graph_table import GraphTable
     from stepsight.dataset.trace_graphs.learning_segments import StepWorks
 
 Floats = NDArray[np.float64]

@@ -12,9 +12,9 @@ from torch_geometric.data import HeteroData
 
 from stepsight.dataset import TraceGraphs
 from stepsight.dataset.base.errors import StepsightError, TraceError
+from stepsight.dataset.graph.graph_table import GraphTable
 from stepsight.dataset.runs.run_folder import write_imported
 from stepsight.dataset.trace_graphs.graph_dataset import make_dataset, read_index
-from stepsight.dataset.trace_graphs.graph_table import GraphTable
 from stepsight.dataset.traces.import_traces import import_ranks
 from tests.dataset.kineto_files import KinetoFile
 from tests.dataset.traced_jobs import GpuJob, two_ranks

@@ -11,7 +11,7 @@ import pytest
 from stepsight.dataset.base.errors import TraceError
 from stepsight.dataset.graph.graph_files import write_graph
 from stepsight.dataset.graph.program import COLLECTIVE, HOST, WHY, WHY_NUMBER, Dependency, Program
-from stepsight.dataset.trace_graphs.graph_rows import step_graphs
+from stepsight.dataset.trace_graphs.traced_graphs import step_graphs
 from stepsight.dataset.traces.read_rank import lateness, read_rank
 from tests.dataset.kineto_files import KinetoFile, tiny_step
 from tests.dataset.traced_jobs import PRODUCT, REDUCTION, GpuJob, two_ranks

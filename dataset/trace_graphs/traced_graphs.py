@@ -9,12 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stepsight.dataset.base.files import digest
-from stepsight.dataset.graph.intervals import covered
-from stepsight.dataset.graph.program import COLLECTIVE, HOST, NODE_KINDS, OP, WHY_NUMBER, Dependency, Program
-from stepsight.dataset.graph.rank_trace import TracedSegment
-from stepsight.dataset.graph.relations import CONCURRENT, RELATIONS, concurrent_pairs, positions, relation_pairs
-from stepsight.dataset.graph.rendezvous import Meeting, meetings
-from stepsight.dataset.trace_graphs.graph_schema import (
+from stepsight.dataset.graph.graph_schema import (
     EDGE_NUMBERS,
     NUMBERS,
     RENDEZVOUS,
@@ -25,7 +20,12 @@ from stepsight.dataset.trace_graphs.graph_schema import (
     signatures,
     work_numbers,
 )
-from stepsight.dataset.trace_graphs.graph_table import GraphTable, Key, Rows
+from stepsight.dataset.graph.graph_table import GraphTable, Key, Rows
+from stepsight.dataset.graph.intervals import covered
+from stepsight.dataset.graph.program import COLLECTIVE, HOST, NODE_KINDS, OP, WHY_NUMBER, Dependency, Program
+from stepsight.dataset.graph.rank_trace import TracedSegment
+from stepsight.dataset.graph.relations import CONCURRENT, RELATIONS, concurrent_pairs, positions, relation_pairs
+from stepsight.dataset.graph.rendezvous import Meeting, meetings
 from stepsight.dataset.traces.device_graph import is_wait
 
 Floats = NDArray[np.float64]

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from stepsight.dataset.graph.program import NODE_KINDS, PHASES
+from stepsight.dataset.graph.columns import NODE_KINDS, PHASES
 from stepsight.dataset.graph.relations import CONCURRENT
 from stepsight.dataset.kinds.op import COLLECTIVE_KINDS, DTYPE_BYTES, OP_KINDS, Collective, Op
 

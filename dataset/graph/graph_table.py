@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 from stepsight.dataset.base.bounded import read_parquet
 from stepsight.dataset.base.errors import TraceError
 from stepsight.dataset.graph.graph_files import write_columns
-from stepsight.dataset.graph.program import NODE_KINDS
-from stepsight.dataset.trace_graphs.graph_schema import EDGE_NUMBERS, NUMBERS, TARGETS, edge_types, signature_width
+from stepsight.dataset.graph.graph_schema import EDGE_NUMBERS, NUMBERS, TARGETS, edge_types, signature_width
+from stepsight.dataset.graph.columns import NODE_KINDS
 
 Key = str | tuple[str, str, str]  # type of node or edge
 Rows = dict[str, NDArray[Any]]
