@@ -65,10 +65,7 @@ class SegmentGraph:
         Args:
             alone: Seconds of each node on its own, ``(len(program),)``: their logarithm is the first column of ``y``.
         """
-        from stepsight.dataset.trace_graphs.trace_graphs import hetero_data
-        from stepsight.dataset.trace_graphs.traced_graphs import program_graph
-
-        return hetero_data(program_graph(self.program, alone, self.busy, self.hardware.name), 0)
+        return self.program.to_heterodata(alone, self.busy, self.hardware.name)
 
 
 @dataclass(frozen=True)

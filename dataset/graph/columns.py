@@ -1,8 +1,17 @@
-"""Columns of nodes and edges of a program, and what their numbers mean."""
+"""Columns of nodes and edges of a program and what their numbers mean, and what a host records beside them."""
 
 from __future__ import annotations
 
 import enum
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    from stepsight.dataset.kinds.op import Collective, Op
 
 
 class Dependency(enum.Enum):
@@ -28,3 +37,68 @@ NODE_COLUMNS = (
 )  # fmt: skip
 EDGE_COLUMNS = ("source", "target", "why")
 OPAQUE = "opaque"
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """A named stretch of a rank's host time: one segment of one step.
+
+    Attributes:
+        label: ``forward``, ``backward``, ``optimizer`` …
+        start_s: On the rank's clock.
+        end_s: Likewise.
+        step: Which profiled step, from 0.
+        micro_batch: Which micro-batch, from 0.
+        stage: Which pipeline stage.
+    """
+
+    label: str
+    start_s: float
+    end_s: float
+    step: int = 0
+    micro_batch: int = 0
+    stage: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class HostRecord:
+    """What a rank's host recorded beside the nodes of its graph; seconds from the graph's begin.
+
+    Attributes:
+        spans: Annotated segments in order of time.
+        calls_s: ``(c,)``: when recorded calls started, in order: of the thread that computes, or of all that launch.
+        own_s: ``(n,)``: time within each node of the graph that is its own; empty: all of it.
+        waits_s: ``(w, 2)``: when the thread that computes waited for collectives.
+        awaited: ``(w,)``: their nodes in the graph.
+    """
+
+    spans: tuple[Span, ...] = ()
+    calls_s: NDArray[np.float64] = field(default_factory=lambda: np.zeros(0))
+    own_s: NDArray[np.float64] = field(default_factory=lambda: np.zeros(0))
+    waits_s: NDArray[np.float64] = field(default_factory=lambda: np.zeros((0, 2)))
+    awaited: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
+
+
+class NodeArrays(Protocol):
+    """What a ``Program`` is to code that reads its arrays alone."""
+
+    label: str
+    rank: int
+
+    @property
+    def columns(self) -> dict[str, NDArray[Any]]: ...
+    @property
+    def edge_columns(self) -> dict[str, NDArray[Any]]: ...
+    @property
+    def works(self) -> Sequence[Op | Collective]: ...
+    @property
+    def streams(self) -> Sequence[str]: ...
+    @property
+    def start_s(self) -> NDArray[np.float64]: ...
+    @property
+    def end_s(self) -> NDArray[np.float64]: ...
+    @property
+    def duration_s(self) -> NDArray[np.float64]: ...
+    @property
+    def on_device(self) -> NDArray[np.bool_]: ...
+    def __len__(self) -> int: ...

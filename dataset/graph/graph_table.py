@@ -5,16 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from stepsight.dataset.base.bounded import read_parquet
 from stepsight.dataset.base.errors import TraceError
+from stepsight.dataset.graph.columns import NODE_KINDS
 from stepsight.dataset.graph.graph_files import write_columns
 from stepsight.dataset.graph.graph_schema import EDGE_NUMBERS, NUMBERS, TARGETS, edge_types, signature_width
-from stepsight.dataset.graph.columns import NODE_KINDS
+
+if TYPE_CHECKING:
+    from torch_geometric.data import HeteroData
 
 Key = str | tuple[str, str, str]  # type of node or edge
 Rows = dict[str, NDArray[Any]]
@@ -107,6 +110,46 @@ class GraphTable:
         except (OSError, KeyError, ValueError, IndexError, TypeError) as error:
             raise TraceError(f"{folder} must hold the tables of a graph dataset: {error}") from None
         return table
+
+    def hetero_data(self, place: int) -> HeteroData:
+        """One graph as PyTorch Geometric has it."""
+        one = self.select([place])
+        data = one._tensors()
+        for name, values in one.about.items():
+            setattr(data, name, values[0])
+        return data
+
+    def collated(self) -> tuple[HeteroData, dict[Any, Any] | None]:
+        """What ``InMemoryDataset.collate`` makes of all graphs, without making each.
+
+        Returns:
+            One ``HeteroData`` that holds all nodes and edges, and where each graph's begin; a single graph as it is,
+            and None.
+        """
+        import torch
+
+        if len(self) == 1:
+            return self.hetero_data(0), None
+        data = self._tensors()
+        bounds = {key: torch.from_numpy(each) for key, each in self.bounds.items()}
+        slices: dict[Any, Any] = {key: dict.fromkeys(data[key].keys(), each) for key, each in bounds.items()}
+        for name, values in self.about.items():
+            setattr(data, name, torch.tensor(values) if isinstance(values[0], int | float) else values)
+            slices[name] = torch.arange(len(self) + 1)
+        return data, slices
+
+    def _tensors(self) -> HeteroData:
+        import torch
+        from torch_geometric.data import HeteroData
+
+        data = HeteroData()
+        for key, rows in self.rows.items():
+            for name, values in rows.items():
+                if name == "ends":
+                    data[key].edge_index = torch.from_numpy(np.ascontiguousarray(values.T))
+                elif name != "graph":
+                    data[key][name] = torch.from_numpy(values)
+        return data
 
     def check(self) -> None:
         """Check that rows are in the order of graphs, and that edges lead to nodes of their graph.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from stepsight.dataset.graph.columns import PHASES as PHASES
 from stepsight.dataset.graph.columns import WHY as WHY
 from stepsight.dataset.graph.columns import WHY_NUMBER as WHY_NUMBER
 from stepsight.dataset.graph.columns import Dependency as Dependency
+from stepsight.dataset.graph.columns import HostRecord
 from stepsight.dataset.graph.graph_files import read_facts, write_graph
 from stepsight.dataset.kinds.op import Collective, Op
 
@@ -32,46 +33,6 @@ Columns = dict[str, NDArray[Any]]
 
 
 _HOST_CALL = Op("host_calls", (1,), "fp32")  # what a call of the host is as a node
-
-
-@dataclass(frozen=True, slots=True)
-class Span:
-    """A named stretch of a rank's host time: one segment of one step.
-
-    Attributes:
-        label: ``forward``, ``backward``, ``optimizer`` …
-        start_s: On the rank's clock.
-        end_s: Likewise.
-        step: Which profiled step, from 0.
-        micro_batch: Which micro-batch, from 0.
-        stage: Which pipeline stage.
-    """
-
-    label: str
-    start_s: float
-    end_s: float
-    step: int = 0
-    micro_batch: int = 0
-    stage: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class HostRecord:
-    """What a rank's host recorded beside the nodes of its graph; seconds from the graph's begin.
-
-    Attributes:
-        spans: Annotated segments in order of time.
-        calls_s: ``(c,)``: when recorded calls started, in order: of the thread that computes, or of all that launch.
-        own_s: ``(n,)``: time within each node of the graph that is its own; empty: all of it.
-        waits_s: ``(w, 2)``: when the thread that computes waited for collectives.
-        awaited: ``(w,)``: their nodes in the graph.
-    """
-
-    spans: tuple[Span, ...] = ()
-    calls_s: Floats = field(default_factory=lambda: np.zeros(0))
-    own_s: Floats = field(default_factory=lambda: np.zeros(0))
-    waits_s: Floats = field(default_factory=lambda: np.zeros((0, 2)))
-    awaited: Indices = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,6 +134,44 @@ class Program:
         return made
 
     @classmethod
+    def of_parts(cls, parts: Sequence[Program]) -> Program:
+        """The nodes of programs one after the other; what has one name on several of them is one stream or group."""
+        numbers: dict[str, dict[Any, int]] = {name: {} for name in ("work", "stream", "name", "group")}
+        drawn: dict[int, tuple[Columns, Columns]] = {}
+        for part in parts:
+            if id(part) not in drawn:
+                columns = part._rows()
+                things = (part.works, part.streams, part.names, part.groups)
+                for (name, known), each in zip(numbers.items(), things, strict=True):
+                    number = [known.setdefault(thing, len(known)) for thing in each]
+                    columns[name] = np.array([*number, -1])[columns[name]]
+                drawn[id(part)] = columns, part._listed()
+        every = [drawn[id(part)] for part in parts]
+        columns = {name: np.concatenate([each[name] for each, _ in every]) for name in every[0][0]}
+        edges = {name: np.concatenate([each[name] for _, each in every]) for name in every[0][1]}
+        first = np.cumsum([0, *(len(part) for part in parts)])[:-1]
+        for name in ("source", "target"):
+            edges[name] = edges[name] + np.repeat(first, [len(each["why"]) for _, each in every])
+        facts = dict(zip(("works", "streams", "names", "groups"), map(tuple, numbers.values()), strict=True))
+        return cls()._with_rows(columns, edges, **facts)
+
+    def _listed(self) -> Columns:
+        """Columns of edges, and their delays, without stream order."""
+        listed = self.edge_columns["why"] != WHY_NUMBER[Dependency.STREAM_ORDER]
+        return {name: values[listed] for name, values in (*self.edge_columns.items(), ("delay_s", self.delay_s))}
+
+    def _with_rows(self, columns: Columns, listed: Columns, **facts: Any) -> Program:
+        """The program with other nodes, whose times are among the columns, and other edges; stream order is added."""
+        rows = dict(columns)
+        times = {name: rows.pop(name) for name in ("start_s", "duration_s", "unrecorded_s")}
+        order = np.argsort(rows["stream"], kind="stable")
+        same = np.diff(rows["stream"][order]) == 0
+        why = np.full(int(same.sum()), WHY_NUMBER[Dependency.STREAM_ORDER])
+        ordered = {"source": order[:-1][same], "target": order[1:][same], "why": why, "delay_s": np.zeros(len(why))}
+        edges = {name: np.concatenate([ordered[name], values]) for name, values in listed.items()}
+        return self.replace(columns=rows, delay_s=edges.pop("delay_s"), edge_columns=edges, **times, **facts)
+
+    @classmethod
     def of_rows(
         cls,
         works: Sequence[Op | Collective],
@@ -211,6 +210,20 @@ class Program:
             TraceError: If it is not that.
         """
         return cls.of_columns(**read_facts(Path(path).parent, Path(path).name.removesuffix(".json")))
+
+    def to_heterodata(self, alone: Floats | None = None, busy: int = 1, hardware: str = "") -> Any:
+        """The program as ``HeteroData``, with the features that ``TraceGraphs`` gives the graphs of segments.
+
+        Args:
+            alone: ``(n,)``: seconds of each node on its own, whose logarithm is the first column of the targets ``y``;
+                None: unknown.  The second column has the logarithm of ``duration_s``; NaN is unknown.
+            busy: Devices of the node that compute at the same time.
+            hardware: Name of what it runs on; empty: ``device_name``.
+        """
+        from stepsight.dataset.graph.graph_rows import program_table
+
+        known = np.full(len(self), np.nan) if alone is None else alone
+        return program_table(self, known, busy, hardware or self.device_name).hetero_data(0)
 
     def __len__(self) -> int:
         return len(self.nodes) if "nodes" in vars(self) else len(self.columns["work"])
@@ -330,6 +343,74 @@ class Program:
         edges = [(place[b], place[a], why) for b, a, why in self.edges if b in place and a in place]
         return Program([self.nodes[node] for node in place], edges, label)
 
+    def change(self, nodes: Iterable[int], work: Op | Collective | None = None, stream: str = "") -> Program:
+        """The program with another signature, or another stream, of some nodes."""
+        chosen, columns, facts = self._chosen(nodes), self._rows(), {}
+        for name, things, thing in (("work", self.works, work), ("stream", self.streams, stream)):
+            if thing:
+                facts[f"{name}s"] = known = tuple(dict.fromkeys([*things, thing]))
+                columns[name][chosen] = known.index(thing)
+        if work is not None:
+            columns["kind"][chosen] = OP if isinstance(work, Op) else COLLECTIVE
+            columns["known"][chosen], columns["call"][chosen] = work.kind != OPAQUE, -1
+        return self._with_rows(columns, self._listed(), **facts)
+
+    def remove(self, nodes: Iterable[int]) -> Program:
+        """The program without some nodes: what waited for one waits for what it waited for."""
+        gone = np.isin(np.arange(len(self)), self._chosen(nodes))
+        edges = zip(*(values.tolist() for values in self._listed().values()), strict=True)
+        found: dict[int, dict[tuple[int, int], float]] = {}
+        for source, target, why, delay in sorted(edges, key=lambda edge: edge[1]):
+            before = {(source, why): 0.0}
+            if gone[source]:
+                before = {(each, why): more for (each, _), more in found.get(source, {}).items()}
+            for key, more in before.items():
+                held = found.setdefault(target, {})
+                held[key] = max(held.get(key, -np.inf), delay + more)
+        kept, place = np.flatnonzero(~gone), np.cumsum(~gone) - 1
+        rows = [(place[b], place[a], w, d) for a, held in found.items() if not gone[a] for (b, w), d in held.items()]
+        source, target, why, delay_s = np.array(rows, dtype=np.float64).reshape(-1, 4).T
+        listed = {"source": source.astype(np.int64), "target": target.astype(np.int64), "why": why.astype(np.int64)}
+        columns = {name: values[kept] for name, values in self._rows().items()}
+        return self._with_rows(columns, {**listed, "delay_s": delay_s})
+
+    def insert(
+        self, place: int, work: Op | Collective, stream: str = "compute", name: str = "", after: Iterable[int] = ()
+    ) -> Program:
+        """The program with one more node before the node at ``place``; ``after``: earlier nodes that it waits for.
+
+        It does what the framework does in the phase of the node before it.
+        """
+        count, waits = len(self), sorted(set(after))
+        if not 0 <= place <= count or (waits and not 0 <= waits[0] <= waits[-1] < place):
+            raise ValueError(
+                f"place must be from 0 to {count}, after all nodes that it waits for, got {place}, {waits}"
+            )
+        joined = Program.of_parts([self, Program([Node(work, stream, name)])])
+        order = np.insert(np.arange(count), place, count)
+        columns, listed = {each: values[order] for each, values in joined._rows().items()}, joined._listed()
+        for each in ("phase", "step"):
+            columns[each][place] = columns[each][max(place - 1, 0)] if place or not count else columns[each][1]
+        more = {"source": waits, "target": count, "why": WHY_NUMBER[Dependency.DATA], "delay_s": 0.0}
+        for each, value in more.items():
+            listed[each] = np.concatenate([listed[each], np.full(len(waits), value, dtype=listed[each].dtype)])
+        for each in ("source", "target"):
+            listed[each] = np.argsort(order)[listed[each]]
+        facts = {each: getattr(joined, each) for each in ("works", "streams", "names", "groups")}
+        return self._with_rows(columns, listed, **facts)
+
+    def _chosen(self, nodes: Iterable[int]) -> Indices:
+        chosen = np.array(sorted({int(node) for node in nodes}), dtype=np.int64)
+        if len(chosen) and not 0 <= chosen[0] <= chosen[-1] < len(self):
+            raise ValueError(f"nodes must lie within 0 and {len(self) - 1}, got {chosen.tolist()[:8]}")
+        return chosen
+
+    def _rows(self) -> Columns:
+        """Copies of all columns of nodes, times and shares included."""
+        found = {"share": np.ones(len(self)), **self.columns}
+        found |= {name: getattr(self, name) for name in ("start_s", "duration_s", "unrecorded_s")}
+        return {name: values.copy() for name, values in found.items()}
+
     def with_edges(self, source: Any, target: Any, why: Dependency, delay_s: Any) -> Program:
         """The program with more edges of one kind; edges that do not lead forward in time are dropped."""
         source, target = np.asarray(source, dtype=np.int64), np.asarray(target, dtype=np.int64)
@@ -346,37 +427,3 @@ _ARRAYS = (
     "columns", "edge_columns", "works", "streams", "names", "start_s", "duration_s", "unrecorded_s", "delay_s",
 )  # fmt: skip
 FACTS = frozenset(_ARRAYS) | frozenset(Program.__annotations__)
-
-
-class ProgramBuilder:
-    """Builds a program node by node.  ``add`` returns the index that ``after`` takes."""
-
-    def __init__(self, label: str = "") -> None:
-        self._label = label
-        self._nodes: list[Node] = []
-        self._edges: list[tuple[int, int, Dependency]] = []
-
-    def add(
-        self,
-        work: Op | Collective,
-        stream: str = "compute",
-        name: str = "",
-        *,
-        after: Iterable[int] = (),
-        why: Dependency = Dependency.DATA,
-        share: float = 1.0,
-    ) -> int:
-        index = len(self._nodes)
-        self._nodes.append(Node(work, stream, name, share))
-        self._edges.extend((before, index, why) for before in after)
-        return index
-
-    def last(self, stream: str) -> int | None:
-        """Index of the newest node on a stream."""
-        for index in range(len(self._nodes) - 1, -1, -1):
-            if self._nodes[index].stream == stream:
-                return index
-        return None
-
-    def build(self) -> Program:
-        return Program(tuple(self._nodes), tuple(self._edges), self._label)

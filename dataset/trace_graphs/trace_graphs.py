@@ -7,8 +7,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
 from torch_geometric.data import HeteroData, InMemoryDataset
 
 from stepsight.dataset.base.errors import StepsightError, TraceError
@@ -60,15 +58,15 @@ class TraceGraphs(InMemoryDataset):  # type: ignore[misc]
         self._index = read_index(Path(root))
         table = GraphTable.load(Path(root))
         if pre_filter is not None:
-            table = table.select([place for place in range(len(table)) if pre_filter(hetero_data(table, place))])
+            table = table.select([place for place in range(len(table)) if pre_filter(table.hetero_data(place))])
         if not len(table):
             raise TraceError(f"a dataset must hold at least one traced step, got none in {root}")
         super().__init__(str(root), transform, pre_transform, pre_filter, log=False)
         self._table = table
         if pre_transform is None:
-            self._data, self.slices = collated(table)
+            self._data, self.slices = table.collated()
         else:
-            graphs = [pre_transform(hetero_data(table, place)) for place in range(len(table))]
+            graphs = [pre_transform(table.hetero_data(place)) for place in range(len(table))]
             self._data, self.slices = self.collate(graphs)
         if scope is not None:
             self._indices = [place for place, each in enumerate(self.values("scope")) if each == scope]
@@ -128,7 +126,7 @@ class TraceGraphs(InMemoryDataset):  # type: ignore[misc]
             TraceError: If the folder holds no such tables.
         """
         table = GraphTable.load(Path(folder))
-        return [hetero_data(table, place) for place in range(len(table))]
+        return [table.hetero_data(place) for place in range(len(table))]
 
     def split(
         self, by: str = "run", fractions: Sequence[float] = (0.8, 0.1, 0.1), seed: int = 0
@@ -167,44 +165,6 @@ class TraceGraphs(InMemoryDataset):  # type: ignore[misc]
             ]
             chosen[min(range(len(chosen)), key=missing.__getitem__)].append(key)
         return tuple(self[[place for place, key in enumerate(keys) if key in part]] for part in chosen)
-
-
-def hetero_data(table: GraphTable, place: int) -> HeteroData:
-    """One graph of a table as PyTorch Geometric has it."""
-    one = table.select([place])
-    data = _tensors(one)
-    for name, values in one.about.items():
-        setattr(data, name, values[0])
-    return data
-
-
-def collated(table: GraphTable) -> tuple[HeteroData, dict[Any, Any] | None]:
-    """What ``InMemoryDataset.collate`` makes of all graphs, without making each; of a single graph as it is, and None.
-
-    Returns:
-        One ``HeteroData`` that holds all nodes and edges, and where each graph's begin.
-    """
-    if len(table) == 1:
-        return hetero_data(table, 0), None
-    data = _tensors(table)
-    slices: dict[Any, Any] = {
-        key: dict.fromkeys(data[key].keys(), torch.from_numpy(bounds)) for key, bounds in table.bounds.items()
-    }
-    for name, values in table.about.items():
-        setattr(data, name, torch.tensor(values) if isinstance(values[0], int | float) else values)
-        slices[name] = torch.arange(len(table) + 1)
-    return data, slices
-
-
-def _tensors(table: GraphTable) -> HeteroData:
-    data = HeteroData()
-    for key, rows in table.rows.items():
-        for name, values in rows.items():
-            if name == "ends":
-                data[key].edge_index = torch.from_numpy(np.ascontiguousarray(values.T))
-            elif name != "graph":
-                data[key][name] = torch.from_numpy(values)
-    return data
 
 
 def _joined(keys: list[str], *groups: Sequence[str | None]) -> list[str]:

@@ -1,72 +1,27 @@
-"""Rows of the dataset's graphs: features, targets and relations of traced steps and of segments."""
+"""Graphs of traced steps and of segments: what was measured of their nodes, and which relations they have."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from stepsight.dataset.base.files import digest
-from stepsight.dataset.graph.graph_schema import (
-    EDGE_NUMBERS,
-    NUMBERS,
-    RENDEZVOUS,
-    WORK_TYPES,
-    edge_types,
-    kind_names,
-    node_numbers,
-    signatures,
-    work_numbers,
-)
-from stepsight.dataset.graph.graph_table import GraphTable, Key, Rows
+from stepsight.dataset.graph.graph_rows import NUMBER, About, GraphRows, Measured, Pairs, Peers, listed_pairs, overlap
+from stepsight.dataset.graph.graph_table import GraphTable
 from stepsight.dataset.graph.intervals import covered
-from stepsight.dataset.graph.program import COLLECTIVE, HOST, NODE_KINDS, OP, WHY_NUMBER, Dependency, Program
+from stepsight.dataset.graph.program import COLLECTIVE, HOST, OP, WHY_NUMBER, Dependency, Program
 from stepsight.dataset.graph.rank_trace import TracedSegment
-from stepsight.dataset.graph.relations import CONCURRENT, RELATIONS, concurrent_pairs, positions, relation_pairs
+from stepsight.dataset.graph.relations import CONCURRENT, concurrent_pairs
 from stepsight.dataset.graph.rendezvous import Meeting, meetings
 from stepsight.dataset.traces.device_graph import is_wait
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
-About = dict[str, list[Any]]
 
 _NEAREST = 8  # nodes of another stream that count as concurrent in a step
 _MOST_PEERS = 8  # most ranks of a collective in a rank's graph
-_LEAST_TOLD = 8  # least number of nodes that identifies a graph
-_TYPES = (*NODE_KINDS, "stream")
-_RELATIONS = (*RELATIONS, "runs_on", "runs")
-_NUMBER = {relation: number for number, relation in enumerate(_RELATIONS)}
-
-
-class _Measured(NamedTuple):
-    """What is known of the nodes of a program, ``(n,)`` each unless said otherwise."""
-
-    alone: Floats  # seconds where nothing ran beside it
-    seconds: Floats  # in context
-    start_s: Floats  # NaN: unknown
-    end_s: Floats
-    launch: Floats  # (n, 2): host seconds from the launch before, and calls recorded in that time
-    beside: Floats  # seconds that overlapped with collectives
-    node: Ints  # place in the rank's graph, or in the segment
-    call: Ints  # index of the graph's calls
-
-
-class _Pairs(NamedTuple):
-    """Edges, ``(e,)`` each."""
-
-    source: Ints
-    target: Ints
-    relation: Ints  # index of ``_RELATIONS``
-    delay_s: Floats
-
-
-class _Peers(NamedTuple):
-    """Collectives of other ranks, ``(p,)`` each: additional nodes without a stream."""
-
-    node: Ints  # the rank's own collective of the same rendezvous
-    seconds: Floats
 
 
 def step_graphs(graphs: Sequence[Program]) -> GraphTable:
@@ -87,7 +42,7 @@ def _steps(graphs: Sequence[Program], place: int, met: Sequence[Meeting]) -> Gra
         ops = np.flatnonzero((owner == each) & (graph.columns["kind"] == OP))
         used, call[ops] = np.unique(names[ops], return_inverse=True)
         calls[each] = [graph.names[name] for name in used.tolist()]
-    measured = _Measured(
+    measured = Measured(
         alone=_seconds_alone(graph),
         seconds=graph.duration_s,
         start_s=graph.start_s,
@@ -99,10 +54,10 @@ def _steps(graphs: Sequence[Program], place: int, met: Sequence[Meeting]) -> Gra
     )
     one, other = concurrent_pairs(graph, _NEAREST)
     edges = graph.edge_columns
-    pairs = _Pairs(
+    pairs = Pairs(
         np.concatenate([edges["source"], one]),
         np.concatenate([edges["target"], other]),
-        np.concatenate([edges["why"], np.full(len(one), _NUMBER[CONCURRENT])]),
+        np.concatenate([edges["why"], np.full(len(one), NUMBER[CONCURRENT])]),
         np.concatenate([graph.delay_s, np.zeros(len(one))]),
     )
     about: About = {
@@ -113,10 +68,10 @@ def _steps(graphs: Sequence[Program], place: int, met: Sequence[Meeting]) -> Gra
         )
     }  # fmt: skip
     about |= {"step": active.tolist(), "calls": calls, "span_s": np.diff(graph.steps_s[active]).reshape(-1).tolist()}
-    return _Rows(graph, owner, measured, _peers(graphs, place, met, owner)).table(pairs, about)
+    return GraphRows(graph, owner, measured, _peers(graphs, place, met, owner)).table(pairs, about)
 
 
-def _peers(graphs: Sequence[Program], place: int, met: Sequence[Meeting], owner: Ints) -> _Peers:
+def _peers(graphs: Sequence[Program], place: int, met: Sequence[Meeting], owner: Ints) -> Peers:
     found = [
         (members[place], max(float(graphs[each].duration_s[node]), 1e-9))
         for members in met
@@ -124,17 +79,17 @@ def _peers(graphs: Sequence[Program], place: int, met: Sequence[Meeting], owner:
         for each, node in [peer for peer in members.items() if peer[0] != place][:_MOST_PEERS]
     ]
     found.sort(key=lambda peer: peer[0])
-    return _Peers(np.array([node for node, _ in found], dtype=np.int64), np.array([seconds for _, seconds in found]))
+    return Peers(np.array([node for node, _ in found], dtype=np.int64), np.array([seconds for _, seconds in found]))
 
 
 _TIMES = {"slot_s": np.nan, "launch_s": 0.0, "launch_events": 0.0, "start_s": np.nan, "end_s": np.nan}
 
 
-def segment_graphs(segments: Sequence[TracedSegment], alone: Floats | None = None) -> GraphTable:
+def segment_graphs(segments: Sequence[TracedSegment]) -> GraphTable:
     """One graph for each of at least one segment of a run.
 
     An op's seconds alone are the median of its signature on its rank where nothing ran beside it, without the time of
-    the host before it.  Collectives have none.  ``alone`` are those of all nodes, where they are known.
+    the host before it.  Collectives have none.
     """
     program, pairs, lengths = _joined([segment.program for segment in segments])
     slot, launch_s, launch_events, start, end = (
@@ -143,17 +98,15 @@ def segment_graphs(segments: Sequence[TracedSegment], alone: Floats | None = Non
     )
     owner, first = np.repeat(np.arange(len(segments)), lengths), np.cumsum([0, *lengths])
     kind = program.columns["kind"]
-    if alone is None:
-        own = np.where(np.isnan(start), slot, np.minimum(slot, end - start))
-        beside = (pairs.relation == _NUMBER[CONCURRENT]) & (_overlap(start, end, pairs.source, pairs.target) > 0)
-        free = (own > 0) & (kind == OP)
-        free[pairs.source[beside]] = False
-        rank = np.array([segment.rank for segment in segments])[owner]
-        keys = np.stack([rank, program.columns["work"], program.columns["share"]])
-        alone = np.where(kind == OP, _medians(keys, own, free), np.nan)
+    own = np.where(np.isnan(start), slot, np.minimum(slot, end - start))
+    beside = (pairs.relation == NUMBER[CONCURRENT]) & (overlap(start, end, pairs.source, pairs.target) > 0)
+    free = (own > 0) & (kind == OP)
+    free[pairs.source[beside]] = False
+    rank = np.array([segment.rank for segment in segments])[owner]
+    keys = np.stack([rank, program.columns["work"], program.columns["share"]])
     parts = [slice(*each) for each in zip(first.tolist(), first[1:].tolist(), strict=False)]
-    measured = _Measured(
-        alone=alone,
+    measured = Measured(
+        alone=np.where(kind == OP, _medians(keys, own, free), np.nan),
         seconds=slot,
         start_s=start,
         end_s=end,
@@ -168,180 +121,24 @@ def segment_graphs(segments: Sequence[TracedSegment], alone: Floats | None = Non
     }
     about |= {"scope": ["segment"] * len(segments), "segment": [segment.label for segment in segments]}
     about |= {"calls": [[] for _ in segments], "events": [0.0] * len(segments)}
-    return _Rows(program, owner, measured).table(pairs, about)
-
-
-def program_graph(program: Program, alone: Floats, busy: int, hardware: str) -> GraphTable:
-    """A segment without a trace: targets have the seconds of each node alone, ``(n,)``."""
-    none = np.full(len(program), np.nan)
-    table = segment_graphs([TracedSegment(program, none, program.label, 0, busy, "")], alone)
-    table.about["hardware"] = [hardware]
-    return table
+    return GraphRows(program, owner, measured).table(pairs, about)
 
 
 def _whole(values: Floats, count: int, none: float) -> Floats:
     return values if len(values) else np.full(count, none)
 
 
-def _joined(programs: Sequence[Program]) -> tuple[Program, _Pairs, list[int]]:
+def _joined(programs: Sequence[Program]) -> tuple[Program, Pairs, list[int]]:
     """The nodes of programs as those of one, the pairs of all relations, and how many nodes each has."""
-    works: dict[Any, int] = {}
-    streams: dict[Any, int] = {}
-    drawn: dict[int, tuple[Rows, Ints]] = {}
+    drawn: dict[int, Pairs] = {}
     for program in programs:
         if id(program) not in drawn:
-            columns = {
-                "share": np.ones(len(program)),
-                **program.columns,
-                "name": np.zeros(len(program), dtype=np.int64),
-            }
-            for name, things, numbers in (("work", program.works, works), ("stream", program.streams, streams)):
-                number = [numbers.setdefault(thing, len(numbers)) for thing in things]
-                columns[name] = np.array([*number, -1])[columns[name]]
-            relations = relation_pairs(program).items()
-            found = [np.stack([*pairs, np.full(pairs.shape[1], _NUMBER[name])]) for name, pairs in relations]
-            drawn[id(program)] = columns, np.concatenate(found, axis=1)
+            drawn[id(program)] = listed_pairs(program)
     every = [drawn[id(program)] for program in programs]
     lengths = [len(program) for program in programs]
-    columns = {name: np.concatenate([each[name] for each, _ in every]) for name in every[0][0]}
-    first = np.repeat(np.cumsum([0, *lengths])[:-1], [pairs.shape[1] for _, pairs in every])
-    source, target, relation = np.concatenate([pairs for _, pairs in every], axis=1)
-    joined = Program.of_columns(columns=columns, works=tuple(works), streams=tuple(streams), names=("",))
-    return joined, _Pairs(source + first, target + first, relation, np.zeros(len(source))), lengths
-
-
-class _Rows:
-    """Rows of graphs of one program, ``(r,)`` each: of its nodes, then of peers, then of streams.
-
-    Args:
-        program: All nodes, ``n``.
-        owner: ``(n,)``: the graph of each node, -1: none.
-        measured: What is known of the nodes.
-        peers: Of steps; None for segments.
-    """
-
-    def __init__(self, program: Program, owner: Ints, measured: _Measured, peers: _Peers | None = None) -> None:
-        self._program, self._owner, self._measured = program, owner, measured
-        nodes, own = program.columns, np.flatnonzero(owner >= 0)
-        held = np.stack([owner, nodes["stream"]])[:, own]
-        streams, first, runs_on = np.unique(held, axis=1, return_index=True, return_inverse=True)
-        order = np.lexsort((first, streams[0]))
-        streams, runs_on = streams[:, order], np.argsort(order)[runs_on.reshape(-1)]
-        self._in_step = peers is not None
-        self._peers = peers or _Peers(np.zeros(0, dtype=np.int64), np.zeros(0))
-        self._streams, self._num_own = streams, len(own)
-        self._nodes = np.concatenate([own, self._peers.node])  # that rows show
-        self._runs_on = len(self._nodes) + runs_on
-        self._graph = np.concatenate([owner[self._nodes], streams[0]])
-        self._kind = np.concatenate([nodes["kind"][self._nodes], np.full(streams.shape[1], len(NODE_KINDS))])
-        self._place = positions(self._graph * len(_TYPES) + self._kind)  # of each row within its type and graph
-
-    def table(self, pairs: _Pairs, about: About) -> GraphTable:
-        """The graphs; pairs of nodes of two graphs are left out, and ``about`` gets streams and digests."""
-        columns = self._columns()
-        found: dict[Key, Rows] = {}
-        names = [self._program.streams[stream] for stream in self._streams[1].tolist()]
-        device = [not (self._in_step and name.startswith("host")) for name in names]
-        for number, name in enumerate(_TYPES):
-            mine = np.flatnonzero(self._kind == number)
-            mine = mine[np.argsort(self._graph[mine], kind="stable")]
-            found[name] = {"graph": self._graph[mine]}
-            if name == "stream":
-                found[name]["x"] = np.array(device, dtype=np.float32).reshape(-1, 1)
-            else:
-                found[name] |= {each: values[mine] for each, values in columns.items()}
-        streams: list[list[str]] = [[] for _ in about["scope"]]
-        for graph, name in zip(self._streams[0].tolist(), names, strict=True):
-            streams[graph].append(name)
-        table = GraphTable({**about, "streams": streams}, found | self._edges(pairs))
-        table.about["digest"] = [_digest(table, place) for place in range(len(streams))]
-        return table
-
-    def _columns(self) -> Rows:
-        """Arrays of ops, collectives and host calls by row."""
-        nodes, rows, measured = self._program.columns, self._nodes, self._measured
-        own, works, work = np.arange(len(rows)) < self._num_own, self._program.works, nodes["work"][rows]
-        launched = [nodes[name][rows] for name in ("blocks", "threads", "registers", "shared_bytes")]
-        sizes = np.stack(launched, axis=1).astype(np.float64)
-        x = node_numbers(work_numbers(works)[work], sizes, nodes["known"][rows], nodes["phase"][rows])
-        x[~own, NUMBERS.index("is_peer")] = 1.0
-        seconds = np.stack([measured.alone[rows], measured.seconds[rows]], axis=1)
-        seconds[~own, 0], seconds[~own, 1] = np.nan, self._peers.seconds
-        with np.errstate(divide="ignore", invalid="ignore"):
-            y = np.log(seconds)
-        y[~np.isfinite(y)] = np.nan
-        number = {name: place for place, name in enumerate(kind_names())}
-        kinds = np.array([*(number[each.kind] for each in works), number["host"]], dtype=np.int64)
-        return {
-            "x": x,
-            "y": y.astype(np.float32),
-            "kind": kinds[work],
-            "node": np.where(own, measured.node[rows], -1),
-            "signature": signatures(works)[work],
-            "share": nodes["share"][rows] if "share" in nodes else np.ones(len(rows)),
-            "launch": np.where(own[:, None], measured.launch[rows], 0.0),
-            "beside": np.where(own, measured.beside[rows], 0.0),
-            "call": np.where(own, measured.call[rows], -1),
-            "recorded": np.where(own, nodes["recorded"][rows], 0),
-        }
-
-    def _edges(self, pairs: _Pairs) -> dict[Key, Rows]:
-        """Edges by type; a relation that does not exist between two kinds of work counts as synchronisation."""
-        owner, own = self._owner, np.arange(self._num_own)
-        inside = np.flatnonzero((owner[pairs.source] == owner[pairs.target]) & (owner[pairs.source] >= 0))
-        pairs = _Pairs(pairs.source[inside], pairs.target[inside], pairs.relation[inside], pairs.delay_s[inside])
-        row = np.full(len(owner), -1)
-        row[self._nodes[own]] = own
-        peer = np.arange(self._num_own, len(self._nodes))
-        listed = (
-            (row[pairs.source], row[pairs.target], pairs.relation),
-            (peer, row[self._peers.node], _NUMBER[RENDEZVOUS]),
-            (own, self._runs_on, _NUMBER["runs_on"]),
-            (self._runs_on, own, _NUMBER["runs"]),
-        )
-        ends = np.concatenate([np.stack(np.broadcast_arrays(*each)) for each in listed], axis=1)
-        source, target, relation = ends
-        numbers = np.zeros((len(source), len(EDGE_NUMBERS)), dtype=np.float32)
-        numbers[: len(inside)] = self._edge_numbers(pairs)
-        moved = slice(len(inside), len(inside) + len(peer))
-        numbers[moved, 1] = work_numbers(self._program.works)[self._program.columns["work"][self._peers.node], 1]
-        known = np.zeros((len(_RELATIONS), len(_TYPES), len(_TYPES)), dtype=np.bool_)
-        types = [(_NUMBER[name], _TYPES.index(a), _TYPES.index(b)) for a, name, b in edge_types()]
-        known[tuple(np.array(types).T)] = True
-        kinds = self._kind[source], self._kind[target]
-        relation = np.where(known[relation, *kinds], relation, _NUMBER[Dependency.SYNCHRONISATION.value])
-        graph = self._graph[source]
-        found: dict[Key, Rows] = {}
-        for key, (name, a, b) in zip(edge_types(), types, strict=True):
-            mine = np.flatnonzero((relation == name) & (kinds[0] == a) & (kinds[1] == b))
-            mine = mine[np.argsort(graph[mine], kind="stable")]
-            places = np.stack([self._place[source[mine]], self._place[target[mine]]], axis=1)
-            found[key] = {"graph": graph[mine], "ends": places, "edge_attr": numbers[mine]}
-        return found
-
-    def _edge_numbers(self, pairs: _Pairs) -> NDArray[np.float32]:
-        nodes, (source, target, _, delay_s) = self._program.columns, pairs
-        overlap = _overlap(self._measured.start_s, self._measured.end_s, source, target)
-        moved = work_numbers(self._program.works)[nodes["work"][source], 1]
-        position, same = positions(nodes["stream"]), nodes["stream"][source] == nodes["stream"][target]
-        distance = np.where(same, position[target] - position[source], 0)
-        return np.stack([overlap, moved, distance, delay_s], axis=1).astype(np.float32)
-
-
-def _digest(table: GraphTable, place: int) -> str:
-    """Digest of the nodes of a graph and their durations; empty for few nodes, which may be equal by chance."""
-    own = {name: slice(*table.bounds[name][place : place + 2].tolist()) for name in WORK_TYPES}
-    if sum(each.stop - each.start for each in own.values()) < _LEAST_TOLD:
-        return ""
-    columns: list[Any] = [table.rows[n][each][own[n]] for n in WORK_TYPES for each in ("kind", "signature")]
-    columns += [table.rows[name]["y"][own[name], 1] for name in WORK_TYPES]
-    return digest(*(np.ascontiguousarray(column).tobytes() for column in columns))
-
-
-def _overlap(start: Floats, end: Floats, one: Ints, other: Ints) -> Floats:
-    """Seconds for which the nodes of each pair overlapped; 0 if their times are unknown."""
-    shared = np.minimum(end[one], end[other]) - np.maximum(start[one], start[other])
-    return np.asarray(np.fmax(shared, 0.0))
+    first = np.repeat(np.cumsum([0, *lengths])[:-1], [len(pairs.source) for pairs in every])
+    source, target, relation, delay_s = (np.concatenate(column) for column in zip(*every, strict=True))
+    return Program.of_parts(programs), Pairs(source + first, target + first, relation, delay_s), lengths
 
 
 def _medians(keys: NDArray[Any], values: Floats, chosen: NDArray[np.bool_]) -> Floats:

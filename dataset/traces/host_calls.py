@@ -13,7 +13,7 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from stepsight.dataset.graph.program import Span
+from stepsight.dataset.graph.columns import Span
 from stepsight.dataset.traces.classify import parse_annotation
 from stepsight.dataset.traces.event_columns import Annotation, RankEvents
 

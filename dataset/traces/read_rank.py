@@ -9,8 +9,9 @@ from numpy.typing import NDArray
 
 from stepsight.dataset.base.caching import without_collection
 from stepsight.dataset.base.errors import TraceError
+from stepsight.dataset.graph.columns import HostRecord
 from stepsight.dataset.graph.intervals import covered
-from stepsight.dataset.graph.program import COLLECTIVE, HOST, OP, WHY_NUMBER, Dependency, HostRecord, Program
+from stepsight.dataset.graph.program import COLLECTIVE, HOST, OP, WHY_NUMBER, Dependency, Program
 from stepsight.dataset.graph.rank_trace import Placement, RankTrace, rank_trace
 from stepsight.dataset.kinds.op import MOST_SIZE, Op
 from stepsight.dataset.traces.assembly import MICROSECOND, Assembly

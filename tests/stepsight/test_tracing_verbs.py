@@ -13,7 +13,8 @@ from typer.testing import CliRunner
 from stepsight.cli import app
 from stepsight.dataset import TraceGraphs
 from stepsight.dataset.base.errors import StepsightError
-from stepsight.dataset.graph.program import Node, Program, Span
+from stepsight.dataset.graph.columns import Span
+from stepsight.dataset.graph.program import Node, Program
 from stepsight.dataset.graph.rank_trace import Placement, RankTrace
 from stepsight.dataset.kinds.op import Op
 from stepsight.dataset.traces.import_traces import TRACE_READERS

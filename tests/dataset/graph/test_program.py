@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stepsight.dataset.graph.program import Dependency, Program, ProgramBuilder
+from stepsight.dataset.graph.program import Dependency, Program
+from stepsight.dataset.graph.program_builder import ProgramBuilder
 from stepsight.dataset.graph.relations import RELATIONS, concurrent_pairs, relation_pairs
 from stepsight.dataset.kinds.op import Collective, Op
 
@@ -118,3 +119,36 @@ def test_importing_graphs_does_not_import_torch() -> None:
     code = "import sys; import stepsight.dataset.graph.program; print({'torch', 'pandas'} & set(sys.modules))"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert found.stdout.strip() == "set()"
+
+
+def test_edits_keep_what_waits() -> None:
+    """A changed node keeps its edges; what waited for a removed node waits for its sources; a new one is in order."""
+    program = overlapped()
+    moved = program.change([2], stream="other").change([1], work=ADD)
+    assert [node.stream for node in moved.nodes] == ["compute", "dp", "other", "compute"] and moved.nodes[1].work == ADD
+    assert moved.edges == program.edges and (0, 3, Dependency.STREAM_ORDER) in set(moved.all_edges())
+    fewer = program.remove([1])
+    assert fewer.nodes == (program.nodes[0], *program.nodes[2:])
+    assert fewer.edges == ((0, 2, Dependency.SYNCHRONISATION),)
+    more = program.insert(1, REDUCE, "tp", "new", after=[0])
+    assert more.nodes[1].name == "new" and more.remove([1]) == program
+    assert (0, 1, Dependency.DATA) in more.edges and more.columns["phase"].tolist() == [1] * 5
+    with pytest.raises(ValueError, match="after all nodes that it waits for"):
+        program.insert(0, ADD, after=[1])
+    with pytest.raises(ValueError, match="nodes must lie within"):
+        program.remove([4])
+
+
+@settings(deadline=None, max_examples=25)
+@given(programs(), programs())
+def test_parts_follow_each_other(one: Program, other: Program) -> None:
+    both = Program.of_parts([one, other, one])
+    assert both.nodes == (*one.nodes, *other.nodes, *one.nodes) and both.part(range(len(one)), "") == one
+    last = range(len(one) + len(other), len(both))
+    assert both.part(last, "") == one and set(both.all_edges()) >= set(one.all_edges())
+
+
+def test_a_program_becomes_a_graph_for_pytorch_geometric() -> None:
+    data = overlapped().to_heterodata(np.full(4, 2e-3))
+    assert data["op"].node.tolist() == [0, 2, 3] and data["op"].y[:, 0].exp().numpy() == pytest.approx(2e-3)
+    assert data["op"].y[:, 1].isnan().all() and data.segment == "backward"

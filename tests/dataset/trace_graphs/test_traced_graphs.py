@@ -20,7 +20,6 @@ from stepsight.dataset.runs.run_folder import read_run
 from stepsight.dataset.trace_graphs.call_segments import call_segments
 from stepsight.dataset.trace_graphs.graph_dataset import make_dataset
 from stepsight.dataset.trace_graphs.learning_segments import learning_segments
-from stepsight.dataset.trace_graphs.trace_graphs import collated, hetero_data
 from stepsight.dataset.trace_graphs.traced_graphs import segment_graphs
 from stepsight.dataset.traces.import_traces import import_ranks
 from tests.dataset.graph.test_program import overlapped, programs
@@ -54,7 +53,7 @@ def test_segments_alone_need_no_graphs_of_steps(tmp_path: Path) -> None:
 @settings(deadline=None, max_examples=25)
 @given(programs())
 def test_a_graph_holds_every_node_and_edge_once(program: Program) -> None:
-    data = hetero_data(segment_graphs([_traced(program)]), 0)
+    data = segment_graphs([_traced(program)]).hetero_data(0)
     node = {name: data[name].node.tolist() for name in WORK_TYPES}
     assert sorted(node["op"] + node["collective"]) == list(range(len(program)))
     assert all(isinstance(program.nodes[place].work, Op) for place in node["op"])
@@ -76,7 +75,7 @@ def test_a_graph_holds_every_node_and_edge_once(program: Program) -> None:
 def test_graphs_batch() -> None:
     """The loader of PyTorch Geometric joins graphs of segments."""
     table = segment_graphs([_traced(overlapped()), _traced(overlapped())])
-    batch = Batch.from_data_list([hetero_data(table, place) for place in range(2)])
+    batch = Batch.from_data_list([table.hetero_data(place) for place in range(2)])
     assert batch["op"].num_nodes == 6
     assert batch["op", CONCURRENT, "collective"].edge_index.tolist() == [[1, 4], [0, 1]]
 
@@ -84,8 +83,8 @@ def test_graphs_batch() -> None:
 def test_graphs_are_stored_as_pytorch_geometric_stores_them() -> None:
     programs_of = [overlapped(), Program((overlapped().nodes[0],), label="forward"), overlapped()]
     table = segment_graphs([_traced(program) for program in programs_of])
-    data, slices = collated(table)
-    expected, wanted = InMemoryDataset.collate([hetero_data(table, place) for place in range(3)])
+    data, slices = table.collated()
+    expected, wanted = InMemoryDataset.collate([table.hetero_data(place) for place in range(3)])
     assert str(data.to_dict()) == str(expected.to_dict()) and slices is not None and slices.keys() == wanted.keys()
     for key, names in wanted.items():
         for name, bounds in names.items() if isinstance(names, dict) else [(None, names)]:
