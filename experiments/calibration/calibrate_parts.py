@@ -28,6 +28,7 @@ from stepsight.experiments.reports.text_table import Number, table
 from stepsight.features.collective_features import CHOICE_TERMS
 from stepsight.training.collectives.between_nodes import BetweenNodes, fit_site, link_doubts
 from stepsight.training.corrections.traced import fit_traced
+from stepsight.training.fitting.own_table import pack_shapes, shape_of
 from stepsight.training.kernels.kernel_models import label
 from stepsight.training.measured.imported_facts import Overlap, launch_seconds, overlap_of, with_facts
 from stepsight.training.measured.imported_ops import HELDOUT, imported_times, read_imported_segments
@@ -191,7 +192,8 @@ def calibrate_links(
             f"calibrating collectives takes a predictor of NCCL between nodes, got {predictor.source}: start from one "
             "that comes with stepsight"
         )
-    rows, chosen, left_out = _one_software(Measurements.from_parquet(path), software)
+    measured = Measurements.from_parquet(path)
+    rows, chosen, left_out = _one_software(measured, software)
     works, seconds = list(rows), np.array([np.median(times) for times in rows.values()])
     if len(works) < FEWEST_COLLECTIVES:
         raise TableError(
@@ -223,7 +225,9 @@ def calibrate_links(
         left_out=left_out,
     )
     file, factors = digest(path.read_bytes()), str(report.values()["factors"])
-    report.save([file, chosen, repr(fabric), factors], fabric=fabric.name, tables={path.name: file})
+    shapes = pack_shapes(shape_of(work) for work, own in zip(works, small, strict=True) if own)
+    rows_of = {"fitted_shapes": shapes, "files": sorted({each.digest for each in measured.files.values()})}
+    report.save([file, chosen, repr(fabric), factors], fabric=fabric.name, tables={path.name: file}, **rows_of)
     return report
 
 

@@ -188,10 +188,11 @@ def chosen_time(predicted: Sequence[float], measured: Sequence[float]) -> float:
 MISSED = 0.1  # share of measured times that may lie outside of their intervals
 
 
-def interval_score(rows: Sequence[Scored]) -> float | None:
-    """Mean interval score in parts of the measured time: width, and ``2 / MISSED`` times what a run lies outside of it.
+def interval_score(rows: Sequence[Any]) -> float | None:
+    """Mean interval score of rows as ``Scored``, in parts of the measured time.
 
-    Less is better: wide intervals cost their width, narrow ones what they miss (Gneiting and Raftery 2007, eq. 43).
+    It is the width, and ``2 / MISSED`` times what a run lies outside of its interval; less is better (Gneiting and
+    Raftery 2007, equation 43).
     """
     costs = [
         (row.high_s - row.low_s + 2.0 / MISSED * max(row.low_s - row.measured_s, row.measured_s - row.high_s, 0.0))

@@ -1,27 +1,34 @@
-"""Errors of a predictor on measured ops and collectives: by kind, size and ranks."""
+"""Errors of a predictor on measured ops and collectives, by kind, software, size and ranks; and on a collection."""
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from stepsight.dataset.base.errors import JobError, TableError
+from stepsight.dataset.base.errors import JobError, PredictorError, TableError, shorten
 from stepsight.dataset.hardware.hardware import FABRICS, Fabric, find_fabric, find_hardware, usual_fabric
 from stepsight.dataset.kinds.op import DTYPE_BYTES, Collective, Op
+from stepsight.dataset.runs.run_folder import read_collection
 from stepsight.dataset.tables import Measurements
-from stepsight.experiments.evaluation.error_metrics import Errors, errors
+from stepsight.experiments.evaluation.error_metrics import Errors, errors, interval_score
 from stepsight.experiments.evaluation.evaluate import PredictorOf
-from stepsight.experiments.reports.text_table import Number, table
+from stepsight.experiments.reports.text_table import Number, table, table_of
 from stepsight.simulator.durations.latency_model import RooflineLatency
 from stepsight.training.collectives.between_nodes import link_doubts
 from stepsight.training.collectives.collective_models import label_of
 from stepsight.training.fitting.own_table import family_figures, shape_of, trained_on
+from stepsight.training.prediction.prediction import predict
 from stepsight.training.predictor.predictor import Predictor
+from stepsight.training.shipped.catalogue import RECIPES
+from stepsight.training.shipped.from_tables import products_alone
 
 Array = NDArray[np.float64]
 OnRows = Callable[[int, int], None]
@@ -48,6 +55,7 @@ class TableErrors:
         groups: Kind, class of sizes (of times, for ops), class of ranks (nothing for ops), and the errors of its rows.
         overall: Errors of all rows that were judged.
         families: By family of ops with its precision, and by kind of collective: rows, mape, median, p90.
+        software: The same by what ran the rows.
         skipped: Number of rows that were not judged, by reason.
         doubts: What contradicts the links that were stated for all rows.
         note: How else than by these rows it was judged; empty: it was not.
@@ -57,6 +65,7 @@ class TableErrors:
     overall: Errors
     skipped: dict[str, int]
     families: dict[str, dict[str, float | int | None]] = field(default_factory=dict)
+    software: dict[str, dict[str, float | int | None]] = field(default_factory=dict)
     doubts: tuple[str, ...] = ()
     note: str = ""
 
@@ -64,25 +73,45 @@ class TableErrors:
         return {
             "groups": [{"kind": k, "size": s, "ranks": r, **e.to_dict()} for k, s, r, e in self.groups],
             "families": self.families,
+            "software": self.software,
             "overall": self.overall.to_dict(),
             "skipped": self.skipped,
             "doubts": list(self.doubts),
+            "warnings": list(self.doubts),
             **({"note": self.note} if self.note else {}),
         }
 
 
 def judge_table(
-    measured: Measurements, predictor_of: PredictorOf, fabric: Fabric | None = None, on_rows: OnRows | None = None
+    measured: Measurements,
+    predictor_of: PredictorOf,
+    fabric: Fabric | None = None,
+    on_rows: OnRows | None = None,
+    *,
+    software: str = "",
 ) -> TableErrors:
     """Compare a table of measurements with the predictions of its rows.
+
+    Each row is asked of its predictor with the software that ran it.  Rows of other software are left out, unless the
+    predictor knows none of a device's rows, or they are asked for: then they are predicted as what it predicts for.
 
     Args:
         measured: Ops, and collectives on fabrics.
         predictor_of: The predictor of a device; None: its facts answer.
         fabric: Links of all collectives; None: the known fabric that a row names.
         on_rows: Called with the numbers of rows that are predicted and of all rows.
+        software: Take only rows whose software contains this text; case is ignored.
     """
-    predicted, skipped = predict_table(measured, predictor_of, fabric, on_rows)
+    if software:
+        kept = [index for index, name in enumerate(measured.software) if software.lower() in name.lower()]
+        if not kept:
+            names = "; ".join(sorted(set(measured.software)))
+            raise TableError(
+                f"--software must be a part of the software of some rows ({names:.400}), got {software!r:.80}"
+            )
+        measured = measured.take(kept)
+    measured, groups_of, doubts = _by_recipes(measured, predictor_of)
+    predicted, skipped = predict_table(measured, predictor_of, fabric, on_rows, groups_of)
     known = np.flatnonzero(np.isfinite(predicted))
     if not len(known):
         if (held_out := _held_out(measured, predictor_of, skipped)) is not None:
@@ -94,20 +123,61 @@ def judge_table(
         rows.setdefault(group_of(measured.works[index], measured.seconds[index]), []).append(index)
     place = {name: place for classes in (SIZES, RANKS, TIMES) for place, (_, name) in enumerate(classes)}
     order = sorted(rows, key=lambda group: (group[0], place.get(group[2], -1), place[group[1]]))
+    ran = [measured.software[index] or "not stated" for index in known.tolist()]
     groups = [(*group, errors(predicted[rows[group]], measured.seconds[rows[group]])) for group in order]
-    names = []  # family of an op, with its precision where that has kernels of its own; kind and place of a collective
+    labels = []  # family of an op, with its precision where that has kernels of its own; kind and place of a collective
     for work in (measured.works[index] for index in known.tolist()):
         own = isinstance(work, Op) and work.record.bound == "compute" and DTYPE_BYTES[work.dtype] != 2
         name = label_of(work) if isinstance(work, Collective) else work.family
-        names.append(f"{name}/{work.dtype}" if own and isinstance(work, Op) else name)
+        labels.append(f"{name}/{work.dtype}" if own and isinstance(work, Op) else name)
     sent = {index: work for index, work in enumerate(measured.works) if isinstance(work, Collective)}
     return TableErrors(
         tuple(groups),
         errors(predicted[known], measured.seconds[known]),
         skipped,
-        family_figures(names, predicted[known], measured.seconds[known]),
-        () if fabric is None else link_doubts([*sent.values()], fabric, measured.seconds[[*sent]]),
+        family_figures(labels, predicted[known], measured.seconds[known]),
+        family_figures(ran, predicted[known], measured.seconds[known]),
+        (*doubts, *(() if fabric is None else link_doubts([*sent.values()], fabric, measured.seconds[[*sent]]))),
     )
+
+
+def _by_recipes(
+    measured: Measurements, predictor_of: PredictorOf
+) -> tuple[Measurements, list[str | int], tuple[str, ...]]:
+    """The rows as shipped predictors were trained on them, and what ran each: a name, or an index in the predictor.
+
+    A shipped predictor has the patterns of its recipe for software (-1: none of them matches), and predicts products
+    in 8 bits without the conversion of their input.
+    """
+    ran: list[str | int] = list(measured.software)
+    doubts, sources = [], {file.digest for file in measured.files.values()}
+    for device in dict.fromkeys(measured.device):
+        predictor = predictor_of(device)
+        recipe = None if predictor is None else RECIPES.get(predictor.manifest.get("name", ""))
+        if predictor is None or recipe is None:
+            continue
+        name_of = predictor.manifest["name"]
+        if device == recipe.hardware:
+            before, hardware = measured.seconds, find_hardware(device)
+            assert hardware is not None
+            measured = products_alone(measured, hardware)
+            if changed := int((measured.seconds != before).sum()):
+                doubts.append(f"{changed} products in 8 bits count without the conversion of their input")
+        known = {str(file["digest"]) for file in predictor.manifest.get("sources", {}).values()}
+        if sources & known:
+            doubts.append(f"{name_of} was trained on {len(sources & known)} of the {len(sources)} files of these rows")
+        found: dict[str, int] = {}
+        for index, (work, where) in enumerate(zip(measured.works, measured.device, strict=True)):
+            if isinstance(work, Op) and where == device:
+                name = f"{measured.software[index]} {work.dtype}"
+                if name not in found:
+                    groups = enumerate(recipe.software)
+                    found[name] = next((number for number, group in groups if re.search(group, name)), -1)
+                ran[index] = found[name]
+        if found and max(found.values()) < 0:  # none of them: all are predicted as what it predicts for
+            ran = [0 if each == -1 else each for each in ran]
+            doubts.append(f"{name_of} knows the software of no row on {device}: it predicts for the software it knows")
+    return measured, ran, tuple(doubts)
 
 
 def _held_out(measured: Measurements, predictor_of: PredictorOf, skipped: dict[str, int]) -> TableErrors | None:
@@ -125,9 +195,16 @@ def _held_out(measured: Measurements, predictor_of: PredictorOf, skipped: dict[s
 
 
 def predict_table(
-    measured: Measurements, predictor_of: PredictorOf, fabric: Fabric | None = None, on_rows: OnRows | None = None
+    measured: Measurements,
+    predictor_of: PredictorOf,
+    fabric: Fabric | None,
+    on_rows: OnRows | None,
+    ran: Sequence[str | int],
 ) -> tuple[Array, dict[str, int]]:
-    """Predicted seconds of each row, NaN where there are none, and the number of those rows by reason."""
+    """Predicted seconds of each row, NaN where there are none, and the number of those rows by reason.
+
+    ``ran``: what ran each row, -1 for software that its predictor does not know.
+    """
     predicted, skipped = np.full(len(measured), np.nan), Counter[str]()
     seen = np.zeros(len(measured), dtype=np.bool_)  # shapes that their predictor was trained on
     for device in dict.fromkeys(measured.device):
@@ -137,6 +214,13 @@ def predict_table(
             seen[rows] = trained_on(predictor.manifest, [shape_of(measured.works[index]) for index in rows])
     if seen.any():
         skipped["the predictor was trained on the shape"] = int(seen.sum())
+    for index in np.flatnonzero(_calibrated_on(measured, predictor_of) & ~seen).tolist():
+        skipped["the predictor was calibrated on it"] += 1
+        seen[index] = True
+    for index in np.flatnonzero(~seen).tolist():
+        if ran[index] == -1:
+            skipped[f"software that the predictor does not know: {measured.software[index]}"] += 1
+            seen[index] = True
     batches: dict[tuple[str, str, bool], list[int]] = {}
     for index in np.flatnonzero(~seen).tolist():
         is_op = isinstance(measured.works[index], Op)
@@ -158,13 +242,24 @@ def predict_table(
                 facts = RooflineLatency(hardware, used or next(iter(FABRICS.values())))
                 predicted[some] = facts.op_seconds(works) if are_ops else facts.collective_seconds(works)
             elif are_ops:
-                predicted[some] = predictor.kernel.seconds(works, 1, [measured.software[index] for index in some])
+                predicted[some] = predictor.kernel.seconds(works, 1, [ran[index] for index in some])
             else:
                 assert used is not None
                 predicted[some] = predictor.collective.seconds(works, used)
             if on_rows is not None:
                 on_rows(int(np.isfinite(predicted).sum()), int((~seen).sum()))
     return predicted, dict(skipped)
+
+
+def _calibrated_on(measured: Measurements, predictor_of: PredictorOf) -> NDArray[np.bool_]:
+    """Rows of collectives that the network of a predictor was fitted on, ``(rows,)``."""
+    shapes, fitted = [shape_of(work) for work in measured.works], np.zeros(len(measured), dtype=np.bool_)
+    for predictor in map(predictor_of, dict.fromkeys(measured.device)):
+        record = {} if predictor is None else predictor.manifest.get("calibrated_links", {})
+        if record.get("fitted_shapes"):
+            same = np.array([measured.files[name].digest in record["files"] for name in measured.source])
+            fitted |= same & trained_on({"trained_shapes": record["fitted_shapes"]}, shapes)
+    return fitted
 
 
 def _links(named: str, predictor: Predictor | None) -> Fabric | None:
@@ -203,9 +298,65 @@ def table_errors_text(result: TableErrors) -> str:
         for name, found in result.families.items()
     ]
     by_family = table(["family", "rows", "mean error %", "median", "p90"], families)
+    ran = [{"software": shorten(name, 80), **found} for name, found in result.software.items()]
+    titles = {"software": "software", "rows": "rows", "mean error %": "mape", "median": "median", "p90": "p90"}
     left_out = [f"left out {count}: {why}" for why, count in result.skipped.items()]
     if result.note:
         return f"{by_family}\n\n{result.note}"
     return "\n\n".join(
-        [by_family, table(header, lines), legend, *(f"doubt: {text}" for text in result.doubts), *left_out]
+        [
+            by_family,
+            table_of(ran, titles),
+            table(header, lines),
+            legend,
+            *(f"doubt: {text}" for text in result.doubts),
+            *left_out,
+        ]
     )
+
+
+def judge_collection(path: Path, predictor: Predictor | str | None = None) -> dict[str, Any]:
+    """Compare the measured runs of a collection with predictions; runs that trained the predictor are left out.
+
+    Returns:
+        ``runs`` (times in seconds), ``overall`` (errors, coverage, interval score), ``skipped``, ``warnings`` and
+        ``text``.
+    """
+    rows, skipped = list[dict[str, Any]](), Counter[str]()
+    trained = set(predictor.manifest.get("runs", ())) if isinstance(predictor, Predictor) else set()
+    for run in read_collection(path):
+        if not run.whole or run.name in trained:
+            skipped["the predictor was trained on it" if run.whole else "it stands for a part of a job"] += 1
+            continue
+        try:
+            found, measured = predict(run.job, predictor), run.iteration_time_s
+        except (JobError, PredictorError) as error:
+            skipped[str(error)] += 1
+            continue
+        times = {"measured_s": measured, "predicted_s": found.iteration_time_s, "low_s": found.low_s}
+        row = {"run": run.name, "job": run.job.name, "role": run.role, **times, "high_s": found.high_s}
+        rows.append({**row, "error_percent": 100 * (found.iteration_time_s / measured - 1), "fits": found.memory.fits})
+    if not rows:
+        reasons = "; ".join(f"{count} x {why}" for why, count in skipped.items()) or "it has no runs"
+        raise TableError(f"a collection must have measured runs that can be judged, got none in {path}: {reasons}")
+    inside = [row["low_s"] <= row["measured_s"] <= row["high_s"] for row in rows]
+    large = [row["run"] for row in rows if not row["fits"]]
+    overall = {
+        **errors([row["predicted_s"] for row in rows], [row["measured_s"] for row in rows]).to_dict(),
+        "coverage": 100 * sum(inside) / len(rows),
+        "interval_score": interval_score([SimpleNamespace(**row) for row in rows]),
+        "said_not_to_fit": len(large),
+    }
+    warnings = [f"runs that ran are said not to fit in memory: {', '.join(large)}"] if large else []
+    titles = {"run": "run", "role": "role", "measured ms": "measured_s", "predicted ms": "predicted_s"}
+    titles |= {"from ms": "low_s", "to ms": "high_s", "error %": "error_percent"}
+    lines = [
+        table_of(rows, titles),
+        f"mean error {overall['mape']:.1f} %, max {overall['max']:.1f} %, {overall['coverage']:.0f} % of the runs lie "
+        f"in their intervals, interval score {overall['interval_score']:.2f}",
+        *(f"warning: {text}" for text in warnings),
+        *(f"left out {count}: {why}" for why, count in skipped.items()),
+    ]
+    shared = {name: overall[name] for name in ("interval_score", "said_not_to_fit")}
+    told = {"runs": rows, "overall": overall, **shared, "skipped": dict(skipped), "warnings": warnings}
+    return {**told, "text": "\n".join(lines)}

@@ -17,7 +17,7 @@ Runs = Annotated[
     Path,
     typer.Argument(
         help="Table of measured runs (.csv or .csv.gz), one row for each run, as examples/runs.csv; "
-        "`evaluate --explain-columns` lists its columns.",
+        "`evaluate --explain-columns` lists its columns. `evaluate` also takes a collection.",
     ),
 ]
 RowSource = Annotated[
@@ -116,13 +116,14 @@ def evaluate_command(
     worst: Annotated[int, typer.Option(min=0)] = 5,
     groups: bool = False,
     fabric: str | None = None,
+    software: str = "",
     explain_columns: Annotated[bool, _prints("explanation")] = False,
     template: Annotated[bool, _prints("template")] = False,
 ) -> Answer:
     """Compare predictions with measured runs: errors, ranks, regret and coverage per source.
 
-    For a table of ops and collectives that `stepsight import` wrote (.parquet), errors are printed by kind, size and
-    number of ranks.
+    For a table of ops and collectives that `stepsight import` wrote (.parquet), errors are printed by family, software,
+    kind, size and number of ranks. For a collection, its measured runs are compared with their predictions.
 
     Without --predictor, each row is predicted by the shipped predictor for its hardware; if there is none, by a
     roofline. Two simple baselines are printed too: one utilisation (MFU) fitted to each source, and the smallest run of
@@ -132,6 +133,7 @@ def evaluate_command(
         stepsight evaluate published_runs.csv.gz --source "*megatron*" --plot runs.png
         stepsight evaluate published_runs.csv.gz --calibrate 8gpus
         stepsight evaluate collectives.parquet --fabric cluster.toml
+        stepsight evaluate runs/heldout --predictor runs/predictor
 
     Args:
         calibrate: Also calibrate twice and judge by the larger runs: once on each source's runs of at most this many
@@ -141,6 +143,8 @@ def evaluate_command(
         groups: Show every group of runs that differ only in strategy.
         fabric: For a table of collectives: the fabric of the measured cluster, a name or a .toml file. Default: the
             fabric that each row names.
+        software: For a table of ops and collectives: take only rows whose software contains this text. Default: all
+            that the predictor knows.
         explain_columns: Explain the columns of a table of runs.
         template: Print a table of runs to fill in, with an example row.
     """
@@ -153,9 +157,16 @@ def evaluate_command(
         from stepsight.experiments.evaluation.table_errors import judge_table, table_errors_text
 
         links, judges = None if fabric is None else find_fabric(fabric), predictor_by_hardware(source.load())
-        judged = judge_table(Measurements.from_parquet(runs), judges, links, progress("rows predicted"))
+        measured, tell = Measurements.from_parquet(runs), progress("rows predicted")
+        judged = judge_table(measured, judges, links, tell, software=software)
         return Answer(judged.to_dict(), table_errors_text(judged))
-    refuse_given(context, ("fabric",), _NOT_FOR_RUNS)
+    refuse_given(context, ("fabric", "software"), _NOT_FOR_RUNS)
+    if runs.is_dir():
+        from stepsight.experiments.evaluation.table_errors import judge_collection
+
+        refuse_given(context, ("calibrate", "plot", "rows", "groups", "worst"), "must be left out for a collection")
+        told = judge_collection(runs, source.load())
+        return Answer(told, told["text"])
     from stepsight.experiments.calibration.calibrate_runs import read_most_gpus
     from stepsight.experiments.evaluation.evaluate import evaluate, evaluation_text
     from stepsight.experiments.reports.plots import plot_published_runs

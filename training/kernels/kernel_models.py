@@ -206,15 +206,16 @@ class KernelModel(Saved):
     # what ran the measured ops, by label, the one to predict for first
     software: Mapping[str, tuple[str, ...]] = field(default_factory=dict, metadata=IF_SET)
 
-    def seconds(self, ops: Sequence[Op], busy: int, software: Sequence[str] = ()) -> Array:
+    def seconds(self, ops: Sequence[Op], busy: int, software: Sequence[str | int] = ()) -> Array:
         """Seconds of each op alone, shape ``(len(ops),)``; see ``derives`` for kinds that were not measured.
 
         ``busy``: devices of the node that compute at the same time.  ``software``: what runs each op, as a part of its
-        name; if it is unknown or empty: the one to predict for.
+        name or its index; if it is unknown or empty: the one to predict for.
         """
         if not ops:
             return np.zeros(0)
-        variants = np.array([self.variant(op, name) for op, name in zip(ops, software, strict=bool(software))] or [0])
+        named = zip(ops, software, strict=bool(software))
+        variants = np.array([self.variant(op, of) if isinstance(of, str) else of for op, of in named] or [0])
         seconds = self._untraced(ops, busy, np.broadcast_to(variants, (len(ops),)))
         if not self.traced:
             return seconds

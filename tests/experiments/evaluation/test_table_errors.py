@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +15,10 @@ from stepsight.dataset.base.errors import TableError
 from stepsight.dataset.hardware.hardware import alpha_beta_seconds, find_fabric, find_hardware, roofline_seconds
 from stepsight.dataset.kinds.op import Collective, Op
 from stepsight.dataset.tables import Measurements, SourceFile
-from stepsight.experiments.evaluation.table_errors import judge_table, table_errors_text
+from stepsight.experiments.evaluation.table_errors import judge_collection, judge_table, table_errors_text
+from stepsight.training.fitting.own_table import pack_shapes, shape_of
+from stepsight.training.shipped.catalogue import shipped_predictor
+from tests.dataset.run_folders import write_run
 
 FABRIC, GPU = find_fabric("dgx-a100"), find_hardware("a100-sxm-80gb")
 assert GPU is not None
@@ -62,3 +66,49 @@ def test_the_verb_takes_a_table(tmp_path: Path) -> None:
     done = CliRunner().invoke(app, ["evaluate", str(path), "--predictor", "roofline", "--fabric", "dgx-a100", "--json"])
     assert done.exit_code == 0, done.output
     assert json.loads(done.stdout)["overall"]["mape"] == pytest.approx(20)
+
+
+def test_each_row_is_asked_with_the_software_that_ran_it() -> None:
+    """Rows of software that the recipe of a shipped predictor does not name are left out, unless all are."""
+    predictor = shipped_predictor("h100-sxm-80gb")
+    assert predictor is not None
+    op, ran = (
+        Op("linear", (4096, 4096, 4096), "bf16"),
+        ("SGLang 0.5 sglang_torch_linear", "TRTLLM 1.3 torch_flow", "own"),
+    )
+    truth = predictor.kernel.seconds([op] * 2, 1, [0, 1])
+    device, none = ("h100-sxm-80gb",) * 3, ("",) * 3
+    table = Measurements(
+        (op,) * 3, np.array([*truth, 1.0]), device, none, ran, ("a",) * 3, {"a": SourceFile("MIT", "0")}
+    )
+    result = judge_table(table, lambda _: predictor)
+    assert truth[0] != truth[1] and result.overall.used == 2 and result.overall.max == pytest.approx(0)
+    assert result.skipped == {"software that the predictor does not know: own": 1} and set(result.software) == set(
+        ran[:2]
+    )
+    alone = judge_table(table, lambda _: predictor, software="OWN")
+    assert alone.overall.used == 1 and alone.doubts[0].startswith("h100-sxm knows the software of no row")
+    assert alone.to_dict()["warnings"] == list(alone.doubts)
+    with pytest.raises(TableError, match="--software must be a part"):
+        judge_table(table, lambda _: predictor, software="cudnn")
+
+
+def test_rows_that_calibrated_the_network_do_not_judge(tmp_path: Path) -> None:
+    """Those of the fitted file and shape alone."""
+    predictor = shipped_predictor("a100-sxm-80gb")
+    assert predictor is not None
+    record = {"fitted_shapes": pack_shapes([shape_of(SUM)]), "files": ["0"]}
+    own = replace(predictor, manifest={**predictor.manifest, "calibrated_links": record})
+    assert judge_table(_table(), lambda _: own).skipped == {"the predictor was calibrated on it": 1}
+    record["files"] = ["1"]
+    assert judge_table(_table(), lambda _: own).skipped == {}
+
+
+def test_a_collection_judges_a_predictor(tmp_path: Path) -> None:
+    runs = tmp_path / "c"
+    write_run(runs)
+    told = judge_collection(runs, "roofline")
+    assert len(told["runs"]) == told["overall"]["used"] == 1 and told["warnings"] == []
+    assert told["interval_score"] > 0 and "mean error" in told["text"]
+    done = CliRunner().invoke(app, ["evaluate", str(runs), "--predictor", "roofline", "--json"])
+    assert json.loads(done.stdout)["overall"]["mape"] == told["overall"]["mape"]
