@@ -30,8 +30,8 @@ from stepsight.simulator.clock.kernel import (
     trace_path,
 )
 from stepsight.simulator.schedules import KIND_NAMES, Order, Schedule, order_actions, schedule_of
-from stepsight.simulator.schedules.order import COMPUTE, POST, WAIT, Entries, find_messages
-from stepsight.simulator.schedules.runtimes import asynchronous, deepspeed_entries, torch_entries
+from stepsight.simulator.schedules.order import COMPUTE, POST, WAIT, Entries, asynchronous, find_messages
+from stepsight.simulator.schedules.runtimes import deepspeed_entries, torch_entries
 
 FIRST, MIDDLE, LAST = range(3)
 

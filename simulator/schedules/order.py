@@ -6,7 +6,7 @@ posted it.  A wait ends when the message has passed.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -300,3 +300,21 @@ def _circle(order: Order, messages: Messages, lists: RankLists, reached: Ints) -
             else:
                 waits.append(f"stage {rank} waits until stage {order.stage[source]} sends {order.name(source)}")
     return "a schedule must not deadlock, got: " + "; ".join(waits)
+
+
+AROUND = ((POST, RECEIVE), (WAIT, RECEIVE), (COMPUTE, 0), (POST, SEND))  # the possible entries around an action
+
+
+def asynchronous(order: Order, messages: Messages) -> Entries:
+    """GPU frameworks: an action requests its inputs, waits for them, and sends its result without waiting."""
+    actions = np.arange(len(order), dtype=np.int32)
+    slots = np.stack([messages.of_target, messages.of_target, actions, messages.of_source], axis=1)
+    op, item, side, where = flatten(slots, AROUND)
+    return Entries(op, order.stage[where], item, side)
+
+
+def flatten(slots: Ints, columns: Sequence[tuple[int, int]] = AROUND) -> tuple[Ints, Ints, Ints, NDArray[np.int64]]:
+    """Op, item and side of the slots that are not -1, row by row, and their rows; ``columns``: op and side of each."""
+    where, column = np.nonzero(slots >= 0)
+    op, side = np.array(columns, dtype=np.int32)[column].T
+    return op, slots[where, column], side, where

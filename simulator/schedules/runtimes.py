@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -12,6 +11,7 @@ from stepsight.dataset.base.compiling import compiled
 from stepsight.dataset.base.errors import JobError
 from stepsight.dataset.job.schedules import BACKWARD, BACKWARD_WEIGHT, Ints, Schedule, find_schedule
 from stepsight.simulator.schedules.order import (
+    AROUND,
     COMPUTE,
     POST,
     RECEIVE,
@@ -21,6 +21,7 @@ from stepsight.simulator.schedules.order import (
     Messages,
     Order,
     RankLists,
+    flatten,
     in_one_order,
     interleaved,
 )
@@ -212,21 +213,6 @@ def _add(op: int, item: int, side: int, rank: int, turns: _Turns, lists: RankLis
     turns.to[rank] += 1
 
 
-# The possible entries around an action, in this order: columns of ``_Slots``.
-_COLUMNS = ((POST, RECEIVE), (WAIT, RECEIVE), (COMPUTE, 0), (POST, SEND))
-_ASK, _ARRIVED, _COMPUTE, _SEND = range(len(_COLUMNS))
-
-
-def asynchronous(order: Order, messages: Messages) -> Entries:
-    """GPU frameworks: an action requests its inputs, waits for them, and sends its result without waiting."""
-    slots = np.full((len(order), len(_COLUMNS)), -1, dtype=np.int32)
-    slots[:, _ASK] = slots[:, _ARRIVED] = messages.of_target
-    slots[:, _COMPUTE] = np.arange(len(order))
-    slots[:, _SEND] = messages.of_source
-    op, index, side, where = _flatten(slots)
-    return Entries(op, order.stage[where], index, side)
-
-
 # Columns of PyTorch's 1F1B.  Gloo sends what a rank posts in turn, and a message only flows when the receiver has asked
 # for it.  So the request for a message queues behind what the rank sends itself, and both take their time.
 _PAIRED = (
@@ -296,13 +282,6 @@ def _is_standard(schedule: Schedule) -> bool:
     return schedule is usual or all(map(np.array_equal, schedule.actions, usual.actions))
 
 
-def _flatten(slots: Ints, columns: Sequence[tuple[int, int]] = _COLUMNS) -> tuple[Ints, Ints, Ints, NDArray[np.int64]]:
-    """Op, index and side of the non-empty slots, row by row, and their rows."""
-    where, column = np.nonzero(slots >= 0)
-    op, side = np.array(columns, dtype=np.int32)[column].T
-    return op, slots[where, column], side, where
-
-
 def _waits(messages: Ints) -> tuple[Ints, Ints, Ints]:
     """Waits for sent messages, without the -1."""
     sent = messages[messages >= 0]
@@ -311,14 +290,14 @@ def _waits(messages: Ints) -> tuple[Ints, Ints, Ints]:
 
 def _gpipe(schedule: Schedule, stage: int, own: Ints, messages: Messages) -> tuple[Ints, ...]:
     """``ScheduleGPipe``: sends of a pass are waited for at the end of the pass."""
-    slots = np.full((len(own), len(_COLUMNS)), -1, dtype=np.int32)
-    slots[:, _ASK] = slots[:, _ARRIVED] = messages.of_target[own]
-    slots[:, _COMPUTE] = own
-    slots[:, _SEND] = messages.of_source[own]
+    slots = np.full((len(own), len(AROUND)), -1, dtype=np.int32)
+    slots[:, 0] = slots[:, 1] = messages.of_target[own]
+    slots[:, 2] = own
+    slots[:, 3] = messages.of_source[own]
     half = len(own) // 2
     pieces = []
     for rows in (slots[:half], slots[half:]):
-        pieces += [_flatten(rows)[:3], _waits(rows[:, _SEND])]
+        pieces += [flatten(rows)[:3], _waits(rows[:, 3])]
     return tuple(np.concatenate([piece[field] for piece in pieces]) for field in range(3))
 
 
@@ -347,7 +326,7 @@ def _one_f_one_b(schedule: Schedule, stage: int, own: Ints, messages: Messages) 
     slots[forward[warm_up:], _SEND_FIRST] = slots[forward[warm_up:], _SENT_FIRST] = send[backward[: pairs - 1]]
     slots[backward[pairs - 1 :], _SEND_LATE] = send[backward[pairs - 1 :]]
     slots[backward[pairs:], _SENT] = send[backward[pairs - 1 : -1]]
-    pieces = [_flatten(slots, _PAIRED)[:3], _waits(send[backward[-1:]])]
+    pieces = [flatten(slots, _PAIRED)[:3], _waits(send[backward[-1:]])]
     return tuple(np.concatenate([piece[field] for piece in pieces]) for field in range(3))
 
 
