@@ -12,8 +12,8 @@ from stepsight.dataset.job.schedules import Schedule as Schedule
 from stepsight.dataset.job.schedules import find_schedule as find_schedule
 from stepsight.dataset.job.schedules import loop_placement as loop_placement
 from stepsight.dataset.job.schedules import v_placement as v_placement
-from stepsight.simulator.schedules.csv_table import read_schedule as read_schedule
-from stepsight.simulator.schedules.csv_table import schedule_of as schedule_of
-from stepsight.simulator.schedules.csv_table import write_schedule as write_schedule
 from stepsight.simulator.schedules.order import Order as Order
 from stepsight.simulator.schedules.order import order_actions as order_actions
+from stepsight.simulator.schedules.order import read_schedule as read_schedule
+from stepsight.simulator.schedules.order import schedule_of as schedule_of
+from stepsight.simulator.schedules.order import write_schedule as write_schedule

@@ -1,20 +1,32 @@
-"""An order in which all actions of a schedule can run, and the entries of ranks: computations, posts, waits.
+"""An order in which all actions of a schedule can run, the entries of ranks, and users' schedules as tables.
 
-A post is never blocking: a side says that it is ready to send or to receive.  A message passes when both sides have
-posted it.  A wait ends when the message has passed.
+Entries are computations, posts and waits.  A post is never blocking: a side says that it is ready to send or to
+receive.  A message passes when both sides have posted it.  A wait ends when the message has passed.
+
+A table is the compute-only action CSV of ``torch.distributed.pipelining``.  A row is a rank, a cell an action: ``3B1``
+is the backward of model part 3 on micro-batch 1.  Empty cells, time steps in which a rank waits, carry no meaning here.
 """
 
 from __future__ import annotations
 
+import csv
+import io
+import re
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from stepsight.dataset.base.bounded import read_file, read_text, reason
+from stepsight.dataset.base.caching import cached
 from stepsight.dataset.base.compiling import compiled
 from stepsight.dataset.base.errors import JobError
+from stepsight.dataset.base.files import write_text
 from stepsight.dataset.job.schedules import (
     BACKWARD,
     BACKWARD_INPUT,
@@ -24,6 +36,7 @@ from stepsight.dataset.job.schedules import (
     Actions,
     Ints,
     Schedule,
+    find_schedule,
 )
 
 
@@ -202,20 +215,6 @@ class Entries(NamedTuple):
         return Entries(*fields)
 
 
-class RankLists(NamedTuple):
-    """Entries of the ranks, rank after rank.
-
-    Attributes:
-        op, item, side: As in ``Entries``.
-        first: Entries of rank ``r`` are ``first[r]`` to ``first[r + 1]``, shape ``(num_ranks + 1,)``.
-    """
-
-    op: Ints
-    item: Ints
-    side: Ints
-    first: Ints
-
-
 @dataclass(frozen=True, eq=False)
 class Messages:
     """Messages of an order of actions.
@@ -241,67 +240,6 @@ def find_messages(order: Order) -> Messages:
     return Messages(source, target, of_source, of_target)
 
 
-def interleaved(order: Order, messages: Messages, ranks: list[tuple[Ints, ...]]) -> Entries:
-    """Sort every rank's entries, given as op, item and side, into one order that can run."""
-    op, item, side = (np.concatenate([rank[field] for rank in ranks]) for field in range(3))
-    first = np.cumsum([0, *(len(rank[0]) for rank in ranks)]).astype(np.int32)
-    return in_one_order(order, messages, RankLists(op, item, side, first))
-
-
-def in_one_order(order: Order, messages: Messages, lists: RankLists) -> Entries:
-    """Sort the entries of all ranks into one order that can run.
-
-    Raises:
-        JobError: If ranks deadlock.
-    """
-    op, item, side, first = lists
-    placed = np.full(len(op), -1, dtype=np.int32)
-    reached = first[:-1].copy()
-    _interleave(lists, np.zeros((len(messages.source), 2), dtype=np.bool_), placed, reached)
-    if len(placed) and placed[-1] < 0:
-        raise JobError(_circle(order, messages, lists, reached))
-    stage = np.repeat(np.arange(len(first) - 1, dtype=np.int32), np.diff(first))
-    return Entries(op[placed], stage[placed], item[placed], side[placed])
-
-
-@compiled
-def _interleave(lists: RankLists, posted: NDArray[np.bool_], entries: Ints, reached: Ints) -> None:
-    """Advance every rank as far as possible, round after round."""
-    op, item, side, first = lists
-    placed = 0
-    moved = True
-    while moved:
-        moved = False
-        for rank in range(len(reached)):
-            at = reached[rank]
-            while at < first[rank + 1]:
-                if op[at] == WAIT and not (posted[item[at], 0] and posted[item[at], 1]):
-                    break
-                if op[at] == POST:
-                    posted[item[at], side[at]] = True
-                entries[placed] = at
-                placed += 1
-                at += 1
-            if at != reached[rank]:
-                moved = True
-                reached[rank] = at
-
-
-def _circle(order: Order, messages: Messages, lists: RankLists, reached: Ints) -> str:
-    """Describe which rank waits for which."""
-    waits = []
-    for rank in range(len(reached)):
-        at = int(reached[rank])
-        if at < lists.first[rank + 1]:
-            message = lists.item[at]
-            source, target = int(messages.source[message]), int(messages.target[message])
-            if lists.side[at] == SEND:
-                waits.append(f"stage {rank} waits until stage {order.stage[target]} takes {order.name(source)}")
-            else:
-                waits.append(f"stage {rank} waits until stage {order.stage[source]} sends {order.name(source)}")
-    return "a schedule must not deadlock, got: " + "; ".join(waits)
-
-
 AROUND = ((POST, RECEIVE), (WAIT, RECEIVE), (COMPUTE, 0), (POST, SEND))  # the possible entries around an action
 
 
@@ -318,3 +256,133 @@ def flatten(slots: Ints, columns: Sequence[tuple[int, int]] = AROUND) -> tuple[I
     where, column = np.nonzero(slots >= 0)
     op, side = np.array(columns, dtype=np.int32)[column].T
     return op, slots[where, column], side, where
+
+
+_ACTION = re.compile(r"(\d{1,6})([FBIW])(\d{1,6})")
+_PAIR = re.compile(r"\(([^;()]*);([^;()]*)\)OVERLAP_F_B")
+
+
+def read_schedule(path: str | Path) -> Schedule:
+    """Read a schedule from torch's CSV of actions; parts are on the ranks of their actions.
+
+    Raises:
+        JobError: If the file is no such table, or if what it says cannot run.
+    """
+    path = Path(path)
+    try:
+        rows = list(csv.reader(io.StringIO(read_text(path), newline="")))
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise JobError(f"a schedule is a CSV of actions like 0F0, got {path}: {reason(error)}") from None
+    ranks = [_read_row(path, rank, row) for rank, row in enumerate(rows)]
+    if not any(actions for actions, _ in ranks):
+        raise JobError(f"a schedule is a CSV of actions like 0F0, got none in {path}")
+    placement, chunk_of = _place(path, [actions for actions, _ in ranks])
+    num_micro_batches = 1 + max(micro for actions, _ in ranks for _, _, micro in actions)
+    count = sum(len(actions) for actions, _ in ranks)
+    if count < 2 * len(placement) * num_micro_batches:
+        raise JobError(
+            f"{len(placement)} parts and {num_micro_batches} micro-batches need a forward and a backward each, "
+            f"got {count} < 2 * {len(placement)} * {num_micro_batches} actions in {path}"
+        )
+    tables = tuple(
+        np.array([(kind, micro, chunk_of[part]) for part, kind, micro in actions], dtype=np.int32).reshape(-1, 3)
+        for actions, _ in ranks
+    )
+    fused = tuple(np.array(pairs, dtype=np.bool_) for _, pairs in ranks)
+    if not any(flags.any() for flags in fused):
+        fused = ()
+    schedule = Schedule(tables, num_micro_batches, placement, path.name, fused)
+    try:
+        order_actions(schedule)
+    except JobError as error:
+        raise JobError(f"{path}: {error}") from error
+    return schedule
+
+
+def schedule_of(name: str, num_stages: int, num_micro_batches: int, virtual_stages: int = 1) -> Schedule:
+    """The schedule that a job names: a known one, or a user's table, which is read again after it was changed.
+
+    Raises:
+        JobError: If there is none, it cannot run, or its numbers are not the job's.
+    """
+    if not name.endswith(".csv"):
+        return find_schedule(name, num_stages, num_micro_batches, virtual_stages)
+    path = Path(name)
+    changed = path.stat().st_mtime_ns if path.is_file() else 0
+    return _table_of_job(path, changed, num_stages, num_micro_batches, virtual_stages)
+
+
+@cached(64)
+def _table_of_job(path: Path, changed: int, stages: int, micro_batches: int, virtual_stages: int) -> Schedule:
+    with suppress(OSError):  # the reader reports a path that is no file
+        ranks = sum(1 for _ in islice(io.BytesIO(read_file(path)), stages + 1))
+        if ranks != stages:
+            got = ranks if ranks < stages else "more"
+            raise JobError(f"{path} must hold a row for each of pp = {stages} ranks, got {got}")
+    schedule = read_schedule(path)
+    has = (schedule.num_stages, schedule.num_micro_batches, schedule.num_parts)
+    if has != (stages, micro_batches, stages * virtual_stages):
+        raise JobError(
+            f"{path} must hold pp = {stages} ranks, {micro_batches} micro-batches and pp * virtual_stages = "
+            f"{stages * virtual_stages} parts, got {has[0]}, {has[1]} and {has[2]}"
+        )
+    return schedule
+
+
+def write_schedule(schedule: Schedule, path: str | Path) -> None:
+    """Write a schedule as torch's CSV of actions."""
+    part_of = schedule.part_of
+    text = io.StringIO(newline="")
+    writer = csv.writer(text, lineterminator="\r\n")
+    for stage, rows in enumerate(schedule.actions):
+        names = [f"{part_of[stage, chunk]}{KIND_NAMES[kind]}{micro}" for kind, micro, chunk in rows.tolist()]
+        if schedule.fused:
+            for at in np.flatnonzero(schedule.fused[stage])[::-1].tolist():
+                names[at : at + 2] = [f"({names[at]};{names[at + 1]})OVERLAP_F_B"]
+        writer.writerow(names)
+    write_text(Path(path), text.getvalue())
+
+
+def _read_row(path: Path, rank: int, row: list[str]) -> tuple[list[tuple[int, int, int]], list[bool]]:
+    """``(part, kind, micro_batch)`` of a rank's actions, and whether each runs as one with the next."""
+    actions: list[tuple[int, int, int]] = []
+    fused: list[bool] = []
+    for column, cell in enumerate(row):
+        text = cell.strip()
+        if not text:
+            continue
+        pair = _PAIR.fullmatch(text)
+        found = [_ACTION.fullmatch(word.strip()) for word in (pair.groups() if pair else [text])]
+        kinds = [KIND_NAMES.index(match[2]) for match in found if match]
+        if len(kinds) < len(found) or (pair and kinds != [FORWARD, BACKWARD]):
+            raise JobError(
+                "a cell must be empty, part + F, B, I or W + micro-batch (3B1), or (0F1;3B0)OVERLAP_F_B, "
+                f"got {text!r:.60} in row {rank + 1}, column {column + 1} of {path}"
+            )
+        actions += [(int(match[1]), kind, int(match[3])) for match, kind in zip(found, kinds, strict=True) if match]
+        fused += [True, False] if pair else [False]
+    return actions, fused
+
+
+def _place(path: Path, ranks: list[list[tuple[int, int, int]]]) -> tuple[Actions, dict[int, int]]:
+    """Stage and chunk of every part, shape ``(num_parts, 2)``, and the chunks by part."""
+    rank_of: dict[int, int] = {}
+    for rank, actions in enumerate(ranks):
+        for part in dict.fromkeys(part for part, _, _ in actions):
+            if rank_of.setdefault(part, rank) != rank:
+                raise JobError(
+                    "a model part runs on one rank, "
+                    f"got part {part} in rows {rank_of[part] + 1} and {rank + 1} of {path}"
+                )
+    missing = sorted(set(range(max(rank_of))) - set(rank_of))
+    if missing:
+        raise JobError(f"parts must be numbered from 0 without a gap, got none numbered {missing[0]} in {path}")
+    idle = [rank + 1 for rank, actions in enumerate(ranks) if not actions]
+    if idle:
+        raise JobError(f"every rank must have an action, got none in row {idle[0]} of {path}")
+    chunks: dict[int, int] = {}
+    held = [0] * len(ranks)
+    for part in range(len(rank_of)):
+        chunks[part] = held[rank_of[part]]
+        held[rank_of[part]] += 1
+    return np.array([(rank_of[part], chunks[part]) for part in range(len(rank_of))], dtype=np.int32), chunks

@@ -20,11 +20,84 @@ from stepsight.simulator.schedules.order import (
     Entries,
     Messages,
     Order,
-    RankLists,
     flatten,
-    in_one_order,
-    interleaved,
 )
+
+
+class RankLists(NamedTuple):
+    """Entries of the ranks, rank after rank.
+
+    Attributes:
+        op, item, side: As in ``Entries``.
+        first: Entries of rank ``r`` are ``first[r]`` to ``first[r + 1]``, shape ``(num_ranks + 1,)``.
+    """
+
+    op: Ints
+    item: Ints
+    side: Ints
+    first: Ints
+
+
+def interleaved(order: Order, messages: Messages, ranks: list[tuple[Ints, ...]]) -> Entries:
+    """Sort every rank's entries, given as op, item and side, into one order that can run."""
+    op, item, side = (np.concatenate([rank[field] for rank in ranks]) for field in range(3))
+    first = np.cumsum([0, *(len(rank[0]) for rank in ranks)]).astype(np.int32)
+    return in_one_order(order, messages, RankLists(op, item, side, first))
+
+
+def in_one_order(order: Order, messages: Messages, lists: RankLists) -> Entries:
+    """Sort the entries of all ranks into one order that can run.
+
+    Raises:
+        JobError: If ranks deadlock.
+    """
+    op, item, side, first = lists
+    placed = np.full(len(op), -1, dtype=np.int32)
+    reached = first[:-1].copy()
+    _interleave(lists, np.zeros((len(messages.source), 2), dtype=np.bool_), placed, reached)
+    if len(placed) and placed[-1] < 0:
+        raise JobError(_circle(order, messages, lists, reached))
+    stage = np.repeat(np.arange(len(first) - 1, dtype=np.int32), np.diff(first))
+    return Entries(op[placed], stage[placed], item[placed], side[placed])
+
+
+@compiled
+def _interleave(lists: RankLists, posted: NDArray[np.bool_], entries: Ints, reached: Ints) -> None:
+    """Advance every rank as far as possible, round after round."""
+    op, item, side, first = lists
+    placed = 0
+    moved = True
+    while moved:
+        moved = False
+        for rank in range(len(reached)):
+            at = reached[rank]
+            while at < first[rank + 1]:
+                if op[at] == WAIT and not (posted[item[at], 0] and posted[item[at], 1]):
+                    break
+                if op[at] == POST:
+                    posted[item[at], side[at]] = True
+                entries[placed] = at
+                placed += 1
+                at += 1
+            if at != reached[rank]:
+                moved = True
+                reached[rank] = at
+
+
+def _circle(order: Order, messages: Messages, lists: RankLists, reached: Ints) -> str:
+    """Describe which rank waits for which."""
+    waits = []
+    for rank in range(len(reached)):
+        at = int(reached[rank])
+        if at < lists.first[rank + 1]:
+            message = lists.item[at]
+            source, target = int(messages.source[message]), int(messages.target[message])
+            if lists.side[at] == SEND:
+                waits.append(f"stage {rank} waits until stage {order.stage[target]} takes {order.name(source)}")
+            else:
+                waits.append(f"stage {rank} waits until stage {order.stage[source]} sends {order.name(source)}")
+    return "a schedule must not deadlock, got: " + "; ".join(waits)
+
 
 UNSHARDED_PARTS = 3  # parts that torch's lowering keeps gathered at the same time, with or without sharding
 

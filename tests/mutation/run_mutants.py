@@ -46,8 +46,8 @@ SIMULATE, RUNTIMES = "tests/simulator/iteration/test_simulate.py", "tests/simula
 SEGMENTS = ("tests/simulator/durations/test_segment_timing.py", "tests/simulator/programs/test_segment.py")
 RECORDED = "tests/simulator/programs/test_recorded_programs.py"
 SCHEDULES = (
-    "tests/simulator/schedules/test_find.py", "tests/simulator/schedules/test_torch.py",
-    "tests/simulator/schedules/test_csv_table.py", "tests/dataset/job/test_schedule_kinds.py",
+    "tests/simulator/schedules/test_order.py", "tests/simulator/schedules/test_torch.py",
+    "tests/dataset/job/test_schedule_kinds.py",
 )  # fmt: skip
 # The tests of each module, those that fail soonest first.
 TESTS: dict[str, tuple[str, ...]] = {
@@ -63,7 +63,6 @@ TESTS: dict[str, tuple[str, ...]] = {
     "dataset/base/compiling.py": ("tests/dataset/base/test_compiling.py",),
     "simulator/iteration/simulated_iteration.py": (MANY, SIMULATE),
     "simulator/durations/segment_timing.py": (*SEGMENTS, SIMULATE),
-    "simulator/schedules/csv_table.py": ("tests/simulator/schedules/test_csv_table.py",),
     "dataset/job/schedules.py": SCHEDULES,
     **{f"simulator/memory/{name}.py": ("tests/simulator/memory/test_reference_values.py", "tests/simulator/memory")
        for name in ("estimate", "part", "peaks", "states")},

@@ -5,7 +5,8 @@ import pytest
 
 from stepsight.dataset.base.errors import JobError
 from stepsight.simulator.schedules import Order, find_schedule, order_actions
-from stepsight.simulator.schedules.order import COMPUTE, POST, RECEIVE, SEND, WAIT, find_messages, interleaved
+from stepsight.simulator.schedules.order import COMPUTE, POST, RECEIVE, SEND, WAIT, find_messages
+from stepsight.simulator.schedules.runtimes import interleaved
 
 
 @pytest.fixture
