@@ -54,6 +54,12 @@ MORE: dict[str, dict[str, Any]] = {
     "buckets of experts": {**BF16, "dp": 4, "ep": 2, "bucket_mbytes": 1, **EXPERTS},
     "zero 2 in pipeline": {**BF16, "pp": 2, "dp": 2, "zero_stage": 1, "schedule": "looped-bfs", "virtual_stages": 2,
                            "layers": 8},
+    "overlap of two tensor ranks": {**BF16, "tp": 2, "sequence_parallel": True, "overlap_tp": "backward"},
+    "fsdp on a cpu": {"dp": 4, "zero_stage": 3, "kind": "cpu"},
+    "fsdp pipeline on a cpu": {"dp": 2, "pp": 2, "zero_stage": 3, "kind": "cpu"},
+    "deepspeed zero 3, every second layer": {**BF16, "dp": 4, "zero_stage": 3, "recompute": "full",
+                                             "recompute_every": 2, "engine": "deepspeed-0.3"},
+    "buckets after backward": {**BF16, "dp": 4, "bucket_mbytes": 1, "overlap_grad_reduce": False},
 }  # fmt: skip
 ALL = {**JOBS, **MORE}
 
@@ -61,11 +67,11 @@ ALL = {**JOBS, **MORE}
 def values(changes: dict[str, Any]) -> dict[str, Any]:
     """The work of a job."""
     left = dict(changes)
-    engine = left.pop("engine", "")
+    engine, kind = left.pop("engine", ""), left.pop("kind", "gpu")
     asked = job(left)
     if engine:
         asked = replace(asked, execution=ExecutionSpec(engine=engine))
-    hardware = HARDWARE["h100-sxm-80gb"]
+    hardware = replace(HARDWARE["h100-sxm-80gb"], kind=kind)
     lowered = lower(asked, hardware)
     counts, flops, sizes = Counter[str](), Counter[str](), Counter[str]()
     for segment in lowered.segments:
