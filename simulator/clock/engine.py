@@ -1,6 +1,7 @@
-"""Longest paths through static graphs in issue order, and the codes of events and clocks.
+"""Longest paths through static graphs in issue order, and through segments' events from each clock of a stage to each.
 
-Ties are broken towards the dependency that is listed first, so results never depend on chance.
+Beside every time may run its *outside*, as in ``kernel``.  Ties are broken towards the dependency that is listed first,
+so results never depend on chance.
 """
 
 from __future__ import annotations
@@ -12,13 +13,12 @@ from numpy.typing import NDArray
 
 from stepsight.dataset.base.compiling import compiled
 
-RUN, SEND, BLOCK, WAIT = range(4)  # events of a segment: see ``lowering.segment.Segment.events``
+RUN, SEND, BLOCK, WAIT = range(4)  # events of a segment: see ``Segment.events``
 # Clocks of a stage: its computation; replicas' traffic; the traffic of a second group (hybrid shards, experts).
 COMPUTE, DATA, SECOND = range(3)
 NUM_CLOCKS = 3
 HOST = NUM_CLOCKS  # the clock of the host, which launches, if it has its own
 ON_HOST = 2  # replaces the flag "early" of an event that sends: work of the host itself
-
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int32]
@@ -129,3 +129,305 @@ def add_path(critical: Ints, node: int, work: Ints, amount: Floats, weight: floa
     while node >= 0:
         counts[work[node]] += weight * amount[node]
         node = critical[node]
+
+
+Longs = NDArray[np.int64]
+
+# Columns of events, see ``Segment.events``.
+KIND, WHAT = 0, 1
+FIRST, LAST, TIMES = 2, 3, 4  # column of RUN
+CLOCK, FOLLOWS, EARLY = 2, 3, 4  # column of SEND; BLOCK has only the clock
+# Columns of ``BlockPassTable.paths``.
+COMPUTATION, FROM_HOST, OF_HOST = range(3)
+# The walks over the events start from these clocks: the computation with the host, without which no node starts; each
+# other stream; and, if there is a host, the computation without the host, and the host alone.
+STARTS = np.where(
+    np.array([[1, 0, 0, 1], [0, 1, 0, 0], [0, 0, 1, 0], [1, 0, 0, 0], [0, 0, 0, 1]], dtype=np.bool_), 0.0, -np.inf
+)
+_EACH_ALONE = (3, 1, 2, 4)  # the starts from one clock each, in the order of clocks
+
+
+class BlockPassTable(NamedTuple):
+    """Durations of passages; seconds.
+
+    Attributes:
+        paths: Longest path of each passage from the computation; the same from the host, ``-inf`` if it launches
+            nothing; the host's own time; shape ``(num_passages, 3)``.
+        nodes, launches: Of the nodes of all passages, what each takes and what the host takes to launch it (0: it
+            needs no launch), shape ``(num_nodes,)``.
+        bounds: Nodes of passage ``i`` are ``bounds[i]`` to ``bounds[i + 1]``.
+    """
+
+    paths: Floats
+    nodes: Floats
+    launches: Floats
+    bounds: Longs
+
+
+class SegmentList(NamedTuple):
+    """Segments.
+
+    Attributes:
+        events: Of all segments, shape ``(num_events, 8)``.
+        places: First event of each segment, and the one behind its last; where its part of ``passage`` begins, and
+            where its part of ``sent`` does; whether all of its clocks end together; shape ``(num_segments, 5)``.
+        passage: Row of each segment's passages in a ``BlockPassTable``, one segment after the other.
+        sent, launches: Seconds of the collectives that each segment sends, one segment after the other, and what the
+            host takes to launch each (0: it needs no launch).
+        compute_share: Part of a sent one that the computation loses, shape ``(num_segments,)``.
+    """
+
+    events: Ints
+    places: Longs
+    passage: Longs
+    sent: Floats
+    launches: Floats
+    compute_share: Floats
+
+
+class StreamSeconds(NamedTuple):
+    """Breakdown of the time of segments; seconds.
+
+    Attributes:
+        passages: Of each passage by stream, shape ``(num_passages, num_streams)``.
+        node_stream: Stream of each node of all passages.
+        totals: Added to: seconds of what is run by stream, and last those that the computation waits for the host if
+            nothing else is under way at the start; shape ``(num_streams + 1,)``.
+    """
+
+    passages: Floats
+    node_stream: NDArray[np.int8]
+    totals: Floats
+
+
+NO_STREAMS = StreamSeconds(np.empty((0, 0)), np.empty(0, dtype=np.int8), np.empty(0))
+
+
+class OutsideEvents(NamedTuple):
+    """The share of every time that is spent in work outside the measured range; seconds.
+
+    Attributes:
+        paths, nodes: Of those of ``BlockPassTable``, same shapes.
+        sent: Of those of ``SegmentList``, same shape.
+        ends: Of those of ``run_events``, same shape; filled.
+    """
+
+    paths: Floats
+    nodes: Floats
+    sent: Floats
+    ends: Floats
+
+
+class _Clocks(NamedTuple):
+    """The state of a walk over the events of a segment, from all starts at once: the clocks, shape
+    ``(num_starts, HOST + 1)``; the end of each sent event, shape ``(num_events, num_starts)``; their parts outside.
+    """
+
+    now: Floats
+    finish: Floats
+    now_outside: Floats
+    finish_outside: Floats
+
+
+@compiled
+def run_events(
+    segments: SegmentList,
+    passages: BlockPassTable,
+    streams: StreamSeconds,
+    outside: OutsideEvents | None,
+    ends: Floats,
+) -> None:
+    """Find the longest paths through segments' events from each of the starts to each clock.
+
+    Args:
+        segments: Which segments.
+        passages: What they run.
+        streams: Added to; arrays of length 0 if not wanted.
+        outside: Filled, if wanted.
+        ends: Filled: the clocks at the end of each segment from each of the first starts of ``STARTS``; ``-inf``
+            where none leads; shape ``(num_segments, num_starts, HOST + 1)``.
+    """
+    longest, starts = 0, ends.shape[1]
+    for at in range(len(ends)):
+        longest = max(longest, segments.places[at, 1] - segments.places[at, 0])
+    finish, finish_outside = np.empty((longest, starts)), np.empty((longest, starts))
+    now_outside = np.empty((starts, HOST + 1))
+    for at in range(len(ends)):
+        now = ends[at]
+        if outside is not None:
+            now_outside = outside.ends[at]
+        for start in range(starts):
+            for clock in range(HOST + 1):
+                now[start, clock], now_outside[start, clock] = STARTS[start, clock], 0.0
+        _run_segment(segments, at, passages, _Clocks(now, finish, now_outside, finish_outside), streams, outside)
+        if segments.places[at, 4] != 0:
+            _join(now, now_outside)
+
+
+def _join(now: Floats, now_outside: Floats) -> None:
+    """Let all streams' clocks end together, with the last of them."""
+    for start in range(len(now)):
+        last = 0
+        for clock in range(1, NUM_CLOCKS):
+            if now[start, clock] > now[start, last]:
+                last = clock
+        for clock in range(NUM_CLOCKS):
+            now[start, clock], now_outside[start, clock] = now[start, last], now_outside[start, last]
+
+
+def _run_segment(
+    segments: SegmentList,
+    at: int,
+    passages: BlockPassTable,
+    clocks: _Clocks,
+    streams: StreamSeconds,
+    outside: OutsideEvents | None,
+) -> None:
+    """Process all events of one segment, from the given clocks on."""
+    events, sent, launches, share = segments.events, segments.sent, segments.launches, segments.compute_share[at]
+    begin, first_passage, first_sent = segments.places[at, 0], segments.places[at, 2], segments.places[at, 3]
+    now, finish, now_outside, finish_outside = clocks
+    starts = len(now)
+    pending, pending_outside, newest = 0.0, 0.0, -1  # time that the next run loses to messages sent since the last
+    for row in range(begin, segments.places[at, 1]):
+        event = row - begin
+        kind, what = events[row, KIND], events[row, WHAT]
+        if kind == RUN:
+            for start in range(starts):
+                now[start, 0] += pending
+                if outside is not None:
+                    now_outside[start, 0] += pending_outside
+            pending, pending_outside, newest = 0.0, 0.0, event
+            passage = segments.passage[first_passage + what]
+            first, last, node = events[row, FIRST], events[row, LAST], passages.bounds[passage]
+            if last - first == passages.bounds[passage + 1] - node:
+                _run_whole((passage, events[row, TIMES]), passages.paths, (now, now_outside), streams, outside)
+            else:
+                _run_nodes((node + first, node + last), passages, (now, now_outside), streams, outside)
+        elif kind == WAIT:
+            for start in range(starts):
+                if finish[what, start] > now[start, 0]:
+                    now[start, 0] = finish[what, start]
+                    if outside is not None:
+                        now_outside[start, 0] = finish_outside[what, start]
+            if what > newest and events[begin + what, KIND] == SEND and events[begin + what, EARLY] != ON_HOST:
+                work = first_sent + events[begin + what, WHAT]
+                pending -= share * sent[work]
+                if outside is not None:
+                    pending_outside -= share * outside.sent[work]
+        else:
+            work, far = first_sent + what, 0.0
+            if outside is not None:
+                far = outside.sent[work]
+            _send(events[row], event, (launches[work], sent[work], far), clocks)
+            if kind == SEND and events[row, EARLY] != ON_HOST:
+                pending += share * sent[work]
+                pending_outside += share * far
+            elif kind != SEND:
+                for start in range(starts):
+                    now[start, 0], now_outside[start, 0] = finish[event, start], finish_outside[event, start]
+
+
+def _run_whole(
+    what: tuple[int, int],
+    paths: Floats,
+    clocks: tuple[Floats, Floats],
+    streams: StreamSeconds,
+    outside: OutsideEvents | None,
+) -> None:
+    """Run a whole passage a number of times; ``clocks``: as ``_Clocks.now`` and ``now_outside``."""
+    (passage, times), (now, now_outside) = what, clocks
+    own, from_host, of_host = paths[passage, COMPUTATION], paths[passage, FROM_HOST], paths[passage, OF_HOST]
+    for start in range(len(now)):
+        if now[start, 0] == -np.inf and now[start, HOST] == -np.inf:  # nothing has reached the computation yet
+            continue
+        end = now[start, 0] + times * own
+        launched = now[start, HOST] + from_host + (times - 1) * max(own, of_host)
+        by_host = launched > end
+        now[start, 0] = launched if by_host else end
+        now[start, HOST] += times * of_host
+        if start == 0 and len(streams.totals) > 0:
+            for stream in range(streams.passages.shape[1]):
+                streams.totals[stream] += times * streams.passages[passage, stream]
+            if by_host:
+                streams.totals[-1] += launched - end
+        if outside is not None:
+            more = outside.paths[passage, COMPUTATION]
+            if by_host:
+                now_outside[start, 0] = now_outside[start, HOST] + outside.paths[passage, FROM_HOST]
+                if own >= of_host:
+                    now_outside[start, 0] += (times - 1) * more
+            else:
+                now_outside[start, 0] += times * more
+
+
+def _run_nodes(
+    span: tuple[int, int],
+    passages: BlockPassTable,
+    clocks: tuple[Floats, Floats],
+    streams: StreamSeconds,
+    outside: OutsideEvents | None,
+) -> None:
+    """Run some nodes of a passage, one after the other; ``clocks``: as in ``_run_whole``."""
+    now, now_outside = clocks
+    nodes, launches, counts = passages.nodes, passages.launches, len(streams.totals) > 0
+    for start in range(len(now)):
+        clock, host = now[start, 0], now[start, HOST]
+        if clock == -np.inf and host == -np.inf:  # nothing has reached the computation yet
+            continue
+        for node in range(span[0], span[1]):
+            waited = 0.0
+            if launches[node] > 0.0:
+                host += launches[node]
+                if host > clock:
+                    waited = host - clock
+                    clock = host
+                    if outside is not None:
+                        now_outside[start, 0] = now_outside[start, HOST]
+            clock += nodes[node]
+            if start == 0 and counts:
+                streams.totals[streams.node_stream[node]] += nodes[node]
+                streams.totals[-1] += waited
+            if outside is not None:
+                now_outside[start, 0] += outside.nodes[node]
+        now[start, 0], now[start, HOST] = clock, host
+
+
+def _send(event: Ints, number: int, seconds: tuple[float, float, float], clocks: _Clocks) -> None:
+    """Run a collective on its own clock; it starts when the computation reaches it, or earlier if it is marked early.
+
+    ``seconds``: what the host takes to launch it, what it takes, and the part of that outside of what was measured.
+    """
+    now, finish, now_outside, finish_outside = clocks
+    launch, length, far = seconds
+    clock, sends, follows = event[CLOCK], event[KIND] == SEND, event[FOLLOWS]
+    for start in range(len(now)):
+        now[start, HOST] += launch
+        last = clock
+        if not sends or event[EARLY] != 1:
+            if now[start, 0] > now[start, last]:
+                last = 0
+            if launch > 0.0 and now[start, HOST] > now[start, last]:
+                last = HOST
+        begin, part = now[start, last], now_outside[start, last]
+        if sends and follows >= 0 and finish[follows, start] > begin:
+            begin, part = finish[follows, start], finish_outside[follows, start]
+        now[start, clock] = finish[number, start] = begin + length
+        now_outside[start, clock] = finish_outside[number, start] = part + far
+
+
+def to_from(ends: Floats, *, carried: bool, nothing: float = -np.inf) -> Floats:
+    """Longest paths from each clock to each, shape ``(..., K, K)``, from the ends that ``run_events`` filled in.
+
+    ``carried``: whether the host is a clock of its own, the last; otherwise it starts with the computation.
+    ``nothing``: the value where no path leads.
+    """
+    if carried and ends.shape[-2] == len(STARTS):
+        return ends[..., _EACH_ALONE, :].swapaxes(-1, -2)
+    paths = ends[..., :NUM_CLOCKS, :NUM_CLOCKS].swapaxes(-1, -2)
+    if not carried:
+        return paths
+    beside = np.full((*ends.shape[:-2], HOST + 1, HOST + 1), nothing)  # nothing is launched, so the host is idle
+    beside[..., :NUM_CLOCKS, :NUM_CLOCKS] = paths
+    beside[..., HOST, HOST] = 0.0
+    return beside

@@ -15,8 +15,21 @@ from numpy.typing import NDArray
 
 from stepsight.dataset.base.caching import Memo, hashed_once
 from stepsight.dataset.kinds.op import Collective, Op
-from stepsight.simulator.clock.engine import COMPUTE, HOST, NUM_CLOCKS, Floats, add_path, find_ends, longest_paths
-from stepsight.simulator.clock.event_run import STARTS, BlockPassTable, SegmentList, StreamSeconds, run_events, to_from
+from stepsight.simulator.clock.engine import (
+    COMPUTE,
+    HOST,
+    NUM_CLOCKS,
+    STARTS,
+    BlockPassTable,
+    Floats,
+    SegmentList,
+    StreamSeconds,
+    add_path,
+    find_ends,
+    longest_paths,
+    run_events,
+    to_from,
+)
 from stepsight.simulator.durations.latency_model import LatencyModel, launch_calls
 from stepsight.simulator.programs.block_pass import STREAMS, BlockPass, Work
 from stepsight.simulator.programs.segment import Segment

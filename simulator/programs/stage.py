@@ -25,8 +25,15 @@ from stepsight.simulator.programs.block_pass import (
     backward_pass,
     forward_pass,
 )
-from stepsight.simulator.programs.buckets import BucketPlan, plan_buckets, send_buckets
-from stepsight.simulator.programs.part_plan import BackwardTraffic, Patterns, backward_plan, forward_plan
+from stepsight.simulator.programs.part_plan import (
+    BackwardTraffic,
+    BucketPlan,
+    Patterns,
+    backward_plan,
+    forward_plan,
+    plan_buckets,
+    send_buckets,
+)
 from stepsight.simulator.programs.replicas import SILENT, Replicas, Tensors, unit_work
 from stepsight.simulator.programs.segment import ROOT, Segment, UnitPattern
 from stepsight.simulator.programs.sizes import PartShape

@@ -41,7 +41,6 @@ from parso.python.tree import ExprStmt, PythonNode
 ROOT = Path(__file__).parents[2]
 KERNEL = "tests/simulator/clock/test_kernel.py"
 TRACK, RUNS = "tests/simulator/clock/test_track.py", "tests/simulator/clock/test_track_run.py"
-MANY = "tests/simulator/iteration/test_simulate_many.py"
 SIMULATE, RUNTIMES = "tests/simulator/iteration/test_simulate.py", "tests/simulator/schedules/test_pipeline_runtimes.py"
 SEGMENTS = ("tests/simulator/durations/test_segment_timing.py", "tests/simulator/programs/test_segment.py")
 RECORDED = "tests/simulator/programs/test_recorded_programs.py"
@@ -54,24 +53,22 @@ TESTS: dict[str, tuple[str, ...]] = {
     "simulator/clock/engine.py": ("tests/simulator/clock/test_engine.py", *SEGMENTS, SIMULATE),
     "simulator/schedules/order.py": (
         "tests/simulator/schedules/test_order.py", "tests/simulator/schedules/test_entries.py", TRACK, RUNTIMES, RUNS),
-    "simulator/clock/event_run.py": ("tests/simulator/clock/test_event_run.py", *SEGMENTS, MANY, SIMULATE),
-    "simulator/clock/kernel.py": (KERNEL, RUNS, MANY, SIMULATE),
+    "simulator/clock/kernel.py": (KERNEL, RUNS, SIMULATE),
     "simulator/clock/track.py": (
         TRACK, KERNEL, RUNS, "tests/dataset/job/test_schedule_kinds.py", SIMULATE,
         "tests/training/measured/test_stand_in_runs.py",
     ),
     "dataset/base/compiling.py": ("tests/dataset/base/test_compiling.py",),
-    "simulator/iteration/simulated_iteration.py": (MANY, SIMULATE),
+    "simulator/iteration/simulated_iteration.py": (SIMULATE,),
     "simulator/durations/segment_timing.py": (*SEGMENTS, SIMULATE),
     "dataset/job/schedules.py": SCHEDULES,
     **{f"simulator/memory/{name}.py": ("tests/simulator/memory/test_reference_values.py", "tests/simulator/memory")
        for name in ("estimate", "part", "peaks", "states")},
     **{f"simulator/blocks/{name}.py": (RECORDED, "tests/simulator/memory/test_reference_values.py",
                                        "tests/simulator/blocks")
-       for name in ("attention", "bert", "dense", "family", "layer_parts", "moe", "step", "t5", "vit", "vocabulary")},
-    **{f"simulator/programs/{name}.py": (RECORDED, "tests/simulator/programs", MANY)
-       for name in ("block_pass", "buckets", "lower", "optimizer_step", "part_plan", "rank_work", "replicas", "segment",
-                    "sizes", "stage")},
+       for name in ("attention", "family", "layer_parts", "moe", "step")},
+    **{f"simulator/programs/{name}.py": (RECORDED, "tests/simulator/programs", SIMULATE)
+       for name in ("block_pass", "lower", "part_plan", "rank_work", "replicas", "segment", "sizes", "stage")},
     **{f"dataset/kinds/{name}_kinds.py": ("tests/dataset/kinds/test_closed_forms.py", "tests/dataset/kinds")
        for name in ("collective", "compute", "memory")},
     "gnn/loss.py": ("tests/gnn/test_loss.py",),

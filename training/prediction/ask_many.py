@@ -25,7 +25,7 @@ from stepsight.simulator.durations.latency_model import (
     latency_name,
     latency_of_job,
 )
-from stepsight.simulator.iteration.simulate_many import can_simulate_many, simulate_many
+from stepsight.simulator.iteration.simulate import can_simulate_many, simulate_many
 from stepsight.simulator.memory import estimate_memory
 from stepsight.training.prediction.prediction import (
     ROOFLINE,

@@ -1,3 +1,5 @@
+from __future__ import annotations
+
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -10,19 +12,27 @@ from numpy.typing import NDArray
 
 from stepsight.dataset.graph.program import Program
 from stepsight.dataset.hardware.hardware import Fabric, Hardware, Link
+from stepsight.dataset.job.job import Job
 from stepsight.dataset.kinds.op import Collective, Op
-from stepsight.simulator.clock import engine, event_run, kernel
+from stepsight.simulator.clock import engine, kernel
 from stepsight.simulator.clock.engine import HOST, NUM_CLOCKS
 from stepsight.simulator.durations.latency_model import RooflineLatency
 from stepsight.simulator.durations.segment_timing import Timer
-from stepsight.simulator.iteration.simulate import Simulation, simulate, simulate_lowered
+from stepsight.simulator.iteration.simulate import (
+    Simulation,
+    can_simulate_many,
+    simulate,
+    simulate_lowered,
+    simulate_many,
+)
 from stepsight.simulator.iteration.simulated_iteration import distinct_pipelines
+from stepsight.simulator.programs.block_pass import Work
 from stepsight.simulator.programs.segment import CLOCK_STREAMS
 from stepsight.simulator.schedules.order import COMPUTE, POST
+from tests.simulator.any_job import FABRIC, devices, jobs
 from tests.simulator.conftest import JobMaker
 
 Seconds = NDArray[np.float64]
-FABRIC = Fabric("toy", Link(1e11, 3e-6), Link(2e10, 1e-5))
 
 
 class FlatLatency:
@@ -297,7 +307,7 @@ def test_compiled_kernels_give_the_same(make_job: JobMaker, gpu: Hardware, monke
         engine.longest_paths,
         engine.find_ends,
         engine.add_path,
-        event_run.run_events,
+        engine.run_events,
         kernel.run_entries,
         kernel.run_periods,
         kernel.trace_path,
@@ -317,3 +327,45 @@ def test_equal_questions_give_equal_answers(make_job: JobMaker, gpu: Hardware) -
     one, two = (run(make_job, gpu, {"pp": 4, "dp": 2}) for _ in range(2))
     assert one.iteration_time_s == two.iteration_time_s
     assert one.op_counts == two.op_counts
+
+
+FAR = ("gemm", "all_gather", "all_reduce", "send_recv")  # kinds that count as outside of what was measured
+
+
+def far(works: Sequence[Work]) -> list[bool]:
+    return [work.kind in FAR for work in works]
+
+
+@settings(max_examples=25, suppress_health_check=list(HealthCheck))
+@given(some=st.lists(jobs(), min_size=1, max_size=6), hardware=devices())
+def test_many_jobs_take_as_long_as_each_by_itself(some: list[Job], hardware: Hardware) -> None:
+    """Any jobs in any order, several of them alike: the times of ``simulate``."""
+    latency = RooflineLatency(hardware, FABRIC)
+    alone = np.array([simulate(job, latency).iteration_time_s for job in some])
+    together = simulate_many(some, latency)
+    assert together.seconds == pytest.approx(alone, rel=1e-12)
+    assert not together.outside.any()
+    again = simulate_many([*some[::-1], *some], latency).seconds
+    assert again == pytest.approx(np.concatenate([together.seconds[::-1], together.seconds]), rel=1e-12)
+
+
+@settings(max_examples=25, suppress_health_check=list(HealthCheck))
+@given(some=st.lists(jobs(), min_size=1, max_size=4), hardware=devices())
+def test_the_part_outside_is_that_of_the_critical_path(some: list[Job], hardware: Hardware) -> None:
+    """What is not measured: as many seconds as its uses on the critical path take."""
+    latency = RooflineLatency(hardware, FABRIC)
+    together = simulate_many(some, latency, far)
+    for job, seconds, outside in zip(some, *together, strict=True):
+        simulation = simulate(job, latency)
+        uses, works = simulation.count_works(), simulation.lowered.all_works
+        expected = float((uses * simulation.work_seconds)[np.array(far(works), dtype=np.bool_)].sum())
+        assert outside == pytest.approx(expected, rel=1e-9, abs=1e-9 * seconds)
+
+
+@settings(max_examples=25, suppress_health_check=list(HealthCheck))
+@given(job=jobs(uneven_cluster=True), hardware=devices())
+def test_jobs_whose_ranks_differ_are_not_simulated_together(job: Job, hardware: Hardware) -> None:
+    """Ranks that differ need pipelines of their own."""
+    cluster = job.cluster
+    alike = not (cluster.stragglers or cluster.slow_links or cluster.mixed)
+    assert can_simulate_many(job, RooflineLatency(hardware, FABRIC)) == alike
