@@ -32,9 +32,9 @@ from stepsight.training.fitting.own_table import pack_shapes, shape_of
 from stepsight.training.kernels.kernel_models import label
 from stepsight.training.measured.imported_facts import Overlap, launch_seconds, overlap_of, with_facts
 from stepsight.training.measured.imported_ops import HELDOUT, imported_times, read_imported_segments
-from stepsight.training.prediction.prediction import named_predictor
 from stepsight.training.predictor.model_tables import check_output
 from stepsight.training.predictor.predictor import Predictor
+from stepsight.training.tracking.store import load_predictor
 
 LEAST_GAIN = 0.02  # of the mean error: less is chance
 
@@ -42,7 +42,7 @@ LEAST_GAIN = 0.02  # of the mean error: less is chance
 def starting_predictor(predictor: Predictor | str, out: Path) -> Predictor:
     """The predictor that a calibration begins with."""
     check_output(out)
-    return named_predictor(predictor) if isinstance(predictor, str) else predictor
+    return load_predictor(predictor) if isinstance(predictor, str) else predictor
 
 
 @dataclass(frozen=True, kw_only=True)

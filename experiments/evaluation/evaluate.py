@@ -22,10 +22,11 @@ from stepsight.experiments.evaluation.runs_table import Row, RowError, read_runs
 from stepsight.experiments.reports.notebook_bar import NotebookBar
 from stepsight.experiments.reports.text_table import Number, table
 from stepsight.training.corrections.intervals import published_widths, seconds_text
-from stepsight.training.prediction.prediction import ROOFLINE, named_predictor, predict
+from stepsight.training.prediction.prediction import ROOFLINE, is_roofline, predict
 from stepsight.training.predictor.predictor import Predictor
 from stepsight.training.predictor.software_used import kernels_asked
 from stepsight.training.shipped.catalogue import shipped_predictor, shipped_without
+from stepsight.training.tracking.store import load_predictor
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -168,9 +169,9 @@ def predictor_by_hardware(asked: Predictor | str | None = None) -> PredictorOf:
     """The given predictor (or hardware facts) for every row; if none is given, the shipped one for each hardware."""
     if asked is None:
         return shipped_predictor
-    if asked == ROOFLINE:
+    if isinstance(asked, str) and is_roofline(asked):
         return lambda hardware: None
-    predictor = named_predictor(asked) if isinstance(asked, str) else asked
+    predictor = load_predictor(asked) if isinstance(asked, str) else asked
     return lambda hardware: predictor
 
 

@@ -239,7 +239,6 @@ def axis_of(graph: Program, node: int) -> str:
     return f"{axis}_communication"
 
 
-_US = 1e6
 _LEAST_CHANGE = 0.002  # share of the peak: smaller changes of memory are not drawn
 
 
@@ -255,6 +254,7 @@ def write_timeline(step: CapturedStep, memory: Sequence[NDArray[np.int64]], to: 
     events: list[dict[str, Any]] = []
     for place, live in enumerate(memory):
         events += _rank_events(step, place, live)
+    events += _arrows(step)
     told = {"displayTimeUnit": "ms", "otherData": {"job": name, "iteration_time_s": step.iteration_time_s}}
     with new_file(to) as part:
         part.write_text(json.dumps({**told, "traceEvents": events}, separators=(",", ":")), "utf-8")
@@ -264,17 +264,54 @@ def _rank_events(step: CapturedStep, place: int, live: NDArray[np.int64]) -> lis
     """Names, ops and collectives of a rank, and its memory at ops of the computation where it changes visibly."""
     graph, (start, end) = step.graphs[place], step.of_rank(place)
     of, nodes = {"pid": graph.rank}, graph.columns
-    begin, lasts = (np.round(times * _US, 3).tolist() for times in (start, end - start))
+    begin, lasts = _micros(start), ((_whole_ns(end) - _whole_ns(start)) / 1e3).tolist()
     events: list[dict[str, Any]] = [{"ph": "M", "name": "process_name", **of, "args": {"name": f"rank {graph.rank}"}}]
     for number, title in enumerate(graph.streams):
         events.append({"ph": "M", "name": "thread_name", **of, "tid": number, "args": {"name": title}})
     drawn, least = -np.inf, _LEAST_CHANGE * float(live.max(initial=0))
     for node in np.flatnonzero(graph.on_device).tolist():
         work, stream = graph.works[nodes["work"][node]], int(nodes["stream"][node])
-        args = {"what": str(work), "call": graph.names[nodes["name"][node]]}
+        args = {"what": str(work), "call": _call(graph, node)}
         category, times = PHASES[nodes["phase"][node]], {"ts": begin[node], "dur": lasts[node]}
         events.append({"ph": "X", "name": work.kind, "cat": category, **of, "tid": stream, **times, "args": args})
         if stream == COMPUTE and abs(live[node] - drawn) > least:
             drawn = float(live[node])
             events.append({"ph": "C", "name": "tensors", **of, "ts": begin[node], "args": {"bytes": int(live[node])}})
+    return events
+
+
+def _call(graph: Program, node: int) -> str:
+    return str(graph.names[graph.columns["name"][node]])
+
+
+def _whole_ns(seconds: Floats) -> Floats:
+    """Nanoseconds, rounded up: an event that starts at another's end or later never begins before its written end."""
+    return np.ceil(seconds * 1e9)
+
+
+def _micros(seconds: Floats) -> list[float]:
+    return list((_whole_ns(seconds) / 1e3).tolist())
+
+
+def _arrows(step: CapturedStep) -> list[dict[str, Any]]:
+    """Arrows to what waits for another stream, and from a message's sender to its receiver."""
+    joined = step.walked.joined
+    begins = [_micros(step.of_rank(place)[0]) for place in range(len(step.graphs))]
+    ends: list[tuple[tuple[int, int], tuple[int, int]]] = []  # rank's place and node, of both ends
+    for place, graph in enumerate(step.graphs):
+        stream, (source, target) = graph.columns["stream"], (graph.edge_columns[end] for end in ("source", "target"))
+        drawn = graph.on_device[source] & graph.on_device[target] & (stream[source] != stream[target])
+        pairs = zip(source[drawn].tolist(), target[drawn].tolist(), strict=True)
+        ends += [((place, before), (place, after)) for before, after in pairs]
+    for together in joined.meetings:
+        members = sorted(together.items(), key=lambda each: "recv" in _call(step.graphs[each[0]], each[1]))
+        if axis_of(step.graphs[members[0][0]], members[0][1]) == "pp_communication" and len(members) == 2:
+            ends.append((members[0], members[1]))
+    events = []
+    for number, pair in enumerate(ends, 1):
+        for phase, (place, node) in zip("sf", pair, strict=True):
+            graph = step.graphs[place]
+            of = {"pid": graph.rank, "tid": int(graph.columns["stream"][node]), "ts": begins[place][node]}
+            binding = {"bp": "e"} if phase == "f" else {}
+            events.append({"ph": phase, "id": number, "name": "dependency", "cat": "dependency", **of, **binding})
     return events

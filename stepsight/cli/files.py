@@ -82,16 +82,10 @@ class Source(LearnedSource):
 
 def load_predictor(named: Path | None) -> Predictor | str | None:
     """What ``--predictor`` names; None: what suits the job."""
-    from stepsight.training.prediction.prediction import ROOFLINE
-
-    if named is None:
-        return None
-    if str(named) == ROOFLINE and not named.exists():
-        return ROOFLINE
+    from stepsight.training.prediction.prediction import is_roofline
     from stepsight.training.tracking.store import load_predictor as load
 
-    loaded: Predictor = load(named)
-    return loaded
+    return None if named is None else str(named) if is_roofline(named) else load(named)
 
 
 @dataclass(frozen=True, kw_only=True)

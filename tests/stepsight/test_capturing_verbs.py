@@ -85,6 +85,15 @@ def test_from_a_model_in_a_file_to_a_prediction(tmp_path: Path) -> None:
     asked = ("--hardware", "h100-sxm-80gb", "--fabric", "dgx-h100", "--json")
     training, inference = (ask("predict", "--program", path, *asked) for path in (out, model))
     assert training["iteration_time_s"] > inference["iteration_time_s"] > 0
+    ask("predict", "--program", out, *asked, "--timeline", tmp_path / "timeline.json")
+    events = json.loads((tmp_path / "timeline.json").read_text("utf-8"))["traceEvents"]
+    assert {"X", "s", "f"} <= {event["ph"] for event in events}
+    ends: dict[tuple[int, int], int] = {}  # of the last event of each thread, in nanoseconds
+    for event in sorted((each for each in events if each["ph"] == "X"), key=lambda each: each["ts"]):
+        begin, lasts, thread = round(1e3 * event["ts"]), round(1e3 * event["dur"]), (event["pid"], event["tid"])
+        assert begin >= ends.get(thread, 0) and lasts >= 0
+        ends[thread] = begin + lasts
+
     (tmp_path / "train.py").write_text("", "utf-8")
     for arguments in (["--dims", "8", model], ["--inference", tmp_path / "train.py"], [model, "--batch"]):
         with pytest.raises(StepsightError):

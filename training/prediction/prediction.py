@@ -8,9 +8,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from html import escape
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from stepsight.dataset.base.errors import JobError, PredictorError, StepsightError
+from stepsight.dataset.base.errors import JobError, StepsightError
 from stepsight.dataset.hardware.hardware import find_hardware, unknown_hardware
 from stepsight.dataset.job.job import Job, JobLike
 from stepsight.simulator.durations.latency_model import (
@@ -31,8 +32,7 @@ from stepsight.training.corrections.intervals import (
     seconds_text,
     uncalibrated_half_width,
 )
-from stepsight.training.predictor.model_tables import REGISTERED
-from stepsight.training.predictor.predictor import LearnedLatency, Predictor, shipped_names
+from stepsight.training.predictor.predictor import LearnedLatency, Predictor
 from stepsight.training.predictor.software_used import SoftwareUsed, software_used
 from stepsight.training.shipped.catalogue import shipped_predictor
 
@@ -361,15 +361,15 @@ def half_width(
 
 
 def predict(
-    job: JobLike, predictor: Predictor | str | None = None, *, software: str = "", latency: str = ""
+    job: JobLike, predictor: Predictor | str | Path | None = None, *, software: str = "", latency: str = ""
 ) -> Prediction:
     """Predict one training iteration of a job.
 
     Args:
         job: A ``Job``, the tables of one, or the path of a job file (.toml or .json).
-        predictor: A ``Predictor`` for the job's hardware, the name of a shipped one (its own or its hardware's), one of
-            MLflow's registry (``"models:/h100@champion"``), ``"roofline"``, or ``"latency:NAME"`` (see ``latency``).
-            None takes the shipped one for the job's hardware, else a roofline from the facts.
+        predictor: A ``Predictor`` for the job's hardware, the folder of one, the name of a shipped one (its own or its
+            hardware's), one of MLflow's registry (``"models:/h100@champion"``), ``"roofline"``, or ``"latency:NAME"``
+            (see ``latency``).  None takes the shipped one for the job's hardware, else a roofline from the facts.
         software: The framework that runs the job, as the runs of a calibration name it; by default the job's.
         latency: In place of a predictor: durations by a name in ``registries.LATENCIES`` or ``module:function``.
 
@@ -400,30 +400,22 @@ def predict(
     return Prediction(job, seconds, asked.source, simulation, asked, software)
 
 
-def asked_predictor(hardware: str, predictor: Predictor | str | None) -> Predictor | None:
+def asked_predictor(hardware: str, predictor: Predictor | str | Path | None) -> Predictor | None:
     """The predictor for ``cluster.hardware``, as ``predict`` takes it; None: use the hardware's facts."""
     if predictor is None:
         return shipped_predictor(hardware)
-    if isinstance(predictor, str):
-        return None if predictor == ROOFLINE else named_predictor(predictor)
+    if isinstance(predictor, str | Path):
+        from stepsight.training.tracking.store import load_predictor
+
+        return None if is_roofline(predictor) else load_predictor(predictor)
     if not isinstance(predictor, Predictor):
         raise JobError(f"predict takes a Predictor, the name of one or None, got {type(predictor).__name__}")
     return predictor
 
 
-def named_predictor(name: str) -> Predictor:
-    """The shipped predictor with a name or for a hardware of that name, or one of MLflow's registry."""
-    if name.startswith(REGISTERED):
-        from stepsight.training.tracking.store import load_model_uri
-
-        return load_model_uri(name)
-    found = shipped_predictor(name)
-    if found is None:
-        raise PredictorError(
-            f"a predictor by name must be one of {', '.join(shipped_names())} or their hardware, {ROOFLINE} or "
-            f"{REGISTERED}NAME@ALIAS, got {name!r:.80}; read the folder of a trained one with Predictor.load"
-        )
-    return found
+def is_roofline(predictor: str | Path) -> bool:
+    """Whether hardware facts are asked for, and not a folder of that name."""
+    return str(predictor) == ROOFLINE and not Path(ROOFLINE).exists()
 
 
 def source_of_facts(job: Job) -> str:

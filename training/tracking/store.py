@@ -15,11 +15,11 @@ from urllib.parse import urlsplit
 
 from stepsight.dataset.base.caching import cached
 from stepsight.dataset.base.errors import PredictorError, StepsightError
-from stepsight.dataset.base.files import check_output_file
+from stepsight.dataset.base.files import check_output_file, set_aside
 from stepsight.dataset.hardware.hardware import canonical_hardware
 from stepsight.dataset.harness.base.atomic_files import locked
 from stepsight.training.predictor.model_tables import MANIFEST, REGISTERED
-from stepsight.training.predictor.predictor import Predictor
+from stepsight.training.predictor.predictor import Predictor, shipped_names
 from stepsight.training.shipped.catalogue import shipped_predictor
 
 PATIENCE_S = 5
@@ -144,18 +144,36 @@ def model_name(hardware: str) -> str:
 def load_predictor(name: str | Path) -> Predictor:
     """Read a predictor: a folder, a shipped one by its name or its hardware's, or one of MLflow's registry.
 
-    A shipped one is the same that ``predict`` takes by default for its hardware.
+    A shipped one is the same that ``predict`` takes by default for its hardware.  A folder is read again if its files
+    changed.
 
     Args:
         name: As ``runs/mine``, ``h100-sxm``, ``h100-sxm-96gb`` or ``models:/h100@champion``; a folder goes before.
 
     Raises:
-        PredictorError: As ``Predictor.load`` and ``load_model_uri``.
+        PredictorError: If there is none, or as ``Predictor.load`` and ``load_model_uri``.
     """
     if str(name).startswith(REGISTERED):
         return load_model_uri(str(name))
-    shipped = None if Path(name).exists() else shipped_predictor(str(name))
-    return Predictor.load(name) if shipped is None else shipped
+    folder = Path(name)
+    if folder.is_dir():
+        files = sorted(folder.iterdir())
+        return _read(
+            folder.resolve(), tuple((file.name, file.stat().st_mtime_ns, file.stat().st_size) for file in files)
+        )
+    found = None if folder.exists() else shipped_predictor(str(name))
+    if found is None and not folder.exists() and set_aside(folder) is None:
+        raise PredictorError(
+            f"a predictor is a folder with manifest.json, or {', '.join(shipped_names())}, their hardware, roofline "
+            f"or {REGISTERED}NAME@ALIAS, got {str(name)!r:.80}"
+        )
+    return Predictor.load(folder) if found is None else found
+
+
+@cached(8)
+def _read(folder: Path, files: tuple[tuple[str, int, int], ...]) -> Predictor:
+    """The predictor of a folder whose files have these names, times and sizes."""
+    return Predictor.load(folder)
 
 
 def load_model_uri(uri: str, store: str = "") -> Predictor:

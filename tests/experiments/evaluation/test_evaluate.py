@@ -165,7 +165,7 @@ def test_a_frame_has_a_row_for_each_run_that_counts(tmp_path: Path) -> None:
     causes = [name for name in frame.columns if name.removesuffix("_s") in result.scored[0].breakdown]
     assert list(frame[causes].sum(axis=1)) == pytest.approx(list(frame["predicted_s"]))
     assert repr(result).startswith("Evaluation(2 of 2 runs, 1 sources, MAPE ")
-    with pytest.raises(PredictorError, match=r"a predictor by name must be one of .*, got 'nobody'"):
+    with pytest.raises(PredictorError, match=r"a predictor is a folder with manifest.json, or .*, got 'nobody'"):
         evaluate(tmp_path / "runs.csv", "nobody")
 
 

@@ -12,6 +12,7 @@ from stepsight.dataset.base.errors import PredictorError, TableError
 from stepsight.dataset.hardware.hardware import find_fabric, usual_fabric
 from stepsight.dataset.job.job import Job
 from stepsight.dataset.kinds.op import Collective, Op
+from stepsight.training.prediction.ask_many import predict_many
 from stepsight.training.prediction.prediction import ROOFLINE, predict
 from stepsight.training.predictor.predictor import SHIPPED, Predictor
 from stepsight.training.shipped import catalogue
@@ -117,7 +118,7 @@ def test_predict_takes_a_name() -> None:
     by_name, by_hardware = (predict(job, name).iteration_time_s for name in ("a100-sxm", "a100-sxm-80gb"))
     assert by_name == by_hardware == predict(job).iteration_time_s
     with pytest.raises(
-        PredictorError, match=r"must be one of a100-sxm, .* or their hardware, roofline or models:/NAME@ALIAS, got 'x'"
+        PredictorError, match=r"or a100-sxm, .* their hardware, roofline or models:/NAME@ALIAS, got 'x'"
     ):
         predict(job, "x")
 
@@ -199,3 +200,18 @@ def test_a_name_is_the_predictor_that_answers_by_default(tmp_path: Path, monkeyp
     for name in ("h100-sxm", "mine"):
         with pytest.raises(PredictorError, match=r"folder with manifest\.json, or a100-sxm"):
             load_predictor(name)
+
+
+def test_a_folder_answers_by_its_path(tmp_path: Path) -> None:
+    """As text and as a path, for one job and for many; it is read once, and again when it was written again."""
+    own, job = shipped_predictor("a100-sxm-80gb"), EXAMPLES / "gpt3-175b-1024.toml"
+    assert own is not None
+    own.save(tmp_path / "mine")
+    seconds = predict(job, load_predictor(tmp_path / "mine")).iteration_time_s
+    assert predict(job, str(tmp_path / "mine")).iteration_time_s == seconds
+    assert predict_many([job], str(tmp_path / "mine"))[0].iteration_time_s == pytest.approx(seconds)
+    read = load_predictor(tmp_path / "mine")
+    assert load_predictor(str(tmp_path / "mine")) is read
+    (tmp_path / "mine" / "manifest.json").write_text("{}")
+    with pytest.raises(PredictorError):
+        predict(job, tmp_path / "mine")
