@@ -31,6 +31,7 @@ from stepsight.dataset.base.errors import StepsightError
 
 if TYPE_CHECKING:
     import pyarrow as pa
+    from numpy.typing import NDArray
 
 
 VARIABLE = "STEPSIGHT_MAX_DECOMPRESSED_GB"
@@ -160,6 +161,22 @@ def read_parquet(path: Path) -> pa.Table:
         raise
     except (pa.ArrowException, ValueError, TypeError, KeyError, OverflowError) as error:
         raise ReadError(path, f"must be a whole Parquet file, got {reason(error):.200}") from None
+
+
+def read_numbers(table: pa.Table, name: str, dtype: Any) -> NDArray[Any]:
+    """A column of a table as numbers of a type; ``ValueError`` if it holds anything else."""
+    import numpy as np
+
+    values = table.column(name).to_numpy()
+    whole = np.dtype(dtype).kind == "i"
+    right = values.dtype.kind in "iufb"
+    if right and whole and values.dtype.kind == "f":
+        right = bool((np.isfinite(values) & (np.round(values) == values)).all())
+    if not right or (whole and len(values) and not -(2**62) <= values.min() <= values.max() <= 2**62):
+        told = "whole numbers" if whole else "numbers"
+        raise ValueError(f"column {name} must hold {told} throughout, got {table.column(name).type}")
+    with np.errstate(over="ignore"):  # to infinity
+        return np.asarray(values.astype(dtype))
 
 
 def parquet_rows(path: Path) -> int:

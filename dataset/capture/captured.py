@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from stepsight.dataset.base.bounded import read_parquet
+from stepsight.dataset.base.bounded import read_numbers, read_parquet
 from stepsight.dataset.base.errors import CaptureError, StepsightError
 from stepsight.dataset.base.files import new_folder, read_json, write_json
 from stepsight.dataset.capture.record_graph import CapturedRank
@@ -164,19 +164,15 @@ def read_captured(folder: Path) -> Captured:
 
 def _read_rank(folder: Path, rank: int, world_size: int) -> CapturedRank:
     graph = Program.load(folder / f"rank{rank}")
-    live = read_parquet(folder / f"rank{rank}.memory.parquet").column("live_bytes").to_numpy().astype(np.int64)
+    live = read_numbers(read_parquet(folder / f"rank{rank}.memory.parquet"), "live_bytes", np.int64)
     path = folder / f"rank{rank}.calls.json"
     calls = tuple(read_json(path)) if path.is_file() else ()
-    kind, work = graph.columns["kind"], graph.columns["work"]
-    of_works = np.array([OP if isinstance(each, Op) else COLLECTIVE for each in graph.works] or [HOST])
     if len(live) != len(graph) or live.min(initial=0) < 0:
         raise StepsightError(f"live_bytes must be >= 0 for each of {len(graph)} nodes of rank {rank}")
     if graph.rank != rank or graph.world_size != world_size:
         raise StepsightError(
             f"rank {rank} of {world_size} must be in its own files, got rank {graph.rank} of {graph.world_size}"
         )
-    if not np.all((kind == HOST) | ((work >= 0) & (of_works[work] == kind))):
-        raise StepsightError(f"an op must have an op's signature and a collective a collective's, in rank {rank}")
     if calls and graph.columns["call"].max(initial=-1) >= len(calls):
         raise StepsightError(f"call of nodes must be below {len(calls)} in rank {rank}")
     return CapturedRank(graph, live, calls)

@@ -7,11 +7,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
 
-from stepsight.dataset.base.errors import CaptureError
+from stepsight.dataset.base.errors import CaptureError, StepsightError
 from stepsight.dataset.capture.captured import Captured
 from stepsight.dataset.capture.model_readers import read_exported, read_onnx
 from stepsight.dataset.capture.model_steps import ModelSteps, rank_of_model
-from stepsight.dataset.kinds.op import Op
+from stepsight.dataset.kinds.op import Op, check_sizes
 
 READERS = MappingProxyType({".onnx": read_onnx, ".pt2": read_exported})
 PRECISIONS = ("fp32", "bf16", "fp16")
@@ -65,15 +65,20 @@ def read_model(request: ModelRequest) -> Captured:
     """
     try:
         model = READERS[request.path.suffix.lower()](request.path, request.dims)
-    except (LookupError, TypeError, AttributeError, ArithmeticError) as error:
-        raise CaptureError(f"{request.path.name} must be a whole model: {type(error).__name__}: {error}") from None
-    if not model.steps:
-        raise CaptureError(f"{request.path.name} must compute something, got no op")
-    if request.training and not model.parameters:
-        raise CaptureError(f"{request.path.name} must have parameters to be trained, got none: use --inference")
-    if request.precision:
-        model = _in_precision(model, request.precision)
-    rank = rank_of_model(model, request.replicas, request.local_size, training=request.training)
+        if not model.steps:
+            raise CaptureError(f"{request.path.name} must compute something, got no op")
+        check_sizes((step.op for step in model.steps), "a model")
+        if request.training and not model.parameters:
+            raise CaptureError(f"{request.path.name} must have parameters to be trained, got none: use --inference")
+        if request.precision:
+            model = _in_precision(model, request.precision)
+        rank = rank_of_model(model, request.replicas, request.local_size, training=request.training)
+    except StepsightError:
+        raise
+    except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError) as error:
+        raise CaptureError(
+            f"{request.path.name} must be a whole model: {type(error).__name__}: {error!s:.200}"
+        ) from None
     name = f"{request.path.name} ({'training' if request.training else 'inference'})"
     return Captured(name, request.replicas, request.local_size, request.path.suffix[1:], (rank,))
 

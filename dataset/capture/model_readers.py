@@ -15,6 +15,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from stepsight.dataset.base.bounded import read_file
 from stepsight.dataset.base.errors import CaptureError, need
 from stepsight.dataset.capture.model_steps import (
     ModelReader,
@@ -36,6 +37,7 @@ _ONNX_TYPES = MappingProxyType(
      9: ("fp8", 1.0), 2: ("fp8", 1.0), 3: ("fp8", 1.0), 17: ("fp8", 1.0), 19: ("fp8", 1.0)}
 )  # fmt: skip
 _FLOATS = (1, 10, 11, 16)
+MOST_NODES = 60_000  # of a graph
 _SMALL = 1024  # elements of a constant that may be a shape
 _ONNX_VIEWS = frozenset(
     ["Reshape", "Squeeze", "Unsqueeze", "Flatten", "Identity", "Shape", "Size", "Constant", "ConstantOfShape", "Range"]
@@ -75,7 +77,8 @@ def read_onnx(path: Path, dims: Mapping[str, int]) -> ModelSteps:
     from google.protobuf.message import DecodeError
 
     try:
-        model = onnx.load(str(path), load_external_data=False)
+        model = onnx.load_model_from_string(read_file(path))
+        check_count(path, _num_nodes(model))
         if len(model.functions):
             model = onnx.inliner.inline_local_functions(model)
         missing = _set_dims(model.graph, dims)
@@ -88,6 +91,33 @@ def read_onnx(path: Path, dims: Mapping[str, int]) -> ModelSteps:
     if not inferred.graph.node:
         raise CaptureError(f"{path.name} must be an ONNX model with at least one node, got none")
     return _OnnxReader(inferred.graph, missing).model()
+
+
+def _num_nodes(model: Any) -> int:
+    """Nodes of a graph once its functions are inlined: functions that call each other twice make billions of one."""
+    sizes: dict[tuple[str, str], float] = {}
+    bodies = {(each.domain, each.name): each.node for each in model.functions}
+
+    def total(nodes: Any) -> float:
+        if len(nodes) > MOST_NODES:
+            return float(len(nodes))
+        graphs = [graph for node in nodes for at in node.attribute for graph in (at.g, *at.graphs)]
+        return sum(size((node.domain, node.op_type)) for node in nodes) + sum(total(graph.node) for graph in graphs)
+
+    def size(key: tuple[str, str]) -> float:
+        if key not in sizes:
+            sizes[key] = math.inf  # while it is counted: a function that calls itself
+            sizes[key] = total(bodies[key]) if key in bodies else 1
+        return sizes[key]
+
+    lists = (model.graph.initializer, model.graph.input, model.graph.output, model.graph.value_info)
+    return int(min(max(total(model.graph.node), *map(len, lists)), 2**62))
+
+
+def check_count(path: Path, count: int) -> None:
+    """Refuse a model with more nodes than any has, before memory is taken for them."""
+    if count > MOST_NODES:
+        raise CaptureError(f"{path.name} must have at most {MOST_NODES} nodes and tensors, got {count}")
 
 
 def _errors(onnx: Any) -> tuple[type[Exception], ...]:
@@ -169,7 +199,7 @@ class _OnnxReader(ModelReader):
             return [streamed("add", shapes[0], dtype), _layer_norm(replace(call, settings={}))]
         if node.op_type in _GATES:
             directions, hidden = shapes[2][0], shapes[2][-1]
-            return [Op("recurrent", (*shapes[0], hidden, _GATES[node.op_type]), dtype)] * directions
+            return [Op("recurrent", (*shapes[0], hidden, _GATES[node.op_type]), dtype)] * min(directions, 2)
         if node.op_type in _SPECIAL:
             return [_SPECIAL[node.op_type](call)]
         kind = _STREAMED.get(node.op_type)
@@ -254,7 +284,7 @@ _MAKERS: dict[Callable[[_Call], Op | None], str] = {
 _SPECIAL = MappingProxyType({name: maker for maker, names in _MAKERS.items() for name in names.split()})
 
 
-MOST_BYTES = 2**30  # of the graph's text
+MOST_TEXT = 2**25  # bytes of the graph's text: parsed, it takes up to thirty times as many
 # torch's numbers of types, in the words of its profiler.
 _PROFILER_TYPES = MappingProxyType(
     {
@@ -284,9 +314,13 @@ def read_exported(path: Path, dims: Mapping[str, int]) -> ModelSteps:
         with zipfile.ZipFile(path) as archive:
             found = [entry for entry in archive.infolist() if entry.filename.endswith("/models/model.json")
                      or entry.filename.endswith("serialized_exported_program.json")]  # fmt: skip
-            if len(found) != 1 or found[0].file_size > MOST_BYTES:
-                raise CaptureError(f"{path.name} must hold one exported program, got {len(found)}")
+            if len(found) != 1 or found[0].file_size > MOST_TEXT:
+                told = f"{len(found)} of {sum(entry.file_size for entry in found)} bytes"
+                raise CaptureError(
+                    f"{path.name} must hold one exported program of at most {MOST_TEXT} bytes, got {told}"
+                )
             tree = json.loads(archive.read(found[0]))
+            check_count(path, len(tree["graph_module"]["graph"]["nodes"]))
         return _ExportedReader(tree, dims).model()
     except zipfile.BadZipFile:
         raise CaptureError(

@@ -8,13 +8,14 @@ from typing import Any
 
 import numpy as np
 
-from stepsight.dataset.base.bounded import read_parquet
+from stepsight.dataset.base.bounded import read_numbers, read_parquet
 from stepsight.dataset.base.errors import TraceError
 from stepsight.dataset.base.files import new_file, read_json, write_json
-from stepsight.dataset.graph.columns import EDGE_COLUMNS, NODE_COLUMNS, NODE_KINDS, WHY
-from stepsight.dataset.kinds.op import Collective, Op
+from stepsight.dataset.graph.columns import COLLECTIVE, EDGE_COLUMNS, HOST, NODE_COLUMNS, NODE_KINDS, OP, PHASES, WHY
+from stepsight.dataset.kinds.op import Collective, Op, check_sizes
 
 FORM = 1  # of the files
+MOST_SECONDS = 1e12  # of any time, since 1970 too
 _SECONDS = ("start_s", "duration_s", "unrecorded_s")
 
 
@@ -82,6 +83,7 @@ def read_facts(folder: Path, stem: str) -> dict[str, Any]:
         if tree.get("form") != FORM:
             raise ValueError(f"form must be {FORM}, got {tree.get('form')!r:.40}: import the trace again")
         graph = _graph(tree, nodes, edges)
+        check_sizes(graph["works"], "an imported graph")
     except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
         raise TraceError(
             f"{path} must be an imported graph with its tables, got {error}; if another version of stepsight wrote it, "
@@ -134,7 +136,7 @@ def _graph(tree: dict[str, Any], nodes: Any, edges: Any) -> dict[str, Any]:
 def _numbers(table: Any, name: str, dtype: Any) -> Any:
     if name == "recorded" and name not in table.column_names:  # which earlier versions did not count
         return np.zeros(table.num_rows, dtype=dtype)
-    return table.column(name).to_numpy().astype(dtype)
+    return read_numbers(table, name, dtype)
 
 
 def work_from_list(work: list[Any]) -> Op | Collective:
@@ -148,15 +150,22 @@ def _check(graph: dict[str, Any], path: Path) -> None:
     """Check that indices are in range and edges lead forward."""
     count = len(graph["start_s"])
     limits = {"kind": len(NODE_KINDS), "stream": len(graph["streams"]), "name": len(graph["names"])}
-    limits |= {"work": len(graph["works"]), "group": len(graph["groups"])}
+    limits |= {"work": len(graph["works"]), "group": len(graph["groups"]), "phase": len(PHASES)}
+    limits |= {"step": max(len(graph["steps_s"]), 1)}
     for name, limit in limits.items():
-        column = graph["columns"][name]
-        if len(column) != count or (count and (column.max() >= limit or column.min() < -1)):
-            raise TraceError(f"{name} of nodes must be below {limit} for each of {count} nodes in {path}")
-    source, target = graph["edge_columns"]["source"], graph["edge_columns"]["target"]
+        column, least = graph["columns"][name], 0 if name in ("kind", "stream") else -1
+        if len(column) != count or (count and (column.max() >= limit or column.min() < least)):
+            raise TraceError(f"{name} of nodes must be from {least} to {limit - 1} for each of {count} nodes in {path}")
+    source, target, why = (graph["edge_columns"][name] for name in EDGE_COLUMNS)
     if len(source) and not ((source >= 0) & (source < target) & (target < count)).all():
         raise TraceError(f"edges must lead from an earlier to a later node of {count} in {path}")
-    if not (
-        np.isfinite(graph["start_s"]).all() and (graph["duration_s"] >= 0).all() and np.isfinite(graph["delay_s"]).all()
-    ):
-        raise TraceError(f"times must be finite and durations >= 0 in {path}")
+    if len(why) and not (0 <= why.min() <= why.max() < len(WHY)):
+        raise TraceError(f"why of edges must be from 0 to {len(WHY) - 1} in {path}")
+    kind, work = graph["columns"]["kind"], graph["columns"]["work"]
+    of_works = np.array([OP if isinstance(each, Op) else COLLECTIVE for each in graph["works"]] or [HOST])
+    if not np.all((kind == HOST) | ((work >= 0) & (of_works[work] == kind))):
+        raise TraceError(f"an op must have an op's signature and a collective a collective's in {path}")
+    durations = [graph["duration_s"], graph["unrecorded_s"], graph["columns"].get("share", np.zeros(0))]
+    times = np.concatenate([graph["start_s"], graph["delay_s"], graph["steps_s"].ravel(), *durations])
+    if not (np.abs(times) <= MOST_SECONDS).all() or np.concatenate(durations).min(initial=0) < 0:
+        raise TraceError(f"times must be within {MOST_SECONDS:g} s and durations >= 0 in {path}")

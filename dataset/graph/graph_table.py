@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from stepsight.dataset.base.bounded import read_parquet
+from stepsight.dataset.base.bounded import read_numbers, read_parquet
 from stepsight.dataset.base.errors import TraceError
 from stepsight.dataset.graph.columns import NODE_KINDS
 from stepsight.dataset.graph.graph_files import write_columns
@@ -192,9 +192,9 @@ _FLOATS = dict.fromkeys(("x", "y", "edge_attr"), np.float32) | dict.fromkeys(("s
 
 def _read(folder: Path, key: Key) -> Rows:
     table = read_parquet(folder / _file(key))
-    found: Rows = {"graph": table.column("graph").to_numpy().astype(np.int64)}
+    found: Rows = {"graph": read_numbers(table, "graph", np.int64)}
     for name, labels in _labels(key).items():
-        values = np.stack([table.column(label).to_numpy() for label in labels], axis=1)
-        values = values if len(labels) > 1 or name == "x" else values[:, 0]
-        found[name] = np.ascontiguousarray(values, dtype=_FLOATS.get(name, np.int64))
+        dtype = _FLOATS.get(name, np.int64)
+        values = np.stack([read_numbers(table, label, dtype) for label in labels], axis=1)
+        found[name] = np.ascontiguousarray(values if len(labels) > 1 or name == "x" else values[:, 0])
     return found

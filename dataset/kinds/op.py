@@ -7,6 +7,7 @@ here knows any hardware.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from math import inf
 from types import MappingProxyType
@@ -20,6 +21,7 @@ __all__ = ["COLLECTIVE_KINDS", "DTYPE_BYTES", "MOST_SIZE", "OP_KINDS", "Collecti
 # operand, one along rows and one along columns, so that a whole byte is counted.
 DTYPE_BYTES = MappingProxyType({"fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2, "fp8": 1, "nvfp4": 1})
 MOST_SIZE = 2**48  # elements and bytes of any measured op: a larger number is a mistake
+MOST_BYTES, MOST_FLOPS = 2.0**56, 2.0**90  # of all operands of an op
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,3 +105,16 @@ class Collective:
 
     def __str__(self) -> str:
         return f"{self.kind}[{self.num_bytes}B over {self.group_size} ranks, {self.ranks_per_node} per node]"
+
+
+def check_sizes(works: Iterable[Op | Collective], where: str) -> None:
+    """Check that sizes are whole numbers that anybody could have run: files also hold NaN, fractions and made-up ones.
+
+    Raises:
+        ValueError: If not.
+    """
+    for work in works:
+        sizes = work.dims if isinstance(work, Op) else (work.num_bytes, work.group_size, work.ranks_per_node)
+        whole = all(isinstance(size, int) and 0 <= size <= MOST_SIZE for size in sizes)
+        if not whole or work.num_bytes > MOST_BYTES or (isinstance(work, Op) and work.flops > MOST_FLOPS):
+            raise ValueError(f"sizes of {where} must be whole numbers from 0 to {MOST_SIZE}, got {work!s:.120}")

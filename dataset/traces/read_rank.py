@@ -13,7 +13,7 @@ from stepsight.dataset.graph.columns import HostRecord
 from stepsight.dataset.graph.intervals import covered
 from stepsight.dataset.graph.program import COLLECTIVE, HOST, OP, WHY_NUMBER, Dependency, Program
 from stepsight.dataset.graph.rank_trace import Placement, RankTrace, rank_trace
-from stepsight.dataset.kinds.op import MOST_SIZE, Op
+from stepsight.dataset.kinds.op import check_sizes
 from stepsight.dataset.traces.assembly import MICROSECOND, Assembly
 from stepsight.dataset.traces.data_edges import (
     read_execution_trace,
@@ -79,7 +79,10 @@ def _graph_of(events: RankEvents, placement: Placement, execution: Path | None) 
         graph = _device_graph(events, tree, world_size, placement)
     else:
         graph = host_graph(events, tree, world_size, placement, rank)
-    _check_sizes(graph)
+    try:
+        check_sizes(graph.works, "a trace")
+    except ValueError as error:
+        raise TraceError(str(error)) from None
     if execution is not None:
         graph = with_tensor_edges(graph, events, tree.parent, read_execution_trace(execution), execution)
     graph = without_observed_steps(graph, observed_steps(events, graph.steps_s / MICROSECOND + graph.origin_us))
@@ -88,14 +91,6 @@ def _graph_of(events: RankEvents, placement: Placement, execution: Path | None) 
     loading = [(each.start, each.end) for each in events.annotations if each.name.startswith(_LOADING)]
     graph.loading_s = (np.array(loading).reshape(-1, 2) - graph.origin_us) * MICROSECOND
     return graph.replace(rank=rank, world_size=world_size, warnings=tuple(dict.fromkeys(warnings)))
-
-
-def _check_sizes(graph: Program) -> None:
-    """Sizes are whole numbers that anybody could have run: JSON also holds NaN, fractions and made-up ones."""
-    for work in graph.works:
-        sizes = work.dims if isinstance(work, Op) else (work.num_bytes, work.group_size, work.ranks_per_node)
-        if not all(isinstance(size, int) and 0 <= size <= MOST_SIZE for size in sizes):
-            raise TraceError(f"sizes of a trace must be whole numbers from 0 to {MOST_SIZE}, got {work!s:.120}")
 
 
 def _device_graph(events: RankEvents, tree: CallTree, world_size: int, placement: Placement) -> Program:

@@ -37,6 +37,16 @@ from stepsight.simulator.schedules import read_schedule, write_schedule
 from stepsight.training.prediction.prediction import POSSIBLE_MFU, predict
 from stepsight.training.predictor.model_tables import write_manifest
 from stepsight.training.predictor.predictor import Predictor
+from tests.fuzz.folders import (
+    ASK,
+    ask_model,
+    exported_seed,
+    folder_seed,
+    mutated_exported,
+    mutated_folder,
+    mutated_onnx,
+    onnx_seed,
+)
 from tests.fuzz.mutate import Mutate, mutated_bytes, mutated_csv, mutated_json, mutated_text
 from tests.fuzz.toy import SEARCHED, search_journal, toy_job, toy_predictor
 from tests.fuzz.watch import check_numbers
@@ -340,6 +350,9 @@ TARGETS = {
             if name not in ("aiconfigurator",)
         ),
         Target("table_aiconfigurator", _aiconfigurator, _aiconfigurator_mutated, ".json"),
+        *(Target(name, ask, mutated_folder, ".json") for name, ask in ASK.items()),
+        Target("onnx", ask_model, mutated_onnx, ".onnx"),
+        Target("exported", ask_model, mutated_exported, ".pt2"),
         Target("measurements", _measurements, mutated_bytes, ".parquet"),
         Target("predictor", _predictor, _mutated_predictor, ".json"),
         Target("schedule", _schedule, mutated_csv, ".csv"),
@@ -350,7 +363,9 @@ TARGETS = {
         Target("journal", _journal, mutated_journal, ".log"),
     )
 }  # fmt: skip
-_MADE = {"predictor": toy_seed, "measurements": measurements_seed, "journal": search_journal}
+_MADE: dict[str, Callable[[], bytes]] = {name: partial(folder_seed, name) for name in ASK}
+_MADE |= {"onnx": onnx_seed, "exported": exported_seed}
+_MADE |= {"predictor": toy_seed, "measurements": measurements_seed, "journal": search_journal}
 
 
 @cache

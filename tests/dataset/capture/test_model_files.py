@@ -132,3 +132,22 @@ def test_a_graph_of_another_form_is_refused(tmp_path: Path) -> None:
         archive.writestr("other/models/model.json", json.dumps({"graph_module": []}))
     with pytest.raises(CaptureError, match=r"must be a file that torch.export.save wrote"):
         read_model(ModelRequest(path))
+
+
+def test_a_file_that_would_grow_is_refused_before_it_does(tmp_path: Path) -> None:
+    """Functions that call each other twice, forty deep; an archive of a gigabyte of lists."""
+    onnx = pytest.importorskip("onnx")
+    h, float32 = onnx.helper, onnx.TensorProto.FLOAT
+    opsets, functions = [h.make_opsetid("", 18), h.make_opsetid("l", 1)], []
+    for depth in range(40):
+        name, domain = (f"f{depth - 1}", "l") if depth else ("Relu", "")
+        calls = [h.make_node(name, [x], [y], domain=domain) for x, y in (("x", "a"), ("a", "y"))]
+        functions.append(h.make_function("l", f"f{depth}", ["x"], ["y"], calls, opsets))
+    x, y = (h.make_tensor_value_info(name, float32, [8]) for name in "xy")
+    graph = h.make_graph([h.make_node("f39", ["x"], ["y"], domain="l")], "g", [x], [y])
+    onnx.save(h.make_model(graph, functions=functions, opset_imports=opsets), tmp_path / "a.onnx")
+    with zipfile.ZipFile(tmp_path / "a.pt2", "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("m/models/model.json", b"[]," * 12_000_000)
+    for name, rule in (("a.onnx", "at most 60000 nodes and tensors"), ("a.pt2", "at most 33554432 bytes")):
+        with pytest.raises(CaptureError, match=rule):
+            summary(tmp_path / name)
