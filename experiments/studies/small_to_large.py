@@ -23,9 +23,10 @@ from stepsight.dataset.base.files import check_writable, digest, read_json, writ
 from stepsight.dataset.hardware.hardware import HARDWARE as PRESETS
 from stepsight.dataset.hardware.hardware import Fabric
 from stepsight.dataset.job.job import Job
-from stepsight.dataset.kinds.op import Collective, Op
+from stepsight.dataset.kinds.op import Collective
 from stepsight.dataset.runs.box_spec import HARDWARE
 from stepsight.dataset.runs.run_manifest import read_manifest
+from stepsight.experiments.evaluation.baselines import closed_form
 from stepsight.experiments.evaluation.error_metrics import regret
 from stepsight.experiments.reports.plots import plot_predicted_against_measured
 from stepsight.experiments.reports.text_table import table_of
@@ -42,8 +43,6 @@ from stepsight.experiments.studies.box_cases import (
 from stepsight.experiments.studies.study import Row, Study
 from stepsight.simulator.durations.latency_model import Seconds
 from stepsight.simulator.iteration.simulate import Simulation, simulate
-from stepsight.simulator.programs.lower import lower
-from stepsight.simulator.programs.segment import Segment
 from stepsight.simulator.schedules import KIND_NAMES
 from stepsight.training.fitting.train_runs import spearman, train
 from stepsight.training.measured.planning import SleepingLatency
@@ -203,39 +202,9 @@ def ideal(job: Job) -> float:
 
 
 def formula(job: Job) -> float:
-    """Seconds by the closed formula of automatic planners: computation + communication - overlap + bubble.
-
-    Of the slowest stage: ``m (f + b)`` of computation; tensor-parallel collectives of ``m`` micro-batches, messages of
-    each there and back, gradients once; the last backward hides gradients where there is no pipeline; and the pipeline
-    stands still for ``(p - 1) / v`` micro-batches.
-    """
-    latency = _facts(job)
-    lowered, parallel = lower(job, latency.hardware), job.parallel
-    passes: dict[tuple[int, str], tuple[float, float]] = {}  # by part and label: seconds of ops, and of communication
-    for action, at in enumerate(lowered.segment.tolist()):
-        part, segment = int(lowered.track.part[action]), lowered.segments[at]
-        if (part, segment.label) not in passes:
-            ops = [node.work for node in segment.program.nodes if isinstance(node.work, Op)]
-            inside = _collective_seconds(segment, latency, replicas=False)
-            passes[part, segment.label] = float(latency.op_seconds(ops).sum()), inside
-    compute, talk, backward = 0.0, 0.0, 0.0
-    for stage in dict.fromkeys(int(lowered.track.schedule.placement[part, 0]) for part, _ in passes):
-        own = {key: of for key, of in passes.items() if lowered.track.schedule.placement[key[0], 0] == stage}
-        if sum(ops for ops, _ in own.values()) >= compute:
-            compute, talk = (sum(of[index] for of in own.values()) for index in (0, 1))
-            backward = sum(ops for (_, label), (ops, _) in own.items() if label != "forward")
-    message = float(latency.collective_seconds(lowered.messages).max()) if lowered.messages else 0.0
-    gradients = max((_collective_seconds(each, latency, replicas=True) for each in lowered.segments), default=0.0)
-    hidden = min(gradients, backward) if parallel.pp == 1 and not parallel.zero_stage else 0.0
-    micro_batch = compute + talk + 2 * message
-    bubble = (parallel.pp - 1) / parallel.virtual_stages * micro_batch
-    return job.num_micro_batches * micro_batch + gradients - hidden + bubble
-
-
-def _collective_seconds(segment: Segment, latency: SleepingLatency, *, replicas: bool) -> float:
-    """Seconds of a segment's collectives between replicas, or of those between ranks of one replica."""
-    nodes = [node for node in segment.program.nodes if node.stream.startswith("dp") == replicas]
-    return float(latency.collective_seconds([n.work for n in nodes if isinstance(n.work, Collective)]).sum())
+    """Seconds by the closed form of automatic planners, without the optimizer."""
+    terms = closed_form(simulate(job, _facts(job)))
+    return sum(terms.values()) - terms["optimizer"]
 
 
 # --- the study --------------------------------------------------------------------------------------------------------

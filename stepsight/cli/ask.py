@@ -95,6 +95,7 @@ def predict_command(
     files: PredictionFiles,
     tokens: float | None = None,
     prices: Prices = None,
+    baseline: Annotated[str, typer.Option(metavar="analytic")] = "",
     overrides: MovedJobOptions,
 ) -> Answer:
     """Predict iteration time, interval, breakdown and memory of jobs.
@@ -110,11 +111,15 @@ def predict_command(
         program: Predict a captured script instead of jobs (see `stepsight capture`).
         fabric: With --program: the fabric, a name or a file. Default: the usual one.
         tokens: Also print the days, device-hours and cost of training on this many tokens, as 15e12.
+        baseline: Also print the closed form of automatic planners, term by term: analytic.
     """
+    if baseline not in ("", "analytic"):
+        raise StepsightError(f"--baseline of predict must be analytic, got {baseline!r:.80}")
     if program is not None:
         fixed = "the captured ranks fix the number of devices; capture again with --world-size"
         refuse_given(context, ("nodes",), f"does not go with --program: {fixed}")
-        others = ("jobs", "schedule", "traces", "trace_stages", "tokens", "prices", "framework", "level", "latency")
+        others = ("jobs", "schedule", "traces", "trace_stages", "tokens", "prices", "framework", "level", "latency",
+                  "baseline")  # fmt: skip
         refuse_given(context, others, "does not go with --program: leave it out")
         return _predict_program(program, source.load(), (overrides.hardware, fabric), files.timeline)
     refuse_given(context, ("fabric",), "belongs to --program: a job file names its own fabric")
@@ -135,6 +140,13 @@ def predict_command(
         for report, prediction in zip(reports, predictions, strict=True):
             report["plan"] = training_plan(prediction, goal)
             report["text"] += f"\ntraining   {plan_text(prediction.job.hardware_name, report['plan'])}"
+    if baseline:
+        from stepsight.experiments.evaluation.baselines import closed_form, terms_text
+
+        for report, prediction in zip(reports, predictions, strict=True):
+            terms = closed_form(prediction.simulation)
+            report["analytic"] = {"iteration_time_s": sum(terms.values()), "terms": terms}
+            report["text"] += f"\n{terms_text(terms, prediction.iteration_time_s)}"
     files.write(predictions[0])
     text = "\n\n".join(report.pop("text") for report in reports)
     return Answer(reports[0] if len(reports) == 1 else {"predictions": reports}, text)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -11,7 +11,10 @@ from stepsight.cli.files import LearnedSource, Plot
 from stepsight.cli.options import Answer, progress, refuse_given
 from stepsight.dataset.base.errors import StepsightError
 
-_NOT_FOR_TABLES = "must be left out for a table of ops and collectives (.parquet)"
+if TYPE_CHECKING:
+    from stepsight.training.predictor.predictor import Predictor
+
+_NOT_FOR_TABLES = "must be left out for a table of ops and collectives (.parquet) and for a collection"
 _NOT_FOR_RUNS = "must be left out for a table of runs"
 Runs = Annotated[
     Path,
@@ -115,6 +118,7 @@ def evaluate_command(
     plot: Plot = None,
     worst: Annotated[int, typer.Option(min=0)] = 5,
     groups: bool = False,
+    baseline: str = "",
     fabric: str | None = None,
     software: str = "",
     explain_columns: Annotated[bool, _prints("explanation")] = False,
@@ -141,6 +145,8 @@ def evaluate_command(
         plot: Plot predicted over measured times to this file (.png, .svg).
         worst: Number of worst rows to show with their breakdown.
         groups: Show every group of runs that differ only in strategy.
+        baseline: Also print errors and regret of these simple models on the same rows: some of roofline, analytic
+            (closed form of planners) and mfu (one utilisation for each chip and precision), separated by commas.
         fabric: For a table of collectives: the fabric of the measured cluster, a name or a .toml file. Default: the
             fabric that each row names.
         software: For a table of ops and collectives: take only rows whose software contains this text. Default: all
@@ -150,28 +156,17 @@ def evaluate_command(
     """
     from stepsight.experiments.evaluation.evaluate import predictor_by_hardware
 
-    if runs.suffix == ".parquet":
-        refuse_given(context, ("calibrate", "plot", "rows", "groups"), _NOT_FOR_TABLES)
-        from stepsight.dataset.hardware.hardware import find_fabric
-        from stepsight.dataset.tables import Measurements
-        from stepsight.experiments.evaluation.table_errors import judge_table, table_errors_text
-
-        links, judges = None if fabric is None else find_fabric(fabric), predictor_by_hardware(source.load())
-        measured, tell = Measurements.from_parquet(runs), progress("rows predicted")
-        judged = judge_table(measured, judges, links, tell, software=software)
-        return Answer(judged.to_dict(), table_errors_text(judged))
+    if runs.suffix == ".parquet" or runs.is_dir():
+        refuse_given(context, ("calibrate", "plot", "rows", "groups", "baseline"), _NOT_FOR_TABLES)
+        return _judge_measured(runs, source.load(), fabric, software)
     refuse_given(context, ("fabric", "software"), _NOT_FOR_RUNS)
-    if runs.is_dir():
-        from stepsight.experiments.evaluation.table_errors import judge_collection
-
-        refuse_given(context, ("calibrate", "plot", "rows", "groups", "worst"), "must be left out for a collection")
-        told = judge_collection(runs, source.load())
-        return Answer(told, told["text"])
     from stepsight.experiments.calibration.calibrate_runs import read_most_gpus
+    from stepsight.experiments.evaluation.baselines import baseline_figures, baselines_text, read_baselines
     from stepsight.experiments.evaluation.evaluate import evaluate, evaluation_text
     from stepsight.experiments.reports.plots import plot_published_runs
 
     most_gpus = None if calibrate is None else read_most_gpus(calibrate)
+    names = read_baselines(baseline) if baseline else ()
     predictor = source.load()
     result = evaluate(runs, predictor, source=rows, on_row=progress("rows predicted"))
     if plot is not None:
@@ -184,7 +179,27 @@ def evaluate_command(
             on_set = progress(f"sources calibrated, {name}")
             value[name] = calibrate_small(result, predictor_by_hardware(predictor), most_gpus, set_of, on_set)
             shown[FITTED_ON[name].format(most_gpus)] = value[name]
-    return Answer(value, evaluation_text(result, worst, shown, groups=groups))
+    text = evaluation_text(result, worst, shown, groups=groups)
+    if names:
+        value["baselines"] = baseline_figures(result.scored, predictor_by_hardware(predictor), names)
+        text += f"\n\n{baselines_text(value['baselines'])}"
+    return Answer(value, text)
+
+
+def _judge_measured(path: Path, predictor: Predictor | str | None, fabric: str | None, software: str) -> Answer:
+    """``stepsight evaluate`` of a collection, or of a table of ops and collectives."""
+    from stepsight.dataset.hardware.hardware import find_fabric
+    from stepsight.dataset.tables import Measurements
+    from stepsight.experiments.evaluation.evaluate import predictor_by_hardware
+    from stepsight.experiments.evaluation.table_errors import judge_collection, judge_table, table_errors_text
+
+    if path.is_dir():
+        told = judge_collection(path, predictor)
+        return Answer(told, told["text"])
+    links, judges = None if fabric is None else find_fabric(fabric), predictor_by_hardware(predictor)
+    measured, tell = Measurements.from_parquet(path), progress("rows predicted")
+    judged = judge_table(measured, judges, links, tell, software=software)
+    return Answer(judged.to_dict(), table_errors_text(judged))
 
 
 def calibrate_command(
