@@ -10,8 +10,10 @@ precedes the first backward, so it is not used there at all.
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterable, Iterator
-from contextlib import nullcontext
+import tempfile
+from abc import abstractmethod
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
 from typing import Any
 
@@ -19,8 +21,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining import schedules as torch_schedules
 from torch.nn.parallel import DistributedDataParallel
 
 from ..base import annotate, cores
@@ -30,6 +33,15 @@ from .torch_parts import CrossEntropy
 from .transformer import Stage, shape_of, token_rows
 
 AXES = ("pp", "dp", "tp")
+SINGLE = {"gpipe": "ScheduleGPipe", "1f1b": "Schedule1F1B"}
+MULTI = {
+    "1f1b": "ScheduleInterleaved1F1B",
+    "looped-bfs": "ScheduleLoopedBFS",
+    "interleaved-zb": "ScheduleInterleavedZeroBubble",
+    "zbv": "ScheduleZBVZeroBubble",
+    "dualpipev": "ScheduleDualPipeV",
+}
+V_SHAPED = ("zbv", "dualpipev")
 
 
 @lru_cache(maxsize=64)
@@ -64,8 +76,14 @@ def end_groups(mesh: DeviceMesh | None, stages: Any = None) -> None:
             dist.destroy_process_group(group)
 
 
-class ParallelRank:
-    """This rank's place in a checked job: its mesh and groups, and data parallelism of models and gradients."""
+class ParallelTraining:
+    """This rank's parts of a checked job: mesh and groups, data parallelism, the pipeline's schedule, a training step.
+
+    Subclasses make the parts and call ``assemble``; they say what a ``loss`` is and how an ``update`` is done.
+    """
+
+    tokens: Tensor
+    targets: Tensor
 
     def __init__(self, job: dict[str, Any], device: torch.device) -> None:
         self.job, self.device = job, device
@@ -77,85 +95,148 @@ class ParallelRank:
         }
         self.stage_index = self.place("pp")
         self.sharded = job["parallel"]["zero_stage"] == 3 and degrees["dp"] > 1
+        self.num_parts = degrees["pp"] * job["parallel"]["virtual_stages"]
+        self.part_numbers = parts_of_stage(job["parallel"], self.stage_index)
+        self.first, self.last = 0 in self.part_numbers, self.num_parts - 1 in self.part_numbers
 
     def place(self, axis: str) -> int:
         """This rank's number on an axis."""
         group = self.groups[axis]
         return 0 if group is None else int(group.rank())
 
-    def data_parallel(
-        self, model: nn.Module, layers: Iterable[nn.Module], policy: MixedPrecisionPolicy | None = None
-    ) -> nn.Module:
-        """A model whose replicas share their gradients, by FSDP2 (each layer by itself) or by DDP.
+    def assemble(self, parts: dict[int, Any], shapes: Callable[[int], tuple[Tensor, Tensor]], table: str = "") -> None:
+        """Replicate the parts and schedule them; ``shapes`` are a part's input and output, ``table`` a schedule's."""
+        self.parts = parts
+        self.models = {number: self.data_parallel(part) for number, part in parts.items()}
+        self.model = next(iter(self.models.values())) if len(parts) == 1 else nn.ModuleList(self.models.values())
+        self.schedule = self._schedule(shapes, table) if self.degrees["pp"] > 1 else None
+
+    def data_parallel(self, part: Any) -> nn.Module:
+        """A part whose replicas share their gradients, by FSDP2 (each layer by itself) or by DDP.
 
         In a pipeline without FSDP2 it stays as it is: see ``all_reduce_gradients``.
         """
-        group = self.groups["dp"]
+        group, parallel = self.groups["dp"], self.job["parallel"]
         if group is None or self.mesh is None:
-            return model
+            return part
         if self.sharded:
-            for part in (*layers, model):
-                fully_shard(part, mesh=self.mesh["dp"], mp_policy=policy or MixedPrecisionPolicy())
-            return model
-        if self.groups["pp"] is not None:
-            return model
-        bucket = self.job["parallel"]["bucket_mbytes"]
-        return DistributedDataParallel(model, process_group=group, bucket_cap_mb=bucket, gradient_as_bucket_view=True)
+            for module in (*part.wrapped, part):
+                fully_shard(module, mesh=self.mesh["dp"], mp_policy=part.precision)
+            return part
+        if self.reduces_last:
+            return part
+        bucket = parallel["bucket_mbytes"]
+        return DistributedDataParallel(part, process_group=group, bucket_cap_mb=bucket, gradient_as_bucket_view=True)
 
-    def all_reduce_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Sum the gradients of a pipeline's replicas in buckets, after its schedule."""
-        group = self.groups["dp"]
-        if group is None or self.sharded or self.groups["pp"] is None:
+    @property
+    def reduces_last(self) -> bool:
+        """Whether replicas sum their gradients after the last backward pass."""
+        replicated = self.groups["dp"] is not None and not self.sharded
+        return replicated and (
+            self.groups["pp"] is not None or not self.job["parallel"].get("overlap_grad_reduce", True)
+        )
+
+    def all_reduce_gradients(self) -> None:
+        """Sum the gradients of replicas in buckets, if nothing has summed them yet."""
+        if not self.reduces_last:
             return
-        gradients = [p.grad for p in reversed(list(parameters)) if p.grad is not None]
+        gradients = [p.grad for p in reversed(list(self.model.parameters())) if p.grad is not None]
         limit = self.job["parallel"]["bucket_mbytes"] * 2**20
         bucket: list[Tensor] = []
         for index, gradient in enumerate(gradients):
             bucket.append(gradient)
             if index == len(gradients) - 1 or sum(g.numel() * g.element_size() for g in bucket) >= limit:
-                all_reduce_flat(bucket, group, group.size())
+                all_reduce_flat(bucket, self.groups["dp"], self.degrees["dp"])
                 bucket = []
 
+    def _schedule(self, shapes: Callable[[int], tuple[Tensor, Tensor]], table: str) -> Any:
+        stages = []
+        for number, model in self.models.items():
+            given, made = shapes(number)
+            stage = _SegmentedStage(
+                model, number, self.num_parts, self.device, input_args=given, output_args=made,
+                group=self.groups["pp"],
+            )  # fmt: skip
+            stage.segment = self.segment
+            stages.append(stage)
 
-class Training(ParallelRank):
+        def loss_fn(output: Tensor, target: Tensor) -> Tensor:
+            loss = self.loss(output, target)
+            stages[-1].end_forward()
+            return loss
+
+        name, chunks = self.job["parallel"]["schedule"], self.job["parallel"]["virtual_stages"]
+        settings: dict[str, Any] = {"n_microbatches": self.num_micro_batches, "scale_grads": False, "loss_fn": loss_fn}
+        if chunks == 1 and name in SINGLE:
+            return getattr(torch_schedules, SINGLE[name])(stages[0], **settings)
+        if name in MULTI:
+            return getattr(torch_schedules, MULTI[name])(stages, **settings)
+        schedule = torch_schedules._PipelineScheduleRuntime(stages, **settings)
+        with tempfile.NamedTemporaryFile("w", suffix=".csv") as file:
+            file.write(table)
+            file.flush()
+            schedule._load_csv(file.name)
+        return schedule
+
+    def segment(self, label: str, micro_batch: int, stage: int = 0) -> AbstractContextManager[Any]:
+        """A part of a step in traces; ``micro_batch`` -1: of none."""
+        return annotate.segment(label, **({"micro_batch": micro_batch} if micro_batch >= 0 else {}), stage=stage)
+
+    @abstractmethod
+    def loss(self, output: Tensor, target: Tensor) -> Tensor:
+        """The loss of a micro-batch."""
+
+    @abstractmethod
+    def update(self) -> None:
+        """Update the parameters, and forget their gradients."""
+
+    def step(self) -> Tensor:
+        """One training step; the replica's mean loss (0 on ranks without the last part), still on the device."""
+        with annotate.segment("step"):
+            losses: list[Tensor] = []
+            if self.schedule is not None:
+                arguments, target = (self.tokens,) if self.first else (), self.targets if self.last else None
+                # The logits of a whole batch are not used, and joining them would take time.
+                self.schedule.step(*arguments, target=target, losses=losses, return_outputs=False)
+                losses = [loss.detach() for loss in losses]
+            else:
+                losses.extend(self._micro_batches())
+            with self.segment("optimizer", -1, self.stage_index):
+                self.update()
+        return torch.stack(losses).sum() if losses else torch.zeros((), device=self.device)
+
+    def _micro_batches(self) -> Iterator[Tensor]:
+        count, (model,) = self.num_micro_batches, self.models.values()
+        batches = zip(self.tokens.chunk(count), self.targets.chunk(count), strict=True)
+        for index, (tokens, targets) in enumerate(batches):
+            waits = isinstance(model, DistributedDataParallel) and index < count - 1
+            with model.no_sync() if waits else nullcontext():  # type: ignore[operator]
+                with self.segment("forward", index):
+                    loss = self.loss(model(tokens), targets)
+                with self.segment("backward", index):
+                    loss.backward()
+            yield loss.detach()
+
+
+class Training(ParallelTraining):
     """One checked job's model, data and optimizer on this rank."""
 
-    def __init__(self, job: dict[str, Any], device: torch.device) -> None:
+    def __init__(self, job: dict[str, Any], device: torch.device, table: str = "") -> None:
         super().__init__(job, device)
         annotate.name_groups(self.groups)
         self.shape = shape_of(job, device, self.groups["tp"])
-        num_stages = self.degrees["pp"]
-        self.stage = Stage(self.shape, self.stage_index, num_stages)
-        policy = MixedPrecisionPolicy(self.shape.dtype, self.shape.main_dtype)
-        self.model = self.data_parallel(self.stage, self.stage.layers, policy)
-        self.schedule = self._schedule(num_stages) if num_stages > 1 else None
+        self.assemble({n: Stage(self.shape, n, self.num_parts) for n in self.part_numbers}, self._shapes, table)
         parameters = list(self.model.parameters())
         self.optimizer = torch.optim.AdamW(parameters, lr=1e-4, fused=True)
         self._adamw_dims = (sum(_local(p).numel() for p in parameters), len(parameters))
         self.tokens, self.targets = self._data()
 
-    def _schedule(self, num_stages: int) -> Any:
-        shape, job = self.shape, self.job
-        rows, vocab = shape.micro_batch * shape.seq_len, shape.vocab // shape.size
-        hidden = torch.empty(shape.rows, shape.hidden, device="meta", dtype=shape.dtype, requires_grad=True)
-        logits = torch.empty(rows, vocab, device="meta", dtype=shape.dtype, requires_grad=True)
+    def _shapes(self, number: int) -> tuple[Tensor, Tensor]:
+        shape = self.shape
+        sizes = (shape.rows, shape.hidden), (shape.micro_batch * shape.seq_len, shape.vocab // shape.size)
+        hidden, logits = (torch.empty(*s, device="meta", dtype=shape.dtype, requires_grad=True) for s in sizes)
         tokens = torch.empty(shape.micro_batch, shape.seq_len, device="meta", dtype=torch.int64)
-        given, made = (tokens if self.stage.first else hidden,), (logits if self.stage.last else hidden,)
-        stage = _AnnotatedStage(
-            self.model, self.stage_index, num_stages, self.device, input_args=given, output_args=made,
-            group=self.groups["pp"],
-        )  # fmt: skip
-        kind = ScheduleGPipe if job["parallel"]["schedule"] == "gpipe" else Schedule1F1B
-
-        def loss_fn(output: Tensor, target: Tensor) -> Tensor:
-            loss = self._loss(output, target)
-            stage.end_forward()
-            return loss
-
-        schedule = kind(stage, self.num_micro_batches, loss_fn=loss_fn, scale_grads=False)
-        # The logits of a whole batch are not used, and joining them would take time.
-        schedule._merge_outputs = lambda output_chunks: None  # type: ignore[method-assign]
-        return schedule
+        return hidden if number else tokens, hidden if number < self.num_parts - 1 else logits
 
     def _data(self) -> tuple[Tensor, Tensor]:
         """This replica's ``tokens`` and ``targets``, each ``[num_micro_batches * micro_batch, seq_len]``.
@@ -171,52 +252,36 @@ class Training(ParallelRank):
         tokens, targets = (token_rows(self.shape, part.contiguous()) for part in each)
         return tokens, targets
 
-    def _loss(self, logits: Tensor, targets: Tensor) -> Tensor:
-        loss: Tensor = CrossEntropy.apply(
-            composite.cast(logits, self.shape.main_dtype),
-            targets.reshape(-1),
-            self.groups["tp"],
-            1.0 / self.num_micro_batches,
-        )
+    def loss(self, output: Tensor, target: Tensor) -> Tensor:
+        logits, share = composite.cast(output, self.shape.main_dtype), 1.0 / self.num_micro_batches
+        loss: Tensor = CrossEntropy.apply(logits, target.reshape(-1), self.groups["tp"], share)
         return loss
 
-    def step(self) -> Tensor:
-        """One training step; the replica's mean loss (0 on ranks without the last stage), still on the device."""
-        with annotate.segment("step"):
-            losses: list[Tensor] = []
-            if self.schedule is not None:
-                arguments = (self.tokens,) if self.stage.first else ()
-                self.schedule.step(*arguments, target=self.targets if self.stage.last else None, losses=losses)
-                losses = [loss.detach() for loss in losses]
-            else:
-                losses.extend(self._micro_batches())
-            with annotate.segment("optimizer", stage=self.stage_index):
-                if self.shape.sequence_parallel and self.groups["tp"] is not None:
-                    partial = [p.grad for p in self.stage.replicated_parameters() if p.grad is not None]
-                    all_reduce_flat(list(map(_local, partial)), self.groups["tp"], 1)
-                self.all_reduce_gradients(self.model.parameters())
-                with annotate.op("adamw", self._adamw_dims, self.shape.main_dtype):
-                    self.optimizer.step()
-                self.optimizer.zero_grad(set_to_none=True)
-        return torch.stack(losses).sum() if losses else torch.zeros((), device=self.device)
-
-    def _micro_batches(self) -> Iterator[Tensor]:
-        count, ddp = self.num_micro_batches, isinstance(self.model, DistributedDataParallel)
-        batches = zip(self.tokens.chunk(count), self.targets.chunk(count), strict=True)
-        for index, (tokens, targets) in enumerate(batches):
-            with self.model.no_sync() if ddp and index < count - 1 else nullcontext():  # type: ignore[operator]
-                with annotate.segment("forward", micro_batch=index, stage=0):
-                    loss = self._loss(self.model(tokens), targets)
-                with annotate.segment("backward", micro_batch=index, stage=0):
-                    loss.backward()
-            yield loss.detach()
+    def update(self) -> None:
+        if self.shape.sequence_parallel and self.groups["tp"] is not None:
+            replicated = (p for part in self.parts.values() for p in part.replicated_parameters())
+            all_reduce_flat([_local(p.grad) for p in replicated if p.grad is not None], self.groups["tp"], 1)
+        self.all_reduce_gradients()
+        with annotate.op("adamw", self._adamw_dims, self.shape.main_dtype):
+            self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
 
 
-class _AnnotatedStage(PipelineStage):
-    """A pipeline stage whose chunks are segments in the trace; the last stage's forward ends with the loss."""
+def parts_of_stage(parallel: dict[str, Any], stage: int) -> list[int]:
+    """Numbers of a stage's parts of the model, in their order."""
+    stages, chunks = parallel["pp"], parallel["virtual_stages"]
+    if parallel["schedule"] in V_SHAPED:
+        return [stage, 2 * stages - 1 - stage]
+    return [stage + chunk * stages for chunk in range(chunks)]
+
+
+class _SegmentedStage(PipelineStage):
+    """A pipeline stage whose chunks are segments; the last stage's forward ends with the loss."""
+
+    segment: Callable[..., AbstractContextManager[Any]]
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
-        self._forward = annotate.segment("forward", micro_batch=fwd_chunk_id, stage=self.stage_index)
+        self._forward = self.segment("forward", fwd_chunk_id, self.stage_index)
         self._forward.__enter__()
         output = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
         if not self.is_last:
@@ -226,9 +291,15 @@ class _AnnotatedStage(PipelineStage):
     def end_forward(self) -> None:
         self._forward.__exit__(None, None, None)
 
-    def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
-        with annotate.segment("backward", micro_batch=bwd_chunk_id, stage=self.stage_index):
-            return super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
+    def backward_one_chunk(
+        self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
+    ) -> None:
+        with self.segment("backward" if full_backward else "input", bwd_chunk_id, self.stage_index):
+            super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
+
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
+        with self.segment("weight", bwd_chunk_id, self.stage_index):
+            super().backward_weight_one_chunk(bwd_chunk_id, *args, **kwargs)
 
 
 def _local(tensor: Tensor) -> Tensor:

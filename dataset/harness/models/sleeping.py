@@ -20,7 +20,6 @@ A step is ``{"forward", "backward", "weight": items, "parameters": [numel], "wei
 
 from __future__ import annotations
 
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -31,55 +30,21 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
-from torch.distributed.pipelining import PipelineStage
-from torch.distributed.pipelining import schedules as torch_schedules
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.nn.parallel import DistributedDataParallel
 
 from ..base import annotate
 from ..base.collective_calls import Group, all_gather, reduce_scatter
-from .parallel import ParallelRank, stages_group
+from .parallel import ParallelTraining, stages_group
 
-SINGLE = {"gpipe": "ScheduleGPipe", "1f1b": "Schedule1F1B"}
-MULTI = {
-    "1f1b": "ScheduleInterleaved1F1B",
-    "looped-bfs": "ScheduleLoopedBFS",
-    "interleaved-zb": "ScheduleInterleavedZeroBubble",
-    "zbv": "ScheduleZBVZeroBubble",
-    "dualpipev": "ScheduleDualPipeV",
-}
-V_SHAPED = ("zbv", "dualpipev")
 WARM_UP_PACE = 0.1  # share of the sleeps in uncounted steps: they allocate buffers and open connections
 
 
-class RecordedStage(PipelineStage):
-    """A pipeline stage whose chunks are segments."""
-
-    rank: Rank
-
-    def _segment(self, label: str, micro_batch: int) -> AbstractContextManager[None]:
-        return self.rank.device_segment(label, micro_batch, self.stage_index)
-
-    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
-        with self._segment("forward", fwd_chunk_id):
-            return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
-
-    def backward_one_chunk(
-        self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
-    ) -> None:
-        with self._segment("backward" if full_backward else "input", bwd_chunk_id):
-            super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
-
-    def backward_weight_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
-        with self._segment("weight", bwd_chunk_id):
-            super().backward_weight_one_chunk(bwd_chunk_id, *args, **kwargs)
-
-
-class SleepingTraining(ParallelRank):
-    """Like ``parallel.Training`` of a run of a checked plan, with sleeping instead of computation."""
+class SleepingTraining(ParallelTraining):
+    """A run of a checked plan, with sleeping instead of computation."""
 
     def __init__(self, run: dict[str, Any], device: torch.device) -> None:
         job, sleeps = run["job"], run["sleeps"]
-        parallel = job["parallel"]
         super().__init__(job, device)
         if self.degrees["pp"] > 1:
             self.groups["pp"] = stages_group(device.type, **self.degrees)
@@ -87,20 +52,23 @@ class SleepingTraining(ParallelRank):
         self.rank = Rank(self.groups["tp"])
         self._pace = sleeps["paces"][dist.get_rank()]
         self._optimizer = sleeps["optimizer"][self.stage_index]
-        self.parts = {number: Part(self.rank, sleeps, number) for number in _own(parallel, self.stage_index)}
         self.rank.sharded = self.sharded
-        self.models = {number: self._replicated(part) for number, part in self.parts.items()}
-        self.schedule = self._schedule(parallel, sleeps) if self.degrees["pp"] > 1 else None
-        self.last = any(part.last for part in self.parts.values())
-        self.stage = next(reversed(self.parts.values()))
+        parts = {number: Part(self.rank, sleeps, number) for number in self.part_numbers}
+
+        def shapes(number: int) -> tuple[Tensor, Tensor]:
+            part = parts[number]
+            given = torch.zeros(1, part.size_in, requires_grad=not part.first)
+            return given, torch.zeros(1, part.size_out, requires_grad=True)
+
+        self.assemble(parts, shapes, sleeps["table"])
+        self.tokens = self.targets = torch.zeros(self.num_micro_batches, 1)
 
     def hurry(self, pace: float) -> None:
         """Sleep for this share of the stated time."""
         self.rank.device.pace = self._pace * pace
 
-    def _replicated(self, part: Part) -> nn.Module:
-        own = [layer for layer, alone in zip(part.layers, part.wrapped, strict=True) if alone]
-        model, group = self.data_parallel(part, own), self.groups["dp"]
+    def data_parallel(self, part: Part) -> nn.Module:
+        model, group = super().data_parallel(part), self.groups["dp"]
         if not isinstance(model, DistributedDataParallel):
             return model
         device = self.rank.device
@@ -112,64 +80,17 @@ class SleepingTraining(ParallelRank):
         model.register_comm_hook(None, reduce_when_done)
         return model
 
-    def _schedule(self, parallel: dict[str, Any], sleeps: dict[str, Any]) -> Any:
-        stages = []
-        for number, part in self.parts.items():
-            stage = RecordedStage(
-                self.models[number], number, len(sleeps["parts"]), self.device,
-                input_args=torch.zeros(1, part.size_in, requires_grad=not part.first),
-                output_args=torch.zeros(1, part.size_out, requires_grad=True), group=self.groups["pp"],
-            )  # fmt: skip
-            stage.rank = self.rank
-            stages.append(stage)
-        name, chunks = parallel["schedule"], parallel["virtual_stages"]
-        settings: dict[str, Any] = {"n_microbatches": self.num_micro_batches, "scale_grads": False}
-        settings["loss_fn"] = lambda output, target: output.sum()
-        if chunks == 1 and name in SINGLE:
-            return getattr(torch_schedules, SINGLE[name])(stages[0], **settings)
-        if name in MULTI:
-            return getattr(torch_schedules, MULTI[name])(stages, **settings)
-        schedule = torch_schedules._PipelineScheduleRuntime(stages, **settings)
-        with tempfile.NamedTemporaryFile("w", suffix=".csv") as file:
-            file.write(sleeps["table"])
-            file.flush()
-            schedule._load_csv(file.name)
-        return schedule
+    def segment(self, label: str, micro_batch: int, stage: int = 0) -> AbstractContextManager[None]:
+        return self.rank.device_segment(label, micro_batch, stage)
 
-    def step(self) -> Tensor:
-        """One training step; there is no loss."""
-        with annotate.segment("step"):
-            if self.schedule is not None:
-                batch = torch.zeros(self.num_micro_batches, 1)
-                arguments = (batch,) if any(part.first for part in self.parts.values()) else ()
-                self.schedule.step(*arguments, target=batch if self.last else None, return_outputs=False)
-            else:
-                self._micro_batches()
-            with self.rank.device_segment("optimizer", -1, self.stage_index):
-                self.all_reduce_gradients(p for part in self.parts.values() for p in part.parameters())
-                self.rank.device.begin()
-                self.rank.do([self._optimizer])
-                for model in self.models.values():
-                    model.zero_grad(set_to_none=True)
-        return torch.zeros(())
+    def loss(self, output: Tensor, target: Tensor) -> Tensor:
+        return output.sum()
 
-    def _micro_batches(self) -> None:
-        (model,) = self.models.values()
-        for index in range(self.num_micro_batches):
-            if isinstance(model, DistributedDataParallel):
-                model.require_backward_grad_sync = index == self.num_micro_batches - 1
-            with self.rank.device_segment("forward", index):
-                loss = model(torch.zeros(1, 1)).sum()
-            with self.rank.device_segment("backward", index):
-                loss.backward()
-
-
-def _own(parallel: dict[str, Any], stage: int) -> list[int]:
-    """Parts of a stage."""
-    stages, chunks = parallel["pp"], parallel["virtual_stages"]
-    if parallel["schedule"] in V_SHAPED:
-        return [stage, 2 * stages - 1 - stage]
-    return [stage + chunk * stages for chunk in range(chunks)]
+    def update(self) -> None:
+        self.all_reduce_gradients()
+        self.rank.device.begin()
+        self.rank.do([self._optimizer])
+        self.model.zero_grad(set_to_none=True)
 
 
 SLACK_S = 2e-3  # time by which the host may be late without delaying the device
@@ -331,7 +252,8 @@ class Part(nn.Module):
         super().__init__()
         own = sleeps["parts"][number]
         self.layers = nn.ModuleList(Block(rank, sleeps["blocks"][block]) for block in own)
-        self.wrapped = [block not in sleeps["root"] for block in own]
+        self.wrapped = [layer for layer, block in zip(self.layers, own, strict=True) if block not in sleeps["root"]]
+        self.precision = MixedPrecisionPolicy()
         sizes = sleeps["boundary_numel"]
         self.first, self.last = number == 0, number == len(sleeps["parts"]) - 1
         self.size_in, self.size_out = 1 if self.first else sizes[number - 1], 1 if self.last else sizes[number]

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils.checkpoint import checkpoint
 
 from ..ops import composite
@@ -66,6 +67,8 @@ class Stage(nn.Module):
         self.head: Any = HEADS[shape.family](shape) if self.last else None
         if shape.tied_embeddings and self.embedding is not None and self.head is not None:
             self.head.logits.weight = self.embedding.weight
+        self.wrapped = list(self.layers)  # what FSDP shards by itself
+        self.precision = MixedPrecisionPolicy(shape.dtype, shape.main_dtype)
         self.beside: tuple[Any, ...] = ()  # what every layer takes; no buffer: DDP and FSDP have no business with it
         if shape.family == "llama":
             self.beside = (composite.rope_tables(shape.seq_len, shape.head_dim, shape.device, shape.dtype),)

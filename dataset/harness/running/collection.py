@@ -28,7 +28,7 @@ from ..emulation import stand_in
 from ..measuring.device import Sample, Watch, clocks, fingerprint, free_memory, gpu_name, out_of_memory
 from ..measuring.op_events import measure_events
 from ..measuring.timing import noted_steps, profiled_steps, timed_steps
-from ..models.parallel import Training, end_groups
+from ..models.parallel import ParallelTraining, Training, end_groups
 from ..models.sleeping import WARM_UP_PACE, SleepingTraining
 from ..ops.composite import enable_compiling
 from .progress import ROUND_UNITS, is_done, least_certain, read_rounds, rounds_path, write_rounds
@@ -172,9 +172,7 @@ class Collection:
         facts = {"world_size": self.size, "fingerprint": self.fingerprint, "versions": self.versions}
         return {"schema": 1, **own, **facts, **self.compile}
 
-    def _steps(
-        self, run: dict[str, Any], number: int, state: dict[str, Any], training: Training | SleepingTraining
-    ) -> None:
+    def _steps(self, run: dict[str, Any], number: int, state: dict[str, Any], training: ParallelTraining) -> None:
         """Time a round's steps, and add them to the run's ``state``."""
         if isinstance(training, SleepingTraining):
             training.hurry(WARM_UP_PACE)
@@ -187,12 +185,12 @@ class Collection:
             _, losses = timed_steps(training, run["warmup"])
             seconds, more = timed_steps(training, run["steps"])
             if number == 0:  # the mean over replicas: only ranks of the last stage know their losses
-                known = gather([float(loss) for loss in losses + more] if training.stage.last else None)
+                known = gather([float(loss) for loss in losses + more] if training.last else None)
                 replicas = [column for column in known if column is not None]
                 state["losses"] = [sum(column) / len(replicas) for column in zip(*replicas, strict=True)]
         state["rounds"].append(seconds)
 
-    def _finish(self, run: dict[str, Any], state: dict[str, Any], training: Training | SleepingTraining) -> None:
+    def _finish(self, run: dict[str, Any], state: dict[str, Any], training: ParallelTraining) -> None:
         """Profile, and move the run's folder to its place."""
         folder = self.out / ".partial" / run["name"]
         cpu = max((record["cpu"] for steps in state["records"] for record in steps), default=0.0)
@@ -202,9 +200,7 @@ class Collection:
             self._profile(run, state, training, folder)
         rounds_path(self.out, run["name"]).unlink(missing_ok=True)
 
-    def _profile(
-        self, run: dict[str, Any], state: dict[str, Any], training: Training | SleepingTraining, folder: Path
-    ) -> None:
+    def _profile(self, run: dict[str, Any], state: dict[str, Any], training: ParallelTraining, folder: Path) -> None:
         """Write this rank's traces, and on rank 0 the manifest."""
         began = time.monotonic()
         seconds: list[float] = []

@@ -14,8 +14,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from stepsight.dataset.hardware.hardware import find_hardware
 from stepsight.dataset.harness.base import annotate
-from stepsight.dataset.harness.models.parallel import end_groups
-from stepsight.dataset.harness.models.sleeping import Block, Device, Part, Rank, SleepingTraining, _own
+from stepsight.dataset.harness.models.parallel import end_groups, parts_of_stage
+from stepsight.dataset.harness.models.sleeping import Block, Device, Part, Rank, SleepingTraining
 from stepsight.dataset.job.job import BatchSpec, ClusterSpec, Job, ModelSpec, ParallelSpec
 from stepsight.dataset.runs.box_spec import HARDWARE, read_box
 from stepsight.training.measured.planning import SleepingLatency, box_plan
@@ -110,7 +110,7 @@ def test_a_part_takes_and_passes_activations_of_their_size() -> None:
     assert tuple(passed.shape) == (1, 12)
     received = passed.detach().requires_grad_()
     loss = last(received)
-    assert tuple(loss.shape) == (1, 1) and last.wrapped == [False, True]
+    assert tuple(loss.shape) == (1, 1) and last.wrapped == [last.layers[1]]
     loss.sum().backward()
     assert received.grad is not None and tuple(received.grad.shape) == (1, 12)
 
@@ -120,7 +120,7 @@ def test_a_part_takes_and_passes_activations_of_their_size() -> None:
     [("1f1b", 1, [1]), ("1f1b", 2, [1, 5]), ("zbv", 2, [1, 6]), ("dualpipev", 2, [1, 6]), ("looped-bfs", 3, [1, 5, 9])],
 )
 def test_a_stage_holds_its_parts(schedule: str, chunks: int, parts: list[int]) -> None:
-    assert _own({"pp": 4, "virtual_stages": chunks, "schedule": schedule}, 1) == parts
+    assert parts_of_stage({"pp": 4, "virtual_stages": chunks, "schedule": schedule}, 1) == parts
 
 
 @pytest.fixture
