@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -37,16 +37,8 @@ Tensors = list[Tensor]
 _SPIN_S = 5e-4
 
 
-class HostClock(Protocol):
-    """A clock for collectives; times are seconds, and a future gets its result at a time that may not be known yet."""
-
-    def now(self) -> float: ...
-    def wait_until(self, end: float) -> None: ...
-    def future(self, end: Ending, result: Tensors) -> torch.futures.Future[Tensors]: ...
-
-
-class RealClock:
-    """The performance counter."""
+class HostClock:
+    """The performance counter; a future gets its result at a time in seconds that may not be known yet."""
 
     def now(self) -> float:
         return time.perf_counter()
@@ -70,30 +62,6 @@ class RealClock:
         return future
 
 
-class Stream:
-    """A stream with a virtual time; replaces ``torch.cpu.Stream``."""
-
-    def __init__(self, clock: VirtualClock) -> None:
-        self._clock = clock
-        self.time = 0.0
-
-    def wait_stream(self, stream: Stream) -> None:
-        with self._clock.settled():
-            self.time = max(self.time, stream.time)
-
-    def wait_event(self, event: Event) -> None:
-        with self._clock.settled():
-            self.time = max(self.time, event.time)
-
-    def record_event(self, event: Event | None = None) -> Event:
-        event = event or Event(self._clock)
-        event.record(self)
-        return event
-
-    def synchronize(self) -> None:
-        self._clock.wait_until(self.time)
-
-
 class Event:
     """An event with a virtual time; replaces ``torch.cpu.Event``."""
 
@@ -115,7 +83,22 @@ class Event:
         self._clock.wait_until(self.time)
 
 
-class VirtualClock:
+class Stream(Event):
+    """The newest event of a stream; replaces ``torch.cpu.Stream``."""
+
+    def wait_event(self, event: Event) -> None:
+        with self._clock.settled():
+            self.time = max(self.time, event.time)
+
+    wait_stream = wait_event
+
+    def record_event(self, event: Event | None = None) -> Event:
+        event = event or Event(self._clock)
+        event.record(self)
+        return event
+
+
+class VirtualClock(HostClock):
     """Virtual times of the streams of this thread, of which ``stream`` is the current one."""
 
     def __init__(self) -> None:

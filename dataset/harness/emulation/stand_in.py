@@ -33,7 +33,7 @@ from ..base.one_rank_group import LISTS, Call, Effect, OneRankGroup, listed
 from ..base.plan_error import HarnessError
 from ..models.parallel import end_groups
 from ..plan import world_size
-from .clocks import DeviceLine, HostClock, HostLine, Peers, RealClock, SharedLine, Spinner, ended
+from .clocks import DeviceLine, HostClock, HostLine, Peers, SharedLine, Spinner, ended
 
 
 class DelayModel(Protocol):
@@ -335,7 +335,7 @@ def world(run: dict[str, Any], device: torch.device) -> Iterator[None]:
     backend, store, hook = dist.get_backend(), c10d._get_default_store(), sys.excepthook
     spinner = Spinner() if device.type == "cuda" else None
     delays = Delays(stand_in["collectives"])
-    enter(World(delays, job["cluster"]["devices_per_node"], device, RealClock(), spinner, SETUP))
+    enter(World(delays, job["cluster"]["devices_per_node"], device, HostClock(), spinner, SETUP))
     dist.destroy_process_group()
     try:
         empty = dist.HashStore()  # type: ignore[attr-defined]

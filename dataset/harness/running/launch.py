@@ -26,7 +26,7 @@ from ..base.atomic_files import locked, read_json, write_json
 from ..base.plan_error import HarnessError
 from .box import check_possible
 from .progress import ROUND_UNITS, Progress, is_done, read_rounds
-from .workers import follow, how_ended, places, started
+from .workers import how_ended, places, run_module
 
 _UNBEGUN = (".lock", ".plan.json.")  # files that a launch leaves if it is killed before it has written the plan
 _QUIET = 0.5  # cores that other processes may keep busy
@@ -189,10 +189,9 @@ def _run_world(out: Path, size: int, bar: Progress, boxed: bool) -> None:
 
     bar.update(f"starting {size} ranks")
     each = [{}] if boxed else places(size)  # a box is one process, which makes its ranks
-    with started("running.worker", [str(out / "plan.json"), "--out", str(out)], out, each) as workers:
-        last = follow(workers, log, told)
-    if workers.code != 0:
+    code, last = run_module("running.worker", [str(out / "plan.json"), "--out", str(out)], out, each, log, told)
+    if code != 0:
         bar.close(f"failed in {doing}")
-        why = " ".join(failure.split()) if workers.code > 0 else ""  # the others only lost a killed one
-        why = why or how_ended(workers.code) + (f": {last}" if last and workers.code > 0 else "")
+        why = " ".join(failure.split()) if code > 0 else ""  # the others only lost a killed one
+        why = why or how_ended(code) + (f": {last}" if last and code > 0 else "")
         raise HarnessError(f"a worker of {size} ranks failed in {doing}: {why:.300}; see {log}")

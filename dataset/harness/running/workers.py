@@ -142,47 +142,41 @@ class Workers:
         self._events.put(process)
 
 
-@contextmanager
-def started(
+def run_module(
     module: str,
     arguments: Sequence[str],
     folder: Path,
     each: Sequence[Mapping[str, str]],
+    log: Path,
+    told: Callable[[dict[str, Any]], None],
     descriptors: Sequence[int] = (),
-) -> Iterator[Workers]:
-    """Processes that run a module of the harness and meet on this machine; they end with the block.
+) -> tuple[int, str]:
+    """Run a module of the harness in processes that meet on this machine, until all have ended.
 
-    All share ``folder`` and inherit ``descriptors``; ``each`` tells one its place.
+    All share ``folder`` and inherit ``descriptors``; ``each`` tells one its place.  What they print is logged, what
+    they report is passed on.  Returns ``Workers.code``, and the last line before a failure.
     """
     package = (__package__ or "harness.running").rpartition(".")[0]
-    command = [sys.executable, "-P", "-m", f"{package}.{module}", *arguments]
     environment = {**os.environ, **WORKER_ENVIRONMENT}
     if "." not in package:  # copied as one folder: its parent must be importable
         parents = [str(Path(__file__).resolve().parents[2]), os.environ.get("PYTHONPATH", "")]
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, parents))
-    with meeting_file(folder) as meeting:
-        workers = Workers(command, [{**environment, **meeting, **place} for place in each], descriptors)
-        try:
-            yield workers
-        finally:
-            workers.stop()
-
-
-def follow(workers: Workers, log: Path, told: Callable[[dict[str, Any]], None]) -> str:
-    """Log what workers print and pass on what they report, until they have ended; return the last line before a
-    failure.
-    """
     last = ""
     log.parent.mkdir(parents=True, exist_ok=True)
-    with log.open("a", encoding="utf-8") as stream:
-        for line in workers.lines():
-            text, found, facts = line.partition(PROGRESS)
-            if text.strip():
-                stream.write(text.rstrip("\n") + "\n")
-                last = text.strip() if not workers.code else last
-            if found:
-                told(json.loads(facts))
-    return last
+    with meeting_file(folder) as meeting, log.open("a", encoding="utf-8") as stream:
+        command = [sys.executable, "-P", "-m", f"{package}.{module}", *arguments]
+        workers = Workers(command, [{**environment, **meeting, **place} for place in each], descriptors)
+        try:
+            for line in workers.lines():
+                text, found, facts = line.partition(PROGRESS)
+                if text.strip():
+                    stream.write(text.rstrip("\n") + "\n")
+                    last = text.strip() if not workers.code else last
+                if found:
+                    told(json.loads(facts))
+        finally:
+            workers.stop()
+    return workers.code, last
 
 
 def how_ended(code: int) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 
 from ..base.atomic_files import read_json, write_json
 from ..base.plan_error import HarnessError
-from ..running.workers import follow, how_ended, place, places, started
+from ..running.workers import how_ended, place, places, run_module
 
 SETTINGS = "settings.json"
 PIPES = "STEPSIGHT_DELAYS"  # environment variable of ``stages``
@@ -101,14 +101,13 @@ def run_ranks(
             say(facts["doing"])
 
     arguments = [str((folder / SETTINGS).resolve())]
-    with started("scripts.worker", arguments, folder, ranks.environments, ranks.descriptors) as workers:
-        last = follow(workers, log, told)
+    code, last = run_module("scripts.worker", arguments, folder, ranks.environments, log, told, ranks.descriptors)
     if refused:
         if len(late) > 1:
             refused += "; " + ", ".join(f"rank {rank} is at {late[rank]}" for rank in sorted(late))
         raise HarnessError(f"{refused}; see {log}")
-    if workers.code:
-        why = ("was " if workers.code < 0 else "") + how_ended(workers.code) + (f": {last:.{_SHOWN}}" if last else "")
+    if code:
+        why = ("was " if code < 0 else "") + how_ended(code) + (f": {last:.{_SHOWN}}" if last else "")
         raise HarnessError(f"the script's process {why}; see {log}")
     (folder / SETTINGS).unlink()
     found = []

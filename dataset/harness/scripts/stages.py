@@ -28,7 +28,7 @@ from ..base import annotate, cores
 from ..base.atomic_files import write_json
 from ..base.collective_calls import STAND_IN, barrier
 from ..base.patching import patch
-from ..emulation.clocks import HostClock, Peers, RealClock, Spinner, VirtualClock
+from ..emulation.clocks import HostClock, Peers, Spinner, VirtualClock
 from ..emulation.stand_in import AskedDelays, DelayModel, World, enter
 from ..measuring.timing import StepClock, StepTracer
 from ..running.workers import FILE
@@ -176,7 +176,7 @@ class EmulatedWorld:
 
     def __init__(self, settings: dict[str, Any], delays: DelayModel | None = None) -> None:
         self._delays = delays or _asked()
-        self.clock: HostClock = RealClock()
+        self.clock: HostClock = HostClock()
         if settings["virtual"]:
             virtual = VirtualClock()
             virtual.install()
