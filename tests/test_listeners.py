@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).parent / "dataset" / "harness"))
 import harness_jobs as jobs
 
 from stepsight.dataset.hardware.hardware import find_hardware
-from stepsight.dataset.harness.base.plan_error import HarnessError
+from stepsight.dataset.harness.base.errors import HarnessError
 from stepsight.dataset.harness.running.box import SUBNET, check_possible
 from stepsight.dataset.job.job import BatchSpec, ClusterSpec, Job, ModelSpec, ParallelSpec
 from stepsight.dataset.runs.box_spec import HARDWARE, read_box

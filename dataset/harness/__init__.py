@@ -20,6 +20,6 @@ Each room imports only rooms below it:
 ====================  ==================================================================================
 """
 
-from .base.plan_error import HarnessError
+from .base.errors import HarnessError
 
 __all__ = ["HarnessError"]

@@ -17,7 +17,7 @@ from typing import Any
 
 from stepsight.dataset.base.errors import CollectError
 from stepsight.dataset.hardware.hardware import Hardware, find_hardware, roofline_seconds, usual_fabric
-from stepsight.dataset.harness.base.plan_error import HarnessError
+from stepsight.dataset.harness.base.errors import HarnessError
 from stepsight.dataset.harness.plan import SCHEMA, check_plan
 from stepsight.dataset.job.job import BatchSpec, ClusterSpec, Job, ModelSpec, ParallelSpec
 from stepsight.dataset.kinds.op import Op

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from stepsight.dataset.base.errors import EXTRAS
-from stepsight.dataset.harness.base.plan_error import HarnessError
+from stepsight.dataset.harness.base.errors import HarnessError
 from stepsight.dataset.harness.running.box import check_possible
 from stepsight.dataset.harness.running.launch import busy_note
 from stepsight.experiments.reports.text_table import table

@@ -92,7 +92,7 @@ class OpKindContract:
         """The callable of its name runs twice on a CPU; a kind without one says so."""
         import torch
 
-        from stepsight.dataset.harness.base.plan_error import HarnessError
+        from stepsight.dataset.harness.base.errors import HarnessError
         from stepsight.dataset.harness.ops.callables import op_call
         from stepsight.dataset.harness.ops.input_pool import Pool
 

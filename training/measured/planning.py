@@ -14,7 +14,7 @@ import numpy as np
 
 from stepsight.dataset.base.errors import CollectError
 from stepsight.dataset.hardware.hardware import Hardware, alpha_beta_seconds, find_hardware
-from stepsight.dataset.harness.base.plan_error import HarnessError
+from stepsight.dataset.harness.base.errors import HarnessError
 from stepsight.dataset.harness.plan import SCHEMA, check_plan, job_problems, sleeping_problems
 from stepsight.dataset.job.job import Job
 from stepsight.dataset.kinds.op import Collective, Op

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .plan_error import HarnessError
+from .errors import HarnessError
 
 Group = dist.ProcessGroup
 

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ..base import one_rank_group
-from ..base.plan_error import HarnessError
+from ..base.errors import HarnessError
 from ..regions.inductor import Launch, Loop, Region, eager, read_region, replace_compile
 from ..regions.loop_code import region_dims
 from . import collectives

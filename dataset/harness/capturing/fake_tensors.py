@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from ..base.script_lines import own_place
+from ..base.errors import own_place
 from .collectives import Collectives
 from .recorder import OP, Recorder, signature_of, storage_of
 from .value_estimates import RESULTS, follow, selects_unknown, spread_of

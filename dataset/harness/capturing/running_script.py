@@ -24,7 +24,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from ..base.atomic_files import parse_json
-from ..base.script_lines import own_place
+from ..base.errors import own_place
 from . import distributed, fake_device
 from .fake_tensors import FakeWorld
 from .recorder import Recorder

@@ -28,8 +28,8 @@ from torch import Tensor
 from torch.autograd import Variable
 
 from ..base import cores
+from ..base.errors import HarnessError
 from ..base.patching import patch
-from ..base.plan_error import HarnessError
 
 Ending = Future[float]  # the end time of a collective
 Effect = Callable[[], object] | None

@@ -29,8 +29,8 @@ from torch.distributed import distributed_c10d as c10d
 
 from ..base import annotate
 from ..base.collective_calls import STAND_IN
+from ..base.errors import HarnessError
 from ..base.one_rank_group import LISTS, Call, Effect, OneRankGroup, listed
-from ..base.plan_error import HarnessError
 from ..models.parallel import end_groups
 from ..plan import world_size
 from .clocks import DeviceLine, HostClock, HostLine, Peers, SharedLine, Spinner, ended

@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from ..base import cores
 from ..base.collective_calls import all_gather, barrier, buffers, collective_call, gather
-from ..base.plan_error import HarnessError
+from ..base.errors import HarnessError
 from ..ops.callables import is_replayed, op_call, replayed_call
 from ..ops.input_pool import DTYPES, NARROW, Call, Pool
 from ..ops.op_products import precision, scaled_product

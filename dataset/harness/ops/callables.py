@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..base.plan_error import HarnessError
+from ..base.errors import HarnessError
 from . import op_products, op_rows
 from .input_pool import Call, Maker, Pool
 

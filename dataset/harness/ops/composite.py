@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..base import annotate
-from ..base.plan_error import HarnessError
+from ..base.errors import HarnessError
 
 EPSILON = 1e-5
 BACKEND = "inductor"

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..base.plan_error import HarnessError
+from ..base.errors import HarnessError
 from .composite import attend
 from .input_pool import Call, Inputs, Maker, Pool, Run, Turned, made, shares, taking
 

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..base.plan_error import HarnessError
+from ..base.errors import HarnessError
 from . import composite
 from .input_pool import Call, Ids, Maker, Pool, Run, made, shares, taking
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..base.plan_error import HarnessError
+from ..base.errors import HarnessError
 from .job_checks import (
     MOST,
     are_sizes,

@@ -25,8 +25,8 @@ from torch._inductor.virtualized import V
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_map
 
+from ..base.errors import HarnessError
 from ..base.patching import CAPTURED_DEVICE, NoContext, always, cuda_answers, patch
-from ..base.plan_error import HarnessError
 
 Compiled: TypeAlias = Callable[..., Any]
 _DEVICE = "cuda:0"

@@ -21,7 +21,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from ..base.plan_error import HarnessError
+from ..base.errors import HarnessError
 from .workers import place
 
 SUBNET = "10.77.0"

@@ -23,7 +23,7 @@ from .. import plan as plans
 from ..base import annotate, cores
 from ..base.atomic_files import new_folder, write_json
 from ..base.collective_calls import barrier, gather
-from ..base.plan_error import HarnessError
+from ..base.errors import HarnessError
 from ..emulation import stand_in
 from ..measuring.device import Sample, Watch, clocks, fingerprint, free_memory, gpu_name, out_of_memory
 from ..measuring.op_events import measure_events

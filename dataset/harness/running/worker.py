@@ -20,7 +20,7 @@ import traceback
 from pathlib import Path
 from typing import Any, NoReturn
 
-from ..base.plan_error import HarnessError
+from ..base.errors import HarnessError
 from .box import die_with, run_box
 from .workers import end_with_launcher, report
 

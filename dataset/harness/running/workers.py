@@ -28,7 +28,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..base.plan_error import HarnessError
+from ..base.errors import HarnessError
 
 if TYPE_CHECKING:
     import torch

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ..base.atomic_files import read_json, write_json
-from ..base.plan_error import HarnessError
+from ..base.errors import HarnessError
 from ..running.workers import how_ended, place, places, run_module
 
 SETTINGS = "settings.json"

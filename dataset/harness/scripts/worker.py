@@ -17,8 +17,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from ..base import cores
-from ..base.plan_error import HarnessError
-from ..base.script_lines import error_text, line_of, line_of_thread, print_own_traceback
+from ..base.errors import HarnessError, error_text, line_of, line_of_thread, print_own_traceback
 from ..running.box import die_with, run_box
 from ..running.workers import end_with_launcher, report
 from .step_marks import listening, watch_optimizers, watch_profilers

@@ -14,7 +14,7 @@ from stepsight.dataset.base.errors import CollectError, JobError
 from stepsight.dataset.capture.captured import Captured, read_captured, write_captured
 from stepsight.dataset.capture.capturing_run import CaptureRequest, capture
 from stepsight.dataset.hardware.hardware import HARDWARE
-from stepsight.dataset.harness.base.plan_error import HarnessError
+from stepsight.dataset.harness.base.errors import HarnessError
 from stepsight.dataset.harness.running.box import check_possible
 from stepsight.dataset.job.job import Job
 from stepsight.dataset.kinds.op import OP_KINDS

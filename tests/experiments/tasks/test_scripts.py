@@ -9,7 +9,7 @@ import pytest
 
 from stepsight.dataset.base.errors import CollectError
 from stepsight.dataset.hardware.hardware import alpha_beta_seconds, find_fabric
-from stepsight.dataset.harness.base.plan_error import HarnessError
+from stepsight.dataset.harness.base.errors import HarnessError
 from stepsight.dataset.harness.emulation.stand_in import AskedDelays
 from stepsight.dataset.kinds.op import Collective
 from stepsight.experiments.tasks.scripts import Extra, answers_of, delays_of

@@ -8,7 +8,7 @@ import harness_jobs as jobs
 import pytest
 import torch
 
-from stepsight.dataset.harness.base.plan_error import HarnessError
+from stepsight.dataset.harness.base.errors import HarnessError
 from stepsight.dataset.harness.emulation.clocks import TELLING_S, HostLine, Pace, Stream, VirtualClock, ended
 from stepsight.dataset.harness.emulation.stand_in import Delays
 from stepsight.dataset.harness.plan import check_plan, ranks_needed, world_sizes

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from stepsight.dataset.harness.base.plan_error import HarnessError
+from stepsight.dataset.harness.base.errors import HarnessError
 from stepsight.dataset.harness.emulation.clocks import VirtualClock
 from stepsight.dataset.harness.emulation.stand_in import RealRanksGroup, World
 

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from stepsight.dataset.harness.base import annotate
 from stepsight.dataset.harness.base.collective_calls import all_gather, gather, reduce_scatter
-from stepsight.dataset.harness.base.plan_error import HarnessError
+from stepsight.dataset.harness.base.errors import HarnessError
 from stepsight.dataset.harness.emulation import stand_in
 from stepsight.dataset.harness.models.parallel import Training
 from tests.busy_machines import retried

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from stepsight.dataset.harness.base.plan_error import HarnessError
+from stepsight.dataset.harness.base.errors import HarnessError
 from stepsight.dataset.harness.capturing.recorder import signature_of
 from stepsight.dataset.harness.ops import composite, op_products
 from stepsight.dataset.harness.ops.callables import is_replayed, op_call, replayed_call

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from stepsight.dataset.harness.base.plan_error import HarnessError
+from stepsight.dataset.harness.base.errors import HarnessError
 from stepsight.dataset.harness.models import torch_parts as tensor_parallel
 from stepsight.dataset.harness.models.transformer import BUCKETS, relative_buckets
 from stepsight.dataset.harness.ops import composite

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from stepsight.dataset.hardware.hardware import find_hardware
-from stepsight.dataset.harness.base.plan_error import HarnessError
+from stepsight.dataset.harness.base.errors import HarnessError
 from stepsight.dataset.harness.plan import MOST_CPU, check_plan
 from stepsight.dataset.harness.running import box as boxes
 from stepsight.dataset.harness.running import launch

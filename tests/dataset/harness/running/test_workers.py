@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from stepsight.dataset.harness.base.plan_error import HarnessError
+from stepsight.dataset.harness.base.errors import HarnessError
 from stepsight.dataset.harness.running import workers as rendezvous
 from stepsight.dataset.harness.running.workers import Workers, places
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from stepsight.dataset.harness.base.plan_error import HarnessError
+from stepsight.dataset.harness.base.errors import HarnessError
 from stepsight.dataset.harness.scripts.launch import Ranks, run_ranks
 
 TRAIN = """

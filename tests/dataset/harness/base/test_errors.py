@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from stepsight.dataset.harness.base.script_lines import error_text, line_of_thread
+from stepsight.dataset.harness.base.errors import error_text, line_of_thread
 
 
 def _error(path: Path, text: str) -> BaseException:

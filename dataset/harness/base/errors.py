@@ -1,4 +1,4 @@
-"""The line of a user's own script at which something happens."""
+"""What users can correct, and the line of their own script at which something happens."""
 
 from __future__ import annotations
 
@@ -11,6 +11,10 @@ from pathlib import Path
 
 PACKAGE = str(Path(__file__).resolve().parents[1])  # its frames are not part of the script
 _LIBRARIES = tuple(str(Path(path).resolve()) for path in sysconfig.get_paths().values())
+
+
+class HarnessError(ValueError):
+    """A plan that cannot be collected here; the message states the rule and the values."""
 
 
 def own_line(frames: Sequence[traceback.FrameSummary], script: Path) -> str:
