@@ -217,10 +217,6 @@ class Reading:
         """The value of the first of some settings that has one."""
         return self._all.get(self.find(*names))
 
-    def stated(self, *names: str) -> str:
-        """How the configuration writes the first of some settings that it states; empty if it states none."""
-        return self.source(*names) if any(name in self._stated for name in names) else ""
-
     def source(self, *names: str) -> str:
         """How the configuration writes the first of some settings that it states."""
         name = next((name for name in names if name in self._stated), names[0])
