@@ -199,7 +199,9 @@ def _write_stages(view: JobView) -> None:
 
 def _read_precision(reading: Reading) -> None:
     half = next((name for name in ("bf16", "fp16") if reading.flag(name)), "")
-    if "fp8" in reading and reading.take("fp8") not in (False, "false"):
+    if "fp4" in reading and reading.take("fp4") not in (False, "false"):
+        reading.map("batch.precision", "nvfp4", "fp4")
+    elif "fp8" in reading and reading.take("fp8") not in (False, "false"):
         reading.map("batch.precision", "fp8", "fp8")
         known = {"tensorwise": "dynamic", "blockwise": "dynamic", "mxfp8": "mxfp8"}
         reading.map("batch.fp8_scaling", known.get(reading.word("fp8_recipe"), "delayed"), "fp8_recipe")
@@ -211,11 +213,13 @@ def _read_precision(reading: Reading) -> None:
 
 def _write_precision(view: JobView) -> None:
     precision, scaling = view["batch.precision"], view["batch.fp8_scaling"]
-    view.put(bf16=precision in ("bf16", "fp8"), fp16=precision == "fp16")
+    view.put(bf16=precision in ("bf16", "fp8", "nvfp4"), fp16=precision == "fp16")
     if precision == "fp8":
         view.put(fp8_format="hybrid", fp8_recipe=scaling if scaling in ("delayed", "mxfp8") else "tensorwise")
     view.refuse("batch.fp8_scaling", precision == "fp8" and scaling == "rowwise")
-    view.refuse("batch.precision", precision not in ("fp8", "bf16", "fp16", "fp32"))
+    if precision == "nvfp4":
+        view.put(fp4_format="e2m1")
+    view.refuse("batch.precision", precision not in ("nvfp4", "fp8", "bf16", "fp16", "fp32"))
 
 
 def _read_batch(reading: Reading) -> None:
@@ -267,7 +271,24 @@ def _write_recompute(view: JobView) -> None:
         view.put(recompute_method="uniform" if every == 1 else "block")
         view.put(recompute_num_layers=1 if every == 1 else max(1, per_stage // every))
         view.refuse("parallel.recompute_every", every > 1 and per_stage % every)
-    view.refuse("parallel.offload_activations", view["parallel.offload_activations"])
+
+
+def _read_offload(reading: Reading) -> None:
+    layers, activations = reading.number("cpu_offloading_num_layers"), reading.flag("cpu_offloading_activations")
+    if reading.flag("cpu_offloading") and activations is not False and layers != 0:
+        reading.map("parallel.offload_activations", True)
+        if layers:
+            reading.map("parallel.offload_layers", layers, "cpu_offloading_num_layers")
+
+
+def _write_offload(view: JobView) -> None:
+    layers, most = view["parallel.offload_layers"], view.job.model.total_layers - 1  # that Megatron-LM takes
+    if view["parallel.offload_activations"] and view.job.parallel.pp == 1 and most:
+        view.put(cpu_offloading=True, cpu_offloading_num_layers=min(layers or most, most))
+        view.refuse("parallel.offload_layers", not 0 < layers <= most)
+    else:
+        view.refuse("parallel.offload_activations", view.job.parallel.offload_activations)
+        view.refuse("parallel.offload_layers", layers)
 
 
 def _read_optimizer(reading: Reading) -> None:
@@ -284,6 +305,7 @@ def _read_optimizer(reading: Reading) -> None:
 _CP_COMM = {"p2p": "ring", "allgather": "all_gather"}
 _DISPATCHERS = {"alltoall": "alltoall", "flex": "deepep"}
 _FLEX = {"deepep": "deepep", "hybridep": "hybridep"}
+_NARROW = ("fp8_param_gather", "fp8_param", "fp8_params")  # Megatron-LM's, Megatron-Bridge's and NeMo's
 _FALSE_ONLY = {False: False, True: None}
 _TRUE_ONLY = {True: True, False: None}
 ROWS = (
@@ -308,9 +330,11 @@ ROWS = (
     Row("parallel.dispatcher", "moe_token_dispatcher_type", _DISPATCHERS, write=_write_dispatcher),
     Row("parallel.dispatcher", "moe_flex_dispatcher_backend", _FLEX, needs="parallel.dispatcher=deepep", only="read"),
     Row("parallel.scatter_p2p", "scatter_gather_tensors_in_pipeline", _FALSE_ONLY, only="read"),
-    Row("parallel.offload_activations", "cpu_offloading", _TRUE_ONLY, only="read"),
+    Row("parallel.offload_activations", "cpu_offloading", read=_read_offload, write=_write_offload),
     Row("parallel.stage_layers", read=_read_stages, write=_write_stages),
     Row("batch.precision", read=_read_precision, write=_write_precision),
+    Row("batch.fp8_parameters", _NARROW, needs="batch.precision=fp8", omit=True),
+    Row("batch.fp8_parameters", "fp4_param_gather", needs="batch.precision=nvfp4", omit=True),
     Row("batch.global_batch", read=_read_batch),
     Row("parallel.recompute", read=_read_recompute, write=_write_recompute),
     Row("optimizer.kind", "optimizer", {"adam": "adamw"}, read=_read_optimizer),

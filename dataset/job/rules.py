@@ -30,7 +30,7 @@ _NOT_NEGATIVE = {
         "head_dim", "experts", "experts_per_token", "expert_ffn", "shared_experts", "dense_layers", "capacity_factor",
         "encoder_layers", "encoder_seq_len", "patch_dim", "q_lora_rank", "kv_lora_rank", "rope_head_dim", "v_head_dim",
     ),
-    "parallel": ("prefetch", "expert_tp", "dp_shard"),
+    "parallel": ("prefetch", "expert_tp", "dp_shard", "offload_layers"),
 }  # fmt: skip
 _NO_DECODER = ("bert", "t5", "vit")
 MOST_METRICS = 16  # losses of a micro-batch for metrics
@@ -226,6 +226,10 @@ def _attention(rules: Rules, job: JobTables) -> None:
     rules.require(
         not p.offload_activations or p.recompute == "none",
         f"activations are offloaded or recomputed: offload_activations needs recompute 'none', got {p.recompute!r:.80}",
+    )
+    rules.require(
+        p.offload_layers <= m.total_layers,
+        f"parallel.offload_layers must be <= the model's {m.total_layers} layers, got {p.offload_layers}",
     )
     if m.attention == "mla":
         rules.require(m.family not in _NO_DECODER, f"attention 'mla' is for gpt and llama, got family {m.family!r:.80}")

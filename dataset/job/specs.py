@@ -178,6 +178,8 @@ class ParallelSpec:
             ``moe_act``, ``mla_up_proj``, ``mlp``, ``shared_experts``, ``moe``; empty: the attention core.
         recompute_every: With ``full``: recompute only every n-th layer.
         offload_activations: Whether activations that are kept for backward are moved to host memory.
+        offload_layers: With ``offload_activations``: of how many of the model's layers; 0: of all.  The copies are
+            spread over all layers, as Transformer Engine does.
     """
 
     tp: int = 1
@@ -211,6 +213,7 @@ class ParallelSpec:
     recompute_modules: tuple[str, ...] = ()
     recompute_every: int = 1
     offload_activations: bool = False
+    offload_layers: int = 0
 
     @property
     def shards(self) -> int:
@@ -242,39 +245,32 @@ MIXED = ("fp32", "tf32", "bf16", "fp16", "fp8", "nvfp4")
 QUANTIZED: Mapping[str, int] = MappingProxyType({"fp8": 2, "nvfp4": 1})
 PURE: Mapping[str, str] = MappingProxyType({"pure-bf16": "bf16", "pure-fp16": "fp16"})  # with nothing in fp32
 PRECISIONS = (*MIXED, *PURE)
-FP8_SCALING = ("delayed", "dynamic", "rowwise", "mxfp8")
-ATTENTIONS = ("mha", "mla")
-CONTEXT_PARALLEL = ("ring", "all_gather")
-ATTENTION_KERNELS = ("", "flash-1", "flash-2", "flash-3")
-GRADIENT_DTYPES = ("", "model", "model-fused", "fp32", "fp32-cast")
 OVERLAP_TP = ("", "backward", "split", "torch-async")
 SPLIT_TP = OVERLAP_TP[2:]  # in parts, beside the products that use or make them
 RUNTIMES = ("asynchronous", "torch", "deepspeed")
-OPTIMIZERS = ("adam", "adamw")
 ENGINES = ("eager-pytorch", "megatron", "deepspeed-0.3")  # what each does: ``execution.ENGINE_SEMANTICS``
 # Checkpoints of Megatron and DeepSpeed, PyTorch's own, and those of recipes for XLA.
 REENTRANT, EARLY_STOP, PROJECTIONS = "reentrant", "early-stop", "projections"
-CHECKPOINTS = (REENTRANT, EARLY_STOP, PROJECTIONS)
 AXES = ("tp", "cp", "dp", "pp")
 # Words that a field may hold, and each word of a field that holds several.
 CHOICES: Mapping[str, Collection[Any]] = MappingProxyType(
     {
         "model.family": FAMILIES,
-        "model.attention": ATTENTIONS,
-        "model.attention_kernels": ATTENTION_KERNELS,
-        "parallel.gradient_dtype": GRADIENT_DTYPES,
+        "model.attention": ("mha", "mla"),
+        "model.attention_kernels": ("", "flash-1", "flash-2", "flash-3"),
+        "parallel.gradient_dtype": ("", "model", "model-fused", "fp32", "fp32-cast"),
         "parallel.overlap_tp": OVERLAP_TP,
         "parallel.recompute": RECOMPUTE,
         "parallel.recompute_modules": RECOMPUTE_MODULES,
         "parallel.dispatcher": DISPATCHERS,
         "parallel.zero_stage": (0, 1, 2, 3),
-        "parallel.context_parallel": CONTEXT_PARALLEL,
+        "parallel.context_parallel": ("ring", "all_gather"),
         "parallel.runtime": ("", *RUNTIMES),
         "batch.precision": PRECISIONS,
-        "batch.fp8_scaling": FP8_SCALING,
-        "optimizer.kind": OPTIMIZERS,
+        "batch.fp8_scaling": ("delayed", "dynamic", "rowwise", "mxfp8"),
+        "optimizer.kind": ("adam", "adamw"),
         "execution.engine": ("", *ENGINES),
-        "execution.checkpoint": ("", *CHECKPOINTS),
+        "execution.checkpoint": ("", REENTRANT, EARLY_STOP, PROJECTIONS),
     }
 )
 

@@ -425,7 +425,7 @@ def embedding_block(shape: RankShape, shared: bool = False) -> Block:
 def layer_block(shape: RankShape, kind: str) -> Block:
     """One layer; some modules are recomputed, or its kept activations are offloaded, if the job says so."""
     block = recomputed(_block(shape.model.family, "layer", shape, kind), shape.recompute_modules)
-    return offloaded(block, shape.dtype) if shape.offload_activations else block
+    return offloaded(block, shape.dtype, shape.offload_share) if shape.offload_share else block
 
 
 @cached(4096)

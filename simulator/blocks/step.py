@@ -15,6 +15,7 @@ block carries its own bytes from its first step to its last: as many transfers, 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 from itertools import groupby
@@ -174,9 +175,9 @@ def kept_bytes(block: Block) -> int:
     return sum(named.values()) + sum(t.num_bytes for step in block for t in step.saved if not t.name)
 
 
-def offloaded(block: Block, dtype: str) -> Block:
-    """A layer whose kept activations are copied to the host and back while it computes."""
-    numel = -(-kept_bytes(block) // DTYPE_BYTES[dtype])
+def offloaded(block: Block, dtype: str, share: float = 1.0) -> Block:
+    """A layer of which a share of the kept activations is copied to the host and back while it computes."""
+    numel = math.ceil(kept_bytes(block) * share / DTYPE_BYTES[dtype])
     if not numel:
         return block
     leave = Step("offload", (OverlappedOp(Op("to_host", (numel,), dtype)),), (Join("offload"),))
@@ -210,7 +211,7 @@ class RankShape:
         sequence_parallel: Whether norms and residuals hold ``1 / tp`` of the rows.
         vocab_parallel: Whether the vocabulary is shared by ``tp``.
         context_parallel: ``ring`` or ``all_gather``.
-        offload_activations: Whether what is kept moves to the host and back.
+        offload_share: Part of what is kept that moves to the host and back.
         scatter_p2p: Whether ranks pass on their parts of activations, gathered where they arrive.
         overlap_tp: As in ``ParallelSpec``.
         overlap_ep, dispatcher: As in ``ParallelSpec``.
@@ -229,7 +230,7 @@ class RankShape:
     sequence_parallel: bool = False
     vocab_parallel: bool = True
     context_parallel: str = "ring"
-    offload_activations: bool = False
+    offload_share: float = 0.0
     scatter_p2p: bool = False
     overlap_tp: str = ""
     overlap_ep: bool = False

@@ -92,7 +92,7 @@ def block_sizes(shapes: Sequence[RankShape], kinds: Sequence[str], recompute: Se
         for at, kind in enumerate(kinds):
             memories = [layer_memory(shape, kind, how, none) for how in recompute]
             numel[row, at] = memories[0].numel, memories[0].expert_numel
-            kept[row, at] = 0.0 if shape.offload_activations else [memory.kept for memory in memories]
+            kept[row, at] = [memory.kept * (1.0 - shape.offload_share) for memory in memories]
         for at, is_head in ((len(kinds), False), (len(kinds) + 1, True)):
             memory = end_memory(shape, is_head, shape.model.tied_embeddings and is_head, none)
             numel[row, at], kept[row, at] = (memory.numel, memory.expert_numel), memory.kept

@@ -253,13 +253,13 @@ def part_memory(shape: RankShape, part: PartShape, execution: PartExecution) -> 
     runs = _runs(shape, part, execution)
     layers = [run for run in runs if not run.root]
     resident = max((float(run.block.numel * execution.placeholder_bytes) for run in layers), default=0.0)
-    if shape.offload_activations:  # one layer is copied out or in while another computes
-        resident += 2.0 * max((run.block.kept for run in layers), default=0.0)
+    if shape.offload_share:  # what one layer sends is copied out or in while another computes
+        resident += 2.0 * shape.offload_share * max((run.block.kept for run in layers), default=0.0)
     shared = shape.model.tied_embeddings and part.first and part.last
     forward, backward, stays, ahead = _gather(runs, execution.gathered, shared)
     kept = 0.0
     for run in runs:
-        each = 0.0 if shape.offload_activations and not run.root else run.block.kept
+        each = run.block.kept * (1.0 if run.root else 1.0 - shape.offload_share)
         run.before = kept + (run.times - 1) * each
         forward = max(forward, run.before + run.block.forward + run.in_forward)
         kept += run.times * each
@@ -272,7 +272,7 @@ def part_memory(shape: RankShape, part: PartShape, execution: PartExecution) -> 
                 run.block, backward=run.block.backward + more, backward_first=run.block.backward_first + more
             )
         block, around, reduced = run.block, run.in_backward, run.reduced
-        each = 0.0 if shape.offload_activations and not run.root else block.kept
+        each = block.kept * (1.0 if run.root else 1.0 - shape.offload_share)
         backward = max(backward, run.before + around + run.gradients + reduced)
         for turn in {0, 1, run.times - 2, run.times - 1} & set(range(run.times)):  # in between all changes evenly
             there = run.before - turn * each + around + (reduced if turn else under_way)
@@ -325,7 +325,7 @@ def _gather(runs: list[_Run], gathered: Gathered, shared: bool) -> tuple[float, 
         the layers gathered ahead in backward.
     """
     size, how = gathered.element_bytes, gathered.how
-    if not size:
+    if not size or not runs:  # a part may have no layers
         return 0.0, 0.0, 0.0, 0.0
     layers = [run for run in runs if not run.root]
     root = sum(run.numel for run in runs if run.root)

@@ -239,7 +239,7 @@ class _Split(NamedTuple):
     sequence_parallel: bool
     vocab_parallel: bool
     context_parallel: str
-    offload_activations: bool
+    offload_share: float
     scatter_p2p: bool
     overlap_tp: str
     overlap_ep: bool
@@ -265,7 +265,7 @@ def rank_shape(job: Job, compute_share: float = 0.0, semantics: ExecutionSemanti
         p.sequence_parallel and p.tp > 1,
         p.vocab_parallel,
         p.context_parallel,
-        p.offload_activations,
+        p.offload_activations * (p.offload_layers or job.model.total_layers) / job.model.total_layers,
         p.scatter_p2p and p.tp > 1 and p.pp > 1 and p.zero_stage < 3 and not p.sequence_parallel,
         overlap,
         p.overlap_ep,

@@ -115,6 +115,7 @@ def jobs(draw: st.DrawFn, *, uneven_cluster: bool = False) -> Job:
                 recompute="none" if offload else one_of("none", "selective", "full"),
                 recompute_every=one_of(1, 2, 3),
                 offload_activations=offload,
+                offload_layers=one_of(0, 1) if offload else 0,
             ),
             batch=BatchSpec(
                 micro_batch=2,

@@ -10,7 +10,7 @@ import pytest
 
 from stepsight.dataset.configs.documents import facts
 from stepsight.dataset.configs.drafts import Given
-from stepsight.dataset.configs.formats import ConfigJob, read_configs
+from stepsight.dataset.configs.formats import ConfigJob, read_configs, write_config
 from stepsight.dataset.configs.torchtitan_models import flavors
 from stepsight.dataset.job.specs import FAMILIES, ModelSpec
 from tests.dataset.configs.test_published import LLAMA, NANOTRON, num_parameters, read
@@ -158,3 +158,22 @@ def test_facts_of_frameworks_are_sound() -> None:
     assert {kind["family"] for kind in kinds} <= set(FAMILIES)
     types = [name for kind in kinds for name in kind["types"]]
     assert len(types) == len(set(types)) and not set(types) & set(facts()["transformers"]["without_attention"])
+
+
+@pytest.mark.parametrize(
+    ("words", "stated"),
+    [
+        ("--fp8-format hybrid --fp8-param-gather", {"precision": "fp8", "fp8_parameters": True}),
+        ("--fp4-format e2m1 --fp4-param-gather", {"precision": "nvfp4", "fp8_parameters": True}),
+        ("--fp8-param-gather", {"precision": "bf16", "fp8_parameters": False}),  # which has no effect
+        ("--cpu-offloading --cpu-offloading-num-layers 3", {"offload_activations": True, "offload_layers": 3}),
+        ("--cpu-offloading-num-layers 3", {"offload_activations": False, "offload_layers": 0}),
+    ],
+)
+def test_narrow_parameters_and_offloaded_layers(words: str, stated: dict[str, Any], tmp_path: Path) -> None:
+    sizes = "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 8 --bf16"
+    (tmp_path / "a.txt").write_text(f"{sizes} {words}\n")
+    found = read_configs(tmp_path / "a.txt")
+    assert {name: getattr(found.job.batch, name, getattr(found.job.parallel, name, None)) for name in stated} == stated
+    back = write_config(found.job, "megatron").text
+    assert all(word in back for word in words.split()) == (True in stated.values())

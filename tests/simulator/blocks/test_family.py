@@ -108,7 +108,7 @@ def test_deepseek_v3_activates_37_billion_parameters() -> None:
         {"cp": 2},
         {"cp": 2, "context_parallel": "all_gather"},
         {"model": {"fused_attention": False}},
-        {"offload_activations": True},
+        {"offload_share": 1.0},
     ],
     ids=str,
 )

@@ -8,7 +8,7 @@ def test_what_a_layer_keeps_leaves_and_comes_back_beside_it() -> None:
     shape = small_shape(precision="bf16")
     plain, moved = (
         layer_block(shape, "layer"),
-        layer_block(small_shape(precision="bf16", offload_activations=True), "layer"),
+        layer_block(small_shape(precision="bf16", offload_share=1.0), "layer"),
     )
     assert moved[1:-1] == plain
     assert words(moved).startswith("~to_host layer_norm") and words(moved).endswith("add |")
@@ -16,6 +16,8 @@ def test_what_a_layer_keeps_leaves_and_comes_back_beside_it() -> None:
     transfer = items(moved)[0]
     assert isinstance(transfer, OverlappedOp)
     assert transfer.work.num_bytes == kept_bytes(plain)
+    half = items(layer_block(small_shape(precision="bf16", offload_share=0.5), "layer"))[0]
+    assert isinstance(half, OverlappedOp) and half.work.num_bytes == kept_bytes(plain) / 2
 
 
 def test_a_named_tensor_counts_once() -> None:

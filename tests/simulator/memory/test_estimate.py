@@ -47,7 +47,8 @@ def test_more_parallel_never_needs_more(make_job: JobMaker, gpu: Hardware, name:
     assert recompute == sorted(recompute, reverse=True)
     assert recompute[2] < recompute[0]
     assert recompute[2] <= peak(recompute="full", recompute_every=4) <= recompute[0]
-    assert peak(offload_activations=True) < recompute[0]
+    moved = [peak(offload_activations=True, offload_layers=layers) for layers in (0, 3, 1)]
+    assert moved[0] < moved[1] < moved[2] < recompute[0]
 
 
 def test_slack_fills_a_device_and_does_not_overflow_it(make_job: JobMaker, gpu: Hardware) -> None:
@@ -113,6 +114,8 @@ def test_stages_of_unequal_layers(make_job: JobMaker, gpu: Hardware) -> None:
     layer = 4 * (12 * 64**2 + 13 * 64)
     assert even.stages[0].parameters - uneven.stages[0].parameters == layer
     assert uneven.stages[1].parameters - even.stages[1].parameters == layer
+    none = estimate_memory(make_job(pp=4, dp=2, zero_stage=3, stage_layers=(1, 0, 2, 1)), gpu).stages[1]
+    assert none.parameters == 0
 
 
 def test_table_of_every_rank_without_vocabulary_parallelism(make_job: JobMaker, gpu: Hardware) -> None:
