@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -19,7 +19,7 @@ from stepsight.cli.files import (
     goal_of,
 )
 from stepsight.cli.options import Answer, Positive, Written, progress, refuse_given
-from stepsight.dataset.base.errors import StepsightError
+from stepsight.dataset.base.errors import JobError, StepsightError
 from stepsight.experiments.search.settings import REGRET, TOKENS, Goal, Scenarios, SearchSettings
 
 if TYPE_CHECKING:
@@ -335,8 +335,9 @@ def search_command(
     Columns of the table: mb is the micro-batch, zero the ZeRO stage (3/8: sharded over 8 replicas), sp sequence
     parallelism, GB the memory of the fullest pipeline stage.
 
-    With --nodes, --clusters, --global-batches or --seq-lens every combination is searched. The table then has the best
-    strategy of each combination, with time, throughput, cost and energy (an estimate from the devices' rated power).
+    With one number of --nodes the job is searched on as many. With several, and with --clusters, --global-batches or
+    --seq-lens, every combination is searched. The table then has the best strategy of each combination, with time,
+    throughput, cost and energy (an estimate from the devices' rated power).
 
     Examples:
 
@@ -361,7 +362,10 @@ def search_command(
         raise StepsightError("--uneven is for one cluster and batch: search the best scenario again with it")
     if uneven and goal_options.robust == REGRET:
         raise StepsightError(f"--uneven does not go with --robust {REGRET}: give one of them")
-    read, predictor = overrides.read(job), source.load()
+    predictor, read = source.load(), None
+    if len(scenarios.nodes) == 1:  # one size is where the job is searched, and nothing to compare
+        read, scenarios = _on_nodes(job, overrides, scenarios.nodes[0]), replace(scenarios, nodes=())
+    read = read or overrides.read(job)
     asked = {"space": space, "goal": goal_options.goal(scenarios), "scenarios": scenarios, "expert_loads": expert_loads}
     result = _searched(read, predictor, settings, workers, uneven, asked)
     report = search_report(read, result, settings.top)
@@ -371,6 +375,20 @@ def search_command(
     if csv is not None:
         write_text(csv, result.to_frame().to_csv(index=False))
     return Answer(report, report.pop("text"))
+
+
+def _on_nodes(path: Path, overrides: JobOptions, nodes: int) -> Job:
+    """The job on a number of nodes: in its own strategy, or in a legal one if its own does not divide the devices."""
+    from stepsight.experiments.search.settings import Scenarios
+    from stepsight.experiments.search.strategies import scenario_jobs
+
+    try:
+        return overrides.read(path, nodes)
+    except JobError:
+        ((_, found),) = scenario_jobs(overrides.read(path), Scenarios(nodes=(nodes,)))
+        if isinstance(found, JobError):
+            raise found from None
+        return found
 
 
 def _searched(

@@ -216,6 +216,16 @@ def test_measurements_as_a_table(tmp_path: Path) -> None:
         assert (done.returncode, done.stdout) == (2, "") and says in done.stderr
 
 
+def test_a_search_on_one_number_of_nodes(tmp_path: Path) -> None:
+    """It is of the job there, although its own strategy does not divide the devices; several numbers are compared."""
+    (tmp_path / "job.toml").write_text(EXAMPLE.read_text())
+    words = ("search", tmp_path / "job.toml", "--hardware", "h100-sxm-80gb", "--trials", "3", "--json")
+    told = json.loads(run(*words, "--nodes", "3").stdout)
+    assert told["plans"] == [] and told["own"]["devices"] == 24 and told["own"]["hardware"] == "h100-sxm-80gb"
+    assert {row["devices"] for row in told["top"]} == {24}
+    assert [row["nodes"] for row in json.loads(run(*words, "--nodes", "32,64").stdout)["plans"]]
+
+
 def test_version() -> None:
     done = run("--version")
     assert (done.returncode, done.stdout, done.stderr) == (0, f"stepsight {version('stepsight')}\n", "")
