@@ -50,7 +50,7 @@ class DelayedGraph(NamedTuple):
     """A graph whose dependencies have durations.
 
     Attributes:
-        order: The nodes such that each comes after those that it depends on, shape ``(n,)``.
+        order: The nodes such that each comes after those that it depends on.
         pointer, edges: Edges into node ``i`` are ``edges[pointer[i]:pointer[i + 1]]``.
         source, delay: Of each edge: the node it comes from, and the time from that node's end.
     """
@@ -64,14 +64,10 @@ class DelayedGraph(NamedTuple):
 
 @compiled
 def delayed_paths(graph: DelayedGraph, seconds: Floats, ready: Floats, ends: Floats, cause: Ints) -> None:
-    """End times of all nodes of a graph whose dependencies have durations, and the edge that decided each start.
+    """End times of all nodes of such a graph, and the edge that decided each start, -1 if ``ready`` did.
 
-    Args:
-        graph: Order and dependencies.
-        seconds: Duration of each node, shape ``(n,)``.
-        ready: Earliest start of each node by itself, ``-inf`` where its dependencies alone decide.
-        ends: Filled, shape ``(n,)``.
-        cause: Filled, same shape: the edge that decided the start, -1 if ``ready`` did.
+    ``seconds``, ``ready``: duration of each node, and its earliest start by itself, ``-inf`` where its dependencies
+    alone decide; ``ends``, ``cause``: filled; all of shape ``(n,)``.
     """
     for at in range(len(graph.order)):
         node = graph.order[at]
@@ -153,8 +149,7 @@ class BlockPassTable(NamedTuple):
     Attributes:
         paths: Longest path of each passage from the computation; the same from the host, ``-inf`` if it launches
             nothing; the host's own time; shape ``(num_passages, 3)``.
-        nodes, launches: Of the nodes of all passages, what each takes and what the host takes to launch it (0: it
-            needs no launch), shape ``(num_nodes,)``.
+        nodes, launches: What each node of all passages takes, and what the host takes to launch it (0: no launch).
         bounds: Nodes of passage ``i`` are ``bounds[i]`` to ``bounds[i + 1]``.
     """
 
@@ -204,12 +199,8 @@ NO_STREAMS = StreamSeconds(np.empty((0, 0)), np.empty(0, dtype=np.int8), np.empt
 
 
 class OutsideEvents(NamedTuple):
-    """The share of every time that is spent in work outside the measured range; seconds.
-
-    Attributes:
-        paths, nodes: Of those of ``BlockPassTable``, same shapes.
-        sent: Of those of ``SegmentList``, same shape.
-        ends: Of those of ``run_events``, same shape; filled.
+    """The parts of times that are spent in work outside the measured range: of ``BlockPassTable.paths`` and ``nodes``,
+    of ``SegmentList.sent``, and of the ends of ``run_events``, which are filled.
     """
 
     paths: Floats

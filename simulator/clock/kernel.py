@@ -73,12 +73,7 @@ def at_rest(num_ranks: int, num_messages: int, num_clocks: int, period: int) -> 
 
 
 class Outside(NamedTuple):
-    """The share of every time that is spent in work outside the measured range; seconds.
-
-    Attributes:
-        transition, message: Of those of ``Durations``, same shapes.
-        state: Of the times of the run's state, same shapes.
-    """
+    """The parts of ``Durations`` and of a run's state that are spent in work outside the measured range."""
 
     transition: Floats
     message: Floats
@@ -125,13 +120,8 @@ def new_log(num_actions: int, num_messages: int, num_clocks: int) -> Log:
 
 
 class Steady(NamedTuple):
-    """Entries that repeat periodically.
-
-    Attributes:
-        first: Where they begin.
-        length: Entries of one period.
-        periods: How many follow each other, 0: nothing repeats.
-        lag: Largest number of periods between the post of a message and the wait for it.
+    """Entries that repeat: where they begin, entries of one period, how many follow each other (0: nothing repeats),
+    and the largest number of periods between the post of a message and the wait for it.
     """
 
     first: int = 0
@@ -141,12 +131,8 @@ class Steady(NamedTuple):
 
 
 class Uses(NamedTuple):
-    """How often each duration lies on a critical path: the derivative of a clock with respect to that duration.
-
-    Attributes:
-        transition: Shape of ``Durations.transition``.
-        message: Of each message, shape ``(num_messages,)``.
-        host: Of each op that takes the host's time, shape ``(2,)``.
+    """How often each duration lies on a critical path, the derivative of a clock by it: of ``Durations.transition``, of
+    each message, and of each op that takes the host's time, shape ``(2,)``.
     """
 
     transition: Floats
@@ -331,13 +317,8 @@ def _skip(entries: Entries, state: State, steady: Steady, period: int) -> None:
 
 @compiled
 def trace_path(entries: Entries, segment: Indices, log: Log, end: tuple[int, int], uses: Uses) -> None:
-    """Walk back over the entries along the logged causes, and count the durations on the way.
-
-    Args:
-        entries, segment: As in a full run.
-        log: Of that run.
-        end: Rank and clock at which the path ends.
-        uses: Added to.
+    """Walk back over the entries of a full run along the logged causes, from a rank and a clock, and count the
+    durations on the way.
     """
     ops, ranks, items, sides = entries
     rank, clock = end

@@ -85,13 +85,8 @@ def launch_calls(latency: LatencyModel) -> LaunchCalls:
 
 
 def preset_latency(hardware_name: str, fabric: Fabric, calls: LaunchCalls = ONE_LAUNCH) -> RooflineLatency | None:
-    """The roofline of a known hardware or of a hardware file, the same object each time; None if the name is
-    unknown.
-
-    Args:
-        hardware_name: As in ``ClusterSpec``.
-        fabric: The links.
-        calls: Of the host's software.
+    """The roofline of a known hardware or of a hardware file, the same object each time; None if the name is unknown.
+    ``calls``: of the host's software.
     """
     hardware = find_hardware(hardware_name)
     return None if hardware is None else _roofline(hardware, fabric, calls)

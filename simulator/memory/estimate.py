@@ -56,12 +56,13 @@ def smallest_devices(job: Job, hardware: Hardware) -> tuple[Hardware, ...]:
     layout = layout_of(job)
     kind, stage = layout.mixed_kinds(job.cluster.mixed), layout.coordinates("pp")
     kinds = [np.unique(kind[stage == at]).tolist() for at in range(job.parallel.pp)]
-    return tuple(min((known[k] for k in own), key=_room) for own in kinds)
-
-
-def _room(device: Hardware) -> float:
-    """Bytes available for tensors."""
-    return (device.memory_bytes - device.reserved_bytes) / (1 + device.fragmentation)
+    return tuple(
+        min(
+            (known[k] for k in own),
+            key=lambda device: (device.memory_bytes - device.reserved_bytes) / (1 + device.fragmentation),
+        )
+        for own in kinds
+    )
 
 
 def advice(job: Job, peak_bytes: float, estimate: Callable[[Job], Memory]) -> str:
@@ -226,19 +227,17 @@ class Memory:
         at = self.fullest
         stage = self.stages[at]
         parts = ", ".join(f"{name} {getattr(stage, name) / 1e9:.1f}" for name in FIELDS)
+        count, many = stage.in_flight, self.job.num_micro_batches
+        flying = f"{count} micro-batch{'' if count == 1 else 'es'}"
+        if self.job.parallel.virtual_stages > 1:
+            flying = f"{count} pass{'' if count == 1 else 'es'} of {many} micro-batch{'' if many == 1 else 'es'}"
         whose = f"its smallest device, {self.device(at).name}," if self.job.cluster.mixed else "a device"
         text = (
             f"stage {at} needs {stage.total / 1e9:.1f} GB in its {stage.moment} ({parts}; "
-            f"{self._flying_words(stage.in_flight)} in flight), {whose} has {stage.capacity_bytes / 1e9:.1f} GB"
+            f"{flying} in flight), {whose} has {stage.capacity_bytes / 1e9:.1f} GB"
         )
         tip = advice(self.job, self.peak_bytes, lambda job: estimate_memory(job, self.hardware))
         return f"{text}; {tip}" if tip else text
-
-    def _flying_words(self, count: int) -> str:
-        if self.job.parallel.virtual_stages == 1:
-            return f"{count} micro-batch{'' if count == 1 else 'es'}"
-        many = self.job.num_micro_batches
-        return f"{count} pass{'' if count == 1 else 'es'} of {many} micro-batch{'' if many == 1 else 'es'}"
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -362,7 +361,10 @@ def _reserved(bytes_of: Floats, states: States, fixed: Any, fragmentation: Any, 
     does not overflow it.
     """
     room = _room_left(device - bytes_of[:, :5].sum(axis=1) - fixed)
-    found: Floats = fixed + np.minimum(fragmentation * _passing(bytes_of, states), room)
+    freed: Floats = bytes_of[:, 3] + bytes_of[:, 4]  # what is allocated and freed within a step; states are not
+    if _frees_gradients(states):
+        freed = freed + bytes_of[:, 1]
+    found: Floats = fixed + np.minimum(fragmentation * freed, room)
     return found
 
 
@@ -374,9 +376,3 @@ def _room_left(free: Floats) -> Floats:
 def _frees_gradients(states: States) -> bool:
     """Whether gradients are allocated in each backward and freed after the step."""
     return states.execution.gradients.numel > 0
-
-
-def _passing(bytes_of: Floats, states: States) -> Floats:
-    """Bytes of each stage that are allocated and freed within a step and cause fragmentation; states do not."""
-    found: Floats = bytes_of[:, 3] + bytes_of[:, 4]
-    return found + bytes_of[:, 1] if _frees_gradients(states) else found

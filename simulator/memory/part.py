@@ -89,12 +89,8 @@ def block_memory(
 ) -> BlockMemory:
     """Memory of any block.
 
-    Args:
-        block: Its steps.
-        recompute: ``none``, ``selective`` or ``full``.
-        input_bytes: What full recomputation starts from.
-        beside_bytes: Gradient of the residual, which waits while a branch's backward runs.
-        gradients: Bytes per element.
+    ``input_bytes``: what full recomputation starts from; ``beside_bytes``: gradient of the residual, which waits while
+    a branch's backward runs; ``gradients``: bytes per element.
     """
     saved = _saved(block)
     work = [_working_bytes(step) for step in block]
@@ -194,12 +190,8 @@ def _weight_bytes(step: Step) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Gathered:
-    """FSDP: parameters that are gathered for a while.
-
-    Attributes:
-        element_bytes: Of a gathered parameter and its gradient; 0: none are gathered.
-        reduce_bytes: Of an element of the gradients that are reduced.
-        how: When they are gathered, dropped and reduced.
+    """FSDP: parameters that are gathered for a while: bytes of an element of them and of its gradient, 0: none are; of
+    an element of the gradients that are reduced; and when they are gathered, dropped and reduced.
     """
 
     element_bytes: int = 0

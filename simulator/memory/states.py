@@ -51,14 +51,7 @@ class States:
 
 @cached(4096)
 def states_of(p: ParallelSpec, semantics: ExecutionSemantics, precision: str, groups: Groups) -> States:
-    """How many bytes an element costs in a parallel strategy.
-
-    Args:
-        p: The strategy.
-        semantics: What executes the job.
-        precision: Of matrix products, as in ``RankShape``.
-        groups: Who shares.
-    """
+    """How many bytes an element costs in a parallel strategy; ``precision``: of matrix products."""
     states, kernels = semantics.states, semantics.kernels
     main, dtype = DTYPE_BYTES[kernels.main_dtype], COMPUTE_DTYPE[precision]
     size, casts = DTYPE_BYTES[dtype], dtype != kernels.main_dtype

@@ -205,10 +205,8 @@ Tensors = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 class _UnitWork:
-    """The replicas' work on the parameters and gradients of one unit; each is made once.
-
-    ``tensors``: elements of others' and of experts' parameter tensors, in the order in which gradients arrive.
-    ``dtypes``: of activations, and the main one.
+    """The replicas' work on one unit, each made once; ``tensors``: elements of others' and of experts' parameter
+    tensors, in the order in which gradients arrive; ``dtypes``: of activations, and the main one.
     """
 
     def __init__(self, tensors: Tensors, dtypes: tuple[str, str], replicas: Replicas) -> None:

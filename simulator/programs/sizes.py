@@ -31,12 +31,7 @@ Strides = tuple[tuple[int, int], ...]  # (stride, size) of each axis of a group,
 @hashed_once
 @dataclass(frozen=True)
 class Layout:
-    """Numbers of the ranks of a job.
-
-    Attributes:
-        axes: Name and degree of each axis, fastest first.
-        devices_per_node: Nodes are filled in the order of ranks.
-    """
+    """Numbers of the ranks of a job: name and degree of each axis, fastest first; nodes are filled in this order."""
 
     axes: tuple[tuple[str, int], ...]
     devices_per_node: int
@@ -249,12 +244,8 @@ class _Split(NamedTuple):
 
 
 def rank_shape(job: Job, compute_share: float = 0.0, semantics: ExecutionSemantics | None = None) -> RankShape:
-    """The sizes of a micro-batch on one rank of a job.
-
-    Args:
-        job: The job.
-        compute_share: ``comm_compute_share`` of the hardware.
-        semantics: Those of the job, if they are at hand.
+    """The sizes of a micro-batch on one rank of a job; ``compute_share``: ``comm_compute_share`` of the hardware;
+    ``semantics``: those of the job, if they are at hand.
     """
     kernels = (semantics or semantics_of(job)).kernels
     p, batch = job.parallel, job.batch
