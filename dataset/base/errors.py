@@ -46,6 +46,14 @@ def shorten(value: object, most: int = SHOWN) -> str:
     return text if len(text) <= most else f"{text[: most * 3 // 4]}...{text[-(most - most * 3 // 4 - 3) :]}"
 
 
+_CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]")
+
+
+def printable(text: str) -> str:
+    """Lines of text in which control characters are escaped: names in a trace may hold any, and terminals obey them."""
+    return _CONTROLS.sub(lambda found: repr(found[0])[1:-1], text)
+
+
 class StepsightError(ValueError):
     """A mistake that the user can correct; very long words of the message are shortened."""
 

@@ -7,7 +7,7 @@ import re
 import tomllib
 from collections.abc import Mapping
 from importlib import resources
-from typing import Any
+from typing import Any, NamedTuple
 
 from stepsight.dataset.base.caching import cached
 from stepsight.dataset.base.errors import JobError
@@ -183,6 +183,45 @@ def usual_fabric(hardware: str) -> str:
             f"{', '.join(FABRICS.names())}, a .json or .toml file, {beside}or a table of links"
         )
     return found
+
+
+class FabricWords(NamedTuple):
+    """What words for the links between nodes mean: presets of what they name, the best first, and a warning."""
+
+    presets: tuple[str, ...]
+    warning: str  # words that are not understood, and the nearest presets; "" if all are
+
+
+def read_fabric_words(text: str, hardware: str) -> FabricWords:
+    """Read words for links between nodes, such as ``8x 400 Gb/s InfiniBand per node`` or ``NCCL over TCP sockets``.
+
+    Numbers, remarks in parentheses and words that name no technology other than InfiniBand and RoCE say nothing here.
+    Ethernet means NCCL's sockets, unless RoCE or RDMA stands beside it.
+    """
+    from difflib import get_close_matches  # slow to import, and seldom needed
+
+    if text in FABRICS:
+        return FabricWords((text,), "")
+    table, links = _preset_tables()["fabric_words"], find_fabric(usual_fabric(hardware)).intra_node
+    named, usual = table["presets"], {"nccl", *hardware_name(hardware).split("-"), *table["usual"].split()}
+    said = re.sub(r"\([^)]*\)", " ", text.lower()).replace("omni-path", "omnipath")
+    words = dict.fromkeys(re.findall(r"(?<![a-z0-9])[a-z][a-z0-9]+", said))
+    if {"roce", "rocev2", "rdma"} & words.keys():
+        words.pop("ethernet", None)
+
+    def fits(preset: str) -> bool:
+        return FABRICS[preset].intra_node.bandwidth_bytes_per_s == links.bandwidth_bytes_per_s
+
+    found = [preset for word in words for preset in named.get(word, ())]
+    unknown = [word for word in words if word not in named and word not in usual]
+    if found or not unknown:
+        return FabricWords(tuple(dict.fromkeys(sorted(found, key=fits, reverse=True))), "")
+    near = [preset for word in unknown for key in get_close_matches(word, named) for preset in named[key]]
+    listed = ", ".join([*dict.fromkeys([*near, *filter(fits, FABRICS)])][:6])
+    told = f"words for the fabric are not understood ({', '.join(unknown):.80})"
+    return FabricWords(
+        (), f"{told}: the usual links of {hardware_name(hardware)} are taken; name a preset, such as {listed}"
+    )
 
 
 _VENDORS = re.compile(

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from html import escape
 from pathlib import Path
 from typing import Any
 
 from stepsight.dataset.base.caching import without_collection
-from stepsight.dataset.base.errors import TraceError
+from stepsight.dataset.base.errors import TraceError, printable
 from stepsight.dataset.base.files import digest, digest_files, new_folder, read_json, write_json, write_text
 from stepsight.dataset.graph.graph_schema import DTYPES, EDGE_NUMBERS, NUMBERS, TARGETS, edge_types, kind_names
 from stepsight.dataset.graph.graph_table import GraphTable
@@ -158,14 +159,20 @@ were imported twice share `group`; graphs in which the same ops took the same ti
 """
 
 
+def _cell(text: str) -> str:
+    """A text of a trace in Markdown: names may hold HTML, bars and control characters."""
+    return escape(printable(text).replace("\n", " ")).replace("|", "&#124;")
+
+
 def _card(told: dict[str, Any], index: dict[str, Any]) -> str:
     """The data card."""
     runs = "\n".join(
-        f"| {run['run']} | {run['hardware']} | {run['scale']} | {len(run['ranks'])} |" for run in index["runs"]
+        f"| {_cell(run['run'])} | {_cell(run['hardware'])} | {run['scale']} | {len(run['ranks'])} |"
+        for run in index["runs"]
     )
     nodes = "\n".join(f"| {name} | {count} |" for name, count in told["nodes"].items())
     edges = "\n".join(f"| {name} | {count} |" for name, count in told["edges"].items())
-    warnings = "\n".join(f"- {warning}" for warning in told["warnings"]) or "none"
+    warnings = "\n".join(f"- {_cell(warning)}" for warning in told["warnings"]) or "none"
     return f"""# Graphs of traced training steps
 
 Version {told["version"]}: the digest of the traces and of what the features mean. {told["graphs"]} graphs:

@@ -182,7 +182,7 @@ def timeline_part(trace: dict[str, Any], number: int = 0) -> str:
     """
     data = _data(trace["traceEvents"])
     script = _SCRIPT.replace("NUMBER", str(number)).replace(
-        "DATA", json.dumps(data, separators=(",", ":")).replace("</", "<\\/")
+        "DATA", json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
     )
     cut = f"<p>The first {MOST_EVENTS} events.</p>" if data["cut"] else ""
     return f'<canvas id="timeline-{number}"></canvas><p id="timeline-note-{number}"></p>{cut}<script>{script}</script>'

@@ -8,6 +8,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from html import escape
 from statistics import NormalDist
 from typing import TYPE_CHECKING, Any
 
@@ -289,7 +290,11 @@ class SearchResult:
         columns = ["tp", "cp", "pp", "dp", "micro_batch", "schedule", "zero_stage", "recompute", "iteration_time_s",
                    "low_s", "high_s", "memory_bytes", "fits"]  # fmt: skip
         head = f"{self.evaluated} of {self.legal} strategies evaluated: {self.proof}"
-        return f"<p>{head}</p>{self.to_frame()[columns].head(10).to_html(index=False)}" if self.choices else head
+        return (
+            f"<p>{escape(head)}</p>{self.to_frame()[columns].head(10).to_html(index=False)}"
+            if self.choices
+            else escape(head)
+        )
 
 
 def pareto_front(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from stepsight.cli.options import Written
-from stepsight.dataset.base.errors import StepsightError
+from stepsight.dataset.base.errors import StepsightError, printable
 
 if TYPE_CHECKING:
     from stepsight.dataset.job.job import Job
@@ -122,7 +122,7 @@ class JobOptions:
         assumed = ", ".join(f"{key} = {read.assumed[key]}" for key in _TOLD if key in read.assumed)
         told = f"{path}: read as {read.formats[0]}; assumed {assumed or 'nothing important'}; `stepsight job` lists all"
         job = read.job
-        typer.echo(told, err=True)
+        typer.echo(printable(told), err=True)
         return job
 
 

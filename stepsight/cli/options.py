@@ -27,7 +27,7 @@ from typing import Annotated, Any, NamedTuple, get_args, get_origin, get_type_hi
 import typer
 from typer.models import ArgumentInfo, OptionInfo
 
-from stepsight.dataset.base.errors import StepsightError
+from stepsight.dataset.base.errors import StepsightError, printable
 
 Positive = Annotated[int, typer.Option(min=1)]
 JSON = typer.Option("--json", help="Print the answer as JSON, and nothing else, on stdout.")
@@ -110,10 +110,10 @@ def command(verb: Callable[..., Answer]) -> Callable[..., None]:
         for name, kind in settings.items():
             given[name] = kind(**{field.name: given.pop(field.name) for field in fields(kind) if field.name in given})
         answer = verb(**given)
-        typer.echo(json.dumps(answer.value, allow_nan=False) if as_json else answer.text)
+        typer.echo(json.dumps(answer.value, allow_nan=False) if as_json else printable(answer.text))
         if answer.error is not None:
             if answer.error:
-                typer.echo(f"error: {answer.error}", err=True)
+                typer.echo(f"error: {printable(answer.error)}", err=True)
             raise typer.Exit(2)
 
     run.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
@@ -258,6 +258,6 @@ def progress(what: str) -> Callable[..., None]:
         elif time.monotonic() - last >= pause:
             last = time.monotonic()
             over, end = ("\r\x1b[K", False) if sys.stderr.isatty() else ("", True)
-            typer.echo(f"{over}{what} {done}{f'/{of}' if of else ''}  {more}".rstrip(), nl=end, err=True)
+            typer.echo(f"{over}{what} {done}{f'/{of}' if of else ''}  {printable(more)}".rstrip(), nl=end, err=True)
 
     return show

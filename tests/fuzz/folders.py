@@ -18,10 +18,10 @@ import pyarrow.parquet as pq
 
 from stepsight.dataset.capture.captured import rank_summary, read_captured, write_captured
 from stepsight.dataset.capture.model_files import ModelRequest, read_model
+from stepsight.dataset.graph.graph_table import GraphTable
 from stepsight.dataset.graph.program import Program
 from stepsight.dataset.tables import Measurements, summary
 from stepsight.dataset.trace_graphs.graph_dataset import make_dataset
-from stepsight.dataset.trace_graphs.graph_table import GraphTable
 from stepsight.simulator.replay.replay import replay
 from stepsight.training.prediction.captured_prediction import predict_captured
 from tests.dataset.traced_jobs import imported_collection, two_ranks

@@ -118,3 +118,25 @@ def test_misuse_is_explained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ar
     GpuJob().step(1).file.write(tmp_path / "t.json")
     with pytest.raises(StepsightError, match=told):
         ask(*arguments)
+
+
+def test_names_of_a_trace_do_nothing_to_a_terminal_or_a_page(tmp_path: Path) -> None:
+    """Control characters and HTML in names of kernels, calls and devices are escaped where they are printed."""
+    wild = "\x1b[2J\x9b31m<script>alert(1)</script>"
+    job = GpuJob().step(1).step(2)
+    job.file.header["deviceProperties"] = [{"id": 0, "name": wild}]
+    for event in job.file.events:
+        if event.get("cat") in ("kernel", "cuda_runtime", "cpu_op"):
+            event["name"] += wild
+    job.file.write(tmp_path / "t.json")
+    runs, data = tmp_path / "runs", tmp_path / "data"
+    for arguments in (
+        ("import", "kineto", tmp_path / "t.json", "--out", runs),
+        ("replay", runs),
+        ("show", runs),
+        ("what-if", runs, "--no-host"),
+        ("dataset", runs, "--out", data),
+    ):
+        result = CliRunner().invoke(app, [str(each) for each in arguments], catch_exceptions=False)
+        assert result.exit_code == 0 and not {"\x1b", "\x9b"} & set(result.output), (arguments[0], result.output)
+    assert "<script>" not in (data / "README.md").read_text()

@@ -17,6 +17,7 @@ from stepsight.dataset.hardware.hardware import (
     find_fabric,
     find_hardware,
     hardware_from_dict,
+    read_fabric_words,
     roofline_seconds,
     suspicious_links,
     usual_fabric,
@@ -303,3 +304,28 @@ def test_a_dispatchers_host_takes_its_calls_and_a_launch_for_each_expert() -> No
         1.0,
     ]
     assert {plain.launch_s(op) for op in (permute, experts, norm)} == {plain.host_op_s}
+
+
+@pytest.mark.parametrize(
+    ("text", "hardware", "preset"),
+    [
+        ("dgx-a100", "a100-sxm-80gb", "dgx-a100"),
+        ("NCCL over TCP sockets", "h100-sxm-80gb", "sockets-100g-h100"),
+        ("100 Gb/s Ethernet", "a100-sxm-80gb", "sockets-100g-a100"),
+        ("EFA, 3200 Gbps", "h100-sxm-80gb", "aws-p5"),
+        ("HPE Slingshot-11", "a100-sxm-80gb", "slingshot-11-a100"),
+        ("8x400Gb/s IB per node (DGX reference)", "a100-sxm-80gb", ""),
+        ("RoCE 400 Gb/s per GPU (3-layer Clos, 24K cluster)", "a100-sxm-80gb", ""),
+        ("400G RoCE over Ethernet", "a100-sxm-80gb", ""),
+    ],
+)
+def test_words_for_a_fabric_name_its_preset(text: str, hardware: str, preset: str) -> None:
+    """InfiniBand and RoCE name none: they are what the devices usually have."""
+    found = read_fabric_words(text, hardware)
+    assert found.warning == "" and (found.presets[:1] or ("",))[0] == preset
+
+
+def test_words_that_are_not_understood_are_said_with_the_nearest_presets() -> None:
+    found = read_fabric_words("2x carrier pigeons, efaa", "a100-sxm-80gb")
+    assert found.presets == () and "not understood (carrier, pigeons, efaa)" in found.warning
+    assert "aws-p4d" in found.warning and "dgx-a100" in found.warning
