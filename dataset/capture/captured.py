@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -75,6 +77,20 @@ def rank_summary(captured: CapturedRank) -> dict[str, Any]:
         "peak_bytes": captured.peak_bytes,
         "warnings": list(graph.warnings),
     }
+
+
+def warnings_once(texts: Iterable[str]) -> list[str]:
+    """Warnings of all ranks, each once: those that differ in the line of the script alone become one with all lines."""
+    found: dict[str, dict[str, None]] = {}
+    for text in texts:
+        place, _, rest = text.partition(" ")
+        of_line = re.fullmatch(r".+:\d+", place)
+        found.setdefault(rest if of_line else text, {})[place if of_line else ""] = None
+    told = []
+    for text, (first, *others) in found.items():
+        also = f" (also {', '.join(others[:8])}{' ...' if len(others) > 8 else ''})" if others else ""
+        told.append(f"{first} {text}{also}".strip())
+    return told
 
 
 def compute_flops(graph: Program) -> float:

@@ -20,13 +20,13 @@ from stepsight.dataset.job.frameworks import Framework
 from stepsight.dataset.job.job import Job
 from stepsight.experiments.evaluation.row_jobs import run_digest
 from stepsight.experiments.evaluation.runs_table import Row
+from stepsight.training.corrections.intervals import EXTRAPOLATED_SHARE
 from stepsight.training.fitting.train_runs import spearman
 from stepsight.training.predictor.software_used import SoftwareUsed
 
 Times = Sequence[float] | NDArray[np.float64]
 DIGITS = 12  # of a time: what is predicted alike is equal, whatever the last bits of its FLOP are
 TOP = 5
-NOTABLE_SHARE = 0.2  # what takes a fifth of an iteration can be wrong by half before that costs ten percent
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +76,7 @@ class Scored:
     @property
     def out_of_support(self) -> bool:
         """Whether a notable part of the time lies outside of what was measured."""
-        return self.unsupported_share > NOTABLE_SHARE
+        return self.unsupported_share > EXTRAPOLATED_SHARE
 
     @property
     def choice(self) -> Hashable:

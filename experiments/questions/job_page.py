@@ -168,7 +168,8 @@ def _answer(facts: Mapping[str, Any]) -> str:
     rests = f"The answer comes from: {facts['source']}. " + (
         f"{outside:.0f} % of the time lies outside the measured range." if outside else "All of it was measured."
     )
-    warnings = "".join(f'<p class="warning">{escape(text)}</p>' for text in facts["warnings"])
+    said = [*(["This prediction is extrapolated."] if facts["extrapolated"] else []), *facts["warnings"]]
+    warnings = "".join(f'<p class="warning">{escape(text)}</p>' for text in said)
     if memory["reason"]:
         warnings += f'<p class="warning">{escape(memory["reason"])}</p>'
     return (

@@ -32,7 +32,13 @@ def _prediction_text(told: Mapping[str, Any], head: Sequence[str], speed: str, f
         for cause, seconds in told["breakdown"].items()
         if seconds > 1e-6 * whole
     ]
+    if outside:
+        more = f"; {len(outside) - 1} more (--json lists all)" if len(outside) > 1 else ""
+        part = f"{100 * told['unsupported_share']:.0f} % of the time"
+        where = "is spent in ops or messages outside the measured range"
+        outside = [f"{part} {where}: {shorten(outside[0], 200)}{more}"]
     lines = [
+        *(f"extrapolated: {text}" for text in outside if told["extrapolated"]),
         *head,
         f"iteration  {seconds_text(whole)}   interval {seconds_text(told['low_s'])} to {seconds_text(told['high_s'])}",
         table(["where the time goes", "time", "%"], causes),
@@ -43,11 +49,7 @@ def _prediction_text(told: Mapping[str, Any], head: Sequence[str], speed: str, f
     ]
     if not memory["fits"]:
         lines.append(f"does not fit: {memory['reason']}")
-    if outside:
-        more = f"; {len(outside) - 1} more (--json lists all)" if len(outside) > 1 else ""
-        part = f"{100 * told['unsupported_share']:.0f} % of the time"
-        where = "is spent in ops or messages outside the measured range"
-        lines.append(f"outside    {part} {where}: {shorten(outside[0], 200)}{more}")
+    lines += [f"outside    {text}" for text in outside if not told["extrapolated"]]
     return "\n".join(lines)
 
 

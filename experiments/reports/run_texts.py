@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from stepsight.dataset.capture.captured import warnings_once
 from stepsight.dataset.graph.graph_files import read_steps
 from stepsight.dataset.graph.program import Program
 from stepsight.dataset.runs.run_folder import ImportedRun, read_collection, read_event_file, read_imported, read_run
@@ -81,7 +82,8 @@ def capture_text(told: dict[str, Any]) -> str:
             *_collectives(rank["collectives"]),
             table(["op", "count"], [[kind, Number(count, 0)] for kind, count in rank["ops_by_kind"].items()]),
         ]  # fmt: skip
-        lines += [f"warning: {text}" for text in rank["warnings"]]
+    told_once = warnings_once(text for rank in told["ranks"] for text in rank["warnings"])
+    lines += ["", *(f"warning: {text}" for text in told_once)] if told_once else []
     if "out" in told:
         lines.append(f"\nwrote {told['out']}")
     return "\n".join(lines)

@@ -10,14 +10,20 @@ from typing import Any
 import numpy as np
 
 from stepsight.dataset.base.errors import PredictorError
-from stepsight.dataset.capture.captured import Captured, compute_flops
+from stepsight.dataset.capture.captured import Captured, compute_flops, warnings_once
 from stepsight.dataset.capture.record_graph import CapturedRank
 from stepsight.dataset.graph.program import OP, PHASES, Program
 from stepsight.dataset.hardware.hardware import canonical_hardware, find_fabric, unknown_hardware, usual_fabric
 from stepsight.dataset.kinds.op import Op
 from stepsight.simulator.durations.latency_model import RooflineLatency, preset_latency
 from stepsight.simulator.replay.captured_step import CapturedStep, time_captured
-from stepsight.training.corrections.intervals import Intervals, JobClass, job_class, uncalibrated_half_width
+from stepsight.training.corrections.intervals import (
+    EXTRAPOLATED_SHARE,
+    Intervals,
+    JobClass,
+    job_class,
+    uncalibrated_half_width,
+)
 from stepsight.training.kernels.host_calls import HostCalls
 from stepsight.training.prediction.prediction import ROOFLINE_SOURCE, asked_predictor
 from stepsight.training.predictor.predictor import LearnedLatency, Predictor
@@ -92,7 +98,7 @@ class CapturedPrediction:
     @property
     def warnings(self) -> tuple[str, ...]:
         """Limitations of the capture and the prediction."""
-        found = dict.fromkeys(text for graph in self.captured.graphs for text in graph.warnings)
+        found = dict.fromkeys(warnings_once(text for graph in self.captured.graphs for text in graph.warnings))
         here = {rank.rank for rank in self.captured.ranks}
         absent = sorted({peer for graph in self.captured.graphs for peer in _message_ranks(graph)} - here)
         if absent:
@@ -155,6 +161,7 @@ class CapturedPrediction:
             "warnings": list(self.warnings),
             "unsupported": list(unsupported),
             "unsupported_share": share,
+            "extrapolated": share > EXTRAPOLATED_SHARE,
             "source": self.source,
             "software": SoftwareUsed().to_dict(),
             "world_size": self.captured.world_size,

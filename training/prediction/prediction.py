@@ -26,6 +26,7 @@ from stepsight.simulator.iteration.simulate import Sensitivity, Simulation, expl
 from stepsight.simulator.iteration.timeline import timeline_json
 from stepsight.simulator.memory import Memory, estimate_memory
 from stepsight.training.corrections.intervals import (
+    EXTRAPOLATED_SHARE,
     Intervals,
     class_of,
     interval_text,
@@ -70,7 +71,7 @@ class Prediction:
         job, memory = self.job, self.memory
         facts = [
             seconds_text(self.iteration_time_s),
-            interval_text(self.low_s, self.high_s),
+            interval_text(self.low_s, self.high_s) + (" extrapolated" if self.extrapolated else ""),
             f"{memory.peak_bytes / 1e9:.1f} GB" + ("" if memory.fits else " does not fit"),
             f"{_cut(job.model_name)} on {job.cluster.num_devices} x {_cut(job.hardware_name)}",
         ]
@@ -153,6 +154,11 @@ class Prediction:
     def unsupported_share(self) -> float:
         """Share of the critical path, 0 to 1, outside the measured range; 0 without a predictor."""
         return self._outside[1] if self.share is None else self.share()
+
+    @property
+    def extrapolated(self) -> bool:
+        """Whether more than ``EXTRAPOLATED_SHARE`` of the critical path is outside the measured range."""
+        return self.unsupported_share > EXTRAPOLATED_SHARE
 
     @cached_property
     def _outside(self) -> tuple[tuple[str, ...], float]:
@@ -299,6 +305,7 @@ class Prediction:
             "warnings": list(self.warnings),
             "unsupported": list(self.unsupported),
             "unsupported_share": self.unsupported_share,
+            "extrapolated": self.extrapolated,
             "source": self.source,
             "software": self.software_used.to_dict(),
         }

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from stepsight.dataset.capture.captured import warnings_once
 from stepsight.experiments.reports.run_texts import capture_text, scaled
 
 UNITS = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1, "B"))
@@ -29,3 +30,8 @@ def test_the_head_says_how_many_ranks_share_a_node(world: int, text: str) -> Non
     shown = capture_text({"script": "train.py", "world_size": world, "devices_per_node": 8, "ranks": [rank]})
     assert shown.splitlines()[0] == f"script     train.py: {text}"
     assert "16 FLOP, peak memory 64 B" in shown and "no collectives" in shown
+
+
+def test_a_warning_of_many_lines_and_ranks_is_said_once() -> None:
+    texts = ["train.py:15 reads a value", "train.py:31 reads a value", "train.py:15 reads a value", "a region: odd"]
+    assert warnings_once(texts) == ["train.py:15 reads a value (also train.py:31)", "a region: odd"]

@@ -9,6 +9,7 @@ import pytest
 
 from stepsight.dataset.base.errors import JobError, PredictorError, StepsightError
 from stepsight.dataset.job.job import BatchSpec, ClusterSpec, Job, ModelSpec, ParallelSpec
+from stepsight.experiments.reports.job_texts import prediction_report
 from stepsight.training.corrections.intervals import interval_text, seconds_text
 from stepsight.training.prediction.ask_many import ask_many, predict_many
 from stepsight.training.prediction.prediction import Prediction, predict
@@ -68,6 +69,8 @@ def test_more_busy_devices_than_measured_are_named_and_widen_the_interval(predic
     )
     prediction = predict(crowded, predictor)
     assert prediction.unsupported[0] == "8 devices of a node compute at once: measured with 1 to 2"
+    assert prediction.extrapolated and " extrapolated, " in repr(prediction)
+    assert prediction_report(crowded, prediction)["text"].startswith("extrapolated: 100 % of the time")
     few = predict(job, predictor)
     assert prediction.high_s / prediction.iteration_time_s > few.high_s / few.iteration_time_s
 
