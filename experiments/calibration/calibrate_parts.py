@@ -47,12 +47,9 @@ def starting_predictor(predictor: Predictor | str, out: Path) -> Predictor:
 
 @dataclass(frozen=True, kw_only=True)
 class Change:
-    """Errors on the same measurements, which were not fitted.
+    """Errors on the same measurements, which were not fitted."""
 
-    Attributes:
-        before, after: Without and with calibration.
-    """
-
+    # before, after: without and with calibration
     before: Errors
     after: Errors
 
@@ -77,20 +74,14 @@ class Change:
 
 @dataclass(frozen=True, kw_only=True)
 class Report(ABC):
-    """Result of a calibration.
-
-    Attributes:
-        source: The predictor before calibration, in words.
-        calibrated: The predictor after it.
-        out: The folder asked for; it is written only if ``released``.
-    """
+    """Result of a calibration."""
 
     KEY: ClassVar[str]  # of the record in the manifest of the calibrated predictor
     RECORDED: ClassVar[tuple[str, ...]]  # keys of ``to_dict`` that the record has
 
-    source: str
-    calibrated: Predictor
-    out: Path
+    source: str  # the predictor before calibration, in words
+    calibrated: Predictor  # the predictor after it
+    out: Path  # the folder asked for; it is written only if ``released``
 
     @property
     @abstractmethod
@@ -107,12 +98,7 @@ class Report(ABC):
         return {**value, "out": str(self.out)} if self.released else value
 
     def save(self, evidence: Sequence[str], **more: Any) -> None:
-        """Write the calibrated predictor if it is better, with what fitted and judged it in its manifest.
-
-        Args:
-            evidence: Identifies the data, for the digest of the predictor.
-            more: Further entries of the record.
-        """
+        """Write the calibrated predictor if it is better, with what fitted and judged it in its manifest."""
         if not self.released:
             return
         value, manifest = self.to_dict(), self.calibrated.manifest
@@ -130,24 +116,16 @@ LARGER, LAYOUTS = "larger groups", "each layout left out in turn"
 
 @dataclass(frozen=True, kw_only=True)
 class LinksReport(Report, Change):
-    """Result of a calibration of collectives; errors are those on the collectives that judged it.
-
-    Attributes:
-        fitted: Number of distinct collectives that it was fitted on.
-        by: Which collectives judged it.
-        doubts: What contradicts the stated links; empty if they may be as stated.
-        software: What ran them: NCCL's version and environment, as far as the logs say.
-        left_out: Number of rows of each other software.
-    """
+    """Result of a calibration of collectives; errors are those on the collectives that judged it."""
 
     KEY = "calibrated_links"
     RECORDED = ("fitted", "factors", "evidence", "software")
 
-    fitted: int
-    by: str
-    doubts: tuple[str, ...]
-    software: str = ""
-    left_out: Mapping[str, int] = field(default_factory=dict)
+    fitted: int  # number of distinct collectives that it was fitted on
+    by: str  # which collectives judged it
+    doubts: tuple[str, ...]  # what contradicts the stated links; empty if they may be as stated
+    software: str = ""  # what ran them: NCCL's version and environment, as far as the logs say
+    left_out: Mapping[str, int] = field(default_factory=dict)  # number of rows of each other software
 
     @property
     def released(self) -> bool:
@@ -292,22 +270,16 @@ FEWEST_OPS = 8  # distinct ops that a calibration takes
 
 @dataclass(frozen=True, kw_only=True)
 class TracesReport(Report):
-    """Result of a calibration on traces: its changes, and its evidence.
-
-    Attributes:
-        runs: Names of the runs.
-        changes: Errors on traced ops, each left out when it was predicted, by family; ``all`` of all.
-        launches: Seconds that the host takes for each kind, as the traces say.
-        overlap: What compute loses beside collectives, None where no trace tells.
-    """
+    """Result of a calibration on traces: its changes, and its evidence."""
 
     KEY = "calibrated_traces"
     RECORDED = ("kinds", "evidence", "host_kinds_s", "overlap")
 
-    runs: tuple[str, ...]
+    runs: tuple[str, ...]  # names of the runs
+    # errors on traced ops, each left out when it was predicted, by family; ``all`` of all
     changes: Mapping[str, Change]
-    launches: Mapping[str, float]
-    overlap: Overlap | None
+    launches: Mapping[str, float]  # seconds that the host takes for each kind, as the traces say
+    overlap: Overlap | None  # what compute loses beside collectives, None where no trace tells
 
     @property
     def kernels_better(self) -> bool:
@@ -334,11 +306,6 @@ def calibrate_traces(paths: Sequence[Path], predictor: Predictor | str, out: Pat
 
     Kernels are corrected by kind, launches and overlap replaced where the traces tell; what does not lower the error
     on ops that were left out is left as it was.  The shipped predictor itself is never changed.
-
-    Args:
-        paths: Collections or run folders that ``import kineto`` wrote.
-        predictor: To start from, or its name.
-        out: Folder of the predictor to write.
     """
     start = starting_predictor(predictor, out)
     folders = [folder for path in paths for folder in run_folders(path) if is_imported(folder)]

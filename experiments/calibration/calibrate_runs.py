@@ -41,21 +41,14 @@ SIZES, ROWS = "each size left out in turn", "each job left out in turn"
 
 @dataclass(frozen=True, kw_only=True)
 class Evidence(Change):
-    """Errors on runs that were not fitted.
+    """Errors on runs that were not fitted."""
 
-    Attributes:
-        by: Which runs judged, in words.
-        sources: The same by source.
-        digests: Of the runs.
-        off_log: 90th percentile of the absolute errors with calibration, in log-seconds; 0 if there are too few runs.
-        sure_gain: Lower bound, with 90 % confidence, of the fall of the mean absolute error, in percentage points.
-    """
-
-    by: str
-    sources: dict[str, Change]
-    digests: tuple[str, ...]
+    by: str  # which runs judged, in words
+    sources: dict[str, Change]  # the same by source
+    digests: tuple[str, ...]  # of the runs
+    # 90th percentile of the absolute errors with calibration, in log-seconds; 0 if there are too few runs
     off_log: float
-    sure_gain: float
+    sure_gain: float  # lower bound, with 90 % confidence, of the fall of the mean absolute error, in percentage points
 
     @property
     def better(self) -> bool:
@@ -300,10 +293,6 @@ def calibrate_small(
     on_set: Callable[[int, int], None] | None = None,
 ) -> dict[str, Any]:
     """Fit and judge every source's hardware for which there is a predictor.
-
-    Args:
-        set_of: One of ``SPLITS``.
-        on_set: Called with how many sources' hardware are done, of how many.
 
     Returns:
         Plain values for JSON: figures of the calibrated predictions by source and kind, with those as shipped of the

@@ -20,12 +20,7 @@ STRATEGIES: dict[str, dict[str, object]] = {
 
 
 class LocalJob(NamedTuple):
-    """A job on one node of this machine, as a row of a table.
-
-    Attributes:
-        strategy: A key of ``STRATEGIES``.
-        num_micro_batches: Of each replica.
-    """
+    """A job on one node of this machine, as a row of a table."""
 
     family: str
     layers: int
@@ -35,9 +30,9 @@ class LocalJob(NamedTuple):
     ffn: int
     vocab: int
     seq_len: int
-    strategy: str = "single"
+    strategy: str = "single"  # A key of ``STRATEGIES``
     micro_batch: int = 1
-    num_micro_batches: int = 1
+    num_micro_batches: int = 1  # of each replica
 
     def job(self) -> Job:
         """The row as a job."""

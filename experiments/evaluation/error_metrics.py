@@ -31,32 +31,24 @@ TOP = 5
 
 @dataclass(frozen=True, slots=True)
 class Scored:
-    """A row that was predicted.
+    """A row that was predicted."""
 
-    Attributes:
-        row, job, framework: What ran.
-        measured_s, predicted_s, low_s, high_s: Iteration times.
-        ideal_s: Time of the model's FLOP at the devices' peak.
-        unsupported_share: Part of the predicted time in what lies outside of what was measured, 0 ... 1.
-        breakdown: Seconds by cause.
-        open: Columns that the row leaves open, each with the values that were predicted; empty: none.
-        software: Whose kernels answered, and what the row states of its software without effect.
-        fits: Whether the job is predicted to fit in the devices' memory; a run that ran does.
-    """
-
+    # row, job, framework: what ran
     row: Row
     job: Job
     framework: Framework
+    # measured_s, predicted_s, low_s, high_s: iteration times
     measured_s: float
     predicted_s: float
     low_s: float
     high_s: float
-    ideal_s: float
-    unsupported_share: float
-    breakdown: dict[str, float] = field(repr=False)
-    open: str = ""
+    ideal_s: float  # time of the model's FLOP at the devices' peak
+    unsupported_share: float  # part of the predicted time in what lies outside of what was measured, 0 ... 1
+    breakdown: dict[str, float] = field(repr=False)  # seconds by cause
+    open: str = ""  # columns that the row leaves open, each with the values that were predicted; empty: none
+    # whose kernels answered, and what the row states of its software without effect
     software: SoftwareUsed = field(default_factory=SoftwareUsed)
-    fits: bool = True
+    fits: bool = True  # whether the job is predicted to fit in the devices' memory; a run that ran does
 
     @property
     def digest(self) -> str:
@@ -125,22 +117,16 @@ class Scored:
 
 @dataclass(frozen=True, slots=True)
 class Errors:
-    """Errors of predicted against measured times, in percent unless stated otherwise; None if there are no runs.
+    """Errors of predicted against measured times, in percent unless stated otherwise; None if there are no runs."""
 
-    Attributes:
-        used: Rows.
-        mape, median, p90, max: Of the absolute error ``|predicted / measured - 1|``.
-        bias: Mean signed error.
-        spearman: Rank correlation of predicted and measured times, -1 ... 1.
-    """
-
-    used: int
+    used: int  # rows
+    # mape, median, p90, max: of the absolute error ``|predicted / measured - 1|``
     mape: float | None = None
     median: float | None = None
     p90: float | None = None
     max: float | None = None
-    bias: float | None = None
-    spearman: float | None = None
+    bias: float | None = None  # mean signed error
+    spearman: float | None = None  # rank correlation of predicted and measured times, -1 ... 1
 
     def to_dict(self) -> dict[str, float | None]:
         return asdict(self)
@@ -272,34 +258,23 @@ def series_of(row: Scored) -> Hashable:
 
 @dataclass(frozen=True, slots=True)
 class ChoiceGroup:
-    """Measured runs of one model on the same devices with the same global batch, between which a user could choose.
+    """Measured runs of one model on the same devices with the same global batch, between which a user could choose."""
 
-    Attributes:
-        source: Who measured.
-        name: Model, devices and global batch.
-        runs: How many there are, two at least.
-        best_s: Time of the fastest one, in seconds.
-        chosen_s: Measured time of the one predicted to be fastest, in seconds; the mean of those predicted alike.
-        place: Its place among the measured times, 1 if it is the fastest.
-        regret: How much longer it takes than the fastest, in percent.
-        random_regret: The same of a run chosen by chance, on average.
-        constant_mfu_regret: The same of the choice by constant MFU; as by chance where that predicts one time for all.
-        top_shared: How many of the ``TOP`` fastest runs are among as many that are predicted to be fastest, in percent;
-            None for no more than ``TOP`` runs.
-        top_order: How many pairs of the ``TOP`` fastest runs are predicted in their order, in percent; of those
-            predicted alike a half.
-    """
-
-    source: str
-    name: str
-    runs: int
-    best_s: float
-    chosen_s: float
-    place: int
-    regret: float
-    random_regret: float
+    source: str  # who measured
+    name: str  # model, devices and global batch
+    runs: int  # how many there are, two at least
+    best_s: float  # time of the fastest one, in seconds
+    chosen_s: float  # measured time of the one predicted to be fastest, in seconds; the mean of those predicted alike
+    place: int  # its place among the measured times, 1 if it is the fastest
+    regret: float  # how much longer it takes than the fastest, in percent
+    random_regret: float  # the same of a run chosen by chance, on average
+    # the same of the choice by constant MFU; as by chance where that predicts one time for all
     constant_mfu_regret: float
+    # how many of the ``TOP`` fastest runs are among as many that are predicted to be fastest, in percent; None for no
+    # more than ``TOP`` runs
     top_shared: float | None
+    # how many pairs of the ``TOP`` fastest runs are predicted in their order, in percent; of those predicted alike a
+    # half
     top_order: float
 
 

@@ -25,23 +25,14 @@ UNKNOWN = ("", "nan", "na", "none?")
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """A column that is read, a line of ``dataset/presets/run_columns.csv``.
+    """A column that is read, a line of ``dataset/presets/run_columns.csv``."""
 
-    Attributes:
-        name: As stepsight calls it.
-        needed: Whether a table must have it.
-        unit: Key of ``UNITS`` that its name stands for; empty: a number or a text without one.
-        example: A cell of the template.
-        others: Names that others give it; with a unit at their end where the column has one.
-        meaning: For people.
-    """
-
-    name: str
-    needed: bool
-    unit: str
-    example: str
-    others: tuple[str, ...]
-    meaning: str
+    name: str  # as stepsight calls it
+    needed: bool  # whether a table must have it
+    unit: str  # key of ``UNITS`` that its name stands for; empty: a number or a text without one
+    example: str  # A cell of the template
+    others: tuple[str, ...]  # names that others give it; with a unit at their end where the column has one
+    meaning: str  # for people
 
 
 # How many of the column's own unit one of another is, by kind of unit.
@@ -122,13 +113,9 @@ class RowError(JobError):
 
 @dataclass(frozen=True)
 class Row:
-    """One measured run.
+    """One measured run."""
 
-    Attributes:
-        cells: Text by column; an empty or absent cell is unknown.
-    """
-
-    cells: Mapping[str, str]
+    cells: Mapping[str, str]  # text by column; an empty or absent cell is unknown
 
     def text(self, key: str) -> str:
         """A cell, or an empty string if it is unknown."""

@@ -49,25 +49,17 @@ TIMES = ((50e-6, "< 50 us"), (1e-3, "50 us to 1 ms"), (np.inf, ">= 1 ms"))
 
 @dataclass(frozen=True, slots=True)
 class TableErrors:
-    """Errors of a predictor on a table.
+    """Errors of a predictor on a table."""
 
-    Attributes:
-        groups: Kind, class of sizes (of times, for ops), class of ranks (nothing for ops), and the errors of its rows.
-        overall: Errors of all rows that were judged.
-        families: By family of ops with its precision, and by kind of collective: rows, mape, median, p90.
-        software: The same by what ran the rows.
-        skipped: Number of rows that were not judged, by reason.
-        doubts: What contradicts the links that were stated for all rows.
-        note: How else than by these rows it was judged; empty: it was not.
-    """
-
+    # kind, class of sizes (of times, for ops), class of ranks (nothing for ops), and the errors of its rows
     groups: tuple[tuple[str, str, str, Errors], ...]
-    overall: Errors
-    skipped: dict[str, int]
+    overall: Errors  # errors of all rows that were judged
+    skipped: dict[str, int]  # number of rows that were not judged, by reason
+    # by family of ops with its precision, and by kind of collective: rows, mape, median, p90
     families: dict[str, dict[str, float | int | None]] = field(default_factory=dict)
-    software: dict[str, dict[str, float | int | None]] = field(default_factory=dict)
-    doubts: tuple[str, ...] = ()
-    note: str = ""
+    software: dict[str, dict[str, float | int | None]] = field(default_factory=dict)  # the same by what ran the rows
+    doubts: tuple[str, ...] = ()  # what contradicts the links that were stated for all rows
+    note: str = ""  # how else than by these rows it was judged; empty: it was not
 
     def to_dict(self) -> dict[str, Any]:
         return {

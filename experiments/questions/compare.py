@@ -27,25 +27,17 @@ LEAST_DIFFERENCE = 1e-4  # share of the longest time: smaller differences are no
 
 @dataclass(frozen=True)
 class Side:
-    """One side of a comparison.
+    """One side of a comparison."""
 
-    Attributes:
-        name: For people.
-        seconds: Of one iteration, predicted or measured.
-        measured: Whether the time was measured.
-        facts: Keys of the job and other facts; empty where unknown.
-        causes: Seconds by cause: of a prediction the breakdown, of a run its critical path by kind.
-        works: Seconds on the critical path by op or collective; empty for a run.
-        interval: Prediction interval in seconds; None for a run.
-    """
-
-    name: str
-    seconds: float
-    measured: bool
-    facts: Mapping[str, Any]
+    name: str  # for people
+    seconds: float  # of one iteration, predicted or measured
+    measured: bool  # whether the time was measured
+    facts: Mapping[str, Any]  # keys of the job and other facts; empty where unknown
+    # seconds by cause: of a prediction the breakdown, of a run its critical path by kind
     causes: Mapping[str, float] = field(default_factory=dict)
+    # seconds on the critical path by op or collective; empty for a run
     works: Mapping[str, float] = field(default_factory=dict)
-    interval: tuple[float, float] | None = None
+    interval: tuple[float, float] | None = None  # prediction interval in seconds; None for a run
 
 
 def predicted_side(job: Job, predictor: Predictor | str | None, name: str) -> Side:

@@ -37,14 +37,7 @@ nav a{margin-right:1em}.warning{color:#b3261e}details{margin:.5em 0}
 def job_facts(
     prediction: Prediction, predictor: Predictor | str | None, plan: Mapping[str, Any], *, search: Sequence[Any] = ()
 ) -> dict[str, Any]:
-    """Collect all values of the page.
-
-    Args:
-        prediction: Of the job.
-        predictor: Which answered, as in ``predict``.
-        plan: Of ``training_plan``.
-        search: Best strategies of a search, as ``Choice``; may be empty.
-    """
+    """Collect all values of the page."""
     return {
         **prediction.to_dict(),
         "tables": prediction.job.to_dict(),
@@ -123,13 +116,7 @@ def job_part(prediction: Prediction, facts: Mapping[str, Any], number: int) -> s
 
 
 def jobs_page(parts: Sequence[str], titles: Sequence[str], compared: Mapping[str, Any] | None) -> str:
-    """Write the page as self-contained HTML.
-
-    Args:
-        parts: Of ``job_part``.
-        titles: Of each part.
-        compared: Of ``comparing.compare_sides``; None: there is one job.
-    """
+    """Write the page as self-contained HTML."""
     title = titles[0] if len(titles) == 1 else f"{len(titles)} jobs"
     if compared is not None:
         parts = [_comparison(compared, titles), *parts]

@@ -88,15 +88,10 @@ def _fabric_table(job: Job, links: Mapping[str, float]) -> dict[str, dict[str, f
 
 @dataclass(frozen=True)
 class Axis:
-    """One key of a job and the values that it takes.
+    """One key of a job and the values that it takes."""
 
-    Attributes:
-        key: Such as ``cluster.nodes``.
-        values: In order.
-    """
-
-    key: str
-    values: tuple[Any, ...]
+    key: str  # such as ``cluster.nodes``
+    values: tuple[Any, ...]  # in order
 
     @classmethod
     def parse(cls, text: str) -> Axis:
@@ -142,17 +137,11 @@ COLUMNS: dict[str, Callable[[Prediction], Any]] = {
 
 @dataclass(frozen=True)
 class Point:
-    """One job of a sweep.
+    """One job of a sweep."""
 
-    Attributes:
-        values: Of the varied keys.
-        prediction: The answer; None: the job is not legal.
-        problem: Why it is not legal.
-    """
-
-    values: dict[str, Any]
-    prediction: Prediction | None
-    problem: str = ""
+    values: dict[str, Any]  # of the varied keys
+    prediction: Prediction | None  # the answer; None: the job is not legal
+    problem: str = ""  # why it is not legal
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values: the varied keys, then the prediction; None if the job is not legal."""

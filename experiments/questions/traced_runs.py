@@ -69,19 +69,13 @@ def measured_step(folder: Path, ranks: Sequence[dict[str, float]] = ()) -> float
 
 @dataclass(frozen=True, eq=False)
 class ReplayedRun:
-    """One traced run and its replay: what ``replay``, ``doctor`` and ``what-if`` all answer from.
+    """One traced run and its replay: what ``replay``, ``doctor`` and ``what-if`` all answer from."""
 
-    Attributes:
-        run: As it was read.
-        graphs: Of its ranks; where steps were timed without a profiler too, the host is as fast as in those.
-        profiled: The replay of the graphs as they were traced.
-        base: The replay of ``graphs``: the step that all causes and changes are compared with.
-    """
-
-    run: TracedRun
+    run: TracedRun  # as it was read
+    # of its ranks; where steps were timed without a profiler too, the host is as fast as in those
     graphs: Sequence[Program]
-    profiled: Replay
-    base: Replay
+    profiled: Replay  # the replay of the graphs as they were traced
+    base: Replay  # the replay of ``graphs``: the step that all causes and changes are compared with
 
     @classmethod
     def read(cls, folder: Path) -> ReplayedRun:
@@ -308,11 +302,6 @@ def _causes_text(causes: Sequence[dict[str, Any]]) -> str:
 
 def diagnose(run: Path, job: Job | None = None, predictor: Predictor | str | None = None) -> dict[str, Any]:
     """Name the causes of a slow run.
-
-    Args:
-        run: Folder of a traced run, or a collection with one.
-        job: What ran; None: as the run states it, if it does.
-        predictor: As in ``predict``, for the comparison.
 
     Returns:
         The measured step, the prediction beside it, exposed communication by rank, and ``causes`` as of

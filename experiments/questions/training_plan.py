@@ -47,9 +47,6 @@ class Reliability:
     def goodput(self, nodes: int) -> dict[str, Any]:
         """Compute the share of time that is spent on training.
 
-        Args:
-            nodes: Nodes of the job.
-
         Returns:
             ``goodput`` (0 to 1), ``mtbf_hours`` of the job, ``checkpoint_interval_s``, and the shares of time lost to
             checkpoints, repeated work and restarts; empty if failures are not counted.
@@ -82,11 +79,6 @@ class Reliability:
 
 def training_plan(prediction: Prediction, goal: Goal, reliability: Reliability | None = None) -> dict[str, Any]:
     """Compute duration, device-hours, cost and energy of training on ``goal.tokens``.
-
-    Args:
-        prediction: Of the job that trains.
-        goal: Tokens, critical batch, prices and power.
-        reliability: Failures and checkpoints; None: they are not counted.
 
     Returns:
         Plain values; ``cost`` and ``energy_kwh`` are None where no price or power is known.  ``low_days`` and

@@ -56,17 +56,11 @@ ROUNDING = 1e-9  # relative difference that sums in another order may have
 
 @dataclass(frozen=True)
 class Bounds:
-    """Lower bounds of the strategies of a grid.
+    """Lower bounds of the strategies of a grid."""
 
-    Attributes:
-        seconds: Of the predicted iteration time, shape ``(n,)``.
-        peak_bytes: Of the estimated peak memory, shape ``(n,)``.
-        capacity_bytes: Of a device.
-    """
-
-    seconds: Floats
-    peak_bytes: Floats
-    capacity_bytes: float = math.inf
+    seconds: Floats  # of the predicted iteration time, shape ``(n,)``
+    peak_bytes: Floats  # of the estimated peak memory, shape ``(n,)``
+    capacity_bytes: float = math.inf  # of a device
 
     @property
     def may_fit(self) -> NDArray[np.bool_]:

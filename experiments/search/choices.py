@@ -122,21 +122,13 @@ class Choice:
 
 @dataclass(frozen=True)
 class Rival:
-    """A strategy that may be faster than the best.
+    """A strategy that may be faster than the best."""
 
-    Attributes:
-        choice: The strategy.
-        slower_percent: How much more time it is predicted to take than the best.
-        error_percent: Half of the interval of this difference (coverage as that of predictions).
-        measure: The kind of op or collective that contributes most to the error: what to measure.
-        measure_s: Seconds of it that the strategy spends more than the best, in an iteration.
-    """
-
-    choice: Choice
-    slower_percent: float
-    error_percent: float
-    measure: str
-    measure_s: float
+    choice: Choice  # the strategy
+    slower_percent: float  # how much more time it is predicted to take than the best
+    error_percent: float  # half of the interval of this difference (coverage as that of predictions)
+    measure: str  # the kind of op or collective that contributes most to the error: what to measure
+    measure_s: float  # seconds of it that the strategy spends more than the best, in an iteration
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON."""
@@ -355,9 +347,6 @@ def by_expected_regret(choices: Sequence[Choice]) -> tuple[list[Choice], tuple[f
 
     The regret of a strategy is how much longer it takes than the fastest of them turns out to take.  The errors of
     kinds of ops and collectives are drawn; strategies share them.
-
-    Args:
-        choices: The fastest first.
 
     Returns:
         All choices, and the expected regret in percent of the first of them: ``1 + MOST_RIVALS`` strategies at most.

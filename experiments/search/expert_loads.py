@@ -25,12 +25,9 @@ MOST_LAYERS, MOST_EXPERTS = 4096, 16384
 
 @dataclass(frozen=True)
 class ExpertLoads:
-    """Number of tokens of each expert.
+    """Number of tokens of each expert."""
 
-    Attributes:
-        layers: Of each layer with experts, or one row for all of them: tokens of each expert, in any unit.
-    """
-
+    # of each layer with experts, or one row for all of them: tokens of each expert, in any unit
     layers: tuple[tuple[float, ...], ...]
 
     def __post_init__(self) -> None:
@@ -84,12 +81,7 @@ class ExpertLoads:
         return tuple([_placed(loads, ep) for loads in self.layers])
 
     def imbalance(self, ep: int, *, by_load: bool = True) -> float:
-        """Tokens of the busiest rank relative to the mean, averaged over layers.
-
-        Args:
-            ep: Ranks that share the experts.
-            by_load: Whether experts are placed by their loads, rather than in their order.
-        """
+        """Tokens of the busiest rank relative to the mean, averaged over layers."""
         place = _placed if by_load else _in_order
         return fmean(_busiest(loads, place(loads, ep)) * ep / sum(loads) for loads in self.layers)
 

@@ -373,11 +373,6 @@ def best_expressed(
     If the format does not express the best strategy, all legal strategies that it expresses are predicted: the search
     evaluated only those that could have been the best of all.
 
-    Args:
-        result: Of the search.
-        to: Name of the format.
-        predictor, space: Of the search.
-
     Returns:
         The strategy, or None; and whether all legal strategies were considered, not only those that were evaluated.
         Spaces of more than ``MOST_LEGAL`` strategies, and strategies with placed experts, are not looked through.

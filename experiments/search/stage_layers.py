@@ -35,18 +35,13 @@ _LESS = 1e-6  # relative; smaller differences count as equal
 
 @dataclass(frozen=True)
 class StageLayers:
-    """The best layers per stage that were found.
+    """The best layers per stage that were found."""
 
-    Attributes:
-        job: The job with them; the job as it was if nothing is faster.
-        best, even: Its prediction, and that of the job as it was.
-        predictions: How many were made.
-    """
-
-    job: Job
+    job: Job  # the job with them; the job as it was if nothing is faster
+    # best, even: its prediction, and that of the job as it was
     best: Prediction
     even: Prediction
-    predictions: int
+    predictions: int  # how many were made
 
     @property
     def gain_percent(self) -> float:
@@ -81,13 +76,7 @@ def best_stage_layers(job: Job, predictor: Predictor | str | None = None) -> Sta
 
 
 def with_uneven_stages(result: SearchResult, predictor: Predictor | str | None = None, top: int = 3) -> SearchResult:
-    """Refine the best strategies of a search by uneven stages; improved ones are added as choices.
-
-    Args:
-        result: Of ``search``.
-        predictor: As in ``predict``.
-        top: How many of the strategies with a pipeline are refined.
-    """
+    """Refine the best strategies of a search by uneven stages; improved ones are added as choices."""
     piped = [choice.job for choice in result.choices if choice.fits and choice.job.parallel.pp > 1][:top]
     refined = [best_stage_layers(job, predictor) for job in piped]
     more = [

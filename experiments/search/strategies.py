@@ -182,17 +182,11 @@ def _recompute(job: Job, space: Space, layout: Degrees) -> dict[Any, Fields]:
 
 @dataclass(frozen=True)
 class Block:
-    """All strategies of one layout: every combination of the further choices.
+    """All strategies of one layout: every combination of the further choices."""
 
-    Attributes:
-        layout: The parallel degrees.
-        options: The further choices.
-        first: Number of the block's first strategy.
-    """
-
-    layout: Degrees
-    options: Options
-    first: int
+    layout: Degrees  # the parallel degrees
+    options: Options  # the further choices
+    first: int  # number of the block's first strategy
 
     @cached_property
     def shape(self) -> tuple[int, ...]:

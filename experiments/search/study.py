@@ -320,14 +320,7 @@ _DEATH_SIGNAL = 1
 
 
 def ask_mapped(jobs: Sequence[Job], predictor: Predictor | str | None, map_fn: MapFn) -> Answers:
-    """Predict jobs in the processes of a ``map_fn``; those that do not fit in memory are not timed.
-
-    Args:
-        jobs: Are split into parts of neighbours, which share most.
-        predictor: As in ``predict``.  Each process unpacks it once.
-        map_fn: Calls a function with each part and returns the results in order, as
-            ``concurrent.futures.Executor.map``.
-    """
+    """Predict jobs in the processes of a ``map_fn``; those that do not fit in memory are not timed."""
     size = max(SMALLEST_PART, -(-len(jobs) // MOST_PARTS))
     parts = [jobs[at : at + size] for at in range(0, len(jobs), size)]
     packed = predictor if predictor is None or isinstance(predictor, str) else pickle.dumps(predictor)

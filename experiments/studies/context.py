@@ -137,12 +137,6 @@ class _Errors:
 def judge(task: Task, seeds: int, folds: int, teach: int = 0) -> dict[str, Any]:
     """Train and judge all models.
 
-    Args:
-        task: What is predicted.
-        seeds: Splits and trainings.
-        folds: Parts of the groups, each of which is held out in turn.
-        teach: Train on this many groups, drawn at random, and judge by all others; 0: on all but a part.
-
     Returns:
         ``task``, ``about``, ``runs``, ``groups`` and ``rows``, one for each model: mean errors of ops and iterations in
         percent (None where nothing of the kind judges), ``score`` (in parts of the errors of the regressors alone, mean

@@ -43,21 +43,13 @@ PARTS = 3  # of the families that teach; regressors of the others give their sec
 
 @dataclass(frozen=True)
 class Split:
-    """What models learn from, and what judges them.
+    """What models learn from, and what judges them."""
 
-    Attributes:
-        seen: What each teaching run measured, with seconds alone for training.
-        unseen: The same, with seconds alone by regressors that never saw them.
-        judged: Nodes that judge, by run.
-        runs: Runs whose iterations judge.
-        predictor: Gives the seconds alone of these iterations.
-    """
-
-    seen: Sequence[Measured]
-    unseen: Sequence[Measured]
-    judged: Mapping[str, Sequence[Example]]
-    runs: Sequence[MeasuredRun] = ()
-    predictor: Predictor | None = None
+    seen: Sequence[Measured]  # what each teaching run measured, with seconds alone for training
+    unseen: Sequence[Measured]  # the same, with seconds alone by regressors that never saw them
+    judged: Mapping[str, Sequence[Example]]  # nodes that judge, by run
+    runs: Sequence[MeasuredRun] = ()  # runs whose iterations judge
+    predictor: Predictor | None = None  # gives the seconds alone of these iterations
 
 
 @dataclass(frozen=True)

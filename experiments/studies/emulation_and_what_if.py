@@ -41,13 +41,7 @@ SHARES = (0.0, 0.25, 0.5, 1.0, 1.5, 2.0)  # of the time of the backward pass
 
 
 def ddp_seconds(forward_s: float, backward_s: float, bucket_s: float) -> float:
-    """Step of DDP in closed form: each layer's gradient is reduced when it is ready and the link is free.
-
-    Args:
-        forward_s: Of a layer.
-        backward_s: Of a layer.
-        bucket_s: Of one all-reduce.
-    """
+    """Step of DDP in closed form: each layer's gradient is reduced when it is ready and the link is free."""
     now, free = LAYERS * forward_s, 0.0
     for _ in range(LAYERS):
         now += backward_s

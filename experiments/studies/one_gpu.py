@@ -41,14 +41,7 @@ _HARNESS = f"python -m harness {COLLECTIONS}/NAME/plan.json --out {COLLECTIONS}/
 
 
 def write_plans(out: Path, device: str = "auto", minutes: float | None = None, hardware: str = "") -> str:
-    """Write a plan for each collection, and print how to run them.
-
-    Args:
-        out: Folder of everything.
-        device: Or ``cpu`` or ``cuda``.
-        minutes: Of the device; None: as is usual for it.
-        hardware: Preset of the GPU that the plans are for; empty: the one that is here, else an H200.
-    """
+    """Write a plan for each collection, and print how to run them."""
     check_writable(out)
     if (out / COLLECTIONS).exists():
         raise CollectError(f"a folder holds one study: {out / COLLECTIONS} is there; choose another folder")

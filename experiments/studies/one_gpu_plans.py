@@ -100,13 +100,7 @@ class Study:
 
 
 def make_study(device: str, hardware: str, minutes: float) -> Study:
-    """Make plans that take at most about this many minutes.
-
-    Args:
-        device: ``cuda`` or ``cpu``.
-        hardware: What jobs call it.
-        minutes: All launches of the harness together.
-    """
+    """Make plans that take at most about this many minutes."""
     if not 0 < minutes <= MOST_MINUTES:
         raise CollectError(f"minutes must be > 0 and at most {MOST_MINUTES:g}, got {minutes:g}")
     preset, costs = facts(device, hardware), cases("one-gpu")[device]["costs"]

@@ -24,18 +24,13 @@ def cases(study: str) -> Row:
 
 @dataclass(frozen=True)
 class Study:
-    """An entry of ``stepsight experiment``.
+    """An entry of ``stepsight experiment``."""
 
-    Attributes:
-        name: Of the entry.
-        about: What it measures, and what it needs.
-        run: From the options to figures that JSON can hold, and the same as text.
-        options: Flags, with the keywords that ``argparse`` takes; all studies also have ``--json``.
-    """
-
-    name: str
-    about: str
+    name: str  # of the entry
+    about: str  # what it measures, and what it needs
+    # from the options to figures that JSON can hold, and the same as text
     run: Callable[[argparse.Namespace], tuple[Any, str]]
+    # flags, with the keywords that ``argparse`` takes; all studies also have ``--json``
     options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
     def main(self, arguments: Sequence[str]) -> int:

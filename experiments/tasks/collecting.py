@@ -152,28 +152,16 @@ SECONDS_OF_ONE = 0.06  # longest time to measure one call
 
 @dataclass(frozen=True, eq=False)
 class HeavyCall:
-    """One distinct call of a captured program.
+    """One distinct call of a captured program."""
 
-    Attributes:
-        call: Its signature, as captured.
-        op: What it is.
-        count: How often a step makes it, over the captured ranks.
-        seconds: What all of them are thought to take.
-    """
-
-    call: Sequence[Any]
-    op: Op
-    count: int
-    seconds: float
+    call: Sequence[Any]  # its signature, as captured
+    op: Op  # what it is
+    count: int  # how often a step makes it, over the captured ranks
+    seconds: float  # what all of them are thought to take
 
 
 def heavy_calls(captured: Captured, predictor: Predictor | None, hardware: Hardware) -> tuple[list[HeavyCall], float]:
     """Calls that were not measured: products and convolutions first, then the longest.
-
-    Args:
-        captured: The program.
-        predictor: What is known; None: nothing.
-        hardware: On which calls are thought to run where nothing is known.
 
     Returns:
         The calls, and the part of the step's computation that is known, 0 to 1.
@@ -203,15 +191,7 @@ def heavy_calls(captured: Captured, predictor: Predictor | None, hardware: Hardw
 def collect_ops(
     captured: Captured, asked: Predictor | str | None, out: Path, seconds: float, *, progress: bool = True
 ) -> dict[str, Any]:
-    """Measure the slowest unknown calls of a program on this machine, one by one.
-
-    Args:
-        captured: The program.
-        asked: What is known; a word or None: nothing.
-        out: Collection to write.
-        seconds: Most that all measurements take.
-        progress: Whether to report it on stderr.
-    """
+    """Measure the slowest unknown calls of a program on this machine, one by one."""
     predictor = asked if isinstance(asked, Predictor) else None
     hardware = predictor.hardware if predictor is not None else HARDWARE["local-cpu"]
     chosen, known = heavy_calls(captured, predictor, hardware)

@@ -44,13 +44,6 @@ def emulate(
 ) -> dict[str, Any]:
     """Run ranks of a script in an emulated world.
 
-    Args:
-        script: The user's Python file.
-        arguments: Its own.
-        world: Which ranks run, and how long.
-        delay: Seconds of each collective.
-        progress: Say on standard error what goes on.
-
     Returns:
         ``step_seconds`` (of the slowest rank in each step), ``rounds``, ``iteration_s`` (their median),
         ``spread_percent`` over rounds, ``collectives`` of a step of the first rank: kind, bytes, group,
@@ -123,17 +116,11 @@ _MOST_S = 3600.0
 
 @dataclass(frozen=True)
 class Extra:
-    """An additional delay of collectives that match.
+    """An additional delay of collectives that match."""
 
-    Attributes:
-        what: ``all``, a kind, ``group`` (of ``number`` ranks) or ``bytes`` (at least ``number``).
-        number: See ``what``.
-        seconds: On top.
-    """
-
-    what: str
-    number: int
-    seconds: float
+    what: str  # ``all``, a kind, ``group`` (of ``number`` ranks) or ``bytes`` (at least ``number``)
+    number: int  # see ``what``
+    seconds: float  # on top
 
     @classmethod
     def parse(cls, text: str) -> Extra:
@@ -250,23 +237,14 @@ FACTS = "script.json"
 
 @dataclass(frozen=True)
 class Script:
-    """A script and its measurement settings.
+    """A script and its measurement settings."""
 
-    Attributes:
-        path: The file.
-        arguments: Its own.
-        ranks: None: one process that knows of no ranks.
-        counts: ``warmup``, ``rounds``, ``steps`` and ``profile_steps``.
-        timeout_s: Within which all its measured steps must be through.
-        role: What the run is for.
-    """
-
-    path: Path
-    arguments: Sequence[str]
-    ranks: int | None
-    counts: dict[str, int]
-    timeout_s: float
-    role: str
+    path: Path  # the file
+    arguments: Sequence[str]  # its own
+    ranks: int | None  # none: one process that knows of no ranks
+    counts: dict[str, int]  # ``warmup``, ``rounds``, ``steps`` and ``profile_steps``
+    timeout_s: float  # within which all its measured steps must be through
+    role: str  # what the run is for
 
     @property
     def facts(self) -> dict[str, Any]:

@@ -26,12 +26,7 @@ ROLE = "verify"  # role of the runs: they never train a predictor
 
 
 def strategies_of(job: Job, found: Mapping[str, Any]) -> list[Job]:
-    """The strategies of a search that fit in memory, best first.
-
-    Args:
-        job: That the search was about.
-        found: What ``stepsight search --json`` printed.
-    """
+    """The strategies of a search that fit in memory, best first."""
     rows = found.get("choices") or found.get("top")
     if not isinstance(rows, list) or not all(isinstance(row, Mapping) for row in rows):
         raise CollectError(
@@ -64,15 +59,6 @@ def verify(
     progress: bool = False,
 ) -> dict[str, Any]:
     """Run the first jobs that the harness can run, and compare their times with the predictions.
-
-    Args:
-        jobs: Best first.
-        out: Collection folder of the runs; what is complete there is not run again.
-        predictor: As in ``predict``.
-        most: Number of jobs to run; None: all.
-        counts: ``rounds``, ``steps``, ``warmup`` and ``profile_steps`` of each run.
-        box: Runs in this cluster in a box; None: on this machine.
-        progress: Whether to tell on stderr what runs.
 
     Returns:
         ``runs`` in the order of the jobs: name, prediction with its interval, median of the timed steps, how far the
