@@ -305,7 +305,6 @@ class Prediction:
             "warnings": list(self.warnings),
             "unsupported": list(self.unsupported),
             "unsupported_share": self.unsupported_share,
-            "extrapolated": self.extrapolated,
             "source": self.source,
             "software": self.software_used.to_dict(),
         }
