@@ -357,7 +357,7 @@ def _least_devices(draft: Draft, others: int) -> tuple[int, str]:
 
 
 def _fill_batch(draft: Draft) -> None:
-    """Set what is missing of the batch, and say where a job has fewer flushes of the pipeline than the run."""
+    """Set what is missing of the batch, and how many times the pipeline is flushed."""
     cluster, pp = draft.tables["cluster"], draft.degree("pp")
     devices = _positive(cluster.get("nodes")) * _positive(cluster.get("devices_per_node"))
     dp = draft.get("parallel.dp") or max(1, devices // (draft.degree("tp") * draft.degree("cp") * pp))
@@ -382,6 +382,5 @@ def _fill_batch(draft: Draft) -> None:
     draft.assume("batch.precision", "bf16", "no configuration states a precision")
     total, flush = draft.get("batch.global_batch"), draft.get("run.flush_batch", 0) * dp
     if pp > 1 and flush and isinstance(total, int) and total >= 2 * flush:
-        words = draft.sources.get("run.flush_batch", "the batch")
-        often = f"{words}: the pipeline is flushed {total // flush} times in a step"
-        draft.ignore(f"{often}; a job has one flush of {total // (micro * dp)} micro-batches, which takes less time")
+        reason = f"{total // flush} times {flush // dp} sequences of each of dp {dp} replicas"
+        draft.assume("batch.flushes", total // flush, reason, "run.flush_batch")

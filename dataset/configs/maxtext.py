@@ -177,7 +177,7 @@ def _read_batch(reading: Reading) -> None:
 
 def _write_batch(view: JobView) -> None:
     parallel, count = view.job.parallel, view.job.num_micro_batches
-    pieces = 1 if parallel.pp == 1 else count
+    pieces = 1 if parallel.pp == 1 else count // view["batch.flushes"]
     size = view["batch.micro_batch"] * pieces / (parallel.tp * parallel.cp * parallel.pp)
     view.put(per_device_batch_size=size, gradient_accumulation_steps=count // pieces)
     if parallel.pp > 1:

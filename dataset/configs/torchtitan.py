@@ -220,7 +220,7 @@ def _read_batch(reading: Reading) -> None:
 
 def _write_batch(view: JobView) -> None:
     batch, pp = view.job.batch, view.job.parallel.pp
-    local = batch.micro_batch * (view.job.num_micro_batches if pp > 1 else 1)
+    local = batch.micro_batch * (view.job.num_micro_batches // view["batch.flushes"] if pp > 1 else 1)
     view.put("training.", local_batch_size=local, global_batch_size=view["batch.global_batch"])
     view.expressed("batch.micro_batch")
 

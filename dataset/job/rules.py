@@ -22,7 +22,7 @@ _POSITIVE = {
     "parallel": (
         "tp", "cp", "pp", "ep", "dp", "virtual_stages", "bucket_mbytes", "recompute_every",
     ),
-    "batch": ("micro_batch", "global_batch"),
+    "batch": ("micro_batch", "global_batch", "flushes"),
     "cluster": ("nodes", "devices_per_node"),
 }  # fmt: skip
 _NOT_NEGATIVE = {
@@ -155,6 +155,7 @@ def _degrees(rules: Rules, job: JobTables) -> None:
     p, b = job.parallel, job.batch
     parallel_rules.check_degrees(rules, tp=p.tp, cp=p.cp, pp=p.pp, dp=p.dp, devices=job.cluster.num_devices)
     parallel_rules.check_batch(rules, micro_batch=b.micro_batch, dp=p.dp, global_batch=b.global_batch)
+    rules.divides(b.flushes, "batch.flushes", job.num_micro_batches, "a replica's micro-batches")
     rules.divides(p.shards, "parallel.dp_shard", p.dp, "dp")
     rules.require(p.expert_tp in (0, 1, p.tp), f"parallel.expert_tp must be 1 or tp, got {p.expert_tp} with tp {p.tp}")
     group, words = p.dp * p.cp, "dp * cp"

@@ -282,6 +282,8 @@ class BatchSpec:
     Attributes:
         micro_batch: Sequences of one micro-batch on one replica.
         global_batch: Sequences of one optimizer step on all replicas; a multiple of ``micro_batch * dp``.
+        flushes: How many times an iteration empties the pipeline: gradient accumulation around it, each time with an
+            equal part of a replica's micro-batches.
         precision: ``fp32``, ``tf32``, ``bf16``, ``fp16``, ``fp8`` or ``nvfp4`` (mixed precision: main parameters,
             moments and loss in fp32), or ``pure-bf16`` or ``pure-fp16`` (parameters, gradients, moments and loss in 16
             bits).
@@ -295,6 +297,7 @@ class BatchSpec:
 
     micro_batch: int
     global_batch: int
+    flushes: int = 1
     precision: str = "bf16"
     fp8_scaling: str = "delayed"
     fp8_parameters: bool = False

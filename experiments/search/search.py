@@ -191,7 +191,10 @@ class _JobSearch:
         settings, job, loads = self._settings, self._grid.job, self._asked.expert_loads
         if settings.storage is None and settings.sampler != "tpe":
             return Evaluations(self._grid)
-        batch, parallel = replace(job.batch, micro_batch=1), {**asdict(job.parallel), **dict.fromkeys(VARIED)}
+        batch, parallel = (
+            replace(job.batch, micro_batch=1, flushes=1),
+            {**asdict(job.parallel), **dict.fromkeys(VARIED)},
+        )
         asked = (job.model, batch, job.optimizer, job.cluster, job.framework, parallel, self._grid.space)
         question = digest("3", repr(asked), self._given.source, *([] if loads is None else [repr(loads)]))
         return Evaluations(self._grid, question, settings.storage, settings.study_name)

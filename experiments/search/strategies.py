@@ -59,7 +59,7 @@ def build(job: Job, layout: Degrees, **fields: Any) -> Job:
     if profile is not None:
         chosen["runtime"] = profile.runtime_of(layout.pp, chosen["virtual_stages"])
     parallel = replace(job.parallel, **layout._asdict(), **chosen)
-    return replace(job, parallel=parallel, batch=replace(job.batch, micro_batch=size), open_stages=False)
+    return replace(job, parallel=parallel, batch=replace(job.batch, micro_batch=size, flushes=1), open_stages=False)
 
 
 def _is_legal(job: Job, layout: Degrees, *, sequence_parallel: bool = False) -> bool:
@@ -351,7 +351,7 @@ def _first_legal(job: Job, *, model: ModelSpec, batch: BatchSpec, cluster: Clust
     """The job with another model, batch and cluster, in its own strategy if that is legal, else in the first legal."""
     devices, own = cluster.num_devices, job.parallel
     free: Fields = {"cp": 1, "ep": 1, "schedule": "1f1b", "virtual_stages": 1, "stage_layers": (), "dp_shard": 0}
-    plain, one = replace(own, sequence_parallel=False, **free), replace(batch, micro_batch=1)
+    plain, one = replace(own, sequence_parallel=False, **free), replace(batch, micro_batch=1, flushes=1)
     tensor = [2**power for power in range(cluster.devices_per_node.bit_length())]
     pairs = itertools.product(range(1, min(devices, model.total_layers) + 1), tensor)
     tried = [(replace(plain, tp=tp, pp=pp), one) for pp, tp in pairs if devices % (tp * pp) == 0]

@@ -81,10 +81,16 @@ class Track:
 
 
 def find_track(
-    name: str, num_stages: int, num_micro_batches: int, virtual_stages: int = 1, runtime: str = "asynchronous"
+    name: str,
+    num_stages: int,
+    num_micro_batches: int,
+    virtual_stages: int = 1,
+    runtime: str = "asynchronous",
+    *,
+    flushes: int = 1,
 ) -> Track:
     """The track of a schedule by its name, or of a user's table."""
-    return track(schedule_of(name, num_stages, num_micro_batches, virtual_stages), runtime)
+    return track(schedule_of(name, num_stages, num_micro_batches, virtual_stages, flushes), runtime)
 
 
 @cached(256)

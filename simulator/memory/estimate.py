@@ -272,7 +272,7 @@ def _asked(job: Job, hardware: Hardware) -> _Asked:
         rank_shape(job, semantics=semantics),
         part_shapes(job),
         states_of(p, semantics, job.batch.dtype, groups_of(job)),
-        schedule_of(p.schedule, p.pp, job.num_micro_batches, p.virtual_stages),
+        schedule_of(p.schedule, p.pp, job.num_micro_batches, p.virtual_stages, job.batch.flushes),
         semantics.overlap.runtime == "torch",
         (hardware.reserved_bytes, hardware.fragmentation, hardware.memory_bytes),
     )

@@ -136,6 +136,7 @@ class _Strategy(NamedTuple):
     recompute: str
     recompute_every: int
     num_micro_batches: int
+    flushes: int
 
 
 class _Asked(NamedTuple):
@@ -157,7 +158,9 @@ def _asked(job: Job, hardware: Hardware) -> _Asked:
     semantics, p = semantics_of(job, hardware.kind), job.parallel
     recompute = p.recomputes, p.recompute_every
     return _Asked(
-        _Strategy(p.schedule, p.pp, p.virtual_stages, p.zero_stage, *recompute, job.num_micro_batches),
+        _Strategy(
+            p.schedule, p.pp, p.virtual_stages, p.zero_stage, *recompute, job.num_micro_batches, job.batch.flushes
+        ),
         semantics,
         job.optimizer.kind,
         rank_shape(job, share if beside else 0.0, semantics),
@@ -182,7 +185,8 @@ def _largest_tensor(shape: RankShape, parts: Parts) -> int:
 @cached(512)
 def _lower(asked: _Asked) -> Lowered:
     p, overlap = asked.strategy, asked.semantics.overlap
-    track = find_track(p.schedule, p.pp, p.num_micro_batches, p.virtual_stages, overlap.runtime)
+    once = p.schedule, p.pp, p.num_micro_batches, p.virtual_stages, overlap.runtime
+    track = find_track(*once, flushes=p.flushes)
     zero = p.zero_stage, p.pp > 1
     replicas = replicas_of(zero, asked.groups, asked.semantics, beside=asked.beside, share=asked.share)
     if overlap.gathers_lists and _largest_tensor(asked.shape, asked.parts) >= _MOST_LIVE:

@@ -14,7 +14,7 @@ import io
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -299,17 +299,31 @@ def read_schedule(path: str | Path) -> Schedule:
     return schedule
 
 
-def schedule_of(name: str, num_stages: int, num_micro_batches: int, virtual_stages: int = 1) -> Schedule:
+def schedule_of(
+    name: str, num_stages: int, num_micro_batches: int, virtual_stages: int = 1, flushes: int = 1
+) -> Schedule:
     """The schedule that a job names: a known one, or a user's table, which is read again after it was changed.
+
+    With several ``flushes`` it runs as often, each time with an equal part of the micro-batches.
 
     Raises:
         JobError: If there is none, it cannot run, or its numbers are not the job's.
     """
-    if not name.endswith(".csv"):
-        return find_schedule(name, num_stages, num_micro_batches, virtual_stages)
-    path = Path(name)
-    changed = path.stat().st_mtime_ns if path.is_file() else 0
-    return _table_of_job(path, changed, num_stages, num_micro_batches, virtual_stages)
+    path, own = Path(name), num_micro_batches // (flushes if num_stages > 1 else 1)
+    if name.endswith(".csv"):
+        changed = path.stat().st_mtime_ns if path.is_file() else 0
+        once = _table_of_job(path, changed, num_stages, own, virtual_stages)
+    else:
+        once = find_schedule(name, num_stages, own, virtual_stages)
+    return once if own == num_micro_batches else _repeated(once, flushes)
+
+
+@cached(64)
+def _repeated(once: Schedule, flushes: int) -> Schedule:
+    ahead = [np.array([0, flush * once.num_micro_batches, 0], dtype=np.int32) for flush in range(flushes)]
+    actions = tuple([np.concatenate([rows + more for more in ahead]) for rows in once.actions])
+    fused = tuple([np.tile(pairs, flushes) for pairs in once.fused])
+    return replace(once, actions=actions, num_micro_batches=flushes * once.num_micro_batches, fused=fused)
 
 
 @cached(64)

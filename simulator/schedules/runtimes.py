@@ -307,8 +307,8 @@ def deepspeed_entries(schedule: Schedule, order: Order, messages: Messages) -> E
     """
     if schedule.name != "1f1b" or schedule.virtual_stages > 1 or not _is_standard(schedule):
         raise JobError(
-            f"runtime deepspeed runs schedule 1f1b without virtual stages, got {schedule.name} with "
-            f"{schedule.virtual_stages} of them"
+            "runtime deepspeed runs schedule 1f1b without virtual stages or several flushes, got "
+            f"{schedule.name} with {schedule.virtual_stages} virtual stages, {schedule.num_micro_batches} micro-batches"
         )
     ranks: list[tuple[Ints, ...]] = []
     for stage in range(schedule.num_stages):

@@ -122,7 +122,7 @@ _PLAIN = {
 }  # fmt: skip
 _ONLY: dict[str, dict[str, Any]] = {  # optional keys of a job, and their only value here
     "model": {"attention": "mha", "experts": 0, "attention_kernels": "", "dropout": 0, **_PLAIN},
-    "batch": {"fp8_scaling": "delayed"},
+    "batch": {"fp8_scaling": "delayed", "flushes": 1},
     "parallel": {
         "cp": 1, "ep": 1, "order": "tp-cp-dp-pp", "vocab_parallel": True, "overlap_grad_reduce": True,
         "overlap_tp": "", "overlap_ep": False, "dispatcher": "alltoall", "recompute_modules": [],

@@ -17,7 +17,7 @@ from stepsight.dataset.base.errors import JobError
 from stepsight.dataset.configs import accelerate, huggingface, maxtext, megatron, megatron_model, nanotron, torchtitan
 from stepsight.dataset.configs.documents import facts, flat
 from stepsight.dataset.configs.drafts import Draft, Reading
-from stepsight.dataset.configs.formats import read_configs
+from stepsight.dataset.configs.formats import read_configs, write_config
 from stepsight.dataset.configs.key_table import Row, read_rows
 from tests.dataset.configs import test_published as published
 
@@ -135,16 +135,18 @@ def test_settings_that_others_override(tmp_path: Path) -> None:
     assert "#SBATCH --time 1" in ignored
 
 
-def test_flushes_of_a_pipeline_are_told(tmp_path: Path) -> None:
-    """Eight flushes of eight micro-batches take longer than one flush of 64, which is what a job has."""
+def test_flushes_of_a_pipeline(tmp_path: Path) -> None:
+    """Eight flushes of eight micro-batches take longer than one flush of 64."""
     path = tmp_path / "run.toml"
     text = '[model]\nname = "llama3"\nflavor = "8B"\n[training]\nlocal_batch_size = 8\nglobal_batch_size = 128\n'
     path.write_text(f"{text}[parallelism]\npipeline_parallel_degree = 4\ndata_parallel_shard_degree = 2\n")
-    told = [text for text in read_configs(path).ignored if "local_batch_size 8" in text]
-    assert len(told) == 1 and "flushed 8 times in a step; a job has one flush of 64 micro-batches" in told[0]
+    found = read_configs(path)
+    assert found.job.batch.flushes == 8 and "training.local_batch_size 8" in found.reasons["batch.flushes"]
+    assert "local_batch_size = 8\n" in write_config(found.job, "torchtitan").text
     run = "base_emb_dim: 64\nici_pipeline_parallelism: 2\nper_device_batch_size: 4\ngradient_accumulation_steps: 3\n"
     (tmp_path / "run.yml").write_text(run)
-    assert any("flushed 3 times" in text for text in read_configs(tmp_path / "run.yml").ignored)
+    job = read_configs(tmp_path / "run.yml").job
+    assert job.batch.flushes == 3 and "gradient_accumulation_steps: 3\n" in write_config(job, "maxtext").text
 
 
 def test_a_pattern_that_is_none_is_told(tmp_path: Path) -> None:

@@ -66,6 +66,8 @@ def test_bubble_of_equal_stages(
     assert result.iteration_time_s == pytest.approx(3.0 * (micro_batches + stages - 1))
     assert result.breakdown["bubble"] == pytest.approx(3.0 * (stages - 1))
     assert result.breakdown["compute"] == pytest.approx(3.0 * micro_batches)
+    flushed = simulate(replace(job, batch=replace(job.batch, flushes=2)), FlatLatency(gpu, 1.0, 2.0))
+    assert flushed.iteration_time_s == pytest.approx(3.0 * (micro_batches + 2 * (stages - 1)))
 
 
 def test_messages_of_one_micro_batch(make_job: JobMaker, gpu: Hardware) -> None:

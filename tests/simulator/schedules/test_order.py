@@ -21,6 +21,7 @@ from stepsight.simulator.schedules import (
     find_schedule,
     order_actions,
     read_schedule,
+    schedule_of,
     write_schedule,
 )
 
@@ -292,3 +293,14 @@ def test_unknown_schedules_are_refused() -> None:
 def test_rules_are_said_with_their_values(name: str, stages: int, micro_batches: int, v: int, message: str) -> None:
     with pytest.raises(JobError, match=message):
         find_schedule(name, stages, micro_batches, v)
+
+
+@pytest.mark.parametrize(("name", "v"), [("1f1b", 1), ("1f1b", 2), ("gpipe", 1), ("zbv", 2)])
+def test_a_pipeline_is_emptied_several_times(name: str, v: int) -> None:
+    """Gradient accumulation around it repeats the schedule, each time with the next micro-batches."""
+    once, twice = schedule_of(name, 4, 8, v), schedule_of(name, 4, 16, v, flushes=2)
+    assert twice is schedule_of(name, 4, 16, v, flushes=2) and twice.num_micro_batches == 16
+    for first, rows in zip(once.actions, twice.actions, strict=True):
+        assert (rows[: len(first)] == first).all() and (rows[len(first) :] - first == [0, 8, 0]).all()
+    track(twice, "torch")
+    assert schedule_of("1f1b", 1, 16, flushes=2) is schedule_of("1f1b", 1, 16)  # nothing is empty on one stage
