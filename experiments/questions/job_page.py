@@ -13,7 +13,7 @@ from stepsight.dataset.job.job import Job
 from stepsight.experiments.questions.sweep import Axis, change_job, sweep
 from stepsight.experiments.reports.page_parts import BLUE, ORANGE, bars, lines, timeline_part
 from stepsight.simulator.memory import estimate_moments
-from stepsight.training.corrections.intervals import seconds_text
+from stepsight.training.corrections.intervals import EXTRAPOLATED_SHARE, seconds_text
 from stepsight.training.prediction.prediction import Prediction, predict
 
 if TYPE_CHECKING:
@@ -155,7 +155,10 @@ def _answer(facts: Mapping[str, Any]) -> str:
     rests = f"The answer comes from: {facts['source']}. " + (
         f"{outside:.0f} % of the time lies outside the measured range." if outside else "All of it was measured."
     )
-    said = [*(["This prediction is extrapolated."] if facts["extrapolated"] else []), *facts["warnings"]]
+    said = [
+        *(["This prediction is extrapolated."] if facts["unsupported_share"] > EXTRAPOLATED_SHARE else []),
+        *facts["warnings"],
+    ]
     warnings = "".join(f'<p class="warning">{escape(text)}</p>' for text in said)
     if memory["reason"]:
         warnings += f'<p class="warning">{escape(memory["reason"])}</p>'

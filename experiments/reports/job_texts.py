@@ -12,7 +12,7 @@ from stepsight.dataset.configs.key_table import ConfigText
 from stepsight.dataset.job.frameworks import LIBRARIES
 from stepsight.dataset.job.job import Job
 from stepsight.experiments.reports.text_table import Column, Number, table, table_of
-from stepsight.training.corrections.intervals import seconds_text
+from stepsight.training.corrections.intervals import EXTRAPOLATED_SHARE, seconds_text
 
 if TYPE_CHECKING:
     from stepsight.training.prediction.prediction import Prediction
@@ -32,13 +32,14 @@ def _prediction_text(told: Mapping[str, Any], head: Sequence[str], speed: str, f
         for cause, seconds in told["breakdown"].items()
         if seconds > 1e-6 * whole
     ]
+    extrapolated = told["unsupported_share"] > EXTRAPOLATED_SHARE
     if outside:
         more = f"; {len(outside) - 1} more (--json lists all)" if len(outside) > 1 else ""
         part = f"{100 * told['unsupported_share']:.0f} % of the time"
         where = "is spent in ops or messages outside the measured range"
         outside = [f"{part} {where}: {shorten(outside[0], 200)}{more}"]
     lines = [
-        *(f"extrapolated: {text}" for text in outside if told["extrapolated"]),
+        *(f"extrapolated: {text}" for text in outside if extrapolated),
         *head,
         f"iteration  {seconds_text(whole)}   interval {seconds_text(told['low_s'])} to {seconds_text(told['high_s'])}",
         table(["where the time goes", "time", "%"], causes),
@@ -49,7 +50,7 @@ def _prediction_text(told: Mapping[str, Any], head: Sequence[str], speed: str, f
     ]
     if not memory["fits"]:
         lines.append(f"does not fit: {memory['reason']}")
-    lines += [f"outside    {text}" for text in outside if not told["extrapolated"]]
+    lines += [f"outside    {text}" for text in outside if not extrapolated]
     return "\n".join(lines)
 
 

@@ -18,7 +18,6 @@ from stepsight.dataset.kinds.op import Op
 from stepsight.simulator.durations.latency_model import RooflineLatency, preset_latency
 from stepsight.simulator.replay.captured_step import CapturedStep, time_captured
 from stepsight.training.corrections.intervals import (
-    EXTRAPOLATED_SHARE,
     Intervals,
     JobClass,
     job_class,
@@ -161,7 +160,6 @@ class CapturedPrediction:
             "warnings": list(self.warnings),
             "unsupported": list(unsupported),
             "unsupported_share": share,
-            "extrapolated": share > EXTRAPOLATED_SHARE,
             "source": self.source,
             "software": SoftwareUsed().to_dict(),
             "world_size": self.captured.world_size,
