@@ -59,9 +59,9 @@ if TYPE_CHECKING:
     from stepsight.experiments.search.settings import SearchSettings as SearchSettings
     from stepsight.experiments.search.settings import Space as Space
     from stepsight.training.fitting.train_runs import train as train
+    from stepsight.training.prediction.ask_many import predict as predict
     from stepsight.training.prediction.ask_many import predict_many as predict_many
     from stepsight.training.prediction.prediction import Prediction as Prediction
-    from stepsight.training.prediction.prediction import predict as predict
     from stepsight.training.predictor.predictor import Predictor as Predictor
 
 __version__ = "0.1.0"
@@ -89,8 +89,8 @@ _MODULES = {
     "experiments.search.search": ("search",),
     "experiments.search.settings": ("Goal", "Scenarios", "SearchSettings", "Space"),
     "training.fitting.train_runs": ("train",),
-    "training.prediction.ask_many": ("predict_many",),
-    "training.prediction.prediction": ("Prediction", "predict"),
+    "training.prediction.ask_many": ("predict", "predict_many"),
+    "training.prediction.prediction": ("Prediction",),
     "training.predictor.predictor": ("Predictor",),
 }
 _NAMES = sorted(name for names in _MODULES.values() for name in names)

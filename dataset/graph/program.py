@@ -341,7 +341,10 @@ class Program:
         """Some nodes, by their indices in order, and the edges among them."""
         place = {int(node): position for position, node in enumerate(nodes)}
         edges = [(place[b], place[a], why) for b, a, why in self.edges if b in place and a in place]
-        return Program([self.nodes[node] for node in place], edges, label)
+        found = Program([self.nodes[node] for node in place], edges, label)
+        for name in ("rank", "world_size", "device", "device_name"):
+            setattr(found, name, getattr(self, name))
+        return found
 
     def change(self, nodes: Iterable[int], work: Op | Collective | None = None, stream: str = "") -> Program:
         """The program with another signature, or another stream, of some nodes."""

@@ -7,6 +7,7 @@ order becomes an edge between the ops around them.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,6 +15,7 @@ from numpy.typing import NDArray
 from stepsight.dataset.graph.program import COLLECTIVE, OP, PHASES, WHY_NUMBER, Dependency, Program
 from stepsight.dataset.graph.rank_trace import TracedSegment
 from stepsight.dataset.graph.rendezvous import Meeting, meetings
+from stepsight.dataset.job.job import Job
 from stepsight.dataset.kinds.op import Collective
 
 Floats = NDArray[np.float64]
@@ -23,6 +25,15 @@ OTHER = "other"  # label of nodes outside all phases
 _IMPLIED = [WHY_NUMBER[why] for why in (Dependency.STREAM_ORDER, Dependency.LAUNCH, Dependency.RENDEZVOUS)]
 _HOST_ORDER, _LAUNCH = WHY_NUMBER[Dependency.HOST_ORDER], WHY_NUMBER[Dependency.LAUNCH]
 _SYNC = WHY_NUMBER[Dependency.SYNCHRONISATION]
+
+
+class UnmeasuredRun(NamedTuple):
+    """What a job or a captured script runs, without times."""
+
+    name: str
+    job: Job | None
+    graphs: Sequence[Program]  # steps of ranks
+    segments: Sequence[TracedSegment]
 
 
 def call_segments(graphs: Sequence[Program], run: str) -> list[TracedSegment]:

@@ -25,7 +25,7 @@ from stepsight.dataset.runs.run_folder import (
     traced_run,
 )
 from stepsight.dataset.runs.run_manifest import RunManifest
-from stepsight.dataset.trace_graphs.call_segments import call_segments
+from stepsight.dataset.trace_graphs.call_segments import UnmeasuredRun, call_segments
 from stepsight.dataset.trace_graphs.traced_graphs import segment_graphs, step_graphs
 
 Progress = Callable[[int, int], None]
@@ -36,7 +36,11 @@ FORM = 5  # version of features and relations: changing it makes every dataset a
 
 
 def make_dataset(
-    collections: Sequence[Path], out: Path, on_run: Progress | None = None, scopes: Sequence[str] = SCOPES
+    collections: Sequence[Path],
+    out: Path,
+    on_run: Progress | None = None,
+    scopes: Sequence[str] = SCOPES,
+    unmeasured: Sequence[UnmeasuredRun] = (),
 ) -> dict[str, Any]:
     """Write a dataset of the runs of some collections; return the output of ``stepsight dataset --json``.
 
@@ -45,13 +49,14 @@ def make_dataset(
         out: Folder of the dataset.
         on_run: Told how many runs are done, of how many.
         scopes: What graphs are of: ``step``, ``segment`` or both.
+        unmeasured: Runs whose graphs have no targets.
 
     Raises:
         TraceError: If a folder is no collection, a run is named twice, or no step was traced.
     """
     _check_out(out)
     folders = [folder for collection in collections for folder in run_folders(collection)]
-    table, runs, warnings = read_graph_table(folders, scopes, on_run)
+    table, runs, warnings = read_graph_table(folders, scopes, on_run, unmeasured)
     nodes = {kind: len(table.rows[kind]["graph"]) for kind in (*NODE_KINDS, "stream")}
     edges: Counter[str] = Counter()
     for key in edge_types():
@@ -93,9 +98,12 @@ def _check_out(out: Path) -> None:
 
 @without_collection()
 def read_graph_table(
-    folders: Sequence[Path], scopes: Sequence[str] = SCOPES, on_run: Progress | None = None
+    folders: Sequence[Path],
+    scopes: Sequence[str] = SCOPES,
+    on_run: Progress | None = None,
+    unmeasured: Sequence[UnmeasuredRun] = (),
 ) -> tuple[GraphTable, list[dict[str, Any]], list[str]]:
-    """Graphs of traced runs; ``source`` of each is the number of its folder.
+    """Graphs of traced runs, then of unmeasured ones; ``source`` of each is the number of its run.
 
     Returns:
         The graphs, what is known of each run that has any, and warnings.
@@ -109,20 +117,21 @@ def read_graph_table(
     tables: list[GraphTable] = []
     runs: list[dict[str, Any]] = []
     warnings: list[str] = []
-    for number, folder in enumerate(folders):
-        if not has_traces(folder):
-            warnings.append(f"run {folder.name}: only timed, not traced: left out")
+    every: list[Path | UnmeasuredRun] = [*folders, *unmeasured]
+    for number, run in enumerate(every):
+        if isinstance(run, Path) and not has_traces(run):
+            warnings.append(f"run {run.name}: only timed, not traced: left out")
             continue
-        found, about = _run_tables(folder, scopes, warnings)
+        found, about = _run_tables(run, scopes, warnings) if isinstance(run, Path) else _unmeasured_tables(run, scopes)
         if not found:
-            warnings.append(f"run {folder.name}: no traced step, left out")
+            warnings.append(f"run {run.name}: no traced step, left out")
             continue
         for table in found:
             table.about |= {name: [about.get(name, number)] * len(table) for name in (*_OF_RUN, "source")}
         tables += found
         runs.append({"source": number} | about)
         if on_run is not None:
-            on_run(number + 1, len(folders))
+            on_run(number + 1, len(every))
     if not tables:
         raise TraceError(f"a dataset needs at least one run with a traced step, got none of {len(folders)}")
     return GraphTable.joined(tables), runs, warnings
@@ -146,6 +155,14 @@ def _run_tables(folder: Path, scopes: Sequence[str], warnings: list[str]) -> tup
         segments = call_segments(run.graphs, run.name) if trace is None else trace.segments()
         found += [segment_graphs(segments)] if segments else []
     return found, about
+
+
+def _unmeasured_tables(run: UnmeasuredRun, scopes: Sequence[str]) -> tuple[list[GraphTable], dict[str, Any]]:
+    works = [str(node.work) for graph in run.graphs for node in graph.nodes]
+    about = describe_run(run.name, run.job, run.graphs) | {"group": digest(run.name, *works)}
+    found = [step_graphs(run.graphs)] if "step" in scopes else []
+    found += [segment_graphs(run.segments)] if "segment" in scopes and run.segments else []
+    return found, about | {"role": "", "ranks": [graph.rank for graph in run.graphs]}
 
 
 _HOW = """## How it was made

@@ -73,7 +73,7 @@ def _steps(graphs: Sequence[Program], place: int, met: Sequence[Meeting]) -> Gra
 
 def _peers(graphs: Sequence[Program], place: int, met: Sequence[Meeting], owner: Ints) -> Peers:
     found = [
-        (members[place], max(float(graphs[each].duration_s[node]), 1e-9))
+        (members[place], float(graphs[each].duration_s[node]) or np.nan)
         for members in met
         if place in members and owner[members[place]] >= 0
         for each, node in [peer for peer in members.items() if peer[0] != place][:_MOST_PEERS]

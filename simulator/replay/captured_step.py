@@ -202,7 +202,7 @@ def _rank_causes(step: CapturedStep, place: int) -> dict[str, float]:
         if gap:
             _count_gap(step, place, node, gap, found)
         is_op = graph.columns["kind"][node] == OP
-        optimizer = PHASES[int(graph.columns["phase"][node])] == "optimizer"
+        optimizer = int(graph.columns["phase"][node]) == PHASES.index("optimizer")
         cause = axis_of(graph, node) if not is_op else "optimizer" if optimizer else "compute"
         found[cause] += float(end[node]) - max(now, float(start[node]))
         now = max(now, float(end[node]))
@@ -234,7 +234,8 @@ def axis_of(graph: Program, node: int) -> str:
         return "dp_communication"
     if work.kind == "send_recv":
         return "pp_communication"
-    name = graph.groups[graph.columns["group"][node]][0].lower()
+    group = int(graph.columns["group"][node])
+    name = (graph.groups[group][0] if group >= 0 else graph.streams[graph.columns["stream"][node]]).lower()
     axis = next((axis for word, axis in _AXES if word in name.replace("-", "_").split("_")), "dp")
     return f"{axis}_communication"
 
@@ -272,7 +273,7 @@ def _rank_events(step: CapturedStep, place: int, live: NDArray[np.int64]) -> lis
     for node in np.flatnonzero(graph.on_device).tolist():
         work, stream = graph.works[nodes["work"][node]], int(nodes["stream"][node])
         args = {"what": str(work), "call": _call(graph, node)}
-        category, times = PHASES[nodes["phase"][node]], {"ts": begin[node], "dur": lasts[node]}
+        category, times = (*PHASES, "step")[nodes["phase"][node]], {"ts": begin[node], "dur": lasts[node]}
         events.append({"ph": "X", "name": work.kind, "cat": category, **of, "tid": stream, **times, "args": args})
         if stream == COMPUTE and abs(live[node] - drawn) > least:
             drawn = float(live[node])

@@ -24,6 +24,7 @@ def job_command(
     define: Annotated[list[str] | None, typer.Option(metavar="NAME=VALUE")] = None,
     to: Annotated[str, typer.Option(metavar="FORMAT")] = "",
     pick: str = "",
+    program: Path | None = None,
     force: Force = False,
 ) -> Answer:
     """Turn the configuration of a training framework into a job, or a job into a configuration.
@@ -35,6 +36,7 @@ def job_command(
         stepsight job pretrain_gpt.sh --hardware h100-sxm-80gb --nodes 16 --out job.toml
         stepsight job config.json ds_config.json --set model.seq_len=4096 --nodes 2
         stepsight job job.toml --to megatron-script --out train.sh
+        stepsight job job.toml --program step
 
     Args:
         configs: Configuration files: one that states the model, and others such as DeepSpeed's JSON; or a job file.
@@ -47,6 +49,7 @@ def job_command(
         to: Write a configuration instead: megatron, megatron-script, torchtitan, deepspeed, accelerate, huggingface,
             nanotron or maxtext.
         pick: Configuration to read from a file with several, for example llama3_8b.
+        program: Folder to write the ops of one step to: a graph for each pipeline stage, as `stepsight capture` does.
     """
     from stepsight.dataset.base.files import write_text
     from stepsight.dataset.configs.drafts import Given
@@ -74,6 +77,13 @@ def job_command(
         text += f"\n\nwrote {out}"
     elif to:
         text = content + text
+    if program is not None:
+        from stepsight.dataset.capture.captured import write_captured
+        from stepsight.simulator.replay.job_programs import captured_job
+
+        write_captured(captured_job(read.job), program)
+        value["program"] = str(program)
+        text += f"\n\nwrote {program}"
     return Answer(value, text)
 
 

@@ -142,9 +142,14 @@ def replay_command(run: Annotated[Path, typer.Argument(metavar="RUN")], *, job: 
 
 
 def dataset_command(
-    collections: Annotated[list[Path], typer.Argument(metavar="DIR…")], *, out: Annotated[Path, "-o"]
+    collections: Annotated[list[Path] | None, typer.Argument(metavar="DIR…")] = None,
+    *,
+    out: Annotated[Path, "-o"],
+    job: list[Path] | None = None,
 ) -> Answer:
     """Make a graph dataset of traced runs: one graph for each rank and step, and one for each segment.
+
+    Jobs and captured scripts give the same graphs without targets, for a network that was trained on the others.
 
     The folder is a PyTorch Geometric dataset with a data card (`README.md`) and the graphs as Parquet files:
 
@@ -154,15 +159,21 @@ def dataset_command(
     Example:
 
         stepsight dataset runs/mine runs/theirs --out data/mine
+        stepsight dataset --job examples/local-gpt-tp2.toml --out data/asked
 
     Args:
         collections: Collections or run folders with traces.
         out: Folder of the dataset to write.
+        job: A job file, or the folder of a captured script. Repeatable.
     """
     from stepsight.dataset.trace_graphs.graph_dataset import make_dataset
     from stepsight.experiments.reports.run_texts import dataset_text
+    from stepsight.simulator.replay.job_programs import unmeasured_run
 
-    told = make_dataset(collections, out, on_run=progress("runs read"))
+    if not collections and not job:
+        raise StepsightError("dataset needs collections or run folders, or jobs with --job FILE")
+    unmeasured = [unmeasured_run(path) for path in job or ()]
+    told = make_dataset(collections or (), out, on_run=progress("runs read"), unmeasured=unmeasured)
     return Answer(told, dataset_text(told))
 
 

@@ -113,3 +113,15 @@ def test_a_search_writes_what_it_found(script: Path) -> None:
     assert ("layers per stage" in done.stdout) == bool(best["stage_layers"])
     refused = run.invoke(app, [*options, "--to", "megatron"])
     assert "needs --out" in str(refused.exception)
+
+
+def test_the_step_of_a_job_is_a_program(tmp_path: Path) -> None:
+    """``--program`` writes what ``predict --program`` reads, and ``dataset --job`` takes either."""
+    job, step = str(EXAMPLES / "local-gpt-tp2.toml"), str(tmp_path / "step")
+    done = run.invoke(app, ["job", job, "--program", step, "--json"])
+    assert json.loads(done.stdout)["program"] == step
+    told = json.loads(run.invoke(app, ["predict", "--program", step, "--hardware", "local-cpu", "--json"]).stdout)
+    assert told["iteration_time_s"] == pytest.approx(stepsight.predict(job).simulation.iteration_time_s, rel=0.01)
+    asked = ["dataset", "--job", job, "--job", step, "--out", str(tmp_path / "data"), "--json"]
+    assert json.loads(run.invoke(app, asked).stdout)["runs"] == 2
+    assert "--job" in str(run.invoke(app, ["dataset", "--out", str(tmp_path / "other")]).exception)

@@ -1,4 +1,4 @@
-"""Many jobs predicted together: ``predict_many`` as predictions, ``ask_many`` as arrays for a search.
+"""``predict`` for a job or a program; for many jobs, ``predict_many`` as predictions and ``ask_many`` as arrays.
 
 What jobs share is worked out once (``simulate_many``); the rest of a prediction when it is asked for.
 """
@@ -11,12 +11,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property, partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, overload
 
 import numpy as np
 from numpy.typing import NDArray
 
 from stepsight.dataset.base.errors import JobError
+from stepsight.dataset.graph.program import Program
 from stepsight.dataset.job.job import Job, JobLike
 from stepsight.simulator.durations.latency_model import (
     LATENCY,
@@ -27,16 +28,19 @@ from stepsight.simulator.durations.latency_model import (
 )
 from stepsight.simulator.iteration.simulate import can_simulate_many, simulate_many
 from stepsight.simulator.memory import estimate_memory
+from stepsight.training.prediction import prediction as one_job
 from stepsight.training.prediction.prediction import (
     ROOFLINE,
     Prediction,
     asked_predictor,
     half_width,
     latency_of_facts,
-    predict,
     source_of_facts,
 )
 from stepsight.training.predictor.predictor import LearnedLatency, Predictor
+
+if TYPE_CHECKING:
+    from stepsight.training.prediction.captured_prediction import CapturedPrediction
 
 Floats = NDArray[np.float64]
 FEWEST = 8  # fewest jobs on one hardware that are simulated together
@@ -88,6 +92,46 @@ def ask_many(
         for index, group in _by_latency(jobs, predictor):
             group.ask(jobs, index, answers, only_fitting=only_fitting, intervals=intervals)
     return answers
+
+
+@overload
+def predict(
+    job: JobLike, predictor: Predictor | str | Path | None = None, *, software: str = "", latency: str = ""
+) -> Prediction: ...
+@overload
+def predict(job: Program, predictor: Predictor | str | Path | None = None) -> CapturedPrediction: ...
+def predict(
+    job: JobLike | Program, predictor: Predictor | str | Path | None = None, *, software: str = "", latency: str = ""
+) -> Prediction | CapturedPrediction:
+    """Predict one training iteration of a job, or of a program of one rank.
+
+    Args:
+        job: A ``Job``, the tables of one, or the path of a job file (.toml or .json); or a ``Program``, whose
+            ``device_name`` names its hardware unless the predictor does.
+        predictor: A ``Predictor`` for the job's hardware, the folder of one, the name of a shipped one (its own or its
+            hardware's), one of MLflow's registry (``"models:/h100@champion"``), ``"roofline"``, or ``"latency:NAME"``
+            (see ``latency``).  None takes the shipped one for the job's hardware, else a roofline from the facts.
+        software: The framework that runs the job, as the runs of a calibration name it; by default the job's.
+        latency: In place of a predictor: durations by a name in ``registries.LATENCIES`` or ``module:function``.
+
+    Returns:
+        Iteration time, interval, breakdown, memory and timeline; of a program without the memory and the timeline.
+
+    Raises:
+        JobError: If the job breaks a rule, or there is neither a predictor nor a preset for its hardware.
+        PredictorError: If the predictor is for other hardware, or no predictor has that name.
+
+    Example:
+        >>> predict("examples/gpt3-175b-1024.toml")  # doctest: +SKIP
+        Prediction(21.58 s, 18.92 to 24.61 s, 24.7 GB, gpt3-175b on 1024 x a100-sxm-80gb)
+    """
+    if not isinstance(job, Program):
+        return one_job.predict(job, predictor, software=software, latency=latency)
+    if software or latency:
+        raise JobError("software and latency do not go with a program: leave them out")
+    from stepsight.training.prediction.captured_prediction import predict_program
+
+    return predict_program(job, predictor)
 
 
 def predict_many(jobs: Iterable[JobLike], predictor: Predictor | str | None = None) -> list[Prediction]:
@@ -183,7 +227,7 @@ class _Group(NamedTuple):
                 half = half_width(self.predictor, jobs[place], jobs[place].framework, share)
                 answers.low_s[place], answers.high_s[place] = time_s * math.exp(-half), time_s * math.exp(half)
         for place in set(index) - set(together):
-            found = predict(jobs[place], self.asked)
+            found = one_job.predict(jobs[place], self.asked)
             answers.seconds[place] = found.iteration_time_s
             if intervals:
                 answers.low_s[place], answers.high_s[place] = found.interval()
@@ -202,7 +246,7 @@ class _Group(NamedTuple):
         source = (predictor or given).source if predictor or given else source_of_facts(jobs[0])  # type: ignore[union-attr]
         for place, job in enumerate(jobs):
             if place not in seconds:
-                found.append(predict(job, self.asked))
+                found.append(one_job.predict(job, self.asked))
                 continue
             time_s, share = seconds[place] * self._factor(job), None if predictor is None else shares[place]
             software = "" if predictor is None else job.framework

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ from stepsight.dataset.capture.captured import Captured, compute_flops, warnings
 from stepsight.dataset.capture.record_graph import CapturedRank
 from stepsight.dataset.graph.program import OP, PHASES, Program
 from stepsight.dataset.hardware.hardware import canonical_hardware, find_fabric, unknown_hardware, usual_fabric
-from stepsight.dataset.kinds.op import Op
+from stepsight.dataset.kinds.op import Collective, Op
 from stepsight.simulator.durations.latency_model import RooflineLatency, preset_latency
 from stepsight.simulator.replay.captured_step import CapturedStep, time_captured
 from stepsight.training.corrections.intervals import (
@@ -105,6 +106,8 @@ class CapturedPrediction:
                 f"ranks {', '.join(map(str, absent[:8]))} exchange messages with the captured ones and were not "
                 "captured: waiting for them is not in the time; capture with --ranks auto"
             )
+        if not any(rank.peak_bytes for rank in self.captured.ranks):
+            found.setdefault("the memory of tensors is not known: only what the software reserves is counted")
         return tuple(found)
 
     @property
@@ -145,7 +148,7 @@ class CapturedPrediction:
         unsupported, share = self.unsupported
         return {
             "job": self.captured.script,
-            "framework": f"PyTorch {self.captured.torch}",
+            "framework": f"PyTorch {self.captured.torch}" if self.captured.torch else "",
             "hardware": self.hardware_name,
             "iteration_time_s": self.iteration_time_s,
             "low_s": self.interval[0],
@@ -168,7 +171,7 @@ class CapturedPrediction:
 
 
 def predict_captured(
-    captured: Captured, hardware: str, fabric: str = "", predictor: Predictor | str | None = None
+    captured: Captured, hardware: str, fabric: str = "", predictor: Predictor | str | Path | None = None
 ) -> CapturedPrediction:
     """Predict one captured training step.
 
@@ -196,6 +199,17 @@ def predict_captured(
         source = asked.source
     step = time_captured(captured.graphs, latency)
     return CapturedPrediction(captured, latency.hardware.name, step, latency, asked, source)
+
+
+def predict_program(program: Program, predictor: Predictor | str | Path | None = None) -> CapturedPrediction:
+    """Predict one rank's program on the devices that it names, with their usual fabric.  Its memory is not known."""
+    near = [work.ranks_per_node for work in program.works if isinstance(work, Collective)]
+    rank = CapturedRank(program, np.zeros(len(program), dtype=np.int64))
+    captured = Captured(program.label, max(program.world_size, *near, 1), max([*near, 1]), "", (rank,))
+    hardware = "" if isinstance(predictor, Predictor) else program.device_name
+    if not hardware and not isinstance(predictor, Predictor):
+        raise PredictorError("the program names no device: set its device_name with replace, or give a Predictor")
+    return predict_captured(captured, hardware, predictor=predictor)
 
 
 def _class_of(captured: Captured, hardware: str) -> JobClass:

@@ -369,27 +369,7 @@ def half_width(
 def predict(
     job: JobLike, predictor: Predictor | str | Path | None = None, *, software: str = "", latency: str = ""
 ) -> Prediction:
-    """Predict one training iteration of a job.
-
-    Args:
-        job: A ``Job``, the tables of one, or the path of a job file (.toml or .json).
-        predictor: A ``Predictor`` for the job's hardware, the folder of one, the name of a shipped one (its own or its
-            hardware's), one of MLflow's registry (``"models:/h100@champion"``), ``"roofline"``, or ``"latency:NAME"``
-            (see ``latency``).  None takes the shipped one for the job's hardware, else a roofline from the facts.
-        software: The framework that runs the job, as the runs of a calibration name it; by default the job's.
-        latency: In place of a predictor: durations by a name in ``registries.LATENCIES`` or ``module:function``.
-
-    Returns:
-        Iteration time, interval, breakdown, memory and timeline.
-
-    Raises:
-        JobError: If the job breaks a rule, or there is neither a predictor nor a preset for its hardware.
-        PredictorError: If the predictor is for other hardware, or no predictor has that name.
-
-    Example:
-        >>> predict("examples/gpt3-175b-1024.toml")  # doctest: +SKIP
-        Prediction(21.58 s, 18.92 to 24.61 s, 24.7 GB, gpt3-175b on 1024 x a100-sxm-80gb)
-    """
+    """Predict a job, as the public ``ask_many.predict`` does."""
     if not isinstance(job, Job):
         job = Job.of(job)
     if latency := latency or latency_name(predictor):

@@ -1,0 +1,62 @@
+"""A job's step as programs takes as long as the job, and makes the same graphs as a trace."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import stepsight
+from stepsight.dataset import TraceGraphs
+from stepsight.dataset.base.errors import JobError, PredictorError
+from stepsight.dataset.capture.captured import read_captured, write_captured
+from stepsight.dataset.kinds.op import Op
+from stepsight.dataset.trace_graphs.graph_dataset import make_dataset
+from stepsight.simulator.replay.captured_step import time_captured
+from stepsight.simulator.replay.job_programs import captured_job, unmeasured_run
+
+EXAMPLES = Path(__file__).parents[3] / "examples"
+PIPELINE, SHARDED = "local-gpt-pp2.toml", "llama3-70b-fsdp-512.toml"
+
+
+@pytest.mark.parametrize("name", [PIPELINE, "local-llama-ddp2.toml", SHARDED])
+def test_programs_take_as_long_as_their_job(name: str) -> None:
+    job = stepsight.Job.from_file(EXAMPLES / name)
+    prediction = stepsight.predict(job)
+    step = time_captured(captured_job(job).graphs, prediction.latency)
+    assert step.iteration_time_s == pytest.approx(prediction.simulation.iteration_time_s, rel=2e-3)
+    assert step.breakdown["compute"] == pytest.approx(prediction.breakdown["compute"], rel=0.05)
+
+
+def test_a_program_is_saved_edited_and_predicted(tmp_path: Path) -> None:
+    job = stepsight.Job.from_file(EXAMPLES / SHARDED)
+    write_captured(captured_job(job), tmp_path / "step")
+    assert read_captured(tmp_path / "step").world_size == 512
+    program = stepsight.Program.load(tmp_path / "step" / "rank0")
+    whole = stepsight.predict(program)
+    assert whole.iteration_time_s == pytest.approx(stepsight.predict(job).simulation.iteration_time_s, rel=2e-3)
+    attention = [node for node, each in enumerate(program.nodes) if each.work.kind == "attention"]
+    without = stepsight.predict(program.remove(attention))
+    saved = sum(stepsight.predict(program.part([node], "one")).iteration_time_s for node in attention[:1])
+    assert 0 < whole.iteration_time_s - without.iteration_time_s < 2 * len(attention) * saved
+    assert stepsight.predict(program, "roofline").source.startswith("roofline")
+    with pytest.raises(JobError, match="do not go with a program"):
+        stepsight.predict(program, latency="mine")  # type: ignore[call-overload]
+    with pytest.raises(PredictorError, match="device_name"):
+        stepsight.predict(program.replace(device_name=""))
+
+
+def test_a_job_gives_graphs_without_targets(tmp_path: Path) -> None:
+    run = unmeasured_run(EXAMPLES / PIPELINE)
+    told = make_dataset((), tmp_path / "data", unmeasured=[run])
+    graphs = TraceGraphs(tmp_path / "data")
+    assert told["step_graphs"] == 2 and told["edges"]["rendezvous"] > 0
+    assert {graph.segment for graph in graphs} == {"step", "forward", "backward", "optimizer"}
+    for graph in graphs:
+        for kind in ("op", "collective"):
+            assert graph[kind].y.isnan().all() and graph[kind].x.isfinite().all()
+    program = run.segments[0].program
+    made = program.to_heterodata()
+    assert np.array_equal(made["op"].x, TraceGraphs(tmp_path / "data", scope="segment")[0]["op"].x)
+    assert made["op"].num_nodes == sum(isinstance(node.work, Op) for node in program.nodes)
