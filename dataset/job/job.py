@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
@@ -40,6 +41,8 @@ from stepsight.dataset.job.specs import (
 __all__ = ["BatchSpec", "ClusterSpec", "ExecutionSpec", "Job", "JobLike", "ModelSpec", "OptimizerSpec", "ParallelSpec"]
 
 MOST_PROBLEMS = 20  # listed in an error
+# GPT-3 175B, Nemotron 340B, Qwen3 30B and Llama 4 have 12 in NVIDIA's recipes of 2024-26, with 12 to 24 layers a stage.
+MOST_USUAL_CHUNKS = 12
 _WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "a string"}
 
 
@@ -52,8 +55,8 @@ class Job(JobTables):
             ``.json`` or ``.toml`` file; empty: unknown.  ``from_dict`` fills open keys from the profile, takes
             the framework of a container where none is named, and a calibrated predictor looks for runs of the same
             framework.
-        open_stages: Whether the job says nothing about virtual stages although its framework usually interleaves.  One
-            chunk per stage is assumed; ``interleaved`` is the other job that may be meant.
+        open_stages: Whether the job says nothing about virtual stages although its framework usually interleaves.
+            ``from_dict`` then takes the usual number of chunks; ``uninterleaved`` is the other job that may be meant.
 
     Raises:
         JobError: On construction, with every broken rule and its values.
@@ -88,19 +91,23 @@ class Job(JobTables):
         return hash((self.model, self.parallel, self.batch, self.optimizer, self.cluster.hardware, self.cluster.nodes))
 
     @cached_property
-    def interleaved(self) -> Job | None:
-        """The same job with a chunk for each layer of a stage; None if one chunk is meant, or the layers forbid it.
+    def uninterleaved(self) -> Job | None:
+        """The same job with one chunk per stage, if it leaves that open; None: it means what it says."""
+        if not self.open_stages or self.parallel.virtual_stages == 1:
+            return None
+        return replace(self, parallel=replace(self.parallel, virtual_stages=1, runtime=""), open_stages=False)
 
-        The two are the ends of what a job with ``open_stages`` may mean.
+    def _as_usual(self) -> Job:
+        """The job with as many chunks as recipes of NeMo usually have: one for each layer of a stage, at most
+        ``MOST_USUAL_CHUNKS``; one chunk where layers or micro-batches do not allow several.
         """
-        p = self.parallel
-        finest = self.model.layers // max(p.pp, 1)
-        if not self.open_stages or p.pp == 1 or p.virtual_stages != 1 or p.schedule != "1f1b" or finest < 2:
-            return None
-        try:
-            return replace(self, parallel=replace(p, virtual_stages=finest, runtime=""), open_stages=False)
-        except JobError:  # layers or micro-batches do not allow it
-            return None
+        p, layers = self.parallel, self.model.layers // max(self.parallel.pp, 1)
+        chunks = next((c for c in range(MOST_USUAL_CHUNKS, 1, -1) if layers % c == 0), 1)
+        if not self.open_stages or p.pp == 1 or p.virtual_stages != 1 or p.schedule != "1f1b" or chunks == 1:
+            return self
+        with suppress(JobError):
+            return replace(self, parallel=replace(p, virtual_stages=chunks, runtime=""))
+        return self
 
     @property
     def profile(self) -> Framework | None:
@@ -246,7 +253,8 @@ class Job(JobTables):
         if problems:
             more = len(problems) - MOST_PROBLEMS
             raise JobError("; ".join([*problems[:MOST_PROBLEMS], *([f"and {more} more"] if more > 0 else [])]))
-        return cls(**specs, framework=framework, open_stages=silent and habits is not None and habits.interleaves)
+        is_open = silent and habits is not None and habits.interleaves
+        return cls(**specs, framework=framework, open_stages=is_open)._as_usual()
 
     @classmethod
     def from_file(cls, path: str | Path, framework: str = "") -> Job:

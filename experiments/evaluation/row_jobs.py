@@ -260,7 +260,9 @@ def jobs_of(row: Row) -> list[PublishedJob]:
     for values in itertools.product(*cells.values()):
         filled = Row({**row.cells, **dict(zip(cells, map(str, values), strict=True))})
         try:
-            built.append(PublishedJob(_job(filled, framework), framework, words))
+            job = _job(filled, framework)
+            usual = [f"virtual stages (usually {job.parallel.virtual_stages})"] if job.uninterleaved else []
+            built.append(PublishedJob(job, framework, ", ".join(filter(None, (words, *usual)))))
         except JobError as error:
             errors.append(error)
     if not built:
@@ -375,6 +377,7 @@ def _degrees(row: Row) -> dict[str, int]:
 def _parallel(row: Row, framework: Framework) -> dict[str, Any]:
     degrees, layers = _degrees(row), row.known("layers")
     chunks = (row.whole("vp") or 1) if degrees["pp"] > 1 else 1
+    is_open = framework.interleaves and not row.text("vp")  # the job then takes the usual number
     parts, shared, stage_layers = degrees["pp"] * chunks, row.flag("sequence_parallel"), list[int]()
     # Uneven where embedding and loss count as a layer each.
     if 1 < parts <= MOST_LAYERS and layers % parts and (layers + 2) % parts == 0:
@@ -387,7 +390,7 @@ def _parallel(row: Row, framework: Framework) -> dict[str, Any]:
         raise RowError(f"recompute is {text!r:.40}: it must be {', '.join(RECOMPUTE)}, with any remark in brackets")
     return {
         **degrees,
-        "virtual_stages": chunks,
+        **({} if is_open else {"virtual_stages": chunks}),
         "stage_layers": stage_layers,
         **({} if shared is None else {"sequence_parallel": degrees["tp"] > 1 and shared}),
         **sharding,
@@ -420,8 +423,8 @@ def _sharding(row: Row, framework: Framework, dp: int) -> dict[str, Any]:
 def open_cells(row: Row, framework: Framework) -> dict[str, tuple[Any, ...]]:
     """Cells that a row leaves open although they matter: by column the values that they may have.
 
-    A row with pipeline stages whose framework usually interleaves may have run either way, so may one without a word
-    about recomputation where the framework's policy decides.
+    A row without a word about recomputation may have run any way where the framework's policy decides.  Virtual stages
+    that a row leaves open are as usual in the framework's recipes (``Job.open_stages``).
     """
     dp = _degrees(row)["dp"]
     found: dict[str, tuple[Any, ...]] = {}
@@ -433,8 +436,4 @@ def open_cells(row: Row, framework: Framework) -> dict[str, tuple[Any, ...]]:
         found["micro_batch"] = tuple(size for size in MICRO_BATCHES if batch % (size * dp) == 0) or (1,)
     if not row.text("zero_stage") and dp > 1:
         found["zero_stage"] = ("0", "1")
-    stages, layers = row.whole("pp") or 1, row.whole("layers") or 0
-    finest = layers // stages
-    if stages > 1 and not row.text("vp") and framework.interleaves and finest > 1 and layers % stages == 0:
-        found["vp"] = (1, finest)
     return found

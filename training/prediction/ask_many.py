@@ -218,7 +218,7 @@ class _Group(NamedTuple):
         if only_fitting:
             index = [place for place in index if answers.peak_bytes[place] <= answers.capacity_bytes[place]]
         # An interval that covers several jobs takes a prediction of each.
-        single = [place for place in index if not intervals or jobs[place].interleaved is None]
+        single = [place for place in index if not intervals or jobs[place].uninterleaved is None]
         together = self._simulable(jobs, single)
         seconds, shares = self.times([jobs[place] for place in together], intervals=intervals)
         for place, time_s, share in zip(together, seconds.tolist(), shares.tolist(), strict=True):

@@ -140,9 +140,9 @@ class Prediction:
             self.predictor, self.job, self.software, self.unsupported_share, without=without, judged=judged
         )
         low, high = self.iteration_time_s * math.exp(-half), self.iteration_time_s * math.exp(half)
-        if self.interleaved is None:
+        if self.uninterleaved is None:
             return low, high
-        other = self.interleaved.interval(without, judged=judged)
+        other = self.uninterleaved.interval(without, judged=judged)
         return min(low, other[0]), max(high, other[1])
 
     @property
@@ -229,11 +229,11 @@ class Prediction:
         found = list(self.job.warnings)
         execution = self.job.execution
         found += self.software_used.doubts if execution.kernels or execution.nccl or execution.date else ()
-        other = self.interleaved
+        other = self.uninterleaved
         if other is not None:
             found.append(
-                f"parallel.virtual_stages is not stated, and {self.job.framework} usually interleaves: 1 is taken; "
-                f"{other.job.parallel.virtual_stages} would take {seconds_text(other.iteration_time_s)}, and the "
+                f"parallel.virtual_stages is not stated: {self.job.parallel.virtual_stages} is taken, as recipes of "
+                f"{self.job.framework} usually have; 1 would take {seconds_text(other.iteration_time_s)}, and the "
                 "interval covers both; state it for a narrower one"
             )
         if self.mfu > POSSIBLE_MFU:
@@ -252,16 +252,16 @@ class Prediction:
         return tuple(found)
 
     @cached_property
-    def interleaved(self) -> Prediction | None:
-        """The prediction with a virtual stage for each layer, if the job leaves virtual stages open; else None."""
-        other = self.job.interleaved
+    def uninterleaved(self) -> Prediction | None:
+        """The prediction with one virtual stage, if the job leaves virtual stages open; else None."""
+        other = self.job.uninterleaved
         if other is None or self.given is not None:
             return None
         return predict(other, self.predictor or ROOFLINE, software=self.software)
 
     def _open(self) -> dict[str, Any]:
         """What the job leaves open: its values, and the iteration time of each; empty: nothing."""
-        both = () if self.interleaved is None else (self, self.interleaved)
+        both = () if self.uninterleaved is None else (self, self.uninterleaved)
         chunks, times = [p.job.parallel.virtual_stages for p in both], [p.iteration_time_s for p in both]
         return {"virtual_stages": chunks, "iteration_time_s": times} if both else {}
 

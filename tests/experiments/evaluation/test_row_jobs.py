@@ -199,7 +199,9 @@ def test_a_job_file_that_names_its_framework_says_the_same(framework: str) -> No
             "name": "GPT-x", "family": "gpt", "layers": 8, "hidden": 1024, "heads": 16, "vocab": 50257,
             "seq_len": 1024, "tied_embeddings": True,
         },
-        "parallel": {"tp": 4, "pp": 2, "zero_stage": 1, "sequence_parallel": False, "recompute": "selective"},
+        "parallel": {
+            "tp": 4, "pp": 2, "virtual_stages": 1, "zero_stage": 1, "sequence_parallel": False, "recompute": "selective",
+        },
         "batch": {"micro_batch": 2, "global_batch": 64, "precision": "fp16"},
         "cluster": {"hardware": "a100-sxm-80gb", "nodes": 2, "devices_per_node": 8, "fabric": "dgx-a100"},
     }  # fmt: skip
@@ -340,8 +342,8 @@ def test_a_vocabulary_may_be_small_or_large() -> None:
 
 
 def test_stages_may_interleave_where_the_framework_usually_does() -> None:
-    """Silence about virtual stages is ambiguous for NeMo, and means one chunk for Megatron-LM of 2021."""
-    assert _values(jobs_of(run_row(framework="NeMo", vp="")), "virtual_stages") == [1, 4]
+    """Silence about virtual stages means one for each layer for NeMo, and means one chunk for Megatron-LM of 2021."""
+    assert _values(jobs_of(run_row(framework="NeMo", vp="")), "virtual_stages") == [4]
     assert _values(jobs_of(run_row(framework="NeMo", vp=2)), "virtual_stages") == [2]
     assert _values(jobs_of(run_row(vp="")), "virtual_stages") == [1]
 
