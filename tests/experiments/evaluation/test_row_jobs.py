@@ -200,7 +200,8 @@ def test_a_job_file_that_names_its_framework_says_the_same(framework: str) -> No
             "seq_len": 1024, "tied_embeddings": True,
         },
         "parallel": {
-            "tp": 4, "pp": 2, "virtual_stages": 1, "zero_stage": 1, "sequence_parallel": False, "recompute": "selective",
+            "tp": 4, "pp": 2, "virtual_stages": 1, "zero_stage": 1,
+            "sequence_parallel": False, "recompute": "selective",
         },
         "batch": {"micro_batch": 2, "global_batch": 64, "precision": "fp16"},
         "cluster": {"hardware": "a100-sxm-80gb", "nodes": 2, "devices_per_node": 8, "fabric": "dgx-a100"},
