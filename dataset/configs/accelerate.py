@@ -102,8 +102,11 @@ def write_deepspeed(job: Job) -> ConfigText:
     view = JobView(job)
     view.write(DEEPSPEED_ROWS)
     text = json.dumps(view.tables(), indent=2) + "\n"
-    note = "the model's sizes stand in its config.json: write huggingface too"
-    return view.text(text, ".json", note, sections=_TRAINING_SECTIONS)
+    notes = ["the model's sizes stand in its config.json: write huggingface too"]
+    if job.parallel.recompute == "full" and job.parallel.recompute_every == 1:
+        view.expressed("parallel.recompute")
+        notes.append("recomputation is the model's: call model.gradient_checkpointing_enable() in the script")
+    return view.text(text, ".json", *notes, sections=_TRAINING_SECTIONS)
 
 
 def _read_devices(reading: Reading) -> None:

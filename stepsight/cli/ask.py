@@ -239,7 +239,9 @@ class BestStrategyFile:
 
     Attributes:
         out: Write the best strategy to this job file (.toml).
-        to: Write --out as a framework's configuration: a FORMAT of `stepsight job --to`.
+        to: Write --out as a framework's configuration: a FORMAT of `stepsight job --to`. If the job is read from a
+            configuration of that framework, --out is that file with the settings of the best strategy, and the
+            answer has the differences.
     """
 
     out: Annotated[Path | None, "-o"] = None
@@ -256,10 +258,20 @@ class BestStrategyFile:
             raise StepsightError(f"--to {self.to} needs --out, the file to write")
         check_job_output(self.out, self.to, [job], self.force)
 
-    def write(self, result: SearchResult, predictor: Predictor | str | None = None, space: Any = None) -> str:
-        """Write the best strategy, or the best one that the format expresses; returns what to tell about it."""
+    def write(
+        self,
+        result: SearchResult,
+        predictor: Predictor | str | None = None,
+        space: Any = None,
+        read: tuple[Path, Job] | None = None,
+    ) -> str:
+        """Write the best strategy, or the best one that the format expresses; returns what to tell about it.
+
+        ``read``: the file that the search was asked with, and its job.
+        """
         from stepsight.dataset.base.files import write_text
         from stepsight.dataset.configs.documents import job_toml
+        from stepsight.dataset.configs.edits import diff_text, edit_config
         from stepsight.dataset.configs.formats import write_config
         from stepsight.experiments.reports.job_texts import written_text
         from stepsight.experiments.search.search import best_expressed
@@ -272,7 +284,8 @@ class BestStrategyFile:
             return f"\nwrote the best strategy to {out}"
         choice, all_legal = best_expressed(result, to, predictor, space)
         written = write_config((choice or result.best).job, to)
-        write_text(out, written.text)
+        edited = edit_config(*read, (choice or result.best).job, to) if read is not None else None
+        write_text(out, written.text if edited is None else edited)
         which = "the legal strategies" if all_legal else "the strategies evaluated"
         if choice is None:
             text = f"warning: {out} is not the best strategy, only what {to} expresses of it: of {which} that fit in "
@@ -281,8 +294,11 @@ class BestStrategyFile:
             text = f"wrote the best strategy to {out}"
         else:
             slower = 100 * (choice.timed[0] / result.best.timed[0] - 1)
-            text = f"wrote {choice.job.name} to {out}: {to} does not express the best strategy; of {which} that it "
-            text += f"expresses this is the best ({slower:+.1f} % iteration time)"
+            lost = [line for line in write_config(result.best.job, to).ignored if line not in written.ignored]
+            text = f"wrote {choice.job.name} to {out}: {to} does not express the best strategy ({', '.join(lost)}); of "
+            text += f"{which} that it expresses this is the best ({slower:+.1f} % iteration time)"
+        if read is not None and edited is not None:
+            return f"\n{text}\n{diff_text(read[0], out, edited) or f'# {read[0]} has these settings already'}".rstrip()
         return f"\n{text}\n{written_text(written, to)}"
 
 
@@ -369,7 +385,7 @@ def search_command(
     asked = {"space": space, "goal": goal_options.goal(scenarios), "scenarios": scenarios, "expert_loads": expert_loads}
     result = _searched(read, predictor, settings, workers, uneven, asked)
     report = search_report(read, result, settings.top)
-    report["text"] += best.write(result, predictor, space)
+    report["text"] += best.write(result, predictor, space, (job, read))
     if plot is not None:
         plot_result(result, plot, read.name)
     if csv is not None:

@@ -10,6 +10,8 @@ import pytest
 
 from stepsight.cli.ask import BestStrategyFile
 from stepsight.dataset.base.errors import StepsightError
+from stepsight.dataset.configs.edits import edit_config
+from stepsight.dataset.configs.formats import read_configs
 from stepsight.dataset.job.job import Job
 from stepsight.experiments.search.choices import Choice, SearchResult
 from stepsight.experiments.search.search import MOST_LEGAL, best_expressed, expresses
@@ -35,7 +37,11 @@ def write_best(found: SearchResult, out: Path, to: str, *asked: Any) -> str:
 def test_what_a_framework_expresses_is_written(tmp_path: Path) -> None:
     """Megatron has no zb-h1: the next strategy is written, and what that costs is said."""
     text = write_best(result("zb-h1", "1f1b"), tmp_path / "train.sh", "megatron-script", "roofline", SMALL)
-    assert "pp16-1f1b" in text and "does not express the best strategy" in text and "(+2.0 % iteration time)" in text
+    assert (
+        "pp16-1f1b" in text
+        and "does not express the best strategy (parallel.schedule = zb-h1)" in text
+        and "(+2.0 % iteration time)" in text
+    )
     assert "of the legal strategies that it expresses" in text
     assert "pp16-1f1b" in (tmp_path / "train.sh").read_text()
     assert write_best(result("1f1b"), tmp_path / "train.sh", "megatron-script").startswith("wrote the best strategy")
@@ -80,3 +86,23 @@ def test_no_other_file_is_replaced(tmp_path: Path) -> None:
         out.write_text(text)
         with pytest.raises(StepsightError, match="refuses to overwrite"):
             BestStrategyFile(out=out).check(EXAMPLE)
+
+
+def test_the_users_own_file_is_changed(tmp_path: Path) -> None:
+    """A script keeps its comments and other options: only what the strategy changes is another."""
+    script = (
+        "#!/bin/bash\nTP=8  # of a node\nARGS=(--num-layers 96 --hidden-size 12288 --num-attention-heads 96 --bf16\n"
+        "  --seq-length 2048 --tensor-model-parallel-size $TP --micro-batch-size 1 --global-batch-size 1536\n"
+        "  --pipeline-model-parallel-size=16 --sequence-parallel --lr 6e-5)\n"
+        "torchrun --nproc_per_node 8 --nnodes 128 pretrain_gpt.py ${ARGS[@]}\n"
+    )
+    own, out = tmp_path / "own.sh", tmp_path / "train.sh"
+    own.write_text(script)
+    job = read_configs([own]).job
+    best = replace(job, parallel=replace(job.parallel, tp=4, pp=8, dp=32, zero_stage=1))
+    found = SearchResult([Choice(best, 1.0, 2.0, (1.0, 1.0, 2.0), predict)])
+    text = write_best(found, out, "megatron-script", "roofline", SMALL, (own, job))
+    changed = script.replace("TP=8", "TP=4").replace("size=16", "size=8")
+    assert out.read_text() == changed.replace("--micro-batch", "--use-distributed-optimizer --micro-batch")
+    assert text.startswith("wrote the best strategy") and "-TP=8  # of a node\n+TP=4  # of a node\n" in text
+    assert edit_config(own, job, best, "torchtitan") is None
