@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile
-MINUTES ?= 20
+INPUTS ?= 10000
 JOBS_TRIED ?= 10000
 SAMPLE ?= 0.2
 
@@ -15,7 +15,7 @@ help:
 	@echo "make check       ruff, mypy, who imports whom, and the English of docs and docstrings"
 	@echo "make docs        build the documentation in site/, check its links, and run its tutorials"
 	@echo "make bench       speed figures, printed and written to bench.json"
-	@echo "make fuzz        mutated inputs for every reader, for MINUTES=20"
+	@echo "make fuzz        INPUTS=10000 mutated inputs for every reader (hours; INPUTS=1000 before a release)"
 	@echo "make crash       fail every write of the commands that write, one after the other (about an hour)"
 	@echo "make invariants  what holds for every job, on JOBS_TRIED=10000 random ones (about half an hour)"
 	@echo "make mutants     change the simulator's core in one place, and see whether a test fails, for SAMPLE=0.2 of the places"
@@ -62,7 +62,7 @@ bench: .venv/.installed
 	OMP_NUM_THREADS=1 $(BIN)/stepsight experiment bench --out bench.json
 
 fuzz: .venv/.installed
-	OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz --minutes $(MINUTES)
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz --inputs $(INPUTS)
 
 crash: .venv/.installed
 	CRASH_POINTS=all $(BIN)/python -m pytest -s tests/crash
