@@ -77,6 +77,8 @@ def _default(each: Field[Any]) -> Any:
 def _read(kind: Any, value: Any, name: str) -> Any:
     """A value of an annotated type."""
     origin, arguments = get_origin(kind), get_args(kind)
+    if kind is Any:
+        return value
     if origin in (Union, UnionType):
         return None if value is None else _read(next(a for a in arguments if a is not type(None)), value, name)
     if origin is np.ndarray:
@@ -87,7 +89,7 @@ def _read(kind: Any, value: Any, name: str) -> Any:
         return tuple(_read(of, item, name) for of, item in zip(items, value, strict=True))
     if origin is not None and issubclass(origin, Mapping):
         _check(value, dict, name)
-        return {key: _read(arguments[1], item, f"{name}.{key}") for key, item in value.items()}
+        return {arguments[0](key): _read(arguments[1], item, f"{name}.{key}") for key, item in value.items()}
     if hasattr(kind, "from_dict"):
         return kind.from_dict(value)
     if hasattr(kind, "_fields"):

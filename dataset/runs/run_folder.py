@@ -5,26 +5,25 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from stepsight.dataset.base.bounded import read_file
+from stepsight.dataset.base.codec import IF_SET, OPTIONAL, UNSAVED, Saved
 from stepsight.dataset.base.errors import TraceError
 from stepsight.dataset.base.files import digest, new_folder, read_json, write_json
 from stepsight.dataset.graph.graph_files import write_graph
 from stepsight.dataset.graph.program import Program
 from stepsight.dataset.graph.rank_trace import Placement, RankTrace
+from stepsight.dataset.job.job import Job
 from stepsight.dataset.kinds.op import MOST_SIZE, Collective, Op
+from stepsight.dataset.runs.box_spec import Box
 from stepsight.dataset.runs.run_manifest import SCHEMA, RunManifest, number, read_manifest, read_object, typed
 from stepsight.dataset.runs.trace import Trace
 from stepsight.dataset.traces.import_traces import read_rank_files, trace_format
-
-if TYPE_CHECKING:
-    from stepsight.dataset.job.job import Job
-    from stepsight.dataset.runs.box_spec import Box
 
 
 @dataclass(frozen=True)
@@ -128,19 +127,19 @@ MANIFEST = "manifest.json"
 
 
 @dataclass(frozen=True)
-class ImportedRun:
+class ImportedRun(Saved):
     """The manifest of an imported run."""
 
-    folder: Path
+    folder: Path = field(metadata=UNSAVED)
     name: str
     ranks: Mapping[int, str]  # stem of the graph's files by rank
-    job: Job | None = None  # the job that ran; None if unknown
-    sources: tuple[str, ...] = ()  # names of the traces
-    warnings: tuple[str, ...] = ()  # about all ranks
-    role: str = "train"  # ``train``, ``heldout`` or what else the user called it
-    hardware: str = ""
+    job: Job | None = field(default=None, metadata=OPTIONAL)  # the job that ran; None if unknown
+    sources: tuple[str, ...] = field(default=(), metadata=OPTIONAL)  # names of the traces
+    warnings: tuple[str, ...] = field(default=(), metadata=OPTIONAL)  # about all ranks
+    role: str = field(default="train", metadata=OPTIONAL)  # ``train``, ``heldout`` or what else the user called it
+    hardware: str = field(default="", metadata=OPTIONAL)
     # seconds of each step that was timed without a profiler, by round; empty where there were none
-    rounds: tuple[tuple[float, ...], ...] = ()
+    rounds: tuple[tuple[float, ...], ...] = field(default=(), metadata=IF_SET)
 
     @property
     def timed_s(self) -> float:
@@ -174,29 +173,12 @@ def read_imported(folder: Path) -> ImportedRun:
         tree = read_json(path)
         if tree.get("schema") != SCHEMA or tree.get("imported") is not True:
             raise ValueError(f"schema must be {SCHEMA} and imported true")
-        job = _job(tree.get("job"))
-        ranks = {int(rank): str(stem) for rank, stem in tree["ranks"].items()}
-        if not ranks or not all(re.fullmatch(r"rank\d+", stem) for stem in ranks.values()):
+        run = ImportedRun.from_dict(tree, folder=Path(folder))
+        if not run.ranks or not all(re.fullmatch(r"rank\d+", stem) for stem in run.ranks.values()):
             raise ValueError(f"ranks must name their files rank0, rank1 …, got {tree['ranks']!r:.80}")
-        return ImportedRun(
-            Path(folder),
-            str(tree["name"]),
-            ranks,
-            job,
-            tuple(map(str, tree.get("sources", ()))),
-            tuple(map(str, tree.get("warnings", ()))),
-            str(tree.get("role", "train")),
-            str(tree.get("hardware", "")),
-            tuple(tuple(number(seconds, "rounds") for seconds in steps) for steps in tree.get("rounds", ())),
-        )
+        return run
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise TraceError(f"{path} must be the manifest of an imported run: {error}") from None
-
-
-def _job(tables: Any) -> Job | None:
-    from stepsight.dataset.job.job import Job  # an import without a job needs none
-
-    return Job.from_dict(tables) if tables else None
 
 
 def write_imported(
@@ -220,37 +202,25 @@ def write_imported(
         name: Of the run; without one the traces' names and contents give it.
         more: What else the manifest says, such as ``rounds``: seconds of steps that were timed without a profiler.
     """
-    name = name or f"{_stem(sources[0])}-{digest(*map(_file_digest, sources))[:8]}"
+    if not name:
+        stem = re.sub(r"(\.pt)?(\.trace)?(\.json)?(\.gz)?$", "", sources[0].name)
+        stem = re.sub(r"[^A-Za-z0-9._-]+", "-", stem).strip("-.")[:60] or "trace"
+        name = f"{stem}-{digest(*map(_file_digest, sources))[:8]}"
     folder = Path(collection) / "runs" / name
     ranks = {graph.rank: f"rank{graph.rank}" for graph in graphs}
-    manifest = {
-        "schema": SCHEMA,
-        "imported": True,
-        "name": name,
-        "role": "train",
-        "job": job.to_dict() if job is not None else None,
-        "world_size": graphs[0].world_size,
-        "hardware": graphs[0].device_name,
-        "ranks": {str(rank): stem for rank, stem in ranks.items()},
-        "sources": [path.name for path in sources],
-        "warnings": list(warnings),
-        **(more or {}),
-    }
+    names, hardware = tuple(path.name for path in sources), graphs[0].device_name
+    run = ImportedRun(folder, name, ranks, job, names, tuple(warnings), hardware=hardware)
+    told = {"schema": SCHEMA, "imported": True, "world_size": graphs[0].world_size, **run.to_dict(), **(more or {})}
     with new_folder(folder) as part:
         for graph in graphs:
             write_graph(graph, part, ranks[graph.rank])
-        write_json(part / MANIFEST, manifest)
-    return ImportedRun(folder, name, ranks, job, tuple(path.name for path in sources), tuple(warnings))
+        write_json(part / MANIFEST, told)
+    return run
 
 
 def _file_digest(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _stem(path: Path) -> str:
-    stem = re.sub(r"(\.pt)?(\.trace)?(\.json)?(\.gz)?$", "", path.name)
-    return re.sub(r"[^A-Za-z0-9._-]+", "-", stem).strip("-.")[:60] or "trace"
 
 
 def run_folders(path: Path) -> list[Path]:
@@ -326,8 +296,6 @@ class EventFile:
 
 def read_event_file(path: Path) -> EventFile:
     """Read and check an event file."""
-    from stepsight.dataset.runs.box_spec import Box  # importing a trace needs no jobs
-
     tree = read_object(path)
     if tree.get("schema") != SCHEMA:
         raise TraceError(f"an event file must have schema = {SCHEMA}, got {tree.get('schema')!r:.80} in {path}")

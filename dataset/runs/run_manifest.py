@@ -6,14 +6,13 @@ import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
+from stepsight.dataset.base.codec import OPTIONAL, UNSAVED, Saved
 from stepsight.dataset.base.errors import JobError, TraceError
 from stepsight.dataset.base.files import read_json
-
-if TYPE_CHECKING:
-    from stepsight.dataset.job.job import Job
-    from stepsight.dataset.runs.box_spec import Box
+from stepsight.dataset.job.job import Job
+from stepsight.dataset.runs.box_spec import Box
 
 SCHEMA = 1
 T = TypeVar("T")
@@ -22,28 +21,28 @@ _WORDS = {str: "string", int: "whole number", dict: "table"}
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunManifest:
+class RunManifest(Saved):
     """What ``manifest.json`` of a run folder says, checked."""
 
-    folder: Path
+    folder: Path = field(metadata=UNSAVED)
     name: str  # name of the run in its collection
-    role: str  # ``train``, ``heldout`` or what the plan called it
+    role: str = field(default="", metadata=OPTIONAL)  # ``train``, ``heldout`` or what the plan called it
     job: Job
     world_size: int  # number of ranks that ran
     rounds: tuple[tuple[float, ...], ...]  # seconds of each timed step without a profiler, by round
-    profiled_seconds: tuple[float, ...] = ()  # seconds of each profiled step
-    fingerprint: Mapping[str, Any] = field(default_factory=dict)  # machine and software it ran on
-    versions: Mapping[str, Any] = field(default_factory=dict)  # software versions
+    profiled_seconds: tuple[float, ...] = field(default=(), metadata=OPTIONAL)  # seconds of each profiled step
+    fingerprint: Mapping[str, Any] = field(default_factory=dict, metadata=OPTIONAL)  # machine and software it ran on
+    versions: Mapping[str, Any] = field(default_factory=dict, metadata=OPTIONAL)  # software versions
     # file names by rank and format (``kineto``, ``et``); empty for a run that was only timed
-    traces: Mapping[int, Mapping[str, str]] = field(default_factory=dict)
-    digests: Mapping[str, str] = field(default_factory=dict)  # SHA-256 by file name, of the traces
-    peak_memory_bytes: tuple[float, ...] = ()  # per rank
-    losses: tuple[float, ...] = ()  # per step
-    box: Box | None = None  # that it ran in, None outside of one
-    compiled: bool = False  # whether composite ops were compiled
+    traces: Mapping[int, Mapping[str, str]] = field(default_factory=dict, metadata=OPTIONAL)
+    digests: Mapping[str, str] = field(default_factory=dict, metadata=OPTIONAL)  # SHA-256 by file name, of the traces
+    peak_memory_bytes: tuple[float, ...] = field(default=(), metadata=OPTIONAL)  # per rank
+    losses: tuple[float, ...] = field(default=(), metadata=OPTIONAL)  # per step
+    box: Box | None = field(default=None, metadata=OPTIONAL)  # that it ran in, None outside of one
+    compiled: bool = field(default=False, metadata=OPTIONAL)  # whether composite ops were compiled
     # the rank of the job for which one process stood in, its collectives only taking their modelled time; None: all
     # ranks ran
-    stand_in: int | None = None
+    stand_in: int | None = field(default=None, metadata=OPTIONAL)
 
     @property
     def step_seconds(self) -> tuple[float, ...]:
@@ -77,38 +76,15 @@ def read_manifest(folder: Path) -> RunManifest:
         rule = "a run manifest must have name, job, world_size and rounds"
         raise TraceError(f"{rule}, got no {', '.join(missing)} in {path}")
     try:
-        manifest = _manifest(folder, tree)
+        if "stand_in" in tree:
+            tree["stand_in"] = typed(typed(tree["stand_in"], dict, "stand_in").get("rank"), int, "stand_in.rank")
+        manifest = RunManifest.from_dict({**tree, "compiled": tree.get("compile", False)}, folder=folder)
     except JobError as error:
         raise TraceError(f"a run manifest must hold a valid job, got {error} in {path}") from None
-    except ValueError as error:
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise TraceError(f"a run manifest must have fields of the right type: {error} in {path}") from None
     _check(manifest, path)
     return manifest
-
-
-def _manifest(folder: Path, tree: dict[str, Any]) -> RunManifest:
-    from stepsight.dataset.job.job import Job  # importing a trace needs no jobs
-    from stepsight.dataset.runs.box_spec import Box
-
-    rounds = typed(tree["rounds"], list, "rounds")
-    return RunManifest(
-        folder=folder,
-        name=typed(tree["name"], str, "name"),
-        role=typed(tree.get("role", ""), str, "role"),
-        job=Job.from_dict(typed(tree["job"], dict, "job")),
-        world_size=typed(tree["world_size"], int, "world_size"),
-        rounds=tuple(_numbers(steps, "a round") for steps in rounds),
-        profiled_seconds=_numbers(tree.get("profiled_seconds", []), "profiled_seconds"),
-        fingerprint=_table(tree, "fingerprint"),
-        versions=_table(tree, "versions"),
-        traces={int(rank): _files(files) for rank, files in _table(tree, "traces").items()},
-        digests={name: typed(value, str, "digests") for name, value in _table(tree, "digests").items()},
-        peak_memory_bytes=_numbers(tree.get("peak_memory_bytes", []), "peak_memory_bytes"),
-        losses=_numbers(tree.get("losses", []), "losses"),
-        box=Box.from_dict(tree["box"]) if "box" in tree else None,
-        compiled=typed(tree.get("compile", False), bool, "compile"),
-        stand_in=typed(_table(tree, "stand_in").get("rank"), int, "stand_in.rank") if "stand_in" in tree else None,
-    )
 
 
 def typed(value: Any, kind: type[T], name: str) -> T:
@@ -127,27 +103,15 @@ def number(value: Any, name: str) -> float:
     return float(value)
 
 
-def _numbers(value: Any, name: str) -> tuple[float, ...]:
-    return tuple(number(item, name) for item in typed(value, list, name))
-
-
-def _table(tree: dict[str, Any], name: str) -> dict[str, Any]:
-    return typed(tree.get(name, {}), dict, name)
-
-
-def _files(files: Any) -> dict[str, str]:
-    """Names of a rank's files: within the run folder alone."""
-    for name in typed(files, dict, "a rank's traces").values():
-        if Path(typed(name, str, "a trace's file name")).name != name:
-            raise ValueError(f"a trace's file name must have no folder, got {name!r:.80}")
-    return dict(files)
-
-
 def _check(manifest: RunManifest, path: Path) -> None:
     devices, ranks, box = manifest.job.cluster.num_devices, sorted(manifest.traces), manifest.box
     world, rank, rounds = manifest.world_size, manifest.stand_in, manifest.rounds
-    timed = bool(rounds) and all(steps and min(steps) > 0 for steps in rounds)
-    rules = [(timed, f"every round must have timed steps of more than 0 s, got {rounds!s:.80}")]
+    timed = bool(rounds) and all(steps and 0 < min(steps) <= max(steps) <= MOST for steps in rounds)
+    nested = [name for files in manifest.traces.values() for name in files.values() if Path(name).name != name]
+    rules = [
+        (timed, f"every round must have timed steps of more than 0 s, got {rounds!s:.80}"),
+        (not nested, f"a trace's file name must have no folder, got {''.join(nested[:1])!r:.80}"),
+    ]
     if rank is not None:
         rules += [
             (world == 1 and box is None, f"a stand-in is one rank outside of a box, got world_size = {world}"),
