@@ -314,77 +314,61 @@ def read_footer(file: BinaryIO) -> Stated:
         raise ValueError("Parquet must end with the length of its footer and PAR1")
     file.seek(size - 8 - length)
     try:
-        footer = _Compact(file.read(length)).structure()
+        footer = _thrift(file.read(length), 0, _STRUCT)[0]
         metas = [chunk[_META] for group in footer[_GROUPS] for chunk in group[_CHUNKS]]
         values, sizes = ([int(meta[field]) for meta in metas] for field in (_VALUES, _SIZE))
         return Stated(int(footer[_ROWS]), sum(max(0, n) for n in values), sum(max(0, n) for n in sizes))
-    except (KeyError, IndexError, TypeError, struct.error):
+    except (ValueError, struct.error) as error:
+        raise ValueError(f"a Parquet footer must be whole: {error}") from None
+    except (KeyError, IndexError, TypeError):
         raise ValueError("a Parquet footer must state rows, row groups, columns, values and sizes") from None
 
 
-class _Compact:
-    """Values of Thrift's compact protocol, one after the other."""
+def read_varint(data: bytes, at: int) -> tuple[int, int]:
+    """A number of 7 bits a byte, as Thrift and protobuf write it, and where it ends."""
+    value = 0
+    for shift in range(0, 70, 7):
+        if at >= len(data):
+            break
+        byte = data[at]
+        value, at = value | (byte & 127) << shift, at + 1
+        if byte < 128:
+            return value, at
+    raise ValueError("the file ends within a number, or a number has more than 64 bits")
 
-    def __init__(self, data: bytes) -> None:
-        self._data, self._at, self._depth = data, 0, 0
 
-    def structure(self) -> dict[int, Any]:
-        """Return fields by their number."""
-        self._enter()
-        fields: dict[int, Any] = {}
-        number = 0
-        while header := self._byte():
-            number = number + (header >> 4) if header >> 4 else self._integer()
-            kind = header & 15
-            fields[number] = kind == _TRUE if kind in (_TRUE, _FALSE) else self._value(kind)
-        self._depth -= 1
-        return fields
-
-    def _value(self, kind: int) -> Any:
-        if kind in (_TRUE, _FALSE, _BYTE):  # a truth value in a list takes a byte
-            return self._byte()
-        if kind in _INTEGERS:
-            return self._integer()
-        if kind == _DOUBLE:
-            return struct.unpack("<d", self._bytes(8))[0]
-        if kind == _BINARY:
-            return self._bytes(self._unsigned())
-        if kind in _LISTS:
-            header = self._byte()
-            count = self._unsigned() if header >> 4 == 15 else header >> 4
-            self._enter()
-            values = [self._value(header & 15) for _ in range(count)]
-            self._depth -= 1
-            return values
-        if kind == _STRUCT:
-            return self.structure()
-        raise ValueError(f"a Parquet footer has no values of type {kind}")
-
-    def _enter(self) -> None:
-        self._depth += 1
-        if self._depth > DEEPEST:
-            raise ValueError(f"structures of a Parquet footer must be nested at most {DEEPEST} deep")
-
-    def _byte(self) -> int:
-        value = self._data[self._at]
-        self._at += 1
-        return value
-
-    def _bytes(self, count: int) -> bytes:
-        if count > len(self._data) - self._at:
+def _thrift(data: bytes, at: int, kind: int, depth: int = 1) -> tuple[Any, int]:
+    """A value of Thrift's compact protocol, and where it ends; a structure is a table of its fields by number."""
+    if depth > DEEPEST:
+        raise ValueError(f"structures must be nested at most {DEEPEST} deep")
+    if kind in (_TRUE, _FALSE, _BYTE):  # a truth value in a list takes a byte
+        return data[at], at + 1
+    if kind in _INTEGERS:
+        value, at = read_varint(data, at)
+        return (value >> 1) ^ -(value & 1), at
+    if kind == _DOUBLE:
+        return struct.unpack_from("<d", data, at)[0], at + 8
+    if kind == _BINARY:
+        count, at = read_varint(data, at)
+        if count > len(data) - at:
             raise IndexError
-        self._at += count
-        return self._data[self._at - count : self._at]
-
-    def _unsigned(self) -> int:
-        value = 0
-        for shift in range(0, 70, 7):
-            byte = self._byte()
-            value |= (byte & 127) << shift
-            if byte < 128:
-                return value
-        raise ValueError("an integer of a Parquet footer must have at most ten bytes")
-
-    def _integer(self) -> int:
-        value = self._unsigned()
-        return (value >> 1) ^ -(value & 1)
+        return data[at : at + count], at + count
+    if kind in _LISTS:
+        header, at = data[at], at + 1
+        count, at = read_varint(data, at) if header >> 4 == 15 else (header >> 4, at)
+        values = []
+        for _ in range(count):
+            value, at = _thrift(data, at, header & 15, depth + 1)
+            values.append(value)
+        return values, at
+    if kind != _STRUCT:
+        raise ValueError(f"it has no values of type {kind}")
+    fields: dict[int, Any] = {}
+    number = 0
+    while header := data[at]:
+        number, at = (number + (header >> 4), at + 1) if header >> 4 else _thrift(data, at + 1, _INTEGERS[0])
+        if header & 15 in (_TRUE, _FALSE):
+            fields[number] = header & 15 == _TRUE
+        else:
+            fields[number], at = _thrift(data, at, header & 15, depth + 1)
+    return fields, at + 1

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from stepsight.dataset.base.bounded import read_unpacked
+from stepsight.dataset.base.bounded import read_unpacked, read_varint
 from stepsight.dataset.base.errors import TraceError
 
 COMP, COMM, SEND, RECEIVE = "COMP_NODE", "COMM_COLL_NODE", "COMM_SEND_NODE", "COMM_RECV_NODE"
@@ -113,7 +113,7 @@ def _wire_node(message: bytes) -> ChakraNode:
         elif number == 5:
             at = 0
             while at < len(value):
-                dep, at = _varint(value, at)
+                dep, at = read_varint(value, at)
                 deps.append(dep)
         elif number == 8:
             told = dict(_fields(value))
@@ -141,10 +141,10 @@ def _wire_value(attr: Mapping[int, int | bytes]) -> Any:
 def _fields(message: bytes) -> Iterator[tuple[int, int | bytes]]:
     at = 0
     while at < len(message):
-        key, at = _varint(message, at)
+        key, at = read_varint(message, at)
         value: int | bytes
         if key & 7 == 0:
-            value, at = _varint(message, at)
+            value, at = read_varint(message, at)
         elif key & 7 in (1, 2, 5):
             value, at = _bytes(message, at, {1: 8, 5: 4}.get(key & 7))
         else:
@@ -155,7 +155,7 @@ def _fields(message: bytes) -> Iterator[tuple[int, int | bytes]]:
 def _bytes(data: bytes, at: int, length: int | None = None) -> tuple[bytes, int]:
     """Bytes of a length, which stands before them if it is not given, and where they end."""
     if length is None:
-        length, at = _varint(data, at)
+        length, at = read_varint(data, at)
     if at + length > len(data):
         raise ValueError(f"a message of {length} bytes begins {len(data) - at} bytes before the end")
     return data[at : at + length], at + length
@@ -165,18 +165,6 @@ def _text(value: int | bytes) -> str:
     if isinstance(value, int):
         raise ValueError(f"a text must be bytes, got the number {value}")
     return value.decode()
-
-
-def _varint(data: bytes, at: int) -> tuple[int, int]:
-    value = 0
-    for shift in range(0, 70, 7):
-        if at >= len(data):
-            break
-        byte = data[at]
-        value, at = value | (byte & 127) << shift, at + 1
-        if byte < 128:
-            return value, at
-    raise ValueError("the file ends within a number, or a number has more than 64 bits")
 
 
 def _json_nodes(data: bytes) -> Iterator[ChakraNode]:
