@@ -130,15 +130,7 @@ def unpacked_blocks(path: Path, size: int) -> Iterator[bytes]:
 
 
 def check_unpacked(num_bytes: int, packed_bytes: int, path: Path) -> None:
-    """Check a size that a file states before allocating that much memory.
-
-    Args:
-        num_bytes: Size in memory of what is to be read.
-        packed_bytes: Size of what holds it in the file.
-
-    Raises:
-        ReadError: If it is beyond the limits.
-    """
+    """Check the size in memory that a file states, before it is allocated, and that of what holds it in the file."""
     most, ratio = _limits()
     if num_bytes > most:
         raise ReadError(path, f"must hold at most {_size(most)}, got {_size(num_bytes)}: {_remedy()}")

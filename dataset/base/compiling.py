@@ -98,11 +98,6 @@ def _machine_code(function: Any, keep: bool, done: dict[Any, Any]) -> Any:
     numba calls compiled functions only, so each function of the same module that ``function`` calls is compiled too
     and takes its place among the global names.  Functions of other modules stay as they are: numba's cache on disk
     would not notice that their file has changed.
-
-    Args:
-        function: Plain.
-        keep: As in ``compiled.compile``.
-        done: What is compiled already, by function; added to.
     """
     import numba
 

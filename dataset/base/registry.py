@@ -218,17 +218,7 @@ def did_you_mean(name: object, names: Iterable[object]) -> str:
 def check_takes(
     what: str, function: Any, arguments: Sequence[str], error: type[StepsightError] = StepsightError
 ) -> None:
-    """Check that a function can be called with the positional arguments.
-
-    Args:
-        what: Says which function, for messages.
-        function: Any value.
-        arguments: What it is called with, for messages.
-        error: Raised.
-
-    Raises:
-        StepsightError: If it is not callable, or does not take them.
-    """
+    """Check that a value is a function that takes so many positional arguments; ``what`` says which, for messages."""
     from inspect import signature  # slow to import
 
     if not callable(function):

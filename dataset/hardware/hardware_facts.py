@@ -160,10 +160,7 @@ class Hardware:
         """Slowdown of matrix products in training relative to alone, because of the power limit.
 
         Power beyond ``idle_w`` grows with the cube of the clock, as voltage follows it: the clock falls by the cube
-        root of the excess.
-
-        Args:
-            dtype: Of most matrix products of the job.
+        root of the excess.  ``dtype``: of most matrix products of the job.
         """
         drawn = self.product_power_w.get(power_type(dtype), 0.0)
         if not self.idle_w < self.power_w < drawn:
@@ -171,12 +168,7 @@ class Hardware:
         return float(min(((drawn - self.idle_w) / (self.power_w - self.idle_w)) ** (1 / 3), MOST_SLOWDOWN))
 
     def launch_s(self, work: Op | Collective, calls: LaunchCalls = ONE_LAUNCH) -> float:
-        """The host's time to launch an op or collective.
-
-        Args:
-            work: What is launched.
-            calls: Of the host's software; they count for kinds of which no host time was measured.
-        """
+        """The host's time to launch an op or collective; ``calls`` count for kinds of which no time was measured."""
         seconds = self.host_kinds_s.get(work.kind)
         return self.host_op_s * _calls(work, calls) if seconds is None else seconds * launch_units(work)
 
@@ -339,15 +331,9 @@ CLOSE = 0.05  # relative difference up to which a bandwidth counts as a multiple
 
 
 def suspicious_links(fabric: Fabric, devices_per_node: int, usual: Fabric | None = None) -> tuple[str, ...]:
-    """Bandwidths that are probably of a whole node, of both directions, or in bits.
+    """Say which bandwidths are probably of a whole node, of both directions, or in bits.
 
-    Args:
-        fabric: Links as stated, which are to be one device's, in one direction, in bytes.
-        devices_per_node: Of the cluster.
-        usual: The usual links of the device, if they are known: multiples of them are suspicious.
-
-    Returns:
-        What looks wrong, for people.
+    ``usual``: links of such devices, if they are known: multiples of them are suspicious.
     """
     found = []
     kinds = [(2.0, "both directions together"), (8.0, "in Gbit/s")]

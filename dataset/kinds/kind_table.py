@@ -98,14 +98,8 @@ class KindTable(Registry[K]):
 def check_record(record: Any, noun: str, choices: Mapping[str, Any], rules: Iterable[tuple[str, bool, str]]) -> None:
     """Check the fields of a record of a kind, and set its code.
 
-    Args:
-        record: With ``name`` and ``code``.
-        noun: What it is, for messages.
-        choices: By field: the ``Literal`` type that lists its values.
-        rules: Other fields, each with whether it is right, and what it must be.
-
-    Raises:
-        StepsightError: If a field has a wrong type or value.
+    ``choices``: by field the ``Literal`` that lists its values; ``rules``: other fields, whether each is right, and
+    what it must be.
     """
     if not isinstance(record.name, str) or not record.name.isidentifier():
         raise StepsightError(f"{noun} {record.name!r:.80}: a name must be an identifier")

@@ -191,16 +191,9 @@ def write_imported(
     name: str = "",
     more: Mapping[str, Any] | None = None,
 ) -> ImportedRun:
-    """Write a run into a collection; a run of the same traces is replaced.
+    """Write a run into a collection; a run of the same traces, which give it a name if it has none, is replaced.
 
-    Args:
-        graphs: Of all ranks.
-        sources: Their traces.
-        collection: The folder.
-        job: The job that ran; None if unknown.
-        warnings: About all ranks.
-        name: Of the run; without one the traces' names and contents give it.
-        more: What else the manifest says, such as ``rounds``: seconds of steps that were timed without a profiler.
+    ``more``: what else the manifest says, such as ``rounds``: seconds of steps that were timed without a profiler.
     """
     if not name:
         stem = re.sub(r"(\.pt)?(\.trace)?(\.json)?(\.gz)?$", "", sources[0].name)

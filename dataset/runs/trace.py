@@ -107,12 +107,8 @@ class Correction:
 def profiling_correction(iteration_s: float, profiled_s: float, num_events: float, waited_share: float) -> Correction:
     """Find the correction that turns a profiled step into a step without a profiler.
 
-    Args:
-        iteration_s: A step without a profiler.
-        profiled_s: A step with it.
-        num_events: Recorded calls in it.
-        waited_share: Part of it spent waiting for other ranks.  Such time varies on its own account, so the two steps
-            then say little about the profiler: the usual cost is assumed in that measure.
+    ``waited_share``: part of it spent waiting for other ranks.  Such time varies on its own account, so the two steps
+    then say little about the profiler: the usual cost is assumed in that measure.
     """
     trust = min(max(1.0 - waited_share, 0.0), 1.0)
     if num_events <= 0:

@@ -59,18 +59,9 @@ def import_ranks(
     *,
     form: str = "kineto",
 ) -> Imported:
-    """Read the traces of one job's ranks.
+    """Read the traces of one job's ranks: a file for each, or folders of them, and execution traces of some or all.
 
-    Args:
-        paths: One file for each rank, or folders of them.
-        executions: PyTorch's execution traces, of all ranks or of some.
-        placement: What is known of the job's ranks.
-        on_file: Told how many files are read, of how many.
-        form: Name of their format.
-
-    Raises:
-        TraceError: If there is no such format, a file is no whole trace, two are of one rank, or the ranks are of
-            different jobs.
+    Raises ``TraceError`` if there is no such format, a file is no whole trace, or the ranks are not of one job.
     """
     place = replace(placement or Placement(), rank=None)
     _ = TRACE_READERS[form]  # it is known
@@ -277,9 +268,6 @@ def read_rank_files(
     """Trace and graph of a rank of a run folder, from the first of its files that has a known format.
 
     ``executions``: read the rank's execution trace too, if there is one, for the data dependencies of the graph.
-
-    Raises:
-        TraceError: As ``read_rank_trace``.
     """
     form = trace_format(files, placement.rank, folder)
     execution = folder / files["et"] if executions and "et" in files else None

@@ -49,16 +49,9 @@ _IDLE_GAP_US, _IDLE_SHARE = 150.0, 0.5  # gaps, and part of them, in which a dev
 
 @without_collection()
 def read_rank(path: Path, placement: Placement | None = None, execution: Path | None = None) -> Program:
-    """Read one rank's file (``.json`` or ``.json.gz``) as a graph.
+    """Read one rank's Kineto trace as a graph, with data dependencies from PyTorch's execution trace of the same steps.
 
-    Args:
-        path: Kineto trace.
-        placement: The rank's place in its job, where that is known.
-        execution: PyTorch's execution trace of the same steps, for data dependencies.
-
-    Raises:
-        TraceError: If it is no whole Kineto trace, or holds nothing that could be a node; or if the execution trace is
-            of another run.
+    Raises ``TraceError`` if it is no whole trace or holds no node, or if the execution trace is of another run.
     """
     events = RankEvents(path)
     with well_formed(path):
