@@ -15,7 +15,15 @@ import numpy as np
 from stepsight.dataset.base.errors import PredictorError, StepsightError, TableError
 from stepsight.dataset.base.files import digest
 from stepsight.experiments.calibration.calibrate_parts import LEAST_GAIN, Change, Report, starting_predictor
-from stepsight.experiments.evaluation.error_metrics import Scored, carried_forward, grouped, series_of
+from stepsight.experiments.evaluation.error_metrics import (
+    Errors,
+    Scored,
+    carried_forward,
+    errors,
+    grouped,
+    regret,
+    series_of,
+)
 from stepsight.experiments.evaluation.evaluate import (
     FITTED,
     Evaluation,
@@ -33,6 +41,7 @@ from stepsight.training.predictor.predictor import Predictor
 
 ONE_SIDED = 1.28  # standard deviations of a confidence of 90 %
 PRIOR_RUNS, PRIOR_SPREAD = 2.0, 4.0  # percentage points by which gains of single runs usually differ
+LEAST_REGRET = 0.1  # percentage points: a smaller rise of regret is chance
 MOST_LEFT = 30.0  # percent of mean error that may be left: beyond, the table is not of such hardware, or in other units
 LARGER = "larger runs"
 COPY = "a copy of a fitted run"
@@ -50,15 +59,27 @@ class Evidence(Change):
     off_log: float
     sure_gain: float  # lower bound, with 90 % confidence, of the fall of the mean absolute error, in percentage points
 
+    regrets: tuple[float, float]  # of choosing a run by predictions before and after, in percent
+    # errors of carrying forward the smallest run of each series, and of the calibrated predictions of the same runs
+    carried: Errors
+    ours_there: Errors
+
     @property
     def better(self) -> bool:
-        """Whether calibration surely lowers the mean error by ``LEAST_GAIN``, and to at most ``MOST_LEFT``."""
+        """Whether the mean error surely falls by ``LEAST_GAIN``, to at most ``MOST_LEFT``, and regret does not rise."""
         before, after = self.before.mape or 0.0, self.after.mape or 0.0
-        return self.sure_gain > LEAST_GAIN * before and after <= MOST_LEFT
+        return self.sure_gain > LEAST_GAIN * before and after <= MOST_LEFT and not self.chooses_worse
+
+    @property
+    def chooses_worse(self) -> bool:
+        """Whether calibrated predictions choose slower runs among those that judge."""
+        return self.regrets[1] > self.regrets[0] + LEAST_REGRET
 
     def to_dict(self) -> dict[str, Any]:
         sources = {name: change.to_dict() for name, change in self.sources.items()}
-        return {"by": self.by, **super().to_dict(), "sources": sources, "sure_gain": self.sure_gain}
+        value = {"by": self.by, **super().to_dict(), "sources": sources, "sure_gain": self.sure_gain}
+        value |= dict(zip(("regret_before", "regret_after"), self.regrets, strict=True))
+        return {**value, "carried_forward": self.carried.to_dict(), "ours_where_carried": self.ours_there.to_dict()}
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -157,26 +178,28 @@ def calibrate(
     copies = {COPY: many} if (many := len(every_larger) - len(larger)) else {}
     fit = with_rows(predictor, fitted)
     if larger:
-        evidence = _evidence(LARGER, larger, [score(row.row, lambda _: fit.predictor).predicted_s for row in larger])
+        after = [score(row.row, lambda _: fit.predictor).predicted_s for row in larger]
+        evidence = _evidence(LARGER, larger, after, evaluation.scored)
     else:  # sizes are held out in turn, or runs if there is one size
         by = SIZES if len({row.row.gpus for row in fitted}) > 1 else ROWS
         off, _ = fit.process.left_out([row.row.gpus if by == SIZES else row.job for row in fitted])
         after = [row.measured_s * float(np.exp(-log)) for row, log in zip(fitted, off, strict=True)]
-        evidence = _evidence(by, fitted, after)
+        evidence = _evidence(by, fitted, after, evaluation.scored)
     own = replace(fit.predictor, calibration=replace(fit.predictor.calibration, judged_log=evidence.off_log))
-    told = {**evaluation.skipped, **copies}
-    report = CalibrationReport(
-        source=predictor.source, calibrated=own, out=out, num_fitted=len(fitted), evidence=evidence, skipped=told
-    )
+    shared: dict[str, Any] = {"source": predictor.source, "calibrated": own, "out": out, "evidence": evidence}
+    report = CalibrationReport(num_fitted=len(fitted), skipped={**evaluation.skipped, **copies}, **shared)
     data: dict[str, Any] = {"judged_rows": list(evidence.digests), "runs": {runs.name: digest(runs.read_bytes())}}
     report.save(fit.predictor.manifest["fitted_rows"], **data)
     return report
 
 
-def _evidence(by: str, rows: Sequence[Scored], after: Sequence[float]) -> Evidence:
+def _evidence(by: str, rows: Sequence[Scored], after: Sequence[float], every_row: Sequence[Scored]) -> Evidence:
     before_s, after_s = np.array([row.predicted_s for row in rows]), np.array(after)
     measured_s = np.array([row.measured_s for row in rows])
-    every = Change.of(before_s, after_s, measured_s)
+    every, choices = Change.of(before_s, after_s, measured_s), [row.choice for row in rows]
+    regrets = (regret(choices, list(seconds), measured_s.tolist()) or 0.0 for seconds in (before_s, after_s))
+    forward = dict(zip(map(id, every_row), carried_forward(every_row), strict=True))
+    known = [at for at, row in enumerate(rows) if forward[id(row)] is not None]
     sources = grouped(rows, lambda row: row.row.source)
     return Evidence(
         by=by,
@@ -186,6 +209,9 @@ def _evidence(by: str, rows: Sequence[Scored], after: Sequence[float]) -> Eviden
         digests=tuple(row.digest for row in rows),
         off_log=off_by(np.log(measured_s / after_s)),
         sure_gain=sure_gain(rows, after),
+        regrets=tuple(regrets),  # type: ignore[arg-type]
+        carried=errors([forward[id(rows[at])] or 0.0 for at in known], measured_s[known]),
+        ours_there=errors(after_s[known], measured_s[known]),
     )
 
 
@@ -217,6 +243,15 @@ def calibration_text(report: CalibrationReport) -> str:
         f"{evidence.by} falls by {100 * LEAST_GAIN:g} % of it, to {MOST_LEFT:g} % at most: it falls by {gain:.1f} "
         f"points, with a confidence of 90 % by {evidence.sure_gain:.1f} at least"
     )
+    if evidence.chooses_worse and not report.released:
+        verdict += "; runs chosen by it would be {1:.1f} % slower than the fastest, {0:.1f} % without".format(
+            *evidence.regrets
+        )
+    carried = evidence.carried
+    beside = [
+        f"carrying forward the smallest run of each series: mean error {carried.mape or 0.0:.1f} % on {carried.used} "
+        f"of these runs, calibrated {evidence.ours_there.mape or 0.0:.1f} %"
+    ]
     widest = 100 * math.expm1(value["least_half_width_log"])
     least = [f"intervals reach {widest:.1f} % up at least: what nine of ten of them were off by"] if widest else []
     return "\n".join(
@@ -225,6 +260,7 @@ def calibration_text(report: CalibrationReport) -> str:
             f"errors in percent on {evidence.by}:",
             table(header, cells),
             *least,
+            *(beside if carried.used else []),
             *(f"left out {count}: {why}" for why, count in value["skipped"].items()),
             verdict,
         ]

@@ -34,16 +34,17 @@ class Resource:
     high_log: float
 
 
-# Priors are what held-out measurements of the tables are off by: products 3 to 5 %, links within a node 3 to 10 %; most
-# of what streams was measured as something else, and links between nodes are another cluster's.  Bounds: products reach
-# 0.6 to 0.8 of a peak alone and memory 0.93 of its bandwidth, so neither can be faster by more than what is left;
-# clocks under power limits and cold caches slow them down in training.
+# Priors: iteration times tell resources apart badly, so each factor is believed to be near 1, as products measured
+# alone are (3 to 5 %).  What a run is off by belongs to jobs like it, not to other sizes: with wide priors of host and
+# links, factors fitted on small runs made larger runs worse.  Bounds: products reach 0.6 to 0.8 of a peak alone and
+# memory 0.93 of its bandwidth, so neither can be faster by more than what is left; clocks under power limits and cold
+# caches slow them down in training.
 RESOURCES: Mapping[str, Resource] = {
     "products": Resource(0.05, -0.25, 0.40),
-    "streaming": Resource(0.15, -0.10, 0.70),
-    "host": Resource(0.50, -1.50, 1.50),
-    "near_links": Resource(0.10, -0.25, 0.70),
-    "far_links": Resource(0.30, -0.30, 1.50),
+    "streaming": Resource(0.05, -0.10, 0.70),
+    "host": Resource(0.05, -1.50, 1.50),
+    "near_links": Resource(0.05, -0.25, 0.70),
+    "far_links": Resource(0.05, -0.30, 1.50),
 }
 NAMES = tuple(RESOURCES)
 _RESOURCE_OF_BOUND = {
@@ -93,7 +94,7 @@ class Constants:
         """Whether nothing is corrected."""
         return not any(self.logs)
 
-    prior_std_log = 0.3  # of the least known resource; ``RESOURCES`` has those of each
+    prior_std_log = 0.05  # of each resource, as in ``RESOURCES``
 
     def log_factor(self, asked: Sequence[Op | Collective]) -> Array:
         """Logarithm of the factor of each duration, ``(asked,)``."""

@@ -37,6 +37,7 @@ from stepsight.training.predictor.predictor import Predictor
 Array = NDArray[np.float64]
 
 STEPS = 3  # steps of Gauss-Newton; times are nearly linear in factors
+FEWEST_GROUPS = 4  # groups of runs, each of one kind of job: fewer do not tell resources apart
 MIN_ROWS = 10  # fewest runs for an estimate of their errors
 NORMAL_WIDTH = 1.645  # deviations that contain 90 % of a normal distribution
 
@@ -65,15 +66,19 @@ class CalibrationFit:
 
 
 def fit_calibration(predictor: Predictor, rows: Sequence[TimedJob]) -> CalibrationFit:
-    """Fit factors of resources and a residual, which replace the predictor's; a scale fitted on its own runs stays."""
+    """Fit factors of resources and a residual, which replace the predictor's; a scale fitted on its own runs stays.
+
+    Fewer than ``FEWEST_GROUPS`` groups of runs give one factor for each iteration alone, that of the residual.
+    """
     assert rows
     scale = predictor.calibration.scale
     likes = [row.like for row in rows]
     shared = covariance(likes, likes)
     measured = np.log([row.seconds / scale for row in rows])
-    prior = np.diag(prior_stds() ** 2)
+    several = len({(like.place, like.labels) for like in likes}) >= FEWEST_GROUPS
+    prior = np.diag(prior_stds() ** 2) * several
     constants, first = Constants(), np.zeros(0)
-    for step in range(STEPS):
+    for step in range(STEPS if several else 1):
         logs, parts = _simulate(predictor, constants, rows)
         by_constants = parts @ prior @ parts.T
         left = measured - logs + parts @ np.array(constants.logs)  # without any correction

@@ -188,6 +188,25 @@ def test_what_does_not_help_is_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "mine").exists()
 
 
+def test_what_would_choose_slower_runs_is_refused(tmp_path: Path) -> None:
+    """A lower mean error is not enough."""
+    runs = write_runs(tmp_path / "runs.csv", *lab(dict.fromkeys(SIZES_SEEN, 1.15)))
+    report = calibrate(runs, "a100-sxm", tmp_path / "mine")
+    worse = replace(report, evidence=replace(report.evidence, regrets=(1.0, 2.0)))
+    assert report.released and not worse.released
+    assert "runs chosen by it would be 2.0 % slower than the fastest, 1.0 % without" in calibration_text(worse)
+
+
+def test_carrying_forward_is_told_beside(tmp_path: Path) -> None:
+    answer = answer_of(
+        write_runs(tmp_path / "runs.csv", *lab(dict.fromkeys(SIZES_SEEN, 1.15))), "a100-sxm", tmp_path / "mine"
+    )
+    told = answer["evidence"]
+    assert told["carried_forward"]["used"] == told["ours_where_carried"]["used"] == 3
+    assert told["ours_where_carried"]["mape"] < told["carried_forward"]["mape"]
+    assert "carrying forward the smallest run of each series: mean error" in answer["text"]
+
+
 def test_without_larger_rows_they_are_left_out_in_turn(tmp_path: Path) -> None:
     """By size where there are several."""
     runs = write_runs(tmp_path / "runs.csv", *lab({8: 1.1, 16: 1.1, 64: 1.1}))

@@ -55,6 +55,16 @@ def test_slow_resources_are_found_and_carried_to_larger_jobs(predictor: Predicto
         assert abs(after.iteration_time_s / row.seconds - 1) < 0.4 * abs(before.iteration_time_s / row.seconds - 1)
 
 
+def test_few_groups_of_runs_tell_no_resources_apart(predictor: Predictor) -> None:
+    """Three kinds of jobs, each at several sizes, correct iterations of their like; a fourth kind tells of factors."""
+    jobs = [job(tp=tp, nodes=nodes) for tp in (1, 2, 4, 8) for nodes in (1, 2)]
+    for kinds, plain in ((3, True), (4, False)):
+        fitted = fit_calibration(predictor, truth(predictor, jobs[: 2 * kinds], products=1.2)).predictor
+        assert fitted.calibration.constants.plain is plain
+        (row,) = truth(predictor, [job(nodes=8)], products=1.2)
+        assert predict(row.job, fitted, software="lab").iteration_time_s == pytest.approx(row.seconds, rel=0.04)
+
+
 def test_a_job_that_was_fitted_is_reproduced_at_every_size(predictor: Predictor) -> None:
     """Whatever was off by a factor for a small run is so for a large one."""
     small = job()
