@@ -95,7 +95,7 @@ def widths_of(evaluation: Evaluation) -> Widths:
     sources: dict[str, list[PublishedRun]] = defaultdict(list)
     for row in evaluation.scored:
         if shipped_predictor(row.job.cluster.hardware) is not None:
-            error = abs(math.log(row.measured_s / row.predicted_s))
+            error = math.log(row.measured_s / row.predicted_s)
             sources[row.row.source].append(PublishedRun(row.digest, class_of(row.job), row.unsupported_share, error))
     return Widths({name: tuple(rows) for name, rows in sources.items()})
 

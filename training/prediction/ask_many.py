@@ -33,7 +33,7 @@ from stepsight.training.prediction.prediction import (
     ROOFLINE,
     Prediction,
     asked_predictor,
-    half_width,
+    interval_ends,
     latency_of_facts,
     source_of_facts,
 )
@@ -189,9 +189,10 @@ class _Together:
     def __init__(self, group: _Group, jobs: list[Job]) -> None:
         self._group, self._jobs = group, jobs
 
-    def share(self, place: int) -> float:
-        """Part of a job's critical path, 0 to 1."""
-        return float(self._shares[place])
+    def share(self, place: int) -> tuple[float, float]:
+        """Parts of a job's critical path, 0 to 1: outside the measured range, and decided by the host."""
+        outside, host = self._shares[:, place].tolist()
+        return outside, host
 
     @cached_property
     def _shares(self) -> Floats:
@@ -221,11 +222,11 @@ class _Group(NamedTuple):
         single = [place for place in index if not intervals or jobs[place].uninterleaved is None]
         together = self._simulable(jobs, single)
         seconds, shares = self.times([jobs[place] for place in together], intervals=intervals)
-        for place, time_s, share in zip(together, seconds.tolist(), shares.tolist(), strict=True):
+        for place, time_s, outside, host in zip(together, seconds.tolist(), *shares.tolist(), strict=True):
             answers.seconds[place] = time_s = time_s * self._factor(jobs[place])
             if intervals:
-                half = half_width(self.predictor, jobs[place], jobs[place].framework, share)
-                answers.low_s[place], answers.high_s[place] = time_s * math.exp(-half), time_s * math.exp(half)
+                down, up = interval_ends(self.predictor, jobs[place], jobs[place].framework, (outside, host))
+                answers.low_s[place], answers.high_s[place] = time_s * math.exp(-down), time_s * math.exp(up)
         for place in set(index) - set(together):
             found = one_job.predict(jobs[place], self.asked)
             answers.seconds[place] = found.iteration_time_s
@@ -236,7 +237,7 @@ class _Group(NamedTuple):
         """Predictions of jobs that this group's latency model answers for."""
         own = self._simulable(jobs, range(len(jobs)))
         seconds = dict(zip(own, self.times([jobs[place] for place in own], intervals=False)[0].tolist(), strict=True))
-        shares: dict[int, Callable[[], float]] = {}
+        shares: dict[int, Callable[[], tuple[float, float]]] = {}
         for at in range(0, len(own), SHARED):
             some = own[at : at + SHARED]
             together = _Together(self, [jobs[place] for place in some])
@@ -263,14 +264,20 @@ class _Group(NamedTuple):
         return 1.0 if self.predictor is None else self.predictor.calibration.factor(job, job.framework)
 
     def times(self, jobs: list[Job], *, intervals: bool) -> tuple[Floats, Floats]:
-        """Seconds before calibration, and the share of each outside the measured range, 0 to 1; shape ``(n,)``."""
+        """Seconds before calibration, shape ``(n,)``; and the shares of each outside the measured range, and decided by
+        the host, 0 to 1, shape ``(2, n)``.
+        """
         latency = self.latency
         if not intervals or not isinstance(latency, LearnedLatency):
-            return simulate_many(jobs, latency).seconds, np.zeros(len(jobs))
-        if latency.outside(())[0]:  # more devices of a node compute at once than were measured
-            return simulate_many(jobs, latency).seconds, np.ones(len(jobs))
-        times = simulate_many(jobs, latency, lambda works: [bool(reason) for reason in latency.outside(works)[1]])
-        return times.seconds, np.minimum(1.0, times.outside / np.maximum(times.seconds, 1e-12))
+            return simulate_many(jobs, latency).seconds, np.zeros((2, len(jobs)))
+        parts = np.zeros((2, len(jobs)))
+        crowded = bool(latency.outside(())[0])  # more devices of a node compute at once than were measured
+        far = None if crowded else (lambda works: [bool(reason) for reason in latency.outside(works)[1]])
+        seconds, outside = simulate_many(jobs, latency, far)
+        parts[0] = 1.0 if crowded else outside / np.maximum(seconds, 1e-12)
+        if latency.hardware.has_host:  # what no op or collective takes
+            parts[1] = 1.0 - simulate_many(jobs, latency, lambda works: [True] * len(works)).outside / seconds
+        return seconds, np.clip(parts, 0.0, 1.0)
 
 
 def _by_latency(jobs: Sequence[Job], predictor: Predictor | str | None) -> list[tuple[list[int], _Group]]:

@@ -22,7 +22,7 @@ from stepsight.training.corrections.intervals import (
     Intervals,
     JobClass,
     job_class,
-    uncalibrated_half_width,
+    uncalibrated_ends,
 )
 from stepsight.training.kernels.host_calls import HostCalls
 from stepsight.training.prediction.prediction import ROOFLINE_SOURCE, asked_predictor
@@ -53,11 +53,12 @@ class CapturedPrediction:
         """Low and high end of the prediction interval (coverage 90 %), in seconds."""
         share = self.unsupported[1]
         if self.predictor is None:
-            half = Intervals().half_width_log
+            down = up = Intervals().half_width_log
         else:
             like, public = _class_of(self.captured, self.hardware_name), self.predictor.kernel.derives
-            half = uncalibrated_half_width(self.predictor.intervals, like, share, public=public)
-        return self.iteration_time_s * math.exp(-half), self.iteration_time_s * math.exp(half)
+            host = self.step.breakdown["host"] / self.iteration_time_s
+            down, up = uncalibrated_ends(self.predictor.intervals, like, (share, host), public=public)
+        return self.iteration_time_s * math.exp(-down), self.iteration_time_s * math.exp(up)
 
     @cached_property
     def unsupported(self) -> tuple[tuple[str, ...], float]:

@@ -31,7 +31,7 @@ from stepsight.training.corrections.intervals import (
     class_of,
     interval_text,
     seconds_text,
-    uncalibrated_half_width,
+    uncalibrated_ends,
 )
 from stepsight.training.predictor.predictor import LearnedLatency, Predictor
 from stepsight.training.predictor.software_used import SoftwareUsed, software_used
@@ -63,8 +63,8 @@ class Prediction:
     simulated: Simulation | None = None  # the iteration, if it is at hand
     predictor: Predictor | None = None  # that answered; None: hardware facts
     software: str = ""  # the framework that is said to run the job
-    # computes ``unsupported_share``, where jobs were predicted together
-    share: Callable[[], float] | None = field(default=None, compare=False)
+    # computes ``unsupported_share`` and ``host_share``, where jobs were predicted together
+    share: Callable[[], tuple[float, float]] | None = field(default=None, compare=False)
     given: GivenLatency | None = field(default=None, compare=False)  # durations from elsewhere, which answered
 
     def __repr__(self) -> str:
@@ -136,10 +136,9 @@ class Prediction:
         """
         if not isinstance(without, str):
             raise StepsightError(f"without must be the name of a source, got {without!r:.80}: the coverage is 90 %")
-        half = half_width(
-            self.predictor, self.job, self.software, self.unsupported_share, without=without, judged=judged
-        )
-        low, high = self.iteration_time_s * math.exp(-half), self.iteration_time_s * math.exp(half)
+        shares = self.unsupported_share, self.host_share
+        down, up = interval_ends(self.predictor, self.job, self.software, shares, without=without, judged=judged)
+        low, high = self.iteration_time_s * math.exp(-down), self.iteration_time_s * math.exp(up)
         if self.uninterleaved is None:
             return low, high
         other = self.uninterleaved.interval(without, judged=judged)
@@ -153,7 +152,14 @@ class Prediction:
     @property
     def unsupported_share(self) -> float:
         """Share of the critical path, 0 to 1, outside the measured range; 0 without a predictor."""
-        return self._outside[1] if self.share is None else self.share()
+        return self._outside[1] if self.share is None else self.share()[0]
+
+    @property
+    def host_share(self) -> float:
+        """Share of the critical path, 0 to 1, that the host's launches decide; 0 without a predictor."""
+        if self.share is not None:
+            return self.share()[1]
+        return 0.0 if self.predictor is None else self.simulation.launches_share
 
     @property
     def extrapolated(self) -> bool:
@@ -354,16 +360,26 @@ class Prediction:
         return axes
 
 
-def half_width(
-    predictor: Predictor | None, job: Job, software: str, share: float, *, without: str = "", judged: bool = False
-) -> float:
-    """Half of the width of a prediction interval, in log-seconds; see ``Prediction.interval``."""
+def interval_ends(
+    predictor: Predictor | None,
+    job: Job,
+    software: str,
+    shares: tuple[float, float],
+    *,
+    without: str = "",
+    judged: bool = False,
+) -> tuple[float, float]:
+    """How far a prediction interval reaches below and above the time, in log-seconds; see ``Prediction.interval``.
+
+    ``shares``: of the time, outside the measured range and decided by the host.
+    """
     if predictor is None:
-        return Intervals().half_width_log
-    half = uncalibrated_half_width(
-        predictor.intervals, class_of(job), share, public=predictor.kernel.derives, without=without
+        return Intervals().half_width_log, Intervals().half_width_log
+    ends = uncalibrated_ends(
+        predictor.intervals, class_of(job), shares, public=predictor.kernel.derives, without=without
     )
-    return predictor.calibration.half_width_log(job, software, half, judged=judged)
+    down, up = (predictor.calibration.half_width_log(job, software, end, judged=judged) for end in ends)
+    return down, up
 
 
 def predict(
