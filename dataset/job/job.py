@@ -257,12 +257,12 @@ class Job(JobTables):
         return cls(**specs, framework=framework, open_stages=is_open)._as_usual()
 
     @classmethod
-    def from_file(cls, path: str | Path, framework: str = "") -> Job:
+    def from_file(cls, path: str | Path, framework: str = "", given: Mapping[str, Any] | None = None) -> Job:
         """Read a ``.toml`` or ``.json`` job file.
 
         Paths in the file (schedules, hardware, fabrics, frameworks) are relative to its folder.
 
-        ``framework``, if not empty, overrides the one in the file.
+        ``framework``, if not empty, and ``given`` (values by key, as ``parallel.tp``) override those of the file.
         """
         path = Path(path)
         if path.suffix not in (".toml", ".json"):
@@ -283,6 +283,11 @@ class Job(JobTables):
         _resolve_paths(tables, path.parent)
         if framework:
             tables["framework"] = framework
+        for key, value in (given or {}).items():
+            section, _, name = key.partition(".")
+            table = tables.setdefault(section, {}) if name else tables
+            if isinstance(table, dict):  # from_dict refuses what is none
+                table[name or section] = value
         try:
             return cls.from_dict(tables)
         except JobError as error:

@@ -107,7 +107,8 @@ def predict_command(
         stepsight predict --program captured --hardware h100-sxm-80gb --fabric dgx-h100
 
     Args:
-        jobs: Job files, or configurations of training frameworks (see `stepsight job`).
+        jobs: Job files, or configurations of training frameworks (see `stepsight job`). If one of them states no
+            model, as a DeepSpeed JSON beside a config.json, all are read as those of one run.
         program: Predict a captured script instead of jobs (see `stepsight capture`).
         fabric: With --program: the fabric, a name or a file. Default: the usual one.
         tokens: Also print the days, device-hours and cost of training on this many tokens, as 15e12.
@@ -133,7 +134,7 @@ def predict_command(
     from stepsight.training.prediction.prediction import predict
 
     predictor = source.load()
-    predictions = [predict(read, predictor) for read in [overrides.read(job) for job in jobs]]
+    predictions = [predict(read, predictor) for read in overrides.read_all(jobs, overrides.nodes)]
     reports = [prediction_report(prediction.job, prediction) for prediction in predictions]
     if tokens is not None:
         goal = goal_of(tokens, prices)

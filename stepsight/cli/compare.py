@@ -136,7 +136,7 @@ def report_command(
     from stepsight.training.prediction.prediction import predict
 
     goal, predictor, tell = goal_of(tokens, prices), source.load(), progress("jobs reported")
-    read = [overrides.read(job) for job in jobs]
+    read = overrides.read_all(jobs, overrides.nodes)
     facts, parts = [], []
     for number, job in enumerate(read):
         prediction = predict(job, predictor)

@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from stepsight.cli.options import Written
+from stepsight.cli.options import Written, pairs
 from stepsight.dataset.base.errors import StepsightError, printable
 
 if TYPE_CHECKING:
+    from stepsight.dataset.configs.formats import ConfigJob
     from stepsight.dataset.job.job import Job
     from stepsight.experiments.search.settings import Goal
     from stepsight.training.predictor.predictor import Predictor
@@ -96,10 +97,12 @@ class JobOptions:
         framework: Framework that runs the job, for example megatron-core or torchtitan. Its profile sets the keys that
             the job file leaves open. Overrides `framework` of the file.
         hardware: Name of the devices; overrides the file. Configurations of frameworks do not state it.
+        given: Set a key of the job, for example model.seq_len=4096; wins over the file. Repeatable.
     """
 
     framework: str = ""
     hardware: str = ""
+    given: Annotated[list[str] | None, "--set", typer.Option(metavar="KEY=VALUE")] = None
 
     def read(self, path: Path, nodes: int | None = None) -> Job:
         """Read a job from a job file, or from the configuration of a training framework.
@@ -109,21 +112,40 @@ class JobOptions:
         Raises:
             StepsightError: If the file is neither, or holds no whole job.
         """
+        return self.read_all([path], nodes)[0]
+
+    def read_all(self, paths: Sequence[Path], nodes: int | None = None) -> list[Job]:
+        """Read a job from each file; configurations of which one states no model are those of one run."""
+        from stepsight.dataset.configs.formats import ConfigJob
+
+        read = [self._read([path], nodes) for path in paths]
+        if len(paths) > 1 and any(isinstance(one, ConfigJob) and one.read is None for one in read):
+            read = [self._read(paths, nodes)]
+        for one in read:
+            if isinstance(one, ConfigJob) and one.read is not None:
+                assumed = ", ".join(f"{key} = {one.assumed[key]}" for key in _TOLD if key in one.assumed)
+                told = f"read as {' and '.join(one.formats)}; assumed {assumed or 'nothing important'}"
+                files = ", ".join(map(str, paths if len(read) < len(paths) else paths[read.index(one) :][:1]))
+                typer.echo(printable(f"{files}: {told}; `stepsight job` lists all"), err=True)
+        return [one.job if isinstance(one, ConfigJob) else one for one in read]
+
+    def _read(self, paths: Sequence[Path], nodes: int | None) -> Job | ConfigJob:
         from stepsight.dataset.configs.drafts import Given
         from stepsight.dataset.configs.formats import is_job_file, read_configs
         from stepsight.dataset.job.job import Job
 
-        refuse_program(path)
-        if is_job_file(path):
-            job = Job.from_file(path, self.framework)
+        given = dict[str, Any]()
+        if self.given:
+            from stepsight.experiments.questions.sweep import toml_value
+
+            given = pairs("--set", self.given, toml_value)
+        for path in paths:
+            refuse_program(path)
+        if len(paths) == 1 and is_job_file(paths[0]):
+            job = Job.from_file(paths[0], self.framework, given)
             return job if not self.hardware and nodes is None else _moved(job, self.hardware, nodes)
         stated = {"cluster.hardware": self.hardware, "cluster.nodes": nodes, "framework": self.framework}
-        read = read_configs([path], Given(values={key: value for key, value in stated.items() if value}))
-        assumed = ", ".join(f"{key} = {read.assumed[key]}" for key in _TOLD if key in read.assumed)
-        told = f"{path}: read as {read.formats[0]}; assumed {assumed or 'nothing important'}; `stepsight job` lists all"
-        job = read.job
-        typer.echo(printable(told), err=True)
-        return job
+        return read_configs(paths, Given(values={**given, **{key: value for key, value in stated.items() if value}}))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -154,6 +154,7 @@ def verify_command(
     search: Path | None = None,
     top: Annotated[int | None, typer.Option(min=1)] = None,
     source: LearnedSource,
+    overrides: JobOptions,
     repeats: Rounds,
     box: Box = None,
 ) -> Answer:
@@ -180,7 +181,7 @@ def verify_command(
     check_writable(out)
     if len(jobs) > 1 and (search is not None or top is not None):
         raise StepsightError(f"--search and --top take one job, got {len(jobs)}")
-    read, predictor = [JobOptions().read(job) for job in jobs], source.load()
+    read, predictor = [overrides.read(job) for job in jobs], source.load()
     if held is not None:
         read = [held.holds(job) for job in read]
     if search is not None:

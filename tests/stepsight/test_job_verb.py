@@ -125,3 +125,17 @@ def test_the_step_of_a_job_is_a_program(tmp_path: Path) -> None:
     asked = ["dataset", "--job", job, "--job", step, "--out", str(tmp_path / "data"), "--json"]
     assert json.loads(run.invoke(app, asked).stdout)["runs"] == 2
     assert "--job" in str(run.invoke(app, ["dataset", "--out", str(tmp_path / "other")]).exception)
+
+
+def test_files_of_one_run_are_one_job(tmp_path: Path) -> None:
+    """A DeepSpeed JSON states no model: it belongs to the model's file beside it.  Keys may be set in every verb."""
+    model, training = tmp_path / "config.json", tmp_path / "ds.json"
+    sizes = {"hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4, "vocab_size": 1000}
+    model.write_text(json.dumps({"model_type": "llama", "intermediate_size": 512, **sizes}))
+    training.write_text('{"zero_optimization": {"stage": 3}, "train_micro_batch_size_per_gpu": 2}')
+    given = ["--set", "model.seq_len=128", "-p", "roofline", "--json"]
+    done = run.invoke(app, ["predict", str(model), str(training), *given])
+    assert "z3 mb2" in json.loads(done.stdout)["job"] and "read as huggingface and deepspeed" in done.stderr
+    example, asked = str(EXAMPLES / "gpt3-175b-1024.toml"), ["--set", "batch.flushes=5", "-p", "roofline"]
+    for verb in (["predict"], ["explain"], ["search"], ["sweep", "--vary", "batch.micro_batch=1"]):
+        assert "batch.flushes must divide" in str(run.invoke(app, [*verb, example, *asked]).exception)
