@@ -196,7 +196,7 @@ def read_fabric_words(text: str, hardware: str) -> FabricWords:
     """Read words for links between nodes, such as ``8x 400 Gb/s InfiniBand per node`` or ``NCCL over TCP sockets``.
 
     Numbers, remarks in parentheses and words that name no technology other than InfiniBand and RoCE say nothing here.
-    Ethernet means NCCL's sockets, unless RoCE or RDMA stands beside it.
+    Ethernet alone may be RoCE or NCCL's sockets, which are ten times slower: it is not understood.
     """
     from difflib import get_close_matches  # slow to import, and seldom needed
 
@@ -207,21 +207,20 @@ def read_fabric_words(text: str, hardware: str) -> FabricWords:
     said = re.sub(r"\([^)]*\)", " ", text.lower()).replace("omni-path", "omnipath")
     words = dict.fromkeys(re.findall(r"(?<![a-z0-9])[a-z][a-z0-9]+", said))
     if {"roce", "rocev2", "rdma"} & words.keys():
-        words.pop("ethernet", None)
+        words = {word: None for word in words if word not in table["either"]}
 
     def fits(preset: str) -> bool:
         return FABRICS[preset].intra_node.bandwidth_bytes_per_s == links.bandwidth_bytes_per_s
 
-    found = [preset for word in words for preset in named.get(word, ())]
-    unknown = [word for word in words if word not in named and word not in usual]
+    found = [preset for word in words for preset in named.get(word, ()) if fits(preset)]
+    unknown = [word for word in words if word not in usual]
     if found or not unknown:
-        return FabricWords(tuple(dict.fromkeys(sorted(found, key=fits, reverse=True))), "")
-    near = [preset for word in unknown for key in get_close_matches(word, named) for preset in named[key]]
-    listed = ", ".join([*dict.fromkeys([*near, *filter(fits, FABRICS)])][:6])
-    told = f"words for the fabric are not understood ({', '.join(unknown):.80})"
-    return FabricWords(
-        (), f"{told}: the usual links of {hardware_name(hardware)} are taken; name a preset, such as {listed}"
-    )
+        return FabricWords(tuple(dict.fromkeys(found)), "")
+    known = {**named, **table["either"]}
+    near = [preset for word in unknown for key in get_close_matches(word, known) for preset in known[key]]
+    listed = ", ".join([*dict.fromkeys(filter(fits, [*near, *FABRICS]))][:6])
+    told = f"words for the fabric of {hardware_name(hardware)} are not understood ({', '.join(unknown):.80})"
+    return FabricWords((), f"{told}: links as of InfiniBand are assumed; name a preset, such as {listed}")
 
 
 _VENDORS = re.compile(

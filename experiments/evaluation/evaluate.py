@@ -13,6 +13,7 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from stepsight.dataset.base.errors import JobError, PredictorError, StepsightError, TableError
+from stepsight.dataset.hardware.hardware import read_fabric_words
 from stepsight.dataset.job.frameworks import GENERIC, unknown_frameworks
 from stepsight.dataset.job.job import Job
 from stepsight.experiments.evaluation import error_metrics
@@ -84,7 +85,9 @@ class Evaluation:
         rows = (*self.scored, *self.suspect)
         generic = (row.row.software for row in rows if row.framework.name == GENERIC.name)
         unknown = unknown_frameworks(dict.fromkeys(generic))
-        doubts = Counter(doubt for row in rows for doubt in row.software.doubts)
+        links = ((row.row.text("inter_interconnect"), row.job.cluster.hardware) for row in rows)
+        fabrics = [read_fabric_words(text, hardware).warning for text, hardware in links]
+        doubts = Counter([*(doubt for row in rows for doubt in row.software.doubts), *filter(None, fabrics)])
         large = [f"{row.row.row_id} of {_short(row.row.source)}" for row in rows if not row.fits]
         named = ", ".join(large[:MOST_NAMED])
         more = f" and {len(large) - MOST_NAMED} more" if len(large) > MOST_NAMED else ""

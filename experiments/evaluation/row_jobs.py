@@ -22,7 +22,14 @@ from typing import Any, TypeVar
 from stepsight.dataset.base.caching import cached
 from stepsight.dataset.base.errors import JobError
 from stepsight.dataset.base.files import digest
-from stepsight.dataset.hardware.hardware import FABRICS, HARDWARE, find_fabric, find_hardware, usual_fabric
+from stepsight.dataset.hardware.hardware import (
+    FABRICS,
+    HARDWARE,
+    find_fabric,
+    find_hardware,
+    read_fabric_words,
+    usual_fabric,
+)
 from stepsight.dataset.job import frameworks
 from stepsight.dataset.job.frameworks import Framework
 from stepsight.dataset.job.job import Job
@@ -73,11 +80,12 @@ def preset_of_device(row: Row) -> str:
 def fabric_of(row: Row, hardware: str, gpus_per_node: int) -> Any:
     """A preset's name, or links from the ports that the row states; otherwise the usual fabric of the devices."""
     text, usual = row.text("inter_interconnect"), usual_fabric(hardware)
-    if text in FABRICS.names():
+    if text in FABRICS:
         return text
     lower, machine = text.lower(), row.text("hardware").lower()
     named = [fabric for word, device, fabric in told()["networks"] if word in lower and device in hardware]
     named += [fabric for word, fabric in told()["machines"] if word in machine]
+    named += read_fabric_words(text, hardware).presets
     if named:
         return named[0]
     ports = _PORTS.search(lower)

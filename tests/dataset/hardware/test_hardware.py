@@ -311,7 +311,6 @@ def test_a_dispatchers_host_takes_its_calls_and_a_launch_for_each_expert() -> No
     [
         ("dgx-a100", "a100-sxm-80gb", "dgx-a100"),
         ("NCCL over TCP sockets", "h100-sxm-80gb", "sockets-100g-h100"),
-        ("100 Gb/s Ethernet", "a100-sxm-80gb", "sockets-100g-a100"),
         ("EFA, 3200 Gbps", "h100-sxm-80gb", "aws-p5"),
         ("HPE Slingshot-11", "a100-sxm-80gb", "slingshot-11-a100"),
         ("8x400Gb/s IB per node (DGX reference)", "a100-sxm-80gb", ""),
@@ -329,3 +328,5 @@ def test_words_that_are_not_understood_are_said_with_the_nearest_presets() -> No
     found = read_fabric_words("2x carrier pigeons, efaa", "a100-sxm-80gb")
     assert found.presets == () and "not understood (carrier, pigeons, efaa)" in found.warning
     assert "aws-p4d" in found.warning and "dgx-a100" in found.warning
+    found = read_fabric_words("100 Gb/s Ethernet", "a100-sxm-80gb")
+    assert "not understood (ethernet)" in found.warning and "roce-400-a100, sockets-100g-a100" in found.warning

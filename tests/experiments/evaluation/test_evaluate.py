@@ -190,3 +190,10 @@ def test_published_runs() -> None:
         assert result["overall"]["used"] >= 0.85 * complete, (name, result["skipped"])
         assert result["overall"]["mape"] <= 40, name
         assert set(result["references"]["overall"]) == {"constant_mfu", "carried_forward", "ours_where_carried"}
+
+
+def test_words_for_links_that_are_not_understood_are_said(tmp_path: Path) -> None:
+    path = write_runs(tmp_path / "runs.csv", run_row(inter_interconnect="carrier pigeons"), run_row(row_id="2"))
+    (warning,) = [each for each in evaluate(path).warnings if "pigeons" in each]
+    assert warning.startswith("1 row: words for the fabric of a100-sxm-80gb are not understood (carrier, pigeons)")
+    assert "name a preset, such as dgx-a100" in warning

@@ -41,6 +41,8 @@ def test_devices(hardware: str, memory: object, name: str) -> None:
         ("A100-SXM", "1600 Gbps node-node interconnect (RoCE)", 25.0),
         ("A100-SXM", "Jean Zay Omni-Path 4x100 Gb/s", 2.53),
         ("A100-SXM", "aws-p4d", 6.25),
+        ("A100-SXM", "EFA", 6.25),
+        ("A100-SXM", "NCCL over TCP sockets", 1.25),
         ("A100-SXM", "", 25.0),
         ("H100-SXM", "8x 400 Gbit/s InfiniBand per node", 50.0),
         ("H100-SXM", "400 Gb/s RDMA per GPU", 50.0),
