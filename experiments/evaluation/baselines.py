@@ -100,11 +100,10 @@ def baseline_figures(
         By name: ``used``, ``mape``, ``median``, ``p90``, ``max``, ``bias``, ``spearman``, ``regret``; and ``ours``, the
         same of the predictions of these rows.
     """
-    chips = lambda row: (row.job.cluster.hardware, row.job.batch.precision)
     found = {}
     for name in names:
         if name == MFU:
-            seconds: list[float | None] = list(constant_mfu(rows, chips))
+            seconds: list[float | None] = list(constant_mfu(rows, by_source=False))
         else:
             seconds = [_seconds(name, row, predictor_of) for row in rows]
         known = [(row, value) for row, value in zip(rows, seconds, strict=True) if value is not None]

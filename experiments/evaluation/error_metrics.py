@@ -209,13 +209,10 @@ def grouped(rows: Iterable[Any], key: Callable[[Any], Hashable]) -> dict[Hashabl
     return groups
 
 
-def _mfu_group(row: Scored) -> Hashable:
-    return row.row.source, row.job.cluster.hardware, row.job.batch.precision
-
-
-def constant_mfu(rows: Sequence[Scored], alike: Callable[[Scored], Hashable] = _mfu_group) -> list[float]:
-    """Seconds of every row by a constant MFU, in their order; ``alike``: rows that share one."""
+def constant_mfu(rows: Sequence[Scored], *, by_source: bool = True) -> list[float]:
+    """Seconds of every row by a constant MFU of its chip and precision (and source), in their order."""
     seconds = [0.0] * len(rows)
+    alike = lambda row: (row.row.source * by_source, row.job.cluster.hardware, row.job.batch.precision)
     for indices in grouped(rows, alike).values():
         ideal = []
         for row in (rows[i] for i in indices):  # with the pipeline's time over that of its work

@@ -67,10 +67,6 @@ def _imported(path: Path) -> dict[str, Any]:
     return trace_summary(run.name, run.graphs)
 
 
-def _predictor_or_run(path: Path) -> dict[str, Any]:
-    return (_predictor if "format" in read_object(path / "manifest.json") else describe_run)(path)
-
-
 def _traces(path: Path) -> dict[str, Any]:
     return trace_summary(path.name, import_ranks([path]).graphs)
 
@@ -225,7 +221,10 @@ _FOLDERS: Kinds = (
     (lambda path: (path / "runs").is_dir(), describe_collection),
     (lambda path: (path / MANIFEST).is_file(), _captured),
     (is_imported, _imported),
-    (lambda path: (path / "manifest.json").is_file(), _predictor_or_run),
+    (
+        lambda path: (path / "manifest.json").is_file(),
+        lambda path: (_predictor if "format" in read_object(path / "manifest.json") else describe_run)(path),
+    ),
     (lambda path: any(map(is_trace, path.iterdir())), _traces),
 )
 _FILES: Kinds = (

@@ -12,7 +12,7 @@ from stepsight.experiments.reports.text_table import Number, table
 from stepsight.training.corrections.intervals import job_class, published_widths
 from stepsight.training.predictor.predictor import Predictor
 from stepsight.training.regression.regressor import UNKNOWN
-from stepsight.training.shipped.catalogue import RECIPES
+from stepsight.training.shipped.catalogue import RECIPES, Recipe
 
 NODE = 8  # devices of the job whose interval stands for those of a device without published runs
 
@@ -20,16 +20,20 @@ NODE = 8  # devices of the job whose interval stands for those of a device witho
 def predictor_text(path: Path, predictor: Predictor) -> str:
     """Hardware, training data, errors, calibration and interval widths of a predictor."""
     manifest, corrections = predictor.manifest, predictor.corrections.items()
+    recipe, off = RECIPES.get(manifest.get("name", "")), manifest.get("metrics", {}).get("mape_percent")
+    twins = f"; {', '.join(recipe.twins)} too, as rooflines differ" if recipe is not None and recipe.twins else ""
+    loan = manifest.get("lent", {})
+    lent = f"by {', '.join(loan['devices'])}: {', '.join(loan['kinds'])} ({loan['how']})" if loan else ""
     lines = [
         ("predictor", str(path)),
-        ("for", _served(predictor)),
+        ("for", predictor.hardware.name + twins),
         ("learned from", _origin(manifest)),
         ("measured", ", ".join(manifest.get("kinds_measured", sorted(predictor.kernel.regressor.physics)))),
-        ("lent", _lent(manifest.get("lent", {}))),
+        ("lent", lent),
         ("corrected", "; ".join(f"{name} ({', '.join(filter(None, of)) or 'all'})" for name, of in corrections)),
-        ("kernels", _kernels(predictor)),
+        ("kernels", _kernels(predictor, recipe)),
         ("context", _context(predictor)),
-        ("held back", _held_back(manifest.get("metrics", {}))),
+        ("held back", "" if off is None else f"iterations of runs held back {off:.1f} % off on average"),
         *_calibration(predictor),
         ("links", _links(manifest.get("calibrated_links", {}))),
         ("traces", _traces(manifest.get("calibrated_traces", {}))),
@@ -38,12 +42,6 @@ def predictor_text(path: Path, predictor: Predictor) -> str:
     ]
     head = "\n".join(f"{name:<13}{text}" for name, text in lines if text)
     return f"{head}\n{_errors(predictor)}\n(--json: every source, ratio and digest)"
-
-
-def _served(predictor: Predictor) -> str:
-    recipe = RECIPES.get(predictor.manifest.get("name", ""))
-    twins = f"; {', '.join(recipe.twins)} too, as rooflines differ" if recipe is not None and recipe.twins else ""
-    return f"{predictor.hardware.name}{twins}"
 
 
 def _origin(manifest: Mapping[str, Any]) -> str:
@@ -56,13 +54,8 @@ def _origin(manifest: Mapping[str, Any]) -> str:
     return f"{counts}, {len(runs)} runs in {', '.join(folders) or 'no collection'}"
 
 
-def _lent(loan: Mapping[str, Any]) -> str:
-    return f"by {', '.join(loan['devices'])}: {', '.join(loan['kinds'])} ({loan['how']})" if loan else ""
-
-
-def _kernels(predictor: Predictor) -> str:
+def _kernels(predictor: Predictor, recipe: Recipe | None) -> str:
     """The software whose kernels a job can select (``execution.kernels``), the default first."""
-    recipe = RECIPES.get(predictor.manifest.get("name", ""))
     known = predictor.kernel.software or (recipe.kernels if recipe is not None else {})
     return "; ".join(f"{label} of {' or '.join(names)}" for label, names in known.items() if any(names))
 
@@ -71,11 +64,6 @@ def _context(predictor: Predictor) -> str:
     ships = predictor.context.name if predictor.context is not None else "none: ops take as long as on their own"
     errors = [f"{form} {error:.2f}" for form, error in predictor.context_facts["held_back"].items()]
     return f"{ships}; errors on runs held back: {', '.join(errors)}" if errors else ships
-
-
-def _held_back(metrics: Mapping[str, float]) -> str:
-    off = metrics.get("mape_percent")
-    return "" if off is None else f"iterations of runs held back {off:.1f} % off on average"
 
 
 def _calibration(predictor: Predictor) -> list[tuple[str, str]]:

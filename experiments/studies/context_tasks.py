@@ -15,7 +15,6 @@ from stepsight.dataset.graph.program import PHASES, Node, Program
 from stepsight.dataset.hardware.hardware import HARDWARE as PRESETS
 from stepsight.dataset.hardware.hardware import find_fabric, usual_fabric
 from stepsight.dataset.runs.run_folder import read_collection
-from stepsight.dataset.runs.run_manifest import RunManifest
 from stepsight.experiments.studies.families import FAMILIES
 from stepsight.experiments.tasks.scripts import Script, collect_script
 from stepsight.features.graph_features import SegmentGraph
@@ -88,7 +87,8 @@ def cluster_task(folder: Path) -> Task:
     """Iterations of 8 and 16 ranks in boxes (``judge``), learned from boxes of at most 4 (``profile``)."""
     predictor, small = _regressors(_collections(folder / "profile"))
     found = [run for each in _collections(folder / "judge") for run in read_collection(each).runs]
-    large = {run.name: MeasuredRun(run, ()) for run in sorted(found, key=_spread, reverse=True) if run.whole}
+    spread = lambda run: (max(run.step_seconds) - min(run.step_seconds)) / run.iteration_time_s
+    large = {run.name: MeasuredRun(run, ()) for run in sorted(found, key=spread, reverse=True) if run.whole}
     seen, unseen = (measured_runs(small, each) for each in (predictor, predictor.left_out))
     split = Split(seen, unseen, {}, list(large.values()), predictor)
     about = "iterations of 8 and 16 ranks in boxes, learned from at most 4; the steadiest run of a job judges"
@@ -155,10 +155,6 @@ def _regressors(collections: Sequence[Path]) -> tuple[Predictor, list[Taught]]:
     kernel = fit_kernels(profile.ops, profile.op_busy, np.array(profile.op_seconds), hardware, seed=0)
     collective = fit_collectives(profile.collectives, profile.fabrics, np.array(profile.collective_seconds), seed=0)
     return Predictor(hardware, kernel, collective), [*runs, *imported]
-
-
-def _spread(run: RunManifest) -> float:
-    return (max(run.step_seconds) - min(run.step_seconds)) / run.iteration_time_s
 
 
 def _script_steps(folder: Path) -> list[HostStep]:

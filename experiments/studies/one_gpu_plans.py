@@ -247,11 +247,6 @@ def _attention(space: OpSpace, rng: random.Random) -> Op:
     return Op(rng.choice(("attention", "attention_backward")), dims, space.dtype)
 
 
-def _norm(space: OpSpace, rng: random.Random) -> Op:
-    kind = rng.choice(("layer_norm", "layer_norm_backward", "rms_norm", "rms_norm_backward"))
-    return Op(kind, (rng.choice(space.tokens), rng.choice(space.models)[0]), space.dtype)
-
-
 def _elementwise(space: OpSpace, rng: random.Random) -> Op:
     hidden, heads, kv_heads, ffn, gates = rng.choice(space.models)
     activation = ("swiglu", "swiglu_backward") if gates == 2 else ("gelu", "gelu_backward")
@@ -265,14 +260,11 @@ def _elementwise(space: OpSpace, rng: random.Random) -> Op:
     return Op(kind, (rng.choice(space.tokens) * width,), space.dtype)
 
 
-def _loss(space: OpSpace, rng: random.Random) -> Op:
-    kind = rng.choice(("cross_entropy", "cross_entropy_backward"))
-    return Op(kind, (rng.choice(space.tokens), rng.choice(space.vocabs)), space.dtype)
-
-
-def _embedding(space: OpSpace, rng: random.Random) -> Op:
-    dims = (rng.choice(space.tokens), rng.choice(space.models)[0], rng.choice(space.vocabs))
-    return Op(rng.choice(("embedding", "embedding_backward")), dims, space.dtype)
+def _rows(space: OpSpace, rng: random.Random, kinds: Sequence[str], *widths: str) -> Op:
+    """An op of rows of some widths, forward or backward."""
+    sizes = [rng.choice(getattr(space, name)) for name in widths]
+    dims = (rng.choice(space.tokens), *(size[0] if isinstance(size, list) else size for size in sizes))
+    return Op(rng.choice([*kinds, *(f"{kind}_backward" for kind in kinds)]), dims, space.dtype)
 
 
 def _optimizer(space: OpSpace, rng: random.Random) -> Op:
@@ -292,10 +284,10 @@ _FAMILIES: Mapping[str, tuple[Callable[[OpSpace, random.Random], Op], float]] = 
     {
         "gemm": (_product, 0.46),
         "attention": (_attention, 0.2),
-        "norm": (_norm, 0.09),
+        "norm": (lambda space, rng: _rows(space, rng, ("layer_norm", "rms_norm"), "models"), 0.09),
         "elementwise": (_elementwise, 0.12),
-        "loss": (_loss, 0.04),
-        "embedding": (_embedding, 0.04),
+        "loss": (lambda space, rng: _rows(space, rng, ("cross_entropy",), "vocabs"), 0.04),
+        "embedding": (lambda space, rng: _rows(space, rng, ("embedding",), "models", "vocabs"), 0.04),
         "optimizer": (_optimizer, 0.03),
         "reduce": (_reduce, 0.02),
     }

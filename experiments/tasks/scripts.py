@@ -162,7 +162,8 @@ def delays_of(source: str, fabric: Fabric | None, predictor: Predictor | None, e
     elif predictor is None:
         raise CollectError("--delays predictor needs --predictor: a folder, or a name as a100-sxm")
     else:
-        base = partial(_learned_seconds, predictor, fabric)
+        learned, links = predictor.collective, fabric
+        base = lambda collective: float(learned.seconds([collective], links)[0])
 
     def delay(collective: Collective) -> float:
         seconds = float(base(collective))
@@ -171,10 +172,6 @@ def delays_of(source: str, fabric: Fabric | None, predictor: Predictor | None, e
         return seconds + sum(each.of(collective) for each in extra)
 
     return delay
-
-
-def _learned_seconds(predictor: Predictor, fabric: Fabric, collective: Collective) -> float:
-    return float(predictor.collective.seconds([collective], fabric)[0])
 
 
 def _from_file(path: Path) -> Delay:
