@@ -60,11 +60,7 @@ class SegmentGraph:
     busy: int
 
     def to_heterodata(self, alone: Array) -> Any:
-        """The graph as ``HeteroData``, as ``TraceGraphs`` has those of segments, without targets.
-
-        Args:
-            alone: Seconds of each node on its own, ``(len(program),)``: their logarithm is the first column of ``y``.
-        """
+        """As ``TraceGraphs`` has segments; ``alone``, ``(nodes,)``: seconds, for the first column of ``y``."""
         return self.program.to_heterodata(alone, self.busy, self.hardware.name)
 
 
@@ -104,13 +100,9 @@ def _names(version: tuple[int, int]) -> tuple[str, ...]:
 
 
 def check_node_features(names: Sequence[str], model: str) -> None:
-    """Check that this version computes every feature that a model reads.
+    """Raise ``PredictorError`` with the features that a model reads and this version does not compute.
 
-    A kind that is not registered here occurs in no program, so its feature is 0 whatever it would be elsewhere; nor
-    does a label that nothing here uses.
-
-    Raises:
-        PredictorError: If it does not; the message names those that are missing.
+    A kind or a label that is not registered here occurs in no program: its feature is 0.
     """
     check_known([name for name in names if not name.startswith((KIND, LABEL))], _AFTER_KINDS, model)
 
@@ -121,13 +113,7 @@ def _columns(names: tuple[str, ...]) -> dict[str, int]:
 
 
 def node_features(graph: SegmentGraph, alone: Array, names: tuple[str, ...] | None = None) -> Array:
-    """Features of every node, shape ``(nodes, len(names))``.
-
-    Args:
-        graph: The segment.
-        alone: Seconds of each node on its own, ``(nodes,)``.
-        names: Which features, in which order; None: all of ``node_feature_names``.
-    """
+    """Features by name, ``(nodes, len(names))``, all by default; ``alone``: seconds of each node, ``(nodes,)``."""
     column = _columns(node_feature_names() if names is None else names)
     program, nodes = graph.program, graph.program.nodes
     features = np.zeros((len(nodes), len(column)))

@@ -51,20 +51,14 @@ FEATURE_VERSION = 1
 
 
 def columns_of(asked: Sequence[str], known: Sequence[str], model: str) -> list[int]:
-    """Index in ``known`` of each feature that a model reads.
-
-    Raises ``PredictorError`` if some are not known; the message names them.
-    """
+    """Index in ``known`` of each feature that a model reads; raises ``PredictorError`` with those that are not."""
     check_known(asked, known, model)
     place = {name: index for index, name in enumerate(known)}
     return [place[name] for name in asked]
 
 
 def check_known(asked: Collection[str], known: Collection[str], model: str) -> None:
-    """Check that this version computes every feature that a model reads.
-
-    Raises ``PredictorError`` if it does not; the message names those that are missing.
-    """
+    """Raise ``PredictorError`` with the features that a model reads and this version does not compute."""
     missing = sorted(set(asked) - set(known))
     if missing:
         raise PredictorError(

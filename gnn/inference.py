@@ -95,13 +95,7 @@ class ContextNetwork:
         return np.asarray(-np.diff(self.strengths, append=0.0))
 
     def levels(self, features: Array, graph: Topology, wanted: Sequence[bool] = (True,) * 3) -> Array:
-        """``t``, ``e`` and ``n``, ``(3, nodes)``; those not wanted are zero.
-
-        Args:
-            features: Of one or several joined programs, ``(nodes, len(self.features))``.
-            graph: Their edges.
-            wanted: Which levels.
-        """
+        """``t``, ``e`` and ``n``, ``(3, nodes)``, of one or several joined programs; those not wanted are zero."""
         found = np.zeros((len(LEVELS), len(features)))
         if wanted[0]:
             one = np.ones((len(features), 1))
@@ -155,11 +149,7 @@ class ContextNetwork:
 
     @classmethod
     def load(cls, folder: Path) -> ContextNetwork:
-        """Read what ``save`` wrote, in this version or an earlier one.
-
-        Raises:
-            PredictorError: If a file is missing or broken, or it reads features that this version does not have.
-        """
+        """Read what ``save`` wrote, in this version or an earlier one; raises ``PredictorError`` if it cannot serve."""
         from safetensors import SafetensorError
 
         path = folder / (TABLE if (folder / TABLE).exists() else CONFIG)

@@ -121,11 +121,7 @@ def collective_counts(graph: Program) -> list[dict[str, Any]]:
 
 
 def write_captured(captured: Captured, folder: Path) -> None:
-    """Write a folder: ``capture.json``, and for each rank its graph and its memory.
-
-    Raises:
-        StepsightError: If something else than a capture is there.
-    """
+    """Write ``capture.json``, and each rank's graph and memory; refuses a folder that holds something else."""
     check_capture_folder(folder)
     with new_folder(folder) as part:
         for each in captured.ranks:
@@ -146,21 +142,13 @@ def write_captured(captured: Captured, folder: Path) -> None:
 
 
 def check_capture_folder(folder: Path) -> None:
-    """Check that a capture can be written to a folder.
-
-    Raises:
-        CaptureError: If something else is there.
-    """
+    """Raise ``CaptureError`` if a folder holds something else than an earlier capture."""
     if folder.exists() and (not folder.is_dir() or (any(folder.iterdir()) and not (folder / MANIFEST).is_file())):
         raise CaptureError(f"--out must be a new or empty folder, or that of an earlier capture, got {folder}")
 
 
 def read_captured(folder: Path) -> Captured:
-    """Read the result of ``write_captured``.
-
-    Raises:
-        CaptureError: If it is not that.
-    """
+    """Read what ``write_captured`` wrote; raises ``CaptureError`` if it is not that."""
     folder = Path(folder)
     try:
         tree = read_json(folder / MANIFEST)

@@ -75,11 +75,7 @@ class CaptureRequest:
 
 
 def capture(request: CaptureRequest, on_rank: Progress | None = None) -> Captured:
-    """Capture one training step of a script.
-
-    Raises:
-        CaptureError: If the script cannot be captured; the message names the script's own line.
-    """
+    """Capture one training step; an error (``CaptureError``) names the script's own line."""
     runs = _Runs(request)
     waiting, done = list(request.ranks or (0,)), dict[int, CapturedRank]()
     while waiting:
@@ -247,14 +243,7 @@ def issued_by_group(record: Mapping[str, Any]) -> dict[Ranks, list[Issued]]:
 
 
 def check_orders(ranks: Mapping[int, Mapping[Ranks, Sequence[Issued]]]) -> None:
-    """Compare the collectives that each two captured ranks issue together.
-
-    Args:
-        ranks: What each rank issued (``issued_by_group``).
-
-    Raises:
-        CaptureError: If two ranks differ; the message names the script's lines.
-    """
+    """Raise ``CaptureError``, with the script's lines, if two ranks differ in what they issue together."""
     for one, other in combinations(sorted(ranks), 2):
         mine, theirs = ranks[one], ranks[other]
         for group in mine.keys() | theirs.keys():

@@ -58,11 +58,7 @@ def is_model(path: Path) -> bool:
 
 
 def read_model(request: ModelRequest) -> Captured:
-    """Read a model as one step of one of its replicas.
-
-    Raises:
-        CaptureError: If the file is no model.
-    """
+    """Read a model as one step of one of its replicas; raises ``CaptureError`` if the file is no model."""
     try:
         model = READERS[request.path.suffix.lower()](request.path, request.dims)
         if not model.steps:

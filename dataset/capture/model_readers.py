@@ -62,16 +62,7 @@ _STREAMED = MappingProxyType({name: kind for kind, names in _KINDS.items() for n
 
 
 def read_onnx(path: Path, dims: Mapping[str, int]) -> ModelSteps:
-    """Read a model.
-
-    Args:
-        path: Of the file.
-        dims: Sizes of symbolic dimensions by their names; others are 1.
-
-    Raises:
-        CaptureError: If it is not a model.
-        StepsightError: If the library onnx is not installed.
-    """
+    """Read an ONNX model (else ``CaptureError``); ``dims``: sizes of symbolic dimensions by name, 1 for others."""
     need("onnx")
     import onnx
     from google.protobuf.message import DecodeError
@@ -301,14 +292,9 @@ _ATEN_VIEWS = frozenset(_VIEW_NAMES.split())  # and ops that compute no tensor
 
 
 def read_exported(path: Path, dims: Mapping[str, int]) -> ModelSteps:
-    """Read a model.
+    """Read an exported program, else raise ``CaptureError``.
 
-    Args:
-        path: Of the file.
-        dims: Sizes of symbolic dimensions, by torch's names (``s77``); others are those of the sample inputs.
-
-    Raises:
-        CaptureError: If it holds no exported program.
+    ``dims``: sizes of symbolic dimensions by torch's names (``s77``); others are those of the sample inputs.
     """
     try:
         with zipfile.ZipFile(path) as archive:

@@ -92,14 +92,7 @@ class ModelReader:
 
 
 def rank_of_model(model: ModelSteps, world_size: int, local_size: int, *, training: bool) -> CapturedRank:
-    """The step of each of several equal replicas.
-
-    Args:
-        model: Its forward.
-        world_size: Replicas.
-        local_size: Ranks of a node.
-        training: Whether backward, gradients' reduction and the optimizer follow the forward.
-    """
+    """The step of each of ``world_size`` equal replicas; training adds backward, reductions and the optimizer."""
     record = _Record(model, world_size)
     record.forward(keeps=training)
     if training:

@@ -58,15 +58,7 @@ class CapturedRank:
 
 
 def graph_of_record(record: dict[str, Any], local_size: int) -> CapturedRank:
-    """Classify the calls of a record, and connect its nodes by their dependencies.
-
-    Args:
-        record: What the process wrote.
-        local_size: Ranks of a node.
-
-    Raises:
-        CaptureError: If it is of another version.
-    """
+    """Classify the calls that a process recorded, and connect its nodes by their dependencies."""
     if record.get("form") != FORM:
         raise CaptureError(f"a record must have form {FORM}, got {record.get('form')!r:.40}: capture again")
     nodes = _Nodes(record, local_size)
@@ -194,15 +186,10 @@ _NARROW = {"bf16", "fp16"}
 
 
 def op_of_call(signature: Sequence[Any], scope: Scope) -> tuple[Op | None, bool]:
-    """Find the op of a call.
+    """The op of a call, None if it moves at most one element or is no work; and whether its kind is known.
 
-    Args:
-        signature: Name, dims, types, strides, literals, and dims, type and number of the outputs (see
-            ``harness.capturing.recorder``).
-        scope: The autograd evaluation that encloses it.
-
-    Returns:
-        The op, None if it moves at most one element or is no work; and whether its kind is known.
+    ``signature``: name, dims, types, strides, literals, and dims, type and number of the outputs (see
+    ``harness.capturing.recorder``).  ``scope``: the autograd evaluation around it.
     """
     name, dims, types, strides, literals, made = signature
     args: Mapping[str, Any] = MappingProxyType(

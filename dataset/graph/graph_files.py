@@ -17,6 +17,11 @@ from stepsight.dataset.kinds.op import Collective, Op, check_sizes
 FORM = 1  # of the files
 MOST_SECONDS = 1e12  # of any time, since 1970 too
 _SECONDS = ("start_s", "duration_s", "unrecorded_s")
+_PLAIN = {
+    "label": str, "rank": int, "world_size": int, "device": str, "device_name": str, "origin_us": float, "whole": bool,
+    "events": int, "observed": int,
+}  # fmt: skip
+_LISTS, _SPANS = ("streams", "names", "warnings"), ("loading_s", "steps_s")
 
 
 def write_graph(graph: Any, folder: Path, stem: str) -> None:
@@ -42,22 +47,11 @@ def write_columns(columns: Mapping[str, Any], path: Path) -> None:
 def _described(graph: Any) -> dict[str, Any]:
     return {
         "form": FORM,
-        "label": graph.label,
-        "rank": graph.rank,
-        "world_size": graph.world_size,
-        "device": graph.device,
-        "device_name": graph.device_name,
-        "origin_us": graph.origin_us,
-        "streams": list(graph.streams),
-        "names": list(graph.names),
+        **{name: getattr(graph, name) for name in _PLAIN},
+        **{name: list(getattr(graph, name)) for name in _LISTS},
+        **{name: getattr(graph, name).tolist() for name in _SPANS},
         "works": [work_to_list(work) for work in graph.works],
         "groups": [[name, list(ranks)] for name, ranks in graph.groups],
-        "loading_s": graph.loading_s.tolist(),
-        "steps_s": graph.steps_s.tolist(),
-        "whole": graph.whole,
-        "warnings": list(graph.warnings),
-        "events": graph.events,
-        "observed": graph.observed,
         "dependencies": [why.value for why in WHY],
         "node_kinds": list(NODE_KINDS),
     }
@@ -71,11 +65,7 @@ def work_to_list(work: Op | Collective) -> list[Any]:
 
 
 def read_facts(folder: Path, stem: str) -> dict[str, Any]:
-    """Read what ``write_graph`` wrote, as ``Program.of_columns`` takes it.
-
-    Raises:
-        TraceError: If it is not that.
-    """
+    """Read what ``write_graph`` wrote, as ``Program.of_columns`` takes it; raises ``TraceError`` if it is not that."""
     path = Path(folder) / f"{stem}.json"
     try:
         tree = read_json(path)
@@ -94,11 +84,7 @@ def read_facts(folder: Path, stem: str) -> dict[str, Any]:
 
 
 def read_steps(folder: Path, stem: str) -> tuple[float, ...]:
-    """Seconds of each traced step of a written graph, without its tables.
-
-    Raises:
-        TraceError: If the graph's description is missing or is none.
-    """
+    """Seconds of each traced step of a written graph, without its tables; raises ``TraceError`` if it is none."""
     path = Path(folder) / f"{stem}.json"
     try:
         return tuple(float(end) - float(begin) for begin, end in read_json(path)["steps_s"])
@@ -107,30 +93,19 @@ def read_steps(folder: Path, stem: str) -> tuple[float, ...]:
 
 
 def _graph(tree: dict[str, Any], nodes: Any, edges: Any) -> dict[str, Any]:
-    seconds = {name: _numbers(nodes, name, np.float64) for name in _SECONDS}
-    return dict(
-        rank=int(tree["rank"]),
-        world_size=int(tree["world_size"]),
-        device=str(tree["device"]),
-        device_name=str(tree["device_name"]),
-        origin_us=float(tree["origin_us"]),
-        label=str(tree.get("label", "")),
-        columns={name: _numbers(nodes, name, np.int64) for name in NODE_COLUMNS}
-        | ({"share": _numbers(nodes, "share", np.float64)} if "share" in nodes.column_names else {}),
-        edge_columns={name: _numbers(edges, name, np.int64) for name in EDGE_COLUMNS},
-        delay_s=_numbers(edges, "delay_s", np.float64),
-        streams=tuple(map(str, tree["streams"])),
-        names=tuple(map(str, tree["names"])),
-        works=tuple(work_from_list(work) for work in tree["works"]),
-        groups=tuple((str(name), tuple(map(int, ranks))) for name, ranks in tree["groups"]),
-        loading_s=np.array(tree["loading_s"], dtype=np.float64).reshape(-1, 2),
-        steps_s=np.array(tree["steps_s"], dtype=np.float64).reshape(-1, 2),
-        whole=bool(tree["whole"]),
-        warnings=tuple(map(str, tree["warnings"])),
-        events=int(tree["events"]),
-        observed=int(tree.get("observed", 0)),
-        **seconds,
-    )
+    earlier = {"label": "", "observed": 0} | tree  # versions that did not write these
+    share = {"share": _numbers(nodes, "share", np.float64)} if "share" in nodes.column_names else {}
+    return {
+        **{name: kind(earlier[name]) for name, kind in _PLAIN.items()},
+        **{name: tuple(map(str, tree[name])) for name in _LISTS},
+        **{name: np.array(tree[name], dtype=np.float64).reshape(-1, 2) for name in _SPANS},
+        **{name: _numbers(nodes, name, np.float64) for name in _SECONDS},
+        "columns": {name: _numbers(nodes, name, np.int64) for name in NODE_COLUMNS} | share,
+        "edge_columns": {name: _numbers(edges, name, np.int64) for name in EDGE_COLUMNS},
+        "delay_s": _numbers(edges, "delay_s", np.float64),
+        "works": tuple(work_from_list(work) for work in tree["works"]),
+        "groups": tuple((str(name), tuple(map(int, ranks))) for name, ranks in tree["groups"]),
+    }
 
 
 def _numbers(table: Any, name: str, dtype: Any) -> Any:

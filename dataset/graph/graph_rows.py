@@ -71,14 +71,7 @@ def listed_pairs(program: NodeArrays) -> Pairs:
 
 
 def program_table(program: NodeArrays, alone: Floats, busy: int = 1, hardware: str = "") -> GraphTable:
-    """A program as a segment; what was not measured is NaN.
-
-    Args:
-        program: Of ``n`` nodes.
-        alone: ``(n,)``: seconds of each node alone, the first column of targets; NaN: unknown.
-        busy: Devices of the node that compute at the same time.
-        hardware: What it runs on.
-    """
+    """A program of ``n`` nodes as a segment; ``alone``, ``(n,)``: seconds of each on its own, NaN: unknown."""
     count = len(program)
     measured = Measured(
         alone=alone,

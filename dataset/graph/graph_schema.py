@@ -68,13 +68,10 @@ def work_numbers(works: Sequence[Op | Collective]) -> Floats:
 
 
 def node_numbers(numbers: Floats, launch: Floats, known: Floats | Ints, phase: Ints) -> NDArray[np.float32]:
-    """Columns ``NUMBERS`` of nodes, ``(n, len(NUMBERS))``.
+    """Columns ``NUMBERS`` of ``n`` nodes.
 
-    Args:
-        numbers: Rows of ``work_numbers``, ``(n, ...)``.
-        launch: Blocks, threads, registers and bytes of shared memory of each launch, ``(n, 4)``.
-        known: Whether the kind is known, ``(n,)``.
-        phase: Index of ``PHASES``, ``(n,)``.
+    Of rows of ``work_numbers``; of blocks, threads, registers and bytes of shared memory of each launch, ``(n, 4)``;
+    whether each kind is known, and index of ``PHASES``, ``(n,)``.
     """
     sizes = np.log1p(launch)
     sizes[:, 2] = launch[:, 2] / 256.0

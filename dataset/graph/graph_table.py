@@ -98,11 +98,7 @@ class GraphTable:
 
     @classmethod
     def load(cls, folder: Path) -> GraphTable:
-        """Read what ``save`` wrote.
-
-        Raises:
-            TraceError: If it is not that.
-        """
+        """Read what ``save`` wrote; raises ``TraceError`` if it is not that."""
         try:
             listed = read_parquet(Path(folder) / "graphs.parquet").to_pydict()
             table = cls({name: listed[name] for name in ABOUT}, {key: _read(Path(folder), key) for key in keys()})
@@ -120,12 +116,7 @@ class GraphTable:
         return data
 
     def collated(self) -> tuple[HeteroData, dict[Any, Any] | None]:
-        """What ``InMemoryDataset.collate`` makes of all graphs, without making each.
-
-        Returns:
-            One ``HeteroData`` that holds all nodes and edges, and where each graph's begin; a single graph as it is,
-            and None.
-        """
+        """What ``InMemoryDataset.collate`` makes of all graphs; of a single one as it is, and None."""
         import torch
 
         if len(self) == 1:
@@ -152,11 +143,7 @@ class GraphTable:
         return data
 
     def check(self) -> None:
-        """Check that rows are in the order of graphs, and that edges lead to nodes of their graph.
-
-        Raises:
-            ValueError: If not.
-        """
+        """Raise ``ValueError`` unless rows are in the order of graphs and edges lead to nodes of their graph."""
         for key, rows in self.rows.items():
             graph = rows["graph"]
             if len(graph) and (graph[0] < 0 or graph[-1] >= len(self) or (np.diff(graph) < 0).any()):

@@ -180,13 +180,8 @@ class Program:
         edges: Sequence[Indices] | Indices,
         label: str,
     ) -> Program:
-        """A program of which stream order is not listed.
-
-        Args:
-            works, streams: What the columns number.
-            nodes: Index of the work, index of the stream, and share of each node; the share may be left out.
-            edges: Source, target and number of the kind (index of ``WHY``) of each edge.
-            label: What it is.
+        """A program from columns: index of the work and of the stream of each node, and its share (or none); of edges
+        source, target and index of ``WHY``, without stream order.
         """
         rows = zip(*(np.asarray(column).tolist() for column in nodes), strict=True)
         ends = zip(*(np.asarray(column).tolist() for column in edges), strict=True)

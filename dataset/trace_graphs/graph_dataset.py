@@ -44,15 +44,8 @@ def make_dataset(
 ) -> dict[str, Any]:
     """Write a dataset of the runs of some collections; return the output of ``stepsight dataset --json``.
 
-    Args:
-        collections: Collections, or run folders.
-        out: Folder of the dataset.
-        on_run: Told how many runs are done, of how many.
-        scopes: What graphs are of: ``step``, ``segment`` or both.
-        unmeasured: Runs whose graphs have no targets.
-
-    Raises:
-        TraceError: If a folder is no collection, a run is named twice, or no step was traced.
+    ``on_run`` is told how many runs are done, of how many; graphs of ``unmeasured`` runs have no targets.  Raises
+    ``TraceError`` if a folder is no collection, a run is named twice, or no step was traced.
     """
     _check_out(out)
     folders = [folder for collection in collections for folder in run_folders(collection)]
@@ -103,13 +96,9 @@ def read_graph_table(
     on_run: Progress | None = None,
     unmeasured: Sequence[UnmeasuredRun] = (),
 ) -> tuple[GraphTable, list[dict[str, Any]], list[str]]:
-    """Graphs of traced runs, then of unmeasured ones; ``source`` of each is the number of its run.
+    """Graphs of traced runs, then of unmeasured ones; what is known of each run that has any; and warnings.
 
-    Returns:
-        The graphs, what is known of each run that has any, and warnings.
-
-    Raises:
-        TraceError: If a run is named twice, or no step was traced.
+    ``source`` of a graph is the number of its run.  Raises ``TraceError`` as ``make_dataset``.
     """
     where = [folder.resolve() for folder in folders]
     if len(set(where)) < len(where):
@@ -284,11 +273,7 @@ def describe_own_run(run: RunManifest) -> dict[str, Any]:
 
 
 def read_index(root: Path) -> dict[str, Any]:
-    """Index of a dataset.
-
-    Raises:
-        TraceError: If the folder holds none, or one of another form.
-    """
+    """Index of a dataset; raises ``TraceError`` if the folder holds none, or one of another form."""
     path = Path(root) / INDEX
     try:
         index = read_json(path)
