@@ -15,7 +15,7 @@ import numpy as np
 from stepsight.dataset.base.errors import CollectError
 from stepsight.dataset.hardware.hardware import Hardware, alpha_beta_seconds, find_hardware
 from stepsight.dataset.harness.base.errors import HarnessError
-from stepsight.dataset.harness.plan import SCHEMA, check_plan, job_problems, sleeping_problems
+from stepsight.dataset.harness.plan import SCHEMA, WRITTEN, check_plan, job_problems, sleeping_problems
 from stepsight.dataset.job.job import Job
 from stepsight.dataset.kinds.op import Collective, Op
 from stepsight.dataset.runs.box_spec import Box
@@ -24,7 +24,7 @@ from stepsight.simulator.durations.latency_model import LatencyModel, RooflineLa
 from stepsight.simulator.programs.lower import lower, signatures
 from stepsight.simulator.programs.sizes import boundary_bytes, part_shapes, rank_shape
 from stepsight.simulator.programs.stage import part_units
-from stepsight.simulator.schedules import Schedule, write_schedule
+from stepsight.simulator.schedules import write_schedule
 
 
 def run_name(job: Job) -> str:
@@ -33,6 +33,8 @@ def run_name(job: Job) -> str:
     words = f"{job.name} s{model.seq_len} v{model.vocab} f{model.ffn}"
     if model.kv_heads != model.heads:
         words += f" kv{model.kv_heads}"
+    if job.parallel.recompute != "none":
+        words += f" recompute {job.parallel.recompute}"
     return re.sub(r"[^A-Za-z0-9.]+", "-", words)
 
 
@@ -117,7 +119,10 @@ def make_plan(
         name = run_name(job) + (f"-rank{counts['stand_in']['rank']}" if "stand_in" in counts else "")
         if name in planned:
             raise CollectError(f"every run of a plan must differ, got {name} twice")
-        planned[name] = {"name": name, "role": role, "job": job.to_dict(), **counts}
+        table = schedule_table(job, _facts(job))
+        planned[name] = {"name": name, "role": role, "job": job.to_dict(), **counts} | (
+            {"table": table} if table else {}
+        )
     stand_ins = [job for _, job, counts in runs if "stand_in" in counts]
     events = event_plan(profile_jobs, event_seconds, stand_ins) if event_seconds > 0 else []
     plan = {"schema": SCHEMA, "runs": list(planned.values()), "events": events, "extra_seconds": extra_seconds}
@@ -143,7 +148,6 @@ def _facts(job: Job) -> Hardware:
 
 FP32_BYTES = 4
 SHORTEST_BLOCK_S = 0.08  # forward and backward of a layer of one micro-batch; below, the cores disturb each other
-_TABLES = ("zb-h1",)  # schedules that torch has no class for
 
 
 class SleepingLatency(RooflineLatency):
@@ -198,9 +202,6 @@ def sleeps_of(job: Job, latency: LatencyModel) -> dict[str, Any]:
                 f"in a box a layer must sleep at least {1e3 * SHORTEST_BLOCK_S:.0f} ms forward and backward, "
                 f"got {1e3 * total:.1f} ms for {job.name}: a larger model or micro-batch takes longer"
             )
-    table = ""
-    if job.parallel.schedule in _TABLES or job.parallel.schedule.endswith(".csv"):
-        table = _table(lowered.track.schedule)
     return {
         "parts": parts,
         "blocks": made,
@@ -208,15 +209,17 @@ def sleeps_of(job: Job, latency: LatencyModel) -> dict[str, Any]:
         "boundary_numel": [-(-size // FP32_BYTES) for size in boundary_bytes(shape, shapes)],
         "optimizer": [_item(own[0], seconds) for own in steps],
         "paces": paces(job),
-        "table": table,
+        "table": schedule_table(job, latency.hardware),
     }
 
 
-def _table(schedule: Schedule) -> str:
-    """A schedule in torch's form."""
+def schedule_table(job: Job, hardware: Hardware) -> str:
+    """A job's schedule in torch's form, if torch has no class for it."""
+    if job.parallel.pp == 1 or not (job.parallel.schedule in WRITTEN or job.parallel.schedule.endswith(".csv")):
+        return ""
     with TemporaryDirectory() as folder:
         path = Path(folder) / "schedule.csv"
-        write_schedule(schedule, path)
+        write_schedule(lower(job, hardware).track.schedule, path)
         return path.read_text("utf-8")
 
 

@@ -26,10 +26,10 @@ def all_gather(output: Tensor, shard: Tensor, group: Group | None) -> None:
     call(output, shard, group=group)
 
 
-def reduce_scatter(shard: Tensor, full: Tensor, group: Group) -> None:
-    """Sum every rank's ``full[size * n]`` and keep this rank's ``shard[n]``."""
+def reduce_scatter(shard: Tensor, full: Tensor, group: Group, *, async_op: bool = False) -> Any:
+    """Sum every rank's ``full[size * n]`` and keep this rank's ``shard[n]``; ``async_op``: return the work."""
     call = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-    call(shard, full, group=group)
+    return call(shard, full, group=group, async_op=async_op)
 
 
 @dataclass(frozen=True)

@@ -29,6 +29,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ..base import annotate, cores
 from ..ops import composite
 from ..plan import num_micro_batches, world_size
+from .sharded_update import ShardedUpdate
 from .torch_parts import CrossEntropy
 from .transformer import Stage, shape_of, token_rows
 
@@ -114,7 +115,7 @@ class ParallelTraining:
     def data_parallel(self, part: Any) -> nn.Module:
         """A part whose replicas share their gradients, by FSDP2 (each layer by itself) or by DDP.
 
-        In a pipeline without FSDP2 it stays as it is: see ``all_reduce_gradients``.
+        With ZeRO-1 and -2 and in a pipeline it stays as it is: see ``ShardedUpdate`` and ``all_reduce_gradients``.
         """
         group, parallel = self.groups["dp"], self.job["parallel"]
         if group is None or self.mesh is None:
@@ -123,7 +124,7 @@ class ParallelTraining:
             for module in (*part.wrapped, part):
                 fully_shard(module, mesh=self.mesh["dp"], mp_policy=part.precision)
             return part
-        if self.reduces_last:
+        if self.reduces_last or parallel["zero_stage"]:
             return part
         bucket = parallel["bucket_mbytes"]
         return DistributedDataParallel(part, process_group=group, bucket_cap_mb=bucket, gradient_as_bucket_view=True)
@@ -131,7 +132,7 @@ class ParallelTraining:
     @property
     def reduces_last(self) -> bool:
         """Whether replicas sum their gradients after the last backward pass."""
-        replicated = self.groups["dp"] is not None and not self.sharded
+        replicated = self.groups["dp"] is not None and not self.job["parallel"]["zero_stage"]
         return replicated and (
             self.groups["pp"] is not None or not self.job["parallel"].get("overlap_grad_reduce", True)
         )
@@ -227,9 +228,19 @@ class Training(ParallelTraining):
         self.shape = shape_of(job, device, self.groups["tp"])
         self.assemble({n: Stage(self.shape, n, self.num_parts) for n in self.part_numbers}, self._shapes, table)
         parameters = list(self.model.parameters())
-        self.optimizer = torch.optim.AdamW(parameters, lr=1e-4, fused=True)
-        self._adamw_dims = (sum(_local(p).numel() for p in parameters), len(parameters))
+        self.update_of_shards = self._sharded_update(parameters)
+        self.updated = parameters if self.update_of_shards is None else self.update_of_shards.shards
+        self.optimizer = torch.optim.AdamW(self.updated, lr=1e-4, fused=True)
+        self._adamw_dims = (sum(_local(p).numel() for p in self.updated), len(parameters))
         self.tokens, self.targets = self._data()
+
+    def _sharded_update(self, parameters: list[nn.Parameter]) -> ShardedUpdate | None:
+        parallel, group = self.job["parallel"], self.groups["dp"]
+        if group is None or parallel["zero_stage"] not in (1, 2):
+            return None
+        passes = 1 if parallel["zero_stage"] == 2 else self.num_micro_batches
+        overlaps = parallel["zero_stage"] == 2 or parallel.get("overlap_grad_reduce", True)
+        return ShardedUpdate(parameters, group, parallel["bucket_mbytes"] * 2**20, passes if overlaps else 0)
 
     def _shapes(self, number: int) -> tuple[Tensor, Tensor]:
         shape = self.shape
@@ -262,9 +273,13 @@ class Training(ParallelTraining):
             replicated = (p for part in self.parts.values() for p in part.replicated_parameters())
             all_reduce_flat([_local(p.grad) for p in replicated if p.grad is not None], self.groups["tp"], 1)
         self.all_reduce_gradients()
+        if self.update_of_shards is not None:
+            self.update_of_shards.settle()
         with annotate.op("adamw", self._adamw_dims, self.shape.main_dtype):
             self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
+        if self.update_of_shards is not None:
+            self.update_of_shards.gather()
 
 
 def parts_of_stage(parallel: dict[str, Any], stage: int) -> list[int]:

@@ -4,7 +4,8 @@ A plan is a JSON object::
 
     {"schema": 1,
      "runs": [{"name", "role", "job": {model, parallel, batch, cluster}, "rounds": 3, "steps": 4, "warmup": 2,
-               "profile_steps": 2, "stand_in": {"rank", "collectives"}}],       # optional: see plan_checks
+               "profile_steps": 2, "stand_in": {"rank", "collectives"},        # optional: see plan_checks
+               "table": CSV}],                     # of a schedule that torch has no class for
      "events": [{"name", "world_size", "ops": [{kind, dims, dtype}], "collectives": [{kind, num_bytes, group_size,
                  ranks_per_node}], "seconds": 20}],
      "device": "auto",                                  # optional: cpu, cuda
@@ -24,13 +25,22 @@ A job is what ``stepsight.dataset.job.job.Job.to_dict`` writes, with every key f
 ====================  ==========================================================================
 """
 
-from .job_checks import job_problems, num_micro_batches, ranks_needed, sleeping_problems, world_size, world_sizes
+from .job_checks import (
+    WRITTEN,
+    job_problems,
+    num_micro_batches,
+    ranks_needed,
+    sleeping_problems,
+    world_size,
+    world_sizes,
+)
 from .plan_checks import MOST_CPU, OPTIONS, SCHEMA, check_plan
 
 __all__ = [
     "MOST_CPU",
     "OPTIONS",
     "SCHEMA",
+    "WRITTEN",
     "check_plan",
     "job_problems",
     "num_micro_batches",

@@ -124,7 +124,7 @@ _ONLY: dict[str, dict[str, Any]] = {  # optional keys of a job, and their only v
     "model": {"attention": "mha", "experts": 0, "attention_kernels": "", "dropout": 0, **_PLAIN},
     "batch": {"fp8_scaling": "delayed", "flushes": 1},
     "parallel": {
-        "cp": 1, "ep": 1, "order": "tp-cp-dp-pp", "vocab_parallel": True, "overlap_grad_reduce": True,
+        "cp": 1, "ep": 1, "order": "tp-cp-dp-pp", "vocab_parallel": True,
         "overlap_tp": "", "overlap_ep": False, "dispatcher": "alltoall", "recompute_modules": [],
         "overlap_param_gather": False, "reshard_after_forward": True, "prefetch": 1,
         "stage_layers": [], "recompute_every": 1, "offload_activations": False, "offload_layers": 0,
@@ -138,7 +138,10 @@ _ONLY: dict[str, dict[str, Any]] = {  # optional keys of a job, and their only v
 _FREE = ("vocab_parallel", "stage_layers", "recompute_every")  # keys of ``parallel`` that a box runs with any value
 _ONLY_ASLEEP: dict[str, dict[str, Any]] = {  # as ``_ONLY``, in a box
     "model": {"experts": 0},
-    "parallel": {key: value for key, value in _ONLY["parallel"].items() if key not in _FREE},
+    "parallel": {
+        "overlap_grad_reduce": True,
+        **{key: value for key, value in _ONLY["parallel"].items() if key not in _FREE},
+    },
     "optimizer": OPTIMIZER,
     "cluster": {"mixed": []},
 }
@@ -156,11 +159,9 @@ def job_problems(job: Any) -> list[str]:
         ("model", "family", FAMILIES, "families gpt, llama, bert and t5"),
         ("model", "head_dim", (0, head_dim), f"head_dim = hidden / heads = {head_dim}"),
         ("batch", "precision", PRECISIONS, "precisions fp32, bf16, pure-bf16 and pure-fp16"),
-        ("parallel", "zero_stage", (0, 3), "zero_stage 0 (DDP) and 3 (FSDP2)"),
+        ("parallel", "zero_stage", (0, 1, 2, 3), "zero_stage 0 to 3"),
         ("parallel", "dp_shard", (0, dp), f"zero_stage over all {dp} replicas (dp_shard)"),
         ("parallel", "recompute", ("none", "full"), "recompute none and full"),
-        ("parallel", "schedule", ("gpipe", "1f1b"), "schedules gpipe and 1f1b"),
-        ("parallel", "virtual_stages", (1,), "virtual_stages = 1"),
         _RUNTIME,
         ("execution", "engine", _ENGINES, "the engine eager-pytorch"),
         ("execution", "checkpoint", ("", "early-stop"), "PyTorch's non-reentrant checkpoint"),
@@ -173,6 +174,15 @@ def job_problems(job: Any) -> list[str]:
     if model["family"] == "llama":
         check_rotary(rules, head_dim)
     _check_tied(rules, job, "the harness ties")
+    _check_schedule(rules, parallel, num_micro_batches(job))
+    rules.require(
+        parallel["zero_stage"] not in (1, 2) or not parallel["sequence_parallel"] or 1 in (parallel["tp"], dp),
+        "the harness runs zero_stage 1 and 2 without sequence_parallel, whose gradients are in no single shard",
+    )
+    rules.require(
+        dp == 1 or parallel["zero_stage"] < 2 or parallel.get("overlap_grad_reduce", True) is True,
+        f"the harness runs zero_stage {parallel['zero_stage']} with parallel.overlap_grad_reduce = True, got False",
+    )
     if parallel["sequence_parallel"]:
         check_sequence(rules, "seq_len", model["seq_len"], tp=parallel["tp"])
     if model["family"] == "t5":
@@ -248,6 +258,25 @@ def _check_tied(rules: Rules, job: dict[str, Any], who: str) -> None:
     rules.require(
         pp == 1 or parallel["schedule"] != "1f1b" or count >= pp,
         f"schedule 1f1b needs as many micro-batches as stages, got {count} < {pp}",
+    )
+
+
+_SPLIT = {"1f1b": 2, "looped-bfs": 2, "interleaved-zb": 2, "zbv": 2, "dualpipev": 2}  # fewest virtual stages
+WRITTEN = ("zb-h1",)  # schedules that torch has no class for: a run of a plan has their table
+
+
+def _check_schedule(rules: Rules, parallel: dict[str, Any], count: int) -> None:
+    """Check a schedule with one part a stage, or with several, of which torch runs whole rounds."""
+    name, chunks, pp = parallel["schedule"], parallel["virtual_stages"], parallel["pp"]
+    whole = ("gpipe", "1f1b", *WRITTEN)
+    rules.require(name in (*whole, *_SPLIT), f"schedules are {', '.join({*whole, *_SPLIT})}, got {name!r:.80}")
+    if pp == 1:
+        return
+    fits = name in whole if chunks == 1 else chunks >= _SPLIT.get(name, chunks + 1)
+    rules.require(fits, f"the harness runs virtual_stages > 1 with {', '.join(_SPLIT)}, got {chunks} with {name!r:.80}")
+    rules.require(
+        chunks == 1 or count % pp == 0,
+        f"virtual stages need as many micro-batches as stages, or a multiple, got {count} % {pp} = {count % pp}",
     )
 
 

@@ -7,6 +7,7 @@ from typing import Any
 from ..base.errors import HarnessError
 from .job_checks import (
     MOST,
+    WRITTEN,
     are_sizes,
     has_keys,
     is_of,
@@ -72,7 +73,7 @@ def _items(plan: dict[str, Any], key: str) -> list[dict[str, Any]]:
 
 def _run_problems(run: dict[str, Any], ranks: int) -> list[str]:
     """Check a run; ``ranks`` is the number of ranks of the box, or 0 without a box."""
-    unknown = sorted(set(run) - {"name", "role", "job", "sleeps" if ranks else "stand_in", *OPTIONS})
+    unknown = sorted(set(run) - {"name", "role", "job", *(("sleeps",) if ranks else ("stand_in", "table")), *OPTIONS})
     problems = name_problems(run) + [f"unknown key {key!r:.80}" for key in unknown]
     for key, default in OPTIONS.items():
         value, least = run.get(key, default), {"warmup": 1 if ranks else 2, "profile_steps": 0}.get(key, 1)
@@ -81,7 +82,12 @@ def _run_problems(run: dict[str, Any], ranks: int) -> list[str]:
     if not isinstance(role, str) or not role.strip() or not role.isprintable():
         problems.append(f"role must be a word, got {role!r:.80}")
     problems += sleeping_run_problems(run, ranks) if ranks else job_problems(run.get("job"))
-    return problems or (stand_in_problems(run["stand_in"], world_size(run["job"])) if "stand_in" in run else [])
+    if problems or ranks:
+        return problems
+    parallel = run["job"]["parallel"]
+    if parallel["schedule"] in WRITTEN and parallel["pp"] > 1 and not is_of(run.get("table"), str):
+        problems.append(f"a run with schedule {parallel['schedule']} has its table as CSV text")
+    return problems + (stand_in_problems(run["stand_in"], world_size(run["job"])) if "stand_in" in run else [])
 
 
 def _event_problems(event: dict[str, Any]) -> list[str]:

@@ -150,7 +150,11 @@ class Collection:
         """Build, time, and in the last round profile and write."""
         name, took = run["name"], self._took[run["name"]]
         began = time.monotonic()
-        training = SleepingTraining(run, self.device) if "sleeps" in run else Training(run["job"], self.device)
+        training = (
+            SleepingTraining(run, self.device)
+            if "sleeps" in run
+            else Training(run["job"], self.device, run.get("table", ""))
+        )
         built = time.monotonic()
         self._steps(run, number, state, training)
         if self._watch is not None:

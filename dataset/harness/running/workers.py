@@ -149,6 +149,7 @@ def run_module(
     each: Sequence[Mapping[str, str]],
     log: Path,
     told: Callable[[dict[str, Any]], None],
+    *,
     descriptors: Sequence[int] = (),
 ) -> tuple[int, str]:
     """Run a module of the harness in processes that meet on this machine, until all have ended.

@@ -101,7 +101,9 @@ def run_ranks(
             say(facts["doing"])
 
     arguments = [str((folder / SETTINGS).resolve())]
-    code, last = run_module("scripts.worker", arguments, folder, ranks.environments, log, told, ranks.descriptors)
+    code, last = run_module(
+        "scripts.worker", arguments, folder, ranks.environments, log, told, descriptors=ranks.descriptors
+    )
     if refused:
         if len(late) > 1:
             refused += "; " + ", ".join(f"rank {rank} is at {late[rank]}" for rank in sorted(late))

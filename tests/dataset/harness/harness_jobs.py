@@ -91,7 +91,7 @@ def losses(job: dict[str, Any]) -> list[float]:
     from stepsight.dataset.harness.models.parallel import Training
 
     training = Training(job, torch.device("cpu"))
-    training.optimizer = torch.optim.SGD(training.model.parameters(), lr=2.0)
+    training.optimizer = torch.optim.SGD(training.updated, lr=2.0)
     own = [float(training.step()) for _ in range(3)]
     known = [each for each in gather(own if training.last else None) if each is not None]
     return [sum(column) / len(known) for column in zip(*known, strict=True)]

@@ -52,9 +52,14 @@ def test_a_jobs_dictionary_is_a_valid_job() -> None:
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
-        ({"zero_stage": 1}, r"zero_stage 0 \(DDP\) and 3 \(FSDP2\), got 1"),
+        ({"zero_stage": 4}, "zero_stage 0 to 3, got 4"),
+        ({"dp": 2, "zero_stage": 2, "overlap_grad_reduce": False}, "zero_stage 2 with .*overlap_grad_reduce = True"),
+        ({"dp": 2, "tp": 2, "zero_stage": 1, "sequence_parallel": True}, "1 and 2 without sequence_parallel"),
         ({"recompute": "selective"}, "recompute none and full, got 'selective'"),
-        ({"virtual_stages": 2}, "virtual_stages = 1, got 2"),
+        ({"pp": 2, "schedule": "gpipe", "virtual_stages": 2}, "got 2 with 'gpipe'"),
+        ({"pp": 2, "schedule": "zbv"}, "got 1 with 'zbv'"),
+        ({"pp": 3, "virtual_stages": 2}, r"or a multiple, got 4 % 3 = 1"),
+        ({"pp": 2, "schedule": "zb-h1"}, "a run with schedule zb-h1 has its table"),
         ({"tp": 3}, r"parallel\.tp must divide model\.heads, got 4 % 3"),
         ({"dp": 3}, r"micro_batch \* dp must divide global_batch, got 8 % \(2 \* 3\)"),
         ({"pp": 8}, "as many micro-batches as stages, got 4 < 8"),

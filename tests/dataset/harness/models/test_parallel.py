@@ -15,7 +15,13 @@ STRATEGIES = {
         {"tp": 2, "sequence_parallel": True, "recompute": "full"},
         {"pp": 2},
         {"pp": 2, "schedule": "gpipe"},
+        {"pp": 2, "virtual_stages": 2, "layers": 4},
+        {"pp": 2, "virtual_stages": 2, "schedule": "zbv", "layers": 4},
         {"dp": 2, "bucket_mbytes": 0.002},
+        {"dp": 2, "overlap_grad_reduce": False, "bucket_mbytes": 0.002},
+        {"dp": 2, "zero_stage": 1, "bucket_mbytes": 0.002},
+        {"dp": 2, "zero_stage": 1, "overlap_grad_reduce": False},
+        {"dp": 2, "zero_stage": 2, "bucket_mbytes": 0.002},
         {"dp": 2, "zero_stage": 3},
     ],
     4: [
@@ -25,6 +31,8 @@ STRATEGIES = {
         {"dp": 2, "tp": 2, "zero_stage": 3},
         {"dp": 2, "pp": 2},
         {"dp": 2, "pp": 2, "zero_stage": 3},
+        {"dp": 2, "pp": 2, "zero_stage": 1},
+        {"dp": 2, "tp": 2, "zero_stage": 2},
     ],
 }
 MODELS = {
