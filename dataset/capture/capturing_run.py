@@ -141,7 +141,8 @@ class _Runs:
             asked = {
                 "script": str(request.script.resolve()), "arguments": list(request.arguments), "rank": rank,
                 "world_size": request.world_size, "local_size": request.local_size, "warm_up": request.warm_up,
-                "device": request.device, "out": str(out), "stack": str(stack), **more,
+                "device": request.device, "out": str(out), "stack": str(stack),
+                "parent": os.getpid(), **more,
             }  # fmt: skip
             (folder / "request.json").write_text(json.dumps(asked), "utf-8")
             how, last_line = _ended(request, rank, folder)

@@ -35,7 +35,8 @@ _PLAIN = (Tensor, nn.Parameter, nn.Buffer)
 _REAL_TYPES = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool)
 _aten = torch.ops.aten
 _WRITES_INPUTS = ("fsdp::all_gather_copy_in",)  # and return parts of them, which their schemas do not say
-_NO_KERNEL = ("aten::empty", "aten::new_empty", "aten::empty_like", "aten::empty_strided", "aten::new_empty_strided",
+_NO_KERNEL = ("aten::_indices", "aten::_values", "aten::_sparse_coo_tensor_unsafe",
+              "aten::empty", "aten::new_empty", "aten::empty_like", "aten::empty_strided", "aten::new_empty_strided",
               "aten::set_", "aten::resize_", "aten::detach_", "aten::lift_fresh", "aten::lift", "prim::device",
               "aten::_assert_async", "aten::record_stream")  # fmt: skip
 
@@ -147,6 +148,9 @@ class FakeWorld(TorchDispatchMode):
         writes += [storage_of(tensor) for tensor in mutated(func, args, kwargs)]
         if not writes:
             return  # a view
+        if func is _aten._embedding_bag_backward.default and outputs[0].layout is torch.sparse_coo:
+            outputs = [outputs[0]._values()]  # what the kernel makes: of every index, the row of its bag
+            func, args, kwargs, name = _aten.index_select.default, (args[0], 0, args[1]), {}, "aten::index_select"
         scope = self.scope()
         if self.composite is not None:
             for kept, more in zip(self.composite, (reads, writes, [scope]), strict=True):
@@ -235,8 +239,31 @@ def _fake_grouped_mm(
     return a.new_empty(shape, dtype=out_dtype or a.dtype)
 
 
+def _sparse_bag_gradient(gradient: Tensor, indices: Tensor, *rest: Any) -> Tensor:
+    """The rows of ``EmbeddingBag(sparse=True)``: of every index, its bag's gradient; of dense ones the table's."""
+    rows, sparse = rest[4], rest[7]
+    if not sparse:
+        return _aten._embedding_bag_backward.default(gradient, indices, *rest)
+    values = gradient.new_empty((indices.numel(), gradient.shape[1]))
+    return torch.sparse_coo_tensor(indices.reshape(1, -1), values, (rows, gradient.shape[1]), check_invariants=False)
+
+
+def _sparse_like(sparse: Tensor, *, coalesced: bool = True) -> Tensor:
+    """A copy with as many values, which fake kernels forget; coalescing finds no index twice."""
+    indices, values = torch.empty_like(sparse._indices()), torch.empty_like(sparse._values())
+    return torch.sparse_coo_tensor(indices, values, sparse.shape, check_invariants=False, is_coalesced=coalesced)
+
+
+def _clone(x: Tensor, **kwargs: Any) -> Tensor:
+    return _sparse_like(x, coalesced=False) if x.layout is torch.sparse_coo else _aten.clone.default(x, **kwargs)
+
+
 # Shapes of what they return, asked for within the mode.
 FAKE: dict[Any, Any] = {
+    _aten._coalesce.default: _sparse_like,
+    _aten.clone.default: _clone,
+    _aten.sparse_mask.default: lambda dense, mask: _sparse_like(mask),
+    _aten._embedding_bag_backward.default: _sparse_bag_gradient,
     _aten._grouped_mm.default: _fake_grouped_mm,
     _aten._fused_rms_norm.default: _fake_rms_norm,
     _aten._fused_rms_norm_backward.default: _fake_rms_norm_backward,

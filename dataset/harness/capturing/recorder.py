@@ -189,8 +189,8 @@ class _Storage:
 
 
 def storage_of(tensor: torch.Tensor) -> Any:
-    """The untyped storage of a tensor."""
-    return tensor.untyped_storage()
+    """The untyped storage of a tensor; of a sparse one, that of its values."""
+    return (tensor._values() if tensor.layout is torch.sparse_coo else tensor).untyped_storage()
 
 
 # The profiler's names of types.
@@ -208,15 +208,18 @@ Signature = tuple[Any, ...]  # name, dims, types, strides, literals; dims, type 
 def signature_of(func: Any, args: Any, kwargs: Any, outputs: list[torch.Tensor]) -> Signature:
     """Signature of a call: equal calls have equal ones."""
     rows: list[tuple[Any, ...]] = []
+    given = [t for t in (*outputs, *args, *kwargs.values()) if isinstance(t, torch.Tensor)]
+    touched = {t.shape: t._values() for t in given if t.layout is torch.sparse_coo}  # dense ones have these rows used
     for place, name in enumerate(_argument_names(func)):
         value = args[place] if place < len(args) else kwargs.get(name)
         if isinstance(value, torch.Tensor):
+            value = touched.get(value.shape, value)
             rows.append((tuple(value.shape), type_name(value.dtype), value.stride(), ""))
         elif isinstance(value, list | tuple) and value and isinstance(value[0], torch.Tensor):
             rows.append((tuple(tuple(each.shape) for each in value), f"TensorList {type_name(value[0].dtype)}", (), ""))
         else:
             rows.append(((), "Scalar", (), "" if value is None else str(value)))
-    first = outputs[0] if outputs else None
+    first = touched.get(outputs[0].shape, outputs[0]) if outputs else None
     made = () if first is None else (tuple(first.shape), type_name(first.dtype), len(outputs))
     columns: tuple[Any, ...] = tuple(zip(*rows, strict=True)) or ((), (), (), ())
     return (func._schema.name, *columns, made)

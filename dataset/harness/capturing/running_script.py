@@ -1,7 +1,8 @@
 """Runs a user's script as one rank of a fake world, and writes down one of its steps.
 
 A request is a JSON object: ``script``, ``arguments``, ``rank``, ``world_size``, ``local_size``, ``warm_up``,
-``device`` (``cuda``, or ``cpu``: the host computes) and ``out``, the file to write; for stages of a pipeline
+``device`` (``cuda``, or ``cpu``: the host computes), ``parent`` (the process to end with) and ``out``, the file to
+write; for stages of a pipeline
 ``boundary`` and ``only_boundary`` (``distributed``).  What is written is a JSON object: either ``error`` with the
 script's line, or the record.
 """
@@ -24,6 +25,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from ..base.atomic_files import parse_json
+from ..base.cores import die_with
 from ..base.errors import own_place
 from . import distributed, fake_device
 from .fake_tensors import FakeWorld
@@ -35,6 +37,7 @@ FORM = 1  # of the record
 def main() -> None:
     """Run what a request says: ``python -m harness.capturing.running_script request.json``."""
     request = parse_json(Path(sys.argv[1]).read_text("utf-8"))
+    die_with(request["parent"])
     with Path(request["stack"]).open("w") as stack:
         faulthandler.register(signal.SIGUSR1, stack, all_threads=False)  # who has waited too long asks where this is
         faulthandler.enable(stack, all_threads=False)  # where a signal kills it

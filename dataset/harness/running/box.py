@@ -21,6 +21,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+from ..base.cores import die_with
 from ..base.errors import HarnessError
 from .workers import place
 
@@ -30,7 +31,6 @@ BURST_BYTES = 65536  # bytes that pass a link at once: one packet as the kernel 
 QUEUE_BYTES = 16 * 2**20  # bytes that a link may queue: more than TCP ever has in flight, so no packet is dropped
 MTU = 9000
 _NEW_NETWORK = 0x40000000
-_DEATH_SIGNAL = 1
 
 
 def check_possible(box: dict[str, Any]) -> None:
@@ -164,13 +164,6 @@ def _unshare() -> None:
     """Give the calling process its own network."""
     if ctypes.CDLL(None, use_errno=True).unshare(_NEW_NETWORK):
         raise HarnessError(f"a box needs root for its network namespaces: {os.strerror(ctypes.get_errno())}")
-
-
-def die_with(parent: int) -> None:
-    """Make the kernel kill the calling process when its parent, numbered as before the fork, ends for any reason."""
-    ctypes.CDLL(None).prctl(_DEATH_SIGNAL, signal.SIGKILL)
-    if os.getppid() != parent:  # it ended just before
-        os._exit(1)
 
 
 def _leave(work: Callable[[], Any]) -> None:

@@ -20,8 +20,9 @@ import traceback
 from pathlib import Path
 from typing import Any, NoReturn
 
+from ..base.cores import die_with
 from ..base.errors import HarnessError
-from .box import die_with, run_box
+from .box import run_box
 from .workers import end_with_launcher, report
 
 

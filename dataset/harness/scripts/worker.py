@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 
 from ..base import cores
 from ..base.errors import HarnessError, error_text, line_of, line_of_thread, print_own_traceback
-from ..running.box import die_with, run_box
+from ..running.box import run_box
 from ..running.workers import end_with_launcher, report
 from .step_marks import listening, watch_optimizers, watch_profilers
 
@@ -31,7 +31,7 @@ def main() -> None:
     if "box" not in settings:
         end_with_launcher()
         run_rank(settings)
-    die_with(os.getppid())
+    cores.die_with(os.getppid())
     from . import stages  # noqa: F401  torch takes seconds to import: the ranks share it
 
     sys.exit(run_box(settings["box"], lambda: run_rank(settings)))

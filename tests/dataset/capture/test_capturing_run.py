@@ -214,6 +214,51 @@ def test_a_script_that_does_not_end_is_ended(tmp_path: Path) -> None:
         capture(CaptureRequest(written(tmp_path, "while True: pass"), (), 8, timeout_s=1.0))
 
 
+def test_a_killed_capture_leaves_no_process(tmp_path: Path) -> None:
+    """However it ends; its script would go on for minutes."""
+    (tmp_path / "slow.py").write_text(
+        f"import os, time\nopen('{tmp_path}/pid', 'w').write(str(os.getpid()))\ntime.sleep(300)"
+    )
+    code = (
+        "import sys; from pathlib import Path\n"
+        "from stepsight.dataset.capture.capturing_run import CaptureRequest, capture\n"
+        "capture(CaptureRequest(Path(sys.argv[1]), (), 1))\n"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", code, str(tmp_path / "slow.py")])
+    until = time.monotonic() + 60
+    while time.monotonic() < until and not ((tmp_path / "pid").exists() and (tmp_path / "pid").read_text()):
+        time.sleep(0.1)
+    child = Path("/proc", (tmp_path / "pid").read_text())
+    parent.kill()
+    parent.wait()
+    until = time.monotonic() + 10
+    while time.monotonic() < until and child.exists() and ") Z" not in (child / "stat").read_text():
+        time.sleep(0.05)
+    assert not child.exists() or ") Z" in (child / "stat").read_text()
+
+
+SPARSE = """
+    import torch
+    from torch import nn
+    bag, table = nn.EmbeddingBag(1000, 16, sparse=True, mode="sum"), nn.Embedding(1000, 16, sparse=True)
+    optimizer = torch.optim.{optimizer}([*bag.parameters(), *table.parameters()], lr=0.1)
+    for step in range(4):
+        rows = torch.randint(1000, (8, 5))
+        (bag(rows) + table(rows).mean(1)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+
+
+@pytest.mark.parametrize("optimizer", ["SGD", "SparseAdam"])
+def test_sparse_gradients_touch_the_rows_that_were_looked_up(optimizer: str, tmp_path: Path) -> None:
+    """40 of 1,000: a table's update costs what its gradient holds."""
+    (tmp_path / "s.py").write_text(textwrap.dedent(SPARSE.format(optimizer=optimizer)))
+    rank = capture(CaptureRequest(tmp_path / "s.py", (), 1)).ranks[0]
+    updates = [call for call in rank.calls if call[0].startswith(("aten::add", "aten::clone", "aten::_coalesce"))]
+    assert updates and all(max(shape, default=0) <= 40 for call in updates for shape in call[1] if shape)
+
+
 def test_where_a_script_hangs_is_said(tmp_path: Path) -> None:
     """``_line_of_stack`` asks the process that runs it."""
     script, stack = written(tmp_path, "import time\ntime.sleep(60)"), tmp_path / "stack.txt"

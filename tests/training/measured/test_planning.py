@@ -57,8 +57,8 @@ def test_a_plan_holds_plain_runs_and_stand_ins_of_jobs_that_no_machine_here_coul
 def test_what_the_harness_cannot_run_has_no_stand_in() -> None:
     with pytest.raises(CollectError, match="rank must be one of the job's 8, got 8"):
         stand_in_of(_job(dp=8), 8)
-    with pytest.raises(CollectError, match="zero_stage 0"):
-        stand_in_of(_job(dp=8, zero_stage=1), 0)
+    with pytest.raises(CollectError, match="recompute none and full"):
+        stand_in_of(_job(dp=8, recompute="selective"), 0)
 
 
 def test_the_harness_reduces_a_pipelines_gradients_when_its_schedule_is_over() -> None:
