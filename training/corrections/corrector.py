@@ -159,6 +159,9 @@ class Neighbours(Saved):
         if self.positions.ndim != 2:  # an empty list in a file tells no axes
             axes = -1 if len(self.weights) else 0
             object.__setattr__(self, "positions", self.positions.reshape(len(self.weights), axes))
+        if len(self.positions) != len(self.weights) or not self.length > 0:
+            got = f"{len(self.positions)} positions, {len(self.weights)} weights and length {self.length}"
+            raise ValueError(f"neighbours must have a weight for each position and a length > 0, got {got}")
 
 
 def _similarity(left: Array, right: Array, length: float) -> Array:

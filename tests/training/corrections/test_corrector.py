@@ -15,6 +15,7 @@ from stepsight.training.corrections.calibration import NAMES, Constants, JobFeat
 from stepsight.training.corrections.corrector import (
     Corrector,
     GaussianProcess,
+    Neighbours,
     Support,
     corrected,
     doubt,
@@ -102,3 +103,8 @@ def test_cost_is_that_of_a_normal_density() -> None:
     variances, values = np.array([0.5, 2.0]), np.array([1.0, -1.0])
     density = np.exp(-(values**2) / (2 * variances)) / np.sqrt(variances)
     assert GaussianProcess(np.diag(variances), values).cost() == pytest.approx(-2 * np.log(density).sum())
+
+
+def test_neighbours_without_a_weight_each_are_refused() -> None:
+    with pytest.raises(ValueError, match="a weight for each position and a length > 0, got 3 positions, 2 weights"):
+        Neighbours(1.0, np.zeros((3, 5)), np.zeros(2))
