@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -82,25 +83,33 @@ def program_text(told: Mapping[str, Any]) -> str:
     return _prediction_text(told, head, f"MFU {100 * told['mfu']:.1f} %, HFU {100 * told['hfu']:.1f} %", "rank")
 
 
+def _range(half_log: float) -> str:
+    return f"{100 * math.expm1(-half_log):+.0f} to {100 * math.expm1(half_log):+.0f}"
+
+
 def explanation_report(job: Job, prediction: Prediction, top: int) -> dict[str, Any]:
     """Sensitivity of the time to ops and collectives."""
-    rows = prediction.explain(top)
+    rows, halves = prediction.explain(top), prediction.doubts.halves
     whole = prediction.iteration_time_s
     columns: dict[str, Column] = {
         "op or collective": lambda row: str(row.work),
         "times on the critical path": lambda row: Number(row.count, 0),
         "each": lambda row: f"{row.seconds * 1e6:.1f} us",
+        "90 % interval, %": lambda row: _range(halves[row.work]),
         "% of the time": lambda row: 100 * row.share,
         "halving it saves": lambda row: seconds_text(row.halved_s),
         "%": lambda row: 100 * row.halved_s / whole,
     }
     text = f"{job.name}: {seconds_text(whole)}\n{table_of(rows, columns)}"
+    total = 100 * math.expm1(prediction.doubts.total)
+    text += f"\nthe doubts about all ops and collectives add up to {total:.1f} % of the iteration"
     launches = prediction.simulation.launches_share
     if launches > 0.01:
         text += f"\nthe host's launches are {100 * launches:.1f} % of the critical path: faster ops do not shorten them"
     text += "".join(f"\nwarning: {warning}" for warning in prediction.warnings)
-    values = [row.to_dict() for row in rows]
+    values = [{**row.to_dict(), "half_width_log": halves[row.work]} for row in rows]
     told = {"job": job.name, "iteration_time_s": whole, "launches_share": launches}
+    told["doubt_log"] = prediction.doubts.total
     return {**told, "sensitivities": values, "text": text}
 
 

@@ -23,8 +23,8 @@ from stepsight.training.collectives.between_nodes import UNFITTED, fit_site
 from stepsight.training.fitting.own_table import LONG_S, OwnTable, own_table
 from stepsight.training.fitting.train_tables import fit_ops
 from stepsight.training.kernels.kernel_models import dtype_class, fit_kernels, op_rows
-from stepsight.training.predictor.predictor import Predictor, shipped_names, teacher_of
-from stepsight.training.shipped.catalogue import RECIPES, read_links, read_recipe
+from stepsight.training.predictor.predictor import Predictor, teacher_of
+from stepsight.training.shipped.catalogue import RECIPES, read_links, read_recipe, teaching_names
 from stepsight.training.shipped.from_tables import CollectiveRows, OpRows, fit_links
 
 Array = NDArray[np.float64]
@@ -225,7 +225,7 @@ def products(case: Case, data: Path) -> OwnTable:
 
 def transfer_figure(case: Case, rows: OwnTable, samples: int, seeds: int) -> Row:
     """Train on some products and judge by others; errors in percent, means over seeds."""
-    teachers = [teacher_of(name) for name in shipped_names() if name not in case.without]
+    teachers = [teacher_of(name) for name in teaching_names() if name not in case.without]
     errors = []
     for seed in range(seeds):
         order = np.random.default_rng(seed).permutation(len(rows.ops))

@@ -126,12 +126,13 @@ def plan_profile_command(
     from stepsight.dataset.hardware.hardware import canonical_hardware, find_hardware, unknown_hardware
     from stepsight.dataset.job.job import Job
     from stepsight.training.fitting.profile_plan import profile_plan
-    from stepsight.training.predictor.predictor import shipped_names, teacher_of
+    from stepsight.training.predictor.predictor import teacher_of
+    from stepsight.training.shipped.catalogue import teaching_names
 
     found = find_hardware(canonical_hardware(hardware))
     if found is None:
         raise StepsightError(unknown_hardware(hardware))
-    teachers, jobs = [teacher_of(name) for name in shipped_names()], [Job.from_file(each) for each in job or ()]
+    teachers, jobs = [teacher_of(name) for name in teaching_names()], [Job.from_file(each) for each in job or ()]
     plan = profile_plan(found, teachers, minutes, jobs=jobs, devices=devices, seed=seed)
     write_json(out, plan)
     counts = Counter(f"{item['kind']} {item.get('dtype', '')}".strip() for e in plan["events"] for item in e["ops"])

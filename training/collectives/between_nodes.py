@@ -200,15 +200,9 @@ def fit_between_nodes(
     noise: float = NOISE,
     independent: float = INDEPENDENT,
 ) -> BetweenNodes:
-    """Fit the factors.
-
-    Args:
-        collectives: Measured, all between nodes.
-        fabrics: Of each.
-        seconds: Measured, ``(collectives,)``.
-        start: Whose factors are the prior; by default NCCL's constants as they are, a little slower.
-        noise: Log units by which a measurement may miss the model.
-        independent: Rows of a kind that all of them count for; infinite where the answers are for the same cluster.
+    """Fit the factors of collectives between nodes, around those of ``start`` (NCCL's constants, a little slower).
+    ``noise``: log units by which a measurement may miss the model; ``independent``: rows of a kind that all of them
+    count for, infinite where the answers are for the same cluster.
     """
     kinds = rows_by(collective.kind for collective in collectives)
     links = np.array([link_facts(fabric) for fabric in fabrics]).reshape(-1, LINK_FACTS)

@@ -16,6 +16,7 @@ from stepsight.gnn.inference import FORMS, LEVELS, form_of
 from stepsight.training.context.examples import Measured, Taught, joined, measured_runs
 from stepsight.training.context.fit_context import ITERATION_WEIGHT, Batch, Example, Whole, fit_context, node_weights
 from stepsight.training.corrections.calibration import fit_scale
+from stepsight.training.corrections.doubts import HeldBackErrors, NodeDoubts, fit_doubts
 from stepsight.training.corrections.intervals import fit_intervals
 from stepsight.training.measured.imported_ops import ImportedSegments
 from stepsight.training.measured.measured import MeasuredRun
@@ -38,6 +39,7 @@ class HeldBackRun:
         weight: Of each node, in sum 1, ``(n,)``; of ops alone, by time, in sum 1: ``op_weight``.
         parts: Log-corrections of each node, ``(n, 3)``.
         whole: Its iteration, None if that was not timed; ``whole_parts`` of its nodes, ``(m, 3)``.
+        kinds, phases: Of each node.
     """
 
     target: Array
@@ -46,6 +48,8 @@ class HeldBackRun:
     parts: Array
     whole: Whole | None
     whole_parts: Array
+    kinds: tuple[str, ...]
+    phases: tuple[str, ...]
 
     @classmethod
     def of(cls, model: ContextModel, examples: Sequence[Example], wholes: Sequence[Whole]) -> HeldBackRun:
@@ -56,6 +60,8 @@ class HeldBackRun:
         parts = np.diff(levels, axis=1, prepend=0.0)
         inside, alone, time = np.concatenate([np.zeros((3, 0)), *map(_known, examples)], axis=1)
         own = np.concatenate([np.zeros(0, np.int64), *(nodes.numpy() for _, nodes, _ in batch.wholes)])
+        programs = [(example.graph.program, example.known) for example in examples]
+        nodes = [(p.nodes[at].work.kind, p.label) for p, known in programs for at in np.flatnonzero(known).tolist()]
         return cls(
             np.log(np.maximum(inside, 1e-9) / alone),
             node_weights(examples),
@@ -63,7 +69,14 @@ class HeldBackRun:
             parts[batch.index.numpy()],
             wholes[0] if wholes else None,
             parts[own],
+            tuple(kind for kind, _ in nodes),
+            tuple(phase for _, phase in nodes),
         )
+
+    def errors(self, strengths: Array) -> HeldBackErrors:
+        """Of its nodes, with some strengths."""
+        off = self.target - np.clip(self.parts @ strengths, -BOUND, BOUND)
+        return HeldBackErrors(self.kinds, self.phases, off, self.weight)
 
     def op_error(self, strengths: Array) -> float:
         """Mean absolute log error of ops, weighted by time; NaN without traces."""
@@ -122,16 +135,9 @@ class Errors(NamedTuple):
 
 
 class HeldBack:
-    """Runs held back in turn, how well each form of the context network predicts them, and the strengths that follow.
-
-    Args:
-        runs: In any order.
-        folds: Which of them were held back together, ``(runs,)``.
-
-    Attributes:
-        measured: Seconds of each iteration, ``(runs,)``, NaN where it was not timed.
-        errors: By form; the strengths of ``auto`` come from runs of other folds.
-        strengths: Of the levels, by all runs, ``(3,)``.
+    """Runs held back in turn (those of one of ``folds`` together): measured iterations (NaN where not timed), the
+    errors of each form of the context network (``auto``: with strengths by the other folds), and the strengths by all
+    runs.
     """
 
     def __init__(self, runs: Sequence[HeldBackRun], folds: NDArray[np.int64]) -> None:
@@ -145,7 +151,13 @@ class HeldBack:
             own = (folds == fold).tolist()
             strengths[own] = solve_strengths([run for run, held in zip(runs, own, strict=True) if not held])
         self.errors[AUTO] = self._judge(strengths)
+        self._by_others = strengths
         self.strengths = solve_strengths(runs)
+
+    def doubts(self, form: str) -> NodeDoubts:
+        """Of single nodes by one form of the network, from the runs' errors."""
+        strengths = [FORMS[form]] * len(self._runs) if form in FORMS else self._by_others
+        return fit_doubts([run.errors(np.array(own)) for run, own in zip(self._runs, strengths, strict=True)])
 
     def _judge(self, strengths: Array) -> Errors:
         """Errors where each run has its own strengths, ``(runs, 3)``."""
@@ -225,7 +237,9 @@ def learn_context(
     }
     say(f"context network: {context_text(told)}")
     context = mean_network(models, strengths) if any(strengths) else None
-    learned = replace(predictor, context=context, manifest={"metrics": metrics, "context": told})
+    doubts = None if held is None or not any(len(examples) for examples, _ in seen) else held.doubts(form)
+    manifest = {"metrics": metrics, "context": told}
+    learned = replace(predictor, context=context, doubts=doubts, manifest=manifest)
     if held is None or judged < MIN_RUNS:
         say(f"{judged} iterations were timed, {MIN_RUNS} are needed for an interval: a wide default one")
         return learned

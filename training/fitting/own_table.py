@@ -80,16 +80,9 @@ def shape_of(work: Op | Collective) -> Hashable:
 
 
 def own_table(table: Measurements, hardware: Hardware, software: str = "", fabric: str = "") -> OwnTable:
-    """Rows of a device.
-
-    Args:
-        table: Any rows; those that name no device count as the device's.
-        hardware: The device; see ``find_own_hardware``.
-        software: Pattern of the software to predict for, or a part of its name; empty: what ran most rows.
-        fabric: Links of collectives whose row names none that is known.
-
-    Raises:
-        TableError: If nothing is there to learn from, or no row's software matches.
+    """Rows of a device (those that name none count as its); ``software``: a part or pattern of the name of what to
+    predict for, by default what ran most rows; ``fabric``: of collectives whose row names none. Raises ``TableError``
+    if nothing is left, or no software matches.
     """
     mine = [index for index, device in enumerate(table.device) if device in ("", hardware.name)]
     if software and not any(_matches(table.software[index], software) for index in mine):

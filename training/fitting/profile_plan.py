@@ -46,18 +46,9 @@ def profile_plan(
     devices: int = 1,
     seed: int = 0,
 ) -> dict[str, Any]:
-    """Make a plan for the harness that takes about a given number of minutes.
-
-    Args:
-        hardware: The device's facts.
-        teachers: Devices that were measured.
-        minutes: Of measuring.
-        jobs: That will be asked about, on any hardware; none: training the catalogue's models.
-        devices: Devices of the node; from 2 on collectives are measured too.
-        seed: Of the choice of candidates.
-
-    Raises:
-        CollectError: If there is too little time to measure anything.
+    """A plan for the harness that measures for about so many minutes what lowers the error of the jobs most (none: of
+    the catalogue's models); with several devices of a node, collectives too. ``teachers``: devices that were measured.
+    Raises ``CollectError`` if there is too little time.
     """
     seconds = 60 * minutes - LAUNCH_S
     if not 0 < minutes <= MOST_MINUTES or seconds < 10 * OP_S:

@@ -37,9 +37,9 @@ from stepsight.training.kernels.transferred import (
     fit_correction,
     name_of,
 )
-from stepsight.training.predictor.predictor import Predictor, shipped_by_name, shipped_names, teacher_of
+from stepsight.training.predictor.predictor import Predictor, shipped_by_name, teacher_of
 from stepsight.training.regression.regressor import Regressor, rows_by
-from stepsight.training.shipped.catalogue import RECIPES
+from stepsight.training.shipped.catalogue import RECIPES, teaching_names
 from stepsight.training.shipped.from_tables import OpRows, fit_links
 from stepsight.training.tracking.tracking import begin_training, tracked
 
@@ -176,7 +176,7 @@ def fit_own_table(
     own: OwnTable, like: str = "", *, seed: int = 0, say: Say = lambda text: None, without: Sequence[str] = ()
 ) -> Predictor:
     """Fit a predictor to a device's rows, without saving it; ``without``: shipped ones that are left out."""
-    names = [name for name in shipped_names() if name not in without]
+    names = [name for name in teaching_names() if name not in without]
     teachers = [teacher_of(name) for name in names] if own.hardware.kind == "gpu" else []
     kernel = fit_ops(own, teachers, like, seed=seed, say=say)
     links = own.collectives.fabrics[0] if len(own.collectives) else None

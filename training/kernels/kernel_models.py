@@ -283,7 +283,7 @@ class KernelModel(Saved):
         each step of that ratio was measured somewhere.
 
         ``variant``: of the software asked for.  Its products of an op's precision stand for what it was not measured
-        with, such as gradients in 8 bits; without one, those of 16 bits do, as everywhere else.
+        with, such as gradients in 8 bits; without one, those of 16 bits do.  In 32 bits no others stand for them.
         """
         if not self.derives:
             return op, 0.0, True
@@ -293,7 +293,8 @@ class KernelModel(Saved):
             ratio = self.ratios.get(at.kind)
             log_ratio += ratio.log_ratio if ratio is not None else 0.0
             evident &= ratio is not None
-            own = base_in_precision(at, self.hardware) if variant else None
+            wide = DTYPE_BYTES[at.dtype] > 2
+            own = base_in_precision(at, self.hardware) if variant or wide else None
             at = own if own is not None and self._measured(own) else base_of(at, self.hardware)
         return (op, 0.0, True) if at is None else (at, log_ratio, evident)
 

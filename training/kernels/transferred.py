@@ -77,10 +77,8 @@ class Posterior(Saved):
 
 
 def fit_posterior(rows: Blocks, residuals: Array, seconds: Array, seed: int = 0) -> Posterior:
-    """Fit to measured ops.
-
-    ``rows``: columns of the ops by term.  ``residuals``: log of the measured time over what other devices' efficiency
-    says, ``(rows,)``.  ``seconds``: measured, ``(rows,)``: short ops are noisier.
+    """Fit to measured ops: log of their time over what other devices' efficiency says, ``(rows,)``; short ops are
+    noisier.
     """
     order = np.random.default_rng(seed).permutation(len(residuals))[:MOST_ROWS]
     kept, wanted, times = {name: rows[name][order] for name in TERMS}, residuals[order], seconds[order]
@@ -150,16 +148,8 @@ def fit_correction(asked: AskedOps, residuals: Array, seed: int = 0) -> Correcti
 def choose_rows(
     candidates: Blocks, wanted: int, *, targets: Blocks | None = None, weights: Array | None = None
 ) -> tuple[list[int], Array]:
-    """Choose the ops to measure first: each lowers the expected squared error over all targets most (greedily).
-
-    Args:
-        candidates: Columns of ops that could be measured, by term.
-        wanted: How many to choose.
-        targets: Columns of the ops that will be predicted; None: the candidates.
-        weights: How much each target counts, ``(targets,)``; None: alike.
-
-    Returns:
-        Their indices, the most informative first, and by how much each lowers the weighted variance.
+    """Which ops to measure first: each lowers the expected squared error of the targets (None: the candidates), by
+    their weights, most. Returns indices, and by how much each lowers the weighted variance.
     """
     scales = _prior()[0]
     own = _covariance(scales, _distances(candidates, candidates))

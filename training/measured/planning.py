@@ -58,13 +58,7 @@ def as_the_harness_runs(job: Job) -> Job:
 
 
 def stand_in_of(job: Job, rank: int) -> dict[str, Any]:
-    """The part of a plan about a run with an emulated rank.
-
-    Its collectives take what latency and bandwidth of the job's fabric imply.
-
-    Raises:
-        CollectError: If the harness cannot run the job, or it has no such rank.
-    """
+    """The part of a plan about an emulated rank: its collectives take what the job's fabric implies."""
     collectable(job)
     if type(rank) is not int or rank not in range(job.cluster.num_devices):
         raise CollectError(f"rank must be one of the job's {job.cluster.num_devices}, got {rank}")
@@ -105,14 +99,9 @@ def make_plan(
     event_seconds: float = 30.0,
     extra_seconds: float = 0.0,
 ) -> dict[str, Any]:
-    """A plan for the harness, as plain JSON.
-
-    Args:
-        runs: Role, job and step counts (``rounds``, ``steps``, ``warmup``, ``profile_steps``) of each real run; beside
-            the counts ``stand_in`` (see ``stand_in_of``) where one process stands in for a rank of the job.
-        profile_jobs: Jobs whose distinct ops and collectives are measured on their own; of those in stand-ins the ops.
-        event_seconds: Time budget of those measurements; 0 leaves them out.
-        extra_seconds: Time for more rounds of the runs whose median step is least certain.
+    """A plan for the harness as plain JSON: runs by role, job and step counts (with ``stand_in``, see ``stand_in_of``,
+    where one process stands in for a rank), and the distinct ops and collectives of ``profile_jobs``, measured on their
+    own for ``event_seconds``. ``extra_seconds``: for more rounds of the least certain runs.
     """
     planned: dict[str, dict[str, Any]] = {}
     for role, job, counts in runs:
@@ -160,10 +149,8 @@ class SleepingLatency(RooflineLatency):
 
 
 def sleeps_of(job: Job, latency: LatencyModel) -> dict[str, Any]:
-    """What the harness needs to run a sleeping job (``dataset.harness.models.sleeping``).
-
-    ``job``: on a box.  ``latency``: how long its ops would take.  Raises ``CollectError`` if the harness cannot run it,
-    or a layer would sleep for less than ``SHORTEST_BLOCK_S``.
+    """What the harness needs to run a sleeping job of a box; a layer that would sleep for less than
+    ``SHORTEST_BLOCK_S`` is a ``CollectError``.
     """
     problems = sleeping_problems(job.to_dict())
     if problems:
@@ -263,15 +250,8 @@ def box_plan(
     ops: Sequence[Op] = (),
     event_seconds: float = 0.0,
 ) -> dict[str, Any]:
-    """A plan for the harness: sleeping jobs in one box.
-
-    Args:
-        box: Where.
-        runs: Name (empty: the job's own), role, job and step counts of each.
-        latency: How long their ops would take.
-        collectives: What is measured on its own.
-        ops: Likewise; computed for real, not slept.
-        event_seconds: Time budget of that.
+    """A plan for the harness of sleeping jobs in one box (name, role, job and step counts of each), and of collectives
+    and ops that are measured for real within a time budget.
     """
     planned: dict[str, dict[str, Any]] = {}
     for name, role, job, counts in runs:

@@ -33,6 +33,7 @@ from stepsight.training.corrections.intervals import (
     seconds_text,
     uncalibrated_ends,
 )
+from stepsight.training.prediction.work_doubts import WorkDoubts
 from stepsight.training.predictor.predictor import LearnedLatency, Predictor
 from stepsight.training.predictor.software_used import SoftwareUsed, software_used
 from stepsight.training.shipped.catalogue import shipped_predictor
@@ -275,6 +276,11 @@ class Prediction:
     def _scale(self) -> float:
         """Calibration of the whole iteration."""
         return self.iteration_time_s / self.simulation.iteration_time_s
+
+    @cached_property
+    def doubts(self) -> WorkDoubts:
+        """Intervals of single ops and collectives, and what they add up to."""
+        return WorkDoubts(self.simulation, self.predictor)
 
     def explain(self, most: int = 10) -> tuple[Sensitivity, ...]:
         """List at most so many ops and collectives that determine the time, and what halving each would save."""

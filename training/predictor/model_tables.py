@@ -47,11 +47,7 @@ def read_predictor_manifest(folder: Path) -> dict[str, Any]:
 
 
 def read_folder(folder: Path, parse: Callable[[dict[str, Any]], T], shipped: Sequence[str]) -> T:
-    """Read a predictor's folder, none of whose files may have been changed.
-
-    ``parse``: reads it, given its manifest.  ``shipped``: names that may be used instead of a folder.  Raises
-    ``PredictorError`` if it is no predictor, or its files are not those that were saved.
-    """
+    """Read a predictor's folder (``parse``: given its manifest), none of whose files may have been changed."""
     old = set_aside(folder)
     if old is not None:
         raise PredictorError(
@@ -177,11 +173,7 @@ def save_kernel(kernel: KernelModel, folder: Path) -> None:
 
 
 def load_kernel(folder: Path, hardware: Hardware, teacher_of: Callable[[str], Teacher]) -> KernelModel:
-    """Read what ``save_kernel`` wrote.
-
-    ``hardware``: of the predictor; another one with the same chip may have been measured.  ``teacher_of``: finds a
-    shipped predictor that teaches others.  Raises ``PredictorError`` if it is not that.
-    """
+    """Read what ``save_kernel`` wrote; another device with the same chip as ``hardware`` may have been measured."""
 
     def make(table: dict[str, Any]) -> KernelModel:
         measured = hardware_from_dict(table["measured_on"]) if "measured_on" in table else hardware
@@ -227,10 +219,7 @@ def save_host_calls(host: HostCalls, folder: Path) -> None:
 
 
 def load_host_calls(folder: Path) -> HostCalls | None:
-    """Read the files that ``save_host_calls`` wrote; None if the predictor has none.
-
-    Raises ``PredictorError`` if it is not that.
-    """
+    """Read what ``save_host_calls`` wrote; None if the predictor has none."""
     if not (folder / FILE).exists():
         return None
 

@@ -39,6 +39,7 @@ from stepsight.simulator.durations.latency_model import launch_calls_of
 from stepsight.training.collectives.collective_models import CollectiveModel
 from stepsight.training.corrections.calibration import Calibration
 from stepsight.training.corrections.corrector import Corrector, corrected
+from stepsight.training.corrections.doubts import NodeDoubts
 from stepsight.training.corrections.intervals import Intervals
 from stepsight.training.kernels.host_calls import HostCalls
 from stepsight.training.kernels.kernel_models import KernelModel
@@ -197,6 +198,7 @@ class Predictor:
         intervals: How far to trust it.
         manifest: Provenance, as in ``manifest.json``.
         host: Calls that the host runs itself, learned from scripts; None: nothing was.
+        doubts: Errors of single ops and collectives within runs that were held back; None: none were.
     """
 
     hardware: Hardware
@@ -207,6 +209,7 @@ class Predictor:
     intervals: Intervals = field(default_factory=Intervals)
     manifest: Mapping[str, Any] = field(default_factory=dict)
     host: HostCalls | None = None
+    doubts: NodeDoubts | None = None
     _bound: Memo[Any, LearnedLatency] = field(
         default_factory=lambda: Memo("predictor: latency models", MAX_LATENCIES), init=False, compare=False, repr=False
     )
@@ -363,7 +366,11 @@ class Predictor:
             save_collective(self.collective, new)
             write_json(
                 new / "intervals.json",
-                {"intervals": self.intervals.to_dict(), "calibration": self.calibration.to_dict()},
+                {
+                    "intervals": self.intervals.to_dict(),
+                    "calibration": self.calibration.to_dict(),
+                    **({"nodes": self.doubts.to_dict()} if self.doubts is not None else {}),
+                },
             )
             if self.context is not None:
                 self.context.save(new)
@@ -408,6 +415,7 @@ class Predictor:
             made(folder / "intervals.json", Intervals.from_dict, tables.get("intervals")),
             manifest,
             load_host_calls(folder),
+            made(folder / "intervals.json", NodeDoubts.from_dict, tables["nodes"]) if "nodes" in tables else None,
         )
 
 

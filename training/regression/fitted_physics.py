@@ -43,11 +43,7 @@ def minimise(objective: Objective, start: Array, low: Array, high: Array, *, lon
 
 
 def robust_loss(residuals: Callable[[Array], tuple[Array, Array]], prior: Array, stds: Array) -> Objective:
-    """Huber's loss of residuals, and a normal prior, for ``minimise``.
-
-    ``residuals``: returns the residuals of a point in deviations, ``(rows,)``, and their derivatives, ``(rows, n)``.
-    ``prior, stds``: mean and deviation of each number, ``(n,)``.
-    """
+    """Huber's loss of residuals (with their derivatives, in deviations), and a normal prior, for ``minimise``."""
 
     def objective(point: Array) -> tuple[float, Array, Array]:
         residual, jacobian = residuals(point)
@@ -139,16 +135,9 @@ def fit_physics(
     noise: float = NOISE,
     prior_std: float = CONSTANT_PRIOR_STD,
 ) -> Physics:
-    """Robust maximum a posteriori by projected Levenberg-Marquardt.
-
-    Args:
-        terms: Physical quantities, ``(rows, terms)``.
-        busy: Devices computing at once, ``(rows,)``.
-        seconds: Measured, ``(rows,)``.
-        bounds: Prior and range of every constant.
-        steps: Most iterations.
-        noise: Log-seconds that measurements of equal terms differ by.
-        prior_std: Standard deviation of the constants' prior, in log units.
+    """Robust maximum a posteriori by projected Levenberg-Marquardt: ``terms`` are physical quantities, ``(rows,
+    terms)``, ``busy`` devices that compute at once and ``seconds`` measured, ``(rows,)``; ``noise`` and ``prior_std``
+    in log units.
     """
     count = terms.shape[1]
     low = np.concatenate([np.log(bounds.low), np.zeros(count)])

@@ -182,14 +182,9 @@ def _check_positions(name: str, positions: Array, num_axes: int) -> None:
 def fit_regressor(
     rows: SignatureRows, seconds: Array, bounds: Mapping[str, Bounds], seed: int, *, judged: bool = True
 ) -> Regressor:
-    """Fit every layer; trees and the reach of neighbours are chosen per family by cross-validation.
-
-    Args:
-        rows: Measured signatures; the same signature may occur with several numbers of busy devices.
-        seconds: Measured, ``(rows,)``, all > 0.
-        bounds: Physical range of the constants, by kind.
-        seed: Of folds and trees.
-        judged: Whether errors and what was left out are wanted of families with so many rows that nothing is chosen.
+    """Fit every layer; trees and the reach of neighbours are chosen by family, by cross-validation. A signature may
+    occur with several numbers of busy devices. ``judged``: whether errors are wanted of families with so many rows that
+    nothing is chosen.
     """
     physics: dict[str, Physics] = {}
     trees: dict[str, Trees] = {}

@@ -203,14 +203,7 @@ class Trees:
 
 @compiled
 def descend(forest: _Tree, roots: NDArray[np.int64], features: Array, leaves: Array) -> None:
-    """Evaluate every tree for every row.
-
-    Args:
-        forest: Nodes and leaves of all trees.
-        roots: Root of each tree, shape ``(trees,)``.
-        features: Shape ``(rows, num_features)``.
-        leaves: Filled with the values of the leaves that are reached, shape ``(rows, trees)``.
-    """
+    """Evaluate every tree, by its root, for every row of features; fills ``leaves``, ``(rows, trees)``."""
     for tree in range(len(roots)):  # the nodes of a tree stay in the nearest cache
         for row in range(len(features)):
             at = roots[tree]

@@ -24,6 +24,7 @@ from stepsight.dataset.hardware.hardware import Hardware, find_hardware
 from stepsight.dataset.kinds.op import COLLECTIVE_KINDS, OP_KINDS
 from stepsight.training.kernels.kernel_models import Ratio, label, same_chip
 from stepsight.training.predictor.predictor import SHIPPED, Predictor, shipped_names
+from stepsight.training.regression.trees import VERY_MANY_ROWS
 from stepsight.training.shipped.product_power import product_power_w, tabled_power_w
 
 if TYPE_CHECKING:
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
 # A100 they take half as long again as Transformer Engine's, whose ratio to plain products is measured elsewhere.
 PRODUCTS = ("gemm", "attention")
 STREAMING = ("norm", "elementwise")
+FEWER_ROWS = VERY_MANY_ROWS - 1  # fewer trees than from more rows: a third of the size
 __all__ = ["RECIPES", "Recipe", "TableSource", "read_recipe", "retrain", "shipped_names", "shipped_predictor"]
 
 
@@ -66,6 +68,8 @@ class Recipe:
     # measurements of devices with the same chip, by preset, of what own lacks: ops count as much longer or shorter as
     # rooflines say, and collectives within a node as they are
     lent: Mapping[str, tuple[TableSource, ...]] = field(default_factory=dict)
+    teaches: bool = True  # whether its efficiencies help to predict other devices: training's kernels in 16 bits
+    most_rows: int = 0  # most rows of a family that are fitted, drawn at random, for a small predictor; 0: all
 
 
 # Geometric means of what papers say of one generation of attention kernels against the next.
@@ -82,7 +86,8 @@ _FLASH_2_LAST = {"flash2_attention": _SAME, "flash2_attention_backward": _SAME}
 # Fabrics of tables, and the presets whose links they are.  ``cluster01`` reaches 48.9 GB/s per adapter.  Left out are
 # networks of which nobody knows the links (Vidur's between nodes, ``cluster00``).
 _LINKS = MappingProxyType(
-    {name: name for name in ("dgx-a100", "dgx-h100", "dgx-b200")} | {"nccl-tests-example-cluster01": "dgx-h100"}
+    {name: name for name in ("dgx-a100", "dgx-h100", "dgx-b200", "pcie-gen4")}
+    | {"nccl-tests-example-cluster01": "dgx-h100"}
 )
 _NCCL = r"nccl-tests|nccl .*half$|^nccl$"  # not in 8 bits, where switches do not sum
 
@@ -102,6 +107,15 @@ def _sends(device: str) -> TableSource:
 
 def _simumax(file: str = "") -> TableSource:
     return TableSource("simumax", f"kernels/simumax/configs/system{file}")
+
+
+_NEUSIGHT = TableSource("neusight", "kernels/neusight/train")
+
+
+def _of_neusight(chip: str, hardware: str, *twins: str) -> Recipe:
+    """Of a device that NeuSight measured."""
+    others = (_simumax("/a100_pcie.json"),)
+    return Recipe(chip, hardware, twins, (_NEUSIGHT,), others, ("torch",), teaches=False, most_rows=FEWER_ROWS)
 
 
 _NCCL_TESTS = TableSource("nccl-tests", "collectives/nccl-tests-cluster")
@@ -135,9 +149,20 @@ RECIPES = MappingProxyType(
             # In 8 bits TensorRT-LLM calls cuBLAS with one scale for a tensor, as Transformer Engine and PyTorch do.
             (
                 r"SGLang .* (fa3|flash_attention_v3|sglang_torch_linear) bf16|TRTLLM .* torch_flow fp8$|vidur",
-                r"TRTLLM .* torch_flow bf16|sglang_sgl_kernel_fp8_scaled_mm",
+                r"TRTLLM .* torch_flow bf16|sglang_sgl_kernel_fp8_scaled_mm|SGLang .* fa3 fp8",
+                "deepgemm",
+                r"TRTLLM .* fp8_block fp8$",
             ),
-            {"gemm": ("SGLang (torch)", "TensorRT-LLM"), "gemm/fp8": _SCALED_FP8},
+            {
+                "gemm": ("SGLang (torch)", "TensorRT-LLM"),
+                "gemm/fp8": (
+                    *_SCALED_FP8,
+                    "DeepGEMM (a scale for each block)",
+                    "TensorRT-LLM (a scale for each block)",
+                ),
+                "attention": ("SGLang (FlashAttention-3)", "TensorRT-LLM"),
+                "attention/fp8": ("TensorRT-LLM", "SGLang (FlashAttention-3)"),
+            },
             (_engines("h100_sxm"), _sends("h100"), _NCCL_TESTS),
             {**_FLASH_1, **_FLASH_2},
         ),
@@ -184,8 +209,52 @@ RECIPES = MappingProxyType(
             (_engines("b200_sxm"), _NCCL_TESTS),
             {**_FLASH_1, **_FLASH_2},
         ),
+        # NeuSight's tables are PyTorch in fp32, with convolutions.
+        "a100-pcie": Recipe(
+            "A100",
+            "a100-pcie-40gb",
+            ("a100-pcie-80gb",),
+            (replace(_NEUSIGHT, families=("gemm", "batched_gemm", "softmax")),),
+            (_simumax("/a100_pcie.json"),),
+            ("SGLang|vidur|torch", "TRTLLM"),
+            {"gemm": ("SGLang (torch)", "TensorRT-LLM"), "attention": ("SGLang", "TensorRT-LLM")},
+            (),
+            {**_FLASH_1, **_FLASH_2_LAST},
+            {"a100-sxm-80gb": (_engines("a100_sxm", *PRODUCTS), _vidur("a100"))},
+            teaches=False,
+            most_rows=FEWER_ROWS,
+        ),
+        "v100-pcie": _of_neusight("V100", "v100-pcie-32gb", "v100-sxm-32gb"),
+        "t4-pcie": _of_neusight("T4", "t4-pcie-16gb"),
+        "p100-pcie": _of_neusight("P100", "p100-pcie-16gb"),
+        "l40s-pcie": Recipe(
+            "L40S",
+            "l40s-pcie-48gb",
+            (),
+            (_engines("l40s", "gemm"),),
+            (_simumax("/a100_pcie.json"),),
+            ("SGLang",),
+            {},
+            (_engines("l40s"),),
+            teaches=False,
+            most_rows=FEWER_ROWS,
+        ),
+        "a40-pcie": Recipe(
+            "A40",
+            "a40-pcie-48gb",
+            (),
+            (TableSource("vidur", "kernels/vidur/compute/a40"),),
+            (_simumax("/a100_pcie.json"),),
+            ("vidur",),
+            teaches=False,
+        ),
     }
 )
+
+
+def teaching_names() -> tuple[str, ...]:
+    """Names of the shipped predictors whose efficiencies teach other devices."""
+    return tuple(name for name in shipped_names() if RECIPES[name].teaches)
 
 
 def chip_of(hardware: str) -> str:
@@ -228,17 +297,20 @@ def shipped_without(name: str, source: str) -> Predictor | None:
 def read_recipe(recipe: Recipe, data: Path) -> tuple[OpRows, dict[str, Measurements]]:
     """Distinct ops of a recipe: rows of its hardware that are its ``own``, ``lent`` to it, and of ``others``."""
     from stepsight.dataset.tables import Measurements
-    from stepsight.training.shipped.from_tables import lend, op_table, products_alone
+    from stepsight.training.shipped.from_tables import in_known_precisions, lend, op_table, products_alone, sample
 
     hardware = _preset(recipe.hardware)
-    own = products_alone(Measurements.concat(_read(source, data) for source in recipe.own), hardware)
+    own = in_known_precisions(Measurements.concat(_read(source, data) for source in recipe.own), hardware)
+    own = products_alone(own, hardware)
     lent = Measurements.concat(
         lend(products_alone(_read(source, data), _preset(lender)), _preset(lender), hardware)
         for lender, sources in recipe.lent.items()
         for source in sources
     )
-    others = Measurements.concat(_read(source, data) for source in recipe.others)
+    others = in_known_precisions(Measurements.concat(_read(source, data) for source in recipe.others), hardware)
     rows = op_table(Measurements.concat((own, lent)), recipe.hardware, recipe.software)
+    if recipe.most_rows:
+        rows = rows.take(sample([label(op.family, op, hardware) for op in rows.ops], recipe.most_rows))
     return rows, {"own": own, "lent": lent, "others": others}
 
 

@@ -24,6 +24,7 @@ from stepsight.training.kernels.kernel_models import (
     base_of,
     fit_kernels,
 )
+from stepsight.training.regression.regressor import rows_by
 
 Array = NDArray[np.float64]
 
@@ -57,11 +58,7 @@ class OpRows:
 
 
 def op_table(table: Measurements, device: str, software: Sequence[str]) -> OpRows:
-    """Ops of one device.
-
-    ``software``: patterns of what ran them and of its precision (``library 1.0 bf16``), those to predict for first;
-    rows that match none are left out.
-    """
+    """Ops of one device; ``software``: patterns of what ran them and of its precision, first what to predict for."""
     groups = [re.compile(pattern) for pattern in software]
     variants: dict[str, int] = {}
     found: dict[tuple[Op, int], list[float]] = {}
@@ -74,6 +71,25 @@ def op_table(table: Measurements, device: str, software: Sequence[str]) -> OpRow
             if variant >= 0:
                 found.setdefault((work, variant), []).append(float(seconds))
     return OpRows.of(found)
+
+
+def sample(labels: Sequence[str], most: int) -> NDArray[np.int64]:
+    """At most so many rows of each label, drawn at random."""
+    order = np.random.default_rng(0).permutation(len(labels)).tolist()
+    drawn = rows_by(labels[index] for index in order)
+    return np.sort(np.concatenate([np.array(order)[places[:most]] for places in drawn.values()]))
+
+
+def in_known_precisions(table: Measurements, hardware: Hardware) -> Measurements:
+    """The rows but for products in a precision of which the hardware states no peak; those count as skipped."""
+    products = (isinstance(work, Op) and work.record.bound == "compute" for work in table.works)
+    known = np.array(
+        [not product or work.dtype in hardware.peak_flops for product, work in zip(products, table.works, strict=True)],  # type: ignore[union-attr]
+        dtype=np.bool_,
+    )
+    why = f"the facts of {hardware.name} state no peak for their precision"
+    skipped = {**table.skipped, **({why: int((~known).sum())} if not known.all() else {})}
+    return replace(table.take(known), skipped=skipped)
 
 
 def lend(table: Measurements, lender: Hardware, hardware: Hardware) -> Measurements:
@@ -151,14 +167,8 @@ class CollectiveRows:
 def collective_table(
     table: Measurements, device: str, lenders: Sequence[str], links: Mapping[str, str], software: str
 ) -> CollectiveRows:
-    """Collectives of a device within its nodes, and those of all devices between nodes.
-
-    Args:
-        table: Any rows.
-        device: Whose rows are its own.
-        lenders: Other devices whose rows count within a node.
-        links: Preset of the fabric of each name that rows have; rows on others are left out.
-        software: Pattern of what ran them.
+    """Collectives of a device (and of lenders) within its nodes, and of all devices between nodes, by what ``software``
+    ran; ``links``: preset of each name of a fabric, rows on others are left out.
     """
     found: dict[tuple[Collective, str], list[tuple[float, bool]]] = {}
     columns = (table.works, table.seconds, table.device, table.fabric, table.software)
@@ -230,11 +240,7 @@ def products_alone(table: Measurements, hardware: Hardware) -> Measurements:
 
 
 def conversion_seconds(dims: Array, seconds: Array, hardware: Hardware) -> float:
-    """Time of the conversion per element of the input; 0 if too few rows show it.
-
-    ``dims``: ``m``, ``n`` and ``k`` of products with their conversion, shape ``(rows, 3)``.  ``seconds``: of each,
-    shape ``(rows,)``.  ``hardware``: whose memory bounds it.
-    """
+    """Time of the conversion per element of the input of products ``m, n, k``; 0 if too few rows show it."""
     m, n, k = dims.T
     long = (m >= LEAST_ROWS) & (n >= LEAST_SIDE) & (k >= LEAST_SIDE)
     if long.sum() < CONVERSION_ROWS or len(set(n[long])) < 2:

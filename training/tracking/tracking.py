@@ -103,19 +103,9 @@ class TrackedRun:
     def publish(
         self, folder: Path, hardware: str, tags: Mapping[str, str], compare: Compare = lambda champion: None
     ) -> str:
-        """Store a predictor as a model that ``mlflow.pyfunc.load_model`` serves, and register it.
-
-        The first of a hardware becomes its champion.  A later one becomes the champion only if it is better than the
-        champion on the same data, which neither saw; else it is the challenger.
-
-        Args:
-            folder: The saved predictor.
-            hardware: What it is for.
-            tags: Of the version.
-            compare: Errors of this predictor and of the champion on the same held-out data; None if there is none.
-
-        Returns:
-            The version's number.
+        """Store a predictor as a model that ``mlflow.pyfunc.load_model`` serves, and register it; returns its version.
+        The first of a hardware becomes its champion, a later one only if it is better on data that neither saw
+        (``compare``: the errors of both, None: nothing judges); else it is the challenger.
         """
         from mlflow.exceptions import MlflowException
 
@@ -176,11 +166,8 @@ def _save_model(folder: Path, out: Path) -> None:
 
 
 def begin_training(out: Path, stated: str | None, progress: bool) -> tuple[str, Callable[[str], None]]:
-    """Check, before long work, that a predictor can be written and tracked.
-
-    ``out``: folder of the predictor.  ``stated``: URI of the store that the user stated; None: a database beside
-    ``out``.  ``progress``: whether to report on stderr.  Returns the store's URI, and what reports progress, with the
-    seconds since the beginning.
+    """Check, before long work, that a predictor can be written and tracked (by default beside ``out``); returns the
+    store's URI, and what reports progress with the seconds since the beginning.
     """
     started = time.monotonic()
 

@@ -89,6 +89,6 @@ def test_other_devices_help(monkeypatch: pytest.MonkeyPatch) -> None:
     seconds = 1.2 * np.exp(teacher_of("a100-sxm").efficiency(ops)) * [roofline_seconds(op, L40S) for op in ops]
     none = CollectiveRows((), (), np.zeros(0), np.zeros(0, dtype=np.bool_))
     rows = OwnTable(L40S, OpRows(ops, seconds, np.zeros(len(ops), np.int64)), {"gemm": ("blas",)}, none, "", {})
-    monkeypatch.setattr(public_tables, "shipped_names", lambda: ("a100-sxm",))
+    monkeypatch.setattr(public_tables, "teaching_names", lambda: ("a100-sxm",))
     figure = public_tables.transfer_figure(public_tables.CASES[-1], rows, samples=10, seeds=1)
     assert figure["transfer"] < 3 and figure["transfer"] < figure["alone"]

@@ -26,8 +26,8 @@ from stepsight.training.collectives.between_nodes import (
     size_residual,
 )
 from stepsight.training.corrections.corrector import Support
-from stepsight.training.predictor.predictor import Predictor, shipped_names
-from stepsight.training.shipped.catalogue import shipped_predictor
+from stepsight.training.predictor.predictor import Predictor
+from stepsight.training.shipped.catalogue import shipped_predictor, teaching_names
 
 FABRIC = find_fabric("dgx-h100")
 GROUPS = tuple(kind for kind in COLLECTIVE_KINDS if kind != "send_recv")
@@ -41,7 +41,7 @@ def _seconds(predictor: Predictor, kind: str, fabric: Fabric, near: int = 8) -> 
     return predictor.collective.seconds(works, fabric).reshape(len(RANKS), len(SIZES))
 
 
-@pytest.fixture(params=shipped_names(), scope="module")
+@pytest.fixture(params=teaching_names(), scope="module")
 def shipped(request: pytest.FixtureRequest) -> Predictor:
     predictor = shipped_predictor(request.param)
     assert predictor is not None
@@ -225,7 +225,7 @@ def test_it_is_saved_read_and_checked() -> None:
         BetweenNodes.from_dict(wrong)
 
 
-@pytest.mark.parametrize("name", shipped_names())
+@pytest.mark.parametrize("name", teaching_names())
 @pytest.mark.parametrize("kind", ["all_reduce", "all_gather", "reduce_scatter", "all_to_all"])
 @pytest.mark.parametrize("ranks", [2, 8])
 def test_sizes_that_were_not_measured_do_not_move_those_that_were(name: str, kind: str, ranks: int) -> None:

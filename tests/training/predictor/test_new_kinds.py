@@ -23,7 +23,8 @@ from stepsight.gnn.inference import ContextNetwork
 from stepsight.training.kernels.kernel_models import fit_kernels
 from stepsight.training.prediction.prediction import predict
 from stepsight.training.predictor.model_tables import write_manifest
-from stepsight.training.predictor.predictor import Predictor, shipped_names
+from stepsight.training.predictor.predictor import Predictor
+from stepsight.training.shipped.catalogue import teaching_names
 from tests.gnn.random_networks import random_network
 
 EXAMPLES = sorted((Path(__file__).parents[3] / "examples").glob("*.toml"))
@@ -67,7 +68,7 @@ def _seconds(predictor: Predictor) -> list[float | str]:
     return found
 
 
-@pytest.mark.parametrize("name", shipped_names())
+@pytest.mark.parametrize("name", teaching_names())
 def test_shipped_predictors_answer_bit_for_bit(name: str) -> None:
     before = _seconds(Predictor.load(name))
     assert sum(isinstance(seconds, float) for seconds in before) >= len(EXAMPLES) - 1

@@ -78,7 +78,7 @@ def test_shipped_predictors_have_the_power_of_their_chip() -> None:
     assert large.hardware.product_power_w == small.hardware.product_power_w == product_power_w("H100")
     slower = small.hardware.power_slowdown("bf16") / large.hardware.power_slowdown("bf16")
     assert slower == pytest.approx(((700 - 120) / (500 - 120)) ** (1 / 3))
-    assert chip_of("h100-sxm-96gb") == "H100" and chip_of("v100-sxm-32gb") == ""
+    assert chip_of("h100-sxm-96gb") == "H100" and chip_of("mi250x-gcd-64gb") == ""
 
 
 @pytest.mark.parametrize("chip", chip_powers())
