@@ -48,8 +48,8 @@ class HeldBackRun:
     parts: Array
     whole: Whole | None
     whole_parts: Array
-    kinds: tuple[str, ...]
-    phases: tuple[str, ...]
+    kinds: tuple[str, ...] = ()
+    phases: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, model: ContextModel, examples: Sequence[Example], wholes: Sequence[Whole]) -> HeldBackRun:

@@ -24,8 +24,9 @@ def job_with(precision: str = "bf16", hardware: str = "h100-sxm-80gb", **executi
 def test_the_answer_names_whose_kernels_it_took() -> None:
     """With the version of its table; another software gives another time."""
     usual, other = predict(job_with()), predict(job_with(kernels="TensorRT-LLM"))
-    assert usual.to_dict()["software"]["kernels"] == {"gemm": "SGLang (torch) 0.5.14"}
-    assert other.software_used.kernels == {"gemm": "TensorRT-LLM 1.3.0rc20"}
+    flash = "SGLang (FlashAttention-3) 0.5.14"
+    assert usual.to_dict()["software"]["kernels"] == {"gemm": "SGLang (torch) 0.5.14", "attention": flash}
+    assert other.software_used.kernels == dict.fromkeys(("gemm", "attention"), "TensorRT-LLM 1.3.0rc20")
     assert usual.iteration_time_s != other.iteration_time_s and not other.software_used.doubts
     same = predict(job_with(kernels="TensorRT-LLM 1.3.0rc20"))
     assert same.iteration_time_s == other.iteration_time_s
