@@ -147,7 +147,7 @@ def test_predict_takes_a_name() -> None:
     by_name, by_hardware = (predict(job, name).iteration_time_s for name in ("a100-sxm", "a100-sxm-80gb"))
     assert by_name == by_hardware == predict(job).iteration_time_s
     with pytest.raises(
-        PredictorError, match=r"or a100-sxm, .* their hardware, roofline or models:/NAME@ALIAS, got 'x'"
+        PredictorError, match=r"or .*a100-sxm, .* their hardware, roofline or models:/NAME@ALIAS, got 'x'"
     ):
         predict(job, "x")
 
@@ -179,7 +179,7 @@ def test_what_is_outside_is_listed_by_what_it_takes() -> None:
 def test_a_folder_goes_before_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a100-sxm").mkdir()
-    with pytest.raises(PredictorError, match=r"folder with manifest\.json, or a100-pcie, or a100-sxm"):
+    with pytest.raises(PredictorError, match=r"folder with manifest\.json, or .*a100-sxm"):
         Predictor.load("a100-sxm")
 
 
@@ -227,7 +227,7 @@ def test_a_name_is_the_predictor_that_answers_by_default(tmp_path: Path, monkeyp
         assert (found.hardware, found.kernel.serves) == (usual.hardware, usual.kernel.serves)
     (tmp_path / "h100-sxm").mkdir()
     for name in ("h100-sxm", "mine"):
-        with pytest.raises(PredictorError, match=r"folder with manifest\.json, or a100-pcie, or a100-sxm"):
+        with pytest.raises(PredictorError, match=r"folder with manifest\.json, or .*a100-sxm"):
             load_predictor(name)
 
 
