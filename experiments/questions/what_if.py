@@ -120,11 +120,18 @@ def _changes(asked: TraceChanges, traced: tuple[str, Fabric] | None) -> list[tup
 def _traced_on(asked: TraceChanges, graphs: Sequence[Program], job: Job | None) -> tuple[str, Fabric]:
     """Hardware and fabric of the trace: from the user, from the job, or from the device's name in the trace."""
     said = graphs[0].device_name
-    name = _preset_name(asked.on) if asked.on else (job.cluster.hardware if job is not None else "")
+    named = find_hardware(device_name(said)) if said else None
+    on = _preset_name(asked.on)
+    if on in HARDWARE.names() and named is not None and _chip(on) != _chip(named.name):
+        raise StepsightError(
+            f"--on must be the traced device: the trace is of {said!r:.80}, got {asked.on!r:.80}; --hardware asks about"
+            " another one"
+        )
+    name = on if asked.on else (job.cluster.hardware if job is not None else "")
     if not name:
         name = "local-cpu" if graphs[0].device == "cpu" else device_name(said)
     if find_hardware(name) is None and not asked.on:  # of another memory size, which changes no duration
-        name = _preset_name(re.sub(r"-\d+gb$", "", name))
+        name = _preset_name(_chip(name))
     if find_hardware(name) is None:
         if asked.on:
             raise StepsightError(f"--on must be the traced device, a name or a file: {unknown_hardware(asked.on)}")
@@ -142,6 +149,11 @@ def _traced_on(asked: TraceChanges, graphs: Sequence[Program], job: Job | None) 
             f"no usual fabric of {name} is known: name the traced one with --on-fabric, one of "
             f"{', '.join(FABRICS.names())}, or a file"
         ) from None
+
+
+def _chip(name: str) -> str:
+    """A preset's name without its memory."""
+    return re.sub(r"-\d+gb$", "", name)
 
 
 def _preset_name(name: str) -> str:

@@ -80,12 +80,19 @@ def test_what_if_and_show(tmp_path: Path) -> None:
     fast = ask("what-if", runs, "--faster", "gemm=100", "--json")
     free = ask("what-if", runs, "--no-host", "--json")
     assert free["changed_host_percent"] < fast["host_percent"] <= fast["changed_host_percent"]
-    amd = ask("what-if", runs, "--on", "MI300X", "--batch", "2x", "--json")["traced_on"]
+    with pytest.raises(StepsightError, match="the trace is of 'NVIDIA A100-SXM4-80GB', got 'MI300X'"):
+        ask("what-if", runs, "--on", "MI300X", "--batch", "2x")
+    ask("what-if", runs, "--on", "a100-sxm", "--batch", "2x", "--json")
+    job = GpuJob().step(1)
+    job.file.header["deviceProperties"] = [{"id": 0, "name": "a device of tomorrow"}]
+    other = tmp_path / "other"
+    ask("import", "kineto", job.file.write(tmp_path / "o.json"), "--out", other, "--json")
+    amd = ask("what-if", other, "--on", "MI300X", "--batch", "2x", "--json")["traced_on"]
     assert (amd["hardware"], amd["predictor"]) == ("mi300x-192gb", "roofline")
     with pytest.raises(StepsightError, match="--on must be the traced device"):
-        ask("what-if", runs, "--on", "abacus", "--batch", "2x")
+        ask("what-if", other, "--on", "abacus", "--batch", "2x")
     with pytest.raises(StepsightError, match="name the traced one with --on-fabric"):
-        ask("what-if", runs, "--on", "mi250x-gcd-64gb", "--batch", "2x")
+        ask("what-if", other, "--on", "mi250x-gcd-64gb", "--batch", "2x")
     shown = ask("show", path, "--json")
     assert shown["kinds"]["opaque"] == pytest.approx(100e-6) and "very_own_kernel(float*)" in shown["opaque"]
     assert ask("show", runs, "--json")["runs"][0]["imported"] is True
