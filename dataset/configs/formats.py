@@ -133,6 +133,7 @@ CONFIG_FORMATS: Registry[ConfigFormat] = Registry(
         "megatron-script": ConfigFormat(write=partial(write_megatron, script=True)),
         "megatron-arguments": ConfigFormat(_with("MODEL_ARGS."), words.read_arguments),
         "megatron-yaml": ConfigFormat(_with("language_model."), words.read_yaml),
+        "megatron-bridge": ConfigFormat(_with("model.num_layers train. !trainer"), words.read_bridge),
         "torchtitan": ConfigFormat(
             _with("model.flavor", "!model training. parallelism."), torchtitan.read, torchtitan.write
         ),
@@ -250,7 +251,7 @@ def read_configs(paths: str | Path | Sequence[str | Path], given: Given | None =
 
     Args:
         paths: One or several configuration files of Megatron-LM, torchtitan, Hugging Face, DeepSpeed, Accelerate,
-            Nanotron, MaxText or NeMo, or a job file; later files override earlier ones.
+            Nanotron, MaxText, NeMo or Megatron-Bridge, or a job file; later files override earlier ones.
         given: Values that no file states, or that override the files: ``Given(values={"cluster.nodes": 16})``.
 
     Returns:

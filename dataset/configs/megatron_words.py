@@ -66,6 +66,16 @@ def read_yaml(file: ConfigFile, draft: Draft) -> None:
     read_megatron(_reading(draft, (found for found in places if found[2] is not None)))
 
 
+def read_bridge(file: ConfigFile, draft: Draft) -> None:
+    """Fill a draft from the tables of Megatron-Bridge's ``ConfigContainer.to_yaml``, which has Megatron-Core's names.
+
+    The precision of ``mixed_precision`` also stands in other tables, of which it fills those that are open.
+    """
+    draft.framework = "nemo"
+    tables = {name: table for name, table in file.tables.items() if name != "mixed_precision"}
+    read_yaml(ConfigFile(file.path, {**tables, "mixed_precision": file.tables.get("mixed_precision")}), draft)
+
+
 def _reading(draft: Draft, found: Iterable[tuple[str, str, Any]]) -> Reading:
     """Settings, each as the configuration writes it, as ``megatron`` reads it, and its value; the last one counts."""
     values, shown = dict[str, Any](), dict[str, str]()

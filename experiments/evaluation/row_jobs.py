@@ -287,6 +287,10 @@ def _job(row: Row, framework: Framework) -> Job:
     start, recipes, dropout = told()["dropout"]
     if framework.name == "nemo" and plain_name(row).startswith(start) and re.search(recipes, row.software):
         model["dropout"] = dropout
+    for start, device, kind, layers in told()["offloaded"] if "megatron-fsdp" in row.text("zero_stage") else ():
+        words = row.text("hardware").lower(), row.text("precision").lower(), parallel["recompute"]
+        if plain_name(row).startswith(start) and device in words[0] and kind in words[1] and words[2] == "none":
+            parallel |= {"offload_activations": True, "offload_layers": layers}
     if model.get("experts"):
         parallel["expert_tp"] = 0 if parallel["dp"] * parallel["cp"] % parallel["ep"] == 0 else 1
     batch = {key: row.known(key) for key in ("micro_batch", "global_batch")}

@@ -30,8 +30,8 @@ def job_command(
     """Turn the configuration of a training framework into a job, or a job into a configuration.
 
     The answer lists what was mapped, what was assumed and what no key of a job expresses. Formats: Megatron-LM (shell
-    scripts, arguments, YAML of Megatron-Core and NeMo), torchtitan (TOML, Python registry), Hugging Face (config.json,
-    Accelerate, DeepSpeed), Nanotron and MaxText (YAML). Nothing is executed. Examples:
+    scripts, arguments, YAML of Megatron-Core, Bridge and NeMo), torchtitan (TOML, Python registry), Hugging Face
+    (config.json, Accelerate, DeepSpeed), Nanotron and MaxText (YAML). Nothing is executed. Examples:
 
         stepsight job pretrain_gpt.sh --hardware h100-sxm-80gb --nodes 16 --out job.toml
         stepsight job config.json ds_config.json --set model.seq_len=4096 --nodes 2

@@ -51,6 +51,7 @@ FORMATS: dict[str, tuple[str, Any]] = {
     "nanotron": ("run.yaml", published.NANOTRON),
     "maxtext": ("run.yml", published.MAXTEXT),
     "nemo": ("run.yaml", published.NEMO),
+    "megatron-bridge": ("run.yaml", published.BRIDGE),
     "megatron-yaml": ("core.yaml", "language_model: {num_layers: 2, hidden_size: 64, bias: true}\nseed: 1\n"),
     "accelerate": (
         "a.yaml",

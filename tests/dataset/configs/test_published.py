@@ -51,6 +51,15 @@ MIXTRAL = """MODEL_ARGS:
   --hidden-dropout: 0.0
   --bf16: true
 """
+BRIDGE = """model: {num_layers: 80, hidden_size: 8192, ffn_hidden_size: 28672, num_attention_heads: 64,
+  num_query_groups: 8, share_embeddings_and_output_weights: false, seq_length: 8192, vocab_size: 128256,
+  gated_linear_unit: true, normalization: RMSNorm, position_embedding_type: rope,
+  add_bias_linear: false, cpu_offloading: true, cpu_offloading_num_layers: 40, fp8: null, hidden_dropout: 0.0}
+ddp: {use_megatron_fsdp: true, data_parallel_sharding_strategy: optim_grads_params, bucket_size: 40000000}
+mixed_precision: {bf16: true, fp8: hybrid, fp8_recipe: tensorwise, fp8_param_gather: true, grad_reduce_in_fp32: false}
+optimizer: {optimizer: adam, lr: 0.0003, clip_grad: 1.0}
+train: {micro_batch_size: 2, global_batch_size: 256, train_iters: 50}
+"""
 DEEPSEEK = """--num-layers 61 --hidden-size 7168 --ffn-hidden-size 18432 --num-attention-heads 128
 --multi-latent-attention --q-lora-rank 1536 --kv-lora-rank 512 --qk-head-dim 128 --qk-pos-emb-head-dim 64
 --v-head-dim 128 --num-experts 256 --moe-router-topk 8 --moe-ffn-hidden-size 2048 --vocab-size 129280
@@ -181,6 +190,7 @@ def num_parameters(model: ModelSpec) -> float:
         ("train.sh", GPT3, 174.6),
         ("mixtral.yaml", MIXTRAL, 46.7),
         ("deepseek.txt", DEEPSEEK, 671.0),
+        ("bridge.yaml", BRIDGE, 70.55),
         ("llama3_405b.toml", TITAN, 405.8),
         ("llama3_70b.toml", TITAN_2024, 70.6),
         ("nanotron.yaml", NANOTRON, 6.74),
@@ -214,6 +224,14 @@ def test_megatron_arguments_in_yaml(tmp_path: Path) -> None:
     p, m = job.parallel, job.model
     assert (p.pp, p.virtual_stages, p.ep, p.dp, p.zero_stage) == (4, 8, 8, 8, 1)
     assert (m.family, m.kv_heads, m.experts, m.experts_per_token, m.dropout) == ("llama", 8, 8, 2, 0.0)
+
+
+def test_megatron_bridge(tmp_path: Path) -> None:
+    found = read(tmp_path, {"run.yaml": BRIDGE})
+    p, batch = found.job.parallel, found.job.batch
+    assert (found.formats, found.job.framework, found.job.model.family) == (("megatron-bridge",), "nemo", "llama")
+    assert (p.zero_stage, p.offload_activations, p.offload_layers) == (3, True, 40)
+    assert (batch.precision, batch.fp8_parameters, batch.micro_batch) == ("fp8", True, 2)
 
 
 def test_megatron_layout_latent_attention_and_dense_layers(tmp_path: Path) -> None:

@@ -284,6 +284,27 @@ def test_models_of_paxml_share_parameters_within_some_nodes(name: str, nodes: in
     assert job_of(row).job.parallel.dp_shard == 8 * nodes
 
 
+def test_layers_that_recipes_offload() -> None:
+    """Megatron-Bridge's FSDP of Llama 3 70B on GB200: 20 layers in bf16, 40 in 8 bits, none that are repeated."""
+    sizes = {"model_name": "LLAMA3_70B", "hardware": "GB200", "layers": 80, "tp": 1, "pp": 1, "recompute": "none"}
+    for more, layers in (({"precision": "bf16"}, 20), ({"precision": "FP8-CS"}, 40), ({"recompute": "full"}, 0)):
+        row = run_row(
+            **{
+                **sizes,
+                "nodes": 2,
+                "gpus": 8,
+                "gpus_per_node": 4,
+                "dp": 8,
+                "gpu_mem_gb": 186,
+                "zero_stage": "megatron-fsdp(64)",
+                "framework": "26.04 NeMo Container",
+                **more,
+            }
+        )
+        parallel = job_of(row).job.parallel
+        assert (parallel.offload_activations, parallel.offload_layers) == (layers > 0, layers)
+
+
 def test_torchtitan_cuts_a_batch_into_as_many_micro_batches_as_pipeline_ranks() -> None:
     """2 pipeline ranks and 2 replicas cut 64 sequences into micro-batches of 16; other frameworks leave it open."""
     row = run_row(framework="torchtitan", micro_batch="", vp="", notes="Interleaved 1F1B")
