@@ -283,17 +283,11 @@ _TRUE, _FALSE, _BYTE, _INTEGERS, _DOUBLE, _BINARY, _LISTS, _STRUCT = 1, 2, 3, (4
 
 @dataclass(frozen=True)
 class Stated:
-    """What a footer states.
+    """What a footer states."""
 
-    Attributes:
-        num_rows: Of the table.
-        num_values: Of all columns of all row groups.
-        num_bytes: That the values take when they are unpacked.
-    """
-
-    num_rows: int
-    num_values: int
-    num_bytes: int
+    num_rows: int  # of the table
+    num_values: int  # of all columns of all row groups
+    num_bytes: int  # that the values take when they are unpacked
 
 
 def read_footer(file: BinaryIO) -> Stated:

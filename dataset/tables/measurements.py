@@ -31,15 +31,10 @@ _META = b"stepsight.measurements"
 
 @dataclass(frozen=True, slots=True)
 class SourceFile:
-    """A file that was read.
+    """A file that was read."""
 
-    Attributes:
-        licence: SPDX identifier, or "unknown".
-        digest: ``files.digest_files`` of it.
-    """
-
-    licence: str
-    digest: str
+    licence: str  # SPDX identifier, or "unknown"
+    digest: str  # ``files.digest_files`` of it
 
 
 @dataclass(frozen=True, eq=False)
@@ -344,17 +339,11 @@ class Rows:
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One row of a CSV file.
+    """One row of a CSV file."""
 
-    Attributes:
-        rows: Where it belongs to.
-        number: From 1, the header not counted.
-        cells: Text by column.
-    """
-
-    rows: Rows
-    number: int
-    cells: dict[str, str]
+    rows: Rows  # where it belongs to
+    number: int  # from 1, the header not counted
+    cells: dict[str, str]  # text by column
 
     def text(self, column: str) -> str:
         """A cell without spaces around it; an error where the table has no such column."""
