@@ -74,7 +74,7 @@ def op_table(table: Measurements, device: str, software: Sequence[str]) -> OpRow
 
 
 def sample(labels: Sequence[str], most: int) -> NDArray[np.int64]:
-    """At most so many rows of each label, drawn at random."""
+    """Up to ``most`` rows of each label, drawn at random."""
     order = np.random.default_rng(0).permutation(len(labels)).tolist()
     drawn = rows_by(labels[index] for index in order)
     return np.sort(np.concatenate([np.array(order)[places[:most]] for places in drawn.values()]))
