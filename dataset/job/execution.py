@@ -118,6 +118,7 @@ class OverlapSemantics:
             and no stage steps before all have it.
         gathers_lists: FSDP: whether each tensor is gathered into a list of the ranks' parts, which the host cuts and
             copies one by one while the device waits; full recomputation then gathers for itself, and backward again.
+        by_rank: As ``zero_by_rank`` of ``ParallelSpec``.
     """
 
     tensor_parallel: str = ""
@@ -129,6 +130,7 @@ class OverlapSemantics:
     runtime: str = "asynchronous"
     reads_norm: bool = False
     gathers_lists: bool = False
+    by_rank: bool = False
 
 
 @hashed_once
@@ -203,7 +205,7 @@ def semantics_of(job: Job, device_kind: str = "gpu") -> ExecutionSemantics:
     # Their type, whether they are scattered, whether a rank has whole ones, whether they travel while backward runs.
     gradients = p.gradient_dtype, p.reduce_scatter, p.zero_stage < 3, p.overlap_grad_reduce and not unsummed
     traffic = p.overlap_tp, p.overlap_param_gather, p.prefetch, p.reshard_after_forward, p.bucket_mbytes, p.runtime
-    return _semantics(where, habits, gradients, traffic, job.batch, job.optimizer)
+    return _semantics(where, habits, gradients, (*traffic, p.zero_by_rank), job.batch, job.optimizer)
 
 
 @cached(4096)
@@ -217,7 +219,7 @@ def _semantics(
     where: tuple[str, str, bool],
     habits: tuple[bool, bool, bool],
     gradients: tuple[str, bool, bool, bool],
-    traffic: tuple[str, bool, int, bool, float, str],
+    traffic: tuple[str, bool, int, bool, float, str, bool],
     batch: BatchSpec,
     optimizer: OptimizerSpec,
 ) -> ExecutionSemantics:
@@ -255,7 +257,7 @@ def _semantics(
         scatters_sums=scatters,
         narrow_parameters=states.main_copy and batch.fp8_parameters and precision in QUANTIZED,
     )
-    overlap_tp, parameters, prefetch, reshard, bucket_mbytes, runtime = traffic
+    overlap_tp, parameters, prefetch, reshard, bucket_mbytes, runtime, by_rank = traffic
     overlap = OverlapSemantics(
         tensor_parallel=overlap_tp,
         gradients=overlapped,
@@ -266,6 +268,7 @@ def _semantics(
         runtime=runtime or ("torch" if on_cpu else "asynchronous"),
         reads_norm=optimizer.clip_grad_norm,
         gathers_lists=semantics.overlap.gathers_lists,
+        by_rank=by_rank,
     )
     step = "host" if optimizer.offload else "fused" if optimizer.fused else "foreach"
     kernels, states, overlap = _shared(kernels), _shared(states), _shared(overlap)

@@ -55,7 +55,7 @@ class Framework:
         recompute_modules: As in ``ParallelSpec``.
         selective: What its selective recomputation comes closest to: one of ``SELECTIVE``.
         gradients: As ``gradient_dtype`` of ``ParallelSpec``, never empty.
-        reduce_scatter: As in ``ParallelSpec``.
+        reduce_scatter, zero_by_rank: As in ``ParallelSpec``.
         runtime: As in ``ParallelSpec``: who passes messages between stages.
         p2p: Whether tensor-parallel ranks pass the ``full`` activation on to the next stage, or each a
             ``scattered`` part that is gathered there.
@@ -92,6 +92,7 @@ class Framework:
     selective: str = "attention"
     gradients: str = "model"
     reduce_scatter: bool = True
+    zero_by_rank: bool = False
     runtime: str = ""
     p2p: str = "full"
     overlap_tp: str = ""
@@ -189,7 +190,7 @@ _AS_THEY_ARE = {
     "model": ("dropout", "eager_kernels", "token_metrics", "metric_losses", "fused_loss", "fused_experts"),
     "parallel": (
         *("overlap_grad_reduce", "overlap_param_gather", "bucket_mbytes", "overlap_tp", "overlap_ep", "dispatcher"),
-        *("reduce_scatter", "reshard_after_forward", "prefetch"),
+        *("reduce_scatter", "zero_by_rank", "reshard_after_forward", "prefetch"),
     ),
     "batch": ("fp8_scaling", "fp8_parameters"),
     "optimizer": ("clip_grad_norm",),

@@ -165,6 +165,8 @@ class ParallelSpec:
             (that of the weights), ``model-fused`` (the same, summed within the products), ``fp32``, or ``fp32-cast``
             (fp32, but separate kernels cast and add the gradients); empty: the default of the execution engine.
         reduce_scatter: ZeRO 1: whether gradients are reduce-scattered; otherwise they are all-reduced.
+        zero_by_rank: ZeRO 1 and 2: whether each rank's share is a message of its own, a reduction to the rank and a
+            broadcast from it, rather than part of a reduce-scatter and an all-gather.
         schedule: ``gpipe``, ``1f1b`` (with ``virtual_stages`` interleaved), ``looped-bfs``, ``zb-h1``,
             ``interleaved-zb``, ``zbv``, ``dualpipev``, one that you registered, or a ``.csv`` file of actions.
         virtual_stages: Parts of the model on each pipeline rank.
@@ -204,6 +206,7 @@ class ParallelSpec:
     bucket_mbytes: float = 25.0
     gradient_dtype: str = ""
     reduce_scatter: bool = True
+    zero_by_rank: bool = False
     schedule: str = "1f1b"
     virtual_stages: int = 1
     stage_layers: tuple[int, ...] = ()

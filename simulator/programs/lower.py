@@ -191,6 +191,10 @@ def _lower(asked: _Asked) -> Lowered:
     replicas = replicas_of(zero, asked.groups, asked.semantics, beside=asked.beside, share=asked.share)
     if overlap.gathers_lists and _largest_tensor(asked.shape, asked.parts) >= _MOST_LIVE:
         replicas = replace(replicas, gathering=replace(replicas.gathering, prefetch=0))
+    if overlap.by_rank and replicas.shards > 1:  # a rank's bucket that is never full is sent after the last backward
+        numel = sum(unit.times * unit.numel for part in asked.parts for unit in part_units(asked.shape, part)) // p.pp
+        full = numel * replicas.gradient_bytes >= replicas.bucket_bytes * replicas.shards
+        replicas = replace(replicas, overlap_gradients=replicas.overlap_gradients and full)
     rank = Rank(
         asked.shape,
         asked.parts,

@@ -207,7 +207,11 @@ def optimizer_segment(
         table = shape.model.vocab // shape.vocab_tp * shape.model.hidden
         builder.block(tied.collective("all_reduce", table * replicas.gradient_bytes), DATA, "tied_embedding")
     if replicas.size > 1 and replicas.zero_stage < 2 and not replicas.overlap_gradients:
-        _sum_buckets(builder, shape, parts, replicas)
+        if replicas.by_rank and replicas.zero_stage:
+            whole = sum(t.times * t.numel for t in tensors if not t.expert)
+            _once_a_rank(builder, replicas.groups.shard, whole * replicas.gradient_bytes, BUCKET_NAMES[False])
+        else:
+            _sum_buckets(builder, shape, parts, replicas)
     numel, num_tensors = _elements(tensors, (replicas.shards, replicas.expert_shards))
     if habits.states.scales_loss and numel:  # cast to the main type, divide, check for overflows (``FP16_Optimizer``)
         casts = [] if habits.states.gradient_dtype == shape.kernels.main_dtype else [shape.op("cast", numel)]
@@ -225,9 +229,17 @@ def optimizer_segment(
         groups = replicas.groups
         for group, experts, clock in ((groups.shard, False, DATA), (groups.experts, True, SECOND)):
             whole = sum(t.times * t.numel for t in tensors if t.expert == experts)
-            if whole and group.size > 1:
+            if replicas.by_rank and not experts:
+                _once_a_rank(builder, group, whole * size, "parameters")
+            elif whole and group.size > 1:
                 builder.block(group.collective("all_gather", whole * size), clock, "parameters")
     return builder.build()
+
+
+def _once_a_rank(builder: SegmentBuilder, group: Group, num_bytes: int, name: str) -> None:
+    """Each rank's share in a message of its own; its reduction to the rank takes as long as its broadcast."""
+    for rank in range(group.size if group.size > 1 and num_bytes else 0):
+        builder.block(group.collective("broadcast", -(-num_bytes // group.size)), DATA, name, rank)
 
 
 # Passes over all elements of foreach Adam: second moment, square root, bias correction, update.

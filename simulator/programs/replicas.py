@@ -56,6 +56,7 @@ class Replicas:
         gradient_bytes: Of each element of a gradient that is sent.
         all_sums: ZeRO 1: whether every rank is sent the sums of all gradients, rather than of its share.
         bucket_copies: As in ``StateSemantics``.
+        by_rank: ZeRO 1 and 2: whether each rank's share is a message of its own.
         compute_share: Part of an overlapped collective's time taken from the computation.
     """
 
@@ -69,6 +70,7 @@ class Replicas:
     gradient_bytes: int = 4
     all_sums: bool = False
     bucket_copies: bool = False
+    by_rank: bool = False
     compute_share: float = 0.0
 
     @property
@@ -189,6 +191,7 @@ def replicas_of(
         gradient_bytes=DTYPE_BYTES[states.gradient_dtype],
         all_sums=zero_stage == 1 and not states.scatters_sums,
         bucket_copies=states.bucket_copies,
+        by_rank=overlap.by_rank,
         compute_share=share,
     )
 

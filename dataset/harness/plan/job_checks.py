@@ -128,7 +128,7 @@ _ONLY: dict[str, dict[str, Any]] = {  # optional keys of a job, and their only v
         "overlap_tp": "", "overlap_ep": False, "dispatcher": "alltoall", "recompute_modules": [],
         "overlap_param_gather": False, "reshard_after_forward": True, "prefetch": 1,
         "stage_layers": [], "recompute_every": 1, "offload_activations": False, "offload_layers": 0,
-        "gradient_dtype": "", "scatter_p2p": False, "reduce_scatter": True,
+        "gradient_dtype": "", "scatter_p2p": False, "reduce_scatter": True, "zero_by_rank": False,
     },
     "optimizer": OPTIMIZER,
     "cluster": {"stragglers": [], "slow_links": [], "mixed": []},

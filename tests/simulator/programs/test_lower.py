@@ -329,3 +329,12 @@ def test_without_vocabulary_parallelism_every_rank_has_all_of_it(make_job: JobMa
     logits = [max(node.work.dims[1] for node in p.nodes if node.work.kind == "linear") for p in (shared, whole)]  # type: ignore[union-attr]
     assert logits == [128, 256]
     assert kinds(shared, "tp")["all_reduce"] - kinds(whole, "tp")["all_reduce"] == 1 + 3
+
+
+def test_shares_of_ranks_travel_one_by_one(make_job: JobMaker, gpu: Hardware) -> None:
+    """A broadcast of parameters for each rank; gradients likewise after the backward, unless a share fills a bucket."""
+    for bucket_mbytes, times in ((1e6, 2), (1e-3, 1)):
+        job = make_job(dp=4, zero_stage=1, zero_by_rank=True, bucket_mbytes=bucket_mbytes)
+        sent = [n.work for n in lower(job, gpu).program("optimizer").nodes if isinstance(n.work, Collective)]
+        assert [work.kind for work in sent].count("broadcast") == times * 4
+        assert not {"all_gather", "reduce_scatter"} & {work.kind for work in sent}
