@@ -50,6 +50,7 @@ def _described(graph: Any) -> dict[str, Any]:
         **{name: getattr(graph, name) for name in _PLAIN},
         **{name: list(getattr(graph, name)) for name in _LISTS},
         **{name: getattr(graph, name).tolist() for name in _SPANS},
+        "slowed": list(graph.slowed),
         "works": [work_to_list(work) for work in graph.works],
         "groups": [[name, list(ranks)] for name, ranks in graph.groups],
         "dependencies": [why.value for why in WHY],
@@ -93,7 +94,7 @@ def read_steps(folder: Path, stem: str) -> tuple[float, ...]:
 
 
 def _graph(tree: dict[str, Any], nodes: Any, edges: Any) -> dict[str, Any]:
-    earlier = {"label": "", "observed": 0} | tree  # versions that did not write these
+    earlier: dict[str, Any] = {"label": "", "observed": 0, "slowed": ()} | tree  # versions that did not write these
     share = {"share": _numbers(nodes, "share", np.float64)} if "share" in nodes.column_names else {}
     return {
         **{name: kind(earlier[name]) for name, kind in _PLAIN.items()},
@@ -103,6 +104,7 @@ def _graph(tree: dict[str, Any], nodes: Any, edges: Any) -> dict[str, Any]:
         "columns": {name: _numbers(nodes, name, np.int64) for name in NODE_COLUMNS} | share,
         "edge_columns": {name: _numbers(edges, name, np.int64) for name in EDGE_COLUMNS},
         "delay_s": _numbers(edges, "delay_s", np.float64),
+        "slowed": tuple(map(int, earlier["slowed"])),
         "works": tuple(work_from_list(work) for work in tree["works"]),
         "groups": tuple((str(name), tuple(map(int, ranks))) for name, ranks in tree["groups"]),
     }

@@ -25,7 +25,7 @@ Rows = dict[str, NDArray[Any]]
 ABOUT = (
     "source", "run", "role", "model", "strategy", "scale", "hardware", "group", "digest", "rank", "scope", "segment",
     "step", "streams", "busy", "micro_batch", "stage", "wait_s", "span_s", "calls",
-    "events", "timed_s",
+    "events", "timed_s", "observed",
 )  # fmt: skip
 
 
@@ -101,6 +101,7 @@ class GraphTable:
         """Read what ``save`` wrote; raises ``TraceError`` if it is not that."""
         try:
             listed = read_parquet(Path(folder) / "graphs.parquet").to_pydict()
+            listed.setdefault("observed", [False] * len(listed["scope"]))  # which earlier versions did not write
             table = cls({name: listed[name] for name in ABOUT}, {key: _read(Path(folder), key) for key in keys()})
             table.check()
         except (OSError, KeyError, ValueError, IndexError, TypeError) as error:

@@ -94,6 +94,7 @@ class Program:
         warnings: What was found wrong, and what was done about it.
         events: Events in the trace's file.
         observed: Steps in it that an execution-trace observer slowed, and that are left out.
+        slowed: Numbers of steps that it slowed and that stay, since no other step has their work.
         record: What the host recorded beside the nodes; a stored program has none.
     """
 
@@ -110,6 +111,7 @@ class Program:
     warnings: tuple[str, ...] = ()
     events: int = 0
     observed: int = 0
+    slowed: tuple[int, ...] = ()
     record: HostRecord | None = None
 
     def __init__(
@@ -222,6 +224,10 @@ class Program:
 
     def __len__(self) -> int:
         return len(self.nodes) if "nodes" in vars(self) else len(self.columns["work"])
+
+    def __repr__(self) -> str:
+        where = f"rank {self.rank} of {self.world_size}" + (f" on {self.device_name}" if self.device_name else "")
+        return f"Program({self.label or 'a step'}: {len(self)} nodes on {len(self.streams)} streams, {where})"
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Program):

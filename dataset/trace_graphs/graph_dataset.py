@@ -143,6 +143,11 @@ def _run_tables(folder: Path, scopes: Sequence[str], warnings: list[str]) -> tup
     if "segment" in scopes:
         segments = call_segments(run.graphs, run.name) if trace is None else trace.segments()
         found += [segment_graphs(segments)] if segments else []
+    slowed = {(graph.rank, step) for graph in run.graphs for step in graph.slowed}
+    for table in found:
+        table.about["observed"] = [
+            each in slowed for each in zip(table.about["rank"], table.about["step"], strict=True)
+        ]
     return found, about
 
 
@@ -151,6 +156,8 @@ def _unmeasured_tables(run: UnmeasuredRun, scopes: Sequence[str]) -> tuple[list[
     about = describe_run(run.name, run.job, run.graphs) | {"group": digest(run.name, *works)}
     found = [step_graphs(run.graphs)] if "step" in scopes else []
     found += [segment_graphs(run.segments)] if "segment" in scopes and run.segments else []
+    for table in found:
+        table.about["observed"] = [False] * len(table)
     return found, about | {"role": "", "ranks": [graph.rank for graph in run.graphs]}
 
 
@@ -160,7 +167,8 @@ Durations of steps are as profiled: a profiler slows the host, so gaps between h
 In segments of runs that `stepsight collect` made, its overhead is taken off; seconds of an op on a CPU hold the time of
 the host before it, and a collective takes as long as on the rank that came last. Dependencies that a trace does not
 record are inferred from the order and the times of calls. Steps that an execution-trace observer slowed are left out;
-their data dependencies are those of the other steps. Graphs of one trace are never split, and equal traces that
+their data dependencies are those of the other steps. Where no other step has their work they stay, with the attribute
+`observed`. Graphs of one trace are never split, and equal traces that
 were imported twice share `group`; graphs in which the same ops took the same times share `digest`.
 """
 

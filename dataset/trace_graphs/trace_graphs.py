@@ -31,8 +31,9 @@ class TraceGraphs(InMemoryDataset):  # type: ignore[misc]
     has ``edge_attr`` (columns: ``edge_feature_names``).  Metadata are attributes of a graph: ``run``, ``role``
     (``heldout``: it must never train), ``source`` (number of the run), ``rank``, ``step``, ``scope`` (``step`` or
     ``segment``), ``segment``, ``streams``, ``busy``, ``micro_batch``, ``stage``, ``wait_s``, ``span_s``, ``events``
-    (recorded in a step), ``timed_s`` (a step without a profiler, 0: not timed), ``calls``, ``model``,
-    ``strategy``, ``scale``, ``hardware``, ``group`` (of the trace) and ``digest`` (of what was measured).
+    (recorded in a step), ``observed`` (an execution-trace observer slowed it), ``timed_s`` (a step without a profiler,
+    0: not timed), ``calls``, ``model``, ``strategy``, ``scale``, ``hardware``, ``group`` (of the trace) and ``digest``
+    (of what was measured).
 
     A dataset is Parquet and JSON: opening it unpickles nothing and runs no code that the folder holds.
 

@@ -147,12 +147,13 @@ def without_observed_steps(graph: Program, observed: NDArray[np.bool_]) -> Progr
     The observer makes an op of many small calls half as long again and a tiny copy ten times as long, so its steps'
     times would teach what no other step shows.  They stay where no other step has half as much work.
     """
-    if observed.all() or not observed.any():
+    if not observed.any():
         return graph
     step, edges = graph.columns["step"], graph.edge_columns
     works = np.bincount(step[graph.on_device & (step >= 0)], minlength=len(observed))
-    if works[~observed].max() < _LEAST_WORK * works[observed].max():
-        return graph
+    if works[~observed].max(initial=0) < _LEAST_WORK * works[observed].max() or observed.all():
+        told = f"steps slowed by an execution-trace observer: {observed.sum()} of {len(observed)}; they stay, alone"
+        return graph.replace(slowed=tuple(np.flatnonzero(observed).tolist()), warnings=(*graph.warnings, told))
     data = edges["why"] == WHY_NUMBER[Dependency.DATA]
     pairs = []
     place = np.full(len(graph), -1, dtype=np.int64)

@@ -32,7 +32,7 @@ from stepsight.training.predictor.software_used import SoftwareUsed
 _MODEL_OVER_FORWARD = 3.0  # FLOP of forward and backward, without recomputation
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class CapturedPrediction:
     """The predicted time and memory of one captured training step."""
 
@@ -47,6 +47,16 @@ class CapturedPrediction:
     def iteration_time_s(self) -> float:
         """Predicted seconds of one step."""
         return self.step.iteration_time_s
+
+    def __repr__(self) -> str:
+        low, high = self.interval
+        told = f"{self.iteration_time_s:.4g} s, {low:.4g} to {high:.4g} s, {self.captured.script}"
+        return f"CapturedPrediction({told} on {self.captured.world_size} x {self.hardware_name})"
+
+    @property
+    def breakdown(self) -> dict[str, float]:
+        """Seconds by cause; they add up to the iteration time."""
+        return self.step.breakdown
 
     @cached_property
     def interval(self) -> tuple[float, float]:
@@ -155,7 +165,7 @@ class CapturedPrediction:
             "low_s": self.interval[0],
             "high_s": self.interval[1],
             "open": {},
-            "breakdown": dict(self.step.breakdown),
+            "breakdown": dict(self.breakdown),
             "memory": self.memory,
             "num_micro_batches": None,
             "tokens_per_s": None,

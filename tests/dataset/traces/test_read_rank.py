@@ -239,4 +239,5 @@ def test_an_observed_step_stays_where_no_other_has_its_work(tmp_path: Path) -> N
     for number in range(6):
         file.call("aten::gelu", 110 + 60 * number, 50, [64], Record_function_id=7 + number)
     graph = read_rank(file.write(tmp_path / "t.json"))
-    assert len(graph.steps_s) == 2 and graph.observed == 0
+    assert len(graph.steps_s) == 2 and graph.observed == 0 and graph.slowed == (1,)
+    assert "they stay" in " ".join(graph.warnings)

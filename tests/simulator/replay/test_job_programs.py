@@ -36,6 +36,8 @@ def test_a_program_is_saved_edited_and_predicted(tmp_path: Path) -> None:
     program = stepsight.Program.load(tmp_path / "step" / "rank0")
     whole = stepsight.predict(program)
     assert whole.iteration_time_s == pytest.approx(stepsight.predict(job).simulation.iteration_time_s, rel=2e-3)
+    assert sum(whole.breakdown.values()) == pytest.approx(whole.iteration_time_s) and "512 x h100" in repr(whole)
+    assert repr(program).endswith("streams, rank 0 of 512 on h100-sxm-80gb)")
     attention = [node for node, each in enumerate(program.nodes) if each.work.kind == "attention"]
     without = stepsight.predict(program.remove(attention))
     saved = sum(stepsight.predict(program.part([node], "one")).iteration_time_s for node in attention[:1])
