@@ -38,6 +38,7 @@ def predictor_text(path: Path, predictor: Predictor) -> str:
         ("links", _links(manifest.get("calibrated_links", {}))),
         ("traces", _traces(manifest.get("calibrated_traces", {}))),
         ("interval", _interval(predictor)),
+        ("doubt", _doubt(predictor)),
         ("made", _made(manifest)),
     ]
     head = "\n".join(f"{name:<13}{text}" for name, text in lines if text)
@@ -62,6 +63,8 @@ def _kernels(predictor: Predictor, recipe: Recipe | None) -> str:
 
 def _context(predictor: Predictor) -> str:
     ships = predictor.context.name if predictor.context is not None else "none: ops take as long as on their own"
+    if predictor.context is None and predictor.manifest.get("name", "") in RECIPES:
+        ships += ", strengths 0: fewer traced runs of the device are public than holding some back takes"
     errors = [f"{form} {error:.2f}" for form, error in predictor.context_facts["held_back"].items()]
     return f"{ships}; errors on runs held back: {', '.join(errors)}" if errors else ships
 
@@ -127,6 +130,15 @@ def _interval(predictor: Predictor) -> str:
     least = 100 * math.expm1(max(calibration.left_log, calibration.judged_log))
     bound = f", {least:.1f} % up at least" if least else ""
     return f"{text}; narrower for jobs like those calibrated on{bound}"
+
+
+def _doubt(predictor: Predictor) -> str:
+    """Intervals of single ops and collectives."""
+    if predictor.doubts is None:
+        return ""
+    usual = 100 * math.expm1(predictor.doubts.halves.get("", 0.0))
+    kinds = sum("/" not in name for name in predictor.doubts.halves) - 1
+    return f"nine of ten ops within a run are off by at most {usual:.0f} %; {kinds} kinds have an interval of their own"
 
 
 def _by_published_runs(hardware: str) -> str:
