@@ -7,7 +7,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
@@ -21,7 +21,7 @@ from stepsight.experiments.evaluation.error_metrics import ChoiceGroup, Scored, 
 from stepsight.experiments.evaluation.row_jobs import is_copy, jobs_of
 from stepsight.experiments.evaluation.runs_table import Row, RowError, read_runs_table
 from stepsight.experiments.reports.notebook_bar import NotebookBar
-from stepsight.experiments.reports.text_table import Number, table
+from stepsight.experiments.reports.text_table import Column, Number, table_of
 from stepsight.training.corrections.intervals import published_widths, seconds_text
 from stepsight.training.prediction.prediction import ROOFLINE, is_roofline, predict
 from stepsight.training.predictor.predictor import Predictor
@@ -309,14 +309,19 @@ devices and batch; coverage: measured times within their intervals; score: mean 
 runs lie outside of them, in parts of the measured time; outside: rows that take a fifth of their time or more in what
 was never measured; too large: runs that ran and are said not to fit in memory"""
 
-_BASELINES = ["MAPE (max), percent", "constant MFU x bubble, fitted here", "carried forward", "ours there", "on"]
-_MEANS_OF = ("choosing a run, percent", "groups", "runs")
+_BASELINES: Mapping[str, str | Column] = {
+    "MAPE (max), percent": "name",
+    "constant MFU x bubble, fitted here": lambda row: _pair(row["constant_mfu"]),
+    "carried forward": lambda row: _pair(row["carried_forward"]),
+    "ours there": lambda row: _pair(row["ours_where_carried"]),
+    "on": lambda row: row["carried_forward"]["used"],
+}
 _CHOICE = {
     "regret": "regret",
-    "random_regret": "by chance",
-    "constant_mfu_regret": "by constant MFU",
-    "top_shared": "top 5 found",
-    "top_order": "top 5 order",
+    "by chance": "random_regret",
+    "by constant MFU": "constant_mfu_regret",
+    "top 5 found": "top_shared",
+    "top 5 order": "top_order",
 }
 _CHOICE_LEGEND = """\
 a group holds several strategies of one model on the same devices with the same global batch; regret: how much longer
@@ -337,25 +342,15 @@ def evaluation_text(
     used = {name: row for name, row in value["sources"].items() if row["used"]}
     parts = [
         f"{_figures([*used.items(), ('overall', value['overall'])])}\n{_LEGEND}",
-        table(
-            _BASELINES,
-            [
-                [
-                    _short(name),
-                    *(_pair(row[key]) for key in ("constant_mfu", "carried_forward", "ours_where_carried")),
-                    row["carried_forward"]["used"],
-                ]
-                for name, row in ((name, value["references"][name]) for name in (*used, "overall"))
-            ],
-        ),
+        table_of([{"name": _short(name), **value["references"][name]} for name in (*used, "overall")], _BASELINES),
     ]
     if result.groups:
-        means = [[_short(name), row["groups"], row["runs"], *_choice(row)] for name, row in value["choices"].items()]
-        parts.append(f"{table([*_MEANS_OF, *_CHOICE.values()], means)}\n{_CHOICE_LEGEND}")
+        means = [{"name": _short(name), **row} for name, row in value["choices"].items()]
+        columns = {"choosing a run, percent": "name", "groups": "groups", "runs": "runs", **_CHOICE}
+        parts.append(f"{table_of(means, columns)}\n{_CHOICE_LEGEND}")
     if result.groups and groups:
-        cells = [[row["name"], row["runs"], Number(row["best_s"], 3), Number(row["chosen_s"], 3), row["place"],
-                  *_choice(row)] for row in value["groups"]]  # fmt: skip
-        parts.append(table(["group", "runs", "fastest s", "chosen s", "place", *_CHOICE.values()], cells))
+        columns = {"group": "name", "runs": "runs", "fastest s": "best_s", "chosen s": "chosen_s", "place": "place"}
+        parts.append(table_of(value["groups"], {**columns, **_CHOICE}))
     parts += [_calibrated(words, figures) for words, figures in (calibrated or {}).items()]
     if kinds := _several(value["kinds"]):
         parts.append(_figures(kinds))
@@ -380,16 +375,6 @@ def _several(kinds: Mapping[str, Any]) -> list[tuple[str, Any]]:
     return [item for item, source in zip(kinds.items(), sources, strict=True) if sources.count(source) > 1]
 
 
-def _cell(name: str, value: float | None) -> object:
-    if value is None or name == "said_not_to_fit":
-        return "-" if value is None else value
-    return Number(value, {"spearman": 3, "interval_score": 2}.get(name, 1))
-
-
-def _choice(row: Mapping[str, Any]) -> list[object]:
-    return [_cell(key, row[key]) for key in _CHOICE]
-
-
 def _short(name: str) -> str:
     """A source's name, and its kind if it has one."""
     source, colon, kind = name.rpartition(": ") if ": " in name else (name, "", "")
@@ -397,23 +382,32 @@ def _short(name: str) -> str:
 
 
 def _figures(rows: Sequence[tuple[str, Mapping[str, Any]]]) -> str:
-    header = ["percent", "rows", "used", *(_TITLES.get(column, column) for column in _COLUMNS)]
-    cells = [[_short(name), row.get("rows", "-"), row["used"], *(_cell(c, row[c]) for c in _COLUMNS)]
-             for name, row in rows]  # fmt: skip
-    return table(header, cells)
+    named = [{"name": _short(name), "rows": "-", **row} for name, row in rows]
+    columns: dict[str, str | Column] = {"percent": "name", "rows": "rows", "used": "used"}
+    columns |= {_TITLES.get(key, key): key for key in _COLUMNS}
+    for title, key, digits in (("spearman", "spearman", 3), ("score", "interval_score", 2)):
+        columns[title] = partial(_rounded, key=key, digits=digits)
+    return table_of(named, columns)
+
+
+def _rounded(row: Mapping[str, Any], key: str, digits: int) -> Number | None:
+    return None if row[key] is None else Number(row[key], digits)
 
 
 def _calibrated(words: str, value: Mapping[str, Any]) -> str:
     """Table of shipped and calibrated errors on the same larger rows."""
-    figures = ("bias", "spearman", "regret", "coverage")
-    header = ["larger rows, MAPE (max), percent", "fitted", "judged", "as shipped", "calibrated", "carried forward"]
+    columns: dict[str, str | Column] = {
+        "larger rows, MAPE (max), percent": lambda row: _short(row["name"]),
+        "fitted": lambda row: row.get("fitted", "-"),
+        "judged": "used",
+        "as shipped": lambda row: _pair(row["as_shipped"]),
+        "calibrated": _pair,
+        "carried forward": lambda row: _pair(row["carried_forward"]),
+        **{key: key for key in ("bias", "spearman", "regret", "coverage")},
+    }
     rows = [*value["sources"].items(), *_several(value["kinds"]), ("overall", value["overall"])]
-    cells = [
-        [_short(name), row.get("fitted", "-"), row["used"], _pair(row["as_shipped"]), _pair(row),
-         _pair(row["carried_forward"]), *(_cell(key, row[key]) for key in figures)]
-        for name, row in rows
-    ]  # fmt: skip
-    return f"calibrated on {words}, judged by larger rows alone\n{table([*header, *figures], cells)}"
+    shown = table_of([{"name": name, **row} for name, row in rows], columns)
+    return f"calibrated on {words}, judged by larger rows alone\n{shown}"
 
 
 def _pair(row: Mapping[str, Any] | None) -> str:

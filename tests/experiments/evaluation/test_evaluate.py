@@ -152,7 +152,7 @@ def test_who_answers() -> None:
     """A named predictor answers for all rows; else what is shipped, and facts where nothing is."""
     named: Any = SimpleNamespace()
     assert predictor_by_hardware(named)("a100-sxm-80gb") is named
-    assert predictor_by_hardware()("v100-sxm-32gb") is None
+    assert predictor_by_hardware()("mi300x-192gb") is None
 
 
 def test_a_frame_has_a_row_for_each_run_that_counts(tmp_path: Path) -> None:
