@@ -23,6 +23,7 @@ from stepsight.dataset.job.job import Job
 from stepsight.dataset.kinds.op import Op
 from stepsight.dataset.runs.box_spec import HARDWARE as BOX_HARDWARE
 from stepsight.dataset.runs.box_spec import Box
+from stepsight.dataset.runs.run_folder import read_collection
 from stepsight.experiments.reports.run_texts import describe_collection
 from stepsight.experiments.tasks.settings import CollectSettings
 from stepsight.simulator.programs.lower import signatures
@@ -82,9 +83,11 @@ def collect_jobs(
     plan_only: bool = False,
     progress: bool = False,
     box: Box | None = None,
+    reuse: Sequence[Path] = (),
 ) -> dict[str, Any]:
     """Make a plan of job files and run it, or run one plan file; the summary lists the measurements.
 
+    Ops and collectives that the collections of ``reuse`` hold, measured on this machine, are taken from there.
     With a ``box`` the jobs run asleep there, whatever their clusters; ``rejected`` of the summary then names the runs
     that kept the cores too busy, elsewhere those that no memory holds.
     """
@@ -107,6 +110,7 @@ def collect_jobs(
         runs = [(settings.role, job, counts) for job in jobs]
         seconds = {"event_seconds": settings.event_seconds, "extra_seconds": settings.extra_seconds}
         plan = make_plan(runs, profile_jobs=jobs, **seconds)
+    taken = reuse_events(plan, reuse, out) if reuse else 0
     if plan_only:
         if (out / "plan.json").exists() and read_plan(out / "plan.json") != plan:
             raise CollectError(f"a folder has one plan: {out} has another one; choose another folder")
@@ -115,10 +119,55 @@ def collect_jobs(
         return {"plan": str(where), "text": f"wrote {where}; run it with: python -m harness {where} --out DIR"}
     summary = run_plan(plan, out, progress=progress)
     text = describe_collection(out)["text"]
+    if reuse:
+        summary["reused"] = taken
+        text += f"\n{taken} ops and collectives taken from {', '.join(map(str, reuse))}"
     if summary.get("rejected"):
         why = f"more than {100 * MOST_CPU:.0f} % CPU" if "box" in plan else "too little memory"
         text += f"\nrejected, {why}: {', '.join(summary['rejected'])}"
     return {**summary, "text": text}
+
+
+def reuse_events(plan: dict[str, Any], folders: Sequence[Path], out: Path) -> int:
+    """Move what earlier collections have measured on this machine from a plan into a new collection's event files.
+
+    Returns:
+        How many ops and collectives the plan no longer measures.
+    """
+    import torch
+
+    from stepsight.dataset.harness.measuring.device import fingerprint
+
+    machine = fingerprint(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    machine.pop("threads_per_rank")  # every rank of a collection has one
+    asked, files = sum(len(event["ops"]) + len(event["collectives"]) for event in plan["events"]), {}
+    for number, path in enumerate(path for folder in folders for path in read_collection(folder).events):
+        told = read_json(path)
+        if "box" in told or told.get("compile") or any(told["fingerprint"].get(key) != machine[key] for key in machine):
+            raise CollectError(f"--reuse takes events of this machine, outside of a box and uncompiled, got {path}")
+        for event in plan["events"] if "world_size" in told else ():
+            if event["world_size"] != told["world_size"]:
+                continue
+            items = [*event["ops"], *event["collectives"]]
+            kept = [record for record in told["records"] if record.get("op", record.get("collective")) in items]
+            if kept:
+                files[out / "events" / f"reused{number}-{event['name']}.json"] = {
+                    **told,
+                    "records": kept,
+                    "skipped": [],
+                }
+            known = [record.get("op", record.get("collective")) for record in kept]
+            for key in ("ops", "collectives"):
+                event[key] = [item for item in event[key] if item not in known]
+            event["seconds"] *= (len(event["ops"]) + len(event["collectives"])) / max(len(items), 1)
+    plan["events"] = [event for event in plan["events"] if event["ops"] or event["collectives"]]
+    if not (out / "plan.json").exists():
+        if out.exists() and any(path.name != "events" for path in out.iterdir()):
+            raise CollectError(f"a new collection needs a new or empty folder, got {out}")
+        for path, value in {**files, out / "plan.json": plan}.items():  # the plan last: what is half-written has none
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_json(path, value)
+    return asked - sum(len(event["ops"]) + len(event["collectives"]) for event in plan["events"])
 
 
 def plan_in_box(

@@ -27,6 +27,7 @@ def collect_command(
     predictor: Path | None = None,
     nproc_per_node: str | None = None,
     timeout_s: Annotated[float, typer.Option(min=1)] = 600.0,
+    reuse: list[Path] | None = None,
 ) -> Answer:
     """Run jobs as processes of torch.distributed, time and trace them, and measure their ops one by one.
 
@@ -50,13 +51,14 @@ def collect_command(
         nproc_per_node: With --script: number of ranks, started as torchrun does; `auto`: one for each core or GPU.
             Default: one process without torch.distributed.
         timeout_s: With --script: time within which its measured steps must be done.
+        reuse: Earlier collection on this machine whose measured ops and collectives are not measured again. Repeatable.
     """
     from stepsight.dataset.runs.box_spec import read_box
     from stepsight.experiments.tasks.collecting import collect_jobs, collect_ops, is_plan
 
     if ops is not None:
         counted = ("rounds", "steps", "warmup", "profile_steps", "extra_seconds")
-        stated = ("jobs", "script", "box", "plan_only", "role", *counted, "nproc_per_node", "timeout_s")
+        stated = ("jobs", "script", "box", "plan_only", "role", *counted, "nproc_per_node", "timeout_s", "reuse")
         refuse_given(context, stated, "is not for a captured program (--ops)")
         need("torch")
         if not settings.event_seconds:
@@ -69,7 +71,9 @@ def collect_command(
     if script is not None:
         from stepsight.experiments.tasks.scripts import Script, collect_script, ranks_of
 
-        refuse_given(context, ("box", "plan_only", "jobs", "extra_seconds"), "is for job files, not for a script")
+        refuse_given(
+            context, ("box", "plan_only", "jobs", "extra_seconds", "reuse"), "is for job files, not for a script"
+        )
         counts, ranks, words = settings.counts(), ranks_of(nproc_per_node), context.meta[WORDS]
         if not counts["profile_steps"]:
             raise StepsightError("a script needs --profile-steps >= 1: its traces say which ops it runs, got 0")
@@ -85,10 +89,12 @@ def collect_command(
     if not plan_only:
         need("torch")
     if len(jobs) == 1 and is_plan(jobs[0]):
-        their = ("role", "rounds", "steps", "warmup", "profile_steps", "event_seconds", "extra_seconds")
+        their = ("reuse", "role", "rounds", "steps", "warmup", "profile_steps", "event_seconds", "extra_seconds")
         refuse_given(context, their, f"is for job files: the plan {jobs[0]} states its own")
+    if box is not None or plan_only:
+        refuse_given(context, ("reuse",), "is for runs on this machine, outside of a box")
     held = None if box is None else read_box(box)
-    summary = collect_jobs(jobs, out, settings, plan_only=plan_only, progress=True, box=held)
+    summary = collect_jobs(jobs, out, settings, plan_only=plan_only, progress=True, box=held, reuse=reuse or ())
     return Answer(summary, summary["text"], "" if summary.get("rejected") else None)
 
 

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from typer.core import TyperCommand
 
+from stepsight.cli.files import load_predictor
 from stepsight.cli.options import Answer, comma_separated, pairs, progress
 from stepsight.dataset.base.errors import StepsightError
 from stepsight.experiments.tasks.settings import Emulation
+
+if TYPE_CHECKING:
+    from stepsight.dataset.capture.captured import Captured
+    from stepsight.training.predictor.predictor import Predictor
 
 WORDS = "script_arguments"  # key of the script's own arguments in the context
 _KEPT = "--nproc-per-node"
@@ -90,7 +95,7 @@ def capture_command(
     script: Annotated[Path, typer.Argument(metavar="SCRIPT")],
     arguments: Annotated[list[str] | None, typer.Argument(metavar="ARGS…")] = None,
     *,
-    world_size: int,
+    world_size: Annotated[str, typer.Option(metavar="VALUE,VALUE…")],
     out: Annotated[Path, "-o"],
     rank: int | None = None,
     ranks: str = "auto",
@@ -101,6 +106,9 @@ def capture_command(
     inference: bool = False,
     dims: str = "",
     precision: str = "",
+    hardware: str = "",
+    fabric: str = "",
+    predictor: Annotated[Path | None, "-p"] = None,
 ) -> Answer:
     """Capture a training script as it would run on any number of GPUs; needs no GPU.
 
@@ -110,6 +118,10 @@ def capture_command(
 
         stepsight capture --world-size 1024 --out captured train.py --batch 8
         stepsight predict --program captured --hardware h100-sxm-80gb --fabric dgx-h100
+
+    Several world sizes are captured into a folder each, and compared in one table of time, memory and scaling:
+
+        stepsight capture --world-size 8,64,512 --hardware h100-sxm-80gb --out captured train.py
 
     Values of tensors are not known: a script that reads a value gets 1 or False. Tokens are spread evenly over experts.
     Regions of torch.compile are read as Inductor fuses them, for GPUs too.
@@ -122,8 +134,8 @@ def capture_command(
     Args:
         script: A training script, or a model: an .onnx or a .pt2 file.
         arguments: The script's arguments.
-        world_size: Ranks of the job.
-        out: Folder to write: new, or an earlier capture, which is replaced.
+        world_size: Ranks of the job; several numbers, for example 8,64,512, are compared on --hardware.
+        out: Folder to write: new, or an earlier capture, which is replaced. Of several world sizes it has folders.
         rank: Rank to capture; short for --ranks with one number.
         ranks: Ranks to capture, for example 0,8,16. auto: rank 0, every rank to which it sends messages, directly or
             through others (one of each pipeline stage), and the last rank of each all-to-all group (experts).
@@ -134,6 +146,9 @@ def capture_command(
         inference: For a model: only the forward pass.
         dims: For a model: sizes of symbolic dimensions, as batch=8,seq=1024.
         precision: For a model: fp32, bf16 or fp16; replaces the floating-point type of the file.
+        hardware: With several world sizes: name of the devices on which they are predicted.
+        fabric: With several world sizes: the fabric, a name or a file. Default: the usual one of the hardware.
+        predictor: With several world sizes: folder of a trained predictor or name of a shipped one.
     """
     from stepsight.dataset.base.files import check_writable
     from stepsight.dataset.capture.captured import check_capture_folder, write_captured
@@ -144,23 +159,67 @@ def capture_command(
     if is_model(script):
         if arguments:
             raise StepsightError(f"a model takes no arguments, got {' '.join(arguments)!r:.80}: options go before it")
-        sizes = pairs("--dims", filter(None, map(str.strip, dims.split(","))), int)
-        model = ModelRequest(script, world_size, devices_per_node, not inference, sizes, precision)
     elif inference or dims or precision:
         raise StepsightError("--inference, --dims and --precision are for models: an .onnx or a .pt2 file")
     elif rank is not None and ranks != "auto":
         raise StepsightError(f"--rank and --ranks exclude each other, got {rank} and {ranks!r:.80}")
-    else:
+    sizes = comma_separated("--world-size", int, (), world_size)
+    if (len(sizes) > 1) != bool(hardware) or len(set(sizes)) < len(sizes):
+        raise StepsightError(
+            f"several different world sizes are compared on --hardware, got {world_size} and {hardware or 'none'}"
+        )
+    folders = {size: out / str(size) if len(sizes) > 1 else out for size in sizes}
+
+    def captured_at(size: int) -> Captured:
+        if is_model(script):
+            dimensions = pairs("--dims", filter(None, map(str.strip, dims.split(","))), int)
+            return read_model(ModelRequest(script, size, devices_per_node, not inference, dimensions, precision))
         chosen = (rank,) if rank is not None else () if ranks == "auto" else comma_separated("--ranks", int, (), ranks)
         run: dict[str, Any] = {"local_size": devices_per_node, "warm_up": warm_up, "device": device}
         run |= {"timeout_s": timeout, "ranks": tuple(dict.fromkeys(chosen))}
-        request = CaptureRequest(script, tuple(arguments or ()), world_size, **run)
-    check_capture_folder(out)
-    check_writable(out)
-    captured = read_model(model) if is_model(script) else capture(request, progress("ranks captured"))
-    write_captured(captured, out)
-    told = captured.to_dict() | {"out": str(out)}
+        request = CaptureRequest(script, tuple(arguments or ()), size, **run)
+        return capture(request, progress(f"ranks of {size} captured" if len(sizes) > 1 else "ranks captured"))
+
+    for folder in folders.values():
+        check_capture_folder(folder)
+        check_writable(folder)
+    captures = []
+    for size, folder in folders.items():
+        captures.append(captured_at(size))
+        write_captured(captures[-1], folder)
+    if len(sizes) > 1:
+        return _scaling(captures, out, (hardware, fabric), load_predictor(predictor))
+    told = captures[0].to_dict() | {"out": str(out)}
     return Answer(told, capture_text(told))
+
+
+def _scaling(
+    captures: list[Captured], out: Path, cluster: tuple[str, str], predictor: Predictor | str | None
+) -> Answer:
+    """Time, memory and scaling of captures of one script, beside the first one."""
+    from stepsight.experiments.reports.text_table import Column, table_of
+    from stepsight.training.prediction.captured_prediction import predict_captured
+
+    rows: list[dict[str, Any]] = []
+    for captured in captures:
+        found = predict_captured(captured, *cluster, predictor).to_dict()
+        told = {key: found[key] for key in ("iteration_time_s", "low_s", "high_s", "warnings")}
+        rows.append({"world_size": captured.world_size, **told, "memory": found["memory"], "source": found["source"]})
+        rows[-1]["scaling_percent"] = 100 * rows[0]["iteration_time_s"] / rows[-1]["iteration_time_s"]
+    columns: dict[str, str | Column] = {
+        "ranks": "world_size",
+        "step ms": lambda row: f"{1e3 * row['iteration_time_s']:.1f}",
+        "interval ms": lambda row: f"{1e3 * row['low_s']:.1f} to {1e3 * row['high_s']:.1f}",
+        "memory GB": lambda row: f"{row['memory']['peak_bytes'] / 1e9:.1f}",
+        "fits": lambda row: "yes" if row["memory"]["fits"] else "no",
+        "scaling %": lambda row: f"{row['scaling_percent']:.1f}",
+    }
+    text = (
+        f"{table_of(rows, columns)}\nscaling: steps per second beside those of {rows[0]['world_size']} ranks; "
+        f"source {rows[0]['source']}\nwrote {out}"
+    )
+    told_once = dict.fromkeys(text for row in rows for text in row["warnings"])
+    return Answer({"out": str(out), "captures": rows}, "\n".join([text, *(f"warning: {each}" for each in told_once)]))
 
 
 def emulate_command(
@@ -195,9 +254,9 @@ def emulate_command(
     """
     from stepsight.dataset.hardware.hardware import find_fabric
     from stepsight.experiments.tasks.scripts import Extra, delays_of, emulate
-    from stepsight.training.tracking.store import load_predictor
+    from stepsight.training.tracking.store import load_predictor as load_named
 
-    learned = load_predictor(predictor) if predictor is not None else None
+    learned = load_named(predictor) if predictor is not None else None
     links = find_fabric(fabric) if fabric else None
     delay = delays_of(delays, links, learned, [Extra.parse(text) for text in extra_ms or ()])
     found = emulate(script, arguments or [], world, delay)

@@ -98,3 +98,16 @@ def test_from_a_model_in_a_file_to_a_prediction(tmp_path: Path) -> None:
     for arguments in (["--dims", "8", model], ["--inference", tmp_path / "train.py"], [model, "--batch"]):
         with pytest.raises(StepsightError):
             ask("capture", "--world-size", 1, "--out", tmp_path / "no", *arguments)
+
+
+def test_world_sizes_are_compared_in_one_table(tmp_path: Path) -> None:
+    """Each is a capture of its own, and its time that of a prediction of it."""
+    script, out = tmp_path / "train.py", tmp_path / "captured"
+    script.write_text(SCRIPT, "utf-8")
+    rows = ask("capture", "--json", "--world-size", "1,2", "--hardware", "H100", "--out", out, script)["captures"]
+    assert [row["world_size"] for row in rows] == [1, 2] and rows[0]["scaling_percent"] == 100
+    alone = ask("predict", "--program", out / "2", "--hardware", "H100", "--json")
+    assert rows[1]["iteration_time_s"] == alone["iteration_time_s"]
+    for sizes in (["1,2"], ["1", "--hardware", "H100"]):
+        with pytest.raises(StepsightError, match="several different world sizes are compared on --hardware"):
+            ask("capture", "--world-size", *sizes, "--out", tmp_path / "no", script)

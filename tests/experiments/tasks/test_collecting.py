@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from stepsight.dataset.base.errors import CollectError, JobError
+from stepsight.dataset.base.files import read_json, write_json
 from stepsight.dataset.capture.captured import Captured, read_captured, write_captured
 from stepsight.dataset.capture.capturing_run import CaptureRequest, capture
 from stepsight.dataset.hardware.hardware import HARDWARE
@@ -54,6 +55,23 @@ def test_the_same_command_goes_on(job: Path, tmp_path: Path) -> None:
     assert [run["role"] for run in shown["runs"]] == ["train"] and shown["events"]["world1"] > 10
     (run,) = (out / "runs").iterdir()
     assert "linear_wgrad" in describe(run)["kinds"]
+
+
+def test_a_second_model_measures_only_new_signatures(job: Path, tmp_path: Path) -> None:
+    """With what an earlier collection on this machine holds; another machine's is refused."""
+    collect(job, tmp_path / "first")
+    other = tmp_path / "other.json"
+    other.write_text(LocalJob("gpt", 1, 32, 2, 2, 96, 64, 16).job().to_json())
+    found = collect_jobs([other], tmp_path / "second", SETTINGS, reuse=[tmp_path / "first"])
+    (taken,) = (tmp_path / "second" / "events").glob("reused*.json")
+    measured, known = (read_json(path)["records"] for path in (tmp_path / "second" / "events" / "world1.json", taken))
+    assert found["reused"] == len(known) > len(measured) > 0
+    assert not [record for record in measured if record["op"] in [each["op"] for each in known]]
+    path = tmp_path / "first" / "events" / "world1.json"
+    told = read_json(path)
+    write_json(path, {**told, "fingerprint": {**told["fingerprint"], "processor": "another"}})
+    with pytest.raises(CollectError, match="--reuse takes events of this machine"):
+        collect_jobs([other], tmp_path / "third", SETTINGS, reuse=[tmp_path / "first"])
 
 
 def test_a_plan_runs_elsewhere(job: Path, tmp_path: Path) -> None:
