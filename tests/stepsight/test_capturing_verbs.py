@@ -104,7 +104,9 @@ def test_world_sizes_are_compared_in_one_table(tmp_path: Path) -> None:
     """Each is a capture of its own, and its time that of a prediction of it."""
     script, out = tmp_path / "train.py", tmp_path / "captured"
     script.write_text(SCRIPT, "utf-8")
-    rows = ask("capture", "--json", "--world-size", "1,2", "--hardware", "H100", "--out", out, script)["captures"]
+    rows = ask("capture", "--json", "--world-size", "1,2", "--hardware", "H100", "--out", out, script, "--width", 64)[
+        "captures"
+    ]
     assert [row["world_size"] for row in rows] == [1, 2] and rows[0]["scaling_percent"] == 100
     alone = ask("predict", "--program", out / "2", "--hardware", "H100", "--json")
     assert rows[1]["iteration_time_s"] == alone["iteration_time_s"]
