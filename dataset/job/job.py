@@ -176,21 +176,22 @@ class Job(JobTables):
         return json.dumps(self.to_dict(), sort_keys=True)
 
     @classmethod
-    def of(cls, value: JobLike) -> Job:
+    def of(cls, value: JobLike, given: Mapping[str, Any] | None = None) -> Job:
         """Return a job unchanged, build one from its tables, or read one from a job file.
 
         Args:
             value: A ``Job``, the tables of one (see ``from_dict``), or the path of a job file (see ``from_file``).
+            given: Values by key, as ``parallel.tp``, that override those of the job.
 
         Raises:
             JobError: If the value is something else, or no job can be built from it.
         """
         if isinstance(value, cls):
-            return value
+            return cls.from_dict(_with(value.to_dict(), given)) if given else value
         if isinstance(value, Mapping):
-            return cls.from_dict(value)
+            return cls.from_dict(_with(value, given or {}))
         if isinstance(value, str | Path):
-            return cls.from_file(value)
+            return cls.from_file(value, given=given)
         raise JobError(f"a job must be a Job, a dict of its tables or the path of a job file, got {value!r:.80}")
 
     @classmethod
@@ -283,15 +284,21 @@ class Job(JobTables):
         _resolve_paths(tables, path.parent)
         if framework:
             tables["framework"] = framework
-        for key, value in (given or {}).items():
-            section, _, name = key.partition(".")
-            table = tables.setdefault(section, {}) if name else tables
-            if isinstance(table, dict):  # from_dict refuses what is none
-                table[name or section] = value
         try:
-            return cls.from_dict(tables)
+            return cls.from_dict(_with(tables, given or {}))
         except JobError as error:
             raise JobError(f"{path}: {error}") from None
+
+
+def _with(tables: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """Tables with other values, by key; ``from_dict`` refuses what is no table."""
+    changed = dict(tables)
+    for key, value in given.items():
+        section, _, name = key.partition(".")
+        table = changed.get(section, {})
+        if not name or isinstance(table, Mapping):
+            changed[section] = {**table, name: value} if name else value
+    return changed
 
 
 def _resolve_paths(tables: dict[str, Any], folder: Path) -> None:

@@ -65,6 +65,8 @@ def prediction_report(job: Job, prediction: Prediction) -> dict[str, Any]:
     head.append(f"source     {prediction.source}")
     if any(getattr(job.execution, name) for name in facts):
         head.append(f"software   {prediction.software_used}")
+    if prediction.change is not None:
+        head.append(f"change     {prediction.change.text}")
     speed = (
         f"{prediction.tokens_per_s:,.0f} tokens/s, {flops_text(prediction.mfu * prediction.peak_flops)} per device: "
         f"MFU {100 * prediction.mfu:.1f} %, HFU {100 * prediction.hfu:.1f} % of "

@@ -96,6 +96,8 @@ def predict_command(
     tokens: float | None = None,
     prices: Prices = None,
     baseline: Annotated[str, typer.Option(metavar="analytic")] = "",
+    date: str = "",
+    container: str = "",
     overrides: MovedJobOptions,
 ) -> Answer:
     """Predict iteration time, interval, breakdown and memory of jobs.
@@ -113,6 +115,8 @@ def predict_command(
         fabric: With --program: the fabric, a name or a file. Default: the usual one.
         tokens: Also print the days, device-hours and cost of training on this many tokens, as 15e12.
         baseline: Also print the closed form of automatic planners, term by term: analytic.
+        date: Answer for software of this date, as 2025-04: with its profile, and the drift that dated runs show.
+        container: Answer for the software in this container, as nvcr.io/nvidia/nemo:26.06.
     """
     if baseline not in ("", "analytic"):
         raise StepsightError(f"--baseline of predict must be analytic, got {baseline!r:.80}")
@@ -120,7 +124,7 @@ def predict_command(
         fixed = "the captured ranks fix the number of devices; capture again with --world-size"
         refuse_given(context, ("nodes",), f"does not go with --program: {fixed}")
         others = ("jobs", "schedule", "traces", "trace_stages", "tokens", "prices", "framework", "level", "latency",
-                  "baseline")  # fmt: skip
+                  "baseline", "date", "container")  # fmt: skip
         refuse_given(context, others, "does not go with --program: leave it out")
         return _predict_program(program, source.load(), (overrides.hardware, fabric), files.timeline)
     refuse_given(context, ("fabric",), "belongs to --program: a job file names its own fabric")
@@ -132,9 +136,17 @@ def predict_command(
     from stepsight.experiments.questions.training_plan import plan_text, training_plan
     from stepsight.experiments.reports.job_texts import prediction_report
     from stepsight.training.prediction.prediction import predict
+    from stepsight.training.prediction.software_change import software_change, software_stated, with_change
 
     predictor = source.load()
     predictions = [predict(read, predictor) for read in overrides.read_all(jobs, overrides.nodes)]
+    if release := software_stated(date, container):
+        changed = replace(overrides, given=[*(overrides.given or ()), *(f'{key}="{release[key]}"' for key in release)])
+        asked = changed.read_all(jobs, overrides.nodes)
+        predictions = [
+            with_change(predict(job, predictor), software_change(one.job, job))
+            for one, job in zip(predictions, asked, strict=True)
+        ]
     reports = [prediction_report(prediction.job, prediction) for prediction in predictions]
     if tokens is not None:
         goal = goal_of(tokens, prices)

@@ -240,3 +240,12 @@ def test_every_verb_teaches() -> None:
     for name, verb in group.commands.items():
         assert verb.help and f"  {name} " in shown
         assert name == "experiment" or any("--json" in parameter.opts for parameter in verb.params)
+
+
+def test_another_release_of_the_software_is_asked_about(capsys: pytest.CaptureFixture[str]) -> None:
+    """By its date or its container; an older one is slower."""
+    asked = ["predict", str(EXAMPLE), "-p", "roofline", "--framework", "nemo"]
+    app([*asked, "--json", "--date", "2024-11"], standalone_mode=False)
+    assert json.loads(capsys.readouterr().out)["software"]["change"]["log_factor"] > 0
+    app([*asked, "--container", "nvcr.io/nvidia/nemo:26.06"], standalone_mode=False)
+    assert "profile nemo-2026-06 instead of nemo" in capsys.readouterr().out

@@ -37,6 +37,7 @@ from stepsight.training.prediction.prediction import (
     latency_of_facts,
     source_of_facts,
 )
+from stepsight.training.prediction.software_change import software_change, software_stated, with_change
 from stepsight.training.predictor.predictor import LearnedLatency, Predictor
 
 if TYPE_CHECKING:
@@ -96,12 +97,24 @@ def ask_many(
 
 @overload
 def predict(
-    job: JobLike, predictor: Predictor | str | Path | None = None, *, software: str = "", latency: str = ""
+    job: JobLike,
+    predictor: Predictor | str | Path | None = None,
+    *,
+    software: str = "",
+    latency: str = "",
+    date: str = "",
+    container: str = "",
 ) -> Prediction: ...
 @overload
 def predict(job: Program, predictor: Predictor | str | Path | None = None) -> CapturedPrediction: ...
 def predict(
-    job: JobLike | Program, predictor: Predictor | str | Path | None = None, *, software: str = "", latency: str = ""
+    job: JobLike | Program,
+    predictor: Predictor | str | Path | None = None,
+    *,
+    software: str = "",
+    latency: str = "",
+    date: str = "",
+    container: str = "",
 ) -> Prediction | CapturedPrediction:
     """Predict one training iteration of a job, or of a program of one rank.
 
@@ -113,6 +126,8 @@ def predict(
             (see ``latency``).  None takes the shipped one for the job's hardware, else a roofline from the facts.
         software: The framework that runs the job, as the runs of a calibration name it; by default the job's.
         latency: In place of a predictor: durations by a name in ``registries.LATENCIES`` or ``module:function``.
+        date, container: Answer for software of this date (``2025-04``) or in this container instead of the job's: with
+            its profile, and with the drift that dated runs show.
 
     Returns:
         Iteration time, interval, breakdown, memory and timeline; of a program without the memory and the timeline.
@@ -126,9 +141,14 @@ def predict(
         Prediction(21.58 s, 18.92 to 24.61 s, 24.7 GB, gpt3-175b on 1024 x a100-sxm-80gb)
     """
     if not isinstance(job, Program):
-        return one_job.predict(job, predictor, software=software, latency=latency)
-    if software or latency:
-        raise JobError("software and latency do not go with a program: leave them out")
+        usual, stated = Job.of(job), software_stated(date, container)
+        if not stated:
+            return one_job.predict(usual, predictor, software=software, latency=latency)
+        asked = Job.of(job, stated)
+        found = one_job.predict(asked, predictor, software=software, latency=latency)
+        return with_change(found, software_change(usual, asked))
+    if software or latency or date or container:
+        raise JobError("software, latency, date and container do not go with a program: leave them out")
     from stepsight.training.prediction.captured_prediction import predict_program
 
     return predict_program(job, predictor)

@@ -33,6 +33,7 @@ from stepsight.training.corrections.intervals import (
     seconds_text,
     uncalibrated_ends,
 )
+from stepsight.training.prediction.software_change import SoftwareChange, change_facts, with_change
 from stepsight.training.prediction.work_doubts import WorkDoubts
 from stepsight.training.predictor.predictor import LearnedLatency, Predictor
 from stepsight.training.predictor.software_used import SoftwareUsed, software_used
@@ -67,6 +68,7 @@ class Prediction:
     # computes ``unsupported_share`` and ``host_share``, where jobs were predicted together
     share: Callable[[], tuple[float, float]] | None = field(default=None, compare=False)
     given: GivenLatency | None = field(default=None, compare=False)  # durations from elsewhere, which answered
+    change: SoftwareChange | None = None  # drift since the software that the job states, if another one was asked about
 
     def __repr__(self) -> str:
         job, memory = self.job, self.memory
@@ -139,6 +141,7 @@ class Prediction:
             raise StepsightError(f"without must be the name of a source, got {without!r:.80}: the coverage is 90 %")
         shares = self.unsupported_share, self.host_share
         down, up = interval_ends(self.predictor, self.job, self.software, shares, without=without, judged=judged)
+        down, up = (math.hypot(end, self.change.doubt_log if self.change else 0.0) for end in (down, up))
         low, high = self.iteration_time_s * math.exp(-down), self.iteration_time_s * math.exp(up)
         if self.uninterleaved is None:
             return low, high
@@ -264,7 +267,7 @@ class Prediction:
         other = self.job.uninterleaved
         if other is None or self.given is not None:
             return None
-        return predict(other, self.predictor or ROOFLINE, software=self.software)
+        return with_change(predict(other, self.predictor or ROOFLINE, software=self.software), self.change)
 
     def _open(self) -> dict[str, Any]:
         """What the job leaves open: its values, and the iteration time of each; empty: nothing."""
@@ -318,7 +321,7 @@ class Prediction:
             "unsupported": list(self.unsupported),
             "unsupported_share": self.unsupported_share,
             "source": self.source,
-            "software": self.software_used.to_dict(),
+            "software": {**self.software_used.to_dict(), **change_facts(self.change)},
         }
 
     def to_frame(self) -> DataFrame:
