@@ -54,8 +54,7 @@ def read_tables(path: Path) -> Mapping[str, Any]:
     """
     text = read_source(path)
     try:
-        toml = path.suffix == ".toml"
-        value = read_toml(path, "utf-8-sig") if toml else parse_json(text) if path.suffix == ".json" else _yaml(text)
+        value = read_toml(path, "utf-8-sig") if path.suffix == ".toml" else parse_tables(text, path.suffix)
         _count(value, 0)
     except RecursionError:
         raise JobError(f"{path} must be tables of values, got tables nested too deeply") from None
@@ -64,6 +63,11 @@ def read_tables(path: Path) -> Mapping[str, Any]:
     if not isinstance(value, Mapping):
         raise JobError(f"{path} must hold tables of values, got {type(value).__name__}")
     return value
+
+
+def parse_tables(text: str, suffix: str) -> Any:
+    """Value of a text of JSON, TOML or YAML, by the suffix of its file."""
+    return tomllib.loads(text) if suffix == ".toml" else parse_json(text) if suffix == ".json" else _yaml(text)
 
 
 def _yaml(text: str) -> Any:

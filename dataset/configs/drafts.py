@@ -16,7 +16,7 @@ from stepsight.dataset.job.rules import MOST_DEVICES
 from stepsight.dataset.job.specs import SECTIONS
 
 MOST_NUMBER = 2**63
-_WITH_TABLES = (".json", ".toml", ".yaml", ".yml")
+WITH_TABLES = (".json", ".toml", ".yaml", ".yml")
 # Keys that are filled in where they are 0, so that a configuration's own 0 must be refused before.
 _OPEN_AT_0 = (
     *("model.kv_heads", "model.ffn", "model.expert_ffn", "model.head_dim", "parallel.dp", "parallel.dp_shard"),
@@ -60,13 +60,13 @@ class ConfigFile:
         Raises:
             JobError: If its suffix is that of tables, and it holds none.
         """
-        tables = read_tables(path) if path.suffix in _WITH_TABLES else {}
+        tables = read_tables(path) if path.suffix in WITH_TABLES else {}
         return cls(path, tables, given or Given())
 
     @property
     def has_tables(self) -> bool:
         """Whether files of this suffix hold tables."""
-        return self.path.suffix in _WITH_TABLES
+        return self.path.suffix in WITH_TABLES
 
 
 @dataclass(slots=True)

@@ -11,8 +11,8 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from stepsight.dataset.base.errors import JobError
-from stepsight.dataset.configs.documents import flat, read_source, read_tables
-from stepsight.dataset.configs.drafts import Given
+from stepsight.dataset.configs.documents import flat, parse_tables, read_source
+from stepsight.dataset.configs.drafts import WITH_TABLES, Given
 from stepsight.dataset.configs.formats import read_configs, write_config
 from stepsight.dataset.job.job import Job
 
@@ -39,7 +39,7 @@ def edit_config(path: Path, before: Job, after: Job, name: str) -> str | None:
             return None
         old, new = (_settings(write_config(job, name).text, path.suffix) for job in (before, after))
         changes = {key: (old.get(key), new.get(key)) for key in {**old, **new} if old.get(key) != new.get(key)}
-        edit = _of_tables if path.suffix in (".json", ".toml", ".yaml", ".yml") else _of_words
+        edit = _of_tables if path.suffix in WITH_TABLES else _of_words
         text = edit(read_source(path), changes, path.suffix)
         with TemporaryDirectory() as folder:
             copy = Path(folder) / path.name
@@ -59,13 +59,8 @@ def diff_text(path: Path, out: Path, text: str) -> str:
 
 def _settings(text: str, suffix: str) -> dict[str, Any]:
     """Settings of a written configuration, by name, but for a vocabulary, which is padded by the strategy."""
-    if suffix not in (".json", ".toml", ".yaml", ".yml"):
-        found: dict[str, Any] = {name: value or True for name, value in _OPTION.findall(text)}
-    else:
-        with TemporaryDirectory() as folder:
-            path = Path(folder) / f"written{suffix}"
-            path.write_text(text, encoding="utf-8")
-            found = flat(read_tables(path))
+    tables = suffix in WITH_TABLES
+    found = flat(parse_tables(text, suffix)) if tables else {key: value or True for key, value in _OPTION.findall(text)}
     return {name: value for name, value in found.items() if not re.search("vocab.size", name)}
 
 

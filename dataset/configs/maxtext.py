@@ -115,8 +115,11 @@ def _read_degrees(reading: Reading) -> None:
             reading.map(f"parallel.{degree}", value)
     if _size(reading, "ici_tensor_sequence") > 1:
         reading.map("parallel.sequence_parallel", True, "ici_tensor_sequence_parallelism")
-    shard, ep = _axis(reading, "fsdp") * _axis(reading, "fsdp_transpose"), reading.degree("ep")
-    data = _axis(reading, "data")
+    both = {  # sizes over both meshes; 0: what remains
+        axis: math.prod(max(0, _size(reading, f"{mesh}_{axis}")) for mesh in ("ici", "dcn"))
+        for axis in ("fsdp", "fsdp_transpose", "data")
+    }
+    shard, data, ep = both["fsdp"] * both["fsdp_transpose"], both["data"], reading.degree("ep")
     sharded = shard not in (0, 1) or ep > 1 or reading.number("ici_fsdp_parallelism") == -1
     axes = [f"{mesh}_{axis}_parallelism" for mesh in ("ici", "dcn") for axis in ("fsdp", "fsdp_transpose", "expert")]
     reading.map("parallel.zero_stage", 3 if sharded else 0, *axes)
@@ -124,11 +127,6 @@ def _read_degrees(reading: Reading) -> None:
         reading.map("parallel.dp", shard * data * ep, words="axes data, fsdp, expert")
         if data > 1 and shard > 1:
             reading.map("parallel.dp_shard", shard * ep, words="axis fsdp")
-
-
-def _axis(reading: Reading, axis: str) -> int:
-    """Size of an axis over both meshes; 0: what remains."""
-    return math.prod(max(0, _size(reading, f"{mesh}_{axis}")) for mesh in ("ici", "dcn"))
 
 
 def _size(reading: Reading, axis: str) -> int:
@@ -155,9 +153,8 @@ def _write_degrees(view: JobView) -> None:
 
 def _read_schedule(reading: Reading) -> None:
     repeats = reading.positive("num_pipeline_repeats", auto=-1) or 1
-    name = "looped-bfs" if repeats > 1 else "gpipe"
-    reading.map("parallel.schedule", name, words="the pipeline is differentiated as a whole")
     reading.map("parallel.virtual_stages", repeats, words="num_pipeline_repeats")
+    reading.map("parallel.schedule", "looped-bfs" if repeats > 1 else "gpipe", words="backward is one program")
 
 
 def _read_batch(reading: Reading) -> None:

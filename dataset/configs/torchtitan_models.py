@@ -118,30 +118,29 @@ class _Evaluation:
         defaults = {word.arg: node.value for word, node in pairs if isinstance(node, ast.Constant)}
         values: dict[str, Any] = {**self._constants, **defaults, **given}
         for statement in body:
-            if isinstance(statement, ast.Return) and statement.value is not None:
-                return self._value(statement.value, values, depth)
-            self._carry_out(statement, values, depth)
+            found = self._value(statement, values, depth)
+            if isinstance(statement, ast.Return):
+                return found
         return None
 
-    def _carry_out(self, statement: ast.stmt, values: dict[str, Any], depth: int) -> None:
-        """Run an assignment, or the body of a loop once (loops append to lists)."""
-        match statement:
+    def _value(self, node: ast.AST | None, values: dict[str, Any], depth: int) -> Any:
+        """The value of an expression; an assignment is run, and the body of a loop once (loops append to lists)."""
+        match node:
+            case ast.Return():
+                return self._value(node.value, values, depth)
             case ast.Assign(targets=[target]) | ast.AnnAssign(target=target, value=ast.expr()):
                 *outer, key = ast.unparse(target).split(".")
                 table: Any = values
                 for name in outer:
                     table = table.setdefault(name, {}) if isinstance(table, dict) else None
                 if isinstance(table, dict):
-                    table[key] = self._value(statement.value, values, depth)
+                    table[key] = self._value(node.value, values, depth)
             case ast.For():
-                for inner in statement.body:
-                    self._carry_out(inner, values, depth)
+                for inner in node.body:
+                    self._value(inner, values, depth)
             case ast.Expr(value=ast.Call(func=ast.Attribute(value=ast.Name(id=name), attr="append"), args=[item])):
                 if isinstance(values.get(name), list):
                     values[name].append(self._value(item, values, depth))
-
-    def _value(self, node: ast.AST | None, values: dict[str, Any], depth: int) -> Any:
-        match node:
             case ast.Constant():
                 return node.value
             case ast.Name():
