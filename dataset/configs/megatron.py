@@ -48,6 +48,8 @@ def write_megatron(job: Job, *, script: bool = False) -> ConfigText:
         if value is not None and value is not False:
             words = [] if value is True else value if isinstance(value, list) else [value]
             lines.append(" ".join([f"--{name.replace('_', '-')}", *(shlex.quote(str(word)) for word in words)]))
+    if not job.model.experts:
+        view.expressed("model.expert_ffn", "model.moe_every", "model.dense_layers", "model.experts_per_token")
     view.expressed("parallel.runtime", "parallel.recompute_modules", "parallel.scatter_p2p", "parallel.bucket_mbytes")
     program = _PROGRAMS.get(job.model.family, "pretrain_gpt.py")
     note = f"they are for {program}; give the tokenizer and the data: --tokenizer-type, --data-path"

@@ -158,11 +158,6 @@ def _read_shared_experts(reading: Reading) -> None:
         reading.share("model.shared_experts", shared, size, reading.source(name) + rest)
 
 
-def _write_experts(view: JobView) -> None:
-    if not view["model.experts"]:
-        view.expressed("model.expert_ffn", "model.moe_every", "model.dense_layers", "model.experts_per_token")
-
-
 def _write_expert_layers(view: JobView) -> None:
     view.put(moe_grouped_gemm=True, moe_token_dispatcher_type="alltoall")
     if view["model.shared_experts"]:
@@ -243,7 +238,7 @@ MODEL_ROWS = (
     Row("model.kv_lora_rank", "kv_lora_rank", default=32, needs=_MLA),
     Row("model.rope_head_dim", "qk_pos_emb_head_dim", default=64, needs=_MLA),
     Row("model.v_head_dim", "v_head_dim", default=128, needs=_MLA),
-    Row("model.experts", read=_read_experts, write=_write_experts),
+    Row("model.experts", read=_read_experts),
     Row("model.experts_per_token", "moe_router_topk", default=2, needs=_EXPERTS),
     Row("model.capacity_factor", "moe_expert_capacity_factor", needs=_EXPERTS, omit=True),
     Row("model.expert_ffn", "moe_ffn_hidden_size", needs=_EXPERTS),

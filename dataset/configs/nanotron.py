@@ -24,6 +24,8 @@ def read(file: ConfigFile, draft: Draft) -> None:
 def write(job: Job) -> ConfigText:
     """Write a job as Nanotron's YAML."""
     view = JobView(job, "Nanotron")
+    view.put("tokens.", batch_accumulation_per_replica=job.num_micro_batches)
+    view.expressed("batch.global_batch")
     view.write(ROWS)
     return view.text(yaml_text(view.tables()), ".yaml")
 
@@ -114,11 +116,6 @@ def _read_batch(reading: Reading) -> None:
         reading.map("batch.global_batch", micro * steps * replicas, words=words)
 
 
-def _write_batch(view: JobView) -> None:
-    view.put("tokens.", batch_accumulation_per_replica=view.job.num_micro_batches)
-    view.expressed("batch.global_batch")
-
-
 _SIZES = {
     "hidden_size": "model.hidden",
     "intermediate_size": "model.ffn",
@@ -153,7 +150,7 @@ ROWS = (
     Row("parallel.bucket_mbytes", "model.ddp_bucket_cap_mb"),
     Row("model.seq_len", "tokens.sequence_length"),
     Row("batch.micro_batch", "tokens.micro_batch_size"),
-    Row("batch.global_batch", read=_read_batch, write=_write_batch),
+    Row("batch.global_batch", read=_read_batch),
     Row("batch.precision", "model.dtype", {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}),
     Row("optimizer.clip_grad_norm", "optimizer.clip_grad", _CLIP, default=False),
     Row("optimizer.kind", f"{_OPTIMIZER}name", {"adamW": "adamw"}, "adamw"),

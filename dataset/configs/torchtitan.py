@@ -287,11 +287,6 @@ def _read_compile(reading: Reading) -> None:
         reading.map("model.eager_kernels", not (compiled and (components is None or "model" in str(components))))
 
 
-def _write_compile(view: JobView) -> None:
-    if not view["model.eager_kernels"]:
-        view.put("compile.", enable=True, components=["model", "loss"])
-
-
 _OPERATORS = (
     "selective_ac_option op: attention and every second product are kept; torchtitan's profile takes it as half"
 )
@@ -315,7 +310,8 @@ ROWS = (
     Row("batch.precision", read=_read_precision, write=_write_precision),
     Row("parallel.gradient_dtype", "training.mixed_precision_reduce", {"float32": "fp32"}, "fp32", only="read"),
     Row("parallel.recompute", read=_read_recompute, write=_write_recompute),
-    Row("model.eager_kernels", read=_read_compile, write=_write_compile),
+    Row("model.eager_kernels", read=_read_compile),
+    Row("model.eager_kernels", "compile.enable", {True: False, False: True}, only="write"),
     Row("optimizer.offload", "training.enable_cpu_offload", _OFFLOAD, omit=True),
     Row("optimizer.kind", "optimizer.name", {"AdamW": "adamw", "Adam": "adam"}),
     Row("optimizer.fused", "optimizer.fused", only="read"),

@@ -118,22 +118,17 @@ class Framework:
         for key, allowed in {**{key: choices[key] for key in stated}, **own}.items():
             value = getattr(self, key)
             for word in value if isinstance(value, tuple) else (value,):
-                if word not in allowed:
-                    raise JobError(
-                        f"framework {self.name}: {key} must be one of {', '.join(allowed)}, got {word!r:.80}"
-                    )
-        if self.until and not re.fullmatch(_MONTH, self.until):
-            raise JobError(f"framework {self.name}: until must be a month as 2021-11, got {self.until!r:.80}")
-        if not 0 < self.loss_share <= 1 or self.mean_tokens < 0:
-            raise JobError(
-                f"framework {self.name}: loss_share must lie in (0, 1] and mean_tokens be >= 0, got {self.loss_share} "
-                f"and {self.mean_tokens}"
-            )
-        if self.vocab_multiple < 1 or not self.bucket_mbytes > 0:
-            raise JobError(
-                f"framework {self.name}: vocab_multiple must be >= 1 and bucket_mbytes > 0, got "
-                f"{self.vocab_multiple} and {self.bucket_mbytes}"
-            )
+                self._require(word in allowed, f"{key} must be one of {', '.join(allowed)}, got {word!r:.80}")
+        month = not self.until or re.fullmatch(_MONTH, self.until) is not None
+        self._require(month, f"until must be a month as 2021-11, got {self.until!r:.80}")
+        self._require(0 < self.loss_share <= 1, f"loss_share must lie in (0, 1], got {self.loss_share}")
+        self._require(self.mean_tokens >= 0, f"mean_tokens must be >= 0, got {self.mean_tokens}")
+        self._require(self.vocab_multiple >= 1, f"vocab_multiple must be >= 1, got {self.vocab_multiple}")
+        self._require(self.bucket_mbytes > 0, f"bucket_mbytes must be > 0, got {self.bucket_mbytes}")
+
+    def _require(self, holds: bool, rule: str) -> None:
+        if not holds:
+            raise JobError(f"framework {self.name}: {rule}")
 
     @property
     def fused_attention(self) -> bool:

@@ -77,7 +77,7 @@ def test_generations_of_attention() -> None:
         ({"attention": "flash-9"}, "attention must be one of unfused, flash-1"),
         ({"gradients": "fp8"}, "gradients must be one of"),
         ({"selective": "some"}, "selective must be one of"),
-        ({"bucket_mbytes": 0}, "bucket_mbytes > 0"),
+        ({"bucket_mbytes": 0}, "bucket_mbytes must be > 0"),
         ({"runtime": "mine"}, "runtime must be one of"),
         ({"until": "2021"}, "until must be a month as 2021-11, got '2021'"),
     ],
