@@ -46,7 +46,7 @@ def _prediction_text(told: Mapping[str, Any], head: Sequence[str], speed: str, f
         table(["where the time goes", "time", "%"], causes),
         f"speed      {speed}",
         f"memory     {memory['peak_bytes'] / 1e9:.2f} GB of {memory['capacity_bytes'] / 1e9:.2f} GB on the fullest "
-        f"{fullest}",
+        f"{fullest}" + ("; tight: the allocator's usual slack does not fit" if memory.get("tight") else ""),
         *(f"warning: {text}" for text in told["warnings"]),
     ]
     if not memory["fits"]:

@@ -75,6 +75,14 @@ def test_more_busy_devices_than_measured_are_named_and_widen_the_interval(predic
     assert prediction.high_s / prediction.iteration_time_s > few.high_s / few.iteration_time_s
 
 
+def test_a_job_without_room_for_the_allocators_slack_says_so(predictor: Predictor) -> None:
+    job = _job(dp=2)
+    need = predict(job, predictor).memory.stages[0].tensors
+    hardware = replace(predictor.hardware, memory_bytes=1.02 * need, fragmentation=0.5, reserved_bytes=1e3)
+    few = predict(job, replace(predictor, hardware=hardware))
+    assert few.memory.tight and "; tight: " in prediction_report(job, few)["text"]
+
+
 def test_asking_for_many_is_asking_for_each(predictor: Predictor) -> None:
     jobs = [_job(dp=2), _job(tp=2)]
     many = predict_many(jobs, predictor)
