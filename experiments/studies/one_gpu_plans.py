@@ -262,9 +262,9 @@ def _elementwise(space: OpSpace, rng: random.Random) -> Op:
 
 def _rows(space: OpSpace, rng: random.Random, kinds: Sequence[str], *widths: str) -> Op:
     """An op of rows of some widths, forward or backward."""
-    sizes = [rng.choice(getattr(space, name)) for name in widths]
-    dims = (rng.choice(space.tokens), *(size[0] if isinstance(size, list) else size for size in sizes))
-    return Op(rng.choice([*kinds, *(f"{kind}_backward" for kind in kinds)]), dims, space.dtype)
+    kind = rng.choice([each for kind in kinds for each in (kind, f"{kind}_backward")])
+    sizes = [rng.choice(getattr(space, name)) for name in ("tokens", *widths)]
+    return Op(kind, tuple(size[0] if isinstance(size, list) else size for size in sizes), space.dtype)
 
 
 def _optimizer(space: OpSpace, rng: random.Random) -> Op:
