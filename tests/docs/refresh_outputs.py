@@ -25,7 +25,7 @@ PAGES = (
     "docs/how-to/search.md",
     "docs/how-to/report.md",
     "stepsight/__init__.py",
-    "training/prediction/prediction.py",
+    "training/prediction/ask_many.py",
 )
 COMMANDS = ("predict", "explain", "search", "compare", "sweep")
 _BLOCK = re.compile(r"^```console\n(.*?)^```$", re.M | re.S)
