@@ -11,8 +11,8 @@ arguments and an example.
 
 A job is a ``Job``, the tables of one as a dict, or the path of a job file; ``Job`` is made of ``ModelSpec``,
 ``ParallelSpec``, ``BatchSpec``, ``OptimizerSpec`` and ``ClusterSpec`` (with ``Straggler``, ``SlowLink`` and
-``OtherDevices``).  A ``Program`` is the graph of what one rank executes.  Every error that a user can correct is a
-``StepsightError``.  ``clear_caches`` frees memory.
+``OtherDevices``).  A ``Program`` is the graph of what one rank executes; it can be edited, and ``predict`` takes it
+too.  Every error that a user can correct is a ``StepsightError``.  ``clear_caches`` frees memory.
 
 The public interface is the names in ``__all__``, ``stepsight.registries`` (where you add parts of your own),
 ``stepsight.testing`` (contracts that check them) and the ``stepsight`` command.  Every other module is private: it
