@@ -58,11 +58,11 @@ def software_change(usual: Job, asked: Job) -> SoftwareChange:
     before, after = (_named(job) for job in (usual, asked))
     family = after.partition("-")[0]
     since, until = _date(usual) or USUAL.get(family, ""), _date(asked)
-    if not family or not since or not until:
-        known = " and ".join(RATE_LOG)
-        return SoftwareChange(
-            text=f"{after or 'no framework'}: no date to compare with, or no dated runs ({known} has)"
-        )
+    if not family:
+        return SoftwareChange(text="the job names no framework, so another release changes nothing")
+    if not since or not until:
+        which = "the job states no date" if until else "no month is known of the container"
+        return SoftwareChange(text=f"{which}, so nothing but the profile of {after} counts: no drift is known from it")
     months = _months(until) - _months(since)
     doubt = SPREAD_LOG * math.sqrt(abs(months))
     name = f"{after} of {until} instead of {since}"
