@@ -91,11 +91,6 @@ def baseline_figures(
 ) -> dict[str, dict[str, Any]]:
     """Errors and regret of baselines on rows, in percent, and ours on the rows that each answers.
 
-    Args:
-        rows: That were predicted.
-        predictor_of: The predictor of a hardware, as it answered; None: hardware facts.
-        names: Some of ``BASELINES``.
-
     Returns:
         By name: ``used``, ``mape``, ``median``, ``p90``, ``max``, ``bias``, ``spearman``, ``regret``; and ``ours``, the
         same of the predictions of these rows.

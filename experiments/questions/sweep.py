@@ -158,15 +158,7 @@ def sweep(
     weak: bool = False,
     on_point: Callable[[int, int], None] = lambda done, of: None,
 ) -> list[Point]:
-    """Predict a job for every combination of values.
-
-    Args:
-        job: The job to start from.
-        axes: Keys and their values; the last one varies fastest.
-        predictor: As in ``predict``.
-        weak: Whether the global batch grows with the number of devices (weak scaling).
-        on_point: Called with the number of jobs done, and of all.
-    """
+    """Predict a job for every combination of values; ``weak``: the global batch grows with the number of devices."""
     combinations = list(product(*(axis.values for axis in axes)))
     if not 0 < len(combinations) <= MOST_JOBS:
         raise StepsightError(f"a sweep must have 1 to {MOST_JOBS} jobs, got {len(combinations)}")

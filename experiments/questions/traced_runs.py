@@ -131,9 +131,6 @@ class ReplayedRun:
     def causes(self, fabric: Fabric | None = None) -> list[dict[str, Any]]:
         """What makes the step longer, by what it saves to remove it: that of ``what-if`` with the same change.
 
-        Args:
-            fabric: Of the run; None: as its job states, if it does.
-
         Returns:
             ``cause``, ``seconds`` that a step without it saves, ``saved_percent`` of the step, ``evidence`` and
             ``advice``; the largest first.

@@ -50,12 +50,7 @@ class StageLayers:
 
 
 def best_stage_layers(job: Job, predictor: Predictor | str | None = None) -> StageLayers:
-    """Find the layers per stage with the shortest predicted iteration that fits in memory.
-
-    Args:
-        job: With a pipeline; its ``stage_layers``, or even ones, are the point of departure.
-        predictor: As in ``predict``.
-    """
+    """Find the layers per stage with the shortest predicted iteration that fits in memory."""
     if job.parallel.pp == 1:
         raise JobError(f"layers per stage need a pipeline, got pp 1 in {job.name}")
     if job.parallel.schedule.endswith(".csv"):

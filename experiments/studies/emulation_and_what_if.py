@@ -76,9 +76,6 @@ def fsdp2_seconds(forward_s: float, backward_s: float, collective_s: float) -> f
 def knee(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """The communication from which it is exposed, from the sweep alone.
 
-    Args:
-        rows: ``communication_s`` and ``step_s``, in ascending order; at least the last two lie beyond the knee.
-
     Returns:
         ``flat_s`` (the step without communication), ``slope`` (of the last two rows) and ``knee_s``: the communication
         at which the line through the last row with that slope meets the flat one.

@@ -324,14 +324,7 @@ def likeness(op: Op) -> tuple[Hashable, ...]:
 
 
 def split(drawn: Sequence[Op], needed: Iterable[Op], unseen: Iterable[Op], seed: int) -> tuple[list[Op], list[Op]]:
-    """Training ops and held-out ops.
-
-    Args:
-        drawn: Distinct ops.
-        needed: What training runs do: all of it teaches.
-        unseen: What held-out runs do: nothing like it teaches, unless training runs do it too.
-        seed: Of the choice.
-    """
+    """Training ops and held-out ops."""
     teaching = dict.fromkeys(needed)
     known = {likeness(op) for op in teaching}
     judging = {likeness(op) for op in unseen} - known
