@@ -35,11 +35,14 @@ def edit_config(path: Path, before: Job, after: Job, name: str) -> str | None:
     given = {"cluster.hardware": after.cluster.hardware, "cluster.nodes": after.cluster.nodes}
     values = Given(values={**given, "cluster.devices_per_node": after.cluster.devices_per_node})
     try:
-        if read_configs([path], values).formats[0].partition("-")[0] != name.partition("-")[0]:
+        written = [write_config(job, name) for job in (before, after)]
+        own = read_configs([path], values).formats[0].partition("-")[0]
+        tables = path.suffix in WITH_TABLES
+        if own != name.partition("-")[0] or tables != (written[0].suffix in WITH_TABLES):
             return None
-        old, new = (_settings(write_config(job, name).text, path.suffix) for job in (before, after))
+        old, new = (_settings(one.text, path.suffix) for one in written)
         changes = {key: (old.get(key), new.get(key)) for key in {**old, **new} if old.get(key) != new.get(key)}
-        edit = _of_tables if path.suffix in WITH_TABLES else _of_words
+        edit = _of_tables if tables else _of_words
         text = edit(read_source(path), changes, path.suffix)
         with TemporaryDirectory() as folder:
             copy = Path(folder) / path.name

@@ -36,7 +36,11 @@ def test_only_what_differs_changes(
     assert all(words in new for words in added) and 2 < len(lines) < 16
 
 
-def test_a_file_without_the_model_is_not_changed(tmp_path: Path) -> None:
+def test_a_file_of_another_form_is_not_changed(tmp_path: Path) -> None:
+    """One that states no model, or arguments that stand in YAML."""
+    (tmp_path / "a.yaml").write_text(published.MIXTRAL)
+    job = read_configs([tmp_path / "a.yaml"]).job
+    assert edit_config(tmp_path / "a.yaml", job, job, "megatron") is None
     (tmp_path / "own.toml").write_text(published.TITAN)
     (tmp_path / "ds.json").write_text('{"zero_optimization": {"stage": 3}}')
     job = read_configs([tmp_path / "own.toml"]).job
