@@ -125,12 +125,9 @@ def _read_groups(reading: Reading) -> None:
         reading.map("model.kv_heads", groups, "num_query_groups")
 
 
-def _write_groups(view: JobView) -> None:
+def _write_attention(view: JobView) -> None:
     if view["model.kv_heads"] != view["model.heads"] and view.job.model.attention != "mla":
         view.put(group_query_attention=True, num_query_groups=view["model.kv_heads"])
-
-
-def _write_kernels(view: JobView) -> None:
     if not view["model.fused_attention"]:
         view.put(attention_backend="unfused")
     elif view["model.attention_kernels"]:
@@ -228,10 +225,10 @@ MODEL_ROWS = (
     Row("model.seq_len", read=_read_length, needs=_NOT_T5),
     Row("model.patch_dim", read=_read_image, needs="model.family=vit"),
     Row("model.attention", "multi_latent_attention", {True: "mla", False: None}, omit=True),
-    Row("model.kv_heads", read=_read_groups, write=_write_groups),
+    Row("model.kv_heads", read=_read_groups, write=_write_attention),
     Row(_HEAD_DIM, "kv_channels", needs="model.attention!=mla", omit=True),
     Row("model.fused_attention", "transformer_impl", {"local": False, OTHER: None}, only="read"),
-    Row("model.fused_attention", "attention_backend", {**_KERNELS, OTHER: None}, write=_write_kernels),
+    Row("model.fused_attention", "attention_backend", {**_KERNELS, OTHER: None}, only="read"),
     Row("model.fused_attention", _FLASH, _ON, only="read"),
     Row("model.q_lora_rank", "q_lora_rank", needs=_MLA, omit=True),
     Row(_HEAD_DIM, "qk_head_dim", default=128, needs=_MLA, write=lambda view: view.put(qk_head_dim=view.head_size())),

@@ -53,13 +53,6 @@ def _write_family(view: JobView) -> None:
         view.expressed("model.gated_mlp")
 
 
-def _read_kv_heads(reading: Reading) -> None:
-    if reading.get("model.family") == "gpt" and reading.flag(f"{_MODEL}multi_query"):
-        reading.map("model.kv_heads", 1, f"{_MODEL}multi_query")
-    else:
-        reading.copy("model.kv_heads", f"{_MODEL}num_kv_heads", f"{_MODEL}num_key_value_heads")
-
-
 def _read_vocab(reading: Reading) -> None:
     size = reading.copy("model.vocab", f"{_MODEL}vocab_size")
     multiple = reading.positive("model.make_vocab_size_divisible_by") or 1
@@ -132,7 +125,8 @@ _ASYNC = {False: None, True: "backward"}
 ROWS = (
     Row("model.family", read=_read_family, write=_write_family),
     *same(_SIZES, _MODEL),
-    Row("model.kv_heads", read=_read_kv_heads),
+    Row("model.kv_heads", (f"{_MODEL}num_kv_heads", f"{_MODEL}num_key_value_heads"), only="read"),
+    Row("model.kv_heads", f"{_MODEL}multi_query", {True: 1}, needs="model.family=gpt", only="read"),
     Row("model.vocab", f"{_MODEL}vocab_size", read=_read_vocab),
     Row("model.experts", read=_read_experts, write=_write_experts),
     Row("model.experts_per_token", _USED, default=2, needs="model.experts"),

@@ -17,6 +17,10 @@ class Rules(list[str]):
         if not holds:
             self.append(text)
 
+    def lies(self, key: str, value: float, least: float, most: float) -> None:
+        """Require that ``value`` (of ``key``) lies from ``least`` to ``most``."""
+        self.require(least <= value <= most, f"{key} must lie from {least} to {most}, got {value}")
+
     def divides(self, divisor: int, name: str, value: int, of: str) -> None:
         """Require that ``divisor`` (called ``name``) divides ``value`` (called ``of``)."""
         self.require(

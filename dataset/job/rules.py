@@ -114,11 +114,8 @@ def _choices(rules: Rules, job: JobTables) -> None:
                 words = ", ".join(repr(known) if known == "" else str(known) for known in names)
                 rules.append(f"{key} must be one of {words}, got {word!r:.80}{did_you_mean(word, names)}")
     _schedule(rules, p)
-    rules.require(
-        0 <= job.execution.dispatch_calls <= 10_000 and 0 <= job.execution.op_calls <= 10_000,
-        "execution.dispatch_calls and op_calls must lie from 0 to 10000, got "
-        f"{job.execution.dispatch_calls} and {job.execution.op_calls}",
-    )
+    rules.lies("execution.dispatch_calls", job.execution.dispatch_calls, 0, 10_000)
+    rules.lies("execution.op_calls", job.execution.op_calls, 0, 10_000)
     stated = {name: getattr(job.execution, name) for name in ("date", *LIBRARIES)}
     for problem in software_problems(stated) if any(stated.values()) else ():
         rules.append(f"execution.{problem}")
@@ -188,14 +185,8 @@ def _lengths(rules: Rules, job: JobTables) -> None:
     else:
         rules.require(m.encoder_layers == 0, f"model.encoder_layers is for t5 alone, got {m.encoder_layers}")
     rules.require(0 < m.loss_share <= 1, f"model.loss_share must lie in (0, 1], got {m.loss_share}")
-    rules.require(
-        0 <= m.metric_losses <= MOST_METRICS,
-        f"model.metric_losses must be from 0 to {MOST_METRICS}, got {m.metric_losses}",
-    )
-    rules.require(
-        0 <= m.unpadded_len <= m.seq_len,
-        f"model.unpadded_len must be from 0 to seq_len {m.seq_len}, got {m.unpadded_len}",
-    )
+    rules.lies("model.metric_losses", m.metric_losses, 0, MOST_METRICS)
+    rules.lies("model.unpadded_len (of seq_len)", m.unpadded_len, 0, m.seq_len)
     rules.require(
         m.family == "bert" or (m.loss_share == 1 and m.unpadded_len == 0),
         f"model.loss_share and unpadded_len are for bert, got {m.loss_share} and {m.unpadded_len} with {m.family}",
@@ -228,10 +219,7 @@ def _attention(rules: Rules, job: JobTables) -> None:
         not p.offload_activations or p.recompute == "none",
         f"activations are offloaded or recomputed: offload_activations needs recompute 'none', got {p.recompute!r:.80}",
     )
-    rules.require(
-        p.offload_layers <= m.total_layers,
-        f"parallel.offload_layers must be <= the model's {m.total_layers} layers, got {p.offload_layers}",
-    )
+    rules.lies("parallel.offload_layers (of the model's layers)", p.offload_layers, 0, m.total_layers)
     if m.attention == "mla":
         rules.require(m.family not in _NO_DECODER, f"attention 'mla' is for gpt and llama, got family {m.family!r:.80}")
         rules.require(
@@ -248,10 +236,7 @@ def _experts(rules: Rules, job: JobTables) -> None:
         return
     rules.require(m.family not in _NO_DECODER, f"model.experts are for gpt and llama, got family {m.family!r:.80}")
     rules.require(m.experts <= MOST_EXPERTS, f"model.experts must be <= {MOST_EXPERTS}, got {m.experts}")
-    rules.require(
-        1 <= m.experts_per_token <= m.experts,
-        f"model.experts_per_token must lie in 1 ... experts, got {m.experts_per_token} of {m.experts}",
-    )
+    rules.lies("model.experts_per_token (of experts)", m.experts_per_token, 1, m.experts)
     rules.require(m.dense_layers <= m.layers, f"dense_layers <= layers, got {m.dense_layers} > {m.layers}")
     rules.divides(p.ep, "parallel.ep", m.experts, "model.experts")
     rules.divides(p.experts_tp, "parallel.expert_tp", m.expert_ffn, "model.expert_ffn")
