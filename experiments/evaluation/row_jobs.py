@@ -194,12 +194,9 @@ def recipes() -> tuple[dict[str, str], ...]:
 
 
 def recipe_habits(recipe: Mapping[str, str]) -> dict[str, Any]:
-    """Fields of a framework's profile that a recipe sets.
-
-    Where graphs hold the router and what precedes the dispatch, and HybridEP sorts on the device, the host does no more
-    than launch; so it is where the iteration is one graph.
-    """
+    """Fields of a framework's profile that a recipe sets."""
     graphs, dispatcher, modules = recipe["graphs"], recipe["dispatcher"], tuple(recipe["recompute"].split())
+    # the host no more than launches one graph, or one of the router where HybridEP sorts on the device
     free = graphs == "whole" or (graphs == "parts" and dispatcher == "hybridep")
     return {
         "dispatcher": dispatcher,
@@ -307,11 +304,7 @@ def _job(row: Row, framework: Framework) -> Job:
 
 
 def run_digest(job: Job, measured_s: float) -> str:
-    """Identity of a measured run, independent of the words of its table.
-
-    A predictor's manifest lists it of what it was fitted on.  What a framework's profile fills in does not count, nor
-    who tells of the run, nor more than three digits of its time.
-    """
+    """Identity of a measured run, with three digits of its time, whoever tells of it in whatever words."""
     return _run_digest(job, f"{measured_s:.2e}")
 
 
