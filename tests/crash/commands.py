@@ -18,7 +18,7 @@ from stepsight.dataset.base.errors import PredictorError, TraceError
 from stepsight.dataset.base.files import write_json
 from stepsight.dataset.runs.run_folder import read_collection, read_event_file, read_run
 from stepsight.dataset.tables import Measurements
-from stepsight.experiments.demo.local_jobs import LocalJob
+from stepsight.experiments.demo.demo import LocalJob
 from stepsight.training.measured.planning import make_plan
 from stepsight.training.predictor.predictor import Predictor
 from tests.experiments.evaluation.run_tables import run_row, write_runs

@@ -16,7 +16,7 @@ from stepsight.dataset.hardware.hardware import Hardware
 from stepsight.dataset.job.job import BatchSpec, ClusterSpec, Job, ModelSpec, ParallelSpec
 from stepsight.dataset.kinds.op import Collective
 from stepsight.dataset.runs.run_folder import read_run
-from stepsight.experiments.demo.local_jobs import STRATEGIES
+from stepsight.experiments.demo.demo import STRATEGIES
 from stepsight.simulator.programs.lower import lower
 from stepsight.training.measured.planning import make_plan, stand_in_of
 

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from stepsight.cli import VERBS, app, main
 from stepsight.dataset.tables.measurements import Measurements
-from stepsight.experiments.demo.local_jobs import LocalJob
+from stepsight.experiments.demo.demo import LocalJob
 from stepsight.experiments.tasks.settings import CollectSettings
 from tests.dataset.run_folders import write_events, write_run
 

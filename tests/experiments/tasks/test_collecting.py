@@ -22,7 +22,7 @@ from stepsight.dataset.kinds.op import OP_KINDS
 from stepsight.dataset.runs.box_spec import HARDWARE as BOX_HARDWARE
 from stepsight.dataset.runs.box_spec import read_box
 from stepsight.dataset.runs.run_folder import read_event_file
-from stepsight.experiments.demo.local_jobs import LocalJob
+from stepsight.experiments.demo.demo import LocalJob
 from stepsight.experiments.questions.describe import describe
 from stepsight.experiments.tasks.collecting import collect_jobs, collect_ops, heavy_calls, read_plan
 from stepsight.experiments.tasks.settings import CollectSettings

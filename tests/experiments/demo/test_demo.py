@@ -1,7 +1,7 @@
 """The demo's held-out runs are held out."""
 
 from stepsight.dataset.job.job import Job
-from stepsight.experiments.demo.local_jobs import heldout_jobs, profile_only_jobs, search_job, train_jobs
+from stepsight.experiments.demo.demo import heldout_jobs, profile_only_jobs, search_job, train_jobs
 
 
 def shape(job: Job) -> tuple[int, ...]:
