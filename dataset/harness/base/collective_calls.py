@@ -45,20 +45,15 @@ class Buffers:
 
 @dataclass(frozen=True)
 class CollectiveCall:
-    """One kind of collective.
+    """One kind of collective; ``wrapped`` are the c10d functions that are one.
 
-    Attributes:
-        run: Runs it once.
-        wrapped: c10d functions that are one -> the parameter that holds the full buffer, and the direction of a message
-            (empty: it is none).
-        group_size: The only size of a group that it has; 0: any.
-        messages: How many messages follow each other in one run.  0: it is no message.
+    Of each the name of the parameter with the full buffer, and the direction of a message (empty: it is none).
     """
 
-    run: Callable[[Buffers], object]
+    run: Callable[[Buffers], object]  # runs it once
     wrapped: Mapping[str, tuple[str, str]] = field(default_factory=dict)
-    group_size: int = 0
-    messages: int = 0
+    group_size: int = 0  # the only size of a group that it has; 0: any
+    messages: int = 0  # how many messages follow each other in one run. 0: it is no message
 
 
 def _there_and_back(b: Buffers) -> None:

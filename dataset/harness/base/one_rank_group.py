@@ -24,26 +24,16 @@ _Base: Any = dist.ProcessGroup  # each of its methods has several signatures; to
 
 @dataclass(frozen=True, eq=False)
 class Call:
-    """A collective as this rank calls it.
+    """A collective as this rank calls it."""
 
-    Attributes:
-        kind: Of a collective, or ``gather``.
-        full: Tensors whose bytes count.
-        reads, writes: This rank's tensors.
-        effect: What it does with them.
-        waits: Whether it runs on the stream that issues it.
-        direction: Of a message: ``send`` or ``recv``.
-        peer: Of a message: a rank of the group.
-    """
-
-    kind: str
-    full: Sequence[Tensor]
-    reads: Sequence[Tensor]
-    writes: Sequence[Tensor]
-    effect: Effect = None
-    waits: bool = False
-    direction: str = ""
-    peer: int = -1
+    kind: str  # of a collective, or ``gather``
+    full: Sequence[Tensor]  # tensors whose bytes count
+    reads: Sequence[Tensor]  # this rank's tensors
+    writes: Sequence[Tensor]  # this rank's tensors
+    effect: Effect = None  # what it does with them
+    waits: bool = False  # whether it runs on the stream that issues it
+    direction: str = ""  # of a message: ``send`` or ``recv``
+    peer: int = -1  # of a message: a rank of the group
 
     @property
     def num_bytes(self) -> int:

@@ -23,15 +23,10 @@ MOST_COUNTS = 2**16  # elements of a tensor of counts
 
 
 class Spread(NamedTuple):
-    """The known properties of the values of a fake tensor.
+    """The known properties of the values of a fake tensor."""
 
-    Attributes:
-        choices: They are numbers below this, each as often as the others; 0: not known.
-        mean: Their mean; of a mask the part that is set; None: not known.
-    """
-
-    choices: int = 0
-    mean: float | None = None
+    choices: int = 0  # they are numbers below this, each as often as the others; 0: not known
+    mean: float | None = None  # their mean; of a mask the part that is set; None: not known
 
 
 UNKNOWN = Spread()

@@ -55,11 +55,7 @@ class Delays:
             self._known.setdefault(key, []).append((row["num_bytes"], row["seconds"]))
 
     def seconds(self, kind: str, num_bytes: int, group_size: int, ranks_per_node: int) -> float:
-        """Seconds of one collective.
-
-        Raises:
-            HarnessError: If the table has none of its kind and group.
-        """
+        """Seconds of one collective; an error if the table has none of its kind and group."""
         known = self._known.get((kind, group_size, ranks_per_node))
         if known is None:
             raise HarnessError(
@@ -88,11 +84,7 @@ class AskedDelays:
         self._lock = threading.Lock()
 
     def seconds(self, kind: str, num_bytes: int, group_size: int, ranks_per_node: int) -> float:
-        """Seconds of one collective.
-
-        Raises:
-            HarnessError: If a delay is unknown.
-        """
+        """Seconds of one collective; an error if a delay is unknown."""
         key = (kind, num_bytes, group_size, ranks_per_node)
         with self._lock:
             if key not in self._known:
@@ -107,22 +99,15 @@ class AskedDelays:
 
 @dataclass(frozen=True)
 class World:
-    """What the groups of an emulated rank need.
-
-    Attributes:
-        clock: Of what is on a CPU.
-        spinner: Lets time pass on a GPU; None on a CPU.
-        free: Kinds of collectives that take no time: what torch's own parallel classes do before the first step only.
-        real: Ranks of the job that run, where there are several; they find each other in ``store``.
-    """
+    """What the groups of an emulated rank need."""
 
     delays: DelayModel
     devices_per_node: int
     device: torch.device
-    clock: HostClock
-    spinner: Spinner | None = None
-    free: Collection[str] = ()
-    real: Sequence[int] = ()
+    clock: HostClock  # of what is on a CPU
+    spinner: Spinner | None = None  # lets time pass on a GPU; None on a CPU
+    free: Collection[str] = ()  # kinds that take no time: what torch's own classes do before the first step only
+    real: Sequence[int] = ()  # ranks of the job that run, where there are several; they find each other in ``store``
     store: Any = None
 
 

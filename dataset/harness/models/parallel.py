@@ -29,7 +29,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ..base import annotate, cores
 from ..ops import composite
 from ..plan import num_micro_batches, world_size
-from .sharded_update import ShardedUpdate
+from .sharded_update import Bucket, buckets_of
 from .torch_parts import CrossEntropy
 from .transformer import Stage, shape_of, token_rows
 
@@ -115,7 +115,7 @@ class ParallelTraining:
     def data_parallel(self, part: Any) -> nn.Module:
         """A part whose replicas share their gradients, by FSDP2 (each layer by itself) or by DDP.
 
-        With ZeRO-1 and -2 and in a pipeline it stays as it is: see ``ShardedUpdate`` and ``all_reduce_gradients``.
+        With ZeRO-1 and -2 and in a pipeline it stays as it is: see ``Bucket`` and ``all_reduce_gradients``.
         """
         group, parallel = self.groups["dp"], self.job["parallel"]
         if group is None or self.mesh is None:
@@ -228,19 +228,20 @@ class Training(ParallelTraining):
         self.shape = shape_of(job, device, self.groups["tp"])
         self.assemble({n: Stage(self.shape, n, self.num_parts) for n in self.part_numbers}, self._shapes, table)
         parameters = list(self.model.parameters())
-        self.update_of_shards = self._sharded_update(parameters)
-        self.updated = parameters if self.update_of_shards is None else self.update_of_shards.shards
+        self.buckets = self._sharded(parameters)
+        self.updated = [bucket.shard for bucket in self.buckets] or parameters
         self.optimizer = torch.optim.AdamW(self.updated, lr=1e-4, fused=True)
         self._adamw_dims = (sum(_local(p).numel() for p in self.updated), len(parameters))
         self.tokens, self.targets = self._data()
 
-    def _sharded_update(self, parameters: list[nn.Parameter]) -> ShardedUpdate | None:
+    def _sharded(self, parameters: list[nn.Parameter]) -> list[Bucket]:
+        """The buckets of ZeRO-1 and ZeRO-2; none of other stages."""
         parallel, group = self.job["parallel"], self.groups["dp"]
         if group is None or parallel["zero_stage"] not in (1, 2):
-            return None
+            return []
         passes = 1 if parallel["zero_stage"] == 2 else self.num_micro_batches
         overlaps = parallel["zero_stage"] == 2 or parallel.get("overlap_grad_reduce", True)
-        return ShardedUpdate(parameters, group, parallel["bucket_mbytes"] * 2**20, passes if overlaps else 0)
+        return buckets_of(parameters, group, parallel["bucket_mbytes"] * 2**20, passes if overlaps else 0)
 
     def _shapes(self, number: int) -> tuple[Tensor, Tensor]:
         shape = self.shape
@@ -273,13 +274,13 @@ class Training(ParallelTraining):
             replicated = (p for part in self.parts.values() for p in part.replicated_parameters())
             all_reduce_flat([_local(p.grad) for p in replicated if p.grad is not None], self.groups["tp"], 1)
         self.all_reduce_gradients()
-        if self.update_of_shards is not None:
-            self.update_of_shards.settle()
+        for bucket in self.buckets:
+            bucket.finish()
         with annotate.op("adamw", self._adamw_dims, self.shape.main_dtype):
             self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        if self.update_of_shards is not None:
-            self.update_of_shards.gather()
+        for bucket in self.buckets:
+            bucket.gather()
 
 
 def parts_of_stage(parallel: dict[str, Any], stage: int) -> list[int]:

@@ -6,7 +6,6 @@ ZeRO-1 once a step, with ZeRO-2 after the backward pass of every micro-batch.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -16,7 +15,7 @@ from ..base.collective_calls import Group, all_gather, reduce_scatter
 
 
 class Bucket:
-    """Parameters whose gradients travel together once each has got ``passes`` of them (0: when ``send`` is called)."""
+    """Parameters whose gradients travel together once each has got ``passes`` of them; 0: when all are there."""
 
     def __init__(self, parameters: list[nn.Parameter], group: Group, passes: int) -> None:
         self._parameters, self._group, self._size = parameters, group, group.size()
@@ -36,18 +35,24 @@ class Bucket:
         self._missing -= 1
         if not self._missing:
             self._missing = self._wanted
-            self.send()
+            self._send()
 
-    def send(self) -> None:
+    def _send(self) -> None:
         """Begin to sum the gradients so far."""
-        self.settle()
+        self._settle()
         flat = torch.cat([*(p.grad.reshape(-1) for p in self._parameters if p.grad is not None), self._padding])
         for p in self._parameters:
             p.grad = None
         part = torch.empty_like(self.shard, requires_grad=False)
         self._received = reduce_scatter(part, flat, self._group, async_op=True), part
 
-    def settle(self) -> None:
+    def finish(self) -> None:
+        """Have this rank's shard of the gradients ready."""
+        if not self._wanted:
+            self._send()
+        self._settle()
+
+    def _settle(self) -> None:
         """Wait for the sum, and add it to those of earlier micro-batches."""
         if self._received is None:
             return
@@ -61,30 +66,11 @@ class Bucket:
         all_gather(self._whole, self.shard.detach(), self._group)
 
 
-class ShardedUpdate:
-    """The buckets of some parameters, in the order in which their gradients come.
-
-    ``passes``: backward passes after which a bucket is sent; 0: none is sent before ``settle``.
-    """
-
-    def __init__(self, parameters: Iterable[nn.Parameter], group: Group, bucket_bytes: float, passes: int) -> None:
-        held: list[list[nn.Parameter]] = [[]]
-        for p in reversed(list(parameters)):
-            held[-1].append(p)
-            if sum(each.numel() * each.element_size() for each in held[-1]) >= bucket_bytes:
-                held.append([])
-        self._late = not passes
-        self.buckets = [Bucket(each, group, passes) for each in held if each]
-        self.shards = [bucket.shard for bucket in self.buckets]
-
-    def settle(self) -> None:
-        """Have this rank's shards of the gradients ready."""
-        for bucket in self.buckets if self._late else ():
-            bucket.send()
-        for bucket in self.buckets:
-            bucket.settle()
-
-    def gather(self) -> None:
-        """Have all parameters up to date."""
-        for bucket in self.buckets:
-            bucket.gather()
+def buckets_of(parameters: list[nn.Parameter], group: Group, bucket_bytes: float, passes: int) -> list[Bucket]:
+    """Buckets of at least so many bytes, in the order in which their gradients come."""
+    held: list[list[nn.Parameter]] = [[]]
+    for p in reversed(parameters):
+        held[-1].append(p)
+        if sum(each.numel() * each.element_size() for each in held[-1]) >= bucket_bytes:
+            held.append([])
+    return [Bucket(each, group, passes) for each in held if each]

@@ -35,6 +35,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..base import annotate
 from ..base.collective_calls import Group, all_gather, reduce_scatter
+from ..ops.input_pool import DTYPES
 from .parallel import ParallelTraining, stages_group
 
 WARM_UP_PACE = 0.1  # share of the sleeps in uncounted steps: they allocate buffers and open connections
@@ -175,9 +176,6 @@ class Rank:
             else:
                 reduce_scatter(shard, full, self.group)
         self.device.begin()
-
-
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class _Input(torch.autograd.Function):

@@ -42,24 +42,16 @@ class Access:
 
 @dataclass(frozen=True, slots=True)
 class Loop:
-    """One loop nest of Inductor, or a call of a library (an extern kernel).
-
-    Attributes:
-        kernel: Number of the fused kernel that it is in.
-        extern: Name of the library's op; empty for a loop.
-        elements: That its loops run over.
-        element_bytes: Of its output's type.
-        origins: Numbers of the framework ops that it computes.
-    """
+    """One loop nest of Inductor, or a call of a library (an extern kernel)."""
 
     name: str
-    kernel: int
-    extern: str
-    elements: int
-    element_bytes: int
+    kernel: int  # number of the fused kernel that it is in
+    extern: str  # name of the library's op; empty for a loop
+    elements: int  # that its loops run over
+    element_bytes: int  # of its output's type
     reads: tuple[Access, ...]
     writes: tuple[Access, ...]
-    origins: tuple[int, ...] = ()
+    origins: tuple[int, ...] = ()  # numbers of the framework ops that it computes
 
     @property
     def buffers(self) -> tuple[str, ...]:
@@ -78,25 +70,16 @@ class Launch:
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """A graph that Inductor compiles as one.
+    """A graph that Inductor compiles as one."""
 
-    Attributes:
-        direction: ``forward``, ``backward`` or ``inference``.
-        nodes: Framework ops before fusion, in order, as ``origins`` number them.
-        loops: After fusion, in the order in which they run.
-        buffers: Bytes of every buffer by name; ``inputs`` and ``outputs`` are names of some.
-        code: Source of every compiled function by its name.
-        launches: Calls of compiled functions in order.
-    """
-
-    direction: str
-    nodes: tuple[Any, ...]
-    loops: tuple[Loop, ...]
-    buffers: Mapping[str, int]
+    direction: str  # ``forward``, ``backward`` or ``inference``
+    nodes: tuple[Any, ...]  # framework ops before fusion, in order, as ``origins`` number them
+    loops: tuple[Loop, ...]  # after fusion, in the order in which they run
+    buffers: Mapping[str, int]  # bytes of every buffer by name; ``inputs`` and ``outputs`` are names of some
     inputs: tuple[str, ...] = ()
     outputs: tuple[str, ...] = ()
-    code: Mapping[str, str] = field(default_factory=dict)
-    launches: tuple[Launch, ...] = ()
+    code: Mapping[str, str] = field(default_factory=dict)  # source of every compiled function by its name
+    launches: tuple[Launch, ...] = ()  # calls of compiled functions in order
 
 
 class _ReadError(Exception):

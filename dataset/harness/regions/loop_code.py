@@ -52,25 +52,15 @@ _REMEMBERED = 40_000  # truth values that branch prediction learns from one call
 
 
 class BodyOp(NamedTuple):
-    """An operation of a loop's body.
+    """An operation of a loop's body."""
 
-    Attributes:
-        name: One of ``COSTS``.
-        registers: Vectors that it works on; 0: a number.
-        kind: Type of its numbers.
-        times: How often it runs, where the innermost loop that changes it runs it.
-        inputs: Places of the operations whose results it takes.
-        touch: Place of its access of memory; -1: none.
-        text: Of the statement, if it accesses memory.
-    """
-
-    name: str
-    registers: int
-    kind: str
-    times: float
-    inputs: tuple[int, ...] = ()
-    touch: int = -1
-    text: str = ""
+    name: str  # one of ``COSTS``
+    registers: int  # vectors that it works on; 0: a number
+    kind: str  # type of its numbers
+    times: float  # how often it runs, where the innermost loop that changes it runs it
+    inputs: tuple[int, ...] = ()  # places of the operations whose results it takes
+    touch: int = -1  # place of its access of memory; -1: none
+    text: str = ""  # of the statement, if it accesses memory
 
     @property
     def work(self) -> float:

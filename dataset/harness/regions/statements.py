@@ -116,19 +116,12 @@ def name_of(line: str, made: str, taken: tuple[str, ...], *, carried: bool) -> s
 
 
 class Known(NamedTuple):
-    """What is known of a number that depends on loop variables alone.
+    """What is known of a number that depends on loop variables alone."""
 
-    Attributes:
-        loop: Variable that it is made of; empty: none.
-        offset: That is added, or the number itself.
-        modulus: That it is taken by; 0: none.
-        share: How often it holds, of a truth value; NaN: not told.
-    """
-
-    loop: str = ""
-    offset: int = 0
-    modulus: int = 0
-    share: float = math.nan
+    loop: str = ""  # variable that it is made of; empty: none
+    offset: int = 0  # that is added, or the number itself
+    modulus: int = 0  # that it is taken by; 0: none
+    share: float = math.nan  # how often it holds, of a truth value; NaN: not told
 
 
 def known_of(right: str, known: Mapping[str, Known], ranges: Mapping[str, tuple[int, int]]) -> Known | None:
@@ -174,29 +167,17 @@ class Loop(Protocol):
 
 
 class Touch(NamedTuple):
-    """An access of memory in a loop nest.
+    """An access of memory in a loop nest."""
 
-    Attributes:
-        pointer: Name in the code.
-        writes: Whether it stores.
-        form: ``vector``, ``scalar`` or ``indirect`` (the address depends on values or is not linear).
-        times: How often it runs, where the innermost loop moves it.
-        num_bytes: Of one access.
-        stride: Bytes between two steps of the innermost loop that moves it.
-        distinct: Bytes of all different addresses.
-        masks: Whether it moves truth values, which vectors hold in another form.
-        part: Whether it moves a part of a vector.
-    """
-
-    pointer: str
-    writes: bool
-    form: str
-    times: float
-    num_bytes: int
-    stride: int
-    distinct: float
-    masks: bool = False
-    part: bool = False
+    pointer: str  # name in the code
+    writes: bool  # whether it stores
+    form: str  # ``vector``, ``scalar`` or ``indirect`` (the address depends on values or is not linear)
+    times: float  # how often it runs, where the innermost loop moves it
+    num_bytes: int  # of one access
+    stride: int  # bytes between two steps of the innermost loop that moves it
+    distinct: float  # bytes of all different addresses
+    masks: bool = False  # whether it moves truth values, which vectors hold in another form
+    part: bool = False  # whether it moves a part of a vector
 
 
 class Accesses:
