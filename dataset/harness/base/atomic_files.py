@@ -34,11 +34,7 @@ def read_json(path: Path) -> Any:
 
 
 def parse_json(text: str) -> Any:
-    """Value of strict JSON: no key twice, no NaN or infinity, whole characters, sane depth.
-
-    Raises:
-        ValueError: With what is wrong, in one line.
-    """
+    """Value of strict JSON: no key twice, no NaN or infinity, whole characters, sane depth; else a ValueError."""
     try:
         value = json.loads(text, object_pairs_hook=_unique_keys, parse_constant=_no_constant)
     except RecursionError:

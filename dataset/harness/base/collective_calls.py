@@ -68,10 +68,7 @@ def _there_and_back(b: Buffers) -> None:
 
 CALLS: Mapping[str, CollectiveCall] = MappingProxyType(
     {
-        "all_reduce": CollectiveCall(
-            lambda b: dist.all_reduce(b.full, group=b.group),
-            {"all_reduce": ("tensor", "")},
-        ),
+        "all_reduce": CollectiveCall(lambda b: dist.all_reduce(b.full, group=b.group), {"all_reduce": ("tensor", "")}),
         "all_gather": CollectiveCall(
             lambda b: all_gather(b.full, b.shard, b.group),
             {"all_gather_into_tensor": ("output_tensor", ""), "all_gather_single": ("output_tensor", "")},
@@ -81,18 +78,13 @@ CALLS: Mapping[str, CollectiveCall] = MappingProxyType(
             {"reduce_scatter_tensor": ("input", ""), "reduce_scatter_single": ("input", "")},
         ),
         "all_to_all": CollectiveCall(
-            lambda b: dist.all_to_all_single(b.other, b.full, group=b.group),
-            {"all_to_all_single": ("input", "")},
+            lambda b: dist.all_to_all_single(b.other, b.full, group=b.group), {"all_to_all_single": ("input", "")}
         ),
         "broadcast": CollectiveCall(
-            lambda b: dist.broadcast(b.full, b.ranks[0], group=b.group),
-            {"broadcast": ("tensor", "")},
+            lambda b: dist.broadcast(b.full, b.ranks[0], group=b.group), {"broadcast": ("tensor", "")}
         ),
         "send_recv": CollectiveCall(
-            _there_and_back,
-            {"isend": ("tensor", "send"), "irecv": ("tensor", "recv")},
-            group_size=2,
-            messages=2,
+            _there_and_back, {"isend": ("tensor", "send"), "irecv": ("tensor", "recv")}, group_size=2, messages=2
         ),
     }
 )

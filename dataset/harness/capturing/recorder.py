@@ -82,12 +82,10 @@ class Recorder:
     def add(
         self, what: tuple[int, int, int, str], reads: Iterable[Any], writes: Iterable[Any], scope: tuple[int, int, int]
     ) -> int:
-        """Write a node down on the current stream.
+        """Write a node down on the current stream; reads and writes are untyped storages.
 
-        Args:
-            what: Kind, index of its work (-1: none), number in its group (-1: none), name.
-            reads, writes: Untyped storages.
-            scope: Phase, evaluation of autograd (-1: forward), sequence number of autograd.
+        ``what``: kind, its work and its number in its group (-1: none), name.  ``scope``: phase, evaluation of autograd
+        (-1: forward), sequence number of autograd.
         """
         kind, work, seq, name = what
         index, stream = len(self.nodes), self.stream

@@ -202,10 +202,9 @@ _MESSAGE = 256  # bytes in which a rank says what it calls
 
 
 class Peers:
-    """Real ranks of this machine that exchange values through gloo, which connects them on first use.
+    """Real ranks of this machine, in the order of their group, that exchange values through gloo.
 
-    ``ranks`` are in the order of their group.  ``name`` is the same on all of them, and on no others; they find each
-    other in ``store``.
+    They connect on first use, through ``store``, by a ``name`` that all of them have, and no others.
     """
 
     def __init__(self, ranks: Sequence[int], rank: int, name: str, store: Any) -> None:

@@ -20,7 +20,7 @@ from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, BinaryIO, Protocol
+from typing import Any, BinaryIO, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -111,15 +111,12 @@ class World:
     store: Any = None
 
 
-@dataclass(frozen=True)
-class Link:
-    """What collectives of a group, or messages of a direction and peer, pass on: the ranks of the job that it joins,
-    how many of them share a node, and the line that knows when it is free.
-    """
+class Link(NamedTuple):
+    """What collectives of a group, or messages of a direction and peer, pass on."""
 
-    ranks: list[int]
+    ranks: list[int]  # of the job that it joins
     ranks_per_node: int
-    line: Any
+    line: Any  # knows when it is free
 
 
 class StandInWork(dist.Work):

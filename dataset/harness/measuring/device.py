@@ -63,10 +63,7 @@ def parse(line: str) -> Sample | None:
 
 
 def summary(samples: Iterable[Sample]) -> dict[str, Any]:
-    """``{"samples": how many, "sm_mhz": {"median", "least"}, ..., "reasons": {reason: part of the samples}}``.
-
-    Empty if there is no sample.
-    """
+    """``{"samples": how many, "sm_mhz": {"median", "least"}, ..., "reasons": {reason: share}}``; empty without any."""
     samples = list(samples)
     if not samples:
         return {}

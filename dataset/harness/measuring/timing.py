@@ -23,7 +23,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -34,14 +34,8 @@ from ..base.collective_calls import barrier, gather
 from ..ops.input_pool import Call
 from .device import give_back_memory
 
-
-class Training(Protocol):
-    """A job on this rank, computed or slept."""
-
-    device: torch.device
-
-    def step(self) -> Any:
-        """Run one training step; return its loss, still on the device."""
+if TYPE_CHECKING:
+    from ..models.parallel import ParallelTraining
 
 
 class StepClock:
@@ -61,7 +55,7 @@ class StepClock:
         return [end - start for start, end in pairwise(self._ends)]
 
 
-def timed_steps(training: Training, steps: int) -> tuple[list[float], list[Any]]:
+def timed_steps(training: ParallelTraining, steps: int) -> tuple[list[float], list[Any]]:
     """Iteration time of each step over all ranks, and this rank's losses (still on the device)."""
     barrier()
     clock, losses = StepClock(training.device), []
@@ -75,7 +69,7 @@ def timed_steps(training: Training, steps: int) -> tuple[list[float], list[Any]]
 LEAD_S = 0.05  # lead time with which all ranks learn the common start of a step
 
 
-def noted_steps(training: Training, steps: int) -> tuple[list[float], list[dict[str, Any]]]:
+def noted_steps(training: ParallelTraining, steps: int) -> tuple[list[float], list[dict[str, Any]]]:
     """Seconds from the common start of all ranks to the last rank's end, of each step; and a record of each.
 
     A record has ``begin``, per rank ``spans`` (see ``annotate.Span``) and ``ends``, in monotonic seconds, and ``cpu``,
@@ -169,7 +163,9 @@ class Profiler(profile):
     """The harness' own profiler: a script may have profilers of its own."""
 
 
-def profiled_steps(training: Training, steps: int, folder: Path, rank: int) -> tuple[list[float], dict[str, str]]:
+def profiled_steps(
+    training: ParallelTraining, steps: int, folder: Path, rank: int
+) -> tuple[list[float], dict[str, str]]:
     """Profile some steps; the traces' names within the folder, by format, are the second result."""
     with StepTracer(training.device, steps, folder, rank) as tracer:
         while tracer.left:

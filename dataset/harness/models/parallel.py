@@ -133,9 +133,8 @@ class ParallelTraining:
     def reduces_last(self) -> bool:
         """Whether replicas sum their gradients after the last backward pass."""
         replicated = self.groups["dp"] is not None and not self.job["parallel"]["zero_stage"]
-        return replicated and (
-            self.groups["pp"] is not None or not self.job["parallel"].get("overlap_grad_reduce", True)
-        )
+        overlaps = self.groups["pp"] is None and self.job["parallel"].get("overlap_grad_reduce", True)
+        return replicated and not overlaps
 
     def all_reduce_gradients(self) -> None:
         """Sum the gradients of replicas in buckets, if nothing has summed them yet."""
@@ -239,9 +238,9 @@ class Training(ParallelTraining):
         parallel, group = self.job["parallel"], self.groups["dp"]
         if group is None or parallel["zero_stage"] not in (1, 2):
             return []
-        passes = 1 if parallel["zero_stage"] == 2 else self.num_micro_batches
-        overlaps = parallel["zero_stage"] == 2 or parallel.get("overlap_grad_reduce", True)
-        return buckets_of(parameters, group, parallel["bucket_mbytes"] * 2**20, passes if overlaps else 0)
+        once = self.num_micro_batches if parallel.get("overlap_grad_reduce", True) else 0
+        passes = 1 if parallel["zero_stage"] == 2 else once
+        return buckets_of(parameters, group, parallel["bucket_mbytes"] * 2**20, passes)
 
     def _shapes(self, number: int) -> tuple[Tensor, Tensor]:
         shape = self.shape

@@ -16,13 +16,6 @@ A plan with ``box`` is for a cluster in a box (``latency_ms`` is optional).  Eac
 ``models.sleeping``), because its ranks sleep instead of computing.
 
 A job is what ``stepsight.dataset.job.job.Job.to_dict`` writes, with every key filled in.
-
-====================  ==========================================================================
-``plan_checks``       the rules of a whole plan, of its box and of its stand-ins; ``check_plan`` fills in options
-``job_checks``        types and ranges of a job's values; what the harness can run, and what a box can
-``parallel_rules``    the arithmetic that every job keeps: the file of ``dataset/job``, linked so that a copy of
-                      the harness has it
-====================  ==========================================================================
 """
 
 from .job_checks import (

@@ -261,7 +261,7 @@ def _check_tied(rules: Rules, job: dict[str, Any], who: str) -> None:
     )
 
 
-_SPLIT = {"1f1b": 2, "looped-bfs": 2, "interleaved-zb": 2, "zbv": 2, "dualpipev": 2}  # fewest virtual stages
+_SPLIT = ("1f1b", "looped-bfs", "interleaved-zb", "zbv", "dualpipev")  # with several parts in a stage
 WRITTEN = ("zb-h1",)  # schedules that torch has no class for: a run of a plan has their table
 
 
@@ -272,7 +272,7 @@ def _check_schedule(rules: Rules, parallel: dict[str, Any], count: int) -> None:
     rules.require(name in (*whole, *_SPLIT), f"schedules are {', '.join({*whole, *_SPLIT})}, got {name!r:.80}")
     if pp == 1:
         return
-    fits = name in whole if chunks == 1 else chunks >= _SPLIT.get(name, chunks + 1)
+    fits = name in (whole if chunks == 1 else _SPLIT)
     rules.require(fits, f"the harness runs virtual_stages > 1 with {', '.join(_SPLIT)}, got {chunks} with {name!r:.80}")
     rules.require(
         chunks == 1 or count % pp == 0,

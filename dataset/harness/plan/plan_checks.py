@@ -24,11 +24,7 @@ OPTIONS = {"rounds": 3, "steps": 4, "warmup": 2, "profile_steps": 2}
 
 
 def check_plan(plan: Any) -> dict[str, Any]:
-    """Return a copy of the plan with its options filled in.
-
-    Raises:
-        HarnessError: With every broken rule and the values.
-    """
+    """A copy of the plan with its options filled in; a ``HarnessError`` names every broken rule and the values."""
     if not isinstance(plan, dict) or plan.get("schema") != SCHEMA:
         got = plan.get("schema") if isinstance(plan, dict) else type(plan).__name__
         raise HarnessError(f"a plan is a JSON object with schema = {SCHEMA}, got {got!r:.80}")

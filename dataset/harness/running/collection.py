@@ -31,7 +31,7 @@ from ..measuring.timing import noted_steps, profiled_steps, timed_steps
 from ..models.parallel import ParallelTraining, Training, end_groups
 from ..models.sleeping import WARM_UP_PACE, SleepingTraining
 from ..ops.composite import enable_compiling
-from .progress import ROUND_UNITS, is_done, least_certain, read_rounds, rounds_path, write_rounds
+from .progress import ROUND_UNITS, is_done, least_certain, read_rounds, rounds_path
 from .workers import join
 
 
@@ -164,7 +164,7 @@ class Collection:
         if last:
             self._finish(run, state, training)
         elif self.rank == 0:
-            write_rounds(self.out, run, state)
+            write_json(rounds_path(self.out, name), state)
         barrier()
         groups = training.mesh, training.groups["pp"]
         del training

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
-from ..base.atomic_files import read_json, write_json
+from ..base.atomic_files import read_json
 
 CERTAIN = 0.01  # relative error of the median below which a run needs no more rounds
 
@@ -53,11 +53,6 @@ def uncertainty(rounds: Sequence[Sequence[float]]) -> float:
         return 1.0
     low, middle, high = statistics.quantiles(steps, n=4, method="inclusive")
     return float((high - low) / (2.0 * middle * len(rounds) ** 0.5))
-
-
-def write_rounds(out: Path, run: dict[str, Any], state: dict[str, Any]) -> None:
-    """Write the state that ``read_rounds`` reads."""
-    write_json(rounds_path(out, run["name"]), state)
 
 
 def _is_state(state: Any, run: dict[str, Any]) -> bool:

@@ -58,17 +58,10 @@ def places(ranks: int, nodes: int = 1, node: int = 0) -> list[dict[str, str]]:
 
 
 class Workers:
-    """Processes that run one command and end together.
+    """Processes that run one command in their environments and end together; when one fails, the others are killed.
 
-    When one fails, the others are killed.  All watch their standard input, which ends when this process ends.
-
-    Args:
-        command: What every process runs.
-        environments: Whole environment of each process.
-        descriptors: Open files that all of them inherit.
-
-    Attributes:
-        code: Exit code of the first process that failed (negative: the signal that killed it), 0 if none did.
+    All watch their standard input, which ends when this process ends, and inherit the open files ``descriptors``.
+    ``code`` is the exit code of the first that failed (negative: the signal that killed it), 0 if none did.
     """
 
     def __init__(self, command: list[str], environments: list[dict[str, str]], descriptors: Sequence[int] = ()) -> None:

@@ -72,20 +72,10 @@ class Ranks:
 def run_ranks(
     settings: dict[str, Any], folder: Path, log: Path, ranks: Ranks, say: Callable[[str], None]
 ) -> list[dict[str, Any]]:
-    """Run a script on all ranks until its measured steps are done.
+    """Run a script on all ranks until its measured steps are done; return what each rank wrote (see ``stages``).
 
-    Args:
-        settings: Of ``worker``, without ``out``.
-        folder: An existing folder, where ranks write what they measure.
-        log: Where their output goes.
-        ranks: The processes.
-        say: Told what goes on.
-
-    Returns:
-        What each rank wrote (see ``stages``).
-
-    Raises:
-        HarnessError: If a rank failed, or the script cannot be measured; with the script's own line.
+    ``settings`` are those of ``worker``, without ``out``: ``folder``, which exists, gets what ranks measure.  Raises
+    ``HarnessError`` with the script's own line if a rank failed, or the script cannot be measured.
     """
     boxed = {"box": dict(ranks.box)} if ranks.box is not None else {}
     write_json(folder / SETTINGS, {**settings, **boxed, "out": str(folder.resolve())})

@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
-from itertools import count
+from itertools import count, cycle
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlparse
@@ -175,7 +175,8 @@ class EmulatedWorld:
     """
 
     def __init__(self, settings: dict[str, Any], delays: DelayModel | None = None) -> None:
-        self._delays = delays or _asked()
+        questions, answers = os.environ.get(PIPES, ",").split(",")
+        self._delays = delays or AskedDelays(os.fdopen(int(questions), "wb"), os.fdopen(int(answers), "rb"))
         self.clock: HostClock = HostClock()
         if settings["virtual"]:
             virtual = VirtualClock()
@@ -233,11 +234,6 @@ class EmulatedWorld:
             {**dict(zip(names, key, strict=True)), "calls": calls, "seconds": self._delays.seconds(*key)}
             for key, calls in self._calls.most_common()
         ]
-
-
-def _asked() -> AskedDelays:
-    questions, answers = map(int, os.environ[PIPES].split(","))
-    return AskedDelays(os.fdopen(questions, "wb"), os.fdopen(answers, "rb"))
 
 
 def rendezvous_alone() -> None:
@@ -316,17 +312,15 @@ def _annotate(region: Any, made: Any) -> None:
         told.setdefault(launch.call, []).append(dims)
     for name, calls in told.items():
         if callable(space.get(name)):
-            space[name] = _Annotated(space[name], calls)
+            space[name] = _annotated(space[name], calls)
 
 
-class _Annotated:
-    """A compiled function, and the dims of its calls in a run of the region, in order."""
+def _annotated(kernel: Callable[..., Any], dims: Sequence[tuple[int, ...]]) -> Callable[..., Any]:
+    """A compiled function; ``dims`` are those of its calls in a run of the region, in order."""
+    turns = cycle(dims)
 
-    def __init__(self, kernel: Callable[..., Any], dims: Sequence[tuple[int, ...]]) -> None:
-        self._kernel, self._dims, self._turn = kernel, dims, 0
+    def run(*arguments: Any) -> Any:
+        with annotate.op(FUSED, next(turns), torch.float32):
+            return kernel(*arguments)
 
-    def __call__(self, *arguments: Any) -> Any:
-        dims = self._dims[self._turn % len(self._dims)]
-        self._turn += 1
-        with annotate.op(FUSED, dims, torch.float32):
-            return self._kernel(*arguments)
+    return run

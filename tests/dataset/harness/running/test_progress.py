@@ -9,6 +9,7 @@ from pathlib import Path
 import harness_jobs as jobs
 import pytest
 
+from stepsight.dataset.harness.base.atomic_files import write_json
 from stepsight.dataset.harness.plan import check_plan
 from stepsight.dataset.harness.running.launch import collect
 from stepsight.dataset.harness.running.progress import (
@@ -18,7 +19,6 @@ from stepsight.dataset.harness.running.progress import (
     read_rounds,
     rounds_path,
     uncertainty,
-    write_rounds,
 )
 
 EMPTY: dict[str, list[float]] = {"rounds": [], "losses": [], "records": []}
@@ -28,7 +28,7 @@ STATE = {"rounds": [[0.1, 0.2], [0.1, 0.3]], "losses": [4.0, 3.0, 2.0, 1], "reco
 
 def test_what_was_written_is_read(tmp_path: Path) -> None:
     assert read_rounds(tmp_path, RUN) == EMPTY
-    write_rounds(tmp_path, RUN, STATE)
+    write_json(rounds_path(tmp_path, RUN["name"]), STATE)
     assert read_rounds(tmp_path, RUN) == STATE
 
 
