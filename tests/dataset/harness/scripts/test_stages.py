@@ -18,7 +18,7 @@ def test_each_call_of_a_compiled_function_is_annotated_with_its_dims(monkeypatch
         return torch.profiler.record_function(kind)
 
     monkeypatch.setattr(annotate, "op", op)
-    kernel = world._Annotated(lambda x: x + 1, [(1, 2), (3, 4)])
+    kernel = world._annotated(lambda x: x + 1, [(1, 2), (3, 4)])
     assert [kernel(number) for number in range(3)] == [1, 2, 3]
     assert said == [(1, 2), (3, 4), (1, 2)]
 
