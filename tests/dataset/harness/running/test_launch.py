@@ -125,10 +125,10 @@ from stepsight.dataset.harness.running import collection
 from stepsight.dataset.harness.running import worker
 
 class Training(collection.Training):
-    def __init__(self, job, device):
+    def __init__(self, job, device, *more):
         if job["model"]["hidden"] == 32:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 TiB\\nand more lines")
-        super().__init__(job, device)
+        super().__init__(job, device, *more)
 
 collection.Training = Training
 worker.collect_rank(json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[1]).parent)
