@@ -129,11 +129,8 @@ class ReplayedRun:
         return found[::-1]
 
     def causes(self, fabric: Fabric | None = None) -> list[dict[str, Any]]:
-        """What makes the step longer, by what it saves to remove it: that of ``what-if`` with the same change.
-
-        Returns:
-            ``cause``, ``seconds`` that a step without it saves, ``saved_percent`` of the step, ``evidence`` and
-            ``advice``; the largest first.
+        """What makes the step longer, the largest first: ``cause``, ``seconds`` and ``saved_percent`` of a step without it
+        (as ``what-if`` says of the same change), ``evidence`` and ``advice``.
         """
         fabric = fabric or (None if self.run.job is None else self.run.job.fabric)
         told = breakdown(self.graphs)
@@ -298,11 +295,8 @@ def _causes_text(causes: Sequence[dict[str, Any]]) -> str:
 
 
 def diagnose(run: Path, job: Job | None = None, predictor: Predictor | str | None = None) -> dict[str, Any]:
-    """Name the causes of a slow run.
-
-    Returns:
-        The measured step, the prediction beside it, exposed communication by rank, and ``causes`` as of
-        ``ReplayedRun.causes``, with throttling, whose worth a replay does not know.
+    """The measured step of a traced run, the prediction beside it, exposed communication by rank, and ``causes``, with
+    throttling, whose worth a replay does not know.
     """
     folder = one_run(run, "doctor", traced=True)
     found = ReplayedRun.read(folder)
