@@ -129,8 +129,8 @@ class ReplayedRun:
         return found[::-1]
 
     def causes(self, fabric: Fabric | None = None) -> list[dict[str, Any]]:
-        """What makes the step longer, the largest first: ``cause``, ``seconds`` and ``saved_percent`` of a step without it
-        (as ``what-if`` says of the same change), ``evidence`` and ``advice``.
+        """What makes the step longer, the largest first: ``cause``, ``seconds`` and ``saved_percent`` of a step without
+        it (as ``what-if`` says of the same change), ``evidence`` and ``advice``.
         """
         fabric = fabric or (None if self.run.job is None else self.run.job.fabric)
         told = breakdown(self.graphs)
