@@ -126,8 +126,8 @@ def predict(
             (see ``latency``).  None takes the shipped one for the job's hardware, else a roofline from the facts.
         software: The framework that runs the job, as the runs of a calibration name it; by default the job's.
         latency: In place of a predictor: durations by a name in ``registries.LATENCIES`` or ``module:function``.
-        date, container: Answer for software of this date (``2025-04``) or in this container instead of the job's: with
-            its profile, and with the drift that dated runs show.
+        date: Answer for software of this date (``2025-04``), with its profile and the drift that dated runs show.
+        container: Answer for the software in this container.
 
     Returns:
         Iteration time, interval, breakdown, memory and timeline; of a program without the memory and the timeline.
