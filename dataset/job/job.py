@@ -242,8 +242,7 @@ class Job(JobTables):
             if section == "cluster" and isinstance(table.get("hardware"), Mapping):
                 table["hardware"] = stated_hardware(table["hardware"])
             stated[section] = table
-        stages = stated.get("parallel", {})
-        silent = "virtual_stages" not in stages and "schedule" not in stages
+        silent = not {"virtual_stages", "schedule"} & set(stated.get("parallel", {}))
         if habits is not None:
             filled = habits.fill(stated)
             stated = {section: filled[section] for section in stated}
