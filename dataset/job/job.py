@@ -212,16 +212,11 @@ class Job(JobTables):
         if not isinstance(framework, str) or not framework.isprintable():
             problems.append(f"framework must be a printable string, got {framework!a:.80}")
         elif habits is None:
-            told = tables["execution"] if isinstance(tables.get("execution"), Mapping) else {}
-            words = (told.get(key) for key in ("container", "date"))  # other than text is reported by the rules
-            container, date = (word if isinstance(word, str) else "" for word in words)
-            if container and not framework:
-                found = framework_in("", container, date)
-                framework = "" if found is GENERIC else found.name
             try:
-                habits = find_framework(framework, container, date) if framework else None
+                habits = _framework_of(framework, tables.get("execution"))
             except JobError as error:
                 problems.append(str(error))
+            framework = framework or (habits.name if habits else "")
         stated: dict[str, dict[str, Any]] = {}
         for section in SECTIONS:
             table = tables.get(section, {} if section in OPTIONAL else None)
@@ -287,6 +282,17 @@ class Job(JobTables):
             return cls.from_dict(_with(tables, given or {}))
         except JobError as error:
             raise JobError(f"{path}: {error}") from None
+
+
+def _framework_of(framework: str, execution: Any) -> Framework | None:
+    """The profile that a job names, or that the container of its table ``execution`` belongs to."""
+    told = execution if isinstance(execution, Mapping) else {}
+    words = (told.get(key) for key in ("container", "date"))  # other than text is reported by the rules
+    container, date = (word if isinstance(word, str) else "" for word in words)
+    if framework:
+        return find_framework(framework, container, date)
+    found = framework_in("", container, date) if container else GENERIC
+    return None if found is GENERIC else found
 
 
 def _with(tables: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -91,6 +92,30 @@ def _our_last_words(words: list[str], before: list[str]) -> tuple[list[str], lis
             return words, last
 
 
+def _capturer(
+    script: Path, arguments: list[str], model: tuple[bool, str, str], run: dict[str, Any], ranks: str
+) -> Callable[[int], Captured]:
+    """What captures a script, or reads a model, for a world size; ``model``: inference, dimensions and precision."""
+    from stepsight.dataset.capture.capturing_run import CaptureRequest, capture
+    from stepsight.dataset.capture.model_files import ModelRequest, is_model, read_model
+
+    inference, dims, precision = model
+    if is_model(script):
+        if arguments:
+            raise StepsightError(f"a model takes no arguments, got {' '.join(arguments)!r:.80}: options go before it")
+        dimensions = pairs("--dims", filter(None, map(str.strip, dims.split(","))), int)
+        return lambda size: read_model(
+            ModelRequest(script, size, run["local_size"], not inference, dimensions, precision)
+        )
+    if inference or dims or precision:
+        raise StepsightError("--inference, --dims and --precision are for models: an .onnx or a .pt2 file")
+    chosen = () if ranks == "auto" else comma_separated("--ranks", int, (), ranks)
+    asked = {**run, "ranks": tuple(dict.fromkeys(chosen))}
+    return lambda size: capture(
+        CaptureRequest(script, tuple(arguments), size, **asked), progress(f"ranks of {size} captured")
+    )
+
+
 def capture_command(
     script: Annotated[Path, typer.Argument(metavar="SCRIPT")],
     arguments: Annotated[list[str] | None, typer.Argument(metavar="ARGS…")] = None,
@@ -152,34 +177,19 @@ def capture_command(
     """
     from stepsight.dataset.base.files import check_writable
     from stepsight.dataset.capture.captured import check_capture_folder, write_captured
-    from stepsight.dataset.capture.capturing_run import CaptureRequest, capture
-    from stepsight.dataset.capture.model_files import ModelRequest, is_model, read_model
     from stepsight.experiments.reports.run_texts import capture_text
 
-    if is_model(script):
-        if arguments:
-            raise StepsightError(f"a model takes no arguments, got {' '.join(arguments)!r:.80}: options go before it")
-    elif inference or dims or precision:
-        raise StepsightError("--inference, --dims and --precision are for models: an .onnx or a .pt2 file")
-    elif rank is not None and ranks != "auto":
+    if rank is not None and ranks != "auto":
         raise StepsightError(f"--rank and --ranks exclude each other, got {rank} and {ranks!r:.80}")
+    run = {"local_size": devices_per_node, "warm_up": warm_up, "device": device, "timeout_s": timeout}
+    asked_ranks = ranks if rank is None else str(rank)
+    captured_at = _capturer(script, arguments or [], (inference, dims, precision), run, asked_ranks)
     sizes = comma_separated("--world-size", int, (), world_size)
     if (len(sizes) > 1) != bool(hardware) or len(set(sizes)) < len(sizes):
         raise StepsightError(
             f"several different world sizes are compared on --hardware, got {world_size} and {hardware or 'none'}"
         )
     folders = {size: out / str(size) if len(sizes) > 1 else out for size in sizes}
-
-    def captured_at(size: int) -> Captured:
-        if is_model(script):
-            dimensions = pairs("--dims", filter(None, map(str.strip, dims.split(","))), int)
-            return read_model(ModelRequest(script, size, devices_per_node, not inference, dimensions, precision))
-        chosen = (rank,) if rank is not None else () if ranks == "auto" else comma_separated("--ranks", int, (), ranks)
-        run: dict[str, Any] = {"local_size": devices_per_node, "warm_up": warm_up, "device": device}
-        run |= {"timeout_s": timeout, "ranks": tuple(dict.fromkeys(chosen))}
-        request = CaptureRequest(script, tuple(arguments or ()), size, **run)
-        return capture(request, progress(f"ranks of {size} captured" if len(sizes) > 1 else "ranks captured"))
-
     for folder in folders.values():
         check_capture_folder(folder)
         check_writable(folder)

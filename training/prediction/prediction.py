@@ -286,7 +286,7 @@ class Prediction:
         return WorkDoubts(self.simulation, self.predictor)
 
     def explain(self, most: int = 10) -> tuple[Sensitivity, ...]:
-        """List the ``most`` ops and collectives that determine the time most, and what halving each would save."""
+        """List up to ``most`` ops and collectives that determine the time, and what halving each would save."""
         return tuple(
             replace(row, seconds=row.seconds * self._scale, halved_s=row.halved_s * self._scale)
             for row in explain(self.simulation, most)

@@ -112,7 +112,7 @@ def test_host_times_come_from_gaps_without_a_wait() -> None:
     spans = [
         [
             (labels[KIND_NAMES[track.kind[at]]], int(track.part[at]), int(track.micro_batch[at]),
-             float(found.start[at, 0]), float(found.finish[at, 0]))
+             float(found.log.start[at, 0]), float(found.log.finish[at, 0]))
             for at in np.flatnonzero(track.stage == stage).tolist()
         ]
         for stage in range(4)
