@@ -144,10 +144,6 @@ def capture_command(
         stepsight capture --world-size 1024 --out captured train.py --batch 8
         stepsight predict --program captured --hardware h100-sxm-80gb --fabric dgx-h100
 
-    Several world sizes are captured into a folder each, and compared in one table of time, memory and scaling:
-
-        stepsight capture --world-size 8,64,512 --hardware h100-sxm-80gb --out captured train.py
-
     Values of tensors are not known: a script that reads a value gets 1 or False. Tokens are spread evenly over experts.
     Regions of torch.compile are read as Inductor fuses them, for GPUs too.
 
@@ -159,8 +155,9 @@ def capture_command(
     Args:
         script: A training script, or a model: an .onnx or a .pt2 file.
         arguments: The script's arguments.
-        world_size: Ranks of the job; several numbers, for example 8,64,512, are compared on --hardware.
-        out: Folder to write: new, or an earlier capture, which is replaced. Of several world sizes it has folders.
+        world_size: Ranks of the job. Several numbers, for example 8,64,512, are captured into a folder each and
+            compared in one table of time, memory and scaling on --hardware.
+        out: Folder to write: new, or an earlier capture, which is replaced.
         rank: Rank to capture; short for --ranks with one number.
         ranks: Ranks to capture, for example 0,8,16. auto: rank 0, every rank to which it sends messages, directly or
             through others (one of each pipeline stage), and the last rank of each all-to-all group (experts).
@@ -171,9 +168,9 @@ def capture_command(
         inference: For a model: only the forward pass.
         dims: For a model: sizes of symbolic dimensions, as batch=8,seq=1024.
         precision: For a model: fp32, bf16 or fp16; replaces the floating-point type of the file.
-        hardware: With several world sizes: name of the devices on which they are predicted.
-        fabric: With several world sizes: the fabric, a name or a file. Default: the usual one of the hardware.
-        predictor: With several world sizes: folder of a trained predictor or name of a shipped one.
+        hardware: For several world sizes: name of the devices on which they are predicted.
+        fabric: Of the same, a name or a file. Default: the usual one of the hardware.
+        predictor: Of the same: folder of a trained predictor or name of a shipped one.
     """
     from stepsight.dataset.base.files import check_writable
     from stepsight.dataset.capture.captured import check_capture_folder, write_captured
@@ -186,9 +183,8 @@ def capture_command(
     captured_at = _capturer(script, arguments or [], (inference, dims, precision), run, asked_ranks)
     sizes = comma_separated("--world-size", int, (), world_size)
     if (len(sizes) > 1) != bool(hardware) or len(set(sizes)) < len(sizes):
-        raise StepsightError(
-            f"several different world sizes are compared on --hardware, got {world_size} and {hardware or 'none'}"
-        )
+        asked = f"{world_size} and {hardware or 'none'}"
+        raise StepsightError(f"several different world sizes are compared on --hardware, got {asked}")
     folders = {size: out / str(size) if len(sizes) > 1 else out for size in sizes}
     for folder in folders.values():
         check_capture_folder(folder)
