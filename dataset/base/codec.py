@@ -8,18 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import MISSING, Field, fields
-from functools import cache
 from types import UnionType
 from typing import Any, Self, Union, get_args, get_origin, get_type_hints
 
 import numpy as np
+
+from stepsight.dataset.base.caching import cached
 
 UNSAVED: Mapping[str, Any] = {"saved": False}  # metadata of a field that stays out of the file
 OPTIONAL: Mapping[str, Any] = {"optional": True}  # of one that files of earlier versions lack
 IF_SET: Mapping[str, Any] = {"optional": True, "if_set": True}  # of one that is left out while it has its default
 ROUNDED: Mapping[str, Any] = {"digits": 6}  # of numbers that are saved with so many digits after the point
 
-_hints: Any = cache(get_type_hints)
+_hints: Any = cached(1024)(get_type_hints)
 
 
 class Saved:

@@ -60,10 +60,15 @@ class Registry(Mapping[str, T]):
         self._lock = RLock()
 
     @cached_property
+    def known(self) -> Mapping[str, T]:
+        """The same things: quicker to ask than the registry, in loops over ops."""
+        return self._things
+
+    @cached_property
     def _things(self) -> dict[str, T]:
         with self._lock:
             built_in = self._built_in() if callable(self._built_in) else self._built_in
-            return self.__dict__.setdefault("_things", dict(built_in))  # type: ignore[no-any-return]
+            return self.__dict__.setdefault("_things", _Things(self._find, built_in))  # type: ignore[no-any-return]
 
     def fill(self, built_in: Mapping[str, T]) -> None:
         """Set what comes with the package, where only the names were given before."""
@@ -141,10 +146,10 @@ class Registry(Mapping[str, T]):
         return f"{rule}, got {name!r:.80}{did_you_mean(name, names)}"
 
     def __getitem__(self, name: str) -> T:
-        try:
-            return self._things[name]
-        except KeyError:
-            pass
+        return self._things[name]
+
+    def _find(self, name: str) -> T:
+        """A thing that is not loaded yet."""
         with self._lock:
             if isinstance(name, str) and name in _entry_points(self.group):
                 return self._things[name] if name in self._things else self._load(name)
@@ -193,6 +198,17 @@ class Registry(Mapping[str, T]):
             raise self._error(f"{self.noun} {name!r}: cannot load the entry point {origin}: {told}") from error
         self._add(name, thing, origin)
         return thing
+
+
+class _Things(dict[str, T]):
+    """A dictionary that asks for what it lacks."""
+
+    def __init__(self, find: Callable[[str], T], things: Mapping[str, T]) -> None:
+        super().__init__(things)
+        self._find = find
+
+    def __missing__(self, name: str) -> T:
+        return self._find(name)
 
 
 @cached(64)

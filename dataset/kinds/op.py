@@ -21,6 +21,7 @@ __all__ = ["COLLECTIVE_KINDS", "DTYPE_BYTES", "MOST_SIZE", "OP_KINDS", "Collecti
 # operand, one along rows and one along columns, so that a whole byte is counted.
 DTYPE_BYTES = MappingProxyType({"fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2, "fp8": 1, "nvfp4": 1})
 MOST_SIZE = 2**48  # elements and bytes of any measured op: a larger number is a mistake
+_OPS, _COLLECTIVES = OP_KINDS.known, COLLECTIVE_KINDS.known
 MOST_BYTES, MOST_FLOPS = 2.0**56, 2.0**90  # of all operands of an op
 
 
@@ -39,7 +40,7 @@ class Op:
     dtype: str = "bf16"
 
     def __post_init__(self) -> None:
-        kind = OP_KINDS[self.kind]
+        kind = _OPS[self.kind]
         if len(self.dims) != len(kind.dim_names) or min(self.dims) < 0:
             raise ValueError(f"{self.kind} takes non-negative dims {kind.dim_names}, got {self.dims}")
         if self.dtype not in DTYPE_BYTES:
@@ -48,22 +49,22 @@ class Op:
     @property
     def record(self) -> OpKind:
         """What is known of its kind."""
-        return OP_KINDS[self.kind]
+        return _OPS[self.kind]
 
     @property
     def family(self) -> str:
-        return OP_KINDS[self.kind].family
+        return _OPS[self.kind].family
 
     @property
     def flops(self) -> float:
         """FLOP of one call."""
-        flops = OP_KINDS[self.kind].flops(*self.dims)
+        flops = _OPS[self.kind].flops(*self.dims)
         return flops if 0 <= flops < inf else refuse_cost(self, "flops", flops)
 
     @property
     def num_bytes(self) -> float:
         """Bytes read plus written by one call."""
-        elements = OP_KINDS[self.kind].elements(*self.dims)
+        elements = _OPS[self.kind].elements(*self.dims)
         return (elements if 0 <= elements < inf else refuse_cost(self, "elements", elements)) * DTYPE_BYTES[self.dtype]
 
     def __str__(self) -> str:
@@ -87,7 +88,7 @@ class Collective:
     ranks_per_node: int
 
     def __post_init__(self) -> None:
-        _ = COLLECTIVE_KINDS[self.kind]  # it is known
+        _ = _COLLECTIVES[self.kind]  # it is known
         if self.group_size < 2 or not 1 <= self.ranks_per_node <= self.group_size or self.num_bytes < 0:
             raise ValueError(
                 "a collective needs num_bytes >= 0, group_size >= 2 and 1 <= ranks_per_node <= group_size, got "
@@ -97,7 +98,7 @@ class Collective:
     @property
     def record(self) -> CollectiveKind:
         """What is known of its kind."""
-        return COLLECTIVE_KINDS[self.kind]
+        return _COLLECTIVES[self.kind]
 
     @property
     def num_nodes(self) -> int:

@@ -35,7 +35,6 @@ def collect_command(
     load on the cores distorts its times. Examples:
 
         stepsight collect examples/local-gpt-tp2.toml --out runs/mine
-        stepsight collect examples/box-gpt-pp4.toml --box 4x1@200mbit --out runs/box
         stepsight collect --out runs/script --nproc-per-node 2 --script train.py --lr 0.1
         stepsight collect --out runs/ops --ops captured --predictor predictor
 
@@ -71,9 +70,7 @@ def collect_command(
     if script is not None:
         from stepsight.experiments.tasks.scripts import Script, collect_script, ranks_of
 
-        refuse_given(
-            context, ("box", "plan_only", "jobs", "extra_seconds", "reuse"), "is for job files, not for a script"
-        )
+        refuse_given(context, ("box", "plan_only", "jobs", "extra_seconds", "reuse"), "is for jobs, not for a script")
         counts, ranks, words = settings.counts(), ranks_of(nproc_per_node), context.meta[WORDS]
         if not counts["profile_steps"]:
             raise StepsightError("a script needs --profile-steps >= 1: its traces say which ops it runs, got 0")

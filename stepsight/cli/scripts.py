@@ -138,8 +138,7 @@ def capture_command(
     """Capture a training script as it would run on any number of GPUs; needs no GPU.
 
     The script runs unmodified on this machine, as one rank of the job. No other rank exists, tensors have shapes but no
-    values, and collectives return at once. One training step is recorded: ops, collectives, streams and dependencies.
-    Example:
+    values, and collectives return at once. One training step is recorded: ops, collectives, streams and dependencies:
 
         stepsight capture --world-size 1024 --out captured train.py --batch 8
         stepsight predict --program captured --hardware h100-sxm-80gb --fabric dgx-h100
@@ -159,8 +158,8 @@ def capture_command(
             compared in one table of time, memory and scaling on --hardware.
         out: Folder to write: new, or an earlier capture, which is replaced.
         rank: Rank to capture; short for --ranks with one number.
-        ranks: Ranks to capture, for example 0,8,16. auto: rank 0, every rank to which it sends messages, directly or
-            through others (one of each pipeline stage), and the last rank of each all-to-all group (experts).
+        ranks: Ranks to capture, as 0,8,16. auto: rank 0, every rank to which it sends messages, also through others
+            (one of each pipeline stage), and the last rank of each all-to-all group (experts).
         devices_per_node: Ranks on each node.
         warm_up: Training steps before the captured one.
         device: cuda, or cpu: the script then finds no GPU and runs CPU ops.
