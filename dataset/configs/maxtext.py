@@ -125,8 +125,8 @@ def _read_degrees(reading: Reading) -> None:
     reading.map("parallel.zero_stage", 3 if sharded else 0, *axes)
     if shard and data and shard * data > 1:
         reading.map("parallel.dp", shard * data * ep, words="axes data, fsdp, expert")
-        if data > 1 and shard > 1:
-            reading.map("parallel.dp_shard", shard * ep, words="axis fsdp")
+        if data > 1 and shard * ep > 1:
+            reading.map("parallel.dp_shard", shard * ep, words="axes fsdp, expert")
 
 
 def _size(reading: Reading, axis: str) -> int:

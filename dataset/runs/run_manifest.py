@@ -76,6 +76,9 @@ def read_manifest(folder: Path) -> RunManifest:
         rule = "a run manifest must have name, job, world_size and rounds"
         raise TraceError(f"{rule}, got no {', '.join(missing)} in {path}")
     try:
+        for key, value in tree.items():
+            if isinstance(value, str):
+                typed(value, str, key)
         if "stand_in" in tree:
             tree["stand_in"] = typed(typed(tree["stand_in"], dict, "stand_in").get("rank"), int, "stand_in.rank")
         manifest = RunManifest.from_dict({**tree, "compiled": tree.get("compile", False)}, folder=folder)

@@ -64,6 +64,8 @@ def unpacked(data: bytes, folder: Path) -> None:
 
 def _column(values: Any) -> pa.Array:
     values = values if isinstance(values, list) else [values]
+    if not values:
+        return pa.array([], pa.int64())  # not of type null, as a column of nothing would be
     try:
         return pa.array(values, pa.list_(pa.int64()) if any(isinstance(each, list) for each in values) else None)
     except (pa.ArrowException, ValueError, TypeError, OverflowError):

@@ -25,7 +25,6 @@ def test_a_slowdown_of_products_is_found_again() -> None:
 def test_who_tells_of_the_clock() -> None:
     assert dense_job(run_row(**DENSE)) is not None
     assert dense_job(run_row(**{**DENSE, "framework": "Megatron-LM 2021"})) is None  # other kernels
-    assert dense_job(run_row(**{**DENSE, "hardware": "V100-SXM2", "gpu_mem_gb": 32})) is None
     assert dense_job(run_row(**DENSE, quality="C")) is None
     assert dense_job(run_row(**{**DENSE, "framework": "NeMo", "pp": 2, "dp": 1, "vp": ""})) is None  # two jobs
 

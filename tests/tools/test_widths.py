@@ -16,7 +16,7 @@ from tools.shipped_data import main, widths_of
 def test_a_table_becomes_a_preset(tmp_path: Path) -> None:
     """A line for every run whose hardware has a shipped predictor; others, and weak rows, are not in it."""
     rows = [run_row(), run_row(row_id=2, source="other", micro_batch=1), run_row(row_id=3, quality="C")]
-    rows.append(run_row(row_id=4, hardware="V100-SXM2", gpu_mem_gb=32))
+    rows.append(run_row(row_id=4, hardware="MI300X", gpu_mem_gb=192))
     runs = write_runs(tmp_path / "runs.csv", *rows)
     assert main(["widths", str(runs), "--out", str(tmp_path / "widths.json")]) == 0
     found = widths_of(evaluate(runs))

@@ -48,7 +48,7 @@ def change_facts(change: SoftwareChange | None) -> dict[str, Any]:
 
 
 def software_stated(date: str, container: str) -> dict[str, Any]:
-    """Keys of a job with other software, if any is named; a container takes the place of the job's date."""
+    """Keys of a job with other software, if any is named; a container replaces the date of the job."""
     boxed = {"execution.container": container} if container else {}
     return {"execution.date": date, **boxed} if date or boxed else {}
 

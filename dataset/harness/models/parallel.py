@@ -111,6 +111,8 @@ class ParallelTraining:
         self.models = {number: self.data_parallel(part) for number, part in parts.items()}
         self.model = next(iter(self.models.values())) if len(parts) == 1 else nn.ModuleList(self.models.values())
         self.schedule = self._schedule(shapes, table) if self.degrees["pp"] > 1 else None
+        if self.schedule is not None:  # the logits of a whole batch are kept, as by default, but joining them takes time
+            self.schedule._merge_outputs = lambda output_chunks: None
 
     def data_parallel(self, part: Any) -> nn.Module:
         """A part whose replicas share their gradients, by FSDP2 (each layer by itself) or by DDP.
@@ -196,8 +198,7 @@ class ParallelTraining:
             losses: list[Tensor] = []
             if self.schedule is not None:
                 arguments, target = (self.tokens,) if self.first else (), self.targets if self.last else None
-                # The logits of a whole batch are not used, and joining them would take time.
-                self.schedule.step(*arguments, target=target, losses=losses, return_outputs=False)
+                self.schedule.step(*arguments, target=target, losses=losses)
                 losses = [loss.detach() for loss in losses]
             else:
                 losses.extend(self._micro_batches())
