@@ -111,7 +111,7 @@ class ParallelTraining:
         self.models = {number: self.data_parallel(part) for number, part in parts.items()}
         self.model = next(iter(self.models.values())) if len(parts) == 1 else nn.ModuleList(self.models.values())
         self.schedule = self._schedule(shapes, table) if self.degrees["pp"] > 1 else None
-        if self.schedule is not None:  # the logits of a whole batch are kept, as by default, but joining them takes time
+        if self.schedule is not None:  # logits of the whole batch are kept, as by default; joining them takes time
             self.schedule._merge_outputs = lambda output_chunks: None
 
     def data_parallel(self, part: Any) -> nn.Module:

@@ -52,7 +52,7 @@ def test_presets_of_gpus(name: str) -> None:
     if name.startswith(OTHERS):
         return
     peaks = hardware.peak_flops
-    assert (1.9 if name.startswith("p100") else 3.9) <= peaks["fp16"] / peaks["fp32"] <= 32  # no tensor cores before V100
+    assert (1.9 if name.startswith("p100") else 3.9) <= peaks["fp16"] / peaks["fp32"] <= 32  # no tensor cores
     assert "fp8" not in peaks or 1.9 <= peaks["fp8"] / peaks["bf16"] <= 2.1
     if not name.startswith("gh200"):  # whose owners join them in their own ways
         assert not suspicious_links(find_fabric(usual_fabric(name)), 8)
