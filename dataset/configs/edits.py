@@ -30,8 +30,9 @@ def edit_config(path: Path, before: Job, after: Job, name: str) -> str | None:
         name: Format of both, as in ``write_config``.
 
     Returns:
-        None if the file has another format, or does not read as ``after`` once it is changed.
+        None if the file has another format; "" if it does not read as ``after`` once it is changed.
     """
+    same_format = False
     given = {"cluster.hardware": after.cluster.hardware, "cluster.nodes": after.cluster.nodes}
     values = Given(values={**given, "cluster.devices_per_node": after.cluster.devices_per_node})
     try:
@@ -40,6 +41,7 @@ def edit_config(path: Path, before: Job, after: Job, name: str) -> str | None:
         tables = path.suffix in WITH_TABLES
         if own != name.partition("-")[0] or tables != (written[0].suffix in WITH_TABLES):
             return None
+        same_format = True
         old, new = (_settings(one.text, path.suffix) for one in written)
         changes = {key: (old.get(key), new.get(key)) for key in {**old, **new} if old.get(key) != new.get(key)}
         edit = _of_tables if tables else _of_words
@@ -50,8 +52,8 @@ def edit_config(path: Path, before: Job, after: Job, name: str) -> str | None:
             back = read_configs([copy], values).job
         same = _settings(write_config(back, name).text, path.suffix) == new
     except JobError:  # the changed file, or the own one without others beside it, states no job
-        return None
-    return text if same else None
+        return "" if same_format else None
+    return text if same else ""
 
 
 def diff_text(path: Path, out: Path, text: str) -> str:
@@ -70,6 +72,8 @@ def _settings(text: str, suffix: str) -> dict[str, Any]:
 def _of_words(text: str, changes: Changes, suffix: str) -> str:
     """Options of a script or a file of arguments; a value that is a variable changes where the variable is set."""
     anchor = None
+    if "recompute-granularity" in changes:  # the short form of selective recomputation
+        text = re.sub(r"(?<!\S)--recompute-activations(?!\S)[ \t]?", "", text)
     for name, (old, new) in changes.items():
         option = re.compile(rf"(?<![\w-])--{name}(?![\w-])" + ("" if True in (old, new) else r"(=|\s+)([^\s\\)]+)"))
         found = option.search(text)

@@ -360,9 +360,12 @@ class Program:
         return self._with_rows(columns, self._listed(), **facts)
 
     def remove(self, nodes: Iterable[int]) -> Program:
-        """The program without some nodes: what waited for one waits for what it waited for."""
+        """The program without some nodes: what an edge made wait for one waits for what that one waited for."""
         gone = np.isin(np.arange(len(self)), self._chosen(nodes))
-        edges = zip(*(values.tolist() for values in self._listed().values()), strict=True)
+        edges = list(zip(*(values.tolist() for values in self._listed().values()), strict=True))
+        ordered = self.edge_columns["why"] == WHY_NUMBER[Dependency.STREAM_ORDER]
+        pairs = zip(*(self.edge_columns[end][ordered].tolist() for end in ("source", "target")), strict=True)
+        edges += [(source, target, WHY_NUMBER[Dependency.DATA], 0.0) for source, target in pairs if gone[target]]
         found: dict[int, dict[tuple[int, int], float]] = {}
         for source, target, why, delay in sorted(edges, key=lambda edge: edge[1]):
             before = {(source, why): 0.0}
@@ -419,6 +422,8 @@ class Program:
         """The program with more edges of one kind; edges that do not lead forward in time are dropped."""
         source, target = np.asarray(source, dtype=np.int64), np.asarray(target, dtype=np.int64)
         delay = np.broadcast_to(np.asarray(delay_s, dtype=np.float64), source.shape)
+        if len(source) and not 0 <= min(source.min(), target.min()) <= max(source.max(), target.max()) < len(self):
+            raise ValueError(f"edges must join nodes from 0 to {len(self) - 1}, got {source!s:.80} to {target!s:.80}")
         keep = source < target
         more = (source[keep], target[keep], np.full(int(keep.sum()), WHY_NUMBER[why], dtype=np.int64))
         edges = {

@@ -124,7 +124,7 @@ def predict_command(
         fixed = "the captured ranks fix the number of devices; capture again with --world-size"
         refuse_given(context, ("nodes",), f"does not go with --program: {fixed}")
         others = ("jobs", "schedule", "traces", "trace_stages", "tokens", "prices", "framework", "level", "latency",
-                  "baseline", "date", "container")  # fmt: skip
+                  "baseline", "date", "container", "given")  # fmt: skip
         refuse_given(context, others, "does not go with --program: leave it out")
         return _predict_program(program, source.load(), (overrides.hardware, fabric), files.timeline)
     refuse_given(context, ("fabric",), "belongs to --program: a job file names its own fabric")
@@ -298,7 +298,7 @@ class BestStrategyFile:
         choice, all_legal = best_expressed(result, to, predictor, space)
         written = write_config((choice or result.best).job, to)
         edited = edit_config(*read, (choice or result.best).job, to) if read is not None else None
-        write_text(out, written.text if edited is None else edited)
+        write_text(out, edited or written.text)
         which = "the legal strategies" if all_legal else "the strategies evaluated"
         if choice is None:
             text = f"warning: {out} is not the best strategy, only what {to} expresses of it: of {which} that fit in "
@@ -310,8 +310,10 @@ class BestStrategyFile:
             lost = [line for line in write_config(result.best.job, to).ignored if line not in written.ignored]
             text = f"wrote {choice.job.name} to {out}: {to} does not express the best strategy ({', '.join(lost)}); of "
             text += f"{which} that it expresses this is the best ({slower:+.1f} % iteration time)"
-        if read is not None and edited is not None:
+        if read is not None and edited:
             return f"\n{text}\n{diff_text(read[0], out, edited) or f'# {read[0]} has these settings already'}".rstrip()
+        if read is not None and edited is not None:
+            text += f"\nwarning: {read[0]} could not be changed in place: {out} lacks its other settings"
         return f"\n{text}\n{written_text(written, to)}"
 
 

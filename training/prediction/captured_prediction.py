@@ -205,6 +205,9 @@ def predict_captured(
         why = "as asked" if isinstance(predictor, str) else f"nothing was measured for {hardware}"
         source = ROOFLINE_SOURCE.format(why)
     else:
+        own = asked.hardware.name
+        if predictor is not None and hardware not in (own, canonical_hardware(own)):
+            raise PredictorError(f"the predictor serves its own hardware: it must be {own!r:.80}, got {hardware!r:.80}")
         busy = min(captured.local_size, captured.world_size)
         latency = asked.latency_on(links, busy, captured.world_size)
         source = asked.source
@@ -213,7 +216,17 @@ def predict_captured(
 
 
 def predict_program(program: Program, predictor: Predictor | str | Path | None = None) -> CapturedPrediction:
-    """Predict one rank's program on the devices that it names, with their usual fabric.  Its memory is not known."""
+    """Predict one rank's program on the predictor's devices, or on those that it names; the fabric is the usual one.
+
+    Its memory is not known.
+
+    Raises:
+        PredictorError: If it has no nodes, or edges that do not lead from an earlier node to a later one.
+    """
+    source, target = (program.edge_columns[end] for end in ("source", "target"))
+    if not len(program) or not ((source >= 0) & (source < target) & (target < len(program))).all():
+        raise PredictorError(f"a program needs nodes, and edges from earlier to later ones, got {len(program)} nodes")
+    predictor = predictor if predictor is None else asked_predictor(program.device_name, predictor) or predictor
     near = [work.ranks_per_node for work in program.works if isinstance(work, Collective)]
     rank = CapturedRank(program, np.zeros(len(program), dtype=np.int64))
     captured = Captured(program.label, max(program.world_size, *near, 1), max([*near, 1]), "", (rank,))

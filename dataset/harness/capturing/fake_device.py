@@ -252,6 +252,12 @@ def _ddp(world: FakeWorld) -> None:
     make, rebuild = ddp.DistributedDataParallel.__init__, reducer._rebuild_buckets
 
     def init(self: Any, module: Any, device_ids: Any = None, output_device: Any = None, *args: Any, **kw: Any) -> None:
+        tables = [name for name, part in module.named_modules() if getattr(part, "sparse", False)]
+        if tables:  # the bytes of gloo's sparse sums depend on values
+            raise RuntimeError(
+                "NCCL sums no sparse gradients: a module in DDP must have sparse=False, or be left out of DDP, got "
+                f"sparse=True in {tables[0] or type(module).__name__}"
+            )
         make(self, module, None, None, *args, **kw)
 
     patch(ddp.DistributedDataParallel, __init__=init)
