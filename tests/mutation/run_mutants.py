@@ -71,7 +71,7 @@ TESTS: dict[str, tuple[str, ...]] = {
        for name in ("block_pass", "lower", "part_plan", "rank_work", "replicas", "segment", "sizes", "stage")},
     **{f"dataset/kinds/{name}_kinds.py": ("tests/dataset/kinds/test_closed_forms.py", "tests/dataset/kinds")
        for name in ("collective", "compute", "memory")},
-    "gnn/loss.py": ("tests/gnn/test_loss.py",),
+    "gnn/context_model.py": ("tests/gnn/test_context_model.py",),
 }  # fmt: skip
 # One or two changes of each operator: all of cosmic-ray's would be mostly alike.
 OPERATORS = (
