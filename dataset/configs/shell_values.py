@@ -14,7 +14,7 @@ LONGEST_VALUE = 2**20  # characters; a variable that holds itself twice doubles 
 MOST_NUMBER = 2**63
 _PLAIN = re.compile(r"[^\\'\"$`]+")
 _NAME = re.compile(r"\$([A-Za-z_]\w*|[0-9@*#?$!-])")
-_IN_BRACES = re.compile(r"(#?)([A-Za-z_]\w*|[0-9@*]+)(\[[^\]]*\])?(?:(:?)([-=+?])(.*)|.*)", re.DOTALL)
+_IN_BRACES = re.compile(r"(#?)([A-Za-z_]\w*|[0-9@*]+)(\[[^\]]*\])?(?:(:?)([-=+?])(.*)|(.*))", re.DOTALL)
 _QUOTED_ITEMS = re.compile(r'"(?:\$\{(\w+)\[@\]\}|\$@)"')  # no words where there are no items
 _NAMES = re.compile(r"\$\{(\w+)\}|\$([A-Za-z_]\w*)|(?<![\w$.{])([A-Za-z_]\w*)")  # in an expression
 
@@ -133,8 +133,11 @@ class Variables:
         found = _IN_BRACES.fullmatch(text)
         if found is None:
             return []
-        length, name, index, colon, kind, default = found.groups()
+        length, name, index, colon, kind, default, other = found.groups()
         value = self.values.get(name)
+        if other:  # a part of a value, or one with replaced words: not worked out here
+            self.unset[f"{name}{other}"] = None
+            return [("", quoted)]
         if length:
             return [(str(len(value or "")), True)]
         if index in ("[@]", "[*]") and found.end(3) == len(text):

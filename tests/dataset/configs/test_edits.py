@@ -40,8 +40,8 @@ def test_a_file_of_another_form_is_not_changed(tmp_path: Path) -> None:
     """One that states no model, or arguments that stand in YAML."""
     (tmp_path / "a.yaml").write_text(published.MIXTRAL)
     job = read_configs([tmp_path / "a.yaml"]).job
-    assert edit_config(tmp_path / "a.yaml", job, job, "megatron") is None
+    assert not edit_config(tmp_path / "a.yaml", job, job, "megatron")
     (tmp_path / "own.toml").write_text(published.TITAN)
     (tmp_path / "ds.json").write_text('{"zero_optimization": {"stage": 3}}')
     job = read_configs([tmp_path / "own.toml"]).job
-    assert edit_config(tmp_path / "ds.json", job, job, "deepspeed") is None
+    assert not edit_config(tmp_path / "ds.json", job, job, "deepspeed")

@@ -65,6 +65,7 @@ def test_a_sourced_script_of_the_folder_is_read(tmp_path: Path) -> None:
         ("A=1\nif ((A == 1)); then B=2; fi; run $B", ["run", "2"]),
         ("A=0\n[[ $A == 1 || $A == 0 ]] || A=5; run $A", ["run", "0"]),
         ("run `rm -rf /` $(rm -rf /) x", ["run", "x"]),
+        ("A=248; run ${A:0:2} ${A%8} x", ["run", "x"]),  # unknown, and told as not set
         ("run a\\\nb", ["run", "ab"]),
         ("run a \\\n  b", ["run", "a", "b"]),
     ],
