@@ -85,20 +85,20 @@ def _read(kind: Any, value: Any, name: str) -> Any:
     if origin is np.ndarray:
         return np.array(value, dtype=np.float64)
     if origin is tuple:
-        _check(value, list, name)
+        check_type(value, list, name)
         items = arguments[:1] * len(value) if Ellipsis in arguments else arguments
         return tuple(_read(of, item, name) for of, item in zip(items, value, strict=True))
     if origin is not None and issubclass(origin, Mapping):
-        _check(value, dict, name)
+        check_type(value, dict, name)
         return {arguments[0](key): _read(arguments[1], item, f"{name}.{key}") for key, item in value.items()}
     if hasattr(kind, "from_dict"):
         return kind.from_dict(value)
     if hasattr(kind, "_fields"):
         return kind(**{key: _read(of, value[key], f"{name}.{key}") for key, of in _hints(kind).items()})
     if kind is float:
-        _check(value, float, name)
+        check_type(value, float, name)
         return float(value)
-    _check(value, kind, name)
+    check_type(value, kind, name)
     return value
 
 
@@ -107,7 +107,8 @@ _WORDS = {
 }  # fmt: skip
 
 
-def _check(value: Any, kind: type[Any], name: str) -> None:
+def check_type(value: Any, kind: type[Any], name: str) -> None:
+    """Raise ``ValueError`` unless a value is of a type; whole numbers are numbers, true and false are not."""
     wanted = (int, float) if kind is float else kind
     if not isinstance(value, wanted) or (isinstance(value, bool) and kind is not bool):
         raise ValueError(f"{name} must be {_WORDS[kind]}, got {value!r:.80}")

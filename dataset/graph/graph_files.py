@@ -80,7 +80,7 @@ def read_facts(folder: Path, stem: str) -> dict[str, Any]:
             f"{path} must be an imported graph with its tables, got {error}; if another version of stepsight wrote it, "
             "import the trace again"
         ) from None
-    _check(graph, path)
+    check_graph(graph, path)
     return graph
 
 
@@ -123,8 +123,8 @@ def work_from_list(work: list[Any]) -> Op | Collective:
     return Collective(work[1], *map(int, work[2:]))
 
 
-def _check(graph: dict[str, Any], path: Path) -> None:
-    """Check that indices are in range and edges lead forward."""
+def check_graph(graph: Mapping[str, Any], path: Path | str) -> None:
+    """Raise ``TraceError`` unless indices are in range, edges lead forward and times are real."""
     count = len(graph["start_s"])
     limits = {"kind": len(NODE_KINDS), "stream": len(graph["streams"]), "name": len(graph["names"])}
     limits |= {"work": len(graph["works"]), "group": len(graph["groups"]), "phase": len(PHASES)}

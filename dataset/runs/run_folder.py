@@ -289,7 +289,11 @@ class EventFile:
 
 def read_event_file(path: Path) -> EventFile:
     """Read and check an event file."""
-    tree = read_object(path)
+    return check_events(read_object(path), path)
+
+
+def check_events(tree: dict[str, Any], path: Path) -> EventFile:
+    """What an event file holds; raises ``TraceError`` if it is none."""
     if tree.get("schema") != SCHEMA:
         raise TraceError(f"an event file must have schema = {SCHEMA}, got {tree.get('schema')!r:.80} in {path}")
     try:

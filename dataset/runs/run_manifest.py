@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from stepsight.dataset.base.codec import OPTIONAL, UNSAVED, Saved
+from stepsight.dataset.base.codec import OPTIONAL, UNSAVED, Saved, check_type
 from stepsight.dataset.base.errors import JobError, TraceError
 from stepsight.dataset.base.files import read_json
 from stepsight.dataset.job.job import Job
@@ -17,7 +17,6 @@ from stepsight.dataset.runs.box_spec import Box
 SCHEMA = 1
 T = TypeVar("T")
 MOST = 1e30  # larger numbers are typing mistakes
-_WORDS = {str: "string", int: "whole number", dict: "table"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,12 +90,11 @@ def read_manifest(folder: Path) -> RunManifest:
 
 
 def typed(value: Any, kind: type[T], name: str) -> T:
-    """The value, if it is of that kind."""
-    if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
-        raise ValueError(f"{name} must be a {_WORDS.get(kind, kind.__name__)}, got {value!r:.80}")
+    """The value, if it is of that kind; a text must be printable."""
+    check_type(value, kind, name)
     if isinstance(value, str) and not value.isprintable():
         raise ValueError(f"{name} must be printable, got {value!a:.80}")
-    return value
+    return value  # type: ignore[no-any-return]
 
 
 def number(value: Any, name: str) -> float:

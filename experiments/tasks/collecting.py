@@ -23,7 +23,8 @@ from stepsight.dataset.job.job import Job
 from stepsight.dataset.kinds.op import Op
 from stepsight.dataset.runs.box_spec import HARDWARE as BOX_HARDWARE
 from stepsight.dataset.runs.box_spec import Box
-from stepsight.dataset.runs.run_folder import read_collection, read_event_file
+from stepsight.dataset.runs.run_folder import check_events, read_collection
+from stepsight.dataset.runs.run_manifest import read_object
 from stepsight.experiments.reports.run_texts import describe_collection
 from stepsight.experiments.tasks.settings import CollectSettings
 from stepsight.simulator.programs.lower import signatures
@@ -142,8 +143,8 @@ def reuse_events(plan: dict[str, Any], folders: Sequence[Path], out: Path) -> in
     machine.pop("threads_per_rank")  # every rank of a collection has one
     asked, files = sum(len(event["ops"]) + len(event["collectives"]) for event in plan["events"]), {}
     for number, path in enumerate(path for folder in folders for path in read_collection(folder).events):
-        read_event_file(path)  # a damaged file is refused here, before anything is measured
-        told = read_json(path)
+        told = read_object(path)
+        check_events(told, path)  # a damaged file is refused here, before anything is measured
         own = told.get("fingerprint", {})
         if "box" in told or told.get("compile") or any(own.get(key) != machine[key] for key in machine):
             raise CollectError(f"--reuse takes events of this machine, outside of a box and uncompiled, got {path}")

@@ -225,7 +225,7 @@ def traffic(sharing: Sharing, sent: Collectives, layers: Floats, numel: Floats, 
     size = DTYPE_BYTES[COMPUTE_DTYPE[sharing.job.batch.precision]]
     groups = (sharing.groups.shard, sharing.groups.experts)
     if sharing.fully:
-        gathering = gathering_of(p, overlap, beside=sharing.beside)
+        gathering = gathering_of((p.zero_stage, p.pp > 1), sharing.semantics, beside=sharing.beside)
         each, once = nothing, nothing
         for which, group in enumerate(groups):
             gather = sent.seconds(group, "all_gather", numel[:, which] * size)

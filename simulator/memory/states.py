@@ -70,7 +70,7 @@ def states_of(p: ParallelSpec, semantics: ExecutionSemantics, precision: str, gr
     gradients = each(float(size if half else DTYPE_BYTES[states.gradient_dtype] if own else main), parts[1])
     copies = states.bucket_copies and not sharded and replicated
     grows = not (states.gradient_buffers and not sharded) and not (copies and p.pp == 1)
-    gathering, gathered = gathering_of(p, semantics.overlap), Gathered()
+    gathering, gathered = gathering_of((p.zero_stage, p.pp > 1), semantics), Gathered()
     fresh = float(main) if kernels.accumulation == "autograd" else 0.0
     if sharded:
         gathered = Gathered(size, main, gathering)

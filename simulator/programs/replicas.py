@@ -7,8 +7,7 @@ from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 
 from stepsight.dataset.base.caching import cached, hashed_once
-from stepsight.dataset.job.execution import ExecutionSemantics, OverlapSemantics
-from stepsight.dataset.job.specs import ParallelSpec
+from stepsight.dataset.job.execution import ExecutionSemantics
 from stepsight.dataset.kinds.op import DTYPE_BYTES, Collective, Op
 from stepsight.simulator.blocks.step import Group
 from stepsight.simulator.clock.engine import DATA, SECOND
@@ -158,9 +157,16 @@ def reduce_gradients(
             sent = builder.send(work, clock, name, number, after=sent)
 
 
-def gathering_of(p: ParallelSpec, overlap: OverlapSemantics, *, beside: bool = True) -> Gathering:
-    """How a job gathers parameters; ``beside``: whether its collectives overlap with the computation."""
-    return Gathering(overlap.prefetch, overlap.reshard, reduce_once=p.zero_stage == 3 and p.pp > 1 and beside)
+def gathering_of(zero: tuple[int, bool], semantics: ExecutionSemantics, *, beside: bool = True) -> Gathering:
+    """How a job gathers parameters; ``zero``, ``beside``: as in ``replicas_of``."""
+    (zero_stage, pipelined), overlap = zero, semantics.overlap
+    return Gathering(
+        overlap.prefetch,
+        overlap.reshard,
+        reduce_once=zero_stage == 3 and pipelined and beside,
+        lists=overlap.gathers_lists,
+        casts=semantics.kernels.casts_parameters,
+    )
 
 
 @cached(4096)
@@ -173,7 +179,7 @@ def replicas_of(
     the computation; ``share``: the part of their time that the computation then loses.
     """
     states, overlap = semantics.states, semantics.overlap
-    zero_stage, pipelined = zero
+    zero_stage, _ = zero
     return Replicas(
         groups,
         zero_stage,
@@ -181,13 +187,7 @@ def replicas_of(
         beside,
         overlap.gradients,
         overlap.parameters,
-        Gathering(
-            overlap.prefetch,
-            overlap.reshard,
-            reduce_once=zero_stage == 3 and pipelined and beside,
-            lists=overlap.gathers_lists,
-            casts=semantics.kernels.casts_parameters,
-        ),
+        gathering_of(zero, semantics, beside=beside),
         gradient_bytes=DTYPE_BYTES[states.gradient_dtype],
         all_sums=zero_stage == 1 and not states.scatters_sums,
         bucket_copies=states.bucket_copies,

@@ -13,7 +13,8 @@ import numpy as np
 from stepsight.dataset.base.errors import PredictorError
 from stepsight.dataset.capture.captured import Captured, compute_flops, warnings_once
 from stepsight.dataset.capture.record_graph import CapturedRank
-from stepsight.dataset.graph.program import OP, PHASES, Program
+from stepsight.dataset.graph.graph_files import check_graph
+from stepsight.dataset.graph.program import FACTS, OP, PHASES, Program
 from stepsight.dataset.hardware.hardware import canonical_hardware, find_fabric, unknown_hardware, usual_fabric
 from stepsight.dataset.kinds.op import Collective, Op
 from stepsight.simulator.durations.latency_model import RooflineLatency, preset_latency
@@ -221,11 +222,12 @@ def predict_program(program: Program, predictor: Predictor | str | Path | None =
     Its memory is not known.
 
     Raises:
-        PredictorError: If it has no nodes, or edges that do not lead from an earlier node to a later one.
+        PredictorError: If it has no nodes.
+        TraceError: If its columns do not fit together, as after edges that lead back.
     """
-    source, target = (program.edge_columns[end] for end in ("source", "target"))
-    if not len(program) or not ((source >= 0) & (source < target) & (target < len(program))).all():
-        raise PredictorError(f"a program needs nodes, and edges from earlier to later ones, got {len(program)} nodes")
+    if not len(program):
+        raise PredictorError("a program that is predicted must have nodes, got none")
+    check_graph({name: getattr(program, name) for name in FACTS}, "the program")
     predictor = predictor if predictor is None else asked_predictor(program.device_name, predictor) or predictor
     near = [work.ranks_per_node for work in program.works if isinstance(work, Collective)]
     rank = CapturedRank(program, np.zeros(len(program), dtype=np.int64))
