@@ -136,7 +136,7 @@ def predict_command(
     from stepsight.experiments.questions.training_plan import plan_text, training_plan
     from stepsight.experiments.reports.job_texts import prediction_report
     from stepsight.training.prediction.prediction import predict
-    from stepsight.training.prediction.software_change import software_change, software_stated, with_change
+    from stepsight.training.predictor.software_used import software_change, software_stated, with_change
 
     predictor = source.load()
     predictions = [predict(read, predictor) for read in overrides.read_all(jobs, overrides.nodes)]

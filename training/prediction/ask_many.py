@@ -37,8 +37,8 @@ from stepsight.training.prediction.prediction import (
     latency_of_facts,
     source_of_facts,
 )
-from stepsight.training.prediction.software_change import software_change, software_stated, with_change
 from stepsight.training.predictor.predictor import LearnedLatency, Predictor
+from stepsight.training.predictor.software_used import software_change, software_stated, with_change
 
 if TYPE_CHECKING:
     from stepsight.training.prediction.captured_prediction import CapturedPrediction

@@ -33,10 +33,15 @@ from stepsight.training.corrections.intervals import (
     seconds_text,
     uncalibrated_ends,
 )
-from stepsight.training.prediction.software_change import SoftwareChange, change_facts, with_change
 from stepsight.training.prediction.work_doubts import WorkDoubts
 from stepsight.training.predictor.predictor import LearnedLatency, Predictor
-from stepsight.training.predictor.software_used import SoftwareUsed, software_used
+from stepsight.training.predictor.software_used import (
+    SoftwareChange,
+    SoftwareUsed,
+    change_facts,
+    software_used,
+    with_change,
+)
 from stepsight.training.shipped.catalogue import shipped_predictor
 
 if TYPE_CHECKING:
