@@ -129,8 +129,9 @@ def report_command(
         tokens: Tokens to train on, for duration, device-hours, cost and energy.
     """
     from stepsight.dataset.base.files import write_text
+    from stepsight.experiments.page.views import job_part, jobs_page
     from stepsight.experiments.questions.compare import compare_sides, predicted_side
-    from stepsight.experiments.questions.job_page import job_facts, job_part, jobs_page
+    from stepsight.experiments.questions.job_facts import job_facts
     from stepsight.experiments.questions.training_plan import plan_text, training_plan
     from stepsight.experiments.search.search import search as search_strategies
     from stepsight.training.prediction.prediction import predict

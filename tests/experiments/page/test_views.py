@@ -10,7 +10,8 @@ import pytest
 from matplotlib import pyplot
 
 from stepsight.dataset.job.job import Job
-from stepsight.experiments.questions.job_page import job_facts, job_part, jobs_page, memory_over_time
+from stepsight.experiments.page.views import job_part, jobs_page
+from stepsight.experiments.questions.job_facts import job_facts, memory_over_time
 from stepsight.experiments.questions.training_plan import training_plan
 from stepsight.experiments.search.search import search
 from stepsight.experiments.search.settings import Goal

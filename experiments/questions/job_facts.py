@@ -1,0 +1,176 @@
+"""What a page tells about one job: its prediction, what changes it, and what to try next."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from stepsight.dataset.base.errors import StepsightError
+from stepsight.dataset.job.job import Job
+from stepsight.experiments.questions.sweep import Axis, change_job, sweep
+from stepsight.simulator.memory import estimate_moments
+from stepsight.training.prediction.prediction import Prediction, predict
+
+if TYPE_CHECKING:
+    from stepsight.training.predictor.predictor import Predictor
+
+MOST_STEPS = 6
+LEAST_GAIN = 0.002  # share of the throughput: smaller gains are within the prediction error
+Effect = dict[str, Any]  # of a change: name, values, tokens_per_s_ratio, iteration_time_s, memory_bytes, fits
+
+
+def job_facts(
+    prediction: Prediction, predictor: Predictor | str | None, plan: Mapping[str, Any], *, search: Sequence[Any] = ()
+) -> dict[str, Any]:
+    """Collect all values of the page."""
+    return {
+        **prediction.to_dict(),
+        "tables": prediction.job.to_dict(),
+        "fabric": _fabric(prediction),
+        "explain": [row.to_dict() for row in prediction.explain(8)],
+        "plan": dict(plan),
+        "tornado": tornado(prediction, predictor),
+        "curves": _curves(prediction, predictor),
+        "next_steps": next_steps(prediction, predictor),
+        "search": [{"job": choice.job.name, **choice.to_dict()} for choice in search],
+        "memory_over_time": memory_over_time(prediction),
+    }
+
+
+def memory_over_time(prediction: Prediction) -> list[dict[str, Any]]:
+    """Memory of each pipeline stage over the iteration: times in seconds, and bytes from each time on."""
+    simulation, scale = prediction.simulation, prediction.iteration_time_s / prediction.simulation.iteration_time_s
+    track, run = simulation.lowered.track, simulation.slowest.run
+    rows = []
+    for stage, moments in enumerate(estimate_moments(prediction.job, simulation.hardware)):
+        actions = np.flatnonzero(track.stage == stage)
+        starts = np.sort(run.log.start[actions, 0])
+        if len(starts) != len(moments) - 1:
+            continue  # a schedule whose actions are merged: its peaks have no times
+        times = np.append(starts, simulation.begin[stage]) * scale
+        rows.append({"stage": stage, "seconds": times.tolist(), "bytes": moments.tolist()})
+    return rows
+
+
+def _fabric(prediction: Prediction) -> dict[str, Any]:
+    fabric = prediction.job.fabric
+    links = {"within a node": fabric.intra_node, "between nodes": fabric.inter_node}
+    return {
+        "name": fabric.name,
+        **{
+            name: {"gbytes_per_s": link.bandwidth_bytes_per_s / 1e9, "latency_us": link.latency_s * 1e6}
+            for name, link in links.items()
+        },
+    }
+
+
+def _curves(prediction: Prediction, predictor: Predictor | str | None) -> dict[str, list[dict[str, Any]]]:
+    """The job over numbers of nodes, and over the bandwidth between nodes."""
+    job = prediction.job
+    nodes, link = job.cluster.nodes, job.fabric.inter_node
+    counts = sorted({max(1, int(nodes * factor)) for factor in (0.25, 0.5, 1, 2, 4)})
+    axes = [Axis("cluster.nodes", tuple(counts))]
+    if nodes > 1:
+        rates = tuple(link.bandwidth_bytes_per_s / 1e9 * factor for factor in (0.25, 0.5, 1.0, 2.0, 4.0))
+        axes.append(Axis("cluster.fabric.inter_node.bandwidth_gbytes_per_s", rates))
+    found = {}
+    for axis in axes:
+        try:
+            points = sweep(job, [axis], predictor, weak=axis.key == "cluster.nodes")
+        except StepsightError:
+            continue
+        found[axis.key] = [point.to_dict() for point in points]
+    return found
+
+
+def tornado(prediction: Prediction, predictor: Predictor | str | None = None) -> list[dict[str, Any]]:
+    """Halve and double links, latency, batch sizes and nodes, one at a time.
+
+    Returns:
+        A row for each with ``name``, ``half`` and ``double`` (``Effect``; None: not legal), the largest
+        effect first.
+    """
+    rows: list[dict[str, Any]] = []
+    for name, key, value in _levers(prediction.job):
+        half = _effect(prediction, f"{name} halved", {key: _scaled(value, 0.5)}, predictor)
+        double = _effect(prediction, f"{name} doubled", {key: _scaled(value, 2.0)}, predictor)
+        if half or double:
+            rows.append({"name": name, "half": half, "double": double})
+    size = lambda row: max(abs(row[way]["tokens_per_s_ratio"] - 1) for way in ("half", "double") if row[way])
+    return sorted(rows, key=size, reverse=True)
+
+
+def _levers(job: Job) -> Iterator[tuple[str, str, float]]:
+    """Name, key and value of each quantity that is halved and doubled."""
+    for name, link in (("inter_node", job.fabric.inter_node), ("intra_node", job.fabric.intra_node)):
+        between = name == "inter_node"
+        words, key = f"links {'between' if between else 'within'} nodes", f"cluster.fabric.{name}"
+        if (job.cluster.nodes if between else job.cluster.devices_per_node) > 1:
+            yield f"bandwidth of {words}", f"{key}.bandwidth_gbytes_per_s", link.bandwidth_bytes_per_s / 1e9
+            yield f"latency of {words}", f"{key}.latency_us", link.latency_s * 1e6
+    yield "global batch", "batch.global_batch", job.batch.global_batch
+    yield "micro-batch", "batch.micro_batch", job.batch.micro_batch
+    yield "nodes", "cluster.nodes", job.cluster.nodes
+    yield "sequence length", "model.seq_len", job.model.seq_len
+
+
+def _scaled(value: float, factor: float) -> float:
+    return max(1, int(value * factor)) if isinstance(value, int) else value * factor
+
+
+def _effect(
+    prediction: Prediction, name: str, values: dict[str, Any], predictor: Predictor | str | None
+) -> Effect | None:
+    """The effect of a change; None if the changed job is not legal or the same."""
+    try:
+        job = change_job(prediction.job, values)
+        if job == prediction.job:
+            return None
+        found = predict(job, predictor)
+    except StepsightError:
+        return None
+    return {
+        "name": name,
+        "values": values,
+        "tokens_per_s_ratio": found.tokens_per_s / prediction.tokens_per_s,
+        "iteration_time_s": found.iteration_time_s,
+        "memory_bytes": found.memory.peak_bytes,
+        "fits": found.memory.fits,
+    }
+
+
+def next_steps(prediction: Prediction, predictor: Predictor | str | None = None) -> list[Effect]:
+    """Find single changes of the strategy that fit in memory and are faster, the fastest first."""
+    found = [_effect(prediction, name, values, predictor) for name, values in _moves(prediction.job)]
+    better = [each for each in found if each and each["fits"] and each["tokens_per_s_ratio"] > 1 + LEAST_GAIN]
+    return sorted(better, key=lambda effect: -effect["tokens_per_s_ratio"])[:MOST_STEPS]
+
+
+def _moves(job: Job) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Single changes of the strategy, with their names."""
+    p, size = job.parallel, job.batch.micro_batch
+    tensor, pipeline, replicas = p.tp > 1, p.pp > 1, p.dp > 1
+    candidates: list[tuple[str, Any, bool]] = [
+        *(("parallel.recompute", value, p.recompute != value) for value in ("none", "selective")),
+        ("batch.micro_batch", size * 2, True),
+        ("batch.micro_batch", size // 2, size > 1),
+        ("parallel.sequence_parallel", True, tensor and not p.sequence_parallel),
+        ("parallel.pp", p.pp // 2, pipeline),
+        ("parallel.tp", p.tp // 2, tensor),
+        ("parallel.tp", p.tp * 2, True),
+        ("parallel.pp", p.pp * 2, True),
+        *(("parallel.zero_stage", stage, replicas and p.zero_stage != stage) for stage in (0, 1, 3)),
+        ("parallel.overlap_grad_reduce", True, not p.overlap_grad_reduce),
+        ("parallel.overlap_param_gather", True, p.zero_stage in (1, 2) and not p.overlap_param_gather),
+        ("parallel.overlap_tp", "split", tensor and not p.overlap_tp),
+    ]
+    for key, value, possible in candidates:
+        if possible:
+            yield f"{key.partition('.')[2]} = {str(value).lower()}", {key: value}
+    if pipeline and p.schedule != "zb-h1":
+        yield "schedule = zb-h1", {"parallel.schedule": "zb-h1", "parallel.virtual_stages": 1}
+    for virtual in (2, 4) if pipeline else ():
+        interleaved = {"parallel.schedule": "1f1b", "parallel.virtual_stages": virtual}
+        yield f"schedule = 1f1b with virtual_stages = {virtual}", interleaved
