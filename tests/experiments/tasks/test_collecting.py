@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from stepsight.dataset.base.errors import CollectError, JobError
+from stepsight.dataset.base.errors import CollectError, JobError, TraceError
 from stepsight.dataset.base.files import read_json, write_json
 from stepsight.dataset.capture.captured import Captured, read_captured, write_captured
 from stepsight.dataset.capture.capturing_run import CaptureRequest, capture
@@ -72,6 +72,11 @@ def test_a_second_model_measures_only_new_signatures(job: Path, tmp_path: Path) 
     write_json(path, {**told, "fingerprint": {**told["fingerprint"], "processor": "another"}})
     with pytest.raises(CollectError, match="--reuse takes events of this machine"):
         collect_jobs([other], tmp_path / "third", SETTINGS, reuse=[tmp_path / "first"])
+    for broken in ('{"schema": 1', '{"schema": 99}', "[]"):
+        path.write_text(broken)
+        with pytest.raises(TraceError, match=r"world1\.json"):
+            collect_jobs([other], tmp_path / "fourth", SETTINGS, reuse=[tmp_path / "first"])
+        assert not (tmp_path / "fourth").exists()
 
 
 def test_a_plan_runs_elsewhere(job: Path, tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 import stepsight
 from stepsight.dataset import TraceGraphs
-from stepsight.dataset.base.errors import JobError, PredictorError
+from stepsight.dataset.base.errors import JobError, PredictorError, TraceError
 from stepsight.dataset.capture.captured import read_captured, write_captured
 from stepsight.dataset.kinds.op import Op
 from stepsight.dataset.trace_graphs.graph_dataset import make_dataset
@@ -47,6 +47,12 @@ def test_a_program_is_saved_edited_and_predicted(tmp_path: Path) -> None:
         stepsight.predict(program, latency="mine")  # type: ignore[call-overload]
     with pytest.raises(PredictorError, match="device_name"):
         stepsight.predict(program.replace(device_name=""))
+    with pytest.raises(PredictorError, match="must have nodes"):
+        stepsight.predict(program.remove(range(len(program))))
+    columns = program.edge_columns
+    back = {**columns, "source": columns["target"], "target": columns["source"]}
+    with pytest.raises(TraceError, match="the program"):
+        stepsight.predict(program.replace(edge_columns=back))
 
 
 def test_a_job_gives_graphs_without_targets(tmp_path: Path) -> None:
