@@ -8,7 +8,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
@@ -28,6 +28,7 @@ __all__ = [
     "read_json",
     "set_aside",
     "write_json",
+    "write_pieces",
     "write_text",
 ]
 
@@ -87,6 +88,12 @@ def write_text(path: Path, text: str) -> None:
     """Write a file completely or not at all."""
     with new_file(path) as temporary:
         temporary.write_text(text, "utf-8")
+
+
+def write_pieces(path: Path, pieces: Iterable[bytes]) -> None:
+    """Write a file that is made piece by piece, completely or not at all."""
+    with new_file(path) as temporary, temporary.open("wb") as file:
+        file.writelines(pieces)
 
 
 def read_json(path: Path) -> Any:

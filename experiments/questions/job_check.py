@@ -17,7 +17,7 @@ from stepsight.dataset.graph.program import OP, Program
 from stepsight.dataset.hardware.hardware import HARDWARE, Hardware, find_hardware
 from stepsight.dataset.job.job import Job
 from stepsight.dataset.kinds.op import OP_KINDS, Collective, Op
-from stepsight.experiments.questions.what_if import latency_of
+from stepsight.experiments.questions.traced_device import latency_of
 from stepsight.experiments.reports.text_table import Number, table
 from stepsight.simulator.durations.latency_model import LatencyModel
 from stepsight.simulator.programs.lower import Lowered, lower

@@ -12,19 +12,21 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from stepsight.dataset.base.errors import StepsightError, shorten
+from stepsight.dataset.base.files import write_pieces
 from stepsight.dataset.graph.intervals import merge, overlap
 from stepsight.dataset.graph.program import COLLECTIVE, OP, Program
-from stepsight.dataset.hardware.hardware import (
-    Fabric,
-)
+from stepsight.dataset.hardware.hardware import Fabric
 from stepsight.dataset.job.job import Job
 from stepsight.dataset.kinds.op import Collective, Op
 from stepsight.dataset.runs.run_folder import TracedRun, has_traces, is_imported, read_imported, run_folders, run_graphs
 from stepsight.dataset.runs.run_manifest import read_manifest, read_object
+from stepsight.experiments.questions.traced_device import latency_of, traced_device
 from stepsight.experiments.reports.text_table import Column, Number, table_of
 from stepsight.simulator.replay import changes
-from stepsight.simulator.replay.causes import COMMUNICATION, HOST_BOUND, LOADER, PEERS, breakdown
+from stepsight.simulator.replay.causes import COMMUNICATION, HOST_BOUND, LOADER, PEERS, breakdown, longest_path
+from stepsight.simulator.replay.kernels import kernel_table, launch_table
 from stepsight.simulator.replay.replay import Replay, replay
+from stepsight.simulator.replay.step_timeline import traced_timeline
 from stepsight.training.corrections.intervals import seconds_text
 from stepsight.training.prediction.prediction import predict
 
@@ -111,15 +113,11 @@ class ReplayedRun:
 
     def critical_path(self) -> list[dict[str, Any]]:
         """Nodes of the longest path through the steps, in time: rank, stream, name, kind, start and seconds."""
-        joined, walked = self.base.walked.joined, self.base.walked
-        inside = np.concatenate([graph.columns["step"] >= 0 for graph in self.graphs])
-        last, found = np.flatnonzero(inside), list[dict[str, Any]]()
-        for node in walked.path(int(last[np.argmax(walked.end_s[last])])):
+        joined, walked, found = self.base.walked.joined, self.base.walked, list[dict[str, Any]]()
+        for node in longest_path(walked):
             place = joined.rank_of(node)
             if place == len(self.graphs):  # where ranks meet
                 continue
-            if not inside[node]:
-                break
             graph, own = self.graphs[place], node - joined.first[place]
             where = {"rank": graph.rank, "stream": graph.streams[graph.columns["stream"][own]]}
             what = {"name": graph.names[graph.columns["name"][own]], "kind": graph.kind_of(own)}
@@ -169,8 +167,25 @@ class ReplayedRun:
             "exposed_communication_percent": {str(each["rank"]): each["percent"] for each in exposed},
             "causes": self.causes(),
             "critical_path": self.critical_path(),
+            "kernels": kernel_table(self.run.graphs),
+            "launches": launch_table(self.run.graphs),
             "warnings": self.warnings,
         }
+
+
+def write_timeline(folder: Path, to: Path) -> str:
+    """Write the measured timeline of a run for Perfetto, with its critical path, causes of idle times and launches, and
+    the duration that is predicted for each op and collective if the traced device is known.  Returns what was written.
+    """
+    found, predicted, told = ReplayedRun.read(one_run(folder, "--timeline", traced=True)), None, f"wrote {to}"
+    try:
+        model = latency_of(*traced_device(found.run))
+        seconds = [np.append(changes.sized_seconds(model, graph.works), np.nan) for graph in found.run.graphs]
+        predicted = [each[graph.columns["work"]] for each, graph in zip(seconds, found.run.graphs, strict=True)]
+    except StepsightError as error:
+        told += f", without predicted durations: {error}"
+    write_pieces(to, traced_timeline(found.profiled.walked, predicted, found.run.name))
+    return told
 
 
 def _of_messages(graphs: Sequence[Program], steps: float, fabric: Fabric | None) -> list[tuple[str, str, Change]]:
@@ -229,6 +244,15 @@ def replay_runs(path: Path) -> dict[str, Any]:
     return {"measured_s": measured, "replayed_s": replayed, "error_percent": error, "streams": streams, "runs": told}
 
 
+_LAUNCHES: dict[str, str | Column] = {
+    "rank": "rank",
+    "launches": "launches",
+    **{f"{of} from launch to start ms": f"{of}_delay_s" for of in ("mean", "median", "max")},
+    "outstanding, mean": "mean_queue",
+    "most": "max_queue",
+}
+
+
 def replay_text(told: dict[str, Any]) -> str:
     blocks = []
     streams: dict[str, str | Column] = {
@@ -245,6 +269,14 @@ def replay_text(told: dict[str, Any]) -> str:
         "longest on the critical path": lambda node: shorten(node["name"] or node["kind"], 60),
         "their ms": "seconds",
     }
+    kernels: dict[str, str | Column] = {
+        "kernel": lambda row: shorten(row["name"], 60),
+        "kind": "kind",
+        "count": "count",
+        "total ms": "seconds",
+        "%": "percent",
+        **{f"{of} ms": f"{of}_s" for of in ("mean", "min", "max")},
+    }
     for each in told.get("runs", [told]):
         lines = [
             _exposed_text(each),
@@ -256,6 +288,9 @@ def replay_text(told: dict[str, Any]) -> str:
         path = sorted(each["critical_path"], key=lambda node: -node["seconds"])[:MOST_NODES]
         lines += [_causes_text(each["causes"]), table_of(each["streams"], streams, 3)]
         lines.append(table_of(path, nodes, 3))
+        lines.append(table_of(each["kernels"][:MOST_NODES], kernels, 3))
+        if each["launches"]:
+            lines.append(table_of(each["launches"][:MOST_RANKS], _LAUNCHES, 3))
         blocks.append("\n".join([*lines, *(f"warning: {warning}" for warning in each["warnings"])]))
     return "\n\n".join(blocks)
 
@@ -308,6 +343,7 @@ def diagnose(run: Path, job: Job | None = None, predictor: Predictor | str | Non
             prediction = predict(job, predictor)
             compared = {
                 "predicted_s": prediction.iteration_time_s,
+                "source": prediction.source,
                 "low_s": prediction.low_s,
                 "high_s": prediction.high_s,
                 "slower_percent": 100.0 * ((measured or found.base.replayed_s) / prediction.iteration_time_s - 1.0),
@@ -334,7 +370,8 @@ def diagnosis_text(told: dict[str, Any]) -> str:
     if told["predicted_s"] is not None:
         line += (
             f", predicted {seconds_text(told['predicted_s'])} "
-            f"({seconds_text(told['low_s'])} to {seconds_text(told['high_s'])}): {told['slower_percent']:+.1f} %"
+            f"({seconds_text(told['low_s'])} to {seconds_text(told['high_s'])}) by {told['source']}: "
+            f"{told['slower_percent']:+.1f} %"
         )
     elif "why_not_predicted" in told:
         line += f"\nnot predicted: {told['why_not_predicted']}"

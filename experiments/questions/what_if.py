@@ -2,36 +2,19 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from stepsight.dataset.base.errors import JobError, StepsightError
-from stepsight.dataset.graph.program import Program
-from stepsight.dataset.hardware.hardware import (
-    FABRICS,
-    HARDWARE,
-    Fabric,
-    canonical_hardware,
-    find_fabric,
-    find_hardware,
-    unknown_hardware,
-    usual_fabric,
-)
-from stepsight.dataset.job.job import Job
-from stepsight.dataset.tables.measurements import device_name
+from stepsight.dataset.base.errors import StepsightError
+from stepsight.dataset.hardware.hardware import Fabric, find_fabric, usual_fabric
+from stepsight.experiments.questions.traced_device import latency_of, predictor_name, preset_name, traced_device
 from stepsight.experiments.questions.traced_runs import LEAST_SHARE, Change, ReplayedRun, one_run, step_text
 from stepsight.experiments.reports.text_table import table_of
 from stepsight.experiments.tasks.settings import TraceChanges
-from stepsight.simulator.durations.latency_model import LatencyModel, RooflineLatency
 from stepsight.simulator.replay import changes
 from stepsight.simulator.replay.causes import critical_path
 from stepsight.simulator.replay.replay import Walk, replay
-
-if TYPE_CHECKING:
-    from stepsight.training.predictor.predictor import Predictor
 
 _HOST_LIMIT = 50.0  # percent of the critical path from which the host limits a step
 
@@ -42,7 +25,7 @@ def what_if(path: Path, wanted: TraceChanges) -> dict[str, Any]:
     Where a step was timed without a profiler too, changes are to that step (``unprofiled_s``).
     """
     found = ReplayedRun.read(one_run(path, "what-if"))
-    traced = _traced_on(wanted, found.run.graphs, found.run.job) if wanted.by_predictor else None
+    traced = traced_device(found.run, wanted.on, wanted.on_fabric) if wanted.by_predictor or wanted.on else None
     asked = _changes(wanted, traced)
     if not asked:
         raise StepsightError("what-if needs at least one change, as --faster gemm=1.5 or --no-host")
@@ -59,7 +42,7 @@ def what_if(path: Path, wanted: TraceChanges) -> dict[str, Any]:
         free = replay(changes.as_device_graph(changed, changes.Tally())).replayed_s
         host_saves = 100.0 * (1.0 - free / after.replayed_s)
     device = sum(graph.device_time_s for graph in found.run.graphs) or 1.0
-    source = None if traced is None else getattr(_predictor_of(traced[0]), "source", "roofline")
+    source = None if traced is None else predictor_name(traced[0])
     return {
         "run": found.run.name,
         "measured_s": found.profiled.measured_s,
@@ -110,76 +93,11 @@ def _changes(asked: TraceChanges, traced: tuple[str, Fabric] | None) -> list[tup
         merged = partial(changes.with_buckets, num_bytes=asked.bucket_mb * 1e6, latency=now)
         found.append((f"buckets of {asked.bucket_mb:g} MB", merged))
     if asked.fabric or asked.hardware:
-        device = _preset_name(asked.hardware) if asked.hardware else name
+        device = preset_name(asked.hardware) if asked.hardware else name
         other = find_fabric(asked.fabric or usual_fabric(device))
         title = " and ".join(filter(None, (asked.hardware, asked.fabric)))
         found.append((f"on {title}", partial(changes.on_latencies, before=now, after=latency_of(device, other))))
     return found
-
-
-def _traced_on(asked: TraceChanges, graphs: Sequence[Program], job: Job | None) -> tuple[str, Fabric]:
-    """Hardware and fabric of the trace: from the user, from the job, or from the device's name in the trace."""
-    said = graphs[0].device_name
-    named = find_hardware(device_name(said)) if said else None
-    on = _preset_name(asked.on)
-    if on in HARDWARE.names() and named is not None and _chip(on) != _chip(named.name):
-        raise StepsightError(
-            f"--on must be the traced device: the trace is of {said!r:.80}, got {asked.on!r:.80}; --hardware asks about"
-            " another one"
-        )
-    name = on if asked.on else (job.cluster.hardware if job is not None else "")
-    if not name:
-        name = "local-cpu" if graphs[0].device == "cpu" else device_name(said)
-    if find_hardware(name) is None and not asked.on:  # of another memory size, which changes no duration
-        name = _preset_name(_chip(name))
-    if find_hardware(name) is None:
-        if asked.on:
-            raise StepsightError(f"--on must be the traced device, a name or a file: {unknown_hardware(asked.on)}")
-        told = f"the trace names {said!r:.80}, which is no known device" if said else "the trace names no device"
-        raise StepsightError(
-            f"{told}: name the device or a similar one with --on (as in --on mi300x); --on takes "
-            f"{', '.join(HARDWARE.names())}, or a file of a device"
-        )
-    if asked.on_fabric:
-        return name, find_fabric(asked.on_fabric)
-    try:
-        return name, job.fabric if job is not None else find_fabric(usual_fabric(name))
-    except JobError:
-        raise StepsightError(
-            f"no usual fabric of {name} is known: name the traced one with --on-fabric, one of "
-            f"{', '.join(FABRICS.names())}, or a file"
-        ) from None
-
-
-def _chip(name: str) -> str:
-    """A preset's name without its memory."""
-    return re.sub(r"-\d+gb$", "", name)
-
-
-def _preset_name(name: str) -> str:
-    """A known hardware by name, usual name or prefix (``h100-sxm``): the first one that matches."""
-    name = canonical_hardware(name)
-    if find_hardware(name) is not None:
-        return name
-    return next((known for known in HARDWARE.names() if known.startswith(f"{name}-")), name)
-
-
-def latency_of(hardware: str, fabric: Fabric) -> LatencyModel:
-    """The latency model of a hardware: the shipped predictor, else a roofline."""
-    facts = find_hardware(hardware)
-    if facts is None:
-        raise StepsightError(f"hardware must be one of {', '.join(HARDWARE.names())} or a file, got {hardware!r:.80}")
-    predictor = _predictor_of(hardware)
-    if predictor is None:
-        return RooflineLatency(facts, fabric)
-    return predictor.latency_on(fabric, 1, 1)
-
-
-def _predictor_of(hardware: str) -> Predictor | None:
-    from stepsight.training.prediction.prediction import asked_predictor
-
-    facts = find_hardware(hardware)
-    return asked_predictor(facts.name, None) if facts is not None else None
 
 
 def what_if_text(told: dict[str, Any]) -> str:

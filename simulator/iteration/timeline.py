@@ -15,6 +15,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -23,6 +24,7 @@ from stepsight.dataset.base.errors import StepsightError
 from stepsight.dataset.kinds import COLLECTIVE_KINDS
 from stepsight.dataset.kinds.op import Collective, Op
 from stepsight.simulator.clock.engine import NUM_CLOCKS, Floats
+from stepsight.simulator.clock.trace_writer import TraceWriter, micros, whole_ns
 from stepsight.simulator.iteration.simulated_iteration import PipelineRun, SimulatedIteration
 from stepsight.simulator.memory import estimate_moments
 from stepsight.simulator.programs.lower import Lowered
@@ -31,10 +33,6 @@ from stepsight.simulator.programs.sizes import layout_of
 from stepsight.simulator.schedules import KIND_NAMES
 
 LEVELS = ("segment", "op")
-_MICROSECONDS = 1e6
-# Times are written in whole nanoseconds: starts rounded up and durations down, so that what follows on a stream never
-# begins before what precedes it has ended.  The margin is far above the error of a sum of floats.
-_MARGIN_NS = 0.01
 _ACTION, _PROCESS = b"\x01", b"\x02"  # fields that a template leaves open, besides the times
 
 
@@ -64,56 +62,20 @@ def timeline_json(
     """
     if level not in LEVELS:
         raise StepsightError(f"timeline level must be one of {', '.join(LEVELS)}, got {level!r:.80}")
-    return _pieces(simulation, level, scale, stages)
+    writer, count = _JobWriter(simulation, level, scale), simulation.lowered.num_stages
+    chosen = simulation.pipeline_runs if stages is None else simulation.pipeline_runs[:1]
+    wanted = frozenset(range(count) if stages is None else stages)
+    events = (writer.pipeline(each, number * count, wanted) for number, each in enumerate(chosen))
+    told = {"job": simulation.job.name, "iteration_time_s": simulation.iteration_time_s * scale}
+    return writer.whole(told, chain.from_iterable(events))
 
 
-def _pieces(
-    simulation: SimulatedIteration, level: str, scale: float, stages: Collection[int] | None
-) -> Iterator[bytes]:
-    writer = _Writer(simulation, level, _MICROSECONDS * scale)
-    yield b'{"displayTimeUnit":"ms","otherData":'
-    yield _json({"job": simulation.job.name, "iteration_time_s": simulation.iteration_time_s * scale})
-    yield b',"traceEvents":['
-    every, count = range(simulation.lowered.num_stages), simulation.lowered.num_stages
-    for number, pipeline_run in enumerate(simulation.pipeline_runs if stages is None else simulation.pipeline_runs[:1]):
-        yield from writer.pipeline(pipeline_run, number * count, frozenset(every if stages is None else stages))
-    yield b",".join(writer.names())
-    yield b"]}"
-
-
-def _json(value: Any) -> bytes:
-    return json.dumps(value).encode()
-
-
-def _whole_ns(nanoseconds: Any) -> Any:
-    """A duration or an array of them, rounded down to whole nanoseconds."""
-    return np.maximum(np.floor(np.asarray(nanoseconds) - _MARGIN_NS), 0.0).astype(np.int64)
-
-
-def _micros(nanoseconds: int) -> str:
-    """Nanoseconds as the microseconds of a trace event."""
-    return f"{nanoseconds // 1000}.{nanoseconds % 1000:03d}"
-
-
-class _Writer:
-    def __init__(self, simulation: SimulatedIteration, level: str, unit: float) -> None:
+class _JobWriter(TraceWriter):
+    def __init__(self, simulation: SimulatedIteration, level: str, scale: float) -> None:
+        super().__init__(scale)
         self._simulation = simulation
         self._by_op = level == "op"
-        self._unit = unit
-        self._threads: dict[str, int] = {}
-        self._seen: dict[tuple[int, str], None] = {}
-        self._processes: dict[int, str] = {}
         self._templates: dict[tuple[int, Any], tuple[bytes, tuple[str, ...]]] = {}
-        self._flows = 0
-
-    def names(self) -> Iterator[bytes]:
-        """Metadata: names of processes and threads."""
-        for process, name in self._processes.items():
-            yield _json({"ph": "M", "name": "process_name", "pid": process, "args": {"name": name}})
-        for process, stream in self._seen:
-            thread = self._threads[stream]
-            event = {"ph": "M", "name": "thread_name", "pid": process, "tid": thread, "args": {"name": stream}}
-            yield _json(event)
 
     def pipeline(self, pipeline_run: PipelineRun, first: int, wanted: Collection[int]) -> Iterator[bytes]:
         """Events of some stages of one pipeline; its stages are processes from ``first`` on."""
@@ -122,7 +84,7 @@ class _Writer:
             name = f"stage {stage}" if low.num_stages > 1 else "rank"
             alike = f", {pipeline_run.pipeline.count} alike" if pipeline_run.pipeline.count > 1 else ""
             several = len(self._simulation.pipeline_runs) > 1
-            self._processes[first + stage] = name + (
+            self.processes[first + stage] = name + (
                 f", replica {pipeline_run.pipeline.replica}{alike}" if several else ""
             )
         names = action_names(low)
@@ -143,18 +105,18 @@ class _Writer:
     def _action(self, name: str, process: int, of: tuple[int, Any], start: Floats, finish: Floats) -> Iterator[bytes]:
         label = self._simulation.lowered.segments[of[0]].label
         if not self._by_op:
-            yield self._event(name, process, "compute", float(start[0]), float(finish[0]), label)
+            yield self.span(name, (process, "compute"), (float(start[0]), float(finish[0])), label)
             for clock in range(1, NUM_CLOCKS):
                 begin, stream = max(finish[0], start[clock]), CLOCK_STREAMS[clock]
                 if finish[clock] > begin:
-                    yield self._event(f"{name} tail", process, stream, float(begin), float(finish[clock]), "dp")
+                    yield self.span(f"{name} tail", (process, stream), (float(begin), float(finish[clock])), "dp")
             return
         times = self._simulation.ops_of(*of)
         template, streams = self._template(of)
         for stream in streams:
-            self._seen.setdefault((process, stream))
+            self.thread(stream, process)
         ends = (start[:, None] + times.finish).max(axis=0)
-        begins = np.ceil((ends - times.seconds) * self._unit * 1e3).astype(np.int64)
+        begins = np.ceil((ends - times.seconds) * self.unit * 1e3).astype(np.int64)
         parts = np.stack(np.divmod(begins, 1000), axis=1).ravel()
         filled = template.replace(_ACTION, name.encode()).replace(_PROCESS, str(process).encode())
         yield filled % tuple(parts.tolist())
@@ -166,29 +128,17 @@ class _Writer:
             times = self._simulation.ops_of(*of)
             program = self._simulation.lowered.segments[of[0]].program
             parts, action, process = [], _ACTION.decode(), _PROCESS.decode()
-            durations = _whole_ns(times.seconds * self._unit * 1e3)
+            durations = whole_ns(times.seconds * self.unit * 1e3)
             for node, duration in zip(program.nodes, durations.tolist(), strict=True):
                 title = json.dumps(f"{node.name} {node.work.kind}")[1:-1].replace("%", "%%")
                 parts.append(
                     f'{{"ph":"X","name":"{action} {title}","cat":"{program.label}","pid":{process},'
-                    f'"tid":{self._thread(node.stream)},"ts":%d.%03d,"dur":{_micros(duration)},'
+                    f'"tid":{self.thread(node.stream)},"ts":%d.%03d,"dur":{micros(duration)},'
                     f'"args":{{"what":"{node.work}"}}}},'
                 )
             streams = tuple(dict.fromkeys(node.stream for node in program.nodes))
             self._templates[of] = known = ("".join(parts).encode(), streams)
         return known
-
-    def _thread(self, stream: str) -> int:
-        return self._threads.setdefault(stream, len(self._threads))
-
-    def _event(self, name: str, process: int, stream: str, begin: float, end: float, category: str) -> bytes:
-        self._seen.setdefault((process, stream))
-        starts, lasts = math.ceil(begin * self._unit * 1e3), int(_whole_ns((end - begin) * self._unit * 1e3))
-        text = (
-            f'{{"ph":"X","name":"{name}","cat":"{category}","pid":{process},"tid":{self._thread(stream)},'
-            f'"ts":{_micros(starts)},"dur":{_micros(lasts)}}},'
-        )
-        return text.encode()
 
     def _messages(
         self, pipeline_run: PipelineRun, first: int, names: list[str], wanted: Collection[int]
@@ -207,28 +157,12 @@ class _Writer:
             ends[lane : lane + 1] = [end]
             if lane:  # several messages between two stages at the same time
                 stream += f" ({lane + 1})"
-            yield self._event(f"{names[source]} to stage {to}", first + stage, stream, begin, end, "pp")
+            yield self.span(f"{names[source]} to stage {to}", (first + stage, stream), (begin, end), "pp")
             if not self._by_op:
                 places = ((stage, "compute", run.log.start[source, 0]), (stage, stream, begin))
-                yield self._flow(first, (*places, (to, "compute", run.log.start[target, 0])))
+                ends_at = (to, "compute", run.log.start[target, 0])
+                yield self.flow("message", [(first + at, *rest) for at, *rest in (*places, ends_at)])
         yield from self._in_flight(pipeline_run, first)
-
-    def _flow(self, first: int, places: tuple[tuple[int, str, float], ...]) -> bytes:
-        """Arrows from event to event, each named by its stage, stream and begin."""
-        self._flows += 1
-        parts = []
-        for phase, (stage, stream, begin) in zip(("s", "t", "f"), places, strict=True):
-            at = _micros(math.ceil(float(begin) * self._unit * 1e3))
-            binding = ',"bp":"e"' if phase == "f" else ""
-            parts.append(
-                f'{{"ph":"{phase}","id":{self._flows},"name":"message","cat":"pp","pid":{first + stage},'
-                f'"tid":{self._thread(stream)},"ts":{at}{binding}}},'
-            )
-        return "".join(parts).encode()
-
-    def _counter(self, name: str, process: int, begin: float, value: float) -> bytes:
-        at = _micros(math.ceil(begin * self._unit * 1e3))
-        return f'{{"ph":"C","name":"{name}","pid":{process},"ts":{at},"args":{{"value":{value:g}}}}},'.encode()
 
     def _in_flight(self, pipeline_run: PipelineRun, first: int) -> Iterator[bytes]:
         """Counters of the messages that each stage has in flight."""
@@ -236,12 +170,8 @@ class _Writer:
         stages = track.stage[track.source]
         for stage in range(track.num_stages):
             mine = stages == stage
-            changes = [(float(at), 1) for at in run.log.message_start[mine]]
-            changes += [(float(at), -1) for at in run.log.message_finish[mine]]
-            count = 0
-            for at, change in sorted(changes):
-                count += change
-                yield self._counter("messages in flight", first + stage, at, count)
+            times = (run.log.message_start[mine], run.log.message_finish[mine])
+            yield from self.outstanding("messages in flight", first + stage, *times)
 
     def _memory(self, pipeline_run: PipelineRun, first: int) -> Iterator[bytes]:
         """Counters of the memory of each stage, from one action to the next."""
@@ -253,7 +183,7 @@ class _Writer:
                 for begin, size in zip(
                     [*begins.tolist(), float(simulation.begin[stage])], moments.tolist(), strict=True
                 ):
-                    yield self._counter("memory (GB)", first + stage, begin, size / 1e9)
+                    yield self.counter("memory (GB)", first + stage, begin, size / 1e9)
 
 
 def action_names(lowered: Lowered) -> list[str]:

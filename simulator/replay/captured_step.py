@@ -6,18 +6,15 @@ collective takes a part of its time from the computation, and a host that launch
 
 from __future__ import annotations
 
-import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
-from typing import Any
+from itertools import chain
 
 import numpy as np
 from numpy.typing import NDArray
 
 from stepsight.dataset.base.errors import CaptureError, TraceError
-from stepsight.dataset.base.files import new_file
 from stepsight.dataset.graph.program import (
     COLLECTIVE,
     HOST,
@@ -31,6 +28,7 @@ from stepsight.dataset.kinds.op import Op
 from stepsight.simulator.durations.latency_model import HostTimes, LatencyModel, host_times
 from stepsight.simulator.durations.segment_timing import timer_of
 from stepsight.simulator.replay.replay import Joined, Walk, join, walk
+from stepsight.simulator.replay.step_timeline import StepWriter
 
 Floats = NDArray[np.float64]
 COMPUTE = 0  # number of the stream on which a script computes
@@ -243,76 +241,22 @@ def axis_of(graph: Program, node: int) -> str:
 _LEAST_CHANGE = 0.002  # share of the peak: smaller changes of memory are not drawn
 
 
-def write_timeline(step: CapturedStep, memory: Sequence[NDArray[np.int64]], to: Path, name: str) -> None:
-    """Write a file that ui.perfetto.dev opens: a process for each rank, a thread for each stream.
+def step_timeline(step: CapturedStep, memory: Sequence[NDArray[np.int64]], name: str) -> Iterator[bytes]:
+    """A timeline as pieces of JSON: a process for each rank, a thread for each stream.
 
     Args:
         step: The timed step.
-        memory: Bytes of tensors when each node of each rank is issued.
-        to: The file.
+        memory: Bytes of tensors when each node of each rank is issued, drawn where the computation changes it visibly.
         name: Of the script.
     """
-    events: list[dict[str, Any]] = []
-    for place, live in enumerate(memory):
-        events += _rank_events(step, place, live)
-    events += _arrows(step)
-    told = {"displayTimeUnit": "ms", "otherData": {"job": name, "iteration_time_s": step.iteration_time_s}}
-    with new_file(to) as part:
-        part.write_text(json.dumps({**told, "traceEvents": events}, separators=(",", ":")), "utf-8")
+    writer, first = StepWriter(step.walked.joined, step.walked.start_s, step.walked.end_s), step.walked.joined.first
 
+    def tensors() -> Iterator[bytes]:
+        for graph, live, begin in zip(step.graphs, memory, first, strict=False):
+            drawn, least = -np.inf, _LEAST_CHANGE * float(live.max(initial=0))
+            for node in np.flatnonzero(graph.on_device & (graph.columns["stream"] == COMPUTE)).tolist():
+                if abs(live[node] - drawn) > least:
+                    drawn = float(live[node])
+                    yield writer.counter("memory (GB)", graph.rank, step.walked.start_s[begin + node], drawn / 1e9)
 
-def _rank_events(step: CapturedStep, place: int, live: NDArray[np.int64]) -> list[dict[str, Any]]:
-    """Names, ops and collectives of a rank, and its memory at ops of the computation where it changes visibly."""
-    graph, (start, end) = step.graphs[place], step.of_rank(place)
-    of, nodes = {"pid": graph.rank}, graph.columns
-    begin, lasts = _micros(start), ((_whole_ns(end) - _whole_ns(start)) / 1e3).tolist()
-    events: list[dict[str, Any]] = [{"ph": "M", "name": "process_name", **of, "args": {"name": f"rank {graph.rank}"}}]
-    for number, title in enumerate(graph.streams):
-        events.append({"ph": "M", "name": "thread_name", **of, "tid": number, "args": {"name": title}})
-    drawn, least = -np.inf, _LEAST_CHANGE * float(live.max(initial=0))
-    for node in np.flatnonzero(graph.on_device).tolist():
-        work, stream = graph.works[nodes["work"][node]], int(nodes["stream"][node])
-        args = {"what": str(work), "call": _call(graph, node)}
-        category, times = (*PHASES, "step")[nodes["phase"][node]], {"ts": begin[node], "dur": lasts[node]}
-        events.append({"ph": "X", "name": work.kind, "cat": category, **of, "tid": stream, **times, "args": args})
-        if stream == COMPUTE and abs(live[node] - drawn) > least:
-            drawn = float(live[node])
-            events.append({"ph": "C", "name": "tensors", **of, "ts": begin[node], "args": {"bytes": int(live[node])}})
-    return events
-
-
-def _call(graph: Program, node: int) -> str:
-    return str(graph.names[graph.columns["name"][node]])
-
-
-def _whole_ns(seconds: Floats) -> Floats:
-    """Nanoseconds, rounded up: an event that starts at another's end or later never begins before its written end."""
-    return np.ceil(seconds * 1e9)
-
-
-def _micros(seconds: Floats) -> list[float]:
-    return list((_whole_ns(seconds) / 1e3).tolist())
-
-
-def _arrows(step: CapturedStep) -> list[dict[str, Any]]:
-    """Arrows to what waits for another stream, and from a message's sender to its receiver."""
-    joined = step.walked.joined
-    begins = [_micros(step.of_rank(place)[0]) for place in range(len(step.graphs))]
-    ends: list[tuple[tuple[int, int], tuple[int, int]]] = []  # rank's place and node, of both ends
-    for place, graph in enumerate(step.graphs):
-        stream, (source, target) = graph.columns["stream"], (graph.edge_columns[end] for end in ("source", "target"))
-        drawn = graph.on_device[source] & graph.on_device[target] & (stream[source] != stream[target])
-        pairs = zip(source[drawn].tolist(), target[drawn].tolist(), strict=True)
-        ends += [((place, before), (place, after)) for before, after in pairs]
-    for together in joined.meetings:
-        members = sorted(together.items(), key=lambda each: "recv" in _call(step.graphs[each[0]], each[1]))
-        if axis_of(step.graphs[members[0][0]], members[0][1]) == "pp_communication" and len(members) == 2:
-            ends.append((members[0], members[1]))
-    events = []
-    for number, pair in enumerate(ends, 1):
-        for phase, (place, node) in zip("sf", pair, strict=True):
-            graph = step.graphs[place]
-            of = {"pid": graph.rank, "tid": int(graph.columns["stream"][node]), "ts": begins[place][node]}
-            binding = {"bp": "e"} if phase == "f" else {}
-            events.append({"ph": phase, "id": number, "name": "dependency", "cat": "dependency", **of, **binding})
-    return events
+    return writer.whole({"job": name, "iteration_time_s": step.iteration_time_s}, chain(writer.nodes(), tensors()))

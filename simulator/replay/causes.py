@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import Any
 
 import numpy as np
@@ -99,29 +100,39 @@ def _length(intervals: Intervals) -> float:
 
 def _idle(graph: Program, walked: Walk, first: int) -> dict[str, float]:
     """Idle seconds of the busiest stream, by what its next op waited for."""
+    found: defaultdict[str, float] = defaultdict(float)
+    for _, _, causes in idle_gaps(graph, walked, first):
+        for cause, seconds in causes.items():
+            found[cause] += seconds
+    return {cause: seconds for cause, seconds in found.items() if seconds > 0}
+
+
+def idle_gaps(graph: Program, walked: Walk, first: int) -> Iterator[tuple[int, float, dict[str, float]]]:
+    """The node after each idle time of the stream with most of a rank's ops, how long it idled, and seconds by cause.
+
+    Args:
+        graph: Of the rank.
+        walked: Of all ranks.
+        first: Where the rank's nodes begin in it.
+    """
     inside = np.flatnonzero((graph.columns["step"] >= 0) & (graph.columns["kind"] == OP))
     if not len(inside):
-        return {}
+        return
     streams = np.bincount(graph.columns["stream"][inside], graph.duration_s[inside])
     nodes = inside[graph.columns["stream"][inside] == int(streams.argmax())]
     gaps = np.maximum(graph.start_s[nodes[1:]] - np.maximum.accumulate(graph.end_s[nodes])[:-1], 0.0)
     late = lateness(graph)[nodes[1:]]
     loading, waits = merge(graph.loading_s), _host_waits(graph)
-    found: defaultdict[str, float] = defaultdict(float)
     for node, gap, unexplained in zip(nodes[1:].tolist(), gaps.tolist(), late.tolist(), strict=True):
-        found[UNEXPLAINED] += min(gap, unexplained)
-        rest = max(gap - unexplained, 0.0)
-        if not rest:
-            continue
+        found, rest = {UNEXPLAINED: min(gap, unexplained)}, max(gap - unexplained, 0.0)
         since, until = np.array([graph.start_s[node] - gap]), np.array([graph.start_s[node]])
-        cause = _cause(graph, walked, first + node, first)
+        cause = _cause(graph, walked, first + node, first) if rest else UNEXPLAINED
         if cause == HOST_BOUND:
             for why, intervals in ((LOADER, loading), (SYNCHRONISATION, waits)):
                 part = min(float(overlap(intervals, since, until)[0]), rest)
-                found[why] += part
+                found[why] = part
                 rest -= part
-        found[cause] += rest
-    return {cause: seconds for cause, seconds in found.items() if seconds > 0}
+        yield node, gap, {**found, cause: found.get(cause, 0.0) + rest}
 
 
 def _host_waits(graph: Program) -> Intervals:
@@ -146,24 +157,26 @@ def _cause(graph: Program, walked: Walk, node: int, first: int) -> str:
     return COMMUNICATION if kind == COLLECTIVE else SYNCHRONISATION
 
 
+def longest_path(walked: Walk) -> list[int]:
+    """Nodes and meetings of the critical path through the traced steps, from its end."""
+    inside = np.concatenate([graph.columns["step"] >= 0 for graph in walked.joined.graphs])
+    chosen = np.flatnonzero(inside)
+    if not len(chosen):
+        return []
+    path = walked.path(int(chosen[np.argmax(walked.end_s[chosen])]))
+    return list(takewhile(lambda node: node >= len(inside) or inside[node], path))
+
+
 def critical_path(walked: Walk) -> dict[str, float]:
     """Seconds of the longest path of a walk: by family of ops, of the ``host``, and of ``device_delays`` between
     them.
     """
     joined = walked.joined
-    inside = [graph.columns["step"] >= 0 for graph in joined.graphs]
-    chosen = np.flatnonzero(np.concatenate(inside))
-    if not len(chosen):
-        return {}
     families: defaultdict[str, float] = defaultdict(float)
-    path = list(walked.path(int(chosen[np.argmax(walked.end_s[chosen])])))
-    for node, before in zip(path, [*path[1:], -1], strict=True):
-        place = joined.rank_of(node)
+    for node in longest_path(walked):
+        place, before = joined.rank_of(node), walked.before(node)
         if place < len(joined.graphs):
-            own = node - joined.first[place]
-            if not inside[place][own]:
-                break
-            families[_family(joined.graphs[place], own)] += float(joined.seconds[node])
+            families[_family(joined.graphs[place], node - joined.first[place])] += float(joined.seconds[node])
         if before >= 0:
             waited = float(walked.start_s[node] - walked.end_s[before])
             at = joined.rank_of(before)

@@ -8,7 +8,7 @@ scaled by a plain factor.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -234,18 +234,10 @@ def _scaled(
     """Scale durations by the models' predictions for each signature before and after; by ``plain`` if the models cannot
     predict it.
     """
-    ratios = np.full(len(pairs) + 1, plain)
-    known = np.zeros(len(pairs) + 1, dtype=np.bool_)
-    dtypes = set(models[0].hardware.peak_flops) & set(models[1].hardware.peak_flops)
-    for kind in (Op, Collective):
-        places = [place for place, (work, _) in enumerate(pairs) if isinstance(work, kind)]
-        if kind is Collective:
-            ratios[places] = 1.0  # of unknown size
-        chosen = [place for place in places if _is_sized(pairs[place][0], dtypes)]
-        if chosen:
-            old, new = ([pairs[place][side] for place in chosen] for side in range(2))
-            ratios[chosen] = seconds_of(models[1], new) / np.maximum(seconds_of(models[0], old), 1e-12)
-            known[chosen] = True
+    old, new = (sized_seconds(models[side], [pair[side] for pair in pairs]) for side in range(2))
+    known = np.append(~np.isnan(old + new), False)
+    of_unknown = [1.0 if isinstance(work, Collective) else plain for work, _ in pairs]
+    ratios = np.append(np.where(known[:-1], new / np.maximum(old, 1e-12), of_unknown), plain)
     work = graph.columns["work"]
     device = graph.on_device
     for predicted in (True, False):
@@ -253,11 +245,20 @@ def _scaled(
     return graph.replace(duration_s=np.where(device, graph.duration_s * ratios[work], graph.duration_s))
 
 
-def _is_sized(work: Op | Collective, dtypes: Collection[str]) -> bool:
-    """Whether the sizes of a work are known, and devices support its dtype."""
+def sized_seconds(model: LatencyModel, works: Sequence[Op | Collective]) -> Floats:
+    """``(n,)``: seconds of each work; NaN where its sizes are unknown, or the device does not support its dtype."""
+    found = np.full(len(works), np.nan)
+    for kind in (Op, Collective):
+        places = [place for place, work in enumerate(works) if isinstance(work, kind) and _is_sized(work, model)]
+        if places:
+            found[places] = seconds_of(model, [works[place] for place in places])
+    return found
+
+
+def _is_sized(work: Op | Collective, model: LatencyModel) -> bool:
     if isinstance(work, Collective):
         return work.num_bytes > 0
-    return work.kind != "opaque" and min(work.dims, default=0) > 0 and work.dtype in dtypes
+    return work.kind != "opaque" and min(work.dims, default=0) > 0 and work.dtype in model.hardware.peak_flops
 
 
 def seconds_of(model: LatencyModel, works: Sequence[Op | Collective]) -> Floats:

@@ -73,12 +73,11 @@ class PredictionFiles:
 
     def write(self, prediction: Prediction) -> None:
         """Write the files that are wanted."""
-        from stepsight.dataset.base.files import new_file
+        from stepsight.dataset.base.files import write_pieces
         from stepsight.simulator.schedules import write_schedule
 
         if self.timeline is not None:
-            with new_file(self.timeline) as part, part.open("wb") as file:
-                file.writelines(prediction.timeline_json(self.level))
+            write_pieces(self.timeline, prediction.timeline_json(self.level))
         if self.traces is not None:
             write_traces(prediction, self.traces, self.trace_stages)
         if self.schedule is not None:
@@ -169,10 +168,11 @@ def _predict_program(
     program: Path, predictor: Predictor | str | None, cluster: tuple[str, str], timeline: Path | None
 ) -> Answer:
     """``stepsight predict --program``; ``cluster``: names of the hardware and of the fabric, empty if not given."""
+    from stepsight.dataset.base.files import write_pieces
     from stepsight.dataset.capture.captured import read_captured
     from stepsight.dataset.capture.model_files import ModelRequest, is_model, read_model
     from stepsight.experiments.reports.job_texts import program_text
-    from stepsight.simulator.replay.captured_step import write_timeline
+    from stepsight.simulator.replay.captured_step import step_timeline
     from stepsight.training.prediction.captured_prediction import predict_captured
 
     reads_model = is_model(program) and program.is_file()
@@ -181,7 +181,7 @@ def _predict_program(
     told = prediction.to_dict()
     if timeline is not None:
         memory = [rank.live_bytes for rank in prediction.captured.ranks]
-        write_timeline(prediction.step, memory, timeline, prediction.captured.script)
+        write_pieces(timeline, step_timeline(prediction.step, memory, prediction.captured.script))
     return Answer(told, program_text(told))
 
 

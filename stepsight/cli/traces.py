@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from stepsight.cli.options import Answer, progress
+from stepsight.cli.options import Answer, Written, progress
 from stepsight.dataset.base.errors import StepsightError
 from stepsight.dataset.base.registry import did_you_mean
 from stepsight.experiments.tasks.settings import TraceChanges
@@ -105,7 +105,12 @@ def _import_traces(
     return Answer(told, import_text(told))
 
 
-def replay_command(run: Annotated[Path, typer.Argument(metavar="RUN")], *, job: Path | None = None) -> Answer:
+def replay_command(
+    run: Annotated[Path, typer.Argument(metavar="RUN")],
+    *,
+    job: Path | None = None,
+    timeline: Annotated[Path | None, Written((".json",), rb'\{"displayTimeUnit":')] = None,
+) -> Answer:
     """Replay traced steps from durations and dependencies, and compare the replay with the measured steps.
 
     The replay uses durations and dependencies, but no recorded start times. A small error therefore shows that the
@@ -113,23 +118,29 @@ def replay_command(run: Annotated[Path, typer.Argument(metavar="RUN")], *, job: 
 
     With --job, ops and collectives of the traced step are compared with those of the job's program. The table lists
     missing, extra and different ones, with counts and seconds. A job that cannot have produced the trace is an error.
-    Examples:
+
+    The answer also has the causes of a slow step, the critical path, kernels by name, and delays of launches. Examples:
 
         stepsight import kineto traces/ --out runs/theirs
         stepsight replay runs/theirs
         stepsight replay runs/theirs --job job.toml
+        stepsight replay runs/theirs --timeline step.json
 
     Args:
         run: A run folder, or a collection: all of its runs.
         job: Job file of the run: also compare the traced step with the program of the job.
+        timeline: Write the traced step to this file for ui.perfetto.dev, annotated: critical path, causes of idle time,
+            outstanding launches, predicted durations. One run only.
     """
     from stepsight.dataset.job.job import Job
     from stepsight.dataset.runs.run_folder import run_folders, run_graphs
     from stepsight.experiments.questions.job_check import check_job, compare, comparison_text
-    from stepsight.experiments.questions.traced_runs import replay_runs, replay_text
+    from stepsight.experiments.questions.traced_runs import replay_runs, replay_text, write_timeline
 
     told = replay_runs(run)
     text = replay_text(told)
+    if timeline is not None:
+        text += f"\n\n{write_timeline(run, timeline)}"
     if job is not None:
         folders = run_folders(run)
         if len(folders) != 1:

@@ -21,6 +21,7 @@ from stepsight.experiments.questions.traced_runs import (
     diagnosis_text,
     replay_runs,
     replay_text,
+    write_timeline,
 )
 from stepsight.experiments.questions.what_if import what_if
 from stepsight.experiments.tasks.settings import TraceChanges
@@ -120,3 +121,23 @@ def test_a_replay_tells_causes_exposed_communication_and_the_critical_path(pair:
     step, ranks = sum(node["seconds"] for node in path), len(ReplayedRun.read(*(pair / "runs").iterdir()).graphs)
     assert ranks == 2 and 0 < step <= 2 * told["step_s"] * 1.01
     assert replay_text(told).startswith("exposed communication of a step: rank 0 ")
+
+
+def test_a_timeline_marks_the_critical_path_causes_and_predicted_durations(pair: Path, tmp_path: Path) -> None:
+    """No thread does two things at once, and the path leaves out no time of the step."""
+    told = write_timeline(pair, tmp_path / "step.json")
+    assert told == f"wrote {tmp_path / 'step.json'}"
+    events = json.loads((tmp_path / "step.json").read_text("utf-8"))["traceEvents"]
+    spans = sorted((each for each in events if each["ph"] == "X"), key=lambda each: each["ts"])
+    ends: dict[tuple[int, int], float] = {}
+    for event in spans:
+        thread = event["pid"], event["tid"]
+        assert event["ts"] >= ends.get(thread, 0.0) - 1e-6 and event["dur"] >= 0
+        ends[thread] = event["ts"] + event["dur"]
+    marked = [event for event in spans if event.get("args", {}).get("critical")]
+    path = [event for event in spans if event["cat"] == "critical"]
+    assert 0 < len(path) <= len(marked) and {event["args"]["rank"] for event in path} >= {1}
+    assert any("predicted_us" in event["args"] for event in marked if event["name"].endswith(" linear"))
+    assert {event["name"] for event in spans if event["cat"] == "idle"} >= {"host_bound"}
+    assert max(event["args"]["value"] for event in events if event["ph"] == "C") >= 1
+    assert {"s", "f", "M"} <= {event["ph"] for event in events}

@@ -1,0 +1,97 @@
+"""The device of a traced run, and the latency model of it."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING
+
+from stepsight.dataset.base.errors import JobError, StepsightError
+from stepsight.dataset.hardware.hardware import (
+    FABRICS,
+    HARDWARE,
+    Fabric,
+    canonical_hardware,
+    find_fabric,
+    find_hardware,
+    unknown_hardware,
+    usual_fabric,
+)
+from stepsight.dataset.runs.run_folder import TracedRun
+from stepsight.dataset.tables.measurements import device_name
+from stepsight.simulator.durations.latency_model import LatencyModel, RooflineLatency
+
+if TYPE_CHECKING:
+    from stepsight.training.predictor.predictor import Predictor
+
+
+def traced_device(run: TracedRun, on: str = "", on_fabric: str = "") -> tuple[str, Fabric]:
+    """Hardware and fabric of a trace: as said, else from the job, or from the device's name in the trace.
+
+    Raises:
+        StepsightError: If they are unknown, or the trace contradicts what is said.
+    """
+    job, said, on_host = run.job, run.graphs[0].device_name, run.graphs[0].device == "cpu"
+    name = preset_name(on) if on else (job.cluster.hardware if job is not None else "")
+    if not name:
+        name = "local-cpu" if on_host else device_name(said)
+    if find_hardware(name) is None and not on:  # of another memory size, which changes no duration
+        name = preset_name(_chip(name))
+    facts = find_hardware(name)
+    named = find_hardware(device_name(said)) if said else None
+    differs = named is not None and name in HARDWARE.names() and _chip(name) != _chip(named.name)
+    if on and facts is not None and (differs or (facts.kind == "cpu") != on_host):
+        raise StepsightError(
+            f"--on must be the traced device: the trace is of {said or ('a CPU' if on_host else 'a GPU')!r:.80}, "
+            f"got {on!r:.80}; --hardware asks about another one"
+        )
+    if facts is None:
+        if on:
+            raise StepsightError(f"--on must be the traced device, a name or a file: {unknown_hardware(on)}")
+        told = f"the trace names {said!r:.80}, which is no known device" if said else "the trace names no device"
+        raise StepsightError(
+            f"{told}: name the device or a similar one with --on (as in --on mi300x); --on takes "
+            f"{', '.join(HARDWARE.names())}, or a file of a device"
+        )
+    if on_fabric:
+        return name, find_fabric(on_fabric)
+    try:
+        return name, job.fabric if job is not None else find_fabric(usual_fabric(name))
+    except JobError:
+        raise StepsightError(
+            f"no usual fabric of {name} is known: name the traced one with --on-fabric, one of "
+            f"{', '.join(FABRICS.names())}, or a file"
+        ) from None
+
+
+def _chip(name: str) -> str:
+    """A preset's name without its memory."""
+    return re.sub(r"-\d+gb$", "", name)
+
+
+def preset_name(name: str) -> str:
+    """A known hardware by name, usual name or prefix (``h100-sxm``): the first one that matches."""
+    name = canonical_hardware(name)
+    if find_hardware(name) is not None:
+        return name
+    return next((known for known in HARDWARE.names() if known.startswith(f"{name}-")), name)
+
+
+def latency_of(hardware: str, fabric: Fabric) -> LatencyModel:
+    """The latency model of a hardware: the shipped predictor, else a roofline."""
+    facts = find_hardware(hardware)
+    if facts is None:
+        raise StepsightError(f"hardware must be one of {', '.join(HARDWARE.names())} or a file, got {hardware!r:.80}")
+    predictor = _predictor_of(facts.name)
+    return RooflineLatency(facts, fabric) if predictor is None else predictor.latency_on(fabric, 1, 1)
+
+
+def predictor_name(hardware: str) -> str:
+    """What ``latency_of`` asks."""
+    return getattr(_predictor_of(hardware), "source", "roofline")
+
+
+def _predictor_of(hardware: str) -> Predictor | None:
+    from stepsight.training.prediction.prediction import asked_predictor
+
+    facts = find_hardware(hardware)
+    return asked_predictor(facts.name, None) if facts is not None else None

@@ -1,0 +1,124 @@
+"""A step of some ranks as a Chrome trace: captured and predicted, or traced and annotated with its replay."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
+
+import numpy as np
+from numpy.typing import NDArray
+
+from stepsight.dataset.graph.program import HOST, PHASES, Program
+from stepsight.simulator.clock.trace_writer import TraceWriter
+from stepsight.simulator.replay.causes import idle_gaps, longest_path
+from stepsight.simulator.replay.kernels import launch_times
+from stepsight.simulator.replay.replay import Joined, Walk
+
+Floats = NDArray[np.float64]
+
+
+class StepWriter(TraceWriter):
+    """Writes the nodes of joined graphs, a process for each rank and a thread for each stream.
+
+    Args:
+        joined: The graphs.
+        start_s, end_s: Of each node of the ranks, one rank after the other.
+        notes: Texts and numbers beside the signature, by node of these.
+    """
+
+    def __init__(
+        self, joined: Joined, start_s: Floats, end_s: Floats, notes: Mapping[int, Mapping[str, object]] | None = None
+    ) -> None:
+        super().__init__()
+        self._joined, self._start_s, self._end_s, self._notes = joined, start_s, end_s, notes or {}
+        self.processes = {graph.rank: f"rank {graph.rank}" for graph in joined.graphs}
+
+    def nodes(self) -> Iterator[bytes]:
+        """Ops, collectives and calls of the host that take time, and arrows between streams and of messages."""
+        for graph, first in zip(self._joined.graphs, self._joined.first, strict=False):
+            columns, drawn = graph.columns, self._drawn(graph, first)
+            for node in np.flatnonzero(drawn).tolist():
+                work, times = int(columns["work"][node]), (self._start_s[first + node], self._end_s[first + node])
+                said = {} if work < 0 else {"what": str(graph.works[work])}
+                name, kind = str(graph.names[columns["name"][node]]), graph.kind_of(node)
+                phase = (*PHASES, "step")[columns["phase"][node]]
+                place = (graph.rank, graph.streams[columns["stream"][node]])
+                yield self.span(f"{name} {kind}", place, times, phase, **said, **self._notes.get(first + node, {}))
+            stream, (source, target) = columns["stream"], (graph.edge_columns[end] for end in ("source", "target"))
+            across = drawn[source] & drawn[target] & (stream[source] != stream[target])
+            for before, after in zip(source[across].tolist(), target[across].tolist(), strict=True):
+                yield self.flow("dependency", [self._place(first + before), self._place(first + after)])
+        for together in self._joined.meetings:
+            nodes = [self._joined.first[place] + node for place, node in together.items()]
+            if len(nodes) == 2 and self._kind(nodes[0]) == "send_recv":
+                nodes.sort(key=lambda node: "recv" in self._name(node))
+                yield self.flow("message", [self._place(node) for node in nodes])
+
+    def replayed(self, walked: Walk, path: Sequence[int], first_s: float) -> Iterator[bytes]:
+        """What a replay adds: causes of idle times, outstanding launches, and the critical path in order of time."""
+        for graph, first, offset in zip(self._joined.graphs, self._joined.first, self._joined.offset_s, strict=False):
+            for node, gap, causes in idle_gaps(graph, walked, first):
+                if gap > 0:
+                    until, largest = self._start_s[first + node], max(causes, key=lambda cause: causes[cause])
+                    parts = {f"{cause}_us": round(1e6 * seconds, 3) for cause, seconds in causes.items() if seconds}
+                    yield self.span(largest, (graph.rank, "idle, by cause"), (until - gap, until), "idle", **parts)
+            times = [each + offset - first_s for each in launch_times(graph)]
+            yield from self.outstanding("launched, not started", graph.rank, *times)
+        process, reached = max(self.processes) + 1, 0.0
+        self.processes[process] = "critical path"
+        for node in path:  # a kernel may start before the call that launches it returns
+            begin, end = max(self._start_s[node], reached), max(self._end_s[node], reached)
+            if end > begin:
+                graph, own = self._graph(node)
+                title = f"{self._name(node)} {graph.kind_of(own)}"
+                yield self.span(title, (process, "critical path"), (begin, end), "critical", rank=graph.rank)
+            reached = end
+
+    def _drawn(self, graph: Program, first: int) -> NDArray[np.bool_]:
+        lasts = (self._end_s - self._start_s)[first : first + len(graph)] > 0
+        return np.asarray(graph.on_device | ((graph.columns["kind"] == HOST) & lasts))
+
+    def _graph(self, node: int) -> tuple[Program, int]:
+        place = self._joined.rank_of(node)
+        return self._joined.graphs[place], node - self._joined.first[place]
+
+    def _kind(self, node: int) -> str:
+        graph, own = self._graph(node)
+        return graph.kind_of(own)
+
+    def _name(self, node: int) -> str:
+        graph, own = self._graph(node)
+        return str(graph.names[graph.columns["name"][own]])
+
+    def _place(self, node: int) -> tuple[int, str, float]:
+        graph, own = self._graph(node)
+        return graph.rank, graph.streams[graph.columns["stream"][own]], float(self._start_s[node])
+
+
+def traced_timeline(walked: Walk, predicted: Sequence[Floats] | None, name: str) -> Iterator[bytes]:
+    """A timeline of traced steps as measured, with what their replay says, as pieces of JSON.
+
+    Nodes of the critical path are marked and shown once more in a process of their own; each rank has a thread with the
+    cause of each idle time, and a counter of kernels that are launched and have not started.
+
+    Args:
+        walked: The replay.
+        predicted: Of each rank, seconds of each node as a latency model predicts them; NaN: unknown.
+        name: Of the run.
+    """
+    joined = walked.joined
+    start = np.concatenate([g.start_s + at for g, at in zip(joined.graphs, joined.offset_s, strict=True)])
+    first_s = float(start.min(initial=np.inf))
+    start, end = start - first_s, start - first_s + np.concatenate([graph.duration_s for graph in joined.graphs])
+    notes: defaultdict[int, dict[str, object]] = defaultdict(dict)
+    path = [node for node in longest_path(walked)[::-1] if node < len(start)]
+    if predicted is not None:
+        for node, seconds in enumerate(np.concatenate(predicted).tolist()):
+            if seconds == seconds:
+                notes[node]["predicted_us"] = round(1e6 * seconds, 3)
+    for node in path:
+        notes[node]["critical"] = True
+    writer = StepWriter(joined, start, end, notes)
+    told = {"run": name, "measured": True}
+    return writer.whole(told, chain(writer.nodes(), writer.replayed(walked, path, first_s)))
