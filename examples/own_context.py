@@ -23,15 +23,17 @@ ORDER = ("op", "stream_order", "op")
 class AfterWhat(torch.nn.Module):
     """A factor from 1/2 to 2 for each op, from its features and those of the op before it on its stream."""
 
-    def __init__(self, num_features: int) -> None:
+    def __init__(self, rows: torch.Tensor) -> None:
         super().__init__()
-        self.norm = torch.nn.BatchNorm1d(num_features)
-        self.hear = SAGEConv(num_features, 16)
+        self.register_buffer("mean", rows.mean(dim=0))
+        self.register_buffer("scale", rows.std(dim=0) + 1e-3)
+        self.hear = SAGEConv(rows.shape[1], 16)
         self.decode = torch.nn.Linear(16, 1)
 
     def log_factor(self, graph) -> torch.Tensor:
         """``(ops,)``."""
-        hidden = silu(self.hear(self.norm(graph["op"].x), graph[ORDER].edge_index))
+        own = (graph["op"].x - self.mean) / self.scale
+        hidden = silu(self.hear(own, graph[ORDER].edge_index))
         return torch.tanh(self.decode(hidden)[:, 0]) * torch.log(torch.tensor(2.0))
 
     def forward(self, graph, alone: torch.Tensor) -> torch.Tensor:
@@ -44,11 +46,10 @@ class AfterWhat(torch.nn.Module):
 def fit(graphs: TraceGraphs, epochs: int = 30) -> AfterWhat:
     """Train on the ops whose seconds alone and in context are known."""
     torch.manual_seed(0)
-    model = AfterWhat(len(graphs.feature_names))
+    model = AfterWhat(torch.cat([graph["op"].x for graph in graphs]))
     optimizer = torch.optim.Adam(model.parameters(), 0.01)
-    batches = [graph for graph in graphs if graph["op"].num_nodes > 1]
     for _ in range(epochs):
-        for graph in batches:
+        for graph in graphs:
             alone, inside = graph["op"].y.T
             known = alone.isfinite() & inside.isfinite()
             if known.any():

@@ -54,6 +54,16 @@ class TestOwnContext(ContextModelContract):
         return CONTEXT["fit"](TraceGraphs(tmp_path / "data", scope="segment"), epochs=2)
 
 
+def test_the_context_model_answers_as_it_was_trained(tmp_path: Path) -> None:
+    """No layer depends on the other nodes of a batch: a normalisation over one graph would answer otherwise."""
+    make_dataset([collection(tmp_path)], tmp_path / "data")
+    graphs = TraceGraphs(tmp_path / "data", scope="segment")
+    model = CONTEXT["fit"](graphs, epochs=2)
+    for graph in graphs:
+        answers = [own.log_factor(graph) for own in (model.eval(), model.train())]
+        assert answers[0].equal(answers[1])
+
+
 def printed_ms(example: str) -> list[float]:
     """The times that an example prints, one a line."""
     found = subprocess.run(

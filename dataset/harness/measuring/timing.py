@@ -153,7 +153,7 @@ class StepTracer:
         """This rank's seconds of each step, and the traces' names in the folder, by format; after the block."""
         for name in self._names.values():
             path = self._folder / name
-            with path.open("rb") as source, gzip.open(f"{path}.gz", "wb", compresslevel=3) as target:
+            with path.open("rb") as source, gzip.open(f"{path}.gz", "wb", compresslevel=6) as target:
                 shutil.copyfileobj(source, target, 2**20)
             path.unlink()
         return self._clock.seconds()[2::2], {key: f"{name}.gz" for key, name in self._names.items()}
