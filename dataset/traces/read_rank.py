@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stepsight.dataset.base.caching import without_collection
-from stepsight.dataset.base.errors import TraceError
+from stepsight.dataset.base.errors import TraceError, shorten
 from stepsight.dataset.graph.columns import HostRecord
 from stepsight.dataset.graph.intervals import covered
 from stepsight.dataset.graph.program import COLLECTIVE, HOST, OP, WHY_NUMBER, Dependency, Program
@@ -210,7 +210,7 @@ def _device_name(events: RankEvents) -> str:
     properties = events.header.get("deviceProperties") or []
     devices = [each for each in properties if isinstance(each, dict)] if isinstance(properties, list) else []
     used = [each for each in devices if each.get("id") in {device for device, _ in events.streams}]
-    return str([*used, *devices, {}][0].get("name", ""))[:80]
+    return shorten(str([*used, *devices, {}][0].get("name", "")))
 
 
 def lateness(graph: Program) -> Floats:

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from stepsight.dataset.base.errors import StepsightError
+from stepsight.dataset.base.errors import StepsightError, shorten
+from stepsight.dataset.graph.program import Program
 from stepsight.dataset.job.job import Job
-from stepsight.dataset.runs.run_folder import has_traces, is_imported, read_imported, run_graphs
+from stepsight.dataset.runs.run_folder import MANIFEST, has_traces, is_imported, read_imported, run_graphs
 from stepsight.dataset.runs.run_manifest import read_manifest
+from stepsight.dataset.traces.import_traces import import_ranks
 from stepsight.experiments.questions.traced_runs import measured_step, one_run
 from stepsight.experiments.reports.text_table import Number, table
-from stepsight.simulator.replay.causes import breakdown
+from stepsight.simulator.replay.causes import Breakdown, breakdown
+from stepsight.simulator.replay.kernels import Kernel, kernel_seconds
+from stepsight.simulator.replay.replay import replay
 from stepsight.training.corrections.intervals import seconds_text
 from stepsight.training.prediction.prediction import Prediction, predict
 
@@ -35,9 +40,12 @@ class Side:
     facts: Mapping[str, Any]  # keys of the job and other facts; empty where unknown
     # seconds by cause: of a prediction the breakdown, of a run its critical path by kind
     causes: Mapping[str, float] = field(default_factory=dict)
-    # seconds on the critical path by op or collective; empty for a run
+    # seconds by op or collective: of a prediction on the critical path, of a traced run on the device (mean of ranks)
     works: Mapping[str, float] = field(default_factory=dict)
     interval: tuple[float, float] | None = None  # prediction interval in seconds; None for a run
+    # of a traced run, mean over ranks and steps: count and seconds of each kernel, and communication that nothing hides
+    kernels: Mapping[Kernel, tuple[float, float]] = field(default_factory=dict)
+    exposed_s: float | None = None
 
 
 def predicted_side(job: Job, predictor: Predictor | str | None, name: str) -> Side:
@@ -48,25 +56,37 @@ def predicted_side(job: Job, predictor: Predictor | str | None, name: str) -> Si
     return Side(name, prediction.iteration_time_s, False, facts, prediction.breakdown, _works(prediction), interval)
 
 
-def run_side(folder: Path) -> Side:
-    """A measured run, with its traces if it has any."""
-    folder = one_run(folder, "compare")
-    facts: dict[str, Any]
-    if is_imported(folder):
-        imported = read_imported(folder)
-        name, job = imported.name, imported.job
-        facts = {"hardware": imported.hardware, "ranks": len(imported.ranks)}
+def run_side(path: Path) -> Side:
+    """A measured run, with its traces if it has any; or a trace, or a folder of the traces of all ranks."""
+    name, job, facts, folder = path.name, None, dict[str, Any](), None
+    if path.is_file() or not ((path / MANIFEST).is_file() or (path / "runs").is_dir()):
+        graphs: Sequence[Program] = import_ranks([path]).graphs
     else:
-        manifest = read_manifest(folder)
-        name, job = manifest.name, manifest.job
-        facts = {"ranks": manifest.world_size, **{f"versions.{key}": v for key, v in manifest.versions.items()}}
-    told = breakdown(run_graphs(folder).graphs).to_dict() if has_traces(folder) else {"ranks": [], "critical": {}}
-    seconds = measured_step(folder, told["ranks"])
+        folder = one_run(path, "compare")
+        graphs = run_graphs(folder).graphs if has_traces(folder) else []
+        if is_imported(folder):
+            imported = read_imported(folder)
+            name, job = imported.name, imported.job
+        else:
+            manifest = read_manifest(folder)
+            name, job = manifest.name, manifest.job
+            facts = {"ranks": manifest.world_size, **{f"versions.{key}": v for key, v in manifest.versions.items()}}
+    if graphs:
+        facts = facts or {"hardware": graphs[0].device_name, "ranks": len(graphs)}
+    told = breakdown(graphs) if graphs else Breakdown()
+    seconds = (measured_step(folder) if folder else 0.0) or (replay(graphs).measured_s if graphs else 0.0)
     if not seconds:
-        raise StepsightError(f"compare needs a run with timed or traced steps, got {folder}")
-    path = sum(told["critical"].values()) or 1.0
-    causes = {kind: spent / path * seconds for kind, spent in told["critical"].items()}
-    return Side(name, seconds, True, {**({} if job is None else _flat(job)), **facts}, causes)
+        raise StepsightError(f"compare needs a run with timed or traced steps, got {path}")
+    path_s = sum(told.critical.values()) or 1.0
+    causes = {kind: spent / path_s * seconds for kind, spent in told.critical.items()}
+    steps = max(sum(len(graph.steps_s) for graph in graphs), 1)
+    kernels = {key: (len(runs) / steps, float(runs.sum()) / steps) for key, runs in kernel_seconds(graphs).items()}
+    works = defaultdict[str, float](float)
+    for kernel, (_, spent) in kernels.items():
+        works[kernel.what] += spent
+    exposed = (told.communication_s - told.overlapped_s) / steps if graphs else None
+    facts = {**({} if job is None else _flat(job)), **facts}
+    return Side(name, seconds, True, facts, causes, works, kernels=kernels, exposed_s=exposed)
 
 
 def _flat(job: Job) -> dict[str, Any]:
@@ -87,7 +107,8 @@ def compare_sides(sides: Sequence[Side]) -> dict[str, Any]:
 
     Returns:
         ``sides`` (name, seconds, ratio to the first), ``facts`` that differ, ``causes`` of all sides, and ``works``
-        whose seconds differ most; each with a value for every side, None where it is unknown.
+        whose seconds differ most; each with a value for every side, None where it is unknown.  Of traced runs also
+        ``kinds`` (device seconds) and ``kernels`` (name, kind, what with sizes, counts, seconds) that differ.
     """
     if len(sides) < 2:
         raise StepsightError(f"compare takes at least two jobs, predictors or runs, got {len(sides)}")
@@ -100,6 +121,7 @@ def compare_sides(sides: Sequence[Side]) -> dict[str, Any]:
             "low_s": side.interval and side.interval[0],
             "high_s": side.interval and side.interval[1],
             "percent": 100.0 * (side.seconds / first - 1.0),
+            "exposed_communication_s": side.exposed_s,
         }
         for side in sides
     ]
@@ -114,7 +136,26 @@ def compare_sides(sides: Sequence[Side]) -> dict[str, Any]:
         "facts": {key: row for key, row in values.items() if any(each != row[0] for each in row[1:])},
         "causes": _together([side.causes for side in sides]),
         "works": {name: differing[name] for name in most},
+        "kinds": _together([_by_kind(side) for side in sides]),
+        "kernels": _kernels(sides, least),
     }
+
+
+def _by_kind(side: Side) -> dict[str, float]:
+    found = defaultdict[str, float](float)
+    for kernel, (_, seconds) in side.kernels.items():
+        found[kernel.kind] += seconds
+    return found
+
+
+def _kernels(sides: Sequence[Side], least: float) -> list[dict[str, Any]]:
+    """Kernels of which the sides have not as many, or whose seconds differ, those that differ most first."""
+    found = []
+    for kernel in dict.fromkeys(kernel for side in sides for kernel in side.kernels):
+        counts, seconds = zip(*(side.kernels.get(kernel, (0.0, 0.0)) for side in sides), strict=True)
+        if max(seconds) - min(seconds) > least or max(counts) > min(counts):
+            found.append({**kernel._asdict(), "counts": list(counts), "seconds": list(seconds)})
+    return sorted(found, key=lambda row: min(row["seconds"]) - max(row["seconds"]))
 
 
 def _together(tables: Sequence[Mapping[str, float]]) -> dict[str, list[float]]:
@@ -133,14 +174,20 @@ def comparison_text(told: dict[str, Any]) -> str:
             seconds_text(side["seconds"]),
             "measured" if side["measured"] else f"{seconds_text(side['low_s'])} to {seconds_text(side['high_s'])}",
             f"{side['percent']:+.1f}",
+            "-" if side["exposed_communication_s"] is None else seconds_text(side["exposed_communication_s"]),
         ]
         for letter, side in zip(letters, sides, strict=True)
     ]
-    parts = [table(["", "what", "iteration", "interval", "% from A"], cells)]
+    parts = [table(["", "what", "iteration", "interval", "% from A", "exposed communication"], cells)]
     if told["facts"]:
         rows = [[key, *(_short(value) for value in values)] for key, values in told["facts"].items()]
         parts.append(table(["what differs", *letters], rows))
-    for title, key in (("where the time goes, ms", "causes"), ("largest differences, ms", "works")):
+    titles = {
+        "causes": "where the time goes, ms",
+        "kinds": "device time by kind, ms",
+        "works": "largest differences, ms",
+    }
+    for key, title in titles.items():
         rows = [
             [_short(name), *(Number(1e3 * value) for value in values), Number(1e3 * (values[-1] - values[0]))]
             for name, values in told[key].items()
@@ -148,9 +195,16 @@ def comparison_text(told: dict[str, Any]) -> str:
         ]
         if rows:
             parts.append(table([title, *letters, f"{letters[-1]} - A"], rows))
+    if told["kernels"]:
+        rows = [
+            [_short(row["name"]), _short(row["what"]), *(Number(of) for of in row["counts"])]
+            + [Number(1e3 * of, 3) for of in (*row["seconds"], row["seconds"][-1] - row["seconds"][0])]
+            for row in told["kernels"][:MOST_WORKS]
+        ]
+        counts, spent = ([f"{of} {letter}" for letter in letters] for of in ("count", "ms"))
+        parts.append(table(["kernels of a step", "what", *counts, *spent, f"{letters[-1]} - A"], rows))
     return "\n\n".join(parts)
 
 
 def _short(value: Any) -> str:
-    text = "" if value is None else str(value)
-    return text if len(text) <= LONGEST else f"{text[: LONGEST - 3]}..."
+    return "" if value is None else shorten(str(value), LONGEST)

@@ -60,13 +60,13 @@ def one_run(path: Path, verb: str, *, traced: bool = False) -> Path:
     return folders[0]
 
 
-def measured_step(folder: Path, ranks: Sequence[dict[str, float]] = ()) -> float:
-    """Median seconds of a run's steps without a profiler; of the traced ``ranks`` if none was timed; 0 without any."""
+def measured_step(folder: Path) -> float:
+    """Median seconds of a run's steps without a profiler; 0 if none was timed."""
     if is_imported(folder):
         timed = [seconds for steps in read_imported(folder).rounds for seconds in steps]
     else:
         timed = list(read_manifest(folder).step_seconds)
-    return statistics.median(timed) if timed else statistics.fmean([rank["step_s"] for rank in ranks] or [0.0])
+    return statistics.median(timed) if timed else 0.0
 
 
 @dataclass(frozen=True, eq=False)
@@ -146,7 +146,10 @@ class ReplayedRun:
         tried = [(name, idle.format(1e3 * told.idle.get(name, 0.0), 1e3 * steps), change) for name, change in wanted]
         most = max(self.exposed(), key=lambda each: float(each["seconds"]))
         exposed = f"rank {most['rank']} computes nothing beside {1e3 * most['seconds']:.1f} ms of it, the most of all"
-        tried = [(name, exposed if name == COMMUNICATION else evidence, change) for name, evidence, change in tried]
+        path = "the host's own work is {:.1f} ms of {:.1f} ms on the critical path"
+        said = {COMMUNICATION: exposed}
+        said[HOST_BOUND] = path.format(1e3 * told.critical.get("host", 0.0), 1e3 * sum(told.critical.values()))
+        tried = [(name, said.get(name, evidence), change) for name, evidence, change in tried]
         tried += _of_messages(self.graphs, steps, fabric)
         found, step_s = list[dict[str, Any]](), self.base.replayed_s
         for name, evidence, change in tried:
@@ -370,8 +373,8 @@ def diagnosis_text(told: dict[str, Any]) -> str:
     if told["predicted_s"] is not None:
         line += (
             f", predicted {seconds_text(told['predicted_s'])} "
-            f"({seconds_text(told['low_s'])} to {seconds_text(told['high_s'])}) by {told['source']}: "
-            f"{told['slower_percent']:+.1f} %"
+            f"({seconds_text(told['low_s'])} to {seconds_text(told['high_s'])}): {told['slower_percent']:+.1f} %"
+            f"\npredicted by {told['source']}"
         )
     elif "why_not_predicted" in told:
         line += f"\nnot predicted: {told['why_not_predicted']}"

@@ -5,10 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from stepsight.dataset.base.errors import shorten
+
+_LONGEST = 400  # characters of a cell
+
 
 def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    """Columns padded to their widest cell; numbers to the right, words to the left."""
-    cells = [[str(cell) for cell in row] for row in rows]
+    """Columns padded to their widest cell; numbers to the right, words to the left.
+
+    Cells are one line: names in traces may hold any character.
+    """
+    cells = [[shorten(str(cell), _LONGEST) for cell in row] for row in rows]
     widths = [max(len(line[i]) for line in [list(header), *cells]) for i in range(len(header))]
     numeric = [all(not isinstance(row[i], str) for row in rows) and bool(rows) for i in range(len(header))]
 

@@ -74,23 +74,26 @@ def compare_command(
     """Compare jobs, predictors and measured runs: what differs, and where the time differs.
 
     Every job is predicted with every predictor. Runs need no prediction: their measured times are used. All others are
-    compared with the first. For a traced run, the table splits the time by the kinds of ops on its critical path.
-    Examples:
+    compared with the first. For a traced run, the table splits the time by the kinds of ops on its critical path. Of
+    traces it also lists the kernels that gained or lost time, by name, kind and sizes. Examples:
 
         stepsight compare a.toml b.toml
         stepsight compare job.toml -p h100-sxm -p runs/predictor
         stepsight compare runs/before/runs/train runs/after/runs/train
+        stepsight compare before.json.gz after.json.gz
 
     Args:
-        things: Job files, configurations, or run folders of a collection (runs/NAME).
+        things: Job files, configurations, run folders of a collection (runs/NAME), or traces of PyTorch's profiler (a
+            file, or a folder with those of all ranks).
         predictors: Predictor for the jobs, as in `stepsight predict`. Repeat it to compare predictors.
     """
+    from stepsight.dataset.traces.event_blocks import is_trace
     from stepsight.experiments.questions.compare import compare_sides, comparison_text, predicted_side, run_side
 
     sides = []
     for thing in things:
         refuse_program(thing)
-        if thing.is_dir():
+        if thing.is_dir() or (thing.is_file() and is_trace(thing)):
             sides.append(run_side(thing))
             continue
         job = overrides.read(thing)

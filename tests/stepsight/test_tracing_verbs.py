@@ -82,6 +82,9 @@ def test_what_if_and_show(tmp_path: Path) -> None:
     assert free["changed_host_percent"] < fast["host_percent"] <= fast["changed_host_percent"]
     with pytest.raises(StepsightError, match="the trace is of 'NVIDIA A100-SXM4-80GB', got 'MI300X'"):
         ask("what-if", runs, "--on", "MI300X", "--batch", "2x")
+    for other in ("h100-sxm", "local-cpu"):  # whatever is asked
+        with pytest.raises(StepsightError, match="--on must be the traced device"):
+            ask("what-if", runs, "--on", other, "--no-host")
     ask("what-if", runs, "--on", "a100-sxm", "--batch", "2x", "--json")
     job = GpuJob().step(1)
     job.file.header["deviceProperties"] = [{"id": 0, "name": "a device of tomorrow"}]
@@ -129,7 +132,7 @@ def test_misuse_is_explained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ar
 
 def test_names_of_a_trace_do_nothing_to_a_terminal_or_a_page(tmp_path: Path) -> None:
     """Control characters and HTML in names of kernels, calls and devices are escaped where they are printed."""
-    wild = "\x1b[2J\x9b31m<script>alert(1)</script>"
+    wild = "\x1b[2J\x9b31m\nspoofed <script>alert(1)</script>"
     job = GpuJob().step(1).step(2)
     job.file.header["deviceProperties"] = [{"id": 0, "name": wild}]
     for event in job.file.events:
@@ -139,11 +142,15 @@ def test_names_of_a_trace_do_nothing_to_a_terminal_or_a_page(tmp_path: Path) -> 
     runs, data = tmp_path / "runs", tmp_path / "data"
     for arguments in (
         ("import", "kineto", tmp_path / "t.json", "--out", runs),
-        ("replay", runs),
+        ("replay", runs, "--timeline", tmp_path / "step.json"),
         ("show", runs),
+        ("show", tmp_path / "t.json"),
+        ("doctor", runs),
+        ("compare", runs, tmp_path / "t.json"),
         ("what-if", runs, "--no-host"),
         ("dataset", runs, "--out", data),
     ):
         result = CliRunner().invoke(app, [str(each) for each in arguments], catch_exceptions=False)
         assert result.exit_code == 0 and not {"\x1b", "\x9b"} & set(result.output), (arguments[0], result.output)
+        assert not any(line.startswith("spoofed") for line in result.output.splitlines()), result.output
     assert "<script>" not in (data / "README.md").read_text()

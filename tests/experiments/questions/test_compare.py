@@ -10,8 +10,9 @@ from stepsight.dataset.runs.run_folder import write_imported
 from stepsight.dataset.traces.import_traces import import_ranks
 from stepsight.experiments.questions.compare import compare_sides, comparison_text, predicted_side, run_side
 from stepsight.experiments.questions.sweep import change_job
+from stepsight.experiments.questions.traced_runs import diagnose, replay_runs
 from tests.dataset.run_folders import write_run
-from tests.experiments.questions.test_traced_runs import host_bound_trace
+from tests.dataset.traced_jobs import PRODUCT, GpuJob, two_ranks
 
 JOB = Job.from_file(Path(__file__).parents[3] / "examples" / "gpt3-175b-1024.toml")
 
@@ -46,12 +47,28 @@ def test_one_thing_alone_is_refused() -> None:
         compare_sides([predicted_side(JOB, "roofline", "one")])
 
 
-def test_a_traced_run_takes_the_mean_of_its_steps(tmp_path: Path) -> None:
-    """Not their sum; and its critical path adds up to it."""
-    found = import_ranks([host_bound_trace(tmp_path / "trace.json")])
+def test_a_traced_run_takes_what_replay_and_doctor_say(tmp_path: Path) -> None:
+    """A step of its slowest rank; and its critical path adds up to it."""
+    found = import_ranks([file.write(tmp_path / f"{rank}.json") for rank, file in enumerate(two_ranks())])
     write_imported(found.graphs, found.sources, tmp_path / "runs", None, [])
     side = run_side(tmp_path / "runs")
-    (graph,) = found.graphs
-    lengths = graph.steps_s[:, 1] - graph.steps_s[:, 0]
-    assert len(lengths) == 2 and side.seconds < 1.5 * lengths.max()
+    assert side.seconds == replay_runs(tmp_path / "runs")["measured_s"] == diagnose(tmp_path / "runs")["measured_s"]
     assert sum(side.causes.values()) == pytest.approx(side.seconds)
+
+
+def test_two_traces_differ_by_the_kernels_that_changed(tmp_path: Path) -> None:
+    """The second job's products take 1.5 times as long, and its collective is hidden by nothing as before."""
+    sides = []
+    for name, slow in (("before", 1.0), ("after", 1.5)):
+        job = GpuJob(0, 2, slow=slow)
+        sides.append(run_side(job.step(1).step(2).file.write(tmp_path / f"{name}.json")))
+    told = compare_sides(sides)
+    changed = [row for row in told["kernels"] if abs(row["seconds"][1] - row["seconds"][0]) > 1e-6]
+    assert len(changed) == 2 and {row["name"] for row in changed} == {PRODUCT}
+    assert sum(row["seconds"][1] - row["seconds"][0] for row in changed) == pytest.approx(600e-6)
+    assert all(row["counts"] == [1.0, 1.0] and row["what"] in told["works"] for row in changed)
+    assert sum(row[1] for row in told["kinds"].values()) == pytest.approx((1200 * 1.5 + 50 + 600 + 100) * 1e-6)
+    for side in told["sides"]:
+        assert side["exposed_communication_s"] == pytest.approx(600e-6)
+    assert "kernels of a step" in comparison_text(told)
+    assert compare_sides([sides[0], sides[0]])["kernels"] == []

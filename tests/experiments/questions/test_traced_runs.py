@@ -10,6 +10,7 @@ import pytest
 
 from stepsight.dataset.base.errors import StepsightError
 from stepsight.dataset.hardware.hardware_facts import Fabric, Link
+from stepsight.dataset.job.job import Job
 from stepsight.dataset.kinds.op import Collective
 from stepsight.dataset.runs.run_folder import write_imported
 from stepsight.dataset.traces.import_traces import import_ranks
@@ -49,6 +50,9 @@ def test_a_slow_host_is_named(tmp_path: Path) -> None:
     told = diagnose(tmp_path / "runs")
     assert told["causes"][0]["cause"] == "host_bound" and told["causes"][0]["saved_percent"] > 50
     assert told["predicted_s"] is None and "CUDA graphs" in diagnosis_text(told)
+    job = Job.from_file(Path(__file__).parents[3] / "examples" / "gpt3-175b-1024.toml")
+    told = diagnose(tmp_path / "runs", job, "roofline")
+    assert "roofline" in told["source"] and f" by {told['source']}" in diagnosis_text(told)
 
 
 def messages(num_bytes: int, seconds: float, count: int) -> Any:
