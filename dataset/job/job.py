@@ -26,6 +26,7 @@ from stepsight.dataset.hardware.hardware import (
 )
 from stepsight.dataset.job.frameworks import GENERIC, Framework, find_framework, framework_in
 from stepsight.dataset.job.rules import JobTables, broken_rules
+from stepsight.dataset.job.sharding_plans import TABLE_FIELDS, TABLE_MODELS, read_plan, recommendation_model
 from stepsight.dataset.job.specs import (
     MODELS,
     OPTIONAL,
@@ -143,7 +144,9 @@ class Job(JobTables):
 
     @property
     def model_name(self) -> str:
-        """The model's name, or its family and size: ``gpt-8L-512h``."""
+        """The model's name, or its family and size: ``gpt-8L-512h``, ``dlrm-26T-128h``."""
+        if self.model.tables and not self.model.name:
+            return f"dlrm-{len(self.model.tables)}T-{self.model.hidden}h"
         return self.model.name or f"{self.model.family}-{self.model.layers}L-{self.model.hidden}h"
 
     @property
@@ -168,6 +171,9 @@ class Job(JobTables):
     def to_dict(self) -> dict[str, Any]:
         """Plain tables that ``from_dict`` reads as an equal job; ``execution`` only if it states an engine."""
         tables = {section: asdict(getattr(self, section)) for section in SECTIONS}
+        if not self.model.tables:
+            del tables["sharding"]
+            tables["model"] = {key: value for key, value in tables["model"].items() if key not in TABLE_FIELDS}
         if self.execution == ExecutionSpec():
             del tables["execution"]
         return {"framework": self.framework, **tables} if self.framework else tables
@@ -225,7 +231,9 @@ class Job(JobTables):
                 continue
             table = dict(table)
             name = table.get("name", "")
-            if section == "model" and isinstance(name, str):
+            if section == "model" and table.get("family", "dlrm" if name in TABLE_MODELS else "") == "dlrm":
+                table = recommendation_model(table)
+            elif section == "model" and isinstance(name, str):
                 if name in MODELS:
                     table = {**MODELS[name], **table}
                 elif not {"layers", "hidden"} & set(table):
@@ -312,6 +320,8 @@ def _resolve_paths(tables: dict[str, Any], folder: Path) -> None:
     places: list[tuple[Any, str, tuple[str, ...]]] = [
         (tables, "framework", SUFFIXES),
         (parallel, "schedule", (".csv",)),
+        (tables.get("sharding"), "plan", (".json",)),
+        (tables.get("model"), "tables", (".csv", ".toml", ".json")),
     ]
     places += [(cluster, "hardware", SUFFIXES), (cluster, "fabric", SUFFIXES)]
     mixed = cluster.get("mixed") if isinstance(cluster, dict) else None
@@ -336,7 +346,10 @@ def _filled(job: Job) -> dict[str, Any]:
     if not p.dp:
         others = p.tp * p.cp * p.pp
         p = replace(p, dp=max(1, cluster.num_devices // others) if others > 0 else 1)
-    return {"model": m, "parallel": p, "cluster": cluster}
+    sharding = job.sharding
+    if sharding.plan and not sharding.tables:
+        sharding = replace(sharding, tables=read_plan(sharding.plan))
+    return {"model": m, "parallel": p, "cluster": cluster, "sharding": sharding}
 
 
 JobLike: TypeAlias = Job | Mapping[str, Any] | str | Path  # what ``Job.of`` takes

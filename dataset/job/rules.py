@@ -12,6 +12,8 @@ from stepsight.dataset.hardware.hardware import Fabric, fabric_from_dict, find_f
 from stepsight.dataset.job import parallel_rules, specs
 from stepsight.dataset.job.frameworks import LIBRARIES, software_problems
 from stepsight.dataset.job.parallel_rules import Rules
+from stepsight.dataset.job.sharding import Ranks
+from stepsight.dataset.job.sharding_plans import check_sharding, check_tables
 
 # Larger numbers are typing mistakes.
 MOST, MOST_LAYERS, MOST_DEVICES, MOST_ACTIONS, MOST_SLOWDOWN = 2**31, 10_000, 2**24, 2**20, 1000.0
@@ -46,11 +48,17 @@ class JobTables:
     optimizer: specs.OptimizerSpec = field(default_factory=specs.OptimizerSpec)
     cluster: specs.ClusterSpec
     execution: specs.ExecutionSpec = field(default_factory=specs.ExecutionSpec)
+    sharding: specs.ShardingSpec = field(default_factory=specs.ShardingSpec)
 
     @property
     def num_micro_batches(self) -> int:
         """Micro-batches that each replica runs in an iteration."""
         return self.batch.global_batch // (self.batch.micro_batch * self.parallel.dp)
+
+    @property
+    def table_ranks(self) -> Ranks:
+        """The ranks that share the embedding tables."""
+        return Ranks(self.parallel.dp, min(self.cluster.devices_per_node, self.parallel.dp), self.batch.micro_batch)
 
     @cached_property
     def fabric(self) -> Fabric:
@@ -69,6 +77,7 @@ def broken_rules(job: JobTables) -> list[str]:
     _elements(rules, job)
     _degrees(rules, job)
     _model(rules, job)
+    _tables(rules, job)
     if not rules:
         _pipeline(rules, job)
         _cluster(rules, job)
@@ -173,6 +182,23 @@ def _model(rules: Rules, job: JobTables) -> None:
     _lengths(rules, job)
     _attention(rules, job)
     _experts(rules, job)
+
+
+def _tables(rules: Rules, job: JobTables) -> None:
+    m, p = job.model, job.parallel
+    if m.family != "dlrm":
+        rules.require(not m.tables, f"model.tables are for dlrm, got {len(m.tables)} with {m.family}")
+        return
+    check_tables(rules, m)
+    others = {"tp": p.tp, "cp": p.cp, "pp": p.pp, "ep": p.ep}
+    alone = all(degree == 1 for degree in others.values()) and not p.zero_stage and p.recompute == "none"
+    rules.require(
+        alone,
+        "dlrm is data-parallel beside its tables: tp, cp, pp and ep must be 1, zero_stage 0 and recompute none, got "
+        f"{others}, {p.zero_stage} and {p.recompute!r:.40}",
+    )
+    if not rules:
+        check_sharding(rules, m, job.sharding, job.table_ranks, job.cluster.hardware)
 
 
 def _lengths(rules: Rules, job: JobTables) -> None:

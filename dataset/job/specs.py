@@ -11,119 +11,9 @@ from typing import Any
 
 from stepsight.dataset.base.caching import hashed_once
 from stepsight.dataset.base.registry import Registry
-
-
-@hashed_once
-@dataclass(frozen=True, kw_only=True)
-class ModelSpec:
-    """A transformer model.  Zero means: derived from the other sizes.
-
-    Families: ``gpt`` (LayerNorm, biases, GELU, learned positions), ``llama`` (RMSNorm, no biases, gated MLP with SiLU,
-    rotary positions), ``bert`` (an encoder with GPT's parts, which predicts tokens), ``t5`` (encoder and decoder with
-    cross-attention), ``vit`` (an encoder over patches of an image, with a classifier).  ``experts`` turns the MLPs of
-    ``gpt`` and ``llama`` into mixtures of experts.
-
-    Attributes:
-        name: A model of the catalogue (``dataset/presets/models.toml``), or any name for people to read.
-        family: One of the families above, or one that you registered.
-        layers: Decoder layers; of ``bert`` and ``vit`` encoder layers.
-        hidden: Size of the hidden state.
-        heads: Attention heads.
-        ffn: Inner size of the MLP; 0: four times ``hidden``.
-        kv_heads: Key-value heads (grouped-query attention); 0: as many as ``heads``.
-        head_dim: Size of a head; 0: ``hidden / heads``.
-        vocab: Size of the vocabulary; of ``vit`` number of classes.
-        seq_len: Tokens of a sequence; of ``t5`` those of the decoder, of ``vit`` patches and the class token.
-        gated_mlp: Whether the MLP is gated; unset: as the family has it.
-        tied_embeddings: Whether logits use the table of the embedding.
-        fused_attention: Whether attention is one kernel that keeps no score matrix.
-        attention_kernels: Generation of fused attention: ``flash-1``, ``flash-2`` or ``flash-3`` (cuDNN's too); empty:
-            the one that was measured on the device.
-        dropout: Dropout probability of attention scores and of residual branches; 0: no dropout.
-        eager_kernels: Whether norms, rotary positions, gated activations and the loss run as PyTorch's own kernels, one
-            for each operation; otherwise each is one fused kernel (Apex, Transformer Engine, a compiler).
-        norms_again: Whether norms work on fp32 copies and are recomputed in backward, with the residual before them;
-            otherwise their input is kept.
-        token_metrics: Whether accuracy and perplexity of every token are computed from the logits.
-        metric_losses: How many times PyTorch's own loss is computed again from the logits of a micro-batch for metrics,
-            without a gradient.
-        fused_loss: Whether the loss is one kernel that reads the logits and overwrites them with their gradient.
-        loss_share: Share of the tokens that ``bert`` predicts: only those reach its head.
-        unpadded_len: Mean number of tokens of a ``bert`` sequence that are computed when padding is left out; 0: all.
-        attention: ``mha`` (multi-head, also with grouped queries) or ``mla`` (DeepSeek's latent attention).
-        q_lora_rank, kv_lora_rank, rope_head_dim, v_head_dim: Sizes of ``mla``; with it ``head_dim`` is the part without
-            rotary positions.
-        qk_norm: With ``mha``: whether each head's queries and keys have a norm, as in Qwen3.
-        experts: Routed experts of a layer; 0: a dense MLP.
-        experts_per_token: Routed experts that process each token.
-        expert_ffn: Inner size of an expert; 0: ``ffn``.
-        expert_bias: Whether experts have biases and clamped gates, as in GPT-OSS.
-        fused_experts: Whether the activation of experts, its casts and biases are part of their products where these
-            are in 8 or 4 bits (Transformer Engine's fused grouped MLP of 2026).
-        shared_experts: Experts that process every token.
-        dense_layers: Number of first layers without experts.
-        moe_every: Every n-th of the remaining layers has experts.
-        capacity_factor: Most tokens that an expert takes, as a multiple of the mean; 0: no limit.
-        imbalance: Tokens of the busiest rank, as a multiple of the mean.
-        encoder_layers, encoder_seq_len: Layers and sequence length of the encoder of ``t5``.
-        patch_dim: Values of one patch of ``vit``.
-    """
-
-    name: str = ""
-    family: str
-    layers: int
-    hidden: int
-    heads: int
-    kv_heads: int = 0
-    head_dim: int = 0
-    ffn: int = 0
-    vocab: int
-    seq_len: int
-    gated_mlp: bool | None = None
-    tied_embeddings: bool = False
-    fused_attention: bool = True
-    attention_kernels: str = ""
-    dropout: float = 0.0
-    eager_kernels: bool = False
-    norms_again: bool = False
-    token_metrics: bool = False
-    metric_losses: int = 0
-    fused_loss: bool = False
-    loss_share: float = 1.0
-    unpadded_len: int = 0
-    attention: str = "mha"
-    q_lora_rank: int = 0
-    kv_lora_rank: int = 0
-    rope_head_dim: int = 0
-    v_head_dim: int = 0
-    qk_norm: bool = False
-    experts: int = 0
-    experts_per_token: int = 0
-    expert_ffn: int = 0
-    expert_bias: bool = False
-    fused_experts: bool = False
-    shared_experts: int = 0
-    dense_layers: int = 0
-    moe_every: int = 1
-    capacity_factor: float = 0.0
-    imbalance: float = 1.0
-    encoder_layers: int = 0
-    encoder_seq_len: int = 0
-    patch_dim: int = 0
-
-    @property
-    def head_size(self) -> int:
-        """Values of a head."""
-        return self.head_dim or self.hidden // self.heads
-
-    @property
-    def has_bias(self) -> bool:
-        return self.family != "llama" and self.family != "t5"
-
-    @property
-    def total_layers(self) -> int:
-        """Encoder's and decoder's."""
-        return self.layers + self.encoder_layers
+from stepsight.dataset.job.model_spec import ModelSpec as ModelSpec
+from stepsight.dataset.job.sharding import LOCATIONS, RULES, SPARSE_OPTIMIZERS
+from stepsight.dataset.job.sharding import ShardingSpec as ShardingSpec
 
 
 @hashed_once
@@ -237,7 +127,7 @@ class ParallelSpec:
 
 # Families of models; ``simulator.blocks.family`` puts the blocks of the package's own in the place of None.
 FAMILIES: Registry[Any] = Registry(
-    "model family", dict.fromkeys(("gpt", "llama", "bert", "t5", "vit")), group="stepsight.families"
+    "model family", dict.fromkeys(("gpt", "llama", "bert", "t5", "vit", "dlrm")), group="stepsight.families"
 )
 RECOMPUTE = ("none", "selective", "full")
 RECOMPUTE_MODULES = ("core_attn", "layernorm", "moe_act", "mla_up_proj", "mlp", "shared_experts", "moe")
@@ -260,6 +150,10 @@ CHOICES: Mapping[str, Collection[Any]] = MappingProxyType(
     {
         "model.family": FAMILIES,
         "model.attention": ("mha", "mla"),
+        "model.interaction": ("", "dot", "dcn-v2"),
+        "sharding.rule": RULES,
+        "sharding.location": LOCATIONS,
+        "sharding.optimizer": SPARSE_OPTIMIZERS,
         "model.attention_kernels": ("", "flash-1", "flash-2", "flash-3"),
         "parallel.gradient_dtype": ("", "model", "model-fused", "fp32", "fp32-cast"),
         "parallel.overlap_tp": OVERLAP_TP,
@@ -442,9 +336,10 @@ SECTIONS: MappingProxyType[str, type] = MappingProxyType(
         "optimizer": OptimizerSpec,
         "cluster": ClusterSpec,
         "execution": ExecutionSpec,
+        "sharding": ShardingSpec,
     }
 )
-OPTIONAL = ("parallel", "optimizer", "execution")  # tables that may be left out
+OPTIONAL = ("parallel", "optimizer", "execution", "sharding")  # tables that may be left out
 # A small catalogue of published models, by name: ``[model] name = "gpt3-175b"``.
 _CATALOGUE = resources.files("stepsight.dataset").joinpath("presets/models.toml")
 MODELS: Mapping[str, dict[str, Any]] = MappingProxyType(tomllib.loads(_CATALOGUE.read_text("utf-8")))

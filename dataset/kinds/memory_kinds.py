@@ -292,6 +292,40 @@ _LOOKUPS = (
     ),
 )
 
+# --- lookups in several tables in one call, FBGEMM's table-batched embeddings -----------------------------------------
+
+# A row that was read before comes from a cache, at about half the cost; sorting indices by their rows takes four passes
+# of a radix sort over pairs of 12 bytes, which read and write: 24 elements of 4 bytes.
+_CACHED, _SORTED = 0.5, 24.0
+
+
+def _rows_read(n: int, h: int, u: int) -> float:
+    return (u + _CACHED * max(n - u, 0)) * h
+
+
+_BATCHED: dict[str, Any] = {"family": "table_lookup", "units": lambda n, h, b, u, *more: n, "in_harness": False}
+_TABLE_LOOKUPS = (
+    OpKind(
+        name="table_lookup",
+        dim_names=("indices", "hidden", "bags", "distinct", "tables"),
+        flops=lambda n, h, b, u, t: float(n * h),
+        elements=lambda n, h, b, u, t: _rows_read(n, h, u) + b * h + 2.0 * n,
+        base_dims=lambda n, h, b, u, t: (int(_rows_read(n, h, u) + b * h + 2.0 * n) // 3 + 1,),
+        **_BATCHED,
+    ),
+    OpKind(  # with the optimizer's step of each row, whose state has so many elements
+        name="table_lookup_backward",
+        dim_names=("indices", "hidden", "bags", "distinct", "tables", "state"),
+        flops=lambda n, h, b, u, t, s: 2.0 * n * h,
+        elements=lambda n, h, b, u, t, s: _rows_read(n, h, b) + 2.0 * u * (h + s) + _SORTED * n,
+        base_dims=lambda n, h, b, u, t, s: (int(_rows_read(n, h, b) + 2.0 * u * (h + s) + _SORTED * n) // 3 + 1,),
+        **_BATCHED,
+    ),
+    _streamed(  # rows that the device does not have, over the link to the host
+        *("missed_rows", "transfer", "rows hidden", 0.0, 1.0), over=2, bound="host_link", base="", in_harness=False
+    ),
+)
+
 # --- the optimizer, the host, and what traces alone have --------------------------------------------------------------
 
 
@@ -356,4 +390,4 @@ _OF_STEPS = (
         in_harness=False,
     ),
 )
-KINDS = (*_ELEMENTWISE, *_ROWS, *_LOOKUPS, *_OF_STEPS)
+KINDS = (*_ELEMENTWISE, *_ROWS, *_LOOKUPS, *_TABLE_LOOKUPS, *_OF_STEPS)

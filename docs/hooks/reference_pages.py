@@ -11,10 +11,18 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 
 from stepsight.cli.options import meanings
+from stepsight.dataset.job.model_spec import TableSpec
+from stepsight.dataset.job.sharding import TablePlacement
 from stepsight.dataset.job.specs import OPTIONAL, SECTIONS, OtherDevices, SlowLink, Straggler
 
 JOB_FILES, COMMAND_LINE = "reference/job-files.md", "reference/command-line.md"
-NESTED = {"stragglers": Straggler, "slow_links": SlowLink, "mixed": OtherDevices}
+NESTED = {
+    "cluster.stragglers": Straggler,
+    "cluster.slow_links": SlowLink,
+    "cluster.mixed": OtherDevices,
+    "model.tables": TableSpec,
+    "sharding.tables": TablePlacement,
+}
 REQUIRED = dataclasses.MISSING
 
 JOB_INTRO = """# Job files
@@ -48,7 +56,7 @@ def job_files_page() -> str:
         optional = "This table may be left out." if name in OPTIONAL else ""
         parts.append(f"## `[{name}]`\n\n{_about(spec)}\n\n{optional}\n\n{_table(spec)}")
     for key, spec in NESTED.items():
-        parts.append(f"## `[[cluster.{key}]]`\n\n{_about(spec)}\n\n{_table(spec)}")
+        parts.append(f"## `[[{key}]]`\n\n{_about(spec)}\n\n{_table(spec)}")
     return "\n\n".join(parts)
 
 

@@ -26,6 +26,7 @@ from stepsight.dataset.base.errors import JobError, StepsightError
 from stepsight.dataset.base.registry import check_takes
 from stepsight.dataset.job.specs import FAMILIES, ModelSpec
 from stepsight.simulator.blocks.attention import Heads, attention, core, latent_attention
+from stepsight.simulator.blocks.dlrm import dlrm_embedding, dlrm_head, dlrm_kinds, dlrm_layer
 from stepsight.simulator.blocks.layer_parts import (
     activation,
     column_linear,
@@ -371,6 +372,7 @@ _BUILT_IN = {
     "bert": Family(bert_embedding, bert_layer, bert_head),
     "t5": Family(t5_embedding, t5_layer, decoder_head, t5_kinds, t5_boundary_bytes),
     "vit": Family(vit_embedding, vit_layer, vit_head),
+    "dlrm": Family(dlrm_embedding, dlrm_layer, dlrm_head, dlrm_kinds),
 }
 FAMILIES.fill(_BUILT_IN)  # the names alone are declared with the specs, which know no blocks
 

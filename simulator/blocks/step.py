@@ -22,6 +22,7 @@ from itertools import groupby
 
 from stepsight.dataset.base.caching import hashed_once
 from stepsight.dataset.job.execution import COMPUTE_DTYPE, CORE_DTYPE, KernelSemantics
+from stepsight.dataset.job.sharding import RankTables
 from stepsight.dataset.job.specs import QUANTIZED, ModelSpec
 from stepsight.dataset.kinds.op import DTYPE_BYTES, Collective, Op
 
@@ -217,6 +218,7 @@ class RankShape:
         overlap_ep, dispatcher: As in ``ParallelSpec``.
         recompute_modules: As in ``ParallelSpec``, without the attention core.
         compute_share: Part of an overlapped collective's time that the computation loses.
+        tables: What the slowest rank does for embedding tables; None: the model has none.
     """
 
     model: ModelSpec
@@ -237,6 +239,7 @@ class RankShape:
     dispatcher: str = "alltoall"
     recompute_modules: tuple[str, ...] = ()
     compute_share: float = 0.0
+    tables: RankTables | None = None
 
     @property
     def dtype(self) -> str:

@@ -41,6 +41,7 @@ from stepsight.simulator.clock.kernel import RunDurations
 from stepsight.simulator.clock.track import many_clocks, through, track_clocks
 from stepsight.simulator.durations.latency_model import LatencyModel
 from stepsight.simulator.durations.segment_timing import BlockPassTime, Timer, block_pass_table, timer_of
+from stepsight.simulator.iteration.breakdown import break_down
 from stepsight.simulator.iteration.simulated_iteration import (
     Pipeline,
     PipelineRun,
@@ -54,76 +55,10 @@ from stepsight.simulator.iteration.simulated_iteration import (
 from stepsight.simulator.iteration.timeline import trace_events
 from stepsight.simulator.memory import Memory as Memory
 from stepsight.simulator.memory import estimate_memory
-from stepsight.simulator.programs.block_pass import STREAMS, BlockPass, Work
+from stepsight.simulator.programs.block_pass import BlockPass, Work
 from stepsight.simulator.programs.lower import Lowered, lower
 from stepsight.simulator.programs.segment import Segment
 from stepsight.simulator.schedules import FORWARD
-
-CATEGORIES = (
-    "compute",
-    "tp_communication",
-    "cp_communication",
-    "ep_communication",
-    "dp_communication",
-    "pp_communication",
-    "host",
-    "bubble",
-    "optimizer",
-)
-
-
-def break_down(simulation: SimulatedIteration) -> dict[str, float]:
-    """Seconds by category, mean over stages of the slowest pipeline; see ``Simulation.breakdown``."""
-    low, total, pipeline_run = simulation.lowered, simulation.iteration_time_s, simulation.slowest
-    run, stages = pipeline_run.run, low.num_stages
-    runs = np.bincount(pipeline_run.rows, minlength=len(pipeline_run.segments)) / stages
-    used = np.flatnonzero(runs).tolist()
-    times = [
-        simulation.timer.segment(low.segments[pipeline_run.segments[row]], pipeline_run.condition(row)) for row in used
-    ]
-    streams = dict(zip(STREAMS, runs[used] @ np.stack([time.by_stream for time in times]), strict=True))
-    if simulation.carried:
-        free = np.ascontiguousarray(pipeline_run.transition[:, :NUM_CLOCKS, :NUM_CLOCKS])
-        host = float(pipeline_run.clocks[0, 0] - _ends(pipeline_run, free, pipeline_run.message_seconds)[0, 0])
-    else:
-        host = float(runs[used] @ np.array([time.host for time in times]))
-    seconds = {"compute": streams["compute"], "host": host + streams["offload"]}
-    seconds |= {f"{axis}_communication": streams[axis] for axis in ("tp", "cp", "ep")}
-    inside = float((run.log.finish[:, 0] - run.log.start[:, 0]).sum()) / stages - sum(seconds.values())
-    # The optimizer's ops; the remaining time between a stage's last backward and its end is traffic, or waiting for
-    # others.
-    ends = [
-        simulation.timer.segment(low.segments[at], simulation.optimizer_condition(stage))
-        for stage, at in enumerate(low.optimizer.tolist())
-    ]
-    seconds["optimizer"] = float(np.stack([end.by_stream for end in ends])[:, 0].mean())
-    until = simulation.clocks[:, :NUM_CLOCKS].max(axis=1) - simulation.clocks[:, 0]
-    after = simulation.finish[:, :NUM_CLOCKS].max(axis=1) - simulation.begin
-    launched = 0.0
-    if simulation.hardware.has_host:
-        paths = (
-            simulation.entry[:, None, :NUM_CLOCKS]
-            + simulation.optimizer_paths(carried=True)[:, :NUM_CLOCKS, :NUM_CLOCKS]
-        )
-        launched = float((after - (paths.max(axis=(1, 2)) - simulation.begin)).mean())
-    data = inside + float((until + after).mean()) - seconds["optimizer"] - launched
-    seconds["host"] += launched
-    seconds["dp_communication"] = max(data, 0.0)
-    seconds["pp_communication"] = 0.0
-    if low.track.num_messages:
-        alone = _ends(pipeline_run, pipeline_run.transition, np.zeros(len(pipeline_run.message_seconds)))
-        seconds["pp_communication"] = max(0.0, float(pipeline_run.clocks.max() - alone.max()))
-    seconds["bubble"] = total - sum(seconds.values())
-    if seconds["bubble"] < 0:  # messages that overlap
-        seconds["pp_communication"] = max(0.0, seconds["pp_communication"] + seconds["bubble"])
-        seconds["bubble"] = 0.0
-        seconds["bubble"] = max(0.0, total - sum(seconds.values()))
-    return {category: float(seconds[category]) for category in CATEGORIES}
-
-
-def _ends(pipeline_run: PipelineRun, transition: Floats, messages: Floats) -> Floats:
-    """Clocks of a pipeline's stages at the end with other paths through segments, or other messages."""
-    return track_clocks(pipeline_run.lowered.track, pipeline_run.rows, transition, messages, *pipeline_run.host)
 
 
 class Simulation(SimulatedIteration):
@@ -137,7 +72,8 @@ class Simulation(SimulatedIteration):
         collectives of these groups hold up; ``dp_communication`` time that a stage stands still for its replicas, or
         that their collectives take from its computation; ``host`` waiting for launches, and for copies to the host;
         ``optimizer``; ``pp_communication`` what the iteration would be shorter if messages between stages took no
-        time; ``bubble`` the rest: waiting for other stages.
+        time; ``bubble`` the rest: waiting for other stages.  A recommendation model has ``lookups`` of the mean rank,
+        ``imbalance`` (what the slowest rank's take beyond), ``dense``, ``index_exchange`` and ``all_to_all`` instead.
         """
         return break_down(self)
 

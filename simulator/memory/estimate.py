@@ -327,6 +327,8 @@ def _held(asked: _Asked) -> tuple[Schedule, Floats, Floats, Floats]:
     np.add.at(numel, schedule.placement[:, 0], sizes[places.of_part])
     held = np.array([states.parameters, states.gradients, states.optimizer, states.workspace]) @ numel.T
     held[3] += np.minimum(states.flat_bytes, held[1])
+    if asked.shape.tables is not None:
+        held[[0, 2], 0] += asked.shape.tables.parameter_bytes, asked.shape.tables.state_bytes
     buckets = np.minimum(states.bucket_bytes, float(asked.shape.main_bytes) * numel.sum(axis=1))
     return schedule, bytes_of, held, messages + buckets
 

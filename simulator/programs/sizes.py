@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from stepsight.dataset.base.caching import HashedTuple, cached, hashed_once
 from stepsight.dataset.job.execution import ExecutionSemantics, KernelSemantics, semantics_of
 from stepsight.dataset.job.job import Job
+from stepsight.dataset.job.sharding import Ranks, RankTables, ShardingSpec, placements_of, rank_tables
 from stepsight.dataset.job.specs import ModelSpec, OtherDevices
 from stepsight.simulator.blocks.family import LayerKinds, find_family
 from stepsight.simulator.blocks.step import Group, RankShape
@@ -241,6 +242,17 @@ class _Split(NamedTuple):
     dispatcher: str
     recompute_modules: tuple[str, ...]
     compute_share: float
+    tables: RankTables | None
+
+
+def _tables_of(job: Job) -> RankTables | None:
+    return _rank_tables(job.model, job.sharding, job.table_ranks) if job.model.tables else None
+
+
+@cached(4096)
+def _rank_tables(model: ModelSpec, sharding: ShardingSpec, ranks: Ranks) -> RankTables:
+    places = placements_of(model.tables, sharding, ranks)
+    return rank_tables(model.tables, places, ranks, sharding)
 
 
 def rank_shape(job: Job, compute_share: float = 0.0, semantics: ExecutionSemantics | None = None) -> RankShape:
@@ -263,6 +275,7 @@ def rank_shape(job: Job, compute_share: float = 0.0, semantics: ExecutionSemanti
         p.dispatcher if p.ep > 1 else "alltoall",
         tuple(sorted({*p.recompute_modules} - {"core_attn"})) if p.recompute == "selective" else (),
         compute_share if overlap == "backward" else 0.0,  # copy engines transfer the chunks
+        _tables_of(job),
     )
     return _rank_shape(job.model, batch.micro_batch, batch.dtype, kernels, layout_of(job), split)
 

@@ -1,0 +1,325 @@
+"""Sharding of embedding tables: where each table lies, what each rank looks up and exchanges, and torchrec's plans.
+
+Quantities of a rank follow from a table's own, so a placement is a sum of vectors: ``shard_amounts`` has that of one
+shard, ``Loads`` those of all ranks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from stepsight.dataset.base.caching import cached, hashed_once
+from stepsight.dataset.job.model_spec import TableSpec
+from stepsight.dataset.kinds.op import DTYPE_BYTES
+
+Floats = NDArray[np.float64]
+AUTO, TABLE, ROW, COLUMN, TABLE_ROW, REPLICATED = RULES = (
+    "auto", "table-wise", "row-wise", "column-wise", "table-row-wise", "data-parallel",
+)  # fmt: skip
+LOCATIONS = ("hbm", "uvm", "host")
+# Elements of a row's state, as (of the row, of each element).
+SPARSE_OPTIMIZERS = {"rowwise-adagrad": (1, 0), "adagrad": (0, 1), "sgd": (0, 0), "adam": (0, 2)}
+NARROWEST = 32  # elements of a column shard: torchrec's planner makes none that are narrower
+INDEX_BYTES = 8
+LINK_OVER_MEMORY = 50.0  # a byte over the link to the host takes about as long as this many of the device's memory
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TablePlacement:
+    """Where one embedding table lies.
+
+    Attributes:
+        name: The table's name.
+        kind: ``table-wise``, ``row-wise``, ``column-wise``, ``table-row-wise`` or ``data-parallel``.
+        ranks: Ranks of the shards, in order; of ``data-parallel`` none.  A rank may have several.
+        location: ``hbm``, ``uvm`` (host memory, with a cache in the device's) or ``host``.
+    """
+
+    name: str
+    kind: str
+    ranks: tuple[int, ...] = ()
+    location: str = "hbm"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ShardingSpec:
+    """How ranks share the embedding tables of a ``dlrm``; the dense part is replicated.
+
+    Attributes:
+        rule: For tables that nothing else places: ``table-wise``, ``row-wise``, ``column-wise``, ``table-row-wise``
+            (by rows over the ranks of a node), ``data-parallel``, or ``auto``: small tables are replicated, hot ones
+            are split by rows so that no rank has more than its share, others stay whole.
+        plan: A JSON file with torchrec's plan, which must have every table.
+        location: Where tables lie that no plan places: ``hbm``, ``uvm`` or ``host``.
+        cache: Share of a table in ``uvm`` that the device keeps, its most frequent rows.
+        replicate_mbytes: With ``auto``: tables of at most so many megabytes are replicated.
+        optimizer: Of the tables, fused with their backward: ``rowwise-adagrad``, ``adagrad``, ``sgd`` or ``adam``.
+        pipelined: Whether indices of the next batch travel beside this one (torchrec's ``TrainPipelineSparseDist``).
+        tables: Placements of single tables, as a plan has them.
+    """
+
+    rule: str = AUTO
+    plan: str = ""
+    location: str = "hbm"
+    cache: float = 0.2
+    replicate_mbytes: float = 8.0
+    optimizer: str = "rowwise-adagrad"
+    pipelined: bool = True
+    tables: tuple[TablePlacement, ...] = ()
+
+
+class Lookup(NamedTuple):
+    """Lookups of one rank in tables of one type, width and location, which are one call.
+
+    Attributes:
+        dtype, dim: Of the rows.
+        location: As in ``TablePlacement``.
+        indices, bags: Rows that are summed, and sums.
+        distinct, missed: Different rows among them, and those that the device does not have.
+        state: Elements of the optimizer's state of a row.
+        tables: How many.
+    """
+
+    dtype: str
+    dim: int
+    location: str
+    indices: int
+    bags: int
+    distinct: int
+    missed: int
+    state: int
+    tables: int
+
+
+@hashed_once
+@dataclass(frozen=True)
+class RankTables:
+    """What the slowest rank does for the tables, for all ranks, in a step.
+
+    Attributes:
+        lookups: In its shards, for the samples of all ranks.
+        replicated: In replicated tables, for its own samples.
+        replicated_rows: Elements of each replicated table.
+        index_bytes: Largest number that a rank sends or receives.
+        pooled: Elements of sums: the same.
+        in_node: Elements of sums that ranks of a node add up first.
+        parameter_bytes, state_bytes: Of the fullest rank's device.
+        mean_share: Mean over ranks of the lookups' bytes, of the slowest rank's.
+        pipelined: As in ``ShardingSpec``.
+        num_ranks, per_node: Ranks that exchange.
+    """
+
+    lookups: tuple[Lookup, ...]
+    replicated: tuple[Lookup, ...]
+    replicated_rows: tuple[int, ...]
+    index_bytes: int
+    pooled: int
+    in_node: int
+    parameter_bytes: float
+    state_bytes: float
+    mean_share: float
+    pipelined: bool
+    num_ranks: int
+    per_node: int
+
+
+class Ranks(NamedTuple):
+    """Ranks that share tables: how many, how many of a node, and the samples of each."""
+
+    num: int
+    per_node: int
+    samples: int
+
+
+@cached(4096)
+def _frequencies(rows: int, zipf: float) -> tuple[Floats, Floats]:
+    """Number of rows in bins of ranks, the first rows alone, and the share of the lookups of a row of each."""
+    edges = np.unique(np.concatenate([np.arange(0, min(rows, 32) + 1), np.geomspace(1, rows, 96).round()]))
+    counts = np.diff(edges)
+    middle = np.sqrt((edges[:-1] + 1.0) * edges[1:])
+    weight = middle**-zipf
+    return counts, weight / (weight @ counts)
+
+
+@cached(16384)
+def distinct_rows(table: TableSpec, lookups: float, kept: float = 0.0) -> float:
+    """Expected number of different rows among lookups, without the ``kept`` most frequent share of the table."""
+    if table.reuse:
+        times = np.array([1.0, 2.0, *(0.75 * 2.0**power for power in range(2, len(table.reuse)))])
+        found = lookups * float(np.array(table.reuse) @ (1.0 / times)) / sum(table.reuse)
+        return min(found, float(table.rows)) * (1.0 - kept)
+    counts, share = _frequencies(table.rows, table.zipf)
+    hit = np.clip((kept * table.rows - (np.cumsum(counts) - counts)) / counts, 0.0, 1.0)
+    return float((counts * (1.0 - hit)) @ -np.expm1(-lookups * share))
+
+
+def table_names(tables: Iterable[TableSpec]) -> list[str]:
+    """Names of tables; torchrec's DLRM names them by their number."""
+    return [table.name or f"t_cat_{number}" for number, table in enumerate(tables)]
+
+
+def row_state(optimizer: str, dim: int) -> int:
+    """Elements of the optimizer's state of a row."""
+    of_row, of_element = SPARSE_OPTIMIZERS[optimizer]
+    return of_row + of_element * dim
+
+
+def table_bytes(table: TableSpec, optimizer: str) -> float:
+    """Bytes of a table with its optimizer's state."""
+    return table.rows * float(table.dim * DTYPE_BYTES[table.precision] + 4 * row_state(optimizer, table.dim))
+
+
+def shard_lookup(table: TableSpec, kind: str, shards: int, ranks: Ranks, spec: ShardingSpec, location: str) -> Lookup:
+    """Lookups in one shard of a table, or in a replica of it."""
+    samples = ranks.samples if kind == REPLICATED else ranks.samples * ranks.num
+    by_rows = shards if kind in (ROW, TABLE_ROW) else 1
+    dim = -(-table.dim // shards) if kind == COLUMN else table.dim
+    indices = samples * table.pooling
+    distinct = distinct_rows(table, indices)
+    kept = {"hbm": 1.0, "uvm": spec.cache, "host": 0.0}[location]
+    missed = 0.0 if kept == 1.0 else distinct_rows(table, indices, kept)
+    rows, seen, far = (math.ceil(number / by_rows) for number in (indices, distinct, missed))
+    return Lookup(table.precision, dim, location, rows, samples, seen, far, row_state(spec.optimizer, dim), 1)
+
+
+# Quantities of a rank: indices it is sent; elements of sums that it sends to all, and within its node; bytes of memory
+# that lookups move, with those over the link as so many more; bytes of parameters and of states on the device, and of
+# both on the host.
+INDICES, SUMS, IN_NODE, MOVED, PARAMETERS, STATES, ON_HOST = range(7)
+
+
+def adds_in_node(kind: str, shards: int, ranks: Ranks) -> bool:
+    """Whether ranks of a node add their partial sums before these leave it, as a reduce-scatter does."""
+    return kind in (ROW, TABLE_ROW) and ranks.num > ranks.per_node and shards % ranks.per_node == 0
+
+
+@cached(65536)
+def shard_amounts(
+    table: TableSpec, kind: str, shards: int, ranks: Ranks, spec: ShardingSpec, location: str
+) -> tuple[float, ...]:
+    """Quantities that one shard adds to its rank."""
+    look = shard_lookup(table, kind, shards, ranks, spec, location)
+    size = DTYPE_BYTES[table.precision]
+    moved = size * look.dim * (look.indices + look.bags + 4.0 * look.distinct) + size * 2.0 * look.state * look.distinct
+    moved += LINK_OVER_MEMORY * size * look.dim * 2.0 * look.missed
+    share = 1.0 / (shards if kind not in (REPLICATED, TABLE) else 1)
+    parameters = share * table.rows * table.dim * size
+    states = share * table.rows * 4.0 * row_state(spec.optimizer, table.dim)
+    kept = {"hbm": 1.0, "uvm": spec.cache, "host": 0.0}[location]
+    sums, in_node = float(look.bags * look.dim), 0.0
+    if adds_in_node(kind, shards, ranks):
+        sums, in_node = sums / ranks.per_node, sums
+    held = kept * parameters, kept * states, (1.0 - kept) * (parameters + states)
+    sent = (0.0, 0.0, 0.0) if kind == REPLICATED else (float(look.indices), sums, in_node)
+    return *sent, moved, *held
+
+
+def loads_of(tables: Sequence[TableSpec], places: Sequence[TablePlacement], ranks: Ranks, spec: ShardingSpec) -> Floats:
+    """Quantities of every rank, shape ``(num_ranks, 7)``."""
+    loads = np.zeros((ranks.num, 7))
+    for table, place in zip(tables, places, strict=True):
+        shards = max(len(place.ranks), 1)
+        amounts = np.array(shard_amounts(table, place.kind, shards, ranks, spec, place.location))
+        if place.kind == REPLICATED:
+            loads += amounts
+        else:
+            np.add.at(loads, list(place.ranks), amounts)
+    return loads
+
+
+def rank_tables(
+    tables: tuple[TableSpec, ...], places: tuple[TablePlacement, ...], ranks: Ranks, spec: ShardingSpec
+) -> RankTables:
+    """The work of the rank whose lookups take longest, and the largest exchanges."""
+    loads = loads_of(tables, places, ranks, spec)
+    slowest = int(loads[:, MOVED].argmax())
+    own: dict[tuple[str, int, str], list[Lookup]] = {}
+    replicas: dict[tuple[str, int, str], list[Lookup]] = {}
+    sent_indices, received, rows = 0.0, 0, list[int]()
+    for table, place in zip(tables, places, strict=True):
+        shards = max(len(place.ranks), 1)
+        look = shard_lookup(table, place.kind, shards, ranks, spec, place.location)
+        if place.kind == REPLICATED:
+            replicas.setdefault(look[:3], []).append(look)
+            rows.append(table.rows * table.dim)
+            continue
+        copies = shards if place.kind == COLUMN else 1
+        sent_indices += ranks.samples * table.pooling * copies
+        parts = shards if place.kind in (ROW, TABLE_ROW) else 1
+        parts = parts // ranks.per_node if adds_in_node(place.kind, shards, ranks) else parts
+        received += ranks.samples * table.dim * parts
+        own.setdefault(look[:3], []).extend([look] * place.ranks.count(slowest))
+    fullest = int((loads[:, PARAMETERS] + loads[:, STATES]).argmax())
+    return RankTables(
+        lookups=tuple([_joined(looks) for looks in own.values() if looks]),
+        replicated=tuple([_joined(looks) for looks in replicas.values()]),
+        replicated_rows=tuple(rows),
+        index_bytes=INDEX_BYTES * math.ceil(max(sent_indices, loads[:, INDICES].max())),
+        pooled=math.ceil(max(float(received), loads[:, SUMS].max())),
+        in_node=math.ceil(loads[:, IN_NODE].max()),
+        parameter_bytes=float(loads[fullest, PARAMETERS]),
+        state_bytes=float(loads[fullest, STATES]),
+        mean_share=float(loads[:, MOVED].mean() / max(loads[slowest, MOVED], 1e-30)),
+        pipelined=spec.pipelined,
+        num_ranks=ranks.num,
+        per_node=ranks.per_node,
+    )
+
+
+def _joined(looks: Sequence[Lookup]) -> Lookup:
+    """Lookups in several tables in one call."""
+    first, (indices, bags, distinct, missed) = looks[0], (sum(column) for column in [*zip(*looks, strict=True)][3:7])
+    return first._replace(indices=indices, bags=bags, distinct=distinct, missed=missed, tables=len(looks))
+
+
+@cached(1024)
+def placements_of(tables: tuple[TableSpec, ...], spec: ShardingSpec, ranks: Ranks) -> tuple[TablePlacement, ...]:
+    """The placement of each table: as it is stated, or by the rule, the tables with most work first."""
+    stated = {place.name: place for place in spec.tables}
+    names = table_names(tables)
+    work = [shard_amounts(table, TABLE, 1, ranks, spec, spec.location)[MOVED] for table in tables]
+    shares = sum(own for own, name in zip(work, names, strict=True) if name not in stated) / ranks.num
+    busy, found = np.zeros(ranks.num), dict[int, TablePlacement]()
+    for at in sorted(range(len(tables)), key=lambda at: (names[at] not in stated, -work[at], at)):
+        table, name = tables[at], names[at]
+        if name in stated:
+            place = stated[name]
+        else:
+            kind, shards = _ruled(table, spec, ranks, work[at] / max(shares, 1e-30))
+            place = TablePlacement(
+                name=name, kind=kind, ranks=_least_busy(busy, kind, shards, ranks), location=spec.location
+            )
+        moved = shard_amounts(table, place.kind, max(len(place.ranks), 1), ranks, spec, place.location)[MOVED]
+        np.add.at(busy, list(place.ranks), moved)
+        found[at] = place
+    return tuple([found[at] for at in range(len(tables))])
+
+
+def _ruled(table: TableSpec, spec: ShardingSpec, ranks: Ranks, shares: float) -> tuple[str, int]:
+    """Kind and number of shards of a table; ``shares``: its work as a multiple of a rank's mean."""
+    if spec.rule == COLUMN:
+        return COLUMN, max(1, min(ranks.num, table.dim // NARROWEST))
+    if spec.rule != AUTO:
+        return spec.rule, {TABLE: 1, ROW: ranks.num, TABLE_ROW: ranks.per_node, REPLICATED: 0}[spec.rule]
+    if table.rows * table.dim * DTYPE_BYTES[table.precision] <= 1e6 * spec.replicate_mbytes:
+        return REPLICATED, 0
+    parts = min(math.ceil(shares), ranks.num)
+    if parts <= 1:
+        return TABLE, 1
+    if ranks.num > ranks.per_node:
+        return (TABLE_ROW, ranks.per_node) if parts <= ranks.per_node else (ROW, ranks.num)
+    return ROW, parts
+
+
+def _least_busy(busy: Floats, kind: str, shards: int, ranks: Ranks) -> tuple[int, ...]:
+    """The ranks with least work; of ``table-row-wise`` those of one node."""
+    if kind == TABLE_ROW:
+        node = int(busy.reshape(-1, ranks.per_node).sum(axis=1).argmin())
+        return tuple(range(node * ranks.per_node, (node + 1) * ranks.per_node))
+    return tuple(sorted(np.argsort(busy, kind="stable")[:shards].tolist()))

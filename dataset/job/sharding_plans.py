@@ -1,0 +1,266 @@
+"""torchrec's plans as files, tables as files, and the rules of recommendation models and their sharding.
+
+A plan is JSON: by module, by table, the fields of torchrec's ``ParameterSharding``: ``sharding_type``,
+``compute_kernel``, ``ranks`` and, if it is there, ``sharding_spec`` with the ``shard_sizes``, ``shard_offsets`` and
+``placement`` of each shard.
+"""
+
+from __future__ import annotations
+
+import csv
+import re
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from importlib import resources
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from stepsight.dataset.base.bounded import MOST_TABLES, read_text, read_toml, reason
+from stepsight.dataset.base.errors import JobError
+from stepsight.dataset.base.files import parse_json
+from stepsight.dataset.hardware.hardware import find_hardware
+from stepsight.dataset.job.model_spec import ModelSpec, TableSpec
+from stepsight.dataset.job.parallel_rules import Rules
+from stepsight.dataset.job.sharding import (
+    COLUMN,
+    LOCATIONS,
+    ON_HOST,
+    PARAMETERS,
+    REPLICATED,
+    ROW,
+    STATES,
+    TABLE,
+    TABLE_ROW,
+    Ranks,
+    ShardingSpec,
+    TablePlacement,
+    placements_of,
+    shard_amounts,
+    table_bytes,
+    table_names,
+)
+from stepsight.dataset.kinds.op import DTYPE_BYTES
+
+_TYPES = {kind.replace("-", "_"): kind for kind in (TABLE, ROW, COLUMN, TABLE_ROW, REPLICATED)}
+_TYPES |= {"table_column_wise": COLUMN}
+_KERNELS = {"fused": "hbm", "dense": "hbm", "fused_uvm_caching": "uvm", "fused_uvm": "host"}
+TABLE_FIELDS = ("tables", "dense_features", "bottom_mlp", "top_mlp", "interaction", "cross_rank")  # of ``ModelSpec``
+_ALONE = {"layers": 1, "heads": 1, "vocab": 1, "seq_len": 1}
+_CATALOGUE = resources.files("stepsight.dataset").joinpath("presets/table_models.toml")
+# Recommendation models by name: ``[model] name = "criteo-multihot-dcnv2"``.
+TABLE_MODELS: Mapping[str, dict[str, Any]] = MappingProxyType(tomllib.loads(_CATALOGUE.read_text("utf-8")))
+MOST_HOST_BYTES = 4e12  # of a node: no host has more
+MOST_ROWS, MOST_WIDTH, MOST_NUMBER, MOST_BINS = 2**40, 2**20, 10_000, 40
+_PRECISIONS = ("fp32", "fp16", "bf16", "fp8")
+
+
+def _parsed(path: Path, what: str) -> Any:
+    """A TOML or JSON file."""
+    try:
+        if path.suffix == ".toml":
+            return read_toml(path, "utf-8-sig")
+        return parse_json(read_text(path, "utf-8-sig", MOST_TABLES))
+    except OSError as error:
+        raise JobError(f"cannot read {what} {path}: {reason(error)}") from None
+    except (ValueError, RecursionError) as error:
+        raise JobError(f"{what} {path} is not valid {path.suffix[1:].upper()}: {error!s:.200}") from None
+
+
+def read_plan(path: str | Path) -> tuple[TablePlacement, ...]:
+    """Read torchrec's plan from a JSON file.
+
+    Raises:
+        JobError: If it cannot be read, or is no plan.
+    """
+    found = list[TablePlacement]()
+    _collect(_parsed(Path(path), "the plan"), found, str(path))
+    if not found:
+        raise JobError(f"{path} has no table: a plan has by module and by table its sharding_type and ranks")
+    return tuple(found)
+
+
+def _collect(tables: Any, found: list[TablePlacement], path: str) -> None:
+    """Placements in a plan's tables, at any depth."""
+    for name, value in tables.items() if isinstance(tables, Mapping) else ():
+        if isinstance(value, Mapping) and "sharding_type" in value:
+            found.append(_placement(str(name), value, path))
+        else:
+            _collect(value, found, path)
+
+
+def _placement(name: str, entry: Mapping[str, Any], path: str) -> TablePlacement:
+    kind, kernel = (
+        str(entry.get(key, default)) for key, default in (("sharding_type", ""), ("compute_kernel", "fused"))
+    )
+    if kind not in _TYPES or kernel not in _KERNELS:
+        raise JobError(
+            f"{path}, table {name!r:.80}: sharding_type must be one of {', '.join(_TYPES)} and compute_kernel one of "
+            f"{', '.join(_KERNELS)}, got {kind!r:.40} and {kernel!r:.40}"
+        )
+    spec = entry.get("sharding_spec")
+    shards = spec.get("shards") if isinstance(spec, Mapping) else None
+    ranks = entry.get("ranks")
+    if isinstance(shards, list) and shards and all(isinstance(one, Mapping) for one in shards):
+        placed = [re.search(r"rank:(\d+)", str(one.get("placement", ""))) for one in shards]
+        if all(placed):
+            ranks = [int(match[1]) for match in placed if match is not None]
+    if not isinstance(ranks, list | tuple | None) or any(type(rank) is not int for rank in ranks or ()):
+        raise JobError(f"{path}, table {name!r:.80}: ranks must be a list of whole numbers, got {ranks!r:.80}")
+    own = () if _TYPES[kind] == REPLICATED else tuple(ranks or ())
+    return TablePlacement(name=name, kind=_TYPES[kind], ranks=own, location=_KERNELS[kernel])
+
+
+def plan_tables(
+    tables: Sequence[TableSpec], places: Sequence[TablePlacement], module: str = "embedding_bags"
+) -> dict[str, Any]:
+    """Placements as torchrec's plan, plain values for JSON.  ``module``: path of the collection in the model."""
+    kernels = {"hbm": "fused", "uvm": "fused_uvm_caching", "host": "fused_uvm"}
+    found = dict[str, Any]()
+    for table, place in zip(tables, places, strict=True):
+        kernel = "dense" if place.kind == REPLICATED else kernels[place.location]
+        entry = {"sharding_type": place.kind.replace("-", "_"), "compute_kernel": kernel, "ranks": list(place.ranks)}
+        found[place.name] = {**entry, "sharding_spec": {"shards": _shards(table, place)}} if place.ranks else entry
+    return {module: found}
+
+
+def _shards(table: TableSpec, place: TablePlacement) -> list[dict[str, Any]]:
+    """Sizes and offsets of each shard; torchrec gives each the rounded-up size until nothing is left."""
+    count, by_columns = len(place.ranks), place.kind == COLUMN
+    whole = table.dim if by_columns else table.rows
+    each, found = -(-whole // count), []
+    for number, rank in enumerate(place.ranks):
+        first = min(number * each, whole)
+        size = min(each, whole - first)
+        sizes, offsets = ([table.rows, size], [0, first]) if by_columns else ([size, table.dim], [first, 0])
+        found.append({"shard_sizes": sizes, "shard_offsets": offsets, "placement": f"rank:{rank}"})
+    return found
+
+
+def recommendation_model(model: Mapping[str, Any]) -> dict[str, Any]:
+    """The table ``[model]`` of a ``dlrm`` with what it leaves open: tables by name, sizes that others do not have."""
+    named = TABLE_MODELS.get(model.get("name", "") if isinstance(model.get("name", ""), str) else "", {})
+    filled = {**named, **model, "family": "dlrm"}
+    tables = filled.get("tables", ())
+    if isinstance(tables, str):
+        known = TABLE_MODELS.get(tables)
+        filled = {**(known or {}), **filled, "tables": known["tables"] if known else read_tables(tables)}
+        tables = filled["tables"]
+    dims = [one.get("dim") if isinstance(one, Mapping) else getattr(one, "dim", 0) for one in tables or ()]
+    width = max((dim for dim in dims if type(dim) is int), default=1)
+    return {**_ALONE, "hidden": width, "bottom_mlp": (512, 256, width), "interaction": "dot", **filled}
+
+
+def read_tables(path: str | Path) -> list[dict[str, Any]]:
+    """Tables from a file: CSV with columns ``rows``, ``dim``, ``pooling`` and more, or TOML or JSON with ``tables``.
+
+    Raises:
+        JobError: If it cannot be read.
+    """
+    path = Path(path)
+    if path.suffix == ".csv":
+        try:
+            rows = list(csv.DictReader(read_text(path, "utf-8-sig", MOST_TABLES).splitlines()))
+        except (OSError, ValueError) as error:
+            raise JobError(f"cannot read tables from {path}: {error!s:.200}") from None
+        return [{key: _cell(key, value) for key, value in row.items() if value} for row in rows]
+    read = _parsed(path, "the tables")
+    inner = read.get("model", read) if isinstance(read, Mapping) else read
+    found = inner.get("tables") if isinstance(inner, Mapping) else inner
+    if not isinstance(found, list) or not found:
+        raise JobError(f"{path} must hold a list of tables with rows and dim, got {read!r:.80}")
+    return list(found)
+
+
+def _cell(key: str, text: str) -> Any:
+    kinds = {field.name: str(field.type) for field in fields(TableSpec)}
+    kind = kinds.get(key, "str")
+    try:
+        return int(text) if kind == "int" else float(text) if kind == "float" else text
+    except ValueError:
+        raise JobError(f"{key} of a table must be a number, got {text!r:.40}") from None
+
+
+def check_tables(rules: Rules, model: ModelSpec) -> None:
+    """The rules of a recommendation model."""
+    tables, names = model.tables, table_names(model.tables)
+    rules.lies("the number of model.tables of dlrm", len(tables), 1, MOST_NUMBER)
+    rules.require(len(set(names)) == len(names), f"names of model.tables must differ, got {sorted(names)!s:.80}")
+    for name, table in zip(names, tables, strict=True):
+        words = f"table {name!r:.80} ({table.rows} x {table.dim})"
+        rules.lies(f"{words}: rows", table.rows, 1, MOST_ROWS)
+        rules.lies(f"{words}: dim", table.dim, 1, MOST_WIDTH)
+        rules.lies(f"{words}: zipf", table.zipf, 0, 10)
+        rules.require(
+            table.precision in _PRECISIONS,
+            f"{words}: precision must be one of {', '.join(_PRECISIONS)}, got {table.precision!r:.40}",
+        )
+        size = table.rows * table.dim * DTYPE_BYTES.get(table.precision, 4)
+        rules.require(
+            0 < table.pooling <= table.rows,
+            f"{words}: a sample has more than 0 and at most as many indices as the table's {size} bytes have rows, got "
+            f"pooling {table.pooling}",
+        )
+        known = not table.reuse or (len(table.reuse) <= MOST_BINS and min(table.reuse) >= 0 < sum(table.reuse))
+        rules.require(known, f"{words}: reuse must be shares >= 0 of {MOST_BINS} bins at most, got {table.reuse!s:.80}")
+    for key in ("bottom_mlp", "top_mlp"):
+        sizes = getattr(model, key)
+        right = bool(sizes) and 0 < min(sizes) <= max(sizes) <= MOST_WIDTH
+        rules.require(right, f"model.{key} must be sizes from 1 to {MOST_WIDTH}, got {sizes!s:.80}")
+    for key in ("dense_features", "cross_rank"):
+        rules.lies(f"model.{key}", getattr(model, key), 1, MOST_WIDTH)
+    widths = {*(table.dim for table in tables), *model.bottom_mlp[-1:]}
+    rules.require(
+        model.interaction != "dot" or len(widths) == 1,
+        f"interaction dot needs rows as wide as the output of bottom_mlp, got widths {sorted(widths)}",
+    )
+
+
+def check_sharding(rules: Rules, model: ModelSpec, spec: ShardingSpec, ranks: Ranks, hardware: Any) -> None:
+    """The rules of a sharding: every table of a plan is there, on ranks that there are, and fits them somewhere."""
+    rules.lies("sharding.cache", spec.cache, 0, 1)
+    rules.lies("sharding.replicate_mbytes", spec.replicate_mbytes, 0, 1e6)
+    names = table_names(model.tables)
+    stated, sizes = {place.name: place for place in spec.tables}, dict[str, str]()
+    for name, table in zip(names, model.tables, strict=True):
+        size = table_bytes(table, spec.optimizer)
+        sizes[name] = f"table {name!r:.80} ({table.rows} x {table.dim}, {size:.0f} bytes with its optimizer's state)"
+        rules.require(not spec.plan or name in stated, f"the plan {spec.plan!r:.80} misses {sizes[name]}")
+    strange = sorted(set(stated) - set(names))
+    rules.require(
+        not strange, f"a plan places tables of the model ({', '.join(names):.200}), got {', '.join(strange):.80}"
+    )
+    for place in spec.tables if not strange else ():
+        count = len(place.ranks)
+        known = place.kind in _TYPES.values() and place.location in LOCATIONS
+        many = {TABLE: count == 1, REPLICATED: count == 0}.get(place.kind, count >= 1)
+        rules.require(
+            known and many and all(0 <= rank < ranks.num for rank in place.ranks),
+            f"{sizes[place.name]}: kind must be one of {', '.join(_TYPES.values())}, location one of "
+            f"{', '.join(LOCATIONS)}, and ranks must lie from 0 to {ranks.num - 1}, one for table-wise and none for "
+            f"data-parallel, got {place.kind!r:.40}, {place.location!r:.40} and {place.ranks!s:.80}",
+        )
+    if not rules:
+        _check_bytes(rules, model, sizes, (spec, ranks, hardware))
+
+
+def _check_bytes(
+    rules: Rules, model: ModelSpec, sizes: Mapping[str, str], where: tuple[ShardingSpec, Ranks, Any]
+) -> None:
+    """Every shard fits a device or a host."""
+    spec, ranks, hardware = where
+    facts = find_hardware(hardware)
+    for table, place in zip(model.tables, placements_of(model.tables, spec, ranks), strict=True):
+        shards = max(len(place.ranks), 1)
+        amounts = shard_amounts(table, place.kind, shards, ranks, spec, place.location)
+        held = amounts[PARAMETERS] + amounts[STATES]
+        most = facts.memory_bytes if facts is not None else held
+        name = sizes[table.name or place.name]
+        rules.require(
+            held <= most,
+            f"{name} fits no device: a shard of {held:.0f} bytes as {place.kind} over {shards} ranks, a device has "
+            f"{most:.0f}; shard it by rows or columns, or put it in uvm or host memory",
+        )
+        on_host = amounts[ON_HOST] * ranks.per_node
+        rules.require(on_host <= MOST_HOST_BYTES, f"{name} fits no host: {on_host:.0f} bytes of {MOST_HOST_BYTES:.0f}")

@@ -1,0 +1,166 @@
+"""Recommendation models: embedding tables beside a bottom MLP, their interaction, a top MLP.
+
+``dot`` (Naumov et al. 2019, arXiv:1906.00091): products of all pairs of vectors.  ``dcn-v2`` (Wang et al. 2020,
+arXiv:2008.13535): cross layers of low rank, ``x0 * (U (V x) + b) + x``.
+
+One rank stands for all: it looks up what the slowest one does, and exchanges the largest messages, since all wait for
+these.  Sums travel while the bottom MLP runs, in forward and in backward; indices of the next batch travel beside this
+one (torchrec's ``TrainPipelineSparseDist``), or before the lookups.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from stepsight.dataset.job.model_spec import ModelSpec
+from stepsight.dataset.job.sharding import Lookup, RankTables
+from stepsight.dataset.kinds.op import Op
+from stepsight.simulator.blocks.layer_parts import linear
+from stepsight.simulator.blocks.step import Block, Comm, Group, Item, Join, RankShape, Saved, Step
+
+INDICES, SUMS = "cp", "ep"  # streams of the two exchanges
+
+
+def dlrm_embedding(shape: RankShape, shared: bool = False) -> Block:
+    """Lookups and their exchange, and the bottom MLP beside it."""
+    tables = shape.tables
+    assert tables is not None, "the rules of a job ask for tables"
+    inner = _mlp(shape, "bottom", shape.model.dense_features, shape.model.bottom_mlp)
+    first = replace(inner[0], backward=(), weight_grad_first=False)  # numbers of a sample need no gradient
+    exchange, back = _exchange(shape, tables)
+    return (
+        *_indices(shape, tables),
+        _lookups(shape, tables),
+        *_replicated(shape, tables),
+        Step("sums", exchange, (Join(SUMS),) if back else ()),
+        *(first, *inner[1:]),
+        Step("meet", (Join(SUMS), Join(INDICES), *_joined(shape)), (*_joined(shape), *back)),
+    )
+
+
+def dlrm_layer(shape: RankShape, kind: str) -> Block:
+    """A cross layer, or the products of all pairs."""
+    model, rows = shape.model, shape.rows
+    if kind == "dot":
+        vectors, dim = len(model.tables) + 1, model.hidden
+        whole, pairs = shape.core_product(rows, vectors, vectors, dim), vectors * (vectors - 1) // 2
+        picked = shape.op("copy", rows * (pairs + dim))
+        grad = shape.core_product(rows, vectors, dim, vectors)
+        saved = (Saved(rows * vectors * dim * shape.dtype_bytes),)
+        return (Step("pairs", (whole, picked), (picked, shape.op("fill", rows * vectors**2), grad, grad), saved=saved),)
+    width = cross_width(model)
+    add, keeps = shape.op("add", rows * width), Saved(rows * width * shape.dtype_bytes)
+    count = 2 if shape.kernels.separate_kernels else 1  # a product and a sum, or both in one kernel
+    cross = Step("cross", (add,) * count, (add,) * (2 * count), saved=(keeps,))
+    return (
+        linear(shape, "cross_v", model.cross_rank, width, rows, bias=False),
+        linear(shape, "cross_u", width, model.cross_rank, rows),
+        cross,
+    )
+
+
+def dlrm_head(shape: RankShape, shared: bool = False) -> Block:
+    """The top MLP and the loss of one logit a sample."""
+    model, vectors = shape.model, len(shape.model.tables) + 1
+    width = vectors * (vectors - 1) // 2 + model.hidden if model.interaction == "dot" else cross_width(model)
+    loss = shape.main_op("elementwise", shape.rows)
+    return (*_mlp(shape, "top", width, model.top_mlp, ends=True), Step("loss", (loss,), (loss,)))
+
+
+def dlrm_kinds(model: ModelSpec) -> tuple[tuple[str, int], ...]:
+    """One layer of pairs, or cross layers."""
+    return (("dot" if model.interaction == "dot" else "cross", model.layers),)
+
+
+def cross_width(model: ModelSpec) -> int:
+    """Values of a sample that the cross layers see."""
+    return sum(table.dim for table in model.tables) + model.bottom_mlp[-1]
+
+
+def _mlp(shape: RankShape, name: str, width: int, sizes: tuple[int, ...], *, ends: bool = False) -> Block:
+    """Linears with ReLU between them; ``ends``: without one after the last."""
+    steps: list[Step] = []
+    for number, size in enumerate(sizes):
+        steps.append(linear(shape, f"{name}{number}", size, width, shape.rows))
+        width = size
+        if not (ends and number == len(sizes) - 1):
+            numel = shape.rows * size
+            ops = shape.op("relu", numel), shape.op("relu_backward", numel)
+            steps.append(Step("relu", ops[:1], ops[1:], saved=(Saved(numel * shape.dtype_bytes),)))
+    return tuple(steps)
+
+
+def _joined(shape: RankShape) -> tuple[Op, ...]:
+    """The concatenation of sums and the bottom MLP's output, and its gradient."""
+    return (shape.op("copy", shape.rows * cross_width(shape.model)),)
+
+
+def lookup_op(look: Lookup, *, backward: bool = False) -> Op:
+    """One call on all tables of a ``Lookup``."""
+    dims: tuple[int, ...] = (look.indices, look.dim, look.bags, min(look.distinct, look.indices), look.tables)
+    return (
+        Op("table_lookup_backward", (*dims, look.state), look.dtype)
+        if backward
+        else Op("table_lookup", dims, look.dtype)
+    )
+
+
+def lookup_ops(tables: RankTables) -> list[tuple[Op, int]]:
+    """Ops of all lookups of a step, and how often each runs."""
+    found = [(lookup_op(look, backward=back), 1) for look in tables.lookups for back in (False, True)]
+    found += [(lookup_op(look, backward=back), 1) for look in _of_replicas(tables) for back in (False, True)]
+    return [*found, *((missed_op(look), 2) for look in tables.lookups if look.missed)]
+
+
+def missed_op(look: Lookup) -> Op:
+    """Rows that the device does not have, over its link."""
+    return Op("missed_rows", (look.missed, look.dim), look.dtype)
+
+
+def _of_replicas(tables: RankTables) -> list[Lookup]:
+    return [look._replace(state=0) for look in tables.replicated]  # the dense optimizer has their states
+
+
+def _lookups(shape: RankShape, tables: RankTables) -> Step:
+    """Lookups in the rank's own shards; backward steps the optimizer of the rows."""
+    forward: list[Op] = []
+    backward: list[Op] = []
+    for look in tables.lookups:
+        moved = [missed_op(look)] if look.missed else []
+        forward += [*moved, lookup_op(look)]
+        backward += [lookup_op(look, backward=True), *moved]
+    most = max((op.num_bytes for op in backward), default=0.0)
+    sums = sum(look.bags * look.dim for look in tables.lookups) * shape.dtype_bytes
+    indices = 8 * sum(look.indices for look in tables.lookups)
+    kept = Saved(indices * (2 if tables.pipelined else 1))
+    return Step("lookups", tuple(forward), tuple(backward), saved=(kept,), temporary_bytes=int(sums + indices - most))
+
+
+def _replicated(shape: RankShape, tables: RankTables) -> Block:
+    """Lookups in replicated tables, whose dense gradients are summed as other parameters' are."""
+    if not tables.replicated:
+        return ()
+    forward = tuple([lookup_op(look) for look in _of_replicas(tables)])
+    backward = tuple([lookup_op(look, backward=True) for look in _of_replicas(tables)])
+    filled = tuple([shape.main_op("fill", numel) for numel in tables.replicated_rows])
+    return (Step("replicated_tables", forward, (), (*filled, *backward), tables.replicated_rows),)
+
+
+def _indices(shape: RankShape, tables: RankTables) -> Block:
+    if tables.num_ranks == 1 or not tables.lookups:
+        return ()
+    group = Group(tables.num_ranks, tables.per_node)
+    return (Step("indices", (Comm(group.collective("all_to_all", tables.index_bytes), INDICES, tables.pipelined),)),)
+
+
+def _exchange(shape: RankShape, tables: RankTables) -> tuple[tuple[Item, ...], tuple[Item, ...]]:
+    """Collectives that bring sums to their samples, and those that bring gradients back."""
+    if tables.num_ranks == 1 or not tables.lookups:
+        return (), ()
+    group, node = Group(tables.num_ranks, tables.per_node), Group(tables.per_node, tables.per_node)
+    far = Comm(group.collective("all_to_all", tables.pooled * shape.dtype_bytes), SUMS, True)
+    if not tables.in_node or tables.per_node == 1:
+        return (far,), (far,)
+    size = tables.in_node * shape.dtype_bytes
+    near = [Comm(node.collective(kind, size), SUMS, True) for kind in ("reduce_scatter", "all_gather")]
+    return (near[0], far), (far, near[1])

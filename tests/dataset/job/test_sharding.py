@@ -1,0 +1,77 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from stepsight.dataset.job.model_spec import TableSpec
+from stepsight.dataset.job.sharding import (
+    MOVED,
+    PARAMETERS,
+    RULES,
+    STATES,
+    SUMS,
+    Ranks,
+    ShardingSpec,
+    distinct_rows,
+    loads_of,
+    placements_of,
+    rank_tables,
+    table_bytes,
+)
+
+TABLES = tuple(TableSpec(rows=rows, dim=64, pooling=p, zipf=1.0) for rows, p in ((10**6, 20), (10**5, 3), (100, 1)))
+EIGHT = Ranks(8, 4, 128)
+
+
+def test_distinct_rows_of_alike_rows_are_a_closed_form() -> None:
+    """Each of ``R`` rows is missed by ``n`` draws with probability ``(1 - 1 / R) ** n``."""
+    table = TableSpec(rows=1000, dim=8)
+    assert distinct_rows(table, 1000) == pytest.approx(1000 * (1 - (1 - 1e-3) ** 1000), rel=1e-3)
+
+
+@pytest.mark.parametrize("zipf", [0.0, 0.8, 1.2])
+def test_distinct_rows_are_those_of_draws(zipf: float) -> None:
+    rng, rows, draws = np.random.default_rng(0), 5000, 3000
+    share = np.arange(1, rows + 1) ** -zipf
+    seen = [len(np.unique(rng.choice(rows, draws, p=share / share.sum()))) for _ in range(5)]
+    assert distinct_rows(TableSpec(rows=rows, dim=8, zipf=zipf), draws) == pytest.approx(np.mean(seen), rel=0.02)
+
+
+def test_a_histogram_of_reuse_counts_rows() -> None:
+    """Lookups of rows that a batch looks up four times are of a quarter as many rows."""
+    assert distinct_rows(TableSpec(rows=10**6, dim=8, reuse=(0.5, 0.0, 0.5)), 1200) == pytest.approx(600 + 200)
+
+
+@pytest.mark.parametrize("rule", [rule for rule in RULES if rule != "data-parallel"])
+def test_every_rule_places_each_byte_once(rule: str) -> None:
+    spec = ShardingSpec(rule=rule, replicate_mbytes=0.0)
+    places = placements_of(TABLES, spec, EIGHT)
+    loads = loads_of(TABLES, places, EIGHT, spec)
+    held = loads[:, PARAMETERS].sum() + loads[:, STATES].sum()
+    extra = 4 * sum(t.rows * (len(p.ranks) - 1) for t, p in zip(TABLES, places, strict=True) if p.kind == "column-wise")
+    assert held == pytest.approx(sum(table_bytes(table, spec.optimizer) for table in TABLES) + extra, abs=4 * 1.1e6 * 2)
+
+
+def test_replicas_look_up_their_own_samples_and_exchange_nothing() -> None:
+    spec = ShardingSpec(rule="data-parallel")
+    loads = loads_of(TABLES, placements_of(TABLES, spec, EIGHT), EIGHT, spec)
+    assert not loads[:, SUMS].any() and np.ptp(loads[:, MOVED]) == 0
+
+
+def test_auto_is_balanced_better_than_whole_tables() -> None:
+    found = {}
+    for rule in ("auto", "table-wise"):
+        spec = ShardingSpec(rule=rule)
+        found[rule] = rank_tables(TABLES, placements_of(TABLES, spec, EIGHT), EIGHT, spec).mean_share
+    assert found["auto"] > 2 * found["table-wise"]
+
+
+def test_a_larger_cache_misses_fewer_rows() -> None:
+    spec = ShardingSpec(rule="table-wise", location="uvm")
+    missed = []
+    for cache in (0.0, 0.1, 0.5):
+        own = replace(spec, cache=cache)
+        missed.append(rank_tables(TABLES, placements_of(TABLES, own, EIGHT), EIGHT, own).lookups[0].missed)
+    assert missed[0] > missed[1] > missed[2] > 0

@@ -1,0 +1,82 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stepsight.dataset.base.errors import JobError
+from stepsight.dataset.job.job import Job
+from stepsight.dataset.job.sharding import placements_of
+from stepsight.dataset.job.sharding_plans import plan_tables, read_plan
+
+TABLES = [{"rows": 10_000, "dim": 64, "pooling": 4.0, "name": "users"}, {"rows": 500, "dim": 64, "name": "items"}]
+
+
+def tables_of_job(tables: list[dict[str, Any]] | str = "", **more: Any) -> dict[str, Any]:
+    return {
+        "model": {"family": "dlrm", "tables": tables or TABLES},
+        "batch": {"micro_batch": 64, "global_batch": 256, "precision": "fp32"},
+        "cluster": {"hardware": "v100-sxm-32gb", "devices_per_node": 4},
+        **more,
+    }
+
+
+def test_a_plan_is_read_as_it_was_written(tmp_path: Path) -> None:
+    for rule in ("table-wise", "row-wise", "column-wise", "data-parallel"):
+        job = Job.from_dict(tables_of_job(sharding={"rule": rule}))
+        places = placements_of(job.model.tables, job.sharding, job.table_ranks)
+        path = tmp_path / "plan.json"
+        path.write_text(json.dumps(plan_tables(job.model.tables, places)))
+        assert read_plan(path) == places
+        again = Job.from_dict(tables_of_job(sharding={"plan": str(path)}))
+        assert placements_of(again.model.tables, again.sharding, again.table_ranks) == places
+
+
+def test_job_files_round_trip() -> None:
+    """With tables, placements and sizes that were left open."""
+    job = Job.from_dict(tables_of_job(sharding={"tables": [{"name": "items", "kind": "data-parallel"}]}))
+    assert Job.from_dict(job.to_dict()) == job and job.model.bottom_mlp == (512, 256, 64)
+
+
+def test_other_jobs_have_no_keys_of_tables() -> None:
+    model = {"family": "gpt", "layers": 2, "hidden": 64, "heads": 4, "vocab": 256, "seq_len": 16}
+    tables = Job.from_dict({**tables_of_job(), "model": model}).to_dict()
+    assert "sharding" not in tables and "tables" not in tables["model"]
+
+
+def test_tables_come_from_the_catalogue_and_from_files(tmp_path: Path) -> None:
+    assert len(Job.from_dict(tables_of_job("criteo-multihot-dcnv2", sharding={"rule": "row-wise"})).model.tables) == 26
+    path = tmp_path / "tables.csv"
+    path.write_text("name,rows,dim,pooling\nusers,10000,64,4\nitems,500,64,1\n")
+    assert Job.from_dict(tables_of_job(str(path))).model == Job.from_dict(tables_of_job()).model
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"model": {"family": "dlrm", "tables": [{"rows": 3, "dim": 64, "pooling": 4.0}]}},
+         r"'t_cat_0' \(3 x 64\).*768 bytes"),
+        ({"model": {"family": "dlrm", "tables": [{"rows": 10**9, "dim": 64}]}, "sharding": {"rule": "table-wise"}},
+         r"'t_cat_0' \(1000000000 x 64, 260000000000 bytes.*fits no device"),
+        ({"sharding": {"tables": [{"name": "users", "kind": "table-wise", "ranks": [4]}]}},
+         "ranks must lie from 0 to 3"),
+        ({"sharding": {"tables": [{"name": "others", "kind": "table-wise", "ranks": [0]}]}}, "got others"),
+        ({"parallel": {"tp": 2}}, "dlrm is data-parallel beside its tables"),
+        ({"sharding": {"rule": "by-hand"}}, "sharding.rule must be one of auto"),
+    ],
+)  # fmt: skip
+def test_broken_rules_name_the_table_and_its_bytes(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(JobError, match=message):
+        Job.from_dict({**tables_of_job(), **change})
+
+
+def test_a_plan_has_every_table(tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    path.write_text(json.dumps({"ebc": {"users": {"sharding_type": "table_wise", "ranks": [1]}}}))
+    with pytest.raises(JobError, match=r"misses table 'items' \(500 x 64, 130000 bytes"):
+        Job.from_dict(tables_of_job(sharding={"plan": str(path)}))
+    path.write_text("{}")
+    with pytest.raises(JobError, match="has no table"):
+        Job.from_dict(tables_of_job(sharding={"plan": str(path)}))
