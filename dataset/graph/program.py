@@ -360,26 +360,41 @@ class Program:
         return self._with_rows(columns, self._listed(), **facts)
 
     def remove(self, nodes: Iterable[int]) -> Program:
-        """The program without some nodes: what an edge made wait for one waits for what that one waited for."""
-        gone = np.isin(np.arange(len(self)), self._chosen(nodes))
-        edges = list(zip(*(values.tolist() for values in self._listed().values()), strict=True))
-        ordered = self.edge_columns["why"] == WHY_NUMBER[Dependency.STREAM_ORDER]
-        pairs = zip(*(self.edge_columns[end][ordered].tolist() for end in ("source", "target")), strict=True)
-        edges += [(source, target, WHY_NUMBER[Dependency.DATA], 0.0) for source, target in pairs if gone[target]]
+        """The program without some nodes; the order that they imposed on the others, by edges and by streams, stays."""
+        gone, order = np.isin(np.arange(len(self)), self._chosen(nodes)), WHY_NUMBER[Dependency.STREAM_ORDER]
+        kept, place = np.flatnonzero(~gone), np.cumsum(~gone) - 1
+        columns = (*self.edge_columns.values(), self.delay_s)
+        edges = zip(*(values.tolist() for values in columns), strict=True)
         found: dict[int, dict[tuple[int, int], float]] = {}
         for source, target, why, delay in sorted(edges, key=lambda edge: edge[1]):
+            if target > kept.max(initial=-1):
+                break
             before = {(source, why): 0.0}
-            if gone[source]:
-                before = {(each, why): more for (each, _), more in found.get(source, {}).items()}
+            if gone[source]:  # an edge to or from it tells more than the order of its stream
+                waits = found.get(source, {}).items()
+                before = {(each, why if why != order else earlier): more for (each, earlier), more in waits}
             for key, more in before.items():
                 held = found.setdefault(target, {})
                 held[key] = max(held.get(key, -np.inf), delay + more)
-        kept, place = np.flatnonzero(~gone), np.cumsum(~gone) - 1
-        rows = [(place[b], place[a], w, d) for a, held in found.items() if not gone[a] for (b, w), d in held.items()]
+        rows = [
+            (place[b], place[a], why, delay)
+            for a, held in found.items()
+            for (b, why), delay in held.items()
+            if why != order and not gone[a]
+        ]
         source, target, why, delay_s = np.array(rows, dtype=np.float64).reshape(-1, 4).T
         listed = {"source": source.astype(np.int64), "target": target.astype(np.int64), "why": why.astype(np.int64)}
-        columns = {name: values[kept] for name, values in self._rows().items()}
-        return self._with_rows(columns, {**listed, "delay_s": delay_s})
+        return self._with_rows(
+            {name: values[kept] for name, values in self._rows().items()}, {**listed, "delay_s": delay_s}
+        )
+
+    def of_step(self, step: int) -> Program:
+        """The nodes of one step, and the edges among them."""
+        chosen, listed = self.columns["step"] == step, self._listed()
+        inside, place = chosen[listed["source"]] & chosen[listed["target"]], np.cumsum(chosen) - 1
+        listed = {name: values[inside] for name, values in listed.items()}
+        listed |= {end: place[listed[end]] for end in ("source", "target")}
+        return self._with_rows({name: values[chosen] for name, values in self._rows().items()}, listed)
 
     def insert(
         self, place: int, work: Op | Collective, stream: str = "compute", name: str = "", after: Iterable[int] = ()

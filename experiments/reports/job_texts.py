@@ -49,7 +49,7 @@ def _prediction_text(told: Mapping[str, Any], head: Sequence[str], speed: str, f
         f"{fullest}" + ("; tight: the allocator's usual slack does not fit" if memory.get("tight") else ""),
         *(f"warning: {text}" for text in told["warnings"]),
     ]
-    if not memory["fits"]:
+    if memory["fits"] is False:
         lines.append(f"does not fit: {memory['reason']}")
     lines += [f"outside    {text}" for text in outside if not extrapolated]
     return "\n".join(lines)

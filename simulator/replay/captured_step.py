@@ -49,11 +49,14 @@ class CapturedStep:
         walked: When each node starts and ends, the graphs one after the other.
         graphs: Of the ranks, with durations.
         alone: Seconds of each distinct signature of each rank, without what overlap and context add.
+        lost: ``(causes, n)`` of each rank: seconds of nodes that collectives of ``CAUSES`` beside them take; they are
+            within the durations.
     """
 
     walked: Walk
     graphs: tuple[Program, ...]
     alone: tuple[Floats, ...]
+    lost: tuple[Floats, ...]
 
     @cached_property
     def iteration_time_s(self) -> float:
@@ -96,16 +99,19 @@ def time_captured(graphs: Sequence[Program], latency: LatencyModel) -> CapturedS
     """
     alone = tuple(timer_of(latency).work_seconds(graph.works) for graph in graphs)
     host = host_times(latency)
-    timed = tuple(
-        _timed(graph, seconds, latency)
-        if host is None or graph.device != "cpu"
-        else _timed_on_host(graph, seconds, host)
-        for graph, seconds in zip(graphs, alone, strict=True)
+    timed, lost = zip(
+        *(
+            _timed(graph, seconds, latency)
+            if host is None or graph.device != "cpu"
+            else _timed_on_host(graph, seconds, host)
+            for graph, seconds in zip(graphs, alone, strict=True)
+        ),
+        strict=True,
     )
     joined = join(timed)
     _add_launches(joined, latency.hardware)
     try:
-        return CapturedStep(walk(joined), timed, alone)
+        return CapturedStep(walk(joined), timed, alone, lost)
     except TraceError:
         raise CaptureError(
             "the captured ranks deadlock: they issue their collectives in different orders, or "
@@ -118,26 +124,25 @@ def _of_works(graph: Program, values: Floats) -> Floats:
     return np.append(values, 0.0)[graph.columns["work"]]
 
 
-def _timed(graph: Program, alone: Floats, latency: LatencyModel) -> Program:
-    """The graph with durations; with launches after waits of the host."""
+def _timed(graph: Program, alone: Floats, latency: LatencyModel) -> tuple[Program, Floats]:
+    """The graph with durations, and with launches after waits of the host; what its nodes lose to overlap."""
     seconds = _of_works(graph, alone)
     if latency.knows_context:
         program = graph.part(np.flatnonzero(graph.on_device), "step")
         seconds[graph.on_device] = latency.in_context([program], [seconds[graph.on_device]])[0]
-    share = latency.hardware.comm_compute_share
-    if share > 0:
-        seconds = seconds + _lost_to_overlap(graph, seconds, share)
-    graph = graph.replace(duration_s=seconds)
+    lost = _lost_to_overlap(graph, seconds, latency.hardware.comm_compute_share)
+    graph = graph.replace(duration_s=seconds + lost.sum(axis=0))
     waits = np.flatnonzero(graph.columns["kind"] == HOST)
     if not latency.hardware.has_host or not len(waits):
-        return graph
+        return graph, lost
     done = np.cumsum(_launches(graph, latency.hardware))
     since = np.searchsorted(waits, np.arange(len(graph)), "left") - 1  # the last wait of the host before each node
     after = np.flatnonzero(since >= 0)
-    return graph.with_edges(waits[since[after]], after, Dependency.LAUNCH, done[after] - done[waits[since[after]]])
+    launched = done[after] - done[waits[since[after]]]
+    return graph.with_edges(waits[since[after]], after, Dependency.LAUNCH, launched), lost
 
 
-def _timed_on_host(graph: Program, alone: Floats, host: HostTimes) -> Program:
+def _timed_on_host(graph: Program, alone: Floats, host: HostTimes) -> tuple[Program, Floats]:
     """The graph of a rank whose host runs its ops: durations, and the host's time between ops."""
     nodes, work, seconds = graph.columns, graph.columns["work"], _of_works(graph, alone)
     chosen = np.flatnonzero((nodes["kind"] == OP) & (work >= 0))
@@ -153,21 +158,23 @@ def _timed_on_host(graph: Program, alone: Floats, host: HostTimes) -> Program:
     )
     if len(chosen):  # time that no op follows is before the first op
         seconds[chosen[0]] += host.step_s
-    return graph.replace(duration_s=seconds, delay_s=delay)
+    return graph.replace(duration_s=seconds, delay_s=delay), np.zeros((len(CAUSES), len(graph)))
 
 
 def _lost_to_overlap(graph: Program, seconds: Floats, share: float) -> Floats:
-    """Seconds that ops lose to overlapping collectives: charged to the next op after the issue, unless it waits for
-    it.
+    """Seconds that ops lose to overlapping collectives, by cause: charged to the next op after the issue, unless it
+    waits for it.
     """
-    lost = np.zeros(len(graph))
+    lost = np.zeros((len(CAUSES), len(graph)))
+    if share <= 0:
+        return lost
     ops = np.flatnonzero((graph.columns["kind"] == OP) & (graph.columns["stream"] == COMPUTE))
     sent = np.flatnonzero((graph.columns["kind"] == COLLECTIVE) & (graph.columns["stream"] != COMPUTE))
     following = np.searchsorted(ops, sent)
     waits = set(zip(graph.edge_columns["source"].tolist(), graph.edge_columns["target"].tolist(), strict=True))
     for node, after in zip(sent.tolist(), following.tolist(), strict=True):
         if after < len(ops) and (node, int(ops[after])) not in waits:
-            lost[ops[after]] += share * seconds[node]
+            lost[CAUSES.index(axis_of(graph, node)), ops[after]] += share * seconds[node]
     return lost
 
 
@@ -190,19 +197,21 @@ def _add_launches(joined: Joined, hardware: Hardware) -> None:
 
 def _rank_causes(step: CapturedStep, place: int) -> dict[str, float]:
     """Seconds of one rank by cause."""
-    graph = step.graphs[place]
+    graph, lost = step.graphs[place], step.lost[place]
     start, end = step.of_rank(place)
     found = dict.fromkeys(CAUSES, 0.0)
     nodes = np.flatnonzero((graph.columns["stream"] == COMPUTE) & graph.on_device)
     now = 0.0
     for node in nodes.tolist():
-        gap = max(0.0, float(start[node]) - now)
-        if gap:
-            _count_gap(step, place, node, gap, found)
+        _count_gap(step, place, node, now, found)
         is_op = graph.columns["kind"][node] == OP
         optimizer = int(graph.columns["phase"][node]) == PHASES.index("optimizer")
         cause = axis_of(graph, node) if not is_op else "optimizer" if optimizer else "compute"
-        found[cause] += float(end[node]) - max(now, float(start[node]))
+        busy = float(end[node]) - max(now, float(start[node]))
+        taken = lost[:, node] * min(1.0, busy / max(float(lost[:, node].sum()), 1e-12))
+        found[cause] += busy - float(taken.sum())
+        for number in np.flatnonzero(taken).tolist():
+            found[CAUSES[number]] += float(taken[number])
         now = max(now, float(end[node]))
     mine = float(end.max(initial=0.0))
     if mine > now:
@@ -211,18 +220,24 @@ def _rank_causes(step: CapturedStep, place: int) -> dict[str, float]:
     return found
 
 
-def _count_gap(step: CapturedStep, place: int, node: int, gap: float, found: dict[str, float]) -> None:
-    """Attribute an idle time to its cause: the last collective of this rank on the path to the node."""
-    joined, graph = step.walked.joined, step.graphs[place]
-    first, end = joined.first[place : place + 2]
-    for before in step.walked.path(step.walked.before(first + node)):
-        if first <= before < end and graph.columns["kind"][before - first] == COLLECTIVE:
-            cause = axis_of(graph, before - first)
-            message = min(gap, float(joined.seconds[before])) if cause == "pp_communication" else gap
-            found[cause] += message
-            found["bubble"] += gap - message
+def _count_gap(step: CapturedStep, place: int, node: int, now: float, found: dict[str, float]) -> None:
+    """Attribute the idle time since ``now`` to what the path to a node did in it: collectives of this rank, other
+    ranks (a bubble), or the host.
+    """
+    walked, graph = step.walked, step.graphs[place]
+    first, end = walked.joined.first[place : place + 2]
+    until, others = float(walked.start_s[first + node]), "host"
+    for before in walked.path(walked.before(first + node)):
+        if until <= now:
             return
-    found["host"] += gap
+        begin, mine = max(now, float(walked.start_s[before])), first <= before < end
+        others = others if mine else "bubble"
+        ran = min(until, float(walked.end_s[before]))
+        if mine and graph.columns["kind"][before - first] == COLLECTIVE and ran > begin:
+            found[axis_of(graph, before - first)] += ran - begin
+            found[others] += until - ran
+            until = begin
+    found[others] += max(until - now, 0.0)
 
 
 def axis_of(graph: Program, node: int) -> str:

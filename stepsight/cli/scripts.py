@@ -216,7 +216,7 @@ def _scaling(
         "step ms": lambda row: f"{1e3 * row['iteration_time_s']:.1f}",
         "interval ms": lambda row: f"{1e3 * row['low_s']:.1f} to {1e3 * row['high_s']:.1f}",
         "memory GB": lambda row: f"{row['memory']['peak_bytes'] / 1e9:.1f}",
-        "fits": lambda row: "yes" if row["memory"]["fits"] else "no",
+        "fits": lambda row: {True: "yes", False: "no", None: "-"}[row["memory"]["fits"]],
         "scaling %": lambda row: f"{row['scaling_percent']:.1f}",
     }
     text = (

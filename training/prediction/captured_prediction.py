@@ -118,9 +118,13 @@ class CapturedPrediction:
                 f"ranks {', '.join(map(str, absent[:8]))} exchange messages with the captured ones and were not "
                 "captured: waiting for them is not in the time; capture with --ranks auto"
             )
-        if not any(rank.peak_bytes for rank in self.captured.ranks):
+        if not self._knows_memory:
             found.setdefault("the memory of tensors is not known: only what the software reserves is counted")
         return tuple(found)
+
+    @property
+    def _knows_memory(self) -> bool:
+        return any(rank.peak_bytes for rank in self.captured.ranks)
 
     @property
     def flops(self) -> tuple[float, float]:
@@ -133,12 +137,13 @@ class CapturedPrediction:
 
     @property
     def memory(self) -> dict[str, Any]:
-        """Peak bytes of tensors on each captured rank against the device's memory."""
+        """Peak bytes of tensors on each captured rank against the device's memory; ``fits`` is None if not known."""
         hardware = self.latency.hardware
         peaks = [rank.peak_bytes * (1.0 + hardware.fragmentation) + hardware.reserved_bytes for rank in
                  self.captured.ranks]  # fmt: skip
         peak, capacity = max(peaks), hardware.memory_bytes
-        reason = "" if peak <= capacity else f"needs {peak / 1e9:.1f} GB of {capacity / 1e9:.1f} GB"
+        fits = peak <= capacity if self._knows_memory or peak > capacity else None
+        reason = f"needs {peak / 1e9:.1f} GB of {capacity / 1e9:.1f} GB" if fits is False else ""
         stages = [
             {"rank": rank.rank, "tensors": rank.peak_bytes, "total": total, "capacity_bytes": capacity}
             for rank, total in zip(self.captured.ranks, peaks, strict=True)
@@ -146,7 +151,7 @@ class CapturedPrediction:
         return {
             "peak_bytes": peak,
             "capacity_bytes": capacity,
-            "fits": peak <= capacity,
+            "fits": fits,
             "reason": reason,
             "stages": stages,
         }
@@ -219,7 +224,7 @@ def predict_captured(
 def predict_program(program: Program, predictor: Predictor | str | Path | None = None) -> CapturedPrediction:
     """Predict one rank's program on the predictor's devices, or on those that it names; the fabric is the usual one.
 
-    Its memory is not known.
+    Of a trace, its first step that no observer slowed is predicted.  Its memory is not known.
 
     Raises:
         PredictorError: If it has no nodes.
@@ -228,6 +233,8 @@ def predict_program(program: Program, predictor: Predictor | str | Path | None =
     if not len(program):
         raise PredictorError("a program that is predicted must have nodes, got none")
     check_graph({name: getattr(program, name) for name in FACTS}, "the program")
+    steps = sorted({*program.columns["step"].tolist()} - {-1}, key=lambda step: (step in program.slowed, step))
+    program = program.of_step(steps[0]) if steps else program
     predictor = predictor if predictor is None else asked_predictor(program.device_name, predictor) or predictor
     near = [work.ranks_per_node for work in program.works if isinstance(work, Collective)]
     rank = CapturedRank(program, np.zeros(len(program), dtype=np.int64))

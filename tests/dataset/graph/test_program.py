@@ -137,6 +137,28 @@ def test_edits_keep_what_waits() -> None:
         program.insert(0, ADD, after=[1])
     with pytest.raises(ValueError, match="nodes must lie within"):
         program.remove([4])
+    with pytest.raises(ValueError, match="edges must join nodes from 0 to 3"):
+        program.with_edges([0], [4], Dependency.DATA, 0.0)
+    with pytest.raises(ValueError, match="edges must join nodes from 0 to 3"):
+        program.with_edges([-1], [2], Dependency.DATA, 0.0)
+
+
+@given(programs(), st.data())
+def test_the_nodes_that_stay_wait_for_the_same_nodes_as_before(program: Program, data: st.DataObject) -> None:
+    """Waits stay that led through a removed node, by its edges and by the order of its stream."""
+    gone = data.draw(st.sets(st.integers(0, len(program) - 1)))
+    kept = [node for node in range(len(program)) if node not in gone]
+    fewer = program.remove(gone)
+    assert fewer.nodes == tuple(program.nodes[node] for node in kept)
+    assert np.array_equal(reachable(fewer), reachable(program)[np.ix_(kept, kept)])
+
+
+def test_a_step_is_its_nodes_and_the_edges_among_them() -> None:
+    program = overlapped()
+    two = Program.of_parts([program, program]).with_edges([3], [4], Dependency.DATA, 0.0)
+    two = two.replace(columns={**two.columns, "step": np.array([0, 0, 0, 0, 1, 1, 1, -1])})
+    assert two.of_step(0).nodes == program.nodes and two.of_step(0).edges == program.edges
+    assert two.of_step(1).nodes == program.nodes[:3] and two.of_step(1).edges == program.edges[:1]
 
 
 @settings(deadline=None, max_examples=25)
