@@ -27,11 +27,11 @@ from torch.utils.data import DataLoader
 
 from ..base import annotate
 from ..base.patching import CAPTURED_DEVICE, MEMORY_BYTES, NoContext, always, cuda_answers, patch
+from . import attention
 from .distributed import install_shards
-from .fake_tensors import FakeWorld, attention, cpu_of, dropout, install_fused_kernels, rms_norm
+from .fake_tensors import FakeWorld, cpu_of, dropout, install_fused_kernels, rms_norm
 from .recorder import COMPOSITE, COMPUTE, OP, Recorder
 
-ATTENTION = torch.nn.functional.scaled_dot_product_attention  # context parallelism puts another in its place
 _SILENT = (  # functions of ``torch.cuda`` that do nothing
     "init", "empty_cache", "reset_peak_memory_stats", "manual_seed", "manual_seed_all",
     "reset_max_memory_allocated", "ipc_collect", "set_per_process_memory_fraction", "seed", "seed_all",
@@ -50,8 +50,6 @@ class DevicesOnCpu(TorchFunctionMode):
             return rms_norm(*args, **kwargs)
         if func is torch.nn.functional.dropout:
             return dropout(*args, **kwargs)
-        if func is ATTENTION:
-            return attention(func, args, kwargs)
         if func is torch.device and args and isinstance(args[0], int):
             return torch.device("cpu")
         if func is Tensor.to and len(args) > 1 and not isinstance(args[1], Tensor):
@@ -206,6 +204,7 @@ def install_corrections(world: FakeWorld, *, on_host: bool = False) -> None:
     _composite_ops(world)
     if not on_host:
         install_fused_kernels()
+        attention.install(world.note)
         _foreach_on_cpu()
     _data_loaders()
     _ddp(world)

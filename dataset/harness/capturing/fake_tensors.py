@@ -20,7 +20,6 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
     unset_fake_temporarily,
 )
-from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -192,8 +191,7 @@ def cpu_of(device: Any) -> Any:
     return torch.device("cpu") if isinstance(device, torch.device) and device.type == "cuda" else device
 
 
-_ATTENTION = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
-_library = torch.library.Library("aten", "IMPL")
+library = torch.library.Library("aten", "IMPL")
 
 
 class _RMSNorm(torch.autograd.Function):
@@ -272,7 +270,7 @@ FAKE: dict[Any, Any] = {
 
 def install_fused_kernels() -> None:
     """Register the fused kernels on the CPU with autograd."""
-    _library.impl(
+    library.impl(
         "_fused_rms_norm", lambda x, shape, weight=None, eps=None: _RMSNorm.apply(x, shape, weight, eps), "AutogradCPU"
     )
 
@@ -280,19 +278,6 @@ def install_fused_kernels() -> None:
 def rms_norm(x: Tensor, shape: Any, weight: Tensor | None = None, eps: float | None = None) -> Tensor:
     """``torch.nn.functional.rms_norm`` by the fused kernel."""
     return _aten._fused_rms_norm.default(x, list(shape), weight, eps)[0]
-
-
-def attention(func: Any, args: Any, kwargs: Any) -> Tensor:
-    """``scaled_dot_product_attention``: dropout is within the device's kernel.
-
-    DTensors, as context parallelism makes them, take the device's flash kernel, which DTensor knows.
-    """
-    named = {**dict(zip(_ATTENTION, args, strict=False)), **kwargs, "dropout_p": 0.0}
-    q, k, v = (named.pop(name) for name in _ATTENTION[:3])
-    if type(q) is DTensor and named.get("attn_mask") is None:
-        causal, scale = named.get("is_causal", False), named.get("scale")
-        return _aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, False, scale=scale)[0]
-    return func(q, k, v, **named)
 
 
 def dropout(x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:

@@ -208,8 +208,8 @@ def signature_of(func: Any, args: Any, kwargs: Any, outputs: list[torch.Tensor])
     rows: list[tuple[Any, ...]] = []
     given = [t for t in (*outputs, *args, *kwargs.values()) if isinstance(t, torch.Tensor)]
     touched = {t.shape: t._values() for t in given if t.layout is torch.sparse_coo}  # dense ones have these rows used
-    for place, name in enumerate(_argument_names(func)):
-        value = args[place] if place < len(args) else kwargs.get(name)
+    for place, (name, default) in enumerate(_arguments(func)):
+        value = args[place] if place < len(args) else kwargs.get(name, default)
         if isinstance(value, torch.Tensor):
             value = touched.get(value.shape, value)
             rows.append((tuple(value.shape), type_name(value.dtype), value.stride(), ""))
@@ -224,8 +224,9 @@ def signature_of(func: Any, args: Any, kwargs: Any, outputs: list[torch.Tensor])
 
 
 @lru_cache(4096)
-def _argument_names(func: Any) -> tuple[str, ...]:
-    return tuple(argument.name for argument in func._schema.arguments)
+def _arguments(func: Any) -> tuple[tuple[str, Any], ...]:
+    """Names and defaults: the dispatcher leaves out what is as by default."""
+    return tuple((argument.name, argument.default_value) for argument in func._schema.arguments)
 
 
 def type_name(dtype: torch.dtype) -> str:

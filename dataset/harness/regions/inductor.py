@@ -103,7 +103,7 @@ def read_region(graph: Any, example_inputs: Sequence[Any], *, on_device: bool = 
             compile_fx_inner(*given, **options)
     except Exception as error:
         if not found:
-            raise HarnessError(f"{version} could not be asked: {error!s:.200}") from error
+            raise HarnessError(f"{version} could not be asked: {str(error).splitlines()[0]:.200}") from error
     if not found:
         raise HarnessError(f"{version} made no region of a graph")
     return found[0]
@@ -277,6 +277,9 @@ def _device_answers() -> Iterator[None]:
         for name in ("device", "_DeviceGuard"):
             stack.enter_context(mock.patch.object(torch.cuda, name, NoContext))
         stack.enter_context(mock.patch.object(torch.version, "cuda", "12.8"))
+        stack.enter_context(
+            mock.patch.object(torch.Tensor, "__invert__", lambda x: torch.bitwise_not(x))
+        )  # "~" asks for the device
         for owner in (CudaInterface, CudaInterface.Worker):
             told = staticmethod(always(CAPTURED_DEVICE))
             stack.enter_context(mock.patch.object(owner, "get_device_properties", told))
