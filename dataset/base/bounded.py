@@ -22,7 +22,8 @@ import stat
 import struct
 import tomllib
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
@@ -46,6 +47,20 @@ LONGEST_TEXT = 2**20  # bytes of one cell of a Parquet table
 _CHUNK = 4 * 2**20
 _GZIP = b"\x1f\x8b"
 _WORDS = {stat.S_IFIFO: "a FIFO", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device", stat.S_IFSOCK: "a socket"}
+
+
+_folders: tuple[Path, ...] = ()  # that files are read from; empty: all
+
+
+@contextmanager
+def reading_only(folders: Sequence[Path]) -> Iterator[None]:
+    """Let this process read files of these folders alone, also those that other files name: for a server."""
+    global _folders
+    before, _folders = _folders, tuple(folder.resolve() for folder in folders)
+    try:
+        yield
+    finally:
+        _folders = before
 
 
 class ReadError(OSError):
@@ -203,6 +218,8 @@ def _parquet_table(source: BinaryIO, path: Path) -> pa.Table:
 
 def _opened(path: Path) -> BinaryIO:
     """Open a plain file of at most the limit; a FIFO or device is an error, without waiting for it."""
+    if _folders and not any(path.resolve().is_relative_to(folder) for folder in _folders):
+        raise ReadError(path, f"must be in {' or '.join(map(str, _folders[:1]))}, the folder that files are read from")
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
         status = os.fstat(descriptor)

@@ -91,6 +91,7 @@ EXTRAS = MappingProxyType(
         "lightgbm": "train",
         "matplotlib": "search",
         "mlflow": "train",
+        "nicegui": "page",
         "onnx": "models",
         "optuna": "search",
         "pandas": "search",

@@ -1,19 +1,31 @@
-"""Charts as SVG text, and a zoomable timeline, for self-contained pages.
+"""Charts as SVG text for pages: they load nothing, follow the colours of the page, and can be printed.
 
 The pages are made in the slim install, which has neither jinja2 nor a plot library.
 """
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
-BLUE, ORANGE, GREY = "#3b6fb5", "#d9822b", "#8a8f98"
-PALETTE = (BLUE, ORANGE, "#3a9b6c", "#b5497a", "#7a5fb5", "#8f7a3b", "#4aa3b5", "#a35b4a")
-_WIDTH, _LEFT = 720, 190
+# Colour-blind people can tell them apart; the first three are those of schedules and timelines in the documentation.
+PALETTE = ("#3b6fb5", "#d9822b", "#3a9b6c", "#d58fc0", "#8bc7ee", "#7d3a10", "#d9c53a", "#43356f")
+_ON_DARK = {5: "#c98a5e", 7: "#9d8fd6"}  # in place of colours that a dark background swallows
+BLUE, ORANGE, GREEN = (f"var(--c{at})" for at in range(3))
+GREY, RED = "var(--grey)", "var(--red)"
+COLORS = ":root{" + "".join(f"--c{at}:{color};" for at, color in enumerate(PALETTE)) + "}"
+DARK_COLORS = "".join(f"--c{at}:{color};" for at, color in _ON_DARK.items())
+_WIDTH, _LEFT = 960, 270
+MOST_ROWS = 32  # of stacked bars
+MOST_NAMES = 14  # of a legend
+Point = Mapping[str, Any]  # of a scatter plot: x, y, text, color, size, and key if it can be chosen
+
+
+def color(at: int) -> str:
+    """The colour of a series by its number."""
+    return f"var(--c{at % len(PALETTE)})"
 
 
 def bars(rows: Sequence[tuple[str, Sequence[tuple[float, str, str]]]]) -> str:
@@ -24,21 +36,94 @@ def bars(rows: Sequence[tuple[str, Sequence[tuple[float, str, str]]]]) -> str:
     """
     values = [value for _, own in rows for value, *_ in own]
     most = max(map(abs, values), default=0.0) or 1.0
-    left, zero, room = (232, 470, 170) if min(values, default=0.0) < 0 else (_LEFT - 8, _LEFT, _WIDTH - _LEFT - 130)
+    left, zero, room = (_LEFT - 8, _LEFT, _WIDTH - _LEFT - 170)
+    if min(values, default=0.0) < 0:
+        left, zero, room = 250, 610, 240
     parts, top = [], 0
     for label, own in rows:
-        parts.append(_text(left, top + 8 + 8 * len(own), label, "end"))
-        for value, text, color in own:
+        parts.append(_text(left, top + 10 + 9 * len(own), label, "end"))
+        for value, text, fill in own:
             width = room * abs(value) / most
             x, place, anchor = (
-                (zero, zero + width + 6, "start") if value >= 0 else (zero - width, zero - width - 6, "end")
+                (zero, zero + width + 8, "start") if value >= 0 else (zero - width, zero - width - 8, "end")
             )
-            parts.append(f'<rect x="{x:.1f}" y="{top + 4}" width="{width:.1f}" height="14" fill="{color}"/>')
-            parts.append(_text(place, top + 15, text, anchor))
-            top += 16
+            parts.append(_rect(x, top + 4, width, 16, fill, f"{label}: {text}"))
+            parts.append(_text(place, top + 17, text, anchor))
+            top += 18
         top += 8
-    parts.append(f'<line x1="{zero}" x2="{zero}" y1="0" y2="{top}" stroke="{GREY}"/>')
+    parts.append(_line(zero, zero, 0, top, GREY))
     return _svg(top, parts)
+
+
+def stacks(rows: Sequence[tuple[str, Mapping[str, float]]], limits: Sequence[float], unit: str) -> str:
+    """Draw a bar for each row, made of its parts, and where its limit is.
+
+    Args:
+        rows: Label of each row, and the value of each part; of many rows only some are drawn.
+        limits: Of each row, for example a capacity.
+        unit: Of the values.
+    """
+    step = max(1, -(-len(rows) // MOST_ROWS))
+    most = max([*limits, *(sum(own.values()) for _, own in rows)], default=1.0) or 1.0
+    left, room, names = 90, _WIDTH - 210, list(dict.fromkeys(name for _, own in rows for name in own))
+    parts, top = _legend(names, left), 26 + 18 * ((len(names) - 1) // 6)
+    for (label, own), limit in list(zip(rows, limits, strict=True))[::step]:
+        x, whole = float(left), sum(own.values())
+        parts.append(_text(left - 8, top + 13, label, "end"))
+        for name, value in own.items():
+            width = room * value / most
+            said = f"{label}, {name}: {value:.2f} {unit}"
+            parts.append(_rect(x, top, width, 16, color(names.index(name)), said))
+            x += width
+        parts.append(_line(left + room * limit / most, left + room * limit / most, top - 3, top + 19, RED, 2))
+        parts.append(_text(left + room + 12, top + 13, f"{whole:.1f} of {limit:.1f} {unit}"))
+        top += 22
+    return _svg(top + 4, parts)
+
+
+def _legend(names: Sequence[str], left: float) -> list[str]:
+    parts = []
+    for at, name in enumerate(names):
+        x, y = left + 140 * (at % 6), 4 + 18 * (at // 6)
+        parts += [_rect(x, y, 12, 12, color(at)), _text(x + 18, y + 11, name)]
+    return parts
+
+
+class _Plane:
+    """Axes of a plot, with round ticks, and where values are on it."""
+
+    left, top, width, height = 76, 26, 700, 290
+
+    def __init__(self, points: Sequence[tuple[float, float]], titles: tuple[str, str], log_x: bool, zero: bool) -> None:
+        self.scale = math.log2 if log_x else float
+        xs, ys = sorted({self.scale(x) for x, _ in points}), [y for _, y in points]
+        margin = 0.0 if zero else 0.04 * ((xs[-1] - xs[0]) or abs(xs[0]) or 1.0)
+        self.low, self.span = xs[0] - margin, (xs[-1] - xs[0] + 2 * margin) or 1.0
+        least, most = (0.0, max(ys) or 1.0) if zero else (min(ys), max(ys))
+        tick = _round_step((most - least) or abs(most) or 1.0)
+        self.bottom, self.most = tick * math.floor(least / tick), tick * math.ceil(1.02 * most / tick)
+        edge = f'fill="none" style="stroke:{GREY}"'
+        self.parts = [f'<rect x="{self.left}" y="{self.top}" width="{self.width}" height="{self.height}" {edge}/>']
+        for part in range(round((self.most - self.bottom) / tick) + 1):
+            y = self.place(points[0][0], self.bottom + tick * part)[1]
+            self.parts.append(_text(self.left - 8, y + 4, f"{self.bottom + tick * part:.6g}", "end"))
+        wide = [2.0**x for x in xs][:: max(1, len(xs) // 8)] if log_x else self._round_places()
+        for x in wide:
+            self.parts.append(_text(self.place(x, 0)[0], self.top + self.height + 18, f"{x:.4g}", "middle"))
+        self.parts.append(_text(self.left + self.width / 2, self.top + self.height + 40, titles[0], "middle"))
+        self.parts.append(_text(self.left, 14, titles[1]))
+
+    def _round_places(self) -> list[float]:
+        step = _round_step(self.span)
+        first = math.ceil(self.low / step)
+        return [step * at for at in range(first, math.floor((self.low + self.span) / step) + 1)]
+
+    def place(self, x: float, y: float) -> tuple[float, float]:
+        right = self.left + self.width * (self.scale(x) - self.low) / self.span
+        return right, self.top + self.height * (1 - (y - self.bottom) / (self.most - self.bottom))
+
+    def svg(self) -> str:
+        return _svg(self.top + self.height + 48, self.parts)
 
 
 def lines(
@@ -62,41 +147,43 @@ def lines(
     points = [point for _, each in series for point in each]
     if not points:
         return ""
-    left, top, width, height = 70, 24, _WIDTH - 210, 240
-    scale = math.log2 if log_x else float
-    xs, ys = [scale(x) for x, _ in points], [y for _, y in points] + ([limit] if limit else [])
-    low, span = min(xs), (max(xs) - min(xs)) or 1.0
-    tick = _round_step(max(ys) or 1.0)
-    most = tick * math.ceil(1.02 * (max(ys) or 1.0) / tick)
-
-    def place(x: float, y: float) -> tuple[float, float]:
-        return left + width * (scale(x) - low) / span, top + height * (1 - y / most)
-
-    parts = [f'<rect x="{left}" y="{top}" width="{width}" height="{height}" fill="none" stroke="{GREY}"/>']
-    for part in range(round(most / tick) + 1):
-        y = tick * part
-        parts.append(_text(left - 6, place(points[0][0], y)[1] + 4, f"{y:.6g}", "end"))
-    ticks = sorted({x for x, _ in points}) if log_x else [(low + span * part / 4) for part in range(5)]
-    for x in ticks[:: max(1, len(ticks) // 8)]:
-        parts.append(_text(place(x, 0)[0], top + height + 16, f"{x:.4g}", "middle"))
+    plane = _Plane([*points, *([(points[0][0], limit)] if limit else [])], (x_title, y_title), log_x, True)
     if limit is not None:
-        y = place(points[0][0], limit)[1]
-        parts.append(f'<line x1="{left}" x2="{left + width}" y1="{y:.1f}" y2="{y:.1f}" stroke="#c0392b"/>')
+        y = plane.place(points[0][0], limit)[1]
+        plane.parts.append(_line(plane.left, plane.left + plane.width, y, y, RED, 2))
     for at, (name, each) in enumerate(series):
-        color = PALETTE[at % len(PALETTE)]
         path, last = [], None
         for x, y in each:
-            px, py = place(x, y)
+            px, py = plane.place(x, y)
             if steps and last is not None:
                 path.append(f"{px:.1f},{last:.1f}")
             path.append(f"{px:.1f},{py:.1f}")
             last = py
-        parts.append(f'<polyline points="{" ".join(path)}" fill="none" stroke="{color}" stroke-width="1.5"/>')
-        if at < 14:
-            parts.append(_text(left + width + 10, top + 12 + 17 * at, name, color=color))
-    parts.append(_text(left + width / 2, top + height + 36, x_title, "middle"))
-    parts.append(_text(left, 14, y_title))
-    return _svg(top + height + 44, parts)
+        stroke = f'fill="none" style="stroke:{color(at)}" stroke-width="2"'
+        plane.parts.append(f'<polyline points="{" ".join(path)}" {stroke}/>')
+        if at < MOST_NAMES:
+            right, top = plane.left + plane.width + 12, plane.top + 6 + 18 * at
+            plane.parts += [_rect(right, top, 12, 12, color(at)), _text(right + 18, top + 11, name)]
+    return plane.svg()
+
+
+def scatter(points: Sequence[Point], x_title: str, y_title: str, line: Sequence[tuple[float, float]] = ()) -> str:
+    """Draw points, and a line through some of them; a point with a key can be chosen by pointer and keyboard."""
+    if not points:
+        return ""
+    plane = _Plane([(point["x"], point["y"]) for point in points], (x_title, y_title), False, False)
+    path = " ".join(f"{px:.1f},{py:.1f}" for px, py in (plane.place(x, y) for x, y in line))
+    plane.parts.append(f'<polyline points="{path}" fill="none" style="stroke:{GREY}" stroke-dasharray="4 3"/>')
+    for point in points:
+        px, py = plane.place(point["x"], point["y"])
+        said = escape(point["text"])
+        key = point.get("key")
+        chosen = "" if key is None else f' data-value="{key}" tabindex="0" role="button" aria-label="{said}"'
+        plane.parts.append(
+            f'<circle cx="{px:.1f}" cy="{py:.1f}" r="{point["size"]:.1f}" style="fill:{point["color"]}"{chosen}>'
+            f"<title>{said}</title></circle>"
+        )
+    return plane.svg()
 
 
 def _round_step(most: float) -> float:
@@ -105,116 +192,20 @@ def _round_step(most: float) -> float:
     return next(factor * power for factor in (1.0, 2.0, 5.0, 10.0) if factor * power >= most / 5)
 
 
-def _text(x: float, y: float, text: str, anchor: str = "start", color: str = "currentColor") -> str:
-    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" fill="{color}">{escape(text)}</text>'
+def _text(x: float, y: float, text: str, anchor: str = "start") -> str:
+    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(text)}</text>'
+
+
+def _rect(x: float, y: float, width: float, height: float, fill: str, said: str = "") -> str:
+    title = f"<title>{escape(said)}</title>" if said else ""
+    place = f'x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{height}"'
+    return f'<rect {place} style="fill:{fill}">{title}</rect>'
+
+
+def _line(x: float, to_x: float, y: float, to_y: float, stroke: str, width: int = 1) -> str:
+    place = f'x1="{x:.1f}" x2="{to_x:.1f}" y1="{y:.1f}" y2="{to_y:.1f}"'
+    return f'<line {place} style="stroke:{stroke}" stroke-width="{width}"/>'
 
 
 def _svg(height: float, parts: Sequence[str]) -> str:
-    return f'<svg viewBox="0 0 {_WIDTH} {height:.0f}" role="img" font-size="12">{"".join(parts)}</svg>'
-
-
-MOST_EVENTS = 60_000
-_COLORS = {"forward": "#3b6fb5", "backward": "#d9822b", "optimizer": "#3a9b6c", "message": "#8a8f98", "dp": "#7a5fb5"}
-
-_SCRIPT = """
-(() => {
-  const data = DATA, canvas = document.getElementById("timeline-NUMBER"), context = canvas.getContext("2d");
-  const note = document.getElementById("timeline-note-NUMBER"), row = 18, left = 130;
-  let from = 0, to = data.end, drag = null;
-  const lanes = data.lanes.length;
-  function size() {
-    canvas.width = canvas.clientWidth * devicePixelRatio; canvas.height = (lanes * row + 24) * devicePixelRatio;
-    canvas.style.height = (lanes * row + 24) + "px"; context.setTransform(devicePixelRatio,0,0,devicePixelRatio,0,0);
-  }
-  const seconds = t => to > 1e6 ? (t / 1e6).toPrecision(4) + " s" : (t / 1e3).toPrecision(4) + " ms";
-  const width = () => canvas.clientWidth - left;
-  const place = t => left + (t - from) / (to - from) * width();
-  function draw() {
-    context.clearRect(0, 0, canvas.clientWidth, lanes * row + 24);
-    context.font = "11px sans-serif";
-    for (const [lane, begin, lasts, color, name] of data.events) {
-      if (begin + lasts < from || begin > to) continue;
-      const x = Math.max(place(begin), left), w = Math.max(place(begin + lasts) - x, 0.5);
-      context.fillStyle = data.colors[color]; context.fillRect(x, lane * row + 2, w, row - 4);
-      if (w > 26) { context.fillStyle = "#fff"; context.fillText(data.names[name], x + 3, lane * row + 13, w - 4); }
-    }
-    context.clearRect(0, 0, left, lanes * row);
-    context.fillStyle = getComputedStyle(canvas).color;
-    data.lanes.forEach((lane, at) => context.fillText(lane, 2, at * row + 13, left - 6));
-    for (let part = 0; part <= 8; part++) {
-      const t = from + (to - from) * part / 8;
-      const x = Math.min(place(t), canvas.clientWidth - 60);
-      context.fillText(seconds(t), x, lanes * row + 16);
-    }
-  }
-  function zoom(event) {
-    event.preventDefault();
-    const at = from + (event.offsetX - left) / width() * (to - from), factor = event.deltaY > 0 ? 1.25 : 0.8;
-    from = Math.max(0, at - (at - from) * factor); to = Math.min(data.end, at + (to - at) * factor); draw();
-  }
-  function hover(event) {
-    if (drag !== null) {
-      const move = (drag - event.offsetX) / width() * (to - from), span = to - from;
-      from = Math.min(Math.max(0, from + move), data.end - span); to = from + span; drag = event.offsetX;
-      draw(); return;
-    }
-    const t = from + (event.offsetX - left) / width() * (to - from), lane = Math.floor(event.offsetY / row);
-    const found = data.events.find(e => e[0] === lane && e[1] <= t && t <= e[1] + e[2]);
-    note.textContent = found ? `${data.names[found[4]]}: ${seconds(found[2])}, from ` +
-      `${seconds(found[1])}` : "Scroll to zoom, drag to move, double-click to see all.";
-  }
-  canvas.addEventListener("wheel", zoom, {passive: false}); canvas.addEventListener("mousemove", hover);
-  canvas.addEventListener("mousedown", e => drag = e.offsetX); addEventListener("mouseup", () => drag = null);
-  canvas.addEventListener("dblclick", () => { from = 0; to = data.end; draw(); });
-  addEventListener("resize", () => { size(); draw(); });
-  size(); draw(); hover({offsetX: 0, offsetY: -1});
-})();
-"""
-
-
-def timeline_part(trace: dict[str, Any], number: int = 0) -> str:
-    """Make the canvas of a timeline.
-
-    Args:
-        trace: Chrome trace events, as ``Prediction.timeline("segment")`` gives.  A long timeline is cut after
-            ``MOST_EVENTS``.
-        number: Tells the timelines of a page apart.
-    """
-    data = _data(trace["traceEvents"])
-    script = _SCRIPT.replace("NUMBER", str(number)).replace(
-        "DATA", json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
-    )
-    cut = f"<p>The first {MOST_EVENTS} events.</p>" if data["cut"] else ""
-    return f'<canvas id="timeline-{number}"></canvas><p id="timeline-note-{number}"></p>{cut}<script>{script}</script>'
-
-
-def _data(events: list[dict[str, Any]]) -> dict[str, Any]:
-    titles = {e["pid"]: e["args"]["name"] for e in events if e["ph"] == "M" and e["name"] == "process_name"}
-    threads = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["ph"] == "M" and e["name"] == "thread_name"}
-    spans = sorted((e for e in events if e["ph"] == "X"), key=lambda e: e["ts"])
-    cut, spans = len(spans) > MOST_EVENTS, spans[:MOST_EVENTS]
-    keys = sorted({(e["pid"], e["tid"]) for e in spans})
-    lanes = {key: at for at, key in enumerate(keys)}
-    names: dict[str, int] = {}
-    kinds = list(_COLORS)
-    rows = [
-        [
-            lanes[e["pid"], e["tid"]],
-            round(e["ts"], 2),
-            round(e["dur"], 2),
-            kinds.index(_kind(e)),
-            names.setdefault(e["name"], len(names)),
-        ]
-        for e in spans
-    ]
-    labels = [f"{titles.get(process, process)}: {threads.get((process, thread), thread)}" for process, thread in keys]
-    end = max((row[1] + row[2] for row in rows), default=1.0)
-    colors = list(_COLORS.values())
-    return {"lanes": labels, "events": rows, "names": list(names), "colors": colors, "end": end, "cut": cut}
-
-
-def _kind(event: dict[str, Any]) -> str:
-    name, category = event["name"], event.get("cat", "")
-    if category in ("pp", "dp") or name == "optimizer":
-        return {"pp": "message", "dp": "dp"}.get(category, "optimizer")
-    return "forward" if name.startswith("F") else "backward"
+    return f'<svg viewBox="0 0 {_WIDTH} {height:.0f}" role="img" font-size="13">{"".join(parts)}</svg>'

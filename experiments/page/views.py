@@ -1,132 +1,193 @@
-"""A page about one job: the prediction and its basis, where the time goes, and what to try next."""
+"""Views of predictions, comparisons, searches and traces as HTML, for the page in the browser and for saved files."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cache
 from html import escape
+from importlib import resources
 from typing import TYPE_CHECKING, Any
 
-from stepsight.experiments.page.charts import BLUE, ORANGE, bars, lines, timeline_part
-from stepsight.training.corrections.intervals import EXTRAPOLATED_SHARE, seconds_text
-from stepsight.training.prediction.prediction import Prediction
+from stepsight.experiments.page.charts import (
+    BLUE,
+    COLORS,
+    DARK_COLORS,
+    GREEN,
+    GREY,
+    ORANGE,
+    bars,
+    lines,
+    scatter,
+    stacks,
+)
+from stepsight.experiments.page.timeline import SCRIPT, timeline_call, timeline_html
+from stepsight.experiments.page.words import shown, words
+from stepsight.simulator.memory.estimate import FIELDS
+from stepsight.training.corrections.intervals import EXTRAPOLATED_SHARE, interval_text, seconds_text
 
 if TYPE_CHECKING:
-    pass
+    from stepsight.experiments.search.choices import Choice, SearchResult
+    from stepsight.training.prediction.prediction import Prediction
 
-STAGES_DRAWN = 8  # of a pipeline's memory
+Facts = Mapping[str, Any]
+STAGES_DRAWN = 8  # of a pipeline's memory over time
 MOST_POINTS = 800  # of a curve
-_STYLE = """
-body{font:15px/1.5 system-ui,sans-serif;max-width:1080px;margin:2em auto;padding:0 1em;color:#1f2328;background:#fff}
-@media(prefers-color-scheme:dark){body{color:#e6e6e6;background:#1b1d21}table,td,th{border-color:#444}}
-h1{font-size:1.5em}h2{font-size:1.15em;margin-top:2em}table{border-collapse:collapse}
-td,th{border:1px solid #ddd;padding:2px 10px;text-align:left;vertical-align:top}td.number{text-align:right}
-svg{max-width:760px;width:100%}canvas{width:100%;cursor:grab}.answer{font-size:1.6em}code{font-size:.9em}
-nav a{margin-right:1em}.warning{color:#b3261e}details{margin:.5em 0}
-"""
+MOST_LISTED = 40  # strategies of a search that are listed
+_DARK = "--ink:#e6e6e6;--paper:#1b1d21;--soft:#2a2d33;--edge:#454a52;--red:#ff8a80;color-scheme:dark;" + DARK_COLORS
 
 
-def job_part(prediction: Prediction, facts: Mapping[str, Any], number: int) -> str:
-    """Write the part of the page about one job; ``number`` distinguishes the jobs of a page."""
-    title = f"{facts['job']} on {prediction.job.cluster.num_devices} x {facts['hardware']}"
-    parts = [
-        f'<h1 id="job-{number}">{escape(title)}</h1>',
-        _answer(facts),
-        _section("Where the time goes", _time(facts)),
-        _section("Timeline", timeline_part(prediction.timeline("segment"), number)),
-        _section("Memory", _memory(facts)),
-        _section("Training", _plan(facts["plan"])),
-        _section("Sensitivity", _sensitivity(facts)),
-        _section("What to try next", _next(facts)),
-        _section("Assumptions", _assumptions(facts)),
+@cache
+def style() -> str:
+    """Style sheet of pages and of saved files: dark where the reader's system is, unless the page says otherwise."""
+    text = resources.files(__package__).joinpath("page.css").read_text("utf-8")
+    dark = f"@media screen and (prefers-color-scheme:dark){{:root:not(.light){{{_DARK}}}}}:root.dark{{{_DARK}}}"
+    return f"{COLORS}{text}{dark}"
+
+
+def saved_page(title: str, parts: Sequence[str], calls: Sequence[str] = ()) -> str:
+    """Write a page as one file that loads nothing.
+
+    Args:
+        title: Of the page.
+        parts: Its views.
+        calls: Scripts that draw the timelines of the views.
+    """
+    head = f'<meta charset="utf-8"><title>{escape(title)}</title><style>{style()}</style>'
+    script = f"<script>{SCRIPT.read_text('utf-8')}{';'.join(calls)}</script>" if calls else ""
+    body = f"<main>{''.join(parts)}</main>{script}"
+    return f'<!doctype html><html lang="en"><head>{head}</head><body>{body}</body></html>\n'
+
+
+def job_page(predictions: Sequence[Prediction], facts: Sequence[Facts], extra: Sequence[str] = ()) -> str:
+    """Write everything about jobs as one file; ``extra``: views that come first, such as a comparison."""
+    titles = [f"{each['job']} on {one.job.cluster.num_devices} x {each['hardware']}"
+              for one, each in zip(predictions, facts, strict=True)]  # fmt: skip
+    parts = list(extra)
+    for number, (title, each) in enumerate(zip(titles, facts, strict=True)):
+        parts += [f'<h1 id="job-{number}">{escape(title)}</h1>', *job_views(each, number)]
+    calls = [timeline_call(one.timeline("segment"), number) for number, one in enumerate(predictions)]
+    return saved_page(titles[0] if len(titles) == 1 else f"{len(titles)} jobs", parts, calls)
+
+
+def job_views(facts: Facts, number: int) -> list[str]:
+    """All views of one job."""
+    return [
+        answer(facts, facts["plan"]),
+        said(facts),
+        section("Where the time goes", time(facts)),
+        section("Timeline", timeline_html(number)),
+        section("Critical path", critical(facts)),
+        section("Memory", memory(facts) + memory_over_time(facts)),
+        section("Training", training(facts["plan"])),
+        section("Sensitivity", sensitivity(facts)),
+        section("What to try next", next_steps(facts)),
+        section("Assumptions", assumptions(facts)),
     ]
-    return "".join(parts)
-
-
-def jobs_page(parts: Sequence[str], titles: Sequence[str], compared: Mapping[str, Any] | None) -> str:
-    """Write the page as self-contained HTML."""
-    title = titles[0] if len(titles) == 1 else f"{len(titles)} jobs"
-    if compared is not None:
-        parts = [_comparison(compared, titles), *parts]
-    head = f'<meta charset="utf-8"><title>{escape(title)}</title><style>{_STYLE}</style>'
-    return f'<!doctype html><html lang="en"><head>{head}</head><body>{"".join(parts)}</body></html>\n'
-
-
-def _comparison(told: Mapping[str, Any], titles: Sequence[str]) -> str:
-    links = "".join(f'<a href="#job-{at}">{at + 1}: {escape(title)}</a>' for at, title in enumerate(titles))
-    rows = [
-        (f"job {at}", [(side["seconds"], f"{seconds_text(side['seconds'])}, {side['percent']:+.1f} %", BLUE)])
-        for at, side in enumerate(told["sides"], 1)
-    ]
-    header = ["what differs", *(side["name"] for side in told["sides"])]
-    differs = html_table(header, [[key, *values] for key, values in told["facts"].items()])
-    causes = [[name, *(f"{1e3 * value:.1f} ms" for value in values)] for name, values in told["causes"].items()]
-    times = html_table(["where the time goes", *header[1:]], causes)
-    return f"<h1>Comparison</h1><nav>{links}</nav>{bars(rows)}{differs}<p></p>{times}"
 
 
 def html_table(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
-    """A table; numbers are formatted already."""
-    top = "".join(f"<th>{escape(str(name))}</th>" for name in header)
-    body = "".join("<tr>" + "".join(f"<td>{escape(str(cell))}</td>" for cell in row) + "</tr>" for row in rows)
+    """A table; columns whose cells begin with a digit or a sign are set to the right."""
+    cells = [[shown(cell) for cell in row] for row in rows]
+    right = [bool(cells) and all(row[at][:1] in "0123456789+-" for row in cells) for at in range(len(header))]
+    marks = [' class="number"' if each else "" for each in right]
+    top = "".join(f"<th{mark}>{escape(name)}</th>" for name, mark in zip(header, marks, strict=True))
+    body = "".join(
+        "<tr>" + "".join(f"<td{mark}>{escape(cell)}</td>" for cell, mark in zip(row, marks, strict=True)) + "</tr>"
+        for row in cells
+    )
     return f"<table><tr>{top}</tr>{body}</table>"
 
 
-def _section(title: str, content: str) -> str:
+def section(title: str, content: str) -> str:
     return f"<section><h2>{escape(title)}</h2>{content}</section>"
 
 
-def _answer(facts: Mapping[str, Any]) -> str:
-    memory = facts["memory"]
-    fits = "fits" if memory["fits"] else "does not fit"
+def answer(facts: Facts, plan: Facts | None = None) -> str:
+    """The figures that a reader looks for first."""
+    held = facts["memory"]
+    fits = "fits" if held["fits"] else "does not fit"
+    figures = [
+        ("iteration-time", seconds_text(facts["iteration_time_s"]), "an iteration"),
+        ("interval", interval_text(facts["low_s"], facts["high_s"]), "90 % prediction interval"),
+        ("memory", f"{held['peak_bytes'] / 1e9:.1f} of {held['capacity_bytes'] / 1e9:.1f} GB", f"memory: {fits}"),
+        ("mfu", f"{100 * facts['mfu']:.1f} %", "model FLOP utilisation (MFU)"),
+    ]
+    if facts["tokens_per_s"] is not None:
+        figures.insert(2, ("tokens", f"{facts['tokens_per_s']:,.0f}", "tokens/s"))
+    if plan is not None:
+        cost = "no price" if plan["cost"] is None else f"{plan['cost']:,.0f}"
+        figures += [
+            ("days", f"{plan['days']:,.1f} days", f"for {plan['tokens']:.4g} tokens"),
+            ("cost", cost, f"cost of {plan['device_hours']:,.0f} device-hours"),
+        ]
+    shown_figures = (
+        f'<div><b data-testid="{name}">{escape(value)}</b><span>{escape(text)}</span></div>'
+        for name, value, text in figures
+    )
+    return f'<div class="answer">{"".join(shown_figures)}</div>'
+
+
+def said(facts: Facts) -> str:
+    """What the answer rests on, and its warnings."""
     outside = 100 * facts["unsupported_share"]
     rests = f"The answer comes from: {facts['source']}. " + (
         f"{outside:.0f} % of the time lies outside the measured range." if outside else "All of it was measured."
     )
-    said = [
+    texts = [
         *(["This prediction is extrapolated."] if facts["unsupported_share"] > EXTRAPOLATED_SHARE else []),
         *facts["warnings"],
+        *filter(None, [facts["memory"]["reason"]]),
     ]
-    warnings = "".join(f'<p class="warning">{escape(text)}</p>' for text in said)
-    if memory["reason"]:
-        warnings += f'<p class="warning">{escape(memory["reason"])}</p>'
-    return (
-        f'<p class="answer">{seconds_text(facts["iteration_time_s"])} per iteration</p>'
-        f"<p>90 % prediction interval: {seconds_text(facts['low_s'])} to {seconds_text(facts['high_s'])}. "
-        f"{facts['tokens_per_s']:,.0f} tokens/s, MFU {100 * facts['mfu']:.1f} %, "
-        f"{memory['peak_bytes'] / 1e9:.1f} GB of {memory['capacity_bytes'] / 1e9:.1f} GB ({fits}).</p>"
-        f"<p>{escape(rests)}</p>{warnings}"
+    warnings = "".join(f'<p class="warning">{escape(text)}</p>' for text in texts)
+    return f"<p>{escape(rests)}</p>{warnings}{outside_range(facts)}"
+
+
+def outside_range(facts: Facts) -> str:
+    items = "".join(f"<li>{escape(text)}</li>" for text in facts["unsupported"])
+    return f"<details><summary>Outside the measured range</summary><ul>{items}</ul></details>" if items else ""
+
+
+def time(facts: Facts) -> str:
+    """Where the time goes, by cause."""
+    whole = facts["iteration_time_s"]
+    return bars(
+        [
+            (words(cause), [(seconds, f"{seconds_text(seconds)}, {100 * seconds / whole:.1f} %", BLUE)])
+            for cause, seconds in facts["breakdown"].items()
+            if seconds > 1e-6 * whole
+        ]
     )
 
 
-def _time(facts: Mapping[str, Any]) -> str:
-    whole = facts["iteration_time_s"]
+def critical(facts: Facts) -> str:
+    """The ops and collectives of the critical path."""
     rows = [
-        (cause.replace("_", " "), [(seconds, f"{seconds_text(seconds)}, {100 * seconds / whole:.1f} %", BLUE)])
-        for cause, seconds in facts["breakdown"].items()
-        if seconds > 1e-6 * whole
-    ]
-    cells = [
-        [row["work"], f"{row['count']:.0f}", f"{1e6 * row['seconds']:.1f} µs", f"{100 * row['share']:.1f} %",
+        [row["work"], f"{100 * row['share']:.1f} %", f"{row['count']:.0f}", f"{1e6 * row['seconds']:.1f} µs",
          seconds_text(row["halved_s"])]
         for row in facts["explain"]
     ]  # fmt: skip
-    header = ["op or collective", "times on the critical path", "each", "part of the time", "halving it saves"]
-    return bars(rows) + "<h3>What decides the time</h3>" + html_table(header, cells)
+    header = ["op or collective", "of the time", "times on the critical path", "each", "halving it saves"]
+    return html_table(header, rows)
 
 
-def _memory(facts: Mapping[str, Any]) -> str:
+def memory(facts: Facts) -> str:
+    """Memory of each stage against the capacity."""
     stages = facts["memory"]["stages"]
-    names = ("parameters", "gradients", "optimizer", "activations", "temporary", "reserved", "total")
-    cells = [[at, *(f"{stage[name] / 1e9:.2f}" for name in names), stage["moment"]] for at, stage in enumerate(stages)]
+    rows = [
+        (f"stage {at}", {words(name): stage[name] / 1e9 for name in FIELDS if stage[name]})
+        for at, stage in enumerate(stages)
+    ]
+    limits = [stage.get("capacity_bytes", facts["memory"]["capacity_bytes"]) / 1e9 for stage in stages]
+    return f"{stacks(rows, limits, 'GB')}<p>The red line is the capacity of a device.</p>"
+
+
+def memory_over_time(facts: Facts) -> str:
     over_time = facts["memory_over_time"]
     drawn = over_time[:: max(1, len(over_time) // STAGES_DRAWN)]
-    chart = lines(
+    return lines(
         [(f"stage {row['stage']}", _thinned(row["seconds"], row["bytes"])) for row in drawn],
-        "seconds of the iteration", "GB", steps=True, limit=facts["memory"]["capacity_bytes"] / 1e9,
+        "seconds of the iteration", "memory, GB", steps=True, limit=facts["memory"]["capacity_bytes"] / 1e9,
     )  # fmt: skip
-    detail = html_table(["stage", *(f"{name} GB" for name in names), "largest in"], cells)
-    by_stage = f"<details open><summary>By stage</summary>{detail}</details>"
-    return f"{chart}<p>The red line is the capacity of a device.</p>{by_stage}"
 
 
 def _thinned(seconds: Sequence[float], sizes: Sequence[float]) -> list[tuple[float, float]]:
@@ -135,35 +196,34 @@ def _thinned(seconds: Sequence[float], sizes: Sequence[float]) -> list[tuple[flo
     return [(seconds[at], max(sizes[at : at + step]) / 1e9) for at in range(0, len(seconds), step)]
 
 
-def _plan(plan: Mapping[str, Any]) -> str:
+def training(plan: Facts) -> str:
+    """Duration and cost of a training."""
     rows = [
-        ["tokens", f"{plan['tokens']:.4g}"],
-        ["duration", f"{plan['days']:.2f} days ({plan['low_days']:.2f} to {plan['high_days']:.2f})"],
-        ["tokens per day", f"{plan['tokens_per_day']:.4g}"],
-        ["device-hours", f"{plan['device_hours']:,.0f}"],
-        ["cost", "no price is known (--prices)" if plan["cost"] is None else f"{plan['cost']:,.0f}"],
-        [
-            "energy (estimate: devices at their rated power)",
-            "no power is known" if plan["energy_kwh"] is None else f"{plan['energy_kwh']:,.0f} kWh",
-        ],
-        ["goodput", f"{100 * plan['goodput']:.1f} %" if "mtbf_hours" in plan else "100 %: failures are not counted"],
-    ]
+        ["Tokens", f"{plan['tokens']:.4g}"],
+        ["Duration", f"{plan['days']:.2f} days ({plan['low_days']:.2f} to {plan['high_days']:.2f})"],
+        ["Tokens per day", f"{plan['tokens_per_day']:.4g}"],
+        ["Device-hours", f"{plan['device_hours']:,.0f}"],
+        ["Cost", "no price is known (--prices)" if plan["cost"] is None else f"{plan['cost']:,.0f}"],
+        ["Energy (estimate: devices at their rated power)",
+         "no power is known" if plan["energy_kwh"] is None else f"{plan['energy_kwh']:,.0f} kWh"],
+        ["Goodput", f"{100 * plan['goodput']:.1f} %" if "mtbf_hours" in plan else "100 %: failures are not counted"],
+    ]  # fmt: skip
     if "mtbf_hours" in plan:
-        rows.append(["time between failures of the job", f"{plan['mtbf_hours']:.1f} hours"])
-        rows.append(["checkpoint interval", f"{plan['checkpoint_interval_s'] / 60:.1f} minutes"])
+        rows.append(["Time between failures of the job", f"{plan['mtbf_hours']:.1f} hours"])
+        rows.append(["Checkpoint interval", f"{plan['checkpoint_interval_s'] / 60:.1f} minutes"])
     return html_table(["", ""], rows)
 
 
-def _sensitivity(facts: Mapping[str, Any]) -> str:
-    def bar(effect: Mapping[str, Any], color: str) -> tuple[float, str, str]:
+def sensitivity(facts: Facts) -> str:
+    """What halving and doubling one thing changes, and curves over nodes and links."""
+
+    def bar(effect: Facts, fill: str) -> tuple[float, str, str]:
         percent = 100 * (effect["tokens_per_s_ratio"] - 1)
-        return percent, f"{percent:+.1f} %", color
+        return percent, f"{percent:+.1f} %", fill
 
     ways = {"half": ORANGE, "double": BLUE}
-    rows = [
-        (row["name"], [bar(row[way], color) for way, color in ways.items() if row[way]]) for row in facts["tornado"]
-    ]
-    turns = " or ".join(f'<b style="color:{color}">{way}d</b>' for way, color in (("halve", ORANGE), ("double", BLUE)))
+    rows = [(row["name"], [bar(row[way], fill) for way, fill in ways.items() if row[way]]) for row in facts["tornado"]]
+    turns = " or ".join(f'<b style="color:{fill}">{way}</b>' for way, fill in (("halved", ORANGE), ("doubled", BLUE)))
     parts = [f"<p>Change of tokens/s when one thing is {turns}; the rest stays.</p>", bars(rows)]
     for key, points in facts["curves"].items():
         legal = [point for point in points if point["iteration_time_s"] is not None]
@@ -171,17 +231,19 @@ def _sensitivity(facts: Mapping[str, Any]) -> str:
         chart = [(name, [(float(p[key]), p[column]) for p in legal]) for name, column in named.items()]
         if len(legal) > 1:
             same = ", global batch in proportion" if key == "cluster.nodes" else ""
-            parts.append(lines(chart, f"{key}{same}", "seconds of an iteration", log_x=True))
+            parts.append(lines(chart, f"{words(key)}{same}", "seconds of an iteration", log_x=True))
     return "".join(parts)
 
 
-def _next(facts: Mapping[str, Any]) -> str:
+def next_steps(facts: Facts) -> str:
+    """Single changes that are faster, and the best strategies of a search."""
     rows = [
-        [step["name"], f"{100 * (step['tokens_per_s_ratio'] - 1):+.1f} % tokens/s",
-         seconds_text(step["iteration_time_s"]), f"{step['memory_bytes'] / 1e9:.1f}"]
+        [", ".join(f"{words(key)}: {shown(value)}" for key, value in step["values"].items()),
+         f"{100 * (step['tokens_per_s_ratio'] - 1):+.1f} %", seconds_text(step["iteration_time_s"]),
+         f"{step['memory_bytes'] / 1e9:.1f}"]
         for step in facts["next_steps"]
     ]  # fmt: skip
-    text = html_table(["change", "effect", "iteration", "GB"], rows)
+    text = html_table(["change", "tokens/s", "iteration", "memory, GB"], rows)
     if not rows:
         text = "<p>No single change of the strategy that fits in memory is predicted to be faster.</p>"
     found = [
@@ -190,23 +252,134 @@ def _next(facts: Mapping[str, Any]) -> str:
         if choice.get("iteration_time_s")
     ]
     if found:
-        text += "<h3>Best strategies of the search</h3>" + html_table(["strategy", "iteration", "GB"], found)
+        text += "<h3>Best strategies of the search</h3>" + html_table(["strategy", "iteration", "memory, GB"], found)
     return text
 
 
-def _assumptions(facts: Mapping[str, Any]) -> str:
+def assumptions(facts: Facts) -> str:
+    """Every key of the job, with defaults, and the links."""
     rows = []
-    for section, table in facts["tables"].items():
+    for name, table in facts["tables"].items():
         keys = table.items() if isinstance(table, Mapping) else [("", table)]
-        rows += [[section, key, value] for key, value in keys if value not in ((), [], "", None)]
+        rows += [[words(name), words(f"{name}.{key}"), value] for key, value in keys if value not in ((), [], "", None)]
     fabric = facts["fabric"]
     for name in ("within a node", "between nodes"):
         link = fabric[name]
         text = f"{link['gbytes_per_s']:.4g} GB/s per device and direction, {link['latency_us']:.3g} µs"
-        rows.append(["fabric", f"{fabric['name']}, {name}", text])
-    outside = "".join(f"<li>{escape(text)}</li>" for text in facts["unsupported"])
-    keys_table = html_table(["table", "key", "value"], rows)
-    text = f"<details><summary>All keys of the job, with defaults</summary>{keys_table}</details>"
-    if outside:
-        text += f"<details><summary>Outside the measured range</summary><ul>{outside}</ul></details>"
-    return text
+        rows.append(["Links", f"{fabric['name']}, {name}", text])
+    keys_table = html_table(["part", "setting", "value"], rows)
+    return f"<details><summary>All settings of the job, with defaults</summary>{keys_table}</details>"
+
+
+def comparison(told: Facts, links: bool = False) -> str:
+    """Compare jobs with the first: what differs, and where the time differs; ``links``: to each job of the page."""
+    rows = [
+        (side["name"], [(side["seconds"], f"{seconds_text(side['seconds'])}, {side['percent']:+.1f} %", BLUE)])
+        for side in told["sides"]
+    ]
+    names = [chr(ord("A") + at % 26) for at in range(len(rows))]
+    legend = "".join(
+        f'<a href="#job-{at}">{name}: {escape(side["name"])}</a>' if links else f"<p>{name}: {escape(side['name'])}</p>"
+        for at, (name, side) in enumerate(zip(names, told["sides"], strict=True))
+    )
+    differs = html_table(["what differs", *names], [[words(key), *values] for key, values in told["facts"].items()])
+    gains = [
+        (f"{words(cause)}, {name}", [(seconds - values[0], f"{1e3 * (seconds - values[0]):+,.1f} ms", ORANGE)])
+        for cause, values in told["causes"].items()
+        for name, seconds in zip(names[1:], values[1:], strict=True)
+        if abs(seconds - values[0]) > 1e-4 * told["sides"][0]["seconds"]
+    ]
+    causes = [[words(name), *(f"{1e3 * value:,.1f} ms" for value in values)]
+              for name, values in told["causes"].items() if max(values) > 0]  # fmt: skip
+    return (
+        f"<h1>Comparison</h1><nav>{legend}</nav>{bars(rows)}{section('Differences', differs)}"
+        + section("Differences by cause, from A", bars(gains))
+        + html_table(["where the time goes", *names], causes)
+    )
+
+
+def timed_choices(result: SearchResult) -> list[Choice]:
+    """The strategies that ``search_view`` draws: those that were timed, or the best of each scenario."""
+    return [choice for choice in result.plans or result.choices if choice.seconds is not None]
+
+
+def search_view(result: SearchResult, chosen: int | None = None) -> str:
+    """The strategies of a search: time over memory, the front, regret and doubt; ``chosen``: number of one of them."""
+    choices = timed_choices(result)
+    goal = result.goal
+    costs = [goal.objectives(choice.job, choice.timed)["cost"] for choice in choices]
+    dearest = max((cost for cost in costs if cost is not None), default=None)
+    front = _front([(choice.peak_bytes, choice.timed[0]) if choice.fits else None for choice in choices])
+    rivals = {id(rival.choice): rival for rival in result.rivals}
+    points: list[dict[str, Any]] = []
+    for at, (choice, cost) in enumerate(zip(choices, costs, strict=True)):
+        color = ORANGE if at in front else BLUE if choice.fits else GREY
+        text = f"{choice.job.name}: {seconds_text(choice.timed[0])}, {choice.peak_bytes / 1e9:.1f} GB"
+        text += "" if cost is None else f", cost {cost:,.0f}"
+        text += "" if choice.fits else ", does not fit"
+        size = (5 if dearest is None or cost is None else 3 + 5 * cost / dearest) + 3 * (at == chosen)
+        points.append({"x": choice.peak_bytes / 1e9, "y": choice.timed[0], "text": text, "key": at,
+                       "color": GREEN if at == chosen else color, "size": size})  # fmt: skip
+    line = [(points[at]["x"], points[at]["y"]) for at in front]
+    rows = []
+    for at, choice in enumerate(choices[:MOST_LISTED]):
+        rival = rivals.get(id(choice))
+        regret = f"{result.regrets[at]:.2f} %" if at < len(result.regrets) else "-"
+        doubt = f"{rival.slower_percent:+.1f} ± {rival.error_percent:.1f} %" if rival else "-"
+        rows.append([choice.job.name, seconds_text(choice.timed[0]), interval_text(*choice.timed[1:]),
+                     f"{choice.peak_bytes / 1e9:.1f}", "-" if costs[at] is None else f"{costs[at]:,.0f}",
+                     regret, doubt, "yes" if at in front else ""])  # fmt: skip
+    header = ["strategy", "iteration", "interval", "memory, GB", "cost", "expected regret", "not told from the best",
+              "front"]  # fmt: skip
+    titles = ("memory of the fullest stage, GB", "seconds of an iteration")
+    told = f"{result.evaluated} of {result.legal} legal strategies evaluated: {result.proof}."
+    sized = "" if dearest is None else " A larger point costs more."
+    return (
+        f"<p>{escape(told)} Orange: the front of time and memory. Grey: does not fit.{sized}</p>"
+        f'<div data-testid="front">{scatter(points, *titles, line)}</div>{html_table(header, rows)}'
+    )
+
+
+def _front(points: Sequence[tuple[float, float] | None]) -> list[int]:
+    """Numbers of the points that no other one beats in both values, the least first value first."""
+    found, least = [], float("inf")
+    for point, at in sorted((point, at) for at, point in enumerate(points) if point is not None):
+        if point[1] < least:
+            found.append(at)
+            least = point[1]
+    return found
+
+
+def trace_view(told: Facts, split: Facts) -> str:
+    """A traced run: where its time went, exposed communication, causes by what their removal saves.
+
+    Args:
+        told: As ``ReplayedRun.to_dict`` gives.
+        split: As ``Breakdown.to_dict`` gives.
+    """
+
+    def shares(seconds: Mapping[str, float], fill: str) -> str:
+        whole = sum(seconds.values()) or 1.0
+        return bars([(words(name), [(value, f"{1e3 * value:,.3f} ms, {100 * value / whole:.1f} %", fill)])
+                     for name, value in list(seconds.items())[:MOST_LISTED]])  # fmt: skip
+
+    exposed = [
+        (
+            f"rank {rank}",
+            [(seconds, f"{1e3 * seconds:.3f} ms, {told['exposed_communication_percent'][rank]:.1f} %", ORANGE)],
+        )
+        for rank, seconds in list(told["exposed_communication_s"].items())[:MOST_LISTED]
+    ]
+    causes = [[words(cause["cause"]), f"{1e3 * cause['seconds']:.3f} ms", f"{cause['saved_percent']:.1f} %",
+               cause["evidence"], cause["advice"]] for cause in told["causes"]]  # fmt: skip
+    steps = f"Step: measured {seconds_text(told['measured_s'])}, replayed {seconds_text(told['replayed_s'])}."
+    warnings = "".join(f'<p class="warning">{escape(text)}</p>' for text in told["warnings"])
+    return (
+        f"<h1>{escape(str(told['run']))}</h1><p>{steps}</p>{warnings}"
+        + section("Causes, by what their removal saves",
+                  html_table(["cause", "saves", "of the step", "evidence", "what to do"], causes))
+        + section("Exposed communication of a step", bars(exposed))
+        + section("Critical path", shares(split["critical"], BLUE))
+        + section("Device time by kind", shares(split["kinds"], BLUE))
+        + section("Idle time by cause", shares(split["idle"], GREY))
+    )  # fmt: skip

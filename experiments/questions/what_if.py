@@ -24,7 +24,11 @@ def what_if(path: Path, wanted: TraceChanges) -> dict[str, Any]:
 
     Where a step was timed without a profiler too, changes are to that step (``unprofiled_s``).
     """
-    found = ReplayedRun.read(one_run(path, "what-if"))
+    return changed_run(ReplayedRun.read(one_run(path, "what-if")), wanted)
+
+
+def changed_run(found: ReplayedRun, wanted: TraceChanges) -> dict[str, Any]:
+    """``what_if`` of a run that was read."""
     traced = traced_device(found.run, wanted.on, wanted.on_fabric) if wanted.by_predictor or wanted.on else None
     asked = _changes(wanted, traced)
     if not asked:

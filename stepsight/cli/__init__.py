@@ -20,7 +20,7 @@ _SCRIPT_IS_LAST = {"context_settings": {"allow_interspersed_args": False}}
 VERBS: dict[str, list[Any]] = {  # by the task of the user; ``plan_profile_command`` is ``stepsight plan-profile``
     "Ask about jobs": [
         *(ask.predict_command, ask.explain_command, ask.search_command),
-        *(compare.sweep_command, compare.compare_command, compare.report_command),
+        *(compare.sweep_command, compare.compare_command, compare.report_command, compare.page_command),
     ],
     "Measure and learn": [
         *(measure.collect_command, measure.plan_profile_command, learn.train_command, learn.evaluate_command),

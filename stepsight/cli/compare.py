@@ -1,7 +1,8 @@
-"""Verbs that show jobs and put them beside others: sweep, compare, report."""
+"""Verbs that show jobs and put them beside others: sweep, compare, report, page."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -132,7 +133,7 @@ def report_command(
         tokens: Tokens to train on, for duration, device-hours, cost and energy.
     """
     from stepsight.dataset.base.files import write_text
-    from stepsight.experiments.page.views import job_part, jobs_page
+    from stepsight.experiments.page.views import comparison, job_page
     from stepsight.experiments.questions.compare import compare_sides, predicted_side
     from stepsight.experiments.questions.job_facts import job_facts
     from stepsight.experiments.questions.training_plan import plan_text, training_plan
@@ -141,17 +142,15 @@ def report_command(
 
     goal, predictor, tell = goal_of(tokens, prices), source.load(), progress("jobs reported")
     read = overrides.read_all(jobs, overrides.nodes)
-    facts, parts = [], []
-    for number, job in enumerate(read):
-        prediction = predict(job, predictor)
-        best = search_strategies(job, predictor).choices[:5] if search else ()
+    facts, predictions = [], [predict(job, predictor) for job in read]
+    for number, prediction in enumerate(predictions):
+        best = search_strategies(prediction.job, predictor).choices[:5] if search else ()
         facts.append(job_facts(prediction, predictor, training_plan(prediction, goal, reliability), search=best))
-        parts.append(job_part(prediction, facts[-1], number))
         tell(number + 1, len(read))
     compared = None
     if len(read) > 1:
         compared = compare_sides([predicted_side(job, predictor, job.name) for job in read])
-    write_text(out, jobs_page(parts, [f"{each['job']} on {each['hardware']}" for each in facts], compared))
+    write_text(out, job_page(predictions, facts, () if compared is None else [comparison(compared, links=True)]))
     lines = [f"wrote {out}: {len(facts)} job{'s' if len(facts) > 1 else ''}"]
     for each in facts:
         plan = plan_text(each["hardware"], each["plan"])
@@ -159,3 +158,44 @@ def report_command(
         if not each["memory"]["fits"]:
             lines.append(f"does not fit: {each['memory']['reason']}")
     return Answer({"out": str(out), "jobs": facts, **({"comparison": compared} if compared else {})}, "\n".join(lines))
+
+
+def page_command(
+    files: Annotated[list[Path] | None, typer.Argument(metavar="FILE…")] = None,
+    *,
+    port: Annotated[int, typer.Option(min=0, max=65535)] = 0,
+    browser: Annotated[bool, "--browser/--no-browser"] = True,
+    source: LearnedSource,
+    hardware: str = "",
+) -> Answer:
+    """Plan in the browser: change a job by sliders and see the answer at once.
+
+    The page shows time, memory, a timeline and sensitivity of a job, compares answers, searches strategies, and opens
+    traced runs. It is served on this machine alone, to browsers that have the address with its token, until Ctrl-C.
+    It reads files of the current folder only, and needs no network. Examples:
+
+        stepsight page
+        stepsight page examples/gpt3-175b-1024.toml
+
+    Args:
+        files: Job files, configurations, captured scripts, or collections. Default: GPT-3 175B on 1,024 A100.
+        port: Port to serve on; 0: a free one.
+        browser: Open a browser.
+        hardware: Name of the devices for configurations, which do not state it.
+    """
+    import webbrowser
+
+    from stepsight.experiments.page.opening import Folder
+    from stepsight.experiments.page.page import Asked, make_app
+    from stepsight.experiments.page.server import PageServer
+
+    server, predictor = PageServer(port), source.load()
+    folder = Folder(Path.cwd(), hardware, predictor)
+    opened = tuple(replace(folder, root=path.resolve().parent).open(path.name)[0] for path in files or ())
+    readable = [folder.root, *(path.resolve().parent for path in files or ())]
+    app = make_app(Asked(folder, opened, predictor, server.address))
+
+    def serve() -> None:
+        server.run(app, readable, (lambda: webbrowser.open(server.address)) if browser else None)
+
+    return Answer({"address": server.address}, server.address, then=serve)

@@ -41,11 +41,13 @@ class Answer(NamedTuple):
         value: For programs.
         text: For people.
         error: Why the command fails all the same; empty: the answer says it.
+        then: What the command does once the answer is printed, such as serving a page.
     """
 
     value: dict[str, Any]
     text: str
     error: str | None = None
+    then: Callable[[], None] | None = None
 
 
 class Written(NamedTuple):
@@ -115,6 +117,9 @@ def command(verb: Callable[..., Answer]) -> Callable[..., None]:
             if answer.error:
                 typer.echo(f"error: {printable(answer.error)}", err=True)
             raise typer.Exit(2)
+        if answer.then is not None:
+            sys.stdout.flush()
+            answer.then()
 
     run.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
     run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}

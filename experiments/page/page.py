@@ -1,0 +1,320 @@
+"""The page in the browser: ask, see, compare, search, traces and share, with answers that follow the controls."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import partial
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from fastapi import FastAPI
+from nicegui import run, ui
+from nicegui.events import MultiUploadEventArguments
+
+from stepsight.dataset.base.errors import StepsightError, printable
+from stepsight.dataset.job.job import Job
+from stepsight.experiments.page import views
+from stepsight.experiments.page.controls import Controls, button, html, text_input
+from stepsight.experiments.page.fields import Field, broken_rules, changed
+from stepsight.experiments.page.opening import Folder, Opened, job_link, linked_job
+from stepsight.experiments.page.search_section import SearchSection
+from stepsight.experiments.page.server import MOST_UPLOAD
+from stepsight.experiments.page.timeline import SCRIPT, timeline_call, timeline_html
+from stepsight.experiments.page.trace_section import TraceSection
+from stepsight.experiments.page.words import shown, words
+from stepsight.experiments.questions.compare import compare_sides, predicted_side
+from stepsight.experiments.questions.job_facts import job_facts
+from stepsight.experiments.questions.training_plan import training_plan
+from stepsight.experiments.search.settings import Goal
+from stepsight.training.prediction.prediction import Prediction, predict
+
+PAUSE_S = 0.3  # without a change, before what takes longer is computed
+MOST_PINS = 8
+_START: dict[str, Any] = {  # where the user names no job
+    "model": {"name": "gpt3-175b"},
+    "parallel": {"tp": 8, "pp": 16, "sequence_parallel": True, "zero_stage": 1, "recompute": "selective"},
+    "batch": {"micro_batch": 1, "global_batch": 1536},
+    "cluster": {"hardware": "a100-sxm-80gb", "nodes": 128, "devices_per_node": 8},
+}
+_SECTIONS = ("Time", "Timeline", "Sensitivity", "Compare", "Search", "Traces", "Share")
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What the page starts with.
+
+    Attributes:
+        folder: Whose files it opens.
+        opened: What the user named: the first job is shown, the others are pinned.
+        predictor: As in ``predict``.
+        address: Of the page, without a job.
+        goal: Tokens and prices of a training.
+    """
+
+    folder: Folder
+    opened: tuple[Opened, ...] = ()
+    predictor: Any = None
+    address: str = ""
+    goal: Goal = field(default_factory=lambda: Goal(tokens=1e12))
+
+
+def make_app(asked: Asked) -> FastAPI:
+    """The application; each tab of a browser has its own state."""
+    app = FastAPI(openapi_url=None)
+    Desk.first_answer(asked)  # loads predictors and compiled code before the first visitor waits
+
+    @ui.page("/")
+    def page(job: str = "") -> None:
+        Desk(asked, job)
+
+    ui.run_with(app, title="stepsight", dark=None, tailwind=False, show_welcome_message=False)
+    return app
+
+
+class Desk:
+    """One tab of a browser: a job with its answer, pinned answers, a search, and a traced run."""
+
+    def __init__(self, asked: Asked, link: str) -> None:
+        self.asked, self.goal = asked, asked.goal
+        self.prediction, self.told = self.first_answer(asked)
+        self.pins: list[Prediction] = []
+        self._version, self._looking = 0, False
+        self._facts: views.Facts = {}
+        ui.add_head_html(f"<style>{views.style()}</style><script>{SCRIPT.read_text('utf-8')}</script>")
+        with ui.element("div").classes("desk"):
+            with ui.element("div").classes("controls"):
+                self._add_files()
+                self._control_box = ui.element("div")
+            with ui.element("div"):
+                self._add_answer()
+                self.search = SearchSection(self)
+                self.traces = TraceSection(self)
+                self._add_share()
+        self._show(self.prediction, rebuild=True)
+        for found in asked.opened[1:] if asked.opened and isinstance(asked.opened[0], Job) else asked.opened:
+            self.take(found)
+        if link:
+            self.attempt(lambda: self.ask(linked_job(asked.folder, link), rebuild=True))
+
+    @staticmethod
+    def first_answer(asked: Asked) -> tuple[Prediction, views.Facts]:
+        first = next((found for found in asked.opened if isinstance(found, Job)), None)
+        prediction = predict(first or Job.from_dict(_START), asked.predictor)
+        return prediction, prediction.to_dict()
+
+    def section(self, name: str) -> ui.element:
+        """A section with its title, that a link leads to."""
+        made = ui.element("section").props(f"id=section-{name.lower()}")
+        with made:
+            html(name, "h2")
+        return made
+
+    def _add_files(self) -> None:
+        html("stepsight", "h1")
+        with ui.element("div").classes("chips"):
+            for name, dark in (("as the system", None), ("light", False), ("dark", True)):
+                button(name, f"theme-{name.split()[-1]}", lambda dark=dark: self._set_theme(dark))
+        self._theme = ui.dark_mode(None)
+        text_input("file", "File or folder, from where the page was started", self._open, list="files")
+        names = "".join(f'<option value="{escape(name)}"></option>' for name in self.asked.folder.names())
+        html(names, "datalist").props("id=files")
+        self._files = ui.upload(
+            label="Drop job files or configurations", multiple=True, auto_upload=True, max_file_size=MOST_UPLOAD,
+            max_files=8, on_multi_upload=self._upload, on_rejected=lambda: self.say("a file must be smaller than 4 MB"),
+        )  # fmt: skip
+        self._files.props("flat bordered data-testid=upload").classes("full-width")
+        self._message = ui.label().classes("warning").props("role=alert data-testid=message")
+
+    def _add_answer(self) -> None:
+        links = "".join(f'<a href="#section-{name.lower()}">{name}</a>' for name in _SECTIONS)
+        html(links, "nav").classes("controls")
+        self._title = html("", "h1").props("data-testid=job")
+        self._answer = html()
+        self._said = html()
+        with self.section("Time"):
+            self._time = html()
+            self._memory = html()
+        with self.section("Timeline"):
+            html(timeline_html())
+            self._over_time, self._critical = html(), html()
+        with self.section("Sensitivity"):
+            self._sensitivity = html().props("data-testid=sensitivity")
+        with self.section("Compare"):
+            with ui.element("div").classes("chips controls"):
+                button("Pin this answer", "pin", self.pin)
+                button("Remove the pins", "unpin", self._unpin)
+            self._compared = html("<p>Pin an answer, then change the job.</p>").props("data-testid=comparison")
+
+    def _add_share(self) -> None:
+        with self.section("Share"):
+            button("Save all as one file", "export", self._export)
+            self._link = text_input("link", "Link to this job, for this page", lambda _: None, readonly="readonly")
+
+    def _set_theme(self, dark: bool | None) -> None:
+        self._theme.value = dark
+        name = "" if dark is None else "dark" if dark else "light"
+        ui.run_javascript(f"document.documentElement.className = '{name}'")
+
+    def say(self, text: str) -> None:
+        """Show what went wrong; empty: nothing."""
+        self._message.text = printable(text)
+        if text:
+            self._answer.classes(add="stale")
+        else:
+            self._answer.classes(remove="stale")
+
+    def attempt(self, act: Callable[[], None]) -> None:
+        """Do what the user asked for, or say which rule it breaks."""
+        try:
+            act()
+        except (StepsightError, OSError) as error:
+            self.say(str(error))
+
+    def ask(self, job: Job, rebuild: bool = False) -> None:
+        """Predict a job and show the answer; ``rebuild``: the controls too, for another job."""
+        self._show(predict(job, self.asked.predictor), rebuild)
+
+    def _show(self, prediction: Prediction, rebuild: bool = False) -> None:
+        told, plan = prediction.to_dict(), training_plan(prediction, self.goal)
+        self.prediction, self.told = prediction, {**told, "plan": plan}
+        self._version += 1
+        job = prediction.job
+        self.say("")
+        title = f"{job.model_name} on {job.cluster.num_devices:,} x {job.hardware_name}"
+        self._title.content = escape(title) + f'<br><small class="quiet">{escape(job.name)}</small>'
+        self._answer.content, self._said.content = views.answer(told, plan), views.said(told)
+        self._time.content, self._memory.content = views.time(told), views.memory(told)
+        self._link.props["value"] = f"{self.asked.address}&job={job_link(job)}"
+        if rebuild:
+            self._control_box.clear()
+            with self._control_box:
+                self._controls = Controls(job, lambda field, text: self.attempt(lambda: self._change(field, text)))
+                self._add_plan()
+        else:
+            self._controls.show(job)
+        self._show_compared()
+        if not self._looking:
+            self._looking = True
+            with self._control_box:
+                ui.timer(0.0, self._look_closer, once=True)
+
+    def _change(self, changed_field: Field, text: str) -> None:
+        try:
+            self.ask(changed(self.prediction.job, changed_field.key, changed_field.read(text)))
+        except StepsightError as error:
+            raise StepsightError(f"{words(changed_field.key)} {shown(text)}: {error}") from None
+
+    def _add_plan(self) -> None:
+        html("Training", "h2")
+        price = self.goal.prices.get(self.prediction.job.hardware_name, "")
+        for name, label, value in (
+            ("tokens", "Tokens to train on", f"{self.goal.tokens:g}"), ("price", "Price of a device-hour", price),
+        ):  # fmt: skip
+            made = text_input(name, label, partial(self._plan, name))
+            made.props["value"] = str(value)
+
+    def _plan(self, name: str, text: str) -> None:
+        def act() -> None:
+            try:
+                value = float(text)
+            except ValueError:
+                raise StepsightError(f"{name} must be a number > 0, got {text!r:.40}") from None
+            hardware = self.prediction.job.hardware_name
+            stated = {"tokens": value} if name == "tokens" else {"prices": {**self.goal.prices, hardware: value}}
+            self.goal = replace(self.goal, **stated)
+            self._show(self.prediction)
+
+        self.attempt(act)
+
+    async def _look_closer(self) -> None:
+        """Show what takes longer, once the controls rest."""
+        seen = -1
+        try:
+            while seen != self._version:
+                seen = self._version
+                await asyncio.sleep(PAUSE_S)
+                if seen != self._version:
+                    continue
+                await self._show_details(seen)
+        finally:
+            self._looking = False
+
+    async def _show_details(self, version: int) -> None:
+        prediction, plan = self.prediction, self.told["plan"]
+        rules = await run.io_bound(
+            lambda: {each.key: broken_rules(prediction.job, each) for each in self._controls.fields}
+        )
+        if version != self._version or rules is None:
+            return
+        self._controls.show_rules(rules)
+        call = await run.io_bound(lambda: timeline_call(prediction.timeline("segment")))
+        if version != self._version or call is None:
+            return
+        ui.run_javascript(call)
+        facts = await run.io_bound(job_facts, prediction, self.asked.predictor, plan)
+        if version != self._version or facts is None:
+            return
+        self._facts = facts
+        self._over_time.content, self._critical.content = views.memory_over_time(facts), views.critical(facts)
+        self._sensitivity.content = views.sensitivity(facts) + views.next_steps(facts) + views.assumptions(facts)
+
+    def _open(self, name: str) -> None:
+        def act() -> None:
+            found, assumed = self.asked.folder.open(name)
+            self.take(found)
+            self._message.text = printable(assumed)
+
+        self.attempt(act)
+
+    def take(self, found: Opened) -> None:
+        """Show what was opened; a job takes the place of the one that is shown."""
+        if isinstance(found, Job):
+            self.ask(found, rebuild=True)
+        else:
+            self.traces.show(found)
+
+    async def _upload(self, event: MultiUploadEventArguments) -> None:
+        files = {Path(each.name).name: await each.read() for each in event.files}
+        self._files.reset()
+
+        def act() -> None:
+            job, assumed = self.asked.folder.uploaded(files)
+            self.ask(job, rebuild=True)
+            self._message.text = printable(assumed)
+
+        self.attempt(act)
+
+    def pin(self) -> None:
+        """Keep the answer to compare others with it."""
+        if len(self.pins) < MOST_PINS:
+            self.pins.append(self.prediction)
+        self._show_compared()
+
+    def _unpin(self) -> None:
+        self.pins.clear()
+        self._show_compared()
+
+    def _comparison(self) -> str:
+        """Pinned answers and the present one; empty without pins."""
+        asked = [*self.pins, self.prediction] if self.pins and self.pins[-1] != self.prediction else self.pins
+        if len(asked) < 2:
+            return ""
+        sides = [predicted_side(each.job, self.asked.predictor, each.job.name) for each in asked]
+        return views.comparison(compare_sides(sides))
+
+    def _show_compared(self) -> None:
+        if self.pins or "<h1>" in self._compared.content:
+            pinned = f"<p>{len(self.pins)} pinned. Change the job to compare.</p>"
+            self._compared.content = self._comparison() or pinned
+
+    async def _export(self) -> None:
+        asked = [*self.pins, *([] if self.pins and self.pins[-1] == self.prediction else [self.prediction])]
+        facts = await run.io_bound(
+            lambda: [job_facts(one, self.asked.predictor, training_plan(one, self.goal)) for one in asked]
+        )
+        extra = [text for text in (self._comparison(), self.search.view(), self.traces.view()) if text]
+        if facts is not None:
+            ui.download.content(views.job_page(asked, facts, extra), f"{self.prediction.job.model_name}.html")
