@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from html import escape
 from itertools import groupby
 from typing import Any
@@ -12,7 +12,7 @@ from nicegui.element import Element
 from nicegui.events import GenericEventArguments
 
 from stepsight.dataset.job.job import Job
-from stepsight.experiments.page.fields import Field, fields_of, value_of
+from stepsight.experiments.page.fields import Field, broken_rules, fields_of, value_of
 from stepsight.experiments.page.words import shown, words
 
 DRAG_S = 0.04  # between two answers while a slider moves
@@ -27,6 +27,14 @@ OnChange = Callable[[Field, str], None]
 def html(content: str = "", tag: str = "div") -> ui.html:
     """An element of text that this package has escaped."""
     return ui.html(content, sanitize=False, tag=tag)
+
+
+def section(name: str) -> ui.element:
+    """A section with its title, that a link leads to."""
+    made = ui.element("section").props(f"id=section-{name.lower()}")
+    with made:
+        html(escape(name), "h2")
+    return made
 
 
 def button(text: str, test_id: str, on_click: Callable[..., Any]) -> ui.html:
@@ -103,18 +111,25 @@ class Controls:
         for field in self.fields:
             value = value_of(job, field.key)
             if field.key in self._sliders:
-                at = field.nearest(value)
-                self._sliders[field.key].props.update({"value": at, "aria-valuetext": shown(value)})
-                self._numbers[field.key].props["value"] = f"{value:.6g}" if isinstance(value, float) else str(value)
+                slider, number = self._sliders[field.key], self._numbers[field.key]
+                _set(slider, **{"value": field.nearest(value), "aria-valuetext": shown(value)})
+                _set(number, value=f"{value:.6g}" if isinstance(value, float) else str(value))
             for each, chip in self._chips[field.key].items():
                 chip.classes(add="chosen") if each == value else chip.classes(remove="chosen")
-                chip.props["aria-pressed"] = "true" if each == value else "false"
+                _set(chip, **{"aria-pressed": "true" if each == value else "false"})
 
-    def show_rules(self, broken: Mapping[str, Mapping[Any, str]]) -> None:
-        """Grey the values that break a rule; the rule is their tooltip.  ``broken``: by key of the field."""
-        for key, rules in broken.items():
-            for value, chip in self._chips[key].items():
+    def show_rules(self, job: Job) -> None:
+        """Grey the values that break a rule; the rule is their tooltip."""
+        for field in self.fields:
+            rules = broken_rules(job, field)
+            for value, chip in self._chips[field.key].items():
                 rule = rules.get(value)
                 chip.classes(add="illegal") if rule else chip.classes(remove="illegal")
-                chip.props.set_optional("title", rule)
-                chip.props.set_optional("aria-disabled", "true" if rule else None)
+                _set(chip, **{"title": rule, "aria-disabled": "true" if rule else None})
+
+
+def _set(element: Element, **props: Any) -> None:
+    """Set what has changed: all else would be sent to the browser again."""
+    for name, value in props.items():
+        if element.props.get(name) != value:
+            element.props.set_optional(name, value)

@@ -91,7 +91,7 @@ def fields_of(job: Job) -> list[Field]:
     for group, key, values in choices:
         own = value_of(job, key)
         found.append(Field(group, key, (*values, *(() if own in values else (own,))), False))
-    return sorted(found, key=lambda field: ("Model", "Strategy", "Batch", "Cluster").index(field.group))
+    return sorted(found, key=lambda field: ("Strategy", "Batch", "Cluster", "Model").index(field.group))
 
 
 def _around(own: Any) -> list[Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -17,8 +18,8 @@ from nicegui.events import MultiUploadEventArguments
 from stepsight.dataset.base.errors import StepsightError, printable
 from stepsight.dataset.job.job import Job
 from stepsight.experiments.page import views
-from stepsight.experiments.page.controls import Controls, button, html, text_input
-from stepsight.experiments.page.fields import Field, broken_rules, changed
+from stepsight.experiments.page.controls import Controls, button, html, section, text_input
+from stepsight.experiments.page.fields import Field, changed
 from stepsight.experiments.page.opening import Folder, Opened, job_link, linked_job
 from stepsight.experiments.page.search_section import SearchSection
 from stepsight.experiments.page.server import MOST_UPLOAD
@@ -70,8 +71,13 @@ def make_app(asked: Asked) -> FastAPI:
     def page(job: str = "") -> None:
         Desk(asked, job)
 
+    gc.freeze()  # later collections need not walk through libraries and predictors, which takes half a second
     ui.run_with(app, title="stepsight", dark=None, tailwind=False, show_welcome_message=False)
     return app
+
+
+class _ChangedError(Exception):
+    """The job changed, so that what is computed about it is no longer needed."""
 
 
 class Desk:
@@ -82,7 +88,6 @@ class Desk:
         self.prediction, self.told = self.first_answer(asked)
         self.pins: list[Prediction] = []
         self._version, self._looking = 0, False
-        self._facts: views.Facts = {}
         ui.add_head_html(f"<style>{views.style()}</style><script>{SCRIPT.read_text('utf-8')}</script>")
         with ui.element("div").classes("desk"):
             with ui.element("div").classes("controls"):
@@ -90,8 +95,8 @@ class Desk:
                 self._control_box = ui.element("div")
             with ui.element("div"):
                 self._add_answer()
-                self.search = SearchSection(self)
-                self.traces = TraceSection(self)
+                self.search = SearchSection(asked.predictor, lambda: (self.prediction.job, self.goal), self._use)
+                self.traces = TraceSection()
                 self._add_share()
         self._show(self.prediction, rebuild=True)
         for found in asked.opened[1:] if asked.opened and isinstance(asked.opened[0], Job) else asked.opened:
@@ -104,13 +109,6 @@ class Desk:
         first = next((found for found in asked.opened if isinstance(found, Job)), None)
         prediction = predict(first or Job.from_dict(_START), asked.predictor)
         return prediction, prediction.to_dict()
-
-    def section(self, name: str) -> ui.element:
-        """A section with its title, that a link leads to."""
-        made = ui.element("section").props(f"id=section-{name.lower()}")
-        with made:
-            html(name, "h2")
-        return made
 
     def _add_files(self) -> None:
         html("stepsight", "h1")
@@ -134,22 +132,22 @@ class Desk:
         self._title = html("", "h1").props("data-testid=job")
         self._answer = html()
         self._said = html()
-        with self.section("Time"):
+        with section("Time"):
             self._time = html()
             self._memory = html()
-        with self.section("Timeline"):
+        with section("Timeline"):
             html(timeline_html())
             self._over_time, self._critical = html(), html()
-        with self.section("Sensitivity"):
+        with section("Sensitivity"):
             self._sensitivity = html().props("data-testid=sensitivity")
-        with self.section("Compare"):
+        with section("Compare"):
             with ui.element("div").classes("chips controls"):
                 button("Pin this answer", "pin", self.pin)
                 button("Remove the pins", "unpin", self._unpin)
             self._compared = html("<p>Pin an answer, then change the job.</p>").props("data-testid=comparison")
 
     def _add_share(self) -> None:
-        with self.section("Share"):
+        with section("Share"):
             button("Save all as one file", "export", self._export)
             self._link = text_input("link", "Link to this job, for this page", lambda _: None, readonly="readonly")
 
@@ -244,20 +242,25 @@ class Desk:
 
     async def _show_details(self, version: int) -> None:
         prediction, plan = self.prediction, self.told["plan"]
-        rules = await run.io_bound(
-            lambda: {each.key: broken_rules(prediction.job, each) for each in self._controls.fields}
-        )
-        if version != self._version or rules is None:
+
+        def still_wanted(*_: int) -> None:
+            if version != self._version:
+                raise _ChangedError
+
+        def compute() -> tuple[str, views.Facts]:
+            call = timeline_call(prediction.timeline("segment"))
+            still_wanted()
+            return call, job_facts(prediction, self.asked.predictor, plan, on_step=still_wanted)
+
+        self._controls.show_rules(prediction.job)
+        try:
+            found = await run.io_bound(compute)
+        except _ChangedError:
             return
-        self._controls.show_rules(rules)
-        call = await run.io_bound(lambda: timeline_call(prediction.timeline("segment")))
-        if version != self._version or call is None:
+        if found is None or version != self._version:
             return
+        call, facts = found
         ui.run_javascript(call)
-        facts = await run.io_bound(job_facts, prediction, self.asked.predictor, plan)
-        if version != self._version or facts is None:
-            return
-        self._facts = facts
         self._over_time.content, self._critical.content = views.memory_over_time(facts), views.critical(facts)
         self._sensitivity.content = views.sensitivity(facts) + views.next_steps(facts) + views.assumptions(facts)
 
@@ -268,6 +271,9 @@ class Desk:
             self._message.text = printable(assumed)
 
         self.attempt(act)
+
+    def _use(self, job: Job) -> None:
+        self.attempt(lambda: self.ask(job))
 
     def take(self, found: Opened) -> None:
         """Show what was opened; a job takes the place of the one that is shown."""

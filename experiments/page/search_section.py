@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from html import escape
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from nicegui import run, ui
 
 from stepsight.dataset.base.errors import StepsightError, printable
 from stepsight.dataset.configs.documents import job_toml
 from stepsight.dataset.configs.formats import write_config, written_formats
+from stepsight.dataset.job.job import Job
 from stepsight.experiments.page import views
-from stepsight.experiments.page.controls import button, html, on_choice, text_input
+from stepsight.experiments.page.controls import button, html, on_choice, section, text_input
 from stepsight.experiments.reports.job_texts import written_text
 from stepsight.experiments.search.choices import Choice, SearchResult
 from stepsight.experiments.search.search import search
-from stepsight.experiments.search.settings import REGRET, Scenarios
+from stepsight.experiments.search.settings import REGRET, Goal, Scenarios
 from stepsight.training.corrections.intervals import seconds_text
 
-if TYPE_CHECKING:
-    from stepsight.experiments.page.page import Desk
+Present = Callable[[], tuple[Job, Goal]]
 
 
 class _StoppedError(Exception):
@@ -30,11 +32,11 @@ class _StoppedError(Exception):
 class SearchSection:
     """Runs a search, shows its strategies as a plot, and gives the chosen one away as a file."""
 
-    def __init__(self, desk: Desk) -> None:
-        self._desk = desk
+    def __init__(self, predictor: Any, present: Present, use: Callable[[Job], None]) -> None:
+        self._predictor, self._present, self._use = predictor, present, use
         self._result: SearchResult | None = None
         self._progress, self._stopped, self._chosen = "", False, 0
-        with desk.section("Search"):
+        with section("Search"):
             html("<p>Find the strategy with the shortest predicted iteration that fits in memory.</p>")
             self._nodes = ""
             text_input("search-nodes", "Numbers of nodes to compare, as 64,128 (empty: the job's own)", self._set_nodes)
@@ -57,7 +59,8 @@ class SearchSection:
         self._line.text = self._progress
 
     async def _search(self) -> None:
-        desk, self._stopped, self._progress = self._desk, False, "searching"
+        self._stopped, self._progress = False, "searching"
+        job, goal = self._present()
 
         def on_trial(number: int, best: float | None) -> None:
             if self._stopped:
@@ -70,11 +73,9 @@ class SearchSection:
             if not all(word.isascii() and word.isdigit() and int(word) for word in words):
                 raise StepsightError(f"numbers of nodes must be whole numbers > 0, got {self._nodes!r:.60}")
             several = Scenarios(nodes=tuple(map(int, words)))
-            goal = replace(desk.goal, objective="training_time") if words else replace(desk.goal, robust=REGRET)
+            asked = replace(goal, objective="training_time") if words else replace(goal, robust=REGRET)
             self._result = await run.io_bound(
-                lambda: search(
-                    desk.prediction.job, desk.asked.predictor, goal=goal, scenarios=several, on_trial=on_trial
-                )
+                lambda: search(job, self._predictor, goal=asked, scenarios=several, on_trial=on_trial)
             )
             self._progress = ""
             self._choose(0)
@@ -101,14 +102,18 @@ class SearchSection:
         job = choices[number].job
         with self._taking:
             html(f"<b>{escape(job.name)}</b>").props("data-testid=chosen")
-            button("Use it here", "use", lambda: self._desk.attempt(lambda: self._desk.ask(job)))
+            button("Use it here", "use", lambda: self._use(job))
             button("Job file", "take-job", lambda: ui.download.content(job_toml(job), "job.toml"))
             for name in written_formats():
-                button(name, f"take-{name}", lambda name=name: self._desk.attempt(lambda: self._take(job, name)))
+                button(name, f"take-{name}", partial(self._take, job, name))
 
-    def _take(self, job: Any, name: str) -> None:
+    def _take(self, job: Job, name: str) -> None:
         """Download a strategy as a framework's configuration or launch script."""
-        written = write_config(job, name)
+        try:
+            written = write_config(job, name)
+        except StepsightError as error:
+            self._progress = printable(str(error))
+            return
         self._progress = printable(written_text(written, name))
         suffix = {"megatron-script": ".sh", "megatron": ".sh", "torchtitan": ".toml"}.get(name)
         suffix = suffix or (".json" if written.text.lstrip().startswith("{") else ".yaml")

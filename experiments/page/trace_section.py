@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from html import escape
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from nicegui import run, ui
 
 from stepsight.experiments.page import views
-from stepsight.experiments.page.controls import button, html
+from stepsight.experiments.page.controls import button, html, section
 from stepsight.experiments.page.words import words
 from stepsight.experiments.questions.traced_runs import ReplayedRun
 from stepsight.experiments.questions.what_if import changed_run
@@ -18,9 +18,6 @@ from stepsight.simulator.replay.changes import COMMUNICATION
 from stepsight.training.corrections.intervals import seconds_text
 from stepsight.training.prediction.captured_prediction import CapturedPrediction
 
-if TYPE_CHECKING:
-    from stepsight.experiments.page.page import Desk
-
 MOST_KINDS = 3  # of ops, that have a slider
 _STEPS = (0.5, 0.75, 1.0, 1.25, 1.5, 2.0, 3.0, 4.0)  # times as fast
 
@@ -28,9 +25,9 @@ _STEPS = (0.5, 0.75, 1.0, 1.25, 1.5, 2.0, 3.0, 4.0)  # times as fast
 class TraceSection:
     """Shows where the time of a traced run went, and what changes would gain."""
 
-    def __init__(self, desk: Desk) -> None:
+    def __init__(self) -> None:
         self._content, self._faster, self._switches = "", dict[str, float](), dict[str, Any]()
-        with desk.section("Traces"):
+        with section("Traces"):
             html("<p>Open a collection, a run folder or a captured script above.</p>")
             self._view = html().props("data-testid=trace")
             self._sliders = ui.element("div").classes("controls").props("data-testid=what-if")

@@ -30,6 +30,8 @@ _WORDS: Mapping[str, str] = MappingProxyType(
         "parallel.bucket_mbytes": "Gradient bucket, MB",
         "batch.micro_batch": "Micro-batch, sequences",
         "batch.global_batch": "Global batch, sequences",
+        "model.name": "Model",
+        "model.hidden": "Hidden size",
         "model.seq_len": "Sequence length, tokens",
         "model.ffn": "Inner size of the MLP",
         "model.kv_heads": "Key-value heads",

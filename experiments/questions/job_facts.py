@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -16,24 +16,39 @@ from stepsight.training.prediction.prediction import Prediction, predict
 if TYPE_CHECKING:
     from stepsight.training.predictor.predictor import Predictor
 
+OnStep = Callable[[int, int], None]
 MOST_STEPS = 6
 LEAST_GAIN = 0.002  # share of the throughput: smaller gains are within the prediction error
 Effect = dict[str, Any]  # of a change: name, values, tokens_per_s_ratio, iteration_time_s, memory_bytes, fits
 
 
+class _Asked(NamedTuple):
+    """A prediction, what made it, and what is called between others."""
+
+    prediction: Prediction
+    predictor: Predictor | str | None
+    on_step: OnStep
+
+
 def job_facts(
-    prediction: Prediction, predictor: Predictor | str | None, plan: Mapping[str, Any], *, search: Sequence[Any] = ()
+    prediction: Prediction,
+    predictor: Predictor | str | None,
+    plan: Mapping[str, Any],
+    *,
+    search: Sequence[Any] = (),
+    on_step: OnStep = lambda *_: None,
 ) -> dict[str, Any]:
-    """Collect all values of the page."""
+    """Collect all values of the page; ``on_step`` is called between predictions, and may raise to stop."""
+    asked = _Asked(prediction, predictor, on_step)
     return {
         **prediction.to_dict(),
         "tables": prediction.job.to_dict(),
         "fabric": _fabric(prediction),
         "explain": [row.to_dict() for row in prediction.explain(8)],
         "plan": dict(plan),
-        "tornado": tornado(prediction, predictor),
-        "curves": _curves(prediction, predictor),
-        "next_steps": next_steps(prediction, predictor),
+        "tornado": _tornado(asked),
+        "curves": _curves(asked),
+        "next_steps": _next_steps(asked),
         "search": [{"job": choice.job.name, **choice.to_dict()} for choice in search],
         "memory_over_time": memory_over_time(prediction),
     }
@@ -66,9 +81,9 @@ def _fabric(prediction: Prediction) -> dict[str, Any]:
     }
 
 
-def _curves(prediction: Prediction, predictor: Predictor | str | None) -> dict[str, list[dict[str, Any]]]:
+def _curves(asked: _Asked) -> dict[str, list[dict[str, Any]]]:
     """The job over numbers of nodes, and over the bandwidth between nodes."""
-    job = prediction.job
+    job = asked.prediction.job
     nodes, link = job.cluster.nodes, job.fabric.inter_node
     counts = sorted({max(1, int(nodes * factor)) for factor in (0.25, 0.5, 1, 2, 4)})
     axes = [Axis("cluster.nodes", tuple(counts))]
@@ -78,14 +93,15 @@ def _curves(prediction: Prediction, predictor: Predictor | str | None) -> dict[s
     found = {}
     for axis in axes:
         try:
-            points = sweep(job, [axis], predictor, weak=axis.key == "cluster.nodes")
+            weak = axis.key == "cluster.nodes"
+            points = sweep(job, [axis], asked.predictor, weak=weak, on_point=asked.on_step)
         except StepsightError:
             continue
         found[axis.key] = [point.to_dict() for point in points]
     return found
 
 
-def tornado(prediction: Prediction, predictor: Predictor | str | None = None) -> list[dict[str, Any]]:
+def _tornado(asked: _Asked) -> list[dict[str, Any]]:
     """Halve and double links, latency, batch sizes and nodes, one at a time.
 
     Returns:
@@ -93,9 +109,9 @@ def tornado(prediction: Prediction, predictor: Predictor | str | None = None) ->
         effect first.
     """
     rows: list[dict[str, Any]] = []
-    for name, key, value in _levers(prediction.job):
-        half = _effect(prediction, f"{name} halved", {key: _scaled(value, 0.5)}, predictor)
-        double = _effect(prediction, f"{name} doubled", {key: _scaled(value, 2.0)}, predictor)
+    for name, key, value in _levers(asked.prediction.job):
+        half = _effect(asked, f"{name} halved", {key: _scaled(value, 0.5)})
+        double = _effect(asked, f"{name} doubled", {key: _scaled(value, 2.0)})
         if half or double:
             rows.append({"name": name, "half": half, "double": double})
     size = lambda row: max(abs(row[way]["tokens_per_s_ratio"] - 1) for way in ("half", "double") if row[way])
@@ -120,15 +136,15 @@ def _scaled(value: float, factor: float) -> float:
     return max(1, int(value * factor)) if isinstance(value, int) else value * factor
 
 
-def _effect(
-    prediction: Prediction, name: str, values: dict[str, Any], predictor: Predictor | str | None
-) -> Effect | None:
+def _effect(asked: _Asked, name: str, values: dict[str, Any]) -> Effect | None:
     """The effect of a change; None if the changed job is not legal or the same."""
+    prediction = asked.prediction
+    asked.on_step(0, 0)
     try:
         job = change_job(prediction.job, values)
         if job == prediction.job:
             return None
-        found = predict(job, predictor)
+        found = predict(job, asked.predictor)
     except StepsightError:
         return None
     return {
@@ -141,9 +157,9 @@ def _effect(
     }
 
 
-def next_steps(prediction: Prediction, predictor: Predictor | str | None = None) -> list[Effect]:
+def _next_steps(asked: _Asked) -> list[Effect]:
     """Find single changes of the strategy that fit in memory and are faster, the fastest first."""
-    found = [_effect(prediction, name, values, predictor) for name, values in _moves(prediction.job)]
+    found = [_effect(asked, name, values) for name, values in _moves(asked.prediction.job)]
     better = [each for each in found if each and each["fits"] and each["tokens_per_s_ratio"] > 1 + LEAST_GAIN]
     return sorted(better, key=lambda effect: -effect["tokens_per_s_ratio"])[:MOST_STEPS]
 
