@@ -69,6 +69,10 @@ class ConfigFile:
         return self.path.suffix in WITH_TABLES
 
 
+class Unknown(str):
+    """What a configuration has for a value that it does not tell, as what a command prints; nothing is read from it."""
+
+
 @dataclass(slots=True)
 class Draft:
     """Tables of a job that a reader of a configuration fills.
@@ -225,7 +229,7 @@ class Reading:
     def number(self, *keys: str, whole: bool = True) -> Any:
         """A number, None where no key has one; a JobError if the value is something else."""
         value = stated = self.take(*keys)
-        if value is None or (value is True and self.source(*keys).startswith("-")):
+        if value is None or isinstance(value, Unknown) or (value is True and self.source(*keys).startswith("-")):
             return None  # a flag whose value is an unset variable of a script
         for kind in (lambda text: int(text.replace("_", "")), float):
             with suppress(ValueError):
@@ -266,7 +270,7 @@ class Reading:
         value = self.take(*keys)
         if isinstance(value, list) and value and all(item == value[0] for item in value):
             value = value[0]  # the same for all layers
-        return "" if value is None or value is True else str(value)
+        return "" if value is None or value is True or isinstance(value, Unknown) else str(value)
 
     def typed(self, key: str, *names: str) -> Any:
         """The value of the first of some settings that has one, of the type of a job's key."""

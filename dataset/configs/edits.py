@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from difflib import unified_diff
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -12,8 +13,11 @@ from typing import Any
 
 from stepsight.dataset.base.errors import JobError
 from stepsight.dataset.configs.documents import flat, parse_tables, read_source
-from stepsight.dataset.configs.drafts import WITH_TABLES, Given
-from stepsight.dataset.configs.formats import read_configs, write_config
+from stepsight.dataset.configs.drafts import WITH_TABLES, ConfigFile, Given
+from stepsight.dataset.configs.formats import format_of, read_configs, write_config
+from stepsight.dataset.configs.key_table import ConfigText
+from stepsight.dataset.configs.megatron_words import launches
+from stepsight.dataset.configs.shell_scripts import read_script
 from stepsight.dataset.job.job import Job
 
 _OPTION = re.compile(r"^\s*--([\w-]+)(?: (.*))?$", re.MULTILINE)
@@ -21,8 +25,8 @@ _VARIABLE = re.compile(r"[\"']?\$\{?(\w+)\}?[\"']?")
 Changes = Mapping[str, tuple[Any, Any]]  # by setting: its value before and after; None: it is not there
 
 
-def edit_config(path: Path, before: Job, after: Job, name: str) -> str | None:
-    """The text of a configuration with the settings of another strategy.
+def edit_config(path: Path, before: Job, after: Job, name: str) -> ConfigText | None:
+    """The configuration of a user with the settings of another strategy; line ends stay as they are.
 
     Args:
         path: The configuration that ``before`` was read from.
@@ -30,57 +34,77 @@ def edit_config(path: Path, before: Job, after: Job, name: str) -> str | None:
         name: Format of both, as in ``write_config``.
 
     Returns:
-        None if the file has another format; "" if it does not read as ``after`` once it is changed.
+        None if the file has another format.  Its text is empty if the changed file does not read as ``after``.
     """
-    same_format = False
-    given = {"cluster.hardware": after.cluster.hardware, "cluster.nodes": after.cluster.nodes}
-    values = Given(values={**given, "cluster.devices_per_node": after.cluster.devices_per_node})
+    named, tables = format_of(ConfigFile.open(path))[0], path.suffix in WITH_TABLES
+    written = [write_config(job, name) for job in (before, after)]
+    if named.partition("-")[0] != name.partition("-")[0] or tables != (written[0].suffix in WITH_TABLES):
+        return None
+    old, new = (_settings(one, path.suffix) for one in written)
+    changes = {key: (old.get(key), new.get(key)) for key in {**old, **new} if old.get(key) != new.get(key)}
+    values = {f"cluster.{key}": getattr(after.cluster, key) for key in ("hardware", "nodes", "devices_per_node")}
+    text, notes = (_of_tables if tables else _of_words)(_source(path), changes, path), list[str]()
+    stated = dict[str, Any]()  # what the command states besides the file is not in the file
+    with suppress(JobError):
+        own = read_configs([path], Given(values={"cluster.hardware": after.cluster.hardware}))
+        stated = _settings(write_config(own.job, name), path.suffix)
     try:
-        written = [write_config(job, name) for job in (before, after)]
-        own = read_configs([path], values).formats[0].partition("-")[0]
-        tables = path.suffix in WITH_TABLES
-        if own != name.partition("-")[0] or tables != (written[0].suffix in WITH_TABLES):
-            return None
-        same_format = True
-        old, new = (_settings(one.text, path.suffix) for one in written)
-        changes = {key: (old.get(key), new.get(key)) for key in {**old, **new} if old.get(key) != new.get(key)}
-        edit = _of_tables if tables else _of_words
-        text = edit(read_source(path), changes, path.suffix)
         with TemporaryDirectory() as folder:
             copy = Path(folder) / path.name
-            copy.write_text(text, encoding="utf-8")
-            back = read_configs([copy], values).job
-        same = _settings(write_config(back, name).text, path.suffix) == new
+            copy.write_bytes(text.encode())
+            back = read_configs([copy], Given(values=values))
+        same, notes = _settings(write_config(back.job, name), path.suffix), [n for n in back.ignored if "launches" in n]
+        whole = all(
+            same.get(key) == new.get(key) or (key not in changes and same.get(key) == stated.get(key))
+            for key in {**same, **new}
+        )
     except JobError:  # the changed file, or the own one without others beside it, states no job
-        return "" if same_format else None
-    return text if same else ""
+        whole = False
+    return ConfigText(text=text if whole else "", suffix=path.suffix, notes=tuple(notes))
 
 
 def diff_text(path: Path, out: Path, text: str) -> str:
     """The difference between a user's file and its changed text."""
-    old = read_source(path).splitlines(keepends=True)
-    return "".join(unified_diff(old, text.splitlines(keepends=True), str(path), str(out), n=0))
+    old, new = (each.replace("\r\n", "\n").splitlines(keepends=True) for each in (_source(path), text))
+    return "".join(unified_diff(old, new, str(path), str(out), n=0))
 
 
-def _settings(text: str, suffix: str) -> dict[str, Any]:
+def _source(path: Path) -> str:
+    """The text of a configuration with its own line ends."""
+    read_source(path)
+    return path.read_bytes().decode()
+
+
+def _settings(written: ConfigText, suffix: str) -> dict[str, Any]:
     """Settings of a written configuration, by name, but for a vocabulary, which is padded by the strategy."""
-    tables = suffix in WITH_TABLES
+    tables, text = suffix in WITH_TABLES, written.text
     found = flat(parse_tables(text, suffix)) if tables else {key: value or True for key, value in _OPTION.findall(text)}
     return {name: value for name, value in found.items() if not re.search("vocab.size", name)}
 
 
-def _of_words(text: str, changes: Changes, suffix: str) -> str:
+def _masked(text: str, path: Path) -> str:
+    """A script of the same length, in which comments and launches other than the one that is read are blank."""
+    hidden = [found.span() for found in re.finditer(r"(?<!\S)#[^\r\n]*", text)]
+    with suppress(JobError):  # a file of arguments
+        found, number = launches(read_script(text.replace("\r\n", " \n"), folder=path.parent))
+        kept, others = list(found.values())[number : number + 1], [*found.values()]
+        hidden += [place for places in others for place in places if places not in kept and place not in kept[0]]
+    for start, end in hidden:
+        text = text[:start] + re.sub(r"\S", " ", text[start:end]) + text[end:]
+    return text
+
+
+def _of_words(text: str, changes: Changes, path: Path) -> str:
     """Options of a script or a file of arguments; a value that is a variable changes where the variable is set."""
-    anchor = None
-    if "recompute-granularity" in changes:  # the short form of selective recomputation
-        text = re.sub(r"(?<!\S)--recompute-activations(?!\S)[ \t]?", "", text)
+    short = re.search(r"(?<!\S)--recompute-activations(?!\S)[ \t]?", _masked(text, path))
+    if short and "recompute-granularity" in changes:  # the short form of selective recomputation
+        text = text[: short.start()] + text[short.end() :]
     for name, (old, new) in changes.items():
+        seen = _masked(text, path)
         option = re.compile(rf"(?<![\w-])--{name}(?![\w-])" + ("" if True in (old, new) else r"(=|\s+)([^\s\\)]+)"))
-        found = option.search(text)
+        found = option.search(seen)
         if found is None:
-            anchor = (
-                anchor or re.search(r"(?<!\S)--micro-batch-size(?=[= ])", text) or re.search(r"(?<!\S)--(?=\w)", text)
-            )
+            anchor = re.search(r"(?<!\S)--micro-batch-size(?=[= ])", seen) or re.search(r"(?<!\S)--(?=\w)", seen)
             if anchor and new is not None:
                 words = f"--{name} " if new is True else f"--{name} {new} "
                 text = text[: anchor.start()] + words + text[anchor.start() :]
@@ -89,21 +113,24 @@ def _of_words(text: str, changes: Changes, suffix: str) -> str:
             text = text[: found.start()] + text[found.end() :].removeprefix(" ")
         elif new is not True:
             variable = _VARIABLE.fullmatch(found[2])
-            places = re.findall(rf"(?m)^[ \t]*(?:export[ \t]+)?{variable[1]}=.*$", text) if variable else []
-            if len(places) == 1 and variable and (plain := re.fullmatch(r"(.*?=)([\w.]+)([ \t]*(?:#.*)?)", places[0])):
-                text = text.replace(places[0], f"{plain[1]}{new}{plain[3]}")
+            line = rf"(?m)^[ \t]*(?:export[ \t]+)?{variable[1]}=(.*)$" if variable else "(?!)"
+            places = list(re.finditer(line, text))
+            if len(places) == 1 and (plain := re.match(r"[\w.]+(?=[ \t]*(?:#.*)?\r?$)", places[0][1])):
+                start = places[0].start(1)
+                text = f"{text[:start]}{new}{text[start + plain.end() :]}"
             else:
                 text = text[: found.start(2)] + str(new) + text[found.end(2) :]
     return text
 
 
-def _of_tables(text: str, changes: Changes, suffix: str) -> str:
+def _of_tables(text: str, changes: Changes, path: Path) -> str:
     """Values of TOML, YAML or JSON; new ones come first in their table."""
+    suffix, end_of_line = path.suffix, "\r\n" if "\r\n" in text else "\n"
     equals = "=" if suffix == ".toml" else ":"
     for name, (_, new) in changes.items():
         *outer, key = name.split(".")
         value = new if isinstance(new, str) and suffix in (".yaml", ".yml") else json.dumps(new)
-        value_of = r"(\[[^\]]*\]|[^#\n,}]*?)(?=[ \t]*(?:[,}#]|$))"
+        value_of = r"(\[[^\]]*\]|[^#\r\n,}]*?)(?=[ \t]*(?:[,}#\r]|$))"
         words = rf"(?m)((?:^|[{{,])[ \t]*\"?{re.escape(key)}\"?[ \t]*{equals}[ \t]*){value_of}"
         header = re.search(rf"(?m)^\[{re.escape('.'.join(outer))}\][^\n]*\n", text) if suffix == ".toml" else None
         start = header.end() if header else 0
@@ -112,5 +139,5 @@ def _of_tables(text: str, changes: Changes, suffix: str) -> str:
         if found:
             text = text[: found.start()] + ("" if new is None else f"{found[1]}{value}") + text[found.end() :]
         elif new is not None and (header or (not outer and suffix in (".yaml", ".yml"))):
-            text = f"{text[:start]}{key}{' =' if header else ':'} {value}\n{text[start:]}"
+            text = f"{text[:start]}{key}{' =' if header else ':'} {value}{end_of_line}{text[start:]}"
     return text

@@ -48,7 +48,8 @@ class ConfigFormat:
             raise JobError("a configuration format needs fits and read, or write, or all of them")
 
 
-def _format_of(file: ConfigFile) -> tuple[str, ConfigFormat | None]:
+def format_of(file: ConfigFile) -> tuple[str, ConfigFormat | None]:
+    """The format of a file, by name; an empty name if it has none."""
     CONFIG_FORMATS.load()
     ordered = sorted(CONFIG_FORMATS.items(), key=lambda pair: pair[0] in _BUILT_IN)
     return next(((name, form) for name, form in ordered if form.fits and form.fits(file)), ("", None))
@@ -59,7 +60,7 @@ def is_job_file(path: Path) -> bool:
     if path.suffix not in (".toml", ".json"):
         return False
     try:
-        return _format_of(ConfigFile.open(path))[0] in ("", "job")
+        return format_of(ConfigFile.open(path))[0] in ("", "job")
     except JobError:
         return True  # who reads it says what is wrong
 
@@ -232,7 +233,7 @@ class ConfigJob:
 def _read_file(path: Path, draft: Draft, given: Given) -> str:
     """Read one file into the draft; the name of its format."""
     file = ConfigFile.open(path, given)
-    named, form = _format_of(file)
+    named, form = format_of(file)
     if form is None or form.read is None:
         known = ", ".join(name for name, form in CONFIG_FORMATS.items() if form.read)
         shown = ", ".join(map(str, list(file.tables)[:8])) or "nothing"

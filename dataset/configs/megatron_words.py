@@ -11,10 +11,11 @@ from stepsight.dataset.base.errors import JobError
 from stepsight.dataset.base.files import parse_json
 from stepsight.dataset.configs.accelerate import DEEPSPEED_MARKS, read_deepspeed
 from stepsight.dataset.configs.documents import facts, flat, read_source
-from stepsight.dataset.configs.drafts import ConfigFile, Draft, Reading
+from stepsight.dataset.configs.drafts import ConfigFile, Draft, Reading, Unknown
 from stepsight.dataset.configs.key_table import Row
 from stepsight.dataset.configs.megatron import read_megatron
 from stepsight.dataset.configs.shell_scripts import ShellScript, read_script
+from stepsight.dataset.configs.shell_values import UNKNOWN
 
 _REFERENCE = re.compile(r"\$\{([.\w]+)\}")
 _OF_MODEL = ("model.data.", "model.tokenizer.", "model.optim.", "model.nsys_profile.", "model.peft.")
@@ -42,12 +43,14 @@ def read_words(file: ConfigFile, draft: Draft) -> None:
     script = read_script(text, dict(file.given.variables), file.path.parent)
     for document in script.documents:  # DeepSpeed's JSON that a script writes for its command
         try:
-            tables = parse_json(document)
+            tables = parse_json(UNKNOWN.sub("null", document))
         except (ValueError, RecursionError):
+            if any(f'"{mark}"' in document for mark in DEEPSPEED_MARKS):
+                draft.ignore(f"a here-document that is not JSON: {script.shown(' '.join(document.split()))}")
             continue
         if isinstance(tables, dict) and any(mark in tables for mark in DEEPSPEED_MARKS):
             read_deepspeed(ConfigFile(file.path, tables), draft)
-    read_megatron(_reading_of_script(script, draft))
+    read_megatron(_reading_of_script(script, draft, file.given.pick))
 
 
 def read_arguments(file: ConfigFile, draft: Draft) -> None:
@@ -91,7 +94,7 @@ def canonical(name: str, value: Any) -> tuple[str, Any]:
     name = name.lstrip("-").replace("-", "_")
     names = facts()["megatron"]
     if name in names["switched_off"]:
-        return names["switched_off"][name], not (value is True or value == "true")
+        return names["switched_off"][name], not (value in (True, "true") or isinstance(value, Unknown))
     name = names["same"].get(name, name)
     # A number of nodes that is none is a word that the user fills in.
     return (f":{name}" if name in _VARIABLES and not re.fullmatch(r"\d+", str(value)) else name), value
@@ -117,11 +120,13 @@ def _flags(words: Sequence[str]) -> list[tuple[str, Any]]:
     found: list[tuple[str, Any]] = []
     flag, values = "", list[str]()
     for word in (*words, "--"):
-        if word.startswith("-") and not _NUMBER.match(word) and len(word) > 1:
+        if isinstance(word, Unknown) and (values or not flag) and word[0] != "-" and not word.endswith(".py"):
+            found.append((word, ""))  # it may stand for options
+        elif word.startswith("-") and not _NUMBER.match(word) and len(word) > 1:
             if flag:
                 found.append((flag, True if not values else values[0] if len(values) == 1 else values))
             flag, equals, value = word.partition("=")
-            values = [value] if equals else []
+            values = [type(word)(value)] if equals else []
         elif word.endswith(".py"):  # the program: what stands before it is the launcher's
             found += [(flag, True if not values else values[0])] if flag else []
             flag, values = "", []
@@ -130,19 +135,43 @@ def _flags(words: Sequence[str]) -> list[tuple[str, Any]]:
     return found
 
 
-def _reading_of_script(script: ShellScript, draft: Draft) -> Reading:
-    """Settings of the command of a script that trains a model: the one with the most options.
+def launches(script: ShellScript, pick: str = "") -> tuple[dict[tuple[str, ...], list[tuple[int, int]]], int]:
+    """The commands of a script that train a model, each with its places in the text, and the number of the one to read.
+
+    Args:
+        script: As it was read.
+        pick: The number of a command, from 1; empty: the one with the most options.
+
+    Raises:
+        JobError: If there is no such command.
+    """
+    found: dict[tuple[str, ...], list[tuple[int, int]]] = {}
+    for words, place in zip(script.commands, script.places, strict=True):
+        if {"--num-layers", "--hidden-size"} & {word.partition("=")[0] for word in words}:
+            found.setdefault(tuple(words), []).append(place)
+    if pick and not (pick.isdecimal() and 1 <= int(pick) <= len(found)):
+        raise JobError(f"pick must be the number of a launch, from 1 to {len(found)}, got {pick!r:.80}")
+    counts = list(map(_options, found))
+    return found, int(pick) - 1 if pick else counts.index(max(counts, default=0)) if found else 0
+
+
+def _options(words: Sequence[str]) -> int:
+    return sum(word.startswith("--") for word in words)
+
+
+def _reading_of_script(script: ShellScript, draft: Draft, pick: str) -> Reading:
+    """Settings of the command of a script that trains a model.
 
     A script that only sets variables is read as one command of all words in them.
 
     Raises:
         JobError: If there is none.
     """
-
-    def options(words: Sequence[str]) -> int:
-        return sum(word.startswith("--") for word in words)
-
-    words = max(script.commands, key=options, default=[])
+    found, number = launches(script, pick)
+    if len(found) > 1:
+        draft.ignore(f"{len(found)} launches: number {number + 1} is read, --pick NUMBER reads another one")
+    options = _options
+    words = list([*found][number]) if found else max(script.commands, key=options, default=[])
     if "--num-layers" not in words and "--hidden-size" not in words:
         held = (value.split() if isinstance(value, str) else value for value in script.variables.values())
         longest = max(held, key=options, default=[])
@@ -157,8 +186,9 @@ def _reading_of_script(script: ShellScript, draft: Draft) -> Reading:
         value = next((value for value in values if isinstance(value, str) and value.isdigit()), "")
         if value and not stated & {setting, "gres", "N"}:
             words = [*words, f"--{setting}", value]
-    for condition in script.undecided:
-        draft.ignore(f"condition taken as false: {condition}")
+    for text in (*(f"condition taken as false: {condition}" for condition in script.undecided), *script.unread):
+        if text not in draft.ignored:
+            draft.ignore(text)
     for name in script.unset:
         if any(name in word for word in ("SLURM_NNODES", "WORLD_SIZE", "NNODES", "NUM_LAYERS", "HIDDEN_SIZE")):
             draft.ignore(f"variable {name} is not set in the script")
@@ -166,7 +196,8 @@ def _reading_of_script(script: ShellScript, draft: Draft) -> Reading:
     family = next((family for part, family in _PROGRAMS if part in program.rpartition("/")[2]), "")
     if family:
         draft.assume("model.family", family, f"the program is {program}")
-    return _reading_of_words(draft, words, script.batch_options)
+    shown = [Unknown(script.shown(word)) if UNKNOWN.search(word) else word for word in words]
+    return _reading_of_words(draft, shown, script.batch_options)
 
 
 def read_nemo(file: ConfigFile, draft: Draft) -> None:

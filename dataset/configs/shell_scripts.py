@@ -1,22 +1,25 @@
 """The commands that a shell script would run, with their words: it is read, never executed.
 
-What a command prints, files and the environment are not known.  A test that needs them counts as false, a loop's body
-is read once, with the loop's first word.
+What a command prints, files and the environment are not known.  A condition that needs them counts as false and is
+listed.  A loop goes around as in the shell where its words and its condition are known; otherwise its body is read
+once, and what it sets is not known.
 """
 
 from __future__ import annotations
 
 import re
 import shlex
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
 
 from stepsight.dataset.base.bounded import read_text
 from stepsight.dataset.base.errors import JobError
-from stepsight.dataset.configs.shell_values import Variables, part_end
+from stepsight.dataset.configs.shell_values import UNKNOWN, Variables, part_end
 
 MOST_TOKENS, MOST_COMMANDS = 200_000, 20_000
+_MOST_ROUNDS, _MOST_STEPS = 200, 20_000  # of one loop; statements of a script beyond which loops go around no more
 MOST_DEPTH, _MOST_CALLS = 40, 20  # of statements within statements; of functions that call each other
 _BLANK = re.compile(r"(?:[ \t\r]|\\\n|#[^\n]*)+")
 _REDIRECTION = re.compile(r"\d*(?:<<<|>>|>&|<&|&>|<(?!<)|>)[ \t]*")
@@ -27,9 +30,11 @@ _END = re.compile(r"&&|\|\||;;|[|&;()\n]")
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\[[^\]]*\])?(\+?)=(.*)", re.DOTALL)
 _DECLARE = ("export", "declare", "local", "readonly", "typeset")
 _SILENT = (
-    *("true", "false", ":", "echo", "printf", "mkdir", "cd", "set", "exit", "return", "rm", "cp", "shift", "unset"),
-    *("trap", "ulimit"),
+    *("true", ":", "echo", "mkdir", "cd", "exit", "return", "rm", "cp", "trap", "ulimit", "break", "continue"),
+    *("set", "shift", "printf", "unset"),
 )
+_FILLED = ("read", "mapfile", "readarray", "getopts")  # they set the variables that they name, or these:
+_FILLED_ANYHOW = ("REPLY", "MAPFILE", "OPTARG", "OPTIND")
 _COMPARE = {"-eq": "==", "-ne": "!=", "-lt": "<", "-le": "<=", "-gt": ">", "-ge": ">="}
 _CLOSED_BY = {"if": "fi", "loop": "done", "case": "esac", "{": "}", "function": "}", "(": ")"}
 _WITHIN = {"then": "if", "elif": "if", "else": "if", "do": "loop", "fi": "if", "done": "loop", "esac": "case", "}": "{"}
@@ -46,7 +51,10 @@ class ShellScript:
     variables: dict[str, str | list[str]] = field(default_factory=dict)  # at its end
     unset: list[str] = field(default_factory=list)  # variables that it uses and does not set
     undecided: list[str] = field(default_factory=list)  # conditions that need files or programs; they count as false
+    unread: list[str] = field(default_factory=list)  # commands that may set variables, and are not followed
     batch_options: list[str] = field(default_factory=list)  # words of its #SBATCH lines
+    places: list[tuple[int, int]] = field(default_factory=list)  # of each command in the text; (0, 0): elsewhere
+    shown: Callable[[str], str] = str  # a text with what is not known in words
 
 
 def read_script(text: str, defined: dict[str, str] | None = None, folder: Path | None = None) -> ShellScript:
@@ -62,9 +70,9 @@ def read_script(text: str, defined: dict[str, str] | None = None, folder: Path |
     """
     variables = Variables(dict(defined or {}))
     reader = _Reader(variables, folder)
-    reader.run(_statements(text))
+    reader.run(_statements(UNKNOWN.sub("?", text)), main=True)
     script = reader.script
-    script.variables, script.unset = variables.values, list(variables.unset)
+    script.variables, script.unset, script.shown = variables.values, list(variables.unset), variables.shown
     for line in _SBATCH.findall(text):
         script.batch_options += _split(line.partition(" #")[0])
     return script
@@ -84,6 +92,7 @@ class _Statement:
     documents: list[tuple[str, str]] = field(default_factory=list)  # a quote, if nothing is substituted, and the text
     end: str = ""
     function: str = ""
+    place: tuple[int, int] = (0, 0)  # where its words begin and end in the text
 
 
 def _statements(text: str) -> list[_Statement]:
@@ -125,7 +134,7 @@ def _statements(text: str) -> list[_Statement]:
             found.append(_Statement())
         elif (end_of_word := _word_end(text, at)) > at:
             now.words.append(text[at:end_of_word])
-            at = end_of_word
+            at, now.place = end_of_word, (now.place[0] if len(now.words) > 1 else at, end_of_word)
         else:
             raise JobError(f"a here-document of a script needs a delimiter, got {text[at + 2 : at + 42]!r}")
     return found
@@ -162,8 +171,13 @@ class _Frame:
     runs: bool  # whether the statements at this place run
     taken: bool = False  # a branch of it ran
     patterns: list[str] | None = None  # of the next branch of a ``case``, while they are read
-    name: str = ""  # of a function; the word of a ``case``
-    start: int = 0  # of a function's statements
+    name: str = ""  # of a function; the word of a ``case``; the variable of a ``for``; ``while`` or ``until``
+    start: int = 0  # of a function's statements; where a loop goes on
+    items: list[str] = field(default_factory=list)  # of a ``for``, for its next rounds
+    rounds: int = 1  # of a loop
+    sure: bool = True  # whether a loop goes around as often as in the shell
+    before: dict[str, str | list[str]] | None = None  # variables at the beginning of a loop or a subshell
+    apart: bool = False  # a subshell, whose variables are its own
 
 
 class _Reader:
@@ -172,32 +186,48 @@ class _Reader:
     def __init__(self, variables: Variables, folder: Path | None) -> None:
         self.script, self._variables, self._folder = ShellScript(), variables, folder
         self._functions: dict[str, list[_Statement]] = {}
+        self._locals = list[dict[str, str | list[str] | None]]()  # of each function that runs: values outside of it
         self._sourced: set[Path] = set()
-        self._calls, self._last = 0, True  # the last command succeeded
+        self._calls = self._steps = 0
+        self._last: bool | None = True  # the last command succeeded; None: not known
+        self._said = self._program = ""  # the last command, and that of another program, which is taken to succeed
+        self._unsure = ""  # the program on whose success the statement depends
+        self._place, self._go_on = (0, 0), -1  # of the statement; the statement at which a loop goes on
 
-    def run(self, statements: list[_Statement]) -> None:
+    def run(self, statements: list[_Statement], *, main: bool = False) -> None:
         """Follow all statements; each may begin or end statements that hold others."""
-        frames, after = [_Frame("", True, True)], ""
-        for place, statement in enumerate(statements):
-            words, runs = statement.words, frames[-1].runs and after != ("||" if self._last else "&&")
+        frames, after, place = [_Frame("", True, True)], "", 0
+        while place < len(statements):
+            statement, self._go_on = statements[place], -1
+            self._place = statement.place if main else self._place
+            words = statement.words
+            runs = frames[-1].runs and after != ("&&" if self._decided(after) is False else "||")
             if statement.function:
                 frames.append(_Frame("function", runs, False, name=statement.function, start=place + 1))
             while words and words[0] in _KEYWORDS and (frames[-1].patterns is None or words[0] == "esac"):
                 if words[0] == "}" and frames[-1].kind == "function" and frames[-1].outer:
                     self._functions[frames[-1].name] = statements[frames[-1].start : place]
-                words = self._follow(words, frames, runs)
+                words, depth = self._follow(words, frames, runs, place), len(frames)
+                frames[-1].apart = frames[-1].apart or (after == "|" and depth > 1)
                 runs = frames[-1].runs
+            if self._go_on >= 0:
+                place, after = self._go_on, ""
+                continue
             if len(frames) > MOST_DEPTH:
                 raise JobError(f"statements of a script must be nested at most {MOST_DEPTH} deep")
+            place += 1
             if frames[-1].patterns is not None:
                 self._choose(frames[-1], words, statement.end)
                 continue
             if runs and (words or statement.documents):
-                self._last = self._carry_out(words, statement.documents)
+                self._unsure = self._program if after in ("&&", "||") else ""
+                self._carry_out(words, statement.documents)
+                if words and words[0] in ("break", "continue", "return"):
+                    self._leave(words[0], frames)
             if statement.end == "(":
-                frames.append(_Frame("(", runs, runs))
+                frames.append(_Frame("(", runs, runs, before=dict(self._variables.values), apart=True))
             elif statement.end == ")" and frames[-1].kind == "(":
-                frames.pop()
+                self._end(frames.pop())
             elif statement.end == ";;" and frames[-1].kind == "case":
                 frames[-1].runs, frames[-1].patterns = False, []
             if statement.words or statement.end != "\n":
@@ -206,97 +236,263 @@ class _Reader:
             end = _CLOSED_BY[frames[-1].kind]
             raise JobError(f"a script's statement must be closed by {end}, got the end of the file")
 
-    def _follow(self, words: list[str], frames: list[_Frame], runs: bool) -> list[str]:
+    def _decided(self, after: str = "||") -> bool | None:
+        """Whether the last command succeeded; what is not known counts as false, and is listed."""
+        if self._last is None and after in ("&&", "||"):
+            self.script.undecided.append(self._said)
+            self._last = False
+        return self._last
+
+    def _follow(self, words: list[str], frames: list[_Frame], runs: bool, place: int) -> list[str]:
         """Begin, go on with or end a statement that holds others; return the words after its own."""
         frame, variables = frames[-1], self._variables
         if _WITHIN.get(words[0], frame.kind) != frame.kind and (words[0], frame.kind) != ("}", "function"):
             raise JobError(f"a script's {words[0]} must end a statement that it belongs to, got one in {frame.kind!r}")
+        before = dict(variables.values) if words[0] in ("for", "select", "while", "until") else None
         match words[0]:
             case "if":
                 frames.append(_Frame("if", runs, runs))
-                self._last = True
+                self._last, self._program = True, ""
             case "then":
-                frame.runs = frame.runs and self._last
+                self._last = None if self._program else self._last
+                frame.runs = frame.runs and self._decided() is True
                 frame.taken = frame.taken or frame.runs
             case "elif" | "else":
                 frame.runs = frame.outer and not frame.taken
-                self._last = True
-            case "for" | "select" if runs and words[2:3] == ["in"]:
-                items = [item for word in words[3:] for item in variables.expanded(word)]
-                if items:
-                    variables.set(words[1], items[0])
-                frames.append(_Frame("loop", bool(items), False))
-            case "for" | "select" | "while" | "until":
-                frames.append(_Frame("loop", runs, False))
-            case "do":
+                self._last, self._program = True, ""
+            case "for" | "select":
+                frames.append(_Frame("loop", runs, False, before=before, name="".join(words[1:2])))
+                if runs:
+                    self._begin_for(frames[-1], words)
+                return []
+            case "while" | "until" if frame.kind != "loop" or frame.start != place or frame.rounds == 1:
+                frames.append(_Frame("loop", runs, runs, name=words[0], start=place, before=before))
+            case "while" | "until":
                 frame.runs = frame.outer
+            case "do" if frame.name in ("while", "until"):
+                known = None if self._program else self._last
+                frame.sure, frame.runs = known is not None, frame.outer and known is not (frame.name == "until")
+                frame.taken = frame.runs
+            case "do":
+                frame.start, frame.runs = place, frame.outer
+                frame.taken = frame.outer
             case "case":
                 word = variables.joined(words[1]) if runs and len(words) > 1 else ""
                 frames.append(_Frame("case", runs, False, name=word, patterns=[]))
                 return words[3:]
             case "{":
-                frames.append(_Frame("{", runs, runs))
+                frames.append(_Frame("{", runs, runs, before=dict(variables.values)))
+            case "done" if self._goes_on(frame):
+                self._go_on = frame.start
             case _:
-                frames.pop()
+                self._end(frames.pop())
                 self._last = self._last if words[0] == "}" else True
-        return [] if words[0] in ("for", "select", "while", "until") else words[1:]
+        return words[1:]
+
+    def _begin_for(self, frame: _Frame, words: list[str]) -> None:
+        """The words of a ``for``; a loop over what is not known is read once."""
+        items = [item for word in words[3:] for item in self._variables.expanded(word)]
+        plain = words[0] == "for" and words[2:3] == ["in"] and not any(set("{*?[") & set(word) for word in words[3:])
+        frame.sure = plain and not any(map(UNKNOWN.search, items))
+        if not frame.sure:
+            self._variables.forget(frame.name, " ".join(words))
+        elif items:
+            self._variables.set(frame.name, items[0])
+        frame.items, frame.outer = items[1:], bool(items) or not frame.sure
+
+    def _goes_on(self, frame: _Frame) -> bool:
+        """Whether a loop has another round, which begins."""
+        by_words = frame.name not in ("while", "until")
+        if not frame.taken or not frame.sure or (by_words and not frame.items):
+            return False
+        frame.sure = frame.rounds < _MOST_ROUNDS and self._steps < _MOST_STEPS
+        if frame.sure and by_words:
+            self._variables.set(frame.name, frame.items.pop(0))
+        frame.rounds += 1
+        self._last = True
+        return frame.sure
+
+    def _end(self, frame: _Frame) -> None:
+        """Restore what a subshell changed; what a loop changed is not known if its rounds are not."""
+        values = self._variables.values
+        if frame.apart and frame.before is not None:
+            self._variables.values = frame.before
+        elif frame.kind == "loop" and frame.before is not None and not frame.sure:
+            for name in [name for name in values if values[name] != frame.before.get(name)]:
+                self._variables.forget(name, f"{name}, which a loop changes")
+
+    def _leave(self, word: str, frames: list[_Frame]) -> None:
+        """Skip the rest of a loop's round (``continue``), of a loop (``break``) or of a function (``return``)."""
+        loops = [at for at, frame in enumerate(frames) if frame.kind == "loop"]
+        if word == "return" and self._locals:
+            for frame in frames:
+                frame.outer = frame.runs = frame.taken = False
+        elif word != "return" and loops:
+            for frame in frames[loops[-1] :]:
+                frame.runs = False
+            frames[loops[-1]].taken = word == "continue"
 
     def _choose(self, frame: _Frame, words: list[str], end: str) -> None:
         """Read patterns of a branch of a ``case``; behind the last one it is known whether the branch runs."""
         frame.patterns = [*(frame.patterns or ()), *words]
         if end == ")":
-            fits = any(fnmatchcase(frame.name, self._variables.joined(pattern)) for pattern in frame.patterns)
+            unknown = UNKNOWN.search(frame.name) is not None
+            if unknown and frame.outer and frame.patterns != ["*"]:
+                self.script.undecided.append(f"case {self._variables.shown(frame.name)} in {' '.join(frame.patterns)}")
+            patterns = [self._variables.joined(pattern) for pattern in frame.patterns]
+            fits = any(pattern == "*" or (not unknown and fnmatchcase(frame.name, pattern)) for pattern in patterns)
             frame.runs, frame.patterns = frame.outer and not frame.taken and fits, None
             frame.taken = frame.taken or frame.runs
 
-    def _carry_out(self, words: list[str], documents: list[tuple[str, str]]) -> bool:
+    def _carry_out(self, words: list[str], documents: list[tuple[str, str]]) -> None:
+        """Follow a command; ``_last`` tells whether it succeeds."""
         variables, script = self._variables, self.script
+        self._steps += 1
         script.documents += [text if quote else variables.joined(text, quotes=False) for quote, text in documents]
-        words = [word for raw in self._assign(words) for word in variables.expanded(raw)]
-        name = words[0] if words else "true"
-        if name.startswith("(("):
-            return variables.arithmetic(name[2:-2]) not in ("", "0")
+        negated = words[:1] == ["!"]
+        words = words[1:] if negated else words
+        self._said, self._program = variables.shown(" ".join(words))[:80], ""
+        count = next((at for at, raw in enumerate(words) if not _ASSIGNMENT.fullmatch(raw)), len(words))
+        if words and words[0] in _DECLARE:
+            self._declare(words)
+            self._last = True
+            return
+        rest = [word for raw in words[count:] for word in variables.expanded(raw)]
+        # Of assignments before a command that command alone knows, and functions that it calls.
+        saved = {word.split("=")[0].split("[")[0].rstrip("+"): None for word in words[:count]} if rest else {}
+        saved = {name: variables.values.get(name) for name in saved}
+        for raw in words[:count]:
+            self._assign(raw)
+        self._last = self._command(rest) if rest else True
+        self._restore(saved)
+        self._last = not self._last if negated and self._last is not None and not self._program else self._last
+
+    def _restore(self, saved: Mapping[str, str | list[str] | None]) -> None:
+        for name, value in saved.items():
+            if value is None:
+                self._variables.values.pop(name, None)
+            else:
+                self._variables.values[name] = value
+
+    def _command(self, words: list[str]) -> bool | None:
+        """Follow a command without its assignments; whether it succeeds, None: not known."""
+        variables, name, text = self._variables, words[0], " ".join(words)
+        if name.startswith("((") or name == "let":
+            inner = text[2:-2] if name != "let" else ",".join(words[1:])
+            value = variables.arithmetic(inner)
+            return None if UNKNOWN.search(value) else value not in ("", "0")
         if name in ("[", "[[", "test"):
             return self._test(words)
-        if name in (".", "source") and len(words) > 1:
-            path = None if self._folder is None else self._folder / Path(words[1]).name
-            if path is not None and path not in self._sourced and path.is_file():  # others stay unknown
-                self._sourced.add(path)
-                self.run(_statements(read_text(path, "utf-8-sig")))
-        elif name in self._functions:
-            if self._calls < _MOST_CALLS and len(script.commands) < MOST_COMMANDS:
-                self._calls += 1
-                for number, argument in enumerate(words[1:], 1):
-                    variables.set(str(number), argument)
-                variables.set("@", words[1:])
-                self.run(self._functions[name])
-                self._calls -= 1
-        elif name not in _SILENT and len(script.commands) < MOST_COMMANDS:
-            script.commands.append(_flat(words))
+        if name in _FILLED or (name == "printf" and words[1][:2] == "-v"):
+            for word in (*words[1:], *_FILLED_ANYHOW, *([words[1][2:]] if name == "printf" else [])):
+                if word.isidentifier():
+                    variables.forget(word, text)
+            return None
+        match name:
+            case "unset":
+                for word in words[1:]:
+                    if "[" in word:
+                        variables.forget(word.partition("[")[0], text)
+                    variables.values.pop(word, None)
+            case "set" if "--" in words:
+                self._set_arguments(words[words.index("--") + 1 :])
+            case "shift":
+                held, count = variables.values.get("@"), words[1] if len(words) > 1 else "1"
+                self._set_arguments(held[int(count) :] if isinstance(held, list) and count.isdecimal() else [])
+            case "." | "source" if len(words) > 1:
+                self._source(words[1])
+            case "eval":
+                self._call(_statements(text.removeprefix("eval")), [])
+            case _ if name in self._functions:
+                self._call(self._functions[name], words[1:])
+                return self._last
+            case _ if name not in (*_SILENT, "false") and len(self.script.commands) < MOST_COMMANDS:
+                self.script.commands.append(_flat(words))
+                self.script.places.append(self._place)
+                self._program = self._said
         return name != "false"
 
-    def _assign(self, words: list[str]) -> list[str]:
-        """Run the assignments at the beginning of a command; return the words after them."""
-        for index, raw in enumerate(words):
-            if found := _ASSIGNMENT.fullmatch(raw):
-                name, _, plus, value = found.groups()
-                items = [word for item in getattr(raw, "items", ()) for word in self._variables.expanded(item)]
-                array = isinstance(raw, _Array)
-                self._variables.set(name, items if array else self._variables.joined(value), add=bool(plus))
-            elif words[0] not in _DECLARE:  # whose options and names alone say nothing
-                return words[index:]
-        return []
+    def _source(self, named: str) -> None:
+        path = None if self._folder is None else self._folder / Path(named).name
+        if path is None or not path.is_file() or UNKNOWN.search(path.name):
+            self.script.unread.append(f"source {self._variables.shown(named)}: what it sets is not known")
+        elif path not in self._sourced:
+            self._sourced.add(path)
+            self.run(_statements(read_text(path, "utf-8-sig")))
 
-    def _test(self, words: list[str]) -> bool:
-        """The value of a test; false where it is not known."""
+    def _call(self, statements: list[_Statement], arguments: list[str]) -> None:
+        """Run a function, with variables of its own."""
+        if self._calls < _MOST_CALLS and len(self.script.commands) < MOST_COMMANDS:
+            held = {name: value for name, value in self._variables.values.items() if not name.isidentifier()}
+            self._calls += 1
+            self._locals.append({})
+            if arguments:
+                self._set_arguments(arguments)
+            self.run(statements)
+            self._set_arguments([])
+            self._restore({**held, **self._locals.pop()})
+            self._calls -= 1
+
+    def _set_arguments(self, words: list[str]) -> None:
+        values = self._variables.values
+        for name in [name for name in values if not name.isidentifier()]:
+            del values[name]
+        if words:
+            values.update({str(number): word for number, word in enumerate(words, 1)})
+            values.update({"@": list(words), "*": list(words), "#": str(len(words))})
+
+    def _assign(self, raw: str) -> None:
+        found = _ASSIGNMENT.fullmatch(raw)
+        assert found is not None, raw
+        (name, index, plus, value), variables = found.groups(), self._variables
+        if self._unsure:
+            variables.forget(name, f"{self._unsure} decides")
+        elif isinstance(raw, _Array):
+            items = [word for item in raw.items for word in variables.expanded(item)]
+            if any(re.match(r"\[[^\]]*\]\+?=", item) for item in raw.items):
+                variables.forget(name, f"{raw}({' '.join(raw.items)})")
+            else:
+                variables.set(name, items, add=bool(plus))
+        elif index:
+            variables.set_item(name, index[1:-1], variables.joined(value), add=bool(plus))
+        else:
+            variables.set(name, variables.joined(value), add=bool(plus))
+
+    def _declare(self, words: list[str]) -> None:
+        """``declare`` and its like: what an option changes of a variable, and its value."""
+        variables, options = self._variables, "".join(word[1:] for word in words[1:] if word.startswith("-"))
+        for raw in words[1:]:
+            found = _ASSIGNMENT.fullmatch(raw)
+            name, text = found[1] if found else raw, " ".join(words)
+            if raw.startswith(("-", "+")):
+                continue
+            if self._locals and words[0] in ("local", "declare", "typeset") and "g" not in options:
+                self._locals[-1].setdefault(name, variables.values.get(name))
+            if words[0] in ("local", "declare", "typeset") and set(options) & {
+                "n",
+                "A",
+            }:  # another's name; a dictionary
+                for each in (name, found[4] if found else ""):
+                    if each.isidentifier():
+                        variables.forget(each, text, for_good=True)
+            variables.integers |= {name} if "i" in options else set()
+            if found:
+                self._assign(raw)
+
+    def _test(self, words: list[str]) -> bool | None:
+        """The value of a test; None where it is not known."""
         inner = [word for word in words[1:] if word not in ("]", "]]")]
-        for operator, decide in (("||", any), ("-o", any), ("&&", all), ("-a", all)):
+        for operator, sure in (("||", True), ("-o", True), ("&&", False), ("-a", False)):
             if operator in inner:
                 at = inner.index(operator)
-                return decide((self._test(["[", *inner[:at]]), self._test(["[", *inner[at + 1 :]])))
+                sides = [self._test(["[", *side]) for side in (inner[:at], inner[at + 1 :])]
+                return sure if sure in sides else None if None in sides else not sure
+        if any(map(UNKNOWN.search, inner)):
+            return None
         match inner:
             case ["!", *rest]:
-                return not self._test(["[", *rest])
+                value = self._test(["[", *rest])
+                return None if value is None else not value
             case ["-z"]:
                 return True
             case ["-z" | "-n" as flag, word]:
@@ -306,11 +502,11 @@ class _Reader:
             case ["=" | "==" | "!=" as compare, _] | [_, "=" | "==" | "!=" as compare]:  # one side is empty
                 return compare == "!="
             case [left, "-eq" | "-ne" | "-lt" | "-le" | "-gt" | "-ge" as compare, right]:
-                return self._variables.arithmetic(f"({left}) {_COMPARE[compare]} ({right})") == "1"
+                number = self._variables.arithmetic(f"({left}) {_COMPARE[compare]} ({right})")
+                return None if UNKNOWN.search(number) else number == "1"
             case [word] if not word.startswith("-"):
                 return True
-        self.script.undecided.append(" ".join(words)[:80])
-        return False
+        return None
 
 
 def _flat(words: list[str]) -> list[str]:

@@ -1,4 +1,8 @@
-"""Values of a shell script's words: variables and arithmetic, from what the script itself states."""
+"""Values of a shell script's words: variables and arithmetic, from what the script itself states.
+
+What the script does not state, as what a command prints, is one character that stands for a value that is not known.
+It stays in every text that is made of it, so that no value is taken for a part of it.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +21,12 @@ _NAME = re.compile(r"\$([A-Za-z_]\w*|[0-9@*#?$!-])")
 _IN_BRACES = re.compile(r"(#?)([A-Za-z_]\w*|[0-9@*]+)(\[[^\]]*\])?(?:(:?)([-=+?])(.*)|(.*))", re.DOTALL)
 _QUOTED_ITEMS = re.compile(r'"(?:\$\{(\w+)\[@\]\}|\$@)"')  # no words where there are no items
 _NAMES = re.compile(r"\$\{(\w+)\}|\$([A-Za-z_]\w*)|(?<![\w$.{])([A-Za-z_]\w*)")  # in an expression
+_SETS = re.compile(r"\s*([A-Za-z_]\w*)(\[[^\]]*\])?\s*(<<|>>|[-+*/%&|^]?)=(?!=)(.*)", re.DOTALL)  # an expression
+_STEPS = re.compile(r"\s*(?:(\+\+|--)\s*([A-Za-z_]\w*)|([A-Za-z_]\w*)\s*(\+\+|--))\s*")
+_NAME_SET, _STEP = r"([A-Za-z_]\w*)(?:\[[^\]]*\])?", r"\+\+|--"
+_CHANGED = re.compile(rf"{_NAME_SET}\s*(?:(?:<<|>>|[-+*/%&|^]?)=(?!=)|{_STEP})|(?:{_STEP})\s*([A-Za-z_]\w*)")
+_FIRST, _MOST_UNKNOWN = 0xE000, 6000  # characters that Unicode leaves to programs
+UNKNOWN = re.compile(f"[{chr(_FIRST)}-{chr(_FIRST + _MOST_UNKNOWN)}]")
 
 
 def _quotient(left: int, right: int) -> int:
@@ -24,10 +34,11 @@ def _quotient(left: int, right: int) -> int:
 
 
 _ACTIONS: dict[type[ast.AST], Callable[..., Any]] = {
-    **{ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Mod: operator.mod},
+    **{ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul},
     **{ast.Eq: operator.eq, ast.NotEq: operator.ne, ast.Lt: operator.lt, ast.LtE: operator.le},
     **{ast.Gt: operator.gt, ast.GtE: operator.ge, ast.USub: operator.neg, ast.UAdd: operator.pos},
-    **{ast.Div: _quotient, ast.FloorDiv: _quotient},
+    ast.Div: _quotient,
+    ast.Mod: lambda left, right: left - right * _quotient(left, right),
     ast.Pow: lambda left, right: left**right if 0 <= right <= 64 and abs(left) <= 1024 else MOST_NUMBER,
 }
 
@@ -59,18 +70,37 @@ class Variables:
     Attributes:
         values: By name; a list is an array.
         unset: Names that the script uses and does not set, in the order of their first use.
+        integers: Names that ``declare -i`` made numbers.
     """
 
     def __init__(self, defined: dict[str, str]) -> None:
         self.values: dict[str, str | list[str]] = dict(defined)
         self.unset: dict[str, None] = {}
-        self._defined = frozenset(defined)
+        self.integers: set[str] = set()
+        self._defined, self._lost = frozenset(defined), set[str]()
+        self._unknown: dict[str, str] = {}  # the character that stands for it, by reason
+
+    def unknown(self, why: str) -> str:
+        """The character that stands for a value that is not known."""
+        return self._unknown.setdefault(why, chr(_FIRST + min(len(self._unknown), _MOST_UNKNOWN)))
+
+    def shown(self, text: str) -> str:
+        """A text with what is not known in words."""
+        reasons = {mark: f"(not known: {' '.join(why.split()):.60})" for why, mark in self._unknown.items()}
+        return UNKNOWN.sub(lambda found: reasons.get(found[0], "?"), text)
+
+    def forget(self, name: str, why: str, *, for_good: bool = False) -> None:
+        """Make a variable's value unknown; ``for_good``: whatever the script sets it to later."""
+        self.set(name, self.unknown(why))
+        self._lost |= {name} if for_good else set()
 
     def set(self, name: str, value: str | list[str], *, add: bool = False) -> None:
         """Set a variable, or append to it."""
-        if name in self._defined:
+        if name in self._defined or name in self._lost:
             return
         old = self.values.get(name)
+        if name in self.integers and isinstance(value, str):
+            value, add = self.arithmetic(f"({old or 0}) + ({value})" if add else value), False
         if add and isinstance(value, list):
             value = [*(old if isinstance(old, list) else [old] if old else []), *value]
         elif add and isinstance(value, str):
@@ -78,6 +108,15 @@ class Variables:
         if sum(map(len, value)) > LONGEST_VALUE:
             raise JobError(f"a variable of a script must hold at most {LONGEST_VALUE} characters, got more in {name}")
         self.values[name] = value
+
+    def set_item(self, name: str, index: str, value: str, *, add: bool = False) -> None:
+        """Set an item of an array; with an index that is no number the array is not known."""
+        old, place = self.values.get(name, []), self.arithmetic(index)
+        if not isinstance(old, list) or not place.isdecimal() or int(place) > len(old):
+            self.forget(name, f"{name}[{index}]={value}")
+        else:
+            before = old[int(place)] if add and int(place) < len(old) else ""
+            self.set(name, [*old[: int(place)], before + value, *old[int(place) + 1 :]])
 
     def text(self, name: str) -> str:
         """A variable as one text; empty where it is not set."""
@@ -103,7 +142,7 @@ class Variables:
         return words
 
     def _pieces(self, raw: str, quotes: bool) -> Iterator[tuple[str, bool]]:
-        """Parts of a written word, and whether blanks in a part do not end the word; what commands print is empty."""
+        """Parts of a written word, and whether blanks in a part do not end the word."""
         at, length, quoted = 0, 0, False
         while at < len(raw):
             char, start = raw[at], at
@@ -119,7 +158,9 @@ class Variables:
                 pieces = [(self.arithmetic(raw[start + 3 : at - 2]), True)]
             elif raw.startswith("${", start):
                 pieces = self._braces(raw[start + 2 : at - 1], quoted)
-            elif char != "`" and not raw.startswith("$(", start):
+            elif char == "`" or raw.startswith("$(", start):
+                pieces = [(self.unknown(raw[start:at]), True)]
+            else:
                 named, plain = _NAME.match(raw, start), _PLAIN.match(raw, start)
                 pieces = [(self.text(named[1]), quoted) if named else (plain[0] if plain else char, True)]
                 at = named.end() if named else plain.end() if plain else start + 1
@@ -136,8 +177,7 @@ class Variables:
         length, name, index, colon, kind, default, other = found.groups()
         value = self.values.get(name)
         if other:  # a part of a value, or one with replaced words: not worked out here
-            self.unset[f"{name}{other}"] = None
-            return [("", quoted)]
+            return [(self.unknown(f"${{{text}}}") if value else "", quoted)]
         if length:
             return [(str(len(value or "")), True)]
         if index in ("[@]", "[*]") and found.end(3) == len(text):
@@ -145,24 +185,58 @@ class Variables:
             return [piece for item in items for piece in ((" ", False), (item, quoted))][1:]
         if isinstance(value, list) and index is not None:
             place = self.arithmetic(index[1:-1])
-            value = value[int(place)] if place.lstrip("-").isdigit() and int(place) < len(value) else ""
+            known = place.lstrip("-").isdecimal() and -len(value) <= int(place)
+            value = (value[int(place)] if int(place) < len(value) else "") if known else self.unknown(f"${{{text}}}")
         given = bool(value) if colon else value is not None
         if kind is not None and (kind == "+" or not given):
-            return [(self.joined(default) if (kind == "+") == given and kind != "?" else "", quoted)]
+            taken = self.joined(default) if (kind == "+") == given and kind != "?" else ""
+            if kind == "=":
+                self.set(name, taken)
+            return [(taken, quoted)]
         return [(self.text(name) if index is None else str(value or ""), quoted)]
 
     def arithmetic(self, text: str) -> str:
-        """The value of ``$(( text ))``; empty where it is not known, as with a variable that is not set."""
-        unknown = any(not self.values.get(name) for found in _NAMES.findall(text) for name in found if name)
-        if unknown or "$(" in text.replace("$((", "") or "`" in text:
-            return ""
+        """The value of ``$(( text ))``, which may set variables; unknown with a variable that is not set."""
+        *parts, last = text.split(",")
+        for part in parts:
+            self.arithmetic(part)
+        value = self._changed(last)
+        if value is None:
+            changed = [name for pair in _CHANGED.findall(last) for name in pair if name]
+            value = None if changed else self._number(last)
+            for name in changed:  # within an expression
+                self.forget(name, f"(({text}))")
+        return self.unknown(f"(({text}))") if value is None else value
+
+    def _changed(self, text: str) -> str | None:
+        """Set the variable of ``name = value`` or ``name++``; None if the expression is something else."""
+        steps, sets = _STEPS.fullmatch(text), _SETS.fullmatch(text)
+        if steps:
+            name, sign = steps[2] or steps[3], (steps[1] or steps[4])[0]
+            self.set(name, self.arithmetic(f"{name} {sign} 1"))
+            return self._number(name if steps[1] else f"{name} {'-' if sign == '+' else '+'} 1")
+        if sets is None:
+            return None
+        name, index, sign, rest = sets.groups()
+        value = self.arithmetic(f"({name}{index or ''}) {sign} ({rest})" if sign else rest)
+        if index:
+            self.set_item(name, index[1:-1], value)
+        else:
+            self.set(name, value)
+        return value
+
+    def _number(self, text: str) -> str | None:
+        """The value of an expression that sets nothing; None: not known."""
+        unset = any(not self.values.get(name) for found in _NAMES.findall(text) for name in found if name)
+        if unset or "#" in text or "//" in text or "$(" in text.replace("$((", "") or "`" in text:
+            return None
         text = self.joined(text.strip())
         for _ in range(4):  # a variable may hold an expression
             text = re.sub(r"(?<![\w.])[A-Za-z_]\w*", lambda found: self.text(found[0]) or "unknown", text)
         try:
             return str(_number(ast.parse(text.replace("&&", " and ").replace("||", " or ").strip(), mode="eval").body))
         except (SyntaxError, ValueError, KeyError, ZeroDivisionError, RecursionError, MemoryError):
-            return ""
+            return None
 
 
 def _number(node: ast.AST) -> int:

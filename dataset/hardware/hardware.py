@@ -76,7 +76,9 @@ def canonical_hardware(name: str) -> str:
     """The preset that a usual name means (``H100``, ``A100-SXM4-80GB``); other names unchanged."""
     if not name or name.startswith("{") or is_facts_file(name) or name in HARDWARE:
         return name
-    return preset_of(name, HARDWARE, _preset_tables()["alias"])
+    found = preset_of(name, HARDWARE, _preset_tables()["alias"])
+    begins = [preset for preset in HARDWARE if preset.startswith(f"{device_words(name)}-")]
+    return begins[0] if found not in HARDWARE and len(begins) == 1 else found
 
 
 def unknown_hardware(name: str) -> str:

@@ -6,9 +6,11 @@ Below the profiles: what a job may state of its software: its container, its dat
 
 from __future__ import annotations
 
+import datetime
 import re
 import tomllib
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, fields
 from importlib import resources
 from typing import Any
@@ -305,7 +307,7 @@ def unknown_frameworks(names: Iterable[str]) -> str:
 
 
 LIBRARIES = ("cuda", "cublas", "nccl")
-_DATE = r"20[0-9]{2}(-(0[1-9]|1[0-2])(-[0-3][0-9])?)?"
+_DATE = r"20[0-9]{2}(-[0-9]{2}(-[0-9]{2})?)?"
 _VERSION = r"[0-9]+(\.[0-9]+){0,3}(([-+]|rc|a|b)[a-z0-9.]+)?"
 # Tags of NVIDIA's containers, as in nvcr.io/nvidia/nemo:24.07 or pytorch:23.10-py3: year and month of the release.
 _TAG = re.compile(r"(?<![0-9.])(2[0-9])\.(0[1-9]|1[0-2])(?![0-9])")
@@ -340,9 +342,16 @@ def software_problems(stated: dict[str, str]) -> list[str]:
         for name in LIBRARIES
         if stated[name] and not re.fullmatch(_VERSION, stated[name])
     ]
-    if stated["date"] and not re.fullmatch(_DATE, stated["date"]):
-        problems.append(f"date must be a year or a month as 2024-07, got {stated['date']!r:.80}")
+    if stated["date"] and not _is_date(stated["date"]):
+        problems.append(f"date must be a year, a month or a day, as 2024-07, got {stated['date']!r:.80}")
     return problems
+
+
+def _is_date(text: str) -> bool:
+    """Whether a text is a year, a month or a day of this century that there is."""
+    with suppress(ValueError):
+        return re.fullmatch(_DATE, text) is not None and bool(datetime.date.fromisoformat(f"{text}-01-01"[:10]))
+    return False
 
 
 def plain_version(text: str) -> str:

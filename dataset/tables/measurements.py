@@ -242,7 +242,7 @@ def device_name(told: str) -> str:
 
 NO_TIME = "no time"
 COPY = "equal in all to another row"
-MOST_SECONDS = 1e6  # of one call: larger values are typing mistakes
+LEAST_SECONDS, MOST_SECONDS = 1e-9, 1e6  # of one call: others are mistakes of typing or of units
 # What a value that is none of a reader's raises, in a file that is none of its format.
 MALFORMED = (
     ValueError,
@@ -284,10 +284,9 @@ class Rows:
         if not (math.isfinite(seconds) and seconds > 0):
             return self.skip(NO_TIME)
         sizes = work.dims if isinstance(work, Op) else (work.num_bytes, work.group_size)
-        if max(sizes) > MOST_SIZE or seconds > MOST_SECONDS:
-            raise self.error(
-                f"sizes must be <= {MOST_SIZE} and a time <= {MOST_SECONDS:g} s, got {work!s:.80}, {seconds} s"
-            )
+        if max(sizes) > MOST_SIZE or not LEAST_SECONDS <= seconds <= MOST_SECONDS:
+            limits = f"sizes must be <= {MOST_SIZE} and a time from {LEAST_SECONDS:g} to {MOST_SECONDS:g} s"
+            raise self.error(f"{limits}, got {work!s:.80}, {seconds} s")
         work = self._shared.setdefault(work, work)
         row = (work, seconds, device, fabric, software, part)
         if row in self._rows:

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from stepsight.training.prediction.prediction import Prediction
     from stepsight.training.predictor.predictor import Predictor
 
+TIGHT = "tight: the allocator's usual slack does not fit"
+
 
 def flops_text(flops_per_s: float) -> str:
     """``167 TFLOP/s`` or ``43 GFLOP/s``."""
@@ -46,7 +48,7 @@ def _prediction_text(told: Mapping[str, Any], head: Sequence[str], speed: str, f
         table(["where the time goes", "time", "%"], causes),
         f"speed      {speed}",
         f"memory     {memory['peak_bytes'] / 1e9:.2f} GB of {memory['capacity_bytes'] / 1e9:.2f} GB on the fullest "
-        f"{fullest}" + ("; tight: the allocator's usual slack does not fit" if memory.get("tight") else ""),
+        f"{fullest}" + (f"; {TIGHT}" if memory.get("tight") else ""),
         *(f"warning: {text}" for text in told["warnings"]),
     ]
     if memory["fits"] is False:

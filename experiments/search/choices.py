@@ -19,7 +19,7 @@ from stepsight.dataset.base.errors import JobError
 from stepsight.dataset.job.job import Job
 from stepsight.dataset.kinds.op import Op
 from stepsight.experiments.search.settings import Goal, Seconds
-from stepsight.simulator.memory import Memory
+from stepsight.simulator.memory import Memory, is_tight
 from stepsight.training.prediction.ask_many import Answers
 from stepsight.training.prediction.prediction import Prediction
 
@@ -97,6 +97,11 @@ class Choice:
         """Whether the fullest stage fits in a device's memory."""
         return self.peak_bytes <= self.capacity_bytes
 
+    @property
+    def tight(self) -> bool:
+        """Whether it fits, but the allocator's usual slack does not."""
+        return is_tight(self.peak_bytes, self.capacity_bytes)
+
     def rank(self, goal: Goal) -> tuple[bool, float]:
         """Sort key, best first: by the goal; strategies that do not fit come last, by their memory."""
         if self.seconds is None or not self.fits:
@@ -117,6 +122,7 @@ class Choice:
             "high_s": high_s,
             "memory_bytes": self.peak_bytes,
             "fits": self.fits,
+            "tight": self.tight,
         }
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from stepsight.dataset.job.job import Job
+from stepsight.experiments.reports.job_texts import TIGHT
 from stepsight.experiments.reports.plots import plot_front, plot_search
 from stepsight.experiments.reports.text_table import Number, table_of
 from stepsight.experiments.search.choices import cost_axis
@@ -29,15 +30,19 @@ def search_report(job: Job, result: SearchResult, top: int) -> dict[str, Any]:
     lines += _plans(result, top) if several else [_table(rows)]
     own = told["own"]
     if own is not None:
-        fits = "fits" if own["fits"] else "does not fit"
+        fits = ("tight" if own["tight"] else "fits") if own["fits"] else "does not fit"
         time = seconds_text(own["iteration_time_s"])
         lines.append(f"the job itself: {time}, {own['memory_bytes'] / 1e9:.2f} GB, {fits}")
     lines.append(_verdict(result))
     lines += _experts(told.get("expert_placement"), result)
     lines += _rivals(result)
-    warnings = () if result.own is None or result.own.prediction is None else result.own.prediction.warnings
+    asked = result.own or (result.best if result.any_fits else None)
+    warnings = [] if asked is None or asked.prediction is None else list(asked.prediction.warnings)
+    if any(row["tight"] for row in [*rows, *told["plans"][:top], own or told["best"] or {"tight": False}]):
+        warnings.append(TIGHT)
     lines += [f"warning: {warning}" for warning in warnings]
-    return {**told, "too_large": too_large, "top": rows, "text": "\n".join(lines)}
+    told |= {"too_large": too_large, "top": rows, "warnings": warnings, "proof": _verdict(result)}
+    return {**told, "text": "\n".join(lines)}
 
 
 def _counts(result: SearchResult, too_large: int) -> str:
@@ -96,6 +101,8 @@ def _plans(result: SearchResult, top: int) -> list[str]:
     if any(row["energy_kwh"] is not None for row in rows):
         energy = "energy_kwh"
         columns["MWh, estimate"] = lambda row: "-" if row[energy] is None else f"{row[energy] / 1e3:,.1f}"
+    if any(row["tight"] for row in rows):
+        columns["fits"] = _fits
     columns["front"] = lambda row: "yes" if {key: row[key] for key in front[0]} in front else ""
     lines = [table_of(rows[:top], columns)] if rows else []
     if len(rows) > top:
@@ -173,7 +180,11 @@ def _table(rows: list[dict[str, Any]]) -> str:
         regret = "expected_regret_percent"
         columns["regret %"] = lambda row: "-" if row[regret] is None else f"{row[regret]:.2f}"
     columns["GB"] = lambda row: Number(row["memory_bytes"] / 1e9, 2)
-    return table_of(numbered, {**columns, "fits": lambda row: "yes" if row["fits"] else "NO"})
+    return table_of(numbered, {**columns, "fits": _fits})
+
+
+def _fits(row: dict[str, Any]) -> str:
+    return ("tight" if row["tight"] else "yes") if row["fits"] else "NO"
 
 
 def _layers(row: dict[str, Any]) -> str:

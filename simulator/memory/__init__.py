@@ -9,3 +9,4 @@ from stepsight.simulator.memory.estimate import Memory as Memory
 from stepsight.simulator.memory.estimate import StageMemory as StageMemory
 from stepsight.simulator.memory.estimate import estimate_memory as estimate_memory
 from stepsight.simulator.memory.estimate import estimate_moments as estimate_moments
+from stepsight.simulator.memory.estimate import is_tight as is_tight

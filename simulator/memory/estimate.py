@@ -217,7 +217,7 @@ class Memory:
     @property
     def tight(self) -> bool:
         """Whether the job fits, but the allocator's usual slack does not."""
-        return self.fits and self.peak_bytes >= self.capacity_bytes - 2.0
+        return is_tight(self.peak_bytes, self.capacity_bytes)
 
     @property
     def reason(self) -> str:
@@ -248,6 +248,11 @@ class Memory:
             "reason": self.reason,
             "stages": [stage.to_dict() for stage in self.stages],
         }
+
+
+def is_tight(peak_bytes: float, capacity_bytes: float) -> bool:
+    """Whether a job fits, but the allocator's usual slack does not."""
+    return capacity_bytes - 2.0 <= peak_bytes <= capacity_bytes
 
 
 def estimate_memory(job: Job, hardware: Hardware) -> Memory:

@@ -277,8 +277,8 @@ class BestStrategyFile:
         predictor: Predictor | str | None = None,
         space: Any = None,
         read: tuple[Path, Job] | None = None,
-    ) -> str:
-        """Write the best strategy, or the best one that the format expresses; returns what to tell about it.
+    ) -> dict[str, Any]:
+        """Write the best strategy, or the best one that the format expresses; what to tell about it, with a ``text``.
 
         ``read``: the file that the search was asked with, and its job.
         """
@@ -291,14 +291,14 @@ class BestStrategyFile:
 
         out, to = self.out, self.to
         if out is None:
-            return ""
+            return {"text": ""}
         if not to:
             write_text(out, job_toml(result.best.job))
-            return f"\nwrote the best strategy to {out}"
+            return {"out": str(out), "text": f"\nwrote the best strategy to {out}"}
         choice, all_legal = best_expressed(result, to, predictor, space)
         written = write_config((choice or result.best).job, to)
         edited = edit_config(*read, (choice or result.best).job, to) if read is not None else None
-        write_text(out, edited or written.text)
+        write_text(out, edited.text if edited is not None and edited.text else written.text)
         which = "the legal strategies" if all_legal else "the strategies evaluated"
         if choice is None:
             text = f"warning: {out} is not the best strategy, only what {to} expresses of it: of {which} that fit in "
@@ -310,11 +310,22 @@ class BestStrategyFile:
             lost = [line for line in write_config(result.best.job, to).ignored if line not in written.ignored]
             text = f"wrote {choice.job.name} to {out}: {to} does not express the best strategy ({', '.join(lost)}); of "
             text += f"{which} that it expresses this is the best ({slower:+.1f} % iteration time)"
-        if read is not None and edited:
-            return f"\n{text}\n{diff_text(read[0], out, edited) or f'# {read[0]} has these settings already'}".rstrip()
+        told: dict[str, Any] = {"out": str(out), "strategy": (choice or result.best).job.name, "notes": [text]}
         if read is not None and edited is not None:
-            text += f"\nwarning: {read[0]} could not be changed in place: {out} lacks its other settings"
-        return f"\n{text}\n{written_text(written, to)}"
+            told["diff"] = diff_text(read[0], out, edited.text) if edited.text else None
+            told["notes"] += edited.notes
+            if edited.text and not told["diff"]:
+                told["notes"].append(f"{read[0]} has these settings already")
+            elif not edited.text:
+                told["notes"].append(
+                    f"warning: {read[0]} could not be changed in place: {out} lacks its other settings"
+                )
+        text = "\n".join(told["notes"])
+        if told.get("diff") is None:
+            told["notes"] += written.notes
+            told["ignored"] = list(written.ignored)
+        more = written_text(written, to) if told.get("diff") is None else told["diff"].rstrip()
+        return {**told, "text": f"\n{text}\n{more}".rstrip()}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -393,33 +404,40 @@ def search_command(
         raise StepsightError("--uneven is for one cluster and batch: search the best scenario again with it")
     if uneven and goal_options.robust == REGRET:
         raise StepsightError(f"--uneven does not go with --robust {REGRET}: give one of them")
-    predictor, read = source.load(), None
+    predictor, own, problem = source.load(), None, ""
     if len(scenarios.nodes) == 1:  # one size is where the job is searched, and nothing to compare
-        read, scenarios = _on_nodes(job, overrides, scenarios.nodes[0]), replace(scenarios, nodes=())
-    read = read or overrides.read(job)
+        own, read, problem = _on_nodes(job, overrides, scenarios.nodes[0])
+        scenarios = replace(scenarios, nodes=())
+    else:
+        own = read = overrides.read(job)
     asked = {"space": space, "goal": goal_options.goal(scenarios), "scenarios": scenarios, "expert_loads": expert_loads}
     result = _searched(read, predictor, settings, workers, uneven, asked)
-    report = search_report(read, result, settings.top)
-    report["text"] += best.write(result, predictor, space, (job, read))
+    report = search_report(read, replace(result, own=None) if problem else result, settings.top)
+    written = best.write(result, predictor, space, (job, own))
+    notes = [problem] if problem else []
+    text = "\n".join([report.pop("text"), *notes]) + written.pop("text")
+    report |= {**written, "notes": [*notes, *written.get("notes", ())]}
     if plot is not None:
         plot_result(result, plot, read.name)
     if csv is not None:
         write_text(csv, result.to_frame().to_csv(index=False))
-    return Answer(report, report.pop("text"))
+    return Answer(report, text)
 
 
-def _on_nodes(path: Path, overrides: JobOptions, nodes: int) -> Job:
-    """The job on a number of nodes: in its own strategy, or in a legal one if its own does not divide the devices."""
+def _on_nodes(path: Path, overrides: JobOptions, nodes: int) -> tuple[Job, Job, str]:
+    """The job of a file, and the one to search on a number of nodes, with why it is not in its own strategy."""
     from stepsight.experiments.search.settings import Scenarios
     from stepsight.experiments.search.strategies import scenario_jobs
 
     try:
-        return overrides.read(path, nodes)
-    except JobError:
-        ((_, found),) = scenario_jobs(overrides.read(path), Scenarios(nodes=(nodes,)))
+        own = overrides.read(path, nodes)
+    except JobError as error:
+        own, problem = overrides.read(path), f"the job's own strategy does not run on {nodes} nodes: {error}"
+        ((_, found),) = scenario_jobs(own, Scenarios(nodes=(nodes,)))
         if isinstance(found, JobError):
             raise found from None
-        return found
+        return own, found, problem
+    return own, own, ""
 
 
 def _searched(

@@ -184,6 +184,8 @@ def _option(
         kind, default, info.metavar = list[str] | None, None, info.metavar or "WHAT=NUMBER"
     elif kind == float | str:
         kind = str
+    elif kind is str and default == "" and is_option:
+        read, kind, default = partial(_stated, names[0] if names else own), str | None, None
     if Path in (kind, *get_args(kind), *(part for each in get_args(kind) for part in get_args(each))):
         info.parser = path
     made = Parameter(name, Parameter.KEYWORD_ONLY, annotation=Annotated[kind, info], default=default)
@@ -195,6 +197,13 @@ def path(text: str) -> Path:
     if not text:
         raise typer.BadParameter("a path must not be empty, got ''")
     return Path(text)
+
+
+def _stated(option: str, text: str | None) -> str:
+    """Read a text; refuse an empty one, which would count as not given."""
+    if text == "":
+        raise StepsightError(f"{option} must not be empty, got ''")
+    return text or ""
 
 
 def comma_separated(option: str, kind: type, default: Any, text: str | None) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from stepsight.experiments.search.search import MOST_LEGAL, best_expressed, expr
 from stepsight.experiments.search.settings import Space
 from stepsight.experiments.search.strategies import strategies
 from stepsight.training.prediction.prediction import predict
+from tests.dataset.configs import test_published as published
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "gpt3-175b-1024.toml"
 SMALL = Space(max_tp=8, micro_batches=(1,), cp=(1,), zero_stages=(1,), recompute=("none",), schedules=("zb-h1",))
@@ -31,7 +33,7 @@ def result(*schedules: str) -> SearchResult:
 
 
 def write_best(found: SearchResult, out: Path, to: str, *asked: Any) -> str:
-    return BestStrategyFile(out=out, to=to).write(found, *asked).removeprefix("\n")
+    return str(BestStrategyFile(out=out, to=to).write(found, *asked)["text"]).removeprefix("\n")
 
 
 def test_what_a_framework_expresses_is_written(tmp_path: Path) -> None:
@@ -101,8 +103,21 @@ def test_the_users_own_file_is_changed(tmp_path: Path) -> None:
     job = read_configs([own]).job
     best = replace(job, parallel=replace(job.parallel, tp=4, pp=8, dp=32, zero_stage=1))
     found = SearchResult([Choice(best, 1.0, 2.0, (1.0, 1.0, 2.0), predict)])
-    text = write_best(found, out, "megatron-script", "roofline", SMALL, (own, job))
+    told = BestStrategyFile(out=out, to="megatron-script").write(found, "roofline", SMALL, (own, job))
+    text = told["text"].removeprefix("\n")
     changed = script.replace("TP=8", "TP=4").replace("size=16", "size=8")
     assert out.read_text() == changed.replace("--micro-batch", "--use-distributed-optimizer --micro-batch")
     assert text.startswith("wrote the best strategy") and "-TP=8  # of a node\n+TP=4  # of a node\n" in text
+    assert told["out"] == str(out) and told["diff"].rstrip() in text and all(note in text for note in told["notes"])
     assert edit_config(own, job, best, "torchtitan") is None
+
+
+def test_a_file_that_cannot_be_changed_is_said(tmp_path: Path) -> None:
+    """What is written then lacks the file's other settings."""
+    (tmp_path / "config.json").write_text(json.dumps(published.LLAMA))
+    (own := tmp_path / "ds.json").write_text('{"zero_optimization": {"stage": 3}}')
+    job = read_configs([tmp_path / "config.json", own]).job
+    found = SearchResult([Choice(job, 1.0, 2.0, (1.0, 1.0, 2.0), predict)])
+    told = BestStrategyFile(out=tmp_path / "new.json", to="deepspeed").write(found, "roofline", SMALL, (own, job))
+    assert told["diff"] is None and f"warning: {own} could not be changed in place" in told["text"]
+    assert any("could not be changed in place" in note for note in told["notes"])

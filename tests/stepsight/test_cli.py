@@ -217,12 +217,16 @@ def test_measurements_as_a_table(tmp_path: Path) -> None:
 
 
 def test_a_search_on_one_number_of_nodes(tmp_path: Path) -> None:
-    """It is of the job there, although its own strategy does not divide the devices; several numbers are compared."""
+    """It is of the job there; a strategy that does not divide the devices is not shown as another one."""
     (tmp_path / "job.toml").write_text(EXAMPLE.read_text())
     words = ("search", tmp_path / "job.toml", "--hardware", "h100-sxm-80gb", "--trials", "3", "--json")
     told = json.loads(run(*words, "--nodes", "3").stdout)
-    assert told["plans"] == [] and told["own"]["devices"] == 24 and told["own"]["hardware"] == "h100-sxm-80gb"
-    assert {row["devices"] for row in told["top"]} == {24}
+    assert told["plans"] == [] and told["own"] is None and {row["devices"] for row in told["top"]} == {24}
+    assert "the job's own strategy does not run on 3 nodes: " in told["notes"][0] and "tp" in told["notes"][0]
+    text = run(*words[:-1], "--nodes", "3").stdout
+    assert "the job itself" not in text and told["notes"][0] in text and all(each in text for each in told["warnings"])
+    own = json.loads(run(*words, "--nodes", "32").stdout)["own"]
+    assert own["devices"] == 256 and own["hardware"] == "h100-sxm-80gb"
     assert [row["nodes"] for row in json.loads(run(*words, "--nodes", "32,64").stdout)["plans"]]
 
 

@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from stepsight.dataset.base.errors import JobError
+from stepsight.dataset.configs.drafts import Given
 from stepsight.dataset.configs.edits import diff_text, edit_config
 from stepsight.dataset.configs.formats import read_configs
 from tests.dataset.configs import test_published as published
@@ -30,8 +32,9 @@ def test_only_what_differs_changes(
     job = read_configs([path]).job
     best = replace(job, parallel=replace(job.parallel, **changes))
     edited = edit_config(path, job, best, to)
-    assert edited is not None and edit_config(path, job, job, to) == text
-    lines = diff_text(path, tmp_path / "new", edited).splitlines()
+    same = edit_config(path, job, job, to)
+    assert edited is not None and same is not None and same.text == text
+    lines = diff_text(path, tmp_path / "new", edited.text).splitlines()
     new = "\n".join(line for line in lines if line[0] == "+")
     assert all(words in new for words in added) and 2 < len(lines) < 16
 
@@ -40,8 +43,46 @@ def test_a_file_of_another_form_is_not_changed(tmp_path: Path) -> None:
     """One that states no model, or arguments that stand in YAML."""
     (tmp_path / "a.yaml").write_text(published.MIXTRAL)
     job = read_configs([tmp_path / "a.yaml"]).job
-    assert not edit_config(tmp_path / "a.yaml", job, job, "megatron")
+    assert edit_config(tmp_path / "a.yaml", job, job, "megatron") is None
     (tmp_path / "own.toml").write_text(published.TITAN)
     (tmp_path / "ds.json").write_text('{"zero_optimization": {"stage": 3}}')
     job = read_configs([tmp_path / "own.toml"]).job
-    assert not edit_config(tmp_path / "ds.json", job, job, "deepspeed")
+    edited = edit_config(tmp_path / "ds.json", job, job, "deepspeed")
+    assert edited is not None and not edited.text
+
+
+LAUNCH = "torchrun --nproc_per_node 8 --nnodes 2 pretrain_gpt.py "
+MODEL = "--num-layers 16 --hidden-size 1024 --num-attention-heads 16 --seq-length 1024 --micro-batch-size 1 --bf16 "
+SCRIPT = (
+    f"# --tensor-model-parallel-size 4 is slower\nTP=8\nETP=8\n{LAUNCH}{MODEL}--tensor-model-parallel-size 2\n"
+    f"{LAUNCH}{MODEL}--tensor-model-parallel-size $TP --recompute-activations --global-batch-size 64 \\\n  --lr 1\n"
+)
+
+
+@pytest.mark.parametrize("end", ["\n", "\r\n"])
+def test_the_launch_that_is_read_is_changed(end: str, tmp_path: Path) -> None:
+    """The one with the most options; comments, the other launch and line ends stay, and the answer names the launch."""
+    (path := tmp_path / "run.sh").write_bytes(SCRIPT.replace("\n", end).encode())
+    job = read_configs([path]).job
+    assert job.parallel.tp == 8
+    best = replace(job, parallel=replace(job.parallel, tp=4, dp=4, recompute="none", zero_stage=1))
+    edited = edit_config(path, job, best, "megatron-script")
+    assert edited is not None and "2 launches: number 2 is read" in edited.notes[0]
+    changed = SCRIPT.replace("TP=8\nE", "TP=4\nE").replace("--recompute-activations ", "")
+    where = changed.rindex("--micro-batch-size")
+    changed = f"{changed[:where]}--use-distributed-optimizer {changed[where:]}"
+    assert edited.text == changed.replace("\n", end)
+    other = read_configs([path], Given(pick="1"))
+    assert other.job.parallel.tp == 2
+    with pytest.raises(JobError, match="from 1 to 2, got '3'"):
+        read_configs([path], Given(pick="3"))
+
+
+def test_what_cannot_be_changed_is_empty(tmp_path: Path) -> None:
+    """An option that a variable of another value decides: the changed file would not read as the strategy."""
+    more = "--global-batch-size 64 $X --tensor-model-parallel-size 8"
+    text = f'TP=8\nX="--tensor-model-parallel-size $TP"\n{LAUNCH}{MODEL}{more}\n'
+    (path := tmp_path / "run.sh").write_text(text)
+    job = read_configs([path]).job
+    edited = edit_config(path, job, replace(job, parallel=replace(job.parallel, tp=2, dp=8)), "megatron")
+    assert job.parallel.tp == 8 and edited is not None and edited.text == ""
