@@ -16,17 +16,12 @@ from pathlib import Path
 
 from stepsight.dataset.base.bounded import read_text
 from stepsight.dataset.base.errors import JobError
-from stepsight.dataset.configs.shell_values import UNKNOWN, Variables, part_end
+from stepsight.dataset.configs.shell_statements import Array, Statement, parse
+from stepsight.dataset.configs.shell_values import UNKNOWN, Variables
 
-MOST_TOKENS, MOST_COMMANDS = 200_000, 20_000
-_MOST_ROUNDS, _MOST_STEPS = 200, 20_000  # of one loop; statements of a script beyond which loops go around no more
-MOST_DEPTH, _MOST_CALLS = 40, 20  # of statements within statements; of functions that call each other
-_BLANK = re.compile(r"(?:[ \t\r]|\\\n|#[^\n]*)+")
-_REDIRECTION = re.compile(r"\d*(?:<<<|>>|>&|<&|&>|<(?!<)|>)[ \t]*")
-_HEREDOC = re.compile(r"\d*<<-?[ \t]*(['\"]?)([A-Za-z_][\w.-]*)\1")
-_FUNCTION = re.compile(r"(?:function[ \t]+([\w-]+)[ \t]*(?:\([ \t]*\))?|([\w-]+)[ \t]*\([ \t]*\))\s*\{")
-_ARITHMETIC = re.compile(r"\(\(.*?\)\)(?!\))", re.DOTALL)
-_END = re.compile(r"&&|\|\||;;|[|&;()\n]")
+MOST_COMMANDS = 20_000
+_MOST_CALLS = 20  # of functions that call each other
+_MOST_ROUNDS, _MOST_STEPS = 200, 20_000  # of one loop; commands of a script beyond which loops go around no more
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\[[^\]]*\])?(\+?)=(.*)", re.DOTALL)
 _DECLARE = ("export", "declare", "local", "readonly", "typeset")
 _SILENT = (
@@ -36,9 +31,6 @@ _SILENT = (
 _FILLED = ("read", "mapfile", "readarray", "getopts")  # they set the variables that they name, or these:
 _FILLED_ANYHOW = ("REPLY", "MAPFILE", "OPTARG", "OPTIND")
 _COMPARE = {"-eq": "==", "-ne": "!=", "-lt": "<", "-le": "<=", "-gt": ">", "-ge": ">="}
-_CLOSED_BY = {"if": "fi", "loop": "done", "case": "esac", "{": "}", "function": "}", "(": ")"}
-_WITHIN = {"then": "if", "elif": "if", "else": "if", "do": "loop", "fi": "if", "done": "loop", "esac": "case", "}": "{"}
-_KEYWORDS = {*_WITHIN, "if", "{", "for", "select", "while", "until", "case"} - {"(", ")"}
 _SBATCH = re.compile(r"^\s*#SBATCH\s+(.*?)\s*$", re.MULTILINE)
 
 
@@ -70,7 +62,7 @@ def read_script(text: str, defined: dict[str, str] | None = None, folder: Path |
     """
     variables = Variables(dict(defined or {}))
     reader = _Reader(variables, folder)
-    reader.run(_statements(UNKNOWN.sub("?", text)), main=True)
+    reader.run(parse(UNKNOWN.sub("?", text), placed=True))
     script = reader.script
     script.variables, script.unset, script.shown = variables.values, list(variables.unset), variables.shown
     for line in _SBATCH.findall(text):
@@ -78,271 +70,123 @@ def read_script(text: str, defined: dict[str, str] | None = None, folder: Path |
     return script
 
 
-class _Array(str):
-    """A word ``NAME=`` or ``NAME+=`` with the words in the brackets after it."""
-
-    items: list[str]
-
-
-@dataclass
-class _Statement:
-    """Words as written, up to an operator (``end``); or the beginning of a ``function``."""
-
-    words: list[str] = field(default_factory=list)
-    documents: list[tuple[str, str]] = field(default_factory=list)  # a quote, if nothing is substituted, and the text
-    end: str = ""
-    function: str = ""
-    place: tuple[int, int] = (0, 0)  # where its words begin and end in the text
-
-
-def _statements(text: str) -> list[_Statement]:
-    """Split a script into statements.
-
-    Raises:
-        JobError: If a quote or a bracket is left open, or the script is too long.
-    """
-    found, waiting = [_Statement()], list[tuple[_Statement, str, str]]()  # here-documents whose text follows the line
-    at = count = 0
-    while at < len(text):
-        now = found[-1]
-        in_test = "[[" in now.words and "]]" not in now.words  # && and || within its brackets belong to it
-        if (count := count + 1) > MOST_TOKENS:
-            raise JobError(f"a script must have at most {MOST_TOKENS} words")
-        if part := _BLANK.match(text, at):
-            at = part.end()
-        elif part := _HEREDOC.match(text, at):
-            at = part.end()
-            waiting.append((now, part[1], part[2]))
-        elif part := _REDIRECTION.match(text, at):
-            at = _word_end(text, part.end())
-        elif not now.words and (part := _FUNCTION.match(text, at)):
-            at, now.function = part.end(), part[1] or part[2]
-            found.append(_Statement())
-        elif text[at] == "(" and now.words and now.words[-1].endswith("="):
-            now.words[-1], at = _array(now.words[-1], text, at + 1)
-        elif part := _ARITHMETIC.match(text, at) or (_END.match(text, at) if in_test and text[at] != "\n" else None):
-            at = part.end()
-            now.words.append(part[0])
-        elif part := _END.match(text, at):
-            at, now.end = part.end(), part[0]
-            for statement, quote, delimiter in waiting if now.end == "\n" else ():
-                end = re.compile(rf"^\s*{re.escape(delimiter)}\s*$", re.MULTILINE).search(text, at)
-                lines = text[at : end.start() if end else len(text)].removesuffix("\n")
-                statement.documents.append((quote, lines))
-                at = end.end() + 1 if end else len(text)
-            waiting = [] if now.end == "\n" else waiting
-            found.append(_Statement())
-        elif (end_of_word := _word_end(text, at)) > at:
-            now.words.append(text[at:end_of_word])
-            at, now.place = end_of_word, (now.place[0] if len(now.words) > 1 else at, end_of_word)
-        else:
-            raise JobError(f"a here-document of a script needs a delimiter, got {text[at + 2 : at + 42]!r}")
-    return found
-
-
-def _word_end(text: str, at: int) -> int:
-    while at < len(text) and text[at] not in " \t\r\n;&|<>()":
-        at = part_end(text, at)
-    if at > len(text):
-        raise JobError("a quote or a bracket of the script is never closed")
-    return at
-
-
-def _array(name: str, text: str, at: int) -> tuple[_Array, int]:
-    """A word with the items of the array after it, and the place after its bracket."""
-    word = _Array(name)
-    word.items = []
-    while at < len(text) and text[at] != ")":
-        blank, end = _BLANK.match(text, at), _word_end(text, at) if text[at] != "#" else at
-        if blank is None and end > at:
-            word.items.append(text[at:end])
-        at = blank.end() if blank else max(end, at + 1)
-    if at >= len(text):
-        raise JobError("a script's statement must be closed by ), got the end of the file")
-    return word, at + 1
-
-
-@dataclass
-class _Frame:
-    """A statement that holds others, such as ``if``."""
-
-    kind: str
-    outer: bool  # whether the statements around it run, with a loop also whether its body does
-    runs: bool  # whether the statements at this place run
-    taken: bool = False  # a branch of it ran
-    patterns: list[str] | None = None  # of the next branch of a ``case``, while they are read
-    name: str = ""  # of a function; the word of a ``case``; the variable of a ``for``; ``while`` or ``until``
-    start: int = 0  # of a function's statements; where a loop goes on
-    items: list[str] = field(default_factory=list)  # of a ``for``, for its next rounds
-    rounds: int = 1  # of a loop
-    sure: bool = True  # whether a loop goes around as often as in the shell
-    before: dict[str, str | list[str]] | None = None  # variables at the beginning of a loop or a subshell
-    apart: bool = False  # a subshell, whose variables are its own
-
-
 class _Reader:
     """Reads the statements of a script, and follows those that would run."""
 
     def __init__(self, variables: Variables, folder: Path | None) -> None:
         self.script, self._variables, self._folder = ShellScript(), variables, folder
-        self._functions: dict[str, list[_Statement]] = {}
+        self._functions: dict[str, list[Statement]] = {}
         self._locals = list[dict[str, str | list[str] | None]]()  # of each function that runs: values outside of it
         self._sourced: set[Path] = set()
-        self._calls = self._steps = 0
+        self._calls = self._steps = self._loops = 0
+        self._leaving = ""  # ``break``, ``continue`` or ``return``
         self._last: bool | None = True  # the last command succeeded; None: not known
         self._said = self._program = ""  # the last command, and that of another program, which is taken to succeed
         self._unsure = ""  # the program on whose success the statement depends
-        self._place, self._go_on = (0, 0), -1  # of the statement; the statement at which a loop goes on
+        self._place = (0, 0)  # of the command in the text
 
-    def run(self, statements: list[_Statement], *, main: bool = False) -> None:
-        """Follow all statements; each may begin or end statements that hold others."""
-        frames, after, place = [_Frame("", True, True)], "", 0
-        while place < len(statements):
-            statement, self._go_on = statements[place], -1
-            self._place = statement.place if main else self._place
-            words = statement.words
-            runs = frames[-1].runs and after != ("&&" if self._decided(after) is False else "||")
-            if statement.function:
-                frames.append(_Frame("function", runs, False, name=statement.function, start=place + 1))
-            while words and words[0] in _KEYWORDS and (frames[-1].patterns is None or words[0] == "esac"):
-                if words[0] == "}" and frames[-1].kind == "function" and frames[-1].outer:
-                    self._functions[frames[-1].name] = statements[frames[-1].start : place]
-                words, depth = self._follow(words, frames, runs, place), len(frames)
-                frames[-1].apart = frames[-1].apart or (after == "|" and depth > 1)
-                runs = frames[-1].runs
-            if self._go_on >= 0:
-                place, after = self._go_on, ""
-                continue
-            if len(frames) > MOST_DEPTH:
-                raise JobError(f"statements of a script must be nested at most {MOST_DEPTH} deep")
-            place += 1
-            if frames[-1].patterns is not None:
-                self._choose(frames[-1], words, statement.end)
-                continue
-            if runs and (words or statement.documents):
+    def run(self, statements: list[Statement]) -> None:
+        """Follow statements in their order."""
+        after, variables = "", self._variables
+        for one in statements:
+            if self._leaving:
+                return
+            decided = self._decided() if after in ("&&", "||") else None
+            if after not in ("&&", "||") or decided is (after == "&&"):
                 self._unsure = self._program if after in ("&&", "||") else ""
-                self._carry_out(words, statement.documents)
-                if words and words[0] in ("break", "continue", "return"):
-                    self._leave(words[0], frames)
-            if statement.end == "(":
-                frames.append(_Frame("(", runs, runs, before=dict(self._variables.values), apart=True))
-            elif statement.end == ")" and frames[-1].kind == "(":
-                self._end(frames.pop())
-            elif statement.end == ";;" and frames[-1].kind == "case":
-                frames[-1].runs, frames[-1].patterns = False, []
-            if statement.words or statement.end != "\n":
-                after = statement.end
-        if len(frames) > 1:
-            end = _CLOSED_BY[frames[-1].kind]
-            raise JobError(f"a script's statement must be closed by {end}, got the end of the file")
+                before = dict(variables.values)
+                if one.kind:
+                    self._run_within(one)
+                elif one.words or one.documents:
+                    self._place = one.place
+                    self._carry_out(one.words, one.documents)
+                if after == "|" or one.kind == "(":  # a subshell has variables of its own
+                    variables.values = before
+            if one.words or one.kind or one.end != "\n":
+                after = one.end
 
-    def _decided(self, after: str = "||") -> bool | None:
+    def _decided(self) -> bool:
         """Whether the last command succeeded; what is not known counts as false, and is listed."""
-        if self._last is None and after in ("&&", "||"):
+        if self._last is None:
             self.script.undecided.append(self._said)
             self._last = False
         return self._last
 
-    def _follow(self, words: list[str], frames: list[_Frame], runs: bool, place: int) -> list[str]:
-        """Begin, go on with or end a statement that holds others; return the words after its own."""
-        frame, variables = frames[-1], self._variables
-        if _WITHIN.get(words[0], frame.kind) != frame.kind and (words[0], frame.kind) != ("}", "function"):
-            raise JobError(f"a script's {words[0]} must end a statement that it belongs to, got one in {frame.kind!r}")
-        before = dict(variables.values) if words[0] in ("for", "select", "while", "until") else None
-        match words[0]:
+    def _run_within(self, one: Statement) -> None:
+        """Follow a statement that holds others."""
+        match one.kind:
+            case "function":
+                self._functions[one.name] = one.parts[0]
             case "if":
-                frames.append(_Frame("if", runs, runs))
-                self._last, self._program = True, ""
-            case "then":
-                self._last = None if self._program else self._last
-                frame.runs = frame.runs and self._decided() is True
-                frame.taken = frame.taken or frame.runs
-            case "elif" | "else":
-                frame.runs = frame.outer and not frame.taken
-                self._last, self._program = True, ""
+                self._run_if(one)
             case "for" | "select":
-                frames.append(_Frame("loop", runs, False, before=before, name="".join(words[1:2])))
-                if runs:
-                    self._begin_for(frames[-1], words)
-                return []
-            case "while" | "until" if frame.kind != "loop" or frame.start != place or frame.rounds == 1:
-                frames.append(_Frame("loop", runs, runs, name=words[0], start=place, before=before))
+                self._run_for(one)
             case "while" | "until":
-                frame.runs = frame.outer
-            case "do" if frame.name in ("while", "until"):
-                known = None if self._program else self._last
-                frame.sure, frame.runs = known is not None, frame.outer and known is not (frame.name == "until")
-                frame.taken = frame.runs
-            case "do":
-                frame.start, frame.runs = place, frame.outer
-                frame.taken = frame.outer
+                self._run_while(one)
             case "case":
-                word = variables.joined(words[1]) if runs and len(words) > 1 else ""
-                frames.append(_Frame("case", runs, False, name=word, patterns=[]))
-                return words[3:]
-            case "{":
-                frames.append(_Frame("{", runs, runs, before=dict(variables.values)))
-            case "done" if self._goes_on(frame):
-                self._go_on = frame.start
+                self._run_case(one)
             case _:
-                self._end(frames.pop())
-                self._last = self._last if words[0] == "}" else True
-        return words[1:]
+                return self.run(one.parts[0])
+        self._last, self._program = True, ""
 
-    def _begin_for(self, frame: _Frame, words: list[str]) -> None:
-        """The words of a ``for``; a loop over what is not known is read once."""
-        items = [item for word in words[3:] for item in self._variables.expanded(word)]
-        plain = words[0] == "for" and words[2:3] == ["in"] and not any(set("{*?[") & set(word) for word in words[3:])
-        frame.sure = plain and not any(map(UNKNOWN.search, items))
-        if not frame.sure:
-            self._variables.forget(frame.name, " ".join(words))
-        elif items:
-            self._variables.set(frame.name, items[0])
-        frame.items, frame.outer = items[1:], bool(items) or not frame.sure
+    def _run_if(self, one: Statement) -> None:
+        for condition, body in zip(one.parts[:-1:2], one.parts[1::2], strict=False):
+            self._program = ""
+            self.run(condition)
+            self._last = None if self._program else self._last
+            if self._decided():
+                return self.run(body)
+        if len(one.parts) % 2:
+            self.run(one.parts[-1])
 
-    def _goes_on(self, frame: _Frame) -> bool:
-        """Whether a loop has another round, which begins."""
-        by_words = frame.name not in ("while", "until")
-        if not frame.taken or not frame.sure or (by_words and not frame.items):
-            return False
-        frame.sure = frame.rounds < _MOST_ROUNDS and self._steps < _MOST_STEPS
-        if frame.sure and by_words:
-            self._variables.set(frame.name, frame.items.pop(0))
-        frame.rounds += 1
-        self._last = True
-        return frame.sure
+    def _run_for(self, one: Statement) -> None:
+        variables, words, before = self._variables, one.words, dict(self._variables.values)
+        items = [item for word in words[3:] for item in variables.expanded(word)]
+        strange = any(UNKNOWN.search(item) or set("{*?[") & set(item) for item in items)
+        if strange or words[0] != "for" or words[2:3] != ["in"]:
+            variables.forget("".join(words[1:2]), " ".join(words))
+            self._round(one.parts[1])
+            return self._forget_changes(before)
+        for number, item in enumerate(items):
+            variables.set(words[1], item)
+            if self._round(one.parts[1]):
+                return None
+            if number >= _MOST_ROUNDS or self._steps > _MOST_STEPS:
+                return self._forget_changes(before)
+        return None
 
-    def _end(self, frame: _Frame) -> None:
-        """Restore what a subshell changed; what a loop changed is not known if its rounds are not."""
-        values = self._variables.values
-        if frame.apart and frame.before is not None:
-            self._variables.values = frame.before
-        elif frame.kind == "loop" and frame.before is not None and not frame.sure:
-            for name in [name for name in values if values[name] != frame.before.get(name)]:
-                self._variables.forget(name, f"{name}, which a loop changes")
+    def _run_while(self, one: Statement) -> None:
+        before, rounds, known = dict(self._variables.values), 0, True
+        while known and rounds < _MOST_ROUNDS and self._steps < _MOST_STEPS:
+            self._program = ""
+            self.run(one.parts[0])
+            known, rounds = self._last is not None and not self._program, rounds + 1
+            if (known and self._last is (one.kind == "until")) or self._round(one.parts[1]):
+                return
+        self._forget_changes(before)
 
-    def _leave(self, word: str, frames: list[_Frame]) -> None:
-        """Skip the rest of a loop's round (``continue``), of a loop (``break``) or of a function (``return``)."""
-        loops = [at for at, frame in enumerate(frames) if frame.kind == "loop"]
-        if word == "return" and self._locals:
-            for frame in frames:
-                frame.outer = frame.runs = frame.taken = False
-        elif word != "return" and loops:
-            for frame in frames[loops[-1] :]:
-                frame.runs = False
-            frames[loops[-1]].taken = word == "continue"
+    def _round(self, body: list[Statement]) -> bool:
+        """Follow the body of a loop once; whether the loop ends with that."""
+        self._loops += 1
+        self.run(body)
+        self._loops -= 1
+        left, self._leaving = self._leaving, self._leaving if self._leaving == "return" else ""
+        return left in ("break", "return")
 
-    def _choose(self, frame: _Frame, words: list[str], end: str) -> None:
-        """Read patterns of a branch of a ``case``; behind the last one it is known whether the branch runs."""
-        frame.patterns = [*(frame.patterns or ()), *words]
-        if end == ")":
-            unknown = UNKNOWN.search(frame.name) is not None
-            if unknown and frame.outer and frame.patterns != ["*"]:
-                self.script.undecided.append(f"case {self._variables.shown(frame.name)} in {' '.join(frame.patterns)}")
-            patterns = [self._variables.joined(pattern) for pattern in frame.patterns]
-            fits = any(pattern == "*" or (not unknown and fnmatchcase(frame.name, pattern)) for pattern in patterns)
-            frame.runs, frame.patterns = frame.outer and not frame.taken and fits, None
-            frame.taken = frame.taken or frame.runs
+    def _forget_changes(self, before: Mapping[str, str | list[str]]) -> None:
+        """What a loop changes is not known where it is not known how often it goes around."""
+        for name in [name for name, value in self._variables.values.items() if value != before.get(name)]:
+            self._variables.forget(name, f"{name}, which a loop changes")
+
+    def _run_case(self, one: Statement) -> None:
+        """Follow the first branch that fits; of a word that is not known that is ``*``."""
+        word = self._variables.joined(one.words[1]) if len(one.words) > 1 else ""
+        if unknown := UNKNOWN.search(word) is not None:
+            self.script.undecided.append(f"case {self._variables.shown(word)}")
+        for patterns, body in zip(one.patterns, one.parts, strict=True):
+            fitting = [self._variables.joined(pattern) for pattern in patterns]
+            if any(pattern == "*" or (not unknown and fnmatchcase(word, pattern)) for pattern in fitting):
+                return self.run(body)
 
     def _carry_out(self, words: list[str], documents: list[tuple[str, str]]) -> None:
         """Follow a command; ``_last`` tells whether it succeeds."""
@@ -359,8 +203,8 @@ class _Reader:
             return
         rest = [word for raw in words[count:] for word in variables.expanded(raw)]
         # Of assignments before a command that command alone knows, and functions that it calls.
-        saved = {word.split("=")[0].split("[")[0].rstrip("+"): None for word in words[:count]} if rest else {}
-        saved = {name: variables.values.get(name) for name in saved}
+        names = [word.split("=")[0].split("[")[0].rstrip("+") for word in words[:count]] if rest else []
+        saved = {name: variables.values.get(name) for name in names}
         for raw in words[:count]:
             self._assign(raw)
         self._last = self._command(rest) if rest else True
@@ -402,7 +246,11 @@ class _Reader:
             case "." | "source" if len(words) > 1:
                 self._source(words[1])
             case "eval":
-                self._call(_statements(text.removeprefix("eval")), [])
+                return self._eval(text)
+            case "break" | "continue" if self._loops:
+                self._leaving = name
+            case "return" if self._locals:
+                self._leaving = name
             case _ if name in self._functions:
                 self._call(self._functions[name], words[1:])
                 return self._last
@@ -412,25 +260,36 @@ class _Reader:
                 self._program = self._said
         return name != "false"
 
+    def _eval(self, text: str) -> bool | None:
+        try:
+            self._nest(parse(text.removeprefix("eval")))
+        except JobError:
+            self.script.unread.append(f"{self._variables.shown(text)}: not followed")
+        return self._last
+
     def _source(self, named: str) -> None:
         path = None if self._folder is None else self._folder / Path(named).name
         if path is None or not path.is_file() or UNKNOWN.search(path.name):
             self.script.unread.append(f"source {self._variables.shown(named)}: what it sets is not known")
         elif path not in self._sourced:
             self._sourced.add(path)
-            self.run(_statements(read_text(path, "utf-8-sig")))
+            self._nest(parse(read_text(path, "utf-8-sig")))
 
-    def _call(self, statements: list[_Statement], arguments: list[str]) -> None:
-        """Run a function, with variables of its own."""
+    def _call(self, statements: list[Statement], arguments: list[str]) -> None:
+        """Follow a function, which has arguments and variables of its own."""
+        held = {name: value for name, value in self._variables.values.items() if not name.isidentifier()}
+        self._locals.append({})
+        self._set_arguments(arguments)
+        self._nest(statements)
+        self._set_arguments([])
+        self._restore({**held, **self._locals.pop()})
+        self._leaving = "" if self._leaving == "return" else self._leaving
+
+    def _nest(self, statements: list[Statement]) -> None:
+        """Follow statements that a command names."""
         if self._calls < _MOST_CALLS and len(self.script.commands) < MOST_COMMANDS:
-            held = {name: value for name, value in self._variables.values.items() if not name.isidentifier()}
             self._calls += 1
-            self._locals.append({})
-            if arguments:
-                self._set_arguments(arguments)
             self.run(statements)
-            self._set_arguments([])
-            self._restore({**held, **self._locals.pop()})
             self._calls -= 1
 
     def _set_arguments(self, words: list[str]) -> None:
@@ -447,7 +306,7 @@ class _Reader:
         (name, index, plus, value), variables = found.groups(), self._variables
         if self._unsure:
             variables.forget(name, f"{self._unsure} decides")
-        elif isinstance(raw, _Array):
+        elif isinstance(raw, Array):
             items = [word for item in raw.items for word in variables.expanded(item)]
             if any(re.match(r"\[[^\]]*\]\+?=", item) for item in raw.items):
                 variables.forget(name, f"{raw}({' '.join(raw.items)})")

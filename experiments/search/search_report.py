@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from stepsight.dataset.base.files import write_text
+from stepsight.dataset.configs.documents import job_toml
+from stepsight.dataset.configs.edits import diff_text, edit_config
+from stepsight.dataset.configs.formats import write_config
 from stepsight.dataset.job.job import Job
-from stepsight.experiments.reports.job_texts import TIGHT
+from stepsight.experiments.reports.job_texts import TIGHT, written_text
 from stepsight.experiments.reports.plots import plot_front, plot_search
 from stepsight.experiments.reports.text_table import Number, table_of
 from stepsight.experiments.search.choices import cost_axis
+from stepsight.experiments.search.search import best_expressed
 from stepsight.experiments.search.settings import INTERVAL
 from stepsight.training.corrections.intervals import seconds_text
 
 if TYPE_CHECKING:
-    from stepsight.experiments.search.choices import Rival, SearchResult
+    from stepsight.experiments.search.choices import Choice, Rival, SearchResult
 
 
 def search_report(job: Job, result: SearchResult, top: int) -> dict[str, Any]:
@@ -43,6 +48,55 @@ def search_report(job: Job, result: SearchResult, top: int) -> dict[str, Any]:
     lines += [f"warning: {warning}" for warning in warnings]
     told |= {"too_large": too_large, "top": rows, "warnings": warnings, "proof": _verdict(result)}
     return {**told, "text": "\n".join(lines)}
+
+
+def write_best(
+    result: SearchResult, out: Path, to: str, read: tuple[Path, Job], asked: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Write the best strategy, or the best one that a format expresses; what to tell about it, with a ``text``.
+
+    Args:
+        result: Of the search.
+        out: Where to.
+        to: Format of the configuration; empty: a job file.
+        read: The file that the search was asked with, and its job.
+        asked: The predictor and the space of the search.
+    """
+    if not to:
+        write_text(out, job_toml(result.best.job))
+        return {"out": str(out), "text": f"\nwrote the best strategy to {out}"}
+    choice, all_legal = best_expressed(result, to, asked["predictor"], asked["space"])
+    job = (choice or result.best).job
+    written, edited = write_config(job, to), edit_config(*read, job, to)
+    text, diff = edited.text if edited is not None else "", None
+    write_text(out, text or written.text)
+    notes = [_written_strategy(result, choice, out, to, all_legal)]
+    if edited is not None:
+        diff = diff_text(read[0], out, text) if text else None
+        notes += edited.notes
+        if not text:
+            notes.append(f"warning: {read[0]} could not be changed in place: {out} lacks its other settings")
+        elif not diff:
+            notes.append(f"{read[0]} has these settings already")
+    told = {"out": str(out), "strategy": job.name, "notes": notes, "diff": diff}
+    lines = [*notes, written_text(written, to) if diff is None else diff.rstrip()]
+    if diff is None:
+        told |= {"notes": [*notes, *written.notes], "ignored": list(written.ignored)}
+    return {**told, "text": "\n" + "\n".join(lines).rstrip()}
+
+
+def _written_strategy(result: SearchResult, choice: Choice | None, out: Path, to: str, all_legal: bool) -> str:
+    """Which strategy was written, and what that costs."""
+    which = "the legal strategies" if all_legal else "the strategies evaluated"
+    if choice is None:
+        few = f"of {which} that fit in memory, {to} expresses none"
+        return f"warning: {out} is not the best strategy, only what {to} expresses of it: {few}"
+    if choice is result.best:
+        return f"wrote the best strategy to {out}"
+    slower, own = 100 * (choice.timed[0] / result.best.timed[0] - 1), write_config(choice.job, to).ignored
+    lost = ", ".join(line for line in write_config(result.best.job, to).ignored if line not in own)
+    text = f"wrote {choice.job.name} to {out}: {to} does not express the best strategy ({lost})"
+    return f"{text}; of {which} that it expresses this is the best ({slower:+.1f} % iteration time)"
 
 
 def _counts(result: SearchResult, too_large: int) -> str:

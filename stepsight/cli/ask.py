@@ -271,62 +271,6 @@ class BestStrategyFile:
             raise StepsightError(f"--to {self.to} needs --out, the file to write")
         check_job_output(self.out, self.to, [job], self.force)
 
-    def write(
-        self,
-        result: SearchResult,
-        predictor: Predictor | str | None = None,
-        space: Any = None,
-        read: tuple[Path, Job] | None = None,
-    ) -> dict[str, Any]:
-        """Write the best strategy, or the best one that the format expresses; what to tell about it, with a ``text``.
-
-        ``read``: the file that the search was asked with, and its job.
-        """
-        from stepsight.dataset.base.files import write_text
-        from stepsight.dataset.configs.documents import job_toml
-        from stepsight.dataset.configs.edits import diff_text, edit_config
-        from stepsight.dataset.configs.formats import write_config
-        from stepsight.experiments.reports.job_texts import written_text
-        from stepsight.experiments.search.search import best_expressed
-
-        out, to = self.out, self.to
-        if out is None:
-            return {"text": ""}
-        if not to:
-            write_text(out, job_toml(result.best.job))
-            return {"out": str(out), "text": f"\nwrote the best strategy to {out}"}
-        choice, all_legal = best_expressed(result, to, predictor, space)
-        written = write_config((choice or result.best).job, to)
-        edited = edit_config(*read, (choice or result.best).job, to) if read is not None else None
-        write_text(out, edited.text if edited is not None and edited.text else written.text)
-        which = "the legal strategies" if all_legal else "the strategies evaluated"
-        if choice is None:
-            text = f"warning: {out} is not the best strategy, only what {to} expresses of it: of {which} that fit in "
-            text += f"memory, {to} expresses none"
-        elif choice is result.best:
-            text = f"wrote the best strategy to {out}"
-        else:
-            slower = 100 * (choice.timed[0] / result.best.timed[0] - 1)
-            lost = [line for line in write_config(result.best.job, to).ignored if line not in written.ignored]
-            text = f"wrote {choice.job.name} to {out}: {to} does not express the best strategy ({', '.join(lost)}); of "
-            text += f"{which} that it expresses this is the best ({slower:+.1f} % iteration time)"
-        told: dict[str, Any] = {"out": str(out), "strategy": (choice or result.best).job.name, "notes": [text]}
-        if read is not None and edited is not None:
-            told["diff"] = diff_text(read[0], out, edited.text) if edited.text else None
-            told["notes"] += edited.notes
-            if edited.text and not told["diff"]:
-                told["notes"].append(f"{read[0]} has these settings already")
-            elif not edited.text:
-                told["notes"].append(
-                    f"warning: {read[0]} could not be changed in place: {out} lacks its other settings"
-                )
-        text = "\n".join(told["notes"])
-        if told.get("diff") is None:
-            told["notes"] += written.notes
-            told["ignored"] = list(written.ignored)
-        more = written_text(written, to) if told.get("diff") is None else told["diff"].rstrip()
-        return {**told, "text": f"\n{text}\n{more}".rstrip()}
-
 
 @dataclass(frozen=True, kw_only=True)
 class GoalOptions:
@@ -397,7 +341,7 @@ def search_command(
         csv: Write all evaluated strategies to this file, one row each.
     """
     from stepsight.dataset.base.files import write_text
-    from stepsight.experiments.search.search_report import plot_result, search_report
+    from stepsight.experiments.search.search_report import plot_result, search_report, write_best
 
     best.check(job)
     if uneven and not scenarios.is_empty:
@@ -410,10 +354,11 @@ def search_command(
         scenarios = replace(scenarios, nodes=())
     else:
         own = read = overrides.read(job)
-    asked = {"space": space, "goal": goal_options.goal(scenarios), "scenarios": scenarios, "expert_loads": expert_loads}
-    result = _searched(read, predictor, settings, workers, uneven, asked)
+    asked: dict[str, Any] = {"predictor": predictor, "space": space}
+    more = {"goal": goal_options.goal(scenarios), "scenarios": scenarios, "expert_loads": expert_loads}
+    result = _searched(read, settings, workers, uneven, {**asked, **more})
     report = search_report(read, replace(result, own=None) if problem else result, settings.top)
-    written = best.write(result, predictor, space, (job, own))
+    written = {"text": ""} if best.out is None else write_best(result, best.out, best.to, (job, own), asked)
     notes = [problem] if problem else []
     text = "\n".join([report.pop("text"), *notes]) + written.pop("text")
     report |= {**written, "notes": [*notes, *written.get("notes", ())]}
@@ -440,9 +385,7 @@ def _on_nodes(path: Path, overrides: JobOptions, nodes: int) -> tuple[Job, Job, 
     return own, own, ""
 
 
-def _searched(
-    job: Job, predictor: Predictor | str | None, settings: SearchSettings, workers: int, uneven: bool, asked: Any
-) -> SearchResult:
+def _searched(job: Job, settings: SearchSettings, workers: int, uneven: bool, asked: dict[str, Any]) -> SearchResult:
     """Search with progress on stderr."""
     from stepsight.experiments.search.search import search
     from stepsight.experiments.search.stage_layers import with_uneven_stages
@@ -456,6 +399,6 @@ def _searched(
         tell(evaluated, settings.trials or "", "none fits yet" if best is None else f"best {best:.4g} s")
 
     with local_map(workers) as map_fn:
-        result = search(job, predictor, settings=settings, on_trial=on_trial, map_fn=map_fn, **asked)
+        result = search(job, settings=settings, on_trial=on_trial, map_fn=map_fn, **asked)
     tell(evaluated, evaluated)
-    return with_uneven_stages(result, predictor) if uneven else result
+    return with_uneven_stages(result, asked["predictor"]) if uneven else result

@@ -16,6 +16,7 @@ from stepsight.dataset.configs.formats import read_configs
 from stepsight.dataset.job.job import Job
 from stepsight.experiments.search.choices import Choice, SearchResult
 from stepsight.experiments.search.search import MOST_LEGAL, best_expressed, expresses
+from stepsight.experiments.search.search_report import write_best
 from stepsight.experiments.search.settings import Space
 from stepsight.experiments.search.strategies import strategies
 from stepsight.training.prediction.prediction import predict
@@ -32,13 +33,18 @@ def result(*schedules: str) -> SearchResult:
     return SearchResult([Choice(of, 1.0, 2.0, (1.02**n, 1.0, 2.0), predict) for n, of in enumerate(jobs)])
 
 
-def write_best(found: SearchResult, out: Path, to: str, *asked: Any) -> str:
-    return str(BestStrategyFile(out=out, to=to).write(found, *asked)["text"]).removeprefix("\n")
+def written(found: SearchResult, out: Path, to: str, read: tuple[Path, Job] | None = None) -> dict[str, Any]:
+    """What is told; ``read``: the file that is asked about, else one of another format."""
+    return write_best(found, out, to, read or (EXAMPLE, found.best.job), {"predictor": "roofline", "space": SMALL})
+
+
+def text_of(*asked: Any) -> str:
+    return str(written(*asked)["text"]).removeprefix("\n")
 
 
 def test_what_a_framework_expresses_is_written(tmp_path: Path) -> None:
     """Megatron has no zb-h1: the next strategy is written, and what that costs is said."""
-    text = write_best(result("zb-h1", "1f1b"), tmp_path / "train.sh", "megatron-script", "roofline", SMALL)
+    text = text_of(result("zb-h1", "1f1b"), tmp_path / "train.sh", "megatron-script")
     assert (
         "pp16-1f1b" in text
         and "does not express the best strategy (parallel.schedule = zb-h1)" in text
@@ -46,7 +52,7 @@ def test_what_a_framework_expresses_is_written(tmp_path: Path) -> None:
     )
     assert "of the legal strategies that it expresses" in text
     assert "pp16-1f1b" in (tmp_path / "train.sh").read_text()
-    assert write_best(result("1f1b"), tmp_path / "train.sh", "megatron-script").startswith("wrote the best strategy")
+    assert text_of(result("1f1b"), tmp_path / "train.sh", "megatron-script").startswith("wrote the best strategy")
 
 
 def test_a_strategy_that_was_not_evaluated_is_found(tmp_path: Path) -> None:
@@ -69,11 +75,11 @@ def test_a_large_space_is_not_looked_through() -> None:
 
 def test_where_nothing_is_expressed_the_answer_warns(tmp_path: Path) -> None:
     """The file lacks what is listed; a job file expresses all."""
-    text = write_best(result("zb-h1"), tmp_path / "train.sh", "megatron-script", "roofline", SMALL)
+    text = text_of(result("zb-h1"), tmp_path / "train.sh", "megatron-script")
     assert text.startswith("warning: ") and "is not the best strategy, only what megatron-script expresses" in text
     assert "not expressed by megatron-script: parallel.schedule" in text
     assert (
-        write_best(result("zb-h1", "1f1b"), tmp_path / "best.toml", "")
+        text_of(result("zb-h1", "1f1b"), tmp_path / "best.toml", "")
         == f"wrote the best strategy to {tmp_path}/best.toml"
     )
     assert Job.from_file(tmp_path / "best.toml").parallel.schedule == "zb-h1"
@@ -82,7 +88,7 @@ def test_where_nothing_is_expressed_the_answer_warns(tmp_path: Path) -> None:
 def test_no_other_file_is_replaced(tmp_path: Path) -> None:
     """A table of prices, or a job file with comments, is kept; the result of an earlier search is replaced."""
     out = tmp_path / "best.toml"
-    write_best(result("1f1b"), out, "")
+    text_of(result("1f1b"), out, "")
     BestStrategyFile(out=out).check(EXAMPLE)
     for text in ("[price_per_device_hour]\n", "# my notes\n[model]\n"):
         out.write_text(text)
@@ -103,7 +109,7 @@ def test_the_users_own_file_is_changed(tmp_path: Path) -> None:
     job = read_configs([own]).job
     best = replace(job, parallel=replace(job.parallel, tp=4, pp=8, dp=32, zero_stage=1))
     found = SearchResult([Choice(best, 1.0, 2.0, (1.0, 1.0, 2.0), predict)])
-    told = BestStrategyFile(out=out, to="megatron-script").write(found, "roofline", SMALL, (own, job))
+    told = written(found, out, "megatron-script", (own, job))
     text = told["text"].removeprefix("\n")
     changed = script.replace("TP=8", "TP=4").replace("size=16", "size=8")
     assert out.read_text() == changed.replace("--micro-batch", "--use-distributed-optimizer --micro-batch")
@@ -118,6 +124,6 @@ def test_a_file_that_cannot_be_changed_is_said(tmp_path: Path) -> None:
     (own := tmp_path / "ds.json").write_text('{"zero_optimization": {"stage": 3}}')
     job = read_configs([tmp_path / "config.json", own]).job
     found = SearchResult([Choice(job, 1.0, 2.0, (1.0, 1.0, 2.0), predict)])
-    told = BestStrategyFile(out=tmp_path / "new.json", to="deepspeed").write(found, "roofline", SMALL, (own, job))
+    told = written(found, tmp_path / "new.json", "deepspeed", (own, job))
     assert told["diff"] is None and f"warning: {own} could not be changed in place" in told["text"]
     assert any("could not be changed in place" in note for note in told["notes"])

@@ -51,6 +51,11 @@ def test_what_the_user_defines_wins() -> None:
     assert script.commands == [["run", "--n", "5", "--m", "6"]]
 
 
+def test_what_is_not_followed_is_listed() -> None:
+    found = read_script("source env.sh; eval 'if'; run")
+    assert found.unread == ["source env.sh: what it sets is not known", "eval if: not followed"]
+
+
 def test_a_sourced_script_of_the_folder_is_read(tmp_path: Path) -> None:
     (tmp_path / "config.sh").write_text("N=3\n")
     assert read_script(". `pwd`/config.sh\nrun --n $N", folder=tmp_path).commands == [["run", "--n", "3"]]
@@ -122,7 +127,7 @@ def test_words(script: str, words: str) -> None:
         ("if grep -q x f; then a; fi", "grep -q x f"),
         ("[[ -d x ]] && a", "[[ -d x ]]"),
         ("X=$(nproc); if [ $X -gt 4 ]; then a; fi", "[ $X -gt 4 ]"),
-        ("case $(hostname) in a*) b ;; esac", "case (not known: $(hostname)) in a*"),
+        ("case $(hostname) in a*) b ;; esac", "case (not known: $(hostname))"),
     ],
 )
 def test_conditions_that_are_not_known_are_listed(script: str, undecided: str) -> None:
