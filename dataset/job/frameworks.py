@@ -68,6 +68,7 @@ class Framework:
         loss_share: As in ``ModelSpec``, for ``bert`` models.
         mean_tokens: Tokens of a sequence of ``bert`` that are computed on average, where padding is left out and the
             sequences are not shorter than this; 0: all.
+        hierarchical: As in ``ShardingSpec``.
     """
 
     name: str
@@ -112,6 +113,7 @@ class Framework:
     fused_experts: bool = False
     loss_share: float = 1.0
     mean_tokens: int = 0
+    hierarchical: bool = False
 
     def __post_init__(self) -> None:
         choices = {key.partition(".")[2]: words for key, words in CHOICES.items()}
@@ -192,6 +194,7 @@ _AS_THEY_ARE = {
     "batch": ("fp8_scaling", "fp8_parameters"),
     "optimizer": ("clip_grad_norm",),
     "execution": ("engine", "checkpoint", "dispatch_calls", "op_calls"),
+    "sharding": ("hierarchical",),
 }
 
 

@@ -41,7 +41,7 @@ class ModelSpec:
     rotary positions), ``bert`` (an encoder with GPT's parts, which predicts tokens), ``t5`` (encoder and decoder with
     cross-attention), ``vit`` (an encoder over patches of an image, with a classifier), ``dlrm`` (embedding tables
     beside an MLP, their interaction, and an MLP).  ``experts`` turns the MLPs of ``gpt`` and ``llama`` into mixtures of
-    experts.  A ``dlrm`` needs its tables alone; with ``dcn-v2``, ``layers`` is the number of cross layers.
+    experts.  A ``dlrm`` needs its tables alone; its layers are derived.
 
     Attributes:
         name: A model of the catalogue (``dataset/presets/models.toml``), or any name for people to read.
@@ -91,7 +91,7 @@ class ModelSpec:
         dense_features: Numbers of a sample beside the indices, the input of the bottom MLP.
         bottom_mlp, top_mlp: Output sizes of the layers of both MLPs of ``dlrm``.
         interaction: Of ``dlrm``: ``dot`` (products of all pairs of vectors) or ``dcn-v2`` (cross layers of low rank).
-        cross_rank: Rank of the cross layers.
+        cross_layers, cross_rank: Number of cross layers, and their rank.
     """
 
     name: str = ""
@@ -140,6 +140,7 @@ class ModelSpec:
     bottom_mlp: tuple[int, ...] = field(default=(512, 256), repr=False)
     top_mlp: tuple[int, ...] = field(default=(1024, 1024, 512, 256, 1), repr=False)
     interaction: str = field(default="", repr=False)
+    cross_layers: int = field(default=3, repr=False)
     cross_rank: int = field(default=512, repr=False)
 
     @property

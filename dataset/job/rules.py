@@ -8,7 +8,14 @@ from functools import cached_property
 
 from stepsight.dataset.base.errors import JobError
 from stepsight.dataset.base.registry import Registry, did_you_mean
-from stepsight.dataset.hardware.hardware import Fabric, fabric_from_dict, find_fabric, hardware_name, usual_fabric
+from stepsight.dataset.hardware.hardware import (
+    Fabric,
+    fabric_from_dict,
+    find_fabric,
+    find_hardware,
+    hardware_name,
+    usual_fabric,
+)
 from stepsight.dataset.job import parallel_rules, specs
 from stepsight.dataset.job.frameworks import LIBRARIES, software_problems
 from stepsight.dataset.job.parallel_rules import Rules
@@ -55,10 +62,22 @@ class JobTables:
         """Micro-batches that each replica runs in an iteration."""
         return self.batch.global_batch // (self.batch.micro_batch * self.parallel.dp)
 
-    @property
+    @cached_property
     def table_ranks(self) -> Ranks:
-        """The ranks that share the embedding tables."""
-        return Ranks(self.parallel.dp, min(self.cluster.devices_per_node, self.parallel.dp), self.batch.micro_batch)
+        """The ranks that share the embedding tables, and what a byte costs them."""
+        near, links = min(self.cluster.devices_per_node, self.parallel.dp), self.fabric
+        facts = find_hardware(self.cluster.hardware)
+        memory = facts.memory_bandwidth_bytes_per_s * facts.memory_efficiency if facts else 2e12
+        return Ranks(
+            self.parallel.dp,
+            near,
+            self.batch.micro_batch,
+            memory_s=1.0 / memory,
+            near_s=1.0 / links.intra_node.bandwidth_bytes_per_s,
+            far_s=1.0 / links.inter_node.bandwidth_bytes_per_s,
+            sum_bytes=2 if self.batch.dtype in ("bf16", "fp16") else 4,
+            memory_bytes=facts.memory_bytes if facts else 0.0,
+        )
 
     @cached_property
     def fabric(self) -> Fabric:
@@ -188,6 +207,8 @@ def _tables(rules: Rules, job: JobTables) -> None:
     m, p = job.model, job.parallel
     if m.family != "dlrm":
         rules.require(not m.tables, f"model.tables are for dlrm, got {len(m.tables)} with {m.family}")
+        kind = job.optimizer.kind
+        rules.require(kind not in specs.OTHER_OPTIMIZERS, f"optimizer.kind {kind} is for dlrm, got family {m.family}")
         return
     check_tables(rules, m)
     others = {"tp": p.tp, "cp": p.cp, "pp": p.pp, "ep": p.ep}

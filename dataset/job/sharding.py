@@ -61,6 +61,8 @@ class ShardingSpec:
         replicate_mbytes: With ``auto``: tables of at most so many megabytes are replicated.
         optimizer: Of the tables, fused with their backward: ``rowwise-adagrad``, ``adagrad``, ``sgd`` or ``adam``.
         pipelined: Whether indices of the next batch travel beside this one (torchrec's ``TrainPipelineSparseDist``).
+        hierarchical: Whether sums and indices travel within nodes first, and then between devices of equal number on
+            each node, in fewer and larger messages (HugeCTR's hierarchical communication).
         tables: Placements of single tables, as a plan has them.
     """
 
@@ -71,6 +73,7 @@ class ShardingSpec:
     replicate_mbytes: float = 8.0
     optimizer: str = "rowwise-adagrad"
     pipelined: bool = True
+    hierarchical: bool = False
     tables: tuple[TablePlacement, ...] = ()
 
 
@@ -111,7 +114,7 @@ class RankTables:
         in_node: Elements of sums that ranks of a node add up first.
         parameter_bytes, state_bytes: Of the fullest rank's device.
         mean_share: Mean over ranks of the lookups' bytes, of the slowest rank's.
-        pipelined: As in ``ShardingSpec``.
+        pipelined, hierarchical: As in ``ShardingSpec``.
         num_ranks, per_node: Ranks that exchange.
     """
 
@@ -125,16 +128,30 @@ class RankTables:
     state_bytes: float
     mean_share: float
     pipelined: bool
+    hierarchical: bool
     num_ranks: int
     per_node: int
 
 
 class Ranks(NamedTuple):
-    """Ranks that share tables: how many, how many of a node, and the samples of each."""
+    """Ranks that share tables.
+
+    Attributes:
+        num, per_node: How many, and of a node.
+        samples: Of each.
+        memory_s, near_s, far_s: Seconds of a byte in a device's memory, between devices of a node, and between nodes.
+        sum_bytes: Of an element of the sums that are exchanged.
+        memory_bytes: Of a device; 0: unknown.
+    """
 
     num: int
     per_node: int
     samples: int
+    memory_s: float = 5e-13
+    near_s: float = 5e-12
+    far_s: float = 4e-11
+    sum_bytes: int = 4
+    memory_bytes: float = 0.0
 
 
 @cached(4096)
@@ -190,8 +207,9 @@ def shard_lookup(table: TableSpec, kind: str, shards: int, ranks: Ranks, spec: S
 
 # Quantities of a rank: indices it is sent; elements of sums that it sends to all, and within its node; bytes of memory
 # that lookups move, with those over the link as so many more; bytes of parameters and of states on the device, and of
-# both on the host.
-INDICES, SUMS, IN_NODE, MOVED, PARAMETERS, STATES, ON_HOST = range(7)
+# both on the host; elements of replicas; elements of sums that every rank receives, wherever the shard is.
+QUANTITIES = 9
+INDICES, SUMS, IN_NODE, MOVED, PARAMETERS, STATES, ON_HOST, REPLICAS, RECEIVED = range(QUANTITIES)
 
 
 def adds_in_node(kind: str, shards: int, ranks: Ranks) -> bool:
@@ -216,21 +234,50 @@ def shard_amounts(
     if adds_in_node(kind, shards, ranks):
         sums, in_node = sums / ranks.per_node, sums
     held = kept * parameters, kept * states, (1.0 - kept) * (parameters + states)
-    sent = (0.0, 0.0, 0.0) if kind == REPLICATED else (float(look.indices), sums, in_node)
-    return *sent, moved, *held
+    if kind == REPLICATED:
+        return 0.0, 0.0, 0.0, moved, *held, float(table.rows * table.dim), 0.0
+    received = float(ranks.samples * look.dim) / (ranks.per_node if in_node else 1)
+    return float(look.indices), sums, in_node, moved, *held, 0.0, received
 
 
 def loads_of(tables: Sequence[TableSpec], places: Sequence[TablePlacement], ranks: Ranks, spec: ShardingSpec) -> Floats:
-    """Quantities of every rank, shape ``(num_ranks, 7)``."""
-    loads = np.zeros((ranks.num, 7))
+    """Quantities of every rank, shape ``(num_ranks, QUANTITIES)``."""
+    loads = np.zeros((ranks.num, QUANTITIES))
     for table, place in zip(tables, places, strict=True):
         shards = max(len(place.ranks), 1)
         amounts = np.array(shard_amounts(table, place.kind, shards, ranks, spec, place.location))
-        if place.kind == REPLICATED:
-            loads += amounts
-        else:
-            np.add.at(loads, list(place.ranks), amounts)
+        add_shards(loads, amounts, place.ranks)
     return loads
+
+
+def add_shards(loads: Floats, amounts: Floats, ranks: Sequence[int]) -> None:
+    """Add shards of a table to their ranks, a replica to all."""
+    if not ranks:
+        loads += amounts
+        return
+    np.add.at(loads, list(ranks), amounts)
+    loads[:, RECEIVED] += len(ranks) * amounts[RECEIVED]
+    np.subtract.at(loads[:, RECEIVED], list(ranks), amounts[RECEIVED])
+
+
+REPLICA_BYTES = 40.0  # moved for an element of a replicated table: its gradient, casts, and a dense optimizer's step
+
+
+def table_seconds(loads: Floats, ranks: Ranks) -> float:
+    """Seconds of a step that a placement decides: the slowest rank's lookups, the exchanges, and replicas' gradients.
+
+    ``loads``: as from ``loads_of``, shape ``(num_ranks, QUANTITIES)``.
+    """
+    return _seconds(loads.max(axis=0), ranks)
+
+
+def _seconds(most: Floats, ranks: Ranks) -> float:
+    away = 1.0 - ranks.per_node / ranks.num
+    far = max(away * ranks.far_s, ranks.per_node / ranks.num * ranks.near_s)
+    across = ranks.far_s / ranks.per_node if away else 0.0
+    exchanged = far * max(most[SUMS], most[RECEIVED]) + ranks.near_s * most[IN_NODE]
+    replicas = most[REPLICAS] * (REPLICA_BYTES * ranks.memory_s + 8.0 * max(ranks.near_s, across))
+    return float(most[MOVED] * ranks.memory_s + 2.0 * ranks.sum_bytes * exchanged + replicas * (ranks.num > 1))
 
 
 def rank_tables(
@@ -241,7 +288,7 @@ def rank_tables(
     slowest = int(loads[:, MOVED].argmax())
     own: dict[tuple[str, int, str], list[Lookup]] = {}
     replicas: dict[tuple[str, int, str], list[Lookup]] = {}
-    sent_indices, received, rows = 0.0, 0, list[int]()
+    sent_indices, rows = 0.0, list[int]()
     for table, place in zip(tables, places, strict=True):
         shards = max(len(place.ranks), 1)
         look = shard_lookup(table, place.kind, shards, ranks, spec, place.location)
@@ -251,22 +298,20 @@ def rank_tables(
             continue
         copies = shards if place.kind == COLUMN else 1
         sent_indices += ranks.samples * table.pooling * copies
-        parts = shards if place.kind in (ROW, TABLE_ROW) else 1
-        parts = parts // ranks.per_node if adds_in_node(place.kind, shards, ranks) else parts
-        received += ranks.samples * table.dim * parts
         own.setdefault(look[:3], []).extend([look] * place.ranks.count(slowest))
-    fullest = int((loads[:, PARAMETERS] + loads[:, STATES]).argmax())
+    fullest = int(_held(loads).argmax())
     return RankTables(
         lookups=tuple([_joined(looks) for looks in own.values() if looks]),
         replicated=tuple([_joined(looks) for looks in replicas.values()]),
         replicated_rows=tuple(rows),
         index_bytes=INDEX_BYTES * math.ceil(max(sent_indices, loads[:, INDICES].max())),
-        pooled=math.ceil(max(float(received), loads[:, SUMS].max())),
+        pooled=math.ceil(loads[:, [SUMS, RECEIVED]].max()),
         in_node=math.ceil(loads[:, IN_NODE].max()),
         parameter_bytes=float(loads[fullest, PARAMETERS]),
         state_bytes=float(loads[fullest, STATES]),
         mean_share=float(loads[:, MOVED].mean() / max(loads[slowest, MOVED], 1e-30)),
         pipelined=spec.pipelined,
+        hierarchical=spec.hierarchical,
         num_ranks=ranks.num,
         per_node=ranks.per_node,
     )
@@ -278,48 +323,77 @@ def _joined(looks: Sequence[Lookup]) -> Lookup:
     return first._replace(indices=indices, bags=bags, distinct=distinct, missed=missed, tables=len(looks))
 
 
+# Means of these powers lie between mean and maximum: with a small one, later tables can still fill idle ranks.
+_POWERS = (2.0, 4.0, 8.0, 16.0)
+# Tables fill at most this share of a device if they can: HugeCTR caps them at 60 of 80 GB in its runs for MLPerf.
+_FILLED, _TOO_LARGE_S = 0.75, 1e3
+
+
 @cached(1024)
 def placements_of(tables: tuple[TableSpec, ...], spec: ShardingSpec, ranks: Ranks) -> tuple[TablePlacement, ...]:
-    """The placement of each table: as it is stated, or by the rule, the tables with most work first."""
+    """The placement of each table: as it is stated, or by the rule; with ``auto`` the best of a few greedy ones."""
+    found = [_greedy(tables, spec, ranks, power) for power in (_POWERS if spec.rule == AUTO else _POWERS[-1:])]
+    return min(found, key=lambda one: one[0])[1]
+
+
+def _greedy(
+    tables: tuple[TableSpec, ...], spec: ShardingSpec, ranks: Ranks, power: float
+) -> tuple[float, tuple[TablePlacement, ...]]:
+    """Seconds and placements; each table, those with most work first, is placed where a mean over ranks is least."""
     stated = {place.name: place for place in spec.tables}
     names = table_names(tables)
     work = [shard_amounts(table, TABLE, 1, ranks, spec, spec.location)[MOVED] for table in tables]
-    shares = sum(own for own, name in zip(work, names, strict=True) if name not in stated) / ranks.num
-    busy, found = np.zeros(ranks.num), dict[int, TablePlacement]()
+    loads, found = np.zeros((ranks.num, QUANTITIES)), dict[int, TablePlacement]()
     for at in sorted(range(len(tables)), key=lambda at: (names[at] not in stated, -work[at], at)):
-        table, name = tables[at], names[at]
-        if name in stated:
-            place = stated[name]
+        least, best = math.inf, loads
+        if names[at] in stated:
+            tried = [stated[names[at]]]
         else:
-            kind, shards = _ruled(table, spec, ranks, work[at] / max(shares, 1e-30))
-            place = TablePlacement(
-                name=name, kind=kind, ranks=_least_busy(busy, kind, shards, ranks), location=spec.location
-            )
-        moved = shard_amounts(table, place.kind, max(len(place.ranks), 1), ranks, spec, place.location)[MOVED]
-        np.add.at(busy, list(place.ranks), moved)
-        found[at] = place
-    return tuple([found[at] for at in range(len(tables))])
+            kinds = ruled_kinds(tables[at], spec, ranks)
+            chosen = [(kind, least_busy(loads[:, MOVED], kind, shards, ranks)) for kind, shards in kinds]
+            tried = [TablePlacement(name=names[at], kind=k, ranks=r, location=spec.location) for k, r in chosen]
+        for place in tried:
+            own, shards = loads.copy(), max(len(place.ranks), 1)
+            amounts = np.array(shard_amounts(tables[at], place.kind, shards, ranks, spec, place.location))
+            add_shards(own, amounts, place.ranks)
+            scale = np.maximum(own.max(axis=0), 1e-30)
+            seconds = _seconds(scale * ((own / scale) ** power).mean(axis=0) ** (1.0 / power), ranks)
+            if ranks.memory_bytes and _held(own).max() > _FILLED * ranks.memory_bytes:
+                seconds += _TOO_LARGE_S * float(_held(own).max()) / ranks.memory_bytes
+            if seconds < least:
+                least, best, found[at] = seconds, own, place
+        loads = best
+    overfull = bool(ranks.memory_bytes) and _held(loads).max() > _FILLED * ranks.memory_bytes
+    places = tuple([found[at] for at in range(len(tables))])
+    return table_seconds(loads, ranks) + overfull * _TOO_LARGE_S, places
 
 
-def _ruled(table: TableSpec, spec: ShardingSpec, ranks: Ranks, shares: float) -> tuple[str, int]:
-    """Kind and number of shards of a table; ``shares``: its work as a multiple of a rank's mean."""
-    if spec.rule == COLUMN:
-        return COLUMN, max(1, min(ranks.num, table.dim // NARROWEST))
+def _held(loads: Floats) -> Floats:
+    """Bytes of tables on each rank's device, shape ``(num_ranks,)``."""
+    held: Floats = loads[:, PARAMETERS] + loads[:, STATES]
+    return held
+
+
+def ruled_kinds(table: TableSpec, spec: ShardingSpec, ranks: Ranks) -> list[tuple[str, int]]:
+    """Kinds that a table may have by the rule, with their numbers of shards."""
+    columns = (COLUMN, max(1, min(ranks.num, table.dim // NARROWEST)))
+    kinds = {TABLE: (TABLE, 1), COLUMN: columns, ROW: (ROW, ranks.num), TABLE_ROW: (TABLE_ROW, ranks.per_node)}
     if spec.rule != AUTO:
-        return spec.rule, {TABLE: 1, ROW: ranks.num, TABLE_ROW: ranks.per_node, REPLICATED: 0}[spec.rule]
-    if table.rows * table.dim * DTYPE_BYTES[table.precision] <= 1e6 * spec.replicate_mbytes:
-        return REPLICATED, 0
-    parts = min(math.ceil(shares), ranks.num)
-    if parts <= 1:
-        return TABLE, 1
-    if ranks.num > ranks.per_node:
-        return (TABLE_ROW, ranks.per_node) if parts <= ranks.per_node else (ROW, ranks.num)
-    return ROW, parts
+        return [kinds.get(spec.rule, (REPLICATED, 0))]
+    parts = {ranks.num, *(2**power for power in range(1, ranks.num.bit_length()))}
+    whole = [n for n in sorted(parts) if 1 < n <= ranks.num and (n <= ranks.per_node or n % ranks.per_node == 0)]
+    found = [(TABLE, 1), *((ROW, shards) for shards in whole)]
+    small = table.rows * table.dim * DTYPE_BYTES[table.precision] <= 1e6 * spec.replicate_mbytes
+    return [*found, *([(REPLICATED, 0)] if small else [])]
 
 
-def _least_busy(busy: Floats, kind: str, shards: int, ranks: Ranks) -> tuple[int, ...]:
-    """The ranks with least work; of ``table-row-wise`` those of one node."""
-    if kind == TABLE_ROW:
-        node = int(busy.reshape(-1, ranks.per_node).sum(axis=1).argmin())
-        return tuple(range(node * ranks.per_node, (node + 1) * ranks.per_node))
+def least_busy(busy: Floats, kind: str, shards: int, ranks: Ranks) -> tuple[int, ...]:
+    """The ranks with least work; shards of a table by rows are on one node, or on whole nodes."""
+    near = ranks.per_node
+    if kind in (ROW, TABLE_ROW) and near < ranks.num:
+        each = min(shards, near)
+        order = np.argsort(busy.reshape(-1, near), axis=1, kind="stable")[:, :each]
+        work = np.take_along_axis(busy.reshape(-1, near), order, axis=1).sum(axis=1)
+        nodes = np.argsort(work, kind="stable")[: shards // each]
+        return tuple(sorted((order[nodes] + nodes[:, None] * near).ravel().tolist()))
     return tuple(sorted(np.argsort(busy, kind="stable")[:shards].tolist()))

@@ -46,8 +46,16 @@ from stepsight.dataset.kinds.op import DTYPE_BYTES
 _TYPES = {kind.replace("-", "_"): kind for kind in (TABLE, ROW, COLUMN, TABLE_ROW, REPLICATED)}
 _TYPES |= {"table_column_wise": COLUMN}
 _KERNELS = {"fused": "hbm", "dense": "hbm", "fused_uvm_caching": "uvm", "fused_uvm": "host"}
-TABLE_FIELDS = ("tables", "dense_features", "bottom_mlp", "top_mlp", "interaction", "cross_rank")  # of ``ModelSpec``
-_ALONE = {"layers": 1, "heads": 1, "vocab": 1, "seq_len": 1}
+TABLE_FIELDS = (
+    "tables",
+    "dense_features",
+    "bottom_mlp",
+    "top_mlp",
+    "interaction",
+    "cross_layers",
+    "cross_rank",
+)  # of ``ModelSpec``
+_ALONE = {"heads": 1, "vocab": 1, "seq_len": 1}
 _CATALOGUE = resources.files("stepsight.dataset").joinpath("presets/table_models.toml")
 # Recommendation models by name: ``[model] name = "criteo-multihot-dcnv2"``.
 TABLE_MODELS: Mapping[str, dict[str, Any]] = MappingProxyType(tomllib.loads(_CATALOGUE.read_text("utf-8")))
@@ -149,7 +157,9 @@ def recommendation_model(model: Mapping[str, Any]) -> dict[str, Any]:
         tables = filled["tables"]
     dims = [one.get("dim") if isinstance(one, Mapping) else getattr(one, "dim", 0) for one in tables or ()]
     width = max((dim for dim in dims if type(dim) is int), default=1)
-    return {**_ALONE, "hidden": width, "bottom_mlp": (512, 256, width), "interaction": "dot", **filled}
+    filled = {**_ALONE, "bottom_mlp": (512, 256, width), "interaction": "dot", **filled}
+    cross = filled.get("cross_layers", ModelSpec.cross_layers) if filled["interaction"] == "dcn-v2" else 1
+    return {**filled, "hidden": width, "layers": 1 + cross if type(cross) is int else 1}
 
 
 def read_tables(path: str | Path) -> list[dict[str, Any]]:
@@ -208,7 +218,7 @@ def check_tables(rules: Rules, model: ModelSpec) -> None:
         sizes = getattr(model, key)
         right = bool(sizes) and 0 < min(sizes) <= max(sizes) <= MOST_WIDTH
         rules.require(right, f"model.{key} must be sizes from 1 to {MOST_WIDTH}, got {sizes!s:.80}")
-    for key in ("dense_features", "cross_rank"):
+    for key in ("dense_features", "cross_layers", "cross_rank"):
         rules.lies(f"model.{key}", getattr(model, key), 1, MOST_WIDTH)
     widths = {*(table.dim for table in tables), *model.bottom_mlp[-1:]}
     rules.require(

@@ -142,6 +142,7 @@ OVERLAP_TP = ("", "backward", "split", "torch-async")
 SPLIT_TP = OVERLAP_TP[2:]  # in parts, beside the products that use or make them
 RUNTIMES = ("asynchronous", "torch", "deepspeed")
 ENGINES = ("eager-pytorch", "megatron", "deepspeed-0.3")  # what each does: ``execution.ENGINE_SEMANTICS``
+OTHER_OPTIMIZERS = ("sgd", "adagrad")  # of recommendation models' dense part
 # Checkpoints of Megatron and DeepSpeed, PyTorch's own, and those of recipes for XLA.
 REENTRANT, EARLY_STOP, PROJECTIONS = "reentrant", "early-stop", "projections"
 AXES = ("tp", "cp", "dp", "pp")
@@ -165,7 +166,7 @@ CHOICES: Mapping[str, Collection[Any]] = MappingProxyType(
         "parallel.runtime": ("", *RUNTIMES),
         "batch.precision": PRECISIONS,
         "batch.fp8_scaling": ("delayed", "dynamic", "rowwise", "mxfp8"),
-        "optimizer.kind": ("adam", "adamw"),
+        "optimizer.kind": ("adam", "adamw", *OTHER_OPTIMIZERS),
         "execution.engine": ("", *ENGINES),
         "execution.checkpoint": ("", REENTRANT, EARLY_STOP, PROJECTIONS),
     }
@@ -210,7 +211,7 @@ class OptimizerSpec:
     """The optimizer step.
 
     Attributes:
-        kind: ``adam`` or ``adamw``.
+        kind: ``adam`` or ``adamw``; of ``dlrm``'s dense part also ``sgd`` or ``adagrad``.
         fused: Whether the step is one fused kernel; otherwise one kernel for each operation over all tensors (foreach).
         clip_grad_norm: Whether gradients are clipped by their global norm.
         offload: Whether optimizer states and step are on the host.

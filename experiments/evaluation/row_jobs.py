@@ -34,6 +34,7 @@ from stepsight.dataset.job import frameworks
 from stepsight.dataset.job.frameworks import Framework
 from stepsight.dataset.job.job import Job
 from stepsight.dataset.job.rules import MOST_LAYERS
+from stepsight.dataset.job.sharding_plans import TABLE_MODELS
 from stepsight.dataset.job.specs import MIXED, RECOMPUTE
 from stepsight.experiments.evaluation.runs_table import Row, RowError, number_in
 from stepsight.simulator.memory import estimate_memory
@@ -60,6 +61,8 @@ def preset_of_device(row: Row) -> str:
         return text
     lower = text.lower()
     main = re.sub(r"\(.*?\)", " ", lower).split(",")[0]  # the rest are remarks
+    if re.fullmatch(r"nvidia blackwell gpu\s*", main):  # which one is in the brackets
+        main = re.sub("[()-]", " ", lower.removeprefix("nvidia blackwell gpu"))
     stated, memory = _MEMORY.search(main), row.whole("gpu_mem_gb")
     if stated is not None and memory not in (None, int(stated[1])):
         raise RowError(f"hardware {text!r:.60} and gpu_mem_gb state different memories")
@@ -137,6 +140,8 @@ def framework_of(row: Row) -> Framework:
     container = row.text("container")
     dates = row.text("date"), frameworks.release_month(container), *re.findall(r"\b20\d\d\b", source)
     dated = " ".join(filter(None, dates))
+    if tables_named(row) and "torchrec" not in row.software.lower():  # MLPerf's runs of DLRM, whatever words they have
+        return frameworks.framework_in(row.software if "hugectr" in row.software.lower() else "hugectr")
     framework = frameworks.framework_in(row.text("framework"), container, dated)
     changes: dict[str, Any] = (
         {"attention": frameworks.attention_of(row.text("attention"))} if row.text("attention") else {}
@@ -252,6 +257,8 @@ def jobs_of(row: Row) -> list[PublishedJob]:
     if "optimizer step NOT included" in row.text("iter_time_derivation"):
         raise RowError("the time is not that of a training iteration")
     framework = framework_of(row)
+    if tables_named(row):
+        return [PublishedJob(_table_job(row, framework), framework)]
     stages, batch = row.whole("pp") or 1, row.whole("global_batch")
     if framework.stage_micro_batches and stages > 1 and row.whole("micro_batch") is None and batch is not None:
         size, rest = divmod(batch, stages * _degrees(row)["dp"])  # as the framework cuts where nothing is said
@@ -301,6 +308,44 @@ def _job(row: Row, framework: Framework) -> Job:
         "execution": execution,
     }
     return Job.from_dict(tables, habits=framework)
+
+
+def tables_named(row: Row) -> str:
+    """The embedding tables of a row's model, by name or as a file; empty: it has none."""
+    named = row.text("tables")
+    return "" if row.text("family") not in ("", "dlrm") else str(told()["tables"].get(named, named))
+
+
+def _table_job(row: Row, framework: Framework) -> Job:
+    """The job of a recommendation model: a replica of the dense part on each device."""
+    tables, cluster = tables_named(row), cluster_of(row)
+    if not row.text("inter_interconnect"):
+        cluster["fabric"] = told()["staged"].get(cluster["hardware"], cluster["fabric"])
+    if tables.endswith((".csv", ".toml", ".json")):
+        model: dict[str, Any] = {"family": "dlrm", "tables": tables}
+    elif tables in TABLE_MODELS:
+        model = {"name": tables, "family": "dlrm"}
+    else:
+        raise RowError(f"tables must be one of {', '.join(TABLE_MODELS)} or a file, got {tables[:60]!r}")
+    whole = row.known("global_batch")
+    batch = row.whole("micro_batch") or -(-whole // row.gpus)
+    steps = max(1, round(whole / (batch * row.gpus)))
+    found = {
+        "model": {**model, **({"interaction": row.text("interaction")} if row.text("interaction") else {})},
+        "batch": {
+            "micro_batch": batch,
+            "global_batch": batch * row.gpus * steps,
+            "precision": precision_of(row.text("precision") or "fp16"),
+        },
+        "optimizer": {"kind": "adagrad"},
+        "sharding": {
+            "rule": row.text("sharding") or "auto",
+            "optimizer": "adagrad",
+            "replicate_mbytes": told()["replicated_mbytes"][cluster["nodes"] > 1],
+        },
+        "cluster": cluster,
+    }
+    return Job.from_dict(found, habits=framework)
 
 
 def run_digest(job: Job, measured_s: float) -> str:

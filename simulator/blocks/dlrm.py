@@ -4,8 +4,9 @@
 arXiv:2008.13535): cross layers of low rank, ``x0 * (U (V x) + b) + x``.
 
 One rank stands for all: it looks up what the slowest one does, and exchanges the largest messages, since all wait for
-these.  Sums travel while the bottom MLP runs, in forward and in backward; indices of the next batch travel beside this
-one (torchrec's ``TrainPipelineSparseDist``), or before the lookups.
+these.  Sums travel while the bottom MLP runs; its gradients are summed while the gradients of sums travel and rows are
+updated, so its backward is a layer of its own, while its forward is a part of the embedding's.  Indices of the next
+batch travel beside this one (torchrec's ``TrainPipelineSparseDist``), or before the lookups.
 """
 
 from __future__ import annotations
@@ -25,22 +26,31 @@ def dlrm_embedding(shape: RankShape, shared: bool = False) -> Block:
     """Lookups and their exchange, and the bottom MLP beside it."""
     tables = shape.tables
     assert tables is not None, "the rules of a job ask for tables"
-    inner = _mlp(shape, "bottom", shape.model.dense_features, shape.model.bottom_mlp)
-    first = replace(inner[0], backward=(), weight_grad_first=False)  # numbers of a sample need no gradient
     exchange, back = _exchange(shape, tables)
+    beside = [replace(step, backward=(), weight_grad=(), parameters=()) for step in _bottom(shape, tables)]
     return (
         *_indices(shape, tables),
         _lookups(shape, tables),
-        *_replicated(shape, tables),
-        Step("sums", exchange, (Join(SUMS),) if back else ()),
-        *(first, *inner[1:]),
-        Step("meet", (Join(SUMS), Join(INDICES), *_joined(shape)), (*_joined(shape), *back)),
+        Step("sums", exchange, (*back, *([Join(SUMS)] if back else []))),
+        *beside,
+        Step("meet", (Join(SUMS), Join(INDICES), *_joined(shape))),
     )
 
 
+def _bottom(shape: RankShape, tables: RankTables) -> Block:
+    """What runs beside the exchange of sums: lookups in replicas, and the bottom MLP."""
+    inner = _mlp(shape, "bottom", shape.model.dense_features, shape.model.bottom_mlp)
+    first = replace(inner[0], backward=(), weight_grad_first=False)  # numbers of a sample need no gradient
+    return (*_replicated(shape, tables), first, *inner[1:])
+
+
 def dlrm_layer(shape: RankShape, kind: str) -> Block:
-    """A cross layer, or the products of all pairs."""
+    """A cross layer, or the products of all pairs; ``bottom``: the backward of the bottom MLP."""
     model, rows = shape.model, shape.rows
+    if kind == "bottom":
+        assert shape.tables is not None, "the rules of a job ask for tables"
+        meet = Step("meet", backward=_joined(shape))
+        return (*(replace(step, forward=(), saved=()) for step in _bottom(shape, shape.tables)), meet)
     if kind == "dot":
         vectors, dim = len(model.tables) + 1, model.hidden
         whole, pairs = shape.core_product(rows, vectors, vectors, dim), vectors * (vectors - 1) // 2
@@ -50,8 +60,11 @@ def dlrm_layer(shape: RankShape, kind: str) -> Block:
         return (Step("pairs", (whole, picked), (picked, shape.op("fill", rows * vectors**2), grad, grad), saved=saved),)
     width = cross_width(model)
     add, keeps = shape.op("add", rows * width), Saved(rows * width * shape.dtype_bytes)
-    count = 2 if shape.kernels.separate_kernels else 1  # a product and a sum, or both in one kernel
-    cross = Step("cross", (add,) * count, (add,) * (2 * count), saved=(keeps,))
+    forward: tuple[Op, ...] = (shape.op("cross", rows * width),)
+    backward: tuple[Op, ...] = (shape.op("cross_backward", rows * width),)
+    if shape.kernels.separate_kernels:  # a product and a sum; two products and two sums
+        forward, backward = (add,) * 2, (add,) * 4
+    cross = Step("cross", forward, backward, saved=(keeps,))
     return (
         linear(shape, "cross_v", model.cross_rank, width, rows, bias=False),
         linear(shape, "cross_u", width, model.cross_rank, rows),
@@ -68,8 +81,8 @@ def dlrm_head(shape: RankShape, shared: bool = False) -> Block:
 
 
 def dlrm_kinds(model: ModelSpec) -> tuple[tuple[str, int], ...]:
-    """One layer of pairs, or cross layers."""
-    return (("dot" if model.interaction == "dot" else "cross", model.layers),)
+    """The bottom MLP, and one layer of pairs or cross layers."""
+    return ("bottom", 1), ("dot" if model.interaction == "dot" else "cross", model.layers - 1)
 
 
 def cross_width(model: ModelSpec) -> int:
@@ -146,21 +159,28 @@ def _replicated(shape: RankShape, tables: RankTables) -> Block:
     return (Step("replicated_tables", forward, (), (*filled, *backward), tables.replicated_rows),)
 
 
+def _all_to_all(tables: RankTables, num_bytes: int, stream: str, *, beside: bool) -> tuple[Comm, ...]:
+    """An exchange of all ranks: directly, or within nodes and then between them."""
+    nodes = tables.num_ranks // tables.per_node
+    levels = [Group(tables.num_ranks, tables.per_node)]
+    if tables.hierarchical and nodes > 1 and tables.per_node > 1:
+        levels = [Group(tables.per_node, tables.per_node), Group(nodes, 1)]
+    return tuple([Comm(level.collective("all_to_all", num_bytes), stream, beside) for level in levels])
+
+
 def _indices(shape: RankShape, tables: RankTables) -> Block:
     if tables.num_ranks == 1 or not tables.lookups:
         return ()
-    group = Group(tables.num_ranks, tables.per_node)
-    return (Step("indices", (Comm(group.collective("all_to_all", tables.index_bytes), INDICES, tables.pipelined),)),)
+    return (Step("indices", _all_to_all(tables, tables.index_bytes, INDICES, beside=tables.pipelined)),)
 
 
 def _exchange(shape: RankShape, tables: RankTables) -> tuple[tuple[Item, ...], tuple[Item, ...]]:
     """Collectives that bring sums to their samples, and those that bring gradients back."""
     if tables.num_ranks == 1 or not tables.lookups:
         return (), ()
-    group, node = Group(tables.num_ranks, tables.per_node), Group(tables.per_node, tables.per_node)
-    far = Comm(group.collective("all_to_all", tables.pooled * shape.dtype_bytes), SUMS, True)
+    far = _all_to_all(tables, tables.pooled * shape.dtype_bytes, SUMS, beside=True)
     if not tables.in_node or tables.per_node == 1:
-        return (far,), (far,)
-    size = tables.in_node * shape.dtype_bytes
+        return far, far[::-1]
+    node, size = Group(tables.per_node, tables.per_node), tables.in_node * shape.dtype_bytes
     near = [Comm(node.collective(kind, size), SUMS, True) for kind in ("reduce_scatter", "all_gather")]
-    return (near[0], far), (far, near[1])
+    return (near[0], *far), (*far[::-1], near[1])

@@ -21,6 +21,7 @@ from stepsight.simulator.blocks.step import RankShape
 from stepsight.simulator.clock.track import Track, find_track
 from stepsight.simulator.programs.rank_work import (
     LABELS,
+    PASSES,
     OptimizerHabits,
     Rank,
     message_kinds,
@@ -202,7 +203,10 @@ def _lower(asked: _Asked) -> Lowered:
         replicas,
         (p.recompute, p.recompute_every),
         OptimizerHabits(
-            asked.semantics.optimizer, asked.optimizer == "adamw", overlap.reads_norm, asked.semantics.states
+            asked.optimizer if asked.optimizer in PASSES else asked.semantics.optimizer,
+            asked.optimizer == "adamw",
+            overlap.reads_norm,
+            asked.semantics.states,
         ),
     )
     work = rank_work(rank, placement_of(track), passes_of(track))

@@ -177,8 +177,8 @@ def _tables(
 
 
 class OptimizerHabits(NamedTuple):
-    """What the optimizer of a rank does: its form, as ``ExecutionSemantics.optimizer``; whether weights decay (AdamW);
-    whether gradients are clipped by their norm; types of parameters and gradients.
+    """What the optimizer of a rank does: its form, as ``ExecutionSemantics.optimizer`` or ``PASSES``; whether weights
+    decay (AdamW); whether gradients are clipped by their norm; types of parameters and gradients.
     """
 
     form: str
@@ -213,7 +213,9 @@ def optimizer_segment(
         else:
             _sum_buckets(builder, shape, parts, replicas)
     numel, num_tensors = _elements(tensors, (replicas.shards, replicas.expert_shards))
-    if habits.states.scales_loss and numel:  # cast to the main type, divide, check for overflows (``FP16_Optimizer``)
+    if (
+        habits.states.scales_loss and numel and habits.form not in PASSES
+    ):  # cast to the main type, divide, check for overflows (``FP16_Optimizer``)
         casts = [] if habits.states.gradient_dtype == shape.kernels.main_dtype else [shape.op("cast", numel)]
         builder.items([*casts, shape.main_op("elementwise", numel)], "unscale")
     if habits.clips:
@@ -242,12 +244,14 @@ def _once_a_rank(builder: SegmentBuilder, group: Group, num_bytes: int, name: st
         builder.block(group.collective("broadcast", -(-num_bytes // group.size)), DATA, name, rank)
 
 
-# Passes over all elements of foreach Adam: second moment, square root, bias correction, update.
+# Passes over all elements of one kernel: parameter and gradient, with AdaGrad a state.
+PASSES = {"sgd": ("add",), "adagrad": ("add", "elementwise")}
+# Of foreach Adam: second moment, square root, bias correction, update.
 _FOREACH = ("add", "elementwise", "add", "elementwise", "elementwise", "elementwise", "add")
 
 
 def _step(builder: SegmentBuilder, shape: RankShape, habits: OptimizerHabits, numel: int, tensors: int) -> None:
-    """Adam on some elements, and the cast of the result."""
+    """The optimizer's step of some elements, and the cast of the result."""
     if not numel:
         return
     if habits.form == "host":
@@ -256,6 +260,8 @@ def _step(builder: SegmentBuilder, shape: RankShape, habits: OptimizerHabits, nu
         return
     if habits.form == "fused":
         builder.items([shape.main_op("adamw", numel, tensors)], "adamw")
+    elif habits.form in PASSES:
+        builder.items([shape.main_op(kind, numel) for kind in PASSES[habits.form]], habits.form)
     else:
         decay = ("elementwise",) if habits.decays else ()
         builder.items([shape.main_op(kind, numel) for kind in (*decay, *_FOREACH)], "adamw")

@@ -75,3 +75,11 @@ def test_a_larger_cache_misses_fewer_rows() -> None:
         own = replace(spec, cache=cache)
         missed.append(rank_tables(TABLES, placements_of(TABLES, own, EIGHT), EIGHT, own).lookups[0].missed)
     assert missed[0] > missed[1] > missed[2] > 0
+
+
+def test_auto_fills_no_device_while_others_have_room() -> None:
+    """Tables that are too large for a device with little work are split none the less."""
+    tables = tuple(TableSpec(rows=10**6, dim=64, pooling=p) for p in (1, 1, 1))
+    spec, ranks = ShardingSpec(replicate_mbytes=0.0), Ranks(4, 4, 64, memory_bytes=300e6)
+    loads = loads_of(tables, placements_of(tables, spec, ranks), ranks, spec)
+    assert (loads[:, PARAMETERS] + loads[:, STATES]).max() <= 0.75 * 300e6
