@@ -204,7 +204,14 @@ class GraphRows:
         moved = work_numbers(self._program.works)[nodes["work"][source], 1]
         position, same = positions(nodes["stream"]), nodes["stream"][source] == nodes["stream"][target]
         distance = np.where(same, position[target] - position[source], 0)
-        return np.stack([shared, moved, distance, delay_s], axis=1).astype(np.float32)
+        since = self._bytes_since(source, target)
+        return np.stack([shared, moved, distance, delay_s, since], axis=1).astype(np.float32)
+
+    def _bytes_since(self, source: Ints, target: Ints) -> Floats:
+        """Logarithm of the bytes that nodes between the source and the target move, in their order: reuse distance."""
+        each = np.array([*(float(work.num_bytes) for work in self._program.works), 0.0])
+        upto = np.concatenate([[0.0], np.cumsum(each[self._program.columns["work"]])])
+        return np.asarray(np.log1p(np.maximum(upto[target] - upto[source + 1], 0.0)))
 
 
 def _digest(table: GraphTable, place: int) -> str:

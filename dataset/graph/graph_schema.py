@@ -25,7 +25,7 @@ NUMBERS = (
     *(f"is_{phase}" for phase in PHASES),
 )  # fmt: skip
 TARGETS = ("log_seconds_alone", "log_seconds_in_context")
-EDGE_NUMBERS = ("overlap_s", "log_bytes", "distance", "delay_s")
+EDGE_NUMBERS = ("overlap_s", "log_bytes", "distance", "delay_s", "log_bytes_since")
 
 _BETWEEN_WORKS = [(source, target) for source in WORK_TYPES for target in WORK_TYPES]
 _PAIRS: dict[str, list[tuple[str, str]]] = {

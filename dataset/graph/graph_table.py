@@ -22,11 +22,15 @@ if TYPE_CHECKING:
 Key = str | tuple[str, str, str]  # type of node or edge
 Rows = dict[str, NDArray[Any]]
 
-ABOUT = (
-    "source", "run", "role", "model", "strategy", "scale", "hardware", "group", "digest", "rank", "scope", "segment",
-    "step", "streams", "busy", "micro_batch", "stage", "wait_s", "span_s", "calls",
-    "events", "timed_s", "observed",
-)  # fmt: skip
+ABOUT: dict[str, type] = {
+    "source": int, "run": str, "role": str, "model": str, "strategy": str, "scale": str, "hardware": str, "group": str,
+    "digest": str, "rank": int, "scope": str, "segment": str, "step": int, "streams": list, "busy": int,
+    "micro_batch": int, "stage": int, "wait_s": float, "span_s": float, "calls": list, "events": float,
+    "timed_s": float, "observed": bool,
+}  # fmt: skip
+
+
+ADDED = EDGE_NUMBERS[-1]  # which earlier versions did not write: NaN
 
 
 def keys() -> tuple[Key, ...]:
@@ -102,7 +106,8 @@ class GraphTable:
         try:
             listed = read_parquet(Path(folder) / "graphs.parquet").to_pydict()
             listed.setdefault("observed", [False] * len(listed["scope"]))  # which earlier versions did not write
-            table = cls({name: listed[name] for name in ABOUT}, {key: _read(Path(folder), key) for key in keys()})
+            about = {name: _checked(name, listed[name]) for name in ABOUT}
+            table = cls(about, {key: _read(Path(folder), key) for key in keys()})
             table.check()
         except (OSError, KeyError, ValueError, IndexError, TypeError) as error:
             raise TraceError(f"{folder} must hold the tables of a graph dataset: {error}") from None
@@ -175,6 +180,16 @@ def _labels(key: Key) -> dict[str, tuple[str, ...]]:
     return wide | {name: (name,) for name in ("kind", "node", "share", "beside", "call", "recorded")}
 
 
+def _checked(name: str, values: list[Any]) -> list[Any]:
+    """A column of ``graphs.parquet``, if each cell is of its type."""
+    kind = ABOUT[name]
+    for value in values:
+        known = isinstance(value, (kind, int) if kind is float else kind)
+        if not known or (kind is list and not all(isinstance(each, str) for each in value)):
+            raise ValueError(f"each {name} of graphs.parquet must be a {kind.__name__}, got {value!r:.40}")
+    return values
+
+
 _FLOATS = dict.fromkeys(("x", "y", "edge_attr"), np.float32) | dict.fromkeys(("share", "launch", "beside"), np.float64)
 
 
@@ -183,6 +198,11 @@ def _read(folder: Path, key: Key) -> Rows:
     found: Rows = {"graph": read_numbers(table, "graph", np.int64)}
     for name, labels in _labels(key).items():
         dtype = _FLOATS.get(name, np.int64)
-        values = np.stack([read_numbers(table, label, dtype) for label in labels], axis=1)
+        there = [label for label in labels if label != ADDED or label in table.column_names]
+        values = np.stack([read_numbers(table, label, dtype) for label in there], axis=1)
+        if name != "y" and not np.isfinite(values).all():
+            raise ValueError(f"{', '.join(labels)} must be known and finite throughout in {_file(key)}")
+        if len(there) < len(labels):
+            values = np.pad(values, ((0, 0), (0, 1)), constant_values=np.nan)
         found[name] = np.ascontiguousarray(values if len(labels) > 1 or name == "x" else values[:, 0])
     return found

@@ -245,7 +245,8 @@ class _View:
         inside = np.searchsorted(bounds[:, 0], self.issue, "right") - 1
         inside[(inside >= 0) & (self.issue >= bounds[inside, 1])] = -1
         about = zip(self.works, self.streams, nodes["name"][self.place].tolist(), strict=True)
-        program = Program(tuple(Node(work, stream, graph.names[name]) for work, stream, name in about), self._edges())
+        edges = (*self._edges(), *self._data_edges())
+        program = Program(tuple(Node(work, stream, graph.names[name]) for work, stream, name in about), edges)
         idle, step_s = merge(self.waits), 1e-9 * np.diff(self.steps).reshape(-1)
         slot, wait, tail, num_events = self._slots(bounds, inside, idle)
         launch, launch_events = self._launches(inside)
@@ -302,6 +303,13 @@ class _View:
             return span
         last = max(self.end[node] for node in between if node >= losses[0] and not is_message(self.works[node]))
         return replace(span, end_s=max(span.end_s, min(limit, last)))
+
+    def _data_edges(self) -> list[tuple[int, int, Dependency]]:
+        """Of the graph, between two nodes of the program."""
+        known = self.graph.edge_columns["why"] == WHY_NUMBER[Dependency.DATA]
+        before, after = (self.node[self.graph.edge_columns[name][known]].tolist() for name in ("source", "target"))
+        pairs = sorted({(b, a) for b, a in zip(before, after, strict=True) if 0 <= b < a})
+        return [(b, a, Dependency.DATA) for b, a in pairs]
 
     def _edges(self) -> tuple[tuple[int, int, Dependency], ...]:
         """Synchronisation of a device as its graph tells it, of a host as its thread issues it.

@@ -32,7 +32,7 @@ Progress = Callable[[int, int], None]
 INDEX = "dataset.json"
 SCOPES = ("step", "segment")
 _OF_RUN = ("run", "role", "model", "strategy", "scale", "hardware", "group", "timed_s")
-FORM = 5  # version of features and relations: changing it makes every dataset a new version
+FORM, KNOWN_FORMS = 6, (5, 6)  # version of features and relations: changing it makes every dataset a new version
 
 
 def make_dataset(
@@ -50,20 +50,8 @@ def make_dataset(
     _check_out(out)
     folders = [folder for collection in collections for folder in run_folders(collection)]
     table, runs, warnings = read_graph_table(folders, scopes, on_run, unmeasured)
-    nodes = {kind: len(table.rows[kind]["graph"]) for kind in (*NODE_KINDS, "stream")}
-    edges: Counter[str] = Counter()
-    for key in edge_types():
-        edges[key[1]] += len(table.rows[key]["graph"])
-    told = {
-        "graphs": len(table),
-        "step_graphs": table.about["scope"].count("step"),
-        "segment_graphs": table.about["scope"].count("segment"),
-        "nodes": nodes,
-        "edges": dict(edges),
-        "version": digest(str(FORM), "observed steps left out", *sorted(run["group"] for run in runs), *kind_names()),
-        "runs": len(runs),
-        "warnings": list(dict.fromkeys(warnings)),
-    }
+    version = digest(str(FORM), "observed steps left out", *sorted(run["group"] for run in runs), *kind_names())
+    told = _counts(table) | {"version": version, "runs": len(runs), "warnings": list(dict.fromkeys(warnings))}
     index = {
         "form": FORM,
         "version": told["version"],
@@ -79,6 +67,27 @@ def make_dataset(
         write_json(part / INDEX, index)
         write_text(part / "README.md", _card(told, index))
     return told | {"out": str(out)}
+
+
+def _counts(table: GraphTable) -> dict[str, Any]:
+    """Numbers of graphs by scope, and of nodes and edges by kind."""
+    edges: Counter[str] = Counter()
+    for key in edge_types():
+        edges[key[1]] += len(table.rows[key]["graph"])
+    return {
+        "graphs": len(table),
+        "step_graphs": table.about["scope"].count("step"),
+        "segment_graphs": table.about["scope"].count("segment"),
+        "nodes": {kind: len(table.rows[kind]["graph"]) for kind in (*NODE_KINDS, "stream")},
+        "edges": dict(edges),
+    }
+
+
+def describe_dataset(folder: Path) -> dict[str, Any]:
+    """What a dataset holds, as ``make_dataset`` tells it; raises ``TraceError`` if the folder is none."""
+    index = read_index(folder)
+    return {"dataset": str(folder), **_counts(GraphTable.load(folder)), "version": index["version"],
+            "runs": len(index["runs"])}  # fmt: skip
 
 
 def _check_out(out: Path) -> None:
@@ -164,6 +173,8 @@ def _unmeasured_tables(run: UnmeasuredRun, scopes: Sequence[str]) -> tuple[list[
 _HOW = """## How it was made
 
 Durations of steps are as profiled: a profiler slows the host, so gaps between host calls are longer than without it.
+Data edges come from the tensors of an execution trace, else from autograd's numbers (a forward call and its backward).
+A collective has those of its call. Segments of jobs have none: lowering tells order and synchronisation alone.
 In segments of runs that `stepsight collect` made, its overhead is taken off; seconds of an op on a CPU hold the time of
 the host before it, and a collective takes as long as on the rank that came last. Dependencies that a trace does not
 record are inferred from the order and the times of calls. Steps that an execution-trace observer slowed are left out;
@@ -226,8 +237,9 @@ calls that the profiler recorded within it. Logarithms of sizes are log(1 + size
 {edges}
 
 `edge_attr`: {", ".join(index["edge_features"])}.
-`distance` counts nodes on one stream. `delay_s` is what passes between the end of the source and the start of the
-target where nothing else holds it up.
+`log_bytes` counts what the source moves, and `log_bytes_since` what the nodes between the source and the target move:
+the reuse distance of a data edge. `distance` counts nodes on one stream. `delay_s` is what passes between the end of
+the source and the start of the target where nothing else holds it up.
 
 {_HOW}
 Warnings: {warnings}
@@ -285,7 +297,7 @@ def read_index(root: Path) -> dict[str, Any]:
     path = Path(root) / INDEX
     try:
         index = read_json(path)
-        if index["form"] != FORM:
+        if index["form"] not in KNOWN_FORMS:
             raise ValueError(f"form must be {FORM}, got {index['form']!r:.40}")
         if tuple(index["kinds"]) != kind_names() or tuple(index["dtypes"]) != DTYPES:
             raise ValueError("its kinds of ops are not those of this version")

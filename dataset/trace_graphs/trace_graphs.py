@@ -11,6 +11,7 @@ from torch_geometric.data import HeteroData, InMemoryDataset
 
 from stepsight.dataset.base.errors import StepsightError, TraceError
 from stepsight.dataset.base.files import new_folder
+from stepsight.dataset.graph.graph_schema import EDGE_NUMBERS
 from stepsight.dataset.graph.graph_table import GraphTable
 from stepsight.dataset.trace_graphs.graph_dataset import read_index
 
@@ -90,7 +91,7 @@ class TraceGraphs(InMemoryDataset):  # type: ignore[misc]
     @property
     def edge_feature_names(self) -> tuple[str, ...]:
         """Columns of ``edge_attr``."""
-        return tuple(self._index["edge_features"])
+        return EDGE_NUMBERS
 
     @property
     def kinds(self) -> tuple[str, ...]:

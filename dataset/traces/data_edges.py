@@ -16,12 +16,14 @@ from numpy.typing import NDArray
 
 from stepsight.dataset.base.bounded import read_unpacked
 from stepsight.dataset.base.errors import TraceError
-from stepsight.dataset.graph.program import HOST, WHY_NUMBER, Dependency, Program
+from stepsight.dataset.graph.program import COLLECTIVE, HOST, WHY_NUMBER, Dependency, Program
+from stepsight.dataset.traces.assembly import MICROSECOND
 from stepsight.dataset.traces.event_blocks import parse
 from stepsight.dataset.traces.event_columns import RankEvents
 
 Ints = NDArray[np.int64]
 
+_LAUNCH = WHY_NUMBER[Dependency.LAUNCH]
 _OURS = "stepsight::"  # annotations of ops that count as calls
 _SLACK_S = 2e-6  # clock error by which an effect may precede its cause
 _LEAST_WORK = 0.5  # of that of an observed step, for a step to stand for it
@@ -111,8 +113,9 @@ def with_tensor_edges(graph: Program, events: RankEvents, parent: Ints, calls: l
             "same place: it may be of another run, and data dependencies are few"
         )
         graph = graph.replace(warnings=(*graph.warnings, told))
-    nodes = np.flatnonzero((graph.columns["call"] >= 0) & (graph.columns["kind"] != HOST))
-    rows_of_nodes = graph.columns["call"][nodes].tolist()
+    calls_of = np.maximum(graph.columns["call"], _calls_of_collectives(graph, events))
+    nodes = np.flatnonzero((calls_of >= 0) & (graph.columns["kind"] != HOST))
+    rows_of_nodes = calls_of[nodes].tolist()
     last = dict(zip(rows_of_nodes, nodes.tolist(), strict=True))
     first = dict(zip(reversed(rows_of_nodes), reversed(nodes.tolist()), strict=True))
     pairs: dict[tuple[int, int], None] = {}
@@ -129,6 +132,21 @@ def with_tensor_edges(graph: Program, events: RankEvents, parent: Ints, calls: l
         for storage, device in call.writes:
             writer[turn, storage, device] = last[row]
     return _with_pairs(graph, list(pairs))
+
+
+def _calls_of_collectives(graph: Program, events: RankEvents) -> Ints:
+    """``(n,)``: the c10d call of each collective that a host runs: the first one since its issue; -1: none."""
+    found = np.full(len(graph), -1, dtype=np.int64)
+    named = np.array([name.startswith("c10d::") for name in events.names], dtype=np.bool_)
+    rows = np.flatnonzero(named[events.ops["name"]])[::-1]  # the first one is written last
+    issue, work = (graph.edge_columns[end][graph.edge_columns["why"] == _LAUNCH] for end in ("source", "target"))
+    hosted = (graph.columns["kind"][work] == COLLECTIVE) & (graph.columns["call"][work] < 0)
+    order = np.argsort(graph.start_s[issue[hosted]], kind="stable")
+    issued, work = graph.start_s[issue[hosted]][order], work[hosted][order]
+    called = (events.ops.start[rows] - graph.origin_us) * MICROSECOND
+    last = np.searchsorted(issued, called + _SLACK_S, "right") - 1
+    found[work[last[last >= 0]]] = rows[last >= 0]
+    return found
 
 
 def _annotated_calls(events: RankEvents, parent: Ints) -> list[int]:

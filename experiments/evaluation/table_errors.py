@@ -327,25 +327,30 @@ def judge_collection(path: Path, predictor: Predictor | str | None = None) -> di
             continue
         times = {"measured_s": measured, "predicted_s": found.iteration_time_s, "low_s": found.low_s}
         row = {"run": run.name, "job": run.job.name, "role": run.role, **times, "high_s": found.high_s}
+        row |= {"outside_percent": 100 * found.unsupported_share, "extrapolated": found.extrapolated}
         rows.append({**row, "error_percent": 100 * (found.iteration_time_s / measured - 1), "fits": found.memory.fits})
     if not rows:
         reasons = "; ".join(f"{count} x {why}" for why, count in skipped.items()) or "it has no runs"
         raise TableError(f"a collection must have measured runs that can be judged, got none in {path}: {reasons}")
     inside = [row["low_s"] <= row["measured_s"] <= row["high_s"] for row in rows]
     large = [row["run"] for row in rows if not row["fits"]]
+    far = [row["run"] for row in rows if row["extrapolated"]]
     overall = {
         **errors([row["predicted_s"] for row in rows], [row["measured_s"] for row in rows]).to_dict(),
         "coverage": 100 * sum(inside) / len(rows),
         "interval_score": interval_score([SimpleNamespace(**row) for row in rows]),
         "said_not_to_fit": len(large),
+        "outside_percent": sum(row["outside_percent"] for row in rows) / len(rows),
     }
     warnings = [f"runs that ran are said not to fit in memory: {', '.join(large)}"] if large else []
+    warnings += [f"extrapolated, mostly outside of what was measured: {', '.join(far)}"] if far else []
     titles = {"run": "run", "role": "role", "measured ms": "measured_s", "predicted ms": "predicted_s"}
-    titles |= {"from ms": "low_s", "to ms": "high_s", "error %": "error_percent"}
+    titles |= {"from ms": "low_s", "to ms": "high_s", "error %": "error_percent", "outside %": "outside_percent"}
     lines = [
         table_of(rows, titles),
         f"mean error {overall['mape']:.1f} %, max {overall['max']:.1f} %, {overall['coverage']:.0f} % of the runs lie "
-        f"in their intervals, interval score {overall['interval_score']:.2f}",
+        f"in their intervals, interval score {overall['interval_score']:.2f}, {overall['outside_percent']:.0f} % of "
+        "the predicted time lies outside of what was measured",
         *(f"warning: {text}" for text in warnings),
         *(f"left out {count}: {why}" for why, count in skipped.items()),
     ]

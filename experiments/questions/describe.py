@@ -17,9 +17,16 @@ from stepsight.dataset.job.job import Job
 from stepsight.dataset.job.specs import SECTIONS
 from stepsight.dataset.runs.run_folder import is_imported, run_graphs
 from stepsight.dataset.runs.run_manifest import read_object
+from stepsight.dataset.trace_graphs.graph_dataset import INDEX, describe_dataset
 from stepsight.dataset.traces.event_blocks import is_trace
 from stepsight.dataset.traces.import_traces import import_ranks
-from stepsight.experiments.reports.run_texts import capture_text, describe_collection, describe_run, trace_summary
+from stepsight.experiments.reports.run_texts import (
+    capture_text,
+    dataset_text,
+    describe_collection,
+    describe_run,
+    trace_summary,
+)
 from stepsight.experiments.reports.text_table import table
 
 
@@ -31,7 +38,8 @@ def describe(path: Path) -> dict[str, Any]:
         if is_one(path):
             return tell(path)
     if path.is_dir():
-        raise StepsightError(f"{path} is no collection (runs/), run, predictor (manifest.json) or folder of traces")
+        kinds = "collection (runs/), run, graph dataset, predictor (manifest.json) or folder of traces"
+        raise StepsightError(f"{path} is no {kinds}")
     value = read_object(path) if path.suffix == ".json" else {}
     if "heldout" in value:
         return _summary(path, value)
@@ -60,6 +68,11 @@ def _named(path: Path) -> dict[str, Any]:
 def _captured(path: Path) -> dict[str, Any]:
     told = read_captured(path).to_dict()
     return {**told, "text": capture_text(told)}
+
+
+def _dataset(path: Path) -> dict[str, Any]:
+    told = describe_dataset(path)
+    return {**told, "text": dataset_text(told)}
 
 
 def _imported(path: Path) -> dict[str, Any]:
@@ -219,6 +232,7 @@ Kinds = tuple[tuple[Callable[[Path], bool], Callable[[Path], dict[str, Any]]], .
 _FOLDERS: Kinds = (
     (lambda path: (path / "summary.json").is_file(), lambda path: describe(path / "summary.json")),
     (lambda path: (path / "runs").is_dir(), describe_collection),
+    (lambda path: (path / INDEX).is_file(), _dataset),
     (lambda path: (path / MANIFEST).is_file(), _captured),
     (is_imported, _imported),
     (

@@ -62,13 +62,15 @@ def _shares(what: str, unit: str, seconds: dict[str, float], whole: float, of: s
 
 
 def dataset_text(told: dict[str, Any]) -> str:
+    """A dataset that was written (``out``), or is there (``dataset``)."""
+    where = f"wrote {told['out']}" if "out" in told else f"dataset {told['dataset']}"
     lines = [
-        f"wrote {told['out']}: {told['graphs']} graphs ({told['step_graphs']} of steps, {told['segment_graphs']} of "
+        f"{where}: {told['graphs']} graphs ({told['step_graphs']} of steps, {told['segment_graphs']} of "
         f"segments) of {told['runs']} run(s), version {told['version']}",
         table(["node type", "nodes"], [[kind, count] for kind, count in told["nodes"].items()]),
         table(["relation", "edges"], [[kind, count] for kind, count in told["edges"].items()]),
     ]
-    return "\n".join([*lines, *(f"warning: {warning}" for warning in told["warnings"])])
+    return "\n".join([*lines, *(f"warning: {warning}" for warning in told.get("warnings", ()))])
 
 
 def capture_text(told: dict[str, Any]) -> str:

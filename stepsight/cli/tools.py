@@ -91,8 +91,8 @@ def show_command(path: Path, other: Path | None = None, *, table: Path | None = 
     """Describe a file or folder: what it is and what it contains.
 
     Args:
-        path: A job file, collection, run folder, captured script, table (.parquet) or summary.json; a predictor (folder
-            or name); hardware, a fabric or a framework's profile (file or name).
+        path: A job file, collection, run folder, graph dataset, captured script, table (.parquet) or summary.json; a
+            predictor (folder or name); hardware, a fabric or a framework's profile (file or name).
         other: A second captured script: show what differs.
         table: For a collection: write every measured op and collective to this file (.parquet).
     """

@@ -35,6 +35,27 @@ def test_it_teaches_ops_in_context(graphs: TraceGraphs) -> None:
     assert known.float().mean() > 0.9
 
 
+@pytest.mark.parametrize("scope", ["step", "segment"])
+def test_data_of_collectives_are_edges(graphs: TraceGraphs, scope: str) -> None:
+    """An all-reduce of a layer reads what an op wrote, and an op reads what it wrote; the loss has calls of no op."""
+    sums = graphs.kinds.index("all_reduce")
+    for graph in graphs:
+        if graph.scope != scope or "-tp2-" not in graph.run or graph.segment == "optimizer":
+            continue
+        own = set(((graph["collective"].kind == sums) & (graph["collective"].node >= 0)).nonzero()[:, 0].tolist())
+        written = own & set(graph["op", "data", "collective"].edge_index[1].tolist())
+        read = own & set(graph["collective", "data", "op"].edge_index[0].tolist())
+        assert min(len(written), len(read)) >= 0.7 * len(own) > 0, graph.segment
+
+
+def test_reuse_distances_grow_with_what_lies_between(graphs: TraceGraphs) -> None:
+    edge = next(graph for graph in graphs if graph.scope == "step")["op", "data", "op"]
+    column = graphs.edge_feature_names.index
+    since, distance = edge.edge_attr[:, column("log_bytes_since")], edge.edge_attr[:, column("distance")]
+    assert (since[distance == 1] == 0).all() and (since[distance > 1] > 0).all()
+    assert (edge.edge_attr[:, column("log_bytes")] > 0).any()
+
+
 def test_it_is_small_and_names_no_host_and_no_path() -> None:
     files = [path for path in COLLECTION.rglob("*") if path.is_file()]
     assert sum(path.stat().st_size for path in files) < 5e6

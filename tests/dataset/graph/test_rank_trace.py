@@ -103,7 +103,7 @@ def test_a_blocking_collective_stands_between_its_neighbours(tmp_path: Path) -> 
     node = trace.program.nodes[1]
     assert node.work == Collective("all_reduce", 96, 2, 2) and node.stream == "tp"
     sync = Dependency.SYNCHRONISATION
-    assert trace.program.edges == ((0, 1, sync), (1, 2, sync))
+    assert trace.program.edges == ((0, 1, sync), (1, 2, sync), (0, 4, Dependency.DATA))  # what backward reads
     assert trace.meets[1].ranks == (0, 1)
 
 

@@ -6,6 +6,8 @@ import pickle
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 from torch_geometric.data import HeteroData
@@ -197,3 +199,20 @@ def test_two_excerpts_of_one_trace_are_in_one_part(tmp_path: Path) -> None:
         one, other = graphs.split("run", (0.5, 0.5), seed=seed)
         assert not {graph.digest for graph in one} & {graph.digest for graph in other} - {""}
         assert {len({graph.run for graph in part}) for part in (one, other)} == {1, 2}
+
+
+@pytest.mark.parametrize("file", ["graphs.parquet", "nodes.op.parquet", "edges.op.data.op.parquet"])
+def test_null_cells_are_refused(tmp_path: Path, file: str) -> None:
+    """Every column but the targets must be known throughout; the error names one that is not."""
+    data = tmp_path / "data"
+    make_dataset([collection(tmp_path)], data)
+    whole = pq.read_table(data / file)
+    for place, name in enumerate(whole.column_names):
+        if not name.startswith("log_seconds"):
+            cells = whole.column(name).to_pylist()
+            broken = pa.array([None, *cells[1:]], whole.schema.field(name).type)
+            pq.write_table(whole.set_column(place, name, broken), data / file)
+            with pytest.raises(TraceError, match=name):
+                TraceGraphs(data)
+    pq.write_table(whole, data / file)
+    assert len(TraceGraphs(data))

@@ -110,5 +110,6 @@ def test_a_collection_judges_a_predictor(tmp_path: Path) -> None:
     told = judge_collection(runs, "roofline")
     assert len(told["runs"]) == told["overall"]["used"] == 1 and told["warnings"] == []
     assert told["interval_score"] > 0 and "mean error" in told["text"]
+    assert told["runs"][0]["outside_percent"] == told["overall"]["outside_percent"] and "outside %" in told["text"]
     done = CliRunner().invoke(app, ["evaluate", str(runs), "--predictor", "roofline", "--json"])
     assert json.loads(done.stdout)["overall"]["mape"] == told["overall"]["mape"]

@@ -11,6 +11,7 @@ import pytest
 from stepsight.dataset.base.errors import StepsightError
 from stepsight.dataset.runs.run_folder import write_imported
 from stepsight.dataset.tables import read_table
+from stepsight.dataset.trace_graphs.graph_dataset import make_dataset
 from stepsight.dataset.traces.import_traces import import_ranks
 from stepsight.experiments.questions.describe import describe
 from tests.dataset.kineto_files import tiny_step
@@ -38,6 +39,15 @@ def test_an_imported_run_shows_its_traced_steps(tmp_path: Path) -> None:
     assert row["traced_steps"] == len(graph.steps_s) and "steps" not in row
     assert row["traced_s"] == pytest.approx(float(graph.steps_s[0, 1] - graph.steps_s[0, 0]))
     assert "steps under the profiler" in shown["text"]
+
+
+def test_a_graph_dataset(tmp_path: Path) -> None:
+    found = import_ranks([tiny_step().write(tmp_path / "trace.json")])
+    write_imported(found.graphs, found.sources, tmp_path / "runs", None, found.warnings)
+    made = make_dataset([tmp_path / "runs"], tmp_path / "data")
+    shown = describe(tmp_path / "data")
+    assert all(shown[name] == made[name] for name in ("graphs", "nodes", "edges", "version", "runs"))
+    assert shown["text"].startswith(f"dataset {tmp_path / 'data'}: {made['graphs']} graphs")
 
 
 def test_a_table_of_measurements(tmp_path: Path) -> None:
