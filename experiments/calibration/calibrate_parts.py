@@ -26,7 +26,7 @@ from stepsight.dataset.tables import Measurements
 from stepsight.experiments.evaluation.error_metrics import Errors, Times, errors
 from stepsight.experiments.reports.text_table import Number, table
 from stepsight.features.collective_features import CHOICE_TERMS
-from stepsight.training.collectives.between_nodes import BetweenNodes, fit_site, link_doubts
+from stepsight.training.collectives.between_nodes import BetweenNodes, fit_site, left_out_layouts, link_doubts
 from stepsight.training.corrections.traced import fit_traced
 from stepsight.training.fitting.own_table import pack_shapes, shape_of
 from stepsight.training.kernels.kernel_models import label
@@ -213,9 +213,8 @@ def _left_out(
     start: BetweenNodes, works: Sequence[Collective], fabric: Fabric, fit: Callable[[NDArray[np.bool_]], BetweenNodes]
 ) -> Array:
     """Seconds of each layout by a fit that did not see it, ``(works,)``."""
-    layouts, predicted = np.array([(work.group_size, work.ranks_per_node) for work in works]), np.empty(len(works))
-    for layout in np.unique(layouts, axis=0):
-        held = (layouts == layout).all(axis=1)
+    predicted = np.empty(len(works))
+    for held in left_out_layouts(works):
         model = start if held.all() else fit(~held)
         predicted[held] = model.seconds([work for work, out in zip(works, held, strict=True) if out], fabric)
     return predicted

@@ -13,7 +13,7 @@ the isotonic regression of what was learned, which also keeps the order of two n
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
@@ -36,6 +36,8 @@ WIDTH = OCTAVE  # log units over which sizes count as neighbours
 SHRINK = 1.0  # rows that say that nothing is beyond the fitted choices
 FADE = 4 * OCTAVE  # log units beyond the measured ranks at which nothing is left
 MOST = 1.0  # log units of a correction
+CARRIED = 0.1  # log units by which layouts of one cluster differ: of smaller corrections, little carries over
+SITE_FOLDS = 5  # groups of layouts that are left out in turn
 
 
 def read_curve(log_seconds: Array, num_bytes: Array) -> Array:
@@ -64,6 +66,10 @@ class SizeResidual(Saved):
 
     logs: Array  # at KNOTS, log units
     support: Support  # logarithms of bytes, ranks and ranks per node that were measured
+    # share that carries over to layouts that were not measured
+    strength: float = field(default=1.0, metadata=IF_SET)
+    # ranks, and ranks per node, that were measured
+    layouts: tuple[tuple[int, int], ...] = field(default=(), metadata=IF_SET)
 
     prior_std_log = 0.15  # by which NCCL's constants are wrong on a real network
 
@@ -74,9 +80,11 @@ class SizeResidual(Saved):
 
     def known(self, asked: Sequence[Collective]) -> Array:
         """Share that is left of the correction, by ranks and ranks per node; partly filled nodes count as full."""
-        layouts = np.array([(c.num_nodes * c.ranks_per_node, c.ranks_per_node) for c in asked], float).reshape(-1, 2)
+        places = [(c.num_nodes * c.ranks_per_node, c.ranks_per_node) for c in asked]
         layout = Support(self.support.low[1:], self.support.high[1:])
-        return np.asarray(np.clip(1 - layout.beyond(np.log(layouts)).sum(axis=1) / FADE, 0.0, 1.0))
+        beyond = layout.beyond(np.log(np.array(places, float).reshape(-1, 2))).sum(axis=1)
+        shares = np.where([each in self.layouts for each in places], 1.0, self.strength)
+        return np.asarray(shares * np.clip(1 - beyond / FADE, 0.0, 1.0))
 
 
 def size_residual(num_bytes: Array, off: Array) -> Array:
@@ -150,9 +158,9 @@ class BetweenNodes(Saved):
         return parts
 
     def factors_of(self, kind: str) -> Array:
-        """Factors of a kind, or else of its route; the prior if neither was measured."""
-        known = self.factors.get(kind)
-        return self.factors.get(COLLECTIVE_KINDS[kind].route, FACTORS.prior) if known is None else known
+        """Factors of a kind or route, a kind's or else its route's; the prior if neither was measured."""
+        known, record = self.factors.get(kind), COLLECTIVE_KINDS.get(kind)
+        return self.factors.get(record.route if record else kind, FACTORS.prior) if known is None else known
 
     def __post_init__(self) -> None:
         for name, factors in self.factors.items():
@@ -164,10 +172,10 @@ class BetweenNodes(Saved):
                 )
         for kind, residual in self.residuals.items():
             off = residual.logs
-            if off.shape != KNOTS.shape or not (np.abs(off) <= MOST).all():
+            if off.shape != KNOTS.shape or not (np.abs(off) <= MOST).all() or not 0 <= residual.strength <= 1:
                 raise ValueError(
                     f"the correction of {kind} must be {len(KNOTS)} numbers within -{MOST:g} and {MOST:g}, of a kind "
-                    f"with a measured range, got {off.tolist()!s:.80}"
+                    f"with a measured range, and its strength from 0 to 1, got {off.tolist()!s:.80}"
                 )
         for kind, (low, high) in self.support.items():
             if low.shape != (AXES,) or high.shape != (AXES,) or not (low <= high).all():
@@ -227,16 +235,68 @@ def fit_between_nodes(
 
 
 def fit_site(start: BetweenNodes, collectives: Sequence[Collective], fabric: Fabric, seconds: Array) -> BetweenNodes:
-    """Fit the factors and a correction by size to one cluster's own measurements; ``start``: factors from elsewhere."""
-    layouts = len({(c.group_size, c.ranks_per_node) for c in collectives})
+    """Fit the factors and a correction by size to one cluster's own measurements; ``start``: factors from elsewhere.
+
+    Layouts that are left out in turn tell how much of it carries over to layouts that were not measured.
+    """
+    before, fitted = np.log(start.seconds(collectives, fabric)), _site_factors(start, collectives, fabric, seconds)
+    told = agreed = 0.0
+    for held in left_out_layouts(collectives):
+        some = np.flatnonzero(~held | held.all()).tolist()  # a single layout judges itself
+        model = _site_factors(start, [collectives[index] for index in some], fabric, seconds[some])
+        change = (
+            np.log(model.seconds([collectives[index] for index in np.flatnonzero(held).tolist()], fabric))
+            - before[held]
+        )
+        told += float(change @ change) + len(change) * CARRIED**2
+        agreed += float(change @ (np.log(seconds[held]) - before[held]))
+    strength = min(max(agreed / told, 0.0), 1.0)
+    factors = {
+        name: np.exp((1 - strength) * np.log(start.factors_of(name)) + strength * np.log(found))
+        for name, found in fitted.factors.items()
+    }
+    fitted = replace(fitted, factors=factors, residuals={})
+    return replace(fitted, residuals=_size_residuals(fitted, collectives, fabric, seconds, strength))
+
+
+def _site_factors(
+    start: BetweenNodes, collectives: Sequence[Collective], fabric: Fabric, seconds: Array
+) -> BetweenNodes:
+    layouts = len(np.unique(_layouts(collectives), axis=0))
     fabrics = [fabric] * len(collectives)
     each = INDEPENDENT * layouts  # rows of one layout share its peculiarities
     fitted = fit_between_nodes(collectives, fabrics, seconds, start=start, noise=SITE_NOISE, independent=each)
-    off = np.log(seconds / fitted.seconds(collectives, fabric))
-    kinds = rows_by(collective.kind for collective in collectives)
+    return replace(fitted, residuals=_size_residuals(fitted, collectives, fabric, seconds, 1.0))
+
+
+def _size_residuals(
+    fitted: BetweenNodes, collectives: Sequence[Collective], fabric: Fabric, seconds: Array, strength: float
+) -> dict[str, SizeResidual]:
+    """The corrections by size that remain after a fit, by kind."""
+    off, layouts = np.log(seconds / fitted.seconds(collectives, fabric)), _layouts(collectives)
     sizes = np.array([float(collective.num_bytes) for collective in collectives])
-    logs = {kind: size_residual(sizes[index], off[index]) for kind, index in kinds.items()}
-    return replace(fitted, residuals={kind: SizeResidual(off, fitted.support[kind]) for kind, off in logs.items()})
+    return {
+        kind: SizeResidual(
+            size_residual(sizes[index], off[index]),
+            fitted.support[kind],
+            strength,
+            tuple(sorted({(int(ranks), int(near)) for ranks, near in layouts[index]})),
+        )
+        for kind, index in rows_by(collective.kind for collective in collectives).items()
+    }
+
+
+def _layouts(collectives: Sequence[Collective]) -> NDArray[np.int64]:
+    """Ranks, and ranks per node, of each collective, ``(collectives, 2)``."""
+    return np.array([(c.group_size, c.ranks_per_node) for c in collectives], dtype=np.int64).reshape(-1, 2)
+
+
+def left_out_layouts(collectives: Sequence[Collective]) -> Iterator[NDArray[np.bool_]]:
+    """Rows that are left out in turn, ``(collectives,)``: those of some layouts; all of them if there is one layout."""
+    distinct, which = np.unique(_layouts(collectives), axis=0, return_inverse=True)
+    folds = which.reshape(-1) % SITE_FOLDS
+    for fold in range(min(SITE_FOLDS, len(distinct))):
+        yield np.asarray(folds == fold)
 
 
 def _left_out(rows: Rows, layouts: Array, around: Array, stds: Array) -> float:

@@ -216,6 +216,19 @@ def test_a_bump_in_the_measured_sizes_is_learned_and_time_never_falls_with_size(
         assert (np.diff(seconds) >= -1e-12 * seconds[1:]).all()
 
 
+@pytest.mark.parametrize(("factors", "carried"), [((2.0, 2.0, 2.0), 0.9), ((1.6, 1 / 1.6, 1.0), 0.2)])
+def test_what_all_layouts_say_carries_over_to_others(factors: tuple[float, ...], carried: float) -> None:
+    """Links twice as slow for every number of ranks are so for more ranks; layouts that disagree say nothing."""
+    works = [Collective("all_reduce", 1 << power, 8 * nodes, 8) for nodes in (2, 4, 8) for power in range(20, 32, 2)]
+    before = UNFITTED.seconds(works, FABRIC)
+    fitted = fit_site(UNFITTED, works, FABRIC, before * np.repeat(factors, 6))
+    strength = fitted.residuals["all_reduce"].strength
+    assert strength > carried if carried > 0.5 else strength < carried
+    larger = [Collective("all_reduce", 1 << 30, 256, 8)]
+    moved = float(np.log(fitted.seconds(larger, FABRIC) / UNFITTED.seconds(larger, FABRIC))[0])
+    assert moved == pytest.approx(np.log(2) if carried > 0.5 else 0.0, abs=0.15)
+
+
 def test_it_is_saved_read_and_checked() -> None:
     fitted = fit_site(UNFITTED, SUMS, FABRIC, 1.3 * UNFITTED.seconds(SUMS, FABRIC))
     again = BetweenNodes.from_dict(fitted.to_dict())
