@@ -170,8 +170,11 @@ def _toml(value: Any) -> str:
 def job_toml(job: Job) -> str:
     """Write a job file that reads back as an equal job; defaults that no profile sets are left out."""
     tables: dict[str, Any] = {"framework": job.framework} if job.framework else {}
+    told = job.to_dict()
     for section, spec in SECTIONS.items():
-        table = asdict(getattr(job, section))
+        if section == "sharding" and section not in told:
+            continue
+        table = {key: value for key, value in asdict(getattr(job, section)).items() if key in told.get(section, (key,))}
         default = {item.name: () if item.default is MISSING else item.default for item in fields(spec)}
         tables[section] = {
             key: value for key, value in table.items() if value is not None and (job.framework or value != default[key])

@@ -12,7 +12,7 @@ from typing import Any
 
 from stepsight.dataset.base.errors import JobError
 from stepsight.dataset.base.registry import Registry, check_takes, instance_of
-from stepsight.dataset.configs import accelerate, huggingface, maxtext, nanotron, torchtitan
+from stepsight.dataset.configs import accelerate, huggingface, maxtext, nanotron, recommendation, torchtitan
 from stepsight.dataset.configs import megatron_words as words
 from stepsight.dataset.configs.documents import toml_text
 from stepsight.dataset.configs.drafts import ConfigFile, Draft, Given
@@ -143,6 +143,7 @@ CONFIG_FORMATS: Registry[ConfigFormat] = Registry(
             _with("trainer. model.hidden_size", "trainer. model.encoder.hidden_size"), words.read_nemo
         ),
         "nanotron": ConfigFormat(_with("tokens. parallelism. model.model_config"), nanotron.read, nanotron.write),
+        "torchrec": ConfigFormat(write=recommendation.write_plan),
         "maxtext": ConfigFormat(_with(*_MAXTEXT), maxtext.read, maxtext.write),
         "huggingface": ConfigFormat(_with(*_MODEL), huggingface.read, huggingface.write),
         "accelerate": ConfigFormat(

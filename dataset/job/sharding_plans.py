@@ -82,8 +82,13 @@ def read_plan(path: str | Path) -> tuple[TablePlacement, ...]:
     Raises:
         JobError: If it cannot be read, or is no plan.
     """
+    return placements_in(_parsed(Path(path), "the plan"), str(path))
+
+
+def placements_in(plan: Any, path: str) -> tuple[TablePlacement, ...]:
+    """Placements in a plan of plain values; ``path``: where it is from, for messages."""
     found = list[TablePlacement]()
-    _collect(_parsed(Path(path), "the plan"), found, str(path))
+    _collect(plan, found, path)
     if not found:
         raise JobError(f"{path} has no table: a plan has by module and by table its sharding_type and ranks")
     return tuple(found)
@@ -121,19 +126,27 @@ def _placement(name: str, entry: Mapping[str, Any], path: str) -> TablePlacement
 
 
 def plan_tables(
-    tables: Sequence[TableSpec], places: Sequence[TablePlacement], module: str = "embedding_bags"
+    tables: Sequence[TableSpec], places: Sequence[TablePlacement], per_node: int = 8, module: str = ""
 ) -> dict[str, Any]:
-    """Placements as torchrec's plan, plain values for JSON.  ``module``: path of the collection in the model."""
+    """Placements as torchrec's plan, plain values for JSON.
+
+    Args:
+        tables, places: The tables, and where each lies.
+        per_node: Ranks of a node.
+        module: Path of the collection in the model; empty: the model is the collection.
+    """
     kernels = {"hbm": "fused", "uvm": "fused_uvm_caching", "host": "fused_uvm"}
     found = dict[str, Any]()
     for table, place in zip(tables, places, strict=True):
         kernel = "dense" if place.kind == REPLICATED else kernels[place.location]
         entry = {"sharding_type": place.kind.replace("-", "_"), "compute_kernel": kernel, "ranks": list(place.ranks)}
-        found[place.name] = {**entry, "sharding_spec": {"shards": _shards(table, place)}} if place.ranks else entry
+        found[place.name] = (
+            {**entry, "sharding_spec": {"shards": _shards(table, place, per_node)}} if place.ranks else entry
+        )
     return {module: found}
 
 
-def _shards(table: TableSpec, place: TablePlacement) -> list[dict[str, Any]]:
+def _shards(table: TableSpec, place: TablePlacement, per_node: int) -> list[dict[str, Any]]:
     """Sizes and offsets of each shard; torchrec gives each the rounded-up size until nothing is left."""
     count, by_columns = len(place.ranks), place.kind == COLUMN
     whole = table.dim if by_columns else table.rows
@@ -142,7 +155,8 @@ def _shards(table: TableSpec, place: TablePlacement) -> list[dict[str, Any]]:
         first = min(number * each, whole)
         size = min(each, whole - first)
         sizes, offsets = ([table.rows, size], [0, first]) if by_columns else ([size, table.dim], [first, 0])
-        found.append({"shard_sizes": sizes, "shard_offsets": offsets, "placement": f"rank:{rank}"})
+        where = {"placement": f"rank:{rank}", "local_rank": rank % per_node}
+        found.append({"shard_sizes": sizes, "shard_offsets": offsets, **where})
     return found
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from html import escape
@@ -19,6 +19,7 @@ from stepsight.dataset.base.errors import JobError
 from stepsight.dataset.job.job import Job
 from stepsight.dataset.kinds.op import Op
 from stepsight.experiments.search.settings import Goal, Seconds
+from stepsight.experiments.search.sharding import sharding_dict
 from stepsight.simulator.memory import Memory, is_tight
 from stepsight.training.prediction.ask_many import Answers
 from stepsight.training.prediction.prediction import Prediction
@@ -123,6 +124,7 @@ class Choice:
             "memory_bytes": self.peak_bytes,
             "fits": self.fits,
             "tight": self.tight,
+            **({"sharding": sharding_dict(self.job)} if self.job.model.tables else {}),
         }
 
 
@@ -159,6 +161,7 @@ class SearchResult:
         plans: The best strategy of each scenario, best first; empty if only the job's own scenario was searched.
         skipped: Scenarios without a legal strategy, each with the reason.
         expert_loads: By which the experts of each strategy are placed, if they were given.
+        baselines: Of a recommendation model: seconds of an iteration by how its tables are placed; None: no legal plan.
     """
 
     choices: list[Choice] = field(default_factory=list)
@@ -173,6 +176,7 @@ class SearchResult:
     plans: Sequence[Choice] = ()
     skipped: tuple[str, ...] = ()
     expert_loads: ExpertLoads | None = None
+    baselines: Mapping[str, float | None] = field(default_factory=dict)
 
     @property
     def any_fits(self) -> bool:
@@ -248,6 +252,7 @@ class SearchResult:
             "skipped": list(self.skipped),
             "rivals": [rival.to_dict() for rival in self.rivals],
             **self._experts,
+            **({"baselines": dict(self.baselines)} if self.baselines else {}),
             "choices": rows,
         }
 

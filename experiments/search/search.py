@@ -24,6 +24,8 @@ from stepsight.experiments.search.bounds import Bounds, grid_bounds
 from stepsight.experiments.search.choices import MOST_RIVALS, Choice, SearchResult, by_expected_regret, find_rivals
 from stepsight.experiments.search.expert_loads import ExpertLoads
 from stepsight.experiments.search.settings import REGRET, Goal, Scenarios, SearchSettings, Seconds, Space
+from stepsight.experiments.search.sharding import FULL, PlacementCosts, baselines_of, placed, search_places
+from stepsight.experiments.search.sharding import TRIALS as PLACEMENTS
 from stepsight.experiments.search.strategies import VARIED, Grid, scenario_jobs, strategies
 from stepsight.experiments.search.study import Evaluations, MapFn, ask_mapped
 from stepsight.simulator.memory import estimate_memory
@@ -97,6 +99,8 @@ def search(
             on_trial or (show if bar.active else None),
             map_fn,
         )
+        if Job.of(job).model.tables:
+            return _search_sharding(Job.of(job), asked)
         if scenarios is None or scenarios.is_empty:
             return _JobSearch(Job.of(job), asked).run()
         return _search_scenarios(Job.of(job), asked, scenarios)
@@ -122,6 +126,27 @@ class _Asked:
 
     def predict(self, job: Job) -> Any:
         return predict(job, self.predictor)
+
+
+def _search_sharding(job: Job, asked: _Asked) -> SearchResult:
+    """Place the tables of a recommendation model; the best placements are predicted in full."""
+    own, settings, goal = Choice.of(asked.predict(job), asked.predict), asked.settings, asked.goal
+    goal.scale(job)
+    assert own.prediction is not None
+    costs = PlacementCosts(job, own.prediction.latency)
+    timeout_s = math.inf if settings.timeout_s is None else settings.timeout_s
+    found = search_places(costs, settings.trials or PLACEMENTS, settings.seed, timeout_s, asked.on_trial)
+    jobs = [placed(job, places) for places in found.places[: max(settings.top, FULL)] if costs.fits(places)]
+    choices = [own, *(Choice.of(asked.predict(one), asked.predict) for one in jobs)]
+
+    def seconds(one: Job) -> float:
+        choice = Choice.of(asked.predict(one), asked.predict)
+        if not choice.fits:
+            raise JobError("it does not fit")
+        return choice.timed[0]
+
+    ranked = sorted(choices, key=lambda choice: choice.rank(goal))
+    return SearchResult(ranked, found.judged, found.judged, own, goal=goal, baselines=baselines_of(job, seconds))
 
 
 def _search_scenarios(job: Job, asked: _Asked, scenarios: Scenarios) -> SearchResult:

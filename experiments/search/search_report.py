@@ -38,6 +38,9 @@ def search_report(job: Job, result: SearchResult, top: int) -> dict[str, Any]:
         fits = ("tight" if own["tight"] else "fits") if own["fits"] else "does not fit"
         time = seconds_text(own["iteration_time_s"])
         lines.append(f"the job itself: {time}, {own['memory_bytes'] / 1e9:.2f} GB, {fits}")
+    if result.baselines:
+        times = {name: "no legal plan" if s is None else seconds_text(s) for name, s in result.baselines.items()}
+        lines.append(f"baselines: {', '.join(f'{name} {text}' for name, text in times.items())}")
     lines.append(_verdict(result))
     lines += _experts(told.get("expert_placement"), result)
     lines += _rivals(result)

@@ -1,0 +1,103 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from stepsight.dataset.configs.documents import job_toml
+from stepsight.dataset.configs.formats import write_config
+from stepsight.dataset.job.job import Job
+from stepsight.dataset.job.sharding import placements_of
+from stepsight.experiments.search.search import search
+from stepsight.experiments.search.sharding import (
+    BASELINES,
+    HELD,
+    LOOKUPS,
+    PlacementCosts,
+    baseline_places,
+    placed,
+    search_places,
+)
+from stepsight.experiments.search.torchrec_planner import has_torchrec, torchrec_plan
+from stepsight.simulator.durations.latency_model import preset_latency
+
+RANDOM = np.random.default_rng(3)
+TABLES: list[dict[str, Any]] = [
+    {"rows": int(10 ** RANDOM.uniform(3, 6)), "dim": 64, "pooling": float(RANDOM.integers(1, 30)), "zipf": 1.0}
+    for _ in range(16)
+]
+
+
+def some_job(**sharding: Any) -> Job:
+    return Job.from_dict(
+        {
+            "model": {"family": "dlrm", "tables": TABLES},
+            "sharding": {"rule": "table-wise", **sharding},
+            "batch": {"micro_batch": 1024, "global_batch": 8192, "precision": "fp32"},
+            "cluster": {"hardware": "a100-sxm-80gb", "devices_per_node": 8},
+        }
+    )
+
+
+@pytest.fixture
+def costs() -> PlacementCosts:
+    job = some_job()
+    latency = preset_latency(job.cluster.hardware, job.fabric)
+    assert latency is not None
+    return PlacementCosts(job, latency)
+
+
+def test_amounts_are_sums_over_tables(costs: PlacementCosts) -> None:
+    """What is added and removed again leaves nothing."""
+    places = baseline_places(costs.job, "size-greedy")
+    total = costs.amounts(places)
+    for table, place in zip(costs.tables, places, strict=True):
+        costs.add(total, costs.move(table, place.kind, len(place.ranks), place.location), place.ranks, -1.0)
+    assert np.allclose(total[:, [LOOKUPS, HELD]], 0.0, atol=1e-6)
+
+
+def test_the_search_beats_its_baselines(costs: PlacementCosts) -> None:
+    found = search_places(costs, trials=2000)
+    best = costs.seconds(costs.amounts(found.places[0]))
+    others = [costs.seconds(costs.amounts(baseline_places(costs.job, name))) for name in BASELINES]
+    assert found.judged == 2000 and best < 0.98 * min(others)
+
+
+def test_best_sharding_is_a_job_and_a_plan(tmp_path: Path) -> None:
+    """What the search finds is told, written as a job file and as torchrec's plan, and read again."""
+    result = search(some_job(), "roofline", trials=300)
+    told = result.to_dict()
+    assert told["best"]["iteration_time_s"] <= min(s for s in told["baselines"].values() if s is not None)
+    sharding = told["best"]["sharding"]
+    assert [table["name"] for table in sharding["tables"]] == [f"t_cat_{at}" for at in range(16)]
+    best = result.best.job
+    (tmp_path / "best.toml").write_text(job_toml(best))
+    assert Job.from_file(tmp_path / "best.toml") == best
+    (tmp_path / "plan.json").write_text(write_config(best, "torchrec").text)
+    again = some_job(plan=str(tmp_path / "plan.json"))
+    places = [placements_of(job.model.tables, job.sharding, job.table_ranks) for job in (best, again)]
+    assert places[0] == places[1]
+
+
+def test_torchrec_loads_a_plan() -> None:
+    """Every table of a plan of each kind becomes a sharding with shards that cover the table."""
+    if not has_torchrec():
+        pytest.skip("torchrec is not installed")
+    for rule in ("table-wise", "column-wise", "row-wise", "data-parallel"):
+        job = some_job(rule=rule)
+        plan = torchrec_plan(json.loads(write_config(job, "torchrec").text), device="cpu")
+        (tables,) = plan.plan.values()
+        for name, table in zip(tables, job.model.tables, strict=True):
+            spec = tables[name].sharding_spec
+            assert tables[name].sharding_type == rule.replace("-", "_")
+            covered = sum(np.prod(shard.shard_sizes) for shard in spec.shards) if spec else table.rows * table.dim
+            assert covered == table.rows * table.dim
+
+
+def test_a_placement_that_is_stated_is_kept(costs: PlacementCosts) -> None:
+    places = baseline_places(costs.job, "random", seed=1)
+    job = placed(costs.job, places)
+    assert placements_of(job.model.tables, job.sharding, job.table_ranks) == places
