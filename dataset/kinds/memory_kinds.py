@@ -382,7 +382,7 @@ _OF_STEPS = (
         base_dims=lambda b, t, r, s: (b * t,),
         in_harness=False,
     ),
-    OpKind(  # loops that a compiler fused for a CPU; amounts as ``harness.regions.loop_code`` counts them
+    OpKind(  # loops that a compiler fused for a CPU; amounts as ``harness.regions.loop_counts`` counts them
         name="fused_loops",
         family="fused_loops",
         dim_names=(

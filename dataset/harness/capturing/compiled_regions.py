@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from ..base import one_rank_group
 from ..base.errors import HarnessError
 from ..regions.inductor import Launch, Loop, Region, eager, read_region, replace_compile
-from ..regions.loop_code import region_dims
+from ..regions.loop_counts import region_dims
 from . import collectives
 from .fake_tensors import BACKWARD, FORWARD, FakeWorld
 from .recorder import COMPOSITE, OP, signature_of, storage_of
@@ -165,7 +165,7 @@ class _DeviceRegion(_Region):
         for loop in self._region.loops:
             if not loop.extern:
                 groups.setdefault(loop.kernel, []).append(loop.name)
-        made = [Launch(f"fused_{number}", {}, tuple(names)) for number, names in groups.items()]
+        made = [Launch(f"fused_{number}", tuple(names)) for number, names in groups.items()]
         return {loop: launch for launch in made for loop in launch.loops}
 
     def _work(self, launch: Launch, loops: list[Loop]) -> tuple[Any, ...]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 from unittest import mock
 
@@ -27,6 +27,7 @@ from torch.utils._pytree import tree_map
 
 from ..base.errors import HarnessError
 from ..base.patching import CAPTURED_DEVICE, NoContext, always, cuda_answers, patch
+from .loop_counts import Code, Nest, nests_of
 
 Compiled: TypeAlias = Callable[..., Any]
 _DEVICE = "cuda:0"
@@ -61,11 +62,11 @@ class Loop:
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """A call of a compiled function: its name, the buffer behind each pointer of its source, and names of its loops."""
+    """A call of a compiled function: its name, names of its loops, and what their nests do."""
 
     call: str
-    pointers: Mapping[str, str]
     loops: tuple[str, ...]
+    nests: tuple[Nest, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +79,6 @@ class Region:
     buffers: Mapping[str, int]  # bytes of every buffer by name; ``inputs`` and ``outputs`` are names of some
     inputs: tuple[str, ...] = ()
     outputs: tuple[str, ...] = ()
-    code: Mapping[str, str] = field(default_factory=dict)  # source of every compiled function by its name
     launches: tuple[Launch, ...] = ()  # calls of compiled functions in order
 
 
@@ -153,8 +153,7 @@ def compiling_backend(on_region: Callable[[Region, Any], None]) -> Compiled:
 @contextmanager
 def _reading(found: list[Region], options: Mapping[str, Any], *, stop: bool, code: bool = True) -> Iterator[None]:
     """Add what Inductor decides to ``found``; with ``stop`` nothing is compiled, and without ``code`` none is made."""
-    sources: dict[str, str] = {}
-    launches: list[Launch] = []
+    calls: list[tuple[str, tuple[str, ...], Code]] = []  # of compiled functions: name, loops and how it is written
     schedule: Any = inductor.Scheduler.codegen
     define: Any = CppScheduling.define_kernel
 
@@ -163,7 +162,7 @@ def _reading(found: list[Region], options: Mapping[str, Any], *, stop: bool, cod
         if not found:  # a graph within a graph is part of the first
             direction = "backward" if options.get("is_backward") else "forward"
             with nullcontext() if stop else suppress(Exception):  # what compiles must not fail since it is read
-                found.append(_region(scheduler, direction, sources, launches))
+                found.append(_region(scheduler, direction, calls))
             if stop:
                 raise _ReadError
         return result
@@ -171,9 +170,8 @@ def _reading(found: list[Region], options: Mapping[str, Any], *, stop: bool, cod
     def name_kernel(scheduling: Any, source: str, nodes: Any, *rest: Any, **more: Any) -> Any:
         kernel = define(scheduling, source, nodes, *rest, **more)
         given = rest[0] if rest else more.get("kernel_args") or scheduling.kernel_group.args
-        sources[kernel] = source
         loops = tuple(each.get_name() for node in nodes for each in node.get_nodes())
-        launches.append(Launch(kernel, _pointers(given), loops))
+        calls.append((kernel, loops, Code.of(source, _buffers(given))))
         return kernel
 
     with (
@@ -183,17 +181,14 @@ def _reading(found: list[Region], options: Mapping[str, Any], *, stop: bool, cod
         yield
 
 
-def _pointers(given: Any) -> dict[str, str]:
-    """Names of buffers by the names of the pointers that code has for them."""
-    found = {str(inner): str(name) for name, inner in given.input_buffers.items()}
-    found |= {inner: str(name) for name, inner in given.output_buffers.items() if isinstance(inner, str)}
-    for each in given.inplace_buffers.values():
-        if hasattr(each, "inner_name"):
-            found[each.inner_name] = str(each.other_names[-1])
-    return found
+def _buffers(given: Any) -> frozenset[str]:
+    """Names of the buffers that a function takes."""
+    found = {str(name) for name in (*given.input_buffers, *given.output_buffers)}
+    changed = (each.other_names for each in given.inplace_buffers.values() if hasattr(each, "other_names"))
+    return frozenset(found.union(*changed))
 
 
-def _region(scheduler: Any, direction: str, sources: dict[str, str], launches: list[Launch]) -> Region:
+def _region(scheduler: Any, direction: str, calls: Sequence[tuple[str, tuple[str, ...], Code]]) -> Region:
     graph = V.graph
     nodes = tuple(node for node in graph.orig_gm.graph.nodes if node.op != "output")
     numbers = {node.name: number for number, node in enumerate(nodes)}
@@ -205,7 +200,11 @@ def _region(scheduler: Any, direction: str, sources: dict[str, str], launches: l
     )
     sizes = {name: _buffer_bytes(name) for name in {buffer for each in loops for buffer in each.buffers}}
     ends = tuple(graph.graph_inputs), tuple(graph.get_output_names())
-    return Region(direction, nodes, loops, sizes, *ends, sources, tuple(launches))
+    named = {node.get_name(): node for group in scheduler.nodes for node in group.get_nodes()}
+    launches = tuple(
+        Launch(call, inside, nests_of([named[name] for name in inside], code)) for call, inside, code in calls
+    )
+    return Region(direction, nodes, loops, sizes, *ends, launches)
 
 
 def _loop(node: Any, kernel: int, numbers: dict[str, int]) -> Loop:

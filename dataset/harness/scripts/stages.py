@@ -303,7 +303,7 @@ def _kept(options: dict[str, Any]) -> dict[str, Any] | None:
 
 def _annotate(region: Any, made: Any) -> None:
     """Wrap the compiled functions of a region."""
-    from ..regions.loop_code import region_dims
+    from ..regions.loop_counts import region_dims
 
     call = getattr(made, "current_callable", None)
     space = getattr(call, "__globals__", None) or getattr(getattr(call, "__func__", None), "__globals__", {})
