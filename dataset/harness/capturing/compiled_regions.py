@@ -21,7 +21,6 @@ from torch.utils._pytree import tree_leaves, tree_map
 from ..base import one_rank_group
 from ..base.errors import HarnessError
 from ..regions.inductor import Launch, Loop, Region, eager, read_region, replace_compile
-from ..regions.loop_counts import region_dims
 from . import collectives
 from .fake_tensors import BACKWARD, FORWARD, FakeWorld
 from .recorder import COMPOSITE, OP, signature_of, storage_of
@@ -88,7 +87,7 @@ class _Region:
 
     def _calls(self) -> dict[str, Launch]:
         """The call that each loop is in, by the loop's name."""
-        self._dims = dict(zip(map(id, self._region.launches), region_dims(self._region), strict=True))
+        self._dims = dict(zip(map(id, self._region.launches), self._region.dims, strict=True))
         return {loop: launch for launch in self._region.launches for loop in launch.loops}
 
     def __call__(self, *arguments: Any) -> Any:

@@ -27,7 +27,7 @@ from torch.utils._pytree import tree_map
 
 from ..base.errors import HarnessError
 from ..base.patching import CAPTURED_DEVICE, NoContext, always, cuda_answers, patch
-from .loop_counts import Code, Nest, nests_of
+from .loop_counts import Code, Nest, launch_dims, nests_of
 
 Compiled: TypeAlias = Callable[..., Any]
 _DEVICE = "cuda:0"
@@ -80,6 +80,27 @@ class Region:
     inputs: tuple[str, ...] = ()
     outputs: tuple[str, ...] = ()
     launches: tuple[Launch, ...] = ()  # calls of compiled functions in order
+
+    @property
+    def dims(self) -> list[tuple[int, ...]]:
+        """Dims of the ops ``fused_loops`` that the calls of its compiled functions are, in order."""
+        numbers = {loop: number for number, launch in enumerate(self.launches) for loop in launch.loops}
+        loops = {loop.name: loop for loop in self.loops}
+        found: dict[int, tuple[int, ...]] = {}
+        passed, touched = 0.0, dict[str, float]()
+        for loop in self.loops:
+            number = numbers.get(loop.name)
+            if number in found or (number is None and not loop.extern):
+                continue
+            inside = [loop]
+            if number is not None:
+                launch = self.launches[number]
+                inside = [loops[name] for name in launch.loops]
+                found[number] = launch_dims(launch.nests, {name: passed - at for name, at in touched.items()})
+            for name in dict.fromkeys(buffer for each in inside for buffer in each.buffers):
+                passed += self.buffers.get(name, 0)
+                touched[name] = passed
+        return [found[number] for number in range(len(self.launches))]
 
 
 class _ReadError(Exception):

@@ -8,13 +8,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch._inductor.virtualized import V
-
-if TYPE_CHECKING:
-    from .inductor import Region
 
 FAR, MOVES, WORK, SLOW = "far", "moves", "work", "slow"  # how dims count an operation
 COSTS: Mapping[str, tuple[str, float, float]] = {  # and cycles of one on a vector of 64 bytes, and on a number
@@ -316,28 +313,7 @@ def _uses(nest: Nest) -> dict[str, _Use]:
     return found
 
 
-def region_dims(region: Region) -> list[tuple[int, ...]]:
-    """Dims of the ops ``fused_loops`` that the calls of a region's compiled functions are, in order."""
-    numbers = {loop: number for number, launch in enumerate(region.launches) for loop in launch.loops}
-    loops = {loop.name: loop for loop in region.loops}
-    found: dict[int, tuple[int, ...]] = {}
-    passed, touched = 0.0, dict[str, float]()
-    for loop in region.loops:
-        number = numbers.get(loop.name)
-        if number in found or (number is None and not loop.extern):
-            continue
-        inside = [loop]
-        if number is not None:
-            launch = region.launches[number]
-            inside = [loops[name] for name in launch.loops]
-            found[number] = _launch_dims(launch.nests, {name: passed - at for name, at in touched.items()})
-        for name in dict.fromkeys(buffer for each in inside for buffer in each.buffers):
-            passed += region.buffers.get(name, 0)
-            touched[name] = passed
-    return [found[number] for number in range(len(region.launches))]
-
-
-def _launch_dims(nests: Sequence[Nest], since: Mapping[str, float]) -> tuple[int, ...]:
+def launch_dims(nests: Sequence[Nest], since: Mapping[str, float]) -> tuple[int, ...]:
     """Dims of the op ``fused_loops`` that a call of a compiled function is.
 
     ``since``: bytes that were touched since each buffer was, before this call; absent: it never was.

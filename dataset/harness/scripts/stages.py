@@ -303,12 +303,10 @@ def _kept(options: dict[str, Any]) -> dict[str, Any] | None:
 
 def _annotate(region: Any, made: Any) -> None:
     """Wrap the compiled functions of a region."""
-    from ..regions.loop_counts import region_dims
-
     call = getattr(made, "current_callable", None)
     space = getattr(call, "__globals__", None) or getattr(getattr(call, "__func__", None), "__globals__", {})
     told: dict[str, list[tuple[int, ...]]] = {}
-    for launch, dims in zip(region.launches, region_dims(region), strict=True):
+    for launch, dims in zip(region.launches, region.dims, strict=True):
         told.setdefault(launch.call, []).append(dims)
     for name, calls in told.items():
         if callable(space.get(name)):

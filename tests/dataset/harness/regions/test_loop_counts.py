@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch._inductor.compile_fx import compile_fx
 
 from stepsight.dataset.harness.regions.inductor import Access, Launch, Loop, Region, eager, read_region
-from stepsight.dataset.harness.regions.loop_counts import Nest, Touch, region_dims
+from stepsight.dataset.harness.regions.loop_counts import Nest, Touch
 from stepsight.dataset.kinds.op import OP_KINDS
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.skipif(torch.cuda.is_available(), reason="for the CPU")]
@@ -31,7 +31,7 @@ def dims_of(function: Callable[..., Any], *inputs: torch.Tensor) -> list[Dims]:
     with torch._inductor.config.patch({"fx_graph_cache": False, "compile_threads": 1}), torch.no_grad():
         torch.compile(function, backend=lambda g, i: compile_fx(g, i, inner_compile=inner))(*inputs)
     (region,) = found
-    return [dict(zip(OP_KINDS["fused_loops"].dim_names, dims, strict=True)) for dims in region_dims(region)]
+    return [dict(zip(OP_KINDS["fused_loops"].dim_names, dims, strict=True)) for dims in region.dims]
 
 
 def test_an_elementwise_function_moves_its_bytes_once() -> None:
@@ -77,6 +77,6 @@ def test_a_buffer_that_the_call_before_wrote_is_near() -> None:
         for name, one, other in (("op0", "x", "y"), ("op1", "y", "z"))
     )
     sizes = {name: 256 for name in ("x", "y", "z")}
-    first, second = region_dims(Region("forward", (), loops, sizes, ("x",), ("z",), launches))
+    first, second = Region("forward", (), loops, sizes, ("x",), ("z",), launches).dims
     assert (first[0], first[2]) == (0, 512)  # near and far bytes
     assert (second[0], second[2]) == (256, 256)
