@@ -1,8 +1,8 @@
-"""Write what the package learns from a table of published runs: power of matrix products by chip, widths of intervals.
+"""Write what the package learns from tables of published runs: power of products by chip, corrections, intervals.
 
-``python tools/shipped_data.py power RUNS`` and then ``python tools/shipped_data.py widths RUNS`` write the files of
-``training.shipped.product_power`` and of ``training.corrections.intervals``.  To be run after shipped predictors or
-what is simulated have changed.
+``python tools/shipped_data.py power RUNS...``, then ``runs`` and then ``widths`` write the files of
+``training.shipped.product_power``, ``training.corrections.residual`` and ``training.corrections.intervals``.  To be run
+after shipped predictors or what is simulated have changed.
 """
 
 from __future__ import annotations
@@ -16,21 +16,27 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
+
 from stepsight.dataset.base.caching import cached
 from stepsight.dataset.base.errors import JobError, StepsightError
 from stepsight.dataset.base.files import write_text
 from stepsight.dataset.hardware.hardware import Hardware, find_hardware
 from stepsight.dataset.hardware.hardware_facts import power_type
+from stepsight.dataset.job.frameworks import GENERIC
 from stepsight.dataset.job.job import Job
-from stepsight.experiments.evaluation.evaluate import Evaluation, evaluate
+from stepsight.experiments.evaluation.error_metrics import Scored
+from stepsight.experiments.evaluation.evaluate import evaluate
 from stepsight.experiments.evaluation.row_jobs import jobs_of
 from stepsight.experiments.evaluation.runs_table import Row, read_runs_table
-from stepsight.training.corrections import intervals
-from stepsight.training.corrections.intervals import PublishedRun, Widths, class_of
-from stepsight.training.prediction.prediction import predict
+from stepsight.training.corrections import intervals, residual
+from stepsight.training.corrections.calibration import MOST_WIDTH
+from stepsight.training.corrections.intervals import PublishedError, Widths, class_of, conformal_quantile
+from stepsight.training.corrections.residual import JobFeatures, PublishedRun, PublishedRuns, block_of
+from stepsight.training.prediction.prediction import PHYSICS, predict
 from stepsight.training.predictor.predictor import Predictor
 from stepsight.training.shipped import product_power
-from stepsight.training.shipped.catalogue import chip_of, shipped_predictor
+from stepsight.training.shipped.catalogue import RECIPES, chip_of, facts_digest, shipped_predictor
 from stepsight.training.shipped.product_power import TABLED, ChipPower, learn_chip
 
 STEP = 1.1  # of the slowdown by which the time's part in products is found
@@ -90,19 +96,19 @@ def learn(rows: Sequence[Row]) -> dict[str, dict[str, ChipPower]]:
     return dict(chips)
 
 
-def widths_of(evaluation: Evaluation) -> Widths:
+def widths_of(scored: Sequence[Scored]) -> Widths:
     """Errors of every row whose hardware has a shipped predictor."""
-    sources: dict[str, list[PublishedRun]] = defaultdict(list)
-    for row in evaluation.scored:
+    sources: dict[str, list[PublishedError]] = defaultdict(list)
+    for row in scored:
         if shipped_predictor(row.job.cluster.hardware) is not None:
             error = math.log(row.measured_s / row.predicted_s)
-            sources[row.row.source].append(PublishedRun(row.digest, class_of(row.job), row.unsupported_share, error))
+            sources[row.row.source].append(PublishedError(row.digest, class_of(row.job), row.unsupported_share, error))
     return Widths({name: tuple(rows) for name, rows in sources.items()})
 
 
-def write_power(runs: Path, out: Path) -> str:
+def write_power(runs: Sequence[Path], out: Path) -> str:
     """Write the power of products; what was found, as text."""
-    found = learn(read_runs_table(runs))
+    found = learn([row for table in runs for row in read_runs_table(table)])
     table = {chip: {dtype: power.to_dict() for dtype, power in each.items()} for chip, each in found.items()}
     write_text(out, json.dumps({"chips": table}, indent=1) + "\n")
     lines = []
@@ -119,21 +125,45 @@ def write_power(runs: Path, out: Path) -> str:
     return "\n".join(lines)
 
 
-def write_widths(runs: Path, out: Path) -> str:
+def write_widths(runs: Sequence[Path], out: Path) -> str:
     """Write the errors that decide the widths of intervals; what was found, as text."""
-    found = widths_of(evaluate(runs))
+    found = widths_of([row for table in runs for row in evaluate(table).scored])
     write_text(out, json.dumps(found.to_dict()).replace("]], ", "]],\n").replace("], [", "],\n[") + "\n")
     return f"{sum(map(len, found.sources.values()))} runs of {len(found.sources)} sources: {out}"
 
 
-WRITERS = {"power": (write_power, product_power.PRESET), "widths": (write_widths, intervals.PRESET)}
+def write_runs(runs: Sequence[Path], out: Path) -> str:
+    """Write what the correction by published runs is fitted with: their features, and what physics is off by."""
+    found: dict[str, PublishedRun] = {}
+    for row in (row for table in runs for row in evaluate(table, PHYSICS).scored):
+        if chip_of(row.job.cluster.hardware) and row.framework.name != GENERIC.name:
+            like, model = JobFeatures.of(row.job, row.framework.name), row.row.text("model_name") or row.job.model_name
+            log = math.log(row.measured_s / row.predicted_s)
+            found.setdefault(row.digest, PublishedRun(row.digest, row.row.source, model, log, like))
+    told = PublishedRuns(tuple(found.values()), MOST_WIDTH, facts_digest())
+    scores = list[float]()
+    for recipe in RECIPES.values():
+        for block, of in told.on((recipe.hardware, *recipe.twins)).blocks.items():
+            own = [run for run in told.on((recipe.hardware, *recipe.twins)).runs if block_of(run.like) == block]
+            off, stds = of.left_out([run.group for run in own])
+            scores += np.abs(off / stds).tolist()
+    told = replace(told, width=round(min(conformal_quantile(scores), MOST_WIDTH), 3))
+    write_text(out, json.dumps(told.to_dict()).replace("], [", "],\n[") + "\n")
+    return f"{len(told.runs)} runs of {len({run.source for run in told.runs})} sources, width {told.width}: {out}"
+
+
+WRITERS = {
+    "power": (write_power, product_power.PRESET),
+    "runs": (write_runs, residual.PRESET),
+    "widths": (write_widths, intervals.PRESET),
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Command line; returns the exit code."""
     parser = argparse.ArgumentParser(prog="python tools/shipped_data.py", description=__doc__)
     parser.add_argument("what", choices=WRITERS)
-    parser.add_argument("runs", type=Path, help="table of published runs")
+    parser.add_argument("runs", type=Path, nargs="+", help="tables of published runs")
     parser.add_argument("--out", type=Path, help="file to write; by default the one of the package")
     args = parser.parse_args(arguments)
     write, usual = WRITERS[args.what]

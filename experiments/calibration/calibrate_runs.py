@@ -24,16 +24,9 @@ from stepsight.experiments.evaluation.error_metrics import (
     regret,
     series_of,
 )
-from stepsight.experiments.evaluation.evaluate import (
-    FITTED,
-    Evaluation,
-    PredictorOf,
-    evaluate,
-    figures,
-    score,
-    without_source,
-)
+from stepsight.experiments.evaluation.evaluate import Evaluation, evaluate, figures
 from stepsight.experiments.evaluation.row_jobs import is_copy
+from stepsight.experiments.evaluation.scoring import FITTED, PredictorOf, score, without_source
 from stepsight.experiments.reports.text_table import table
 from stepsight.training.corrections.calibration import RESOURCES
 from stepsight.training.fitting.fit_calibration import CalibrationFit, TimedJob, fit_calibration, off_by

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from itertools import combinations
 from typing import Any
 
@@ -49,6 +49,17 @@ class Scored:
     # whose kernels answered, and what the row states of its software without effect
     software: SoftwareUsed = field(default_factory=SoftwareUsed)
     fits: bool = True  # whether the job is predicted to fit in the devices' memory; a run that ran does
+    # predicted_s, low_s, high_s where published runs near the row count, those of its source too; of a run that the
+    # correction was fitted with, its group does not; None: they change nothing
+    known: tuple[float, float, float] | None = None
+
+    @property
+    def with_known(self) -> Scored:
+        """The row with what published runs near it say."""
+        if self.known is None:
+            return self
+        predicted_s, low_s, high_s = self.known
+        return replace(self, predicted_s=predicted_s, low_s=low_s, high_s=high_s)
 
     @property
     def digest(self) -> str:
@@ -112,7 +123,8 @@ class Scored:
         """The measured and predicted times in seconds and the profile, for JSON."""
         open_cells = {"open": self.open} if self.open else {}
         profile = {"profile": self.framework.name, "fits": self.fits}
-        return {"row_id": self.row.row_id, **profile, **self._times(), **open_cells}
+        known = {} if self.known is None else {"predicted_with_published_s": self.known[0]}
+        return {"row_id": self.row.row_id, **profile, **self._times(), **known, **open_cells}
 
 
 @dataclass(frozen=True, slots=True)

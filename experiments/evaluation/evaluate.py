@@ -3,31 +3,24 @@
 from __future__ import annotations
 
 import fnmatch
-import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
-from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from stepsight.dataset.base.errors import JobError, PredictorError, StepsightError, TableError
 from stepsight.dataset.hardware.hardware import read_fabric_words
 from stepsight.dataset.job.frameworks import GENERIC, unknown_frameworks
-from stepsight.dataset.job.job import Job
 from stepsight.experiments.evaluation import error_metrics
 from stepsight.experiments.evaluation.error_metrics import ChoiceGroup, Scored, errors, grouped
-from stepsight.experiments.evaluation.row_jobs import is_copy, jobs_of
-from stepsight.experiments.evaluation.runs_table import Row, RowError, read_runs_table
+from stepsight.experiments.evaluation.runs_table import read_runs_table
+from stepsight.experiments.evaluation.scoring import FITTED, FittedRowError, predictor_by_hardware, score
 from stepsight.experiments.reports.notebook_bar import NotebookBar
 from stepsight.experiments.reports.text_table import Column, Number, table_of
 from stepsight.training.corrections.intervals import published_widths, seconds_text
-from stepsight.training.prediction.prediction import ROOFLINE, is_roofline, predict
 from stepsight.training.predictor.predictor import Predictor
-from stepsight.training.predictor.software_used import kernels_asked
-from stepsight.training.shipped.catalogue import shipped_predictor, shipped_without
-from stepsight.training.tracking.store import load_predictor
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -35,13 +28,6 @@ if TYPE_CHECKING:
 
 SUSPECT = "marked SUSPECT (scored apart)"
 WEAK = "grade C: more than one field is a guess"
-OTHER_HARDWARE = "the predictor is for other hardware"
-FITTED = "the predictor was fitted on it"
-PredictorOf = Callable[[str], Predictor | None]  # of a hardware's name; None: hardware facts answer
-
-
-class FittedRowError(PredictorError):
-    """A row that cannot judge a predictor because the predictor was fitted on it."""
 
 
 @dataclass(frozen=True)
@@ -144,6 +130,10 @@ class Evaluation:
             "groups": [asdict(group) for group in self.groups],
             "suspect": {**figures(self.suspect), "predictions": [row.to_dict() for row in self.suspect]},
             "worst": worst,
+            "with_published_runs": {
+                "overall": figures([row.with_known for row in self.scored]),
+                "sources": {name: figures([row.with_known for row in own]) for name, own in by_source.items()},
+            },
             "interval_rows": {name: len(rows) for name, rows in published_widths().sources.items()},
         }
 
@@ -159,23 +149,6 @@ def figures(rows: Sequence[Scored]) -> dict[str, float | None]:
         "said_not_to_fit": sum(not row.fits for row in rows),
         "out_of_support": error_metrics.share([row.out_of_support for row in rows]),
     }
-
-
-def without_source(predictor: Predictor | None, source: str) -> Predictor | None:
-    """A shipped predictor without what it learned from one source of published runs; other predictors unchanged."""
-    if predictor is None or predictor is not shipped_predictor(predictor.hardware.name):
-        return predictor
-    return shipped_without(predictor.hardware.name, source)
-
-
-def predictor_by_hardware(asked: Predictor | str | None = None) -> PredictorOf:
-    """The given predictor (or hardware facts) for every row; if none is given, the shipped one for each hardware."""
-    if asked is None:
-        return shipped_predictor
-    if isinstance(asked, str) and is_roofline(asked):
-        return lambda hardware: None
-    predictor = load_predictor(asked) if isinstance(asked, str) else asked
-    return lambda hardware: predictor
 
 
 def evaluate(
@@ -248,55 +221,6 @@ def _nothing(rows: str, skipped: Mapping[str, int], there: str) -> StepsightErro
     return TableError(f"at least one row must be usable; of {rows} left out: {reasons}{there}")
 
 
-def score(row: Row, predictor_of: PredictorOf) -> Scored:
-    """Predict one row: the geometric mean over its possible jobs, with an interval that covers all of theirs."""
-    measured = row.measured_s
-    every = jobs_of(row)
-    published = every[0]
-    job = published.job
-    predictor = without_source(predictor_of(job.cluster.hardware), row.source)
-    if predictor is not None:
-        _check_lawful(row, job, predictor)
-    calibration = {} if predictor is None else predictor.manifest.get("calibration", {})
-    judged = is_copy(job, measured, calibration.get("judged_rows", ()))
-    predictions = [predict(one.job, predictor or ROOFLINE, software=row.software) for one in every]
-    times = [prediction.iteration_time_s for prediction in predictions]
-    seconds = times[0] if len(times) == 1 else math.exp(fmean(map(math.log, times)))
-    nearest = min(predictions, key=lambda one: abs(math.log(one.iteration_time_s / seconds)))
-    ends = [prediction.interval(without=row.source, judged=judged) for prediction in predictions]
-    share = seconds / nearest.iteration_time_s
-    return Scored(
-        row,
-        job,
-        published.framework,
-        measured,
-        seconds,
-        min(low for low, _ in ends),
-        max(high for _, high in ends),
-        nearest.mfu * nearest.iteration_time_s,
-        1.0 if predictor is None else nearest.unsupported_share,
-        {cause: own * share for cause, own in nearest.breakdown.items()},
-        published.open,
-        replace(predictions[0].software_used, profile=published.framework.name),
-        any(prediction.memory.fits for prediction in predictions),
-    )
-
-
-def _check_lawful(row: Row, job: Job, predictor: Predictor) -> None:
-    """The predictor serves this hardware, knows the software that the row asks for, and has not seen the row."""
-    if predictor.hardware.name != job.cluster.hardware:
-        raise JobError(OTHER_HARDWARE)
-    try:
-        kernels_asked(predictor, job)
-    except PredictorError as error:
-        raise RowError(str(error)) from None
-    if is_copy(job, row.measured_s, predictor.manifest.get("fitted_rows", ())):
-        raise FittedRowError(
-            f"rows that a predictor was fitted on cannot judge it, got row {row.row_id} of {row.source} "
-            f"in the manifest of {predictor.hardware.name}"
-        )
-
-
 _COLUMNS = ("mape", "median", "p90", "max", "bias", "spearman", "regret", "coverage", "interval_score",
             "out_of_support", "said_not_to_fit")  # fmt: skip
 _TITLES = {"out_of_support": "outside", "interval_score": "score", "said_not_to_fit": "too large"}
@@ -344,6 +268,12 @@ def evaluation_text(
         f"{_figures([*used.items(), ('overall', value['overall'])])}\n{_LEGEND}",
         table_of([{"name": _short(name), **value["references"][name]} for name in (*used, "overall")], _BASELINES),
     ]
+    near = value["with_published_runs"]["overall"]
+    parts.append(
+        "published runs near a row count too, those of its source and, of a run that taught, not its group: mean error "
+        f"{near['mape']:.1f} %, median {near['median']:.1f} %, coverage {near['coverage']:.0f} %"
+        + ("" if near["regret"] is None else f", regret {near['regret']:.1f} %")
+    )
     if result.groups:
         means = [{"name": _short(name), **row} for name, row in value["choices"].items()]
         columns = {"choosing a run, percent": "name", "groups": "groups", "runs": "runs", **_CHOICE}

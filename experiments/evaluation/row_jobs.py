@@ -301,6 +301,7 @@ def _job(row: Row, framework: Framework) -> Job:
     execution = {name: row.text(name) for name in ("kernels", "container") if row.text(name)}
     execution |= {name: frameworks.plain_version(row.text(name)) for name in frameworks.LIBRARIES if row.text(name)}
     tables = {
+        "framework": framework.name,
         "model": model,
         "parallel": parallel,
         "batch": {**batch, "precision": precision_of(row.text("precision"))},

@@ -67,6 +67,8 @@ def prediction_report(job: Job, prediction: Prediction) -> dict[str, Any]:
     head.append(f"source     {prediction.source}")
     if any(getattr(job.execution, name) for name in facts):
         head.append(f"software   {prediction.software_used}")
+    if prediction.published is not None:
+        head.append(f"published  {prediction.published}")
     if prediction.change is not None:
         head.append(f"change     {prediction.change.text}")
     speed = (
@@ -110,10 +112,12 @@ def explanation_report(job: Job, prediction: Prediction, top: int) -> dict[str, 
     launches = prediction.simulation.launches_share
     if launches > 0.01:
         text += f"\nthe host's launches are {100 * launches:.1f} % of the critical path: faster ops do not shorten them"
+    text += "" if prediction.published is None else f"\n{prediction.published}"
     text += "".join(f"\nwarning: {warning}" for warning in prediction.warnings)
     values = [{**row.to_dict(), "half_width_log": halves[row.work]} for row in rows]
     told = {"job": job.name, "iteration_time_s": whole, "launches_share": launches}
     told["doubt_log"] = prediction.doubts.total
+    told |= {} if prediction.published is None else {"published": prediction.published.to_dict()}
     return {**told, "sensitivities": values, "text": text}
 
 

@@ -46,7 +46,6 @@ from stepsight.simulator.iteration.lower_bounds import (
 from stepsight.simulator.iteration.simulated_iteration import other_latency
 from stepsight.simulator.memory.states import states_of
 from stepsight.simulator.programs.sizes import groups_of, rank_shape
-from stepsight.training.corrections.calibration import MAX_LOG
 from stepsight.training.prediction.prediction import Prediction
 from stepsight.training.predictor.predictor import Predictor
 
@@ -78,18 +77,16 @@ def grid_bounds(grid: Grid, given: Prediction) -> Bounds:
     blocks = [_BlockBounds(grid, block, table, sent, hardware) for block in grid.blocks.values()]
     seconds = np.concatenate([block.seconds().ravel() for block in blocks])
     peak_bytes = np.concatenate([block.peak_bytes().ravel() for block in blocks])
-    factor = least_factor(given.predictor) * (1.0 - ROUNDING)
+    factor = least_factor(given.predictor, grid.job) * (1.0 - ROUNDING)
     return Bounds(seconds * factor, peak_bytes * (1.0 - ROUNDING), hardware.memory_bytes)
 
 
-def least_factor(predictor: Predictor | None) -> float:
+def least_factor(predictor: Predictor | None, job: Job) -> float:
     """The smallest factor by which a predictor's context and calibration may multiply times of single ops."""
     if predictor is None:
         return 1.0
-    calibration = predictor.calibration
-    corrected = 0.0 if calibration.residual is None else MAX_LOG
     in_context = 0.0 if predictor.context is None else predictor.context.bound
-    return calibration.scale * math.exp(-corrected - in_context)
+    return predictor.calibration.least_factor(job) * math.exp(-in_context)
 
 
 class FastestDevice:

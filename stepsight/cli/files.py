@@ -46,7 +46,8 @@ class LearnedSource:
 
     Attributes:
         predictor: Folder of a trained predictor, name of a shipped one or its hardware's (a100-sxm), a registered one
-            (models:/h100@champion), or `roofline`. Default: the shipped predictor for the job's hardware; if there is
+            (models:/h100@champion), `physics` (the shipped one without the correction that published runs near the job
+            give), or `roofline`. Default: the shipped predictor for the job's hardware; if there is
             none, a roofline from hardware facts. The answer names its source.
     """
 
@@ -83,10 +84,10 @@ class Source(LearnedSource):
 
 def load_predictor(named: Path | None) -> Predictor | str | None:
     """What ``--predictor`` names; None: what suits the job."""
-    from stepsight.training.prediction.prediction import is_roofline
+    from stepsight.training.prediction.prediction import is_word
     from stepsight.training.tracking.store import load_predictor as load
 
-    return None if named is None else str(named) if is_roofline(named) else load(named)
+    return None if named is None else str(named) if is_word(named) else load(named)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,7 +19,7 @@ def test_a_table_becomes_a_preset(tmp_path: Path) -> None:
     rows.append(run_row(row_id=4, hardware="MI300X", gpu_mem_gb=192))
     runs = write_runs(tmp_path / "runs.csv", *rows)
     assert main(["widths", str(runs), "--out", str(tmp_path / "widths.json")]) == 0
-    found = widths_of(evaluate(runs))
+    found = widths_of(evaluate(runs).scored)
     assert {name: [off.digest for off in offs] for name, offs in found.sources.items()} == {
         "lab": [digest_of(rows[0])],
         "other": [digest_of(rows[1])],

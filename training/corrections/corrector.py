@@ -3,9 +3,9 @@
 ``Predictor.corrections`` lists them in the order in which they are applied: nearby signatures (``Neighbours``), ratios
 of kinds (``Ratio``), a device's ops against those of other devices (``transferred.Correction``), kernels in traces
 (``TracedKind``), sizes of messages (``SizeResidual``), calls of a shared host (``Contention``), resources
-(``Constants``) and whole iterations (``Residual``).  Each multiplies a prediction by ``exp(log_factor)``.  Far from
-what taught it nothing is left of the factor, and the doubt is the prior's.  What was learned of a whole kind, label or
-resource is known of all its work.
+(``Constants``) and whole iterations (``Residual``, of published runs and of own ones).  Each multiplies a prediction
+by ``exp(log_factor)``.  Far from what taught it nothing is left of the factor, and the doubt is the prior's.  What was
+learned of a whole kind, label or resource is known of all its work.
 
 What is learned from values at other points is the posterior of a Gaussian process with mean zero: far from every
 observation its mean is zero and its variance is the prior's (Rasmussen and Williams, Gaussian Processes for Machine
@@ -105,9 +105,9 @@ class GaussianProcess:
         """Expected values, ``(...)``, at points whose covariance with the observations is ``shared``, ``(..., n)``."""
         return np.asarray(shared @ self.weights)
 
-    def explained(self, shared: Array) -> float:
-        """Share of one point's variance that the observations explain; ``shared`` is ``(n,)``."""
-        return float(shared @ self.inverse @ shared)
+    def explained(self, shared: Array) -> Array:
+        """Share of each point's variance, ``(...)``, that the observations explain; ``shared`` is ``(..., n)``."""
+        return np.asarray(((shared @ self.inverse) * shared).sum(axis=-1))
 
     def cost(self) -> float:
         """Minus twice the log-likelihood of the observations, up to a constant."""

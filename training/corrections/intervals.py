@@ -129,8 +129,8 @@ def job_class(mixture: bool, narrow: bool, fused: bool, hardware: str, devices: 
 
 
 @dataclass(frozen=True, slots=True)
-class PublishedRun:
-    """One published run."""
+class PublishedError:
+    """The error of one published run."""
 
     digest: str  # of its row
     like: JobClass  # what its job is like
@@ -188,7 +188,7 @@ def grown_half_width(intervals: Intervals, unsupported_share: float, devices: in
 class Widths:
     """Errors on published runs, by source."""
 
-    sources: Mapping[str, tuple[PublishedRun, ...]]
+    sources: Mapping[str, tuple[PublishedError, ...]]
     _known: Memo[str, float] = field(
         default_factory=lambda: Memo("intervals: published errors", MOST_KNOWN), init=False, compare=False, repr=False
     )
@@ -237,10 +237,10 @@ class Widths:
 
     @classmethod
     def from_dict(cls, value: dict[str, Any]) -> Widths:
-        sources: dict[str, tuple[PublishedRun, ...]] = {}
+        sources: dict[str, tuple[PublishedError, ...]] = {}
         for name, rows in value["sources"].items():
             sources[name] = tuple(
-                PublishedRun(
+                PublishedError(
                     str(digest), JobClass((str(a), str(b), str(c), str(d)), int(devices)), float(share), float(error)
                 )
                 for digest, a, b, c, d, devices, share, error in rows

@@ -23,15 +23,12 @@ from stepsight.training.corrections.calibration import (
     NAMES,
     Calibration,
     Constants,
-    JobFeatures,
-    Residual,
-    covariance,
-    most_likely,
     prior_stds,
     resource_of,
 )
 from stepsight.training.corrections.corrector import GaussianProcess
 from stepsight.training.corrections.intervals import conformal_quantile
+from stepsight.training.corrections.residual import JobFeatures, Residual, covariance, most_likely
 from stepsight.training.predictor.predictor import Predictor
 
 Array = NDArray[np.float64]
@@ -66,15 +63,15 @@ class CalibrationFit:
 
 
 def fit_calibration(predictor: Predictor, rows: Sequence[TimedJob]) -> CalibrationFit:
-    """Fit factors of resources and a residual, which replace the predictor's; a scale fitted on its own runs stays.
+    """Fit factors of resources and a residual, which replace the predictor's; its scale and its published runs stay.
 
     Fewer than ``FEWEST_GROUPS`` groups of runs give one factor for each iteration alone, that of the residual.
     """
     assert rows
-    scale = predictor.calibration.scale
+    start = Calibration(predictor.calibration.scale, published=predictor.calibration.published)
     likes = [row.like for row in rows]
     shared = covariance(likes, likes)
-    measured = np.log([row.seconds / scale for row in rows])
+    measured = np.log([row.seconds / start.factor(row.job) for row in rows])
     several = len({(like.place, like.labels) for like in likes}) >= FEWEST_GROUPS
     prior = np.diag(prior_stds() ** 2) * several
     constants, first = Constants(), np.zeros(0)
@@ -95,7 +92,8 @@ def fit_calibration(predictor: Predictor, rows: Sequence[TimedJob]) -> Calibrati
     off, stds = fit.process.left_out([row.job for row in rows])
     width = conformal_quantile(np.abs(off / stds).tolist(), too_few=2 * NORMAL_WIDTH)
     width = min(max(NORMAL_WIDTH, width), MOST_WIDTH)  # of COVERAGE of jobs left out in turn, in deviations
-    calibration = Calibration(scale, constants, residual, width, off_by(measured - logs - corrections))
+    left_log = off_by(measured - logs - corrections)
+    calibration = replace(start, constants=constants, residual=residual, width=width, left_log=left_log)
     return replace(fit, predictor=replace(predictor, calibration=calibration))
 
 

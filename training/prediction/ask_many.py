@@ -28,15 +28,16 @@ from stepsight.simulator.durations.latency_model import (
 )
 from stepsight.simulator.iteration.simulate import can_simulate_many, simulate_many
 from stepsight.simulator.memory import estimate_memory
+from stepsight.training.corrections.calibration import Calibration, JobCorrection
 from stepsight.training.prediction import prediction as one_job
 from stepsight.training.prediction.prediction import (
     ROOFLINE,
     Prediction,
     asked_predictor,
-    interval_ends,
     latency_of_facts,
     source_of_facts,
 )
+from stepsight.training.prediction.work_doubts import interval_ends
 from stepsight.training.predictor.predictor import LearnedLatency, Predictor
 from stepsight.training.predictor.software_used import software_change, software_stated, with_change
 
@@ -242,10 +243,12 @@ class _Group(NamedTuple):
         single = [place for place in index if not intervals or jobs[place].uninterleaved is None]
         together = self._simulable(jobs, single)
         seconds, shares = self.times([jobs[place] for place in together], intervals=intervals)
-        for place, time_s, outside, host in zip(together, seconds.tolist(), *shares.tolist(), strict=True):
-            answers.seconds[place] = time_s = time_s * self._factor(jobs[place])
+        corrections, scale = self._corrections([jobs[place] for place in together])
+        columns = zip(together, seconds.tolist(), corrections, *shares.tolist(), strict=True)
+        for place, time_s, correction, outside, host in columns:
+            answers.seconds[place] = time_s = time_s * scale * math.exp(correction.log_factor)
             if intervals:
-                down, up = interval_ends(self.predictor, jobs[place], jobs[place].framework, (outside, host))
+                down, up = interval_ends(self.predictor, jobs[place], correction, (outside, host))
                 answers.low_s[place], answers.high_s[place] = time_s * math.exp(-down), time_s * math.exp(up)
         for place in set(index) - set(together):
             found = one_job.predict(jobs[place], self.asked)
@@ -256,7 +259,11 @@ class _Group(NamedTuple):
     def predict(self, jobs: list[Job]) -> list[Prediction]:
         """Predictions of jobs that this group's latency model answers for."""
         own = self._simulable(jobs, range(len(jobs)))
-        seconds = dict(zip(own, self.times([jobs[place] for place in own], intervals=False)[0].tolist(), strict=True))
+        asked = [jobs[place] for place in own]
+        corrections, scale = self._corrections(asked)
+        factors = (scale * math.exp(correction.log_factor) for correction in corrections)
+        times = zip(self.times(asked, intervals=False)[0].tolist(), factors, strict=True)
+        seconds = {place: time_s * factor for place, (time_s, factor) in zip(own, times, strict=True)}
         shares: dict[int, Callable[[], tuple[float, float]]] = {}
         for at in range(0, len(own), SHARED):
             some = own[at : at + SHARED]
@@ -269,7 +276,7 @@ class _Group(NamedTuple):
             if place not in seconds:
                 found.append(one_job.predict(job, self.asked))
                 continue
-            time_s, share = seconds[place] * self._factor(job), None if predictor is None else shares[place]
+            time_s, share = seconds[place], None if predictor is None else shares[place]
             software = "" if predictor is None else job.framework
             found.append(Prediction(job, time_s, source, None, predictor, software, share, given=given))
         return found
@@ -279,9 +286,10 @@ class _Group(NamedTuple):
         together = [place for place in index if can_simulate_many(jobs[place], self.latency)]
         return together if len(together) >= FEWEST else []
 
-    def _factor(self, job: Job) -> float:
-        """Calibration of a whole iteration."""
-        return 1.0 if self.predictor is None else self.predictor.calibration.factor(job, job.framework)
+    def _corrections(self, jobs: Sequence[Job]) -> tuple[list[JobCorrection], float]:
+        """Calibration of whole iterations, and its factor of all."""
+        calibration = Calibration() if self.predictor is None else self.predictor.calibration
+        return calibration.of_jobs(jobs, [job.framework for job in jobs]), calibration.scale
 
     def times(self, jobs: list[Job], *, intervals: bool) -> tuple[Floats, Floats]:
         """Seconds before calibration, shape ``(n,)``; and the shares of each outside the measured range, and decided by

@@ -25,15 +25,14 @@ from stepsight.simulator.durations.latency_model import (
 from stepsight.simulator.iteration.simulate import Sensitivity, Simulation, explain, iteration_flops, simulate
 from stepsight.simulator.iteration.timeline import timeline_json
 from stepsight.simulator.memory import Memory, estimate_memory
+from stepsight.training.corrections.calibration import Calibration, JobCorrection
 from stepsight.training.corrections.intervals import (
     EXTRAPOLATED_SHARE,
-    Intervals,
-    class_of,
     interval_text,
     seconds_text,
-    uncalibrated_ends,
 )
-from stepsight.training.prediction.work_doubts import WorkDoubts
+from stepsight.training.corrections.residual import NearRuns
+from stepsight.training.prediction.work_doubts import WorkDoubts, interval_ends
 from stepsight.training.predictor.predictor import LearnedLatency, Predictor
 from stepsight.training.predictor.software_used import (
     SoftwareChange,
@@ -50,6 +49,7 @@ if TYPE_CHECKING:
 
 
 ROOFLINE = "roofline"  # instead of a predictor: hardware facts, even if the package has a predictor
+PHYSICS = "physics"  # the shipped predictor without what published runs say of jobs near them
 ROOFLINE_SOURCE = "roofline from hardware facts alone: {}"
 MAX_NAME = 28  # characters shown of a model's or a hardware's name
 LEAST_SHOWN = 1e-3  # causes with a smaller share of the iteration are not drawn
@@ -145,7 +145,7 @@ class Prediction:
         if not isinstance(without, str):
             raise StepsightError(f"without must be the name of a source, got {without!r:.80}: the coverage is 90 %")
         shares = self.unsupported_share, self.host_share
-        down, up = interval_ends(self.predictor, self.job, self.software, shares, without=without, judged=judged)
+        down, up = interval_ends(self.predictor, self.job, self._correction, shares, without=without, judged=judged)
         down, up = (math.hypot(end, self.change.doubt_log if self.change else 0.0) for end in (down, up))
         low, high = self.iteration_time_s * math.exp(-down), self.iteration_time_s * math.exp(up)
         if self.uninterleaved is None:
@@ -267,6 +267,17 @@ class Prediction:
         return tuple(found)
 
     @cached_property
+    def _correction(self) -> JobCorrection:
+        calibration = Calibration() if self.predictor is None else self.predictor.calibration
+        return calibration.of_jobs([self.job], [self.software])[0]
+
+    @cached_property
+    def published(self) -> NearRuns | None:
+        """What published runs near the job add to the answer of physics; None: none are near, or are asked."""
+        calibration = None if self.predictor is None else self.predictor.calibration
+        return None if calibration is None else calibration.near_runs(self.job)
+
+    @cached_property
     def uninterleaved(self) -> Prediction | None:
         """The prediction with one virtual stage, if the job leaves virtual stages open; else None."""
         other = self.job.uninterleaved
@@ -322,6 +333,7 @@ class Prediction:
             "tokens_per_s": self.tokens_per_s,
             "mfu": self.mfu,
             "hfu": self.hfu,
+            **({} if self.published is None else {"published": self.published.to_dict()}),
             "warnings": list(self.warnings),
             "unsupported": list(self.unsupported),
             "unsupported_share": self.unsupported_share,
@@ -374,28 +386,6 @@ class Prediction:
         return axes
 
 
-def interval_ends(
-    predictor: Predictor | None,
-    job: Job,
-    software: str,
-    shares: tuple[float, float],
-    *,
-    without: str = "",
-    judged: bool = False,
-) -> tuple[float, float]:
-    """How far a prediction interval reaches below and above the time, in log-seconds; see ``Prediction.interval``.
-
-    ``shares``: of the time, outside the measured range and decided by the host.
-    """
-    if predictor is None:
-        return Intervals().half_width_log, Intervals().half_width_log
-    ends = uncalibrated_ends(
-        predictor.intervals, class_of(job), shares, public=predictor.kernel.derives, without=without
-    )
-    down, up = (predictor.calibration.half_width_log(job, software, end, judged=judged) for end in ends)
-    return down, up
-
-
 def predict(
     job: JobLike, predictor: Predictor | str | Path | None = None, *, software: str = "", latency: str = ""
 ) -> Prediction:
@@ -423,15 +413,18 @@ def asked_predictor(hardware: str, predictor: Predictor | str | Path | None) -> 
     if isinstance(predictor, str | Path):
         from stepsight.training.tracking.store import load_predictor
 
-        return None if is_roofline(predictor) else load_predictor(predictor)
+        if not is_word(predictor):
+            return load_predictor(predictor)
+        shipped = None if str(predictor) == ROOFLINE else shipped_predictor(hardware)
+        return None if shipped is None else shipped.with_published(None)
     if not isinstance(predictor, Predictor):
         raise JobError(f"predict takes a Predictor, the name of one or None, got {type(predictor).__name__}")
     return predictor
 
 
-def is_roofline(predictor: str | Path) -> bool:
-    """Whether hardware facts are asked for, and not a folder of that name."""
-    return str(predictor) == ROOFLINE and not Path(ROOFLINE).exists()
+def is_word(predictor: str | Path) -> bool:
+    """Whether ``ROOFLINE`` or ``PHYSICS`` is asked for, and not a folder of that name."""
+    return str(predictor) in (ROOFLINE, PHYSICS) and not Path(predictor).exists()
 
 
 def source_of_facts(job: Job) -> str:

@@ -1,4 +1,4 @@
-"""Doubt about the ops and collectives of one simulated iteration, and what it adds up to."""
+"""Doubt about an iteration, and about its ops and collectives."""
 
 from __future__ import annotations
 
@@ -6,11 +6,13 @@ from functools import cached_property
 
 import numpy as np
 
+from stepsight.dataset.job.job import Job
 from stepsight.dataset.kinds.op import Collective, Op
 from stepsight.simulator.iteration.simulate import Simulation
 from stepsight.training.collectives.collective_models import label_of
+from stepsight.training.corrections.calibration import JobCorrection
 from stepsight.training.corrections.doubts import MEAN_TO_HALF, NodeDoubts, outside_half
-from stepsight.training.corrections.intervals import ROOFLINE_LOG
+from stepsight.training.corrections.intervals import ROOFLINE_LOG, Intervals, class_of, uncalibrated_ends
 from stepsight.training.kernels.kernel_models import label
 from stepsight.training.predictor.predictor import Predictor
 
@@ -57,3 +59,26 @@ class WorkDoubts:
             half = MEAN_TO_HALF * errors[family] if family in errors else ROOFLINE_LOG
         outside = predictor.unsupported(work, self._simulation.job.fabric)
         return outside_half(half) if outside else half
+
+
+def interval_ends(
+    predictor: Predictor | None,
+    job: Job,
+    correction: JobCorrection,
+    shares: tuple[float, float],
+    *,
+    without: str = "",
+    judged: bool = False,
+) -> tuple[float, float]:
+    """How far a prediction interval reaches below and above the time, in log-seconds; see ``Prediction.interval``.
+
+    ``correction``: of the job by the predictor's calibration.  ``shares``: of the time, outside the measured range and
+    decided by the host.
+    """
+    if predictor is None:
+        return Intervals().half_width_log, Intervals().half_width_log
+    ends = uncalibrated_ends(
+        predictor.intervals, class_of(job), shares, public=predictor.kernel.derives, without=without
+    )
+    down, up = (predictor.calibration.half_width_log(correction, end, judged=judged) for end in ends)
+    return down, up

@@ -41,6 +41,7 @@ from stepsight.training.corrections.calibration import Calibration
 from stepsight.training.corrections.corrector import Corrector, corrected
 from stepsight.training.corrections.doubts import NodeDoubts
 from stepsight.training.corrections.intervals import Intervals
+from stepsight.training.corrections.residual import PublishedRuns
 from stepsight.training.kernels.host_calls import HostCalls
 from stepsight.training.kernels.kernel_models import KernelModel
 from stepsight.training.kernels.transferred import Teacher
@@ -309,8 +310,7 @@ class Predictor:
             "kernels in traces": kernel.traced,
             "message sizes between nodes": between.residuals if between is not None else {},
             "host calls beside other ranks": {"": self.host.contention} if self.host is not None and shared else {},
-            "resources": {} if calibration.constants.plain else {"": calibration.constants},
-            "whole iterations": {"": calibration.residual} if calibration.residual is not None else {},
+            **calibration.correctors,
         }
         return {name: kinds for name, kinds in found.items() if kinds}
 
@@ -352,6 +352,12 @@ class Predictor:
             PredictorError: If the model does not take two arguments, or its name is unknown.
         """
         return replace(self.without_context, context=None if model is None else OwnContext.of(model))
+
+    def with_published(self, published: PublishedRuns | None) -> Predictor:
+        """Copy with other published runs near jobs, None: none; durations are the same, and so are their caches."""
+        copy = replace(self, calibration=replace(self.calibration, published=published))
+        object.__setattr__(copy, "_bound", self._bound)
+        return copy
 
     def unsupported(self, work: Op | Collective, fabric: Fabric) -> str:
         """Why a work lies outside the measured range; empty if it lies within."""

@@ -10,6 +10,7 @@ import argparse
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from importlib import resources
 from importlib.metadata import version
 from pathlib import Path
 from types import MappingProxyType
@@ -22,7 +23,9 @@ from stepsight.dataset.base.errors import PredictorError, StepsightError
 from stepsight.dataset.base.files import digest
 from stepsight.dataset.hardware.hardware import Hardware, find_hardware
 from stepsight.dataset.kinds.op import COLLECTIVE_KINDS, OP_KINDS
+from stepsight.training.corrections.residual import published_runs
 from stepsight.training.kernels.kernel_models import Ratio, label, same_chip
+from stepsight.training.predictor.model_tables import read_predictor_manifest
 from stepsight.training.predictor.predictor import SHIPPED, Predictor, shipped_names
 from stepsight.training.regression.trees import VERY_MANY_ROWS
 from stepsight.training.shipped.product_power import product_power_w, tabled_power_w
@@ -278,20 +281,36 @@ def shipped_predictor(name: str) -> Predictor | None:
             hardware = replace(hardware, product_power_w=product_power_w(recipe.chip))
             serves = same_chip(hardware, measured) if hardware.name in recipe.twins else None
             kernel = replace(predictor.kernel, hardware=measured, serves=serves, software=recipe.kernels)
-            return replace(predictor, hardware=hardware, kernel=kernel)
+            shipped = replace(predictor, hardware=hardware, kernel=kernel)
+            near = published_runs().on((recipe.hardware, *recipe.twins))
+            return shipped.with_published(near if near.runs else None)
     return None
 
 
 @cached(256)
 def shipped_without(name: str, source: str) -> Predictor | None:
-    """The shipped predictor of a name without the chip's power that it learned from one source of published runs."""
+    """The shipped predictor of a name without what it learned from one source of published runs."""
     whole = shipped_predictor(name)
-    if whole is None:
-        return None
-    powers = product_power_w(chip_of(whole.hardware.name), source)
-    if powers == whole.hardware.product_power_w:
+    published = None if whole is None else whole.calibration.published
+    if whole is None or published is None:
         return whole
-    return replace(whole, hardware=replace(whole.hardware, product_power_w=powers))
+    powers = product_power_w(chip_of(whole.hardware.name), source)
+    if powers != whole.hardware.product_power_w:
+        whole = replace(whole, hardware=replace(whole.hardware, product_power_w=powers))
+    left = published.without(source)
+    return whole if left is published else whole.with_published(left)
+
+
+@cached(1)
+def facts_digest() -> str:
+    """Digest of what a prediction of a published run follows from as data: presets and shipped predictors."""
+    folders = (
+        resources.files("stepsight.dataset").joinpath("presets"),
+        resources.files("stepsight.training").joinpath("shipped"),
+    )
+    files = [file for folder in folders for file in folder.iterdir() if file.name.endswith((".toml", ".csv", ".json"))]
+    texts = [file.read_text("utf-8") for file in sorted(files, key=lambda file: file.name)]
+    return digest(*texts, *(str(read_predictor_manifest(SHIPPED / name)["digest"]) for name in shipped_names()))
 
 
 def read_recipe(recipe: Recipe, data: Path) -> tuple[OpRows, dict[str, Measurements]]:

@@ -11,14 +11,8 @@ import pytest
 from stepsight.dataset.base.errors import PredictorError, TableError
 from stepsight.experiments.calibration.calibrate_runs import split_rows
 from stepsight.experiments.evaluation.error_metrics import carried_forward, constant_mfu
-from stepsight.experiments.evaluation.evaluate import (
-    PredictorOf,
-    evaluate,
-    evaluation_text,
-    figures,
-    predictor_by_hardware,
-    score,
-)
+from stepsight.experiments.evaluation.evaluate import evaluate, evaluation_text, figures
+from stepsight.experiments.evaluation.scoring import PredictorOf, predictor_by_hardware, score
 from stepsight.training.prediction.prediction import ROOFLINE
 from tests.experiments.evaluation.run_tables import digest_of, run_row, write_runs
 

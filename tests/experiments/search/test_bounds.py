@@ -121,10 +121,11 @@ def test_pruning_loses_nothing_on_mixed_nodes() -> None:
 
 def test_a_correction_widens_bounds() -> None:
     """What a predictor may multiply times by, at least, is part of the bound."""
-    predictor = predict("examples/gpt3-175b-1024.toml").predictor
-    assert predictor is not None and least_factor(None) == least_factor(predictor) == 1.0
+    given = predict("examples/gpt3-175b-1024.toml", "physics")
+    job, predictor = given.job, given.predictor
+    assert predictor is not None and least_factor(None, job) == least_factor(predictor, job) == 1.0
     scaled = replace(predictor, calibration=replace(predictor.calibration, scale=0.9))
-    assert least_factor(scaled) == 0.9
+    assert least_factor(scaled, job) == 0.9
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from stepsight.training.corrections.calibration import SCALES, UNLIKE, Residual
+from stepsight.training.corrections.residual import SCALES, UNLIKE, Residual
 
 ROW: dict[str, Any] = {"place": [1.0] * len(SCALES), "labels": ["x"] * len(UNLIKE), "doublings": 3.0, "log": 0.1}
 

@@ -11,7 +11,7 @@ import pytest
 from stepsight.dataset.job.job import Job
 from stepsight.dataset.kinds.op import Collective, Op
 from stepsight.training.collectives.between_nodes import KNOTS, SizeResidual
-from stepsight.training.corrections.calibration import NAMES, Constants, JobFeatures, Residual
+from stepsight.training.corrections.calibration import NAMES, Constants
 from stepsight.training.corrections.corrector import (
     Corrector,
     GaussianProcess,
@@ -21,6 +21,7 @@ from stepsight.training.corrections.corrector import (
     doubt,
     fit_neighbours,
 )
+from stepsight.training.corrections.residual import JobFeatures, Residual
 from stepsight.training.corrections.traced import TracedKind
 from stepsight.training.kernels.host_calls import Contention
 from stepsight.training.kernels.kernel_models import Ratio

@@ -17,7 +17,7 @@ from stepsight.training.corrections.intervals import (
     UNSUPPORTED_LOG,
     Intervals,
     JobClass,
-    PublishedRun,
+    PublishedError,
     Widths,
     class_of,
     conformal_quantile,
@@ -36,8 +36,8 @@ JOB = Job.from_file(EXAMPLE)
 LIKE = class_of(JOB)
 
 
-def offs(error: float, count: int, like: JobClass = LIKE) -> tuple[PublishedRun, ...]:
-    return tuple(PublishedRun(f"{error}-{index}", like, 0.0, error) for index in range(count))
+def offs(error: float, count: int, like: JobClass = LIKE) -> tuple[PublishedError, ...]:
+    return tuple(PublishedError(f"{error}-{index}", like, 0.0, error) for index in range(count))
 
 
 def test_errors_of_the_own_source_do_not_count() -> None:

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from stepsight.dataset.job.job import BatchSpec, ClusterSpec, Job, ModelSpec, ParallelSpec
-from stepsight.training.corrections.calibration import NAMES, RESOURCES, Calibration, Constants, JobFeatures
+from stepsight.training.corrections.calibration import NAMES, RESOURCES, Calibration, Constants
 from stepsight.training.corrections.corrector import doubt
+from stepsight.training.corrections.residual import JobFeatures
 from stepsight.training.fitting.fit_calibration import TimedJob, fit_calibration
 from stepsight.training.prediction.prediction import predict
 from stepsight.training.predictor.predictor import Predictor
@@ -41,6 +42,11 @@ def truth(predictor: Predictor, jobs: list[Job], **factors: float) -> list[Timed
     logs = tuple(math.log(factors.get(name, 1.0)) for name in NAMES)
     slower = replace(predictor, calibration=Calibration(constants=Constants(logs)))
     return [TimedJob(job, predict(job, slower).iteration_time_s, "lab") for job in jobs]
+
+
+def half_width(found: Calibration, job: Job, software: str, otherwise: float, *, judged: bool = False) -> float:
+    (correction,) = found.of_jobs([job], [software])
+    return found.half_width_log(correction, otherwise, judged=judged)
 
 
 def test_slow_resources_are_found_and_carried_to_larger_jobs(predictor: Predictor) -> None:
@@ -88,8 +94,8 @@ def test_nothing_is_said_of_jobs_unlike_all_that_were_fitted(predictor: Predicto
     assert abs(logs[1]) < 0.1 * abs(logs[0]) and left[1] > 3 * left[0]
     assert left[1] == pytest.approx(math.hypot(residual.spread, residual.noise), rel=0.05)
     assert known[0] > 0.95 and known[1] < 0.05
-    assert calibration.half_width_log(large, "", 0.3) == pytest.approx(0.3, rel=0.03)
-    assert calibration.half_width_log(small, "", 0.3) < 0.15
+    assert half_width(calibration, large, "", 0.3) == pytest.approx(0.3, rel=0.03)
+    assert half_width(calibration, small, "", 0.3) < 0.15
 
 
 def test_no_factor_leaves_physics(predictor: Predictor) -> None:
@@ -107,12 +113,12 @@ def test_no_interval_is_narrower_than_what_runs_are_off_by(predictor: Predictor)
     rows = [TimedJob(job(), seconds) for seconds in np.geomspace(1.0, 1.5, 10)]
     found = fit_calibration(predictor, rows).predictor.calibration
     assert found.left_log == pytest.approx(math.log(1.5) / 2, rel=0.1)
-    assert found.half_width_log(job(), "", 0.1) == found.left_log
+    assert half_width(found, job(), "", 0.1) == found.left_log
     assert fit_calibration(predictor, rows[:9]).predictor.calibration.left_log == 0.0
     judged = replace(found, judged_log=0.4)
-    assert judged.half_width_log(job(), "", 0.1) == 0.4
-    assert judged.half_width_log(job(), "", 0.1, judged=True) == found.left_log
-    assert Calibration.from_dict(judged.to_dict()).half_width_log(job(), "", 0.1) == 0.4
+    assert half_width(judged, job(), "", 0.1) == 0.4
+    assert half_width(judged, job(), "", 0.1, judged=True) == found.left_log
+    assert half_width(Calibration.from_dict(judged.to_dict()), job(), "", 0.1) == 0.4
     with pytest.raises(ValueError, match=r"0 <= left_log and judged_log <= 100 must hold, .* and -1\.0"):
         Calibration.from_dict({**found.to_dict(), "judged_log": -1})
 
@@ -122,6 +128,6 @@ def test_a_calibration_is_saved_whole(predictor: Predictor) -> None:
     fitted = fit_calibration(predictor, truth(predictor, JOBS[:4], products=1.1)).predictor.calibration
     again = Calibration.from_dict(fitted.to_dict())
     assert again.factor(job(), "lab") == fitted.factor(job(), "lab")
-    assert again.half_width_log(job(), "lab", 0.2) == fitted.half_width_log(job(), "lab", 0.2) < 0.2
+    assert half_width(again, job(), "lab", 0.2) == half_width(fitted, job(), "lab", 0.2) < 0.2
     assert again.constants.logs == pytest.approx(fitted.constants.logs)
-    assert Calibration.from_dict({"scale": 1.0}).half_width_log(job(), "lab", 0.2) == 0.2
+    assert half_width(Calibration.from_dict({"scale": 1.0}), job(), "lab", 0.2) == 0.2
