@@ -6,6 +6,7 @@ Source: ``configuration_*.py`` of transformers 4.40 to 5.0: names, and defaults 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 
 from stepsight.dataset.base.caching import cached
@@ -71,8 +72,9 @@ def read(file: ConfigFile, draft: Draft) -> None:
         raise JobError(f"a job has no layers with linear attention or state spaces, got model_type {kind}")
     if kind not in _types():
         raise JobError(f"model_type must be one of {', '.join(_types())}, got {kind!r:.80}")
-    stated = flat({name: table for name, table in tables.items() if name not in _LABELS})
-    stated |= {name: f"of {len(tables[name])} classes" for name in _LABELS if isinstance(tables.get(name), Mapping)}
+    labels = {name: tables[name] for name in _LABELS if isinstance(tables.get(name), Mapping)}
+    stated = flat({name: table for name, table in tables.items() if name not in labels})
+    stated |= {name: f"of {len(table)} classes" for name, table in labels.items()}
     draft.framework = draft.framework or "huggingface"
     stated["model_type"], left_out = kind, facts()["transformers"]["left_out"].get(kind)
     read_rows(ROWS, Reading(draft, stated, default=f"the default of {kind}", defaults=left_out))
@@ -135,8 +137,9 @@ def _read_image(reading: Reading) -> None:
     channels = reading.positive("num_channels") or 3
     reading.map("model.patch_dim", patch * patch * channels, words=f"patch_size {patch}, {channels} channels")
     reading.map("model.seq_len", (image // patch) ** 2 + 1, words=f"image_size {image}, patch_size {patch}")
-    classes = reading.word("id2label").removeprefix("of ").partition(" ")[0]
-    reading.map("model.vocab", int(classes or 1000), words="id2label" if classes else "classes of ImageNet")
+    classes = re.fullmatch(r"of (\d+) classes", reading.word("id2label"))
+    words = "id2label" if classes else "classes of ImageNet"
+    reading.map("model.vocab", int(classes[1]) if classes else 1000, words=words)
 
 
 def _read_length(reading: Reading) -> None:

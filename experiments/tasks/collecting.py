@@ -77,7 +77,7 @@ def run_plan(plan: dict[str, Any], out: Path, *, progress: bool = True) -> dict[
 
 
 def collect_jobs(
-    paths: Sequence[Path],
+    paths: Sequence[Path | Job],
     out: Path,
     settings: CollectSettings,
     *,
@@ -86,24 +86,24 @@ def collect_jobs(
     box: Box | None = None,
     reuse: Sequence[Path] = (),
 ) -> dict[str, Any]:
-    """Make a plan of job files and run it, or run one plan file; the summary lists the measurements.
+    """Make a plan of jobs, or of job files, and run it, or run one plan file; the summary lists the measurements.
 
     Ops and collectives that the collections of ``reuse`` hold, measured on this machine, are taken from there.
     With a ``box`` the jobs run asleep there, whatever their clusters; ``rejected`` of the summary then names the runs
     that kept the cores too busy, elsewhere those that no memory holds.
     """
-    counts = settings.counts(box is not None)
+    counts, first = settings.counts(box is not None), paths[0]
     check_writable(out)
-    if len(paths) == 1 and is_plan(paths[0]):
+    if len(paths) == 1 and isinstance(first, Path) and is_plan(first):
         if box is not None:
-            raise CollectError(f"a box is for job files: a plan says its own, got {paths[0]}")
-        plan = read_plan(paths[0])
+            raise CollectError(f"a box is for job files: a plan says its own, got {first}")
+        plan = read_plan(first)
     elif box is not None:
         if settings.extra_seconds:
             raise CollectError("--extra-seconds is for runs outside of a box: leave out one of them")
-        plan = plan_in_box(box, [Job.from_file(path) for path in paths], settings.role, counts, settings.event_seconds)
+        plan = plan_in_box(box, [Job.of(path) for path in paths], settings.role, counts, settings.event_seconds)
     else:
-        jobs = [Job.from_file(path) for path in paths]
+        jobs = [Job.of(path) for path in paths]
         for at, job in enumerate(jobs):
             if not job.execution.engine and job.batch.precision == "bf16":  # the harness runs eager PyTorch
                 jobs[at] = job = replace(job, execution=replace(job.execution, engine="eager-pytorch"))

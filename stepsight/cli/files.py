@@ -121,6 +121,9 @@ class JobOptions:
 
         read = [self._read([path], nodes) for path in paths]
         if len(paths) > 1 and any(isinstance(one, ConfigJob) and one.read is None for one in read):
+            whole = [str(path) for path, one in zip(paths, read, strict=True) if getattr(one, "read", one) is not None]
+            if len(whole) > 1:
+                raise StepsightError(f"files of one run state its model once, got {', '.join(whole)}: ask about each")
             read = [self._read(paths, nodes)]
         for one in read:
             if isinstance(one, ConfigJob) and one.read is not None:

@@ -13,6 +13,8 @@ from stepsight.cli.scripts import WORDS
 from stepsight.dataset.base.errors import StepsightError, need
 from stepsight.experiments.tasks.settings import CollectSettings, Rounds
 
+_OF_JOBS = ("framework", "hardware", "given")
+
 
 def collect_command(
     context: typer.Context,
@@ -20,6 +22,7 @@ def collect_command(
     *,
     out: Annotated[Path, "-o"],
     settings: CollectSettings,
+    overrides: JobOptions,
     box: Box = None,
     plan_only: Annotated[bool, "--plan-only/--no-plan-only"] = False,
     script: Annotated[Path | None, typer.Option(metavar="FILE ARGS…")] = None,
@@ -57,7 +60,8 @@ def collect_command(
 
     if ops is not None:
         counted = ("rounds", "steps", "warmup", "profile_steps", "extra_seconds")
-        stated = ("jobs", "script", "box", "plan_only", "role", *counted, "nproc_per_node", "timeout_s", "reuse")
+        stated = ("jobs", "script", "box", "plan_only", "role", *counted, *_OF_JOBS, "nproc_per_node", "timeout_s",
+                  "reuse")  # fmt: skip
         refuse_given(context, stated, "is not for a captured program (--ops)")
         need("torch")
         if not settings.event_seconds:
@@ -70,7 +74,8 @@ def collect_command(
     if script is not None:
         from stepsight.experiments.tasks.scripts import Script, collect_script, ranks_of
 
-        refuse_given(context, ("box", "plan_only", "jobs", "extra_seconds", "reuse"), "is for jobs, not for a script")
+        their = ("box", "plan_only", "jobs", "extra_seconds", "reuse", *_OF_JOBS)
+        refuse_given(context, their, "is for jobs, not for a script")
         counts, ranks, words = settings.counts(), ranks_of(nproc_per_node), context.meta[WORDS]
         if not counts["profile_steps"]:
             raise StepsightError("a script needs --profile-steps >= 1: its traces say which ops it runs, got 0")
@@ -87,11 +92,12 @@ def collect_command(
         need("torch")
     if len(jobs) == 1 and is_plan(jobs[0]):
         their = ("reuse", "role", "rounds", "steps", "warmup", "profile_steps", "event_seconds", "extra_seconds")
-        refuse_given(context, their, f"is for job files: the plan {jobs[0]} states its own")
+        refuse_given(context, (*their, *_OF_JOBS), f"is for job files: the plan {jobs[0]} states its own")
     if box is not None or plan_only:
         refuse_given(context, ("reuse",), "is for runs on this machine, outside of a box")
-    held = None if box is None else read_box(box)
-    summary = collect_jobs(jobs, out, settings, plan_only=plan_only, progress=True, box=held, reuse=reuse or ())
+    held, plan = None if box is None else read_box(box), len(jobs) == 1 and is_plan(jobs[0])
+    read = jobs if plan else overrides.read_all(jobs)
+    summary = collect_jobs(read, out, settings, plan_only=plan_only, progress=True, box=held, reuse=reuse or ())
     return Answer(summary, summary["text"], "" if summary.get("rejected") else None)
 
 

@@ -74,6 +74,17 @@ def test_a_program_is_asked_about_alone(tmp_path: Path) -> None:
             ask(*arguments)
 
 
+def test_a_program_takes_no_foreign_predictor_and_no_keys(tmp_path: Path) -> None:
+    """A predictor serves its own hardware; what a job states cannot be set of captured ranks."""
+    example = Path(__file__).parents[2] / "examples" / "local-gpt-tp2.toml"
+    ask("job", example, "--program", tmp_path / "step", "--json")
+    words = ("predict", "--program", tmp_path / "step")
+    with pytest.raises(StepsightError, match="--set does not go with --program"):
+        ask(*words, "--hardware", "h100", "--set", "model.seq_len=4")
+    with pytest.raises(StepsightError, match="must be 'h100-sxm-80gb', got 'a100-sxm-80gb'"):
+        ask(*words, "--hardware", "a100", "-p", "h100-sxm")
+
+
 def test_from_a_model_in_a_file_to_a_prediction(tmp_path: Path) -> None:
     """For training on several replicas, or at once as inference; options for models are refused for scripts."""
     torch = pytest.importorskip("torch")

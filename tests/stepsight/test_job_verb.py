@@ -7,6 +7,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from typer.main import get_command
 from typer.testing import CliRunner
 
 import stepsight
@@ -136,6 +137,23 @@ def test_files_of_one_run_are_one_job(tmp_path: Path) -> None:
     given = ["--set", "model.seq_len=128", "-p", "roofline", "--json"]
     done = run.invoke(app, ["predict", str(model), str(training), *given])
     assert "z3 mb2" in json.loads(done.stdout)["job"] and "read as huggingface and deepspeed" in done.stderr
+    refused = run.invoke(app, ["predict", str(EXAMPLES / "gpt3-175b-1024.toml"), str(model), str(training), *given])
+    assert "files of one run state its model once" in str(refused.exception)
     example, asked = str(EXAMPLES / "gpt3-175b-1024.toml"), ["--set", "batch.flushes=5", "-p", "roofline"]
     for verb in (["predict"], ["explain"], ["search"], ["sweep", "--vary", "batch.micro_batch=1"]):
         assert "batch.flushes must divide" in str(run.invoke(app, [*verb, example, *asked]).exception)
+
+
+def test_every_verb_answers_as_json_and_takes_keys_of_jobs() -> None:
+    verbs = get_command(app).commands  # type: ignore[attr-defined]
+    options = {name: {word for each in verb.params for word in each.opts} for name, verb in verbs.items()}
+    assert [name for name, words in options.items() if "--json" not in words] == ["experiment"]  # a study's own options
+    takes = ("predict", "explain", "search", "sweep", "compare", "report", "collect", "verify", "job")
+    assert [name for name in takes if "--set" not in options[name]] == []
+
+
+def test_an_empty_option_is_refused() -> None:
+    """It would count as not given."""
+    for option in ("--date", "--container", "--framework", "--hardware", "--baseline"):
+        refused = run.invoke(app, ["predict", str(EXAMPLES / "gpt3-175b-1024.toml"), option, ""])
+        assert f"{option} must not be empty, got ''" in str(refused.exception)

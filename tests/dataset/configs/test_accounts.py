@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,8 +17,8 @@ from stepsight.cli import app
 from stepsight.dataset.base.errors import JobError
 from stepsight.dataset.configs import accelerate, huggingface, maxtext, megatron, megatron_model, nanotron, torchtitan
 from stepsight.dataset.configs.documents import facts, flat
-from stepsight.dataset.configs.drafts import Draft, Reading
-from stepsight.dataset.configs.formats import read_configs, write_config
+from stepsight.dataset.configs.drafts import ConfigFile, Draft, Reading
+from stepsight.dataset.configs.formats import format_of, read_configs, write_config
 from stepsight.dataset.configs.key_table import Row, read_rows
 from tests.dataset.configs import test_published as published
 
@@ -80,8 +81,6 @@ def test_published_files(name: str, tmp_path: Path) -> None:
         case ".txt":
             settings: Mapping[str, Any] = dict.fromkeys(re.findall(r"--([\w-]+)", text))
         case ".toml":
-            import tomllib
-
             settings = flat(tomllib.loads(text))
         case ".json":
             settings = flat(json.loads(text))
@@ -125,6 +124,75 @@ def test_all_settings_that_a_format_knows(name: str, value: int) -> None:
             del known[key]
     assert refused < len(settings) / 3
     assert silent(known, {"sources": draft.sources, "reasons": draft.reasons, "ignored": draft.ignored}) == []
+
+
+SCHEMAS = {
+    name: words.split() for name, words in tomllib.loads(Path(__file__).with_name("schemas.toml").read_text()).items()
+}
+_CORE = SCHEMAS.pop("megatron-core")
+SCHEMAS["megatron-yaml"] = [f"language_model.{name}" for name in _CORE]
+SCHEMAS["nemo"] = [f"model.{name}" for name in _CORE]
+SCHEMAS["megatron-bridge"] += [f"model.{name}" for name in _CORE]
+_WITHOUT_JOB = ("hybrid-layer-pattern", "hybrid-override-pattern", "hybrid-attention-ratio")  # of Mamba, refused
+_BASES: dict[str, dict[str, Any]] = {
+    "megatron": {"num-layers": 2, **dict.fromkeys(_WITHOUT_JOB)},
+    "megatron-yaml": {"language_model.num_layers": 2},
+    "megatron-bridge": {"model.num_layers": 2, "train.train_iters": 1},
+    "nemo": {"trainer.precision": "bf16", "model.hidden_size": 64},
+    "torchtitan": flat(tomllib.loads(published.TITAN)),
+    "nanotron": flat(yaml.safe_load(published.NANOTRON)),
+    "maxtext": {"decoder_block": "llama2"},
+    "accelerate": {"distributed_type": "FSDP", "num_processes": 8},
+    "huggingface": {"model_type": "llama"},
+}
+
+
+def write_settings(path: Path, settings: Mapping[str, Any]) -> None:
+    """A file of settings: words of a command line, or tables for names with dots."""
+    tables: dict[str, Any] = {}
+    for name, value in settings.items():
+        *outer, inner = name.split(".")
+        table = tables
+        for part in outer:
+            table = table.setdefault(part, {})
+        table[inner] = value
+    match path.suffix:
+        case ".txt":
+            path.write_text("".join(f"--{name} {value}\n" for name, value in settings.items()))
+        case ".toml":
+            sections = {f"[{name}]": value for name, value in settings.items()}
+            path.write_text("".join(f"{name[1:-1]} = {json.dumps(value)}\n" for name, value in sections.items()))
+        case _:
+            path.write_text(json.dumps(tables))
+
+
+@pytest.mark.parametrize("value", [1, 2])
+@pytest.mark.parametrize("name", SCHEMAS)
+def test_all_settings_of_a_framework(name: str, value: int, tmp_path: Path) -> None:
+    """Every key of the framework's own schema in one file: each sets a key of the job or is listed.
+
+    A value that the framework does not allow is refused; the key is left out then.
+    """
+    base = _BASES.get(name, {})
+    settings = {key: value for key in SCHEMAS[name]} | base
+    settings = {key: value for key, value in settings.items() if value is not None}
+    tables = {".".join(key.split(".")[:depth]) for key in settings for depth in range(1, key.count(".") + 1)}
+    settings = {key: value for key, value in settings.items() if key not in tables}
+    path, refused = tmp_path / f"run{Path(FORMATS[name][0]).suffix}", []
+    while True:
+        write_settings(path, settings)
+        file, draft = ConfigFile.open(path), Draft()
+        named, form = format_of(file)
+        assert named == name and form is not None and form.read is not None
+        try:
+            form.read(file, draft)
+            break
+        except JobError as error:
+            words = [key for key in settings if re.search(rf"(?<![\w-]){key.rpartition('.')[2]}(?![\w-])", str(error))]
+            refused.append(max(words, key=len))
+            del settings[refused[-1]]
+    assert len(refused) <= 5 + len(settings) / 20, refused
+    assert silent(settings, {"sources": draft.sources, "reasons": draft.reasons, "ignored": draft.ignored}) == []
 
 
 def test_settings_that_others_override(tmp_path: Path) -> None:

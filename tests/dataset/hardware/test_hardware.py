@@ -69,6 +69,10 @@ def test_presets_of_gpus(name: str) -> None:
         ("TPU v5p", "tpu-v5p-95gb"),
         ("a100-sxm-40gb", "a100-sxm-40gb"),
         ("my-gpu", "my-gpu"),
+        ("T4", "t4-pcie-16gb"),
+        ("Tesla P100", "p100-pcie-16gb"),
+        ("v100", "v100-sxm-32gb"),
+        ("rtx", "rtx"),  # of which there are several
     ],
 )
 def test_usual_words_for_devices(said: str, meant: str) -> None:

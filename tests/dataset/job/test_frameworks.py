@@ -152,7 +152,9 @@ def test_versions_and_dates_that_cannot_be_are_refused() -> None:
     for key, value, rule in (
         ("cuda", "twelve", "cuda must be a version"),
         ("nccl", "2.x", "nccl must be"),
-        ("date", "July", "execution.date must be a year or a month"),
+        ("date", "July", "execution.date must be a year, a month or a day"),
+        ("date", "2025-04-31", "execution.date must be a year, a month or a day"),
+        ("date", "2025-13", "execution.date must be"),
     ):
         with pytest.raises(JobError, match=rule):
             Job.from_dict({**TABLES, "execution": {key: value}})

@@ -184,10 +184,11 @@ def test_every_row_is_used_or_listed(tmp_path: Path) -> None:
     [
         ("all_reduce,,1,1024,16,5", "row 1: ranks_per_node must divide group_size, got 16 % 5"),
         ("all_reduce,,1,1024,2,8", "row 1: ranks_per_node must divide group_size, got 2 % 8"),
-        (f"all_reduce,,1,{2**63},8,8", "sizes must be <= 281474976710656 and a time <= "),
+        (f"all_reduce,,1,{2**63},8,8", "sizes must be <= 281474976710656 and a time from "),
         (f"linear,{10**30}x4x4,1,,,", "sizes must be <= 281474976710656"),
         (f"linear,{'9' * 5000}x4x4,1,,,", "row 1: "),
-        ("linear,4x4x4,1e300,,,", "a time <= 1e"),
+        ("linear,4x4x4,1e300,,,", r"a time from 1e-09 to 1e\+06 s"),
+        ("linear,4x4x4,1e-30,,,", r"a time from 1e-09 to 1e\+06 s"),
         ("linear,4x4x4,,,,", r"must hold a row with a time, got none \(1 rows without\)"),
     ],
 )
