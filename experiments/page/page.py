@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import gc
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -19,7 +18,6 @@ from stepsight.dataset.base.errors import StepsightError, printable
 from stepsight.dataset.job.job import Job
 from stepsight.experiments.page import views
 from stepsight.experiments.page.controls import Controls, button, html, section, text_input
-from stepsight.experiments.page.fields import Field, changed
 from stepsight.experiments.page.opening import Folder, Opened, job_link, linked_job
 from stepsight.experiments.page.search_section import SearchSection
 from stepsight.experiments.page.server import MOST_UPLOAD
@@ -28,6 +26,7 @@ from stepsight.experiments.page.trace_section import TraceSection
 from stepsight.experiments.page.words import shown, words
 from stepsight.experiments.questions.compare import compare_sides, predicted_side
 from stepsight.experiments.questions.job_facts import job_facts
+from stepsight.experiments.questions.job_fields import Field, changed
 from stepsight.experiments.questions.training_plan import training_plan
 from stepsight.experiments.search.settings import Goal
 from stepsight.training.prediction.prediction import Prediction, predict
@@ -87,7 +86,7 @@ class Desk:
         self.asked, self.goal = asked, asked.goal
         self.prediction, self.told = self.first_answer(asked)
         self.pins: list[Prediction] = []
-        self._version, self._looking = 0, False
+        self._version, self._resting, self._shown = 0, 0, 0  # of the answer; that rests; whose details are shown
         ui.add_head_html(f"<style>{views.style()}</style><script>{SCRIPT.read_text('utf-8')}</script>")
         with ui.element("div").classes("desk"):
             with ui.element("div").classes("controls"):
@@ -99,6 +98,7 @@ class Desk:
                 self.traces = TraceSection()
                 self._add_share()
         self._show(self.prediction, rebuild=True)
+        ui.timer(PAUSE_S, self._look_closer)
         for found in asked.opened[1:] if asked.opened and isinstance(asked.opened[0], Job) else asked.opened:
             self.take(found)
         if link:
@@ -130,7 +130,7 @@ class Desk:
         links = "".join(f'<a href="#section-{name.lower()}">{name}</a>' for name in _SECTIONS)
         html(links, "nav").classes("controls")
         self._title = html("", "h1").props("data-testid=job")
-        self._answer = html()
+        self._answer = html().classes("top")
         self._said = html()
         with section("Time"):
             self._time = html()
@@ -157,12 +157,8 @@ class Desk:
         ui.run_javascript(f"document.documentElement.className = '{name}'")
 
     def say(self, text: str) -> None:
-        """Show what went wrong; empty: nothing."""
+        """Show what went wrong, or what was assumed; empty: nothing."""
         self._message.text = printable(text)
-        if text:
-            self._answer.classes(add="stale")
-        else:
-            self._answer.classes(remove="stale")
 
     def attempt(self, act: Callable[[], None]) -> None:
         """Do what the user asked for, or say which rule it breaks."""
@@ -181,6 +177,7 @@ class Desk:
         self._version += 1
         job = prediction.job
         self.say("")
+        self._answer.classes(remove="stale")
         title = f"{job.model_name} on {job.cluster.num_devices:,} x {job.hardware_name}"
         self._title.content = escape(title) + f'<br><small class="quiet">{escape(job.name)}</small>'
         self._answer.content, self._said.content = views.answer(told, plan), views.said(told)
@@ -189,21 +186,18 @@ class Desk:
         if rebuild:
             self._control_box.clear()
             with self._control_box:
-                self._controls = Controls(job, lambda field, text: self.attempt(lambda: self._change(field, text)))
+                self._controls = Controls(job, self._change)
                 self._add_plan()
         else:
             self._controls.show(job)
         self._show_compared()
-        if not self._looking:
-            self._looking = True
-            with self._control_box:
-                ui.timer(0.0, self._look_closer, once=True)
 
     def _change(self, changed_field: Field, text: str) -> None:
         try:
             self.ask(changed(self.prediction.job, changed_field.key, changed_field.read(text)))
         except StepsightError as error:
-            raise StepsightError(f"{words(changed_field.key)} {shown(text)}: {error}") from None
+            self._answer.classes(add="stale")  # it is of the last job that keeps the rules
+            self.say(f"{words(changed_field.key)} {shown(text)}: {error}")
 
     def _add_plan(self) -> None:
         html("Training", "h2")
@@ -229,18 +223,10 @@ class Desk:
 
     async def _look_closer(self) -> None:
         """Show what takes longer, once the controls rest."""
-        seen = -1
-        try:
-            while seen != self._version:
-                seen = self._version
-                await asyncio.sleep(PAUSE_S)
-                if seen != self._version:
-                    continue
-                await self._show_details(seen)
-        finally:
-            self._looking = False
-
-    async def _show_details(self, version: int) -> None:
+        version = self._version
+        if version != self._resting or version == self._shown:
+            self._resting = version
+            return
         prediction, plan = self.prediction, self.told["plan"]
 
         def still_wanted(*_: int) -> None:
@@ -257,41 +243,41 @@ class Desk:
             found = await run.io_bound(compute)
         except _ChangedError:
             return
-        if found is None or version != self._version:
+        if found is None:
             return
-        call, facts = found
+        self._shown, (call, facts) = version, found
         ui.run_javascript(call)
         self._over_time.content, self._critical.content = views.memory_over_time(facts), views.critical(facts)
         self._sensitivity.content = views.sensitivity(facts) + views.next_steps(facts) + views.assumptions(facts)
 
-    def _open(self, name: str) -> None:
-        def act() -> None:
-            found, assumed = self.asked.folder.open(name)
-            self.take(found)
-            self._message.text = printable(assumed)
-
-        self.attempt(act)
-
-    def _use(self, job: Job) -> None:
-        self.attempt(lambda: self.ask(job))
-
-    def take(self, found: Opened) -> None:
-        """Show what was opened; a job takes the place of the one that is shown."""
-        if isinstance(found, Job):
-            self.ask(found, rebuild=True)
-        else:
-            self.traces.show(found)
+    async def _open(self, name: str) -> None:
+        self.say(f"reading {name}")
+        await self._read(lambda: self.asked.folder.open(name))
 
     async def _upload(self, event: MultiUploadEventArguments) -> None:
         files = {Path(each.name).name: await each.read() for each in event.files}
         self._files.reset()
+        await self._read(lambda: self.asked.folder.uploaded(files))
 
-        def act() -> None:
-            job, assumed = self.asked.folder.uploaded(files)
-            self.ask(job, rebuild=True)
-            self._message.text = printable(assumed)
+    async def _read(self, read: Callable[[], tuple[Opened, str]]) -> None:
+        try:
+            found = await run.io_bound(read)
+        except (StepsightError, OSError) as error:
+            self.say(str(error))
+            return
+        if found is not None:
+            self.attempt(lambda: self.take(found[0], found[1]))
 
-        self.attempt(act)
+    def _use(self, job: Job) -> None:
+        self.attempt(lambda: self.ask(job))
+
+    def take(self, found: Opened, assumed: str = "") -> None:
+        """Show what was opened, and what was assumed; a job takes the place of the one that is shown."""
+        if isinstance(found, Job):
+            self.ask(found, rebuild=True)
+        else:
+            self.traces.show(found)
+        self.say(assumed)
 
     def pin(self) -> None:
         """Keep the answer to compare others with it."""

@@ -3,7 +3,7 @@ function stepsightTimeline(number, data) {
   const canvas = document.getElementById(`timeline-${number}`);
   const note = document.getElementById(`timeline-note-${number}`);
   if (!canvas) return;
-  const context = canvas.getContext("2d"), row = 20, left = 150, height = data.lanes.length * row + 26;
+  const context = canvas.getContext("2d"), row = data.lanes.length > 24 ? 15 : 20, left = 150, height = data.lanes.length * row + 26;
   const help = "Scroll or press + and - to zoom, drag or press the arrows to move, double-click to see all. " +
     "A line below an event: it is on the critical path.";
   let from = 0, to = data.end, drag = null;
@@ -14,17 +14,17 @@ function stepsightTimeline(number, data) {
     canvas.style.height = height + "px";
     canvas.width = canvas.clientWidth * devicePixelRatio; canvas.height = height * devicePixelRatio;
     context.setTransform(devicePixelRatio, 0, 0, devicePixelRatio, 0, 0);
-    context.font = "12px system-ui, sans-serif";
+    context.font = `${row > 15 ? 12 : 10}px system-ui, sans-serif`;
     const ink = css("color"), colors = data.colors.map(at => css(at < 0 ? "--grey" : `--c${at}`));
     for (const [lane, begin, lasts, color, name, before, waits, critical] of data.events) {
       if (begin + lasts < from || begin > to) continue;
       const x = Math.max(place(begin), left), w = Math.max(Math.min(place(begin + lasts), left + width()) - x, 0.5);
       context.fillStyle = colors[color]; context.fillRect(x, lane * row + 2, w, row - 5);
       if (critical) { context.fillStyle = ink; context.fillRect(x, lane * row + row - 3, w, 2); }
-      if (w > 26) { context.fillStyle = "#fff"; context.fillText(data.names[name], x + 3, lane * row + 13, w - 4); }
+      if (w > 26) { context.fillStyle = "#fff"; context.fillText(data.names[name], x + 3, lane * row + row - 7, w - 4); }
     }
     context.fillStyle = ink;
-    data.lanes.forEach((lane, at) => context.fillText(lane, 2, at * row + 14, left - 8));
+    data.lanes.forEach((lane, at) => context.fillText(lane, 2, at * row + row - 5, left - 8));
     for (let part = 0; part <= 8; part++) {
       const t = from + (to - from) * part / 8;
       context.fillText(seconds(t), Math.min(place(t), canvas.clientWidth - 60), height - 8);

@@ -63,7 +63,8 @@ def _causes(spans: Sequence[dict[str, Any]], events: Sequence[dict[str, Any]]) -
     """For each event: the one that it waits for, -1 if none, and how long its lane is idle before it.
 
     An action waits for the last of: what ran before it on its stage, and the message that it needs.  A message waits
-    for the action that sends it.  The optimizer waits for the last event of its stage.
+    for the action that sends it.  The optimizer, and what an action leaves to other streams, wait for the last of their
+    stage.
     """
     place = {(e["pid"], e["tid"], e["ts"]): at for at, e in enumerate(spans)}
     arrows: dict[int, dict[str, int]] = {}
@@ -80,13 +81,13 @@ def _causes(spans: Sequence[dict[str, Any]], events: Sequence[dict[str, Any]]) -
     for at, e in enumerate(spans):
         lane, stage = (e["pid"], e["tid"]), e["pid"]
         own, asked = last.get(lane, -1), needs.get(at, [])
-        if _kind(e) == "optimizer":
-            asked = [latest.get(stage, -1)]
+        if _kind(e) in ("optimizer", "dp"):
+            asked = [*asked, latest.get(stage, -1)]
         found = [each for each in ([] if _kind(e) == "message" else [own]) + asked if each >= 0]
         before.append(max(found, key=lambda each: _end(spans[each]), default=-1))
         waits.append(max(0.0, e["ts"] - (_end(spans[own]) if own >= 0 else 0.0)))
         last[lane] = at
-        if stage not in latest or _end(e) >= _end(spans[latest[stage]]):
+        if _kind(e) != "message" and (stage not in latest or _end(e) >= _end(spans[latest[stage]])):
             latest[stage] = at
     return before, waits
 

@@ -54,7 +54,7 @@ def saved_page(title: str, parts: Sequence[str], calls: Sequence[str] = ()) -> s
     """
     head = f'<meta charset="utf-8"><title>{escape(title)}</title><style>{style()}</style>'
     script = f"<script>{SCRIPT.read_text('utf-8')}{';'.join(calls)}</script>" if calls else ""
-    body = f"<main>{''.join(parts)}</main>{script}"
+    body = f"<article>{''.join(parts)}</article>{script}"
     return f'<!doctype html><html lang="en"><head>{head}</head><body>{body}</body></html>\n'
 
 
@@ -75,8 +75,7 @@ def job_views(facts: Facts, number: int) -> list[str]:
         answer(facts, facts["plan"]),
         said(facts),
         section("Where the time goes", time(facts)),
-        section("Timeline", timeline_html(number)),
-        section("Critical path", critical(facts)),
+        section("Timeline", timeline_html(number) + critical(facts)),
         section("Memory", memory(facts) + memory_over_time(facts)),
         section("Training", training(facts["plan"])),
         section("Sensitivity", sensitivity(facts)),
@@ -167,7 +166,7 @@ def critical(facts: Facts) -> str:
         for row in facts["explain"]
     ]  # fmt: skip
     header = ["op or collective", "of the time", "times on the critical path", "each", "halving it saves"]
-    return html_table(header, rows)
+    return "<h3>Critical path</h3>" + html_table(header, rows)
 
 
 def memory(facts: Facts) -> str:
@@ -178,13 +177,13 @@ def memory(facts: Facts) -> str:
         for at, stage in enumerate(stages)
     ]
     limits = [stage.get("capacity_bytes", facts["memory"]["capacity_bytes"]) / 1e9 for stage in stages]
-    return f"{stacks(rows, limits, 'GB')}<p>The red line is the capacity of a device.</p>"
+    return f"<h3>Memory by stage</h3>{stacks(rows, limits, 'GB')}<p>The red line is the capacity of a device.</p>"
 
 
 def memory_over_time(facts: Facts) -> str:
     over_time = facts["memory_over_time"]
     drawn = over_time[:: max(1, len(over_time) // STAGES_DRAWN)]
-    return lines(
+    return "<h3>Memory over time</h3>" + lines(
         [(f"stage {row['stage']}", _thinned(row["seconds"], row["bytes"])) for row in drawn],
         "seconds of the iteration", "memory, GB", steps=True, limit=facts["memory"]["capacity_bytes"] / 1e9,
     )  # fmt: skip

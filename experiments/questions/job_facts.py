@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from stepsight.dataset.base.errors import StepsightError
 from stepsight.dataset.job.job import Job
+from stepsight.experiments.questions.job_fields import STRATEGY, changed, fields_of, value_of
 from stepsight.experiments.questions.sweep import Axis, change_job, sweep
 from stepsight.simulator.memory import estimate_moments
 from stepsight.training.prediction.prediction import Prediction, predict
@@ -110,8 +112,10 @@ def _tornado(asked: _Asked) -> list[dict[str, Any]]:
     """
     rows: list[dict[str, Any]] = []
     for name, key, value in _levers(asked.prediction.job):
-        half = _effect(asked, f"{name} halved", {key: _scaled(value, 0.5)})
-        double = _effect(asked, f"{name} doubled", {key: _scaled(value, 2.0)})
+        half, double = (
+            _effect(asked, f"{name} {way}", scaled, partial(change_job, asked.prediction.job, scaled))
+            for way, scaled in (("halved", {key: _scaled(value, 0.5)}), ("doubled", {key: _scaled(value, 2.0)}))
+        )
         if half or double:
             rows.append({"name": name, "half": half, "double": double})
     size = lambda row: max(abs(row[way]["tokens_per_s_ratio"] - 1) for way in ("half", "double") if row[way])
@@ -136,12 +140,12 @@ def _scaled(value: float, factor: float) -> float:
     return max(1, int(value * factor)) if isinstance(value, int) else value * factor
 
 
-def _effect(asked: _Asked, name: str, values: dict[str, Any]) -> Effect | None:
+def _effect(asked: _Asked, name: str, values: dict[str, Any], change: Callable[[], Job]) -> Effect | None:
     """The effect of a change; None if the changed job is not legal or the same."""
     prediction = asked.prediction
     asked.on_step(0, 0)
     try:
-        job = change_job(prediction.job, values)
+        job = change()
         if job == prediction.job:
             return None
         found = predict(job, asked.predictor)
@@ -159,34 +163,14 @@ def _effect(asked: _Asked, name: str, values: dict[str, Any]) -> Effect | None:
 
 def _next_steps(asked: _Asked) -> list[Effect]:
     """Find single changes of the strategy that fit in memory and are faster, the fastest first."""
-    found = [_effect(asked, name, values) for name, values in _moves(asked.prediction.job)]
+    job, found = asked.prediction.job, list[Effect | None]()
+    for field in fields_of(job):
+        if field.group != STRATEGY and field.key != "batch.micro_batch":
+            continue
+        own = field.values.index(value_of(job, field.key))
+        near = range(max(0, own - 1), own + 2) if field.is_number else range(len(field.values))
+        for value in (field.values[at] for at in near if at != own and at < len(field.values)):
+            name = f"{field.key.partition('.')[2]} = {str(value).lower()}"
+            found.append(_effect(asked, name, {field.key: value}, partial(changed, job, field.key, value)))
     better = [each for each in found if each and each["fits"] and each["tokens_per_s_ratio"] > 1 + LEAST_GAIN]
     return sorted(better, key=lambda effect: -effect["tokens_per_s_ratio"])[:MOST_STEPS]
-
-
-def _moves(job: Job) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Single changes of the strategy, with their names."""
-    p, size = job.parallel, job.batch.micro_batch
-    tensor, pipeline, replicas = p.tp > 1, p.pp > 1, p.dp > 1
-    candidates: list[tuple[str, Any, bool]] = [
-        *(("parallel.recompute", value, p.recompute != value) for value in ("none", "selective")),
-        ("batch.micro_batch", size * 2, True),
-        ("batch.micro_batch", size // 2, size > 1),
-        ("parallel.sequence_parallel", True, tensor and not p.sequence_parallel),
-        ("parallel.pp", p.pp // 2, pipeline),
-        ("parallel.tp", p.tp // 2, tensor),
-        ("parallel.tp", p.tp * 2, True),
-        ("parallel.pp", p.pp * 2, True),
-        *(("parallel.zero_stage", stage, replicas and p.zero_stage != stage) for stage in (0, 1, 3)),
-        ("parallel.overlap_grad_reduce", True, not p.overlap_grad_reduce),
-        ("parallel.overlap_param_gather", True, p.zero_stage in (1, 2) and not p.overlap_param_gather),
-        ("parallel.overlap_tp", "split", tensor and not p.overlap_tp),
-    ]
-    for key, value, possible in candidates:
-        if possible:
-            yield f"{key.partition('.')[2]} = {str(value).lower()}", {key: value}
-    if pipeline and p.schedule != "zb-h1":
-        yield "schedule = zb-h1", {"parallel.schedule": "zb-h1", "parallel.virtual_stages": 1}
-    for virtual in (2, 4) if pipeline else ():
-        interleaved = {"parallel.schedule": "1f1b", "parallel.virtual_stages": virtual}
-        yield f"schedule = 1f1b with virtual_stages = {virtual}", interleaved

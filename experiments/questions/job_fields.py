@@ -1,35 +1,37 @@
-"""What can be changed on the page: keys of a job, their values, and the rules that forbid some."""
+"""What people change about a job: keys, the values that are tried, and the rules that forbid some."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from stepsight.dataset.base.errors import StepsightError
+from stepsight.dataset.base.errors import JobError, StepsightError
 from stepsight.dataset.hardware.hardware import HARDWARE
 from stepsight.dataset.job.job import Job
 from stepsight.dataset.job.schedules import SCHEDULES
 from stepsight.dataset.job.specs import CHOICES, MODELS, PRECISIONS
 from stepsight.experiments.questions.sweep import change_job
 
-MODEL, HARDWARE_KEY, FABRIC = "model.name", "cluster.hardware", "cluster.fabric"
+MODEL, DEVICE, SCHEDULE, VIRTUAL = "model.name", "cluster.hardware", "parallel.schedule", "parallel.virtual_stages"
+STRATEGY, BATCH, CLUSTER, SIZES = GROUPS = ("Strategy", "Batch", "Cluster", "Model")
 _BANDWIDTH = "cluster.fabric.inter_node.bandwidth_gbytes_per_s"
 # Group, key, and the largest value of a slider that doubles; 0: from an eighth to eight times the job's own value.
 _SLIDERS: tuple[tuple[str, str, int], ...] = (
-    ("Strategy", "parallel.tp", 64),
-    ("Strategy", "parallel.pp", 128),
-    ("Strategy", "parallel.cp", 64),
-    ("Strategy", "parallel.ep", 256),
-    ("Strategy", "parallel.virtual_stages", 16),
-    ("Batch", "batch.micro_batch", 64),
-    ("Batch", "batch.global_batch", 0),
-    ("Batch", "model.seq_len", 0),
-    ("Cluster", "cluster.nodes", 16384),
-    ("Cluster", _BANDWIDTH, 0),
-    ("Model", "model.layers", 0),
-    ("Model", "model.hidden", 0),
+    (STRATEGY, "parallel.tp", 64),
+    (STRATEGY, "parallel.pp", 128),
+    (STRATEGY, "parallel.cp", 64),
+    (STRATEGY, "parallel.ep", 256),
+    (STRATEGY, VIRTUAL, 16),
+    (BATCH, "batch.micro_batch", 64),
+    (BATCH, "batch.global_batch", 0),
+    (BATCH, "model.seq_len", 0),
+    (CLUSTER, "cluster.nodes", 16384),
+    (CLUSTER, _BANDWIDTH, 0),
+    (SIZES, "model.layers", 0),
+    (SIZES, "model.hidden", 0),
 )
+_FLAGS = ("sequence_parallel", "overlap_grad_reduce", "overlap_param_gather")
 
 
 @dataclass(frozen=True)
@@ -66,7 +68,7 @@ def value_of(job: Job, key: str) -> Any:
     """The value of a key of a job."""
     if key == _BANDWIDTH:
         return job.fabric.inter_node.bandwidth_bytes_per_s / 1e9
-    if key == HARDWARE_KEY:
+    if key == DEVICE:
         return job.hardware_name
     section, _, name = key.partition(".")
     return getattr(getattr(job, section), name)
@@ -79,19 +81,19 @@ def fields_of(job: Job) -> list[Field]:
         own = value_of(job, key)
         powers = [2**power for power in range(most.bit_length())]
         found.append(Field(group, key, tuple(sorted({own, *(powers if most else _around(own))})), True))
-    choices: list[tuple[str, str, Sequence[Any]]] = [
-        ("Strategy", "parallel.schedule", SCHEDULES.names()),
-        ("Strategy", "parallel.zero_stage", tuple(CHOICES["parallel.zero_stage"])),
-        ("Strategy", "parallel.recompute", tuple(CHOICES["parallel.recompute"])),
-        ("Strategy", "parallel.sequence_parallel", (False, True)),
-        ("Batch", "batch.precision", PRECISIONS),
-        ("Cluster", HARDWARE_KEY, HARDWARE.names()),
-        ("Model", MODEL, tuple(MODELS)),
+    choices: list[tuple[str, str, Iterable[Any]]] = [
+        (STRATEGY, SCHEDULE, SCHEDULES.names()),
+        *((STRATEGY, f"parallel.{name}", CHOICES[f"parallel.{name}"]) for name in ("zero_stage", "recompute")),
+        *((STRATEGY, f"parallel.{name}", (False, True)) for name in _FLAGS),
+        (STRATEGY, "parallel.overlap_tp", CHOICES["parallel.overlap_tp"]),
+        (BATCH, "batch.precision", PRECISIONS),
+        (CLUSTER, DEVICE, HARDWARE.names()),
+        (SIZES, MODEL, MODELS),
     ]
-    for group, key, values in choices:
-        own = value_of(job, key)
-        found.append(Field(group, key, (*values, *(() if own in values else (own,))), False))
-    return sorted(found, key=lambda field: ("Strategy", "Batch", "Cluster", "Model").index(field.group))
+    found += [
+        Field(group, key, tuple(dict.fromkeys((*values, value_of(job, key)))), False) for group, key, values in choices
+    ]
+    return sorted(found, key=lambda field: GROUPS.index(field.group))
 
 
 def _around(own: Any) -> list[Any]:
@@ -106,11 +108,22 @@ def changed(job: Job, key: str, value: Any) -> Job:
     Raises:
         JobError: If the job breaks a rule; the message states it.
     """
-    if key == HARDWARE_KEY:
-        return job if value == job.hardware_name else change_job(job, {key: value, FABRIC: ""})
+    if value == value_of(job, key):
+        return job
     if key == MODEL and value in MODELS:
         return Job.from_dict({**job.to_dict(), "model": {"name": value}})
-    return job if value == value_of(job, key) else change_job(job, {key: value})
+    followed: dict[str, list[dict[str, Any]]] = {  # of schedules, what goes with some of their values alone
+        DEVICE: [{"cluster.fabric": ""}],
+        SCHEDULE: [{}, {VIRTUAL: 1}, {VIRTUAL: 2}],
+        VIRTUAL: [{}, {SCHEDULE: "1f1b"}],
+    }
+    errors = []
+    for more in followed.get(key, [{}]):
+        try:
+            return change_job(job, {key: value, **more})
+        except JobError as error:
+            errors.append(error)
+    raise errors[0]
 
 
 def broken_rules(job: Job, field: Field) -> dict[Any, str]:
