@@ -16,25 +16,16 @@ from typing import Any
 
 from stepsight.dataset.base.bounded import read_unpacked, read_varint
 from stepsight.dataset.base.errors import TraceError
+from stepsight.dataset.traces.classify import NAMES
 
 COMP, COMM, SEND, RECEIVE = "COMP_NODE", "COMM_COLL_NODE", "COMM_SEND_NODE", "COMM_RECV_NODE"
-NODE_TYPES = ("INVALID_NODE", "METADATA_NODE", "MEM_LOAD_NODE", "MEM_STORE_NODE", COMP, SEND,
-              RECEIVE, COMM)  # fmt: skip
-COMM_TYPES = ("all_reduce", "reduce", "all_gather", "gather", "scatter", "broadcast", "all_to_all", "reduce_scatter",
-              "reduce_scatter", "barrier")  # fmt: skip
+NODE_TYPES: tuple[str, ...] = tuple(NAMES["chakra"]["node_types"])
+COMM_TYPES: tuple[str, ...] = tuple(NAMES["chakra"]["collectives"])
 _MOST_US = 2**53
 _TEXTS, _BOOLS = (29,), (27,)  # fields of AttributeProto
 _SIGNED, _ZIGZAG = (7, 9), (15, 17)
-_KEYS = {
-    "Id": "id", "Name": "name", "NodeType": "type", "runtime": "duration", "durationMicros": "duration",
-    "duration_micros": "duration", "dataDeps": "data_deps",
-    "ctrlDeps": "ctrl_deps", "inputs": "inputs",
-}  # fmt: skip
-
-_KNOWN = frozenset({
-    "id", "name", "type", "duration", "startTimeMicros", "start_time_micros", "data_deps", "ctrl_deps", "inputs",
-    "outputs", "attr",
-})  # fmt: skip
+_KEYS: Mapping[str, str] = NAMES["chakra"]["keys"]  # of JSON, and ours
+_KNOWN = frozenset(NAMES["chakra"]["known"])  # keys of JSON that are no attributes
 
 
 @dataclass

@@ -8,9 +8,12 @@ the table stands for everything it calls; a call that is not stands aside for cl
 from __future__ import annotations
 
 import math
+import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from importlib import resources
 from types import MappingProxyType
+from typing import Any
 
 from stepsight.dataset.base.caching import Memo, cached
 from stepsight.dataset.kinds import kinds_version
@@ -19,33 +22,11 @@ from stepsight.dataset.kinds.op import OP_KINDS, Op
 
 Signature = tuple[str, tuple[int, ...]]  # kind, dims
 
-# What the profiler calls a dtype -> ours, and how many of ours one element weighs.
-DTYPES: Mapping[str, tuple[str, float]] = MappingProxyType(
-    {
-        "float": ("fp32", 1.0),
-        "c10::BFloat16": ("bf16", 1.0),
-        "c10::Half": ("fp16", 1.0),
-        "double": ("fp32", 2.0),
-        "long int": ("fp32", 2.0),
-        "long": ("fp32", 2.0),
-        "int": ("fp32", 1.0),
-        "short": ("fp16", 1.0),
-        "bool": ("fp8", 1.0),
-        "unsigned char": ("fp8", 1.0),
-        "signed char": ("fp8", 1.0),
-        "c10::Float8_e4m3fn": ("fp8", 1.0),
-        "c10::Float8_e5m2": ("fp8", 1.0),
-    }
+NAMES: Mapping[str, Any] = tomllib.loads(
+    resources.files("stepsight.dataset").joinpath("presets/trace_names.toml").read_text("utf-8")
 )
-
-# Bytes of an element, by the profiler's names and by those that NCCL records carry.
-ELEMENT_BYTES: Mapping[str, int] = MappingProxyType(
-    {
-        "float": 4, "int": 4, "double": 8, "long": 8, "long int": 8, "short": 2, "c10::BFloat16": 2, "c10::Half": 2,
-        "bool": 1, "unsigned char": 1, "signed char": 1, "Float": 4, "Int": 4, "Double": 8, "Long": 8, "Short": 2,
-        "BFloat16": 2, "Half": 2, "Bool": 1, "Byte": 1, "Char": 1, "Float8_e4m3fn": 1, "Float8_e5m2": 1,
-    }
-)  # fmt: skip
+DTYPES = {name: (str(dtype), float(weight)) for name, (dtype, weight) in NAMES["types"].items()}  # of the profiler
+ELEMENT_BYTES: Mapping[str, int] = NAMES["element_bytes"]  # by the profiler's names, and those of NCCL's records
 
 
 @dataclass(slots=True)

@@ -15,6 +15,7 @@ from msgspec import UNSET
 from numpy.typing import NDArray
 
 from stepsight.dataset.base.errors import StepsightError, TraceError
+from stepsight.dataset.traces.classify import NAMES
 from stepsight.dataset.traces.event_blocks import (
     NO_TEXT,
     CallArgs,
@@ -35,17 +36,7 @@ _OTHER = "mtia"  # categories of accelerators whose events have another form
 _NO_DIMS = (b"null", b"[]")
 _COMMUNICATION = "record_param_comms"
 _MARKS = ("ProfilerStep#", "Optimizer.", "enumerate(DataLoader)")  # annotations that PyTorch 1.8 writes as operators
-_CATEGORIES = {
-    name: kind
-    for kind, names in (
-        (_HOST, "cpu_op operator"),
-        (_ANNOTATION, "user_annotation"),
-        (_RUNTIME, "cuda_runtime cuda_driver hip_runtime xpu_runtime runtime driver"),
-        (_DEVICE, "kernel concurrent_kernel gpu_memcpy gpu_memset memcpy memset"),
-        (_SYNC, "cuda_sync"),
-    )
-    for name in names.split()
-}
+_CATEGORIES = {name: kind for kind, names in enumerate(NAMES["categories"].values()) for name in names.split()}
 
 
 class Interned(dict[Any, int]):

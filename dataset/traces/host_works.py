@@ -14,6 +14,7 @@ from stepsight.dataset.kinds.call_dims import count
 from stepsight.dataset.kinds.op import Collective, Op
 from stepsight.dataset.traces.classify import (
     ELEMENT_BYTES,
+    NAMES,
     annotated_op,
     call_table,
     classify_unknown,
@@ -23,29 +24,10 @@ from stepsight.dataset.traces.event_columns import Annotation, RankEvents
 from stepsight.dataset.traces.host_calls import call_tree
 from stepsight.dataset.traces.kernel_kinds import KernelKinds
 
-
-def _aten_names(words: str) -> frozenset[str]:
-    return frozenset(f"aten::{word}" for word in words.split())
-
-
-# Calls that move nothing: metadata, allocation, bookkeeping.  Their time is host gap.
-_WEIGHTLESS = _aten_names(
-    "view reshape _reshape_alias transpose t permute as_strided slice select narrow expand expand_as squeeze "
-    "unsqueeze detach alias empty empty_like empty_strided new_empty new_empty_strided resize_ resize_as_ "
-    "resolve_conj resolve_neg split split_with_sizes chunk unbind unflatten flatten view_as unsafe_split "
-    "unsafe_chunk numpy_T mT contiguous set_ set_data record_stream lift_fresh result_type is_nonzero item "
-    "_local_scalar_dense size stride data_ptr is_pinned swapaxes movedim _unsafe_view view_as_real "
-    "view_as_complex real diagonal to_dense _has_compatible_shallow_copy_type unfold broadcast_tensors "
-    "broadcast_to detach_ squeeze_ unsqueeze_ transpose_ t_ as_strided_ swapaxes_"
-) | {"detach", "detach_", "view", "slice", "torch::autograd::AccumulateGrad", "torch::autograd::GraphRoot", "aten::T"}
+_WEIGHTLESS = frozenset([f"aten::{word}" for word in NAMES["weightless"].split()] + NAMES["weightless_others"].split())
+_WRAPPERS = frozenset(f"aten::{word}" for word in NAMES["wrappers"].split())
 # Runtime calls that put something on a device; all others are the host's own.
 _LAUNCHES = ("Launch", "Memcpy", "Memset", "EventRecord", "WaitEvent")
-# Wrappers that are no work of their own even where nothing within them is.
-_WRAPPERS = _aten_names(
-    "to linear matmul layer_norm scaled_dot_product_attention zeros ones full zeros_like ones_like full_like "
-    "new_zeros new_full type_as dropout lift requires_grad_ _fused_sdp_choice is_same_size pin_memory "
-    "_pin_memory _nested_tensor_size conj conj_physical"
-)
 _BOOKKEEPING = ("autograd::", "torch::", "c10d::", "profiler::", "gloo:", "nccl:", "torch.distributed", "record_param")
 _OP, _COLLECTIVE = "stepsight::op ", "stepsight::collective "  # our annotations of calls
 _NOWHERE, _COMMUNICATION = -1, -2  # where a call lies, unless within a work

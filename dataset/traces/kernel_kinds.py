@@ -6,6 +6,7 @@ import json
 import math
 import re
 from bisect import bisect_right
+from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any, NamedTuple
 
@@ -18,6 +19,7 @@ from stepsight.dataset.kinds.call_dims import count
 from stepsight.dataset.kinds.op import OP_KINDS, Collective, Op
 from stepsight.dataset.traces.classify import (
     ELEMENT_BYTES,
+    NAMES,
     Scope,
     annotated_op,
     call_table,
@@ -34,56 +36,11 @@ from stepsight.dataset.traces.host_calls import CallTree, is_evaluation
 _MOST_THREADS = 2**31
 _ANNOTATED = "stepsight::op "  # operators of predicted traces
 
-# Names of kernels of libraries, compilers and vendors, used if no call shows the kernel's op.
-# The first match counts.
-_BY_NAME = tuple(
-    (re.compile(pattern, re.IGNORECASE), kind)
-    for pattern, kind in (
-        (r"^triton_(tem|mm|bmm)_", "linear"),
-        (r"^triton_|^kernel_cuda_|cpp_fused|^fused_|_fusion_|::kernel\d+$|^CudaCodeGen", "fused"),
-        (r"flash_bwd|fmha.*(bwd|backward)|attention.*(bwd|backward)|sdpa.*bwd|dot_do_o", "attention_backward"),
-        (r"flash_fwd|flash_attn|fmha|attention|sdpa|paged_attn|FlashAttn|^_?attn_|sage_(fwd|attn)", "attention"),
-        (r"bn_bw|batch_?norm.*(bwd|backward)|MIOpenBatchNormBwd", "batch_norm_backward"),
-        (r"bn_fw|batch_?norm|MIOpenBatchNormFwd|group_?norm|RowwiseMoments", "batch_norm"),
-        (r"(layer_?norm|ln_).*(grad|bwd|backward)|GammaBeta|cuComputeGrad|cuComputePartGrad", "layer_norm_backward"),
-        (r"rms_?norm.*(bwd|backward)", "rms_norm_backward"),
-        (r"rms_?norm", "rms_norm"),
-        (r"layer_?norm|ln_fwd|cuApplyLayerNorm", "layer_norm"),
-        (r"dgrad|wgrad|convolve.*(backward|bwd)|conv.*(bwd|Backward)|igemm_bwd|igemm_wrw", "conv_backward"),
-        (r"conv|implicit_gemm|igemm|winograd|im2col|col2im|nchwToNhwc|nhwcToNchw|cudnn::|MIOpen|fprop", "conv"),
-        (r"gemm|cutlass|cublas|^Cijk_|gemv|nvjet|_mm_|matmul|splitK|xmma|^bmm_|^wvSplit", "linear"),
-        (r"^ampere_|^volta_|^turing_|^maxwell_|^hopper_", "linear"),
-        (r"max_pool|avg_pool|adaptive_.*pool|pooling|upsample", "pool"),
-        (r"embedding_bag|split_embedding|_embedding_|EmbeddingBag|jagged|bounds_check_indices", "embedding_bag"),
-        (r"embedding|compute_grad_weight|krn_partial", "embedding"),
-        (r"nll_loss.*back|log_?softmax.*back|SoftMaxBackward|softmax_warp_backward", "softmax_backward"),
-        (r"nll_loss|cross_entropy|LogSoftMax", "cross_entropy"),
-        (r"softmax", "softmax"),
-        (r"adam|lamb|sgd|multi_tensor_apply|MultiTensor|foreach|optimizer", "foreach"),
-        (r"quant|scaled_fp8|cast_to_|_cast_|cast_back|swiglu|geglu|silu", "elementwise"),
-        (r"SubTensorOp|OpTensor|Op\dd?Tensor", "elementwise"),  # of MIOpen
-        (r"moe::.*routing|topk_?gating|dispatch_layout", "sort"),
-        (r"expand_to_|unpermute|moe_(align|sum)", "copy"),
-        (r"reshape_and_cache|kv_cache", "copy"),
-        (r"sort|radix|topk|scan|nonzero|unique|cub::Device|thrust::", "sort"),
-        (r"dropout", "dropout"),
-        (r"distribution_|philox|curand|bernoulli|random|uniform", "random"),
-        (r"CatArray|copy|permute|transpose|index_select|gather|roll_cuda|flip_|pad\d?d|tensor_?trans", "copy"),
-        (r"memset|FillFunctor|fill", "fill"),
-        (r"reduce|norm_|sum_|mean|var_", "reduce"),
-        (r"elementwise|scatter|index|where|compare|Functor|activation|gelu|relu|clamp|masked", "elementwise"),
-        (r"rotary|rope_|_rope", "rope"),
-        (r"::permute|concat|cumsum", "copy"),
-        (r"at::native|^aten::", "elementwise"),  # all other kernels of PyTorch stream through memory
-    )
-)  # fmt: skip
-_TYPES = (
-    (re.compile(r"bfloat16|bf16", re.IGNORECASE), "bf16"),
-    (re.compile(r"e4m3|e5m2|fp8|float8", re.IGNORECASE), "fp8"),
-    (re.compile(r"__half|c10::Half|half|h884|h1688|h16816|fp16|f16", re.IGNORECASE), "fp16"),
-    (re.compile(r"tf32|tensorop_s1688", re.IGNORECASE), "tf32"),
-)
-_COPIES = {"gpu_memcpy": "copy", "memcpy": "copy", "gpu_memset": "fill", "memset": "fill"}
+_PATTERNS = {
+    table: tuple((re.compile(pattern, re.IGNORECASE), meaning) for pattern, meaning in NAMES[table])
+    for table in ("kernels", "number_types", "collectives")
+}
+_COPIES: Mapping[str, str] = NAMES["copies"]
 
 
 class Launch(NamedTuple):
@@ -208,7 +165,11 @@ class KernelKinds:
 
 def named_kind(name: str) -> str | None:
     """Kind of ops in the name of a kernel or call, None if there is none."""
-    return next((kind for pattern, kind in _BY_NAME if pattern.search(name)), None)
+    return _meaning("kernels", name)
+
+
+def _meaning(table: str, name: str) -> str | None:
+    return next((meaning for pattern, meaning in _PATTERNS[table] if pattern.search(name)), None)
 
 
 def _copy_kind(launch: Launch) -> str:
@@ -219,21 +180,10 @@ def _copy_kind(launch: Launch) -> str:
 
 
 def _dtype(name: str) -> str:
-    return next((dtype for pattern, dtype in _TYPES if pattern.search(name)), "fp32")
+    return _meaning("number_types", name) or "fp32"
 
 
-_LIBRARIES = re.compile(
-    r"^(void )?(nccl|rccl|mscclpp|mscclKernel|oneccl|ncclDev|nvshmem"
-    r"|(deep_ep|dpsk::ep)::(intra|inter)node|(deep_ep|dpsk::ep)::internode_ll"
-    r"|(vllm::|sglang::|aiter::)?cross_device_reduce|(one|two)_shot_all_?reduce|multimem_)",
-    re.IGNORECASE,
-)
-_KERNELS = (
-    ("AllReduce", "all_reduce"), ("ReduceScatter", "reduce_scatter"), ("AllGather", "all_gather"),
-    ("SendRecv", "all_to_all"), ("Broadcast", "broadcast"), ("cross_device_reduce", "all_reduce"),
-    ("one_shot", "all_reduce"), ("two_shot", "all_reduce"), ("Reduce", "reduce"), ("dispatch", "all_to_all"),
-    ("combine", "all_to_all"), ("notify", "all_to_all"),
-)  # fmt: skip
+_LIBRARIES = re.compile(NAMES["libraries"], re.IGNORECASE)
 _OURS = "stepsight::collective"
 _MOST_DEPTH = 8  # enclosing calls of a launch that are examined
 
@@ -266,7 +216,7 @@ class CollectiveNodes:
         if size < 2:
             return intern_op("copy", (0,), "fp32"), None
         if not named:
-            kind = next((kind for word, kind in _KERNELS if word.lower() in launch.name.lower()), "all_reduce")
+            kind = _meaning("collectives", launch.name) or "all_reduce"
         ranks = ranks if named and len(ranks) == size else ()
         names = (said.get(key) for key in ("group", "Process Group Description", "Process Group Name") if named)
         group = self._placement.axis(ranks) or str(next(filter(None, names), "nccl")).removeprefix("mesh_")

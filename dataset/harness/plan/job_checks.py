@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+import tomllib
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 from .parallel_rules import (
@@ -19,18 +21,11 @@ from .parallel_rules import (
 
 MOST = 2**48  # a larger number is a typing mistake
 _WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "a string"}
+_LIMITS = tomllib.loads(Path(__file__).with_name("limits.toml").read_text("utf-8"))
 _JOB: dict[str, dict[str, type]] = {  # the keys that a job must have, and their types
-    "model": {
-        "family": str, "layers": int, "hidden": int, "heads": int, "kv_heads": int, "ffn": int, "vocab": int,
-        "seq_len": int, "gated_mlp": bool, "tied_embeddings": bool,
-    },
-    "parallel": {
-        "tp": int, "pp": int, "dp": int, "sequence_parallel": bool, "zero_stage": int, "schedule": str,
-        "virtual_stages": int, "recompute": str, "bucket_mbytes": float,
-    },
-    "batch": {"micro_batch": int, "global_batch": int, "precision": str},
-    "cluster": {"hardware": str, "nodes": int, "devices_per_node": int},
-}  # fmt: skip
+    table: {key: kind for kind in _WORDS for key in keys.get(kind.__name__, "").split()}
+    for table, keys in _LIMITS["types"].items()
+}
 _TABLES = (*_JOB, "optimizer", "execution")
 
 
@@ -115,36 +110,6 @@ PRECISIONS = ("fp32", "bf16", "pure-bf16", "pure-fp16")
 FAMILIES = ("gpt", "llama", "bert", "t5")
 _ENGINES = ("", "eager-pytorch")  # empty: the default of the precisions that the harness runs
 _RUNTIME = ("parallel", "runtime", ("", "torch"), "PyTorch's own pipeline runtime")
-OPTIMIZER = {"kind": "adamw", "fused": True, "clip_grad_norm": False, "offload": False}
-_PLAIN = {
-    "eager_kernels": False, "norms_again": False, "token_metrics": False, "metric_losses": 0, "fused_loss": False,
-    "loss_share": 1, "unpadded_len": 0, "qk_norm": False, "expert_bias": False, "fused_experts": False,
-}  # fmt: skip
-_ONLY: dict[str, dict[str, Any]] = {  # optional keys of a job, and their only value here
-    "model": {"attention": "mha", "experts": 0, "attention_kernels": "", "dropout": 0, **_PLAIN},
-    "batch": {"fp8_scaling": "delayed", "flushes": 1},
-    "parallel": {
-        "cp": 1, "ep": 1, "order": "tp-cp-dp-pp", "vocab_parallel": True,
-        "overlap_tp": "", "overlap_ep": False, "dispatcher": "alltoall", "recompute_modules": [],
-        "overlap_param_gather": False, "reshard_after_forward": True, "prefetch": 1,
-        "stage_layers": [], "recompute_every": 1, "offload_activations": False, "offload_layers": 0,
-        "gradient_dtype": "", "scatter_p2p": False, "reduce_scatter": True, "zero_by_rank": False,
-    },
-    "optimizer": OPTIMIZER,
-    "cluster": {"stragglers": [], "slow_links": [], "mixed": []},
-}  # fmt: skip
-
-
-_FREE = ("vocab_parallel", "stage_layers", "recompute_every")  # keys of ``parallel`` that a box runs with any value
-_ONLY_ASLEEP: dict[str, dict[str, Any]] = {  # as ``_ONLY``, in a box
-    "model": {"experts": 0},
-    "parallel": {
-        "overlap_grad_reduce": True,
-        **{key: value for key, value in _ONLY["parallel"].items() if key not in _FREE},
-    },
-    "optimizer": OPTIMIZER,
-    "cluster": {"mixed": []},
-}
 
 
 def job_problems(job: Any) -> list[str]:
@@ -191,7 +156,7 @@ def job_problems(job: Any) -> list[str]:
         fused, layers = model.get("fused_attention", True), model.get("encoder_layers", 0)
         rules.require(fused is True, f"the harness runs model.fused_attention = True, got {fused!r:.80}")
         rules.require(layers == 0, f"the harness runs model.encoder_layers = 0 but for t5, got {layers!r:.80}")
-    _check_fixed(rules, job, _ONLY, "the harness runs")
+    _check_fixed(rules, job, _LIMITS["only"], "the harness runs")
     return rules
 
 
@@ -215,7 +180,7 @@ def sleeping_problems(job: Any) -> list[str]:
     _check_tied(rules, job, "a box ties")
     over_all = ("parallel", "dp_shard", (0, parallel["dp"]), "zero_stage over all replicas (dp_shard)")
     _check_allowed(rules, job, (over_all, _RUNTIME), "a box runs")
-    _check_fixed(rules, job, _ONLY_ASLEEP, "a box runs")
+    _check_fixed(rules, job, _LIMITS["only_in_a_box"], "a box runs")
     return rules
 
 

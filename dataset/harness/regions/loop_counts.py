@@ -7,44 +7,19 @@ variables.  So each operation's number of executions and the memory that it touc
 from __future__ import annotations
 
 import math
+import tomllib
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch._inductor.virtualized import V
 
 FAR, MOVES, WORK, SLOW = "far", "moves", "work", "slow"  # how dims count an operation
-COSTS: Mapping[str, tuple[str, float, float]] = {  # and cycles of one on a vector of 64 bytes, and on a number
-    "gather": (FAR, 2.0, 1.5), "scatter": (FAR, 2.0, 2.0), "load": (MOVES, 0.5, 0.5), "store": (MOVES, 1.0, 1.0),
-    "part_load": (MOVES, 8.0, 2.0), "part_store": (MOVES, 8.0, 4.0), "copy": (MOVES, 2.0, 1.0),
-    "mask_load": (MOVES, 40.0, 1.0), "mask_store": (MOVES, 150.0, 1.0), "many_mask_load": (MOVES, 160.0, 2.0),
-    "many_mask_store": (MOVES, 400.0, 2.0), "transpose": (WORK, 4.0, 4.0),
-    "arithmetic": (WORK, 0.5, 0.6), "integer": (WORK, 0.6, 0.3), "compare": (WORK, 0.6, 0.5),
-    "logic": (WORK, 0.5, 0.3), "select": (WORK, 0.6, 1.0), "range": (WORK, 2.0, 1.0), "widen": (WORK, 1.0, 0.5),
-    "narrow": (WORK, 5.0, 4.0), "convert": (WORK, 3.0, 1.5), "mod": (WORK, 10.0, 2.0), "carried": (WORK, 2.0, 4.0),
-    "welford": (WORK, 25.0, 15.0), "cascade": (WORK, 2.0, 4.0), "argmax": (WORK, 4.0, 4.0),
-    "reduce": (WORK, 12.0, 12.0), "welford_end": (WORK, 50.0, 30.0), "cascade_end": (WORK, 20.0, 10.0),
-    "argmax_end": (WORK, 300.0, 300.0),
-    "exp_u20": (SLOW, 8.0, 8.0), "exp": (SLOW, 14.0, 10.0), "log": (SLOW, 50.0, 20.0), "log1p": (SLOW, 70.0, 30.0),
-    "expm1": (SLOW, 50.0, 30.0), "tanh": (SLOW, 80.0, 40.0), "erf": (SLOW, 40.0, 30.0), "sin": (SLOW, 30.0, 15.0),
-    "cos": (SLOW, 30.0, 15.0), "pow": (SLOW, 100.0, 40.0), "sqrt": (SLOW, 8.0, 5.0), "rsqrt": (SLOW, 12.0, 8.0),
-    "reciprocal": (SLOW, 6.0, 4.0), "divide": (SLOW, 4.0, 3.0), "rand": (SLOW, 480.0, 30.0),
-    "round": (SLOW, 1.0, 1.0), "sigmoid": (SLOW, 18.0, 13.0), "other": (SLOW, 20.0, 20.0),
-}  # fmt: skip
-_LIKE = {  # operations of Inductor that count as another
-    **dict.fromkeys(("add", "sub", "mul", "neg", "abs", "square", "maximum", "minimum", "relu", "fma"), "arithmetic"),
-    **dict.fromkeys(("eq", "ne", "lt", "le", "gt", "ge", "isnan", "isinf", "sign", "signbit"), "compare"),
-    **dict.fromkeys(("and_", "or_", "xor", "invert"), "logic"),
-    **dict.fromkeys((f"{kind}_{name}" for kind in ("logical", "bitwise") for name in ("and", "or", "not", "xor")),
-                    "logic"),
-    **dict.fromkeys(("mod", "remainder", "fmod", "floordiv", "truncdiv", "int_truediv"), "mod"),
-    **dict.fromkeys(("floor", "ceil", "trunc", "round_to_int"), "round"),
-    **dict.fromkeys(("randn", "randint64", "load_seed"), "rand"),
-    "truediv": "divide", "where": "select", "masked": "select", "index_expr": "range", "exp2": "exp", "log2": "log",
-    "log10": "log", "erfc": "erf", "identity": "", "constant": "",
-}  # fmt: skip
-_ENDS = {"welford_reduce": "welford", "welford_combine": "welford", "argmax": "argmax", "argmin": "argmax",
-         "sum": "cascade"}  # fmt: skip
+_TABLES = tomllib.loads(Path(__file__).with_name("costs.toml").read_text("utf-8"))
+COSTS: Mapping[str, tuple[str, float, float]] = _TABLES["costs"]
+_LIKE = {name: kind for kind, names in _TABLES["like"].items() for name in names.split()}
+_NOTHING = "nothing"  # what some operations count as
 LINE = 64  # bytes of a cache line, and of a vector
 NEAR, MIDDLE = 700_000, 12_000_000  # bytes between two uses of a buffer that a core's caches, or all, still hold
 _REMEMBERED = 40_000  # truth values that branch prediction learns from one call to the next
@@ -163,7 +138,7 @@ class _Reader:
             index = self._expression(arguments[0])
             return self._do("range", dtypes[0], [_Value(depth=self._depth(index), key=str(index))], name)
         if name == "reduction":
-            kind = _ENDS.get(arguments[2], "carried")
+            kind = _TABLES["reductions"].get(arguments[2], "carried")
             inner = self._do(kind, dtypes[1], [*given, _Value(depth=len(self._sizes))], arguments[2])
             self._add(f"{kind}_end" if f"{kind}_end" in COSTS else "reduce", self._outer)
             return inner._replace(dtype=dtypes[0], depth=self._outer)
@@ -177,13 +152,13 @@ class _Reader:
         return self._do(counted, made, given, (name, plain))
 
     def _do(self, name: str, dtype: torch.dtype, given: Sequence[_Value], what: Any) -> _Value:
-        """An operation on values, once; ``name`` is one of ``COSTS``, or empty: it does nothing."""
+        """An operation on values, once; ``name`` is one of ``COSTS``, or nothing."""
         key = what, self._sizes, tuple(each.key for each in given)
         if key not in self._known or name == "rand":
             depth = max((each.depth for each in given), default=0)
             self._known[key] = _Value(dtype, depth, hash(key))
             vectors = self._code.vectors and depth > self._tile
-            if name and depth:
+            if name != _NOTHING and depth:
                 self._add(name, depth, LINE // max(dtype.itemsize, 4) if vectors else 1)
         return self._known[key]
 
@@ -281,7 +256,7 @@ def _made(name: str, dtypes: Sequence[torch.dtype], given: Sequence[_Value]) -> 
 
 def _cast(of: torch.dtype, to: torch.dtype) -> str:
     if of == to:
-        return ""
+        return _NOTHING
     if to.itemsize == 2 and to.is_floating_point:
         return "narrow"
     return "widen" if of.itemsize == 2 and of.is_floating_point else "convert"
