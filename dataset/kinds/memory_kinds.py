@@ -306,7 +306,7 @@ def _rows_read(n: int, h: int, u: int) -> float:
     return (_RANDOM * u + _CACHED * max(n - u, 0)) * h
 
 
-_BATCHED: dict[str, Any] = {"family": "table_lookup", "units": lambda n, h, b, u, *more: n, "in_harness": False}
+_BATCHED: dict[str, Any] = {"family": "table_lookup", "units": lambda n, h, b, u, *more: n}
 _TABLE_LOOKUPS = (
     OpKind(
         name="table_lookup",

@@ -10,6 +10,7 @@ from stepsight.experiments.studies import (
     emulation_and_what_if,
     one_gpu,
     public_tables,
+    recommendation,
     search_regret,
     small_to_large,
     torch_agreement,
@@ -19,5 +20,6 @@ from stepsight.experiments.studies.study import Study
 _TABLES = (public_tables.COLLECTIVES, public_tables.KERNELS, public_tables.TRANSFER)
 _REPLAYS = (emulation_and_what_if.EMULATE, emulation_and_what_if.WHAT_IF)
 _TORCH = (torch_agreement.CAPTURE, torch_agreement.MEMORY)
-_ALONE = (bench.STUDY, context.STUDY, one_gpu.STUDY, search_regret.STUDY, small_to_large.STUDY)
+_TABLES_OF_MODELS = (recommendation.LOOKUPS, recommendation.PLACEMENTS)
+_ALONE = (bench.STUDY, context.STUDY, one_gpu.STUDY, search_regret.STUDY, small_to_large.STUDY, *_TABLES_OF_MODELS)
 STUDIES: Mapping[str, Study] = {study.name: study for study in (*_ALONE, *_TABLES, *_REPLAYS, *_TORCH)}

@@ -122,6 +122,8 @@ EXPERIMENTS = {  # the entries of ``experiments/studies/runner.py`` (not in the 
     "memory": "predicted memory against PyTorch's tracker",
     "one-gpu": "a predictor from ten minutes of measurements on one GPU, judged on held-out runs",
     "search": "search against predictions of every strategy",
+    "lookups": "predicted and measured lookups in embedding tables on one core of this machine",
+    "placements": "predicted iterations by how tables are placed: search, simple rules, torchrec's planner",
     "small-to-large": "predictions for sixteen ranks, trained on four",
     "transfer": "a predictor for a device with few measurements",
     "what-if": "changes predicted from one trace against runs with the change",

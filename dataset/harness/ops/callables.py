@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from ..base.errors import HarnessError
-from . import op_products, op_rows
+from . import op_products, op_rows, table_lookups
 from .input_pool import Call, Maker, Pool
 
-_THEMES = (op_products, op_rows)
+_THEMES = (op_products, op_rows, table_lookups)
 _MAKERS: MappingProxyType[str, Maker] = MappingProxyType(
     {kind: make for theme in _THEMES for kind, make in theme.MAKERS.items()}
 )

@@ -32,6 +32,7 @@ DIMS = {
     "host": [1000, 7],
     "batch_norm": [60, 8],
     "embedding_bag": [12, 8, 4, 32],
+    "table_lookup": [40, 8, 10, 15, 3],
     "recurrent": [3, 2, 5, 4, 16],
 }
 CONV = [2, 4, 8, 36, 9, 1, 36, 2]  # 3 x 3 over 6 x 6
@@ -44,7 +45,8 @@ def pool() -> Pool:
 
 @pytest.mark.parametrize("kind", [name for name, kind in OP_KINDS.items() if kind.in_harness and kind.family in DIMS])
 def test_op_runs_twice_on_uneven_sizes(kind: str, pool: Pool) -> None:
-    call = op_call(kind, DIMS[OP_KINDS[kind].family], pool)
+    state = [1] if kind == "table_lookup_backward" else []  # elements of the optimizer's state of a row
+    call = op_call(kind, [*DIMS[OP_KINDS[kind].family], *state], pool)
     for _ in range(2):
         call.run(*call.inputs())
 
@@ -244,3 +246,11 @@ def test_only_calls_of_pytorch_are_made() -> None:
             replayed_call((name, [], [], [], [], []), torch.device("cpu"))
     with pytest.raises(HarnessError, match="has no aten::mm that takes 1"):
         replayed_call(("aten::mm", [[2, 2]], ["float"], [[2, 1]], [""], []), torch.device("cpu"))
+
+
+def test_lookups_have_the_rows_and_sums_of_their_dims(pool: Pool) -> None:
+    """Whatever library looks them up: as many different rows as the op says, and a sum for each bag."""
+    call = op_call("table_lookup", [60, 8, 12, 20, 4], pool)
+    ids, offsets = call.inputs()
+    assert len(ids) == 60 and len(offsets) == 13 and len(torch.unique(ids[:15])) == 5
+    assert torch.as_tensor(call.run(ids, offsets)).numel() == 12 * 8

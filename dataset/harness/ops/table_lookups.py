@@ -1,0 +1,119 @@
+"""Lookups in several embedding tables in one call: FBGEMM's where it is installed, else PyTorch's.
+
+Indices hold as many different rows as the op's dims say, scattered over tables of four times as many rows.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from types import MappingProxyType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .input_pool import Call, Maker, Pool
+
+try:
+    with warnings.catch_warnings(action="ignore"):
+        from fbgemm_gpu import split_table_batched_embeddings_ops_common as common
+        from fbgemm_gpu import split_table_batched_embeddings_ops_training as training
+        from fbgemm_gpu.split_embedding_configs import EmbOptimType
+except (ImportError, OSError):  # FBGEMM's libraries are of one release of PyTorch each
+    training = None
+
+_SPREAD, _SETS = 4, 4  # rows of a table for each that is looked up; sets of indices that calls take in turn
+_RATE, _EPSILON = 1e-4, 1e-8
+
+
+def _indices(pool: Pool, indices: int, bags: int, distinct: int, tables: int) -> tuple[Tensor, Tensor, int]:
+    """Row numbers table by table, where each sum begins, and the rows of a table."""
+    each, seen, sums = max(indices // tables, 1), max(distinct // tables, 1), max(bags // tables, 1)
+    rows = _SPREAD * seen
+    found = []
+    for _ in range(tables):
+        used = torch.randperm(rows, device=pool.device)[: min(seen, each)]
+        again = used[torch.randint(len(used), (each - len(used),), device=pool.device)]
+        ids = torch.cat([used, again])
+        found.append(ids[torch.randperm(each, device=pool.device)])
+    offsets = torch.arange(tables * sums + 1, device=pool.device) * (tables * each) // (tables * sums)
+    return torch.cat(found), offsets, rows
+
+
+def _fused(pool: Pool, rows: int, hidden: int, tables: int, stateful: bool) -> Callable[[Tensor, Tensor], Tensor]:
+    """FBGEMM's module, which steps the optimizer in its backward."""
+    on_gpu = pool.device.type == "cuda"
+    place = common.EmbeddingLocation.DEVICE if on_gpu else common.EmbeddingLocation.HOST
+    device = training.ComputeDevice.CUDA if on_gpu else training.ComputeDevice.CPU
+    kind = EmbOptimType.EXACT_ROWWISE_ADAGRAD if stateful else EmbOptimType.EXACT_SGD
+    module = training.SplitTableBatchedEmbeddingBagsCodegen(
+        [(rows, hidden, place, device)] * tables, optimizer=kind, learning_rate=_RATE, device=pool.device
+    )
+    return lambda ids, offsets: module(ids, offsets)
+
+
+class _Plain:
+    """PyTorch's lookups in one table that stands for all, and the step of the rows that were looked up."""
+
+    def __init__(self, pool: Pool, rows: int, hidden: int, tables: int) -> None:
+        self.table = torch.randn(rows * tables, hidden, device=pool.device).requires_grad_()
+        self.state = torch.zeros(rows * tables, device=pool.device)
+
+    def __call__(self, ids: Tensor, offsets: Tensor) -> Tensor:
+        return F.embedding_bag(ids, self.table, offsets[:-1], mode="sum", sparse=True)
+
+    def step(self) -> None:
+        grad, self.table.grad = self.table.grad, None
+        assert grad is not None
+        rows, values = grad.coalesce().indices()[0], grad.coalesce().values()
+        self.state[rows] += values.square().mean(1)
+        scale = _RATE / (self.state[rows].sqrt() + _EPSILON)
+        with torch.no_grad():
+            self.table.index_add_(0, rows, values * scale[:, None], alpha=-1.0)
+
+
+def _made(pool: Pool, dims: tuple[int, ...], stateful: bool = True) -> tuple[Any, Callable[[], tuple[Tensor, Tensor]]]:
+    """The lookups of an op, and what gives the next indices."""
+    indices, hidden, bags, distinct, tables = dims
+    sets = [_indices(pool, indices, bags, distinct, tables) for _ in range(_SETS)]
+    rows, turn = sets[0][2], 0
+    fits = training is not None and hidden % 4 == 0
+    look = _fused(pool, rows, hidden, tables, stateful) if fits else _Plain(pool, rows, hidden, tables)
+
+    def following() -> tuple[Tensor, Tensor]:
+        nonlocal turn
+        turn = (turn + 1) % _SETS
+        ids, offsets, _ = sets[turn]
+        return ids, offsets
+
+    return look, following
+
+
+def _lookup(pool: Pool, *dims: int) -> Call:
+    look, following = _made(pool, dims)
+    return Call(look, following, fresh=True)
+
+
+def _lookup_backward(pool: Pool, *dims: int) -> Call:
+    look, following = _made(pool, dims[:-1], stateful=dims[-1] > 0)
+    grad: Tensor | None = None
+
+    def forward() -> tuple[Tensor]:
+        with torch.enable_grad():
+            return (look(*following()),)
+
+    def backward(out: Tensor) -> None:
+        nonlocal grad
+        grad = torch.ones_like(out) if grad is None else grad
+        out.backward(grad)
+        if isinstance(look, _Plain):
+            look.step()
+
+    return Call(backward, forward)
+
+
+MAKERS: MappingProxyType[str, Maker] = MappingProxyType(
+    {"table_lookup": _lookup, "table_lookup_backward": _lookup_backward}
+)
