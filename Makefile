@@ -13,7 +13,7 @@ help:
 	@echo "make test        all tests"
 	@echo "make storm       tests of many processes at once (minutes; PostgreSQL where it is installed)"
 	@echo "make check       ruff, mypy, who imports whom, and the English of docs and docstrings"
-	@echo "make docs        build the documentation in site/, check its links, and run its tutorials"
+	@echo "make docs        take its pictures, build the documentation in site/, check its links, and run its tutorials"
 	@echo "make bench       speed figures, printed and written to bench.json"
 	@echo "make fuzz        INPUTS=10000 mutated inputs for every reader (hours; INPUTS=1000 before a release)"
 	@echo "make crash       fail every write of the commands that write, one after the other (about an hour)"
@@ -55,6 +55,7 @@ check: .venv/.installed
 	$(BIN)/python -m tests.prose
 
 docs: .venv/.installed
+	$(BIN)/python docs/hooks/screenshots.py
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
 	$(BIN)/python -m pytest -m tutorial tests/docs tests/examples
 

@@ -272,7 +272,7 @@ class Desk:
         self.attempt(lambda: self.ask(job))
 
     def take(self, found: Opened, assumed: str = "") -> None:
-        """Show what was opened, and what was assumed; a job takes the place of the one that is shown."""
+        """Show what was opened, and what was assumed; a job replaces the one that is shown."""
         if isinstance(found, Job):
             self.ask(found, rebuild=True)
         else:

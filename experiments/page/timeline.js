@@ -21,7 +21,7 @@ function stepsightTimeline(number, data) {
       const x = Math.max(place(begin), left), w = Math.max(Math.min(place(begin + lasts), left + width()) - x, 0.5);
       context.fillStyle = colors[color]; context.fillRect(x, lane * row + 2, w, row - 5);
       if (critical) { context.fillStyle = ink; context.fillRect(x, lane * row + row - 3, w, 2); }
-      if (w > 26) { context.fillStyle = "#fff"; context.fillText(data.names[name], x + 3, lane * row + row - 7, w - 4); }
+      if (w > 26) { context.fillStyle = "#fff"; context.fillText(data.names[name], x + 3, lane * row + row - 5, w - 4); }
     }
     context.fillStyle = ink;
     data.lanes.forEach((lane, at) => context.fillText(lane, 2, at * row + row - 5, left - 8));

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import cache
 from html import escape
 from importlib import resources
 from typing import TYPE_CHECKING, Any
@@ -36,7 +35,6 @@ MOST_LISTED = 40  # strategies of a search that are listed
 _DARK = "--ink:#e6e6e6;--paper:#1b1d21;--soft:#2a2d33;--edge:#454a52;--red:#ff8a80;color-scheme:dark;" + DARK_COLORS
 
 
-@cache
 def style() -> str:
     """Style sheet of pages and of saved files: dark where the reader's system is, unless the page says otherwise."""
     text = resources.files(__package__).joinpath("page.css").read_text("utf-8")
@@ -116,7 +114,7 @@ def answer(facts: Facts, plan: Facts | None = None) -> str:
     if plan is not None:
         cost = "no price" if plan["cost"] is None else f"{plan['cost']:,.0f}"
         figures += [
-            ("days", f"{plan['days']:,.1f} days", f"for {plan['tokens']:.4g} tokens"),
+            ("days", f"{plan['days']:,.1f} days", f"for {plan['tokens']:.4g} tokens".replace("e+", "e")),
             ("cost", cost, f"cost of {plan['device_hours']:,.0f} device-hours"),
         ]
     shown_figures = (
@@ -272,11 +270,11 @@ def assumptions(facts: Facts) -> str:
 
 def comparison(told: Facts, links: bool = False) -> str:
     """Compare jobs with the first: what differs, and where the time differs; ``links``: to each job of the page."""
+    names = [chr(ord("A") + at % 26) for at in range(len(told["sides"]))]
     rows = [
-        (side["name"], [(side["seconds"], f"{seconds_text(side['seconds'])}, {side['percent']:+.1f} %", BLUE)])
-        for side in told["sides"]
+        (name, [(side["seconds"], f"{seconds_text(side['seconds'])}, {side['percent']:+.1f} %", BLUE)])
+        for name, side in zip(names, told["sides"], strict=True)
     ]
-    names = [chr(ord("A") + at % 26) for at in range(len(rows))]
     legend = "".join(
         f'<a href="#job-{at}">{name}: {escape(side["name"])}</a>' if links else f"<p>{name}: {escape(side['name'])}</p>"
         for at, (name, side) in enumerate(zip(names, told["sides"], strict=True))
