@@ -42,7 +42,8 @@ def test_a_program_is_saved_edited_and_predicted(tmp_path: Path) -> None:
     assert whole.memory["fits"] is None and any("memory of tensors is not known" in text for text in whole.warnings)
     twice = program.of_parts([program, program, program.part([0], "")])
     steps = np.repeat([0, 1, -1], [len(program), len(program), 1])
-    traced = twice.replace(columns={**twice.columns, "step": steps}, slowed=(0,), device_name=program.device_name)
+    facts = {name: getattr(program, name) for name in ("rank", "world_size", "device_name")}
+    traced = twice.replace(columns={**twice.columns, "step": steps}, slowed=(0,), steps_s=np.zeros((2, 2)), **facts)
     assert stepsight.predict(traced).iteration_time_s == pytest.approx(whole.iteration_time_s)  # of one step alone
     assert repr(program).endswith("streams, rank 0 of 512 on h100-sxm-80gb)")
     attention = [node for node, each in enumerate(program.nodes) if each.work.kind == "attention"]
