@@ -38,8 +38,8 @@ _ONNX_TYPES = MappingProxyType(
 )  # fmt: skip
 _FLOATS = (1, 10, 11, 16)
 MOST_NODES = 60_000  # of a graph
-_SMALL = 1024  # elements of a constant that may be a shape
-_ONNX_VIEWS = frozenset(
+SMALL = 1024  # elements of a constant that may be a shape
+ONNX_VIEWS = frozenset(
     ["Reshape", "Squeeze", "Unsqueeze", "Flatten", "Identity", "Shape", "Size", "Constant", "ConstantOfShape", "Range"]
 )
 _KINDS = {
@@ -63,6 +63,11 @@ _STREAMED = MappingProxyType({name: kind for kind, names in _KINDS.items() for n
 
 def read_onnx(path: Path, dims: Mapping[str, int]) -> ModelSteps:
     """Read an ONNX model (else ``CaptureError``); ``dims``: sizes of symbolic dimensions by name, 1 for others."""
+    return open_onnx(path, dims).model()
+
+
+def open_onnx(path: Path, dims: Mapping[str, int]) -> OnnxReader:
+    """The reader of an ONNX model, as ``read_onnx`` takes it."""
     need("onnx")
     import onnx
     from google.protobuf.message import DecodeError
@@ -74,14 +79,14 @@ def read_onnx(path: Path, dims: Mapping[str, int]) -> ModelSteps:
             model = onnx.inliner.inline_local_functions(model)
         missing = _set_dims(model.graph, dims)
         for tensor in model.graph.initializer:
-            if math.prod(tensor.dims) > _SMALL:
+            if math.prod(tensor.dims) > SMALL:
                 tensor.ClearField("raw_data")
         inferred = onnx.shape_inference.infer_shapes(model, data_prop=True)
     except (DecodeError, OSError, RuntimeError, ValueError, *_errors(onnx)) as error:
         raise CaptureError(f"{path.name} must be an ONNX model: {str(error).splitlines()[0]:.200}") from None
     if not inferred.graph.node:
         raise CaptureError(f"{path.name} must be an ONNX model with at least one node, got none")
-    return _OnnxReader(inferred.graph, missing).model()
+    return OnnxReader(inferred.graph, missing)
 
 
 def _num_nodes(model: Any) -> int:
@@ -142,12 +147,12 @@ class _Call:
     settings: Mapping[str, Any]
 
 
-class _OnnxReader(ModelReader):
+class OnnxReader(ModelReader):
     """Reads one graph whose shapes are known."""
 
     def __init__(self, graph: Any, missing: list[str]) -> None:
         super().__init__()
-        self._graph = graph
+        self.graph = graph
         if missing:
             self.notes.append(f"dimensions {', '.join(missing)} are taken as 1: give their sizes with --dims")
         self.shapes = {tensor.name: list(tensor.dims) for tensor in graph.initializer}
@@ -161,26 +166,31 @@ class _OnnxReader(ModelReader):
             self._types.setdefault(value.name, tensor.elem_type)
 
     def model(self) -> ModelSteps:
-        steps = [step for node in self._graph.node for step in self._steps(node)]
+        steps = [step for node in self.graph.node for step in self._steps(node)]
         return self.of_steps(steps, [_onnx_type(self._types[name])[0] for name in self.parameters])
 
     def _steps(self, node: Any) -> list[ModelStep]:
         reads = tuple(dict.fromkeys(self.root(name) for name in node.input if name))
         writes = [name for name in node.output if name]
-        if node.op_type in _ONNX_VIEWS:
+        if node.op_type in ONNX_VIEWS:
             self.add_views(writes, reads)
-        if node.op_type in _ONNX_VIEWS or not reads or not writes:
+        if node.op_type in ONNX_VIEWS or not reads or not writes:
             return []
-        ops = self._ops(node, writes)
+        ops = self.signatures(node, writes, self.shapes)
         known = node.op_type not in self.unknown
         name = node.name or node.op_type
         return [ModelStep(name, op, reads, tuple(writes), known) for op in ops if op is not None]
 
-    def _ops(self, node: Any, writes: list[str]) -> list[Op | None]:
-        shapes = [self.shapes.get(name, []) for name in node.input]
-        result = self.shapes.get(writes[0], [])
+    def settings(self, node: Any) -> Mapping[str, Any]:
+        """Settings of a node by name."""
+        return {each.name: _value(each) for each in node.attribute}
+
+    def signatures(self, node: Any, writes: list[str], of: Mapping[str, list[int]]) -> list[Op | None]:
+        """Signatures of a node whose tensors have the shapes ``of``."""
+        shapes = [of.get(name, []) for name in node.input]
+        result = of.get(writes[0], [])
         dtype, weight = _onnx_type(self._types.get(node.input[0] if node.input[0] else writes[0], 1))
-        call = _Call(shapes, result, dtype, {each.name: _value(each) for each in node.attribute})
+        call = _Call(shapes, result, dtype, self.settings(node))
         if node.op_type == "Gather" and self.root(node.input[0]) in self.parameters and len(shapes[0]) == 2:
             return [Op("embedding", (max(math.prod(shapes[1]), 1), shapes[0][1], shapes[0][0]), dtype)]
         if node.op_type == "Attention" and node.domain == "com.microsoft":  # with projections of q, k and v
@@ -288,7 +298,7 @@ _VIEW_NAMES = (
     "unbind detach alias flatten unflatten narrow swapaxes getitem _assert_tensor_metadata sym_size _assert_scalar "
     "lift_fresh_copy movedim view_as contiguous size"
 )
-_ATEN_VIEWS = frozenset(_VIEW_NAMES.split())  # and ops that compute no tensor
+ATEN_VIEWS = frozenset(_VIEW_NAMES.split())  # and ops that compute no tensor
 
 
 def read_exported(path: Path, dims: Mapping[str, int]) -> ModelSteps:
@@ -296,6 +306,20 @@ def read_exported(path: Path, dims: Mapping[str, int]) -> ModelSteps:
 
     ``dims``: sizes of symbolic dimensions by torch's names (``s77``); others are those of the sample inputs.
     """
+    try:
+        return open_exported(path, dims).model()
+    except (KeyError, TypeError, ValueError, RecursionError) as error:
+        if isinstance(error, CaptureError):
+            raise
+        raise _not_exported(path, error) from None
+
+
+def _not_exported(path: Path, error: Exception) -> CaptureError:
+    return CaptureError(f"{path.name} must be a file that torch.export.save wrote: {error}")
+
+
+def open_exported(path: Path, dims: Mapping[str, int]) -> ExportedReader:
+    """The reader of an exported program, as ``read_exported`` takes it."""
     try:
         with zipfile.ZipFile(path) as archive:
             found = [entry for entry in archive.infolist() if entry.filename.endswith("/models/model.json")
@@ -307,7 +331,7 @@ def read_exported(path: Path, dims: Mapping[str, int]) -> ModelSteps:
                 )
             tree = json.loads(archive.read(found[0]))
             check_count(path, len(tree["graph_module"]["graph"]["nodes"]))
-        return _ExportedReader(tree, dims).model()
+        return ExportedReader(tree, dims)
     except zipfile.BadZipFile:
         raise CaptureError(
             f"{path.name} must be a whole file that torch.export.save wrote, but it is cut short or of another format: "
@@ -316,24 +340,24 @@ def read_exported(path: Path, dims: Mapping[str, int]) -> ModelSteps:
     except (OSError, KeyError, TypeError, ValueError, RecursionError) as error:
         if isinstance(error, CaptureError):
             raise
-        raise CaptureError(f"{path.name} must be a file that torch.export.save wrote: {error}") from None
+        raise _not_exported(path, error) from None
 
 
-class _ExportedReader(ModelReader):
+class ExportedReader(ModelReader):
     """Reads one program."""
 
     def __init__(self, tree: Mapping[str, Any], dims: Mapping[str, int]) -> None:
         super().__init__()
         module = tree["graph_module"]
-        self._graph, self._dims = module["graph"], dims
-        values = self._graph["tensor_values"].items()
+        self.graph, self._dims = module["graph"], dims
+        values = self.graph["tensor_values"].items()
         self.shapes = {name: [self._size(size) for size in meta["sizes"]] for name, meta in values}
         self._types = {name: _PROFILER_TYPES.get(meta["dtype"], "float") for name, meta in values}
-        specs = module["signature"]["input_specs"]
-        self.parameters = frozenset(spec["parameter"]["arg"]["name"] for spec in specs if "parameter" in spec)
+        self.specs = module["signature"]["input_specs"]
+        self.parameters = frozenset(spec["parameter"]["arg"]["name"] for spec in self.specs if "parameter" in spec)
 
     def model(self) -> ModelSteps:
-        steps = [step for node in self._graph["nodes"] for step in self._steps(node)]
+        steps = [step for node in self.graph["nodes"] for step in self._steps(node)]
         return self.of_steps(steps, [DTYPES[self._types[name]][0] for name in self.parameters])
 
     def _size(self, size: Mapping[str, Any]) -> int:
@@ -343,12 +367,17 @@ class _ExportedReader(ModelReader):
         hint = (expression.get("hint") or {}).get("as_int", 1)
         return int(self._dims.get(expression["expr_str"], hint))
 
-    def _steps(self, node: Mapping[str, Any]) -> list[ModelStep]:
+    def name_of(self, node: Mapping[str, Any]) -> str:
+        """Name of the op of a node."""
         words = node["target"].split(".")
-        name = words[3] if words[:3] == ["torch", "ops", "aten"] and len(words) > 3 else words[-1]
-        writes = [tensor for output in node["outputs"] for tensor in _tensors(output)]
-        reads = [self.root(tensor) for given in node["inputs"] for tensor in _tensors(given["arg"])]
-        op, known = (None, True) if name in _ATEN_VIEWS or not writes else self._op(name, node, writes)
+        return str(words[3] if words[:3] == ["torch", "ops", "aten"] and len(words) > 3 else words[-1])
+
+    def _steps(self, node: Mapping[str, Any]) -> list[ModelStep]:
+        name = self.name_of(node)
+        writes = [tensor for output in node["outputs"] for tensor in tensors_of(output)]
+        reads = [self.root(tensor) for given in node["inputs"] for tensor in tensors_of(given["arg"])]
+        is_view = name in ATEN_VIEWS or not writes
+        op, known = (None, True) if is_view else self.signature(name, node, writes, self.shapes)
         if not known:
             self.unknown[name] = None
         if op is None:
@@ -356,9 +385,12 @@ class _ExportedReader(ModelReader):
             return []
         return [ModelStep(name, op, tuple(dict.fromkeys(reads)), tuple(writes), known)]
 
-    def _op(self, name: str, node: Mapping[str, Any], writes: list[str]) -> tuple[Op | None, bool]:
+    def signature(
+        self, name: str, node: Mapping[str, Any], writes: list[str], of: Mapping[str, list[int]]
+    ) -> tuple[Op | None, bool]:
+        """Signature of a node whose tensors have the shapes ``of``, and whether its kind is known."""
         given = {each["name"]: each["arg"] for each in node["inputs"]}
-        shapes = [self.shapes[tensor] for each in node["inputs"] for tensor in _tensors(each["arg"])]
+        shapes = [of[tensor] for each in node["inputs"] for tensor in tensors_of(each["arg"])]
         dtype = DTYPES[self._types[writes[0]]][0]
         if name in ("linear", "matmul", "bmm", "mm") and len(shapes) > 1:
             return matrix_product(shapes[0], shapes[1], dtype, transposed=name == "linear"), True
@@ -372,17 +404,17 @@ class _ExportedReader(ModelReader):
             return rows_of("softmax", shapes[0], dtype), True
         dims, types, literals = [], [], []
         for each in node["inputs"]:
-            tensors = _tensors(each["arg"])
+            tensors = tensors_of(each["arg"])
             listed = "as_tensors" in each["arg"]
-            dims.append([self.shapes[t] for t in tensors] if listed else self.shapes[tensors[0]] if tensors else [])
+            dims.append([of[t] for t in tensors] if listed else of[tensors[0]] if tensors else [])
             types.append(f"TensorList {self._types[tensors[0]]}" if listed and tensors else
                          self._types[tensors[0]] if tensors else "Scalar")  # fmt: skip
             literals.append("" if tensors else str(next(iter(each["arg"].values()), "")))
-        made = (self.shapes[writes[0]], self._types[writes[0]], len(writes))
+        made = (of[writes[0]], self._types[writes[0]], len(writes))
         return op_of_call((f"aten::{name}", dims, types, [()] * len(dims), literals, made), Scope())
 
 
-def _tensors(argument: Mapping[str, Any]) -> list[str]:
+def tensors_of(argument: Mapping[str, Any]) -> list[str]:
     """Names of the tensors of an argument."""
     if "as_tensor" in argument:
         return [argument["as_tensor"]["name"]]

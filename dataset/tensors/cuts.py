@@ -1,0 +1,316 @@
+"""Cuts a step into parts: over ranks (data and tensor parallelism), in time (micro-batches), and into pipeline stages.
+
+Cutting a label of calls (see ``calls``) is the common rule: data parallelism and micro-batches begin with the batch of
+the inputs, tensor parallelism with the parameters of products, and what follows is derived call by call.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Generic
+
+import numpy as np
+
+from stepsight.dataset.base.errors import CaptureError
+from stepsight.dataset.tensors.calls import LINEAR, Factors, Layout, TensorCall, layout_of
+from stepsight.dataset.tensors.step import FORWARD, SUM, Spec, Step, TensorStep, add_ops, no_ops
+
+_OUTERS = (1, 3, 2)  # parts that a product may make at once: queries, keys and values; gate and up
+_LOOK_AHEAD = 64  # calls
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """How a call is cut: specs of what it reads, as needed, and of what it writes."""
+
+    reads: tuple[Spec, ...]
+    writes: tuple[Spec, ...]
+
+
+class Cutting(Generic[Step]):
+    """Cuts the calls of a program into parts, one for each rank of an axis or, without one, each micro-batch."""
+
+    def __init__(self, program: Step, count: int, axis: str, *, batch: bool) -> None:
+        self._program, self._count, self._axis = program, count, axis
+        self._shapes, self._calls = dict(program.shapes), list[TensorCall]()
+        self._specs: dict[str, Spec] = {}
+        self._made: dict[tuple[str, Spec], str] = {}  # tensors in another spec than they were written in
+        self._free = set() if batch else set(program.parameters)  # that no call has read yet
+        self._products = frozenset(self._free)  # parameters whose columns may be cut
+        self._arriving: dict[str, Spec] = {}  # inputs that no call has read yet
+        self._producer: dict[str, TensorCall] = {}
+        self._is_gradient = {name: parameter for parameter, name in program.gradients.items()}
+        self._last = {name: place for place, call in enumerate(program.calls) for name in call.reads}
+        self._layouts: dict[int, Layout] = {}
+        if batch:
+            self._cut_batch()
+
+    def _cut_batch(self) -> None:
+        given = [name for name in self._program.inputs if name not in self._program.seeds]
+        rows = self._program.shapes[given[0]][:1] if given else ()
+        outer = self._program.num_micro  # a replica takes its part of each micro-batch
+        if not rows or rows[0] % (outer * self._count):
+            raise CaptureError(
+                f"the batch must be a multiple of {outer} micro-batches x {self._count}, got inputs of {rows} rows"
+            )
+        self._arriving = {name: (0, outer) for name in given if self._program.shapes[name][:1] == rows}
+
+    def program(self) -> Step:
+        """The transformed program."""
+        before = self._program
+        for place, call in enumerate(before.calls):
+            for name in call.reads:
+                self._arrive(name, call)
+            plan = self._plan(place, self._specs)
+            if call.op == "product" and plan.reads == (None, None) and call.reads[1] in self._products:
+                plan = self._columns(place) or plan
+            self._emit(call, plan)
+        outputs = {
+            name: self._as(tensor, spec if self._axis and spec != SUM else None, self._producer[tensor])
+            for name, tensor in before.outputs.items() for spec in [self._specs.get(tensor)]
+        }  # fmt: skip
+        gradients = {
+            parameter: self._as(name, self._specs.get(parameter), self._producer[name])
+            for parameter, name in before.gradients.items()
+        }
+        laid = dict(before.laid)
+        if self._axis:
+            for name in (*before.inputs, *before.parameters):
+                laid[name] = (*laid.get(name, ()), (self._axis, self._specs.get(name)))
+            for name, tensor in before.outputs.items():
+                spec = self._specs.get(tensor)
+                laid[name] = (*laid.get(name, ()), (self._axis, None if spec == SUM else spec))
+        return replace(
+            before, calls=tuple(self._calls), shapes=self._shapes, outputs=outputs, gradients=gradients, laid=laid,
+            axes={**before.axes, **({self._axis: self._count} if self._axis else {})},
+        )  # fmt: skip
+
+    def _arrive(self, name: str, call: TensorCall) -> None:
+        """Cut an input when it is first read; a gradient that is given lies as its output does."""
+        spec = self._arriving.pop(name, None)
+        if name in self._program.seeds and name not in self._specs:
+            spec = self._specs.get(self._program.seeds[name])
+        if isinstance(spec, tuple):
+            self._specs[name] = spec
+            self._name_parts(name, spec)
+            if not self._axis:
+                self._emit_pieces(call, name, spec)
+
+    def _layout(self, place: int) -> Layout:
+        if place not in self._layouts:
+            call, shapes = self._program.calls[place], self._program.shapes
+            sides = ([shapes[name] for name in names] for names in (call.reads, call.writes))
+            self._layouts[place] = layout_of(call, *sides)
+        return self._layouts[place]
+
+    def _plan(self, place: int, specs: Mapping[str, Spec], chosen: tuple[Any, int] | None = None) -> _Plan:
+        """How to cut a call whose inputs lie as ``specs`` say; ``chosen``: label and outer, else by most elements."""
+        call, layout = self._program.calls[place], self._layout(place)
+        have = [specs.get(name) for name in call.reads]
+        given = have[call.settings.get("saved", 0) if call.op == "vjp" else 0 :]
+        of = call.settings["of"].op if call.op == "vjp" else call.op
+        values = have[: len(have) - len(given)]
+        if given and all(spec == SUM for spec in given) and of in LINEAR and not any(map(bool, values)):
+            return _Plan(tuple(have), (SUM,) * len(call.writes))
+        if call.op == "adamw":
+            return _Plan((have[0],) * 2, (have[0],))
+        options: dict[tuple[Any, int], int] = {}
+        for name, dims, spec in zip(call.reads, layout.reads, have, strict=True):
+            found = self._located(dims, spec, layout.whole) if isinstance(spec, tuple) and chosen is None else chosen
+            if found is not None:
+                options[found] = options.get(found, 0) + math.prod(self._program.shapes[name])
+        if not options:
+            return _Plan((None,) * len(have), (None,) * len(call.writes))
+        label, outer = max(options, key=lambda option: options[option])
+        reads = tuple(_spec_of(dims, label, outer, None) for dims in layout.reads)
+        return _Plan(reads, tuple(_spec_of(dims, label, outer, SUM) for dims in layout.writes))
+
+    def _located(self, dims: Factors, spec: tuple[int, int], whole: Iterable[Any]) -> tuple[Any, int] | None:
+        """The label that a spec cuts, and the number of rows of it in which it is cut."""
+        before = 1
+        for label, size in dims[spec[0]]:
+            outer = spec[1] // before
+            if spec[1] % before == 0 and size % (outer * self._count) == 0 and label not in whole:
+                return label, outer
+            before *= size
+        return None
+
+    def _columns(self, place: int) -> _Plan | None:
+        """The cut of a product's columns after which the fewest elements are sent until all is whole again."""
+        layout, best = self._layout(place), dict[tuple[Any, int], float]()
+        label, size = next((label, size) for label, size in layout.reads[1][-1] + layout.reads[1][-2] if label != "k")
+        for outer in _OUTERS:
+            if size % (outer * self._count) == 0:
+                best[label, outer] = self._sent_after(place, self._plan(place, self._specs, (label, outer)))
+        return self._plan(place, self._specs, min(best, key=lambda each: best[each])) if best else None
+
+    def _sent_after(self, place: int, plan: _Plan) -> float:
+        specs, sent, calls = dict(self._specs), 0.0, self._program.calls
+        specs.update(zip(calls[place].writes, plan.writes, strict=True))
+        live = {name for name in calls[place].writes if specs[name] is not None}
+        for later in range(place + 1, min(place + 1 + _LOOK_AHEAD, len(calls))):
+            call = calls[later]
+            live = {name for name in live if self._last.get(name, -1) >= later}
+            if not live or call.phase != FORWARD:
+                break
+            if not live & {*call.reads}:
+                continue
+            plan = self._plan(later, specs)
+            for name, spec in zip(call.reads, plan.reads, strict=True):
+                if name in live and specs[name] != spec:
+                    sent += math.prod(self._program.shapes[name]) * (2 if specs[name] == SUM else 1)
+                    specs[name] = spec
+            specs.update(zip(call.writes, plan.writes, strict=True))
+            live = {name for name in (*live, *call.writes) if specs[name] is not None}
+        return sent
+
+    def _emit(self, call: TensorCall, plan: _Plan) -> None:
+        """Add a call, after what brings its inputs into the specs that it needs; once for each micro-batch."""
+        reads = [self._as(name, spec, call) for name, spec in zip(call.reads, plan.reads, strict=True)]
+        self._free -= {*call.reads}
+        for name, spec in zip(call.writes, plan.writes, strict=True):
+            self._specs[name], self._producer[name] = spec, call
+            self._name_parts(name, spec)
+        several = not self._axis and any(spec is not None for spec in (*plan.reads, *plan.writes))
+        for micro in range(self._count) if several else [None]:
+            sides = [
+                tuple(_part(name, micro) if spec is not None else name for name, spec in zip(names, specs, strict=True))
+                for names, specs in ((reads, plan.reads), (call.writes, plan.writes))
+            ]
+            late = self._count - 1 if not self._axis and call.phase != FORWARD else call.micro
+            self._calls.append(replace(call, reads=sides[0], writes=sides[1], micro=late if micro is None else micro))
+        for name in call.writes:
+            if name in self._is_gradient and self._specs[name] == SUM:
+                self._as(name, self._specs.get(self._is_gradient[name]), call)
+
+    def _name_parts(self, name: str, spec: Spec) -> None:
+        """Shapes of the parts of a tensor."""
+        shape = list(self._program.shapes[name])
+        if isinstance(spec, tuple):
+            shape[spec[0]] //= self._count
+        for part in [name] if self._axis else [_part(name, micro) for micro in range(self._count)]:
+            if spec is not None:
+                self._shapes[part] = tuple(shape)
+
+    def _as(self, name: str, want: Spec, call: TensorCall) -> str:
+        """The name of a tensor in the spec that is wanted, which is made if it is not there yet."""
+        have = self._specs.get(name)
+        if have == want:
+            return name
+        if have is None and name in self._free:
+            self._specs[name] = want
+            self._name_parts(name, want)
+            return name
+        if (name, want) in self._made:
+            return self._made[name, want]
+        whole = f"{name} whole {self._axis or 'micro'}"
+        made = self._made.setdefault((name, want), whole if want is None else f"{name} at {want} {self._axis}")
+        plain = replace(call, settings={"axis": self._axis, "count": self._count}, ops=no_ops)
+        if have is None:
+            self._program_shape(made, name)
+            self._name_parts(made, want)
+            self._emit_pieces(replace(plain, name=name), name, want, made)
+        elif want is None:
+            self._program_shape(made, name)
+            self._gather(plain, name, have, made)
+        else:
+            self._made.pop((name, want))
+            made = self._as(self._as(name, None, call), want, call)
+            self._made[name, want] = made
+        return made
+
+    def _program_shape(self, made: str, name: str) -> None:
+        self._shapes[made] = self._program.shapes[name]
+        self._program = replace(self._program, shapes={**self._program.shapes, made: self._program.shapes[name]})
+
+    def _gather(self, plain: TensorCall, name: str, have: Spec, made: str) -> None:
+        """Make a tensor whole: by a collective, or by adding or joining the parts of micro-batches."""
+        parts = [name] if self._axis else [_part(name, micro) for micro in range(self._count)]
+        at = {"dim": have[0], "outer": have[1]} if isinstance(have, tuple) else {}
+        op = "join" if at else "all_reduce"
+        if self._axis or at:
+            late = plain.micro if self._axis else self._count - 1
+            self._calls.append(replace(plain, op=op, reads=tuple(parts), writes=(made,), micro=late,
+                                       settings={**plain.settings, **at}))  # fmt: skip
+            return
+        for micro in range(1, self._count):
+            name = made if micro == self._count - 1 else f"{made} {micro}"
+            self._shapes[name] = self._shapes[made]
+            self._calls.append(replace(plain, op="add", reads=(parts[0], parts[micro]), writes=(name,), micro=micro,
+                                       settings={}, ops=partial(add_ops, dtype=self._program.dtype)))  # fmt: skip
+            parts[0] = name
+
+    def _emit_pieces(self, plain: TensorCall, name: str, spec: Spec, made: str = "") -> None:
+        """Cut a whole tensor: each rank takes its part, or each micro-batch."""
+        assert isinstance(spec, tuple)
+        at = {"axis": self._axis, "count": self._count, "dim": spec[0], "outer": spec[1]}
+        piece = replace(plain, op="piece", reads=(name,), ops=no_ops)
+        for micro in [None] if self._axis else range(self._count):
+            made_part, when = (_part(made or name, micro),), plain.micro if micro is None else micro
+            self._calls.append(replace(piece, writes=made_part, micro=when, settings={**at, "at": micro}))
+
+
+def _part(name: str, micro: int | None) -> str:
+    return name if micro is None else f"{name} #{micro}"
+
+
+def _spec_of(dims: Factors, label: Any, outer: int, without: Spec) -> Spec:
+    """How a tensor is cut along a label: ``without`` if it does not have it."""
+    for place, factors in enumerate(dims):
+        before = 1
+        for each, size in factors:
+            if each == label:
+                return place, before * outer
+            before *= size
+    return without
+
+
+def staged(program: Step, stages: int) -> Step:
+    """Assign calls to stages by the call of the file that they come from, and send tensors between stages."""
+    stage_of = _stages(program, stages)
+    home: dict[str, int] = {}
+    calls: list[TensorCall] = []
+    shapes = dict(program.shapes)
+    for call in program.calls:
+        stage = stage_of[call.origin]
+        reads = []
+        for name in call.reads:
+            source = home.setdefault(name, stage)
+            sent = name if source == stage else f"{name} on stage {stage}"
+            if home.setdefault(sent, stage) == stage and sent not in shapes:
+                shapes[sent] = shapes[name]
+                calls.append(replace(call, op="send", reads=(name,), writes=(sent,), settings={"to": stage}, ops=no_ops,
+                                     stage=source))  # fmt: skip
+            reads.append(sent)
+        home |= dict.fromkeys(call.writes, stage)
+        calls.append(replace(call, reads=tuple(reads), stage=stage))
+    return replace(program, calls=tuple(calls), shapes=shapes, num_stages=stages)
+
+
+def _stages(program: TensorStep, stages: int) -> list[int]:
+    """The stage of each call of the file: of about equal FLOP, cut where little has to be sent."""
+    count = max(call.origin for call in program.calls) + 1
+    flops, crossing = np.zeros(count), np.zeros(count + 1)
+    first: dict[str, int] = {}
+    last: dict[str, int] = {}
+    for call in program.calls:
+        if call.phase == FORWARD:
+            sides = [[program.shapes[name] for name in names] for names in (call.reads, call.writes)]
+            flops[call.origin] += sum(op.flops for op in call.ops(*sides))
+            first |= {name: call.origin for name in call.writes if name not in first}
+            last |= dict.fromkeys(call.reads, call.origin)
+    for name, origin in first.items():
+        crossing[origin + 1 : max(last.get(name, origin), origin) + 1] += math.prod(program.shapes[name])
+    done = np.concatenate([[0.0], np.cumsum(flops + 1e-6 * flops.sum() / count)])
+    done /= done[-1]
+    borders: list[int] = []
+    for stage in range(1, stages):
+        near = np.flatnonzero(np.abs(done - stage / stages) < 0.3 / stages)
+        near = near[near > (borders[-1] if borders else 0)]
+        if not len(near):
+            raise CaptureError(f"{stages} stages must each have calls of their own, got {count} calls in all")
+        borders.append(int(min(near, key=lambda place: (crossing[place], abs(done[place] - stage / stages)))))
+    return np.searchsorted(borders, np.arange(count), "right").tolist()

@@ -1,0 +1,229 @@
+"""The program of one rank of a tensor step: its kernels, collectives and messages in the order of their issue."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from stepsight.dataset.capture.model_files import PRECISIONS
+from stepsight.dataset.capture.model_steps import BUCKET, FIRST_BUCKET, ModelStep, gradients_of
+from stepsight.dataset.capture.record_graph import COMPOSITE, FORM, CapturedRank, graph_of_record
+from stepsight.dataset.graph.program import COLLECTIVE, OP
+from stepsight.dataset.kinds.op import DTYPE_BYTES, Op
+from stepsight.dataset.tensors.calls import LAYOUTS, POINTWISE, TensorCall
+from stepsight.dataset.tensors.step import BACKWARD, FORWARD, OPTIMIZER, TensorStep
+
+_STATES = 3  # copies of the parameters during training: gradients and two moments
+
+
+def rank_of(step: TensorStep, stage: int, devices_per_node: int) -> CapturedRank:
+    """The program of the first rank of a pipeline stage, and its memory."""
+    record = _Rank(step, stage)
+    for number, call in _issued(step, stage):
+        record.add(number, call)
+    record.finish()
+    return graph_of_record(record.to_dict(), devices_per_node)
+
+
+def _issued(step: TensorStep, stage: int) -> list[tuple[int, TensorCall]]:
+    """Calls of a stage and messages to it, with their numbers, in the order of 1F1B."""
+    warm, passes = step.num_stages - 1 - stage, list[tuple[int, int]]()
+    for micro in range(step.num_micro + warm):
+        passes += [(FORWARD, micro)] if micro < step.num_micro else []
+        passes += [(BACKWARD, micro - warm)] if micro >= warm else []
+    order = {each: place for place, each in enumerate(passes)}
+    chosen = [
+        (number, call) for number, call in enumerate(step.calls) if stage in (call.stage, call.settings.get("to"))
+    ]
+    return sorted(chosen, key=lambda each: order.get((each[1].phase, each[1].micro), len(order)))
+
+
+class _Rank:
+    """Nodes in the form in which a captured process writes them."""
+
+    def __init__(self, step: TensorStep, stage: int) -> None:
+        self._step, self._stage = step, stage
+        self._ranks = _groups(step)
+        self._gradients = frozenset(step.gradients.values())
+        self._streams: dict[str, int] = {"compute": 0}
+        self._groups: dict[str, tuple[int, tuple[int, ...]]] = {}
+        self._works: dict[Any, int] = {}
+        self._names: dict[str, int] = {}
+        self._nodes: list[list[int]] = []
+        self._edges: list[list[Any]] = []
+        self._live: list[int] = []
+        self._made_by: dict[str, tuple[int, ...]] = {}  # nodes that a tensor waits for
+        self._bucket: list[TensorCall] = []
+        self._limit, self._updated = FIRST_BUCKET, list[str]()
+        self._counts: dict[str, int] = {}  # of nodes by stream
+        issued, self._root, self._last = _issued(step, stage), dict[str, str](), dict[str, int]()
+        for place, (_, call) in enumerate(issued):
+            roots = [self._root.get(name, name) for name in call.reads]
+            self._last |= dict.fromkeys(roots, place)
+            if self._in_place(call):
+                self._root |= dict.fromkeys(call.writes, roots[0])
+        own = {name for _, call in issued if call.stage == stage for name in call.reads} & {*step.parameters}
+        self._bytes = sum(map(self._size, own)) * (1 + _STATES * bool(step.gradients))
+        self._held: dict[str, int] = {}
+        self._place = 0
+
+    def _in_place(self, call: TensorCall) -> bool:
+        """Whether what a call writes takes no memory of its own."""
+        if call.op in ("all_reduce", "adamw"):
+            return call.op == "adamw" or self._is_gradient(call)
+        return call.op not in ("send", "join") and not _ops(self._step, call)
+
+    def _is_gradient(self, call: TensorCall) -> bool:
+        return call.writes[0] in self._gradients
+
+    def add(self, number: int, call: TensorCall) -> None:
+        """Add a call of this rank; ``number``: its place in the step."""
+        before = self._before(call.reads)
+        axis = call.settings.get("axis")
+        made: tuple[int, ...] = before
+        if call.op == "send":
+            made = self._send(number, call, before)
+        elif call.op == "all_reduce" and self._is_gradient(call):
+            self._bucket.append(call)
+            self._flush(self._limit)
+        elif call.op == "all_reduce" or (call.op == "join" and axis):
+            kind = "all_reduce" if call.op == "all_reduce" else "all_gather"
+            made = (self._collective(kind, self._size(call.writes[0]), axis, (call, before)),)
+        elif call.op == "adamw":
+            self._updated.append(call.reads[0])
+            self._flush(0)
+            made = self._before(call.reads)
+        else:
+            made = self._kernels(call, before)
+        self._made_by |= dict.fromkeys(call.writes, self._made_by.get(call.writes[0], made))
+        self._free(call)
+
+    def finish(self) -> None:
+        """Add the last reductions, and one kernel that updates all parameters."""
+        self._flush(0)
+        if self._updated:
+            numel = sum(math.prod(self._step.shapes[name]) for name in self._updated)
+            before = self._before(self._step.gradients[name] for name in self._updated)
+            op = Op("adamw", (numel, len(self._updated)), self._step.dtype)
+            self._op(op, TensorCall("adamw", (), (), name="adamw", phase=OPTIMIZER), before)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The record."""
+        step = self._step
+        return {
+            "form": FORM,
+            "rank": self._ranks["pp"][self._stage],
+            "world_size": step.world_size,
+            "works": list(self._works),
+            "names": list(self._names),
+            "streams": list(self._streams),
+            "nodes": self._nodes,
+            "live_bytes": self._live,
+            "edges": self._edges,
+            "groups": [[name, list(ranks)] for name, (_, ranks) in self._groups.items()],
+            "notes": list(step.notes),
+        }
+
+    def _size(self, name: str) -> int:
+        return math.prod(self._step.shapes[name]) * DTYPE_BYTES[self._step.dtype]
+
+    def _before(self, names: Iterable[str]) -> tuple[int, ...]:
+        return tuple(dict.fromkeys(node for name in names for node in self._made_by.get(name, ())))
+
+    def _free(self, call: TensorCall) -> None:
+        """Count the memory of what a call writes, and no longer that of what nobody reads after it."""
+        for name in call.writes:
+            if name not in self._root:
+                self._held[name] = self._size(name)
+                self._bytes += self._held[name]
+        for name in {self._root.get(name, name) for name in call.reads}:
+            if self._last[name] == self._place:
+                self._bytes -= self._held.pop(name, 0)
+        self._place += 1
+
+    def _kernels(self, call: TensorCall, before: tuple[int, ...]) -> tuple[int, ...]:
+        for op in _ops(self._step, call):
+            before = (self._op(op, call, before),)
+        return before
+
+    def _op(self, op: Op, call: TensorCall, before: Iterable[int]) -> int:
+        if self._step.precision and op.dtype in PRECISIONS:
+            op = Op(op.kind, op.dims, self._step.precision)
+        of = call.settings["of"].op if call.op == "vjp" else call.op
+        known = of in LAYOUTS or of in POINTWISE
+        return self._node(OP, (COMPOSITE, op.kind, op.dims, op.dtype, known), "compute", (call, before))
+
+    def _collective(
+        self, kind: str, size: int, axis: str, of: tuple[TensorCall, Iterable[int]], stream: str = ""
+    ) -> int:
+        first = 0 if axis.startswith("pp") else self._ranks["pp"][self._stage]
+        ranks = tuple(first + rank for rank in self._ranks[axis])
+        name = axis if axis.startswith("pp") else f"{axis}_stage{self._stage}"
+        group = self._groups.setdefault(name, (len(self._groups), ranks))
+        return self._node(COLLECTIVE, ("collective", kind, size, group[0]), stream or axis, of)
+
+    def _send(self, number: int, call: TensorCall, before: tuple[int, ...]) -> tuple[int, ...]:
+        """One side of a message, on a stream of its own; the receiver waits for nothing else."""
+        pair = tuple(sorted((call.stage, call.settings["to"])))
+        axis, sends = f"pp_{pair[0]}_{pair[1]}", call.stage == self._stage
+        self._ranks[axis] = tuple(self._ranks["pp"][stage] for stage in pair)
+        stream = f"pp {call.reads[0].partition(' #')[0]} to {call.settings['to']}"
+        of = (call, before if sends else ())
+        node = self._collective("send_recv", self._size(call.reads[0]), axis, of, stream)
+        self._nodes[node][-1] = number
+        return (node,)
+
+    def _flush(self, limit: int) -> None:
+        """Reduce the gradients that are ready, as DDP does, if they are at least ``limit`` bytes."""
+        for axis in dict.fromkeys(call.settings["axis"] for call in self._bucket):
+            calls = [call for call in self._bucket if call.settings["axis"] == axis]
+            names = [name for call in calls for name in call.reads]
+            size = sum(map(self._size, names))
+            if size >= limit:
+                node = self._collective("all_reduce", size, axis, (calls[-1], self._before(names)))
+                self._made_by |= {call.writes[0]: (node,) for call in calls}
+                self._bucket = [call for call in self._bucket if call.settings["axis"] != axis]
+                self._limit = BUCKET
+
+    def _node(self, kind: int, work: Any, stream: str, of: tuple[TensorCall, Iterable[int]]) -> int:
+        call, before = of
+        node = len(self._nodes)
+        numbers = self._works.setdefault(work, len(self._works)), self._names.setdefault(call.name, len(self._names))
+        place = self._streams.setdefault(stream, len(self._streams))
+        self._counts[stream] = self._counts.get(stream, -1) + 1
+        sequence = self._counts[stream] if kind == COLLECTIVE else -1
+        self._nodes.append([kind, numbers[0], place, call.phase, numbers[1], -1, -1, sequence])
+        for source in before:
+            alike = kind == OP and self._nodes[source][0] == OP
+            self._edges.append([source, node, "data" if alike else "synchronisation"])
+        self._live.append(self._bytes)
+        return node
+
+
+def _groups(step: TensorStep) -> dict[str, tuple[int, ...]]:
+    """Ranks of the first rank's group along each axis: tensor-parallel ranks are neighbours, stages furthest apart."""
+    found, stride = {}, 1
+    for name in (*sorted(step.axes, key=lambda axis: not axis.startswith("tp")), "pp"):
+        count = step.num_stages if name == "pp" else step.axes[name]
+        found[name] = tuple(stride * at for at in range(count))
+        stride *= count
+    return found
+
+
+def _ops(step: TensorStep, call: TensorCall) -> Sequence[Op]:
+    """Kernels of a call on the shapes of one rank."""
+    reads, writes = ([step.shapes[name] for name in names] for names in (call.reads, call.writes))
+    if call.op != "vjp":
+        return call.ops(reads, writes)
+    of, saved = call.settings["of"], call.settings["saved"]
+    inputs, made = (reads[:saved], reads[saved:]) if saved else (writes, reads)
+    if of.settings.get("bias"):
+        rows = math.prod(made[0][:-1])
+        return [Op("bias_grad", (rows, made[0][-1]), step.dtype)] if rows * made[0][-1] else []
+    wanted, weights = (
+        frozenset(itertools.compress(of.reads, call.settings[name])) for name in ("wanted", "parameters")
+    )
+    forward = [ModelStep(of.name, op, of.reads, of.writes) for op in call.ops(inputs, made)]
+    return [op for each in reversed(forward) for op in gradients_of(each, wanted, weights)]
