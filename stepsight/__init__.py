@@ -12,7 +12,8 @@ arguments and an example.
 A job is a ``Job``, the tables of one as a dict, or the path of a job file; ``Job`` is made of ``ModelSpec``,
 ``ParallelSpec``, ``BatchSpec``, ``OptimizerSpec`` and ``ClusterSpec`` (with ``Straggler``, ``SlowLink`` and
 ``OtherDevices``).  A ``Program`` is the graph of what one rank executes; it can be edited, and ``predict`` takes it
-too.  Every error that a user can correct is a ``StepsightError``.  ``clear_caches`` frees memory.
+too.  A ``TensorProgram`` is a model in a file, which data, tensor and pipeline parallelism distribute; ``model_grid``
+tries their products.  Every error that a user can correct is a ``StepsightError``.  ``clear_caches`` frees memory.
 
 The public interface is the names in ``__all__``, ``stepsight.registries`` (where you add parts of your own),
 ``stepsight.testing`` (contracts that check them) and the ``stepsight`` command.  Every other module is private: it
@@ -47,12 +48,15 @@ if TYPE_CHECKING:
     from stepsight.dataset.job.specs import OtherDevices as OtherDevices
     from stepsight.dataset.job.specs import SlowLink as SlowLink
     from stepsight.dataset.job.specs import Straggler as Straggler
+    from stepsight.dataset.tensors.program import TensorProgram as TensorProgram
     from stepsight.experiments.calibration.calibrate_runs import CalibrationReport as CalibrationReport
     from stepsight.experiments.calibration.calibrate_runs import calibrate as calibrate
     from stepsight.experiments.evaluation.evaluate import Evaluation as Evaluation
     from stepsight.experiments.evaluation.evaluate import evaluate as evaluate
     from stepsight.experiments.search.choices import Choice as Choice
     from stepsight.experiments.search.choices import SearchResult as SearchResult
+    from stepsight.experiments.search.model_grid import ModelGrid as ModelGrid
+    from stepsight.experiments.search.model_grid import model_grid as model_grid
     from stepsight.experiments.search.search import search as search
     from stepsight.experiments.search.settings import Goal as Goal
     from stepsight.experiments.search.settings import Scenarios as Scenarios
@@ -83,9 +87,11 @@ _MODULES = {
     "dataset.harness.scripts.step_marks": ("step",),
     "dataset.job.job": ("BatchSpec", "ClusterSpec", "Job", "ModelSpec", "OptimizerSpec", "ParallelSpec"),
     "dataset.job.specs": ("OtherDevices", "SlowLink", "Straggler"),
+    "dataset.tensors.program": ("TensorProgram",),
     "experiments.calibration.calibrate_runs": ("CalibrationReport", "calibrate"),
     "experiments.evaluation.evaluate": ("Evaluation", "evaluate"),
     "experiments.search.choices": ("Choice", "SearchResult"),
+    "experiments.search.model_grid": ("ModelGrid", "model_grid"),
     "experiments.search.search": ("search",),
     "experiments.search.settings": ("Goal", "Scenarios", "SearchSettings", "Space"),
     "training.fitting.train_runs": ("train",),

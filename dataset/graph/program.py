@@ -31,7 +31,6 @@ Indices = NDArray[np.int64]
 Floats = NDArray[np.float64]
 Columns = dict[str, NDArray[Any]]
 
-
 _HOST_CALL = Op("host_calls", (1,), "fp32")  # what a call of the host is as a node
 
 
@@ -363,8 +362,7 @@ class Program:
         """The program without some nodes; the order that they imposed on the others, by edges and by streams, stays."""
         gone, order = np.isin(np.arange(len(self)), self._chosen(nodes)), WHY_NUMBER[Dependency.STREAM_ORDER]
         kept, place = np.flatnonzero(~gone), np.cumsum(~gone) - 1
-        columns = (*self.edge_columns.values(), self.delay_s)
-        edges = zip(*(values.tolist() for values in columns), strict=True)
+        edges = zip(*(values.tolist() for values in (*self.edge_columns.values(), self.delay_s)), strict=True)
         found: dict[int, dict[tuple[int, int], float]] = {}
         for source, target, why, delay in sorted(edges, key=lambda edge: edge[1]):
             if target > kept.max(initial=-1):
@@ -376,17 +374,12 @@ class Program:
             for key, more in before.items():
                 held = found.setdefault(target, {})
                 held[key] = max(held.get(key, -np.inf), delay + more)
-        rows = [
-            (place[b], place[a], why, delay)
-            for a, held in found.items()
-            for (b, why), delay in held.items()
-            if why != order and not gone[a]
-        ]
+        listed_edges = ((b, a, why, delay) for a, held in found.items() for (b, why), delay in held.items())
+        rows = [(place[b], place[a], why, delay) for b, a, why, delay in listed_edges if why != order and not gone[a]]
         source, target, why, delay_s = np.array(rows, dtype=np.float64).reshape(-1, 4).T
         listed = {"source": source.astype(np.int64), "target": target.astype(np.int64), "why": why.astype(np.int64)}
-        return self._with_rows(
-            {name: values[kept] for name, values in self._rows().items()}, {**listed, "delay_s": delay_s}
-        )
+        columns = {name: values[kept] for name, values in self._rows().items()}
+        return self._with_rows(columns, {**listed, "delay_s": delay_s})
 
     def of_step(self, step: int) -> Program:
         """The nodes of one step, and the edges among them."""

@@ -70,6 +70,10 @@ def _erf(x: Array) -> Array:
     return real + 1j * x.imag * 2 / math.sqrt(math.pi) * np.exp(-(x.real**2)) if np.iscomplexobj(x) else real
 
 
+def _where(chosen: Array, one: Array, other: Array) -> Array:
+    return np.where(chosen.real != 0, one, other)
+
+
 def _gelu_tanh(x: Array) -> Array:
     return np.asarray(0.5 * x * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))))
 
@@ -81,7 +85,7 @@ POINTWISE: Mapping[str, Callable[..., Array]] = MappingProxyType(
         "reciprocal": lambda x: 1 / x, "rsqrt": lambda x: 1 / np.sqrt(x), "sigmoid": lambda x: 1 / (1 + np.exp(-x)),
         "silu": lambda x: x / (1 + np.exp(-x)), "gelu": lambda x: 0.5 * x * (1 + _erf(x / math.sqrt(2))),
         "gelu_tanh": _gelu_tanh, "relu": lambda x: x * (x.real > 0), "abs": lambda x: np.where(x.real < 0, -x, x),
-        "where": lambda c, x, y: np.where(c.real != 0, x, y), "cast": lambda x: 1.0 * x, "zeros": lambda x: 0.0 * x,
+        "where": _where, "cast": lambda x: 1.0 * x, "zeros": lambda x: 0.0 * x,
         "all_reduce": lambda x: x, "send": lambda x: x,
     }
 )  # fmt: skip
@@ -251,7 +255,7 @@ def cut(value: Array, spec: tuple[int, int], count: int, at: int) -> Array:
     """Part ``at`` of ``count`` of a dim within each of ``outer`` rows of it; ``spec``: dim and outer."""
     dim, outer = spec
     shape = (*value.shape[:dim], outer, count, -1, *value.shape[dim + 1 :])
-    part = value.reshape(shape).take(at, axis=dim + 1)
+    part: Array = value.reshape(shape).take(at, axis=dim + 1)
     return part.reshape(*value.shape[:dim], -1, *value.shape[dim + 1 :])
 
 
@@ -312,8 +316,9 @@ def _turned(value: Array, is_turned: Any) -> Array:
 
 def _summed(value: Array, shape: Shape) -> Array:
     """The sum over the dims in which a tensor of a shape was broadcast."""
-    value = value.sum(axis=tuple(range(value.ndim - len(shape))))
-    return value.sum(axis=tuple(p for p, size in enumerate(shape) if size == 1), keepdims=True).reshape(shape)
+    kept: Array = value.sum(axis=tuple(range(value.ndim - len(shape))))
+    kept = kept.sum(axis=tuple(place for place, size in enumerate(shape) if size == 1), keepdims=True)
+    return kept.reshape(shape)
 
 
 def _normed(call: TensorCall, values: Sequence[Array]) -> tuple[Array, Array, Array]:
@@ -338,7 +343,7 @@ def _attended(settings: Mapping[str, Any], values: Sequence[Array]) -> tuple[Arr
     for mask in values[3:]:
         scores = np.where(mask, scores, -np.inf) if mask.dtype == bool else scores + mask
     if settings.get("causal"):
-        scores = np.where(np.tri(*scores.shape[-2:], dtype=bool), scores, -np.inf)
+        scores = np.where(np.tri(*scores.shape[-2:]) > 0, scores, -np.inf)
     weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
     weights /= weights.sum(axis=-1, keepdims=True)
     return weights @ v, weights, k, v, scale

@@ -54,7 +54,7 @@ class Cutting(Generic[Step]):
         outer = self._program.num_micro  # a replica takes its part of each micro-batch
         if not rows or rows[0] % (outer * self._count):
             raise CaptureError(
-                f"the batch must be a multiple of {outer} micro-batches x {self._count}, got inputs of {rows} rows"
+                f"the batch must be a multiple of {outer * self._count} to be cut, got inputs of {rows} rows"
             )
         self._arriving = {name: (0, outer) for name in given if self._program.shapes[name][:1] == rows}
 
@@ -270,7 +270,7 @@ def _spec_of(dims: Factors, label: Any, outer: int, without: Spec) -> Spec:
 
 def staged(program: Step, stages: int) -> Step:
     """Assign calls to stages by the call of the file that they come from, and send tensors between stages."""
-    stage_of = _stages(program, stages)
+    stage_of, everywhere = _stages(program, stages), program.everywhere
     home: dict[str, int] = {}
     calls: list[TensorCall] = []
     shapes = dict(program.shapes)
@@ -278,7 +278,7 @@ def staged(program: Step, stages: int) -> Step:
         stage = stage_of[call.origin]
         reads = []
         for name in call.reads:
-            source = home.setdefault(name, stage)
+            source = stage if name in everywhere else home.setdefault(name, stage)
             sent = name if source == stage else f"{name} on stage {stage}"
             if home.setdefault(sent, stage) == stage and sent not in shapes:
                 shapes[sent] = shapes[name]
@@ -313,4 +313,4 @@ def _stages(program: TensorStep, stages: int) -> list[int]:
         if not len(near):
             raise CaptureError(f"{stages} stages must each have calls of their own, got {count} calls in all")
         borders.append(int(min(near, key=lambda place: (crossing[place], abs(done[place] - stage / stages)))))
-    return np.searchsorted(borders, np.arange(count), "right").tolist()
+    return [sum(border <= origin for border in borders) for origin in range(count)]

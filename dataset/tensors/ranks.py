@@ -81,7 +81,7 @@ class _Rank:
     def add(self, number: int, call: TensorCall) -> None:
         """Add a call of this rank; ``number``: its place in the step."""
         before = self._before(call.reads)
-        axis = call.settings.get("axis")
+        axis = call.settings.get("axis", "")
         made: tuple[int, ...] = before
         if call.op == "send":
             made = self._send(number, call, before)

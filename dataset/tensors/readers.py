@@ -14,42 +14,36 @@ from typing import Any
 import numpy as np
 
 from stepsight.dataset.base.errors import CaptureError
+from stepsight.dataset.capture.model_files import PRECISIONS
 from stepsight.dataset.capture.model_readers import ATEN_VIEWS, ONNX_VIEWS, SMALL, open_exported, open_onnx, tensors_of
 from stepsight.dataset.kinds.op import Op
 from stepsight.dataset.tensors.calls import POINTWISE, Shapes, TensorCall
 from stepsight.dataset.tensors.step import no_ops
 
 Found = tuple[str, dict[str, Any], list[str]]  # op, settings and reads of a node
+_EPSILON = float(np.finfo(np.float32).eps)  # of a norm that states none
 _MOST = 2**22  # elements of a constant that is computed
 _SAME = ("Reshape", "Flatten", "Squeeze", "Unsqueeze", "Dropout")
-_ATEN_SAME = frozenset(
-    [
-        "view",
-        "reshape",
-        "_unsafe_view",
-        "unsqueeze",
-        "squeeze",
-        "flatten",
-        "unflatten",
-        "contiguous",
-        "clone",
-        "dropout",
-        "alias",
-        "detach",
-        "_to_copy",
-        "to",
-        "lift_fresh_copy",
-        "view_as",
-    ]
+_ATEN_NAMES = (
+    "view reshape _unsafe_view unsqueeze squeeze flatten unflatten contiguous clone dropout alias detach _to_copy to "
+    "lift_fresh_copy view_as"
 )
+_ATEN_SAME = frozenset(_ATEN_NAMES.split())
 
 
 def load_tensors(path: Path, dims: Mapping[str, int], precision: str) -> dict[str, Any]:
     """Read a model as the attributes of a ``TensorStep``; raises ``CaptureError`` if its shapes are not known."""
     if path.suffix not in (".onnx", ".pt2") or not path.is_file():
-        raise CaptureError(f"a tensor program is read from a file .onnx or .pt2, got {str(path)!r:.200}")
-    reader = _Onnx(open_onnx(path, dims)) if path.suffix == ".onnx" else _Exported(open_exported(path, dims))
-    return reader.program(precision)
+        raise CaptureError(f"a tensor program must be read from a file .onnx or .pt2, got {str(path)!r:.200}")
+    if precision not in ("", *PRECISIONS):
+        raise CaptureError(f"precision must be one of {', '.join(PRECISIONS)}, got {precision!r:.40}")
+    try:
+        reader = _Onnx(open_onnx(path, dims)) if path.suffix == ".onnx" else _Exported(open_exported(path, dims))
+        return reader.program(precision)
+    except CaptureError:
+        raise
+    except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError) as error:
+        raise CaptureError(f"{path.name} must be a whole model: {type(error).__name__}: {error!s:.200}") from None
 
 
 class _Reader:
@@ -155,9 +149,9 @@ class _Onnx(_Reader):
 
     def _found(self, node: Any, reads: list[str]) -> Found:
         kind, settings, rank = node.op_type, self.reader.settings(node), len(self.shapes.get(reads[0], ()))
-        if kind in ("MatMul", "Gemm") and min(len(self.shapes[name]) for name in reads[:2]) > 1:
-            if all(settings.get(name, 1.0) == 1.0 for name in ("alpha", "beta")):
-                return "product", {"left": settings.get("transA"), "right": settings.get("transB")}, reads
+        plain = all(settings.get(name, 1.0) == 1.0 for name in ("alpha", "beta"))
+        if kind in ("MatMul", "Gemm") and plain and min(len(self.shapes[name]) for name in reads[:2]) > 1:
+            return "product", {"left": settings.get("transA"), "right": settings.get("transB")}, reads
         if kind in _SAME or kind == "Expand":
             return "expand" if kind == "Expand" else "reshape", {}, reads[:1]
         if kind == "Transpose":
@@ -175,9 +169,9 @@ class _Onnx(_Reader):
             op = "softmax" if kind == "Softmax" else "layer_norm" if kind == "LayerNormalization" else "rms_norm"
             return op, {"axes": axes, "epsilon": settings.get("epsilon", 1e-5)}, reads
         if kind in ("ReduceMean", "ReduceSum", "ReduceMax"):
-            axes = settings.get("axes") or (self.constants[reads[1]].tolist() if len(reads) > 1 else range(rank))
+            reduced = settings.get("axes") or (self.constants[reads[1]].tolist() if len(reads) > 1 else range(rank))
             how = kind.removeprefix("Reduce").lower()
-            return "reduce", {"reduced": tuple(axis % rank for axis in axes), "how": how}, reads[:1]
+            return "reduce", {"reduced": tuple(axis % rank for axis in reduced), "how": how}, reads[:1]
         lower = "gelu_tanh" if kind == "Gelu" and settings.get("approximate") == b"tanh" else kind.lower()
         return lower if lower in POINTWISE else kind, dict(settings), reads
 
@@ -190,8 +184,9 @@ class _Onnx(_Reader):
         if kind == "Gather":
             index[settings.get("axis", 0)] = values[0]
             return tuple(index) if np.ndim(values[0]) < 2 else ()
-        starts, ends, axes, steps = [*values, *([list(range(len(values[0]))), [1] * len(values[0])][len(values) - 2 :])]
-        for start, end, axis, step in zip(starts, ends, axes, steps, strict=True):
+        count = len(values[0])
+        values += [list(range(count)), [1] * count][len(values) - 2 :]
+        for start, end, axis, step in zip(*values, strict=True):
             index[axis] = slice(start, end, step)
         return tuple(index)
 
@@ -259,12 +254,12 @@ class _Exported(_Reader):
             return "softmax", {"axes": (number["dim"] % rank,)}, reads
         if name in ("layer_norm", "rms_norm"):
             axes = tuple(range(rank - len(number["normalized_shape"]), rank))
-            return name, {"axes": axes, "epsilon": number.get("eps") or 1e-5}, reads
+            return name, {"axes": axes, "epsilon": number.get("eps") or _EPSILON}, reads
         if name == "scaled_dot_product_attention" and rank == 4:
             return "attention", {"causal": number.get("is_causal"), "scale": number.get("scale")}, reads
         if name in ("mean", "sum"):
-            axes = number.get("dim") or range(rank)
-            return "reduce", {"reduced": tuple(axis % rank for axis in axes), "how": name}, reads
+            reduced = number.get("dim") or range(rank)
+            return "reduce", {"reduced": tuple(axis % rank for axis in reduced), "how": name}, reads
         if name == "embedding":
             return "embedding", {}, reads
         if name == "gelu" and number.get("approximate") == "tanh":

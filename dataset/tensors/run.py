@@ -27,7 +27,7 @@ def run(program: TensorStep, values: Mapping[str, Array]) -> dict[str, Array]:
     places = list(itertools.product(*(range(size) for size in program.axes.values())))
     axes = {name: number for number, name in enumerate(program.axes)}
     held: dict[Place, dict[str, Array]] = {place: {} for place in places}
-    home: dict[str, int] = {}
+    home, everywhere = dict[str, int](), program.everywhere
     for name, value in {**program.constants, **{name: values[name] for name in given}}.items():
         for place in places:
             part = np.asarray(value)
@@ -36,7 +36,8 @@ def run(program: TensorStep, values: Mapping[str, Array]) -> dict[str, Array]:
                     part = cut(part, spec, program.axes[axis], place[axes[axis]])
             held[place][name] = part
     for call in program.calls:
-        away = [name for name in call.reads if home.setdefault(name, call.stage) != call.stage]
+        read = {*call.reads} - everywhere
+        away = [name for name in read if home.setdefault(name, call.stage) != call.stage]
         assert not away, f"{call.op} of stage {call.stage} reads {away} of other stages"
         home |= dict.fromkeys(call.writes, call.settings.get("to", call.stage))
         for place in places:
@@ -53,7 +54,7 @@ def _call(program: TensorStep, call: TensorCall, held: Mapping[Place, dict[str, 
         ranks = [(*place[:number], at, *place[number + 1 :]) for at in range(count)]
         group, spec = (
             [held[rank][call.reads[0]] for rank in ranks],
-            (call.settings.get("dim"), call.settings.get("outer")),
+            (call.settings.get("dim", 0), call.settings.get("outer", 1)),
         )
         if call.op == "piece":
             outputs = [cut(held[place][call.reads[0]], spec, count, place[number])]

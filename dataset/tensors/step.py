@@ -61,6 +61,11 @@ class TensorStep:
     notes: tuple[str, ...] = ()
 
     @property
+    def everywhere(self) -> frozenset[str]:
+        """Names of what each pipeline stage that reads it has for itself: constants, and parameters that stay."""
+        return frozenset([*self.constants, *(() if self.gradients else self.parameters)])
+
+    @property
     def world_size(self) -> int:
         return self.num_stages * math.prod(self.axes.values())
 

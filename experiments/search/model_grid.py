@@ -88,8 +88,15 @@ def model_grid(
         fabric: Name of the links; empty: the usual ones.
         predictor: As in ``predict``.
 
+    Returns:
+        All placements with their times, the fastest that fits first; printed, a table.
+
     Raises:
         CaptureError: If no placement is possible.
+
+    Example:
+        >>> model = stepsight.TensorProgram.load("gpt2.onnx", {"batch": 64})  # doctest: +SKIP
+        >>> print(stepsight.model_grid(model, "h100-sxm-80gb", 16))  # doctest: +SKIP
     """
     placements, refused = list[Placement](), dict[tuple[int, int, int, int], str]()
     for data in (size for size in range(1, devices + 1) if devices % size == 0):
