@@ -10,9 +10,9 @@ from __future__ import annotations
 import ast
 import heapq
 import re
-from collections import Counter
 from collections.abc import Callable, Sequence
 from graphlib import CycleError, TopologicalSorter
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -125,47 +125,38 @@ def _on_cpu(node: ChakraNode) -> bool | None:
 
 def _walk(ranks: Sequence[list[ChakraNode]]) -> None:
     """Set start and end of all nodes: after their dependencies, in order on their stream, collectives together."""
-    members: dict[tuple[str, int], list[tuple[int, ChakraNode]]] = {}
-    for number, nodes in enumerate(ranks):
+    members: dict[Any, list[ChakraNode]] = {}
+    for node in chain.from_iterable(ranks):
+        if node.met is not None:
+            members.setdefault(node.met, []).append(node)
+    met = {key: together for key, together in members.items() if len(together) > 1}
+    # who sends a message waits for nobody; all others of a meeting have ended when it has
+    behind = {id(node): key for key, together in met.items() for node in together if node.type != SEND}
+    waits: dict[Any, list[Any]] = {key: list(map(id, together)) for key, together in met.items()}
+    by_id, earlier = {id(node): node for node in chain.from_iterable(ranks)}, dict[int, list[ChakraNode]]()
+    for nodes in ranks:
+        newest: dict[str, ChakraNode] = {}
         for node in nodes:
-            if node.met is not None:
-                members.setdefault(node.met, []).append((number, node))
-    at, free, held = [0] * len(ranks), [dict[str, float]() for _ in ranks], [False] * len(ranks)
-    arrived: Counter[tuple[str, int] | None] = Counter()
-    sent: dict[tuple[str, int] | None, float] = {}  # end of each message
-    active = list(range(len(ranks)))
-    while active:
-        number = active.pop()
-        held[number] = False
-        while at[number] < len(ranks[number]):
-            node = ranks[number][at[number]]
-            node.start_us = max([free[number].get(node.stream, 0.0), *(each.end_us for each in node.before)])
-            together = members[node.met] if node.met is not None else [(number, node)]
-            if len(together) > 1 and node.type in (SEND, RECEIVE):
-                if node.type == SEND:  # it starts at once, independent of who waits for it
-                    sent[node.met] = node.start_us + node.duration_us
-                    active += [one for one, _ in together if held[one] and ranks[one][at[one]].met == node.met]
-                held[number] = node.met not in sent
-                # the receiver waits for it
-                ended = [(number, node, max(node.start_us + node.duration_us, sent.get(node.met, 0.0)))]
-            else:
-                arrived[node.met] += 1
-                held[number] = node.met is not None and arrived[node.met] < len(together)
-                last = max(other.start_us for _, other in together)
-                seconds = min(other.duration_us for _, other in together)
-                ended = [(one, other, last + seconds) for one, other in together]
-            if held[number]:
-                break
-            for one, other, end in ended:
-                other.end_us = free[one][other.stream] = end
-                at[one] += 1
-                if held[one]:
-                    active.append(one)
-    if any(held):
+            earlier[id(node)] = [*node.before, *([newest[node.stream]] if node.stream in newest else [])]
+            waits[id(node)] = [behind.get(id(each), id(each)) for each in earlier[id(node)]]
+            newest[node.stream] = node
+    try:
+        for key in TopologicalSorter(waits).static_order():
+            if key in by_id:
+                node = by_id[key]
+                node.start_us = max((each.end_us for each in earlier[key]), default=0.0)
+                node.end_us = node.start_us + node.duration_us
+                continue
+            together = met[key]
+            sent = max((node.end_us for node in together if node.type == SEND), default=None)
+            last = max(node.start_us for node in together) + min(node.duration_us for node in together)
+            for node in together:
+                node.end_us = last if sent is None else max(node.end_us, sent if node.type != SEND else 0.0)
+    except CycleError:
         raise TraceError(
             "ranks must meet in the same order, got collectives that deadlock: the traces are "
             "of different jobs or different steps"
-        )
+        ) from None
 
 
 def _graph(nodes: list[ChakraNode], world: int, sizes: dict[str, int]) -> Program:

@@ -21,7 +21,7 @@ from stepsight.experiments.questions.traced_device import latency_of
 from stepsight.experiments.reports.text_table import Number, table
 from stepsight.simulator.durations.latency_model import LatencyModel
 from stepsight.simulator.programs.lower import Lowered, lower
-from stepsight.simulator.replay.changes import seconds_of
+from stepsight.simulator.replay.changes import sized_seconds
 from stepsight.simulator.schedules.order import POST
 
 # Families of ops that a trace and its job must both have or both lack.
@@ -181,13 +181,10 @@ def _equal(traced: float, lowered: float) -> bool:
 
 def _seconds(latency: LatencyModel | None, works: Counter[Work]) -> dict[Work, float]:
     """Predicted seconds of all occurrences of each work; 0 without a prediction."""
-    out = dict.fromkeys(works, 0.0)
-    for kind in (Op, Collective) if latency is not None else ():
-        chosen = [work for work in works if isinstance(work, kind)]
-        if chosen and latency is not None:
-            each = zip(chosen, seconds_of(latency, chosen).tolist(), strict=True)
-            out |= {work: seconds * works[work] for work, seconds in each}
-    return out
+    if latency is None:
+        return dict.fromkeys(works, 0.0)
+    each = np.nan_to_num(sized_seconds(latency, list(works))).tolist()
+    return {work: seconds * works[work] for work, seconds in zip(works, each, strict=True)}
 
 
 def _differences(

@@ -16,6 +16,8 @@ from typing import Any
 
 import torch
 
+from ..ops.callables import TYPES
+
 OP, COLLECTIVE, HOST = range(3)
 COMPUTE = "compute"
 DATA, LAUNCH, SYNCHRONISATION = "data", "launch", "synchronisation"
@@ -191,13 +193,7 @@ def storage_of(tensor: torch.Tensor) -> Any:
     return (tensor._values() if tensor.layout is torch.sparse_coo else tensor).untyped_storage()
 
 
-# The profiler's names of types.
-_TYPES = {
-    torch.float32: "float", torch.bfloat16: "c10::BFloat16", torch.float16: "c10::Half", torch.float64: "double",
-    torch.int64: "long int", torch.int32: "int", torch.int16: "short", torch.bool: "bool",
-    torch.uint8: "unsigned char", torch.int8: "signed char", torch.float8_e4m3fn: "c10::Float8_e4m3fn",
-    torch.float8_e5m2: "c10::Float8_e5m2",
-}  # fmt: skip
+_NAMES = {dtype: name for name, dtype in TYPES.items()}
 
 COMPOSITE = "stepsight::op"  # then kind, dims and type of an op
 Signature = tuple[Any, ...]  # name, dims, types, strides, literals; dims, type and number of the outputs
@@ -231,4 +227,4 @@ def _arguments(func: Any) -> tuple[tuple[str, Any], ...]:
 
 def type_name(dtype: torch.dtype) -> str:
     """The profiler's name of a type."""
-    return _TYPES.get(dtype, "float")
+    return _NAMES.get(dtype, "float")

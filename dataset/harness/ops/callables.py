@@ -35,10 +35,10 @@ def op_call(kind: str, dims: list[int], pool: Pool) -> Call:
     return make(pool, *dims)
 
 
-_TYPES = {
+TYPES = {  # the profiler's names
     "float": torch.float32, "c10::BFloat16": torch.bfloat16, "c10::Half": torch.float16, "double": torch.float64,
     "long int": torch.int64, "int": torch.int32, "short": torch.int16, "bool": torch.bool, "unsigned char": torch.uint8,
-    "signed char": torch.int8,
+    "signed char": torch.int8, "c10::Float8_e4m3fn": torch.float8_e4m3fn, "c10::Float8_e5m2": torch.float8_e5m2,
 }  # fmt: skip
 _LIST = "TensorList "
 _READS_VALUES = ("aten::mkldnn_rnn_layer", "aten::_embedding_bag")  # arguments hold what a forward left, or offsets
@@ -124,9 +124,9 @@ class _Inputs:
             return literal
 
     def _tensor(self, shape: Sequence[int], stride: Sequence[int], kind: str) -> Tensor:
-        dtype = _TYPES.get(kind)
+        dtype = TYPES.get(kind)
         if dtype is None:
-            raise HarnessError(f"tensors can be of {', '.join(_TYPES)}, got {kind!r:.80}")
+            raise HarnessError(f"tensors can be of {', '.join(TYPES)}, got {kind!r:.80}")
         span = 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True)) if stride else 0
         numel = 0 if 0 in shape else max(span, math.prod(shape) if not stride else 1)
         self.num_bytes += numel * dtype.itemsize
