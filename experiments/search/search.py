@@ -99,10 +99,8 @@ def search(
             on_trial or (show if bar.active else None),
             map_fn,
         )
-        if Job.of(job).model.tables:
-            return _search_sharding(Job.of(job), asked)
         if scenarios is None or scenarios.is_empty:
-            return _JobSearch(Job.of(job), asked).run()
+            return _search_one(Job.of(job), asked)
         return _search_scenarios(Job.of(job), asked, scenarios)
 
 
@@ -126,6 +124,11 @@ class _Asked:
 
     def predict(self, job: Job) -> Any:
         return predict(job, self.predictor)
+
+
+def _search_one(job: Job, asked: _Asked) -> SearchResult:
+    """Search one job on one cluster: its strategies, or the places of its embedding tables."""
+    return _search_sharding(job, asked) if job.model.tables else _JobSearch(job, asked).run()
 
 
 def _search_sharding(job: Job, asked: _Asked) -> SearchResult:
@@ -161,7 +164,7 @@ def _search_scenarios(job: Job, asked: _Asked, scenarios: Scenarios) -> SearchRe
         try:
             if isinstance(candidate, JobError):
                 raise candidate
-            found.append(_JobSearch(candidate, named).run())
+            found.append(_search_one(candidate, named))
         except JobError as error:
             skipped.append(f"{words}: {error}")
     if not found:
