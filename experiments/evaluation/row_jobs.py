@@ -435,6 +435,7 @@ def _parallel(row: Row, framework: Framework) -> dict[str, Any]:
         each = (layers + 2) // parts
         stage_layers = [each - 1, *[each] * (parts - 2), each - 1]
     text = (row.text("recompute") or framework.recompute).lower()
+    text = told()["recompute"].get(text, text)
     found = re.match(rf"({'|'.join(RECOMPUTE)})(?![a-z0-9/])", text)  # with any remark after it
     sharding = _sharding(row, framework, degrees["dp"])
     if found is None:

@@ -12,7 +12,7 @@ from stepsight.experiments.reports.text_table import Number, table
 from stepsight.training.corrections.intervals import job_class, published_widths
 from stepsight.training.predictor.predictor import Predictor
 from stepsight.training.regression.regressor import UNKNOWN
-from stepsight.training.shipped.catalogue import RECIPES, Recipe
+from stepsight.training.shipped.catalogue import RECIPES, Recipe, facts_digest
 
 NODE = 8  # devices of the job whose interval stands for those of a device without published runs
 
@@ -34,6 +34,7 @@ def predictor_text(path: Path, predictor: Predictor) -> str:
         ("kernels", _kernels(predictor, recipe)),
         ("context", _context(predictor)),
         ("held back", "" if off is None else f"iterations of runs held back {off:.1f} % off on average"),
+        ("published", _published(predictor)),
         *_calibration(predictor),
         ("links", _links(manifest.get("calibrated_links", {}))),
         ("traces", _traces(manifest.get("calibrated_traces", {}))),
@@ -67,6 +68,16 @@ def _context(predictor: Predictor) -> str:
         ships += ", strengths 0: fewer traced runs of the device are public than holding some back takes"
     errors = [f"{form} {error:.2f}" for form, error in predictor.context_facts["held_back"].items()]
     return f"{ships}; errors on runs held back: {', '.join(errors)}" if errors else ships
+
+
+def _published(predictor: Predictor) -> str:
+    """The published runs that correct jobs near them, and whether they were predicted with today's facts."""
+    found = predictor.calibration.published
+    if found is None:
+        return ""
+    changed = "" if found.facts == facts_digest() else ", which have changed since: fit again (tools/shipped_data.py)"
+    sources = len({run.source for run in found.runs})
+    return f"{len(found.runs)} runs of {sources} sources correct jobs near them; facts {found.facts}{changed}"
 
 
 def _calibration(predictor: Predictor) -> list[tuple[str, str]]:

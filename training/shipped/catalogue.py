@@ -395,9 +395,12 @@ def retrain(name: str, data: Path, out: Path, seed: int = 0) -> Predictor:
         "sources": list(tables["lent"].files),
         "how": "times of devices with the same chip, as much longer or shorter as rooflines say",
     }
+    # Tables of several devices make several predictors.  Teachers have tables of their own, and saved predictors name
+    # them by their digests.
+    device = () if recipe.teaches else (hardware.name,)
     manifest: dict[str, Any] = {
         "name": name,
-        "digest": digest(*(file["digest"] for file in files.values()), str(seed), version("stepsight")),
+        "digest": digest(*device, *(file["digest"] for file in files.values()), str(seed), version("stepsight")),
         "sources": files,
         "num_ops": len(rows),
         "num_collectives": len(links),

@@ -13,7 +13,9 @@ from stepsight.experiments.calibration.calibrate_runs import split_rows
 from stepsight.experiments.evaluation.error_metrics import carried_forward, constant_mfu
 from stepsight.experiments.evaluation.evaluate import evaluate, evaluation_text, figures
 from stepsight.experiments.evaluation.scoring import PredictorOf, predictor_by_hardware, score
+from stepsight.training.corrections.residual import JobFeatures, PublishedRun, PublishedRuns
 from stepsight.training.prediction.prediction import ROOFLINE
+from stepsight.training.shipped.catalogue import shipped_predictor
 from tests.experiments.evaluation.run_tables import digest_of, run_row, write_runs
 
 ROOT = Path(__file__).parents[3]
@@ -171,6 +173,23 @@ def test_figures_of_a_perfect_prediction() -> None:
     found = figures(rows[:1])
     assert found["mape"] == pytest.approx(0.0, abs=1e-9) and found["coverage"] == 100.0
     assert rows[0].choice == rows[1].choice and figures(rows)["regret"] is not None
+
+
+def test_a_row_is_judged_without_its_source_and_shown_with_the_other_groups_of_it() -> None:
+    """A run that taught the shipped correction is predicted again without its group; physics knows none of them."""
+    row = run_row(framework="NeMo", hardware="H100-SXM", precision="bf16", source="lab")
+    scored = score(row, shipped_predictor)
+    job, predictor = scored.job, shipped_predictor(scored.job.cluster.hardware)
+    like = JobFeatures.of(job, "nemo")
+    assert predictor is not None and like.labels[0] == job.framework == "nemo"
+    runs = [PublishedRun(scored.digest, "lab", "GPT-x", 0.2, like), PublishedRun("other", "lab", "GPT-y", 0.1, like)]
+    taught = predictor.with_published(PublishedRuns(tuple(runs), 2.0))
+    physics, found = score(row, lambda _: predictor.with_published(None)), score(row, lambda _: taught)
+    alone = score(row, lambda _: predictor.with_published(PublishedRuns((runs[1],), 2.0)))
+    assert found.known is not None and alone.known is not None and physics.known is None
+    assert found.predicted_s == pytest.approx(physics.predicted_s)
+    assert found.known[0] == pytest.approx(alone.known[0]) and found.known[0] > 1.05 * physics.predicted_s
+    assert found.with_known.predicted_s == found.known[0]
 
 
 @pytest.mark.skipif(not RUNS.exists(), reason=f"no table of published runs at {RUNS} (set STEPSIGHT_DATA)")

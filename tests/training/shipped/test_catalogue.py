@@ -17,6 +17,7 @@ from stepsight.dataset.tables import Measurements
 from stepsight.dataset.tables.measurements import SourceFile
 from stepsight.training.prediction.ask_many import predict_many
 from stepsight.training.prediction.prediction import ROOFLINE, predict
+from stepsight.training.predictor.model_tables import read_predictor_manifest
 from stepsight.training.predictor.predictor import SHIPPED, Predictor
 from stepsight.training.shipped import catalogue
 from stepsight.training.shipped.catalogue import (
@@ -40,6 +41,12 @@ MOST_BYTES = 12_000_000
 def test_every_recipe_is_shipped_and_all_are_a_few_megabytes() -> None:
     assert set(shipped_names()) == set(RECIPES)
     assert sum(path.stat().st_size for path in SHIPPED.rglob("*")) < MOST_BYTES
+
+
+def test_every_predictor_has_a_digest_of_its_own() -> None:
+    """Also where several are made of one set of tables."""
+    digests = {name: read_predictor_manifest(SHIPPED / name)["digest"] for name in shipped_names()}
+    assert len(set(digests.values())) == len(digests)
 
 
 @pytest.mark.parametrize("name", RECIPES)
