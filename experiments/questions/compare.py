@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
+import statistics
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from stepsight.dataset.base.errors import StepsightError, shorten
 from stepsight.dataset.graph.program import Program
 from stepsight.dataset.job.job import Job
-from stepsight.dataset.runs.run_folder import MANIFEST, has_traces, is_imported, read_imported, run_graphs
+from stepsight.dataset.kinds.op import Collective, Op
+from stepsight.dataset.runs.run_folder import MANIFEST, TracedRun, has_traces, is_imported, read_imported, run_graphs
 from stepsight.dataset.runs.run_manifest import read_manifest
 from stepsight.dataset.traces.import_traces import import_ranks
-from stepsight.experiments.questions.traced_runs import measured_step, one_run
+from stepsight.experiments.questions.traced_runs import ReplayedRun, measured_step, one_run
 from stepsight.experiments.reports.text_table import Number, table
-from stepsight.simulator.replay.causes import Breakdown, breakdown
+from stepsight.simulator.replay.causes import breakdown
 from stepsight.simulator.replay.kernels import Kernel, kernel_seconds
-from stepsight.simulator.replay.replay import replay
 from stepsight.training.corrections.intervals import seconds_text
 from stepsight.training.prediction.prediction import Prediction, predict
 
@@ -42,6 +43,7 @@ class Side:
     causes: Mapping[str, float] = field(default_factory=dict)
     # seconds by op or collective: of a prediction on the critical path, of a traced run on the device (mean of ranks)
     works: Mapping[str, float] = field(default_factory=dict)
+    kinds: Mapping[str, float] = field(default_factory=dict)  # the same by kind
     interval: tuple[float, float] | None = None  # prediction interval in seconds; None for a run
     # of a traced run, mean over ranks and steps: count and seconds of each kernel, and communication that nothing hides
     kernels: Mapping[Kernel, tuple[float, float]] = field(default_factory=dict)
@@ -53,17 +55,19 @@ def predicted_side(job: Job, predictor: Predictor | str | None, name: str) -> Si
     prediction = predict(job, predictor)
     facts = {**_flat(job), "source": prediction.source, "memory_gb": round(prediction.memory.peak_bytes / 1e9, 2)}
     interval = (prediction.low_s, prediction.high_s)
-    return Side(name, prediction.iteration_time_s, False, facts, prediction.breakdown, _works(prediction), interval)
+    works, kinds = _works(prediction, str), _works(prediction, lambda work: work.kind)
+    return Side(name, prediction.iteration_time_s, False, facts, prediction.breakdown, works, kinds, interval)
 
 
 def run_side(path: Path) -> Side:
     """A measured run, with its traces if it has any; or a trace, or a folder of the traces of all ranks."""
     name, job, facts, folder = path.name, None, dict[str, Any](), None
+    traced: TracedRun | None = None
     if path.is_file() or not ((path / MANIFEST).is_file() or (path / "runs").is_dir()):
-        graphs: Sequence[Program] = import_ranks([path]).graphs
+        traced = TracedRun(name, None, list(import_ranks([path]).graphs), "")
     else:
         folder = one_run(path, "compare")
-        graphs = run_graphs(folder).graphs if has_traces(folder) else []
+        traced = run_graphs(folder) if has_traces(folder) else None
         if is_imported(folder):
             imported = read_imported(folder)
             name, job = imported.name, imported.job
@@ -71,22 +75,39 @@ def run_side(path: Path) -> Side:
             manifest = read_manifest(folder)
             name, job = manifest.name, manifest.job
             facts = {"ranks": manifest.world_size, **{f"versions.{key}": v for key, v in manifest.versions.items()}}
-    if graphs:
-        facts = facts or {"hardware": graphs[0].device_name, "ranks": len(graphs)}
-    told = breakdown(graphs) if graphs else Breakdown()
-    seconds = (measured_step(folder) if folder else 0.0) or (replay(graphs).measured_s if graphs else 0.0)
-    if not seconds:
+    seconds = measured_step(folder) if folder else 0.0
+    side = Side(name, seconds, True, {**({} if job is None else _flat(job)), **facts})
+    if traced is not None:
+        side = _with_traces(side, ReplayedRun.of(traced))
+    if not side.seconds:
         raise StepsightError(f"compare needs a run with timed or traced steps, got {path}")
-    path_s = sum(told.critical.values()) or 1.0
-    causes = {kind: spent / path_s * seconds for kind, spent in told.critical.items()}
-    steps = max(sum(len(graph.steps_s) for graph in graphs), 1)
+    return side
+
+
+def _with_traces(side: Side, found: ReplayedRun) -> Side:
+    """The side with what its traces tell; its step as `replay` measures it, if none was timed without a profiler."""
+    graphs, seconds = found.run.graphs, side.seconds or found.profiled.measured_s
+    critical, steps = breakdown(graphs).critical, max(sum(len(graph.steps_s) for graph in graphs), 1)
+    path_s = sum(critical.values()) or 1.0
     kernels = {key: (len(runs) / steps, float(runs.sum()) / steps) for key, runs in kernel_seconds(graphs).items()}
-    works = defaultdict[str, float](float)
+    works, kinds = defaultdict[str, float](float), defaultdict[str, float](float)
     for kernel, (_, spent) in kernels.items():
         works[kernel.what] += spent
-    exposed = (told.communication_s - told.overlapped_s) / steps if graphs else None
-    facts = {**({} if job is None else _flat(job)), **facts}
-    return Side(name, seconds, True, facts, causes, works, kernels=kernels, exposed_s=exposed)
+        kinds[kernel.kind] += spent
+    return replace(
+        side,
+        seconds=seconds,
+        facts={**side.facts, **({} if "ranks" in side.facts else _devices(graphs))},
+        causes={kind: spent / path_s * seconds for kind, spent in critical.items()},
+        works=works,
+        kinds=kinds,
+        kernels=kernels,
+        exposed_s=statistics.fmean(each["seconds"] for each in found.exposed()),
+    )
+
+
+def _devices(graphs: Sequence[Program]) -> dict[str, Any]:
+    return {"hardware": graphs[0].device_name, "ranks": len(graphs)}
 
 
 def _flat(job: Job) -> dict[str, Any]:
@@ -95,11 +116,14 @@ def _flat(job: Job) -> dict[str, Any]:
     return facts | {f"{section}.{key}": value for section, keys in tables.items() for key, value in keys.items()}
 
 
-def _works(prediction: Prediction) -> dict[str, float]:
-    simulation = prediction.simulation
+def _works(prediction: Prediction, key: Callable[[Op | Collective], str]) -> dict[str, float]:
+    """Seconds of ops and collectives by a text about each."""
+    simulation, found = prediction.simulation, defaultdict[str, float](float)
     scale = prediction.iteration_time_s / simulation.iteration_time_s
     seconds = dict(zip(simulation.lowered.all_works, simulation.work_seconds.tolist(), strict=True))
-    return {str(work): count * seconds[work] * scale for work, count in simulation.op_counts.items()}
+    for work, count in simulation.op_counts.items():
+        found[key(work)] += count * seconds[work] * scale
+    return dict(found)
 
 
 def compare_sides(sides: Sequence[Side]) -> dict[str, Any]:
@@ -136,16 +160,9 @@ def compare_sides(sides: Sequence[Side]) -> dict[str, Any]:
         "facts": {key: row for key, row in values.items() if any(each != row[0] for each in row[1:])},
         "causes": _together([side.causes for side in sides]),
         "works": {name: differing[name] for name in most},
-        "kinds": _together([_by_kind(side) for side in sides]),
+        "kinds": _together([side.kinds for side in sides]),
         "kernels": _kernels(sides, least),
     }
-
-
-def _by_kind(side: Side) -> dict[str, float]:
-    found = defaultdict[str, float](float)
-    for kernel, (_, seconds) in side.kernels.items():
-        found[kernel.kind] += seconds
-    return found
 
 
 def _kernels(sides: Sequence[Side], least: float) -> list[dict[str, Any]]:
@@ -184,7 +201,7 @@ def comparison_text(told: dict[str, Any]) -> str:
         parts.append(table(["what differs", *letters], rows))
     titles = {
         "causes": "where the time goes, ms",
-        "kinds": "device time by kind, ms",
+        "kinds": "by kind of op, ms",
         "works": "largest differences, ms",
     }
     for key, title in titles.items():

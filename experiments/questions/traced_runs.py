@@ -82,7 +82,11 @@ class ReplayedRun:
     @classmethod
     def read(cls, folder: Path) -> ReplayedRun:
         """Read and replay a run."""
-        run = run_graphs(folder)
+        return cls.of(run_graphs(folder))
+
+    @classmethod
+    def of(cls, run: TracedRun) -> ReplayedRun:
+        """Replay a run."""
         profiled = replay(run.graphs)
         if not run.iteration_s:
             return cls(run, run.graphs, profiled, profiled)

@@ -122,7 +122,10 @@ def test_a_replay_tells_causes_exposed_communication_and_the_critical_path(pair:
     assert set(percent) == {"0", "1"} and percent["0"] > percent["1"] > 0  # the fast rank waits in the all-reduce
     path = told["critical_path"]
     assert path == sorted(path, key=lambda node: node["start_s"]) and {node["rank"] for node in path} >= {1}
-    step, ranks = sum(node["seconds"] for node in path), len(ReplayedRun.read(*(pair / "runs").iterdir()).graphs)
+    step, ranks = (
+        sum(node["seconds"] for node in path),
+        len(ReplayedRun.read(*(pair / "runs").iterdir()).graphs),
+    )
     assert ranks == 2 and 0 < step <= 2 * told["step_s"] * 1.01
     assert replay_text(told).startswith("exposed communication of a step: rank 0 ")
 
