@@ -12,8 +12,8 @@ from nicegui.element import Element
 from nicegui.events import GenericEventArguments
 
 from stepsight.dataset.job.job import Job
-from stepsight.experiments.page.words import shown, words
 from stepsight.experiments.questions.job_fields import Field, broken_rules, fields_of, value_of
+from stepsight.experiments.reports.words import shown, words
 
 DRAG_S = 0.04  # between two answers while a slider moves
 _VALUE = "(e) => emit(e.target.value)"

@@ -27,18 +27,22 @@ Opened = Job | CapturedPrediction | ReplayedRun
 
 
 @dataclass(frozen=True)
-class Folder:
-    """The folder that the page reads.
+class Workspace:
+    """The folder that a page reads, and what it starts with.
 
     Attributes:
         root: The only folder whose files are read.
         hardware: For configurations, which do not state it; empty: the usual one.
-        predictor: Answers about captured programs; as in ``predict``.
+        predictor: As in ``predict``.
+        address: Of the page, without a job.
+        opened: What the user named: the first job is shown, other jobs are pinned.
     """
 
     root: Path
     hardware: str = ""
     predictor: Any = None
+    address: str = ""
+    opened: tuple[Opened, ...] = ()
 
     def names(self) -> list[str]:
         """Files and folders that may be opened, by their paths within the folder."""
@@ -99,7 +103,7 @@ def job_link(job: Job) -> str:
     return base64.urlsafe_b64encode(zlib.compress(job_toml(job).encode(), 9)).decode()
 
 
-def linked_job(folder: Folder, text: str) -> Job:
+def linked_job(space: Workspace, text: str) -> Job:
     """The job of ``job_link``.
 
     Raises:
@@ -112,4 +116,4 @@ def linked_job(folder: Folder, text: str) -> Job:
             raise ValueError("it is cut off or too long")
     except (ValueError, zlib.error) as error:
         raise JobError(f"the address must hold a whole job, got {text!r:.40}: {error}") from None
-    return folder.uploaded({"link.toml": content})[0]
+    return space.uploaded({"link.toml": content})[0]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from html import escape
 from pathlib import Path
@@ -18,19 +18,19 @@ from stepsight.dataset.base.errors import StepsightError, printable
 from stepsight.dataset.job.job import Job
 from stepsight.experiments.page import views
 from stepsight.experiments.page.controls import Controls, button, html, section, text_input
-from stepsight.experiments.page.opening import Folder, Opened, job_link, linked_job
-from stepsight.experiments.page.search_section import SearchSection
+from stepsight.experiments.page.opening import Opened, Workspace, job_link, linked_job
+from stepsight.experiments.page.sections import SearchSection, TraceSection
 from stepsight.experiments.page.server import MOST_UPLOAD
 from stepsight.experiments.page.timeline import SCRIPT, timeline_call, timeline_html
-from stepsight.experiments.page.trace_section import TraceSection
-from stepsight.experiments.page.words import shown, words
 from stepsight.experiments.questions.compare import compare_sides, predicted_side
 from stepsight.experiments.questions.job_facts import job_facts
 from stepsight.experiments.questions.job_fields import Field, changed
 from stepsight.experiments.questions.training_plan import training_plan
+from stepsight.experiments.reports.words import shown, words
 from stepsight.experiments.search.settings import Goal
 from stepsight.training.prediction.prediction import Prediction, predict
 
+TOKENS = 1e12  # of a training, until the user states them
 PAUSE_S = 0.3  # without a change, before what takes longer is computed
 MOST_PINS = 8
 _START: dict[str, Any] = {  # where the user names no job
@@ -42,37 +42,22 @@ _START: dict[str, Any] = {  # where the user names no job
 _SECTIONS = ("Time", "Timeline", "Sensitivity", "Compare", "Search", "Traces", "Share")
 
 
-@dataclass(frozen=True)
-class Asked:
-    """What the page starts with.
-
-    Attributes:
-        folder: Whose files it opens.
-        opened: What the user named: the first job is shown, the others are pinned.
-        predictor: As in ``predict``.
-        address: Of the page, without a job.
-        goal: Tokens and prices of a training.
-    """
-
-    folder: Folder
-    opened: tuple[Opened, ...] = ()
-    predictor: Any = None
-    address: str = ""
-    goal: Goal = field(default_factory=lambda: Goal(tokens=1e12))
-
-
-def make_app(asked: Asked) -> FastAPI:
+def make_app(space: Workspace) -> FastAPI:
     """The application; each tab of a browser has its own state."""
     app = FastAPI(openapi_url=None)
-    Desk.first_answer(asked)  # loads predictors and compiled code before the first visitor waits
+    predict(_first_job(space), space.predictor).to_dict()  # loads what the first visitor would wait for
 
     @ui.page("/")
     def page(job: str = "") -> None:
-        Desk(asked, job)
+        Desk(space, job)
 
     gc.freeze()  # later collections need not walk through libraries and predictors, which takes half a second
     ui.run_with(app, title="stepsight", dark=None, tailwind=False, show_welcome_message=False)
     return app
+
+
+def _first_job(space: Workspace) -> Job:
+    return next((found for found in space.opened if isinstance(found, Job)), None) or Job.from_dict(_START)
 
 
 class _ChangedError(Exception):
@@ -82,9 +67,9 @@ class _ChangedError(Exception):
 class Desk:
     """One tab of a browser: a job with its answer, pinned answers, a search, and a traced run."""
 
-    def __init__(self, asked: Asked, link: str) -> None:
-        self.asked, self.goal = asked, asked.goal
-        self.prediction, self.told = self.first_answer(asked)
+    def __init__(self, space: Workspace, link: str) -> None:
+        self.space, self.goal = space, Goal(tokens=TOKENS)
+        self.prediction: Prediction
         self.pins: list[Prediction] = []
         self._version, self._resting, self._shown = 0, 0, 0  # of the answer; that rests; whose details are shown
         ui.add_head_html(f"<style>{views.style()}</style><script>{SCRIPT.read_text('utf-8')}</script>")
@@ -94,21 +79,20 @@ class Desk:
                 self._control_box = ui.element("div")
             with ui.element("div"):
                 self._add_answer()
-                self.search = SearchSection(asked.predictor, lambda: (self.prediction.job, self.goal), self._use)
+                self.search = SearchSection(space.predictor, lambda: (self.prediction.job, self.goal), self._use)
                 self.traces = TraceSection()
                 self._add_share()
-        self._show(self.prediction, rebuild=True)
+        first = _first_job(space)
+        self.ask(first, rebuild=True)
+        for found in space.opened:
+            if not isinstance(found, Job):
+                self.traces.show(found)
+            elif found is not first:
+                self.pins.append(predict(found, space.predictor))
+        self._show_compared()
         ui.timer(PAUSE_S, self._look_closer)
-        for found in asked.opened[1:] if asked.opened and isinstance(asked.opened[0], Job) else asked.opened:
-            self.take(found)
         if link:
-            self.attempt(lambda: self.ask(linked_job(asked.folder, link), rebuild=True))
-
-    @staticmethod
-    def first_answer(asked: Asked) -> tuple[Prediction, views.Facts]:
-        first = next((found for found in asked.opened if isinstance(found, Job)), None)
-        prediction = predict(first or Job.from_dict(_START), asked.predictor)
-        return prediction, prediction.to_dict()
+            self.attempt(lambda: self.ask(linked_job(space, link), rebuild=True))
 
     def _add_files(self) -> None:
         html("stepsight", "h1")
@@ -117,7 +101,7 @@ class Desk:
                 button(name, f"theme-{name.split()[-1]}", lambda dark=dark: self._set_theme(dark))
         self._theme = ui.dark_mode(None)
         text_input("file", "File or folder, from where the page was started", self._open, list="files")
-        names = "".join(f'<option value="{escape(name)}"></option>' for name in self.asked.folder.names())
+        names = "".join(f'<option value="{escape(name)}"></option>' for name in self.space.names())
         html(names, "datalist").props("id=files")
         self._files = ui.upload(
             label="Drop job files or configurations", multiple=True, auto_upload=True, max_file_size=MOST_UPLOAD,
@@ -169,11 +153,11 @@ class Desk:
 
     def ask(self, job: Job, rebuild: bool = False) -> None:
         """Predict a job and show the answer; ``rebuild``: the controls too, for another job."""
-        self._show(predict(job, self.asked.predictor), rebuild)
+        self._show(predict(job, self.space.predictor), rebuild)
 
     def _show(self, prediction: Prediction, rebuild: bool = False) -> None:
         told, plan = prediction.to_dict(), training_plan(prediction, self.goal)
-        self.prediction, self.told = prediction, {**told, "plan": plan}
+        self.prediction = prediction
         self._version += 1
         job = prediction.job
         self.say("")
@@ -182,7 +166,7 @@ class Desk:
         self._title.content = escape(title) + f'<br><small class="quiet">{escape(job.name)}</small>'
         self._answer.content, self._said.content = views.answer(told, plan), views.said(told)
         self._time.content, self._memory.content = views.time(told), views.memory(told)
-        self._link.props["value"] = f"{self.asked.address}&job={job_link(job)}"
+        self._link.props["value"] = f"{self.space.address}&job={job_link(job)}"
         if rebuild:
             self._control_box.clear()
             with self._control_box:
@@ -227,7 +211,7 @@ class Desk:
         if version != self._resting or version == self._shown:
             self._resting = version
             return
-        prediction, plan = self.prediction, self.told["plan"]
+        prediction, plan = self.prediction, training_plan(self.prediction, self.goal)
 
         def still_wanted(*_: int) -> None:
             if version != self._version:
@@ -236,7 +220,7 @@ class Desk:
         def compute() -> tuple[str, views.Facts]:
             call = timeline_call(prediction.timeline("segment"))
             still_wanted()
-            return call, job_facts(prediction, self.asked.predictor, plan, on_step=still_wanted)
+            return call, job_facts(prediction, self.space.predictor, plan, on_step=still_wanted)
 
         self._controls.show_rules(prediction.job)
         try:
@@ -252,12 +236,12 @@ class Desk:
 
     async def _open(self, name: str) -> None:
         self.say(f"reading {name}")
-        await self._read(lambda: self.asked.folder.open(name))
+        await self._read(lambda: self.space.open(name))
 
     async def _upload(self, event: MultiUploadEventArguments) -> None:
         files = {Path(each.name).name: await each.read() for each in event.files}
         self._files.reset()
-        await self._read(lambda: self.asked.folder.uploaded(files))
+        await self._read(lambda: self.space.uploaded(files))
 
     async def _read(self, read: Callable[[], tuple[Opened, str]]) -> None:
         try:
@@ -289,12 +273,15 @@ class Desk:
         self.pins.clear()
         self._show_compared()
 
+    def _all(self) -> list[Prediction]:
+        """The pinned answers and the present one, if it is not pinned itself."""
+        return [*self.pins, *([] if any(each.job == self.prediction.job for each in self.pins) else [self.prediction])]
+
     def _comparison(self) -> str:
         """Pinned answers and the present one; empty without pins."""
-        asked = [*self.pins, self.prediction] if self.pins and self.pins[-1] != self.prediction else self.pins
-        if len(asked) < 2:
+        if len(self._all()) < 2:
             return ""
-        sides = [predicted_side(each.job, self.asked.predictor, each.job.name) for each in asked]
+        sides = [predicted_side(each.job, self.space.predictor, each.job.name) for each in self._all()]
         return views.comparison(compare_sides(sides))
 
     def _show_compared(self) -> None:
@@ -303,9 +290,9 @@ class Desk:
             self._compared.content = self._comparison() or pinned
 
     async def _export(self) -> None:
-        asked = [*self.pins, *([] if self.pins and self.pins[-1] == self.prediction else [self.prediction])]
+        asked = self._all()
         facts = await run.io_bound(
-            lambda: [job_facts(one, self.asked.predictor, training_plan(one, self.goal)) for one in asked]
+            lambda: [job_facts(one, self.space.predictor, training_plan(one, self.goal)) for one in asked]
         )
         extra = [text for text in (self._comparison(), self.search.view(), self.traces.view()) if text]
         if facts is not None:

@@ -15,12 +15,10 @@ SCRIPT = resources.files(__package__).joinpath("timeline.js")
 
 
 def timeline_html(number: int = 0) -> str:
-    """The canvas of a timeline and the note below it; ``number`` distinguishes the timelines of a page."""
+    """The canvas of a timeline below its note; ``number`` distinguishes the timelines of a page."""
     label = "Timeline of the pipeline: a lane for each stage and stream"
-    return (
-        f'<div><canvas id="timeline-{number}" data-testid="timeline" tabindex="0" aria-label="{label}"></canvas></div>'
-        f'<p id="timeline-note-{number}"></p>'
-    )
+    canvas = f'<canvas id="timeline-{number}" data-testid="timeline" tabindex="0" aria-label="{label}"></canvas>'
+    return f'<p id="timeline-note-{number}" class="note"></p><div>{canvas}</div>'
 
 
 def timeline_call(trace: dict[str, Any], number: int = 0) -> str:

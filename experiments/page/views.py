@@ -20,7 +20,7 @@ from stepsight.experiments.page.charts import (
     stacks,
 )
 from stepsight.experiments.page.timeline import SCRIPT, timeline_call, timeline_html
-from stepsight.experiments.page.words import shown, words
+from stepsight.experiments.reports.words import shown, words
 from stepsight.simulator.memory.estimate import FIELDS
 from stepsight.training.corrections.intervals import EXTRAPOLATED_SHARE, interval_text, seconds_text
 
@@ -107,7 +107,7 @@ def answer(facts: Facts, plan: Facts | None = None) -> str:
         ("iteration-time", seconds_text(facts["iteration_time_s"]), "an iteration"),
         ("interval", interval_text(facts["low_s"], facts["high_s"]), "90 % prediction interval"),
         ("memory", f"{held['peak_bytes'] / 1e9:.1f} of {held['capacity_bytes'] / 1e9:.1f} GB", f"memory: {fits}"),
-        ("mfu", f"{100 * facts['mfu']:.1f} %", "model FLOP utilisation (MFU)"),
+        ("mfu", f"{100 * facts['mfu']:.1f} %", "MFU"),
     ]
     if facts["tokens_per_s"] is not None:
         figures.insert(2, ("tokens", f"{facts['tokens_per_s']:,.0f}", "tokens/s"))
@@ -195,20 +195,20 @@ def _thinned(seconds: Sequence[float], sizes: Sequence[float]) -> list[tuple[flo
 
 def training(plan: Facts) -> str:
     """Duration and cost of a training."""
-    rows = [
-        ["Tokens", f"{plan['tokens']:.4g}"],
-        ["Duration", f"{plan['days']:.2f} days ({plan['low_days']:.2f} to {plan['high_days']:.2f})"],
-        ["Tokens per day", f"{plan['tokens_per_day']:.4g}"],
-        ["Device-hours", f"{plan['device_hours']:,.0f}"],
-        ["Cost", "no price is known (--prices)" if plan["cost"] is None else f"{plan['cost']:,.0f}"],
-        ["Energy (estimate: devices at their rated power)",
-         "no power is known" if plan["energy_kwh"] is None else f"{plan['energy_kwh']:,.0f} kWh"],
-        ["Goodput", f"{100 * plan['goodput']:.1f} %" if "mtbf_hours" in plan else "100 %: failures are not counted"],
-    ]  # fmt: skip
-    if "mtbf_hours" in plan:
-        rows.append(["Time between failures of the job", f"{plan['mtbf_hours']:.1f} hours"])
-        rows.append(["Checkpoint interval", f"{plan['checkpoint_interval_s'] / 60:.1f} minutes"])
-    return html_table(["", ""], rows)
+    energy, failures = plan["energy_kwh"], "mtbf_hours" in plan
+    rows = {
+        "Tokens": f"{plan['tokens']:.4g}",
+        "Duration": f"{plan['days']:.2f} days ({plan['low_days']:.2f} to {plan['high_days']:.2f})",
+        "Tokens per day": f"{plan['tokens_per_day']:.4g}",
+        "Device-hours": f"{plan['device_hours']:,.0f}",
+        "Cost": "no price is known (--prices)" if plan["cost"] is None else f"{plan['cost']:,.0f}",
+        "Energy (estimate: devices at their rated power)": f"{energy:,.0f} kWh" if energy else "no power is known",
+        "Goodput": f"{100 * plan['goodput']:.1f} %" if failures else "100 %: failures are not counted",
+    }
+    if failures:
+        rows["Time between failures of the job"] = f"{plan['mtbf_hours']:.1f} hours"
+        rows["Checkpoint interval"] = f"{plan['checkpoint_interval_s'] / 60:.1f} minutes"
+    return html_table(["", ""], list(rows.items()))
 
 
 def sensitivity(facts: Facts) -> str:
@@ -233,7 +233,7 @@ def sensitivity(facts: Facts) -> str:
 
 
 def next_steps(facts: Facts) -> str:
-    """Single changes that are faster, and the best strategies of a search."""
+    """Single changes that are faster."""
     rows = [
         [", ".join(f"{words(key)}: {shown(value)}" for key, value in step["values"].items()),
          f"{100 * (step['tokens_per_s_ratio'] - 1):+.1f} %", seconds_text(step["iteration_time_s"]),
@@ -243,13 +243,6 @@ def next_steps(facts: Facts) -> str:
     text = html_table(["change", "tokens/s", "iteration", "memory, GB"], rows)
     if not rows:
         text = "<p>No single change of the strategy that fits in memory is predicted to be faster.</p>"
-    found = [
-        [choice["job"], seconds_text(choice["iteration_time_s"]), f"{choice['memory_bytes'] / 1e9:.1f}"]
-        for choice in facts["search"]
-        if choice.get("iteration_time_s")
-    ]
-    if found:
-        text += "<h3>Best strategies of the search</h3>" + html_table(["strategy", "iteration", "memory, GB"], found)
     return text
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -10,8 +10,9 @@ import numpy as np
 
 from stepsight.dataset.base.errors import StepsightError
 from stepsight.dataset.job.job import Job
-from stepsight.experiments.questions.job_fields import STRATEGY, changed, fields_of, value_of
+from stepsight.experiments.questions.job_fields import BATCH, CLUSTER, STRATEGY, changed, fields_of, value_of
 from stepsight.experiments.questions.sweep import Axis, change_job, sweep
+from stepsight.experiments.reports.words import words
 from stepsight.simulator.memory import estimate_moments
 from stepsight.training.prediction.prediction import Prediction, predict
 
@@ -36,8 +37,6 @@ def job_facts(
     prediction: Prediction,
     predictor: Predictor | str | None,
     plan: Mapping[str, Any],
-    *,
-    search: Sequence[Any] = (),
     on_step: OnStep = lambda *_: None,
 ) -> dict[str, Any]:
     """Collect all values of the page; ``on_step`` is called between predictions, and may raise to stop."""
@@ -51,7 +50,6 @@ def job_facts(
         "tornado": _tornado(asked),
         "curves": _curves(asked),
         "next_steps": _next_steps(asked),
-        "search": [{"job": choice.job.name, **choice.to_dict()} for choice in search],
         "memory_over_time": memory_over_time(prediction),
     }
 
@@ -110,34 +108,18 @@ def _tornado(asked: _Asked) -> list[dict[str, Any]]:
         A row for each with ``name``, ``half`` and ``double`` (``Effect``; None: not legal), the largest
         effect first.
     """
-    rows: list[dict[str, Any]] = []
-    for name, key, value in _levers(asked.prediction.job):
-        half, double = (
-            _effect(asked, f"{name} {way}", scaled, partial(change_job, asked.prediction.job, scaled))
-            for way, scaled in (("halved", {key: _scaled(value, 0.5)}), ("doubled", {key: _scaled(value, 2.0)}))
-        )
-        if half or double:
-            rows.append({"name": name, "half": half, "double": double})
+    rows, job = list[dict[str, Any]](), asked.prediction.job
+    for field in fields_of(job):
+        if not field.is_number or field.group not in (BATCH, CLUSTER):
+            continue
+        own, found = value_of(job, field.key), dict[str, Effect | None]()
+        for way, factor in (("half", 0.5), ("double", 2)):
+            values = {field.key: max(1, int(own * factor)) if isinstance(own, int) else own * factor}
+            found[way] = _effect(asked, f"{words(field.key)}: {way}", values, partial(change_job, job, values))
+        if any(found.values()):
+            rows.append({"name": words(field.key), **found})
     size = lambda row: max(abs(row[way]["tokens_per_s_ratio"] - 1) for way in ("half", "double") if row[way])
     return sorted(rows, key=size, reverse=True)
-
-
-def _levers(job: Job) -> Iterator[tuple[str, str, float]]:
-    """Name, key and value of each quantity that is halved and doubled."""
-    for name, link in (("inter_node", job.fabric.inter_node), ("intra_node", job.fabric.intra_node)):
-        between = name == "inter_node"
-        words, key = f"links {'between' if between else 'within'} nodes", f"cluster.fabric.{name}"
-        if (job.cluster.nodes if between else job.cluster.devices_per_node) > 1:
-            yield f"bandwidth of {words}", f"{key}.bandwidth_gbytes_per_s", link.bandwidth_bytes_per_s / 1e9
-            yield f"latency of {words}", f"{key}.latency_us", link.latency_s * 1e6
-    yield "global batch", "batch.global_batch", job.batch.global_batch
-    yield "micro-batch", "batch.micro_batch", job.batch.micro_batch
-    yield "nodes", "cluster.nodes", job.cluster.nodes
-    yield "sequence length", "model.seq_len", job.model.seq_len
-
-
-def _scaled(value: float, factor: float) -> float:
-    return max(1, int(value * factor)) if isinstance(value, int) else value * factor
 
 
 def _effect(asked: _Asked, name: str, values: dict[str, Any], change: Callable[[], Job]) -> Effect | None:

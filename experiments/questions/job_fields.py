@@ -11,11 +11,10 @@ from stepsight.dataset.hardware.hardware import HARDWARE
 from stepsight.dataset.job.job import Job
 from stepsight.dataset.job.schedules import SCHEDULES
 from stepsight.dataset.job.specs import CHOICES, MODELS, PRECISIONS
-from stepsight.experiments.questions.sweep import change_job
+from stepsight.experiments.questions.sweep import FABRIC_KEYS, change_job
 
 MODEL, DEVICE, SCHEDULE, VIRTUAL = "model.name", "cluster.hardware", "parallel.schedule", "parallel.virtual_stages"
 STRATEGY, BATCH, CLUSTER, SIZES = GROUPS = ("Strategy", "Batch", "Cluster", "Model")
-_BANDWIDTH = "cluster.fabric.inter_node.bandwidth_gbytes_per_s"
 # Group, key, and the largest value of a slider that doubles; 0: from an eighth to eight times the job's own value.
 _SLIDERS: tuple[tuple[str, str, int], ...] = (
     (STRATEGY, "parallel.tp", 64),
@@ -27,7 +26,7 @@ _SLIDERS: tuple[tuple[str, str, int], ...] = (
     (BATCH, "batch.global_batch", 0),
     (BATCH, "model.seq_len", 0),
     (CLUSTER, "cluster.nodes", 16384),
-    (CLUSTER, _BANDWIDTH, 0),
+    *((CLUSTER, key, 0) for key in FABRIC_KEYS),
     (SIZES, "model.layers", 0),
     (SIZES, "model.hidden", 0),
 )
@@ -66,8 +65,10 @@ class Field:
 
 def value_of(job: Job, key: str) -> Any:
     """The value of a key of a job."""
-    if key == _BANDWIDTH:
-        return job.fabric.inter_node.bandwidth_bytes_per_s / 1e9
+    if key in FABRIC_KEYS:
+        _, _, place, fact = key.split(".")
+        link = getattr(job.fabric, place)
+        return link.latency_s * 1e6 if fact == "latency_us" else link.bandwidth_bytes_per_s / 1e9
     if key == DEVICE:
         return job.hardware_name
     section, _, name = key.partition(".")

@@ -20,7 +20,7 @@ from stepsight.cli.files import (
     refuse_program,
 )
 from stepsight.cli.options import Answer, Written, progress
-from stepsight.dataset.base.errors import StepsightError
+from stepsight.dataset.base.errors import StepsightError, need
 from stepsight.experiments.questions.training_plan import Reliability
 
 
@@ -133,7 +133,7 @@ def report_command(
         tokens: Tokens to train on, for duration, device-hours, cost and energy.
     """
     from stepsight.dataset.base.files import write_text
-    from stepsight.experiments.page.views import comparison, job_page
+    from stepsight.experiments.page import views
     from stepsight.experiments.questions.compare import compare_sides, predicted_side
     from stepsight.experiments.questions.job_facts import job_facts
     from stepsight.experiments.questions.training_plan import plan_text, training_plan
@@ -142,15 +142,19 @@ def report_command(
 
     goal, predictor, tell = goal_of(tokens, prices), source.load(), progress("jobs reported")
     read = overrides.read_all(jobs, overrides.nodes)
-    facts, predictions = [], [predict(job, predictor) for job in read]
+    facts, extra, predictions = [], [], [predict(job, predictor) for job in read]
     for number, prediction in enumerate(predictions):
-        best = search_strategies(prediction.job, predictor).choices[:5] if search else ()
-        facts.append(job_facts(prediction, predictor, training_plan(prediction, goal, reliability), search=best))
+        facts.append(job_facts(prediction, predictor, training_plan(prediction, goal, reliability)))
+        if search:
+            found = search_strategies(prediction.job, predictor)
+            facts[-1]["search"] = [{"job": each.job.name, **each.to_dict()} for each in found.choices[:5]]
+            extra.append(views.section("Search", views.search_view(found)))
         tell(number + 1, len(read))
     compared = None
     if len(read) > 1:
         compared = compare_sides([predicted_side(job, predictor, job.name) for job in read])
-    write_text(out, job_page(predictions, facts, () if compared is None else [comparison(compared, links=True)]))
+        extra.insert(0, views.comparison(compared, links=True))
+    write_text(out, views.job_page(predictions, facts, extra))
     lines = [f"wrote {out}: {len(facts)} job{'s' if len(facts) > 1 else ''}"]
     for each in facts:
         plan = plan_text(each["hardware"], each["plan"])
@@ -185,17 +189,19 @@ def page_command(
     """
     import webbrowser
 
-    from stepsight.experiments.page.opening import Folder
-    from stepsight.experiments.page.page import Asked, make_app
+    need("nicegui")
+    from stepsight.experiments.page.opening import Workspace
+    from stepsight.experiments.page.page import make_app
     from stepsight.experiments.page.server import PageServer
 
-    server, predictor = PageServer(port), source.load()
-    folder = Folder(Path.cwd(), hardware, predictor)
-    opened = tuple(replace(folder, root=path.resolve().parent).open(path.name)[0] for path in files or ())
-    readable = [folder.root, *(path.resolve().parent for path in files or ())]
-    app = make_app(Asked(folder, opened, predictor, server.address))
+    server = PageServer(port)
+    named = [path.resolve() for path in files or ()]
+    space = Workspace(Path.cwd(), hardware, source.load(), server.address)
+    opened = tuple(replace(space, root=path.parent).open(path.name)[0] for path in named)
+    app = make_app(replace(space, opened=opened))
 
     def serve() -> None:
-        server.run(app, readable, (lambda: webbrowser.open(server.address)) if browser else None)
+        folders = [space.root, *(path.parent for path in named)]
+        server.run(app, folders, (lambda: webbrowser.open(server.address)) if browser else None)
 
     return Answer({"address": server.address}, server.address, then=serve)

@@ -1,6 +1,8 @@
 """``report``, ``compare`` and ``sweep`` as a user calls them."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -72,3 +74,19 @@ def test_predict_prints_days_and_cost_of_training(tmp_path: Path, capsys: pytest
     assert plan["cost"] == pytest.approx(2.0 * 1024 * hours, rel=1e-3)
     with pytest.raises(StepsightError, match="--prices needs --tokens"):
         app(["predict", JOB, "-p", "roofline", "--prices", str(prices)], standalone_mode=False)
+
+
+def test_page_names_the_extra_that_it_needs_and_report_needs_none(tmp_path: Path) -> None:
+    """In an installation without the library of the page."""
+    code = (
+        "import importlib.util, sys; found = importlib.util.find_spec; "
+        "import stepsight.dataset.base.errors as errors; "
+        "errors.find_spec = lambda name: None if name == 'nicegui' else found(name); "
+        "sys.modules.update(dict.fromkeys(('nicegui', 'fastapi', 'uvicorn', 'starlette'))); "
+        "from stepsight.cli import main; main()"
+    )
+    page = subprocess.run([sys.executable, "-c", code, "page"], capture_output=True, text=True, check=False)
+    assert page.returncode == 2 and 'pip install "stepsight[page]"' in page.stderr
+    out = tmp_path / "job.html"
+    report = [sys.executable, "-c", code, "report", JOB, "-p", "roofline", "--out", str(out)]
+    assert subprocess.run(report, capture_output=True, check=False).returncode == 0 and out.exists()

@@ -7,10 +7,10 @@ import pytest
 from stepsight.dataset.base.bounded import read_file, reading_only
 from stepsight.dataset.base.errors import StepsightError
 from stepsight.dataset.job.job import Job
-from stepsight.experiments.page.opening import Folder, job_link, linked_job
+from stepsight.experiments.page.opening import Workspace, job_link, linked_job
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
-FOLDER = Folder(EXAMPLES)
+FOLDER = Workspace(EXAMPLES)
 
 
 def test_a_link_holds_a_whole_job() -> None:
@@ -35,7 +35,7 @@ def test_files_of_the_folder_are_offered_and_opened() -> None:
 def test_a_file_outside_of_the_folder_is_refused(name: str, tmp_path: Path) -> None:
     (tmp_path / "link.toml").symlink_to(EXAMPLES / "gpt3-175b-1024.toml")
     with pytest.raises(StepsightError, match="must be in"):
-        Folder(tmp_path).open(name)
+        Workspace(tmp_path).open(name)
 
 
 def test_readers_read_only_what_they_are_allowed_to(tmp_path: Path) -> None:

@@ -73,7 +73,7 @@ def test_memory_over_time_has_the_peak_of_every_stage(prediction: Prediction) ->
 def test_steps_to_try_next_fit_and_are_faster(facts: dict[str, Any]) -> None:
     assert all(step["fits"] and step["tokens_per_s_ratio"] > 1 for step in facts["next_steps"])
     names = [row["name"] for row in facts["tornado"]]
-    assert "bandwidth of links between nodes" in names and "nodes" in names
+    assert "Bandwidth between nodes, GB/s per device" in names and "Nodes" in names
 
 
 @pytest.mark.skipif(BROWSER is None, reason="needs Chromium (Debian: apt install chromium)")
@@ -87,7 +87,7 @@ def test_a_browser_draws_the_page(prediction: Prediction, facts: dict[str, Any],
     drawn = subprocess.run(
         [*command, "--dump-dom", page.as_uri()], check=True, capture_output=True, timeout=60, text=True
     )
-    assert '<p id="timeline-note-0">Scroll or press' in drawn.stdout
+    assert '<p id="timeline-note-0" class="note">Scroll or press' in drawn.stdout
     assert re.search('<canvas id="timeline-0"[^>]* width="', drawn.stdout)
     assert picture.stat().st_size > 30_000
 
