@@ -147,9 +147,16 @@ def check_capture_folder(folder: Path) -> None:
         raise CaptureError(f"--out must be a new or empty folder, or that of an earlier capture, got {folder}")
 
 
+def captures_in(folder: Path) -> list[Path]:
+    """Folders of the captures of several world sizes, the smallest first; empty if it holds none."""
+    return sorted((each.parent for each in folder.glob(f"[0-9]*/{MANIFEST}")), key=lambda each: (len(each.name), each))
+
+
 def read_captured(folder: Path) -> Captured:
     """Read what ``write_captured`` wrote; raises ``CaptureError`` if it is not that."""
     folder = Path(folder)
+    if sizes := captures_in(folder):
+        raise CaptureError(f"{folder} holds captures of several world sizes: name one of {', '.join(map(str, sizes))}")
     try:
         tree = read_json(folder / MANIFEST)
         if tree["form"] != FORM:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import re
@@ -12,6 +11,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from itertools import combinations, zip_longest
 from pathlib import Path
@@ -25,7 +25,8 @@ from stepsight.dataset.graph.program import COLLECTIVE
 
 MODULE = "stepsight.dataset.harness.capturing.running_script"
 MOST_RANKS = 256  # limit of one capture
-STACK, STACK_S = "stack.txt", 5.0  # file to which a process writes its stack on request, and the time limit for that
+STACK_S = 5.0  # within which a process writes its stack on request
+_FILES = ("request", "out", "stack", "log")  # by which a process is told what to do, and tells what it found
 DEVICES = ("cuda", "cpu")
 NO_OUTPUT = "none"  # for the last line that a script wrote
 
@@ -135,47 +136,47 @@ class _Runs:
 
     def _run(self, rank: int, **more: Any) -> dict[str, Any]:
         request = self.request
-        with tempfile.TemporaryDirectory(prefix="stepsight-capture-") as temporary:
-            folder = Path(temporary)
-            out, stack = folder / "record.json", folder / STACK
+        with ExitStack() as stack_of_files:  # without names: a process that is killed leaves none
+            files = {name: stack_of_files.enter_context(tempfile.TemporaryFile()) for name in _FILES}
+            paths = {name: Path(f"/proc/{os.getpid()}/fd/{file.fileno()}") for name, file in files.items()}
             asked = {
                 "script": str(request.script.resolve()), "arguments": list(request.arguments), "rank": rank,
                 "world_size": request.world_size, "local_size": request.local_size, "warm_up": request.warm_up,
-                "device": request.device, "out": str(out), "stack": str(stack),
+                "device": request.device, "out": str(paths["out"]), "stack": str(paths["stack"]),
                 "parent": os.getpid(), **more,
             }  # fmt: skip
-            (folder / "request.json").write_text(json.dumps(asked), "utf-8")
-            how, last_line = _ended(request, rank, folder)
-            if not out.is_file():
+            paths["request"].write_text(json.dumps(asked), "utf-8")
+            how, last_line = _ended(request, rank, paths)
+            if not paths["out"].stat().st_size:
+                line = _own_line(paths["stack"], request.script)
                 raise CaptureError(
-                    f"{request.script.name}{_own_line(stack, request.script)}: the process of rank {rank} ended before "
-                    f"its steps were through ({how}); the last line that it wrote: {last_line}"
+                    f"{request.script.name}{line}: the process of rank {rank} ended before its steps were through "
+                    f"({how}); the last line that it wrote: {last_line}"
                 )
-            record: dict[str, Any] = read_json(out)
+            record: dict[str, Any] = read_json(paths["out"])
         if "error" in record:
             raise CaptureError(_explained(request, rank, record, last_line))
         return record
 
 
-def _ended(request: CaptureRequest, rank: int, folder: Path) -> tuple[str, str]:
+def _ended(request: CaptureRequest, rank: int, paths: Mapping[str, Path]) -> tuple[str, str]:
     """Run the process of a rank and its children to the end; return the exit status and the last line of output."""
-    log = folder / "log.txt"
-    command = [sys.executable, "-P", "-m", MODULE, str(folder / "request.json")]
-    with log.open("wb") as file:
+    command = [sys.executable, "-P", "-m", MODULE, str(paths["request"])]
+    with paths["log"].open("wb") as file:
         process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, start_new_session=True)
         try:
             code = process.wait(request.timeout_s)
         except subprocess.TimeoutExpired:
-            at = _line_of_stack(process, request.script, folder / STACK)
+            at = _line_of_stack(process, request.script, paths["stack"])
             raise CaptureError(
                 f"rank {rank} did not finish its steps within {request.timeout_s:g} s{at}: capture a smaller step, or "
                 "allow more with --timeout"
             ) from None
         finally:
-            with contextlib.suppress(ProcessLookupError):
+            with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
-    lines = log.read_text("utf-8", "replace").strip().splitlines()
+    lines = paths["log"].read_text("utf-8", "replace").strip().splitlines()
     return _how(code), (lines[-1][:300] if lines else NO_OUTPUT)
 
 
@@ -211,6 +212,7 @@ _HINTS = {
     "DynamicOutputShape": f"the shape of a result depends on {_VALUES}",
     "DataDependentOutput": f"a result depends on {_VALUES}",
     "GuardOnDataDependent": f"the script branches on {_VALUES}",
+    "a sharding strategy": "no DTensor takes this op, in a real run neither: leave its module unsharded",
 }
 
 

@@ -210,7 +210,7 @@ def op_of_call(signature: Sequence[Any], scope: Scope) -> tuple[Op | None, bool]
         return None, True
     if found is None or not _is_whole(found):
         largest = max([*(count(shape) for shape in dims if shape), out_numel])
-        return _op("elementwise", (largest,), (dtype, weight)), False
+        return _op("elementwise", (largest,), (dtype, weight)), largest <= 1
     kind, sizes = found
     if len(sizes) == 1:
         sizes = (max(sizes[0], out_numel if made and made[2] == 1 else 0),)

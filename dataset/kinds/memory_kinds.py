@@ -45,10 +45,10 @@ _OTHERS = (
     "masked_fill_ eq ne lt gt le ge logical_not logical_and logical_or bitwise_and bitwise_or bitwise_not "
     "clamp clamp_ clamp_min maximum minimum sin cos erf isnan isfinite isinf addcmul addcmul_ addcdiv "
     "addcdiv_ lerp lerp_ square sign floor ceil round remainder _softmax _softmax_backward_data tril triu "
-    "tril_ triu_ scatter scatter_ scatter_add scatter_add_ index_add index_add_ index_put_ _index_put_impl_ "
+    "tril_ triu_ scatter scatter_ scatter_add scatter_add_ index_add index_add_ index_put index_put_ _index_put_impl_ "
     "arange random_ normal_ uniform_ bernoulli_ exponential_ _foreach_mul_ _foreach_mul _foreach_div_ "
     "_foreach_addcmul_ _foreach_addcdiv_ _foreach_lerp_ _foreach_sqrt "
-    "_amp_foreach_non_finite_check_and_unscale_"
+    "_amp_foreach_non_finite_check_and_unscale_ _amp_update_scale_ _unsafe_masked_index_put_accumulate"
 )
 _COPIES = (
     "copy_ clone _to_copy cat stack split_with_sizes_copy index_select gather index repeat "

@@ -10,7 +10,7 @@ from typing import Any
 from stepsight.dataset.base.errors import JobError, StepsightError, shorten
 from stepsight.dataset.base.files import check_output_file, is_facts_file, read_facts, set_aside
 from stepsight.dataset.base.registry import did_you_mean
-from stepsight.dataset.capture.captured import MANIFEST, read_captured
+from stepsight.dataset.capture.captured import MANIFEST, captures_in, read_captured
 from stepsight.dataset.hardware.hardware import FABRICS, HARDWARE, Fabric, Hardware, facts_in, find_fabric, usual_fabric
 from stepsight.dataset.job.frameworks import FRAMEWORKS, Framework, find_framework
 from stepsight.dataset.job.job import Job
@@ -27,7 +27,7 @@ from stepsight.experiments.reports.run_texts import (
     describe_run,
     trace_summary,
 )
-from stepsight.experiments.reports.text_table import table
+from stepsight.experiments.reports.text_table import Column, Number, table, table_of
 
 
 def describe(path: Path) -> dict[str, Any]:
@@ -73,6 +73,22 @@ def _captured(path: Path) -> dict[str, Any]:
 def _dataset(path: Path) -> dict[str, Any]:
     told = describe_dataset(path)
     return {**told, "text": dataset_text(told)}
+
+
+def _captures(path: Path) -> dict[str, Any]:
+    """Captures of several world sizes: their first ranks beside each other."""
+    found = [read_captured(each).to_dict() for each in captures_in(path)]
+    columns: dict[str, str | Column] = {
+        "ranks": "world_size",
+        "ops of the first": lambda each: each["ranks"][0]["ops"],
+        "TFLOP": lambda each: Number(each["ranks"][0]["flops"] / 1e12, 3),
+        "collectives": lambda each: sum(row["count"] for row in each["ranks"][0]["collectives"]),
+        "their GB": lambda each: Number(
+            sum(row["count"] * row["num_bytes"] for row in each["ranks"][0]["collectives"]) / 1e9, 3
+        ),
+        "peak GB": lambda each: Number(max(rank["peak_bytes"] for rank in each["ranks"]) / 1e9, 3),
+    }
+    return {"captures": found, "text": f"script     {found[0]['script']}\n{table_of(found, columns)}"}
 
 
 def _imported(path: Path) -> dict[str, Any]:
@@ -234,6 +250,7 @@ _FOLDERS: Kinds = (
     (lambda path: (path / "runs").is_dir(), describe_collection),
     (lambda path: (path / INDEX).is_file(), _dataset),
     (lambda path: (path / MANIFEST).is_file(), _captured),
+    (lambda path: bool(captures_in(path)), _captures),
     (is_imported, _imported),
     (
         lambda path: (path / "manifest.json").is_file(),

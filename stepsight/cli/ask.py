@@ -173,8 +173,9 @@ def _predict_program(
     from stepsight.dataset.capture.model_files import ModelRequest, is_model, read_model
     from stepsight.experiments.reports.job_texts import program_text
     from stepsight.simulator.replay.captured_step import step_timeline
-    from stepsight.training.prediction.captured_prediction import predict_captured
+    from stepsight.training.prediction.captured_prediction import captured_latency, predict_captured
 
+    captured_latency(*cluster, predictor)  # a program takes long to read
     reads_model = is_model(program) and program.is_file()
     captured = read_model(ModelRequest(program)) if reads_model else read_captured(program)
     prediction = predict_captured(captured, *cluster, predictor)

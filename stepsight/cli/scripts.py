@@ -174,6 +174,7 @@ def capture_command(
     from stepsight.dataset.base.files import check_writable
     from stepsight.dataset.capture.captured import check_capture_folder, write_captured
     from stepsight.experiments.reports.run_texts import capture_text
+    from stepsight.training.prediction.captured_prediction import captured_latency
 
     if rank is not None and ranks != "auto":
         raise StepsightError(f"--rank and --ranks exclude each other, got {rank} and {ranks!r:.80}")
@@ -184,6 +185,9 @@ def capture_command(
     if (len(sizes) > 1) != bool(hardware) or len(set(sizes)) < len(sizes):
         asked = f"{world_size} and {hardware or 'none'}"
         raise StepsightError(f"several different world sizes are compared on --hardware, got {asked}")
+    learned = load_predictor(predictor)
+    if hardware:
+        captured_latency(hardware, fabric, learned)  # a capture takes long
     folders = {size: out / str(size) if len(sizes) > 1 else out for size in sizes}
     for folder in folders.values():
         check_capture_folder(folder)
@@ -193,7 +197,7 @@ def capture_command(
         captures.append(captured_at(size))
         write_captured(captures[-1], folder)
     if len(sizes) > 1:
-        return _scaling(captures, out, (hardware, fabric), load_predictor(predictor))
+        return _scaling(captures, out, (hardware, fabric), learned)
     told = captures[0].to_dict() | {"out": str(out)}
     return Answer(told, capture_text(told))
 

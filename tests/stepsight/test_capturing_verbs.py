@@ -124,3 +124,19 @@ def test_world_sizes_are_compared_in_one_table(tmp_path: Path) -> None:
     for sizes in (["1,2"], ["1", "--hardware", "H100"]):
         with pytest.raises(StepsightError, match="several different world sizes are compared on --hardware"):
             ask("capture", "--world-size", *sizes, "--out", tmp_path / "no", script)
+    shown = ask("show", out, "--json")["captures"]
+    assert [each["world_size"] for each in shown] == [1, 2]
+    with pytest.raises(StepsightError, match=r"several world sizes: name one of .*captured/1, .*captured/2"):
+        ask("predict", "--program", out, "--hardware", "H100")
+
+
+def test_a_fabric_is_checked_before_anything_is_captured_or_read(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("raise SystemExit('it ran')", "utf-8")
+    cluster = ("--hardware", "H100", "--fabric", "none such")
+    for verb in (
+        ("capture", "--world-size", "1,2", "--out", tmp_path / "no", *cluster, script),
+        ("predict", "--program", tmp_path, *cluster),
+    ):
+        with pytest.raises(StepsightError, match="fabric must be"):
+            ask(*verb)

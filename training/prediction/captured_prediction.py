@@ -196,6 +196,19 @@ def predict_captured(
     ones of the devices.  ``predictor``: as in ``predict``.  Raises ``PredictorError`` if the predictor is for other
     hardware, or there is neither a predictor nor a preset.
     """
+    shape = min(captured.local_size, captured.world_size), captured.world_size
+    latency, asked, source = captured_latency(hardware, fabric, predictor, shape)
+    step = time_captured(captured.graphs, latency)
+    return CapturedPrediction(captured, latency.hardware.name, step, latency, asked, source)
+
+
+def captured_latency(
+    hardware: str, fabric: str = "", predictor: Predictor | str | Path | None = None, shape: tuple[int, int] = (1, 1)
+) -> tuple[LearnedLatency | RooflineLatency, Predictor | None, str]:
+    """Durations for a captured step, the predictor that gives them, if one does, and their source for people.
+
+    ``shape``: ranks of a node, and of the job; the others are as in ``predict_captured``, which raises the same.
+    """
     if not hardware:
         if not isinstance(predictor, Predictor):
             raise PredictorError("a captured script names no devices: say which with --hardware")
@@ -203,22 +216,16 @@ def predict_captured(
     hardware = canonical_hardware(hardware)
     links = find_fabric(fabric or usual_fabric(hardware))
     asked = asked_predictor(hardware, predictor)
-    latency: LearnedLatency | RooflineLatency | None
     if asked is None:
         latency = preset_latency(hardware, links)
         if latency is None:
             raise PredictorError(f"without a predictor, {unknown_hardware(hardware)}: train a predictor")
         why = "as asked" if isinstance(predictor, str) else f"nothing was measured for {hardware}"
-        source = ROOFLINE_SOURCE.format(why)
-    else:
-        own = asked.hardware.name
-        if predictor is not None and hardware not in (own, canonical_hardware(own)):
-            raise PredictorError(f"the predictor serves its own hardware: it must be {own!r:.80}, got {hardware!r:.80}")
-        busy = min(captured.local_size, captured.world_size)
-        latency = asked.latency_on(links, busy, captured.world_size)
-        source = asked.source
-    step = time_captured(captured.graphs, latency)
-    return CapturedPrediction(captured, latency.hardware.name, step, latency, asked, source)
+        return latency, None, ROOFLINE_SOURCE.format(why)
+    own = asked.hardware.name
+    if predictor is not None and hardware not in (own, canonical_hardware(own)):
+        raise PredictorError(f"the predictor serves its own hardware: it must be {own!r:.80}, got {hardware!r:.80}")
+    return asked.latency_on(links, *shape), asked, asked.source
 
 
 def predict_program(program: Program, predictor: Predictor | str | Path | None = None) -> CapturedPrediction:

@@ -7,6 +7,8 @@ from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
+import torch
+
 MEMORY_BYTES = 80 * 10**9
 CAPTURED_DEVICE = SimpleNamespace(  # properties of an H100
     name="captured device", major=9, minor=0, total_memory=MEMORY_BYTES, multi_processor_count=132,
@@ -41,3 +43,12 @@ class NoContext(nullcontext[None]):
     def __init__(self, device: Any = None) -> None:
         super().__init__()
         self.idx = 0
+
+
+def cpu_of(device: Any) -> Any:
+    """The CPU instead of a CUDA device; other arguments unchanged."""
+    if isinstance(device, int) and not isinstance(device, bool):
+        return torch.device("cpu")
+    if isinstance(device, str) and device.split(":")[0] == "cuda":
+        return "cpu"
+    return torch.device("cpu") if isinstance(device, torch.device) and device.type == "cuda" else device

@@ -6,7 +6,6 @@ goes the math path, as separate products and a softmax of all scores, in fp32; a
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -14,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
-from .fake_tensors import library
+from .fake_tensors import replace_composite
 
 _aten = torch.ops.aten
 _HALF = (torch.float16, torch.bfloat16)
@@ -136,5 +135,4 @@ def install(note: Callable[[str], None]) -> None:
             q, k, v, attn_mask, keeps, dropout_p, is_causal, scale=scale
         )[0]
 
-    warnings.filterwarnings("ignore", "Warning only once for all operators")
-    library.impl("scaled_dot_product_attention", attention, "CompositeImplicitAutograd", allow_override=True)
+    replace_composite("scaled_dot_product_attention", attention)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -60,6 +60,7 @@ class Collectives:
         ``where`` are torch's name of the group, its name for people, and its ranks.
         """
         recorder, (name, people, ranks) = self._recorder, where
+        refuse_sparse(call.reads)
         if not recorder.active or len(ranks) < 2:
             return None
         kind = "all_gather" if call.kind == LISTS else call.kind
@@ -132,6 +133,15 @@ class Collectives:
             taken = people in self._streams.values()
             self._streams[name] = f"{people} {len(self._streams)}" if taken else people
         return self._streams[name]
+
+
+NO_SPARSE = "NCCL sums no sparse gradients: a module within DDP or FSDP must have sparse=False, or be left out of it"
+
+
+def refuse_sparse(tensors: Iterable[Tensor]) -> None:
+    """Raise if a tensor is sparse: NCCL sums none, and the bytes of gloo's sums depend on values."""
+    if any(each.layout is torch.sparse_coo for each in tensors):
+        raise RuntimeError(NO_SPARSE)
 
 
 def people_name(description: str, ranks: Sequence[int]) -> str:

@@ -26,10 +26,11 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.data import DataLoader
 
 from ..base import annotate
-from ..base.patching import CAPTURED_DEVICE, MEMORY_BYTES, NoContext, always, cuda_answers, patch
+from ..base.patching import CAPTURED_DEVICE, MEMORY_BYTES, NoContext, always, cpu_of, cuda_answers, patch
 from . import attention
+from .collectives import NO_SPARSE
 from .distributed import install_shards
-from .fake_tensors import FakeWorld, cpu_of, dropout, install_fused_kernels, rms_norm
+from .fake_tensors import FakeWorld, install_fused_kernels
 from .recorder import COMPOSITE, COMPUTE, OP, Recorder
 
 _SILENT = (  # functions of ``torch.cuda`` that do nothing
@@ -46,10 +47,8 @@ class DevicesOnCpu(TorchFunctionMode):
         kwargs = kwargs or {}
         if func in (Tensor.cuda, Tensor.pin_memory):
             return args[0]
-        if func in (torch.rms_norm, torch.nn.functional.rms_norm):
-            return rms_norm(*args, **kwargs)
-        if func is torch.nn.functional.dropout:
-            return dropout(*args, **kwargs)
+        if func is Tensor.unflatten:  # dynamo cannot trace Python's own within a mode
+            return torch.unflatten(*args, **kwargs)
         if func is torch.device and args and isinstance(args[0], int):
             return torch.device("cpu")
         if func is Tensor.to and len(args) > 1 and not isinstance(args[1], Tensor):
@@ -252,11 +251,8 @@ def _ddp(world: FakeWorld) -> None:
 
     def init(self: Any, module: Any, device_ids: Any = None, output_device: Any = None, *args: Any, **kw: Any) -> None:
         tables = [name for name, part in module.named_modules() if getattr(part, "sparse", False)]
-        if tables:  # the bytes of gloo's sparse sums depend on values
-            raise RuntimeError(
-                "NCCL sums no sparse gradients: a module in DDP must have sparse=False, or be left out of DDP, got "
-                f"sparse=True in {tables[0] or type(module).__name__}"
-            )
+        if tables:
+            raise RuntimeError(f"{NO_SPARSE}, got sparse=True in {tables[0] or type(module).__name__}")
         make(self, module, None, None, *args, **kw)
 
     patch(ddp.DistributedDataParallel, __init__=init)
@@ -284,6 +280,7 @@ def _compiles(world: FakeWorld, *, on_host: bool) -> None:
         from . import compiled_regions
 
         compiled_regions.install(world, plain, on_host=on_host)
+        torch._dynamo.eval_frame.skip_code(DevicesOnCpu.__torch_function__.__code__)  # inlined, but no region itself
         return torch.compile(*args, **kwargs)
 
     patch(torch, compile=compile_)

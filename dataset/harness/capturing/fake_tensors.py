@@ -7,12 +7,14 @@ work as they are.  Where a script reads a value of a fake tensor it is told 1.0,
 from __future__ import annotations
 
 import traceback
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._guards import CompileContext
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -24,7 +26,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ..base.errors import own_place
-from .collectives import Collectives
+from ..base.patching import cpu_of
+from .collectives import Collectives, refuse_sparse
 from .recorder import OP, Recorder, signature_of, storage_of
 from .value_estimates import RESULTS, follow, selects_unknown, spread_of
 
@@ -71,6 +74,8 @@ class FakeWorld(TorchDispatchMode):
                     return func(*args, **kwargs)
         elif func in _VALUES:
             return self._value(func, tensors[0])
+        if func.namespace == "fsdp":
+            refuse_sparse(tensors)
         if is_fake and selects_unknown(func, tensors):
             self.note("selects rows by values: all were selected, since nothing is computed")
         out = RESULTS[func](*args, **kwargs) if is_fake and func in RESULTS else None
@@ -105,14 +110,16 @@ class FakeWorld(TorchDispatchMode):
 
     def _value(self, func: Any, tensor: Tensor) -> Any:
         """The value that a script gets if the real one is unknown."""
-        if self.recorder.active:
+        compiles = CompileContext.try_get() is not None  # dynamo tries functions out
+        if self.recorder.active and not compiles:
             self.recorder.wait_on_host(self.recorder.stream, "item", self.scope()[0])
         if func is _aten.equal.default:
             return True
         mean = spread_of(tensor).mean
         if tensor.dtype is torch.bool and mean is not None:
             return mean > 0.5
-        self.note("reads a value of a tensor: it was given 1 or False, since nothing is computed")
+        if not compiles:
+            self.note("reads a value of a tensor: it was given 1 or False, since nothing is computed")
         if tensor.dtype is torch.bool:
             return False
         return 1.0 if tensor.dtype.is_floating_point else 1
@@ -180,15 +187,6 @@ def on_cpu(values: Any) -> Any:
     if any(isinstance(value, torch.device) for value in values):
         return type(values)(cpu_of(value) if isinstance(value, torch.device) else value for value in values)
     return values
-
-
-def cpu_of(device: Any) -> Any:
-    """The CPU instead of a CUDA device; other arguments unchanged."""
-    if isinstance(device, int) and not isinstance(device, bool):
-        return torch.device("cpu")
-    if isinstance(device, str) and device.split(":")[0] == "cuda":
-        return "cpu"
-    return torch.device("cpu") if isinstance(device, torch.device) and device.type == "cuda" else device
 
 
 library = torch.library.Library("aten", "IMPL")
@@ -268,18 +266,24 @@ FAKE: dict[Any, Any] = {
 }
 
 
-def install_fused_kernels() -> None:
-    """Register the fused kernels on the CPU with autograd."""
-    library.impl(
-        "_fused_rms_norm", lambda x, shape, weight=None, eps=None: _RMSNorm.apply(x, shape, weight, eps), "AutogradCPU"
-    )
-
-
-def rms_norm(x: Tensor, shape: Any, weight: Tensor | None = None, eps: float | None = None) -> Tensor:
-    """``torch.nn.functional.rms_norm`` by the fused kernel."""
+def _rms_norm(x: Tensor, shape: Any, weight: Tensor | None = None, eps: float | None = None) -> Tensor:
     return _aten._fused_rms_norm.default(x, list(shape), weight, eps)[0]
 
 
-def dropout(x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
-    """``torch.nn.functional.dropout`` by the fused kernel."""
-    return torch.native_dropout(x, p, True)[0] if training and p > 0 else x
+def _dropout(x: Tensor, p: float, train: bool) -> Tensor:
+    return torch.native_dropout(x, p, True)[0] if train and p > 0 else x
+
+
+def install_fused_kernels() -> None:
+    """Let the device's fused kernels compute norms and dropout, with autograd."""
+    warnings.filterwarnings("ignore", "Warning only once for all operators")
+    library.impl(
+        "_fused_rms_norm", lambda x, shape, weight=None, eps=None: _RMSNorm.apply(x, shape, weight, eps), "AutogradCPU"
+    )
+    replace_composite("rms_norm", _rms_norm)
+    replace_composite("dropout", _dropout)
+
+
+def replace_composite(name: str, function: Any) -> None:
+    """Compute an op that consists of others by a function, wherever it is called, also while it is compiled."""
+    library.impl(name, function, "CompositeImplicitAutograd", allow_override=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import textwrap
@@ -138,8 +139,8 @@ COMPILED = """
     from torch import nn
     model = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64)).cuda()
     if {blocks}:
-        for layer in model:
-            layer.compile(fullgraph=False)
+        for place in range(3):
+            model[place] = torch.compile(model[place], fullgraph=False)
     else:
         model = torch.compile(model)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
@@ -214,8 +215,9 @@ def test_a_script_that_does_not_end_is_ended(tmp_path: Path) -> None:
         capture(CaptureRequest(written(tmp_path, "while True: pass"), (), 8, timeout_s=1.0))
 
 
-def test_a_killed_capture_leaves_no_process(tmp_path: Path) -> None:
+def test_a_killed_capture_leaves_no_process_and_no_file(tmp_path: Path) -> None:
     """However it ends; its script would go on for minutes."""
+    (tmp_path / "temporary").mkdir()
     (tmp_path / "slow.py").write_text(
         f"import os, time\nopen('{tmp_path}/pid', 'w').write(str(os.getpid()))\ntime.sleep(300)"
     )
@@ -224,7 +226,8 @@ def test_a_killed_capture_leaves_no_process(tmp_path: Path) -> None:
         "from stepsight.dataset.capture.capturing_run import CaptureRequest, capture\n"
         "capture(CaptureRequest(Path(sys.argv[1]), (), 1))\n"
     )
-    parent = subprocess.Popen([sys.executable, "-c", code, str(tmp_path / "slow.py")])
+    environment = {**os.environ, "TMPDIR": str(tmp_path / "temporary")}
+    parent = subprocess.Popen([sys.executable, "-c", code, str(tmp_path / "slow.py")], env=environment)
     until = time.monotonic() + 60
     while time.monotonic() < until and not ((tmp_path / "pid").exists() and (tmp_path / "pid").read_text()):
         time.sleep(0.1)
@@ -235,6 +238,7 @@ def test_a_killed_capture_leaves_no_process(tmp_path: Path) -> None:
     while time.monotonic() < until and child.exists() and ") Z" not in (child / "stat").read_text():
         time.sleep(0.05)
     assert not child.exists() or ") Z" in (child / "stat").read_text()
+    assert {path.name.partition("_")[0] for path in (tmp_path / "temporary").iterdir()} <= {"torchinductor"}  # torch's
 
 
 SPARSE = """
