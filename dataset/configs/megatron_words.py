@@ -32,7 +32,7 @@ _NUMBER = re.compile(r"-?\d")
 def read_words(file: ConfigFile, draft: Draft) -> None:
     """Fill a draft from a shell script, or a file of arguments."""
     text = read_source(file.path)
-    if re.match(r"(\s*(#[^\n]*)?\n)*\s*--?[A-Za-z]", text):
+    if re.match(r"(?:[ \t]*(?:#[^\n]*)?\n)*[ \t]*--?[A-Za-z]", text):
         try:
             lines = re.sub(r"(?m)^[ \t]*#.*", "", text)  # a comment ends with its line, even after a backslash
             words = shlex.split(lines.replace("\\\n", " "), comments=True)

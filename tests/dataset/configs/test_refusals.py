@@ -110,3 +110,10 @@ def test_given_values_are_keys_of_a_job(tmp_path: Path) -> None:
     assert read_configs([path], Given(values={"model.vocab": 100})).job.model.vocab == 128
     with pytest.raises(JobError, match=r"as model\.seq_len"):
         read_configs([path], Given(values={"model.vocabulary": 100}))
+
+
+def test_blank_lines_before_a_script_take_no_time(tmp_path: Path) -> None:
+    """The pattern that tells arguments from a script once took time in the power of their number."""
+    (tmp_path / "run.sh").write_text("\n" * 300 + "# a comment\n" * 300 + "echo\n")
+    with pytest.raises(JobError, match="options of Megatron-LM"):
+        read_configs([tmp_path / "run.sh"])
