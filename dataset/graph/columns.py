@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-if TYPE_CHECKING:
-    from stepsight.dataset.kinds.op import Collective, Op
+from stepsight.dataset.base.errors import StepsightError
+from stepsight.dataset.kinds.op import Collective, Op
 
 
 class Dependency(enum.Enum):
@@ -102,3 +102,28 @@ class NodeArrays(Protocol):
     @property
     def on_device(self) -> NDArray[np.bool_]: ...
     def __len__(self) -> int: ...
+
+
+def chosen_nodes(nodes: Iterable[int], count: int) -> NDArray[np.int64]:
+    """Numbers of nodes that a user names, in order.
+
+    Raises:
+        StepsightError: If one is no whole number, or a program of ``count`` nodes has no such node.
+    """
+    chosen = list(nodes) if isinstance(nodes, Iterable) else [nodes]
+    whole = all(isinstance(node, int | np.integer) and not isinstance(node, bool) for node in chosen)
+    if not whole or not all(0 <= node < count for node in chosen):
+        raise StepsightError(f"nodes must be whole numbers from 0 to {count - 1}, got {chosen!s:.80}")
+    return np.array(sorted(set(chosen)), dtype=np.int64)
+
+
+def check_node(work: object, stream: object) -> None:
+    """Check what a user makes a node of.
+
+    Raises:
+        StepsightError: If it is something else.
+    """
+    if not isinstance(work, Op | Collective | None):
+        raise StepsightError(f"work of a node must be an Op or a Collective, got {work!r:.80}")
+    if not isinstance(stream, str):
+        raise StepsightError(f"stream of a node must be a text, got {stream!r:.80}")

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from stepsight.dataset.base.errors import StepsightError
 from stepsight.dataset.graph.columns import COLLECTIVE as COLLECTIVE
 from stepsight.dataset.graph.columns import EDGE_COLUMNS as EDGE_COLUMNS
 from stepsight.dataset.graph.columns import HOST as HOST
@@ -23,7 +24,7 @@ from stepsight.dataset.graph.columns import PHASES as PHASES
 from stepsight.dataset.graph.columns import WHY as WHY
 from stepsight.dataset.graph.columns import WHY_NUMBER as WHY_NUMBER
 from stepsight.dataset.graph.columns import Dependency as Dependency
-from stepsight.dataset.graph.columns import HostRecord
+from stepsight.dataset.graph.columns import HostRecord, check_node, chosen_nodes
 from stepsight.dataset.graph.graph_files import read_facts, write_graph
 from stepsight.dataset.kinds.op import Collective, Op
 
@@ -348,7 +349,8 @@ class Program:
 
     def change(self, nodes: Iterable[int], work: Op | Collective | None = None, stream: str = "") -> Program:
         """The program with another signature, or another stream, of some nodes."""
-        chosen, columns, facts = self._chosen(nodes), self._rows(), {}
+        check_node(work, stream)
+        chosen, columns, facts = chosen_nodes(nodes, len(self)), self._rows(), {}
         for name, things, thing in (("work", self.works, work), ("stream", self.streams, stream)):
             if thing:
                 facts[f"{name}s"] = known = tuple(dict.fromkeys([*things, thing]))
@@ -360,7 +362,7 @@ class Program:
 
     def remove(self, nodes: Iterable[int]) -> Program:
         """The program without some nodes; the order that they imposed on the others, by edges and by streams, stays."""
-        gone, order = np.isin(np.arange(len(self)), self._chosen(nodes)), WHY_NUMBER[Dependency.STREAM_ORDER]
+        gone, order = np.isin(np.arange(len(self)), chosen_nodes(nodes, len(self))), WHY_NUMBER[Dependency.STREAM_ORDER]
         kept, place = np.flatnonzero(~gone), np.cumsum(~gone) - 1
         edges = zip(*(values.tolist() for values in (*self.edge_columns.values(), self.delay_s)), strict=True)
         found: dict[int, dict[tuple[int, int], float]] = {}
@@ -396,11 +398,11 @@ class Program:
 
         It does what the framework does in the phase of the node before it.
         """
-        count, waits = len(self), sorted(set(after))
-        if not 0 <= place <= count or (waits and not 0 <= waits[0] <= waits[-1] < place):
-            raise ValueError(
-                f"place must be from 0 to {count}, after all nodes that it waits for, got {place}, {waits}"
-            )
+        count, waits = len(self), chosen_nodes(after, len(self))
+        if type(place) is not int or not 0 <= place <= count or (len(waits) and waits[-1] >= place):
+            rule = f"place must be a whole number from 0 to {count}, after all nodes that it waits for"
+            raise StepsightError(f"{rule}, got {place!r:.80} and {waits.tolist()!s:.80}")
+        check_node(work, stream)
         joined = Program.of_parts([self, Program([Node(work, stream, name)])])
         order = np.insert(np.arange(count), place, count)
         columns, listed = {each: values[order] for each, values in joined._rows().items()}, joined._listed()
@@ -414,12 +416,6 @@ class Program:
         facts = {each: getattr(joined, each) for each in ("works", "streams", "names", "groups")}
         return self._with_rows(columns, listed, **facts)
 
-    def _chosen(self, nodes: Iterable[int]) -> Indices:
-        chosen = np.array(sorted({int(node) for node in nodes}), dtype=np.int64)
-        if len(chosen) and not 0 <= chosen[0] <= chosen[-1] < len(self):
-            raise ValueError(f"nodes must lie within 0 and {len(self) - 1}, got {chosen.tolist()[:8]}")
-        return chosen
-
     def _rows(self) -> Columns:
         """Copies of all columns of nodes, times and shares included."""
         found = {"share": np.ones(len(self)), **self.columns}
@@ -431,7 +427,8 @@ class Program:
         source, target = np.asarray(source, dtype=np.int64), np.asarray(target, dtype=np.int64)
         delay = np.broadcast_to(np.asarray(delay_s, dtype=np.float64), source.shape)
         if len(source) and not 0 <= min(source.min(), target.min()) <= max(source.max(), target.max()) < len(self):
-            raise ValueError(f"edges must join nodes from 0 to {len(self) - 1}, got {source!s:.80} to {target!s:.80}")
+            rule = f"edges must join nodes from 0 to {len(self) - 1}"
+            raise StepsightError(f"{rule}, got {source!s:.80} to {target!s:.80}")
         keep = source < target
         more = (source[keep], target[keep], np.full(int(keep.sum()), WHY_NUMBER[why], dtype=np.int64))
         edges = {

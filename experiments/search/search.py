@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -86,22 +86,22 @@ def search(
     if scenarios is not None and not isinstance(scenarios, Scenarios):
         raise StepsightError(f"scenarios must be Scenarios, as in Scenarios(nodes=(8, 16)), got {scenarios!r:.80}")
     with NotebookBar("strategies") as bar:
-
-        def show(number: int, best: float | None) -> None:
-            bar.show(number + 1, more="none fits yet" if best is None else f"best {best:.4g} s")
-
         asked = _Asked(
             predictor,
             Space.of(space),
             Goal() if goal is None else goal,
             replace(settings or SearchSettings(), **options),
             ExpertLoads.of(expert_loads),
-            on_trial or (show if bar.active else None),
+            on_trial or (partial(_show_trial, bar) if bar.active else None),
             map_fn,
         )
         if scenarios is None or scenarios.is_empty:
             return _search_one(Job.of(job), asked)
         return _search_scenarios(Job.of(job), asked, scenarios)
+
+
+def _show_trial(bar: NotebookBar, number: int, best: float | None) -> None:
+    bar.show(number + 1, more="none fits yet" if best is None else f"best {best:.4g} s")
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from stepsight.dataset.base.errors import StepsightError
 from stepsight.dataset.graph.program import Dependency, Program
 from stepsight.dataset.graph.program_builder import ProgramBuilder
 from stepsight.dataset.graph.relations import RELATIONS, concurrent_pairs, relation_pairs
@@ -133,14 +134,23 @@ def test_edits_keep_what_waits() -> None:
     more = program.insert(1, REDUCE, "tp", "new", after=[0])
     assert more.nodes[1].name == "new" and more.remove([1]) == program
     assert (0, 1, Dependency.DATA) in more.edges and more.columns["phase"].tolist() == [1] * 5
-    with pytest.raises(ValueError, match="after all nodes that it waits for"):
+    with pytest.raises(StepsightError, match="after all nodes that it waits for"):
         program.insert(0, ADD, after=[1])
-    with pytest.raises(ValueError, match="nodes must lie within"):
+    with pytest.raises(StepsightError, match="nodes must be whole numbers from 0 to"):
         program.remove([4])
-    with pytest.raises(ValueError, match="edges must join nodes from 0 to 3"):
+    with pytest.raises(StepsightError, match="edges must join nodes from 0 to 3"):
         program.with_edges([0], [4], Dependency.DATA, 0.0)
-    with pytest.raises(ValueError, match="edges must join nodes from 0 to 3"):
+    with pytest.raises(StepsightError, match="edges must join nodes from 0 to 3"):
         program.with_edges([-1], [2], Dependency.DATA, 0.0)
+    for nodes in ([1.5], [True], ["1"], 1.5, [-1], np.array([True, False, True, False])):
+        with pytest.raises(StepsightError, match="nodes must be whole numbers from 0 to 3, got"):
+            program.remove(nodes)  # type: ignore[arg-type]
+    with pytest.raises(StepsightError, match="work of a node must be an Op or a Collective, got 'linear'"):
+        program.change([1], work="linear")  # type: ignore[arg-type]
+    with pytest.raises(StepsightError, match="stream of a node must be a text, got 3"):
+        program.insert(1, ADD, stream=3)  # type: ignore[arg-type]
+    with pytest.raises(StepsightError, match="place must be a whole number from 0 to 4"):
+        program.insert(1.0, ADD)  # type: ignore[arg-type]
 
 
 @given(programs(), st.data())
