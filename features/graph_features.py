@@ -43,6 +43,8 @@ NUMBERS = (
 KIND, LABEL = "kind=", "label="  # how features begin that say what a node is, and what its program
 _AFTER_KINDS = (*(f"stream={stream}" for stream in STREAMS), *(f"{LABEL}{label}" for label in LABELS), *NUMBERS)
 RELATIONS = ("stream_order", "data", "synchronisation", "may_run_concurrently")
+# Heard by networks that are trained now: data edges are worth nothing, and the programs that teach have none.
+HEARD = tuple(relation for relation in RELATIONS if relation != "data")
 
 
 @dataclass(frozen=True)
@@ -153,6 +155,12 @@ def _numbers(graph: SegmentGraph, alone: Array) -> tuple[Array, ...]:
         np.full(len(nodes), _log(num_bytes.sum(keepdims=True), 1e7)[0]),
         np.full(len(nodes), _log(alone.sum(keepdims=True), 1e-2)[0]),
     )
+
+
+def directions(relations: Sequence[str]) -> list[tuple[str, int, int]]:
+    """Each relation with the end that hears and the one that is heard (0: source, 1: target), in both directions."""
+    both = [(relation, near) for relation in relations for near in (1, 0)]
+    return [(name, near, 1 - near) for name, near in both if near or name != "may_run_concurrently"]
 
 
 def topology(program: Program) -> Topology:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch_geometric.nn import SimpleConv
 
-from stepsight.features.graph_features import RELATIONS, Topology, node_feature_names
+from stepsight.features.graph_features import HEARD, Topology, directions, node_feature_names
 from stepsight.gnn.inference import LEVELS, ContextNetwork, table_columns
 
 BOUND = 2.0  # log units: small ops take several times as long with cold caches and host gaps, but never a hundred times
@@ -27,29 +27,21 @@ class RelationalLayer(nn.Module):
         ``hidden`` ``(nodes, channels)`` -> ``(nodes, channels)``.
     """
 
-    def __init__(self, channels: int) -> None:
+    def __init__(self, channels: int, relations: Sequence[str]) -> None:
         super().__init__()
-        relations = 2 * len(RELATIONS) - 1
+        self.relations = tuple(relations)
         self.mean = SimpleConv(aggr="mean")
-        self.combine = nn.Linear((2 + relations) * channels, channels)
+        self.combine = nn.Linear((2 + len(directions(self.relations))) * channels, channels)
 
     def forward(self, hidden: Tensor, graph: Topology) -> Tensor:
         stream = torch.from_numpy(graph.stream)
         on_stream = torch.stack([torch.arange(graph.num_nodes), stream])
         streams = self.mean((hidden, hidden.new_zeros(graph.num_streams, hidden.shape[1])), on_stream)
         heard = [hidden, streams[stream]]
-        for edges in _edges(graph):
+        for relation, near, far in directions(self.relations):
+            edges = torch.from_numpy(np.ascontiguousarray(graph.edges[relation][[far, near]]))
             heard.append(self.mean(hidden, edges) if edges.numel() else torch.zeros_like(hidden))
         return hidden + functional.silu(self.combine(torch.cat(heard, dim=1)))
-
-
-def _edges(graph: Topology) -> Iterator[Tensor]:
-    """Edges of every relation, ``(2, e)`` each, followed by the reverse of a relation that has a direction."""
-    for relation in RELATIONS:
-        forward = torch.from_numpy(np.ascontiguousarray(graph.edges[relation]))
-        yield forward
-        if relation != "may_run_concurrently":
-            yield forward.flip(0)
 
 
 class Head(nn.Module):
@@ -76,16 +68,19 @@ class ContextModel(nn.Module):
 
     Attributes:
         features: Names of the features that it reads: all those there are when it is made.
+        relations: Names of the relations along which nodes hear each other.
     """
 
-    def __init__(self, channels: int = HIDDEN, num_layers: int = LAYERS, bound: float = BOUND) -> None:
+    def __init__(
+        self, channels: int = HIDDEN, num_layers: int = LAYERS, bound: float = BOUND, relations: Sequence[str] = HEARD
+    ) -> None:
         super().__init__()
         self.bound = bound
-        self.features = node_feature_names()
+        self.features, self.relations = node_feature_names(), tuple(relations)
         self._kinds, self._labels = table_columns(self.features)
         self.table = nn.Parameter(torch.zeros(1 + len(self._labels), 1 + len(self._kinds)))
         self.encode = nn.Linear(len(self.features), channels)
-        self.layers = nn.ModuleList(RelationalLayer(channels) for _ in range(num_layers))
+        self.layers = nn.ModuleList(RelationalLayer(channels, relations) for _ in range(num_layers))
         self.heads = nn.ModuleDict({level: Head(channels, len(self.features), bound) for level in LEVELS[1:]})
         self.register_buffer("low", torch.full((len(self.features),), -torch.inf))
         self.register_buffer("high", torch.full((len(self.features),), torch.inf))
@@ -112,7 +107,7 @@ def mean_network(models: Sequence[ContextModel], strengths: tuple[float, float, 
     first, states = models[0], [model.state_dict() for model in models]
     tensors = {name: torch.stack([state[name] for state in states]).double().numpy() for name in states[0]}
     tensors["table"] = tensors["table"].mean(axis=0)
-    return ContextNetwork(first.bound, strengths, len(first.layers), tensors, first.features)
+    return ContextNetwork(first.bound, strengths, len(first.layers), tensors, first.features, first.relations)
 
 
 def node_loss(corrections: Tensor, target: Tensor, weight: Tensor) -> Tensor:

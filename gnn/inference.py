@@ -18,12 +18,14 @@ from stepsight.dataset.base.bounded import read_file
 from stepsight.dataset.base.errors import PredictorError
 from stepsight.dataset.base.files import read_json, write_json
 from stepsight.features.graph_features import (
+    HEARD,
     KIND,
     LABEL,
     RELATIONS,
     SegmentGraph,
     Topology,
     check_node_features,
+    directions,
     node_features,
     topology,
 )
@@ -64,6 +66,7 @@ class ContextNetwork:
         tensors: By name, as in the ``state_dict`` of ``gnn.context_model.ContextModel``; the first axis of all but
             ``table``, their mean, numbers the models.  Heads that have no weight may be missing.
         features: Names of the features that it reads, in the order of its weights.
+        relations: Names of the relations that it hears, in the order of its weights.
     """
 
     bound: float
@@ -71,6 +74,7 @@ class ContextNetwork:
     num_layers: int
     tensors: Mapping[str, Array]
     features: tuple[str, ...]
+    relations: tuple[str, ...] = HEARD
 
     @property
     def form(self) -> str:
@@ -121,7 +125,7 @@ class ContextNetwork:
         """A linear map of hidden states and of messages, a product for each: small ones run on one thread."""
         weight, bias = self.tensors[f"{name}.weight"].swapaxes(1, 2), self.tensors[f"{name}.bias"]
         found, width = bias[:, None], hidden.shape[2]
-        for place, heard in enumerate((hidden, *_messages(hidden, graph))):
+        for place, heard in enumerate((hidden, *_messages(hidden, graph, self.relations))):
             if heard is not None:
                 found = found + heard @ weight[:, place * width : (place + 1) * width]
         return np.asarray(found)
@@ -143,7 +147,7 @@ class ContextNetwork:
             "num_layers": self.num_layers,
             "features_version": FEATURE_VERSION,
             "features": list(self.features),
-            "relations": list(RELATIONS),
+            "relations": list(self.relations),
         }
         write_json(folder / CONFIG, config)
 
@@ -182,7 +186,8 @@ def _of_weights(config: dict[str, Any], path: Path) -> ContextNetwork:
             f"strengths must be {len(LEVELS)} from 0 to 1 and num_layers a whole number, "
             f"got {strengths!r:.80} and {layers!r:.40}"
         )
-    network = ContextNetwork(float(config["bound"]), strengths, layers, tensors, features)
+    relations = tuple(config.get("relations", RELATIONS))
+    network = ContextNetwork(float(config["bound"]), strengths, layers, tensors, features, relations)
     one = Topology(1, {r: np.zeros((2, 0), np.int64) for r in RELATIONS}, np.zeros(1, np.int64), 1)
     network.levels(np.zeros((1, len(features))), one, network.weights != 0.0)
     return network
@@ -192,9 +197,14 @@ def _checked_features(config: dict[str, Any], name: str) -> tuple[str, ...]:
     """Features that a saved model reads; the first models did not write their version and relations."""
     if config["schema"] not in (1, SCHEMA):
         raise PredictorError(f"{name} must have schema {SCHEMA}, got {config['schema']!r:.40}: train it again")
-    if config.get("relations", list(RELATIONS)) != list(RELATIONS):
+    relations = config.get("relations", list(RELATIONS))
+    if (
+        not isinstance(relations, list)
+        or not set(map(str, relations)) <= set(RELATIONS)
+        or len(set(relations)) < len(relations)
+    ):
         raise PredictorError(
-            f"{name} must hear relations {', '.join(RELATIONS)}, got {config['relations']!r:.200}: train it again"
+            f"{name} must hear some of {', '.join(RELATIONS)}, in this order, got {relations!r:.200}: train it again"
         )
     check_version(config.get("features_version", 1), name)
     features = tuple(str(feature) for feature in config["features"])
@@ -225,15 +235,13 @@ def _silu(value: Array) -> Array:
     return np.asarray(value / (1.0 + np.exp(-np.clip(value, -60, 60))))
 
 
-def _messages(hidden: Array, graph: Topology) -> Iterator[Array | None]:
+def _messages(hidden: Array, graph: Topology, relations: Sequence[str]) -> Iterator[Array | None]:
     """What each node hears: the mean over its stream, and over each relation in each direction; None: no edges."""
     stream = graph.stream
     yield _mean(hidden, np.arange(graph.num_nodes), stream, graph.num_streams)[:, stream]
-    for relation in RELATIONS:
-        source, target = graph.edges[relation]
-        yield _mean(hidden, source, target, graph.num_nodes) if len(source) else None
-        if relation != "may_run_concurrently":
-            yield _mean(hidden, target, source, graph.num_nodes) if len(source) else None
+    for relation, near, far in directions(relations):
+        ends = graph.edges[relation]
+        yield _mean(hidden, ends[far], ends[near], graph.num_nodes) if ends.size else None
 
 
 def _mean(hidden: Array, source: Ints, target: Ints, num_targets: int) -> Array:

@@ -4,7 +4,8 @@
 
 Each form corrects the seconds of ops and collectives alone: none, a table by kind and phase, own features, messages of
 neighbours, and ``auto``, which takes as much of each as runs held back say.  A roofline, and trees on features of a
-node and of its neighbours, stand beside them.  DATA holds a folder for each task: ``runs`` (collections), ``cluster``
+node and of its neighbours, stand beside them.  The task ``edges`` leaves each kind of edge out of the network and of
+the trees instead.  DATA holds a folder for each task: ``runs`` (collections, also of ``edges``), ``cluster``
 (``profile`` and ``judge``, as ``small-to-large`` writes them) and ``scripts`` (of the task ops, as --collect writes
 it).  Errors are in parts of the error of the regressors alone.
 """
@@ -14,7 +15,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -39,14 +40,20 @@ from stepsight.features.graph_features import (
 from stepsight.gnn.context_model import BOUND, mean_network
 from stepsight.gnn.inference import FORMS
 from stepsight.training.context.examples import iteration_times, joined
-from stepsight.training.context.fit_context import ITERATION_WEIGHT, node_weights, op_error
+from stepsight.training.context.fit_context import ITERATION_WEIGHT, fit_context, node_weights, op_error
 from stepsight.training.context.learn_context import AUTO, hold_back, standard_error
 from stepsight.training.predictor.own_context import OwnContext
 from stepsight.training.regression.trees import Trees, fit_trees
 
 Array = NDArray[np.float64]
 LEAST_LOG = 1e-4  # smaller mean errors of the regressors alone count as this one
-MODELS = ("roofline", *FORMS, AUTO, "trees, own features", "trees, neighbours' features")
+TREES = {"trees, own features": (), "trees, neighbours' features": RELATIONS}
+EVERY = "every edge"
+HEARING: dict[str, tuple[str, ...]] = {
+    EVERY: RELATIONS,
+    **{f"without {left}": tuple(each for each in RELATIONS if each != left) for left in RELATIONS},
+    "no edge": (),
+}
 
 
 def roofline(graph: SegmentGraph, alone: Array) -> Array:
@@ -58,24 +65,24 @@ def roofline(graph: SegmentGraph, alone: Array) -> Array:
 
 @dataclass(frozen=True)
 class TreeContext:
-    """Trees on features of nodes, with columns about their neighbours if they hear them."""
+    """Trees on features of nodes, with columns about their neighbours along some relations."""
 
     trees: Trees
     names: tuple[str, ...]
-    hears: bool
+    relations: tuple[str, ...]
 
     def __call__(self, graph: SegmentGraph, alone: Array) -> Array:
         """As of any context model, ``(n,)``."""
-        rows = rows_of(graph, alone, hears=self.hears)
+        rows = rows_of(graph, alone, self.relations)
         return np.asarray(alone * np.exp(np.clip(self.trees.predict(rows, self.names), -BOUND, BOUND)))
 
 
-def rows_of(graph: SegmentGraph, alone: Array, *, hears: bool) -> Array:
+def rows_of(graph: SegmentGraph, alone: Array, relations: Sequence[str]) -> Array:
     """Features of each node; and, by relation and direction, the number of neighbours and the mean of what they are."""
     own = node_features(graph, alone)
     parts = [own]
-    edges = topology(graph.program).edges if hears else {}
-    for relation in RELATIONS if hears else ():
+    edges = topology(graph.program).edges if relations else {}
+    for relation in relations:
         told = own if relation == "stream_order" else own[:, -len(NUMBERS) :]
         for near, far in ((1, 0), (0, 1)):
             count = np.bincount(edges[relation][near], minlength=len(own))[:, None]
@@ -85,11 +92,11 @@ def rows_of(graph: SegmentGraph, alone: Array, *, hears: bool) -> Array:
     return np.concatenate(parts, axis=1)
 
 
-def fit_tree_context(split: Split, seed: int, *, hears: bool) -> TreeContext:
+def fit_tree_context(split: Split, seed: int, relations: tuple[str, ...]) -> TreeContext:
     """Train ``TreeContext`` on nodes, and on iterations, whose error each node on the critical path has."""
     examples, wholes = joined(split.seen)
     known = [each for each in examples if each.known.any()]
-    rows = [rows_of(e.graph, e.alone, hears=hears)[e.known] for e in known]
+    rows = [rows_of(e.graph, e.alone, relations)[e.known] for e in known]
     targets, weights = [each.target[each.known] for each in known], [node_weights(examples)]
     weights[0] = weights[0] / max(float(weights[0].sum()), 1e-12)
     for whole in wholes:
@@ -97,14 +104,28 @@ def fit_tree_context(split: Split, seed: int, *, hears: bool) -> TreeContext:
         seconds, counts = whole.iteration.seconds_and_counts(alone)
         parts = zip(whole.iteration.lowered.programs, np.split(alone, bounds[1:-1]), strict=True)
         hardware = whole.iteration.latency.hardware
-        rows += [rows_of(SegmentGraph(program, hardware, whole.busy), part, hears=hears) for program, part in parts]
+        rows += [rows_of(SegmentGraph(program, hardware, whole.busy), part, relations) for program, part in parts]
         targets.append(np.full(len(alone), np.log(whole.measured_s / seconds)))
         weights.append(ITERATION_WEIGHT * counts * alone / seconds / len(wholes))
     target, weight = np.concatenate(targets), np.concatenate(weights)
     found = np.concatenate(rows)
     names = (*node_feature_names(), *(f"neighbour{n}" for n in range(found.shape[1] - len(node_feature_names()))))
     grown = fit_trees(found, np.clip(target, -BOUND, BOUND), names, seed, weight / weight.mean() + 1e-9)
-    return TreeContext(grown, names, hears)
+    return TreeContext(grown, names, relations)
+
+
+def fit_edges(split: Split, seed: int) -> tuple[dict[str, Any], dict[str, float]]:
+    """The graph network and trees without each kind of edge, trained on a split, and the CPU seconds of each."""
+    models, spent = {"none": None}, {"none": 0.0}
+    examples, wholes = joined(split.seen)
+    for name, relations in HEARING.items():
+        begin = time.process_time()
+        network = fit_context(examples, wholes, seed=seed, relations=relations)
+        models[name], spent[name] = mean_network([network], FORMS["graph"]), time.process_time() - begin
+        begin, trees = time.process_time(), f"trees, {name}"
+        models[trees] = OwnContext(fit_tree_context(split, seed, relations))
+        spent[trees] = time.process_time() - begin
+    return models, spent
 
 
 def fit_all(split: Split, seed: int) -> tuple[dict[str, Any], dict[str, float]]:
@@ -117,11 +138,18 @@ def fit_all(split: Split, seed: int) -> tuple[dict[str, Any], dict[str, float]]:
     models: dict[str, Any] = {form: mean_network(networks, own) if any(own) else None for form, own in forms.items()}
     spent = dict.fromkeys(models, took) | {"none": 0.0, "roofline": 0.0}
     models["roofline"] = OwnContext(roofline)
-    for hears, name in enumerate(MODELS[-2:]):
+    for name, relations in TREES.items():
         begin = time.process_time()
-        models[name] = OwnContext(fit_tree_context(split, seed, hears=bool(hears)))
+        models[name] = OwnContext(fit_tree_context(split, seed, relations))
         spent[name] = time.process_time() - begin
     return models, spent
+
+
+# By what a task compares: what fits the models, their names, and the one that stands beside each.
+QUESTIONS: Mapping[str, tuple[Callable[[Split, int], Any], tuple[str, ...], str]] = {
+    "forms": (fit_all, ("roofline", *FORMS, AUTO, *TREES), AUTO),
+    "edges": (fit_edges, ("none", *HEARING, *(f"trees, {name}" for name in HEARING)), EVERY),
+}
 
 
 @dataclass
@@ -140,16 +168,16 @@ def judge(task: Task, seeds: int, folds: int, teach: int = 0) -> dict[str, Any]:
     Returns:
         ``task``, ``about``, ``runs``, ``groups`` and ``rows``, one for each model: mean errors of ops and iterations in
         percent (None where nothing of the kind judges), ``score`` (in parts of the errors of the regressors alone, mean
-        over groups; ``seed_error``: its standard error over seeds), ``behind`` (score minus that of ``auto``;
+        over groups; ``seed_error``: its standard error over seeds), ``behind`` (score minus that of ``reference``;
         ``behind_error``: over groups), and CPU time of training and of the first answer for a segment.
     """
-    names = list(task.groups)
-    errors = {model: _Errors(*np.full((2, seeds, len(names)), np.nan)) for model in MODELS}
+    names, (fit, models_asked, _) = list(task.groups), QUESTIONS[task.compares]
+    errors = {model: _Errors(*np.full((2, seeds, len(names)), np.nan)) for model in models_asked}
     for seed in range(seeds):
         for fold, held in enumerate(_folds(task, folds, seed, teach)):
             print(f"{task.name}: seed {seed}, fold {fold}", file=sys.stderr, flush=True)
             split = task.split(held)
-            models, spent = fit_all(split, seed)
+            models, spent = fit(split, seed)
             for model, own in errors.items():
                 own.fit_s.append(spent[model])
                 _judge(split, models[model], own, {name: (seed, place) for place, name in enumerate(names)})
@@ -188,9 +216,10 @@ def _outcome(task: Task, errors: Mapping[str, _Errors]) -> dict[str, Any]:
     by_group = {
         model: np.array([np.nanmean(own[:, groups == group]) for group in judged]) for model, own in scores.items()
     }
-    rows = []
+    rows, reference = [], QUESTIONS[task.compares][2]
     for model, own in errors.items():
-        behind = by_group[model] - by_group[AUTO]
+        beside = f"trees, {reference}" if model.startswith("trees") and reference != AUTO else reference
+        behind = by_group[model] - by_group[beside]
         row: dict[str, Any] = {"model": model}
         row |= {"op_percent": _percent(own.ops), "iteration_percent": _percent(own.iterations)}
         row["score"] = float(np.nanmean(scores[model]))
@@ -198,7 +227,8 @@ def _outcome(task: Task, errors: Mapping[str, _Errors]) -> dict[str, Any]:
         row |= {"behind": float(behind.mean()), "behind_error": standard_error(behind)}
         row |= {"fit_s": float(np.mean(own.fit_s)), "answer_s": float(np.median(own.answer_s or [0.0]))}
         rows.append(row)
-    return {"task": task.name, "about": task.about, "runs": len(task.groups), "groups": len(judged), "rows": rows}
+    told = {"task": task.name, "about": task.about, "runs": len(task.groups), "groups": len(judged)}
+    return {**told, "reference": reference, "rows": rows}
 
 
 def _scores(own: _Errors, alone: _Errors) -> Array:
@@ -218,7 +248,7 @@ def _percent(errors: Array) -> float | None:
 def outcome_text(outcome: Mapping[str, Any]) -> str:
     """A task's table."""
     columns = {"model": "model", "op error %": "op_percent", "iteration error %": "iteration_percent", "score": "score",
-               "± seeds": "seed_error", f"behind {AUTO}": "behind", "± groups": "behind_error",
+               "± seeds": "seed_error", f"behind {outcome['reference']}": "behind", "± groups": "behind_error",
                "training s": "fit_s", "first answer ms": "answer_s"}  # fmt: skip
     told = f"{outcome['task']}: {outcome['about']} ({outcome['runs']} runs, {outcome['groups']} groups judge)"
     return "\n".join([told, table_of(outcome["rows"], columns, 3)])

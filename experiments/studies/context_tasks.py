@@ -24,7 +24,7 @@ from stepsight.training.context.fit_context import Example
 from stepsight.training.fitting.train_runs import with_host, with_imported
 from stepsight.training.kernels.host_calls import HostCalls
 from stepsight.training.kernels.kernel_models import fit_kernels
-from stepsight.training.measured.imported_ops import HostStep, learn_host_calls
+from stepsight.training.measured.imported_ops import HostStep, learn_host_calls, read_graphs
 from stepsight.training.measured.measured import (
     MeasuredRun,
     fill_from_traces,
@@ -60,11 +60,20 @@ class Task:
     groups: Mapping[str, str]  # group of each run that judges; a split never parts a group
     split: Callable[[frozenset[str]], Split]  # from the groups that are held out
     is_fixed: bool = False  # all groups are judged at once, by models that other runs taught
+    compares: str = "forms"  # of the network, or ``edges`` that it and trees hear
 
 
-def runs_task(folder: Path) -> Task:
+def edges_task(folder: Path) -> Task:
+    """As ``runs``, with the data edges of execution traces, which ``train`` does not read."""
+    return replace(runs_task(folder, ("step", "segment")), name="edges", compares="edges")
+
+
+def runs_task(folder: Path, scopes: Sequence[str] = ("segment",)) -> Task:
     """Ops in context and whole iterations of collections, as ``train`` reads them; runs held out."""
     predictor, runs = _regressors(_collections(folder))
+    if "step" in scopes:
+        graphs = read_graphs([run.manifest.folder for run in runs if isinstance(run, MeasuredRun)], scopes)
+        runs = [replace(run, segments=own.segments) for run, own in zip(runs, graphs, strict=True)]
     names = [run.name for run in runs]
     seen = dict(zip(names, measured_runs(runs, predictor), strict=True))
     unseen = dict(zip(names, measured_runs(runs, predictor.left_out), strict=True))
@@ -129,6 +138,7 @@ def ops_task(folder: Path) -> Task:
 SCRIPTS = "scripts"
 TASKS: Mapping[str, tuple[str, Callable[[Path], Task]]] = {  # with the folder of their data
     "runs": ("runs", runs_task),
+    "edges": ("runs", edges_task),
     "cluster": ("cluster", cluster_task),
     "ops": (SCRIPTS, ops_task),
 }

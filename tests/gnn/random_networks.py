@@ -1,5 +1,7 @@
 """Context networks of random weights, and graphs for them."""
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 
@@ -7,7 +9,7 @@ from stepsight.dataset.graph.program import Dependency
 from stepsight.dataset.graph.program_builder import ProgramBuilder
 from stepsight.dataset.hardware.hardware import HARDWARE
 from stepsight.dataset.kinds.op import Collective, Op
-from stepsight.features.graph_features import SegmentGraph
+from stepsight.features.graph_features import RELATIONS, SegmentGraph
 from stepsight.gnn.context_model import LAYERS, ContextModel, mean_network
 from stepsight.gnn.inference import ContextNetwork
 
@@ -23,10 +25,12 @@ def graph_of(num_ops: int, label: str = "backward") -> SegmentGraph:
     return SegmentGraph(builder.build(), HARDWARE["local-cpu"], 2)
 
 
-def random_model(seed: int = 0, num_layers: int = LAYERS, std: float = 0.3) -> ContextModel:
+def random_model(
+    seed: int = 0, num_layers: int = LAYERS, std: float = 0.3, relations: Sequence[str] = RELATIONS
+) -> ContextModel:
     """A network that corrects."""
     torch.manual_seed(seed)
-    model = ContextModel(num_layers=num_layers)
+    model = ContextModel(num_layers=num_layers, relations=relations)
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=std)
     return model

@@ -1,6 +1,7 @@
 """The network in numpy: equal to PyTorch, saved and loaded, also as earlier versions saved it."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +11,12 @@ import torch
 from safetensors.numpy import save_file
 
 from stepsight.dataset.base.errors import PredictorError
+from stepsight.dataset.graph.program import Dependency, Program
 from stepsight.dataset.graph.program_builder import ProgramBuilder
 from stepsight.dataset.hardware.hardware import HARDWARE
 from stepsight.dataset.kinds.op import Collective, Op
 from stepsight.features.graph_features import RELATIONS, SegmentGraph, Topology, join, node_features, topology
-from stepsight.gnn.context_model import mean_network
+from stepsight.gnn.context_model import ContextModel, mean_network
 from stepsight.gnn.inference import FORMS, ContextNetwork, form_of
 from tests.gnn.random_networks import ALONE, graph_of, random_model, random_network
 
@@ -82,6 +84,32 @@ def test_every_relation_matters() -> None:
             fewer = {**edges.edges, relation: np.zeros((2, 0), np.int64)}
             without = Topology(edges.num_nodes, fewer, edges.stream, edges.num_streams)
             assert np.abs(network.levels(features, without)[2] - before).max() > 1e-6, relation
+
+
+def test_a_network_hears_the_relations_that_it_was_made_for(tmp_path: Path) -> None:
+    """In PyTorch, in numpy, and after it was saved; networks that are made now hear no data edges."""
+    assert set(RELATIONS) - set(ContextModel().relations) == {"data"}
+    model = random_model(relations=ContextModel().relations)
+    network, graph = mean_network([model], FORMS["graph"]), graph_of(6)
+    network.save(tmp_path)
+    nodes, edges = graph.program.nodes, graph.program.edges
+    both = ((0, 4, Dependency.DATA), (2, 8, Dependency.DATA))
+    more = replace(graph, program=Program(nodes, (*edges, *both), "backward"))
+    features = node_features(graph, ALONE[:12])
+    heard = model(torch.from_numpy(features).float(), topology(more.program))[2].detach().numpy()
+    assert _logs(network, more) == pytest.approx(heard, abs=2e-5)
+    for one in (network, ContextNetwork.load(tmp_path)):
+        assert one.relations == model.relations
+        assert _logs(one, more) == pytest.approx(_logs(network, graph), abs=1e-6)
+
+
+@pytest.mark.parametrize("relations", ["data", [1], ["data", "data"], ["rendezvous"], None])
+def test_unknown_relations_are_refused(tmp_path: Path, relations: object) -> None:
+    random_network().save(tmp_path)
+    path = tmp_path / "gnn.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "relations": relations}))
+    with pytest.raises(PredictorError, match=r"gnn\.json must hear some of stream_order, data"):
+        ContextNetwork.load(tmp_path)
 
 
 def test_a_saved_network_answers_as_before(tmp_path: Path) -> None:

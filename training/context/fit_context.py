@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -11,9 +11,17 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from stepsight.dataset.kinds.op import Op
-from stepsight.features.graph_features import SegmentGraph, Topology, join, node_feature_names, node_features, topology
+from stepsight.features.graph_features import (
+    HEARD,
+    SegmentGraph,
+    Topology,
+    join,
+    node_feature_names,
+    node_features,
+    topology,
+)
 from stepsight.gnn.context_model import BOUND, ContextModel, iteration_loss, node_loss
-from stepsight.training.context.through_simulator import Iteration, iteration_seconds
+from stepsight.training.context.through_simulator import Iteration, critical_path, iteration_seconds
 from stepsight.training.predictor.own_context import Context
 
 Array = NDArray[np.float64]
@@ -23,6 +31,7 @@ EPOCHS = 150
 LEARNING_RATE = 0.01
 WEIGHT_DECAY = 0.02
 ITERATION_WEIGHT = 0.5  # weight of the loss on whole iterations, relative to the loss on nodes
+SIMULATED_EVERY = 5  # epochs; between them the critical paths stay, and with them how often a node counts
 UNIFORM_SHARE = 0.1  # share of the weight that every node gets regardless of its time
 
 
@@ -71,6 +80,7 @@ def fit_context(
     *,
     seed: int = 0,
     epochs: int = EPOCHS,
+    relations: Sequence[str] = HEARD,
     on_epoch: Callable[[int, float], None] | None = None,
 ) -> ContextModel:
     """Train the context network on distinct segments, and on whole iterations through the simulator."""
@@ -79,7 +89,7 @@ def fit_context(
     state = torch.random.get_rng_state()
     torch.manual_seed(seed)
     try:
-        model = ContextModel()
+        model = ContextModel(relations=relations)
         batch = Batch.of(examples, wholes)
         model.set_range(batch.features)
         _train(model, batch, epochs, on_epoch)
@@ -94,7 +104,7 @@ def _train(model: ContextModel, batch: Batch, epochs: int, on_epoch: Callable[[i
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, LEARNING_RATE, total_steps=epochs, pct_start=0.2)
     for epoch in range(epochs):
         optimizer.zero_grad()
-        loss = batch.loss(model)
+        loss = batch.loss(model, again=epoch % SIMULATED_EVERY == 0)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
@@ -134,6 +144,7 @@ class Batch:
     weight: Tensor  # (example nodes,)
     wholes: tuple[tuple[Whole, Tensor, Tensor], ...]  # with the numbers of its nodes and their seconds alone
     measured: Tensor  # (wholes,)
+    paths: dict[tuple[int, int], tuple[float, Tensor]] = field(default_factory=dict)  # by number of whole and level
 
     @classmethod
     def of(cls, examples: Sequence[Example], wholes: Sequence[Whole]) -> Batch:
@@ -157,23 +168,21 @@ class Batch:
             torch.tensor([whole.measured_s for whole in wholes], dtype=torch.float64),
         )
 
-    def loss(self, model: ContextModel) -> Tensor:
-        """The losses of all levels of the network."""
+    def loss(self, model: ContextModel, again: bool = True) -> Tensor:
+        """The losses of all levels of the network; ``again``: simulate, else take the critical paths of before."""
         corrections: Tensor = model(self.features, self.graph)
         loss = corrections.new_zeros(())
         if len(self.target):
             loss = loss + node_loss(corrections[:, self.index], self.target, self.weight)
         if self.wholes:
-            seconds = [
-                torch.stack(
-                    [
-                        iteration_seconds(whole.iteration, inside)
-                        for inside in alone * corrections[:, own].double().exp()
-                    ]
-                )
-                for whole, own, alone in self.wholes
-            ]
-            loss = loss + ITERATION_WEIGHT * iteration_loss(torch.stack(seconds, dim=1), self.measured).float()
+            seconds = []
+            for number, (whole, own, alone) in enumerate(self.wholes):
+                for level, inside in enumerate(alone * corrections[:, own].double().exp()):
+                    if again or (number, level) not in self.paths:
+                        self.paths[number, level] = critical_path(whole.iteration, inside)
+                    seconds.append(iteration_seconds(self.paths[number, level], inside))
+            levels = torch.stack(seconds).reshape(len(self.wholes), -1).T
+            loss = loss + ITERATION_WEIGHT * iteration_loss(levels, self.measured).float()
         return loss
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 import torch
@@ -113,20 +112,14 @@ def _node_counts(simulation: Simulation, bounds: NDArray[np.int64], inside: Arra
     return counts
 
 
-class _Simulate(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, seconds: Tensor, iteration: Iteration) -> Tensor:
-        total, counts = iteration.seconds_and_counts(seconds.detach().double().numpy())
-        ctx.save_for_backward(torch.from_numpy(counts).to(seconds.dtype))
-        return seconds.new_tensor(total)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        (counts,) = ctx.saved_tensors
-        return grad * counts, None
+def critical_path(iteration: Iteration, inside: Tensor) -> tuple[float, Tensor]:
+    """The constant and ``n_i``, ``(nodes,)``, of the time as a linear function of durations near ``inside``."""
+    seconds = inside.detach().double().numpy()
+    total, counts = iteration.seconds_and_counts(seconds)
+    return total - float(counts @ seconds), torch.from_numpy(counts).to(inside.dtype)
 
 
-def iteration_seconds(iteration: Iteration, inside: Tensor) -> Tensor:
-    """Iteration time as a tensor whose backward uses ``n_i``; ``inside`` is ``(nodes,)`` seconds."""
-    result: Tensor = _Simulate.apply(inside, iteration)  # type: ignore[no-untyped-call]
-    return result
+def iteration_seconds(path: tuple[float, Tensor], inside: Tensor) -> Tensor:
+    """Iteration time along a critical path, whose backward is ``n_i``; ``inside`` is ``(nodes,)`` seconds."""
+    constant, counts = path
+    return counts @ inside + constant

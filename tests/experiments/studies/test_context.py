@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +15,7 @@ from stepsight.dataset.hardware.hardware import HARDWARE
 from stepsight.dataset.kinds.op import Op
 from stepsight.experiments.studies import context
 from stepsight.experiments.studies.context_tasks import Split, Task
-from stepsight.features.graph_features import SegmentGraph
+from stepsight.features.graph_features import RELATIONS, SegmentGraph
 from stepsight.training.context.examples import Measured
 from stepsight.training.context.fit_context import Example
 
@@ -46,16 +47,25 @@ def test_what_a_table_can_learn_is_learned_on_runs_that_are_held_out(task: Task,
     """Errors are in parts of those of the regressors alone, whose own is 1."""
     outcome = context.judge(task, seeds=1, folds=2, teach=teach)
     rows = {row["model"]: row for row in outcome["rows"]}
-    assert list(rows) == list(context.MODELS) and outcome["groups"] == judged
+    assert tuple(rows) == context.QUESTIONS["forms"][1] and outcome["groups"] == judged
     assert rows["none"]["score"] == pytest.approx(1.0)
     assert max(rows[form]["score"] for form in ("table", "features", "graph", "auto")) < 0.2
     assert rows["auto"]["behind"] == 0.0 and "made" in context.outcome_text(outcome)
 
 
+def test_each_kind_of_edge_is_left_out_in_turn(task: Task) -> None:
+    """Data edges say nothing here; each model stands beside the one of its kind that hears all."""
+    outcome = context.judge(replace(task, compares="edges"), seeds=1, folds=2)
+    rows = {row["model"]: row for row in outcome["rows"]}
+    assert tuple(rows) == context.QUESTIONS["edges"][1]
+    assert max(row["score"] for name, row in rows.items() if name != "none") < 0.3
+    assert rows[context.EVERY]["behind"] == rows[f"trees, {context.EVERY}"]["behind"] == 0.0
+
+
 def test_features_of_neighbours_come_from_both_sides() -> None:
     """Columns by relation and direction follow a node's own ones; without them, rows are the network's features."""
     example = _example("a", (0, 1, 0))
-    own, more = (context.rows_of(example.graph, example.alone, hears=hears) for hears in (False, True))
+    own, more = (context.rows_of(example.graph, example.alone, relations) for relations in ((), RELATIONS))
     assert np.array_equal(more[:, : own.shape[1]], own)
     before, after = more[:, own.shape[1]], more[:, 2 * own.shape[1] + 1]
     assert before.tolist() == [0.0, 1.0, 1.0] and after.tolist() == [1.0, 1.0, 0.0]
@@ -64,7 +74,7 @@ def test_features_of_neighbours_come_from_both_sides() -> None:
 def test_a_folder_without_data_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A task needs at least two groups, and ``--data`` a task's folder."""
     assert context.STUDY.main(["--data", str(tmp_path)]) == 2
-    assert "runs, cluster, ops" in capsys.readouterr().err
+    assert "runs, edges, cluster, ops" in capsys.readouterr().err
     single = Task("one", "", {"a": "a"}, lambda held: Split([], [], {}))
     with pytest.raises(TraceError, match="at least 2 groups"):
         context.judge(single, 1, 2)

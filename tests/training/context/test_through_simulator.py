@@ -8,7 +8,7 @@ from stepsight.dataset.job.specs import SlowLink, Straggler
 from stepsight.dataset.runs.box_spec import read_box
 from stepsight.simulator.durations.latency_model import RooflineLatency
 from stepsight.simulator.iteration.simulate import simulate
-from stepsight.training.context.through_simulator import Iteration, iteration_seconds
+from stepsight.training.context.through_simulator import Iteration, critical_path, iteration_seconds
 
 
 def _job(cluster: ClusterSpec | None = None, **parallel: int) -> Job:
@@ -59,7 +59,10 @@ def test_gradient_flows_through_the_simulator() -> None:
     assert hardware is not None
     iteration = Iteration.of(job, RooflineLatency(hardware, job.fabric))
     log_scale = torch.zeros(1, dtype=torch.float64, requires_grad=True)
-    iteration_seconds(iteration, torch.from_numpy(iteration.alone) * log_scale.exp()).backward()
-    _, counts = iteration.seconds_and_counts(iteration.alone)
+    inside = torch.from_numpy(iteration.alone) * log_scale.exp()
+    found = iteration_seconds(critical_path(iteration, inside), inside)
+    found.backward()
+    total, counts = iteration.seconds_and_counts(iteration.alone)
+    assert float(found.detach()) == pytest.approx(total, rel=1e-12)
     assert log_scale.grad is not None
     assert float(log_scale.grad) == pytest.approx(float(counts @ iteration.alone), rel=1e-9)
