@@ -116,7 +116,8 @@ def fit_tree_context(split: Split, seed: int, relations: tuple[str, ...]) -> Tre
 
 def fit_edges(split: Split, seed: int) -> tuple[dict[str, Any], dict[str, float]]:
     """The graph network and trees without each kind of edge, trained on a split, and the CPU seconds of each."""
-    models, spent = {"none": None}, {"none": 0.0}
+    models: dict[str, Any] = {"none": None}
+    spent = {"none": 0.0}
     examples, wholes = joined(split.seen)
     for name, relations in HEARING.items():
         begin = time.process_time()
