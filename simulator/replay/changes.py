@@ -247,24 +247,18 @@ def _scaled(
 
 def sized_seconds(model: LatencyModel, works: Sequence[Op | Collective]) -> Floats:
     """``(n,)``: seconds of each work; NaN where its sizes are unknown, or the device does not support its dtype."""
-    found = np.full(len(works), np.nan)
-    for kind in (Op, Collective):
-        places = [place for place, work in enumerate(works) if isinstance(work, kind) and _is_sized(work, model)]
-        if places:
-            found[places] = seconds_of(model, [works[place] for place in places])
+    found, dtypes = np.full(len(works), np.nan), model.hardware.peak_flops
+    ops = {
+        place: work
+        for place, work in enumerate(works)
+        if isinstance(work, Op) and work.kind != "opaque" and min(work.dims, default=0) > 0 and work.dtype in dtypes
+    }
+    sent = {place: work for place, work in enumerate(works) if isinstance(work, Collective) and work.num_bytes > 0}
+    if ops:
+        found[list(ops)] = model.op_seconds(list(ops.values()))
+    if sent:
+        found[list(sent)] = model.collective_seconds(list(sent.values()))
     return found
-
-
-def _is_sized(work: Op | Collective, model: LatencyModel) -> bool:
-    if isinstance(work, Collective):
-        return work.num_bytes > 0
-    return work.kind != "opaque" and min(work.dims, default=0) > 0 and work.dtype in model.hardware.peak_flops
-
-
-def seconds_of(model: LatencyModel, works: Sequence[Op | Collective]) -> Floats:
-    if isinstance(works[0], Op):
-        return model.op_seconds([work for work in works if isinstance(work, Op)])
-    return model.collective_seconds([work for work in works if isinstance(work, Collective)])
 
 
 def with_buckets(graphs: Graphs, tally: Tally, num_bytes: float, latency: LatencyModel) -> list[Program]:
@@ -284,7 +278,8 @@ def with_buckets(graphs: Graphs, tally: Tally, num_bytes: float, latency: Latenc
             last = parts[-1]
             assert isinstance(last, Collective)
             whole = replace(last, num_bytes=sum(part.num_bytes for part in parts if isinstance(part, Collective)))
-            ratio = float(seconds_of(latency, [whole])[0] / seconds_of(latency, parts).sum())
+            each = latency.collective_seconds([whole, *(part for part in parts if isinstance(part, Collective))])
+            ratio = float(each[0] / each[1:].sum())
             busy = merge(np.stack([arrived[bucket], end[bucket]], axis=1))
             seconds, waited = float((busy[:, 1] - busy[:, 0]).sum()), arrived[bucket[-1]] - graph.start_s[bucket[-1]]
             duration[bucket[:-1]], duration[bucket[-1]] = 0.0, waited + seconds * ratio

@@ -41,18 +41,18 @@ class StepWriter(TraceWriter):
             for node in np.flatnonzero(drawn).tolist():
                 work, times = int(columns["work"][node]), (self._start_s[first + node], self._end_s[first + node])
                 said = {} if work < 0 else {"what": str(graph.works[work])}
-                name, kind = str(graph.names[columns["name"][node]]), graph.kind_of(node)
+                title = f"{graph.names[columns['name'][node]]} {graph.kind_of(node)}"
                 phase = (*PHASES, "step")[columns["phase"][node]]
                 place = (graph.rank, graph.streams[columns["stream"][node]])
-                yield self.span(f"{name} {kind}", place, times, phase, **said, **self._notes.get(first + node, {}))
+                yield self.span(title, place, times, phase, **said, **self._notes.get(first + node, {}))
             stream, (source, target) = columns["stream"], (graph.edge_columns[end] for end in ("source", "target"))
             across = drawn[source] & drawn[target] & (stream[source] != stream[target])
             for before, after in zip(source[across].tolist(), target[across].tolist(), strict=True):
                 yield self.flow("dependency", [self._place(first + before), self._place(first + after)])
         for together in self._joined.meetings:
             nodes = [self._joined.first[place] + node for place, node in together.items()]
-            if len(nodes) == 2 and self._kind(nodes[0]) == "send_recv":
-                nodes.sort(key=lambda node: "recv" in self._name(node))
+            if len(nodes) == 2 and self._label(nodes[0]).endswith(" send_recv"):
+                nodes.sort(key=lambda node: ".recv" in self._label(node) or self._place(node)[1].endswith("recv"))
                 yield self.flow("message", [self._place(node) for node in nodes])
 
     def replayed(self, walked: Walk, path: Sequence[int], first_s: float) -> Iterator[bytes]:
@@ -70,9 +70,8 @@ class StepWriter(TraceWriter):
         for node in path:  # a kernel may start before the call that launches it returns
             begin, end = max(self._start_s[node], reached), max(self._end_s[node], reached)
             if end > begin:
-                graph, own = self._graph(node)
-                title = f"{self._name(node)} {graph.kind_of(own)}"
-                yield self.span(title, (process, "critical path"), (begin, end), "critical", rank=graph.rank)
+                place, rank = (process, "critical path"), self._graph(node)[0].rank
+                yield self.span(self._label(node), place, (begin, end), "critical", rank=rank)
             reached = end
 
     def _drawn(self, graph: Program, first: int) -> NDArray[np.bool_]:
@@ -83,13 +82,9 @@ class StepWriter(TraceWriter):
         place = self._joined.rank_of(node)
         return self._joined.graphs[place], node - self._joined.first[place]
 
-    def _kind(self, node: int) -> str:
+    def _label(self, node: int) -> str:
         graph, own = self._graph(node)
-        return graph.kind_of(own)
-
-    def _name(self, node: int) -> str:
-        graph, own = self._graph(node)
-        return str(graph.names[graph.columns["name"][own]])
+        return f"{graph.names[graph.columns['name'][own]]} {graph.kind_of(own)}"
 
     def _place(self, node: int) -> tuple[int, str, float]:
         graph, own = self._graph(node)

@@ -140,7 +140,8 @@ def replay_command(
     told = replay_runs(run)
     text = replay_text(told)
     if timeline is not None:
-        text += f"\n\n{write_timeline(run, timeline)}"
+        told["timeline"] = write_timeline(run, timeline)
+        text += f"\n\n{told['timeline']}"
     if job is not None:
         folders = run_folders(run)
         if len(folders) != 1:
