@@ -60,8 +60,12 @@ class Workspace:
             elif path.suffix in _SUFFIXES and path.is_file():
                 yield path
 
-    def open(self, name: str) -> tuple[Opened, str]:
+    def open(self, name: str, hardware: str = "") -> tuple[Opened, str]:
         """Open a job, a configuration, a captured script or a traced run, and tell what was assumed.
+
+        Args:
+            name: Path within the folder.
+            hardware: For captured scripts, where the user names none.
 
         Raises:
             StepsightError: If it lies outside of the folder, or is nothing that can be opened.
@@ -73,7 +77,7 @@ class Workspace:
             return self.read([path])
         if (path / MANIFEST).is_file():
             captured = read_captured(path)
-            return predict_captured(captured, self.hardware, "", self.predictor), ""
+            return predict_captured(captured, self.hardware or hardware, "", self.predictor), ""
         run_folders(path)
         return ReplayedRun.read(one_run(path, "the page", traced=True)), ""
 

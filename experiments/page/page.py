@@ -91,6 +91,7 @@ class Desk:
                 self.pins.append(predict(found, space.predictor))
         self._show_compared()
         ui.timer(PAUSE_S, self._look_closer)
+        ui.on_exception(lambda error: self.say(f"this is a fault of stepsight, please report it: {error!r:.200}"))
         if link:
             self.attempt(lambda: self.ask(linked_job(space, link), rebuild=True))
 
@@ -236,7 +237,7 @@ class Desk:
 
     async def _open(self, name: str) -> None:
         self.say(f"reading {name}")
-        await self._read(lambda: self.space.open(name))
+        await self._read(lambda: self.space.open(name, self.prediction.job.hardware_name))
 
     async def _upload(self, event: MultiUploadEventArguments) -> None:
         files = {Path(each.name).name: await each.read() for each in event.files}

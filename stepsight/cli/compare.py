@@ -201,7 +201,7 @@ def page_command(
     app = make_app(replace(space, opened=opened))
 
     def serve() -> None:
-        folders = [space.root, *(path.parent for path in named)]
+        folders = [space.root, *(path.parent for path in named), *filter(None, [source.predictor])]
         server.run(app, folders, (lambda: webbrowser.open(server.address)) if browser else None)
 
     return Answer({"address": server.address}, server.address, then=serve)

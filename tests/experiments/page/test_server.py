@@ -2,6 +2,7 @@
 
 import http.client
 import json
+import socket
 from contextlib import closing
 from urllib.error import HTTPError
 from urllib.request import Request, urlopen
@@ -22,6 +23,12 @@ def status(address: str, **headers: str) -> int:
 def test_the_first_line_is_the_address_and_the_server_is_healthy(running) -> None:  # type: ignore[no-untyped-def]
     assert running.origin.startswith("http://127.0.0.1:") and len(running.token) >= 32
     assert status(f"{running.origin}/healthz") == 200
+
+
+def test_only_loopback_listens(running) -> None:  # type: ignore[no-untyped-def]
+    """A server on all addresses would answer at 127.0.0.2 too."""
+    with pytest.raises(OSError, match="refused"):
+        socket.create_connection(("127.0.0.2", int(running.origin.rpartition(":")[2])), timeout=30)
 
 
 def test_the_token_opens_the_page_and_nothing_else_does(running) -> None:  # type: ignore[no-untyped-def]
