@@ -130,6 +130,8 @@ CONFIG_FORMATS: Registry[ConfigFormat] = Registry(
     "configuration format",
     {
         "job": ConfigFormat(_with("cluster. model. !model.flavor"), _read_job),
+        "dlrm": ConfigFormat(recommendation.has_flags, recommendation.read_flags),
+        "hugectr": ConfigFormat(_with("solver. layers"), recommendation.read_hugectr),
         "megatron": ConfigFormat(_is_script, words.read_words, write_megatron),
         "megatron-script": ConfigFormat(write=partial(write_megatron, script=True)),
         "megatron-arguments": ConfigFormat(_with("MODEL_ARGS."), words.read_arguments),

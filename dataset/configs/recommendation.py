@@ -1,14 +1,194 @@
-"""Configurations of recommendation models: torchrec's plans are written."""
+"""Configurations of recommendation models: flags of three DLRMs and HugeCTR's JSON; torchrec's plans are written.
+
+Sources: facebookresearch/dlrm ``dlrm_s_pytorch.py``, 2019 to 2024, and its ``torchrec_dlrm/dlrm_main.py``, 2022 to
+2024; NVIDIA DeepLearningExamples, ``PyTorch/Recommendation/DLRM``, 2020 to 2023; HugeCTR's JSON of layers, until 2023.
+"""
 
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Mapping
+from typing import Any
 
 from stepsight.dataset.base.errors import JobError
+from stepsight.dataset.configs.documents import read_source
+from stepsight.dataset.configs.drafts import ConfigFile, Draft
 from stepsight.dataset.configs.key_table import ConfigText
 from stepsight.dataset.job.job import Job
 from stepsight.dataset.job.sharding import placements_of
-from stepsight.dataset.job.sharding_plans import plan_tables
+from stepsight.dataset.job.sharding_plans import TABLE_FIELDS, plan_tables, recommendation_model
+
+# Flags and what they are: facebookresearch/dlrm's, torchrec_dlrm's and NVIDIA's.
+_ROWS = ("arch_embedding_size", "num_embeddings_per_feature", "synthetic_dataset_table_sizes")
+_WIDTH = ("arch_sparse_feature_size", "embedding_dim")
+_POOLING = ("multi_hot_sizes", "num_indices_per_lookup")
+_BOTTOM = ("arch_mlp_bot", "dense_arch_layer_sizes", "bottom_mlp_sizes")
+_TOP = ("arch_mlp_top", "over_arch_layer_sizes", "top_mlp_sizes")
+_INTERACTION = ("interaction_type", "arch_interaction_op", "interaction_op")
+_OTHERS = {
+    "dcn_num_layers": "model.cross_layers",
+    "dcn_low_rank_dim": "model.cross_rank",
+    "num_numerical_features": "model.dense_features",
+}
+_SPARSE = {"adagrad": "rowwise-adagrad", "rwsadagrad": "rowwise-adagrad", "sgd": "sgd", "adam": "adam"}
+_FLAG = re.compile(r"(?<![\w-])--([A-Za-z][\w-]*)(?:[=\s]+\"?'?([^\s\"'\\-][^\s\"'\\]*))?")
+
+
+def has_flags(file: ConfigFile) -> bool:
+    """Whether a script or a file of arguments has the flags of a DLRM."""
+    if file.has_tables or file.path.suffix == ".py":
+        return False
+    text = read_source(file.path).replace("-", "_")
+    return any(f"__{rows}" in text for rows in _ROWS)
+
+
+def _sizes(text: str, flag: str) -> list[int]:
+    try:
+        return [int(float(size)) for size in re.split(r"[,\-]", text) if size]
+    except ValueError:
+        raise JobError(f"--{flag} must be whole numbers, got {text!r:.80}") from None
+
+
+def read_flags(file: ConfigFile, draft: Draft) -> None:
+    """Fill a draft from the flags of a DLRM."""
+    lines = re.sub(r"(?m)^[ \t]*#.*", "", read_source(file.path)).replace("\\\n", " ")
+    flags = {name.replace("-", "_"): value for name, value in _FLAG.findall(lines)}
+
+    def first(names: tuple[str, ...]) -> tuple[str, str]:
+        return next(((name, flags[name]) for name in names if flags.get(name)), ("", ""))
+
+    (rows_flag, rows), (_, width), (_, pooled) = first(_ROWS), first(_WIDTH), first(_POOLING)
+    if not rows or "$" in rows or not width.isdigit():
+        raise JobError(f"a DLRM's flags must state rows and width of its tables, got {rows!r:.80} and {width!r:.40}")
+    sizes, hot = _sizes(rows, rows_flag), _sizes(pooled, "multi_hot_sizes") if pooled else [1]
+    hot = hot * len(sizes) if len(hot) == 1 else hot
+    if len(hot) != len(sizes):
+        raise JobError(f"--multi_hot_sizes must have a size for each of {len(sizes)} tables, got {len(hot)}")
+    pairs = zip(sizes, hot, strict=True)
+    model: dict[str, Any] = {
+        "tables": [{"rows": rows, "dim": int(width), "pooling": float(min(each, rows))} for rows, each in pairs]
+    }
+    words = {"tables": f"--{rows_flag}"}
+    for key, names in (("bottom_mlp", _BOTTOM), ("top_mlp", _TOP)):
+        flag, value = first(names)
+        if value:
+            own = _sizes(value, flag)
+            if flag == "arch_mlp_bot":  # begins with the size of its input
+                model["dense_features"], own, words["dense_features"] = own[0], own[1:], f"--{flag}"
+            model[key], words[key] = own, f"--{flag}"
+    flag, interaction = first(_INTERACTION)
+    if interaction:
+        model["interaction"], words["interaction"] = "dcn-v2" if "dcn" in interaction else "dot", f"--{flag}"
+    for name, key in _OTHERS.items():
+        if flags.get(name, "").isdigit():
+            model[key.removeprefix("model.")], words[key.removeprefix("model.")] = int(flags[name]), f"--{name}"
+    _fill(draft, model, words)
+    _read_batch(draft, flags)
+    ours = {*_ROWS, *_WIDTH, *_POOLING, *_BOTTOM, *_TOP, *_INTERACTION, *_OTHERS, *_READ}
+    for name in flags.keys() - ours:
+        draft.ignore(f"--{name} {flags[name]}".rstrip())
+
+
+_READ = ("mini_batch_size", "batch_size", "amp", "bf16", "optimizer", "adagrad", "data_size")
+
+
+def _read_batch(draft: Draft, flags: Mapping[str, str]) -> None:
+    whole, each = flags.get("mini_batch_size", ""), flags.get("batch_size", "")
+    if not whole and "num_embeddings_per_feature" not in flags:  # NVIDIA's flag is of all devices
+        whole, each = each, ""
+    if whole.isdigit():
+        flag = "--mini_batch_size" if "mini_batch_size" in flags else "--batch_size"
+        draft.map("batch.global_batch", int(whole), flag)
+    elif each.isdigit():
+        draft.map("batch.micro_batch", int(each), "--batch_size")
+    draft.map("run.accumulation", 1, "a step has one batch")
+    if "amp" in flags or "bf16" in flags:
+        draft.map("batch.precision", "bf16" if "bf16" in flags else "fp16", "--bf16" if "bf16" in flags else "--amp")
+    draft.assume("batch.precision", "fp32", "PyTorch's default")
+    kind = flags.get("optimizer", "adagrad" if "adagrad" in flags else "")
+    if kind.lower() in _SPARSE:
+        draft.map("sharding.optimizer", _SPARSE[kind.lower()], "--optimizer" if "optimizer" in flags else "--adagrad")
+    draft.choose("torchrec", "flags of a DLRM in PyTorch")
+
+
+def _fill(draft: Draft, model: Mapping[str, Any], words: Mapping[str, str]) -> None:
+    """Set the keys of a model: stated ones with their words, others as a ``dlrm`` has them."""
+    for key, value in recommendation_model(model).items():
+        if key in words:
+            draft.map(f"model.{key}", list(value) if isinstance(value, tuple) else value, words[key])
+        else:
+            reason = "of a recommendation model" if key not in TABLE_FIELDS else "no configuration states it"
+            draft.assume(f"model.{key}", list(value) if isinstance(value, tuple) else value, reason)
+
+
+def read_hugectr(file: ConfigFile, draft: Draft) -> None:
+    """Fill a draft from HugeCTR's JSON of a solver, an optimizer and layers."""
+    tables = file.tables
+    stated = tables.get("layers")
+    layers = [layer for layer in stated if isinstance(layer, Mapping)] if isinstance(stated, list) else []
+    kinds = [str(layer.get("type", "")) for layer in layers]
+    found = [layer for layer, kind in zip(layers, kinds, strict=True) if "SparseEmbedding" in kind]
+    if not found:
+        raise JobError("HugeCTR's layers must have a sparse embedding, got " + ", ".join(kinds)[:120])
+    sparse: list[dict[str, Any]] = []
+    data = next((layer for layer, kind in zip(layers, kinds, strict=True) if kind == "Data"), {})
+    hot = _pooling(data)
+    for layer in found:
+        own = _table(layer, "sparse_embedding_hparam")
+        width, rows = own.get("embedding_vec_size"), own.get("slot_size_array")
+        if type(width) is not int or not isinstance(rows, list) or not all(type(size) is int for size in rows):
+            raise JobError("HugeCTR's sparse embedding must state embedding_vec_size and slot_size_array")
+        sparse += [{"rows": size, "dim": width, "pooling": min(hot, float(size))} for size in rows]
+    model: dict[str, Any] = {"tables": sparse}
+    meets = next((at for at, kind in enumerate(kinds) if kind in ("Interaction", "MultiCross", "Concat")), len(kinds))
+    outs = [(at, _table(layer, "fc_param").get("num_output")) for at, layer in enumerate(layers)]
+    model["bottom_mlp"] = [size for at, size in outs if type(size) is int and at < meets] or [
+        512,
+        256,
+        sparse[0]["dim"],
+    ]
+    model["top_mlp"] = [size for at, size in outs if type(size) is int and at > meets] or [1]
+    model["interaction"] = "dcn-v2" if "MultiCross" in kinds else "dot"
+    cross: Mapping[str, Any] = next(
+        (_table(layer, "mc_param") for layer in layers if layer.get("type") == "MultiCross"), {}
+    )
+    whole = {"cross_layers": cross.get("num_layers"), "cross_rank": cross.get("projection_dim")}
+    whole["dense_features"] = _table(data, "dense").get("dense_dim")
+    model |= {name: value for name, value in whole.items() if type(value) is int and value > 0}
+    _fill(draft, model, dict.fromkeys(model, "layers"))
+    solver = _table(tables, "solver")
+    if type(solver.get("batchsize")) is int:
+        draft.map("batch.global_batch", solver["batchsize"], "solver.batchsize")
+    draft.map("run.accumulation", 1, "a step has one batch")
+    draft.map("batch.precision", "fp16" if solver.get("mixed_precision") else "fp32", "solver.mixed_precision")
+    gpus = solver.get("gpu")
+    if isinstance(gpus, list) and gpus:
+        nodes = [node for node in gpus if isinstance(node, list)] or [gpus]
+        draft.map("cluster.nodes", len(nodes), "solver.gpu")
+        draft.map("cluster.devices_per_node", len(nodes[0]), "solver.gpu")
+    kind = str(_table(tables, "optimizer").get("type", "")).lower()
+    if kind in ("adam", "adagrad", "sgd"):
+        draft.map("sharding.optimizer", kind, "optimizer.type")
+        draft.map("optimizer.kind", kind, "optimizer.type")
+    draft.choose("hugectr", "layers")
+
+
+def _table(tables: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """A table of a table; empty if it is none."""
+    found = tables.get(name)
+    return found if isinstance(found, Mapping) else {}
+
+
+def _pooling(data: Mapping[str, Any]) -> float:
+    """Indices of a slot in HugeCTR's layer of data."""
+    sparse = data.get("sparse")
+    first = sparse[0] if isinstance(sparse, list) and sparse and isinstance(sparse[0], Mapping) else {}
+    most, slots = first.get("max_feature_num_per_sample"), first.get("slot_num")
+    if type(most) is int and type(slots) is int and slots > 0:
+        return max(most / slots, 1.0)
+    each = first.get("nnz_per_slot")
+    return float(each) if isinstance(each, int | float) and each > 0 else 1.0
 
 
 def write_plan(job: Job) -> ConfigText:

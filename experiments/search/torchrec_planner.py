@@ -38,7 +38,6 @@ def planner_places(job: Job) -> tuple[TablePlacement, ...]:
     from torchrec.distributed.planner.types import PlannerError
     from torchrec.distributed.types import ModuleSharder
 
-    logging.getLogger("torchrec").setLevel(logging.ERROR)  # advice for its own users
     ranks, facts = job.table_ranks, find_hardware(job.cluster.hardware)
     topology = Topology(
         world_size=ranks.num,
@@ -54,11 +53,14 @@ def planner_places(job: Job) -> tuple[TablePlacement, ...]:
     with warnings.catch_warnings(action="ignore"):
         planner = EmbeddingShardingPlanner(topology=topology, batch_size=ranks.samples, constraints=constraints)
     sharders: list[ModuleSharder[Any]] = [EmbeddingBagCollectionSharder()]
+    logging.disable(logging.WARNING)
     try:
         with warnings.catch_warnings(action="ignore"):
             plan = planner.plan(_collection(job.model.tables), sharders)
     except PlannerError as error:
         raise StepsightError(f"torchrec's planner finds no plan: {str(error).splitlines()[0]:.200}") from None
+    finally:
+        logging.disable(logging.NOTSET)
     entries = {name: vars(sharding) for module in plan.plan.values() for name, sharding in module.items()}
     by_name = {place.name: place for place in placements_in(_plain(entries), "torchrec's plan")}
     return tuple([by_name[name] for name in names])
@@ -76,6 +78,22 @@ def _collection(tables: tuple[TableSpec, ...]) -> Any:
             EmbeddingBagConfig(num_embeddings=table.rows, embedding_dim=table.dim, name=name, feature_names=[f"f{at}"])
             for at, (name, table) in enumerate(zip(table_names(tables), tables, strict=True))
         ],
+    )
+
+
+def tables_of(collection: Any) -> tuple[TableSpec, ...]:
+    """The tables of torchrec's ``EmbeddingBagCollection``; how many indices a sample has is not known to it."""
+    words = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16", "fp32": "fp32", "fp16": "fp16", "bf16": "bf16"}
+    return tuple(
+        [
+            TableSpec(
+                rows=config.num_embeddings,
+                dim=config.embedding_dim,
+                name=config.name,
+                precision=words.get(str(config.data_type.value).lower(), "fp32"),
+            )
+            for config in collection.embedding_bag_configs()
+        ]
     )
 
 
