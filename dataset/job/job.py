@@ -26,7 +26,13 @@ from stepsight.dataset.hardware.hardware import (
 )
 from stepsight.dataset.job.frameworks import GENERIC, Framework, find_framework, framework_in
 from stepsight.dataset.job.rules import JobTables, broken_rules
-from stepsight.dataset.job.sharding_plans import TABLE_FIELDS, TABLE_MODELS, read_plan, recommendation_model
+from stepsight.dataset.job.sharding_plans import (
+    TABLE_FIELDS,
+    TABLE_MODELS,
+    read_plan,
+    recommendation_model,
+    shared_batch,
+)
 from stepsight.dataset.job.specs import (
     MODELS,
     OPTIONAL,
@@ -249,6 +255,8 @@ class Job(JobTables):
         if habits is not None:
             filled = habits.fill(stated)
             stated = {section: filled[section] for section in stated}
+        if "tables" in stated.get("model", {}) and "batch" in stated:
+            stated["batch"] = shared_batch(stated["batch"], stated.get("cluster", {}))
         specs: dict[str, Any] = {}
         for section, table in stated.items():
             specs[section], wrong = spec_from_table(section, SECTIONS[section], table)

@@ -58,7 +58,7 @@ class ShardingSpec:
         plan: A JSON file with torchrec's plan, which must have every table.
         location: Where tables lie that no plan places: ``hbm``, ``uvm`` or ``host``.
         cache: Share of a table in ``uvm`` that the device keeps, its most frequent rows.
-        replicate_mbytes: With ``auto``: tables of at most so many megabytes are replicated.
+        replicate_mbytes: With ``auto``: the largest table that is replicated, in megabytes.
         optimizer: Of the tables, fused with their backward: ``rowwise-adagrad``, ``adagrad``, ``sgd`` or ``adam``.
         pipelined: Whether indices of the next batch travel beside this one (torchrec's ``TrainPipelineSparseDist``).
         hierarchical: Whether sums and indices travel within nodes first, and then between devices of equal number on
@@ -166,7 +166,7 @@ def _frequencies(rows: int, zipf: float) -> tuple[Floats, Floats]:
 
 @cached(16384)
 def distinct_rows(table: TableSpec, lookups: float, kept: float = 0.0) -> float:
-    """Expected number of different rows among lookups, without the ``kept`` most frequent share of the table."""
+    """Expected count of different rows among lookups, without the ``kept`` most frequent share of the table."""
     if table.reuse:
         times = np.array([1.0, 2.0, *(0.75 * 2.0**power for power in range(2, len(table.reuse)))])
         found = lookups * float(np.array(table.reuse) @ (1.0 / times)) / sum(table.reuse)

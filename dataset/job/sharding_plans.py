@@ -155,8 +155,8 @@ def _shards(table: TableSpec, place: TablePlacement, per_node: int) -> list[dict
         first = min(number * each, whole)
         size = min(each, whole - first)
         sizes, offsets = ([table.rows, size], [0, first]) if by_columns else ([size, table.dim], [first, 0])
-        where = {"placement": f"rank:{rank}", "local_rank": rank % per_node}
-        found.append({"shard_sizes": sizes, "shard_offsets": offsets, **where})
+        where = f"rank:{rank}/cuda:{rank % per_node}"
+        found.append({"shard_sizes": sizes, "shard_offsets": offsets, "placement": where})
     return found
 
 
@@ -174,6 +174,14 @@ def recommendation_model(model: Mapping[str, Any]) -> dict[str, Any]:
     filled = {**_ALONE, "bottom_mlp": (512, 256, width), "interaction": "dot", **filled}
     cross = filled.get("cross_layers", ModelSpec.cross_layers) if filled["interaction"] == "dcn-v2" else 1
     return {**filled, "hidden": width, "layers": 1 + cross if type(cross) is int else 1}
+
+
+def shared_batch(batch: Mapping[str, Any], cluster: Mapping[str, Any]) -> dict[str, Any]:
+    """The table ``[batch]`` of a ``dlrm``, whose ranks share the global batch evenly where it states nothing else."""
+    whole, ranks = batch.get("global_batch"), (cluster.get("nodes", 1), cluster.get("devices_per_node"))
+    if "micro_batch" in batch or not all(type(size) is int and size > 0 for size in (whole, *ranks)):
+        return dict(batch)
+    return {**batch, "micro_batch": max(1, int(whole or 1) // (int(ranks[0]) * int(ranks[1] or 1)))}
 
 
 def read_tables(path: str | Path) -> list[dict[str, Any]]:

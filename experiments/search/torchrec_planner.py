@@ -112,6 +112,11 @@ def _plain(entries: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]
     return found
 
 
+def _on(placement: str, device: str) -> str:
+    """A shard's place on a device without a number: ``rank:3/cpu``."""
+    return f"{placement.partition('/')[0]}/{device}"
+
+
 def torchrec_plan(plan: Mapping[str, Mapping[str, Mapping[str, Any]]], device: str = "cuda") -> Any:
     """A plan, as ``--to torchrec`` writes it and ``json.load`` reads it, as a ``ShardingPlan`` of torchrec.
 
@@ -133,7 +138,9 @@ def torchrec_plan(plan: Mapping[str, Mapping[str, Mapping[str, Any]]], device: s
                 ShardMetadata(
                     shard_offsets=shard["shard_offsets"],
                     shard_sizes=shard["shard_sizes"],
-                    placement=shard["placement"] + ("/cpu" if device == "cpu" else f"/{device}:{shard['local_rank']}"),
+                    placement=shard["placement"]
+                    if device == "cuda"
+                    else f"{shard['placement'].partition('/')[0]}/{device}",
                 )
                 for shard in entry.get("sharding_spec", {}).get("shards", ())
             ]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import numpy as np
 
 from stepsight.dataset.job.sharding import RankTables
@@ -95,3 +97,14 @@ def _of_tables(simulation: SimulatedIteration, seconds: dict[str, float], tables
 def _ends(pipeline_run: PipelineRun, transition: Floats, messages: Floats) -> Floats:
     """Clocks of a pipeline's stages at the end with other paths through segments, or other messages."""
     return track_clocks(pipeline_run.lowered.track, pipeline_run.rows, transition, messages, *pipeline_run.host)
+
+
+def exchange_facts(breakdown: Mapping[str, float]) -> dict[str, float]:
+    """Of a recommendation model's breakdown: seconds that a rank waits for communication, and the slowest rank's
+    lookups over those of the mean; empty for other models.
+    """
+    if "lookups" not in breakdown:
+        return {}
+    waits = sum(breakdown[name] for name in ("index_exchange", "all_to_all", "dp_communication"))
+    lookups = breakdown["lookups"]
+    return {"exposed_communication": waits, "imbalance": (lookups + breakdown["imbalance"]) / max(lookups, 1e-12)}

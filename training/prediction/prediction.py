@@ -22,6 +22,7 @@ from stepsight.simulator.durations.latency_model import (
     launch_calls_of,
     preset_latency,
 )
+from stepsight.simulator.iteration.breakdown import exchange_facts
 from stepsight.simulator.iteration.simulate import Sensitivity, Simulation, explain, iteration_flops, simulate
 from stepsight.simulator.iteration.timeline import timeline_json
 from stepsight.simulator.memory import Memory, estimate_memory
@@ -328,6 +329,7 @@ class Prediction:
             "high_s": self.high_s,
             "open": self._open(),
             "breakdown": dict(self.breakdown),
+            **exchange_facts(self.breakdown),
             "memory": self.memory.to_dict(),
             "num_micro_batches": self.job.num_micro_batches,
             "tokens_per_s": self.tokens_per_s,
