@@ -186,8 +186,7 @@ def _of_weights(config: dict[str, Any], path: Path) -> ContextNetwork:
             f"strengths must be {len(LEVELS)} from 0 to 1 and num_layers a whole number, "
             f"got {strengths!r:.80} and {layers!r:.40}"
         )
-    relations = tuple(config.get("relations", RELATIONS))
-    network = ContextNetwork(float(config["bound"]), strengths, layers, tensors, features, relations)
+    network = ContextNetwork(float(config["bound"]), strengths, layers, tensors, features, tuple(config["relations"]))
     one = Topology(1, {r: np.zeros((2, 0), np.int64) for r in RELATIONS}, np.zeros(1, np.int64), 1)
     network.levels(np.zeros((1, len(features))), one, network.weights != 0.0)
     return network
@@ -197,7 +196,7 @@ def _checked_features(config: dict[str, Any], name: str) -> tuple[str, ...]:
     """Features that a saved model reads; the first models did not write their version and relations."""
     if config["schema"] not in (1, SCHEMA):
         raise PredictorError(f"{name} must have schema {SCHEMA}, got {config['schema']!r:.40}: train it again")
-    relations = config.get("relations", list(RELATIONS))
+    relations = config.setdefault("relations", list(RELATIONS))
     if (
         not isinstance(relations, list)
         or not set(map(str, relations)) <= set(RELATIONS)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -81,7 +81,6 @@ def fit_context(
     seed: int = 0,
     epochs: int = EPOCHS,
     relations: Sequence[str] = HEARD,
-    on_epoch: Callable[[int, float], None] | None = None,
 ) -> ContextModel:
     """Train the context network on distinct segments, and on whole iterations through the simulator."""
     threads = torch.get_num_threads()
@@ -92,25 +91,22 @@ def fit_context(
         model = ContextModel(relations=relations)
         batch = Batch.of(examples, wholes)
         model.set_range(batch.features)
-        _train(model, batch, epochs, on_epoch)
+        _train(model, batch, epochs)
         return model
     finally:
         torch.random.set_rng_state(state)
         torch.set_num_threads(threads)
 
 
-def _train(model: ContextModel, batch: Batch, epochs: int, on_epoch: Callable[[int, float], None] | None) -> None:
+def _train(model: ContextModel, batch: Batch, epochs: int) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, LEARNING_RATE, total_steps=epochs, pct_start=0.2)
     for epoch in range(epochs):
         optimizer.zero_grad()
-        loss = batch.loss(model, again=epoch % SIMULATED_EVERY == 0)
-        loss.backward()
+        batch.loss(model, again=epoch % SIMULATED_EVERY == 0).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         schedule.step()
-        if on_epoch is not None:
-            on_epoch(epoch, float(loss.detach()))
 
 
 class _Nodes:
