@@ -71,7 +71,7 @@ def _timeline(page: Any) -> None:
     for _ in range(14):
         line.hover(position={"x": 180, "y": 20})
         page.mouse.wheel(0, -100)
-    line.hover(position={"x": 560, "y": 20})
+    line.hover(position={"x": 807, "y": 51})
 
 
 def _compare(page: Any) -> None:

@@ -73,7 +73,7 @@ def test_memory_over_time_has_the_peak_of_every_stage(prediction: Prediction) ->
 def test_steps_to_try_next_fit_and_are_faster(facts: dict[str, Any]) -> None:
     assert all(step["fits"] and step["tokens_per_s_ratio"] > 1 for step in facts["next_steps"])
     names = [row["name"] for row in facts["tornado"]]
-    assert "Bandwidth between nodes, GB/s per device" in names and "Nodes" in names
+    assert "Bandwidth between nodes, GB/s" in names and "Nodes" in names
 
 
 @pytest.mark.skipif(BROWSER is None, reason="needs Chromium (Debian: apt install chromium)")
