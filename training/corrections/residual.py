@@ -233,7 +233,7 @@ class PublishedRun:
         return cls(digest, source, model, log, JobFeatures(tuple(place), tuple(labels), doublings))
 
 
-SHARED = 0.5  # share of a correction's variance that sources have in common
+SHARED = 0.2  # share of a correction's variance that sources have in common: with more, a source left out is worse off
 PRESET = Path(__file__).with_name("published_runs.json")
 PUBLISHED = (0.1, 0.04)  # spread and noise of corrections of published runs, in log units
 
