@@ -31,7 +31,8 @@ class Given:
     Attributes:
         values: Values by key of a job: ``{"cluster.hardware": "h100-sxm-80gb", "model.seq_len": 4096}``.
         variables: Variables of shell scripts: ``{"NNODES": "16"}``.
-        pick: Which of several configurations in a file to read, for example a function of a Python registry.
+        pick: Which of several configurations in a file to read: a function of a Python registry, or the number of a
+            launch in a script.
     """
 
     values: Mapping[str, Any] = field(default_factory=dict)

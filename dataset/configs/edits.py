@@ -47,13 +47,16 @@ def edit_config(path: Path, before: Job, after: Job, name: str) -> ConfigText | 
     stated = dict[str, Any]()  # what the command states besides the file is not in the file
     with suppress(JobError):
         own = read_configs([path], Given(values={"cluster.hardware": after.cluster.hardware}))
-        stated = _settings(write_config(own.job, name), path.suffix)
+        stated, nodes = _settings(write_config(own.job, name), path.suffix), own.mapped.get("cluster.nodes")
+        if nodes not in (None, after.cluster.nodes):
+            notes.append(f"{own.sources['cluster.nodes']} stays: the strategy is for {after.cluster.nodes} nodes")
     try:
         with TemporaryDirectory() as folder:
             copy = Path(folder) / path.name
             copy.write_bytes(text.encode())
             back = read_configs([copy], Given(values=values))
-        same, notes = _settings(write_config(back.job, name), path.suffix), [n for n in back.ignored if "launches" in n]
+        same = _settings(write_config(back.job, name), path.suffix)
+        notes += [line for line in back.ignored if " launches: " in line]
         whole = all(
             same.get(key) == new.get(key) or (key not in changes and same.get(key) == stated.get(key))
             for key in {**same, **new}
@@ -96,7 +99,7 @@ def _masked(text: str, path: Path) -> str:
 
 def _of_words(text: str, changes: Changes, path: Path) -> str:
     """Options of a script or a file of arguments; a value that is a variable changes where the variable is set."""
-    short = re.search(r"(?<!\S)--recompute-activations(?!\S)[ \t]?", _masked(text, path))
+    short = re.search(r"(?<![\w-])--recompute-activations(?![\w-])[ \t]?", _masked(text, path))
     if short and "recompute-granularity" in changes:  # the short form of selective recomputation
         text = text[: short.start()] + text[short.end() :]
     for name, (old, new) in changes.items():
@@ -104,7 +107,7 @@ def _of_words(text: str, changes: Changes, path: Path) -> str:
         option = re.compile(rf"(?<![\w-])--{name}(?![\w-])" + ("" if True in (old, new) else r"(=|\s+)([^\s\\)]+)"))
         found = option.search(seen)
         if found is None:
-            anchor = re.search(r"(?<!\S)--micro-batch-size(?=[= ])", seen) or re.search(r"(?<!\S)--(?=\w)", seen)
+            anchor = re.search(r"(?<![\w-])--micro-batch-size(?=[= ])", seen) or re.search(r"(?<![\w-])--(?=\w)", seen)
             if anchor and new is not None:
                 words = f"--{name} " if new is True else f"--{name} {new} "
                 text = text[: anchor.start()] + words + text[anchor.start() :]

@@ -48,7 +48,7 @@ def job_command(
         define: Set a variable of a shell script. Repeatable.
         to: Write a configuration instead: megatron, megatron-script, torchtitan, deepspeed, accelerate, huggingface,
             nanotron or maxtext.
-        pick: Configuration to read from a file with several, for example llama3_8b.
+        pick: Configuration to read from a file with several, for example llama3_8b, or the number of a script's launch.
         program: Folder to write the ops of one step to: a graph for each pipeline stage, as `stepsight capture` does.
     """
     from stepsight.dataset.base.files import write_text

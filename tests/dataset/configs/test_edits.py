@@ -78,6 +78,21 @@ def test_the_launch_that_is_read_is_changed(end: str, tmp_path: Path) -> None:
         read_configs([path], Given(pick="3"))
 
 
+def test_options_beside_brackets_are_changed(tmp_path: Path) -> None:
+    """The first and the last item of an array have no blank on one side."""
+    text = f"ARGS=(--micro-batch-size 1 {MODEL.replace('--micro-batch-size 1', '')} --recompute-activations)\n"
+    (path := tmp_path / "run.sh").write_text(text + LAUNCH + "${ARGS[@]} --global-batch-size 64\n")
+    job = read_configs([path]).job
+    edited = edit_config(
+        path, job, replace(job, parallel=replace(job.parallel, recompute="none", zero_stage=1)), "megatron"
+    )
+    assert edited is not None and "(--use-distributed-optimizer --micro-batch-size 1 " in edited.text
+    assert "recompute" not in edited.text and edited.notes == ()
+    more = replace(job, cluster=replace(job.cluster, nodes=4), parallel=replace(job.parallel, dp=0))
+    edited = edit_config(path, job, more, "megatron")
+    assert edited is not None and edited.notes == ("--nnodes 2 stays: the strategy is for 4 nodes",)
+
+
 def test_what_cannot_be_changed_is_empty(tmp_path: Path) -> None:
     """An option that a variable of another value decides: the changed file would not read as the strategy."""
     more = "--global-batch-size 64 $X --tensor-model-parallel-size 8"
