@@ -198,7 +198,7 @@ def write_plan(job: Job) -> ConfigText:
         JobError: If the job has no tables.
     """
     if not job.model.tables:
-        raise JobError(f"torchrec's plan is of a dlrm, got family {job.model.family!r:.80}")
+        raise JobError(f"torchrec's plan has no model of the family {job.model.family!r:.80}, only of dlrm")
     places = placements_of(job.model.tables, job.sharding, job.table_ranks)
     plan = plan_tables(job.model.tables, places, job.table_ranks.per_node)
     note = "the key of the plan is the path of the EmbeddingBagCollection in the model: rename it"
