@@ -132,6 +132,11 @@ def read_graph_table(
             on_run(number + 1, len(every))
     if not tables:
         raise TraceError(f"a dataset needs at least one run with a traced step, got none of {len(folders)}")
+    compiled = [run["run"] for run in runs if run.get("compiled")]
+    if 0 < len(compiled) < len(runs):
+        warnings.append(
+            f"eager and compiled runs are mixed, whose ops take other times; compiled: {', '.join(compiled)}"
+        )
     return GraphTable.joined(tables), runs, warnings
 
 
@@ -148,6 +153,7 @@ def _run_tables(folder: Path, scopes: Sequence[str], warnings: list[str]) -> tup
     else:
         about = describe_own_run(trace.manifest)
     about |= {"role": run.role, "ranks": [graph.rank for graph in run.graphs]}
+    about |= {"compiled": trace is not None and trace.manifest.compiled}
     found = [step_graphs(run.graphs)] if "step" in scopes else []
     if "segment" in scopes:
         segments = call_segments(run.graphs, run.name) if trace is None else trace.segments()

@@ -18,7 +18,9 @@ COLLECTION = ROOT / "examples" / "collection"
 @pytest.fixture(scope="module")
 def graphs(tmp_path_factory: pytest.TempPathFactory) -> TraceGraphs:
     folder = tmp_path_factory.mktemp("dataset") / "graphs"
-    make_dataset([COLLECTION], folder)
+    told = make_dataset([COLLECTION], folder)
+    (mixed,) = [text for text in told["warnings"] if "mixed" in text]
+    assert mixed.count("-dp") == 2  # the compiled runs
     return TraceGraphs(folder)
 
 
