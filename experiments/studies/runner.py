@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from stepsight.experiments.studies import (
     bench,
     context,
+    distir,
     emulation_and_what_if,
     one_gpu,
     public_tables,
@@ -21,5 +22,13 @@ _TABLES = (public_tables.COLLECTIVES, public_tables.KERNELS, public_tables.TRANS
 _REPLAYS = (emulation_and_what_if.EMULATE, emulation_and_what_if.WHAT_IF)
 _TORCH = (torch_agreement.CAPTURE, torch_agreement.MEMORY)
 _TABLES_OF_MODELS = (recommendation.LOOKUPS, recommendation.PLACEMENTS)
-_ALONE = (bench.STUDY, context.STUDY, one_gpu.STUDY, search_regret.STUDY, small_to_large.STUDY, *_TABLES_OF_MODELS)
+_ALONE = (
+    bench.STUDY,
+    context.STUDY,
+    distir.STUDY,
+    one_gpu.STUDY,
+    search_regret.STUDY,
+    small_to_large.STUDY,
+    *_TABLES_OF_MODELS,
+)
 STUDIES: Mapping[str, Study] = {study.name: study for study in (*_ALONE, *_TABLES, *_REPLAYS, *_TORCH)}

@@ -122,6 +122,7 @@ EXPERIMENTS = {  # the entries of ``experiments/studies/runner.py`` (not in the 
     "memory": "predicted memory against PyTorch's tracker",
     "one-gpu": "a predictor from ten minutes of measurements on one GPU, judged on held-out runs",
     "search": "search against predictions of every strategy",
+    "distir": "GPT-2 over data x tensor x pipeline parallelism; predicted programs of two ranks against measured ones",
     "lookups": "predicted and measured lookups in embedding tables on one core of this machine",
     "placements": "predicted iterations by how tables are placed: search, simple rules, torchrec's planner",
     "small-to-large": "predictions for sixteen ranks, trained on four",

@@ -1,0 +1,247 @@
+"""DistIR's experiment: GPT-2 over data x tensor x pipeline parallelism, and predicted against measured 2-rank programs.
+
+GPT-2 is written as an ONNX file without weights.  For the measurement two ranks of gloo run what the predicted programs
+hold: kernels by the harness's calls, collectives and messages at once, waiting where the programs wait.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from stepsight.dataset.graph.program import Program
+from stepsight.dataset.kinds.op import Op
+from stepsight.dataset.tensors.program import TensorProgram
+from stepsight.experiments.reports.text_table import Column, table_of
+from stepsight.experiments.search.model_grid import model_grid
+from stepsight.experiments.studies.study import Row, Study, cases
+from stepsight.training.fitting.train_runs import spearman, train
+from stepsight.training.prediction.captured_prediction import predict_captured
+from stepsight.training.predictor.predictor import Predictor
+
+RANKS, ROUNDS = 2, 15
+WAYS: Mapping[str, Callable[[TensorProgram], TensorProgram]] = {
+    "data": lambda program: program.replicate(RANKS),
+    "tensor": lambda program: program.split(RANKS),
+    "pipeline, 2 micro-batches": lambda program: program.cut(RANKS, 2),
+    "pipeline, 4 micro-batches": lambda program: program.cut(RANKS, 4),
+}
+
+
+def write_gpt2(path: Path, sizes: Mapping[str, int]) -> None:
+    """Write the forward of a GPT-2 as ONNX; ``sizes``: layers, hidden, heads, vocab, seq_len and batch."""
+    import onnx
+
+    h, single, weights, nodes = onnx.helper, onnx.TensorProto.FLOAT, list[Any](), list[Any]()
+    layers, width, heads, vocab, length, batch = (sizes[name] for name in _SIZES)
+
+    def weight(name: str, *dims: int) -> str:
+        weights.append(onnx.TensorProto(name=name, dims=dims, data_type=single))
+        return name
+
+    def const(name: str, *values: int) -> str:
+        weights.append(h.make_tensor(name, onnx.TensorProto.INT64, [len(values)], values))
+        return name
+
+    def node(op: str, *reads: str, outputs: int = 1, **settings: Any) -> Any:
+        made = [f"{op}_{len(nodes)}_{place}" for place in range(outputs)]
+        nodes.append(h.make_node(op, reads, made, f"{op}_{len(nodes)}", **settings))
+        return made if outputs > 1 else made[0]
+
+    def linear(x: str, name: str, ins: int, outs: int) -> Any:
+        return node("Add", node("MatMul", x, weight(f"{name}.w", ins, outs)), weight(f"{name}.b", outs))
+
+    def norm(x: str, name: str) -> Any:
+        return node("LayerNormalization", x, weight(f"{name}.g", width), weight(f"{name}.s", width), axis=-1)
+
+    square = const("square", length, length)
+    below = node("ConstantOfShape", square, value=h.make_tensor("low", single, [1], [-1e4]))
+    mask, scale = node("Trilu", below, const("one", 1), upper=1), "scale"
+    weights.append(h.make_tensor(scale, single, [], [(width // heads) ** -0.5]))
+    split, merge = const("split", batch, length, heads, width // heads), const("merge", batch, length, width)
+    x = node("Add", node("Gather", weight("wte", vocab, width), "tokens"), weight("wpe", length, width))
+    for layer in range(layers):
+        parts = node(
+            "Split", linear(norm(x, f"{layer}.one"), f"{layer}.qkv", width, 3 * width), outputs=3, axis=2, num_outputs=3
+        )
+        q, k, v = (node("Reshape", part, split) for part in parts)
+        q, k, v = (node("Transpose", each, perm=perm) for each, perm in zip((q, k, v), _PERMS, strict=True))
+        scores = node("Softmax", node("Add", node("Mul", node("MatMul", q, k), scale), mask), axis=-1)
+        made = node("Reshape", node("Transpose", node("MatMul", scores, v), perm=[0, 2, 1, 3]), merge)
+        x = node("Add", x, linear(made, f"{layer}.out", width, width))
+        up = node("Gelu", linear(norm(x, f"{layer}.two"), f"{layer}.up", width, 4 * width), approximate="tanh")
+        x = node("Add", x, linear(up, f"{layer}.down", 4 * width, width))
+    logits = node("MatMul", norm(x, "last"), weight("head", width, vocab))
+    tokens = h.make_tensor_value_info("tokens", onnx.TensorProto.INT64, [batch, length])
+    made = h.make_tensor_value_info(logits, single, [batch, length, vocab])
+    opsets = [h.make_opsetid("", 20)]
+    onnx.save(h.make_model(h.make_graph(nodes, "gpt2", [tokens], [made], weights), opset_imports=opsets), path)
+
+
+_SIZES = ("layers", "hidden", "heads", "vocab", "seq_len", "batch")
+_PERMS = ([0, 2, 1, 3], [0, 2, 3, 1], [0, 2, 1, 3])
+
+
+def _write_torch(path: Path, sizes: Mapping[str, int]) -> None:
+    """Export a model of PyTorch: an MLP, or with heads one with gated attention."""
+    import torch
+    from torch import nn
+
+    class Gated(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            width = sizes["hidden"]
+            self.qkv = nn.ModuleList(nn.Linear(width, 3 * width, bias=False) for _ in range(sizes["layers"]))
+            self.gate = nn.ModuleList(nn.Linear(width, 2 * width) for _ in range(sizes["layers"]))
+            self.out = nn.ModuleList(nn.Linear(width, width) for _ in range(sizes["layers"]))
+            self.norm = nn.LayerNorm(width)
+
+        def forward(self, x: Any) -> Any:
+            for qkv, gate, out in zip(self.qkv, self.gate, self.out, strict=True):
+                batch, length, width = x.shape
+                parts = qkv(self.norm(x)).split(width, dim=2)
+                q, k, v = (part.view(batch, length, sizes["heads"], -1).transpose(1, 2) for part in parts)
+                x = x + nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(x.shape)
+                one, two = gate(x).split(width, dim=2)
+                x = x + out(nn.functional.silu(one) * two)
+            return x
+
+    if "heads" in sizes:
+        model, shape = Gated(), (sizes["batch"], sizes["seq_len"], sizes["hidden"])
+    else:
+        widths = [sizes["hidden"], 4 * sizes["hidden"]] * sizes["layers"] + [sizes["hidden"]]
+        pairs = [(nn.Linear(ins, outs), nn.ReLU()) for ins, outs in pairwise(widths)]
+        model, shape = nn.Sequential(*(each for pair in pairs for each in pair)), (sizes["batch"], sizes["hidden"])
+    torch.export.save(torch.export.export(model, (torch.randn(shape),)), path)
+
+
+def _step(program: Program, rank: int, pool: Any) -> Callable[[], None]:
+    """What runs a program's nodes: kernels in order, collectives at once, waiting where the program waits."""
+    import torch
+    import torch.distributed as dist
+
+    from stepsight.dataset.harness.ops.callables import op_call
+
+    calls = {work: op_call(work.kind, list(work.dims), pool) for work in program.works if isinstance(work, Op)}
+    numel = max((each.num_bytes // 4 for each in program.works if not isinstance(each, Op)), default=1)
+    whole, part = torch.zeros(numel), torch.zeros(numel)
+    waits: dict[int, list[int]] = {}
+    for before, after, _why in program.edges:
+        if not isinstance(program.nodes[before].work, Op):
+            waits.setdefault(after, []).append(before)
+
+    def issue(number: int) -> Any:
+        node, tag = program.nodes[number], int(program.columns["seq"][number])
+        buffer = whole[: node.work.num_bytes // 4]
+        if node.work.kind == "send_recv":
+            arrives = node.stream.endswith(f"to {rank}")
+            return dist.irecv(buffer, 1 - rank, tag=tag) if arrives else dist.isend(buffer, 1 - rank, tag=tag)
+        if node.work.kind == "all_gather":
+            return dist.all_gather_into_tensor(buffer, part[: len(buffer) // RANKS], async_op=True)
+        return dist.all_reduce(buffer, async_op=True)
+
+    def run() -> None:
+        running: dict[int, Any] = {}
+        for number, node in enumerate(program.nodes):
+            for before in waits.get(number, ()):
+                if before in running:
+                    running.pop(before).wait()
+            if isinstance(node.work, Op):
+                call = calls[node.work]
+                call.run(*call.inputs())
+            else:
+                running[number] = issue(number)
+        for work in running.values():
+            work.wait()
+
+    return run
+
+
+def _worker(rank: int, folder: str, programs: Sequence[Sequence[Program]]) -> None:
+    """Measure all programs in turn, several times; rank 0 writes the seconds of the slower rank."""
+    import torch
+    import torch.distributed as dist
+
+    from stepsight.dataset.harness.ops.input_pool import Pool
+
+    torch.set_num_threads(1)
+    os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[rank % len(os.sched_getaffinity(0))]})
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=RANKS)
+    pool = Pool(torch.device("cpu"), "fp32")
+    steps = [_step(ranks[min(rank, len(ranks) - 1)], rank, pool) for ranks in programs]
+    seconds = torch.zeros(ROUNDS, len(steps))
+    for turn in range(ROUNDS):
+        for place, step in enumerate(steps):
+            dist.barrier()
+            started = time.perf_counter()
+            step()
+            seconds[turn, place] = time.perf_counter() - started
+    dist.all_reduce(seconds, dist.ReduceOp.MAX)
+    if rank == 0:
+        torch.save(seconds, f"{folder}/seconds.pt")
+    dist.destroy_process_group()
+
+
+def measured_rows(predictor: Predictor) -> list[Row]:
+    """Predicted and measured milliseconds of training steps of each model in each way on two ranks."""
+    import torch
+    import torch.multiprocessing as mp
+
+    rows: list[Row] = []
+    programs = []
+    with tempfile.TemporaryDirectory() as folder:
+        for name, sizes in cases("distir")["models"].items():
+            path = Path(folder) / name
+            (write_gpt2 if path.suffix == ".onnx" else _write_torch)(path, sizes)
+            program = TensorProgram.load(path, training=True)
+            for way, transform in WAYS.items():
+                captured = transform(program).captured(RANKS, name)
+                programs.append(captured.graphs)
+                found = predict_captured(captured, "", predictor=predictor)
+                rows.append({"model": name, "way": way, "predicted_ms": 1e3 * found.iteration_time_s})
+        mp.spawn(_worker, (folder, programs), nprocs=RANKS)
+        for row, seconds in zip(rows, torch.load(f"{folder}/seconds.pt")[2:].T.tolist(), strict=True):
+            row["measured_ms"] = 1e3 * statistics.median(seconds)
+    return rows
+
+
+def run(options: argparse.Namespace) -> tuple[Row, str]:
+    """The grid of GPT-2, and with ``--measure`` the measured programs of two ranks."""
+    if options.measure:
+        rows = measured_rows(Predictor.load(options.measure) if options.measure.is_dir() else train(options.measure))
+        figure = spearman([row["predicted_ms"] for row in rows], [row["measured_ms"] for row in rows])
+        columns: dict[str, str | Column] = {name: name for name in rows[0]}
+        return {"spearman": figure, "programs": rows}, f"{table_of(rows, columns)}\nSpearman {figure:.3f}"
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "gpt2.onnx"
+        write_gpt2(path, cases("distir")["sizes"])
+        started = time.perf_counter()
+        grid = model_grid(TensorProgram.load(path, precision="bf16"), options.hardware, options.devices)
+        seconds = time.perf_counter() - started
+    told = {"placements": [asdict(each) for each in grid.placements], "seconds": seconds}
+    told |= {"best": asdict(grid.best), "pure": {name: asdict(each) for name, each in grid.pure.items()}}
+    return told, f"{grid}\n{len(grid.placements)} placements in {seconds:.1f} s"
+
+
+STUDY = Study(
+    "distir",
+    "GPT-2 inference over data x tensor x pipeline parallelism x micro-batches, or 12 programs measured on 2 ranks",
+    run,
+    {
+        "--hardware": {"default": "a100-sxm-80gb"},
+        "--devices": {"type": int, "default": 16},
+        "--measure": {
+            "type": Path,
+            "metavar": "PREDICTOR",
+            "help": "a predictor for this CPU, or a collection to train it",
+        },
+    },
+)
