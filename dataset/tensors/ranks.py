@@ -133,7 +133,7 @@ class _Rank:
         return tuple(dict.fromkeys(node for name in names for node in self._made_by.get(name, ())))
 
     def _free(self, call: TensorCall) -> None:
-        """Count the memory of what a call writes, and no longer that of what nobody reads after it."""
+        """Count the memory of what a call writes, and no longer that of tensors that no later call reads."""
         for name in call.writes:
             if name not in self._root:
                 self._held[name] = self._size(name)
