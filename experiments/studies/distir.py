@@ -16,17 +16,19 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from stepsight.dataset.graph.program import Program
 from stepsight.dataset.kinds.op import Op
 from stepsight.dataset.tensors.program import TensorProgram
 from stepsight.experiments.reports.text_table import Column, table_of
 from stepsight.experiments.search.model_grid import model_grid
 from stepsight.experiments.studies.study import Row, Study, cases
-from stepsight.training.fitting.train_runs import spearman, train
+from stepsight.training.fitting.train_runs import spearman
 from stepsight.training.prediction.captured_prediction import predict_captured
 from stepsight.training.predictor.predictor import Predictor
 
-RANKS, ROUNDS = 2, 30
+RANKS, ROUNDS = 2, 120
 WAYS: Mapping[str, Callable[[TensorProgram], TensorProgram]] = {
     "data": lambda program: program.replicate(RANKS),
     "tensor": lambda program: program.split(RANKS),
@@ -114,11 +116,13 @@ def _write_torch(path: Path, sizes: Mapping[str, int]) -> None:
             return x
 
     if "heads" in sizes:
-        model, shape = Gated(), (sizes["batch"], sizes["seq_len"], sizes["hidden"])
+        model: nn.Module = Gated()
+        shape: tuple[int, ...] = (sizes["batch"], sizes["seq_len"], sizes["hidden"])
     else:
         widths = [sizes["hidden"], 4 * sizes["hidden"]] * sizes["layers"] + [sizes["hidden"]]
         pairs = [(nn.Linear(ins, outs), nn.ReLU()) for ins, outs in pairwise(widths)]
-        model, shape = nn.Sequential(*(each for pair in pairs for each in pair)), (sizes["batch"], sizes["hidden"])
+        model = nn.Sequential(*(each for pair in pairs for each in pair))
+        shape = (sizes["batch"], sizes["hidden"])
     torch.export.save(torch.export.export(model, (torch.randn(shape),)), path)
 
 
@@ -207,7 +211,7 @@ def measured_rows(predictor: Predictor) -> list[Row]:
                 programs.append(captured.graphs)
                 found = predict_captured(captured, "", predictor=predictor)
                 rows.append({"model": name, "way": way, "predicted_ms": 1e3 * found.iteration_time_s})
-        mp.spawn(_worker, (folder, programs), nprocs=RANKS)
+        mp.spawn(_worker, (folder, programs), nprocs=RANKS)  # type: ignore[attr-defined,no-untyped-call]
         for row, seconds in zip(rows, torch.load(f"{folder}/seconds.pt").T.tolist(), strict=True):
             row["measured_ms"] = 1e3 * min(seconds)  # what else runs on the machine only adds
     return rows
@@ -216,8 +220,9 @@ def measured_rows(predictor: Predictor) -> list[Row]:
 def run(options: argparse.Namespace) -> tuple[Row, str]:
     """The grid of GPT-2, and with ``--measure`` the measured programs of two ranks."""
     if options.measure:
-        rows = measured_rows(Predictor.load(options.measure) if options.measure.is_dir() else train(options.measure))
-        figure = spearman([row["predicted_ms"] for row in rows], [row["measured_ms"] for row in rows])
+        rows = measured_rows(Predictor.load(options.measure))
+        told, took = (np.array([row[name] for row in rows]) for name in ("predicted_ms", "measured_ms"))
+        figure = float(spearman(told, took))
         columns: dict[str, str | Column] = {name: name for name in rows[0]}
         return {"spearman": figure, "programs": rows}, f"{table_of(rows, columns)}\nSpearman {figure:.3f}"
     with tempfile.TemporaryDirectory() as folder:
@@ -226,9 +231,9 @@ def run(options: argparse.Namespace) -> tuple[Row, str]:
         started = time.perf_counter()
         grid = model_grid(TensorProgram.load(path, precision="bf16"), options.hardware, options.devices)
         seconds = time.perf_counter() - started
-    told = {"placements": [asdict(each) for each in grid.placements], "seconds": seconds}
-    told |= {"best": asdict(grid.best), "pure": {name: asdict(each) for name, each in grid.pure.items()}}
-    return told, f"{grid}\n{len(grid.placements)} placements in {seconds:.1f} s"
+    facts: Row = {"placements": [asdict(each) for each in grid.placements], "seconds": seconds}
+    facts |= {"best": asdict(grid.best), "pure": {name: asdict(each) for name, each in grid.pure.items()}}
+    return facts, f"{grid}\n{len(grid.placements)} placements in {seconds:.1f} s"
 
 
 STUDY = Study(
@@ -241,7 +246,7 @@ STUDY = Study(
         "--measure": {
             "type": Path,
             "metavar": "PREDICTOR",
-            "help": "a predictor for this CPU, or a collection to train it",
+            "help": "a predictor for this CPU: measure instead",
         },
     },
 )
