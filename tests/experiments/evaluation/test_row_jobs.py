@@ -54,7 +54,7 @@ def test_words_for_sharding(text: str, expected: tuple[int, int, bool]) -> None:
     ("framework", "text", "expected"),
     [
         ("NeMo", "", ("none", 1)),
-        ("NeMo-Megatron", "none (block, 0 layers)", ("none", 1)),
+        ("NeMo-Megatron", "none (block, 0 layers)", ("selective", 1)),
         ("Megatron-LM", "selective (attention core)", ("selective", 1)),
         ("torchtitan", "selective op", ("full", 2)),
         ("torchtitan", "full", ("full", 1)),
