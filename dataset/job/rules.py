@@ -208,7 +208,10 @@ def _tables(rules: Rules, job: JobTables) -> None:
     if m.family != "dlrm":
         rules.require(not m.tables, f"model.tables are for dlrm, got {len(m.tables)} with {m.family}")
         kind = job.optimizer.kind
-        rules.require(kind not in specs.OTHER_OPTIMIZERS, f"optimizer.kind {kind} is for dlrm, got family {m.family}")
+        rules.require(
+            kind not in specs.OTHER_OPTIMIZERS,
+            f"optimizer.kind must be one of adam, adamw, got {kind!r:.80}, which is for dlrm, with family {m.family}",
+        )
         return
     check_tables(rules, m)
     others = {"tp": p.tp, "cp": p.cp, "pp": p.pp, "ep": p.ep}
