@@ -6,7 +6,7 @@ INPUTS ?= 10000
 JOBS_TRIED ?= 10000
 SAMPLE ?= 0.2
 
-.PHONY: help setup demo test storm check docs bench fuzz crash invariants mutants lowest lock clean
+.PHONY: help setup demo test storm check docs bench fuzz matrix crash invariants mutants lowest lock clean
 
 help:
 	@echo "make demo        measure this machine, train, predict held-out runs, search (about 5 minutes)"
@@ -16,6 +16,7 @@ help:
 	@echo "make docs        take its pictures, build the documentation in site/, check its links, and run its tutorials"
 	@echo "make bench       speed figures, printed and written to bench.json"
 	@echo "make fuzz        INPUTS=10000 mutated inputs for every reader (hours; INPUTS=1000 before a release)"
+	@echo "make matrix      capture a script of every strategy with every feature, and write docs/reference/captures.md (ten minutes)"
 	@echo "make crash       fail every write of the commands that write, one after the other (about an hour)"
 	@echo "make invariants  what holds for every job, on JOBS_TRIED=10000 random ones (about half an hour)"
 	@echo "make mutants     change the simulator's core in one place, and see whether a test fails, for SAMPLE=0.2 of the places"
@@ -64,6 +65,9 @@ bench: .venv/.installed
 
 fuzz: .venv/.installed
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz --inputs $(INPUTS)
+
+matrix: .venv/.installed
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.dataset.capture.matrix
 
 crash: .venv/.installed
 	CRASH_POINTS=all $(BIN)/python -m pytest -s tests/crash

@@ -168,7 +168,7 @@ def read_captured(folder: Path) -> Captured:
             raise ValueError("it must hold at least one rank, got none")
         ranks = tuple(_read_rank(folder, int(rank), world_size) for rank in tree["ranks"])
         return Captured(str(tree["script"]), world_size, local_size, str(tree["torch"]), ranks)
-    except (OSError, KeyError, TypeError, ValueError, AttributeError) as error:
+    except (OSError, KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         why = f"no {error}" if isinstance(error, KeyError) else str(error)
         raise CaptureError(f"{folder} must be a folder that `stepsight capture` wrote: {why}") from None
 

@@ -75,7 +75,7 @@ def read_facts(folder: Path, stem: str) -> dict[str, Any]:
             raise ValueError(f"form must be {FORM}, got {tree.get('form')!r:.40}: import the trace again")
         graph = _graph(tree, nodes, edges)
         check_sizes(graph["works"], "an imported graph")
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError, OverflowError) as error:
         raise TraceError(
             f"{path} must be an imported graph with its tables, got {error}; if another version of stepsight wrote it, "
             "import the trace again"
@@ -89,7 +89,7 @@ def read_steps(folder: Path, stem: str) -> tuple[float, ...]:
     path = Path(folder) / f"{stem}.json"
     try:
         return tuple(float(end) - float(begin) for begin, end in read_json(path)["steps_s"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, OverflowError) as error:
         raise TraceError(f"{path} must describe an imported graph, got {error}") from None
 
 

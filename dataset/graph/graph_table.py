@@ -109,7 +109,7 @@ class GraphTable:
             about = {name: _checked(name, listed[name]) for name in ABOUT}
             table = cls(about, {key: _read(Path(folder), key) for key in keys()})
             table.check()
-        except (OSError, KeyError, ValueError, IndexError, TypeError) as error:
+        except (OSError, KeyError, ValueError, IndexError, TypeError, OverflowError) as error:
             raise TraceError(f"{folder} must hold the tables of a graph dataset: {error}") from None
         return table
 

@@ -93,7 +93,7 @@ def stated_hardware(table: Mapping[str, Any]) -> str:
     """The table ``[cluster.hardware]`` of a job as the text that represents it in a ``Job``."""
     try:
         return json.dumps({"name": "custom", **table}, sort_keys=True)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, OverflowError) as error:
         raise JobError(f"cluster.hardware must be a table of numbers and texts: {error}") from None
 
 

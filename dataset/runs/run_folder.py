@@ -177,7 +177,7 @@ def read_imported(folder: Path) -> ImportedRun:
         if not run.ranks or not all(re.fullmatch(r"rank\d+", stem) for stem in run.ranks.values()):
             raise ValueError(f"ranks must name their files rank0, rank1 …, got {tree['ranks']!r:.80}")
         return run
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
         raise TraceError(f"{path} must be the manifest of an imported run: {error}") from None
 
 
@@ -315,7 +315,7 @@ def check_events(tree: dict[str, Any], path: Path) -> EventFile:
             )
         calls = tuple(_call(record.get("op")) for record in records)
         return EventFile(path, busy, works, seconds, host, fresh, calls, facts, box)
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
         why = f"no {error}" if isinstance(error, KeyError) else str(error)
         raise TraceError(f"{path} must be an event profile: {why}") from None
 

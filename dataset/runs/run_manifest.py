@@ -83,7 +83,7 @@ def read_manifest(folder: Path) -> RunManifest:
         manifest = RunManifest.from_dict({**tree, "compiled": tree.get("compile", False)}, folder=folder)
     except JobError as error:
         raise TraceError(f"a run manifest must hold a valid job, got {error} in {path}") from None
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError, OverflowError) as error:
         raise TraceError(f"a run manifest must have fields of the right type: {error} in {path}") from None
     _check(manifest, path)
     return manifest

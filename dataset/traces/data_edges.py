@@ -52,7 +52,7 @@ def read_execution_trace(path: Path) -> list[TensorCall]:
         raise TraceError(f"an execution trace must hold schema and a list nodes, got neither in {path}")
     try:
         calls = [_call(node) for node in sorted(nodes, key=lambda node: int(node["id"]))]
-    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError) as error:
         raise TraceError(f"nodes of an execution trace must have id, name and inputs: {error!r} in {path}") from None
     return [call for call in calls if "::" in call.name]
 

@@ -273,8 +273,8 @@ def _on_device(graph: Any, inputs: Sequence[Any]) -> tuple[Any, list[Any]]:
     for node in made.graph.nodes:
         if "val" in node.meta:
             node.meta["val"] = tree_map(_moved, node.meta["val"])
-        told = node.kwargs.items()
-        node.kwargs = {name: torch.device(_DEVICE) if isinstance(each, torch.device) else each for name, each in told}
+        place = lambda each: torch.device(_DEVICE) if isinstance(each, torch.device) else each
+        node.args, node.kwargs = tree_map(place, (node.args, node.kwargs))
     return made, [_moved(each) for each in inputs]
 
 
@@ -284,6 +284,15 @@ def _moved(value: Any) -> Any:
     with value.fake_mode:
         meta = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
     return FakeTensor(value.fake_mode, meta, torch.device(_DEVICE))
+
+
+# Methods of a tensor that ask for its device, and functions for the same that do not.
+_item = torch.Tensor.__getitem__
+_UNGUARDED: dict[str, Any] = {
+    "__getitem__": lambda x, index: x.select(0, index) if isinstance(index, int) else _item(x, index),
+    "__invert__": lambda x: torch.bitwise_not(x),
+    "copy_": lambda x, source, non_blocking=False: torch.ops.aten.copy_.default(x, source, non_blocking),
+}
 
 
 @contextmanager
@@ -297,9 +306,8 @@ def _device_answers() -> Iterator[None]:
         for name in ("device", "_DeviceGuard"):
             stack.enter_context(mock.patch.object(torch.cuda, name, NoContext))
         stack.enter_context(mock.patch.object(torch.version, "cuda", "12.8"))
-        stack.enter_context(
-            mock.patch.object(torch.Tensor, "__invert__", lambda x: torch.bitwise_not(x))
-        )  # "~" asks for the device
+        for name, same in _UNGUARDED.items():
+            stack.enter_context(mock.patch.object(torch.Tensor, name, same))
         for owner in (CudaInterface, CudaInterface.Worker):
             told = staticmethod(always(CAPTURED_DEVICE))
             stack.enter_context(mock.patch.object(owner, "get_device_properties", told))

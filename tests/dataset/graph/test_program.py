@@ -1,14 +1,16 @@
 """Programs are in issue order; stream order is implied."""
 
+import json
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stepsight.dataset.base.errors import StepsightError
+from stepsight.dataset.base.errors import StepsightError, TraceError
 from stepsight.dataset.graph.program import Dependency, Program
 from stepsight.dataset.graph.program_builder import ProgramBuilder
 from stepsight.dataset.graph.relations import RELATIONS, concurrent_pairs, relation_pairs
@@ -76,6 +78,16 @@ def test_a_saved_program_is_loaded_unchanged(tmp_path_factory: pytest.TempPathFa
     assert all(np.array_equal(again.columns[name], values) for name, values in program.columns.items())
     with pytest.raises(TypeError, match="a program has no colour"):
         program.replace(colour="red")
+
+
+def test_a_number_that_no_column_holds_is_refused(tmp_path: Path) -> None:
+    builder = ProgramBuilder("forward")
+    builder.add(ADD)
+    builder.build().save(tmp_path / "forward")
+    path = tmp_path / "forward.json"
+    path.write_text(json.dumps(json.loads(path.read_text("utf-8")) | {"steps_s": [[0, 10**400]]}), "utf-8")
+    with pytest.raises(TraceError, match=r"forward\.json must be an imported graph"):
+        Program.load(tmp_path / "forward")
 
 
 def reachable(program: Program) -> np.ndarray:
