@@ -16,7 +16,7 @@ import numpy as np
 
 from stepsight.dataset.base.errors import CaptureError
 from stepsight.dataset.tensors.calls import LINEAR, Factors, Layout, TensorCall, layout_of
-from stepsight.dataset.tensors.step import FORWARD, SUM, Spec, Step, TensorStep, add_ops, no_ops
+from stepsight.dataset.tensors.ranks import FORWARD, SUM, Spec, Step, TensorStep, add_ops, no_ops
 
 _OUTERS = (1, 3, 2)  # parts that a product may make at once: queries, keys and values; gate and up
 _LOOK_AHEAD = 64  # calls

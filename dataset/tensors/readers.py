@@ -18,7 +18,7 @@ from stepsight.dataset.capture.model_files import PRECISIONS
 from stepsight.dataset.capture.model_readers import ATEN_VIEWS, ONNX_VIEWS, SMALL, open_exported, open_onnx, tensors_of
 from stepsight.dataset.kinds.op import Op
 from stepsight.dataset.tensors.calls import POINTWISE, Shapes, TensorCall
-from stepsight.dataset.tensors.step import no_ops
+from stepsight.dataset.tensors.ranks import no_ops
 
 Found = tuple[str, dict[str, Any], list[str]]  # op, settings and reads of a node
 _EPSILON = float(np.finfo(np.float32).eps)  # of a norm that states none

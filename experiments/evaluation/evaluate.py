@@ -17,8 +17,7 @@ from stepsight.experiments.evaluation import error_metrics
 from stepsight.experiments.evaluation.error_metrics import ChoiceGroup, Scored, errors, grouped
 from stepsight.experiments.evaluation.runs_table import read_runs_table
 from stepsight.experiments.evaluation.scoring import FITTED, FittedRowError, predictor_by_hardware, score
-from stepsight.experiments.reports.notebook_bar import NotebookBar
-from stepsight.experiments.reports.text_table import Column, Number, table_of
+from stepsight.experiments.reports.text_table import Column, NotebookBar, Number, table_of
 from stepsight.training.corrections.intervals import published_widths, seconds_text
 from stepsight.training.predictor.predictor import Predictor
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from importlib import resources
 from pathlib import Path
+from typing import Any
 
 from stepsight.dataset.base.bounded import read_unpacked, reason
 from stepsight.dataset.base.caching import cached
@@ -239,3 +240,58 @@ def _rows(path: Path) -> Iterator[Row]:
                     with suppress(ValueError):  # other text stays as it is, and its reader refuses it
                         cells[name] = repr(float(cells[name]) * factor)
             yield Row(cells if (cells.get("row_id") or "").strip() else {**cells, "row_id": str(reader.line_num)})
+
+
+def plain_name(row: Row) -> str:
+    return re.sub("[^a-z0-9]", "", row.text("model_name").lower())
+
+
+DEGREES = ("tp", "pp", "vp", "ep", "micro_batch")
+FIRST = "25.11"  # release: before it, runs were with all-to-alls and limited capacity
+
+
+@cached(1)
+def recipes() -> tuple[dict[str, str], ...]:
+    """Lines of the table of Megatron-Bridge, oldest first.
+
+    Its columns: the ``release`` in which a recipe appeared; the beginning of a ``model``'s name without marks; a word
+    of the ``device``; ``precisions``: ``bf16``, ``cs`` and ``sc`` (8 bits), ``mx`` (MXFP8) or ``nvfp4``; ``DEGREES``;
+    the ``dispatcher``; ``overlap``: whether all-to-alls run beside another micro-batch; ``graphs``: ``none``, ``parts``
+    or ``whole``; modules that it has to ``recompute``.
+    """
+    text = resources.files("stepsight.dataset").joinpath("presets/megatron_bridge.csv").read_text("utf-8")
+    return tuple(sorted(csv.DictReader(text.splitlines()), key=lambda line: line["release"]))
+
+
+def recipe_habits(recipe: Mapping[str, str]) -> dict[str, Any]:
+    """Fields of a framework's profile that a recipe sets."""
+    graphs, dispatcher, modules = recipe["graphs"], recipe["dispatcher"], tuple(recipe["recompute"].split())
+    # the host no more than launches one graph, or one of the router where HybridEP sorts on the device
+    free = graphs == "whole" or (graphs == "parts" and dispatcher == "hybridep")
+    return {
+        "dispatcher": dispatcher,
+        "overlap_ep": recipe["overlap"] == "yes",
+        "fused_experts": graphs == "whole",
+        **({"dispatch_calls": 0.0} if free else {}),
+        **({"recompute": "selective", "recompute_modules": modules} if modules else {}),
+    }
+
+
+def find_recipe(row: Row) -> dict[str, str] | None:
+    """The recipe that a row is a run of: the one whose degrees are the row's, in its release or before."""
+    container = re.search(r"\b(\d\d\.\d\d(?:\.\d\d)?)\b", row.software)
+    release, model = container[1] if container else "", plain_name(row)
+    kind = next((word for word in ("nvfp4", "bf16", "mx") if word in row.text("precision").lower()), "cs")
+    device = re.sub("[^a-z0-9].*", "", row.text("hardware").lower())
+    degrees = [str(row.whole(key) or 1) for key in DEGREES]
+    alike = [line for line in recipes() if model.startswith(line["model"]) and device == line["device"]]
+    same = [line for line in alike if kind in line["precisions"].split()] or alike
+    if not same or release < FIRST:
+        return None
+
+    def fit(line: Mapping[str, str]) -> tuple[int, bool]:
+        return sum(line[key] == own for key, own in zip(DEGREES, degrees, strict=True)), line["release"] <= release
+
+    best = max(map(fit, same))
+    newest_last = [line for line in same if fit(line) == best]
+    return newest_last[-1] if best[1] else newest_last[0]

@@ -14,12 +14,14 @@ from stepsight.experiments.page.charts import (
     GREEN,
     GREY,
     ORANGE,
+    SCRIPT,
     bars,
     lines,
     scatter,
     stacks,
+    timeline_call,
+    timeline_html,
 )
-from stepsight.experiments.page.timeline import SCRIPT, timeline_call, timeline_html
 from stepsight.experiments.reports.words import shown, words
 from stepsight.simulator.memory.estimate import FIELDS
 from stepsight.training.corrections.intervals import EXTRAPOLATED_SHARE, interval_text, seconds_text

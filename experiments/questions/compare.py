@@ -19,7 +19,7 @@ from stepsight.dataset.traces.import_traces import import_ranks
 from stepsight.experiments.questions.traced_runs import ReplayedRun, measured_step, one_run
 from stepsight.experiments.reports.text_table import Number, table
 from stepsight.simulator.replay.causes import breakdown
-from stepsight.simulator.replay.kernels import Kernel, kernel_seconds
+from stepsight.simulator.replay.step_timeline import Kernel, kernel_seconds
 from stepsight.training.corrections.intervals import seconds_text
 from stepsight.training.prediction.prediction import Prediction, predict
 

@@ -24,9 +24,8 @@ from stepsight.experiments.questions.traced_device import latency_of, traced_dev
 from stepsight.experiments.reports.text_table import Column, Number, table_of
 from stepsight.simulator.replay import changes
 from stepsight.simulator.replay.causes import COMMUNICATION, HOST_BOUND, LOADER, PEERS, breakdown, longest_path
-from stepsight.simulator.replay.kernels import kernel_table, launch_table
 from stepsight.simulator.replay.replay import Replay, replay
-from stepsight.simulator.replay.step_timeline import traced_timeline
+from stepsight.simulator.replay.step_timeline import kernel_table, launch_table, traced_timeline
 from stepsight.training.corrections.intervals import seconds_text
 from stepsight.training.prediction.prediction import predict
 

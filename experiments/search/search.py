@@ -19,7 +19,7 @@ from stepsight.dataset.base.errors import JobError, StepsightError
 from stepsight.dataset.base.files import digest
 from stepsight.dataset.configs.formats import write_config
 from stepsight.dataset.job.job import Job, JobLike
-from stepsight.experiments.reports.notebook_bar import NotebookBar
+from stepsight.experiments.reports.text_table import NotebookBar
 from stepsight.experiments.search.bounds import Bounds, grid_bounds
 from stepsight.experiments.search.choices import MOST_RIVALS, Choice, SearchResult, by_expected_regret, find_rivals
 from stepsight.experiments.search.expert_loads import ExpertLoads

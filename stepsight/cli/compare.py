@@ -190,9 +190,8 @@ def page_command(
     import webbrowser
 
     need("nicegui")
-    from stepsight.experiments.page.opening import Workspace
-    from stepsight.experiments.page.page import make_app
-    from stepsight.experiments.page.server import PageServer
+    from stepsight.experiments.page.controls import Workspace
+    from stepsight.experiments.page.page import PageServer, make_app
 
     server = PageServer(port)
     named = [path.resolve() for path in files or ()]

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from stepsight.dataset.job.specs import DISPATCHERS, RECOMPUTE_MODULES
-from stepsight.experiments.evaluation.row_jobs import DEGREES, cluster_of, find_recipe, recipe_habits, recipes
-from stepsight.experiments.evaluation.runs_table import RowError
+from stepsight.experiments.evaluation.row_jobs import cluster_of
+from stepsight.experiments.evaluation.runs_table import DEGREES, RowError, find_recipe, recipe_habits, recipes
 from tests.experiments.evaluation.run_tables import job_of, run_row
 
 

@@ -6,8 +6,7 @@ import re
 import numpy as np
 import pytest
 
-from stepsight.experiments.page.charts import PALETTE, bars, lines, scatter, stacks
-from stepsight.experiments.page.timeline import timeline_data
+from stepsight.experiments.page.charts import PALETTE, bars, lines, scatter, stacks, timeline_data
 
 # What people with full deuteranopia and protanopia see, in linear RGB (Machado, Oliveira and Fernandes 2009).
 SEEN = {

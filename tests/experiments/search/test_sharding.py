@@ -18,10 +18,11 @@ from stepsight.experiments.search.sharding import (
     LOOKUPS,
     PlacementCosts,
     baseline_places,
+    has_torchrec,
     placed,
     search_places,
+    torchrec_plan,
 )
-from stepsight.experiments.search.torchrec_planner import has_torchrec, torchrec_plan
 from stepsight.simulator.durations.latency_model import preset_latency
 
 RANDOM = np.random.default_rng(3)

@@ -6,7 +6,7 @@ import pytest
 
 from stepsight.dataset.base.errors import JobError, StepsightError
 from stepsight.dataset.job.job import Job
-from stepsight.experiments.questions.job_fields import broken_rules, changed, fields_of, value_of
+from stepsight.experiments.questions.job_facts import broken_rules, changed, fields_of, value_of
 
 EXAMPLES = sorted((Path(__file__).parents[3] / "examples").glob("*.toml"))
 GPT3 = Job.from_file(EXAMPLES[0].parent / "gpt3-175b-1024.toml")

@@ -7,7 +7,7 @@ import pytest
 from stepsight.dataset.base.bounded import read_file, reading_only
 from stepsight.dataset.base.errors import StepsightError
 from stepsight.dataset.job.job import Job
-from stepsight.experiments.page.opening import Workspace, job_link, linked_job
+from stepsight.experiments.page.controls import Workspace, job_link, linked_job
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 FOLDER = Workspace(EXAMPLES)

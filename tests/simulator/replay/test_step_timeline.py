@@ -9,7 +9,7 @@ import pandas as pd
 import pytest
 
 from stepsight.dataset.traces.import_traces import import_ranks
-from stepsight.simulator.replay.kernels import kernel_table, launch_table, launch_times
+from stepsight.simulator.replay.step_timeline import kernel_table, launch_table, launch_times
 from tests.dataset.traced_jobs import two_ranks
 
 TRACES = Path(__file__).parents[3].parent / "shared/data/traces"
