@@ -237,7 +237,7 @@ class Job(JobTables):
                 continue
             table = dict(table)
             name = table.get("name", "")
-            if section == "model" and table.get("family", "dlrm" if name in TABLE_MODELS else "") == "dlrm":
+            if section == "model" and table.get("family", "dlrm" if str(name) in TABLE_MODELS else "") == "dlrm":
                 table = recommendation_model(table)
             elif section == "model" and isinstance(name, str):
                 if name in MODELS:
