@@ -26,7 +26,7 @@ from stepsight.dataset.job.job import Job
 from stepsight.dataset.runs.run_folder import run_folders
 from stepsight.experiments.questions.job_facts import Field, broken_rules, fields_of, value_of
 from stepsight.experiments.questions.traced_runs import ReplayedRun, one_run
-from stepsight.experiments.reports.words import shown, words
+from stepsight.experiments.reports.text_table import shown, words
 from stepsight.training.prediction.captured_prediction import CapturedPrediction, predict_captured
 
 DRAG_S = 0.04  # between two answers while a slider moves

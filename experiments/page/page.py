@@ -45,7 +45,7 @@ from stepsight.experiments.page.sections import SearchSection, TraceSection
 from stepsight.experiments.questions.compare import compare_sides, predicted_side
 from stepsight.experiments.questions.job_facts import Field, changed, job_facts
 from stepsight.experiments.questions.training_plan import training_plan
-from stepsight.experiments.reports.words import shown, words
+from stepsight.experiments.reports.text_table import shown, words
 from stepsight.experiments.search.settings import Goal
 from stepsight.training.prediction.prediction import Prediction, predict
 

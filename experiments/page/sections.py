@@ -19,7 +19,7 @@ from stepsight.experiments.page.controls import button, html, on_choice, section
 from stepsight.experiments.questions.traced_runs import ReplayedRun
 from stepsight.experiments.questions.what_if import changed_run
 from stepsight.experiments.reports.job_texts import written_text
-from stepsight.experiments.reports.words import words
+from stepsight.experiments.reports.text_table import words
 from stepsight.experiments.search.choices import Choice, SearchResult
 from stepsight.experiments.search.search import search
 from stepsight.experiments.search.settings import REGRET, Goal, Scenarios

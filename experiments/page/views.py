@@ -22,7 +22,7 @@ from stepsight.experiments.page.charts import (
     timeline_call,
     timeline_html,
 )
-from stepsight.experiments.reports.words import shown, words
+from stepsight.experiments.reports.text_table import shown, words
 from stepsight.simulator.memory.estimate import FIELDS
 from stepsight.training.corrections.intervals import EXTRAPOLATED_SHARE, interval_text, seconds_text
 

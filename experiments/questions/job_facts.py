@@ -15,7 +15,7 @@ from stepsight.dataset.job.job import Job
 from stepsight.dataset.job.schedules import SCHEDULES
 from stepsight.dataset.job.specs import CHOICES, MODELS, PRECISIONS
 from stepsight.experiments.questions.sweep import FABRIC_KEYS, Axis, change_job, sweep
-from stepsight.experiments.reports.words import words
+from stepsight.experiments.reports.text_table import words
 from stepsight.simulator.memory import estimate_moments
 from stepsight.training.prediction.prediction import Prediction, predict
 

@@ -1,12 +1,14 @@
-"""Plain text tables for the terminal."""
+"""Plain text for the terminal and notebooks: tables, a progress bar, and words of the field for keys of files."""
 
 from __future__ import annotations
 
 import sys
 import time
+import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from html import escape
+from importlib import resources
 from typing import Any
 
 from stepsight.dataset.base.errors import shorten
@@ -121,3 +123,20 @@ def _display() -> Any:
     if shell is None or getattr(shell, "kernel", None) is None:
         return None
     return sys.modules.get("IPython.display")  # a kernel has imported it
+
+
+_WORDS: Mapping[str, str] = tomllib.loads(resources.files(__package__).joinpath("words.toml").read_text("utf-8"))
+
+
+def words(key: str) -> str:
+    """A key as people say it: ``ZeRO stage`` for ``parallel.zero_stage``."""
+    return _WORDS.get(key) or key.rpartition(".")[2].replace("_", " ").capitalize()
+
+
+def shown(value: Any) -> str:
+    """A value as people write it."""
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, list | tuple):
+        return ", ".join(map(shown, value)) or "-"
+    return "-" if value is None or value == "" else str(value)

@@ -30,8 +30,7 @@ from stepsight.simulator.memory import estimate_memory
 from stepsight.training.fitting.own_table import LONG_S
 from stepsight.training.fitting.train_runs import evaluate_heldout, train
 from stepsight.training.measured.measured import HELDOUT
-from stepsight.training.measured.planning import run_name
-from stepsight.training.measured.stand_in_runs import stand_in_seconds
+from stepsight.training.measured.planning import run_name, stand_in_seconds
 from stepsight.training.predictor.predictor import Predictor
 
 COLLECTIONS = "collections"

@@ -56,7 +56,7 @@ TESTS: dict[str, tuple[str, ...]] = {
     "simulator/clock/kernel.py": (KERNEL, RUNS, SIMULATE),
     "simulator/clock/track.py": (
         TRACK, KERNEL, RUNS, "tests/dataset/job/test_schedule_kinds.py", SIMULATE,
-        "tests/training/measured/test_stand_in_runs.py",
+        "tests/training/measured/test_planning.py",
     ),
     "dataset/base/compiling.py": ("tests/dataset/base/test_compiling.py",),
     "simulator/iteration/simulated_iteration.py": (SIMULATE,),

@@ -20,7 +20,7 @@ from stepsight.training.context.fit_context import Example, Whole
 from stepsight.training.context.through_simulator import Iteration
 from stepsight.training.measured.imported_ops import ImportedSegments
 from stepsight.training.measured.measured import MeasuredRun, average
-from stepsight.training.measured.stand_in_runs import run_latency
+from stepsight.training.measured.planning import run_latency
 from stepsight.training.predictor.predictor import Predictor
 
 Array = NDArray[np.float64]

@@ -24,7 +24,7 @@ from stepsight.simulator.durations.segment_timing import Timer, timer_of
 from stepsight.simulator.iteration.simulate import Simulation, simulate_lowered
 from stepsight.simulator.iteration.simulated_iteration import distinct_pipelines
 from stepsight.simulator.programs.lower import Lowered, lower
-from stepsight.training.measured.stand_in_runs import StandInLatency
+from stepsight.training.measured.planning import StandInLatency
 
 Array = NDArray[np.float64]
 

@@ -37,7 +37,7 @@ from stepsight.training.measured.measured import (
     read_runs,
     runs_digest,
 )
-from stepsight.training.measured.stand_in_runs import predict_run
+from stepsight.training.measured.planning import predict_run
 from stepsight.training.predictor.predictor import Predictor
 from stepsight.training.regression.regressor import UNKNOWN
 from stepsight.training.tracking.tracking import begin_training, tracked

@@ -17,7 +17,7 @@ from stepsight.experiments.studies.one_gpu_plans import STAND_IN, Study, make_st
 from stepsight.simulator.durations.latency_model import RooflineLatency
 from stepsight.simulator.iteration.simulate import simulate
 from stepsight.simulator.memory import estimate_memory
-from stepsight.training.measured.stand_in_runs import stand_in_seconds
+from stepsight.training.measured.planning import stand_in_seconds
 
 H200 = "h200-sxm-141gb"
 RUNS_LEFT = {"train": 3, "heldout": 3, STAND_IN: 3}  # so few that none is held back

@@ -3,16 +3,38 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
-from stepsight.dataset.base.errors import CollectError
-from stepsight.dataset.hardware.hardware import alpha_beta_seconds
+from stepsight.dataset.base.errors import CollectError, TraceError
+from stepsight.dataset.graph.program import Program
+from stepsight.dataset.graph.program_builder import ProgramBuilder
+from stepsight.dataset.graph.rank_trace import TracedSegment
+from stepsight.dataset.hardware.hardware import Hardware, alpha_beta_seconds, find_fabric
 from stepsight.dataset.harness.plan import check_plan
 from stepsight.dataset.job.job import BatchSpec, ClusterSpec, Job, ModelSpec, ParallelSpec
-from stepsight.dataset.kinds.op import Collective
-from stepsight.training.measured.planning import as_the_harness_runs, make_plan, stand_in_of
+from stepsight.dataset.kinds.op import Collective, Op
+from stepsight.dataset.runs.run_manifest import RunManifest
+from stepsight.simulator.durations.latency_model import RooflineLatency
+from stepsight.simulator.iteration.simulate import simulate
+from stepsight.simulator.programs.lower import lower
+from stepsight.training.context.examples import make_examples, make_wholes
+from stepsight.training.fitting.train_runs import evaluate_heldout
+from stepsight.training.measured.measured import MeasuredRun, Profile, fill_from_traces
+from stepsight.training.measured.planning import (
+    StandInLatency,
+    as_the_harness_runs,
+    make_plan,
+    predict_run,
+    stand_in_of,
+    stand_in_seconds,
+)
+from stepsight.training.predictor.predictor import Predictor
 
 
 def _job(hardware: str = "h200-sxm-141gb", nodes: int = 2, **parallel: Any) -> Job:
@@ -66,3 +88,136 @@ def test_the_harness_reduces_a_pipelines_gradients_when_its_schedule_is_over() -
     assert as_the_harness_runs(plain) is plain
     ran = [as_the_harness_runs(job).parallel for job in (pipeline, sharded)]
     assert [(p.runtime, p.overlap_grad_reduce) for p in ran] == [("torch", False), ("torch", True)]
+
+
+LOOPBACK = find_fabric("loopback")
+MEASURED = Collective("all_reduce", 4096, 2, 2)
+
+
+def _job(micro_batches: int = 4, **parallel: Any) -> Job:
+    p = ParallelSpec(**{"dp": 1, **parallel})
+    return Job(
+        model=ModelSpec(family="gpt", layers=4, hidden=128, heads=4, vocab=512, seq_len=64),
+        parallel=p,
+        batch=BatchSpec(micro_batch=2, global_batch=2 * micro_batches * p.dp, precision="fp32"),
+        cluster=ClusterSpec(hardware="toy", devices_per_node=p.tp * p.pp * p.dp, fabric="loopback"),
+    )
+
+
+def _manifest(job: Job, rank: int | None, folder: Path = Path("run")) -> RunManifest:
+    ranks = job.cluster.num_devices if rank is None else 1
+    return RunManifest(
+        folder=folder, name=folder.name, role="train", job=job, world_size=ranks, rounds=((0.1,),), stand_in=rank
+    )
+
+
+class _Doubled(RooflineLatency):
+    """Everything takes twice as long within a step."""
+
+    knows_context = True
+
+    def in_context(self, programs: Sequence[Program], seconds: Sequence[Any]) -> Sequence[Any]:
+        return [2 * alone for alone in seconds]
+
+
+def _sums(program: Program, latency: StandInLatency) -> float:
+    """Seconds of everything in it, one after the other."""
+    return sum(
+        float((latency.op_seconds if isinstance(n.work, Op) else latency.collective_seconds)([n.work])[0])  # type: ignore[list-item]
+        for n in program.nodes
+    )
+
+
+def test_collectives_take_what_the_table_says_in_any_context(hardware: Hardware) -> None:
+    latency = StandInLatency(_Doubled(hardware, LOOPBACK), LOOPBACK)
+    op, sum_ = Op("gelu", (1000,), "fp32"), Collective("all_reduce", 4096, 8, 8)
+    builder = ProgramBuilder("forward")
+    builder.add(op)
+    builder.add(sum_)
+    assert latency.collective_seconds([sum_])[0] == alpha_beta_seconds(sum_, LOOPBACK)
+    (inside,) = latency.in_context([builder.build()], [np.array([1.0, 3.0])])
+    assert inside.tolist() == [2.0, 3.0]
+    assert StandInLatency(_Doubled(replace(hardware, comm_compute_share=0.5), LOOPBACK), LOOPBACK).hardware == hardware
+
+
+def test_a_shard_does_its_ops_and_waits_for_every_collective(hardware: Hardware) -> None:
+    job, plain = _job(tp=4), RooflineLatency(hardware, LOOPBACK)
+    lowered, latency = lower(job, hardware), StandInLatency(plain, LOOPBACK)
+    programs = [lowered.program(label, 0, m) for m in range(4) for label in ("forward", "backward")]
+    expected = sum(_sums(program, latency) for program in [*programs, lowered.program("optimizer")])
+    assert stand_in_seconds(job, 3, plain) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_a_stage_does_its_own_passes_and_waits_for_no_other_stage(hardware: Hardware, stage: int) -> None:
+    """GPipe: messages are received when they are needed, and sends waited for after all forwards or backwards."""
+    job, plain, count = _job(pp=4, schedule="gpipe"), RooflineLatency(hardware, LOOPBACK), 4
+    lowered, latency = lower(job, hardware), StandInLatency(plain, LOOPBACK)
+    forward, backward = (
+        sum(_sums(lowered.program(label, stage, m), latency) for m in range(count)) for label in ("forward", "backward")
+    )
+    (message,) = lowered.messages
+    delay = alpha_beta_seconds(message, LOOPBACK)
+    waits = count * ((stage > 0) + (stage < 3)) + (stage < 3) + (stage > 0)
+    expected = forward + backward + _sums(lowered.program("optimizer", stage), latency) + waits * delay
+    assert stand_in_seconds(job, stage, plain) == pytest.approx(expected)
+
+
+def test_a_stage_alone_takes_less_than_the_pipeline(hardware: Hardware) -> None:
+    """It has no bubble; with the host of a GPU neither."""
+    gpu = replace(hardware, kind="gpu", host_op_s=2e-6, host_action_s=1e-5, host_message_s=1e-6)
+    for machine in (hardware, gpu):
+        plain, job = RooflineLatency(machine, LOOPBACK), _job(pp=4)
+        alone = [stand_in_seconds(job, stage, plain) for stage in range(4)]
+        whole = simulate(job, plain).iteration_time_s
+        assert 0.4 * whole < max(alone) < whole
+
+
+def _measured(job: Job, rank: int | None, name: str) -> MeasuredRun:
+    """A forward of one op, and one collective that its annotation made."""
+    builder = ProgramBuilder("forward")
+    builder.add(Op("gelu", (1000,), "fp32"))
+    builder.add(MEASURED)
+    segment = TracedSegment(builder.build(), np.array([1e-4, 1e-3]), "forward", rank or 0, 1, name)
+    return MeasuredRun(_manifest(job, rank, Path(name)), (segment,))
+
+
+def test_collectives_that_nobody_measured_are_not_learned() -> None:
+    """Only what was real fills a profile from traces."""
+    for rank, learned in ((None, 1), (5, 0)):
+        profile = Profile(LOOPBACK)
+        fill_from_traces(profile, [_measured(_job(dp=8, zero_stage=3), rank, "one")])
+        assert (len(profile.ops), len(profile.collectives)) == (1, learned)
+
+
+def test_all_stand_ins_teach_ops_in_context_but_stages_no_iteration(predictor: Predictor) -> None:
+    runs = [_measured(_job(dp=8), 5, "replica"), _measured(_job(pp=4), 2, "stage"), _measured(_job(), None, "plain")]
+    examples, wholes = make_examples(runs, predictor), make_wholes(runs, predictor)
+    assert [example.run for example in examples] == ["replica", "stage", "plain"]
+    assert examples[0].alone[1] == alpha_beta_seconds(MEASURED, LOOPBACK)
+    assert examples[2].alone[1] != examples[0].alone[1]
+    assert [(whole.run, whole.busy) for whole in wholes] == [("replica", 1), ("plain", 1)]
+    expected = stand_in_seconds(_job(dp=8), 5, predictor.latency(_job(dp=8), alone=True))
+    assert wholes[0].iteration.seconds_and_counts(wholes[0].iteration.alone)[0] == pytest.approx(expected)
+    assert predict_run(runs[0].manifest, predictor).iteration_time_s == pytest.approx(expected)
+
+
+@pytest.fixture
+def write_timed(tmp_path: Path) -> Callable[[str, Job, int], None]:
+    def write(name: str, job: Job, rank: int) -> None:
+        folder = tmp_path / "runs" / name
+        folder.mkdir(parents=True)
+        manifest = {"schema": 1, "name": name, "role": "heldout", "job": job.to_dict(), "world_size": 1}
+        (folder / "manifest.json").write_text(json.dumps({**manifest, "rounds": [[0.1]], "stand_in": {"rank": rank}}))
+
+    return write
+
+
+def test_iterations_are_judged_by_what_waits_for_nobody(
+    predictor: Predictor, tmp_path: Path, write_timed: Callable[[str, Job, int], None]
+) -> None:
+    write_timed("stage", _job(pp=4), 2)
+    with pytest.raises(TraceError, match="needs runs with role 'heldout', got 1 that stand in for stages"):
+        evaluate_heldout(predictor, tmp_path)
+    write_timed("shard", _job(tp=2), 1)
+    assert [row["run"] for row in evaluate_heldout(predictor, tmp_path).rows] == ["shard"]
