@@ -56,20 +56,10 @@ def collect_command(
         reuse: Earlier collection on this machine whose measured ops and collectives are not measured again. Repeatable.
     """
     from stepsight.dataset.runs.box_spec import read_box
-    from stepsight.experiments.tasks.collecting import collect_jobs, collect_ops, is_plan
+    from stepsight.experiments.tasks.collecting import collect_jobs, is_plan
 
     if ops is not None:
-        counted = ("rounds", "steps", "warmup", "profile_steps", "extra_seconds")
-        stated = ("jobs", "script", "box", "plan_only", "role", *counted, *_OF_JOBS, "nproc_per_node", "timeout_s",
-                  "reuse")  # fmt: skip
-        refuse_given(context, stated, "is not for a captured program (--ops)")
-        need("torch")
-        if not settings.event_seconds:
-            raise StepsightError("--ops needs --event-seconds > 0, got 0")
-        from stepsight.dataset.capture.captured import read_captured
-
-        summary = collect_ops(read_captured(ops), load_predictor(predictor), out, settings.event_seconds)
-        return Answer(summary, summary["text"])
+        return _collect_ops(context, ops, predictor, out, settings)
     refuse_given(context, ("predictor",), "is for a captured program (--ops)")
     if script is not None:
         from stepsight.experiments.tasks.scripts import Script, collect_script, ranks_of
@@ -99,6 +89,24 @@ def collect_command(
     read = jobs if plan else overrides.read_all(jobs)
     summary = collect_jobs(read, out, settings, plan_only=plan_only, progress=True, box=held, reuse=reuse or ())
     return Answer(summary, summary["text"], "" if summary.get("rejected") else None)
+
+
+def _collect_ops(
+    context: typer.Context, ops: Path, predictor: Path | None, out: Path, settings: CollectSettings
+) -> Answer:
+    """Measure the calls of a captured program that a predictor lacks."""
+    from stepsight.dataset.capture.captured import read_captured
+    from stepsight.experiments.tasks.collecting import collect_ops
+
+    counted = ("rounds", "steps", "warmup", "profile_steps", "extra_seconds")
+    stated = ("jobs", "script", "box", "plan_only", "role", *counted, *_OF_JOBS, "nproc_per_node", "timeout_s",
+              "reuse")  # fmt: skip
+    refuse_given(context, stated, "is not for a captured program (--ops)")
+    need("torch")
+    if not settings.event_seconds:
+        raise StepsightError("--ops needs --event-seconds > 0, got 0")
+    summary = collect_ops(read_captured(ops), load_predictor(predictor), out, settings.event_seconds)
+    return Answer(summary, summary["text"])
 
 
 def plan_profile_command(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -181,10 +181,7 @@ def capture_command(
     run = {"local_size": devices_per_node, "warm_up": warm_up, "device": device, "timeout_s": timeout}
     asked_ranks = ranks if rank is None else str(rank)
     captured_at = _capturer(script, arguments or [], (inference, dims, precision), run, asked_ranks)
-    sizes = comma_separated("--world-size", int, (), world_size)
-    if (len(sizes) > 1) != bool(hardware) or len(set(sizes)) < len(sizes):
-        asked = f"{world_size} and {hardware or 'none'}"
-        raise StepsightError(f"several different world sizes are compared on --hardware, got {asked}")
+    sizes = _world_sizes(world_size, hardware)
     learned = load_predictor(predictor)
     if hardware:
         captured_latency(hardware, fabric, learned)  # a capture takes long
@@ -200,6 +197,15 @@ def capture_command(
         return _scaling(captures, out, (hardware, fabric), learned)
     told = captures[0].to_dict() | {"out": str(out)}
     return Answer(told, capture_text(told))
+
+
+def _world_sizes(asked: str, hardware: str) -> Sequence[int]:
+    """The world sizes of a capture: one, or several that are compared on some hardware."""
+    sizes: Sequence[int] = comma_separated("--world-size", int, (), asked)
+    if (len(sizes) > 1) != bool(hardware) or len(set(sizes)) < len(sizes):
+        got = f"{asked} and {hardware or 'none'}"
+        raise StepsightError(f"several different world sizes are compared on --hardware, got {got}")
+    return sizes
 
 
 def _scaling(

@@ -229,7 +229,7 @@ class _Reader:
         return [abs(_int(index.coeff(symbol))) for symbol in self._names]
 
     def _distinct(self, factors: Sequence[int]) -> float:
-        """Number of different addresses."""
+        """How many addresses differ."""
         return math.prod([size for size, factor in zip(self._sizes, factors, strict=True) if factor], start=1.0)
 
     def _expression(self, index: Any) -> Any:
