@@ -179,10 +179,9 @@ def capture_command(
     if rank is not None and ranks != "auto":
         raise StepsightError(f"--rank and --ranks exclude each other, got {rank} and {ranks!r:.80}")
     run = {"local_size": devices_per_node, "warm_up": warm_up, "device": device, "timeout_s": timeout}
-    asked_ranks = ranks if rank is None else str(rank)
-    captured_at = _capturer(script, arguments or [], (inference, dims, precision), run, asked_ranks)
-    sizes = _world_sizes(world_size, hardware)
-    learned = load_predictor(predictor)
+    model, own = (inference, dims, precision), ranks if rank is None else str(rank)
+    captured_at = _capturer(script, arguments or [], model, run, own)
+    sizes, learned = _world_sizes(world_size, hardware), load_predictor(predictor)
     if hardware:
         captured_latency(hardware, fabric, learned)  # a capture takes long
     folders = {size: out / str(size) if len(sizes) > 1 else out for size in sizes}
