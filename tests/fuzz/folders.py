@@ -67,7 +67,8 @@ def _column(values: Any) -> pa.Array:
     if not values:
         return pa.array([], pa.int64())  # not of type null, as a column of nothing would be
     try:
-        return pa.array(values, pa.list_(pa.int64()) if any(isinstance(each, list) for each in values) else None)
+        found = pa.array(values)
+        return found.cast(pa.list_(pa.int64())) if found.type == pa.list_(pa.null()) else found
     except (pa.ArrowException, ValueError, TypeError, OverflowError):
         return pa.array([str(value)[:300].encode("utf-8", "replace").decode() for value in values])
 

@@ -94,7 +94,7 @@ LOOPBACK = find_fabric("loopback")
 MEASURED = Collective("all_reduce", 4096, 2, 2)
 
 
-def _job(micro_batches: int = 4, **parallel: Any) -> Job:
+def _emulated(micro_batches: int = 4, **parallel: Any) -> Job:
     p = ParallelSpec(**{"dp": 1, **parallel})
     return Job(
         model=ModelSpec(family="gpt", layers=4, hidden=128, heads=4, vocab=512, seq_len=64),
@@ -141,7 +141,7 @@ def test_collectives_take_what_the_table_says_in_any_context(hardware: Hardware)
 
 
 def test_a_shard_does_its_ops_and_waits_for_every_collective(hardware: Hardware) -> None:
-    job, plain = _job(tp=4), RooflineLatency(hardware, LOOPBACK)
+    job, plain = _emulated(tp=4), RooflineLatency(hardware, LOOPBACK)
     lowered, latency = lower(job, hardware), StandInLatency(plain, LOOPBACK)
     programs = [lowered.program(label, 0, m) for m in range(4) for label in ("forward", "backward")]
     expected = sum(_sums(program, latency) for program in [*programs, lowered.program("optimizer")])
@@ -151,7 +151,7 @@ def test_a_shard_does_its_ops_and_waits_for_every_collective(hardware: Hardware)
 @pytest.mark.parametrize("stage", [0, 1, 3])
 def test_a_stage_does_its_own_passes_and_waits_for_no_other_stage(hardware: Hardware, stage: int) -> None:
     """GPipe: messages are received when they are needed, and sends waited for after all forwards or backwards."""
-    job, plain, count = _job(pp=4, schedule="gpipe"), RooflineLatency(hardware, LOOPBACK), 4
+    job, plain, count = _emulated(pp=4, schedule="gpipe"), RooflineLatency(hardware, LOOPBACK), 4
     lowered, latency = lower(job, hardware), StandInLatency(plain, LOOPBACK)
     forward, backward = (
         sum(_sums(lowered.program(label, stage, m), latency) for m in range(count)) for label in ("forward", "backward")
@@ -167,7 +167,7 @@ def test_a_stage_alone_takes_less_than_the_pipeline(hardware: Hardware) -> None:
     """It has no bubble; with the host of a GPU neither."""
     gpu = replace(hardware, kind="gpu", host_op_s=2e-6, host_action_s=1e-5, host_message_s=1e-6)
     for machine in (hardware, gpu):
-        plain, job = RooflineLatency(machine, LOOPBACK), _job(pp=4)
+        plain, job = RooflineLatency(machine, LOOPBACK), _emulated(pp=4)
         alone = [stand_in_seconds(job, stage, plain) for stage in range(4)]
         whole = simulate(job, plain).iteration_time_s
         assert 0.4 * whole < max(alone) < whole
@@ -186,18 +186,22 @@ def test_collectives_that_nobody_measured_are_not_learned() -> None:
     """Only what was real fills a profile from traces."""
     for rank, learned in ((None, 1), (5, 0)):
         profile = Profile(LOOPBACK)
-        fill_from_traces(profile, [_measured(_job(dp=8, zero_stage=3), rank, "one")])
+        fill_from_traces(profile, [_measured(_emulated(dp=8, zero_stage=3), rank, "one")])
         assert (len(profile.ops), len(profile.collectives)) == (1, learned)
 
 
 def test_all_stand_ins_teach_ops_in_context_but_stages_no_iteration(predictor: Predictor) -> None:
-    runs = [_measured(_job(dp=8), 5, "replica"), _measured(_job(pp=4), 2, "stage"), _measured(_job(), None, "plain")]
+    runs = [
+        _measured(_emulated(dp=8), 5, "replica"),
+        _measured(_emulated(pp=4), 2, "stage"),
+        _measured(_emulated(), None, "plain"),
+    ]
     examples, wholes = make_examples(runs, predictor), make_wholes(runs, predictor)
     assert [example.run for example in examples] == ["replica", "stage", "plain"]
     assert examples[0].alone[1] == alpha_beta_seconds(MEASURED, LOOPBACK)
     assert examples[2].alone[1] != examples[0].alone[1]
     assert [(whole.run, whole.busy) for whole in wholes] == [("replica", 1), ("plain", 1)]
-    expected = stand_in_seconds(_job(dp=8), 5, predictor.latency(_job(dp=8), alone=True))
+    expected = stand_in_seconds(_emulated(dp=8), 5, predictor.latency(_emulated(dp=8), alone=True))
     assert wholes[0].iteration.seconds_and_counts(wholes[0].iteration.alone)[0] == pytest.approx(expected)
     assert predict_run(runs[0].manifest, predictor).iteration_time_s == pytest.approx(expected)
 
@@ -216,8 +220,8 @@ def write_timed(tmp_path: Path) -> Callable[[str, Job, int], None]:
 def test_iterations_are_judged_by_what_waits_for_nobody(
     predictor: Predictor, tmp_path: Path, write_timed: Callable[[str, Job, int], None]
 ) -> None:
-    write_timed("stage", _job(pp=4), 2)
+    write_timed("stage", _emulated(pp=4), 2)
     with pytest.raises(TraceError, match="needs runs with role 'heldout', got 1 that stand in for stages"):
         evaluate_heldout(predictor, tmp_path)
-    write_timed("shard", _job(tp=2), 1)
+    write_timed("shard", _emulated(tp=2), 1)
     assert [row["run"] for row in evaluate_heldout(predictor, tmp_path).rows] == ["shard"]

@@ -175,7 +175,7 @@ def test_features_that_are_not_there_are_named(predictor: Predictor, tmp_path: P
         ("gnn.json", ("features_version",), 2, "must read features of version 1, got version 2"),
         ("gnn.json", ("features",), ["busy", "log_tides"], "features that this version does not have: log_tides"),
         ("gnn.json", ("features",), ["busy", "busy"], "must name every feature once"),
-        ("gnn.json", ("relations",), ["data"], "must hear relations stream_order, .* got"),
+        ("gnn.json", ("relations",), ["echo"], "must hear some of .*stream_order, .* got"),
     ],
 )
 def test_another_version_is_refused(
