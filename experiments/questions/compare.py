@@ -195,7 +195,9 @@ def comparison_text(told: dict[str, Any]) -> str:
         ]
         for letter, side in zip(letters, sides, strict=True)
     ]
-    parts = [table(["", "what", "iteration", "interval", "% from A", "exposed communication"], cells)]
+    traced = any(side["exposed_communication_s"] is not None for side in sides)
+    header = ["", "what", "iteration", "interval", "% from A", *["exposed communication"] * traced]
+    parts = [table(header, [row[: len(header)] for row in cells])]
     if told["facts"]:
         rows = [[key, *(_short(value) for value in values)] for key, values in told["facts"].items()]
         parts.append(table(["what differs", *letters], rows))
