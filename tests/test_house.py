@@ -43,9 +43,9 @@ PLANTED = {
     "builtin": ("gnn/loss.py", "__import__('stepsight.experiments')", "stepsight.gnn.loss:"),
     "pandas": ("dataset/kinds/op.py", "import pandas as pd", "stepsight.dataset.kinds.op imports pandas"),
     "torch in a sub-folder": (
-        "simulator/memory/states.py",
+        "simulator/memory/peaks.py",
         "from torch import Tensor",
-        "stepsight.simulator.memory.states imports torch",
+        "stepsight.simulator.memory.peaks imports torch",
     ),
     "numpy in the harness": (
         "dataset/harness/plan/job_checks.py",

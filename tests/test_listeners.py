@@ -23,7 +23,7 @@ from stepsight.dataset.hardware.hardware import find_hardware
 from stepsight.dataset.harness.base.errors import HarnessError
 from stepsight.dataset.harness.running.box import SUBNET, check_possible
 from stepsight.dataset.job.job import BatchSpec, ClusterSpec, Job, ModelSpec, ParallelSpec
-from stepsight.dataset.runs.box_spec import HARDWARE, read_box
+from stepsight.dataset.runs.run_manifest import HARDWARE, read_box
 from stepsight.training.measured.planning import SleepingLatency, box_plan
 
 SECOND_ADDRESS = "198.51.100.77"  # of a range for documentation

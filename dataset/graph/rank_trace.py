@@ -18,8 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from stepsight.dataset.graph.columns import HostRecord, Span
-from stepsight.dataset.graph.intervals import Intervals, merge, overlap
+from stepsight.dataset.graph.columns import HostRecord, Intervals, Span, merge, overlap
 from stepsight.dataset.graph.program import OP, WHY_NUMBER, Dependency, Node, Program
 from stepsight.dataset.kinds.op import Collective, Op
 

@@ -20,8 +20,7 @@ from stepsight.dataset.graph.program import Program
 from stepsight.dataset.graph.rank_trace import Placement, RankTrace
 from stepsight.dataset.job.job import Job
 from stepsight.dataset.kinds.op import MOST_SIZE, Collective, Op
-from stepsight.dataset.runs.box_spec import Box
-from stepsight.dataset.runs.run_manifest import SCHEMA, RunManifest, number, read_manifest, read_object, typed
+from stepsight.dataset.runs.run_manifest import SCHEMA, Box, RunManifest, number, read_manifest, read_object, typed
 from stepsight.dataset.runs.trace import Trace
 from stepsight.dataset.traces.import_traces import read_rank_files, trace_format
 

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from stepsight.dataset.graph.columns import covered
 from stepsight.dataset.graph.graph_rows import NUMBER, About, GraphRows, Measured, Pairs, Peers, listed_pairs, overlap
 from stepsight.dataset.graph.graph_table import GraphTable
-from stepsight.dataset.graph.intervals import covered
 from stepsight.dataset.graph.program import COLLECTIVE, HOST, OP, WHY_NUMBER, Dependency, Program
 from stepsight.dataset.graph.rank_trace import TracedSegment
 from stepsight.dataset.graph.relations import CONCURRENT, concurrent_pairs

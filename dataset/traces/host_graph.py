@@ -10,8 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stepsight.dataset.base.errors import TraceError
-from stepsight.dataset.graph.columns import HostRecord, Span
-from stepsight.dataset.graph.intervals import merge, overlap
+from stepsight.dataset.graph.columns import HostRecord, Span, merge, overlap
 from stepsight.dataset.graph.program import COLLECTIVE, HOST, OP, Dependency, Program
 from stepsight.dataset.graph.rank_trace import Placement, Rendezvous, is_message
 from stepsight.dataset.kinds import gloo_spans

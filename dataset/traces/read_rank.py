@@ -9,8 +9,7 @@ from numpy.typing import NDArray
 
 from stepsight.dataset.base.caching import without_collection
 from stepsight.dataset.base.errors import TraceError, shorten
-from stepsight.dataset.graph.columns import HostRecord
-from stepsight.dataset.graph.intervals import covered
+from stepsight.dataset.graph.columns import HostRecord, covered
 from stepsight.dataset.graph.program import COLLECTIVE, HOST, OP, WHY_NUMBER, Dependency, Program
 from stepsight.dataset.graph.rank_trace import Placement, RankTrace, rank_trace
 from stepsight.dataset.kinds.op import check_sizes

@@ -16,17 +16,20 @@ from stepsight.dataset.base.errors import PredictorError, StepsightError, TableE
 from stepsight.dataset.base.files import digest
 from stepsight.experiments.calibration.calibrate_parts import LEAST_GAIN, Change, Report, starting_predictor
 from stepsight.experiments.evaluation.error_metrics import (
+    FITTED,
     Errors,
+    PredictorOf,
     Scored,
     carried_forward,
     errors,
     grouped,
     regret,
+    score,
     series_of,
+    without_source,
 )
 from stepsight.experiments.evaluation.evaluate import Evaluation, evaluate, figures
 from stepsight.experiments.evaluation.row_jobs import is_copy
-from stepsight.experiments.evaluation.scoring import FITTED, PredictorOf, score, without_source
 from stepsight.experiments.reports.text_table import table
 from stepsight.training.corrections.calibration import RESOURCES
 from stepsight.training.fitting.fit_calibration import CalibrationFit, TimedJob, fit_calibration, off_by

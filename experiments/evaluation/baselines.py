@@ -12,8 +12,14 @@ from typing import Any
 
 from stepsight.dataset.base.errors import JobError, PredictorError, StepsightError
 from stepsight.dataset.kinds.op import Collective, Op
-from stepsight.experiments.evaluation.error_metrics import Scored, constant_mfu, errors, regret
-from stepsight.experiments.evaluation.scoring import PredictorOf, without_source
+from stepsight.experiments.evaluation.error_metrics import (
+    PredictorOf,
+    Scored,
+    constant_mfu,
+    errors,
+    regret,
+    without_source,
+)
 from stepsight.experiments.reports.text_table import Number, table_of
 from stepsight.simulator.durations.latency_model import LatencyModel
 from stepsight.simulator.iteration.simulate import Simulation

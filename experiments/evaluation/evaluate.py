@@ -14,9 +14,17 @@ from stepsight.dataset.base.errors import JobError, PredictorError, StepsightErr
 from stepsight.dataset.hardware.hardware import read_fabric_words
 from stepsight.dataset.job.frameworks import GENERIC, unknown_frameworks
 from stepsight.experiments.evaluation import error_metrics
-from stepsight.experiments.evaluation.error_metrics import ChoiceGroup, Scored, errors, grouped
+from stepsight.experiments.evaluation.error_metrics import (
+    FITTED,
+    ChoiceGroup,
+    FittedRowError,
+    Scored,
+    errors,
+    grouped,
+    predictor_by_hardware,
+    score,
+)
 from stepsight.experiments.evaluation.runs_table import read_runs_table
-from stepsight.experiments.evaluation.scoring import FITTED, FittedRowError, predictor_by_hardware, score
 from stepsight.experiments.reports.text_table import Column, NotebookBar, Number, table_of
 from stepsight.training.corrections.intervals import published_widths, seconds_text
 from stepsight.training.predictor.predictor import Predictor

@@ -18,8 +18,7 @@ from stepsight.dataset.hardware.hardware import FABRICS, Fabric, find_fabric, fi
 from stepsight.dataset.kinds.op import DTYPE_BYTES, Collective, Op
 from stepsight.dataset.runs.run_folder import read_collection
 from stepsight.dataset.tables import Measurements
-from stepsight.experiments.evaluation.error_metrics import Errors, errors, interval_score
-from stepsight.experiments.evaluation.scoring import PredictorOf
+from stepsight.experiments.evaluation.error_metrics import Errors, PredictorOf, errors, interval_score
 from stepsight.experiments.reports.text_table import Number, table, table_of
 from stepsight.simulator.durations.latency_model import RooflineLatency
 from stepsight.training.collectives.between_nodes import link_doubts

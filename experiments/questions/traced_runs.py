@@ -13,7 +13,7 @@ import numpy as np
 
 from stepsight.dataset.base.errors import StepsightError, shorten
 from stepsight.dataset.base.files import write_pieces
-from stepsight.dataset.graph.intervals import merge, overlap
+from stepsight.dataset.graph.columns import merge, overlap
 from stepsight.dataset.graph.program import COLLECTIVE, OP, Program
 from stepsight.dataset.hardware.hardware import Fabric
 from stepsight.dataset.job.job import Job

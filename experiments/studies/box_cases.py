@@ -17,7 +17,7 @@ from stepsight.dataset.hardware.hardware import HARDWARE as PRESETS
 from stepsight.dataset.job.job import BatchSpec, ClusterSpec, Job, ModelSpec, ParallelSpec
 from stepsight.dataset.job.specs import Straggler
 from stepsight.dataset.kinds.op import Collective, Op
-from stepsight.dataset.runs.box_spec import HARDWARE, Box, read_box
+from stepsight.dataset.runs.run_manifest import HARDWARE, Box, read_box
 from stepsight.experiments.tasks.collecting import run_plan
 from stepsight.training.measured.planning import SleepingLatency, box_plan
 

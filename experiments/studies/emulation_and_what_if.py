@@ -22,8 +22,7 @@ from stepsight.dataset.base.errors import StepsightError
 from stepsight.dataset.base.files import write_json
 from stepsight.dataset.job.job import BatchSpec, ClusterSpec, Job, ModelSpec, ParallelSpec
 from stepsight.dataset.job.specs import Straggler
-from stepsight.dataset.runs.box_spec import HARDWARE, Box, read_box
-from stepsight.dataset.runs.run_manifest import RunManifest, read_manifest
+from stepsight.dataset.runs.run_manifest import HARDWARE, Box, RunManifest, read_box, read_manifest
 from stepsight.experiments.questions.what_if import what_if
 from stepsight.experiments.reports.text_table import table_of
 from stepsight.experiments.studies.box_cases import sleeping

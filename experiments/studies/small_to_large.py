@@ -24,8 +24,7 @@ from stepsight.dataset.hardware.hardware import HARDWARE as PRESETS
 from stepsight.dataset.hardware.hardware import Fabric
 from stepsight.dataset.job.job import Job
 from stepsight.dataset.kinds.op import Collective
-from stepsight.dataset.runs.box_spec import HARDWARE
-from stepsight.dataset.runs.run_manifest import read_manifest
+from stepsight.dataset.runs.run_manifest import HARDWARE, read_manifest
 from stepsight.experiments.evaluation.baselines import closed_form
 from stepsight.experiments.evaluation.error_metrics import regret
 from stepsight.experiments.reports.plots import plot_predicted_against_measured

@@ -21,10 +21,9 @@ from stepsight.dataset.hardware.hardware import HARDWARE, Hardware, find_hardwar
 from stepsight.dataset.harness.plan import MOST_CPU, SCHEMA, check_plan
 from stepsight.dataset.job.job import Job
 from stepsight.dataset.kinds.op import Op
-from stepsight.dataset.runs.box_spec import HARDWARE as BOX_HARDWARE
-from stepsight.dataset.runs.box_spec import Box
 from stepsight.dataset.runs.run_folder import check_events, read_collection
-from stepsight.dataset.runs.run_manifest import read_object
+from stepsight.dataset.runs.run_manifest import HARDWARE as BOX_HARDWARE
+from stepsight.dataset.runs.run_manifest import Box, read_object
 from stepsight.experiments.reports.run_texts import describe_collection
 from stepsight.experiments.tasks.settings import CollectSettings
 from stepsight.simulator.programs.lower import signatures

@@ -11,9 +11,8 @@ from stepsight.dataset.base.errors import CollectError, JobError
 from stepsight.dataset.base.files import read_json
 from stepsight.dataset.harness.plan import MOST_CPU
 from stepsight.dataset.job.job import BatchSpec, Job, ParallelSpec
-from stepsight.dataset.runs.box_spec import Box
 from stepsight.dataset.runs.run_folder import read_collection
-from stepsight.dataset.runs.run_manifest import RunManifest
+from stepsight.dataset.runs.run_manifest import Box, RunManifest
 from stepsight.experiments.reports.text_table import Column, table_of
 from stepsight.experiments.tasks.collecting import available_ranks, plan_in_box, run_plan
 from stepsight.training.measured.planning import as_the_harness_runs, collectable, make_plan, run_name

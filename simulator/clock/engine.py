@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from stepsight.dataset.base.compiling import compiled
+from stepsight.dataset.base.caching import compiled
 
 RUN, SEND, BLOCK, WAIT = range(4)  # events of a segment: see ``Segment.events``
 # Clocks of a stage: its computation; replicas' traffic; the traffic of a second group (hybrid shards, experts).

@@ -23,7 +23,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from stepsight.dataset.base.compiling import compiled
+from stepsight.dataset.base.caching import compiled
 from stepsight.simulator.clock.engine import HOST, Floats
 from stepsight.simulator.schedules.order import COMPUTE, POST, WAIT, Entries
 

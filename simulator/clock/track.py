@@ -11,8 +11,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from stepsight.dataset.base.caching import cached
-from stepsight.dataset.base.compiling import compiled
+from stepsight.dataset.base.caching import cached, compiled
 from stepsight.dataset.base.errors import JobError
 from stepsight.dataset.job.specs import RUNTIMES
 from stepsight.simulator.clock.engine import Floats, Ints

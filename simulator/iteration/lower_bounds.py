@@ -24,7 +24,7 @@ from stepsight.simulator.blocks.step import Block, Group, RankShape
 from stepsight.simulator.clock.engine import Floats
 from stepsight.simulator.durations.segment_timing import Timer
 from stepsight.simulator.memory.part import Gradients, end_memory, layer_memory
-from stepsight.simulator.memory.states import States
+from stepsight.simulator.memory.peaks import States
 from stepsight.simulator.programs.block_pass import WEIGHT, BackwardSpec, BlockPass
 from stepsight.simulator.programs.replicas import gathering_of
 from stepsight.simulator.programs.sizes import Groups

@@ -23,12 +23,13 @@ from stepsight.simulator.memory.peaks import (
     FLYING,
     GRADIENTS,
     MOMENT,
+    States,
     find_moments,
     find_peaks,
     places_of,
     schedule_bytes,
+    states_of,
 )
-from stepsight.simulator.memory.states import States, states_of
 from stepsight.simulator.programs.sizes import (
     Parts,
     groups_of,

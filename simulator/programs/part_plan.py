@@ -13,8 +13,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from stepsight.dataset.base.caching import HashedTuple, cached
-from stepsight.dataset.base.compiling import compiled
+from stepsight.dataset.base.caching import HashedTuple, cached, compiled
 from stepsight.dataset.kinds.op import Collective
 from stepsight.simulator.clock.engine import DATA, RUN, SECOND, SEND
 from stepsight.simulator.programs.block_pass import WEIGHT, BlockPass

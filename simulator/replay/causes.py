@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from stepsight.dataset.graph.intervals import Intervals, merge, overlap
+from stepsight.dataset.graph.columns import Intervals, merge, overlap
 from stepsight.dataset.graph.program import COLLECTIVE, HOST, OP, WHY_NUMBER, Dependency, Program
 from stepsight.dataset.kinds.op import OP_KINDS
 from stepsight.dataset.traces.read_rank import lateness

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stepsight.dataset.base.errors import StepsightError
-from stepsight.dataset.graph.intervals import merge
+from stepsight.dataset.graph.columns import merge
 from stepsight.dataset.graph.program import COLLECTIVE, HOST, OP, WHY_NUMBER, Dependency, Program
 from stepsight.dataset.graph.rendezvous import meetings
 from stepsight.dataset.kinds.op import COLLECTIVE_KINDS, OP_KINDS, Collective, Op

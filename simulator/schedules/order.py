@@ -23,8 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stepsight.dataset.base.bounded import read_file, read_text, reason
-from stepsight.dataset.base.caching import cached
-from stepsight.dataset.base.compiling import compiled
+from stepsight.dataset.base.caching import cached, compiled
 from stepsight.dataset.base.errors import JobError
 from stepsight.dataset.base.files import write_text
 from stepsight.dataset.job.schedules import (

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from stepsight.dataset.base.compiling import compiled
+from stepsight.dataset.base.caching import compiled
 from stepsight.dataset.base.errors import JobError
 from stepsight.dataset.job.schedules import BACKWARD, BACKWARD_WEIGHT, Ints, Schedule, find_schedule
 from stepsight.simulator.schedules.order import (

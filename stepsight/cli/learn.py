@@ -154,7 +154,7 @@ def evaluate_command(
         explain_columns: Explain the columns of a table of runs.
         template: Print a table of runs to fill in, with an example row.
     """
-    from stepsight.experiments.evaluation.scoring import predictor_by_hardware
+    from stepsight.experiments.evaluation.error_metrics import predictor_by_hardware
 
     if runs.suffix == ".parquet" or runs.is_dir():
         refuse_given(context, ("calibrate", "plot", "rows", "groups", "baseline"), _NOT_FOR_TABLES)
@@ -190,7 +190,7 @@ def _judge_measured(path: Path, predictor: Predictor | str | None, fabric: str |
     """``stepsight evaluate`` of a collection, or of a table of ops and collectives."""
     from stepsight.dataset.hardware.hardware import find_fabric
     from stepsight.dataset.tables import Measurements
-    from stepsight.experiments.evaluation.scoring import predictor_by_hardware
+    from stepsight.experiments.evaluation.error_metrics import predictor_by_hardware
     from stepsight.experiments.evaluation.table_errors import judge_collection, judge_table, table_errors_text
 
     if path.is_dir():

@@ -55,7 +55,7 @@ def collect_command(
         timeout_s: With --script: time within which its measured steps must be done.
         reuse: Earlier collection on this machine whose measured ops and collectives are not measured again. Repeatable.
     """
-    from stepsight.dataset.runs.box_spec import read_box
+    from stepsight.dataset.runs.run_manifest import read_box
     from stepsight.experiments.tasks.collecting import collect_jobs, is_plan
 
     if ops is not None:
@@ -192,7 +192,7 @@ def verify_command(
         top: Number of best strategies to run. Without --search, a search finds them first.
     """
     from stepsight.dataset.base.files import check_writable, read_json
-    from stepsight.dataset.runs.box_spec import read_box
+    from stepsight.dataset.runs.run_manifest import read_box
     from stepsight.experiments.tasks.verifying import strategies_of, verify
 
     held = None if box is None else read_box(box)

@@ -132,7 +132,7 @@ TRAIN = Command(_train_prepare, _train, _predictor_check, _train_done)
 
 @cache
 def _lab() -> tuple[Any, ...]:
-    from stepsight.experiments.evaluation.scoring import score
+    from stepsight.experiments.evaluation.error_metrics import score
     from stepsight.training.shipped.catalogue import shipped_predictor
 
     rows = []

@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 from stepsight.dataset.hardware.hardware import Fabric, Link, find_fabric
 from stepsight.dataset.kinds.op import COLLECTIVE_KINDS, Collective
-from stepsight.dataset.runs.box_spec import read_box
+from stepsight.dataset.runs.run_manifest import read_box
 from stepsight.features.collective_features import (
     CHOICE_TERMS,
     COLLECTIVE_FEATURES,

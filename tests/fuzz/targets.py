@@ -19,9 +19,8 @@ import pyarrow.parquet as pq
 from stepsight.dataset.configs.formats import read_configs, write_config
 from stepsight.dataset.job.job import Job
 from stepsight.dataset.kinds.op import Collective, Op
-from stepsight.dataset.runs.box_spec import read_box
 from stepsight.dataset.runs.run_folder import read_event_file
-from stepsight.dataset.runs.run_manifest import read_manifest
+from stepsight.dataset.runs.run_manifest import read_box, read_manifest
 from stepsight.dataset.tables import FORMATS, Measurements, read_table, summary, summary_text
 from stepsight.dataset.traces.import_traces import Imported, import_ranks
 from stepsight.dataset.traces.import_traces import summary as import_summary

@@ -58,7 +58,7 @@ TESTS: dict[str, tuple[str, ...]] = {
         TRACK, KERNEL, RUNS, "tests/dataset/job/test_schedule_kinds.py", SIMULATE,
         "tests/training/measured/test_planning.py",
     ),
-    "dataset/base/compiling.py": ("tests/dataset/base/test_compiling.py",),
+    "dataset/base/caching.py": ("tests/dataset/base/test_caching.py",),
     "simulator/iteration/simulated_iteration.py": (SIMULATE,),
     "simulator/durations/segment_timing.py": (*SEGMENTS, SIMULATE),
     "dataset/job/schedules.py": SCHEDULES,

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from stepsight.experiments.evaluation.scoring import score, without_source
+from stepsight.experiments.evaluation.error_metrics import score, without_source
 from stepsight.training.shipped.catalogue import shipped_predictor
 from stepsight.training.shipped.product_power import chip_powers
 from tests.experiments.evaluation.run_tables import job_of, run_row

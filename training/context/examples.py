@@ -16,8 +16,7 @@ from stepsight.features.graph_features import SegmentGraph
 from stepsight.simulator.durations.latency_model import LatencyModel
 from stepsight.simulator.durations.segment_timing import timer_of
 from stepsight.simulator.iteration.simulate import simulate
-from stepsight.training.context.fit_context import Example, Whole
-from stepsight.training.context.through_simulator import Iteration
+from stepsight.training.context.fit_context import Example, Iteration, Whole
 from stepsight.training.measured.imported_ops import ImportedSegments
 from stepsight.training.measured.measured import MeasuredRun, average
 from stepsight.training.measured.planning import run_latency

@@ -16,8 +16,7 @@ from stepsight.gnn.inference import FORMS, LEVELS, form_of
 from stepsight.training.context.examples import Measured, Taught, joined, measured_runs
 from stepsight.training.context.fit_context import ITERATION_WEIGHT, Batch, Example, Whole, fit_context, node_weights
 from stepsight.training.corrections.calibration import fit_scale
-from stepsight.training.corrections.doubts import HeldBackErrors, NodeDoubts, fit_doubts
-from stepsight.training.corrections.intervals import fit_intervals
+from stepsight.training.corrections.intervals import HeldBackErrors, NodeDoubts, fit_doubts, fit_intervals
 from stepsight.training.measured.imported_ops import ImportedSegments
 from stepsight.training.measured.measured import MeasuredRun
 from stepsight.training.predictor.predictor import Predictor

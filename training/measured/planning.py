@@ -23,8 +23,7 @@ from stepsight.dataset.harness.base.errors import HarnessError
 from stepsight.dataset.harness.plan import SCHEMA, WRITTEN, check_plan, job_problems, sleeping_problems
 from stepsight.dataset.job.job import Job
 from stepsight.dataset.kinds.op import Collective, Op
-from stepsight.dataset.runs.box_spec import Box
-from stepsight.dataset.runs.run_manifest import RunManifest
+from stepsight.dataset.runs.run_manifest import Box, RunManifest
 from stepsight.simulator.blocks.step import Block, Comm, Item
 from stepsight.simulator.clock.engine import HOST, NUM_CLOCKS
 from stepsight.simulator.clock.kernel import Durations

@@ -11,8 +11,15 @@ from stepsight.dataset.kinds.op import Collective, Op
 from stepsight.simulator.iteration.simulate import Simulation
 from stepsight.training.collectives.collective_models import label_of
 from stepsight.training.corrections.calibration import JobCorrection
-from stepsight.training.corrections.doubts import MEAN_TO_HALF, NodeDoubts, outside_half
-from stepsight.training.corrections.intervals import ROOFLINE_LOG, Intervals, class_of, uncalibrated_ends
+from stepsight.training.corrections.intervals import (
+    MEAN_TO_HALF,
+    ROOFLINE_LOG,
+    Intervals,
+    NodeDoubts,
+    class_of,
+    outside_half,
+    uncalibrated_ends,
+)
 from stepsight.training.kernels.kernel_models import label
 from stepsight.training.predictor.predictor import Predictor
 

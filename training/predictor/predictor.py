@@ -39,8 +39,7 @@ from stepsight.simulator.durations.latency_model import launch_calls_of
 from stepsight.training.collectives.collective_models import CollectiveModel
 from stepsight.training.corrections.calibration import Calibration
 from stepsight.training.corrections.corrector import Corrector, corrected
-from stepsight.training.corrections.doubts import NodeDoubts
-from stepsight.training.corrections.intervals import Intervals
+from stepsight.training.corrections.intervals import Intervals, NodeDoubts
 from stepsight.training.corrections.residual import PublishedRuns
 from stepsight.training.kernels.host_calls import HostCalls
 from stepsight.training.kernels.kernel_models import KernelModel

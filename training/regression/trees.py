@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from stepsight.dataset.base.compiling import compiled
+from stepsight.dataset.base.caching import compiled
 from stepsight.dataset.base.errors import PredictorError
 from stepsight.features.op_features import check_known, columns_of
 

@@ -9,9 +9,8 @@ import pytest
 
 from stepsight.dataset.base.errors import TraceError
 from stepsight.dataset.kinds.op import Collective, Op
-from stepsight.dataset.runs.box_spec import read_box
 from stepsight.dataset.runs.run_folder import read_collection, read_event_file, read_run
-from stepsight.dataset.runs.run_manifest import read_manifest
+from stepsight.dataset.runs.run_manifest import read_box, read_manifest
 from tests.dataset.kineto_files import tiny_step
 from tests.dataset.run_folders import job_tables, write_events, write_run
 

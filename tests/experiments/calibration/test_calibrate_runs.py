@@ -25,9 +25,9 @@ from stepsight.experiments.calibration.calibrate_runs import (
     split_rows,
     sure_gain,
 )
+from stepsight.experiments.evaluation.error_metrics import FITTED, OTHER_HARDWARE, predictor_by_hardware, score
 from stepsight.experiments.evaluation.evaluate import WEAK, Evaluation, evaluate, evaluation_text
 from stepsight.experiments.evaluation.runs_table import Row
-from stepsight.experiments.evaluation.scoring import FITTED, OTHER_HARDWARE, predictor_by_hardware, score
 from stepsight.experiments.questions.describe import describe
 from stepsight.training.prediction.prediction import predict
 from stepsight.training.predictor.predictor import Predictor

@@ -10,9 +10,14 @@ import pytest
 
 from stepsight.dataset.base.errors import PredictorError, TableError
 from stepsight.experiments.calibration.calibrate_runs import split_rows
-from stepsight.experiments.evaluation.error_metrics import carried_forward, constant_mfu
+from stepsight.experiments.evaluation.error_metrics import (
+    PredictorOf,
+    carried_forward,
+    constant_mfu,
+    predictor_by_hardware,
+    score,
+)
 from stepsight.experiments.evaluation.evaluate import evaluate, evaluation_text, figures
-from stepsight.experiments.evaluation.scoring import PredictorOf, predictor_by_hardware, score
 from stepsight.training.corrections.residual import JobFeatures, PublishedRun, PublishedRuns
 from stepsight.training.prediction.prediction import ROOFLINE
 from stepsight.training.shipped.catalogue import shipped_predictor

@@ -10,9 +10,9 @@ import pytest
 
 from stepsight.dataset.base.errors import JobError
 from stepsight.dataset.job.job import Job
+from stepsight.experiments.evaluation.error_metrics import score
 from stepsight.experiments.evaluation.row_jobs import PublishedJob, framework_of, jobs_of, precision_of
 from stepsight.experiments.evaluation.runs_table import Row, RowError
-from stepsight.experiments.evaluation.scoring import score
 from tests.experiments.evaluation.run_tables import digest_of, job_of, run_row
 
 

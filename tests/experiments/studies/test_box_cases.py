@@ -10,7 +10,7 @@ import pytest
 
 from stepsight.dataset.base.errors import CollectError
 from stepsight.dataset.job.specs import ParallelSpec
-from stepsight.dataset.runs.box_spec import read_box
+from stepsight.dataset.runs.run_manifest import read_box
 from stepsight.experiments.studies.box_cases import (
     MODELS,
     box_cases,

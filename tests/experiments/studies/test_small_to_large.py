@@ -8,7 +8,7 @@ import pytest
 
 from stepsight.dataset.job.job import Job
 from stepsight.dataset.job.specs import ParallelSpec
-from stepsight.dataset.runs.box_spec import read_box
+from stepsight.dataset.runs.run_manifest import read_box
 from stepsight.experiments.studies.box_cases import MODELS, case
 from stepsight.experiments.studies.small_to_large import formula, ideal, roofline
 

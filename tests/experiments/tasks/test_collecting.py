@@ -19,9 +19,9 @@ from stepsight.dataset.harness.base.errors import HarnessError
 from stepsight.dataset.harness.running.box import check_possible
 from stepsight.dataset.job.job import Job
 from stepsight.dataset.kinds.op import OP_KINDS
-from stepsight.dataset.runs.box_spec import HARDWARE as BOX_HARDWARE
-from stepsight.dataset.runs.box_spec import read_box
 from stepsight.dataset.runs.run_folder import read_event_file
+from stepsight.dataset.runs.run_manifest import HARDWARE as BOX_HARDWARE
+from stepsight.dataset.runs.run_manifest import read_box
 from stepsight.experiments.demo.demo import LocalJob
 from stepsight.experiments.questions.describe import describe
 from stepsight.experiments.tasks.collecting import collect_jobs, collect_ops, heavy_calls, read_plan

@@ -10,7 +10,7 @@ import pytest
 
 from stepsight import Job
 from stepsight.dataset.base.errors import CollectError
-from stepsight.dataset.runs.box_spec import read_box
+from stepsight.dataset.runs.run_manifest import read_box
 from stepsight.experiments.search.search import search
 from stepsight.experiments.tasks import verifying
 from stepsight.experiments.tasks.verifying import strategies_of, verify

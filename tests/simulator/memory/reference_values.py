@@ -17,7 +17,7 @@ from stepsight.dataset.job.job import BatchSpec, ClusterSpec, Job, ModelSpec, Op
 from stepsight.simulator.memory import estimate_memory
 from stepsight.simulator.memory.estimate import estimate_moments
 from stepsight.simulator.memory.part import part_memory
-from stepsight.simulator.memory.states import states_of
+from stepsight.simulator.memory.peaks import states_of
 from stepsight.simulator.programs.sizes import groups_of, part_shapes, rank_shape
 
 RECORD = Path(__file__).with_name("reference_values.json")

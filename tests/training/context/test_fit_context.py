@@ -10,8 +10,7 @@ from stepsight.dataset.kinds.op import Op
 from stepsight.features.graph_features import SegmentGraph
 from stepsight.gnn.context_model import mean_network
 from stepsight.gnn.inference import FORMS
-from stepsight.training.context.fit_context import Example, Whole, fit_context, op_error
-from stepsight.training.context.through_simulator import Iteration
+from stepsight.training.context.fit_context import Example, Iteration, Whole, fit_context, op_error
 from stepsight.training.predictor.predictor import Predictor
 
 Measured = tuple[list[Example], list[Whole], list[Example], list[Whole]]

@@ -5,10 +5,10 @@ import torch
 from stepsight.dataset.hardware.hardware import find_hardware
 from stepsight.dataset.job.job import BatchSpec, ClusterSpec, Job, ModelSpec, ParallelSpec
 from stepsight.dataset.job.specs import SlowLink, Straggler
-from stepsight.dataset.runs.box_spec import read_box
+from stepsight.dataset.runs.run_manifest import read_box
 from stepsight.simulator.durations.latency_model import RooflineLatency
 from stepsight.simulator.iteration.simulate import simulate
-from stepsight.training.context.through_simulator import Iteration, critical_path, iteration_seconds
+from stepsight.training.context.fit_context import Iteration, critical_path, iteration_seconds
 
 
 def _job(cluster: ClusterSpec | None = None, **parallel: int) -> Job:

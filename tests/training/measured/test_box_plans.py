@@ -12,7 +12,7 @@ from stepsight.dataset.hardware.hardware import find_hardware
 from stepsight.dataset.job.job import BatchSpec, ClusterSpec, Job, ModelSpec, ParallelSpec
 from stepsight.dataset.job.specs import OptimizerSpec, Straggler
 from stepsight.dataset.kinds.op import Collective, Op
-from stepsight.dataset.runs.box_spec import HARDWARE, Box, read_box
+from stepsight.dataset.runs.run_manifest import HARDWARE, Box, read_box
 from stepsight.simulator.programs.lower import signatures
 from stepsight.training.measured.planning import SHORTEST_BLOCK_S, SleepingLatency, box_plan, paces, sleeps_of
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from stepsight.dataset.base.errors import TraceError
-from stepsight.dataset.graph.intervals import covered
+from stepsight.dataset.graph.columns import covered
 from stepsight.dataset.hardware.hardware import HARDWARE
 from stepsight.dataset.job.job import Job
 from stepsight.simulator.clock.track import find_track, run_track

@@ -12,7 +12,7 @@ from stepsight.dataset.graph.rank_trace import TracedSegment
 from stepsight.dataset.hardware.hardware import find_fabric
 from stepsight.dataset.job.job import BatchSpec, ClusterSpec, Job, ModelSpec, ParallelSpec
 from stepsight.dataset.kinds.op import Collective, Op
-from stepsight.dataset.runs.box_spec import Box, read_box
+from stepsight.dataset.runs.run_manifest import Box, read_box
 from stepsight.training.fitting.train_runs import train
 from stepsight.training.measured.measured import (
     MOST_TRAINING_RANKS,

@@ -17,7 +17,7 @@ from stepsight.dataset.harness.base import annotate
 from stepsight.dataset.harness.models.parallel import end_groups, parts_of_stage
 from stepsight.dataset.harness.models.sleeping import Block, Device, Part, Rank, SleepingTraining
 from stepsight.dataset.job.job import BatchSpec, ClusterSpec, Job, ModelSpec, ParallelSpec
-from stepsight.dataset.runs.box_spec import HARDWARE, read_box
+from stepsight.dataset.runs.run_manifest import HARDWARE, read_box
 from stepsight.training.measured.planning import SleepingLatency, box_plan
 
 

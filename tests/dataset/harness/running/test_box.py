@@ -24,8 +24,7 @@ from stepsight.dataset.harness.running.box import check_possible
 from stepsight.dataset.harness.running.collection import Collection
 from stepsight.dataset.job.job import BatchSpec, ClusterSpec, Job, ModelSpec, ParallelSpec
 from stepsight.dataset.kinds.op import Collective
-from stepsight.dataset.runs.box_spec import HARDWARE, read_box
-from stepsight.dataset.runs.run_manifest import read_manifest
+from stepsight.dataset.runs.run_manifest import HARDWARE, read_box, read_manifest
 from stepsight.training.measured.planning import SleepingLatency, box_plan
 
 TWO = read_box("2x1@200mbit")

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stepsight.dataset.graph.intervals import merge, overlap
+from stepsight.dataset.graph.columns import merge, overlap
 from stepsight.dataset.graph.rank_trace import Placement
 
 intervals = st.lists(st.tuples(st.integers(0, 50), st.integers(0, 20)), max_size=12)

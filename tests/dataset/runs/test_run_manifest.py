@@ -10,7 +10,7 @@ import pytest
 from stepsight.dataset.base.errors import JobError
 from stepsight.dataset.job.job import BatchSpec, ClusterSpec, Job, ModelSpec, ParallelSpec
 from stepsight.dataset.job.specs import SlowLink
-from stepsight.dataset.runs.box_spec import HARDWARE, Box, read_box
+from stepsight.dataset.runs.run_manifest import HARDWARE, Box, read_box
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "boxes" / "slow-link.toml"
 
