@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from stepsight.cli.streams import storage_problem
+from stepsight.cli import storage_problem
 from stepsight.dataset.base.errors import StepsightError
 from stepsight.dataset.base.files import (
     check_output_file,
