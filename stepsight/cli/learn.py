@@ -70,7 +70,7 @@ def train_command(
         context: Collections: correction of ops in context: none, table (by kind and phase), features (own features
             too), graph (messages of neighbours too), or auto: as much of each as helps on runs held back.
         seed: Random seed.
-        tracking_uri: MLflow tracking URI. Default: SQLite in the folder of the predictor.
+        tracking_uri: MLflow tracking URI. Default: SQLite beside the folder of the predictor.
     """
     from stepsight.experiments.reports.job_texts import training_report
 

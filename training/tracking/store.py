@@ -164,8 +164,8 @@ def load_predictor(name: str | Path) -> Predictor:
     found = None if folder.exists() else shipped_predictor(str(name))
     if found is None and not folder.exists() and set_aside(folder) is None:
         raise PredictorError(
-            f"a predictor is a folder with manifest.json, or {', '.join(shipped_names())}, their hardware, roofline "
-            f"or {REGISTERED}NAME@ALIAS, got {str(name)!r:.80}"
+            f"a predictor is a folder with manifest.json, or {', '.join(shipped_names())}, their hardware, roofline, "
+            f"physics or {REGISTERED}NAME@ALIAS, got {str(name)!r:.80}"
         )
     return Predictor.load(folder) if found is None else found
 
