@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 import zipfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -77,11 +77,15 @@ def open_onnx(path: Path, dims: Mapping[str, int]) -> OnnxReader:
         check_count(path, _num_nodes(model))
         if len(model.functions):
             model = onnx.inliner.inline_local_functions(model)
+        names = {dim.dim_param for given in model.graph.input for dim in given.type.tensor_type.shape.dim}
+        _check_dims(path, dims, names - {""})
         missing = _set_dims(model.graph, dims)
         for tensor in model.graph.initializer:
             if math.prod(tensor.dims) > SMALL:
                 tensor.ClearField("raw_data")
         inferred = onnx.shape_inference.infer_shapes(model, data_prop=True)
+    except CaptureError:
+        raise
     except (DecodeError, OSError, RuntimeError, ValueError, *_errors(onnx)) as error:
         raise CaptureError(f"{path.name} must be an ONNX model: {str(error).splitlines()[0]:.200}") from None
     if not inferred.graph.node:
@@ -119,6 +123,16 @@ def check_count(path: Path, count: int) -> None:
 def _errors(onnx: Any) -> tuple[type[Exception], ...]:
     """Errors that the library raises for invalid graphs."""
     return onnx.checker.ValidationError, onnx.shape_inference.InferenceError
+
+
+def _check_dims(path: Path, dims: Mapping[str, int], names: Collection[str]) -> None:
+    """Check that sizes are of dimensions that a model has, and that each is a whole number of at least 1."""
+    for name, size in dims.items():
+        if name not in names:
+            known = ", ".join(sorted(names)) or "none"
+            raise CaptureError(f"{path.name} must have the dimension {name!r:.80}; it has {known:.200}")
+        if type(size) is not int or size < 1:
+            raise CaptureError(f"a dimension must be a whole number of at least 1, got {name} = {size!r:.80}")
 
 
 def _set_dims(graph: Any, dims: Mapping[str, int]) -> list[str]:
@@ -331,6 +345,7 @@ def open_exported(path: Path, dims: Mapping[str, int]) -> ExportedReader:
                 )
             tree = json.loads(archive.read(found[0]))
             check_count(path, len(tree["graph_module"]["graph"]["nodes"]))
+        _check_dims(path, dims, dict(tree.get("range_constraints") or {}))
         return ExportedReader(tree, dims)
     except zipfile.BadZipFile:
         raise CaptureError(

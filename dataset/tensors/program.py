@@ -17,6 +17,13 @@ from stepsight.dataset.tensors.ranks import Spec, TensorStep, rank_of, with_back
 from stepsight.dataset.tensors.readers import load_tensors
 
 
+def check_counts(**counts: object) -> None:
+    """Raise ``CaptureError`` unless every count is a whole number of at least 1."""
+    for name, count in counts.items():
+        if type(count) is not int or count < 1:
+            raise CaptureError(f"{name} must be a whole number of at least 1, got {count!r:.80}")
+
+
 @dataclass(frozen=True, repr=False)
 class TensorProgram(TensorStep):
     """A model's step as calls on named tensors, on all of its ranks.
@@ -50,20 +57,24 @@ class TensorProgram(TensorStep):
 
     def replicate(self, count: int) -> TensorProgram:
         """Data parallelism: each of ``count`` replicas takes its part of the batch; gradients are all-reduced."""
+        check_counts(replicas=count)
         return Cutting(self, count, self._axis("dp"), batch=True).program() if count > 1 else self
 
     def split(self, count: int) -> TensorProgram:
         """Tensor parallelism: products, and what follows them, are cut into ``count`` parts by columns and rows."""
+        check_counts(parts=count)
         return Cutting(self, count, self._axis("tp"), batch=False).program() if count > 1 else self
 
     def micro_batches(self, count: int) -> TensorProgram:
         """Parts of the batch one after the other on the same rank; gradients are accumulated."""
+        check_counts(micro_batches=count)
         if count > 1 < self.num_micro:
             raise CaptureError(f"micro-batches must be cut once, got {count} after {self.num_micro}")
         return replace(Cutting(self, count, "", batch=True).program(), num_micro=count) if count > 1 else self
 
     def cut(self, stages: int, micro_batches: int = 1) -> TensorProgram:
         """Pipeline parallelism: consecutive calls become ``stages`` of about equal FLOP, which pass tensors on."""
+        check_counts(stages=stages)
         program = self.micro_batches(micro_batches)
         if self.num_stages > 1 < stages:
             raise CaptureError(f"stages must be cut once, got {stages} after {self.num_stages}")
@@ -105,6 +116,7 @@ class TensorProgram(TensorStep):
 
         Tensor-parallel ranks are neighbours, then replicas; stages are furthest apart.
         """
+        check_counts(devices_per_node=devices_per_node)
         ranks = tuple(rank_of(self, stage, devices_per_node) for stage in range(self.num_stages))
         return Captured(name, self.world_size, devices_per_node, "", ranks)
 

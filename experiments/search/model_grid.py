@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from stepsight.dataset.base.errors import CaptureError
-from stepsight.dataset.tensors.program import TensorProgram
+from stepsight.dataset.tensors.program import TensorProgram, check_counts
 from stepsight.experiments.reports.text_table import Column, Number, table_of
 from stepsight.training.prediction.captured_prediction import predict_captured
 from stepsight.training.predictor.predictor import Predictor
@@ -98,6 +98,7 @@ def model_grid(
         >>> model = stepsight.TensorProgram.load("gpt2.onnx", {"batch": 64})  # doctest: +SKIP
         >>> print(stepsight.model_grid(model, "h100-sxm-80gb", 16))  # doctest: +SKIP
     """
+    check_counts(devices=devices)
     placements, refused = list[Placement](), dict[tuple[int, int, int, int], str]()
     for data in (size for size in range(1, devices + 1) if devices % size == 0):
         for tensor in (size for size in range(1, devices // data + 1) if devices // data % size == 0):

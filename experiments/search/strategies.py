@@ -355,6 +355,8 @@ def _first_legal(job: Job, *, model: ModelSpec, batch: BatchSpec, cluster: Clust
     tensor = [2**power for power in range(cluster.devices_per_node.bit_length())]
     pairs = itertools.product(range(1, min(devices, model.total_layers) + 1), tensor)
     tried = [(replace(plain, tp=tp, pp=pp), one) for pp, tp in pairs if devices % (tp * pp) == 0]
+    if model.tables:  # a step of a recommendation model has one batch
+        tried.insert(0, (own, replace(one, micro_batch=max(1, batch.global_batch // devices))))
     reason: JobError | None = None
     for parallel, sized in [(own, batch), *tried]:
         dp = max(1, devices // (parallel.tp * parallel.cp * parallel.pp))

@@ -191,3 +191,15 @@ def test_what_cannot_be_transformed_is_refused(files: Path) -> None:
     ):
         with pytest.raises(CaptureError, match=r"must|each have"):
             wrong()
+
+
+def test_sizes_and_counts_are_whole_numbers_of_what_the_model_has(files: Path) -> None:
+    with pytest.raises(CaptureError, match=r"must have the dimension 'bat'; it has none"):
+        TensorProgram.load(files / "mlp.onnx", {"bat": 8})
+    with pytest.raises(CaptureError, match=r"must have the dimension 'bat'"):
+        TensorProgram.load(files / "llama.pt2", {"bat": 8})
+    program = TensorProgram.load(files / "mlp.onnx")
+    for wrong in (0, -1, 1.5, "2", True, None):
+        for change in (program.replicate, program.split, program.micro_batches, program.cut, program.captured):
+            with pytest.raises(CaptureError, match="must be a whole number of at least 1"):
+                change(wrong)  # type: ignore[operator]

@@ -12,6 +12,7 @@ from stepsight.dataset.configs.formats import write_config
 from stepsight.dataset.job.job import Job
 from stepsight.dataset.job.sharding import placements_of
 from stepsight.experiments.search.search import search
+from stepsight.experiments.search.settings import Scenarios
 from stepsight.experiments.search.sharding import (
     BASELINES,
     HELD,
@@ -102,3 +103,10 @@ def test_a_placement_that_is_stated_is_kept(costs: PlacementCosts) -> None:
     places = baseline_places(costs.job, "random", seed=1)
     job = placed(costs.job, places)
     assert placements_of(job.model.tables, job.sharding, job.table_ranks) == places
+
+
+def test_on_other_nodes_a_device_takes_its_whole_part_of_the_batch() -> None:
+    """A step of a recommendation model has one batch: the job's micro-batch would not divide it on more devices."""
+    job = some_job()
+    found = search(job, scenarios=Scenarios(nodes=(2 * job.cluster.nodes,)), trials=20)
+    assert found.best.job.batch.micro_batch * found.best.job.cluster.num_devices == job.batch.global_batch
