@@ -154,7 +154,7 @@ def test_predict_takes_a_name() -> None:
     by_name, by_hardware = (predict(job, name).iteration_time_s for name in ("a100-sxm", "a100-sxm-80gb"))
     assert by_name == by_hardware == predict(job).iteration_time_s
     with pytest.raises(
-        PredictorError, match=r"or .*a100-sxm, .* their hardware, roofline or models:/NAME@ALIAS, got 'x'"
+        PredictorError, match=r"or .*a100-sxm, .* their hardware, roofline, physics or models:/NAME@ALIAS, got 'x'"
     ):
         predict(job, "x")
 
