@@ -23,8 +23,9 @@ _STATES = 3  # copies of the parameters during training: gradients and two momen
 
 def rank_of(step: TensorStep, stage: int, devices_per_node: int) -> CapturedRank:
     """The program of the first rank of a pipeline stage, and its memory."""
-    record = _Rank(step, stage)
-    for number, call in _issued(step, stage):
+    issued = _issued(step, stage)
+    record = _Rank(step, stage, issued)
+    for number, call in issued:
         record.add(number, call)
     record.finish()
     return graph_of_record(record.to_dict(), devices_per_node)
@@ -46,7 +47,7 @@ def _issued(step: TensorStep, stage: int) -> list[tuple[int, TensorCall]]:
 class _Rank:
     """Nodes in the form in which a captured process writes them."""
 
-    def __init__(self, step: TensorStep, stage: int) -> None:
+    def __init__(self, step: TensorStep, stage: int, issued: Sequence[tuple[int, TensorCall]]) -> None:
         self._step, self._stage = step, stage
         self._ranks = _groups(step)
         self._gradients = frozenset(step.gradients.values())
@@ -61,7 +62,7 @@ class _Rank:
         self._bucket: list[TensorCall] = []
         self._limit, self._updated = FIRST_BUCKET, list[str]()
         self._counts: dict[str, int] = {}  # of nodes by stream
-        issued, self._root, self._last = _issued(step, stage), dict[str, str](), dict[str, int]()
+        self._root, self._last = dict[str, str](), dict[str, int]()
         for place, (_, call) in enumerate(issued):
             roots = [self._root.get(name, name) for name in call.reads]
             self._last |= dict.fromkeys(roots, place)

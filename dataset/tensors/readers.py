@@ -6,6 +6,7 @@ Weights stay unread; of constants, only small ones are read, and what follows fr
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections import ChainMap
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -46,7 +47,7 @@ def load_tensors(path: Path, dims: Mapping[str, int], precision: str) -> dict[st
         raise CaptureError(f"{path.name} must be a whole model: {type(error).__name__}: {error!s:.200}") from None
 
 
-class _Reader:
+class _Reader(ABC):
     """What both formats share: ``reader``, whose signatures of ops are used, and the calls found so far."""
 
     def __init__(self, reader: Any) -> None:
@@ -104,11 +105,13 @@ class _Reader:
 
         return no_ops if self.is_view(node) else ops
 
+    @abstractmethod
     def signatures(self, node: Any, shapes: Mapping[str, Any]) -> Sequence[Op | None]:
-        raise NotImplementedError
+        """Signatures of a node's kernels; None: none."""
 
+    @abstractmethod
     def is_view(self, node: Any) -> bool:
-        raise NotImplementedError
+        """Whether a node only views or names tensors."""
 
 
 class _Onnx(_Reader):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -26,7 +26,7 @@ from stepsight.dataset.tables import Measurements
 from stepsight.experiments.evaluation.error_metrics import Errors, Times, errors
 from stepsight.experiments.reports.text_table import Number, table
 from stepsight.features.collective_features import CHOICE_TERMS
-from stepsight.training.collectives.between_nodes import BetweenNodes, fit_site, left_out_layouts, link_doubts
+from stepsight.training.collectives.between_nodes import BetweenNodes, fit_site, left_out_seconds, link_doubts
 from stepsight.training.corrections.traced import fit_traced
 from stepsight.training.fitting.own_table import pack_shapes, shape_of
 from stepsight.training.kernels.kernel_models import label
@@ -188,7 +188,7 @@ def calibrate_links(
     fitted = fit(small)
     by, judged, after = LARGER, ~small, fitted.seconds(works, fabric)
     if small.all():
-        by, judged, after = LAYOUTS, small, _left_out(start, works, fabric, fit)
+        by, judged, after = LAYOUTS, small, left_out_seconds(works, fabric, fit, alone=start)
     change = Change.of(start.seconds(works, fabric)[judged], after[judged], seconds[judged])
     report = LinksReport(
         source=predictor.source,
@@ -207,17 +207,6 @@ def calibrate_links(
     rows_of = {"fitted_shapes": shapes, "files": sorted({each.digest for each in measured.files.values()})}
     report.save([file, chosen, repr(fabric), factors], fabric=fabric.name, tables={path.name: file}, **rows_of)
     return report
-
-
-def _left_out(
-    start: BetweenNodes, works: Sequence[Collective], fabric: Fabric, fit: Callable[[NDArray[np.bool_]], BetweenNodes]
-) -> Array:
-    """Seconds of each layout by a fit that did not see it, ``(works,)``."""
-    predicted = np.empty(len(works))
-    for held in left_out_layouts(works):
-        model = start if held.all() else fit(~held)
-        predicted[held] = model.seconds([work for work, out in zip(works, held, strict=True) if out], fabric)
-    return predicted
 
 
 def _one_software(measured: Measurements, asked: str) -> tuple[dict[Collective, list[float]], str, dict[str, int]]:

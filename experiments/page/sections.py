@@ -126,9 +126,7 @@ class SearchSection:
             self._progress = printable(str(error))
             return
         self._progress = printable(written_text(written, name))
-        suffix = {"megatron-script": ".sh", "megatron": ".sh", "torchtitan": ".toml"}.get(name)
-        suffix = suffix or (".json" if written.text.lstrip().startswith("{") else ".yaml")
-        ui.download.content(written.text, f"{name}{suffix}")
+        ui.download.content(written.text, f"{name}{written.suffix}")
 
 
 class TraceSection:

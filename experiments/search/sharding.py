@@ -27,6 +27,7 @@ from stepsight.dataset.job.sharding import (
     AUTO,
     COLUMN,
     IN_NODE,
+    NARROWEST,
     PARAMETERS,
     RECEIVED,
     REPLICATED,
@@ -108,7 +109,9 @@ class PlacementCosts:
         found = []
         for table in self.tables:
             kinds = dict.fromkeys(ruled_kinds(table, replace(self._spec, rule=AUTO), self.ranks))
-            widths = [n for n in (2, 4, 8) if table.dim % n == 0 and table.dim // n >= 32 and n <= self.ranks.num]
+            widths = [
+                n for n in (2, 4, 8) if table.dim % n == 0 and table.dim // n >= NARROWEST and n <= self.ranks.num
+            ]
             kinds |= dict.fromkeys((COLUMN, n) for n in widths)
             found.append([self.move(table, kind, shards, place) for kind, shards in kinds for place in places])
         return found
@@ -387,11 +390,6 @@ def _plain(entries: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]
             **({"sharding_spec": {"shards": shards}} if shards else {}),
         }
     return found
-
-
-def _on(placement: str, device: str) -> str:
-    """A shard's place on a device without a number: ``rank:3/cpu``."""
-    return f"{placement.partition('/')[0]}/{device}"
 
 
 def torchrec_plan(plan: Mapping[str, Mapping[str, Mapping[str, Any]]], device: str = "cuda") -> Any:

@@ -13,7 +13,7 @@ the isotonic regression of what was learned, which also keeps the order of two n
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
@@ -239,17 +239,16 @@ def fit_site(start: BetweenNodes, collectives: Sequence[Collective], fabric: Fab
 
     Layouts that are left out in turn tell how much of it carries over to layouts that were not measured.
     """
-    before, fitted = np.log(start.seconds(collectives, fabric)), _site_factors(start, collectives, fabric, seconds)
-    told = agreed = 0.0
-    for held in left_out_layouts(collectives):
-        some = np.flatnonzero(~held | held.all()).tolist()  # a single layout judges itself
-        model = _site_factors(start, [collectives[index] for index in some], fabric, seconds[some])
-        change = (
-            np.log(model.seconds([collectives[index] for index in np.flatnonzero(held).tolist()], fabric))
-            - before[held]
-        )
-        told += float(change @ change) + len(change) * CARRIED**2
-        agreed += float(change @ (np.log(seconds[held]) - before[held]))
+    fitted = _site_factors(start, collectives, fabric, seconds)
+
+    def fit(rows: NDArray[np.bool_]) -> BetweenNodes:
+        own = [collectives[index] for index in np.flatnonzero(rows).tolist()]
+        return _site_factors(start, own, fabric, seconds[rows])
+
+    before = np.log(start.seconds(collectives, fabric))
+    change = np.log(left_out_seconds(collectives, fabric, fit, alone=fitted)) - before
+    told = float(change @ change) + len(change) * CARRIED**2
+    agreed = float(change @ (np.log(seconds) - before))
     strength = min(max(agreed / told, 0.0), 1.0)
     factors = {
         name: np.exp((1 - strength) * np.log(start.factors_of(name)) + strength * np.log(found))
@@ -291,12 +290,24 @@ def _layouts(collectives: Sequence[Collective]) -> NDArray[np.int64]:
     return np.array([(c.group_size, c.ranks_per_node) for c in collectives], dtype=np.int64).reshape(-1, 2)
 
 
-def left_out_layouts(collectives: Sequence[Collective]) -> Iterator[NDArray[np.bool_]]:
-    """Rows that are left out in turn, ``(collectives,)``: those of some layouts; all of them if there is one layout."""
+def left_out_seconds(
+    collectives: Sequence[Collective],
+    fabric: Fabric,
+    fit: Callable[[NDArray[np.bool_]], BetweenNodes],
+    *,
+    alone: BetweenNodes,
+) -> Array:
+    """Seconds by fits that did not see the layout, ``(collectives,)``: groups of layouts are left out in turn.
+
+    ``fit``: from the rows that it sees; ``alone``: the model if there is one layout.
+    """
     distinct, which = np.unique(_layouts(collectives), axis=0, return_inverse=True)
-    folds = which.reshape(-1) % SITE_FOLDS
+    folds, predicted = which.reshape(-1) % SITE_FOLDS, np.empty(len(collectives))
     for fold in range(min(SITE_FOLDS, len(distinct))):
-        yield np.asarray(folds == fold)
+        held = folds == fold
+        model = alone if held.all() else fit(~held)
+        predicted[held] = model.seconds([collectives[index] for index in np.flatnonzero(held).tolist()], fabric)
+    return predicted
 
 
 def _left_out(rows: Rows, layouts: Array, around: Array, stds: Array) -> float:
