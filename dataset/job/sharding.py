@@ -1,13 +1,13 @@
-"""Sharding of embedding tables: where each table lies, what each rank looks up and exchanges, and torchrec's plans.
+"""Sharding of embedding tables: where each table lies, what each rank looks up and exchanges.
 
 Quantities of a rank follow from a table's own, so a placement is a sum of vectors: ``shard_amounts`` has that of one
-shard, ``Loads`` those of all ranks.
+shard, ``loads_of`` those of all ranks.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -45,6 +45,11 @@ class TablePlacement:
     kind: str
     ranks: tuple[int, ...] = ()
     location: str = "hbm"
+
+    @property
+    def shards(self) -> int:
+        """How many shards the table has; a replica is one."""
+        return max(len(self.ranks), 1)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -192,7 +197,7 @@ def table_bytes(table: TableSpec, optimizer: str) -> float:
     return table.rows * float(table.dim * DTYPE_BYTES[table.precision] + 4 * row_state(optimizer, table.dim))
 
 
-def shard_lookup(table: TableSpec, kind: str, shards: int, ranks: Ranks, spec: ShardingSpec, location: str) -> Lookup:
+def shard_lookup(table: TableSpec, kind: str, shards: int, location: str, ranks: Ranks, spec: ShardingSpec) -> Lookup:
     """Lookups in one shard of a table, or in a replica of it."""
     samples = ranks.samples if kind == REPLICATED else ranks.samples * ranks.num
     by_rows = shards if kind in (ROW, TABLE_ROW) else 1
@@ -218,11 +223,9 @@ def adds_in_node(kind: str, shards: int, ranks: Ranks) -> bool:
 
 
 @cached(65536)
-def shard_amounts(
-    table: TableSpec, kind: str, shards: int, ranks: Ranks, spec: ShardingSpec, location: str
-) -> tuple[float, ...]:
-    """Quantities that one shard adds to its rank."""
-    look = shard_lookup(table, kind, shards, ranks, spec, location)
+def shard_amounts(table: TableSpec, kind: str, shards: int, location: str, ranks: Ranks, spec: ShardingSpec) -> Floats:
+    """Quantities that one shard adds to its rank, shape ``(QUANTITIES,)``; the same array each time."""
+    look = shard_lookup(table, kind, shards, location, ranks, spec)
     size = DTYPE_BYTES[table.precision]
     moved = size * look.dim * (look.indices + look.bags + 4.0 * look.distinct) + size * 2.0 * look.state * look.distinct
     moved += LINK_OVER_MEMORY * size * look.dim * 2.0 * look.missed
@@ -235,49 +238,65 @@ def shard_amounts(
         sums, in_node = sums / ranks.per_node, sums
     held = kept * parameters, kept * states, (1.0 - kept) * (parameters + states)
     if kind == REPLICATED:
-        return 0.0, 0.0, 0.0, moved, *held, float(table.rows * table.dim), 0.0
+        return np.array([0.0, 0.0, 0.0, moved, *held, float(table.rows * table.dim), 0.0])
     received = float(ranks.samples * look.dim) / (ranks.per_node if in_node else 1)
-    return float(look.indices), sums, in_node, moved, *held, 0.0, received
+    return np.array([float(look.indices), sums, in_node, moved, *held, 0.0, received])
 
 
-def loads_of(tables: Sequence[TableSpec], places: Sequence[TablePlacement], ranks: Ranks, spec: ShardingSpec) -> Floats:
-    """Quantities of every rank, shape ``(num_ranks, QUANTITIES)``."""
+def loads_of(
+    tables: Sequence[TableSpec],
+    places: Sequence[TablePlacement],
+    ranks: Ranks,
+    spec: ShardingSpec,
+    amounts: Callable[..., Floats] = shard_amounts,
+) -> Floats:
+    """Quantities of every rank, shape ``(num_ranks, QUANTITIES)``; ``amounts``: of a shard."""
     loads = np.zeros((ranks.num, QUANTITIES))
     for table, place in zip(tables, places, strict=True):
-        shards = max(len(place.ranks), 1)
-        amounts = np.array(shard_amounts(table, place.kind, shards, ranks, spec, place.location))
-        add_shards(loads, amounts, place.ranks)
+        add_shards(loads, amounts(table, place.kind, place.shards, place.location, ranks, spec), place.ranks)
     return loads
 
 
 def add_shards(loads: Floats, amounts: Floats, ranks: Sequence[int]) -> None:
-    """Add shards of a table to their ranks, a replica to all."""
+    """Add shards of a table to their ranks, a replica to all; negative amounts remove them."""
     if not ranks:
         loads += amounts
         return
-    np.add.at(loads, list(ranks), amounts)
     loads[:, RECEIVED] += len(ranks) * amounts[RECEIVED]
-    np.subtract.at(loads[:, RECEIVED], list(ranks), amounts[RECEIVED])
+    away = amounts.copy()  # a rank does not receive what it sums itself
+    away[RECEIVED] = 0.0
+    for rank in ranks:
+        loads[rank] += away
 
 
 REPLICA_BYTES = 40.0  # moved for an element of a replicated table: its gradient, casts, and a dense optimizer's step
 
 
-def table_seconds(loads: Floats, ranks: Ranks) -> float:
-    """Seconds of a step that a placement decides: the slowest rank's lookups, the exchanges, and replicas' gradients.
+def table_seconds(loads: Floats, ranks: Ranks, power: float = math.inf) -> Floats:
+    """Seconds of a step that placements decide: the slowest rank's lookups, the exchanges, and replicas' gradients.
 
-    ``loads``: as from ``loads_of``, shape ``(num_ranks, QUANTITIES)``.
+    Args:
+        loads: As from ``loads_of``, shape ``(..., num_ranks, QUANTITIES)``.
+        ranks: The ranks.
+        power: Of the mean over ranks that counts; infinite: their maximum.
     """
-    return _seconds(loads.max(axis=0), ranks)
-
-
-def _seconds(most: Floats, ranks: Ranks) -> float:
+    most = loads.max(axis=-2)
+    if power < math.inf:
+        scale = np.maximum(most, 1e-30)
+        most = scale * ((loads / scale[..., None, :]) ** power).mean(axis=-2) ** (1.0 / power)
     away = 1.0 - ranks.per_node / ranks.num
     far = max(away * ranks.far_s, ranks.per_node / ranks.num * ranks.near_s)
     across = ranks.far_s / ranks.per_node if away else 0.0
-    exchanged = far * max(most[SUMS], most[RECEIVED]) + ranks.near_s * most[IN_NODE]
-    replicas = most[REPLICAS] * (REPLICA_BYTES * ranks.memory_s + 8.0 * max(ranks.near_s, across))
-    return float(most[MOVED] * ranks.memory_s + 2.0 * ranks.sum_bytes * exchanged + replicas * (ranks.num > 1))
+    exchanged = far * np.maximum(most[..., SUMS], most[..., RECEIVED]) + ranks.near_s * most[..., IN_NODE]
+    replicas = most[..., REPLICAS] * (REPLICA_BYTES * ranks.memory_s + 8.0 * max(ranks.near_s, across))
+    seconds: Floats = most[..., MOVED] * ranks.memory_s + 2.0 * ranks.sum_bytes * exchanged + replicas * (ranks.num > 1)
+    return seconds
+
+
+def held_bytes(loads: Floats) -> Floats:
+    """Bytes of tables on the fullest rank's device, without the last two axes of ``loads``."""
+    held: Floats = (loads[..., PARAMETERS] + loads[..., STATES]).max(axis=-1)
+    return held
 
 
 def rank_tables(
@@ -290,16 +309,15 @@ def rank_tables(
     replicas: dict[tuple[str, int, str], list[Lookup]] = {}
     sent_indices, rows = 0.0, list[int]()
     for table, place in zip(tables, places, strict=True):
-        shards = max(len(place.ranks), 1)
-        look = shard_lookup(table, place.kind, shards, ranks, spec, place.location)
+        look = shard_lookup(table, place.kind, place.shards, place.location, ranks, spec)
         if place.kind == REPLICATED:
             replicas.setdefault(look[:3], []).append(look)
             rows.append(table.rows * table.dim)
             continue
-        copies = shards if place.kind == COLUMN else 1
+        copies = place.shards if place.kind == COLUMN else 1
         sent_indices += ranks.samples * table.pooling * copies
         own.setdefault(look[:3], []).extend([look] * place.ranks.count(slowest))
-    fullest = int(_held(loads).argmax())
+    fullest = int((loads[:, PARAMETERS] + loads[:, STATES]).argmax())
     return RankTables(
         lookups=tuple([_joined(looks) for looks in own.values() if looks]),
         replicated=tuple([_joined(looks) for looks in replicas.values()]),
@@ -341,37 +359,25 @@ def _greedy(
 ) -> tuple[float, tuple[TablePlacement, ...]]:
     """Seconds and placements; each table, those with most work first, is placed where a mean over ranks is least."""
     stated = {place.name: place for place in spec.tables}
-    names = table_names(tables)
-    work = [shard_amounts(table, TABLE, 1, ranks, spec, spec.location)[MOVED] for table in tables]
+    names, capacity = table_names(tables), _FILLED * ranks.memory_bytes if ranks.memory_bytes else math.inf
+    work = [shard_amounts(table, TABLE, 1, spec.location, ranks, spec)[MOVED] for table in tables]
     loads, found = np.zeros((ranks.num, QUANTITIES)), dict[int, TablePlacement]()
     for at in sorted(range(len(tables)), key=lambda at: (names[at] not in stated, -work[at], at)):
-        least, best = math.inf, loads
-        if names[at] in stated:
-            tried = [stated[names[at]]]
-        else:
-            kinds = ruled_kinds(tables[at], spec, ranks)
-            chosen = [(kind, least_busy(loads[:, MOVED], kind, shards, ranks)) for kind, shards in kinds]
-            tried = [TablePlacement(name=names[at], kind=k, ranks=r, location=spec.location) for k, r in chosen]
-        for place in tried:
-            own, shards = loads.copy(), max(len(place.ranks), 1)
-            amounts = np.array(shard_amounts(tables[at], place.kind, shards, ranks, spec, place.location))
-            add_shards(own, amounts, place.ranks)
-            scale = np.maximum(own.max(axis=0), 1e-30)
-            seconds = _seconds(scale * ((own / scale) ** power).mean(axis=0) ** (1.0 / power), ranks)
-            if ranks.memory_bytes and _held(own).max() > _FILLED * ranks.memory_bytes:
-                seconds += _TOO_LARGE_S * float(_held(own).max()) / ranks.memory_bytes
-            if seconds < least:
-                least, best, found[at] = seconds, own, place
-        loads = best
-    overfull = bool(ranks.memory_bytes) and _held(loads).max() > _FILLED * ranks.memory_bytes
+        tried = [stated[names[at]]] if names[at] in stated else []
+        for kind, shards in [] if tried else ruled_kinds(tables[at], spec, ranks):
+            own = least_busy(loads[:, MOVED], kind, shards, ranks)
+            tried.append(TablePlacement(name=names[at], kind=kind, ranks=own, location=spec.location))
+        each = np.repeat(loads[None], len(tried), axis=0)
+        for more, place in zip(each, tried, strict=True):
+            amounts = shard_amounts(tables[at], place.kind, place.shards, place.location, ranks, spec)
+            add_shards(more, amounts, place.ranks)
+        held = held_bytes(each)
+        too_large = _TOO_LARGE_S * held / max(ranks.memory_bytes, 1.0) * (held > capacity)
+        best = int((table_seconds(each, ranks, power) + too_large).argmin()) if len(tried) > 1 else 0
+        loads, found[at] = each[best], tried[best]
+    overfull = bool(held_bytes(loads) > capacity)
     places = tuple([found[at] for at in range(len(tables))])
-    return table_seconds(loads, ranks) + overfull * _TOO_LARGE_S, places
-
-
-def _held(loads: Floats) -> Floats:
-    """Bytes of tables on each rank's device, shape ``(num_ranks,)``."""
-    held: Floats = loads[:, PARAMETERS] + loads[:, STATES]
-    return held
+    return float(table_seconds(loads, ranks)) + overfull * _TOO_LARGE_S, places
 
 
 def ruled_kinds(table: TableSpec, spec: ShardingSpec, ranks: Ranks) -> list[tuple[str, int]]:

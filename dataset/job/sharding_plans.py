@@ -284,15 +284,14 @@ def _check_bytes(
     spec, ranks, hardware = where
     facts = find_hardware(hardware)
     for table, place in zip(model.tables, placements_of(model.tables, spec, ranks), strict=True):
-        shards = max(len(place.ranks), 1)
-        amounts = shard_amounts(table, place.kind, shards, ranks, spec, place.location)
+        amounts = shard_amounts(table, place.kind, place.shards, place.location, ranks, spec)
         held = amounts[PARAMETERS] + amounts[STATES]
         most = facts.memory_bytes if facts is not None else held
         name = sizes[table.name or place.name]
         rules.require(
             held <= most,
-            f"{name} fits no device: a shard of {held:.0f} bytes as {place.kind} over {shards} ranks, a device has "
-            f"{most:.0f}; shard it by rows or columns, or put it in uvm or host memory",
+            f"{name} fits no device: a shard of {held:.0f} bytes as {place.kind} over {place.shards} ranks, a device "
+            f"has {most:.0f}; shard it by rows or columns, or put it in uvm or host memory",
         )
         on_host = amounts[ON_HOST] * ranks.per_node
         rules.require(on_host <= MOST_HOST_BYTES, f"{name} fits no host: {on_host:.0f} bytes of {MOST_HOST_BYTES:.0f}")

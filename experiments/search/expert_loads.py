@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import heapq
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
@@ -113,21 +114,22 @@ def _in_order(loads: tuple[float, ...], ep: int) -> Placement:
     return tuple([tuple(range(rank * each, (rank + 1) * each)) for rank in range(ep)])
 
 
+def least_loaded(loads: Sequence[float], ranks: int, room: int) -> list[int]:
+    """The rank of each load: the heaviest first, to the rank with least that has room (Graham 1969, LPT)."""
+    found, held, heap = [0] * len(loads), [0] * ranks, [(0.0, rank) for rank in range(ranks)]
+    for at in sorted(range(len(loads)), key=lambda at: -loads[at]):
+        load, found[at] = heapq.heappop(heap)
+        held[found[at]] += 1
+        if held[found[at]] < room:
+            heapq.heappush(heap, (load + loads[at], found[at]))
+    return found
+
+
 @cached(4096)
 def _placed(loads: tuple[float, ...], ep: int) -> Placement:
-    """The heaviest expert first, each to the rank with the least load that has room (Graham 1969, LPT).
-
-    The order of experts stays where this is no better.
-    """
-    each = len(loads) // ep
-    held: list[list[int]] = [[] for _ in range(ep)]
-    ranks = [(0.0, rank) for rank in range(ep)]
-    for expert in sorted(range(len(loads)), key=lambda expert: -loads[expert]):
-        load, rank = heapq.heappop(ranks)
-        held[rank].append(expert)
-        if len(held[rank]) < each:
-            heapq.heappush(ranks, (load + loads[expert], rank))
-    found = tuple([tuple(sorted(experts)) for experts in held])
+    """The experts of each rank by load; in their order where this is no better."""
+    ranks = least_loaded(loads, ep, len(loads) // ep)
+    found = tuple([tuple([expert for expert, own in enumerate(ranks) if own == rank]) for rank in range(ep)])
     plain = _in_order(loads, ep)
     return found if _busiest(loads, found) < _busiest(loads, plain) else plain
 

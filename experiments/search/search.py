@@ -6,7 +6,7 @@ import bisect
 import math
 import time
 from collections.abc import Callable, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -24,7 +24,15 @@ from stepsight.experiments.search.bounds import Bounds, grid_bounds
 from stepsight.experiments.search.choices import MOST_RIVALS, Choice, SearchResult, by_expected_regret, find_rivals
 from stepsight.experiments.search.expert_loads import ExpertLoads
 from stepsight.experiments.search.settings import REGRET, Goal, Scenarios, SearchSettings, Seconds, Space
-from stepsight.experiments.search.sharding import FULL, PlacementCosts, baselines_of, placed, search_places
+from stepsight.experiments.search.sharding import (
+    BASELINES,
+    FULL,
+    PlacementCosts,
+    baseline_places,
+    has_torchrec,
+    placed,
+    search_places,
+)
 from stepsight.experiments.search.sharding import TRIALS as PLACEMENTS
 from stepsight.experiments.search.strategies import VARIED, Grid, scenario_jobs, strategies
 from stepsight.experiments.search.study import Evaluations, MapFn, ask_mapped
@@ -133,23 +141,27 @@ def _search_one(job: Job, asked: _Asked) -> SearchResult:
 
 def _search_sharding(job: Job, asked: _Asked) -> SearchResult:
     """Place the tables of a recommendation model; the best placements are predicted in full."""
-    own, settings, goal = Choice.of(asked.predict(job), asked.predict), asked.settings, asked.goal
+    settings, goal = asked.settings, asked.goal
+
+    def predicted(one: Job) -> Choice:
+        return Choice.of(asked.predict(one), asked.predict)
+
+    own = predicted(job)
     goal.scale(job)
     assert own.prediction is not None
     costs = PlacementCosts(job, own.prediction.latency)
     timeout_s = math.inf if settings.timeout_s is None else settings.timeout_s
     found = search_places(costs, settings.trials or PLACEMENTS, settings.seed, timeout_s, asked.on_trial)
-    jobs = [placed(job, places) for places in found.places[: max(settings.top, FULL)] if costs.fits(places)]
-    choices = [own, *(Choice.of(asked.predict(one), asked.predict) for one in jobs)]
-
-    def seconds(one: Job) -> float:
-        choice = Choice.of(asked.predict(one), asked.predict)
-        if not choice.fits:
-            raise JobError("it does not fit")
-        return choice.timed[0]
-
+    best = [places for places in found.places[: max(settings.top, FULL)] if costs.fits(costs.loads(places))]
+    choices = [own, *(predicted(placed(job, places)) for places in best)]
+    baselines = dict[str, float | None]()
+    for name in (*BASELINES, *(["torchrec"] if has_torchrec() else [])):
+        baselines[name] = None
+        with suppress(StepsightError):
+            choice = predicted(placed(job, baseline_places(job, name)))
+            baselines[name] = choice.timed[0] if choice.fits else None
     ranked = sorted(choices, key=lambda choice: choice.rank(goal))
-    return SearchResult(ranked, found.judged, found.judged, own, goal=goal, baselines=baselines_of(job, seconds))
+    return SearchResult(ranked, found.judged, found.judged, own, goal=goal, baselines=baselines)
 
 
 def _search_scenarios(job: Job, asked: _Asked, scenarios: Scenarios) -> SearchResult:

@@ -13,11 +13,9 @@ import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import cached_property
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from stepsight.dataset.base.errors import StepsightError
 from stepsight.dataset.hardware.hardware import find_hardware
@@ -26,50 +24,41 @@ from stepsight.dataset.job.model_spec import TableSpec
 from stepsight.dataset.job.sharding import (
     AUTO,
     COLUMN,
-    IN_NODE,
+    MOVED,
     NARROWEST,
     PARAMETERS,
-    RECEIVED,
     REPLICATED,
     STATES,
-    SUMS,
     TABLE,
+    Floats,
+    Ranks,
     TablePlacement,
+    add_shards,
+    held_bytes,
     least_busy,
+    loads_of,
     placements_of,
     ruled_kinds,
     shard_amounts,
     shard_lookup,
     table_names,
+    table_seconds,
 )
 from stepsight.dataset.job.sharding_plans import placements_in
 from stepsight.dataset.kinds.op import Collective
+from stepsight.experiments.search.expert_loads import least_loaded
 from stepsight.simulator.blocks.dlrm import lookup_op, missed_op
 from stepsight.simulator.durations.latency_model import LatencyModel
 
-Floats = NDArray[np.float64]
 TRIALS = 20_000  # placements that are judged, if no limit is stated
 FULL = 6  # of the best of them, those that are predicted in full
 BASELINES = ("size-greedy", "lookup-greedy", "norm-greedy", "random")
-# Columns of a rank's amounts: seconds of lookups, elements of sums that it sends and that it adds in its node, bytes on
-# its device, elements of sums that it receives, seconds of gradients of replicas.
-LOOKUPS, SENT, ADDED, HELD, ARRIVES, GRADIENTS = range(6)
-_REPLICA_BYTES = 20.0  # moved for an element of a replica by a dense optimizer's step
 _WARMTH = 0.03  # how much longer a placement may take that a search goes on from, at its beginning
-
-
-@dataclass(frozen=True)
-class Move:
-    """A way to shard one table: its kind, number of shards and location, and what a shard adds to its rank."""
-
-    kind: str
-    shards: int
-    location: str
-    amounts: Floats
+Way = tuple[str, int, str]  # to shard a table: kind, number of shards, location
 
 
 class PlacementCosts:
-    """Seconds of placements of one job's tables, by a latency model.
+    """What placements of one job's tables cost, as ``table_seconds`` has it, with times of a latency model.
 
     Args:
         job: The job.
@@ -77,96 +66,66 @@ class PlacementCosts:
     """
 
     def __init__(self, job: Job, latency: LatencyModel) -> None:
-        self.job, self.ranks, self._latency = job, job.table_ranks, latency
-        self.tables, self._spec = job.model.tables, job.sharding
+        self.job, self.tables, self._latency, self._spec = job, job.model.tables, latency, job.sharding
         self.capacity = latency.hardware.memory_bytes - latency.hardware.reserved_bytes
-        near, far = Collective("all_to_all", 1, 2, 2), Collective("all_to_all", 1, 2, 2)
-        if self.ranks.num > 1:
-            nodes, node = self.ranks.num // self.ranks.per_node, self.ranks.per_node
-            far = replace(far, group_size=self.ranks.num, ranks_per_node=node)
-            if self._spec.hierarchical and nodes > 1:
-                far = replace(far, group_size=nodes, ranks_per_node=1)
-            near = Collective("reduce_scatter", 1, max(node, 2), max(node, 2))
-        self._far, self._near = (self._line(one) for one in (far, near))
-        gradient = Collective("all_reduce", 1, max(self.ranks.num, 2), min(self.ranks.per_node, max(self.ranks.num, 2)))
-        self._gradient = self._line(gradient)[1] * (self.ranks.num > 1)
+        self.ranks = self._timed(job.table_ranks)
+        self._known = dict[tuple[Any, ...], Floats]()
+        whole = [shard_amounts(table, TABLE, 1, "hbm", self.ranks, self._spec) for table in self.tables]
+        roomy = sum(one[PARAMETERS] + one[STATES] for one in whole) < 0.75 * self.capacity * self.ranks.num
+        self._places = ("hbm",) if roomy else ("hbm", "uvm")
+        if self._spec.location != "hbm":
+            self._places = (self._spec.location,)
 
-    def _line(self, collective: Collective) -> tuple[float, float]:
-        """Seconds of nothing and of a byte, from two sizes that steps have."""
+    def _timed(self, ranks: Ranks) -> Ranks:
+        """Ranks with the seconds of a byte that the latency model takes for their exchanges."""
+        if ranks.num == 1:
+            return ranks
+        nodes, node = ranks.num // ranks.per_node, ranks.per_node
+        across = (nodes, 1) if self._spec.hierarchical and nodes > 1 else (ranks.num, node)
+        near_s = self._byte_s(Collective("reduce_scatter", 1, max(node, 2), max(node, 2)))
+        far_s = self._byte_s(Collective("all_to_all", 1, *across))
+        return (
+            ranks._replace(near_s=near_s, far_s=far_s * nodes / (nodes - 1))
+            if nodes > 1
+            else ranks._replace(near_s=far_s)
+        )
+
+    def _byte_s(self, collective: Collective) -> float:
+        """Seconds of a byte, from two sizes that steps have."""
         few, many = 2**20, 2**26
         times = self._latency.collective_seconds([replace(collective, num_bytes=size) for size in (few, many)])
-        slope = max(float(times[1] - times[0]) / (many - few), 1e-15)
-        return max(float(times[0]) - slope * few, 0.0), slope
+        return max(float(times[1] - times[0]) / (many - few), 1e-15)
 
-    @cached_property
-    def moves(self) -> list[list[Move]]:
-        """The ways in which each table may be sharded; in ``uvm`` only where the devices cannot hold all tables."""
-        whole = [shard_amounts(table, TABLE, 1, self.ranks, self._spec, "hbm") for table in self.tables]
-        needed = sum(one[PARAMETERS] + one[STATES] for one in whole)
-        places = ("hbm",) if needed < 0.75 * self.capacity * self.ranks.num else ("hbm", "uvm")
-        if self._spec.location != "hbm":
-            places = (self._spec.location,)
-        found = []
-        for table in self.tables:
-            kinds = dict.fromkeys(ruled_kinds(table, replace(self._spec, rule=AUTO), self.ranks))
-            widths = [
-                n for n in (2, 4, 8) if table.dim % n == 0 and table.dim // n >= NARROWEST and n <= self.ranks.num
-            ]
-            kinds |= dict.fromkeys((COLUMN, n) for n in widths)
-            found.append([self.move(table, kind, shards, place) for kind, shards in kinds for place in places])
-        return found
+    def ways(self, table: TableSpec) -> list[Way]:
+        """The ways in which a table may be sharded; in ``uvm`` only where the devices cannot hold all tables."""
+        kinds = dict.fromkeys(ruled_kinds(table, replace(self._spec, rule=AUTO), self.ranks))
+        widths = [n for n in (2, 4, 8) if table.dim % n == 0 and table.dim // n >= NARROWEST and n <= self.ranks.num]
+        kinds |= dict.fromkeys((COLUMN, n) for n in widths)
+        return [(kind, max(shards, 1), place) for kind, shards in kinds for place in self._places]
 
-    def move(self, table: TableSpec, kind: str, shards: int, location: str) -> Move:
-        """What a shard of a table adds to its rank."""
-        look = shard_lookup(table, kind, max(shards, 1), self.ranks, self._spec, location)
-        ops = [lookup_op(look), lookup_op(look, backward=True), *[missed_op(look)] * (2 if look.missed else 0)]
-        seconds = float(self._latency.op_seconds(ops).sum())
-        latency = self._latency.hardware.op_latency_s  # tables of one rank share a call
-        own = shard_amounts(table, kind, max(shards, 1), self.ranks, self._spec, location)
-        amounts = np.zeros(6)
-        amounts[LOOKUPS] = max(seconds - len(ops) * latency, 0.1 * seconds)
-        amounts[[SENT, ADDED, ARRIVES]] = own[SUMS], own[IN_NODE], own[RECEIVED]
-        amounts[HELD] = own[PARAMETERS] + own[STATES]
-        if kind == REPLICATED:
-            numel = table.rows * table.dim
-            bandwidth = self._latency.hardware.memory_bandwidth_bytes_per_s
-            amounts[GRADIENTS] = numel * (self.ranks.sum_bytes * self._gradient + _REPLICA_BYTES / bandwidth)
-        return Move(kind, shards, location, amounts)
+    def amounts(self, table: TableSpec, kind: str, shards: int, location: str, *_: Any) -> Floats:
+        """``shard_amounts``, but what lookups move is as much as takes their seconds."""
+        key = table, kind, shards, location
+        if key not in self._known:
+            look = shard_lookup(*key, self.ranks, self._spec)
+            ops = [lookup_op(look), lookup_op(look, backward=True), *[missed_op(look)] * (2 if look.missed else 0)]
+            seconds = float(self._latency.op_seconds(ops).sum())
+            latency_s = len(ops) * self._latency.hardware.op_latency_s  # tables of one rank share a call
+            self._known[key] = shard_amounts(*key, self.ranks, self._spec).copy()
+            self._known[key][MOVED] = max(seconds - latency_s, 0.1 * seconds) / self.ranks.memory_s
+        return self._known[key]
 
-    def amounts(self, places: Sequence[TablePlacement]) -> Floats:
-        """Amounts of every rank, shape ``(num_ranks, 6)``."""
-        total = np.zeros((self.ranks.num, 6))
-        for table, place in zip(self.tables, places, strict=True):
-            self.add(total, self.move(table, place.kind, len(place.ranks), place.location), place.ranks, 1.0)
-        return total
+    def loads(self, places: Sequence[TablePlacement]) -> Floats:
+        """Amounts of every rank, shape ``(num_ranks, QUANTITIES)``."""
+        return loads_of(self.tables, places, self.ranks, self._spec, self.amounts)
 
-    def fits(self, places: Sequence[TablePlacement]) -> bool:
+    def fits(self, loads: Floats) -> bool:
         """Whether the tables of every rank fit its device."""
-        return float(self.amounts(places)[:, HELD].max()) <= self.capacity
+        return float(held_bytes(loads)) <= self.capacity
 
-    def add(self, total: Floats, move: Move, ranks: Sequence[int], sign: float) -> None:
-        """Add or remove (-1) a table."""
-        if move.kind == REPLICATED:
-            total += sign * move.amounts
-            return
-        own = sign * move.amounts
-        total[:, ARRIVES] += len(ranks) * own[ARRIVES]
-        for rank in ranks:
-            total[rank] += own
-            total[rank, ARRIVES] -= own[ARRIVES]
-
-    def seconds(self, total: Floats) -> float:
+    def seconds(self, loads: Floats) -> float:
         """Seconds that a placement decides; infinite if a rank's tables do not fit."""
-        most = total.max(axis=0).tolist()
-        if most[HELD] > self.capacity:
-            return math.inf
-        exchanged = max(most[SENT], most[ARRIVES]) * self.ranks.sum_bytes
-        seconds: float = most[LOOKUPS] + most[GRADIENTS]
-        if exchanged:
-            seconds += 2.0 * (self._far[0] + self._far[1] * exchanged)
-        if most[ADDED]:
-            seconds += 2.0 * (self._near[0] + self._near[1] * most[ADDED] * self.ranks.sum_bytes)
-        return seconds
+        return float(table_seconds(loads, self.ranks)) if self.fits(loads) else math.inf
 
 
 def baseline_places(job: Job, name: str, seed: int = 0) -> tuple[TablePlacement, ...]:
@@ -175,9 +134,11 @@ def baseline_places(job: Job, name: str, seed: int = 0) -> tuple[TablePlacement,
     Args:
         job: The job.
         name: ``size-greedy`` (bytes), ``lookup-greedy`` (indices times columns), ``norm-greedy`` (both, as a Euclidean
-            norm of shares) or ``random``; each rank gets the next table when it has least.
+            norm of shares) or ``random``; each rank gets the next table when it has least.  ``torchrec``: its planner.
         seed: Of ``random``.
     """
+    if name == "torchrec":
+        return planner_places(job)
     tables, ranks, location = job.model.tables, job.table_ranks, job.sharding.location
     names = table_names(tables)
     size = np.array([float(table.rows * table.dim) for table in tables])
@@ -187,25 +148,17 @@ def baseline_places(job: Job, name: str, seed: int = 0) -> tuple[TablePlacement,
     if name == "random":
         chosen = np.random.default_rng(seed).integers(ranks.num, size=len(tables)).tolist()
     else:
-        busy, chosen = np.zeros(ranks.num), [0] * len(tables)
-        for at in np.argsort(-costs[name], kind="stable").tolist():
-            chosen[at] = int(busy.argmin())
-            busy[chosen[at]] += costs[name][at]
-    return tuple(
-        [
-            TablePlacement(name=own, kind=TABLE, ranks=(rank,), location=location)
-            for own, rank in zip(names, chosen, strict=True)
-        ]
-    )
+        chosen = least_loaded(costs[name].tolist(), ranks.num, len(tables))
+    pairs = zip(names, chosen, strict=True)
+    return tuple([TablePlacement(name=own, kind=TABLE, ranks=(rank,), location=location) for own, rank in pairs])
 
 
 @dataclass(frozen=True)
 class ShardingSearch:
-    """Placements that a search found, best first, with how many were judged and in how many seconds."""
+    """Placements that a search found, best first, and how many were judged."""
 
     places: tuple[tuple[TablePlacement, ...], ...]
     judged: int
-    seconds: float
 
 
 def search_places(
@@ -220,52 +173,42 @@ def search_places(
     free = replace(job.sharding, tables=(), plan="", rule=AUTO)
     starts = [placements_of(costs.tables, job.sharding, costs.ranks), placements_of(costs.tables, free, costs.ranks)]
     starts += [baseline_places(job, name) for name in BASELINES]
-    judged = sorted(((costs.seconds(costs.amounts(one)), number) for number, one in enumerate(starts)))
-    current, now = list(starts[judged[0][1]]), judged[0][0]
-    found = {tuple(starts[number]): seconds for seconds, number in judged}
-    total, count = costs.amounts(current), len(starts)
+    loads = [costs.loads(places) for places in starts]
+    judged = [costs.seconds(one) for one in loads]
+    found = {tuple(places): seconds for places, seconds in zip(starts, judged, strict=True)}
+    best = int(np.argmin(judged))
+    current, total, now, least, count = list(starts[best]), loads[best], judged[best], judged[best], len(starts)
+    ways = [costs.ways(table) for table in costs.tables]
     while count < trials and time.monotonic() - begin < timeout_s:
         warmth = _WARMTH * (1.0 - count / trials) ** 2
         at = int(random.integers(len(current)))
-        place, tried = _moved(costs, current[at], at, total, random), total.copy()
-        before = current[at]
-        costs.add(tried, _of(costs, at, before), before.ranks, -1.0)
-        costs.add(tried, _of(costs, at, place), place.ranks, 1.0)
+        place = _moved(costs, current[at], ways[at], total, random)
+        tried = total.copy()
+        for one, sign in ((current[at], -1.0), (place, 1.0)):
+            add_shards(tried, sign * costs.amounts(costs.tables[at], one.kind, one.shards, one.location), one.ranks)
         seconds = costs.seconds(tried)
         count += 1
         if seconds <= now * (1.0 + warmth * float(random.random())) or math.isinf(now):
             current[at], total, now = place, tried, seconds
-            if seconds < min(found.values()):
-                found[tuple(current)] = seconds
+            if seconds < least:
+                least = found[tuple(current)] = seconds
         if on_trial is not None and count % 1000 == 0:
             on_trial(count - 1, None)
-    ranked = sorted(found, key=lambda one: found[one])
-    return ShardingSearch(tuple(ranked), count, time.monotonic() - begin)
-
-
-def _of(costs: PlacementCosts, at: int, place: TablePlacement) -> Move:
-    key = (place.kind, len(place.ranks), place.location)
-    known = next((m for m in costs.moves[at] if (m.kind, m.shards, m.location) == key), None)
-    if known is None:
-        known = costs.move(costs.tables[at], *key)
-        costs.moves[at].append(known)
-    return known
+    return ShardingSearch(tuple(sorted(found, key=lambda one: found[one])), count)
 
 
 def _moved(
-    costs: PlacementCosts, place: TablePlacement, at: int, total: Floats, random: np.random.Generator
+    costs: PlacementCosts, place: TablePlacement, ways: Sequence[Way], total: Floats, random: np.random.Generator
 ) -> TablePlacement:
     """Another placement of a table: on idle ranks or on random ones, sharded as before or otherwise."""
-    moves, ranks = costs.moves[at], costs.ranks
-    move = moves[int(random.integers(len(moves)))]
-    if move.shards == 0:
+    (kind, shards, location), ranks = ways[int(random.integers(len(ways)))], costs.ranks
+    if kind == REPLICATED:
         own: tuple[int, ...] = ()
-    elif move.kind in (TABLE, COLUMN) and random.random() < 0.5:
-        own = tuple(sorted(random.choice(ranks.num, min(move.shards, ranks.num), replace=False).tolist()))
+    elif kind in (TABLE, COLUMN) and random.random() < 0.5:
+        own = tuple(sorted(random.choice(ranks.num, min(shards, ranks.num), replace=False).tolist()))
     else:
-        busy = total[:, LOOKUPS] + total[:, SENT] * 1e-12
-        own = least_busy(busy * (1.0 + 0.05 * random.random(ranks.num)), move.kind, move.shards, ranks)
-    return TablePlacement(name=place.name, kind=move.kind, ranks=own, location=move.location)
+        own = least_busy(total[:, MOVED] * (1.0 + 0.05 * random.random(ranks.num)), kind, shards, ranks)
+    return TablePlacement(name=place.name, kind=kind, ranks=own, location=location)
 
 
 def placed(job: Job, places: Sequence[TablePlacement]) -> Job:
@@ -277,22 +220,6 @@ def sharding_dict(job: Job) -> dict[str, Any]:
     """The table ``[sharding]`` of a job, with the placement of every table; plain values for JSON."""
     places = placements_of(job.model.tables, job.sharding, job.table_ranks)
     return {**asdict(job.sharding), "tables": [{**asdict(place), "ranks": list(place.ranks)} for place in places]}
-
-
-def baselines_of(job: Job, seconds: Callable[[Job], float]) -> dict[str, float | None]:
-    """Seconds of an iteration of the baselines and, where torchrec is installed, of its planner's plan; None: the
-    tables of a rank do not fit, or there is no plan.
-    """
-    found: dict[str, float | None] = {}
-    names = (*BASELINES, *(["torchrec"] if has_torchrec() else []))
-    for name in names:
-        try:
-            found[name] = seconds(
-                placed(job, planner_places(job) if name == "torchrec" else baseline_places(job, name))
-            )
-        except StepsightError:
-            found[name] = None
-    return found
 
 
 def has_torchrec() -> bool:
@@ -341,8 +268,11 @@ def planner_places(job: Job) -> tuple[TablePlacement, ...]:
         raise StepsightError(f"torchrec's planner finds no plan: {str(error).splitlines()[0]:.200}") from None
     finally:
         logging.disable(logging.NOTSET)
-    entries = {name: vars(sharding) for module in plan.plan.values() for name, sharding in module.items()}
-    by_name = {place.name: place for place in placements_in(_plain(entries), "torchrec's plan")}
+    keys = ("sharding_type", "compute_kernel", "ranks")
+    entries = {
+        name: {key: getattr(own, key) for key in keys} for one in plan.plan.values() for name, own in one.items()
+    }
+    by_name = {place.name: place for place in placements_in(entries, "torchrec's plan")}
     return tuple([by_name[name] for name in names])
 
 
@@ -363,33 +293,14 @@ def _collection(tables: tuple[TableSpec, ...]) -> Any:
 
 def tables_of(collection: Any) -> tuple[TableSpec, ...]:
     """The tables of torchrec's ``EmbeddingBagCollection``; how many indices a sample has is not known to it."""
-    words = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16", "fp32": "fp32", "fp16": "fp16", "bf16": "bf16"}
     return tuple(
         [
             TableSpec(
-                rows=config.num_embeddings,
-                dim=config.embedding_dim,
-                name=config.name,
-                precision=words.get(str(config.data_type.value).lower(), "fp32"),
+                rows=own.num_embeddings, dim=own.embedding_dim, name=own.name, precision=own.data_type.value.lower()
             )
-            for config in collection.embedding_bag_configs()
+            for own in collection.embedding_bag_configs()
         ]
     )
-
-
-def _plain(entries: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Fields of ``ParameterSharding`` by table, as plan files have them."""
-    found = {}
-    for name, entry in entries.items():
-        spec = entry.get("sharding_spec")
-        shards = [{"placement": str(shard.placement)} for shard in getattr(spec, "shards", ())]
-        found[name] = {
-            "sharding_type": entry["sharding_type"],
-            "compute_kernel": entry["compute_kernel"],
-            "ranks": entry.get("ranks"),
-            **({"sharding_spec": {"shards": shards}} if shards else {}),
-        }
-    return found
 
 
 def torchrec_plan(plan: Mapping[str, Mapping[str, Mapping[str, Any]]], device: str = "cuda") -> Any:
