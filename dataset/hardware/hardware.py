@@ -84,9 +84,8 @@ def canonical_hardware(name: str) -> str:
 def unknown_hardware(name: str) -> str:
     """The error for an unknown name: the rule, the value, and the probable intention."""
     message = HARDWARE.unknown(name)
-    return (
-        message if "did you mean" in message else message + did_you_mean(device_words(name), _preset_tables()["alias"])
-    )
+    near = "" if "did you mean" in message else did_you_mean(device_words(name), _preset_tables()["alias"])
+    return message + near
 
 
 def stated_hardware(table: Mapping[str, Any]) -> str:

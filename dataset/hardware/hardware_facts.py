@@ -18,31 +18,18 @@ from stepsight.dataset.base.errors import JobError
 from stepsight.dataset.kinds.op import COLLECTIVE_KINDS, DTYPE_BYTES, OP_KINDS, Collective, Op
 
 # Least and most of a device's numbers.  No device will exceed them for decades; larger numbers are errors.
-_SECONDS, _RATE, _BYTES, _SHARE, _FLOPS = (0.0, 1e3), (1.0, 1e18), (1.0, 1e18), (0.0, 1.0), (1.0, 1e21)
-_FACT_RANGES = {
-    "memory_bandwidth_bytes_per_s": _RATE,
-    "memory_bytes": _BYTES,
-    "num_processors": (0, 10**9),
-    "compute_efficiency": (1e-6, 1.0),
-    "memory_efficiency": (1e-6, 1.0),
-    "op_latency_s": _SECONDS,
-    "comm_compute_share": _SHARE,
-    "compute_spread": (0.0, 10.0),
-    "host_op_s": _SECONDS,
-    "host_action_s": _SECONDS,
-    "host_message_s": _SECONDS,
-    "host_link_bytes_per_s": _RATE,
-    "host_memory_bandwidth_bytes_per_s": _RATE,
-    "reserved_bytes": (0.0, 1e18),
-    "fragmentation": (0.0, 100.0),
-    "power_w": (0.0, 1e6),
-    "idle_w": (0.0, 1e6),
-}
+_SECONDS, _RATE, _SHARE, _FLOPS, _WATTS = (0.0, 1e3), (1.0, 1e18), (0.0, 1.0), (1.0, 1e21), (0.0, 1e6)
+
+
+def _fact(default: Any, least: float = 0.0, most: float = 1e18) -> Any:
+    """A number within a range."""
+    return field(default=default, metadata={"range": (least, most)})
+
+
 _OPTIONAL = ("host_kinds_s", "power_w", "idle_w", "product_power_w")  # written only if they are known
 # Kinds of op around which a dispatcher of tokens runs its host code: four in a layer's forward and backward.
 _DISPATCHED = ("permute", "unpermute", "unpermute_backward")
 MOST_SLOWDOWN = 1.5  # at a power limit: base clocks are about two thirds of the highest ones
-
 
 THROTTLED_S = (0.8e-3, 1.6e-3)  # a product in a table is as fast as at the highest clock below, slowed in full above
 
@@ -94,26 +81,26 @@ class Hardware:
 
     name: str
     kind: str
-    peak_flops: dict[str, float] = field(hash=False)
-    memory_bandwidth_bytes_per_s: float
-    memory_bytes: float
-    num_processors: int = 0
-    compute_efficiency: float = 1.0
-    memory_efficiency: float = 1.0
-    op_latency_s: float = 0.0
-    comm_compute_share: float = 0.0
-    compute_spread: float = 0.0
-    host_op_s: float = 0.0
-    host_kinds_s: dict[str, float] = field(default_factory=dict, hash=False)
-    host_action_s: float = 0.0
-    host_message_s: float = 0.0
-    host_link_bytes_per_s: float = 25e9
-    host_memory_bandwidth_bytes_per_s: float = 25e9
-    reserved_bytes: float = 0.0
-    fragmentation: float = 0.0
-    power_w: float = 0.0
-    idle_w: float = 0.0
-    product_power_w: dict[str, float] = field(default_factory=dict, hash=False)
+    peak_flops: dict[str, float] = field(hash=False, metadata={"range": _FLOPS})
+    memory_bandwidth_bytes_per_s: float = _fact(MISSING, *_RATE)
+    memory_bytes: float = _fact(MISSING, *_RATE)
+    num_processors: int = _fact(0, 0, 10**9)
+    compute_efficiency: float = _fact(1.0, 1e-6, 1.0)
+    memory_efficiency: float = _fact(1.0, 1e-6, 1.0)
+    op_latency_s: float = _fact(0.0, *_SECONDS)
+    comm_compute_share: float = _fact(0.0, *_SHARE)
+    compute_spread: float = _fact(0.0, 0.0, 10.0)
+    host_op_s: float = _fact(0.0, *_SECONDS)
+    host_kinds_s: dict[str, float] = field(default_factory=dict, hash=False, metadata={"range": _SECONDS})
+    host_action_s: float = _fact(0.0, *_SECONDS)
+    host_message_s: float = _fact(0.0, *_SECONDS)
+    host_link_bytes_per_s: float = _fact(25e9, *_RATE)
+    host_memory_bandwidth_bytes_per_s: float = _fact(25e9, *_RATE)
+    reserved_bytes: float = _fact(0.0)
+    fragmentation: float = _fact(0.0, 0.0, 100.0)
+    power_w: float = _fact(0.0, *_WATTS)
+    idle_w: float = _fact(0.0, *_WATTS)
+    product_power_w: dict[str, float] = field(default_factory=dict, hash=False, metadata={"range": _WATTS})
     source: str = ""
 
     def __post_init__(self) -> None:
@@ -122,15 +109,15 @@ class Hardware:
                 raise JobError(f"{name} of a hardware must be a printable text, got {getattr(self, name)!r:.80}")
         if self.kind not in ("gpu", "cpu"):
             raise JobError(f"hardware {self.name:.80}: kind must be gpu or cpu, got {self.kind!r:.80}")
-        for table in ("peak_flops", "host_kinds_s", "product_power_w"):
-            if not isinstance(getattr(self, table), dict):
-                raise JobError(
-                    f"hardware {self.name:.80}: {table} must be a table of numbers, got {getattr(self, table)!r:.80}"
-                )
-        numbers = {name: (getattr(self, name), within) for name, within in _FACT_RANGES.items()}
-        numbers |= {f"peak_flops.{dtype}": (peak, _FLOPS) for dtype, peak in self.peak_flops.items()}
-        numbers |= {f"host_kinds_s.{kind}": (value, _SECONDS) for kind, value in self.host_kinds_s.items()}
-        numbers |= {f"product_power_w.{dtype}": (value, (0.0, 1e6)) for dtype, value in self.product_power_w.items()}
+        numbers: dict[str, tuple[Any, tuple[float, float]]] = {}
+        for each in fields(self):
+            found, within = getattr(self, each.name), each.metadata.get("range")
+            if within and each.hash is None:
+                numbers[each.name] = found, within
+            elif within and not isinstance(found, dict):
+                raise JobError(f"hardware {self.name:.80}: {each.name} must be a table of numbers, got {found!r:.80}")
+            elif within:
+                numbers |= {f"{each.name}.{key}": (value, within) for key, value in found.items()}
         for name, (value, (least, most)) in numbers.items():
             if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= most:
                 raise JobError(
@@ -179,7 +166,7 @@ class Hardware:
         return self.peak_flops[dtype]
 
     def to_dict(self) -> dict[str, Any]:
-        return {name: value for name, value in asdict(self).items() if name not in _OPTIONAL or value}
+        return {name: value for name, value in asdict(self).items() if value or name not in _OPTIONAL}
 
 
 @cached(4096)
@@ -248,13 +235,6 @@ _LINK_KEYS = {
     "message_us": (0.0, 1e9, "message_s", 1e-6),
 }
 _NEEDED = ("bandwidth_gbytes_per_s", "latency_us")
-_LINK_RANGES = {
-    "bandwidth_bytes_per_s": (1e3, 1e15),
-    "latency_s": (0.0, 1e3),
-    "burst_bytes": (0.0, 1e12),
-    "adapter_bytes_per_s": (0.0, 1e15),
-    "message_s": (0.0, 1e3),
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -280,9 +260,11 @@ class Link:
     message_s: float = 1e-6
 
     def __post_init__(self) -> None:
-        for name, (least, most) in _LINK_RANGES.items():
-            if not least <= getattr(self, name) <= most:
-                raise JobError(f"a link's {name} must lie within {least:g} and {most:g}, got {getattr(self, name)}")
+        for least, most, name, unit in _LINK_KEYS.values():
+            value, known = getattr(self, name), name != "adapter_bytes_per_s" or self.adapter_bytes_per_s != 0.0
+            if known and not least * unit <= value <= most * unit:
+                limits = f"{least * unit:g} and {most * unit:g}"
+                raise JobError(f"a link's {name} must lie within {limits}, got {value}")
 
 
 @dataclass(frozen=True, slots=True)

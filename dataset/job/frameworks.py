@@ -40,13 +40,9 @@ class Framework:
         source: Where this is known from, with a date.
         engine: As in ``ExecutionSpec``: whose kernels, autograd and optimizer these are; empty: not known, so that the
             default of the precision is taken.
-        checkpoint: As in ``ExecutionSpec``; empty: as the engine does.
-        overlap_grad_reduce, overlap_param_gather, bucket_mbytes, prefetch, reshard_after_forward: As in
-            ``ParallelSpec``.
         attention: One of ``ATTENTION``: three ops with a score matrix, or a generation of fused kernels (``flash-3``:
             cuDNN's too).
-        dropout: As in ``ModelSpec``.
-        fused_optimizer, clip_grad_norm: As in ``OptimizerSpec``.
+        fused_optimizer: As ``fused`` of ``OptimizerSpec``.
         vocab_multiple: Tables of the vocabulary are padded to a multiple of this times the tensor-parallel degree.
         interleaves: Whether its usual recipes give each pipeline stage several chunks of the model, so that a run that
             says nothing of virtual stages may have them or not.
@@ -54,21 +50,14 @@ class Framework:
             and interleaved schedules have two chunks a rank, where a run does not say.
         sequence_parallel: Whether norms are shared out wherever tensor parallelism is on and a run does not say.
         recompute: What it does where a run does not say; empty: unknown.
-        recompute_modules: As in ``ParallelSpec``.
         selective: What its selective recomputation comes closest to: one of ``SELECTIVE``.
         gradients: As ``gradient_dtype`` of ``ParallelSpec``, never empty.
-        reduce_scatter, zero_by_rank: As in ``ParallelSpec``.
-        runtime: As in ``ParallelSpec``: who passes messages between stages.
         p2p: Whether tensor-parallel ranks pass the ``full`` activation on to the next stage, or each a
             ``scattered`` part that is gathered there.
-        overlap_tp, overlap_ep, dispatcher: As in ``ParallelSpec``.
-        eager_kernels, norms_again, token_metrics, metric_losses, fused_loss, fused_experts: As in ``ModelSpec``.
-        fp8_scaling, fp8_parameters: As in ``BatchSpec``.
-        dispatch_calls, op_calls: As in ``ExecutionSpec``.
-        loss_share: As in ``ModelSpec``, for ``bert`` models.
         mean_tokens: Tokens of a sequence of ``bert`` that are computed on average, where padding is left out and the
             sequences are not shorter than this; 0: all.
-        hierarchical: As in ``ShardingSpec``.
+
+    Other fields mean what a job's tables mean by them; see ``_AS_THEY_ARE``.
     """
 
     name: str

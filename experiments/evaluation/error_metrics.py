@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import combinations
 from statistics import fmean
@@ -104,9 +104,8 @@ class Scored:
         mixture = "moe" if self.job.model.experts else "dense"
         return f"{self.job.batch.precision} {mixture}"
 
-    def _times(self) -> dict[str, float]:
-        names = ("measured_s", "predicted_s", "low_s", "high_s")
-        return {name: getattr(self, name) for name in names}
+    def _shared(self, *names: str) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in ("measured_s", "predicted_s", "low_s", "high_s", *names)}
 
     def to_flat_dict(self) -> dict[str, Any]:
         """One row of a table: the run, its times in seconds, its error in percent, its breakdown in seconds."""
@@ -117,11 +116,8 @@ class Scored:
             "framework": self.framework.name,
             "hardware": self.job.cluster.hardware,
             "devices": self.job.cluster.num_devices,
-            **self._times(),
             "error_percent": self.error,
-            "in_interval": self.in_interval,
-            "fits": self.fits,
-            "open": self.open,
+            **self._shared("in_interval", "fits", "open"),
             "kernels": "; ".join(f"{family} by {name}" for family, name in self.software.kernels.items()),
             "unused_software": "; ".join(self.software.unused),
             "unsupported_share": self.unsupported_share,
@@ -130,10 +126,9 @@ class Scored:
 
     def to_dict(self) -> dict[str, Any]:
         """The measured and predicted times in seconds and the profile, for JSON."""
-        open_cells = {"open": self.open} if self.open else {}
-        profile = {"profile": self.framework.name, "fits": self.fits}
-        known = {} if self.known is None else {"predicted_with_published_s": self.known[0]}
-        return {"row_id": self.row.row_id, **profile, **self._times(), **known, **open_cells}
+        shared = {"row_id": self.row.row_id, "profile": self.framework.name, **self._shared("fits")}
+        shared |= {} if self.known is None else {"predicted_with_published_s": self.known[0]}
+        return {**shared, "open": self.open} if self.open else shared
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,15 +155,9 @@ def errors(predicted: Times, measured: Times) -> Errors:
     one, two = np.asarray(predicted, dtype=np.float64), np.asarray(measured, dtype=np.float64)
     signed = 100.0 * (one / two - 1.0)
     size = np.abs(signed)
-    return Errors(
-        len(size),
-        float(size.mean()),
-        float(np.median(size)),
-        float(np.quantile(size, 0.9)),
-        float(size.max()),
-        float(signed.mean()),
-        spearman(one, two) if len(size) > 1 else None,
-    )
+    figures = map(float, (size.mean(), np.median(size), np.quantile(size, 0.9), size.max(), signed.mean()))
+    mape, median, p90, most, bias = figures
+    return Errors(len(size), mape, median, p90, most, bias, spearman(one, two) if len(size) > 1 else None)
 
 
 def regret(groups: Sequence[Hashable], predicted: Sequence[float], measured: Sequence[float]) -> float | None:
@@ -274,33 +263,18 @@ def series_of(row: Scored) -> Hashable:
     return software, job.model, degrees, p.zero_stage, p.dp_shard, job.batch.precision, job.cluster.hardware
 
 
-@dataclass(frozen=True, slots=True)
-class ChoiceGroup:
-    """Measured runs of one model on the same devices with the same global batch, between which a user could choose."""
-
-    source: str  # who measured
-    name: str  # model, devices and global batch
-    runs: int  # how many there are, two at least
-    best_s: float  # time of the fastest one, in seconds
-    chosen_s: float  # measured time of the one predicted to be fastest, in seconds; the mean of those predicted alike
-    place: int  # its place among the measured times, 1 if it is the fastest
-    regret: float  # how much longer it takes than the fastest, in percent
-    random_regret: float  # the same of a run chosen by chance, on average
-    # the same of the choice by constant MFU; as by chance where that predicts one time for all
-    constant_mfu_regret: float
-    # how many of the ``TOP`` fastest runs are among as many that are predicted to be fastest, in percent; None for no
-    # more than ``TOP`` runs
-    top_shared: float | None
-    # how many pairs of the ``TOP`` fastest runs are predicted in their order, in percent; of those predicted alike a
-    # half
-    top_order: float
-
-
-def choice_groups(rows: Sequence[Scored]) -> list[ChoiceGroup]:
-    """The groups of some rows, in their order.
+def choice_groups(rows: Sequence[Scored]) -> list[dict[str, Any]]:
+    """Measured runs of one model on the same devices with one global batch, between which a user could choose.
 
     Groups without a choice are left out: those of one strategy, which ran on two clusters, say, or with two versions of
     the software, and those whose runs are all predicted alike.
+
+    Returns:
+        Of each group: ``source``, ``name``, ``runs``; ``best_s`` and ``chosen_s``, the measured times of the fastest
+        run and of the one predicted to be (the mean of those predicted alike); the ``place`` of that; in percent its
+        ``regret``, ``random_regret`` by chance, ``constant_mfu_regret``; how many of the ``TOP`` fastest are among as
+        many predicted to be (``top_shared``; None for no more runs), and how many of their pairs are predicted in their
+        order (``top_order``; of those predicted alike a half).
     """
     naive, found = constant_mfu(rows), []
     for indices in grouped(rows, lambda row: row.choice).values():
@@ -314,34 +288,33 @@ def choice_groups(rows: Sequence[Scored]) -> list[ChoiceGroup]:
     return found
 
 
-def _group(rows: Sequence[Scored], naive: Sequence[float]) -> ChoiceGroup:
+def _group(rows: Sequence[Scored], naive: Sequence[float]) -> dict[str, Any]:
     measured, predicted = [row.measured_s for row in rows], [row.predicted_s for row in rows]
     best, row, job = min(measured), rows[0].row, rows[0].job
-    chosen = chosen_time(predicted, measured)
+    ways = {"": predicted, "random_": [0.0] * len(rows), "constant_mfu_": naive}
+    chosen = {name: chosen_time(times, measured) for name, times in ways.items()}
     fastest, first = (sorted(range(len(rows)), key=times.__getitem__)[:TOP] for times in (measured, predicted))
     pairs = [(predicted[one], predicted[two]) for one, two in combinations(fastest, 2)]  # the faster run first
-    return ChoiceGroup(
-        source=row.source,
-        name=f"{row.text('model_name') or job.model_name}, {row.gpus} x {job.cluster.hardware}, "
-        f"global batch {job.batch.global_batch}, {job.batch.precision}",
-        runs=len(rows),
-        best_s=best,
-        chosen_s=chosen,
-        place=1 + sum(time_s < chosen for time_s in measured),
-        regret=100.0 * (chosen / best - 1.0),
-        random_regret=100.0 * (chosen_time([0.0] * len(rows), measured) / best - 1.0),
-        constant_mfu_regret=100.0 * (chosen_time(naive, measured) / best - 1.0),
-        top_shared=100.0 * len(set(fastest) & set(first)) / TOP if len(rows) > TOP else None,
-        top_order=100.0 * sum((one < two) + 0.5 * (one == two) for one, two in pairs) / len(pairs),
-    )
+    devices = f"{row.gpus} x {job.cluster.hardware}, global batch {job.batch.global_batch}, {job.batch.precision}"
+    return {
+        "source": row.source,
+        "name": f"{row.text('model_name') or job.model_name}, {devices}",
+        "runs": len(rows),
+        "best_s": best,
+        "chosen_s": chosen[""],
+        "place": 1 + sum(time_s < chosen[""] for time_s in measured),
+        **{f"{name}regret": 100.0 * (seconds / best - 1.0) for name, seconds in chosen.items()},
+        "top_shared": 100.0 * len(set(fastest) & set(first)) / TOP if len(rows) > TOP else None,
+        "top_order": 100.0 * sum((one < two) + 0.5 * (one == two) for one, two in pairs) / len(pairs),
+    }
 
 
-def mean_figures(groups: Sequence[ChoiceGroup]) -> dict[str, float | None]:
+def mean_figures(groups: Sequence[Mapping[str, Any]]) -> dict[str, float | None]:
     """Means over groups; None if there are none."""
-    means: dict[str, float | None] = {"groups": len(groups), "runs": sum(group.runs for group in groups)}
+    means: dict[str, float | None] = {"groups": len(groups), "runs": sum(group["runs"] for group in groups)}
     for key in ("regret", "random_regret", "constant_mfu_regret", "top_shared", "top_order"):
-        values = [value for value in (getattr(group, key) for group in groups) if value is not None]
-        means[key] = sum(values) / len(values) if values else None
+        values = [group[key] for group in groups if group[key] is not None]
+        means[key] = fmean(values) if values else None
     return means
 
 

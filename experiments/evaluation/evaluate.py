@@ -5,7 +5,7 @@ from __future__ import annotations
 import fnmatch
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,7 +16,6 @@ from stepsight.dataset.job.frameworks import GENERIC, unknown_frameworks
 from stepsight.experiments.evaluation import error_metrics
 from stepsight.experiments.evaluation.error_metrics import (
     FITTED,
-    ChoiceGroup,
     FittedRowError,
     Scored,
     errors,
@@ -68,7 +67,7 @@ class Evaluation:
         return sorted(self.scored, key=lambda row: -abs(row.error))[:most]
 
     @cached_property
-    def groups(self) -> list[ChoiceGroup]:
+    def groups(self) -> list[dict[str, Any]]:
         """Groups of scored runs that differ only in strategy, with the regret of choosing by prediction."""
         return error_metrics.choice_groups(self.scored)
 
@@ -106,8 +105,8 @@ class Evaluation:
         """Plain values for JSON; times in seconds, other figures in percent, except ``spearman`` and counts."""
         by_source = self.by(lambda row: row.row.source)
         kinds = self.by(lambda row: f"{row.row.source}: {row.kind}")
-        choices = {name: error_metrics.mean_figures([g for g in self.groups if g.source == name])
-                   for name in dict.fromkeys(group.source for group in self.groups)}  # fmt: skip
+        choices = {name: error_metrics.mean_figures([g for g in self.groups if g["source"] == name])
+                   for name in dict.fromkeys(group["source"] for group in self.groups)}  # fmt: skip
         worst = [
             {**row.to_dict(), "source": row.row.source, "job": row.job.name, "framework": row.framework.name,
              "error": row.error, "breakdown": row.breakdown}
@@ -134,7 +133,7 @@ class Evaluation:
             "kinds": {name: figures(rows) for name, rows in kinds.items()},
             "references": references,
             "choices": {**choices, "overall": error_metrics.mean_figures(self.groups)},
-            "groups": [asdict(group) for group in self.groups],
+            "groups": self.groups,
             "suspect": {**figures(self.suspect), "predictions": [row.to_dict() for row in self.suspect]},
             "worst": worst,
             "with_published_runs": {

@@ -24,6 +24,8 @@ from stepsight.dataset.base.files import digest
 from stepsight.dataset.hardware.hardware import (
     FABRICS,
     HARDWARE,
+    canonical_hardware,
+    device_words,
     find_fabric,
     find_hardware,
     read_fabric_words,
@@ -39,7 +41,7 @@ from stepsight.experiments.evaluation.runs_table import Row, RowError, find_reci
 from stepsight.simulator.memory import estimate_memory
 
 # Words that may stand beside a device's without making it another one.
-_REMARKS = re.compile(r"nvidia|tesla|gpus?|tensor|core|hgx|dgx|nvl72|superchip|sxm[0-9]?|pcie|hbm[0-9]e?")
+_REMARKS = re.compile(r"\b(?:gpus?|tensor|core|hgx|dgx|superchip)\b")
 _MEMORY = re.compile(r"([0-9]{1,4}) ?gb\b")
 _PORTS = re.compile(r"(?:(\d+) ?x ?)?(\d+) ?g(?:b/s|bps|bit/s|b)\b")
 T = TypeVar("T")
@@ -54,27 +56,23 @@ def told() -> dict[str, Any]:
 
 
 def preset_of_device(row: Row) -> str:
-    """The preset of a row's devices."""
-    text = row.text("hardware")
+    """The preset of a row's devices: by their name without remarks, and the memory that the row states."""
+    text, memory = row.text("hardware"), row.whole("gpu_mem_gb")
     if find_hardware(text) is not None:
         return text
     lower = text.lower()
-    main = re.sub(r"\(.*?\)", " ", lower).split(",")[0]  # the rest are remarks
-    if re.fullmatch(r"nvidia blackwell gpu\s*", main):  # which one is in the brackets
-        main = re.sub("[()-]", " ", lower.removeprefix("nvidia blackwell gpu"))
-    stated, memory = _MEMORY.search(main), row.whole("gpu_mem_gb")
+    inside = re.search(r"nvidia blackwell gpu \((.*?)\)", lower)  # which one is in the brackets
+    main = inside[1] if inside else re.sub(r"\(.*?\)", " ", lower).split(",")[0]  # the rest are remarks
+    stated = _MEMORY.search(main)
     if stated is not None and memory not in (None, int(stated[1])):
         raise RowError(f"hardware {text!r:.60} and gpu_mem_gb state different memories")
     memory = memory or (int(stated[1]) if stated else None)
-    said = set(re.findall("[a-z0-9]+", _MEMORY.sub(" ", main))) | ({"pcie"} if "pcie" in lower else set())
-    known = [words for words, _, _ in told()["devices"] if " " not in words]
-    for words, usual, kind in told()["devices"]:
-        if said.issuperset(words.split()) and all(map(_REMARKS.fullmatch, said - set(words.split()))):
-            name = f"{kind}-{memory or usual}gb"
-            if find_hardware(name) is not None:
-                return name
-            known = [other for other in HARDWARE.names() if other.startswith(f"{kind}-")]
-            break
+    words = device_words(_REMARKS.sub(" ", _MEMORY.sub(" ", main)))
+    usual = canonical_hardware(words if "pcie" in words or "pcie" not in lower else f"{words}-pcie")
+    kind = usual.rpartition("-")[0] if usual in HARDWARE else ""
+    if kind and (name := f"{kind}-{memory}gb" if memory else usual) in HARDWARE:
+        return name
+    known = [other for other in HARDWARE.names() if other.startswith(f"{kind}-") or not kind]
     named = repr(text[:60]) if text else "an unnamed device"
     raise RowError(f"no hardware preset for {named}{f' of {memory} GB' if memory else ''} (known: {', '.join(known)})")
 

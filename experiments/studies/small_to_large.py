@@ -105,47 +105,17 @@ def _in_order(table: Array) -> Array:
 
 @dataclass(frozen=True)
 class Compared:
-    """One case, measured and predicted."""
+    """One case, measured and predicted; ``figures``: as ``--json`` prints them.
+
+    ``spread_s``: largest less smallest of the repeats; ``cpu``: percent of the cores' time that the ranks computed, in
+    the busiest repeat; ``activity_error``: seconds by which lengths of passes and optimizer are off, over their sum,
+    mean over ranks; ``timestamp_error``: median of ``timestamps``.
+    """
 
     case: BoxCase
-    measured_s: float  # median of the repeats
-    spread_s: float  # largest less smallest of them
-    cpu: float  # percent of the cores' time that the ranks computed, in the busiest repeat
     prediction: Prediction
-    activity: Array  # ``(ranks,)``: seconds by which lengths of passes and optimizer are off, over their sum
+    figures: Row
     timestamps: Array  # ``(2 * num_passes,)``: starts and ends of passes, off in parts of the iteration
-
-    @property
-    def error(self) -> float:
-        """Signed error of the iteration time, in percent."""
-        return 100 * (self.prediction.iteration_time_s / self.measured_s - 1)
-
-    @property
-    def model(self) -> str:
-        return self.case.name.split("/")[1]
-
-    @property
-    def communication_bound(self) -> bool:
-        parts = self.prediction.breakdown
-        communication = sum(value for key, value in parts.items() if key.endswith("_communication"))
-        return communication / self.prediction.iteration_time_s > COMMUNICATION_BOUND
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain values, as ``--json`` prints them."""
-        return {
-            "name": self.case.name,
-            "ranks": self.case.job.cluster.num_devices,
-            "measured_s": self.measured_s,
-            "spread_s": self.spread_s,
-            "predicted_s": self.prediction.iteration_time_s,
-            "low_s": self.prediction.low_s,
-            "high_s": self.prediction.high_s,
-            "error": self.error,
-            "activity_error": 100 * float(self.activity.mean()),
-            "timestamp_error": 100 * float(np.median(self.timestamps)),
-            "cpu": self.cpu,
-            "communication_bound": self.communication_bound,
-        }
 
 
 def compare_cases(cases: Sequence[BoxCase], out: Path, predictor: Predictor) -> list[Compared]:
@@ -168,10 +138,23 @@ def compare_cases(cases: Sequence[BoxCase], out: Path, predictor: Predictor) -> 
         off = np.bincount(ranks, np.abs((said[:, 5] - said[:, 4]) * scale - lengths), minlength=len(last))
         off += np.abs((told[:, 1] - told[:, 0]) * scale - last)
         activity = off / (np.bincount(ranks, lengths, minlength=len(last)) + last)
-        stamps = np.concatenate([said[:, at] * scale - real[:, at] for at in (4, 5)])
-        cpu = 100 * max(float(step["cpu"]) for step in steps)
-        spread = max(run.step_seconds) - min(run.step_seconds)
-        found.append(Compared(case, seconds, spread, cpu, prediction, activity, np.abs(stamps) / seconds))
+        stamps = np.abs(np.concatenate([said[:, at] * scale - real[:, at] for at in (4, 5)])) / seconds
+        waits = sum(value for key, value in prediction.breakdown.items() if key.endswith("_communication"))
+        figures = {
+            "name": case.name,
+            "ranks": case.job.cluster.num_devices,
+            "measured_s": seconds,
+            "spread_s": max(run.step_seconds) - min(run.step_seconds),
+            "predicted_s": prediction.iteration_time_s,
+            "low_s": prediction.low_s,
+            "high_s": prediction.high_s,
+            "error": 100 * (prediction.iteration_time_s / seconds - 1),
+            "activity_error": 100 * float(activity.mean()),
+            "timestamp_error": 100 * float(np.median(stamps)),
+            "cpu": 100 * max(float(step["cpu"]) for step in steps),
+            "communication_bound": waits / prediction.iteration_time_s > COMMUNICATION_BOUND,
+        }
+        found.append(Compared(case, prediction, figures, stamps))
     return found
 
 
@@ -237,7 +220,7 @@ def run_boxes(out: Path, only: str = "*") -> Row:
     spent = time.perf_counter() - started
     summary = summarise_boxes(judged or small, predictor)
     summary["rejected"] = [name for name in rejected if fnmatch(name, only)]
-    summary["in_sample"] = [row.to_dict() for row in small]
+    summary["in_sample"] = [row.figures for row in small]
     if whole:
         summary["search"] = search_boxes(predictor, out)
         profiling, direct = rank_seconds(folders), rank_seconds(sorted((out / JUDGE).iterdir()), events=False)
@@ -276,30 +259,29 @@ def search_boxes(predictor: Predictor, out: Path) -> Row:
         {
             "place": places[row.case.name],
             "strategy": strategy_name(row.case.job.parallel),
-            "predicted_s": row.prediction.iteration_time_s,
-            "measured_s": row.measured_s,
-            "error": row.error,
+            **{key: row.figures[key] for key in ("predicted_s", "measured_s", "error")},
         }
         for row in rows
     ]
     found = bool(choices) and choices[0]["place"] == "best"
-    lost = 100 * (rows[0].measured_s / min(row.measured_s for row in rows) - 1) if found else None
+    lost = 100 * (choices[0]["measured_s"] / min(row["measured_s"] for row in choices) - 1) if found else None
     model = f"gpt of {SEARCHED.layers} layers"
     return {"model": model, "strategies": len(cases), "choices": choices, "regret": lost}
 
 
 def summarise_boxes(rows: Sequence[Compared], predictor: Predictor) -> Row:
     """Figures of compared runs, errors in per cent; beside them those of other methods on the same runs."""
-    predicted = np.array([row.prediction.iteration_time_s for row in rows])
-    measured = np.array([row.measured_s for row in rows])
-    errors = np.abs([row.error for row in rows])
-    bound = [abs(row.error) for row in rows if row.communication_bound]
-    models = {name: np.array([row.model == name for row in rows]) for name in dict.fromkeys(row.model for row in rows)}
+    told = [row.figures for row in rows]
+    predicted, measured = (np.array([row[key] for row in told]) for key in ("predicted_s", "measured_s"))
+    errors = np.abs([row["error"] for row in told])
+    bound = [abs(row["error"]) for row in told if row["communication_bound"]]
+    names = [row.case.name.split("/")[1] for row in rows]
+    models = {name: np.array([other == name for other in names]) for name in dict.fromkeys(names)}
     ranks = [spearman(predicted[own], measured[own]) for own in models.values() if own.sum() > 2]
-    fair = [row for row in rows if not row.case.job.cluster.stragglers]  # for each sequence of a batch
-    each = [(row.prediction.iteration_time_s, row.measured_s, row.case.job.batch.global_batch) for row in fair]
-    lost = regret([(row.model, row.case.box.name) for row in fair], [p / n for p, _, n in each],
-                  [m / n for _, m, n in each])  # fmt: skip
+    fair = [at for at, row in enumerate(rows) if not row.case.job.cluster.stragglers]
+    groups = [(names[at], rows[at].case.box.name) for at in fair]
+    batches = np.array([row.case.job.batch.global_batch for row in rows])  # times for each sequence of a batch
+    lost = regret(groups, (predicted / batches)[fair].tolist(), (measured / batches)[fair].tolist())
     ways: dict[str, Callable[[Job], float]] = {
         "regressors and context model": lambda job: predict(job, predictor).iteration_time_s,
         "regressors alone": lambda job: predict(job, predictor.without_context).iteration_time_s,
@@ -308,15 +290,15 @@ def summarise_boxes(rows: Sequence[Compared], predictor: Predictor) -> Row:
         "closed formula": formula,
     }
     off = {name: 100 * np.abs([way(row.case.job) for row in rows] / measured - 1) for name, way in ways.items()}
-    inside = [row.prediction.low_s <= row.measured_s <= row.prediction.high_s for row in rows]
+    inside = [row["low_s"] <= row["measured_s"] <= row["high_s"] for row in told]
     return {
-        "runs": [row.to_dict() for row in rows],
+        "runs": told,
         "mean_error": float(errors.mean()),
         "max_error": float(errors.max()),
         "spearman": float(min(ranks)) if ranks else None,
         "regret": lost or 0.0,
         "communication_bound": {"runs": len(bound), "mean_error": float(np.mean(bound)) if bound else None},
-        "activity_error": 100 * float(np.mean([row.activity.mean() for row in rows])),
+        "activity_error": float(np.mean([row["activity_error"] for row in told])),
         "timestamp_error": 100 * float(np.median(np.concatenate([row.timestamps for row in rows]))),
         "coverage": 100 * float(np.mean(inside)),
         "others": {name: {"mean_error": float(of.mean()), "max_error": float(of.max())} for name, of in off.items()},

@@ -25,12 +25,10 @@ from stepsight.training.corrections.residual import JobFeatures, NearRuns, Publi
 Array = NDArray[np.float64]
 
 
-@dataclass(frozen=True, slots=True)
-class Resource:
-    """One factor."""
+class Resource(NamedTuple):
+    """One factor: how far from 1 it is believed to be before any iteration was seen, and what it may not leave."""
 
-    prior_std_log: float  # how far from 1 it is believed to be before any iteration was seen, in log units
-    # low_log, high_log: what it may not leave
+    prior_std_log: float
     low_log: float
     high_log: float
 
@@ -62,11 +60,6 @@ def resource_of(work: Op | Collective) -> int:
     if isinstance(work, Collective):
         return NAMES.index("far_links" if work.num_nodes > 1 else "near_links")
     return NAMES.index(_RESOURCE_OF_BOUND[work.record.bound])
-
-
-def prior_stds() -> Array:
-    """``prior_std_log`` of every resource, ``(len(NAMES),)``."""
-    return np.array([resource.prior_std_log for resource in RESOURCES.values()])
 
 
 @dataclass(frozen=True)
@@ -187,17 +180,15 @@ class Calibration(Saved):
         self, jobs: Sequence[Job], software: Sequence[str]
     ) -> list[tuple[Residual, float, list[int], list[JobFeatures]]]:
         """The residuals that speak of some jobs: the width of each, which jobs, and their features as it knows them."""
-        found, blocks = [], dict[tuple[str, ...], tuple[list[int], list[JobFeatures]]]()
-        for at, job in enumerate(jobs if self.published is not None else ()):
-            profile = job.profile
-            if profile is not None:
-                like = JobFeatures.of(job, profile.name)
-                index, likes = blocks.setdefault(block_of(like), ([], []))
-                index.append(at)
-                likes.append(like)
+        found = []
         if self.published is not None:
-            of = self.published.blocks
-            found = [(of[block], self.published.width, *own) for block, own in blocks.items() if block in of]
+            profiles = {at: job.profile.name for at, job in enumerate(jobs) if job.profile is not None}
+            likes = {at: JobFeatures.of(jobs[at], name) for at, name in profiles.items()}
+            blocks = {at: block_of(like) for at, like in likes.items()}
+            for block in self.published.blocks.keys() & blocks.values():
+                index = [at for at, own in blocks.items() if own == block]
+                of = self.published.blocks[block]
+                found.append((of, self.published.width, index, [likes[at] for at in index]))
         if self.residual is not None:
             every = [JobFeatures.of(job, name) for job, name in zip(jobs, software, strict=True)]
             found.append((self.residual, self.width, list(range(len(jobs))), every))

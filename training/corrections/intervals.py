@@ -68,10 +68,9 @@ class Intervals(Saved):
 def conformal_quantile(scores: Sequence[float], coverage: float = COVERAGE, *, too_few: float | None = None) -> float:
     """Find the score that a new one exceeds with a probability of at most ``1 - coverage``.
 
-    With the finite-sample correction of split-conformal prediction (Vovk et al. 2005; Lei et al. 2018).  ``scores``:
-    scores of what was held out, in any order.  ``coverage``: probability, 0 to 1.  ``too_few``: returned if there are
-    too few scores for the coverage; None: the largest score, stretched by the ratio of the rank that is needed to the
-    number of scores, and ``ROOFLINE_LOG`` if there is no score.
+    With the finite-sample correction of split-conformal prediction (Vovk et al. 2005; Lei et al. 2018).  Too few scores
+    for the coverage give ``too_few``; by default the largest, stretched by the rank that is needed over their number,
+    and ``ROOFLINE_LOG`` if there is none.
     """
     rank, count = math.ceil((len(scores) + 1) * coverage), len(scores)
     if rank > count and too_few is not None:
@@ -83,11 +82,9 @@ def conformal_quantile(scores: Sequence[float], coverage: float = COVERAGE, *, t
 
 
 def fit_intervals(log_residuals: Array, spread_log: float, coverage: float = COVERAGE) -> Intervals:
-    """Fit a symmetric split-conformal interval.
+    """Fit a symmetric split-conformal interval to logs of measured over predicted times of runs held out.
 
-    ``log_residuals``: ``log(measured / predicted)`` of runs that were held out, ``(runs,)``.  ``spread_log``: the
-    spread of repeated measurements, in log-seconds: the least half width.  ``coverage``: part of runs that the interval
-    is meant to hold.
+    ``spread_log``, the spread of repeated measurements, is its least half width.
     """
     if not len(log_residuals):
         return Intervals()
@@ -167,12 +164,9 @@ def uncalibrated_ends(
 ) -> tuple[float, float]:
     """How far the interval of a predictor without calibration reaches below and above, in log-seconds.
 
-    Args:
-        intervals: Of the predictor.
-        like: What the job is like.
-        shares: Of its time, outside the measured range and decided by the host, 0 to 1.
-        public: The predictor comes from public tables: without runs of its own, published ones judge it.
-        without: A source of published runs whose errors do not count.
+    ``shares``: of the job's time, outside the measured range and decided by the host, 0 to 1.  ``public``: the
+    predictor comes from public tables, so that without runs of its own published ones judge it, except those of the
+    source ``without``.
     """
     outside, host = shares
     if public and not intervals.num_runs:
@@ -213,11 +207,8 @@ class Widths:
 
     @cached_property
     def _chips(self) -> dict[str, frozenset[str]]:
-        chips: dict[str, set[str]] = {}
-        for name, rows in self.sources.items():
-            for row in rows:
-                chips.setdefault(row.like.kind[3], set()).add(name)
-        return {chip: frozenset(names) for chip, names in chips.items()}
+        pairs = {(row.like.kind[3], name) for name, rows in self.sources.items() for row in rows}
+        return {chip: frozenset(name for other, name in pairs if other == chip) for chip, _ in pairs}
 
     def _quantile(self, without: str) -> float:
         """The weighted conformal quantile of errors over their scale; ``ROOFLINE_LOG`` if there are none."""
@@ -244,18 +235,14 @@ class Widths:
 
     @classmethod
     def from_dict(cls, value: dict[str, Any]) -> Widths:
-        sources: dict[str, tuple[PublishedError, ...]] = {}
-        for name, rows in value["sources"].items():
-            sources[name] = tuple(
-                PublishedError(
-                    str(digest), JobClass((str(a), str(b), str(c), str(d)), int(devices)), float(share), float(error)
-                )
-                for digest, a, b, c, d, devices, share, error in rows
-            )
-            for row in sources[name]:
-                if not abs(row.error) < MOST_LOG or not math.isfinite(row.share) or row.like.devices < 1:
-                    raise ValueError(f"an error of {name} must lie within +-{MOST_LOG} with devices, got {row}")
-        return cls(sources)
+        sources: dict[str, list[PublishedError]] = {name: [] for name in value["sources"]}
+        for name, (digest, a, b, c, d, *numbers) in ((n, row) for n, rows in value["sources"].items() for row in rows):
+            devices, share, error = map(float, numbers)
+            if not abs(error) < MOST_LOG or not math.isfinite(share) or not 1 <= devices < math.inf:
+                raise ValueError(f"an error of {name} must lie within +-{MOST_LOG} with devices, got {numbers}")
+            like = JobClass((str(a), str(b), str(c), str(d)), int(devices))
+            sources[name].append(PublishedError(str(digest), like, share, error))
+        return cls({name: tuple(rows) for name, rows in sources.items()})
 
 
 @cached(1)

@@ -21,9 +21,9 @@ from stepsight.simulator.iteration.simulate import simulate
 from stepsight.training.corrections.calibration import (
     MOST_WIDTH,
     NAMES,
+    RESOURCES,
     Calibration,
     Constants,
-    prior_stds,
     resource_of,
 )
 from stepsight.training.corrections.corrector import GaussianProcess
@@ -73,7 +73,7 @@ def fit_calibration(predictor: Predictor, rows: Sequence[TimedJob]) -> Calibrati
     shared = covariance(likes, likes)
     measured = np.log([row.seconds / start.factor(row.job) for row in rows])
     several = len({(like.place, like.labels) for like in likes}) >= FEWEST_GROUPS
-    prior = np.diag(prior_stds() ** 2) * several
+    prior = np.diag([each.prior_std_log**2 for each in RESOURCES.values()]) * several
     constants, first = Constants(), np.zeros(0)
     for step in range(STEPS if several else 1):
         logs, parts = _simulate(predictor, constants, rows)

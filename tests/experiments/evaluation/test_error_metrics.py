@@ -9,7 +9,6 @@ import pytest
 
 from stepsight.dataset.job.job import ParallelSpec
 from stepsight.experiments.evaluation.error_metrics import (
-    ChoiceGroup,
     Scored,
     best_scale,
     choice_groups,
@@ -100,7 +99,7 @@ def rows(predicted: list[float], measured: list[float], ideal: list[float] | Non
     ]
 
 
-def one_group(predicted: list[float], measured: list[float], ideal: list[float] | None = None) -> ChoiceGroup:
+def one_group(predicted: list[float], measured: list[float], ideal: list[float] | None = None) -> dict[str, Any]:
     (group,) = choice_groups(rows(predicted, measured, ideal))
     return group
 
@@ -108,25 +107,25 @@ def one_group(predicted: list[float], measured: list[float], ideal: list[float] 
 def test_figures_of_a_group() -> None:
     """The second of three is chosen, at 1.2 of the best; chance costs (0 + 20 + 100) / 3; two of three pairs stand."""
     group = one_group([2.0, 1.0, 3.0], [1.0, 1.2, 2.0])
-    assert (group.runs, group.place, group.best_s, group.chosen_s) == (3, 2, 1.0, 1.2)
-    assert (group.regret, group.random_regret, group.top_order) == pytest.approx((20.0, 40.0, 200 / 3))
-    assert group.top_shared is None
-    assert group.constant_mfu_regret == pytest.approx(40.0)  # it cannot tell them apart
+    assert (group["runs"], group["place"], group["best_s"], group["chosen_s"]) == (3, 2, 1.0, 1.2)
+    assert (group["regret"], group["random_regret"], group["top_order"]) == pytest.approx((20.0, 40.0, 200 / 3))
+    assert group["top_shared"] is None
+    assert group["constant_mfu_regret"] == pytest.approx(40.0)  # it cannot tell them apart
 
 
 def test_the_five_fastest() -> None:
     """Of seven runs, one of the five fastest is predicted to be sixth; all else is in order."""
     measured = [1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0]
     group = one_group([1.0, 2.0, 3.0, 6.5, 5.0, 6.0, 7.0], measured)
-    assert group.top_shared == 80.0 and group.top_order == 90.0
+    assert group["top_shared"] == 80.0 and group["top_order"] == 90.0
 
 
 def test_runs_predicted_alike() -> None:
     """They leave no choice if all are; of some, one gets their mean, and half of their pairs stand."""
     assert choice_groups(rows([1.0, 1.0], [1.0, 2.0])) == []
     group = one_group([1.0, 1.0, 2.0], [1.0, 2.0, 9.0])
-    assert (group.chosen_s, group.regret, group.place) == (1.5, pytest.approx(50.0), 2)
-    assert group.top_order == pytest.approx(250 / 3)
+    assert (group["chosen_s"], group["regret"], group["place"]) == (1.5, pytest.approx(50.0), 2)
+    assert group["top_order"] == pytest.approx(250 / 3)
 
 
 def test_runs_of_one_strategy() -> None:

@@ -73,7 +73,7 @@ def test_nvlink_beyond_a_node() -> None:
 
 def test_unknown_devices() -> None:
     """No preset, no job: what is nearly a device, or another one of its name, is none."""
-    for hardware in ("MI250", "A4000", "h100-quux", "H100 NVL", "A1000", ""):
+    for hardware in ("MI250", "A4000", "h100-quux", "A1000", ""):
         with pytest.raises(RowError, match="no hardware preset for"):
             cluster_of(run_row(hardware=hardware))
     with pytest.raises(RowError, match=r"'A100' of 60 GB \(known: a100-sxm-40gb, a100-sxm-80gb\)"):
