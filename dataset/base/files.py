@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import csv
 import glob
 import hashlib
 import json
 import os
 import shutil
 import tempfile
+import tomllib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from importlib import resources
 from pathlib import Path
 from typing import Any, TypeVar
 
 from stepsight.dataset.base.bounded import read_file, read_text, read_toml, reason
+from stepsight.dataset.base.caching import cached
 from stepsight.dataset.base.errors import JobError, StepsightError
 from stepsight.dataset.harness.base.atomic_files import parse_json  # it must stand alone
 
@@ -25,12 +29,20 @@ __all__ = [
     "new_file",
     "new_folder",
     "parse_json",
+    "preset",
     "read_json",
     "set_aside",
     "write_json",
     "write_pieces",
     "write_text",
 ]
+
+
+@cached(32)
+def preset(name: str) -> Any:
+    """Facts of the package: what a ``.toml`` of ``dataset/presets`` holds, or the rows of a ``.csv``."""
+    text = resources.files("stepsight.dataset").joinpath("presets", name).read_text("utf-8")
+    return tomllib.loads(text) if name.endswith(".toml") else [*csv.DictReader(text.splitlines())]
 
 
 def check_output_file(path: Path) -> None:

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import json
 import re
-import tomllib
 from collections.abc import Mapping
-from importlib import resources
 from typing import Any, NamedTuple
 
 from stepsight.dataset.base.caching import cached
 from stepsight.dataset.base.errors import JobError
-from stepsight.dataset.base.files import file_version, is_facts_file, only_one, read_facts
+from stepsight.dataset.base.files import file_version, is_facts_file, only_one, preset, read_facts
 from stepsight.dataset.base.registry import Registry, did_you_mean, instance_of
 from stepsight.dataset.hardware.hardware_facts import Fabric as Fabric
 from stepsight.dataset.hardware.hardware_facts import Hardware as Hardware
@@ -26,22 +24,16 @@ BOX = "box"  # the preset of clusters in a box, whose roofline gives the sleepin
 LEAST_FACT = 1e6  # FLOP/s, byte/s and byte of a device in a user's file: below, the number is in another unit
 
 
-@cached(1)
-def _preset_tables() -> dict[str, Any]:
-    text = resources.files("stepsight.dataset").joinpath("presets/hardware.toml").read_text("utf-8")
-    return tomllib.loads(text)
-
-
 def reported_devices() -> Mapping[str, str]:
     """Presets by the names that drivers report."""
-    reported: dict[str, str] = _preset_tables()["reported"]
+    reported: dict[str, str] = preset("hardware.toml")["reported"]
     return reported
 
 
 @cached(1)
 def _presets() -> tuple[Mapping[str, Hardware], Mapping[str, Fabric]]:
     """Hardware and fabrics of the package."""
-    return _from_tables(_preset_tables())
+    return _from_tables(preset("hardware.toml"))
 
 
 def _from_tables(tables: Mapping[str, Any]) -> tuple[Mapping[str, Hardware], Mapping[str, Fabric]]:
@@ -76,7 +68,7 @@ def canonical_hardware(name: str) -> str:
     """The preset that a usual name means (``H100``, ``A100-SXM4-80GB``); other names unchanged."""
     if not name or name.startswith("{") or is_facts_file(name) or name in HARDWARE:
         return name
-    found = preset_of(name, HARDWARE, _preset_tables()["alias"])
+    found = preset_of(name, HARDWARE, preset("hardware.toml")["alias"])
     begins = [preset for preset in HARDWARE if preset.startswith(f"{device_words(name)}-")]
     return begins[0] if found not in HARDWARE and len(begins) == 1 else found
 
@@ -84,7 +76,7 @@ def canonical_hardware(name: str) -> str:
 def unknown_hardware(name: str) -> str:
     """The error for an unknown name: the rule, the value, and the probable intention."""
     message = HARDWARE.unknown(name)
-    near = "" if "did you mean" in message else did_you_mean(device_words(name), _preset_tables()["alias"])
+    near = "" if "did you mean" in message else did_you_mean(device_words(name), preset("hardware.toml")["alias"])
     return message + near
 
 
@@ -171,7 +163,7 @@ def usual_fabric(hardware: str) -> str:
     if is_facts_file(hardware) and _hardware_file(hardware)[1]:
         return hardware
     words = set(hardware_name(hardware).split("-"))
-    usual: dict[str, str] = _preset_tables()["usual_fabric"]
+    usual: dict[str, str] = preset("hardware.toml")["usual_fabric"]
     found = next((fabric for needed, fabric in usual.items() if words.issuperset(needed.split())), None)
     if found is None and find_hardware(hardware) is None:
         raise JobError(
@@ -203,7 +195,7 @@ def read_fabric_words(text: str, hardware: str) -> FabricWords:
 
     if text in FABRICS:
         return FabricWords((text,), "")
-    table, links = _preset_tables()["fabric_words"], find_fabric(usual_fabric(hardware)).intra_node
+    table, links = preset("hardware.toml")["fabric_words"], find_fabric(usual_fabric(hardware)).intra_node
     named, usual = table["presets"], {"nccl", *hardware_name(hardware).split("-"), *table["usual"].split()}
     said = re.sub(r"\([^)]*\)", " ", text.lower()).replace("omni-path", "omnipath")
     words = dict.fromkeys(re.findall(r"(?<![a-z0-9])[a-z][a-z0-9]+", said))

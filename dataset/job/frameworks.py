@@ -8,16 +8,14 @@ from __future__ import annotations
 
 import datetime
 import re
-import tomllib
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, fields
-from importlib import resources
 from typing import Any
 
 from stepsight.dataset.base.caching import cached
 from stepsight.dataset.base.errors import JobError
-from stepsight.dataset.base.files import file_version, is_facts_file, only_one, read_facts
+from stepsight.dataset.base.files import file_version, is_facts_file, only_one, preset, read_facts
 from stepsight.dataset.base.registry import Registry, instance_of
 from stepsight.dataset.job.specs import CHOICES
 
@@ -216,8 +214,7 @@ def framework_from_dict(name: str, table: dict[str, Any]) -> Framework:
 
 
 def _presets() -> dict[str, Framework]:
-    text = resources.files("stepsight.dataset").joinpath("presets/frameworks.toml").read_text("utf-8")
-    found = {name: framework_from_dict(name, table) for name, table in tomllib.loads(text).items()}
+    found = {name: framework_from_dict(name, table) for name, table in preset("frameworks.toml").items()}
     return {**found, GENERIC.name: GENERIC}
 
 

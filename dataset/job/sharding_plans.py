@@ -9,17 +9,15 @@ from __future__ import annotations
 
 import csv
 import re
-import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
-from importlib import resources
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 from stepsight.dataset.base.bounded import MOST_TABLES, read_text, read_toml, reason
 from stepsight.dataset.base.errors import JobError
-from stepsight.dataset.base.files import parse_json
+from stepsight.dataset.base.files import parse_json, preset
 from stepsight.dataset.hardware.hardware import find_hardware
 from stepsight.dataset.job.model_spec import ModelSpec, TableSpec
 from stepsight.dataset.job.parallel_rules import Rules
@@ -56,9 +54,8 @@ TABLE_FIELDS = (
     "cross_rank",
 )  # of ``ModelSpec``
 _ALONE = {"heads": 1, "vocab": 1, "seq_len": 1}
-_CATALOGUE = resources.files("stepsight.dataset").joinpath("presets/table_models.toml")
 # Recommendation models by name: ``[model] name = "criteo-multihot-dcnv2"``.
-TABLE_MODELS: Mapping[str, dict[str, Any]] = MappingProxyType(tomllib.loads(_CATALOGUE.read_text("utf-8")))
+TABLE_MODELS: Mapping[str, dict[str, Any]] = MappingProxyType(preset("table_models.toml"))
 MOST_HOST_BYTES = 4e12  # of a node: no host has more
 MOST_ROWS, MOST_WIDTH, MOST_NUMBER, MOST_BINS = 2**40, 2**20, 10_000, 40
 _PRECISIONS = ("fp32", "fp16", "bf16", "fp8")

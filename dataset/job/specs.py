@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from importlib import resources
 from types import MappingProxyType
 from typing import Any
 
 from stepsight.dataset.base.caching import hashed_once
+from stepsight.dataset.base.files import preset
 from stepsight.dataset.base.registry import Registry
 from stepsight.dataset.job.model_spec import ModelSpec as ModelSpec
 from stepsight.dataset.job.sharding import LOCATIONS, RULES, SPARSE_OPTIMIZERS
@@ -342,5 +341,4 @@ SECTIONS: MappingProxyType[str, type] = MappingProxyType(
 )
 OPTIONAL = ("parallel", "optimizer", "execution", "sharding")  # tables that may be left out
 # A small catalogue of published models, by name: ``[model] name = "gpt3-175b"``.
-_CATALOGUE = resources.files("stepsight.dataset").joinpath("presets/models.toml")
-MODELS: Mapping[str, dict[str, Any]] = MappingProxyType(tomllib.loads(_CATALOGUE.read_text("utf-8")))
+MODELS: Mapping[str, dict[str, Any]] = MappingProxyType(preset("models.toml"))

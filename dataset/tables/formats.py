@@ -13,7 +13,7 @@ import numpy as np
 
 from stepsight.dataset.base.bounded import read_file
 from stepsight.dataset.base.errors import StepsightError, TableError
-from stepsight.dataset.base.files import check_output_file, digest_files
+from stepsight.dataset.base.files import check_output_file, digest_files, preset
 from stepsight.dataset.base.registry import Registry, check_takes, instance_of
 from stepsight.dataset.kinds import benchmark_names
 from stepsight.dataset.kinds.op import COLLECTIVE_KINDS, Collective, Op
@@ -32,18 +32,13 @@ from stepsight.dataset.tables.measurements import (
 )
 
 _VERSIONS = ("cuda", "nccl", "driver")
-_UNITS = {"microseconds": 1e-6, "us": 1e-6, "milliseconds": 1e-3, "ms": 1e-3, "seconds": 1.0, "s": 1.0}
-_UNITS |= {"nanoseconds": 1e-9, "ns": 1e-9}
+_WORDS = preset("table_names.toml")["csv"]
+_UNITS: dict[str, float] = _WORDS["units"]
 _QUANTITIES = ("time", "latency", "duration")
 # Columns that may hold the time, and the seconds of their unit.
 TIMES = {**_UNITS, **{f"{what}_{unit}": seconds for what in _QUANTITIES for unit, seconds in _UNITS.items()}}
 _NAMES = ("op", "kind", "operation", "kernel")
-_PRODUCTS = ("gemm", "matmul", "mm", "addmm")
 _SIZES = ("m", "n", "k")
-_DTYPES = {
-    **{"bfloat16": "bf16", "float16": "fp16", "half": "fp16", "float32": "fp32", "float": "fp32", "tfloat32": "tf32"},
-    **{"float8": "fp8", "e4m3": "fp8", "float8_e4m3fn": "fp8", "fp4": "nvfp4"},
-}
 
 
 def read_own(rows: Rows) -> None:
@@ -97,7 +92,7 @@ def _kind(word: str) -> str:
     """The kind of an op or a collective, by its own name or by what benchmarks call it."""
     plain = word.lower().replace("-", "_").removeprefix("aten::")
     names = {**benchmark_names(), **{kind.replace("_", ""): kind for kind in COLLECTIVE_KINDS}}
-    return "linear" if plain in _PRODUCTS else names.get(plain.replace("_", ""), names.get(plain, word))
+    return "linear" if plain in _WORDS["products"] else names.get(plain.replace("_", ""), names.get(plain, word))
 
 
 def _op(line: Line, kind: str) -> Op:
@@ -106,7 +101,7 @@ def _op(line: Line, kind: str) -> Op:
     if not all(re.fullmatch(r"\d+", number) for number in numbers):
         raise ValueError(f"dims must be whole numbers joined by x, got {sizes!r:.80}")
     told = line.cells.get("dtype", "").strip().lower().removeprefix("torch.") or "bf16"
-    work = Op(kind, tuple(map(int, numbers)), _DTYPES.get(told, told))
+    work = Op(kind, tuple(map(int, numbers)), _WORDS["dtypes"].get(told, told))
     record = work.record
     if any(size < 1 for name, size in zip(record.dim_names, work.dims, strict=True) if name not in record.flags):
         raise ValueError(f"dims must be >= 1, got {sizes}")

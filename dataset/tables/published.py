@@ -13,19 +13,15 @@ from typing import Any, cast
 
 from stepsight.dataset.base.bounded import parquet_rows, read_parquet, reason
 from stepsight.dataset.base.errors import TableError
+from stepsight.dataset.base.files import preset
 from stepsight.dataset.kinds import benchmark_names
 from stepsight.dataset.kinds.op import COLLECTIVE_KINDS, Collective, Op
 from stepsight.dataset.tables.measurements import Line, Rows, device_name, read_csv, read_text
 
 Found = Op | Collective | str  # a reason where it is no work of ours
+_NAMES = preset("table_names.toml")
+_SIMUMAX, _VIDUR, _AIC = _NAMES["simumax"], _NAMES["vidur"]["devices"], _NAMES["aiconfigurator"]
 _NEUSIGHT = ("OPName", "Latency", "Device", "Torch Version")
-# A product or quotient of two tensors reads and writes what their sum does.
-_ELEMENTWISE = {
-    **{name: "add" for name in ("add", "sub", "mul", "div")},
-    **{name: "elementwise" for name in ("tanh", "exp", "sqrt", "sigmoid", "neg", "pow")},
-    "gelu": "gelu",
-    "relu": "relu",
-}
 
 
 def read_neusight(rows: Rows) -> None:
@@ -56,8 +52,8 @@ def _neusight_op(name: str, line: Line) -> Op | None:
         if name == "bmm":
             return Op("batched_matmul", (batch, m, n, inner), "fp32")
         return Op("linear", (batch * m, n, inner), "fp32")
-    if name in _ELEMENTWISE:
-        return Op(_ELEMENTWISE[name], (math.prod(sizes("BH")),), "fp32")
+    if kind := _NAMES["neusight"]["elementwise"].get(name):
+        return Op(kind, (math.prod(sizes("BH")),), "fp32")
     if name == "conv":
         batch, ins, outs, size, kernel, stride = sizes(_CONVOLUTION)
         padded = size + 2 * line.whole("Padding", 0)
@@ -70,14 +66,7 @@ def _neusight_op(name: str, line: Line) -> Op | None:
     return None
 
 
-_SIMUMAX_DEVICES = {
-    "a100_pcie": "a100-pcie-80gb",
-    "a100": "a100-sxm-80gb",
-    "h100_nvlink": "h100-sxm-80gb",
-    "b200": "b200-sxm-180gb",
-}
 _TOLD = ("layout", "accumulate", "out_dtype", "qkv_contiguous")
-_STAGES = {"fwd": "grouped_linear", "bwd_grad_act": "grouped_linear_dgrad", "bwd_grad_w": "grouped_linear_wgrad"}
 
 
 def read_simumax(rows: Rows) -> None:
@@ -95,7 +84,8 @@ def read_simumax(rows: Rows) -> None:
         raise
     except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise rows.error(f"must be JSON with sys_name and accelerator.op ({error!r:.200})") from None
-    device = next((ours for start, ours in _SIMUMAX_DEVICES.items() if name.startswith(start)), device_name(name))
+    known = _SIMUMAX["devices"].items()
+    device = next((ours for start, ours in known if name.startswith(start)), device_name(name))
     for section, table in tables.items():
         shapes = table.get("accurate_efficient_factor") or {}
         if not shapes:
@@ -118,7 +108,7 @@ def _simumax_work(section: str, sizes: dict[str, str]) -> tuple[float, Op | None
     dtype = "fp8" if section.startswith("fp8") else "bf16"
     if section.endswith("group_matmul"):
         groups, m, n, k = (int(sizes[key]) for key in ("ng", "M", "N", "K"))  # M: rows of one group; sizes of forward
-        return 2.0 * groups * m * n * k, Op(_STAGES[sizes["stage"]], (groups, groups * m, n, k), dtype)
+        return 2.0 * groups * m * n * k, Op(_SIMUMAX["stages"][sizes["stage"]], (groups, groups * m, n, k), dtype)
     if section.endswith("matmul"):
         batch, m, k, n = (int(sizes[key]) for key in "bmkn")  # of this very product: [m, k] x [k, n]
         kind, dims = {
@@ -137,18 +127,6 @@ def _simumax_work(section: str, sizes: dict[str, str]) -> tuple[float, Op | None
     return flops, mla
 
 
-# Folders of computation and of networks; both A100 and H100 of computation stream faster than PCIe cards can.
-_VIDUR_DEVICES = {
-    "a100": "a100-sxm-80gb",
-    "h100": "h100-sxm-80gb",
-    "a40": "a40-pcie-48gb",
-    "a100_dgx": "a100-sxm-80gb",
-    "h100_dgx": "h100-sxm-80gb",
-    "a100_pairwise_nvlink": "a100-pcie-80gb",
-    "h100_pairwise_nvlink": "h100-nvl-94gb",
-    "a40_pairwise_nvlink": "a40-pcie-48gb",
-}
-_ONE_NODE = {"a100_dgx": "dgx-a100", "h100_dgx": "dgx-h100"}
 _VIDUR_SIZES = ("n_head", "n_kv_head", "n_embd", "n_expanded_embd", "vocab_size", "num_tokens")
 _VIDUR_DEGREE = "num_tensor_parallel_workers"
 
@@ -161,7 +139,7 @@ def read_vidur(rows: Rows) -> None:
     if not rows.path.name.startswith("mlp."):
         _read_vidur_collective(rows, rows.path.name.split(".")[0])
         return
-    folder = next((part for part in reversed(rows.path.parts) if part in _VIDUR_DEVICES), "")
+    folder = next((part for part in reversed(rows.path.parts) if part in _VIDUR), "")
     for line in read_csv(rows, (*_VIDUR_SIZES, _VIDUR_DEGREE, "use_gated_mlp")):
         with rows.row(line.number):
             for name, work in _vidur_layer(line).items():
@@ -170,7 +148,7 @@ def read_vidur(rows: Rows) -> None:
                     continue  # Phi-2: attention and MLP side by side, of one norm
                 if name == "add" and line.text("use_gated_mlp") != "True":
                     found = "two additions timed as one"  # likewise
-                device = _VIDUR_DEVICES.get(folder, "")
+                device = _VIDUR.get(folder, "")
                 rows.add(found, line.real(column) * 1e-3, device=device, software="vidur sarathi-serve")
 
 
@@ -199,12 +177,12 @@ def _vidur_layer(line: Line) -> dict[str, Op]:
 
 def _read_vidur_collective(rows: Rows, kind: str) -> None:
     folder, time = rows.path.parent.name, f"time_stats.{kind}.median"
-    name, device = folder.replace("_", "-"), _VIDUR_DEVICES.get(folder) or device_name(folder)
+    name, device = folder.replace("_", "-"), _VIDUR.get(folder) or device_name(folder)
     for line in read_csv(rows, (time, "num_workers", "size", "devices_per_node")):
         with rows.row(line.number):
             ranks, per_node = line.whole("num_workers"), line.whole("devices_per_node")
             work = Collective(kind, line.whole("size"), ranks, min(per_node, ranks))
-            fabric = _ONE_NODE.get(folder) or name if work.num_nodes == 1 else f"vidur-{name}"
+            fabric = _NAMES["vidur"]["one_node"].get(folder) or name if work.num_nodes == 1 else f"vidur-{name}"
             copied = (folder, kind) == ("h100_pairwise_nvlink", "send_recv")
             found = "a copy of the A100's file" if copied else work
             rows.add(found, line.real(time) * 1e-3, device=device, fabric=fabric, software="nccl")
@@ -253,9 +231,6 @@ def read_aicb(rows: Rows) -> None:
         )
 
 
-# All-to-all NVLink: 229 and 134 GB/s of bus bandwidth over 8 devices.
-_VTRAIN_DEVICES = {"a100": "a100-sxm-80gb", "v100": "v100-sxm-32gb"}
-_VTRAIN_FABRICS = {"a100": "dgx-a100", "v100": "dgx-1v"}
 _VTRAIN_HEADER = "size(B),count,type,time(ns),busbw(GB/s),time(ns),busbw(GB/s)"
 
 
@@ -269,7 +244,8 @@ def read_vtrain(rows: Rows) -> None:
     if found is None or int(found[1]) < 2:
         raise rows.error("the name must begin with AR_GPU and the number of GPUs, at least 2")
     group, folder = int(found[1]), rows.path.parent.name
-    device, fabric = _VTRAIN_DEVICES.get(folder) or device_name(folder), _VTRAIN_FABRICS.get(folder, "")
+    known = _NAMES["vtrain"]
+    device, fabric = known["devices"].get(folder) or device_name(folder), known["fabrics"].get(folder, "")
     header, *lines = read_text(rows).splitlines() or [""]
     if header.strip() != _VTRAIN_HEADER:
         raise rows.error(f"the header must be {_VTRAIN_HEADER}")
@@ -280,18 +256,6 @@ def read_vtrain(rows: Rows) -> None:
                 raise ValueError(f"a row must have seven cells with sizes and times, got {line!r:.80}")
             work = Collective("all_reduce", _sizes(int(cells[0]))[0], group, group)
             rows.add(work, float(cells[5]) * 1e-9, device=device, fabric=fabric, software="nccl-tests")
-
-
-_AIC_DTYPES = {"bfloat16": "bf16", "float16": "fp16", "fp8": "fp8", "fp8_block": "fp8"}
-_NCCL_BYTES = {"half": 2, "int8": 1}
-_AIC_FABRICS = {
-    "a100-sxm-80gb": "dgx-a100",
-    "h100-sxm-80gb": "dgx-h100",
-    "h200-sxm-141gb": "dgx-h100",  # the same NVLink 4
-    "b200-sxm-180gb": "dgx-b200",
-    "gb200-sxm-186gb": "gb200-nvl72",
-    "l40s-pcie-48gb": "pcie-gen4",
-}
 
 
 def _sizes(*sizes: int) -> tuple[int, ...]:
@@ -327,7 +291,7 @@ def _aic_moe(dtype: str, told: str, *cells: Any) -> Found:
 def _aic_collective(dtype: str, told: str, kind: str, num_gpus: int, elements: int) -> Found:
     if kind not in benchmark_names():
         return f"no collective kind for {kind}"
-    return Collective(benchmark_names()[kind], elements * _NCCL_BYTES[told], num_gpus, num_gpus)
+    return Collective(benchmark_names()[kind], elements * _AIC["nccl_bytes"][told], num_gpus, num_gpus)
 
 
 # By table: what has its dtype, in words; its columns, that dtype first; and what makes work of the dtype as ops have
@@ -383,13 +347,13 @@ def read_aiconfigurator(rows: Rows) -> None:
         with rows.row(index):
             framework, version, told_device, kernel, latency_ms, told, *others = map(_cell, every, row)
             device, seconds = device_name(told_device), latency_ms * 1e-3
-            if told not in (_NCCL_BYTES if table == "nccl" else _AIC_DTYPES):
+            if told not in _AIC["nccl_bytes" if table == "nccl" else "dtypes"]:
                 work: Found = f"{what} in {told}"
             else:
-                work = convert(_AIC_DTYPES.get(told, ""), told, *others)
+                work = convert(_AIC["dtypes"].get(told, ""), told, *others)
             software, fabric = f"{framework} {version} {kernel}{' fp8_block' if told == 'fp8_block' else ''}", ""
             if isinstance(work, Collective):
-                software, fabric = f"nccl {version} {told}", _AIC_FABRICS.get(device, "")
+                software, fabric = f"nccl {version} {told}", _AIC["fabrics"].get(device, "")
             rows.add(work, seconds, device=device, fabric=fabric, software=software)
 
 

@@ -8,23 +8,20 @@ the table stands for everything it calls; a call that is not stands aside for cl
 from __future__ import annotations
 
 import math
-import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from importlib import resources
 from types import MappingProxyType
 from typing import Any
 
 from stepsight.dataset.base.caching import Memo, cached
+from stepsight.dataset.base.files import preset
 from stepsight.dataset.kinds import kinds_version
 from stepsight.dataset.kinds.call_dims import Args, all_shapes, count, largest, literal_of, shape_of
 from stepsight.dataset.kinds.op import OP_KINDS, Op
 
 Signature = tuple[str, tuple[int, ...]]  # kind, dims
 
-NAMES: Mapping[str, Any] = tomllib.loads(
-    resources.files("stepsight.dataset").joinpath("presets/trace_names.toml").read_text("utf-8")
-)
+NAMES: Mapping[str, Any] = preset("trace_names.toml")
 DTYPES = {name: (str(dtype), float(weight)) for name, (dtype, weight) in NAMES["types"].items()}  # of the profiler
 ELEMENT_BYTES: Mapping[str, int] = NAMES["element_bytes"]  # by the profiler's names, and those of NCCL's records
 

@@ -12,15 +12,12 @@ from __future__ import annotations
 
 import itertools
 import re
-import tomllib
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
-from importlib import resources
 from typing import Any, TypeVar
 
-from stepsight.dataset.base.caching import cached
 from stepsight.dataset.base.errors import JobError
-from stepsight.dataset.base.files import digest
+from stepsight.dataset.base.files import digest, preset
 from stepsight.dataset.hardware.hardware import (
     FABRICS,
     HARDWARE,
@@ -45,14 +42,7 @@ _REMARKS = re.compile(r"\b(?:gpus?|tensor|core|hgx|dgx|superchip)\b")
 _MEMORY = re.compile(r"([0-9]{1,4}) ?gb\b")
 _PORTS = re.compile(r"(?:(\d+) ?x ?)?(\d+) ?g(?:b/s|bps|bit/s|b)\b")
 T = TypeVar("T")
-
-
-@cached(1)
-def told() -> dict[str, Any]:
-    """What rows say in words, and what they leave out: ``dataset/presets/published_rows.toml``."""
-    return tomllib.loads(
-        resources.files("stepsight.dataset").joinpath("presets/published_rows.toml").read_text("utf-8")
-    )
+TOLD = preset("published_rows.toml")  # what rows say in words, and what they leave out
 
 
 def preset_of_device(row: Row) -> str:
@@ -83,8 +73,8 @@ def fabric_of(row: Row, hardware: str, gpus_per_node: int) -> Any:
     if text in FABRICS:
         return text
     lower, machine = text.lower(), row.text("hardware").lower()
-    named = [fabric for word, device, fabric in told()["networks"] if word in lower and device in hardware]
-    named += [fabric for word, fabric in told()["machines"] if word in machine]
+    named = [fabric for word, device, fabric in TOLD["networks"] if word in lower and device in hardware]
+    named += [fabric for word, fabric in TOLD["machines"] if word in machine]
     named += read_fabric_words(text, hardware).presets
     if named:
         return named[0]
@@ -122,7 +112,7 @@ def cluster_of(row: Row) -> dict[str, Any]:
             raise RowError(f"nodes * gpus_per_node must be gpus, got {nodes} * {per_node} != {gpus}")
     per_node = min(gpus, per_node)
     fabric = fabric_of(row, hardware, per_node)
-    domain = told()["nvlink_domains"].get(fabric) if isinstance(fabric, str) else None
+    domain = TOLD["nvlink_domains"].get(fabric) if isinstance(fabric, str) else None
     if domain is not None:
         per_node = max(size for size in range(1, domain + 1) if gpus % size == 0)
     if per_node < 1 or gpus % per_node:
@@ -143,14 +133,14 @@ def framework_of(row: Row) -> Framework:
     changes: dict[str, Any] = (
         {"attention": frameworks.attention_of(row.text("attention"))} if row.text("attention") else {}
     )
-    for columns, words, fields in told()["stated"]:
+    for columns, words, fields in TOLD["stated"]:
         if re.search(words, " ".join(map(row.text, columns.split())).lower()):
             changes |= fields
     bucket = re.search(r"\bbucket_cap_mb=([0-9.]+)", row.notes)
     if bucket and number_in(bucket[1], "bucket_cap_mb") > 0:
         changes["bucket_mbytes"] = float(bucket[1])
     if framework.name == "paxml":
-        changes["recompute"] = by_model(row, told()["paxml"]["recompute"], framework.recompute)
+        changes["recompute"] = by_model(row, TOLD["paxml"]["recompute"], framework.recompute)
     if "nemo container" in row.software.lower() or "nemo:" in container.lower():
         changes |= _container_habits(row, framework)
     return replace(framework, **changes) if changes else framework
@@ -230,10 +220,10 @@ def jobs_of(row: Row) -> list[PublishedJob]:
 
 def _job(row: Row, framework: Framework) -> Job:
     parallel, model = _parallel(row, framework), _model(row)
-    start, recipes, dropout = told()["dropout"]
+    start, recipes, dropout = TOLD["dropout"]
     if framework.name == "nemo" and plain_name(row).startswith(start) and re.search(recipes, row.software):
         model["dropout"] = dropout
-    for start, device, kind, layers in told()["offloaded"] if "megatron-fsdp" in row.text("zero_stage") else ():
+    for start, device, kind, layers in TOLD["offloaded"] if "megatron-fsdp" in row.text("zero_stage") else ():
         words = row.text("hardware").lower(), row.text("precision").lower(), parallel["recompute"]
         if plain_name(row).startswith(start) and device in words[0] and kind in words[1] and words[2] == "none":
             parallel |= {"offload_activations": True, "offload_layers": layers}
@@ -256,14 +246,14 @@ def _job(row: Row, framework: Framework) -> Job:
 def tables_named(row: Row) -> str:
     """The embedding tables of a row's model, by name or as a file; empty: it has none."""
     named = row.text("tables")
-    return "" if row.text("family") not in ("", "dlrm") else str(told()["tables"].get(named, named))
+    return "" if row.text("family") not in ("", "dlrm") else str(TOLD["tables"].get(named, named))
 
 
 def _table_job(row: Row, framework: Framework) -> Job:
     """The job of a recommendation model: a replica of the dense part on each device."""
     tables, cluster = tables_named(row), cluster_of(row)
     if not row.text("inter_interconnect"):
-        cluster["fabric"] = told()["staged"].get(cluster["hardware"], cluster["fabric"])
+        cluster["fabric"] = TOLD["staged"].get(cluster["hardware"], cluster["fabric"])
     if tables.endswith((".csv", ".toml", ".json")):
         model: dict[str, Any] = {"family": "dlrm", "tables": tables}
     elif tables in TABLE_MODELS:
@@ -284,7 +274,7 @@ def _table_job(row: Row, framework: Framework) -> Job:
         "sharding": {
             "rule": row.text("sharding") or "auto",
             "optimizer": "adagrad",
-            "replicate_mbytes": told()["replicated_mbytes"][cluster["nodes"] > 1],
+            "replicate_mbytes": TOLD["replicated_mbytes"][cluster["nodes"] > 1],
         },
         "cluster": cluster,
     }
@@ -346,15 +336,15 @@ def _model(row: Row) -> dict[str, Any]:
     if experts:
         model |= {"expert_ffn": ffn, "experts": experts, "experts_per_token": row.known("top_k")}
         model |= {"capacity_factor": 1.0} if "tokendrop" in plain_name(row) else {}
-    return {**model, **by_model(row, told()["models"], {}), "vocab": _vocab(row)}
+    return {**model, **by_model(row, TOLD["models"], {}), "vocab": _vocab(row)}
 
 
 def _vocab(row: Row) -> int:
     """The vocabulary, 0 if it is unknown."""
-    model, recipes, tokens = told()["tokens"]
+    model, recipes, tokens = TOLD["tokens"]
     if plain_name(row).startswith(model) and re.search(recipes, row.software):
         return int(tokens)
-    known: int = by_model(row, told()["models"], {}).get("vocab", 0)
+    known: int = by_model(row, TOLD["models"], {}).get("vocab", 0)
     return row.whole("vocab") or known
 
 
@@ -377,7 +367,7 @@ def _parallel(row: Row, framework: Framework) -> dict[str, Any]:
         each = (layers + 2) // parts
         stage_layers = [each - 1, *[each] * (parts - 2), each - 1]
     text = (row.text("recompute") or framework.recompute).lower()
-    text = told()["recompute"].get(text, text)
+    text = TOLD["recompute"].get(text, text)
     found = re.match(rf"({'|'.join(RECOMPUTE)})(?![a-z0-9/])", text)  # with any remark after it
     sharding = _sharding(row, framework, degrees["dp"])
     if found is None:
@@ -406,7 +396,7 @@ def _sharding(row: Row, framework: Framework, dp: int) -> dict[str, Any]:
     if "hsdp" in text and not shard:
         shard = of_node
     if framework.name == "paxml" and stage == 3 and not shard:
-        shard = of_node * by_model(row, told()["paxml"]["shared_nodes"], 0)
+        shard = of_node * by_model(row, TOLD["paxml"]["shared_nodes"], 0)
     return {
         "zero_stage": stage,
         "dp_shard": shard if 0 < shard < dp else 0,

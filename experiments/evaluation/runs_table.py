@@ -10,13 +10,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
 from stepsight.dataset.base.bounded import read_unpacked, reason
 from stepsight.dataset.base.caching import cached
 from stepsight.dataset.base.errors import JobError, TableError
+from stepsight.dataset.base.files import preset
 from stepsight.experiments.reports.text_table import table
 
 MOST = 1e18  # of any number: larger ones are typing mistakes
@@ -49,11 +49,8 @@ _UNIT = re.compile(r"[ _]*(?:\(([a-z]+)\)|\[([a-z]+)\])$")
 @cached(1)
 def columns() -> tuple[Column, ...]:
     """All columns, in the order of the template."""
-    text = resources.files("stepsight.dataset").joinpath("presets/run_columns.csv").read_text("utf-8")
-    return tuple(
-        Column(name, needed == "yes", unit, example, tuple(others.split()), meaning)
-        for name, needed, unit, example, others, meaning in [*csv.reader(text.splitlines())][1:]
-    )
+    rows = ((row, row["needed"] == "yes", tuple(row["others"].split())) for row in preset("run_columns.csv"))
+    return tuple(Column(**{**row, "needed": needed, "others": others}) for row, needed, others in rows)
 
 
 @cached(1)
@@ -259,8 +256,7 @@ def recipes() -> tuple[dict[str, str], ...]:
     the ``dispatcher``; ``overlap``: whether all-to-alls run beside another micro-batch; ``graphs``: ``none``, ``parts``
     or ``whole``; modules that it has to ``recompute``.
     """
-    text = resources.files("stepsight.dataset").joinpath("presets/megatron_bridge.csv").read_text("utf-8")
-    return tuple(sorted(csv.DictReader(text.splitlines()), key=lambda line: line["release"]))
+    return tuple(sorted(preset("megatron_bridge.csv"), key=lambda line: line["release"]))
 
 
 def recipe_habits(recipe: Mapping[str, str]) -> dict[str, Any]:

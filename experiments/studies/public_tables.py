@@ -18,7 +18,7 @@ from stepsight.dataset.kinds.op import OP_KINDS, Collective, Op
 from stepsight.dataset.tables import Measurements, read_table
 from stepsight.experiments.evaluation.table_errors import group_of
 from stepsight.experiments.reports.text_table import table_of
-from stepsight.experiments.studies.study import Row, Study
+from stepsight.experiments.studies.study import Row, Study, cases
 from stepsight.training.collectives.between_nodes import UNFITTED, fit_site
 from stepsight.training.fitting.own_table import LONG_S, OwnTable, own_table
 from stepsight.training.fitting.train_tables import fit_ops
@@ -198,18 +198,11 @@ class Case(NamedTuple):
 
     device: str
     folder: str
-    without: tuple[str, ...]
+    without: Sequence[str]
     twin: bool = False
 
 
-CASES = (
-    Case("a100-sxm-80gb", "a100_sxm", ("a100-sxm",)),
-    Case("h100-sxm-80gb", "h100_sxm", ("h100-sxm", "h200-sxm")),
-    Case("h100-sxm-80gb", "h100_sxm", ("h100-sxm",), twin=True),
-    Case("h200-sxm-141gb", "h200_sxm", ("h200-sxm",), twin=True),
-    Case("b200-sxm-180gb", "b200_sxm", ("b200-sxm",)),
-    Case("l40s-pcie-48gb", "l40s", ()),
-)
+CASES = tuple(Case(**row) for row in cases("transfer")["cases"])
 NONE = np.array([], dtype=np.int64)
 
 

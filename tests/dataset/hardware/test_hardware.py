@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from stepsight.dataset.base.errors import JobError
+from stepsight.dataset.base.files import preset
 from stepsight.dataset.hardware.hardware import (
     FABRICS,
     HARDWARE,
-    _preset_tables,
     alpha_beta_seconds,
     canonical_hardware,
     fabric_from_dict,
@@ -91,7 +91,7 @@ def _job(hardware: object, **cluster: object) -> Job:
 
 
 def test_aliases_name_presets() -> None:
-    aliases = _preset_tables()["alias"]
+    aliases = preset("hardware.toml")["alias"]
     assert set(aliases.values()) <= set(HARDWARE.names())
 
 
