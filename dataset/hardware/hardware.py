@@ -155,11 +155,7 @@ def _check_units(hardware: Hardware) -> None:
 
 
 def usual_fabric(hardware: str) -> str:
-    """The usual fabric of a hardware: the one in its file, or that of its vendor's own systems.
-
-    Raises:
-        JobError: If the hardware is not known, or has no usual fabric; the message says what to name.
-    """
+    """The usual fabric of a hardware: the one in its file, or that of its vendor's own systems."""
     if is_facts_file(hardware) and _hardware_file(hardware)[1]:
         return hardware
     words = set(hardware_name(hardware).split("-"))

@@ -226,12 +226,7 @@ FRAMEWORKS: Registry[Framework] = Registry(
 def find_framework(text: str, container: str = "", date: str = "") -> Framework:
     """The profile that a job names: by its name, by a file, or the first one with a word in the text.
 
-    Args:
-        text: The framework.
-        container, date: As in ``ExecutionSpec``: they choose among the profiles of a framework; files have one.
-
-    Raises:
-        JobError: If no profile is known by that text, or the file cannot be read or is not a file of one profile.
+    ``container`` and ``date``, as in ``ExecutionSpec``, choose among the profiles of a framework; files have one.
     """
     if is_facts_file(text):
         return _read_profile(text, file_version(text))
@@ -262,9 +257,7 @@ def _profile_in(text: str, container: str, date: str) -> Framework | None:
 
 @cached(1024)
 def _by_words(text: str, version: int) -> tuple[Framework | None, str]:
-    """The first profile with a word in a text, and the word; ``version`` makes the cache see profiles that were added
-    since.
-    """
+    """The first profile with a word in a text, and the word; ``version``: of the registry, for the cache."""
     date = re.search(rf"(?<![0-9]){_MONTH}|(?<![0-9])20[0-9]{{2}}(?![0-9])", text)
     for profile in FRAMEWORKS.values():
         held = not profile.until or (date is not None and date[0] < profile.until)
@@ -321,11 +314,7 @@ def release_month(container: str) -> str:
 
 
 def software_problems(stated: dict[str, str]) -> list[str]:
-    """Rules that stated software breaks.
-
-    Args:
-        stated: ``date`` and the versions of ``LIBRARIES``; empty: not stated.
-    """
+    """Rules that stated software breaks: ``date`` and the versions of ``LIBRARIES``; empty: not stated."""
     problems = [
         f"{name} must be a version as 12.4, got {stated[name]!r:.80}"
         for name in LIBRARIES
@@ -354,17 +343,7 @@ def version_numbers(version: str) -> tuple[int, ...]:
 
 
 def attention_of(text: str) -> str:
-    """The generation of attention kernels that a library's name and version mean.
-
-    Args:
-        text: As ``flash-attn 2.5.8``, ``cuDNN 9.1``, ``unfused``.
-
-    Returns:
-        ``unfused``, ``flash-1``, ``flash-2`` or ``flash-3``.
-
-    Raises:
-        JobError: If the name or the version is unknown.
-    """
+    """One of ``ATTENTION``: what a library's name and version mean, as ``flash-attn 2.5.8`` or ``cuDNN 9.1``."""
     for pattern, generation in _ATTENTION:
         found = re.match(rf"(?<![a-z]){pattern}(?![a-z])", text.strip().lower())
         if found:

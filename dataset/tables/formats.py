@@ -165,11 +165,7 @@ _NO_DATA = re.compile(r"(^|/)(LICENSE|NOTICE|README|SOURCE)[^/]*$|\.(md|yaml)$|(
 
 
 def read_table(name: str, path: Path) -> Measurements:
-    """Measurements of a file, or of all files of a folder that have the format; those that cannot be read are counted.
-
-    Raises:
-        TableError: If there is no such format or path, or no file can be read.
-    """
+    """Measurements of a file, or of all files of a folder with the format; those that cannot be read are counted."""
     path, form = Path(path), FORMATS[name]
     if path.is_file():
         return _read_file(name, path, path.name, path.parent)
@@ -199,11 +195,7 @@ def read_table(name: str, path: Path) -> Measurements:
 
 
 def check_table_output(name: str, path: Path, out: Path) -> None:
-    """What is read of format ``name`` from ``path`` may be written to ``out``; to be asked before long work.
-
-    Raises:
-        StepsightError: If not: nothing is written over what is read.
-    """
+    """Check, before long work, that ``out`` can be written and is nothing that format ``name`` reads of ``path``."""
     if out.suffix != ".parquet":
         raise TableError(f"measurements are written to a .parquet file, got {out}")
     check_output_file(out)

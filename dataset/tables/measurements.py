@@ -127,12 +127,7 @@ class Measurements:
 
     @staticmethod
     def from_parquet(path: Path) -> Measurements:
-        """Read what ``to_parquet`` wrote.
-
-        Raises:
-            TableError: If it is no table of measurements.
-        """
-
+        """Read what ``to_parquet`` wrote."""
         try:
             table = read_parquet(path)
         except OSError as error:
@@ -257,16 +252,11 @@ MALFORMED = (
 
 
 class Rows:
-    """The rows and facts that a reader finds in one file.
-
-    Attributes:
-        path: The file, for errors and for what only its place tells.
-        skipped: Rows left out, by reason.
-    """
+    """The rows and facts that a reader finds in one file."""
 
     def __init__(self, path: Path) -> None:
-        self.path = path
-        self.skipped: Counter[str] = Counter()
+        self.path = path  # for errors, and for what only its place tells
+        self.skipped: Counter[str] = Counter()  # rows left out, by reason
         self._broken: dict[str, tuple[int, str]] = {}  # by rule: the first row that breaks it, and the whole message
         self._shared: dict[Op | Collective, Op | Collective] = {}
         self._rows: dict[tuple[Op | Collective, float, str, str, str, str], None] = {}  # each once, in order
@@ -275,10 +265,7 @@ class Rows:
         self, work: Op | Collective | str, seconds: float, *, device: str, software: str, fabric: str = "",
         part: str = "",
     ) -> None:  # fmt: skip
-        """A measurement, or the reason why a row is none.
-
-        One without a time, or equal in all to another of its part, is counted as skipped.
-        """
+        """A measurement, or why a row is none; one without a time, or equal to another of its part, is skipped."""
         if isinstance(work, str):
             return self.skip(work)
         if not (math.isfinite(seconds) and seconds > 0):
@@ -377,11 +364,7 @@ def read_text(rows: Rows) -> str:
 
 
 def read_csv(rows: Rows, columns: Sequence[str]) -> Iterator[Line]:
-    """Lines of a CSV file with a header that holds at least some columns; others than the header are left out.
-
-    Raises:
-        TableError: If a column is missing or there twice.
-    """
+    """Lines of a CSV file, as long as its header, which must hold some columns, and each once."""
     text = read_text(rows).splitlines()
     first = text[0] if text else ""
     lines = csv.reader(text, delimiter=next((mark for mark in ",;\t" if mark in first), ","))

@@ -27,7 +27,7 @@ from stepsight.experiments.evaluation.error_metrics import Errors, Times, errors
 from stepsight.experiments.reports.text_table import Number, table
 from stepsight.features.collective_features import CHOICE_TERMS
 from stepsight.training.collectives.between_nodes import BetweenNodes, fit_site, left_out_seconds, link_doubts
-from stepsight.training.corrections.traced import fit_traced
+from stepsight.training.corrections.corrector import fit_traced
 from stepsight.training.fitting.own_table import pack_shapes, shape_of
 from stepsight.training.kernels.kernel_models import label
 from stepsight.training.measured.imported_facts import Overlap, launch_seconds, overlap_of, with_facts
@@ -246,9 +246,6 @@ def links_text(report: LinksReport) -> str:
             verdict,
         ]
     )
-
-
-Array = NDArray[np.float64]
 
 
 # --- imported traces --------------------------------------------------------------------------------------------------

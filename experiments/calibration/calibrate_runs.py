@@ -80,20 +80,14 @@ class Evidence(Change):
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class CalibrationReport(Report):
-    """Result of a calibration: its changes, its evidence, and whether it was written.
-
-    Attributes:
-        num_fitted: Number of runs that it was fitted on.
-        evidence: Errors before and after on runs that were not fitted.
-        skipped: Number of rows left out, by reason.
-    """
+    """Result of a calibration: its changes, its evidence, and whether it was written."""
 
     KEY = "calibration"
     RECORDED = ("fitted", "constants", "residual", "evidence")
 
-    num_fitted: int
-    evidence: Evidence
-    skipped: Mapping[str, int]
+    num_fitted: int  # runs that it was fitted on
+    evidence: Evidence  # errors before and after on others
+    skipped: Mapping[str, int]  # number of rows left out, by reason
 
     @property
     def released(self) -> bool:
@@ -275,11 +269,7 @@ def source_of(row: Scored) -> Hashable:
 def split_rows(
     rows: Sequence[Scored], most_gpus: int = MOST_GPUS, set_of: Callable[[Scored], Hashable] = source_of
 ) -> Split:
-    """Rows to fit and rows to judge, of every set for itself: a source's hardware, or a model in one strategy.
-
-    Rows of a set with at most ``most_gpus`` devices are fitted, or those of its smallest size where it has none; its
-    larger ones judge.
-    """
+    """Rows to fit, of at most ``most_gpus`` devices or of a set's smallest size, and larger ones to judge."""
     fitted = set[int]()
     for indices in grouped(rows, set_of).values():
         limit = max(most_gpus, min(rows[i].row.gpus for i in indices))
@@ -324,12 +314,7 @@ def calibrate_small(
     set_of: Callable[[Scored], Hashable],
     on_set: Callable[[int, int], None] | None = None,
 ) -> dict[str, Any]:
-    """Fit and judge every source's hardware for which there is a predictor.
-
-    Returns:
-        Plain values for JSON: figures of the calibrated predictions by source and kind, with those as shipped of the
-        same rows.
-    """
+    """Fit and judge every source's hardware; figures of calibrated and shipped predictions by source and kind."""
     carried = dict(zip(map(id, evaluation.scored), carried_forward(evaluation.scored), strict=True))
     fitted_of, judged = Counter[str](), dict[str, list[_Judged]]()
     sets = evaluation.by(lambda row: f"{row.row.source}/{row.job.cluster.hardware}")
@@ -369,10 +354,7 @@ def _beside(rows: Sequence[_Judged]) -> dict[str, Any]:
 
 
 def with_rows(predictor: Predictor, rows: Sequence[Scored]) -> CalibrationFit:
-    """The predictor calibrated on some rows, which its manifest names from then on.
-
-    Rows that leave open what ran do not teach, unless all do.
-    """
+    """The predictor calibrated on some rows (of those with open cells only if all have), which its manifest names."""
     sure = [row for row in rows if not row.open] or rows
     fit = fit_calibration(predictor, [TimedJob(row.job, row.measured_s, row.row.software) for row in sure])
     seen = {*predictor.manifest.get("fitted_rows", ()), *(row.digest for row in rows)}

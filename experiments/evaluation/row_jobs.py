@@ -98,10 +98,7 @@ def fabric_of(row: Row, hardware: str, gpus_per_node: int) -> Any:
 
 
 def cluster_of(row: Row) -> dict[str, Any]:
-    """The ``[cluster]`` table of a row's job.
-
-    Nodes have as many GPUs as the row states or implies, 8 if it states nothing.  A partly used node is one node.
-    """
+    """The ``[cluster]`` table of a row's job: nodes of 8 if it says nothing; a partly used node is one node."""
     gpus, hardware = row.gpus, preset_of_device(row)
     nodes, per_node = row.whole("nodes"), row.whole("gpus_per_node")
     if nodes is None:
@@ -182,10 +179,7 @@ class PublishedJob:
 
 
 def jobs_of(row: Row) -> list[PublishedJob]:
-    """The jobs of a row: one for each combination of values of the cells that it leaves open.
-
-    Those that break a rule are left out and, where some fit the devices' memory, those that do not.
-    """
+    """The jobs of a row: one for each combination of its open cells' values that breaks no rule and fits the memory."""
     if "optimizer step NOT included" in row.text("iter_time_derivation"):
         raise RowError("the time is not that of a training iteration")
     framework = framework_of(row)

@@ -192,10 +192,7 @@ def predict_table(
     on_rows: OnRows | None,
     ran: Sequence[str | int],
 ) -> tuple[Array, dict[str, int]]:
-    """Predicted seconds of each row, NaN where there are none, and the number of those rows by reason.
-
-    ``ran``: what ran each row, -1 for software that its predictor does not know.
-    """
+    """Predicted seconds of each row by what ran it (-1: unknown), NaN for none, and the number of those by reason."""
     predicted, skipped = np.full(len(measured), np.nan), Counter[str]()
     seen = np.zeros(len(measured), dtype=np.bool_)  # shapes that their predictor was trained on
     for device in dict.fromkeys(measured.device):

@@ -82,10 +82,7 @@ def conformal_quantile(scores: Sequence[float], coverage: float = COVERAGE, *, t
 
 
 def fit_intervals(log_residuals: Array, spread_log: float, coverage: float = COVERAGE) -> Intervals:
-    """Fit a symmetric split-conformal interval to logs of measured over predicted times of runs held out.
-
-    ``spread_log``, the spread of repeated measurements, is its least half width.
-    """
+    """Fit a symmetric interval to held-out logs of measured over predicted times, no narrower than their repeats'."""
     if not len(log_residuals):
         return Intervals()
     half_width = conformal_quantile(np.abs(log_residuals).tolist(), coverage)
@@ -288,12 +285,9 @@ class HeldBackErrors:
 
 @dataclass(frozen=True)
 class NodeDoubts(Saved):
-    """Half of the 90 % interval of single ops and collectives in log-seconds.
+    """Half of the 90 % interval of single ops and collectives in log-seconds."""
 
-    ``halves``: by ``kind/phase``, ``kind``, and for all others ``""``.
-    """
-
-    halves: Mapping[str, float]
+    halves: Mapping[str, float]  # by ``kind/phase``, ``kind``, and for all others ``""``
     shared: float = SHARED
 
     def __post_init__(self) -> None:
