@@ -42,6 +42,7 @@ class TensorCall:
         stage: Pipeline stage.
         origin: Number of the call of the file that it comes from.
         ops: Signatures of its kernels, from the shapes of what it reads and writes.
+        known: Whether a kind of op is known for it.
     """
 
     op: str
@@ -54,6 +55,7 @@ class TensorCall:
     stage: int = 0
     origin: int = 0
     ops: Callable[[Shapes, Shapes], list[Op]] = lambda reads, writes: []
+    known: bool = True
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 import numpy as np
@@ -13,15 +13,8 @@ from stepsight.dataset.base.errors import CaptureError
 from stepsight.dataset.capture.captured import Captured
 from stepsight.dataset.tensors.calls import Array, TensorCall, compute, cut, joined
 from stepsight.dataset.tensors.cuts import Cutting, staged
-from stepsight.dataset.tensors.ranks import Spec, TensorStep, rank_of, with_backward
-from stepsight.dataset.tensors.readers import load_tensors
-
-
-def check_counts(**counts: object) -> None:
-    """Raise ``CaptureError`` unless every count is a whole number of at least 1."""
-    for name, count in counts.items():
-        if type(count) is not int or count < 1:
-            raise CaptureError(f"{name} must be a whole number of at least 1, got {count!r:.80}")
+from stepsight.dataset.tensors.model_files import ModelRequest, read_step
+from stepsight.dataset.tensors.ranks import Spec, TensorStep, check_counts, rank_of, with_backward
 
 
 @dataclass(frozen=True, repr=False)
@@ -47,7 +40,8 @@ class TensorProgram(TensorStep):
         Raises:
             CaptureError: If the file is no model, or its shapes are not known.
         """
-        program = cls(**load_tensors(Path(path), dims or {}, precision))
+        step = read_step(ModelRequest(Path(path), dims=dims or {}, precision=precision))
+        program = cls(**{each.name: getattr(step, each.name) for each in fields(step)})
         return program.with_training() if training else program
 
     def __repr__(self) -> str:

@@ -10,15 +10,16 @@ from functools import partial
 from typing import Any, TypeVar
 
 from stepsight.dataset.base.errors import CaptureError
-from stepsight.dataset.capture.model_files import PRECISIONS
-from stepsight.dataset.capture.model_steps import BUCKET, FIRST_BUCKET, ModelStep, gradients_of, streamed
 from stepsight.dataset.capture.record_graph import COMPOSITE, FORM, CapturedRank, graph_of_record
 from stepsight.dataset.graph.columns import PHASES
 from stepsight.dataset.graph.program import COLLECTIVE, OP
 from stepsight.dataset.kinds.op import DTYPE_BYTES, Op
-from stepsight.dataset.tensors.calls import LAYOUTS, POINTWISE, UNSAVED, Array, Shapes, TensorCall
+from stepsight.dataset.tensors.calls import UNSAVED, Array, Shapes, TensorCall
+from stepsight.dataset.tensors.kernels import gradients_of, streamed
 
-_STATES = 3  # copies of the parameters during training: gradients and two moments
+PRECISIONS = ("fp32", "bf16", "fp16")
+_FIRST_BUCKET, _BUCKET = 2**20, 25 * 2**20  # bucket sizes of DDP in bytes: the first one, and all others
+_STATES = 2  # copies of the parameters during training beside gradients: two moments
 
 
 def rank_of(step: TensorStep, stage: int, devices_per_node: int) -> CapturedRank:
@@ -60,14 +61,15 @@ class _Rank:
         self._live: list[int] = []
         self._made_by: dict[str, tuple[int, ...]] = {}  # nodes that a tensor waits for
         self._bucket: list[TensorCall] = []
-        self._limit, self._updated = FIRST_BUCKET, list[str]()
+        self._limit, self._updated = _FIRST_BUCKET, list[str]()
         self._counts: dict[str, int] = {}  # of nodes by stream
         self._root, self._last = dict[str, str](), dict[str, int]()
         for place, (_, call) in enumerate(issued):
             roots = [self._root.get(name, name) for name in call.reads]
             self._last |= dict.fromkeys(roots, place)
-            if self._in_place(call):
+            if roots and self._in_place(call):
                 self._root |= dict.fromkeys(call.writes, roots[0])
+        self._outputs = {self._root.get(name, name) for name in step.outputs.values()}
         own = {name for _, call in issued if call.stage == stage for name in call.reads} & {*step.parameters}
         self._bytes = sum(map(self._size, own)) * (1 + _STATES * bool(step.gradients))
         self._held: dict[str, int] = {}
@@ -77,7 +79,7 @@ class _Rank:
         """Whether what a call writes takes no memory of its own."""
         if call.op in ("all_reduce", "adamw"):
             return call.op == "adamw" or self._is_gradient(call)
-        return call.op not in ("send", "join") and not _ops(self._step, call)
+        return call.op not in ("send", "join") and not ops_of(self._step, call)
 
     def _is_gradient(self, call: TensorCall) -> bool:
         return call.writes[0] in self._gradients
@@ -85,6 +87,10 @@ class _Rank:
     def add(self, number: int, call: TensorCall) -> None:
         """Add a call of this rank; ``number``: its place in the step."""
         before = self._before(call.reads)
+        for name in call.writes:
+            if name not in self._root:
+                self._held[name] = self._size(name)
+                self._bytes += self._held[name]
         axis = call.settings.get("axis", "")
         made: tuple[int, ...] = before
         if call.op == "send":
@@ -137,34 +143,28 @@ class _Rank:
         return tuple(dict.fromkeys(node for name in names for node in self._made_by.get(name, ())))
 
     def _free(self, call: TensorCall) -> None:
-        """Count the memory of what a call writes, and no longer that of tensors that no later call reads."""
-        for name in call.writes:
-            if name not in self._root:
-                self._held[name] = self._size(name)
-                self._bytes += self._held[name]
-        for name in {self._root.get(name, name) for name in call.reads}:
-            if self._last[name] == self._place:
+        """Count no longer the memory of tensors that no later call reads."""
+        for name in {self._root.get(name, name) for name in (*call.reads, *call.writes)} - self._outputs:
+            if self._last.get(name, self._place) <= self._place:
                 self._bytes -= self._held.pop(name, 0)
         self._place += 1
 
     def _kernels(self, call: TensorCall, before: tuple[int, ...]) -> tuple[int, ...]:
-        for op in _ops(self._step, call):
+        for op in ops_of(self._step, call):
             before = (self._op(op, call, before),)
         return before
 
     def _op(self, op: Op, call: TensorCall, before: Iterable[int]) -> int:
         if self._step.precision and op.dtype in PRECISIONS:
             op = Op(op.kind, op.dims, self._step.precision)
-        of = call.settings["of"].op if call.op == "vjp" else call.op
-        known = of in LAYOUTS or of in POINTWISE
-        return self._node(OP, (COMPOSITE, op.kind, op.dims, op.dtype, known), "compute", (call, before))
+        return self._node(OP, (COMPOSITE, op.kind, op.dims, op.dtype, call.known), "compute", (call, before))
 
     def _collective(
         self, kind: str, size: int, axis: str, of: tuple[TensorCall, Iterable[int]], stream: str = ""
     ) -> int:
         first = 0 if axis.startswith("pp") else self._ranks["pp"][self._stage]
         ranks = tuple(first + rank for rank in self._ranks[axis])
-        name = axis if axis.startswith("pp") else f"{axis}_stage{self._stage}"
+        name = axis if axis.startswith("pp") or self._step.num_stages == 1 else f"{axis}_stage{self._stage}"
         group = self._groups.setdefault(name, (len(self._groups), ranks))
         return self._node(COLLECTIVE, ("collective", kind, size, group[0]), stream or axis, of)
 
@@ -189,7 +189,7 @@ class _Rank:
                 node = self._collective("all_reduce", size, axis, (calls[-1], self._before(names)))
                 self._made_by |= {call.writes[0]: (node,) for call in calls}
                 self._bucket = [call for call in self._bucket if call.settings["axis"] != axis]
-                self._limit = BUCKET
+                self._limit = _BUCKET
 
     def _node(self, kind: int, work: Any, stream: str, of: tuple[TensorCall, Iterable[int]]) -> int:
         call, before = of
@@ -216,21 +216,30 @@ def _groups(step: TensorStep) -> dict[str, tuple[int, ...]]:
     return found
 
 
-def _ops(step: TensorStep, call: TensorCall) -> Sequence[Op]:
+def ops_of(step: TensorStep, call: TensorCall) -> Sequence[Op]:
     """Kernels of a call on the shapes of one rank."""
     reads, writes = ([step.shapes[name] for name in names] for names in (call.reads, call.writes))
     if call.op != "vjp":
         return call.ops(reads, writes)
     of, saved = call.settings["of"], call.settings["saved"]
     inputs, made = (reads[:saved], reads[saved:]) if saved else (writes, reads)
-    if of.settings.get("bias"):
+    if of.op == "add" and of.settings.get("bias"):
         rows = math.prod(made[0][:-1])
         return [Op("bias_grad", (rows, made[0][-1]), step.dtype)] if rows * made[0][-1] else []
     wanted, weights = (
         frozenset(itertools.compress(of.reads, call.settings[name])) for name in ("wanted", "parameters")
     )
-    forward = [ModelStep(of.name, op, of.reads, of.writes) for op in call.ops(inputs, made)]
-    return [op for each in reversed(forward) for op in gradients_of(each, wanted, weights)]
+    forward = call.ops(inputs, made)
+    if not forward and of.op in ("split", "index"):  # autograd copies the gradients of views of parts
+        return [op for op in [streamed("copy", inputs[0], step.dtype)] if op]
+    return [op for each in reversed(forward) for op in gradients_of(each, wanted - weights, weights)]
+
+
+def check_counts(most: int = 2**31, /, **counts: object) -> None:
+    """Raise ``CaptureError`` unless every count is a whole number of at least 1."""
+    for name, count in counts.items():
+        if type(count) is not int or not 1 <= count <= most:
+            raise CaptureError(f"{name} must be a whole number of at least 1 and at most {most}, got {count!r:.80}")
 
 
 SUM = "sum"  # how a tensor lies on the ranks of an axis: None whole; (dim, outer) in parts; SUM still to be added up
@@ -304,10 +313,11 @@ def with_backward(program: Step) -> Step:
     Raises:
         CaptureError: If it has no parameters, or is transformed already.
     """
-    if not program.parameters or program.world_size * program.num_micro > 1 or program.gradients:
-        raise CaptureError(
-            f"a program that is trained must have parameters and not be transformed yet, got {program!r}"
-        )
+    if not program.parameters:
+        raise CaptureError("a model must have parameters to be trained, got none: use its forward (--inference)")
+    if program.world_size * program.num_micro > 1 or program.gradients:
+        raise CaptureError("a program must be trained before it is transformed, got one on "
+                           f"{program.world_size} ranks with {len(program.gradients)} gradients")  # fmt: skip
     wanted, shapes = set(program.parameters), dict(program.shapes)
     for call in program.calls:
         if wanted & {*call.reads}:
@@ -342,6 +352,25 @@ def with_backward(program: Step) -> Step:
             found[name] = gradient
     gradients = {name: found[name] for name in program.parameters if name in found}
     return _updated(replace(program, calls=tuple(calls), shapes=shapes, seeds=seeds, gradients=gradients))
+
+
+def with_replicas(program: Step, count: int) -> Step:
+    """A step on one of ``count`` equal replicas, each with a batch of its own as large as the file's."""
+    of, shapes, calls = {name: parameter for parameter, name in program.gradients.items()}, dict(program.shapes), []
+    settings = {"axis": "dp", "count": count}
+    for call in program.calls if count > 1 else ():
+        calls.append(replace(call, reads=tuple(_whole(n) if n in of and call.op == "adamw" else n for n in call.reads)))
+        for name in (each for each in call.writes if each in of):
+            shapes[_whole(name)] = shapes[name]
+            calls.append(replace(call, op="all_reduce", reads=(name,), writes=(_whole(name),), settings=settings))
+    if count == 1:
+        return program
+    gradients = {parameter: _whole(name) for parameter, name in program.gradients.items()}
+    return replace(program, calls=tuple(calls), shapes=shapes, gradients=gradients, axes={"dp": count})
+
+
+def _whole(name: str) -> str:
+    return f"{name} of all replicas"
 
 
 def _updated(program: Step) -> Step:

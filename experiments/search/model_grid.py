@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from stepsight.dataset.base.errors import CaptureError
-from stepsight.dataset.tensors.program import TensorProgram, check_counts
+from stepsight.dataset.tensors.program import TensorProgram
+from stepsight.dataset.tensors.ranks import check_counts
 from stepsight.experiments.reports.text_table import Column, Number, table_of
 from stepsight.training.prediction.captured_prediction import predict_captured
 from stepsight.training.predictor.predictor import Predictor

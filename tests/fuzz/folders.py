@@ -17,10 +17,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from stepsight.dataset.capture.captured import rank_summary, read_captured, write_captured
-from stepsight.dataset.capture.model_files import ModelRequest, read_model
 from stepsight.dataset.graph.graph_table import GraphTable
 from stepsight.dataset.graph.program import Program
 from stepsight.dataset.tables import Measurements, summary
+from stepsight.dataset.tensors.model_files import ModelRequest, read_model
 from stepsight.dataset.trace_graphs.graph_dataset import make_dataset
 from stepsight.simulator.replay.replay import replay
 from stepsight.training.prediction.captured_prediction import predict_captured
@@ -162,7 +162,7 @@ def onnx_seed() -> bytes:
     h, float32 = onnx.helper, onnx.TensorProto.FLOAT
     sizes = {"w": (16, 32), "g": (32,), "b": (32,), "k": (4, 1, 3, 3), "shape": (4,)}
     weights = [onnx.numpy_helper.from_array(np.zeros(size, np.float32), name) for name, size in sizes.items()]
-    weights[-1] = onnx.numpy_helper.from_array(np.array([8, 1, 4, 8], np.int64), "shape")
+    weights[-1] = onnx.numpy_helper.from_array(np.array([-1, 1, 4, 8], np.int64), "shape")
     nodes = [
         h.make_node("MatMul", ["x", "w"], ["y"]),
         h.make_node("LayerNormalization", ["y", "g", "b"], ["n"]),

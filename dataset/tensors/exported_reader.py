@@ -1,0 +1,238 @@
+"""Reads a program of ``torch.export`` as calls on tensors; its weights stay unread, and nothing in the file runs."""
+
+from __future__ import annotations
+
+import json
+import math
+import zipfile
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+
+from stepsight.dataset.base.errors import CaptureError
+from stepsight.dataset.capture.record_graph import op_of_call
+from stepsight.dataset.kinds.op import Op
+from stepsight.dataset.tensors.calls import POINTWISE
+from stepsight.dataset.tensors.kernels import attention, matrix_product, norm, rows_of
+from stepsight.dataset.tensors.readers import Found, ModelReader, Shape, check_count, check_names, check_order, named
+from stepsight.dataset.traces.classify import DTYPES, Scope
+
+MOST_TEXT = 2**25  # bytes of the graph's text: parsed, it takes up to thirty times as many
+# torch's numbers of types, in the words of its profiler.
+_PROFILER_TYPES = MappingProxyType(
+    {
+        1: "unsigned char", 2: "signed char", 3: "short", 4: "int", 5: "long int", 6: "c10::Half", 7: "float",
+        8: "double", 12: "bool", 13: "c10::BFloat16", 29: "c10::Float8_e4m3fn", 30: "c10::Float8_e5m2",
+    }
+)  # fmt: skip
+_VIEW_NAMES = (
+    "view reshape permute transpose t unsqueeze squeeze expand expand_as slice select split split_with_sizes chunk "
+    "unbind detach alias flatten unflatten narrow swapaxes getitem _assert_tensor_metadata sym_size _assert_scalar "
+    "lift_fresh_copy movedim view_as contiguous size"
+)
+_VIEWS = frozenset(_VIEW_NAMES.split())  # and ops that compute no tensor
+
+
+_SAME_NAMES = (
+    "view reshape _unsafe_view unsqueeze squeeze flatten unflatten contiguous clone dropout alias detach _to_copy to "
+    "lift_fresh_copy view_as"
+)
+_SAME = frozenset(_SAME_NAMES.split())
+
+
+_EPSILON = float(np.finfo(np.float32).eps)  # of a norm that states none
+
+
+def open_exported(path: Path, dims: Mapping[str, int]) -> ExportedReader:
+    """The reader of an exported program, else ``CaptureError``.
+
+    ``dims``: sizes of symbolic dimensions by torch's names (``s77``); others are those of the sample inputs.
+    """
+    try:
+        with zipfile.ZipFile(path) as archive:
+            found = [entry for entry in archive.infolist() if entry.filename.endswith("/models/model.json")
+                     or entry.filename.endswith("serialized_exported_program.json")]  # fmt: skip
+            if len(found) != 1 or found[0].file_size > MOST_TEXT:
+                told = f"{len(found)} of {sum(entry.file_size for entry in found)} bytes"
+                raise CaptureError(
+                    f"{path.name} must hold one exported program of at most {MOST_TEXT} bytes, got {told}"
+                )
+            tree = json.loads(archive.read(found[0]))
+            check_count(path, len(tree["graph_module"]["graph"]["nodes"]))
+        check_names(path, dims, dict(tree.get("range_constraints") or {}))
+        return ExportedReader(tree, dims)
+    except zipfile.BadZipFile:
+        raise CaptureError(
+            f"{path.name} must be a whole file that torch.export.save wrote, but it is cut short or of another format: "
+            "save or copy it again"
+        ) from None
+    except (OSError, KeyError, TypeError, ValueError, RecursionError) as error:
+        if isinstance(error, CaptureError):
+            raise
+        raise CaptureError(f"{path.name} must be a file that torch.export.save wrote: {error!s:.200}") from None
+
+
+class ExportedReader(ModelReader):
+    """Reads one program."""
+
+    def __init__(self, tree: Mapping[str, Any], dims: Mapping[str, int]) -> None:
+        super().__init__()
+        module = tree["graph_module"]
+        self._graph, self._dims = module["graph"], dims
+        values = self._graph["tensor_values"].items()
+        self.shapes = {name: tuple(map(self._size, meta["sizes"])) for name, meta in values}
+        self._types = {name: _PROFILER_TYPES.get(meta["dtype"], "float") for name, meta in values}
+        self._specs = module["signature"]["input_specs"]
+        self.parameters = frozenset(spec["parameter"]["arg"]["name"] for spec in self._specs if "parameter" in spec)
+
+    def read(self) -> dict[str, Any]:
+        graph = self._graph
+        given, outputs = (
+            [name for each in graph[side] for name in _tensors_of(each)] for side in ("inputs", "outputs")
+        )
+        rows = [(f"node {place} ({_name_of(node)})", *_names_of(node)) for place, node in enumerate(graph["nodes"])]
+        check_order([*rows, ("the graph", outputs, [])], given)
+        for place, node in enumerate(graph["nodes"]):
+            with named(f"node {place} ({_name_of(node)})"):
+                self._node(node)
+        specs = self._specs
+        first = [spec["user_input"]["arg"].get("as_tensor", {}).get("name") for spec in specs if "user_input" in spec]
+        types = [DTYPES[self._types[name]][0] for name in self.parameters]
+        return self.step([name for name in (*first, *given) if name], outputs, types)
+
+    def _size(self, size: Mapping[str, Any]) -> int:
+        if "as_int" in size:
+            return int(size["as_int"])
+        expression = size["as_expr"]
+        hint = (expression.get("hint") or {}).get("as_int", 1)
+        return int(self._dims.get(expression["expr_str"], hint))
+
+    def _node(self, node: Mapping[str, Any]) -> None:
+        name = _name_of(node)
+        writes = [tensor for output in node["outputs"] for tensor in _tensors_of(output)]
+        given = {each["name"]: each["arg"] for each in node["inputs"]}
+        reads = [tensor for each in given.values() for tensor in _tensors_of(each)]
+        of = None if name in _VIEWS else node
+        if name == "arange":
+            ends = [_number(given[each]) for each in ("start", "end", "step") if each in given]
+            self.constants[writes[0]] = np.arange(*ends)
+        elif name == "unbind":
+            axis, rank = _number(given.get("dim", {"as_int": 0})), len(self.shapes[reads[0]])
+            parts = [f"{made} of one" for made in writes]
+            for part, made in zip(parts, writes, strict=True):
+                shape = self.shapes[made]
+                self.shapes[part] = (*shape[: axis % rank], 1, *shape[axis % rank :])
+            self.add(("split", {"axis": axis % rank}, reads), parts, name, of)
+            for part, made in zip(parts, writes, strict=True):
+                self.add(("reshape", {}, [part]), [made], name, of)
+        elif writes:
+            self.add(self._found(name, given, reads, writes), writes, name, of)
+
+    def _found(self, name: str, given: Mapping[str, Any], reads: list[str], writes: Sequence[str]) -> Found:
+        rank = len(self.shapes[reads[0]]) if reads else 0
+        number = {key: _number(value) for key, value in given.items()}
+        if name in ("linear", "matmul", "bmm", "mm") and min(len(self.shapes[each]) for each in reads[:2]) > 1:
+            return "product", {"right": name == "linear"}, reads
+        if name == "addmm" and number.get("alpha", 1) == number.get("beta", 1) == 1:
+            return "product", {}, [*reads[1:], reads[0]]
+        if name in _SAME or name in ("expand", "expand_as"):
+            return "expand" if name in ("expand", "expand_as") else "reshape", {}, reads[:1]
+        if name in ("t", "transpose", "permute"):
+            order = [axis % rank for axis in number.get("dims") or range(rank)]
+            if name != "permute":
+                one, two = (number.get(key, place) % rank for key, place in (("dim0", 0), ("dim1", 1)))
+                order[one], order[two] = order[two], order[one]
+            return "permute", {"order": tuple(order)}, reads
+        if name in ("split", "split_with_sizes", "chunk", "cat"):
+            return "concat" if name == "cat" else "split", {"axis": number.get("dim", 0) % rank}, reads
+        if name in ("slice", "select"):
+            axis = number.get("dim", 0) % rank
+            part = slice(number.get("start"), number.get("end"), number.get("step"))
+            index = tuple(
+                (number["index"] if name == "select" else part) if place == axis else slice(None)
+                for place in range(rank)
+            )
+            return "index", {"index": index}, reads
+        if name in ("softmax", "_softmax"):
+            return "softmax", {"axes": (number["dim"] % rank,)}, reads
+        if name in ("layer_norm", "rms_norm"):
+            axes = tuple(range(rank - len(number["normalized_shape"]), rank))
+            return name, {"axes": axes, "epsilon": number.get("eps") or _EPSILON}, reads
+        if name == "scaled_dot_product_attention" and rank == 4:
+            return "attention", {"causal": number.get("is_causal"), "scale": number.get("scale")}, reads
+        if name in ("mean", "sum"):
+            reduced = number.get("dim") or range(rank)
+            return "reduce", {"reduced": tuple(axis % rank for axis in reduced), "how": name}, reads
+        if name == "embedding":
+            return "embedding", {}, reads
+        if name == "gelu" and number.get("approximate") == "tanh":
+            return "gelu_tanh", {}, reads
+        name = name if name in POINTWISE and number.get("alpha", 1) == 1 else f"aten::{name}"
+        return name, {}, [*reads, *self._scalars(name, given, writes)]
+
+    def _scalars(self, name: str, given: Mapping[str, Any], writes: Sequence[str]) -> Iterator[str]:
+        """Numbers that an op on elements reads, as constants."""
+        for key, value in given.items():
+            if name in POINTWISE and key in ("other", "exponent") and isinstance(_number(value), int | float):
+                constant = f"{writes[0]} {key}"
+                self.constants[constant], self.shapes[constant] = np.array(float(_number(value))), ()
+                yield constant
+
+    def kernels(self, node: Any, shapes: Mapping[str, Shape]) -> tuple[Sequence[Op | None], str]:
+        name, (reads, writes) = _name_of(node), _names_of(node)
+        given = {each["name"]: each["arg"] for each in node["inputs"]}
+        sizes = [list(shapes[tensor]) for tensor in reads]
+        dtype = DTYPES[self._types[writes[0]]][0]
+        if name in ("linear", "matmul", "bmm", "mm") and len(sizes) > 1:
+            return [matrix_product(sizes[0], sizes[1], dtype, transposed=name == "linear")], ""
+        if name == "scaled_dot_product_attention":
+            causal = bool(given.get("is_causal", {}).get("as_bool", False))
+            return [attention(sizes[0], sizes[1], dtype, causal=causal)], ""
+        if name in ("layer_norm", "rms_norm", "group_norm"):
+            hidden = math.prod(given.get("normalized_shape", {}).get("as_ints", sizes[0][-1:]))
+            return [norm(name, sizes[0], hidden, dtype)], ""
+        if name in ("softmax", "_softmax", "log_softmax"):
+            return [rows_of("softmax", sizes[0], dtype)], ""
+        dims, types, literals = [], [], []
+        for argument in given.values():
+            tensors = _tensors_of(argument)
+            parts, listed = [list(shapes[tensor]) for tensor in tensors], "as_tensors" in argument
+            dims.append(parts if listed else parts[0] if tensors else [])
+            types.append(f"TensorList {self._types[tensors[0]]}" if listed and tensors else
+                         self._types[tensors[0]] if tensors else "Scalar")  # fmt: skip
+            literals.append("" if tensors else str(next(iter(argument.values()), "")))
+        made = (list(shapes[writes[0]]), self._types[writes[0]], len(writes))
+        op, known = op_of_call((f"aten::{name}", dims, types, [()] * len(dims), literals, made), Scope())
+        return [op], "" if known else name
+
+
+def _name_of(node: Mapping[str, Any]) -> str:
+    """Name of the op of a node."""
+    words = node["target"].split(".")
+    return str(words[3] if words[:3] == ["torch", "ops", "aten"] and len(words) > 3 else words[-1])
+
+
+def _names_of(node: Mapping[str, Any]) -> tuple[list[str], list[str]]:
+    """Names of the tensors that a node reads, and of those that it writes."""
+    reads = [name for each in node["inputs"] for name in _tensors_of(each["arg"])]
+    return reads, [name for each in node["outputs"] for name in _tensors_of(each)]
+
+
+def _number(argument: Mapping[str, Any]) -> Any:
+    """A number, text or list of an argument; None for a tensor."""
+    known = ("as_int", "as_float", "as_bool", "as_string", "as_ints", "as_floats")
+    return next((value for key, value in argument.items() if key in known), None)
+
+
+def _tensors_of(argument: Mapping[str, Any]) -> list[str]:
+    """Names of the tensors of an argument."""
+    if "as_tensor" in argument:
+        return [argument["as_tensor"]["name"]]
+    if "as_tensors" in argument:
+        return [each["name"] for each in argument["as_tensors"]]
+    if "as_optional_tensor" in argument:
+        return [each["name"] for each in argument["as_optional_tensor"].values() if isinstance(each, dict)]
+    return []

@@ -1,0 +1,406 @@
+"""Reads an ONNX graph as calls on tensors; its weights stay unread, and nothing in the file runs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+
+from stepsight.dataset.base.bounded import read_file
+from stepsight.dataset.base.errors import CaptureError, need
+from stepsight.dataset.kinds.op import Op
+from stepsight.dataset.tensors.calls import POINTWISE
+from stepsight.dataset.tensors.kernels import attention, matrix_product, norm, rows_of, streamed
+from stepsight.dataset.tensors.readers import (
+    MOST_NODES,
+    Found,
+    ModelReader,
+    Shape,
+    check_count,
+    check_names,
+    check_order,
+    named,
+)
+
+# ONNX's numbers of types: our name, and the number of its elements in one of ours.
+_ONNX_TYPES = MappingProxyType(
+    {1: ("fp32", 1.0), 10: ("fp16", 1.0), 16: ("bf16", 1.0), 11: ("fp32", 2.0), 7: ("fp32", 2.0), 6: ("fp32", 1.0),
+     9: ("fp8", 1.0), 2: ("fp8", 1.0), 3: ("fp8", 1.0), 17: ("fp8", 1.0), 19: ("fp8", 1.0)}
+)  # fmt: skip
+_FLOATS = (1, 10, 11, 16)
+_SMALL = 1024  # elements of a constant that may be a shape
+_VIEWS = frozenset(
+    ["Reshape", "Squeeze", "Unsqueeze", "Flatten", "Identity", "Shape", "Size", "Constant", "ConstantOfShape", "Range"]
+)
+_KINDS = {
+    "copy": "Transpose Concat Slice Split Expand Pad Tile Gather GatherElements GatherND ScatterElements ScatterND "
+    "DepthToSpace SpaceToDepth Resize",
+    "reduce": "ReduceMean ReduceSum ReduceMax ReduceMin ReduceProd ReduceL2 ReduceSumSquare ReduceLogSumExp ArgMax "
+    "ArgMin CumSum",
+    "add": "Add Sum",
+    "gelu": "Gelu FastGelu BiasGelu QuickGelu",
+    "relu": "Relu",
+    "dropout": "Dropout",
+    "sort": "TopK",
+    "random": "RandomNormal RandomNormalLike RandomUniform RandomUniformLike Bernoulli",
+    "elementwise": "Sub Mul Div Pow Sqrt Exp Log Erf Tanh Sigmoid Neg Abs Reciprocal Where Clip Min Max Floor Ceil "
+    "Round Sign Sin Cos Softplus Elu Selu LeakyRelu PRelu HardSigmoid HardSwish Mish Swish And Or Not Xor Equal "
+    "Greater GreaterOrEqual Less LessOrEqual Mod IsNaN IsInf Trilu OneHot",
+    "cast": "Cast CastLike",
+}
+_STREAMED = MappingProxyType({name: kind for kind, names in _KINDS.items() for name in names.split()})
+
+
+_MOST = 2**22  # elements of a constant that is computed
+_SAME = ("Reshape", "Flatten", "Squeeze", "Unsqueeze", "Dropout")
+_LIKE_FIRST = frozenset(["FastGelu", "BiasGelu", "QuickGelu", "SkipLayerNormalization", "SimplifiedLayerNormalization",
+                         "MultiHeadAttention", "Attention", "GroupQueryAttention"])  # fmt: skip
+_RANDOM = ("Random", "Bernoulli", "Multinomial")  # ops of no inputs that are no constants
+
+
+def open_onnx(path: Path, dims: Mapping[str, int]) -> OnnxReader:
+    """The reader of an ONNX model (else ``CaptureError``); ``dims``: sizes of symbolic dimensions, 1 for others."""
+    need("onnx")
+    import onnx
+    from google.protobuf.message import DecodeError
+
+    missing, invalid = list[str](), onnx.shape_inference.InferenceError
+    try:
+        model = onnx.load_model_from_string(read_file(path))
+        check_count(path, _num_nodes(model))
+        if len(model.functions):
+            model = onnx.inliner.inline_local_functions(model)
+        names = {dim.dim_param for given in model.graph.input for dim in given.type.tensor_type.shape.dim}
+        check_names(path, dims, names - {""})
+        _check_nodes(path, model.graph)
+        missing = _set_dims(model.graph, dims)
+        for tensor in model.graph.initializer:
+            if math.prod(tensor.dims) > _SMALL:
+                tensor.ClearField("raw_data")
+        inferred = onnx.shape_inference.infer_shapes(model, check_type=True, strict_mode=True, data_prop=True)
+    except CaptureError:
+        raise
+    except (DecodeError, OSError, RuntimeError, ValueError, invalid, onnx.checker.ValidationError) as error:
+        hint = f" ({_hint(missing)})" if missing else ""
+        raise CaptureError(f"{path.name} must be an ONNX model: {' '.join(str(error).split()):.300}{hint}") from None
+    return OnnxReader(inferred, missing)
+
+
+def _check_nodes(path: Path, graph: Any) -> None:
+    """Check that there are nodes, all in order and none with a graph of its own."""
+    if not graph.node:
+        raise CaptureError(f"{path.name} must be an ONNX model with at least one node, got none")
+    for node in graph.node:
+        if any(at.HasField("g") or at.graphs for at in node.attribute):
+            raise CaptureError(
+                f"{_title(node)} must not branch or loop: which way it takes is not known before it runs"
+            )
+    given = [each.name for each in (*graph.input, *graph.initializer)]
+    given += [each.values.name for each in graph.sparse_initializer]
+    rows = [(_title(node), node.input, node.output) for node in graph.node]
+    check_order([*rows, ("the graph", [each.name for each in graph.output], [])], given)
+
+
+def _num_nodes(model: Any) -> int:
+    """Nodes of a graph once its functions are inlined: functions that call each other twice make billions of one."""
+    sizes: dict[tuple[str, str], float] = {}
+    bodies = {(each.domain, each.name): each.node for each in model.functions}
+
+    def total(nodes: Any) -> float:
+        if len(nodes) > MOST_NODES:
+            return float(len(nodes))
+        graphs = [graph for node in nodes for at in node.attribute for graph in (at.g, *at.graphs)]
+        return sum(size((node.domain, node.op_type)) for node in nodes) + sum(total(graph.node) for graph in graphs)
+
+    def size(key: tuple[str, str]) -> float:
+        if key not in sizes:
+            sizes[key] = math.inf  # while it is counted: a function that calls itself
+            sizes[key] = total(bodies[key]) if key in bodies else 1
+        return sizes[key]
+
+    lists = (model.graph.initializer, model.graph.input, model.graph.output, model.graph.value_info)
+    return int(min(max(total(model.graph.node), *map(len, lists)), 2**62))
+
+
+def _set_dims(graph: Any, dims: Mapping[str, int]) -> list[str]:
+    """Set the sizes of symbolic dimensions of inputs; return the dimensions without a size."""
+    missing: dict[str, None] = {}
+    constants = {tensor.name for tensor in graph.initializer}
+    for given in graph.input:
+        for dim in given.type.tensor_type.shape.dim if given.name not in constants else ():
+            if not dim.HasField("dim_value"):
+                if dim.dim_param not in dims:
+                    missing[dim.dim_param or f"of {given.name}"] = None
+                dim.dim_value = dims.get(dim.dim_param, 1)
+    del graph.value_info[:]
+    for output in graph.output:
+        output.type.tensor_type.ClearField("shape")
+    return list(missing)
+
+
+@dataclass(frozen=True)
+class _Call:
+    """A node of the graph: shapes of its inputs and of its first output, type and settings."""
+
+    shapes: Sequence[Shape]
+    result: Shape
+    dtype: str
+    settings: Mapping[str, Any]
+
+
+def _hint(missing: list[str]) -> str:
+    return f"dimensions {', '.join(missing)} are taken as 1: give their sizes with --dims"
+
+
+def _title(node: Any) -> str:
+    return f"node {node.name or ', '.join(node.output):.80} ({node.op_type:.40})"
+
+
+class OnnxReader(ModelReader):
+    """Reads one graph whose shapes are known."""
+
+    def __init__(self, model: Any, missing: list[str]) -> None:
+        super().__init__()
+        self._graph = graph = model.graph
+        self._opsets = {each.domain: each.version for each in model.opset_import}
+        self.notes, self._hint = ([_hint(missing)], f" ({_hint(missing)})") if missing else ([], "")
+        self.shapes = {tensor.name: tuple(tensor.dims) for tensor in graph.initializer}
+        self._types: dict[str, int] = {tensor.name: tensor.data_type for tensor in graph.initializer}
+        self.parameters = frozenset(
+            tensor.name for tensor in graph.initializer if tensor.data_type in _FLOATS and len(tensor.dims)
+        )
+        for value in (*graph.input, *graph.value_info, *graph.output):
+            self._keep_type(value.name, value.type.tensor_type)
+
+    def _keep_type(self, name: str, tensor: Any) -> None:
+        if tensor.HasField("shape") and all(dim.HasField("dim_value") for dim in tensor.shape.dim):
+            self.shapes.setdefault(name, tuple(max(dim.dim_value, 1) for dim in tensor.shape.dim))
+        self._types.setdefault(name, tensor.elem_type)
+
+    def read(self) -> dict[str, Any]:
+        import onnx
+
+        graph = self._graph
+        for tensor in graph.initializer:
+            if tensor.name not in self.parameters and math.prod(tensor.dims) <= _SMALL:
+                self.constants[tensor.name] = onnx.numpy_helper.to_array(tensor)
+        for node in graph.node:
+            with named(_title(node) + self._hint):
+                self._node(node)
+        inputs, outputs = ([each.name for each in side] for side in (graph.input, graph.output))
+        return self.step(inputs, outputs, [_onnx_type(self._types[name])[0] for name in self.parameters])
+
+    def _node(self, node: Any) -> None:
+        reads, writes = ([name for name in names if name] for names in (node.input, node.output))
+        self._infer(node, reads, writes)
+        if node.op_type == "Identity":
+            self.same[writes[0]] = self.same.get(reads[0], reads[0])
+            self.shapes[writes[0]] = self.shapes.get(reads[0], ())
+            if reads[0] in self.constants:
+                self.constants[writes[0]] = self.constants[reads[0]]
+        elif node.op_type == "Shape" and reads[0] in self.shapes:
+            self._keep(writes, [np.array(self.shapes[self.same.get(reads[0], reads[0])], dtype=np.int64)])
+        elif not self._is_computed(node, reads, writes) and writes:
+            is_view = node.op_type in _VIEWS
+            self.add(self._found(node, reads), writes, node.name or node.op_type, None if is_view else node)
+
+    def _infer(self, node: Any, reads: Sequence[str], writes: Sequence[str]) -> None:
+        """Find shapes that follow from values, which the inference of the whole graph does not know."""
+        import onnx
+
+        if all(name in self.shapes for name in writes) or not all(name in self.shapes for name in reads):
+            return
+        try:
+            schema = onnx.defs.get_schema(node.op_type, self._opsets.get(node.domain, 1), node.domain)
+            types = {name: onnx.helper.make_tensor_type_proto(self._types[name], self.shapes[name]) for name in reads}
+            data = {
+                name: onnx.numpy_helper.from_array(self.constants[name]) for name in reads if name in self.constants
+            }
+            found = onnx.shape_inference.infer_node_outputs(schema, node, types, data)
+        except onnx.shape_inference.InferenceError as error:
+            told = " ".join(str(error).split())
+            raise CaptureError(f"{_title(node)} must fit its inputs: {told:.200}") from None
+        except (onnx.defs.SchemaError, LookupError, RuntimeError):  # an op that the library does not know
+            if node.op_type in _LIKE_FIRST and reads:
+                self.shapes[writes[0]], self._types[writes[0]] = self.shapes[reads[0]], self._types[reads[0]]
+            return
+        for name, kind in found.items():
+            self._keep_type(name, kind.tensor_type)
+
+    def _is_computed(self, node: Any, reads: Sequence[str], writes: Sequence[str]) -> bool:
+        """Compute what follows from constants alone, if it is small."""
+        from onnx.reference import ReferenceEvaluator
+
+        small = all(math.prod(self.shapes.get(name, (_MOST + 1,))) <= _MOST for name in writes)
+        if not small or node.op_type.startswith(_RANDOM) or not all(name in self.constants for name in reads):
+            return False
+        try:
+            found = ReferenceEvaluator(node).run(None, {name: self.constants[name] for name in reads})
+        except (RuntimeError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError):
+            return False  # an op that the library does not compute
+        self._keep(writes, found)
+        return True
+
+    def _keep(self, names: Sequence[str], values: Sequence[Any]) -> None:
+        import onnx
+
+        for name, value in zip(names, values, strict=False):
+            self.constants[name] = array = np.asarray(value)
+            self.shapes[name], self._types[name] = array.shape, onnx.helper.np_dtype_to_tensor_dtype(array.dtype)
+
+    def _found(self, node: Any, reads: list[str]) -> Found:
+        kind, settings = node.op_type, _settings(node)
+        rank = len(self.shapes.get(reads[0], ())) if reads else 0
+        plain = all(settings.get(name, 1.0) == 1.0 for name in ("alpha", "beta"))
+        if kind in ("MatMul", "Gemm") and plain and min(len(self.shapes.get(name, ())) for name in reads[:2]) > 1:
+            return "product", {"left": settings.get("transA"), "right": settings.get("transB")}, reads
+        if kind in _SAME or kind == "Expand":
+            return "expand" if kind == "Expand" else "reshape", {}, reads[:1]
+        if kind == "Transpose":
+            return "permute", {"order": tuple(settings.get("perm") or range(rank)[::-1])}, reads
+        if kind in ("Split", "Concat"):
+            kept = reads[:1] if kind == "Split" else reads
+            return kind.lower(), {"axis": settings.get("axis", 0) % rank}, kept
+        if kind in ("Slice", "Gather") and (index := self._index(kind, settings, reads[1:], rank)):
+            return "index", {"index": index}, reads[:1]
+        if kind == "Gather" and settings.get("axis", 0) == 0 and rank == 2:
+            return "embedding", {}, reads
+        if kind in ("Softmax", "LayerNormalization", "RMSNormalization", "SimplifiedLayerNormalization"):
+            axis = settings.get("axis", -1) % rank
+            axes = (axis,) if kind == "Softmax" else tuple(range(axis, rank))
+            op = "softmax" if kind == "Softmax" else "layer_norm" if kind == "LayerNormalization" else "rms_norm"
+            return op, {"axes": axes, "epsilon": settings.get("epsilon", 1e-5)}, reads
+        if kind in ("ReduceMean", "ReduceSum", "ReduceMax"):
+            reduced = settings.get("axes") or (self.constants[reads[1]].tolist() if len(reads) > 1 else range(rank))
+            how = kind.removeprefix("Reduce").lower()
+            return "reduce", {"reduced": tuple(axis % rank for axis in reduced), "how": how}, reads[:1]
+        lower = "gelu_tanh" if kind == "Gelu" and settings.get("approximate") == b"tanh" else kind.lower()
+        return lower if lower in POINTWISE else kind, dict(settings), reads
+
+    def _index(self, kind: str, settings: Mapping[str, Any], reads: Sequence[str], rank: int) -> tuple[Any, ...]:
+        """The constant index of a slice or gather; empty if it is not constant."""
+        if not all(name in self.constants for name in reads):
+            return ()
+        index: list[Any] = [slice(None)] * rank
+        values = [self.constants[name].tolist() for name in reads]
+        if kind == "Gather":
+            index[settings.get("axis", 0)] = values[0]
+            return tuple(index) if np.ndim(values[0]) < 2 else ()
+        count = len(values[0])
+        values += [list(range(count)), [1] * count][len(values) - 2 :]
+        for start, end, axis, step in zip(*values, strict=True):
+            index[axis] = slice(start, end, step)
+        return tuple(index)
+
+    def kernels(self, node: Any, shapes: Mapping[str, Shape]) -> tuple[Sequence[Op | None], str]:
+        sizes = [shapes.get(name, ()) for name in node.input]
+        writes = [name for name in node.output if name]
+        result = shapes.get(writes[0], ())
+        if not sizes:
+            return [], ""
+        dtype, weight = _onnx_type(self._types.get(node.input[0] if node.input[0] else writes[0], 1))
+        call = _Call(sizes, result, dtype, _settings(node))
+        table = self.parameters if len(sizes[0]) == 2 else ()
+        if node.op_type == "Gather" and self.same.get(node.input[0], node.input[0]) in table:
+            return [Op("embedding", (max(math.prod(sizes[1]), 1), sizes[0][1], sizes[0][0]), dtype)], ""
+        if node.op_type == "Attention" and node.domain == "com.microsoft":  # with projections of q, k and v
+            part = [*sizes[0][:-1], sizes[1][-1] // 3]
+            return [matrix_product(sizes[0], sizes[1], dtype), _heads(replace(call, shapes=[part, part]))], ""
+        if node.op_type == "SkipLayerNormalization":
+            return [streamed("add", sizes[0], dtype), _layer_norm(replace(call, settings={}))], ""
+        if node.op_type in _GATES:
+            directions, hidden = sizes[2][0], sizes[2][-1]
+            return [Op("recurrent", (*sizes[0], hidden, _GATES[node.op_type]), dtype)] * min(directions, 2), ""
+        if node.op_type in _SPECIAL:
+            return [_SPECIAL[node.op_type](call)], ""
+        kind = _STREAMED.get(node.op_type)
+        largest = max([*sizes, result] if kind in ("reduce", None) else [result, sizes[0]], key=math.prod)
+        elements = [max(int(math.prod(largest) * weight), 1)]
+        if kind == "cast" and dtype not in ("fp16", "bf16"):
+            dtype, kind = "fp32", "elementwise"
+        return [streamed(kind or "elementwise", elements, dtype)], "" if kind else node.op_type
+
+
+def _settings(node: Any) -> Mapping[str, Any]:
+    """Settings of a node by name."""
+    return {each.name: _value(each) for each in node.attribute}
+
+
+def _onnx_type(number: int) -> tuple[str, float]:
+    return _ONNX_TYPES.get(number, ("fp32", 1.0))
+
+
+def _value(attribute: Any) -> Any:
+    """Number, numbers or text of an attribute."""
+    by_type = {1: attribute.f, 2: attribute.i, 3: attribute.s, 7: list(attribute.ints)}
+    return by_type.get(attribute.type)
+
+
+def _product(call: _Call) -> Op | None:
+    left = call.shapes[0][::-1] if call.settings.get("transA") else call.shapes[0]
+    return matrix_product(left, call.shapes[1], call.dtype, transposed=bool(call.settings.get("transB")))
+
+
+def _convolution(call: _Call, *, transposed: bool = False) -> Op:
+    (image, weight), groups = call.shapes[:2], call.settings.get("group") or 1
+    ins, outs = (weight[0] // groups, weight[1] * groups) if transposed else (weight[1], weight[0])
+    if image[1] != ins * groups:
+        raise ValueError(f"a convolution's input must have {ins * groups} channels, as its weight, got {image[1]}")
+    positions, window = (math.prod(call.result[2:]), math.prod(image[2:])), math.prod(weight[2:])
+    return Op("conv", (image[0], ins, outs, positions[0], window, groups, positions[1], len(image) - 2), call.dtype)
+
+
+def _layer_norm(call: _Call) -> Op | None:
+    shape = call.shapes[0]
+    return norm("layer_norm", shape, math.prod(shape[call.settings.get("axis", -1) :]), call.dtype)
+
+
+def _rms_norm(call: _Call) -> Op | None:
+    shape = call.shapes[0]
+    return norm("rms_norm", shape, shape[-1] if shape else 1, call.dtype)
+
+
+def _softmax(call: _Call) -> Op | None:
+    return rows_of("softmax", call.shapes[0], call.dtype)
+
+
+def _batch_norm(call: _Call) -> Op:
+    channels = call.shapes[1][0]
+    return Op("batch_norm", (math.prod(call.shapes[0]) // channels, channels), call.dtype)
+
+
+def _pool(call: _Call) -> Op:
+    image = call.shapes[0]
+    return Op("pool", (math.prod(image[:2]), math.prod(image[2:]), math.prod(call.result[2:])), call.dtype)
+
+
+def _heads(call: _Call) -> Op | None:
+    """Attention of ``[batch, heads, length, dim]``, or ``[batch, length, heads * dim]`` with numbers of heads."""
+    settings, q, k = call.settings, call.shapes[0], call.shapes[1] or call.shapes[0]
+    heads = settings.get("q_num_heads") or settings.get("num_heads") or 1
+    of_keys = settings.get("kv_num_heads") or heads
+    if len(q) == 3:
+        q, k = ([each[0], many, each[1], each[2] // many] for each, many in ((q, heads), (k, of_keys)))
+    causal = bool(settings.get("is_causal") or settings.get("unidirectional"))
+    return attention(q, k, call.dtype, causal=causal)
+
+
+_GATES = MappingProxyType({"LSTM": 4, "GRU": 3, "RNN": 1})
+_MAKERS: dict[Callable[[_Call], Op | None], str] = {
+    _product: "MatMul Gemm FusedMatMul",
+    _convolution: "Conv",
+    partial(_convolution, transposed=True): "ConvTranspose",
+    _layer_norm: "LayerNormalization GroupNormalization InstanceNormalization",
+    _rms_norm: "RMSNormalization SimplifiedLayerNormalization",
+    _softmax: "Softmax LogSoftmax",
+    _batch_norm: "BatchNormalization",
+    _pool: "MaxPool AveragePool GlobalAveragePool GlobalMaxPool",
+    _heads: "Attention MultiHeadAttention GroupQueryAttention",
+}
+_SPECIAL = MappingProxyType({name: maker for maker, names in _MAKERS.items() for name in names.split()})

@@ -1,0 +1,134 @@
+"""Impossible graphs are refused in one line that names the node; shapes that follow from values are found."""
+
+from __future__ import annotations
+
+import json
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from stepsight.dataset.base.errors import CaptureError
+from stepsight.dataset.tensors.model_files import ModelRequest, read_model
+from stepsight.dataset.tensors.program import TensorProgram
+
+Node = tuple[str, list[str], list[str], dict[str, Any]]
+
+
+def onnx_file(path: Path, nodes: list[Node], inputs: dict[str, tuple[int, list[Any]]], **weights: Any) -> Path:
+    """An ONNX file whose last node makes the output; ``inputs``: types and shapes."""
+    onnx = pytest.importorskip("onnx")
+    h = onnx.helper
+    made = [h.make_node(op, reads, writes, f"node{n}", **more) for n, (op, reads, writes, more) in enumerate(nodes)]
+    given = [h.make_tensor_value_info(name, *typed) for name, typed in inputs.items()]
+    last = [h.make_tensor_value_info(nodes[-1][2][0], onnx.TensorProto.FLOAT, None)]
+    values = [onnx.numpy_helper.from_array(np.asarray(value), name) for name, value in weights.items()]
+    opsets = [h.make_opsetid("", 18), h.make_opsetid("com.microsoft", 1)]
+    onnx.save(h.make_model(h.make_graph(made, "g", given, last, values), opset_imports=opsets), path)
+    return path
+
+
+X = {"x": (1, [8, 5])}
+IMPOSSIBLE: dict[str, tuple[list[Node], dict[str, tuple[int, list[Any]]], dict[str, Any], str]] = {
+    "product": ([("MatMul", ["x", "w"], ["y"], {})], X, {"w": np.zeros((4, 3), np.float32)}, "MatMul.*node0.*Incompat"),
+    "cycle": ([("Add", ["x", "b"], ["a"], {}), ("Relu", ["a"], ["b"], {})], X, {}, r"node0 \(Add\).*'b'.*in a cycle"),
+    "unknown name": ([("Add", ["x", "nope"], ["y"], {})], X, {}, r"node0 \(Add\).*'nope'.*that nothing has"),
+    "types": ([("Add", ["x", "i"], ["y"], {})], {**X, "i": (7, [8, 5])}, {}, "Add.*node0.*inconsistent type"),
+    "sum": ([("Add", ["x", "z"], ["y"], {})], {**X, "z": (1, [8, 4])}, {}, "Add.*node0.*Incompatible"),
+    "axis": ([("Softmax", ["x"], ["y"], {"axis": 7})], X, {}, "Softmax.*node0.*axis"),
+    "twice": ([("Relu", ["x"], ["y"], {}), ("Relu", ["x"], ["y"], {})], X, {}, r"node1 \(Relu\).*'y' again"),
+    "norm": (
+        [("LayerNormalization", ["x", "w"], ["y"], {})], X, {"w": np.ones(3, np.float32)},
+        r"node0 \(LayerNormalization\).*fit together.*\(3,\)",
+    ),
+    "convolution": (
+        [("Conv", ["x", "w"], ["y"], {})], {"x": (1, [2, 3, 8, 8])}, {"w": np.zeros((4, 5, 3, 3), np.float32)},
+        r"node0 \(Conv\).*5 channels.*got 3",
+    ),
+    "reshape": (
+        [("Reshape", ["x", "to"], ["y"], {})], X, {"to": np.array([4, 2])},
+        r"node0 \(Reshape\).*fit together.*\(4, 2\)",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", IMPOSSIBLE)
+def test_an_impossible_graph_is_refused_with_its_node(what: str, tmp_path: Path) -> None:
+    nodes, inputs, weights, rule = IMPOSSIBLE[what]
+    path = onnx_file(tmp_path / "a.onnx", nodes, inputs, **weights)
+    for read in (lambda: read_model(ModelRequest(path)), lambda: TensorProgram.load(path)):
+        with pytest.raises(CaptureError, match=rule) as error:
+            read()
+        assert "\n" not in str(error.value)
+
+
+def test_a_graph_that_branches_is_refused(tmp_path: Path) -> None:
+    onnx = pytest.importorskip("onnx")
+    h = onnx.helper
+    body = h.make_graph([h.make_node("Relu", ["x"], ["o"])], "b", [], [h.make_tensor_value_info("o", 1, [8, 5])])
+    both = {"then_branch": body, "else_branch": body}
+    path = onnx_file(tmp_path / "a.onnx", [("If", ["c"], ["y"], both)], {**X, "c": (9, [1])})
+    with pytest.raises(CaptureError, match=r"node0 \(If\) must not branch or loop"):
+        read_model(ModelRequest(path))
+
+
+def test_shapes_that_follow_from_values_are_found(tmp_path: Path) -> None:
+    """The rows of a reshape follow from those of the input, which the inference of the whole graph leaves open."""
+    onnx = pytest.importorskip("onnx")
+    nodes: list[Node] = [
+        ("Shape", ["x"], ["s"], {}), ("Gather", ["s", "zero"], ["n"], {}), ("Mul", ["n", "two"], ["n2"], {}),
+        ("Concat", ["n2", "rest"], ["to"], {"axis": 0}), ("Reshape", ["x", "to"], ["r"], {}),
+        ("Relu", ["r"], ["y"], {}),
+    ]  # fmt: skip
+    values = {"zero": np.array([0]), "two": np.array([2]), "rest": np.array([-1, 2])}
+    path = onnx_file(tmp_path / "a.onnx", nodes, {"x": (onnx.TensorProto.FLOAT, ["batch", 8])}, **values)
+    program = TensorProgram.load(path, {"batch": 6})
+    assert program.shapes["r"] == (12, 2, 2)
+    (rank,) = read_model(ModelRequest(path, dims={"batch": 6})).ranks
+    assert [node.work.dims for node in rank.graph.nodes if hasattr(node.work, "dims")] == [(48,)]  # no op on shapes
+
+
+def test_shapes_that_stay_unknown_are_told(tmp_path: Path) -> None:
+    nodes: list[Node] = [("Own", ["x"], ["a"], {"domain": "com.microsoft"}), ("Relu", ["a"], ["y"], {})]
+    path = onnx_file(tmp_path / "a.onnx", nodes, X)
+    (rank,) = read_model(ModelRequest(path)).ranks
+    assert any("shapes from node1 on are not known" in warning for warning in rank.graph.warnings)
+    with pytest.raises(CaptureError, match="shapes of all tensors must be known"):
+        TensorProgram.load(path)
+
+
+def _nodes(tree: Any) -> Any:
+    return tree["graph_module"]["graph"]["nodes"]
+
+
+def _shrink(tree: Any) -> None:
+    values = tree["graph_module"]["graph"]["tensor_values"]
+    values["p_0_weight"]["sizes"][1]["as_int"] -= 1
+
+
+DAMAGE: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "order": (lambda tree: _nodes(tree).reverse(), r"node 0 .*out of order or in a cycle"),
+    "name": (lambda tree: _nodes(tree)[0]["inputs"][0]["arg"]["as_tensor"].update(name="nope"), "node 0.*'nope'"),
+    "shape": (_shrink, r"node 0 \(linear\).*fit together"),
+    "part": (lambda tree: _nodes(tree)[0].pop("outputs"), "must be whole.*'outputs'"),
+}
+
+
+@pytest.mark.parametrize("what", DAMAGE)
+def test_a_damaged_program_is_refused(what: str, tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    model = torch.nn.Sequential(torch.nn.Linear(8, 4), torch.nn.ReLU(), torch.nn.Linear(4, 2))
+    torch.export.save(torch.export.export(model, (torch.randn(3, 8),)), tmp_path / "a.pt2")
+    damage, rule = DAMAGE[what]
+    with zipfile.ZipFile(tmp_path / "a.pt2") as old, zipfile.ZipFile(tmp_path / "b.pt2", "w") as new:
+        (name,) = [name for name in old.namelist() if name.endswith("models/model.json")]
+        tree = json.loads(old.read(name))
+        damage(tree)
+        new.writestr(name, json.dumps(tree))
+    for read in (lambda: read_model(ModelRequest(tmp_path / "b.pt2")), lambda: TensorProgram.load(tmp_path / "b.pt2")):
+        with pytest.raises(CaptureError, match=rule) as error:
+            read()
+        assert "\n" not in str(error.value)
