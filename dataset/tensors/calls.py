@@ -1,4 +1,4 @@
-"""Calls on tensors: which dims of their inputs and outputs belong together, and what they compute (numpy, float64).
+"""Calls on tensors: which dims of their inputs and outputs belong together, and their kernels, from shapes.
 
 A *layout* splits every dim of a call's tensors into factors, outermost first, each with a label and a size.  A label
 that is cut into equal parts in all tensors that have it leaves a call that computes its part: inputs without the label
@@ -9,7 +9,7 @@ call, so that one rule serves data, tensor and micro-batch parallelism (``tensor
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
@@ -17,14 +17,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from stepsight.dataset.base.errors import CaptureError
-from stepsight.dataset.kinds.op import Op
+from stepsight.dataset.kinds.op import OP_KINDS, Op
 
 Array = NDArray[Any]
 Shape = Sequence[int]
 Shapes = Sequence[Shape]
 Factors = tuple[tuple[tuple[Any, int], ...], ...]  # label and size of each factor of each dim of a tensor
-_STEP = 1e-30  # along the imaginary axis: a derivative without cancellation
+_NO_GRADIENT = frozenset({"add", "fill", "random", "sort"})  # forward ops without backward ops
 
 
 @dataclass(frozen=True)
@@ -253,158 +252,66 @@ def layout_of(call: TensorCall, reads: Shapes, writes: Shapes) -> Layout:
     return Layout(plain[0], plain[1], frozenset(label for side in sides for dims in side for label, _ in dims))
 
 
-def cut(value: Array, spec: tuple[int, int], count: int, at: int) -> Array:
-    """Part ``at`` of ``count`` of a dim within each of ``outer`` rows of it; ``spec``: dim and outer."""
-    dim, outer = spec
-    shape = (*value.shape[:dim], outer, count, -1, *value.shape[dim + 1 :])
-    part: Array = value.reshape(shape).take(at, axis=dim + 1)
-    return part.reshape(*value.shape[:dim], -1, *value.shape[dim + 1 :])
+def gradients_of(op: Op, inputs: Collection[str], weights: Collection[str]) -> Iterator[Op]:
+    """Kernels of an op's backward: gradients of inputs that need them, and of weights."""
+    kind, dims = op.kind, op.dims
+    if kind in ("linear", "grouped_linear"):
+        if inputs:
+            yield Op(f"{kind}_dgrad", dims, op.dtype)
+        if weights:
+            yield Op(f"{kind}_wgrad", dims, op.dtype)
+        if len(weights) > 1:
+            yield Op("bias_grad", (dims[-3], dims[-2]), op.dtype)
+    elif kind == "batched_matmul":
+        batch, m, n, k = dims
+        yield Op(kind, (batch, m, k, n), op.dtype)
+        yield Op(kind, (batch, k, n, m), op.dtype)
+    elif kind == "conv":
+        yield Op("conv_backward", (*dims, int(bool(inputs))), op.dtype)
+    elif f"{kind}_backward" in OP_KINDS:
+        yield Op(f"{kind}_backward", dims, op.dtype)
+    elif kind not in _NO_GRADIENT:
+        yield Op("elementwise" if kind == "reduce" else kind, dims, op.dtype)
 
 
-def joined(parts: Sequence[Array], spec: tuple[int, int]) -> Array:
-    """The whole of which ``cut`` made the parts."""
-    dim, outer = spec
-    first = parts[0].shape
-    rows = [part.reshape(*first[:dim], outer, -1, *first[dim + 1 :]) for part in parts]
-    return np.stack(rows, axis=dim + 1).reshape(*first[:dim], -1, *first[dim + 1 :])
+def matrix_product(left: Sequence[int], right: Sequence[int], dtype: str, *, transposed: bool = False) -> Op | None:
+    """``left[..., m, k] @ right[..., k, n]``, or ``right[n, k]`` if it is transposed; None if a size is 0."""
+    if not left or not right or 0 in (*left, *right):
+        return None
+    if len(right) == 1:
+        right = (right[0], 1)
+    rows, inner = math.prod(left[:-1]), left[-1]
+    columns = right[-2] if transposed else right[-1]
+    if len(right) == 2 or math.prod(right[:-2]) == 1:
+        return Op("linear", (rows, columns, inner), dtype)
+    batch = max(math.prod(left[:-2]), math.prod(right[:-2]))
+    return Op("batched_matmul", (batch, left[-2], columns, inner), dtype)
 
 
-def compute(call: TensorCall, values: Sequence[Array], made: Shapes) -> list[Array]:
-    """What a call writes, of the shapes ``made``; raises ``CaptureError`` if it is not known."""
-    settings = call.settings
-    if call.op == "vjp":
-        of, saved = settings["of"], settings["saved"]
-        shapes = [value.shape for value in values[:saved]] if saved else made
-        every = _gradients(of, values[:saved], values[saved:], shapes)
-        return [each for each, wanted in zip(every, settings["wanted"], strict=True) if wanted]
-    if call.op in POINTWISE:
-        return [np.asarray(POINTWISE[call.op](*values))]
-    if call.op == "adamw":  # the first step: both moments begin at 0
-        weight, gradient = values
-        return [weight - 1e-3 * (gradient / (np.abs(gradient) + 1e-8) + 0.01 * weight)]
-    if call.op == "product":
-        left, right = (
-            _turned(value, settings.get(side)) for value, side in zip(values, ("left", "right"), strict=True)
-        )
-        return [left @ right]
-    if call.op == "split":
-        sizes = [shape[settings["axis"]] for shape in made]
-        return np.split(values[0], np.cumsum(sizes)[:-1], axis=settings["axis"])
-    if call.op in ("softmax", "layer_norm", "rms_norm"):
-        return [_normed(call, values)[0]]
-    if call.op == "attention":
-        return [_attended(settings, values)[0]]
-    if call.op == "reduce":
-        kept = {"axis": tuple(settings["reduced"])}
-        return [np.asarray(getattr(np, settings["how"])(values[0], **kept)).reshape(made[0])]
-    plain: dict[str, Callable[[], Array]] = {
-        "reshape": lambda: values[0].reshape(made[0]),
-        "permute": lambda: values[0].transpose(settings["order"]),
-        "concat": lambda: np.concatenate(values, axis=settings["axis"]),
-        "index": lambda: values[0][tuple(settings["index"])],
-        "expand": lambda: np.broadcast_to(values[0], made[0]),
-        "embedding": lambda: values[0][values[1].astype(np.int64)],
-        "join": lambda: joined(values, (settings["dim"], settings["outer"])),
-        "piece": lambda: cut(values[0], (settings["dim"], settings["outer"]), settings["count"], settings["at"]),
-    }
-    if call.op not in plain:
-        raise CaptureError(f"the reference executor must know every op, got {call.op!r:.80} ({call.name!r:.80})")
-    return [plain[call.op]()]
+def attention(q: Sequence[int], k: Sequence[int], dtype: str, *, causal: bool) -> Op | None:
+    """Fused attention of queries and keys, ``[batch, heads, length, head_dim]``; of three dims, one head."""
+    q, k = ((each[0], 1, *each[1:]) if len(each) == 3 else tuple(each) for each in (q, k))
+    if len(q) != 4 or len(k) != 4 or 0 in (*q, *k):
+        return None
+    return Op("attention", (q[0], q[1], k[1], q[2], k[2], q[3], int(causal)), dtype)
 
 
-def _turned(value: Array, is_turned: Any) -> Array:
-    return value.swapaxes(-1, -2) if is_turned else value
+def norm(name: str, shape: Sequence[int], hidden: int, dtype: str) -> Op | None:
+    """A norm of rows of ``hidden`` numbers."""
+    rows = math.prod(shape) // max(hidden, 1)
+    if rows * hidden < 2:
+        return None
+    return Op("rms_norm" if name == "rms_norm" else "layer_norm", (rows, hidden), dtype)
 
 
-def _summed(value: Array, shape: Shape) -> Array:
-    """The sum over the dims in which a tensor of a shape was broadcast."""
-    kept: Array = value.sum(axis=tuple(range(value.ndim - len(shape))))
-    kept = kept.sum(axis=tuple(place for place, size in enumerate(shape) if size == 1), keepdims=True)
-    return kept.reshape(shape)
+def rows_of(kind: str, shape: Sequence[int], dtype: str) -> Op | None:
+    """An op on the rows of a tensor."""
+    columns = shape[-1] if shape else 1
+    rows = math.prod(shape) // max(columns, 1)
+    return Op(kind, (rows, columns), dtype) if rows * columns > 1 else None
 
 
-def _normed(call: TensorCall, values: Sequence[Array]) -> tuple[Array, Array, Array]:
-    """A softmax or norm; its part without weights, and what that was divided by."""
-    x, axes = values[0], tuple(call.settings["axes"])
-    if call.op == "softmax":
-        risen = np.exp(x - x.max(axis=axes, keepdims=True))
-        return risen / risen.sum(axis=axes, keepdims=True), risen, x
-    centred = x - x.mean(axis=axes, keepdims=True) if call.op == "layer_norm" else x
-    scale = np.sqrt((centred**2).mean(axis=axes, keepdims=True) + call.settings["epsilon"])
-    plain = centred / scale
-    out = plain * values[1] if len(values) > 1 else plain
-    return out + values[2] if len(values) > 2 else out, plain, scale
-
-
-def _attended(settings: Mapping[str, Any], values: Sequence[Array]) -> tuple[Array, Array, Array, Array, float]:
-    """Attention; its weights, keys and values of every head, and the scale."""
-    q, k, v = values[:3]
-    k, v = (np.repeat(each, q.shape[1] // each.shape[1], axis=1) for each in (k, v))
-    scale = settings.get("scale") or 1 / math.sqrt(q.shape[-1])
-    scores = scale * q @ k.swapaxes(-1, -2)
-    for mask in values[3:]:
-        scores = np.where(mask, scores, -np.inf) if mask.dtype == bool else scores + mask
-    if settings.get("causal"):
-        scores = np.where(np.tri(*scores.shape[-2:]) > 0, scores, -np.inf)
-    weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
-    weights /= weights.sum(axis=-1, keepdims=True)
-    return weights @ v, weights, k, v, scale
-
-
-def _gradients(call: TensorCall, values: Sequence[Array], given: Sequence[Array], shapes: Shapes) -> list[Array]:
-    """Gradients of all that a call reads, from those of what it writes; ``shapes``: of what it reads."""
-    dy = given[0]
-    if call.op in ("add", "cast"):
-        return [_summed(dy, shape) for shape in shapes]
-    if call.op in POINTWISE:
-        plain: list[Array] = [value.astype(complex) for value in values]
-        found = []
-        for place, value in enumerate(plain):
-            moved = POINTWISE[call.op](*plain[:place], value + 1j * _STEP, *plain[place + 1 :])
-            found.append(_summed(dy * moved.imag / _STEP, value.shape))
-        return found
-    if call.op == "product":
-        turned = [bool(call.settings.get(side)) for side in ("left", "right")]
-        left, right = (_turned(value, swap) for value, swap in zip(values, turned, strict=True))
-        pair = (dy @ right.swapaxes(-1, -2), left.swapaxes(-1, -2) @ dy)
-        return [_summed(_turned(each, t), shape) for each, t, shape in zip(pair, turned, shapes, strict=True)]
-    if call.op in ("softmax", "layer_norm", "rms_norm"):
-        return _normed_gradients(call, values, dy)
-    if call.op == "attention":
-        _, weights, k, v, scale = _attended(call.settings, values)
-        raised = dy @ v.swapaxes(-1, -2)
-        scores = scale * weights * (raised - (raised * weights).sum(axis=-1, keepdims=True))
-        pair = (scores.swapaxes(-1, -2) @ values[0], weights.swapaxes(-1, -2) @ dy)
-        heads = [
-            each.reshape(*shape[:2], -1, *shape[2:]).sum(axis=2) for each, shape in zip(pair, shapes[1:], strict=False)
-        ]
-        return [scores @ k, *heads, *(np.zeros(shape) for shape in shapes[3:])]
-    if call.op == "reduce":
-        kept = [1 if place in call.settings["reduced"] else size for place, size in enumerate(shapes[0])]
-        part = math.prod(kept) / math.prod(shapes[0]) if call.settings["how"] == "mean" else 1.0
-        return [np.broadcast_to(part * dy.reshape(kept), shapes[0])]
-    return _moved_gradients(call, values, given, shapes)
-
-
-def _normed_gradients(call: TensorCall, values: Sequence[Array], dy: Array) -> list[Array]:
-    out, plain, scale = _normed(call, values)
-    axes = tuple(call.settings["axes"])
-    if call.op == "softmax":
-        return [out * (dy - (dy * out).sum(axis=axes, keepdims=True))]
-    inner = dy * values[1] if len(values) > 1 else dy
-    inner_mean = inner.mean(axis=axes, keepdims=True) if call.op == "layer_norm" else 0.0
-    dx = (inner - inner_mean - plain * (inner * plain).mean(axis=axes, keepdims=True)) / scale
-    return [dx, *(_summed(each, value.shape) for each, value in zip((dy * plain, dy), values[1:], strict=False))]
-
-
-def _moved_gradients(call: TensorCall, values: Sequence[Array], given: Sequence[Array], shapes: Shapes) -> list[Array]:
-    """Gradients of a call that only moves elements: where each went to is found by moving their numbers."""
-    sizes = [math.prod(shape) for shape in shapes]
-    first = np.cumsum([0, *sizes])
-    numbers: list[Array] = [np.arange(a, a + n).reshape(s) for a, n, s in zip(first, sizes, shapes, strict=False)]
-    if call.op == "embedding":
-        numbers[1] = values[1]
-    moved = compute(call, numbers, [each.shape for each in given])
-    where = np.concatenate([each.ravel() for each in moved]).astype(np.int64)
-    total = np.bincount(where, np.concatenate([each.ravel() for each in given]), minlength=int(first[-1]))
-    return [total[a : a + n].reshape(s) for a, n, s in zip(first, sizes, shapes, strict=False)]
+def streamed(kind: str, shape: Sequence[int], dtype: str) -> Op | None:
+    """An op on all elements of a tensor; None if it is one element."""
+    numel = math.prod(shape)
+    return Op(kind, (numel,), dtype) if numel > 1 else None

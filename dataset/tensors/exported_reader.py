@@ -15,8 +15,7 @@ import numpy as np
 from stepsight.dataset.base.errors import CaptureError
 from stepsight.dataset.capture.record_graph import op_of_call
 from stepsight.dataset.kinds.op import Op
-from stepsight.dataset.tensors.calls import POINTWISE
-from stepsight.dataset.tensors.kernels import attention, matrix_product, norm, rows_of
+from stepsight.dataset.tensors.calls import POINTWISE, attention, matrix_product, norm, rows_of
 from stepsight.dataset.tensors.readers import Found, ModelReader, Shape, check_count, check_names, check_order, named
 from stepsight.dataset.traces.classify import DTYPES, Scope
 

@@ -15,8 +15,7 @@ import numpy as np
 from stepsight.dataset.base.bounded import read_file
 from stepsight.dataset.base.errors import CaptureError, need
 from stepsight.dataset.kinds.op import Op
-from stepsight.dataset.tensors.calls import POINTWISE
-from stepsight.dataset.tensors.kernels import attention, matrix_product, norm, rows_of, streamed
+from stepsight.dataset.tensors.calls import POINTWISE, attention, matrix_product, norm, rows_of, streamed
 from stepsight.dataset.tensors.readers import (
     MOST_NODES,
     Found,

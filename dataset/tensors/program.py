@@ -3,18 +3,89 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
+from types import MappingProxyType
 
 import numpy as np
 
 from stepsight.dataset.base.errors import CaptureError
 from stepsight.dataset.capture.captured import Captured
-from stepsight.dataset.tensors.calls import Array, TensorCall, compute, cut, joined
+from stepsight.dataset.kinds.op import check_sizes
+from stepsight.dataset.tensors.calls import Array
 from stepsight.dataset.tensors.cuts import Cutting, staged
-from stepsight.dataset.tensors.model_files import ModelRequest, read_step
-from stepsight.dataset.tensors.ranks import Spec, TensorStep, check_counts, rank_of, with_backward
+from stepsight.dataset.tensors.executor import run
+from stepsight.dataset.tensors.exported_reader import open_exported
+from stepsight.dataset.tensors.onnx_reader import open_onnx
+from stepsight.dataset.tensors.ranks import (
+    PRECISIONS,
+    TensorStep,
+    check_counts,
+    ops_of,
+    rank_of,
+    with_backward,
+    with_replicas,
+)
+from stepsight.dataset.tensors.readers import named
+
+READERS = MappingProxyType({".onnx": open_onnx, ".pt2": open_exported})
+
+
+@dataclass(frozen=True)
+class ModelRequest:
+    """The settings for reading a model file.
+
+    Attributes:
+        path: Of the file.
+        replicas: Data-parallel ranks, each with a batch as large as the file's.
+        local_size: Ranks of a node.
+        training: Whether backward and optimizer follow the forward.
+        dims: Sizes of symbolic dimensions.
+        precision: Type of parameters and activations in floating point; empty: as in the file.
+    """
+
+    path: Path
+    replicas: int = 1
+    local_size: int = 8
+    training: bool = False
+    dims: Mapping[str, int] = field(default_factory=dict)
+    precision: str = ""
+
+    def __post_init__(self) -> None:
+        if not is_model(self.path) or not self.path.is_file():
+            raise CaptureError(f"a model must be a file .onnx or .pt2, got {str(self.path)!r:.200}")
+        check_counts(2**20, **{"world size": self.replicas, "devices per node": self.local_size})
+        check_counts(2**31, **self.dims)
+        if self.precision not in ("", *PRECISIONS):
+            raise CaptureError(f"precision must be one of {', '.join(PRECISIONS)}, got {self.precision!r:.40}")
+
+
+def is_model(path: Path) -> bool:
+    """Whether a file is a model by its name."""
+    return path.suffix.lower() in READERS
+
+
+def read_step(request: ModelRequest, *, whole: bool = True) -> TensorStep:
+    """Read the forward of a model; raises ``CaptureError`` if the file is none.
+
+    Args:
+        request: Which, and how.
+        whole: Whether a shape that is not known is an error, or only told.
+    """
+    with named(request.path.name):
+        reader = READERS[request.path.suffix.lower()](request.path, request.dims)
+        found = reader.read()
+        step = TensorStep(**{**found, "dtype": request.precision or found["dtype"], "precision": request.precision})
+        check_sizes((op for call in step.calls for op in ops_of(step, call)), "a model")
+    for name, node in list(reader.unshaped.items())[:1]:
+        if whole:
+            raise CaptureError(f"shapes of all tensors must be known, got none of {name!r:.80} of {node!r:.80}")
+        more = f"shapes from {node:.80} on are not known: {len(reader.unshaped)} tensors are taken as single numbers"
+        step = replace(step, notes=(*step.notes, more))
+    if whole and not step.outputs:
+        raise CaptureError(f"a tensor program must compute its outputs, got {len(step.calls)} calls")
+    return step
 
 
 @dataclass(frozen=True, repr=False)
@@ -115,77 +186,13 @@ class TensorProgram(TensorStep):
         return Captured(name, self.world_size, devices_per_node, "", ranks)
 
 
-Place = tuple[int, ...]  # of a rank on the axes
-
-
-def run(program: TensorStep, values: Mapping[str, Array]) -> dict[str, Array]:
-    """Compute the outputs from whole inputs and parameters.
-
-    Raises:
-        CaptureError: If a value is missing, or an op is not known.
-    """
-    given = (*program.inputs, *program.parameters)
-    missing = {*given} - {*values}
-    if missing:
-        raise CaptureError(f"values must be given of all inputs and parameters, got none of {sorted(missing)[:5]}")
-    places = list(itertools.product(*(range(size) for size in program.axes.values())))
-    axes = {name: number for number, name in enumerate(program.axes)}
-    held: dict[Place, dict[str, Array]] = {place: {} for place in places}
-    home, everywhere = dict[str, int](), program.everywhere
-    for name, value in {**program.constants, **{name: values[name] for name in given}}.items():
-        for place in places:
-            part = np.asarray(value)
-            for axis, spec in program.laid.get(name, ()):
-                if isinstance(spec, tuple):
-                    part = cut(part, spec, program.axes[axis], place[axes[axis]])
-            held[place][name] = part
-    for call in program.calls:
-        read = {*call.reads} - everywhere
-        away = [name for name in read if home.setdefault(name, call.stage) != call.stage]
-        assert not away, f"{call.op} of stage {call.stage} reads {away} of other stages"
-        home |= dict.fromkeys(call.writes, call.settings.get("to", call.stage))
-        for place in places:
-            _call(program, call, held, place)
-    return {name: _assembled(program, held, axes, (name, tensor)) for name, tensor in program.outputs.items()}
-
-
-def _call(program: TensorStep, call: TensorCall, held: Mapping[Place, dict[str, Array]], place: Place) -> None:
-    """Compute a call on one rank."""
-    made = [program.shapes[name] for name in call.writes]
-    axis = call.settings.get("axis") if call.op in ("all_reduce", "join", "piece") else None
-    if axis:
-        number, count = list(program.axes).index(axis), program.axes[axis]
-        ranks = [(*place[:number], at, *place[number + 1 :]) for at in range(count)]
-        group, spec = (
-            [held[rank][call.reads[0]] for rank in ranks],
-            (call.settings.get("dim", 0), call.settings.get("outer", 1)),
-        )
-        if call.op == "piece":
-            outputs = [cut(held[place][call.reads[0]], spec, count, place[number])]
-        else:
-            outputs = [joined(group, spec) if call.op == "join" else np.sum(group, axis=0)]
-    else:
-        outputs = compute(call, [held[place][name] for name in call.reads], made)
-    for name, value, shape in zip(call.writes, outputs, made, strict=True):
-        assert value.shape == tuple(shape), f"{call.op} {name}: {value.shape} is not {shape}"
-        held[place][name] = value
-
-
-def _assembled(
-    program: TensorStep,
-    held: Mapping[Place, Mapping[str, Array]],
-    axes: Mapping[str, int],
-    names: tuple[str, str],
-) -> Array:
-    """The whole of an output whose parts the ranks hold."""
-
-    def of(place: dict[str, int], left: Sequence[tuple[str, Spec]]) -> Array:
-        if not left:
-            return held[tuple(place.get(axis, 0) for axis in axes)][names[1]]
-        axis, spec = left[0]
-        if spec is None:
-            return of(place, left[1:])
-        assert isinstance(spec, tuple)
-        return joined([of({**place, axis: at}, left[1:]) for at in range(program.axes[axis])], spec)
-
-    return of({}, program.laid.get(names[0], ()))
+def read_model(request: ModelRequest) -> Captured:
+    """Read a model as one step of one of its replicas; raises ``CaptureError`` if the file is no model."""
+    step = read_step(request, whole=False)
+    if not any(ops_of(step, call) for call in step.calls):
+        raise CaptureError(f"{request.path.name} must compute something, got no op")
+    with named(request.path.name):
+        step = with_replicas(with_backward(step) if request.training else step, request.replicas)
+        rank = rank_of(step, 0, request.local_size)
+    name = f"{request.path.name} ({'training' if request.training else 'inference'})"
+    return Captured(name, request.replicas, request.local_size, request.path.suffix[1:], (rank,))

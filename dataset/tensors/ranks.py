@@ -14,8 +14,7 @@ from stepsight.dataset.capture.record_graph import COMPOSITE, FORM, CapturedRank
 from stepsight.dataset.graph.columns import PHASES
 from stepsight.dataset.graph.program import COLLECTIVE, OP
 from stepsight.dataset.kinds.op import DTYPE_BYTES, Op
-from stepsight.dataset.tensors.calls import UNSAVED, Array, Shapes, TensorCall
-from stepsight.dataset.tensors.kernels import gradients_of, streamed
+from stepsight.dataset.tensors.calls import UNSAVED, Array, Shapes, TensorCall, gradients_of, streamed
 
 PRECISIONS = ("fp32", "bf16", "fp16")
 _FIRST_BUCKET, _BUCKET = 2**20, 25 * 2**20  # bucket sizes of DDP in bytes: the first one, and all others

@@ -170,7 +170,7 @@ def _predict_program(
     """``stepsight predict --program``; ``cluster``: names of the hardware and of the fabric, empty if not given."""
     from stepsight.dataset.base.files import write_pieces
     from stepsight.dataset.capture.captured import read_captured
-    from stepsight.dataset.tensors.model_files import ModelRequest, is_model, read_model
+    from stepsight.dataset.tensors.program import ModelRequest, is_model, read_model
     from stepsight.experiments.reports.job_texts import program_text
     from stepsight.simulator.replay.captured_step import step_timeline
     from stepsight.training.prediction.captured_prediction import captured_latency, predict_captured

@@ -97,7 +97,7 @@ def _capturer(
 ) -> Callable[[int], Captured]:
     """What captures a script, or reads a model, for a world size; ``model``: inference, dimensions and precision."""
     from stepsight.dataset.capture.capturing_run import CaptureRequest, capture
-    from stepsight.dataset.tensors.model_files import ModelRequest, is_model, read_model
+    from stepsight.dataset.tensors.program import ModelRequest, is_model, read_model
 
     inference, dims, precision = model
     if is_model(script):

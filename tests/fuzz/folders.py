@@ -20,7 +20,7 @@ from stepsight.dataset.capture.captured import rank_summary, read_captured, writ
 from stepsight.dataset.graph.graph_table import GraphTable
 from stepsight.dataset.graph.program import Program
 from stepsight.dataset.tables import Measurements, summary
-from stepsight.dataset.tensors.model_files import ModelRequest, read_model
+from stepsight.dataset.tensors.program import ModelRequest, read_model
 from stepsight.dataset.trace_graphs.graph_dataset import make_dataset
 from stepsight.simulator.replay.replay import replay
 from stepsight.training.prediction.captured_prediction import predict_captured

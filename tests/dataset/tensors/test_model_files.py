@@ -13,7 +13,7 @@ import pytest
 
 from stepsight.dataset.base.errors import CaptureError
 from stepsight.dataset.capture.captured import rank_summary
-from stepsight.dataset.tensors.model_files import ModelRequest, read_model
+from stepsight.dataset.tensors.program import ModelRequest, read_model
 
 BATCH, WIDTH, INNER, OUT = 8, 16, 32, 4
 PRODUCTS = 2 * BATCH * (WIDTH * INNER + INNER * OUT)  # FLOP of the forward

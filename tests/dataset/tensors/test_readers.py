@@ -12,8 +12,7 @@ import numpy as np
 import pytest
 
 from stepsight.dataset.base.errors import CaptureError
-from stepsight.dataset.tensors.model_files import ModelRequest, read_model
-from stepsight.dataset.tensors.program import TensorProgram
+from stepsight.dataset.tensors.program import ModelRequest, TensorProgram, read_model
 
 Node = tuple[str, list[str], list[str], dict[str, Any]]
 
