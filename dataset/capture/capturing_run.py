@@ -213,6 +213,8 @@ _HINTS = {
     "DataDependentOutput": f"a result depends on {_VALUES}",
     "GuardOnDataDependent": f"the script branches on {_VALUES}",
     "a sharding strategy": "no DTensor takes this op, in a real run neither: leave its module unsharded",
+    "torchrec/distributed/": "kernels of torchrec's sharded tables need real tensors: capture the model without "
+    "DistributedModelParallel, and predict its sharding as a job of the family dlrm",
 }
 
 
@@ -228,7 +230,8 @@ def _explained(request: CaptureRequest, rank: int, record: dict[str, Any], said:
         )
     if record["error"].startswith("SystemExit"):
         return f"{where}: the script ended itself ({record['error']}) on rank {rank}: {said}{notes}"
-    hint = next((f" ({text})" for word, text in _HINTS.items() if word in record["error"]), "")
+    told = record["error"] + record["trace"]
+    hint = next((f" ({text})" for word, text in _HINTS.items() if word in told), "")
     error = record["error"].split("\n")[0]
     return f"{where}: {error}{hint} [rank {rank} of {request.world_size}, after {record['steps']} steps]{notes}"
 
