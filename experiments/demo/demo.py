@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import random
 import sys
 import time
-from collections.abc import Mapping
+from importlib import resources
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,7 +31,7 @@ SEARCH_TRIALS = 150
 
 def demo_plan() -> dict[str, Any]:
     """Plan the demo: training runs, held-out runs, and every op and collective of the training runs."""
-    training, heldout = train_jobs(), heldout_jobs()
+    training, heldout = jobs_of("train"), jobs_of("heldout")
     # Training and held-out runs alternate, so that a drift of the machine affects both equally.
     turns = [("train", job, TRAIN_COUNTS) for job in training]
     for index, job in enumerate(heldout):
@@ -128,73 +129,26 @@ class LocalJob(NamedTuple):
         """The row as a job."""
         *sizes, strategy, micro_batch, num_micro_batches = self
         stated: dict[str, Any] = dict(zip(self._fields, sizes, strict=False))
-        return job_of_strategy(ModelSpec(**stated), STRATEGIES[strategy], micro_batch, num_micro_batches)
+        parallel = ParallelSpec(**{"dp": 1, **STRATEGIES[strategy]})  # type: ignore[arg-type]
+        devices = parallel.tp * parallel.pp * parallel.dp
+        global_batch = micro_batch * num_micro_batches * parallel.dp
+        return Job(
+            model=ModelSpec(**stated),
+            parallel=parallel,
+            batch=BatchSpec(micro_batch=micro_batch, global_batch=global_batch, precision="fp32"),
+            cluster=ClusterSpec(hardware="local-cpu", devices_per_node=devices, fabric="loopback"),
+        )
 
 
-def job_of_strategy(model: ModelSpec, strategy: Mapping[str, object], micro_batch: int, num_micro_batches: int) -> Job:
-    """A job on one node of this machine; ``strategy`` has the keys of its ``[parallel]`` table besides ``dp = 1``."""
-    parallel = ParallelSpec(**{"dp": 1, **strategy})  # type: ignore[arg-type]
-    return Job(
-        model=model,
-        parallel=parallel,
-        batch=BatchSpec(
-            micro_batch=micro_batch, global_batch=micro_batch * num_micro_batches * parallel.dp, precision="fp32"
-        ),
-        cluster=ClusterSpec(
-            hardware="local-cpu", devices_per_node=parallel.tp * parallel.pp * parallel.dp, fabric="loopback"
-        ),
-    )
+def jobs_of(role: str) -> list[Job]:
+    """The jobs of ``jobs.csv`` with a role.
 
-
-# Each row holds the fields of ``LocalJob``.
-TRAIN = (
-    ("gpt", 4, 256, 4, 4, 1024, 2048, 128, "single", 2, 1),
-    ("gpt", 2, 384, 6, 6, 1536, 4096, 64, "single", 2, 2),
-    ("llama", 3, 320, 5, 5, 896, 2048, 64, "single", 4, 1),
-    ("llama", 5, 192, 6, 2, 512, 4096, 128, "single", 1, 3),
-    ("gpt", 4, 256, 8, 8, 1024, 4096, 64, "ddp2", 4, 1),
-    ("gpt", 3, 384, 6, 6, 1536, 2048, 64, "ddp2", 2, 2),
-    ("llama", 4, 256, 8, 4, 768, 2048, 128, "ddp2", 2, 1),
-    ("gpt", 4, 384, 6, 6, 1536, 4096, 128, "tp2", 2, 1),
-    ("llama", 4, 256, 4, 4, 704, 4096, 256, "tp2", 1, 1),
-    ("gpt", 3, 320, 4, 4, 1280, 2048, 128, "tp2sp", 2, 1),
-    ("gpt", 4, 256, 4, 4, 1024, 4096, 64, "pp2", 1, 6),
-    ("llama", 6, 256, 4, 2, 640, 2048, 64, "pp2", 2, 4),
-    ("gpt", 3, 256, 4, 4, 1024, 2048, 128, "fsdp2", 2, 1),
-    ("llama", 4, 320, 5, 5, 864, 2048, 64, "fsdp2", 3, 1),
-    ("llama", 2, 256, 8, 8, 640, 2048, 192, "single", 2, 1),
-    ("gpt", 2, 512, 8, 8, 2048, 2048, 64, "tp2", 2, 2),
-    ("llama", 5, 192, 6, 6, 512, 2048, 128, "tp2", 3, 1),
-    ("gpt", 5, 192, 6, 6, 768, 4096, 64, "tp2sp", 3, 2),
-    ("gpt", 2, 192, 4, 4, 768, 4096, 128, "ddp2", 1, 2),
-    ("gpt", 2, 384, 6, 6, 1536, 2048, 64, "fsdp2", 2, 2),
-)  # fmt: skip
-
-# No shape below occurs above; GPipe, and sequence parallelism for Llama, are not in the training runs.
-HELDOUT = (
-    ("gpt", 3, 448, 7, 7, 1792, 3072, 64, "single", 3, 1),
-    ("llama", 4, 288, 6, 3, 800, 3072, 96, "single", 2, 3),
-    ("gpt", 4, 192, 6, 6, 768, 3072, 192, "single", 1, 1),
-    ("gpt", 3, 224, 7, 7, 896, 3072, 128, "ddp2", 2, 1),
-    ("llama", 3, 384, 6, 6, 1024, 3072, 64, "ddp2", 3, 1),
-    ("llama", 6, 224, 7, 7, 608, 2560, 64, "ddp2", 2, 3),
-    ("gpt", 5, 320, 8, 8, 1280, 3072, 192, "tp2", 1, 1),
-    ("llama", 3, 448, 8, 4, 1184, 3072, 128, "tp2", 1, 4),
-    ("llama", 4, 288, 6, 6, 768, 2560, 128, "tp2sp", 2, 1),
-    ("gpt", 4, 320, 5, 5, 1280, 3072, 64, "pp2", 2, 3),
-    ("llama", 4, 288, 6, 2, 800, 2560, 96, "pp2gpipe", 1, 8),
-    ("gpt", 6, 224, 7, 7, 896, 2560, 64, "pp2gpipe", 3, 2),
-    ("gpt", 2, 288, 6, 6, 1152, 3072, 64, "fsdp2", 3, 1),
-    ("llama", 5, 224, 7, 7, 640, 2560, 192, "fsdp2", 1, 1),
-)  # fmt: skip
-
-
-def train_jobs() -> list[Job]:
-    return [LocalJob(*row).job() for row in TRAIN]
-
-
-def heldout_jobs() -> list[Job]:
-    return [LocalJob(*row).job() for row in HELDOUT]
+    No shape of a held-out job occurs in training; GPipe, and sequence parallelism for Llama, are not in the training
+    runs.
+    """
+    text = resources.files(__package__).joinpath("jobs.csv").read_text("utf-8")
+    rows = (row for row in csv.DictReader(text.splitlines()) if row.pop("role") == role)
+    return [LocalJob(**{key: int(word) if word.isdigit() else word for key, word in row.items()}).job() for row in rows]
 
 
 def profile_only_jobs(count: int = 24, seed: int = 0) -> list[Job]:
@@ -203,7 +157,7 @@ def profile_only_jobs(count: int = 24, seed: int = 0) -> list[Job]:
     Hidden sizes of held-out jobs are left out.
     """
     rng = random.Random(seed)
-    excluded = {row[2] for row in HELDOUT}
+    excluded = {job.model.hidden for job in jobs_of("heldout")}
     hiddens = [h for h in (64, 96, 128, 160, 192, 256, 352, 384, 416, 512, 640, 768) if h not in excluded]
     jobs = []
     for index in range(count):

@@ -1,7 +1,7 @@
 """The demo's held-out runs are held out."""
 
 from stepsight.dataset.job.job import Job
-from stepsight.experiments.demo.demo import heldout_jobs, profile_only_jobs, search_job, train_jobs
+from stepsight.experiments.demo.demo import jobs_of, profile_only_jobs, search_job
 
 
 def shape(job: Job) -> tuple[int, ...]:
@@ -11,13 +11,13 @@ def shape(job: Job) -> tuple[int, ...]:
 
 def test_no_heldout_shape_is_trained_on() -> None:
     """Model shapes of held-out runs occur neither in training runs nor in event profiles."""
-    seen = {shape(job) for job in (*train_jobs(), *profile_only_jobs())}
-    assert len(heldout_jobs()) >= 12
-    assert not seen & {shape(job) for job in heldout_jobs()}
-    assert not {job.model.hidden for job in profile_only_jobs()} & {job.model.hidden for job in heldout_jobs()}
+    seen = {shape(job) for job in (*jobs_of("train"), *profile_only_jobs())}
+    assert len(jobs_of("heldout")) >= 12
+    assert not seen & {shape(job) for job in jobs_of("heldout")}
+    assert not {job.model.hidden for job in profile_only_jobs()} & {job.model.hidden for job in jobs_of("heldout")}
 
 
 def test_jobs_run_on_two_cores() -> None:
     """Every real run needs at most two ranks; the searched cluster is larger."""
-    assert {job.cluster.num_devices for job in (*train_jobs(), *heldout_jobs())} == {1, 2}
+    assert {job.cluster.num_devices for job in (*jobs_of("train"), *jobs_of("heldout"))} == {1, 2}
     assert search_job().cluster.num_devices > 2
