@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import json
-import random
 import sys
 import time
 from importlib import resources
@@ -36,7 +35,7 @@ def demo_plan() -> dict[str, Any]:
     turns = [("train", job, TRAIN_COUNTS) for job in training]
     for index, job in enumerate(heldout):
         turns.insert(2 * index + 1, ("heldout", job, HELDOUT_COUNTS))
-    profiled = [*training, *profile_only_jobs()]
+    profiled = [*training, *jobs_of("profile")]
     return make_plan(turns, profile_jobs=profiled, event_seconds=EVENT_SECONDS, extra_seconds=EXTRA_SECONDS)
 
 
@@ -143,37 +142,12 @@ class LocalJob(NamedTuple):
 def jobs_of(role: str) -> list[Job]:
     """The jobs of ``jobs.csv`` with a role.
 
-    No shape of a held-out job occurs in training; GPipe, and sequence parallelism for Llama, are not in the training
-    runs.
+    Jobs to profile never run: their distinct ops are measured alone, and widen the regressors' support.  No shape of a
+    held-out job occurs in the others; GPipe, and sequence parallelism for Llama, are not in the training runs.
     """
     text = resources.files(__package__).joinpath("jobs.csv").read_text("utf-8")
     rows = (row for row in csv.DictReader(text.splitlines()) if row.pop("role") == role)
     return [LocalJob(**{key: int(word) if word.isdigit() else word for key, word in row.items()}).job() for row in rows]
-
-
-def profile_only_jobs(count: int = 24, seed: int = 0) -> list[Job]:
-    """Jobs that never run; their distinct ops are measured alone, and widen the regressors' support.
-
-    Hidden sizes of held-out jobs are left out.
-    """
-    rng = random.Random(seed)
-    excluded = {job.model.hidden for job in jobs_of("heldout")}
-    hiddens = [h for h in (64, 96, 128, 160, 192, 256, 352, 384, 416, 512, 640, 768) if h not in excluded]
-    jobs = []
-    for index in range(count):
-        hidden = rng.choice(hiddens)
-        head_dim = rng.choice([d for d in (16, 32, 48, 64) if hidden % (2 * d) == 0])
-        heads = hidden // head_dim
-        family = ("gpt", "llama")[index % 2]
-        kv_heads = heads if family == "gpt" or heads % 4 else heads // 2
-        ffn = 4 * hidden if family == "gpt" else 32 * rng.randint(hidden // 16, hidden // 10)
-        tokens = rng.choice((64, 128, 256, 384))
-        strategy = ("single", "ddp2", "tp2", "tp2sp", "single", "pp2", "fsdp2")[index % 7]
-        vocab = rng.choice((1024, 2048, 4096, 6144, 8192))
-        seq_len = rng.choice([s for s in (64, 128, 256, 384) if s <= tokens * 2])
-        sizes = (2, hidden, heads, kv_heads, ffn, vocab, seq_len)
-        jobs.append(LocalJob(family, *sizes, strategy, max(1, 2 * tokens // seq_len), 2).job())
-    return jobs
 
 
 def search_job() -> Job:

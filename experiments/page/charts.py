@@ -19,7 +19,7 @@ BLUE, ORANGE, GREEN = (f"var(--c{at})" for at in range(3))
 GREY, RED = "var(--grey)", "var(--red)"
 COLORS = ":root{" + "".join(f"--c{at}:{color};" for at, color in enumerate(PALETTE)) + "}"
 DARK_COLORS = "".join(f"--c{at}:{color};" for at, color in _ON_DARK.items())
-_WIDTH, _LEFT = 960, 270
+_WIDTH = 960
 MOST_ROWS = 32  # of stacked bars
 MOST_NAMES = 14  # of a legend
 Point = Mapping[str, Any]  # of a scatter plot: x, y, text, color, size, and key if it can be chosen
@@ -36,25 +36,14 @@ def bars(rows: Sequence[tuple[str, Sequence[tuple[float, str, str]]]]) -> str:
     Args:
         rows: Label of each row, and value, text and colour of each of its bars.
     """
-    values = [value for _, own in rows for value, *_ in own]
-    most = max(map(abs, values), default=0.0) or 1.0
-    left, zero, room = (_LEFT - 8, _LEFT, _WIDTH - _LEFT - 170)
-    if min(values, default=0.0) < 0:
-        left, zero, room = 250, 610, 240
-    parts, top = [], 0
-    for label, own in rows:
-        parts.append(_text(left, top + 10 + 9 * len(own), label, "end"))
-        for value, text, fill in own:
-            width = room * abs(value) / most
-            x, place, anchor = (
-                (zero, zero + width + 8, "start") if value >= 0 else (zero - width, zero - width - 8, "end")
-            )
-            parts.append(_rect(x, top + 4, width, 16, fill, f"{label}: {text}"))
-            parts.append(_text(place, top + 17, text, anchor))
-            top += 18
-        top += 8
-    parts.append(_line(zero, zero, 0, top, GREY))
-    return _svg(top, parts)
+    values = [0.0, *(value for _, own in rows for value, *_ in own)]
+    low, span = min(values), max(values) - min(values) or 1.0
+    cells = [
+        (label if not at else "", _part((min(value, 0.0) - low) / span, abs(value) / span, fill, label), text)
+        for label, own in rows
+        for at, (value, text, fill) in enumerate(own)
+    ]
+    return _bar_table(cells)
 
 
 def stacks(rows: Sequence[tuple[str, Mapping[str, float]]], limits: Sequence[float], unit: str) -> str:
@@ -67,28 +56,29 @@ def stacks(rows: Sequence[tuple[str, Mapping[str, float]]], limits: Sequence[flo
     """
     step = max(1, -(-len(rows) // MOST_ROWS))
     most = max([*limits, *(sum(own.values()) for _, own in rows)], default=1.0) or 1.0
-    left, room, names = 90, _WIDTH - 210, list(dict.fromkeys(name for _, own in rows for name in own))
-    parts, top = _legend(names, left), 26 + 18 * ((len(names) - 1) // 6)
+    names = list(dict.fromkeys(name for _, own in rows for name in own))
+    legend = "".join(f'<i style="background:{color(at)}"></i>{escape(name)} ' for at, name in enumerate(names))
+    cells = []
     for (label, own), limit in list(zip(rows, limits, strict=True))[::step]:
-        x, whole = float(left), sum(own.values())
-        parts.append(_text(left - 8, top + 13, label, "end"))
+        drawn, whole = "", 0.0
         for name, value in own.items():
-            width = room * value / most
-            said = f"{label}, {name}: {value:.2f} {unit}"
-            parts.append(_rect(x, top, width, 16, color(names.index(name)), said))
-            x += width
-        parts.append(_line(left + room * limit / most, left + room * limit / most, top - 3, top + 19, RED, 2))
-        parts.append(_text(left + room + 12, top + 13, f"{whole:.1f} of {limit:.1f} {unit}"))
-        top += 22
-    return _svg(top + 4, parts)
+            drawn += _part(whole / most, value / most, color(names.index(name)), f"{name}: {value:.2f} {unit}")
+            whole += value
+        drawn += _part(limit / most, 0.0, RED, f"limit: {limit:.1f} {unit}")
+        cells.append((label, drawn, f"{whole:.1f} of {limit:.1f} {unit}"))
+    return f'<p class="legend">{legend}</p>{_bar_table(cells)}'
 
 
-def _legend(names: Sequence[str], left: float) -> list[str]:
-    parts = []
-    for at, name in enumerate(names):
-        x, y = left + 140 * (at % 6), 4 + 18 * (at // 6)
-        parts += [_rect(x, y, 12, 12, color(at)), _text(x + 18, y + 11, name)]
-    return parts
+def _part(begin: float, width: float, fill: str, said: str) -> str:
+    """A part of a bar; places are shares of the widest bar."""
+    place = f"left:{100 * begin:.2f}%;width:{100 * width:.2f}%;background:{fill}"
+    return f'<i style="{place}" title="{escape(said)}"></i>'
+
+
+def _bar_table(cells: Sequence[tuple[str, str, str]]) -> str:
+    rows = (f'<tr><td>{escape(label)}</td><td><div>{drawn}</div></td><td>{escape(text)}</td></tr>'
+            for label, drawn, text in cells)  # fmt: skip
+    return f'<table class="bars">{"".join(rows)}</table>'
 
 
 class _Plane:

@@ -301,7 +301,7 @@ class Desk:
         """Pinned answers and the present one; empty without pins."""
         if len(self._all()) < 2:
             return ""
-        sides = [predicted_side(each.job, self.space.predictor, each.job.name) for each in self._all()]
+        sides = [predicted_side(each, each.job.name) for each in self._all()]
         return views.comparison(compare_sides(sides))
 
     def _show_compared(self) -> None:

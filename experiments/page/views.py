@@ -22,6 +22,7 @@ from stepsight.experiments.page.charts import (
     timeline_call,
     timeline_html,
 )
+from stepsight.experiments.questions.compare import comparison_tables, letters_of
 from stepsight.experiments.reports.text_table import shown, words
 from stepsight.simulator.memory.estimate import FIELDS
 from stepsight.training.corrections.intervals import EXTRAPOLATED_SHARE, interval_text, seconds_text
@@ -265,29 +266,16 @@ def assumptions(facts: Facts) -> str:
 
 def comparison(told: Facts, links: bool = False) -> str:
     """Compare jobs with the first: what differs, and where the time differs; ``links``: to each job of the page."""
-    names = [chr(ord("A") + at % 26) for at in range(len(told["sides"]))]
-    rows = [
-        (name, [(side["seconds"], f"{seconds_text(side['seconds'])}, {side['percent']:+.1f} %", BLUE)])
-        for name, side in zip(names, told["sides"], strict=True)
-    ]
-    legend = "".join(
-        f'<a href="#job-{at}">{name}: {escape(side["name"])}</a>' if links else f"<p>{name}: {escape(side['name'])}</p>"
-        for at, (name, side) in enumerate(zip(names, told["sides"], strict=True))
-    )
-    differs = html_table(["what differs", *names], [[words(key), *values] for key, values in told["facts"].items()])
+    names = letters_of(told)
+    nav = "".join(f'<a href="#job-{at}">{name}</a>' for at, name in enumerate(names)) if links else ""
     gains = [
         (f"{words(cause)}, {name}", [(seconds - values[0], f"{1e3 * (seconds - values[0]):+,.1f} ms", ORANGE)])
         for cause, values in told["causes"].items()
         for name, seconds in zip(names[1:], values[1:], strict=True)
         if abs(seconds - values[0]) > 1e-4 * told["sides"][0]["seconds"]
     ]
-    causes = [[words(name), *(f"{1e3 * value:,.1f} ms" for value in values)]
-              for name, values in told["causes"].items() if max(values) > 0]  # fmt: skip
-    return (
-        f"<h1>Comparison</h1><nav>{legend}</nav>{bars(rows)}{section('Differences', differs)}"
-        + section("Differences by cause, from A", bars(gains))
-        + html_table(["where the time goes", *names], causes)
-    )
+    tables = "".join(html_table(*each) for each in comparison_tables(told, words))
+    return f"<h1>Comparison</h1><nav>{nav}</nav>{tables}" + section("Differences by cause, from A", bars(gains))
 
 
 def timed_choices(result: SearchResult) -> list[Choice]:

@@ -20,11 +20,10 @@ from stepsight.experiments.questions.traced_runs import ReplayedRun, measured_st
 from stepsight.experiments.reports.text_table import Number, table
 from stepsight.simulator.replay.causes import breakdown
 from stepsight.simulator.replay.step_timeline import Kernel, kernel_seconds
-from stepsight.training.corrections.intervals import seconds_text
-from stepsight.training.prediction.prediction import Prediction, predict
+from stepsight.training.corrections.intervals import interval_text, seconds_text
 
 if TYPE_CHECKING:
-    from stepsight.training.predictor.predictor import Predictor
+    from stepsight.training.prediction.prediction import Prediction
 
 MOST_WORKS = 12
 LONGEST = 44  # characters of a cell
@@ -50,10 +49,10 @@ class Side:
     exposed_s: float | None = None
 
 
-def predicted_side(job: Job, predictor: Predictor | str | None, name: str) -> Side:
+def predicted_side(prediction: Prediction, name: str) -> Side:
     """A job with its prediction."""
-    prediction = predict(job, predictor)
-    facts = {**_flat(job), "source": prediction.source, "memory_gb": round(prediction.memory.peak_bytes / 1e9, 2)}
+    memory_gb = round(prediction.memory.peak_bytes / 1e9, 2)
+    facts = {**_flat(prediction.job), "source": prediction.source, "memory_gb": memory_gb}
     interval = (prediction.low_s, prediction.high_s)
     works, kinds = _works(prediction, str), _works(prediction, lambda work: work.kind)
     return Side(name, prediction.iteration_time_s, False, facts, prediction.breakdown, works, kinds, interval)
@@ -180,49 +179,60 @@ def _together(tables: Sequence[Mapping[str, float]]) -> dict[str, list[float]]:
     return {name: [table.get(name, 0.0) for table in tables] for name in names}
 
 
-def comparison_text(told: dict[str, Any]) -> str:
-    """A comparison as text; times of causes and ops are differences from the first side."""
-    sides = told["sides"]
-    letters = [chr(ord("A") + at % 26) for at in range(len(sides))]
-    cells = [
-        [
-            letter,
-            side["name"],
-            seconds_text(side["seconds"]),
-            "measured" if side["measured"] else f"{seconds_text(side['low_s'])} to {seconds_text(side['high_s'])}",
-            f"{side['percent']:+.1f}",
-            "-" if side["exposed_communication_s"] is None else seconds_text(side["exposed_communication_s"]),
-        ]
+def letters_of(told: Mapping[str, Any]) -> list[str]:
+    """The letters that name the sides of a comparison."""
+    return [chr(ord("A") + at % 26) for at in range(len(told["sides"]))]
+
+
+def comparison_tables(
+    told: Mapping[str, Any], name: Callable[[str], str] = str
+) -> list[tuple[list[str], list[list[object]]]]:
+    """Header and rows of each table of a comparison, for texts and pages: the sides, the facts that differ, causes,
+    kinds, works, and kernels; ``name``: of keys, for people.
+    """
+    sides, letters = told["sides"], letters_of(told)
+    last = f"{letters[-1]} - A"
+    header = ["", "what", "iteration", "interval", "% from A", "exposed communication"]
+    rows: list[list[object]] = [
+        [letter, side["name"], seconds_text(side["seconds"]),
+         "measured" if side["measured"] else interval_text(side["low_s"], side["high_s"]), f"{side['percent']:+.1f}",
+         "-" if side["exposed_communication_s"] is None else seconds_text(side["exposed_communication_s"])]
         for letter, side in zip(letters, sides, strict=True)
-    ]
-    traced = any(side["exposed_communication_s"] is not None for side in sides)
-    header = ["", "what", "iteration", "interval", "% from A", *["exposed communication"] * traced]
-    parts = [table(header, [row[: len(header)] for row in cells])]
-    if told["facts"]:
-        rows = [[key, *(_short(value) for value in values)] for key, values in told["facts"].items()]
-        parts.append(table(["what differs", *letters], rows))
+    ]  # fmt: skip
+    if all(side["exposed_communication_s"] is None for side in sides):
+        header, rows = header[:-1], [row[:-1] for row in rows]
+    facts = [[name(key), *(_short(value) for value in values)] for key, values in told["facts"].items()]
+    tables = [(header, rows), (["what differs", *letters], facts)]
+    measured = {side["measured"] for side in sides}
+    goes = {False: "", True: " (of runs: on the critical path)"}[measured == {True, False}]
     titles = {
-        "causes": "where the time goes, ms",
+        "causes": "critical path of the step, ms" if measured == {True} else f"where the time goes{goes}, ms",
         "kinds": "by kind of op, ms",
         "works": "largest differences, ms",
     }
     for key, title in titles.items():
         rows = [
-            [_short(name), *(Number(1e3 * value) for value in values), Number(1e3 * (values[-1] - values[0]))]
-            for name, values in told[key].items()
+            [
+                _short(name(what) if key == "causes" else what),
+                *(Number(1e3 * value) for value in (*values, values[-1] - values[0])),
+            ]
+            for what, values in told[key].items()
             if max(values) > 0
         ]
-        if rows:
-            parts.append(table([title, *letters, f"{letters[-1]} - A"], rows))
-    if told["kernels"]:
-        rows = [
-            [_short(row["name"]), _short(row["what"]), *(Number(of) for of in row["counts"])]
-            + [Number(1e3 * of, 3) for of in (*row["seconds"], row["seconds"][-1] - row["seconds"][0])]
-            for row in told["kernels"][:MOST_WORKS]
-        ]
-        counts, spent = ([f"{of} {letter}" for letter in letters] for of in ("count", "ms"))
-        parts.append(table(["kernels of a step", "what", *counts, *spent, f"{letters[-1]} - A"], rows))
-    return "\n\n".join(parts)
+        tables.append(([title, *letters, last], rows))
+    kernels = [
+        [_short(row["name"]), _short(row["what"]), *(Number(of) for of in row["counts"])]
+        + [Number(1e3 * of, 3) for of in (*row["seconds"], row["seconds"][-1] - row["seconds"][0])]
+        for row in told["kernels"][:MOST_WORKS]
+    ]
+    counts, spent = ([f"{of} {letter}" for letter in letters] for of in ("count", "ms"))
+    tables.append((["kernels of a step", "what", *counts, *spent, last], kernels))
+    return [(header, rows) for header, rows in tables if rows]
+
+
+def comparison_text(told: Mapping[str, Any]) -> str:
+    """A comparison as text; times of causes and ops are differences from the first side."""
+    return "\n\n".join(table(header, rows) for header, rows in comparison_tables(told))
 
 
 def _short(value: Any) -> str:

@@ -90,6 +90,7 @@ def compare_command(
     """
     from stepsight.dataset.traces.event_blocks import is_trace
     from stepsight.experiments.questions.compare import compare_sides, comparison_text, predicted_side, run_side
+    from stepsight.training.prediction.prediction import predict
 
     sides = []
     for thing in things:
@@ -101,7 +102,7 @@ def compare_command(
         asked: list[Path | None] = [*predictors] if predictors else [None]
         for named in asked:
             by = f" by {named.name}" if named is not None and len(asked) > 1 else ""
-            sides.append(predicted_side(job, load_predictor(named), f"{thing.name}{by}"))
+            sides.append(predicted_side(predict(job, load_predictor(named)), f"{thing.name}{by}"))
     told = compare_sides(sides)
     return Answer(told, comparison_text(told))
 
@@ -152,7 +153,7 @@ def report_command(
         tell(number + 1, len(read))
     compared = None
     if len(read) > 1:
-        compared = compare_sides([predicted_side(job, predictor, job.name) for job in read])
+        compared = compare_sides([predicted_side(each, each.job.name) for each in predictions])
         extra.insert(0, views.comparison(compared, links=True))
     write_text(out, views.job_page(predictions, facts, extra))
     lines = [f"wrote {out}: {len(facts)} job{'s' if len(facts) > 1 else ''}"]

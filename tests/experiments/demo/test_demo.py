@@ -1,7 +1,7 @@
 """The demo's held-out runs are held out."""
 
 from stepsight.dataset.job.job import Job
-from stepsight.experiments.demo.demo import jobs_of, profile_only_jobs, search_job
+from stepsight.experiments.demo.demo import jobs_of, search_job
 
 
 def shape(job: Job) -> tuple[int, ...]:
@@ -11,10 +11,10 @@ def shape(job: Job) -> tuple[int, ...]:
 
 def test_no_heldout_shape_is_trained_on() -> None:
     """Model shapes of held-out runs occur neither in training runs nor in event profiles."""
-    seen = {shape(job) for job in (*jobs_of("train"), *profile_only_jobs())}
+    seen = {shape(job) for job in (*jobs_of("train"), *jobs_of("profile"))}
     assert len(jobs_of("heldout")) >= 12
     assert not seen & {shape(job) for job in jobs_of("heldout")}
-    assert not {job.model.hidden for job in profile_only_jobs()} & {job.model.hidden for job in jobs_of("heldout")}
+    assert not {job.model.hidden for job in jobs_of("profile")} & {job.model.hidden for job in jobs_of("heldout")}
 
 
 def test_jobs_run_on_two_cores() -> None:

@@ -34,13 +34,23 @@ def test_colour_blind_people_can_tell_the_colours_apart(sight: str) -> None:
 
 def test_bars_are_as_long_as_their_values_and_names_are_escaped() -> None:
     drawn = bars([("<b>", [(2.0, "two", "red")]), ("one", [(1.0, "one", "red")])])
-    long, short = (float(width) for width in re.findall(r'<rect [^>]*width="([\d.]+)"', drawn))
+    long, short = (float(width) for width in re.findall(r"width:([\d.]+)%", drawn))
     assert long == pytest.approx(2 * short, rel=0.01) and "<b>" not in drawn
 
 
-def test_stacks_lines_and_points_lie_within_the_picture() -> None:
+def test_bars_and_stacks_lie_within_their_cells() -> None:
+    """Also where all values are negative, or zero."""
     for drawn in (
+        bars([("loss", [(-2.0, "-2", "red"), (1.0, "1", "red")]), ("more", [(-4.0, "-4", "red")])]),
+        bars([("none", [(0.0, "0", "red")])]),
         stacks([(f"stage {at}", {"a": at, "b": 2.0}) for at in range(100)], [3.0] * 100, "GB"),
+    ):
+        places = re.findall(r"left:([\d.-]+)%;width:([\d.-]+)%", drawn)
+        assert places and all(float(at) >= 0 and float(at) + float(wide) <= 100.01 for at, wide in places)
+
+
+def test_lines_and_points_lie_within_the_picture() -> None:
+    for drawn in (
         lines([("one", [(1, 1e-9), (64, 2e-9)])], "x", "y", log_x=True, limit=3e-9),
         lines([("flat", [(1, 0.0)])], "x", "y", steps=True),
         scatter([{"x": 1.0, "y": 1.0, "text": "<i>", "color": "red", "size": 5, "key": 0}], "x", "y", [(1.0, 1.0)]),

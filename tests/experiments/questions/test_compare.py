@@ -11,6 +11,7 @@ from stepsight.dataset.traces.import_traces import import_ranks
 from stepsight.experiments.questions.compare import compare_sides, comparison_text, predicted_side, run_side
 from stepsight.experiments.questions.sweep import change_job
 from stepsight.experiments.questions.traced_runs import diagnose, replay_runs
+from stepsight.training.prediction.prediction import predict
 from tests.dataset.run_folders import write_run
 from tests.dataset.traced_jobs import PRODUCT, GpuJob, two_ranks
 
@@ -18,8 +19,8 @@ JOB = Job.from_file(Path(__file__).parents[3] / "examples" / "gpt3-175b-1024.tom
 
 
 def test_only_what_differs_is_listed() -> None:
-    sides = [predicted_side(JOB, "roofline", "one")]
-    sides.append(predicted_side(change_job(JOB, {"parallel.schedule": "zb-h1"}), "roofline", "other"))
+    sides = [predicted_side(predict(JOB, "roofline"), "one")]
+    sides.append(predicted_side(predict(change_job(JOB, {"parallel.schedule": "zb-h1"}), "roofline"), "other"))
     told = compare_sides(sides)
     assert set(told["facts"]) == {"parallel.schedule", "memory_gb"}
     assert told["sides"][0]["percent"] == 0 and told["sides"][1]["percent"] < 0
@@ -30,7 +31,7 @@ def test_only_what_differs_is_listed() -> None:
 
 
 def test_a_job_is_the_same_as_itself() -> None:
-    told = compare_sides([predicted_side(JOB, "roofline", name) for name in ("one", "two")])
+    told = compare_sides([predicted_side(predict(JOB, "roofline"), name) for name in ("one", "two")])
     assert told["facts"] == {} and told["works"] == {}
 
 
@@ -44,7 +45,7 @@ def test_a_measured_run_beside_its_job(tmp_path: Path) -> None:
 
 def test_one_thing_alone_is_refused() -> None:
     with pytest.raises(StepsightError, match="at least two"):
-        compare_sides([predicted_side(JOB, "roofline", "one")])
+        compare_sides([predicted_side(predict(JOB, "roofline"), "one")])
 
 
 def test_a_traced_run_takes_what_replay_and_doctor_say(tmp_path: Path) -> None:
@@ -70,5 +71,6 @@ def test_two_traces_differ_by_the_kernels_that_changed(tmp_path: Path) -> None:
     assert sum(row[1] for row in told["kinds"].values()) == pytest.approx((1200 * 1.5 + 50 + 600 + 100) * 1e-6)
     for side in told["sides"]:
         assert side["exposed_communication_s"] == pytest.approx(600e-6)
-    assert "kernels of a step" in comparison_text(told)
+    text = comparison_text(told)
+    assert "kernels of a step" in text and "critical path of the step, ms" in text
     assert compare_sides([sides[0], sides[0]])["kernels"] == []
