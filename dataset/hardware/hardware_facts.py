@@ -227,7 +227,7 @@ def hardware_from_dict(value: Mapping[str, Any]) -> Hardware:
 
 
 # Keys of a link in a job file, with its units: least and most, the field of ``Link`` and how many of its units one is.
-_LINK_KEYS = {
+LINK_KEYS = {
     "bandwidth_gbytes_per_s": (1e-6, 1e6, "bandwidth_bytes_per_s", 1e9),
     "latency_us": (0.0, 1e9, "latency_s", 1e-6),
     "burst_bytes": (0.0, 1e12, "burst_bytes", 1.0),
@@ -260,7 +260,7 @@ class Link:
     message_s: float = 1e-6
 
     def __post_init__(self) -> None:
-        for least, most, name, unit in _LINK_KEYS.values():
+        for least, most, name, unit in LINK_KEYS.values():
             value, known = getattr(self, name), name != "adapter_bytes_per_s" or self.adapter_bytes_per_s != 0.0
             if known and not least * unit <= value <= most * unit:
                 limits = f"{least * unit:g} and {most * unit:g}"
@@ -287,7 +287,7 @@ def fabric_from_dict(name: str, table: dict[str, Any]) -> Fabric:
 
 def _link(key: str, link: Any) -> Link:
     """A link from its table."""
-    optional = {*_LINK_KEYS, "ll128"} - set(_NEEDED)
+    optional = {*LINK_KEYS, "ll128"} - set(_NEEDED)
     if not isinstance(link, dict) or set(link) - optional != set(_NEEDED):
         raise JobError(
             f"fabric.{key} must be a table of bandwidth_gbytes_per_s (per device, per direction) and latency_us, and "
@@ -300,7 +300,7 @@ def _link(key: str, link: Any) -> Link:
                 raise JobError(f"fabric.{key}.ll128 must be true or false, got {value!r:.80}")
             values[name] = value
             continue
-        least, most, field, unit = _LINK_KEYS[name]
+        least, most, field, unit = LINK_KEYS[name]
         if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= most:
             raise JobError(f"fabric.{key}.{name} must be a number from {least:g} to {most:g}, got {value!r:.80}")
         values[field] = value * unit

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from stepsight.dataset.base.errors import JobError, StepsightError
 from stepsight.dataset.base.registry import did_you_mean
+from stepsight.dataset.hardware.hardware_facts import LINK_KEYS
 from stepsight.dataset.job.job import Job
 from stepsight.dataset.job.specs import SECTIONS
 from stepsight.experiments.reports.plots import figure_file
@@ -69,17 +70,13 @@ def known_keys() -> tuple[str, ...]:
 
 def _fabric_table(job: Job, links: Mapping[str, float]) -> dict[str, dict[str, float]]:
     """The job's links as a table, with some numbers changed."""
-    fabric, table = job.fabric, {}
-    for name, link in (("intra_node", fabric.intra_node), ("inter_node", fabric.inter_node)):
-        table[name] = {
-            "bandwidth_gbytes_per_s": link.bandwidth_bytes_per_s / 1e9,
-            "latency_us": link.latency_s * 1e6,
-            "burst_bytes": link.burst_bytes,
-            "ll128": link.ll128,
-            "message_us": link.message_s * 1e6,
-        }
-        if link.adapter_bytes_per_s:
-            table[name]["adapter_gbytes_per_s"] = link.adapter_bytes_per_s / 1e9
+    table: dict[str, dict[str, float]] = {}
+    for name in ("intra_node", "inter_node"):
+        link = getattr(job.fabric, name)
+        stated = {key: getattr(link, field) / unit for key, (_, _, field, unit) in LINK_KEYS.items()}
+        if not link.adapter_bytes_per_s:
+            stated.pop("adapter_gbytes_per_s")
+        table[name] = {**stated, "ll128": link.ll128}
     for key, value in links.items():
         _, _, name, fact = key.split(".")
         table[name][fact] = value

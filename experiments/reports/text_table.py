@@ -80,23 +80,21 @@ class NotebookBar(AbstractContextManager["NotebookBar"]):
 
     Args:
         what: The counted things, such as ``strategies``.
+
+    Attributes:
+        active: Whether this is a notebook.
     """
 
     def __init__(self, what: str) -> None:
-        self._what, self._display = what, _display()
+        ipython = sys.modules.get("IPython")
+        shell = ipython.get_ipython() if ipython is not None else None
+        self.active = getattr(shell, "kernel", None) is not None
+        self._what, self._text = what, ""
         self._handle: Any = None
         self._last = time.monotonic() + _QUIET_S - _PAUSE_S
-        self._text = ""
-
-    @property
-    def active(self) -> bool:
-        """Whether this is a notebook."""
-        return self._display is not None
 
     def show(self, done: int, of: int = 0, more: str = "") -> None:
         """Update the bar; ``of``: the total, 0 if it is unknown."""
-        if self._display is None:
-            return
         count = f"{done} of {of}" if of else str(done)
         bar = f'<progress value="{done}" max="{of}"></progress> ' if of else ""
         self._text = f"{bar}{escape(f'{count} {self._what}  {more}'.rstrip())}"
@@ -104,25 +102,18 @@ class NotebookBar(AbstractContextManager["NotebookBar"]):
             self._update()
 
     def _update(self) -> None:
-        assert self._display is not None
-        self._last, shown = time.monotonic(), self._display.HTML(self._text)
+        if not self.active:
+            return
+        display: Any = sys.modules["IPython.display"]  # a kernel has imported it
+        self._last = time.monotonic()
         if self._handle is None:
-            self._handle = self._display.display(shown, display_id=True)
+            self._handle = display.display(display.HTML(self._text), display_id=True)
         else:
-            self._handle.update(shown)
+            self._handle.update(display.HTML(self._text))
 
     def __exit__(self, *_: object) -> None:
         if self._handle is not None:
             self._update()  # the last counts
-
-
-def _display() -> Any:
-    """``IPython.display`` in a notebook, else None."""
-    ipython = sys.modules.get("IPython")
-    shell = ipython.get_ipython() if ipython is not None else None
-    if shell is None or getattr(shell, "kernel", None) is None:
-        return None
-    return sys.modules.get("IPython.display")  # a kernel has imported it
 
 
 _WORDS: Mapping[str, str] = tomllib.loads(resources.files(__package__).joinpath("words.toml").read_text("utf-8"))
