@@ -146,8 +146,9 @@ def jobs_of(role: str) -> list[Job]:
     held-out job occurs in the others; GPipe, and sequence parallelism for Llama, are not in the training runs.
     """
     text = resources.files(__package__).joinpath("jobs.csv").read_text("utf-8")
-    rows = (row for row in csv.DictReader(text.splitlines()) if row.pop("role") == role)
-    return [LocalJob(**{key: int(word) if word.isdigit() else word for key, word in row.items()}).job() for row in rows]
+    rows: list[list[Any]] = [[int(word) if word.isdigit() else word for word in row]
+                             for row in csv.reader(text.splitlines())]  # fmt: skip
+    return [LocalJob(*row[1:]).job() for row in rows if row[0] == role]
 
 
 def search_job() -> Job:

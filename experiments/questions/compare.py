@@ -201,8 +201,10 @@ def comparison_tables(
     ]  # fmt: skip
     if all(side["exposed_communication_s"] is None for side in sides):
         header, rows = header[:-1], [row[:-1] for row in rows]
-    facts = [[name(key), *(_short(value) for value in values)] for key, values in told["facts"].items()]
-    tables = [(header, rows), (["what differs", *letters], facts)]
+    facts: list[list[object]] = [
+        [name(key), *(_short(value) for value in values)] for key, values in told["facts"].items()
+    ]
+    tables: list[tuple[list[str], list[list[object]]]] = [(header, rows), (["what differs", *letters], facts)]
     measured = {side["measured"] for side in sides}
     goes = {False: "", True: " (of runs: on the critical path)"}[measured == {True, False}]
     titles = {
@@ -220,7 +222,7 @@ def comparison_tables(
             if max(values) > 0
         ]
         tables.append(([title, *letters, last], rows))
-    kernels = [
+    kernels: list[list[object]] = [
         [_short(row["name"]), _short(row["what"]), *(Number(of) for of in row["counts"])]
         + [Number(1e3 * of, 3) for of in (*row["seconds"], row["seconds"][-1] - row["seconds"][0])]
         for row in told["kernels"][:MOST_WORKS]
