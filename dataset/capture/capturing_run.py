@@ -22,6 +22,7 @@ from stepsight.dataset.base.files import read_json
 from stepsight.dataset.capture.captured import Captured
 from stepsight.dataset.capture.record_graph import CapturedRank, graph_of_record
 from stepsight.dataset.graph.program import COLLECTIVE
+from stepsight.dataset.harness.running.workers import how_ended
 
 MODULE = "stepsight.dataset.harness.capturing.running_script"
 MOST_RANKS = 256  # limit of one capture
@@ -177,15 +178,7 @@ def _ended(request: CaptureRequest, rank: int, paths: Mapping[str, Path]) -> tup
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
     lines = paths["log"].read_text("utf-8", "replace").strip().splitlines()
-    return _how(code), (lines[-1][:300] if lines else NO_OUTPUT)
-
-
-def _how(code: int) -> str:
-    """How a process ended without an error of Python."""
-    if code >= 0:
-        return f"exit code {code}"
-    name = signal.Signals(-code).name
-    return f"killed by {name}" + (": is there enough memory?" if name == "SIGKILL" else "")
+    return how_ended(code), (lines[-1][:300] if lines else NO_OUTPUT)
 
 
 def _line_of_stack(process: subprocess.Popen[bytes], script: Path, stack: Path) -> str:

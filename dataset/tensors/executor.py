@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -12,82 +11,86 @@ import numpy as np
 from stepsight.dataset.base.errors import CaptureError
 from stepsight.dataset.tensors.calls import POINTWISE, Array, Shape, Shapes, TensorCall
 from stepsight.dataset.tensors.ranks import Spec, TensorStep
+from stepsight.dataset.tensors.readers import named
 
 _STEP = 1e-30  # along the imaginary axis: a derivative without cancellation
-Place = tuple[int, ...]  # of a rank on the axes
 
 
-def run(program: TensorStep, values: Mapping[str, Array]) -> dict[str, Array]:
-    """Compute the outputs from whole inputs and parameters.
-
-    Raises:
-        CaptureError: If a value is missing, or an op is not known.
-    """
-    given = (*program.inputs, *program.parameters)
-    missing = {*given} - {*values}
-    if missing:
-        raise CaptureError(f"values must be given of all inputs and parameters, got none of {sorted(missing)[:5]}")
-    places = list(itertools.product(*(range(size) for size in program.axes.values())))
-    axes = {name: number for number, name in enumerate(program.axes)}
-    held: dict[Place, dict[str, Array]] = {place: {} for place in places}
-    home, everywhere = dict[str, int](), program.everywhere
-    for name, value in {**program.constants, **{name: values[name] for name in given}}.items():
-        for place in places:
-            part = np.asarray(value)
-            for axis, spec in program.laid.get(name, ()):
-                if isinstance(spec, tuple):
-                    part = cut(part, spec, program.axes[axis], place[axes[axis]])
-            held[place][name] = part
+def run(program: TensorStep, values: Mapping[str, Any]) -> dict[str, Array]:
+    """Compute the outputs from whole inputs and parameters; a tensor of all ranks has their axes as leading dims."""
+    sizes = tuple(program.axes.values())
+    held = {
+        name: _spread(value, [(program.axes[axis], spec) for axis, spec in program.laid.get(name, ())] or
+                      [(size, None) for size in sizes])
+        for name, value in {**program.constants, **_checked(program, values)}.items()
+    }  # fmt: skip
+    home = dict[str, int]()
     for call in program.calls:
-        read = {*call.reads} - everywhere
-        away = [name for name in read if home.setdefault(name, call.stage) != call.stage]
+        away = [name for name in {*call.reads} - program.everywhere if home.setdefault(name, call.stage) != call.stage]
         assert not away, f"{call.op} of stage {call.stage} reads {away} of other stages"
         home |= dict.fromkeys(call.writes, call.settings.get("to", call.stage))
-        for place in places:
-            _call(program, call, held, place)
-    return {name: _assembled(program, held, axes, (name, tensor)) for name, tensor in program.outputs.items()}
-
-
-def _call(program: TensorStep, call: TensorCall, held: Mapping[Place, dict[str, Array]], place: Place) -> None:
-    """Compute a call on one rank."""
-    made = [program.shapes[name] for name in call.writes]
-    axis = call.settings.get("axis") if call.op in ("all_reduce", "join", "piece") else None
-    if axis:
-        number, count = list(program.axes).index(axis), program.axes[axis]
-        ranks = [(*place[:number], at, *place[number + 1 :]) for at in range(count)]
-        group, spec = (
-            [held[rank][call.reads[0]] for rank in ranks],
-            (call.settings.get("dim", 0), call.settings.get("outer", 1)),
-        )
-        if call.op == "piece":
-            outputs = [cut(held[place][call.reads[0]], spec, count, place[number])]
+        reads, made = [held[name] for name in call.reads], [program.shapes[name] for name in call.writes]
+        if call.op in ("all_reduce", "join", "piece") and call.settings.get("axis"):
+            outputs = [_exchanged(call, reads[0], list(program.axes).index(call.settings["axis"]), len(sizes))]
         else:
-            outputs = [joined(group, spec) if call.op == "join" else np.sum(group, axis=0)]
+            with named(f"{call.op} of {call.name!r:.80}"):
+                ranks = [compute(call, [each[place] for each in reads], made) for place in np.ndindex(*sizes)]
+            outputs = [np.stack(each).reshape(*sizes, *each[0].shape) for each in zip(*ranks, strict=True)]
+        for name, value, shape in zip(call.writes, outputs, made, strict=True):
+            assert value.shape == (*sizes, *shape), f"{call.op} {name}: {value.shape} is not {shape}"
+            held[name] = value
+    laid = {name: [spec for _, spec in program.laid.get(name, ())] for name in program.outputs}
+    return {name: _assembled(held[tensor], laid[name]) for name, tensor in program.outputs.items()}
+
+
+def _checked(program: TensorStep, values: Mapping[str, Any]) -> dict[str, Array]:
+    """Values of all inputs and parameters as whole arrays of numbers, else ``CaptureError``."""
+    given, found = (*program.inputs, *program.parameters), dict[str, Array]()
+    missing = sorted(name for name in given if not isinstance(values, Mapping) or name not in values)
+    if missing:
+        raise CaptureError(f"values must be given of all inputs and parameters by name, got none of {missing[:5]}")
+    for name in given:
+        shape = list(program.shapes[name])
+        for axis, spec in program.laid.get(name, ()):
+            if isinstance(spec, tuple):
+                shape[spec[0]] *= program.axes[axis]
+        try:
+            found[name] = np.asarray(values[name])
+        except (ValueError, TypeError, RuntimeError):  # rows of different lengths, a tensor of a device
+            found[name] = np.asarray(None)
+        kind, got = found[name].dtype, found[name].shape
+        if kind.kind not in "biuf" or got != tuple(shape) or np.isnan(found[name]).any():
+            what = "NaN in it" if got == tuple(shape) and kind.kind in "biuf" else f"{kind} of shape {got}"
+            raise CaptureError(f"{name!r:.80} must be numbers of shape {tuple(shape)}, got {what:.80}")
+    return found
+
+
+def _spread(value: Any, laid: Sequence[tuple[int, Spec]]) -> Array:
+    """A whole tensor on all ranks; ``laid``: sizes of the axes, and how it lies on each."""
+    if not laid:
+        return np.asarray(value)
+    (size, spec), *rest = laid
+    parts = [cut(value, spec, size, at) if isinstance(spec, tuple) else value for at in range(size)]
+    return np.stack([_spread(part, rest) for part in parts])
+
+
+def _assembled(value: Array, laid: Sequence[Spec]) -> Array:
+    """The whole of what ``_spread`` laid on all ranks."""
+    if not laid:
+        return value
+    parts = [_assembled(part, laid[1:]) for part in value]
+    return joined(parts, laid[0]) if isinstance(laid[0], tuple) else parts[0]
+
+
+def _exchanged(call: TensorCall, value: Array, number: int, axes: int) -> Array:
+    """What a collective along axis ``number`` of all axes makes of the ranks' parts."""
+    parts = list(np.moveaxis(value, number, 0))
+    spec = (call.settings.get("dim", 0) + axes - 1, call.settings.get("outer", 1))
+    if call.op == "piece":
+        made = [cut(part, spec, len(parts), at) for at, part in enumerate(parts)]
     else:
-        outputs = compute(call, [held[place][name] for name in call.reads], made)
-    for name, value, shape in zip(call.writes, outputs, made, strict=True):
-        assert value.shape == tuple(shape), f"{call.op} {name}: {value.shape} is not {shape}"
-        held[place][name] = value
-
-
-def _assembled(
-    program: TensorStep,
-    held: Mapping[Place, Mapping[str, Array]],
-    axes: Mapping[str, int],
-    names: tuple[str, str],
-) -> Array:
-    """The whole of an output whose parts the ranks hold."""
-
-    def of(place: dict[str, int], left: Sequence[tuple[str, Spec]]) -> Array:
-        if not left:
-            return held[tuple(place.get(axis, 0) for axis in axes)][names[1]]
-        axis, spec = left[0]
-        if spec is None:
-            return of(place, left[1:])
-        assert isinstance(spec, tuple)
-        return joined([of({**place, axis: at}, left[1:]) for at in range(program.axes[axis])], spec)
-
-    return of({}, program.laid.get(names[0], ()))
+        made = [joined(parts, spec) if call.op == "join" else np.sum(parts, axis=0)] * len(parts)
+    return np.moveaxis(np.stack(made), 0, number)
 
 
 def cut(value: Array, spec: tuple[int, int], count: int, at: int) -> Array:
@@ -106,6 +109,31 @@ def joined(parts: Sequence[Array], spec: tuple[int, int]) -> Array:
     return np.stack(rows, axis=dim + 1).reshape(*first[:dim], -1, *first[dim + 1 :])
 
 
+def _adamw(weight: Array, gradient: Array) -> Array:
+    """The first step: both moments begin at 0."""
+    return np.asarray(weight - 1e-3 * (gradient / (np.abs(gradient) + 1e-8) + 0.01 * weight))
+
+
+# By op, from its settings, what it reads and the shape of the first tensor that it writes.
+_COMPUTE: Mapping[str, Callable[[Any, Sequence[Array], Shape], Any]] = {
+    "adamw": lambda given, values, made: _adamw(*values),
+    "product": lambda given, values, made: np.matmul(*_turned(given, values)),
+    "softmax": lambda given, values, made: _normed("softmax", given, values)[0],
+    "layer_norm": lambda given, values, made: _normed("layer_norm", given, values)[0],
+    "rms_norm": lambda given, values, made: _normed("rms_norm", given, values)[0],
+    "attention": lambda given, values, made: _attended(given, values)[0],
+    "reduce": lambda given, values, made: getattr(np, given["how"])(values[0], axis=given["reduced"]).reshape(made),
+    "reshape": lambda given, values, made: values[0].reshape(made),
+    "permute": lambda given, values, made: values[0].transpose(given["order"]),
+    "concat": lambda given, values, made: np.concatenate(values, axis=given["axis"]),
+    "index": lambda given, values, made: values[0][tuple(given["index"])],
+    "expand": lambda given, values, made: np.broadcast_to(values[0], made),
+    "embedding": lambda given, values, made: values[0][values[1].astype(np.int64)],
+    "join": lambda given, values, made: joined(values, (given["dim"], given["outer"])),
+    "piece": lambda given, values, made: cut(values[0], (given["dim"], given["outer"]), given["count"], given["at"]),
+}
+
+
 def compute(call: TensorCall, values: Sequence[Array], made: Shapes) -> list[Array]:
     """What a call writes, of the shapes ``made``; raises ``CaptureError`` if it is not known."""
     settings = call.settings
@@ -116,41 +144,18 @@ def compute(call: TensorCall, values: Sequence[Array], made: Shapes) -> list[Arr
         return [each for each, wanted in zip(every, settings["wanted"], strict=True) if wanted]
     if call.op in POINTWISE:
         return [np.asarray(POINTWISE[call.op](*values))]
-    if call.op == "adamw":  # the first step: both moments begin at 0
-        weight, gradient = values
-        return [weight - 1e-3 * (gradient / (np.abs(gradient) + 1e-8) + 0.01 * weight)]
-    if call.op == "product":
-        left, right = (
-            _turned(value, settings.get(side)) for value, side in zip(values, ("left", "right"), strict=True)
-        )
-        return [left @ right]
     if call.op == "split":
         sizes = [shape[settings["axis"]] for shape in made]
         return np.split(values[0], np.cumsum(sizes)[:-1], axis=settings["axis"])
-    if call.op in ("softmax", "layer_norm", "rms_norm"):
-        return [_normed(call, values)[0]]
-    if call.op == "attention":
-        return [_attended(settings, values)[0]]
-    if call.op == "reduce":
-        kept = {"axis": tuple(settings["reduced"])}
-        return [np.asarray(getattr(np, settings["how"])(values[0], **kept)).reshape(made[0])]
-    plain: dict[str, Callable[[], Array]] = {
-        "reshape": lambda: values[0].reshape(made[0]),
-        "permute": lambda: values[0].transpose(settings["order"]),
-        "concat": lambda: np.concatenate(values, axis=settings["axis"]),
-        "index": lambda: values[0][tuple(settings["index"])],
-        "expand": lambda: np.broadcast_to(values[0], made[0]),
-        "embedding": lambda: values[0][values[1].astype(np.int64)],
-        "join": lambda: joined(values, (settings["dim"], settings["outer"])),
-        "piece": lambda: cut(values[0], (settings["dim"], settings["outer"]), settings["count"], settings["at"]),
-    }
-    if call.op not in plain:
+    if call.op not in _COMPUTE:
         raise CaptureError(f"the reference executor must know every op, got {call.op!r:.80} ({call.name!r:.80})")
-    return [plain[call.op]()]
+    return [np.asarray(_COMPUTE[call.op](settings, values, made[0]))]
 
 
-def _turned(value: Array, is_turned: Any) -> Array:
-    return value.swapaxes(-1, -2) if is_turned else value
+def _turned(settings: Mapping[str, Any], pair: Sequence[Array]) -> list[Array]:
+    """Operands of a product, transposed where it says so."""
+    sides = zip(pair, ("left", "right"), strict=True)
+    return [value.swapaxes(-1, -2) if settings.get(side) else value for value, side in sides]
 
 
 def _summed(value: Array, shape: Shape) -> Array:
@@ -160,14 +165,14 @@ def _summed(value: Array, shape: Shape) -> Array:
     return kept.reshape(shape)
 
 
-def _normed(call: TensorCall, values: Sequence[Array]) -> tuple[Array, Array, Array]:
+def _normed(op: str, settings: Mapping[str, Any], values: Sequence[Array]) -> tuple[Array, Array, Array]:
     """A softmax or norm; its part without weights, and what that was divided by."""
-    x, axes = values[0], tuple(call.settings["axes"])
-    if call.op == "softmax":
+    x, axes = values[0], tuple(settings["axes"])
+    if op == "softmax":
         risen = np.exp(x - x.max(axis=axes, keepdims=True))
         return risen / risen.sum(axis=axes, keepdims=True), risen, x
-    centred = x - x.mean(axis=axes, keepdims=True) if call.op == "layer_norm" else x
-    scale = np.sqrt((centred**2).mean(axis=axes, keepdims=True) + call.settings["epsilon"])
+    centred = x - x.mean(axis=axes, keepdims=True) if op == "layer_norm" else x
+    scale = np.sqrt((centred**2).mean(axis=axes, keepdims=True) + settings["epsilon"])
     plain = centred / scale
     out = plain * values[1] if len(values) > 1 else plain
     return out + values[2] if len(values) > 2 else out, plain, scale
@@ -201,17 +206,16 @@ def _gradients(call: TensorCall, values: Sequence[Array], given: Sequence[Array]
             found.append(_summed(dy * moved.imag / _STEP, value.shape))
         return found
     if call.op == "product":
-        turned = [bool(call.settings.get(side)) for side in ("left", "right")]
-        left, right = (_turned(value, swap) for value, swap in zip(values, turned, strict=True))
-        pair = (dy @ right.swapaxes(-1, -2), left.swapaxes(-1, -2) @ dy)
-        return [_summed(_turned(each, t), shape) for each, t, shape in zip(pair, turned, shapes, strict=True)]
+        left, right = _turned(call.settings, values)
+        pair = _turned(call.settings, (dy @ right.swapaxes(-1, -2), left.swapaxes(-1, -2) @ dy))
+        return [_summed(each, shape) for each, shape in zip(pair, shapes, strict=True)]
     if call.op in ("softmax", "layer_norm", "rms_norm"):
         return _normed_gradients(call, values, dy)
     if call.op == "attention":
         _, weights, k, v, scale = _attended(call.settings, values)
         raised = dy @ v.swapaxes(-1, -2)
         scores = scale * weights * (raised - (raised * weights).sum(axis=-1, keepdims=True))
-        pair = (scores.swapaxes(-1, -2) @ values[0], weights.swapaxes(-1, -2) @ dy)
+        pair = [scores.swapaxes(-1, -2) @ values[0], weights.swapaxes(-1, -2) @ dy]
         heads = [
             each.reshape(*shape[:2], -1, *shape[2:]).sum(axis=2) for each, shape in zip(pair, shapes[1:], strict=False)
         ]
@@ -224,7 +228,7 @@ def _gradients(call: TensorCall, values: Sequence[Array], given: Sequence[Array]
 
 
 def _normed_gradients(call: TensorCall, values: Sequence[Array], dy: Array) -> list[Array]:
-    out, plain, scale = _normed(call, values)
+    out, plain, scale = _normed(call.op, call.settings, values)
     axes = tuple(call.settings["axes"])
     if call.op == "softmax":
         return [out * (dy - (dy * out).sum(axis=axes, keepdims=True))]

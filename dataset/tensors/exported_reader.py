@@ -7,41 +7,24 @@ import math
 import zipfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 
-from stepsight.dataset.base.errors import CaptureError
+from stepsight.dataset.base.errors import CaptureError, StepsightError
+from stepsight.dataset.base.files import preset
 from stepsight.dataset.capture.record_graph import op_of_call
 from stepsight.dataset.kinds.op import Op
 from stepsight.dataset.tensors.calls import POINTWISE, attention, matrix_product, norm, rows_of
 from stepsight.dataset.tensors.readers import Found, ModelReader, Shape, check_count, check_names, check_order, named
-from stepsight.dataset.traces.classify import DTYPES, Scope
+from stepsight.dataset.traces.classify import DTYPES, NAMES, Scope
 
+_GRAPHS = ("/models/model.json", "serialized_exported_program.json")  # ends of names in the archive
 MOST_TEXT = 2**25  # bytes of the graph's text: parsed, it takes up to thirty times as many
-# torch's numbers of types, in the words of its profiler.
-_PROFILER_TYPES = MappingProxyType(
-    {
-        1: "unsigned char", 2: "signed char", 3: "short", 4: "int", 5: "long int", 6: "c10::Half", 7: "float",
-        8: "double", 12: "bool", 13: "c10::BFloat16", 29: "c10::Float8_e4m3fn", 30: "c10::Float8_e5m2",
-    }
-)  # fmt: skip
-_VIEW_NAMES = (
-    "view reshape permute transpose t unsqueeze squeeze expand expand_as slice select split split_with_sizes chunk "
-    "unbind detach alias flatten unflatten narrow swapaxes getitem _assert_tensor_metadata sym_size _assert_scalar "
-    "lift_fresh_copy movedim view_as contiguous size"
-)
-_VIEWS = frozenset(_VIEW_NAMES.split())  # and ops that compute no tensor
-
-
-_SAME_NAMES = (
-    "view reshape _unsafe_view unsqueeze squeeze flatten unflatten contiguous clone dropout alias detach _to_copy to "
-    "lift_fresh_copy view_as"
-)
-_SAME = frozenset(_SAME_NAMES.split())
-
-
+_OPS = preset("model_ops.toml")["exported"]
+_TYPES = {int(number): name for number, name in _OPS["types"].items()}  # in the words of torch's profiler
+_SAME = frozenset(_OPS["same"].split())
+_VIEWS = frozenset([*NAMES["weightless"].split(), "lift_fresh_copy"])
 _EPSILON = float(np.finfo(np.float32).eps)  # of a norm that states none
 
 
@@ -52,26 +35,23 @@ def open_exported(path: Path, dims: Mapping[str, int]) -> ExportedReader:
     """
     try:
         with zipfile.ZipFile(path) as archive:
-            found = [entry for entry in archive.infolist() if entry.filename.endswith("/models/model.json")
-                     or entry.filename.endswith("serialized_exported_program.json")]  # fmt: skip
+            found = [entry for entry in archive.infolist() if entry.filename.endswith(_GRAPHS)]
             if len(found) != 1 or found[0].file_size > MOST_TEXT:
                 told = f"{len(found)} of {sum(entry.file_size for entry in found)} bytes"
                 raise CaptureError(
                     f"{path.name} must hold one exported program of at most {MOST_TEXT} bytes, got {told}"
                 )
             tree = json.loads(archive.read(found[0]))
-            check_count(path, len(tree["graph_module"]["graph"]["nodes"]))
+        check_count(path, len(tree["graph_module"]["graph"]["nodes"]))
         check_names(path, dims, dict(tree.get("range_constraints") or {}))
         return ExportedReader(tree, dims)
-    except zipfile.BadZipFile:
+    except StepsightError:
+        raise
+    except (OSError, KeyError, TypeError, ValueError, RecursionError, zipfile.BadZipFile) as error:
+        why = f"no {error}" if isinstance(error, KeyError) else str(error)
         raise CaptureError(
-            f"{path.name} must be a whole file that torch.export.save wrote, but it is cut short or of another format: "
-            "save or copy it again"
+            f"{path.name} must be a file that torch.export.save wrote, save or copy it again: {why:.200}"
         ) from None
-    except (OSError, KeyError, TypeError, ValueError, RecursionError) as error:
-        if isinstance(error, CaptureError):
-            raise
-        raise CaptureError(f"{path.name} must be a file that torch.export.save wrote: {error!s:.200}") from None
 
 
 class ExportedReader(ModelReader):
@@ -83,7 +63,7 @@ class ExportedReader(ModelReader):
         self._graph, self._dims = module["graph"], dims
         values = self._graph["tensor_values"].items()
         self.shapes = {name: tuple(map(self._size, meta["sizes"])) for name, meta in values}
-        self._types = {name: _PROFILER_TYPES.get(meta["dtype"], "float") for name, meta in values}
+        self._types = {name: _TYPES.get(meta["dtype"], "float") for name, meta in values}
         self._specs = module["signature"]["input_specs"]
         self.parameters = frozenset(spec["parameter"]["arg"]["name"] for spec in self._specs if "parameter" in spec)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -14,10 +14,10 @@ import numpy as np
 
 from stepsight.dataset.base.bounded import read_file
 from stepsight.dataset.base.errors import CaptureError, need
+from stepsight.dataset.base.files import preset
 from stepsight.dataset.kinds.op import Op
 from stepsight.dataset.tensors.calls import POINTWISE, attention, matrix_product, norm, rows_of, streamed
 from stepsight.dataset.tensors.readers import (
-    MOST_NODES,
     Found,
     ModelReader,
     Shape,
@@ -26,41 +26,15 @@ from stepsight.dataset.tensors.readers import (
     check_order,
     named,
 )
+from stepsight.dataset.traces.classify import DTYPES
 
-# ONNX's numbers of types: our name, and the number of its elements in one of ours.
-_ONNX_TYPES = MappingProxyType(
-    {1: ("fp32", 1.0), 10: ("fp16", 1.0), 16: ("bf16", 1.0), 11: ("fp32", 2.0), 7: ("fp32", 2.0), 6: ("fp32", 1.0),
-     9: ("fp8", 1.0), 2: ("fp8", 1.0), 3: ("fp8", 1.0), 17: ("fp8", 1.0), 19: ("fp8", 1.0)}
-)  # fmt: skip
+_OPS = preset("model_ops.toml")["onnx"]
+_TYPES = {int(number): DTYPES[name] for number, name in _OPS["types"].items()}
+_STREAMED = {name: kind for kind, names in _OPS["kinds"].items() for name in names.split()}
+_VIEWS, _SAME, _LIKE_FIRST = (frozenset(_OPS[key].split()) for key in ("views", "same", "like_first"))
 _FLOATS = (1, 10, 11, 16)
 _SMALL = 1024  # elements of a constant that may be a shape
-_VIEWS = frozenset(
-    ["Reshape", "Squeeze", "Unsqueeze", "Flatten", "Identity", "Shape", "Size", "Constant", "ConstantOfShape", "Range"]
-)
-_KINDS = {
-    "copy": "Transpose Concat Slice Split Expand Pad Tile Gather GatherElements GatherND ScatterElements ScatterND "
-    "DepthToSpace SpaceToDepth Resize",
-    "reduce": "ReduceMean ReduceSum ReduceMax ReduceMin ReduceProd ReduceL2 ReduceSumSquare ReduceLogSumExp ArgMax "
-    "ArgMin CumSum",
-    "add": "Add Sum",
-    "gelu": "Gelu FastGelu BiasGelu QuickGelu",
-    "relu": "Relu",
-    "dropout": "Dropout",
-    "sort": "TopK",
-    "random": "RandomNormal RandomNormalLike RandomUniform RandomUniformLike Bernoulli",
-    "elementwise": "Sub Mul Div Pow Sqrt Exp Log Erf Tanh Sigmoid Neg Abs Reciprocal Where Clip Min Max Floor Ceil "
-    "Round Sign Sin Cos Softplus Elu Selu LeakyRelu PRelu HardSigmoid HardSwish Mish Swish And Or Not Xor Equal "
-    "Greater GreaterOrEqual Less LessOrEqual Mod IsNaN IsInf Trilu OneHot",
-    "cast": "Cast CastLike",
-}
-_STREAMED = MappingProxyType({name: kind for kind, names in _KINDS.items() for name in names.split()})
-
-
 _MOST = 2**22  # elements of a constant that is computed
-_SAME = ("Reshape", "Flatten", "Squeeze", "Unsqueeze", "Dropout")
-_LIKE_FIRST = frozenset(["FastGelu", "BiasGelu", "QuickGelu", "SkipLayerNormalization", "SimplifiedLayerNormalization",
-                         "MultiHeadAttention", "Attention", "GroupQueryAttention"])  # fmt: skip
-_RANDOM = ("Random", "Bernoulli", "Multinomial")  # ops of no inputs that are no constants
 
 
 def open_onnx(path: Path, dims: Mapping[str, int]) -> OnnxReader:
@@ -77,7 +51,7 @@ def open_onnx(path: Path, dims: Mapping[str, int]) -> OnnxReader:
             model = onnx.inliner.inline_local_functions(model)
         names = {dim.dim_param for given in model.graph.input for dim in given.type.tensor_type.shape.dim}
         check_names(path, dims, names - {""})
-        _check_nodes(path, model.graph)
+        _check_nodes(model.graph)
         missing = _set_dims(model.graph, dims)
         for tensor in model.graph.initializer:
             if math.prod(tensor.dims) > _SMALL:
@@ -91,15 +65,10 @@ def open_onnx(path: Path, dims: Mapping[str, int]) -> OnnxReader:
     return OnnxReader(inferred, missing)
 
 
-def _check_nodes(path: Path, graph: Any) -> None:
-    """Check that there are nodes, all in order and none with a graph of its own."""
+def _check_nodes(graph: Any) -> None:
+    """Check that there are nodes, and all in order."""
     if not graph.node:
-        raise CaptureError(f"{path.name} must be an ONNX model with at least one node, got none")
-    for node in graph.node:
-        if any(at.HasField("g") or at.graphs for at in node.attribute):
-            raise CaptureError(
-                f"{_title(node)} must not branch or loop: which way it takes is not known before it runs"
-            )
+        raise ValueError("it must have at least one node, got none")
     given = [each.name for each in (*graph.input, *graph.initializer)]
     given += [each.values.name for each in graph.sparse_initializer]
     rows = [(_title(node), node.input, node.output) for node in graph.node]
@@ -108,23 +77,17 @@ def _check_nodes(path: Path, graph: Any) -> None:
 
 def _num_nodes(model: Any) -> int:
     """Nodes of a graph once its functions are inlined: functions that call each other twice make billions of one."""
-    sizes: dict[tuple[str, str], float] = {}
     bodies = {(each.domain, each.name): each.node for each in model.functions}
+    for node in (node for nodes in (model.graph.node, *bodies.values()) for node in nodes):
+        if any(at.HasField("g") or at.graphs for at in node.attribute):
+            raise CaptureError(f"{_title(node)} must not branch or loop: its way is not known before it runs")
 
-    def total(nodes: Any) -> float:
-        if len(nodes) > MOST_NODES:
-            return float(len(nodes))
-        graphs = [graph for node in nodes for at in node.attribute for graph in (at.g, *at.graphs)]
-        return sum(size((node.domain, node.op_type)) for node in nodes) + sum(total(graph.node) for graph in graphs)
-
-    def size(key: tuple[str, str]) -> float:
-        if key not in sizes:
-            sizes[key] = math.inf  # while it is counted: a function that calls itself
-            sizes[key] = total(bodies[key]) if key in bodies else 1
-        return sizes[key]
+    @cache
+    def size(domain: str, name: str) -> int:
+        return min(sum(size(node.domain, node.op_type) for node in bodies.get((domain, name), ())), 2**62) or 1
 
     lists = (model.graph.initializer, model.graph.input, model.graph.output, model.graph.value_info)
-    return int(min(max(total(model.graph.node), *map(len, lists)), 2**62))
+    return max(sum(size(node.domain, node.op_type) for node in model.graph.node), *map(len, lists))
 
 
 def _set_dims(graph: Any, dims: Mapping[str, int]) -> list[str]:
@@ -193,7 +156,7 @@ class OnnxReader(ModelReader):
             with named(_title(node) + self._hint):
                 self._node(node)
         inputs, outputs = ([each.name for each in side] for side in (graph.input, graph.output))
-        return self.step(inputs, outputs, [_onnx_type(self._types[name])[0] for name in self.parameters])
+        return self.step(inputs, outputs, [_TYPES.get(self._types[name], _TYPES[1])[0] for name in self.parameters])
 
     def _node(self, node: Any) -> None:
         reads, writes = ([name for name in names if name] for names in (node.input, node.output))
@@ -237,7 +200,7 @@ class OnnxReader(ModelReader):
         from onnx.reference import ReferenceEvaluator
 
         small = all(math.prod(self.shapes.get(name, (_MOST + 1,))) <= _MOST for name in writes)
-        if not small or node.op_type.startswith(_RANDOM) or not all(name in self.constants for name in reads):
+        if not small or _STREAMED.get(node.op_type) == "random" or not all(name in self.constants for name in reads):
             return False
         try:
             found = ReferenceEvaluator(node).run(None, {name: self.constants[name] for name in reads})
@@ -291,6 +254,7 @@ class OnnxReader(ModelReader):
         if kind == "Gather":
             index[settings.get("axis", 0)] = values[0]
             return tuple(index) if np.ndim(values[0]) < 2 else ()
+        values = values or [settings[key] for key in ("starts", "ends", "axes") if key in settings]  # opset < 10
         count = len(values[0])
         values += [list(range(count)), [1] * count][len(values) - 2 :]
         for start, end, axis, step in zip(*values, strict=True):
@@ -303,7 +267,7 @@ class OnnxReader(ModelReader):
         result = shapes.get(writes[0], ())
         if not sizes:
             return [], ""
-        dtype, weight = _onnx_type(self._types.get(node.input[0] if node.input[0] else writes[0], 1))
+        dtype, weight = _TYPES.get(self._types.get(node.input[0] or writes[0], 1), _TYPES[1])
         call = _Call(sizes, result, dtype, _settings(node))
         table = self.parameters if len(sizes[0]) == 2 else ()
         if node.op_type == "Gather" and self.same.get(node.input[0], node.input[0]) in table:
@@ -329,10 +293,6 @@ class OnnxReader(ModelReader):
 def _settings(node: Any) -> Mapping[str, Any]:
     """Settings of a node by name."""
     return {each.name: _value(each) for each in node.attribute}
-
-
-def _onnx_type(number: int) -> tuple[str, float]:
-    return _ONNX_TYPES.get(number, ("fp32", 1.0))
 
 
 def _value(attribute: Any) -> Any:

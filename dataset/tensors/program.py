@@ -172,7 +172,7 @@ class TensorProgram(TensorStep):
         """Compute the outputs of all ranks together with numpy, from whole inputs and parameters.
 
         Raises:
-            CaptureError: If a value is missing, or an op is not known.
+            CaptureError: If a value is missing or is not numbers of its shape, or an op is not known.
         """
         return run(self, values)
 

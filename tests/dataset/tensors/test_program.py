@@ -203,3 +203,26 @@ def test_sizes_and_counts_are_whole_numbers_of_what_the_model_has(files: Path) -
         for change in (program.replicate, program.split, program.micro_batches, program.cut, program.captured):
             with pytest.raises(CaptureError, match="must be a whole number of at least 1"):
                 change(wrong)  # type: ignore[operator]
+
+
+def test_values_that_do_not_fit_are_refused(files: Path) -> None:
+    """Whole values of a transformed program are asked for, and each refusal is one line."""
+    program = TensorProgram.load(files / "llama.pt2").replicate(2).split(2)
+    good = program.random_values() | TensorProgram.load(files / "llama.pt2").random_values()
+    tokens, weight = program.inputs[0], program.parameters[1]
+    wrong: dict[str, tuple[object, str]] = {
+        "shape": ({**good, tokens: good[tokens][:-1]}, r"must be numbers of shape \(8, 6\), got .*\(7, 6\)"),
+        "words": ({**good, tokens: np.full((BATCH, LENGTH), "a")}, "must be numbers of shape"),
+        "rows": ({**good, weight: [[1.0], [1.0, 2.0]]}, "must be numbers of shape"),
+        "nothing": ({**good, weight: None}, "must be numbers of shape"),
+        "NaN": ({**good, weight: np.full_like(good[weight], np.nan)}, "got NaN in it"),
+        "complex": ({**good, weight: good[weight] * 1j}, "must be numbers of shape .*complex"),
+        "missing": ({name: value for name, value in good.items() if name != weight}, "got none of"),
+        "a list": ([1.0], "by name, got none of"),
+        "tokens": ({**good, tokens: np.full((BATCH, LENGTH), 10.0 * VOCAB)}, "embedding.*must be whole and fit"),
+    }
+    for what, (values, rule) in wrong.items():
+        with pytest.raises(CaptureError, match=rule) as error:
+            program.run(values)  # type: ignore[arg-type]
+        assert "\n" not in str(error.value), what
+    assert np.isfinite(program.run(good)[next(iter(program.outputs))]).all()
