@@ -46,7 +46,7 @@ def read_words(file: ConfigFile, draft: Draft) -> None:
             tables = parse_json(UNKNOWN.sub("null", document))
         except (ValueError, RecursionError):
             if any(f'"{mark}"' in document for mark in DEEPSPEED_MARKS):
-                draft.ignore(f"a here-document that is not JSON: {script.shown(' '.join(document.split()))}")
+                draft.ignore(f"a here-document that is not JSON: {script.variables.shown(' '.join(document.split()))}")
             continue
         if isinstance(tables, dict) and any(mark in tables for mark in DEEPSPEED_MARKS):
             read_deepspeed(ConfigFile(file.path, tables), draft)
@@ -173,30 +173,30 @@ def _reading_of_script(script: ShellScript, draft: Draft, pick: str) -> Reading:
     options = _options
     words = list([*found][number]) if found else max(script.commands, key=options, default=[])
     if "--num-layers" not in words and "--hidden-size" not in words:
-        held = (value.split() if isinstance(value, str) else value for value in script.variables.values())
+        held = (value.split() if isinstance(value, str) else value for value in script.variables.values.values())
         longest = max(held, key=options, default=[])
         if options(longest) > options(words):
-            model = script.variables.get("HF_MODEL_CKPT") or script.variables.get("TOKENIZER_MODEL")
+            model = script.variables.values.get("HF_MODEL_CKPT") or script.variables.values.get("TOKENIZER_MODEL")
             words = [*longest, *(["--tokenizer-name-or-path", model] if model and isinstance(model, str) else [])]
     if not options(words):
         raise JobError("a script must hold a command with options of Megatron-LM, as --num-layers, got none")
     stated = {canonical(flag, 0)[0] for flag, _ in _flags([*script.batch_options, *words])}
     for setting, names in _VARIABLES.items():  # where only the script's variables state the size of the cluster
-        values = (script.variables.get(name) for name in names)
+        values = (script.variables.values.get(name) for name in names)
         value = next((value for value in values if isinstance(value, str) and value.isdigit()), "")
         if value and not stated & {setting, "gres", "N"}:
             words = [*words, f"--{setting}", value]
     for text in (*(f"condition taken as false: {condition}" for condition in script.undecided), *script.unread):
         if text not in draft.ignored:
             draft.ignore(text)
-    for name in script.unset:
+    for name in script.variables.unset:
         if any(name in word for word in ("SLURM_NNODES", "WORLD_SIZE", "NNODES", "NUM_LAYERS", "HIDDEN_SIZE")):
             draft.ignore(f"variable {name} is not set in the script")
     program = next((word for word in words if word.endswith(".py")), "")
     family = next((family for part, family in _PROGRAMS if part in program.rpartition("/")[2]), "")
     if family:
         draft.assume("model.family", family, f"the program is {program}")
-    shown = [Unknown(script.shown(word)) if UNKNOWN.search(word) else word for word in words]
+    shown = [Unknown(script.variables.shown(word)) if UNKNOWN.search(word) else word for word in words]
     return _reading_of_words(draft, shown, script.batch_options)
 
 

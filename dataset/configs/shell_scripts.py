@@ -2,26 +2,28 @@
 
 What a command prints, files and the environment are not known.  A condition that needs them counts as false and is
 listed.  A loop goes around as in the shell where its words and its condition are known; otherwise its body is read
-once, and what it sets is not known.
+once, and what it sets is not known.  An ``exit`` ends a script that has run a command with options; one before, or with
+a status of failure, belongs to a check that the run passes.
 """
 
 from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from pathlib import Path
 
 from stepsight.dataset.base.bounded import read_text
 from stepsight.dataset.base.errors import JobError
-from stepsight.dataset.configs.shell_statements import Array, Statement, parse
+from stepsight.dataset.configs.shell_statements import WITHIN, Array, Scanner
 from stepsight.dataset.configs.shell_values import UNKNOWN, Variables
 
 MOST_COMMANDS = 20_000
-_MOST_CALLS = 20  # of functions that call each other
-_MOST_ROUNDS, _MOST_STEPS = 200, 20_000  # of one loop; commands of a script beyond which loops go around no more
+MOST_WORDS = 400_000  # of a script; a word counts as often as it is read
+_MOST_DEPTH = 80  # of statements within statements, and of functions that call each other
+_MOST_ROUNDS, _MOST_LOOPED = 200, 200_000  # of one loop; words of a script beyond which loops go around no more
+_HOLDING = ("if", "for", "select", "while", "until", "case", "{", "function")  # first words of what holds others
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\[[^\]]*\])?(\+?)=(.*)", re.DOTALL)
 _DECLARE = ("export", "declare", "local", "readonly", "typeset")
 _SILENT = (
@@ -32,21 +34,6 @@ _FILLED = ("read", "mapfile", "readarray", "getopts")  # they set the variables 
 _FILLED_ANYHOW = ("REPLY", "MAPFILE", "OPTARG", "OPTIND")
 _COMPARE = {"-eq": "==", "-ne": "!=", "-lt": "<", "-le": "<=", "-gt": ">", "-ge": ">="}
 _SBATCH = re.compile(r"^\s*#SBATCH\s+(.*?)\s*$", re.MULTILINE)
-
-
-@dataclass
-class ShellScript:
-    """What a script would run."""
-
-    commands: list[list[str]] = field(default_factory=list)  # words of every command, in their order
-    documents: list[str] = field(default_factory=list)  # texts of here-documents
-    variables: dict[str, str | list[str]] = field(default_factory=dict)  # at its end
-    unset: list[str] = field(default_factory=list)  # variables that it uses and does not set
-    undecided: list[str] = field(default_factory=list)  # conditions that need files or programs; they count as false
-    unread: list[str] = field(default_factory=list)  # commands that may set variables, and are not followed
-    batch_options: list[str] = field(default_factory=list)  # words of its #SBATCH lines
-    places: list[tuple[int, int]] = field(default_factory=list)  # of each command in the text; (0, 0): elsewhere
-    shown: Callable[[str], str] = str  # a text with what is not known in words
 
 
 def read_script(text: str, defined: dict[str, str] | None = None, folder: Path | None = None) -> ShellScript:
@@ -60,173 +47,213 @@ def read_script(text: str, defined: dict[str, str] | None = None, folder: Path |
     Raises:
         JobError: If the script cannot be parsed, or is too large.
     """
-    variables = Variables(dict(defined or {}))
-    reader = _Reader(variables, folder)
-    reader.run(parse(UNKNOWN.sub("?", text), placed=True))
-    script = reader.script
-    script.variables, script.unset, script.shown = variables.values, list(variables.unset), variables.shown
+    script = ShellScript(Variables(dict(defined or {})), folder)
+    script.follow(UNKNOWN.sub("?", text), 0)
     for line in _SBATCH.findall(text):
         script.batch_options += _split(line.partition(" #")[0])
     return script
 
 
-class _Reader:
-    """Reads the statements of a script, and follows those that would run."""
+class ShellScript:
+    """What a script would run: statements are passed, those of a loop several times, and followed if they would run.
+
+    Attributes:
+        variables: As they are at its end.
+        commands: Words of every command, in their order.
+        places: Of each command in the text; (0, 0): elsewhere.
+        documents: Texts of here-documents.
+        undecided: Conditions that need files or programs; they count as false.
+        unread: Commands that may set variables, and are not followed.
+        batch_options: Words of its #SBATCH lines.
+    """
 
     def __init__(self, variables: Variables, folder: Path | None) -> None:
-        self.script, self._variables, self._folder = ShellScript(), variables, folder
-        self._functions: dict[str, list[Statement]] = {}
+        self.variables, self._folder = variables, folder
+        self.commands, self.places = list[list[str]](), list[tuple[int, int]]()
+        self.documents, self.undecided, self.unread, self.batch_options = (list[str]() for _ in range(4))
+        self._scan = Scanner("", 0)  # of what is followed
+        self._functions: dict[str, tuple[str, int]] = {}  # their texts, and where those begin
         self._locals = list[dict[str, str | list[str] | None]]()  # of each function that runs: values outside of it
         self._sourced: set[Path] = set()
-        self._calls = self._steps = self._loops = 0
-        self._leaving = ""  # ``break``, ``continue`` or ``return``
+        self._depth = self._words = self._loops = 0
+        self._leaving = ""  # ``break``, ``continue``, ``return`` or ``exit``
         self._last: bool | None = True  # the last command succeeded; None: not known
         self._said = self._program = ""  # the last command, and that of another program, which is taken to succeed
         self._unsure = ""  # the program on whose success the statement depends
-        self._place = (0, 0)  # of the command in the text
 
-    def run(self, statements: list[Statement]) -> None:
-        """Follow statements in their order."""
-        after, variables = "", self._variables
-        for one in statements:
-            if self._leaving:
-                return
-            decided = self._decided() if after in ("&&", "||") else None
-            if after not in ("&&", "||") or decided is (after == "&&"):
-                self._unsure = self._program if after in ("&&", "||") else ""
-                before = dict(variables.values)
-                if one.kind:
-                    self._run_within(one)
-                elif one.words or one.documents:
-                    self._place = one.place
-                    self._carry_out(one.words, one.documents)
-                if after == "|" or one.kind == "(":  # a subshell has variables of its own
-                    variables.values = before
-            if one.words or one.kind or one.end != "\n":
-                after = one.end
+    def follow(self, text: str, offset: int = -1) -> None:
+        """Follow the statements of a text that begins somewhere in the script; -1: elsewhere."""
+        before, self._scan = (self._scan, self._depth), Scanner(text, offset)
+        try:
+            self._block((), True)
+        finally:
+            self._scan, self._depth = before
+
+    def _block(self, ends: tuple[str, ...], live: bool) -> str:
+        """Pass statements up to a word or an operator that ends them, and follow them if they are ``live``."""
+        first, after, variables = "", "", self.variables
+        if self._depth > _MOST_DEPTH:
+            raise JobError(f"statements of a script must be nested at most {_MOST_DEPTH} deep")
+        self._depth += 1
+        while self._scan.more:
+            words, documents, end = self._scan.statement()
+            self._words += len(words) + 1
+            if self._words > MOST_WORDS:
+                raise JobError(f"a script must have at most {MOST_WORDS} words")
+            first = "".join(words[:1])
+            if first in ends:
+                break
+            if first in WITHIN:
+                raise JobError(f"a script's {first} must end a statement that it belongs to")
+            depends = after in ("&&", "||")
+            runs = live and not self._leaving and (not depends or self._decided() is (after == "&&"))
+            self._unsure = self._program if depends else ""
+            before = dict(variables.values) if runs else {}
+            holds = end == "(" or first in _HOLDING
+            if holds:
+                self._compound(words, end, runs)
+            elif runs and (words or documents):
+                self._carry_out(words, documents)
+            if runs and (after == "|" or end == "("):  # a subshell has variables of its own
+                variables.values = before
+            first = "" if holds else end
+            if first in ends:
+                break
+            after = first if words or first != "\n" else after
+        else:
+            if ends:
+                raise JobError(f"a script's statement must be closed by {ends[-1]}, got the end of the file")
+        self._depth -= 1
+        return first
 
     def _decided(self) -> bool:
         """Whether the last command succeeded; what is not known counts as false, and is listed."""
         if self._last is None:
-            self.script.undecided.append(self._said)
+            self.undecided.append(self._said)
             self._last = False
         return self._last
 
-    def _run_within(self, one: Statement) -> None:
-        """Follow a statement that holds others."""
-        match one.kind:
-            case "function":
-                self._functions[one.name] = one.parts[0]
-            case "if":
-                self._run_if(one)
-            case "for" | "select":
-                self._run_for(one)
-            case "while" | "until":
-                self._run_while(one)
-            case "case":
-                self._run_case(one)
-            case _:
-                return self.run(one.parts[0])
-        self._last, self._program = True, ""
-
-    def _run_if(self, one: Statement) -> None:
-        for condition, body in zip(one.parts[:-1:2], one.parts[1::2], strict=False):
-            self._program = ""
-            self.run(condition)
-            self._last = None if self._program else self._last
-            if self._decided():
-                return self.run(body)
-        if len(one.parts) % 2:
-            self.run(one.parts[-1])
-
-    def _run_for(self, one: Statement) -> None:
-        variables, words, before = self._variables, one.words, dict(self._variables.values)
-        items = [item for word in words[3:] for item in variables.expanded(word)]
-        strange = any(UNKNOWN.search(item) or set("{*?[") & set(item) for item in items)
-        if strange or words[0] != "for" or words[2:3] != ["in"]:
-            variables.forget("".join(words[1:2]), " ".join(words))
-            self._round(one.parts[1])
-            return self._forget_changes(before)
-        for number, item in enumerate(items):
-            variables.set(words[1], item)
-            if self._round(one.parts[1]):
-                return None
-            if number >= _MOST_ROUNDS or self._steps > _MOST_STEPS:
-                return self._forget_changes(before)
-        return None
-
-    def _run_while(self, one: Statement) -> None:
-        before, rounds, known = dict(self._variables.values), 0, True
-        while known and rounds < _MOST_ROUNDS and self._steps < _MOST_STEPS:
-            self._program = ""
-            self.run(one.parts[0])
-            known, rounds = self._last is not None and not self._program, rounds + 1
-            if (known and self._last is (one.kind == "until")) or self._round(one.parts[1]):
+    def _compound(self, words: list[str], end: str, live: bool) -> None:
+        """Pass a statement that holds others."""
+        start, first = self._scan.at, words[0] if end != "(" else end
+        match first:
+            case "(" | "{":
+                self._block((")" if first == "(" else "}",), live)
+                if first == "(" and self._leaving == "exit":
+                    self._leaving = ""
                 return
-        self._forget_changes(before)
+            case "function":
+                self._block(("}",), False)
+                if live:
+                    self._functions[words[1]] = self._scan.text[start : self._scan.at - 1], self._scan.offset + start
+            case "if":
+                self._if(live)
+            case "case":
+                self._case(words, end, live)
+            case _:
+                self._loop(words, live)
+        if live:
+            self._last, self._program = True, ""
 
-    def _round(self, body: list[Statement]) -> bool:
-        """Follow the body of a loop once; whether the loop ends with that."""
-        self._loops += 1
-        self.run(body)
-        self._loops -= 1
-        left, self._leaving = self._leaving, self._leaving if self._leaving == "return" else ""
-        return left in ("break", "return")
+    def _if(self, live: bool) -> None:
+        word = "if"
+        while word != "fi":
+            chosen = live
+            if word != "else":
+                self._program = ""
+                self._block(("then",), live)
+                self._last = None if self._program else self._last
+                chosen = live and self._decided()
+            word = self._block(("elif", "else", "fi"), chosen)
+            live = live and not chosen
 
-    def _forget_changes(self, before: Mapping[str, str | list[str]]) -> None:
-        """What a loop changes is not known where it is not known how often it goes around."""
-        for name in [name for name, value in self._variables.values.items() if value != before.get(name)]:
-            self._variables.forget(name, f"{name}, which a loop changes")
+    def _loop(self, words: list[str], live: bool) -> None:
+        """Go around a loop; where it is not known how often, follow its body once, and forget what that changes."""
+        variables, start, before, rounds = self.variables, self._scan.at, dict(self.variables.values), 0
+        items = [item for word in words[3:] for item in variables.expanded(word)] if live else []
+        strange = any(UNKNOWN.search(item) or set("{*?[") & set(item) for item in items)
+        counts = words[0] in ("while", "until")
+        known = counts or (words[0] == "for" and words[2:3] == ["in"] and not strange)
+        if live and not known:
+            variables.forget("".join(words[1:2]), " ".join(words))
+        while True:
+            self._scan.at, self._program = start, ""
+            self._block(("do",), live)
+            if counts:
+                known = self._last is not None and not self._program
+                goes = live and not (known and self._last is (words[0] == "until"))
+            else:
+                goes = live and (not known or rounds < len(items))
+            if goes and known and not counts:
+                variables.set(words[1], items[rounds])
+            self._loops += 1
+            self._block(("done",), goes)
+            self._loops -= 1
+            left, rounds = self._leaving, rounds + 1
+            self._leaving = "" if left in ("break", "continue") else left
+            if not goes or (known and left not in ("", "continue")):
+                return
+            if not known or rounds >= _MOST_ROUNDS or self._words > _MOST_LOOPED:
+                break
+        for name in [name for name, value in variables.values.items() if value != before.get(name)]:
+            variables.forget(name, f"{name}, which a loop changes")
 
-    def _run_case(self, one: Statement) -> None:
+    def _case(self, words: list[str], end: str, live: bool) -> None:
         """Follow the first branch that fits; of a word that is not known that is ``*``."""
-        word = self._variables.joined(one.words[1]) if len(one.words) > 1 else ""
+        word = self.variables.joined(words[1]) if live and len(words) > 1 else ""
         if unknown := UNKNOWN.search(word) is not None:
-            self.script.undecided.append(f"case {self._variables.shown(word)}")
-        for patterns, body in zip(one.patterns, one.parts, strict=True):
-            fitting = [self._variables.joined(pattern) for pattern in patterns]
-            if any(pattern == "*" or (not unknown and fnmatchcase(word, pattern)) for pattern in fitting):
-                return self.run(body)
+            self.undecided.append(f"case {self.variables.shown(word)}")
+        patterns = words[3:]
+        while True:
+            while end != ")":
+                words, _, end = self._scan.statement()
+                if words[:1] == ["esac"]:
+                    return
+                if not self._scan.more:
+                    raise JobError("a script's statement must be closed by esac, got the end of the file")
+                patterns += words
+            fitting = map(self.variables.joined, patterns) if live else ()
+            fits = any(pattern == "*" or (not unknown and fnmatchcase(word, pattern)) for pattern in fitting)
+            if self._block((";;", "esac"), fits) == "esac":
+                return
+            live, patterns, end = live and not fits, [], ""
 
     def _carry_out(self, words: list[str], documents: list[tuple[str, str]]) -> None:
         """Follow a command; ``_last`` tells whether it succeeds."""
-        variables, script = self._variables, self.script
-        self._steps += 1
-        script.documents += [text if quote else variables.joined(text, quotes=False) for quote, text in documents]
+        variables = self.variables
+        self.documents += [text if quote else variables.joined(text, quotes=False) for quote, text in documents]
         negated = words[:1] == ["!"]
         words = words[1:] if negated else words
         self._said, self._program = variables.shown(" ".join(words))[:80], ""
-        count = next((at for at, raw in enumerate(words) if not _ASSIGNMENT.fullmatch(raw)), len(words))
         if words and words[0] in _DECLARE:
             self._declare(words)
             self._last = True
             return
+        count = next((at for at, raw in enumerate(words) if not _ASSIGNMENT.fullmatch(raw)), len(words))
         rest = [word for raw in words[count:] for word in variables.expanded(raw)]
-        # Of assignments before a command that command alone knows, and functions that it calls.
-        names = [word.split("=")[0].split("[")[0].rstrip("+") for word in words[:count]] if rest else []
+        names = [re.split(r"[\[+=]", word)[0] for word in words[:count]]
         saved = {name: variables.values.get(name) for name in names}
         for raw in words[:count]:
             self._assign(raw)
-        self._last = self._command(rest) if rest else True
-        self._restore(saved)
+        self._last = True
+        if rest:  # assignments before a command are known to it alone, and to functions that it calls
+            self._last = self._command(rest)
+            self._restore(saved)
         self._last = not self._last if negated and self._last is not None and not self._program else self._last
 
     def _restore(self, saved: Mapping[str, str | list[str] | None]) -> None:
-        for name, value in saved.items():
-            if value is None:
-                self._variables.values.pop(name, None)
-            else:
-                self._variables.values[name] = value
+        for name in saved:
+            self.variables.values.pop(name, None)
+        self.variables.values.update({name: value for name, value in saved.items() if value is not None})
 
     def _command(self, words: list[str]) -> bool | None:
         """Follow a command without its assignments; whether it succeeds, None: not known."""
-        variables, name, text = self._variables, words[0], " ".join(words)
+        variables, name, text = self.variables, words[0], " ".join(words)
         if name.startswith("((") or name == "let":
-            inner = text[2:-2] if name != "let" else ",".join(words[1:])
-            value = variables.arithmetic(inner)
+            value = variables.arithmetic(text[2:-2] if name != "let" else ",".join(words[1:]))
             return None if UNKNOWN.search(value) else value not in ("", "0")
         if name in ("[", "[[", "test"):
-            return self._test(words)
+            return self._test([word for word in words[1:] if word not in ("]", "]]")])
         if name in _FILLED or (name == "printf" and words[1][:2] == "-v"):
             for word in (*words[1:], *_FILLED_ANYHOW, *([words[1][2:]] if name == "printf" else [])):
                 if word.isidentifier():
@@ -246,72 +273,64 @@ class _Reader:
             case "." | "source" if len(words) > 1:
                 self._source(words[1])
             case "eval":
-                return self._eval(text)
-            case "break" | "continue" if self._loops:
+                try:
+                    self._nest(text.removeprefix("eval"))
+                except JobError:
+                    self.unread.append(f"{variables.shown(text)}: not followed")
+                return self._last
+            case "exit" if words[1:2] in ([], ["0"]) and any("--" in word for each in self.commands for word in each):
                 self._leaving = name
-            case "return" if self._locals:
+            case "break" | "continue" | "return" if self._locals if name == "return" else self._loops:
                 self._leaving = name
             case _ if name in self._functions:
-                self._call(self._functions[name], words[1:])
+                self._call(*self._functions[name], words[1:])
                 return self._last
-            case _ if name not in (*_SILENT, "false") and len(self.script.commands) < MOST_COMMANDS:
-                self.script.commands.append(_flat(words))
-                self.script.places.append(self._place)
+            case _ if name not in (*_SILENT, "false") and len(self.commands) < MOST_COMMANDS:
+                self.commands.append(_flat(words))
+                self.places.append(self._scan.place)
                 self._program = self._said
         return name != "false"
-
-    def _eval(self, text: str) -> bool | None:
-        try:
-            self._nest(parse(text.removeprefix("eval")))
-        except JobError:
-            self.script.unread.append(f"{self._variables.shown(text)}: not followed")
-        return self._last
 
     def _source(self, named: str) -> None:
         path = None if self._folder is None else self._folder / Path(named).name
         if path is None or not path.is_file() or UNKNOWN.search(path.name):
-            self.script.unread.append(f"source {self._variables.shown(named)}: what it sets is not known")
+            self.unread.append(f"source {self.variables.shown(named)}: what it sets is not known")
         elif path not in self._sourced:
             self._sourced.add(path)
-            self._nest(parse(read_text(path, "utf-8-sig")))
+            self._nest(read_text(path, "utf-8-sig"))
 
-    def _call(self, statements: list[Statement], arguments: list[str]) -> None:
+    def _call(self, text: str, offset: int, arguments: list[str]) -> None:
         """Follow a function, which has arguments and variables of its own."""
-        held = {name: value for name, value in self._variables.values.items() if not name.isidentifier()}
+        held = {name: value for name, value in self.variables.values.items() if not name.isidentifier()}
         self._locals.append({})
         self._set_arguments(arguments)
-        self._nest(statements)
+        self._nest(text, offset)
         self._set_arguments([])
         self._restore({**held, **self._locals.pop()})
         self._leaving = "" if self._leaving == "return" else self._leaving
 
-    def _nest(self, statements: list[Statement]) -> None:
-        """Follow statements that a command names."""
-        if self._calls < _MOST_CALLS and len(self.script.commands) < MOST_COMMANDS:
-            self._calls += 1
-            self.run(statements)
-            self._calls -= 1
+    def _nest(self, text: str, offset: int = -1) -> None:
+        """Follow what a command names; functions that call themselves end somewhere."""
+        if self._depth < _MOST_DEPTH // 2 and len(self.commands) < MOST_COMMANDS:
+            self.follow(text, offset)
 
     def _set_arguments(self, words: list[str]) -> None:
-        values = self._variables.values
+        values = self.variables.values
         for name in [name for name in values if not name.isidentifier()]:
             del values[name]
-        if words:
-            values.update({str(number): word for number, word in enumerate(words, 1)})
-            values.update({"@": list(words), "*": list(words), "#": str(len(words))})
+        values.update({str(number): word for number, word in enumerate(words, 1)})
+        values.update({"@": list(words), "*": list(words), "#": str(len(words))} if words else {})
 
     def _assign(self, raw: str) -> None:
-        found = _ASSIGNMENT.fullmatch(raw)
+        found, variables = _ASSIGNMENT.fullmatch(raw), self.variables
         assert found is not None, raw
-        (name, index, plus, value), variables = found.groups(), self._variables
+        name, index, plus, value = found.groups()
         if self._unsure:
             variables.forget(name, f"{self._unsure} decides")
+        elif isinstance(raw, Array) and any(re.match(r"\[[^\]]*\]\+?=", item) for item in raw.items):
+            variables.forget(name, f"{raw}({' '.join(raw.items)})")
         elif isinstance(raw, Array):
-            items = [word for item in raw.items for word in variables.expanded(item)]
-            if any(re.match(r"\[[^\]]*\]\+?=", item) for item in raw.items):
-                variables.forget(name, f"{raw}({' '.join(raw.items)})")
-            else:
-                variables.set(name, items, add=bool(plus))
+            variables.set(name, [word for item in raw.items for word in variables.expanded(item)], add=bool(plus))
         elif index:
             variables.set_item(name, index[1:-1], variables.joined(value), add=bool(plus))
         else:
@@ -319,38 +338,31 @@ class _Reader:
 
     def _declare(self, words: list[str]) -> None:
         """``declare`` and its like: what an option changes of a variable, and its value."""
-        variables, options = self._variables, "".join(word[1:] for word in words[1:] if word.startswith("-"))
-        for raw in words[1:]:
-            found = _ASSIGNMENT.fullmatch(raw)
-            name, text = found[1] if found else raw, " ".join(words)
-            if raw.startswith(("-", "+")):
-                continue
-            if self._locals and words[0] in ("local", "declare", "typeset") and "g" not in options:
-                self._locals[-1].setdefault(name, variables.values.get(name))
-            if words[0] in ("local", "declare", "typeset") and set(options) & {
-                "n",
-                "A",
-            }:  # another's name; a dictionary
-                for each in (name, found[4] if found else ""):
-                    if each.isidentifier():
-                        variables.forget(each, text, for_good=True)
-            variables.integers |= {name} if "i" in options else set()
-            if found:
+        options = {letter for word in words[1:] if word[0] == "-" for letter in word}
+        own = words[0] in ("local", "declare", "typeset")
+        for raw in (word for word in words[1:] if word[0] not in "-+"):
+            name, value = re.split(r"[\[+=]", raw)[0], raw.partition("=")[2]
+            if self._locals and own and "g" not in options:
+                self._locals[-1].setdefault(name, self.variables.values.get(name))
+            for each in (name, value) if own and options & {"n", "A"} else ():  # another's name; a dictionary
+                if each.isidentifier():
+                    self.variables.forget(each, " ".join(words), for_good=True)
+            self.variables.integers |= {name} if "i" in options else set()
+            if _ASSIGNMENT.fullmatch(raw):
                 self._assign(raw)
 
-    def _test(self, words: list[str]) -> bool | None:
+    def _test(self, inner: list[str]) -> bool | None:
         """The value of a test; None where it is not known."""
-        inner = [word for word in words[1:] if word not in ("]", "]]")]
         for operator, sure in (("||", True), ("-o", True), ("&&", False), ("-a", False)):
             if operator in inner:
                 at = inner.index(operator)
-                sides = [self._test(["[", *side]) for side in (inner[:at], inner[at + 1 :])]
+                sides = [self._test(inner[:at]), self._test(inner[at + 1 :])]
                 return sure if sure in sides else None if None in sides else not sure
         if any(map(UNKNOWN.search, inner)):
             return None
         match inner:
             case ["!", *rest]:
-                value = self._test(["[", *rest])
+                value = self._test(rest)
                 return None if value is None else not value
             case ["-z"]:
                 return True
@@ -361,7 +373,7 @@ class _Reader:
             case ["=" | "==" | "!=" as compare, _] | [_, "=" | "==" | "!=" as compare]:  # one side is empty
                 return compare == "!="
             case [left, "-eq" | "-ne" | "-lt" | "-le" | "-gt" | "-ge" as compare, right]:
-                number = self._variables.arithmetic(f"({left}) {_COMPARE[compare]} ({right})")
+                number = self.variables.arithmetic(f"({left}) {_COMPARE[compare]} ({right})")
                 return None if UNKNOWN.search(number) else number == "1"
             case [word] if not word.startswith("-"):
                 return True

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from stepsight.dataset.base.errors import JobError
+from stepsight.dataset.configs.shell_statements import part_end
 
 LONGEST_VALUE = 2**20  # characters; a variable that holds itself twice doubles with every line
 MOST_NUMBER = 2**63
@@ -41,27 +42,6 @@ _ACTIONS: dict[type[ast.AST], Callable[..., Any]] = {
     ast.Mod: lambda left, right: left - right * _quotient(left, right),
     ast.Pow: lambda left, right: left**right if 0 <= right <= 64 and abs(left) <= 1024 else MOST_NUMBER,
 }
-
-
-def part_end(text: str, at: int) -> int:
-    """The place after a character, a quoted text or a substitution; past the end if that is never closed."""
-    char, following = text[at], text[at + 1 : at + 2]
-    if char == "\\":
-        return min(at + 2, len(text))
-    if char in "'`":
-        return (text.find(char, at + 1) + 1) or len(text) + 1
-    if char == '"':
-        at += 1
-        while at < len(text) and text[at] != '"':
-            at = at + 2 if text[at] == "\\" else part_end(text, at) if text[at] in "$`" else at + 1
-        return min(at, len(text)) + 1
-    if char == "$" and following in ("(", "{"):
-        closing, depth, at = {"(": ")", "{": "}"}[following], 1, at + 2
-        while at < len(text) and depth:
-            depth += (text[at] == following) - (text[at] == closing)
-            at = part_end(text, at) if text[at] in "'\"\\" and following == "(" else at + 1
-        return at if depth == 0 else len(text) + 1
-    return at + 1
 
 
 class Variables:

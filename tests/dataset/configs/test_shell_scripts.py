@@ -42,8 +42,8 @@ def test_a_script_is_followed_to_its_commands() -> None:
     assert ["bash", "-c", "other", "--x", "1", "--y", "8"] in script.commands
     assert script.documents == ['{"stage": 8}']
     assert script.batch_options == ["--nodes=4", "--gres=gpu:8"]
-    assert "MISSING" in script.unset
-    assert script.variables["SIZE"] == "large"
+    assert "MISSING" in script.variables.unset
+    assert script.variables.values["SIZE"] == "large"
 
 
 def test_what_the_user_defines_wins() -> None:
@@ -116,7 +116,23 @@ def test_words(script: str, words: str) -> None:
     """What the shell would give to a command; ``?``: a value that the script does not tell."""
     found = read_script(script)
     run = next(each for each in reversed(found.commands) if each[0] == "run")
-    assert ["?" if "(not known" in found.shown(word) else word for word in run[1:]] == shlex.split(words)
+    assert ["?" if "(not known" in found.variables.shown(word) else word for word in run[1:]] == shlex.split(words)
+
+
+@pytest.mark.parametrize(
+    ("script", "count"),
+    [
+        ("run --a 1; exit; run --a 2", 1),
+        ("f() { exit 0; }; run --a 1; f; run --a 2", 1),
+        ("run --a 1; (exit); run --a 2", 2),
+        ("if [ -z $1 ]; then exit; fi; run --a 1", 1),
+        ("run --a 1; for i in 1 2; do run --a 2; exit; done; run --a 3", 2),
+        ("run --a 1; [ $1 ] || exit 1; run --a 2", 2),
+    ],
+)
+def test_exit_ends_a_script(script: str, count: int) -> None:
+    """But for one that is part of a check which the run passes."""
+    assert len(read_script(script).commands) == count
 
 
 @pytest.mark.parametrize(
