@@ -49,17 +49,11 @@ HEARD = tuple(relation for relation in RELATIONS if relation != "data")
 
 @dataclass(frozen=True)
 class SegmentGraph:
-    """A segment as context models see it: what runs, and where.
+    """A segment as context models see it: what runs, and where."""
 
-    Attributes:
-        program: Ops and collectives in the order of issue, with their streams and edges.
-        hardware: What they run on.
-        busy: Devices of the node that compute at the same time.
-    """
-
-    program: Program
-    hardware: Hardware
-    busy: int
+    program: Program  # ops and collectives in the order of issue, with their streams and edges
+    hardware: Hardware  # what they run on
+    busy: int  # devices of the node that compute at the same time
 
     def to_heterodata(self, alone: Array) -> Any:
         """As ``TraceGraphs`` has segments; ``alone``, ``(nodes,)``: seconds, for the first column of ``y``."""
@@ -68,19 +62,12 @@ class SegmentGraph:
 
 @dataclass(frozen=True)
 class Topology:
-    """The edges along which nodes of one or several programs exchange messages.
+    """The edges along which nodes of one or several programs exchange messages."""
 
-    Attributes:
-        num_nodes: Of all programs.
-        edges: By relation, ``(2, e)``, from -> to; every relation of ``RELATIONS`` is there.
-        stream: Stream of each node, numbered through all programs, ``(num_nodes,)``.
-        num_streams: Of all programs.
-    """
-
-    num_nodes: int
-    edges: Mapping[str, Edges]
-    stream: Edges
-    num_streams: int
+    num_nodes: int  # of all programs
+    edges: Mapping[str, Edges]  # by relation, (2, e), from -> to; every relation of RELATIONS is there
+    stream: Edges  # stream of each node, numbered through all programs, (num_nodes,)
+    num_streams: int  # of all programs
 
 
 def _log(value: Array, unit: float, scale: float = 4.0) -> Array:

@@ -57,24 +57,16 @@ def table_columns(features: Sequence[str]) -> tuple[list[int], list[int]]:
 
 @dataclass(frozen=True)
 class ContextNetwork:
-    """Log of seconds in context over seconds alone: ``s1 t + s2 (e - t) + s3 (n - e)``, within ``+-bound``.
+    """Log of seconds in context over seconds alone: ``s1 t + s2 (e - t) + s3 (n - e)``, within ``+-bound``."""
 
-    Attributes:
-        bound: Largest absolute log-correction.
-        strengths: ``s1`` of the table by kind and phase ``t``, ``s2`` of own features ``e``, ``s3`` of messages ``n``.
-        num_layers: Rounds of messages.
-        tensors: By name, as in the ``state_dict`` of ``gnn.context_model.ContextModel``; the first axis of all but
-            ``table``, their mean, numbers the models.  Heads that have no weight may be missing.
-        features: Names of the features that it reads, in the order of its weights.
-        relations: Names of the relations that it hears, in the order of its weights.
-    """
-
-    bound: float
-    strengths: tuple[float, float, float]
-    num_layers: int
+    bound: float  # largest absolute log-correction
+    strengths: tuple[float, float, float]  # s1 of the table by kind and phase t, s2 of own features e, s3 of messages n
+    num_layers: int  # rounds of messages
+    # by name, as in the state_dict of gnn.context_model.ContextModel; the first axis of all but table, their mean,
+    # numbers the models.  Heads that have no weight may be missing.
     tensors: Mapping[str, Array]
-    features: tuple[str, ...]
-    relations: tuple[str, ...] = HEARD
+    features: tuple[str, ...]  # names of the features that it reads, in the order of its weights
+    relations: tuple[str, ...] = HEARD  # names of the relations that it hears, in the order of its weights
 
     @property
     def form(self) -> str:

@@ -47,25 +47,19 @@ _GENERATIONS = {"flash-1": "flash1_", "flash-2": "flash2_"}  # plain ``attention
 
 @dataclass(frozen=True, slots=True)
 class Heads:
-    """The attention of one micro-batch on one rank.
+    """The attention of one micro-batch on one rank."""
 
-    Attributes:
-        heads, kv_heads: Of this rank.
-        head_dim: Values of a query and a key.
-        v_dim: Values of a value; another kernel does it where that is not ``head_dim``.
-        q_len, kv_len: Tokens of a sequence on this rank, before any are fetched from others.
-        causal: Whether tokens look back alone.
-        joined: Elements per token and sequence of the tensors that hold several of queries, keys and values side by
-            side: backward joins their gradients.
-    """
-
+    # heads, kv_heads: of this rank
     heads: int
     kv_heads: int
-    head_dim: int
-    v_dim: int
+    head_dim: int  # values of a query and a key
+    v_dim: int  # values of a value; another kernel does it where that is not head_dim
+    # q_len, kv_len: tokens of a sequence on this rank, before any are fetched from others
     q_len: int
     kv_len: int
-    causal: bool
+    causal: bool  # whether tokens look back alone
+    # elements per token and sequence of the tensors that hold several of queries, keys and values side by side:
+    # backward joins their gradients
     joined: int = 0
 
     def kernel(self, shape: RankShape, kind: str, q_len: int, kv_len: int, *, causal: bool) -> Op:

@@ -29,17 +29,12 @@ from stepsight.dataset.kinds.op import DTYPE_BYTES, Collective, Op
 
 @dataclass(frozen=True, slots=True)
 class Comm:
-    """A collective on the stream of its group.
+    """A collective on the stream of its group."""
 
-    Attributes:
-        work: Its signature.
-        stream: ``tp``, ``cp``, ``ep`` or ``cp_kv``: which group, hence which stream and which line of the breakdown.
-        beside: False: the computation waits for it immediately.  True: it starts when the computation has come to it
-            and runs beside what follows, until a ``Join``.
-    """
-
-    work: Collective
-    stream: str = "tp"
+    work: Collective  # its signature
+    stream: str = "tp"  # tp, cp, ep or cp_kv: which group, hence which stream and which line of the breakdown
+    # false: the computation waits for it immediately.  True: it starts when the computation has come to it and runs
+    # beside what follows, until a Join.
     beside: bool = False
 
 
@@ -72,58 +67,38 @@ Item = Op | Comm | OverlappedOp | LostTime | Join
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """A tensor that forward keeps for backward.
+    """A tensor that forward keeps for backward."""
 
-    Attributes:
-        num_bytes: On one rank.
-        name: Equal names within a block are the same tensor and are kept once.
-        outside: Of an attention core: made before it, so selective recomputation keeps it.
-        made_by: The module that makes it, one of ``RECOMPUTE_MODULES``: kept only if that is not recomputed.
-    """
-
-    num_bytes: int
-    name: str = ""
-    outside: bool = False
-    made_by: str = ""
+    num_bytes: int  # on one rank
+    name: str = ""  # equal names within a block are the same tensor and are kept once
+    outside: bool = False  # of an attention core: made before it, so selective recomputation keeps it
+    made_by: str = ""  # the module that makes it, one of RECOMPUTE_MODULES: kept only if that is not recomputed
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One module call.
+    """One module call."""
 
-    Attributes:
-        name: For people (``qkv``).
-        forward: Items in order.
-        backward: Items that give the gradient of the input, in order.
-        weight_grad: Items that give the gradients of the parameters; nothing else waits for them.
-        parameters: Elements of each parameter tensor on one rank, in the order in which gradients arrive.
-        weight_grad_first: Whether autograd computes the weights' gradients before the input's (linears without bias).
-        replicated: Whether tensor-parallel ranks hold the same parameters; with sequence parallelism each has a part of
-            their gradient.
-        expert: Whether the parameters are experts', which fewer replicas share.
-        saved: What forward keeps for backward; each tensor is named by one step.
-        temporary_bytes: What forward or backward needs for a moment beside what its ops read and write; negative where
-            they say too much.
-        attention_core: Whether selective recomputation repeats this step.
-        module: What it is part of, one of ``RECOMPUTE_MODULES`` or empty: jobs may name modules to recompute.
-        output_kept: Whether full recomputation leaves out its last op, a product, since what it returns is kept.
-        ends_unneeded: Whether a recomputation that ends with this step leaves out its last op, since the step keeps its
-            inputs alone.
-    """
-
-    name: str
-    forward: tuple[Item, ...] = ()
-    backward: tuple[Item, ...] = ()
-    weight_grad: tuple[Item, ...] = ()
+    name: str  # for people (qkv)
+    forward: tuple[Item, ...] = ()  # items in order
+    backward: tuple[Item, ...] = ()  # items that give the gradient of the input, in order
+    weight_grad: tuple[Item, ...] = ()  # items that give the gradients of the parameters; nothing else waits for them
+    # elements of each parameter tensor on one rank, in the order in which gradients arrive
     parameters: tuple[int, ...] = ()
+    # whether autograd computes the weights' gradients before the input's (linears without bias)
     weight_grad_first: bool = False
+    # whether tensor-parallel ranks hold the same parameters; with sequence parallelism each has a part of their
+    # gradient
     replicated: bool = False
-    expert: bool = False
-    saved: tuple[Saved, ...] = ()
+    expert: bool = False  # whether the parameters are experts', which fewer replicas share
+    saved: tuple[Saved, ...] = ()  # what forward keeps for backward; each tensor is named by one step
+    # what forward or backward needs for a moment beside what its ops read and write; negative where they say too much
     temporary_bytes: int = 0
-    attention_core: bool = False
-    module: str = ""
+    attention_core: bool = False  # whether selective recomputation repeats this step
+    module: str = ""  # what it is part of, one of RECOMPUTE_MODULES or empty: jobs may name modules to recompute
+    # whether full recomputation leaves out its last op, a product, since what it returns is kept
     output_kept: bool = False
+    # whether a recomputation that ends with this step leaves out its last op, since the step keeps its inputs alone
     ends_unneeded: bool = False
 
     @property
@@ -200,46 +175,29 @@ class Group:
 @hashed_once
 @dataclass(frozen=True)
 class RankShape:
-    """Sizes of a micro-batch on one rank; ranks with equal shapes run equal blocks.
+    """Sizes of a micro-batch on one rank; ranks with equal shapes run equal blocks."""
 
-    Attributes:
-        model: The whole model.
-        micro_batch: Sequences.
-        precision: Of matrix products: one of ``MIXED``, or a 16-bit type.
-        kernels: What the execution engine does in a block.
-        tp, cp, ep: Groups.
-        expert_tp: Tensor-parallel degree of the experts (1 or that of ``tp``).
-        sequence_parallel: Whether norms and residuals hold ``1 / tp`` of the rows.
-        vocab_parallel: Whether the vocabulary is shared by ``tp``.
-        context_parallel: ``ring`` or ``all_gather``.
-        offload_share: Part of what is kept that moves to the host and back.
-        scatter_p2p: Whether ranks pass on their parts of activations, gathered where they arrive.
-        overlap_tp: As in ``ParallelSpec``.
-        overlap_ep, dispatcher: As in ``ParallelSpec``.
-        recompute_modules: As in ``ParallelSpec``, without the attention core.
-        compute_share: Part of an overlapped collective's time that the computation loses.
-        tables: What the slowest rank does for embedding tables; None: the model has none.
-    """
-
-    model: ModelSpec
-    micro_batch: int
-    precision: str
-    kernels: KernelSemantics
+    model: ModelSpec  # the whole model
+    micro_batch: int  # sequences
+    precision: str  # of matrix products: one of MIXED, or a 16-bit type
+    kernels: KernelSemantics  # what the execution engine does in a block
+    # tp, cp, ep: groups
     tp: Group = Group()
     cp: Group = Group()
     ep: Group = Group()
-    expert_tp: int = 1
-    sequence_parallel: bool = False
-    vocab_parallel: bool = True
-    context_parallel: str = "ring"
-    offload_share: float = 0.0
-    scatter_p2p: bool = False
-    overlap_tp: str = ""
+    expert_tp: int = 1  # tensor-parallel degree of the experts (1 or that of tp)
+    sequence_parallel: bool = False  # whether norms and residuals hold 1 / tp of the rows
+    vocab_parallel: bool = True  # whether the vocabulary is shared by tp
+    context_parallel: str = "ring"  # ring or all_gather
+    offload_share: float = 0.0  # part of what is kept that moves to the host and back
+    scatter_p2p: bool = False  # whether ranks pass on their parts of activations, gathered where they arrive
+    overlap_tp: str = ""  # as in ParallelSpec
+    # overlap_ep, dispatcher: as in ParallelSpec
     overlap_ep: bool = False
     dispatcher: str = "alltoall"
-    recompute_modules: tuple[str, ...] = ()
-    compute_share: float = 0.0
-    tables: RankTables | None = None
+    recompute_modules: tuple[str, ...] = ()  # as in ParallelSpec, without the attention core
+    compute_share: float = 0.0  # part of an overlapped collective's time that the computation loses
+    tables: RankTables | None = None  # what the slowest rank does for embedding tables; None: the model has none
 
     @property
     def dtype(self) -> str:

@@ -47,17 +47,13 @@ def longest_paths(seconds: Floats, pointer: Ints, before: Ints, ready: Floats, f
 
 
 class DelayedGraph(NamedTuple):
-    """A graph whose dependencies have durations.
+    """A graph whose dependencies have durations."""
 
-    Attributes:
-        order: The nodes such that each comes after those that it depends on.
-        pointer, edges: Edges into node ``i`` are ``edges[pointer[i]:pointer[i + 1]]``.
-        source, delay: Of each edge: the node it comes from, and the time from that node's end.
-    """
-
-    order: Ints
+    order: Ints  # the nodes such that each comes after those that it depends on
+    # pointer, edges: edges into node i are edges[pointer[i]:pointer[i + 1]]
     pointer: Ints
     edges: Ints
+    # source, delay: of each edge: the node it comes from, and the time from that node's end
     source: Ints
     delay: Floats
 
@@ -144,54 +140,39 @@ _EACH_ALONE = (3, 1, 2, 4)  # the starts from one clock each, in the order of cl
 
 
 class BlockPassTable(NamedTuple):
-    """Durations of passages; seconds.
+    """Durations of passages; seconds."""
 
-    Attributes:
-        paths: Longest path of each passage from the computation; the same from the host, ``-inf`` if it launches
-            nothing; the host's own time; shape ``(num_passages, 3)``.
-        nodes, launches: What each node of all passages takes, and what the host takes to launch it (0: no launch).
-        bounds: Nodes of passage ``i`` are ``bounds[i]`` to ``bounds[i + 1]``.
-    """
-
+    # longest path of each passage from the computation; the same from the host, -inf if it launches nothing; the host's
+    # own time; shape (num_passages, 3)
     paths: Floats
+    # nodes, launches: what each node of all passages takes, and what the host takes to launch it (0: no launch)
     nodes: Floats
     launches: Floats
-    bounds: Longs
+    bounds: Longs  # nodes of passage i are bounds[i] to bounds[i + 1]
 
 
 class SegmentList(NamedTuple):
-    """Segments.
+    """Segments."""
 
-    Attributes:
-        events: Of all segments, shape ``(num_events, 8)``.
-        places: First event of each segment, and the one behind its last; where its part of ``passage`` begins, and
-            where its part of ``sent`` does; whether all of its clocks end together; shape ``(num_segments, 5)``.
-        passage: Row of each segment's passages in a ``BlockPassTable``, one segment after the other.
-        sent, launches: Seconds of the collectives that each segment sends, one segment after the other, and what the
-            host takes to launch each (0: it needs no launch).
-        compute_share: Part of a sent one that the computation loses, shape ``(num_segments,)``.
-    """
-
-    events: Ints
+    events: Ints  # of all segments, shape (num_events, 8)
+    # first event of each segment, and the one behind its last; where its part of passage begins, and where its part of
+    # sent does; whether all of its clocks end together; shape (num_segments, 5)
     places: Longs
-    passage: Longs
+    passage: Longs  # row of each segment's passages in a BlockPassTable, one segment after the other
+    # sent, launches: seconds of the collectives that each segment sends, one segment after the other, and what the host
+    # takes to launch each (0: it needs no launch)
     sent: Floats
     launches: Floats
-    compute_share: Floats
+    compute_share: Floats  # part of a sent one that the computation loses, shape (num_segments,)
 
 
 class StreamSeconds(NamedTuple):
-    """Breakdown of the time of segments; seconds.
+    """Breakdown of the time of segments; seconds."""
 
-    Attributes:
-        passages: Of each passage by stream, shape ``(num_passages, num_streams)``.
-        node_stream: Stream of each node of all passages.
-        totals: Added to: seconds of what is run by stream, and last those that the computation waits for the host if
-            nothing else is under way at the start; shape ``(num_streams + 1,)``.
-    """
-
-    passages: Floats
-    node_stream: NDArray[np.int8]
+    passages: Floats  # of each passage by stream, shape (num_passages, num_streams)
+    node_stream: NDArray[np.int8]  # stream of each node of all passages
+    # added to: seconds of what is run by stream, and last those that the computation waits for the host if nothing else
+    # is under way at the start; shape (num_streams + 1,)
     totals: Floats
 
 

@@ -32,38 +32,24 @@ TOLERANCE = 1e-12  # relative: two periods whose steps differ by less count as e
 
 
 class Durations(NamedTuple):
-    """Durations of entries; seconds.
+    """Durations of entries; seconds."""
 
-    Attributes:
-        segment: Of each action, shape ``(num_actions,)``.
-        transition: Of each segment, to clock, from clock; ``-inf`` where none leads; shape ``(num_segments, K, K)``.
-        message: Of each message once both sides are ready, shape ``(num_messages,)``.
-        host: What each rank's host takes before a ``COMPUTE`` and before a ``POST``, shape ``(num_ranks, 2)``.
-        clocks: Numbers of a rank's clocks, 0 to K - 1; a tuple, since its length is known when the loops over clocks
-            are compiled, so that they are unrolled (a quarter of the time).
-    """
-
-    segment: Indices
-    transition: Floats
-    message: Floats
-    host: Floats
+    segment: Indices  # of each action, shape (num_actions,)
+    transition: Floats  # of each segment, to clock, from clock; -inf where none leads; shape (num_segments, K, K)
+    message: Floats  # of each message once both sides are ready, shape (num_messages,)
+    host: Floats  # what each rank's host takes before a COMPUTE and before a POST, shape (num_ranks, 2)
+    # numbers of a rank's clocks, 0 to K - 1; a tuple, since its length is known when the loops over clocks are
+    # compiled, so that they are unrolled (a quarter of the time)
     clocks: tuple[int, ...]
 
 
 class State(NamedTuple):
-    """The state of a run; seconds.
+    """The state of a run; seconds."""
 
-    Attributes:
-        clocks: Of each rank, shape ``(num_ranks, K)``.
-        posted: When the sender and the receiver were ready, shape ``(num_messages, 2)``; filled.
-        after: Clock 0 after each entry of the last two periods, in turn; shape ``(2, period)``; filled.
-        before: ``clocks`` before the last period, same shape; filled.
-    """
-
-    clocks: Floats
-    posted: Floats
-    after: Floats
-    before: Floats
+    clocks: Floats  # of each rank, shape (num_ranks, K)
+    posted: Floats  # when the sender and the receiver were ready, shape (num_messages, 2); filled
+    after: Floats  # clock 0 after each entry of the last two periods, in turn; shape (2, period); filled
+    before: Floats  # clocks before the last period, same shape; filled
 
 
 def at_rest(num_ranks: int, num_messages: int, num_clocks: int, period: int) -> State:
@@ -90,23 +76,17 @@ class RunDurations(NamedTuple):
 
 
 class Log(NamedTuple):
-    """What ``advance`` records for each action and message.
+    """What ``advance`` records for each action and message."""
 
-    Attributes:
-        start, finish: Clocks of its rank before and after each action, shape ``(num_actions, K)``.
-        cause: The clock that decided each of ``finish``, same shape.
-        message_start, message_finish: When each message passed, shape ``(num_messages,)``.
-        late: The side whose post decided when each message started, shape ``(num_messages,)``.
-        held: Whether the sender and the receiver were held by each message, shape ``(num_messages, 2)``; false at
-            the start.
-    """
-
+    # start, finish: clocks of its rank before and after each action, shape (num_actions, K)
     start: Floats
     finish: Floats
-    cause: NDArray[np.int8]
+    cause: NDArray[np.int8]  # the clock that decided each of finish, same shape
+    # message_start, message_finish: when each message passed, shape (num_messages,)
     message_start: Floats
     message_finish: Floats
-    late: NDArray[np.int8]
+    late: NDArray[np.int8]  # the side whose post decided when each message started, shape (num_messages,)
+    # whether the sender and the receiver were held by each message, shape (num_messages, 2); false at the start
     held: NDArray[np.bool_]
 
 

@@ -37,29 +37,23 @@ FIRST, MIDDLE, LAST = range(3)
 
 @dataclass(frozen=True, eq=False)
 class Track:
-    """Every action of a schedule, the messages between stages, and the entries of the ranks.
+    """Every action of a schedule, the messages between stages, and the entries of the ranks."""
 
-    Attributes:
-        schedule: The order of each stage.
-        runtime: Who runs it, one of ``RUNTIMES``.
-        stage, kind, micro_batch, part: Of every action, in an order that can run, shape ``(num_actions,)``.
-        turn: ``FIRST`` for the first time that a part runs this pass, ``LAST`` for the last time (also if it is the
-            first), ``MIDDLE`` between; same shape.  Passes are forwards, split input gradients, and backwards that
-            give weight gradients (``B`` and ``W`` together).
-        source, target: Actions that make and need each message between stages, shape ``(num_messages,)``.
-        entries: What ranks do, in an order that can run.
-    """
-
-    schedule: Schedule
-    runtime: str
+    schedule: Schedule  # the order of each stage
+    runtime: str  # who runs it, one of RUNTIMES
+    # stage, kind, micro_batch, part: of every action, in an order that can run, shape (num_actions,)
     stage: Ints
     kind: Ints
     micro_batch: Ints
     part: Ints
+    # FIRST for the first time that a part runs this pass, LAST for the last time (also if it is the first), MIDDLE
+    # between; same shape.  Passes are forwards, split input gradients, and backwards that give weight gradients (B and
+    # W together).
     turn: Ints
+    # source, target: actions that make and need each message between stages, shape (num_messages,)
     source: Ints
     target: Ints
-    entries: Entries
+    entries: Entries  # what ranks do, in an order that can run
 
     @cached_property
     def unsigned(self) -> Entries:
@@ -213,22 +207,15 @@ def _lag(track: Track, first: int, length: int, periods: int) -> int:
 
 @dataclass(frozen=True, eq=False)
 class TrackRun:
-    """One run over a track; seconds.
+    """One run over a track; seconds."""
 
-    Attributes:
-        track: What ran.
-        segment, transition: Given to ``run_track``.
-        clocks: At the end, shape ``(num_stages, K)``.
-        posted: When the sender and the receiver of each message were ready, shape ``(num_messages, 2)``.
-        log: When actions and messages ran, and why then.
-    """
-
-    track: Track
+    track: Track  # what ran
+    # segment, transition: given to run_track
     segment: Ints
     transition: Floats
-    clocks: Floats
-    posted: Floats
-    log: Log
+    clocks: Floats  # at the end, shape (num_stages, K)
+    posted: Floats  # when the sender and the receiver of each message were ready, shape (num_messages, 2)
+    log: Log  # when actions and messages ran, and why then
 
 
 def run_track(

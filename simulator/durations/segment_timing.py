@@ -44,18 +44,12 @@ MAX_WORKS, MAX_PASSAGES, MAX_SEGMENTS, MAX_OP_TIMES = 100_000, 20_000, 10_000, 2
 @hashed_once
 @dataclass(frozen=True)
 class Slowdown:
-    """Slowdown of ranks that work in lockstep, relative to the job's hardware.
+    """Slowdown of ranks that work in lockstep, relative to the job's hardware."""
 
-    Attributes:
-        compute: Of ops on its devices; 0 if none of the ranks has one.
-        data: Of their replicas' collectives, where these leave a node.
-        inside: Of their other collectives, where these leave a node.
-        others: Latency models of other devices, and how much slower the slowest of each is: all are waited for.
-    """
-
-    compute: float = 1.0
-    data: float = 1.0
-    inside: float = 1.0
+    compute: float = 1.0  # of ops on its devices; 0 if none of the ranks has one
+    data: float = 1.0  # of their replicas' collectives, where these leave a node
+    inside: float = 1.0  # of their other collectives, where these leave a node
+    # latency models of other devices, and how much slower the slowest of each is: all are waited for
     others: tuple[tuple[LatencyModel, float], ...] = ()
 
 
@@ -64,59 +58,36 @@ AS_IT_IS = Slowdown()
 
 @dataclass(frozen=True, eq=False)
 class BlockPassTime:
-    """One passage, timed.
+    """One passage, timed."""
 
-    Attributes:
-        seconds: Of each node, shape ``(num_nodes,)``.
-        launches: What the host takes to launch each, 0 where nothing is launched; same shape.
-        paths: Longest path through it from the computation; the same from the host, which launches; time that the host
-            takes.
-        by_stream: Seconds of the first by stream (``STREAMS``), in sum ``paths[0]``; of what runs beside the
-            computation what it waits for.
-    """
-
-    seconds: Floats
-    launches: Floats
+    seconds: Floats  # of each node, shape (num_nodes,)
+    launches: Floats  # what the host takes to launch each, 0 where nothing is launched; same shape
+    # longest path through it from the computation; the same from the host, which launches; time that the host takes
     paths: tuple[float, float, float]
+    # seconds of the first by stream (STREAMS), in sum paths[0]; of what runs beside the computation what it waits for
     by_stream: Floats
 
 
 @dataclass(frozen=True, eq=False)
 class SegmentTime:
-    """One segment, timed.
+    """One segment, timed."""
 
-    Attributes:
-        transition: Longest paths, to clock, from clock; shape ``(NUM_CLOCKS, NUM_CLOCKS)``.  The host starts with the
-            computation.
-        carried: The same with the host's own clock as the last one, ``HOST``; shape ``(HOST + 1, HOST + 1)``.
-        by_stream: Seconds of the computation's own path by stream; shape ``(len(STREAMS),)``.
-        host: Seconds that it waits for the host on the way, if that starts with the computation.
-    """
-
+    # longest paths, to clock, from clock; shape (NUM_CLOCKS, NUM_CLOCKS).  The host starts with the computation.
     transition: Floats
-    carried: Floats
-    by_stream: Floats
-    host: float
+    carried: Floats  # the same with the host's own clock as the last one, HOST; shape (HOST + 1, HOST + 1)
+    by_stream: Floats  # seconds of the computation's own path by stream; shape (len(STREAMS),)
+    host: float  # seconds that it waits for the host on the way, if that starts with the computation
 
 
 @dataclass(frozen=True, eq=False)
 class OpTimes:
-    """One segment at op level.
+    """One segment at op level."""
 
-    Attributes:
-        seconds: Of every node in its context, shape ``(num_nodes,)``.
-        finish: Longest path from each clock to the end of every node, ``-inf`` if none leads, shape
-            ``(K, num_nodes)``.
-        critical: The dependency on that path, -1 at its start; same shape.
-        transition: As ``SegmentTime.transition``, or ``carried``; shape ``(K, K)``.
-        last: The node where that path ends, -1 if none; same shape.
-    """
-
-    seconds: Floats
-    finish: Floats
-    critical: NDArray[np.int32]
-    transition: Floats
-    last: NDArray[np.int64]
+    seconds: Floats  # of every node in its context, shape (num_nodes,)
+    finish: Floats  # longest path from each clock to the end of every node, -inf if none leads, shape (K, num_nodes)
+    critical: NDArray[np.int32]  # the dependency on that path, -1 at its start; same shape
+    transition: Floats  # as SegmentTime.transition, or carried; shape (K, K)
+    last: NDArray[np.int64]  # the node where that path ends, -1 if none; same shape
 
 
 class Timer:

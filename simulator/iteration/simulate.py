@@ -137,21 +137,14 @@ def _pass(
 
 @dataclass(frozen=True, slots=True)
 class Sensitivity:
-    """One signature and its effect on the iteration time.
+    """One signature and its effect on the iteration time."""
 
-    Attributes:
-        work: What is done.
-        count: How often it lies on the critical path, ``n_i``: the derivative of the time by its duration.
-        seconds: Of one, alone, ``t_i``.
-        share: Part of the iteration time, ``n_i * t_i / T``.
-        halved_s: What the iteration is shorter by if it takes half as long; less than half of its share where
-            something else then decides.
-    """
-
-    work: Op | Collective
-    count: float
-    seconds: float
-    share: float
+    work: Op | Collective  # what is done
+    count: float  # how often it lies on the critical path, n_i: the derivative of the time by its duration
+    seconds: float  # of one, alone, t_i
+    share: float  # part of the iteration time, n_i * t_i / T
+    # what the iteration is shorter by if it takes half as long; less than half of its share where something else then
+    # decides
     halved_s: float
 
     def to_dict(self) -> dict[str, object]:

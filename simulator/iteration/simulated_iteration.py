@@ -30,17 +30,11 @@ from stepsight.simulator.programs.sizes import REPLICAS, Layout, layout_of
 
 @dataclass(frozen=True, slots=True)
 class Pipeline:
-    """One replica, or several equal ones.
+    """One replica, or several equal ones."""
 
-    Attributes:
-        slowdowns: Of each stage.
-        links: How much slower the messages of each stage's ranks are, where they leave a node.
-        replicas: Numbers of those that are alike.
-    """
-
-    slowdowns: tuple[Slowdown, ...]
-    links: tuple[float, ...]
-    replicas: tuple[int, ...] = (0,)
+    slowdowns: tuple[Slowdown, ...]  # of each stage
+    links: tuple[float, ...]  # how much slower the messages of each stage's ranks are, where they leave a node
+    replicas: tuple[int, ...] = (0,)  # numbers of those that are alike
 
     @property
     def replica(self) -> int:
@@ -180,29 +174,17 @@ def last_steps(low: Lowered, clocks: Floats, entry: Floats, finish: Floats, path
 
 @dataclass(frozen=True, eq=False)
 class PipelineRun:
-    """One pipeline of ranks, all micro-batches, before the optimizer.
+    """One pipeline of ranks, all micro-batches, before the optimizer."""
 
-    Attributes:
-        pipeline: Which ranks.
-        lowered: What they run.
-        segments: Index into ``lowered.segments`` of each row of ``transition``.
-        slowdowns: Condition of each row; one for all.
-        rows: Row of each action, shape ``(num_actions,)``.
-        transition: Paths from clock to clock, shape ``(num_rows, K, K)``; K: see ``Simulation.clocks``.
-        message_seconds: Of each of the track's messages.
-        host: Seconds that the runtime takes before each action, and to post a side of a message.
-        clocks: Of each stage at the end, shape ``(num_stages, K)``.
-    """
-
-    pipeline: Pipeline
-    lowered: Lowered
-    segments: Ints
-    slowdowns: tuple[Slowdown, ...]
-    rows: Ints
-    transition: Floats
-    message_seconds: Floats
-    host: tuple[float, float]
-    clocks: Floats
+    pipeline: Pipeline  # which ranks
+    lowered: Lowered  # what they run
+    segments: Ints  # index into lowered.segments of each row of transition
+    slowdowns: tuple[Slowdown, ...]  # condition of each row; one for all
+    rows: Ints  # row of each action, shape (num_actions,)
+    transition: Floats  # paths from clock to clock, shape (num_rows, K, K); K: see Simulation.clocks
+    message_seconds: Floats  # of each of the track's messages
+    host: tuple[float, float]  # seconds that the runtime takes before each action, and to post a side of a message
+    clocks: Floats  # of each stage at the end, shape (num_stages, K)
 
     @cached_property
     def run(self) -> TrackRun:
@@ -216,28 +198,17 @@ class PipelineRun:
 
 @dataclass(frozen=True, eq=False)
 class SimulatedIteration:
-    """One simulated iteration: when everything runs, and what lies on the critical path.
+    """One simulated iteration: when everything runs, and what lies on the critical path."""
 
-    Attributes:
-        job: What was asked.
-        hardware: What it runs on.
-        lowered: Its segments and schedule.
-        timer: Durations.
-        pipeline_runs: Distinct pipelines; one, unless replicas differ.
-        begin: When each stage's optimizer starts, shape ``(num_stages,)``, seconds.
-        clocks: Clocks of each stage at that time, shape ``(num_stages, K)``: ``NUM_CLOCKS``, and without a pipeline
-            the host's.
-        finish: Clocks after it, same shape.
-    """
-
-    job: Job
-    hardware: Hardware
-    lowered: Lowered
-    timer: Timer
-    pipeline_runs: tuple[PipelineRun, ...]
-    begin: Floats
+    job: Job  # what was asked
+    hardware: Hardware  # what it runs on
+    lowered: Lowered  # its segments and schedule
+    timer: Timer  # durations
+    pipeline_runs: tuple[PipelineRun, ...]  # distinct pipelines; one, unless replicas differ
+    begin: Floats  # when each stage's optimizer starts, shape (num_stages,), seconds
+    # clocks of each stage at that time, shape (num_stages, K): NUM_CLOCKS, and without a pipeline the host's
     clocks: Floats
-    finish: Floats
+    finish: Floats  # clocks after it, same shape
 
     @cached_property
     def iteration_time_s(self) -> float:

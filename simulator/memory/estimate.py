@@ -119,27 +119,18 @@ MOMENTS = ("forward", "backward", "backward", "backward", "optimizer")
 
 @dataclass(frozen=True, slots=True)
 class StageMemory:
-    """Bytes of one rank of a stage at its peak.
+    """Bytes of one rank of a stage at its peak."""
 
-    Attributes:
-        parameters, gradients, optimizer: Of training's states, those that are there.
-        activations: Kept for backward, over all micro-batches in flight.
-        temporary: What the moment itself needs: what an op works on, gathered or recomputed layers, messages.
-        reserved: What no tensor can have: context, libraries, fragments of what is allocated and freed.
-        in_flight: Passes whose activations are kept: a micro-batch counts once for every chunk.
-        moment: ``forward``, ``backward`` or ``optimizer``.
-        capacity_bytes: Of the smallest device that holds a rank of the stage.
-    """
-
+    # parameters, gradients, optimizer: of training's states, those that are there
     parameters: float
     gradients: float
     optimizer: float
-    activations: float
-    temporary: float
-    reserved: float
-    in_flight: int
-    moment: str
-    capacity_bytes: float
+    activations: float  # kept for backward, over all micro-batches in flight
+    temporary: float  # what the moment itself needs: what an op works on, gathered or recomputed layers, messages
+    reserved: float  # what no tensor can have: context, libraries, fragments of what is allocated and freed
+    in_flight: int  # passes whose activations are kept: a micro-batch counts once for every chunk
+    moment: str  # forward, backward or optimizer
+    capacity_bytes: float  # of the smallest device that holds a rank of the stage
 
     @property
     def tensors(self) -> float:
@@ -156,20 +147,15 @@ class StageMemory:
 
 @dataclass(frozen=True, eq=False)
 class Memory:
-    """The memory that a job needs, and the memory of its devices.
+    """The memory that a job needs, and the memory of its devices."""
 
-    Attributes:
-        bytes_of: Shape ``(num_stages, 6)``: the fields of ``StageMemory`` of every stage, in ``FIELDS``'s order.
-        flying: Passes in flight on each stage.
-        moments: Number of each stage's moment in ``MOMENTS``.
-        devices: Of each stage the smallest that holds one of its ranks; a single one where all nodes are alike.
-        job, hardware: What was asked, for advice.
-    """
-
+    # shape (num_stages, 6): the fields of StageMemory of every stage, in FIELDS's order
     bytes_of: Floats = field(repr=False)
-    flying: Floats = field(repr=False)
-    moments: Floats = field(repr=False)
+    flying: Floats = field(repr=False)  # passes in flight on each stage
+    moments: Floats = field(repr=False)  # number of each stage's moment in MOMENTS
+    # of each stage the smallest that holds one of its ranks; a single one where all nodes are alike
     devices: tuple[Hardware, ...] = field(repr=False)
+    # job, hardware: what was asked, for advice
     job: Job = field(repr=False)
     hardware: Hardware = field(repr=False)
 

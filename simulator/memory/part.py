@@ -24,49 +24,32 @@ from stepsight.simulator.programs.sizes import PartShape
 
 @dataclass(frozen=True, slots=True)
 class Gradients:
-    """Bytes per element of gradients that are allocated during backward.
+    """Bytes per element of gradients that are allocated during backward."""
 
-    Attributes:
-        numel, expert_numel: Kept until the optimizer's step; 0 where there is a place for them from the beginning.
-        fresh: Of a gradient that is made before it is added to that of earlier micro-batches.
-        whole_blocks: Whether fresh gradients of a block wait for each other, to be reduced together (FSDP).
-    """
-
+    # numel, expert_numel: kept until the optimizer's step; 0 where there is a place for them from the beginning
     numel: float = 0.0
     expert_numel: float = 0.0
-    fresh: float = 0.0
-    whole_blocks: bool = False
+    fresh: float = 0.0  # of a gradient that is made before it is added to that of earlier micro-batches
+    whole_blocks: bool = False  # whether fresh gradients of a block wait for each other, to be reduced together (FSDP)
 
 
 @dataclass(frozen=True, slots=True)
 class BlockMemory:
-    """Bytes of one block, or of one part of the model, and micro-batch on one rank.
+    """Bytes of one block, or of one part of the model, and micro-batch on one rank."""
 
-    Attributes:
-        numel, expert_numel: Elements of its parameters.
-        kept: From forward to backward.
-        deferred: From the input's gradient to the parameters', where backward is split.
-        output_gradients: Of all steps with parameters: what PyTorch's split adds to what is kept.
-        weight: What the parameters' half works on beside what was deferred.
-        grown: Gradients that are there after the first backward and were not before.
-        forward: Peak of forward over what was there before it.
-        backward: Peak of backward over what is there after it, once all gradients are.
-        backward_first: The same where they are not yet, over what was there before.
-        output: What the last step keeps: of a head, the logits.
-        gathered: Of parameters that stay whole from the first forward on, also while other parts of the rank run.
-    """
-
+    # numel, expert_numel: elements of its parameters
     numel: int
     expert_numel: int
-    kept: float
-    deferred: float
-    output_gradients: float
-    weight: float
-    grown: float
-    forward: float
-    backward: float
-    backward_first: float
-    output: float
+    kept: float  # from forward to backward
+    deferred: float  # from the input's gradient to the parameters', where backward is split
+    output_gradients: float  # of all steps with parameters: what PyTorch's split adds to what is kept
+    weight: float  # what the parameters' half works on beside what was deferred
+    grown: float  # gradients that are there after the first backward and were not before
+    forward: float  # peak of forward over what was there before it
+    backward: float  # peak of backward over what is there after it, once all gradients are
+    backward_first: float  # the same where they are not yet, over what was there before
+    output: float  # what the last step keeps: of a head, the logits
+    # of parameters that stay whole from the first forward on, also while other parts of the rank run
     gathered: float = 0.0
 
 
@@ -202,23 +185,17 @@ class Gathered:
 @hashed_once
 @dataclass(frozen=True)
 class PartExecution:
-    """How a part is executed.
+    """How a part is executed."""
 
-    Attributes:
-        recompute, every: As in ``ParallelSpec``.
-        gradients: Bytes per element.
-        gathered: Of FSDP.
-        placeholder_bytes: Per parameter of one layer: what Transformer Engine hands autograd in the place of gradients
-            that it has added to their buffer, one for every shape of weight.
-        loss_bytes: Per logit, that PyTorch's cross-entropy needs and one in place does not.
-    """
-
+    # recompute, every: as in ParallelSpec
     recompute: str
     every: int
-    gradients: Gradients
-    gathered: Gathered
+    gradients: Gradients  # bytes per element
+    gathered: Gathered  # of FSDP
+    # per parameter of one layer: what Transformer Engine hands autograd in the place of gradients that it has added to
+    # their buffer, one for every shape of weight
     placeholder_bytes: int = 0
-    loss_bytes: int = 0
+    loss_bytes: int = 0  # per logit, that PyTorch's cross-entropy needs and one in place does not
 
 
 @dataclass(slots=True)

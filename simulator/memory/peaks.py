@@ -187,23 +187,16 @@ def schedule_bytes(
 
 @dataclass(frozen=True, slots=True)
 class States:
-    """Bytes per element on one rank, of ordinary parameters and of experts'.
+    """Bytes per element on one rank, of ordinary parameters and of experts'."""
 
-    Attributes:
-        parameters, gradients, optimizer: Of each kind.
-        workspace: Of the optimizer's step, for a moment.
-        bucket_bytes: Of gradients on their way while backward runs.
-        flat_bytes: The same after it: eager pipelines reduce copies, a bucket at a time.
-        execution: What this means for parts of the model.
-    """
-
+    # parameters, gradients, optimizer: of each kind
     parameters: tuple[float, float]
     gradients: tuple[float, float]
     optimizer: tuple[float, float]
-    workspace: tuple[float, float]
-    bucket_bytes: float
-    flat_bytes: float
-    execution: PartExecution
+    workspace: tuple[float, float]  # of the optimizer's step, for a moment
+    bucket_bytes: float  # of gradients on their way while backward runs
+    flat_bytes: float  # the same after it: eager pipelines reduce copies, a bucket at a time
+    execution: PartExecution  # what this means for parts of the model
 
 
 @cached(4096)

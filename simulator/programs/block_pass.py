@@ -123,15 +123,11 @@ _NONE = Gradients(())
 
 @dataclass(frozen=True, eq=False)
 class BlockPass:
-    """A program without traffic between replicas, and the positions at which its gradients arrive.
+    """A program without traffic between replicas, and the positions at which its gradients arrive."""
 
-    Attributes:
-        items: What is issued, each with the name of its step.
-        gradients: Of each parameter tensor, in order of arrival: after how many nodes it is there, its elements on
-            this rank, and whether it is an expert's.
-    """
-
-    items: tuple[tuple[Item, str], ...]
+    items: tuple[tuple[Item, str], ...]  # what is issued, each with the name of its step
+    # of each parameter tensor, in order of arrival: after how many nodes it is there, its elements on this rank, and
+    # whether it is an expert's
     gradients: Gradients = _NONE
 
     @cached_property
@@ -251,25 +247,16 @@ def _by_arrival(step: Step, casts: str) -> tuple[int, ...]:
 @hashed_once
 @dataclass(frozen=True)
 class BackwardSpec:
-    """Additional work of a backward pass.
+    """Additional work of a backward pass."""
 
-    Attributes:
-        part: ``backward`` (all), ``input`` or ``weight``: which gradients.
-        recompute: ``none``, ``selective`` (attention cores again) or ``full`` (the forward again).
-        whole: Full recomputation repeats all of the block; else it stops before the last step that keeps nothing.
-        accumulate: One ``add`` for each parameter tensor (autograd's accumulation).
-        bucket: One ``copy`` for each parameter tensor (into DDP's buckets).
-        bucket_experts: The same for experts' parameters.
-        dtype: Of both.
-    """
-
-    part: str = BACKWARD
-    recompute: str = "none"
+    part: str = BACKWARD  # backward (all), input or weight: which gradients
+    recompute: str = "none"  # none, selective (attention cores again) or full (the forward again)
+    # full recomputation repeats all of the block; else it stops before the last step that keeps nothing
     whole: bool = False
-    accumulate: bool = False
-    bucket: bool = False
-    bucket_experts: bool = False
-    dtype: str = "fp32"
+    accumulate: bool = False  # one add for each parameter tensor (autograd's accumulation)
+    bucket: bool = False  # one copy for each parameter tensor (into DDP's buckets)
+    bucket_experts: bool = False  # the same for experts' parameters
+    dtype: str = "fp32"  # of both
 
 
 def backward_pass(block: Block, spec: BackwardSpec, casts: str = "") -> BlockPass:

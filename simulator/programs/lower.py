@@ -49,29 +49,17 @@ Ints = NDArray[np.int32]
 
 @dataclass(frozen=True, eq=False)
 class Lowered:
-    """One iteration of a job; each distinct thing is stored once.
+    """One iteration of a job; each distinct thing is stored once."""
 
-    Attributes:
-        segments: Distinct segments of the parts of the model, and the stages' optimizers.
-        track: The schedule's actions, and the messages between stages, in one order that can run.
-        table: Index into ``segments`` of what each part runs in each kind and turn (see ``place``).
-        optimizer: Likewise of each stage's optimizer, shape ``(num_stages,)``.
-        messages: Distinct point-to-point messages between stages.
-        message: Index into ``messages`` of each of the track's, shape ``(num_messages,)``.
-        parts: Parts of the model in its order.
-        meets: Stages with equal numbers start their optimizers together, shape ``(num_stages,)``.
-        semantics: Of what executes the job.
-    """
-
-    segments: tuple[Segment, ...]
-    track: Track
-    table: Ints
-    optimizer: Ints
-    messages: tuple[Collective, ...]
-    message: Ints
-    parts: tuple[PartShape, ...]
-    meets: Ints
-    semantics: ExecutionSemantics
+    segments: tuple[Segment, ...]  # distinct segments of the parts of the model, and the stages' optimizers
+    track: Track  # the schedule's actions, and the messages between stages, in one order that can run
+    table: Ints  # index into segments of what each part runs in each kind and turn (see place)
+    optimizer: Ints  # likewise of each stage's optimizer, shape (num_stages,)
+    messages: tuple[Collective, ...]  # distinct point-to-point messages between stages
+    message: Ints  # index into messages of each of the track's, shape (num_messages,)
+    parts: tuple[PartShape, ...]  # parts of the model in its order
+    meets: Ints  # stages with equal numbers start their optimizers together, shape (num_stages,)
+    semantics: ExecutionSemantics  # of what executes the job
 
     @property
     def num_stages(self) -> int:

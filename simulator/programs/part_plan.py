@@ -108,21 +108,13 @@ class _Gathers:
 
 
 class BackwardTraffic(NamedTuple):
-    """The events of a backward segment besides its passages.
+    """The events of a backward segment besides its passages."""
 
-    Attributes:
-        every: As in ``Recompute``.
-        gathers: Whether parameters are gathered again (FSDP).
-        reduces: Whether gradients are sent.
-        accumulates: Whether sums are then added to those of earlier micro-batches.
-        again: Whether parameters are gathered for recomputation, and once more for backward.
-    """
-
-    every: int
-    gathers: bool
-    reduces: bool
-    accumulates: bool
-    again: bool = False
+    every: int  # as in Recompute
+    gathers: bool  # whether parameters are gathered again (FSDP)
+    reduces: bool  # whether gradients are sent
+    accumulates: bool  # whether sums are then added to those of earlier micro-batches
+    again: bool = False  # whether parameters are gathered for recomputation, and once more for backward
 
 
 @cached(4096)
@@ -242,19 +234,12 @@ Longs = NDArray[np.int64]
 
 @dataclass(frozen=True, eq=False)
 class BucketPlan:
-    """Where gradients arrive in a backward pass; independent of the ops, the buckets and the replicas.
+    """Where gradients arrive in a backward pass; independent of the ops, the buckets and the replicas."""
 
-    Attributes:
-        names: For people: of the passages' blocks, then of the two kinds of buckets.
-        places: Of each unit: passage, its nodes, times, name, number, whether it can be cut anywhere; shape ``(u, 6)``.
-        tensors: Node, elements and whether an expert's of each gradient of each unit, shape ``(g, 3)``.
-        bounds: Gradients of unit ``i`` are ``bounds[i]:bounds[i + 1]``.
-    """
-
-    names: tuple[str, ...]
-    places: Longs
-    tensors: Longs
-    bounds: Longs
+    names: tuple[str, ...]  # for people: of the passages' blocks, then of the two kinds of buckets
+    places: Longs  # of each unit: passage, its nodes, times, name, number, whether it can be cut anywhere; shape (u, 6)
+    tensors: Longs  # node, elements and whether an expert's of each gradient of each unit, shape (g, 3)
+    bounds: Longs  # gradients of unit i are bounds[i]:bounds[i + 1]
 
 
 def plan_buckets(units: Sequence[tuple[BlockPass, int, str, int]]) -> tuple[tuple[BlockPass, ...], BucketPlan]:

@@ -22,55 +22,33 @@ _NOBODY = Groups(Group(), Group(), Group(), Group(), Group())
 @hashed_once
 @dataclass(frozen=True)
 class Gathering:
-    """How FSDP gathers parameters that replicas share, in time (``gathers``) and in memory (``memory.part``).
+    """How FSDP gathers parameters that replicas share, in time (``gathers``) and in memory (``memory.part``)."""
 
-    Attributes:
-        prefetch: Units gathered ahead of their use.
-        reshard: Whether a unit is dropped after its forward, and gathered again for its backward.
-        reduce_once: Whether gradients stay whole until those of the last micro-batch are there (in a pipeline).
-        lists: As ``gathers_lists`` of ``OverlapSemantics``.
-        casts: Whether a rank casts its part before it is gathered (FSDP2's ``MixedPrecisionPolicy``).
-    """
-
-    prefetch: int = 1
-    reshard: bool = True
+    prefetch: int = 1  # units gathered ahead of their use
+    reshard: bool = True  # whether a unit is dropped after its forward, and gathered again for its backward
+    # whether gradients stay whole until those of the last micro-batch are there (in a pipeline)
     reduce_once: bool = False
-    lists: bool = False
-    casts: bool = False
+    lists: bool = False  # as gathers_lists of OverlapSemantics
+    casts: bool = False  # whether a rank casts its part before it is gathered (FSDP2's MixedPrecisionPolicy)
 
 
 @hashed_once
 @dataclass(frozen=True)
 class Replicas:
-    """The synchronisation of a rank's replicas.
+    """The synchronisation of a rank's replicas."""
 
-    Attributes:
-        groups: Who they are.
-        zero_stage: 0 to 3.
-        bucket_bytes: A gradient bucket is sent when it holds at least this much.
-        beside: Whether their collectives run beside the computation at all (not on CPU under FSDP).
-        overlap_gradients: Whether gradients are sent while backward runs, rather than after it.
-        overlap_parameters: ZeRO 1 and 2: whether parameters are gathered while the first forward runs.
-        gathering: FSDP: how parameters are gathered.
-        gradient_bytes: Of each element of a gradient that is sent.
-        all_sums: ZeRO 1: whether every rank is sent the sums of all gradients, rather than of its share.
-        bucket_copies: As in ``StateSemantics``.
-        by_rank: ZeRO 1 and 2: whether each rank's share is a message of its own.
-        compute_share: Part of an overlapped collective's time taken from the computation.
-    """
-
-    groups: Groups = field(default=_NOBODY)
-    zero_stage: int = 0
-    bucket_bytes: int = 25 * 2**20
-    beside: bool = True
-    overlap_gradients: bool = True
-    overlap_parameters: bool = False
-    gathering: Gathering = field(default=Gathering())
-    gradient_bytes: int = 4
-    all_sums: bool = False
-    bucket_copies: bool = False
-    by_rank: bool = False
-    compute_share: float = 0.0
+    groups: Groups = field(default=_NOBODY)  # who they are
+    zero_stage: int = 0  # 0 to 3
+    bucket_bytes: int = 25 * 2**20  # a gradient bucket is sent when it holds at least this much
+    beside: bool = True  # whether their collectives run beside the computation at all (not on CPU under FSDP)
+    overlap_gradients: bool = True  # whether gradients are sent while backward runs, rather than after it
+    overlap_parameters: bool = False  # ZeRO 1 and 2: whether parameters are gathered while the first forward runs
+    gathering: Gathering = field(default=Gathering())  # FSDP: how parameters are gathered
+    gradient_bytes: int = 4  # of each element of a gradient that is sent
+    all_sums: bool = False  # ZeRO 1: whether every rank is sent the sums of all gradients, rather than of its share
+    bucket_copies: bool = False  # as in StateSemantics
+    by_rank: bool = False  # ZeRO 1 and 2: whether each rank's share is a message of its own
+    compute_share: float = 0.0  # part of an overlapped collective's time taken from the computation
 
     @property
     def size(self) -> int:

@@ -30,26 +30,20 @@ CLOCK_STREAMS = ("compute", "dp", "dp2")
 class Segment:
     """Events of one segment.
 
-    Attributes:
-        label: ``forward``, ``backward``, ``input``, ``weight`` or ``optimizer``.
-        passages: Distinct passages that its events run.
-        sent: Distinct collectives that its events send.
-        events: Shape ``(num_events, 8)``, int32; columns by kind::
+        RUN    passage, first node, last node (exclusive), times   | name, number, step
+        SEND   collective, clock, event that it follows or -1, 1: early, 2: of the host | name, number, -
+        BLOCK  collective, clock, -, -                             | name, number, -
+        WAIT   event, -, -, -                                      | -, -, -
 
-            RUN    passage, first node, last node (exclusive), times   | name, number, step
-            SEND   collective, clock, event that it follows or -1, 1: early, 2: of the host | name, number, -
-            BLOCK  collective, clock, -, -                             | name, number, -
-            WAIT   event, -, -, -                                      | -, -, -
-
-        names: For people; in each ``{}`` stands for the event's number, to which every repetition adds ``step``.
-        compute_share: Part of a sent collective's time that is taken from the computation.
-        joined: Whether it ends only when all of its collectives do.
+    names: For people; in each ``{}`` stands for the event's number, to which every repetition adds ``step``.
+    compute_share: Part of a sent collective's time that is taken from the computation.
+    joined: Whether it ends only when all of its collectives do.
     """
 
-    label: str
-    passages: tuple[BlockPass, ...]
-    sent: tuple[Collective, ...]
-    events: NDArray[np.int32]
+    label: str  # forward, backward, input, weight or optimizer
+    passages: tuple[BlockPass, ...]  # distinct passages that its events run
+    sent: tuple[Collective, ...]  # distinct collectives that its events send
+    events: NDArray[np.int32]  # shape (num_events, 8), int32; columns by kind::
     names: tuple[str, ...]
     compute_share: float = 0.0
     joined: bool = False
@@ -81,33 +75,21 @@ class Segment:
 
 @dataclass(frozen=True, eq=False)
 class OpGraph:
-    """A program as arrays.
+    """A program as arrays."""
 
-    Attributes:
-        work: Index of each node's signature, shape ``(num_nodes,)``.
-        share: Part of the signature's time, same shape.
-        clock: The clock of each node's stream, same shape.
-        pointer, before: Dependencies in CSR, stream order included.
-        first: The first node of each clock's stream, -1 if none, shape ``(NUM_CLOCKS,)``.
-        is_op: Whether each node is an op of the device, shape ``(num_nodes,)``.
-        taken: Whether each node is time that the computation loses to a collective, same shape.
-        sent: Whether each node is a replica's collective, or time that is lost to one, same shape.
-        blocks: Whether the computation waits for each node immediately, same shape.
-        early: Whether each node was issued before the segment began, same shape.
-        stream: Index into ``passages.STREAMS`` of each node of a passage, one more for all others, same shape.
-    """
-
-    work: NDArray[np.int32]
-    share: NDArray[np.float64]
-    clock: NDArray[np.int8]
+    work: NDArray[np.int32]  # index of each node's signature, shape (num_nodes,)
+    share: NDArray[np.float64]  # part of the signature's time, same shape
+    clock: NDArray[np.int8]  # the clock of each node's stream, same shape
+    # pointer, before: dependencies in CSR, stream order included
     pointer: NDArray[np.int32]
     before: NDArray[np.int32]
-    first: NDArray[np.int64]
-    is_op: NDArray[np.bool_]
-    taken: NDArray[np.bool_]
-    sent: NDArray[np.bool_]
-    blocks: NDArray[np.bool_]
-    early: NDArray[np.bool_]
+    first: NDArray[np.int64]  # the first node of each clock's stream, -1 if none, shape (NUM_CLOCKS,)
+    is_op: NDArray[np.bool_]  # whether each node is an op of the device, shape (num_nodes,)
+    taken: NDArray[np.bool_]  # whether each node is time that the computation loses to a collective, same shape
+    sent: NDArray[np.bool_]  # whether each node is a replica's collective, or time that is lost to one, same shape
+    blocks: NDArray[np.bool_]  # whether the computation waits for each node immediately, same shape
+    early: NDArray[np.bool_]  # whether each node was issued before the segment began, same shape
+    # index into passages.STREAMS of each node of a passage, one more for all others, same shape
     stream: NDArray[np.int8]
 
     @classmethod
@@ -292,45 +274,30 @@ ROOT = -1  # replaces a unit's index: the units that FSDP wraps with the model i
 
 
 class Slot(NamedTuple):
-    """A placeholder for a passage or a collective.
+    """A placeholder for a passage or a collective."""
 
-    Attributes:
-        what: ``run`` (a unit's own passage); ``copy_in``, ``copy_out`` and ``gather`` of its parameters, with ``TWICE``
-            where recomputation and backward each gather; ``grad_in``, ``grad_lists``, ``reduce`` and ``add`` of its
-            gradients.
-        unit: Index of the unit, or ``ROOT``.
-        expert: Whether it is for experts' parameters.
-        second: Of two collectives that sum gradients, whether it is the one between hybrid shards.
-        num_nodes: Of a passage.
-    """
-
+    # run (a unit's own passage); copy_in, copy_out and gather of its parameters, with TWICE where recomputation and
+    # backward each gather; grad_in, grad_lists, reduce and add of its gradients
     what: str
-    unit: int
-    expert: bool = False
-    second: bool = False
-    num_nodes: int = 1
+    unit: int  # index of the unit, or ROOT
+    expert: bool = False  # whether it is for experts' parameters
+    second: bool = False  # of two collectives that sum gradients, whether it is the one between hybrid shards
+    num_nodes: int = 1  # of a passage
 
 
 class UnitPattern(NamedTuple):
-    """The properties of a unit that the events of a segment depend on.
+    """The properties of a unit that the events of a segment depend on."""
 
-    Attributes:
-        number: Position of the unit in its part.
-        name, first, times, root: As in ``Unit``.
-        num_nodes: Of its passage.
-        loss_nodes: Of these, the first that belong to the head's loss.
-        tensors: Number of its parameter tensors, of others and of experts.
-        numel, expert_numel: Whether it has parameters at all, others' and experts'.
-    """
-
-    number: int
+    number: int  # position of the unit in its part
+    # name, first, times, root: as in Unit
     name: str
     first: int
     times: int
     root: bool
-    num_nodes: int
-    loss_nodes: int
-    tensors: tuple[int, int]
+    num_nodes: int  # of its passage
+    loss_nodes: int  # of these, the first that belong to the head's loss
+    tensors: tuple[int, int]  # number of its parameter tensors, of others and of experts
+    # numel, expert_numel: whether it has parameters at all, others' and experts'
     numel: bool
     expert_numel: bool
 

@@ -189,14 +189,10 @@ REPLICAS = ("cp", "dp")  # context-parallel ranks hold the same parameters as re
 @hashed_once
 @dataclass(frozen=True)
 class PartShape:
-    """Properties that distinguish a part of the model; a pipeline stage has one part, or one per virtual stage.
+    """Properties that distinguish a part of the model; a pipeline stage has one part, or one per virtual stage."""
 
-    Attributes:
-        layers: Kinds of its layers in order, run-length encoded.
-        first, last: Whether it begins with the embedding, ends with the head.
-    """
-
-    layers: LayerKinds
+    layers: LayerKinds  # kinds of its layers in order, run-length encoded
+    # first, last: whether it begins with the embedding, ends with the head
     first: bool = False
     last: bool = False
 
@@ -211,20 +207,14 @@ Parts = HashedTuple[PartShape]  # positions in the model, in order
 @hashed_once
 @dataclass(frozen=True)
 class Groups:
-    """Groups over which parameters are replicated or sharded.
+    """Groups over which parameters are replicated or sharded."""
 
-    Attributes:
-        replicas: Of ordinary parameters: data- and context-parallel ranks.
-        shard, replicate: The same in two levels: ``shard`` of them share states, ``replicate`` such groups agree.
-        experts: Ranks that hold the same experts; where there are none, the same as ``replicas``.
-        model: Tensor- and pipeline-parallel ranks: one replica.
-    """
-
-    replicas: Group
+    replicas: Group  # of ordinary parameters: data- and context-parallel ranks
+    # shard, replicate: the same in two levels: shard of them share states, replicate such groups agree
     shard: Group
     replicate: Group
-    experts: Group
-    model: Group
+    experts: Group  # ranks that hold the same experts; where there are none, the same as replicas
+    model: Group  # tensor- and pipeline-parallel ranks: one replica
 
 
 class _Split(NamedTuple):

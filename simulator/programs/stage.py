@@ -41,25 +41,16 @@ from stepsight.simulator.programs.sizes import PartShape
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """Equal consecutive blocks of a part.
+    """Equal consecutive blocks of a part."""
 
-    Attributes:
-        block: One of them.
-        name: ``layer{}``, ``embedding`` or ``head``.
-        first: Number of the first.
-        times: How many.
-        again: Whether full recomputation repeats them.
-        root: Whether FSDP wraps them with the model itself rather than each on its own.
-        tensors, expert_tensors: Elements of the parameter tensors of one of them, in the order in which gradients
-            arrive; others' and experts'.
-    """
-
-    block: Block
-    name: str
-    first: int = 0
-    times: int = 1
-    again: bool = True
-    root: bool = False
+    block: Block  # one of them
+    name: str  # layer{}, embedding or head
+    first: int = 0  # number of the first
+    times: int = 1  # how many
+    again: bool = True  # whether full recomputation repeats them
+    root: bool = False  # whether FSDP wraps them with the model itself rather than each on its own
+    # tensors, expert_tensors: elements of the parameter tensors of one of them, in the order in which gradients arrive;
+    # others' and experts'
     tensors: tuple[int, ...] = field(init=False)
     expert_tensors: tuple[int, ...] = field(init=False)
 

@@ -43,19 +43,13 @@ CAUSES = (
 
 @dataclass(frozen=True, eq=False)
 class CapturedStep:
-    """A timed step of some ranks.
+    """A timed step of some ranks."""
 
-    Attributes:
-        walked: When each node starts and ends, the graphs one after the other.
-        graphs: Of the ranks, with durations.
-        alone: Seconds of each distinct signature of each rank, without what overlap and context add.
-        lost: ``(causes, n)`` of each rank: seconds of nodes that collectives of ``CAUSES`` beside them take; they are
-            within the durations.
-    """
-
-    walked: Walk
-    graphs: tuple[Program, ...]
-    alone: tuple[Floats, ...]
+    walked: Walk  # when each node starts and ends, the graphs one after the other
+    graphs: tuple[Program, ...]  # of the ranks, with durations
+    alone: tuple[Floats, ...]  # seconds of each distinct signature of each rank, without what overlap and context add
+    # (causes, n) of each rank: seconds of nodes that collectives of CAUSES beside them take; they are within the
+    # durations
     lost: tuple[Floats, ...]
 
     @cached_property

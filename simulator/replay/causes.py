@@ -26,28 +26,20 @@ _MOST_OPAQUE = 10  # opaque kernels that are listed by name
 
 @dataclass
 class Breakdown:
-    """Breakdown of one run's steps; seconds of all ranks and steps unless stated otherwise.
+    """Breakdown of one run's steps; seconds of all ranks and steps unless stated otherwise."""
 
-    Attributes:
-        kinds: Device seconds by kind of op and collective.
-        opaque: Device seconds of opaque kernels, by name.
-        compute_s, communication_s: When ops, and when collectives ran, each moment once.
-        overlapped_s: When both ran.
-        idle: Seconds in which the stream with most of each rank's ops idles, by cause.  Of what it waits for
-            communication, ``waiting_for_peers`` is what the communication itself waits for other ranks.
-        steps_s: Of all ranks together.
-        critical: Seconds of the critical path by family of ops.
-        ranks: For each rank: its step's seconds, and how much later than the first it comes to collectives on average.
-    """
-
-    kinds: dict[str, float] = field(default_factory=dict)
-    opaque: dict[str, float] = field(default_factory=dict)
+    kinds: dict[str, float] = field(default_factory=dict)  # device seconds by kind of op and collective
+    opaque: dict[str, float] = field(default_factory=dict)  # device seconds of opaque kernels, by name
+    # compute_s, communication_s: when ops, and when collectives ran, each moment once
     compute_s: float = 0.0
     communication_s: float = 0.0
-    overlapped_s: float = 0.0
+    overlapped_s: float = 0.0  # when both ran
+    # seconds in which the stream with most of each rank's ops idles, by cause.  Of what it waits for communication,
+    # waiting_for_peers is what the communication itself waits for other ranks.
     idle: dict[str, float] = field(default_factory=dict)
-    steps_s: float = 0.0
-    critical: dict[str, float] = field(default_factory=dict)
+    steps_s: float = 0.0  # of all ranks together
+    critical: dict[str, float] = field(default_factory=dict)  # seconds of the critical path by family of ops
+    # for each rank: its step's seconds, and how much later than the first it comes to collectives on average
     ranks: list[dict[str, float]] = field(default_factory=list)
 
     def to_dict(self) -> dict[str, Any]:

@@ -29,31 +29,21 @@ class Joined:
     """The graphs of all ranks as one list of nodes, followed by the meetings of collectives.
 
     Shapes: ``n`` nodes of ranks, ``m`` meetings, ``e`` edges of ranks, ``c`` members of meetings.
-
-    Attributes:
-        graphs: Of the ranks.
-        first: ``(ranks + 1,)``: where the nodes of each rank begin, and where the meetings do.
-        meetings: Nodes that meet, by the place of their rank.
-        offset_s: Added to each rank's times, so that the clocks agree.
-        seconds: ``(n + m,)``: duration; of a collective what it takes once all ranks are there.
-        ready: ``(n + m,)``: earliest start of nodes that wait for nothing, else ``-inf``.
-        source, target, delay: ``(e + c,)``: dependencies of ranks, with a meeting in the place of a collective that
-            waits; then a dependency of each collective on its meeting.
-        waiting: ``(e,)``: the nodes that wait, without meetings.
-        meeting: ``(n,)``: the meeting that a collective waits for, -1: none.
     """
 
-    graphs: Sequence[Program]
-    first: list[int]
-    meetings: Sequence[Meeting]
-    offset_s: Sequence[float]
-    seconds: Floats
-    ready: Floats
+    graphs: Sequence[Program]  # of the ranks
+    first: list[int]  # (ranks + 1,): where the nodes of each rank begin, and where the meetings do
+    meetings: Sequence[Meeting]  # nodes that meet, by the place of their rank
+    offset_s: Sequence[float]  # added to each rank's times, so that the clocks agree
+    seconds: Floats  # (n + m,): duration; of a collective what it takes once all ranks are there
+    ready: Floats  # (n + m,): earliest start of nodes that wait for nothing, else -inf
+    # source, target, delay: (e + c,): dependencies of ranks, with a meeting in the place of a collective that waits;
+    # then a dependency of each collective on its meeting
     source: Ints
     target: Ints
     delay: Floats
-    waiting: Ints
-    meeting: Ints
+    waiting: Ints  # (e,): the nodes that wait, without meetings
+    meeting: Ints  # (n,): the meeting that a collective waits for, -1: none
 
     def rank_of(self, node: int) -> int:
         """Place of the rank that a node is of; the number of ranks for a meeting."""
@@ -192,21 +182,13 @@ class RankReplay:
 
 @dataclass
 class Replay:
-    """A replayed run.
+    """A replayed run."""
 
-    Attributes:
-        walked: Every node of the replayed graphs in time.
-        ranks: Each rank.
-        streams: Each device stream of each rank (host thread where the host computes).
-        unexplained_percent: Part of the steps in which the busiest stream of a rank idles for no recorded reason.
-        unrecorded_percent: Part of the steps in which it runs what a trimmed trace leaves out.
-    """
-
-    walked: Walk
-    ranks: tuple[RankReplay, ...]
-    streams: tuple[StreamReplay, ...]
-    unexplained_percent: float
-    unrecorded_percent: float
+    walked: Walk  # every node of the replayed graphs in time
+    ranks: tuple[RankReplay, ...]  # each rank
+    streams: tuple[StreamReplay, ...]  # each device stream of each rank (host thread where the host computes)
+    unexplained_percent: float  # part of the steps in which the busiest stream of a rank idles for no recorded reason
+    unrecorded_percent: float  # part of the steps in which it runs what a trimmed trace leaves out
 
     @property
     def measured_s(self) -> float:

@@ -41,24 +41,17 @@ from stepsight.dataset.job.schedules import (
 
 @dataclass(frozen=True, eq=False)
 class Order:
-    """All actions of a schedule in one order that respects every dependency; arrays of shape ``(num_actions,)``.
+    """All actions of a schedule in one order that respects every dependency; arrays of shape ``(num_actions,)``."""
 
-    Attributes:
-        stage, kind, micro_batch, part: Of each action.
-        source: Index of the action on another part whose result it needs, -1 if none.
-        own: Index of the action on its own part that it needs, -1 if none.
-        first: Actions of stage ``s``, in its order, are ``by_stage[first[s]:first[s + 1]]``.
-        by_stage: Index of every action, stage after stage.
-    """
-
+    # stage, kind, micro_batch, part: of each action
     stage: Ints
     kind: Ints
     micro_batch: Ints
     part: Ints
-    source: Ints
-    own: Ints
-    first: Ints
-    by_stage: Ints
+    source: Ints  # index of the action on another part whose result it needs, -1 if none
+    own: Ints  # index of the action on its own part that it needs, -1 if none
+    first: Ints  # actions of stage s, in its order, are by_stage[first[s]:first[s + 1]]
+    by_stage: Ints  # index of every action, stage after stage
 
     def __len__(self) -> int:
         return len(self.stage)
@@ -194,19 +187,12 @@ SEND, RECEIVE = range(2)
 
 
 class Entries(NamedTuple):
-    """Entries of all ranks, in one order that can run; arrays of shape ``(num_entries,)``.
+    """Entries of all ranks, in one order that can run; arrays of shape ``(num_entries,)``."""
 
-    Attributes:
-        op: ``COMPUTE``, ``POST`` or ``WAIT``.
-        stage: The rank whose entry it is.
-        item: The action that is computed, or the message that is posted or waited for.
-        side: ``SEND`` or ``RECEIVE`` of a message.
-    """
-
-    op: Ints
-    stage: Ints
-    item: Ints
-    side: Ints
+    op: Ints  # COMPUTE, POST or WAIT
+    stage: Ints  # the rank whose entry it is
+    item: Ints  # the action that is computed, or the message that is posted or waited for
+    side: Ints  # SEND or RECEIVE of a message
 
     def unsigned(self) -> Entries:
         """The entries as unsigned integers for the clock's loops: signed indices cost a fifth of the time."""
@@ -216,15 +202,12 @@ class Entries(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Messages:
-    """Messages of an order of actions.
+    """Messages of an order of actions."""
 
-    Attributes:
-        source, target: Actions that make and need each, shape ``(num_messages,)``.
-        of_source, of_target: Message that each action makes and needs, -1 if none, shape ``(num_actions,)``.
-    """
-
+    # source, target: actions that make and need each, shape (num_messages,)
     source: Ints
     target: Ints
+    # of_source, of_target: message that each action makes and needs, -1 if none, shape (num_actions,)
     of_source: Ints
     of_target: Ints
 

@@ -25,17 +25,13 @@ from stepsight.simulator.schedules.order import (
 
 
 class RankLists(NamedTuple):
-    """Entries of the ranks, rank after rank.
+    """Entries of the ranks, rank after rank."""
 
-    Attributes:
-        op, item, side: As in ``Entries``.
-        first: Entries of rank ``r`` are ``first[r]`` to ``first[r + 1]``, shape ``(num_ranks + 1,)``.
-    """
-
+    # op, item, side: as in Entries
     op: Ints
     item: Ints
     side: Ints
-    first: Ints
+    first: Ints  # entries of rank r are first[r] to first[r + 1], shape (num_ranks + 1,)
 
 
 def interleaved(order: Order, messages: Messages, ranks: list[tuple[Ints, ...]]) -> Entries:
