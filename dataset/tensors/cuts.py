@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from typing import Any, Generic
+from typing import Any, Generic, NamedTuple
 
 import numpy as np
 
@@ -22,8 +22,7 @@ _OUTERS = (1, 3, 2)  # parts that a product may make at once: queries, keys and 
 _LOOK_AHEAD = 64  # calls
 
 
-@dataclass(frozen=True)
-class _Plan:
+class _Plan(NamedTuple):
     """How a call is cut: specs of what it reads, as needed, and of what it writes."""
 
     reads: tuple[Spec, ...]
@@ -35,7 +34,8 @@ class Cutting(Generic[Step]):
 
     def __init__(self, program: Step, count: int, axis: str, *, batch: bool) -> None:
         self._program, self._count, self._axis = program, count, axis
-        self._shapes, self._calls = dict(program.shapes), list[TensorCall]()
+        self._shapes, self._whole = dict(program.shapes), dict(program.shapes)  # of parts, and of what is cut
+        self._calls: list[TensorCall] = []
         self._specs: dict[str, Spec] = {}
         self._made: dict[tuple[str, Spec], str] = {}  # tensors in another spec than they were written in
         self._free = set() if batch else set(program.parameters)  # that no call has read yet
@@ -101,7 +101,7 @@ class Cutting(Generic[Step]):
 
     def _layout(self, place: int) -> Layout:
         if place not in self._layouts:
-            call, shapes = self._program.calls[place], self._program.shapes
+            call, shapes = self._program.calls[place], self._whole
             sides = ([shapes[name] for name in names] for names in (call.reads, call.writes))
             self._layouts[place] = layout_of(call, *sides)
         return self._layouts[place]
@@ -121,7 +121,7 @@ class Cutting(Generic[Step]):
         for name, dims, spec in zip(call.reads, layout.reads, have, strict=True):
             found = self._located(dims, spec, layout.whole) if isinstance(spec, tuple) and chosen is None else chosen
             if found is not None:
-                options[found] = options.get(found, 0) + math.prod(self._program.shapes[name])
+                options[found] = options.get(found, 0) + math.prod(self._whole[name])
         if not options:
             return _Plan((None,) * len(have), (None,) * len(call.writes))
         label, outer = max(options, key=lambda option: options[option])
@@ -161,7 +161,7 @@ class Cutting(Generic[Step]):
             plan = self._plan(later, specs)
             for name, spec in zip(call.reads, plan.reads, strict=True):
                 if name in live and specs[name] != spec:
-                    sent += math.prod(self._program.shapes[name]) * (2 if specs[name] == SUM else 1)
+                    sent += math.prod(self._whole[name]) * (2 if specs[name] == SUM else 1)
                     specs[name] = spec
             specs.update(zip(call.writes, plan.writes, strict=True))
             live = {name for name in (*live, *call.writes) if specs[name] is not None}
@@ -188,12 +188,14 @@ class Cutting(Generic[Step]):
 
     def _name_parts(self, name: str, spec: Spec) -> None:
         """Shapes of the parts of a tensor."""
-        shape = list(self._program.shapes[name])
+        shape = list(self._whole[name])
         if isinstance(spec, tuple):
             shape[spec[0]] //= self._count
-        for part in [name] if self._axis else [_part(name, micro) for micro in range(self._count)]:
-            if spec is not None:
-                self._shapes[part] = tuple(shape)
+        if spec is not None:
+            self._shapes |= dict.fromkeys(self._parts(name), tuple(shape))
+
+    def _parts(self, name: str) -> list[str]:
+        return [name] if self._axis else [_part(name, micro) for micro in range(self._count)]
 
     def _as(self, name: str, want: Spec, call: TensorCall) -> str:
         """The name of a tensor in the spec that is wanted, which is made if it is not there yet."""
@@ -206,29 +208,22 @@ class Cutting(Generic[Step]):
             return name
         if (name, want) in self._made:
             return self._made[name, want]
-        whole = f"{name} whole {self._axis or 'micro'}"
-        made = self._made.setdefault((name, want), whole if want is None else f"{name} at {want} {self._axis}")
+        if have is not None and want is not None:
+            return self._made.setdefault((name, want), self._as(self._as(name, None, call), want, call))
+        lies = "whole" if want is None else f"at {want}"
+        made = self._made.setdefault((name, want), f"{name} {lies} {self._axis or 'micro'}")
+        self._shapes[made] = self._whole[made] = self._whole[name]
         plain = replace(call, settings={"axis": self._axis, "count": self._count}, ops=no_ops)
         if have is None:
-            self._program_shape(made, name)
             self._name_parts(made, want)
             self._emit_pieces(replace(plain, name=name), name, want, made)
-        elif want is None:
-            self._program_shape(made, name)
-            self._gather(plain, name, have, made)
         else:
-            self._made.pop((name, want))
-            made = self._as(self._as(name, None, call), want, call)
-            self._made[name, want] = made
+            self._gather(plain, name, have, made)
         return made
-
-    def _program_shape(self, made: str, name: str) -> None:
-        self._shapes[made] = self._program.shapes[name]
-        self._program = replace(self._program, shapes={**self._program.shapes, made: self._program.shapes[name]})
 
     def _gather(self, plain: TensorCall, name: str, have: Spec, made: str) -> None:
         """Make a tensor whole: by a collective, or by adding or joining the parts of micro-batches."""
-        parts = [name] if self._axis else [_part(name, micro) for micro in range(self._count)]
+        parts = self._parts(name)
         at = {"dim": have[0], "outer": have[1]} if isinstance(have, tuple) else {}
         op = "join" if at else "all_reduce"
         if self._axis or at:

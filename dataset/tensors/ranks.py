@@ -355,21 +355,18 @@ def with_backward(program: Step) -> Step:
 
 def with_replicas(program: Step, count: int) -> Step:
     """A step on one of ``count`` equal replicas, each with a batch of its own as large as the file's."""
-    of, shapes, calls = {name: parameter for parameter, name in program.gradients.items()}, dict(program.shapes), []
-    settings = {"axis": "dp", "count": count}
-    for call in program.calls if count > 1 else ():
-        calls.append(replace(call, reads=tuple(_whole(n) if n in of and call.op == "adamw" else n for n in call.reads)))
-        for name in (each for each in call.writes if each in of):
-            shapes[_whole(name)] = shapes[name]
-            calls.append(replace(call, op="all_reduce", reads=(name,), writes=(_whole(name),), settings=settings))
     if count == 1:
         return program
-    gradients = {parameter: _whole(name) for parameter, name in program.gradients.items()}
+    whole, calls = {name: f"{name} of all replicas" for name in program.gradients.values()}, list[TensorCall]()
+    settings = {"axis": "dp", "count": count}
+    for call in program.calls:
+        reads = tuple(whole.get(name, name) for name in call.reads) if call.op == "adamw" else call.reads
+        calls.append(replace(call, reads=reads))
+        calls += [replace(call, op="all_reduce", reads=(name,), writes=(whole[name],), settings=settings)
+                  for name in call.writes if name in whole]  # fmt: skip
+    shapes = {**program.shapes, **{made: program.shapes[name] for name, made in whole.items()}}
+    gradients = {parameter: whole[name] for parameter, name in program.gradients.items()}
     return replace(program, calls=tuple(calls), shapes=shapes, gradients=gradients, axes={"dp": count})
-
-
-def _whole(name: str) -> str:
-    return f"{name} of all replicas"
 
 
 def _updated(program: Step) -> Step:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 from stepsight.dataset.base.errors import CaptureError
@@ -100,6 +101,7 @@ def model_grid(
         >>> print(stepsight.model_grid(model, "h100-sxm-80gb", 16))  # doctest: +SKIP
     """
     check_counts(devices=devices)
+    placed = cache(lambda data, tensor: program.replicate(data).split(tensor))
     placements, refused = list[Placement](), dict[tuple[int, int, int, int], str]()
     for data in (size for size in range(1, devices + 1) if devices % size == 0):
         for tensor in (size for size in range(1, devices // data + 1) if devices // data % size == 0):
@@ -107,7 +109,7 @@ def model_grid(
             for micro in micro_batches if pipeline > 1 else (1,):
                 degrees = (data, tensor, pipeline, micro)
                 try:
-                    step = program.replicate(data).split(tensor).cut(pipeline, micro)
+                    step = placed(data, tensor).cut(pipeline, micro)
                 except CaptureError as error:
                     refused[degrees] = str(error)
                     continue

@@ -92,37 +92,17 @@ _PERMS = ([0, 2, 1, 3], [0, 2, 3, 1], [0, 2, 1, 3])
 
 
 def _write_torch(path: Path, sizes: Mapping[str, int]) -> None:
-    """Export a model of PyTorch: an MLP, or with heads one with gated attention."""
+    """Export a model of PyTorch: an MLP, or with heads an encoder."""
     import torch
     from torch import nn
 
-    class Gated(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            width = sizes["hidden"]
-            self.qkv = nn.ModuleList(nn.Linear(width, 3 * width, bias=False) for _ in range(sizes["layers"]))
-            self.gate = nn.ModuleList(nn.Linear(width, 2 * width) for _ in range(sizes["layers"]))
-            self.out = nn.ModuleList(nn.Linear(width, width) for _ in range(sizes["layers"]))
-            self.norm = nn.LayerNorm(width)
-
-        def forward(self, x: Any) -> Any:
-            for qkv, gate, out in zip(self.qkv, self.gate, self.out, strict=True):
-                batch, length, width = x.shape
-                parts = qkv(self.norm(x)).split(width, dim=2)
-                q, k, v = (part.view(batch, length, sizes["heads"], -1).transpose(1, 2) for part in parts)
-                x = x + nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(x.shape)
-                one, two = gate(x).split(width, dim=2)
-                x = x + out(nn.functional.silu(one) * two)
-            return x
-
+    width, shape = sizes["hidden"], [sizes[name] for name in ("batch", "seq_len", "hidden") if name in sizes]
     if "heads" in sizes:
-        model: nn.Module = Gated()
-        shape: tuple[int, ...] = (sizes["batch"], sizes["seq_len"], sizes["hidden"])
+        layer = nn.TransformerEncoderLayer(width, sizes["heads"], 4 * width, 0.0, batch_first=True, norm_first=True)
+        model: nn.Module = nn.TransformerEncoder(layer, sizes["layers"], enable_nested_tensor=False)
     else:
-        widths = [sizes["hidden"], 4 * sizes["hidden"]] * sizes["layers"] + [sizes["hidden"]]
-        pairs = [(nn.Linear(ins, outs), nn.ReLU()) for ins, outs in pairwise(widths)]
-        model = nn.Sequential(*(each for pair in pairs for each in pair))
-        shape = (sizes["batch"], sizes["hidden"])
+        pairs = pairwise([width, 4 * width] * sizes["layers"] + [width])
+        model = nn.Sequential(*(each for ins, outs in pairs for each in (nn.Linear(ins, outs), nn.ReLU())))
     torch.export.save(torch.export.export(model, (torch.randn(shape),)), path)
 
 
