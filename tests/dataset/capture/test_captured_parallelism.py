@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from stepsight.dataset.base.errors import CaptureError
 from stepsight.dataset.capture.capturing_run import CaptureRequest, capture
 
 pytest.importorskip("torch")
@@ -51,6 +52,15 @@ def test_context_parallelism_attends_to_all_parts(tmp_path: Path) -> None:
     (rank,) = capture(CaptureRequest(script, (), SIZE, ranks=(0,))).to_dict()["ranks"]
     assert rank["ops_by_kind"]["attention"] == rank["ops_by_kind"]["attention_backward"] == SIZE
     assert {row["group"] for row in rank["collectives"]} == {"cp"}
+
+
+def test_rows_that_the_kernel_pads_are_explained(tmp_path: Path) -> None:
+    """In fp32 PyTorch's kernel pads the sums that context parallelism merges, in a real run too."""
+    script = tmp_path / "train.py"
+    text = CONTEXT_PARALLEL.replace("torch.bfloat16", "torch.float32").replace(f"1, {ROWS},", "1, 128,")
+    script.write_text(textwrap.dedent(text), "utf-8")
+    with pytest.raises(CaptureError, match=r"train.py:13: .*pads its sums to 32 rows: by"):
+        capture(CaptureRequest(script, (), SIZE, ranks=(0,)))
 
 
 COMPILED_REPLICAS = """
