@@ -15,7 +15,7 @@ from pathlib import Path
 from stepsight.dataset.base.errors import JobError
 from stepsight.dataset.configs.documents import flat, yaml_text
 from stepsight.dataset.configs.drafts import ConfigFile, Draft, Reading
-from stepsight.dataset.configs.key_table import CLIP, OTHER, ConfigText, JobView, Row, read_rows, same
+from stepsight.dataset.configs.key_table import CLIP, ConfigText, JobView, Row, read_rows, rows_of
 from stepsight.dataset.job.job import Job
 
 # torch's ShardingStrategy, in the order of its numbers from 1: ZeRO stage, and whether each node has its own copy.
@@ -46,20 +46,21 @@ _TRAINING_SECTIONS = ("parallel.", "batch.", "cluster.", "optimizer.", "executio
 
 def read(file: ConfigFile, draft: Draft) -> None:
     """Fill a draft; a DeepSpeed JSON of the same folder that the file names is read too."""
-    ways: dict[str, tuple[Row, ...]] = {
-        "FSDP": _FSDP,
-        "DEEPSPEED": (Row(_STAGE, read=partial(_read_deepspeed_way, file=file)), *_DEEPSPEED_WAY),
-        "MEGATRON_LM": _MEGATRON_WAY,
-    }
-    rows = ways.get(str(file.tables.get("distributed_type")), _REPLICATED)
-    read_rows((*ROWS, *rows, *_LAST), Reading(draft, flat(file.tables)))
+    ways = {"FSDP": "fsdp", "DEEPSPEED": "deepspeed_plugin", "MEGATRON_LM": "megatron_plugin"}
+    way = ways.get(str(file.tables.get("distributed_type")), "replicated")
+    named = (Row(_STAGE, read=partial(_read_deepspeed_way, file=file)),) if way == "deepspeed_plugin" else ()
+    rows = (*ROWS, *named, *rows_of("accelerate", globals(), way), *rows_of("accelerate", globals(), "last"))
+    read_rows(rows, Reading(draft, flat(file.tables)))
 
 
 def read_fsdp(file: ConfigFile, draft: Draft) -> None:
     """Fill a draft from transformers' ``fsdp_config``: names with or without ``fsdp_`` before them."""
     settings = flat(file.tables)
     names = {f"fsdp_config.fsdp_{name.removeprefix('fsdp_')}": name for name in settings}
-    read_rows(_FSDP, Reading(draft, {name: settings[shown] for name, shown in names.items()}, names))
+    read_rows(
+        rows_of("accelerate", globals(), "fsdp"),
+        Reading(draft, {name: settings[shown] for name, shown in names.items()}, names),
+    )
 
 
 def read_training(file: ConfigFile, draft: Draft) -> None:
@@ -67,7 +68,7 @@ def read_training(file: ConfigFile, draft: Draft) -> None:
     draft.assume("run.accumulation", 1, "transformers' default")
     named = Row(_STAGE, read=partial(_read_named, file=file, key="deepspeed"))
     reading = Reading(draft, flat(file.tables), default="transformers' default: max_grad_norm 1")
-    read_rows((*TRAINING_ROWS, named, Row(_STAGE, "fsdp", _SHARDS)), reading)
+    read_rows((*TRAINING_ROWS, named, *rows_of("accelerate", globals(), "training_last")), reading)
 
 
 def read_deepspeed(file: ConfigFile, draft: Draft) -> None:
@@ -120,7 +121,7 @@ def _read_devices(reading: Reading) -> None:
 
 def _write_precision(view: JobView) -> None:
     precision = view["batch.precision"]
-    if precision not in _PRECISIONS.values():
+    if precision not in ("bf16", "fp16", "fp8", "fp32"):
         view.refuse("batch.precision")
         precision = view.job.batch.dtype
     view.put(mixed_precision="no" if precision == "fp32" else precision)
@@ -156,6 +157,14 @@ def _read_deepspeed_way(reading: Reading, file: ConfigFile) -> None:
     reading.find("distributed_type")
     if reading.copy(_STAGE, "deepspeed_config.zero_stage") is None and not reading.word(named):
         reading.assume(_STAGE, 2, "Accelerate's default with DeepSpeed")
+
+
+def _read_replicated(reading: Reading) -> None:
+    reading.assume(_STAGE, 0, f"distributed_type {reading.word('distributed_type')}")
+
+
+def _read_megatron(reading: Reading) -> None:
+    reading.draft.choose("megatron-core", reading.word("distributed_type"))
 
 
 def _read_fsdp(reading: Reading) -> None:
@@ -204,14 +213,18 @@ def _read_accumulation(reading: Reading) -> None:
             reading.map("run.replicas", total // (micro * steps), names[0])
 
 
-def _read_halves(reading: Reading, names: Mapping[str, str], neither: str = "") -> None:
-    enabled = [name for name in names if reading.flag(name)]
-    if len({names[name] for name in enabled}) > 1:
-        raise JobError(f"only one of {' and '.join(enabled)} must be true, got both")
-    if enabled:
-        reading.map("batch.precision", names[enabled[0]], enabled[0])
-    elif neither and reading.find(*names):
+def _read_halves(reading: Reading, neither: str = "") -> None:
+    names = {name: "fp16" if "fp16" in name else "bf16" for name in reading.names if reading.flag(name)}
+    if len(set(names.values())) > 1:
+        raise JobError(f"only one of {' and '.join(names)} must be true, got both")
+    for name, precision in [*names.items()][:1]:
+        reading.map("batch.precision", precision, name)
+    if not names and neither and reading.find(*reading.names):
         reading.map("batch.precision", neither)
+
+
+def _read_enabled(reading: Reading) -> None:
+    _read_halves(reading, "fp32")
 
 
 def _write_enabled(view: JobView) -> None:
@@ -244,62 +257,7 @@ def _write_zero(view: JobView) -> None:
     view.put(_ZERO, reduce_bucket_size=round(view["parallel.bucket_mbytes"] * 2**20 / size))
 
 
-_PRECISIONS = {"bf16": "bf16", "fp16": "fp16", "fp8": "fp8", "no": "fp32"}
-_DEGREES = {"parallelism_config_tp_size": "parallel.tp", "parallelism_config_cp_size": "parallel.cp"}
-_OFFLOAD = {"cpu": True, "nvme": True, OTHER: None}
-_SHARDS = {"*full_shard*": 3, "*shard_grad_op*": 2, OTHER: None}
-_LENGTHS = ("max_seq_length", "max_length", "model_max_length", "cutoff_len", "sequence_len")
-ROWS = (
-    Row("cluster.nodes", read=_read_devices),
-    Row("batch.precision", "mixed_precision", _PRECISIONS, write=_write_precision),
-    Row(_STAGE, write=_write_way),
-    *same(_DEGREES, "parallelism_config.", only="read"),
-)
-_FSDP = (
-    Row(_STAGE, read=_read_fsdp),
-    Row("parallel.recompute", "fsdp_config.fsdp_activation_checkpointing", {True: "full"}),
-    Row("optimizer.offload", "fsdp_config.fsdp_offload_params", {True: True}),
-    Row("parallel.prefetch", "fsdp_config.fsdp_backward_prefetch", {"NO_PREFETCH": 0, "3": 0, OTHER: None}),
-)
-_DEEPSPEED_WAY = (
-    Row("optimizer.offload", "deepspeed_config.offload_optimizer_device", _OFFLOAD),
-    Row("optimizer.clip_grad_norm", "deepspeed_config.gradient_clipping", CLIP),
-)
-_REPLICATED = (Row(_STAGE, read=lambda all: all.assume(_STAGE, 0, f"distributed_type {all.word('distributed_type')}")),)
-_MEGATRON_WAY = (
-    Row("framework", read=lambda all: all.draft.choose("megatron-core", all.word("distributed_type"))),
-    Row("run.accumulation", "megatron_lm_config.megatron_lm_num_micro_batches"),
-    Row("parallel.tp", "megatron_lm_config.megatron_lm_tp_degree"),
-    Row("parallel.pp", "megatron_lm_config.megatron_lm_pp_degree"),
-    Row("parallel.sequence_parallel", "megatron_lm_config.megatron_lm_sequence_parallelism"),
-    Row(_STAGE, "megatron_lm_config.megatron_lm_use_distributed_optimizer", {True: 1}),
-    Row("parallel.recompute", "megatron_lm_config.megatron_lm_recompute_activations", {True: "selective"}),
-)
-_LAST = (Row("parallel.dp", read=_read_replicas), Row("batch.micro_batch", read=_read_accumulation))
-TRAINING_ROWS = (
-    Row("batch.micro_batch", read=_read_accumulation),
-    Row("optimizer.fused", "optim", {"*adamw_torch_fused*": True, OTHER: None}),
-    Row("model.seq_len", _LENGTHS),
-    Row("batch.micro_batch", "per_device_train_batch_size"),
-    Row("batch.precision", read=partial(_read_halves, names={"bf16": "bf16", "fp16": "fp16"})),
-    Row("parallel.recompute", "gradient_checkpointing", {True: "full", False: "none"}),
-    Row("optimizer.clip_grad_norm", "max_grad_norm", CLIP, default=True),
-)
-_ENABLED = {"bf16.enabled": "bf16", "bfloat16.enabled": "bf16", "fp16.enabled": "fp16"}
 _DEGREE = (lambda degree: int(degree) if degree > 1 else None, lambda degree: degree)
-_DEVICES = {"none": None, "cpu": True, OTHER: True}
-_GRADIENTS = {"fp32": "fp32", OTHER: "model"}
-DEEPSPEED_ROWS = (
-    Row("batch.global_batch", "train_batch_size"),
-    Row("batch.micro_batch", "train_micro_batch_size_per_gpu"),
-    Row("batch.global_batch", read=_read_accumulation),
-    Row("batch.precision", read=partial(_read_halves, names=_ENABLED, neither="fp32"), write=_write_enabled),
-    Row("parallel.gradient_dtype", "data_types.grad_accum_dtype", _GRADIENTS, write=_write_gradients),
-    Row(_STAGE, read=_read_zero, write=_write_zero),
-    Row("optimizer.offload", f"{_ZERO}offload_optimizer.device", _DEVICES, omit=True),
-    Row("parallel.dp_shard", f"{_ZERO}mics_shard_size", _DEGREE, omit=True),
-    Row("parallel.reduce_scatter", f"{_ZERO}reduce_scatter"),
-    Row("optimizer.kind", "optimizer.type", {"AdamW": "adamw", "Adam": "adam", "FusedAdam": "adam"}),
-    Row("optimizer.clip_grad_norm", "gradient_clipping", CLIP),
-    Row("parallel.tp", "tensor_parallel.autotp_size", _DEGREE, omit=True),
-)
+ROWS = rows_of("accelerate", globals())
+TRAINING_ROWS = rows_of("accelerate", globals(), "training")
+DEEPSPEED_ROWS = rows_of("accelerate", globals(), "deepspeed")

@@ -153,6 +153,7 @@ class Reading:
         shown: How a setting is written in the configuration, by name; else as it is.
         default: Why a value is assumed that the configuration leaves to the framework.
         defaults: The framework's values of settings that the configuration does not state.
+        names: Settings of the row that is read.
     """
 
     draft: Draft
@@ -160,6 +161,7 @@ class Reading:
     shown: Mapping[str, str] = field(default_factory=dict)
     default: str = "default"
     defaults: Mapping[str, Any] | None = None
+    names: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         draft = self.draft

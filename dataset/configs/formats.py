@@ -125,7 +125,8 @@ _FSDP = (
 )
 _ARGUMENTS = ("per_device_train_batch_size", "gradient_checkpointing", "output_dir", "num_train_epochs")
 _MAXTEXT = ("base_emb_dim", "base_num_decoder_layers", "per_device_batch_size", "ici_fsdp_parallelism", "base_config")
-_MODEL = ("model_type", *(f"architectures {name}" for name in (*huggingface.LAYERS, *huggingface.HIDDEN)))
+_SIZES = [name for row in huggingface.ROWS if row.key in ("model.layers", "model.hidden") for name in row.names]
+_MODEL = ("model_type", *(f"architectures {name}" for name in _SIZES))
 CONFIG_FORMATS: Registry[ConfigFormat] = Registry(
     "configuration format",
     {

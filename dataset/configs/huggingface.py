@@ -13,27 +13,12 @@ from stepsight.dataset.base.caching import cached
 from stepsight.dataset.base.errors import JobError
 from stepsight.dataset.configs.documents import facts, flat
 from stepsight.dataset.configs.drafts import ConfigFile, Draft, Reading
-from stepsight.dataset.configs.key_table import OTHER, ConfigText, JobView, Row, read_rows, same
-from stepsight.dataset.configs.megatron_model import expert_layers
+from stepsight.dataset.configs.key_table import ConfigText, JobView, read_rows, rows_of
+from stepsight.dataset.configs.megatron_model import read_expert_layers
 from stepsight.dataset.job.job import Job
 
 LONGEST_ASSUMED = 8192  # tokens of a training sequence, where a model takes more
 _GATED = {"nemotron": False, "arcee": False, "modernbert": True}  # where the family has it the other way
-LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
-HIDDEN = ("hidden_size", "n_embd", "d_model", "dim")
-_HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads", "attention_heads")
-_KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_head_kv", "attn_config.kv_n_heads", "multi_query_group_num")
-_FFN = (
-    *("intermediate_size", "ffn_dim", "n_inner", "d_ff", "hidden_dim"),
-    *("ffn_config.ffn_hidden_size", "ffn_hidden_size"),
-)
-_LENGTH = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "seq_length", "n_ctx")
-_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "ffn_config.moe_num_experts", "moe_num_experts")
-_USED = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "ffn_config.moe_top_k", "moe_k")
-_SHARED = ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts")
-_DROPOUT = ("resid_pdrop", "hidden_dropout_prob", "hidden_dropout", "dropout", "dropout_rate", "residual_dropout")
-_SCORES_DROPOUT = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
-_EVERY = ("moe_layer_freq", "decoder_sparse_step", "interleave_moe_layer_step", "moe_layer_interval")
 _LABELS = ("id2label", "label2id")
 # By family: the type, the class, and its own names of settings in place of the rows' first ones.
 _GPT = {"num_hidden_layers": "n_layer", "hidden_size": "n_embd", "num_attention_heads": "n_head"}
@@ -125,11 +110,12 @@ def _read_family(reading: Reading) -> None:
 
 
 def _read_ffn(reading: Reading) -> None:
-    kind, ffn, hidden = reading.word("model_type"), reading.copy("model.ffn", *_FFN), reading.get("model.hidden")
+    kind, names, hidden = reading.word("model_type"), reading.names, reading.get("model.hidden")
+    ffn = reading.copy("model.ffn", *names)
     if ffn is None and hidden:
         reading.assume("model.ffn", 4 * hidden, f"{kind} has it so")
     elif kind == "qwen" and ffn:
-        reading.map("model.ffn", ffn // 2, words=f"{reading.source(*_FFN)} {ffn}, of the gate and the other product")
+        reading.map("model.ffn", ffn // 2, words=f"{reading.source(*names)} {ffn}, of the gate and the other product")
 
 
 def _read_image(reading: Reading) -> None:
@@ -143,8 +129,8 @@ def _read_image(reading: Reading) -> None:
 
 
 def _read_length(reading: Reading) -> None:
-    if longest := reading.positive(*_LENGTH):
-        why = f"a model's file does not state it: {reading.source(*_LENGTH)} {longest}"
+    if longest := reading.positive(*reading.names):
+        why = f"a model's file does not state it: {reading.source(*reading.names)} {longest}"
         reading.assume("model.seq_len", min(longest, LONGEST_ASSUMED), why)
 
 
@@ -166,15 +152,15 @@ def _write_halves(view: JobView) -> None:
     view.refuse("model.seq_len", view["model.seq_len"] != 128)
 
 
-def _read_groups(reading: Reading) -> None:
+def _read_heads(reading: Reading) -> None:
     kind = reading.word("model_type")
     if reading.get("model.attention") == "mla":
         return
     old = kind == "falcon" and not reading.flag("new_decoder_architecture")
     if (old or kind == "gpt_bigcode") and reading.flag("multi_query") is not False:
         reading.map("model.kv_heads", 1, "multi_query")
-    elif not old and reading.positive(*_KV_HEADS):
-        reading.copy("model.kv_heads", *_KV_HEADS)
+    elif not old and reading.positive(*reading.names):
+        reading.copy("model.kv_heads", *reading.names)
 
 
 def _write_heads(view: JobView) -> None:
@@ -188,28 +174,29 @@ def _write_heads(view: JobView) -> None:
 
 
 def _read_experts(reading: Reading) -> None:
-    count, kind = reading.number(*_EXPERTS), reading.word("model_type")
-    if not count or count == 1:
-        return
-    reading.map("model.experts", count, *_EXPERTS)
-    if reading.copy("model.experts_per_token", *_USED) is None:
-        reading.assume("model.experts_per_token", 2, "the file does not state it")
-    if reading.copy("model.expert_ffn", "moe_intermediate_size") is None and kind == "llama4_text":
+    if (reading.number(*reading.names) or 0) > 1:
+        reading.copy("model.experts", *reading.names)
+
+
+def _read_expert_ffn(reading: Reading) -> None:
+    if reading.copy("model.expert_ffn", *reading.names) is None and reading.word("model_type") == "llama4_text":
         reading.map("model.expert_ffn", reading.get("model.ffn"), words="intermediate_size")
         reading.map("model.ffn", reading.positive("intermediate_size_mlp"), words="intermediate_size_mlp")
         reading.assume("model.shared_experts", 1, "Llama 4 has one")
-    reading.copy("model.shared_experts", *_SHARED)
-    name = "shared_expert_intermediate_size"
-    shared, inner = reading.number(name), reading.get("model.expert_ffn") or reading.get("model.ffn")
+
+
+def _read_shared_experts(reading: Reading) -> None:
+    shared, inner = reading.number(*reading.names), reading.get("model.expert_ffn") or reading.get("model.ffn")
     if shared and inner:
-        reading.share("model.shared_experts", shared, inner, f"{name} {shared} over {inner}")
-    reading.copy("model.dense_layers", "first_k_dense_replace", "moe_layer_start_index")
-    dense = reading.take("mlp_only_layers")
+        reading.share("model.shared_experts", shared, inner, f"{reading.names[0]} {shared} over {inner}")
+
+
+def _read_dense_layers(reading: Reading) -> None:
+    dense = reading.take(*reading.names)
     if dense and dense == list(range(len(dense) if isinstance(dense, list) else 0)):
         reading.map("model.dense_layers", len(dense), words=f"mlp_only_layers {dense}")
     elif dense:
         reading.ignore(f"mlp_only_layers {dense}: a job has dense layers first, or experts in every n-th layer")
-    expert_layers(reading, *_EVERY)
 
 
 def _write_experts(view: JobView) -> None:
@@ -237,9 +224,10 @@ def _read_tied(reading: Reading) -> None:
 
 
 def _read_dropout(reading: Reading) -> None:
-    found = [reading.number(*names, whole=False) for names in (_DROPOUT, _SCORES_DROPOUT)]
+    scores = [name for name in reading.names if name.startswith("att")]
+    found = [reading.number(*names, whole=False) for names in (reading.names[: -len(scores)], scores)]
     if rates := [rate for rate in found if rate is not None]:
-        reading.map("model.dropout", float(max(rates)), *_DROPOUT, *_SCORES_DROPOUT)
+        reading.map("model.dropout", float(max(rates)), *reading.names)
 
 
 def _read_dtype(reading: Reading) -> None:
@@ -248,36 +236,6 @@ def _read_dtype(reading: Reading) -> None:
         reading.assume("batch.precision", "fp16" if dtype == "float16" else "bf16", f"weights are stored as {dtype}")
 
 
-_ATTENTION = ("_attn_implementation", "attn_implementation")
-_T5 = {"d_model": "model.hidden", "num_heads": "model.heads", "d_ff": "model.ffn", "num_layers": "model.encoder_layers"}
-_LATENT = {"kv_lora_rank": "model.kv_lora_rank", "qk_rope_head_dim": "model.rope_head_dim"}
-_LATENT |= {"v_head_dim": "model.v_head_dim"}
-_MLA = "model.attention=mla"
-_IS_T5, _IS_VIT = "model.family=t5", "model.family=vit"
-_NOT_T5, _NOT_VIT = "model.family!=t5", "model.family!=vit"
-ROWS = (
-    Row("model.family", read=_read_family),
-    *same(_T5, needs=_IS_T5),
-    Row("model.layers", ("num_decoder_layers", "num_layers"), needs=_IS_T5),
-    Row("model.head_dim", "d_kv", only="read", needs=_IS_T5),
-    Row("model.seq_len", read=_read_halves, write=_write_halves, needs=_IS_T5),
-    Row("model.layers", LAYERS, needs=_NOT_T5),
-    Row("model.hidden", HIDDEN, needs=_NOT_T5),
-    Row("model.heads", _HEADS, needs=_NOT_T5),
-    Row("model.ffn", _FFN, read=_read_ffn, needs=_NOT_T5),
-    Row("model.seq_len", read=_read_image, write=_write_image, needs=_IS_VIT),
-    Row("model.seq_len", _LENGTH, read=_read_length, needs=f"{_NOT_T5} {_NOT_VIT}"),
-    Row("model.vocab", ("vocab_size", "padded_vocab_size"), needs=_NOT_VIT),
-    Row("model.attention", "kv_lora_rank", (lambda rank: "mla" if rank else None, str), only="read"),
-    *same(_LATENT, needs=_MLA),
-    Row("model.q_lora_rank", "q_lora_rank", (int, lambda rank: rank or None), needs=_MLA),
-    Row("model.head_dim", "qk_nope_head_dim", needs=_MLA, only="read"),
-    Row("model.head_dim", "head_dim", needs="model.attention!=mla", only="read"),
-    Row("model.kv_heads", read=_read_groups, write=_write_heads),
-    Row("model.experts", read=_read_experts),
-    Row("model.experts", needs="model.experts", write=_write_experts),
-    Row("model.tied_embeddings", "tie_word_embeddings", read=_read_tied),
-    Row("model.dropout", "attention_dropout", read=_read_dropout),
-    Row("batch.precision", read=_read_dtype),
-    Row("model.fused_attention", _ATTENTION, {"eager": False, OTHER: True}, omit=True),
-)
+_LATENT = (lambda rank: "mla" if rank else None, str)
+_OR_NONE = (int, lambda rank: rank or None)
+ROWS = rows_of("huggingface", {**globals(), "_read_expert_layers": read_expert_layers})

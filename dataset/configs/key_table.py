@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import tomllib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import MISSING, dataclass, fields
 from fnmatch import fnmatchcase
 from functools import partial
+from importlib import resources
 from typing import Any
 
 from stepsight.dataset.base.errors import JobError, shorten
@@ -124,7 +126,7 @@ class JobView:
             if row.write is not None:
                 row.write(self)
             elif row.names and not (row.omit and self[row.key] == _DEFAULTS[row.key]):
-                self.settings[row.names if isinstance(row.names, str) else row.names[0]] = _written(row, self)
+                self.settings[row.names[0]] = _written(row, self)
 
     def tables(self) -> dict[str, Any]:
         """The settings as nested tables."""
@@ -195,6 +197,7 @@ class Row:
             the first, and listed.  Two functions: how the setting's number becomes the key's value, and back; a value
             that does not come back is listed.  None: the setting has the key's own values.
         default: What the framework takes, which is assumed where no setting has a value; None: nothing is assumed.
+        why: The default is assumed; empty: it is the framework's.
         needs: Without which the row means nothing: a degree or a number of experts, above 1 (``parallel.tp``), or a
             value (``model.family=t5``, ``model.family!=t5``); several have blanks between them.
         read: Reads the settings in place of the rule above.
@@ -204,31 +207,53 @@ class Row:
     """
 
     key: str
-    names: str | tuple[str, ...] = ()
+    names: tuple[str, ...] = ()
     values: Mapping[Any, Any] | tuple[Convert, Convert] | None = None
     default: Any = None
     needs: str = ""
+    why: str = ""
     read: Callable[[Reading], None] | None = None
     write: Callable[[JobView], None] | None = None
     only: str = ""
     omit: bool = False
 
 
-def same(keys: Mapping[str, str], prefix: str = "", **rest: Any) -> tuple[Row, ...]:
-    """Rows of settings that have the values of the job, from a table of setting to key."""
-    return tuple(Row(key, prefix + name, **rest) for name, key in keys.items())
+def rows_of(framework: str, functions: Mapping[str, Any], group: str = "rows") -> tuple[Row, ...]:
+    """Rows of a framework's TOML, which stands beside this file.
+
+    Where a row's values are a name, that is one of ``functions``, as is ``_read_x`` or ``_write_x`` for ``own = "x"``.
+    Of values, ``"nothing"`` is None, ``*`` is any other value, and ``true`` and ``false`` are those of a flag.
+    """
+    text = resources.files("stepsight.dataset.configs").joinpath(f"{framework}.toml").read_text("utf-8")
+    return tuple(_row({"CLIP": CLIP, **functions}, **told) for told in tomllib.loads(text)[group])
+
+
+def _row(
+    functions: Mapping[str, Any], names: str | Iterable[str] = (), own: str = "", values: Any = None, **told: Any
+) -> Row:
+    if isinstance(values, str):
+        values = functions[values]
+    elif values is not None:
+        words = {"true": True, "false": False, "*": OTHER}
+        values = {words.get(word, word): None if meant == "nothing" else meant for word, meant in values.items()}
+    own_functions = {way: functions[f"_{way}_{own}"] for way in ("read", "write") if f"_{way}_{own}" in functions}
+    if own and not own_functions:
+        raise KeyError(own)
+    names = (names,) if isinstance(names, str) else tuple(names)
+    return Row(**told, names=names, values=values, **own_functions)
 
 
 def read_rows(rows: Iterable[Row], reading: Reading) -> None:
     """Read settings by a table, in its order; those that set nothing are listed as ignored."""
     for row in rows:
         if row.only != "write" and _counts(row.needs, reading.get) and (row.read or row.names):
+            reading.names = row.names
             reading.settle(row.read or partial(_read_row, row), row.key)
     reading.ignore_rest()
 
 
 def _read_row(row: Row, reading: Reading) -> None:
-    names = (row.names,) if isinstance(row.names, str) else row.names
+    names = reading.names
     if row.values is None:
         value = reading.typed(row.key, *names)
     elif isinstance(row.values, tuple):
@@ -249,7 +274,7 @@ def _read_row(row: Row, reading: Reading) -> None:
     if value is not None:
         reading.map(row.key, value, *names)
     elif row.default is not None:
-        reading.assume(row.key, row.default)
+        reading.assume(row.key, row.default, row.why)
 
 
 def _written(row: Row, view: JobView) -> Any:

@@ -11,7 +11,7 @@ from pathlib import Path
 from stepsight.dataset.base.errors import JobError
 from stepsight.dataset.configs.documents import facts, flat, read_tables, yaml_text
 from stepsight.dataset.configs.drafts import ConfigFile, Draft, Reading
-from stepsight.dataset.configs.key_table import CLIP, OTHER, ConfigText, JobView, Row, read_rows, same
+from stepsight.dataset.configs.key_table import ConfigText, JobView, read_rows, rows_of
 from stepsight.dataset.job.job import Job
 from stepsight.dataset.job.specs import MODELS
 
@@ -198,50 +198,6 @@ def _write_precision(view: JobView) -> None:
     view.refuse("batch.precision", precision not in ("bf16", "fp16", "fp32", "fp8"))
 
 
-_SIZES = {
-    "base_emb_dim": "model.hidden",
-    "base_num_query_heads": "model.heads",
-    "base_mlp_dim": "model.ffn",
-    "vocab_size": "model.vocab",
-    "logits_via_embedding": "model.tied_embeddings",
-}
-_LATENT = {
-    "q_lora_rank": "model.q_lora_rank",
-    "kv_lora_rank": "model.kv_lora_rank",
-    "qk_rope_head_dim": "model.rope_head_dim",
-    "v_head_dim": "model.v_head_dim",
-}
-_EXPERTS = {
-    "num_experts": "model.experts",
-    "num_experts_per_tok": "model.experts_per_token",
-    "shared_experts": "model.shared_experts",
-    "first_num_dense_layers": "model.dense_layers",
-    "interleave_moe_layer_step": "model.moe_every",
-}
 _CAPACITY = (lambda factor: float(factor) if factor > 0 else None, lambda factor: factor or -1.0)
 _EXPERT_FFN = (lambda size: size if size > 0 else None, lambda size: size)
-_STRATEGIES = {"all_gather": "all_gather", "ring": "ring", OTHER: "all_gather"}
-_REMAT = {"minimal_with_context": "none", "full": "full", "minimal": "selective", "none": "none"}
-_OPTIMIZERS = {"adamw": "adamw", "adam_pax": "adamw"}
-ROWS = (
-    Row("model.family", read=_read_family, write=_write_family),
-    *same(_SIZES),
-    Row("model.gated_mlp", read=_read_mlp),
-    *same(_LATENT, needs="model.attention=mla"),
-    Row("model.head_dim", "qk_nope_head_dim", needs="model.attention=mla", only="read"),
-    *same(_EXPERTS, needs="model.experts"),
-    Row("model.capacity_factor", "capacity_factor", _CAPACITY, needs="model.experts"),
-    Row("model.expert_ffn", "base_moe_mlp_dim", _EXPERT_FFN, needs="model.experts"),
-    Row("model.fused_attention", "attention", {"dot_product": False, "cudnn_flash_te": True, OTHER: True}),
-    Row("model.dropout", "dropout_rate", read=_read_dropout),
-    Row("parallel.dp", read=_read_degrees, write=_write_degrees),
-    Row("parallel.context_parallel", "context_parallel_strategy", _STRATEGIES, "all_gather", needs="parallel.cp"),
-    Row("parallel.recompute", "remat_policy", _REMAT, "selective"),
-    Row("optimizer.offload", "optimizer_memory_host_offload"),
-    Row("parallel.schedule", read=_read_schedule, needs="parallel.pp"),
-    Row("model.seq_len", "max_target_length"),
-    Row("batch.micro_batch", read=_read_batch, write=_write_batch),
-    Row("batch.precision", read=_read_precision, write=_write_precision),
-    Row("optimizer.clip_grad_norm", "gradient_clipping_threshold", CLIP),
-    Row("optimizer.kind", "opt_type", _OPTIMIZERS, omit=True),
-)
+ROWS = rows_of("maxtext", globals())

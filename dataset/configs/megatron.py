@@ -9,7 +9,7 @@ from __future__ import annotations
 import shlex
 
 from stepsight.dataset.configs.drafts import Reading
-from stepsight.dataset.configs.key_table import CLIP, ConfigText, JobView, Row, even_stages, read_rows, same
+from stepsight.dataset.configs.key_table import ConfigText, JobView, Row, even_stages, read_rows, rows_of
 from stepsight.dataset.configs.megatron_model import MODEL_ROWS, MOST_STAGES, stages_of_layout
 from stepsight.dataset.job.job import Job
 from stepsight.dataset.job.specs import RECOMPUTE_MODULES
@@ -304,43 +304,4 @@ def _read_optimizer(reading: Reading) -> None:
         reading.map("parallel.zero_stage", 1, *names)
 
 
-_CP_COMM = {"p2p": "ring", "allgather": "all_gather"}
-_DISPATCHERS = {"alltoall": "alltoall", "flex": "deepep"}
-_FLEX = {"deepep": "deepep", "hybridep": "hybridep"}
-_NARROW = ("fp8_param_gather", "fp8_param", "fp8_params")  # Megatron-LM's, Megatron-Bridge's and NeMo's
-_FALSE_ONLY = {False: False, True: None}
-_TRUE_ONLY = {True: True, False: None}
-ROWS = (
-    Row("parallel.tp", "tensor_model_parallel_size"),
-    Row("parallel.cp", "context_parallel_size", omit=True),
-    Row("parallel.pp", "pipeline_model_parallel_size"),
-    Row("parallel.ep", "expert_model_parallel_size", omit=True),
-    Row("parallel.expert_tp", "expert_tensor_parallel_size", omit=True),
-    Row("parallel.overlap_ep", "overlap_moe_expert_parallel_comm", only="read"),
-    Row("batch.micro_batch", "micro_batch_size"),
-    Row("batch.global_batch", "global_batch_size"),
-    *same({"nodes": "cluster.nodes", "devices_per_node": "cluster.devices_per_node"}, only="read"),
-    *MODEL_ROWS,
-    Row("parallel.sequence_parallel", read=_read_tensor_parallel, write=_write_tensor_parallel),
-    Row("parallel.zero_stage", read=_read_zero, write=_write_zero),
-    Row("parallel.reshard_after_forward", "torch_fsdp2_reshard_after_forward", _FALSE_ONLY, only="read"),
-    Row("parallel.overlap_grad_reduce", "overlap_grad_reduce", default=False),
-    Row("parallel.overlap_param_gather", "overlap_param_gather", default=False, only="read"),
-    Row("parallel.gradient_dtype", read=_read_gradients, write=_write_gradients),
-    Row("parallel.order", "use_tp_pp_dp_mapping", {False: None, True: "tp-cp-pp-dp"}),
-    Row("parallel.context_parallel", "cp_comm_type", _CP_COMM, needs="parallel.cp"),
-    Row("parallel.dispatcher", "moe_token_dispatcher_type", _DISPATCHERS, write=_write_dispatcher),
-    Row("parallel.dispatcher", "moe_flex_dispatcher_backend", _FLEX, needs="parallel.dispatcher=deepep", only="read"),
-    Row("parallel.scatter_p2p", "scatter_gather_tensors_in_pipeline", _FALSE_ONLY, only="read"),
-    Row("parallel.offload_activations", "cpu_offloading", read=_read_offload, write=_write_offload),
-    Row("parallel.stage_layers", read=_read_stages, write=_write_stages),
-    Row("batch.precision", read=_read_precision, write=_write_precision),
-    Row("batch.fp8_parameters", _NARROW, needs="batch.precision=fp8", omit=True),
-    Row("batch.fp8_parameters", "fp4_param_gather", needs="batch.precision=nvfp4", omit=True),
-    Row("batch.global_batch", read=_read_batch),
-    Row("parallel.recompute", read=_read_recompute, write=_write_recompute),
-    Row("optimizer.kind", "optimizer", {"adam": "adamw"}, read=_read_optimizer),
-    Row("optimizer.clip_grad_norm", ("clip_grad", "gradient_clip_val"), CLIP, default=True),
-    Row("optimizer.offload", ("optimizer_cpu_offload", "cpu_optimizer"), _TRUE_ONLY, omit=True),
-    Row("optimizer.offload", "use_precision_aware_optimizer", _TRUE_ONLY, only="write", omit=True),
-)
+ROWS = (*rows_of("megatron", {}, "degrees"), *MODEL_ROWS, *rows_of("megatron", globals()))

@@ -6,16 +6,14 @@ Sources: see ``megatron.py``.
 from __future__ import annotations
 
 import re
-from typing import Any
 
 from stepsight.dataset.base.errors import JobError
 from stepsight.dataset.configs.documents import facts
 from stepsight.dataset.configs.drafts import Reading
-from stepsight.dataset.configs.key_table import OTHER, JobView, Row, same
+from stepsight.dataset.configs.key_table import JobView, rows_of
 
 MOST_STAGES = 10_000
 _REPEATED = re.compile(r"\(([^()]*)\)(?:\*(\d+))?|([A-Za-z|])\*(\d+)")
-_GATED_WORDS = ("swiglu", "fast-swiglu", "geglu", "fast-geglu", "reglu", "fast-reglu")
 _BACKENDS = {"flash-1": "flash", "flash-2": "flash", "flash-3": "fused"}
 
 
@@ -34,9 +32,9 @@ def _repeated(text: str) -> str:
     return text
 
 
-def expert_layers(reading: Reading, *names: str) -> None:
+def read_expert_layers(reading: Reading) -> None:
     """Which layers have experts: every n-th one, or a pattern of zeros and ones, as ``[0]*3+[1]*58``."""
-    frequency = reading.take(*names)
+    frequency = reading.take(*reading.names)
     text = frequency if isinstance(frequency, str) else repr(frequency)
     if frequency is None or text.strip() in ("0", "1"):
         return
@@ -52,7 +50,9 @@ def expert_layers(reading: Reading, *names: str) -> None:
     if every := next((n for period, n in periods.items() if layers and period.startswith(layers)), 0):
         reading.map("model.moe_every", every)
     else:
-        reading.ignore(f"{reading.source(*names)} {text}: a job has dense layers first, or experts in every n-th layer")
+        reading.ignore(
+            f"{reading.source(*reading.names)} {text}: a job has dense layers first, or experts in every n-th layer"
+        )
 
 
 def _read_kind(reading: Reading) -> None:
@@ -119,19 +119,23 @@ def _read_image(reading: Reading) -> None:
     reading.map("model.vocab", reading.positive("num_classes") or 1000, "num_classes")
 
 
-def _read_groups(reading: Reading) -> None:
+def _read_heads(reading: Reading) -> None:
     groups, switch = reading.positive("num_query_groups"), reading.flag("group_query_attention")
     if reading.get("model.attention") != "mla" and groups and (switch or (switch is None and groups > 1)):
         reading.map("model.kv_heads", groups, "num_query_groups")
 
 
-def _write_attention(view: JobView) -> None:
+def _write_heads(view: JobView) -> None:
     if view["model.kv_heads"] != view["model.heads"] and view.job.model.attention != "mla":
         view.put(group_query_attention=True, num_query_groups=view["model.kv_heads"])
     if not view["model.fused_attention"]:
         view.put(attention_backend="unfused")
     elif view["model.attention_kernels"]:
         view.put(attention_backend=_BACKENDS[view["model.attention_kernels"]])
+
+
+def _write_head_dim(view: JobView) -> None:
+    view.put(qk_head_dim=view.head_size())
 
 
 def _read_experts(reading: Reading) -> None:
@@ -200,56 +204,4 @@ def _read_dropout(reading: Reading) -> None:
         reading.ignore(f"{words}: a job has one for both")
 
 
-_IS_T5, _NOT_T5, _MLA, _EXPERTS = "model.family=t5", "model.family!=t5", "model.attention=mla", "model.experts"
-_HEAD_DIM = "model.head_dim"
-_ON = {True: True, False: None}
-_GATED = ("swiglu", "geglu", "quick_geglu", "gated_linear_unit")
-_BY_WORD: dict[Any, bool] = {**dict.fromkeys(_GATED_WORDS, True), OTHER: False}
-_KERNELS = {"unfused": False, "local": False, "flash": True, "fused": True}
-_KERNELS |= {f"AttnBackend.{name}": fused for name, fused in _KERNELS.items()}
-_FLASH = ("use_flash_attn", "use_flash_attn_v2", "use_flash_attention")
-MODEL_ROWS = (
-    Row("model.family", read=_read_kind, write=_write_kind),
-    Row("model.encoder_layers", ("encoder_num_layers", "num_layers"), needs=_IS_T5),
-    Row("model.layers", ("decoder_num_layers", "num_layers"), needs=_IS_T5),
-    Row("model.encoder_seq_len", ("encoder_seq_length", "seq_length"), needs=_IS_T5),
-    Row("model.seq_len", ("decoder_seq_length", "seq_length", "encoder_seq_length"), needs=_IS_T5),
-    Row("model.layers", "num_layers", needs=_NOT_T5),
-    *same({"hidden_size": "model.hidden", "num_attention_heads": "model.heads"}),
-    Row("model.experts", "num_experts", omit=True),
-    Row("model.family", read=_read_family),
-    Row("model.gated_mlp", "swiglu", default=False),
-    Row("model.gated_mlp", ("activation", "activation_func"), _BY_WORD, only="read"),
-    *(Row("model.gated_mlp", name, _ON, only="read") for name in _GATED),
-    Row("model.ffn", "ffn_hidden_size", read=_read_ffn),
-    Row("model.seq_len", read=_read_length, needs=_NOT_T5),
-    Row("model.patch_dim", read=_read_image, needs="model.family=vit"),
-    Row("model.attention", "multi_latent_attention", {True: "mla", False: None}, omit=True),
-    Row("model.kv_heads", read=_read_groups, write=_write_attention),
-    Row(_HEAD_DIM, "kv_channels", needs="model.attention!=mla", omit=True),
-    Row("model.fused_attention", "transformer_impl", {"local": False, OTHER: None}, only="read"),
-    Row("model.fused_attention", "attention_backend", {**_KERNELS, OTHER: None}, only="read"),
-    Row("model.fused_attention", _FLASH, _ON, only="read"),
-    Row("model.q_lora_rank", "q_lora_rank", needs=_MLA, omit=True),
-    Row(_HEAD_DIM, "qk_head_dim", default=128, needs=_MLA, write=lambda view: view.put(qk_head_dim=view.head_size())),
-    Row("model.kv_lora_rank", "kv_lora_rank", default=32, needs=_MLA),
-    Row("model.rope_head_dim", "qk_pos_emb_head_dim", default=64, needs=_MLA),
-    Row("model.v_head_dim", "v_head_dim", default=128, needs=_MLA),
-    Row("model.experts", read=_read_experts),
-    Row("model.experts_per_token", "moe_router_topk", default=2, needs=_EXPERTS),
-    Row("model.capacity_factor", "moe_expert_capacity_factor", needs=_EXPERTS, omit=True),
-    Row("model.expert_ffn", "moe_ffn_hidden_size", needs=_EXPERTS),
-    Row("model.shared_experts", read=_read_shared_experts, needs=_EXPERTS),
-    Row(
-        "model.moe_every",
-        read=lambda all: expert_layers(all, "moe_layer_freq"),
-        write=_write_expert_layers,
-        needs=_EXPERTS,
-    ),
-    Row("model.dense_layers", "first_k_dense_replace", needs=_EXPERTS, only="read"),
-    Row("model.vocab", read=_read_vocabulary),
-    Row("model.tied_embeddings", "untie_embeddings_and_output_weights", {True: False, False: True}, default=True),
-    Row("model.tied_embeddings", "share_embeddings_and_output_weights", only="read"),
-    Row("model.dropout", "hidden_dropout", read=_read_dropout),
-    Row("model.dropout", "attention_dropout", only="write"),
-)
+MODEL_ROWS = rows_of("megatron", {**globals(), "_read_expert_layers": read_expert_layers}, "model")

@@ -8,7 +8,7 @@ from __future__ import annotations
 from stepsight.dataset.base.errors import JobError
 from stepsight.dataset.configs.documents import flat, yaml_text
 from stepsight.dataset.configs.drafts import ConfigFile, Draft, Reading
-from stepsight.dataset.configs.key_table import OTHER, ConfigText, JobView, Row, read_rows, same
+from stepsight.dataset.configs.key_table import ConfigText, JobView, read_rows, rows_of
 from stepsight.dataset.job.job import Job
 
 _MODEL = "model.model_config."
@@ -109,45 +109,6 @@ def _read_batch(reading: Reading) -> None:
         reading.map("batch.global_batch", micro * steps * replicas, words=words)
 
 
-_SIZES = {
-    "hidden_size": "model.hidden",
-    "intermediate_size": "model.ffn",
-    "num_attention_heads": "model.heads",
-    "num_hidden_layers": "model.layers",
-    "tie_word_embeddings": "model.tied_embeddings",
-}
-_USED = (f"{_EXPERTS}top_k", f"{_MODEL}moe_num_experts_per_tok", f"{_MODEL}num_experts_per_tok")
-_ATTENTION = {"eager": False, "sdpa_eager": False, OTHER: True}
-_TP_MODES = {"REDUCE_SCATTER": True, "ALL_REDUCE": False}
 _CLIP = (lambda norm: norm > 0, lambda clips: 1.0 if clips else None)
 _ZERO = (int, lambda stage: min(stage, 1))
-_ASYNC = {False: None, True: "backward"}
-ROWS = (
-    Row("model.family", read=_read_family, write=_write_family),
-    *same(_SIZES, _MODEL),
-    Row("model.kv_heads", (f"{_MODEL}num_kv_heads", f"{_MODEL}num_key_value_heads"), only="read"),
-    Row("model.kv_heads", f"{_MODEL}multi_query", {True: 1}, needs="model.family=gpt", only="read"),
-    Row("model.vocab", f"{_MODEL}vocab_size", read=_read_vocab),
-    Row("model.experts", read=_read_experts, write=_write_experts),
-    Row("model.experts_per_token", _USED, default=2, needs="model.experts"),
-    Row("model.capacity_factor", f"{_MODEL}moe_capacity_factor", needs="model.experts", only="read"),
-    Row("model.fused_attention", f"{_MODEL}_attn_implementation", _ATTENTION, only="read"),
-    *same({"tp": "parallel.tp", "pp": "parallel.pp", "dp": "parallel.dp"}, "parallelism."),
-    Row("parallel.cp", "parallelism.context_parallel_size"),
-    Row("parallel.ep", read=_read_expert_degree, write=_write_expert_degree),
-    Row("parallel.sequence_parallel", "parallelism.tp_mode", _TP_MODES, default=False, needs="parallel.tp"),
-    Row("parallel.overlap_tp", "parallelism.tp_linear_async_communication", _ASYNC, needs="parallel.tp"),
-    Row("parallel.schedule", "parallelism.pp_engine", {"1f1b": "1f1b", "afab": "gpipe"}, "gpipe", "parallel.pp"),
-    Row("parallel.recompute", "parallelism.recompute_layer", {False: "none", True: "full"}, "none"),
-    Row("parallel.zero_stage", "optimizer.zero_stage", _ZERO, default=0),
-    Row("parallel.gradient_dtype", "optimizer.accumulate_grad_in_fp32", {False: "model", True: "fp32"}, omit=True),
-    Row("parallel.bucket_mbytes", "model.ddp_bucket_cap_mb"),
-    Row("model.seq_len", "tokens.sequence_length"),
-    Row("batch.micro_batch", "tokens.micro_batch_size"),
-    Row("batch.global_batch", read=_read_batch),
-    Row("batch.precision", "model.dtype", {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}),
-    Row("optimizer.clip_grad_norm", "optimizer.clip_grad", _CLIP, default=False),
-    Row("optimizer.kind", f"{_OPTIMIZER}name", {"adamW": "adamw"}, "adamw"),
-    # The second name was that of releases until 2024.
-    Row("optimizer.fused", (f"{_OPTIMIZER}torch_adam_is_fused", "optimizer.torch_adam_is_fused")),
-)
+ROWS = rows_of("nanotron", globals())

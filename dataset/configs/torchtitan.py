@@ -15,7 +15,7 @@ from typing import Any
 from stepsight.dataset.base.errors import JobError
 from stepsight.dataset.configs.documents import flat, read_source, toml_text
 from stepsight.dataset.configs.drafts import ConfigFile, Draft, Reading
-from stepsight.dataset.configs.key_table import CLIP, OTHER, ConfigText, JobView, Row, even_stages, read_rows
+from stepsight.dataset.configs.key_table import ConfigText, JobView, Row, even_stages, read_rows, rows_of
 from stepsight.dataset.configs.torchtitan_models import flavor_of, flavor_sizes, flavors, registry_settings
 from stepsight.dataset.job.job import Job
 from stepsight.dataset.job.rules import MOST_LAYERS
@@ -116,7 +116,7 @@ def _write_degrees(view: JobView) -> None:
     view.refuse("parallel.overlap_grad_reduce", not view["parallel.overlap_grad_reduce"])
 
 
-def _read_expert_tensor_parallel(reading: Reading) -> None:
+def _read_tensor_parallel(reading: Reading) -> None:
     etp = reading.positive(*_in("expert_tensor_parallel_degree")) or 1
     if reading.get("model.experts") and reading.degree("ep") > 1 and etp == 1:
         reading.map("parallel.expert_tp", 1)
@@ -290,31 +290,4 @@ def _read_compile(reading: Reading) -> None:
 _OPERATORS = (
     "selective_ac_option op: attention and every second product are kept; torchtitan's profile takes it as half"
 )
-_OFFLOAD = {True: True, False: None}
-_ASYNC = (*_in("enable_async_tensor_parallel"), "compile.enable_async_tensor_parallel")
-_ROTATE_METHOD = "parallelism.context_parallel_rotate_method"
-_ROTATE = {"allgather": "all_gather", "alltoall": "ring", OTHER: "ring"}
-ROWS = (
-    Row("model.seq_len", ("training.seq_len", "training.max_context_length"), default=2048),
-    Row("parallel.tp", _in("tensor_parallel_degree")),
-    Row("parallel.cp", _in("context_parallel_degree")),
-    Row("parallel.pp", _in("pipeline_parallel_degree")),
-    Row("parallel.ep", _in("expert_parallel_degree"), needs="model.experts"),
-    Row("parallel.dp", read=_read_degrees, write=_write_degrees),
-    Row("parallel.expert_tp", read=_read_expert_tensor_parallel, write=_write_tensor_parallel, needs="parallel.tp"),
-    Row("parallel.sequence_parallel", "parallelism.enable_sequence_parallel", None, True, "parallel.tp", only="read"),
-    Row("parallel.overlap_tp", _ASYNC, {True: "torch-async", False: None}, only="read"),
-    Row("parallel.context_parallel", _ROTATE_METHOD, _ROTATE, "all_gather", needs="parallel.cp"),
-    Row("parallel.schedule", read=_read_pipeline, write=_write_pipeline, needs="parallel.pp"),
-    Row("batch.micro_batch", read=_read_batch, write=_write_batch),
-    Row("batch.precision", read=_read_precision, write=_write_precision),
-    Row("parallel.gradient_dtype", "training.mixed_precision_reduce", {"float32": "fp32"}, "fp32", only="read"),
-    Row("parallel.recompute", read=_read_recompute, write=_write_recompute),
-    Row("model.eager_kernels", read=_read_compile),
-    Row("model.eager_kernels", "compile.enable", {True: False, False: True}, only="write"),
-    Row("optimizer.offload", "training.enable_cpu_offload", _OFFLOAD, omit=True),
-    Row("optimizer.kind", "optimizer.name", {"AdamW": "adamw", "Adam": "adam"}),
-    Row("optimizer.fused", "optimizer.fused", only="read"),
-    Row("optimizer.fused", "optimizer.implementation", {"fused": True, "foreach": False, OTHER: False}),
-    Row("optimizer.clip_grad_norm", "training.max_norm", CLIP, default=True),
-)
+ROWS = rows_of("torchtitan", globals())

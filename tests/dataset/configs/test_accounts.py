@@ -29,7 +29,7 @@ _JOB_KEYS = ("run.", "model.", "parallel.", "batch.", "optimizer.", "cluster.", 
 
 def names(module: Any, rows: tuple[Row, ...]) -> list[str]:
     """All settings that a format knows: the names in its rows, and in the text of its functions."""
-    found = {name for row in rows for name in ((row.names,) if isinstance(row.names, str) else row.names)}
+    found = {name for row in rows for name in row.names}
     found |= {name for name in _ASKED.findall(Path(module.__file__).read_text()) if not name.startswith(_JOB_KEYS)}
     return sorted(name for name in found - {""} if not name.endswith("."))
 
