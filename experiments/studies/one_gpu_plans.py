@@ -10,12 +10,12 @@ from __future__ import annotations
 import json
 import math
 import random
-from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from types import MappingProxyType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
-from stepsight.dataset.base.errors import CollectError
+from stepsight.dataset.base.errors import CollectError, JobError
 from stepsight.dataset.hardware.hardware import Hardware, find_hardware, roofline_seconds, usual_fabric
 from stepsight.dataset.harness.base.errors import HarnessError
 from stepsight.dataset.harness.plan import SCHEMA, check_plan
@@ -212,104 +212,57 @@ def _plan(
 
 HELDOUT_PART = 0.15  # share of all ops, and of the (n, k), widths and lengths of each family
 VARIANT_FAMILIES = ("norm", "elementwise", "loss")  # if compiled kernels may replace eager ones
-_TRIES = 200  # draws for each op: most are too long, too large or repeated
-
-
-OpSpace = SimpleNamespace  # the distributions of ops: a table of ``cases.toml``
+OpSpace = SimpleNamespace  # what random jobs are made of, the share of each family of ops, and limits of an op
 
 
 def op_space(device: str) -> OpSpace:
     """The ops of ``cuda`` or ``cpu``."""
-    return OpSpace(**cases("ops")[device])
+    return OpSpace(**cases("ops")["families"], **cases("ops")[device])
 
 
-def _product(space: OpSpace, rng: random.Random) -> Op:
+def _random_job(space: OpSpace, rng: random.Random, hardware: Hardware) -> Job:
     hidden, heads, kv_heads, ffn, gates = rng.choice(space.models)
-    tp, vocab, each = rng.choice(space.tps), rng.choice(space.vocabs), hidden // heads
-    sizes = rng.choice(
-        (
-            ((heads + 2 * kv_heads) * each // tp, hidden),
-            (hidden, hidden // tp),
-            (ffn * gates // tp, hidden),
-            (hidden, ffn // tp),
-            (vocab // tp, hidden),
-        )
+    if rng.random() < space.other_heads:
+        heads = rng.choice(space.heads)
+        kv_heads = rng.choice([kv for kv in (heads, heads // 2, heads // 4) if kv and heads % kv == 0])
+    tp, head_dim = rng.choice(space.tps), rng.choice(space.head_dims)
+    model = ModelSpec(
+        family="llama" if gates == 2 else rng.choice(("gpt", "gpt", "bert")), layers=rng.choice(space.layers),
+        hidden=hidden, heads=heads, kv_heads=kv_heads, head_dim=head_dim, ffn=ffn, vocab=rng.choice(space.vocabs),
+        seq_len=rng.choice(space.lengths),
+    )  # fmt: skip
+    micro_batch = rng.choice(space.batches)
+    return Job(
+        model=model,
+        parallel=ParallelSpec(tp=tp, dp=1),
+        batch=BatchSpec(micro_batch=micro_batch, global_batch=micro_batch, precision=space.precision),
+        cluster=ClusterSpec(hardware=hardware.name, nodes=1, devices_per_node=tp),
     )
-    kind = rng.choice(("linear", "linear", "linear_dgrad", "linear_wgrad"))
-    (dtype,) = rng.choices(list(space.dtypes), list(space.dtypes.values()))
-    return Op(kind, (rng.choice(space.tokens), *sizes), dtype)
-
-
-def _attention(space: OpSpace, rng: random.Random) -> Op:
-    heads, length, causal = rng.choice(space.heads), rng.choice(space.lengths), int(rng.random() < 0.8)
-    kv_heads = rng.choice([kv for kv in {heads, heads // 2, heads // 4} if kv and heads % kv == 0])
-    dims = (rng.choice(space.batches), heads, kv_heads, length, length, rng.choice(space.head_dims), causal)
-    return Op(rng.choice(("attention", "attention_backward")), dims, space.dtype)
-
-
-def _elementwise(space: OpSpace, rng: random.Random) -> Op:
-    hidden, heads, kv_heads, ffn, gates = rng.choice(space.models)
-    activation = ("swiglu", "swiglu_backward") if gates == 2 else ("gelu", "gelu_backward")
-    kind, width = rng.choice(
-        (
-            *((kind, ffn) for kind in activation),
-            *((kind, (heads + kv_heads) * (hidden // heads)) for kind in ("rope", "rope_backward")),
-            *((kind, hidden) for kind in ("add", "copy", "reduce")),
-        )
-    )
-    return Op(kind, (rng.choice(space.tokens) * width,), space.dtype)
-
-
-def _rows(space: OpSpace, rng: random.Random, kinds: Sequence[str], *widths: str) -> Op:
-    """An op of rows of some widths, forward or backward."""
-    kind = rng.choice([each for kind in kinds for each in (kind, f"{kind}_backward")])
-    sizes = [rng.choice(getattr(space, name)) for name in ("tokens", *widths)]
-    return Op(kind, tuple(size[0] if isinstance(size, list) else size for size in sizes), space.dtype)
-
-
-def _optimizer(space: OpSpace, rng: random.Random) -> Op:
-    least, most = space.numels
-    numel = int(least * (most / least) ** rng.random()) // 64 * 64
-    return Op("adamw", (numel, rng.choice((8, 24, 48, 80, 120, 200))), space.dtype)
-
-
-def _reduce(space: OpSpace, rng: random.Random) -> Op:
-    hidden, heads, kv_heads, ffn, _ = rng.choice(space.models)
-    width = rng.choice((hidden, ffn, (heads + 2 * kv_heads) * (hidden // heads)))
-    return Op("bias_grad", (rng.choice(space.tokens), width), space.dtype)
-
-
-# By family: how an op is drawn, and the family's share.
-_FAMILIES: Mapping[str, tuple[Callable[[OpSpace, random.Random], Op], float]] = MappingProxyType(
-    {
-        "gemm": (_product, 0.46),
-        "attention": (_attention, 0.2),
-        "norm": (lambda space, rng: _rows(space, rng, ("layer_norm", "rms_norm"), "models"), 0.09),
-        "elementwise": (_elementwise, 0.12),
-        "loss": (lambda space, rng: _rows(space, rng, ("cross_entropy",), "vocabs"), 0.04),
-        "embedding": (lambda space, rng: _rows(space, rng, ("embedding",), "models", "vocabs"), 0.04),
-        "optimizer": (_optimizer, 0.03),
-        "reduce": (_reduce, 0.02),
-    }
-)
 
 
 def draw(space: OpSpace, count: int, hardware: Hardware, seed: int, families: Collection[str] = ()) -> list[Op]:
-    """About ``count`` distinct ops of some families (empty: of all); fewer if a space has fewer.
+    """About ``count`` distinct ops of random jobs, of some families (empty: of all); fewer if a space has fewer.
 
     ``hardware`` says what is too long.
     """
-    rng, found = random.Random(seed), dict[Op, None]()
-    chosen = {name: of for name, of in _FAMILIES.items() if not families or name in families}
-    whole = sum(part for _, part in chosen.values())
-    for make, part in chosen.values():
-        wanted, tries = len(found) + round(count * part / whole), 0
-        while len(found) < wanted and tries < _TRIES * count:
-            op = make(space, rng)
-            tries += 1
-            if op.num_bytes <= space.most_bytes and roofline_seconds(op, hardware) <= space.most_s:
-                found[op] = None
-    return list(found)
+    rng = random.Random(seed)
+    shares = {name: share for name, share in space.shares.items() if not families or name in families}
+    wanted = {name: round(count * share / sum(shares.values())) for name, share in shares.items()}
+    found: dict[str, dict[Op, None]] = {name: {} for name in wanted}
+    for _ in range(count):
+        if all(len(found[name]) >= most for name, most in wanted.items()):
+            break
+        try:
+            ops, _ = signatures(_random_job(space, rng, hardware), hardware)
+        except JobError:  # heads that tp does not divide
+            continue
+        for op in sorted(ops, key=str):
+            if op.family == "gemm":
+                op = replace(op, dtype=rng.choices(list(space.dtypes), list(space.dtypes.values()))[0])
+            fits = op.num_bytes <= space.most_bytes and roofline_seconds(op, hardware) <= space.most_s
+            if fits and len(found.get(op.family, ())) < wanted.get(op.family, 0):
+                found[op.family][op] = None
+    return [op for of in found.values() for op in of]
 
 
 def likeness(op: Op) -> tuple[Hashable, ...]:
