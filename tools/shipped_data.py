@@ -51,7 +51,8 @@ def _at(hardware: str, slowdown: float) -> Predictor | None:
         return None
     facts = found.hardware
     watts = facts.idle_w + slowdown**3 * (facts.power_w - facts.idle_w)
-    return replace(found, hardware=replace(facts, product_power_w=dict.fromkeys(("bf16", "fp8"), watts)))
+    facts = replace(facts, product_power_w=dict.fromkeys(("bf16", "fp8"), watts))
+    return replace(found.with_published(None), hardware=facts)
 
 
 def slowdown_of(job: Job, measured_s: float) -> float | None:

@@ -18,7 +18,7 @@ from stepsight.dataset.hardware.hardware_facts import fabric_from_dict as fabric
 from stepsight.dataset.hardware.hardware_facts import hardware_from_dict as hardware_from_dict
 from stepsight.dataset.hardware.hardware_facts import launch_units as launch_units
 from stepsight.dataset.hardware.hardware_facts import suspicious_links as suspicious_links
-from stepsight.dataset.kinds.op import Collective, Op
+from stepsight.dataset.kinds.op import DTYPE_BYTES, Collective, Op
 
 BOX = "box"  # the preset of clusters in a box, whose roofline gives the sleeping times
 LEAST_FACT = 1e6  # FLOP/s, byte/s and byte of a device in a user's file: below, the number is in another unit
@@ -243,6 +243,9 @@ def roofline_seconds(op: Op, hardware: Hardware) -> float:
     """Seconds of one op at the hardware's reachable peaks (Williams et al. 2009, doi:10.1145/1498765.1498785).
 
     Transfers take the link to the host instead, ops on the host its memory, calls of the host its time for a launch.
+    Batched products in 16 bits of rows that are no multiples of 16 bytes miss the tensor cores' efficient kernels
+    (NVIDIA, "Matrix Multiplication Background User's Guide", 2023): they are taken to run at the rate of fp32, as two
+    of BLOOM's runs with heads of 108 did (rows 3343 and 3348 of the first table).
     """
     bound = op.record.bound
     if bound == "host":
@@ -255,9 +258,18 @@ def roofline_seconds(op: Op, hardware: Hardware) -> float:
         peak = max(hardware.peak_flops.values())
     else:
         peak = hardware.flops_per_s(op.dtype)
+    if op.kind == "batched_matmul" and DTYPE_BYTES[op.dtype] == 2 and any(size % 8 for size in op.dims[2:]):
+        peak = min(peak, hardware.peak_flops.get("fp32", peak))
     compute = op.flops / (peak * hardware.compute_efficiency)
     memory = op.num_bytes / (hardware.memory_bandwidth_bytes_per_s * hardware.memory_efficiency)
     return max(compute, memory) + hardware.op_latency_s
+
+
+def exponential_seconds(op: Op, hardware: Hardware) -> float:
+    """Seconds of an attention's exponentials, one for each pair of a query and a key; 0 where no rate is known."""
+    if not hardware.exponentials_per_s or not op.record.keeps_second_operand or op.record.operands is None:
+        return 0.0
+    return op.record.operands(*op.dims)[1] * (0.5 if op.dims[-1] else 1.0) / hardware.exponentials_per_s
 
 
 def alpha_beta_seconds(collective: Collective, fabric: Fabric) -> float:

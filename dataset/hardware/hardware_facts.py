@@ -26,7 +26,13 @@ def _fact(default: Any, least: float = 0.0, most: float = 1e18) -> Any:
     return field(default=default, metadata={"range": (least, most)})
 
 
-_OPTIONAL = ("host_kinds_s", "power_w", "idle_w", "product_power_w")  # written only if they are known
+_OPTIONAL = (
+    "host_kinds_s",
+    "power_w",
+    "idle_w",
+    "product_power_w",
+    "exponentials_per_s",
+)  # written only if they are known
 # Kinds of op around which a dispatcher of tokens runs its host code: four in a layer's forward and backward.
 _DISPATCHED = ("permute", "unpermute", "unpermute_backward")
 MOST_SLOWDOWN = 1.5  # at a power limit: base clocks are about two thirds of the highest ones
@@ -58,6 +64,7 @@ class Hardware:
         compute_efficiency: Fraction of the peak that large matrix products reach (for the roofline alone).
         memory_efficiency: Fraction of the bandwidth that streaming kernels reach (likewise).
         op_latency_s: Time of an op that does nothing, launch included.
+        exponentials_per_s: Rate of the special function units, which attention shares its time with; 0: unknown.
         comm_compute_share: Part of an overlapped collective's time that it takes from the device's compute
             (1: nothing is gained by overlap, 0: communication is free while hidden).
         compute_spread: Standard deviation of a matrix product's time between devices of this kind, of its mean: those
@@ -88,6 +95,7 @@ class Hardware:
     compute_efficiency: float = _fact(1.0, 1e-6, 1.0)
     memory_efficiency: float = _fact(1.0, 1e-6, 1.0)
     op_latency_s: float = _fact(0.0, *_SECONDS)
+    exponentials_per_s: float = _fact(0.0)
     comm_compute_share: float = _fact(0.0, *_SHARE)
     compute_spread: float = _fact(0.0, 0.0, 10.0)
     host_op_s: float = _fact(0.0, *_SECONDS)

@@ -30,6 +30,10 @@ Megatron-Core 0.14 to 0.18 copies what the experts take to where there is room, 
 is left out (``experts.py``, ``quantization_padding``; Transformer Engine's ``Fp8Padding``).  In MXFP8, Transformer
 Engine 2.8 to 2.11 casts experts' rows by a kernel for each expert (``csrc/extensions/cast.cpp``,
 ``multi_tensor_quantize_impl``).
+
+Fused experts (cuDNN's kernels in CuTe DSL: NVIDIA's developer blog, "Boosting MoE Training Throughput with Advanced
+Fusion Kernels", 15 June 2026) run all experts in one persistent kernel, which reads the numbers of rows on the device
+and also activates and casts: 1.3 to 2 times as fast as a grouped product with its activation and casts.
 """
 
 from __future__ import annotations
@@ -113,8 +117,9 @@ def grouped_linear(
 
 
 def _product(shape: RankShape, kind: str, sizes: tuple[int, int, int, int]) -> Op:
-    """A grouped product; that of one expert is an ordinary one."""
-    return shape.gemm(kind, *sizes) if sizes[0] > 1 else shape.gemm(kind.removeprefix("grouped_"), *sizes[1:])
+    """A grouped product; that of one expert, or of all by one persistent kernel, is an ordinary one."""
+    grouped = sizes[0] > 1 and not _fused(shape)
+    return shape.gemm(kind, *sizes) if grouped else shape.gemm(kind.removeprefix("grouped_"), *sizes[1:])
 
 
 def _cast_groups(shape: RankShape, numel: int) -> tuple[Op, ...]:

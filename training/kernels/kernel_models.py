@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from stepsight.dataset.base.codec import IF_SET, UNSAVED, Saved
 from stepsight.dataset.base.errors import PredictorError
-from stepsight.dataset.hardware.hardware import BOX, Hardware, roofline_seconds
+from stepsight.dataset.hardware.hardware import BOX, Hardware, exponential_seconds, roofline_seconds
 from stepsight.dataset.kinds import STREAMED
 from stepsight.dataset.kinds.op import DTYPE_BYTES, OP_KINDS, Op, OpKind
 from stepsight.features.op_features import OP_TERMS, op_feature_names, op_features, op_position, op_terms
@@ -267,7 +267,11 @@ class KernelModel(Saved):
             if self.derives:
                 seconds[index] = max(seconds[index], least_seconds(op, self.hardware))
             if self.serves is not None:
-                seconds[index] *= roofline_seconds(op, self.serves) / roofline_seconds(op, self.hardware)
+                there, here = (
+                    roofline_seconds(op, facts) + exponential_seconds(op, facts)
+                    for facts in (self.serves, self.hardware)
+                )
+                seconds[index] *= there / here
         return seconds
 
     def measured(self, kind: str) -> bool:

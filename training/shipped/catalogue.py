@@ -277,6 +277,7 @@ def shipped_predictor(name: str) -> Predictor | None:
             facts = _preset(recipe.hardware)
             peaks = {**facts.peak_flops, **measured.peak_flops}  # of types that nobody measured, too
             measured = replace(measured, peak_flops=peaks, power_w=facts.power_w, idle_w=facts.idle_w)
+            measured = replace(measured, exponentials_per_s=facts.exponentials_per_s)
             measured = replace(measured, product_power_w=tabled_power_w(recipe.chip, facts))
             hardware = replace(hardware, product_power_w=product_power_w(recipe.chip))
             serves = same_chip(hardware, measured) if hardware.name in recipe.twins else None

@@ -4,7 +4,13 @@ from dataclasses import replace
 
 import pytest
 
-from stepsight.dataset.hardware.hardware import Hardware, alpha_beta_seconds, find_fabric, roofline_seconds
+from stepsight.dataset.hardware.hardware import (
+    Hardware,
+    alpha_beta_seconds,
+    exponential_seconds,
+    find_fabric,
+    roofline_seconds,
+)
 from stepsight.dataset.kinds.op import OP_KINDS, Collective, Op
 
 DEVICE = Hardware(
@@ -60,3 +66,22 @@ def test_an_all_reduce_takes_what_its_two_halves_take() -> None:
         for kind in ("all_reduce", "reduce_scatter", "all_gather")
     )
     assert whole == pytest.approx(sum(halves))
+
+
+def test_batched_rows_that_are_not_aligned_miss_the_tensor_cores() -> None:
+    """Heads of 108 in 16 bits run at fp32's rate; those of 112, and fp32 itself, as before."""
+    odd, even, wide = (
+        roofline_seconds(Op("batched_matmul", (64, 2048, 2048, head), dtype), DEVICE)
+        for head, dtype in ((108, "bf16"), (112, "bf16"), (108, "fp32"))
+    )
+    assert odd > 5 * even and odd == pytest.approx(wide, rel=0.01)
+
+
+def test_exponentials_of_attention() -> None:
+    """One for each pair of a query and a key, of which a causal mask leaves half; nothing else has them."""
+    fast = replace(DEVICE, exponentials_per_s=1e12)
+    whole, causal = (
+        exponential_seconds(Op("attention", (1, 8, 8, 1024, 1024, 64, flag), "bf16"), fast) for flag in (0, 1)
+    )
+    assert whole == 2 * causal == 8 * 1024**2 / 1e12
+    assert exponential_seconds(Op("linear", (64, 64, 64), "bf16"), fast) == 0.0
