@@ -138,8 +138,7 @@ class LinksReport(Report, Change):
         return {
             "fitted": self.fitted,
             "factors": {
-                name: dict(zip(CHOICE_TERMS, factors.tolist(), strict=True))
-                for name, factors in between.factors.items()
+                name: dict(zip(CHOICE_TERMS, own.tolist(), strict=True)) for name, own in between.factors.items()
             },
             "evidence": {"by": self.by, **Change.to_dict(self)},
             "doubts": list(self.doubts),
@@ -190,18 +189,16 @@ def calibrate_links(
     if small.all():
         by, judged, after = LAYOUTS, small, left_out_seconds(works, fabric, fit, alone=start)
     change = Change.of(start.seconds(works, fabric)[judged], after[judged], seconds[judged])
-    report = LinksReport(
-        source=predictor.source,
-        calibrated=replace(predictor, collective=replace(predictor.collective, between=fitted)),
-        out=out,
-        fitted=int(small.sum()),
-        by=by,
-        before=change.before,
-        after=change.after,
-        doubts=doubts,
-        software=chosen,
-        left_out=left_out,
-    )
+    own = replace(predictor, collective=replace(predictor.collective, between=fitted))
+    shared: dict[str, Any] = {"source": predictor.source, "calibrated": own, "out": out, **vars(change)}
+    told: dict[str, Any] = {
+        "fitted": int(small.sum()),
+        "by": by,
+        "doubts": doubts,
+        "software": chosen,
+        "left_out": left_out,
+    }
+    report = LinksReport(**shared, **told)
     file, factors = digest(path.read_bytes()), str(report.values()["factors"])
     shapes = pack_shapes(shape_of(work) for work, own in zip(works, small, strict=True) if own)
     rows_of = {"fitted_shapes": shapes, "files": sorted({each.digest for each in measured.files.values()})}
@@ -227,13 +224,9 @@ def links_text(report: LinksReport) -> str:
     """The report for people."""
     header = ["judged by", "collectives", "mean error %", "after", "bias", "after"]
     cells = [report.by, report.before.used, *report.cells("mape", "bias")]
-    verdict = f"wrote {report.out}"
-    if not report.released:
-        verdict = "REFUSED, nothing was written: " + (
-            "the stated links are contradicted"
-            if report.doubts
-            else f"it does not lower the mean error on {report.by} by {100 * LEAST_GAIN:g} % of it"
-        )
+    why = f"it does not lower the mean error on {report.by} by {100 * LEAST_GAIN:g} % of it"
+    why = "the stated links are contradicted" if report.doubts else why
+    verdict = f"wrote {report.out}" if report.released else f"REFUSED, nothing was written: {why}"
     return "\n".join(
         [
             f"calibrated {report.source} on {report.fitted} collectives between nodes",
@@ -317,15 +310,9 @@ def calibrate_traces(paths: Sequence[Path], predictor: Predictor | str, out: Pat
     launches, overlap = launch_seconds(steps), overlap_of(steps)
     kernel = replace(start.kernel, traced={**start.kernel.traced, **traced}) if changes["all"].is_gain else start.kernel
     hardware = with_facts(start.hardware, launches, overlap)
-    report = TracesReport(
-        source=start.source,
-        calibrated=replace(start, hardware=hardware, kernel=replace(kernel, hardware=hardware)),
-        out=out,
-        runs=tuple(run.name for run in runs),
-        changes=changes,
-        launches=launches,
-        overlap=overlap,
-    )
+    own = replace(start, hardware=hardware, kernel=replace(kernel, hardware=hardware))
+    found: dict[str, Any] = {"changes": changes, "launches": launches, "overlap": overlap}
+    report = TracesReport(source=start.source, calibrated=own, out=out, runs=tuple(run.name for run in runs), **found)
     files = {folder.name: digest((folder / MANIFEST).read_bytes()) for folder in folders}
     report.save([*files.values()], runs=files)
     return report

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -17,11 +17,10 @@ from stepsight.dataset.base.files import digest
 from stepsight.experiments.calibration.calibrate_parts import LEAST_GAIN, Change, Report, starting_predictor
 from stepsight.experiments.evaluation.error_metrics import (
     FITTED,
-    Errors,
     PredictorOf,
     Scored,
+    Times,
     carried_forward,
-    errors,
     grouped,
     regret,
     score,
@@ -51,14 +50,10 @@ class Evidence(Change):
     by: str  # which runs judged, in words
     sources: dict[str, Change]  # the same by source
     digests: tuple[str, ...]  # of the runs
-    # 90th percentile of the absolute errors with calibration, in log-seconds; 0 if there are too few runs
-    off_log: float
+    off_log: float  # 90th percentile of absolute errors with calibration, log-seconds; 0 if there are too few runs
     sure_gain: float  # lower bound, with 90 % confidence, of the fall of the mean absolute error, in percentage points
-
     regrets: tuple[float, float]  # of choosing a run by predictions before and after, in percent
-    # errors of carrying forward the smallest run of each series, and of the calibrated predictions of the same runs
-    carried: Errors
-    ours_there: Errors
+    forward: Change  # errors of carrying forward the smallest run of each series, and of ours on the same runs
 
     @property
     def better(self) -> bool:
@@ -75,7 +70,8 @@ class Evidence(Change):
         sources = {name: change.to_dict() for name, change in self.sources.items()}
         value = {"by": self.by, **super().to_dict(), "sources": sources, "sure_gain": self.sure_gain}
         value |= dict(zip(("regret_before", "regret_after"), self.regrets, strict=True))
-        return {**value, "carried_forward": self.carried.to_dict(), "ours_where_carried": self.ours_there.to_dict()}
+        forward = self.forward.to_dict()
+        return {**value, "carried_forward": forward["before"], "ours_where_carried": forward["after"]}
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -176,32 +172,35 @@ def calibrate(
         after = [row.measured_s * float(np.exp(-log)) for row, log in zip(fitted, off, strict=True)]
         evidence = _evidence(by, fitted, after, evaluation.scored)
     own = replace(fit.predictor, calibration=replace(fit.predictor.calibration, judged_log=evidence.off_log))
-    shared: dict[str, Any] = {"source": predictor.source, "calibrated": own, "out": out, "evidence": evidence}
-    report = CalibrationReport(num_fitted=len(fitted), skipped={**evaluation.skipped, **copies}, **shared)
-    data: dict[str, Any] = {"judged_rows": list(evidence.digests), "runs": {runs.name: digest(runs.read_bytes())}}
-    report.save(fit.predictor.manifest["fitted_rows"], **data)
+    skipped = {**evaluation.skipped, **copies}
+    report = CalibrationReport(
+        source=predictor.source, calibrated=own, out=out, evidence=evidence, num_fitted=len(fitted), skipped=skipped
+    )
+    tables = {runs.name: digest(runs.read_bytes())}
+    report.save(fit.predictor.manifest["fitted_rows"], judged_rows=list(evidence.digests), runs=tables)
     return report
 
 
 def _evidence(by: str, rows: Sequence[Scored], after: Sequence[float], every_row: Sequence[Scored]) -> Evidence:
     before_s, after_s = np.array([row.predicted_s for row in rows]), np.array(after)
-    measured_s = np.array([row.measured_s for row in rows])
-    every, choices = Change.of(before_s, after_s, measured_s), [row.choice for row in rows]
-    regrets = (regret(choices, list(seconds), measured_s.tolist()) or 0.0 for seconds in (before_s, after_s))
+    measured_s, choices = np.array([row.measured_s for row in rows]), [row.choice for row in rows]
+
+    def change(at: Sequence[int], before: Times) -> Change:
+        return Change.of(before, after_s[at], measured_s[at])
+
     forward = dict(zip(map(id, every_row), carried_forward(every_row), strict=True))
-    known = [at for at, row in enumerate(rows) if forward[id(row)] is not None]
+    known = {at: seconds for at, row in enumerate(rows) if (seconds := forward[id(row)]) is not None}
     sources = grouped(rows, lambda row: row.row.source)
+    first, second = (regret(choices, list(seconds), measured_s.tolist()) or 0.0 for seconds in (before_s, after_s))
     return Evidence(
+        **vars(change(range(len(rows)), before_s)),
         by=by,
-        before=every.before,
-        after=every.after,
-        sources={str(name): Change.of(before_s[at], after_s[at], measured_s[at]) for name, at in sources.items()},
+        sources={str(name): change(at, before_s[at]) for name, at in sources.items()},
         digests=tuple(row.digest for row in rows),
         off_log=off_by(np.log(measured_s / after_s)),
         sure_gain=sure_gain(rows, after),
-        regrets=tuple(regrets),  # type: ignore[arg-type]
-        carried=errors([forward[id(rows[at])] or 0.0 for at in known], measured_s[known]),
-        ours_there=errors(after_s[known], measured_s[known]),
+        regrets=(first, second),
+        forward=change([*known], [*known.values()]),
     )
 
 
@@ -237,10 +236,10 @@ def calibration_text(report: CalibrationReport) -> str:
         verdict += "; runs chosen by it would be {1:.1f} % slower than the fastest, {0:.1f} % without".format(
             *evidence.regrets
         )
-    carried = evidence.carried
+    carried, ours = evidence.forward.before, evidence.forward.after
     beside = [
         f"carrying forward the smallest run of each series: mean error {carried.mape or 0.0:.1f} % on {carried.used} "
-        f"of these runs, calibrated {evidence.ours_there.mape or 0.0:.1f} %"
+        f"of these runs, calibrated {ours.mape or 0.0:.1f} %"
     ]
     widest = 100 * math.expm1(value["least_half_width_log"])
     least = [f"intervals reach {widest:.1f} % up at least: what nine of ten of them were off by"] if widest else []
@@ -299,12 +298,8 @@ FITTED_ON = {
 }
 
 
-class _Judged(NamedTuple):
-    """A larger row, as shipped, calibrated, and carried forward (None where it is of the smallest size)."""
-
-    as_shipped: Scored
-    calibrated: Scored
-    carried_s: float | None
+# A larger row, as shipped, calibrated, and carried forward (None where it is of the smallest size).
+_Judged = tuple[Scored, Scored, float | None]
 
 
 def calibrate_small(
@@ -330,25 +325,23 @@ def calibrate_small(
         own = with_rows(predictor, fitted).predictor
         fitted_of[source] += len(fitted)
         again = [score(row.row, lambda hardware, own=own: own) for row in judging]  # type: ignore[misc]
-        found = [_Judged(row, after, carried[id(row)]) for row, after in zip(judging, again, strict=True)]
+        found = [(row, after, carried[id(row)]) for row, after in zip(judging, again, strict=True)]
         judged.setdefault(source, []).extend(found)
     every = [row for found in judged.values() for row in found]
-    kinds: dict[str, list[_Judged]] = {}
-    for row in every:
-        kinds.setdefault(f"{row.as_shipped.row.source}: {row.as_shipped.kind}", []).append(row)
+    kinds = grouped(every, lambda row: f"{row[0].row.source}: {row[0].kind}")
     return {
         "sources": {name: {"fitted": fitted_of[name], **_beside(found)} for name, found in judged.items()},
         "overall": {"fitted": fitted_of.total(), **_beside(every)},
-        "kinds": {name: _beside(found) for name, found in kinds.items()},
-        "predictions": [row.calibrated.to_dict() for row in every],
+        "kinds": {name: _beside([every[at] for at in index]) for name, index in kinds.items()},
+        "predictions": [calibrated.to_dict() for _, calibrated, _ in every],
     }
 
 
 def _beside(rows: Sequence[_Judged]) -> dict[str, Any]:
-    carried = [replace(r.as_shipped, predicted_s=r.carried_s) for r in rows if r.carried_s is not None]
+    carried = [replace(row, predicted_s=seconds) for row, _, seconds in rows if seconds is not None]
     return {
-        **figures([row.calibrated for row in rows]),
-        "as_shipped": figures([row.as_shipped for row in rows]),
+        **figures([calibrated for _, calibrated, _ in rows]),
+        "as_shipped": figures([row for row, _, _ in rows]),
         "carried_forward": figures(carried) if len(carried) == len(rows) else None,
     }
 

@@ -6,7 +6,7 @@ import fnmatch
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -81,14 +81,11 @@ class Evaluation:
         fabrics = [read_fabric_words(text, hardware).warning for text, hardware in links]
         doubts = Counter([*(doubt for row in rows for doubt in row.software.doubts), *filter(None, fabrics)])
         large = [f"{row.row.row_id} of {_short(row.row.source)}" for row in rows if not row.fits]
-        named = ", ".join(large[:MOST_NAMED])
         more = f" and {len(large) - MOST_NAMED} more" if len(large) > MOST_NAMED else ""
-        said = [f"{len(large)} of {len(rows)} runs that ran are said not to fit in memory: rows {named}{more}"]
-        return [
-            *filter(None, [unknown]),
-            *(said if large else []),
-            *(f"{count} row{'s' * (count > 1)}: {doubt}" for doubt, count in doubts.items()),
-        ]
+        named = f"rows {', '.join(large[:MOST_NAMED])}{more}"
+        said = f"{len(large)} of {len(rows)} runs that ran are said not to fit in memory: {named}" if large else ""
+        counted = [f"{count} row{'s' * (count > 1)}: {doubt}" for doubt, count in doubts.items()]
+        return [*filter(None, (unknown, said)), *counted]
 
     def __repr__(self) -> str:
         mape = errors([row.predicted_s for row in self.scored], [row.measured_s for row in self.scored]).mape
@@ -291,9 +288,9 @@ def evaluation_text(
     if kinds := _several(value["kinds"]):
         parts.append(_figures(kinds))
     if result.suspect:
-        row = value["suspect"]
-        figures = f"{row['used']} rows, MAPE {row['mape']:.1f} %, max {row['max']:.1f} %"
-        parts.append(f"rows marked SUSPECT, apart: {figures}")
+        parts.append(
+            "rows marked SUSPECT, apart: {used} rows, MAPE {mape:.1f} %, max {max:.1f} %".format(**value["suspect"])
+        )
     others = value["interval_rows"]
     parts.append(
         f"intervals of shipped predictors are as wide as errors on {sum(others.values())} published runs of "
@@ -307,8 +304,8 @@ def evaluation_text(
 
 def _several(kinds: Mapping[str, Any]) -> list[tuple[str, Any]]:
     """Rows of the kinds of sources that have more than one."""
-    sources = [name.rsplit(": ", 1)[0] for name in kinds]
-    return [item for item, source in zip(kinds.items(), sources, strict=True) if sources.count(source) > 1]
+    sources = Counter(name.rsplit(": ", 1)[0] for name in kinds)
+    return [(name, row) for name, row in kinds.items() if sources[name.rsplit(": ", 1)[0]] > 1]
 
 
 def _short(name: str) -> str:
@@ -321,13 +318,9 @@ def _figures(rows: Sequence[tuple[str, Mapping[str, Any]]]) -> str:
     named = [{"name": _short(name), "rows": "-", **row} for name, row in rows]
     columns: dict[str, str | Column] = {"percent": "name", "rows": "rows", "used": "used"}
     columns |= {_TITLES.get(key, key): key for key in _COLUMNS}
-    for title, key, digits in (("spearman", "spearman", 3), ("score", "interval_score", 2)):
-        columns[title] = partial(_rounded, key=key, digits=digits)
+    columns["spearman"] = lambda row: row["spearman"] and Number(row["spearman"], 3)
+    columns["score"] = lambda row: row["interval_score"] and Number(row["interval_score"], 2)
     return table_of(named, columns)
-
-
-def _rounded(row: Mapping[str, Any], key: str, digits: int) -> Number | None:
-    return None if row[key] is None else Number(row[key], digits)
 
 
 def _calibrated(words: str, value: Mapping[str, Any]) -> str:

@@ -281,26 +281,16 @@ def table_errors_text(result: TableErrors) -> str:
         for kind, size, ranks, e in (*result.groups, ("all", "", "", result.overall))
     ]
     legend = "errors of |predicted / measured - 1|; ops are classed by their measured time, collectives by their bytes"
-    families = [
-        [name, found["rows"], *(Number(found[key] or 0.0) for key in ("mape", "median", "p90"))]
-        for name, found in result.families.items()
-    ]
-    by_family = table(["family", "rows", "mean error %", "median", "p90"], families)
-    ran = [{"software": shorten(name, 80), **found} for name, found in result.software.items()]
-    titles = {"software": "software", "rows": "rows", "mean error %": "mape", "median": "median", "p90": "p90"}
-    left_out = [f"left out {count}: {why}" for why, count in result.skipped.items()]
+    tables = []
+    for noun, rows in (("family", result.families), ("software", result.software)):
+        named = [{"name": shorten(name, 80), **found} for name, found in rows.items()]
+        titles = {noun: "name", "rows": "rows", "mean error %": "mape", "median": "median", "p90": "p90"}
+        tables.append(table_of(named, titles))
     if result.note:
-        return f"{by_family}\n\n{result.note}"
-    return "\n\n".join(
-        [
-            by_family,
-            table_of(ran, titles),
-            table(header, lines),
-            legend,
-            *(f"doubt: {text}" for text in result.doubts),
-            *left_out,
-        ]
-    )
+        return f"{tables[0]}\n\n{result.note}"
+    notes = [f"doubt: {text}" for text in result.doubts]
+    notes += [f"left out {count}: {why}" for why, count in result.skipped.items()]
+    return "\n\n".join([*tables, table(header, lines), legend, *notes])
 
 
 def judge_collection(path: Path, predictor: Predictor | str | None = None) -> dict[str, Any]:
