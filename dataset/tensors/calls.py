@@ -66,6 +66,9 @@ class Layout:
     whole: frozenset[Any] = frozenset()
 
 
+LayoutOf = Callable[[Mapping[str, Any], Shapes, Shapes], Layout]
+
+
 def _erf(x: Array) -> Array:
     real: Array = np.vectorize(math.erf, otypes=[float])(x.real)
     return real + 1j * x.imag * 2 / math.sqrt(math.pi) * np.exp(-(x.real**2)) if np.iscomplexobj(x) else real
@@ -164,9 +167,14 @@ def _split(settings: Mapping[str, Any], reads: Shapes, writes: Shapes) -> Layout
     return Layout((_aligned(reads[0], rank),), parts, whole)
 
 
-def _concat(settings: Mapping[str, Any], reads: Shapes, writes: Shapes) -> Layout:
-    found = _split(settings, writes, reads)
-    return Layout(found.writes, found.reads, found.whole)
+def _inverse(of: LayoutOf) -> LayoutOf:
+    """The layout of a call that undoes another."""
+
+    def layout(settings: Mapping[str, Any], reads: Shapes, writes: Shapes) -> Layout:
+        found = of(settings, writes, reads)
+        return Layout(found.writes, found.reads, found.whole)
+
+    return layout
 
 
 def _index(settings: Mapping[str, Any], reads: Shapes, writes: Shapes) -> Layout:
@@ -218,16 +226,11 @@ def _join(settings: Mapping[str, Any], reads: Shapes, writes: Shapes) -> Layout:
     return Layout((sides[0],) * len(reads), (sides[1],), frozenset(["part"]))
 
 
-def _piece(settings: Mapping[str, Any], reads: Shapes, writes: Shapes) -> Layout:
-    found = _join(settings, writes, reads)
-    return Layout(found.writes, found.reads, found.whole)
-
-
-LAYOUTS: Mapping[str, Callable[[Mapping[str, Any], Shapes, Shapes], Layout]] = MappingProxyType(
+LAYOUTS: Mapping[str, LayoutOf] = MappingProxyType(
     {
-        "product": _product, "permute": _permute, "reshape": _reshape, "split": _split, "concat": _concat,
+        "product": _product, "permute": _permute, "reshape": _reshape, "split": _split, "concat": _inverse(_split),
         "index": _index, "embedding": _embedding, "attention": _attention, "reduce": _reduce, "join": _join,
-        "piece": _piece, "expand": _pointwise, "softmax": _pointwise, "layer_norm": _pointwise,
+        "piece": _inverse(_join), "expand": _pointwise, "softmax": _pointwise, "layer_norm": _pointwise,
         "rms_norm": _pointwise, "adamw": _pointwise,
     }
 )  # fmt: skip

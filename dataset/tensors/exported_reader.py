@@ -16,6 +16,7 @@ from stepsight.dataset.base.files import preset
 from stepsight.dataset.capture.record_graph import op_of_call
 from stepsight.dataset.kinds.op import Op
 from stepsight.dataset.tensors.calls import POINTWISE, attention, matrix_product, norm, rows_of
+from stepsight.dataset.tensors.ranks import TensorStep
 from stepsight.dataset.tensors.readers import Found, ModelReader, Shape, check_count, check_names, check_order, named
 from stepsight.dataset.traces.classify import DTYPES, NAMES, Scope
 
@@ -67,7 +68,7 @@ class ExportedReader(ModelReader):
         self._specs = module["signature"]["input_specs"]
         self.parameters = frozenset(spec["parameter"]["arg"]["name"] for spec in self._specs if "parameter" in spec)
 
-    def read(self) -> dict[str, Any]:
+    def read(self) -> TensorStep:
         graph = self._graph
         given, outputs = (
             [name for each in graph[side] for name in _tensors_of(each)] for side in ("inputs", "outputs")

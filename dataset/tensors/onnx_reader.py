@@ -17,6 +17,7 @@ from stepsight.dataset.base.errors import CaptureError, need
 from stepsight.dataset.base.files import preset
 from stepsight.dataset.kinds.op import Op
 from stepsight.dataset.tensors.calls import POINTWISE, attention, matrix_product, norm, rows_of, streamed
+from stepsight.dataset.tensors.ranks import TensorStep
 from stepsight.dataset.tensors.readers import (
     Found,
     ModelReader,
@@ -145,7 +146,7 @@ class OnnxReader(ModelReader):
             self.shapes.setdefault(name, tuple(max(dim.dim_value, 1) for dim in tensor.shape.dim))
         self._types.setdefault(name, tensor.elem_type)
 
-    def read(self) -> dict[str, Any]:
+    def read(self) -> TensorStep:
         import onnx
 
         graph = self._graph

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 
@@ -32,51 +32,22 @@ from stepsight.dataset.tensors.readers import named
 READERS = MappingProxyType({".onnx": open_onnx, ".pt2": open_exported})
 
 
-@dataclass(frozen=True)
-class ModelRequest:
-    """The settings for reading a model file.
-
-    Attributes:
-        path: Of the file.
-        replicas: Data-parallel ranks, each with a batch as large as the file's.
-        local_size: Ranks of a node.
-        training: Whether backward and optimizer follow the forward.
-        dims: Sizes of symbolic dimensions.
-        precision: Type of parameters and activations in floating point; empty: as in the file.
-    """
-
-    path: Path
-    replicas: int = 1
-    local_size: int = 8
-    training: bool = False
-    dims: Mapping[str, int] = field(default_factory=dict)
-    precision: str = ""
-
-    def __post_init__(self) -> None:
-        if not is_model(self.path) or not self.path.is_file():
-            raise CaptureError(f"a model must be a file .onnx or .pt2, got {str(self.path)!r:.200}")
-        check_counts(2**20, **{"world size": self.replicas, "devices per node": self.local_size})
-        check_counts(2**31, **self.dims)
-        if self.precision not in ("", *PRECISIONS):
-            raise CaptureError(f"precision must be one of {', '.join(PRECISIONS)}, got {self.precision!r:.40}")
-
-
 def is_model(path: Path) -> bool:
     """Whether a file is a model by its name."""
     return path.suffix.lower() in READERS
 
 
-def read_step(request: ModelRequest, *, whole: bool = True) -> TensorStep:
-    """Read the forward of a model; raises ``CaptureError`` if the file is none.
-
-    Args:
-        request: Which, and how.
-        whole: Whether a shape that is not known is an error, or only told.
-    """
-    with named(request.path.name):
-        reader = READERS[request.path.suffix.lower()](request.path, request.dims)
-        found = reader.read()
-        step = TensorStep(**{**found, "dtype": request.precision or found["dtype"], "precision": request.precision})
+def read_step(path: Path, dims: Mapping[str, int] | None, precision: str, *, whole: bool = True) -> TensorStep:
+    """Read the forward of a model, as ``TensorProgram.load``; ``whole``: a shape that is not known is an error."""
+    if not is_model(path) or not path.is_file():
+        raise CaptureError(f"a model must be a file .onnx or .pt2, got {str(path)!r:.200}")
+    if precision not in ("", *PRECISIONS):
+        raise CaptureError(f"precision must be one of {', '.join(PRECISIONS)}, got {precision!r:.40}")
+    check_counts(2**31, **(dims or {}))
+    with named(path.name):
+        reader = READERS[path.suffix.lower()](path, dims or {})
+        step = replace(reader.read(), precision=precision)
+        step = replace(step, dtype=precision or step.dtype)
         check_sizes((op for call in step.calls for op in ops_of(step, call)), "a model")
     for name, node in list(reader.unshaped.items())[:1]:
         if whole:
@@ -111,8 +82,7 @@ class TensorProgram(TensorStep):
         Raises:
             CaptureError: If the file is no model, or its shapes are not known.
         """
-        step = read_step(ModelRequest(Path(path), dims=dims or {}, precision=precision))
-        program = cls(**{each.name: getattr(step, each.name) for each in fields(step)})
+        program = cls(**vars(read_step(Path(path), dims, precision)))
         return program.with_training() if training else program
 
     def __repr__(self) -> str:
@@ -186,13 +156,23 @@ class TensorProgram(TensorStep):
         return Captured(name, self.world_size, devices_per_node, "", ranks)
 
 
-def read_model(request: ModelRequest) -> Captured:
-    """Read a model as one step of one of its replicas; raises ``CaptureError`` if the file is no model."""
-    step = read_step(request, whole=False)
+def read_model(
+    path: Path, replicas: int = 1, local_size: int = 8, *,
+    training: bool = False, dims: Mapping[str, int] | None = None, precision: str = "",
+) -> Captured:  # fmt: skip
+    """Read a model as one step of one of its replicas; raises ``CaptureError`` if the file is no model.
+
+    Args:
+        path, training, dims, precision: As of ``TensorProgram.load``.
+        replicas: Data-parallel ranks, each with a batch as large as the file's.
+        local_size: Ranks of a node.
+    """
+    check_counts(2**20, **{"world size": replicas, "devices per node": local_size})
+    step = read_step(path, dims, precision, whole=False)
     if not any(ops_of(step, call) for call in step.calls):
-        raise CaptureError(f"{request.path.name} must compute something, got no op")
-    with named(request.path.name):
-        step = with_replicas(with_backward(step) if request.training else step, request.replicas)
-        rank = rank_of(step, 0, request.local_size)
-    name = f"{request.path.name} ({'training' if request.training else 'inference'})"
-    return Captured(name, request.replicas, request.local_size, request.path.suffix[1:], (rank,))
+        raise CaptureError(f"{path.name} must compute something, got no op")
+    with named(path.name):
+        step = with_replicas(with_backward(step) if training else step, replicas)
+        rank = rank_of(step, 0, local_size)
+    name = f"{path.name} ({'training' if training else 'inference'})"
+    return Captured(name, replicas, local_size, path.suffix[1:], (rank,))

@@ -17,6 +17,7 @@ from typing import Any
 from stepsight.dataset.base.errors import CaptureError, StepsightError
 from stepsight.dataset.kinds.op import Op
 from stepsight.dataset.tensors.calls import Factors, Shapes, TensorCall, layout_of
+from stepsight.dataset.tensors.ranks import TensorStep
 
 Found = tuple[str, dict[str, Any], list[str]]  # op, settings and reads of a node
 Shape = Sequence[int]
@@ -46,8 +47,8 @@ class ModelReader(ABC):
         self._unknown: dict[str, None] = {}
 
     @abstractmethod
-    def read(self) -> dict[str, Any]:
-        """The forward as attributes of a ``TensorStep``."""
+    def read(self) -> TensorStep:
+        """The forward."""
 
     @abstractmethod
     def kernels(self, node: Any, shapes: Mapping[str, Shape]) -> tuple[Sequence[Op | None], str]:
@@ -100,8 +101,8 @@ class ModelReader(ABC):
             read, made = (", ".join(map(str, side)) for side in shapes)
             raise ValueError(f"the shapes of a {call.op} must fit together, got {read:.200} -> {made:.80}")
 
-    def step(self, inputs: Sequence[str], outputs: Sequence[str], dtypes: Sequence[str]) -> dict[str, Any]:
-        """Attributes of the step; ``dtypes``: of the parameters."""
+    def step(self, inputs: Sequence[str], outputs: Sequence[str], dtypes: Sequence[str]) -> TensorStep:
+        """The step; ``dtypes``: of the parameters."""
         if self._unknown:
             self.notes.append(f"ops that are not known, counted as element-wise: {', '.join(self._unknown)}")
         read = {name for call in self._calls for name in call.reads}
@@ -109,16 +110,16 @@ class ModelReader(ABC):
         self.unshaped = {name: node for name, node in self.unshaped.items() if name in read}
         inputs = [name for name in dict.fromkeys([*inputs, *sorted(read - written)]) if name in read]
         found = {name: self.same.get(name, name) for name in outputs}
-        return {
-            "calls": tuple(self._calls),
-            "shapes": {name: tuple(self.shapes.get(name, ())) for name in (*read, *written)},
-            "inputs": tuple(name for name in inputs if name not in self.constants and name not in self.parameters),
-            "parameters": tuple(name for name in self.shapes if name in self.parameters and name in read),
-            "outputs": {name: tensor for name, tensor in found.items() if tensor in written},
-            "constants": {name: value for name, value in self.constants.items() if name in read},
-            "dtype": max(dtypes, key=dtypes.count, default="fp32"),
-            "notes": tuple(self.notes),
-        }
+        return TensorStep(
+            calls=tuple(self._calls),
+            shapes={name: tuple(self.shapes.get(name, ())) for name in (*read, *written)},
+            inputs=tuple(name for name in inputs if name not in self.constants and name not in self.parameters),
+            parameters=tuple(name for name in self.shapes if name in self.parameters and name in read),
+            outputs={name: tensor for name, tensor in found.items() if tensor in written},
+            constants={name: value for name, value in self.constants.items() if name in read},
+            dtype=max(dtypes, key=dtypes.count, default="fp32"),
+            notes=tuple(self.notes),
+        )
 
 
 @contextmanager

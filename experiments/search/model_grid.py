@@ -5,7 +5,7 @@ The experiment of DistIR (Santhanam et al., arXiv:2111.05426): a grid of transfo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -47,13 +47,12 @@ class ModelGrid:
     @property
     def pure(self) -> dict[str, Placement]:
         """The best placement of each axis alone."""
-        alone: dict[str, Callable[[Placement], bool]] = {
-            "data": lambda each: each.tensor == each.pipeline == 1,
-            "tensor": lambda each: each.data == each.pipeline == 1,
-            "pipeline": lambda each: each.data == each.tensor == 1,
-        }
-        found = {name: next(filter(only, self.placements), None) for name, only in alone.items()}
-        return {name: placement for name, placement in found.items() if placement is not None}
+        found = dict[str, Placement]()
+        for axis in ("data", "tensor", "pipeline"):
+            alone = (each for each in self.placements if each.data * each.tensor * each.pipeline == getattr(each, axis))
+            if best := next(alone, None):
+                found[axis] = best
+        return found
 
     def __str__(self) -> str:
         columns: dict[str, Column] = {

@@ -1,6 +1,6 @@
 """DistIR's experiment: GPT-2 over data x tensor x pipeline parallelism, and predicted against measured 2-rank programs.
 
-GPT-2 is written as an ONNX file without weights.  For the measurement two ranks of gloo run what the predicted programs
+The models are exported without weights.  For the measurement two ranks of gloo run what the predicted programs
 hold: kernels by the harness's calls, collectives and messages at once, waiting where the programs wait.
 """
 
@@ -37,73 +37,40 @@ WAYS: Mapping[str, Callable[[TensorProgram], TensorProgram]] = {
 }
 
 
-def write_gpt2(path: Path, sizes: Mapping[str, int]) -> None:
-    """Write the forward of a GPT-2 as ONNX; ``sizes``: layers, hidden, heads, vocab, seq_len and batch."""
-    import onnx
-
-    h, single, weights, nodes = onnx.helper, onnx.TensorProto.FLOAT, list[Any](), list[Any]()
-    layers, width, heads, vocab, length, batch = (sizes[name] for name in _SIZES)
-
-    def weight(name: str, *dims: int) -> str:
-        weights.append(onnx.TensorProto(name=name, dims=dims, data_type=single))
-        return name
-
-    def const(name: str, *values: int) -> str:
-        weights.append(h.make_tensor(name, onnx.TensorProto.INT64, [len(values)], values))
-        return name
-
-    def node(op: str, *reads: str, outputs: int = 1, **settings: Any) -> Any:
-        made = [f"{op}_{len(nodes)}_{place}" for place in range(outputs)]
-        nodes.append(h.make_node(op, reads, made, f"{op}_{len(nodes)}", **settings))
-        return made if outputs > 1 else made[0]
-
-    def linear(x: str, name: str, ins: int, outs: int) -> Any:
-        return node("Add", node("MatMul", x, weight(f"{name}.w", ins, outs)), weight(f"{name}.b", outs))
-
-    def norm(x: str, name: str) -> Any:
-        return node("LayerNormalization", x, weight(f"{name}.g", width), weight(f"{name}.s", width), axis=-1)
-
-    square = const("square", length, length)
-    below = node("ConstantOfShape", square, value=h.make_tensor("low", single, [1], [-1e4]))
-    mask, scale = node("Trilu", below, const("one", 1), upper=1), "scale"
-    weights.append(h.make_tensor(scale, single, [], [(width // heads) ** -0.5]))
-    split, merge = const("split", batch, length, heads, width // heads), const("merge", batch, length, width)
-    x = node("Add", node("Gather", weight("wte", vocab, width), "tokens"), weight("wpe", length, width))
-    for layer in range(layers):
-        parts = node(
-            "Split", linear(norm(x, f"{layer}.one"), f"{layer}.qkv", width, 3 * width), outputs=3, axis=2, num_outputs=3
-        )
-        q, k, v = (node("Reshape", part, split) for part in parts)
-        q, k, v = (node("Transpose", each, perm=perm) for each, perm in zip((q, k, v), _PERMS, strict=True))
-        scores = node("Softmax", node("Add", node("Mul", node("MatMul", q, k), scale), mask), axis=-1)
-        made = node("Reshape", node("Transpose", node("MatMul", scores, v), perm=[0, 2, 1, 3]), merge)
-        x = node("Add", x, linear(made, f"{layer}.out", width, width))
-        up = node("Gelu", linear(norm(x, f"{layer}.two"), f"{layer}.up", width, 4 * width), approximate="tanh")
-        x = node("Add", x, linear(up, f"{layer}.down", 4 * width, width))
-    logits = node("MatMul", norm(x, "last"), weight("head", width, vocab))
-    tokens = h.make_tensor_value_info("tokens", onnx.TensorProto.INT64, [batch, length])
-    made = h.make_tensor_value_info(logits, single, [batch, length, vocab])
-    opsets = [h.make_opsetid("", 20)]
-    onnx.save(h.make_model(h.make_graph(nodes, "gpt2", [tokens], [made], weights), opset_imports=opsets), path)
-
-
-_SIZES = ("layers", "hidden", "heads", "vocab", "seq_len", "batch")
-_PERMS = ([0, 2, 1, 3], [0, 2, 3, 1], [0, 2, 1, 3])
-
-
-def _write_torch(path: Path, sizes: Mapping[str, int]) -> None:
-    """Export a model of PyTorch: an MLP, or with heads an encoder."""
+def write_model(path: Path, sizes: Mapping[str, int]) -> None:
+    """Export a model of PyTorch without weights: with ``vocab`` a GPT-2, with ``heads`` an encoder, else an MLP."""
     import torch
     from torch import nn
 
-    width, shape = sizes["hidden"], [sizes[name] for name in ("batch", "seq_len", "hidden") if name in sizes]
-    if "heads" in sizes:
-        layer = nn.TransformerEncoderLayer(width, sizes["heads"], 4 * width, 0.0, batch_first=True, norm_first=True)
-        model: nn.Module = nn.TransformerEncoder(layer, sizes["layers"], enable_nested_tensor=False)
-    else:
-        pairs = pairwise([width, 4 * width] * sizes["layers"] + [width])
-        model = nn.Sequential(*(each for ins, outs in pairs for each in (nn.Linear(ins, outs), nn.ReLU())))
-    torch.export.save(torch.export.export(model, (torch.randn(shape),)), path)
+    width, num_layers, shape = sizes["hidden"], sizes["layers"], [sizes[name] for name in _SHAPE if name in sizes]
+
+    def encoder(norm: nn.Module | None = None) -> nn.Module:
+        layer = nn.TransformerEncoderLayer(
+            width, sizes["heads"], 4 * width, 0.0, "gelu", batch_first=True, norm_first=True
+        )
+        return nn.TransformerEncoder(layer, num_layers, norm, enable_nested_tensor=False)
+
+    class Gpt2(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.tokens, self.places = nn.Embedding(sizes["vocab"], width), nn.Embedding(sizes["seq_len"], width)
+            self.layers, self.head = encoder(nn.LayerNorm(width)), nn.Linear(width, sizes["vocab"], bias=False)
+
+        def forward(self, tokens: Any) -> Any:
+            mask = nn.Transformer.generate_square_subsequent_mask(sizes["seq_len"])
+            return self.head(self.layers(self.tokens(tokens) + self.places.weight, mask, is_causal=True))
+
+    with torch.device("meta"):
+        if "heads" in sizes:
+            model = Gpt2() if "vocab" in sizes else encoder()
+        else:
+            pairs = pairwise([width, 4 * width] * num_layers + [width])
+            model = nn.Sequential(*(each for ins, outs in pairs for each in (nn.Linear(ins, outs), nn.ReLU())))
+        given = torch.zeros(shape[:2], dtype=torch.long) if "vocab" in sizes else torch.zeros(shape)
+        torch.export.save(torch.export.export(model, (given,)), path)
+
+
+_SHAPE = ("batch", "seq_len", "hidden")
 
 
 def _step(program: Program, rank: int, pool: Any) -> Callable[[], None]:
@@ -184,7 +151,7 @@ def measured_rows(predictor: Predictor) -> list[Row]:
     with tempfile.TemporaryDirectory() as folder:
         for name, sizes in cases("distir")["models"].items():
             path = Path(folder) / name
-            (write_gpt2 if path.suffix == ".onnx" else _write_torch)(path, sizes)
+            write_model(path, sizes)
             program = TensorProgram.load(path, training=True)
             for way, transform in WAYS.items():
                 captured = transform(program).captured(RANKS, name)
@@ -206,8 +173,8 @@ def run(options: argparse.Namespace) -> tuple[Row, str]:
         columns: dict[str, str | Column] = {name: name for name in rows[0]}
         return {"spearman": figure, "programs": rows}, f"{table_of(rows, columns)}\nSpearman {figure:.3f}"
     with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "gpt2.onnx"
-        write_gpt2(path, cases("distir")["sizes"])
+        path = Path(folder) / "gpt2.pt2"
+        write_model(path, cases("distir")["sizes"])
         started = time.perf_counter()
         grid = model_grid(TensorProgram.load(path, precision="bf16"), options.hardware, options.devices)
         seconds = time.perf_counter() - started

@@ -170,14 +170,14 @@ def _predict_program(
     """``stepsight predict --program``; ``cluster``: names of the hardware and of the fabric, empty if not given."""
     from stepsight.dataset.base.files import write_pieces
     from stepsight.dataset.capture.captured import read_captured
-    from stepsight.dataset.tensors.program import ModelRequest, is_model, read_model
+    from stepsight.dataset.tensors.program import is_model, read_model
     from stepsight.experiments.reports.job_texts import program_text
     from stepsight.simulator.replay.captured_step import step_timeline
     from stepsight.training.prediction.captured_prediction import captured_latency, predict_captured
 
     captured_latency(*cluster, predictor)  # a program takes long to read
     reads_model = is_model(program) and program.is_file()
-    captured = read_model(ModelRequest(program)) if reads_model else read_captured(program)
+    captured = read_model(program) if reads_model else read_captured(program)
     prediction = predict_captured(captured, *cluster, predictor)
     told = prediction.to_dict()
     if timeline is not None:

@@ -97,7 +97,7 @@ def _capturer(
 ) -> Callable[[int], Captured]:
     """What captures a script, or reads a model, for a world size; ``model``: inference, dimensions and precision."""
     from stepsight.dataset.capture.capturing_run import CaptureRequest, capture
-    from stepsight.dataset.tensors.program import ModelRequest, is_model, read_model
+    from stepsight.dataset.tensors.program import is_model, read_model
 
     inference, dims, precision = model
     if is_model(script):
@@ -105,7 +105,7 @@ def _capturer(
             raise StepsightError(f"a model takes no arguments, got {' '.join(arguments)!r:.80}: options go before it")
         dimensions = pairs("--dims", filter(None, map(str.strip, dims.split(","))), int)
         return lambda size: read_model(
-            ModelRequest(script, size, run["local_size"], not inference, dimensions, precision)
+            script, size, run["local_size"], training=not inference, dims=dimensions, precision=precision
         )
     if inference or dims or precision:
         raise StepsightError("--inference, --dims and --precision are for models: an .onnx or a .pt2 file")

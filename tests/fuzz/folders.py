@@ -20,7 +20,7 @@ from stepsight.dataset.capture.captured import rank_summary, read_captured, writ
 from stepsight.dataset.graph.graph_table import GraphTable
 from stepsight.dataset.graph.program import Program
 from stepsight.dataset.tables import Measurements, summary
-from stepsight.dataset.tensors.program import ModelRequest, read_model
+from stepsight.dataset.tensors.program import read_model
 from stepsight.dataset.trace_graphs.graph_dataset import make_dataset
 from stepsight.simulator.replay.replay import replay
 from stepsight.training.prediction.captured_prediction import predict_captured
@@ -137,7 +137,7 @@ def folder_seed(name: str) -> bytes:
             read_table("csv", own).to_parquet(folder / "t.parquet")
         elif name == "capture":
             (Path(place) / "m.onnx").write_bytes(onnx_seed())
-            write_captured(read_model(ModelRequest(Path(place) / "m.onnx", training=True)), folder)
+            write_captured(read_model(Path(place) / "m.onnx", training=True), folder)
         else:
             runs = imported_collection(runs, *two_ranks())
             if name == "graph_dataset":
@@ -149,7 +149,7 @@ def folder_seed(name: str) -> bytes:
 def ask_model(path: Path) -> None:
     """A model in a file, read for inference and for training."""
     for training in (False, True):
-        (rank,) = read_model(ModelRequest(path, replicas=2, training=training)).ranks
+        (rank,) = read_model(path, replicas=2, training=training).ranks
         told = rank_summary(rank)
         json.dumps(told, allow_nan=False)
         check_numbers(told)

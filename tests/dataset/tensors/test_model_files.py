@@ -13,14 +13,14 @@ import pytest
 
 from stepsight.dataset.base.errors import CaptureError
 from stepsight.dataset.capture.captured import rank_summary
-from stepsight.dataset.tensors.program import ModelRequest, read_model
+from stepsight.dataset.tensors.program import read_model
 
 BATCH, WIDTH, INNER, OUT = 8, 16, 32, 4
 PRODUCTS = 2 * BATCH * (WIDTH * INNER + INNER * OUT)  # FLOP of the forward
 
 
 def summary(path: Path, **asked: Any) -> dict[str, Any]:
-    (rank,) = read_model(ModelRequest(path, **asked)).ranks
+    (rank,) = read_model(path, **asked).ranks
     return rank_summary(rank)
 
 
@@ -123,7 +123,7 @@ def test_other_files_are_refused(suffix: str, content: bytes, tmp_path: Path) ->
     path = tmp_path / f"model{suffix}"
     path.write_bytes(content)
     with pytest.raises(CaptureError, match="must be"):
-        read_model(ModelRequest(path))
+        read_model(path)
 
 
 def test_a_graph_of_another_form_is_refused(tmp_path: Path) -> None:
@@ -131,7 +131,7 @@ def test_a_graph_of_another_form_is_refused(tmp_path: Path) -> None:
     with zipfile.ZipFile(path, "w") as archive:
         archive.writestr("other/models/model.json", json.dumps({"graph_module": []}))
     with pytest.raises(CaptureError, match=r"must be a file that torch.export.save wrote"):
-        read_model(ModelRequest(path))
+        read_model(path)
 
 
 def test_a_file_that_would_grow_is_refused_before_it_does(tmp_path: Path) -> None:

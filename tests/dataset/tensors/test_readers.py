@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from stepsight.dataset.base.errors import CaptureError
-from stepsight.dataset.tensors.program import ModelRequest, TensorProgram, read_model
+from stepsight.dataset.tensors.program import TensorProgram, read_model
 
 Node = tuple[str, list[str], list[str], dict[str, Any]]
 
@@ -58,7 +58,7 @@ IMPOSSIBLE: dict[str, tuple[list[Node], dict[str, tuple[int, list[Any]]], dict[s
 def test_an_impossible_graph_is_refused_with_its_node(what: str, tmp_path: Path) -> None:
     nodes, inputs, weights, rule = IMPOSSIBLE[what]
     path = onnx_file(tmp_path / "a.onnx", nodes, inputs, **weights)
-    for read in (lambda: read_model(ModelRequest(path)), lambda: TensorProgram.load(path)):
+    for read in (lambda: read_model(path), lambda: TensorProgram.load(path)):
         with pytest.raises(CaptureError, match=rule) as error:
             read()
         assert "\n" not in str(error.value)
@@ -71,7 +71,7 @@ def test_a_graph_that_branches_is_refused(tmp_path: Path) -> None:
     both = {"then_branch": body, "else_branch": body}
     path = onnx_file(tmp_path / "a.onnx", [("If", ["c"], ["y"], both)], {**X, "c": (9, [1])})
     with pytest.raises(CaptureError, match=r"node0 \(If\) must not branch or loop"):
-        read_model(ModelRequest(path))
+        read_model(path)
 
 
 def test_shapes_that_follow_from_values_are_found(tmp_path: Path) -> None:
@@ -86,14 +86,14 @@ def test_shapes_that_follow_from_values_are_found(tmp_path: Path) -> None:
     path = onnx_file(tmp_path / "a.onnx", nodes, {"x": (onnx.TensorProto.FLOAT, ["batch", 8])}, **values)
     program = TensorProgram.load(path, {"batch": 6})
     assert program.shapes["r"] == (12, 2, 2)
-    (rank,) = read_model(ModelRequest(path, dims={"batch": 6})).ranks
+    (rank,) = read_model(path, dims={"batch": 6}).ranks
     assert [node.work.dims for node in rank.graph.nodes if hasattr(node.work, "dims")] == [(48,)]  # no op on shapes
 
 
 def test_shapes_that_stay_unknown_are_told(tmp_path: Path) -> None:
     nodes: list[Node] = [("Own", ["x"], ["a"], {"domain": "com.microsoft"}), ("Relu", ["a"], ["y"], {})]
     path = onnx_file(tmp_path / "a.onnx", nodes, X)
-    (rank,) = read_model(ModelRequest(path)).ranks
+    (rank,) = read_model(path).ranks
     assert any("shapes from node1 on are not known" in warning for warning in rank.graph.warnings)
     with pytest.raises(CaptureError, match="shapes of all tensors must be known"):
         TensorProgram.load(path)
@@ -127,7 +127,7 @@ def test_a_damaged_program_is_refused(what: str, tmp_path: Path) -> None:
         tree = json.loads(old.read(name))
         damage(tree)
         new.writestr(name, json.dumps(tree))
-    for read in (lambda: read_model(ModelRequest(tmp_path / "b.pt2")), lambda: TensorProgram.load(tmp_path / "b.pt2")):
+    for read in (lambda: read_model(tmp_path / "b.pt2"), lambda: TensorProgram.load(tmp_path / "b.pt2")):
         with pytest.raises(CaptureError, match=rule) as error:
             read()
         assert "\n" not in str(error.value)

@@ -7,15 +7,15 @@ from pathlib import Path
 import pytest
 
 import stepsight
-from stepsight.experiments.studies.distir import write_gpt2
+from stepsight.experiments.studies.distir import write_model
 
 SIZES = {"layers": 2, "hidden": 64, "heads": 4, "vocab": 128, "seq_len": 16, "batch": 8}
 
 
 def test_every_placement_of_a_gpt2_is_predicted(tmp_path: Path) -> None:
-    pytest.importorskip("onnx")
-    write_gpt2(tmp_path / "gpt2.onnx", SIZES)
-    model = stepsight.TensorProgram.load(tmp_path / "gpt2.onnx", precision="bf16")
+    pytest.importorskip("torch")
+    write_model(tmp_path / "gpt2.pt2", SIZES)
+    model = stepsight.TensorProgram.load(tmp_path / "gpt2.pt2", precision="bf16")
     grid = stepsight.model_grid(model, "h100-sxm-80gb", 4, micro_batches=(1, 2))
     degrees = {(each.data, each.tensor, each.pipeline) for each in grid.placements}
     assert degrees == {(4, 1, 1), (2, 2, 1), (1, 4, 1), (2, 1, 2), (1, 2, 2), (1, 1, 4)}
