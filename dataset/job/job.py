@@ -26,6 +26,7 @@ from stepsight.dataset.hardware.hardware import (
 )
 from stepsight.dataset.job.frameworks import GENERIC, Framework, find_framework, framework_in
 from stepsight.dataset.job.rules import JobTables, broken_rules
+from stepsight.dataset.job.sharding import placement_words, placements_of
 from stepsight.dataset.job.sharding_plans import (
     TABLE_FIELDS,
     TABLE_MODELS,
@@ -132,6 +133,11 @@ class Job(JobTables):
         return self.batch.global_batch * (self.model.seq_len + self.model.encoder_seq_len)
 
     @property
+    def unit(self) -> str:
+        """What ``tokens`` counts: a recommendation model has samples."""
+        return "samples" if self.model.tables else "tokens"
+
+    @property
     def hardware_name(self) -> str:
         """Name of the cluster's hardware, also if ``cluster.hardware`` is the path of a file."""
         return hardware_name(self.cluster.hardware)
@@ -157,8 +163,11 @@ class Job(JobTables):
 
     @property
     def name(self) -> str:
-        """Short name for tables: ``gpt-8L-512h tp2 pp4-1f1b dp1 mb4x2``."""
+        """Short name for tables: ``gpt-8L-512h tp2 pp4-1f1b dp1 mb4x2``, ``dlrm-4T-128h dp8 mb512x1, 4 table-wise``."""
         p, b = self.parallel, self.batch
+        if self.model.tables:
+            places = placements_of(self.model.tables, self.sharding, self.table_ranks)
+            return f"{self.model_name} dp{p.dp} mb{b.micro_batch}x{self.num_micro_batches}, {placement_words(places)}"
         chunks = f"x{p.virtual_stages}" if p.virtual_stages > 1 else ""
         words = [
             self.model_name,

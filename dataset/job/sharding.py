@@ -7,6 +7,7 @@ shard, ``loads_of`` those of all ranks.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -184,6 +185,15 @@ def distinct_rows(table: TableSpec, lookups: float, kept: float = 0.0) -> float:
 def table_names(tables: Iterable[TableSpec]) -> list[str]:
     """Names of tables; torchrec's DLRM names them by their number."""
     return [table.name or f"t_cat_{number}" for number, table in enumerate(tables)]
+
+
+def placement_words(places: Iterable[TablePlacement]) -> str:
+    """How many tables lie in which way: ``12 table-wise, 2 row-wise over 8``."""
+    counts = Counter((place.kind, place.shards, place.location) for place in places)
+    return ", ".join(
+        f"{count} {kind}" + f" over {shards}" * (shards > 1) + f" in {location}" * (location != "hbm")
+        for (kind, shards, location), count in counts.most_common()
+    )
 
 
 def row_state(optimizer: str, dim: int) -> int:

@@ -21,7 +21,7 @@ from stepsight.experiments.questions.what_if import changed_run
 from stepsight.experiments.reports.job_texts import written_text
 from stepsight.experiments.reports.text_table import words
 from stepsight.experiments.search.choices import Choice, SearchResult
-from stepsight.experiments.search.search import search
+from stepsight.experiments.search.search import progress_words, search
 from stepsight.experiments.search.settings import REGRET, Goal, Scenarios
 from stepsight.experiments.tasks.settings import TraceChanges
 from stepsight.simulator.replay.causes import breakdown
@@ -76,8 +76,8 @@ class SearchSection:
         def on_trial(number: int, best: float | None) -> None:
             if self._stopped:
                 raise _StoppedError
-            shortest = "none fits yet" if best is None else f"best {seconds_text(best)}"
-            self._progress = f"{number + 1} strategies predicted, {shortest}"
+            counted, shortest = progress_words(job, best)
+            self._progress = f"{number + 1} {counted} predicted, {shortest}".removesuffix(", ")
 
         try:
             words = [word.strip() for word in self._nodes.split(",") if word.strip()]

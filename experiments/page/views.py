@@ -113,11 +113,11 @@ def answer(facts: Facts, plan: Facts | None = None) -> str:
         ("mfu", f"{100 * facts['mfu']:.1f} %", "MFU"),
     ]
     if facts["tokens_per_s"] is not None:
-        figures.insert(2, ("tokens", f"{facts['tokens_per_s']:,.0f}", "tokens/s"))
+        figures.insert(2, ("tokens", f"{facts['tokens_per_s']:,.0f}", f"{facts['unit']}/s"))
     if plan is not None:
         cost = "no price" if plan["cost"] is None else f"{plan['cost']:,.0f}"
         figures += [
-            ("days", f"{plan['days']:,.1f} days", f"for {plan['tokens']:.4g} tokens".replace("e+", "e")),
+            ("days", f"{plan['days']:,.1f} days", f"for {plan['tokens']:.4g} {plan['unit']}".replace("e+", "e")),
             ("cost", cost, f"cost of {plan['device_hours']:,.0f} device-hours"),
         ]
     shown_figures = (
@@ -200,9 +200,9 @@ def training(plan: Facts) -> str:
     """Duration and cost of a training."""
     energy, failures = plan["energy_kwh"], "mtbf_hours" in plan
     rows = {
-        "Tokens": f"{plan['tokens']:.4g}",
+        plan["unit"].capitalize(): f"{plan['tokens']:.4g}",
         "Duration": f"{plan['days']:.2f} days ({plan['low_days']:.2f} to {plan['high_days']:.2f})",
-        "Tokens per day": f"{plan['tokens_per_day']:.4g}",
+        f"{plan['unit'].capitalize()} per day": f"{plan['tokens_per_day']:.4g}",
         "Device-hours": f"{plan['device_hours']:,.0f}",
         "Cost": "no price is known (--prices)" if plan["cost"] is None else f"{plan['cost']:,.0f}",
         "Energy (estimate: devices at their rated power)": f"{energy:,.0f} kWh" if energy else "no power is known",
@@ -224,7 +224,7 @@ def sensitivity(facts: Facts) -> str:
     ways = {"half": ORANGE, "double": BLUE}
     rows = [(row["name"], [bar(row[way], fill) for way, fill in ways.items() if row[way]]) for row in facts["tornado"]]
     turns = " or ".join(f'<b style="color:{fill}">{way}</b>' for way, fill in (("halved", ORANGE), ("doubled", BLUE)))
-    parts = [f"<p>Change of tokens/s when one thing is {turns}; the rest stays.</p>", bars(rows)]
+    parts = [f"<p>Change of throughput when one thing is {turns}; the rest stays.</p>", bars(rows)]
     for key, points in facts["curves"].items():
         legal = [point for point in points if point["iteration_time_s"] is not None]
         named = {"predicted": "iteration_time_s", "interval, low": "low_s", "interval, high": "high_s"}
@@ -243,7 +243,7 @@ def next_steps(facts: Facts) -> str:
          f"{step['memory_bytes'] / 1e9:.1f}"]
         for step in facts["next_steps"]
     ]  # fmt: skip
-    text = html_table(["change", "tokens/s", "iteration", "memory, GB"], rows)
+    text = html_table(["change", "throughput", "iteration", "memory, GB"], rows)
     if not rows:
         text = "<p>No single change of the strategy that fits in memory is predicted to be faster.</p>"
     return text
@@ -312,7 +312,7 @@ def search_view(result: SearchResult, chosen: int | None = None) -> str:
     header = ["strategy", "iteration", "interval", "memory, GB", "cost", "expected regret", "not told from the best",
               "front"]  # fmt: skip
     titles = ("memory of the fullest stage, GB", "seconds of an iteration")
-    told = f"{result.evaluated} of {result.legal} legal strategies evaluated: {result.proof}."
+    told = f"{result.counts}: {result.proof}."
     sized = "" if dearest is None else " A larger point costs more."
     return (
         f"<p>{escape(told)} Orange: the front of time and memory. Grey: does not fit.{sized}</p>"

@@ -186,7 +186,8 @@ def _point(job: Job, values: dict[str, Any], predictor: Predictor | str | None, 
 
 
 def sweep_text(axes: Sequence[Axis], points: Sequence[Point]) -> str:
-    header = [*(axis.key for axis in axes), "iteration", "interval", "tokens/s", "per device", "MFU %", "GB", "fits"]
+    unit = next((point.prediction.job.unit for point in points if point.prediction is not None), "tokens")
+    header = [*(axis.key for axis in axes), "iteration", "interval", f"{unit}/s", "per device", "MFU %", "GB", "fits"]
     rows: list[list[Any]] = []
     for point in points:
         told = point.to_dict()

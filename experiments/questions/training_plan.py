@@ -92,6 +92,7 @@ def training_plan(prediction: Prediction, goal: Goal, reliability: Reliability |
     cost, energy = told["cost"], told["energy_kwh"]
     return {
         "tokens": goal.tokens,
+        "unit": job.unit,
         "iterations": goal.iterations(job),
         "tokens_per_s": prediction.tokens_per_s * goodput,
         "tokens_per_day": prediction.tokens_per_s * goodput * DAY_S,
@@ -111,4 +112,4 @@ def plan_text(hardware: str, plan: Mapping[str, Any]) -> str:
     cost = f"no price of {hardware} is known (--prices)" if plan["cost"] is None else f"cost {plan['cost']:,.0f}"
     days = f"{plan['days']:.1f} days ({plan['low_days']:.1f} to {plan['high_days']:.1f})"
     lost = f", goodput {100 * plan['goodput']:.1f} %" if "mtbf_hours" in plan else ""
-    return f"{plan['tokens']:.4g} tokens in {days}, {plan['device_hours']:,.0f} device-hours, {cost}{lost}"
+    return f"{plan['tokens']:.4g} {plan['unit']} in {days}, {plan['device_hours']:,.0f} device-hours, {cost}{lost}"

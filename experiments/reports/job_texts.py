@@ -71,10 +71,9 @@ def prediction_report(job: Job, prediction: Prediction) -> dict[str, Any]:
         head.append(f"published  {prediction.published}")
     if prediction.change is not None:
         head.append(f"change     {prediction.change.text}")
-    unit = "samples" if job.model.tables else "tokens"
     speed = (
-        f"{prediction.tokens_per_s:,.0f} {unit}/s, {flops_text(prediction.mfu * prediction.peak_flops)} per device: "
-        f"MFU {100 * prediction.mfu:.1f} %, HFU {100 * prediction.hfu:.1f} % of "
+        f"{prediction.tokens_per_s:,.0f} {job.unit}/s, {flops_text(prediction.mfu * prediction.peak_flops)} "
+        f"per device: MFU {100 * prediction.mfu:.1f} %, HFU {100 * prediction.hfu:.1f} % of "
         f"{flops_text(prediction.peak_flops)} ({job.batch.precision})"
     )
     told = prediction.to_dict()

@@ -19,7 +19,7 @@ from stepsight.dataset.base.errors import JobError
 from stepsight.dataset.job.job import Job
 from stepsight.dataset.kinds.op import Op
 from stepsight.experiments.search.settings import Goal, Seconds
-from stepsight.experiments.search.sharding import sharding_dict
+from stepsight.experiments.search.sharding import sharding_facts
 from stepsight.simulator.memory import Memory, is_tight
 from stepsight.training.prediction.ask_many import Answers
 from stepsight.training.prediction.prediction import Prediction
@@ -124,7 +124,7 @@ class Choice:
             "memory_bytes": self.peak_bytes,
             "fits": self.fits,
             "tight": self.tight,
-            **({"sharding": sharding_dict(self.job)} if self.job.model.tables else {}),
+            **(sharding_facts(self.job) if self.job.model.tables else {}),
         }
 
 
@@ -185,7 +185,25 @@ class SearchResult:
 
     def __repr__(self) -> str:
         best = repr(self.choices[0]) if self.any_fits else "none fits"
-        return f"SearchResult({self.evaluated} of {self.legal} strategies evaluated, best: {best}, {self.proof})"
+        return f"SearchResult({self.counts}, best: {best}, {self.proof})"
+
+    @property
+    def too_large(self) -> int:
+        """Number of evaluated strategies that do not fit in memory."""
+        return min(self.evaluated, sum(not choice.fits for choice in self.choices))
+
+    @property
+    def counts(self) -> str:
+        """The number of strategies, by outcome; of a recommendation model those of placements of its tables."""
+        if self.own is not None and self.own.job.model.tables:
+            return f"{self.evaluated} placements judged by their slowest rank, {len(self.choices)} predicted in full"
+        excluded = self.legal - self.evaluated
+        text = f"{self.legal} legal strateg{'y' if self.legal == 1 else 'ies'}, {self.evaluated} evaluated"
+        if self.too_large:
+            text += f" ({self.too_large} of them too large for the devices' memory)"
+        if by_bounds := excluded - self.undecided:
+            text += f", {by_bounds} excluded by bounds: too slow or too large"
+        return text + (f", {self.undecided} not evaluated" if self.undecided else "")
 
     @property
     def proof(self) -> str:
@@ -292,12 +310,8 @@ class SearchResult:
         """HTML for a notebook: the proof, and the first strategies as a table."""
         columns = ["tp", "cp", "pp", "dp", "micro_batch", "schedule", "zero_stage", "recompute", "iteration_time_s",
                    "low_s", "high_s", "memory_bytes", "fits"]  # fmt: skip
-        head = f"{self.evaluated} of {self.legal} strategies evaluated: {self.proof}"
-        return (
-            f"<p>{escape(head)}</p>{self.to_frame()[columns].head(10).to_html(index=False)}"
-            if self.choices
-            else escape(head)
-        )
+        head = f"<p>{escape(f'{self.counts}: {self.proof}')}</p>"
+        return head + (self.to_frame()[columns].head(10).to_html(index=False) if self.choices else "")
 
 
 def pareto_front(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -37,6 +37,7 @@ from stepsight.experiments.search.sharding import TRIALS as PLACEMENTS
 from stepsight.experiments.search.strategies import VARIED, Grid, scenario_jobs, strategies
 from stepsight.experiments.search.study import Evaluations, MapFn, ask_mapped
 from stepsight.simulator.memory import estimate_memory
+from stepsight.training.corrections.intervals import seconds_text
 from stepsight.training.prediction.ask_many import ask_many
 from stepsight.training.prediction.prediction import predict
 
@@ -93,23 +94,31 @@ def search(
     """
     if scenarios is not None and not isinstance(scenarios, Scenarios):
         raise StepsightError(f"scenarios must be Scenarios, as in Scenarios(nodes=(8, 16)), got {scenarios!r:.80}")
-    with NotebookBar("strategies") as bar:
+    job = Job.of(job)
+    with NotebookBar(progress_words(job, None)[0]) as bar:
         asked = _Asked(
             predictor,
             Space.of(space),
             Goal() if goal is None else goal,
             replace(settings or SearchSettings(), **options),
             ExpertLoads.of(expert_loads),
-            on_trial or (partial(_show_trial, bar) if bar.active else None),
+            on_trial or (partial(_show_trial, bar, job) if bar.active else None),
             map_fn,
         )
         if scenarios is None or scenarios.is_empty:
-            return _search_one(Job.of(job), asked)
-        return _search_scenarios(Job.of(job), asked, scenarios)
+            return _search_one(job, asked)
+        return _search_scenarios(job, asked, scenarios)
 
 
-def _show_trial(bar: NotebookBar, number: int, best: float | None) -> None:
-    bar.show(number + 1, more="none fits yet" if best is None else f"best {best:.4g} s")
+def progress_words(job: Job, best: float | None) -> tuple[str, str]:
+    """What a search of a job counts, and its best time so far, for progress."""
+    if job.model.tables:
+        return "placements", ""
+    return "strategies", "none fits yet" if best is None else f"best {seconds_text(best)}"
+
+
+def _show_trial(bar: NotebookBar, job: Job, number: int, best: float | None) -> None:
+    bar.show(number + 1, more=progress_words(job, best)[1])
 
 
 @dataclass(frozen=True)
@@ -160,7 +169,8 @@ def _search_sharding(job: Job, asked: _Asked) -> SearchResult:
         with suppress(StepsightError):
             choice = predicted(placed(job, baseline_places(job, name)))
             baselines[name] = choice.timed[0] if choice.fits else None
-    ranked = sorted(choices, key=lambda choice: choice.rank(goal))
+    distinct = {choice.seconds: choice for choice in choices[::-1]}  # the same placement of ranks by other numbers
+    ranked = sorted(distinct.values(), key=lambda choice: choice.rank(goal))
     return SearchResult(ranked, found.judged, found.judged, own, goal=goal, baselines=baselines)
 
 

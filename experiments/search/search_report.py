@@ -29,9 +29,8 @@ def search_report(job: Job, result: SearchResult, top: int) -> dict[str, Any]:
     """The best strategies, and how far the best one is from the optimum."""
     told = result.to_dict()
     rows = told.pop("choices")[:top]
-    too_large = min(result.evaluated, sum(not choice.fits for choice in result.choices))
     several = bool(result.plans or result.skipped)
-    lines = [f"{job.name}: {_counts(result, too_large)}"]
+    lines = [f"{job.name}: {result.counts}"]
     lines += _plans(result, top) if several else [_table(rows)]
     own = told["own"]
     if own is not None:
@@ -49,7 +48,7 @@ def search_report(job: Job, result: SearchResult, top: int) -> dict[str, Any]:
     if any(row["tight"] for row in [*rows, *told["plans"][:top], own or told["best"] or {"tight": False}]):
         warnings.append(TIGHT)
     lines += [f"warning: {warning}" for warning in warnings]
-    told |= {"too_large": too_large, "top": rows, "warnings": warnings, "proof": _verdict(result)}
+    told |= {"too_large": result.too_large, "top": rows, "warnings": warnings, "proof": _verdict(result)}
     return {**told, "text": "\n".join(lines)}
 
 
@@ -102,19 +101,6 @@ def _written_strategy(result: SearchResult, choice: Choice | None, out: Path, to
     return f"{text}; of {which} that it expresses this is the best ({slower:+.1f} % iteration time)"
 
 
-def _counts(result: SearchResult, too_large: int) -> str:
-    """The number of strategies, by outcome."""
-    excluded = result.legal - result.evaluated
-    text = f"{result.legal} legal strateg{'y' if result.legal == 1 else 'ies'}, {result.evaluated} evaluated"
-    if too_large:
-        text += f" ({too_large} of them too large for the devices' memory)"
-    if excluded:
-        by_bounds = excluded - result.undecided
-        text += f", {by_bounds} excluded by bounds: too slow or too large" if by_bounds else ""
-        text += f", {result.undecided} not evaluated" if result.undecided else ""
-    return text
-
-
 def _verdict(result: SearchResult) -> str:
     if not result.any_fits:
         return result.proof
@@ -137,7 +123,8 @@ def _verdict(result: SearchResult) -> str:
 
 def _plans(result: SearchResult, top: int) -> list[str]:
     """The best strategy of each of the ``top`` best scenarios; those on the front of time and cost are marked."""
-    front = result.front
+    front, of = result.front, result.own or result.choices[0]
+    tables, unit = of.job.model.tables, of.job.unit
     rows = [
         {"number": number, "strategy": choice.job.name.removeprefix(f"{choice.job.model_name} "), **row}
         for number, (row, choice) in enumerate(zip(result.to_dict()["plans"], result.plans, strict=True), start=1)
@@ -147,10 +134,10 @@ def _plans(result: SearchResult, top: int) -> list[str]:
         "nodes": "nodes",
         "cluster": lambda row: f"{row['hardware']} {row['fabric']}",
         "batch": "global_batch",
-        "tokens": "seq_len",
+        **({} if tables else {"tokens": "seq_len"}),
         "best strategy": "strategy",
         "iteration": lambda row: seconds_text(row["iteration_time_s"]),
-        "tokens/s/device": lambda row: f"{row['tokens_per_s_per_device']:,.0f}",
+        f"{unit}/s/device": lambda row: f"{row['tokens_per_s_per_device']:,.0f}",
         "training": lambda row: days_text(row["training_time_s"]),
     }
     if any(row["cost"] is not None for row in rows):
@@ -166,7 +153,7 @@ def _plans(result: SearchResult, top: int) -> list[str]:
         lines.append(f"{len(rows) - top} more combinations (--top {len(rows)} prints all)")
     goal = result.goal
     penalty = f" * (1 + batch / {goal.critical_batch:g})" if goal.critical_batch else ""
-    lines.append(f"by {goal.objective}; training on {goal.tokens:.4g}{penalty} tokens")
+    lines.append(f"by {goal.objective}; training on {goal.tokens:.4g}{penalty} {unit}")
     return [*lines, *(f"skipped: {text}" for text in result.skipped)]
 
 
@@ -221,10 +208,13 @@ def _rivals(result: SearchResult) -> list[str]:
 def _table(rows: list[dict[str, Any]]) -> str:
     """The strategies; columns without information are left out."""
     numbered = [{"#": number, **row} for number, row in enumerate(rows, start=1)]
-    columns: dict[str, str | Callable[[dict[str, Any]], Any]] = {"#": "#", "tp": "tp"}
-    columns |= {axis: axis for axis in ("cp", "ep") if any(row[axis] > 1 for row in rows)}
-    columns |= {"pp": "pp", "dp": "dp", "mb": "micro_batch", "schedule": _schedule, "zero": _sharding}
-    columns |= {"recompute": _recompute, "sp": lambda row: "yes" if row["sequence_parallel"] else "no"}
+    columns: dict[str, str | Callable[[dict[str, Any]], Any]] = {"#": "#"}
+    if any("sharding" in row for row in rows):
+        columns |= {"tables": "placement", "busiest": lambda row: f"{row['imbalance']:.3g}"}
+    else:
+        columns |= {axis: axis for axis in ("tp", "cp", "ep") if axis == "tp" or any(row[axis] > 1 for row in rows)}
+        columns |= {"pp": "pp", "dp": "dp", "mb": "micro_batch", "schedule": _schedule, "zero": _sharding}
+        columns |= {"recompute": _recompute, "sp": lambda row: "yes" if row["sequence_parallel"] else "no"}
     if len({row["order"] for row in rows}) > 1:
         columns["order"] = "order"
     if any(row["stage_layers"] for row in rows):

@@ -37,7 +37,9 @@ from stepsight.dataset.job.sharding import (
     held_bytes,
     least_busy,
     loads_of,
+    placement_words,
     placements_of,
+    rank_tables,
     ruled_kinds,
     shard_amounts,
     shard_lookup,
@@ -216,10 +218,15 @@ def placed(job: Job, places: Sequence[TablePlacement]) -> Job:
     return replace(job, sharding=replace(job.sharding, plan="", tables=tuple(places)))
 
 
-def sharding_dict(job: Job) -> dict[str, Any]:
-    """The table ``[sharding]`` of a job, with the placement of every table; plain values for JSON."""
-    places = placements_of(job.model.tables, job.sharding, job.table_ranks)
-    return {**asdict(job.sharding), "tables": [{**asdict(place), "ranks": list(place.ranks)} for place in places]}
+def sharding_facts(job: Job) -> dict[str, Any]:
+    """The table ``[sharding]`` of a job with the placement of every table, plain values for JSON; the placement in
+    words, and what the slowest rank looks up over the mean.
+    """
+    tables, ranks = job.model.tables, job.table_ranks
+    places = placements_of(tables, job.sharding, ranks)
+    stated = {**asdict(job.sharding), "tables": [{**asdict(place), "ranks": list(place.ranks)} for place in places]}
+    share = rank_tables(tables, places, ranks, job.sharding).mean_share
+    return {"sharding": stated, "placement": placement_words(places), "imbalance": 1.0 / share}
 
 
 def has_torchrec() -> bool:
@@ -316,25 +323,16 @@ def torchrec_plan(plan: Mapping[str, Mapping[str, Mapping[str, Any]]], device: s
     from torch.distributed._shard.sharding_spec.api import EnumerableShardingSpec
     from torchrec.distributed.types import EmbeddingModuleShardingPlan, ParameterSharding, ShardingPlan
 
-    modules = {}
-    for module, tables in plan.items():
-        own = EmbeddingModuleShardingPlan()
-        for name, entry in tables.items():
-            shards = [
-                ShardMetadata(
-                    shard_offsets=shard["shard_offsets"],
-                    shard_sizes=shard["shard_sizes"],
-                    placement=shard["placement"]
-                    if device == "cuda"
-                    else f"{shard['placement'].partition('/')[0]}/{device}",
-                )
-                for shard in entry.get("sharding_spec", {}).get("shards", ())
-            ]
-            own[name] = ParameterSharding(
-                sharding_type=entry["sharding_type"],
-                compute_kernel=entry["compute_kernel"],
-                ranks=entry["ranks"] or None,
-                sharding_spec=EnumerableShardingSpec(shards) if shards else None,
-            )
-        modules[module] = own
-    return ShardingPlan(plan=modules)
+    def sharding(entry: Mapping[str, Any]) -> ParameterSharding:
+        shards = [
+            ShardMetadata(**{**shard, "placement": shard["placement"].replace("/cuda", f"/{device}")})
+            for shard in entry.get("sharding_spec", {}).get("shards", ())
+        ]
+        spec = EnumerableShardingSpec(shards) if shards else None
+        return ParameterSharding(entry["sharding_type"], entry["compute_kernel"], entry["ranks"] or None, spec)
+
+    modules = {
+        module: EmbeddingModuleShardingPlan({name: sharding(entry) for name, entry in tables.items()})
+        for module, tables in plan.items()
+    }
+    return ShardingPlan(modules)

@@ -1,8 +1,8 @@
-"""Layers of each pipeline stage by dynamic programming, with embedding, head, memory and slower nodes.
+"""Layers of each pipeline stage, with embedding, head, memory and slower nodes.
 
 The time and the memory of every part of the model are taken as linear in its layers.  Two predictions, which differ by
-one layer between neighbouring parts, give the lines.  The dynamic program then minimizes the longest part; the result
-is predicted, and becomes the next point of departure.
+one layer between neighbouring parts, give the lines.  What minimizes the longest part by these lines is
+predicted, and becomes the next point of departure.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 Floats: TypeAlias = NDArray[np.float64]
 Counts: TypeAlias = tuple[int, ...]
-MOST_ROUNDS = 4  # rounds of lines and dynamic program
+MOST_ROUNDS = 4  # rounds of lines and shares
 MOST_MOVES, MOST_PREDICTIONS = 12, 100  # rounds of moving single layers, after that; and of both together
 _LESS = 1e-6  # relative; smaller differences count as equal
 
@@ -87,7 +87,7 @@ def least_bottleneck(
 ) -> Counts:
     """Layers of each part with the sum ``layers`` that minimise the longest part.
 
-    Of several such shares it takes the one whose parts' squares add up to least.
+    Each layer goes to the part that is shortest with it: parts only grow, so no other share has a shorter longest part.
 
     Args:
         intercept, slope: Seconds of each part without layers, and of each of its layers, shape ``(num_parts,)``.
@@ -96,25 +96,13 @@ def least_bottleneck(
     Returns:
         One count for each part; empty if the limits cannot be kept.
     """
-    longest = np.full((len(slope) + 1, layers + 1), np.inf)
-    squares = longest.copy()
-    longest[0, 0], squares[0, 0] = 0.0, 0.0
-    chosen = np.zeros((len(slope) + 1, layers + 1), dtype=np.int64)
-    for part in range(len(slope)):
-        for count in range(least[part], min(most[part], layers) + 1):
-            cost = float(intercept[part] + slope[part] * count)
-            before, after = slice(0, layers + 1 - count), slice(count, layers + 1)
-            time, square = np.maximum(longest[part, before], cost), squares[part, before] + cost**2
-            now, now_square = longest[part + 1, after], squares[part + 1, after]
-            shorter = (time < now) | ((time == now) & (square < now_square))
-            now[shorter], now_square[shorter] = time[shorter], square[shorter]
-            chosen[part + 1, after][shorter] = count
-    if np.isinf(longest[-1, layers]):
-        return ()
-    counts: list[int] = []
-    for part in range(len(slope), 0, -1):
-        counts.append(int(chosen[part, layers - sum(counts)]))
-    return tuple(counts[::-1])
+    counts = np.array(least)
+    while counts.sum() < layers:
+        after = np.where(counts < most, intercept + slope * (counts + 1), np.inf)
+        counts[after.argmin()] += 1
+        if np.isinf(after.min()):
+            return ()
+    return tuple(counts.tolist()) if counts.sum() == layers else ()
 
 
 class _Search:
@@ -143,7 +131,7 @@ class _Search:
         return min(self.tried, key=key)
 
     def next_counts(self, counts: Counts) -> Counts:
-        """The distribution that the dynamic program chooses, by lines through one and its shifted neighbour.
+        """The distribution with the shortest longest part, by lines through one and its shifted neighbour.
 
         In the neighbour, of every two neighbouring parts, one has given a layer to the other.
         """

@@ -388,16 +388,16 @@ def _on_nodes(path: Path, overrides: JobOptions, nodes: int) -> tuple[Job, Job, 
 
 def _searched(job: Job, settings: SearchSettings, workers: int, uneven: bool, asked: dict[str, Any]) -> SearchResult:
     """Search with progress on stderr."""
-    from stepsight.experiments.search.search import search
+    from stepsight.experiments.search.search import progress_words, search
     from stepsight.experiments.search.stage_layers import with_uneven_stages
     from stepsight.experiments.search.study import local_map
 
-    tell, evaluated = progress("strategies"), 0
+    tell, evaluated = progress(progress_words(job, None)[0]), 0
 
     def on_trial(number: int, best: float | None) -> None:
         nonlocal evaluated
         evaluated = number + 1
-        tell(evaluated, settings.trials or "", "none fits yet" if best is None else f"best {best:.4g} s")
+        tell(evaluated, settings.trials or "", progress_words(job, best)[1])
 
     with local_map(workers) as map_fn:
         result = search(job, settings=settings, on_trial=on_trial, map_fn=map_fn, **asked)

@@ -95,14 +95,13 @@ class Prediction:
             for name, seconds in self.breakdown.items()
             if seconds > LEAST_SHOWN * whole
         )
-        outside = 100 * self.unsupported_share
         fits = "" if memory.fits else " (does not fit)"
         return (
             f"<b>{escape(_cut(self.job.name, 120))}</b><br>"
             f"{seconds_text(whole)} per iteration, 90 % interval {interval_text(self.low_s, self.high_s)}; "
             f"{memory.peak_bytes / 1e9:.1f} of {memory.capacity_bytes / 1e9:.1f} GB{fits}; "
-            f"{self.tokens_per_s:,.0f} tokens/s, MFU {100 * self.mfu:.1f} %<br>"
-            f"<small>{escape(self.source)}; {outside:.0f} % of the time outside the measured range</small>"
+            f"{self.tokens_per_s:,.0f} {self.job.unit}/s, MFU {100 * self.mfu:.1f} %<br>"
+            f"<small>{escape(self.source)}; {self.unsupported_share:.0%} of the time outside the measured range</small>"
             f"<table>{rows}</table>"
         )
 
@@ -332,6 +331,7 @@ class Prediction:
             **exchange_facts(self.breakdown),
             "memory": self.memory.to_dict(),
             "num_micro_batches": self.job.num_micro_batches,
+            "unit": self.job.unit,
             "tokens_per_s": self.tokens_per_s,
             "mfu": self.mfu,
             "hfu": self.hfu,
