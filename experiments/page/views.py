@@ -285,11 +285,12 @@ def timed_choices(result: SearchResult) -> list[Choice]:
 
 def search_view(result: SearchResult, chosen: int | None = None) -> str:
     """The strategies of a search: time over memory, the front, regret and doubt; ``chosen``: number of one of them."""
-    choices = timed_choices(result)
-    goal = result.goal
+    from stepsight.experiments.search.choices import front_of
+
+    choices, goal = timed_choices(result), result.goal
     costs = [goal.objectives(choice.job, choice.timed)["cost"] for choice in choices]
     dearest = max((cost for cost in costs if cost is not None), default=None)
-    front = _front([(choice.peak_bytes, choice.timed[0]) if choice.fits else None for choice in choices])
+    front = front_of([(choice.peak_bytes, choice.timed[0]) if choice.fits else None for choice in choices])
     rivals = {id(rival.choice): rival for rival in result.rivals}
     points: list[dict[str, Any]] = []
     for at, (choice, cost) in enumerate(zip(choices, costs, strict=True)):
@@ -318,16 +319,6 @@ def search_view(result: SearchResult, chosen: int | None = None) -> str:
         f"<p>{escape(told)} Orange: the front of time and memory. Grey: does not fit.{sized}</p>"
         f'<div data-testid="front">{scatter(points, *titles, line)}</div>{html_table(header, rows)}'
     )
-
-
-def _front(points: Sequence[tuple[float, float] | None]) -> list[int]:
-    """Numbers of the points that no other one beats in both values, the least first value first."""
-    found, least = [], float("inf")
-    for point, at in sorted((point, at) for at, point in enumerate(points) if point is not None):
-        if point[1] < least:
-            found.append(at)
-            least = point[1]
-    return found
 
 
 def trace_view(told: Facts, split: Facts) -> str:

@@ -328,13 +328,17 @@ def pareto_front(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     if not rows:
         return []
     second = cost_axis(rows)
-    points = np.array([(row["training_time_s"], row[second]) for row in rows], dtype=np.float64)
-    front, least = [], np.inf
-    for at in np.lexsort((points[:, 1], points[:, 0])).tolist():
-        if points[at, 1] < least:
-            front.append(rows[at])
-            least = points[at, 1]
-    return front
+    return [rows[at] for at in front_of([(row["training_time_s"], row[second]) for row in rows])]
+
+
+def front_of(points: Sequence[tuple[float, float] | None]) -> list[int]:
+    """Numbers of the points that no other one beats in both values, the least first value first."""
+    found, least = [], math.inf
+    for point, at in sorted((point, at) for at, point in enumerate(points) if point is not None):
+        if point[1] < least:
+            found.append(at)
+            least = point[1]
+    return found
 
 
 def cost_axis(rows: Sequence[dict[str, Any]]) -> str:

@@ -212,10 +212,7 @@ class Block:
 
     def places(self, index: int) -> list[int]:
         """Places of a strategy's values; the last choice varies fastest."""
-        places, rest = [0] * len(self.shape), index - self.first
-        for axis in range(len(self.shape) - 1, -1, -1):
-            rest, places[axis] = divmod(rest, self.shape[axis])
-        return places
+        return [int(place) for place in np.unravel_index(index - self.first, self.shape)]
 
 
 class Grid:
@@ -255,11 +252,6 @@ class Grid:
     def _block(self, index: int) -> Block:
         return self._ordered[bisect_right(self._firsts, index) - 1]
 
-    def _point(self, index: int) -> tuple[Block, list[Any]]:
-        """The block of a strategy, and its further choices."""
-        block = self._block(index)
-        return block, [values[at] for values, at in zip(block.parameters.values(), block.places(index), strict=True)]
-
     def strategy(self, index: int) -> Job:
         """The job in a strategy."""
         block = self._block(index)
@@ -290,8 +282,9 @@ class Grid:
 
     def params(self, index: int) -> dict[str, Any]:
         """Parameters of a trial: ``layout``, and one for each further choice."""
-        block, chosen = self._point(index)
-        return {"layout": str(block.layout), **dict(zip(block.parameters, chosen, strict=True))}
+        block = self._block(index)
+        chosen = zip(block.parameters.items(), block.places(index), strict=True)
+        return {"layout": str(block.layout), **{name: values[at] for (name, values), at in chosen}}
 
     @cached_property
     def distributions(self) -> dict[str, dict[str, Any]]:
