@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import csv
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
@@ -251,17 +252,19 @@ def check_sharding(rules: Rules, model: ModelSpec, spec: ShardingSpec, ranks: Ra
     rules.lies("sharding.cache", spec.cache, 0, 1)
     rules.lies("sharding.replicate_mbytes", spec.replicate_mbytes, 0, 1e6)
     names = table_names(model.tables)
-    stated, sizes = {place.name: place for place in spec.tables}, dict[str, str]()
+    stated, sizes = Counter(place.name for place in spec.tables), dict[str, str]()
+    widths = {name: table.dim for name, table in zip(names, model.tables, strict=True)}
     for name, table in zip(names, model.tables, strict=True):
         size = table_bytes(table, spec.optimizer)
         sizes[name] = f"table {name!r:.80} ({table.rows} x {table.dim}, {size:.0f} bytes with its optimizer's state)"
         rules.require(not spec.plan or name in stated, f"the plan {spec.plan!r:.80} misses {sizes[name]}")
+        rules.require(stated[name] < 2, f"a plan places each table once, got {stated[name]} times {sizes[name]}")
     strange = sorted(set(stated) - set(names))
     rules.require(
         not strange, f"a plan places tables of the model ({', '.join(names):.200}), got {', '.join(strange):.80}"
     )
     for place in spec.tables if not strange else ():
-        count = len(place.ranks)
+        count, by_columns = len(place.ranks), place.kind == COLUMN
         known = place.kind in _TYPES.values() and place.location in LOCATIONS
         many = {TABLE: count == 1, REPLICATED: count == 0}.get(place.kind, count >= 1)
         rules.require(
@@ -270,17 +273,12 @@ def check_sharding(rules: Rules, model: ModelSpec, spec: ShardingSpec, ranks: Ra
             f"{', '.join(LOCATIONS)}, and ranks must lie from 0 to {ranks.num - 1}, one for table-wise and none for "
             f"data-parallel, got {place.kind!r:.40}, {place.location!r:.40} and {place.ranks!s:.80}",
         )
-    if not rules:
-        _check_bytes(rules, model, sizes, (spec, ranks, hardware))
-
-
-def _check_bytes(
-    rules: Rules, model: ModelSpec, sizes: Mapping[str, str], where: tuple[ShardingSpec, Ranks, Any]
-) -> None:
-    """Every shard fits a device or a host."""
-    spec, ranks, hardware = where
+        rules.require(
+            not by_columns or not many or (count - 1) * -(-widths[place.name] // count) < widths[place.name],
+            f"{sizes[place.name]}: each column shard must have a column, got {count} shards",
+        )
     facts = find_hardware(hardware)
-    for table, place in zip(model.tables, placements_of(model.tables, spec, ranks), strict=True):
+    for table, place in zip(model.tables, placements_of(model.tables, spec, ranks), strict=True) if not rules else ():
         amounts = shard_amounts(table, place.kind, place.shards, place.location, ranks, spec)
         held = amounts[PARAMETERS] + amounts[STATES]
         most = facts.memory_bytes if facts is not None else held

@@ -22,7 +22,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -99,6 +99,7 @@ CHIP_WEIGHT = 0.5  # divided by the number of sources with runs on the chip
 SOURCE_POWER = 0.5  # a run's weight is one over this power of the number of runs of its source
 LEVEL = 0.92  # of the quantile: it holds ``COVERAGE`` of the runs of sources left out in turn
 DOWN, UP = 0.9, 1.1  # parts of a half width below and above the prediction
+RECOMMENDATION = "recommendation"  # kind of a job
 HOSTS = (0.6, 3.0)  # times of a host over predicted ones, in nine of ten functional tests of Megatron-LM (2024-26)
 MOST_KNOWN = 4096
 
@@ -114,7 +115,8 @@ class JobClass:
 def class_of(job: Job) -> JobClass:
     """The likeness of a job."""
     narrow, fused = job.batch.precision in QUANTIZED, job.model.fused_attention
-    return job_class(bool(job.model.experts), narrow, fused, job.hardware_name, job.cluster.num_devices)
+    like = job_class(bool(job.model.experts), narrow, fused, job.hardware_name, job.cluster.num_devices)
+    return replace(like, kind=(RECOMMENDATION, *like.kind[1:])) if job.model.tables else like
 
 
 def job_class(mixture: bool, narrow: bool, fused: bool, hardware: str, devices: int) -> JobClass:
@@ -167,7 +169,9 @@ def uncalibrated_ends(
     """
     outside, host = shares
     if public and not intervals.num_runs:
-        return ends_of(published_widths().half_width_of(like, outside, without), host)
+        half = published_widths().half_width_of(like, outside, without)
+        # No published run of a recommendation model judges the widths: its lookups were never measured at all.
+        return ends_of(half + UNSUPPORTED_LOG * outside * (like.kind[0] == RECOMMENDATION), host)
     half = grown_half_width(intervals, outside, like.devices)
     return half, half
 
