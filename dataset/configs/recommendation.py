@@ -66,10 +66,8 @@ def read_flags(file: ConfigFile, draft: Draft) -> None:
     if len(hot) != len(sizes):
         raise JobError(f"--multi_hot_sizes must have a size for each of {len(sizes)} tables, got {len(hot)}")
     pairs = zip(sizes, hot, strict=True)
-    model: dict[str, Any] = {
-        "tables": [{"rows": rows, "dim": int(width), "pooling": float(min(each, rows))} for rows, each in pairs]
-    }
-    words = {"tables": f"--{rows_flag}"}
+    tables = [{"rows": rows, "dim": int(width), "pooling": float(min(each, rows))} for rows, each in pairs]
+    model, words = dict[str, Any](tables=tables), {"tables": f"--{rows_flag}"}
     for key, names in (("bottom_mlp", _BOTTOM), ("top_mlp", _TOP)):
         flag, value = first(names)
         if value:
@@ -143,16 +141,11 @@ def read_hugectr(file: ConfigFile, draft: Draft) -> None:
     model: dict[str, Any] = {"tables": sparse}
     meets = next((at for at, kind in enumerate(kinds) if kind in ("Interaction", "MultiCross", "Concat")), len(kinds))
     outs = [(at, _table(layer, "fc_param").get("num_output")) for at, layer in enumerate(layers)]
-    model["bottom_mlp"] = [size for at, size in outs if type(size) is int and at < meets] or [
-        512,
-        256,
-        sparse[0]["dim"],
-    ]
+    bottom = [size for at, size in outs if type(size) is int and at < meets]
+    model["bottom_mlp"] = bottom or [512, 256, sparse[0]["dim"]]
     model["top_mlp"] = [size for at, size in outs if type(size) is int and at > meets] or [1]
     model["interaction"] = "dcn-v2" if "MultiCross" in kinds else "dot"
-    cross: Mapping[str, Any] = next(
-        (_table(layer, "mc_param") for layer in layers if layer.get("type") == "MultiCross"), {}
-    )
+    cross = next((_table(layer, "mc_param") for layer in layers if layer.get("type") == "MultiCross"), _table({}, ""))
     whole = {"cross_layers": cross.get("num_layers"), "cross_rank": cross.get("projection_dim")}
     whole["dense_features"] = _table(data, "dense").get("dense_dim")
     model |= {name: value for name, value in whole.items() if type(value) is int and value > 0}

@@ -227,11 +227,6 @@ QUANTITIES = 9
 INDICES, SUMS, IN_NODE, MOVED, PARAMETERS, STATES, ON_HOST, REPLICAS, RECEIVED = range(QUANTITIES)
 
 
-def adds_in_node(kind: str, shards: int, ranks: Ranks) -> bool:
-    """Whether ranks of a node add their partial sums before these leave it, as a reduce-scatter does."""
-    return kind in (ROW, TABLE_ROW) and ranks.num > ranks.per_node and shards % ranks.per_node == 0
-
-
 @cached(65536)
 def shard_amounts(table: TableSpec, kind: str, shards: int, location: str, ranks: Ranks, spec: ShardingSpec) -> Floats:
     """Quantities that one shard adds to its rank, shape ``(QUANTITIES,)``; the same array each time."""
@@ -244,8 +239,8 @@ def shard_amounts(table: TableSpec, kind: str, shards: int, location: str, ranks
     states = share * table.rows * 4.0 * row_state(spec.optimizer, table.dim)
     kept = {"hbm": 1.0, "uvm": spec.cache, "host": 0.0}[location]
     sums, in_node = float(look.bags * look.dim), 0.0
-    if adds_in_node(kind, shards, ranks):
-        sums, in_node = sums / ranks.per_node, sums
+    if kind in (ROW, TABLE_ROW) and ranks.num > ranks.per_node and shards % ranks.per_node == 0:
+        sums, in_node = sums / ranks.per_node, sums  # ranks of a node add partial sums first, as a reduce-scatter does
     held = kept * parameters, kept * states, (1.0 - kept) * (parameters + states)
     if kind == REPLICATED:
         return np.array([0.0, 0.0, 0.0, moved, *held, float(table.rows * table.dim), 0.0])

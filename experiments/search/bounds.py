@@ -221,13 +221,6 @@ class ShapeTable:
         return np.asarray(self._kept[ids, :, plain] @ (counts - again).T + self._kept[ids, :, full] @ again.T)
 
 
-def _sharing(job: Job, hardware: Hardware) -> Sharing:
-    """How the replicas of a job share its states."""
-    semantics, groups = semantics_of(job, hardware.kind), groups_of(job)
-    states = states_of(job.parallel, semantics, job.batch.dtype, groups)
-    return Sharing(job, semantics, groups, states, hardware.kind != "cpu")
-
-
 class _BlockBounds:
     """Bounds of one block of a grid.
 
@@ -242,7 +235,11 @@ class _BlockBounds:
         self._zeros: list[list[Sharing]] = []  # ways of sharding, one for each order of ranks
         for zero in block.options["zero_stage"].values():
             jobs = [grid.build(block.layout, sequence_parallel=False, **zero, **order) for order in self._orders]
-            self._zeros.append([_sharing(job, hardware) for job in jobs])
+            self._zeros.append([])
+            for job in jobs:  # how its replicas share its states
+                semantics, groups = semantics_of(job, hardware.kind), groups_of(job)
+                states = states_of(job.parallel, semantics, job.batch.dtype, groups)
+                self._zeros[-1].append(Sharing(job, semantics, groups, states, hardware.kind != "cpu"))
         self._fully = np.array([int(shared[0].job.parallel.zero_stage == 3) for shared in self._zeros])
         self._recompute = [  # kind, of every n-th layer, whether offloaded
             (sets["recompute"], sets.get("recompute_every", 1), int(sets["offload_activations"]))

@@ -160,8 +160,8 @@ def _search_sharding(job: Job, asked: _Asked) -> SearchResult:
     assert own.prediction is not None
     costs = PlacementCosts(job, own.prediction.latency)
     timeout_s = math.inf if settings.timeout_s is None else settings.timeout_s
-    found = search_places(costs, settings.trials or PLACEMENTS, settings.seed, timeout_s, asked.on_trial)
-    best = [places for places in found.places[: max(settings.top, FULL)] if costs.fits(costs.loads(places))]
+    found, judged = search_places(costs, settings.trials or PLACEMENTS, settings.seed, timeout_s, asked.on_trial)
+    best = [places for places in found[: max(settings.top, FULL)] if costs.fits(costs.loads(places))]
     choices = [own, *(predicted(placed(job, places)) for places in best)]
     baselines = dict[str, float | None]()
     for name in (*BASELINES, *(["torchrec"] if has_torchrec() else [])):
@@ -171,7 +171,7 @@ def _search_sharding(job: Job, asked: _Asked) -> SearchResult:
             baselines[name] = choice.timed[0] if choice.fits else None
     distinct = {choice.seconds: choice for choice in choices[::-1]}  # the same placement of ranks by other numbers
     ranked = sorted(distinct.values(), key=lambda choice: choice.rank(goal))
-    return SearchResult(ranked, found.judged, found.judged, own, goal=goal, baselines=baselines)
+    return SearchResult(ranked, judged, judged, own, goal=goal, baselines=baselines)
 
 
 def _search_scenarios(job: Job, asked: _Asked, scenarios: Scenarios) -> SearchResult:

@@ -12,7 +12,7 @@ import math
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import numpy as np
@@ -155,22 +155,18 @@ def baseline_places(job: Job, name: str, seed: int = 0) -> tuple[TablePlacement,
     return tuple([TablePlacement(name=own, kind=TABLE, ranks=(rank,), location=location) for own, rank in pairs])
 
 
-@dataclass(frozen=True)
-class ShardingSearch:
-    """Placements that a search found, best first, and how many were judged."""
-
-    places: tuple[tuple[TablePlacement, ...], ...]
-    judged: int
-
-
 def search_places(
     costs: PlacementCosts,
     trials: int = TRIALS,
     seed: int = 0,
     timeout_s: float = math.inf,
     on_trial: Callable[[int, float | None], None] | None = None,
-) -> ShardingSearch:
-    """Move one table at a time, as in annealing, from the best of a few placements."""
+) -> tuple[list[tuple[TablePlacement, ...]], int]:
+    """Move one table at a time, as in annealing, from the best of a few placements.
+
+    Returns:
+        The placements that were best at some time, best first, and how many were judged.
+    """
     job, random, begin = costs.job, np.random.default_rng(seed), time.monotonic()
     free = replace(job.sharding, tables=(), plan="", rule=AUTO)
     starts = [placements_of(costs.tables, job.sharding, costs.ranks), placements_of(costs.tables, free, costs.ranks)]
@@ -196,7 +192,7 @@ def search_places(
                 least = found[tuple(current)] = seconds
         if on_trial is not None and count % 1000 == 0:
             on_trial(count - 1, None)
-    return ShardingSearch(tuple(sorted(found, key=lambda one: found[one])), count)
+    return sorted(found, key=lambda one: found[one]), count
 
 
 def _moved(
@@ -247,10 +243,13 @@ def planner_places(job: Job) -> tuple[TablePlacement, ...]:
     """
     if not has_torchrec():
         raise StepsightError("torchrec's planner needs torchrec 1.8, which is not installed")
+    import torch
     from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
     from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology
     from torchrec.distributed.planner.types import PlannerError
     from torchrec.distributed.types import ModuleSharder
+    from torchrec.modules.embedding_configs import EmbeddingBagConfig
+    from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
     ranks, facts = job.table_ranks, find_hardware(job.cluster.hardware)
     topology = Topology(
@@ -264,38 +263,27 @@ def planner_places(job: Job) -> tuple[TablePlacement, ...]:
         name: ParameterConstraints(pooling_factors=[table.pooling], num_poolings=[1.0])
         for name, table in zip(names, job.model.tables, strict=True)
     }
+    configs = [
+        EmbeddingBagConfig(num_embeddings=table.rows, embedding_dim=table.dim, name=name, feature_names=[name])
+        for name, table in zip(names, job.model.tables, strict=True)
+    ]
     with warnings.catch_warnings(action="ignore"):
         planner = EmbeddingShardingPlanner(topology=topology, batch_size=ranks.samples, constraints=constraints)
-    sharders: list[ModuleSharder[Any]] = [EmbeddingBagCollectionSharder()]
-    logging.disable(logging.WARNING)
-    try:
-        with warnings.catch_warnings(action="ignore"):
-            plan = planner.plan(_collection(job.model.tables), sharders)
-    except PlannerError as error:
-        raise StepsightError(f"torchrec's planner finds no plan: {str(error).splitlines()[0]:.200}") from None
-    finally:
-        logging.disable(logging.NOTSET)
+        sharders: list[ModuleSharder[Any]] = [EmbeddingBagCollectionSharder()]
+        logging.disable(logging.WARNING)
+        try:
+            collection = EmbeddingBagCollection(device=torch.device("meta"), tables=configs)  # without memory
+            plan = planner.plan(collection, sharders)
+        except PlannerError as error:
+            raise StepsightError(f"torchrec's planner finds no plan: {str(error).splitlines()[0]:.200}") from None
+        finally:
+            logging.disable(logging.NOTSET)
     keys = ("sharding_type", "compute_kernel", "ranks")
     entries = {
         name: {key: getattr(own, key) for key in keys} for one in plan.plan.values() for name, own in one.items()
     }
     by_name = {place.name: place for place in placements_in(entries, "torchrec's plan")}
     return tuple([by_name[name] for name in names])
-
-
-def _collection(tables: tuple[TableSpec, ...]) -> Any:
-    """The tables as an ``EmbeddingBagCollection`` without memory."""
-    import torch
-    from torchrec.modules.embedding_configs import EmbeddingBagConfig
-    from torchrec.modules.embedding_modules import EmbeddingBagCollection
-
-    return EmbeddingBagCollection(
-        device=torch.device("meta"),
-        tables=[
-            EmbeddingBagConfig(num_embeddings=table.rows, embedding_dim=table.dim, name=name, feature_names=[f"f{at}"])
-            for at, (name, table) in enumerate(zip(table_names(tables), tables, strict=True))
-        ],
-    )
 
 
 def tables_of(collection: Any) -> tuple[TableSpec, ...]:

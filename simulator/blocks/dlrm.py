@@ -110,12 +110,10 @@ def _joined(shape: RankShape) -> tuple[Op, ...]:
 
 def lookup_op(look: Lookup, *, backward: bool = False) -> Op:
     """One call on all tables of a ``Lookup``."""
-    dims: tuple[int, ...] = (look.indices, look.dim, look.bags, min(look.distinct, look.indices), look.tables)
-    return (
-        Op("table_lookup_backward", (*dims, look.state), look.dtype)
-        if backward
-        else Op("table_lookup", dims, look.dtype)
-    )
+    dims = (look.indices, look.dim, look.bags, min(look.distinct, look.indices), look.tables)
+    if backward:
+        return Op("table_lookup_backward", (*dims, look.state), look.dtype)
+    return Op("table_lookup", dims, look.dtype)
 
 
 def lookup_ops(tables: RankTables) -> list[tuple[Op, int]]:
