@@ -1,4 +1,6 @@
-"""Recommendation models: predicted and measured lookups on this machine, and placements against torchrec's planner."""
+"""Recommendation models: predicted and measured lookups, steps and exchanges on this machine, and placements against
+torchrec's planner.
+"""
 
 from __future__ import annotations
 
@@ -8,25 +10,44 @@ import os
 import random
 import time
 from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
+from stepsight.dataset.base.files import new_folder, write_text
+from stepsight.dataset.configs.documents import job_toml
 from stepsight.dataset.hardware.hardware import find_hardware
 from stepsight.dataset.harness.ops.callables import op_call
 from stepsight.dataset.harness.ops.input_pool import Pool
+from stepsight.dataset.harness.scripts.launch import Ranks
+from stepsight.dataset.harness.scripts.step_marks import step
 from stepsight.dataset.job.job import Job
-from stepsight.dataset.kinds.op import Op
-from stepsight.experiments.reports.text_table import table
+from stepsight.dataset.job.sharding import REPLICATED, placements_of
+from stepsight.dataset.kinds.op import Collective, Op
+from stepsight.experiments.reports.text_table import table_of
 from stepsight.experiments.search.search import search
+from stepsight.experiments.search.sharding import placed
 from stepsight.experiments.studies.study import Study
+from stepsight.experiments.tasks.collecting import run_plan
+from stepsight.experiments.tasks.scripts import run_script, slowest_of
+from stepsight.training.fitting.train_runs import train
 from stepsight.training.kernels.kernel_models import fit_kernels
+from stepsight.training.measured.planning import make_plan
+from stepsight.training.prediction.prediction import predict
 
 _FORWARD, _BACKWARD = "table_lookup", "table_lookup_backward"
 _WARM = 2  # rounds that are not counted
 _DEVICES = (2, 4, 8, 16)
-NEAR = 1.05  # times the best
+SHARDINGS = ("whole", "columns", "replicas")
+# Elements of sums that each rank sends to each: as large, or the second rank's several times larger.
+SPLITS = tuple((size // ratio, size) for size in (2**14, 2**17, 2**19) for ratio in (1, 2, 4, 8))
+_TAUGHT = 12  # models whose ops and collectives teach
+# One thread computes, and memory that was freed is kept: both as where ops are measured alone.
+_ALONE = {"OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": str(2**32), "MALLOC_TRIM_THRESHOLD_": str(2**32)}
 
 
 def drawn_ops(count: int, seed: int) -> list[Op]:
@@ -72,16 +93,110 @@ def run_lookups(options: argparse.Namespace) -> tuple[Any, str]:
     judged = np.arange(len(ops)) // 2 % 3 == 0  # forward and backward of a signature together
     model = fit_kernels([op for op, own in zip(ops, judged, strict=True) if not own], 1, seconds[~judged], hardware)
     told: dict[str, Any] = {"load": [before, os.getloadavg()[0]], "trained_on": int((~judged).sum())}
-    rows = []
     for kind in (_FORWARD, _BACKWARD):
         mine = [at for at in np.flatnonzero(judged).tolist() if ops[at].kind == kind]
-        error = np.abs(model.seconds([ops[at] for at in mine], 1) / seconds[mine] - 1.0)
-        figures = {"ops": len(mine), "geometric_mean": float(np.exp(np.log(np.maximum(error, 1e-4)).mean()))}
-        figures |= {"mean": float(error.mean()), "p90": float(np.quantile(error, 0.9))}
-        told[kind] = figures
-        rows.append([kind, str(len(mine)), *(f"{100 * figures[key]:.1f}" for key in ("geometric_mean", "mean", "p90"))])
-    text = table(["op", "judged", "geometric mean, %", "mean, %", "p90, %"], rows)
-    return told, f"{text}\nload of the machine: {before:.1f} before, {told['load'][1]:.1f} after"
+        told[kind] = _errors(model.seconds([ops[at] for at in mine], 1), seconds[mine])
+    return told, _error_text(told)
+
+
+def _errors(predicted: Any, measured: Any) -> dict[str, float]:
+    """Relative errors: how many, their geometric mean, mean and 90th percentile."""
+    error = np.abs(np.asarray(predicted) / np.asarray(measured) - 1.0)
+    geometric = float(np.exp(np.log(np.maximum(error, 1e-4)).mean()))
+    figures = {"geometric_mean": geometric, "mean": float(error.mean()), "p90": float(np.quantile(error, 0.9))}
+    return {"judged": len(error), **figures}
+
+
+def _error_text(told: dict[str, Any]) -> str:
+    rows = [{"what": key, **value} for key, value in told.items() if isinstance(value, dict)]
+    percent = {f"{key.replace('_', ' ')}, %": partial(_percent, key) for key in ("geometric_mean", "mean", "p90")}
+    before, after = told["load"]
+    text = table_of(rows, {"": "what", "judged": "judged", **percent})
+    return f"{text}\nload of the machine: {before:.1f} before, {after:.1f} after"
+
+
+def _percent(key: str, row: dict[str, Any]) -> float:
+    return 100.0 * float(row[key])
+
+
+def two_rank_jobs(seed: int) -> list[Job]:
+    """A random model that two cores train, with whole tables, tables split by columns, and a third replicated."""
+    draw = random.Random(seed)
+    dim, samples = draw.choice((32, 64, 128)), draw.choice((256, 512, 1024))
+    tables = [
+        {
+            "rows": int(10 ** draw.uniform(2.5, 5.5)),
+            "dim": dim,
+            "pooling": float(draw.choice((1, 2, 4, 8, 16, 32))),
+            "zipf": draw.uniform(0.6, 1.2),
+        }
+        for _ in range(draw.randint(4, 12))
+    ]
+    dense: dict[str, Any] = {"cross_layers": 2, "cross_rank": draw.choice((16, 32, 64))}
+    dense |= {"bottom_mlp": [draw.choice((64, 128, 256)), dim], "top_mlp": [draw.choice((64, 128, 256)), 32, 1]}
+    job = Job.from_dict(
+        {
+            "framework": "torchrec",
+            "model": {"family": "dlrm", "tables": tables, "interaction": "dcn-v2", **dense},
+            "sharding": {"rule": "table-wise", "pipelined": False},
+            "batch": {"micro_batch": samples, "global_batch": 2 * samples, "precision": "fp32"},
+            "execution": {"engine": "eager-pytorch"},
+            "optimizer": {"kind": "sgd", "clip_grad_norm": False},
+            "cluster": {"hardware": "local-cpu", "devices_per_node": 2},
+        }
+    )
+    places = placements_of(job.model.tables, job.sharding, job.table_ranks)
+    small = sorted(range(len(tables)), key=lambda at: job.model.tables[at].rows)[: len(tables) // 3]
+    mixed = [replace(one, kind=REPLICATED, ranks=()) if at in small else one for at, one in enumerate(places)]
+    return [job, replace(job, sharding=replace(job.sharding, rule="column-wise")), placed(job, mixed)]
+
+
+def _steps(script: Path, arguments: Sequence[str], folder: Path, steps: int, rounds: int) -> Any:
+    """Seconds of a script's steps on two ranks, shape ``(rounds, steps)``."""
+    counts = {"warmup": 2 * steps, "rounds": rounds, "steps": steps, "profile_steps": 0}
+    with new_folder(folder) as part:
+        settings = {"arguments": list(arguments), "timeout_s": 600.0, **counts}
+        found = run_script(script, settings, part, part / "script.log", Ranks.as_torchrun(2), "")
+    return np.array(slowest_of(found))
+
+
+def run_steps(options: argparse.Namespace) -> tuple[Any, str]:
+    """Errors of steps and exchanges; the predictor saw ops and collectives of other models alone."""
+    out, told = options.out, dict[str, Any](load=[os.getloadavg()[0]])
+    os.environ |= _ALONE
+    taught = [job for seed in range(_TAUGHT) for job in two_rank_jobs(seed)]
+    run_plan(make_plan([], profile_jobs=taught, event_seconds=options.event_seconds), out / "events")
+    predictor = train([out / "events"], out / "predictor", progress=False)
+    cases = list[dict[str, Any]]()
+    for seed in range(_TAUGHT, _TAUGHT + options.models):
+        jobs, paths = two_rank_jobs(seed), list[str]()
+        for job, name in zip(jobs, SHARDINGS, strict=True):
+            paths.append(str(out / f"{seed}-{name}.toml"))
+            write_text(Path(paths[-1]), job_toml(job))
+        seconds = _steps(options.script, paths, out / f"steps-{seed}", len(jobs), options.rounds)
+        for at, job in enumerate(jobs):
+            cases.append({"case": Path(paths[at]).stem, "predicted_s": predict(job, predictor).iteration_time_s})
+            cases[-1] |= {"least_s": float(seconds[:, at].min()), "median_s": float(np.median(seconds[:, at]))}
+    exchanged = _steps(Path(__file__), [], out / "exchanges", len(SPLITS), options.rounds)
+    sizes = [Collective("all_to_all", 8 * max(parts), 2, 2) for parts in SPLITS]  # the larger rank's, of two parts
+    predicted = predict(jobs[0], predictor).latency.collective_seconds(sizes)
+    for words, middle in (("least", np.min), ("median", np.median)):
+        told[f"steps, {words}"] = _errors([c["predicted_s"] for c in cases], [c[f"{words}_s"] for c in cases])
+        told[f"unequal exchanges, {words}"] = _errors(predicted, middle(exchanged, axis=0))
+    told["load"].append(os.getloadavg()[0])
+    return {**told, "cases": cases}, _error_text(told)
+
+
+def exchange() -> None:
+    """Exchange unequal parts in turn, as a script that ``run_script`` runs on two ranks."""
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group("gloo")
+    rank = torch.distributed.get_rank()
+    sent = [(torch.zeros(2 * parts[rank]), torch.empty(sum(parts)), list(parts)) for parts in SPLITS]
+    while True:
+        for given, got, parts in sent:
+            torch.distributed.all_to_all_single(got, given, parts, [parts[rank]] * 2)
+            step()
 
 
 def drawn_job(seed: int) -> Job:
@@ -128,11 +243,13 @@ def run_placements(options: argparse.Namespace) -> tuple[Any, str]:
         for name, ratios in legal.items()
         if ratios
     }
-    rows = [
-        [name, str(own["tasks"]), f"{100 * own['regret']:.1f}", f"{own['within_5_percent']} of {options.tasks}"]
-        for name, own in told.items()
-    ]
-    return told, table(["placement", "legal", "predicted regret, %", "within 5 %"], rows)
+    columns = {
+        "placement": lambda row: row[0],
+        "legal": lambda row: row[1]["tasks"],
+        "predicted regret, %": lambda row: 100.0 * row[1]["regret"],
+        "within 5 %": lambda row: f"{row[1]['within_5_percent']} of {options.tasks}",
+    }
+    return told, table_of(list(told.items()), columns)
 
 
 LOOKUPS = Study(
@@ -145,6 +262,18 @@ LOOKUPS = Study(
         "--seed": {"type": int, "default": 0},
     },
 )
+STEPS = Study(
+    "recommendation",
+    "predicted and measured steps of recommendation models, and unequal exchanges, on two ranks; needs FBGEMM",
+    run_steps,
+    {
+        "--script": {"type": Path, "default": Path("examples/scripts/train_dlrm.py"), "help": "what trains"},
+        "--models": {"type": int, "default": 6, "help": "models, each with three shardings"},
+        "--rounds": {"type": int, "default": 30, "help": "steps of each"},
+        "--event-seconds": {"type": float, "default": 200.0, "help": "for ops and collectives"},
+        "--out": {"type": Path, "required": True, "help": "new folder of what is measured"},
+    },
+)
 PLACEMENTS = Study(
     "placements",
     "predicted iterations with tables placed by the search, by simple rules and by torchrec's planner",
@@ -155,3 +284,6 @@ PLACEMENTS = Study(
         "--seed": {"type": int, "default": 0},
     },
 )
+
+if __name__ == "__main__":  # as a script of two ranks
+    exchange()

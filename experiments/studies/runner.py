@@ -21,7 +21,7 @@ from stepsight.experiments.studies.study import Study
 _TABLES = (public_tables.COLLECTIVES, public_tables.KERNELS, public_tables.TRANSFER)
 _REPLAYS = (emulation_and_what_if.EMULATE, emulation_and_what_if.WHAT_IF)
 _TORCH = (torch_agreement.CAPTURE, torch_agreement.MEMORY)
-_TABLES_OF_MODELS = (recommendation.LOOKUPS, recommendation.PLACEMENTS)
+_TABLES_OF_MODELS = (recommendation.LOOKUPS, recommendation.STEPS, recommendation.PLACEMENTS)
 _ALONE = (
     bench.STUDY,
     context.STUDY,

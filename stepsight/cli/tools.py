@@ -124,6 +124,7 @@ EXPERIMENTS = {  # the entries of ``experiments/studies/runner.py`` (not in the 
     "search": "search against predictions of every strategy",
     "distir": "GPT-2 over data x tensor x pipeline parallelism; predicted programs of two ranks against measured ones",
     "lookups": "predicted and measured lookups in embedding tables on one core of this machine",
+    "recommendation": "predicted and measured steps of recommendation models on two ranks of this machine",
     "placements": "predicted iterations by how tables are placed: search, simple rules, torchrec's planner",
     "small-to-large": "predictions for sixteen ranks, trained on four",
     "transfer": "a predictor for a device with few measurements",
