@@ -1,6 +1,7 @@
 """Train recommendation models on CPU ranks, a step of each job in turn.
 
     torchrun --nproc-per-node 2 train_dlrm.py JOB.toml...
+    torchrun --nproc-per-node 2 train_dlrm.py PART PART...   # only exchanges of unequal parts: elements of each rank
 
 Tables are whole, split by columns, or replicated, as the job's `[sharding]` says.  FBGEMM (fbgemm-gpu-cpu 1.8) looks
 rows up, and its backward steps row-wise Adagrad.  Sums travel while the bottom MLP runs.
@@ -9,6 +10,8 @@ rows up, and its backward steps row-wise Adagrad.  Sums travel while the bottom 
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
+from itertools import count
 from typing import Any
 
 import torch
@@ -163,17 +166,26 @@ def _drawn(table: Any, samples: int) -> Tensor:
     return torch.randperm(table.rows)[torch.multinomial(rows**-table.zipf, count, replacement=True)]
 
 
+def exchange_of(parts: list[int]) -> Callable[[int], Any]:
+    """What exchanges sums of which each rank sends its own number of elements to every rank."""
+    own = [parts[dist.get_rank()]] * len(parts)
+    sent, received = torch.zeros(sum(own)), torch.empty(sum(parts))
+    return lambda turn: dist.all_to_all_single(received, sent, parts, own)
+
+
 def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     torch.manual_seed(dist.get_rank())
-    trained = [Trained(stepsight.Job.from_file(path)) for path in sys.argv[1:]]
-    turn = 0
-    while True:
-        for one in trained:
-            one.step(turn)
+    if sys.argv[1].isdigit():
+        ranks = zip(*[map(int, sys.argv[1:])] * dist.get_world_size(), strict=True)
+        steps = [exchange_of(list(parts)) for parts in ranks]
+    else:
+        steps = [Trained(stepsight.Job.from_file(path)).step for path in sys.argv[1:]]
+    for turn in count():
+        for step in steps:
+            step(turn)
             stepsight.step()
-        turn += 1
 
 
 if __name__ == "__main__":

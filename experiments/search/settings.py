@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from stepsight.dataset.job.job import Job
 
 Seconds = tuple[float, float, float]  # predicted iteration time, low and high end of its interval
+_COLUMNS = {"cost": "cost", "energy": "energy_kwh", "training_time": "training_time_s"}  # of ``Goal.objectives``
+_COLUMNS["tokens_per_s_per_device"] = "tokens_per_s_per_device"
 OBJECTIVES = ("iteration_time", "tokens_per_s_per_device", "training_time", "cost", "energy")
 ROBUST = INTERVAL, REGRET = "interval", "regret"
 SAMPLERS = ("auto", "enumerate", "tpe", "random")
@@ -79,18 +81,13 @@ class Goal:
         Raises:
             StepsightError: If the objective needs a price or a power that is not known.
         """
-        devices, iterations = job.cluster.num_devices, self.iterations(job)
         if self.objective == "iteration_time":
             return 1.0
-        if self.objective == "tokens_per_s_per_device":
-            return devices / job.tokens
-        if self.objective == "training_time":
-            return iterations
-        known = self.price(job) if self.objective == "cost" else self.power(job)
-        if known is None:
+        value = self.objectives(job, (1.0, 1.0, 1.0))[_COLUMNS[self.objective]]
+        if value is None:
             what, where = ("price", "prices") if self.objective == "cost" else ("power", "power_w")
             raise StepsightError(f"the {what} of {job.hardware_name} is not known: state it in {where}")
-        return iterations * devices * known
+        return 1.0 / value if self.objective == "tokens_per_s_per_device" else float(value)
 
     def score(self, job: Job, seconds: Seconds) -> float:
         """The value that is compared; the smallest is best."""

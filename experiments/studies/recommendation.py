@@ -8,10 +8,8 @@ import argparse
 import math
 import os
 import random
-import time
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,17 +19,17 @@ import torch
 from stepsight.dataset.base.files import new_folder, write_text
 from stepsight.dataset.configs.documents import job_toml
 from stepsight.dataset.hardware.hardware import find_hardware
+from stepsight.dataset.harness.measuring.timing import Clock
 from stepsight.dataset.harness.ops.callables import op_call
 from stepsight.dataset.harness.ops.input_pool import Pool
 from stepsight.dataset.harness.scripts.launch import Ranks
-from stepsight.dataset.harness.scripts.step_marks import step
 from stepsight.dataset.job.job import Job
 from stepsight.dataset.job.sharding import REPLICATED, placements_of
 from stepsight.dataset.kinds.op import Collective, Op
-from stepsight.experiments.reports.text_table import table_of
+from stepsight.experiments.reports.text_table import Column, table_of
 from stepsight.experiments.search.search import search
 from stepsight.experiments.search.sharding import placed
-from stepsight.experiments.studies.study import Study
+from stepsight.experiments.studies.study import Study, cases
 from stepsight.experiments.tasks.collecting import run_plan
 from stepsight.experiments.tasks.scripts import run_script, slowest_of
 from stepsight.training.fitting.train_runs import train
@@ -41,7 +39,6 @@ from stepsight.training.prediction.prediction import predict
 
 _FORWARD, _BACKWARD = "table_lookup", "table_lookup_backward"
 _WARM = 2  # rounds that are not counted
-_DEVICES = (2, 4, 8, 16)
 SHARDINGS = ("whole", "columns", "replicas")
 # Elements of sums that each rank sends to each: as large, or the second rank's several times larger.
 SPLITS = tuple((size // ratio, size) for size in (2**14, 2**17, 2**19) for ratio in (1, 2, 4, 8))
@@ -54,11 +51,8 @@ def drawn_ops(count: int, seed: int) -> list[Op]:
     """Lookups of random sizes and localities, forward and backward."""
     draw, ops = random.Random(seed), list[Op]()
     for _ in range(count):
-        tables, hidden, samples = (
-            draw.choice((1, 2, 4, 8, 16)),
-            draw.choice((16, 32, 64, 128)),
-            draw.choice((256, 512, 1024, 2048)),
-        )
+        sizes = (1, 2, 4, 8, 16), (16, 32, 64, 128), (256, 512, 1024, 2048)
+        tables, hidden, samples = map(draw.choice, sizes)
         pooling = math.exp(draw.uniform(0.0, math.log(40.0)))
         bags = samples * tables
         indices = max(bags, int(bags * pooling))
@@ -69,19 +63,12 @@ def drawn_ops(count: int, seed: int) -> list[Op]:
 
 
 def measure(ops: Sequence[Op], rounds: int) -> np.ndarray[Any, np.dtype[np.float64]]:
-    """Shortest seconds of each op on one core, over rounds that take all of them in turn: other load comes and goes."""
+    """Shortest seconds of each op on one core: other load comes and goes."""
     torch.set_num_threads(1)
-    pool = Pool(torch.device("cpu"), "fp32")
-    least = np.full(len(ops), np.inf)
-    for at, op in enumerate(ops):
-        call = op_call(op.kind, list(op.dims), pool)
-        for turn in range(_WARM + rounds):
-            inputs = call.inputs()
-            begin = time.perf_counter()
-            call.run(*inputs)
-            seconds = time.perf_counter() - begin
-            least[at] = min(least[at], seconds) if turn >= _WARM else np.inf
-    return least
+    device = torch.device("cpu")
+    pool, clock = Pool(device, "fp32"), Clock(device)
+    calls = (op_call(op.kind, list(op.dims), pool) for op in ops)
+    return np.array([min(clock.samples(call, _WARM + rounds, 0.0).device[_WARM:]) for call in calls])
 
 
 def run_lookups(options: argparse.Namespace) -> tuple[Any, str]:
@@ -109,45 +96,20 @@ def _errors(predicted: Any, measured: Any) -> dict[str, float]:
 
 def _error_text(told: dict[str, Any]) -> str:
     rows = [{"what": key, **value} for key, value in told.items() if isinstance(value, dict)]
-    percent = {f"{key.replace('_', ' ')}, %": partial(_percent, key) for key in ("geometric_mean", "mean", "p90")}
+    columns: dict[str, Column] = {"geometric mean, %": lambda row: 100.0 * row["geometric_mean"]}
+    columns |= {"mean, %": lambda row: 100.0 * row["mean"], "p90, %": lambda row: 100.0 * row["p90"]}
     before, after = told["load"]
-    text = table_of(rows, {"": "what", "judged": "judged", **percent})
+    text = table_of(rows, {"": "what", "judged": "judged", **columns})
     return f"{text}\nload of the machine: {before:.1f} before, {after:.1f} after"
 
 
-def _percent(key: str, row: dict[str, Any]) -> float:
-    return 100.0 * float(row[key])
-
-
 def two_rank_jobs(seed: int) -> list[Job]:
-    """A random model that two cores train, with whole tables, tables split by columns, and a third replicated."""
-    draw = random.Random(seed)
-    dim, samples = draw.choice((32, 64, 128)), draw.choice((256, 512, 1024))
-    tables = [
-        {
-            "rows": int(10 ** draw.uniform(2.5, 5.5)),
-            "dim": dim,
-            "pooling": float(draw.choice((1, 2, 4, 8, 16, 32))),
-            "zipf": draw.uniform(0.6, 1.2),
-        }
-        for _ in range(draw.randint(4, 12))
-    ]
-    dense: dict[str, Any] = {"cross_layers": 2, "cross_rank": draw.choice((16, 32, 64))}
-    dense |= {"bottom_mlp": [draw.choice((64, 128, 256)), dim], "top_mlp": [draw.choice((64, 128, 256)), 32, 1]}
-    job = Job.from_dict(
-        {
-            "framework": "torchrec",
-            "model": {"family": "dlrm", "tables": tables, "interaction": "dcn-v2", **dense},
-            "sharding": {"rule": "table-wise", "pipelined": False},
-            "batch": {"micro_batch": samples, "global_batch": 2 * samples, "precision": "fp32"},
-            "execution": {"engine": "eager-pytorch"},
-            "optimizer": {"kind": "sgd", "clip_grad_norm": False},
-            "cluster": {"hardware": "local-cpu", "devices_per_node": 2},
-        }
-    )
-    places = placements_of(job.model.tables, job.sharding, job.table_ranks)
-    small = sorted(range(len(tables)), key=lambda at: job.model.tables[at].rows)[: len(tables) // 3]
-    mixed = [replace(one, kind=REPLICATED, ranks=()) if at in small else one for at, one in enumerate(places)]
+    """A random model that two cores train: with whole tables, tables split by columns, and a third replicated."""
+    job = drawn_job(seed, "recommendation")
+    tables = job.model.tables
+    small = sorted(range(len(tables)), key=lambda at: tables[at].rows)[: len(tables) // 3]
+    places = enumerate(placements_of(tables, job.sharding, job.table_ranks))
+    mixed = [replace(place, kind=REPLICATED, ranks=()) if at in small else place for at, place in places]
     return [job, replace(job, sharding=replace(job.sharding, rule="column-wise")), placed(job, mixed)]
 
 
@@ -167,7 +129,7 @@ def run_steps(options: argparse.Namespace) -> tuple[Any, str]:
     taught = [job for seed in range(_TAUGHT) for job in two_rank_jobs(seed)]
     run_plan(make_plan([], profile_jobs=taught, event_seconds=options.event_seconds), out / "events")
     predictor = train([out / "events"], out / "predictor", progress=False)
-    cases = list[dict[str, Any]]()
+    told["cases"] = found = list[dict[str, Any]]()
     for seed in range(_TAUGHT, _TAUGHT + options.models):
         jobs, paths = two_rank_jobs(seed), list[str]()
         for job, name in zip(jobs, SHARDINGS, strict=True):
@@ -175,53 +137,38 @@ def run_steps(options: argparse.Namespace) -> tuple[Any, str]:
             write_text(Path(paths[-1]), job_toml(job))
         seconds = _steps(options.script, paths, out / f"steps-{seed}", len(jobs), options.rounds)
         for at, job in enumerate(jobs):
-            cases.append({"case": Path(paths[at]).stem, "predicted_s": predict(job, predictor).iteration_time_s})
-            cases[-1] |= {"least_s": float(seconds[:, at].min()), "median_s": float(np.median(seconds[:, at]))}
-    exchanged = _steps(Path(__file__), [], out / "exchanges", len(SPLITS), options.rounds)
+            found.append({"case": Path(paths[at]).stem, "predicted_s": predict(job, predictor).iteration_time_s})
+            found[-1] |= {"least_s": float(seconds[:, at].min()), "median_s": float(np.median(seconds[:, at]))}
+    splits = [str(part) for parts in SPLITS for part in parts]
+    exchanged = _steps(options.script, splits, out / "exchanges", len(SPLITS), options.rounds)
     sizes = [Collective("all_to_all", 8 * max(parts), 2, 2) for parts in SPLITS]  # the larger rank's, of two parts
     predicted = predict(jobs[0], predictor).latency.collective_seconds(sizes)
     for words, middle in (("least", np.min), ("median", np.median)):
-        told[f"steps, {words}"] = _errors([c["predicted_s"] for c in cases], [c[f"{words}_s"] for c in cases])
+        told[f"steps, {words}"] = _errors([one["predicted_s"] for one in found], [one[f"{words}_s"] for one in found])
         told[f"unequal exchanges, {words}"] = _errors(predicted, middle(exchanged, axis=0))
     told["load"].append(os.getloadavg()[0])
-    return {**told, "cases": cases}, _error_text(told)
+    return told, _error_text(told)
 
 
-def exchange() -> None:
-    """Exchange unequal parts in turn, as a script that ``run_script`` runs on two ranks."""
-    torch.set_num_threads(1)
-    torch.distributed.init_process_group("gloo")
-    rank = torch.distributed.get_rank()
-    sent = [(torch.zeros(2 * parts[rank]), torch.empty(sum(parts)), list(parts)) for parts in SPLITS]
-    while True:
-        for given, got, parts in sent:
-            torch.distributed.all_to_all_single(got, given, parts, [parts[rank]] * 2)
-            step()
-
-
-def drawn_job(seed: int) -> Job:
+def drawn_job(seed: int, study: str = "placements") -> Job:
     """A random model with the statistics of the public data sets of FBGEMM: most tables small, few hot ones."""
-    draw = random.Random(seed)
+    draw, sizes = random.Random(seed), cases(study)
+    mean, deviation, most = sizes["rows"]
     tables = [
         {
-            "rows": int(min(10 ** draw.gauss(5.2, 1.1), 5e7)) + 64,
+            "rows": int(min(10 ** draw.gauss(mean, deviation), most)) + 64,
             "dim": draw.choice((32, 64, 128)),
             "pooling": float(min(max(1, round(draw.lognormvariate(1.2, 1.2))), 60)),
             "zipf": draw.uniform(0.6, 1.2),
         }
-        for _ in range(draw.randint(20, 80))
+        for _ in range(draw.randint(*sizes["tables"]))
     ]
-    devices, samples = draw.choice(_DEVICES), draw.choice((1024, 2048, 4096))
-    per_node = min(devices, 8)
-    return Job.from_dict(
-        {
-            "framework": "torchrec",
-            "model": {"family": "dlrm", "tables": tables, "interaction": "dcn-v2", "cross_layers": 2},
-            "sharding": {"rule": "table-wise"},
-            "batch": {"micro_batch": samples, "global_batch": samples * devices, "precision": "fp32"},
-            "cluster": {"hardware": "a100-sxm-80gb", "nodes": devices // per_node, "devices_per_node": per_node},
-        }
-    )
+    devices, samples = draw.choice(sizes["devices"]), draw.choice(sizes["samples"])
+    job, per_node = sizes["job"], min(devices, 8)
+    job["model"]["tables"] = tables
+    job["batch"] |= {"micro_batch": samples, "global_batch": samples * devices}
+    job["cluster"] |= {"nodes": devices // per_node, "devices_per_node": per_node}
+    return Job.from_dict(job)
 
 
 def run_placements(options: argparse.Namespace) -> tuple[Any, str]:
@@ -284,6 +231,3 @@ PLACEMENTS = Study(
         "--seed": {"type": int, "default": 0},
     },
 )
-
-if __name__ == "__main__":  # as a script of two ranks
-    exchange()

@@ -7,7 +7,7 @@ from stepsight.experiments.studies import recommendation
 
 def test_lookups_are_judged_on_signatures_that_taught_nothing() -> None:
     told, text = recommendation.run_lookups(argparse.Namespace(ops=6, rounds=1, seed=0))
-    assert told["trained_on"] == 8 and told["table_lookup"]["ops"] == told["table_lookup_backward"]["ops"] == 2
+    assert told["trained_on"] == 8 and told["table_lookup"]["judged"] == told["table_lookup_backward"]["judged"] == 2
     assert "load of the machine" in text
 
 
