@@ -27,9 +27,9 @@ _BOTTOM = ("arch_mlp_bot", "dense_arch_layer_sizes", "bottom_mlp_sizes")
 _TOP = ("arch_mlp_top", "over_arch_layer_sizes", "top_mlp_sizes")
 _INTERACTION = ("interaction_type", "arch_interaction_op", "interaction_op")
 _OTHERS = {
-    "dcn_num_layers": "model.cross_layers",
-    "dcn_low_rank_dim": "model.cross_rank",
-    "num_numerical_features": "model.dense_features",
+    "dcn_num_layers": "cross_layers",
+    "dcn_low_rank_dim": "cross_rank",
+    "num_numerical_features": "dense_features",
 }
 _SPARSE = {"adagrad": "rowwise-adagrad", "rwsadagrad": "rowwise-adagrad", "sgd": "sgd", "adam": "adam"}
 _FLAG = re.compile(r"(?<![\w-])--([A-Za-z][\w-]*)(?:[=\s]+\"?'?([^\s\"'\\-][^\s\"'\\]*))?")
@@ -78,9 +78,9 @@ def read_flags(file: ConfigFile, draft: Draft) -> None:
     flag, interaction = first(_INTERACTION)
     if interaction:
         model["interaction"], words["interaction"] = "dcn-v2" if "dcn" in interaction else "dot", f"--{flag}"
-    for name, key in _OTHERS.items():
-        if flags.get(name, "").isdigit():
-            model[key.removeprefix("model.")], words[key.removeprefix("model.")] = int(flags[name]), f"--{name}"
+    stated = {key: name for name, key in _OTHERS.items() if flags.get(name, "").isdigit()}
+    model |= {key: int(flags[name]) for key, name in stated.items()}
+    words |= {key: f"--{name}" for key, name in stated.items()}
     _fill(draft, model, words)
     _read_batch(draft, flags)
     ours = {*_ROWS, *_WIDTH, *_POOLING, *_BOTTOM, *_TOP, *_INTERACTION, *_OTHERS, *_READ}
@@ -92,14 +92,10 @@ _READ = ("mini_batch_size", "batch_size", "amp", "bf16", "optimizer", "adagrad",
 
 
 def _read_batch(draft: Draft, flags: Mapping[str, str]) -> None:
-    whole, each = flags.get("mini_batch_size", ""), flags.get("batch_size", "")
-    if not whole and "num_embeddings_per_feature" not in flags:  # NVIDIA's flag is of all devices
-        whole, each = each, ""
-    if whole.isdigit():
-        flag = "--mini_batch_size" if "mini_batch_size" in flags else "--batch_size"
-        draft.map("batch.global_batch", int(whole), flag)
-    elif each.isdigit():
-        draft.map("batch.micro_batch", int(each), "--batch_size")
+    flag = "mini_batch_size" if flags.get("mini_batch_size") else "batch_size"
+    of_rank = flag == "batch_size" and "num_embeddings_per_feature" in flags  # NVIDIA's flag is of all devices
+    if flags.get(flag, "").isdigit():
+        draft.map("batch.micro_batch" if of_rank else "batch.global_batch", int(flags[flag]), f"--{flag}")
     draft.map("run.accumulation", 1, "a step has one batch")
     if "amp" in flags or "bf16" in flags:
         draft.map("batch.precision", "bf16" if "bf16" in flags else "fp16", "--bf16" if "bf16" in flags else "--amp")

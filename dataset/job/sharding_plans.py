@@ -45,15 +45,8 @@ from stepsight.dataset.kinds.op import DTYPE_BYTES
 _TYPES = {kind.replace("-", "_"): kind for kind in (TABLE, ROW, COLUMN, TABLE_ROW, REPLICATED)}
 _TYPES |= {"table_column_wise": COLUMN}
 _KERNELS = {"fused": "hbm", "dense": "hbm", "fused_uvm_caching": "uvm", "fused_uvm": "host"}
-TABLE_FIELDS = (
-    "tables",
-    "dense_features",
-    "bottom_mlp",
-    "top_mlp",
-    "interaction",
-    "cross_layers",
-    "cross_rank",
-)  # of ``ModelSpec``
+# Fields of ``ModelSpec``.
+TABLE_FIELDS = ("tables", "dense_features", "bottom_mlp", "top_mlp", "interaction", "cross_layers", "cross_rank")
 _ALONE = {"heads": 1, "vocab": 1, "seq_len": 1}
 # Recommendation models by name: ``[model] name = "criteo-multihot-dcnv2"``.
 TABLE_MODELS: Mapping[str, dict[str, Any]] = MappingProxyType(preset("table_models.toml"))
@@ -113,10 +106,9 @@ def _placement(name: str, entry: Mapping[str, Any], path: str) -> TablePlacement
     spec = entry.get("sharding_spec")
     shards = spec.get("shards") if isinstance(spec, Mapping) else None
     ranks = entry.get("ranks")
-    if isinstance(shards, list) and shards and all(isinstance(one, Mapping) for one in shards):
-        placed = [re.search(r"rank:(\d+)", str(one.get("placement", ""))) for one in shards]
-        if all(placed):
-            ranks = [int(match[1]) for match in placed if match is not None]
+    placed = [re.search(r"rank:(\d+)", str(one)) for one in shards] if isinstance(shards, list) else []
+    if placed and all(placed):
+        ranks = [int(match[1]) for match in placed if match is not None]
     if not isinstance(ranks, list | tuple | None) or any(type(rank) is not int for rank in ranks or ()):
         raise JobError(f"{path}, table {name!r:.80}: ranks must be a list of whole numbers, got {ranks!r:.80}")
     own = () if _TYPES[kind] == REPLICATED else tuple(ranks or ())
@@ -204,8 +196,7 @@ def read_tables(path: str | Path) -> list[dict[str, Any]]:
 
 
 def _cell(key: str, text: str) -> Any:
-    kinds = {field.name: str(field.type) for field in fields(TableSpec)}
-    kind = kinds.get(key, "str")
+    kind = {field.name: str(field.type) for field in fields(TableSpec)}.get(key, "str")
     try:
         return int(text) if kind == "int" else float(text) if kind == "float" else text
     except ValueError:
@@ -253,8 +244,8 @@ def check_sharding(rules: Rules, model: ModelSpec, spec: ShardingSpec, ranks: Ra
     rules.lies("sharding.replicate_mbytes", spec.replicate_mbytes, 0, 1e6)
     names = table_names(model.tables)
     stated, sizes = Counter(place.name for place in spec.tables), dict[str, str]()
-    widths = {name: table.dim for name, table in zip(names, model.tables, strict=True)}
-    for name, table in zip(names, model.tables, strict=True):
+    named = dict(zip(names, model.tables, strict=True))
+    for name, table in named.items():
         size = table_bytes(table, spec.optimizer)
         sizes[name] = f"table {name!r:.80} ({table.rows} x {table.dim}, {size:.0f} bytes with its optimizer's state)"
         rules.require(not spec.plan or name in stated, f"the plan {spec.plan!r:.80} misses {sizes[name]}")
@@ -274,7 +265,7 @@ def check_sharding(rules: Rules, model: ModelSpec, spec: ShardingSpec, ranks: Ra
             f"data-parallel, got {place.kind!r:.40}, {place.location!r:.40} and {place.ranks!s:.80}",
         )
         rules.require(
-            not by_columns or not many or (count - 1) * -(-widths[place.name] // count) < widths[place.name],
+            not by_columns or not many or (count - 1) * -(-named[place.name].dim // count) < named[place.name].dim,
             f"{sizes[place.name]}: each column shard must have a column, got {count} shards",
         )
     facts = find_hardware(hardware)

@@ -113,7 +113,7 @@ def answer(facts: Facts, plan: Facts | None = None) -> str:
         ("mfu", f"{100 * facts['mfu']:.1f} %", "MFU"),
     ]
     if facts["tokens_per_s"] is not None:
-        figures.insert(2, ("tokens", f"{facts['tokens_per_s']:,.0f}", f"{facts['unit']}/s"))
+        figures.insert(2, ("tokens", f"{facts['tokens_per_s']:,.0f}", f"{facts.get('unit', 'tokens')}/s"))
     if plan is not None:
         cost = "no price" if plan["cost"] is None else f"{plan['cost']:,.0f}"
         figures += [

@@ -308,8 +308,9 @@ class SearchResult:
 
     def _repr_html_(self) -> str:
         """HTML for a notebook: the proof, and the first strategies as a table."""
-        columns = ["tp", "cp", "pp", "dp", "micro_batch", "schedule", "zero_stage", "recompute", "iteration_time_s",
-                   "low_s", "high_s", "memory_bytes", "fits"]  # fmt: skip
+        columns = ["tp", "pp", "dp", "micro_batch", "schedule", "zero_stage", "recompute"]
+        columns = ["placement"] if self.choices and self.choices[0].job.model.tables else columns
+        columns += ["iteration_time_s", "low_s", "high_s", "memory_bytes", "fits"]
         head = f"<p>{escape(f'{self.counts}: {self.proof}')}</p>"
         return head + (self.to_frame()[columns].head(10).to_html(index=False) if self.choices else "")
 

@@ -47,12 +47,9 @@ class ModelGrid:
     @property
     def pure(self) -> dict[str, Placement]:
         """The best placement of each axis alone."""
-        found = dict[str, Placement]()
-        for axis in ("data", "tensor", "pipeline"):
-            alone = (each for each in self.placements if each.data * each.tensor * each.pipeline == getattr(each, axis))
-            if best := next(alone, None):
-                found[axis] = best
-        return found
+        axes = ("data", "tensor", "pipeline")
+        alone = {a: [p for p in self.placements if p.data * p.tensor * p.pipeline == getattr(p, a)] for a in axes}
+        return {axis: placements[0] for axis, placements in alone.items() if placements}
 
     def __str__(self) -> str:
         columns: dict[str, Column] = {

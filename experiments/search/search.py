@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import closing, suppress
 from dataclasses import asdict, dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -96,13 +96,17 @@ def search(
         raise StepsightError(f"scenarios must be Scenarios, as in Scenarios(nodes=(8, 16)), got {scenarios!r:.80}")
     job = Job.of(job)
     with NotebookBar(progress_words(job, None)[0]) as bar:
+
+        def show(number: int, best: float | None) -> None:
+            bar.show(number + 1, more=progress_words(job, best)[1])
+
         asked = _Asked(
             predictor,
             Space.of(space),
             Goal() if goal is None else goal,
             replace(settings or SearchSettings(), **options),
             ExpertLoads.of(expert_loads),
-            on_trial or (partial(_show_trial, bar, job) if bar.active else None),
+            on_trial or show,
             map_fn,
         )
         if scenarios is None or scenarios.is_empty:
@@ -115,10 +119,6 @@ def progress_words(job: Job, best: float | None) -> tuple[str, str]:
     if job.model.tables:
         return "placements", ""
     return "strategies", "none fits yet" if best is None else f"best {seconds_text(best)}"
-
-
-def _show_trial(bar: NotebookBar, job: Job, number: int, best: float | None) -> None:
-    bar.show(number + 1, more=progress_words(job, best)[1])
 
 
 @dataclass(frozen=True)
@@ -241,10 +241,8 @@ class _JobSearch:
         settings, job, loads = self._settings, self._grid.job, self._asked.expert_loads
         if settings.storage is None and settings.sampler != "tpe":
             return Evaluations(self._grid)
-        batch, parallel = (
-            replace(job.batch, micro_batch=1, flushes=1),
-            {**asdict(job.parallel), **dict.fromkeys(VARIED)},
-        )
+        batch = replace(job.batch, micro_batch=1, flushes=1)
+        parallel = {**asdict(job.parallel), **dict.fromkeys(VARIED)}
         asked = (job.model, batch, job.optimizer, job.cluster, job.framework, parallel, self._grid.space)
         question = digest("3", repr(asked), self._given.source, *([] if loads is None else [repr(loads)]))
         return Evaluations(self._grid, question, settings.storage, settings.study_name)

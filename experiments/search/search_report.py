@@ -109,16 +109,12 @@ def _verdict(result: SearchResult) -> str:
     better = "is faster" if result.goal.objective == "iteration_time" else f"is better by {result.goal.objective}"
     if result.goal.robust == INTERVAL:
         better += " at the upper end of its interval"
+    beats = f"by this predictor, no{' other' * (result.gap_percent == 0)} legal strategy that fits {better}"
+    by_more = f"{beats} by more than {result.gap_percent:.2g} %"
     if result.regrets:
         regret = f"least expected regret of the {len(result.regrets)} fastest ({result.regrets[0]:.2g} %)"
-        if result.gap_percent == 0:
-            return f"{regret}; it is also the fastest: by this predictor, no other legal strategy that fits {better}"
-        return (
-            f"{regret}; by this predictor, no legal strategy that fits {better} by more than {result.gap_percent:.2g} %"
-        )
-    if result.gap_percent == 0:
-        return f"optimal: by this predictor, no other legal strategy that fits {better}"
-    return f"{result.proof}: by this predictor, no legal strategy that fits {better} by more than this"
+        return f"{regret}; it is also the fastest: {beats}" if result.gap_percent == 0 else f"{regret}; {by_more}"
+    return f"{result.proof}: {beats}" + " by more than this" * (result.gap_percent != 0)
 
 
 def _plans(result: SearchResult, top: int) -> list[str]:

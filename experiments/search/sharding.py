@@ -74,9 +74,8 @@ class PlacementCosts:
         self._known = dict[tuple[Any, ...], Floats]()
         whole = [shard_amounts(table, TABLE, 1, "hbm", self.ranks, self._spec) for table in self.tables]
         roomy = sum(one[PARAMETERS] + one[STATES] for one in whole) < 0.75 * self.capacity * self.ranks.num
-        self._places = ("hbm",) if roomy else ("hbm", "uvm")
-        if self._spec.location != "hbm":
-            self._places = (self._spec.location,)
+        own = self._spec.location
+        self._places = (own,) if roomy or own != "hbm" else ("hbm", "uvm")
 
     def _timed(self, ranks: Ranks) -> Ranks:
         """Ranks with the seconds of a byte that the latency model takes for their exchanges."""
@@ -84,13 +83,11 @@ class PlacementCosts:
             return ranks
         nodes, node = ranks.num // ranks.per_node, ranks.per_node
         across = (nodes, 1) if self._spec.hierarchical and nodes > 1 else (ranks.num, node)
-        near_s = self._byte_s(Collective("reduce_scatter", 1, max(node, 2), max(node, 2)))
         far_s = self._byte_s(Collective("all_to_all", 1, *across))
-        return (
-            ranks._replace(near_s=near_s, far_s=far_s * nodes / (nodes - 1))
-            if nodes > 1
-            else ranks._replace(near_s=far_s)
-        )
+        if nodes == 1:
+            return ranks._replace(near_s=far_s)
+        near_s = self._byte_s(Collective("reduce_scatter", 1, max(node, 2), max(node, 2)))
+        return ranks._replace(near_s=near_s, far_s=far_s * nodes / (nodes - 1))
 
     def _byte_s(self, collective: Collective) -> float:
         """Seconds of a byte, from two sizes that steps have."""
@@ -258,14 +255,13 @@ def planner_places(job: Job) -> tuple[TablePlacement, ...]:
         compute_device="cuda" if facts is None or facts.kind == "gpu" else "cpu",
         **({"hbm_cap": int(facts.memory_bytes)} if facts is not None and facts.kind == "gpu" else {}),
     )
-    names = table_names(job.model.tables)
+    named = dict(zip(table_names(job.model.tables), job.model.tables, strict=True))
     constraints = {
-        name: ParameterConstraints(pooling_factors=[table.pooling], num_poolings=[1.0])
-        for name, table in zip(names, job.model.tables, strict=True)
+        name: ParameterConstraints(pooling_factors=[table.pooling], num_poolings=[1.0]) for name, table in named.items()
     }
     configs = [
         EmbeddingBagConfig(num_embeddings=table.rows, embedding_dim=table.dim, name=name, feature_names=[name])
-        for name, table in zip(names, job.model.tables, strict=True)
+        for name, table in named.items()
     ]
     with warnings.catch_warnings(action="ignore"):
         planner = EmbeddingShardingPlanner(topology=topology, batch_size=ranks.samples, constraints=constraints)
@@ -278,24 +274,16 @@ def planner_places(job: Job) -> tuple[TablePlacement, ...]:
             raise StepsightError(f"torchrec's planner finds no plan: {str(error).splitlines()[0]:.200}") from None
         finally:
             logging.disable(logging.NOTSET)
-    keys = ("sharding_type", "compute_kernel", "ranks")
-    entries = {
-        name: {key: getattr(own, key) for key in keys} for one in plan.plan.values() for name, own in one.items()
-    }
+    entries = {name: vars(own) for one in plan.plan.values() for name, own in one.items()}
     by_name = {place.name: place for place in placements_in(entries, "torchrec's plan")}
-    return tuple([by_name[name] for name in names])
+    return tuple([by_name[name] for name in named])
 
 
 def tables_of(collection: Any) -> tuple[TableSpec, ...]:
     """The tables of torchrec's ``EmbeddingBagCollection``; how many indices a sample has is not known to it."""
-    return tuple(
-        [
-            TableSpec(
-                rows=own.num_embeddings, dim=own.embedding_dim, name=own.name, precision=own.data_type.value.lower()
-            )
-            for own in collection.embedding_bag_configs()
-        ]
-    )
+    found = collection.embedding_bag_configs()
+    sizes = [(one.num_embeddings, one.embedding_dim, one.name, one.data_type.value.lower()) for one in found]
+    return tuple([TableSpec(rows=rows, dim=dim, name=name, precision=word) for rows, dim, name, word in sizes])
 
 
 def torchrec_plan(plan: Mapping[str, Mapping[str, Mapping[str, Any]]], device: str = "cuda") -> Any:

@@ -18,7 +18,7 @@ import torch
 
 from stepsight.dataset.base.files import new_folder, write_text
 from stepsight.dataset.configs.documents import job_toml
-from stepsight.dataset.hardware.hardware import find_hardware
+from stepsight.dataset.hardware.hardware import HARDWARE
 from stepsight.dataset.harness.measuring.timing import Clock
 from stepsight.dataset.harness.ops.callables import op_call
 from stepsight.dataset.harness.ops.input_pool import Pool
@@ -39,7 +39,7 @@ from stepsight.training.prediction.prediction import predict
 
 _FORWARD, _BACKWARD = "table_lookup", "table_lookup_backward"
 _WARM = 2  # rounds that are not counted
-SHARDINGS = ("whole", "columns", "replicas")
+SCRIPT = Path("examples/scripts/train_dlrm.py")
 # Elements of sums that each rank sends to each: as large, or the second rank's several times larger.
 SPLITS = tuple((size // ratio, size) for size in (2**14, 2**17, 2**19) for ratio in (1, 2, 4, 8))
 _TAUGHT = 12  # models whose ops and collectives teach
@@ -75,8 +75,7 @@ def run_lookups(options: argparse.Namespace) -> tuple[Any, str]:
     """Errors of lookups that taught nothing."""
     ops = drawn_ops(options.ops, options.seed)
     before, seconds = os.getloadavg()[0], measure(ops, options.rounds)
-    hardware = find_hardware("local-cpu")
-    assert hardware is not None
+    hardware = HARDWARE["local-cpu"]
     judged = np.arange(len(ops)) // 2 % 3 == 0  # forward and backward of a signature together
     model = fit_kernels([op for op, own in zip(ops, judged, strict=True) if not own], 1, seconds[~judged], hardware)
     told: dict[str, Any] = {"load": [before, os.getloadavg()[0]], "trained_on": int((~judged).sum())}
@@ -113,12 +112,12 @@ def two_rank_jobs(seed: int) -> list[Job]:
     return [job, replace(job, sharding=replace(job.sharding, rule="column-wise")), placed(job, mixed)]
 
 
-def _steps(script: Path, arguments: Sequence[str], folder: Path, steps: int, rounds: int) -> Any:
-    """Seconds of a script's steps on two ranks, shape ``(rounds, steps)``."""
+def _steps(arguments: Sequence[str], folder: Path, steps: int, rounds: int) -> Any:
+    """Seconds of the script's steps on two ranks, shape ``(rounds, steps)``."""
     counts = {"warmup": 2 * steps, "rounds": rounds, "steps": steps, "profile_steps": 0}
     with new_folder(folder) as part:
         settings = {"arguments": list(arguments), "timeout_s": 600.0, **counts}
-        found = run_script(script, settings, part, part / "script.log", Ranks.as_torchrun(2), "")
+        found = run_script(SCRIPT, settings, part, part / "script.log", Ranks.as_torchrun(2), "")
     return np.array(slowest_of(found))
 
 
@@ -132,15 +131,15 @@ def run_steps(options: argparse.Namespace) -> tuple[Any, str]:
     told["cases"] = found = list[dict[str, Any]]()
     for seed in range(_TAUGHT, _TAUGHT + options.models):
         jobs, paths = two_rank_jobs(seed), list[str]()
-        for job, name in zip(jobs, SHARDINGS, strict=True):
-            paths.append(str(out / f"{seed}-{name}.toml"))
-            write_text(Path(paths[-1]), job_toml(job))
-        seconds = _steps(options.script, paths, out / f"steps-{seed}", len(jobs), options.rounds)
         for at, job in enumerate(jobs):
-            found.append({"case": Path(paths[at]).stem, "predicted_s": predict(job, predictor).iteration_time_s})
+            paths.append(str(out / f"{seed}-{at}.toml"))
+            write_text(Path(paths[at]), job_toml(job))
+        seconds = _steps(paths, out / f"steps-{seed}", len(jobs), options.rounds)
+        for at, job in enumerate(jobs):
+            found.append({"case": job.name, "predicted_s": predict(job, predictor).iteration_time_s})
             found[-1] |= {"least_s": float(seconds[:, at].min()), "median_s": float(np.median(seconds[:, at]))}
-    splits = [str(part) for parts in SPLITS for part in parts]
-    exchanged = _steps(options.script, splits, out / "exchanges", len(SPLITS), options.rounds)
+    parts = [str(part) for each in SPLITS for part in each]
+    exchanged = _steps(parts, out / "exchanges", len(SPLITS), options.rounds)
     sizes = [Collective("all_to_all", 8 * max(parts), 2, 2) for parts in SPLITS]  # the larger rank's, of two parts
     predicted = predict(jobs[0], predictor).latency.collective_seconds(sizes)
     for words, middle in (("least", np.min), ("median", np.median)):
@@ -214,7 +213,6 @@ STEPS = Study(
     "predicted and measured steps of recommendation models, and unequal exchanges, on two ranks; needs FBGEMM",
     run_steps,
     {
-        "--script": {"type": Path, "default": Path("examples/scripts/train_dlrm.py"), "help": "what trains"},
         "--models": {"type": int, "default": 6, "help": "models, each with three shardings"},
         "--rounds": {"type": int, "default": 30, "help": "steps of each"},
         "--event-seconds": {"type": float, "default": 200.0, "help": "for ops and collectives"},

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from contextlib import suppress
 from random import Random
 from typing import Any
 
@@ -21,9 +22,7 @@ from stepsight.experiments.search.settings import Space
 from stepsight.experiments.search.strategies import Grid
 from stepsight.experiments.studies.study import Row, Study, cases
 
-JOBS = 30
 MOST_DRAWN = 100
-MOST_LEGAL = 20_000  # strategies of a job
 OF_LLAMA = ("mixtral", "deepseek")
 CLUSTERS = {"a100-sxm-80gb": "dgx-a100", "h100-sxm-80gb": "dgx-h100", "b200-sxm-180gb": "dgx-b200"}
 
@@ -37,30 +36,30 @@ def drawn_job(random: Random) -> Job:
     nodes = 2 ** random.randint(0, 11)
     fabric: Any = CLUSTERS[hardware]
     if random.random() < 0.4:
-        fabric = {
-            "intra_node": {"bandwidth_gbytes_per_s": random.choice([50, 200, 450, 900]), "latency_us": 3.0},
-            "inter_node": {"bandwidth_gbytes_per_s": random.choice([3, 12.5, 25, 100]), "latency_us": 10.0},
-        }
-    devices = 8 * nodes
+        near, far = random.choice([50, 200, 450, 900]), random.choice([3, 12.5, 25, 100])
+        links = {"intra_node": (near, 3.0), "inter_node": (far, 10.0)}
+        fabric = {key: {"bandwidth_gbytes_per_s": rate, "latency_us": us} for key, (rate, us) in links.items()}
+    batch = {"micro_batch": 1, "global_batch": 8 * nodes * random.choice([1, 2, 4, 8]), "precision": "bf16"}
     return Job.from_dict(
         {
             "model": {**model, "family": "llama" if name in OF_LLAMA else name, "name": name},
             "parallel": {"tp": 1},
-            "batch": {"micro_batch": 1, "global_batch": devices * random.choice([1, 2, 4, 8]), "precision": "bf16"},
+            "batch": batch,
             "cluster": {"hardware": hardware, "nodes": nodes, "devices_per_node": 8, "fabric": fabric},
         }
     )
 
 
-def compare(job: Job, *, enumerates: bool, space: str) -> Row | None:
-    """Search one job and, on request, predict all of its strategies; None if none fits."""
+def compare(job: Job) -> Row | None:
+    """Search one job, and predict all of its strategies; None if none fits."""
     clear_caches()
     since = time.process_time()
-    found = search(job, space=space)
-    seconds = time.process_time() - since
-    if not found.choices or not found.choices[0].fits:
+    found = search(job)
+    if not found.any_fits:
         return None
-    row = {
+    seconds, since = time.process_time() - since, time.process_time()
+    best = search(job, sampler="enumerate").best.timed[0]
+    return {
         "job": f"{job.model_name}-{job.model.layers}L-{job.model.hidden}h",
         "devices": job.cluster.num_devices,
         "cluster": f"{job.hardware_name} {job.fabric.name}",
@@ -70,38 +69,28 @@ def compare(job: Job, *, enumerates: bool, space: str) -> Row | None:
         "gap_percent": found.gap_percent,
         "search_cpu_s": seconds,
         "best_s": found.best.timed[0],
+        "enumerate_cpu_s": time.process_time() - since,
+        "regret_percent": max(0.0, 100.0 * (found.best.timed[0] / best - 1.0)),
     }
-    if enumerates:
-        since = time.process_time()
-        best = search(job, space=space, sampler="enumerate").best.timed[0]
-        row["enumerate_cpu_s"] = time.process_time() - since
-        row["regret_percent"] = max(0.0, 100.0 * (found.best.timed[0] / best - 1.0))
-    return row
 
 
 def run(options: argparse.Namespace) -> tuple[Any, str]:
     """Draw jobs until enough have a strategy that fits, search and compare."""
-    enumerates, random, drawn = not options.no_enumeration, Random(options.seed), 0
-    rows: list[Row] = []
+    random, drawn, rows = Random(options.seed), 0, list[Row]()
     while len(rows) < options.jobs:
         job, drawn = drawn_job(random), drawn + 1
         if drawn > MOST_DRAWN * options.jobs:
             raise StepsightError(f"--most-legal must leave one job of {MOST_DRAWN} at least, got {options.most_legal}")
-        try:
-            legal = len(Grid(job, Space.of(options.space)))
-        except StepsightError:
-            continue
-        if legal <= options.most_legal and (row := compare(job, enumerates=enumerates, space=options.space)):
-            rows.append(row)
-            regret = f", regret {row['regret_percent']:.4f} %" if enumerates else ""
-            print(f"{len(rows)}/{options.jobs}  {job!r}: {row['search_cpu_s']:.1f} s{regret}", file=sys.stderr)
-    keys = ["job", "devices", "cluster", "global_batch", "legal", "evaluated", "search_cpu_s"]
-    keys += ["enumerate_cpu_s", "regret_percent"] if enumerates else []
-    lines = [table_of(rows, {key.replace("_", " "): key for key in keys}, 4)]
+        with suppress(StepsightError):
+            if len(Grid(job, Space())) <= options.most_legal and (row := compare(job)):
+                rows.append(row)
+                told = f"{row['search_cpu_s']:.1f} s, regret {row['regret_percent']:.4f} %"
+                print(f"{len(rows)}/{options.jobs}  {job!r}: {told}", file=sys.stderr)
+    keys = ["job", "devices", "cluster", "global_batch", "legal", "evaluated", "search_cpu_s", "enumerate_cpu_s"]
+    lines = [table_of(rows, {key.replace("_", " "): key for key in (*keys, "regret_percent")}, 4)]
     slowest, proved = max(row["search_cpu_s"] for row in rows), sum(row["gap_percent"] == 0 for row in rows)
     lines.append(f"{len(rows)} jobs: {proved} proved optimal; slowest search {slowest:.1f} s of CPU")
-    if enumerates:
-        lines.append(f"largest regret {max(row['regret_percent'] for row in rows):.4f} %")
+    lines.append(f"largest regret {max(row['regret_percent'] for row in rows):.4f} %")
     return {"jobs": rows}, "\n".join(lines)
 
 
@@ -110,10 +99,8 @@ STUDY = Study(
     __doc__ or "",
     run,
     {
-        "--jobs": {"type": int, "default": JOBS, "help": "jobs to draw"},
+        "--jobs": {"type": int, "default": 30, "help": "jobs to draw"},
         "--seed": {"type": int, "default": 0, "help": "of the draw"},
-        "--most-legal": {"type": int, "default": MOST_LEGAL, "help": "leave out jobs with more strategies"},
-        "--space": {"default": "usual", "help": "as of search"},
-        "--no-enumeration": {"action": "store_true", "help": "search only"},
+        "--most-legal": {"type": int, "default": 20_000, "help": "leave out jobs with more strategies"},
     },
 )

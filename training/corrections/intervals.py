@@ -169,9 +169,9 @@ def uncalibrated_ends(
     """
     outside, host = shares
     if public and not intervals.num_runs:
-        half = published_widths().half_width_of(like, outside, without)
         # No published run of a recommendation model judges the widths: its lookups were never measured at all.
-        return ends_of(half + UNSUPPORTED_LOG * outside * (like.kind[0] == RECOMMENDATION), host)
+        more = UNSUPPORTED_LOG * outside * (like.kind[0] == RECOMMENDATION)
+        return ends_of(published_widths().half_width_of(like, outside, without) + more, host)
     half = grown_half_width(intervals, outside, like.devices)
     return half, half
 

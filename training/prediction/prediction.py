@@ -331,7 +331,7 @@ class Prediction:
             **exchange_facts(self.breakdown),
             "memory": self.memory.to_dict(),
             "num_micro_batches": self.job.num_micro_batches,
-            "unit": self.job.unit,
+            **({"unit": self.job.unit} if self.job.model.tables else {}),
             "tokens_per_s": self.tokens_per_s,
             "mfu": self.mfu,
             "hfu": self.hfu,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from itertools import cycle
 from types import MappingProxyType
 from typing import Any
 
@@ -78,17 +79,10 @@ def _made(pool: Pool, dims: tuple[int, ...], stateful: bool = True) -> tuple[Any
     """The lookups of an op, and what gives the next indices."""
     indices, hidden, bags, distinct, tables = dims
     sets = [_indices(pool, indices, bags, distinct, tables) for _ in range(_SETS)]
-    rows, turn = sets[0][2], 0
+    rows, turns = sets[0][2], cycle(sets)
     fits = training is not None and hidden % 4 == 0
     look = _fused(pool, rows, hidden, tables, stateful) if fits else _Plain(pool, rows, hidden, tables)
-
-    def following() -> tuple[Tensor, Tensor]:
-        nonlocal turn
-        turn = (turn + 1) % _SETS
-        ids, offsets, _ = sets[turn]
-        return ids, offsets
-
-    return look, following
+    return look, lambda: next(turns)[:2]
 
 
 def _lookup(pool: Pool, *dims: int) -> Call:
