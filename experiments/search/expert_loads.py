@@ -77,10 +77,6 @@ class ExpertLoads:
                 f"got {len(self.layers)}"
             )
 
-    def placements(self, ep: int) -> tuple[Placement, ...]:
-        """Experts of each rank of a group of ``ep``, for each row of ``layers``."""
-        return tuple([_placed(loads, ep) for loads in self.layers])
-
     def imbalance(self, ep: int, *, by_load: bool = True) -> float:
         """Tokens of the busiest rank relative to the mean, averaged over layers."""
         place = _placed if by_load else _in_order
@@ -96,7 +92,7 @@ class ExpertLoads:
         return {
             "imbalance": self.imbalance(ep),
             "imbalance_in_order": self.imbalance(ep, by_load=False),
-            "experts_of_ranks": [[list(rank) for rank in layer] for layer in self.placements(ep)],
+            "experts_of_ranks": [list(map(list, _placed(loads, ep))) for loads in self.layers],
         }
 
 
