@@ -319,8 +319,7 @@ def rank_tables(
             replicas.setdefault(look[:3], []).append(look)
             rows.append(table.rows * table.dim)
             continue
-        copies = place.shards if place.kind == COLUMN else 1
-        sent_indices += ranks.samples * table.pooling * copies
+        sent_indices += ranks.samples * table.pooling * (place.shards if place.kind == COLUMN else 1)
         own.setdefault(look[:3], []).extend([look] * place.ranks.count(slowest))
     fullest = int((loads[:, PARAMETERS] + loads[:, STATES]).argmax())
     return RankTables(
@@ -348,6 +347,7 @@ def _joined(looks: Sequence[Lookup]) -> Lookup:
 
 # Means of these powers lie between mean and maximum: with a small one, later tables can still fill idle ranks.
 _POWERS = (2.0, 4.0, 8.0, 16.0)
+_MANY = 2000  # so many tables are balanced by the first greedy placement, and fill the caches of amounts
 # Tables fill at most this share of a device if they can: HugeCTR caps them at 60 of 80 GB in its runs for MLPerf.
 _FILLED, _TOO_LARGE_S = 0.75, 1e3
 
@@ -355,7 +355,8 @@ _FILLED, _TOO_LARGE_S = 0.75, 1e3
 @cached(1024)
 def placements_of(tables: tuple[TableSpec, ...], spec: ShardingSpec, ranks: Ranks) -> tuple[TablePlacement, ...]:
     """The placement of each table: as it is stated, or by the rule; with ``auto`` the best of a few greedy ones."""
-    found = [_greedy(tables, spec, ranks, power) for power in (_POWERS if spec.rule == AUTO else _POWERS[-1:])]
+    powers = _POWERS if spec.rule == AUTO and len(tables) <= _MANY else _POWERS[-1:]
+    found = [_greedy(tables, spec, ranks, power) for power in powers]
     return min(found, key=lambda one: one[0])[1]
 
 
@@ -380,9 +381,8 @@ def _greedy(
         too_large = _TOO_LARGE_S * held / max(ranks.memory_bytes, 1.0) * (held > capacity)
         best = int((table_seconds(each, ranks, power) + too_large).argmin()) if len(tried) > 1 else 0
         loads, found[at] = each[best], tried[best]
-    overfull = bool(held_bytes(loads) > capacity)
-    places = tuple([found[at] for at in range(len(tables))])
-    return float(table_seconds(loads, ranks)) + overfull * _TOO_LARGE_S, places
+    seconds = float(table_seconds(loads, ranks)) + bool(held_bytes(loads) > capacity) * _TOO_LARGE_S
+    return seconds, tuple([found[at] for at in range(len(tables))])
 
 
 def ruled_kinds(table: TableSpec, spec: ShardingSpec, ranks: Ranks) -> list[tuple[str, int]]:

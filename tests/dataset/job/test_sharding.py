@@ -5,6 +5,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from stepsight.dataset.base.caching import clear_caches
+from stepsight.dataset.job import sharding
 from stepsight.dataset.job.model_spec import TableSpec
 from stepsight.dataset.job.sharding import (
     MOVED,
@@ -14,8 +16,10 @@ from stepsight.dataset.job.sharding import (
     SUMS,
     Ranks,
     ShardingSpec,
+    TablePlacement,
     distinct_rows,
     loads_of,
+    placement_words,
     placements_of,
     rank_tables,
     table_bytes,
@@ -83,3 +87,21 @@ def test_auto_fills_no_device_while_others_have_room() -> None:
     spec, ranks = ShardingSpec(replicate_mbytes=0.0), Ranks(4, 4, 64, memory_bytes=300e6)
     loads = loads_of(tables, placements_of(tables, spec, ranks), ranks, spec)
     assert (loads[:, PARAMETERS] + loads[:, STATES]).max() <= 0.75 * 300e6
+
+
+def test_work_grows_with_the_number_of_tables_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ten times as many tables need ten times as many amounts of shards, not more: none is computed a second time."""
+    counts = []
+    for number in (400, 4000):
+        tables = tuple(TableSpec(rows=1000 + at, dim=64, pooling=2) for at in range(number))
+        monkeypatch.setattr(sharding, "_MANY", 1000)
+        clear_caches()
+        placements_of(tables, ShardingSpec(), EIGHT)
+        counts.append(sharding.shard_amounts.cache_info().misses / number)  # type: ignore[attr-defined]
+    assert counts[1] == pytest.approx(counts[0], rel=0.01)
+
+
+def test_placements_are_told_by_kind_and_number() -> None:
+    places = placements_of(TABLES, ShardingSpec(rule="row-wise"), EIGHT)
+    one = TablePlacement(name="x", kind="table-wise", ranks=(0,), location="uvm")
+    assert placement_words([*places, one]) == "3 row-wise over 8, 1 table-wise in uvm"

@@ -63,6 +63,10 @@ def test_tables_come_from_the_catalogue_and_from_files(tmp_path: Path) -> None:
         ({"sharding": {"tables": [{"name": "users", "kind": "table-wise", "ranks": [4]}]}},
          "ranks must lie from 0 to 3"),
         ({"sharding": {"tables": [{"name": "others", "kind": "table-wise", "ranks": [0]}]}}, "got others"),
+        ({"sharding": {"tables": [{"name": "users", "kind": "column-wise", "ranks": [0, 1] * 40}]}},
+         r"'users' \(10000 x 64.*each column shard must have a column, got 80 shards"),
+        ({"sharding": {"tables": [{"name": "users", "kind": "table-wise", "ranks": [rank]} for rank in (0, 1)]}},
+         r"places each table once, got 2 times table 'users'"),
         ({"parallel": {"tp": 2}}, "dlrm is data-parallel beside its tables"),
         ({"sharding": {"rule": "by-hand"}}, "sharding.rule must be one of auto"),
     ],
@@ -70,6 +74,13 @@ def test_tables_come_from_the_catalogue_and_from_files(tmp_path: Path) -> None:
 def test_broken_rules_name_the_table_and_its_bytes(change: dict[str, Any], message: str) -> None:
     with pytest.raises(JobError, match=message):
         Job.from_dict({**tables_of_job(), **change})
+
+
+def test_a_plan_of_several_modules_places_each_table_once(tmp_path: Path) -> None:
+    path, own = tmp_path / "plan.json", {"sharding_type": "table_wise", "ranks": [1]}
+    path.write_text(json.dumps({"a": {"users": own, "items": own}, "b": {"users": own}}))
+    with pytest.raises(JobError, match="got 2 times table 'users'"):
+        Job.from_dict(tables_of_job(sharding={"plan": str(path)}))
 
 
 def test_a_plan_has_every_table(tmp_path: Path) -> None:

@@ -11,7 +11,8 @@ from stepsight.dataset.configs.documents import job_toml
 from stepsight.dataset.configs.formats import write_config
 from stepsight.dataset.job.job import Job
 from stepsight.dataset.job.sharding import add_shards, placements_of
-from stepsight.experiments.search.search import search
+from stepsight.experiments.search.search import progress_words, search
+from stepsight.experiments.search.search_report import search_report
 from stepsight.experiments.search.settings import Scenarios
 from stepsight.experiments.search.sharding import (
     BASELINES,
@@ -80,6 +81,18 @@ def test_best_sharding_is_a_job_and_a_plan(tmp_path: Path) -> None:
     again = some_job(plan=str(tmp_path / "plan.json"))
     places = [placements_of(job.model.tables, job.sharding, job.table_ranks) for job in (best, again)]
     assert places[0] == places[1]
+
+
+def test_a_search_is_told_in_words_of_placements() -> None:
+    """Rows say how tables are sharded and none is there twice; nothing is called a strategy or a token."""
+    result = search(some_job(), "roofline", trials=300)
+    rows = [(row["placement"], row["iteration_time_s"]) for row in result.to_dict()["choices"]]
+    assert len(set(rows)) == len(rows) > 1 and "16 table-wise" in dict(rows)
+    text = search_report(some_job(), result, 5)["text"] + repr(result)
+    assert "300 placements judged" in text and "legal strateg" not in text
+    several = search(some_job(), "roofline", trials=20, scenarios=Scenarios(nodes=(1, 2)))
+    text = search_report(some_job(), several, 5)["text"]
+    assert "samples/s/device" in text and "tokens" not in text and progress_words(some_job(), None)[0] == "placements"
 
 
 def test_torchrec_loads_a_plan() -> None:

@@ -12,6 +12,7 @@ import pytest
 from stepsight.dataset.job.job import Job
 from stepsight.training.corrections.calibration import Calibration, fit_scale
 from stepsight.training.corrections.intervals import (
+    DOWN,
     HOSTS,
     ROOFLINE_LOG,
     UNSUPPORTED_LOG,
@@ -29,6 +30,7 @@ from stepsight.training.corrections.intervals import (
     grown_half_width,
     job_class,
     published_widths,
+    uncalibrated_ends,
 )
 from stepsight.training.prediction.prediction import ROOFLINE, predict
 
@@ -187,3 +189,15 @@ def test_doubts_are_saved_and_wild_ones_refused() -> None:
     assert NodeDoubts.from_dict(doubts.to_dict()) == doubts
     with pytest.raises(ValueError, match="doubts must lie from 0"):
         NodeDoubts.from_dict({"halves": {"": -1.0}, "shared": 0.5})
+
+
+def test_intervals_of_recommendation_models_grow_with_what_was_never_measured() -> None:
+    """Published runs of transformers say nothing of lookups: their share counts in full, as without published runs."""
+    job = Job.from_file(EXAMPLE.with_name("dlrm-dcnv2-64h100.toml"))
+    (own, _), (of_none, _) = (
+        uncalibrated_ends(Intervals(), like, (0.6, 0.0), public=True)
+        for like in (class_of(job), replace(class_of(job), kind=("dense", *class_of(job).kind[1:])))
+    )
+    assert own - of_none == pytest.approx(0.6 * DOWN * UNSUPPORTED_LOG)
+    found = predict(job)
+    assert found.unsupported_share > 0.4 and found.high_s / found.low_s > 1.5
