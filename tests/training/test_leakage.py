@@ -13,7 +13,7 @@ from stepsight.dataset.base.files import digest_files
 from stepsight.dataset.tables import read_table
 from stepsight.training.predictor.predictor import SHIPPED, shipped_names
 from stepsight.training.shipped import catalogue
-from stepsight.training.shipped.catalogue import STREAMING, TableSource
+from stepsight.training.shipped.catalogue import TableSource
 
 DATA = Path(os.environ.get("STEPSIGHT_DATA", Path(__file__).parents[3] / "shared" / "data"))
 
@@ -45,7 +45,7 @@ def test_every_source_is_a_table_of_kernels_or_collectives(name: str) -> None:
 @pytest.mark.skipif(not DATA.is_dir(), reason=f"needs the public data in {DATA}")
 def test_retraining_records_every_file_it_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of kernels, of other devices' kernels and of collectives, each with its licence."""
-    own = TableSource("vidur", "kernels/vidur/compute/a100/microsoft", STREAMING)
+    own = TableSource("vidur", "kernels/vidur/compute/a100/microsoft", ("norm", "elementwise"))
     others = TableSource("simumax", "kernels/simumax/configs/system/a100_pcie.json")
     links = TableSource("vtrain", "collectives/vtrain/trace/a100")
     recipe = replace(catalogue.RECIPES["a100-sxm"], own=(own,), others=(others,), collectives=(links,))

@@ -18,7 +18,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from stepsight.dataset.base.bounded import read_toml
 from stepsight.dataset.base.caching import cached
+from stepsight.dataset.base.codec import OPTIONAL, Saved
 from stepsight.dataset.base.errors import PredictorError, StepsightError
 from stepsight.dataset.base.files import digest
 from stepsight.dataset.hardware.hardware import Hardware, find_hardware
@@ -27,64 +29,55 @@ from stepsight.training.corrections.residual import published_runs
 from stepsight.training.kernels.kernel_models import Ratio, label, same_chip
 from stepsight.training.predictor.model_tables import read_predictor_manifest
 from stepsight.training.predictor.predictor import SHIPPED, Predictor, shipped_names
-from stepsight.training.regression.trees import VERY_MANY_ROWS
 from stepsight.training.shipped.product_power import product_power_w, tabled_power_w
 
 if TYPE_CHECKING:
     from stepsight.dataset.tables import Measurements
     from stepsight.training.shipped.from_tables import CollectiveRows, OpRows
 
-# Products by inference engines' kernels where training runs the same ones.  Their kernels for experts are others: on
-# A100 they take half as long again as Transformer Engine's, whose ratio to plain products is measured elsewhere.
-PRODUCTS = ("gemm", "attention")
-STREAMING = ("norm", "elementwise")
-FEWER_ROWS = VERY_MANY_ROWS - 1  # fewer trees than from more rows: a third of the size
 __all__ = ["RECIPES", "Recipe", "TableSource", "read_recipe", "retrain", "shipped_names", "shipped_predictor"]
 
 
 @dataclass(frozen=True)
-class TableSource:
-    """A part of the public data."""
+class TableSource(Saved):
+    """A part of the public data; see ``predictors/recipes.toml``."""
 
-    format: str  # of dataset.tables.FORMATS
-    path: str  # within the folder of all data
-    families: tuple[str, ...] = ()  # of ops that are taken from it; empty: all
+    format: str
+    path: str
+    families: tuple[str, ...] = field(default=(), metadata=OPTIONAL)
+
+
+Sources = tuple[TableSource, ...]
 
 
 @dataclass(frozen=True)
-class Recipe:
-    """A recipe of a shipped predictor."""
+class Recipe(Saved):
+    """A recipe of a shipped predictor; see ``predictors/recipes.toml``."""
 
-    chip: str  # what the hardware and its twins share
-    hardware: str  # preset of what was measured
-    twins: tuple[str, ...]  # presets with the same chip, served too: ops take as much longer as their roofline says
-    own: tuple[TableSource, ...]  # measurements of the hardware
-    others: tuple[TableSource, ...]  # measurements of other devices, for kinds that own lacks
-    # patterns of what ran them and of its precision (TRTLLM 1.0 fp8): first what training runs most alike, then what
-    # only lends its shapes
+    chip: str
+    hardware: str
+    own: Sources
+    others: Sources
     software: tuple[str, ...]
-    # names of the groups of software, by label of ops, for jobs that ask for one
-    kernels: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    # measurements of collectives; between nodes those of other devices count too, relative to their links
-    collectives: tuple[TableSource, ...] = ()
-    stated: Mapping[str, Ratio] = field(default_factory=dict)  # ratios of kinds that are in no table, from papers
-    # measurements of devices with the same chip, by preset, of what own lacks: ops count as much longer or shorter as
-    # rooflines say, and collectives within a node as they are
-    lent: Mapping[str, tuple[TableSource, ...]] = field(default_factory=dict)
-    teaches: bool = True  # whether its efficiencies help to predict other devices: training's kernels in 16 bits
-    most_rows: int = 0  # most rows of a family that are fitted, drawn at random, for a small predictor; 0: all
+    twins: tuple[str, ...] = field(default=(), metadata=OPTIONAL)
+    kernels: Mapping[str, tuple[str, ...]] = field(default_factory=dict, metadata=OPTIONAL)
+    collectives: Sources = field(default=(), metadata=OPTIONAL)
+    stated: Mapping[str, Ratio] = field(default_factory=dict, metadata=OPTIONAL)
+    lent: Mapping[str, Sources] = field(default_factory=dict, metadata=OPTIONAL)
+    teaches: bool = field(default=True, metadata=OPTIONAL)
+    most_rows: int = field(default=0, metadata=OPTIONAL)
 
 
-# Geometric means of what papers say of one generation of attention kernels against the next.
-_FIRST = Ratio(0.59, "FlashAttention-2 (Dao 2023), section 4.1: 1.3 to 2.5 times as fast as the first one in Triton")
-_SECOND = "FlashAttention-3 (Shah et al. 2024), abstract and section 4.1"
-_FLASH_1 = {"flash1_attention": _FIRST, "flash1_attention_backward": _FIRST}
-_FLASH_2 = {
-    "flash2_attention": Ratio(0.55, f"{_SECOND}: 1.5 to 2.0 times as fast as the second one"),
-    "flash2_attention_backward": Ratio(0.48, f"{_SECOND}: 1.5 to 1.75 times as fast as the second one"),
-}
-_SAME = Ratio(0.0, "the second generation is the last one for this device, and what was measured")
-_FLASH_2_LAST = {"flash2_attention": _SAME, "flash2_attention_backward": _SAME}
+def _read_recipes() -> Mapping[str, Recipe]:
+    tables = read_toml(SHIPPED / "recipes.toml")
+    groups, recipes = tables["ratios"], {}
+    for name, table in tables["recipes"].items():
+        stated = {kind: ratio for group in table.pop("ratios", ()) for kind, ratio in groups[group].items()}
+        recipes[name] = Recipe.from_dict({**table, "stated": stated})
+    return MappingProxyType(recipes)
+
+
+RECIPES = _read_recipes()
 
 # Fabrics of tables, and the presets whose links they are.  ``cluster01`` reaches 48.9 GB/s per adapter.  Left out are
 # networks of which nobody knows the links (Vidur's between nodes, ``cluster00``).
@@ -93,166 +86,6 @@ _LINKS = MappingProxyType(
     | {"nccl-tests-example-cluster01": "dgx-h100"}
 )
 _NCCL = r"nccl-tests|nccl .*half$|^nccl$"  # not in 8 bits, where switches do not sum
-
-
-def _engines(path: str, *families: str) -> TableSource:
-    """Benchmarks of inference engines."""
-    return TableSource("aiconfigurator", f"kernels/aiconfigurator/data/{path}", families)
-
-
-def _vidur(device: str) -> TableSource:
-    return TableSource("vidur", f"kernels/vidur/compute/{device}", STREAMING)
-
-
-def _sends(device: str) -> TableSource:
-    return TableSource("vidur", f"collectives/vidur/network/{device}_dgx/send_recv.csv.gz")
-
-
-def _simumax(file: str = "") -> TableSource:
-    return TableSource("simumax", f"kernels/simumax/configs/system{file}")
-
-
-_NEUSIGHT = TableSource("neusight", "kernels/neusight/train")
-
-
-def _of_neusight(chip: str, hardware: str, *twins: str) -> Recipe:
-    """Of a device that NeuSight measured."""
-    others = (_simumax("/a100_pcie.json"),)
-    return Recipe(chip, hardware, twins, (_NEUSIGHT,), others, ("torch",), teaches=False, most_rows=FEWER_ROWS)
-
-
-_NCCL_TESTS = TableSource("nccl-tests", "collectives/nccl-tests-cluster")
-_SCALED_FP8 = ("TensorRT-LLM (cuBLAS, one scale)", "SGLang (CUTLASS, a scale for each row)")
-
-RECIPES = MappingProxyType(
-    {
-        "a100-sxm": Recipe(
-            "A100",
-            "a100-sxm-80gb",
-            ("a100-sxm-40gb",),
-            (_engines("a100_sxm", *PRODUCTS), _vidur("a100")),
-            (_simumax("/a100_pcie.json"),),
-            ("SGLang|vidur", "TRTLLM"),
-            {"gemm": ("SGLang (torch)", "TensorRT-LLM"), "attention": ("SGLang", "TensorRT-LLM")},
-            (
-                _engines("a100_sxm"),
-                TableSource("vtrain", "collectives/vtrain/trace/a100"),
-                _sends("a100"),
-                _NCCL_TESTS,
-            ),
-            {**_FLASH_1, **_FLASH_2_LAST},
-        ),
-        # FlashAttention-3 and cuDNN's attention are alike; Triton's is not what training runs.
-        "h100-sxm": Recipe(
-            "H100",
-            "h100-sxm-80gb",
-            ("h100-sxm-96gb",),
-            (_engines("h100_sxm", *PRODUCTS), _vidur("h100")),
-            (_simumax(),),
-            # In 8 bits TensorRT-LLM calls cuBLAS with one scale for a tensor, as Transformer Engine and PyTorch do.
-            (
-                r"SGLang .* (fa3|flash_attention_v3|sglang_torch_linear) bf16|TRTLLM .* torch_flow fp8$|vidur",
-                r"TRTLLM .* torch_flow bf16|sglang_sgl_kernel_fp8_scaled_mm|SGLang .* fa3 fp8",
-                "deepgemm",
-                r"TRTLLM .* fp8_block fp8$",
-            ),
-            {
-                "gemm": ("SGLang (torch)", "TensorRT-LLM"),
-                "gemm/fp8": (
-                    *_SCALED_FP8,
-                    "DeepGEMM (a scale for each block)",
-                    "TensorRT-LLM (a scale for each block)",
-                ),
-                "attention": ("SGLang (FlashAttention-3)", "TensorRT-LLM"),
-                "attention/fp8": ("TensorRT-LLM", "SGLang (FlashAttention-3)"),
-            },
-            (_engines("h100_sxm"), _sends("h100"), _NCCL_TESTS),
-            {**_FLASH_1, **_FLASH_2},
-        ),
-        # H100's chip with faster memory: of products that both ran (aiconfigurator, SGLang 0.5.14) those that stream
-        # take 0.71 of H100's time and those that compute 1.02, as rooflines say.  Nobody measured on it what streams,
-        # attention without a mask or cuBLAS in 8 bits; of the 8-bit kernels that were, the faster takes a tenth longer.
-        # A fifth of its long products take a fifth longer than their like, as if one device had been slow; what is
-        # fitted are medians.
-        "h200-sxm": Recipe(
-            "H100",
-            "h200-sxm-141gb",
-            (),
-            (_engines("h200_sxm", *PRODUCTS),),
-            (_simumax(),),
-            (
-                r"SGLang .* (fa3|flash_attention_v3|sglang_torch_linear) |TRTLLM .* torch_flow fp8$|vidur",
-                "sglang_sgl_kernel_fp8_scaled_mm",
-            ),
-            {"gemm/fp8": _SCALED_FP8},
-            (_engines("h200_sxm"), _sends("h100"), _NCCL_TESTS),
-            {**_FLASH_1, **_FLASH_2},
-            {
-                "h100-sxm-80gb": (
-                    _engines("h100_sxm/encoder_attention", "attention"),
-                    _engines("h100_sxm/gemm/trtllm", "gemm"),
-                    _vidur("h100"),
-                )
-            },
-        ),
-        # Products of training itself (Transformer Engine, fp32 sums of gradients) before those of inference engines.
-        # Blackwell Ultra (B300) has Blackwell's dense peaks in 8 and 16 bits and its memory's bandwidth.
-        # In 8 bits DeepGEMM runs the instructions with scales of blocks that cuBLAS runs for MXFP8.
-        "b200-sxm": Recipe(
-            "B200",
-            "b200-sxm-180gb",
-            ("gb200-sxm-186gb", "b300-sxm-270gb", "gb300-sxm-279gb"),
-            (_engines("b200_sxm", *PRODUCTS), _simumax("/b200_bf16_ceperm.json.gz")),
-            (_simumax("/a100_pcie.json"),),
-            ("simumax|deepgemm", r"SGLang .* (sglang_torch_linear|sglang_sgl_kernel_fp8_scaled_mm)"),
-            {
-                "gemm": ("Transformer Engine (SimuMax)", "SGLang (torch)"),
-                "gemm/fp8": ("DeepGEMM", "SGLang (CUTLASS, a scale for each row)"),
-            },
-            (_engines("b200_sxm"), _NCCL_TESTS),
-            {**_FLASH_1, **_FLASH_2},
-        ),
-        # NeuSight's tables are PyTorch in fp32, with convolutions.
-        "a100-pcie": Recipe(
-            "A100",
-            "a100-pcie-40gb",
-            ("a100-pcie-80gb",),
-            (replace(_NEUSIGHT, families=("gemm", "batched_gemm", "softmax")),),
-            (_simumax("/a100_pcie.json"),),
-            ("SGLang|vidur|torch", "TRTLLM"),
-            {"gemm": ("SGLang (torch)", "TensorRT-LLM"), "attention": ("SGLang", "TensorRT-LLM")},
-            (),
-            {**_FLASH_1, **_FLASH_2_LAST},
-            {"a100-sxm-80gb": (_engines("a100_sxm", *PRODUCTS), _vidur("a100"))},
-            teaches=False,
-            most_rows=FEWER_ROWS,
-        ),
-        "v100-pcie": _of_neusight("V100", "v100-pcie-32gb", "v100-sxm-32gb"),
-        "t4-pcie": _of_neusight("T4", "t4-pcie-16gb"),
-        "p100-pcie": _of_neusight("P100", "p100-pcie-16gb"),
-        "l40s-pcie": Recipe(
-            "L40S",
-            "l40s-pcie-48gb",
-            (),
-            (_engines("l40s", "gemm"),),
-            (_simumax("/a100_pcie.json"),),
-            ("SGLang",),
-            {},
-            (_engines("l40s"),),
-            teaches=False,
-            most_rows=FEWER_ROWS,
-        ),
-        "a40-pcie": Recipe(
-            "A40",
-            "a40-pcie-48gb",
-            (),
-            (TableSource("vidur", "kernels/vidur/compute/a40"),),
-            (_simumax("/a100_pcie.json"),),
-            ("vidur",),
-            teaches=False,
-        ),
-    }
-)
 
 
 def teaching_names() -> tuple[str, ...]:

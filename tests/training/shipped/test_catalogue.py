@@ -22,7 +22,6 @@ from stepsight.training.predictor.predictor import SHIPPED, Predictor
 from stepsight.training.shipped import catalogue
 from stepsight.training.shipped.catalogue import (
     RECIPES,
-    STREAMING,
     TableSource,
     main,
     retrain,
@@ -206,7 +205,7 @@ def test_making_one_again_gives_the_same_bytes(tmp_path: Path, monkeypatch: pyte
     """With a part of the data, to be quick."""
     if not DATA.is_dir():
         pytest.skip(f"needs the public data in {DATA}")
-    own = (TableSource("vidur", "kernels/vidur/compute/a100/microsoft", STREAMING),)
+    own = (TableSource("vidur", "kernels/vidur/compute/a100/microsoft", ("norm", "elementwise")),)
     monkeypatch.setattr(catalogue, "RECIPES", {"small": replace(RECIPES["a100-sxm"], own=own)})
     for out in ("one", "two"):
         retrain("small", DATA, tmp_path / out)
