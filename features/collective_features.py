@@ -69,36 +69,19 @@ def collective_terms(collective: Collective, fabric: Fabric) -> tuple[float, ...
     return (1.0, steps, float(collective.num_bytes), wire_seconds(collective, fabric), messages)
 
 
-def collective_features(collectives: Sequence[Collective], fabrics: Sequence[Fabric]) -> Array:
+def collective_features(collectives: Sequence[Collective], fabrics: Sequence[Fabric], *, nccl: bool = False) -> Array:
     """Features for trees, shape ``(len(collectives), len(COLLECTIVE_FEATURES))``."""
-    pairs = zip(collectives, fabrics, strict=True)
-    return features_on_links(collectives, [wire_seconds(c, fabric) + 1e-9 for c, fabric in pairs])
+    rows = np.empty((len(collectives), len(COLLECTIVE_FEATURES)))
+    for row, c, fabric in zip(rows, collectives, fabrics, strict=True):
+        on_links = _longest(c, fabric) if nccl else wire_seconds(c, fabric) + 1e-9
+        numbers = np.log1p(c.num_bytes), np.log(c.group_size), np.log(c.ranks_per_node), np.log(on_links)
+        row[:] = c.record.code, *numbers
+    return rows
 
 
-def features_on_links(collectives: Sequence[Collective], seconds: Sequence[float]) -> Array:
-    """Features from the seconds of each collective on its links."""
-    return np.array(
-        [
-            (
-                c.record.code,
-                np.log1p(c.num_bytes),
-                np.log(c.group_size),
-                np.log(c.ranks_per_node),
-                np.log(on_links),
-            )
-            for c, on_links in zip(collectives, seconds, strict=True)
-        ],
-        dtype=np.float64,
-    ).reshape(len(collectives), len(COLLECTIVE_FEATURES))
-
-
-def collective_position(collective: Collective, fabric: Fabric) -> Array:
-    """Position of a collective among its kind: log of bytes, group size, ranks per node and seconds on the link."""
-    return position_on_links(collective, max(wire_seconds(collective, fabric), 1e-9))
-
-
-def position_on_links(collective: Collective, seconds: float) -> Array:
-    """Position of a collective from its seconds on its links."""
+def collective_position(collective: Collective, fabric: Fabric, *, nccl: bool = False) -> Array:
+    """Position of a collective among its kind: log of bytes, group size, ranks per node and seconds on the links."""
+    seconds = _longest(collective, fabric) if nccl else max(wire_seconds(collective, fabric), 1e-9)
     return np.log([max(collective.num_bytes, 1), collective.group_size, collective.ranks_per_node, seconds])
 
 
@@ -146,16 +129,6 @@ def tree_terms(collective: Collective, fabric: Fabric) -> tuple[float, ...]:
     calls, _, *rest = nccl_terms(collective, fabric)
     steps = 2.0 * (collective.ranks_per_node - 1 + ceil(log2(max(collective.num_nodes, 2))))
     return (calls, steps, *rest)
-
-
-def nccl_features(collectives: Sequence[Collective], fabrics: Sequence[Fabric]) -> Array:
-    """Features for trees, shape ``(len(collectives), len(COLLECTIVE_FEATURES))``, in the order of those names."""
-    return features_on_links(collectives, [_longest(c, fabric) for c, fabric in zip(collectives, fabrics, strict=True)])
-
-
-def nccl_position(collective: Collective, fabric: Fabric) -> Array:
-    """Position of a collective among its kind: log of bytes, group size, ranks per node and seconds on the links."""
-    return position_on_links(collective, _longest(collective, fabric))
 
 
 def _longest(collective: Collective, fabric: Fabric) -> float:

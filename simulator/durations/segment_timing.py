@@ -36,7 +36,6 @@ from stepsight.simulator.programs.segment import Segment
 
 # Passages as ``run_events`` takes them: timed; the row of each; seconds of each by stream; the stream of each node.
 _Table = tuple[BlockPassTable, NDArray[np.int64], Floats, NDArray[np.int8]]
-_Key = int | tuple[int, "Slowdown"]  # the identity of an object, and its slowdown
 _TIMER = "_timer"  # attribute of a latency model
 MAX_WORKS, MAX_PASSAGES, MAX_SEGMENTS, MAX_OP_TIMES = 100_000, 20_000, 10_000, 2_000  # set by a timer on the model
 
@@ -93,8 +92,7 @@ class OpTimes:
 class Timer:
     """Times passages and segments with one latency model, and caches their times.
 
-    Segments and passages are made once and are long to hash, so memos have their identities as keys.  An entry keeps
-    its object alive, so that no other object can have the same identity while the entry is there.
+    Segments and passages are made once and are equal to themselves alone, so they are quick to look up.
 
     Args:
         latency: What is asked for durations.
@@ -106,10 +104,10 @@ class Timer:
         self._hardware, self._calls = latency.hardware, launch_calls(latency)
         self._given = dict(known or {})
         self._works: Memo[Work, float] = Memo("timer: works", MAX_WORKS)
-        self._passages: Memo[_Key, tuple[BlockPass, BlockPassTime]] = Memo("timer: passages", MAX_PASSAGES)
-        self._segments: Memo[_Key, tuple[Segment, SegmentTime]] = Memo("timer: segments", MAX_SEGMENTS)
-        self._tables: Memo[_Key, tuple[tuple[BlockPass, ...], _Table]] = Memo("timer: tables", MAX_SEGMENTS)
-        self._ops: Memo[tuple[int, Slowdown, bool], tuple[Segment, OpTimes]] = Memo("timer: op times", MAX_OP_TIMES)
+        self._passages: Memo[tuple[BlockPass, Slowdown], BlockPassTime] = Memo("timer: passages", MAX_PASSAGES)
+        self._segments: Memo[tuple[Segment, Slowdown], SegmentTime] = Memo("timer: segments", MAX_SEGMENTS)
+        self._tables: Memo[tuple[tuple[BlockPass, ...], Slowdown], _Table] = Memo("timer: tables", MAX_SEGMENTS)
+        self._ops: Memo[tuple[Segment, Slowdown, bool], OpTimes] = Memo("timer: op times", MAX_OP_TIMES)
 
     @property
     def latency(self) -> LatencyModel:
@@ -144,24 +142,20 @@ class Timer:
 
     def segment(self, segment: Segment, slowdown: Slowdown = AS_IT_IS) -> SegmentTime:
         """A segment's paths."""
-        key = id(segment) if slowdown is AS_IT_IS else (id(segment), slowdown)
-        known = self._segments.get(key)
+        known = self._segments.get((segment, slowdown))
         if known is None:
-            timed = (self._in_context if self._latency.knows_context else self._by_events)(segment, slowdown)
-            known = (segment, timed)
-            self._segments[key] = known
-        return known[1]
+            known = (self._in_context if self._latency.knows_context else self._by_events)(segment, slowdown)
+            self._segments[segment, slowdown] = known
+        return known
 
     def ops(self, segment: Segment, slowdown: Slowdown = AS_IT_IS, *, carried: bool = False) -> OpTimes:
         """A segment at op level; ``carried``: with the host's own clock."""
-        key = (id(segment), slowdown, carried)
-        known = self._ops.get(key)
+        known = self._ops.get((segment, slowdown, carried))
         if known is None:
             launches = self.launch_seconds(segment.works)[segment.graph.work]
-            times = time_ops(segment, self.node_seconds(segment, slowdown), launches, carried=carried)
-            known = (segment, times)
-            self._ops[key] = known
-        return known[1]
+            known = time_ops(segment, self.node_seconds(segment, slowdown), launches, carried=carried)
+            self._ops[segment, slowdown, carried] = known
+        return known
 
     def launch_seconds(self, works: Sequence[Work]) -> Floats:
         """The host's launch time of one of each, shape ``(len(works),)``."""
@@ -194,14 +188,13 @@ class Timer:
 
     def passage(self, passage: BlockPass, slowdown: Slowdown = AS_IT_IS) -> BlockPassTime:
         """The paths of a passage."""
-        key = id(passage) if slowdown is AS_IT_IS else (id(passage), slowdown)
-        known = self._passages.get(key)
+        known = self._passages.get((passage, slowdown))
         if known is None:
             works = self._slowed(self.work_seconds(passage.works), passage.works, slowdown)
             launches = self.launch_seconds(passage.works)[passage.work] * passage.launched
-            known = (passage, _time_passage(passage, works[passage.work] * passage.share, launches))
-            self._passages[key] = known
-        return known[1]
+            known = _time_passage(passage, works[passage.work] * passage.share, launches)
+            self._passages[passage, slowdown] = known
+        return known
 
     def _by_events(self, segment: Segment, slowdown: Slowdown) -> SegmentTime:
         passages, rows, by_stream, node_stream = self._table(segment.passages, slowdown)
@@ -224,15 +217,14 @@ class Timer:
 
     def _table(self, passages: tuple[BlockPass, ...], slowdown: Slowdown) -> _Table:
         """Some passages as input of ``run_events``; segments often share them."""
-        key = id(passages) if slowdown is AS_IT_IS else (id(passages), slowdown)
-        known = self._tables.get(key)
+        known = self._tables.get((passages, slowdown))
         if known is None:
             times = [self.passage(passage, slowdown) for passage in passages]
             by_stream = np.array([time.by_stream for time in times], dtype=np.float64).reshape(-1, len(STREAMS))
             node_stream = np.concatenate([np.zeros(0, dtype=np.int8), *(passage.category for passage in passages)])
-            known = (passages, (block_pass_table(times), np.arange(len(times)), by_stream, node_stream))
-            self._tables[key] = known
-        return known[1]
+            known = block_pass_table(times), np.arange(len(times)), by_stream, node_stream
+            self._tables[passages, slowdown] = known
+        return known
 
     def _in_context(self, segment: Segment, slowdown: Slowdown) -> SegmentTime:
         times, count = self.ops(segment, slowdown, carried=True), len(STREAMS)

@@ -211,21 +211,21 @@ def many_paths(
         Seconds to each clock, from each, ``-inf`` where no path leads, shape ``(num_segments, K, K)``; and the part of
         each outside of what was measured, same shape.
     """
-    passages = {id(passage): passage for segment in segments for passage in segment.passages}
+    passages = dict.fromkeys([passage for segment in segments for passage in segment.passages])
     uses = [work for segment in segments for work in segment.sent]
     by_identity = {id(work): work for work in uses}  # there are few of them, and identities are faster to hash
     sent = dict.fromkeys(by_identity.values())
-    row = {key: at for at, key in enumerate(passages)}
+    row = {passage: at for at, passage in enumerate(passages)}
     number = {work: at for at, work in enumerate(sent)}
     place = {key: number[work] for key, work in by_identity.items()}
-    times = [timer.passage(passage) for passage in passages.values()]
+    times = [timer.passage(passage) for passage in passages]
     of_segments = np.array([place[id(work)] for work in uses], dtype=np.int64)
     seconds, launches = timer.work_seconds(list(sent)), timer.launch_seconds(list(sent))
     ends, outside = timer.new_ends(len(segments), carried=carried), None
     if unmeasured is not None:
-        works = list(dict.fromkeys([work for passage in passages.values() for work in passage.works]))
+        works = list(dict.fromkeys([work for passage in passages for work in passage.works]))
         far = dict(zip(works, unmeasured(works), strict=True))
-        parts = [_outside(*pair, far) for pair in zip(passages.values(), times, strict=True)]
+        parts = [_outside(*pair, far) for pair in zip(passages, times, strict=True)]
         sent_outside = seconds * np.array(unmeasured(list(sent)), dtype=np.bool_)
         outside = OutsideEvents(
             np.array([paths for paths, _ in parts]).reshape(-1, 3),
@@ -235,7 +235,7 @@ def many_paths(
         )
     listed = SegmentList(
         *_events(segments),
-        np.array([row[id(passage)] for segment in segments for passage in segment.passages], dtype=np.int64),
+        np.array([row[passage] for segment in segments for passage in segment.passages], dtype=np.int64),
         seconds[of_segments],
         launches[of_segments],
         np.array([segment.compute_share for segment in segments], dtype=np.float64),
@@ -322,8 +322,8 @@ def simulate_many(jobs: Sequence[Job], latency: LatencyModel, unmeasured: Unmeas
 def _ask_works(lowered: list[Lowered], latency: LatencyModel) -> None:
     """Request every op and collective in one list: latency models answer long lists faster than several short ones."""
     works = {id(low.segments): low for low in lowered}.values()
-    segments = {id(segment): segment for low in works for segment in low.segments}.values()
-    passages = {id(passage): passage for segment in segments for passage in segment.passages}.values()
+    segments = dict.fromkeys([segment for low in works for segment in low.segments])
+    passages = dict.fromkeys([passage for segment in segments for passage in segment.passages])
     asked = dict.fromkeys([work for passage in passages for work in passage.works])
     asked.update(dict.fromkeys({id(work): work for segment in segments for work in segment.sent}.values()))
     asked.update(dict.fromkeys([message for low in works for message in low.messages]))
@@ -336,9 +336,9 @@ def _simulate(
     """Fill in the times of jobs that all have a pipeline, or all have none; ``places``: their indices in ``times``."""
     timer, hardware, carried = timer_of(latency), latency.hardware, lowered[0].num_stages == 1
     works = {id(low.segments): low for low in lowered}  # strategies that differ in the schedule share the rest
-    segments = list({id(segment): segment for low in works.values() for segment in low.segments}.values())
-    row = {id(segment): at for at, segment in enumerate(segments)}
-    rows_of = {key: [row[id(segment)] for segment in low.segments] for key, low in works.items()}
+    segments = list(dict.fromkeys([segment for low in works.values() for segment in low.segments]))
+    row = {segment: at for at, segment in enumerate(segments)}
+    rows_of = {key: [row[segment] for segment in low.segments] for key, low in works.items()}
     paths, outside = many_paths(timer, segments, unmeasured, carried=carried)
     messages = list(dict.fromkeys([message for low in works.values() for message in low.messages]))
     seconds = dict(zip(messages, timer.work_seconds(messages).tolist(), strict=True))

@@ -140,6 +140,12 @@ class BlockPass:
         """Items that are work."""
         return len(self.nodes)
 
+    @cached_property
+    def first_step(self) -> int:
+        """Items of the first step."""
+        first = self.items[0][1] if self.items else ""
+        return next((at for at, (_, name) in enumerate(self.items) if name != first), len(self.items))
+
     def between(self, first: int, last: int) -> Iterator[tuple[Item, str]]:
         """Items of nodes ``first`` to ``last`` (exclusive), and joins between them."""
         node = 0

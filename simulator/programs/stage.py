@@ -245,25 +245,13 @@ def _part_run(shape: RankShape, part: PartShape, every: int, spec: BackwardSpec 
     units, to = part_units(shape, part, every), shape.dtype if casts and shape.casts else ""
     once = _without_recompute(spec) if spec is not None and spec.recompute == "full" else spec
     passages = tuple([block_pass_of(u.block, spec if u.again and not u.root else once, to) for u in units])
-    numbers = [(u.name, u.first, u.times, u.root, *_numbers(u, p)) for u, p in zip(units, passages, strict=True)]
+    numbers = []
+    for u, p in zip(units, passages, strict=True):
+        counts = len(u.tensors), len(u.expert_tensors)
+        loss = p.first_step if u.name == "head" else 0  # of a head's backward, the first step is the loss
+        there = u.numel > 0, u.expert_numel > 0
+        numbers.append((u.name, u.first, u.times, u.root, p.num_nodes, loss, counts, *there))
     return _PartRun(units, passages, _patterns(tuple(numbers)))
-
-
-_Numbers = tuple[int, int, tuple[int, int], bool, bool]  # the last fields of ``UnitPattern``
-_NUMBERS: Memo[tuple[int, str], tuple[BlockPass, _Numbers]] = Memo("numbers of units", 20_000)
-
-
-def _numbers(unit: Unit, passage: BlockPass) -> _Numbers:
-    """The properties of a block and its passage that a plan depends on, cached by identity of the passage."""
-    key = id(passage), unit.name
-    known = _NUMBERS.get(key)
-    if known is None:
-        names = [name for _, name in passage.items]  # of a head's backward, the first step is the loss
-        loss = next((i for i, name in enumerate(names) if name != names[0]), len(names)) if unit.name == "head" else 0
-        tensors = len(unit.tensors), len(unit.expert_tensors)
-        numbers = passage.num_nodes, loss, tensors, unit.numel > 0, unit.expert_numel > 0
-        _NUMBERS[key] = known = (passage, numbers)
-    return known[1]
 
 
 @cached(4096)

@@ -22,8 +22,6 @@ from stepsight.features.collective_features import (
     collective_features,
     collective_position,
     collective_terms,
-    nccl_features,
-    nccl_position,
     nccl_terms,
     seconds_within,
     tree_terms,
@@ -83,14 +81,14 @@ def collective_rows(
     pairs = list(zip(collectives, fabrics, strict=True))
     labels = tuple(label_of(c) for c in collectives)
     learned = [_on_links_of(fabric, measured.get(label)) for label, fabric in zip(labels, fabrics, strict=True)]
-    terms_of, position_of = (nccl_terms, nccl_position) if nccl else (collective_terms, collective_position)
+    terms_of = nccl_terms if nccl else collective_terms
     return SignatureRows(
         labels,
         labels,
         np.array([terms_of(c, f) for c, f in pairs], float).reshape(len(pairs), len(COLLECTIVE_TERMS)),
         np.ones(len(collectives)),
-        tuple(position_of(c, f) for c, f in zip(collectives, learned, strict=True)),
-        (nccl_features if nccl else collective_features)(collectives, learned),
+        tuple(collective_position(c, f, nccl=nccl) for c, f in zip(collectives, learned, strict=True)),
+        collective_features(collectives, learned, nccl=nccl),
         COLLECTIVE_FEATURES,
     )
 
@@ -235,7 +233,7 @@ class CollectiveModel(Saved):
         slack = OUTSIDE if self.nccl else 1e-9  # rings of NCCL behave alike up to twice the ranks
         if not low[1] - slack <= np.log(collective.group_size) <= high[1] + slack:
             return f"{collective}: measured for groups of {np.exp(low[1]):.0f} to {np.exp(high[1]):.0f} ranks"
-        position = (nccl_position if self.nccl else collective_position)(collective, fabric)
+        position = collective_position(collective, fabric, nccl=self.nccl)
         excess = self.regressor.excess(label, position)
         if excess > OUTSIDE:
             return f"{collective}: {np.exp(excess):.1f} x outside the measured sizes"
