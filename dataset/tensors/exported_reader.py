@@ -150,7 +150,7 @@ class ExportedReader(ModelReader):
             return "embedding", {}, reads
         if name == "gelu" and number.get("approximate") == "tanh":
             return "gelu_tanh", {}, reads
-        name = name if name in POINTWISE and number.get("alpha", 1) == 1 else f"aten::{name}"
+        name = name if name in POINTWISE and reads and number.get("alpha", 1) == 1 else f"aten::{name}"
         return name, {}, [*reads, *self._scalars(name, given, writes)]
 
     def _scalars(self, name: str, given: Mapping[str, Any], writes: Sequence[str]) -> Iterator[str]:

@@ -35,7 +35,7 @@ _STREAMED = {name: kind for kind, names in _OPS["kinds"].items() for name in nam
 _VIEWS, _SAME, _LIKE_FIRST = (frozenset(_OPS[key].split()) for key in ("views", "same", "like_first"))
 _FLOATS = (1, 10, 11, 16)
 _SMALL = 1024  # elements of a constant that may be a shape
-_MOST = 2**22  # elements of a constant that is computed
+_MOST = 2**23  # elements of all constants that are computed
 
 
 def open_onnx(path: Path, dims: Mapping[str, int]) -> OnnxReader:
@@ -131,6 +131,7 @@ class OnnxReader(ModelReader):
     def __init__(self, model: Any, missing: list[str]) -> None:
         super().__init__()
         self._graph = graph = model.graph
+        self._left = _MOST  # elements that may still be computed
         self._opsets = {each.domain: each.version for each in model.opset_import}
         self.notes, self._hint = ([_hint(missing)], f" ({_hint(missing)})") if missing else ([], "")
         self.shapes = {tensor.name: tuple(tensor.dims) for tensor in graph.initializer}
@@ -200,13 +201,18 @@ class OnnxReader(ModelReader):
         """Compute what follows from constants alone, if it is small."""
         from onnx.reference import ReferenceEvaluator
 
-        small = all(math.prod(self.shapes.get(name, (_MOST + 1,))) <= _MOST for name in writes)
-        if not small or _STREAMED.get(node.op_type) == "random" or not all(name in self.constants for name in reads):
+        numel = sum(math.prod(self.shapes.get(name, (_MOST + 1,))) for name in writes)
+        if (
+            numel > self._left
+            or _STREAMED.get(node.op_type) == "random"
+            or not all(name in self.constants for name in reads)
+        ):
             return False
         try:
             found = ReferenceEvaluator(node).run(None, {name: self.constants[name] for name in reads})
         except (RuntimeError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError):
             return False  # an op that the library does not compute
+        self._left -= numel
         self._keep(writes, found)
         return True
 

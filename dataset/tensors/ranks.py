@@ -62,11 +62,12 @@ class _Rank:
         self._bucket: list[TensorCall] = []
         self._limit, self._updated = _FIRST_BUCKET, list[str]()
         self._counts: dict[str, int] = {}  # of nodes by stream
+        self._ops = {number: ops_of(step, call) for number, call in issued}
         self._root, self._last = dict[str, str](), dict[str, int]()
-        for place, (_, call) in enumerate(issued):
+        for place, (number, call) in enumerate(issued):
             roots = [self._root.get(name, name) for name in call.reads]
             self._last |= dict.fromkeys(roots, place)
-            if roots and self._in_place(call):
+            if roots and self._in_place(number, call):
                 self._root |= dict.fromkeys(call.writes, roots[0])
         self._outputs = {self._root.get(name, name) for name in step.outputs.values()}
         own = {name for _, call in issued if call.stage == stage for name in call.reads} & {*step.parameters}
@@ -74,11 +75,11 @@ class _Rank:
         self._held: dict[str, int] = {}
         self._place = 0
 
-    def _in_place(self, call: TensorCall) -> bool:
+    def _in_place(self, number: int, call: TensorCall) -> bool:
         """Whether what a call writes takes no memory of its own."""
         if call.op in ("all_reduce", "adamw"):
             return call.op == "adamw" or self._is_gradient(call)
-        return call.op not in ("send", "join") and not ops_of(self._step, call)
+        return call.op not in ("send", "join") and not self._ops[number]
 
     def _is_gradient(self, call: TensorCall) -> bool:
         return call.writes[0] in self._gradients
@@ -105,7 +106,8 @@ class _Rank:
             self._flush(0)
             made = self._before(call.reads)
         else:
-            made = self._kernels(call, before)
+            for op in self._ops[number]:
+                made = (self._op(op, call, made),)
         self._made_by |= dict.fromkeys(call.writes, self._made_by.get(call.writes[0], made))
         self._free(call)
 
@@ -147,11 +149,6 @@ class _Rank:
             if self._last.get(name, self._place) <= self._place:
                 self._bytes -= self._held.pop(name, 0)
         self._place += 1
-
-    def _kernels(self, call: TensorCall, before: tuple[int, ...]) -> tuple[int, ...]:
-        for op in ops_of(self._step, call):
-            before = (self._op(op, call, before),)
-        return before
 
     def _op(self, op: Op, call: TensorCall, before: Iterable[int]) -> int:
         if self._step.precision and op.dtype in PRECISIONS:
@@ -362,7 +359,7 @@ def with_replicas(program: Step, count: int) -> Step:
     for call in program.calls:
         reads = tuple(whole.get(name, name) for name in call.reads) if call.op == "adamw" else call.reads
         calls.append(replace(call, reads=reads))
-        calls += [replace(call, op="all_reduce", reads=(name,), writes=(whole[name],), settings=settings)
+        calls += [replace(call, op="all_reduce", reads=(name,), writes=(whole[name],), settings=settings, ops=no_ops)
                   for name in call.writes if name in whole]  # fmt: skip
     shapes = {**program.shapes, **{made: program.shapes[name] for name, made in whole.items()}}
     gradients = {parameter: whole[name] for parameter, name in program.gradients.items()}

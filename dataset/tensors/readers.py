@@ -93,6 +93,9 @@ class ModelReader(ABC):
             layout = layout_of(call, *shapes)
             pairs = [*zip(layout.reads, shapes[0], strict=True), *zip(layout.writes, shapes[1], strict=True)]
             fit = all(fits(dims, shape) for dims, shape in pairs)
+            one, other = ({label for dims in side for factors in dims for label, size in factors if size > 1}
+                          for side in (layout.reads, layout.writes))  # fmt: skip
+            fit = fit and (call.op in ("reduce", "expand") or (one ^ other) - layout.whole <= {"k"})
         except (ValueError, LookupError, TypeError, ArithmeticError):
             fit = False
         if call.op == "reshape":
@@ -149,7 +152,7 @@ def check_order(nodes: Iterable[tuple[str, Sequence[str], Sequence[str]]], given
                 what = "nodes out of order or in a cycle" if name in made else "a name that nothing has"
                 raise CaptureError(f"{title:.120} must read inputs, weights and what nodes before it write, got "
                                    f"{name!r:.80}: {what}")  # fmt: skip
-        if again := {*writes} & known - {""}:
+        if again := {name for name in writes if name and name in known}:
             raise CaptureError(f"{title:.120} must write tensors of its own, got {min(again)!r:.80} again")
         known |= {*writes}
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import random
 import tempfile
 import zipfile
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,11 +18,12 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from stepsight.dataset.base.errors import CaptureError
 from stepsight.dataset.capture.captured import rank_summary, read_captured, write_captured
 from stepsight.dataset.graph.graph_table import GraphTable
 from stepsight.dataset.graph.program import Program
 from stepsight.dataset.tables import Measurements, summary
-from stepsight.dataset.tensors.program import read_model
+from stepsight.dataset.tensors.program import TensorProgram, read_model
 from stepsight.dataset.trace_graphs.graph_dataset import make_dataset
 from stepsight.simulator.replay.replay import replay
 from stepsight.training.prediction.captured_prediction import predict_captured
@@ -147,12 +150,23 @@ def folder_seed(name: str) -> bytes:
 
 
 def ask_model(path: Path) -> None:
-    """A model in a file, read for inference and for training."""
+    """A model in a file, read for inference and for training, distributed and computed."""
     for training in (False, True):
         (rank,) = read_model(path, replicas=2, training=training).ranks
         told = rank_summary(rank)
         json.dumps(told, allow_nan=False)
         check_numbers(told)
+    program = TensorProgram.load(path)
+    for ask in (lambda: program.replicate(2).captured(), lambda: program.split(2).captured(), lambda: compute(program)):
+        with suppress(CaptureError):
+            ask()
+
+
+def compute(program: TensorProgram) -> None:
+    """Run a program if it is small."""
+    if sum(math.prod(shape) for shape in program.shapes.values()) < 2**18:
+        with np.errstate(all="ignore"):
+            program.run(program.random_values())
 
 
 def onnx_seed() -> bytes:
