@@ -44,7 +44,7 @@ def open_onnx(path: Path, dims: Mapping[str, int]) -> OnnxReader:
     import onnx
     from google.protobuf.message import DecodeError
 
-    missing, invalid = list[str](), onnx.shape_inference.InferenceError
+    hint, invalid = "", onnx.shape_inference.InferenceError
     try:
         model = onnx.load_model_from_string(read_file(path))
         check_count(path, _num_nodes(model))
@@ -53,7 +53,7 @@ def open_onnx(path: Path, dims: Mapping[str, int]) -> OnnxReader:
         names = {dim.dim_param for given in model.graph.input for dim in given.type.tensor_type.shape.dim}
         check_names(path, dims, names - {""})
         _check_nodes(model.graph)
-        missing = _set_dims(model.graph, dims)
+        hint = _set_dims(model.graph, dims)
         for tensor in model.graph.initializer:
             if math.prod(tensor.dims) > _SMALL:
                 tensor.ClearField("raw_data")
@@ -61,9 +61,9 @@ def open_onnx(path: Path, dims: Mapping[str, int]) -> OnnxReader:
     except CaptureError:
         raise
     except (DecodeError, OSError, RuntimeError, ValueError, invalid, onnx.checker.ValidationError) as error:
-        hint = f" ({_hint(missing)})" if missing else ""
-        raise CaptureError(f"{path.name} must be an ONNX model: {' '.join(str(error).split()):.300}{hint}") from None
-    return OnnxReader(inferred, missing)
+        told = f"{' '.join(str(error).split()):.300}{hint and f' ({hint})'}"
+        raise CaptureError(f"{path.name} must be an ONNX model: {told}") from None
+    return OnnxReader(inferred, hint)
 
 
 def _check_nodes(graph: Any) -> None:
@@ -91,8 +91,8 @@ def _num_nodes(model: Any) -> int:
     return max(sum(size(node.domain, node.op_type) for node in model.graph.node), *map(len, lists))
 
 
-def _set_dims(graph: Any, dims: Mapping[str, int]) -> list[str]:
-    """Set the sizes of symbolic dimensions of inputs; return the dimensions without a size."""
+def _set_dims(graph: Any, dims: Mapping[str, int]) -> str:
+    """Set the sizes of symbolic dimensions of inputs; return a note if some have no size."""
     missing: dict[str, None] = {}
     constants = {tensor.name for tensor in graph.initializer}
     for given in graph.input:
@@ -104,7 +104,7 @@ def _set_dims(graph: Any, dims: Mapping[str, int]) -> list[str]:
     del graph.value_info[:]
     for output in graph.output:
         output.type.tensor_type.ClearField("shape")
-    return list(missing)
+    return f"dimensions {', '.join(missing)} are taken as 1: give their sizes with --dims" if missing else ""
 
 
 @dataclass(frozen=True)
@@ -117,10 +117,6 @@ class _Call:
     settings: Mapping[str, Any]
 
 
-def _hint(missing: list[str]) -> str:
-    return f"dimensions {', '.join(missing)} are taken as 1: give their sizes with --dims"
-
-
 def _title(node: Any) -> str:
     return f"node {node.name or ', '.join(node.output):.80} ({node.op_type:.40})"
 
@@ -128,12 +124,12 @@ def _title(node: Any) -> str:
 class OnnxReader(ModelReader):
     """Reads one graph whose shapes are known."""
 
-    def __init__(self, model: Any, missing: list[str]) -> None:
+    def __init__(self, model: Any, hint: str) -> None:
         super().__init__()
         self._graph = graph = model.graph
         self._left = _MOST  # elements that may still be computed
         self._opsets = {each.domain: each.version for each in model.opset_import}
-        self.notes, self._hint = ([_hint(missing)], f" ({_hint(missing)})") if missing else ([], "")
+        self.notes, self._hint = [hint] if hint else [], hint and f" ({hint})"
         self.shapes = {tensor.name: tuple(tensor.dims) for tensor in graph.initializer}
         self._types: dict[str, int] = {tensor.name: tensor.data_type for tensor in graph.initializer}
         self.parameters = frozenset(
@@ -299,13 +295,9 @@ class OnnxReader(ModelReader):
 
 def _settings(node: Any) -> Mapping[str, Any]:
     """Settings of a node by name."""
-    return {each.name: _value(each) for each in node.attribute}
+    import onnx
 
-
-def _value(attribute: Any) -> Any:
-    """Number, numbers or text of an attribute."""
-    by_type = {1: attribute.f, 2: attribute.i, 3: attribute.s, 7: list(attribute.ints)}
-    return by_type.get(attribute.type)
+    return {each.name: onnx.helper.get_attribute_value(each) for each in node.attribute}
 
 
 def _product(call: _Call) -> Op | None:
@@ -325,15 +317,6 @@ def _convolution(call: _Call, *, transposed: bool = False) -> Op:
 def _layer_norm(call: _Call) -> Op | None:
     shape = call.shapes[0]
     return norm("layer_norm", shape, math.prod(shape[call.settings.get("axis", -1) :]), call.dtype)
-
-
-def _rms_norm(call: _Call) -> Op | None:
-    shape = call.shapes[0]
-    return norm("rms_norm", shape, shape[-1] if shape else 1, call.dtype)
-
-
-def _softmax(call: _Call) -> Op | None:
-    return rows_of("softmax", call.shapes[0], call.dtype)
 
 
 def _batch_norm(call: _Call) -> Op:
@@ -363,8 +346,10 @@ _MAKERS: dict[Callable[[_Call], Op | None], str] = {
     _convolution: "Conv",
     partial(_convolution, transposed=True): "ConvTranspose",
     _layer_norm: "LayerNormalization GroupNormalization InstanceNormalization",
-    _rms_norm: "RMSNormalization SimplifiedLayerNormalization",
-    _softmax: "Softmax LogSoftmax",
+    lambda call: norm(
+        "rms_norm", call.shapes[0], (call.shapes[0] or (1,))[-1], call.dtype
+    ): "RMSNormalization SimplifiedLayerNormalization",
+    lambda call: rows_of("softmax", call.shapes[0], call.dtype): "Softmax LogSoftmax",
     _batch_norm: "BatchNormalization",
     _pool: "MaxPool AveragePool GlobalAveragePool GlobalMaxPool",
     _heads: "Attention MultiHeadAttention GroupQueryAttention",
