@@ -314,9 +314,9 @@ def _convolution(call: _Call, *, transposed: bool = False) -> Op:
     return Op("conv", (image[0], ins, outs, positions[0], window, groups, positions[1], len(image) - 2), call.dtype)
 
 
-def _layer_norm(call: _Call) -> Op | None:
+def _layer_norm(call: _Call, *, name: str = "layer_norm") -> Op | None:
     shape = call.shapes[0]
-    return norm("layer_norm", shape, math.prod(shape[call.settings.get("axis", -1) :]), call.dtype)
+    return norm(name, shape, math.prod(shape[call.settings.get("axis", -1) :]), call.dtype)
 
 
 def _batch_norm(call: _Call) -> Op:
@@ -346,9 +346,7 @@ _MAKERS: dict[Callable[[_Call], Op | None], str] = {
     _convolution: "Conv",
     partial(_convolution, transposed=True): "ConvTranspose",
     _layer_norm: "LayerNormalization GroupNormalization InstanceNormalization",
-    lambda call: norm(
-        "rms_norm", call.shapes[0], (call.shapes[0] or (1,))[-1], call.dtype
-    ): "RMSNormalization SimplifiedLayerNormalization",
+    partial(_layer_norm, name="rms_norm"): "RMSNormalization SimplifiedLayerNormalization",
     lambda call: rows_of("softmax", call.shapes[0], call.dtype): "Softmax LogSoftmax",
     _batch_norm: "BatchNormalization",
     _pool: "MaxPool AveragePool GlobalAveragePool GlobalMaxPool",
