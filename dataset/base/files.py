@@ -45,6 +45,30 @@ def preset(name: str) -> Any:
     return tomllib.loads(text) if name.endswith(".toml") else [*csv.DictReader(text.splitlines())]
 
 
+LONGEST_NAME, LONGEST_PATH = 255, 2000  # bytes that file systems take
+
+
+def named_path(text: str) -> Path:
+    """The path that a user names.
+
+    Raises:
+        StepsightError: If no file can have it: it is empty, too long, or holds a null byte.
+    """
+    try:
+        path = Path(text)
+        long = len(os.fsencode(path)) > LONGEST_PATH or any(
+            len(os.fsencode(part)) > LONGEST_NAME for part in path.parts
+        )
+    except UnicodeEncodeError:  # half of a surrogate pair
+        long = True
+    if not text or long or "\0" in text:
+        raise StepsightError(
+            f"a path must have 1 to {LONGEST_PATH} bytes, at most {LONGEST_NAME} in each name, and no null byte, "
+            f"got {text!r:.80}"
+        )
+    return path
+
+
 def check_output_file(path: Path) -> None:
     """Check that a file can be written; called before long work.
 

@@ -3,51 +3,35 @@
 from __future__ import annotations
 
 import gc
-import secrets
-import socket
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from hmac import compare_digest
 from html import escape
 from pathlib import Path
-from tempfile import gettempdir
-from typing import Any
-from urllib.parse import parse_qs
+from typing import TYPE_CHECKING, Any
 
-import uvicorn
 from fastapi import FastAPI
 from nicegui import run, ui
 from nicegui.events import MultiUploadEventArguments
-from starlette.datastructures import Headers, MutableHeaders
-from starlette.requests import cookie_parser
-from starlette.responses import PlainTextResponse
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from stepsight.dataset.base.bounded import reading_only
+from stepsight.dataset.base.bounded import MOST_TABLES
 from stepsight.dataset.base.errors import StepsightError, printable
+from stepsight.dataset.configs.documents import job_toml
 from stepsight.dataset.job.job import Job
 from stepsight.experiments.page import views
 from stepsight.experiments.page.charts import SCRIPT, timeline_call, timeline_html
-from stepsight.experiments.page.controls import (
-    Controls,
-    Opened,
-    Workspace,
-    button,
-    html,
-    job_link,
-    linked_job,
-    section,
-    text_input,
-)
+from stepsight.experiments.page.controls import Controls, button, html, section, text_input
 from stepsight.experiments.page.sections import SearchSection, TraceSection
+from stepsight.experiments.page.server import MOST_DROPPED, TOO_LARGE, Workspace, job_link, linked_job
 from stepsight.experiments.questions.compare import compare_sides, predicted_side
 from stepsight.experiments.questions.job_facts import Field, changed, job_facts
 from stepsight.experiments.questions.training_plan import training_plan
 from stepsight.experiments.reports.text_table import shown, words
 from stepsight.experiments.search.settings import Goal
 from stepsight.training.prediction.prediction import Prediction, predict
+
+if TYPE_CHECKING:
+    from stepsight.experiments.page.server import Opened
 
 TOKENS = 1e12  # of a training, until the user states them
 PAUSE_S = 0.3  # without a change, before what takes longer is computed
@@ -58,6 +42,7 @@ _START: dict[str, Any] = {  # where the user names no job
     "batch": {"micro_batch": 1, "global_batch": 1536},
     "cluster": {"hardware": "a100-sxm-80gb", "nodes": 128, "devices_per_node": 8},
 }
+_NOT_PINNED = "<p>Pin an answer, then change the job.</p>"
 _SECTIONS = ("Time", "Timeline", "Sensitivity", "Compare", "Search", "Traces", "Share")
 
 
@@ -108,7 +93,6 @@ class Desk:
                 self.traces.show(found)
             elif found is not first:
                 self.pins.append(predict(found, space.predictor))
-        self._show_compared()
         ui.timer(PAUSE_S, self._look_closer)
         ui.on_exception(lambda error: self.say(f"this is a fault of stepsight, please report it: {error!r:.200}"))
         if link:
@@ -124,8 +108,8 @@ class Desk:
         names = "".join(f'<option value="{escape(name)}"></option>' for name in self.space.names())
         html(names, "datalist").props("id=files")
         self._files = ui.upload(
-            label="Drop job files or configurations", multiple=True, auto_upload=True, max_file_size=MOST_UPLOAD,
-            max_files=8, on_multi_upload=self._upload, on_rejected=lambda: self.say("a file must be smaller than 4 MB"),
+            label="Drop job files or configurations", multiple=True, auto_upload=True, max_file_size=MOST_TABLES,
+            max_files=MOST_DROPPED, on_multi_upload=self._upload, on_rejected=lambda: self.say(TOO_LARGE),
         )  # fmt: skip
         self._files.props("flat bordered data-testid=upload").classes("full-width")
         self._message = ui.label().classes("warning").props("role=alert data-testid=message")
@@ -148,12 +132,18 @@ class Desk:
             with ui.element("div").classes("chips controls"):
                 button("Pin this answer", "pin", self.pin)
                 button("Remove the pins", "unpin", self._unpin)
-            self._compared = html("<p>Pin an answer, then change the job.</p>").props("data-testid=comparison")
+            self._compared = html(_NOT_PINNED).props("data-testid=comparison")
 
     def _add_share(self) -> None:
         with section("Share"):
             button("Save all as one file", "export", self._export)
-            self._link = text_input("link", "Link to this job, for this page", lambda _: None, readonly="readonly")
+            button(
+                "Save the job as a file",
+                "save-job",
+                lambda: ui.download.content(job_toml(self.prediction.job), "job.toml"),
+            )
+            label = "Link to this job; it opens while this page runs on this machine. To send a job, save it as a file"
+            self._link = text_input("link", label, lambda _: None, readonly="readonly")
 
     def _set_theme(self, dark: bool | None) -> None:
         self._theme.value = dark
@@ -168,7 +158,7 @@ class Desk:
         """Do what the user asked for, or say which rule it breaks."""
         try:
             act()
-        except (StepsightError, OSError) as error:
+        except StepsightError as error:
             self.say(str(error))
 
     def ask(self, job: Job, rebuild: bool = False) -> None:
@@ -194,7 +184,6 @@ class Desk:
                 self._add_plan()
         else:
             self._controls.show(job)
-        self._show_compared()
 
     def _change(self, changed_field: Field, text: str) -> None:
         try:
@@ -232,6 +221,7 @@ class Desk:
             self._resting = version
             return
         prediction, plan = self.prediction, training_plan(self.prediction, self.goal)
+        self._show_compared()
 
         def still_wanted(*_: int) -> None:
             if version != self._version:
@@ -299,15 +289,13 @@ class Desk:
 
     def _comparison(self) -> str:
         """Pinned answers and the present one; empty without pins."""
-        if len(self._all()) < 2:
-            return ""
-        sides = [predicted_side(each, each.job.name) for each in self._all()]
-        return views.comparison(compare_sides(sides))
+        asked = self._all()
+        sides = [predicted_side(each, each.job.name) for each in asked]
+        return views.comparison(compare_sides(sides)) if len(asked) > 1 else ""
 
     def _show_compared(self) -> None:
-        if self.pins or "<h1>" in self._compared.content:
-            pinned = f"<p>{len(self.pins)} pinned. Change the job to compare.</p>"
-            self._compared.content = self._comparison() or pinned
+        pinned = f"<p>{len(self.pins)} pinned. Change the job to compare.</p>" if self.pins else _NOT_PINNED
+        self._compared.content = self._comparison() or pinned
 
     async def _export(self) -> None:
         asked = self._all()
@@ -317,93 +305,3 @@ class Desk:
         extra = [text for text in (self._comparison(), self.search.view(), self.traces.view()) if text]
         if facts is not None:
             ui.download.content(views.job_page(asked, facts, extra), f"{self.prediction.job.model_name}.html")
-
-
-HOST = "127.0.0.1"
-MOST_UPLOAD = 4 * 2**20  # bytes of a request: as a configuration file may have
-_HEADERS = {
-    "Content-Security-Policy": "default-src 'self' data: blob: 'unsafe-inline' 'unsafe-eval'; frame-ancestors 'none'",
-    "Referrer-Policy": "no-referrer",
-    "X-Content-Type-Options": "nosniff",
-}
-
-
-class PageServer:
-    """A listening socket, and the address to open."""
-
-    def __init__(self, port: int) -> None:
-        try:
-            self._listening = socket.create_server((HOST, port))
-        except OSError as error:
-            raise StepsightError(f"--port {port} cannot be used: {error.strerror}; --port 0 takes a free one") from None
-        self.port = int(self._listening.getsockname()[1])
-        self.token = secrets.token_urlsafe(24)
-
-    @property
-    def address(self) -> str:
-        return f"http://{HOST}:{self.port}/?token={self.token}"
-
-    def run(self, app: FastAPI, folders: Sequence[Path], on_ready: Callable[[], Any] | None = None) -> None:
-        """Serve until the process is interrupted, and read files of some folders alone."""
-        package, uploads = Path(__file__).parents[2], Path(gettempdir())
-        guarded = Guard(app, self.port, self.token)
-        config = uvicorn.Config(
-            guarded, log_level="error", timeout_graceful_shutdown=1, ws_max_size=MOST_UPLOAD, lifespan="on"
-        )
-        if on_ready is not None:
-            on_ready()
-        with reading_only([*folders, package, uploads]), suppress(KeyboardInterrupt):
-            uvicorn.Server(config).run(sockets=[self._listening])
-
-
-class Guard:
-    """Refuses requests that the page of this server did not make.
-
-    ``/healthz`` answers everybody on this machine.  All else needs the token: in the address of the first request, and
-    in the cookie that its answer sets.  The names in ``Host`` and ``Origin`` must be this server's, so that a page of
-    another origin can neither ask nor listen, also where a name of its own leads to this machine.
-    """
-
-    def __init__(self, app: ASGIApp, port: int, token: str) -> None:
-        self._app, self._token, self._cookie = app, token, f"stepsight-{port}"
-        self._hosts = {f"{HOST}:{port}", f"localhost:{port}"}
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "lifespan":
-            return await self._app(scope, receive, send)
-        headers = Headers(scope=scope)
-        status, text = self._refusal(scope, headers)
-        if not status and scope["path"] == "/healthz":
-            status, text = 200, "ok"
-        if status and scope["type"] == "websocket":
-            await receive()
-            return await send({"type": "websocket.close", "code": 1008})
-        if status:
-            return await PlainTextResponse(text, status)(scope, receive, send)
-
-        async def send_with_headers(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                found = MutableHeaders(scope=message)
-                found.update(_HEADERS)
-                found.append("Set-Cookie", f"{self._cookie}={self._token}; Path=/; HttpOnly; SameSite=Strict")
-            await send(message)
-
-        await self._app(scope, receive, send_with_headers)
-
-    def _refusal(self, scope: Scope, headers: Headers) -> tuple[int, str]:
-        """Status and reason; 0: none."""
-        origin = headers.get("origin")
-        if headers.get("host") not in self._hosts:
-            return 403, "this page answers at 127.0.0.1 alone"
-        if origin is not None and origin.removeprefix("http://") not in self._hosts:
-            return 403, "a request of another origin is refused"
-        if scope["path"] == "/healthz":
-            return 0, ""
-        given = [*parse_qs(scope["query_string"].decode("latin-1")).get("token", [])]
-        given.append(cookie_parser(headers.get("cookie", "")).get(self._cookie, ""))
-        if not any(compare_digest(each.encode(), self._token.encode()) for each in given):
-            return 403, "open the address that `stepsight page` printed: it has a token"
-        length = headers.get("content-length", "0")
-        if not length.isdigit() or int(length) > MOST_UPLOAD or "transfer-encoding" in headers:
-            return 413, f"a file must have at most {MOST_UPLOAD} bytes"
-        return 0, ""

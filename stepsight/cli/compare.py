@@ -191,17 +191,18 @@ def page_command(
     import webbrowser
 
     need("nicegui")
-    from stepsight.experiments.page.controls import Workspace
-    from stepsight.experiments.page.page import PageServer, make_app
+    from stepsight.experiments.page.server import PageServer, Workspace
 
-    server = PageServer(port)
-    named = [path.resolve() for path in files or ()]
+    server, named = PageServer(port), [path.resolve() for path in files or ()]
     space = Workspace(Path.cwd(), hardware, source.load(), server.address)
     opened = tuple(replace(space, root=path.parent).open(path.name)[0] for path in named)
-    app = make_app(replace(space, opened=opened))
 
     def serve() -> None:
+        if browser:  # it starts, and waits for the socket, while the libraries of the page are imported
+            webbrowser.open(server.address)
+        from stepsight.experiments.page.page import make_app
+
         folders = [space.root, *(path.parent for path in named), *filter(None, [source.predictor])]
-        server.run(app, folders, (lambda: webbrowser.open(server.address)) if browser else None)
+        server.run(make_app(replace(space, opened=opened)), folders)
 
     return Answer({"address": server.address}, server.address, then=serve)

@@ -28,6 +28,7 @@ import typer
 from typer.models import ArgumentInfo, OptionInfo
 
 from stepsight.dataset.base.errors import StepsightError, printable
+from stepsight.dataset.base.files import named_path
 
 Positive = Annotated[int, typer.Option(min=1)]
 JSON = typer.Option("--json", help="Print the answer as JSON, and nothing else, on stdout.")
@@ -187,16 +188,9 @@ def _option(
     elif kind is str and default == "" and is_option:
         read, kind, default = partial(_stated, names[0] if names else own), str | None, None
     if Path in (kind, *get_args(kind), *(part for each in get_args(kind) for part in get_args(each))):
-        info.parser = path
+        info.parser = named_path
     made = Parameter(name, Parameter.KEYWORD_ONLY, annotation=Annotated[kind, info], default=default)
     return made, read
-
-
-def path(text: str) -> Path:
-    """Read a path that a user names; refuse the empty path, which would mean the current folder."""
-    if not text:
-        raise typer.BadParameter("a path must not be empty, got ''")
-    return Path(text)
 
 
 def _stated(option: str, text: str | None) -> str:

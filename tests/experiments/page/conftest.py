@@ -20,7 +20,7 @@ class RunningPage:
     def __init__(self, *arguments: str) -> None:
         pytest.importorskip("nicegui", reason="needs the extra [page]")
         command = [sys.executable, "-m", "stepsight", "page", "--port", "0", "--no-browser", *arguments]
-        self.process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+        self.process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         assert self.process.stdout is not None
         self.address = self.process.stdout.readline().strip()
         self.origin, _, self.token = self.address.partition("/?token=")

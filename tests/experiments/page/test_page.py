@@ -119,6 +119,9 @@ def test_a_link_opens_the_job_in_it(tab: Any) -> None:
     changed = change(tab, "tp", "ArrowLeft")
     tab.goto(tab.get_by_test_id("link").input_value())
     tab.get_by_test_id("iteration-time").filter(has_text=changed).wait_for()
+    with tab.expect_download() as saved:
+        tab.get_by_test_id("save-job").click()
+    assert "tp = 4" in Path(saved.value.path()).read_text()
     tab.goto(tab.get_by_test_id("link").input_value()[:-30])
     message(tab, "the address must hold a whole job")
 
@@ -230,6 +233,16 @@ def test_a_request_that_is_too_large_is_refused(running) -> None:  # type: ignor
         link.endheaders()
         with link.getresponse() as answer:
             assert answer.status == 413
+
+
+def test_nothing_prints_the_token(running) -> None:  # type: ignore[no-untyped-def]
+    """Neither of an address that does not exist, nor of a page with a broken job."""
+    made = type(running)("-p", "roofline")
+    for path in ("/nothing", "/_nicegui/nothing", "/?job=broken"):
+        status(f"{made.origin}{path}{'&' if '?' in path else '?'}token={made.token}")
+    made.process.send_signal(2)
+    printed, warned = made.process.communicate(timeout=60)
+    assert made.token not in printed + warned
 
 
 def test_json_prints_the_address_too(running) -> None:  # type: ignore[no-untyped-def]

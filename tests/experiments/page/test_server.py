@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from stepsight.dataset.base.bounded import read_file, reading_only
+from stepsight.dataset.base.bounded import MOST_TABLES, read_file, reading_only
 from stepsight.dataset.base.errors import StepsightError
 from stepsight.dataset.job.job import Job
-from stepsight.experiments.page.controls import Workspace, job_link, linked_job
+from stepsight.experiments.page.server import Workspace, job_link, linked_job
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 FOLDER = Workspace(EXAMPLES)
@@ -36,6 +36,31 @@ def test_a_file_outside_of_the_folder_is_refused(name: str, tmp_path: Path) -> N
     (tmp_path / "link.toml").symlink_to(EXAMPLES / "gpt3-175b-1024.toml")
     with pytest.raises(StepsightError, match="must be in"):
         Workspace(tmp_path).open(name)
+
+
+@pytest.mark.parametrize("name", ["", "a\0b", "x" * 300 + ".toml", "x/" * 3000, "\ud800.toml"], ids=ascii)
+def test_a_name_that_no_file_can_have_is_the_users_mistake(name: str) -> None:
+    """Whether it is typed, or dropped."""
+    with pytest.raises(StepsightError, match="a path must have 1 to"):
+        FOLDER.open(name)
+    if "/" not in name and name:
+        with pytest.raises(StepsightError, match="a path must have 1 to"):
+            FOLDER.uploaded({name: b""})
+
+
+def test_one_limit_bounds_every_dropped_file() -> None:
+    for name in ("job.toml", "config.json", "run.sh"):
+        with pytest.raises(StepsightError, match=r"at most 1\.05 MB"):
+            FOLDER.uploaded({name: b" " * (MOST_TABLES + 1)})
+
+
+def test_errors_name_files_as_the_user_does(tmp_path: Path) -> None:
+    (tmp_path / "broken.toml").write_text("[model")
+    (tmp_path / "large.toml").write_text("#" * (MOST_TABLES + 1))
+    for name, why in (("broken.toml", "TOML"), ("large.toml", "at most"), ("absent.toml", "No such file")):
+        with pytest.raises(StepsightError, match=why) as refused:
+            Workspace(tmp_path).open(name)
+        assert str(tmp_path) not in str(refused.value)
 
 
 def test_readers_read_only_what_they_are_allowed_to(tmp_path: Path) -> None:
