@@ -223,12 +223,12 @@ def _entry_points(group: str) -> Mapping[str, tuple[EntryPoint, ...]]:
     return found
 
 
-def did_you_mean(name: object, names: Iterable[object]) -> str:
+def did_you_mean(name: object, names: Iterable[object], most: int = 1) -> str:
     """`` (did you mean 'x'?)`` with the nearest of some names; empty if none is near."""
     from difflib import get_close_matches  # slow to import, and seldom needed
 
-    near = get_close_matches(str(name).lower(), [other for other in names if isinstance(other, str) and other], 1)
-    return f" (did you mean {near[0]!r}?)" if near else ""
+    near = get_close_matches(str(name).lower(), [other for other in names if isinstance(other, str) and other], most)
+    return f" (did you mean {' or '.join(map(repr, near))}?)" if near else ""
 
 
 def check_takes(

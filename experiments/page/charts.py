@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import json
 import math
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from html import escape
 from importlib import resources
+from itertools import pairwise
 from typing import Any
 
 # Colour-blind people can tell them apart; the first three are those of schedules and timelines in the documentation.
@@ -233,22 +235,23 @@ def timeline_data(events: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Lanes and events: lane, begin and duration in microseconds, colour, name, the event that it waits for, how long
     its lane is idle before it, and whether it is on the critical path.
     """
-    titles = {e["pid"]: e["args"]["name"] for e in events if e["ph"] == "M" and e["name"] == "process_name"}
-    threads = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["ph"] == "M" and e["name"] == "thread_name"}
+    titles = {(e["name"], e["pid"], e["tid"] * (e["name"] == "thread_name")): e["args"]["name"]
+              for e in events if e["ph"] == "M" and e["name"] in ("process_name", "thread_name")}  # fmt: skip
     spans = sorted((e for e in events if e["ph"] == "X"), key=lambda e: e["ts"])[:MOST_EVENTS]
-    keys = sorted({(e["pid"], e["tid"]) for e in spans})
-    lanes, names = {key: at for at, key in enumerate(keys)}, dict[str, int]()
+    lanes, names = sorted({(e["pid"], e["tid"]) for e in spans}), dict[str, int]()
     before, waits = _causes(spans, events)
     critical, at = set[int](), max(range(len(spans)), key=lambda at: _end(spans[at]), default=-1)
     while at >= 0 and at not in critical:
         critical.add(at)
         at = before[at]
+    number = {lane: at for at, lane in enumerate(lanes)}
     rows = [
-        [lanes[e["pid"], e["tid"]], round(e["ts"], 2), round(e["dur"], 2), list(_KINDS).index(_kind(e)),
+        [number[e["pid"], e["tid"]], round(e["ts"], 2), round(e["dur"], 2), list(_KINDS).index(_kind(e)),
          names.setdefault(e["name"], len(names)), before[at], round(waits[at], 2), int(at in critical)]
         for at, e in enumerate(spans)
     ]  # fmt: skip
-    labels = [f"{titles.get(process, process)}: {threads.get((process, thread), thread)}" for process, thread in keys]
+    labels = [": ".join((titles["process_name", process, 0], titles["thread_name", process, thread]))
+              for process, thread in lanes]  # fmt: skip
     end = max(map(_end, spans), default=1.0)
     return {"lanes": labels, "events": rows, "names": list(names), "colors": list(_KINDS.values()), "end": end}
 
@@ -261,27 +264,25 @@ def _causes(spans: Sequence[dict[str, Any]], events: Sequence[dict[str, Any]]) -
     stage.
     """
     place = {(e["pid"], e["tid"], e["ts"]): at for at, e in enumerate(spans)}
-    arrows: dict[int, dict[str, int]] = {}
+    arrows, needs = defaultdict[int, list[int]](list), defaultdict[int, list[int]](list)
     for e in events:
-        if e["ph"] in ("s", "t", "f") and (e["pid"], e["tid"], e["ts"]) in place:
-            arrows.setdefault(e["id"], {})[e["ph"]] = place[e["pid"], e["tid"], e["ts"]]
-    needs: dict[int, list[int]] = {}
-    for arrow in arrows.values():
-        for one, other in (("s", "t"), ("t", "f")):
-            if one in arrow and other in arrow:
-                needs.setdefault(arrow[other], []).append(arrow[one])
+        if e["ph"] in ("s", "t", "f"):  # an arrow's three ends, in this order
+            arrows[e["id"]].append(place.get((e["pid"], e["tid"], e["ts"]), -1))
+    for ends in arrows.values():
+        for one, other in pairwise(ends):
+            needs[other].append(one)
     before, waits = [], []
     last, latest = dict[tuple[int, int], int](), dict[int, int]()  # event of each lane, and of each stage
     for at, e in enumerate(spans):
-        lane, stage = (e["pid"], e["tid"]), e["pid"]
-        own, asked = last.get(lane, -1), needs.get(at, [])
-        if _kind(e) in ("optimizer", "dp"):
-            asked = [*asked, latest.get(stage, -1)]
-        found = [each for each in ([] if _kind(e) == "message" else [own]) + asked if each >= 0]
-        before.append(max(found, key=lambda each: _end(spans[each]), default=-1))
+        lane, stage, kind = (e["pid"], e["tid"]), e["pid"], _kind(e)
+        own = last.get(lane, -1)
+        asked = [own if kind != "message" else -1, *needs[at]]
+        if kind in ("optimizer", "dp"):
+            asked.append(latest.get(stage, -1))
+        before.append(max((each for each in asked if each >= 0), key=lambda each: _end(spans[each]), default=-1))
         waits.append(max(0.0, e["ts"] - (_end(spans[own]) if own >= 0 else 0.0)))
         last[lane] = at
-        if _kind(e) != "message" and (stage not in latest or _end(e) >= _end(spans[latest[stage]])):
+        if kind != "message" and (stage not in latest or _end(e) >= _end(spans[latest[stage]])):
             latest[stage] = at
     return before, waits
 
@@ -291,7 +292,5 @@ def _end(event: dict[str, Any]) -> float:
 
 
 def _kind(event: dict[str, Any]) -> str:
-    name, category = event["name"], event.get("cat", "")
-    if category in ("pp", "dp") or name == "optimizer":
-        return {"pp": "message", "dp": "dp"}.get(category, "optimizer")
-    return "forward" if name.startswith("F") else "backward"
+    named = {"pp": "message", "dp": "dp"}.get(event.get("cat", ""))
+    return named or {"o": "optimizer", "F": "forward"}.get(event["name"][0], "backward")

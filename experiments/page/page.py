@@ -143,7 +143,7 @@ class Desk:
                 lambda: ui.download.content(job_toml(self.prediction.job), "job.toml"),
             )
             label = "Link to this job; it opens while this page runs on this machine. To send a job, save it as a file"
-            self._link = text_input("link", label, lambda _: None, readonly="readonly")
+            self._link = text_input("link", label, readonly="readonly")
 
     def _set_theme(self, dark: bool | None) -> None:
         self._theme.value = dark
@@ -194,12 +194,11 @@ class Desk:
 
     def _add_plan(self) -> None:
         html("Training", "h2")
-        price = self.goal.prices.get(self.prediction.job.hardware_name, "")
-        for name, label, value in (
-            ("tokens", "Tokens to train on", f"{self.goal.tokens:g}"), ("price", "Price of a device-hour", price),
-        ):  # fmt: skip
-            made = text_input(name, label, partial(self._plan, name))
-            made.props["value"] = str(value)
+        job = self.prediction.job
+        wanted = {"tokens": (f"{job.unit.capitalize()} to train on", f"{self.goal.tokens:g}"),
+                  "price": ("Price of a device-hour", str(self.goal.prices.get(job.hardware_name, "")))}  # fmt: skip
+        for name, (label, value) in wanted.items():
+            text_input(name, label, partial(self._plan, name)).props["value"] = value
 
     def _plan(self, name: str, text: str) -> None:
         def act() -> None:

@@ -46,54 +46,49 @@ class SearchSection:
     def __init__(self, predictor: Any, present: Present, use: Callable[[Job], None]) -> None:
         self._predictor, self._present, self._use = predictor, present, use
         self._result: SearchResult | None = None
-        self._progress, self._stopped, self._chosen = "", False, 0
+        self.progress, self._stopped, self._chosen = "", False, 0
         with section("Search"):
             html("<p>Find the strategy with the shortest predicted iteration that fits in memory.</p>")
-            self._nodes = ""
-            text_input("search-nodes", "Numbers of nodes to compare, as 64,128 (empty: the job's own)", self._set_nodes)
+            label = "Numbers of nodes to compare, as 64,128 (empty: the job's own)"
+            self._nodes = text_input("search-nodes", label)
             with ui.element("div").classes("chips controls"):
                 button("Search", "search", self._search)
                 button("Stop", "search-stop", self._stop)
-            self._line = ui.label().props("role=status data-testid=search-progress")
-            ui.timer(0.2, self._tell)
+            line = ui.label().props("role=status data-testid=search-progress")
+            line.bind_text_from(self, "progress")
             self._view = html().props("data-testid=search-result")
             on_choice(self._view, lambda key: self._choose(int(key)))
             self._taking = ui.element("div").classes("chips controls")
 
-    def _set_nodes(self, text: str) -> None:
-        self._nodes = text
-
     def _stop(self) -> None:
         self._stopped = True
 
-    def _tell(self) -> None:
-        self._line.text = self._progress
-
     async def _search(self) -> None:
-        self._stopped, self._progress = False, "searching"
+        self._stopped, self.progress = False, "searching"
         job, goal = self._present()
 
         def on_trial(number: int, best: float | None) -> None:
             if self._stopped:
                 raise _StoppedError
             counted, shortest = progress_words(job, best)
-            self._progress = f"{number + 1} {counted} predicted, {shortest}".removesuffix(", ")
+            self.progress = f"{number + 1} {counted} predicted, {shortest}".removesuffix(", ")
 
         try:
-            words = [word.strip() for word in self._nodes.split(",") if word.strip()]
+            asked_nodes: str = self._nodes.props["value"]
+            words = [word.strip() for word in asked_nodes.split(",") if word.strip()]
             if not all(word.isascii() and word.isdigit() and int(word) for word in words):
-                raise StepsightError(f"numbers of nodes must be whole numbers > 0, got {self._nodes!r:.60}")
+                raise StepsightError(f"numbers of nodes must be whole numbers > 0, got {asked_nodes!r:.60}")
             several = Scenarios(nodes=tuple(map(int, words)))
             asked = replace(goal, objective="training_time") if words else replace(goal, robust=REGRET)
             self._result = await run.io_bound(
                 lambda: search(job, self._predictor, goal=asked, scenarios=several, on_trial=on_trial)
             )
-            self._progress = ""
+            self.progress = ""
             self._choose(0)
         except _StoppedError:
-            self._progress = "stopped"
+            self.progress = "stopped"
         except StepsightError as error:
-            self._progress = printable(str(error))
+            self.progress = printable(str(error))
 
     def _choices(self) -> list[Choice]:
         return [] if self._result is None else views.timed_choices(self._result)
@@ -123,9 +118,9 @@ class SearchSection:
         try:
             written = write_config(job, name)
         except StepsightError as error:
-            self._progress = printable(str(error))
+            self.progress = printable(str(error))
             return
-        self._progress = printable(written_text(written, name))
+        self.progress = printable(written_text(written, name))
         ui.download.content(written.text, f"{name}{written.suffix}")
 
 

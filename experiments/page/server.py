@@ -151,10 +151,8 @@ _HEADERS = {
     "Referrer-Policy": "no-referrer",
     "X-Content-Type-Options": "nosniff",
 }
-_Scope = MutableMapping[str, Any]
-_Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
-_Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
-_App = Callable[[_Scope, _Receive, _Send], Awaitable[None]]
+_Message = MutableMapping[str, Any]  # of ASGI: a scope, or what is received or sent
+_Call = Callable[..., Awaitable[None]]
 
 
 class PageServer:
@@ -165,12 +163,8 @@ class PageServer:
             self._listening = socket.create_server((HOST, port))
         except OSError as error:
             raise StepsightError(f"--port {port} cannot be used: {error.strerror}; --port 0 takes a free one") from None
-        self.port = int(self._listening.getsockname()[1])
-        self.token = secrets.token_urlsafe(24)
-
-    @property
-    def address(self) -> str:
-        return f"http://{HOST}:{self.port}/?token={self.token}"
+        self.port, self.token = int(self._listening.getsockname()[1]), secrets.token_urlsafe(24)
+        self.address = f"http://{HOST}:{self.port}/?token={self.token}"
 
     def run(self, app: Any, folders: Sequence[Path]) -> None:
         """Serve until the process is interrupted, and read files of some folders alone."""
@@ -194,11 +188,11 @@ class Guard:
     not see the token, so no message of it can hold it.
     """
 
-    def __init__(self, app: _App, port: int, token: str) -> None:
+    def __init__(self, app: _Call, port: int, token: str) -> None:
         self._app, self._token, self._cookie = app, token, f"stepsight-{port}"
         self._hosts = {f"{HOST}:{port}", f"localhost:{port}"}
 
-    async def __call__(self, scope: _Scope, receive: _Receive, send: _Send) -> None:
+    async def __call__(self, scope: _Message, receive: _Call, send: _Call) -> None:
         if scope["type"] == "lifespan":
             return await self._app(scope, receive, send)
         status, text = self._answer(scope)
@@ -212,7 +206,7 @@ class Guard:
         query = [pair for pair in _query(scope) if pair[0] != "token"]
         more = {**_HEADERS, "Set-Cookie": f"{self._cookie}={self._token}; Path=/; HttpOnly; SameSite=Strict"}
 
-        async def send_with_headers(message: MutableMapping[str, Any]) -> None:
+        async def send_with_headers(message: _Message) -> None:
             if message["type"] == "http.response.start":
                 own = [pair for pair in message["headers"] if pair[0].decode("latin-1").title() not in _HEADERS]
                 message["headers"] = own + [(name.encode(), value.encode()) for name, value in more.items()]
@@ -220,7 +214,7 @@ class Guard:
 
         await self._app({**scope, "query_string": urlencode(query).encode()}, receive, send_with_headers)
 
-    def _answer(self, scope: _Scope) -> tuple[int, str]:
+    def _answer(self, scope: _Message) -> tuple[int, str]:
         """Status and text of what the application does not answer; 0: it does."""
         headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
         origin = headers.get("origin")
@@ -240,5 +234,5 @@ class Guard:
         return 0, ""
 
 
-def _query(scope: _Scope) -> list[tuple[str, str]]:
+def _query(scope: _Message) -> list[tuple[str, str]]:
     return parse_qsl(scope["query_string"].decode("latin-1"), keep_blank_values=True)

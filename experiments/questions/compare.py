@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from stepsight.dataset.base.errors import StepsightError, shorten
-from stepsight.dataset.graph.program import Program
 from stepsight.dataset.job.job import Job
 from stepsight.dataset.kinds.op import Collective, Op
 from stepsight.dataset.runs.run_folder import MANIFEST, TracedRun, has_traces, is_imported, read_imported, run_graphs
@@ -93,20 +92,17 @@ def _with_traces(side: Side, found: ReplayedRun) -> Side:
     for kernel, (_, spent) in kernels.items():
         works[kernel.what] += spent
         kinds[kernel.kind] += spent
+    facts = {"hardware": graphs[0].device_name, "ranks": len(graphs)}
     return replace(
         side,
         seconds=seconds,
-        facts={**side.facts, **({} if "ranks" in side.facts else _devices(graphs))},
+        facts={**({} if "ranks" in side.facts else facts), **side.facts},
         causes={kind: spent / path_s * seconds for kind, spent in critical.items()},
         works=works,
         kinds=kinds,
         kernels=kernels,
         exposed_s=statistics.fmean(each["seconds"] for each in found.exposed()),
     )
-
-
-def _devices(graphs: Sequence[Program]) -> dict[str, Any]:
-    return {"hardware": graphs[0].device_name, "ranks": len(graphs)}
 
 
 def _flat(job: Job) -> dict[str, Any]:

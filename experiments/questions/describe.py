@@ -29,6 +29,11 @@ from stepsight.experiments.reports.run_texts import (
 )
 from stepsight.experiments.reports.text_table import Column, Number, table, table_of
 
+WORDS = {  # that stand for predictors, and are none
+    "physics": "the shipped predictor of a job's hardware, without the correction by published runs near the job",
+    "roofline": "the facts of a job's hardware alone, without measurements",
+}
+
 
 def describe(path: Path) -> dict[str, Any]:
     """A description, with a ``text``."""
@@ -48,31 +53,37 @@ def describe(path: Path) -> dict[str, Any]:
     return _facts_file(path) or _job(Job.from_file(path))
 
 
+def names() -> dict[str, Any]:
+    """The names that ``describe`` takes, by what they name, with a ``text``."""
+    from stepsight.training.predictor.predictor import shipped_names
+
+    named = {"predictor": (*shipped_names(), *WORDS), "hardware": HARDWARE.names(), "fabric": FABRICS.names(),
+             "framework": FRAMEWORKS.names()}  # fmt: skip
+    found = {noun: list(each) for noun, each in named.items()}
+    return {**found, "text": "\n".join(f"{noun:<11}{', '.join(each)}" for noun, each in found.items())}
+
+
 def _named(path: Path) -> dict[str, Any]:
     """A predictor, or the hardware, fabric or framework of a name."""
     from stepsight.training.predictor.predictor import shipped_names
 
     name = str(path)
+    if name in WORDS:
+        return {"predictor": name, "meaning": WORDS[name], "text": f"predictor {name}: {WORDS[name]}"}
     if name in shipped_names() or set_aside(path) is not None:
         return _predictor(path)
     for registry in (HARDWARE, FABRICS, FRAMEWORKS):
         if name in registry:
             return _description([(name, registry[name])], "")
-    names = (*shipped_names(), *HARDWARE.names(), *FABRICS.names(), *FRAMEWORKS.names())
+    known = [each for of in names().values() if isinstance(of, list) for each in of]
     raise StepsightError(
-        "show needs an existing file or folder, or the name of a predictor, hardware, fabric or framework "
-        f"({', '.join(names)}), got {name!r:.80}{did_you_mean(path, names)}"
+        "show needs an existing file or folder, or the name of a predictor, hardware, fabric or framework, got "
+        f"{name!r:.80}{did_you_mean(path, known, 3)}; `stepsight show` lists the names"
     )
 
 
-def _captured(path: Path) -> dict[str, Any]:
-    told = read_captured(path).to_dict()
-    return {**told, "text": capture_text(told)}
-
-
-def _dataset(path: Path) -> dict[str, Any]:
-    told = describe_dataset(path)
-    return {**told, "text": dataset_text(told)}
+def _told(value: dict[str, Any], text: Callable[[dict[str, Any]], str]) -> dict[str, Any]:
+    return {**value, "text": text(value)}
 
 
 def _captures(path: Path) -> dict[str, Any]:
@@ -89,15 +100,6 @@ def _captures(path: Path) -> dict[str, Any]:
         "peak GB": lambda each: Number(max(rank["peak_bytes"] for rank in each["ranks"]) / 1e9, 3),
     }
     return {"captures": found, "text": f"script     {found[0]['script']}\n{table_of(found, columns)}"}
-
-
-def _imported(path: Path) -> dict[str, Any]:
-    run = run_graphs(path)
-    return trace_summary(run.name, run.graphs)
-
-
-def _traces(path: Path) -> dict[str, Any]:
-    return trace_summary(path.name, import_ranks([path]).graphs)
 
 
 def _job(job: Job) -> dict[str, Any]:
@@ -244,14 +246,18 @@ def _rows(facts: Mapping[str, Any], before: str = "") -> list[list[str]]:
     return rows
 
 
+def _traces(path: Path) -> dict[str, Any]:
+    return trace_summary(path.name, import_ranks([path]).graphs)
+
+
 Kinds = tuple[tuple[Callable[[Path], bool], Callable[[Path], dict[str, Any]]], ...]  # test of a kind, and description
 _FOLDERS: Kinds = (
     (lambda path: (path / "summary.json").is_file(), lambda path: describe(path / "summary.json")),
     (lambda path: (path / "runs").is_dir(), describe_collection),
-    (lambda path: (path / INDEX).is_file(), _dataset),
-    (lambda path: (path / MANIFEST).is_file(), _captured),
+    (lambda path: (path / INDEX).is_file(), lambda path: _told(describe_dataset(path), dataset_text)),
+    (lambda path: (path / MANIFEST).is_file(), lambda path: _told(read_captured(path).to_dict(), capture_text)),
     (lambda path: bool(captures_in(path)), _captures),
-    (is_imported, _imported),
+    (is_imported, lambda path: trace_summary(run_graphs(path).name, run_graphs(path).graphs)),
     (
         lambda path: (path / "manifest.json").is_file(),
         lambda path: (_predictor if "format" in read_object(path / "manifest.json") else describe_run)(path),

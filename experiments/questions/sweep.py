@@ -19,7 +19,7 @@ from stepsight.dataset.job.job import Job
 from stepsight.dataset.job.specs import SECTIONS
 from stepsight.experiments.reports.plots import figure_file
 from stepsight.experiments.reports.text_table import Number, table
-from stepsight.training.corrections.intervals import seconds_text
+from stepsight.training.corrections.intervals import interval_text, seconds_text
 from stepsight.training.prediction.prediction import Prediction, predict
 
 if TYPE_CHECKING:
@@ -185,25 +185,24 @@ def _point(job: Job, values: dict[str, Any], predictor: Predictor | str | None, 
         return Point(values, None, str(error))
 
 
-def sweep_text(axes: Sequence[Axis], points: Sequence[Point]) -> str:
-    unit = next((point.prediction.job.unit for point in points if point.prediction is not None), "tokens")
-    header = [*(axis.key for axis in axes), "iteration", "interval", f"{unit}/s", "per device", "MFU %", "GB", "fits"]
-    rows: list[list[Any]] = []
+def sweep_text(job: Job, axes: Sequence[Axis], points: Sequence[Point]) -> str:
+    columns: dict[str, Callable[[Prediction], object]] = {
+        "iteration": lambda found: seconds_text(found.iteration_time_s),
+        "interval": lambda found: interval_text(found.low_s, found.high_s),
+        f"{job.unit}/s": lambda found: f"{found.tokens_per_s:,.0f}",
+        "per device": lambda found: f"{found.tokens_per_s / found.job.cluster.num_devices:,.0f}",
+        "MFU %": lambda found: Number(100 * found.mfu),
+        "GB": lambda found: Number(found.memory.peak_bytes / 1e9),
+        "fits": lambda found: "yes" if found.memory.fits else "no",
+    }
+    rows: list[list[object]] = []
     for point in points:
-        told = point.to_dict()
-        values = [str(point.values[axis.key]) for axis in axes]
-        if point.prediction is None:
-            rows.append([*values, "not legal", *[""] * 6])
-            continue
-        rows.append([
-            *values, seconds_text(told["iteration_time_s"]),
-            f"{seconds_text(told['low_s'])} to {seconds_text(told['high_s'])}",
-            f"{told['tokens_per_s']:,.0f}", f"{told['tokens_per_s_per_device']:,.0f}", Number(100 * told["mfu"]),
-            Number(told["memory_bytes"] / 1e9), "yes" if told["fits"] else "no",
-        ])  # fmt: skip
+        found, values = point.prediction, [str(point.values[axis.key]) for axis in axes]
+        told = ["not legal", *[""] * 6] if found is None else [cell(found) for cell in columns.values()]
+        rows.append([*values, *told])
     problems = [f"not legal: {point.problem}" for point in points if point.prediction is None]
-    more = [f"and {len(problems) - 3} more" if len(problems) > 3 else ""]
-    return "\n".join([table(header, rows), *problems[:3], *(line for line in more if line)])
+    more = [f"and {len(problems) - 3} more"] if len(problems) > 3 else []
+    return "\n".join([table([*(axis.key for axis in axes), *columns], rows), *problems[:3], *more])
 
 
 def sweep_csv(points: Sequence[Point]) -> str:
@@ -217,21 +216,19 @@ def sweep_csv(points: Sequence[Point]) -> str:
 def plot_sweep(axes: Sequence[Axis], points: Sequence[Point], path: Path, title: str) -> None:
     """Draw the iteration time with its interval over the last axis, a line for each value of the others."""
     last = axes[-1].key
-    groups: dict[str, list[Point]] = {}
-    for point in points:
-        if point.prediction is not None:
-            others = ", ".join(f"{axis.key.partition('.')[2]} {point.values[axis.key]}" for axis in axes[:-1])
-            groups.setdefault(others, []).append(point)
+    groups: dict[str, list[tuple[Any, float, float, float]]] = {}
     numeric = all(isinstance(value, int | float) for value in axes[-1].values)
+    for point in points:
+        if (found := point.prediction) is not None:
+            others = ", ".join(f"{axis.key.partition('.')[2]} {point.values[axis.key]}" for axis in axes[:-1])
+            x = point.values[last] if numeric else str(point.values[last])
+            groups.setdefault(others, []).append((x, found.iteration_time_s, found.low_s, found.high_s))
     with figure_file(path, 7.0, 4.5) as drawn:
         for name, each in groups.items():
-            xs = [point.values[last] if numeric else str(point.values[last]) for point in each]
-            times = [point.to_dict() for point in each]
-            drawn.plot(xs, [told["iteration_time_s"] for told in times], marker="o", label=name)
+            xs, seconds, low, high = zip(*each, strict=True)
+            drawn.plot(xs, seconds, marker="o", label=name)
             if numeric:
-                drawn.fill_between(
-                    xs, [told["low_s"] for told in times], [told["high_s"] for told in times], alpha=0.15
-                )
+                drawn.fill_between(xs, low, high, alpha=0.15)
         values = axes[-1].values
         if numeric and min(values) > 0 and max(values) >= 8 * min(values):
             drawn.set_xscale("log", base=2)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING
 
 from stepsight.dataset.base.errors import JobError, StepsightError
 from stepsight.dataset.hardware.hardware import (
@@ -19,9 +18,7 @@ from stepsight.dataset.hardware.hardware import (
 from stepsight.dataset.runs.run_folder import TracedRun
 from stepsight.dataset.tables.measurements import device_name
 from stepsight.simulator.durations.latency_model import LatencyModel, RooflineLatency
-
-if TYPE_CHECKING:
-    from stepsight.training.predictor.predictor import Predictor
+from stepsight.training.shipped.catalogue import shipped_predictor
 
 
 def traced_device(run: TracedRun, on: str = "", on_fabric: str = "") -> tuple[str, Fabric]:
@@ -81,17 +78,11 @@ def latency_of(hardware: str, fabric: Fabric) -> LatencyModel:
     facts = find_hardware(hardware)
     if facts is None:
         raise StepsightError(f"hardware must be one of {', '.join(HARDWARE.names())} or a file, got {hardware!r:.80}")
-    predictor = _predictor_of(facts.name)
+    predictor = shipped_predictor(facts.name)
     return RooflineLatency(facts, fabric) if predictor is None else predictor.latency_on(fabric, 1, 1)
 
 
 def predictor_name(hardware: str) -> str:
     """What ``latency_of`` asks."""
-    return getattr(_predictor_of(hardware), "source", "roofline")
-
-
-def _predictor_of(hardware: str) -> Predictor | None:
-    from stepsight.training.prediction.prediction import asked_predictor
-
     facts = find_hardware(hardware)
-    return asked_predictor(facts.name, None) if facts is not None else None
+    return getattr(facts and shipped_predictor(facts.name), "source", "roofline")

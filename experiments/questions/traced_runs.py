@@ -136,23 +136,25 @@ class ReplayedRun:
         fabric = fabric or (None if self.run.job is None else self.run.job.fabric)
         told = breakdown(self.graphs)
         steps = told.steps_s or 1.0
-        wanted: list[tuple[str, Change]] = []
+        told_idle = {
+            cause: f"the device idles {1e3 * told.idle.get(cause, 0.0):.1f} ms of {1e3 * steps:.1f} ms for it"
+            for cause in (LOADER, PEERS)
+        }
+        tried: list[tuple[str, str, Change]] = []
         if all(graph.device != "cpu" for graph in self.graphs):
-            wanted.append((HOST_BOUND, changes.as_device_graph))
+            host, path = (1e3 * each for each in (told.critical.get("host", 0.0), sum(told.critical.values())))
+            evidence = f"the host's own work is {host:.1f} ms of {path:.1f} ms on the critical path"
+            tried.append((HOST_BOUND, evidence, changes.as_device_graph))
         if any(len(graph.loading_s) for graph in self.graphs):
-            wanted.append((LOADER, lambda graphs, _: [changes.host_scaled(each, 1.0, loading=0.0) for each in graphs]))
+            loaded = lambda graphs, _: [changes.host_scaled(each, 1.0, loading=0.0) for each in graphs]
+            tried.append((LOADER, told_idle[LOADER], loaded))
         if len(self.graphs) > 1:
-            wanted.append((PEERS, changes.without_straggler))
+            tried.append((PEERS, told_idle[PEERS], changes.without_straggler))
         if told.communication_s:
-            wanted.append((COMMUNICATION, partial(changes.faster, what=changes.COMMUNICATION, factor=1e9)))
-        idle = "the device idles {:.1f} ms of {:.1f} ms for it"
-        tried = [(name, idle.format(1e3 * told.idle.get(name, 0.0), 1e3 * steps), change) for name, change in wanted]
-        most = max(self.exposed(), key=lambda each: float(each["seconds"]))
-        exposed = f"rank {most['rank']} computes nothing beside {1e3 * most['seconds']:.1f} ms of it, the most of all"
-        path = "the host's own work is {:.1f} ms of {:.1f} ms on the critical path"
-        said = {COMMUNICATION: exposed}
-        said[HOST_BOUND] = path.format(1e3 * told.critical.get("host", 0.0), 1e3 * sum(told.critical.values()))
-        tried = [(name, said.get(name, evidence), change) for name, evidence, change in tried]
+            most = max(self.exposed(), key=lambda each: float(each["seconds"]))
+            spent = f"{1e3 * most['seconds']:.1f} ms of it, the most of all"
+            evidence = f"rank {most['rank']} computes nothing beside {spent}"
+            tried.append((COMMUNICATION, evidence, partial(changes.faster, what=changes.COMMUNICATION, factor=1e9)))
         tried += _of_messages(self.graphs, steps, fabric)
         found, step_s = list[dict[str, Any]](), self.base.replayed_s
         for name, evidence, change in tried:

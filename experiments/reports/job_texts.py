@@ -71,10 +71,10 @@ def prediction_report(job: Job, prediction: Prediction) -> dict[str, Any]:
         head.append(f"published  {prediction.published}")
     if prediction.change is not None:
         head.append(f"change     {prediction.change.text}")
+    achieved, peak = prediction.mfu * prediction.peak_flops, flops_text(prediction.peak_flops)
     speed = (
-        f"{prediction.tokens_per_s:,.0f} {job.unit}/s, {flops_text(prediction.mfu * prediction.peak_flops)} "
-        f"per device: MFU {100 * prediction.mfu:.1f} %, HFU {100 * prediction.hfu:.1f} % of "
-        f"{flops_text(prediction.peak_flops)} ({job.batch.precision})"
+        f"{prediction.tokens_per_s:,.0f} {job.unit}/s, {flops_text(achieved)} per device: MFU "
+        f"{100 * prediction.mfu:.1f} %, HFU {100 * prediction.hfu:.1f} % of {peak} ({job.batch.precision})"
     )
     told = prediction.to_dict()
     return {**told, "text": _prediction_text(told, head, speed, "stage")}

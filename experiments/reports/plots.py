@@ -87,16 +87,17 @@ def plot_front(
     plans: Sequence[dict[str, Any]], front: Sequence[dict[str, Any]], cost: str, path: Path, title: str
 ) -> None:
     """Scatter of plans, training time against ``cost`` (a key of the rows), and the Pareto front."""
+
+    def place(row: Mapping[str, Any]) -> tuple[float, float]:
+        return row[cost], row["training_time_s"] / 86400
+
     with figure_file(path) as axes:
         for name in dict.fromkeys(row["hardware"] for row in plans):
             rows = [row for row in plans if row["hardware"] == name]
-            axes.scatter(
-                [row[cost] for row in rows], [row["training_time_s"] / 86400 for row in rows], s=24, label=name
-            )
+            axes.scatter(*zip(*map(place, rows), strict=True), s=24, label=name)
             for row in rows:
-                axes.annotate(str(row["devices"]), (row[cost], row["training_time_s"] / 86400), fontsize="x-small")
-        line = sorted((row[cost], row["training_time_s"] / 86400) for row in front)
-        axes.plot(*zip(*line, strict=True), color="black", lw=0.8, label="front")
+                axes.annotate(str(row["devices"]), place(row), fontsize="x-small")
+        axes.plot(*zip(*sorted(map(place, front)), strict=True), color="black", lw=0.8, label="front")
         axes.legend(frameon=False)
         _finish(axes, title, f"{cost} (beside each plan: its number of devices)", "training time (days)")
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -115,39 +116,34 @@ _FLOP = ((1e12, "TFLOP"), (1e9, "GFLOP"), (1e6, "MFLOP"), (1, "FLOP"))
 _BYTES = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1, "B"))
 
 
+_SIGNATURE = ("kind", "group_size", "num_bytes")
+
+
 def captures_differ(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
     """Differences of two captures, rank by rank: of FLOP, memory, ops by kind, and collectives."""
     found = []
-    for left, right in zip(one["ranks"], other["ranks"], strict=False):
-        kinds = sorted(left["ops_by_kind"].keys() | right["ops_by_kind"].keys())
-        counts = {kind: (left["ops_by_kind"].get(kind, 0), right["ops_by_kind"].get(kind, 0)) for kind in kinds}
-        mine, theirs = _by_signature(left), _by_signature(right)
-        collectives = [
-            {**dict(zip(_SIGNATURE, key, strict=True)), "counts": [mine.get(key, 0), theirs.get(key, 0)]}
-            for key in sorted(mine.keys() | theirs.keys())
-            if mine.get(key, 0) != theirs.get(key, 0)
-        ]
+    for pair in zip(one["ranks"], other["ranks"], strict=False):
+        signatures = [Counter[tuple[Any, ...]]() for _ in pair]
+        for rank, counts in zip(pair, signatures, strict=True):
+            for row in rank["collectives"]:
+                counts[tuple(row[name] for name in _SIGNATURE)] += row["count"]
+        collectives = _counts_that_differ(*signatures).items()
         found.append(
             {
-                "ranks": [left["rank"], right["rank"]],
-                "flops": [left["flops"], right["flops"]],
-                "peak_bytes": [left["peak_bytes"], right["peak_bytes"]],
-                "ops_by_kind": {kind: list(pair) for kind, pair in counts.items() if pair[0] != pair[1]},
-                "collectives": collectives,
+                "ranks": [rank["rank"] for rank in pair],
+                **{name: [rank[name] for rank in pair] for name in ("flops", "peak_bytes")},
+                "ops_by_kind": _counts_that_differ(*(rank["ops_by_kind"] for rank in pair)),
+                "collectives": [
+                    {**dict(zip(_SIGNATURE, key, strict=True)), "counts": counts} for key, counts in collectives
+                ],
             }
         )
     return {"scripts": [one["script"], other["script"]], "ranks": found}
 
 
-_SIGNATURE = ("kind", "group_size", "num_bytes")
-
-
-def _by_signature(rank: dict[str, Any]) -> dict[tuple[Any, ...], int]:
-    found: dict[tuple[Any, ...], int] = {}
-    for row in rank["collectives"]:
-        key = tuple(row[name] for name in _SIGNATURE)
-        found[key] = found.get(key, 0) + row["count"]
-    return found
+def _counts_that_differ(one: Mapping[Any, int], other: Mapping[Any, int]) -> dict[Any, list[int]]:
+    pairs = {key: [one.get(key, 0), other.get(key, 0)] for key in sorted(one.keys() | other.keys())}
+    return {key: pair for key, pair in pairs.items() if pair[0] != pair[1]}
 
 
 def difference_text(told: dict[str, Any]) -> str:
@@ -172,25 +168,18 @@ def describe_collection(path: Path) -> dict[str, Any]:
     rows = [_run_row(manifest) for manifest in collection]
     others = [_imported_row(read_imported(folder)) for folder in collection.imported]
     events = {file.stem: len(read_event_file(file).works) for file in collection.events}
-    lines = [f"collection {path}"]
-    if rows or not others:
-        ranks: Column = lambda row: f"as {row['stand_in']}" if "stand_in" in row else row["ranks"]
-        timed = {"median ms": "measured_s", "spread % over rounds": "spread_percent"}
-        lines.append(table_of(rows, {"run": "name", "role": "role", "ranks": ranks, "steps": "steps", **timed}))
-    if others:
-        columns: dict[str, str | Column] = {
-            "imported run": "name",
-            "ranks": "ranks",
-            "hardware": "hardware",
-            "steps": lambda row: row.get("steps", row.get("traced_steps", "")),
-            "median ms": lambda row: row.get("measured_s", row.get("traced_s", "")),
-            "spread % over rounds": lambda row: row.get("spread_percent", "traced" if "traced_s" in row else ""),
-        }
-        lines.append(table_of(others, columns))
-        if any("traced_s" in row for row in others):
-            lines.append(
-                "traced: steps under the profiler, which makes them longer; look into one with show RUN_FOLDER"
-            )
+    columns: dict[str, str | Column] = {
+        "run": "name",
+        "role": "role",
+        "ranks": lambda row: f"as {row['stand_in']}" if "stand_in" in row else row["ranks"],
+        **({"hardware": lambda row: row.get("hardware", "")} if others else {}),
+        "steps": lambda row: row.get("steps", row.get("traced_steps", "")),
+        "median ms": lambda row: row.get("measured_s", row.get("traced_s", "")),
+        "spread % over rounds": lambda row: row.get("spread_percent", "traced" if "traced_s" in row else ""),
+    }
+    lines = [f"collection {path}", table_of([*rows, *others], columns)]
+    if any("traced_s" in row for row in others):
+        lines.append("traced: steps under the profiler, which makes them longer; look into one with show RUN_FOLDER")
     if any(manifest.compiled for manifest in collection):
         lines.append("composite ops were compiled")
     lines += [f"events {name}: {count} distinct signatures measured" for name, count in events.items()]

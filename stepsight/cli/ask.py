@@ -18,7 +18,7 @@ from stepsight.cli.files import (
     check_job_output,
     goal_of,
 )
-from stepsight.cli.options import Answer, Positive, Written, progress, refuse_given
+from stepsight.cli.options import Answer, Positive, Written, comma_separated, progress, refuse_given
 from stepsight.dataset.base.errors import JobError, StepsightError
 from stepsight.experiments.search.settings import REGRET, TOKENS, Goal, Scenarios, SearchSettings
 
@@ -204,13 +204,10 @@ def write_traces(prediction: Prediction, folder: Path, asked: str = "") -> None:
     stages = list(range(prediction.simulation.lowered.num_stages))
     size = BYTES_OF_KERNEL * sum(num_kernels(prediction.simulation))
     if asked and asked != "all":
-        words = [word.strip() for word in asked.split(",")]
-        if not all(word.isascii() and word.isdigit() and int(word) in stages for word in words):
-            raise StepsightError(
-                f"--trace-stages must be all, or numbers of stages from 0 to {stages[-1]} separated by commas, "
-                f"got {asked!r:.80}"
-            )
-        stages = sorted({int(word) for word in words})
+        wanted = set(comma_separated("--trace-stages", int, (), asked))
+        if not wanted <= set(stages):
+            raise StepsightError(f"--trace-stages must be all, or stages from 0 to {stages[-1]}, got {asked!r:.80}")
+        stages = sorted(wanted)
     elif not asked and size > MOST_BYTES and len(stages) > 2:
         typer.echo(
             f"traces of all {len(stages)} stages would take about {size / 1e6:,.0f} MB: the first and the last stage "
@@ -218,12 +215,9 @@ def write_traces(prediction: Prediction, folder: Path, asked: str = "") -> None:
             err=True,
         )
         stages = [stages[0], stages[-1]]
-    written, calibrated = (
-        progress("stages written"),
-        prediction.iteration_time_s / prediction.simulation.iteration_time_s,
-    )
+    written, scale = progress("stages written"), prediction.iteration_time_s / prediction.simulation.iteration_time_s
     with new_folder(folder) as part:
-        for done, (rank, trace) in enumerate(profiler_traces(prediction.simulation, calibrated, stages), 1):
+        for done, (rank, trace) in enumerate(profiler_traces(prediction.simulation, scale, stages), 1):
             write_json(part / f"rank{rank}.json", trace, indent=None)
             written(done, len(stages))
 

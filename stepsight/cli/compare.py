@@ -63,7 +63,7 @@ def sweep_command(
         plot_sweep(axes, points, plot, read.name)
     if csv is not None:
         write_text(csv, sweep_csv(points))
-    return Answer({"job": read.name, "points": [point.to_dict() for point in points]}, sweep_text(axes, points))
+    return Answer({"job": read.name, "points": [point.to_dict() for point in points]}, sweep_text(read, axes, points))
 
 
 def compare_command(

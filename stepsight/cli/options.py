@@ -181,7 +181,7 @@ def _option(
         read = partial(comma_separated, names[0] if names else own, get_args(kind)[0], default)
         kind, default, info.metavar = str | None, None, info.metavar or "VALUE,VALUE…"
     elif get_origin(kind) is dict:
-        read = partial(_numbers_by_name, names[0] if names else own)
+        read = partial(pairs, names[0] if names else own, read=float)
         kind, default, info.metavar = list[str] | None, None, info.metavar or "WHAT=NUMBER"
     elif kind == float | str:
         kind = str
@@ -211,14 +211,14 @@ def comma_separated(option: str, kind: type, default: Any, text: str | None) -> 
     return tuple(map(kind, found))
 
 
-def pairs(option: str, texts: Iterable[str], read: Callable[[str], Any] = str) -> dict[str, Any]:
+def pairs(option: str, texts: Iterable[str] | None, read: Callable[[str], Any] = str) -> dict[str, Any]:
     """Read ``KEY=VALUE``; ``read`` makes the value of its text, and raises ValueError if it is none.
 
     Raises:
         StepsightError: If a text is no such pair.
     """
     found = {}
-    for text in texts:
+    for text in texts or ():
         key, equals, value = text.rpartition("=") if read is float else text.partition("=")
         try:
             if not key.strip() or not equals:
@@ -228,10 +228,6 @@ def pairs(option: str, texts: Iterable[str], read: Callable[[str], Any] = str) -
             kind = "NUMBER" if read in (int, float) else "VALUE"
             raise StepsightError(f"{option} must be KEY={kind}, got {text!r:.80}") from None
     return found
-
-
-def _numbers_by_name(option: str, texts: Sequence[str] | None) -> dict[str, float]:
-    return pairs(option, texts or (), float)
 
 
 def refuse_given(context: typer.Context, names: Sequence[str], why: str) -> None:

@@ -87,8 +87,8 @@ def job_command(
     return Answer(value, text)
 
 
-def show_command(path: Path, other: Path | None = None, *, table: Path | None = None) -> Answer:
-    """Describe a file or folder: what it is and what it contains.
+def show_command(path: Path | None = None, other: Path | None = None, *, table: Path | None = None) -> Answer:
+    """Describe a file or folder: what it is and what it contains; without one, list the names that can be described.
 
     Args:
         path: A job file, collection, run folder, graph dataset, captured script, table (.parquet) or summary.json; a
@@ -96,17 +96,17 @@ def show_command(path: Path, other: Path | None = None, *, table: Path | None = 
         other: A second captured script: show what differs.
         table: For a collection: write every measured op and collective to this file (.parquet).
     """
-    from stepsight.experiments.questions.describe import describe, write_table
+    from stepsight.experiments.questions.describe import describe, names, write_table
 
-    if other is not None:
+    if path is not None and other is not None:
         from stepsight.dataset.capture.captured import read_captured
         from stepsight.experiments.reports.run_texts import captures_differ, difference_text
 
         told = captures_differ(read_captured(path).to_dict(), read_captured(other).to_dict())
         return Answer(told, difference_text(told))
-    description = describe(path)
+    description = names() if path is None else describe(path)
     text = description.pop("text")
-    if table is not None:
+    if path is not None and table is not None:
         description["measurements"] = write_table(path, table)
         text += f"\nwrote {description['measurements']} measurements to {table}"
     return Answer(description, text)

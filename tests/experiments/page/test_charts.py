@@ -64,9 +64,9 @@ def test_lines_and_points_lie_within_the_picture() -> None:
 def test_the_timeline_knows_what_an_action_waits_for() -> None:
     """Two stages: the second waits for the message of the first, and both are on the critical path."""
     names = [
-        {"ph": "M", "name": kind, "pid": stage, "tid": 0, "args": {"name": kind}}
+        {"ph": "M", "name": kind, "pid": stage, "tid": thread, "args": {"name": kind}}
         for stage in (0, 1)
-        for kind in ("process_name", "thread_name")
+        for kind, thread in (("process_name", 0), ("thread_name", 0), ("thread_name", 1))
     ]
     spans = [("F0", 0, 0, 0.0, 5.0, "fwd"), ("F0 to stage 1", 0, 1, 5.0, 2.0, "pp"), ("F0", 1, 0, 7.0, 4.0, "fwd"),
              ("F1", 0, 0, 5.0, 1.0, "fwd")]  # fmt: skip

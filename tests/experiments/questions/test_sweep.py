@@ -43,7 +43,7 @@ def test_every_combination_and_why_some_are_not_legal() -> None:
     points = sweep(JOB, axes, "roofline")
     assert [tuple(point.values.values()) for point in points] == [(64, 1), (64, 7), (128, 1), (128, 7)]
     assert [point.prediction is not None for point in points] == [True, False, True, False]
-    assert "must divide global_batch" in points[1].problem and "not legal" in sweep_text(axes, points)
+    assert "must divide global_batch" in points[1].problem and "not legal" in sweep_text(JOB, axes, points)
     assert len(sweep_csv(points).splitlines()) == 5
     weak = sweep(JOB, axes[:1], "roofline", weak=True)
     assert [point.prediction.job.batch.global_batch for point in weak if point.prediction] == [768, 1536]
