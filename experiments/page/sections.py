@@ -20,7 +20,7 @@ from stepsight.experiments.questions.traced_runs import ReplayedRun
 from stepsight.experiments.questions.what_if import changed_run
 from stepsight.experiments.reports.job_texts import written_text
 from stepsight.experiments.reports.text_table import words
-from stepsight.experiments.search.choices import Choice, SearchResult
+from stepsight.experiments.search.choices import SearchResult
 from stepsight.experiments.search.search import progress_words, search
 from stepsight.experiments.search.settings import REGRET, Goal, Scenarios
 from stepsight.experiments.tasks.settings import TraceChanges
@@ -90,9 +90,6 @@ class SearchSection:
         except StepsightError as error:
             self.progress = printable(str(error))
 
-    def _choices(self) -> list[Choice]:
-        return [] if self._result is None else views.timed_choices(self._result)
-
     def view(self) -> str:
         """The strategies as HTML; empty before a search."""
         return "" if self._result is None else views.search_view(self._result, self._chosen)
@@ -102,7 +99,7 @@ class SearchSection:
         self._chosen = number
         self._view.content = self.view()
         self._taking.clear()
-        choices = self._choices()
+        choices = [] if self._result is None else views.timed_choices(self._result)
         if not choices:
             return
         job = choices[number].job

@@ -139,12 +139,9 @@ def said(facts: Facts) -> str:
         *filter(None, [facts["memory"]["reason"]]),
     ]
     warnings = "".join(f'<p class="warning">{escape(text)}</p>' for text in texts)
-    return f"<p>{escape(rests)}</p>{warnings}{outside_range(facts)}"
-
-
-def outside_range(facts: Facts) -> str:
     items = "".join(f"<li>{escape(text)}</li>" for text in facts["unsupported"])
-    return f"<details><summary>Outside the measured range</summary><ul>{items}</ul></details>" if items else ""
+    more = f"<details><summary>Outside the measured range</summary><ul>{items}</ul></details>" if items else ""
+    return f"<p>{escape(rests)}</p>{warnings}{more}"
 
 
 def time(facts: Facts) -> str:

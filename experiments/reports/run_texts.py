@@ -75,7 +75,9 @@ def dataset_text(told: dict[str, Any]) -> str:
 
 
 def capture_text(told: dict[str, Any]) -> str:
-    lines = [f"script     {told['script']}: {_world(told)}"]
+    world, local = told["world_size"], told["devices_per_node"]
+    nodes = f", {local} on each node" if world > local else " on one node"
+    lines = [f"script     {told['script']}: {world} rank{'s' * (world > 1)}{nodes}"]
     for rank in told["ranks"]:
         phases = ", ".join(f"{count} {phase}" for phase, count in rank["ops_by_phase"].items())
         lines += [
@@ -90,13 +92,6 @@ def capture_text(told: dict[str, Any]) -> str:
     if "out" in told:
         lines.append(f"\nwrote {told['out']}")
     return "\n".join(lines)
-
-
-def _world(told: dict[str, Any]) -> str:
-    """How many ranks there are, and how many nodes share them."""
-    world, local = told["world_size"], told["devices_per_node"]
-    ranks = "1 rank" if world == 1 else f"{world} ranks"
-    return f"{ranks}, {local} on each node" if world > local else f"{ranks} on one node"
 
 
 def _collectives(rows: list[dict[str, Any]]) -> list[str]:

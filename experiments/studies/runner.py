@@ -18,17 +18,13 @@ from stepsight.experiments.studies import (
 )
 from stepsight.experiments.studies.study import Study
 
-_TABLES = (public_tables.COLLECTIVES, public_tables.KERNELS, public_tables.TRANSFER)
-_REPLAYS = (emulation_and_what_if.EMULATE, emulation_and_what_if.WHAT_IF)
-_TORCH = (torch_agreement.CAPTURE, torch_agreement.MEMORY)
-_TABLES_OF_MODELS = (recommendation.LOOKUPS, recommendation.STEPS, recommendation.PLACEMENTS)
-_ALONE = (
-    bench.STUDY,
-    context.STUDY,
-    distir.STUDY,
-    one_gpu.STUDY,
-    search_regret.STUDY,
-    small_to_large.STUDY,
-    *_TABLES_OF_MODELS,
-)
-STUDIES: Mapping[str, Study] = {study.name: study for study in (*_ALONE, *_TABLES, *_REPLAYS, *_TORCH)}
+STUDIES: Mapping[str, Study] = {
+    study.name: study
+    for study in (
+        *(bench.STUDY, context.STUDY, distir.STUDY, one_gpu.STUDY, search_regret.STUDY, small_to_large.STUDY),
+        *(public_tables.COLLECTIVES, public_tables.KERNELS, public_tables.TRANSFER),
+        *(emulation_and_what_if.EMULATE, emulation_and_what_if.WHAT_IF),
+        *(recommendation.LOOKUPS, recommendation.STEPS, recommendation.PLACEMENTS),
+        *(torch_agreement.CAPTURE, torch_agreement.MEMORY),
+    )
+}

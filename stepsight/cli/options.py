@@ -188,9 +188,16 @@ def _option(
     elif kind is str and default == "" and is_option:
         read, kind, default = partial(_stated, names[0] if names else own), str | None, None
     if Path in (kind, *get_args(kind), *(part for each in get_args(kind) for part in get_args(each))):
-        info.parser = named_path
+        info.parser = _path
     made = Parameter(name, Parameter.KEYWORD_ONLY, annotation=Annotated[kind, info], default=default)
     return made, read
+
+
+def _path(text: str) -> Path:
+    try:
+        return named_path(text)
+    except StepsightError as error:
+        raise typer.BadParameter(str(error)) from None
 
 
 def _stated(option: str, text: str | None) -> str:

@@ -112,30 +112,9 @@ def show_command(path: Path | None = None, other: Path | None = None, *, table: 
     return Answer(description, text)
 
 
-EXPERIMENTS = {  # the entries of ``experiments/studies/runner.py`` (not in the wheel), and what they measure
-    "bench": "the speed of predictions",
-    "capture": "programs lowered from jobs against programs captured from scripts",
-    "collectives": "collectives between nodes, with sites held out",
-    "context": "the context network against simpler models, task by task",
-    "emulate": "emulated ranks against closed forms",
-    "kernels": "kernels of public tables, with shapes held out",
-    "memory": "predicted memory against PyTorch's tracker",
-    "one-gpu": "a predictor from ten minutes of measurements on one GPU, judged on held-out runs",
-    "search": "search against predictions of every strategy",
-    "distir": "GPT-2 over data x tensor x pipeline parallelism; predicted programs of two ranks against measured ones",
-    "lookups": "predicted and measured lookups in embedding tables on one core of this machine",
-    "recommendation": "predicted and measured steps of recommendation models on two ranks of this machine",
-    "placements": "predicted iterations by how tables are placed: search, simple rules, torchrec's planner",
-    "small-to-large": "predictions for sixteen ranks, trained on four",
-    "transfer": "a predictor for a device with few measurements",
-    "what-if": "changes predicted from one trace against runs with the change",
-}
-_NAMED = "; ".join(f"`{name}`: {what}" for name, what in EXPERIMENTS.items())
-
-
 def experiment_command(
     context: typer.Context,
-    name: Annotated[str, typer.Argument(help=f"One of {_NAMED}.")] = "",
+    name: Annotated[str, typer.Argument(help="A study; without a name all are listed.")] = "",
 ) -> None:
     """Run a study that measures an accuracy that the documentation states. Each study has its own options; all have
     `--json` and `--help`.
@@ -146,13 +125,8 @@ def experiment_command(
     """
     from importlib import import_module
 
-    if name in ("", "-h", "--help"):
-        typer.echo(context.get_help())
-        return
-    if name not in EXPERIMENTS:
-        raise StepsightError(f"experiment must be one of {', '.join(EXPERIMENTS)}, got {name!r:.80}")
     try:
-        runner = import_module("stepsight.experiments.studies.runner")
+        studies = import_module("stepsight.experiments.studies.runner").STUDIES
     except ModuleNotFoundError as error:
         if error.name != "stepsight.experiments.studies":
             raise
@@ -160,4 +134,10 @@ def experiment_command(
             "experiments run from a checkout of stepsight, and this installation is not one: "
             "clone the repository, run `pip install -e .` there, and try again"
         ) from None
-    sys.exit(runner.STUDIES[name].main(context.args))
+    if name in ("", "-h", "--help"):
+        told = "".join(f"\n  {each:<16}{studies[each].about.partition('. ')[0]}" for each in sorted(studies))
+        typer.echo(f"{context.get_help()}\n\nStudies:{told}")
+        return
+    if name not in studies:
+        raise StepsightError(f"experiment must be one of {', '.join(sorted(studies))}, got {name!r:.80}")
+    sys.exit(studies[name].main(context.args))

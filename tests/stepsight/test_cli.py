@@ -80,7 +80,7 @@ def test_search_and_show(tmp_path: Path) -> None:
 def test_without_a_checkout_an_experiment_says_where_it_runs(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The wheel has no studies: one line says what to do.  An experiment of another name is refused in any case."""
+    """The wheel has no studies: one line says what to do."""
     studies = "stepsight.experiments.studies"
 
     class Absent:
@@ -94,12 +94,16 @@ def test_without_a_checkout_an_experiment_says_where_it_runs(
     for loaded in [name for name in sys.modules if name.startswith(studies)]:
         monkeypatch.delitem(sys.modules, loaded)
     monkeypatch.setattr(sys, "meta_path", [Absent, *sys.meta_path])
-    for name, says in (("memory", "experiments run from a checkout of stepsight"), ("x", "experiment must be one of")):
+    for name in ("memory", "x"):
         monkeypatch.setattr(sys, "argv", ["stepsight", "experiment", name, "--help"])
         with pytest.raises(SystemExit) as ended:
             main()
         told = capsys.readouterr().err
-        assert ended.value.code == 2 and told.startswith(f"error: {says}") and told.count("\n") == 1
+        assert (
+            ended.value.code == 2
+            and told.startswith("error: experiments run from a checkout of stepsight")
+            and told.count("\n") == 1
+        )
 
 
 @pytest.mark.parametrize(("rejected", "code"), [([], 0), (["a"], 2)])
@@ -148,8 +152,8 @@ def test_a_rejected_run_is_an_exit_code(
         (("predict", EXAMPLE, "--timeline", "/proc/x/timeline.json"), "needs a folder that can be written to"),
         (("predict", "newline.json"), r"unknown table [a\nb]"),
         (("predict", EXAMPLE, "--bogus"), "No such option"),
-        (("predict", ""), "a path must not be empty"),
-        (("collect", EXAMPLE, "--out", ""), "a path must not be empty"),
+        (("predict", ""), "a path must have 1 to"),
+        (("collect", EXAMPLE, "--out", ""), "a path must have 1 to"),
         (("collect", EXAMPLE, "--out", "notes.txt"), "needs a folder that can be written to"),
         (("train", "folder.png", "--out", "notes.txt"), "written to a new or empty folder"),
         (("train", "folder.png", "--out", "notes.txt/p"), "needs a folder that can be written to"),

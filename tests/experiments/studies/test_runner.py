@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import pytest
+from typer.testing import CliRunner
 
-from stepsight.cli.tools import EXPERIMENTS
+from stepsight.cli import app
 from stepsight.experiments.studies import runner
 
 
-def test_the_command_names_the_studies_that_there_are() -> None:
-    assert set(EXPERIMENTS) == set(runner.STUDIES)
+def test_the_command_lists_the_studies() -> None:
+    told = CliRunner().invoke(app, ["experiment", "--help"]).output
+    assert all(f"\n  {name} " in told for name in runner.STUDIES)
 
 
 @pytest.mark.parametrize("name", runner.STUDIES)
