@@ -161,23 +161,22 @@ def calibrate(
         )
     fitted, every_larger = split_rows(evaluation.scored, max_devices)
     larger = without_copies(every_larger, fitted)
-    copies = {COPY: many} if (many := len(every_larger) - len(larger)) else {}
     fit = with_rows(predictor, fitted)
+    by, judging = LARGER, larger or fitted
     if larger:
         after = [score(row.row, lambda _: fit.predictor).predicted_s for row in larger]
-        evidence = _evidence(LARGER, larger, after, evaluation.scored)
     else:  # sizes are held out in turn, or runs if there is one size
         by = SIZES if len({row.row.gpus for row in fitted}) > 1 else ROWS
         off, _ = fit.process.left_out([row.row.gpus if by == SIZES else row.job for row in fitted])
         after = [row.measured_s * float(np.exp(-log)) for row, log in zip(fitted, off, strict=True)]
-        evidence = _evidence(by, fitted, after, evaluation.scored)
+    evidence = _evidence(by, judging, after, evaluation.scored)
     own = replace(fit.predictor, calibration=replace(fit.predictor.calibration, judged_log=evidence.off_log))
-    skipped = {**evaluation.skipped, **copies}
+    skipped = Counter(evaluation.skipped) + Counter({COPY: len(every_larger) - len(larger)})  # no zeros
     report = CalibrationReport(
         source=predictor.source, calibrated=own, out=out, evidence=evidence, num_fitted=len(fitted), skipped=skipped
     )
-    tables = {runs.name: digest(runs.read_bytes())}
-    report.save(fit.predictor.manifest["fitted_rows"], judged_rows=list(evidence.digests), runs=tables)
+    of = {"judged_rows": list(evidence.digests), "runs": {runs.name: digest(runs.read_bytes())}}
+    report.save(fit.predictor.manifest["fitted_rows"], **of)
     return report
 
 

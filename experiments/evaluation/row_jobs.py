@@ -353,7 +353,8 @@ def _degrees(row: Row) -> dict[str, int]:
 
 def _parallel(row: Row, framework: Framework) -> dict[str, Any]:
     degrees, layers = _degrees(row), row.known("layers")
-    chunks = (row.whole("vp") or 1) if degrees["pp"] > 1 else 1
+    stated = row.whole("vp") or 1  # which must be a number, also where it has no effect
+    chunks = stated if degrees["pp"] > 1 else 1
     is_open = framework.interleaves and not row.text("vp")  # the job then takes the usual number
     parts, shared, stage_layers = degrees["pp"] * chunks, row.flag("sequence_parallel"), list[int]()
     # Uneven where embedding and loss count as a layer each.

@@ -142,10 +142,11 @@ class Row:
 
     def flag(self, key: str) -> bool | None:
         """Yes or no, or None if it is unknown."""
+        words = {"": None, "true": True, "yes": True, "false": False, "no": False}
         value = self.text(key).lower()
-        if value in ("", "true", "yes", "false", "no"):
-            return value in ("true", "yes") if value else None
-        return (self.real(key) or 0.0) > 0
+        if value not in words and self.real(key) not in (0.0, 1.0):
+            raise RowError(f"{key} must be yes or no, got {value!r:.40}")
+        return words[value] if value in words else self.real(key) == 1.0
 
     @property
     def row_id(self) -> int | str:

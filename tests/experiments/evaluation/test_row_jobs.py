@@ -385,3 +385,10 @@ def test_the_interval_holds_every_job_and_the_answer_lies_between() -> None:
     assert math.log(both.predicted_s) == pytest.approx(sum(math.log(one.predicted_s) for one in ends) / 3)
     assert both.open == "recompute (none or selective or full)"
     assert sum(both.breakdown.values()) == pytest.approx(both.predicted_s)
+
+
+@pytest.mark.parametrize(("column", "cell"), [("vp", "abc"), ("vp", "0.5"), ("gated_mlp", "-1"), ("gated_mlp", "1e17")])
+def test_cells_that_are_no_numbers_or_flags_leave_the_row_out(column: str, cell: str) -> None:
+    """Also where the number would have no effect: virtual stages of a job without a pipeline."""
+    with pytest.raises(RowError, match=f"{column} must be"):
+        jobs_of(run_row(**{"pp": 1, "tp": 2, "dp": 8, column: cell}))
