@@ -107,9 +107,9 @@ def baseline_figures(
             seconds: list[float | None] = list(constant_mfu(rows, by_source=False))
         else:
             seconds = [_seconds(name, row, predictor_of) for row in rows]
-        known = [(row, value) for row, value in zip(rows, seconds, strict=True) if value is not None]
-        own, ours = [value for _, value in known], [row.predicted_s for row, _ in known]
-        found[name] = {**_figures(known, own), "ours": _figures(known, ours)}
+        known = [row for row, value in zip(rows, seconds, strict=True) if value is not None]
+        ours = _figures(known, [row.predicted_s for row in known])
+        found[name] = {**_figures(known, [value for value in seconds if value is not None]), "ours": ours}
     return found
 
 
@@ -123,10 +123,9 @@ def _seconds(name: str, row: Scored, predictor_of: PredictorOf) -> float | None:
     return sum(closed_form(found.simulation).values()) if name == ANALYTIC else found.iteration_time_s
 
 
-def _figures(known: Sequence[tuple[Scored, Any]], seconds: Sequence[float]) -> dict[str, float | None]:
-    measured = [row.measured_s for row, _ in known]
-    chosen = regret([row.choice for row, _ in known], seconds, measured)
-    return {**errors(seconds, measured).to_dict(), "regret": chosen}
+def _figures(rows: Sequence[Scored], seconds: Sequence[float]) -> dict[str, float | None]:
+    measured = [row.measured_s for row in rows]
+    return {**errors(seconds, measured).to_dict(), "regret": regret([row.choice for row in rows], seconds, measured)}
 
 
 def baselines_text(found: Mapping[str, Mapping[str, Any]]) -> str:

@@ -200,7 +200,7 @@ def interval_score(rows: Sequence[Any]) -> float | None:
 
 def share(flags: Sequence[bool]) -> float | None:
     """Percent of true values; None if there are none."""
-    return 100.0 * sum(flags) / len(flags) if flags else None
+    return 100.0 * fmean(flags) if flags else None
 
 
 def best_scale(ideal: Sequence[float], measured: Sequence[float]) -> float:

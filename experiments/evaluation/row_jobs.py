@@ -194,7 +194,7 @@ def jobs_of(row: Row) -> list[PublishedJob]:
     if len(cells) > MOST_OPEN:
         raise RowError(f"{len(cells)} of its columns are unknown: {', '.join(cells)}")
     words = ", ".join(f"{name} ({' or '.join(map(str, values))})" for name, values in cells.items())
-    built, errors = list[PublishedJob](), list[JobError]()
+    built, wrong = list[PublishedJob](), list[JobError]()
     for values in itertools.product(*cells.values()):
         filled = Row({**row.cells, **dict(zip(cells, map(str, values), strict=True))})
         try:
@@ -202,14 +202,13 @@ def jobs_of(row: Row) -> list[PublishedJob]:
             usual = [f"virtual stages (usually {job.parallel.virtual_stages})"] if job.uninterleaved else []
             built.append(PublishedJob(job, framework, ", ".join(filter(None, (words, *usual)))))
         except JobError as error:
-            errors.append(error)
+            wrong.append(error)
     if not built:
-        raise errors[0]
-    if len(built) == 1:
+        raise wrong[0]
+    hardware = find_hardware(built[0].job.cluster.hardware)
+    if hardware is None or len(built) == 1:
         return built
-    devices = {one.job.cluster.hardware: find_hardware(one.job.cluster.hardware) for one in built}
-    facts = ((one, devices[one.job.cluster.hardware]) for one in built)
-    return [one for one, hardware in facts if hardware is None or estimate_memory(one.job, hardware).fits] or built
+    return [one for one in built if estimate_memory(one.job, hardware).fits] or built
 
 
 def _job(row: Row, framework: Framework) -> Job:
@@ -277,21 +276,17 @@ def _table_job(row: Row, framework: Framework) -> Job:
 
 def run_digest(job: Job, measured_s: float) -> str:
     """Identity of a measured run, with three digits of its time, whoever tells of it in whatever words."""
-    return _run_digest(job, f"{measured_s:.2e}")
+    m, p, b, cluster = job.model, job.parallel, job.batch, job.cluster
+    sizes = (m.layers, m.hidden, m.heads, m.seq_len, m.experts, b.micro_batch, b.global_batch)
+    degrees = (p.tp, p.cp, p.pp, p.virtual_stages, p.ep, p.dp)
+    return digest(cluster.hardware, b.precision, *map(str, (*sizes, *degrees)), f"{measured_s:.2e}")
 
 
 def is_copy(job: Job, measured_s: float, digests: Collection[str]) -> bool:
     """Whether a run, its time rounded either way, is among some digests of runs."""
     mantissa, exponent = f"{measured_s:.2e}".split("e")
     times = (float(f"{round(100 * float(mantissa)) + step}e{int(exponent) - 2}") for step in (0, -1, 1))
-    return any(_run_digest(job, f"{seconds:.2e}") in digests for seconds in times)
-
-
-def _run_digest(job: Job, seconds: str) -> str:
-    m, p, b, cluster = job.model, job.parallel, job.batch, job.cluster
-    sizes = (m.layers, m.hidden, m.heads, m.seq_len, m.experts, b.micro_batch, b.global_batch)
-    degrees = (p.tp, p.cp, p.pp, p.virtual_stages, p.ep, p.dp)
-    return digest(cluster.hardware, b.precision, *map(str, (*sizes, *degrees)), seconds)
+    return any(run_digest(job, seconds) in digests for seconds in times)
 
 
 def precision_of(text: str) -> str:

@@ -301,7 +301,7 @@ def judge_collection(path: Path, predictor: Predictor | str | None = None) -> di
         ``text``.
     """
     rows, skipped = list[dict[str, Any]](), Counter[str]()
-    trained = set(predictor.manifest.get("runs", ())) if isinstance(predictor, Predictor) else set()
+    trained = predictor.manifest.get("runs", ()) if isinstance(predictor, Predictor) else ()
     for run in read_collection(path):
         if not run.whole or run.name in trained:
             skipped["the predictor was trained on it" if run.whole else "it stands for a part of a job"] += 1

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from stepsight.dataset.base.errors import StepsightError
 from stepsight.dataset.hardware.hardware import Fabric, Hardware, Link, find_fabric, find_hardware, roofline_seconds
-from stepsight.dataset.kinds.op import OP_KINDS, Collective, Op
+from stepsight.dataset.kinds.op import Collective, Op
 from stepsight.dataset.tables import Measurements, read_table
 from stepsight.experiments.evaluation.table_errors import group_of
 from stepsight.experiments.reports.text_table import table_of
@@ -37,14 +37,9 @@ JUDGED = 3000  # products that judge each fit of a transfer
 # --- kernels ----------------------------------------------------------------------------------------------------------
 
 
-def _heads(op: Op) -> Hashable:
-    dims = dict(zip(OP_KINDS[op.kind].dim_names, op.dims, strict=True))
-    return dims["heads"], dims["kv_heads"], dims["head_dim"]
-
-
 SPLITS: dict[str, dict[str, Callable[[Op], Hashable]]] = {
     "gemm": {"unseen n, k": lambda op: op.dims[1:]},
-    "attention": {"unseen heads": _heads},
+    "attention": {"unseen heads": lambda op: (*op.dims[1:3], op.dims[5])},  # heads, key-value heads and their size
 }
 
 

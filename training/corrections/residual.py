@@ -11,6 +11,7 @@ import math
 from collections.abc import Collection, Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -84,7 +85,7 @@ class JobFeatures(Saved):
             raise ValueError(f"places and doublings must lie within +-{MOST_DOUBLINGS:g}, got {numbers}")
 
 
-class _Columns(NamedTuple):
+class Columns(NamedTuple):
     """Features of jobs by column: ``(jobs, len(SCALES))``, ``(jobs, len(UNLIKE))`` and ``(jobs,)``."""
 
     places: Array
@@ -92,17 +93,13 @@ class _Columns(NamedTuple):
     sizes: Array
 
     @classmethod
-    def of(cls, rows: Sequence[JobFeatures]) -> _Columns:
+    def of(cls, rows: Sequence[JobFeatures]) -> Columns:
         places, labels = ([getattr(row, name) for row in rows] for name in ("place", "labels"))
         return cls(np.array(places), np.array(labels), np.array([row.doublings for row in rows]))
 
 
-def covariance(one: Sequence[JobFeatures], two: Sequence[JobFeatures]) -> Array:
-    """Covariance of unit-variance corrections, ``(len(one), len(two))``; 1 for a job with itself."""
-    return _covariance(_Columns.of(one), _Columns.of(two))
-
-
-def _covariance(one: _Columns, two: _Columns) -> Array:
+def covariance(one: Columns, two: Columns) -> Array:
+    """Covariance of unit-variance corrections, ``(one, two)``; 1 for a job with itself."""
     squared = ((one.places[:, None] - two.places[None]) ** 2).sum(axis=2)
     squared += (one.labels[:, None] != two.labels[None]) @ np.square(list(UNLIKE.values()))
     near = np.exp(-squared / (2 * NEAR**2))
@@ -136,8 +133,8 @@ class Residual:
         return self.spread
 
     @cached_property
-    def _columns(self) -> _Columns:
-        return _Columns.of(self.rows)
+    def _columns(self) -> Columns:
+        return Columns.of(self.rows)
 
     @cached_property
     def _names(self) -> NDArray[np.str_]:
@@ -146,7 +143,7 @@ class Residual:
     @cached_property
     def _process(self) -> GaussianProcess:
         alike = np.where(self._names[:, None] == self._names[None], 1.0, SHARED)
-        own = self.spread**2 * alike * _covariance(self._columns, self._columns)
+        own = self.spread**2 * alike * covariance(self._columns, self._columns)
         return GaussianProcess(own + self.noise**2 * np.eye(len(self.rows)), np.array(self.logs))
 
     def left_out(self, groups: Sequence[Hashable]) -> tuple[Array, Array]:
@@ -156,8 +153,7 @@ class Residual:
     @property
     def software(self) -> tuple[str, ...]:
         """The framework that ran the jobs, in the words of the source."""
-        place = list(UNLIKE).index("software")
-        return tuple(dict.fromkeys(row.labels[place] for row in self.rows))
+        return tuple(dict.fromkeys(row.labels[_BLOCK[0]] for row in self.rows))
 
     def posterior(self, asked: Sequence[JobFeatures]) -> tuple[Array, Array]:
         """Corrections of jobs, within those that the rows show, and the share of each that is known, ``(asked,)``."""
@@ -180,7 +176,7 @@ class Residual:
 
     def shared(self, asked: Sequence[JobFeatures]) -> Array:
         """Covariance of each job with every row, ``(asked, rows)``; a job counts as one of the nearest row's source."""
-        alike = _covariance(_Columns.of(asked), self._columns)
+        alike = covariance(Columns.of(asked), self._columns)
         if self.sources:
             nearest = self._names[alike.argmax(axis=1)]
             own = np.zeros((), np.bool_) if self.elsewhere else nearest[:, None] == self._names[None]
@@ -251,10 +247,8 @@ class PublishedRuns(Saved):
 
     @cached_property
     def _runs(self) -> dict[tuple[str, ...], list[PublishedRun]]:
-        found: dict[tuple[str, ...], list[PublishedRun]] = {}
-        for run in self.runs:
-            found.setdefault(block_of(run.like), []).append(run)
-        return found
+        blocks = dict.fromkeys(block_of(run.like) for run in self.runs)
+        return {block: [run for run in self.runs if block_of(run.like) == block] for block in blocks}
 
     @cached_property
     def blocks(self) -> dict[tuple[str, ...], Residual]:
@@ -302,9 +296,9 @@ class NearRuns(Saved):
 
     def __str__(self) -> str:
         percent = 100 * math.expm1(self.log_factor)
-        many, models = f"{self.runs} run{'s' * (self.runs > 1)}", shorten(", ".join(self.models), 100)
         speed = f"{abs(percent):.1f} % {'slower' if percent > 0 else 'faster'}"
-        return f"published runs like this one were {speed} than physics says: {many}, {models}"
+        many = f"{self.runs} run{'s' * (self.runs > 1)}, {shorten(', '.join(self.models), 100)}"
+        return f"published runs like this one were {speed} than physics says: {many}"
 
 
 def block_of(like: JobFeatures) -> tuple[str, ...]:
@@ -327,9 +321,8 @@ def most_likely(logs: Array, shared: Array, more: Array) -> tuple[float, float]:
     """Most likely spread and noise of residuals, by their ``covariance``, and ``more`` of it from elsewhere."""
     if len(logs) < 3:
         return USUAL
-    found = {}
-    for spread in SPREADS:
-        for noise in NOISES:
-            total = spread**2 * shared + noise**2 * np.eye(len(logs)) + more
-            found[spread, noise] = GaussianProcess(total, logs).cost()
-    return min(found, key=lambda key: found[key])
+
+    def cost(pair: tuple[float, float]) -> float:
+        return GaussianProcess(pair[0] ** 2 * shared + pair[1] ** 2 * np.eye(len(logs)) + more, logs).cost()
+
+    return min(product(SPREADS, NOISES), key=cost)

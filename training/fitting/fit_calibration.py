@@ -28,7 +28,7 @@ from stepsight.training.corrections.calibration import (
 )
 from stepsight.training.corrections.corrector import GaussianProcess
 from stepsight.training.corrections.intervals import conformal_quantile
-from stepsight.training.corrections.residual import JobFeatures, Residual, covariance, most_likely
+from stepsight.training.corrections.residual import Columns, JobFeatures, Residual, covariance, most_likely
 from stepsight.training.predictor.predictor import Predictor
 
 Array = NDArray[np.float64]
@@ -70,7 +70,7 @@ def fit_calibration(predictor: Predictor, rows: Sequence[TimedJob]) -> Calibrati
     assert rows
     start = Calibration(predictor.calibration.scale, published=predictor.calibration.published)
     likes = [row.like for row in rows]
-    shared = covariance(likes, likes)
+    shared = covariance(Columns.of(likes), Columns.of(likes))
     measured = np.log([row.seconds / start.factor(row.job) for row in rows])
     several = len({(like.place, like.labels) for like in likes}) >= FEWEST_GROUPS
     prior = np.diag([each.prior_std_log**2 for each in RESOURCES.values()]) * several
