@@ -11,35 +11,17 @@ import json
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from stepsight.dataset.base.errors import JobError
-from stepsight.dataset.configs.documents import flat, yaml_text
+from stepsight.dataset.configs.documents import facts, flat, yaml_text
 from stepsight.dataset.configs.drafts import ConfigFile, Draft, Reading
 from stepsight.dataset.configs.key_table import CLIP, ConfigText, JobView, Row, read_rows, rows_of
 from stepsight.dataset.job.job import Job
 
-# torch's ShardingStrategy, in the order of its numbers from 1: ZeRO stage, and whether each node has its own copy.
-_STRATEGIES = {
-    "FULL_SHARD": (3, False),
-    "SHARD_GRAD_OP": (2, False),
-    "NO_SHARD": (0, False),
-    "HYBRID_SHARD": (3, True),
-    "HYBRID_SHARD_ZERO2": (2, True),
-}
+_STRATEGIES: Mapping[str, list[Any]] = facts()["fsdp"]["strategies"]
 _NUMBERS = dict(zip("12345", _STRATEGIES, strict=True))
-DEEPSPEED_MARKS = (
-    "zero_optimization",
-    "train_micro_batch_size_per_gpu",
-    "train_batch_size",
-    "gradient_accumulation_steps",
-)
-_SECTIONS = {  # that DeepSpeed has as tables, and how they look
-    "zero_optimization": '{"stage": 3}',
-    "bf16": '{"enabled": true}',
-    "bfloat16": '{"enabled": true}',
-    "fp16": '{"enabled": true}',
-    "optimizer": '{"type": "AdamW"}',
-}
+DEEPSPEED_MARKS: tuple[str, ...] = tuple(facts()["deepspeed"]["marks"])
 _STAGE, _ZERO = "parallel.zero_stage", "zero_optimization."
 _TRAINING_SECTIONS = ("parallel.", "batch.", "cluster.", "optimizer.", "execution.")  # of a job beside the model's
 
@@ -77,7 +59,7 @@ def read_deepspeed(file: ConfigFile, draft: Draft) -> None:
     Raises:
         JobError: If a value stands where DeepSpeed has a table, or both bf16 and fp16 are enabled.
     """
-    for name, example in _SECTIONS.items():
+    for name, example in facts()["deepspeed"]["tables"].items():
         if file.tables.get(name) is not None and not isinstance(file.tables[name], Mapping):
             raise JobError(f"{name} must be a table, as {example}, got {file.tables[name]!r:.80}")
     settings = flat(file.tables)
@@ -141,7 +123,7 @@ def _write_way(view: JobView) -> None:
     if stage < 2:
         return
     hybrid = bool(view["parallel.dp_shard"]) and parallel.dp_shard == view.job.cluster.devices_per_node
-    strategy = next(name for name, each in _STRATEGIES.items() if each == (stage, hybrid))
+    strategy = next(name for name, each in _STRATEGIES.items() if each == [stage, hybrid])
     view.put(distributed_type="FSDP")
     view.put("fsdp_config.", fsdp_version=1, fsdp_sharding_strategy=strategy, fsdp_activation_checkpointing=again)
     view.put("fsdp_config.", fsdp_offload_params=view["optimizer.offload"])

@@ -30,6 +30,7 @@ class ConfigFormat:
         fits: Whether a file has the format.  Formats of users are asked before those of the package.
         read: Reads a file into a draft of a job; None: the format is only written.
         write: Makes the text of a configuration from a job; None: the format is only read.
+        families: Of models that are written; empty: all but ``dlrm``.
 
     Raises:
         JobError: On construction, if a function does not take these arguments.
@@ -38,6 +39,7 @@ class ConfigFormat:
     fits: Callable[[ConfigFile], bool] | None = None
     read: Callable[[ConfigFile, Draft], None] | None = None
     write: Callable[[Job], ConfigText] | None = None
+    families: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         takes = {"fits": ("file",), "read": ("file", "draft"), "write": ("job",)}
@@ -81,10 +83,15 @@ def write_config(job: JobLike, name: str) -> ConfigText:
     Example:
         >>> print(write_config(Job.from_file("job.toml"), "megatron").text)  # doctest: +SKIP
     """
-    write = CONFIG_FORMATS[name].write if name in CONFIG_FORMATS else None
-    if write is None:
+    form, job = CONFIG_FORMATS.get(name), Job.of(job)
+    if form is None or form.write is None:
         raise JobError(f"a configuration must be of {', '.join(written_formats())}, got {name!r:.80}")
-    return write(Job.of(job))
+    family, families = job.model.family, form.families
+    if family not in families if families else family == "dlrm":
+        known = f"it has {', '.join(families) or 'transformers'}"
+        raise JobError(f"{name} has no model of the family {family!r:.80}: {known}")
+    text: ConfigText = form.write(job)
+    return text
 
 
 def written_formats() -> tuple[str, ...]:
@@ -119,6 +126,8 @@ def _read_job(file: ConfigFile, draft: Draft) -> None:
 
 
 _MISSING = object()
+_DECODERS = ("llama", "gpt")
+_TRANSFORMERS = (*_DECODERS, "bert", "t5", "vit")
 _FSDP = (
     *("sharding_strategy", "auto_wrap_policy", "transformer_layer_cls_to_wrap", "backward_prefetch", "state_dict_type"),
     *("reshard_after_forward", "activation_checkpointing", "min_num_params", "forward_prefetch", "use_orig_params"),
@@ -133,22 +142,24 @@ CONFIG_FORMATS: Registry[ConfigFormat] = Registry(
         "job": ConfigFormat(_with("cluster. model. !model.flavor"), _read_job),
         "dlrm": ConfigFormat(recommendation.has_flags, recommendation.read_flags),
         "hugectr": ConfigFormat(_with("solver. layers"), recommendation.read_hugectr),
-        "megatron": ConfigFormat(_is_script, words.read_words, write_megatron),
-        "megatron-script": ConfigFormat(write=partial(write_megatron, script=True)),
+        "megatron": ConfigFormat(_is_script, words.read_words, write_megatron, _TRANSFORMERS),
+        "megatron-script": ConfigFormat(write=partial(write_megatron, script=True), families=_TRANSFORMERS),
         "megatron-arguments": ConfigFormat(_with("MODEL_ARGS."), words.read_arguments),
         "megatron-yaml": ConfigFormat(_with("language_model."), words.read_yaml),
         "megatron-bridge": ConfigFormat(_with("model.num_layers train. !trainer"), words.read_bridge),
         "torchtitan": ConfigFormat(
-            _with("model.flavor", "!model training. parallelism."), torchtitan.read, torchtitan.write
+            _with("model.flavor", "!model training. parallelism."), torchtitan.read, torchtitan.write, _DECODERS
         ),
         "torchtitan-registry": ConfigFormat(lambda file: file.path.suffix == ".py", torchtitan.read_registry),
         "nemo": ConfigFormat(
             _with("trainer. model.hidden_size", "trainer. model.encoder.hidden_size"), words.read_nemo
         ),
-        "nanotron": ConfigFormat(_with("tokens. parallelism. model.model_config"), nanotron.read, nanotron.write),
-        "torchrec": ConfigFormat(write=recommendation.write_plan),
-        "maxtext": ConfigFormat(_with(*_MAXTEXT), maxtext.read, maxtext.write),
-        "huggingface": ConfigFormat(_with(*_MODEL), huggingface.read, huggingface.write),
+        "nanotron": ConfigFormat(
+            _with("tokens. parallelism. model.model_config"), nanotron.read, nanotron.write, _DECODERS
+        ),
+        "torchrec": ConfigFormat(write=recommendation.write_plan, families=("dlrm",)),
+        "maxtext": ConfigFormat(_with(*_MAXTEXT), maxtext.read, maxtext.write, _DECODERS),
+        "huggingface": ConfigFormat(_with(*_MODEL), huggingface.read, huggingface.write, _TRANSFORMERS),
         "accelerate": ConfigFormat(
             _with("distributed_type", "num_processes mixed_precision"), accelerate.read, accelerate.write
         ),
@@ -245,7 +256,8 @@ def _read_file(path: Path, draft: Draft, given: Given) -> str:
     try:
         form.read(file, draft)
     except JobError as error:
-        raise JobError(f"{path}: {error}") from None
+        text = str(error).removeprefix(f"{path}: ")
+        raise JobError(f"{path}: {text}") from None
     return named
 
 

@@ -18,17 +18,7 @@ from stepsight.dataset.configs.megatron_model import read_expert_layers
 from stepsight.dataset.job.job import Job
 
 LONGEST_ASSUMED = 8192  # tokens of a training sequence, where a model takes more
-_GATED = {"nemotron": False, "arcee": False, "modernbert": True}  # where the family has it the other way
 _LABELS = ("id2label", "label2id")
-# By family: the type, the class, and its own names of settings in place of the rows' first ones.
-_GPT = {"num_hidden_layers": "n_layer", "hidden_size": "n_embd", "num_attention_heads": "n_head"}
-_GPT |= {"intermediate_size": "n_inner", "max_position_embeddings": "n_positions", "attention_dropout": "resid_pdrop"}
-_CLASSES: Mapping[str, tuple[str, str, Mapping[str, str]]] = {
-    "gpt": ("gpt2", "GPT2LMHeadModel", _GPT),
-    "bert": ("bert", "BertForMaskedLM", {"attention_dropout": "hidden_dropout_prob"}),
-    "t5": ("t5", "T5ForConditionalGeneration", {"attention_dropout": "dropout_rate"}),
-    "vit": ("vit", "ViTForImageClassification", {"attention_dropout": "hidden_dropout_prob"}),
-}
 
 
 @cached(1)
@@ -67,10 +57,7 @@ def read(file: ConfigFile, draft: Draft) -> None:
 
 def write(job: Job) -> ConfigText:
     """Write the model of a job as ``config.json``."""
-    family = job.model.family
-    if family != "llama" and family not in _CLASSES:
-        raise JobError(f"transformers has no model of the family {family!r:.80}")
-    view = JobView(job)
+    view, family = JobView(job), job.model.family
     kind, name, own = _class_of(job)
     view.put(model_type=kind, architectures=[name])
     view.write(ROWS)
@@ -89,7 +76,8 @@ def _class_of(job: Job) -> tuple[str, str, Mapping[str, str]]:
     """Type and class of a model, and its own names of settings."""
     model = job.model
     if model.family != "llama":
-        return _CLASSES[model.family]
+        told = facts()["transformers"]["classes"][model.family]
+        return told["type"], told["class"], told["names"]
     if model.attention == "mla":
         new = model.experts and model.q_lora_rank
         return ("deepseek_v3", "DeepseekV3ForCausalLM", {}) if new else ("deepseek_v2", "DeepseekV2ForCausalLM", {})
@@ -104,8 +92,8 @@ def _read_family(reading: Reading) -> None:
     reading.map("model.family", family, words=f"model_type {kind}")
     if differs:
         reading.ignore(f"{differs} of {kind}: no key of a job")
-    if kind in _GATED:
-        reading.map("model.gated_mlp", _GATED[kind], words=f"model_type {kind}")
+    if kind in (gated := facts()["transformers"]["gated"]):
+        reading.map("model.gated_mlp", gated[kind], words=f"model_type {kind}")
     reading.assume("model.fused_attention", True, "transformers attends with PyTorch's fused kernels since 4.36")
 
 

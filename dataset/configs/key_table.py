@@ -54,19 +54,13 @@ class JobView:
 
     Args:
         job: The job.
-        framework: That has models of the families llama and gpt alone; empty: any family is written.
 
     Attributes:
         job: The job.
         settings: By name; names of nested tables have dots.
-
-    Raises:
-        JobError: If the framework has no such model.
     """
 
-    def __init__(self, job: Job, framework: str = "") -> None:
-        if framework and job.model.family not in ("llama", "gpt"):
-            raise JobError(f"{framework} has no model of the family {job.model.family!r:.80}")
+    def __init__(self, job: Job) -> None:
         self.job, self.settings = job, dict[str, Any]()
         self._read, self._refused = set[str](), set[str]()
 

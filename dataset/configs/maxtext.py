@@ -54,7 +54,7 @@ def _near(folder: Path, name: str) -> Path | None:
 
 def write(job: Job) -> ConfigText:
     """Write a job as MaxText's YAML, the model's sizes in the same file."""
-    view = JobView(job, "MaxText")
+    view = JobView(job)
     view.put(base_config="base.yml", model_name="default")
     view.write(ROWS)
     view.expressed("batch.global_batch")

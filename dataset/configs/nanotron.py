@@ -23,7 +23,7 @@ def read(file: ConfigFile, draft: Draft) -> None:
 
 def write(job: Job) -> ConfigText:
     """Write a job as Nanotron's YAML."""
-    view = JobView(job, "Nanotron")
+    view = JobView(job)
     view.put("tokens.", batch_accumulation_per_replica=job.num_micro_batches)
     view.expressed("batch.global_batch")
     view.write(ROWS)

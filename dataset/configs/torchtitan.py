@@ -13,23 +13,14 @@ from itertools import pairwise
 from typing import Any
 
 from stepsight.dataset.base.errors import JobError
-from stepsight.dataset.configs.documents import flat, read_source, toml_text
+from stepsight.dataset.configs.documents import facts, flat, read_source, toml_text
 from stepsight.dataset.configs.drafts import ConfigFile, Draft, Reading
 from stepsight.dataset.configs.key_table import ConfigText, JobView, Row, even_stages, read_rows, rows_of
 from stepsight.dataset.configs.torchtitan_models import flavor_of, flavor_sizes, flavors, registry_settings
 from stepsight.dataset.job.job import Job
 from stepsight.dataset.job.rules import MOST_LAYERS
 
-# Torch's names of schedules: schedule of a job, and virtual stages where none are stated.
-_SCHEDULES = {
-    "1F1B": ("1f1b", 1),
-    "GPipe": ("gpipe", 1),
-    "Interleaved1F1B": ("1f1b", 2),
-    "LoopedBFS": ("looped-bfs", 2),
-    "InterleavedZeroBubble": ("interleaved-zb", 2),
-    "ZBVZeroBubble": ("zbv", 2),
-    "DualPipeV": ("dualpipev", 2),
-}
+_SCHEDULES: Mapping[str, list[Any]] = facts()["torchtitan_code"]["schedules"]
 _PRESET = re.compile(r"preset for (\d+) (\w+) GPUs?")  # a comment in the published files
 _DEVICES = {"a100": "a100-sxm-80gb", "h100": "h100-sxm-80gb", "h200": "h200-sxm-141gb", "b200": "b200-sxm-180gb"}
 

@@ -12,7 +12,7 @@ from typing import Any, TypeAlias, get_args, get_origin, get_type_hints
 
 from stepsight.dataset.base.bounded import MOST_TABLES, read_text, read_toml, reason
 from stepsight.dataset.base.caching import cached
-from stepsight.dataset.base.errors import JobError
+from stepsight.dataset.base.errors import JobError, shorten
 from stepsight.dataset.base.files import SUFFIXES, is_facts_file, parse_json
 from stepsight.dataset.base.registry import did_you_mean
 from stepsight.dataset.hardware.hardware import (
@@ -25,6 +25,7 @@ from stepsight.dataset.hardware.hardware import (
     usual_fabric,
 )
 from stepsight.dataset.job.frameworks import GENERIC, Framework, find_framework, framework_in
+from stepsight.dataset.job.parallel_rules import Rules
 from stepsight.dataset.job.rules import JobTables, broken_rules
 from stepsight.dataset.job.sharding import placement_words, placements_of
 from stepsight.dataset.job.sharding_plans import (
@@ -48,7 +49,6 @@ from stepsight.dataset.job.specs import (
 
 __all__ = ["BatchSpec", "ClusterSpec", "ExecutionSpec", "Job", "JobLike", "ModelSpec", "OptimizerSpec", "ParallelSpec"]
 
-MOST_PROBLEMS = 20  # listed in an error
 # GPT-3 175B, Nemotron 340B, Qwen3 30B and Llama 4 have 12 in NVIDIA's recipes of 2024-26, with 12 to 24 layers a stage.
 MOST_USUAL_CHUNKS = 12
 _WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "a string"}
@@ -76,24 +76,21 @@ class Job(JobTables):
     def __post_init__(self) -> None:
         wrong = [name for name, spec in SECTIONS.items() if not isinstance(getattr(self, name), spec)]
         if wrong:
-            raise JobError(
-                "; ".join(
-                    f"a job's {name} must be a {SECTIONS[name].__name__}, got {getattr(self, name)!r:.80}"
-                    for name in wrong
-                )
-            )
-        problems = [problem for name in SECTIONS for problem in type_problems(name, getattr(self, name))]
+            specs = ((name, SECTIONS[name].__name__, getattr(self, name)) for name in wrong)
+            texts = (f"a job's {name} must be a {spec}, got {value!r:.80}" for name, spec, value in specs)
+            raise JobError(Rules(texts).text())
+        problems = Rules(problem for name in SECTIONS for problem in type_problems(name, getattr(self, name)))
         if not isinstance(self.framework, str) or not self.framework.isprintable():
             problems.append(f"framework must be a printable string, got {self.framework!a:.80}")
         if problems:
-            raise JobError("; ".join(problems))
+            raise JobError(problems.text())
         if self.framework and not is_facts_file(self.framework):
             _ = self.profile
         for name, table in _filled(self).items():
             object.__setattr__(self, name, table)
         problems = broken_rules(self)
         if problems:
-            raise JobError("; ".join(problems))
+            raise JobError(problems.text())
 
     def __hash__(self) -> int:
         return hash((self.model, self.parallel, self.batch, self.optimizer, self.cluster.hardware, self.cluster.nodes))
@@ -271,8 +268,7 @@ class Job(JobTables):
             specs[section], wrong = spec_from_table(section, SECTIONS[section], table)
             problems += wrong
         if problems:
-            more = len(problems) - MOST_PROBLEMS
-            raise JobError("; ".join([*problems[:MOST_PROBLEMS], *([f"and {more} more"] if more > 0 else [])]))
+            raise JobError(Rules(problems).text())
         is_open = silent and habits is not None and habits.interleaves
         return cls(**specs, framework=framework, open_stages=is_open)._as_usual()
 
@@ -381,11 +377,9 @@ def _hints(spec: type) -> dict[str, Any]:
 def spec_from_table(section: str, spec: type, table: Mapping[str, Any]) -> tuple[Any, list[str]]:
     """One table as its dataclass (None if that is not possible), and everything that is wrong with it."""
     known = {f.name: f for f in fields(spec)}
-    problems = [
-        f"unknown key {section}.{key!s:.80} (known: {', '.join(sorted(known))})".replace("\n", "\\n")
-        for key in sorted(map(str, table))
-        if key not in known
-    ]
+    problems = [f"unknown key {section}.{shorten(key)}" for key in sorted(map(str, table)) if key not in known]
+    if problems:
+        problems[0] += f" (known: {', '.join(sorted(known))})"
     missing = [name for name, f in known.items() if f.default is f.default_factory and name not in table]
     problems += [f"missing key {section}.{name}" for name in missing]
     if problems:

@@ -8,9 +8,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+MOST_CHARACTERS = 600  # of the broken rules that are shown
+
 
 class Rules(list[str]):
     """The texts of broken rules."""
+
+    def text(self) -> str:
+        """The first rules in one line, up to a length that people read, and how many more there are."""
+        shown = list[str]()
+        for rule in self:
+            if shown and sum(map(len, shown)) + len(rule) > MOST_CHARACTERS:
+                break
+            shown.append(rule)
+        rest = len(self) - len(shown)
+        return "; ".join([*shown, *([f"and {rest} more"] if rest else [])])
 
     def require(self, holds: bool, text: str) -> None:
         """Add the text of a rule if the rule does not hold."""

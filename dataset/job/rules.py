@@ -86,7 +86,7 @@ class JobTables:
         return find_fabric(value) if isinstance(value, str) else fabric_from_dict("custom", dict(value))
 
 
-def broken_rules(job: JobTables) -> list[str]:
+def broken_rules(job: JobTables) -> Rules:
     """List the rules that a job breaks; later rules are checked only if the first ones hold."""
     rules = Rules()
     _sizes(rules, job)

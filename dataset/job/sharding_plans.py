@@ -40,7 +40,6 @@ from stepsight.dataset.job.sharding import (
     table_bytes,
     table_names,
 )
-from stepsight.dataset.kinds.op import DTYPE_BYTES
 
 _TYPES = {kind.replace("-", "_"): kind for kind in (TABLE, ROW, COLUMN, TABLE_ROW, REPLICATED)}
 _TYPES |= {"table_column_wise": COLUMN}
@@ -160,7 +159,7 @@ def recommendation_model(model: Mapping[str, Any]) -> dict[str, Any]:
         filled = {**(known or {}), **filled, "tables": known["tables"] if known else read_tables(tables)}
         tables = filled["tables"]
     dims = [one.get("dim") if isinstance(one, Mapping) else getattr(one, "dim", 0) for one in tables or ()]
-    width = max((dim for dim in dims if type(dim) is int), default=1)
+    width = max(1, min(MOST_WIDTH, max((dim for dim in dims if type(dim) is int), default=1)))
     filled = {**_ALONE, "bottom_mlp": (512, 256, width), "interaction": "dot", **filled}
     cross = filled.get("cross_layers", ModelSpec.cross_layers) if filled["interaction"] == "dcn-v2" else 1
     return {**filled, "hidden": width, "layers": 1 + cross if type(cross) is int else 1}
@@ -206,7 +205,10 @@ def _cell(key: str, text: str) -> Any:
 def check_tables(rules: Rules, model: ModelSpec) -> None:
     """The rules of a recommendation model."""
     tables, names = model.tables, table_names(model.tables)
-    rules.lies("the number of model.tables of dlrm", len(tables), 1, MOST_NUMBER)
+    rules.require(
+        0 < len(tables) <= MOST_NUMBER,
+        f"model.tables of a dlrm must be 1 to {MOST_NUMBER} tables, each with rows and dim, got {len(tables)}",
+    )
     rules.require(len(set(names)) == len(names), f"names of model.tables must differ, got {sorted(names)!s:.80}")
     for name, table in zip(names, tables, strict=True):
         words = f"table {name!r:.80} ({table.rows} x {table.dim})"
@@ -217,11 +219,9 @@ def check_tables(rules: Rules, model: ModelSpec) -> None:
             table.precision in _PRECISIONS,
             f"{words}: precision must be one of {', '.join(_PRECISIONS)}, got {table.precision!r:.40}",
         )
-        size = table.rows * table.dim * DTYPE_BYTES.get(table.precision, 4)
         rules.require(
             0 < table.pooling <= table.rows,
-            f"{words}: a sample has more than 0 and at most as many indices as the table's {size} bytes have rows, got "
-            f"pooling {table.pooling}",
+            f"{words}: pooling (indices of a sample) must be > 0 and <= rows, got {table.pooling}",
         )
         known = not table.reuse or (len(table.reuse) <= MOST_BINS and min(table.reuse) >= 0 < sum(table.reuse))
         rules.require(known, f"{words}: reuse must be shares >= 0 of {MOST_BINS} bins at most, got {table.reuse!s:.80}")
@@ -231,10 +231,11 @@ def check_tables(rules: Rules, model: ModelSpec) -> None:
         rules.require(right, f"model.{key} must be sizes from 1 to {MOST_WIDTH}, got {sizes!s:.80}")
     for key in ("dense_features", "cross_layers", "cross_rank"):
         rules.lies(f"model.{key}", getattr(model, key), 1, MOST_WIDTH)
-    widths = {*(table.dim for table in tables), *model.bottom_mlp[-1:]}
+    dims, width = sorted({table.dim for table in tables}), (0, *model.bottom_mlp)[-1]
     rules.require(
-        model.interaction != "dot" or len(widths) == 1,
-        f"interaction dot needs rows as wide as the output of bottom_mlp, got widths {sorted(widths)}",
+        model.interaction != "dot" or dims in ([], [width]),
+        f"interaction dot needs one dim of all tables, with which bottom_mlp ends (dcn-v2 takes any): got dims "
+        f"{dims!s:.80}, and bottom_mlp ends with {width}",
     )
 
 

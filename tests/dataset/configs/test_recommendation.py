@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from stepsight.dataset.base.errors import JobError
-from stepsight.dataset.configs.formats import read_configs
+from stepsight.dataset.configs.formats import read_configs, write_config, written_formats
+from stepsight.dataset.job.job import Job
 
 FLAGS = {
     "facebookresearch": (
@@ -61,3 +62,49 @@ def test_flags_without_a_width_are_refused(tmp_path: Path) -> None:
     path.write_text("python dlrm_s_pytorch.py --arch-embedding-size=10-20\n")
     with pytest.raises(JobError, match="rows and width of its tables"):
         read_configs(path)
+
+
+DLRM = {
+    "model": {"family": "dlrm", "tables": [{"rows": 1000, "dim": 64}, {"rows": 20, "dim": 64}], "bottom_mlp": [64]},
+    "batch": {"global_batch": 1024},
+    "cluster": {"hardware": "h100-sxm-80gb", "devices_per_node": 8},
+}
+
+
+@pytest.mark.parametrize("name", written_formats())
+def test_a_framework_writes_only_models_that_it_has(name: str) -> None:
+    """Tables are stated by torchrec alone, and it states nothing else: no writer makes another launch of a job."""
+    gpt = Job.from_dict(
+        {
+            **DLRM,
+            "model": {"family": "gpt", "layers": 2, "hidden": 64, "heads": 2, "vocab": 64, "seq_len": 8},
+            "batch": {"micro_batch": 1, "global_batch": 8},
+        }
+    )
+    has, misses = (Job.from_dict(DLRM), gpt) if name == "torchrec" else (gpt, Job.from_dict(DLRM))
+    assert write_config(has, name).text
+    with pytest.raises(JobError, match=f"^{name} has no model of the family '{misses.model.family}': it has") as raised:
+        write_config(misses, name)
+    assert len(str(raised.value)) < 120
+
+
+@pytest.mark.parametrize(
+    ("model", "text"),
+    [
+        ({"tables": []}, "1 to 10000 tables, each with rows and dim, got 0"),
+        ({"bottom_mlp": [512]}, r"got dims \[64\], and bottom_mlp ends with 512"),
+        ({"tables": [{"rows": 9, "dim": 64, "pooling": 10}]}, "pooling .* must be > 0 and <= rows, got 10"),
+    ],
+)
+def test_errors_name_the_key(model: dict[str, object], text: str) -> None:
+    with pytest.raises(JobError, match=text):
+        Job.from_dict({**DLRM, "model": {**DLRM["model"], **model}})
+
+
+def test_many_broken_rules_make_a_short_error(tmp_path: Path) -> None:
+    """The first are shown, the others counted; the file is named once."""
+    tables = [{"rows": -number, "dim": 2**30, "zipf": -1} for number in range(200)]
+    (tmp_path / "job.json").write_text(json.dumps({**DLRM, "model": {**DLRM["model"], "tables": tables}}))
+    with pytest.raises(JobError, match=r"; and \d+ more$") as raised:
+        read_configs(tmp_path / "job.json")
+    assert len(str(raised.value)) < 1000 and str(raised.value).count("job.json") == 1
