@@ -51,12 +51,13 @@ class HeldBackRun:
     phases: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, model: ContextModel, examples: Sequence[Example], wholes: Sequence[Whole]) -> HeldBackRun:
-        """Of a run's distinct segments, and its iteration if that was timed."""
+    def of(cls, model: ContextModel | None, examples: Sequence[Example], wholes: Sequence[Whole]) -> HeldBackRun:
+        """Of a run's distinct segments, and its iteration if that was timed; without a model no level says anything."""
         batch = Batch.of(examples, wholes)
-        with torch.no_grad():
-            levels = model(batch.features, batch.graph).double().numpy().T
-        parts = np.diff(levels, axis=1, prepend=0.0)
+        parts = np.zeros((len(batch.features), len(LEVELS)))
+        if model is not None:
+            with torch.no_grad():
+                parts = np.diff(model(batch.features, batch.graph).double().numpy().T, axis=1, prepend=0.0)
         inside, alone, time = np.concatenate([np.zeros((3, 0)), *map(_known, examples)], axis=1)
         own = np.concatenate([np.zeros(0, np.int64), *(nodes.numpy() for _, nodes, _ in batch.wholes)])
         programs = [(example.graph.program, example.known) for example in examples]
@@ -136,15 +137,18 @@ class Errors(NamedTuple):
 class HeldBack:
     """Runs held back in turn (those of one of ``folds`` together): measured iterations (NaN where not timed), the
     errors of each form of the context network (``auto``: with strengths by the other folds), and the strengths by all
-    runs.
+    runs.  Without ``folds`` there is no network, and ``none`` is the only form.
     """
 
-    def __init__(self, runs: Sequence[HeldBackRun], folds: NDArray[np.int64]) -> None:
+    def __init__(self, runs: Sequence[HeldBackRun], folds: NDArray[np.int64] | None) -> None:
         self._runs = runs
         self.measured = np.array([np.nan if run.whole is None else run.whole.measured_s for run in runs])
         self.errors: dict[str, Errors] = {}
-        for form, fixed in FORMS.items():  # the first is that without a model
-            self.errors[form] = self._judge(np.tile(fixed, (len(runs), 1)))
+        self.strengths: Array = np.zeros(len(LEVELS))
+        for form in FORMS if folds is not None else ["none"]:  # the first is that without a model
+            self.errors[form] = self._judge(np.tile(FORMS[form], (len(runs), 1)))
+        if folds is None:
+            return
         strengths = np.zeros((len(runs), len(LEVELS)))
         for fold in set(folds.tolist()):
             own = (folds == fold).tolist()
@@ -175,8 +179,8 @@ class HeldBack:
         return np.asarray(np.abs(np.log(seconds / self.measured)))
 
     def metrics(self) -> dict[str, float]:
-        """Errors of every form in percent, where something was measured, and strengths."""
-        found = {f"context_strength_{level}": own for level, own in zip(LEVELS, self.strengths.tolist(), strict=True)}
+        """Errors of every form in percent, where something was measured."""
+        found = {}
         for form, errors in self.errors.items():
             found[f"context_held_back_{form}"] = float(errors.scores.mean())
             if np.isfinite(errors.ops).any():
@@ -219,19 +223,27 @@ def learn_context(
     every: list[Taught] = [*runs, *imported]
     judged = sum(run.whole for run in runs)
     say(f"context: {len(every)} runs")
+    held: HeldBack | None = None
+    models: list[ContextModel] = []
     if judged < MIN_RUNS and len(every) < MIN_RUNS:
         say(f"only {judged} runs, {MIN_RUNS} are needed to hold some back: errors unknown, a wide default interval")
-        held, models = None, [fit_context(*joined(measured_runs(every, predictor)), seed=seed)]
+        if form != "none":
+            models = [fit_context(*joined(measured_runs(every, predictor)), seed=seed)]
+    elif form == "none":
+        seen = measured_runs(every, predictor.left_out)
+        held = HeldBack([HeldBackRun.of(None, *run) for run in seen], None)
     else:
         seen, unseen = (measured_runs(every, each) for each in (predictor, predictor.left_out))
         held, models = hold_back(seen, unseen, seed, lambda at, of: say(f"context: fold {at + 1} of {of}"))
     solved = FORMS["table"] if held is None else tuple(held.strengths.tolist())
     strengths = FORMS.get(form, solved)
+    of_levels = dict(zip(LEVELS, strengths, strict=True))
     metrics = predictor.manifest["metrics"] | (held.metrics() if held else {})
+    metrics |= {f"context_strength_{level}": own for level, own in of_levels.items()}
     told = {
         "asked": form,
         "form": form_of(strengths),
-        "strengths": dict(zip(LEVELS, strengths, strict=True)),
+        "strengths": of_levels,
         "held_back": {name: float(errors.scores.mean()) for name, errors in held.errors.items()} if held else {},
     }
     say(f"context network: {context_text(told)}")

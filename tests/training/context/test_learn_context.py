@@ -55,5 +55,10 @@ def test_errors_are_of_bounded_corrections_and_metrics_name_every_form() -> None
     far = HeldBackRun(np.zeros(1), np.ones(1), np.ones(1), np.full((1, 3), 5.0), None, np.zeros((0, 3)))
     assert far.op_error(np.ones(3)) == BOUND
     metrics = held.metrics()
-    assert metrics["context_strength_graph"] < 0.05 and metrics["context_held_back_none"] == pytest.approx(1.0)
+    assert metrics["context_held_back_none"] == pytest.approx(1.0)
     assert {f"op_error_{form}_percent" for form in held.errors} < set(metrics) and "mape_auto_percent" not in metrics
+
+
+def test_without_a_network_only_the_error_without_one_is_judged() -> None:
+    held = HeldBack(_runs(lambda parts: parts[:, 0], 0.02), None)
+    assert set(held.errors) == {"none"} and not held.strengths.any()
