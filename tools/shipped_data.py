@@ -1,7 +1,7 @@
 """Write what the package learns from tables of published runs: power of products by chip, corrections, intervals.
 
 ``python tools/shipped_data.py power RUNS...``, then ``runs`` and then ``widths`` write the files of
-``training.shipped.product_power``, ``training.corrections.residual`` and ``training.corrections.intervals``.  To be run
+``training.shipped.catalogue``, ``training.corrections.residual`` and ``training.corrections.intervals``.  To be run
 after shipped predictors or what is simulated have changed.
 """
 
@@ -35,9 +35,16 @@ from stepsight.training.corrections.intervals import PublishedError, Widths, cla
 from stepsight.training.corrections.residual import JobFeatures, PublishedRun, PublishedRuns, block_of
 from stepsight.training.prediction.prediction import PHYSICS, predict
 from stepsight.training.predictor.predictor import Predictor
-from stepsight.training.shipped import product_power
-from stepsight.training.shipped.catalogue import RECIPES, chip_of, facts_digest, shipped_predictor
-from stepsight.training.shipped.product_power import TABLED, ChipPower, learn_chip
+from stepsight.training.shipped import catalogue as product_power
+from stepsight.training.shipped.catalogue import (
+    RECIPES,
+    TABLED,
+    ChipPower,
+    chip_of,
+    facts_digest,
+    learn_chip,
+    shipped_predictor,
+)
 
 STEP = 1.1  # of the slowdown by which the time's part in products is found
 LEAST_PART = 0.3  # of the time that follows products: runs of less tell of other things

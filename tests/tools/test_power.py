@@ -5,8 +5,7 @@ import math
 import pytest
 
 from stepsight.experiments.evaluation.error_metrics import score, without_source
-from stepsight.training.shipped.catalogue import shipped_predictor
-from stepsight.training.shipped.product_power import chip_powers
+from stepsight.training.shipped.catalogue import chip_powers, shipped_predictor
 from tests.experiments.evaluation.run_tables import job_of, run_row
 from tools.shipped_data import dense_job, learn, slowdown_of
 

@@ -25,8 +25,7 @@ from stepsight.dataset.hardware.hardware import Fabric
 from stepsight.dataset.kinds.op import COLLECTIVE_KINDS, Collective
 from stepsight.features.collective_features import CHOICE_TERMS, LINK_FACTS, OVERLAPPING, choice_terms, link_facts
 from stepsight.training.corrections.corrector import Support
-from stepsight.training.regression.fitted_physics import SHARPNESS, SLACK, Bounds, minimise, robust_loss
-from stepsight.training.regression.regressor import rows_by
+from stepsight.training.regression.regressor import SHARPNESS, SLACK, Bounds, minimise, robust_loss, rows_by
 
 # Bytes of the curve's knots: half octaves, up to 16 GiB.
 KNOTS = np.unique(np.round(2.0 ** np.arange(0, 34.01, 0.5)).astype(np.int64))

@@ -27,8 +27,7 @@ from stepsight.features.collective_features import (
     tree_terms,
 )
 from stepsight.training.collectives.between_nodes import KNOTS, BetweenNodes, never_falling, place, read_curve
-from stepsight.training.regression.fitted_physics import Bounds
-from stepsight.training.regression.regressor import Regressor, SignatureRows, fit_regressor
+from stepsight.training.regression.regressor import Bounds, Regressor, SignatureRows, fit_regressor
 
 Array = NDArray[np.float64]
 

@@ -24,8 +24,7 @@ from stepsight.dataset.base.codec import OPTIONAL, UNSAVED, Saved
 from stepsight.dataset.kinds.op import DTYPE_BYTES, Op
 from stepsight.features.op_features import op_terms
 from stepsight.training.corrections.corrector import corrected
-from stepsight.training.regression.fitted_physics import Bounds, Physics, fit_physics
-from stepsight.training.regression.regressor import rows_by
+from stepsight.training.regression.regressor import Bounds, Physics, fit_physics, rows_by
 from stepsight.training.regression.trees import Trees, fit_trees
 
 Array = NDArray[np.float64]

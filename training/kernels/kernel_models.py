@@ -22,8 +22,7 @@ from stepsight.dataset.kinds import STREAMED
 from stepsight.dataset.kinds.op import DTYPE_BYTES, OP_KINDS, Op, OpKind
 from stepsight.features.op_features import OP_TERMS, op_feature_names, op_features, op_position, op_terms
 from stepsight.training.corrections.corrector import Corrector, TracedKind, log_factors
-from stepsight.training.regression.fitted_physics import Bounds
-from stepsight.training.regression.regressor import Regressor, SignatureRows, fit_regressor
+from stepsight.training.regression.regressor import Bounds, Regressor, SignatureRows, fit_regressor
 
 # Kernels with less than half of their base's efficiency are ignored, and so are those faster than their base.
 MIN_LOG_RATIO, MAX_LOG_RATIO = -0.05, 0.7

@@ -40,7 +40,7 @@ from stepsight.training.kernels.host_calls import (
     fit_loops,
     loop_terms,
 )
-from stepsight.training.regression.fitted_physics import Bounds, fit_physics
+from stepsight.training.regression.regressor import Bounds, fit_physics
 
 if TYPE_CHECKING:
     from stepsight.dataset.graph.graph_table import GraphTable

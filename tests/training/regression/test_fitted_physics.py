@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from stepsight.training.regression.fitted_physics import Array, Bounds, Physics, fit_physics, minimise, robust_loss
+from stepsight.training.regression.regressor import Array, Bounds, Physics, fit_physics, minimise, robust_loss
 
 AT, SCALE = np.array([3.0, -2.0]), np.array([1.0, 100.0])
 

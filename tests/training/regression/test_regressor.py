@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 from stepsight.training.corrections.corrector import FADE, Neighbours, Support
-from stepsight.training.regression.fitted_physics import Physics
-from stepsight.training.regression.regressor import Regressor, SignatureRows
+from stepsight.training.regression.regressor import Physics, Regressor, SignatureRows
 
 LOW, HIGH = np.log([10.0, 1.0]), np.log([1000.0, 1.0])  # nothing varied along the second axis
 

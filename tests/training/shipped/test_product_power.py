@@ -6,14 +6,15 @@ from dataclasses import replace
 import pytest
 
 from stepsight.dataset.hardware.hardware import find_hardware
-from stepsight.training.shipped.catalogue import chip_of, shipped_predictor
-from stepsight.training.shipped.product_power import (
+from stepsight.training.shipped.catalogue import (
     MOST_POWER_LOG,
     TABLED,
     ChipPower,
+    chip_of,
     chip_powers,
     learn_chip,
     product_power_w,
+    shipped_predictor,
     tabled_power_w,
 )
 
