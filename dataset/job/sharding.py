@@ -148,6 +148,7 @@ class Ranks(NamedTuple):
         memory_s, near_s, far_s: Seconds of a byte in a device's memory, between devices of a node, and between nodes.
         sum_bytes: Of an element of the sums that are exchanged.
         memory_bytes: Of a device; 0: unknown.
+        duplex: Whether it sends while it receives, as links of GPUs do; a core of a CPU copies one after the other.
     """
 
     num: int
@@ -158,6 +159,7 @@ class Ranks(NamedTuple):
     far_s: float = 4e-11
     sum_bytes: int = 4
     memory_bytes: float = 0.0
+    duplex: bool = True
 
 
 @cached(4096)
@@ -304,6 +306,15 @@ def held_bytes(loads: Floats) -> Floats:
     return held
 
 
+def equal_exchange(sent: Floats, received: Floats, ranks: Ranks) -> float:
+    """Size of an exchange of equal parts that takes as long as one of unequal parts: of what each rank sends and
+    receives, with what it keeps.
+    """
+    if ranks.duplex or ranks.num == 1:
+        return float(max(sent.max(), received.max()))
+    return float(((ranks.num - 2) * sent + ranks.num * received).max() / (2 * ranks.num - 2))
+
+
 def rank_tables(
     tables: tuple[TableSpec, ...], places: tuple[TablePlacement, ...], ranks: Ranks, spec: ShardingSpec
 ) -> RankTables:
@@ -327,7 +338,7 @@ def rank_tables(
         replicated=tuple([_joined(looks) for looks in replicas.values()]),
         replicated_rows=tuple(rows),
         index_bytes=INDEX_BYTES * math.ceil(max(sent_indices, loads[:, INDICES].max())),
-        pooled=math.ceil(loads[:, [SUMS, RECEIVED]].max()),
+        pooled=math.ceil(equal_exchange(loads[:, SUMS], loads[:, RECEIVED], ranks)),
         in_node=math.ceil(loads[:, IN_NODE].max()),
         parameter_bytes=float(loads[fullest, PARAMETERS]),
         state_bytes=float(loads[fullest, STATES]),

@@ -18,8 +18,7 @@ if TYPE_CHECKING:
     from stepsight.dataset.job.job import Job
 
 Seconds = tuple[float, float, float]  # predicted iteration time, low and high end of its interval
-_COLUMNS = {"cost": "cost", "energy": "energy_kwh", "training_time": "training_time_s"}  # of ``Goal.objectives``
-_COLUMNS["tokens_per_s_per_device"] = "tokens_per_s_per_device"
+_COLUMNS = {"energy": "energy_kwh", "training_time": "training_time_s"}  # of ``Goal.objectives``
 OBJECTIVES = ("iteration_time", "tokens_per_s_per_device", "training_time", "cost", "energy")
 ROBUST = INTERVAL, REGRET = "interval", "regret"
 SAMPLERS = ("auto", "enumerate", "tpe", "random")
@@ -83,7 +82,7 @@ class Goal:
         """
         if self.objective == "iteration_time":
             return 1.0
-        value = self.objectives(job, (1.0, 1.0, 1.0))[_COLUMNS[self.objective]]
+        value = self.objectives(job, (1.0, 1.0, 1.0))[_COLUMNS.get(self.objective, self.objective)]
         if value is None:
             what, where = ("price", "prices") if self.objective == "cost" else ("power", "power_w")
             raise StepsightError(f"the {what} of {job.hardware_name} is not known: state it in {where}")

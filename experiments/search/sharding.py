@@ -279,13 +279,6 @@ def planner_places(job: Job) -> tuple[TablePlacement, ...]:
     return tuple([by_name[name] for name in named])
 
 
-def tables_of(collection: Any) -> tuple[TableSpec, ...]:
-    """The tables of torchrec's ``EmbeddingBagCollection``; how many indices a sample has is not known to it."""
-    found = collection.embedding_bag_configs()
-    sizes = [(one.num_embeddings, one.embedding_dim, one.name, one.data_type.value.lower()) for one in found]
-    return tuple([TableSpec(rows=rows, dim=dim, name=name, precision=word) for rows, dim, name, word in sizes])
-
-
 def torchrec_plan(plan: Mapping[str, Mapping[str, Mapping[str, Any]]], device: str = "cuda") -> Any:
     """A plan, as ``--to torchrec`` writes it and ``json.load`` reads it, as a ``ShardingPlan`` of torchrec.
 

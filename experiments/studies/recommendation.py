@@ -24,7 +24,7 @@ from stepsight.dataset.harness.ops.callables import op_call
 from stepsight.dataset.harness.ops.input_pool import Pool
 from stepsight.dataset.harness.scripts.launch import Ranks
 from stepsight.dataset.job.job import Job
-from stepsight.dataset.job.sharding import REPLICATED, placements_of
+from stepsight.dataset.job.sharding import REPLICATED, equal_exchange, placements_of
 from stepsight.dataset.kinds.op import Collective, Op
 from stepsight.experiments.reports.text_table import Column, table_of
 from stepsight.experiments.search.search import search
@@ -138,9 +138,10 @@ def run_steps(options: argparse.Namespace) -> tuple[Any, str]:
         for at, job in enumerate(jobs):
             found.append({"case": job.name, "predicted_s": predict(job, predictor).iteration_time_s})
             found[-1] |= {"least_s": float(seconds[:, at].min()), "median_s": float(np.median(seconds[:, at]))}
-    parts = [str(part) for each in SPLITS for part in each]
-    exchanged = _steps(parts, out / "exchanges", len(SPLITS), options.rounds)
-    sizes = [Collective("all_to_all", 8 * max(parts), 2, 2) for parts in SPLITS]  # the larger rank's, of two parts
+    exchanged = _steps([str(part) for each in SPLITS for part in each], out / "exchanges", len(SPLITS), options.rounds)
+    ranks = jobs[0].table_ranks
+    equal = (equal_exchange(2.0 * np.array(each), np.full(2, 1.0 * sum(each)), ranks) for each in SPLITS)
+    sizes = [Collective("all_to_all", int(4 * size), 2, 2) for size in equal]
     predicted = predict(jobs[0], predictor).latency.collective_seconds(sizes)
     for words, middle in (("least", np.min), ("median", np.median)):
         told[f"steps, {words}"] = _errors([one["predicted_s"] for one in found], [one[f"{words}_s"] for one in found])
@@ -179,16 +180,11 @@ def run_placements(options: argparse.Namespace) -> tuple[Any, str]:
         least = min(seconds for seconds in times.values() if seconds is not None)
         for name, seconds in times.items():
             found.setdefault(name, []).append(math.inf if seconds is None else seconds / least)
-    legal = {name: [ratio for ratio in ratios if ratio < math.inf] for name, ratios in found.items()}
-    told = {
-        name: {
-            "tasks": len(ratios),
-            "regret": float(np.mean(ratios)) - 1.0,
-            "within_5_percent": sum(r <= 1.05 for r in ratios),
-        }
-        for name, ratios in legal.items()
-        if ratios
-    }
+    told = dict[str, Any]()
+    for name, ratios in found.items():
+        if legal := [ratio for ratio in ratios if ratio < math.inf]:
+            near = sum(ratio <= 1.05 for ratio in legal)
+            told[name] = {"tasks": len(legal), "regret": float(np.mean(legal)) - 1.0, "within_5_percent": near}
     columns = {
         "placement": lambda row: row[0],
         "legal": lambda row: row[1]["tasks"],

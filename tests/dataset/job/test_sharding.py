@@ -18,6 +18,7 @@ from stepsight.dataset.job.sharding import (
     ShardingSpec,
     TablePlacement,
     distinct_rows,
+    equal_exchange,
     loads_of,
     placement_words,
     placements_of,
@@ -105,3 +106,13 @@ def test_placements_are_told_by_kind_and_number() -> None:
     places = placements_of(TABLES, ShardingSpec(rule="row-wise"), EIGHT)
     one = TablePlacement(name="x", kind="table-wise", ranks=(0,), location="uvm")
     assert placement_words([*places, one]) == "3 row-wise over 8, 1 table-wise in uvm"
+
+
+def test_unequal_exchanges_take_as_long_as_equal_ones_of_the_largest_or_of_both_directions() -> None:
+    """Links carry the larger direction while they carry the other; a core copies what leaves and what arrives."""
+    parts = np.array([1.0, 3.0])
+    sent, received, two = 2 * parts, np.full(2, parts.sum()), Ranks(2, 2, 64)
+    assert equal_exchange(sent, received, two) == 6.0
+    assert equal_exchange(sent, received, two._replace(duplex=False)) == 4.0
+    alike = np.full(8, 5.0)
+    assert equal_exchange(alike, alike, Ranks(8, 8, 64, duplex=False)) == pytest.approx(5.0)
