@@ -8,18 +8,22 @@ compiler.  Inductor is asked before it compiles anything.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._dynamo import trace_rules
+from torch._dynamo.variables import builder
 from torch._inductor.compile_fx import compile_fx
 from torch.fx import Node
+from torch.fx.passes.split_module import split_module
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ..base import one_rank_group
 from ..base.errors import HarnessError
+from ..base.patching import patch
 from ..regions.inductor import Launch, Loop, Region, eager, read_region, replace_compile
 from . import attention, collectives, fake_tensors, recorder, value_estimates
 from .fake_tensors import BACKWARD, FORWARD, FakeWorld
@@ -37,6 +41,14 @@ def install(world: FakeWorld, plain: Callable[..., Any], *, on_host: bool) -> No
     if not on_host:  # what the compiler cannot trace beside the fake device runs as it is written
         torch._dynamo.config.suppress_errors = True
 
+    wrapped = builder.wrap_to_fake_tensor_and_record
+
+    def wrap(*args: Any, **options: Any) -> Any:
+        with _disable_current_modes():  # dynamo makes views anew, and they must be of its own mode
+            return wrapped(*args, **options)
+
+    patch(builder, wrap_to_fake_tensor_and_record=wrap)
+
     def read(graph: Any, example_inputs: Any, **options: Any) -> Region:
         try:
             return read_region(graph, example_inputs, on_device=not on_host, **options)
@@ -49,9 +61,8 @@ def install(world: FakeWorld, plain: Callable[..., Any], *, on_host: bool) -> No
     def inner(graph: Any, example_inputs: Any, **options: Any) -> Any:
         if not any(node.op == "call_function" for node in graph.graph.nodes):
             return eager(graph)
-        if any(getattr(node.target, "namespace", "") == "_c10d_functional" for node in graph.graph.nodes):
-            world.recorder.note("a compiled region with collectives runs as it is written")
-            return eager(graph)
+        if any(map(communicates, graph.graph.nodes)):  # no kernel goes across a collective
+            return eager(_split(graph, partial(inner, **options | {"static_input_idxs": ()})))
         sizes = (size for each in example_inputs for size in (each.shape if isinstance(each, Tensor) else (each,)))
         if any(isinstance(size, torch.SymInt) for size in sizes):
             world.recorder.note("a compiled region runs as it is written: its shapes are marked as dynamic")
@@ -75,6 +86,48 @@ def install(world: FakeWorld, plain: Callable[..., Any], *, on_host: bool) -> No
         return {"dynamic": False, "fullgraph": bool(on_host and options.get("fullgraph"))}
 
     replace_compile(plain, lambda: backend, kept)
+
+
+def communicates(node: Node) -> bool:
+    """Whether a node of a graph is a collective, or waits for one."""
+    return getattr(node.target, "namespace", "") == "_c10d_functional"
+
+
+def between_collectives(graph: Any) -> torch.fx.GraphModule:
+    """The graph as modules that follow each other: those of collectives alone, and what is between them."""
+    number, before = 0, False
+    numbers: dict[str, int] = {}
+    for node in graph.graph.nodes:
+        if node.op not in ("placeholder", "get_attr", "output"):
+            number, before = number + (communicates(node) != before), communicates(node)
+        numbers[node.name] = number
+    return split_module(graph, graph, lambda node: numbers[node.name])
+
+
+def _split(graph: Any, compiled: Callable[..., Any]) -> torch.fx.GraphModule:
+    """The graph with every part between its collectives compiled by itself."""
+    parts = between_collectives(graph)
+    part: Any
+    for name, part in list(parts.named_children()):
+        if not any(map(communicates, part.graph.nodes)):
+            end = part.graph.output_node()
+            end.args = (end.args[0] if isinstance(end.args[0], tuple) else (end.args[0],),)
+            part.recompile()
+            given = [node.meta["val"] for node in part.graph.find_nodes(op="placeholder")]
+            setattr(parts, name, _Part(compiled(part, given)))
+    return parts
+
+
+class _Part(torch.nn.Module):
+    """A part of a region, which takes its arguments one by one."""
+
+    def __init__(self, run: Callable[..., Any]) -> None:
+        super().__init__()
+        self._run = run
+
+    def forward(self, *arguments: Any) -> Any:
+        found = self._run(list(arguments))
+        return found[0] if len(found) == 1 else found
 
 
 class _Region:

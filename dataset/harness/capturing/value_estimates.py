@@ -158,14 +158,6 @@ def _inverse(mean: float | None) -> float | None:
     return None if mean is None else 1.0 - mean
 
 
-def _different(values: Any, other: Any) -> float | None:
-    return _inverse(_equal(values, other))
-
-
-def _scattered(values: Any, dim: int, index: Any, what: Any) -> float:
-    return float(min(1.0, index.numel() / max(values.numel(), 1)))
-
-
 def _any_of(mask: Any, dim: int, keepdim: bool = False) -> float | None:
     mean = spread_of(mask).mean
     return None if mean is None else 1.0 - (1.0 - mean) ** mask.shape[dim]
@@ -183,19 +175,20 @@ def _both(one: Any, other: Any) -> float | None:
     return means[0] * means[1]
 
 
-def _negated(mask: Any) -> float | None:
-    return _inverse(spread_of(mask).mean)
-
-
 # Ops that make masks: which part of theirs is set, None: not known.
 _MEANS: MappingProxyType[Any, Callable[..., float | None]] = MappingProxyType(
     {
         **dict.fromkeys((_aten.eq.Scalar, _aten.eq.Tensor), _equal),
-        **dict.fromkeys((_aten.ne.Scalar, _aten.ne.Tensor), _different),
-        **dict.fromkeys((_aten.scatter.value, _aten.scatter_.value), _scattered),
+        **dict.fromkeys((_aten.ne.Scalar, _aten.ne.Tensor), lambda values, other: _inverse(_equal(values, other))),
+        **dict.fromkeys(
+            (_aten.scatter.value, _aten.scatter_.value),
+            lambda values, dim, index, what: min(1.0, index.numel() / max(values.numel(), 1)),
+        ),
         **dict.fromkeys((_aten.any.default, _aten.all.default, _aten.all.dim), _all_alike),
         **dict.fromkeys((_aten.mul.Tensor, _aten.logical_and.default, _aten.bitwise_and.Tensor), _both),
-        **dict.fromkeys((_aten.logical_not.default, _aten.bitwise_not.default), _negated),
+        **dict.fromkeys(
+            (_aten.logical_not.default, _aten.bitwise_not.default), lambda mask: _inverse(spread_of(mask).mean)
+        ),
         _aten.any.dim: _any_of,
     }
 )

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from stepsight.dataset.harness.capturing.compiled_regions import kernel_bytes
+import torch
+
+from stepsight.dataset.harness.capturing.compiled_regions import between_collectives, communicates, kernel_bytes
 from stepsight.dataset.harness.regions.inductor import Access, Loop, Region
 
 
@@ -18,3 +20,18 @@ def test_a_fused_kernel_moves_what_lies_outside_of_it() -> None:
     region = Region("forward", (), loops, sizes, ("x", "y"), ("after",))
     assert kernel_bytes(region, loops[:2]) == (1200, 4)  # x, y, and out
     assert kernel_bytes(region, loops[:1]) == (1200, 4)  # inner is read by another kernel
+
+
+def test_a_region_is_split_at_its_collectives() -> None:
+    """Each part holds collectives alone or none, and the parts compute what the region does."""
+    graph = torch.fx.Graph()
+    x = graph.placeholder("x")
+    twice = graph.call_function(torch.ops.aten.mul.Tensor, (x, 2.0))
+    sent = graph.call_function(torch.ops._c10d_functional.wait_tensor.default, (twice,))
+    graph.output((graph.call_function(torch.ops.aten.add.Tensor, (sent, x)),))
+    parts = between_collectives(torch.fx.GraphModule({}, graph))
+    found = [
+        [communicates(node) for node in part.graph.nodes if node.op == "call_function"] for part in parts.children()
+    ]
+    assert found == [[False], [True], [False]]
+    assert torch.equal(parts(torch.ones(3))[0], torch.full((3,), 3.0))
