@@ -13,7 +13,7 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from stepsight.dataset.graph.columns import Span
+from stepsight.dataset.graph.columns import PHASES, Span
 from stepsight.dataset.traces.classify import parse_annotation
 from stepsight.dataset.traces.event_columns import Annotation, RankEvents
 
@@ -72,13 +72,12 @@ def call_tree(events: RankEvents) -> CallTree:
 
 def annotated_phase(name: str) -> int | None:
     """Phase that an annotation names, None if it names none."""
-    if name.startswith("Optimizer.") or name.startswith("Optimizer::"):
+    if name.startswith(("Optimizer.", "Optimizer::")):
         return OPTIMIZER
     if name.startswith("stepsight::segment"):
-        words = {"forward": FORWARD, "backward": BACKWARD, "optimizer": OPTIMIZER}
-        return next((phase for word, phase in words.items() if f"label={word}" in name), None)
-    bare = name.strip("#* []").lower()
-    return {"forward": FORWARD, "backward": BACKWARD, "optimizer": OPTIMIZER, "optimizer_step": OPTIMIZER}.get(bare)
+        return next((phase for phase, word in enumerate(PHASES) if f"label={word}" in name), None)
+    bare = name.strip("#* []").lower().replace("optimizer_step", "optimizer")
+    return PHASES.index(bare) if bare in PHASES else None
 
 
 def annotated_phases(marks: list[Annotation], at: NDArray[np.float64]) -> NDArray[np.int64]:

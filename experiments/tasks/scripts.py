@@ -278,7 +278,7 @@ def collect_script(script: Script, out: Path, event_seconds: float, *, progress:
         if not ours:
             raise CollectError(f"another collection is writing to {out}: wait for its end, or choose another folder")
         if not (folder / FACTS).exists():
-            ranks = Ranks.as_python() if script.ranks is None else Ranks.as_torchrun(script.ranks)
+            ranks = Ranks.here(script.ranks)
             settings = {"arguments": list(script.arguments), "timeout_s": script.timeout_s, **script.counts}
             log = out / "logs" / "script.log"
             try:

@@ -161,11 +161,7 @@ class OneRankGroup(_Base):  # type: ignore[misc]
     def _on_sum(self, tensors: list[Tensor], opts: Any) -> Effect:
         return None
 
-    def _on_reduce(self, tensors: list[Tensor], opts: Any) -> Effect:
-        return None
-
-    def _on_broadcast(self, tensors: list[Tensor], opts: Any) -> Effect:
-        return None
+    _on_reduce = _on_broadcast = _on_sum
 
     def _on_scatter(self, got: Tensor, parts: list[Tensor], opts: Any) -> Effect:
         """Keep this rank's own part, if this rank has the parts."""

@@ -291,21 +291,6 @@ TELLING_S = 1e-4  # for shorter spins, the launch is too large a share
 WEIGHT = 0.2  # of the newest spin
 
 
-class Pace:
-    """Cycles per second of a device, from its last spins, because its clock depends on its load."""
-
-    def __init__(self, cycles_per_s: float) -> None:
-        self.cycles_per_s = cycles_per_s
-
-    def cycles(self, seconds: float) -> int:
-        return round(seconds * self.cycles_per_s)
-
-    def learn(self, cycles: int, seconds: float) -> None:
-        """Add a spin: its cycles and its seconds."""
-        if seconds >= TELLING_S:
-            self.cycles_per_s += WEIGHT * (cycles / seconds - self.cycles_per_s)
-
-
 class Spinner:
     """Spins on the current stream of a device."""
 
@@ -313,15 +298,20 @@ class Spinner:
         torch.cuda._sleep(5 * FIRST_CYCLES)  # the clock goes up
         start, end = _spin(FIRST_CYCLES)
         end.synchronize()
-        self._pace = Pace(FIRST_CYCLES / (start.elapsed_time(end) * 1e-3))
+        self._cycles_per_s = FIRST_CYCLES / (start.elapsed_time(end) * 1e-3)
         self._under_way: deque[tuple[int, torch.cuda.Event, torch.cuda.Event]] = deque()
 
     def spin(self, seconds: float) -> None:
         while self._under_way and self._under_way[0][2].query():
             cycles, start, end = self._under_way.popleft()
-            self._pace.learn(cycles, start.elapsed_time(end) * 1e-3)
-        cycles = self._pace.cycles(seconds)
+            self._cycles_per_s = followed(self._cycles_per_s, cycles, start.elapsed_time(end) * 1e-3)
+        cycles = round(seconds * self._cycles_per_s)
         self._under_way.append((cycles, *_spin(cycles)))
+
+
+def followed(cycles_per_s: float, cycles: int, seconds: float) -> float:
+    """Cycles per second of a device after another spin: its clock depends on its load."""
+    return cycles_per_s + WEIGHT * (cycles / seconds - cycles_per_s) if seconds >= TELLING_S else cycles_per_s
 
 
 def _spin(cycles: int) -> tuple[torch.cuda.Event, torch.cuda.Event]:

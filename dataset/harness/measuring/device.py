@@ -145,12 +145,8 @@ def free_memory() -> None:
         torch.cuda.empty_cache()
 
 
-_trim: Callable[[int], object] = getattr(ctypes.CDLL(None), "malloc_trim", abs)  # glibc has it
-
-
-def give_back_memory() -> None:
-    """Return the host's free memory to the system, where the C library can."""
-    _trim(0)
+# Returns the host's free memory to the system, where the C library can: glibc has it.
+malloc_trim: Callable[[int], object] = getattr(ctypes.CDLL(None), "malloc_trim", abs)
 
 
 def out_of_memory(error: RuntimeError) -> bool:

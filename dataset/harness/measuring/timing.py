@@ -32,7 +32,7 @@ from torch.profiler import ExecutionTraceObserver, ProfilerActivity, profile, sc
 from ..base import annotate
 from ..base.collective_calls import barrier, gather
 from ..ops.input_pool import Call
-from .device import give_back_memory
+from .device import malloc_trim
 
 if TYPE_CHECKING:
     from ..models.parallel import ParallelTraining
@@ -253,7 +253,7 @@ class Clock:
         found: list[float] = []
         for _ in range(count if self._queue is None else 0):
             inputs = call.inputs()
-            give_back_memory()
+            malloc_trim(0)
             found.append(self(call.run, *inputs))
         return found
 

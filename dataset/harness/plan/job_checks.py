@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import tomllib
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -106,12 +105,6 @@ def world_sizes(plan: dict[str, Any]) -> list[int]:
     return sorted({ranks_needed(run) for run in plan["runs"]} | {e["world_size"] for e in plan["events"]})
 
 
-PRECISIONS = ("fp32", "bf16", "pure-bf16", "pure-fp16")
-FAMILIES = ("gpt", "llama", "bert", "t5")
-_ENGINES = ("", "eager-pytorch")  # empty: the default of the precisions that the harness runs
-_RUNTIME = ("parallel", "runtime", ("", "torch"), "PyTorch's own pipeline runtime")
-
-
 def job_problems(job: Any) -> list[str]:
     """Return every reason why the harness cannot run a job."""
     if problems := form_problems(job):
@@ -120,18 +113,11 @@ def job_problems(job: Any) -> list[str]:
     _check_job(rules, job)
     model, parallel, precision = job["model"], job["parallel"], job["batch"]["precision"]
     head_dim, dp = model["hidden"] // model["heads"], parallel["dp"]
-    allowed = (
-        ("model", "family", FAMILIES, "families gpt, llama, bert and t5"),
-        ("model", "head_dim", (0, head_dim), f"head_dim = hidden / heads = {head_dim}"),
-        ("batch", "precision", PRECISIONS, "precisions fp32, bf16, pure-bf16 and pure-fp16"),
-        ("parallel", "zero_stage", (0, 1, 2, 3), "zero_stage 0 to 3"),
-        ("parallel", "dp_shard", (0, dp), f"zero_stage over all {dp} replicas (dp_shard)"),
-        ("parallel", "recompute", ("none", "full"), "recompute none and full"),
-        _RUNTIME,
-        ("execution", "engine", _ENGINES, "the engine eager-pytorch"),
-        ("execution", "checkpoint", ("", "early-stop"), "PyTorch's non-reentrant checkpoint"),
+    _check_allowed(rules, job, "harness", "the harness runs")
+    wanted = model.get("head_dim", 0)
+    rules.require(
+        wanted in (0, head_dim), f"the harness runs head_dim = hidden / heads = {head_dim}, got {wanted!r:.80}"
     )
-    _check_allowed(rules, job, allowed, "the harness runs")
     rules.require(
         precision != "bf16" or job.get("execution", {}).get("engine") == "eager-pytorch",
         'mixed precision runs as in PyTorch: execution.engine = "eager-pytorch" must say so',
@@ -166,20 +152,10 @@ def sleeping_problems(job: Any) -> list[str]:
         return problems
     rules = Rules()
     _check_job(rules, job)
-    parallel, pp, precision = job["parallel"], job["parallel"]["pp"], job["batch"]["precision"]
-    zero, recompute = parallel["zero_stage"], parallel["recompute"]
-    engine = job.get("execution", {}).get("engine", "")
-    for holds, text in (
-        (zero in (0, 3), f"in a box zero_stage is 0 (DDP) or 3 (FSDP2), got {zero}"),
-        (zero == 0 or pp == 1, f"in a box zero_stage 3 runs without a pipeline, got pp = {pp}"),
-        (precision == "fp32", f"in a box precision is fp32, got {precision!r:.80}"),
-        (engine in _ENGINES, f"in a box the engine is eager-pytorch, got {engine!r:.80}"),
-        (recompute == "none", f"in a box recompute is none, got {recompute!r:.80}"),
-    ):
-        rules.require(holds, text)
+    zero, pp = job["parallel"]["zero_stage"], job["parallel"]["pp"]
+    _check_allowed(rules, job, "box", "a box runs")
+    rules.require(zero == 0 or pp == 1, f"in a box zero_stage 3 runs without a pipeline, got pp = {pp}")
     _check_tied(rules, job, "a box ties")
-    over_all = ("parallel", "dp_shard", (0, parallel["dp"]), "zero_stage over all replicas (dp_shard)")
-    _check_allowed(rules, job, (over_all, _RUNTIME), "a box runs")
     _check_fixed(rules, job, _LIMITS["only_in_a_box"], "a box runs")
     return rules
 
@@ -197,11 +173,13 @@ def _check_job(rules: Rules, job: dict[str, Any]) -> None:
     check_shards(rules, tp, {key: model[key] for key in ("heads", "kv_heads", "ffn", "vocab")})
 
 
-def _check_allowed(rules: Rules, job: dict[str, Any], rows: Iterable[tuple[str, str, Any, str]], who: str) -> None:
-    """Check keys of a job (table and key) that may have some values only, the first if they are absent."""
-    for table, key, allowed, words in rows:
+def _check_allowed(rules: Rules, job: dict[str, Any], where: str, who: str) -> None:
+    """Check keys of a job that may have some values only, and that a ZeRO stage is over all replicas."""
+    for table, key, allowed, words in _LIMITS["some_of"][where]:
         value = job.get(table, {}).get(key, allowed[0])
         rules.require(value in allowed, f"{who} {words}, got {value!r:.80}")
+    dp, shard = job["parallel"]["dp"], job["parallel"].get("dp_shard", 0)
+    rules.require(shard in (0, dp), f"{who} zero_stage over all {dp} replicas (dp_shard), got {shard!r:.80}")
 
 
 def _check_fixed(rules: Rules, job: dict[str, Any], fixed: dict[str, dict[str, Any]], who: str) -> None:

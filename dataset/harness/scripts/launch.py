@@ -34,14 +34,9 @@ class Ranks:
     box: Mapping[str, Any] | None = None
 
     @classmethod
-    def as_python(cls) -> Ranks:
-        """One process without ranks, as ``python train.py`` starts it."""
-        return cls([{}])
-
-    @classmethod
-    def as_torchrun(cls, ranks: int) -> Ranks:
-        """All ranks of this machine, with the variables by which scripts recognise torchrun."""
-        return cls([{**_TORCHRUN, **place} for place in places(ranks)])
+    def here(cls, ranks: int | None) -> Ranks:
+        """Ranks of this machine, as torchrun starts them; None: one process without ranks, as ``python`` does."""
+        return cls([{}] if ranks is None else [{**_TORCHRUN, **place} for place in places(ranks)])
 
     @classmethod
     def emulated(cls, pipes: Mapping[int, tuple[int, int]], world_size: int, devices_per_node: int) -> Ranks:

@@ -129,9 +129,9 @@ def test_a_slow_rank_has_a_pace_of_its_own() -> None:
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"zero_stage": 1}, r"zero_stage is 0 \(DDP\) or 3 \(FSDP2\), got 1"),
+        ({"zero_stage": 1}, r"zero_stage 0 \(DDP\) or 3 \(FSDP2\), got 1"),
         ({"zero_stage": 3, "pp": 2}, "zero_stage 3 runs without a pipeline, got pp = 2"),
-        ({"recompute": "full"}, "recompute is none, got 'full'"),
+        ({"recompute": "full"}, "recompute none, got 'full'"),
         ({"cp": 2}, r"a box runs parallel\.cp = 1, got 2"),
         ({"overlap_grad_reduce": False}, r"a box runs parallel\.overlap_grad_reduce = True, got False"),
         ({"pp": 4, "batches": 2}, "as many micro-batches as stages, got 2 < 4"),

@@ -50,7 +50,7 @@ def run(script: Path, ranks: int | None, *arguments: str, timeout_s: float = 120
 
 
 def _ranks(count: int | None) -> Ranks:
-    return Ranks.as_python() if count is None else Ranks.as_torchrun(count)
+    return Ranks.here(count)
 
 
 def test_two_ranks_of_a_script_that_never_ends_are_timed_and_traced(script: Path) -> None:
@@ -78,7 +78,7 @@ def test_nothing_runs_on_when_the_launcher_ends(tmp_path: Path) -> None:
     code = (
         "import sys; from pathlib import Path\n"
         "from stepsight.dataset.harness.scripts.launch import Ranks, run_ranks\n"
-        f"run_ranks({settings(script)!r}, Path('out'), Path('log'), Ranks.as_python(), print)"
+        f"run_ranks({settings(script)!r}, Path('out'), Path('log'), Ranks.here(None), print)"
     )
     launcher = subprocess.Popen([sys.executable, "-c", code], cwd=tmp_path, stderr=subprocess.DEVNULL)
     mark = f"{600 + os.getpid() % 100}.5"
