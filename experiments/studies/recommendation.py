@@ -117,7 +117,7 @@ def _steps(arguments: Sequence[str], folder: Path, steps: int, rounds: int) -> A
     counts = {"warmup": 2 * steps, "rounds": rounds, "steps": steps, "profile_steps": 0}
     with new_folder(folder) as part:
         settings = {"arguments": list(arguments), "timeout_s": 600.0, **counts}
-        found = run_script(SCRIPT, settings, part, part / "script.log", Ranks.as_torchrun(2), "")
+        found = run_script(SCRIPT, settings, part, part / "script.log", Ranks.here(2), "")
     return np.array(slowest_of(found))
 
 
