@@ -10,9 +10,12 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from stepsight.dataset.base.files import preset
+
 Args = Mapping[str, Any]
 Dims = tuple[int, ...]
 DimsOf = Callable[[Args], Dims | None]
+CALLS: Mapping[str, str] = preset("trace_names.toml")["calls"]  # names of calls by what they are
 
 
 def named_calls(names: str, dims: DimsOf, *others: tuple[str, DimsOf]) -> dict[str, DimsOf]:

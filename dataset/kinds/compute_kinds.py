@@ -10,7 +10,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from stepsight.dataset.kinds.call_dims import Args, Dims, DimsOf, attention, literal_of, named_calls, shape_of
+from stepsight.dataset.kinds.call_dims import CALLS, Args, Dims, DimsOf, attention, literal_of, named_calls, shape_of
 from stepsight.dataset.kinds.kind_table import OpKind
 
 _PRODUCT = ("m", "n", "k")  # y[m, n] = x[m, k] @ w[n, k].T; for gradients the sizes are those of the forward product
@@ -168,10 +168,6 @@ def _products(of: Callable[..., float]) -> Callable[..., float]:
     return lambda *dims: (1.0 + dims[-1]) * of(*dims[:-1])
 
 
-_TRANSPOSED = (
-    "cudnn_convolution_transpose miopen_convolution_transpose conv_transpose1d conv_transpose2d conv_transpose3d"
-)
-_BACKWARDS = "cudnn_convolution_backward miopen_convolution_backward mkldnn_convolution_backward"
 _CONVOLUTIONS = (
     OpKind(
         name="conv",
@@ -183,12 +179,7 @@ _CONVOLUTIONS = (
         bound="compute",
         base="linear",
         base_dims=_as_product,
-        calls=named_calls(
-            "convolution _convolution conv2d conv1d conv3d cudnn_convolution miopen_convolution mkldnn_convolution "
-            "slow_conv2d_forward _conv_depthwise2d cudnn_convolution_add_relu cudnn_convolution_relu",
-            _sizes(0),
-            (_TRANSPOSED, _sizes(0, transposed=True)),
-        ),
+        calls=named_calls(CALLS["conv"], _sizes(0), (CALLS["conv_transposed"], _sizes(0, transposed=True))),
     ),
     OpKind(
         name="conv_backward",
@@ -204,7 +195,7 @@ _CONVOLUTIONS = (
         calls=named_calls(
             "convolution_backward",
             _gradients(_sizes(1, out=0), 10),
-            (_BACKWARDS, _gradients(_sizes(0, out=1, kernel=2))),
+            (CALLS["conv_backward"], _gradients(_sizes(0, out=1, kernel=2))),
         ),
     ),
 )

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from stepsight.dataset.kinds import call_dims
-from stepsight.dataset.kinds.call_dims import Args, Dims, DimsOf, count, first, largest, named_calls, shape_of
+from stepsight.dataset.kinds.call_dims import CALLS, Args, Dims, DimsOf, count, first, largest, named_calls, shape_of
 from stepsight.dataset.kinds.kind_table import STREAMED, OpKind
 
 
@@ -39,29 +39,6 @@ def _elementwise(name: str, code: int, flops: float, moved: float, **more: Any) 
     return _streamed(name, "elementwise", "numel", flops, moved, code, streams=True, **more)
 
 
-_OTHERS = (
-    "mul mul_ div div_ exp log log2 neg abs sqrt rsqrt reciprocal pow where sigmoid sigmoid_ "
-    "sigmoid_backward silu silu_ silu_backward tanh tanh_backward relu relu_ threshold_backward softplus masked_fill "
-    "masked_fill_ eq ne lt gt le ge logical_not logical_and logical_or bitwise_and bitwise_or bitwise_not "
-    "clamp clamp_ clamp_min maximum minimum sin cos erf isnan isfinite isinf addcmul addcmul_ addcdiv "
-    "addcdiv_ lerp lerp_ square sign floor ceil round remainder _softmax _softmax_backward_data tril triu "
-    "tril_ triu_ scatter scatter_ scatter_add scatter_add_ index_add index_add_ index_put index_put_ _index_put_impl_ "
-    "arange random_ normal_ uniform_ bernoulli_ exponential_ _foreach_mul_ _foreach_mul _foreach_div_ "
-    "_foreach_addcmul_ _foreach_addcdiv_ _foreach_lerp_ _foreach_sqrt "
-    "_amp_foreach_non_finite_check_and_unscale_ _amp_update_scale_ _unsafe_masked_index_put_accumulate"
-)
-_COPIES = (
-    "copy_ clone _to_copy cat stack split_with_sizes_copy index_select gather index repeat "
-    "repeat_interleave flip roll _foreach_copy_ fsdp::split_with_sizes_copy "
-    "slice_backward select_backward constant_pad_nd torch::distributed::reducer::mul_out"
-)
-_ADDITIONS = "add add_ sub sub_ rsub _foreach_add_ _foreach_add"
-_FILLING = "fsdp::all_gather_copy_in fsdp::chunk_cat _chunk_cat"
-_SUMS = (
-    "mean max amax min amin any all argmax argmin logsumexp norm linalg_vector_norm prod var std var_mean "
-    "cumsum count_nonzero"
-)
-
 _ELEMENTWISE = (
     _elementwise("gelu", 16, 10.0, 2.0, calls=named_calls("gelu", first)),
     _elementwise("gelu_backward", 17, 15.0, 3.0, base="gelu", calls=named_calls("gelu_backward", first)),
@@ -75,11 +52,13 @@ _ELEMENTWISE = (
     _elementwise(
         "dropout_backward", 23, 1.0, 2.5, base="dropout", calls=named_calls("native_dropout_backward", largest)
     ),
-    _elementwise("add", 24, 1.0, 3.0, base="", slept=False, calls=named_calls(_ADDITIONS, largest)),
-    _elementwise("copy", 25, 0.0, 2.0, slept=False, calls=named_calls(_COPIES, largest, (_FILLING, first))),
+    _elementwise("add", 24, 1.0, 3.0, base="", slept=False, calls=named_calls(CALLS["add"], largest)),
+    _elementwise(
+        "copy", 25, 0.0, 2.0, slept=False, calls=named_calls(CALLS["copy"], largest, (CALLS["copy_of_first"], first))
+    ),
     _elementwise("fill", 26, 0.0, 1.0, slept=False, calls=named_calls("fill_ zero_ _foreach_zero_", largest)),
-    _elementwise("reduce", 27, 1.0, 1.0, slept=False, calls=named_calls(_SUMS, largest)),
-    _elementwise("elementwise", 28, 1.0, 2.0, slept=False, calls=named_calls(_OTHERS, largest)),
+    _elementwise("reduce", 27, 1.0, 1.0, slept=False, calls=named_calls(CALLS["reduce"], largest)),
+    _elementwise("elementwise", 28, 1.0, 2.0, slept=False, calls=named_calls(CALLS["elementwise"], largest)),
     _elementwise("relu", 42, 1.0, 2.0),
     _elementwise("relu_backward", 43, 1.0, 3.0, base="relu"),
     _elementwise("geglu", 44, 11.0, 3.0),
@@ -101,7 +80,6 @@ def _on_rows(name: str, code: int, flops: float, moved: float, of: tuple[str, st
 
 
 _NORM, _SOFTMAX, _LOSS = ("norm", "hidden"), ("softmax", "columns"), ("loss", "vocab")
-_LOSSES = "cross_entropy_loss log_softmax _log_softmax nll_loss_nd nll_loss nll_loss_forward"
 
 
 def _batch_normed(index: int) -> Callable[[Args], Dims]:
@@ -114,11 +92,6 @@ def _batch_normed(index: int) -> Callable[[Args], Dims]:
 
 
 _BATCH_NORM: dict[str, Any] = {"over": 2, "base_dims": lambda p, c: (p * c,)}
-_BATCH_NORMS = (
-    "native_batch_norm cudnn_batch_norm miopen_batch_norm _batch_norm_impl_index batch_norm "
-    "_native_batch_norm_legit _batch_norm_with_update native_group_norm instance_norm"
-)
-_BATCH_NORMS_BACKWARD = "native_batch_norm_backward batch_norm_backward native_group_norm_backward"
 _ROWS = (
     OpKind(
         name="bias_grad",
@@ -142,7 +115,9 @@ _ROWS = (
     ),
     _on_rows("softmax", 32, 5.0, 2.0, _SOFTMAX),
     _on_rows("softmax_backward", 33, 4.0, 3.0, _SOFTMAX, base="softmax"),
-    _on_rows("cross_entropy", 8, 5.0, 2.0, _LOSS, calls=named_calls(_LOSSES, call_dims.rows(0)), in_parts=True),
+    _on_rows(
+        "cross_entropy", 8, 5.0, 2.0, _LOSS, calls=named_calls(CALLS["cross_entropy"], call_dims.rows(0)), in_parts=True
+    ),
     _on_rows(
         *("cross_entropy_backward", 9, 3.0, 2.0, _LOSS),
         base="cross_entropy",
@@ -151,7 +126,7 @@ _ROWS = (
     ),
     _streamed(
         *("batch_norm", "batch_norm", "positions channels", 6.0, 2.0),
-        calls=named_calls(_BATCH_NORMS, _batch_normed(0)),
+        calls=named_calls(CALLS["batch_norm"], _batch_normed(0)),
         **_BATCH_NORM,
     ),
     _streamed(
@@ -159,7 +134,7 @@ _ROWS = (
         calls=named_calls(
             "cudnn_batch_norm_backward miopen_batch_norm_backward",
             _batch_normed(0),
-            (_BATCH_NORMS_BACKWARD, _batch_normed(1)),
+            (CALLS["batch_norm_backward"], _batch_normed(1)),
         ),
         **_BATCH_NORM,
     ),
@@ -251,20 +226,11 @@ _LOOKUPS = (
     _permute(
         "unpermute_backward", 36, lambda c, t, h: 4.0 * c * h, lambda c, t, h: float((3 * c + t) * h), "unpermute"
     ),
-    _pool(
-        "pool",
-        named_calls(
-            "max_pool2d_with_indices max_pool2d avg_pool2d adaptive_avg_pool2d _adaptive_avg_pool2d "
-            "adaptive_max_pool2d max_pool3d_with_indices avg_pool3d _adaptive_avg_pool3d "
-            "upsample_nearest2d upsample_bilinear2d upsample_nearest1d upsample_bicubic2d",
-            _pooled(0),
-        ),
-    ),
+    _pool("pool", named_calls(CALLS["pool"], _pooled(0))),
     _pool(
         "pool_backward",
         named_calls(
-            "max_pool2d_with_indices_backward avg_pool2d_backward _adaptive_avg_pool2d_backward "
-            "adaptive_avg_pool2d_backward",
+            CALLS["pool_backward"],
             _pooled(1, 0),
             ("upsample_nearest2d_backward upsample_bilinear2d_backward", _pooled(0)),
         ),
@@ -273,10 +239,7 @@ _LOOKUPS = (
         name="embedding_bag",
         family="embedding_bag",
         dim_names=_BAG,
-        calls=named_calls(
-            "embedding_bag _embedding_bag _embedding_bag_forward_only fbgemm::split_embedding_codegen_lookup_function",
-            _bag,
-        ),
+        calls=named_calls(CALLS["embedding_bag"], _bag),
         flops=lambda n, h, b, r: float(n * h),
         elements=lambda n, h, b, r: float((n + b) * h),
         base_dims=lambda n, h, b, r: ((n + b) * h,),
@@ -352,12 +315,6 @@ def _traced(name: str, flops: float, moved: float, calls: dict[str, DimsOf]) -> 
     return _streamed(name, name, "numel", flops, moved, calls=calls, streams=True, in_harness=False)
 
 
-_FOREACH = (
-    "_fused_sgd_ _fused_adagrad_ _foreach_norm _foreach_pow _foreach_addcdiv _foreach_lerp _foreach_maximum_ "
-    "_foreach_sub _foreach_sub_ _foreach_div _foreach_neg _foreach_reciprocal _foreach_sigmoid _foreach_abs "
-    "_foreach_clamp_max_ _foreach_max _foreach_addcmul _foreach_sqrt_"
-)
-_SORTS = "sort topk argsort msort searchsorted bucketize nonzero unique _unique2 kthvalue"
 _OF_STEPS = (
     _over_tensors("adamw", "optimizer", 10, 12.0, 7.0, "_fused_adamw_ _fused_adam_"),
     _over_tensors("grad_norm", "optimizer", 11, 2.0, 1.0, "_foreach_norm"),
@@ -365,11 +322,11 @@ _OF_STEPS = (
     _of_host("to_host", 1.0, "host_link", code=37),
     _of_host("from_host", 1.0, "host_link", code=38),
     _of_host("host_calls", 0.0, "host", family="host_calls", dims="calls", in_harness=False, units=float),
-    _traced("sort", 16.0, 6.0, named_calls(_SORTS, largest)),
+    _traced("sort", 16.0, 6.0, named_calls(CALLS["sort"], largest)),
     _traced("random", 8.0, 1.0, named_calls("randperm randint rand randn multinomial", largest)),
     _traced("fused", 4.0, 2.0, {}),  # a compiler's kernel, as Triton's of Inductor
     _over_tensors(
-        *("foreach", "optimizer", -1, 2.0, 3.0, _FOREACH),
+        *("foreach", "optimizer", -1, 2.0, 3.0, CALLS["foreach"]),
         base_dims=lambda n, t: (n,),
         in_harness=False,
     ),

@@ -10,7 +10,7 @@ from typing import Any
 
 from stepsight.dataset.base.caching import without_collection
 from stepsight.dataset.base.errors import TraceError, printable
-from stepsight.dataset.base.files import digest, digest_files, new_folder, read_json, write_json, write_text
+from stepsight.dataset.base.files import digest, digest_files, new_folder, preset, read_json, write_json, write_text
 from stepsight.dataset.graph.graph_schema import DTYPES, EDGE_NUMBERS, NUMBERS, TARGETS, edge_types, kind_names
 from stepsight.dataset.graph.graph_table import GraphTable
 from stepsight.dataset.graph.program import NODE_KINDS, Program
@@ -176,20 +176,6 @@ def _unmeasured_tables(run: UnmeasuredRun, scopes: Sequence[str]) -> tuple[list[
     return found, about | {"role": "", "ranks": [graph.rank for graph in run.graphs]}
 
 
-_HOW = """## How it was made
-
-Durations of steps are as profiled: a profiler slows the host, so gaps between host calls are longer than without it.
-Data edges come from the tensors of an execution trace, else from autograd's numbers (a forward call and its backward).
-A collective has those of its call. Segments of jobs have none: lowering tells order and synchronisation alone.
-In segments of runs that `stepsight collect` made, its overhead is taken off; seconds of an op on a CPU hold the time of
-the host before it, and a collective takes as long as on the rank that came last. Dependencies that a trace does not
-record are inferred from the order and the times of calls. Steps that an execution-trace observer slowed are left out;
-their data dependencies are those of the other steps. Where no other step has their work they stay, with the attribute
-`observed`. Graphs of one trace are never split, and equal traces that
-were imported twice share `group`; graphs in which the same ops took the same times share `digest`.
-"""
-
-
 def _cell(text: str) -> str:
     """A text of a trace in Markdown: names may hold HTML, bars and control characters."""
     return escape(printable(text).replace("\n", " ")).replace("|", "&#124;")
@@ -204,52 +190,9 @@ def _card(told: dict[str, Any], index: dict[str, Any]) -> str:
     nodes = "\n".join(f"| {name} | {count} |" for name, count in told["nodes"].items())
     edges = "\n".join(f"| {name} | {count} |" for name, count in told["edges"].items())
     warnings = "\n".join(f"- {_cell(warning)}" for warning in told["warnings"]) or "none"
-    return f"""# Graphs of traced training steps
-
-Version {told["version"]}: the digest of the traces and of what the features mean. {told["graphs"]} graphs:
-{told["step_graphs"]} of steps (one for each rank and step) and {told["segment_graphs"]} of segments (forward, backward,
-optimizer: what predictions are made of, and what `stepsight train` reads).
-
-    from stepsight.dataset import TraceGraphs
-    graphs = TraceGraphs("this folder")
-    train, validate, test = graphs.split(by="run")
-
-## Runs
-
-| run | hardware | ranks of the job | ranks traced |
-|---|---|---|---|
-{runs}
-
-## Nodes
-
-| type | nodes |
-|---|---|
-{nodes}
-
-`x` of ops, collectives and host calls: {", ".join(index["features"])}.
-`y`: natural logarithm of seconds alone (median of the signature where nothing ran beside it; NaN where that never was)
-and in context. `kind`: index into `kinds`.
-`node`: place in the rank's graph (in a segment, in the order of issue), -1 for a collective of another rank.
-`signature`: exact sizes; of an op the index of its type in {", ".join(index["dtypes"])}, then its dims; of a collective
-its bytes, ranks, and ranks on a node. `share`: part of the signature's time that a node takes. `launch`: seconds of the
-host from the launch before, and calls recorded in them, both as profiled. `beside`: seconds of an op in which a
-collective of its rank ran. `call`: of an op that the host runs itself, index into the graph's `calls`, and `recorded`:
-calls that the profiler recorded within it. Logarithms of sizes are log(1 + size).
-
-## Edges
-
-| relation | edges |
-|---|---|
-{edges}
-
-`edge_attr`: {", ".join(index["edge_features"])}.
-`log_bytes` counts what the source moves, and `log_bytes_since` what the nodes between the source and the target move:
-the reuse distance of a data edge. `distance` counts nodes on one stream. `delay_s` is what passes between the end of
-the source and the start of the target where nothing else holds it up.
-
-{_HOW}
-Warnings: {warnings}
-"""
+    lists = {name: ", ".join(index[name]) for name in ("features", "dtypes", "edge_features")}
+    tables = {"runs": runs, "nodes": nodes, "edges": edges, "warnings": warnings}
+    return str(preset("dataset_card.toml")["card"]).format(**told | lists | tables)
 
 
 def describe_run(name: str, job: Job | None, graphs: Sequence[Program], timed_s: float = 0.0) -> dict[str, Any]:
