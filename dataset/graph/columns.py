@@ -16,6 +16,11 @@ from numpy.typing import NDArray
 from stepsight.dataset.base.errors import StepsightError
 from stepsight.dataset.kinds.op import Collective, Op
 
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+Flags = NDArray[np.bool_]
+Intervals = Floats  # (k, 2): disjoint and in order
+
 
 class Dependency(enum.Enum):
     """Why one node waits for another (the field's taxonomy)."""
@@ -76,10 +81,10 @@ class HostRecord:
     """
 
     spans: tuple[Span, ...] = ()
-    calls_s: NDArray[np.float64] = field(default_factory=lambda: np.zeros(0))
-    own_s: NDArray[np.float64] = field(default_factory=lambda: np.zeros(0))
-    waits_s: NDArray[np.float64] = field(default_factory=lambda: np.zeros((0, 2)))
-    awaited: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
+    calls_s: Floats = field(default_factory=lambda: np.zeros(0))
+    own_s: Floats = field(default_factory=lambda: np.zeros(0))
+    waits_s: Floats = field(default_factory=lambda: np.zeros((0, 2)))
+    awaited: Ints = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
 
 
 class NodeArrays(Protocol):
@@ -97,17 +102,17 @@ class NodeArrays(Protocol):
     @property
     def streams(self) -> Sequence[str]: ...
     @property
-    def start_s(self) -> NDArray[np.float64]: ...
+    def start_s(self) -> Floats: ...
     @property
-    def end_s(self) -> NDArray[np.float64]: ...
+    def end_s(self) -> Floats: ...
     @property
-    def duration_s(self) -> NDArray[np.float64]: ...
+    def duration_s(self) -> Floats: ...
     @property
-    def on_device(self) -> NDArray[np.bool_]: ...
+    def on_device(self) -> Flags: ...
     def __len__(self) -> int: ...
 
 
-def chosen_nodes(nodes: Iterable[int], count: int) -> NDArray[np.int64]:
+def chosen_nodes(nodes: Iterable[int], count: int) -> Ints:
     """Numbers of nodes that a user names, in order.
 
     Raises:
@@ -130,10 +135,6 @@ def check_node(work: object, stream: object) -> None:
         raise StepsightError(f"work of a node must be an Op or a Collective, got {work!r:.80}")
     if not isinstance(stream, str):
         raise StepsightError(f"stream of a node must be a text, got {stream!r:.80}")
-
-
-Floats = NDArray[np.float64]
-Intervals = NDArray[np.float64]  # (k, 2): disjoint and in order
 
 
 def merge(intervals: Any) -> Intervals:

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stepsight.dataset.base.files import digest
-from stepsight.dataset.graph.columns import NODE_KINDS, Dependency, NodeArrays
+from stepsight.dataset.graph.columns import NODE_KINDS, Dependency, Floats, Ints, NodeArrays
 from stepsight.dataset.graph.graph_schema import (
     EDGE_NUMBERS,
     NUMBERS,
@@ -23,8 +23,6 @@ from stepsight.dataset.graph.graph_schema import (
 from stepsight.dataset.graph.graph_table import GraphTable, Key, Rows
 from stepsight.dataset.graph.relations import RELATIONS, positions, relation_pairs
 
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
 About = dict[str, list[Any]]
 
 _LEAST_TOLD = 8  # least number of nodes that identifies a graph

@@ -7,12 +7,9 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from stepsight.dataset.graph.columns import NODE_KINDS, PHASES
+from stepsight.dataset.graph.columns import NODE_KINDS, PHASES, Floats, Ints
 from stepsight.dataset.graph.relations import CONCURRENT
 from stepsight.dataset.kinds.op import COLLECTIVE_KINDS, DTYPE_BYTES, OP_KINDS, Collective, Op
-
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
 
 RENDEZVOUS = "rendezvous"
 _MOST_DIMS = 7

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from stepsight.dataset.base.bounded import read_numbers, read_parquet
 from stepsight.dataset.base.errors import TraceError
-from stepsight.dataset.graph.columns import NODE_KINDS
+from stepsight.dataset.graph.columns import NODE_KINDS, Ints
 from stepsight.dataset.graph.graph_files import write_columns
 from stepsight.dataset.graph.graph_schema import EDGE_NUMBERS, NUMBERS, TARGETS, edge_types, signature_width
 
@@ -63,7 +63,7 @@ class GraphTable:
         return len(self.about["scope"])
 
     @cached_property
-    def bounds(self) -> dict[Key, NDArray[np.int64]]:
+    def bounds(self) -> dict[Key, Ints]:
         """``(g + 1,)`` by type: where the rows of each graph begin."""
         every = np.arange(len(self) + 1)
         return {key: np.searchsorted(rows["graph"], every) for key, rows in self.rows.items()}

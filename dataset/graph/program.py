@@ -24,12 +24,10 @@ from stepsight.dataset.graph.columns import PHASES as PHASES
 from stepsight.dataset.graph.columns import WHY as WHY
 from stepsight.dataset.graph.columns import WHY_NUMBER as WHY_NUMBER
 from stepsight.dataset.graph.columns import Dependency as Dependency
-from stepsight.dataset.graph.columns import HostRecord, check_node, chosen_nodes
+from stepsight.dataset.graph.columns import Flags, Floats, HostRecord, Ints, check_node, chosen_nodes
 from stepsight.dataset.graph.graph_files import read_facts, write_graph
 from stepsight.dataset.kinds.op import Collective, Op
 
-Indices = NDArray[np.int64]
-Floats = NDArray[np.float64]
 Columns = dict[str, NDArray[Any]]
 
 _HOST_CALL = Op("host_calls", (1,), "fp32")  # what a call of the host is as a node
@@ -179,7 +177,7 @@ class Program:
         works: Sequence[Op | Collective],
         streams: Sequence[str],
         nodes: Sequence[NDArray[Any]],
-        edges: Sequence[Indices] | Indices,
+        edges: Sequence[Ints] | Ints,
         label: str,
     ) -> Program:
         """A program from columns: index of the work and of the stream of each node, and its share (or none); of edges
@@ -304,7 +302,7 @@ class Program:
         return self.start_s + self.duration_s
 
     @property
-    def on_device(self) -> NDArray[np.bool_]:
+    def on_device(self) -> Flags:
         """``(n,)``: which nodes are work: ops and collectives, not host calls."""
         return np.asarray(self.columns["kind"] != HOST)
 

@@ -16,14 +16,10 @@ from functools import cached_property
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from stepsight.dataset.graph.columns import HostRecord, Intervals, Span, merge, overlap
+from stepsight.dataset.graph.columns import Flags, Floats, HostRecord, Intervals, Ints, Span, merge, overlap
 from stepsight.dataset.graph.program import OP, WHY_NUMBER, Dependency, Node, Program
 from stepsight.dataset.kinds.op import Collective, Op
-
-Seconds = NDArray[np.float64]
-Ints = NDArray[np.int64]
 
 _MOST_GAP_NS = 3000.0  # that a device leaves between kernels on its own account
 _COPIES = ("copy", "fill", "from_host", "to_host")  # what a call may launch beside its own kernels
@@ -60,7 +56,7 @@ class RankTrace:
         launch_s: ``(n,)``, of what a device runs in a segment: host time from the launch before to its own, and of a
             step's last one to the step's end; else 0.
         launch_events: ``(n,)``, calls that the profiler recorded in that time.
-        step_s: Seconds of each whole step, profiled.
+        step_s: Floats of each whole step, profiled.
         events_per_step: Recorded calls that a step's time passes through.
         waited_share: Part of a step that the compute stream waited for others.
         unclassified_s: Time in ops of no known kind (they count as ``elementwise``).
@@ -68,24 +64,24 @@ class RankTrace:
 
     rank: int
     program: Program
-    start_s: Seconds
-    duration_s: Seconds
-    slot_s: Seconds
-    wait_s: Seconds
-    span: NDArray[np.int64]
+    start_s: Floats
+    duration_s: Floats
+    slot_s: Floats
+    wait_s: Floats
+    span: Ints
     spans: tuple[Span, ...] = ()
-    tail_s: Seconds = field(default_factory=lambda: np.zeros(0))
+    tail_s: Floats = field(default_factory=lambda: np.zeros(0))
     meets: Mapping[int, Rendezvous] = field(default_factory=dict)
-    num_events: NDArray[np.float64] = field(default_factory=lambda: np.zeros(0))
-    launch_s: Seconds = field(default_factory=lambda: np.zeros(0))
-    launch_events: NDArray[np.float64] = field(default_factory=lambda: np.zeros(0))
+    num_events: Floats = field(default_factory=lambda: np.zeros(0))
+    launch_s: Floats = field(default_factory=lambda: np.zeros(0))
+    launch_events: Floats = field(default_factory=lambda: np.zeros(0))
     step_s: tuple[float, ...] = ()
     events_per_step: float = 0.0
     waited_share: float = 0.0
     unclassified_s: float = 0.0
 
     @cached_property
-    def is_compute(self) -> NDArray[np.bool_]:
+    def is_compute(self) -> Flags:
         """``(n,)``: which nodes are ops of the ``compute`` stream."""
         nodes = self.program.nodes
         return np.array([isinstance(node.work, Op) and node.stream == "compute" for node in nodes], dtype=np.bool_)
@@ -96,7 +92,7 @@ class TracedSegment:
     """One segment of one rank and step: what the context model learns from."""
 
     program: Program  # its nodes and the edges among them; ``program.label`` is the label too
-    slot_s: Seconds  # ``(n,)``, in-context seconds of each node, profiling overhead removed; NaN where unknown
+    slot_s: Floats  # ``(n,)``, in-context seconds of each node, profiling overhead removed; NaN where unknown
     label: str  # ``forward``, ``backward`` or ``optimizer``
     rank: int  # which rank
     busy: int  # ranks that compute at the same time on the node
@@ -105,17 +101,17 @@ class TracedSegment:
     micro_batch: int = 0  # which micro-batch
     stage: int = 0  # which pipeline stage
     # ``(n,)``, host time from the launch before to each node's, of what a device runs, profiled; else 0
-    launch_s: Seconds = field(default_factory=lambda: np.zeros(0))
+    launch_s: Floats = field(default_factory=lambda: np.zeros(0))
     # ``(n,)``, calls that the profiler recorded in that time
-    launch_events: NDArray[np.float64] = field(default_factory=lambda: np.zeros(0))
+    launch_events: Floats = field(default_factory=lambda: np.zeros(0))
     wait_s: float = 0.0  # seconds that the compute stream waited for collectives in all
     span_s: float = 0.0  # seconds from begin to end; compute slots + waits, profiling overhead removed
     # ``(n,)``, when each node ran, on the rank's clock; empty if that is not known
-    start_s: Seconds = field(default_factory=lambda: np.zeros(0))
-    end_s: Seconds = field(default_factory=lambda: np.zeros(0))
+    start_s: Floats = field(default_factory=lambda: np.zeros(0))
+    end_s: Floats = field(default_factory=lambda: np.zeros(0))
     # ``(n,)``, measured seconds of each node's signature where nothing ran beside it, NaN where that never was; empty
     # if not looked for
-    alone_s: Seconds = field(default_factory=lambda: np.zeros(0))
+    alone_s: Floats = field(default_factory=lambda: np.zeros(0))
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,7 +208,7 @@ class _View:
         self.blocks = np.zeros(len(self.place), dtype=np.bool_)  # the host waited from its issue on
         self.blocks[self.awaited[self.waits[:, 0] == self.issue[self.awaited]]] = True
 
-    def _own(self, begin: Seconds, end: Seconds, issue: Seconds) -> Seconds:
+    def _own(self, begin: Floats, end: Floats, issue: Floats) -> Floats:
         """``(n,)``: own time; a short time between two kernels is part of a second that was launched in time."""
         if len(self.record.own_s):
             return _nanoseconds(self.record.own_s)
@@ -341,7 +337,7 @@ class _View:
         """How many recorded calls started in each ``since <= time < upto``."""
         return np.searchsorted(self.calls, upto) - np.searchsorted(self.calls, since)
 
-    def _slots(self, bounds: Seconds, span: Ints, idle: Intervals) -> tuple[Seconds, Seconds, Seconds, Seconds]:
+    def _slots(self, bounds: Floats, span: Ints, idle: Intervals) -> tuple[Floats, Floats, Floats, Floats]:
         """``slot_s``, ``wait_s``, ``tail_s`` and ``num_events``, in nanoseconds.
 
         On a host, a slot begins where the one before on the compute stream ended; waits for collectives are no part
@@ -368,7 +364,7 @@ class _View:
         num_events[self.blocks] = self._recorded(self.start[self.blocks], self.end[self.blocks])
         return slot, wait, tail, num_events
 
-    def _launches(self, span: Ints) -> tuple[Seconds, Seconds]:
+    def _launches(self, span: Ints) -> tuple[Floats, Floats]:
         """The host time of each launch of a device's node, and the calls recorded in it; zeros on a host."""
         launch, launch_events = np.zeros(len(self.own)), np.zeros(len(self.own))
         for begin, end in () if self.hosted else self.steps.tolist():
@@ -388,7 +384,7 @@ class _View:
         return float((self._recorded(start, end) / np.maximum(own_share, 0.1)).sum()) / max(len(self.steps), 1)
 
 
-def _nanoseconds(seconds: Seconds) -> Seconds:
+def _nanoseconds(seconds: Floats) -> Floats:
     return np.asarray(np.rint(1e9 * seconds))
 
 

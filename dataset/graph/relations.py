@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import numpy as np
-from numpy.typing import NDArray
 
-from stepsight.dataset.graph.columns import WHY, Dependency, NodeArrays
-
-Indices = NDArray[np.int64]
+from stepsight.dataset.graph.columns import WHY, Dependency, Ints, NodeArrays
 
 CONCURRENT = "may_run_concurrently"
 RELATIONS = (*(why.value for why in Dependency), CONCURRENT)
 
 
-def relation_pairs(program: NodeArrays, max_concurrent: int = 16) -> dict[str, Indices]:
+def relation_pairs(program: NodeArrays, max_concurrent: int = 16) -> dict[str, Ints]:
     """Edges by relation, ``(2, e)`` indices into ``program.nodes``; all of ``RELATIONS`` are present."""
     ends = np.stack([program.edge_columns["source"], program.edge_columns["target"]])
     out = {why.value: ends[:, program.edge_columns["why"] == number] for number, why in enumerate(WHY)}
@@ -21,7 +18,7 @@ def relation_pairs(program: NodeArrays, max_concurrent: int = 16) -> dict[str, I
     return out
 
 
-def concurrent_pairs(program: NodeArrays, max_concurrent: int = 16) -> Indices:
+def concurrent_pairs(program: NodeArrays, max_concurrent: int = 16) -> Ints:
     """Work on different streams neither of which precedes the other, in both directions, ``(2, e)``.
 
     A stream is totally ordered, so what precedes a node on it is a prefix, what follows a suffix, and what may run
@@ -48,7 +45,7 @@ def concurrent_pairs(program: NodeArrays, max_concurrent: int = 16) -> Indices:
     return np.stack(np.divmod(np.unique(both[0] * len(program) + both[1]), len(program)))
 
 
-def concurrent_ranges(program: NodeArrays, columns: Indices) -> tuple[Indices, Indices]:
+def concurrent_ranges(program: NodeArrays, columns: Ints) -> tuple[Ints, Ints]:
     """For every node and stream, the positions on it that may run concurrently: ``first <= position < last``.
 
     ``columns``: ``(n,)``, number of each node's stream, -1 for nodes that run beside anything.
@@ -77,7 +74,7 @@ def concurrent_ranges(program: NodeArrays, columns: Indices) -> tuple[Indices, I
     return np.array(first, dtype=np.int64), np.array(last, dtype=np.int64)
 
 
-def positions(stream: Indices) -> Indices:
+def positions(stream: Ints) -> Ints:
     """Position of each node on its stream."""
     order = np.argsort(stream, kind="stable")
     firsts = np.searchsorted(stream[order], stream[order], "left")

@@ -79,7 +79,8 @@ def _maps(value: Any, is_right: Callable[[Any], bool]) -> bool:
     return isinstance(value, Mapping) and all(_is_text(name) and is_right(of) for name, of in value.items())
 
 
-KINDS = tuple(
-    CollectiveKind(name=name, **{key: tuple(of) if isinstance(of, list) else of for key, of in facts.items()})
-    for name, facts in preset("collective_kinds.toml").items()
-)
+def _fields(facts: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: tuple(value) if isinstance(value, list) else value for key, value in facts.items()}
+
+
+KINDS = tuple(CollectiveKind(name=name, **_fields(facts)) for name, facts in preset("collective_kinds.toml").items())

@@ -9,8 +9,9 @@ from functools import cached_property
 
 import numpy as np
 
+from stepsight.dataset.graph.columns import Floats
 from stepsight.dataset.graph.program import Program
-from stepsight.dataset.graph.rank_trace import RankTrace, Rendezvous, Seconds, TracedSegment
+from stepsight.dataset.graph.rank_trace import RankTrace, Rendezvous, TracedSegment
 from stepsight.dataset.runs.run_manifest import RunManifest
 
 
@@ -37,7 +38,7 @@ class Trace:
         return [nodes for nodes in found.values() if len(nodes) > 1]
 
     @cached_property
-    def clean_slots(self) -> dict[int, Seconds]:
+    def clean_slots(self) -> dict[int, Floats]:
         """In-context seconds of each rank's nodes, ``(n,)``, without profiler overhead and drift.
 
         A collective takes as long as on the rank where it was shortest: the rank that comes last waits for nobody,
@@ -50,7 +51,7 @@ class Trace:
                 slots[rank][node] = shortest
         return slots
 
-    def _clean(self, trace: RankTrace) -> Seconds:
+    def _clean(self, trace: RankTrace) -> Floats:
         slots = np.where(trace.is_compute, trace.slot_s, trace.duration_s)
         profiled = statistics.median(trace.step_s or self.manifest.profiled_seconds or (0.0,))
         if not profiled or trace.launch_s.any():  # a profiler slows the host, not the device
@@ -120,7 +121,7 @@ def profiling_correction(iteration_s: float, profiled_s: float, num_events: floa
     return Correction(per_event, drift**trust)
 
 
-def without_overhead(seconds: Seconds, num_events: Seconds, per_event_s: float, floor: float = 0.1) -> Seconds:
+def without_overhead(seconds: Floats, num_events: Floats, per_event_s: float, floor: float = 0.1) -> Floats:
     """Take ``per_event_s`` off for every event, leave at least ``floor`` of each, and keep the sum right.
 
     Shapes: all ``(n,)``.

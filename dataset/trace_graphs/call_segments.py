@@ -10,16 +10,13 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
+from stepsight.dataset.graph.columns import Floats, Ints
 from stepsight.dataset.graph.program import COLLECTIVE, OP, PHASES, WHY_NUMBER, Dependency, Program
 from stepsight.dataset.graph.rank_trace import TracedSegment
 from stepsight.dataset.graph.rendezvous import Meeting, meetings
 from stepsight.dataset.job.job import Job
 from stepsight.dataset.kinds.op import Collective
-
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
 
 OTHER = "other"  # label of nodes outside all phases
 _IMPLIED = [WHY_NUMBER[why] for why in (Dependency.STREAM_ORDER, Dependency.LAUNCH, Dependency.RENDEZVOUS)]

@@ -7,15 +7,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from stepsight.dataset.graph.columns import Floats, Ints
 from stepsight.dataset.graph.graph_schema import NUMBERS, WORK_TYPES, edge_types, kind_names, work_of
 from stepsight.dataset.graph.graph_table import GraphTable, Rows
 from stepsight.dataset.graph.program import Dependency, Program
 from stepsight.dataset.graph.rank_trace import TracedSegment
 from stepsight.dataset.kinds.op import Collective, Op
 
-Ints = NDArray[np.int64]
 _WHY = {why.value: number for number, why in enumerate(Dependency)}
 _ABOUT = ("rank", "busy", "run", "step", "micro_batch", "stage", "wait_s", "span_s")
 _ORDERED = _WHY[Dependency.STREAM_ORDER.value]  # given by the program itself
@@ -96,8 +95,6 @@ class _Columns:
             shared[key] = Program.of_rows(self._works, streams, columns[:3], edges, label)
         return shared[key]
 
-
-Floats = NDArray[np.float64]
 
 _LAUNCHED = ("log_blocks", "log_threads", "registers", "log_shared_bytes")
 

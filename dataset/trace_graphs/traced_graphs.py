@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from stepsight.dataset.graph.columns import covered
+from stepsight.dataset.graph.columns import Flags, Floats, Ints, covered
 from stepsight.dataset.graph.graph_rows import NUMBER, About, GraphRows, Measured, Pairs, Peers, listed_pairs, overlap
 from stepsight.dataset.graph.graph_table import GraphTable
 from stepsight.dataset.graph.program import COLLECTIVE, HOST, OP, WHY_NUMBER, Dependency, Program
@@ -16,9 +16,6 @@ from stepsight.dataset.graph.rank_trace import TracedSegment
 from stepsight.dataset.graph.relations import CONCURRENT, concurrent_pairs
 from stepsight.dataset.graph.rendezvous import Meeting, meetings
 from stepsight.dataset.traces.device_graph import is_wait
-
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
 
 _NEAREST = 8  # nodes of another stream that count as concurrent in a step
 _MOST_PEERS = 8  # most ranks of a collective in a rank's graph
@@ -141,7 +138,7 @@ def _joined(programs: Sequence[Program]) -> tuple[Program, Pairs, list[int]]:
     return Program.of_parts(programs), Pairs(source + first, target + first, relation, delay_s), lengths
 
 
-def _medians(keys: NDArray[Any], values: Floats, chosen: NDArray[np.bool_]) -> Floats:
+def _medians(keys: NDArray[Any], values: Floats, chosen: Flags) -> Floats:
     """``(n,)``: median of the chosen values with the same key, NaN where there is none; ``keys``: ``(c, n)``."""
     _, key = np.unique(keys, axis=1, return_inverse=True)
     order = np.flatnonzero(chosen)

@@ -7,16 +7,14 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
-from numpy.typing import NDArray
 
+from stepsight.dataset.graph.columns import Floats, Ints
 from stepsight.dataset.graph.program import COLLECTIVE, NODE_COLUMNS, OP, PHASES, WHY_NUMBER, Dependency, Program
 from stepsight.dataset.graph.rank_trace import RankTrace, Rendezvous
 from stepsight.dataset.kinds.op import Collective
 from stepsight.dataset.traces.event_columns import Interned
 from stepsight.dataset.traces.host_calls import Steps
 
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
 Edges = tuple[Ints, Ints, Dependency, Floats]
 
 MICROSECOND = 1e-6

@@ -12,16 +12,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from stepsight.dataset.base.bounded import read_unpacked
 from stepsight.dataset.base.errors import TraceError
+from stepsight.dataset.graph.columns import Flags, Ints
 from stepsight.dataset.graph.program import COLLECTIVE, HOST, WHY_NUMBER, Dependency, Program
 from stepsight.dataset.traces.assembly import MICROSECOND
 from stepsight.dataset.traces.event_blocks import parse
 from stepsight.dataset.traces.event_columns import RankEvents
-
-Ints = NDArray[np.int64]
 
 _LAUNCH = WHY_NUMBER[Dependency.LAUNCH]
 _OURS = "stepsight::"  # annotations of ops that count as calls
@@ -159,7 +157,7 @@ def _annotated_calls(events: RankEvents, parent: Ints) -> list[int]:
     return home
 
 
-def without_observed_steps(graph: Program, observed: NDArray[np.bool_]) -> Program:
+def without_observed_steps(graph: Program, observed: Flags) -> Program:
     """Leave steps out that an execution-trace observer slowed; steps of the same work keep their data dependencies.
 
     The observer makes an op of many small calls half as long again and a tiny copy ten times as long, so its steps'

@@ -10,15 +10,12 @@ from copy import copy
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
+from stepsight.dataset.graph.columns import Floats, Ints
 from stepsight.dataset.graph.program import Dependency
 from stepsight.dataset.traces.classify import parse_annotation
 from stepsight.dataset.traces.event_columns import Interned, RankEvents, Table, picked
 from stepsight.dataset.traces.host_calls import HostCalls, Steps, chain
-
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
 
 LAUNCH_US, GAP_US, EVENT_US = 1.7, 1.2, 2.5  # delays of devices if a trace does not show them
 _MOST_OWN_GAP_US = 20.0  # longest usual delay between two kernels

@@ -15,6 +15,7 @@ from msgspec import UNSET
 from numpy.typing import NDArray
 
 from stepsight.dataset.base.errors import StepsightError, TraceError
+from stepsight.dataset.graph.columns import Floats, Ints
 from stepsight.dataset.traces.classify import NAMES
 from stepsight.dataset.traces.event_blocks import (
     NO_TEXT,
@@ -26,9 +27,6 @@ from stepsight.dataset.traces.event_blocks import (
     args_of,
     parse,
 )
-
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
 
 _MOST_US = 2.0**53  # clocks count microseconds since 1970 at most; larger floats skip values
 _HOST, _RUNTIME, _DEVICE, _SYNC, _ANNOTATION = range(5)

@@ -11,14 +11,10 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 import numpy as np
-from numpy.typing import NDArray
 
-from stepsight.dataset.graph.columns import PHASES, Span
+from stepsight.dataset.graph.columns import PHASES, Flags, Floats, Ints, Span
 from stepsight.dataset.traces.classify import parse_annotation
 from stepsight.dataset.traces.event_columns import Annotation, RankEvents
-
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
 
 FORWARD, BACKWARD, OPTIMIZER = range(3)
 _MARK, _OP, _CALL = range(3)
@@ -80,7 +76,7 @@ def annotated_phase(name: str) -> int | None:
     return PHASES.index(bare) if bare in PHASES else None
 
 
-def annotated_phases(marks: list[Annotation], at: NDArray[np.float64]) -> NDArray[np.int64]:
+def annotated_phases(marks: list[Annotation], at: Floats) -> Ints:
     """Phase of the innermost annotation around each time, -1 for none; ``(n,)`` each, in microseconds."""
     order = np.argsort(at, kind="stable")
     moments, found = at[order], np.full(len(at), -1, dtype=np.int64)
@@ -106,7 +102,7 @@ def _named_phase(name: str) -> int:
     return -1
 
 
-def _enclosing(start: Floats, end: Floats, thread: Ints, opens: NDArray[np.bool_]) -> tuple[Ints, Ints]:
+def _enclosing(start: Floats, end: Floats, thread: Ints, opens: Flags) -> tuple[Ints, Ints]:
     """The innermost span around each span of a thread, -1 for none, and the depth; ``(n,)`` each, by thread and start.
 
     ``opens``: which of them may lie around others.
@@ -129,7 +125,7 @@ def _enclosing(start: Floats, end: Floats, thread: Ints, opens: NDArray[np.bool_
     return np.array(above, dtype=np.int64), np.array(depth, dtype=np.int64)
 
 
-def _inherited(own: dict[str, Ints], marks: NDArray[np.bool_], above: Ints, depth: Ints) -> dict[str, Ints]:
+def _inherited(own: dict[str, Ints], marks: Flags, above: Ints, depth: Ints) -> dict[str, Ints]:
     """The value inside each span: its own, or that of the enclosing span; the last row is outside all spans."""
     found = {key: np.append(values, FORWARD if key == "phase" else -1) for key, values in own.items()}
     order = np.argsort(depth, kind="stable")
@@ -244,7 +240,7 @@ class Steps:
     warnings: list[str] = field(default_factory=list)  # what is wrong with them
 
 
-def find_steps(events: RankEvents, tree: CallTree, launched: NDArray[np.float64]) -> Steps:
+def find_steps(events: RankEvents, tree: CallTree, launched: Floats) -> Steps:
     """Find the steps of a rank.
 
     ``launched``: when each device event was launched, in order of start on the device; NaN where that is unknown.
@@ -285,7 +281,7 @@ def segment_spans(events: RankEvents, origin_us: float) -> tuple[Span, ...]:
     )
 
 
-def observed_steps(events: RankEvents, bounds: NDArray[np.float64]) -> NDArray[np.bool_]:
+def observed_steps(events: RankEvents, bounds: Floats) -> Flags:
     """``(k,)``: steps in which an execution-trace observer ran too: they are several times slower.
 
     Our annotation says so, or recorded functions have numbers, which are 0 without the observer.  ``bounds``: begin
@@ -355,7 +351,7 @@ def _between(begin: float, ends: list[float], thread: int, found_by: str, events
     return Steps([(float(a), float(b)) for a, b in bounds], thread, found_by, warnings)
 
 
-def _repeated(events: RankEvents, launched: NDArray[np.float64]) -> list[tuple[float, float]]:
+def _repeated(events: RankEvents, launched: Floats) -> list[tuple[float, float]]:
     """Steps from a repeating sequence of kernels: from one launch of its rarest kernel to the next."""
     order = np.argsort(launched, kind="stable")
     order = order[~np.isnan(launched[order])]

@@ -7,10 +7,9 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from stepsight.dataset.base.errors import TraceError
-from stepsight.dataset.graph.columns import HostRecord, Span, merge, overlap
+from stepsight.dataset.graph.columns import HostRecord, Ints, Span, merge, overlap
 from stepsight.dataset.graph.program import COLLECTIVE, HOST, OP, Dependency, Program
 from stepsight.dataset.graph.rank_trace import Placement, Rendezvous, is_message
 from stepsight.dataset.kinds import gloo_spans
@@ -30,8 +29,6 @@ from stepsight.dataset.traces.host_calls import (
 from stepsight.dataset.traces.host_works import Call, HostWorks, Work, host_call_starts
 from stepsight.dataset.traces.kernel_kinds import named_kind
 
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
 Wait = tuple[int, float, float]  # number of a collective for which the main thread waits, begin and end; microseconds
 
 _MOST_AT_ONCE = 64  # collectives of one stream that may be in flight

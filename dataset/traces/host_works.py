@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from stepsight.dataset.graph.columns import Flags, Floats
 from stepsight.dataset.graph.rank_trace import Rendezvous
 from stepsight.dataset.kinds import c10d_calls
 from stepsight.dataset.kinds.call_dims import count
@@ -164,7 +164,7 @@ def _whole_ops(works: list[Work]) -> list[Work]:
     return out
 
 
-def host_call_starts(events: RankEvents, main: int | None) -> NDArray[np.float64]:
+def host_call_starts(events: RankEvents, main: int | None) -> Floats:
     """When recorded calls of a thread (None: of all) started, weightless ones of any thread included, in order."""
     ops, runtime, marks = events.ops, events.runtime, [*events.annotations, *events.comms]
     own = np.ones(len(ops), dtype=np.bool_) if main is None else (ops["thread"] == main) | _weightless(events)
@@ -174,7 +174,7 @@ def host_call_starts(events: RankEvents, main: int | None) -> NDArray[np.float64
     return np.sort(np.concatenate([ops.start[own], runtime.start[called], marked]))
 
 
-def _weightless(events: RankEvents) -> NDArray[np.bool_]:
+def _weightless(events: RankEvents) -> Flags:
     """``(n,)``: which framework calls move nothing."""
     return np.array([name in _WEIGHTLESS for name in events.names], dtype=np.bool_)[events.ops["name"]]
 

@@ -11,8 +11,8 @@ from contextlib import suppress
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
+from stepsight.dataset.graph.columns import Flags
 from stepsight.dataset.graph.rank_trace import Placement, Rendezvous
 from stepsight.dataset.kinds import nccl_names
 from stepsight.dataset.kinds.call_dims import count
@@ -271,7 +271,7 @@ def _ranks(said: dict[str, Any]) -> tuple[int, ...]:
     return tuple(range(start, start + stride * size, stride)) if start >= 0 and stride > 0 and size > 0 else ()
 
 
-def mask_of(events: RankEvents) -> NDArray[np.bool_]:
+def mask_of(events: RankEvents) -> Flags:
     """``(d,)``: whether each device event is a collective."""
     named = np.array([is_collective(name) for _, name, _ in events.kernels], dtype=np.bool_)
     mask = named[events.device["kernel"]] if len(events.device) else np.zeros(0, dtype=np.bool_)

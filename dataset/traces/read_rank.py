@@ -5,11 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
-from numpy.typing import NDArray
 
 from stepsight.dataset.base.caching import without_collection
 from stepsight.dataset.base.errors import TraceError, shorten
-from stepsight.dataset.graph.columns import HostRecord, covered
+from stepsight.dataset.graph.columns import Floats, HostRecord, Ints, covered
 from stepsight.dataset.graph.program import COLLECTIVE, HOST, OP, WHY_NUMBER, Dependency, Program
 from stepsight.dataset.graph.rank_trace import Placement, RankTrace, rank_trace
 from stepsight.dataset.kinds.op import check_sizes
@@ -33,9 +32,6 @@ from stepsight.dataset.traces.host_graph import host_graph
 from stepsight.dataset.traces.host_works import host_call_starts
 from stepsight.dataset.traces.kernel_kinds import CollectiveNodes, KernelKinds, launches, mask_of
 from stepsight.dataset.traces.stream_waits import StreamWaits
-
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
 
 MOST_RANKS = 2**20
 _LOADING = "enumerate(DataLoader)"  # prefix of annotations of PyTorch's data loader

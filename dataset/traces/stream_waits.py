@@ -10,14 +10,11 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from stepsight.dataset.graph.columns import Flags, Floats, Ints
 from stepsight.dataset.graph.program import Dependency
 from stepsight.dataset.traces.device_graph import Parts
 from stepsight.dataset.traces.event_columns import RankEvents, picked
-
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
 
 _SLACK_US = 1.5  # error of clocks and rounding by which an effect may precede its cause
 _LATE_US = 4.0  # delay of a kernel after its launch and its stream from which it waited for something else
@@ -38,7 +35,7 @@ def _within(late: Floats) -> Floats:
 class StreamWaits:
     """Adds synchronisation to the graph of a rank; ``(d,)``: which device events are collectives, and their phases."""
 
-    def __init__(self, events: RankEvents, parts: Parts, collective: NDArray[np.bool_], phase: Ints) -> None:
+    def __init__(self, events: RankEvents, parts: Parts, collective: Flags, phase: Ints) -> None:
         self._events, self._parts, self._collective, self._phase = events, parts, collective, phase
         device = events.device
         self._start, self._end, self._stream = device.start, device.end, device["stream"]
