@@ -68,9 +68,12 @@ def canonical_hardware(name: str) -> str:
     """The preset that a usual name means (``H100``, ``A100-SXM4-80GB``); other names unchanged."""
     if not name or name.startswith("{") or is_facts_file(name) or name in HARDWARE:
         return name
-    found = preset_of(name, HARDWARE, preset("hardware.toml")["alias"])
-    begins = [preset for preset in HARDWARE if preset.startswith(f"{device_words(name)}-")]
-    return begins[0] if found not in HARDWARE and len(begins) == 1 else found
+    words, aliases = device_words(name), preset("hardware.toml")["alias"]
+    if words in HARDWARE:
+        return words
+    same = [known for known in HARDWARE if set(words.split("-")) == set(known.split("-"))]
+    begins = [known for known in HARDWARE if known.startswith(f"{words}-")]
+    return aliases.get(words) or next((found[0] for found in (same, begins) if len(found) == 1), name)
 
 
 def unknown_hardware(name: str) -> str:
@@ -226,17 +229,6 @@ def device_words(name: str) -> str:
     words = re.sub(r"\bsxm\d\b", "sxm", words)
     words = re.sub(r"(\d)-gb\b", r"\1gb", words)
     return re.sub(r"\b(hbm\d?e?|gddr\d?x?|vram)\b-?", "", words).strip("-")
-
-
-def preset_of(name: str, presets: Mapping[str, object], aliases: Mapping[str, str]) -> str:
-    """The preset that a usual name means; otherwise the name itself."""
-    words = device_words(name)
-    if words in presets:
-        return words
-    if words in aliases:
-        return aliases[words]
-    found = [preset for preset in presets if set(words.split("-")) == set(preset.split("-"))]
-    return found[0] if len(found) == 1 else name
 
 
 def roofline_seconds(op: Op, hardware: Hardware) -> float:
