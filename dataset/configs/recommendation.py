@@ -12,25 +12,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from stepsight.dataset.base.errors import JobError
-from stepsight.dataset.configs.documents import read_source
+from stepsight.dataset.configs.documents import facts, read_source
 from stepsight.dataset.configs.drafts import ConfigFile, Draft
 from stepsight.dataset.configs.key_table import ConfigText
 from stepsight.dataset.job.job import Job
 from stepsight.dataset.job.sharding import placements_of
 from stepsight.dataset.job.sharding_plans import TABLE_FIELDS, plan_tables, recommendation_model
 
-# Flags and what they are: facebookresearch/dlrm's, torchrec_dlrm's and NVIDIA's.
-_ROWS = ("arch_embedding_size", "num_embeddings_per_feature", "synthetic_dataset_table_sizes")
-_WIDTH = ("arch_sparse_feature_size", "embedding_dim")
-_POOLING = ("multi_hot_sizes", "num_indices_per_lookup")
-_BOTTOM = ("arch_mlp_bot", "dense_arch_layer_sizes", "bottom_mlp_sizes")
-_TOP = ("arch_mlp_top", "over_arch_layer_sizes", "top_mlp_sizes")
-_INTERACTION = ("interaction_type", "arch_interaction_op", "interaction_op")
-_OTHERS = {
-    "dcn_num_layers": "cross_layers",
-    "dcn_low_rank_dim": "cross_rank",
-    "num_numerical_features": "dense_features",
-}
+_FLAGS: Mapping[str, list[str]] = facts()["dlrm"]["flags"]
 _SPARSE = {"adagrad": "rowwise-adagrad", "rwsadagrad": "rowwise-adagrad", "sgd": "sgd", "adam": "adam"}
 _FLAG = re.compile(r"(?<![\w-])--([A-Za-z][\w-]*)(?:[=\s]+\"?'?([^\s\"'\\-][^\s\"'\\]*))?")
 
@@ -40,13 +29,13 @@ def has_flags(file: ConfigFile) -> bool:
     if file.has_tables or file.path.suffix == ".py":
         return False
     text = read_source(file.path).replace("-", "_")
-    return any(f"__{rows}" in text for rows in _ROWS)
+    return any(f"__{rows}" in text for rows in _FLAGS["rows"])
 
 
 def _sizes(text: str, flag: str) -> list[int]:
     try:
-        return [int(float(size)) for size in re.split(r"[,\-]", text) if size]
-    except ValueError:
+        return [int(float(size)) for size in re.split(r"[,\-]", text.strip(",-"))]
+    except (ValueError, OverflowError):
         raise JobError(f"--{flag} must be whole numbers, got {text!r:.80}") from None
 
 
@@ -55,11 +44,11 @@ def read_flags(file: ConfigFile, draft: Draft) -> None:
     lines = re.sub(r"(?m)^[ \t]*#.*", "", read_source(file.path)).replace("\\\n", " ")
     flags = {name.replace("-", "_"): value for name, value in _FLAG.findall(lines)}
 
-    def first(names: tuple[str, ...]) -> tuple[str, str]:
-        return next(((name, flags[name]) for name in names if flags.get(name)), ("", ""))
+    def first(what: str) -> tuple[str, str]:
+        return next(((name, flags[name]) for name in _FLAGS[what] if flags.get(name)), ("", ""))
 
-    (rows_flag, rows), (_, width), (_, pooled) = first(_ROWS), first(_WIDTH), first(_POOLING)
-    if not rows or "$" in rows or not width.isdigit():
+    (rows_flag, rows), (_, width), (_, pooled) = first("rows"), first("dim"), first("pooling")
+    if not rows or "$" in rows or not width.isdecimal():
         raise JobError(f"a DLRM's flags must state rows and width of its tables, got {rows!r:.80} and {width!r:.40}")
     sizes, hot = _sizes(rows, rows_flag), _sizes(pooled, "multi_hot_sizes") if pooled else [1]
     hot = hot * len(sizes) if len(hot) == 1 else hot
@@ -68,33 +57,30 @@ def read_flags(file: ConfigFile, draft: Draft) -> None:
     pairs = zip(sizes, hot, strict=True)
     tables = [{"rows": rows, "dim": int(width), "pooling": float(min(each, rows))} for rows, each in pairs]
     model, words = dict[str, Any](tables=tables), {"tables": f"--{rows_flag}"}
-    for key, names in (("bottom_mlp", _BOTTOM), ("top_mlp", _TOP)):
-        flag, value = first(names)
+    for key in ("bottom_mlp", "top_mlp"):
+        flag, value = first(key)
         if value:
             own = _sizes(value, flag)
             if flag == "arch_mlp_bot":  # begins with the size of its input
                 model["dense_features"], own, words["dense_features"] = own[0], own[1:], f"--{flag}"
             model[key], words[key] = own, f"--{flag}"
-    flag, interaction = first(_INTERACTION)
+    flag, interaction = first("interaction")
     if interaction:
         model["interaction"], words["interaction"] = "dcn-v2" if "dcn" in interaction else "dot", f"--{flag}"
-    stated = {key: name for name, key in _OTHERS.items() if flags.get(name, "").isdigit()}
-    model |= {key: int(flags[name]) for key, name in stated.items()}
-    words |= {key: f"--{name}" for key, name in stated.items()}
+    for key in ("cross_layers", "cross_rank", "dense_features"):
+        flag, value = first(key)
+        if value.isdecimal():
+            model[key], words[key] = int(value), f"--{flag}"
     _fill(draft, model, words)
     _read_batch(draft, flags)
-    ours = {*_ROWS, *_WIDTH, *_POOLING, *_BOTTOM, *_TOP, *_INTERACTION, *_OTHERS, *_READ}
-    for name in flags.keys() - ours:
+    for name in flags.keys() - {name for names in _FLAGS.values() for name in names}:
         draft.ignore(f"--{name} {flags[name]}".rstrip())
-
-
-_READ = ("mini_batch_size", "batch_size", "amp", "bf16", "optimizer", "adagrad", "data_size")
 
 
 def _read_batch(draft: Draft, flags: Mapping[str, str]) -> None:
     flag = "mini_batch_size" if flags.get("mini_batch_size") else "batch_size"
     of_rank = flag == "batch_size" and "num_embeddings_per_feature" in flags  # NVIDIA's flag is of all devices
-    if flags.get(flag, "").isdigit():
+    if flags.get(flag, "").isdecimal():
         draft.map("batch.micro_batch" if of_rank else "batch.global_batch", int(flags[flag]), f"--{flag}")
     draft.map("run.accumulation", 1, "a step has one batch")
     if "amp" in flags or "bf16" in flags:

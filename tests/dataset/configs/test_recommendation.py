@@ -57,6 +57,14 @@ def test_hugectrs_layers_state_a_model(tmp_path: Path) -> None:
     assert job.framework == "hugectr" and job.batch.precision == "fp16"
 
 
+@pytest.mark.parametrize("flag", ["--arch-mlp-bot=,", "--arch-mlp-top=inf", "--arch-mlp-top=1e999"])
+def test_flags_that_are_no_sizes_are_refused(flag: str, tmp_path: Path) -> None:
+    path = tmp_path / "run.sh"
+    path.write_text(f"python dlrm_s_pytorch.py --arch-sparse-feature-size=64 --arch-embedding-size=10-20 {flag}\n")
+    with pytest.raises(JobError, match="must be whole numbers"):
+        read_configs(path)
+
+
 def test_flags_without_a_width_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "run.sh"
     path.write_text("python dlrm_s_pytorch.py --arch-embedding-size=10-20\n")
