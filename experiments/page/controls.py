@@ -45,18 +45,12 @@ def button(text: str, test_id: str, on_click: Callable[..., Any]) -> ui.html:
 
 
 def text_input(test_id: str, label: str, on_change: Callable[[str], Any] = str, **props: Any) -> Element:
-    """An input line with its label; its property ``value`` is the text."""
+    """An input line with its label."""
     with ui.element("div").classes("field"):
         html(f"<span>{escape(label)}</span>", "label").props(f"for={test_id}")
         made = ui.element("input").props(f"id={test_id} data-testid={test_id}")
         made.props.update({"type": "text", "aria-label": label, **props})
-        made.props["value"] = ""
-
-        def changed(event: GenericEventArguments) -> Any:
-            made.props["value"] = str(event.args)
-            return on_change(str(event.args))
-
-        made.on("change", changed, js_handler=_VALUE)
+        made.on("change", lambda e: on_change(str(e.args)), js_handler=_VALUE)
     return made
 
 

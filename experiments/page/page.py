@@ -83,7 +83,7 @@ class Desk:
                 self._control_box = ui.element("div")
             with ui.element("div"):
                 self._add_answer()
-                self.search = SearchSection(space.predictor, lambda: (self.prediction.job, self.goal), self._use)
+                self.search = SearchSection(space.predictor, lambda: (self.prediction.job, self.goal), self.take)
                 self.traces = TraceSection()
                 self._add_share()
         first = _first_job(space)
@@ -261,9 +261,6 @@ class Desk:
         if found is not None:
             self.attempt(lambda: self.take(found[0], found[1]))
 
-    def _use(self, job: Job) -> None:
-        self.attempt(lambda: self.ask(job))
-
     def take(self, found: Opened, assumed: str = "") -> None:
         """Show what was opened, and what was assumed; a job replaces the one that is shown."""
         if isinstance(found, Job):
@@ -301,6 +298,6 @@ class Desk:
         facts = await run.io_bound(
             lambda: [job_facts(one, self.space.predictor, training_plan(one, self.goal)) for one in asked]
         )
-        extra = [text for text in (self._comparison(), self.search.view(), self.traces.view()) if text]
+        extra = [text for text in (self._comparison(), self.search.view(), self.traces.content) if text]
         if facts is not None:
             ui.download.content(views.job_page(asked, facts, extra), f"{self.prediction.job.model_name}.html")

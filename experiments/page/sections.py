@@ -46,11 +46,11 @@ class SearchSection:
     def __init__(self, predictor: Any, present: Present, use: Callable[[Job], None]) -> None:
         self._predictor, self._present, self._use = predictor, present, use
         self._result: SearchResult | None = None
-        self.progress, self._stopped, self._chosen = "", False, 0
+        self.progress, self._nodes, self._stopped, self._chosen = "", "", False, 0
         with section("Search"):
             html("<p>Find the strategy with the shortest predicted iteration that fits in memory.</p>")
             label = "Numbers of nodes to compare, as 64,128 (empty: the job's own)"
-            self._nodes = text_input("search-nodes", label)
+            text_input("search-nodes", label, partial(setattr, self, "_nodes"))
             with ui.element("div").classes("chips controls"):
                 button("Search", "search", self._search)
                 button("Stop", "search-stop", self._stop)
@@ -74,10 +74,9 @@ class SearchSection:
             self.progress = f"{number + 1} {counted} predicted, {shortest}".removesuffix(", ")
 
         try:
-            asked_nodes: str = self._nodes.props["value"]
-            words = [word.strip() for word in asked_nodes.split(",") if word.strip()]
+            words = [word.strip() for word in self._nodes.split(",") if word.strip()]
             if not all(word.isascii() and word.isdigit() and int(word) for word in words):
-                raise StepsightError(f"numbers of nodes must be whole numbers > 0, got {asked_nodes!r:.60}")
+                raise StepsightError(f"numbers of nodes must be whole numbers > 0, got {self._nodes!r:.60}")
             several = Scenarios(nodes=tuple(map(int, words)))
             asked = replace(goal, objective="training_time") if words else replace(goal, robust=REGRET)
             self._result = await run.io_bound(
@@ -122,19 +121,15 @@ class SearchSection:
 
 
 class TraceSection:
-    """Shows where the time of a traced run went, and what changes would gain."""
+    """Shows where the time of a traced run went, and what changes would gain; ``content``: the run as HTML."""
 
     def __init__(self) -> None:
-        self._content, self._faster, self._switches = "", dict[str, float](), dict[str, Any]()
+        self.content, self._faster, self._switches = "", dict[str, float](), dict[str, Any]()
         with section("Traces"):
             html("<p>Open a collection, a run folder or a captured script above.</p>")
             self._view = html().props("data-testid=trace")
             self._sliders = ui.element("div").classes("controls").props("data-testid=what-if")
             self._changed = html().props("data-testid=what-if-answer aria-live=polite")
-
-    def view(self) -> str:
-        """The run as HTML; empty if none is open."""
-        return self._content
 
     def show(self, found: ReplayedRun | CapturedPrediction) -> None:
         """Show a traced run with its what-if sliders, or the prediction of a captured script."""
@@ -142,12 +137,12 @@ class TraceSection:
         self._changed.content = ""
         if isinstance(found, CapturedPrediction):
             told = found.to_dict()
-            self._content = f"<h1>{escape(told['job'])}</h1>{views.answer(told)}{views.said(told)}{views.time(told)}"
+            self.content = f"<h1>{escape(told['job'])}</h1>{views.answer(told)}{views.said(told)}{views.time(told)}"
         else:
             split = breakdown(found.graphs).to_dict()
-            self._content = views.trace_view(found.to_dict(), split)
+            self.content = views.trace_view(found.to_dict(), split)
             self._add_sliders(found, [*list(split["kinds"])[:MOST_KINDS], COMMUNICATION])
-        self._view.content = self._content
+        self._view.content = self.content
 
     def _add_sliders(self, found: ReplayedRun, kinds: list[str]) -> None:
         self._faster, self._switches = {}, {}

@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import numpy as np
-
 from stepsight.dataset.base.errors import JobError, StepsightError
 from stepsight.dataset.hardware.hardware import HARDWARE
 from stepsight.dataset.job.job import Job
@@ -16,7 +14,7 @@ from stepsight.dataset.job.schedules import SCHEDULES
 from stepsight.dataset.job.specs import CHOICES, MODELS, PRECISIONS
 from stepsight.experiments.questions.sweep import FABRIC_KEYS, Axis, change_job, sweep
 from stepsight.experiments.reports.text_table import words
-from stepsight.simulator.memory import estimate_moments
+from stepsight.simulator.iteration.timeline import memory_moments
 from stepsight.training.prediction.prediction import Prediction, predict
 
 if TYPE_CHECKING:
@@ -61,27 +59,18 @@ def job_facts(
 def memory_over_time(prediction: Prediction) -> list[dict[str, Any]]:
     """Memory of each pipeline stage over the iteration: times in seconds, and bytes from each time on."""
     simulation, scale = prediction.simulation, prediction.iteration_time_s / prediction.simulation.iteration_time_s
-    track, run = simulation.lowered.track, simulation.slowest.run
-    rows = []
-    for stage, moments in enumerate(estimate_moments(prediction.job, simulation.hardware)):
-        actions = np.flatnonzero(track.stage == stage)
-        starts = np.sort(run.log.start[actions, 0])
-        if len(starts) != len(moments) - 1:
-            continue  # a schedule whose actions are merged: its peaks have no times
-        times = np.append(starts, simulation.begin[stage]) * scale
-        rows.append({"stage": stage, "seconds": times.tolist(), "bytes": moments.tolist()})
-    return rows
+    return [
+        {"stage": stage, "seconds": (begins * scale).tolist(), "bytes": moments.tolist()}
+        for stage, begins, moments in memory_moments(simulation, simulation.slowest)
+    ]
 
 
 def _fabric(prediction: Prediction) -> dict[str, Any]:
     fabric = prediction.job.fabric
-    links = {"within a node": fabric.intra_node, "between nodes": fabric.inter_node}
-    return {
-        "name": fabric.name,
-        **{
-            name: {"gbytes_per_s": link.bandwidth_bytes_per_s / 1e9, "latency_us": link.latency_s * 1e6}
-            for name, link in links.items()
-        },
+    links = (("within a node", fabric.intra_node), ("between nodes", fabric.inter_node))
+    return {"name": fabric.name} | {
+        name: {"gbytes_per_s": link.bandwidth_bytes_per_s / 1e9, "latency_us": link.latency_s * 1e6}
+        for name, link in links
     }
 
 

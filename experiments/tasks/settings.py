@@ -132,12 +132,13 @@ class TraceChanges:
 
     def __post_init__(self) -> None:
         for name, factor in self.faster.items():
-            if not 0 < factor < 1e9:
-                raise StepsightError(f"faster takes a factor > 0, as in {name}=1.5, got {factor}")
-        if not 0 < self.times < 1e6:
+            if not name.strip() or not 1e-9 < factor < 1e9:
+                raise StepsightError(f"faster takes a name and a factor, as in gemm=1.5, got {name!r:.80} and {factor}")
+        if not 1e-6 < self.times < 1e6:
             raise StepsightError(f"batch takes a factor > 0, as in 2x, got {self.batch!r:.80}")
-        if self.replicas < 1 or not 0 <= self.bucket_mb < math.inf:
-            raise StepsightError(f"replicas must be >= 1, bucket_mb >= 0, got {self.replicas} and {self.bucket_mb}")
+        if not 1 <= self.replicas <= 1e6 or not 0 <= self.bucket_mb <= 1e6:
+            got = f"{self.replicas} and {self.bucket_mb}"
+            raise StepsightError(f"replicas must be 1 to 1,000,000, bucket_mb 0 to 1,000,000, got {got}")
 
     @property
     def times(self) -> float:

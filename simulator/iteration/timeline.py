@@ -175,15 +175,18 @@ class _JobWriter(TraceWriter):
 
     def _memory(self, pipeline_run: PipelineRun, first: int) -> Iterator[bytes]:
         """Counters of the memory of each stage, from one action to the next."""
-        simulation = self._simulation
-        track, run = simulation.lowered.track, pipeline_run.run
-        for stage, moments in enumerate(estimate_moments(simulation.job, simulation.hardware)):
-            begins = np.sort(run.log.start[np.flatnonzero(track.stage == stage), 0])
-            if len(begins) == len(moments) - 1:
-                for begin, size in zip(
-                    [*begins.tolist(), float(simulation.begin[stage])], moments.tolist(), strict=True
-                ):
-                    yield self.counter("memory (GB)", first + stage, begin, size / 1e9)
+        for stage, begins, moments in memory_moments(self._simulation, pipeline_run):
+            for begin, size in zip(begins.tolist(), moments.tolist(), strict=True):
+                yield self.counter("memory (GB)", first + stage, begin, size / 1e9)
+
+
+def memory_moments(simulation: SimulatedIteration, pipeline_run: PipelineRun) -> Iterator[tuple[int, Floats, Floats]]:
+    """Stage, begins of its actions and optimizer, and bytes from each on; none where a schedule merges actions."""
+    stages = simulation.lowered.track.stage
+    for stage, moments in enumerate(estimate_moments(simulation.job, simulation.hardware)):
+        begins = np.sort(pipeline_run.run.log.start[np.flatnonzero(stages == stage), 0])
+        if len(begins) == len(moments) - 1:
+            yield stage, np.append(begins, simulation.begin[stage]), moments
 
 
 def action_names(lowered: Lowered) -> list[str]:

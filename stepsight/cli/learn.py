@@ -202,6 +202,24 @@ def _judge_measured(path: Path, predictor: Predictor | str | None, fabric: str |
     return Answer(judged.to_dict(), table_errors_text(judged))
 
 
+def _to_correct(named: Path, runs: Path) -> Predictor:
+    """The predictor to correct; ``physics``: the shipped one of the only device of a table of runs."""
+    from stepsight.dataset.hardware.hardware import canonical_hardware
+    from stepsight.experiments.evaluation.runs_table import read_runs_table
+    from stepsight.training.prediction.prediction import asked_predictor, is_word
+    from stepsight.training.tracking.store import load_predictor
+
+    if not is_word(named):
+        return load_predictor(named)
+    rows = read_runs_table(runs) if runs.is_file() and runs.suffix != ".parquet" else []
+    devices = sorted({canonical_hardware(row.text("hardware")) for row in rows})
+    learned = asked_predictor(devices[0], named) if len(devices) == 1 else None
+    if learned is None:
+        on = f"runs on {', '.join(devices) or 'devices that it does not name'}"
+        raise StepsightError(f"calibrate corrects the predictor of one device: name it, got {named} and {on}")
+    return learned
+
+
 def calibrate_command(
     context: typer.Context,
     runs: Runs,
@@ -241,15 +259,14 @@ def calibrate_command(
         software: For a table of collectives: part of the software whose rows are taken, such as 'nccl 2.27.3' or
             'NCCL_PROTO=Simple' (default: that of most rows).
     """
-    from stepsight.training.tracking.store import load_predictor
-
     report: Any
+    learned = _to_correct(predictor, runs)
     if runs.is_dir():
         others = ("rows", "fabric", "max_devices", "software")
         refuse_given(context, others, "must be left out for a folder of imported traces")
         from stepsight.experiments.calibration.calibrate_parts import calibrate_traces, traces_text
 
-        report = calibrate_traces([runs], load_predictor(predictor), out)
+        report = calibrate_traces([runs], learned, out)
         text, problem = traces_text(report), "the traces improve neither launches, overlap nor kernels"
     elif runs.suffix == ".parquet":
         refuse_given(context, ("rows",), _NOT_FOR_TABLES)
@@ -259,7 +276,7 @@ def calibrate_command(
         from stepsight.experiments.calibration.calibrate_parts import calibrate_links, links_text
 
         chosen: dict[str, Any] = {"max_devices": max_devices or 64, "software": software}
-        report = calibrate_links(runs, load_predictor(predictor), find_fabric(fabric), out, **chosen)
+        report = calibrate_links(runs, learned, find_fabric(fabric), out, **chosen)
         text, problem = links_text(report), "the calibration predicts nothing better than before"
         if report.doubts and not report.released:
             return Answer(report.to_dict(), text, report.doubts[0])
@@ -267,7 +284,7 @@ def calibrate_command(
         refuse_given(context, ("fabric", "software"), _NOT_FOR_RUNS)
         from stepsight.experiments.calibration.calibrate_runs import calibrate, calibration_text
 
-        report = calibrate(runs, load_predictor(predictor), out, source=rows, max_devices=max_devices or 8)
+        report = calibrate(runs, learned, out, source=rows, max_devices=max_devices or 8)
         text = calibration_text(report)
         problem = f"the calibration must predict {report.evidence.by} better than before"
     error = None if report.released else f"{problem}: no predictor was written"

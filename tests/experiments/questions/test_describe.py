@@ -13,7 +13,7 @@ from stepsight.dataset.runs.run_folder import write_imported
 from stepsight.dataset.tables import read_table
 from stepsight.dataset.trace_graphs.graph_dataset import make_dataset
 from stepsight.dataset.traces.import_traces import import_ranks
-from stepsight.experiments.questions.describe import describe
+from stepsight.experiments.questions.describe import describe, names
 from tests.dataset.kineto_files import tiny_step
 from tests.dataset.run_folders import job_tables, write_events, write_run
 from tests.experiments.evaluation.run_tables import run_row, write_runs
@@ -166,3 +166,11 @@ def test_a_table_of_runs(tmp_path: Path) -> None:
     (tmp_path / "ops.csv").write_text("op,dims,us\nlinear,4x4x4,1\n")
     with pytest.raises(StepsightError, match=r"lacks source, .*`stepsight import csv"):
         describe(tmp_path / "ops.csv")
+
+
+def test_words_of_predictors_are_described_and_names_are_listed() -> None:
+    assert "without the correction" in describe(Path("physics"))["text"]
+    assert {"physics", "roofline", "h100-sxm"} <= set(names()["predictor"])
+    with pytest.raises(StepsightError, match=r"did you mean 'h100-sxm' or .* or ") as refused:
+        describe(Path("h100sxm"))
+    assert len(str(refused.value)) < 300
