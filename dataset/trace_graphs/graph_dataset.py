@@ -31,7 +31,7 @@ from stepsight.dataset.trace_graphs.traced_graphs import segment_graphs, step_gr
 Progress = Callable[[int, int], None]
 INDEX = "dataset.json"
 SCOPES = ("step", "segment")
-_OF_RUN = ("run", "role", "model", "strategy", "scale", "hardware", "group", "timed_s")
+_OF_RUN = ("run", "model", "strategy", "scale", "hardware", "group", "timed_s")
 FORM, KNOWN_FORMS = 6, (5, 6)  # version of features and relations: changing it makes every dataset a new version
 
 
@@ -125,7 +125,7 @@ def read_graph_table(
             warnings.append(f"run {run.name}: no traced step, left out")
             continue
         for table in found:
-            table.about |= {name: [about.get(name, number)] * len(table) for name in (*_OF_RUN, "source")}
+            table.about |= {name: [about.get(name, number)] * len(table) for name in (*_OF_RUN, "role", "source")}
         tables += found
         runs.append({"source": number} | about)
         if on_run is not None:
@@ -187,12 +187,11 @@ def _card(told: dict[str, Any], index: dict[str, Any]) -> str:
         f"| {_cell(run['run'])} | {_cell(run['hardware'])} | {run['scale']} | {len(run['ranks'])} |"
         for run in index["runs"]
     )
-    nodes = "\n".join(f"| {name} | {count} |" for name, count in told["nodes"].items())
-    edges = "\n".join(f"| {name} | {count} |" for name, count in told["edges"].items())
+    counts = {kind: "\n".join(f"| {name} | {n} |" for name, n in told[kind].items()) for kind in ("nodes", "edges")}
+    names = {name: ", ".join(index[name]) for name in ("features", "dtypes", "edge_features")}
     warnings = "\n".join(f"- {_cell(warning)}" for warning in told["warnings"]) or "none"
-    lists = {name: ", ".join(index[name]) for name in ("features", "dtypes", "edge_features")}
-    tables = {"runs": runs, "nodes": nodes, "edges": edges, "warnings": warnings}
-    return str(preset("dataset_card.toml")["card"]).format(**told | lists | tables)
+    tables = counts | names | {"runs": runs, "warnings": warnings}
+    return str(preset("dataset_card.toml")["card"]).format(**told | tables)
 
 
 def describe_run(name: str, job: Job | None, graphs: Sequence[Program], timed_s: float = 0.0) -> dict[str, Any]:
@@ -200,18 +199,13 @@ def describe_run(name: str, job: Job | None, graphs: Sequence[Program], timed_s:
 
     ``timed_s``: a step without a profiler; 0 if not timed.
     """
-    first = graphs[0]
-    model, strategy = _of_graphs(graphs) if job is None else _of_job(job)
     group = digest(*(part.tobytes() for graph in graphs for part in (graph.start_s, graph.duration_s)))
-    return {
-        "run": name,
-        "model": model,
-        "strategy": strategy,
-        "scale": str(first.world_size),
-        "hardware": first.device_name or first.device,
-        "group": group,
-        "timed_s": timed_s,
-    }
+    about = graphs[0].world_size, graphs[0].device_name or graphs[0].device, group, timed_s
+    return _about(name, _of_graphs(graphs) if job is None else _of_job(job), *about)
+
+
+def _about(name: str, what: tuple[str, str], world_size: int, *more: Any) -> dict[str, Any]:
+    return dict(zip(_OF_RUN, (name, *what, str(world_size), *more), strict=True))
 
 
 def _of_graphs(graphs: Sequence[Program]) -> tuple[str, str]:
@@ -228,17 +222,9 @@ def _of_job(job: Job) -> tuple[str, str]:
 
 def describe_own_run(run: RunManifest) -> dict[str, Any]:
     """Metadata of a run of the harness by its manifest, without its graphs."""
-    model, strategy = _of_job(run.job)
     files = [run.folder / name for rank in sorted(run.traces) for name in sorted(run.traces[rank].values())]
-    return {
-        "run": run.name,
-        "model": model,
-        "strategy": strategy,
-        "scale": str(run.world_size),
-        "hardware": run.job.hardware_name,
-        "group": digest_files(files),
-        "timed_s": run.iteration_time_s if run.whole else 0.0,
-    }
+    timed_s = run.iteration_time_s if run.whole else 0.0
+    return _about(run.name, _of_job(run.job), run.world_size, run.job.hardware_name, digest_files(files), timed_s)
 
 
 def read_index(root: Path) -> dict[str, Any]:
