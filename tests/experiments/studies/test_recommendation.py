@@ -1,6 +1,9 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
+
+import pytest
 
 from stepsight.experiments.studies import recommendation
 
@@ -14,3 +17,20 @@ def test_lookups_are_judged_on_signatures_that_taught_nothing() -> None:
 def test_no_placement_is_much_faster_than_the_search() -> None:
     told, _ = recommendation.run_placements(argparse.Namespace(tasks=2, trials=300, seed=0))
     assert told["search"]["regret"] < 0.05 and told["search"]["tasks"] == 2
+
+
+def test_models_of_the_study_share_tables_in_three_ways() -> None:
+    whole, columns, mixed = recommendation.two_rank_jobs(3)
+    kinds = [{row.kind for row in job.sharding.tables} for job in (whole, columns, mixed)]
+    assert columns.sharding.rule == "column-wise" and kinds == [set(), set(), {"table-wise", "data-parallel"}]
+    assert whole.model == mixed.model and not whole.table_ranks.duplex
+
+
+def test_steps_are_judged_by_a_predictor_of_other_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("fbgemm_gpu")
+    monkeypatch.setattr(recommendation, "_TAUGHT", 1)
+    monkeypatch.setattr(recommendation, "SCRIPT", Path(__file__).parents[3] / recommendation.SCRIPT)
+    told, _ = recommendation.run_steps(argparse.Namespace(out=tmp_path, models=1, rounds=1, event_seconds=1.0))
+    assert told["steps, least"]["judged"] == 3 and told["unequal exchanges, least"]["judged"] == len(
+        recommendation.SPLITS
+    )
