@@ -12,6 +12,7 @@ computed.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -52,7 +53,7 @@ from stepsight.simulator.iteration.simulated_iteration import (
     last_steps,
     segment_paths,
 )
-from stepsight.simulator.iteration.timeline import trace_events
+from stepsight.simulator.iteration.timeline import timeline_json
 from stepsight.simulator.memory import Memory as Memory
 from stepsight.simulator.memory import estimate_memory
 from stepsight.simulator.programs.block_pass import BlockPass, Work
@@ -82,12 +83,13 @@ class Simulation(SimulatedIteration):
         """Bytes that each stage needs."""
         return estimate_memory(self.job, self.hardware)
 
-    def timeline(self, level: str = "segment") -> dict[str, Any]:
+    def timeline(self, level: str = "segment", scale: float = 1.0) -> dict[str, Any]:
         """Chrome trace events for Perfetto: a process per stage, a thread per stream.
 
-        ``level``: ``segment`` (one event per action) or ``op`` (one per op and collective).
+        ``level``: ``segment`` (one event per action) or ``op`` (one per op and collective).  ``scale``: of all times.
         """
-        return trace_events(self, level)
+        events: dict[str, Any] = json.loads(b"".join(timeline_json(self, level, scale)))
+        return events
 
 
 def simulate(job: Job, latency: LatencyModel) -> Simulation:

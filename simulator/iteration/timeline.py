@@ -36,16 +36,6 @@ LEVELS = ("segment", "op")
 _ACTION, _PROCESS = b"\x01", b"\x02"  # fields that a template leaves open, besides the times
 
 
-def trace_events(simulation: SimulatedIteration, level: str = "segment") -> dict[str, Any]:
-    """Trace events of all stages; one rank represents all equal ranks.
-
-    Raises:
-        StepsightError: If the level is unknown.
-    """
-    events: dict[str, Any] = json.loads(b"".join(timeline_json(simulation, level)))
-    return events
-
-
 def timeline_json(
     simulation: SimulatedIteration, level: str = "segment", scale: float = 1.0, stages: Collection[int] | None = None
 ) -> Iterator[bytes]:

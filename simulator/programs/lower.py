@@ -115,23 +115,16 @@ def lower(job: Job, hardware: Hardware) -> Lowered:
     return _lower(_asked(job, hardware))
 
 
-class _Strategy(NamedTuple):
-    """Fields of ``ParallelSpec`` on which nothing else of ``_Asked`` depends, and the micro-batches of a replica."""
+class _Asked(NamedTuple):
+    """Everything that a lowered job depends on; jobs with equal values share one lowering."""
 
     schedule: str
     pp: int
     virtual_stages: int
     zero_stage: int
-    recompute: str
-    recompute_every: int
+    recompute: tuple[str, int]
     num_micro_batches: int
     flushes: int
-
-
-class _Asked(NamedTuple):
-    """Everything that a lowered job depends on; jobs with equal values share one lowering."""
-
-    strategy: _Strategy
     semantics: ExecutionSemantics
     optimizer: str
     shape: RankShape
@@ -146,10 +139,9 @@ def _asked(job: Job, hardware: Hardware) -> _Asked:
     beside, share = hardware.kind != "cpu", hardware.comm_compute_share
     semantics, p = semantics_of(job, hardware.kind), job.parallel
     recompute = p.recomputes, p.recompute_every
+    strategy = p.schedule, p.pp, p.virtual_stages, p.zero_stage, recompute, job.num_micro_batches, job.batch.flushes
     return _Asked(
-        _Strategy(
-            p.schedule, p.pp, p.virtual_stages, p.zero_stage, *recompute, job.num_micro_batches, job.batch.flushes
-        ),
+        *strategy,
         semantics,
         job.optimizer.kind,
         rank_shape(job, share if beside else 0.0, semantics),
@@ -173,23 +165,23 @@ def _largest_tensor(shape: RankShape, parts: Parts) -> int:
 
 @cached(512)
 def _lower(asked: _Asked) -> Lowered:
-    p, overlap = asked.strategy, asked.semantics.overlap
-    once = p.schedule, p.pp, p.num_micro_batches, p.virtual_stages, overlap.runtime
-    track = find_track(*once, flushes=p.flushes)
-    zero = p.zero_stage, p.pp > 1
+    overlap = asked.semantics.overlap
+    once = asked.schedule, asked.pp, asked.num_micro_batches, asked.virtual_stages, overlap.runtime
+    track = find_track(*once, flushes=asked.flushes)
+    zero = asked.zero_stage, asked.pp > 1
     replicas = replicas_of(zero, asked.groups, asked.semantics, beside=asked.beside, share=asked.share)
     if overlap.gathers_lists and _largest_tensor(asked.shape, asked.parts) >= _MOST_LIVE:
         replicas = replace(replicas, gathering=replace(replicas.gathering, prefetch=0))
     if overlap.by_rank and replicas.shards > 1:  # a rank's bucket that is never full is sent after the last backward
-        numel = sum(unit.times * unit.numel for part in asked.parts for unit in part_units(asked.shape, part)) // p.pp
-        full = numel * replicas.gradient_bytes >= replicas.bucket_bytes * replicas.shards
+        numel = sum(unit.times * unit.numel for part in asked.parts for unit in part_units(asked.shape, part))
+        full = numel // asked.pp * replicas.gradient_bytes >= replicas.bucket_bytes * replicas.shards
         replicas = replace(replicas, overlap_gradients=replicas.overlap_gradients and full)
     rank = Rank(
         asked.shape,
         asked.parts,
         asked.layout,
         replicas,
-        (p.recompute, p.recompute_every),
+        asked.recompute,
         OptimizerHabits(
             asked.optimizer if asked.optimizer in PASSES else asked.semantics.optimizer,
             asked.optimizer == "adamw",
@@ -197,18 +189,9 @@ def _lower(asked: _Asked) -> Lowered:
             asked.semantics.states,
         ),
     )
-    work = rank_work(rank, placement_of(track), passes_of(track))
-    return Lowered(
-        segments=work.segments,
-        track=track,
-        table=work.table,
-        optimizer=work.optimizer,
-        messages=work.messages,
-        message=message_kinds(track, work.after_part),
-        parts=asked.parts,
-        meets=work.meets,
-        semantics=asked.semantics,
-    )
+    work = rank_work(rank, placement_of(track), passes_of(track))._asdict()
+    kinds = message_kinds(track, work.pop("after_part"))
+    return Lowered(track=track, message=kinds, parts=asked.parts, semantics=asked.semantics, **work)
 
 
 @cached(512)

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import gcd
-from typing import NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -217,24 +217,6 @@ class Groups:
     model: Group  # tensor- and pipeline-parallel ranks: one replica
 
 
-class _Split(NamedTuple):
-    """How a job's ranks share a micro-batch: the fields of ``RankShape`` except ``ep``, which is a degree."""
-
-    ep: int
-    expert_tp: int
-    sequence_parallel: bool
-    vocab_parallel: bool
-    context_parallel: str
-    offload_share: float
-    scatter_p2p: bool
-    overlap_tp: str
-    overlap_ep: bool
-    dispatcher: str
-    recompute_modules: tuple[str, ...]
-    compute_share: float
-    tables: RankTables | None
-
-
 def _tables_of(job: Job) -> RankTables | None:
     return _rank_tables(job.model, job.sharding, job.table_ranks) if job.model.tables else None
 
@@ -252,32 +234,33 @@ def rank_shape(job: Job, compute_share: float = 0.0, semantics: ExecutionSemanti
     kernels = (semantics or semantics_of(job)).kernels
     p, batch = job.parallel, job.batch
     overlap = p.overlap_tp if p.tp > 1 else ""
-    split = _Split(
+    return _rank_shape(
+        (job.model, batch.micro_batch, batch.dtype, kernels),
+        layout_of(job),
         p.ep,
-        p.experts_tp,
-        p.sequence_parallel and p.tp > 1,
-        p.vocab_parallel,
-        p.context_parallel,
-        p.offload_activations * (p.offload_layers or job.model.total_layers) / job.model.total_layers,
-        p.scatter_p2p and p.tp > 1 and p.pp > 1 and p.zero_stage < 3 and not p.sequence_parallel,
-        overlap,
-        p.overlap_ep,
-        p.dispatcher if p.ep > 1 else "alltoall",
-        tuple(sorted({*p.recompute_modules} - {"core_attn"})) if p.recompute == "selective" else (),
-        compute_share if overlap == "backward" else 0.0,  # copy engines transfer the chunks
-        _tables_of(job),
+        expert_tp=p.experts_tp,
+        sequence_parallel=p.sequence_parallel and p.tp > 1,
+        vocab_parallel=p.vocab_parallel,
+        context_parallel=p.context_parallel,
+        offload_share=p.offload_activations * (p.offload_layers or job.model.total_layers) / job.model.total_layers,
+        scatter_p2p=p.scatter_p2p and p.tp > 1 and p.pp > 1 and p.zero_stage < 3 and not p.sequence_parallel,
+        overlap_tp=overlap,
+        overlap_ep=p.overlap_ep,
+        dispatcher=p.dispatcher if p.ep > 1 else "alltoall",
+        recompute_modules=tuple(sorted({*p.recompute_modules} - {"core_attn"})) if p.recompute == "selective" else (),
+        compute_share=compute_share if overlap == "backward" else 0.0,  # copy engines transfer the chunks
+        tables=_tables_of(job),
     )
-    return _rank_shape(job.model, batch.micro_batch, batch.dtype, kernels, layout_of(job), split)
 
 
 @cached(4096)
 def _rank_shape(
-    model: ModelSpec, micro_batch: int, precision: str, kernels: KernelSemantics, layout: Layout, split: _Split
+    sizes: tuple[ModelSpec, int, str, KernelSemantics], layout: Layout, ep: int, *, expert_tp: int, **habits: Any
 ) -> RankShape:
-    tp = layout.group("tp")
-    habits = split._asdict()
-    ep = layout.part_of(REPLICAS if split.expert_tp == tp.size else ("tp", *REPLICAS), 1, habits.pop("ep"))
-    return RankShape(model, micro_batch, precision, kernels, tp=tp, cp=layout.group("cp"), ep=ep, **habits)
+    """Equal shapes are one object, because they are keys of caches."""
+    tp, cp = layout.group("tp"), layout.group("cp")
+    group = layout.part_of(REPLICAS if expert_tp == tp.size else ("tp", *REPLICAS), 1, ep)
+    return RankShape(*sizes, tp=tp, cp=cp, ep=group, expert_tp=expert_tp, **habits)
 
 
 def groups_of(job: Job) -> Groups:

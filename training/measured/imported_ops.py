@@ -180,12 +180,6 @@ def _between(steps: Sequence[HostStep]) -> tuple[float, tuple[float, ...], float
     return scale, tuple(gaps), rest
 
 
-def step_seconds(costs: HostCalls, calls: Sequence[str], ops: Sequence[Op], phases: Sequence[int]) -> float:
-    """Seconds of a step of consecutive calls."""
-    counts = np.bincount(np.asarray(phases, dtype=np.int64), minlength=len(PHASES))
-    return float(costs.seconds(calls, ops, phases).sum() + counts @ np.array(costs.gaps_s) + costs.step_s)
-
-
 LEAST_S = 5e-5  # of a call that is compared: shorter ones are mostly the profiler's own time
 LEAST_RUNS = 3  # for holding some back; fewer runs teach one factor
 PRIOR = 0.5  # of the median family's seconds, which draw a family's factor to that of all calls

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
@@ -310,8 +309,7 @@ class Prediction:
 
     def timeline(self, level: str = "segment") -> dict[str, Any]:
         """Chrome trace events, for ui.perfetto.dev; ``level``: ``segment`` (a pass of a stage) or ``op``."""
-        events: dict[str, Any] = json.loads(b"".join(self.timeline_json(level)))
-        return events
+        return self.simulation.timeline(level, self._scale)
 
     def timeline_json(self, level: str = "segment") -> Iterator[bytes]:
         """The timeline as pieces of JSON, to be written to a file."""

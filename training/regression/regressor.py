@@ -63,12 +63,6 @@ class SignatureRows:
         """Identity of a row."""
         return (self.kinds[index], tuple(self.positions[index].round(6).tolist()), float(self.busy[index]))
 
-    def by_kind(self) -> dict[str, NDArray[np.int64]]:
-        return rows_by(self.kinds)
-
-    def by_family(self) -> dict[str, NDArray[np.int64]]:
-        return rows_by(self.families)
-
     def places(self, index: NDArray[np.int64]) -> Array:
         """Positions of rows of one kind, with the busy devices as the last axis, ``(len(index), axes + 1)``."""
         return np.array([np.append(self.positions[i], np.log(self.busy[i])) for i in index], float)
@@ -99,7 +93,7 @@ class Regressor(Saved):
     def seconds(self, rows: SignatureRows) -> Array:
         """Seconds of each row; NaN for kinds that were not measured."""
         log_seconds = self.log_without_neighbours(rows)
-        for kind, index in rows.by_kind().items():
+        for kind, index in rows_by(rows.kinds).items():
             if kind in self.neighbours:
                 log_seconds[index] += self.neighbours[kind].log_factor(rows.places(index))
         return np.exp(log_seconds)
@@ -113,7 +107,7 @@ class Regressor(Saved):
     def log_without_neighbours(self, rows: SignatureRows) -> Array:
         """Logarithm of the seconds by physics and trees, ``(rows,)``; NaN for kinds that were not measured."""
         log_seconds = np.full(len(rows), np.nan)
-        for kind, index in rows.by_kind().items():
+        for kind, index in rows_by(rows.kinds).items():
             if kind not in self.physics:
                 continue
             log_seconds[index] = np.log(self.physics[kind].seconds(rows.terms[index], rows.busy[index]))
@@ -195,7 +189,7 @@ def fit_regressor(
     support: dict[str, Support] = {}
     errors: dict[str, float] = {}
     left_out: dict[Key, float] = {}
-    for family, index in rows.by_family().items():
+    for family, index in rows_by(rows.families).items():
         own, measured = rows.take(index), seconds[index]
         share, length = 1.0, LENGTHS[0]
         if judged or len(own) < MANY_ROWS:
@@ -210,14 +204,14 @@ def fit_regressor(
         support |= fitted.support
         if len(own) < MANY_ROWS:
             residual = np.log(measured) - fitted.log_without_neighbours(own)
-            neighbours |= {k: fit_neighbours(own.places(i), residual[i], length) for k, i in own.by_kind().items()}
+            neighbours |= {k: fit_neighbours(own.places(i), residual[i], length) for k, i in rows_by(own.kinds).items()}
     busy = (float(rows.busy.min()), float(rows.busy.max())) if len(rows) else (1.0, 1.0)
     return Regressor(physics, trees, neighbours, support, busy, errors, left_out)
 
 
 def _fit_physics(rows: SignatureRows, seconds: Array, bounds: Mapping[str, Bounds]) -> Regressor:
     """Physics of one family, and its support."""
-    kinds = rows.by_kind()
+    kinds = rows_by(rows.kinds)
     physics = {k: fit_physics(rows.terms[i], rows.busy[i], seconds[i], bounds[k]) for k, i in kinds.items()}
     support = {kind: Support.of(np.array([rows.positions[i] for i in index])) for kind, index in kinds.items()}
     return Regressor(physics, {}, {}, support)
@@ -255,8 +249,8 @@ def _choose(rows: SignatureRows, seconds: Array, bounds: Mapping[str, Bounds], s
                 off[share, lengths[0]][test[known]] = predicted[known] - np.log(seconds[test[known]])
                 continue
             residual = np.log(seconds[train]) - fitted.log_without_neighbours(kept)
-            kinds = kept.by_kind()
-            for kind, index in left_out.by_kind().items():
+            kinds = rows_by(kept.kinds)
+            for kind, index in rows_by(left_out.kinds).items():
                 if kind not in kinds:
                     continue
                 places, near = left_out.places(index), kept.places(kinds[kind])
