@@ -16,6 +16,7 @@ from stepsight.dataset.job.rules import MOST_DEVICES
 from stepsight.dataset.job.specs import SECTIONS
 
 MOST_NUMBER = 2**63
+WHOLE = re.compile("[0-9]{1,18}").fullmatch  # whether a text is a whole number that int takes
 WITH_TABLES = (".json", ".toml", ".yaml", ".yml")
 # Keys that are filled in where they are 0, so that a configuration's own 0 must be refused before.
 _OPEN_AT_0 = (

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import shlex
 
-from stepsight.dataset.configs.drafts import Reading
+from stepsight.dataset.configs.drafts import WHOLE, Reading
 from stepsight.dataset.configs.key_table import ConfigText, JobView, Row, even_stages, read_rows, rows_of
 from stepsight.dataset.configs.megatron_model import MODEL_ROWS, MOST_STAGES, stages_of_layout
 from stepsight.dataset.job.job import Job
@@ -228,7 +228,7 @@ def _read_batch(reading: Reading) -> None:
     steps = reading.word("step_batch_size_schedule").replace(";", " ").split()
     if reading.get("batch.global_batch") is None:
         size = steps[-1].rpartition(":")[2] if steps else ""
-        if size.isdigit():
+        if WHOLE(size):
             reading.map("batch.global_batch", int(size))
         elif reading.get("batch.micro_batch") is not None:
             reading.assume("run.accumulation", 1)

@@ -9,11 +9,11 @@ import re
 
 from stepsight.dataset.base.errors import JobError
 from stepsight.dataset.configs.documents import facts
-from stepsight.dataset.configs.drafts import Reading
+from stepsight.dataset.configs.drafts import WHOLE, Reading
 from stepsight.dataset.configs.key_table import JobView, rows_of
 
 MOST_STAGES = 10_000
-_REPEATED = re.compile(r"\(([^()]*)\)(?:\*(\d+))?|([A-Za-z|])\*(\d+)")
+_REPEATED = re.compile(r"\(([^()]*)\)(?:\*(\d{1,9}))?|([A-Za-z|])\*(\d{1,9})")
 _BACKENDS = {"flash-1": "flash", "flash-2": "flash", "flash-3": "fused"}
 
 
@@ -38,7 +38,7 @@ def read_expert_layers(reading: Reading) -> None:
     text = frequency if isinstance(frequency, str) else repr(frequency)
     if frequency is None or text.strip() in ("0", "1"):
         return
-    if text.strip().isdigit():
+    if WHOLE(text.strip()):
         reading.map("model.moe_every", int(text))
         return
     plain = re.sub(r"[\s,'\"+]", "", text).replace("[", "(").replace("]", ")")

@@ -11,7 +11,7 @@ from stepsight.dataset.base.errors import JobError
 from stepsight.dataset.base.files import parse_json
 from stepsight.dataset.configs.accelerate import DEEPSPEED_MARKS, read_deepspeed
 from stepsight.dataset.configs.documents import facts, flat, read_source
-from stepsight.dataset.configs.drafts import ConfigFile, Draft, Reading, Unknown
+from stepsight.dataset.configs.drafts import WHOLE, ConfigFile, Draft, Reading, Unknown
 from stepsight.dataset.configs.key_table import Row
 from stepsight.dataset.configs.megatron import read_megatron
 from stepsight.dataset.configs.shell_scripts import ShellScript, read_script
@@ -149,7 +149,7 @@ def launches(script: ShellScript, pick: str = "") -> tuple[dict[tuple[str, ...],
     for words, place in zip(script.commands, script.places, strict=True):
         if {"--num-layers", "--hidden-size"} & {word.partition("=")[0] for word in words}:
             found.setdefault(tuple(words), []).append(place)
-    if pick and not (pick.isdecimal() and 1 <= int(pick) <= len(found)):
+    if pick and not (WHOLE(pick) and 1 <= int(pick) <= len(found)):
         raise JobError(f"pick must be the number of a launch, from 1 to {len(found)}, got {pick!r:.80}")
     counts = list(map(_options, found))
     return found, int(pick) - 1 if pick else counts.index(max(counts, default=0)) if found else 0
@@ -170,15 +170,14 @@ def _reading_of_script(script: ShellScript, draft: Draft, pick: str) -> Reading:
     found, number = launches(script, pick)
     if len(found) > 1:
         draft.ignore(f"{len(found)} launches: number {number + 1} is read, --pick NUMBER reads another one")
-    options = _options
-    words = list([*found][number]) if found else max(script.commands, key=options, default=[])
+    words = list([*found][number]) if found else max(script.commands, key=_options, default=[])
     if "--num-layers" not in words and "--hidden-size" not in words:
         held = (value.split() if isinstance(value, str) else value for value in script.variables.values.values())
-        longest = max(held, key=options, default=[])
-        if options(longest) > options(words):
+        longest = max(held, key=_options, default=[])
+        if _options(longest) > _options(words):
             model = script.variables.values.get("HF_MODEL_CKPT") or script.variables.values.get("TOKENIZER_MODEL")
             words = [*longest, *(["--tokenizer-name-or-path", model] if model and isinstance(model, str) else [])]
-    if not options(words):
+    if not _options(words):
         raise JobError("a script must hold a command with options of Megatron-LM, as --num-layers, got none")
     stated = {canonical(flag, 0)[0] for flag, _ in _flags([*script.batch_options, *words])}
     for setting, names in _VARIABLES.items():  # where only the script's variables state the size of the cluster

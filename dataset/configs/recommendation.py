@@ -13,7 +13,7 @@ from typing import Any
 
 from stepsight.dataset.base.errors import JobError
 from stepsight.dataset.configs.documents import facts, read_source
-from stepsight.dataset.configs.drafts import ConfigFile, Draft
+from stepsight.dataset.configs.drafts import WHOLE, ConfigFile, Draft
 from stepsight.dataset.configs.key_table import ConfigText
 from stepsight.dataset.job.job import Job
 from stepsight.dataset.job.sharding import placements_of
@@ -48,7 +48,7 @@ def read_flags(file: ConfigFile, draft: Draft) -> None:
         return next(((name, flags[name]) for name in _FLAGS[what] if flags.get(name)), ("", ""))
 
     (rows_flag, rows), (_, width), (_, pooled) = first("rows"), first("dim"), first("pooling")
-    if not rows or "$" in rows or not width.isdecimal():
+    if not rows or "$" in rows or not WHOLE(width):
         raise JobError(f"a DLRM's flags must state rows and width of its tables, got {rows!r:.80} and {width!r:.40}")
     sizes, hot = _sizes(rows, rows_flag), _sizes(pooled, "multi_hot_sizes") if pooled else [1]
     hot = hot * len(sizes) if len(hot) == 1 else hot
@@ -69,7 +69,7 @@ def read_flags(file: ConfigFile, draft: Draft) -> None:
         model["interaction"], words["interaction"] = "dcn-v2" if "dcn" in interaction else "dot", f"--{flag}"
     for key in ("cross_layers", "cross_rank", "dense_features"):
         flag, value = first(key)
-        if value.isdecimal():
+        if WHOLE(value):
             model[key], words[key] = int(value), f"--{flag}"
     _fill(draft, model, words)
     _read_batch(draft, flags)
@@ -80,7 +80,7 @@ def read_flags(file: ConfigFile, draft: Draft) -> None:
 def _read_batch(draft: Draft, flags: Mapping[str, str]) -> None:
     flag = "mini_batch_size" if flags.get("mini_batch_size") else "batch_size"
     of_rank = flag == "batch_size" and "num_embeddings_per_feature" in flags  # NVIDIA's flag is of all devices
-    if flags.get(flag, "").isdecimal():
+    if WHOLE(flags.get(flag, "")):
         draft.map("batch.micro_batch" if of_rank else "batch.global_batch", int(flags[flag]), f"--{flag}")
     draft.map("run.accumulation", 1, "a step has one batch")
     if "amp" in flags or "bf16" in flags:

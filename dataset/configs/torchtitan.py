@@ -14,14 +14,14 @@ from typing import Any
 
 from stepsight.dataset.base.errors import JobError
 from stepsight.dataset.configs.documents import facts, flat, read_source, toml_text
-from stepsight.dataset.configs.drafts import ConfigFile, Draft, Reading
+from stepsight.dataset.configs.drafts import WHOLE, ConfigFile, Draft, Reading
 from stepsight.dataset.configs.key_table import ConfigText, JobView, Row, even_stages, read_rows, rows_of
 from stepsight.dataset.configs.torchtitan_models import flavor_of, flavor_sizes, flavors, registry_settings
 from stepsight.dataset.job.job import Job
 from stepsight.dataset.job.rules import MOST_LAYERS
 
 _SCHEDULES: Mapping[str, list[Any]] = facts()["torchtitan_code"]["schedules"]
-_PRESET = re.compile(r"preset for (\d+) (\w+) GPUs?")  # a comment in the published files
+_PRESET = re.compile(r"preset for (\d{1,9}) (\w+) GPUs?")  # a comment in the published files
 _DEVICES = {"a100": "a100-sxm-80gb", "h100": "h100-sxm-80gb", "h200": "h200-sxm-141gb", "b200": "b200-sxm-180gb"}
 
 
@@ -124,11 +124,7 @@ def _write_tensor_parallel(view: JobView) -> None:
 
 
 def _read_pipeline(reading: Reading) -> None:
-    pp, layers, less = (
-        reading.degree("pp"),
-        reading.get("model.layers"),
-        _in("pipeline_parallel_{}_stage_less_layers")[0],
-    )
+    pp, layers = reading.degree("pp"), reading.get("model.layers")
     word = reading.word(*_in("pipeline_parallel_schedule")) or "1F1B"
     known = {name.lower(): schedule for name, schedule in _SCHEDULES.items()}
     schedule, chunks = known.get(word.lower().replace(" ", ""), ("", 1))
@@ -137,14 +133,15 @@ def _read_pipeline(reading: Reading) -> None:
     reading.map("parallel.schedule", schedule)
     if not layers:
         return
-    weights = [reading.number(less.format(end)) for end in ("first", "last")]
+    ends = (f"parallelism.pipeline_parallel_{end}_stage_less_layers" for end in ("first", "last"))
+    weights = [reading.number(end) for end in ends]
     weights = [1 if weight is None else weight for weight in weights]
     each = reading.positive("parallelism.pipeline_parallel_layers_per_stage")
     splits = reading.take(*_in("pipeline_parallel_split_points"))
     parts = reading.take("parallelism.module_fqns_per_model_part")
     if isinstance(splits, list) and splits:
         places = [str(split).rpartition(".")[2] for split in splits]
-        if not all(place.isdecimal() for place in places):
+        if not all(map(WHOLE, places)):
             raise JobError(f"pipeline_parallel_split_points must name layers, as layers.4, got {splits!r:.80}")
         counts = [after - before for before, after in pairwise([0, *map(int, places), layers])]
     elif isinstance(parts, list) and parts:
@@ -254,7 +251,7 @@ def _read_recompute(reading: Reading) -> None:
         reading.assume("parallel.recompute", "selective", f"a job has no activation_checkpoint.mode {mode}")
         return
     option = reading.word("activation_checkpoint.selective_ac_option") or "2"
-    if option.isdecimal():
+    if WHOLE(option):
         reading.map("parallel.recompute", "full")
         reading.map("parallel.recompute_every", int(option), "activation_checkpoint.selective_ac_option")
     elif option == "op":

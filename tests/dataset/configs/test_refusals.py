@@ -117,3 +117,25 @@ def test_blank_lines_before_a_script_take_no_time(tmp_path: Path) -> None:
     (tmp_path / "run.sh").write_text("\n" * 300 + "# a comment\n" * 300 + "echo\n")
     with pytest.raises(JobError, match="options of Megatron-LM"):
         read_configs([tmp_path / "run.sh"])
+
+
+@pytest.mark.parametrize("number", ["9" * 5000, "\u00b2"], ids=["long", "superscript"])
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("a.txt", "--num-layers 2 --hidden-size 64 --num-attention-heads 2 --num-experts 4 --moe-layer-freq {}"),
+        ("a.txt", "--num-layers 2 --hidden-size 64 --num-attention-heads 2 --step-batch-size-schedule 0:{}"),
+        ("a.txt", "--num-layers 2 --hidden-size 64 --num-attention-heads 2 --moe-layer-freq [1]*{} --num-experts 4"),
+        ("a.sh", "dlrm_main.py --embedding_dim {} --num_embeddings_per_feature 9"),
+        ("a.sh", "dlrm_main.py --embedding_dim 4 --num_embeddings_per_feature 9 --batch_size {} --dcn_num_layers {}"),
+        ("a.toml", '# preset for {} H100 GPUs\n[model]\nflavor = "8B"\n[training]\nseq_len = 8\n'),
+        ("a.toml", '[model]\nflavor = "8B"\n[activation_checkpoint]\nmode = "selective"\nselective_ac_option = "{}"\n'),
+    ],
+)
+def test_digits_that_are_no_number(name: str, text: str, number: str, tmp_path: Path) -> None:
+    """Each is refused or listed in short words: digits that Python does not take as a number, or too many of them."""
+    (tmp_path / name).write_text(text.replace("{}", number))
+    try:
+        read_configs(tmp_path / name)
+    except JobError as error:
+        assert len(str(error)) < 1000
