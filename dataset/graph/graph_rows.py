@@ -9,18 +9,20 @@ from numpy.typing import NDArray
 
 from stepsight.dataset.base.files import digest
 from stepsight.dataset.graph.columns import NODE_KINDS, Dependency, Floats, Ints, NodeArrays
-from stepsight.dataset.graph.graph_schema import (
+from stepsight.dataset.graph.graph_table import (
     EDGE_NUMBERS,
     NUMBERS,
     RENDEZVOUS,
     WORK_TYPES,
+    GraphTable,
+    Key,
+    Rows,
     edge_types,
     kind_names,
     node_numbers,
     signatures,
     work_numbers,
 )
-from stepsight.dataset.graph.graph_table import GraphTable, Key, Rows
 from stepsight.dataset.graph.relations import RELATIONS, positions, relation_pairs
 
 About = dict[str, list[Any]]

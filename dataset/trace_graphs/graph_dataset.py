@@ -11,8 +11,15 @@ from typing import Any
 from stepsight.dataset.base.caching import without_collection
 from stepsight.dataset.base.errors import TraceError, printable
 from stepsight.dataset.base.files import digest, digest_files, new_folder, preset, read_json, write_json, write_text
-from stepsight.dataset.graph.graph_schema import DTYPES, EDGE_NUMBERS, NUMBERS, TARGETS, edge_types, kind_names
-from stepsight.dataset.graph.graph_table import GraphTable
+from stepsight.dataset.graph.graph_table import (
+    DTYPES,
+    EDGE_NUMBERS,
+    NUMBERS,
+    TARGETS,
+    GraphTable,
+    edge_types,
+    kind_names,
+)
 from stepsight.dataset.graph.program import NODE_KINDS, Program
 from stepsight.dataset.job.job import Job
 from stepsight.dataset.runs.run_folder import (

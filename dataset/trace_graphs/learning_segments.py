@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 
 from stepsight.dataset.graph.columns import Floats, Ints
-from stepsight.dataset.graph.graph_schema import NUMBERS, WORK_TYPES, edge_types, kind_names, work_of
-from stepsight.dataset.graph.graph_table import GraphTable, Rows
+from stepsight.dataset.graph.graph_table import NUMBERS, WORK_TYPES, GraphTable, Rows, edge_types, kind_names, work_of
 from stepsight.dataset.graph.program import Dependency, Program
 from stepsight.dataset.graph.rank_trace import TracedSegment
 from stepsight.dataset.kinds.op import Collective, Op

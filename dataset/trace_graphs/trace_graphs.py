@@ -11,8 +11,7 @@ from torch_geometric.data import HeteroData, InMemoryDataset
 
 from stepsight.dataset.base.errors import StepsightError, TraceError
 from stepsight.dataset.base.files import new_folder
-from stepsight.dataset.graph.graph_schema import EDGE_NUMBERS
-from stepsight.dataset.graph.graph_table import GraphTable
+from stepsight.dataset.graph.graph_table import EDGE_NUMBERS, GraphTable
 from stepsight.dataset.trace_graphs.graph_dataset import read_index
 
 SPLITS = ("run", "model", "strategy", "scale", "hardware")

@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stepsight.dataset.base.errors import TraceError
-from stepsight.dataset.graph.graph_schema import NUMBERS, kind_names, work_of
+from stepsight.dataset.graph.graph_table import NUMBERS, kind_names, work_of
 from stepsight.dataset.graph.program import PHASES
 from stepsight.dataset.graph.rank_trace import TracedSegment
 from stepsight.dataset.hardware.hardware import reported_devices

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from torch_geometric.data import Batch, InMemoryDataset
 
 from stepsight.dataset import TraceGraphs
-from stepsight.dataset.graph.graph_schema import WORK_TYPES, edge_types
+from stepsight.dataset.graph.graph_table import WORK_TYPES, edge_types
 from stepsight.dataset.graph.program import Program
 from stepsight.dataset.graph.rank_trace import TracedSegment
 from stepsight.dataset.graph.relations import CONCURRENT, RELATIONS
