@@ -45,6 +45,12 @@ class Measured(NamedTuple):
     node: Ints  # place in the rank's graph, or in the segment
     call: Ints  # index of the graph's calls
 
+    @classmethod
+    def of(cls, program: NodeArrays, alone: Floats, launch: Floats, beside: Floats, call: Ints) -> Measured:
+        """Nodes with the program's own times, each in its place."""
+        times = (program.duration_s, program.start_s, program.end_s)
+        return cls(alone, *times, launch, beside, np.arange(len(program)), call)
+
 
 class Pairs(NamedTuple):
     """Edges, ``(e,)`` each."""
@@ -73,16 +79,7 @@ def listed_pairs(program: NodeArrays) -> Pairs:
 def program_table(program: NodeArrays, alone: Floats, busy: int = 1, hardware: str = "") -> GraphTable:
     """A program of ``n`` nodes as a segment; ``alone``, ``(n,)``: seconds of each on its own, NaN: unknown."""
     count = len(program)
-    measured = Measured(
-        alone=alone,
-        seconds=program.duration_s,
-        start_s=program.start_s,
-        end_s=program.end_s,
-        launch=np.zeros((count, 2)),
-        beside=np.zeros(count),
-        node=np.arange(count),
-        call=np.full(count, -1),
-    )
+    measured = Measured.of(program, alone, np.zeros((count, 2)), np.zeros(count), np.full(count, -1))
     values = {"scope": "segment", "segment": program.label, "rank": program.rank, "busy": busy, "hardware": hardware}
     values |= {"step": 0, "micro_batch": 0, "stage": 0, "wait_s": 0.0, "span_s": 0.0, "events": 0.0, "calls": []}
     about = {name: [value] for name, value in values.items()}
@@ -204,14 +201,10 @@ class GraphRows:
         moved = work_numbers(self._program.works)[nodes["work"][source], 1]
         position, same = positions(nodes["stream"]), nodes["stream"][source] == nodes["stream"][target]
         distance = np.where(same, position[target] - position[source], 0)
-        since = self._bytes_since(source, target)
-        return np.stack([shared, moved, distance, delay_s, since], axis=1).astype(np.float32)
-
-    def _bytes_since(self, source: Ints, target: Ints) -> Floats:
-        """Logarithm of the bytes that nodes between the source and the target move, in their order: reuse distance."""
         each = np.array([*(float(work.num_bytes) for work in self._program.works), 0.0])
-        upto = np.concatenate([[0.0], np.cumsum(each[self._program.columns["work"]])])
-        return np.asarray(np.log1p(np.maximum(upto[target] - upto[source + 1], 0.0)))
+        upto = np.concatenate([[0.0], np.cumsum(each[nodes["work"]])])
+        since = np.log1p(np.maximum(upto[target] - upto[source + 1], 0.0))  # reuse distance: bytes that move between
+        return np.stack([shared, moved, distance, delay_s, since], axis=1).astype(np.float32)
 
 
 def _digest(table: GraphTable, place: int) -> str:

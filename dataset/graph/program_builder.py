@@ -33,10 +33,7 @@ class ProgramBuilder:
 
     def last(self, stream: str) -> int | None:
         """Index of the newest node on a stream."""
-        for index in range(len(self._nodes) - 1, -1, -1):
-            if self._nodes[index].stream == stream:
-                return index
-        return None
+        return next((index for index in reversed(range(len(self._nodes))) if self._nodes[index].stream == stream), None)
 
     def build(self) -> Program:
         return Program(tuple(self._nodes), tuple(self._edges), self._label)

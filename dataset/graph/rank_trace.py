@@ -240,7 +240,7 @@ class _View:
         inside = np.searchsorted(bounds[:, 0], self.issue, "right") - 1
         inside[(inside >= 0) & (self.issue >= bounds[inside, 1])] = -1
         about = zip(self.works, self.streams, nodes["name"][self.place].tolist(), strict=True)
-        edges = (*self._edges(), *self._data_edges())
+        edges = (*self._edges(), *((b, a, Dependency.DATA) for b, a in self._between(Dependency.DATA)))
         program = Program(tuple(Node(work, stream, graph.names[name]) for work, stream, name in about), edges)
         idle, step_s = merge(self.waits), 1e-9 * np.diff(self.steps).reshape(-1)
         slot, wait, tail, num_events = self._slots(bounds, inside, idle)
@@ -299,23 +299,18 @@ class _View:
         last = max(self.end[node] for node in between if node >= losses[0] and not is_message(self.works[node]))
         return replace(span, end_s=max(span.end_s, min(limit, last)))
 
-    def _data_edges(self) -> list[tuple[int, int, Dependency]]:
-        """Of the graph, between two nodes of the program."""
-        known = self.graph.edge_columns["why"] == WHY_NUMBER[Dependency.DATA]
+    def _between(self, why: Dependency) -> list[tuple[int, int]]:
+        """Edges of the graph of one kind between two nodes of the program."""
+        known = self.graph.edge_columns["why"] == WHY_NUMBER[why]
         before, after = (self.node[self.graph.edge_columns[name][known]].tolist() for name in ("source", "target"))
-        pairs = sorted({(b, a) for b, a in zip(before, after, strict=True) if 0 <= b < a})
-        return [(b, a, Dependency.DATA) for b, a in pairs]
+        return sorted({(b, a) for b, a in zip(before, after, strict=True) if 0 <= b < a})
 
     def _edges(self) -> tuple[tuple[int, int, Dependency], ...]:
         """Synchronisation of a device as its graph tells it, of a host as its thread issues it.
 
         On a host, the newest awaited work precedes what comes next.
         """
-        edges: list[tuple[int, int]] = []
-        if not self.hosted:
-            waiting = self.graph.edge_columns["why"] == WHY_NUMBER[Dependency.SYNCHRONISATION]
-            before, after = (self.node[self.graph.edge_columns[name][waiting]] for name in ("source", "target"))
-            edges = sorted({(b, a) for b, a in zip(before.tolist(), after.tolist(), strict=True) if 0 <= b < a})
+        edges = [] if self.hosted else self._between(Dependency.SYNCHRONISATION)
         ends: dict[int, float] = {}
         for node, end in zip(self.awaited.tolist(), self.waits[:, 1].tolist(), strict=True):
             ends[node] = max(end, ends.get(node, 0.0))

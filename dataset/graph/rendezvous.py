@@ -36,13 +36,9 @@ def numbered_alike(graphs: Sequence[Program]) -> list[Meeting]:
             name, ranks = graph.groups[group]
             if not ranks or graph.rank in ranks:
                 found.setdefault((name, ranks, number), {})[place] = node
-    return [members for members in found.values() if len(members) > 1 and _alike(graphs, members)]
-
-
-def _alike(graphs: Sequence[Program], members: Meeting) -> bool:
-    """Whether all ranks have the same collectives: in trimmed traces, equal numbers may name different ones."""
-    works = {graphs[place].kind_of(node) for place, node in members.items()}
-    return len(works) == 1
+    several = [members for members in found.values() if len(members) > 1]
+    # in trimmed traces, equal numbers may name different ones
+    return [each for each in several if len({graphs[place].kind_of(node) for place, node in each.items()}) == 1]
 
 
 def clock_offsets(graphs: Sequence[Program], met: Sequence[Meeting]) -> list[float]:

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+from stepsight.dataset.base.files import preset
 from stepsight.dataset.kinds.call_dims import CALLS, Args, Dims, DimsOf, attention, literal_of, named_calls, shape_of
 from stepsight.dataset.kinds.kind_table import OpKind
 
@@ -202,21 +203,9 @@ _CONVOLUTIONS = (
 _ATTENTION = ("batch", "heads", "kv_heads", "q_len", "kv_len", "head_dim", "causal")
 _LATENT = ("batch", "heads", "q_len", "kv_len", "qk_dim", "v_dim", "causal")  # as many keys as queries
 
-# PyTorch's calls by the place of their argument ``causal``, and those of FlashAttention itself.
-_FORWARD = named_calls(
-    "_scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_flash_attention",
-    attention(0, 4),
-    ("_scaled_dot_product_efficient_attention _scaled_dot_product_cudnn_attention", attention(0, 6)),
-    ("_scaled_dot_product_attention_math _scaled_dot_product_fused_attention_overrideable", attention(0, 5)),
-    ("flash_attn::_flash_attn_forward", attention(0, 5, heads_first=False)),
-)
-_BACKWARD = named_calls(
-    "_scaled_dot_product_flash_attention_for_cpu_backward",
-    attention(1, 7),
-    ("_scaled_dot_product_flash_attention_backward", attention(1, 11)),
-    ("_scaled_dot_product_efficient_attention_backward", attention(1, 11)),
-    ("_scaled_dot_product_cudnn_attention_backward", attention(1, 14)),
-    ("flash_attn::_flash_attn_backward", attention(1, 11, heads_first=False)),
+_FORWARD, _BACKWARD = (
+    {name: attention(*given) for name, given in calls.items()}
+    for calls in preset("trace_names.toml")["attention"].values()
 )
 
 

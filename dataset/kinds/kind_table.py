@@ -15,9 +15,8 @@ from typing import Any, Literal, NoReturn, Protocol, TypeVar, get_args
 
 from stepsight.dataset.base.errors import StepsightError, shorten
 from stepsight.dataset.base.registry import Registry, check_takes, instance_of
+from stepsight.dataset.kinds.call_dims import Args, Dims
 
-Args = Mapping[str, Any]  # of a call in a profiler's trace: "Input Dims", "Concrete Inputs", …
-Dims = tuple[int, ...]
 Bound = Literal["compute", "memory", "host_memory", "host_link", "host"]
 
 STREAMED = "add"  # base of streaming kinds: an addition that moves as many bytes
@@ -116,14 +115,6 @@ def check_record(record: Any, noun: str, choices: Mapping[str, Any], rules: Iter
     object.__setattr__(record, "code", code_of(record.name, record.code))
 
 
-def _nothing(*dims: int) -> float:
-    return 0.0
-
-
-def _same(*dims: int) -> Dims:
-    return dims
-
-
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
 class OpKind:
     """Properties of one kind of op: the meaning of its dims, its cost, and its names in libraries.
@@ -172,7 +163,7 @@ class OpKind:
     code: int = -1
     flags: tuple[str, ...] = ()
     in_harness: bool = True
-    units: Callable[..., float] = _nothing
+    units: Callable[..., float] = lambda *dims: 0.0
     operands: Callable[..., tuple[float, float, float]] | None = None
     keeps_second_operand: bool = False
     grid: Callable[..., tuple[int, int, int]] | None = None
@@ -180,7 +171,7 @@ class OpKind:
     padded: str = ""
     streams: bool = False
     base: str = STREAMED
-    base_dims: Callable[..., Dims] = _same
+    base_dims: Callable[..., Dims] = lambda *dims: dims
     reads_saved: bool = True
     weight_gradient: bool = False
     slept: bool = True

@@ -39,16 +39,8 @@ def _steps(graphs: Sequence[Program], place: int, met: Sequence[Meeting]) -> Gra
         ops = np.flatnonzero((owner == each) & (graph.columns["kind"] == OP))
         used, call[ops] = np.unique(names[ops], return_inverse=True)
         calls[each] = [graph.names[name] for name in used.tolist()]
-    measured = Measured(
-        alone=_seconds_alone(graph),
-        seconds=graph.duration_s,
-        start_s=graph.start_s,
-        end_s=graph.end_s,
-        launch=launch_times(graph),
-        beside=beside_collectives(graph.columns["kind"], graph.start_s, graph.end_s),
-        node=np.arange(len(graph)),
-        call=call,
-    )
+    beside = beside_collectives(graph.columns["kind"], graph.start_s, graph.end_s)
+    measured = Measured.of(graph, _seconds_alone(graph), launch_times(graph), beside, call)
     one, other = concurrent_pairs(graph, _NEAREST)
     edges = graph.edge_columns
     pairs = Pairs(

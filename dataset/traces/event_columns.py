@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass, field
 from itertools import islice
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -253,8 +254,7 @@ class RankEvents:
             for number, each in zip(numbers, args, strict=True)
         ]
         thread = [threads[event.pid, event.tid] for event in events]
-        more = ([each.sequence for each in args], [each.record for each in args], [each.external for each in args])
-        self._ops.add(events, numbers, signature, thread, *more)
+        self._ops.add(events, numbers, signature, thread, *_listed(args, "sequence", "record", "external"))
 
     def _numbers(self, events: list[Event]) -> list[int]:
         """Numbers of the events' names."""
@@ -285,8 +285,7 @@ class RankEvents:
         threads = self._threads
         args = args_of(CallArgs, events)
         thread = [threads[event.pid, event.tid] for event in events]
-        more = ([each.correlation for each in args], [each.external for each in args])
-        self._runtime.add(events, self._numbers(events), thread, *more)
+        self._runtime.add(events, self._numbers(events), thread, *_listed(args, "correlation", "external"))
 
     def _add_kernels(self, events: list[Event]) -> None:
         kernels, streams = self._kernels, self._streams
@@ -300,12 +299,7 @@ class RankEvents:
             kernel.append(kernels[event.cat, event.name, launch])
             device = event.pid if each.device is UNSET else each.device
             stream.append(streams[device, event.tid if each.stream is UNSET else each.stream])
-        more = (
-            [each.correlation for each in args],
-            [each.external for each in args],
-            [each.num_bytes for each in args],
-        )
-        self._device.add(events, kernel, stream, *more)
+        self._device.add(events, kernel, stream, *_listed(args, "correlation", "external", "num_bytes"))
 
     def _stretch(self, event: Event) -> Annotation:
         if event.ts is UNSET or event.dur is UNSET:
@@ -331,6 +325,10 @@ def well_formed(path: Path) -> Iterator[None]:
         raise
     except (ValueError, KeyError, TypeError, IndexError, AttributeError, OverflowError) as error:
         raise TraceError(f"{path} must hold well-formed events, got {type(error).__name__}: {error}") from None
+
+
+def _listed(args: Sequence[Any], *names: str) -> list[list[Any]]:
+    return [list(map(attrgetter(name), args)) for name in names]
 
 
 def _sizes(args: OpArgs) -> tuple[bytes, ...]:

@@ -62,10 +62,8 @@ def one_run(path: Path, verb: str, *, traced: bool = False) -> Path:
 def measured_step(folder: Path) -> float:
     """Median seconds of a run's steps without a profiler; 0 if none was timed."""
     if is_imported(folder):
-        timed = [seconds for steps in read_imported(folder).rounds for seconds in steps]
-    else:
-        timed = list(read_manifest(folder).step_seconds)
-    return statistics.median(timed) if timed else 0.0
+        return read_imported(folder).timed_s
+    return statistics.median(read_manifest(folder).step_seconds or (0.0,))
 
 
 @dataclass(frozen=True, eq=False)
