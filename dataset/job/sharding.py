@@ -53,7 +53,8 @@ class TablePlacement:
         return max(len(self.ranks), 1)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@hashed_once  # amounts of shards are remembered by it, and it may hold thousands of placements
+@dataclass(frozen=True, kw_only=True)
 class ShardingSpec:
     """How ranks share the embedding tables of a ``dlrm``; the dense part is replicated.
 
@@ -376,7 +377,7 @@ def _greedy(
 ) -> tuple[float, tuple[TablePlacement, ...]]:
     """Seconds and placements; each table, those with most work first, is placed where a mean over ranks is least."""
     stated = {place.name: place for place in spec.tables}
-    names, capacity = table_names(tables), _FILLED * ranks.memory_bytes if ranks.memory_bytes else math.inf
+    names, capacity = table_names(tables), _FILLED * ranks.memory_bytes or math.inf
     work = [shard_amounts(table, TABLE, 1, spec.location, ranks, spec)[MOVED] for table in tables]
     loads, found = np.zeros((ranks.num, QUANTITIES)), dict[int, TablePlacement]()
     for at in sorted(range(len(tables)), key=lambda at: (names[at] not in stated, -work[at], at)):

@@ -23,7 +23,6 @@ from stepsight.experiments.search.strategies import Grid
 from stepsight.experiments.studies.study import Row, Study, cases
 
 MOST_DRAWN = 100
-OF_LLAMA = ("mixtral", "deepseek")
 CLUSTERS = {"a100-sxm-80gb": "dgx-a100", "h100-sxm-80gb": "dgx-h100", "b200-sxm-180gb": "dgx-b200"}
 
 
@@ -42,7 +41,7 @@ def drawn_job(random: Random) -> Job:
     batch = {"micro_batch": 1, "global_batch": 8 * nodes * random.choice([1, 2, 4, 8]), "precision": "bf16"}
     return Job.from_dict(
         {
-            "model": {**model, "family": "llama" if name in OF_LLAMA else name, "name": name},
+            "model": {**model, "family": "llama" if name in ("mixtral", "deepseek") else name, "name": name},
             "parallel": {"tp": 1},
             "batch": batch,
             "cluster": {"hardware": hardware, "nodes": nodes, "devices_per_node": 8, "fabric": fabric},

@@ -116,3 +116,15 @@ def test_unequal_exchanges_take_as_long_as_equal_ones_of_the_largest_or_of_both_
     assert equal_exchange(sent, received, two._replace(duplex=False)) == 4.0
     alike = np.full(8, 5.0)
     assert equal_exchange(alike, alike, Ranks(8, 8, 64, duplex=False)) == pytest.approx(5.0)
+
+
+def test_stated_placements_are_hashed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each shard is remembered by its sharding, whose placements are not hashed again for every table."""
+    tables = tuple(TableSpec(rows=1000 + at, dim=64) for at in range(300))
+    names = [f"t_cat_{at}" for at in range(300)]
+    stated = tuple(TablePlacement(name=name, kind="table-wise", ranks=(0,)) for name in names)
+    hashed, own = [], TablePlacement.__hash__
+    monkeypatch.setattr(TablePlacement, "__hash__", lambda place: hashed.append(place) or own(place))
+    spec = ShardingSpec(tables=stated)
+    loads_of(tables, placements_of(tables, spec, EIGHT), EIGHT, spec)
+    assert len(hashed) <= 300
