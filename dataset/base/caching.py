@@ -144,13 +144,19 @@ def hashed_once(cls: T) -> T:
 
 @contextmanager
 def without_collection() -> Iterator[None]:
-    """Pause the garbage collector: each of its runs walks through all objects of the process."""
+    """Pause the garbage collector: each of its runs walks through all objects of the process.
+
+    At the end all that was made counts as old (``freeze``, ``unfreeze``), else the next new object starts a collection.
+    """
     collecting = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
         if collecting:
+            if not gc.get_freeze_count():  # a caller that froze objects wants them to stay frozen
+                gc.freeze()
+                gc.unfreeze()
             gc.enable()
 
 

@@ -5,10 +5,8 @@ What jobs share is worked out once (``simulate_many``); the rest of a prediction
 
 from __future__ import annotations
 
-import gc
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, overload
@@ -16,6 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple, overload
 import numpy as np
 from numpy.typing import NDArray
 
+from stepsight.dataset.base.caching import without_collection
 from stepsight.dataset.base.errors import JobError
 from stepsight.dataset.graph.program import Program
 from stepsight.dataset.job.job import Job, JobLike
@@ -90,7 +89,7 @@ def ask_many(
         PredictorError: As ``predict``.
     """
     answers = Answers(*np.full((5, len(jobs)), np.nan))
-    with _no_garbage():
+    with without_collection():
         for index, group in _by_latency(jobs, predictor):
             group.ask(jobs, index, answers, only_fitting=only_fitting, intervals=intervals)
     return answers
@@ -180,28 +179,10 @@ def predict_many(jobs: Iterable[JobLike], predictor: Predictor | str | None = No
         raise JobError(f"predict_many takes several jobs, for example a list, got one of type {type(jobs).__name__}")
     asked = [job if isinstance(job, Job) else Job.of(job) for job in jobs]
     found: dict[int, Prediction] = {}
-    with _no_garbage():
+    with without_collection():
         for index, group in _by_latency(asked, predictor):
             found.update(zip(index, group.predict([asked[place] for place in index]), strict=True))
     return [found[place] for place in range(len(asked))]
-
-
-@contextmanager
-def _no_garbage() -> Iterator[None]:
-    """Switch the garbage collector off: everything made here is kept, and collecting would cost a tenth of the time.
-
-    At the end all that was made counts as old (``freeze``, ``unfreeze``), else the next new object starts a collection.
-    """
-    collects = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if collects:
-            if not gc.get_freeze_count():  # a caller that froze objects wants them to stay frozen
-                gc.freeze()
-                gc.unfreeze()
-            gc.enable()
 
 
 class _Together:
