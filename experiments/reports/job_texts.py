@@ -125,9 +125,7 @@ def training_report(predictor: Predictor, out: Path) -> dict[str, Any]:
     """Errors per op family of a new predictor."""
     manifest = predictor.manifest
     metrics = manifest.get("metrics", {})
-    ships = {f"context_strength_{level}": own for level, own in predictor.context_facts["strengths"].items()}
-    shown = {**metrics, **ships} if predictor.context else {k: metrics[k] for k in metrics if "context_" not in k}
-    cells = [[name, Number(value, 2)] for name, value in sorted(shown.items()) if isinstance(value, int | float)]
+    cells = [[name, Number(value, 2)] for name, value in sorted(metrics.items()) if isinstance(value, int | float)]
     text = f"predictor {out} for {predictor.hardware.name}\n" + table(["metric", "value"], cells)
     told = {"predictor": str(out), "hardware": predictor.hardware.name, "metrics": metrics}
     if "trained_shapes" not in manifest:
