@@ -132,9 +132,7 @@ _ROWS = (
     _streamed(
         *("batch_norm_backward", "batch_norm", "positions channels", 11.0, 3.0),
         calls=named_calls(
-            "cudnn_batch_norm_backward miopen_batch_norm_backward",
-            _batch_normed(0),
-            (CALLS["batch_norm_backward"], _batch_normed(1)),
+            CALLS["batch_norm_backward_0"], _batch_normed(0), (CALLS["batch_norm_backward"], _batch_normed(1))
         ),
         **_BATCH_NORM,
     ),
@@ -229,11 +227,7 @@ _LOOKUPS = (
     _pool("pool", named_calls(CALLS["pool"], _pooled(0))),
     _pool(
         "pool_backward",
-        named_calls(
-            CALLS["pool_backward"],
-            _pooled(1, 0),
-            ("upsample_nearest2d_backward upsample_bilinear2d_backward", _pooled(0)),
-        ),
+        named_calls(CALLS["pool_backward"], _pooled(1, 0), (CALLS["upsample_backward"], _pooled(0))),
     ),
     OpKind(
         name="embedding_bag",

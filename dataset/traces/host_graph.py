@@ -16,7 +16,7 @@ from stepsight.dataset.kinds import gloo_spans
 from stepsight.dataset.kinds.op import OP_KINDS, Collective, Op
 from stepsight.dataset.traces.assembly import MICROSECOND, Assembly, Edges
 from stepsight.dataset.traces.classify import intern_op
-from stepsight.dataset.traces.event_columns import Interned, RankEvents
+from stepsight.dataset.traces.event_columns import Annotation, Interned, RankEvents
 from stepsight.dataset.traces.host_calls import (
     CallTree,
     HostCalls,
@@ -26,7 +26,7 @@ from stepsight.dataset.traces.host_calls import (
     find_steps,
     segment_spans,
 )
-from stepsight.dataset.traces.host_works import Call, HostWorks, Work, host_call_starts
+from stepsight.dataset.traces.host_works import HostWorks, Work, host_call_starts
 from stepsight.dataset.traces.kernel_kinds import named_kind
 
 Wait = tuple[int, float, float]  # number of a collective for which the main thread waits, begin and end; microseconds
@@ -213,15 +213,15 @@ class _Collectives:
             work = self._work(call)
             if work is None:
                 continue
-            if call.values.get("async", "0") == "0":
+            if call.args.get("async", "0") == "0":
                 waits.append((len(works), call.start, call.end))
-            elif "seq" in call.values:
-                by_key[call.values["group"], call.values["seq"]] = len(works)
+            elif "seq" in call.args:
+                by_key[call.args["group"], call.args["seq"]] = len(works)
             else:
                 implicit.append(len(works))
             works.append(work)
         for wait in sorted(self._host.waits, key=lambda wait: wait.start):
-            number = by_key.get((wait.values.get("group", ""), wait.values.get("seq", "")))
+            number = by_key.get((wait.args.get("group", ""), wait.args.get("seq", "")))
             if number is not None:
                 waits.append((number, wait.start, wait.end))
                 awaited = works[number]
@@ -236,9 +236,9 @@ class _Collectives:
             work.own = work.end - work.start
         return works, waits + _invisible_waits({number: works[number] for number in implicit}, self._host.top)
 
-    def _work(self, call: Call) -> Work | None:
+    def _work(self, call: Annotation) -> Work | None:
         """The collective of a call; None if it joins no ranks."""
-        values, ranks = call.values, self._replicas
+        values, ranks = call.args, self._replicas
         if "ranks" in values:
             ranks = tuple(int(part) for part in values["ranks"].split(","))
         group = self._placement.axis(ranks) or values.get("group", "dp")
@@ -261,7 +261,7 @@ class _Collectives:
         name = f"{values['kind']}.{direction}" if direction else values["kind"]
         return Work(collective, name, call.start, start, end, end - start, group, meets=meets)
 
-    def _carrier(self, kind: str, call: Call) -> tuple[float, float] | None:
+    def _carrier(self, kind: str, call: Annotation) -> tuple[float, float] | None:
         """The worker's span of a call: the first of those of a kind that is not taken."""
         best: list[tuple[float, float]] | None = None
         for name in gloo_spans(kind):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -49,15 +49,6 @@ class Work:
     recorded: int = 1  # calls that a profiler recorded within it, itself included
 
 
-@dataclass(slots=True)
-class Call:
-    """An annotated or recorded communication call on the host."""
-
-    values: dict[str, Any]
-    start: float
-    end: float
-
-
 class HostWorks:
     """Ops of a host that computes, and what its annotations tell of communication; microseconds.
 
@@ -74,8 +65,8 @@ class HostWorks:
     """
 
     def __init__(self, events: RankEvents) -> None:
-        self.calls: list[Call] = []
-        self.waits: list[Call] = []
+        self.calls: list[Annotation] = []  # what is said of each is in its args
+        self.waits: list[Annotation] = []
         self.workers: list[tuple[str, float, float]] = []
         weighty, threads = ~_weightless(events), events.ops["thread"]
         self.main = int(np.bincount(threads[weighty]).argmax()) if weighty.any() else 0
@@ -97,7 +88,7 @@ class HostWorks:
     def _read_annotations(self, marks: list[Annotation]) -> set[int]:
         """Add what our annotations and gloo's tell; return the threads of gloo's workers."""
         workers: set[int] = set()
-        newest: dict[int, Call] = {}  # by thread
+        newest: dict[int, Annotation] = {}  # by thread
         for mark in marks:
             word, values = mark.name.split(" ", 1)[0].removeprefix("stepsight::"), parse_annotation(mark.name)
             if mark.name.startswith("gloo:"):
@@ -108,12 +99,12 @@ class HostWorks:
             elif word == "segment":
                 self.main = mark.thread
             elif word == "collective":
-                newest[mark.thread] = Call(dict(values), mark.start, mark.end)
+                newest[mark.thread] = replace(mark, args=dict(values))
                 self.calls.append(newest[mark.thread])
             elif word == "modelled" and mark.thread in newest and mark.start < newest[mark.thread].end:
-                newest[mark.thread].values.update(values)
+                newest[mark.thread].args.update(values)
             elif word == "wait":
-                self.waits.append(Call(dict(values), mark.start, mark.end))
+                self.waits.append(replace(mark, args=dict(values)))
         return workers
 
     def _read_ops(self, events: RankEvents) -> list[Work]:
@@ -140,7 +131,8 @@ class HostWorks:
             elif name in communication or name.startswith(_COLLECTIVE):
                 around[row] = _COMMUNICATION
                 if name in communication:
-                    self.calls.append(_c10d_call(name, events.arguments(signatures[row]), start, end))
+                    said = _c10d_call(name, events.arguments(signatures[row]))
+                    self.calls.append(Annotation(name, start, end, thread, said))
             elif maybe[row] < 0 and _may_be_work(name):
                 op = classify_unknown(events.arguments(signatures[row]))
                 if op is not None:
@@ -183,9 +175,9 @@ def _may_be_work(name: str) -> bool:
     return "::" in name and name not in _WRAPPERS and name not in _WEIGHTLESS and not name.startswith(_BOOKKEEPING)
 
 
-def _c10d_call(name: str, args: dict[str, Any], start: float, end: float) -> Call:
+def _c10d_call(name: str, args: dict[str, Any]) -> dict[str, Any]:
     kind, index = c10d_calls()[name]
     dims, types = args.get("Input Dims") or [], args.get("Input type") or []
     shape = dims[index] if index < len(dims) else []
     dtype = types[index] if index < len(types) else ""
-    return Call({"kind": kind, "num_bytes": count(shape) * ELEMENT_BYTES.get(dtype, 4), "async": "1"}, start, end)
+    return {"kind": kind, "num_bytes": count(shape) * ELEMENT_BYTES.get(dtype, 4), "async": "1"}
