@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -83,12 +83,17 @@ def _num_nodes(model: Any) -> int:
         if any(at.HasField("g") or at.graphs for at in node.attribute):
             raise CaptureError(f"{_title(node)} must not branch or loop: its way is not known before it runs")
 
-    @cache
-    def size(domain: str, name: str) -> int:
-        return min(sum(size(node.domain, node.op_type) for node in bodies.get((domain, name), ())), 2**62) or 1
+    sizes: dict[tuple[str, str], int] = {}
+
+    def size(node: Any) -> int:
+        key = node.domain, node.op_type
+        if key not in sizes:
+            sizes[key] = 1  # of a function that calls itself
+            sizes[key] = min(sum(map(size, bodies.get(key, ()))), 2**62) or 1
+        return sizes[key]
 
     lists = (model.graph.initializer, model.graph.input, model.graph.output, model.graph.value_info)
-    return max(sum(size(node.domain, node.op_type) for node in model.graph.node), *map(len, lists))
+    return max(sum(map(size, model.graph.node)), *map(len, lists))
 
 
 def _set_dims(graph: Any, dims: Mapping[str, int]) -> str:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 
 from stepsight.dataset.base.errors import CaptureError
@@ -97,15 +96,19 @@ def model_grid(
         >>> print(stepsight.model_grid(model, "h100-sxm-80gb", 16))  # doctest: +SKIP
     """
     check_counts(devices=devices)
-    placed = cache(lambda data, tensor: program.replicate(data).split(tensor))
     placements, refused = list[Placement](), dict[tuple[int, int, int, int], str]()
     for data in (size for size in range(1, devices + 1) if devices % size == 0):
         for tensor in (size for size in range(1, devices // data + 1) if devices // data % size == 0):
             pipeline = devices // data // tensor
-            for micro in micro_batches if pipeline > 1 else (1,):
-                degrees = (data, tensor, pipeline, micro)
+            grid = [(data, tensor, pipeline, micro) for micro in (micro_batches if pipeline > 1 else (1,))]
+            try:
+                placed = program.replicate(data).split(tensor)
+            except CaptureError as error:
+                refused |= dict.fromkeys(grid, str(error))
+                continue
+            for degrees in grid:
                 try:
-                    step = placed(data, tensor).cut(pipeline, micro)
+                    step = placed.cut(*degrees[2:])
                 except CaptureError as error:
                     refused[degrees] = str(error)
                     continue
