@@ -25,21 +25,13 @@ MANIFEST = "capture.json"
 
 @dataclass(frozen=True, eq=False)
 class Captured:
-    """One training step of a script, on some of its ranks.
+    """One training step of a script, on some of its ranks."""
 
-    Attributes:
-        script: Its file name and arguments, for people.
-        world_size: Ranks of the job.
-        local_size: Ranks of a node.
-        torch: Version of PyTorch.
-        ranks: The captured ones, by number.
-    """
-
-    script: str
-    world_size: int
-    local_size: int
-    torch: str
-    ranks: tuple[CapturedRank, ...]
+    script: str  # its file name and arguments, for people
+    world_size: int  # ranks of the job
+    local_size: int  # ranks of a node
+    torch: str  # version of PyTorch
+    ranks: tuple[CapturedRank, ...]  # the captured ones, by number
 
     @property
     def graphs(self) -> tuple[Program, ...]:

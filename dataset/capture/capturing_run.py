@@ -36,28 +36,18 @@ Progress = Callable[[int, int | str, str], None]
 
 @dataclass(frozen=True)
 class CaptureRequest:
-    """The settings of a capture.
+    """The settings of a capture."""
 
-    Attributes:
-        script: The user's script.
-        arguments: Its arguments.
-        world_size: Ranks of the job.
-        local_size: Ranks of a node.
-        ranks: Which ranks; empty: rank 0, and its ``peers``, on and on: one for each pipeline stage, and the first and
-            the last of the ranks that exchange rows with an all-to-all.
-        warm_up: Training steps before the one that is captured.
-        device: ``cuda``, or ``cpu``: the script finds no GPU, and its ops are those of the host.
-        timeout_s: Most seconds for one rank.
-    """
-
-    script: Path
-    arguments: tuple[str, ...]
-    world_size: int
-    local_size: int = 8
+    script: Path  # the user's script
+    arguments: tuple[str, ...]  # its arguments
+    world_size: int  # ranks of the job
+    local_size: int = 8  # ranks of a node
+    # which ranks; empty: rank 0, and its peers, on and on: one for each pipeline stage, and the first and the last of
+    # the ranks that exchange rows with an all-to-all
     ranks: tuple[int, ...] = ()
-    warm_up: int = 1
-    device: str = "cuda"
-    timeout_s: float = 600.0
+    warm_up: int = 1  # training steps before the one that is captured
+    device: str = "cuda"  # cuda, or cpu: the script finds no GPU, and its ops are those of the host
+    timeout_s: float = 600.0  # most seconds for one rank
 
     def __post_init__(self) -> None:
         if not self.script.is_file():

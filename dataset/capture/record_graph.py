@@ -34,17 +34,12 @@ _KIND, _WORK, _STREAM, _PHASE, _NAME, _EVALUATION, _SEQUENCE, _NUMBER = range(8)
 
 @dataclass(frozen=True, eq=False)
 class CapturedRank:
-    """One captured rank.
+    """One captured rank."""
 
-    Attributes:
-        graph: What it does in a step; durations are not known and 0.
-        live_bytes: Memory of all tensors when each node is issued, shape ``(n,)``.
-        calls: Distinct calls, each with its arguments as ``harness.capturing.recorder`` writes them; ``call`` of a
-            node is an index of it.  Empty for a capture of an earlier version.
-    """
-
-    graph: Program
-    live_bytes: NDArray[np.int64]
+    graph: Program  # what it does in a step; durations are not known and 0
+    live_bytes: NDArray[np.int64]  # memory of all tensors when each node is issued, shape (n,)
+    # distinct calls, each with its arguments as harness.capturing.recorder writes them; call of a node is an index of
+    # it.  Empty for a capture of an earlier version.
     calls: tuple[Any, ...] = ()
 
     @property

@@ -32,19 +32,12 @@ _DEFAULTS = {
 
 @dataclass(frozen=True, kw_only=True)
 class ConfigText:
-    """A configuration that was written from a job.
+    """A configuration that was written from a job."""
 
-    Attributes:
-        text: Of the file.
-        suffix: Suffix for the file's name.
-        ignored: Keys that the framework cannot express, as ``key = value``.
-        notes: What the user must do besides.
-    """
-
-    text: str
-    suffix: str
-    ignored: tuple[str, ...] = ()
-    notes: tuple[str, ...] = ()
+    text: str  # of the file
+    suffix: str  # suffix for the file's name
+    ignored: tuple[str, ...] = ()  # keys that the framework cannot express, as key = value
+    notes: tuple[str, ...] = ()  # what the user must do besides
 
 
 class JobView:
@@ -181,35 +174,25 @@ CLIP = (lambda norm: norm > 0, lambda clips: 1.0 if clips else 0.0)  # largest n
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A key of a job, and the settings of a framework that state it.
+    """A key of a job, and the settings of a framework that state it."""
 
-    Attributes:
-        key: Of the job, as ``parallel.tp``.
-        names: The settings; the first that has a value is read, and the first is written.
-        values: Values of the setting (without regard to case, ``*`` is any text; True and False of a flag), and those
-            of the key that they mean (None: the setting states nothing then).  What none of them means is written as
-            the first, and listed.  Two functions: how the setting's number becomes the key's value, and back; a value
-            that does not come back is listed.  None: the setting has the key's own values.
-        default: What the framework takes, which is assumed where no setting has a value; None: nothing is assumed.
-        why: The default is assumed; empty: it is the framework's.
-        needs: Without which the row means nothing: a degree or a number of experts, above 1 (``parallel.tp``), or a
-            value (``model.family=t5``, ``model.family!=t5``); several have blanks between them.
-        read: Reads the settings in place of the rule above.
-        write: Writes the settings in place of the rule above.
-        only: ``"read"`` or ``"write"`` if the row has one direction.
-        omit: Whether a value that is the key's default is not written.
-    """
-
-    key: str
-    names: tuple[str, ...] = ()
+    key: str  # of the job, as parallel.tp
+    names: tuple[str, ...] = ()  # the settings; the first that has a value is read, and the first is written
+    # values of the setting (without regard to case, * is any text; True and False of a flag), and those of the key that
+    # they mean (None: the setting states nothing then).  What none of them means is written as the first, and listed.
+    # Two functions: how the setting's number becomes the key's value, and back; a value that does not come back is
+    # listed.  None: the setting has the key's own values.
     values: Mapping[Any, Any] | tuple[Convert, Convert] | None = None
+    # what the framework takes, which is assumed where no setting has a value; None: nothing is assumed
     default: Any = None
+    # without which the row means nothing: a degree or a number of experts, above 1 (parallel.tp), or a value
+    # (model.family=t5, model.family!=t5); several have blanks between them
     needs: str = ""
-    why: str = ""
-    read: Callable[[Reading], None] | None = None
-    write: Callable[[JobView], None] | None = None
-    only: str = ""
-    omit: bool = False
+    why: str = ""  # the default is assumed; empty: it is the framework's
+    read: Callable[[Reading], None] | None = None  # reads the settings in place of the rule above
+    write: Callable[[JobView], None] | None = None  # writes the settings in place of the rule above
+    only: str = ""  # "read" or "write" if the row has one direction
+    omit: bool = False  # whether a value that is the key's default is not written
 
 
 def rows_of(framework: str, functions: Mapping[str, Any], group: str = "rows") -> tuple[Row, ...]:

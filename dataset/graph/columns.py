@@ -49,42 +49,28 @@ OPAQUE = "opaque"
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """A named stretch of a rank's host time: one segment of one step.
+    """A named stretch of a rank's host time: one segment of one step."""
 
-    Attributes:
-        label: ``forward``, ``backward``, ``optimizer`` …
-        start_s: On the rank's clock.
-        end_s: Likewise.
-        step: Which profiled step, from 0.
-        micro_batch: Which micro-batch, from 0.
-        stage: Which pipeline stage.
-    """
-
-    label: str
-    start_s: float
-    end_s: float
-    step: int = 0
-    micro_batch: int = 0
-    stage: int = 0
+    label: str  # forward, backward, optimizer …
+    start_s: float  # on the rank's clock
+    end_s: float  # likewise
+    step: int = 0  # which profiled step, from 0
+    micro_batch: int = 0  # which micro-batch, from 0
+    stage: int = 0  # which pipeline stage
 
 
 @dataclass(frozen=True, slots=True)
 class HostRecord:
-    """What a rank's host recorded beside the nodes of its graph; seconds from the graph's begin.
+    """What a rank's host recorded beside the nodes of its graph; seconds from the graph's begin."""
 
-    Attributes:
-        spans: Annotated segments in order of time.
-        calls_s: ``(c,)``: when recorded calls started, in order: of the thread that computes, or of all that launch.
-        own_s: ``(n,)``: time within each node of the graph that is its own; empty: all of it.
-        waits_s: ``(w, 2)``: when the thread that computes waited for collectives.
-        awaited: ``(w,)``: their nodes in the graph.
-    """
-
-    spans: tuple[Span, ...] = ()
+    spans: tuple[Span, ...] = ()  # annotated segments in order of time
+    # (c,): when recorded calls started, in order: of the thread that computes, or of all that launch
     calls_s: Floats = field(default_factory=lambda: np.zeros(0))
+    # (n,): time within each node of the graph that is its own; empty: all of it
     own_s: Floats = field(default_factory=lambda: np.zeros(0))
+    # (w, 2): when the thread that computes waited for collectives
     waits_s: Floats = field(default_factory=lambda: np.zeros((0, 2)))
-    awaited: Ints = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
+    awaited: Ints = field(default_factory=lambda: np.zeros(0, dtype=np.int64))  # (w,): their nodes in the graph
 
 
 class NodeArrays(Protocol):

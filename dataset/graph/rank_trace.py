@@ -39,46 +39,32 @@ class RankTrace:
     """One rank's program with its times.
 
     Shapes: ``n`` nodes.
-
-    Attributes:
-        rank: Which rank.
-        program: Ops and collectives in issue order.
-        start_s: ``(n,)``, on the rank's clock.
-        duration_s: ``(n,)``, own time.
-        slot_s: ``(n,)``, in-context time: for a compute node on CPU its own time plus the host gap before it
-            on its stream, waits for collectives excluded; for others the own time.
-        wait_s: ``(n,)``, time that the node's stream waited for collectives just before the node.
-        span: ``(n,)``, index into ``spans``, -1 outside of all.
-        spans: Segments in order of time.
-        tail_s: ``(len(spans),)``, wait of the compute stream after the last node of each segment.
-        meets: Rendezvous of collective nodes, by node index.
-        num_events: ``(n,)``, calls that the profiler recorded in the slot: what its overhead grows with.
-        launch_s: ``(n,)``, of what a device runs in a segment: host time from the launch before to its own, and of a
-            step's last one to the step's end; else 0.
-        launch_events: ``(n,)``, calls that the profiler recorded in that time.
-        step_s: Floats of each whole step, profiled.
-        events_per_step: Recorded calls that a step's time passes through.
-        waited_share: Part of a step that the compute stream waited for others.
-        unclassified_s: Time in ops of no known kind (they count as ``elementwise``).
     """
 
-    rank: int
-    program: Program
-    start_s: Floats
-    duration_s: Floats
+    rank: int  # which rank
+    program: Program  # ops and collectives in issue order
+    start_s: Floats  # (n,), on the rank's clock
+    duration_s: Floats  # (n,), own time
+    # (n,), in-context time: for a compute node on CPU its own time plus the host gap before it on its stream, waits for
+    # collectives excluded; for others the own time
     slot_s: Floats
-    wait_s: Floats
-    span: Ints
-    spans: tuple[Span, ...] = ()
+    wait_s: Floats  # (n,), time that the node's stream waited for collectives just before the node
+    span: Ints  # (n,), index into spans, -1 outside of all
+    spans: tuple[Span, ...] = ()  # segments in order of time
+    # (len(spans),), wait of the compute stream after the last node of each segment
     tail_s: Floats = field(default_factory=lambda: np.zeros(0))
-    meets: Mapping[int, Rendezvous] = field(default_factory=dict)
+    meets: Mapping[int, Rendezvous] = field(default_factory=dict)  # rendezvous of collective nodes, by node index
+    # (n,), calls that the profiler recorded in the slot: what its overhead grows with
     num_events: Floats = field(default_factory=lambda: np.zeros(0))
+    # (n,), of what a device runs in a segment: host time from the launch before to its own, and of a step's last one to
+    # the step's end; else 0
     launch_s: Floats = field(default_factory=lambda: np.zeros(0))
+    # (n,), calls that the profiler recorded in that time
     launch_events: Floats = field(default_factory=lambda: np.zeros(0))
-    step_s: tuple[float, ...] = ()
-    events_per_step: float = 0.0
-    waited_share: float = 0.0
-    unclassified_s: float = 0.0
+    step_s: tuple[float, ...] = ()  # floats of each whole step, profiled
+    events_per_step: float = 0.0  # recorded calls that a step's time passes through
+    waited_share: float = 0.0  # part of a step that the compute stream waited for others
+    unclassified_s: float = 0.0  # time in ops of no known kind (they count as elementwise)
 
     @cached_property
     def is_compute(self) -> Flags:
@@ -116,16 +102,11 @@ class TracedSegment:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Facts about a rank that its trace does not state.
+    """Facts about a rank that its trace does not state."""
 
-    Attributes:
-        rank: Which rank, None if the trace is to be asked.
-        devices_per_node: Ranks that share a node, filled in rank order; 0: all share one.
-        tp, dp: Degrees, where known: ``rank = tp_rank + tp * (dp_rank + dp * stage)``; 0: not known.
-    """
-
-    rank: int | None = None
-    devices_per_node: int = 0
+    rank: int | None = None  # which rank, None if the trace is to be asked
+    devices_per_node: int = 0  # ranks that share a node, filled in rank order; 0: all share one
+    # tp, dp: degrees, where known: rank = tp_rank + tp * (dp_rank + dp * stage); 0: not known
     tp: int = 0
     dp: int = 0
 

@@ -52,64 +52,49 @@ ONE_LAUNCH = LaunchCalls()
 
 @dataclass(frozen=True)
 class Hardware:
-    """One kind of device.
+    """One kind of device."""
 
-    Attributes:
-        name: As in ``[cluster] hardware``.
-        kind: ``gpu`` or ``cpu``.
-        peak_flops: FLOP/s by dtype.
-        memory_bandwidth_bytes_per_s: Of the device's main memory.
-        memory_bytes: Capacity.
-        num_processors: Streaming multiprocessors, over which a matrix product's tiles are spread; 0: unknown.
-        compute_efficiency: Fraction of the peak that large matrix products reach (for the roofline alone).
-        memory_efficiency: Fraction of the bandwidth that streaming kernels reach (likewise).
-        op_latency_s: Time of an op that does nothing, launch included.
-        exponentials_per_s: Rate of the special function units, which attention shares its time with; 0: unknown.
-        comm_compute_share: Part of an overlapped collective's time that it takes from the device's compute
-            (1: nothing is gained by overlap, 0: communication is free while hidden).
-        compute_spread: Standard deviation of a matrix product's time between devices of this kind, of its mean: those
-            that move in step wait for the slowest.
-        host_op_s: Time in which the host launches one op; 0 where ops run on the host itself.
-        host_kinds_s: The same by kind of op or collective, where it was measured; of an optimizer by tensor.
-        host_action_s, host_message_s: What the runtime of a pipeline takes before each pass of a micro-batch, and to
-            post one side of a message.
-        host_link_bytes_per_s: Between device and host, per direction.
-        host_memory_bandwidth_bytes_per_s: Of the host's memory, a device's part of it.
-        reserved_bytes: Memory that no tensor can have: context, libraries, communication buffers.
-        fragmentation: Part of what is allocated and freed within a step that the allocator needs on top; what stays
-            (parameters, optimizer states, buffers of gradients) needs nothing.
-        power_w: Board power in watts, as the vendor states it; 0: unknown.
-        idle_w: What the board draws at its highest clock without work, which a lower clock hardly saves; 0: unknown.
-        product_power_w: Watts that training would draw at the highest clock, by the type of its products: ``bf16`` for
-            16 bits and more, ``fp8`` for fewer; none: unknown.  More than ``power_w`` lowers the clock, while kernels
-            measured alone end before it falls.
-        source: Where the numbers come from, with a date.
-    """
-
-    name: str
-    kind: str
-    peak_flops: dict[str, float] = field(hash=False, metadata={"range": _FLOPS})
-    memory_bandwidth_bytes_per_s: float = _fact(MISSING, *_RATE)
-    memory_bytes: float = _fact(MISSING, *_RATE)
+    name: str  # as in [cluster] hardware
+    kind: str  # gpu or cpu
+    peak_flops: dict[str, float] = field(hash=False, metadata={"range": _FLOPS})  # FLOP/s by dtype
+    memory_bandwidth_bytes_per_s: float = _fact(MISSING, *_RATE)  # of the device's main memory
+    memory_bytes: float = _fact(MISSING, *_RATE)  # capacity
+    # streaming multiprocessors, over which a matrix product's tiles are spread; 0: unknown
     num_processors: int = _fact(0, 0, 10**9)
+    # fraction of the peak that large matrix products reach (for the roofline alone)
     compute_efficiency: float = _fact(1.0, 1e-6, 1.0)
+    # fraction of the bandwidth that streaming kernels reach (likewise)
     memory_efficiency: float = _fact(1.0, 1e-6, 1.0)
-    op_latency_s: float = _fact(0.0, *_SECONDS)
+    op_latency_s: float = _fact(0.0, *_SECONDS)  # time of an op that does nothing, launch included
+    # rate of the special function units, which attention shares its time with; 0: unknown
     exponentials_per_s: float = _fact(0.0)
+    # part of an overlapped collective's time that it takes from the device's compute (1: nothing is gained by overlap,
+    # 0: communication is free while hidden)
     comm_compute_share: float = _fact(0.0, *_SHARE)
+    # standard deviation of a matrix product's time between devices of this kind, of its mean: those that move in step
+    # wait for the slowest
     compute_spread: float = _fact(0.0, 0.0, 10.0)
+    # time in which the host launches one op; 0 where ops run on the host itself
     host_op_s: float = _fact(0.0, *_SECONDS)
+    # the same by kind of op or collective, where it was measured; of an optimizer by tensor
     host_kinds_s: dict[str, float] = field(default_factory=dict, hash=False, metadata={"range": _SECONDS})
+    # host_action_s, host_message_s: what the runtime of a pipeline takes before each pass of a micro-batch, and to post
+    # one side of a message
     host_action_s: float = _fact(0.0, *_SECONDS)
     host_message_s: float = _fact(0.0, *_SECONDS)
-    host_link_bytes_per_s: float = _fact(25e9, *_RATE)
-    host_memory_bandwidth_bytes_per_s: float = _fact(25e9, *_RATE)
-    reserved_bytes: float = _fact(0.0)
+    host_link_bytes_per_s: float = _fact(25e9, *_RATE)  # between device and host, per direction
+    host_memory_bandwidth_bytes_per_s: float = _fact(25e9, *_RATE)  # of the host's memory, a device's part of it
+    reserved_bytes: float = _fact(0.0)  # memory that no tensor can have: context, libraries, communication buffers
+    # part of what is allocated and freed within a step that the allocator needs on top; what stays (parameters,
+    # optimizer states, buffers of gradients) needs nothing
     fragmentation: float = _fact(0.0, 0.0, 100.0)
-    power_w: float = _fact(0.0, *_WATTS)
+    power_w: float = _fact(0.0, *_WATTS)  # board power in watts, as the vendor states it; 0: unknown
+    # what the board draws at its highest clock without work, which a lower clock hardly saves; 0: unknown
     idle_w: float = _fact(0.0, *_WATTS)
+    # watts that training would draw at the highest clock, by the type of its products: bf16 for 16 bits and more, fp8
+    # for fewer; none: unknown.  More than power_w lowers the clock, while kernels measured alone end before it falls.
     product_power_w: dict[str, float] = field(default_factory=dict, hash=False, metadata={"range": _WATTS})
-    source: str = ""
+    source: str = ""  # where the numbers come from, with a date
 
     def __post_init__(self) -> None:
         for name in ("name", "kind", "source"):
@@ -247,24 +232,17 @@ _NEEDED = ("bandwidth_gbytes_per_s", "latency_us")
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """The link of one device.
+    """The link of one device."""
 
-    Attributes:
-        bandwidth_bytes_per_s: Per device and per direction.
-        latency_s: Time for an empty message between two devices.
-        burst_bytes: Of what follows a pause, so much passes at once (a limited link's bucket).
-        ll128: Whether NCCL uses its protocol LL128 over this link: not where adapters are not behind the devices' own
-            PCIe switch, or the network does not keep the order of 128 bytes.
-        adapter_bytes_per_s: Bandwidth of one adapter that several devices share; if smaller than the bandwidth of a
-            device, each has its own.
-        message_s: Time of the host for each message that it posts: messages to one adapter follow each other no closer.
-    """
-
-    bandwidth_bytes_per_s: float
-    latency_s: float
-    burst_bytes: float = 0.0
+    bandwidth_bytes_per_s: float  # per device and per direction
+    latency_s: float  # time for an empty message between two devices
+    burst_bytes: float = 0.0  # of what follows a pause, so much passes at once (a limited link's bucket)
+    # whether NCCL uses its protocol LL128 over this link: not where adapters are not behind the devices' own PCIe
+    # switch, or the network does not keep the order of 128 bytes
     ll128: bool = True
+    # bandwidth of one adapter that several devices share; if smaller than the bandwidth of a device, each has its own
     adapter_bytes_per_s: float = 0.0
+    # time of the host for each message that it posts: messages to one adapter follow each other no closer
     message_s: float = 1e-6
 
     def __post_init__(self) -> None:

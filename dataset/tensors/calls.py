@@ -28,33 +28,21 @@ _NO_GRADIENT = frozenset({"add", "fill", "random", "sort"})  # forward ops witho
 
 @dataclass(frozen=True)
 class TensorCall:
-    """One call of a tensor program.
+    """One call of a tensor program."""
 
-    Attributes:
-        op: A key of ``POINTWISE`` or ``LAYOUTS``, ``vjp`` (gradients of ``settings["of"]``), or another, of which
-            nothing is known.
-        reads, writes: Names of tensors.
-        settings: What the op takes besides.
-        name: Of the node in the file.
-        phase: Index of ``PHASES``.
-        micro: Micro-batch.
-        stage: Pipeline stage.
-        origin: Number of the call of the file that it comes from.
-        ops: Signatures of its kernels, from the shapes of what it reads and writes.
-        known: Whether a kind of op is known for it.
-    """
-
-    op: str
+    op: str  # a key of POINTWISE or LAYOUTS, vjp (gradients of settings["of"]), or another, of which nothing is known
+    # reads, writes: names of tensors
     reads: tuple[str, ...]
     writes: tuple[str, ...]
-    settings: Mapping[str, Any] = field(default_factory=dict)
-    name: str = ""
-    phase: int = 0
-    micro: int = 0
-    stage: int = 0
-    origin: int = 0
+    settings: Mapping[str, Any] = field(default_factory=dict)  # what the op takes besides
+    name: str = ""  # of the node in the file
+    phase: int = 0  # index of PHASES
+    micro: int = 0  # micro-batch
+    stage: int = 0  # pipeline stage
+    origin: int = 0  # number of the call of the file that it comes from
+    # signatures of its kernels, from the shapes of what it reads and writes
     ops: Callable[[Shapes, Shapes], list[Op]] = lambda reads, writes: []
-    known: bool = True
+    known: bool = True  # whether a kind of op is known for it
 
 
 @dataclass(frozen=True)

@@ -246,42 +246,27 @@ Step = TypeVar("Step", bound="TensorStep")
 
 @dataclass(frozen=True)
 class TensorStep:
-    """A step of a model on all of its ranks.
+    """A step of a model on all of its ranks."""
 
-    Attributes:
-        calls: In an order in which they can run.
-        shapes: Of all tensors, on one rank.
-        inputs: Names of what the user gives besides parameters.
-        parameters: Names of what training updates.
-        outputs: Names in the file, and of the tensors that hold them; with training also updated parameters
-            (``new <name>``) and gradients (``gradient of <name>``).
-        constants: Values in the file.
-        seeds: Inputs that are gradients of outputs, and those.
-        gradients: Of parameters.
-        dtype: Of parameters and most activations.
-        axes: Names and sizes of the axes that ranks lie on, as transforms added them.
-        laid: How inputs, parameters and outputs lie on axes: axis and spec, in the order of the transforms.
-        num_micro: Micro-batches.
-        num_stages: Pipeline stages.
-        precision: Type of floating point instead of that in the file; empty: as there.
-        notes: What the user should know.
-    """
-
-    calls: tuple[TensorCall, ...]
-    shapes: Mapping[str, tuple[int, ...]]
-    inputs: tuple[str, ...]
-    parameters: tuple[str, ...]
+    calls: tuple[TensorCall, ...]  # in an order in which they can run
+    shapes: Mapping[str, tuple[int, ...]]  # of all tensors, on one rank
+    inputs: tuple[str, ...]  # names of what the user gives besides parameters
+    parameters: tuple[str, ...]  # names of what training updates
+    # names in the file, and of the tensors that hold them; with training also updated parameters (new <name>) and
+    # gradients (gradient of <name>)
     outputs: Mapping[str, str]
-    constants: Mapping[str, Array] = field(default_factory=dict)
-    seeds: Mapping[str, str] = field(default_factory=dict)
-    gradients: Mapping[str, str] = field(default_factory=dict)
-    dtype: str = "fp32"
+    constants: Mapping[str, Array] = field(default_factory=dict)  # values in the file
+    seeds: Mapping[str, str] = field(default_factory=dict)  # inputs that are gradients of outputs, and those
+    gradients: Mapping[str, str] = field(default_factory=dict)  # of parameters
+    dtype: str = "fp32"  # of parameters and most activations
+    # names and sizes of the axes that ranks lie on, as transforms added them
     axes: Mapping[str, int] = field(default_factory=dict)
+    # how inputs, parameters and outputs lie on axes: axis and spec, in the order of the transforms
     laid: Mapping[str, tuple[tuple[str, Spec], ...]] = field(default_factory=dict)
-    num_micro: int = 1
-    num_stages: int = 1
-    precision: str = ""
-    notes: tuple[str, ...] = ()
+    num_micro: int = 1  # micro-batches
+    num_stages: int = 1  # pipeline stages
+    precision: str = ""  # type of floating point instead of that in the file; empty: as there
+    notes: tuple[str, ...] = ()  # what the user should know
 
     @property
     def everywhere(self) -> frozenset[str]:

@@ -103,24 +103,15 @@ class StepWorks:
     """Ops and collectives of traced steps, one row for each kernel.
 
     Shapes: ``n`` rows.
-
-    Attributes:
-        works: Distinct signatures.
-        work: ``(n,)``: index of ``works``.
-        kernel: ``(n,)``: number of the signature and how it was launched: equal kernels have equal numbers.
-        seconds: ``(n,)``: as traced.
-        beside_s: ``(n,)``: of these, beside a collective.
-        launch_s: ``(n,)``: of the host, 0 where they are not known.
-        launch_events: ``(n,)``: calls recorded in that time.
     """
 
-    works: tuple[Op | Collective, ...]
-    work: Ints
-    kernel: Ints
-    seconds: Floats
-    beside_s: Floats
-    launch_s: Floats
-    launch_events: Floats
+    works: tuple[Op | Collective, ...]  # distinct signatures
+    work: Ints  # (n,): index of works
+    kernel: Ints  # (n,): number of the signature and how it was launched: equal kernels have equal numbers
+    seconds: Floats  # (n,): as traced
+    beside_s: Floats  # (n,): of these, beside a collective
+    launch_s: Floats  # (n,): of the host, 0 where they are not known
+    launch_events: Floats  # (n,): calls recorded in that time
 
 
 def step_works(table: GraphTable) -> StepWorks:

@@ -37,21 +37,13 @@ TOO_LARGE = f"a dropped file must have at most {MOST_TABLES / 1e6:.2f} MB, and {
 
 @dataclass(frozen=True)
 class Workspace:
-    """The folder that a page reads, and what it starts with.
+    """The folder that a page reads, and what it starts with."""
 
-    Attributes:
-        root: The only folder whose files are read.
-        hardware: For configurations, which do not state it; empty: the usual one.
-        predictor: As in ``predict``.
-        address: Of the page, without a job.
-        opened: What the user named: the first job is shown, other jobs are pinned.
-    """
-
-    root: Path
-    hardware: str = ""
-    predictor: Any = None
-    address: str = ""
-    opened: tuple[Opened, ...] = ()
+    root: Path  # the only folder whose files are read
+    hardware: str = ""  # for configurations, which do not state it; empty: the usual one
+    predictor: Any = None  # as in predict
+    address: str = ""  # of the page, without a job
+    opened: tuple[Opened, ...] = ()  # what the user named: the first job is shown, other jobs are pinned
 
     def names(self) -> list[str]:
         """Files and folders that may be opened, by their paths within the folder."""

@@ -52,21 +52,13 @@ UNIFORM_SHARE = 0.1  # share of the weight that every node gets regardless of it
 
 @dataclass(frozen=True)
 class Example:
-    """One distinct segment of one run.
+    """One distinct segment of one run."""
 
-    Attributes:
-        graph: Its nodes, and where they ran.
-        alone: Seconds of each node on its own, ``(n,)``.
-        inside: Measured seconds of each node within the segment, ``(n,)``, NaN where unknown.
-        run: Name of the run.
-        repeats: Over how many executions ``inside`` is averaged.
-    """
-
-    graph: SegmentGraph
-    alone: Array
-    inside: Array
-    run: str
-    repeats: int = 1
+    graph: SegmentGraph  # its nodes, and where they ran
+    alone: Array  # seconds of each node on its own, (n,)
+    inside: Array  # measured seconds of each node within the segment, (n,), NaN where unknown
+    run: str  # name of the run
+    repeats: int = 1  # over how many executions inside is averaged
 
     @property
     def known(self) -> NDArray[np.bool_]:

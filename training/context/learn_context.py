@@ -31,22 +31,15 @@ _LEAST = 1e-4  # log units; smaller errors count as this one
 
 @dataclass(frozen=True)
 class HeldBackRun:
-    """What a network says of a run that did not teach it: ``table``, ``features - table`` and ``graph - features``.
+    """What a network says of a run that did not teach it: ``table``, ``features - table`` and ``graph - features``."""
 
-    Attributes:
-        target: Log of measured seconds over seconds alone of its nodes, ``(n,)``.
-        weight: Of each node, in sum 1, ``(n,)``; of ops alone, by time, in sum 1: ``op_weight``.
-        parts: Log-corrections of each node, ``(n, 3)``.
-        whole: Its iteration, None if that was not timed; ``whole_parts`` of its nodes, ``(m, 3)``.
-        kinds, phases: Of each node.
-    """
-
-    target: Array
-    weight: Array
+    target: Array  # log of measured seconds over seconds alone of its nodes, (n,)
+    weight: Array  # of each node, in sum 1, (n,); of ops alone, by time, in sum 1: op_weight
     op_weight: Array
-    parts: Array
-    whole: Whole | None
+    parts: Array  # log-corrections of each node, (n, 3)
+    whole: Whole | None  # its iteration, None if that was not timed; whole_parts of its nodes, (m, 3)
     whole_parts: Array
+    # kinds, phases: of each node
     kinds: tuple[str, ...] = ()
     phases: tuple[str, ...] = ()
 

@@ -70,14 +70,10 @@ class OwnContext:
 
     A ``torch.nn.Module`` gets the graph as ``HeteroData``, as ``TraceGraphs`` has those of segments, and a tensor of
     seconds, and returns one; any other callable gets a ``SegmentGraph`` and an array.  Nodes are in the order of issue.
-
-    Attributes:
-        model: The function or module.
-        registered: Its name in ``CONTEXTS``; empty if it has none, and so cannot be saved.
     """
 
-    model: ContextFunction
-    registered: str = ""
+    model: ContextFunction  # the function or module
+    registered: str = ""  # its name in CONTEXTS; empty if it has none, and so cannot be saved
     bound, form, strengths = math.inf, "own", (0.0, 0.0, 0.0)
 
     @classmethod
