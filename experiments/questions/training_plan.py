@@ -23,15 +23,19 @@ class Reliability:
     Checkpoints are written every ``sqrt(2 * C * M)`` seconds, which is optimal for the checkpoint cost ``C`` and the
     mean time between failures ``M`` of the whole job (Young 1974); a failure loses half an interval and the restart.
 
+    Attributes:
+        node_mtbf_hours: Mean time between failures of one node, in hours. Duration and cost then include failures and
+            checkpoints. 0: they include none.
+        checkpoint_s: Seconds for which a checkpoint stops training.
+        restart_s: Seconds from a failure until training continues, without the work that is repeated.
+
     Raises:
         StepsightError: If a value is not allowed.
     """
 
-    # mean time between failures of one node, in hours. Duration and cost then include failures and checkpoints. 0: they
-    # include none.
     node_mtbf_hours: float = 0.0
-    checkpoint_s: float = 30.0  # seconds for which a checkpoint stops training
-    restart_s: float = 600.0  # seconds from a failure until training continues, without the work that is repeated
+    checkpoint_s: float = 30.0
+    restart_s: float = 600.0
 
     def __post_init__(self) -> None:
         for name in ("node_mtbf_hours", "checkpoint_s", "restart_s"):
