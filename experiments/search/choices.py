@@ -185,7 +185,7 @@ class SearchResult:
 
     def __repr__(self) -> str:
         best = repr(self.choices[0]) if self.any_fits else "none fits"
-        return f"SearchResult({self.counts}, best: {best}, {self.proof})"
+        return f"SearchResult({self.counts.split(',')[0]}, best: {best}, {self.proof})"
 
     @property
     def too_large(self) -> int:
