@@ -159,7 +159,8 @@ class Variables:
         if other:  # a part of a value, or one with replaced words: not worked out here
             return [(self.unknown(f"${{{text}}}") if value else "", quoted)]
         if length:
-            return [(str(len(value or "")), True)]
+            known = not UNKNOWN.search("".join(value or ""))
+            return [(str(len(value or "")) if known else self.unknown(f"${{{text}}}"), True)]
         if index in ("[@]", "[*]") and found.end(3) == len(text):
             items = value if isinstance(value, list) else [value] if value else []
             return [piece for item in items for piece in ((" ", False), (item, quoted))][1:]

@@ -110,8 +110,23 @@ def _placement(name: str, entry: Mapping[str, Any], path: str) -> TablePlacement
         ranks = [int(match[1]) for match in placed if match is not None]
     if not isinstance(ranks, list | tuple | None) or any(type(rank) is not int for rank in ranks or ()):
         raise JobError(f"{path}, table {name!r:.80}: ranks must be a list of whole numbers, got {ranks!r:.80}")
+    stated = entry.get("ranks")
+    if isinstance(stated, list) and {*map(str, stated)} != {*map(str, ranks or ())}:
+        raise JobError(f"{path}, table {name!r:.80}: ranks and places of shards must agree, got {stated!r:.80}")
+    _check_shards(shards, 1 if _TYPES[kind] == COLUMN else 0, f"{path}, table {name!r:.80}")
     own = () if _TYPES[kind] == REPLICATED else tuple(ranks or ())
     return TablePlacement(name=name, kind=_TYPES[kind], ranks=own, location=_KERNELS[kernel])
+
+
+def _check_shards(shards: Any, axis: int, where: str) -> None:
+    """Check that shards have one size, as far as the table reaches: so torchrec cuts them, and so they are timed."""
+    stated = [one.get("shard_sizes") for one in shards if isinstance(one, Mapping)] if isinstance(shards, list) else []
+    sizes = [size[axis] if isinstance(size, list) and len(size) == 2 else None for size in stated if size is not None]
+    numbers = [size for size in sizes if type(size) is int and size >= 0]
+    full = numbers.count(numbers[0]) if numbers else 0
+    cut = [*numbers[:1] * full, *numbers[full : full + 1], *[0] * (len(numbers) - full - 1)]
+    if len(numbers) < len(sizes) or numbers != cut or max(numbers, default=0) > max(numbers[:1], default=0):
+        raise JobError(f"{where}: shards must be of one size, the last ones smaller, got {sizes!r:.80}")
 
 
 def plan_tables(
@@ -158,7 +173,8 @@ def recommendation_model(model: Mapping[str, Any]) -> dict[str, Any]:
         known = TABLE_MODELS.get(tables)
         filled = {**(known or {}), **filled, "tables": known["tables"] if known else read_tables(tables)}
         tables = filled["tables"]
-    dims = [one.get("dim") if isinstance(one, Mapping) else getattr(one, "dim", 0) for one in tables or ()]
+    rows = tables if isinstance(tables, list | tuple) else ()
+    dims = [one.get("dim") if isinstance(one, Mapping) else getattr(one, "dim", 0) for one in rows]
     width = max(1, min(MOST_WIDTH, max((dim for dim in dims if type(dim) is int), default=1)))
     filled = {**_ALONE, "bottom_mlp": (512, 256, width), "interaction": "dot", **filled}
     cross = filled.get("cross_layers", ModelSpec.cross_layers) if filled["interaction"] == "dcn-v2" else 1

@@ -306,6 +306,8 @@ def _stages(program: TensorStep, stages: int) -> list[int]:
         near = np.flatnonzero(np.abs(done - stage / stages) < 0.3 / stages)
         near = near[near > (borders[-1] if borders else 0)]
         if not len(near):
-            raise CaptureError(f"{stages} stages must each have calls of their own, got {count} calls in all")
+            raise CaptureError(
+                f"{stages} stages must each have near an equal share of the FLOP, which {count} calls do not give"
+            )
         borders.append(int(min(near, key=lambda place: (crossing[place], abs(done[place] - stage / stages)))))
     return [sum(border <= origin for border in borders) for origin in range(count)]

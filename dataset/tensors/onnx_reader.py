@@ -53,6 +53,7 @@ def open_onnx(path: Path, dims: Mapping[str, int]) -> OnnxReader:
         names = {dim.dim_param for given in model.graph.input for dim in given.type.tensor_type.shape.dim}
         check_names(path, dims, names - {""})
         _check_nodes(model.graph)
+        _check_ranges(model.graph)
         hint = _set_dims(model.graph, dims)
         for tensor in model.graph.initializer:
             if math.prod(tensor.dims) > _SMALL:
@@ -74,6 +75,18 @@ def _check_nodes(graph: Any) -> None:
     given += [each.values.name for each in graph.sparse_initializer]
     rows = [(_title(node), node.input, node.output) for node in graph.node]
     check_order([*rows, ("the graph", [each.name for each in graph.output], [])], given)
+
+
+def _check_ranges(graph: Any) -> None:
+    """Check that no range counts further than a model can: onnx works its shape out number by number."""
+    from onnx.numpy_helper import to_array
+
+    tensors = {tensor.name: tensor for tensor in graph.initializer}
+    tensors |= {node.output[0]: at.t for node in graph.node for at in node.attribute if node.op_type == "Constant"}
+    for node in graph.node:
+        for name in node.input if node.op_type == "Range" else ():
+            if name in tensors and math.prod(tensors[name].dims) == 1 and abs(to_array(tensors[name]).item()) > _MOST:
+                raise CaptureError(f"{_title(node)} must count to at most {_MOST}")
 
 
 def _num_nodes(model: Any) -> int:
@@ -102,7 +115,7 @@ def _set_dims(graph: Any, dims: Mapping[str, int]) -> str:
     constants = {tensor.name for tensor in graph.initializer}
     for given in graph.input:
         for dim in given.type.tensor_type.shape.dim if given.name not in constants else ():
-            if not dim.HasField("dim_value"):
+            if not dim.HasField("dim_value") or dim.dim_value < 1:
                 if dim.dim_param not in dims:
                     missing[dim.dim_param or f"of {given.name}"] = None
                 dim.dim_value = dims.get(dim.dim_param, 1)

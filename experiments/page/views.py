@@ -243,6 +243,8 @@ def next_steps(facts: Facts) -> str:
     text = html_table(["change", "throughput", "iteration", "memory, GB"], rows)
     if not rows:
         text = "<p>No single change of the strategy that fits in memory is predicted to be faster.</p>"
+    if facts["tables"]["model"]["family"] == "dlrm":
+        text += "<p>Other placements of the tables are not tried here: <code>stepsight search</code> does.</p>"
     return text
 
 

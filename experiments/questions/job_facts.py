@@ -168,6 +168,7 @@ _SLIDERS: tuple[tuple[str, str, int], ...] = (
     (SIZES, "model.layers", 0),
     (SIZES, "model.hidden", 0),
 )
+_OF_TABLES = ("model.seq_len", "model.layers", "model.hidden")  # they follow from a recommendation model's tables
 _FLAGS = ("sequence_parallel", "overlap_grad_reduce", "overlap_param_gather")
 
 
@@ -217,6 +218,8 @@ def fields_of(job: Job) -> list[Field]:
     """The fields of a job, in the order of the page; each offers the job's own value too."""
     found = []
     for group, key, most in _SLIDERS:
+        if job.model.tables and key in _OF_TABLES:
+            continue
         own = value_of(job, key)
         powers = [2**power for power in range(most.bit_length())]
         found.append(Field(group, key, tuple(sorted({own, *(powers if most else _around(own))})), True))

@@ -16,6 +16,7 @@ from stepsight.dataset.base.errors import JobError, StepsightError
 from stepsight.dataset.base.registry import did_you_mean
 from stepsight.dataset.hardware.hardware_facts import LINK_KEYS
 from stepsight.dataset.job.job import Job
+from stepsight.dataset.job.sharding_plans import shared_batch
 from stepsight.dataset.job.specs import SECTIONS
 from stepsight.experiments.reports.plots import figure_file
 from stepsight.experiments.reports.text_table import Number, table
@@ -34,11 +35,13 @@ FABRIC_KEYS = tuple(
     for fact in ("bandwidth_gbytes_per_s", "latency_us")
 )
 _REPLICAS = ("parallel.dp", "parallel.dp_shard")  # these follow from the rest, unless they are changed themselves
+_DEVICES = ("nodes", "devices_per_node")
 _DEGREES = ("parallel.tp", "parallel.cp", "parallel.pp", "cluster.nodes", "cluster.devices_per_node")
 
 
 def change_job(job: Job, values: Mapping[str, Any]) -> Job:
-    """Change keys of a job; the number of replicas follows, unless it is changed itself.
+    """Change keys of a job; the number of replicas follows, unless it is changed itself, as does the micro-batch of a
+    recommendation model whose ranks share the batch.
 
     Args:
         job: The job to start from; it stays as it is.
@@ -51,6 +54,11 @@ def change_job(job: Job, values: Mapping[str, Any]) -> Job:
     stated = dict(values)
     if any(key in values for key in _DEGREES):
         stated = {**{key: 0 for key in _REPLICAS if key not in values}, **stated}
+    if job.model.tables and job.num_micro_batches == 1 and "batch.micro_batch" not in values:
+        whole = values.get("batch.global_batch", job.batch.global_batch)
+        devices = {name: values.get(f"cluster.{name}", getattr(job.cluster, name)) for name in _DEVICES}
+        shared = shared_batch({"global_batch": whole}, devices)
+        stated["batch.micro_batch"] = shared.get("micro_batch", job.batch.micro_batch)
     tables: dict[str, dict[str, Any]] = {}
     for key, value in stated.items():
         section, _, name = key.partition(".")

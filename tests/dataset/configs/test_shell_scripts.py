@@ -156,3 +156,15 @@ def test_conditions_that_are_not_known_are_listed(script: str, undecided: str) -
 def test_a_broken_or_endless_script_is_refused(script: str) -> None:
     with pytest.raises(JobError, match="script"):
         read_script(script)
+
+
+@pytest.mark.parametrize("before", ["H=($(hostnames))\nN=${#H[@]}", "H=$(cat hosts)\nN=${#H}"])
+def test_the_length_of_what_is_not_known_is_not_known(before: str) -> None:
+    (command,) = (
+        words for words in read_script(f"{before}\ntorchrun --nnodes $N train.py").commands if "--nnodes" in words
+    )
+    assert not command[2].isdecimal()
+
+
+def test_a_printf_without_words_is_a_command() -> None:
+    assert ["run", "--n", "1"] in read_script("printf\nrun --n 1").commands

@@ -91,3 +91,31 @@ def test_a_plan_has_every_table(tmp_path: Path) -> None:
     path.write_text("{}")
     with pytest.raises(JobError, match="has no table"):
         Job.from_dict(tables_of_job(sharding={"plan": str(path)}))
+
+
+@pytest.mark.parametrize("sizes", [[9_993, 1, 3, 3], [-5, 5_005, 5_000, 0], [2_500, 5_000, 2_500, 0], ["x", 1, 1, 1]])
+def test_shards_that_torchrec_would_not_cut_are_refused(sizes: list[Any], tmp_path: Path) -> None:
+    job = Job.from_dict(tables_of_job(sharding={"rule": "row-wise"}))
+    plan = plan_tables(job.model.tables, placements_of(job.model.tables, job.sharding, job.table_ranks))
+    path = tmp_path / "plan.json"
+    for size, shard in zip(sizes, plan[""]["users"]["sharding_spec"]["shards"], strict=True):
+        shard["shard_sizes"] = [size, 64]
+    path.write_text(json.dumps(plan))
+    with pytest.raises(JobError, match="table 'users': shards must be of one size"):
+        read_plan(path)
+
+
+def test_ranks_that_contradict_the_shards_are_refused(tmp_path: Path) -> None:
+    job = Job.from_dict(tables_of_job(sharding={"rule": "row-wise"}))
+    plan = plan_tables(job.model.tables, placements_of(job.model.tables, job.sharding, job.table_ranks))
+    plan[""]["users"]["ranks"] = [0, 0, [], "x"]
+    path = tmp_path / "plan.json"
+    path.write_text(json.dumps(plan))
+    with pytest.raises(JobError, match="table 'users': ranks and places of shards must agree"):
+        read_plan(path)
+
+
+@pytest.mark.parametrize("tables", [3, True, {"a": 1}])
+def test_tables_are_a_list(tables: Any) -> None:
+    with pytest.raises(JobError, match=r"tables"):
+        Job.from_dict({**tables_of_job(), "model": {"family": "dlrm", "tables": tables}})

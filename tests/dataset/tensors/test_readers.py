@@ -47,6 +47,10 @@ IMPOSSIBLE: dict[str, tuple[list[Node], dict[str, tuple[int, list[Any]]], dict[s
         [("Conv", ["x", "w"], ["y"], {})], {"x": (1, [2, 3, 8, 8])}, {"w": np.zeros((4, 5, 3, 3), np.float32)},
         r"node0 \(Conv\).*5 channels.*got 3",
     ),
+    "range": (
+        [("Range", ["a", "b", "c"], ["r"], {}), ("Cast", ["r"], ["y"], {"to": 1})], X,
+        {"a": np.int64(0), "b": np.int64(2**50), "c": np.int64(1)}, r"node0 \(Range\) must count to at most",
+    ),
     "reshape": (
         [("Reshape", ["x", "to"], ["y"], {})], X, {"to": np.array([4, 2])},
         r"node0 \(Reshape\).*fit together.*\(4, 2\)",

@@ -60,6 +60,19 @@ def test_replicas_follow_the_number_of_devices() -> None:
     assert change_job(LLAMA, {"batch.global_batch": 1024}).parallel.dp == LLAMA.parallel.dp
 
 
+def test_the_micro_batch_of_a_recommendation_model_follows_its_shared_batch() -> None:
+    job = Job.from_file(Path(__file__).parents[3] / "examples" / "dlrm-dcnv2-64h100.toml")
+    whole = job.batch.global_batch
+    for values, micro in (
+        ({"batch.global_batch": 2 * whole}, 2 * job.batch.micro_batch),
+        ({"cluster.nodes": 2 * job.cluster.nodes}, job.batch.micro_batch // 2),
+        ({"batch.micro_batch": job.batch.micro_batch // 2}, job.batch.micro_batch // 2),
+    ):
+        changed = change_job(job, values)
+        assert changed.batch.micro_batch == micro
+        assert changed.num_micro_batches == (2 if "batch.micro_batch" in values else 1)
+
+
 def test_the_same_links_as_a_table_give_the_same_time() -> None:
     """A fabric that is stated as numbers counts like the preset with these numbers; a slower one is slower."""
     latency_us = LLAMA.fabric.inter_node.latency_s * 1e6
