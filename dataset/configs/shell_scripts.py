@@ -254,7 +254,7 @@ class ShellScript:
             return None if UNKNOWN.search(value) else value not in ("", "0")
         if name in ("[", "[[", "test"):
             return self._test([word for word in words[1:] if word not in ("]", "]]")])
-        if name in _FILLED or (name == "printf" and " ".join(words[1:]).startswith("-v")):
+        if name in _FILLED or text.startswith("printf -v"):
             for word in (*words[1:], *_FILLED_ANYHOW, *([words[1][2:]] if name == "printf" else [])):
                 if word.isidentifier():
                     variables.forget(word, text)

@@ -123,10 +123,13 @@ def _check_shards(shards: Any, axis: int, where: str) -> None:
     stated = [one.get("shard_sizes") for one in shards if isinstance(one, Mapping)] if isinstance(shards, list) else []
     sizes = [size[axis] if isinstance(size, list) and len(size) == 2 else None for size in stated if size is not None]
     numbers = [size for size in sizes if type(size) is int and size >= 0]
-    full = numbers.count(numbers[0]) if numbers else 0
-    cut = [*numbers[:1] * full, *numbers[full : full + 1], *[0] * (len(numbers) - full - 1)]
-    if len(numbers) < len(sizes) or numbers != cut or max(numbers, default=0) > max(numbers[:1], default=0):
+    if len(numbers) < len(sizes) or (numbers and numbers != _cut(sum(numbers), numbers[0], len(numbers))):
         raise JobError(f"{where}: shards must be of one size, the last ones smaller, got {sizes!r:.80}")
+
+
+def _cut(whole: int, each: int, count: int) -> list[int]:
+    """Sizes of shards: torchrec gives each the same until nothing is left."""
+    return [max(0, min(each, whole - number * each)) for number in range(count)]
 
 
 def plan_tables(
@@ -151,13 +154,12 @@ def plan_tables(
 
 
 def _shards(table: TableSpec, place: TablePlacement, per_node: int) -> list[dict[str, Any]]:
-    """Sizes and offsets of each shard; torchrec gives each the rounded-up size until nothing is left."""
+    """Sizes and offsets of each shard."""
     count, by_columns = len(place.ranks), place.kind == COLUMN
     whole = table.dim if by_columns else table.rows
     each, found = -(-whole // count), []
-    for number, rank in enumerate(place.ranks):
+    for number, (rank, size) in enumerate(zip(place.ranks, _cut(whole, each, count), strict=True)):
         first = min(number * each, whole)
-        size = min(each, whole - first)
         sizes, offsets = ([table.rows, size], [0, first]) if by_columns else ([size, table.dim], [first, 0])
         where = f"rank:{rank}/cuda:{rank % per_node}"
         found.append({"shard_sizes": sizes, "shard_offsets": offsets, "placement": where})
