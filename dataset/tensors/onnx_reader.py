@@ -82,7 +82,7 @@ def _check_ranges(graph: Any) -> None:
     from onnx.numpy_helper import to_array
 
     tensors = {tensor.name: tensor for tensor in graph.initializer}
-    tensors |= {node.output[0]: at.t for node in graph.node for at in node.attribute if node.op_type == "Constant"}
+    tensors |= {node.output[0]: at.t for node in graph.node for at in node.attribute if at.HasField("t")}
     for node in graph.node:
         for name in node.input if node.op_type == "Range" else ():
             if name in tensors and math.prod(tensors[name].dims) == 1 and abs(to_array(tensors[name]).item()) > _MOST:

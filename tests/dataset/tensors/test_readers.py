@@ -135,3 +135,15 @@ def test_a_damaged_program_is_refused(what: str, tmp_path: Path) -> None:
         with pytest.raises(CaptureError, match=rule) as error:
             read()
         assert "\n" not in str(error.value)
+
+
+def test_a_range_of_a_number_without_a_tensor_is_read(tmp_path: Path) -> None:
+    """A constant that states its value as a number has no tensor."""
+    ends = [("Constant", [], [name], {"value_int": end}) for name, end in (("a", 0), ("b", 8), ("c", 1))]
+    nodes = [
+        *ends,
+        ("Range", ["a", "b", "c"], ["r"], {}),
+        ("Cast", ["r"], ["i"], {"to": 1}),
+        ("Relu", ["x"], ["y"], {}),
+    ]
+    read_model(onnx_file(tmp_path / "a.onnx", nodes, X))
