@@ -1,13 +1,13 @@
 """Compare forms of the context network, task by task, on groups that taught none of them.
 
-    stepsight experiment context --data DATA [--task ops] [--seeds 3] [--teach 5]
+    stepsight experiment context --data DATA [--task runs] [--seeds 3] [--teach 5]
 
 Each form corrects the seconds of ops and collectives alone: none, a table by kind and phase, own features, messages of
 neighbours, and ``auto``, which takes as much of each as runs held back say.  A roofline, and trees on features of a
 node and of its neighbours, stand beside them.  The task ``edges`` leaves each kind of edge out of the network and of
-the trees instead.  DATA holds a folder for each task: ``runs`` (collections, also of ``edges``), ``cluster``
-(``profile`` and ``judge``, as ``small-to-large`` writes them) and ``scripts`` (of the task ops, as --collect writes
-it).  Errors are in parts of the error of the regressors alone.
+the trees instead.  DATA holds a folder for each task: ``runs`` (collections, also of ``edges``) and ``cluster``
+(``profile`` and ``judge``, as ``small-to-large`` writes them).  Errors are in parts of the error of the regressors
+alone.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stepsight.dataset.base.errors import TraceError
-from stepsight.dataset.hardware.hardware import roofline_seconds
+from stepsight.dataset.hardware.hardware import find_fabric, roofline_seconds, usual_fabric
 from stepsight.dataset.kinds.op import Op
+from stepsight.dataset.runs.run_folder import read_collection
 from stepsight.experiments.reports.text_table import table_of
-from stepsight.experiments.studies.context_tasks import SCRIPTS, TASKS, Split, Task, collect_families
-from stepsight.experiments.studies.study import Study
+from stepsight.experiments.studies.study import Row, Study
 from stepsight.features.graph_features import (
     NUMBERS,
     RELATIONS,
@@ -39,13 +39,26 @@ from stepsight.features.graph_features import (
 )
 from stepsight.gnn.context_model import BOUND, mean_network
 from stepsight.gnn.inference import FORMS
-from stepsight.training.context.examples import iteration_times, joined
-from stepsight.training.context.fit_context import ITERATION_WEIGHT, fit_context, node_weights, op_error
+from stepsight.training.collectives.collective_models import fit_collectives
+from stepsight.training.context.examples import Measured, Taught, iteration_times, joined, measured_runs
+from stepsight.training.context.fit_context import ITERATION_WEIGHT, Example, fit_context, node_weights, op_error
 from stepsight.training.context.learn_context import AUTO, hold_back, standard_error
+from stepsight.training.fitting.train_runs import with_host, with_imported
+from stepsight.training.kernels.kernel_models import fit_kernels
+from stepsight.training.measured.imported_ops import read_graphs
+from stepsight.training.measured.measured import (
+    MeasuredRun,
+    fill_from_traces,
+    read_imported_runs,
+    read_profiles,
+    read_runs,
+)
 from stepsight.training.predictor.own_context import OwnContext
+from stepsight.training.predictor.predictor import Predictor
 from stepsight.training.regression.trees import Trees, fit_trees
 
 Array = NDArray[np.float64]
+Fitted = dict[str, tuple[Any, float]]  # by name: a context model, and the CPU seconds that its training took
 LEAST_LOG = 1e-4  # smaller mean errors of the regressors alone count as this one
 TREES = {"trees, own features": (), "trees, neighbours' features": RELATIONS}
 EVERY = "every edge"
@@ -54,6 +67,107 @@ HEARING: dict[str, tuple[str, ...]] = {
     **{f"without {left}": tuple(each for each in RELATIONS if each != left) for left in RELATIONS},
     "no edge": (),
 }
+
+
+# --- tasks ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Split:
+    """What models learn from, and what judges them."""
+
+    seen: Sequence[Measured]  # what each teaching run measured, with seconds alone for training
+    unseen: Sequence[Measured]  # the same, with seconds alone by regressors that never saw them
+    judged: Mapping[str, Sequence[Example]]  # nodes that judge, by run
+    runs: Sequence[MeasuredRun] = ()  # runs whose iterations judge
+    predictor: Predictor | None = None  # gives the seconds alone of these iterations
+
+
+@dataclass(frozen=True)
+class Task:
+    """What context models are asked."""
+
+    name: str
+    about: str  # what is predicted, and what is held out
+    groups: Mapping[str, str]  # group of each run that judges; a split never parts a group
+    split: Callable[[frozenset[str]], Split]  # from the groups that are held out
+    is_fixed: bool = False  # all groups are judged at once, by models that other runs taught
+    compares: str = "forms"  # of the network, or ``edges`` that it and trees hear
+
+
+def runs_task(folder: Path, name: str = "runs") -> Task:
+    """Ops in context and whole iterations of collections, as ``train`` reads them; runs held out.
+
+    The task ``edges`` has the data edges of execution traces too, which ``train`` does not read.
+    """
+    predictor, runs = _regressors(_collections(folder))
+    if name == "edges":
+        own = [run.manifest.folder for run in runs if isinstance(run, MeasuredRun)]
+        graphs = read_graphs(own, ("step", "segment"))
+        runs = [replace(run, segments=read.segments) for run, read in zip(runs, graphs, strict=True)]
+    names = [run.name for run in runs]
+    seen, unseen = (
+        dict(zip(names, measured_runs(runs, each), strict=True)) for each in (predictor, predictor.left_out)
+    )
+
+    def split(held: frozenset[str]) -> Split:
+        teach = [name for name in names if name not in held]
+        return Split(
+            [seen[name] for name in teach],
+            [unseen[name] for name in teach],
+            {name: unseen[name][0] for name in names if name in held},
+            [run for run in runs if run.name in held and isinstance(run, MeasuredRun) and run.whole],
+            predictor.left_out,
+        )
+
+    about = "ops in context and iterations of collected runs; runs held out"
+    return Task(name, about, {name: name for name in names}, split, compares="edges" if name == "edges" else "forms")
+
+
+def cluster_task(folder: Path, name: str) -> Task:
+    """Iterations of 8 and 16 ranks in boxes (``judge``), learned from boxes of at most 4 (``profile``)."""
+    predictor, small = _regressors(_collections(folder / "profile"))
+    found = [run for each in _collections(folder / "judge") for run in read_collection(each).runs]
+    spread = lambda run: (max(run.step_seconds) - min(run.step_seconds)) / run.iteration_time_s
+    large = {run.name: MeasuredRun(run, ()) for run in sorted(found, key=spread, reverse=True) if run.whole}
+    seen, unseen = (measured_runs(small, each) for each in (predictor, predictor.left_out))
+    split = Split(seen, unseen, {}, list(large.values()), predictor)
+    about = "iterations of 8 and 16 ranks in boxes, learned from at most 4; the steadiest run of a job judges"
+    return Task(name, about, {name: name for name in large}, lambda held: split, is_fixed=True)
+
+
+# With the folder of their data.
+TASKS: Mapping[str, tuple[str, Callable[[Path, str], Task]]] = {
+    "runs": ("runs", runs_task),
+    "edges": ("runs", runs_task),
+    "cluster": ("cluster", cluster_task),
+}
+
+
+def _collections(folder: Path) -> list[Path]:
+    """The folder, if it is a collection, else those in it that are."""
+    within = [folder, *sorted(path for path in folder.glob("*") if path.is_dir())]
+    found = [path for path in within if (path / "runs").is_dir()]
+    if not found:
+        raise TraceError(f"{folder} must be a collection or hold some, got none")
+    return found
+
+
+def _regressors(collections: Sequence[Path]) -> tuple[Predictor, list[Taught]]:
+    """A predictor without a context model, and the runs that taught it, as ``train`` makes it."""
+    runs = read_runs(collections, ("train",))
+    name = runs[0].manifest.job.hardware_name if runs else "local-cpu"
+    imported = read_imported_runs(collections, name)
+    profile = read_profiles(collections, find_fabric(usual_fabric(name)), imported)
+    device = next((str(run.manifest.fingerprint.get("device", "cpu")) for run in runs), profile.device or "cpu")
+    hardware = with_imported(with_host(profile.hardware(name, device), runs), imported)
+    fill_from_traces(profile, runs)
+    kernel = fit_kernels(profile.ops, profile.op_busy, np.array(profile.op_seconds), hardware, seed=0)
+    collective = fit_collectives(profile.collectives, profile.fabrics, np.array(profile.collective_seconds), seed=0)
+    return Predictor(hardware, kernel, collective), [*runs, *imported]
+
+
+# --- models -----------------------------------------------------------------------------------------------------------
 
 
 def roofline(graph: SegmentGraph, alone: Array) -> Array:
@@ -92,9 +206,9 @@ def rows_of(graph: SegmentGraph, alone: Array, relations: Sequence[str]) -> Arra
     return np.concatenate(parts, axis=1)
 
 
-def fit_tree_context(split: Split, seed: int, relations: tuple[str, ...]) -> TreeContext:
+def fit_tree_context(split: Split, seed: int, relations: tuple[str, ...]) -> tuple[OwnContext, float]:
     """Train ``TreeContext`` on nodes, and on iterations, whose error each node on the critical path has."""
-    examples, wholes = joined(split.seen)
+    begin, (examples, wholes) = time.process_time(), joined(split.seen)
     known = [each for each in examples if each.known.any()]
     rows = [rows_of(e.graph, e.alone, relations)[e.known] for e in known]
     targets, weights = [each.target[each.known] for each in known], [node_weights(examples)]
@@ -107,50 +221,36 @@ def fit_tree_context(split: Split, seed: int, relations: tuple[str, ...]) -> Tre
         rows += [rows_of(SegmentGraph(program, hardware, whole.busy), part, relations) for program, part in parts]
         targets.append(np.full(len(alone), np.log(whole.measured_s / seconds)))
         weights.append(ITERATION_WEIGHT * counts * alone / seconds / len(wholes))
-    target, weight = np.concatenate(targets), np.concatenate(weights)
-    found = np.concatenate(rows)
+    target, weight, found = map(np.concatenate, (targets, weights, rows))
     names = (*node_feature_names(), *(f"neighbour{n}" for n in range(found.shape[1] - len(node_feature_names()))))
     grown = fit_trees(found, np.clip(target, -BOUND, BOUND), names, seed, weight / weight.mean() + 1e-9)
-    return TreeContext(grown, names, relations)
+    return OwnContext(TreeContext(grown, names, relations)), time.process_time() - begin
 
 
-def fit_edges(split: Split, seed: int) -> tuple[dict[str, Any], dict[str, float]]:
-    """The graph network and trees without each kind of edge, trained on a split, and the CPU seconds of each."""
-    models: dict[str, Any] = {"none": None}
-    spent = {"none": 0.0}
-    examples, wholes = joined(split.seen)
+def fit_edges(split: Split, seed: int) -> Fitted:
+    """The graph network and trees without each kind of edge, trained on a split."""
+    models, (examples, wholes) = Fitted(none=(None, 0.0)), joined(split.seen)
     for name, relations in HEARING.items():
         begin = time.process_time()
-        network = fit_context(examples, wholes, seed=seed, relations=relations)
-        models[name], spent[name] = mean_network([network], FORMS["graph"]), time.process_time() - begin
-        begin, trees = time.process_time(), f"trees, {name}"
-        models[trees] = OwnContext(fit_tree_context(split, seed, relations))
-        spent[trees] = time.process_time() - begin
-    return models, spent
+        network = mean_network([fit_context(examples, wholes, seed=seed, relations=relations)], FORMS["graph"])
+        models[name] = network, time.process_time() - begin
+        models[f"trees, {name}"] = fit_tree_context(split, seed, relations)
+    return models
 
 
-def fit_all(split: Split, seed: int) -> tuple[dict[str, Any], dict[str, float]]:
-    """Every model by name, trained on a split, and the CPU seconds that each took."""
+def fit_all(split: Split, seed: int) -> Fitted:
+    """The forms of the network that runs held back choose between, trees and a roofline, trained on a split."""
     begin = time.process_time()
     held, networks = hold_back(split.seen, split.unseen, seed, lambda at, of: None)
     took = time.process_time() - begin
-    forms = {**FORMS, AUTO: tuple(held.strengths.tolist())}
     print(f"strengths {held.strengths.round(2).tolist()}", file=sys.stderr, flush=True)
-    models: dict[str, Any] = {form: mean_network(networks, own) if any(own) else None for form, own in forms.items()}
-    spent = dict.fromkeys(models, took) | {"none": 0.0, "roofline": 0.0}
-    models["roofline"] = OwnContext(roofline)
-    for name, relations in TREES.items():
-        begin = time.process_time()
-        models[name] = OwnContext(fit_tree_context(split, seed, relations))
-        spent[name] = time.process_time() - begin
-    return models, spent
+    models: Fitted = {"roofline": (OwnContext(roofline), 0.0)}
+    for form, own in {**FORMS, AUTO: tuple(held.strengths.tolist())}.items():
+        models[form] = (mean_network(networks, own), took) if any(own) else (None, took * (form != "none"))
+    return models | {name: fit_tree_context(split, seed, relations) for name, relations in TREES.items()}
 
 
-# By what a task compares: what fits the models, their names, and the one that stands beside each.
-QUESTIONS: Mapping[str, tuple[Callable[[Split, int], Any], tuple[str, ...], str]] = {
-    "forms": (fit_all, ("roofline", *FORMS, AUTO, *TREES), AUTO),
-    "edges": (fit_edges, ("none", *HEARING, *(f"trees, {name}" for name in HEARING)), EVERY),
-}
+# --- errors -----------------------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -163,7 +263,7 @@ class _Errors:
     answer_s: list[float] = field(default_factory=list)
 
 
-def judge(task: Task, seeds: int, folds: int, teach: int = 0) -> dict[str, Any]:
+def judge(task: Task, seeds: int, folds: int, teach: int = 0) -> Row:
     """Train and judge all models.
 
     Returns:
@@ -172,29 +272,25 @@ def judge(task: Task, seeds: int, folds: int, teach: int = 0) -> dict[str, Any]:
         over groups; ``seed_error``: its standard error over seeds), ``behind`` (score minus that of ``reference``;
         ``behind_error``: over groups), and CPU time of training and of the first answer for a segment.
     """
-    names, (fit, models_asked, _) = list(task.groups), QUESTIONS[task.compares]
-    errors = {model: _Errors(*np.full((2, seeds, len(names)), np.nan)) for model in models_asked}
+    place = {name: place for place, name in enumerate(task.groups)}
+    errors: dict[str, _Errors] = {}
     for seed in range(seeds):
         for fold, held in enumerate(_folds(task, folds, seed, teach)):
             print(f"{task.name}: seed {seed}, fold {fold}", file=sys.stderr, flush=True)
             split = task.split(held)
-            models, spent = fit(split, seed)
-            for model, own in errors.items():
-                own.fit_s.append(spent[model])
-                _judge(split, models[model], own, {name: (seed, place) for place, name in enumerate(names)})
+            for model, (context, took) in (fit_all if task.compares == "forms" else fit_edges)(split, seed).items():
+                own = errors.setdefault(model, _Errors(*np.full((2, seeds, len(place)), np.nan)))
+                own.fit_s.append(took)
+                for name, examples in split.judged.items():
+                    begin = time.process_time()
+                    own.ops[seed, place[name]] = np.log1p(op_error(examples, context) / 100)
+                    own.answer_s.append((time.process_time() - begin) / max(len(examples), 1))
+                if split.runs and split.predictor is not None:
+                    times = iteration_times(split.runs, replace(split.predictor, context=context))
+                    for run, seconds in zip(split.runs, times.tolist(), strict=True):
+                        error = abs(np.log(seconds / run.manifest.iteration_time_s))
+                        own.iterations[seed, place[run.name]] = error
     return _outcome(task, errors)
-
-
-def _judge(split: Split, context: Any, errors: _Errors, places: Mapping[str, tuple[int, int]]) -> None:
-    """Write the errors of a model on what judges; ``places`` of runs in the arrays."""
-    for name, examples in split.judged.items():
-        begin = time.process_time()
-        errors.ops[places[name]] = np.log1p(op_error(examples, context) / 100)
-        errors.answer_s.append((time.process_time() - begin) / max(len(examples), 1))
-    if split.runs and split.predictor is not None:
-        times = iteration_times(split.runs, replace(split.predictor, context=context))
-        for run, seconds in zip(split.runs, times.tolist(), strict=True):
-            errors.iterations[places[run.name]] = abs(np.log(seconds / run.manifest.iteration_time_s))
 
 
 def _folds(task: Task, count: int, seed: int, teach: int) -> list[frozenset[str]]:
@@ -210,34 +306,38 @@ def _folds(task: Task, count: int, seed: int, teach: int) -> list[frozenset[str]
     return [frozenset(order[part::count]) for part in range(min(count, len(order)))]
 
 
-def _outcome(task: Task, errors: Mapping[str, _Errors]) -> dict[str, Any]:
-    groups = np.array(list(task.groups.values()))
+def _outcome(task: Task, errors: Mapping[str, _Errors]) -> Row:
+    groups, reference = np.array(list(task.groups.values())), AUTO if task.compares == "forms" else EVERY
     scores = {model: _scores(own, errors["none"]) for model, own in errors.items()}
     judged = [group for group in sorted(set(groups.tolist())) if np.isfinite(scores["none"][:, groups == group]).any()]
     by_group = {
         model: np.array([np.nanmean(own[:, groups == group]) for group in judged]) for model, own in scores.items()
     }
-    rows, reference = [], QUESTIONS[task.compares][2]
+    rows = []
     for model, own in errors.items():
-        beside = f"trees, {reference}" if model.startswith("trees") and reference != AUTO else reference
+        beside = f"trees, {reference}" if model.startswith("trees") and reference == EVERY else reference
         behind = by_group[model] - by_group[beside]
-        row: dict[str, Any] = {"model": model}
-        row |= {"op_percent": _percent(own.ops), "iteration_percent": _percent(own.iterations)}
-        row["score"] = float(np.nanmean(scores[model]))
-        row["seed_error"] = standard_error(np.nanmean(scores[model], axis=1))
-        row |= {"behind": float(behind.mean()), "behind_error": standard_error(behind)}
-        row |= {"fit_s": float(np.mean(own.fit_s)), "answer_s": float(np.median(own.answer_s or [0.0]))}
-        rows.append(row)
+        rows.append(
+            {
+                "model": model,
+                "op_percent": _percent(own.ops),
+                "iteration_percent": _percent(own.iterations),
+                "score": float(np.nanmean(scores[model])),
+                "seed_error": standard_error(np.nanmean(scores[model], axis=1)),
+                "behind": float(behind.mean()),
+                "behind_error": standard_error(behind),
+                "fit_s": float(np.mean(own.fit_s)),
+                "answer_s": float(np.median(own.answer_s or [0.0])),
+            }
+        )
     told = {"task": task.name, "about": task.about, "runs": len(task.groups), "groups": len(judged)}
     return {**told, "reference": reference, "rows": rows}
 
 
 def _scores(own: _Errors, alone: _Errors) -> Array:
     """Errors in parts of those of the regressors alone, ``(seeds, runs)``; ops and iterations count alike."""
-    parts = []
-    for errors, usual in ((own.ops, alone.ops), (own.iterations, alone.iterations)):
-        if np.isfinite(usual).any():
-            parts.append(errors / max(float(np.nanmean(usual)), LEAST_LOG))
+    pairs = ((own.ops, alone.ops), (own.iterations, alone.iterations))
+    parts = [of / max(float(np.nanmean(usual)), LEAST_LOG) for of, usual in pairs if np.isfinite(usual).any()]
     known = np.isfinite(parts)
     return np.asarray(np.where(known, parts, 0.0).sum(axis=0) / np.where(known.any(axis=0), known.sum(axis=0), np.nan))
 
@@ -257,13 +357,10 @@ def outcome_text(outcome: Mapping[str, Any]) -> str:
 
 def run(options: argparse.Namespace) -> tuple[Any, str]:
     """Judge one task, or all whose data are there."""
-    if options.collect:
-        collect_families(options.data / SCRIPTS)
-    found = [name for name, (folder, _) in TASKS.items() if (options.data / folder).is_dir()]
-    names = options.task or found
+    names = options.task or [name for name, (folder, _) in TASKS.items() if (options.data / folder).is_dir()]
     if not names:
         raise TraceError(f"--data must be a folder with a folder for a task ({', '.join(TASKS)}), got {options.data}")
-    tasks = [TASKS[name][1](options.data / TASKS[name][0]) for name in names]
+    tasks = [TASKS[name][1](options.data / TASKS[name][0], name) for name in names]
     outcomes = [judge(task, options.seeds, options.folds, options.teach) for task in tasks]
     return outcomes, "\n\n".join(map(outcome_text, outcomes))
 
@@ -275,7 +372,6 @@ STUDY = Study(
     {
         "--data": {"type": Path, "default": Path("runs/context"), "help": "folder with a folder for each task"},
         "--task": {"choices": list(TASKS), "action": "append", "help": "a task alone (repeatable)"},
-        "--collect": {"action": "store_true", "help": "first measure the scripts of small models on this machine"},
         "--seeds": {"type": int, "default": 3, "help": "splits and trainings"},
         "--teach": {"type": int, "default": 0, "help": "groups that teach, drawn at random; 0: all but a part"},
         "--folds": {"type": int, "default": 5, "help": "parts of the groups that are held out in turn"},

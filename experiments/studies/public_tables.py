@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -12,19 +11,17 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from stepsight.dataset.base.errors import StepsightError
 from stepsight.dataset.hardware.hardware import Fabric, Hardware, Link, find_fabric, find_hardware, roofline_seconds
 from stepsight.dataset.kinds.op import Collective, Op
 from stepsight.dataset.tables import Measurements, read_table
 from stepsight.experiments.evaluation.table_errors import group_of
 from stepsight.experiments.reports.text_table import table_of
-from stepsight.experiments.studies.study import Row, Study, cases
+from stepsight.experiments.studies.study import Row, Study
 from stepsight.training.collectives.between_nodes import UNFITTED, fit_site
-from stepsight.training.fitting.own_table import LONG_S, OwnTable, own_table
-from stepsight.training.fitting.train_tables import fit_ops
+from stepsight.training.fitting.own_table import LONG_S
 from stepsight.training.kernels.kernel_models import dtype_class, fit_kernels, op_rows
-from stepsight.training.predictor.predictor import Predictor, teacher_of
-from stepsight.training.shipped.catalogue import RECIPES, read_links, read_recipe, teaching_names
+from stepsight.training.predictor.predictor import Predictor
+from stepsight.training.shipped.catalogue import RECIPES, read_links, read_recipe
 from stepsight.training.shipped.from_tables import CollectiveRows, OpRows, fit_links
 
 Array = NDArray[np.float64]
@@ -185,67 +182,6 @@ def run_collectives(options: argparse.Namespace) -> tuple[Any, str]:
     return {"figures": figures}, table_of(figures, columns)
 
 
-# --- a device with few measurements -----------------------------------------------------------------------------------
-
-
-class Case(NamedTuple):
-    """A device, the folder of its tables, the predictors left out for it, and whether one of the same chip remains."""
-
-    device: str
-    folder: str
-    without: Sequence[str]
-    twin: bool = False
-
-
-CASES = tuple(Case(**row) for row in cases("transfer")["cases"])
-NONE = np.array([], dtype=np.int64)
-
-
-def products(case: Case, data: Path) -> OwnTable:
-    """The bf16 products of a device by the software that ran most of them."""
-    hardware = find_hardware(case.device)
-    assert hardware is not None, case.device
-    path = data / "kernels/aiconfigurator/data" / case.folder / "gemm"
-    rows = own_table(read_table("aiconfigurator", path).where(kind="linear"), hardware)
-    kept = [i for i, name in enumerate(rows.labels()) if name == "gemm" and rows.ops.variants[i] == 0]
-    return rows.take(np.array(kept), NONE)
-
-
-def transfer_figure(case: Case, rows: OwnTable, samples: int, seeds: int) -> Row:
-    """Train on some products and judge by others; errors in percent, means over seeds."""
-    teachers = [teacher_of(name) for name in teaching_names() if name not in case.without]
-    errors = []
-    for seed in range(seeds):
-        order = np.random.default_rng(seed).permutation(len(rows.ops))
-        few, left = rows.take(order[:samples], NONE), rows.take(order[samples:][:JUDGED], NONE).ops
-        transfer = fit_ops(few, teachers, "", seed=seed, say=lambda text: None)
-        alone = replace(fit_kernels(few.ops.ops, 1, few.ops.seconds, rows.hardware, seed=seed), derives=True)
-        roofline = np.array([roofline_seconds(op, rows.hardware) for op in left.ops])
-        offs = [_off(s, left.seconds) for s in (transfer.seconds(left.ops, 1), alone.seconds(left.ops, 1), roofline)]
-        long = left.seconds >= LONG_S
-        errors.append([offs[0].mean(), offs[0][long].mean(), offs[1].mean(), offs[1][long].mean(), offs[2].mean()])
-    names = ("transfer", "transfer_long", "alone", "alone_long", "roofline")
-    means = dict(zip(names, np.mean(errors, axis=0).tolist(), strict=True))
-    return {"device": case.device, "twin": "yes" if case.twin else "no", "samples": samples, **means}
-
-
-def run_transfer(options: argparse.Namespace) -> tuple[Any, str]:
-    """Judge every device with every number of measured products."""
-    if not all(count.isdigit() for count in options.samples.split(",")):
-        raise StepsightError(f"--samples must be numbers separated by commas, got {options.samples!r:.80}")
-    figures = []
-    for case in CASES:
-        if options.only in (None, case.device):
-            rows = products(case, options.data)
-            for count in map(int, options.samples.split(",")):
-                print(f"{case.device}: {count} samples", file=sys.stderr, flush=True)
-                figures.append(transfer_figure(case, rows, count, options.seeds))
-    columns = {"device": "device", "twin known": "twin", "samples": "samples", "transfer %": "transfer",
-               ">= 50 us": "transfer_long", "own rows alone %": "alone", ">= 50 us alone": "alone_long",
-               "roofline %": "roofline"}  # fmt: skip
-    return {"figures": figures}, table_of(figures, columns)
-
-
 _DATA = {"--data": {"type": Path, "required": True, "help": "folder of the public tables"}}
 KERNELS = Study(
     "kernels",
@@ -263,17 +199,4 @@ COLLECTIVES = Study(
     "half where it has no more. The last column judges only the rows that were not fitted.",
     run_collectives,
     {**_DATA, "--predictor": {"type": Path, "help": "folder of a predictor to judge in place of the shipped one"}},
-)
-TRANSFER = Study(
-    "transfer",
-    "Compare predicted with measured products of a device with few measurements, without its shipped predictor. "
-    "The predictor of each device is left out, in a second case also that of its twin (H100 and H200 have one chip). "
-    "Products in bf16 are drawn at random, and others of them judge.",
-    run_transfer,
-    {
-        **_DATA,
-        "--samples": {"default": "50,200", "help": "numbers of measured products, separated by commas"},
-        "--only": {"choices": sorted({case.device for case in CASES}), "help": "one device"},
-        "--seeds": {"type": int, "default": 2, "help": "draws of the products"},
-    },
 )

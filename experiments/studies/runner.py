@@ -12,7 +12,6 @@ from stepsight.experiments.studies import (
     one_gpu,
     public_tables,
     recommendation,
-    search_regret,
     small_to_large,
     torch_agreement,
 )
@@ -21,8 +20,8 @@ from stepsight.experiments.studies.study import Study
 STUDIES: Mapping[str, Study] = {
     study.name: study
     for study in (
-        *(bench.STUDY, context.STUDY, distir.STUDY, one_gpu.STUDY, search_regret.STUDY, small_to_large.STUDY),
-        *(public_tables.COLLECTIVES, public_tables.KERNELS, public_tables.TRANSFER),
+        *(bench.STUDY, context.STUDY, distir.STUDY, one_gpu.STUDY, small_to_large.STUDY),
+        *(public_tables.COLLECTIVES, public_tables.KERNELS),
         *(emulation_and_what_if.EMULATE, emulation_and_what_if.WHAT_IF),
         *(recommendation.LOOKUPS, recommendation.STEPS, recommendation.PLACEMENTS),
         *(torch_agreement.CAPTURE, torch_agreement.MEMORY),

@@ -13,8 +13,7 @@ from stepsight.dataset.hardware.hardware import find_fabric, find_hardware, roof
 from stepsight.dataset.kinds.op import Collective, Op
 from stepsight.experiments.studies import public_tables
 from stepsight.training.collectives.between_nodes import BetweenNodes
-from stepsight.training.fitting.own_table import OwnTable
-from stepsight.training.predictor.predictor import Predictor, teacher_of
+from stepsight.training.predictor.predictor import Predictor
 from stepsight.training.shipped.from_tables import CollectiveRows, OpRows
 
 GPU, L40S = find_hardware("a100-sxm-80gb"), find_hardware("l40s-pcie-48gb")
@@ -56,7 +55,6 @@ def test_json_is_strict_and_missing_data_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert public_tables.KERNELS.main(["--data", str(tmp_path)]) == 2
-    assert public_tables.TRANSFER.main(["--data", str(tmp_path), "--only", "l40s-pcie-48gb"]) == 2
     assert "error: " in capsys.readouterr().err
     monkeypatch.setattr(public_tables, "read_recipe", lambda recipe, data: (ROWS, {}))
     assert public_tables.KERNELS.main(["--data", str(tmp_path), "--only", "a100-sxm", "--json"]) == 0
@@ -80,15 +78,3 @@ def test_what_is_fitted_is_not_judged(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (whole["rows"], whole["calibrated_rows"]) == (30, 10)
     assert whole["unfitted"] == pytest.approx(0, abs=1e-9) and whole["left_out"] == pytest.approx(0, abs=1e-9)
     assert whole["calibrated"] < 1 and sum(figure["rows"] for figure in figures[:-1]) == 30
-
-
-def test_other_devices_help(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ten products at A100's efficiency say more with A100 known than alone."""
-    sizes = [(m, n, k) for m in (256, 1024, 4096) for n in (512, 2048, 8192) for k in (1024, 4096)]
-    ops = tuple(Op("linear", size) for size in sizes)
-    seconds = 1.2 * np.exp(teacher_of("a100-sxm").efficiency(ops)) * [roofline_seconds(op, L40S) for op in ops]
-    none = CollectiveRows((), (), np.zeros(0), np.zeros(0, dtype=np.bool_))
-    rows = OwnTable(L40S, OpRows(ops, seconds, np.zeros(len(ops), np.int64)), {"gemm": ("blas",)}, none, "", {})
-    monkeypatch.setattr(public_tables, "teaching_names", lambda: ("a100-sxm",))
-    figure = public_tables.transfer_figure(public_tables.CASES[-1], rows, samples=10, seeds=1)
-    assert figure["transfer"] < 3 and figure["transfer"] < figure["alone"]
