@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from stepsight.dataset.base.caching import cached
-from stepsight.dataset.kinds import collective_kinds, compute_kinds, memory_kinds
+from stepsight.dataset.kinds import collective_kinds, op_kinds
 from stepsight.dataset.kinds.collective_kinds import CollectiveKind, Side
 from stepsight.dataset.kinds.kind_table import STREAMED, KindTable, OpKind, check_base
 
@@ -27,9 +27,7 @@ __all__ = [
 ]
 
 _tables: list[KindTable[Any]] = []
-OP_KINDS: KindTable[OpKind] = KindTable(
-    "op kind", (*compute_kinds.KINDS, *memory_kinds.KINDS), "stepsight.op_kinds", _tables, check_base
-)
+OP_KINDS: KindTable[OpKind] = KindTable("op kind", op_kinds.KINDS, "stepsight.op_kinds", _tables, check_base)
 COLLECTIVE_KINDS: KindTable[CollectiveKind] = KindTable(
     "collective kind", collective_kinds.KINDS, "stepsight.collective_kinds", _tables
 )
