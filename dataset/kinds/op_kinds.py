@@ -28,9 +28,10 @@ def _lookup_backward(n: int, h: int, b: int, u: int, t: int, s: int) -> float:
     return (_RANDOM * b + _CACHED * max(n - b, 0)) * h + 2.0 * _RANDOM * u * (h + s) + _SORTED * n
 
 
-def _convolution(b: int, i: int, o: int, p: int, w: int, g: int, q: int, s: int, gradient: int = 0) -> float:
-    """FLOP of the product of the gradient of the weight and, if the last dim says so, of the input."""
-    return (1.0 + gradient) * (2.0 * b * i * o * w * min(p, q))
+def _convolution(*dims: int) -> float:
+    """FLOP of one product, or of the gradients of the weight and, if the last dim says so, of the input."""
+    b, i, o, p, w, _, q, _, *input_gradient = dims
+    return (1.0 + sum(input_gradient)) * (2.0 * b * i * o * w * min(p, q))
 
 
 _OWN: Mapping[str, Mapping[str, Function]] = {
@@ -78,7 +79,7 @@ def _kind(name: str, told: Mapping[str, Any]) -> OpKind:
 
 def _dims_of(function: str, *places: str) -> Callable[[Args], Dims | None]:
     of, numbers = getattr(call_dims, function), [*map(int, places)]
-    return lambda args: of(args, *numbers)  # type: ignore[no-any-return]
+    return lambda args: of(args, *numbers)
 
 
 def _kinds() -> Iterator[OpKind]:
