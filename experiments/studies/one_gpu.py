@@ -8,29 +8,31 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from stepsight.dataset.base.errors import CollectError, TraceError
+import numpy as np
+
+from stepsight.dataset.base.errors import CollectError
 from stepsight.dataset.base.files import check_writable, new_folder, write_json, write_text
 from stepsight.dataset.hardware.hardware import HARDWARE, find_hardware
 from stepsight.dataset.harness.base.atomic_files import locked
 from stepsight.dataset.kinds.op import Op
 from stepsight.dataset.runs.run_folder import Collection, read_collection, read_event_file
 from stepsight.dataset.tables.measurements import device_name
-from stepsight.experiments.evaluation import error_metrics
+from stepsight.experiments.evaluation.table_errors import judge_collection
 from stepsight.experiments.reports.plots import plot_predicted_against_measured
-from stepsight.experiments.reports.text_table import table_of
-from stepsight.experiments.studies.one_gpu_plans import CPU, OPS, VARIANTS, make_study, step_cases
+from stepsight.experiments.reports.text_table import Column, Number, table_of
+from stepsight.experiments.studies.one_gpu_plans import CPU, OPS, VARIANTS, make_study
 from stepsight.experiments.studies.study import Row, Study, cases
-from stepsight.experiments.tasks.collecting import read_plan, run_plan
+from stepsight.experiments.tasks.collecting import num_gpus, read_plan, run_plan
 from stepsight.simulator.memory import estimate_memory
-from stepsight.training.fitting.own_table import LONG_S
-from stepsight.training.fitting.train_runs import evaluate_heldout, train
+from stepsight.training.fitting.own_table import family_figures
+from stepsight.training.fitting.train_runs import train
 from stepsight.training.measured.measured import HELDOUT
-from stepsight.training.measured.planning import run_name, stand_in_seconds
+from stepsight.training.measured.planning import stand_in_seconds
 from stepsight.training.predictor.predictor import Predictor
 
 COLLECTIONS = "collections"
@@ -47,15 +49,20 @@ def write_plans(out: Path, device: str = "auto", minutes: float | None = None, h
     device, hardware = _device(device, hardware)
     usual: float = cases("one-gpu")[device]["minutes"]
     study = make_study(device, hardware, usual if minutes is None else minutes)
-    lines = []
     with new_folder(out / COLLECTIONS) as folder:
         for name, plan in study.plans.items():
             write_json(folder / name / "plan.json", plan)
-    for name, plan in study.plans.items():
-        counts = f"{len(plan['runs'])} runs, {sum(len(event['ops']) for event in plan['events'])} ops"
-        lines.append(f"{COLLECTIONS}/{name}/plan.json: {counts}, about {study.seconds[name] / 60:.1f} min")
+    lines = [
+        f"{COLLECTIONS}/{name}/plan.json: {counts_of(plan)}, about {study.seconds[name] / 60:.1f} min"
+        for name, plan in study.plans.items()
+    ]
     lines.append(f"for {hardware}, about {sum(study.seconds.values()) / 60:.1f} min in all")
     return "\n".join([f"in {out}:", *lines, f"run each with: {_HARNESS}"])
+
+
+def counts_of(plan: Row) -> str:
+    """How much a plan measures, in words."""
+    return f"{len(plan['runs'])} runs, {sum(len(event['ops']) for event in plan['events'])} ops"
 
 
 def run_study(out: Path, **planned: Any) -> Row:
@@ -83,8 +90,8 @@ def _run(out: Path, planned: Row) -> Row:
     figures: Row = {"variants": {}, "notes": []}
     for name, folder in folders.items():
         plan = read_plan(folder / "plan.json")
-        say(f"{name}: {len(plan['runs'])} runs, {sum(len(event['ops']) for event in plan['events'])} ops")
-        if plan["device"] == "cpu" or _has_gpu():  # what was brought here without its device is taken as it is
+        say(f"{name}: {counts_of(plan)}")
+        if plan["device"] == "cpu" or num_gpus():  # what was brought here without its device is taken as it is
             run_plan(plan, folder)
         if lacking := read_collection(folder).missing:
             figures["notes"].append(f"{name}: not measured: {', '.join(lacking)}")
@@ -100,8 +107,7 @@ def _run(out: Path, planned: Row) -> Row:
     figures["seconds"] = time.monotonic() - started
     made = [f"{name}: {out / f'predictor-{name}'}" for name in figures["variants"]]
     figures["text"] = "\n".join([study_text(figures), *made])
-    rows = [row for of in figures["variants"].values() for row in of["steps"]]
-    if rows:
+    if rows := [row for of in figures["variants"].values() if of["steps"] for row in of["steps"]["runs"]]:
         plot_predicted_against_measured(rows, out / "predicted_vs_measured.png", "held-out training steps")
     write_text(out / "summary.txt", figures["text"] + "\n")
     write_json(out / "summary.json", figures)
@@ -131,14 +137,8 @@ def _hardware(told: str) -> str:
     return name if find_hardware(name) is not None else UNKNOWN_GPU
 
 
-def _has_gpu() -> bool:
-    import torch
-
-    return bool(torch.cuda.is_available())
-
-
 def _variant(out: Path, name: str, ops: Path, folder: Path) -> Row:
-    """Train one variant's predictor, and compute all of its figures."""
+    """Train one variant's predictor, and judge it by held-out ops, training steps, peak memory and single ranks."""
     collection = read_collection(folder)
     hardware = collection.runs[0].job.cluster.hardware
     told = collection.runs[0].fingerprint.get("device", "")
@@ -149,88 +149,36 @@ def _variant(out: Path, name: str, ops: Path, folder: Path) -> Row:
     learned = [ops, folder] if read_collection(ops).events else [folder]
     predictor = train(learned, out / f"predictor-{name}", hardware_name=hardware, tracking_uri=uri)
     heldout = measured_ops(learned, heldout=True)
-    predicted = predictor.kernel.seconds(list(heldout), 1).tolist()
-    rows = [
-        {"op": str(op), "family": op.family, "dtype": op.dtype, "measured_s": seconds, "predicted_s": told_s}
-        for (op, seconds), told_s in zip(heldout.items(), predicted, strict=True)
-    ]
+    works, seconds = list(heldout), np.array(list(heldout.values()))
+    predicted = predictor.kernel.seconds(works, 1)
+    figures: Row = {}
+    for label in (lambda op: "all", lambda op: op.family, lambda op: f"{op.family}/{op.dtype}"):
+        figures |= family_figures(list(map(label, works)), predicted, seconds)
+    judged = any(run.role == "heldout" and run.whole for run in collection.runs)
     return {
         "hardware": hardware,
         "device": told,
         "num_training_ops": len(measured_ops(learned, heldout=False)),
-        "ops": op_figures(rows),
-        "op_rows": rows,
+        "ops": figures,
+        "steps": judge_collection(folder, predictor) if judged else None,
         **_run_rows(predictor, collection),
-        **_steps(predictor, folder, hardware),
         "notes": [] if ran == hardware else [f"{name}: the plans were made for {hardware}, and ran on {told}"],
     }
 
 
-def _steps(predictor: Predictor, folder: Path, hardware: str) -> Row:
-    """Held-out training steps; empty if none were measured."""
-    try:
-        found = evaluate_heldout(predictor, folder, role="heldout")
-    except TraceError:
-        if any(manifest.role == "heldout" for manifest in read_collection(folder).runs):
-            raise
-        return {"steps": [], "step_figures": {}}
-    device = "cpu" if hardware == CPU else "cuda"
-    bound = {run_name(case.job) for case in step_cases(device, hardware) if case.launch_bound}
-    rows = [{**row, "launch_bound": row["run"] in bound} for row in found.rows]
-    groups = {
-        "all": rows,
-        "launch-bound": [row for row in rows if row["launch_bound"]],
-        "others": [row for row in rows if not row["launch_bound"]],
-    }
-    kept = ("mape_without_gnn", "spearman", "coverage", "op_error_regressor", "op_error_with_gnn")
-    sums = {name: op_errors(of) for name, of in groups.items() if of}
-    gnn = predictor.context.name if predictor.context is not None else ""
-    return {"steps": rows, "step_figures": {**sums, **{key: getattr(found, key) for key in kept}, "gnn": gnn}}
-
-
-# --- predictions beside measurements ---------------------------------------------------------------------------------
-
-
 def measured_ops(folders: Iterable[Path], *, heldout: bool) -> dict[Op, float]:
     """Seconds of ops alone: from the event files that judge, or from all others."""
-    found: dict[Op, float] = {}
-    for folder in folders:
-        for path in read_collection(folder).events:
-            if (path.stem == HELDOUT) == heldout:
-                file = read_event_file(path)
-                found |= {work: s for work, s in zip(file.works, file.seconds, strict=True) if isinstance(work, Op)}
-    return found
-
-
-def op_figures(rows: Sequence[Row]) -> dict[str, dict[str, float]]:
-    """Errors in percent of all ops, of each family and of its dtypes, if it has several; see ``op_errors``."""
-    groups = {"all": list(rows)} if rows else {}
-    dtypes: dict[str, set[str]] = {}
-    for row in rows:
-        dtypes.setdefault(row["family"], set()).add(row["dtype"])
-    for family, found in sorted(dtypes.items()):
-        own = groups[family] = [row for row in rows if row["family"] == family]
-        for dtype in sorted(found) if len(found) > 1 else ():
-            groups[f"{family}/{dtype}"] = [row for row in own if row["dtype"] == dtype]
-    return {name: op_errors(of) for name, of in groups.items()}
-
-
-def op_errors(rows: Sequence[Row]) -> dict[str, float]:
-    """Number of rows, mean, median and largest error; number and mean of rows of at least ``LONG_S``."""
-    whole, long = (
-        error_metrics.errors([row["predicted_s"] for row in of], [row["measured_s"] for row in of])
-        for of in (rows, [row for row in rows if row["measured_s"] >= LONG_S])
-    )
-    found = {"mape": whole.mape, "median": whole.median, "max": whole.max, "long_mape": long.mape}
-    known = {name: value for name, value in found.items() if value is not None}
-    return {"rows": whole.used, "long_rows": long.used, **known}
+    paths = [path for folder in folders for path in read_collection(folder).events]
+    files = [read_event_file(path) for path in paths if (path.stem == HELDOUT) == heldout]
+    pairs = (pair for file in files for pair in zip(file.works, file.seconds, strict=True))
+    return {work: seconds for work, seconds in pairs if isinstance(work, Op)}
 
 
 def _run_rows(predictor: Predictor, collection: Collection) -> Row:
     """Peak bytes of tensors of each measured run, and times of single ranks of large jobs with emulated communication.
 
-    Libraries allocate workspaces too, the same for each run: ``with_libraries_bytes`` adds what the smallest training
-    run holds beyond its estimate.
+    Libraries allocate workspaces too, the same for each run: ``predicted_bytes`` has what the smallest training run
+    holds beyond its estimate.
     """
     memory: list[Row] = []
     stand_ins: list[Row] = []
@@ -242,18 +190,16 @@ def _run_rows(predictor: Predictor, collection: Collection) -> Row:
             times = {"measured_s": run.iteration_time_s, "predicted_s": predicted}
             stand_ins.append({"run": run.name, **times, "error_percent": 100 * (predicted / run.iteration_time_s - 1)})
         elif run.peak_memory_bytes:
-            measured, estimate = float(max(run.peak_memory_bytes)), estimate_memory(run.job, endless).stages[0].tensors
-            sizes: Row = {"measured_bytes": measured, "predicted_bytes": estimate}
+            estimate = estimate_memory(run.job, endless).stages[0].tensors
+            sizes = {"measured_bytes": float(max(run.peak_memory_bytes)), "predicted_bytes": estimate}
             memory.append({"run": run.name, "role": run.role, **sizes})
     training = [row for row in memory if row["role"] == "train"]
     smallest = min(training, key=lambda row: row["predicted_bytes"], default=None)
     libraries = max(0.0, smallest["measured_bytes"] - smallest["predicted_bytes"]) if smallest else 0.0
     for row in memory:
-        row["with_libraries_bytes"] = row["predicted_bytes"] + libraries
+        row["predicted_bytes"] += libraries
+        row["error_percent"] = 100 * (row["predicted_bytes"] / row["measured_bytes"] - 1)
     return {"memory": memory, "stand_ins": stand_ins}
-
-
-# --- text -------------------------------------------------------------------------------------------------------------
 
 
 def study_text(figures: Row) -> str:
@@ -262,53 +208,23 @@ def study_text(figures: Row) -> str:
     for name, of in figures["variants"].items():
         parts.append(f"== {name}: {of['hardware']}, {of['num_training_ops']} ops taught ==")
         parts += [f"note: {note}" for note in of["notes"]]
-        if rows := [{"name": kind, "long_mape": None, **sums} for kind, sums in of["ops"].items()]:
-            columns = {"held-out ops": "name", "rows": "rows", "MAPE %": "mape", "median %": "median", "max %": "max",
-                       "from 50 us": "long_rows", "their MAPE %": "long_mape"}  # fmt: skip
-            parts.append(table_of(rows, columns))
-        parts += [_steps_text(of)] if of["steps"] else []
-        parts.append(_memory_text(of["memory"]) if of["memory"] else "peak memory: not measured (a CPU counts none)")
+        columns = {"held-out ops": "name", "rows": "rows", "MAPE %": "mape", "median %": "median", "p90 %": "p90",
+                   "from 50 us, MAPE %": "mape_over_50us"}  # fmt: skip
+        parts.append(table_of([{"name": kind, **sums} for kind, sums in of["ops"].items()], columns))
+        parts.append("held-out steps: none" if of["steps"] is None else of["steps"]["text"])
+        gigabytes: dict[str, str | Column] = {
+            "peak memory": "run",
+            "role": "role",
+            "measured GB": lambda row: Number(row["measured_bytes"] / 1e9, 3),
+            "predicted GB": lambda row: Number(row["predicted_bytes"] / 1e9, 3),
+            "error %": "error_percent",
+        }
+        parts.append(table_of(of["memory"], gigabytes) if of["memory"] else "peak memory: a CPU counts none")
         if of["stand_ins"]:
             columns = {"stand-ins: one rank of": "run", "measured ms": "measured_s", "predicted ms": "predicted_s",
                        "error %": "error_percent"}  # fmt: skip
             parts.append(table_of(of["stand_ins"], columns))
     return "\n\n".join([*parts, f"took {figures['seconds']:.0f} s here"])
-
-
-def _steps_text(of: Row) -> str:
-    rows = [{**row, "name": row["run"] + " *" * row["launch_bound"]} for row in of["steps"]]
-    for row in rows:
-        row["without"] = 100 * (row["predicted_without_gnn_s"] / row["measured_s"] - 1)
-    columns = {"held-out steps (* launch-bound)": "name", "measured ms": "measured_s", "spread %": "spread_percent",
-               "predicted ms": "predicted_s", "from ms": "low_s", "to ms": "high_s", "error %": "error_percent",
-               "without context %": "without"}  # fmt: skip
-    sums, lines = of["step_figures"], [table_of(rows, columns)]
-    for name in ("all", "launch-bound", "others"):
-        if one := sums.get(name):
-            lines.append(f"steps, {name} ({one['rows']}): MAPE {one['mape']:.1f} %, max {one['max']:.1f} %")
-    by = f"{sums['op_error_with_gnn']:.1f} % with the {sums['gnn']}" if sums["gnn"] else "which no context model beat"
-    lines.append(
-        f"by regressors alone MAPE {sums['mape_without_gnn']:.1f} %; Spearman {sums['spearman']:.3f}, "
-        f"{sums['coverage']:.0f} % of the runs lie in their intervals"
-    )
-    lines.append(f"ops in context: error {sums['op_error_regressor']:.1f} % by regressors alone, {by}")
-    return "\n".join(lines)
-
-
-def _memory_text(found: Sequence[Row]) -> str:
-    rows, lines = [{**row, "measured": row["measured_bytes"] / 1e9} for row in found], []
-    for kind, words in {"predicted": "", "with_libraries": " with workspaces of libraries"}.items():
-        for row in rows:
-            row[kind] = row[f"{kind}_bytes"] / 1e9
-            row[f"{kind}_off"] = 100 * (row[kind] / row["measured"] - 1)
-        off = [abs(row[f"{kind}_off"]) for row in rows if row["role"] == "heldout"]
-        if off:
-            mean = sum(off) / len(off)
-            lines.append(f"peak memory of held-out runs{words}: mean error {mean:.1f} %, max {max(off):.1f} %")
-    columns = {"peak memory": "run", "role": "role", "measured GB": "measured", "predicted GB": "predicted",
-               "with libraries": "with_libraries", "error %": "predicted_off",
-               "with libraries %": "with_libraries_off"}  # fmt: skip
-    return "\n".join([table_of(rows, columns, 3), *lines])
 
 
 def run(options: argparse.Namespace) -> tuple[Any, str]:

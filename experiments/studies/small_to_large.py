@@ -8,9 +8,7 @@ predict the same runs: a roofline with latency and bandwidth of the links, ideal
 from __future__ import annotations
 
 import argparse
-import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
@@ -39,13 +37,13 @@ from stepsight.experiments.studies.box_cases import (
     strategy_name,
     training_folders,
 )
-from stepsight.experiments.studies.study import Row, Study
+from stepsight.experiments.studies.study import Row, Study, figures_text
 from stepsight.simulator.durations.latency_model import Seconds
 from stepsight.simulator.iteration.simulate import Simulation, simulate
 from stepsight.simulator.schedules import KIND_NAMES
 from stepsight.training.fitting.train_runs import spearman, train
 from stepsight.training.measured.planning import SleepingLatency
-from stepsight.training.prediction.prediction import Prediction, predict
+from stepsight.training.prediction.prediction import predict
 from stepsight.training.predictor.predictor import Predictor
 
 Array = NDArray[np.float64]
@@ -103,23 +101,15 @@ def _in_order(table: Array) -> Array:
     return table[np.lexsort(table[:, 3::-1].T)]
 
 
-@dataclass(frozen=True)
-class Compared:
-    """One case, measured and predicted; ``figures``: as ``--json`` prints them.
+def compare_cases(cases: Sequence[BoxCase], out: Path, predictor: Predictor) -> list[tuple[BoxCase, Row, Array]]:
+    """Predict every case that ran, and compare it; cases for which the box was too busy have no run.
 
-    ``spread_s``: largest less smallest of the repeats; ``cpu``: percent of the cores' time that the ranks computed, in
-    the busiest repeat; ``activity_error``: seconds by which lengths of passes and optimizer are off, over their sum,
-    mean over ranks; ``timestamp_error``: median of ``timestamps``.
+    Returns:
+        Of each case its figures as ``--json`` prints them, and by how much starts and ends of passes are off, in parts
+        of the iteration, ``(2 * num_passes,)``.  ``spread_s``: largest less smallest of the repeats; ``cpu``: percent
+        of the cores' time that the ranks computed, in the busiest repeat; ``activity_error``: seconds by which lengths
+        of passes and optimizer are off, over their sum, mean over ranks; ``timestamp_error``: the median of those.
     """
-
-    case: BoxCase
-    prediction: Prediction
-    figures: Row
-    timestamps: Array  # ``(2 * num_passes,)``: starts and ends of passes, off in parts of the iteration
-
-
-def compare_cases(cases: Sequence[BoxCase], out: Path, predictor: Predictor) -> list[Compared]:
-    """Predict every case that ran, and compare it; cases for which the box was too busy have no run."""
     found = []
     for case in cases:
         folder = case.folder(out) / "runs" / case.file_name
@@ -154,7 +144,7 @@ def compare_cases(cases: Sequence[BoxCase], out: Path, predictor: Predictor) -> 
             "cpu": 100 * max(float(step["cpu"]) for step in steps),
             "communication_bound": waits / prediction.iteration_time_s > COMMUNICATION_BOUND,
         }
-        found.append(Compared(case, prediction, figures, stamps))
+        found.append((case, figures, stamps))
     return found
 
 
@@ -168,24 +158,15 @@ class Silent(SleepingLatency):
         return np.full(len(collectives), _NOTHING_S)
 
 
-def _facts(job: Job, kind: type[SleepingLatency] = SleepingLatency) -> SleepingLatency:
+def by_facts(job: Job, kind: type[SleepingLatency] = SleepingLatency) -> Simulation:
+    """The same simulator with hardware facts, without training."""
     assert isinstance(job.fabric, Fabric)
-    return kind(PRESETS[HARDWARE], job.fabric)
-
-
-def roofline(job: Job) -> float:
-    """Seconds of the iteration from the same simulator with hardware facts, without training."""
-    return simulate(job, _facts(job)).iteration_time_s
-
-
-def ideal(job: Job) -> float:
-    """Predict with known computation and free communication."""
-    return simulate(job, _facts(job, Silent)).iteration_time_s
+    return simulate(job, kind(PRESETS[HARDWARE], job.fabric))
 
 
 def formula(job: Job) -> float:
     """Seconds by the closed form of automatic planners, without the optimizer."""
-    terms = closed_form(simulate(job, _facts(job)))
+    terms = closed_form(by_facts(job))
     return sum(terms.values()) - terms["optimizer"]
 
 
@@ -214,19 +195,14 @@ def run_boxes(out: Path, only: str = "*") -> Row:
                      for large in (False, True))  # fmt: skip
     if not judged and not small:
         raise CollectError(f"every run of {only!r} used too much of the cores to be valid: {', '.join(rejected)}")
-    started = time.perf_counter()
-    for row in judged:
-        predict(row.case.job, predictor)
-    spent = time.perf_counter() - started
     summary = summarise_boxes(judged or small, predictor)
     summary["rejected"] = [name for name in rejected if fnmatch(name, only)]
-    summary["in_sample"] = [row.figures for row in small]
+    summary["in_sample"] = [figures for _, figures, _ in small]
     if whole:
         summary["search"] = search_boxes(predictor, out)
         profiling, direct = rank_seconds(folders), rank_seconds(sorted((out / JUDGE).iterdir()), events=False)
         percent = 100 * profiling / max(direct, 1e-9)
-        cost = {"profiling_rank_s": profiling, "direct_rank_s": direct, "percent": percent}
-        summary["cost"] = {**cost, "predict_s": spent}
+        summary["cost"] = {"profiling_rank_s": profiling, "direct_rank_s": direct, "percent": percent}
     write_json(out / "box.json", summary)
     write_text(out / "box.txt", box_text(summary) + "\n")
     plot_predicted_against_measured(summary["runs"], out / "box.png", "clusters in a box: what was never trained on")
@@ -237,11 +213,9 @@ def rank_seconds(collections: Sequence[Path], *, events: bool = True) -> float:
     """Seconds of all ranks in the runs of some collections, and in their event profiles."""
     total = 0.0
     for folder in collections:
-        for path in sorted(folder.glob("runs/*/manifest.json")):
-            run = read_manifest(path.parent)
+        for run in (read_manifest(path.parent) for path in sorted(folder.glob("runs/*/manifest.json"))):
             total += run.world_size * sum(run.step_seconds)
-        for path in sorted(folder.glob("events/*.json")) if events else ():
-            file = read_json(path)
+        for file in map(read_json, sorted(folder.glob("events/*.json")) if events else ()):
             total += file["world_size"] * sum(each["seconds"] * each["repeats"] for each in file["records"])
     return total
 
@@ -249,19 +223,13 @@ def rank_seconds(collections: Sequence[Path], *, events: bool = True) -> float:
 def search_boxes(predictor: Predictor, out: Path) -> Row:
     """Strategies for an unmeasured model: predict all, run the best, the second and the worst, compare."""
     cases = candidates()
-    seconds = [predict(found.job, predictor).iteration_time_s for found in cases]
-    order = sorted(range(len(cases)), key=seconds.__getitem__)
-    places = {cases[order[at]].name: place for place, at in (("best", 0), ("second", 1), ("worst", -1))}
-    runs = [cases[at] for at in (order[0], order[1], order[-1])]
+    order = sorted(cases, key=lambda case: predict(case.job, predictor).iteration_time_s)
+    places = {order[at].name: place for place, at in (("best", 0), ("second", 1), ("worst", -1))}
+    runs = [order[0], order[1], order[-1]]
     measure_cases(runs, out / "search", events=False)
-    rows = compare_cases(runs, out / "search", predictor)
     choices = [
-        {
-            "place": places[row.case.name],
-            "strategy": strategy_name(row.case.job.parallel),
-            **{key: row.figures[key] for key in ("predicted_s", "measured_s", "error")},
-        }
-        for row in rows
+        {"place": places[case.name], "strategy": strategy_name(case.job.parallel), **figures}
+        for case, figures, _ in compare_cases(runs, out / "search", predictor)
     ]
     found = bool(choices) and choices[0]["place"] == "best"
     lost = 100 * (choices[0]["measured_s"] / min(row["measured_s"] for row in choices) - 1) if found else None
@@ -269,73 +237,60 @@ def search_boxes(predictor: Predictor, out: Path) -> Row:
     return {"model": model, "strategies": len(cases), "choices": choices, "regret": lost}
 
 
-def summarise_boxes(rows: Sequence[Compared], predictor: Predictor) -> Row:
+def summarise_boxes(rows: Sequence[tuple[BoxCase, Row, Array]], predictor: Predictor) -> Row:
     """Figures of compared runs, errors in per cent; beside them those of other methods on the same runs."""
-    told = [row.figures for row in rows]
+    cases, told, stamps = zip(*rows, strict=True)
     predicted, measured = (np.array([row[key] for row in told]) for key in ("predicted_s", "measured_s"))
-    errors = np.abs([row["error"] for row in told])
-    bound = [abs(row["error"]) for row in told if row["communication_bound"]]
-    names = [row.case.name.split("/")[1] for row in rows]
+    names = [case.name.split("/")[1] for case in cases]
     models = {name: np.array([other == name for other in names]) for name in dict.fromkeys(names)}
     ranks = [spearman(predicted[own], measured[own]) for own in models.values() if own.sum() > 2]
-    fair = [at for at, row in enumerate(rows) if not row.case.job.cluster.stragglers]
-    groups = [(names[at], rows[at].case.box.name) for at in fair]
-    batches = np.array([row.case.job.batch.global_batch for row in rows])  # times for each sequence of a batch
-    lost = regret(groups, (predicted / batches)[fair].tolist(), (measured / batches)[fair].tolist())
+    fair = [at for at, case in enumerate(cases) if not case.job.cluster.stragglers]
+    groups = [(names[at], cases[at].box.name) for at in fair]
+    batches = np.array([case.job.batch.global_batch for case in cases])  # times for each sequence of a batch
     ways: dict[str, Callable[[Job], float]] = {
         "regressors and context model": lambda job: predict(job, predictor).iteration_time_s,
         "regressors alone": lambda job: predict(job, predictor.without_context).iteration_time_s,
-        "roofline, latency and bandwidth": roofline,
-        "ideal arithmetic": ideal,
+        "roofline, latency and bandwidth": lambda job: by_facts(job).iteration_time_s,
+        "ideal arithmetic": lambda job: by_facts(job, Silent).iteration_time_s,
         "closed formula": formula,
     }
-    off = {name: 100 * np.abs([way(row.case.job) for row in rows] / measured - 1) for name, way in ways.items()}
-    inside = [row["low_s"] <= row["measured_s"] <= row["high_s"] for row in told]
+    off = {name: 100 * np.abs([way(case.job) for case in cases] / measured - 1) for name, way in ways.items()}
+    bound = [abs(row["error"]) for row in told if row["communication_bound"]]
     return {
-        "runs": told,
-        "mean_error": float(errors.mean()),
-        "max_error": float(errors.max()),
-        "spearman": float(min(ranks)) if ranks else None,
-        "regret": lost or 0.0,
-        "communication_bound": {"runs": len(bound), "mean_error": float(np.mean(bound)) if bound else None},
+        "runs": list(told),
+        "mean_error": float(np.mean([abs(row["error"]) for row in told])),
+        "max_error": max(abs(row["error"]) for row in told),
+        "communication_bound_runs": len(bound),
+        "communication_bound_error": float(np.mean(bound)) if bound else None,
         "activity_error": float(np.mean([row["activity_error"] for row in told])),
-        "timestamp_error": 100 * float(np.median(np.concatenate([row.timestamps for row in rows]))),
-        "coverage": 100 * float(np.mean(inside)),
+        "timestamp_error": 100 * float(np.median(np.concatenate(stamps))),
+        "spearman": float(min(ranks)) if ranks else None,  # the least of a model
+        "regret": regret(groups, (predicted / batches)[fair].tolist(), (measured / batches)[fair].tolist()) or 0.0,
+        "coverage": 100 * float(np.mean([row["low_s"] <= row["measured_s"] <= row["high_s"] for row in told])),
         "others": {name: {"mean_error": float(of.mean()), "max_error": float(of.max())} for name, of in off.items()},
     }
 
 
-def box_text(summary: Mapping[str, Any]) -> str:
+def box_text(summary: Row) -> str:
     """The tables as text."""
     runs = [{**row, "name": row["name"] + (" *" if row["communication_bound"] else "")} for row in summary["runs"]]
     columns = {"run": "name", "ranks": "ranks", "measured s": "measured_s", "spread s": "spread_s",
                "predicted s": "predicted_s", "error %": "error", "activity %": "activity_error",
                "stamps %": "timestamp_error", "cpu %": "cpu"}  # fmt: skip
-    bound = summary["communication_bound"]
+    same = [{"name": name, **of} for name, of in summary["others"].items()]
     lines = [
         table_of(runs, columns, 2),
         "* communication decides; spread: largest less smallest of three repeats; activity: lengths of what each rank "
         "did; stamps: begin and end of every pass, median, in parts of the iteration\n",
-        f"mean error {summary['mean_error']:.2f} %, max {summary['max_error']:.2f} %, where communication decides "
-        + (f"{bound['mean_error']:.2f} % ({bound['runs']} runs)" if bound["runs"] else "(no such run)")
-        + f"; activity {summary['activity_error']:.2f} %, stamps {summary['timestamp_error']:.2f} %",
-        ("" if summary["spearman"] is None else f"Spearman within a model, the least: {summary['spearman']:.3f}; ")
-        + f"regret {summary['regret']:.2f} %; within the interval {summary['coverage']:.0f} %",
+        figures_text({**summary, **summary.get("cost", {})}),
+        "",
+        table_of(same, {"the same runs by": "name", "mean error %": "mean_error", "max %": "max_error"}, 2),
     ]
-    if "cost" in summary:
-        spent = summary["cost"]
-        lines.append(
-            f"cost: profiling {spent['profiling_rank_s']:.0f} rank-seconds, running every strategy "
-            f"{spent['direct_rank_s']:.0f}: {spent['percent']:.1f} %; predicting all of them {spent['predict_s']:.2f} s"
-        )
-    same = [{"name": name, **of} for name, of in summary["others"].items()]
-    lines += ["", table_of(same, {"the same runs by": "name", "mean error %": "mean_error", "max %": "max_error"}, 2)]
     if found := summary.get("search"):
         keys = {"": "place", "strategy": "strategy", "predicted s": "predicted_s", "measured s": "measured_s",
                 "error %": "error"}  # fmt: skip
         lines += [f"\nsearch: {found['model']}, 16 ranks, {found['strategies']} strategies",
-                  table_of(found["choices"], keys, 2),
-                  "" if found["regret"] is None else f"regret {found['regret']:.2f} %"]  # fmt: skip
+                  table_of(found["choices"], keys, 2), figures_text(found)]  # fmt: skip
     if summary["rejected"]:
         lines.append(f"\nleft out, cores more than 25 % busy: {', '.join(summary['rejected'])}")
     return "\n".join(lines)

@@ -22,6 +22,13 @@ def cases(study: str) -> Row:
     return tables[study]
 
 
+def figures_text(figures: Row) -> str:
+    """The single figures of a study, in one line."""
+    words = {key: f"{value:.3f}" for key, value in figures.items() if isinstance(value, float)}
+    words |= {key: str(value) for key, value in figures.items() if isinstance(value, int)}
+    return "; ".join(f"{key.replace('_', ' ')} {word}" for key, word in words.items())
+
+
 @dataclass(frozen=True)
 class Study:
     """An entry of ``stepsight experiment``."""
