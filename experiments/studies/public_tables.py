@@ -1,12 +1,12 @@
-"""Kernels, collectives and whole devices of public tables, each predicted by what is left of the tables."""
+"""Kernels and collectives of public tables, each predicted by what is left of the tables."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,9 +18,10 @@ from stepsight.experiments.evaluation.table_errors import group_of
 from stepsight.experiments.reports.text_table import table_of
 from stepsight.experiments.studies.study import Row, Study
 from stepsight.training.collectives.between_nodes import UNFITTED, fit_site
-from stepsight.training.fitting.own_table import LONG_S
+from stepsight.training.fitting.own_table import family_figures
 from stepsight.training.kernels.kernel_models import dtype_class, fit_kernels, op_rows
 from stepsight.training.predictor.predictor import Predictor
+from stepsight.training.regression.regressor import rows_by
 from stepsight.training.shipped.catalogue import RECIPES, read_links, read_recipe
 from stepsight.training.shipped.from_tables import CollectiveRows, OpRows, fit_links
 
@@ -28,7 +29,6 @@ Array = NDArray[np.float64]
 Mask = NDArray[np.bool_]
 FOLDS = 5  # a fifth of the shapes is held out
 CALIBRATED_RANKS = 64
-JUDGED = 3000  # products that judge each fit of a transfer
 
 
 # --- kernels ----------------------------------------------------------------------------------------------------------
@@ -41,17 +41,27 @@ SPLITS: dict[str, dict[str, Callable[[Op], Hashable]]] = {
 
 
 def kernel_figures(name: str, rows: OpRows, hardware: Hardware, seed: int = 0) -> list[Row]:
-    """Errors in percent of all families of one device on held-out shapes, with all splits."""
-    families: dict[tuple[str, str], list[int]] = {}
-    for index, op in enumerate(rows.ops):
-        families.setdefault((op.family, dtype_class(op, hardware)), []).append(index)
+    """Errors in percent of all families of one device on held-out shapes, with all splits.
+
+    Regressors are fitted on the rows that are not held out.
+    """
     found = []
-    for (family, precision), indices in families.items():
-        own = rows.take(np.array(indices))
+    for (family, precision), indices in rows_by([(op.family, dtype_class(op, hardware)) for op in rows.ops]).items():
+        every = rows.take(np.array(indices))
         for split, group in {"random": lambda op: (op.kind, op.dims), **SPLITS.get(family, {})}.items():
-            held = held_out([group(op) for op in own.ops], seed)
+            held = held_out([group(op) for op in every.ops], seed)
+            kept, left = every.take(np.flatnonzero(~held)), every.take(np.flatnonzero(held))
+            model = fit_kernels(kept.ops, 1, kept.seconds, hardware, variants=kept.variants, seed=seed, judged=False)
+            predicted = model.regressor.seconds(op_rows(left.ops, hardware, 1, left.variants))
+            ran = ["own" if variant == 0 else "others" for variant in left.variants.tolist()]
+            # own: the software that the predictor predicts for
+            own = family_figures(ran, predicted, left.seconds).get("own", dict.fromkeys(("mape", "mape_over_50us")))
+            limits = np.array([roofline_seconds(op, hardware) for op in left.ops])
             label = f"{family}/{precision}" if precision else family
-            found.append({"predictor": name, "ops": label, "split": split, **_kernel_errors(own, held, hardware, seed)})
+            figures = family_figures([label] * len(left), predicted, left.seconds)[label]
+            figures |= {"own_mape": own["mape"], "long_mape": own["mape_over_50us"]}
+            figures["roofline_mape"] = float(_off(limits, left.seconds).mean())
+            found.append({"predictor": name, "ops": label, "split": split, **figures})
     return found
 
 
@@ -63,29 +73,8 @@ def held_out(groups: Sequence[Hashable], seed: int) -> Mask:
     return np.array([group in left for group in groups], dtype=np.bool_)
 
 
-def _kernel_errors(rows: OpRows, held: Mask, hardware: Hardware, seed: int) -> Row:
-    """Fit regressors on the rows that are not held out, and compare the others with their predictions."""
-    kept, left = rows.take(np.flatnonzero(~held)), rows.take(np.flatnonzero(held))
-    model = fit_kernels(kept.ops, 1, kept.seconds, hardware, variants=kept.variants, seed=seed, judged=False)
-    off = _off(model.regressor.seconds(op_rows(left.ops, hardware, 1, left.variants)), left.seconds)
-    own = left.variants == 0  # of the software that the predictor predicts for
-    return {
-        "rows": len(left),
-        "mape": float(off.mean()),
-        "median": float(np.median(off)),
-        "p90": float(np.percentile(off, 90)),
-        "own_mape": _mean(off[own]),
-        "long_mape": _mean(off[own & (left.seconds >= LONG_S)]),
-        "roofline_mape": _mean(_off(np.array([roofline_seconds(op, hardware) for op in left.ops]), left.seconds)),
-    }
-
-
 def _off(predicted: Array, measured: Array) -> Array:
     return np.asarray(100 * np.abs(predicted / measured - 1))
-
-
-def _mean(off: Array) -> float | None:
-    return float(off.mean()) if len(off) else None
 
 
 def run_kernels(options: argparse.Namespace) -> tuple[Any, str]:
@@ -104,55 +93,44 @@ def run_kernels(options: argparse.Namespace) -> tuple[Any, str]:
 # --- collectives between nodes ----------------------------------------------------------------------------------------
 
 
-class Site(NamedTuple):
-    """Measurements between the nodes of one cluster: its table, the links that are stated, and the predictor."""
-
-    name: str
-    path: str
-    links: Fabric
-    predictor: str
-
-
-# The links of ``cluster00`` are not stated: 14 GB/s are the bandwidth of its longest messages.
-_H100, _TESTS = find_fabric("dgx-h100"), "collectives/nccl-tests-cluster"
-SITES = (
-    Site("cluster01", _TESTS, _H100, "h100-sxm"),
-    Site("cluster00", _TESTS, replace(_H100, name="cluster00", inter_node=Link(14e9, 10e-6)), "h100-sxm"),
-)
+H100, TESTS = "h100-sxm", "collectives/nccl-tests-cluster"  # the predictor that is judged, and the table
+_USUAL = find_fabric("dgx-h100")
+SITES: Mapping[str, Fabric] = {  # with their links; the second states none, and its longest messages have 14 GB/s
+    "cluster01": _USUAL,
+    "cluster00": replace(_USUAL, name="cluster00", inter_node=Link(14e9, 10e-6)),
+}
 
 
-def collective_figures(site: Site, data: Path, predictor: Predictor) -> list[Row]:
+def collective_figures(site: str, data: Path, predictor: Predictor) -> list[Row]:
     """Errors in percent of each class of one site's rows, and of all of them."""
-    works, seconds = site_rows(site, read_table("nccl-tests", data / site.path))
+    (works, seconds), links = site_rows(site, read_table("nccl-tests", data / TESTS)), SITES[site]
     small = small_groups(works)
-    links, _ = read_links(RECIPES[site.predictor], data)
-    others = fit_links(without(links, site, works)).between
+    others = fit_links(without(read_links(RECIPES[H100], data)[0], links, works)).between
     assert others is not None
     own = [work for work, fitted in zip(works, small, strict=True) if fitted]
     models: dict[str, Any] = {
         "shipped": predictor.collective,
         "left_out": others,
         "unfitted": UNFITTED,
-        "calibrated": fit_site(others, own, site.links, seconds[small]),
+        "calibrated": fit_site(others, own, links, seconds[small]),
     }
-    off = {name: _off(model.seconds(works, site.links), seconds) for name, model in models.items()}
-    classes: dict[tuple[str, str, str], list[int]] = {}
-    for place, work in enumerate(works):
-        classes.setdefault(group_of(work, 0.0), []).append(place)
+    off = {name: _off(model.seconds(works, links), seconds) for name, model in models.items()}
     figures = []
-    for (kind, size, ranks), index in [*sorted(classes.items()), (("all", "", ""), list(range(len(works))))]:
-        judged = [each for each in index if not small[each]]
-        row = {"site": site.name, "kind": kind, "size": size, "ranks": ranks, "rows": len(index)}
-        row |= {name: _mean(off[name][judged if name == "calibrated" else index]) for name in models}
+    classes = sorted(rows_by(group_of(work, 0.0) for work in works).items())
+    for (kind, size, ranks), index in [*classes, (("all", "", ""), np.arange(len(works)))]:
+        judged = index[~small[index]]  # by the factors of the site's own small groups
+        row = {"site": site, "kind": kind, "size": size, "ranks": ranks, "rows": len(index)}
+        row |= {name: float(off[name][index].mean()) for name in models}
+        row["calibrated"] = float(off["calibrated"][judged].mean()) if len(judged) else None
         figures.append({**row, "calibrated_rows": len(judged)})
     return figures
 
 
-def site_rows(site: Site, measured: Measurements) -> tuple[list[Collective], Array]:
+def site_rows(site: str, measured: Measurements) -> tuple[list[Collective], Array]:
     """Distinct collectives between the nodes of a site, and the median of their seconds."""
     found: dict[Collective, list[float]] = {}
     for work, fabric, seconds in zip(measured.works, measured.fabric, measured.seconds, strict=True):
-        if fabric == f"nccl-tests-example-{site.name}" and isinstance(work, Collective) and work.num_nodes > 1:
+        if fabric == f"nccl-tests-example-{site}" and isinstance(work, Collective) and work.num_nodes > 1:
             found.setdefault(work, []).append(float(seconds))
     return list(found), np.array([np.median(times) for times in found.values()])
 
@@ -164,18 +142,16 @@ def small_groups(works: Sequence[Collective]) -> Mask:
     return np.asarray(ranks <= most)
 
 
-def without(links: CollectiveRows, site: Site, works: Sequence[Collective]) -> CollectiveRows:
+def without(rows: CollectiveRows, links: Fabric, works: Sequence[Collective]) -> CollectiveRows:
     """Rows without those of a site, which are the ones that equal its own on its own links."""
-    own, pairs = set(works), zip(links.collectives, links.fabrics, strict=True)
-    kept = [index for index, (work, fabric) in enumerate(pairs) if not (work in own and fabric == site.links)]
-    return links.take(np.array(kept, dtype=np.int64))
+    own, pairs = set(works), zip(rows.collectives, rows.fabrics, strict=True)
+    return rows.take(np.flatnonzero([not (work in own and fabric == links) for work, fabric in pairs]))
 
 
 def run_collectives(options: argparse.Namespace) -> tuple[Any, str]:
     """Judge the collectives of every site."""
-    figures = []
-    for site in SITES:
-        figures += collective_figures(site, options.data, Predictor.load(options.predictor or site.predictor))
+    predictor = Predictor.load(options.predictor or H100)
+    figures = [row for site in SITES for row in collective_figures(site, options.data, predictor)]
     columns = {"site": "site", "kind": "kind", "ranks": "ranks", "size": "size", "rows": "rows",
                "shipped %": "shipped", "left out": "left_out", "unfitted": "unfitted",
                "not fitted": "calibrated_rows", "calibrated": "calibrated"}  # fmt: skip

@@ -8,7 +8,7 @@ from stepsight.experiments.studies import (
     bench,
     context,
     distir,
-    emulation_and_what_if,
+    emulation,
     one_gpu,
     public_tables,
     recommendation,
@@ -20,9 +20,8 @@ from stepsight.experiments.studies.study import Study
 STUDIES: Mapping[str, Study] = {
     study.name: study
     for study in (
-        *(bench.STUDY, context.STUDY, distir.STUDY, one_gpu.STUDY, small_to_large.STUDY),
+        *(bench.STUDY, context.STUDY, distir.STUDY, emulation.STUDY, one_gpu.STUDY, small_to_large.STUDY),
         *(public_tables.COLLECTIVES, public_tables.KERNELS),
-        *(emulation_and_what_if.EMULATE, emulation_and_what_if.WHAT_IF),
         *(recommendation.LOOKUPS, recommendation.STEPS, recommendation.PLACEMENTS),
         *(torch_agreement.CAPTURE, torch_agreement.MEMORY),
     )

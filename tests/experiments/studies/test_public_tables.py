@@ -25,9 +25,9 @@ ROWS = OpRows(
     np.array([factor * roofline_seconds(op, GPU) for factor in (1.5, 1.6) for op in OPS]),
     np.repeat([0, 1], len(OPS)),
 )
-SITE = public_tables.SITES[0]
+LINKS = public_tables.SITES["cluster01"]
 WORKS = [Collective("all_reduce", 1 << power, 8 * nodes, 8) for power in range(20, 30) for nodes in (2, 4, 16)]
-TRUTH = BetweenNodes({}, {}, {}).seconds(WORKS, SITE.links)
+TRUTH = BetweenNodes({}, {}, {}).seconds(WORKS, LINKS)
 
 
 def _links(name: str) -> CollectiveRows:
@@ -62,8 +62,8 @@ def test_json_is_strict_and_missing_data_one_line(
 
 
 def test_a_site_is_left_out_whole_and_a_small_one_is_judged_by_its_larger_half() -> None:
-    assert len(public_tables.without(_links("dgx-h100"), SITE, WORKS)) == 0
-    assert len(public_tables.without(_links("dgx-a100"), SITE, WORKS)) == len(WORKS)
+    assert len(public_tables.without(_links("dgx-h100"), LINKS, WORKS)) == 0
+    assert len(public_tables.without(_links("dgx-a100"), LINKS, WORKS)) == len(WORKS)
     small = [replace(work, group_size=min(work.group_size, 32)) for work in WORKS]
     assert public_tables.small_groups(WORKS).sum() == 20 and public_tables.small_groups(small).sum() == 10
 
@@ -73,7 +73,7 @@ def test_what_is_fitted_is_not_judged(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(public_tables, "read_table", lambda format, path: None)
     monkeypatch.setattr(public_tables, "site_rows", lambda site, table: (WORKS, TRUTH))
     monkeypatch.setattr(public_tables, "read_links", lambda recipe, data: (_links("dgx-h100"), None))
-    figures = public_tables.collective_figures(SITE, Path(), Predictor.load("h100-sxm"))
+    figures = public_tables.collective_figures("cluster01", Path(), Predictor.load("h100-sxm"))
     whole = figures[-1]
     assert (whole["rows"], whole["calibrated_rows"]) == (30, 10)
     assert whole["unfitted"] == pytest.approx(0, abs=1e-9) and whole["left_out"] == pytest.approx(0, abs=1e-9)

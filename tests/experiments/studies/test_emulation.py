@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from stepsight.experiments.studies.emulation_and_what_if import (
+from stepsight.experiments.studies.emulation import (
     LAYERS,
     SCRIPT,
     VALUES,
