@@ -6,33 +6,31 @@ import ast
 import math
 from collections.abc import Sequence
 from itertools import cycle
-from types import MappingProxyType
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from ..base.errors import HarnessError
 from . import op_products, op_rows, table_lookups
 from .input_pool import Call, Maker, Pool
 
-_THEMES = (op_products, op_rows, table_lookups)
-_MAKERS: MappingProxyType[str, Maker] = MappingProxyType(
-    {kind: make for theme in _THEMES for kind, make in theme.MAKERS.items()}
-)
+_MAKERS: dict[str, Maker] = {**op_products.MAKERS, **op_rows.MAKERS, **table_lookups.MAKERS}
 
 
 def op_call(kind: str, dims: list[int], pool: Pool) -> Call:
     """The op of this signature, ready to be called; refused if there is none, or not in the dtype of the pool."""
-    make = _MAKERS.get(kind)
-    narrow = op_products.NARROW_MAKERS.get(pool.name)
-    if narrow is not None and make is not None:
-        make = narrow.get(kind)
-        if make is None:
-            raise HarnessError(f"in {pool.name} the harness measures {', '.join(narrow)}, got {kind!r}")
-    if make is None:
+    makers = op_products.NARROW_MAKERS.get(pool.name, _MAKERS)
+    if kind not in _MAKERS:
         raise HarnessError(f"op kind must be one of {', '.join(_MAKERS)}, got {kind!r}")
-    return make(pool, *dims)
+    if kind not in makers:
+        raise HarnessError(f"in {pool.name} the harness measures {', '.join(makers)}, got {kind!r}")
+    made = makers[kind](pool, *dims)
+    if isinstance(made, Call):
+        return made
+    run, *inputs = cast(Any, made)
+    return Call(run, lambda: tuple(each() if callable(each) else pool.take(*each) for each in inputs))
 
 
 TYPES = {  # the profiler's names
@@ -40,6 +38,7 @@ TYPES = {  # the profiler's names
     "long int": torch.int64, "int": torch.int32, "short": torch.int16, "bool": torch.bool, "unsigned char": torch.uint8,
     "signed char": torch.int8, "c10::Float8_e4m3fn": torch.float8_e4m3fn, "c10::Float8_e5m2": torch.float8_e5m2,
 }  # fmt: skip
+_NUMBERS = ("float", "double", "c10::BFloat16", "c10::Half")
 _LIST = "TensorList "
 _READS_VALUES = ("aten::mkldnn_rnn_layer", "aten::_embedding_bag")  # arguments hold what a forward left, or offsets
 _ROWS_OF = {"embedding": 0, "embedding_dense_backward": 2}  # argument that says how many rows are indexed
@@ -49,7 +48,7 @@ _SETS, _MOST_BYTES = 8, 2**26  # of inputs that calls take in turn, so that they
 
 def replayed_call(call: Sequence[Any], device: torch.device) -> Call:
     """The call, ready to be made; refused if it is none of PyTorch's own, or cannot be made from its signature."""
-    name, dims, types, strides, literals = call[:5]
+    name, dims, types, _, literals = call[:5]
     if not is_replayed(name):
         raise HarnessError(f"only calls of PyTorch ops that read no values can be measured, got {name!r:.80}")
     packet = getattr(torch.ops.aten, name[6:], None)
@@ -59,14 +58,14 @@ def replayed_call(call: Sequence[Any], device: torch.device) -> Call:
     if function is None:
         raise HarnessError(f"this PyTorch has no {name} that takes {len(types)} such arguments")
     most = _most_index(name[6:], dims, types, literals)
-    told = dims, types, strides, literals
-    first = _Inputs(function, told, most, device)
-    sets = min(_SETS, _MOST_BYTES // max(first.num_bytes, 1))
-    turns = cycle([first, *(_Inputs(function, told, most, device) for _ in range(sets - 1))])
+    first = _inputs(function, call[1:5], most, device)
+    num_bytes = sum(each.untyped_storage().nbytes() for each in tree_leaves(first) if isinstance(each, Tensor))
+    sets = min(_SETS, _MOST_BYTES // max(num_bytes, 1))
+    turns = cycle([first, *(_inputs(function, call[1:5], most, device) for _ in range(sets - 1))])
 
     def run() -> Any:
-        inputs = next(turns)
-        return function(*inputs.args, **inputs.kwargs)
+        args, kwargs = next(turns)
+        return function(*args, **kwargs)
 
     return Call(run, fresh=True)
 
@@ -89,54 +88,51 @@ def _fits(argument: Any, kind: str, literal: str) -> bool:
     return ("List[" in told) == (literal[:1] in "[(") or "Device" in told
 
 
-class _Inputs:
-    """Arguments of one call."""
-
-    def __init__(self, function: Any, told: Sequence[Sequence[Any]], most: int, device: torch.device) -> None:
-        self.args: list[Any] = []
-        self.kwargs: dict[str, Any] = {}
-        self.num_bytes = 0
-        self._most, self._device = most, device
-        for argument, *one in zip(function._schema.arguments, *told, strict=True):
-            value = self._value(argument, *one)
-            if argument.kwarg_only:
-                if value is not None:
-                    self.kwargs[argument.name] = value
-            else:
-                self.args.append(value)
-
-    def _value(self, argument: Any, shape: Any, kind: str, stride: Any, literal: str) -> Any:
+def _inputs(
+    function: Any, told: Sequence[Sequence[Any]], most: int, device: torch.device
+) -> tuple[list[Any], dict[str, Any]]:
+    """Arguments of one call; ``told``: their shapes, types, strides and literals."""
+    args: list[Any] = []
+    kwargs: dict[str, Any] = {}
+    for argument, shape, kind, stride, literal in zip(function._schema.arguments, *told, strict=True):
         if kind.startswith(_LIST):
-            return [self._tensor(each, (), kind.removeprefix(_LIST)) for each in shape]
-        if kind != "Scalar":
-            return self._tensor(shape, stride, kind)
-        if not literal:
-            if argument.has_default_value():
-                return argument.default_value
-            return [] if str(argument.type).startswith("List[") else None
-        if argument.name == "device":
-            return self._device
-        if literal.startswith("torch."):
-            return getattr(torch, literal.removeprefix("torch."))
-        try:
-            return ast.literal_eval(literal)
-        except (ValueError, SyntaxError):
-            return literal
-
-    def _tensor(self, shape: Sequence[int], stride: Sequence[int], kind: str) -> Tensor:
-        dtype = TYPES.get(kind)
-        if dtype is None:
-            raise HarnessError(f"tensors can be of {', '.join(TYPES)}, got {kind!r:.80}")
-        span = 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True)) if stride else 0
-        numel = 0 if 0 in shape else max(span, math.prod(shape) if not stride else 1)
-        self.num_bytes += numel * dtype.itemsize
-        if dtype.is_floating_point:
-            flat = torch.empty(numel, device=self._device).uniform_(0.1, 0.9).to(dtype)
-        elif dtype is torch.bool:
-            flat = torch.rand(numel, device=self._device) < 0.5
+            value: Any = [_tensor(each, (), kind.removeprefix(_LIST), most, device) for each in shape]
+        elif kind != "Scalar":
+            value = _tensor(shape, stride, kind, most, device)
         else:
-            flat = torch.randint(self._most, (numel,), device=self._device).to(dtype)
-        return flat.as_strided(tuple(shape), tuple(stride)) if stride else flat.view(tuple(shape))
+            value = device if literal and argument.name == "device" else _literal(argument, literal)
+        if not argument.kwarg_only:
+            args.append(value)
+        elif value is not None:
+            kwargs[argument.name] = value
+    return args, kwargs
+
+
+def _literal(argument: Any, literal: str) -> Any:
+    if not literal:
+        default = argument.default_value if argument.has_default_value() else None
+        return [] if default is None and str(argument.type).startswith("List[") else default
+    if literal.startswith("torch."):
+        return getattr(torch, literal.removeprefix("torch."))
+    try:
+        return ast.literal_eval(literal)
+    except (ValueError, SyntaxError):
+        return literal
+
+
+def _tensor(shape: Sequence[int], stride: Sequence[int], kind: str, most: int, device: torch.device) -> Tensor:
+    dtype = TYPES.get(kind)
+    if dtype is None:
+        raise HarnessError(f"tensors can be of {', '.join(TYPES)}, got {kind!r:.80}")
+    span = 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True)) if stride else math.prod(shape)
+    numel = 0 if 0 in shape else span
+    if dtype.is_floating_point:
+        flat = torch.empty(numel, device=device).uniform_(0.1, 0.9).to(dtype)
+    elif dtype is torch.bool:
+        flat = torch.rand(numel, device=device) < 0.5
+    else:
+        flat = torch.randint(most, (numel,), device=device).to(dtype)
+    return flat.as_strided(tuple(shape), tuple(stride)) if stride else flat.view(tuple(shape))
 
 
 def _most_index(name: str, dims: Sequence[Any], types: Sequence[str], literals: Sequence[str]) -> int:
@@ -146,6 +142,6 @@ def _most_index(name: str, dims: Sequence[Any], types: Sequence[str], literals: 
         return int(literals[at]) if literals[at].isdigit() else int(dims[at][0])
     if name in _ALONG and literals[1].lstrip("-").isdigit():
         return max(int(dims[0][int(literals[1])]), 1)
-    sizes = [size for shape, kind in zip(dims, types, strict=True) if kind in ("float", "double", "c10::BFloat16",
-             "c10::Half") for size in shape if size > 1]  # fmt: skip
+    told = zip(dims, types, strict=True)
+    sizes = [size for shape, kind in told if kind in _NUMBERS for size in shape if size > 1]
     return max(min(sizes, default=1), 1)

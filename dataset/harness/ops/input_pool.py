@@ -3,10 +3,10 @@ come from memory, as in a training step, and making them costs nothing."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -35,9 +35,7 @@ class Pool:
 
     def take(self, *shape: int) -> Tensor:
         """The next numbers, shaped; call after call they are other ones, until the block is through."""
-        numel = 1
-        for size in shape:
-            numel *= size
+        numel = math.prod(shape)
         if 2 * numel > self._block.numel():
             self.clear()
             self._block = self._make(max(2 * numel, self._least))
@@ -51,14 +49,13 @@ class Pool:
         """Free the block's memory; the next ``take`` allocates another."""
         self._block, self._next = self._block.new_empty(0), 0
 
-    def ids(self, count: int, below: int) -> Tensor:
-        return torch.randint(below, (count,), device=self.device)
+    def turned(self, *shape: int) -> Tensor:
+        """The next numbers, whose last two dimensions are those of memory, transposed."""
+        return self.take(*shape).transpose(-1, -2)
 
-    def input(self, shape: Shape) -> Tensor:
-        """The next input of an op."""
-        if isinstance(shape, Ids):
-            return self.ids(*shape)
-        return self.take(*shape.shape).transpose(-1, -2) if isinstance(shape, Turned) else self.take(*shape)
+    def ids(self, count: int, below: int) -> Tensor:
+        """So many whole numbers below a bound."""
+        return torch.randint(below, (count,), device=self.device)
 
 
 def _cache_bytes(device: torch.device) -> int:
@@ -84,38 +81,8 @@ class Call:
 
 
 Run = Callable[..., object]
-Maker = Callable[..., Call]  # of a pool and an op's dims
-
-
-class Ids(NamedTuple):
-    """An input of so many whole numbers below a bound."""
-
-    numel: int
-    below: int
-
-
-class Turned(NamedTuple):
-    """An input whose last two dimensions are those of memory, transposed."""
-
-    shape: Sequence[int]
-
-
-Shape = Sequence[int] | Ids | Turned
-
-
-def made(build: Callable[..., Run], shapes: Callable[..., Iterable[Shape]] = lambda *dims: ()) -> Maker:
-    """Make calls of what ``build`` makes of a pool and an op's dims, with inputs of the shapes that the dims give."""
-
-    def make(pool: Pool, *dims: int) -> Call:
-        run, wanted = build(pool, *dims), tuple(shapes(*dims))
-        return Call(run, lambda: tuple(pool.input(shape) for shape in wanted))
-
-    return make
-
-
-def taking(run: Run, shapes: Callable[..., Iterable[Shape]]) -> Maker:
-    """Make calls of ``run``, as ``made`` does."""
-    return made(lambda *_: run, shapes)
+# Of a pool and an op's dims: a call; or what runs, and of each input its shape in the pool, or what makes it.
+Maker = Callable[..., Call | tuple[object, ...]]
 
 
 def shares(count: int, groups: int) -> list[int]:

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import MappingProxyType
+from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -15,45 +16,36 @@ from torch import Tensor
 
 from ..base.errors import HarnessError
 from .composite import attend
-from .input_pool import Call, Inputs, Maker, Pool, Run, Turned, made, shares, taking
+from .input_pool import Call, Inputs, Maker, Pool, Run, shares
 
 
-def _parts(pool: Pool, *sizes: int) -> Inputs:
-    """Queries, keys and values ``[batch, length, heads, dim]`` of one linear, or of two where lengths differ."""
-    b, heads, kv_heads, q_len, kv_len, d = sizes
-    if q_len == kv_len:
-        q, k, v = pool.take(b, q_len, heads + 2 * kv_heads, d).split([heads, kv_heads, kv_heads], dim=2)
-        return q, k, v
-    return pool.take(b, q_len, heads, d), *pool.take(b, kv_len, 2 * kv_heads, d).chunk(2, dim=2)
-
-
-def _latent_parts(pool: Pool, *sizes: int) -> Inputs:
-    """Queries, keys and values of latent attention, each of its own."""
-    b, heads, q_len, kv_len, qk_dim, v_dim = sizes
-    return pool.take(b, q_len, heads, qk_dim), pool.take(b, kv_len, heads, qk_dim), pool.take(b, kv_len, heads, v_dim)
-
-
-def _attention(parts: Callable[..., Inputs], lengths: slice, *, backward: bool = False) -> Maker:
-    """Attention of ``parts``, or its gradients.
-
-    Its dims are the sizes of the parts, of which two are ``lengths``, and whether it is causal.
+def _attention(pool: Pool, *dims: int, latent: bool = False, backward: bool = False) -> Any:
+    """Attention, or its gradients: queries, keys and values ``[batch, length, heads, dim]`` are of one linear, of two
+    where lengths differ, and each of its own if they are ``latent``.
     """
+    b, heads, *sizes, causal = dims
+    kv_heads, q_len, kv_len, dim, v_dim = [heads, *sizes] if latent else [*sizes, sizes[-1]]
+    if causal and q_len != kv_len:  # PyTorch's mask begins at the first key, and hides other pairs than half
+        raise HarnessError(f"the harness measures causal attention with q_len = kv_len, got {q_len}, {kv_len}")
 
-    def make(pool: Pool, *dims: int) -> Call:
-        *sizes, causal = dims
-        q_len, kv_len = sizes[lengths]
-        if causal and q_len != kv_len:  # PyTorch's mask begins at the first key, and hides other pairs than half
-            raise HarnessError(f"the harness measures causal attention with q_len = kv_len, got {q_len}, {kv_len}")
-        if not backward:
-            return Call(lambda q, k, v: attend(q, k, v, causal=bool(causal)), lambda: parts(pool, *sizes))
-        leaves = [part.detach().requires_grad_() for part in parts(pool, *sizes)]
-        with torch.enable_grad():
-            y = attend(*leaves, causal=bool(causal))
-        return Call(
-            lambda grad: torch.autograd.grad(y, leaves, grad, retain_graph=True), lambda: (pool.take(*y.shape),)
-        )
+    def parts() -> Inputs:
+        if latent:
+            return pool.take(b, q_len, heads, dim), pool.take(b, kv_len, heads, dim), pool.take(b, kv_len, heads, v_dim)
+        if q_len == kv_len:
+            return tuple(pool.take(b, q_len, heads + 2 * kv_heads, dim).split([heads, kv_heads, kv_heads], dim=2))
+        return pool.take(b, q_len, heads, dim), *pool.take(b, kv_len, 2 * kv_heads, dim).chunk(2, dim=2)
 
-    return make
+    run = partial(attend, causal=bool(causal))
+    if not backward:
+        return Call(run, parts)
+    return gradients(run, [part.detach().requires_grad_() for part in parts()])
+
+
+def gradients(run: Callable[..., Tensor], leaves: list[Tensor]) -> tuple[Run, torch.Size]:
+    """What computes the gradients of a function again and again, and the shape of what it takes."""
+    with torch.enable_grad():
+        y = run(*leaves)
+    return (lambda grad: torch.autograd.grad(y, leaves, grad, retain_graph=True)), y.shape
 
 
 @contextmanager
@@ -70,21 +62,7 @@ def precision(dtype: str) -> Iterator[None]:
 def scaled_product(device: torch.device, *, fast: bool) -> Callable[[Tensor, Tensor], Tensor]:
     """``y[m, n] = a[m, k] @ b[k, n]`` in bf16, of fp8 operands of which ``b`` lies by columns."""
     scale = torch.ones((), device=device)
-
-    def run(a: Tensor, b: Tensor) -> Tensor:
-        return torch._scaled_mm(a, b, scale, scale, out_dtype=torch.bfloat16, use_fast_accum=fast)
-
-    return run
-
-
-def _fp8(*, fast: bool) -> Callable[..., Run]:
-    def build(pool: Pool, *dims: int) -> Run:
-        if any(dim % 16 for dim in dims):
-            told = ", ".join(map(str, dims))
-            raise HarnessError(f"products in fp8 need dims that are multiples of 16, got {told}")
-        return scaled_product(pool.device, fast=fast)
-
-    return build
+    return partial(torch._scaled_mm, scale_a=scale, scale_b=scale, out_dtype=torch.bfloat16, use_fast_accum=fast)
 
 
 # Mixtures of experts, which get equal shares of the rows: one kernel where the device has it, else a loop over them.
@@ -97,16 +75,15 @@ def one_kernel(pool: Pool, n: int, k: int) -> bool:
     return pool.dtype == torch.bfloat16 and n % 8 == k % 8 == 0 and torch.cuda.get_device_capability() >= (9, 0)
 
 
-def _ends(pool: Pool, m: int, groups: int) -> Tensor:
-    return torch.tensor(shares(m, groups), device=pool.device).cumsum(0).to(torch.int32)
+def _ends(pool: Pool, sizes: list[int]) -> Tensor:
+    return torch.tensor(sizes, device=pool.device).cumsum(0).to(torch.int32)
 
 
 def _grouped(pool: Pool, groups: int, m: int, wide: int, deep: int) -> Run:
     """``y[m, wide] = x[m, deep] @ w[group, deep, wide]``, each row with its group's matrix."""
-    if one_kernel(pool, wide, deep):
-        ends = _ends(pool, m, groups)
-        return lambda x, w: torch._grouped_mm(x, w, offs=ends)
     sizes = shares(m, groups)
+    if one_kernel(pool, wide, deep):
+        return partial(torch._grouped_mm, offs=_ends(pool, sizes))
 
     def run(x: Tensor, w: Tensor) -> Tensor:
         y = x.new_empty(m, wide)
@@ -117,77 +94,69 @@ def _grouped(pool: Pool, groups: int, m: int, wide: int, deep: int) -> Run:
     return run
 
 
-def _grouped_wgrad(pool: Pool, groups: int, m: int, n: int, k: int) -> Run:
+def _grouped_wgrad(pool: Pool, groups: int, m: int, n: int, k: int) -> tuple[Run, tuple[int, int], tuple[int, int]]:
     """``[groups, n, k]`` from ``grad[m, n]`` and ``x[m, k]``."""
-    if one_kernel(pool, n, k):
-        ends = _ends(pool, m, groups)
-        return lambda grad, x: torch._grouped_mm(grad.t(), x, offs=ends)
     sizes = shares(m, groups)
+    ends = _ends(pool, sizes) if one_kernel(pool, n, k) else None
 
     def run(grad: Tensor, x: Tensor) -> Tensor:
+        if ends is not None:
+            return torch._grouped_mm(grad.t(), x, offs=ends)
         weights = x.new_empty(groups, n, k)
         for grads, rows, out in zip(grad.split(sizes), x.split(sizes), weights, strict=True):
             torch.mm(grads.t(), rows, out=out)
         return weights
 
-    return run
+    return run, (m, n), (m, k)
 
 
-def _order(pool: Pool, copies: int, tokens: int) -> Tensor:
-    """The token of each copy, ``(copies,)``: all of them as often, in no order."""
-    return torch.randperm(copies, device=pool.device) % tokens
+def _permute(kind: str, pool: Pool, copies: int, tokens: int, hidden: int) -> tuple[object, ...]:
+    """Copies of tokens, all of them as often, in no order; their weighted sums; gradients of these."""
+    order = torch.randperm(copies, device=pool.device) % tokens
 
+    def unpermute(x: Tensor, weight: Tensor) -> Tensor:
+        return x.new_zeros(tokens, hidden).index_add_(0, order, x * weight)
 
-def _permute(pool: Pool, copies: int, tokens: int, hidden: int) -> Run:
-    order = _order(pool, copies, tokens)
-    return lambda x: x.index_select(0, order)
-
-
-def _unpermute(pool: Pool, copies: int, tokens: int, hidden: int) -> Run:
-    order = _order(pool, copies, tokens)
-    return lambda x, weight: x.new_zeros(tokens, hidden).index_add_(0, order, x * weight)
-
-
-def _unpermute_backward(pool: Pool, copies: int, tokens: int, hidden: int) -> Run:
-    """Gradients for the copies and their weights."""
-    order = _order(pool, copies, tokens)
-
-    def run(grad: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    def backward(grad: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
         grads = grad.index_select(0, order)
         return grads * weight, (grads * x).sum(-1)
 
-    return run
+    copied = (copies, hidden), (copies, 1)
+    return {
+        "permute": ((lambda x: x.index_select(0, order)), (tokens, hidden)),
+        "unpermute": (unpermute, *copied),
+        "unpermute_backward": (backward, (tokens, hidden), *copied),
+    }[kind]
 
 
-MAKERS: MappingProxyType[str, Maker] = MappingProxyType(
-    {
-        "linear": taking(F.linear, lambda m, n, k: [(m, k), (n, k)]),
-        "linear_dgrad": taking(torch.mm, lambda m, n, k: [(m, n), (n, k)]),
-        "linear_wgrad": taking(torch.mm, lambda m, n, k: [Turned((m, n)), (m, k)]),
-        "bias_grad": taking(lambda grad: grad.sum(0), lambda rows, hidden: [(rows, hidden)]),
-        "batched_matmul": taking(torch.bmm, lambda batch, m, n, k: [(batch, m, k), Turned((batch, n, k))]),
-        "attention": _attention(_parts, slice(3, 5)),
-        "attention_backward": _attention(_parts, slice(3, 5), backward=True),
-        "mla_attention": _attention(_latent_parts, slice(2, 4)),
-        "mla_attention_backward": _attention(_latent_parts, slice(2, 4), backward=True),
-        "grouped_linear": made(_grouped, lambda groups, m, n, k: [(m, k), Turned((groups, n, k))]),
-        "grouped_linear_dgrad": made(
-            lambda pool, groups, m, n, k: _grouped(pool, groups, m, k, n),
-            lambda groups, m, n, k: [(m, n), (groups, n, k)],
-        ),
-        "grouped_linear_wgrad": made(_grouped_wgrad, lambda groups, m, n, k: [(m, n), (m, k)]),
-        "permute": made(_permute, lambda copies, tokens, hidden: [(tokens, hidden)]),
-        "unpermute": made(_unpermute, lambda copies, tokens, hidden: [(copies, hidden), (copies, 1)]),
-        "unpermute_backward": made(
-            _unpermute_backward, lambda copies, tokens, hidden: [(tokens, hidden), (copies, hidden), (copies, 1)]
-        ),
-    }
-)
-_FP8: dict[str, Maker] = {
-    "linear": made(_fp8(fast=True), lambda m, n, k: [(m, k), Turned((n, k))]),
-    "linear_dgrad": made(_fp8(fast=False), lambda m, n, k: [(m, n), Turned((k, n))]),
-    "linear_wgrad": made(_fp8(fast=False), lambda m, n, k: [(n, m), Turned((k, m))]),
-}
-NARROW_MAKERS: MappingProxyType[str, MappingProxyType[str, Maker]] = MappingProxyType(
-    {"fp8": MappingProxyType(_FP8), "tf32": MappingProxyType({kind: MAKERS[kind] for kind in _FP8})}
-)
+MAKERS: dict[str, Maker] = {
+    "linear": lambda _, m, n, k: (F.linear, (m, k), (n, k)),
+    "linear_dgrad": lambda _, m, n, k: (torch.mm, (m, n), (n, k)),
+    "linear_wgrad": lambda pool, m, n, k: (torch.mm, partial(pool.turned, m, n), (m, k)),
+    "bias_grad": lambda _, rows, hidden: ((lambda grad: grad.sum(0)), (rows, hidden)),
+    "batched_matmul": lambda pool, batch, m, n, k: (torch.bmm, (batch, m, k), partial(pool.turned, batch, n, k)),
+    "attention": _attention,
+    "attention_backward": partial(_attention, backward=True),
+    "mla_attention": partial(_attention, latent=True),
+    "mla_attention_backward": partial(_attention, latent=True, backward=True),
+    "grouped_linear": lambda pool, groups, m, n, k: (
+        _grouped(pool, groups, m, n, k), (m, k), partial(pool.turned, groups, n, k)
+    ),
+    "grouped_linear_dgrad": lambda pool, groups, m, n, k: (_grouped(pool, groups, m, k, n), (m, n), (groups, n, k)),
+    "grouped_linear_wgrad": _grouped_wgrad,
+    **{kind: partial(_permute, kind) for kind in ("permute", "unpermute", "unpermute_backward")},
+}  # fmt: skip
+# Places of a product's own rows, columns and what it sums over, in the dims.
+_FP8 = {"linear": (0, 1, 2), "linear_dgrad": (0, 2, 1), "linear_wgrad": (1, 2, 0)}
+
+
+def _fp8(kind: str, pool: Pool, *dims: int) -> tuple[object, ...]:
+    if any(dim % 16 for dim in dims):
+        raise HarnessError(f"products in fp8 need dims that are multiples of 16, got {', '.join(map(str, dims))}")
+    rows, columns, inner = (dims[place] for place in _FP8[kind])
+    return scaled_product(pool.device, fast=kind == "linear"), (rows, inner), partial(pool.turned, columns, inner)
+
+
+NARROW_MAKERS: dict[str, dict[str, Maker]] = {
+    "fp8": {kind: partial(_fp8, kind) for kind in _FP8}, "tf32": {kind: MAKERS[kind] for kind in _FP8}
+}  # fmt: skip

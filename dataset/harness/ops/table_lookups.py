@@ -6,9 +6,7 @@ Indices hold as many different rows as the op's dims say, scattered over tables 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
 from itertools import cycle
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -29,38 +27,40 @@ _SPREAD, _SETS = 4, 4  # rows of a table for each that is looked up; sets of ind
 _RATE, _EPSILON = 1e-4, 1e-8
 
 
-def _indices(pool: Pool, indices: int, bags: int, distinct: int, tables: int) -> tuple[Tensor, Tensor, int]:
-    """Row numbers table by table, where each sum begins, and the rows of a table."""
-    each, seen, sums = max(indices // tables, 1), max(distinct // tables, 1), max(bags // tables, 1)
-    rows = _SPREAD * seen
+def _indices(pool: Pool, indices: int, bags: int, distinct: int, tables: int) -> tuple[Tensor, Tensor]:
+    """Row numbers table by table, and where each sum begins."""
+    each, sums, rows = max(indices // tables, 1), max(bags // tables, 1), _table_rows(distinct, tables)
     found = []
     for _ in range(tables):
-        used = torch.randperm(rows, device=pool.device)[: min(seen, each)]
+        used = torch.randperm(rows, device=pool.device)[: min(rows // _SPREAD, each)]
         again = used[torch.randint(len(used), (each - len(used),), device=pool.device)]
         ids = torch.cat([used, again])
         found.append(ids[torch.randperm(each, device=pool.device)])
     offsets = torch.arange(tables * sums + 1, device=pool.device) * (tables * each) // (tables * sums)
-    return torch.cat(found), offsets, rows
+    return torch.cat(found), offsets
 
 
-def _fused(pool: Pool, rows: int, hidden: int, tables: int, stateful: bool) -> Callable[[Tensor, Tensor], Tensor]:
+def _table_rows(distinct: int, tables: int) -> int:
+    return _SPREAD * max(distinct // tables, 1)
+
+
+def _fused(pool: Pool, rows: int, hidden: int, tables: int, stateful: bool) -> Any:
     """FBGEMM's module, which steps the optimizer in its backward."""
     on_gpu = pool.device.type == "cuda"
     place = common.EmbeddingLocation.DEVICE if on_gpu else common.EmbeddingLocation.HOST
     device = training.ComputeDevice.CUDA if on_gpu else training.ComputeDevice.CPU
     kind = EmbOptimType.EXACT_ROWWISE_ADAGRAD if stateful else EmbOptimType.EXACT_SGD
-    module = training.SplitTableBatchedEmbeddingBagsCodegen(
+    return training.SplitTableBatchedEmbeddingBagsCodegen(
         [(rows, hidden, place, device)] * tables, optimizer=kind, learning_rate=_RATE, device=pool.device
     )
-    return lambda ids, offsets: module(ids, offsets)
 
 
 class _Plain:
     """PyTorch's lookups in one table that stands for all, and the step of the rows that were looked up."""
 
-    def __init__(self, pool: Pool, rows: int, hidden: int, tables: int) -> None:
-        self.table = torch.randn(rows * tables, hidden, device=pool.device).requires_grad_()
-        self.state = torch.zeros(rows * tables, device=pool.device)
+    def __init__(self, pool: Pool, rows: int, hidden: int) -> None:
+        self.table = torch.randn(rows, hidden, device=pool.device).requires_grad_()
+        self.state = torch.zeros(rows, device=pool.device)
 
     def __call__(self, ids: Tensor, offsets: Tensor) -> Tensor:
         return F.embedding_bag(ids, self.table, offsets[:-1], mode="sum", sparse=True)
@@ -75,39 +75,28 @@ class _Plain:
             self.table.index_add_(0, rows, values * scale[:, None], alpha=-1.0)
 
 
-def _made(pool: Pool, dims: tuple[int, ...], stateful: bool = True) -> tuple[Any, Callable[[], tuple[Tensor, Tensor]]]:
-    """The lookups of an op, and what gives the next indices."""
-    indices, hidden, bags, distinct, tables = dims
-    sets = [_indices(pool, indices, bags, distinct, tables) for _ in range(_SETS)]
-    rows, turns = sets[0][2], cycle(sets)
-    fits = training is not None and hidden % 4 == 0
-    look = _fused(pool, rows, hidden, tables, stateful) if fits else _Plain(pool, rows, hidden, tables)
-    return look, lambda: next(turns)[:2]
-
-
 def _lookup(pool: Pool, *dims: int) -> Call:
-    look, following = _made(pool, dims)
-    return Call(look, following, fresh=True)
-
-
-def _lookup_backward(pool: Pool, *dims: int) -> Call:
-    look, following = _made(pool, dims[:-1], stateful=dims[-1] > 0)
-    grad: Tensor | None = None
+    """Lookups; with the elements of an optimizer's state as a further dim, their backward and its step."""
+    indices, hidden, bags, distinct, tables, *states = dims
+    turns = cycle([_indices(pool, indices, bags, distinct, tables) for _ in range(_SETS)])
+    rows, grad = _table_rows(distinct, tables), list[Tensor]()
+    fits = training is not None and hidden % 4 == 0
+    look = _fused(pool, rows, hidden, tables, states != [0]) if fits else _Plain(pool, rows * tables, hidden)
+    if not states:
+        return Call(look, lambda: next(turns), fresh=True)
 
     def forward() -> tuple[Tensor]:
         with torch.enable_grad():
-            return (look(*following()),)
+            return (look(*next(turns)),)
 
     def backward(out: Tensor) -> None:
-        nonlocal grad
-        grad = torch.ones_like(out) if grad is None else grad
-        out.backward(grad)
+        if not grad:
+            grad.append(torch.ones_like(out))
+        out.backward(grad[0])
         if isinstance(look, _Plain):
             look.step()
 
     return Call(backward, forward)
 
 
-MAKERS: MappingProxyType[str, Maker] = MappingProxyType(
-    {"table_lookup": _lookup, "table_lookup_backward": _lookup_backward}
-)
+MAKERS: dict[str, Maker] = {"table_lookup": _lookup, "table_lookup_backward": _lookup}
