@@ -20,7 +20,7 @@ from stepsight.dataset.base.errors import CollectError
 from stepsight.dataset.graph.program import Program
 from stepsight.dataset.hardware.hardware import Fabric, Hardware, alpha_beta_seconds, find_hardware
 from stepsight.dataset.harness.base.errors import HarnessError
-from stepsight.dataset.harness.plan import SCHEMA, WRITTEN, check_plan, job_problems, sleeping_problems
+from stepsight.dataset.harness.plan import SCHEMA, WRITTEN, check_plan, job_problems
 from stepsight.dataset.job.job import Job
 from stepsight.dataset.kinds.op import Collective, Op
 from stepsight.dataset.runs.run_manifest import Box, RunManifest
@@ -165,7 +165,7 @@ def sleeps_of(job: Job, latency: LatencyModel) -> dict[str, Any]:
     """What the harness needs to run a sleeping job of a box; a layer that would sleep for less than
     ``SHORTEST_BLOCK_S`` is a ``CollectError``.
     """
-    problems = sleeping_problems(job.to_dict())
+    problems = job_problems(job.to_dict(), boxed=True)
     if problems:
         raise CollectError("; ".join(problems))
     shape, shapes = rank_shape(job), part_shapes(job)

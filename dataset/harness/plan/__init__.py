@@ -23,7 +23,6 @@ from .job_checks import (
     job_problems,
     num_micro_batches,
     ranks_needed,
-    sleeping_problems,
     world_size,
     world_sizes,
 )
@@ -38,7 +37,6 @@ __all__ = [
     "job_problems",
     "num_micro_batches",
     "ranks_needed",
-    "sleeping_problems",
     "world_size",
     "world_sizes",
 ]

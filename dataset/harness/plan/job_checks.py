@@ -66,8 +66,7 @@ def form_problems(job: Any) -> list[str]:
     """Check that a job is a table of tables with the keys and types that the rules read."""
     if not isinstance(job, dict):
         return [f"job must be a table, got {job!r:.80}"]
-    wrong = [name for name in _TABLES if not isinstance(job.get(name, {}), dict)]
-    if wrong:
+    if wrong := [name for name in _TABLES if not isinstance(job.get(name, {}), dict)]:
         return [f"{name} of a job must be a table, got {job[name]!r:.80}" for name in wrong]
     missing = [f"{t}.{key}" for t, keys in _JOB.items() for key in sorted(set(keys) - set(job.get(t, {})))]
     if missing:
@@ -105,143 +104,93 @@ def world_sizes(plan: dict[str, Any]) -> list[int]:
     return sorted({ranks_needed(run) for run in plan["runs"]} | {e["world_size"] for e in plan["events"]})
 
 
-def job_problems(job: Any) -> list[str]:
-    """Return every reason why the harness cannot run a job."""
+_SPLIT = ("1f1b", "looped-bfs", "interleaved-zb", "zbv", "dualpipev")  # schedules with several parts in a stage
+WRITTEN = ("zb-h1",)  # schedules that torch has no class for: a run of a plan has their table
+_WHOLE = ("gpipe", "1f1b", *WRITTEN)
+
+
+def job_problems(job: Any, *, boxed: bool = False) -> list[str]:
+    """Every reason why the harness, or a box whose ranks sleep instead of computing, cannot run a job."""
     if problems := form_problems(job):
         return problems
-    rules = Rules()
-    _check_job(rules, job)
-    model, parallel, precision = job["model"], job["parallel"], job["batch"]["precision"]
-    head_dim, dp = model["hidden"] // model["heads"], parallel["dp"]
-    _check_allowed(rules, job, "harness", "the harness runs")
-    wanted = model.get("head_dim", 0)
-    rules.require(
-        wanted in (0, head_dim), f"the harness runs head_dim = hidden / heads = {head_dim}, got {wanted!r:.80}"
-    )
-    rules.require(
-        precision != "bf16" or job.get("execution", {}).get("engine") == "eager-pytorch",
-        'mixed precision runs as in PyTorch: execution.engine = "eager-pytorch" must say so',
-    )
-    if model["family"] == "llama":
-        check_rotary(rules, head_dim)
-    _check_tied(rules, job, "the harness ties")
-    _check_schedule(rules, parallel, num_micro_batches(job))
-    rules.require(
-        parallel["zero_stage"] not in (1, 2) or not parallel["sequence_parallel"] or 1 in (parallel["tp"], dp),
-        "the harness runs zero_stage 1 and 2 without sequence_parallel, whose gradients are in no single shard",
-    )
-    rules.require(
-        dp == 1 or parallel["zero_stage"] < 2 or parallel.get("overlap_grad_reduce", True) is True,
-        f"the harness runs zero_stage {parallel['zero_stage']} with parallel.overlap_grad_reduce = True, got False",
-    )
-    if parallel["sequence_parallel"]:
-        check_sequence(rules, "seq_len", model["seq_len"], tp=parallel["tp"])
-    if model["family"] == "t5":
-        _check_t5(rules, job)
-    else:
-        fused, layers = model.get("fused_attention", True), model.get("encoder_layers", 0)
-        rules.require(fused is True, f"the harness runs model.fused_attention = True, got {fused!r:.80}")
-        rules.require(layers == 0, f"the harness runs model.encoder_layers = 0 but for t5, got {layers!r:.80}")
-    _check_fixed(rules, job, _LIMITS["only"], "the harness runs")
-    return rules
-
-
-def sleeping_problems(job: Any) -> list[str]:
-    """Return every reason why a box, whose ranks sleep instead of computing, cannot run a job."""
-    if problems := form_problems(job):
-        return problems
-    rules = Rules()
-    _check_job(rules, job)
-    zero, pp = job["parallel"]["zero_stage"], job["parallel"]["pp"]
-    _check_allowed(rules, job, "box", "a box runs")
-    rules.require(zero == 0 or pp == 1, f"in a box zero_stage 3 runs without a pipeline, got pp = {pp}")
-    _check_tied(rules, job, "a box ties")
-    _check_fixed(rules, job, _LIMITS["only_in_a_box"], "a box runs")
-    return rules
-
-
-def _check_job(rules: Rules, job: dict[str, Any]) -> None:
-    """Check the arithmetic that every job keeps."""
+    rules, who, limits = Rules(), "a box" if boxed else "the harness", _LIMITS["box" if boxed else "harness"]
     model, parallel, batch, cluster = (job[name] for name in ("model", "parallel", "batch", "cluster"))
     tp, pp, dp, cp = parallel["tp"], parallel["pp"], parallel["dp"], parallel.get("cp", 1)
-    devices = cluster["nodes"] * cluster["devices_per_node"]
+    devices, encoder = cluster["nodes"] * cluster["devices_per_node"], model.get("encoder_layers", 0)
     check_degrees(rules, tp=tp, cp=cp if is_of(cp, int) else 1, pp=pp, dp=dp, devices=devices)
     check_batch(rules, micro_batch=batch["micro_batch"], dp=dp, global_batch=batch["global_batch"])
-    encoder = model.get("encoder_layers", 0)
     check_stages(rules, layers=model["layers"] + (encoder if is_of(encoder, int) else 0), pp=pp)
     check_heads(rules, hidden=model["hidden"], heads=model["heads"], kv_heads=model["kv_heads"], head_dim=0)
     check_shards(rules, tp, {key: model[key] for key in ("heads", "kv_heads", "ffn", "vocab")})
-
-
-def _check_allowed(rules: Rules, job: dict[str, Any], where: str, who: str) -> None:
-    """Check keys of a job that may have some values only, and that a ZeRO stage is over all replicas."""
-    for table, key, allowed, words in _LIMITS["some_of"][where]:
+    for table, key, allowed, words in limits["some_of"]:
         value = job.get(table, {}).get(key, allowed[0])
-        rules.require(value in allowed, f"{who} {words}, got {value!r:.80}")
-    dp, shard = job["parallel"]["dp"], job["parallel"].get("dp_shard", 0)
-    rules.require(shard in (0, dp), f"{who} zero_stage over all {dp} replicas (dp_shard), got {shard!r:.80}")
-
-
-def _check_fixed(rules: Rules, job: dict[str, Any], fixed: dict[str, dict[str, Any]], who: str) -> None:
-    """Check optional keys of a job that may have one value only."""
-    for table, only in fixed.items():
+        rules.require(value in allowed, f"{who} runs {words}, got {value!r:.80}")
+    shard, count = parallel.get("dp_shard", 0), num_micro_batches(job)
+    tied = model["tied_embeddings"] and pp > 1
+    for holds, text in (
+        (shard in (0, dp), f"{who} runs zero_stage over all {dp} replicas (dp_shard), got {shard!r:.80}"),
+        (not tied, f"{who} ties embeddings only within one stage, got tied_embeddings and pp = {pp}"),
+        (pp == 1 or parallel["schedule"] != "1f1b" or count >= pp,
+         f"schedule 1f1b needs as many micro-batches as stages, got {count} < {pp}"),
+    ):  # fmt: skip
+        rules.require(holds, text)
+    if boxed:
+        zero = parallel["zero_stage"]
+        rules.require(zero == 0 or pp == 1, f"in a box zero_stage 3 runs without a pipeline, got pp = {pp}")
+    else:
+        _check_computed(rules, job, count)
+    for table, only in limits["only"].items():
         for key, wanted in only.items():
             value = job.get(table, {}).get(key, wanted)
             value = list(value) if isinstance(value, tuple) else value  # a tuple becomes a list in JSON
-            rules.require(value == wanted, f"{who} {table}.{key} = {wanted!r}, got {value!r:.80}")
+            rules.require(value == wanted, f"{who} runs {table}.{key} = {wanted!r}, got {value!r:.80}")
+    return rules
 
 
-def _check_tied(rules: Rules, job: dict[str, Any], who: str) -> None:
-    """Check the stages of a pipeline, and what PyTorch's 1F1B schedule requires."""
-    parallel, pp, count = job["parallel"], job["parallel"]["pp"], num_micro_batches(job)
-    rules.require(
-        not (job["model"]["tied_embeddings"] and pp > 1),
-        f"{who} embeddings only within one stage, got tied_embeddings and pp = {pp}",
-    )
-    rules.require(
-        pp == 1 or parallel["schedule"] != "1f1b" or count >= pp,
-        f"schedule 1f1b needs as many micro-batches as stages, got {count} < {pp}",
-    )
-
-
-_SPLIT = ("1f1b", "looped-bfs", "interleaved-zb", "zbv", "dualpipev")  # with several parts in a stage
-WRITTEN = ("zb-h1",)  # schedules that torch has no class for: a run of a plan has their table
-
-
-def _check_schedule(rules: Rules, parallel: dict[str, Any], count: int) -> None:
-    """Check a schedule with one part a stage, or with several, of which torch runs whole rounds."""
+def _check_computed(rules: Rules, job: dict[str, Any], count: int) -> None:
+    """Check what ranks that compute need, with that many micro-batches."""
+    model, parallel, precision = job["model"], job["parallel"], job["batch"]["precision"]
+    head_dim, dp, zero = model["hidden"] // model["heads"], parallel["dp"], parallel["zero_stage"]
     name, chunks, pp = parallel["schedule"], parallel["virtual_stages"], parallel["pp"]
-    whole = ("gpipe", "1f1b", *WRITTEN)
-    rules.require(name in (*whole, *_SPLIT), f"schedules are {', '.join({*whole, *_SPLIT})}, got {name!r:.80}")
-    if pp == 1:
+    wanted, sequence, runs = model.get("head_dim", 0), parallel["sequence_parallel"], "the harness runs"
+    overlaps, engine = parallel.get("overlap_grad_reduce", True), job.get("execution", {}).get("engine")
+    for holds, text in (
+        (wanted in (0, head_dim), f"{runs} head_dim = hidden / heads = {head_dim}, got {wanted!r:.80}"),
+        (precision != "bf16" or engine == "eager-pytorch",
+         'mixed precision runs as in PyTorch: execution.engine = "eager-pytorch" must say so'),
+        (name in (*_WHOLE, *_SPLIT), f"schedules are {', '.join({*_WHOLE, *_SPLIT})}, got {name!r:.80}"),
+        (pp == 1 or name in (_WHOLE if chunks == 1 else _SPLIT),
+         f"{runs} virtual_stages > 1 with {', '.join(_SPLIT)}, got {chunks} with {name!r:.80}"),
+        (pp == 1 or chunks == 1 or count % pp == 0,
+         f"virtual stages need as many micro-batches as stages, or a multiple, got {count} % {pp} = {count % pp}"),
+        (zero not in (1, 2) or not sequence or 1 in (parallel["tp"], dp),
+         f"{runs} zero_stage 1 and 2 without sequence_parallel, whose gradients are in no single shard"),
+        (dp == 1 or zero < 2 or overlaps is True,
+         f"{runs} zero_stage {zero} with parallel.overlap_grad_reduce = True, got False"),
+    ):  # fmt: skip
+        rules.require(holds, text)
+    if model["family"] == "llama":
+        check_rotary(rules, head_dim)
+    if sequence:
+        check_sequence(rules, "seq_len", model["seq_len"], tp=parallel["tp"])
+    layers, length = model.get("encoder_layers", 0), model.get("encoder_seq_len", 0)
+    if model["family"] != "t5":
+        fused = model.get("fused_attention", True)
+        rules.require(fused is True, f"{runs} model.fused_attention = True, got {fused!r:.80}")
+        rules.require(layers == 0, f"{runs} model.encoder_layers = 0 but for t5, got {layers!r:.80}")
         return
-    fits = name in (whole if chunks == 1 else _SPLIT)
-    rules.require(fits, f"the harness runs virtual_stages > 1 with {', '.join(_SPLIT)}, got {chunks} with {name!r:.80}")
-    rules.require(
-        chunks == 1 or count % pp == 0,
-        f"virtual stages need as many micro-batches as stages, or a multiple, got {count} % {pp} = {count % pp}",
-    )
-
-
-def _check_t5(rules: Rules, job: dict[str, Any]) -> None:
-    """Check an encoder and a decoder whose attention scores have a learned bias."""
-    model, parallel = job["model"], job["parallel"]
-    layers, length, fused = (model.get(key, 0) for key in ("encoder_layers", "encoder_seq_len", "fused_attention"))
-    rules.require(
-        fused is False,
-        "no fused CPU kernel computes the gradient of t5's learned bias: the harness runs "
-        f"model.fused_attention = False, got {fused!r:.80}",
-    )
-    for key, value in (("encoder_layers", layers), ("encoder_seq_len", length)):
-        good = is_of(value, int) and value > 0
-        rules.require(good, f"model.{key} of t5 must be a whole number > 0, got {value!r:.80}")
-    heads, kv_heads, pp = model["heads"], model["kv_heads"], parallel["pp"]
-    rules.require(kv_heads == heads, f"the harness runs t5 with kv_heads = heads, got {kv_heads} and {heads}")
-    rules.require(
-        pp == 1,
-        f"stages of t5 would have to share its tables of relative positions: the harness runs t5 with pp = 1, got {pp}",
-    )
-    if parallel["sequence_parallel"] and is_of(length, int):
+    heads, kv_heads, fused = model["heads"], model["kv_heads"], model.get("fused_attention", 0)
+    for holds, text in (
+        (fused is False, "no fused CPU kernel computes the gradient of t5's learned bias: "
+         f"{runs} model.fused_attention = False, got {fused!r:.80}"),
+        *((is_of(value, int) and value > 0, f"model.{key} of t5 must be a whole number > 0, got {value!r:.80}")
+          for key, value in (("encoder_layers", layers), ("encoder_seq_len", length))),
+        (kv_heads == heads, f"{runs} t5 with kv_heads = heads, got {kv_heads} and {heads}"),
+        (pp == 1, "stages of t5 would have to share its tables of relative positions: "
+         f"{runs} t5 with pp = 1, got {pp}"),
+    ):  # fmt: skip
+        rules.require(holds, text)
+    if sequence and is_of(length, int):
         check_sequence(rules, "encoder_seq_len", length, tp=parallel["tp"])
 
 
@@ -256,12 +205,12 @@ def sleeping_run_problems(run: dict[str, Any], ranks: int) -> list[str]:
     """Check the job and the ``sleeps`` of a run for a box with a number of ranks."""
     job: Any = run.get("job")
     sleeps: Any = run.get("sleeps")
-    if problems := form_problems(job):
-        return problems
+    rules = Rules(job_problems(job, boxed=True))
+    if form_problems(job):
+        return rules
     if not isinstance(sleeps, dict) or set(sleeps) != _SLEEPS:
         got = sorted(sleeps) if isinstance(sleeps, dict) else sleeps
         return [f"a run in a box has sleeps with {', '.join(sorted(_SLEEPS))}, got {got!r:.80}"]
-    rules = Rules(sleeping_problems(job))
     size, parallel = world_size(job), job["parallel"]
     rules.require(size == ranks, f"a run must have as many ranks as its box, got {size} != {ranks}")
     parts = parallel["pp"] * parallel["virtual_stages"]

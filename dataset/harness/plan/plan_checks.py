@@ -32,15 +32,13 @@ def check_plan(plan: Any) -> dict[str, Any]:
         known = "schema, runs, events, device, compile, box and extra_seconds"
         raise HarnessError(f"a plan has the keys {known}, got also {', '.join(unknown)}")
     boxed = "box" in plan
-    if boxed and (wrong := box_problems(plan["box"])):
-        raise HarnessError("; ".join(wrong))
+    if boxed and (problems := box_problems(plan["box"])):
+        raise HarnessError("; ".join(problems))
     ranks = plan["box"]["nodes"] * plan["box"]["ranks_per_node"] if boxed else 0
-    device = plan.get("device", "auto")
+    device, compiled, extra = plan.get("device", "auto"), plan.get("compile", False), plan.get("extra_seconds", 0.0)
     problems = [] if device in ("auto", "cpu", "cuda") else [f"device must be auto, cpu or cuda, got {device!r:.80}"]
-    compiled = plan.get("compile", False)
     if not isinstance(compiled, bool) or (compiled and boxed):
         problems.append(f"compile must be true or false, and false in a box, got {compiled!r:.80}")
-    extra: Any = plan.get("extra_seconds", 0.0)
     if not is_of(extra, float) or extra < 0 or (extra and boxed):
         problems.append(f"extra_seconds must be a number >= 0, and 0 in a box, got {extra!r:.80}")
     runs, events = (_items(plan, key) for key in ("runs", "events"))
@@ -83,16 +81,15 @@ def _run_problems(run: dict[str, Any], ranks: int) -> list[str]:
     parallel = run["job"]["parallel"]
     if parallel["schedule"] in WRITTEN and parallel["pp"] > 1 and not is_of(run.get("table"), str):
         problems.append(f"a run with schedule {parallel['schedule']} has its table as CSV text")
-    return problems + (stand_in_problems(run["stand_in"], world_size(run["job"])) if "stand_in" in run else [])
+    return problems + (_stand_in_problems(run["stand_in"], world_size(run["job"])) if "stand_in" in run else [])
 
 
 def _event_problems(event: dict[str, Any]) -> list[str]:
     """Check what an event file measures."""
-    problems = name_problems(event)
     unknown = sorted(set(event) - {"name", "world_size", "ops", "collectives", "seconds"})
-    problems += [f"unknown key {key!r:.80}" for key in unknown]
     size: Any = event.get("world_size")
     seconds: Any = event.get("seconds")
+    problems = name_problems(event) + [f"unknown key {key!r:.80}" for key in unknown]
     problems += number_problems("world_size", size, 1)
     if not is_of(seconds, float) or not seconds > 0:
         problems.append(f"seconds must be > 0, got {seconds!r:.80}")
@@ -114,57 +111,50 @@ def _event_problems(event: dict[str, Any]) -> list[str]:
     return problems
 
 
-MOST_NODES = 250  # addresses of one subnet
-_MOST_RANKS = 1024  # on a node
-
-
 def box_problems(box: Any) -> list[str]:
     """Return everything that is wrong with ``box`` of a plan; ``latency_ms`` is optional."""
     if not has_keys(box, "nodes", "ranks_per_node", "mbits_per_s", optional="latency_ms"):
         return [f"a box has nodes, ranks_per_node, mbits_per_s and maybe latency_ms, got {box!r:.80}"]
-    problems = number_problems("nodes of a box", box["nodes"], 1, MOST_NODES)
-    problems += number_problems("ranks_per_node of a box", box["ranks_per_node"], 1, _MOST_RANKS)
-    sized = not problems
+    problems = number_problems("nodes of a box", box["nodes"], 1, 250)  # addresses of one subnet
+    problems += number_problems("ranks_per_node of a box", box["ranks_per_node"], 1, 1024)
+    if problems:
+        return problems
     for key, least, most in (("mbits_per_s", 1, 100_000), ("latency_ms", 0, 1000)):
-        numbers = box.get(key, [0.0] * box["nodes"] if sized else [])
+        numbers = box.get(key, [0.0] * box["nodes"])
         if not isinstance(numbers, list) or not all(is_of(each, float) and least <= each <= most for each in numbers):
             problems.append(f"{key} of a box must hold numbers from {least} to {most:,}, got {numbers!r:.80}")
-        elif sized and len(numbers) != box["nodes"]:
+        elif len(numbers) != box["nodes"]:
             problems.append(f"{key} of a box must hold one number per node, got {len(numbers)} for {box['nodes']}")
     return problems
 
 
-KINDS = ("all_reduce", "all_gather", "reduce_scatter", "send_recv")
+_KINDS = ("all_reduce", "all_gather", "reduce_scatter", "send_recv")
 _SIZES = ("num_bytes", "group_size", "ranks_per_node")
 _MOST_S = 3600.0  # a longer delay is a typing mistake
 
 
-def stand_in_problems(stand_in: Any, ranks: int) -> list[str]:
+def _stand_in_problems(stand_in: Any, ranks: int) -> list[str]:
     """Return every problem of ``stand_in`` of a run, given the number of ranks of its job."""
     if not has_keys(stand_in, "rank", "collectives"):
         got = sorted(stand_in) if isinstance(stand_in, dict) else stand_in
         return [f"stand_in is a table of rank and collectives, got {got!r:.80}"]
     rank, rows = stand_in["rank"], stand_in["collectives"]
-    problems = []
+    problems, of = [], "of a stand-in's collective"
     if not is_of(rank, int) or not 0 <= rank < ranks:
         problems.append(f"stand_in.rank must be one of the job's {ranks} ranks, got {rank!r:.80}")
     if ranks < 2:
         problems.append(f"a stand-in is for a job of at least 2 ranks, got {ranks}")
     if not isinstance(rows, list):
         return [*problems, f"stand_in.collectives must be a list, got {rows!r:.80}"]
-    return problems + [text for row in rows for text in _row_problems(row)]
-
-
-def _row_problems(row: Any) -> list[str]:
-    if not has_keys(row, "kind", *_SIZES, "seconds"):
-        return [f"a collective of a stand-in has kind, {', '.join(_SIZES)} and seconds, got {row!r:.120}"]
-    problems = []
-    if row["kind"] not in KINDS:
-        problems.append(f"kind of a stand-in's collective must be one of {', '.join(KINDS)}, got {row['kind']!r:.80}")
-    for name in _SIZES:
-        problems += number_problems(f"{name} of a stand-in's collective", row[name], 1, MOST)
-    seconds = row["seconds"]
-    if not is_of(seconds, float) or not 0 < seconds <= _MOST_S:
-        rule = f"must be a number > 0 and at most {_MOST_S:g}"
-        problems.append(f"seconds of a stand-in's collective {rule}, got {seconds!r:.80}")
+    for row in rows:
+        if not has_keys(row, "kind", *_SIZES, "seconds"):
+            problems.append(f"a collective of a stand-in has kind, {', '.join(_SIZES)} and seconds, got {row!r:.120}")
+            continue
+        if row["kind"] not in _KINDS:
+            problems.append(f"kind {of} must be one of {', '.join(_KINDS)}, got {row['kind']!r:.80}")
+        for name in _SIZES:
+            problems += number_problems(f"{name} {of}", row[name], 1, MOST)
+        if not is_of(row["seconds"], float) or not 0 < row["seconds"] <= _MOST_S:
+            rule = f"must be a number > 0 and at most {_MOST_S:g}"
+            problems.append(f"seconds {of} {rule}, got {row['seconds']!r:.80}")
     return problems
