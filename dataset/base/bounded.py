@@ -24,9 +24,8 @@ import tomllib
 import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
 from stepsight.dataset.base.errors import StepsightError
 
@@ -37,6 +36,7 @@ if TYPE_CHECKING:
 
 VARIABLE = "STEPSIGHT_MAX_DECOMPRESSED_GB"
 DEFAULT_GB = 4.0
+_REMEDY = f"set {VARIABLE} to the gigabytes that you accept"
 MOST_RATIO = 200
 STRETCH = 64 * 2**20  # unpacked bytes from which a compression ratio is checked; less is harmless
 MOST_TABLES = 2**20  # bytes of a file that people write, such as a job; parsing 10 MB of TOML takes 10 s and 1 GB
@@ -148,7 +148,7 @@ def check_unpacked(num_bytes: int, packed_bytes: int, path: Path) -> None:
     """Check the size in memory that a file states, before it is allocated, and that of what holds it in the file."""
     most, ratio = _limits()
     if num_bytes > most:
-        raise ReadError(path, f"must hold at most {_size(most)}, got {_size(num_bytes)}: {_remedy()}")
+        raise ReadError(path, f"must hold at most {_size(most)}, got {_size(num_bytes)}: {_REMEDY}")
     if num_bytes > STRETCH and num_bytes > ratio * packed_bytes:
         raise ReadError(path, _too_dense(num_bytes, packed_bytes))
 
@@ -230,7 +230,7 @@ def _opened(path: Path) -> BinaryIO:
             raise ReadError(path, f"must be a plain file, got {kind}: save what it gives to a file first")
         most = _limits()[0]
         if status.st_size > most:
-            raise ReadError(path, f"must hold at most {_size(most)}, got {_size(status.st_size)}: {_remedy()}")
+            raise ReadError(path, f"must hold at most {_size(most)}, got {_size(status.st_size)}: {_REMEDY}")
         return os.fdopen(descriptor, "rb")
     except BaseException:
         os.close(descriptor)
@@ -245,7 +245,7 @@ def _inflated_parts(file: BinaryIO, path: Path, size: int) -> Iterator[bytes]:
             while part := unpacked.read(size):
                 total += len(part)
                 if total > most:
-                    raise ReadError(path, f"must unpack to at most {_size(most)}, got more: {_remedy()}")
+                    raise ReadError(path, f"must unpack to at most {_size(most)}, got more: {_REMEDY}")
                 if total - judged >= STRETCH:
                     stretch, packed = total - judged, file.tell() - taken
                     if stretch > ratio * max(packed, 1):
@@ -273,14 +273,8 @@ def _limits() -> tuple[float, float]:
 
 
 def _too_dense(num_bytes: int, packed_bytes: int) -> str:
-    return (
-        f"must unpack to at most {MOST_RATIO} times its size, got {_size(num_bytes)} from {_size(packed_bytes)}: "
-        f"{_remedy()}"
-    )
-
-
-def _remedy() -> str:
-    return f"set {VARIABLE} to the gigabytes that you accept"
+    sizes = f"{_size(num_bytes)} from {_size(packed_bytes)}"
+    return f"must unpack to at most {MOST_RATIO} times its size, got {sizes}: {_REMEDY}"
 
 
 def _size(num_bytes: float) -> str:
@@ -298,13 +292,12 @@ _CHUNKS, _META, _VALUES, _SIZE = 1, 3, 5, 6  # of RowGroup, of ColumnChunk, and 
 _TRUE, _FALSE, _BYTE, _INTEGERS, _DOUBLE, _BINARY, _LISTS, _STRUCT = 1, 2, 3, (4, 5, 6), 7, 8, (9, 10), 12
 
 
-@dataclass(frozen=True)
-class Stated:
-    """What a footer states."""
+class Stated(NamedTuple):
+    """What a footer states: rows of the table, values of all columns, and bytes that these take unpacked."""
 
-    num_rows: int  # of the table
-    num_values: int  # of all columns of all row groups
-    num_bytes: int  # that the values take when they are unpacked
+    num_rows: int
+    num_values: int
+    num_bytes: int
 
 
 def read_footer(file: BinaryIO) -> Stated:

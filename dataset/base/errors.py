@@ -17,20 +17,11 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from importlib.util import find_spec
-from types import MappingProxyType
 
 SHOWN = 80  # characters of a value in an error
-
-
-_LONGEST_WORD = 300  # of an error: longer than any path that people type
-_LONG = re.compile(rf"\S{{{_LONGEST_WORD},}}")
-
-
-def _shorten_words(argument: object) -> object:
-    if isinstance(argument, str) and len(argument) > _LONGEST_WORD:
-        return _LONG.sub(lambda found: shorten(found[0]), argument)
-    return argument
+_LONG = re.compile(r"\S{300,}")  # a word that is longer than any path that people type
 
 
 def shorten(value: object, most: int = SHOWN) -> str:
@@ -58,7 +49,8 @@ class StepsightError(ValueError):
     """A mistake that the user can correct; very long words of the message are shortened."""
 
     def __init__(self, *arguments: object) -> None:
-        super().__init__(*map(_shorten_words, arguments))
+        short = [_LONG.sub(lambda word: shorten(word[0]), a) if isinstance(a, str) else a for a in arguments]
+        super().__init__(*short)
 
 
 class JobError(StepsightError):
@@ -86,31 +78,17 @@ class CaptureError(StepsightError):
 
 
 # By top-level module; for modules of several extras, the smallest one.
-EXTRAS = MappingProxyType(
-    {
-        "lightgbm": "train",
-        "matplotlib": "search",
-        "mlflow": "train",
-        "nicegui": "page",
-        "onnx": "models",
-        "optuna": "search",
-        "pandas": "search",
-        "plotly": "search",
-        "pyarrow": "tables",
-        "scipy": "train",
-        "sqlalchemy": "search",
-        "torch": "collect",
-        "torch_geometric": "train",
-    }
-)
+EXTRAS: Mapping[str, str] = {
+    "lightgbm": "train", "matplotlib": "search", "mlflow": "train", "nicegui": "page", "onnx": "models",
+    "optuna": "search", "pandas": "search", "plotly": "search", "pyarrow": "tables", "scipy": "train",
+    "sqlalchemy": "search", "torch": "collect", "torch_geometric": "train",
+}  # fmt: skip
 
 
 def missing_extra(error: ImportError) -> str:
     """What to install, in one line; empty for errors with another cause."""
     module = (error.name or "").split(".")[0]
-    if module not in EXTRAS:
-        return ""
-    return _advice(module)
+    return _advice(module) if module in EXTRAS else ""
 
 
 def need(module: str) -> None:

@@ -16,26 +16,10 @@ from importlib import resources
 from pathlib import Path
 from typing import Any, TypeVar
 
-from stepsight.dataset.base.bounded import read_file, read_text, read_toml, reason
+from stepsight.dataset.base.bounded import MOST_TABLES, read_file, read_text, read_toml, reason
 from stepsight.dataset.base.caching import cached
 from stepsight.dataset.base.errors import JobError, StepsightError
-from stepsight.dataset.harness.base.atomic_files import parse_json  # it must stand alone
-
-__all__ = [
-    "check_output_file",
-    "check_writable",
-    "digest",
-    "digest_files",
-    "new_file",
-    "new_folder",
-    "parse_json",
-    "preset",
-    "read_json",
-    "set_aside",
-    "write_json",
-    "write_pieces",
-    "write_text",
-]
+from stepsight.dataset.harness.base.atomic_files import parse_json as parse_json  # it must stand alone
 
 
 @cached(32)
@@ -54,11 +38,10 @@ def named_path(text: str) -> Path:
     Raises:
         StepsightError: If no file can have it: it is empty, too long, or holds a null byte.
     """
+    path = Path(text)
     try:
-        path = Path(text)
-        long = len(os.fsencode(path)) > LONGEST_PATH or any(
-            len(os.fsencode(part)) > LONGEST_NAME for part in path.parts
-        )
+        long = max(map(len, map(os.fsencode, path.parts)), default=0) > LONGEST_NAME
+        long = long or len(os.fsencode(path)) > LONGEST_PATH
     except UnicodeEncodeError:  # half of a surrogate pair
         long = True
     if not text or long or "\0" in text:
@@ -232,6 +215,19 @@ def file_version(path: str) -> tuple[int, int]:
     return found.st_mtime_ns, found.st_size
 
 
+def read_document(path: Path, name: str) -> Any:
+    """Value of a TOML or JSON file that people write, by its suffix; a ``JobError`` calls it by ``name``."""
+    toml = path.suffix == ".toml"
+    try:
+        return read_toml(path, "utf-8-sig") if toml else parse_json(read_text(path, "utf-8-sig", MOST_TABLES))
+    except (OSError, UnicodeDecodeError) as error:
+        raise JobError(f"cannot read {name}: {reason(error)}") from None
+    except RecursionError:
+        raise JobError(f"{name} must be tables of values, got tables nested too deeply") from None
+    except ValueError as error:
+        raise JobError(f"{name} is not valid {path.suffix[1:].upper()}: {error!s:.200}") from None
+
+
 def read_facts(path: str, sections: Sequence[str] = ()) -> dict[str, dict[str, Any]]:
     """Tables of a file.
 
@@ -242,15 +238,7 @@ def read_facts(path: str, sections: Sequence[str] = ()) -> dict[str, dict[str, A
     Raises:
         JobError: If it cannot be read, is not TOML or JSON, or holds anything but tables of tables of these names.
     """
-    toml = path.endswith(".toml")
-    try:
-        tables = read_toml(Path(path)) if toml else parse_json(read_text(Path(path)))
-    except (OSError, UnicodeDecodeError) as error:
-        raise JobError(f"cannot read it: {reason(error)}") from None
-    except RecursionError:
-        raise JobError("it must be tables of values, got tables nested too deeply") from None
-    except ValueError as error:
-        raise JobError(f"it must be {'TOML' if toml else 'JSON'}, got: {error}") from None
+    tables = read_document(Path(path), "it")
     if not isinstance(tables, dict):
         raise JobError(f"it must hold tables, got {tables!r:.80}")
     unknown = [name for name in tables if sections and name not in sections]

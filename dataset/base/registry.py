@@ -60,19 +60,15 @@ class Registry(Mapping[str, T]):
         self._lock = RLock()
 
     @cached_property
-    def known(self) -> Mapping[str, T]:
+    def known(self) -> dict[str, T]:
         """The same things: quicker to ask than the registry, in loops over ops."""
-        return self._things
-
-    @cached_property
-    def _things(self) -> dict[str, T]:
         with self._lock:
             built_in = self._built_in() if callable(self._built_in) else self._built_in
-            return self.__dict__.setdefault("_things", _Things(self._find, built_in))  # type: ignore[no-any-return]
+            return self.__dict__.setdefault("known", _Things(self._find, built_in))  # type: ignore[no-any-return]
 
     def fill(self, built_in: Mapping[str, T]) -> None:
         """Set what comes with the package, where only the names were given before."""
-        self._things.update(built_in)
+        self.known.update(built_in)
 
     @overload
     def register(self, name: str) -> Callable[[Own], Own]: ...
@@ -93,7 +89,7 @@ class Registry(Mapping[str, T]):
         if not isinstance(name, str) or not name.strip() or not name.isprintable():
             raise self._error(f"{self.noun}: a name must be a printable string, got {name!r:.80}")
         with self._lock:
-            if name in self._things:
+            if name in self.known:
                 origin = "is registered already" if name in self._added else "comes with stepsight"
                 raise self._error(f"{self.noun} {name!r:.80} {origin}: choose another name")
             try:
@@ -131,13 +127,6 @@ class Registry(Mapping[str, T]):
         for name in self.names():
             self[name]
 
-    def forget_packages(self) -> None:
-        """Remove what was loaded from installed packages, which may have changed since."""
-        with self._lock:
-            for name in [name for name, package in self._added.items() if package]:
-                self._remove(name)
-        clear_caches()
-
     def unknown(self, name: object) -> str:
         """The message for a name that is not known: the rule, the value, and the nearest known name."""
         names = self.names()
@@ -146,13 +135,13 @@ class Registry(Mapping[str, T]):
         return f"{rule}, got {name!r:.80}{did_you_mean(name, names)}"
 
     def __getitem__(self, name: str) -> T:
-        return self._things[name]
+        return self.known[name]
 
     def _find(self, name: str) -> T:
         """A thing that is not loaded yet."""
         with self._lock:
             if isinstance(name, str) and name in _entry_points(self.group):
-                return self._things[name] if name in self._things else self._load(name)
+                return self.known[name] if name in self.known else self._load(name)
         raise self._error(self.unknown(name))
 
     def get(self, name: str, default: Any = None) -> Any:
@@ -162,25 +151,25 @@ class Registry(Mapping[str, T]):
         return self[name]
 
     def __contains__(self, name: object) -> bool:
-        return name in self._things or (isinstance(name, str) and name in _entry_points(self.group))
+        return name in self.known or (isinstance(name, str) and name in _entry_points(self.group))
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._things)
+        return iter(self.known)
 
     def __len__(self) -> int:
-        return len(self._things)
+        return len(self.known)
 
     def __repr__(self) -> str:
         return f"<{self.noun} registry: {', '.join(self)}>"
 
     def _add(self, name: str, thing: T, package: str) -> None:
-        self._things[name] = thing
+        self.known[name] = thing
         self._added[name] = package
         self.version += 1
 
     def _remove(self, name: str) -> None:
         del self._added[name]
-        del self._things[name]
+        del self.known[name]
         self.version += 1
         clear_caches()
 

@@ -10,10 +10,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeAlias, get_args, get_origin, get_type_hints
 
-from stepsight.dataset.base.bounded import MOST_TABLES, read_text, read_toml, reason
 from stepsight.dataset.base.caching import cached
 from stepsight.dataset.base.errors import JobError, shorten
-from stepsight.dataset.base.files import SUFFIXES, is_facts_file, parse_json
+from stepsight.dataset.base.files import SUFFIXES, is_facts_file, read_document
 from stepsight.dataset.base.registry import did_you_mean
 from stepsight.dataset.hardware.hardware import (
     FABRICS,
@@ -283,15 +282,7 @@ class Job(JobTables):
         path = Path(path)
         if path.suffix not in (".toml", ".json"):
             raise JobError(f"a job file ends in .toml or .json, got {str(path)!r:.80}: read_configs reads other files")
-        try:
-            toml = path.suffix == ".toml"
-            tables = read_toml(path, "utf-8-sig") if toml else parse_json(read_text(path, "utf-8-sig", MOST_TABLES))
-        except (OSError, UnicodeDecodeError) as error:
-            raise JobError(f"cannot read job file {path}: {reason(error)}") from None
-        except RecursionError:
-            raise JobError(f"{path} must be tables of values, got tables nested too deeply") from None
-        except ValueError as error:
-            raise JobError(f"{path} is not valid {path.suffix[1:].upper()}: {error}") from None
+        tables = read_document(path, f"job file {path}")
         if not isinstance(tables, dict):
             raise JobError(
                 f"{path} must hold tables [model], [parallel], [batch], [cluster], got {type(tables).__name__}"

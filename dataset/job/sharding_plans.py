@@ -16,9 +16,9 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from stepsight.dataset.base.bounded import MOST_TABLES, read_text, read_toml, reason
+from stepsight.dataset.base.bounded import MOST_TABLES, read_text
 from stepsight.dataset.base.errors import JobError
-from stepsight.dataset.base.files import parse_json, preset
+from stepsight.dataset.base.files import preset, read_document
 from stepsight.dataset.hardware.hardware import find_hardware
 from stepsight.dataset.job.model_spec import ModelSpec, TableSpec
 from stepsight.dataset.job.parallel_rules import Rules
@@ -54,25 +54,13 @@ MOST_ROWS, MOST_WIDTH, MOST_NUMBER, MOST_BINS = 2**40, 2**20, 10_000, 40
 _PRECISIONS = ("fp32", "fp16", "bf16", "fp8")
 
 
-def _parsed(path: Path, what: str) -> Any:
-    """A TOML or JSON file."""
-    try:
-        if path.suffix == ".toml":
-            return read_toml(path, "utf-8-sig")
-        return parse_json(read_text(path, "utf-8-sig", MOST_TABLES))
-    except OSError as error:
-        raise JobError(f"cannot read {what} {path}: {reason(error)}") from None
-    except (ValueError, RecursionError) as error:
-        raise JobError(f"{what} {path} is not valid {path.suffix[1:].upper()}: {error!s:.200}") from None
-
-
 def read_plan(path: str | Path) -> tuple[TablePlacement, ...]:
     """Read torchrec's plan from a JSON file.
 
     Raises:
         JobError: If it cannot be read, or is no plan.
     """
-    return placements_in(_parsed(Path(path), "the plan"), str(path))
+    return placements_in(read_document(Path(path), f"the plan {path}"), str(path))
 
 
 def placements_in(plan: Any, path: str) -> tuple[TablePlacement, ...]:
@@ -204,7 +192,7 @@ def read_tables(path: str | Path) -> list[dict[str, Any]]:
         except (OSError, ValueError) as error:
             raise JobError(f"cannot read tables from {path}: {error!s:.200}") from None
         return [{key: _cell(key, value) for key, value in row.items() if value} for row in rows]
-    read = _parsed(path, "the tables")
+    read = read_document(path, f"the tables {path}")
     inner = read.get("model", read) if isinstance(read, Mapping) else read
     found = inner.get("tables") if isinstance(inner, Mapping) else inner
     if not isinstance(found, list) or not found:

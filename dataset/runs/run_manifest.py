@@ -12,10 +12,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from stepsight.dataset.base.bounded import read_toml
-from stepsight.dataset.base.codec import OPTIONAL, UNSAVED, Saved, check_type
+from stepsight.dataset.base.codec import IF_SET, OPTIONAL, UNSAVED, Saved, check_type
 from stepsight.dataset.base.errors import JobError, TraceError
-from stepsight.dataset.base.files import read_json
+from stepsight.dataset.base.files import read_document, read_json
 from stepsight.dataset.hardware.hardware import BOX, Fabric, fabric_from_dict
 from stepsight.dataset.job.job import Job
 from stepsight.dataset.job.specs import SlowLink
@@ -154,21 +153,34 @@ def read_object(path: Path) -> dict[str, Any]:
 
 HARDWARE = BOX
 _TEXT = re.compile(r"(\d+)x(\d+)@(\d+(?:\.\d+)?)(mbit|gbit)")
-_INTRA = {"bandwidth_gbytes_per_s": 1.0, "latency_us": 100.0}  # TCP within one namespace
 _INTER_LATENCY_US = 150.0
 
 
 @dataclass(frozen=True)
-class Box:
+class Box(Saved):
     """A cluster in a box."""
 
     nodes: int  # sizes
     ranks_per_node: int
     mbits_per_s: tuple[float, ...]  # rate of every node's link, both ways
-    latency_ms: tuple[float, ...] = ()  # delay of everything that leaves each node; empty: none
+    # delay of everything that leaves each node; empty: none
+    latency_ms: tuple[float, ...] = field(default=(), metadata=IF_SET)
 
     def __post_init__(self) -> None:
-        _check(self.to_dict())
+        self._check(self.to_dict())
+
+    @staticmethod
+    def _check(table: Any) -> None:
+        from stepsight.dataset.harness.plan.plan_checks import box_problems  # the harness's rules, if there is a box
+
+        if problems := box_problems(table):
+            raise JobError("; ".join(problems))
+
+    @classmethod
+    def from_dict(cls, value: Any, **given: Any) -> Box:
+        """Read the result of ``to_dict``, the table of a plan."""
+        cls._check(value)
+        return super().from_dict(value, **given)
 
     @property
     def num_ranks(self) -> int:
@@ -189,7 +201,7 @@ class Box:
 
         rate = max(self.mbits_per_s) / 8e3 / self.ranks_per_node
         return {
-            "intra_node": dict(_INTRA),
+            "intra_node": {"bandwidth_gbytes_per_s": 1.0, "latency_us": 100.0},  # TCP within one namespace
             "inter_node": {
                 "bandwidth_gbytes_per_s": rate,
                 "latency_us": _INTER_LATENCY_US + 1e3 * max(self.latency_ms, default=0.0),
@@ -214,28 +226,6 @@ class Box:
         )  # fmt: skip
         return replace(job, cluster=cluster)
 
-    @classmethod
-    def from_dict(cls, table: Any) -> Box:
-        """Read the result of ``to_dict``."""
-        _check(table)
-        return cls(
-            table["nodes"], table["ranks_per_node"], tuple(table["mbits_per_s"]), tuple(table.get("latency_ms", ()))
-        )
-
-    def to_dict(self) -> dict[str, Any]:
-        """The box as a table of a plan."""
-        rates = list(self.mbits_per_s)
-        table: dict[str, Any] = {"nodes": self.nodes, "ranks_per_node": self.ranks_per_node, "mbits_per_s": rates}
-        return {**table, "latency_ms": list(self.latency_ms)} if self.latency_ms else table
-
-
-def _check(table: Any) -> None:
-    from stepsight.dataset.harness.plan.plan_checks import box_problems  # the harness's rules, if there is a box
-
-    problems = box_problems(table)
-    if problems:
-        raise JobError("; ".join(problems))
-
 
 def read_box(text: str) -> Box:
     """A box from ``4x1@200mbit`` (nodes x ranks per node @ rate of each link), or from a TOML file.
@@ -255,14 +245,7 @@ def read_box(text: str) -> Box:
         raise JobError(
             f"a box is nodes x ranks per node @ link rate, as in 4x1@200mbit, or a .toml file, got {text!r:.80}"
         )
-    try:
-        table = read_toml(path)
-    except OSError as error:
-        raise JobError(f"cannot read box {path}: {error.strerror}") from None
-    except RecursionError:
-        raise JobError(f"{path} must be a table of values, got tables nested too deeply") from None
-    except ValueError as error:
-        raise JobError(f"{path} must be TOML, got {error}") from None
+    table = read_document(path, f"box {path}")
     for key in ("mbits_per_s", "latency_ms"):
         number = table.get(key)
         if isinstance(number, int | float) and isinstance(table.get("nodes"), int):

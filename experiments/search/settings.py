@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from stepsight.dataset.base.bounded import read_toml
 from stepsight.dataset.base.errors import StepsightError
+from stepsight.dataset.base.files import read_document
 from stepsight.dataset.base.registry import did_you_mean
 from stepsight.dataset.job.schedules import SCHEDULES
 from stepsight.dataset.job.specs import AXES, RECOMPUTE
@@ -147,12 +148,7 @@ def read_prices(path: Path) -> tuple[dict[str, float], dict[str, float]]:
     """
     from stepsight.dataset.hardware.hardware import canonical_hardware
 
-    try:
-        tables = read_toml(path)
-    except OSError as error:
-        raise StepsightError(f"cannot read prices {path}: {error.strerror}") from None
-    except ValueError as error:
-        raise StepsightError(f"{path} is not valid TOML: {error}") from None
+    tables = read_document(path, f"prices {path}")
     names = ("price_per_device_hour", "power_w")
     for name, table in tables.items():
         if name not in names or not isinstance(table, dict):

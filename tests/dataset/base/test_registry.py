@@ -95,7 +95,7 @@ def test_entry_points_load_when_they_are_asked_for(packages) -> None:
     assert list(fruits) == ["apple", "pear", "kiwi"]
     with pytest.raises(StepsightError, match="only what was registered can be removed"):
         fruits.unregister("kiwi")
-    fruits.forget_packages()
+    fruits._remove("kiwi")
     assert list(fruits) == ["apple", "pear"]
 
 

@@ -65,7 +65,7 @@ def test_a_box_in_a_file(tmp_path: Path) -> None:
         ("nodes = 2\nranks_per_node = 1\nmbits_per_s = ['9', 9]", "numbers from 1 to 100,000"),
         ("nodes = 2\nranks_per_node = 1\nmbits_per_s = 9\nlatency_ms = -1", "latency_ms of a box must hold numbers"),
         ("nodes = 2\nranks_per_node = 1\nmbits_per_s = 9\ncolour = 1", "a box has nodes"),
-        ("nodes =", "must be TOML"),
+        ("nodes =", "is not valid TOML"),
     ],
 )
 def test_a_wrong_file_is_one_line_that_names_it(tmp_path: Path, text: str, says: str) -> None:
