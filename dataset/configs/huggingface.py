@@ -57,14 +57,11 @@ def read(file: ConfigFile, draft: Draft) -> None:
 
 def write(job: Job) -> ConfigText:
     """Write the model of a job as ``config.json``."""
-    view, family = JobView(job), job.model.family
     kind, name, own = _class_of(job)
+    view = JobView(job, kind)
     view.put(model_type=kind, architectures=[name])
     view.write(ROWS)
-    view.expressed("model.family", "model.gated_mlp")
-    if not job.model.experts:
-        view.expressed("model.expert_ffn")
-    if family != "llama" and job.model.kv_heads == job.model.heads:
+    if job.model.family != "llama" and job.model.kv_heads == job.model.heads:
         view.expressed("model.kv_heads")
     view.put(torch_dtype="float16" if job.batch.dtype == "fp16" else "bfloat16")
     settings = {own.get(name, name): value for name, value in view.settings.items()}
@@ -134,12 +131,6 @@ def _read_halves(reading: Reading) -> None:
     reading.assume("model.seq_len", 128, "a model's file does not state how many tokens are predicted")
 
 
-def _write_halves(view: JobView) -> None:
-    view.put(feed_forward_proj="gated-gelu" if view["model.gated_mlp"] else "relu")
-    view.put(n_positions=view["model.encoder_seq_len"], d_kv=view["model.head_dim"] or view.job.model.head_size)
-    view.refuse("model.seq_len", view["model.seq_len"] != 128)
-
-
 def _read_heads(reading: Reading) -> None:
     kind = reading.word("model_type")
     if reading.get("model.attention") == "mla":
@@ -149,16 +140,6 @@ def _read_heads(reading: Reading) -> None:
         reading.map("model.kv_heads", 1, "multi_query")
     elif not old and reading.positive(*reading.names):
         reading.copy("model.kv_heads", *reading.names)
-
-
-def _write_heads(view: JobView) -> None:
-    model, latent = view.job.model, view["model.attention"] == "mla"
-    if latent:
-        view.put(qk_nope_head_dim=view.head_size(), first_k_dense_replace=view["model.dense_layers"])
-    if model.family == "llama":
-        view.put(hidden_act="silu", num_key_value_heads=view["model.kv_heads"])
-        if not latent and view["model.head_dim"]:
-            view.put(head_dim=model.head_dim)
 
 
 def _read_experts(reading: Reading) -> None:
@@ -185,24 +166,6 @@ def _read_dense_layers(reading: Reading) -> None:
         reading.map("model.dense_layers", len(dense), words=f"mlp_only_layers {dense}")
     elif dense:
         reading.ignore(f"mlp_only_layers {dense}: a job has dense layers first, or experts in every n-th layer")
-
-
-def _write_experts(view: JobView) -> None:
-    model = view.job.model
-    kind = _class_of(view.job)[0]
-    if kind.startswith("deepseek"):
-        view.put(n_routed_experts=view["model.experts"], n_shared_experts=view["model.shared_experts"])
-        view.put(moe_layer_freq=view["model.moe_every"])
-    if kind == "mixtral":
-        view.put(num_local_experts=view["model.experts"])
-        view.expressed("model.expert_ffn")
-    if kind == "qwen2_moe":
-        view.put(num_experts=view["model.experts"], decoder_sparse_step=view["model.moe_every"])
-        view.put(shared_expert_intermediate_size=view["model.shared_experts"] * model.expert_ffn)
-    if model.family == "llama":
-        view.put(num_experts_per_tok=view["model.experts_per_token"])
-        if kind != "mixtral":
-            view.put(moe_intermediate_size=view["model.expert_ffn"])
 
 
 def _read_tied(reading: Reading) -> None:

@@ -51,10 +51,11 @@ class JobView:
     Attributes:
         job: The job.
         settings: By name; names of nested tables have dots.
+        kind: Of the configuration, for the ``needs`` of rows.
     """
 
-    def __init__(self, job: Job) -> None:
-        self.job, self.settings = job, dict[str, Any]()
+    def __init__(self, job: Job, kind: str = "") -> None:
+        self.job, self.kind, self.settings = job, kind, dict[str, Any]()
         self._read, self._refused = set[str](), set[str]()
 
     def __getitem__(self, key: str) -> Any:
@@ -62,9 +63,9 @@ class JobView:
         return self._vocabulary()[0] if key == "model.vocab" else self.value(key)
 
     def value(self, key: str) -> Any:
-        """The value of a key, which does not count as expressed."""
+        """The value of a key, or of a property (``job.num_micro_batches``), which does not count as expressed."""
         section, _, name = key.partition(".")
-        return getattr(getattr(self.job, section), name)
+        return getattr(self.job if section == "job" else getattr(self.job, section), name) if name else self.kind
 
     def _vocabulary(self) -> tuple[int, int]:
         """The vocabulary, without padding if the model's name tells it, and the multiple that it is padded to."""
@@ -112,6 +113,12 @@ class JobView:
                 continue  # a value without effect is listed as not expressed
             if row.write is not None:
                 row.write(self)
+            elif row.lost:
+                self.refuse(row.key)
+            elif row.constant is not None:
+                self.settings[row.names[0]] = row.constant
+            elif not row.names and row.only == "write":
+                self.expressed(*row.key.split())
             elif row.names and not (row.omit and self[row.key] == _DEFAULTS[row.key]):
                 self.settings[row.names[0]] = _written(row, self)
 
@@ -130,10 +137,6 @@ class JobView:
         """Layers of each part of the model: as stated, or even; the first parts take the remainder."""
         parallel, layers = self.job.parallel, self.job.model.total_layers
         return list(self["parallel.stage_layers"]) or even_stages(parallel.pp * parallel.virtual_stages, layers)
-
-    def head_size(self) -> int:
-        """Size of an attention head, stated or not."""
-        return int(self["model.head_dim"] or self.job.model.head_size)
 
     def image(self) -> tuple[int, int]:
         """Sides of a patch and of a square image of three channels; what gives no square is not expressed."""
@@ -174,9 +177,12 @@ CLIP = (lambda norm: norm > 0, lambda clips: 1.0 if clips else 0.0)  # largest n
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A key of a job, and the settings of a framework that state it."""
+    """A key of a job, and the settings of a framework that state it.
 
-    key: str  # of the job, as parallel.tp
+    A row that is only written and has no settings says that others express its keys.
+    """
+
+    key: str = ""  # of the job, as parallel.tp
     names: tuple[str, ...] = ()  # the settings; the first that has a value is read, and the first is written
     # values of the setting (without regard to case, * is any text; True and False of a flag), and those of the key that
     # they mean (None: the setting states nothing then).  What none of them means is written as the first, and listed.
@@ -185,14 +191,16 @@ class Row:
     values: Mapping[Any, Any] | tuple[Convert, Convert] | None = None
     # what the framework takes, which is assumed where no setting has a value; None: nothing is assumed
     default: Any = None
-    # without which the row means nothing: a degree or a number of experts, above 1 (parallel.tp), or a value
-    # (model.family=t5, model.family!=t5); several have blanks between them
+    # without which the row means nothing: a degree or a number of experts, above 1 (parallel.tp), or one of some values
+    # (model.family=t5, model.family!=t5|vit, kind=deepseek*); several have blanks between them
     needs: str = ""
     why: str = ""  # the default is assumed; empty: it is the framework's
     read: Callable[[Reading], None] | None = None  # reads the settings in place of the rule above
     write: Callable[[JobView], None] | None = None  # writes the settings in place of the rule above
     only: str = ""  # "read" or "write" if the row has one direction
     omit: bool = False  # whether a value that is the key's default is not written
+    constant: Any = None  # what is written, whatever the key's value
+    lost: bool = False  # whether the key is listed as not expressed
 
 
 def rows_of(framework: str, functions: Mapping[str, Any], group: str = "rows") -> tuple[Row, ...]:
@@ -255,7 +263,7 @@ def _read_row(row: Row, reading: Reading) -> None:
 
 
 def _written(row: Row, view: JobView) -> Any:
-    value, default = view[row.key], _DEFAULTS[row.key]
+    value, default = view[row.key], _DEFAULTS.get(row.key)
     if row.values is None:
         return value
     if isinstance(row.values, tuple):
@@ -272,6 +280,7 @@ def _counts(needs: str, get: Callable[[str], Any]) -> bool:
     for need in needs.split():
         key, equals, wanted = need.partition("=")
         value = get(key.rstrip("!"))
-        if not ((value == wanted) != key.endswith("!") if equals else isinstance(value, int) and value > 1):
+        same = any(fnmatchcase(str(value).lower(), one) for one in wanted.split("|"))
+        if not (same != key.endswith("!") if equals else isinstance(value, int) and value > 1):
             return False
     return True

@@ -55,9 +55,7 @@ def _near(folder: Path, name: str) -> Path | None:
 def write(job: Job) -> ConfigText:
     """Write a job as MaxText's YAML, the model's sizes in the same file."""
     view = JobView(job)
-    view.put(base_config="base.yml", model_name="default")
     view.write(ROWS)
-    view.expressed("batch.global_batch")
     return view.text(yaml_text(view.settings), ".yml")
 
 
@@ -79,17 +77,6 @@ def _read_family(reading: Reading) -> None:
     if block == "gemma2" and layers:
         words = "base_num_decoder_layers, of two layers each"
         reading.draft.map("model.layers", 2 * reading.get("model.layers"), words)
-
-
-def _write_family(view: JobView) -> None:
-    model, latent = view.job.model, view["model.attention"] == "mla"
-    block = "gpt3" if view["model.family"] == "gpt" else "deepseek" if latent else "llama2"
-    view.put(decoder_block="mixtral" if model.experts and block == "llama2" else block)
-    view.put(base_num_decoder_layers=view["model.layers"], base_num_kv_heads=view["model.kv_heads"])
-    view.put(mlp_activations=["silu", "linear"] if view["model.gated_mlp"] else ["gelu"])
-    view.put(**{"qk_nope_head_dim" if latent else "head_dim": model.head_size})
-    view.put(**({"attention_type": "mla"} if latent else {}))
-    view.expressed("model.head_dim", "model.expert_ffn")
 
 
 def _read_mlp(reading: Reading) -> None:
@@ -189,13 +176,6 @@ def _read_precision(reading: Reading) -> None:
         reading.assume("batch.fp8_scaling", "delayed", "scales are those of earlier steps")
     else:
         reading.map("batch.precision", {"float32": "fp32", "float16": "fp16"}.get(dtype, "bf16"))
-
-
-def _write_precision(view: JobView) -> None:
-    precision = view["batch.precision"]
-    view.put(dtype={"fp16": "float16", "fp32": "float32"}.get(precision, "bfloat16"))
-    view.put(**({"quantization": "fp8"} if precision == "fp8" else {}))
-    view.refuse("batch.precision", precision not in ("bf16", "fp16", "fp32", "fp8"))
 
 
 _CAPACITY = (lambda factor: float(factor) if factor > 0 else None, lambda factor: factor or -1.0)

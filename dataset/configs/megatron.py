@@ -48,9 +48,6 @@ def write_megatron(job: Job, *, script: bool = False) -> ConfigText:
         if value is not None and value is not False:
             words = [] if value is True else value if isinstance(value, list) else [value]
             lines.append(" ".join([f"--{name.replace('_', '-')}", *(shlex.quote(str(word)) for word in words)]))
-    if not job.model.experts:
-        view.expressed("model.expert_ffn", "model.moe_every", "model.dense_layers", "model.experts_per_token")
-    view.expressed("parallel.runtime", "parallel.recompute_modules", "parallel.scatter_p2p", "parallel.bucket_mbytes")
     program = _PROGRAMS.get(job.model.family, "pretrain_gpt.py")
     note = f"they are for {program}; give the tokenizer and the data: --tokenizer-type, --data-path"
     if not script:
@@ -78,19 +75,6 @@ def _read_tensor_parallel(reading: Reading) -> None:
         reading.assume("parallel.overlap_tp", "backward")
 
 
-def _write_tensor_parallel(view: JobView) -> None:
-    parallel = view.job.parallel
-    view.put(sequence_parallel=view["parallel.sequence_parallel"] and parallel.tp > 1)
-    view.put(tp_comm_overlap=view["parallel.overlap_tp"] == "split")
-    view.refuse("parallel.overlap_tp", parallel.overlap_tp == "torch-async")
-
-
-def _write_dispatcher(view: JobView) -> None:
-    if view["parallel.dispatcher"] != "alltoall":
-        view.put(moe_token_dispatcher_type="flex", moe_flex_dispatcher_backend=view["parallel.dispatcher"])
-    view.put(overlap_moe_expert_parallel_comm=view["parallel.overlap_ep"] and view.job.parallel.ep > 1)
-
-
 def _read_zero(reading: Reading) -> None:
     strategy = reading.word("data_parallel_sharding_strategy")
     if any(reading.flag(name) for name in ("use_megatron_fsdp", "use_torch_fsdp2")):
@@ -104,14 +88,9 @@ def _read_zero(reading: Reading) -> None:
 
 
 def _write_zero(view: JobView) -> None:
-    stage, parallel = view["parallel.zero_stage"], view.job.parallel
-    view.put(use_distributed_optimizer=stage > 0)
-    if stage > 1:
-        strategy = next(name for name, each in _SHARDING.items() if each == stage)
-        view.put(use_megatron_fsdp=True, data_parallel_sharding_strategy=strategy)
-    if view["parallel.dp_shard"] and parallel.dp_shard < parallel.dp:
-        view.put(num_distributed_optimizer_instances=parallel.dp // parallel.dp_shard)
-    view.put(overlap_param_gather=bool(view["parallel.overlap_param_gather"] and stage))
+    shards, dp = view["parallel.dp_shard"], view.job.parallel.dp
+    if shards and shards < dp:
+        view.put(num_distributed_optimizer_instances=dp // shards)
 
 
 def _read_gradients(reading: Reading) -> None:
@@ -211,17 +190,6 @@ def _read_precision(reading: Reading) -> None:
         reading.map("batch.precision", half, half)
     else:
         reading.assume("batch.precision", "fp32")
-
-
-def _write_precision(view: JobView) -> None:
-    precision, scaling = view["batch.precision"], view["batch.fp8_scaling"]
-    view.put(bf16=precision in ("bf16", "fp8", "nvfp4"), fp16=precision == "fp16")
-    if precision == "fp8":
-        view.put(fp8_format="hybrid", fp8_recipe=scaling if scaling in ("delayed", "mxfp8") else "tensorwise")
-    view.refuse("batch.fp8_scaling", precision == "fp8" and scaling == "rowwise")
-    if precision == "nvfp4":
-        view.put(fp4_format="e2m1")
-    view.refuse("batch.precision", precision not in ("nvfp4", "fp8", "bf16", "fp16", "fp32"))
 
 
 def _read_batch(reading: Reading) -> None:

@@ -14,7 +14,6 @@ from stepsight.dataset.configs.key_table import JobView, rows_of
 
 MOST_STAGES = 10_000
 _REPEATED = re.compile(r"\(([^()]*)\)(?:\*(\d{1,9}))?|([A-Za-z|])\*(\d{1,9})")
-_BACKENDS = {"flash-1": "flash", "flash-2": "flash", "flash-3": "fused"}
 
 
 def stages_of_layout(layout: str) -> list[str]:
@@ -62,17 +61,13 @@ def _read_kind(reading: Reading) -> None:
         reading.assume("model.family", "t5", "an encoder and a decoder have layers")
 
 
-def _write_kind(view: JobView) -> None:
-    llama, vit = view["model.family"] == "llama", view["model.family"] == "vit"
-    view.put(normalization="RMSNorm" if llama else "LayerNorm", disable_bias_linear=llama)
-    if vit:
-        patch, image = view.image()
-        view.put(num_classes=view["model.vocab"], patch_dim=patch, img_h=image, img_w=image)
-    else:
-        positions = "rope" if llama else "learned_absolute"
-        view.put(vocab_size=view["model.vocab"], position_embedding_type=positions)
-        view.put(**({} if view["model.family"] == "t5" else {"seq_length": view["model.seq_len"]}))
-        view.put(max_position_embeddings=max(view["model.seq_len"], view["model.encoder_seq_len"]))
+def _write_image(view: JobView) -> None:
+    patch, image = view.image()
+    view.put(patch_dim=patch, img_h=image, img_w=image)
+
+
+def _write_positions(view: JobView) -> None:
+    view.put(max_position_embeddings=max(view["model.seq_len"], view["model.encoder_seq_len"]))
 
 
 def _read_family(reading: Reading) -> None:
@@ -128,14 +123,6 @@ def _read_heads(reading: Reading) -> None:
 def _write_heads(view: JobView) -> None:
     if view["model.kv_heads"] != view["model.heads"] and view.job.model.attention != "mla":
         view.put(group_query_attention=True, num_query_groups=view["model.kv_heads"])
-    if not view["model.fused_attention"]:
-        view.put(attention_backend="unfused")
-    elif view["model.attention_kernels"]:
-        view.put(attention_backend=_BACKENDS[view["model.attention_kernels"]])
-
-
-def _write_head_dim(view: JobView) -> None:
-    view.put(qk_head_dim=view.head_size())
 
 
 def _read_experts(reading: Reading) -> None:
@@ -160,9 +147,6 @@ def _read_shared_experts(reading: Reading) -> None:
 
 
 def _write_expert_layers(view: JobView) -> None:
-    view.put(moe_grouped_gemm=True, moe_token_dispatcher_type="alltoall")
-    if view["model.shared_experts"]:
-        view.put(moe_shared_expert_intermediate_size=view["model.shared_experts"] * view["model.expert_ffn"])
     dense, every, layers = view["model.dense_layers"], view["model.moe_every"], view["model.layers"]
     if dense and every == 1:
         view.put(moe_layer_freq=f"([0]*{dense}+[1]*{layers - dense})")

@@ -24,8 +24,6 @@ def read(file: ConfigFile, draft: Draft) -> None:
 def write(job: Job) -> ConfigText:
     """Write a job as Nanotron's YAML."""
     view = JobView(job)
-    view.put("tokens.", batch_accumulation_per_replica=job.num_micro_batches)
-    view.expressed("batch.global_batch")
     view.write(ROWS)
     return view.text(yaml_text(view.tables()), ".yaml")
 
@@ -38,19 +36,6 @@ def _read_family(reading: Reading) -> None:
     kind = next((kind for kind in kinds if reading.flag(_MODEL + kind)), "")
     words = kind or "is_starcoder2_config" if starcoder else kind
     reading.draft.map("model.family", "gpt" if starcoder else "llama", words)
-
-
-def _write_family(view: JobView) -> None:
-    model, llama = view.job.model, view["model.family"] == "llama"
-    if llama:
-        view.put(_MODEL, **{"is_qwen2_config" if model.experts else "is_llama_config": True})
-    else:
-        view.put(_MODEL, is_starcoder2_config=True, grouped_query=True)
-    view.put(_MODEL, **{"num_key_value_heads" if llama else "num_kv_heads": view["model.kv_heads"]})
-    view.put(_MODEL, max_position_embeddings=model.seq_len)
-    view.put("model.", make_vocab_size_divisible_by=1)
-    if model.gated_mlp == llama:
-        view.expressed("model.gated_mlp")
 
 
 def _read_vocab(reading: Reading) -> None:
@@ -73,14 +58,6 @@ def _read_experts(reading: Reading) -> None:
     if reading.flag(f"{_EXPERTS}enable_shared_expert"):
         size, inner = shared or 5632, reading.get("model.expert_ffn")
         reading.share("model.shared_experts", size, inner, f"{name} {size} / {inner}")
-
-
-def _write_experts(view: JobView) -> None:
-    count, shared, size = view["model.experts"], view["model.shared_experts"], view["model.expert_ffn"]
-    if count:
-        view.put(_EXPERTS, num_experts=count, moe_intermediate_size=size, enable_shared_expert=bool(shared))
-    if count and shared:
-        view.put(_EXPERTS, shared_expert_intermediate_size=shared * size)
 
 
 def _read_expert_degree(reading: Reading) -> None:

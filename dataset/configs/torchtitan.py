@@ -55,8 +55,6 @@ def write(job: Job) -> ConfigText:
     view.write(ROWS)
     if view.settings.get("activation_checkpoint.selective_ac_option") == "2":
         notes.append("a job takes selective_ac_option op as every second layer too: write op if that is meant")
-    view.expressed("model.fused_attention", "model.gated_mlp", "parallel.runtime", "batch.fp8_scaling")
-    view.expressed("parallel.expert_tp")
     notes.append(f"torchrun --nnodes {job.cluster.nodes} --nproc_per_node {job.cluster.devices_per_node}")
     return view.text(toml_text(view.tables()), ".toml", *notes)
 
@@ -111,16 +109,6 @@ def _read_tensor_parallel(reading: Reading) -> None:
     etp = reading.positive(*_in("expert_tensor_parallel_degree")) or 1
     if reading.get("model.experts") and reading.degree("ep") > 1 and etp == 1:
         reading.map("parallel.expert_tp", 1)
-
-
-def _write_tensor_parallel(view: JobView) -> None:
-    parallel = view.job.parallel
-    view.refuse("parallel.sequence_parallel", not view["parallel.sequence_parallel"])
-    if view["parallel.overlap_tp"] == "torch-async":
-        view.put("parallelism.", enable_async_tensor_parallel=True)
-    view.refuse("parallel.overlap_tp", parallel.overlap_tp not in ("", "torch-async"))
-    if parallel.ep > 1:
-        view.put("parallelism.", expert_tensor_parallel_degree=parallel.expert_tp or parallel.tp)
 
 
 def _read_pipeline(reading: Reading) -> None:
@@ -229,19 +217,6 @@ def _read_precision(reading: Reading) -> None:
         reading.assume("batch.precision", "bf16", f"{reading.default}: mixed_precision_param bfloat16")
 
 
-def _write_precision(view: JobView) -> None:
-    precision = view["batch.precision"]
-    if precision == "pure-bf16":
-        view.put("training.", dtype="bfloat16")
-    elif precision == "fp32":
-        view.put("training.", mixed_precision_param="float32")
-    elif precision == "fp8":
-        view.put("model.", converters=["float8"])
-    view.refuse("batch.precision", precision in ("fp16", "pure-fp16"))
-    view.refuse("parallel.gradient_dtype", view["parallel.gradient_dtype"] not in ("", "fp32"))
-    view.refuse("batch.fp8_scaling", precision == "fp8" and view.job.batch.fp8_scaling != "dynamic")
-
-
 def _read_recompute(reading: Reading) -> None:
     mode = reading.word("activation_checkpoint.mode") or "selective"
     if mode in ("none", "full"):
@@ -260,15 +235,6 @@ def _read_recompute(reading: Reading) -> None:
         raise JobError(f"activation_checkpoint.selective_ac_option must be op or a whole number, got {option!r:.80}")
 
 
-def _write_recompute(view: JobView) -> None:
-    kind, every = view["parallel.recompute"], view["parallel.recompute_every"]
-    if kind == "selective" or (kind == "full" and every > 1):
-        option = "op" if kind == "selective" else str(every)
-        view.put("activation_checkpoint.", mode="selective", selective_ac_option=option)
-    else:
-        view.put("activation_checkpoint.", mode=kind)
-
-
 def _read_compile(reading: Reading) -> None:
     compiled, components = reading.flag("compile.enable", "training.compile"), reading.take("compile.components")
     if compiled is not None:
@@ -278,4 +244,5 @@ def _read_compile(reading: Reading) -> None:
 _OPERATORS = (
     "selective_ac_option op: attention and every second product are kept; torchtitan's profile takes it as half"
 )
+_TEXT = (int, str)
 ROWS = rows_of("torchtitan", globals())
