@@ -56,15 +56,20 @@ class Evidence(Change):
     forward: Change  # errors of carrying forward the smallest run of each series, and of ours on the same runs
 
     @property
-    def better(self) -> bool:
-        """Whether the mean error surely falls by ``LEAST_GAIN``, to at most ``MOST_LEFT``, and regret does not rise."""
+    def problems(self) -> list[str]:
+        """Why calibrated predictions are no better: the mean error must surely fall by ``LEAST_GAIN``, to ``MOST_LEFT``
+        at most, and regret must not rise.
+        """
         before, after = self.before.mape or 0.0, self.after.mape or 0.0
-        return self.sure_gain > LEAST_GAIN * before and after <= MOST_LEFT and not self.chooses_worse
-
-    @property
-    def chooses_worse(self) -> bool:
-        """Whether calibrated predictions choose slower runs among those that judge."""
-        return self.regrets[1] > self.regrets[0] + LEAST_REGRET
+        by = f"{before - after:.1f} points, with a confidence of 90 % by {self.sure_gain:.1f} at least"
+        shown = f"{self.before.used} runs do not show that the mean error on {self.by} falls by"
+        slower = "runs chosen by it would be {1:.1f} % slower than the fastest, {0:.1f} % without".format(*self.regrets)
+        rules = {
+            f"{shown} {100 * LEAST_GAIN:g} % of it: it falls by {by}": self.sure_gain > LEAST_GAIN * before,
+            f"a mean error of {after:.1f} % is left, at most {MOST_LEFT:g} % may be": after <= MOST_LEFT,
+            slower: self.regrets[1] <= self.regrets[0] + LEAST_REGRET,
+        }
+        return [problem for problem, holds in rules.items() if not holds]
 
     def to_dict(self) -> dict[str, Any]:
         sources = {name: change.to_dict() for name, change in self.sources.items()}
@@ -78,44 +83,14 @@ class Evidence(Change):
 class CalibrationReport(Report):
     """Result of a calibration: its changes, its evidence, and whether it was written."""
 
-    KEY = "calibration"
-    RECORDED = ("fitted", "constants", "residual", "evidence")
-
     num_fitted: int  # runs that it was fitted on
     evidence: Evidence  # errors before and after on others
     skipped: Mapping[str, int]  # number of rows left out, by reason
-
-    @property
-    def released(self) -> bool:
-        """Whether the calibrated predictor is better on runs that were not fitted, so that it was written."""
-        return self.evidence.better
 
     def __repr__(self) -> str:
         before, after = self.evidence.before.mape or 0.0, self.evidence.after.mape or 0.0
         verdict = f"wrote {self.out}" if self.released else "refused"
         return f"CalibrationReport({self.num_fitted} runs, MAPE {before:.1f} to {after:.1f} %, {verdict})"
-
-    def values(self) -> dict[str, Any]:
-        """Plain values for JSON; errors in percent, factors of resources, widths in log-seconds."""
-        found = self.calibrated.calibration
-        return {
-            "fitted": self.num_fitted,
-            "constants": {
-                name: {
-                    "factor": found.constants.to_dict()[name],
-                    "prior_std_log": resource.prior_std_log,
-                    "low_log": resource.low_log,
-                    "high_log": resource.high_log,
-                }
-                for name, resource in RESOURCES.items()
-            },
-            "residual": {}
-            if found.residual is None
-            else {"spread": found.residual.spread, "noise": found.residual.noise},
-            "evidence": self.evidence.to_dict(),
-            "least_half_width_log": max(found.left_log, found.judged_log),
-            "skipped": dict(self.skipped),
-        }
 
 
 def calibrate(
@@ -172,12 +147,53 @@ def calibrate(
     evidence = _evidence(by, judging, after, evaluation.scored)
     own = replace(fit.predictor, calibration=replace(fit.predictor.calibration, judged_log=evidence.off_log))
     skipped = Counter(evaluation.skipped) + Counter({COPY: len(every_larger) - len(larger)})  # no zeros
-    report = CalibrationReport(
-        source=predictor.source, calibrated=own, out=out, evidence=evidence, num_fitted=len(fitted), skipped=skipped
-    )
+    report = _report(predictor.source, own, out, (len(fitted), evidence, skipped))
+    recorded = ("fitted", "constants", "residual", "evidence")
     of = {"judged_rows": list(evidence.digests), "runs": {runs.name: digest(runs.read_bytes())}}
-    report.save(fit.predictor.manifest["fitted_rows"], **of)
+    report.save("calibration", recorded, fit.predictor.manifest["fitted_rows"], **of)
     return report
+
+
+def _report(
+    source: str, own: Predictor, out: Path, judged: tuple[int, Evidence, Mapping[str, int]]
+) -> CalibrationReport:
+    """Values: errors in percent, factors of resources, widths in log-seconds; and the same as tables for people."""
+    (num_fitted, evidence, skipped), found = judged, own.calibration
+    factors, residual, names = found.constants.to_dict(), found.residual, ("prior_std_log", "low_log", "high_log")
+    least = max(found.left_log, found.judged_log)
+    values = {
+        "fitted": num_fitted,
+        "constants": {
+            name: {"factor": factors[name], **{key: getattr(resource, key) for key in names}}
+            for name, resource in RESOURCES.items()
+        },
+        "residual": {} if residual is None else {"spread": residual.spread, "noise": residual.noise},
+        "evidence": evidence.to_dict(),
+        "least_half_width_log": least,
+        "skipped": dict(skipped),
+    }
+    changes: dict[str, Change] = {**evidence.sources, **({"all": evidence} if len(evidence.sources) > 1 else {})}
+    header = ["judged by", "runs", "MAPE before", "after", "max before", "after", "bias before", "after"]
+    cells = [[name, change.before.used, *change.cells("mape", "max", "bias")] for name, change in changes.items()]
+    constants = ", ".join(f"{name} x {factors[name]:.3f}" for name in RESOURCES)
+    lines = [
+        f"calibrated {source} on {num_fitted} runs: {constants}",
+        f"errors in percent on {evidence.by}:",
+        table(header, cells),
+    ]
+    if least:
+        widest = 100 * math.expm1(least)
+        lines.append(f"intervals reach {widest:.1f} % up at least: what nine of ten of them were off by")
+    carried, ours = evidence.forward.before, evidence.forward.after
+    if carried.used:
+        lines.append(
+            f"carrying forward the smallest run of each series: mean error {carried.mape or 0.0:.1f} % on "
+            f"{carried.used} of these runs, calibrated {ours.mape or 0.0:.1f} %"
+        )
+    lines += [f"left out {count}: {why}" for why, count in skipped.items()]
+    shared: dict[str, Any] = {"source": source, "calibrated": own, "out": out, "problems": evidence.problems}
+    told: dict[str, Any] = {"evidence": evidence, "num_fitted": num_fitted, "skipped": skipped}
+    return CalibrationReport(**shared, **told, values=values, lines=lines)
 
 
 def _evidence(by: str, rows: Sequence[Scored], after: Sequence[float], every_row: Sequence[Scored]) -> Evidence:
@@ -214,45 +230,6 @@ def sure_gain(rows: Sequence[Scored], after: Sequence[float]) -> float:
     count = len(gains)
     spread = (float(((gains - gains.mean()) ** 2).sum()) + PRIOR_RUNS * PRIOR_SPREAD**2) / (count - 1 + PRIOR_RUNS)
     return float(gains.mean()) - ONE_SIDED * math.sqrt(spread / count)
-
-
-def calibration_text(report: CalibrationReport) -> str:
-    """The report as tables for people."""
-    value, evidence = report.to_dict(), report.evidence
-    constants = ", ".join(f"{name} x {c['factor']:.3f}" for name, c in value["constants"].items())
-    changes: dict[str, Change] = {**evidence.sources, **({"all": evidence} if len(evidence.sources) > 1 else {})}
-    header = ["judged by", "runs", "MAPE before", "after", "max before", "after", "bias before", "after"]
-    cells = [[name, found.before.used, *found.cells("mape", "max", "bias")] for name, found in changes.items()]
-    gain = (evidence.before.mape or 0.0) - (evidence.after.mape or 0.0)
-    verdict = (
-        f"wrote {report.out}"
-        if report.released
-        else f"REFUSED, nothing was written: {evidence.before.used} runs do not show that the mean error on "
-        f"{evidence.by} falls by {100 * LEAST_GAIN:g} % of it, to {MOST_LEFT:g} % at most: it falls by {gain:.1f} "
-        f"points, with a confidence of 90 % by {evidence.sure_gain:.1f} at least"
-    )
-    if evidence.chooses_worse and not report.released:
-        verdict += "; runs chosen by it would be {1:.1f} % slower than the fastest, {0:.1f} % without".format(
-            *evidence.regrets
-        )
-    carried, ours = evidence.forward.before, evidence.forward.after
-    beside = [
-        f"carrying forward the smallest run of each series: mean error {carried.mape or 0.0:.1f} % on {carried.used} "
-        f"of these runs, calibrated {ours.mape or 0.0:.1f} %"
-    ]
-    widest = 100 * math.expm1(value["least_half_width_log"])
-    least = [f"intervals reach {widest:.1f} % up at least: what nine of ten of them were off by"] if widest else []
-    return "\n".join(
-        [
-            f"calibrated {value['predictor']} on {value['fitted']} runs: {constants}",
-            f"errors in percent on {evidence.by}:",
-            table(header, cells),
-            *least,
-            *(beside if carried.used else []),
-            *(f"left out {count}: {why}" for why, count in value["skipped"].items()),
-            verdict,
-        ]
-    )
 
 
 MOST_GPUS = 8

@@ -264,28 +264,27 @@ def calibrate_command(
     if runs.is_dir():
         others = ("rows", "fabric", "max_devices", "software")
         refuse_given(context, others, "must be left out for a folder of imported traces")
-        from stepsight.experiments.calibration.calibrate_parts import calibrate_traces, traces_text
+        from stepsight.experiments.calibration.calibrate_parts import calibrate_traces
 
         report = calibrate_traces([runs], learned, out)
-        text, problem = traces_text(report), "the traces improve neither launches, overlap nor kernels"
+        problem = "the traces improve neither launches, overlap nor kernels"
     elif runs.suffix == ".parquet":
         refuse_given(context, ("rows",), _NOT_FOR_TABLES)
         if fabric is None:
             raise StepsightError(f"--fabric must state the links of the cluster that {runs} was measured on")
         from stepsight.dataset.hardware.hardware import find_fabric
-        from stepsight.experiments.calibration.calibrate_parts import calibrate_links, links_text
+        from stepsight.experiments.calibration.calibrate_parts import calibrate_links
 
         chosen: dict[str, Any] = {"max_devices": max_devices or 64, "software": software}
         report = calibrate_links(runs, learned, find_fabric(fabric), out, **chosen)
-        text, problem = links_text(report), "the calibration predicts nothing better than before"
-        if report.doubts and not report.released:
-            return Answer(report.to_dict(), text, report.doubts[0])
+        problem = "the calibration predicts nothing better than before"
+        if doubts := report.values["doubts"]:
+            return Answer(report.to_dict(), report.text, doubts[0])
     else:
         refuse_given(context, ("fabric", "software"), _NOT_FOR_RUNS)
-        from stepsight.experiments.calibration.calibrate_runs import calibrate, calibration_text
+        from stepsight.experiments.calibration.calibrate_runs import calibrate
 
         report = calibrate(runs, learned, out, source=rows, max_devices=max_devices or 8)
-        text = calibration_text(report)
         problem = f"the calibration must predict {report.evidence.by} better than before"
     error = None if report.released else f"{problem}: no predictor was written"
-    return Answer(report.to_dict(), text, error)
+    return Answer(report.to_dict(), report.text, error)

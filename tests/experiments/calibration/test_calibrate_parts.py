@@ -15,7 +15,7 @@ from stepsight.dataset.base.errors import TableError
 from stepsight.dataset.hardware.hardware import Link, find_fabric
 from stepsight.dataset.kinds.op import Collective
 from stepsight.dataset.tables import Measurements, SourceFile
-from stepsight.experiments.calibration.calibrate_parts import LARGER, LAYOUTS, calibrate_links, links_text
+from stepsight.experiments.calibration.calibrate_parts import LARGER, LAYOUTS, calibrate_links
 from stepsight.experiments.questions.predictor_summary import predictor_text
 from stepsight.training.collectives.between_nodes import BetweenNodes
 from stepsight.training.predictor.predictor import Predictor
@@ -36,15 +36,15 @@ def _table(path: Path, nodes: tuple[int, ...], truth: BetweenNodes = TRUTH, band
 
 def test_small_groups_teach_and_larger_ones_judge(tmp_path: Path) -> None:
     report = calibrate_links(_table(tmp_path / "t.parquet", (2, 4, 8, 64)), "h100-sxm", FABRIC, tmp_path / "out")
-    assert report.released and (report.fitted, report.by) == (36, LARGER)
-    assert report.before.mape is not None and report.after.mape is not None
-    assert report.before.mape > 30 and report.after.mape < 10
+    assert report.released and (report.values["fitted"], report.values["evidence"]["by"]) == (36, LARGER)
+    evidence = report.values["evidence"]
+    assert evidence["before"]["mape"] > 30 and evidence["after"]["mape"] < 10
     again = Predictor.load(tmp_path / "out")
     work = Collective("all_reduce", 1 << 24, 512, 8)
     assert again.collective.seconds([work], FABRIC)[0] == pytest.approx(TRUTH.seconds([work], FABRIC)[0], rel=0.15)
     assert again.manifest["calibrated_links"]["fabric"] == "dgx-h100"
     assert "calibrated on 36 collectives of unknown software in t.parquet" in predictor_text(tmp_path / "out", again)
-    assert "wrote" in links_text(report)
+    assert "wrote" in report.text
 
 
 def test_another_version_or_environment_of_nccl_is_not_mixed_in(tmp_path: Path) -> None:
@@ -58,18 +58,20 @@ def test_another_version_or_environment_of_nccl_is_not_mixed_in(tmp_path: Path) 
         replace(t, source=(str(i),) * len(t), files={str(i): t.files["a"]}) for i, t in enumerate(tables)
     ).to_parquet(tmp_path / "t.parquet")
     report = calibrate_links(tmp_path / "t.parquet", "h100-sxm", FABRIC, tmp_path / "out")
-    assert report.software == "nccl-tests nccl 2.27.3" and report.after.mape is not None and report.after.mape < 10
-    assert report.left_out == {"nccl-tests nccl 2.18.3 NCCL_PROTO=Simple": 36}
-    assert "left out 36 rows of other software" in links_text(report)
+    told = report.values
+    assert told["software"] == "nccl-tests nccl 2.27.3" and told["evidence"]["after"]["mape"] < 10
+    assert told["left_out"] == {"nccl-tests nccl 2.18.3 NCCL_PROTO=Simple": 36}
+    assert "left out 36 rows of other software" in report.text
     asked = calibrate_links(tmp_path / "t.parquet", "h100-sxm", FABRIC, tmp_path / "o", software="NCCL_PROTO=Simple")
-    assert asked.software.endswith("NCCL_PROTO=Simple") and asked.fitted == 24
+    assert asked.values["software"].endswith("NCCL_PROTO=Simple") and asked.values["fitted"] == 24
     with pytest.raises(TableError, match="the software must contain 'rccl'"):
         calibrate_links(tmp_path / "t.parquet", "h100-sxm", FABRIC, tmp_path / "o", software="rccl")
 
 
 def test_without_larger_groups_layouts_judge(tmp_path: Path) -> None:
     report = calibrate_links(_table(tmp_path / "t.parquet", (2, 4)), "h100-sxm", FABRIC, tmp_path / "out")
-    assert report.by == LAYOUTS and report.after.used == report.fitted == 24
+    evidence = report.values["evidence"]
+    assert evidence["by"] == LAYOUTS and evidence["after"]["used"] == report.values["fitted"] == 24
 
 
 def test_nothing_is_written_where_the_links_are_not_as_stated(tmp_path: Path) -> None:

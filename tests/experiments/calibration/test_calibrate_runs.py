@@ -19,7 +19,6 @@ from stepsight.experiments.calibration.calibrate_runs import (
     SPLITS,
     calibrate,
     calibrate_small,
-    calibration_text,
     read_most_gpus,
     source_of,
     split_rows,
@@ -90,7 +89,7 @@ def answer_of(*args: Any, **options: Any) -> dict[str, Any]:
     """What the command prints, as values and as text."""
     report = calibrate(*args, **options)
     assert report.released == report.to_dict()["released"] and len(repr(report)) < 120 + len(str(report.out))
-    return {**report.to_dict(), "text": calibration_text(report)}
+    return {**report.to_dict(), "text": report.text}
 
 
 def test_a_better_predictor_is_written_with_its_evidence(tmp_path: Path) -> None:
@@ -184,9 +183,11 @@ def test_what_would_choose_slower_runs_is_refused(tmp_path: Path) -> None:
     """A lower mean error is not enough."""
     runs = write_runs(tmp_path / "runs.csv", *lab(dict.fromkeys(SIZES_SEEN, 1.15)))
     report = calibrate(runs, "a100-sxm", tmp_path / "mine")
-    worse = replace(report, evidence=replace(report.evidence, regrets=(1.0, 2.0)))
-    assert report.released and not worse.released
-    assert "runs chosen by it would be 2.0 % slower than the fastest, 1.0 % without" in calibration_text(worse)
+    assert report.released and not report.evidence.problems
+    (problem,) = replace(report.evidence, regrets=(1.0, 2.0)).problems  # conditions that are met are not listed
+    assert problem == "runs chosen by it would be 2.0 % slower than the fastest, 1.0 % without"
+    refused = replace(report, problems=[problem])
+    assert not refused.released and refused.text.endswith(f"REFUSED, nothing was written: {problem}")
 
 
 def test_carrying_forward_is_told_beside(tmp_path: Path) -> None:
