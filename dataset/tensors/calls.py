@@ -62,23 +62,16 @@ def _erf(x: Array) -> Array:
     return real + 1j * x.imag * 2 / math.sqrt(math.pi) * np.exp(-(x.real**2)) if np.iscomplexobj(x) else real
 
 
-def _where(chosen: Array, one: Array, other: Array) -> Array:
-    return np.where(chosen.real != 0, one, other)
-
-
-def _gelu_tanh(x: Array) -> Array:
-    return np.asarray(0.5 * x * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))))
-
-
 POINTWISE: Mapping[str, Callable[..., Array]] = MappingProxyType(
     {
         "add": np.add, "sub": np.subtract, "mul": np.multiply, "div": np.divide, "pow": np.power, "neg": np.negative,
         "sqrt": np.sqrt, "exp": np.exp, "log": np.log, "tanh": np.tanh, "sin": np.sin, "cos": np.cos, "erf": _erf,
         "reciprocal": lambda x: 1 / x, "rsqrt": lambda x: 1 / np.sqrt(x), "sigmoid": lambda x: 1 / (1 + np.exp(-x)),
         "silu": lambda x: x / (1 + np.exp(-x)), "gelu": lambda x: 0.5 * x * (1 + _erf(x / math.sqrt(2))),
-        "gelu_tanh": _gelu_tanh, "relu": lambda x: x * (x.real > 0), "abs": lambda x: np.where(x.real < 0, -x, x),
-        "where": _where, "cast": lambda x: 1.0 * x, "zeros": lambda x: 0.0 * x,
-        "all_reduce": lambda x: x, "send": lambda x: x,
+        "gelu_tanh": lambda x: 0.5 * x * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))),
+        "relu": lambda x: x * (x.real > 0), "abs": lambda x: np.where(x.real < 0, -x, x),
+        "where": lambda chosen, one, other: np.where(chosen.real != 0, one, other), "cast": lambda x: 1.0 * x,
+        "zeros": lambda x: 0.0 * x, "all_reduce": lambda x: x, "send": lambda x: x,
     }
 )  # fmt: skip
 UNSAVED = frozenset(
@@ -87,9 +80,11 @@ UNSAVED = frozenset(
 LINEAR = UNSAVED - {"concat"}  # what is still to be added up passes through them
 
 
-def _aligned(shape: Shape, rank: int) -> Factors:
+def _aligned(shape: Shape, rank: int, axis: int = -1, factors: Sequence[tuple[Any, int]] = ()) -> Factors:
+    """Dims labelled by their place in ``rank`` dims; ``factors`` are those of dim ``axis``."""
     first = rank - len(shape)
-    return tuple(((first + place, size),) if size > 1 else () for place, size in enumerate(shape))
+    plain = [((first + place, size),) if size > 1 else () for place, size in enumerate(shape)]
+    return tuple(tuple(factors) if place == axis else dim for place, dim in enumerate(plain))
 
 
 def _pointwise(settings: Mapping[str, Any], reads: Shapes, writes: Shapes) -> Layout:
@@ -141,18 +136,12 @@ def _reshape(settings: Mapping[str, Any], reads: Shapes, writes: Shapes) -> Layo
 
 def _split(settings: Mapping[str, Any], reads: Shapes, writes: Shapes) -> Layout:
     axis, rank = settings["axis"], len(reads[0])
-    equal = len({shape[axis] for shape in writes}) == 1
-
-    def dims(shape: Shape, of_axis: tuple[tuple[Any, int], ...]) -> Factors:
-        return tuple(of_axis if place == axis else dim for place, dim in enumerate(_aligned(shape, rank)))
-
-    if equal:
+    if len({shape[axis] for shape in writes}) == 1:
         rest = ("rest", writes[0][axis])
-        parts = tuple(dims(shape, (rest,)) for shape in writes)
-        return Layout((dims(reads[0], (("part", len(writes)), rest)),), parts, frozenset(["part"]))
-    parts = tuple(dims(shape, (((axis, number), shape[axis]),)) for number, shape in enumerate(writes))
-    whole = frozenset([axis, *((axis, number) for number in range(len(writes)))])
-    return Layout((_aligned(reads[0], rank),), parts, whole)
+        parts = tuple(_aligned(shape, rank, axis, [rest]) for shape in writes)
+        return Layout((_aligned(reads[0], rank, axis, [("part", len(writes)), rest]),), parts, frozenset(["part"]))
+    parts = tuple(_aligned(shape, rank, axis, [((axis, at), shape[axis])]) for at, shape in enumerate(writes))
+    return Layout((_aligned(reads[0], rank),), parts, frozenset([axis, *((axis, at) for at in range(len(writes)))]))
 
 
 def _inverse(of: LayoutOf) -> LayoutOf:
@@ -183,14 +172,13 @@ def _embedding(settings: Mapping[str, Any], reads: Shapes, writes: Shapes) -> La
 def _attention(settings: Mapping[str, Any], reads: Shapes, writes: Shapes) -> Layout:
     (batch, heads, rows, dim), (_, groups, columns, _), last = reads[0], reads[1], reads[2][-1]
     b, of_head, q, s = (("b", batch),), (("g", groups), ("j", heads // groups)), (("q", rows),), (("s", columns),)
-    keys = tuple((b, (("g", groups),), s, ((label, size),)) for label, size in (("d", dim), ("e", last)))
-    whole_mask = (b, of_head, q, s)
+    d, e, whole_mask = (("d", dim),), (("e", last),), (b, of_head, q, s)
     mask = [
         tuple(factors if size > 1 else () for size, factors in zip(shape, whole_mask[-len(shape) :], strict=True))
         for shape in reads[3:]
     ]
-    asked = (b, of_head, q, (("d", dim),))
-    return Layout((asked, *keys, *mask), ((b, of_head, q, (("e", last),)),), frozenset("jqsde"))
+    keys, values = (b, (("g", groups),), s, d), (b, (("g", groups),), s, e)
+    return Layout(((b, of_head, q, d), keys, values, *mask), ((b, of_head, q, e),), frozenset("jqsde"))
 
 
 def _reduce(settings: Mapping[str, Any], reads: Shapes, writes: Shapes) -> Layout:
@@ -203,15 +191,10 @@ def _reduce(settings: Mapping[str, Any], reads: Shapes, writes: Shapes) -> Layou
 
 def _join(settings: Mapping[str, Any], reads: Shapes, writes: Shapes) -> Layout:
     """Parts of a dim within each of ``outer`` rows of it become the whole dim."""
-    dim, outer, count = settings["dim"], settings["outer"], settings["count"]
-    rest = writes[0][dim] // (outer * count)
-    sides = []
-    for shape, factors in (
-        (reads[0], (("outer", outer), ("rest", rest))),
-        (writes[0], (("outer", outer), ("part", count), ("rest", rest))),
-    ):
-        sides.append(tuple(factors if place == dim else each for place, each in enumerate(_aligned(shape, len(shape)))))
-    return Layout((sides[0],) * len(reads), (sides[1],), frozenset(["part"]))
+    dim, outer, count, rank = settings["dim"], settings["outer"], settings["count"], len(writes[0])
+    first, last = ("outer", outer), ("rest", writes[0][dim] // (outer * count))
+    whole = _aligned(writes[0], rank, dim, [first, ("part", count), last])
+    return Layout((_aligned(reads[0], rank, dim, [first, last]),) * len(reads), (whole,), frozenset(["part"]))
 
 
 LAYOUTS: Mapping[str, LayoutOf] = MappingProxyType(
@@ -235,12 +218,12 @@ def layout_of(call: TensorCall, reads: Shapes, writes: Shapes) -> Layout:
         return Layout((*(found.reads if saved else ()), *found.writes), gradients, found.whole)
     if call.op in LAYOUTS or call.op in POINTWISE:
         return LAYOUTS.get(call.op, _pointwise)(call.settings, reads, writes)
-    sides = [
-        tuple(tuple(((side, number, place, size), size) for place, size in enumerate(shape)) for number, shape in each)
+    inputs, made = (
+        [tuple((((side, number, place), size),) for place, size in enumerate(shape)) for number, shape in each]
         for side, each in enumerate((enumerate(reads), enumerate(writes)))
-    ]
-    plain = [tuple(tuple((factor,) for factor in dims) for dims in side) for side in sides]
-    return Layout(plain[0], plain[1], frozenset(label for side in sides for dims in side for label, _ in dims))
+    )
+    whole = frozenset(label for dims in (*inputs, *made) for ((label, _),) in dims)
+    return Layout(tuple(inputs), tuple(made), whole)
 
 
 def gradients_of(op: Op, inputs: Collection[str], weights: Collection[str]) -> Iterator[Op]:

@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any, Generic, NamedTuple
+from typing import Any, Generic
 
 import numpy as np
 
@@ -22,11 +22,7 @@ _OUTERS = (1, 3, 2)  # parts that a product may make at once: queries, keys and 
 _LOOK_AHEAD = 64  # calls
 
 
-class _Plan(NamedTuple):
-    """How a call is cut: specs of what it reads, as needed, and of what it writes."""
-
-    reads: tuple[Spec, ...]
-    writes: tuple[Spec, ...]
+_Plan = tuple[tuple[Spec, ...], tuple[Spec, ...]]  # specs of what a call reads, as needed, and of what it writes
 
 
 class Cutting(Generic[Step]):
@@ -46,17 +42,14 @@ class Cutting(Generic[Step]):
         self._last = {name: place for place, call in enumerate(program.calls) for name in call.reads}
         self._layouts: dict[int, Layout] = {}
         if batch:
-            self._cut_batch()
-
-    def _cut_batch(self) -> None:
-        given = [name for name in self._program.inputs if name not in self._program.seeds]
-        rows = self._program.shapes[given[0]][:1] if given else ()
-        outer = self._program.num_micro  # a replica takes its part of each micro-batch
-        if not rows or rows[0] % (outer * self._count):
-            raise CaptureError(
-                f"the batch must be a multiple of {outer * self._count} to be cut, got inputs of {rows} rows"
-            )
-        self._arriving = {name: (0, outer) for name in given if self._program.shapes[name][:1] == rows}
+            given = [name for name in program.inputs if name not in program.seeds]
+            rows = program.shapes[given[0]][:1] if given else ()
+            outer = program.num_micro  # a replica takes its part of each micro-batch
+            if not rows or rows[0] % (outer * count):
+                raise CaptureError(
+                    f"the batch must be a multiple of {outer * count} to be cut, got inputs of {rows} rows"
+                )
+            self._arriving = {name: (0, outer) for name in given if program.shapes[name][:1] == rows}
 
     def program(self) -> Step:
         """The transformed program."""
@@ -65,28 +58,25 @@ class Cutting(Generic[Step]):
             for name in call.reads:
                 self._arrive(name, call)
             plan = self._plan(place, self._specs)
-            if call.op == "product" and plan.reads == (None, None) and call.reads[1] in self._products:
+            if call.op == "product" and plan[0] == (None, None) and call.reads[1] in self._products:
                 plan = self._columns(place) or plan
             self._emit(call, plan)
+        specs = {name: self._specs.get(tensor) for name, tensor in before.outputs.items()}
+        kept = {name: None if spec == SUM else spec for name, spec in specs.items()}
         outputs = {
-            name: self._as(tensor, spec if self._axis and spec != SUM else None, self._producer[tensor])
-            for name, tensor in before.outputs.items() for spec in [self._specs.get(tensor)]
-        }  # fmt: skip
+            name: self._as(tensor, kept[name] if self._axis else None, self._producer[tensor])
+            for name, tensor in before.outputs.items()
+        }
         gradients = {
             parameter: self._as(name, self._specs.get(parameter), self._producer[name])
             for parameter, name in before.gradients.items()
         }
-        laid = dict(before.laid)
-        if self._axis:
-            for name in (*before.inputs, *before.parameters):
-                laid[name] = (*laid.get(name, ()), (self._axis, self._specs.get(name)))
-            for name, tensor in before.outputs.items():
-                spec = self._specs.get(tensor)
-                laid[name] = (*laid.get(name, ()), (self._axis, None if spec == SUM else spec))
-        return replace(
-            before, calls=tuple(self._calls), shapes=self._shapes, outputs=outputs, gradients=gradients, laid=laid,
-            axes={**before.axes, **({self._axis: self._count} if self._axis else {})},
-        )  # fmt: skip
+        made = replace(before, calls=tuple(self._calls), shapes=self._shapes, outputs=outputs, gradients=gradients)
+        if not self._axis:
+            return made
+        lies = {name: self._specs.get(name) for name in (*before.inputs, *before.parameters)} | kept
+        laid = {name: (*before.laid.get(name, ()), (self._axis, spec)) for name, spec in lies.items()}
+        return replace(made, laid={**before.laid, **laid}, axes={**before.axes, self._axis: self._count})
 
     def _arrive(self, name: str, call: TensorCall) -> None:
         """Cut an input when it is first read; a gradient that is given lies as its output does."""
@@ -114,19 +104,19 @@ class Cutting(Generic[Step]):
         of = call.settings["of"].op if call.op == "vjp" else call.op
         values = have[: len(have) - len(given)]
         if given and all(spec == SUM for spec in given) and of in LINEAR and not any(map(bool, values)):
-            return _Plan(tuple(have), (SUM,) * len(call.writes))
+            return tuple(have), (SUM,) * len(call.writes)
         if call.op == "adamw":
-            return _Plan((have[0],) * 2, (have[0],))
+            return (have[0],) * 2, (have[0],)
         options: dict[tuple[Any, int], int] = {}
         for name, dims, spec in zip(call.reads, layout.reads, have, strict=True):
             found = self._located(dims, spec, layout.whole) if isinstance(spec, tuple) and chosen is None else chosen
             if found is not None:
                 options[found] = options.get(found, 0) + math.prod(self._whole[name])
         if not options:
-            return _Plan((None,) * len(have), (None,) * len(call.writes))
+            return (None,) * len(have), (None,) * len(call.writes)
         label, outer = max(options, key=lambda option: options[option])
         reads = tuple(_spec_of(dims, label, outer, None) for dims in layout.reads)
-        return _Plan(reads, tuple(_spec_of(dims, label, outer, SUM) for dims in layout.writes))
+        return reads, tuple(_spec_of(dims, label, outer, SUM) for dims in layout.writes)
 
     def _located(self, dims: Factors, spec: tuple[int, int], whole: Iterable[Any]) -> tuple[Any, int] | None:
         """The label that a spec cuts, and the number of rows of it in which it is cut."""
@@ -149,7 +139,7 @@ class Cutting(Generic[Step]):
 
     def _sent_after(self, place: int, plan: _Plan) -> float:
         specs, sent, calls = dict(self._specs), 0.0, self._program.calls
-        specs.update(zip(calls[place].writes, plan.writes, strict=True))
+        specs.update(zip(calls[place].writes, plan[1], strict=True))
         live = {name for name in calls[place].writes if specs[name] is not None}
         for later in range(place + 1, min(place + 1 + _LOOK_AHEAD, len(calls))):
             call = calls[later]
@@ -159,26 +149,26 @@ class Cutting(Generic[Step]):
             if not live & {*call.reads}:
                 continue
             plan = self._plan(later, specs)
-            for name, spec in zip(call.reads, plan.reads, strict=True):
+            for name, spec in zip(call.reads, plan[0], strict=True):
                 if name in live and specs[name] != spec:
                     sent += math.prod(self._whole[name]) * (2 if specs[name] == SUM else 1)
                     specs[name] = spec
-            specs.update(zip(call.writes, plan.writes, strict=True))
+            specs.update(zip(call.writes, plan[1], strict=True))
             live = {name for name in (*live, *call.writes) if specs[name] is not None}
         return sent
 
     def _emit(self, call: TensorCall, plan: _Plan) -> None:
         """Add a call, after what brings its inputs into the specs that it needs; once for each micro-batch."""
-        reads = [self._as(name, spec, call) for name, spec in zip(call.reads, plan.reads, strict=True)]
+        reads = [self._as(name, spec, call) for name, spec in zip(call.reads, plan[0], strict=True)]
         self._free -= {*call.reads}
-        for name, spec in zip(call.writes, plan.writes, strict=True):
+        for name, spec in zip(call.writes, plan[1], strict=True):
             self._specs[name], self._producer[name] = spec, call
             self._name_parts(name, spec)
-        several = not self._axis and any(spec is not None for spec in (*plan.reads, *plan.writes))
+        several = not self._axis and any(spec is not None for spec in (*plan[0], *plan[1]))
         for micro in range(self._count) if several else [None]:
             sides = [
                 tuple(_part(name, micro) if spec is not None else name for name, spec in zip(names, specs, strict=True))
-                for names, specs in ((reads, plan.reads), (call.writes, plan.writes))
+                for names, specs in zip((reads, call.writes), plan, strict=True)
             ]
             late = self._count - 1 if not self._axis and call.phase != FORWARD else call.micro
             self._calls.append(replace(call, reads=sides[0], writes=sides[1], micro=late if micro is None else micro))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -50,12 +49,18 @@ def open_onnx(path: Path, dims: Mapping[str, int]) -> OnnxReader:
         check_count(path, _num_nodes(model))
         if len(model.functions):
             model = onnx.inliner.inline_local_functions(model)
-        names = {dim.dim_param for given in model.graph.input for dim in given.type.tensor_type.shape.dim}
+        graph = model.graph
+        names = {dim.dim_param for given in graph.input for dim in given.type.tensor_type.shape.dim}
         check_names(path, dims, names - {""})
-        _check_nodes(model.graph)
-        _check_ranges(model.graph)
-        hint = _set_dims(model.graph, dims)
-        for tensor in model.graph.initializer:
+        if not graph.node:
+            raise ValueError("it must have at least one node, got none")
+        given = [each.name for each in (*graph.input, *graph.initializer)]
+        given += [each.values.name for each in graph.sparse_initializer]
+        rows = [(_title(node), node.input, node.output) for node in graph.node]
+        check_order([*rows, ("the graph", [each.name for each in graph.output], [])], given)
+        _check_ranges(graph)
+        hint = _set_dims(graph, dims)
+        for tensor in graph.initializer:
             if math.prod(tensor.dims) > _SMALL:
                 tensor.ClearField("raw_data")
         inferred = onnx.shape_inference.infer_shapes(model, check_type=True, strict_mode=True, data_prop=True)
@@ -65,16 +70,6 @@ def open_onnx(path: Path, dims: Mapping[str, int]) -> OnnxReader:
         told = f"{' '.join(str(error).split()):.300}{hint and f' ({hint})'}"
         raise CaptureError(f"{path.name} must be an ONNX model: {told}") from None
     return OnnxReader(inferred, hint)
-
-
-def _check_nodes(graph: Any) -> None:
-    """Check that there are nodes, and all in order."""
-    if not graph.node:
-        raise ValueError("it must have at least one node, got none")
-    given = [each.name for each in (*graph.input, *graph.initializer)]
-    given += [each.values.name for each in graph.sparse_initializer]
-    rows = [(_title(node), node.input, node.output) for node in graph.node]
-    check_order([*rows, ("the graph", [each.name for each in graph.output], [])], given)
 
 
 def _check_ranges(graph: Any) -> None:
@@ -125,16 +120,6 @@ def _set_dims(graph: Any, dims: Mapping[str, int]) -> str:
     return f"dimensions {', '.join(missing)} are taken as 1: give their sizes with --dims" if missing else ""
 
 
-@dataclass(frozen=True)
-class _Call:
-    """A node of the graph: shapes of its inputs and of its first output, type and settings."""
-
-    shapes: Sequence[Shape]
-    result: Shape
-    dtype: str
-    settings: Mapping[str, Any]
-
-
 def _title(node: Any) -> str:
     return f"node {node.name or ', '.join(node.output):.80} ({node.op_type:.40})"
 
@@ -153,13 +138,13 @@ class OnnxReader(ModelReader):
         self.parameters = frozenset(
             tensor.name for tensor in graph.initializer if tensor.data_type in _FLOATS and len(tensor.dims)
         )
-        for value in (*graph.input, *graph.value_info, *graph.output):
-            self._keep_type(value.name, value.type.tensor_type)
+        self._keep_types({value.name: value.type for value in (*graph.input, *graph.value_info, *graph.output)})
 
-    def _keep_type(self, name: str, tensor: Any) -> None:
-        if tensor.HasField("shape") and all(dim.HasField("dim_value") for dim in tensor.shape.dim):
-            self.shapes.setdefault(name, tuple(max(dim.dim_value, 1) for dim in tensor.shape.dim))
-        self._types.setdefault(name, tensor.elem_type)
+    def _keep_types(self, found: Mapping[str, Any]) -> None:
+        for name, tensor in ((name, each.tensor_type) for name, each in found.items()):
+            if tensor.HasField("shape") and all(dim.HasField("dim_value") for dim in tensor.shape.dim):
+                self.shapes.setdefault(name, tuple(max(dim.dim_value, 1) for dim in tensor.shape.dim))
+            self._types.setdefault(name, tensor.elem_type)
 
     def read(self) -> TensorStep:
         import onnx
@@ -208,8 +193,7 @@ class OnnxReader(ModelReader):
             if node.op_type in _LIKE_FIRST and reads:
                 self.shapes[writes[0]], self._types[writes[0]] = self.shapes[reads[0]], self._types[reads[0]]
             return
-        for name, kind in found.items():
-            self._keep_type(name, kind.tensor_type)
+        self._keep_types(found)
 
     def _is_computed(self, node: Any, reads: Sequence[str], writes: Sequence[str]) -> bool:
         """Compute what follows from constants alone, if it is small."""
@@ -283,26 +267,25 @@ class OnnxReader(ModelReader):
         return tuple(index)
 
     def kernels(self, node: Any, shapes: Mapping[str, Shape]) -> tuple[Sequence[Op | None], str]:
-        sizes = [shapes.get(name, ()) for name in node.input]
+        sizes, settings = [shapes.get(name, ()) for name in node.input], _settings(node)
         writes = [name for name in node.output if name]
         result = shapes.get(writes[0], ())
         if not sizes:
             return [], ""
         dtype, weight = _TYPES.get(self._types.get(node.input[0] or writes[0], 1), _TYPES[1])
-        call = _Call(sizes, result, dtype, _settings(node))
         table = self.parameters if len(sizes[0]) == 2 else ()
         if node.op_type == "Gather" and self.same.get(node.input[0], node.input[0]) in table:
             return [Op("embedding", (max(math.prod(sizes[1]), 1), sizes[0][1], sizes[0][0]), dtype)], ""
         if node.op_type == "Attention" and node.domain == "com.microsoft":  # with projections of q, k and v
             part = [*sizes[0][:-1], sizes[1][-1] // 3]
-            return [matrix_product(sizes[0], sizes[1], dtype), _heads(replace(call, shapes=[part, part]))], ""
+            return [matrix_product(sizes[0], sizes[1], dtype), _heads(settings, [part, part], result, dtype)], ""
         if node.op_type == "SkipLayerNormalization":
-            return [streamed("add", sizes[0], dtype), _layer_norm(replace(call, settings={}))], ""
+            return [streamed("add", sizes[0], dtype), _layer_norm({}, sizes, result, dtype)], ""
         if node.op_type in _GATES:
             directions, hidden = sizes[2][0], sizes[2][-1]
             return [Op("recurrent", (*sizes[0], hidden, _GATES[node.op_type]), dtype)] * min(directions, 2), ""
         if node.op_type in _SPECIAL:
-            return [_SPECIAL[node.op_type](call)], ""
+            return [_SPECIAL[node.op_type](settings, sizes, result, dtype)], ""
         kind = _STREAMED.get(node.op_type)
         largest = max([*sizes, result] if kind in ("reduce", None) else [result, sizes[0]], key=math.prod)
         elements = [max(int(math.prod(largest) * weight), 1)]
@@ -318,56 +301,53 @@ def _settings(node: Any) -> Mapping[str, Any]:
     return {each.name: onnx.helper.get_attribute_value(each) for each in node.attribute}
 
 
-def _product(call: _Call) -> Op | None:
-    left = call.shapes[0][::-1] if call.settings.get("transA") else call.shapes[0]
-    return matrix_product(left, call.shapes[1], call.dtype, transposed=bool(call.settings.get("transB")))
+_Settings, _Shapes = Mapping[str, Any], Sequence[Shape]
 
 
-def _convolution(call: _Call, *, transposed: bool = False) -> Op:
-    (image, weight), groups = call.shapes[:2], call.settings.get("group") or 1
+def _convolution(
+    settings: _Settings, shapes: _Shapes, result: Shape, dtype: str, *, transposed: bool = False
+) -> Op | None:
+    (image, weight), groups = shapes[:2], settings.get("group") or 1
     ins, outs = (weight[0] // groups, weight[1] * groups) if transposed else (weight[1], weight[0])
     if image[1] != ins * groups:
         raise ValueError(f"a convolution's input must have {ins * groups} channels, as its weight, got {image[1]}")
-    positions, window = (math.prod(call.result[2:]), math.prod(image[2:])), math.prod(weight[2:])
-    return Op("conv", (image[0], ins, outs, positions[0], window, groups, positions[1], len(image) - 2), call.dtype)
+    positions, window = (math.prod(result[2:]), math.prod(image[2:])), math.prod(weight[2:])
+    return Op("conv", (image[0], ins, outs, positions[0], window, groups, positions[1], len(image) - 2), dtype)
 
 
-def _layer_norm(call: _Call, *, name: str = "layer_norm") -> Op | None:
-    shape = call.shapes[0]
-    return norm(name, shape, math.prod(shape[call.settings.get("axis", -1) :]), call.dtype)
+def _layer_norm(
+    settings: _Settings, shapes: _Shapes, result: Shape, dtype: str, *, name: str = "layer_norm"
+) -> Op | None:
+    return norm(name, shapes[0], math.prod(shapes[0][settings.get("axis", -1) :]), dtype)
 
 
-def _batch_norm(call: _Call) -> Op:
-    channels = call.shapes[1][0]
-    return Op("batch_norm", (math.prod(call.shapes[0]) // channels, channels), call.dtype)
-
-
-def _pool(call: _Call) -> Op:
-    image = call.shapes[0]
-    return Op("pool", (math.prod(image[:2]), math.prod(image[2:]), math.prod(call.result[2:])), call.dtype)
-
-
-def _heads(call: _Call) -> Op | None:
+def _heads(settings: _Settings, shapes: _Shapes, result: Shape, dtype: str) -> Op | None:
     """Attention of ``[batch, heads, length, dim]``, or ``[batch, length, heads * dim]`` with numbers of heads."""
-    settings, q, k = call.settings, call.shapes[0], call.shapes[1] or call.shapes[0]
+    q, k = shapes[0], shapes[1] or shapes[0]
     heads = settings.get("q_num_heads") or settings.get("num_heads") or 1
     of_keys = settings.get("kv_num_heads") or heads
     if len(q) == 3:
         q, k = ([each[0], many, each[1], each[2] // many] for each, many in ((q, heads), (k, of_keys)))
-    causal = bool(settings.get("is_causal") or settings.get("unidirectional"))
-    return attention(q, k, call.dtype, causal=causal)
+    return attention(q, k, dtype, causal=bool(settings.get("is_causal") or settings.get("unidirectional")))
 
 
 _GATES = MappingProxyType({"LSTM": 4, "GRU": 3, "RNN": 1})
-_MAKERS: dict[Callable[[_Call], Op | None], str] = {
-    _product: "MatMul Gemm FusedMatMul",
-    _convolution: "Conv",
-    partial(_convolution, transposed=True): "ConvTranspose",
-    _layer_norm: "LayerNormalization GroupNormalization InstanceNormalization",
-    partial(_layer_norm, name="rms_norm"): "RMSNormalization SimplifiedLayerNormalization",
-    lambda call: rows_of("softmax", call.shapes[0], call.dtype): "Softmax LogSoftmax",
-    _batch_norm: "BatchNormalization",
-    _pool: "MaxPool AveragePool GlobalAveragePool GlobalMaxPool",
-    _heads: "Attention MultiHeadAttention GroupQueryAttention",
+# The kernel of a node, from its settings, the shapes of its inputs and of its first output, and its type.
+_MAKERS: dict[str, Callable[[_Settings, _Shapes, Shape, str], Op | None]] = {
+    "MatMul Gemm FusedMatMul": lambda given, shapes, result, dtype: matrix_product(
+        shapes[0][::-1] if given.get("transA") else shapes[0], shapes[1], dtype, transposed=bool(given.get("transB"))
+    ),
+    "Conv": _convolution,
+    "ConvTranspose": partial(_convolution, transposed=True),
+    "LayerNormalization GroupNormalization InstanceNormalization": _layer_norm,
+    "RMSNormalization SimplifiedLayerNormalization": partial(_layer_norm, name="rms_norm"),
+    "Softmax LogSoftmax": lambda given, shapes, result, dtype: rows_of("softmax", shapes[0], dtype),
+    "BatchNormalization": lambda given, shapes, result, dtype: Op(
+        "batch_norm", (math.prod(shapes[0]) // shapes[1][0], shapes[1][0]), dtype
+    ),
+    "MaxPool AveragePool GlobalAveragePool GlobalMaxPool": lambda given, shapes, result, dtype: Op(
+        "pool", (math.prod(shapes[0][:2]), math.prod(shapes[0][2:]), math.prod(result[2:])), dtype
+    ),
+    "Attention MultiHeadAttention GroupQueryAttention": _heads,
 }
-_SPECIAL = MappingProxyType({name: maker for maker, names in _MAKERS.items() for name in names.split()})
+_SPECIAL = MappingProxyType({name: maker for names, maker in _MAKERS.items() for name in names.split()})

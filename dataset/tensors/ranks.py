@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -23,31 +24,13 @@ _STATES = 2  # copies of the parameters during training beside gradients: two mo
 
 def rank_of(step: TensorStep, stage: int, devices_per_node: int) -> CapturedRank:
     """The program of the first rank of a pipeline stage, and its memory."""
-    issued = _issued(step, stage)
-    record = _Rank(step, stage, issued)
-    for number, call in issued:
-        record.add(number, call)
-    record.finish()
-    return graph_of_record(record.to_dict(), devices_per_node)
-
-
-def _issued(step: TensorStep, stage: int) -> list[tuple[int, TensorCall]]:
-    """Calls of a stage and messages to it, with their numbers, in the order of 1F1B."""
-    warm, passes = step.num_stages - 1 - stage, list[tuple[int, int]]()
-    for micro in range(step.num_micro + warm):
-        passes += [(FORWARD, micro)] if micro < step.num_micro else []
-        passes += [(BACKWARD, micro - warm)] if micro >= warm else []
-    order = {each: place for place, each in enumerate(passes)}
-    chosen = [
-        (number, call) for number, call in enumerate(step.calls) if stage in (call.stage, call.settings.get("to"))
-    ]
-    return sorted(chosen, key=lambda each: order.get((each[1].phase, each[1].micro), len(order)))
+    return graph_of_record(_Rank(step, stage).record(), devices_per_node)
 
 
 class _Rank:
     """Nodes in the form in which a captured process writes them."""
 
-    def __init__(self, step: TensorStep, stage: int, issued: Sequence[tuple[int, TensorCall]]) -> None:
+    def __init__(self, step: TensorStep, stage: int) -> None:
         self._step, self._stage = step, stage
         self._ranks = _groups(step)
         self._gradients = frozenset(step.gradients.values())
@@ -61,68 +44,45 @@ class _Rank:
         self._made_by: dict[str, tuple[int, ...]] = {}  # nodes that a tensor waits for
         self._bucket: list[TensorCall] = []
         self._limit, self._updated = _FIRST_BUCKET, list[str]()
-        self._counts: dict[str, int] = {}  # of nodes by stream
-        self._ops = {number: ops_of(step, call) for number, call in issued}
+        self._counts = Counter[str]()  # of nodes by stream
+        of_stage = [each for each in enumerate(step.calls) if stage in (each[1].stage, each[1].settings.get("to"))]
+        self._issued = sorted(of_stage, key=lambda each: self._turn(each[1]))
+        self._ops = {number: ops_of(step, call) for number, call in of_stage}
         self._root, self._last = dict[str, str](), dict[str, int]()
-        for place, (number, call) in enumerate(issued):
+        for place, (number, call) in enumerate(self._issued):
             roots = [self._root.get(name, name) for name in call.reads]
             self._last |= dict.fromkeys(roots, place)
-            if roots and self._in_place(number, call):
+            if call.op in ("all_reduce", "adamw"):  # whether what it writes takes no memory of its own
+                in_place = call.op == "adamw" or call.writes[0] in self._gradients
+            else:
+                in_place = call.op not in ("send", "join") and not self._ops[number]
+            if roots and in_place:
                 self._root |= dict.fromkeys(call.writes, roots[0])
         self._outputs = {self._root.get(name, name) for name in step.outputs.values()}
-        own = {name for _, call in issued if call.stage == stage for name in call.reads} & {*step.parameters}
+        own = {name for _, call in of_stage if call.stage == stage for name in call.reads} & {*step.parameters}
         self._bytes = sum(map(self._size, own)) * (1 + _STATES * bool(step.gradients))
         self._held: dict[str, int] = {}
-        self._place = 0
 
-    def _in_place(self, number: int, call: TensorCall) -> bool:
-        """Whether what a call writes takes no memory of its own."""
-        if call.op in ("all_reduce", "adamw"):
-            return call.op == "adamw" or self._is_gradient(call)
-        return call.op not in ("send", "join") and not self._ops[number]
+    def _turn(self, call: TensorCall) -> tuple[float, int]:
+        """When a call and messages are issued in 1F1B: each backward after the forwards that fill later stages."""
+        if call.phase == OPTIMIZER:
+            return math.inf, 0
+        return call.micro + (self._step.num_stages - 1 - self._stage) * (call.phase == BACKWARD), call.phase
 
-    def _is_gradient(self, call: TensorCall) -> bool:
-        return call.writes[0] in self._gradients
-
-    def add(self, number: int, call: TensorCall) -> None:
-        """Add a call of this rank; ``number``: its place in the step."""
-        before = self._before(call.reads)
-        for name in call.writes:
-            if name not in self._root:
-                self._held[name] = self._size(name)
-                self._bytes += self._held[name]
-        axis = call.settings.get("axis", "")
-        made: tuple[int, ...] = before
-        if call.op == "send":
-            made = self._send(number, call, before)
-        elif call.op == "all_reduce" and self._is_gradient(call):
-            self._bucket.append(call)
-            self._flush(self._limit)
-        elif call.op == "all_reduce" or (call.op == "join" and axis):
-            kind = "all_reduce" if call.op == "all_reduce" else "all_gather"
-            made = (self._collective(kind, self._size(call.writes[0]), axis, (call, before)),)
-        elif call.op == "adamw":
-            self._updated.append(call.reads[0])
-            self._flush(0)
-            made = self._before(call.reads)
-        else:
-            for op in self._ops[number]:
-                made = (self._op(op, call, made),)
-        self._made_by |= dict.fromkeys(call.writes, self._made_by.get(call.writes[0], made))
-        self._free(call)
-
-    def finish(self) -> None:
-        """Add the last reductions, and one kernel that updates all parameters."""
+    def record(self) -> dict[str, Any]:
+        """The record; the last reductions come after all calls, and one kernel that updates all parameters."""
+        step = self._step
+        for place, (number, call) in enumerate(self._issued):
+            self._add(number, call)
+            for name in {self._root.get(name, name) for name in (*call.reads, *call.writes)} - self._outputs:
+                if self._last.get(name, place) <= place:  # no later call reads it
+                    self._bytes -= self._held.pop(name, 0)
         self._flush(0)
         if self._updated:
-            numel = sum(math.prod(self._step.shapes[name]) for name in self._updated)
-            before = self._before(self._step.gradients[name] for name in self._updated)
-            op = Op("adamw", (numel, len(self._updated)), self._step.dtype)
+            numel = sum(math.prod(step.shapes[name]) for name in self._updated)
+            before = self._before(step.gradients[name] for name in self._updated)
+            op = Op("adamw", (numel, len(self._updated)), step.dtype)
             self._op(op, TensorCall("adamw", (), (), name="adamw", phase=OPTIMIZER), before)
-
-    def to_dict(self) -> dict[str, Any]:
-        """The record."""
-        step = self._step
         return {
             "form": FORM,
             "rank": self._ranks["pp"][self._stage],
@@ -137,18 +97,36 @@ class _Rank:
             "notes": list(step.notes),
         }
 
+    def _add(self, number: int, call: TensorCall) -> None:
+        """Add a call of this rank; ``number``: its place in the step."""
+        before = made = self._before(call.reads)
+        for name in call.writes:
+            if name not in self._root:
+                self._held[name] = self._size(name)
+                self._bytes += self._held[name]
+        axis = call.settings.get("axis", "")
+        if call.op == "send":
+            made = self._send(number, call, before)
+        elif call.op == "all_reduce" and call.writes[0] in self._gradients:
+            self._bucket.append(call)
+            self._flush(self._limit)
+        elif call.op == "all_reduce" or (call.op == "join" and axis):
+            kind = "all_reduce" if call.op == "all_reduce" else "all_gather"
+            made = (self._collective(kind, self._size(call.writes[0]), axis, (call, before)),)
+        elif call.op == "adamw":
+            self._updated.append(call.reads[0])
+            self._flush(0)
+            made = self._before(call.reads)
+        else:
+            for op in self._ops[number]:
+                made = (self._op(op, call, made),)
+        self._made_by |= dict.fromkeys(call.writes, self._made_by.get(call.writes[0], made))
+
     def _size(self, name: str) -> int:
         return math.prod(self._step.shapes[name]) * DTYPE_BYTES[self._step.dtype]
 
     def _before(self, names: Iterable[str]) -> tuple[int, ...]:
         return tuple(dict.fromkeys(node for name in names for node in self._made_by.get(name, ())))
-
-    def _free(self, call: TensorCall) -> None:
-        """Count no longer the memory of tensors that no later call reads."""
-        for name in {self._root.get(name, name) for name in (*call.reads, *call.writes)} - self._outputs:
-            if self._last.get(name, self._place) <= self._place:
-                self._bytes -= self._held.pop(name, 0)
-        self._place += 1
 
     def _op(self, op: Op, call: TensorCall, before: Iterable[int]) -> int:
         if self._step.precision and op.dtype in PRECISIONS:
@@ -192,8 +170,8 @@ class _Rank:
         node = len(self._nodes)
         numbers = self._works.setdefault(work, len(self._works)), self._names.setdefault(call.name, len(self._names))
         place = self._streams.setdefault(stream, len(self._streams))
-        self._counts[stream] = self._counts.get(stream, -1) + 1
         sequence = self._counts[stream] if kind == COLLECTIVE else -1
+        self._counts[stream] += 1
         self._nodes.append([kind, numbers[0], place, call.phase, numbers[1], -1, -1, sequence])
         for source in before:
             alike = kind == OP and self._nodes[source][0] == OP
