@@ -8,6 +8,7 @@ call, so that one rule serves data, tensor and micro-batch parallelism (``tensor
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -70,8 +71,8 @@ POINTWISE: Mapping[str, Callable[..., Array]] = MappingProxyType(
         "silu": lambda x: x / (1 + np.exp(-x)), "gelu": lambda x: 0.5 * x * (1 + _erf(x / math.sqrt(2))),
         "gelu_tanh": lambda x: 0.5 * x * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))),
         "relu": lambda x: x * (x.real > 0), "abs": lambda x: np.where(x.real < 0, -x, x),
-        "where": lambda chosen, one, other: np.where(chosen.real != 0, one, other), "cast": lambda x: 1.0 * x,
-        "zeros": lambda x: 0.0 * x, "all_reduce": lambda x: x, "send": lambda x: x,
+        "where": lambda chosen, one, other: np.asarray(np.where(chosen.real != 0, one, other)),
+        "cast": lambda x: 1.0 * x, "zeros": lambda x: 0.0 * x, "all_reduce": lambda x: x, "send": lambda x: x,
     }
 )  # fmt: skip
 UNSAVED = frozenset(
@@ -218,12 +219,9 @@ def layout_of(call: TensorCall, reads: Shapes, writes: Shapes) -> Layout:
         return Layout((*(found.reads if saved else ()), *found.writes), gradients, found.whole)
     if call.op in LAYOUTS or call.op in POINTWISE:
         return LAYOUTS.get(call.op, _pointwise)(call.settings, reads, writes)
-    inputs, made = (
-        [tuple((((side, number, place), size),) for place, size in enumerate(shape)) for number, shape in each]
-        for side, each in enumerate((enumerate(reads), enumerate(writes)))
-    )
-    whole = frozenset(label for dims in (*inputs, *made) for ((label, _),) in dims)
-    return Layout(tuple(inputs), tuple(made), whole)
+    labels = itertools.count()
+    plain = [tuple(tuple(((next(labels), size),) for size in shape) for shape in side) for side in (reads, writes)]
+    return Layout(plain[0], plain[1], frozenset(range(next(labels))))
 
 
 def gradients_of(op: Op, inputs: Collection[str], weights: Collection[str]) -> Iterator[Op]:

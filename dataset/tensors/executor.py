@@ -14,6 +14,7 @@ from stepsight.dataset.tensors.ranks import Spec, TensorStep
 from stepsight.dataset.tensors.readers import named
 
 _STEP = 1e-30  # along the imaginary axis: a derivative without cancellation
+_NORMS = ("softmax", "layer_norm", "rms_norm")
 
 
 def run(program: TensorStep, values: Mapping[str, Any]) -> dict[str, Array]:
@@ -59,8 +60,9 @@ def _checked(program: TensorStep, values: Mapping[str, Any]) -> dict[str, Array]
         except (ValueError, TypeError, RuntimeError):  # rows of different lengths, a tensor of a device
             found[name] = np.asarray(None)
         kind, got = found[name].dtype, found[name].shape
-        if kind.kind not in "biuf" or got != tuple(shape) or np.isnan(found[name]).any():
-            what = "NaN in it" if got == tuple(shape) and kind.kind in "biuf" else f"{kind} of shape {got}"
+        fits = kind.kind in "biuf" and got == tuple(shape)
+        if not fits or np.isnan(found[name]).any():
+            what = "NaN in it" if fits else f"{kind} of shape {got}"
             raise CaptureError(f"{name!r:.80} must be numbers of shape {tuple(shape)}, got {what:.80}")
     return found
 
@@ -109,18 +111,12 @@ def joined(parts: Sequence[Array], spec: tuple[int, int]) -> Array:
     return np.stack(rows, axis=dim + 1).reshape(*first[:dim], -1, *first[dim + 1 :])
 
 
-def _adamw(weight: Array, gradient: Array) -> Array:
-    """The first step: both moments begin at 0."""
-    return np.asarray(weight - 1e-3 * (gradient / (np.abs(gradient) + 1e-8) + 0.01 * weight))
-
-
 # By op, from its settings, what it reads and the shape of the first tensor that it writes.
 _COMPUTE: Mapping[str, Callable[[Any, Sequence[Array], Shape], Any]] = {
-    "adamw": lambda given, values, made: _adamw(*values),
+    "adamw": lambda given, values, made: (  # the first step: both moments begin at 0
+        values[0] - 1e-3 * (values[1] / (np.abs(values[1]) + 1e-8) + 0.01 * values[0])
+    ),
     "product": lambda given, values, made: np.matmul(*_turned(given, values)),
-    "softmax": lambda given, values, made: _normed("softmax", given, values)[0],
-    "layer_norm": lambda given, values, made: _normed("layer_norm", given, values)[0],
-    "rms_norm": lambda given, values, made: _normed("rms_norm", given, values)[0],
     "attention": lambda given, values, made: _attended(given, values)[0],
     "reduce": lambda given, values, made: getattr(np, given["how"])(values[0], axis=given["reduced"]).reshape(made),
     "reshape": lambda given, values, made: values[0].reshape(made),
@@ -144,6 +140,8 @@ def compute(call: TensorCall, values: Sequence[Array], made: Shapes) -> list[Arr
         return [each for each, wanted in zip(every, settings["wanted"], strict=True) if wanted]
     if call.op in POINTWISE:
         return [np.asarray(POINTWISE[call.op](*values))]
+    if call.op in _NORMS:
+        return [_normed(call.op, settings, values)[0]]
     if call.op == "split":
         sizes = [shape[settings["axis"]] for shape in made]
         return np.split(values[0], np.cumsum(sizes)[:-1], axis=settings["axis"])
@@ -154,15 +152,14 @@ def compute(call: TensorCall, values: Sequence[Array], made: Shapes) -> list[Arr
 
 def _turned(settings: Mapping[str, Any], pair: Sequence[Array]) -> list[Array]:
     """Operands of a product, transposed where it says so."""
-    sides = zip(pair, ("left", "right"), strict=True)
-    return [value.swapaxes(-1, -2) if settings.get(side) else value for value, side in sides]
+    return [v.swapaxes(-1, -2) if settings.get(side) else v for v, side in zip(pair, ("left", "right"), strict=True)]
 
 
 def _summed(value: Array, shape: Shape) -> Array:
     """The sum over the dims in which a tensor of a shape was broadcast."""
-    kept: Array = value.sum(axis=tuple(range(value.ndim - len(shape))))
-    kept = kept.sum(axis=tuple(place for place, size in enumerate(shape) if size == 1), keepdims=True)
-    return kept.reshape(shape)
+    first = value.ndim - len(shape)
+    of_one = (first + place for place, size in enumerate(shape) if size == 1)
+    return np.asarray(value.sum(axis=(*range(first), *of_one))).reshape(shape)
 
 
 def _normed(op: str, settings: Mapping[str, Any], values: Sequence[Array]) -> tuple[Array, Array, Array]:
@@ -209,7 +206,7 @@ def _gradients(call: TensorCall, values: Sequence[Array], given: Sequence[Array]
         left, right = _turned(call.settings, values)
         pair = _turned(call.settings, (dy @ right.swapaxes(-1, -2), left.swapaxes(-1, -2) @ dy))
         return [_summed(each, shape) for each, shape in zip(pair, shapes, strict=True)]
-    if call.op in ("softmax", "layer_norm", "rms_norm"):
+    if call.op in _NORMS:
         return _normed_gradients(call, values, dy)
     if call.op == "attention":
         _, weights, k, v, scale = _attended(call.settings, values)
@@ -240,12 +237,14 @@ def _normed_gradients(call: TensorCall, values: Sequence[Array], dy: Array) -> l
 
 def _moved_gradients(call: TensorCall, values: Sequence[Array], given: Sequence[Array], shapes: Shapes) -> list[Array]:
     """Gradients of a call that only moves elements: where each went to is found by moving their numbers."""
-    sizes = [math.prod(shape) for shape in shapes]
-    first = np.cumsum([0, *sizes])
-    numbers: list[Array] = [np.arange(a, a + n).reshape(s) for a, n, s in zip(first, sizes, shapes, strict=False)]
+    ends = np.cumsum([math.prod(shape) for shape in shapes])
+
+    def parts(flat: Array) -> list[Array]:
+        return [part.reshape(shape) for part, shape in zip(np.split(flat, ends[:-1]), shapes, strict=True)]
+
+    numbers = parts(np.arange(ends[-1]))
     if call.op == "embedding":
         numbers[1] = values[1]
     moved = compute(call, numbers, [each.shape for each in given])
     where = np.concatenate([each.ravel() for each in moved]).astype(np.int64)
-    total = np.bincount(where, np.concatenate([each.ravel() for each in given]), minlength=int(first[-1]))
-    return [total[a : a + n].reshape(s) for a, n, s in zip(first, sizes, shapes, strict=False)]
+    return parts(np.bincount(where, np.concatenate([each.ravel() for each in given]), minlength=int(ends[-1])))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import zipfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,10 +38,8 @@ def open_exported(path: Path, dims: Mapping[str, int]) -> ExportedReader:
         with zipfile.ZipFile(path) as archive:
             found = [entry for entry in archive.infolist() if entry.filename.endswith(_GRAPHS)]
             if len(found) != 1 or found[0].file_size > MOST_TEXT:
-                told = f"{len(found)} of {sum(entry.file_size for entry in found)} bytes"
-                raise CaptureError(
-                    f"{path.name} must hold one exported program of at most {MOST_TEXT} bytes, got {told}"
-                )
+                told = f"at most {MOST_TEXT} bytes, got {len(found)} of {sum(each.file_size for each in found)} bytes"
+                raise CaptureError(f"{path.name} must hold one exported program of {told}")
             tree = json.loads(archive.read(found[0]))
         check_count(path, len(tree["graph_module"]["graph"]["nodes"]))
         check_names(path, dims, dict(tree.get("range_constraints") or {}))
@@ -75,13 +73,14 @@ class ExportedReader(ModelReader):
         )
         rows = [(f"node {place} ({_name_of(node)})", *_names_of(node)) for place, node in enumerate(graph["nodes"])]
         check_order([*rows, ("the graph", outputs, [])], given)
-        for place, node in enumerate(graph["nodes"]):
-            with named(f"node {place} ({_name_of(node)})"):
+        for (title, *_), node in zip(rows, graph["nodes"], strict=True):
+            with named(title):
                 self._node(node)
-        specs = self._specs
-        first = [spec["user_input"]["arg"].get("as_tensor", {}).get("name") for spec in specs if "user_input" in spec]
+        first = [
+            name for spec in self._specs if "user_input" in spec for name in _tensors_of(spec["user_input"]["arg"])
+        ]
         types = [DTYPES[self._types[name]][0] for name in self.parameters]
-        return self.step([name for name in (*first, *given) if name], outputs, types)
+        return self.step([*first, *given], outputs, types)
 
     def _size(self, size: Mapping[str, Any]) -> int:
         if "as_int" in size:
@@ -91,22 +90,19 @@ class ExportedReader(ModelReader):
         return int(self._dims.get(expression["expr_str"], hint))
 
     def _node(self, node: Mapping[str, Any]) -> None:
-        name = _name_of(node)
-        writes = [tensor for output in node["outputs"] for tensor in _tensors_of(output)]
+        name, (reads, writes) = _name_of(node), _names_of(node)
         given = {each["name"]: each["arg"] for each in node["inputs"]}
-        reads = [tensor for each in given.values() for tensor in _tensors_of(each)]
         of = None if name in _VIEWS else node
         if name == "arange":
             ends = [_number(given[each]) for each in ("start", "end", "step") if each in given]
             self.constants[writes[0]] = np.arange(*ends)
         elif name == "unbind":
-            axis, rank = _number(given.get("dim", {"as_int": 0})), len(self.shapes[reads[0]])
-            parts = [f"{made} of one" for made in writes]
-            for part, made in zip(parts, writes, strict=True):
-                shape = self.shapes[made]
-                self.shapes[part] = (*shape[: axis % rank], 1, *shape[axis % rank :])
-            self.add(("split", {"axis": axis % rank}, reads), parts, name, of)
-            for part, made in zip(parts, writes, strict=True):
+            axis = _number(given.get("dim", {"as_int": 0})) % len(self.shapes[reads[0]])
+            parts = {f"{made} of one": made for made in writes}
+            for part, made in parts.items():
+                self.shapes[part] = (*self.shapes[made][:axis], 1, *self.shapes[made][axis:])
+            self.add(("split", {"axis": axis}, reads), [*parts], name, of)
+            for part, made in parts.items():
                 self.add(("reshape", {}, [part]), [made], name, of)
         elif writes:
             self.add(self._found(name, given, reads, writes), writes, name, of)
@@ -123,19 +119,15 @@ class ExportedReader(ModelReader):
         if name in ("t", "transpose", "permute"):
             order = [axis % rank for axis in number.get("dims") or range(rank)]
             if name != "permute":
-                one, two = (number.get(key, place) % rank for key, place in (("dim0", 0), ("dim1", 1)))
+                one, two = number.get("dim0", 0) % rank, number.get("dim1", 1) % rank
                 order[one], order[two] = order[two], order[one]
             return "permute", {"order": tuple(order)}, reads
         if name in ("split", "split_with_sizes", "chunk", "cat"):
             return "concat" if name == "cat" else "split", {"axis": number.get("dim", 0) % rank}, reads
         if name in ("slice", "select"):
             axis = number.get("dim", 0) % rank
-            part = slice(number.get("start"), number.get("end"), number.get("step"))
-            index = tuple(
-                (number["index"] if name == "select" else part) if place == axis else slice(None)
-                for place in range(rank)
-            )
-            return "index", {"index": index}, reads
+            part = number["index"] if name == "select" else slice(*map(number.get, ("start", "end", "step")))
+            return "index", {"index": tuple(part if at == axis else slice(None) for at in range(rank))}, reads
         if name in ("softmax", "_softmax"):
             return "softmax", {"axes": (number["dim"] % rank,)}, reads
         if name in ("layer_norm", "rms_norm"):
@@ -150,16 +142,13 @@ class ExportedReader(ModelReader):
             return "embedding", {}, reads
         if name == "gelu" and number.get("approximate") == "tanh":
             return "gelu_tanh", {}, reads
-        name = name if name in POINTWISE and reads and number.get("alpha", 1) == 1 else f"aten::{name}"
-        return name, {}, [*reads, *self._scalars(name, given, writes)]
-
-    def _scalars(self, name: str, given: Mapping[str, Any], writes: Sequence[str]) -> Iterator[str]:
-        """Numbers that an op on elements reads, as constants."""
-        for key, value in given.items():
-            if name in POINTWISE and key in ("other", "exponent") and isinstance(_number(value), int | float):
-                constant = f"{writes[0]} {key}"
-                self.constants[constant], self.shapes[constant] = np.array(float(_number(value))), ()
-                yield constant
+        if name not in POINTWISE or not reads or number.get("alpha", 1) != 1:
+            return f"aten::{name}", {}, reads
+        scalars = {f"{writes[0]} {key}": number[key] for key in number if key in ("other", "exponent")}
+        scalars = {each: np.array(float(value)) for each, value in scalars.items() if isinstance(value, int | float)}
+        self.constants |= scalars
+        self.shapes |= dict.fromkeys(scalars, ())
+        return name, {}, [*reads, *scalars]
 
     def kernels(self, node: Any, shapes: Mapping[str, Shape]) -> tuple[Sequence[Op | None], str]:
         name, (reads, writes) = _name_of(node), _names_of(node)
@@ -209,10 +198,5 @@ def _number(argument: Mapping[str, Any]) -> Any:
 
 def _tensors_of(argument: Mapping[str, Any]) -> list[str]:
     """Names of the tensors of an argument."""
-    if "as_tensor" in argument:
-        return [argument["as_tensor"]["name"]]
-    if "as_tensors" in argument:
-        return [each["name"] for each in argument["as_tensors"]]
-    if "as_optional_tensor" in argument:
-        return [each["name"] for each in argument["as_optional_tensor"].values() if isinstance(each, dict)]
-    return []
+    several = [*argument.get("as_tensors", ()), *dict(argument.get("as_optional_tensor", {})).values()]
+    return [each["name"] for each in (argument.get("as_tensor"), *several) if isinstance(each, dict)]

@@ -301,7 +301,8 @@ def _settings(node: Any) -> Mapping[str, Any]:
     return {each.name: onnx.helper.get_attribute_value(each) for each in node.attribute}
 
 
-_Settings, _Shapes = Mapping[str, Any], Sequence[Shape]
+_Settings = Mapping[str, Any]
+_Shapes = Sequence[Shape]
 
 
 def _convolution(

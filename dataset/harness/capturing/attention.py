@@ -7,7 +7,7 @@ goes the math path, as separate products and a softmax of all scores, in fp32; a
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,8 +25,7 @@ _ENABLED = {
 }
 
 
-@dataclass(frozen=True)
-class _Call:
+class _Call(NamedTuple):
     """Arguments of a call."""
 
     q: Tensor
@@ -37,15 +36,9 @@ class _Call:
     is_causal: bool
     gqa: bool
 
-    def why_not(self, backend: SDPBackend) -> str:
-        """Why a fused kernel does not take the call; "" if it does."""
-        if any(each.dim() != 4 for each in (self.q, self.k, self.v)):
-            return "queries, keys and values must have four dimensions"
-        return next((rule for rule, holds in (self._shared(backend) | self._own(backend)).items() if not holds), "")
-
     def _shared(self, backend: SDPBackend) -> dict[str, bool]:
         """Rules for all fused kernels, and whether the call keeps each."""
-        q, k, v = self.q, self.k, self.v
+        q, k, v = self[:3]
         heads, of_keys, of_values = (each.shape[1] for each in (q, k, v))
         is_gqa = self.gqa and backend != SDPBackend.EFFICIENT_ATTENTION
         types = _HALF if backend != SDPBackend.EFFICIENT_ATTENTION else (*_HALF, torch.float32)
@@ -64,7 +57,7 @@ class _Call:
 
     def _own(self, backend: SDPBackend) -> dict[str, bool]:
         """Rules for one kernel, and whether the call keeps each."""
-        q, k, v, mask = self.q, self.k, self.v, self.mask
+        q, k, v, mask = self[:4]
         widths = [each.shape[-1] for each in (q, k, v)]
         if backend == SDPBackend.FLASH_ATTENTION:
             return {
@@ -93,10 +86,14 @@ class _Call:
         why = "all kernels are disabled"
         for each in map(SDPBackend, torch._C._get_sdp_priority_order()):
             if each in _ENABLED and _ENABLED[each]():
-                missed = "" if each == SDPBackend.MATH else self.why_not(each)
-                if not missed:
+                if each == SDPBackend.MATH:
                     return each, why
-                why = missed
+                if any(tensor.dim() != 4 for tensor in self[:3]):
+                    why = "queries, keys and values must have four dimensions"
+                elif missed := [rule for rule, holds in (self._shared(each) | self._own(each)).items() if not holds]:
+                    why = missed[0]
+                else:
+                    return each, why
         raise RuntimeError(f"no kernel that the script allows takes this attention: {why}")
 
 

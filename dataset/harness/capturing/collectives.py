@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import sys
+import traceback
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from types import MappingProxyType
@@ -13,15 +14,14 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 
-from ..base.one_rank_group import LISTS, Call, OneRankGroup, total_bytes
+from ..base.one_rank_group import LISTS, Call, OneRankGroup, listed, total_bytes
+from ..base.patching import always
 from .recorder import COLLECTIVE, SYNCHRONISATION, Recorder, storage_of
 
 _c10d: Any = dist.distributed_c10d
-
 WHOLE = "default_pg"  # torch's description of the group of all ranks
 
 Scope = Callable[[], tuple[int, int, int]]
-
 
 # The kind of each functional collective, in one call or coalesced, and the side whose bytes count ("": the larger one).
 _KINDS = MappingProxyType(
@@ -41,10 +41,9 @@ class Collectives:
     def __init__(self, recorder: Recorder, scope: Scope, script: Path) -> None:
         self._recorder, self._scope, self._script = recorder, scope, script
         self.issued: list[tuple[int, str, str, int, str]] = []  # group, torch's name of it, kind, bytes, script's line
-        self.groups: dict[tuple[int, ...], int] = {}
-        self.group_names: list[str] = []
+        self.groups: dict[tuple[int, ...], tuple[int, str]] = {}  # numbers and names for people, by their ranks
         self._streams: dict[str, str] = {}  # of NCCL, by torch's name of the group
-        self._numbers: dict[tuple[int, ...], int] = {}
+        self._numbers = Counter[tuple[int, ...]]()
         self._newest: dict[str, int] = {}  # node by torch's name of the group
         self._marks: dict[int, Any] = {}  # of ops by storage, until it is waited for
 
@@ -66,20 +65,24 @@ class Collectives:
         kind = "all_gather" if call.kind == LISTS else call.kind
         current = recorder.stream
         if not call.waits:
-            recorder.stream = self._stream(name, f"{people} {call.direction}".strip())
+            title, taken = f"{people} {call.direction}".strip(), self._streams.values()
+            title = f"{title} {len(taken)}" if title in taken else title
+            recorder.stream = self._streams.setdefault(name, title)
             recorder.wait(recorder.stream, recorder.mark(current))
         try:
-            group = self._group(people, ranks)
+            group, _ = self.groups.setdefault(ranks, (len(self.groups), people))
             work = recorder.work(("collective", kind, call.num_bytes, group))
-            number = self._numbers.get(ranks, 0)
-            self._numbers[ranks] = number + 1
-            reads, writes = ([storage_of(tensor) for tensor in part] for part in (call.reads, call.writes))
-            node = recorder.add((COLLECTIVE, work, number, kind), reads, writes, self._scope())
+            reads, writes = (map(storage_of, part) for part in (call.reads, call.writes))
+            node = recorder.add((COLLECTIVE, work, self._numbers[ranks], kind), reads, writes, self._scope())
+            self._numbers[ranks] += 1
             if not call.direction:  # NCCL runs what a communicator is given one after the other, whatever the streams
                 if name in self._newest:
                     recorder.edges.setdefault((self._newest[name], node), SYNCHRONISATION)
                 self._newest[name] = node
-                self.issued.append((group, name, kind, call.num_bytes, self._line()))
+                path, frames = str(self._script), traceback.walk_stack(None)
+                lines = (line for frame, line in frames if frame.f_code.co_filename == path)
+                line = next((f"{self._script.name}:{line}" for line in lines), "")
+                self.issued.append((group, name, kind, call.num_bytes, line))
             return recorder.mark(recorder.stream)
         finally:
             recorder.stream = current
@@ -92,7 +95,6 @@ class Collectives:
     def record(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         """Record one call of an op (``_c10d_functional``), as DTensor issues them; it runs until it is waited for."""
         name = func._schema.name.split("::")[1]
-        outputs = list(out) if isinstance(out, list | tuple) else [out]
         if name == "wait_tensor":
             self.wait(self._marks.pop(storage_of(args[0])._cdata, None))
             return
@@ -100,9 +102,9 @@ class Collectives:
         if plain not in _KINDS:
             raise RuntimeError(f"the functional collective {name} is not supported")
         kind, side = _KINDS[plain]
-        inputs = list(args[0]) if isinstance(args[0], list | tuple) else [args[0]]
-        given = {argument.name: value for argument, value in zip(func._schema.arguments, args, strict=False)}
-        group = {**given, **kwargs}["group_name"]
+        inputs, outputs = listed(args[0]), listed(out)
+        names = (argument.name for argument in func._schema.arguments)
+        group = {**dict(zip(names, args, strict=False)), **kwargs}["group_name"]
         if isinstance(group, str):
             group = _c10d._resolve_process_group(group)
         full = {"in": inputs, "out": outputs}.get(side) or max(inputs, outputs, key=total_bytes)
@@ -113,26 +115,6 @@ class Collectives:
     def wait_on_host(self, name: str) -> None:
         """Make the host wait for all streams, as a barrier does."""
         self._recorder.wait_on_host(None, name, self._scope()[0])
-
-    def _line(self) -> str:
-        """The line of the script that is running."""
-        frame: Any = sys._getframe(2)
-        path = str(self._script)
-        while frame is not None and frame.f_code.co_filename != path:
-            frame = frame.f_back
-        return "" if frame is None else f"{self._script.name}:{frame.f_lineno}"
-
-    def _group(self, people: str, ranks: tuple[int, ...]) -> int:
-        if ranks not in self.groups:
-            self.groups[ranks] = len(self.groups)
-            self.group_names.append(people)
-        return self.groups[ranks]
-
-    def _stream(self, name: str, people: str) -> str:
-        if name not in self._streams:
-            taken = people in self._streams.values()
-            self._streams[name] = f"{people} {len(self._streams)}" if taken else people
-        return self._streams[name]
 
 
 NO_SPARSE = "NCCL sums no sparse gradients: a module within DDP or FSDP must have sparse=False, or be left out of it"
@@ -168,10 +150,7 @@ class Done(dist.Work):
     def block_current_stream(self) -> None:
         self.wait()
 
-    def is_completed(self) -> bool:
-        return True
-
-    is_success = is_completed
+    is_success = is_completed = always(True)
 
     def result(self) -> list[Tensor]:
         return self._result
@@ -219,9 +198,6 @@ class Group(OneRankGroup):
     def _set_group_desc(self, description: str) -> None:
         self._description = description
 
-    def name(self) -> str:
-        return BACKEND
-
     @property
     def where(self) -> tuple[str, str, tuple[int, ...]]:
         """torch's name of the group, its name for people, and its ranks."""
@@ -247,14 +223,9 @@ class Group(OneRankGroup):
         batch, self._batch = self._batch or [], None
         return batch[-1] if batch else Done(self._collectives, None, [])
 
-    @property
-    def supports_coalescing(self) -> bool:
-        return False
-
-    def shutdown(self) -> None:
-        return None
-
-    abort = shutdown
+    supports_coalescing = False
+    name = always(BACKEND)
+    shutdown = abort = always(None)
 
     def _issue(self, call: Call) -> Done:
         if call.effect is not None and not any(isinstance(each, FakeTensor) for each in (*call.reads, *call.writes)):

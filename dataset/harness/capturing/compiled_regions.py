@@ -7,6 +7,7 @@ compiler.  Inductor is asked before it compiles anything.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -24,7 +25,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from ..base import one_rank_group
 from ..base.errors import HarnessError
 from ..base.patching import patch
-from ..regions.inductor import Launch, Loop, Region, eager, read_region, replace_compile
+from ..regions.inductor import Loop, Region, eager, read_region, replace_compile
 from . import attention, collectives, fake_tensors, recorder, value_estimates
 from .fake_tensors import BACKWARD, FORWARD, FakeWorld
 from .recorder import COMPOSITE, OP, signature_of, storage_of
@@ -73,7 +74,7 @@ def install(world: FakeWorld, plain: Callable[..., Any], *, on_host: bool) -> No
         except HarnessError as error:
             world.recorder.note(f"a compiled region runs as it is written: {error!s:.300}")
             return eager(graph)
-        return eager((_Region if on_host else _DeviceRegion)(world, graph, region))
+        return eager(_Region(world, graph, region, (_host_calls if on_host else _device_calls)(region)))
 
     def backend(graph: Any, example_inputs: Any) -> Any:
         with _disable_current_modes():  # within DDP's forward dynamo leaves them on
@@ -130,58 +131,69 @@ class _Part(torch.nn.Module):
         return found[0] if len(found) == 1 else found
 
 
+_Call = tuple[str, tuple[str, ...], tuple[Any, ...]]  # of a compiled function: its name, its loops, the op that it is
+
+
+def _host_calls(region: Region) -> list[_Call]:
+    """Calls of compiled functions on a CPU, of several loops each."""
+    launches = zip(region.launches, region.dims, strict=True)
+    return [(launch.call, launch.loops, (COMPOSITE, FUSED, dims, "fp32")) for launch, dims in launches]
+
+
+def _device_calls(region: Region) -> list[_Call]:
+    """Kernels of a GPU: every group of fused loops is one."""
+    groups: dict[int, list[Loop]] = {}
+    for loop in region.loops:
+        if not loop.extern:
+            groups.setdefault(loop.kernel, []).append(loop)
+    made: list[_Call] = []
+    for number, loops in groups.items():
+        num_bytes, element = kernel_bytes(region, loops)
+        work = COMPOSITE, KERNEL, (max(num_bytes // (2 * element), 1),), "bf16" if element == 2 else "fp32"
+        made.append((f"fused_{number}", tuple(loop.name for loop in loops), work))
+    return made
+
+
 class _Region:
     """A region that runs without values, and writes its nodes down."""
 
-    def __init__(self, world: FakeWorld, graph: Any, region: Region) -> None:
+    def __init__(self, world: FakeWorld, graph: Any, region: Region, calls: Sequence[_Call]) -> None:
         self._world, self._graph, self._region = world, graph, region
-        self._launches = self._calls()
+        self._calls = {loop: call for call in calls for loop in call[1]}
+        self._loops = {loop.name: loop for loop in region.loops}
         self._last_use = {name: place for place, loop in enumerate(region.loops) for name in loop.buffers}
 
-    def _calls(self) -> dict[str, Launch]:
-        """The call that each loop is in, by the loop's name."""
-        self._dims = dict(zip(map(id, self._region.launches), self._region.dims, strict=True))
-        return {loop: launch for launch in self._region.launches for loop in launch.loops}
-
     def __call__(self, *arguments: Any) -> Any:
-        recorder = self._world.recorder
+        recorder, region = self._world.recorder, self._region
         if not recorder.active:
             return self._graph(*arguments)
         with recorder.paused():
             outputs = self._graph(*arguments)
-        storages = _Storages(self._region, arguments, outputs)
-        phase = BACKWARD if self._region.direction == "backward" else FORWARD
-        scope = (phase, -1, self._world.scope()[2])
+        storages = _Storages(region, arguments, outputs)
+        scope = (BACKWARD if region.direction == "backward" else FORWARD, -1, self._world.scope()[2])
         done: set[int] = set()
-        for place, loop in enumerate(self._region.loops):
-            launch = self._launches.get(loop.name)
-            if launch is not None:
-                if id(launch) not in done:
-                    done.add(id(launch))
-                    self._launch(launch, storages, scope)
-            elif loop.extern and loop.extern not in _NO_CALL:
+        for place, loop in enumerate(region.loops):
+            call = self._calls.get(loop.name)
+            if call is None and loop.extern and loop.extern not in _NO_CALL:
                 self._library(place, loop, storages, scope)
+            elif call is not None and id(call) not in done:
+                done.add(id(call))
+                name, loops, work = call
+                reads = {access.buffer for each in loops for access in self._loops[each].reads}
+                writes = {access.buffer for each in loops for access in self._loops[each].writes}
+                what = (OP, recorder.work(work), -1, name)
+                recorder.add(what, storages.of(reads - writes), storages.of(writes), scope)
             storages.free(name for name in loop.buffers if self._last_use[name] <= place)
         return outputs
 
-    def _launch(self, launch: Launch, storages: _Storages, scope: Any) -> None:
-        """Write a call of a compiled function down."""
-        recorder = self._world.recorder
-        loops = [loop for loop in self._region.loops if loop.name in launch.loops]
-        reads = {access.buffer for loop in loops for access in loop.reads}
-        writes = {access.buffer for loop in loops for access in loop.writes}
-        work = recorder.work(self._work(launch, loops))
-        recorder.add((OP, work, -1, launch.call), storages.of(reads - writes), storages.of(writes), scope)
-
-    def _work(self, launch: Launch, loops: list[Loop]) -> tuple[Any, ...]:
-        """The op that a call is."""
-        return COMPOSITE, FUSED, self._dims[id(launch)], "fp32"
-
     def _library(self, place: int, loop: Loop, storages: _Storages, scope: Any) -> None:
-        """Write a call of a library down."""
-        node = self._call_of(loop)
+        """Write a call of a library down: of the ops that it computes, the one of its name."""
+        packet, recorder = loop.extern.rpartition(".")[0] or loop.extern, self._world.recorder
+        nodes = (self._region.nodes[number] for number in reversed(loop.origins))
+        calls = (node for node in nodes if isinstance(node.target, torch._ops.OpOverload))
+        node = next((node for node in calls if str(node.target).rpartition(".")[0] == packet), None)
         if node is None:
-            self._world.recorder.note(f"a compiled region calls {loop.extern}, which is left out")
+            recorder.note(f"a compiled region calls {loop.extern}, which is left out")
             return
         args, kwargs = tree_map(  # tensors without values for nodes of the graph
             lambda each: each.meta.get("val") if isinstance(each, Node) else each,
@@ -189,40 +201,13 @@ class _Region:
             is_leaf=lambda each: isinstance(each, Node),
         )
         outputs = [each for each in tree_leaves(node.meta.get("val")) if isinstance(each, Tensor)]
-        recorder = self._world.recorder
-        target: Any = node.target
-        work = recorder.work(signature_of(target, args, kwargs, outputs))
+        work = recorder.work(signature_of(node.target, args, kwargs, outputs))
         made = {access.buffer for access in loop.writes}
         for part in self._region.loops[place + 1 :]:
             if part.extern in _NO_CALL and made & {access.buffer for access in part.reads}:
                 made |= {access.buffer for access in part.writes}
-        name = target._schema.name
-        recorder.add((OP, work, -1, name), storages.of(a.buffer for a in loop.reads), storages.of(made), scope)
-
-    def _call_of(self, loop: Loop) -> Node | None:
-        """The framework call of a library's loop: of the ops that it computes, the one of that name."""
-        packet = loop.extern.rpartition(".")[0] or loop.extern
-        for number in reversed(loop.origins):
-            node: Node = self._region.nodes[number]
-            if isinstance(node.target, torch._ops.OpOverload) and str(node.target).rpartition(".")[0] == packet:
-                return node
-        return None
-
-
-class _DeviceRegion(_Region):
-    """A region of a GPU: every group of fused loops is a kernel."""
-
-    def _calls(self) -> dict[str, Launch]:
-        groups: dict[int, list[str]] = {}
-        for loop in self._region.loops:
-            if not loop.extern:
-                groups.setdefault(loop.kernel, []).append(loop.name)
-        made = [Launch(f"fused_{number}", tuple(names)) for number, names in groups.items()]
-        return {loop: launch for launch in made for loop in launch.loops}
-
-    def _work(self, launch: Launch, loops: list[Loop]) -> tuple[Any, ...]:
-        num_bytes, element = kernel_bytes(self._region, loops)
-        return COMPOSITE, KERNEL, (max(num_bytes // (2 * element), 1),), "bf16" if element == 2 else "fp32"
+        what = (OP, work, -1, node.target._schema.name)
+        recorder.add(what, storages.of(a.buffer for a in loop.reads), storages.of(made), scope)
 
 
 def kernel_bytes(region: Region, loops: Sequence[Loop]) -> tuple[int, int]:
@@ -231,14 +216,13 @@ def kernel_bytes(region: Region, loops: Sequence[Loop]) -> tuple[int, int]:
     made = {access.buffer for loop in loops for access in loop.writes}
     outside = {access.buffer for loop in region.loops if loop.name not in own for access in loop.reads}
     kept = made & (outside | set(region.outputs) | set(region.inputs))
-    moved: dict[tuple[str, bool], int] = {}
-    sizes: dict[int, int] = {}
+    moved, sizes = dict[tuple[str, bool], int](), Counter[int]()
     for loop in loops:
         for access, writes in (*((a, False) for a in loop.reads), *((a, True) for a in loop.writes)):
             if access.buffer in (kept if writes else set(region.buffers) - made):
                 key = access.buffer, writes
                 moved[key] = max(moved.get(key, 0), access.num_bytes)
-        sizes[loop.element_bytes] = sizes.get(loop.element_bytes, 0) + loop.elements
+        sizes[loop.element_bytes] += loop.elements
     element = max(sizes, key=sizes.__getitem__, default=4)
     return sum(moved.values()), 2 if element == 2 else 4
 

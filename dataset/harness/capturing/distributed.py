@@ -82,10 +82,6 @@ def _all_gather_object(found: list[Any], value: Any, group: Any = None) -> None:
     found[:] = [value] * len(found)
 
 
-def _gather_object(value: Any, found: list[Any] | None = None, *args: Any, **kwargs: Any) -> None:
-    _all_gather_object(found or [], value)
-
-
 def _scatter_object_list(found: list[Any], values: list[Any] | None = None, *args: Any, **kwargs: Any) -> None:
     found[:1] = (values or found)[:1]
 
@@ -95,9 +91,9 @@ def _recv_object_list(values: list[Any], *args: Any, **kwargs: Any) -> int:
 
 
 _OBJECTS = {
-    "all_gather_object": _all_gather_object, "gather_object": _gather_object, "send_object_list": always(None),
-    "broadcast_object_list": always(None), "scatter_object_list": _scatter_object_list,
-    "recv_object_list": _recv_object_list,
+    "all_gather_object": _all_gather_object, "scatter_object_list": _scatter_object_list,
+    "gather_object": lambda value, found=None, *args, **kwargs: _all_gather_object(found or [], value),
+    "send_object_list": always(None), "broadcast_object_list": always(None), "recv_object_list": _recv_object_list,
 }  # fmt: skip
 
 _stages: Any = _stage
@@ -146,29 +142,22 @@ def install_pipelines(recorder: Recorder, boundary: Boundary | None, *, only_bou
             raise NeedsBoundary(self._resolve_peer_global_rank(0))
         return _StageForwardMeta(forward_metas=tuple(map(_restored, known[0])))
 
-    patch(_stages.PipelineStage, _send_meta=send_meta, _recv_meta=receive_meta)
-    patch(_stages.PipelineStage, _warmup_forward_vote=_vote, _warmup_backward_result=_result)
+    def vote(self: Any, has_backward: bool, received_acc: Any = None) -> torch.Tensor:
+        """Whether this stage states all shapes itself (1) or asks its neighbours (0): the others do as it does."""
+        asks = _stages.InferenceMode.needs_dynamic(self._user_meta, has_backward)
+        self._captured_vote = torch.tensor([0 if asks else 1], dtype=torch.int32)
+        return self._captured_vote
+
+    patch(_stages.PipelineStage, _send_meta=send_meta, _recv_meta=receive_meta, _warmup_forward_vote=vote)
+    patch(_stages.PipelineStage, _warmup_backward_result=lambda self, received_result=None: self._captured_vote)
     return known
-
-
-def _vote(self: Any, has_backward: bool, received_acc: Any = None) -> torch.Tensor:
-    """Whether this stage states all shapes itself (1) or asks its neighbours (0): the others do as it does."""
-    asks = _stages.InferenceMode.needs_dynamic(self._user_meta, has_backward)
-    self._captured_vote = torch.tensor([0 if asks else 1], dtype=torch.int32)
-    return self._captured_vote
-
-
-def _result(self: Any, received_result: Any = None) -> torch.Tensor:
-    return self._captured_vote
 
 
 def _described(meta: Any) -> dict[str, Any]:
     if type(meta) is not _TensorMeta:
         raise RuntimeError("stages that pass DTensors on cannot be captured: pass local tensors (`to_local`)")
-    dtype = str(meta.dtype).removeprefix("torch.")
-    return {
-        "shape": list(meta.shape), "stride": list(meta.stride), "dtype": dtype, "requires_grad": meta.requires_grad
-    }  # fmt: skip
+    sent = {name: getattr(meta, name) for name in ("shape", "stride", "dtype", "requires_grad")}
+    return {**sent, "shape": [*meta.shape], "stride": [*meta.stride], "dtype": str(meta.dtype).removeprefix("torch.")}
 
 
 def _restored(sent: dict[str, Any]) -> _TensorMeta:

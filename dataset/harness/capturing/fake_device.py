@@ -10,7 +10,7 @@ import os
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from multiprocessing.process import BaseProcess
 from typing import Any
 
@@ -61,8 +61,9 @@ class DevicesOnCpu(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def install_device(local_size: int) -> None:
-    """Make ``torch.cuda`` answer for ``local_size`` devices."""
+def install_device(local_size: int, recorder: Recorder) -> None:
+    """Make ``torch.cuda`` answer for ``local_size`` devices, whose streams and events are recorded."""
+    _worlds[:] = [recorder]
     local_rank = int(os.environ["LOCAL_RANK"])
     answers: dict[str, Any] = {
         **cuda_answers(local_size, local_rank),
@@ -77,16 +78,14 @@ def install_device(local_size: int) -> None:
     patch(torch.cuda, get_rng_state_all=lambda: [torch.get_rng_state()])
     patch(torch.version, cuda="12.8")
     followed = {
-        "Stream": Stream, "Event": Event, "stream": StreamContext,
-        "StreamContext": StreamContext, "current_stream": current_stream,
-        "default_stream": default_stream, "synchronize": synchronize,
+        "Stream": Stream, "Event": Event, "stream": StreamContext, "StreamContext": StreamContext,
+        "current_stream": current_stream, "default_stream": default_stream, "synchronize": synchronize,
     }  # fmt: skip
     patch(torch.cuda, **followed)
     patch(torch.cpu, **{name: _other(value) for name, value in followed.items()})
     patch(torch, Stream=Stream, Event=Event)
     patch(torch._C, _get_accelerator=lambda *args: torch.device("cuda", local_rank))
-    others = {name: _other(followed[name]) for name in ("current_stream", "synchronize")}
-    patch(torch.accelerator, **others)
+    patch(torch.accelerator, **{name: _other(followed[name]) for name in ("current_stream", "synchronize")})
     patch(Tensor, record_stream=lambda self, stream: None, is_pinned=lambda self, device=None: False)
 
 
@@ -98,16 +97,11 @@ def _other(value: Any) -> Any:
 _worlds: list[Recorder] = []  # the recorder of this process
 
 
-def follow_streams(recorder: Recorder) -> None:
-    """Connect streams and events to a recorder."""
-    _worlds[:] = [recorder]
-
-
 class Stream:
     """Replaces ``torch.cuda.Stream``."""
 
     def __init__(self, device: Any = None, priority: int = 0, *, name: str = "", **more: Any) -> None:
-        self.name = name or _worlds[0].new_stream()
+        self.name = name or next(_worlds[0].stream_names)
         self.priority, self.device, self.cuda_stream, self.stream_id = priority, device, id(self), id(self)
         self._outer: list[str] = []
 
@@ -168,17 +162,16 @@ class Event:
 
 
 class StreamContext:
-    """Replaces ``torch.cuda.StreamContext`` and ``torch.cuda.stream``; None changes nothing."""
+    """Replaces ``torch.cuda.StreamContext`` and ``torch.cuda.stream``, for dynamo a class; None changes nothing."""
 
     def __init__(self, stream: Stream | None) -> None:
-        self._stream = stream
+        self._stream = stream or nullcontext()
 
     def __enter__(self) -> Any:
-        return None if self._stream is None else self._stream.__enter__()
+        return self._stream.__enter__()
 
     def __exit__(self, *error: Any) -> None:
-        if self._stream is not None:
-            self._stream.__exit__()
+        self._stream.__exit__(None, None, None)
 
 
 def current_stream(device: Any = None) -> Stream:
@@ -205,19 +198,39 @@ def install_corrections(world: FakeWorld, *, on_host: bool = False) -> None:
         install_fused_kernels()
         attention.install(world.note)
         _foreach_on_cpu()
-    _data_loaders()
-    _ddp(world)
-    _scalers(world)
-    _storages(world)
-    _processes()
-    _compiles(world, on_host=on_host)
-    # DTensor runs ops on full-size tensors to find shapes, once for each; this is not recorded.
-    propagator, shapes = _sharding_prop.ShardingPropagator, "_propagate_tensor_meta_non_cached"
-    patch(propagator, **{shapes: _unrecorded(world, getattr(propagator, shapes))})
+    _one_process()
+    _mixed_precision(world)
+    plain, make, resize = torch.compile, ddp.DistributedDataParallel.__init__, torch.UntypedStorage.resize_
+
+    def compile_(*args: Any, **kwargs: Any) -> Any:
+        from . import compiled_regions  # at the first call: it takes a second
+
+        compiled_regions.install(world, plain, on_host=on_host)
+        torch._dynamo.eval_frame.skip_code(DevicesOnCpu.__torch_function__.__code__)  # inlined, but no region itself
+        return torch.compile(*args, **kwargs)
+
+    def init(self: Any, module: Any, device_ids: Any = None, output_device: Any = None, *args: Any, **kw: Any) -> None:
+        """DDP accepts modules on the CPU with ``device_ids``."""
+        tables = [name for name, part in module.named_modules() if getattr(part, "sparse", False)]
+        if tables:
+            raise RuntimeError(f"{NO_SPARSE}, got sparse=True in {tables[0] or type(module).__name__}")
+        make(self, module, None, None, *args, **kw)
+
+    def resize_(self: Any, size: int) -> Any:
+        """FSDP frees parameters by shrinking their storage."""
+        found = resize(self, size)
+        world.recorder.resized(self)
+        return found
+
+    patch(torch, compile=compile_)
+    patch(ddp.DistributedDataParallel, __init__=init)
+    patch(dist, _verify_params_across_processes=lambda *args: None)  # it would gather a tensor of every rank in a list
+    patch(torch.UntypedStorage, resize_=resize_)
+    # DDP's one-time work in the second step is not recorded, nor how DTensor finds shapes by ops on full-size tensors.
+    reducer, propagator = torch._C._distributed_c10d.Reducer, _sharding_prop.ShardingPropagator
+    for owner, name in ((reducer, "_rebuild_buckets"), (propagator, "_propagate_tensor_meta_non_cached")):
+        patch(owner, **{name: _unrecorded(world, getattr(owner, name))})
     patch(_sharding_prop, _are_we_tracing=lambda: False)
-    autocast = _autocast_on_cpu(torch.autocast)
-    for module in (torch, torch.amp, torch.amp.autocast_mode):
-        patch(module, autocast=autocast)
 
 
 def _foreach_on_cpu() -> None:
@@ -231,59 +244,23 @@ def _foreach_on_cpu() -> None:
         patch(module, _get_foreach_kernels_supported_devices=lambda: [*devices, "cpu"])
 
 
-def _data_loaders() -> None:
-    """Data is loaded in this process: worker processes would be outside the fake world."""
+def _one_process() -> None:
+    """Load data in this process, and refuse others that a script starts: they would be outside the fake world."""
     make = DataLoader.__init__
 
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
         off = {"num_workers": 0, "pin_memory": False, "persistent_workers": False, "prefetch_factor": None}
         off |= {"multiprocessing_context": None, "timeout": 0}
-        kwargs = {name: off.get(name, value) for name, value in kwargs.items()}
-        make(self, *args, **kwargs)
-
-    patch(DataLoader, __init__=init)
-
-
-def _ddp(world: FakeWorld) -> None:
-    """DDP accepts modules on the CPU with ``device_ids``; its one-time work in the second step is not recorded."""
-    reducer: Any = torch._C._distributed_c10d.Reducer
-    make, rebuild = ddp.DistributedDataParallel.__init__, reducer._rebuild_buckets
-
-    def init(self: Any, module: Any, device_ids: Any = None, output_device: Any = None, *args: Any, **kw: Any) -> None:
-        tables = [name for name, part in module.named_modules() if getattr(part, "sparse", False)]
-        if tables:
-            raise RuntimeError(f"{NO_SPARSE}, got sparse=True in {tables[0] or type(module).__name__}")
-        make(self, module, None, None, *args, **kw)
-
-    patch(ddp.DistributedDataParallel, __init__=init)
-    patch(dist, _verify_params_across_processes=lambda *args: None)  # it would gather a tensor of every rank in a list
-    patch(reducer, _rebuild_buckets=_unrecorded(world, rebuild))
-
-
-def _processes() -> None:
-    """Reject processes that a script starts: they would be outside the fake world."""
+        make(self, *args, **{name: off.get(name, value) for name, value in kwargs.items()})
 
     def start(*args: Any, **kwargs: Any) -> None:
         raise RuntimeError(
             "the script starts processes of its own, which cannot be captured: capture the script that each rank runs"
         )
 
+    patch(DataLoader, __init__=init)
     patch(BaseProcess, start=start)
     patch(os, fork=start, forkpty=start)
-
-
-def _compiles(world: FakeWorld, *, on_host: bool) -> None:
-    """``torch.compile`` reads regions; what that takes is imported at its first call."""
-    plain = torch.compile
-
-    def compile_(*args: Any, **kwargs: Any) -> Any:
-        from . import compiled_regions
-
-        compiled_regions.install(world, plain, on_host=on_host)
-        torch._dynamo.eval_frame.skip_code(DevicesOnCpu.__torch_function__.__code__)  # inlined, but no region itself
-        return torch.compile(*args, **kwargs)
-
-    patch(torch, compile=compile_)
 
 
 def _unrecorded(world: FakeWorld, function: Any) -> Any:
@@ -296,10 +273,20 @@ def _unrecorded(world: FakeWorld, function: Any) -> Any:
     return run
 
 
-def _scalers(world: FakeWorld) -> None:
-    """A gradient scaler finds no overflow, and its optimizer steps."""
-    scaler = torch.amp.GradScaler
+def _mixed_precision(world: FakeWorld) -> None:
+    """Autocast for CUDA is autocast for the CPU; a gradient scaler finds no overflow, and its optimizer steps."""
+    autocast, scaler = torch.autocast, torch.amp.GradScaler
     make = scaler.__init__
+
+    class autocast_on_cpu(autocast):  # type: ignore[misc,valid-type]  # noqa: N801  # its name is torch's
+        def __init__(self, device_type: str, *args: Any, **kwargs: Any) -> None:
+            if device_type == "cuda" and not args and kwargs.get("dtype") is None:
+                kwargs["dtype"] = torch.float16
+            super().__init__("cpu" if device_type == "cuda" else device_type, *args, **kwargs)
+
+    class CudaScaler(scaler):  # type: ignore[valid-type,misc]
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__("cuda", *args, **kwargs)
 
     def init(self: Any, device: str = "cuda", *args: Any, **kwargs: Any) -> None:
         make(self, "cpu" if device == "cuda" else device, *args, **kwargs)
@@ -309,55 +296,24 @@ def _scalers(world: FakeWorld) -> None:
         return optimizer.step(*args, **kwargs)
 
     patch(scaler, __init__=init, _maybe_opt_step=step)
-
-    class CudaScaler(scaler):  # type: ignore[valid-type,misc]
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
-            super().__init__("cuda", *args, **kwargs)
-
     for module in (torch.cuda.amp, torch.cuda.amp.grad_scaler):
         patch(module, GradScaler=CudaScaler)
-
-
-def _storages(world: FakeWorld) -> None:
-    """FSDP frees parameters by shrinking their storage."""
-    resize = torch.UntypedStorage.resize_
-
-    def resize_(self: Any, size: int) -> Any:
-        found = resize(self, size)
-        world.recorder.resized(self)
-        return found
-
-    patch(torch.UntypedStorage, resize_=resize_)
-
-
-def _autocast_on_cpu(autocast: Any) -> Any:
-    """Autocast for CUDA as autocast for the CPU, on which the tensors are."""
-
-    class autocast_on_cpu(autocast):  # type: ignore[misc]  # noqa: N801  # its name is torch's
-        def __init__(self, device_type: str, *args: Any, **kwargs: Any) -> None:
-            if device_type == "cuda" and not args and kwargs.get("dtype") is None:
-                kwargs["dtype"] = torch.float16
-            super().__init__("cpu" if device_type == "cuda" else device_type, *args, **kwargs)
-
-    return autocast_on_cpu
-
-
-_NEW = "_captured_as"  # attribute of a replaced parameter: its replacement, for modules that share it
+    for module in (torch, torch.amp, torch.amp.autocast_mode):
+        patch(module, autocast=autocast_on_cpu)
 
 
 def _apply(self: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
     """``Module.to`` and its like for fake parameters: torch would swap tensors, which fake ones refuse."""
     for child in self.children() if recurse else ():
         child._apply(fn)
-    for held, change in ((self._parameters, _applied), (self._buffers, lambda buffer, fn: fn(buffer))):
-        for name, tensor in held.items():
-            held[name] = None if tensor is None else change(tensor, fn)
+    self._parameters.update({k: _applied(each, fn) for k, each in self._parameters.items() if each is not None})
+    self._buffers.update({k: fn(each) for k, each in self._buffers.items() if each is not None})
     return self
 
 
 def _applied(parameter: Any, fn: Callable[[Tensor], Tensor]) -> Any:
-    if (known := getattr(parameter, _NEW, None)) is not None:
-        return known
+    if hasattr(parameter, "_captured_as"):  # its replacement, for modules that share it
+        return parameter._captured_as
     with torch.no_grad():
         applied = fn(parameter)
     if applied is parameter:
@@ -365,9 +321,8 @@ def _applied(parameter: Any, fn: Callable[[Tensor], Tensor]) -> Any:
     if isinstance(parameter, FakeTensor) and isinstance(applied, FakeTensor) and parameter.device == applied.device:
         parameter.data = applied
         return parameter
-    replaced = nn.Parameter(applied, parameter.requires_grad)
-    setattr(parameter, _NEW, replaced)
-    return replaced
+    parameter._captured_as = nn.Parameter(applied, parameter.requires_grad)
+    return parameter._captured_as
 
 
 def _composite_ops(world: FakeWorld) -> None:

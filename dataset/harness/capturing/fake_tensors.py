@@ -64,8 +64,7 @@ class FakeWorld(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if not all(kind in _PLAIN or issubclass(kind, FakeTensor) for kind in types):
             return NotImplemented
-        kwargs = on_cpu(kwargs or {})
-        args = on_cpu(args)
+        kwargs, args = on_cpu(kwargs or {}), on_cpu(args)
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         is_fake = any(isinstance(tensor, FakeTensor) for tensor in tensors)
         if not is_fake:
@@ -89,24 +88,18 @@ class FakeWorld(TorchDispatchMode):
         return out
 
     def _stays_real(self, func: Any, tensors: list[Tensor], args: Any, kwargs: Any) -> bool:
-        if func in _VALUES:
-            return True
-        if tensors and all(tensor.dim() == 0 for tensor in tensors):
+        if func in _VALUES or (tensors and all(tensor.dim() == 0 for tensor in tensors)):
             return True
         if any(tensor.dtype not in _REAL_TYPES or tensor.numel() > MOST_REAL for tensor in tensors):
             return False
-        made = kwargs.get("dtype")
-        if made is not None and made not in _REAL_TYPES:
+        if kwargs.get("dtype") not in (None, *_REAL_TYPES):
             return False
         try:
             outputs = tree_leaves(func(*args, **kwargs)) if not func._schema.is_mutable else tensors
         except (DynamicOutputShapeException, DataDependentOutputException):
             return True
-        return all(
-            out.dtype in _REAL_TYPES and out.numel() <= MOST_REAL and out.device.type == "cpu"
-            for out in outputs
-            if isinstance(out, Tensor)
-        )
+        made = [out for out in outputs if isinstance(out, Tensor)]
+        return all(t.dtype in _REAL_TYPES and t.numel() <= MOST_REAL and t.device.type == "cpu" for t in made)
 
     def _value(self, func: Any, tensor: Tensor) -> Any:
         """The value that a script gets if the real one is unknown."""
@@ -120,9 +113,7 @@ class FakeWorld(TorchDispatchMode):
             return mean > 0.5
         if not compiles:
             self.note("reads a value of a tensor: it was given 1 or False, since nothing is computed")
-        if tensor.dtype is torch.bool:
-            return False
-        return 1.0 if tensor.dtype.is_floating_point else 1
+        return False if tensor.dtype is torch.bool else 1.0 if tensor.dtype.is_floating_point else 1
 
     def note(self, what: str) -> None:
         """Note once that a line of the script does something, if one is running."""
@@ -139,14 +130,11 @@ class FakeWorld(TorchDispatchMode):
         return phase, -1, torch._C._autograd._get_sequence_nr() - 1
 
     def _record(self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor], out: Any) -> None:
-        outputs = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
-        written = [tensor for tensor in outputs if isinstance(tensor, FakeTensor)]
-        for tensor in written:
-            self.recorder.follow(storage_of(tensor))
-        if not self.recorder.active:
-            return
-        name = func._schema.name
-        if name in _NO_KERNEL:
+        outputs, name = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)], func._schema.name
+        for tensor in outputs:
+            if isinstance(tensor, FakeTensor):
+                self.recorder.follow(storage_of(tensor))
+        if not self.recorder.active or name in _NO_KERNEL:
             return
         reads = [storage_of(tensor) for tensor in tensors]
         held = set() if name in _WRITES_INPUTS else {storage._cdata for storage in reads}
@@ -218,9 +206,7 @@ def _fake_rms_norm(x: Tensor, shape: list[int], weight: Tensor | None = None, ep
     return torch.empty_like(x, memory_format=torch.contiguous_format), x.new_empty(sizes, dtype=torch.float32)
 
 
-def _fake_rms_norm_backward(
-    gradient: Tensor, x: Tensor, shape: list[int], rstd: Tensor, weight: Tensor | None, needed: list[bool]
-) -> Any:
+def _fake_rms_norm_backward(gradient: Any, x: Tensor, shape: Any, rstd: Any, weight: Any, needed: list[bool]) -> Any:
     dweight = torch.empty_like(weight) if weight is not None and needed[1] else None
     return torch.empty_like(x) if needed[0] else None, dweight
 
@@ -250,14 +236,12 @@ def _sparse_like(sparse: Tensor, *, coalesced: bool = True) -> Tensor:
     return torch.sparse_coo_tensor(indices, values, sparse.shape, check_invariants=False, is_coalesced=coalesced)
 
 
-def _clone(x: Tensor, **kwargs: Any) -> Tensor:
-    return _sparse_like(x, coalesced=False) if x.layout is torch.sparse_coo else _aten.clone.default(x, **kwargs)
-
-
 # Shapes of what they return, asked for within the mode.
 FAKE: dict[Any, Any] = {
     _aten._coalesce.default: _sparse_like,
-    _aten.clone.default: _clone,
+    _aten.clone.default: lambda x, **kwargs: (
+        _sparse_like(x, coalesced=False) if x.layout is torch.sparse_coo else _aten.clone.default(x, **kwargs)
+    ),
     _aten.sparse_mask.default: lambda dense, mask: _sparse_like(mask),
     _aten._embedding_bag_backward.default: _sparse_bag_gradient,
     _aten._grouped_mm.default: _fake_grouped_mm,
@@ -266,22 +250,15 @@ FAKE: dict[Any, Any] = {
 }
 
 
-def _rms_norm(x: Tensor, shape: Any, weight: Tensor | None = None, eps: float | None = None) -> Tensor:
-    return _aten._fused_rms_norm.default(x, list(shape), weight, eps)[0]
-
-
-def _dropout(x: Tensor, p: float, train: bool) -> Tensor:
-    return torch.native_dropout(x, p, True)[0] if train and p > 0 else x
-
-
 def install_fused_kernels() -> None:
     """Let the device's fused kernels compute norms and dropout, with autograd."""
     warnings.filterwarnings("ignore", "Warning only once for all operators")
+    norm, dropout = _aten._fused_rms_norm.default, torch.native_dropout
     library.impl(
         "_fused_rms_norm", lambda x, shape, weight=None, eps=None: _RMSNorm.apply(x, shape, weight, eps), "AutogradCPU"
     )
-    replace_composite("rms_norm", _rms_norm)
-    replace_composite("dropout", _dropout)
+    replace_composite("rms_norm", lambda x, shape, weight=None, eps=None: norm(x, list(shape), weight, eps)[0])
+    replace_composite("dropout", lambda x, p, train: dropout(x, p, True)[0] if train and p > 0 else x)
 
 
 def replace_composite(name: str, function: Any) -> None:

@@ -7,6 +7,7 @@ that wrote what an op reads where stream order or a wait covers it.
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -46,23 +47,15 @@ class Recorder:
         self._launched: Clock = {}  # newest wait of the host that each stream is known to come after
         self._storages: dict[int, _Storage] = {}
         self._bytes = 0
-        self._made = 0  # streams that the script made
+        self.stream_names = (f"stream {number}" for number in itertools.count(1))  # of those that the script makes
         self._starts = 0  # marks of before the last start mean nothing
-
-    def new_stream(self) -> str:
-        """Name of a stream that the script makes."""
-        self._made += 1
-        return f"stream {self._made}"
 
     def start(self) -> None:
         """Forget what was written down, and write down what comes."""
         self.active = True
         self._starts += 1
-        self.works.clear()
-        self.nodes.clear()
-        self.edges.clear()
-        self.live_bytes.clear()
-        for table in (self._known, self._pending, self._last, self._launched):
+        tables: list[Any] = [self.works, self.edges, self._known, self._pending, self._last, self._launched]
+        for table in (*tables, self.nodes, self.live_bytes):
             table.clear()
         self._host = -1
         for storage in self._storages.values():
@@ -89,7 +82,6 @@ class Recorder:
         ``what``: kind, its work and its number in its group (-1: none), name.  ``scope``: phase, evaluation of autograd
         (-1: forward), sequence number of autograd.
         """
-        kind, work, seq, name = what
         index, stream = len(self.nodes), self.stream
         known = self._known.setdefault(stream, {})
         for before in self._pending.pop(stream, ()):
@@ -108,11 +100,15 @@ class Recorder:
                 known[self._stream_of(writer)] = writer
         for storage in writes:
             self.follow(storage).writer = index
-        line, name_number = self._stream_number(stream), self.names.setdefault(name, len(self.names))
-        self.nodes.append((kind, work, line, scope[0], name_number, scope[1], scope[2], seq))
-        self.live_bytes.append(self._bytes)
+        self._append(stream, what, scope)
         self._last[stream] = known[stream] = index
         return index
+
+    def _append(self, stream: str, what: tuple[int, int, int, str], scope: tuple[int, int, int]) -> None:
+        (kind, work, seq, name), (phase, evaluation, sequence) = what, scope
+        place, number = self.streams.setdefault(stream, len(self.streams)), self.names.setdefault(name, len(self.names))
+        self.nodes.append((kind, work, place, phase, number, evaluation, sequence, seq))
+        self.live_bytes.append(self._bytes)
 
     def wait_on_host(self, stream: str | None, name: str, phase: int) -> None:
         """Let the host wait for one stream, or for all."""
@@ -125,9 +121,7 @@ class Recorder:
                     self.edges.setdefault((before, index), SYNCHRONISATION)
         if self._host >= 0:
             self.edges.setdefault((self._host, index), "host_order")
-        name_number = self.names.setdefault(name, len(self.names))
-        self.nodes.append((HOST, -1, self._stream_number("host"), phase, name_number, -1, -1, -1))
-        self.live_bytes.append(self._bytes)
+        self._append("host", (HOST, -1, -1, name), (phase, -1, -1))
         self._host = index
 
     def mark(self, stream: str) -> Mark:
@@ -153,10 +147,8 @@ class Recorder:
 
     def resized(self, storage: Any) -> None:
         """Count a storage's memory anew."""
-        found = self.follow(storage)
-        size = storage.nbytes()
-        self._bytes += size - found.num_bytes
-        found.num_bytes = size
+        found, size = self.follow(storage), storage.nbytes()
+        self._bytes, found.num_bytes = self._bytes + size - found.num_bytes, size
 
     def follow(self, storage: Any) -> _Storage:
         """Count the memory of a storage while it is alive."""
@@ -174,9 +166,6 @@ class Recorder:
 
     def _stream_of(self, node: int) -> str:
         return list(self.streams)[self.nodes[node][2]]
-
-    def _stream_number(self, stream: str) -> int:
-        return self.streams.setdefault(stream, len(self.streams))
 
 
 @dataclass(slots=True)
@@ -210,13 +199,12 @@ def signature_of(func: Any, args: Any, kwargs: Any, outputs: list[torch.Tensor])
             value = touched.get(value.shape, value)
             rows.append((tuple(value.shape), type_name(value.dtype), value.stride(), ""))
         elif isinstance(value, list | tuple) and value and isinstance(value[0], torch.Tensor):
-            rows.append((tuple(tuple(each.shape) for each in value), f"TensorList {type_name(value[0].dtype)}", (), ""))
+            rows.append((tuple(tuple(t.shape) for t in value), f"TensorList {type_name(value[0].dtype)}", (), ""))
         else:
             rows.append(((), "Scalar", (), "" if value is None else str(value)))
     first = touched.get(outputs[0].shape, outputs[0]) if outputs else None
     made = () if first is None else (tuple(first.shape), type_name(first.dtype), len(outputs))
-    columns: tuple[Any, ...] = tuple(zip(*rows, strict=True)) or ((), (), (), ())
-    return (func._schema.name, *columns, made)
+    return func._schema.name, *(zip(*rows, strict=True) if rows else ((),) * 4), made
 
 
 @lru_cache(4096)

@@ -52,29 +52,17 @@ def _write(request: dict[str, Any], record: dict[str, Any]) -> None:
 
 def run(request: dict[str, Any]) -> dict[str, Any]:
     """Run a script until its step is written down; returns the record, or what went wrong."""
-    script = Path(request["script"])
-    on_host = request["device"] == "cpu"
+    script, on_host, recorder = Path(request["script"]), request["device"] == "cpu", Recorder()
     distributed.set_environment(request["rank"], request["world_size"], request["local_size"])
-    recorder = Recorder()
     fake = FakeWorld(recorder, script)
-    fake_device.follow_streams(recorder)
     if not on_host:
-        fake_device.install_device(request["local_size"])
+        fake_device.install_device(request["local_size"], recorder)
     distributed.install_world(request["rank"], request["world_size"], fake.collectives)
     fake_device.install_corrections(fake, on_host=on_host)
     boundary = distributed.install_pipelines(
         recorder, request.get("boundary"), only_boundary=request.get("only_boundary", False)
     )
-
-    def step_record() -> dict[str, Any]:
-        told = {name: request[name] for name in ("rank", "world_size", "device")}
-        return {**told, "torch": torch.__version__, "boundary": boundary[0] if boundary else None, **_record(fake)}
-
-    def leave() -> None:
-        _write(request, step_record())
-        os._exit(0)
-
-    steps = Steps(fake, request["warm_up"], leave)
+    steps = Steps(fake, request["warm_up"], lambda: _write(request, _record(request, fake, boundary)))
     sys.argv = [str(script), *request["arguments"]]
     sys.path.insert(0, str(script.resolve().parent))
     torch.set_num_threads(1)
@@ -85,7 +73,7 @@ def run(request: dict[str, Any]) -> dict[str, Any]:
     except BaseException as error:
         ended = error
     if steps.done:
-        return step_record()
+        return _record(request, fake, boundary)
     if isinstance(ended, distributed.NeedsBoundary):
         return {"needs_boundary_of": ended.rank}
     if isinstance(ended, distributed.FoundBoundary):
@@ -98,21 +86,20 @@ def run(request: dict[str, Any]) -> dict[str, Any]:
     return record
 
 
-def _record(fake: Any) -> dict[str, Any]:
+def _record(request: dict[str, Any], fake: FakeWorld, boundary: list[distributed.Boundary]) -> dict[str, Any]:
     """What was written down, as plain values."""
     recorder, collectives = fake.recorder, fake.collectives
-    groups = zip(collectives.group_names, collectives.groups, strict=True)
     return {
+        **{name: request[name] for name in ("rank", "world_size", "device")},
+        **{name: list(getattr(recorder, name)) for name in ("works", "names", "streams", "notes")},
+        "torch": torch.__version__,
+        "boundary": boundary[0] if boundary else None,
         "form": FORM,
-        "works": list(recorder.works),
-        "names": list(recorder.names),
-        "streams": list(recorder.streams),
         "nodes": recorder.nodes,
         "live_bytes": recorder.live_bytes,
         "edges": [[*ends, why] for ends, why in recorder.edges.items()],
-        "groups": [[name, list(ranks)] for name, ranks in groups],
+        "groups": [[name, list(ranks)] for ranks, (_, name) in collectives.groups.items()],
         "issued": collectives.issued,
-        "notes": list(recorder.notes),
     }
 
 
@@ -123,38 +110,36 @@ class StepCaptured(BaseException):
 class Steps:
     """Starts the recording after ``warm_up`` steps, and ends the script a step later.
 
-    ``leave`` ends the process with the step written down, where the script catches ``StepCaptured`` and goes on.
+    Where the script catches ``StepCaptured`` and goes on, ``write`` writes the step down, and the process ends.
     """
 
-    def __init__(self, world: FakeWorld, warm_up: int, leave: Callable[[], None]) -> None:
-        self._world, self._warm_up, self._leave = world, warm_up, leave
+    def __init__(self, world: FakeWorld, warm_up: int, write: Callable[[], None]) -> None:
+        self._world, self._warm_up, self._write = world, warm_up, write
         self._marker: Any = None  # the optimizer whose steps count
-        self._depth = 0
         self.seen = 0
         self.done = False
         register_optimizer_step_pre_hook(self._before)
         register_optimizer_step_post_hook(self._after)
 
-    def _before(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        self._depth += 1
+    def _before(self, *_: Any) -> None:
         self._world.in_optimizer += 1
 
-    def _after(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        self._depth -= 1
+    def _after(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         self._world.in_optimizer -= 1
-        if self._depth:
+        if self._world.in_optimizer:
             return  # within the step of another optimizer, as ZeRO's
         if self._marker is None:
             self._marker = optimizer
         if optimizer is not self._marker:
             return
         if self.done:
-            self._leave()
+            self._write()
+            os._exit(0)
         self.seen += 1
         if self._world.recorder.active:
             self.done, self._world.recorder.active = True, False
             raise StepCaptured
-        if self.seen > self._warm_up - 1:
+        if self.seen >= self._warm_up:
             self._world.collectives.start()
             self._world.recorder.start()
 

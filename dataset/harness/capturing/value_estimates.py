@@ -53,10 +53,6 @@ def even(total: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         return values.view(shape)
 
 
-def _bin_counts(values: Tensor, weights: Any = None, minlength: int = 0) -> Any:
-    return None if weights is not None else _counts(values, max(minlength, spread_of(values).choices, 1), torch.int64)
-
-
 def _counts(values: Tensor, bins: int, dtype: torch.dtype) -> Any:
     if dtype.is_floating_point or bins > MOST_COUNTS:
         return _known(values.new_empty((bins,), dtype=dtype), Spread(mean=values.numel() / bins))
@@ -96,10 +92,8 @@ def _index(values: Tensor, indices: Any) -> Any:
         return None
     found: list[Any] = []
     for each in indices:
-        if _is_mask(each):
-            found += [each.new_empty((_selected(each),), dtype=torch.int64) for _ in range(each.dim())]
-        else:
-            found.append(each)
+        mask = _is_mask(each)
+        found += [each.new_empty(_selected(each), dtype=torch.int64) for _ in range(each.dim())] if mask else [each]
     return _aten.index.Tensor(values, found)
 
 
@@ -107,7 +101,9 @@ def _index(values: Tensor, indices: Any) -> Any:
 RESULTS: MappingProxyType[Any, Callable[..., Any]] = MappingProxyType(
     {
         _aten.histc.default: lambda values, bins=100, *limits, **more: _counts(values, bins, values.dtype),
-        _aten.bincount.default: _bin_counts,
+        _aten.bincount.default: lambda values, weights=None, minlength=0: (
+            _counts(values, max(minlength, spread_of(values).choices, 1), torch.int64) if weights is None else None
+        ),
         _aten.sum.default: _sum,
         _aten.sum.dim_IntList: _sum,
         _aten.nonzero.default: lambda mask: mask.new_empty((_selected(mask), mask.dim()), dtype=torch.int64),
@@ -132,8 +128,7 @@ def follow(func: Any, args: Any, out: Any) -> None:
     if func in _SAME:
         _known(out, spread_of(args[0]))
     elif func in _CHOOSE:
-        place = _CHOOSE[func]
-        dim = args[place] if len(args) > place else -1
+        dim = dict(enumerate(args)).get(_CHOOSE[func], -1)
         _known(out[0], spread_of(args[0]))
         _known(out[1], Spread(choices=args[0].shape[dim] if args[0].dim() else 1))
     elif func is _aten.argmax.default and len(args) > 1 and args[1] is not None:
@@ -163,16 +158,10 @@ def _any_of(mask: Any, dim: int, keepdim: bool = False) -> float | None:
     return None if mean is None else 1.0 - (1.0 - mean) ** mask.shape[dim]
 
 
-def _all_alike(mask: Any, *dims: Any) -> float | None:
-    mean = spread_of(mask).mean
-    return mean if mean in (0.0, 1.0) else None
-
-
 def _both(one: Any, other: Any) -> float | None:
     means = spread_of(one).mean, spread_of(other).mean
-    if not isinstance(one, Tensor) or one.dtype is not torch.bool or means[0] is None or means[1] is None:
-        return None
-    return means[0] * means[1]
+    known = isinstance(one, Tensor) and one.dtype is torch.bool and None not in means
+    return math.prod(means) if known else None  # type: ignore[arg-type]
 
 
 # Ops that make masks: which part of theirs is set, None: not known.
@@ -184,7 +173,10 @@ _MEANS: MappingProxyType[Any, Callable[..., float | None]] = MappingProxyType(
             (_aten.scatter.value, _aten.scatter_.value),
             lambda values, dim, index, what: min(1.0, index.numel() / max(values.numel(), 1)),
         ),
-        **dict.fromkeys((_aten.any.default, _aten.all.default, _aten.all.dim), _all_alike),
+        **dict.fromkeys(
+            (_aten.any.default, _aten.all.default, _aten.all.dim),
+            lambda mask, *dims: mean if (mean := spread_of(mask).mean) in (0.0, 1.0) else None,
+        ),
         **dict.fromkeys((_aten.mul.Tensor, _aten.logical_and.default, _aten.bitwise_and.Tensor), _both),
         **dict.fromkeys(
             (_aten.logical_not.default, _aten.bitwise_not.default), lambda mask: _inverse(spread_of(mask).mean)

@@ -11,6 +11,7 @@ import ctypes
 import gc
 import os
 import platform
+import re
 import statistics
 import subprocess
 import threading
@@ -23,14 +24,10 @@ from typing import IO, Any, NamedTuple
 import torch
 
 TOOL = "nvidia-smi"
-_FIELDS = {
-    "sm_mhz": "clocks.sm",
-    "memory_mhz": "clocks.mem",
-    "temperature_c": "temperature.gpu",
-    "power_w": "power.draw",
-}
+_FIELDS = dict(sm_mhz="clocks.sm", memory_mhz="clocks.mem", temperature_c="temperature.gpu", power_w="power.draw")
 _REASONS = ("clocks_event_reasons.active", "clocks_throttle_reasons.active")  # the second one: older drivers
 _EVERY_MS = 200
+_PIPED: dict[str, Any] = {"stdin": subprocess.DEVNULL, "text": True, "errors": "replace"}
 _REASON_NAMES = {
     0x1: "idle", 0x2: "application_clocks", 0x4: "power_cap", 0x8: "hardware_slowdown", 0x10: "sync_boost",
     0x20: "thermal", 0x40: "hardware_thermal", 0x80: "hardware_power_brake", 0x100: "display_clocks",
@@ -47,18 +44,11 @@ class Sample(NamedTuple):
 def parse(line: str) -> Sample | None:
     """One line of values separated by commas, in the order that ``Watch`` asks for; none if it holds no number."""
     words = [word.strip() for word in line.split(",")]
-    numbers = {}
-    for name, word in zip(_FIELDS, words, strict=False):
-        try:
-            numbers[name] = float(word)
-        except ValueError:  # not supported here
-            continue
+    named = zip(_FIELDS, words, strict=False)
+    numbers = {name: float(word) for name, word in named if re.fullmatch(r"-?\d+(\.\d+)?", word)}  # else not supported
     if not numbers:
         return None
-    try:
-        mask = int(words[len(_FIELDS)], 16)
-    except (IndexError, ValueError):
-        mask = 0
+    mask = int(next((word for word in words[len(_FIELDS) :] if re.fullmatch(r"0x[\da-fA-F]+", word)), "0"), 16)
     return Sample(numbers, tuple(name for bit, name in _REASON_NAMES.items() if mask & bit))
 
 
@@ -69,8 +59,7 @@ def summary(samples: Iterable[Sample]) -> dict[str, Any]:
         return {}
     found: dict[str, Any] = {"samples": len(samples)}
     for name in _FIELDS:
-        values = [sample.numbers[name] for sample in samples if name in sample.numbers]
-        if values:
+        if values := [sample.numbers[name] for sample in samples if name in sample.numbers]:
             found[name] = {"median": statistics.median(values), "least": min(values)}
     counts = Counter(reason for sample in samples for reason in sample.reasons)
     found["reasons"] = {reason: round(count / len(samples), 3) for reason, count in sorted(counts.items())}
@@ -83,13 +72,14 @@ def clocks(samples: Iterable[list[Sample]]) -> dict[str, Any]:
     return {"clocks": found} if found else {}
 
 
+def _query(gpu: str, fields: Iterable[str]) -> list[str]:
+    return [TOOL, f"--id={gpu}", f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits"]
+
+
 def ask(gpu: str, *fields: str) -> list[str]:
     """Ask ``nvidia-smi`` for fields of a GPU; empty if it cannot answer."""
-    command = [TOOL, f"--id={gpu}", f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits"]
     try:
-        done = subprocess.run(
-            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace", timeout=20, check=False
-        )
+        done = subprocess.run(_query(gpu, fields), capture_output=True, timeout=20, check=False, **_PIPED)
     except (OSError, subprocess.SubprocessError):
         return []
     lines = done.stdout.splitlines()
@@ -106,13 +96,9 @@ class Watch:
         reasons = [name for name in _REASONS if ask(gpu, name)][:1]
         if not reasons and not ask(gpu, fields[0]):
             return
-        command = [TOOL, f"--id={gpu}", f"--query-gpu={','.join([*fields, *reasons])}"]
-        command += ["--format=csv,noheader,nounits", "-lms", str(_EVERY_MS)]
+        command = [*_query(gpu, [*fields, *reasons]), "-lms", str(_EVERY_MS)]
         try:
-            self._process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
-                errors="replace",
-            )  # fmt: skip
+            self._process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, **_PIPED)
         except OSError:
             return
         assert self._process.stdout is not None
@@ -188,13 +174,13 @@ def fingerprint(device: torch.device) -> dict[str, Any]:
     }
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
-        driver = ask(gpu_name(device), "driver_version")
         facts |= {
             "device": properties.name,
             "num_processors": properties.multi_processor_count,
             "cache_bytes": int(getattr(properties, "L2_cache_size", 0)),
             "cuda": torch.version.cuda,
             "cudnn": torch.backends.cudnn.version(),
-            **({"driver": driver[0]} if driver else {}),
         }
+        if driver := ask(gpu_name(device), "driver_version"):
+            facts["driver"] = driver[0]
     return facts

@@ -14,11 +14,12 @@ import statistics
 import time
 from collections.abc import Callable, Collection, Iterable
 from contextlib import suppress
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from ..base import cores
 from ..base.collective_calls import all_gather, barrier, buffers, collective_call, gather
@@ -52,14 +53,13 @@ def measure_events(
     known = {*DTYPES, *(name for name in hardware.get("peak_flops", ()) if name in NARROW)}
     visits = _Visits(device, event["seconds"], len(ops) + 2 * len(collectives), sorted(dtypes & known))
     visits.pause_s = _PAUSE_S if asleep else 0.0
-    records: list[dict[str, Any]] = []
-    skipped: list[dict[str, Any]] = []
-    earlier: list[list[float] | str] = []
+    records, skipped, earlier = list[dict[str, Any]](), list[dict[str, Any]](), list[list[float] | None]()
     for collective in collectives:
         try:
             earlier.append(visits.collective(collective))
         except (HarnessError, RuntimeError) as error:  # RuntimeError: this backend has no such collective
-            earlier.append(str(error).splitlines()[0])
+            earlier.append(None)
+            skipped.append({"collective": collective, "reason": str(error).splitlines()[0]})
     for op in ops:
         try:
             records.append({"op": op, **visits.op(op)})
@@ -67,9 +67,7 @@ def measure_events(
             skipped.append({"op": op, "reason": str(error)})
         say(f"events {event['name']}: {op['kind']}", done=1)
     for collective, first in zip(collectives, earlier, strict=True):
-        if isinstance(first, str):
-            skipped.append({"collective": collective, "reason": first})
-        else:
+        if first is not None:
             records.append({"collective": collective, "samples": first + visits.collective(collective)})
         say(f"events {event['name']}: {collective['kind']}", done=1)
     took["signatures"] = time.monotonic() - began - took["facts"]
@@ -116,7 +114,6 @@ class _Visits:
         """
         pool, clock, reason = self._pools[op["dtype"]], self._clock, ""
         for _ in range(2):
-            call = None
             try:
                 if "call" in op and is_replayed(op["call"][0]):
                     call = replayed_call(op["call"], self._device)
@@ -249,7 +246,13 @@ def measure_facts(device: torch.device, clock: Clock, dtypes: Collection[str] = 
 def _peak_flops(device: torch.device, dtype: str, clock: Clock) -> float:
     best = 0.0
     for size in (512, 1024) if device.type == "cpu" else (4096, 8192):
-        call = _product(device, dtype, size)
+        product: Callable[..., Tensor] = torch.matmul
+        a, b = (torch.randn(size, size, device=device) for _ in range(2))
+        if dtype == "fp8":
+            product, a, b = scaled_product(device, fast=True), a.to(torch.float8_e4m3fn), b.to(torch.float8_e4m3fn).t()
+        elif dtype != "tf32":
+            a, b = a.to(DTYPES[dtype]), b.to(DTYPES[dtype])
+        call = Call(partial(product, a, b))
         barrier()
         with torch.no_grad(), precision(dtype):
             clock(call.run)
@@ -258,29 +261,17 @@ def _peak_flops(device: torch.device, dtype: str, clock: Clock) -> float:
     return best
 
 
-def _product(device: torch.device, dtype: str, size: int) -> Call:
-    a, b = (torch.randn(size, size, device=device) for _ in range(2))
-    if dtype == "fp8":
-        product = scaled_product(device, fast=True)
-        a, b = a.to(torch.float8_e4m3fn), b.to(torch.float8_e4m3fn)
-        return Call(lambda: product(a, b.t()))
-    if dtype != "tf32":
-        a, b = a.to(DTYPES[dtype]), b.to(DTYPES[dtype])
-    return Call(lambda: a @ b)
-
-
 def _op_latency(device: torch.device, clock: Clock) -> float:
     """Measure the latency of an op on the device alone, if the device is not the host."""
-    x = torch.zeros(1, device=device)
-    calls = 200
+    x, calls = torch.zeros(1, device=device), 200
+    if device.type == "cuda":
+        return statistics.median(clock.samples(Call(lambda: x.add_(1.0)), 1, _SECONDS).device)
 
     def many() -> None:
         for _ in range(calls):
             x.add_(1.0)
 
     clock(many)
-    if device.type == "cuda":
-        return statistics.median(clock.samples(Call(lambda: x.add_(1.0)), 1, _SECONDS).device)
     return clock(many) / calls
 
 
@@ -293,8 +284,10 @@ def comm_compute_share(device: torch.device, clock: Clock, num_bytes: int = 2**2
     message = torch.zeros(num_bytes // 4, device=device)
     size = 256 if device.type == "cpu" else 2048
     a, b = torch.randn(size, size, device=device), torch.randn(size, size, device=device)
-    t_comm = statistics.median(_together(lambda: dist.all_reduce(message), clock) for _ in range(repeats))
-    one = statistics.median(_together(lambda: a @ b, clock) for _ in range(repeats))
+    t_comm, one = (
+        statistics.median(_together(call, clock) for _ in range(repeats))
+        for call in (lambda: dist.all_reduce(message), lambda: a @ b)
+    )
     count = max(1, int(3 * t_comm / one))
 
     def compute() -> None:

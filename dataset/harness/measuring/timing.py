@@ -80,21 +80,19 @@ def noted_steps(training: ParallelTraining, steps: int) -> tuple[list[float], li
         spans: list[annotate.Span] = []
         gc.collect()
         gc.disable()
-        begin = torch.tensor([time.monotonic() + LEAD_S], dtype=torch.float64)
+        start = torch.tensor([time.monotonic() + LEAD_S], dtype=torch.float64)
         if dist.get_world_size() > 1:
-            dist.broadcast(begin, 0)
-        before = time.process_time()
-        time.sleep(max(0.0, begin.item() - time.monotonic()))
+            dist.broadcast(start, 0)
+        begin, before = start.item(), time.process_time()
+        time.sleep(max(0.0, begin - time.monotonic()))
         with annotate.noting(spans):
             training.step()
-        end = time.monotonic()
-        ranks = gather((spans, end, time.process_time() - before))
+        own = (spans, time.monotonic(), time.process_time() - before)
+        every, ends, computed = zip(*gather(own), strict=True)
         gc.enable()
-        seconds.append(max(end for _, end, _ in ranks) - begin.item())
-        used = sum(computed for _, _, computed in ranks) / (seconds[-1] * (os.cpu_count() or 1))
-        records.append(
-            {"begin": begin.item(), "spans": [s for s, _, _ in ranks], "ends": [e for _, e, _ in ranks], "cpu": used}
-        )
+        seconds.append(max(ends) - begin)
+        used = sum(computed) / (seconds[-1] * (os.cpu_count() or 1))
+        records.append({"begin": begin, "spans": [*every], "ends": [*ends], "cpu": used})
     return seconds, records
 
 
@@ -109,15 +107,12 @@ class StepTracer:
         self.left = steps + 1
         self._names = {"kineto": f"rank{rank}.kineto.json", "et": f"rank{rank}.et.json"}
         self._folder, self._clock = folder, StepClock(device)
-        activities = [ProfilerActivity.CPU]
-        config = None
-        if device.type == "cuda":
-            activities.append(ProfilerActivity.CUDA)
-            config = torch._C._profiler._ExperimentalConfig(enable_cuda_sync_events=True)
+        on_gpu, options = device.type == "cuda", torch._C._profiler._ExperimentalConfig
+        config = options(enable_cuda_sync_events=True) if on_gpu else None
         self._observer = ExecutionTraceObserver()
         self._observer.register_callback(str(folder / self._names["et"]))
         self._profiler = Profiler(
-            activities=activities,
+            activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])],
             schedule=schedule(wait=0, warmup=1, active=steps, repeat=1),
             on_trace_ready=lambda p: p.export_chrome_trace(str(folder / self._names["kineto"])),
             record_shapes=True,
@@ -258,35 +253,28 @@ class Clock:
         return found
 
 
-class _Train(NamedTuple):
-    samples: Samples
-    ahead: bool  # whether the host stayed ahead of the device
-
-
 def queued(call: Call, queue: CudaQueue, seconds: float) -> Samples:
     """Sample a warm call for about ``seconds``, issued behind spins."""
     begin = time.perf_counter()
-    trial = _train(call, queue, 2, 1, _ISSUE_S).samples
+    trial, _ = _train(call, queue, 2, 1, _ISSUE_S)
     host, device = max(1e-7, *trial.host), max(1e-7, min(trial.device))
     calls = min(_MOST_CALLS, max(1, int(_ISSUE_S / host)), math.ceil(_SAMPLE_S / device))
     groups = max(1, min(_SAMPLES[1], int(_ISSUE_S / (calls * host)), int(seconds / (calls * device))))
     slack, tries = 1.5, 0
     found = Samples([], [])
-    while len(found.device) < _SAMPLES[0] or (
-        len(found.device) < _SAMPLES[1] and time.perf_counter() - begin < seconds
-    ):
+    while (count := len(found.device)) < _SAMPLES[0] or (count < _SAMPLES[1] and time.perf_counter() - begin < seconds):
         spin_s = min(_MOST_SPIN_S, slack * groups * calls * host + _MARGIN_S)
-        train = _train(call, queue, groups, calls, spin_s)
-        if not train.ahead and tries < _TRIES:
+        samples, ahead = _train(call, queue, groups, calls, spin_s)
+        if not ahead and tries < _TRIES:
             slack, groups, tries = 2 * slack, max(1, groups // 2), tries + 1
             continue
-        found.device.extend(train.samples.device)
-        found.host.extend(train.samples.host)
+        found.device.extend(samples.device)
+        found.host.extend(samples.host)
     return found
 
 
-def _train(call: Call, queue: CudaQueue, groups: int, calls: int, spin_s: float) -> _Train:
-    """``groups`` samples of ``calls`` calls each, issued at once behind one spin."""
+def _train(call: Call, queue: CudaQueue, groups: int, calls: int, spin_s: float) -> tuple[Samples, bool]:
+    """``groups`` samples of ``calls`` calls each, issued at once behind one spin; whether the host stayed ahead."""
     prepared = [[call.inputs() for _ in range(calls)] for _ in range(groups)]
     queue.wait()  # making inputs may have taken kernels
     queue.spin(spin_s)
@@ -299,4 +287,4 @@ def _train(call: Call, queue: CudaQueue, groups: int, calls: int, spin_s: float)
         marks.append(queue.mark())
     ahead = not queue.reached(marks[-2])
     queue.wait()
-    return _Train(Samples([queue.between(*pair) / calls for pair in pairwise(marks)], host), ahead)
+    return Samples([queue.between(*pair) / calls for pair in pairwise(marks)], host), ahead
