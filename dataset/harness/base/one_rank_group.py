@@ -57,41 +57,30 @@ class OneRankGroup(_Base):  # type: ignore[misc]
         """Start a collective; returns its ``Work``."""
 
     def allreduce(self, tensors: Any, opts: Any = None) -> Any:
-        tensors = listed(tensors)
-        return self._in_place("all_reduce", tensors, self._on_sum(tensors, opts), opts)
+        return self._in_place("all_reduce", tensors, self._on_sum, opts)
 
     allreduce_coalesced = allreduce
 
     def broadcast(self, tensors: Any, opts: Any = None, *rest: Any) -> Any:
-        tensors = listed(tensors)
-        return self._in_place("broadcast", tensors, self._on_broadcast(tensors, opts), opts)
+        return self._in_place("broadcast", tensors, self._on_broadcast, opts)
 
     def reduce(self, tensors: Any, opts: Any = None, *rest: Any) -> Any:  # a broadcast, the same way back
-        tensors = listed(tensors)
-        return self._in_place("broadcast", tensors, self._on_reduce(tensors, opts), opts)
+        return self._in_place("broadcast", tensors, self._on_reduce, opts)
 
-    def _in_place(self, kind: str, tensors: list[Tensor], effect: Effect, opts: Any) -> Any:
+    def _in_place(self, kind: str, tensors: Any, on_each: Callable[..., None] | None, opts: Any) -> Any:
+        tensors = listed(tensors)
+        effect = on_each and _each(partial(on_each, opts=opts), tensors)
         return self._issue(Call(kind, tensors, tensors, tensors, effect, blocking(opts)))
 
     def all_gather_single(self, outputs: Any, shards: Any, opts: Any = None) -> Any:
         outputs, shards = listed(outputs), listed(shards)
-
-        def effect() -> None:
-            for output, shard in zip(outputs, shards, strict=True):
-                self._repeat(output, shard)
-
+        effect = _each(self._repeat, outputs, shards)
         return self._issue(Call("all_gather", outputs, shards, outputs, effect, blocking(opts)))
 
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
-        given = listed(inputs)
-        lists = outputs if isinstance(outputs[0], list) else [outputs]
-
-        def effect() -> None:
-            for parts, own in zip(lists, given, strict=True):
-                self._gather(parts, own)
-
+        given, lists = listed(inputs), outputs if isinstance(outputs[0], list) else [outputs]
         flat = [part for parts in lists for part in parts]
-        return self._issue(Call(LISTS, flat, given, flat, effect, blocking(opts)))
+        return self._issue(Call(LISTS, flat, given, flat, _each(self._gather, lists, given), blocking(opts)))
 
     allgather_coalesced = allgather
 
@@ -103,28 +92,19 @@ class OneRankGroup(_Base):  # type: ignore[misc]
 
     def reduce_scatter_single(self, shards: Any, fulls: Any, opts: Any = None) -> Any:
         shards, fulls = listed(shards), listed(fulls)
-
-        def effect() -> None:
-            for shard, full in zip(shards, fulls, strict=True):
-                self._take(shard, full.view(self.size(), -1), opts)
-
+        effect = _each(lambda shard, full: self._take(shard, full.view(self.size(), -1), opts), shards, fulls)
         return self._issue(Call("reduce_scatter", fulls, fulls, shards, effect, blocking(opts)))
 
     def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
-        got = listed(outputs)
-        lists = inputs if isinstance(inputs[0], list) else [inputs]
-
-        def effect() -> None:
-            for output, parts in zip(got, lists, strict=True):
-                self._take(output, parts, opts)
-
+        got, lists = listed(outputs), inputs if isinstance(inputs[0], list) else [inputs]
         flat = [part for parts in lists for part in parts]
+        effect = _each(partial(self._take, opts=opts), got, lists)
         return self._issue(Call("reduce_scatter", flat, flat, got, effect, blocking(opts)))
 
     def scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
         got = listed(outputs)
         parts = listed(inputs[0] if isinstance(inputs[0], list) else inputs) if inputs else []
-        effect = self._on_scatter(got[0], parts, opts)
+        effect = partial(self._on_scatter, got[0], parts, opts)
         return self._issue(Call("reduce_scatter", got * self.size(), parts, got, effect, blocking(opts)))
 
     def all_to_all_single(self, output: Tensor, given: Tensor, *rest: Any) -> Any:
@@ -158,21 +138,15 @@ class OneRankGroup(_Base):  # type: ignore[misc]
         effect = self._on_message(direction, tensors, peer)
         return self._issue(Call("send_recv", tensors, reads, writes, effect, direction=direction, peer=peer))
 
-    def _on_sum(self, tensors: list[Tensor], opts: Any) -> Effect:
-        return None
-
+    _on_sum: Any = None  # what becomes of each tensor, with the options of the call
     _on_reduce = _on_broadcast = _on_sum
 
-    def _on_scatter(self, got: Tensor, parts: list[Tensor], opts: Any) -> Effect:
+    def _on_scatter(self, got: Tensor, parts: list[Tensor], opts: Any) -> None:
         """Keep this rank's own part, if this rank has the parts."""
-        return partial(self._take, got, parts, opts) if parts else partial(self._fill, got)
+        self._take(got, parts, opts) if parts else self._fill(got)
 
     def _on_message(self, direction: str, tensors: list[Tensor], peer: int) -> Effect:
-        def effect() -> None:
-            for tensor in tensors:
-                self._fill(tensor)
-
-        return effect if direction == "recv" else None
+        return _each(self._fill, tensors) if direction == "recv" else None
 
     def _repeat(self, output: Tensor, shard: Tensor) -> None:
         """Fill every rank's part of the output with this rank's values."""
@@ -207,6 +181,11 @@ class OneRankGroup(_Base):  # type: ignore[misc]
             tensor.normal_(std=0.02) if tensor.is_floating_point() else tensor.fill_(1)
 
 
+def _each(function: Callable[..., object], *columns: Sequence[Any]) -> Effect:
+    """The effect of calling a function for every row."""
+    return lambda: [function(*row) for row in zip(*columns, strict=True)]
+
+
 def total_bytes(tensors: Sequence[Tensor]) -> int:
     """Bytes of all elements of some tensors."""
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
@@ -224,11 +203,8 @@ def listed(tensors: Any) -> list[Tensor]:
 
 def tile(output: Tensor, own: Tensor) -> None:
     """Fill a tensor with this rank's own values, repeated."""
-    if not output.numel():
-        return
-    flat = own.reshape(-1)
-    if not flat.numel():
+    if not own.numel():
         output.zero_()
-        return
-    times = -(-output.numel() // flat.numel())
-    output.copy_(flat.repeat(times)[: output.numel()].view(output.shape))
+    elif output.numel():
+        times = -(-output.numel() // own.numel())
+        output.copy_(own.reshape(-1).repeat(times)[: output.numel()].view(output.shape))

@@ -19,8 +19,7 @@ from bisect import bisect_left
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, BinaryIO, NamedTuple, Protocol
+from typing import Any, BinaryIO, Protocol
 
 import torch
 import torch.distributed as dist
@@ -87,14 +86,14 @@ class AskedDelays:
         """Seconds of one collective; an error if a delay is unknown."""
         key = (kind, num_bytes, group_size, ranks_per_node)
         with self._lock:
-            if key not in self._known:
-                self._questions.write(json.dumps(key).encode() + b"\n")
-                self._questions.flush()
-                told = json.loads(self._answers.readline() or b'{"error": "who tells delays has ended"}')
-                if isinstance(told, dict):
-                    raise HarnessError(told["error"])
-                self._known[key] = float(told)
-            return self._known[key]
+            if key in self._known:
+                return self._known[key]
+            self._questions.write(json.dumps(key).encode() + b"\n")
+            self._questions.flush()
+            told = json.loads(self._answers.readline() or b'{"error": "who tells delays has ended"}')
+            if isinstance(told, dict):
+                raise HarnessError(told["error"])
+            return self._known.setdefault(key, float(told))
 
 
 @dataclass(frozen=True)
@@ -109,14 +108,6 @@ class World:
     free: Collection[str] = ()  # kinds that take no time: what torch's own classes do before the first step only
     real: Sequence[int] = ()  # ranks of the job that run, where there are several; they find each other in ``store``
     store: Any = None
-
-
-class Link(NamedTuple):
-    """What collectives of a group, or messages of a direction and peer, pass on."""
-
-    ranks: list[int]  # of the job that it joins
-    ranks_per_node: int
-    line: Any  # knows when it is free
 
 
 class StandInWork(dist.Work):
@@ -142,7 +133,9 @@ class Group(OneRankGroup):
     def __init__(self, rank: int, ranks: list[int], name: str, world: World) -> None:
         super().__init__(rank, ranks, name)
         self._world = world
-        self._links: dict[tuple[str, int], Link] = {}
+        # What collectives, or messages of a direction and peer, pass on: ranks of the job that it joins, how many of
+        # them are on a node, and the line, which knows when it is free.
+        self._links: dict[tuple[str, int], tuple[list[int], int, Any]] = {}
 
     def recv_anysource(self, tensors: list[Tensor], tag: int = 0) -> StandInWork:
         peer = (self.rank() + 1) % self.size()
@@ -154,31 +147,28 @@ class Group(OneRankGroup):
         return StandInWork(HostLine(self._world.clock), ended(0.0), (), [])
 
     def _issue(self, call: Call) -> StandInWork:
-        held, result = [*call.writes, *call.reads], list(call.writes)
-        if self.size() == 1 or call.kind in self._world.free:
+        world, held, result = self._world, [*call.writes, *call.reads], list(call.writes)
+        if self.size() == 1 or call.kind in world.free:
             if call.effect is not None:
                 with torch.no_grad():
                     call.effect()
-            return StandInWork(HostLine(self._world.clock), ended(0.0), held, result)
+            return StandInWork(HostLine(world.clock), ended(0.0), held, result)
         key = call.direction, call.peer
         if key not in self._links:
             ranks = list(self._ranks) if call.peer < 0 else [self._ranks[self.rank()], self._ranks[call.peer]]
-            nodes = len({rank // self._world.devices_per_node for rank in ranks})
-            self._links[key] = Link(ranks, -(-len(ranks) // nodes), self._line(*key))
-        link, num_bytes = self._links[key], call.num_bytes
+            nodes = len({rank // world.devices_per_node for rank in ranks})
+            self._links[key] = ranks, -(-len(ranks) // nodes), self._line(*key)
+        (ranks, per_node, line), num_bytes = self._links[key], call.num_bytes
         kind = "all_gather" if call.kind == LISTS else call.kind
-        size = "" if kind in _UNEVEN else f" of {num_bytes} bytes"
-        what = f"{kind}{size} in a group of {len(link.ranks)}"
-        seconds = self._world.delays.seconds(kind, num_bytes, len(link.ranks), link.ranks_per_node)
-        with annotate.stood_in(kind, num_bytes, link.ranks, self._name, seconds), torch.no_grad():
-            return StandInWork(link.line, link.line.issue(seconds, call.effect, what), held, result)
+        size = "" if kind == "all_to_all" else f" of {num_bytes} bytes"  # each rank has its own number of these
+        seconds = world.delays.seconds(kind, num_bytes, len(ranks), per_node)
+        with annotate.stood_in(kind, num_bytes, ranks, self._name, seconds), torch.no_grad():
+            end = line.issue(seconds, call.effect, f"{kind}{size} in a group of {len(ranks)}")
+            return StandInWork(line, end, held, result)
 
     def _line(self, direction: str, peer: int) -> Any:
         world = self._world
         return HostLine(world.clock) if world.spinner is None else DeviceLine(world.device, world.spinner)
-
-
-_UNEVEN = ("all_to_all",)  # each rank has its own number of bytes
 
 
 class RealRanksGroup(Group):
@@ -196,44 +186,40 @@ class RealRanksGroup(Group):
         own = listed(inputs)
         return self.allgather(outputs or [[torch.empty_like(own[0]) for _ in self._ranks]], own, opts)
 
-    def _on_sum(self, tensors: list[Tensor], opts: Any) -> Effect:
-        def effect() -> None:
-            for tensor in tensors:
-                self._sum(tensor, opts)
+    def _on_sum(self, tensor: Tensor, opts: Any) -> None:
+        """Reduce a tensor over the real ranks, in place; gloo has no mean."""
+        mean = opts is not None and opts.reduceOp == dist.ReduceOp.AVG
+        options = dist.AllreduceOptions()
+        if opts is not None and not mean:
+            options.reduceOp = opts.reduceOp
+        self._gloo.allreduce([tensor], options).wait()
+        if mean:
+            tensor.div_(len(self._places))
 
-        return effect
+    def _on_reduce(self, tensor: Tensor, opts: Any) -> None:
+        total = tensor.clone()
+        self._on_sum(total, opts)
+        if self.rank() == opts.rootRank:
+            tensor.copy_(total)
 
-    def _on_reduce(self, tensors: list[Tensor], opts: Any) -> Effect:
-        def effect() -> None:
-            for tensor in tensors:
-                total = tensor.clone()
-                self._sum(total, opts)
-                if self.rank() == opts.rootRank:
-                    tensor.copy_(total)
-
-        return effect
-
-    def _on_broadcast(self, tensors: list[Tensor], opts: Any) -> Effect:
-        def effect() -> None:
+    def _on_broadcast(self, tensor: Tensor, opts: Any) -> None:
+        if opts.rootRank in self._places:
             options = dist.BroadcastOptions()
             options.rootRank = self._places.index(opts.rootRank)
-            for tensor in tensors:
-                self._gloo.broadcast([tensor], options).wait()
+            self._gloo.broadcast([tensor], options).wait()
 
-        return effect if opts.rootRank in self._places else None
-
-    def _on_scatter(self, got: Tensor, parts: list[Tensor], opts: Any) -> Effect:
-        def effect() -> None:
-            options = dist.ScatterOptions()
-            options.rootRank = self._places.index(opts.rootRank)
-            given = [[parts[place] for place in self._places]] if parts else []
-            self._gloo.scatter([got], given, options).wait()
-
-        return effect if opts.rootRank in self._places else partial(self._fill, got)
+    def _on_scatter(self, got: Tensor, parts: list[Tensor], opts: Any) -> None:
+        if opts.rootRank not in self._places:
+            self._fill(got)
+            return
+        options = dist.ScatterOptions()
+        options.rootRank = self._places.index(opts.rootRank)
+        given = [[parts[place] for place in self._places]] if parts else []
+        self._gloo.scatter([got], given, options).wait()
 
     def _on_message(self, direction: str, tensors: list[Tensor], peer: int) -> Effect:
         def effect() -> None:
-            line = self._links[direction, peer].line
+            line = self._links[direction, peer][2]
             for tensor in tensors:
                 getattr(line.peers.gloo, direction)([tensor], 1 - line.peers.index, 0).wait()
 
@@ -258,16 +244,6 @@ class RealRanksGroup(Group):
         one, other = (self.rank(), peer) if direction == "send" else (peer, self.rank())
         return self._line_among(sorted((one, other)), f"{self._name}:{one}>{other}")
 
-    def _sum(self, tensor: Tensor, opts: Any) -> None:
-        """Reduce a tensor over the real ranks, in place; gloo has no mean."""
-        mean = opts is not None and opts.reduceOp == dist.ReduceOp.AVG
-        options = dist.AllreduceOptions()
-        if opts is not None and not mean:
-            options.reduceOp = opts.reduceOp
-        self._gloo.allreduce([tensor], options).wait()
-        if mean:
-            tensor.div_(len(self._places))
-
     def _repeat(self, output: Tensor, shard: Tensor) -> None:
         self._gather(list(output.view(self.size(), -1)), shard.reshape(-1))
 
@@ -278,7 +254,7 @@ class RealRanksGroup(Group):
 
     def _take(self, shard: Tensor, parts: Tensor | Sequence[Tensor], opts: Any) -> None:
         total = torch.stack([parts[place].reshape(-1) for place in self._places])
-        self._sum(total, opts)
+        self._on_sum(total, opts)
         shard.copy_(total[self._met.peers.index].view_as(shard))
 
     def _swap(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
@@ -287,18 +263,15 @@ class RealRanksGroup(Group):
 
     def _swap_rows(self, output: Tensor, given: Tensor, splits: Sequence[Sequence[int]]) -> None:
         super()._swap_rows(output, given, splits)
-        to, of = splits
-        size = self.size()
-        got = output.split(list(to)) if to else output.chunk(size)
-        self._exchange(got, given.split(list(of)) if of else given.chunk(size))
+        sides = zip((output, given), splits, strict=True)
+        self._exchange(*(rows.split(list(sizes)) if sizes else rows.chunk(self.size()) for rows, sizes in sides))
 
     def _exchange(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
         """Send each real rank its part, and put what it sends into its place."""
-        got = [outputs[place] for place in self._places]
-        given = [inputs[place].reshape(-1) for place in self._places]
-        into = torch.empty(sum(part.numel() for part in got), dtype=got[0].dtype)
-        sizes = [part.numel() for part in got]
-        self._gloo.alltoall_base(into, torch.cat(given), sizes, [part.numel() for part in given]).wait()
+        got, given = ([side[place] for place in self._places] for side in (outputs, inputs))
+        sizes, sent = ([part.numel() for part in side] for side in (got, given))
+        into = torch.empty(sum(sizes), dtype=got[0].dtype)
+        self._gloo.alltoall_base(into, torch.cat([part.reshape(-1) for part in given]), sizes, sent).wait()
         for part, flat in zip(got, into.split(sizes), strict=True):
             part.copy_(flat.view_as(part))
 

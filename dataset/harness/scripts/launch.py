@@ -42,14 +42,8 @@ class Ranks:
     def emulated(cls, pipes: Mapping[int, tuple[int, int]], world_size: int, devices_per_node: int) -> Ranks:
         """Some ranks of a world; ``pipes`` are where each one asks for delays, and where it reads them."""
         local_size = min(world_size, devices_per_node)
-        environments = [
-            {
-                **_TORCHRUN,
-                **place(rank, world_size, rank % devices_per_node, local_size),
-                PIPES: ",".join(map(str, ends)),
-            }
-            for rank, ends in pipes.items()
-        ]
+        of_rank = {rank: place(rank, world_size, rank % devices_per_node, local_size) for rank in pipes}
+        environments = [{**_TORCHRUN, **of_rank[rank], PIPES: ",".join(map(str, pipes[rank]))} for rank in pipes]
         return cls(environments, [end for ends in pipes.values() for end in ends])
 
     @classmethod
@@ -72,36 +66,32 @@ def run_ranks(
     ``settings`` are those of ``worker``, without ``out``: ``folder``, which exists, gets what ranks measure.  Raises
     ``HarnessError`` with the script's own line if a rank failed, or the script cannot be measured.
     """
-    boxed = {"box": dict(ranks.box)} if ranks.box is not None else {}
-    write_json(folder / SETTINGS, {**settings, **boxed, "out": str(folder.resolve())})
-    refused = ""
-    late: dict[int, str] = {}
+    path, boxed = folder / SETTINGS, {"box": dict(ranks.box)} if ranks.box is not None else {}
+    write_json(path, {**settings, **boxed, "out": str(folder.resolve())})
+    refused, late = list[str](), dict[int, str]()
 
     def told(facts: dict[str, Any]) -> None:
-        nonlocal refused
-        refused = refused or facts.get("refused", "")
+        refused.extend([facts["refused"]] if facts.get("refused") else [])
         if facts.get("at"):
             late[facts["rank"]] = facts["at"]
         elif facts.get("rank") == ranks.numbers[0]:
             say(facts["doing"])
 
-    arguments = [str((folder / SETTINGS).resolve())]
     code, last = run_module(
-        "scripts.worker", arguments, folder, ranks.environments, log, told, descriptors=ranks.descriptors
+        "scripts.worker", [str(path.resolve())], folder, ranks.environments, log, told, descriptors=ranks.descriptors
     )
     if refused:
-        if len(late) > 1:
-            refused += "; " + ", ".join(f"rank {rank} is at {late[rank]}" for rank in sorted(late))
-        raise HarnessError(f"{refused}; see {log}")
+        at = ", ".join(f"rank {rank} is at {late[rank]}" for rank in sorted(late))
+        raise HarnessError(f"{refused[0]}{'; ' + at if len(late) > 1 else ''}; see {log}")
     if code:
         why = ("was " if code < 0 else "") + how_ended(code) + (f": {last:.{_SHOWN}}" if last else "")
         raise HarnessError(f"the script's process {why}; see {log}")
-    (folder / SETTINGS).unlink()
-    found = []
-    for rank in ranks.numbers:
-        path = folder / f"script_rank{rank}.json"
+    path.unlink()
+    paths = {rank: folder / f"script_rank{rank}.json" for rank in ranks.numbers}
+    for rank, path in paths.items():
         if not path.exists():
             raise HarnessError(f"rank {rank} of the script ended without output; see {log}")
-        found.append(read_json(path))
+    found = [read_json(path) for path in paths.values()]
+    for path in paths.values():
         path.unlink()
     return found

@@ -11,8 +11,7 @@ import hashlib
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Generator, Iterator, Sequence
 from datetime import timedelta
 from itertools import count, cycle
 from pathlib import Path
@@ -31,7 +30,7 @@ from ..base.patching import patch
 from ..emulation.clocks import HostClock, Peers, Spinner, VirtualClock
 from ..emulation.stand_in import AskedDelays, DelayModel, World, enter
 from ..measuring.timing import StepClock, StepTracer
-from ..running.workers import FILE
+from ..running.workers import FILE, report
 from .launch import PIPES
 from .step_marks import StepMarks
 
@@ -42,121 +41,80 @@ class Stages:
     """Goes through the stages of a script on one rank; ``step_ended`` is called at the end of each of its steps.
 
     ``settings`` are ``warmup``, ``rounds``, ``steps`` (of each round), ``profile_steps`` and ``out``, where results go.
-    ``say`` is told what goes on; ``leave`` ends the process when all is written.
+    ``leave`` ends the process when all is written.
     """
 
     def __init__(
-        self,
-        settings: dict[str, Any],
-        rank: int,
-        say: Callable[[str], None],
-        leave: Callable[[], None],
-        world: EmulatedWorld | None = None,
+        self, settings: dict[str, Any], rank: int, leave: Callable[[], None], world: EmulatedWorld | None
     ) -> None:
-        self._settings, self.rank, self._say, self._leave, self._world = settings, rank, say, leave, world
-        self._alone = world is None and "box" not in settings and "WORLD_SIZE" not in os.environ
-        self._collectives: list[dict[str, Any]] = []
+        self._settings, self.rank, self._leave, self._world = settings, rank, leave, world
+        # Steps that are traced after the timed ones, with the profiler's warm-up.
+        self.traced = settings["profile_steps"] + 1 if settings["profile_steps"] else 0
+        # Number of steps that a script must run before its steps can be identified.
+        self.needed = int(1 + settings["warmup"] + settings["rounds"] * settings["steps"] + self.traced)
+        self._run: Generator[None] | None = None
         self.marks = StepMarks(self.step_ended, self._restart)
-        self._step: AbstractContextManager[Any] | None = None
-        self._tracer: StepTracer | None = None
-        self._clock: StepClock | None = None
-        self._restart()
-
-    @property
-    def traced(self) -> int:
-        """Steps that are traced after the timed ones, with the profiler's warm-up."""
-        return self._settings["profile_steps"] + 1 if self._settings["profile_steps"] else 0
-
-    @property
-    def needed(self) -> int:
-        """Number of steps that a script must run before its steps can be identified."""
-        wanted = self._settings
-        return int(1 + wanted["warmup"] + wanted["rounds"] * wanted["steps"] + self.traced)
 
     def _restart(self) -> None:
-        self._close()
-        self._warm, self._rounds, self._clock = 0, list[list[float]](), None
-
-    def _close(self) -> None:
-        """End an open traced step."""
-        if self._step is not None:
-            self._step.__exit__(None, None, None)
-            self._step = None
-        if self._tracer is not None:
-            self._tracer.__exit__()
-            self._tracer = None
+        if self._run is not None:
+            self._run.close()  # ends an open traced step
+        self._run = None
 
     def step_ended(self) -> None:
         """The end of a step is the begin of the next one."""
-        wanted = self._settings
-        if self._tracer is not None:
-            self._traced(self._tracer)
-        elif self._warm < wanted["warmup"]:
-            self._warm += 1
-            self._say(f"warm-up step {self._warm}/{wanted['warmup']}")
-        if self._warm == wanted["warmup"] and self._tracer is None:
-            self._timed()
+        if self._run is None:
+            self._run = self._measured()
+        next(self._run, None)
 
-    def _timed(self) -> None:
-        """Mark the end of a timed step; begin a round, or the traces."""
-        wanted = self._settings
-        if self._clock is not None:
-            self._clock.mark()
-            seconds = self._clock.seconds()
-            if len(seconds) < wanted["steps"]:
-                return
-            self._rounds.append(seconds)
-            if self._world is not None:
-                self._collectives = self._world.collectives()
-        if len(self._rounds) < wanted["rounds"]:
-            self._say(f"round {len(self._rounds) + 1}/{wanted['rounds']}")
+    def _measured(self) -> Generator[None]:
+        """Go through the stages, from the end of a step; every ``yield`` waits for the end of the next one."""
+        wanted, world, rounds = self._settings, self._world, list[list[float]]()
+        collectives: list[dict[str, Any]] = []
+        for number in range(wanted["warmup"]):
+            if number:
+                yield
+            report(doing=f"warm-up step {number + 1}/{wanted['warmup']}", rank=self.rank)
+        for number in range(wanted["rounds"]):
+            report(doing=f"round {number + 1}/{wanted['rounds']}", rank=self.rank)
             self._meet()
-            if not self._rounds and self._alone:
+            if number == 0 and world is not None:
+                world.forget()
+            elif number == 0 and "box" not in wanted and "WORLD_SIZE" not in os.environ:
                 cores.compute_in_real_time()
-            if self._world is not None and not self._rounds:
-                self._world.forget()
-            self._clock = StepClock(device(), self._world.now if self._world is not None else time.perf_counter)
-            self._clock.mark()
-        elif wanted["profile_steps"]:
-            self._say("traced steps")
-            self._tracer = StepTracer(device(), wanted["profile_steps"], Path(wanted["out"]), self.rank)
-            self._tracer.__enter__()
-            self._begin(self._tracer)
-        else:
-            self._finish([], {})
+            clock = StepClock(device(), world.now if world is not None else time.perf_counter)
+            clock.mark()
+            for _ in range(wanted["steps"]):
+                yield
+                clock.mark()
+            rounds.append(clock.seconds())
+            if world is not None:
+                collectives = world.collectives()
+        profiled, names = list[float](), dict[str, str]()
+        if self.traced:
+            report(doing="traced steps", rank=self.rank)
+            with StepTracer(device(), wanted["profile_steps"], Path(wanted["out"]), self.rank) as tracer:
+                while tracer.left:
+                    tracer.begin()
+                    with annotate.segment("step"):
+                        yield
+                    tracer.end()
+            profiled, names = tracer.written()
+        found = {"rounds": rounds, "profiled_seconds": profiled, "traces": names}
+        self._finish(found | ({} if world is None else {"collectives": collectives}))
 
     def _meet(self) -> None:
         """Wait for all ranks."""
         (barrier if self._world is None else self._world.meet)()
 
-    def _begin(self, tracer: StepTracer) -> None:
-        tracer.begin()
-        self._step = annotate.segment("step")
-        self._step.__enter__()
-
-    def _traced(self, tracer: StepTracer) -> None:
-        if self._step is not None:
-            self._step.__exit__(None, None, None)
-            self._step = None
-        tracer.end()
-        if tracer.left:
-            self._begin(tracer)
-            return
-        self._close()
-        self._finish(*tracer.written())
-
-    def _finish(self, profiled: list[float], names: dict[str, str]) -> None:
+    def _finish(self, found: dict[str, Any]) -> None:
         """Write this rank's measurements, and end the process after all ranks have finished."""
         folder = Path(self._settings["out"])
-        digests = {name: hashlib.sha256((folder / name).read_bytes()).hexdigest() for name in names.values()}
+        digests = {name: hashlib.sha256((folder / name).read_bytes()).hexdigest() for name in found["traces"].values()}
         memory = torch.cuda.max_memory_allocated() if torch.cuda.is_initialized() else None
-        found = {
-            "rank": self.rank, "steps_by": self.marks.kind, "rounds": self._rounds, "profiled_seconds": profiled,
-            "traces": names, "digests": digests, "device": device().type, "threads": torch.get_num_threads(),
-            "peak_memory_bytes": memory,
+        found |= {
+            "rank": self.rank, "steps_by": self.marks.kind, "digests": digests, "device": device().type,
+            "threads": torch.get_num_threads(), "peak_memory_bytes": memory,
         }  # fmt: skip
-        if self._world is not None:
-            found["collectives"] = self._collectives
         write_json(folder / RESULT.format(self.rank), found)
         self._meet()
         self._leave()
@@ -177,21 +135,15 @@ class EmulatedWorld:
     def __init__(self, settings: dict[str, Any], delays: DelayModel | None = None) -> None:
         questions, answers = os.environ.get(PIPES, ",").split(",")
         self._delays = delays or AskedDelays(os.fdopen(int(questions), "wb"), os.fdopen(int(answers), "rb"))
-        self.clock: HostClock = HostClock()
-        if settings["virtual"]:
-            virtual = VirtualClock()
-            virtual.install()
-            self.clock = virtual
+        self.clock = VirtualClock() if settings["virtual"] else HostClock()
+        if isinstance(self.clock, VirtualClock):
+            self.clock.install()
         self._calls: Counter[tuple[str, int, int, int]] = Counter()
         cuda = torch.cuda.is_available() and not settings["virtual"]
         device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
-        real: list[int] = settings["ranks"]
-        spinner = Spinner() if cuda else None
-        store = None
-        self._peers: Peers | None = None
-        if len(real) > 1:
-            store = dist.FileStore(os.environ[FILE], len(real))  # type: ignore[attr-defined]
-            self._peers = Peers(real, int(os.environ["RANK"]), "world", store)
+        real, spinner = settings["ranks"], Spinner() if cuda else None
+        store: Any = dist.FileStore(os.environ[FILE], len(real)) if len(real) > 1 else None  # type: ignore[attr-defined]
+        self._peers = Peers(real, int(os.environ["RANK"]), "world", store) if len(real) > 1 else None
         enter(World(self, settings["devices_per_node"], device, self.clock, spinner, real=real, store=store))
         original = c10d._new_process_group_helper
 

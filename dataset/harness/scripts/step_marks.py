@@ -45,7 +45,7 @@ class StepMarks:
 
     def __init__(self, on_step: Callable[[], None], on_restart: Callable[[], None]) -> None:
         self._on_step, self._on_restart = on_step, on_restart
-        self._process, self._thread = os.getpid(), threading.get_ident()
+        self._here = os.getpid(), threading.get_ident()
         self._counts: dict[int, int] = {}
         self._chosen: int | None = None
         self._marks = self._since = self._usual = 0  # of a profiler, optimizer's steps since its last, and usually
@@ -59,9 +59,9 @@ class StepMarks:
 
     def mark(self, kind: str, source: object = None) -> None:
         """Record a mark of one of ``KINDS``; those of forked processes and other threads are ignored."""
-        if os.getpid() != self._process or threading.get_ident() != self._thread:
-            return
-        if self.kind and kind != self.kind and not self._is_better(kind):
+        if (os.getpid(), threading.get_ident()) != self._here or (
+            self.kind and kind != self.kind and not self._is_better(kind)
+        ):
             return
         key = id(source)
         if kind != self.kind or (self._chosen is not None and key not in self._counts):
@@ -85,10 +85,7 @@ class StepMarks:
         return self._final
 
     def _restart(self, kind: str) -> None:
-        if kind != self.kind:
-            self._counts.clear()
-        else:
-            self._counts = dict.fromkeys(self._counts, 0)
+        self._counts = dict.fromkeys(self._counts if kind == self.kind else (), 0)
         if self._chosen is not None:
             self._on_restart()
         self.kind, self._chosen = kind, None
@@ -143,12 +140,12 @@ def watch_profilers(marks: StepMarks, own: type) -> None:
     idle: dict[str, Callable[[Any], Any]] = dict.fromkeys(does_nothing, lambda self: None)
     idle |= dict.fromkeys(("key_averages", "events"), lambda self: EventList([]))
     idle |= {"__enter__": lambda self: self, "step": lambda self: marks.mark(PROFILER)}
-    patch(cls, **{name: _unless_own(getattr(cls, name), replaced, own) for name, replaced in idle.items()})
 
+    def unless_own(original: Callable[..., Any], replaced: Callable[[Any], Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+            return original(self, *args, **kwargs) if isinstance(self, own) else replaced(self)
 
-def _unless_own(original: Callable[..., Any], replaced: Callable[[Any], Any], own: type) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return original(self, *args, **kwargs) if isinstance(self, own) else replaced(self)
+        return method
 
-    return method
+    patch(cls, **{name: unless_own(getattr(cls, name), replaced) for name, replaced in idle.items()})

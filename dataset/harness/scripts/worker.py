@@ -66,7 +66,7 @@ def run_rank(settings: dict[str, Any]) -> NoReturn:
     world = EmulatedWorld(settings["emulate"]) if "emulate" in settings else None
     (rendezvous_alone if world is not None else rendezvous_through_file)()
     rank = int(os.environ.get("RANK", "0"))
-    stages = Stages(settings, rank, lambda doing: report(doing=doing, rank=rank), leave, world)
+    stages = Stages(settings, rank, leave, world)
     watch_optimizers(stages.marks)
     watch_profilers(stages.marks, Profiler)
     script = Path(settings["script"])
